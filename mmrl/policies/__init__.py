@@ -1,0 +1,1 @@
+"""Policies: one thin file a model family."""

@@ -1,0 +1,166 @@
+"""Names in a configuration, and the callables they stand for. The callable's signature is the schema.
+
+An entry is one of two things:
+
+* a **class**: building it calls ``cls(**options)``; the options are the parameters of ``__init__``
+  (``**options`` in ``__init__`` means: and whatever the base class accepts);
+* a **function**: building it binds its *keyword-only* parameters, the positional ones stay open for the caller,
+  so ``def jpeg(media, prompts, *, quality=95)`` is a reward with one option.
+
+This module imports nothing heavy: ``rewards`` depends on it and must stay light.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+
+class UserError(Exception):
+    """A mistake of the user's: one readable message with the remedy, exit status 2, never a traceback."""
+
+
+def suggest(name: str, known: Any) -> str:
+    """``did you mean 'grpo'?`` or the list of what is known."""
+    close = get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(map(str, known))) or 'none'}"
+
+
+def describe(entry: Callable) -> str:
+    """First line of the docstring."""
+    return (inspect.getdoc(entry) or "").partition("\n")[0]
+
+
+def options(entry: Callable) -> dict[str, inspect.Parameter]:
+    """The parameters a configuration may set, in order, with annotations resolved to types where possible."""
+    if not inspect.isclass(entry):
+        found = inspect.signature(entry, eval_str=True).parameters.values()
+        return {p.name: p for p in found if p.kind is p.KEYWORD_ONLY}
+    found: dict[str, inspect.Parameter] = {}
+    for cls in (c for c in entry.__mro__ if "__init__" in vars(c) and c is not object):
+        signature = inspect.signature(cls.__init__, eval_str=True).parameters.values()
+        for p in list(signature)[1:]:
+            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
+                found.setdefault(p.name, p)
+        if not any(p.kind is p.VAR_KEYWORD for p in signature):
+            break
+    hidden = getattr(entry, "not_options", ())  # what a subclass fills in itself, such as the network
+    return {name: p for name, p in found.items() if name not in hidden}
+
+
+class Registry(dict[str, Callable]):
+    """``name -> class or function`` of one kind of plug-in."""
+
+    def __init__(self, kind: str, entries: Mapping[str, Callable] = {}, group: str | None = None):
+        super().__init__(entries)
+        self.kind = kind
+        self.group = group or f"mmrl.{kind}s"  # the entry-point group a third party registers under
+
+    def register(self, name: str) -> Callable[[Callable], Callable]:
+        """Decorator. Two different entries under one name are refused."""
+
+        def add(entry: Callable) -> Callable:
+            known = self.get(name)
+            if known is not None and (known.__module__, known.__qualname__) != (entry.__module__, entry.__qualname__):
+                raise ValueError(f"two {self.kind}s are called {name!r}: {known} and {entry}")
+            self[name] = entry
+            return entry
+
+        return add
+
+    def find(self, name: str) -> Callable:
+        """The entry of that name, or of ``module:name`` or ``file.py:name``, or a UserError with a suggestion."""
+        if name in self:
+            return self[name]
+        if isinstance(name, str) and ":" in name:
+            return import_name(name, self.kind)
+        for entry in importlib.metadata.entry_points(group=self.group):
+            if entry.name == name:
+                return self.register(name)(entry.load())
+        raise UserError(f"unknown {self.kind} {name!r}; {suggest(name, self)}")
+
+    def build(self, name: str, **chosen: Any) -> Any:
+        """Construct a class, or bind a function's options. Types are checked in ``mmrl.config``, not here."""
+        entry = self.find(name)
+        if inspect.isclass(entry):
+            return entry(**chosen)
+        return partial(entry, **chosen) if chosen else entry
+
+
+def import_name(name: str, kind: str = "plug-in") -> Callable:
+    """``module:attribute`` or ``path/to/file.py:attribute``; modules are also looked up in the working directory."""
+    place, _, attribute = name.rpartition(":")
+    try:
+        module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+    except ModuleNotFoundError as error:
+        raise UserError(f"cannot import {kind} {name!r}: {error}; looked in {os.getcwd()} and sys.path") from error
+    if not hasattr(module, attribute):
+        raise UserError(f"{place!r} has no {attribute!r}; {suggest(attribute, public_names(module))}")
+    return getattr(module, attribute)
+
+
+def public_names(module: Any) -> list[str]:
+    return [name for name in vars(module) if not name.startswith("_")]
+
+
+def _import_module(place: str) -> Any:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    return importlib.import_module(place)
+
+
+def _import_file(path: Path) -> Any:
+    if not path.is_file():
+        raise UserError(f"no such file: {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+POLICIES = Registry("policy", group="mmrl.policies")
+OBJECTIVES = Registry("objective")
+ADVANTAGES = Registry("advantage")
+REWARDS = Registry("reward")
+DATA = Registry("data source", group="mmrl.data")
+OPTIMIZERS = Registry("optimizer")
+KERNELS = Registry("kernel")
+GRIDS = Registry("time grid", group="mmrl.grids")
+WINDOWS = Registry("noise window", group="mmrl.windows")
+ARTIFACTS = Registry("artifact")  # things a world builds and caches: () -> folder
+
+ALL = {
+    "policies": POLICIES, "objectives": OBJECTIVES, "advantages": ADVANTAGES, "rewards": REWARDS, "data": DATA,
+    "optimizers": OPTIMIZERS, "kernels": KERNELS, "grids": GRIDS, "windows": WINDOWS, "artifacts": ARTIFACTS,
+}  # fmt: skip
+
+BUILT_IN = ("samplers", "rewards", "mmrl.policies", "mmrl.objectives", "mmrl.advantages", "mmrl.data", "mmrl.worlds")
+
+
+def load_built_in() -> None:
+    """Import every package that registers something. None of them imports diffusers or transformers to do so."""
+    for module in BUILT_IN:
+        importlib.import_module(module)
+    import samplers
+
+    KERNELS.update(samplers.KERNELS)
+    GRIDS.update(samplers.GRIDS)
+    WINDOWS.update(samplers.WINDOWS)
+
+
+def locate(path: str) -> str:
+    """A model path as the loaders want it: ``world:digits/sd3`` is built and cached, anything else passes through."""
+    if not str(path).startswith("world:"):
+        return str(path)
+    load_built_in()
+    return str(ARTIFACTS.find(str(path).removeprefix("world:"))())

@@ -1,0 +1,127 @@
+"""The records that move through a training iteration: what was asked, what was done, where to look again.
+
+Shape letters used everywhere: P prompts, B rows (samples), K decisions a row took, L decisions one forward pass
+scores, T tokens, C channels, F frames, H, W; ``*`` is the shape of one sample (C H W for images, C F H W for
+videos, T for tokens).
+
+Conditions (text embeddings, images, prefilled prefixes) are stored once per *prompt*: tensors under ``cond`` have
+P rows, every other tensor has B rows, and ``group`` [B] leads from a row to its prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Prompt = dict[str, Any]  # one line of a dataset: "text", images, the right answer ...
+Media = Tensor | list  # images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1, or B texts
+Reward = Callable[[Media, list[Prompt]], Tensor]  # (media, prompts) -> [B]; NaN means "could not be scored"
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (x, v, t, s, eta) -> (mean, std)
+Surrogate = Callable[[Tensor, Tensor, Tensor], Tensor]  # (logp, old logp, advantage) -> loss, all [B, L]
+Self = TypeVar("Self", bound="Rows")
+
+
+def tree_map(fn: Callable[[Tensor], Any], value: Any) -> Any:
+    """Apply ``fn`` to every tensor in a nest of dicts, lists and tuples; leave everything else alone."""
+    if isinstance(value, Tensor):
+        return fn(value)
+    if isinstance(value, dict):
+        return {key: tree_map(fn, item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(tree_map(fn, item) for item in value)
+    return value
+
+
+class Rewards(dict[str, Tensor]):
+    """Rewards by name, each [B]; NaN marks a sample that could not be scored. ``weights`` says how to add them."""
+
+    def __init__(self, values: Mapping[str, Tensor], weights: Mapping[str, float] | None = None):
+        super().__init__(values)
+        self.weights = {name: float((weights or {}).get(name, 1.0)) for name in self}
+
+    def total(self) -> Tensor:
+        """[B] weighted sum; NaN where any part is NaN."""
+        return sum(self.weights[name] * value for name, value in self.items())
+
+
+Advantage = Callable[["Rewards | Tensor", "Rollout"], Tensor]  # -> [B, 1] or [B, K]; NaN takes a row out of training
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """A struct of arrays. Indexing takes rows; ``cond`` stays whole, since ``group`` still leads into it."""
+
+    group: Tensor  # [B] long: which prompt the row answers, an index into cond and prompts
+    cond: Any = None  # nest of tensors [P, *], whatever the policy needs to see of a prompt
+
+    def __len__(self) -> int:
+        return len(self.group)
+
+    def map(self: Self, fn: Callable[[Tensor], Any]) -> Self:
+        """Apply ``fn`` to every row tensor, not to ``cond``."""
+        names = [f.name for f in fields(self) if f.name != "cond"]
+        return replace(self, **{n: fn(v) for n in names if isinstance(v := getattr(self, n), Tensor)})
+
+    def to(self: Self, device: torch.device | str) -> Self:
+        moved = self.map(lambda tensor: tensor.to(device))
+        return replace(moved, cond=tree_map(lambda tensor: tensor.to(device), self.cond))
+
+    def __getitem__(self: Self, index: Tensor | slice) -> Self:
+        return self.map(lambda tensor: tensor[index])
+
+    def split(self: Self, size: int) -> Iterator[Self]:
+        return (self[i : i + size] for i in range(0, len(self), size))
+
+    def repeat(self: Self, n: int) -> Self:
+        return self.map(lambda tensor: tensor.repeat_interleave(n, dim=0))
+
+    def replace(self: Self, **changes: Any) -> Self:
+        return replace(self, **changes)
+
+    @classmethod
+    def cat(cls: type[Self], parts: Sequence[Self]) -> Self:
+        """Join rows that share their prompts (one ``cond`` for all)."""
+        names = [f.name for f in fields(cls) if isinstance(getattr(parts[0], f.name), Tensor)]
+        return replace(parts[0], **{n: torch.cat([getattr(p, n) for p in parts]) for n in names if n != "cond"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout(Rows):
+    """What a policy did. A *decision* is one sampled value whose probability is known."""
+
+    prompts: Sequence[Prompt] = ()  # P
+    row: Tensor  # [B] long: name of the row in the whole iteration, the key of its randomness
+    sample: Tensor  # [B, *] final latents or token ids
+    logprob: Tensor  # [B, K] of each decision under the weights that sampled it
+    mask: Tensor  # [B, K] bool: the only gate; False is never trained on
+    order: Tensor | None = None  # [B, K] long, tokens: the pass that committed each token
+    path: Tensor | None = None  # [B, K + 1, *] latents visited
+    time: Tensor | None = None  # [B, K + 1] when; 1 is noise, 0 is data
+    eta: Tensor | None = None  # [B, K] noise level; 0 is an ODE step, no decision
+    branch: Tensor | None = None  # [B, K] long, trees: name of the edge, shared by the rows that share it
+    advantage: Tensor | None = None  # [B, 1] or [B, K]
+
+    def asked(self) -> list[Prompt]:
+        """The prompt of every row, B of them."""
+        return [self.prompts[g] for g in self.group.tolist()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point(Rows):
+    """One forward pass: a state, and the decisions to be scored there."""
+
+    row: Tensor  # [B] long, as in Rollout
+    state: Tensor  # [B, *] what the network sees
+    mask: Tensor  # [B, L] bool
+    time: Tensor | None = None  # [B]
+    next_time: Tensor | None = None  # [B]; None for a re-noised state
+    eta: Tensor | None = None  # [B]
+    target: Tensor | None = None  # [B, *] the decision: next latents, velocity, or token ids
+    logprob: Tensor | None = None  # [B, L] recorded at sampling; None for a re-noised state
+    advantage: Tensor | None = None  # [B, 1] or [B, L]
+    length: Tensor | None = None  # [B] decisions of the row that are trained on, over all its points
+    guidance: float | None = None  # guidance scale; None is the policy's own on the path, 1 on re-noised states
