@@ -1,0 +1,121 @@
+"""When a sampler steps and where it adds noise.
+
+Time grids: ``(steps, *, ...) -> [steps + 1]`` float64, falling from 1 (noise) to 0 (data).
+Noise windows: ``(steps, *, ...) -> [steps]`` bool, True where the step is stochastic and therefore a decision.
+An impossible request is a ValueError that says what would be possible.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+def shift_time(time: Tensor, shift: float) -> Tensor:
+    """shift t / (1 + (shift - 1) t): more of the steps near the noise for shift > 1 (Esser et al. 2024, eq. 23)."""
+    if not shift > 0:
+        raise ValueError(f"shift must be greater than 0, not {shift}")
+    return shift * time / (1 + (shift - 1) * time)
+
+
+def linear(steps: int) -> Tensor:
+    """Evenly spaced times."""
+    return _falling(steps, 0.0, steps + 1)
+
+
+def shifted(steps: int, *, shift: float = 3.0) -> Tensor:
+    """Evenly spaced times, shifted once (DanceGRPO, MixGRPO)."""
+    return shift_time(linear(steps), shift)
+
+
+def flow_match_euler(steps: int, *, shift: float = 3.0, train_steps: int = 1000) -> Tensor:
+    """The grid of diffusers' FlowMatchEulerDiscreteScheduler, which shifts its smallest time twice (SD3, SD3.5).
+
+    The times before the last are evenly spaced from 1 to shift(1 / train_steps), then shifted; 0 is appended.
+    """
+    if train_steps < 1:
+        raise ValueError(f"train_steps must be at least 1, not {train_steps}")
+    smallest = shift_time(torch.tensor(1 / train_steps, dtype=torch.float64), shift)
+    return _append_zero(shift_time(_falling(steps, float(smallest), steps), shift))
+
+
+def dynamic(
+    steps: int,
+    *,
+    mu: float | None = None,
+    tokens: int | None = None,
+    base_shift: float = 0.5,
+    max_shift: float = 1.15,
+    base_tokens: int = 256,
+    max_tokens: int = 4096,
+    time_shift: Literal["exponential", "linear"] = "exponential",
+    smallest: float | None = None,
+    terminal: float | None = None,
+) -> Tensor:
+    """The grid of diffusers pipelines whose shift depends on the resolution (FLUX, Qwen-Image, SD3 with mu).
+
+    ``mu`` is given, or is on the line through (base_tokens, base_shift) and (max_tokens, max_shift) at ``tokens``,
+    the number of image tokens. The shift is exp(mu), or mu itself when ``time_shift`` is linear. ``smallest`` is the
+    last time above 0 before shifting: 1 / steps unless given (FLUX); SD3 pipelines take 1 / 1000. ``terminal``
+    stretches the shifted times so that the last above 0 is this one (``shift_terminal`` of Qwen-Image and LTX).
+    """
+    if (mu is None) == (tokens is None):
+        raise ValueError("a dynamic time grid needs exactly one of mu and tokens (the number of image tokens)")
+    if mu is None:
+        if base_tokens == max_tokens:
+            raise ValueError(f"base_tokens and max_tokens must differ, both are {base_tokens}")
+        slope = (max_shift - base_shift) / (max_tokens - base_tokens)
+        mu = base_shift + slope * (tokens - base_tokens)
+    shift = {"exponential": math.exp, "linear": float}[time_shift](mu)
+    smallest = 1 / max(steps, 1) if smallest is None else smallest
+    if not 0 < smallest <= 1:
+        raise ValueError(f"smallest must lie between 0 and 1, not {smallest}")
+    times = shift_time(_falling(steps, smallest, steps), shift)
+    return _append_zero(times if terminal is None else _stretch(times, terminal))
+
+
+def all_steps(steps: int) -> Tensor:
+    """Every step is stochastic."""
+    return window(steps)
+
+
+def all_but_last(steps: int) -> Tensor:
+    """Every step but the last, whose noise nobody would remove."""
+    if steps < 2:
+        raise ValueError(
+            f"all_but_last leaves no stochastic step of {steps}: use at least 2 steps, or the window 'all'"
+        )
+    return window(steps, stop=-1)
+
+
+def window(steps: int, *, start: int = 0, stop: int | None = None) -> Tensor:
+    """The steps start to stop - 1 (Flow-GRPO-Fast, MixGRPO); negative numbers count from the end."""
+    _falling(steps, 0.0, steps + 1)  # the same message for an impossible number of steps
+    first = start + steps if start < 0 else start
+    last = steps if stop is None else stop + steps if stop < 0 else stop
+    if not 0 <= first < last <= steps:
+        raise ValueError(
+            f"the noise window from {start} to {stop} is not inside {steps} steps: need 0 <= start < stop <= {steps}"
+        )
+    index = torch.arange(steps)
+    return (index >= first) & (index < last)
+
+
+def _falling(steps: int, end: float, count: int) -> Tensor:
+    if steps < 1:
+        raise ValueError(f"a time grid needs at least 1 step, not {steps}")
+    return torch.linspace(1.0, end, count, dtype=torch.float64)
+
+
+def _stretch(times: Tensor, terminal: float) -> Tensor:
+    """Scale 1 - t so that the last of the times becomes ``terminal``."""
+    if not 0 < terminal < 1 or len(times) < 2:
+        raise ValueError(f"terminal must lie between 0 and 1 and needs 2 steps; got {terminal} and {len(times)} steps")
+    return 1 - (1 - times) * (1 - terminal) / (1 - times[-1])
+
+
+def _append_zero(times: Tensor) -> Tensor:
+    return torch.cat([times, times.new_zeros(1)])
