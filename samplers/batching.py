@@ -1,0 +1,105 @@
+"""Batches that fit: chunks of rows, what a forward pass costs in bytes, and results that no chunk size changes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
+
+
+def chunks(count: int, size: int) -> Iterator[slice]:
+    """Slices of at most ``size`` rows that cover 0..count - 1 in order."""
+    if size < 1:
+        raise ValueError(f"a chunk needs at least 1 row, not {size}")
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))
+
+
+def peak_bytes(fn: Callable[[], Any], device: torch.device | str = "cpu") -> int:
+    """The most bytes of tensors that were alive at once among those ``fn`` made, on top of what existed before.
+
+    On a CUDA device the allocator is asked, which also sees the workspaces of kernels; elsewhere every storage that an
+    operation returns is counted until it is freed, the scratch space inside one operation is not.
+    """
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        fn()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with _Tally() as tally:
+        fn()
+    return tally.peak
+
+
+class _Tally(TorchDispatchMode):
+    """Counts storages from the operation that returns them first until nothing refers to them any more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, weakref.ref] = {}
+        self.live = self.peak = 0
+
+    def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        known = {t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
+        result = func(*args, **kwargs)
+        for tensor in tree_iter(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in known:
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        address, size = storage._cdata, storage.nbytes()
+        if address in self.alive:
+            return
+
+        def forget(_: weakref.ref) -> None:
+            del self.alive[address]
+            self.live -= size
+
+        self.alive[address] = weakref.ref(storage, forget)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+
+def rows_that_fit(forward: Callable[[int], Any], budget: int, most: int, device: torch.device | str = "cpu") -> int:
+    """The largest number of rows in 1..most whose ``forward(rows)`` stays within ``budget`` bytes.
+
+    Runs one row and two rows and takes memory to grow along that line. ValueError where even one row is too many.
+    """
+    if most < 1:
+        raise ValueError(f"the largest number of rows must be at least 1, not {most}")
+    one = peak_bytes(lambda: forward(1), device)
+    if one > budget:
+        raise ValueError(
+            f"one row needs {one:,} bytes, the budget is {budget:,}: raise the budget or use a smaller size"
+        )
+    if most == 1:
+        return 1
+    each = peak_bytes(lambda: forward(2), device) - one
+    return most if each <= 0 else min(most, 1 + (budget - one) // each)
+
+
+def at_width(fn: Callable[..., Any], width: int, *batches: Any) -> Any:
+    """``fn(*batches)`` computed at exactly ``width`` rows, for nests of tensors [B, *] with B <= width.
+
+    Row 0 is repeated to fill up, and what comes of the repeats is cut off the result (a nest of tensors [width, *])
+    and out of the gradient. A matmul of few rows may round in another way than one of many; at constant width the
+    result of a row does not depend on how many rows its chunk had left.
+    """
+    rows = {len(tensor) for tensor in tree_iter(batches) if isinstance(tensor, Tensor)}
+    if len(rows) != 1:
+        raise ValueError(f"at_width needs tensors of one number of rows, got {sorted(rows)}")
+    (count,) = rows
+    if not 1 <= count <= width:
+        raise ValueError(f"{count} rows do not fit a width of {width}: need 1 to {width}")
+    if count == width:
+        return fn(*batches)
+    wide = tree_map_only(Tensor, lambda x: torch.cat([x, x[:1].expand(width - count, *x.shape[1:])]), batches)
+    return tree_map_only(Tensor, lambda x: x[:count], fn(*wide))
