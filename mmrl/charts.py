@@ -1,0 +1,203 @@
+"""Line charts as inline SVG: no script needed to read them, colours from the page's style sheet (light and dark)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from markupsafe import Markup, escape
+
+Numbers = Sequence[float | None]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve. ``y`` may hold None (a gap), ``spread`` is a half-width drawn as a band, ``faint`` the raw curve."""
+
+    label: str
+    x: Numbers
+    y: Numbers
+    spread: Numbers | None = None
+    faint: Numbers | None = None
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A titled plot of one or more curves over a shared axis, with at most six colours."""
+
+    title: str
+    series: list[Series]
+    note: str = ""
+    wide: bool = False
+    zero: bool = False  # the axis starts at 0
+    x_label: str = "iteration"
+    colours: list[int] = field(default_factory=list)  # colour numbers 1..6; 1, 2, 3 ... unless told
+
+    def colour(self, index: int) -> int:
+        return self.colours[index] if self.colours else index % 6 + 1
+
+    def latest(self) -> list[tuple[int, str, str]]:
+        """(colour, label, last value) of each curve: the legend."""
+        last = [next((y for y in reversed(s.y) if y is not None), None) for s in self.series]
+        return [(self.colour(i), s.label, number(y)) for i, (s, y) in enumerate(zip(self.series, last))]
+
+    def svg(self) -> Markup:
+        """The drawing; title and legend are the page's business."""
+        return _draw(self, 1040 if self.wide else 500, 300 if self.wide else 210)
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number for readers: ``0.833``, ``1.2e-05``, ``1,240``; a dash for None."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    if value == 0 or value == int(value) and abs(value) < 1e6:
+        return f"{int(value):,}".replace("-", "−")
+    size = abs(value)
+    text = f"{value:.{digits - 1}e}" if size < 1e-3 or size >= 1e6 else f"{value:.{digits}g}"
+    if 1000 <= size < 1e6:
+        text = f"{value:,.0f}"
+    return text.replace("-", "−")
+
+
+def smooth(values: Numbers, window: int) -> list[float | None]:
+    """Exponential average over about ``window`` values, without the bias of a zero start; gaps stay gaps."""
+    keep, total, weight, result = 1 - 2 / (window + 1), 0.0, 0.0, []
+    for value in values:
+        if value is not None:
+            total, weight = keep * total + value, keep * weight + 1
+        result.append(total / weight if value is not None else None)
+    return result
+
+
+def ticks(low: float, high: float, about: int = 5) -> list[float]:
+    """Round numbers inside [low, high], 1, 2 or 5 times a power of ten apart."""
+    raw = (high - low) / max(1, about)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= raw * 0.999)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [round(i * step, 12) for i in range(first, last + 1)]
+
+
+def _range(values: list[float], zero: bool) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    if zero:
+        low, high = min(low, 0.0), max(high, 0.0)
+    if high - low <= 1e-12 * max(1.0, abs(high)):
+        room = abs(high) * 0.1 or 1.0
+        return (low, high + room) if zero and low == 0 else (low - room, high + room)
+    room = 0.05 * (high - low)
+    return (low if zero and low == 0 else low - room), high + room
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """Data coordinates to pixels."""
+
+    width: int
+    height: int
+    x: tuple[float, float]
+    y: tuple[float, float]
+    left: int = 56
+    right: int = 14
+    top: int = 10
+    bottom: int = 30
+
+    def px(self, x: float) -> float:
+        return self.left + (x - self.x[0]) / (self.x[1] - self.x[0]) * (self.width - self.left - self.right)
+
+    def py(self, y: float) -> float:
+        return self.top + (self.y[1] - y) / (self.y[1] - self.y[0]) * (self.height - self.top - self.bottom)
+
+
+def _frame(chart: Chart, width: int, height: int) -> _Frame | None:
+    xs, ys = [], []
+    for s in chart.series:
+        known = [(x, y, i) for i, (x, y) in enumerate(zip(s.x, s.y)) if x is not None and y is not None]
+        xs += [x for x, _, _ in known]
+        ys += [y for _, y, _ in known]
+        if s.spread:
+            ys += [y + sign * (s.spread[i] or 0.0) for _, y, i in known for sign in (-1, 1)]
+        ys += [y for y in s.faint or () if y is not None]
+    if not ys:
+        return None
+    low, high = min(xs), max(xs)
+    x_range = (low, high) if high > low else (low - 0.5, high + 0.5)
+    return _Frame(width, height, x_range, _range(ys, chart.zero))
+
+
+def _draw(chart: Chart, width: int, height: int) -> Markup:
+    frame = _frame(chart, width, height)
+    if frame is None:
+        return Markup('<p class="note">no values</p>')
+    parts = [_axes(frame, chart.x_label)]
+    for i, s in enumerate(chart.series):
+        parts.append(_curve(frame, s, chart.colour(i)))
+    return Markup(
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(chart.title)}" '
+        f'data-plot="{escape(json.dumps(_hover(frame, chart)))}">{"".join(parts)}</svg>'
+    )
+
+
+def _axes(f: _Frame, x_label: str) -> str:
+    parts = []
+    for y in ticks(*f.y):
+        parts.append(
+            f'<line class="grid" x1="{f.left}" x2="{f.width - f.right}" y1="{f.py(y):.1f}" y2="{f.py(y):.1f}"/>'
+        )
+        parts.append(f'<text x="{f.left - 8}" y="{f.py(y) + 4:.1f}" text-anchor="end">{number(y)}</text>')
+    base = f.height - f.bottom
+    parts.append(f'<line class="axis" x1="{f.left}" x2="{f.width - f.right}" y1="{base}" y2="{base}"/>')
+    for x in ticks(*f.x, about=6):
+        if x == int(x):
+            anchor = "end" if f.px(x) > f.width - f.right - 12 else "middle"
+            parts.append(f'<text x="{f.px(x):.1f}" y="{base + 17}" text-anchor="{anchor}">{number(x)}</text>')
+    parts.append(f'<text class="name" x="{f.left}" y="{base + 28}">{escape(x_label)}</text>')
+    return "".join(parts)
+
+
+def _curve(f: _Frame, s: Series, colour: int) -> str:
+    parts = []
+    for run in _runs(s.x, s.y):
+        if s.spread:
+            upper = [(f.px(s.x[i]), f.py(s.y[i] + (s.spread[i] or 0.0))) for i in run]
+            lower = [(f.px(s.x[i]), f.py(s.y[i] - (s.spread[i] or 0.0))) for i in reversed(run)]
+            parts.append(f'<polygon class="band c{colour}" points="{_points(upper + lower)}"/>')
+        if len(run) == 1:
+            i = run[0]
+            parts.append(f'<circle class="dot c{colour}" cx="{f.px(s.x[i]):.1f}" cy="{f.py(s.y[i]):.1f}" r="2.5"/>')
+        else:
+            parts.append(
+                f'<polyline class="line c{colour}" points="{_points([(f.px(s.x[i]), f.py(s.y[i])) for i in run])}"/>'
+            )
+    for run in _runs(s.x, s.faint or ()):
+        points = _points([(f.px(s.x[i]), f.py(s.faint[i])) for i in run])
+        parts.insert(0, f'<polyline class="faint c{colour}" points="{points}"/>')
+    return "".join(parts)
+
+
+def _runs(x: Numbers, y: Numbers) -> list[list[int]]:
+    """Stretches of indices without a gap."""
+    runs: list[list[int]] = [[]]
+    for i, (a, b) in enumerate(zip(x, y)):
+        if a is None or b is None:
+            runs.append([])
+        else:
+            runs[-1].append(i)
+    return [run for run in runs if run]
+
+
+def _points(points: list[tuple[float, float]]) -> str:
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+
+
+def _hover(f: _Frame, chart: Chart) -> dict:
+    """What the page's script needs to show values under the pointer."""
+    rows: dict[float, list[str]] = {}
+    for s in chart.series:
+        for i, (x, y) in enumerate(zip(s.x, s.y)):
+            if x is not None and y is not None:
+                spread = f" ± {number(s.spread[i])}" if s.spread and s.spread[i] is not None else ""
+                rows.setdefault(x, []).append(f"{s.label} {number(y)}{spread}")
+    return {"unit": chart.x_label, "points": [[x, round(f.px(x), 1), text] for x, text in sorted(rows.items())]}

@@ -1,0 +1,88 @@
+"""Sheets of equal tiles: many small pictures in one PNG, and the way back from the sheet to its tiles."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from PIL import Image, ImageDraw, ImageFont
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+GAP = 2  # pixels between tiles
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a sheet is divided; what ``samples/captions.json`` holds for each sheet."""
+
+    count: int
+    columns: int
+    width: int
+    height: int
+    gap: int = GAP
+
+    def size(self) -> tuple[int, int]:
+        """Width and height of the whole sheet in pixels."""
+        rows = -(-self.count // self.columns)
+        return (
+            self.columns * (self.width + self.gap) - self.gap,
+            rows * (self.height + self.gap) - self.gap,
+        )
+
+    def box(self, index: int) -> tuple[int, int, int, int]:
+        """Left, upper, right, lower of a tile."""
+        row, column = divmod(index, self.columns)
+        x, y = column * (self.width + self.gap), row * (self.height + self.gap)
+        return x, y, x + self.width, y + self.height
+
+
+def sheet(images: Tensor, columns: int | None = None) -> tuple[Image.Image, Layout]:
+    """Images [N, 3, H, W] in 0..1 (clamped; NaN becomes black) on one RGB picture, row by row."""
+    count, channels, height, width = images.shape
+    if not count or channels != 3:
+        raise ValueError(f"images must be [N, 3, H, W] with N >= 1, not {tuple(images.shape)}")
+    layout = Layout(count, columns or min(count, max(1, math.ceil(math.sqrt(count)))), width, height)
+    bytes_ = (images.detach().float().nan_to_num(0.0).clamp(0, 1) * 255).round().byte().cpu()
+    picture = Image.new("RGB", layout.size(), "white")
+    for i, tile in enumerate(bytes_.permute(0, 2, 3, 1).contiguous().numpy()):
+        picture.paste(Image.fromarray(tile), layout.box(i)[:2])
+    return picture, layout
+
+
+def tiles(picture: Image.Image, layout: Layout) -> list[Image.Image]:
+    """The tiles of a sheet, in order; ValueError if the picture is not of that layout."""
+    if picture.size != layout.size():
+        raise ValueError(f"the sheet measures {picture.size}, its layout says {layout.size()}")
+    return [picture.crop(layout.box(i)) for i in range(layout.count)]
+
+
+def enlarge(picture: Image.Image, side: int) -> Image.Image:
+    """Scaled so that the longer side is ``side``: sharp pixels when growing, smooth when shrinking."""
+    factor = side / max(picture.size)
+    size = (max(1, round(picture.width * factor)), max(1, round(picture.height * factor)))
+    return picture.resize(size, Image.Resampling.NEAREST if factor >= 1 else Image.Resampling.LANCZOS)
+
+
+def compare(rows: dict[str, list[Image.Image]], captions: list[str], side: int = 120) -> Image.Image:
+    """Labelled rows of tiles above their captions, on white: the before-and-after picture."""
+    title, small = ImageFont.load_default(18), ImageFont.load_default(13)
+    count, gap, left = max(map(len, rows.values())), 10, 20 + max(int(title.getlength(label)) for label in rows)
+    texts = [textwrap.wrap(caption, max(8, side // 7))[:5] for caption in captions[:count]]
+    below = 18 * max(map(len, texts), default=0) + gap
+    size = (left + count * (side + gap), gap + len(rows) * (side + gap) + below)
+    picture = Image.new("RGB", size, "white")
+    draw = ImageDraw.Draw(picture)
+    for r, (label, row) in enumerate(rows.items()):
+        y = gap + r * (side + gap)
+        draw.text((10, y + side / 2), label, fill="#222222", font=title, anchor="lm")
+        for c, tile in enumerate(row):
+            picture.paste(enlarge(tile, side), (left + c * (side + gap), y))
+    for c, lines in enumerate(texts):
+        for i, line in enumerate(lines):
+            place = (left + c * (side + gap) + side / 2, gap + len(rows) * (side + gap) + 18 * i)
+            draw.text(place, line, fill="#444444", font=small, anchor="ma")
+    return picture

@@ -1,0 +1,94 @@
+"""How far a long job is: a bar on a terminal, a plain line now and then in a file or pipe."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """What ``RunLog.progress`` yields."""
+
+    def begin(self, total: int, start: int) -> None: ...
+    def update(self, iteration: int, reward: float | None = None, note: str = "") -> None:
+        """``iteration`` iterations are done (so the last call says ``total``)."""
+
+    def end(self) -> None: ...
+
+
+def progress_for(title: str, active: bool = True) -> Progress:
+    """A bar on a terminal, plain lines elsewhere, nothing for any process but the main one."""
+    if not active:
+        return _Silent()
+    return _Bar(title) if sys.stdout.isatty() else _Lines(title)
+
+
+class _Silent:
+    def begin(self, total: int, start: int) -> None:
+        pass
+
+    def update(self, iteration: int, reward: float | None = None, note: str = "") -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+class _Bar:
+    """Rich's bar."""
+
+    def __init__(self, title: str):
+        from rich import progress as p
+
+        columns = (
+            p.TextColumn("[bold]{task.description}"), p.BarColumn(bar_width=None), p.MofNCompleteColumn(),
+            p.TextColumn("{task.fields[text]}"), p.TimeElapsedColumn(), p.TextColumn("left"), p.TimeRemainingColumn(),
+        )  # fmt: skip
+        self.title, self.bar = title, p.Progress(*columns, speed_estimate_period=120)
+
+    def begin(self, total: int, start: int) -> None:
+        self.bar.start()
+        self.task = self.bar.add_task(self.title, total=total, completed=start, text="")
+
+    def update(self, iteration: int, reward: float | None = None, note: str = "") -> None:
+        self.bar.update(self.task, completed=iteration, text=_status(reward, note))
+
+    def end(self) -> None:
+        self.bar.stop()
+
+
+class _Lines:
+    """Plain lines for files and pipes: the first and last update, and one about every ``seconds`` in between."""
+
+    def __init__(self, title: str, seconds: float = 15.0, clock: Callable[[], float] = time.monotonic):
+        self.title, self.seconds, self.clock = title, seconds, clock
+
+    def begin(self, total: int, start: int) -> None:
+        self.total, self.start, self.began, self.shown = total, start, self.clock(), None
+
+    def update(self, iteration: int, reward: float | None = None, note: str = "") -> None:
+        now = self.clock()
+        if self.shown is not None and now - self.shown < self.seconds and iteration < self.total:
+            return
+        self.shown = now
+        done, spent = iteration - self.start, now - self.began
+        left = f"{clock_time(spent / done * (self.total - iteration))} left" if done > 0 else ""
+        parts = [f"{self.title} {iteration}/{self.total}", _status(reward, note), clock_time(spent), left]
+        print("  ".join(part for part in parts if part), flush=True)
+
+    def end(self) -> None:
+        pass
+
+
+def clock_time(seconds: float) -> str:
+    """``4:05`` or ``1:02:03``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _status(reward: float | None, note: str) -> str:
+    shown = f"reward {reward:.3f}" if reward is not None else ""
+    return f"{shown}  {note}".strip()
