@@ -144,7 +144,10 @@ ALL = {
     "optimizers": OPTIMIZERS, "kernels": KERNELS, "grids": GRIDS, "windows": WINDOWS, "artifacts": ARTIFACTS,
 }  # fmt: skip
 
-BUILT_IN = ("samplers", "rewards", "mmrl.policies", "mmrl.objectives", "mmrl.advantages", "mmrl.data", "mmrl.worlds")
+BUILT_IN = (
+    "samplers", "rewards", "mmrl.policies", "mmrl.objectives", "mmrl.advantages", "mmrl.optimizers", "mmrl.data",
+    "mmrl.worlds",
+)  # fmt: skip
 
 
 def load_built_in() -> None:

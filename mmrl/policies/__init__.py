@@ -1,1 +1,3 @@
-"""Policies: one thin file a model family."""
+"""Policies: generative models behind one contract; one thin file a model family. Importing this registers them."""
+
+from . import sd3 as sd3

@@ -1,0 +1,62 @@
+"""Which rows share an optimizer step, and which share a forward pass. Neither depends on the number of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from samplers.noise import Rng
+
+from .types import Point, Rollout
+
+
+def batches(rollout: Rollout, copies: int, rows: int, size: int, rng: Rng) -> Iterator[Rollout]:
+    """Split a process's rollout into the optimizer steps of one epoch.
+
+    ``rows`` in the whole iteration are put in one random order that every process computes alike; each step takes the
+    next ``size`` of it, and a process those that it holds. The order goes through the groups copy by copy, so that
+    every step has (nearly) the same number of rows of every group, and so of every process.
+    """
+    order = torch.empty(rows, dtype=torch.long)  # place of each row of the iteration
+    order[_stratified(rows, copies, rng)] = torch.arange(rows)
+    place = order[rollout.row.cpu()]
+    for start in range(0, rows, size):
+        mine = ((place >= start) & (place < start + size)).nonzero()[:, 0]
+        yield rollout[mine.to(rollout.row.device)]
+
+
+def _stratified(rows: int, copies: int, rng: Rng) -> Tensor:
+    """[rows] long: all row names, first one random copy of every prompt in random order, then another ..."""
+    names = torch.arange(rows)
+    draw = rng.uniform(names, (2,))  # [rows, 2]
+    copy = draw[:, 0].view(-1, copies).argsort(1).argsort(1).flatten()  # [rows] random place inside the group
+    return torch.argsort(copy + draw[:, 1])
+
+
+def passes(points: Iterable[Point], size: int | None) -> list[Point]:
+    """Points joined and cut anew into passes of ``size`` rows; rows with nothing to train on are left out."""
+    kept = [point[point.mask.any(1)] for point in points]
+    kept = [point for point in kept if len(point)]
+    if not kept:
+        return []
+    whole = Point.cat(kept)
+    return list(whole.split(size or len(whole)))
+
+
+def loss_weights(point: Point, reduction: str, decisions: int) -> Tensor:
+    """[B, L] the weight of every decision before division by ``loss_total``.
+
+    "decision": every decision counts the same. "row": every row does, however long (GRPO's sequence mean).
+    "constant": division by the largest number of decisions (Dr. GRPO), which does not favour short answers.
+    """
+    length = point.length[:, None].clamp_min(1)
+    divisor = {"decision": torch.ones_like(length), "row": length, "constant": torch.full_like(length, decisions)}
+    return point.mask / divisor[reduction]
+
+
+def loss_total(points: Iterable[Point], reduction: str) -> Tensor:
+    """[] float64 what the weighted sum of this process's losses is divided by: decisions, or rows."""
+    each = [loss_weights(p, "decision" if reduction == "decision" else "row", 1).double().sum() for p in points]
+    return sum(each, torch.zeros((), dtype=torch.float64, device=each[0].device if each else None))

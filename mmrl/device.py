@@ -1,0 +1,64 @@
+"""Where and how passes run: accelerate, with just what the loop needs of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .options import TrainOptions
+from .registry import UserError
+
+ACCELERATE_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+
+
+class Device:
+    """One process's share of the machine. Started by ``accelerate launch`` or torchrun it is one of many."""
+
+    def __init__(self, options: TrainOptions):
+        from accelerate import Accelerator
+
+        if options.precision == "fp16" and not torch.cuda.is_available():
+            raise UserError("train.precision fp16 needs a CUDA device; use bf16 or fp32")
+        self.accelerator = Accelerator(mixed_precision=ACCELERATE_PRECISION[options.precision])
+        self.options = options
+        self.rank, self.processes = self.accelerator.process_index, self.accelerator.num_processes
+
+    @property
+    def main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    @property
+    def scales_loss(self) -> bool:
+        """fp16 only."""
+        return self.accelerator.scaler is not None
+
+    def prepare(self, policy: Any, optimizer: Callable) -> torch.optim.Optimizer:
+        """Move the network to the device, wrap it (DDP, FSDP2), and return its prepared optimizer."""
+        if self.options.gradient_checkpointing:
+            policy.enable_gradient_checkpointing()
+        parameters = [p for p in policy.net.parameters() if p.requires_grad]
+        if not parameters:
+            raise UserError("the policy has no trainable parameters; set lora, or leave full training on")
+        policy.trained, prepared = self.accelerator.prepare(policy.net, optimizer(parameters))
+        return prepared
+
+    def no_sync(self, trained: nn.Module) -> AbstractContextManager:
+        """Gradients stay local inside."""
+        return self.accelerator.no_sync(trained)
+
+    def backward(self, loss: Tensor) -> None:
+        """``loss`` is this process's share of a *sum* over processes; the wrappers average, hence the factor."""
+        self.accelerator.backward(loss * self.processes)
+
+    def clip(self, policy: Any, limit: float) -> Tensor:
+        """[] the gradient's global norm before it was clipped to ``limit``."""
+        norm = self.accelerator.clip_grad_norm_(policy.trained.parameters(), limit)
+        norm = norm if isinstance(norm, Tensor) else torch.tensor(float(norm))
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    def wait(self) -> None:
+        self.accelerator.wait_for_everyone()

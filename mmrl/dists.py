@@ -1,0 +1,82 @@
+"""Distributions of one decision. Sampling and scoring share the object, so they cannot disagree."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TINY = 1e-12  # floor of a standard deviation of zero: an ODE step has no density and is masked, but must stay finite
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """Isotropic Gaussian over latents; ``std`` 0 makes the step deterministic (then no log-prob is meant).
+
+    ``reduction`` "mean" divides log-prob, KL and entropy by the number of dimensions, as every published
+    implementation does (their clip ranges of 1e-6 to 1e-3 come from it); "sum" gives the density itself.
+    """
+
+    mean: Tensor  # [B, *]
+    std: Tensor  # [B, 1, ...]
+    reduction: str = "mean"
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """[B, *] from standard normal noise [B, *]."""
+        return self.mean + self.std * noise
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        """[B, 1]."""
+        std = self.std.clamp_min(TINY)
+        return self._reduce(-0.5 * ((x - self.mean) / std) ** 2 - std.log() - 0.5 * math.log(2 * math.pi))
+
+    def kl(self, other: Gaussian) -> Tensor:
+        """[B, 1] KL(self || other), exact; equal standard deviations cancel exactly."""
+        p, q = self.std.clamp_min(TINY), other.std.clamp_min(TINY)
+        spread = torch.where(p == q, torch.zeros_like(p), (q / p).log() + 0.5 * ((p / q) ** 2 - 1))
+        return self._reduce(spread + 0.5 * ((self.mean - other.mean) / q) ** 2)
+
+    def entropy(self) -> Tensor:
+        """[B, 1]."""
+        each = self.std.clamp_min(TINY).log() + 0.5 * math.log(2 * math.pi * math.e)
+        return self._reduce(each.expand_as(self.mean))
+
+    def _reduce(self, x: Tensor) -> Tensor:
+        flat = x.flatten(1)
+        return flat.mean(1, keepdim=True) if self.reduction == "mean" else flat.sum(1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class Categorical:
+    """Independent draws at L positions from a vocabulary of V; logits of -inf are impossible tokens."""
+
+    logits: Tensor  # [B, L, V]
+
+    def sample(self, uniform: Tensor) -> Tensor:
+        """[B, L] long, by inversion of the cumulative distribution at uniform [B, L] in (0, 1)."""
+        cdf = self.logits.double().softmax(-1).cumsum(-1)
+        return (cdf <= uniform.to(cdf)[..., None] * cdf[..., -1:]).sum(-1)
+
+    def log_prob(self, ids: Tensor) -> Tensor:
+        """[B, L] for token ids [B, L]."""
+        return self._log_softmax().gather(-1, ids[..., None])[..., 0]
+
+    def kl(self, other: Categorical) -> Tensor:
+        """[B, L] KL(self || other) over the whole vocabulary; an impossible token of self adds nothing."""
+        p, q = self._log_softmax(), other._log_softmax()
+        impossible = p.isneginf()  # filled before the difference: inf - inf would poison the gradient
+        return (p.exp() * (p.masked_fill(impossible, 0) - q.masked_fill(impossible, 0))).sum(-1)
+
+    def entropy(self) -> Tensor:
+        """[B, L]."""
+        p = self._log_softmax()
+        return -(p.exp() * p.masked_fill(p.isneginf(), 0)).sum(-1)
+
+    def _log_softmax(self) -> Tensor:
+        at_least_float32 = torch.promote_types(self.logits.dtype, torch.float32)
+        return self.logits.to(at_least_float32).log_softmax(-1)
+
+
+Dist = Gaussian | Categorical

@@ -1,0 +1,6 @@
+"""Objectives: what to minimise, and where. Importing this registers them."""
+
+from .base import Objective as Objective
+from .base import frozen as frozen
+from .policy_gradient import PolicyGradient as PolicyGradient
+from .policy_gradient import clipped as clipped

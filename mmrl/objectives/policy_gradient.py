@@ -1,0 +1,106 @@
+"""The clipped policy gradient: PPO's surrogate on grouped advantages, on any family's decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from samplers.noise import Rng
+
+from ..dists import Dist
+from ..metrics import observe
+from ..policies.base import Policy
+from ..registry import OBJECTIVES, UserError
+from ..types import Point, Rollout, Surrogate
+from .base import frozen
+
+
+def clipped(low: float, high: float | None = None) -> Surrogate:
+    """max(-A rho, -A clip(rho, 1 - low, 1 + high)), rho = exp(logp - old) (Schulman et al. 2017, eq. 7).
+
+    ``high`` unlike ``low`` is DAPO's clip-higher (Yu et al. 2025, eq. 10).
+    """
+    high = low if high is None else high
+
+    def loss(logp: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
+        ratio = (logp - old).exp()
+        return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - low, 1 + high))
+
+    return loss
+
+
+@OBJECTIVES.register("grpo")
+@dataclass
+class PolicyGradient:
+    """Clipped policy gradient with KL to the reference: Flow-GRPO, DanceGRPO, GRPO.
+
+    clip: range of the ratio, one number or [low, high]. advantage_clip: bound on |A|. kl: weight of the KL to the
+    reference, from the same distributions. kl_form: "gaussian" is that KL; "flow_grpo" is it times the step length,
+    as Flow-GRPO publishes it. fraction, pick: how much of every row's decisions is trained on, and which. behaviour:
+    the weights that sample.
+    """
+
+    clip: float | tuple[float, float] = 1e-4
+    advantage_clip: float = 5.0
+    kl: float = 0.0
+    kl_form: Literal["gaussian", "flow_grpo"] = "gaussian"
+    fraction: float = 1.0
+    pick: Literal["first", "random"] = "first"
+    behaviour: str = "live"
+    surrogate: Surrogate = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.low, self.high = self.clip if isinstance(self.clip, (tuple, list)) else (self.clip, self.clip)
+        if min(self.low, self.high) <= 0 or self.advantage_clip <= 0 or self.kl < 0:
+            raise UserError(
+                f"objective.grpo needs clip > 0, advantage_clip > 0 and kl >= 0; got clip {self.clip}, "
+                f"advantage_clip {self.advantage_clip}, kl {self.kl}"
+            )
+        if not 0 < self.fraction <= 1:
+            raise UserError(f"objective.grpo.fraction must lie in (0, 1], not {self.fraction}")
+        self.surrogate = clipped(self.low, self.high)
+        self.snapshots = ("ref",) if self.kl else ()
+
+    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
+        chosen = subset(rollout.mask, self.fraction, rng if self.pick == "random" else None, rollout.row)
+        return policy.path(rollout.replace(mask=chosen))
+
+    def loss(self, policy: Policy, point: Point) -> Tensor:
+        dist = policy.dist(point)
+        logp = dist.log_prob(point.target)
+        advantage = point.advantage.clamp(-self.advantage_clip, self.advantage_clip)
+        self._observe(logp - point.logprob, point.mask)
+        loss = self.surrogate(logp, point.logprob, advantage)
+        return loss + self.kl * self._kl(policy, point, dist) if self.kl else loss
+
+    def _kl(self, policy: Policy, point: Point, dist: Dist) -> Tensor:
+        kl = dist.kl(frozen(policy, "ref", point))
+        observe("kl", kl, point.mask)
+        if self.kl_form == "flow_grpo":
+            if point.next_time is None:
+                raise UserError("objective.grpo.kl_form flow_grpo is for flow models; use gaussian")
+            kl = kl * (point.time - point.next_time)[:, None]
+        return kl
+
+    def _observe(self, log_ratio: Tensor, mask: Tensor) -> None:
+        ratio = log_ratio.exp()
+        observe("log_ratio", log_ratio, mask)
+        observe("ratio", ratio, mask)
+        observe("clip_fraction", ((ratio > 1 + self.high) | (ratio < 1 - self.low)).double(), mask)
+
+
+def subset(mask: Tensor, fraction: float, rng: Rng | None, row: Tensor) -> Tensor:
+    """[B, K] bool: int(n * fraction), at least one, of the n decisions of each row, the first or (with rng) random."""
+    if fraction == 1:
+        return mask
+    order = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
+    if rng is not None:
+        order = rng.uniform(row, (mask.shape[1],))
+    rank = torch.where(mask, order.double(), torch.inf).argsort(1).argsort(1)  # [B, K] place among the row's own
+    count = mask.sum(1, keepdim=True)
+    keep = (count * fraction + 1e-9).floor().clamp_min(1)  # int(n * fraction) as published, despite 0.3 * 10 < 3
+    return mask & (rank < keep)

@@ -1,0 +1,91 @@
+"""What the rest of the library knows about a generative model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from samplers.noise import Rng
+
+from ..dists import Dist
+from ..types import Media, Point, Prompt, Rollout, tree_map
+from ..weights import Weights
+from .lora import Lora, add_lora
+
+Precision = Literal["float32", "bfloat16", "float16", "float64"]
+
+
+class Policy(Protocol):
+    """The contract between a generative model and everything else."""
+
+    weights: Weights
+
+    def rollout(self, prompts: list[Prompt], copies: int, rng: Rng) -> Rollout:
+        """Answer every prompt ``copies`` times (copies adjacent) and record every decision."""
+
+    def path(self, rollout: Rollout) -> Iterable[Point]:
+        """The recorded decisions, one Point for each kind of forward pass needed to score them."""
+
+    def renoise(self, rollout: Rollout, rng: Rng) -> Iterable[Point]:
+        """Fresh states of the forward process that end in the finished samples."""
+
+    def dist(self, point: Point) -> Dist:
+        """The policy's distribution over the decisions at a point. The only differentiable method."""
+
+    def decode(self, rollout: Rollout) -> Media:
+        """B images [B, 3, H, W], videos [B, F, 3, H, W] (both in 0..1) or texts, for the rewards to look at."""
+
+
+class NetPolicy:
+    """A policy around one trained network: adapters, snapshots, and which module a pass goes through.
+
+    ``net`` is the plain module: rollouts and frozen passes use it. ``trained`` is what the trainer got back from
+    accelerate (DDP's wrapper, say): passes with gradients use it. The network stays in eval mode throughout, since
+    dropout would make a score differ from the sample it scores.
+    """
+
+    not_options: tuple[str, ...] = ("net",)
+
+    def __init__(
+        self, net: nn.Module, lora: Lora | int | None = None, full: bool = True, width: int | None = None
+    ):
+        """``lora``: rank or Lora; None trains all weights. ``width``: rows of every forward pass, see below."""
+        net.requires_grad_(full and lora is None)
+        if lora is not None:
+            add_lora(net, Lora(lora) if isinstance(lora, int) else lora)
+        self.net, self.trained = net.eval(), net
+        self.width = width  # passes of one constant width keep log-probs equal to the bit; None: as many as there are
+        self.weights = Weights(net)
+
+    def active(self) -> nn.Module:
+        """The module for this pass."""
+        return self.trained if torch.is_grad_enabled() else self.net
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.net.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of latents and log-probs: at least float32, whatever the network computes in."""
+        return torch.promote_types(next(self.net.parameters()).dtype, torch.float32)
+
+    @contextmanager
+    def evaluating(self, guidance: float | None = None) -> Iterator[None]:
+        """Sample as a user would: a family turns off exploration noise here, and may set its guidance scale."""
+        yield
+
+    def enable_gradient_checkpointing(self) -> None:
+        for name in ("enable_gradient_checkpointing", "gradient_checkpointing_enable"):
+            if hasattr(self.net, name):
+                return getattr(self.net, name)()
+        raise ValueError(f"{type(self.net).__name__} offers no gradient checkpointing")
+
+
+def rows_of(cond: Any, group: Tensor) -> Any:
+    """The condition of every row [B, *] out of the condition of every prompt [P, *]."""
+    return tree_map(lambda tensor: tensor[group], cond)

@@ -1,0 +1,66 @@
+"""Reading and writing model folders in diffusers' format: parts by their real classes, errors in the user's words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..registry import UserError, locate
+
+
+def resolve(path: str, expected: str) -> str:
+    """Local folder or hub id of a pipeline of class ``expected``; UserError when a local folder is not one."""
+    place = locate(path)
+    index = Path(place) / "model_index.json"
+    if Path(place).exists() or place.startswith((".", "/", "~")):
+        if not index.is_file():
+            raise UserError(f"policy path {path!r}: no model_index.json in {place}; a diffusers folder has one")
+        found = json.loads(index.read_text()).get("_class_name", "")
+        if not found.startswith(expected):
+            raise UserError(f"policy path {path!r} holds a {found or 'nameless pipeline'}, expected {expected}")
+    return place
+
+
+def load_part(cls: Any, place: str, subfolder: str, dtype: torch.dtype | None = None) -> Any:
+    """One part (transformer, vae, scheduler) of a pipeline, float32 unless said otherwise."""
+    options = {} if dtype is None else {"torch_dtype": dtype}
+    return _explained(lambda: cls.from_pretrained(place, subfolder=subfolder, **options), place, subfolder)
+
+
+def load_text_pipeline(cls: Any, place: str, dtype: torch.dtype) -> Any:
+    """The pipeline with tokenizers and text encoders only."""
+    return _explained(
+        lambda: cls.from_pretrained(place, transformer=None, vae=None, torch_dtype=dtype), place, "text encoders"
+    )
+
+
+def _explained(load: Callable[[], Any], place: str, what: str) -> Any:
+    try:
+        return load()
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"cannot load the {what} of {place!r}: {reason}; give a local diffusers folder, or a hub id that this "
+            "machine can download (log in with `hf auth login` for gated models)"
+        ) from error
+
+
+def save_lora(pipeline: Any, net: nn.Module, folder: Path) -> None:
+    """``pytorch_lora_weights.safetensors`` as ``pipe.load_lora_weights(folder)`` reads it."""
+    from peft import get_peft_model_state_dict
+
+    layers = {name: tensor.detach().cpu().contiguous() for name, tensor in get_peft_model_state_dict(net).items()}
+    config = next(iter(net.peft_config.values()))
+    pipeline.save_lora_weights(
+        folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=config.to_dict()
+    )
+
+
+def save_full(pipeline: Any, place: str, net: nn.Module, folder: Path) -> None:
+    """A complete diffusers folder with ``net`` as its transformer."""
+    _explained(lambda: pipeline.from_pretrained(place, transformer=net), place, "pipeline").save_pretrained(folder)

@@ -1,0 +1,51 @@
+"""Low-rank adapters by peft (Hu et al. 2021), in place, on any module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..registry import UserError
+
+# Attention projections as diffusers names them; a family may offer its own list.
+ATTENTION = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
+             "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Adapter options. ``alpha`` None is twice the rank; ``targets`` are module-name suffixes, None: attention."""
+
+    rank: int
+    alpha: float | None = None
+    targets: Sequence[str] | None = None
+
+
+def add_lora(net: nn.Module, lora: Lora) -> None:
+    """Freeze ``net`` and inject adapters in float32; they start at zero, so the policy is still the base model.
+
+    Raises UserError when no module has one of the target names.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    targets = list(lora.targets) if lora.targets else _present(net, ATTENTION)
+    if not targets or not _present(net, targets):
+        linears = [name for name, module in net.named_modules() if isinstance(module, nn.Linear)]
+        raise UserError(f"lora.targets match no module of {type(net).__name__}; its linear layers: {linears[:8]} ...")
+    alpha = lora.alpha if lora.alpha is not None else 2 * lora.rank
+    config = LoraConfig(r=lora.rank, lora_alpha=alpha, init_lora_weights="gaussian", target_modules=targets)
+    if hasattr(net, "add_adapter"):  # diffusers and transformers keep their own books, which export needs
+        net.add_adapter(config)
+    else:
+        inject_adapter_in_model(config, net)
+    for name, p in net.named_parameters():
+        p.requires_grad_("lora_" in name)
+        if p.requires_grad and p.dtype.itemsize < 4:
+            p.data = p.data.float()
+
+
+def _present(net: nn.Module, targets: Sequence[str]) -> list[str]:
+    names = [name for name, _ in net.named_modules()]
+    return [t for t in targets if any(n == t or n.endswith("." + t) for n in names)]

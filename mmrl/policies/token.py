@@ -1,0 +1,112 @@
+"""Token models: a decision is a categorical draw. Causal and masked models differ in ``order`` only.
+
+``order`` [B, T] is the pass that committed each token; a state at pass k shows the tokens of earlier passes and hides
+the rest. A family says how to encode a prompt and how to get logits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samplers.batching import at_width, chunks
+from samplers.noise import Rng
+
+from ..dists import Categorical
+from ..types import Media, Point, Prompt, Rollout
+from .base import NetPolicy, rows_of
+
+
+class TokenPolicy(NetPolicy, ABC):
+    """``length`` tokens a sample, committed in ``passes`` passes; ``mask_id`` stands for a hidden token."""
+
+    not_options = ("net", "length", "mask_id")
+
+    def __init__(self, net: nn.Module, length: int, mask_id: int, passes: int | None = None, **options: Any):
+        super().__init__(net, **options)
+        self.length, self.mask_id, self.passes = length, mask_id, passes or length
+
+    @abstractmethod
+    def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
+        """Nest of tensors [P, *]."""
+
+    @abstractmethod
+    def logits(self, ids: Tensor, cond: dict[str, Any]) -> Tensor:
+        """[B, T, V] for ids [B, T] with hidden tokens, under conditions [B, *]."""
+
+    @abstractmethod
+    def commit(self, step: int, dist: Categorical, ids: Tensor, hidden: Tensor) -> Tensor:
+        """[B, T] bool: which hidden positions become final in this pass."""
+
+    def decode(self, rollout: Rollout) -> Media:
+        return rollout.sample
+
+    def rollout(self, prompts: list[Prompt], copies: int, rng: Rng) -> Rollout:
+        row = rng.rows(len(prompts), copies).to(self.device)
+        group = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)
+        cond = self.encode(prompts)
+        parts = chunks(len(row), self.width or len(row))
+        return Rollout.cat([self._sample(group[p], row[p], cond, rng) for p in parts]).replace(prompts=tuple(prompts))
+
+    def _sample(self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng) -> Rollout:
+        ids = torch.full((len(row), self.length), self.mask_id, device=row.device)
+        order = torch.full_like(ids, self.passes)
+        logprob = torch.zeros(ids.shape, dtype=self.dtype, device=row.device)
+        for step in range(self.passes):
+            dist = Categorical(self._forward(ids, rows_of(cond, group)))
+            draw = dist.sample(rng.uniform(row, (self.length,), step))
+            new = self.commit(step, dist, draw, hidden=order == self.passes)
+            ids, order = torch.where(new, draw, ids), torch.where(new, step, order)
+            logprob = torch.where(new, dist.log_prob(draw), logprob)
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        return Rollout(group=group, cond=cond, row=row, sample=ids, logprob=logprob, order=order, mask=mask)
+
+    def path(self, rollout: Rollout) -> Iterator[Point]:
+        for step in range(self.passes):
+            yield self._point(rollout, hide=rollout.order >= step, score=rollout.order == step)
+
+    def renoise(self, rollout: Rollout, rng: Rng) -> Iterator[Point]:
+        rate = rng.uniform(rollout.row, (1,), step=0).clamp_min(0.1)
+        hide = rng.uniform(rollout.row, (self.length,), step=1) < rate
+        yield self._point(rollout, hide, score=hide).replace(logprob=None)
+
+    def dist(self, point: Point) -> Categorical:
+        return Categorical(self._forward(point.state, rows_of(point.cond, point.group)))
+
+    def _forward(self, ids: Tensor, cond: dict[str, Any]) -> Tensor:
+        return at_width(self.logits, max(self.width or 0, len(ids)), ids, cond)
+
+    def _point(self, rollout: Rollout, hide: Tensor, score: Tensor) -> Point:
+        return Point(
+            group=rollout.group, cond=rollout.cond, row=rollout.row, target=rollout.sample, mask=rollout.mask & score,
+            state=torch.where(hide, self.mask_id, rollout.sample), length=rollout.mask.sum(1),
+            logprob=rollout.logprob, advantage=rollout.advantage,
+        )  # fmt: skip
+
+
+class MaskedPolicy(TokenPolicy):
+    """Each pass commits the hidden positions it is most confident of (MaskGIT, Chang et al. 2022)."""
+
+    def commit(self, step: int, dist: Categorical, ids: Tensor, hidden: Tensor) -> Tensor:
+        keep = self.length * (step + 1) // self.passes - self.length * step // self.passes
+        confidence = dist.log_prob(ids).masked_fill(~hidden, -torch.inf)
+        return torch.zeros_like(hidden).scatter_(1, confidence.topk(keep).indices, True)
+
+
+class CausalPolicy(TokenPolicy):
+    """Left to right, so one teacher-forced pass scores every decision."""
+
+    def commit(self, step: int, dist: Categorical, ids: Tensor, hidden: Tensor) -> Tensor:
+        return (torch.arange(self.length, device=ids.device) == step).expand_as(hidden)
+
+    def path(self, rollout: Rollout) -> Iterator[Point]:
+        nothing, everything = torch.zeros_like(rollout.mask), torch.ones_like(rollout.mask)
+        yield self._point(rollout, hide=nothing, score=everything)
+
+    def renoise(self, rollout: Rollout, rng: Rng) -> Iterator[Point]:
+        for point in self.path(rollout):
+            yield point.replace(logprob=None)

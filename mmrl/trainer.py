@@ -1,0 +1,172 @@
+"""The training loop. Read this first.
+
+One iteration, the same for every family of models: sample, score, compare inside groups, improve. What differs from
+the papers' pseudo-code: the loss is a mean over the decisions of the *global* batch, so neither the micro-batch size
+nor the number of processes changes the gradient; whole groups live on one process; and on the first step of an
+iteration the re-scored log-probs must equal the recorded ones, or the run stops.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+from samplers.noise import Rng
+
+from . import advantages, batches, distributed
+from .data import batch
+from .device import Device
+from .metrics import Meter
+from .objectives.base import Objective
+from .options import TrainOptions, arithmetic
+from .optimizers import lr_factor
+from .policies.base import Policy
+from .registry import UserError
+from .types import Advantage, Media, Point, Prompt, Rewards, Rollout
+
+Scorer = Callable[[Media, list[Prompt]], Rewards]
+
+
+class Trainer:
+    """``optimizer`` makes one from parameters. After construction the policy lives on the device, wrapped for it."""
+
+    def __init__(
+        self, policy: Policy, prompts: Sequence[Prompt], scorer: Scorer, advantage: Advantage, objective: Objective,
+        optimizer: Callable, options: TrainOptions, device: Device | None = None,
+    ):  # fmt: skip
+        self.policy, self.prompts, self.scorer = policy, prompts, scorer
+        self.advantage, self.objective, self.options = advantage, objective, options
+        self.device = device or Device(options)
+        self.plan = arithmetic(options, self.device.processes)
+        self.optimizer = self.device.prepare(policy, optimizer)
+        policy.width = policy.width or self.plan.micro_batch
+        self.lrs = [group["lr"] for group in self.optimizer.param_groups]
+        self.iteration = self.step = 0  # iterations finished; optimizer steps taken
+        for name in self.snapshots():
+            policy.weights.keep(name)
+
+    def snapshots(self) -> tuple[str, ...]:
+        """Names of the snapshots this run keeps."""
+        wanted = {"ref", self.objective.behaviour, *self.objective.snapshots} - {"live"}
+        return tuple(sorted(wanted | ({"ema"} if self.options.ema else set())))
+
+    def iterate(self) -> dict[str, float]:
+        """Sample, score, compare, improve. Returns what is worth a curve."""
+        self.meter, self.seconds, skipped = Meter(), {}, 0
+        rollout, rewards = self.collect()
+        with self.meter.listening(), self._timed("update"):
+            for epoch in range(self.options.epochs):
+                rng = self._rng("update", epoch)
+                for index, part in enumerate(self._batches(rollout, rng)):
+                    on_policy = epoch == index == 0 and self.objective.behaviour == "live"
+                    skipped += not self.improve(part, rollout, rng.fold(index), on_policy)
+        if "old" in self.policy.weights.saved:
+            self.policy.weights.track("old", 0.0)
+        self.iteration += 1
+        return self._metrics(rollout, rewards) | {"skipped_steps": skipped}
+
+    @torch.no_grad()
+    def collect(self) -> tuple[Rollout, Rewards]:
+        """Sample with the behaviour weights and compare inside groups; NaN advantages leave training."""
+        prompts = batch(self.prompts, self.options.prompts, self.iteration, self.options.seed)
+        first = self.device.rank * self.plan.prompts_per_process
+        mine = prompts[first : first + self.plan.prompts_per_process]
+        with self._timed("rollout"), self.policy.weights.using(self.objective.behaviour):
+            rollout = self.policy.rollout(mine, self.options.copies, self._rng("rollout", offset=first))
+            media = self.policy.decode(rollout)
+        with self._timed("reward"):
+            rewards = self._on_device(self.scorer(media, rollout.asked()), rollout)
+        advantage = self.advantage(rewards, rollout).to(rollout.logprob)
+        kept = ~advantage.isnan()
+        return rollout.replace(advantage=advantage.nan_to_num(0.0), mask=rollout.mask & kept), rewards
+
+    def improve(self, rollout: Rollout, whole: Rollout, rng: Rng, on_policy: bool) -> bool:
+        """One optimizer step on these rows; ``whole`` lends a row to a process that holds none of them."""
+        points = list(self.objective.points(self.policy, rollout, rng)) if len(rollout) else []
+        total = distributed.all_sum(batches.loss_total(points, self.options.reduction).to(whole.group.device))
+        if not total > 0:
+            return False
+        first = Meter()
+        with first.listening():
+            self._accumulate(points, whole, float(total), rng)
+        if on_policy:
+            self._gate(first)
+        return self._descend()
+
+    def _accumulate(self, points: list[Point], whole: Rollout, total: float, rng: Rng) -> None:
+        """Forward and backward over every pass. All processes make equally many, as sharded models need."""
+        parts = batches.passes(points, self.plan.micro_batch)
+        most = int(distributed.all_max(torch.tensor(len(parts), device=whole.group.device)))
+        for i in range(most):
+            point = parts[i] if i < len(parts) else self._idle(whole, rng)
+            weight = batches.loss_weights(point, self.options.reduction, whole.mask.shape[1])
+            last = i == most - 1
+            with nullcontext() if last else self.device.no_sync(self.policy.trained):
+                loss = self.objective.loss(self.policy, point)
+                self.device.backward((loss * weight).sum() / total)
+
+    def _idle(self, whole: Rollout, rng: Rng) -> Point:
+        """A pass that trains nothing."""
+        one = whole[:1].replace(mask=torch.ones_like(whole.mask[:1]))
+        point = next(iter(self.objective.points(self.policy, one, rng)))
+        return point.replace(mask=torch.zeros_like(point.mask))
+
+    def _gate(self, meter: Meter) -> None:
+        gap, allowed = meter.top("log_ratio"), self.options.tolerance()
+        if allowed is not None and not gap <= allowed:
+            raise UserError(
+                f"iteration {self.iteration}: re-scored log-probs differ from the recorded ones by up to {gap:.2e}, "
+                f"more than train.gate = {allowed:.0e} allows, although the weights are the same. The gradient would be "
+                "biased. Usual causes: dropout or another source of randomness in the network, a rollout computed in "
+                "another precision or attention backend than the update, latents stored more coarsely than scored. "
+                "Try train.precision=fp32; set train.gate to a larger number to accept the gap, or to null to ignore it"
+            )
+
+    def _descend(self) -> bool:
+        """Clip, step, track the moving average. False if the gradient was not finite and the step was left out."""
+        factor = lr_factor(self.options.schedule, self.step, self.options.warmup, self.plan.total_steps)
+        for group, lr in zip(self.optimizer.param_groups, self.lrs, strict=True):
+            group["lr"] = lr * factor
+        norm = self.device.clip(self.policy, self.options.max_grad_norm)
+        self.meter.add("grad_norm", norm.reshape(1))
+        finite = math.isfinite(float(norm))
+        if finite or self.device.scales_loss:  # fp16's loss scaler leaves the step out by itself, and learns from it
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        if self.options.ema:
+            warm = min(self.options.ema, (1 + self.step) / (10 + self.step))
+            self.policy.weights.track("ema", warm)
+        return finite
+
+    def _batches(self, rollout: Rollout, rng: Rng) -> Iterator[Rollout]:
+        return batches.batches(rollout, self.options.copies, self.plan.rows, self.options.batch_size, rng)
+
+    def _rng(self, *names: int | str, offset: int = 0) -> Rng:
+        stream = Rng.of(self.options.seed, self.iteration, *names)
+        return Rng(stream.key, offset)
+
+    def _on_device(self, rewards: Rewards, rollout: Rollout) -> Rewards:
+        return Rewards({name: value.to(rollout.logprob) for name, value in rewards.items()}, rewards.weights)
+
+    def _metrics(self, rollout: Rollout, rewards: Rewards) -> dict[str, float]:
+        names = sorted(self.meter.sums)
+        found = {name: self.meter.mean(name) for name in names if name != "log_ratio"}
+        found = {"ratio/mean" if name == "ratio" else name: value for name, value in found.items()}
+        found["ratio/max_deviation"] = math.expm1(min(self.meter.top("log_ratio"), 50.0))
+        found |= advantages.statistics(rewards, rollout)
+        found |= {f"time/{name}": value for name, value in self.seconds.items()}
+        return found | {"lr": self.optimizer.param_groups[0]["lr"], "step": self.step}
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - start
+
+

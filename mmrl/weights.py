@@ -1,0 +1,108 @@
+"""Named snapshots of the trainable parameters: reference, old, moving average.
+
+With LoRA the adapter starts at zero, so the snapshot taken before step 0 *is* the base model: reference, old and
+averaged policies need no second model. A snapshot is swapped in by *exchanging contents in place*, shard by shard:
+no parameter object changes, so DDP, FSDP2 (DTensor) and optimizers never notice, and no third copy is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+LIVE = "live"
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor, sharing storage, outside autograd's version counting."""
+    return tensor.data._local_tensor if isinstance(tensor, DTensor) else tensor.data
+
+
+class Weights:
+    """Snapshots of a module's trainable parameters. ``module`` is the unwrapped one."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+        self.saved: dict[str, dict[str, Tensor]] = {}
+        self.current = LIVE
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Trainable parameters by name; looked up anew since sharding replaces the objects."""
+        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+
+    @torch.no_grad()
+    def keep(self, name: str) -> None:
+        """Take (or retake) a snapshot of the live weights."""
+        self.saved[name] = {key: local(p).clone() for key, p in self.parameters().items()}
+
+    @torch.no_grad()
+    def track(self, name: str, decay: float) -> None:
+        """Move a snapshot towards the live weights: saved = decay * saved + (1 - decay) * live."""
+        for key, p in self.parameters().items():
+            self.saved[name][key].lerp_(local(p), 1 - decay)
+
+    @contextmanager
+    def using(self, name: str) -> Iterator[None]:
+        """Run the block with a snapshot in place of the live weights. Nests; ``live`` is always known.
+
+        Safe between a forward and its backward pass: contents are restored to the bit before the block ends.
+        """
+        if name != LIVE and name not in self.saved:
+            raise KeyError(f"no snapshot called {name!r}; kept: {', '.join(self.saved) or 'none'}")
+        before = self.current
+        self._put(name)
+        try:
+            yield
+        finally:
+            self._put(before)
+
+    @torch.no_grad()
+    def _put(self, name: str) -> None:
+        if name == self.current:
+            return
+        for one in (self.current, name):  # back to live first, then to the snapshot
+            if one != LIVE:
+                self._exchange(self.saved[one])
+        self.current = name
+
+    def _exchange(self, saved: dict[str, Tensor]) -> None:
+        for key, p in self.parameters().items():
+            mine, held = local(p), saved[key].clone()
+            saved[key].copy_(mine)
+            mine.copy_(held)
+
+    @torch.no_grad()
+    def full(self, name: str = LIVE) -> dict[str, Tensor]:
+        """Whole tensors on the CPU, gathered from all shards (a collective call). For checkpoints and export."""
+        with self.using(name):
+            return {key: _whole(p).detach().cpu().clone() for key, p in self.parameters().items()}
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor], name: str = LIVE) -> None:
+        """Put whole tensors back, under a snapshot's name or as the live weights. Names and shapes must agree."""
+        own = self.parameters()
+        if set(own) != set(tensors):
+            odd = sorted(set(own) ^ set(tensors))
+            raise ValueError(f"weights differ from the model's in {len(odd)} names, for example {odd[0]!r}")
+        for key, p in own.items():
+            if p.shape != tensors[key].shape:
+                raise ValueError(f"{key}: shape {tuple(tensors[key].shape)} where the model has {tuple(p.shape)}")
+            part = _part(tensors[key].to(local(p)), p)
+            if name == LIVE:
+                local(p).copy_(part)
+            else:
+                self.saved.setdefault(name, {})[key] = part.clone()
+
+
+def _whole(p: Tensor) -> Tensor:
+    return p.full_tensor() if isinstance(p, DTensor) else p
+
+
+def _part(whole: Tensor, like: Tensor) -> Tensor:
+    if not isinstance(like, DTensor):
+        return whole
+    return distribute_tensor(whole, like.device_mesh, like.placements).to_local()
