@@ -1,0 +1,7 @@
+"""Advantages: what a reward is worth beside the others. ``mmrl.registry.ADVANTAGES`` knows them by name."""
+
+from mmrl.advantages.ddpo import DDPO
+from mmrl.advantages.grouped import dance, dr_grpo, flow_grpo, gdpo, group, rloo
+from mmrl.advantages.summary import statistics
+
+__all__ = ["DDPO", "dance", "dr_grpo", "flow_grpo", "gdpo", "group", "rloo", "statistics"]

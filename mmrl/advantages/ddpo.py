@@ -1,0 +1,76 @@
+"""DDPO's advantage: compare with what the same prompt earned in this iteration and the ones before."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.advantages.groups import finished, measured
+from mmrl.distributed import all_gather_rows
+from mmrl.registry import ADVANTAGES, UserError
+from mmrl.types import Rewards, Rollout
+
+
+@ADVANTAGES.register("ddpo")
+class DDPO:
+    """DDPO: mean and std (population, plus eps) of the last ``buffer`` rewards of the prompt.
+
+    Black et al. 2023, "Training diffusion models with reinforcement learning", section 5. A prompt with fewer than
+    ``min_count`` rewards in its buffer is compared with all rewards of the iteration. ``key`` names the field of a
+    prompt that identifies it. Every process keeps the buffers of all prompts.
+    """
+
+    def __init__(self, buffer: int = 16, min_count: int = 16, eps: float = 1e-6, key: str = "text"):
+        if not 1 <= min_count <= buffer:
+            raise UserError(f"ddpo: min_count must lie between 1 and buffer = {buffer}, not {min_count}")
+        if eps <= 0:
+            raise UserError(f"ddpo: eps must be greater than 0, it is {eps}")
+        self.buffer, self.min_count, self.eps, self.key = buffer, min_count, eps, key
+        self.rewards: dict[str, deque[float]] = {}
+
+    def __call__(self, rewards: Rewards | Tensor, rollout: Rollout) -> Tensor:
+        """[B, 1]; NaN for samples without a finite reward. Advances the buffers."""
+        double, groups = measured(rewards, rollout)
+        total, present = double.total(), groups.present
+        texts = [self._text(rollout, g) for g in rollout.group.tolist()]
+        pairs = [(t, r) for t, r, there in zip(texts, total.tolist(), present.tolist(), strict=True) if there]
+        pairs = list(_gather(pairs, total.device))
+        for text, reward in pairs:
+            self.rewards.setdefault(text, deque(maxlen=self.buffer)).append(reward)
+        everything = [reward for _, reward in pairs]
+        own = {text: self._mean_and_std(text, everything) for text in set(texts)}
+        mean, std = total.new_tensor([own[text] for text in texts]).unbind(1)  # [B] each
+        return finished((total - mean) / (std + self.eps), rewards, present)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The buffers, fit for JSON."""
+        return {"rewards": {text: list(values) for text, values in self.rewards.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rewards = {text: deque(values, maxlen=self.buffer) for text, values in state["rewards"].items()}
+
+    def _text(self, rollout: Rollout, index: int) -> str:
+        prompt = rollout.prompts[index]
+        if self.key not in prompt:
+            raise UserError(f"ddpo identifies prompts by {self.key!r}, a prompt has only {sorted(prompt)}; set its key")
+        return str(prompt[self.key])
+
+    def _mean_and_std(self, text: str, everything: list[float]) -> tuple[float, float]:
+        values = self.rewards.get(text, ())
+        values = values if len(values) >= self.min_count else everything
+        if not values or min(values) == max(values):  # the mean of equal numbers may round to another number
+            return max(values, default=0.0), 0.0
+        return statistics.fmean(values), statistics.pstdev(values)
+
+
+def _gather(pairs: list[tuple[str, float]], device: torch.device) -> Iterator[tuple[str, float]]:
+    """The pairs of all processes in order of rank, passed as the bytes of JSON lines."""
+    lines = "".join(json.dumps(pair) + "\n" for pair in pairs).encode()
+    sent = torch.tensor(list(lines), dtype=torch.uint8, device=device)
+    return map(json.loads, bytes(all_gather_rows(sent).tolist()).decode().splitlines())

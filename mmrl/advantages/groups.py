@@ -1,0 +1,87 @@
+"""Statistics per group of rows, any sizes, rows in any order, missing rows left out.
+
+P counts the groups present among the rows, not the prompts of the whole iteration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmrl.registry import UserError
+from mmrl.types import Rewards, Rollout
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Which rows belong together and which of them count."""
+
+    index: Tensor  # [B] long, 0..P-1
+    present: Tensor  # [B] bool, False where the sample has no reward
+    count: int  # P
+
+    def sum(self, x: Tensor) -> Tensor:
+        """[P] sums of x [B] over the present rows."""
+        return x.new_zeros(self.count).index_add(0, self.index[self.present], x[self.present])
+
+    def size(self) -> Tensor:
+        """[P] long, present rows."""
+        return torch.bincount(self.index[self.present], minlength=self.count)
+
+    def mean(self, x: Tensor) -> Tensor:
+        """[P]; 0 for a group without present rows."""
+        return self.sum(x) / self.size().clamp(min=1)
+
+    def centred(self, x: Tensor) -> Tensor:
+        """[B] x minus the mean of its group."""
+        return x - self.mean(x)[self.index]
+
+    def variance(self, x: Tensor, ddof: int) -> Tensor:
+        """[P]; 0 for a group of ``ddof`` rows or fewer."""
+        return self.sum(self.centred(x).square()) / (self.size() - ddof).clamp(min=1)
+
+    def flat(self, x: Tensor) -> Tensor:
+        """[P] bool: all present rewards are equal, so that nothing can be learnt; true of one row or none.
+
+        Compared, not derived from the variance: the mean of equal numbers may round to another number.
+        """
+        index, x = self.index[self.present], x[self.present]
+        low = x.new_full((self.count,), torch.inf).scatter_reduce(0, index, x, "amin")
+        high = x.new_full((self.count,), -torch.inf).scatter_reduce(0, index, x, "amax")
+        return low >= high
+
+
+def named(rewards: Rewards | Tensor) -> Rewards:
+    """A bare tensor [B] is one reward of weight 1."""
+    if isinstance(rewards, Tensor):
+        return Rewards({"reward": rewards})
+    return rewards if isinstance(rewards, Rewards) else Rewards(rewards)
+
+
+def measured(rewards: Rewards | Tensor, rollout: Rollout) -> tuple[Rewards, Groups]:
+    """The rewards in float64, and the groups of the rows that have every one of them as a finite number.
+
+    A reward of weight 0 is only watched: it is left out here, and its failures cost no sample.
+    """
+    rewards = named(rewards)
+    wrong = {name: tuple(x.shape) for name, x in rewards.items() if x.shape != rollout.group.shape}
+    if wrong or not rewards:
+        raise ValueError(f"rewards must be [B] = {tuple(rollout.group.shape)}, got {wrong or 'none'}")
+    group = rollout.group.to(next(iter(rewards.values())).device)
+    names, index = group.unique(return_inverse=True)
+    double = {name: x.detach().double() for name, x in rewards.items() if rewards.weights[name]}
+    if not double:
+        raise UserError(f"every reward has weight 0 ({', '.join(rewards)}): nothing to learn from; give one a weight")
+    present = torch.stack([x.isfinite() for x in double.values()]).all(0)
+    return Rewards(double, rewards.weights), Groups(index, present, len(names))
+
+
+def finished(advantage: Tensor, rewards: Mapping[str, Tensor] | Tensor, present: Tensor) -> Tensor:
+    """[B, 1] in the precision of the rewards (at least float32), NaN where the sample is missing."""
+    dtype = torch.float32
+    for reward in named(rewards).values():
+        dtype = torch.promote_types(dtype, reward.dtype)
+    return torch.where(present, advantage, torch.nan).to(dtype)[:, None]

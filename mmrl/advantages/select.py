@@ -1,0 +1,30 @@
+"""Which rows of a group are worth an update."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmrl.advantages.groups import Groups
+from mmrl.registry import UserError
+
+
+def best_and_worst(score: Tensor, groups: Groups, row: Tensor, n: int) -> Tensor:
+    """[B] bool: the n / 2 highest and n / 2 lowest of each group by score [B], or all if it has no more than n.
+
+    DanceGRPO (Xue et al. 2025), "best-of-n", but inside every group rather than over all prompts of a process.
+    Equal scores are kept in the order of ``row`` [B], the names of the rows, so that the choice has nothing to do
+    with their position in the batch.
+    """
+    if n < 2 or n % 2:
+        raise UserError(f"best_of must be an even number of at least 2 (half best, half worst), not {n}")
+    size = groups.size()  # [P]
+    group = torch.where(groups.present, groups.index, groups.count)  # the missing come after every group
+    order = torch.argsort(row.to(score.device), stable=True)
+    order = order[torch.argsort(score[order], stable=True)]
+    order = order[torch.argsort(group[order], stable=True)]  # [B] by group, score, name
+    start = torch.cat([size.new_zeros(1), size.cumsum(0)])  # [P + 1]
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(order), device=order.device) - start[group[order]]
+    of = torch.cat([size, size.new_zeros(1)])[group]  # [B] how many compete
+    return groups.present & ((rank < n // 2) | (rank >= of - n // 2))
