@@ -54,9 +54,9 @@ class Device:
         """``loss`` is this process's share of a *sum* over processes; the wrappers average, hence the factor."""
         self.accelerator.backward(loss * self.processes)
 
-    def clip(self, policy: Any, limit: float) -> Tensor:
-        """[] the gradient's global norm before it was clipped to ``limit``."""
-        norm = self.accelerator.clip_grad_norm_(policy.trained.parameters(), limit)
+    def clip(self, policy: Any, limit: float | None) -> Tensor:
+        """[] the gradient's global norm before it was clipped to ``limit``; None does not clip."""
+        norm = self.accelerator.clip_grad_norm_(policy.trained.parameters(), limit or float("inf"))
         norm = norm if isinstance(norm, Tensor) else torch.tensor(float(norm))
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 

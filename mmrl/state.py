@@ -1,0 +1,115 @@
+"""A trainer's whole state as tensors and plain data, and back: 2N iterations equal N, stop, resume, N to the bit.
+
+Samples, shuffles and noise are keyed by the iteration and need nothing saved. Saved are the weights and snapshots, the
+optimizer, the advantage's memory, the loss scale, and the global generators, which only code from outside draws from.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from . import distributed
+from .checkpoint import Arrays
+from .registry import UserError
+from .trainer import Trainer
+from .weights import LIVE
+
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def capture(trainer: Trainer) -> tuple[Arrays, dict[str, Any]]:
+    """Everything; a collective call, all processes make it and the main one writes the result."""
+    weights = trainer.policy.weights
+    arrays: Arrays = {"weights": weights.full(LIVE)}
+    arrays |= {f"snapshot-{name}": weights.full(name) for name in sorted(weights.saved)}
+    arrays["optimizer"], optimizer = _flatten(_optimizer_state(trainer))
+    meta = {"iteration": trainer.iteration, "step": trainer.step, "optimizer": optimizer, "rng": _generators()}
+    if hasattr(trainer.advantage, "state_dict"):
+        meta["advantage"] = trainer.advantage.state_dict()
+    if trainer.device.scales_loss:
+        meta["scaler"] = trainer.device.accelerator.scaler.state_dict()
+    return arrays, meta
+
+
+def restore(trainer: Trainer, arrays: Arrays, meta: dict[str, Any]) -> None:
+    """Put a captured state into a newly built trainer of the same configuration."""
+    try:
+        for part, tensors in arrays.items():
+            if part != "optimizer":
+                name = LIVE if part == "weights" else part.removeprefix("snapshot-")
+                trainer.policy.weights.load(tensors, name)
+    except ValueError as error:
+        raise UserError(f"the checkpoint does not fit this configuration's model: {error}") from error
+    _load_optimizer(trainer, _unflatten(arrays["optimizer"], meta["optimizer"]))
+    trainer.iteration, trainer.step = meta["iteration"], meta["step"]
+    if hasattr(trainer.advantage, "load_state_dict"):
+        trainer.advantage.load_state_dict(meta["advantage"])
+    if trainer.device.scales_loss:
+        trainer.device.accelerator.scaler.load_state_dict(meta["scaler"])
+    _set_generators(meta["rng"])
+
+
+def _optimizer_state(trainer: Trainer) -> dict[str, Any]:
+    inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    return get_optimizer_state_dict(trainer.policy.net, inner, options=WHOLE)
+
+
+def _load_optimizer(trainer: Trainer, state: dict[str, Any]) -> None:
+    inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    set_optimizer_state_dict(trainer.policy.net, inner, state, options=WHOLE)
+
+
+def _flatten(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors as ``parameter/slot``, everything else as JSON."""
+    tensors, plain = {}, {"groups": state["param_groups"], "values": {}}
+    for parameter, slots in state["state"].items():
+        for slot, value in slots.items():
+            (tensors if isinstance(value, Tensor) else plain["values"])[f"{parameter}/{slot}"] = value
+    return tensors, plain
+
+
+def _unflatten(tensors: dict[str, Tensor], plain: dict[str, Any]) -> dict[str, Any]:
+    state: dict[str, dict[str, Any]] = {}
+    for key, value in {**tensors, **plain["values"]}.items():
+        parameter, _, slot = key.rpartition("/")
+        state.setdefault(parameter, {})[slot] = value
+    return {"state": state, "param_groups": plain["groups"]}
+
+
+def _generators() -> list[dict[str, Any]]:
+    """State of the global generators of every process, in order of rank."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    own = {
+        "python": random.getstate(),
+        "numpy": [kind, keys.tolist(), position, has_gauss, gauss],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+        "cuda": [s.numpy().tobytes().hex() for s in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else [],
+    }
+    text = torch.frombuffer(bytearray(json.dumps(own).encode() + b"\n"), dtype=torch.uint8)
+    return [json.loads(line) for line in bytes(distributed.all_gather_rows(text).tolist()).splitlines()]
+
+
+def _set_generators(saved: list[dict[str, Any]]) -> None:
+    own = saved[distributed.world()[0] % len(saved)]
+    version, words, gauss = own["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = own["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(_bytes(own["torch"]))
+    if torch.cuda.is_available() and len(own["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all([_bytes(state) for state in own["cuda"]])
+
+
+def _bytes(text: str) -> Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8).clone()

@@ -1,0 +1,78 @@
+import math
+
+import pytest
+import torch
+from torch import distributions as reference
+
+from mmrl.dists import Categorical, Gaussian
+from samplers.noise import Rng
+
+
+def gaussian(seed, reduction="sum"):
+    rng = torch.Generator().manual_seed(seed)
+    mean = torch.randn(3, 2, 4, generator=rng, dtype=torch.float64)
+    return Gaussian(mean, 0.1 + torch.rand(3, 1, 1, generator=rng, dtype=torch.float64), reduction)
+
+
+def test_gaussian_equals_torch():
+    p, q, x = gaussian(0), gaussian(1), gaussian(2).mean
+    P, Q = (reference.Normal(d.mean, d.std) for d in (p, q))
+    torch.testing.assert_close(p.log_prob(x)[:, 0], P.log_prob(x).flatten(1).sum(1))
+    torch.testing.assert_close(p.kl(q)[:, 0], reference.kl_divergence(P, Q).flatten(1).sum(1))
+    torch.testing.assert_close(p.entropy()[:, 0], P.entropy().flatten(1).sum(1))
+
+
+def test_mean_reduction_divides_by_the_dimensions():
+    p, q = gaussian(0, "mean"), gaussian(1, "mean")
+    x = gaussian(2).mean
+    torch.testing.assert_close(p.log_prob(x) * 8, gaussian(0).log_prob(x))
+    torch.testing.assert_close(p.kl(q) * 8, gaussian(0).kl(gaussian(1)))
+
+
+def test_gaussian_kl_to_itself_is_exactly_zero():
+    assert torch.equal(gaussian(0).kl(gaussian(0)), torch.zeros(3, 1, dtype=torch.float64))
+
+
+def test_a_deterministic_step_stays_finite():
+    p = Gaussian(torch.ones(2, 3), torch.zeros(2, 1))
+    assert torch.equal(p.sample(torch.randn(2, 3)), p.mean)
+    assert p.log_prob(p.mean).isfinite().all()
+
+
+def categorical(seed, vocabulary=7, impossible=False):
+    logits = torch.randn(3, 2, vocabulary, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    if impossible:
+        logits[..., ::3] = -torch.inf
+    return Categorical(logits.requires_grad_())
+
+
+@pytest.mark.parametrize("impossible", [False, True])
+def test_categorical_probabilities_sum_to_one_by_enumeration(impossible):
+    p = categorical(0, impossible=impossible)
+    each = torch.stack([p.log_prob(torch.full((3, 2), v)).exp() for v in range(7)])
+    torch.testing.assert_close(each.sum(0), torch.ones(3, 2, dtype=torch.float64))
+    torch.testing.assert_close(p.entropy(), -(each * each.clamp_min(1e-300).log()).sum(0))
+
+
+@pytest.mark.parametrize("impossible", [False, True])
+def test_categorical_kl_equals_torch_and_has_finite_gradients(impossible):
+    p, q = categorical(0, impossible=impossible), categorical(1, impossible=impossible)
+    possible = p.logits.isfinite()[0, 0]
+    expected = reference.kl_divergence(*(reference.Categorical(logits=d.logits[..., possible]) for d in (p, q)))
+    torch.testing.assert_close(p.kl(q), expected)
+    for grad in torch.autograd.grad((p.kl(q) + p.entropy()).sum(), [p.logits, q.logits]):
+        assert grad[..., possible].isfinite().all() and not grad[..., ~possible].nan_to_num().any()
+
+
+def test_categorical_draws_follow_the_probabilities():
+    logits = torch.tensor([[[0.3, -torch.inf, 1.0, -1.0, 0.0]]]).expand(20000, 1, 5)
+    u = Rng.of("draws").uniform(torch.arange(20000), (1,))
+    found = Categorical(logits).sample(u).flatten().bincount(minlength=5) / 20000
+    assert found[1] == 0
+    torch.testing.assert_close(found, logits[0, 0].softmax(-1), atol=4 * math.sqrt(0.25 / 20000), rtol=0)
+
+
+def test_an_impossible_token_is_never_drawn_at_the_ends_of_the_interval():
+    dist = Categorical(torch.tensor([[[-torch.inf, 0.0, 0.0, -torch.inf]]]))
+    for u in (1e-12, 0.5, 1 - 1e-12):
+        assert int(dist.sample(torch.full((1, 1), u, dtype=torch.float64))) in (1, 2)

@@ -1,0 +1,204 @@
+"""What must hold for every family of policies, tried on the toys. A new toy is tested by being listed."""
+
+import pytest
+import torch
+
+from mmrl import advantages
+from mmrl.batches import loss_total, loss_weights, passes
+from mmrl.objectives import PolicyGradient
+from mmrl.policies.lora import Lora
+from mmrl.types import Point, Rollout
+from samplers.kernels import dance_sde, flow_sde
+from samplers.noise import Rng
+
+from . import toys
+
+FAMILIES = list(toys.POLICIES)
+FLOWS = ["flow", "video"]
+GUIDED = [("flow", {"guidance": 3.0, "logp_dist": d}) for d in ("guided", "guided_stopgrad_uncond", "conditional")]
+CASES = [(f, {}) for f in FAMILIES] + GUIDED + [("flow", {"kernel": dance_sde, "eta": 0.3})]
+CASES += [("flow", {"lora": Lora(2, targets=["0", "2"])}), ("video", {"shared_noise": True}), ("flow", {"storage": "bfloat16"})]
+IDS = ["-".join([f, *map(str, o)]) for f, o in CASES]
+
+
+def roll(policy, n=4, copies=8, seed=0):
+    with torch.no_grad():
+        rollout = policy.rollout(toys.prompts(n), copies, Rng.of(seed))
+    reward = toys.reward(policy.decode(rollout), rollout.asked()).to(rollout.logprob)
+    return rollout.replace(advantage=advantages.flow_grpo(reward, rollout).to(rollout.logprob))
+
+
+def gradient(policy, rollout, objective, micro=None, reduction="decision"):
+    points = list(objective.points(policy, rollout, Rng.of("points")))
+    total = loss_total(points, reduction)
+    policy.net.zero_grad()
+    for point in passes(points, micro):
+        weight = loss_weights(point, reduction, rollout.mask.shape[1])
+        ((objective.loss(policy, point) * weight).sum() / total).backward()
+    return torch.cat([p.grad.flatten() for p in policy.weights.parameters().values()])
+
+
+@pytest.mark.parametrize(("family", "options"), CASES, ids=IDS)
+def test_scoring_repeats_sampling_to_the_bit(family, options):
+    policy = toys.make(family, width=16, **options)
+    rollout = roll(policy)
+    for point in passes(policy.path(rollout), 16):
+        again = policy.dist(point).log_prob(point.target)
+        assert torch.equal(again * point.mask, point.logprob * point.mask)
+
+
+@pytest.mark.parametrize(("family", "options"), CASES, ids=IDS)
+def test_scoring_in_bfloat16_repeats_sampling_to_the_bit(family, options):
+    policy = toys.make(family, width=16, **options)
+    with torch.autocast("cpu", torch.bfloat16):
+        rollout = roll(policy)
+        for point in passes(policy.path(rollout), 16):
+            again = policy.dist(point).log_prob(point.target)
+            assert torch.equal(again * point.mask, point.logprob * point.mask)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_path_scores_every_decision_once(family):
+    rollout = roll(toys.make(family))
+    scored = sum(int(point.mask.sum()) for point in toys.make(family).path(rollout))
+    assert scored == int(rollout.mask.sum()) > 0
+
+
+@pytest.mark.parametrize(("family", "options"), CASES, ids=IDS)
+def test_first_gradient_is_reinforce(family, options):
+    policy = toys.make(family, double=True, **options)
+    if options.get("logp_dist") == "guided_stopgrad_uncond":
+        pytest.skip("by its definition not the gradient of a log-prob")
+    rollout = roll(policy)
+    ours = gradient(policy, rollout, PolicyGradient(clip=0.2))
+    policy.net.zero_grad()
+    points = list(policy.path(rollout))
+    score = sum((policy.dist(p).log_prob(p.target) * p.advantage * p.mask).sum() for p in points)
+    (-score / rollout.mask.sum()).backward()
+    reinforce = torch.cat([p.grad.flatten() for p in policy.weights.parameters().values()])
+    torch.testing.assert_close(ours, reinforce, atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.parametrize("reduction", ["decision", "row", "constant"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_micro_batches_do_not_change_the_gradient(family, reduction):
+    policy = toys.make(family, double=True)
+    rollout = roll(policy)
+    ragged = rollout.mask & (Rng.of("mask").uniform(rollout.row, (rollout.mask.shape[1],)) < 0.7)
+    rollout = rollout.replace(mask=ragged, logprob=rollout.logprob + 0.05)  # off-policy, so that clipping matters
+    policy.weights.keep("ref")
+    objective = PolicyGradient(clip=0.1, kl=0.3)
+    whole = gradient(policy, rollout, objective, None, reduction)
+    for micro in (1, 3, 7):
+        torch.testing.assert_close(gradient(policy, rollout, objective, micro, reduction), whole, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("width", [1, 3, 8, 64])
+def test_chunks_do_not_change_the_samples(family, width):
+    whole, parts = (roll(toys.make(family, double=True, width=w)) for w in (None, width))
+    torch.testing.assert_close(whole.sample, parts.sample, atol=1e-10, rtol=0)
+    torch.testing.assert_close(whole.logprob, parts.logprob, atol=1e-10, rtol=0)
+    assert torch.equal(whole.row, parts.row) and torch.equal(whole.mask, parts.mask)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sample_depends_on_seed_prompt_and_copy_only(family):
+    policy = toys.make(family, double=True)
+    whole = roll(policy, n=4, copies=8)
+    with torch.no_grad():
+        tail = policy.rollout(toys.prompts(4)[2:], 8, Rng(Rng.of(0).key, offset=2))
+    torch.testing.assert_close(tail.sample, whole.sample[16:], atol=1e-12, rtol=0)
+    assert torch.equal(tail.row, whole.row[16:])
+    assert not torch.equal(roll(policy, seed=1).sample, whole.sample)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sampling_and_scoring_leave_the_global_generator_alone(family):
+    policy = toys.make(family)
+    before = torch.get_rng_state()
+    rollout = roll(policy)
+    for point in [*policy.path(rollout), *policy.renoise(rollout, Rng.of("again"))]:
+        policy.dist(point)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_renoised_points_are_scored_and_reproducible(family):
+    policy = toys.make(family)
+    rollout = roll(policy)
+    (one,), (two,) = (list(policy.renoise(rollout, Rng.of("noise"))) for _ in range(2))
+    assert torch.equal(one.state, two.state) and one.logprob is None
+    logp = policy.dist(one).log_prob(one.target)
+    assert logp.shape == one.mask.shape and logp.isfinite().all()
+    part = rollout[torch.arange(5, 9)]
+    assert torch.equal(next(iter(policy.renoise(part, Rng.of("noise")))).state, one.state[5:9])
+
+
+def test_shared_noise_is_shared_inside_a_group_only():
+    first = roll(toys.make("flow", shared_noise=True)).path[:, 0].view(4, 8, 2)
+    assert torch.equal(first, first[:, :1].expand_as(first))
+    assert len(first[:, 0].unique(dim=0)) == 4
+    assert len(roll(toys.make("flow")).path[:, 0].unique(dim=0)) == 32
+
+
+@pytest.mark.parametrize("family", FLOWS)
+def test_evaluation_is_deterministic_given_the_first_noise(family):
+    policy = toys.make(family)
+    with policy.evaluating(guidance=2.0):
+        rollout = roll(policy)
+        assert policy.guidance == 2.0
+    assert policy.guidance == 1.0 and not rollout.mask.any()
+    state = rollout.path[:, 0]
+    for k in range(6):
+        point = Point(
+            group=rollout.group, cond=rollout.cond, row=rollout.row, mask=rollout.mask[:, :1], state=state,
+            time=rollout.time[:, k], next_time=rollout.time[:, k + 1], eta=rollout.eta[:, k], guidance=2.0,
+        )  # fmt: skip
+        v = policy.dist(point.replace(next_time=None)).mean
+        state = state + v * (rollout.time[:, k + 1] - rollout.time[:, k]).view(-1, *[1] * (v.ndim - 1))
+    torch.testing.assert_close(state, rollout.sample)
+
+
+def test_stopgrad_guidance_has_the_value_of_full_guidance_but_not_its_gradient():
+    full, stopped = (toys.make("flow", True, guidance=3.0, logp_dist=d) for d in ("guided", "guided_stopgrad_uncond"))
+    a, b = roll(full), roll(stopped)
+    torch.testing.assert_close(a.logprob, b.logprob, atol=1e-10, rtol=0)
+    g, h = (gradient(p, r, PolicyGradient(clip=0.2)) for p, r in ((full, a), (stopped, b)))
+    assert torch.nn.functional.cosine_similarity(g, h, dim=0) < 0.999
+
+
+def test_conditional_scores_another_distribution_than_it_samples():
+    guided, conditional = (toys.make("flow", True, guidance=3.0, logp_dist=d) for d in ("guided", "conditional"))
+    a, b = roll(guided), roll(conditional)
+    torch.testing.assert_close(a.sample, b.sample)
+    assert (a.logprob - b.logprob).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("fraction", "kept"), [(0.99, 5), (0.5, 3), (0.01, 1), (1.0, 6)])
+@pytest.mark.parametrize("pick", ["first", "random"])
+def test_timestep_subsets(fraction, kept, pick):
+    policy = toys.make("flow")
+    rollout = roll(policy)
+    objective = PolicyGradient(fraction=fraction, pick=pick)
+    points = list(objective.points(policy, rollout, Rng.of(0)))
+    counts = torch.zeros(32, dtype=torch.long)
+    for point in points:
+        counts[point.row] += point.mask[:, 0].long()
+    assert counts.tolist() == [kept] * 32
+    if pick == "first":
+        assert len(points) == kept
+    elif kept == 3:
+        assert len(points) == 6
+    part = objective.points(policy, rollout[torch.arange(4)], Rng.of(0))
+    chosen, again = ({(float(p.time[0]), r) for p in ps for r in p.row.tolist()} for ps in (points, part))
+    assert again == {(t, r) for t, r in chosen if r < 4}  # whatever other rows are there
+
+
+def test_rows_share_conditions_and_keep_their_names():
+    rollout = roll(toys.make("flow"))
+    part = rollout[torch.tensor([30, 2])]
+    assert part.cond is rollout.cond and part.group.tolist() == [3, 0] and part.row.tolist() == [30, 2]
+    assert [p["label"] for p in part.asked()] == [1, 0]
+    joined = Rollout.cat([rollout[:5], rollout[5:]])
+    assert torch.equal(joined.path, rollout.path) and joined.cond is rollout.cond
