@@ -1,0 +1,172 @@
+"""Any open_clip model as two functions, pictures -> embeddings and texts -> embeddings, both of unit length.
+
+Copies of one model are shared by the rewards that use it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from mmrl.registry import UserError, locate, suggest
+from rewards._media import normalize, resize_and_crop, to_uint8
+
+CACHED_TEXTS = 16_384  # embeddings kept, the oldest go first: 50 MB at width 768
+_shared: WeakValueDictionary[tuple, Clip] = WeakValueDictionary()
+
+
+class Clip:
+    """An open_clip model in float32, frozen, in eval mode, with its tokenizer and its own preprocessing."""
+
+    def __init__(self, model: torch.nn.Module, tokenizer: Any, device: torch.device):
+        self.model = model.eval().requires_grad_(False).to(device)
+        self.tokenizer = tokenizer
+        self.device = device
+        self.preprocess_cfg = dict(model.visual.preprocess_cfg)
+        size = self.preprocess_cfg["size"]
+        self.size = (size, size) if isinstance(size, int) else tuple(size)  # height, width
+        self.texts: OrderedDict[str, Tensor] = OrderedDict()  # text -> [E] unit vector on the CPU
+
+    def pixels(self, pictures: Tensor, exact: bool = False) -> Tensor:
+        """[N, 3, H, W] in 0..1 -> [N, 3, *size] as the model wants it; ``exact`` goes through 8-bit PIL images."""
+        if exact:
+            return self._through_pil(pictures)
+        cfg = self.preprocess_cfg
+        fitted = resize_and_crop(
+            pictures.to(self.device), self.size, cfg["resize_mode"], cfg["interpolation"], cfg["fill_color"] / 255
+        )
+        return normalize(fitted, cfg["mean"], cfg["std"])
+
+    def _through_pil(self, pictures: Tensor) -> Tensor:
+        from open_clip.transform import PreprocessCfg, image_transform_v2
+        from PIL import Image
+
+        transform = image_transform_v2(PreprocessCfg(**self.preprocess_cfg), is_train=False)
+        images = [Image.fromarray(p.numpy()) for p in to_uint8(pictures).permute(0, 2, 3, 1)]
+        return torch.stack([transform(image) for image in images]).to(self.device)
+
+    @torch.no_grad()
+    def embed_images(self, pictures: Tensor, batch_size: int = 64, exact: bool = False) -> Tensor:
+        """[N, 3, H, W] in 0..1, any float type and device -> [N, E] unit vectors, float32, on the model's device.
+
+        A picture with a pixel that is not finite has an embedding of NaN.
+        """
+        found = []
+        with torch.autocast(self.device.type, enabled=False):
+            for part in pictures.split(batch_size):
+                rows = nnf.normalize(self.model.encode_image(self.pixels(part, exact)).float(), dim=-1)
+                broken = ~part.isfinite().flatten(1).all(1).to(rows.device)  # clamping would hide an infinite pixel
+                found.append(rows.masked_fill(broken[:, None], torch.nan))
+        return torch.cat(found)
+
+    @torch.no_grad()
+    def embed_texts(self, texts: list[str], batch_size: int = 64) -> Tensor:
+        """N texts -> [N, E] unit vectors, float32, on the model's device; each text is embedded once and remembered."""
+        known = {text: self.texts[text] for text in texts if text in self.texts}
+        fresh = [text for text in dict.fromkeys(texts) if text not in known]
+        with torch.autocast(self.device.type, enabled=False):
+            for start in range(0, len(fresh), batch_size):
+                part = fresh[start : start + batch_size]
+                tokens = self.tokenizer(part).to(self.device)  # [n, T]
+                rows = nnf.normalize(self.model.encode_text(tokens).float(), dim=-1).cpu()
+                known.update(zip(part, rows, strict=True))
+        self.texts.update((text, known[text]) for text in fresh)
+        while len(self.texts) > CACHED_TEXTS:
+            self.texts.popitem(last=False)
+        return torch.stack([known[text] for text in texts]).to(self.device)
+
+
+def pick_device(name: str) -> torch.device:
+    """``auto`` is the current CUDA device if there is one, else the CPU."""
+    if name == "auto":
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+
+
+def load_clip(model: str, pretrained: str, device: str = "auto") -> Clip:
+    """An open_clip model by name and tag, hub id (``hf-hub:org/repo``), local folder or ``world:`` artifact.
+
+    Raises:
+        UserError: an unknown name or tag, a folder without model or configuration, weights that are not on this
+            machine and cannot be downloaded.
+    """
+    import open_clip
+
+    where = pick_device(device)
+    name, pretrained = resolve(model, pretrained)
+    key = (name, pretrained, where)
+    clip = _shared.get(key)
+    if clip is None:
+        quick = pretrained is not None and uses_quick_gelu(name, pretrained)
+        try:
+            with torch.random.fork_rng(devices=[]):  # the weights are drawn before they are loaded
+                network = open_clip.create_model(
+                    name, pretrained, force_quick_gelu=quick, require_pretrained=True, weights_only=True
+                )
+                clip = Clip(network, open_clip.get_tokenizer(name), where)
+        except Exception as error:  # open_clip and the hub raise a dozen types here, all meaning "no such model"
+            raise UserError(missing_message(name, pretrained, error)) from error
+        _shared[key] = clip
+    return clip
+
+
+def resolve(model: str, pretrained: str) -> tuple[str, str | None]:
+    """The two names ``open_clip.create_model`` wants; a folder or hub id brings its own weights (tag None)."""
+    import open_clip
+
+    if model.startswith("hf-hub:"):
+        return model, None
+    place = Path(locate(model).removeprefix("local-dir:")).expanduser()
+    if place.is_dir():
+        if not (place / "open_clip_config.json").is_file():
+            raise UserError(f"{place} is not an open_clip model: it holds no open_clip_config.json")
+        return f"local-dir:{place.resolve()}", None
+    if model.startswith(("local-dir:", "world:", ".", "~")) or place.is_absolute():
+        raise UserError(f"no such folder: {place} (looked for an open_clip model)")
+    if model not in open_clip.list_models():
+        known = suggest(model, open_clip.list_models())
+        hint = known if known.startswith("did you mean") else "`open_clip.list_models()` lists them"
+        raise UserError(f"unknown open_clip model {model!r}; {hint}; a folder or hf-hub:org/repo will do too")
+    return model, checked_tag(model, pretrained)
+
+
+def checked_tag(model: str, pretrained: str) -> str:
+    """A tag that open_clip knows for this model, or the path of a weights file."""
+    import open_clip
+
+    file = Path(pretrained).expanduser()
+    if file.is_file():
+        return str(file)
+    tags = open_clip.list_pretrained_tags_by_model(model)
+    if pretrained.lower() not in tags:
+        raise UserError(f"open_clip model {model!r} has no weights {pretrained!r}; {suggest(pretrained, tags)}")
+    return pretrained
+
+
+def uses_quick_gelu(name: str, tag: str) -> bool:
+    """Weights that were trained with QuickGELU (OpenAI's) need it; open_clip 3 merely warns without it."""
+    import open_clip
+
+    return bool((open_clip.get_pretrained_cfg(name, tag) or {}).get("quick_gelu", False))
+
+
+def missing_message(name: str, tag: str | None, error: Exception) -> str:
+    first = (str(error).strip() or "no message").splitlines()[0].rstrip(".")
+    cause = f"{type(error).__name__}: {first}"
+    if name.startswith("local-dir:"):
+        return f"cannot load the open_clip model in {name.removeprefix('local-dir:')}: {cause}"
+    call = f"open_clip.create_model({name!r})" if tag is None else f"open_clip.create_model({name!r}, {tag!r})"
+    return (
+        f"cannot load the open_clip model {name!r}{f' with weights {tag!r}' if tag else ''}: {cause}. "
+        f'Download it once where there is a network, `python -c "import open_clip; {call}"`, and copy the hub cache '
+        "(HF_HOME) here, or give a local folder that holds open_clip_config.json and open_clip_model.safetensors"
+    )

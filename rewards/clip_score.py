@@ -1,0 +1,65 @@
+"""Does the picture show what the prompt says, by a CLIP model (Hessel et al. 2021, CLIPScore, arXiv:2104.08718)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from annotated_types import Ge
+from torch import Tensor
+
+from mmrl.registry import REWARDS, UserError
+from rewards._clip import load_clip
+from rewards._media import frame_mean, frames
+
+
+@REWARDS.register("clip_score")
+class ClipScore:
+    """Cosine of the CLIP embeddings of picture and prompt, times ``scale``.
+
+    Of a video, the mean over its frames. Published scalings: 1 is the cosine (also 100 cos / 100, DiffusionNFT),
+    100 the logit of OpenAI's models, 100/30 Flow-GRPO's and DGPO's, 2.5 that of the CLIPScore paper (which also
+    cuts negative cosines off; here they stay).
+
+    Args:
+        model: an open_clip name, ``hf-hub:org/repo``, a local folder with ``open_clip_config.json``, or
+            ``world:digits/clip``.
+        pretrained: open_clip's tag for the weights, or a weights file; not used for folders and hub ids.
+        scale: what the cosine is multiplied by.
+        preprocess: ``tensor`` resizes the floats with antialiasing; ``pil`` rounds to 8 bits and resizes with PIL,
+            exactly open_clip's own evaluation transform, slower.
+        batch_size: pictures (or texts) in one forward pass.
+        device: ``auto`` is CUDA if there is one.
+
+    Raises:
+        UserError: when the model is not on this machine and cannot be downloaded, with what to fetch.
+    """
+
+    def __init__(
+        self,
+        model: str = "ViT-L-14",
+        pretrained: str = "openai",
+        scale: float = 1.0,
+        preprocess: Literal["tensor", "pil"] = "tensor",
+        batch_size: Annotated[int, Ge(1)] = 64,
+        device: str = "auto",
+    ):
+        self.scale = scale
+        self.exact = preprocess == "pil"
+        self.batch_size = batch_size
+        self.clip = load_clip(model, pretrained, device)
+
+    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
+        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU, in -scale..scale."""
+        stack = frames(media, "clip_score")
+        texts = [text_of(prompt) for prompt in prompts]
+        images = self.clip.embed_images(stack.flatten(0, 1), self.batch_size, self.exact)  # [B F, E]
+        words = self.clip.embed_texts(texts, self.batch_size)  # [B, E]
+        cosines = (images * words.repeat_interleave(stack.shape[1], dim=0)).sum(-1)
+        return self.scale * frame_mean(cosines, stack.shape[1]).cpu()
+
+
+def text_of(prompt: dict) -> str:
+    text = prompt.get("text")
+    if not isinstance(text, str):
+        raise UserError(f"reward 'clip_score' needs a \"text\" in every prompt, got {prompt!r}")
+    return text

@@ -1,0 +1,60 @@
+"""How many bytes a picture takes as a JPEG (Black et al. 2023, DDPO, arXiv:2305.13301, section 5.2)."""
+
+from __future__ import annotations
+
+import io
+from typing import Annotated
+
+import torch
+from annotated_types import Ge, Le
+from torch import Tensor
+
+from mmrl.registry import REWARDS, UserError
+from rewards._media import frame_mean, frames, to_uint8
+
+Quality = Annotated[int, Ge(1), Le(100)]
+
+
+@REWARDS.register("jpeg_incompressibility")
+def jpeg_incompressibility(media: Tensor, prompts: list[dict], *, quality: Quality = 95, scale: float = 1.0) -> Tensor:
+    """Size of the picture as a JPEG, in kB (1000 bytes) times ``scale``: rewards busy pictures.
+
+    Args:
+        media: images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1; of a video, the mean over its frames.
+        prompts: not looked at.
+        quality: 1..100 as in PIL, colour subsampled 4:2:0.
+        scale: 1 for kB as in DDPO.
+
+    Returns:
+        [B] float32; NaN for a sample that holds a pixel that is not finite.
+    """
+    return scale * kilobytes(media, quality, "jpeg_incompressibility")
+
+
+@REWARDS.register("jpeg_compressibility")
+def jpeg_compressibility(media: Tensor, prompts: list[dict], *, quality: Quality = 95, scale: float = 1.0) -> Tensor:
+    """Minus the size of the picture as a JPEG, in kB times ``scale``: rewards smooth pictures.
+
+    ``scale`` is 1 for DDPO's -kB and 0.002 for the -kB/500 of Flow-GRPO; all else as in ``jpeg_incompressibility``.
+    """
+    return -scale * kilobytes(media, quality, "jpeg_compressibility")
+
+
+def kilobytes(media: Tensor, quality: int, reward: str) -> Tensor:
+    """[B] mean JPEG size of the frames in thousands of bytes."""
+    if not 1 <= quality <= 100:
+        raise UserError(f"reward {reward!r}: quality is 1 to 100, got {quality}")
+    stack = frames(media, reward)
+    broken = ~stack.isfinite().flatten(1).all(1).cpu()
+    pictures = to_uint8(stack.nan_to_num(0.0)).flatten(0, 1).permute(0, 2, 3, 1).numpy()
+    sizes = torch.tensor([jpeg_bytes(picture, quality) / 1000 for picture in pictures], dtype=torch.float32)
+    return frame_mean(sizes, stack.shape[1]).masked_fill(broken, torch.nan)
+
+
+def jpeg_bytes(picture, quality: int) -> int:
+    """Length of the file PIL writes for a uint8 array [H, W, 3]."""
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(picture).save(buffer, format="JPEG", quality=quality)
+    return buffer.tell()
