@@ -338,6 +338,9 @@ assert all_max(x).tolist() == [float(size), size + 1.0]
 assert all_gather_rows(torch.zeros(3 * rank, 2, dtype=torch.bool)).shape == (3 * (size - 1), 2)
 if rank == 0:
     json.dump(result, open(sys.argv[2], "w"))
+if size == 2:
+    dist.barrier()
+    dist.destroy_process_group()
 """
 COUNTS = {
     "group": {"std": "global", "ddof": 1}, "flow_grpo": {}, "dance": {}, "rloo": {}, "dr_grpo": {}, "gdpo": {},
