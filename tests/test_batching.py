@@ -1,0 +1,194 @@
+"""Chunks, memory, constant width."""
+
+import pytest
+import torch
+
+from samplers.batching import at_width, chunks, peak_bytes, rows_that_fit
+
+WEIGHT = torch.ones(100, 100)
+
+
+@pytest.mark.parametrize("count, size", [(0, 3), (1, 3), (3, 3), (7, 3), (7, 1), (7, 100)])
+def test_chunks_cover_everything_once(count, size):
+    parts = [list(range(count))[part] for part in chunks(count, size)]
+    assert sum(parts, []) == list(range(count))
+    assert all(1 <= len(part) <= size for part in parts) and len(parts) == -(-count // size)
+
+
+def test_a_chunk_needs_a_row():
+    with pytest.raises(ValueError, match="at least 1 row"):
+        chunks(5, 0)
+
+
+# -- peak of live bytes, computed by hand ------------------------------------------------------------------------------
+
+
+def two_at_a_time(rows):
+    x = torch.zeros(rows, 100)  # 400 bytes a row
+    y = x @ WEIGHT.T  # another 400; the transposed view is nobody's new memory
+    del x
+    return y + 1  # two alive again
+
+
+def chain():
+    x = torch.zeros(1000)
+    for _ in range(5):
+        x = x + 1
+
+
+def views_and_in_place():
+    x = torch.zeros(1000)
+    x.view(10, 100).t()[3:].add_(1)
+    torch.sum(WEIGHT[3:], 0, out=x[:100])
+
+
+def kept_alive():
+    return [torch.zeros(250) for _ in range(4)]
+
+
+def released_then_smaller():
+    big = torch.zeros(2000)
+    del big
+    return torch.zeros(500)
+
+
+def other_types():
+    return (
+        torch.zeros(10, dtype=torch.float64),
+        torch.zeros(10, dtype=torch.bool),
+        torch.zeros(10, dtype=torch.bfloat16),
+    )
+
+
+@pytest.mark.parametrize(
+    "fn, wanted",
+    [
+        (lambda: two_at_a_time(1), 800),
+        (lambda: two_at_a_time(8), 6400),
+        (chain, 8000),
+        (views_and_in_place, 4000),
+        (kept_alive, 4000),
+        (released_then_smaller, 8000),
+        (other_types, 80 + 10 + 20),
+        (lambda: None, 0),
+        (lambda: WEIGHT.t()[2:], 0),
+    ],
+)
+def test_peak_bytes_by_hand(fn, wanted):
+    assert peak_bytes(fn) == wanted
+    assert peak_bytes(fn) == wanted  # what the first run left behind does not count
+
+
+def test_peak_bytes_sees_what_autograd_keeps():
+    """y = tanh(tanh(x)): both outputs are saved for the backward pass, none without gradients."""
+    x = torch.zeros(1000, requires_grad=True)
+
+    def forward():
+        return x.tanh().tanh().tanh()
+
+    assert peak_bytes(forward) == 3 * 4000
+    with torch.no_grad():
+        assert peak_bytes(forward) == 2 * 4000
+
+
+def test_peak_bytes_counts_the_backward_pass():
+    layer = torch.nn.Linear(100, 100, bias=False)
+
+    def backward():
+        layer.weight.grad = None
+        layer(torch.zeros(2, 100)).sum().backward()
+
+    assert peak_bytes(backward) >= 100 * 100 * 4  # the gradient of the weight
+
+
+def test_an_error_passes_through_and_leaves_nothing_behind():
+    with pytest.raises(ZeroDivisionError):
+        peak_bytes(lambda: 1 / 0)
+    assert peak_bytes(chain) == 8000
+
+
+# -- rows that fit -----------------------------------------------------------------------------------------------------
+
+
+def test_rows_that_fit_by_hand():
+    def forward(rows):
+        fixed = torch.zeros(1000)  # 4000 bytes
+        return torch.zeros(rows, 25), fixed  # 100 bytes a row
+
+    for rows in (1, 2, 3, 7, 10):
+        assert rows_that_fit(forward, 4000 + 100 * rows, 100) == rows
+        assert rows_that_fit(forward, 4000 + 100 * rows + 99, 100) == rows
+    assert rows_that_fit(forward, 10**9, 37) == 37
+    assert rows_that_fit(forward, 4100, 1) == 1
+    with pytest.raises(ValueError, match="one row needs 4,100 bytes, the budget is 4,099"):
+        rows_that_fit(forward, 4099, 100)
+    with pytest.raises(ValueError, match="at least 1"):
+        rows_that_fit(forward, 5000, 0)
+
+
+def test_rows_that_cost_nothing():
+    assert rows_that_fit(lambda rows: torch.zeros(10), 40, 12) == 12
+
+
+def test_what_fits_stays_within_the_budget():
+    network = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.SiLU(), torch.nn.Conv2d(8, 3, 3))
+
+    def forward(rows):
+        with torch.no_grad():
+            return network(torch.zeros(rows, 3, 16, 16))
+
+    budget = 10**6
+    rows = rows_that_fit(forward, budget, 1000)
+    assert 1 < rows < 1000
+    assert peak_bytes(lambda: forward(rows)) <= budget < peak_bytes(lambda: forward(rows + 1))
+
+
+# -- constant width ----------------------------------------------------------------------------------------------------
+
+
+def test_the_rows_left_in_a_chunk_do_not_change_a_bit():
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+    x = torch.randn(16, 64)
+    with torch.no_grad():
+        whole = network(x)
+        for rows in range(1, 17):
+            assert torch.equal(at_width(network, 16, x[:rows]), whole[:rows])
+
+
+def test_the_function_sees_the_width_and_nests_survive():
+    seen = []
+
+    def fn(tree, pair):
+        seen.append((len(tree["a"]), len(tree["b"][0]), len(pair[1])))
+        assert torch.equal(tree["a"][2:], tree["a"][:1].expand(3, 4))
+        return {"sum": tree["a"] + pair[0], "parts": (tree["b"][0], None)}
+
+    a, b = torch.arange(8.0).view(2, 4), torch.arange(2)
+    result = at_width(fn, 5, {"a": a, "b": [b], "scale": 2.0, "none": None}, (a, b.bool()))
+    assert seen == [(5, 5, 5)]
+    assert torch.equal(result["sum"], 2 * a) and torch.equal(result["parts"][0], b) and result["parts"][1] is None
+
+
+def test_full_width_passes_untouched():
+    x = torch.zeros(3, 2)
+    assert at_width(lambda y: y, 3, x) is x
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5])
+def test_gradients_are_those_of_the_real_rows(rows):
+    x = torch.randn(rows, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
+    wanted = torch.autograd.grad((x @ weight).tanh().square().sum(), [x, weight])
+    found = torch.autograd.grad(at_width(lambda y: (y @ weight).tanh(), 5, x).square().sum(), [x, weight])
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
+
+
+def test_at_width_refuses():
+    with pytest.raises(ValueError, match="do not fit a width of 2"):
+        at_width(lambda x: x, 2, torch.zeros(3))
+    with pytest.raises(ValueError, match="one number of rows"):
+        at_width(lambda x, y: x, 5, torch.zeros(3), torch.zeros(2))
+    with pytest.raises(ValueError, match="need 1 to 2"):
+        at_width(lambda x: x, 2, torch.zeros(0))

@@ -1,0 +1,139 @@
+"""Time grids against diffusers' own scheduler, and noise windows."""
+
+import math
+
+import numpy
+import pytest
+import torch
+
+from mmrl.registry import describe, options
+from samplers import GRIDS, WINDOWS
+from samplers.schedules import all_but_last, dynamic, flow_match_euler, linear, shift_time, shifted, window
+
+NEEDS = {"dynamic": {"mu": 0.8}}
+MANY = [1, 2, 3, 4, 6, 10, 14, 25, 28, 40, 50, 100, 999, 1000]
+
+
+def diffusers_grid(steps, begin=None, mu=None, **config):
+    """The sigmas of the real scheduler; ``begin`` are the unshifted ones a pipeline passes."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    scheduler = FlowMatchEulerDiscreteScheduler(**config)
+    scheduler.set_timesteps(**({"num_inference_steps": steps} if begin is None else {"sigmas": begin}), mu=mu)
+    return scheduler.sigmas.double()
+
+
+def near(found, wanted):
+    torch.testing.assert_close(found, wanted, atol=3e-7, rtol=0)
+
+
+@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("steps", MANY)
+def test_every_grid_falls_from_noise_to_data(name, steps):
+    grid = GRIDS[name](steps, **NEEDS.get(name, {}))
+    assert grid.shape == (steps + 1,) and grid.dtype == torch.float64
+    assert grid[0] == 1 and grid[-1] == 0 and (grid.diff() < 0).all()
+    assert describe(GRIDS[name]) and "steps" not in options(GRIDS[name])
+
+
+@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("steps", [0, -3])
+def test_no_steps_no_grid(name, steps):
+    with pytest.raises(ValueError, match="at least 1 step"):
+        GRIDS[name](steps, **NEEDS.get(name, {}))
+
+
+@pytest.mark.parametrize("shift", [0.5, 1.0, 1.7, 3.0, 5.0, 12.0])
+def test_flow_match_euler_is_the_grid_of_diffusers(shift):
+    for steps in MANY:
+        near(flow_match_euler(steps, shift=shift), diffusers_grid(steps, shift=shift))
+
+
+@pytest.mark.parametrize("train_steps", [1, 10, 500])
+def test_flow_match_euler_of_other_training_lengths(train_steps):
+    wanted = diffusers_grid(1 if train_steps == 1 else 7, shift=3.0, num_train_timesteps=train_steps)
+    near(flow_match_euler(len(wanted) - 1, train_steps=train_steps), wanted)
+
+
+def test_the_published_table_of_the_double_shift():
+    table = [1, 0.960129, 0.913349, 0.857692, 0.790368, 0.707278, 0.602151, 0.464876, 0.278049, 0.008929, 0]
+    torch.testing.assert_close(flow_match_euler(10), torch.tensor(table).double(), atol=6e-7, rtol=0)
+    once = [1, 0.964286, 0.923077, 0.875, 0.818182, 0.75, 0.666667, 0.5625, 0.428571, 0.25, 0]
+    torch.testing.assert_close(shifted(10), torch.tensor(once).double(), atol=6e-7, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["exponential", "linear"])
+@pytest.mark.parametrize("mu", [0.3, 0.5, 1.15, 2.0])
+def test_dynamic_as_flux_pipelines_ask_for_it(kind, mu):
+    for steps in MANY[:-2]:
+        config = {"use_dynamic_shifting": True, "time_shift_type": kind}
+        begin = numpy.linspace(1.0, 1 / steps, steps)
+        near(dynamic(steps, mu=mu, time_shift=kind), diffusers_grid(steps, begin, mu, **config))
+        if steps > 1:  # Qwen-Image
+            wanted = diffusers_grid(steps, begin, mu, shift_terminal=0.02, **config)
+            near(dynamic(steps, mu=mu, time_shift=kind, terminal=0.02), wanted)
+
+
+def test_dynamic_as_sd3_pipelines_ask_for_it():
+    for steps in MANY:
+        near(dynamic(steps, mu=0.9, smallest=1e-3), diffusers_grid(steps, mu=0.9, use_dynamic_shifting=True))
+
+
+@pytest.mark.parametrize("tokens", [64, 256, 1024, 2025, 4096, 8192])
+def test_mu_from_the_number_of_tokens(tokens):
+    from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+
+    near(dynamic(6, tokens=tokens), dynamic(6, mu=calculate_shift(tokens)))
+    other = dynamic(6, tokens=tokens, base_shift=0.2, max_shift=0.9, base_tokens=100, max_tokens=8000)
+    near(other, dynamic(6, mu=calculate_shift(tokens, 100, 8000, 0.2, 0.9)))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{}, {"mu": 1.0, "tokens": 9}, {"mu": 1.0, "smallest": 0.0}, {"mu": 1.0, "terminal": 1.5},
+              {"tokens": 9, "base_tokens": 5, "max_tokens": 5}, {"mu": -1.0, "time_shift": "linear"}]
+)  # fmt: skip
+def test_dynamic_refuses(wrong):
+    with pytest.raises(ValueError):
+        dynamic(4, **wrong)
+
+
+def test_shift_one_is_linear_and_shifts_multiply():
+    time = linear(9)
+    near(shift_time(time, 1.0), time)
+    near(shift_time(shift_time(time, 2.0), 3.0), shift_time(time, 6.0))
+    near(dynamic(9, mu=math.log(3.0))[:-1], shift_time(torch.linspace(1, 1 / 9, 9, dtype=torch.float64), 3.0))
+    for shift in (0.0, -1.0):
+        with pytest.raises(ValueError, match="shift must be greater than 0"):
+            shifted(4, shift=shift)
+
+
+# -- noise windows -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("steps", [2, 3, 10])
+def test_every_window_leaves_something_to_train(name, steps):
+    mask = WINDOWS[name](steps)
+    assert mask.shape == (steps,) and mask.dtype == torch.bool and mask.any()
+    assert describe(WINDOWS[name]) and "steps" not in options(WINDOWS[name])
+    with pytest.raises(ValueError):
+        WINDOWS[name](0)
+
+
+def test_windows():
+    assert WINDOWS["all"](3).tolist() == [True] * 3
+    assert all_but_last(3).tolist() == [True, True, False]
+    assert window(5, start=1, stop=3).tolist() == [False, True, True, False, False]
+    assert window(5, start=2).tolist() == [False, False, True, True, True]
+    assert window(5, start=-3, stop=-1).tolist() == [False, False, True, True, False]
+
+
+@pytest.mark.parametrize("wrong", [{"stop": 6}, {"start": 5}, {"start": 3, "stop": 3}, {"start": -6}, {"stop": 0}])
+def test_impossible_windows_say_what_is_possible(wrong):
+    with pytest.raises(ValueError, match="need 0 <= start < stop <= 5"):
+        window(5, **wrong)
+
+
+def test_all_but_last_of_one_step():
+    with pytest.raises(ValueError, match="at least 2 steps"):
+        all_but_last(1)
