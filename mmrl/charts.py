@@ -44,20 +44,43 @@ class Chart:
         return [(self.colour(i), s.label, number(y)) for i, (s, y) in enumerate(zip(self.series, last))]
 
     def svg(self) -> Markup:
-        """The drawing; title and legend are the page's business."""
-        return _draw(self, 1040 if self.wide else 500, 300 if self.wide else 210)
+        """The drawing, without title and legend; twice for a wide chart, as a phone shows a narrow one."""
+        narrow = _draw(self, 500, 220)
+        if not self.wide:
+            return narrow
+        large = Markup('<div class="large">{}</div>').format(_draw(self, 1040, 310))
+        return large + Markup('<div class="narrow">{}</div>').format(narrow)
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A number for readers: ``0.833``, ``1.2e-05``, ``1,240``; a dash for None."""
+    """A number for readers: ``0.833``, ``1.2e−5``, ``1,240``; a dash for None."""
     if value is None or not math.isfinite(value):
         return "–"
-    if value == 0 or value == int(value) and abs(value) < 1e6:
-        return f"{int(value):,}".replace("-", "−")
     size = abs(value)
-    text = f"{value:.{digits - 1}e}" if size < 1e-3 or size >= 1e6 else f"{value:.{digits}g}"
-    if 1000 <= size < 1e6:
-        text = f"{value:,.0f}"
+    if size < 1e6 and value == int(value):
+        return _minus(f"{int(value):,}")
+    if size < 1e-3 or size >= 1e6:
+        return _power(value, digits - 1)
+    return _minus(f"{value:,.0f}" if size >= 1000 else f"{value:.{digits}g}")
+
+
+def tick_labels(values: Sequence[float]) -> list[str]:
+    """Labels of evenly spaced values with as many decimals as tell them apart."""
+    step = values[1] - values[0] if len(values) > 1 else abs(values[0]) if values else 0.0
+    largest = max(map(abs, values), default=0.0)
+    if step <= 0 or largest < 1e-3 or largest >= 1e6:
+        return [number(value) for value in values]
+    decimals = next((d for d in range(9) if abs(round(step, d) - step) < 1e-3 * step), 9)
+    return [_minus(f"{value:,.{decimals}f}") for value in values]
+
+
+def _power(value: float, decimals: int) -> str:
+    mantissa, _, exponent = f"{value:.{decimals}e}".partition("e")
+    mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
+    return _minus(f"{mantissa}e{int(exponent)}")
+
+
+def _minus(text: str) -> str:
     return text.replace("-", "−")
 
 
@@ -102,7 +125,7 @@ class _Frame:
     left: int = 56
     right: int = 14
     top: int = 10
-    bottom: int = 30
+    bottom: int = 38
 
     def px(self, x: float) -> float:
         return self.left + (x - self.x[0]) / (self.x[1] - self.x[0]) * (self.width - self.left - self.right)
@@ -142,18 +165,20 @@ def _draw(chart: Chart, width: int, height: int) -> Markup:
 
 def _axes(f: _Frame, x_label: str) -> str:
     parts = []
-    for y in ticks(*f.y):
+    marks = ticks(*f.y)
+    for y, label in zip(marks, tick_labels(marks)):
         parts.append(
             f'<line class="grid" x1="{f.left}" x2="{f.width - f.right}" y1="{f.py(y):.1f}" y2="{f.py(y):.1f}"/>'
         )
-        parts.append(f'<text x="{f.left - 8}" y="{f.py(y) + 4:.1f}" text-anchor="end">{number(y)}</text>')
+        parts.append(f'<text x="{f.left - 8}" y="{f.py(y) + 4:.1f}" text-anchor="end">{label}</text>')
     base = f.height - f.bottom
     parts.append(f'<line class="axis" x1="{f.left}" x2="{f.width - f.right}" y1="{base}" y2="{base}"/>')
     for x in ticks(*f.x, about=6):
         if x == int(x):
             anchor = "end" if f.px(x) > f.width - f.right - 12 else "middle"
             parts.append(f'<text x="{f.px(x):.1f}" y="{base + 17}" text-anchor="{anchor}">{number(x)}</text>')
-    parts.append(f'<text class="name" x="{f.left}" y="{base + 28}">{escape(x_label)}</text>')
+    middle = (f.left + f.width - f.right) / 2
+    parts.append(f'<text class="name" x="{middle}" y="{base + 33}" text-anchor="middle">{escape(x_label)}</text>')
     return "".join(parts)
 
 

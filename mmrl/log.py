@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+from annotated_types import Ge
 
 from mmrl.pictures import sheet
 from mmrl.progress import Progress, progress_for
@@ -28,11 +30,7 @@ class LogOptions:
     tensorboard: bool = True
     wandb: bool = False
     project: str = "mmrl"
-    every: int = 1
-
-    def __post_init__(self) -> None:
-        if self.every < 1:
-            raise UserError(f"log.every must be 1 or more, not {self.every}")
+    every: Annotated[int, Ge(1)] = 1
 
 
 class Mirror(Protocol):

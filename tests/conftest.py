@@ -1,0 +1,35 @@
+"""Every test: one thread, no network, one cache of built artifacts for all workers."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+from mmrl.paths import cache_dir
+
+ROOT = Path(__file__).resolve().parents[1]
+os.environ.setdefault("MMRL_CACHE", str(cache_dir()))  # fixed now: a test that changes HOME still finds it
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Tests below tests/gpu, and those marked gpu, need a device."""
+    skip = pytest.mark.skip(reason="no CUDA device")
+    for item in items:
+        if "gpu" in item.path.relative_to(ROOT / "tests").parts[:-1]:
+            item.add_marker(pytest.mark.gpu)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder with real data beside the checkout; tests that need it are skipped where it is not."""
+    folder = ROOT.parent / "shared"
+    if not folder.is_dir():
+        pytest.skip("no shared folder beside the checkout")
+    return folder
