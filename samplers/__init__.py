@@ -1,4 +1,4 @@
-"""Samplers as pure functions on tensors: kernels, time grids, noise windows, keyed noise, batching. Only torch needed."""
+"""Samplers as pure functions on tensors: kernels, time grids, noise windows, noise, batching. Needs torch only."""
 
 from samplers.kernels import dance_sde, flow_sde, ode
 from samplers.schedules import all_but_last, all_steps, dynamic, flow_match_euler, linear, shifted, window

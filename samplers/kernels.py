@@ -4,8 +4,8 @@ The path is x_t = (1 - t) x_0 + t e with e standard normal; t = 1 is noise, t = 
 velocity v = E[e - x_0 | x_t], so x_0 ~ x - t v and e ~ x + (1 - t) v, and the score of x_t is -(x + (1 - t) v) / t.
 
 Every kernel takes x, v [B, *] and t, s, eta [B] or scalars, 0 <= s < t <= 1, and returns the mean [B, *] and the
-standard deviation [B, 1, ...] of the state at time s, step length included: ``x_s = mean + std * noise``. ``eta = 0`` is the
-Euler step of the ODE, to the bit and row by row. Half-precision inputs are computed in float32.
+standard deviation [B, 1, ...] of the state at time s, step length included: ``x_s = mean + std * noise``.
+``eta = 0`` is the Euler step of the ODE, to the bit and row by row. Half-precision inputs are computed in float32.
 """
 
 from __future__ import annotations
