@@ -1,0 +1,108 @@
+"""A cache of built folders: built once, whole or not at all, checked by hash on every use.
+
+``fetch("digits/sd3", recipe, build)`` calls ``build(folder)`` in a temporary folder, writes ``manifest.json`` (the
+sha256 of every file and the hash of the recipe), flushes everything to disk and renames. The folder's name carries the
+recipe's hash, so a new recipe never meets old weights. A lock makes other processes wait instead of building too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mmrl.registry import UserError
+
+MANIFEST = "manifest.json"
+
+
+def root() -> Path:
+    """``$MMRL_CACHE``, or ``mmrl`` under ``$XDG_CACHE_HOME``, or ``~/.cache/mmrl``."""
+    if own := os.environ.get("MMRL_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "mmrl"
+
+
+def recipe_hash(constants: Sequence[Any], modules: Sequence[ModuleType]) -> str:
+    """Twelve hex digits of the constants (by ``repr``) and the source text of the modules."""
+    digest = hashlib.sha256(repr(list(constants)).encode())
+    for module in modules:
+        digest.update(Path(module.__file__).read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def fetch(name: str, recipe: str, build: Callable[[Path], None]) -> Path:
+    """The folder of that name and recipe hash, built now if it is missing or damaged.
+
+    Raises UserError if the cache directory cannot be written. What ``build`` raises passes through; nothing is left.
+    """
+    from filelock import FileLock
+
+    folder = root() / f"{name}-{recipe}"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if folder.exists():
+                if not (problem := damage(folder, recipe)):
+                    return folder
+                print(f"{folder} is damaged ({problem}); building it again", file=sys.stderr)
+                shutil.rmtree(folder)
+            _build(folder, recipe, build)
+    except PermissionError as error:
+        raise UserError(f"cannot write the cache {root()}: {error}; set MMRL_CACHE to another directory") from error
+    return folder
+
+
+def damage(folder: Path, recipe: str | None = None) -> str | None:
+    """What is wrong with a built folder (the file is named), or None if every file is as it was written."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        files = dict(manifest["files"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"{MANIFEST} is missing or torn"
+    if recipe is not None and manifest.get("recipe") != recipe:
+        return f"{MANIFEST} is of another recipe"
+    for name, digest in files.items():
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+        if _sha256(folder / name) != digest:
+            return f"{name} has changed"
+    return None
+
+
+def _build(folder: Path, recipe: str, build: Callable[[Path], None]) -> None:
+    for old in folder.parent.glob(f".{folder.name}-*"):  # of a process that was killed; we hold the lock
+        shutil.rmtree(old, ignore_errors=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        build(temporary)
+        files = sorted(path for path in temporary.rglob("*") if path.is_file())
+        manifest = {"recipe": recipe, "files": {str(p.relative_to(temporary)): _sha256(p) for p in files}}
+        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2))
+        for path in [*files, temporary / MANIFEST, *(p for p in temporary.rglob("*") if p.is_dir()), temporary]:
+            _flush(path)
+        temporary.chmod(0o755)  # mkdtemp makes it private
+        os.rename(temporary, folder)
+        _flush(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

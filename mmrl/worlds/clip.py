@@ -1,0 +1,86 @@
+"""A tiny open_clip model of the world's own, taught on rendered scenes and their captions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mmrl.worlds.progress import Progress
+from mmrl.worlds.recipes import ClipRecipe
+from mmrl.worlds.render import render
+from mmrl.worlds.scenes import CANVAS, captions, is_held_out
+from mmrl.worlds.text import LENGTH, clip_tokenizer, said
+from samplers.noise import Rng
+
+
+def train_clip(folder: Path, recipe: ClipRecipe, progress: Progress) -> None:
+    """Contrastive (Radford et al. 2021), and for speed both embeddings also learn to tell what the caption says.
+
+    The folder loads with ``open_clip.create_model_and_transforms("local-dir:FOLDER")`` and ``get_tokenizer``.
+    Pictures show the judge's scans; held-out captions are left out.
+    """
+    rng = Rng.of(recipe.seed, "clip")
+    tokenizer = clip_tokenizer()
+    config = _config(recipe, len(tokenizer))
+    prompts = [p for p in captions("single", 720) + captions("pairs", 300) if not is_held_out(p["text"])]
+    prompts = (prompts * (recipe.scenes // len(prompts) + 1))[: recipe.scenes]
+    images = render(prompts, rng, "judge", wobble=0.5).images
+    images = (images - 0.5) / 0.5  # as the stored preprocessing does
+    ids = tokenizer(
+        [p["text"] for p in prompts], padding="max_length", max_length=LENGTH, truncation=True, return_tensors="pt"
+    ).input_ids
+    truth = said(prompts)
+    model, heads = _models(config, [int(column.max()) + 1 for column in truth.T], recipe)
+    optimizer = torch.optim.AdamW([*model.parameters(), *heads.parameters()], recipe.lr, weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.lr, total_steps=recipe.steps, pct_start=0.15)
+    for step in progress.steps("CLIP", recipe.steps):
+        rows = (rng.fold("rows").uniform(torch.arange(recipe.batch), (), step) * recipe.scenes).long()
+        seen, read = model.encode_image(images[rows]), model.encode_text(ids[rows])
+        logits = model.logit_scale.exp() * F.normalize(seen, dim=-1) @ F.normalize(read, dim=-1).T
+        same = (truth[rows][:, None] == truth[rows][None]).all(-1).float()  # the same caption twice is no mistake
+        same = same / same.sum(1, keepdim=True)
+        loss = (F.cross_entropy(logits, same) + F.cross_entropy(logits.T, same)) / 2
+        for head, features in zip(heads, (seen, read)):
+            parts = head(features).split([int(column.max()) + 1 for column in truth.T], -1)
+            loss = loss + 0.3 * sum(F.cross_entropy(part, want) for part, want in zip(parts, truth[rows].T))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        with torch.no_grad():
+            model.logit_scale.clamp_(0, 4.6)
+    _save(folder, model, tokenizer, config)
+
+
+def _config(recipe: ClipRecipe, vocabulary: int) -> dict[str, Any]:
+    vision = {"image_size": CANVAS, "patch_size": 4, "width": recipe.width, "layers": recipe.layers, "head_width": 32}
+    text = {
+        "context_length": LENGTH, "vocab_size": vocabulary, "width": recipe.width, "heads": 2, "layers": 2,
+        "hf_tokenizer_name": "this folder",
+    }  # fmt: skip
+    return {"embed_dim": recipe.width, "vision_cfg": vision, "text_cfg": text}
+
+
+def _models(config: dict[str, Any], sizes: list[int], recipe: ClipRecipe) -> tuple[Any, nn.ModuleList]:
+    from open_clip.model import CLIP
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        return CLIP(**config), nn.ModuleList(nn.Linear(recipe.width, sum(sizes)) for _ in range(2))
+
+
+def _save(folder: Path, model: Any, tokenizer: Any, config: dict[str, Any]) -> None:
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    preprocess = {"mean": [0.5] * 3, "std": [0.5] * 3, "size": [CANVAS, CANVAS], "interpolation": "bicubic"}
+    whole = {"model_cfg": config, "preprocess_cfg": preprocess}
+    (folder / "open_clip_config.json").write_text(json.dumps(whole, indent=2))
+    weights = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
+    save_file(weights, folder / "open_clip_model.safetensors")
+    tokenizer.save_pretrained(folder)

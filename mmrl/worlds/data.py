@@ -1,0 +1,23 @@
+"""The captions of the digits world as a data source."""
+
+from __future__ import annotations
+
+from mmrl.registry import DATA, UserError
+from mmrl.types import Prompt
+from mmrl.worlds.scenes import Kind, is_held_out
+from mmrl.worlds.scenes import captions as draw_captions
+
+
+@DATA.register("digits")
+class Digits:
+    """Captions of scenes of handwritten digits: single (720 exist), pairs, triples or mixed; a fifth is held out."""
+
+    train: list[Prompt]
+    held_out: list[Prompt]  # by a hash of the caption: never seen by the base model's pre-training either
+
+    def __init__(self, kind: Kind = "single", captions: int = 720, seed: int = 0):
+        if captions < 20:
+            raise UserError(f"data.digits.captions is {captions}: at least 20, so that some are held out")
+        found = draw_captions(kind, captions, seed)
+        self.train = [prompt for prompt in found if not is_held_out(prompt["text"])]
+        self.held_out = [prompt for prompt in found if is_held_out(prompt["text"])]

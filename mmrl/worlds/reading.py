@@ -1,0 +1,109 @@
+"""Training the reader (the reward's) and the judge (nobody's reward): same task, other scans, other network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmrl.types import Prompt
+from mmrl.worlds.progress import Progress
+from mmrl.worlds.recipes import ReaderRecipe
+from mmrl.worlds.render import Scenes, Split, render
+from mmrl.worlds.scenes import CANVAS, COLORS, DIGITS, PLACES, SIZES, captions
+from rewards._reader import Reader
+from samplers.noise import Rng
+
+
+def train_reader(folder: Path, recipe: ReaderRecipe, progress: Progress) -> None:
+    """Fit on rendered scenes of one split, with turned and sheared digits, blur and noise, and save."""
+    rng = Rng.of(recipe.seed, "reader")
+    config = {
+        "image_size": CANVAS, "channels": recipe.channels, "kernel": recipe.kernel, "pool": recipe.pool,
+        "digits": DIGITS, "colors": list(COLORS), "sizes": list(SIZES), "places": PLACES,
+    }  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        reader = Reader(config)
+    asked = captions("mixed", 2000, recipe.seed)
+    asked = (asked * (recipe.scenes // len(asked) + 1))[: recipe.scenes]
+    scenes = render(asked, rng, recipe.split, wobble=1.0)
+    truth = targets(scenes)
+    optimizer = torch.optim.AdamW(reader.parameters(), recipe.lr, weight_decay=0.02)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.lr, total_steps=recipe.steps)
+    for step in progress.steps(f"{recipe.split}'s eyes", recipe.steps):
+        rows = (rng.fold("rows").uniform(torch.arange(recipe.batch), (), step) * recipe.scenes).long()
+        images = disturb(scenes.images[rows], rng.fold("disturb", step))
+        loss = reading_loss(reader(images), [value[rows] for value in truth])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    reader.save(folder)
+
+
+def targets(scenes: Scenes) -> tuple[Tensor, Tensor, Tensor]:
+    """Cell [B, 3] (-1: no object), offset in cells [B, 3, 2], names [B, 3, 3] (digit, colour, size; -1: not said)."""
+    x, y, side = scenes.placed.unbind(-1)
+    there = ~x.isnan()
+    spot = torch.stack([x, y], -1).nan_to_num(0) / Reader.stride  # [B, 3, 2] in cells
+    corner = spot.floor().clamp(0, CANVAS // Reader.stride - 1)
+    cell = torch.where(there, corner[..., 1] * (CANVAS // Reader.stride) + corner[..., 0], -1).long()
+    names = torch.full((*x.shape, 3), -1)
+    middle = sum(SIZES.values()) / 2
+    for b, prompt in enumerate(scenes.prompts):
+        names[b, : len(prompt["objects"])] = torch.tensor([_names(item) for item in prompt["objects"]])
+    sized = there & ((side - middle).abs() >= 0.99 * (max(SIZES.values()) - middle))  # as large or small as they come
+    names[..., 2] = torch.where(sized, (side > middle).long(), -1)
+    return cell, spot - corner - 0.5, names
+
+
+def _names(item: dict) -> list[int]:
+    return [item["digit"], list(COLORS).index(item["color"]), -1]
+
+
+def disturb(images: Tensor, rng: Rng) -> Tensor:
+    """Half the pictures softened, all a little noisy, so that imperfect paintings are read like scans."""
+    rows = torch.arange(len(images))
+    u = rng.uniform(rows, (2,)).float()[:, :, None, None, None]
+    soft = F.avg_pool2d(F.pad(images, (1, 1, 1, 1)), 3, 1)
+    images = images.lerp(soft, 0.6 * u[:, 0] * (u[:, 0] > 0.5))
+    return (images + 0.08 * u[:, 1] * rng.normal(rows, tuple(images.shape[1:]), 1)).clamp(0, 1)
+
+
+def reading_loss(grid: tuple[Tensor, ...], truth: list[Tensor]) -> Tensor:
+    """Presence (binary, with neighbours of a centre left out), offset, and names at the centres."""
+    presence, offset, *names = grid
+    cell, shift, named = truth
+    side = presence.shape[-1]
+    mark = torch.zeros(len(cell), side * side + 1).scatter_(1, torch.where(cell < 0, side * side, cell), 1.0)
+    mark = mark[:, :-1].view(-1, 1, side, side)
+    clear = (F.max_pool2d(mark, 3, 1, 1) == mark).float()  # the cells around a centre are neither right nor wrong
+    pull = F.binary_cross_entropy_with_logits(presence, mark, reduction="none", pos_weight=torch.tensor(4.0))
+    loss = (pull * (clear + 0.1 * (1 - clear))).sum() / len(cell)
+    rows, slots = torch.nonzero(cell >= 0, as_tuple=True)
+    at = lambda value: value.flatten(2)[rows, :, cell[rows, slots]]  # noqa: E731  [objects, channels]
+    loss = loss + 4 * F.mse_loss(at(offset), shift[rows, slots])
+    for logits, target in zip(names, named[rows, slots].unbind(-1)):
+        loss = loss + F.cross_entropy(at(logits), target, ignore_index=-1)
+    return loss
+
+
+@torch.no_grad()
+def accuracy(reader: Reader, prompts: list[Prompt], rng: Rng, split: Split) -> dict[str, float]:
+    """Share of right digits, colours, sizes, centres within 3 pixels, and picture counts, on scans of ``split``."""
+    scenes = render(prompts, rng, split)
+    found = reader.detect(scenes.images)
+    cell, _, named = targets(scenes)
+    gap = (found.center[:, :, None] - scenes.placed[:, None, :, :2]).norm(dim=-1)  # [B, M, 3]
+    gap = gap.nan_to_num(1e3) + 1e3 * (found.confidence < 0.5)[..., None]
+    near, which = gap.min(1)  # [B, 3]
+    there = cell >= 0
+    right = {"place": (near < 3)[there]}
+    for k, name in enumerate(("digit", "color", "size")):
+        guess = getattr(found, name).argmax(-1).gather(1, which)  # [B, 3]
+        right[name] = (guess == named[..., k])[there & (named[..., k] >= 0)]
+    right["count"] = (found.confidence > 0.5).sum(1) == there.sum(1)
+    return {name: float(value.float().mean()) for name, value in right.items()}

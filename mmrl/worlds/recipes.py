@@ -1,0 +1,102 @@
+"""Every constant of what the digits world builds. They are part of the cache's folder names: change one, rebuild one.
+
+This module is light: it imports nothing but dataclasses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class ReaderRecipe:
+    """A network that reads pictures (``rewards._reader``), and the scans it learns from."""
+
+    split: Literal["generator", "reader", "judge"]
+    channels: tuple[int, int, int]
+    kernel: int  # of the first convolution
+    pool: bool  # halve by pooling instead of strides
+    seed: int
+    scenes: int = 12000
+    steps: int = 500
+    batch: int = 64
+    lr: float = 4e-3
+
+
+@dataclass(frozen=True)
+class ClipRecipe:
+    """A tiny open_clip model."""
+
+    width: int = 64
+    layers: int = 3
+    scenes: int = 6000
+    steps: int = 200
+    batch: int = 128
+    lr: float = 3e-3
+    seed: int = 3
+
+
+@dataclass(frozen=True)
+class TextRecipe:
+    """Two CLIP text encoders and T5."""
+
+    width: int = 32  # of each CLIP encoder and its projection
+    joint: int = 64  # of T5; at least both CLIP widths together
+    steps: int = 120
+    batch: int = 256
+    lr: float = 3e-3
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class VaeRecipe:
+    """AutoencoderKL, 32x32 pixels to ``latent`` x 8 x 8."""
+
+    channels: tuple[int, ...] = (8, 16, 32)
+    latent: int = 4
+    scenes: int = 6000
+    single: float = 0.4  # share of pictures of one digit; the others have more ink to learn from
+    steps: int = 400
+    batch: int = 24
+    lr: float = 6e-3
+    kl: float = 1e-6  # weight, per pixel
+    coarse: float = 16.0  # weight of the error of the blurred picture, where colours are seen
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class PartsRecipe:
+    """Everything of a Stable Diffusion 3 but the transformer."""
+
+    text: TextRecipe = field(default_factory=TextRecipe)
+    vae: VaeRecipe = field(default_factory=VaeRecipe)
+
+
+@dataclass(frozen=True)
+class FlowRecipe:
+    """SD3Transformer2DModel and its flow-matching pre-training."""
+
+    layers: int = 2
+    heads: int = 4  # of 32 channels each
+    scenes: int = 12000
+    single: float = 0.85  # share of pictures of one digit, the rest has two or three
+    steps: int = 250
+    batch: int = 192
+    lr: float = 2e-3
+    wrong_captions: float = 0.6  # share of pictures whose caption belongs to another one, as on the web
+    no_caption: float = 0.1  # share trained with the empty prompt, for classifier-free guidance
+    seed: int = 0
+
+
+READER = ReaderRecipe("reader", channels=(24, 48, 64), kernel=3, pool=False, seed=1)
+JUDGE = ReaderRecipe("judge", channels=(20, 40, 72), kernel=5, pool=True, seed=2)
+CLIP = ClipRecipe()
+PARTS = PartsRecipe()
+SD3 = FlowRecipe()
+SD3_CLEAN = replace(SD3, wrong_captions=0.0)
+
+READER_TEST = replace(READER, scenes=200, steps=5)
+CLIP_TEST = replace(CLIP, scenes=200, steps=3)
+PARTS_TEST = PartsRecipe(TextRecipe(steps=2, batch=16), VaeRecipe(channels=(8, 8, 16), scenes=64, steps=4, batch=4))
+SD3_TEST = replace(SD3, heads=2, scenes=64, steps=4, batch=16)
