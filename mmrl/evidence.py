@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from mmrl.runs import Run
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with its confidence interval over n samples."""
+    """A mean with its confidence interval over n samples; unbounded where one prompt tells nothing of the spread."""
 
     mean: float
     low: float
@@ -85,7 +86,8 @@ def read_evaluation(run: Run) -> Evaluation:
     listed = run.evaluation.get("rows", [])
     for raw in listed if isinstance(listed, list) else []:
         try:
-            rewards = {str(name): _estimate(value) for name, value in raw["rewards"].items()}
+            estimates = {str(name): _estimate(value) for name, value in raw["rewards"].items()}
+            rewards = {name: estimate for name, estimate in estimates.items() if math.isfinite(estimate.mean)}
             guidance = raw.get("guidance")
             rows.append(Row(str(raw["model"]), None if guidance is None else float(guidance), rewards))
         except (KeyError, TypeError, ValueError, AttributeError):
@@ -96,7 +98,8 @@ def read_evaluation(run: Run) -> Evaluation:
 
 def _estimate(raw: dict[str, Any]) -> Estimate:
     mean = float(raw["mean"])
-    low, high = (mean if raw.get(key) is None else float(raw[key]) for key in ("low", "high"))
+    ends = {"low": "-inf", "high": "inf"}
+    low, high = (float(end if raw.get(key) is None else raw[key]) for key, end in ends.items())
     return Estimate(mean, low, high, raw.get("n"))
 
 
@@ -123,7 +126,8 @@ def _cell(found: Estimate | None, scale: tuple[float, float], trained: bool) -> 
 
 
 def _scale(found: Sequence[Estimate]) -> tuple[float, float]:
-    low, high = min(e.low for e in found), max(e.high for e in found)
+    ends = [end for e in found for end in (e.low, e.mean, e.high) if math.isfinite(end)]
+    low, high = min(ends), max(ends)
     if low >= 0 and high <= 1 and high - low > 0.2:
         return 0.0, 1.0
     room = 0.1 * (high - low) or abs(high) * 0.1 or 1.0
@@ -132,7 +136,8 @@ def _scale(found: Sequence[Estimate]) -> tuple[float, float]:
 
 def _mark(e: Estimate, scale: tuple[float, float], trained: bool) -> Markup:
     """A dot with its interval on a line of 120 pixels."""
-    at = [4 + 112 * (value - scale[0]) / (scale[1] - scale[0]) for value in (e.low, e.mean, e.high)]
+    inside = [min(max(value, scale[0]), scale[1]) for value in (e.low, e.mean, e.high)]
+    at = [4 + 112 * (value - scale[0]) / (scale[1] - scale[0]) for value in inside]
     kind = "after" if trained else "before"
     return Markup(
         '<svg class="mark {}" viewBox="0 0 120 14" aria-hidden="true">'

@@ -66,7 +66,9 @@ class RunLog:
             return
         self._metrics_path = self.folder / "metrics.jsonl"
         if not resume and self._metrics_path.exists() and self._metrics_path.stat().st_size:
-            raise UserError(f"{self.folder} already holds a run; resume it, or choose another folder")
+            raise UserError(
+                f"{self.folder} already holds a run; go on with it (mmrl train --resume {self.folder}), or choose another folder"
+            )
         (self.folder / "samples").mkdir(parents=True, exist_ok=True)
         if resume:
             self._cut(start)

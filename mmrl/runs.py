@@ -43,13 +43,12 @@ class Run:
         return list({key: None for line in self.metrics for key, value in line.items() if _finite(value) is not None})
 
     def optimised(self) -> list[str]:
-        """Names of the rewards the run was trained on, as written in its configuration."""
+        """Names of the rewards the run was trained on; ``my_module:sharpness`` is measured as ``sharpness``."""
         chosen = self.config.get("reward")
         if isinstance(chosen, str):
-            return [chosen]
-        if isinstance(chosen, list):
-            return [name for item in chosen for name in (item if isinstance(item, dict) else [str(item)])]
-        return list(chosen) if isinstance(chosen, dict) else []
+            chosen = [chosen]
+        names = chosen if isinstance(chosen, (list, dict)) else []
+        return [str(name).rpartition(":")[2] for item in names for name in (item if isinstance(item, dict) else [item])]
 
     def sample(self, name: str) -> Image.Image | None:
         """The sheet samples/<name>.png, or None (noted if it is there but broken)."""
