@@ -300,9 +300,16 @@ def test_loading_a_model_leaves_the_global_rng_alone(tmp_path, tmp_path_factory)
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_openai_weights_get_the_activation_they_were_trained_with():
-    assert _clip.uses_quick_gelu("ViT-L-14", "openai")
-    assert not _clip.uses_quick_gelu("ViT-B-32", "laion2b_s34b_b79k")
+@pytest.mark.parametrize("model, tag, quick", [("ViT-L-14", "openai", True), ("ViT-B-32", "laion2b_s34b_b79k", False)])
+def test_openai_weights_get_the_activation_they_were_trained_with(tmp_path, monkeypatch, model, tag, quick):
+    """open_clip 3 would load OpenAI's weights into a model with plain GELU and only warn."""
+    import open_clip
+
+    asked_for, tiny = {}, open_clip.create_model(f"local-dir:{save_tiny_clip(tmp_path / 'clip')}")
+    monkeypatch.setattr(_clip, "_shared", {})
+    monkeypatch.setattr(open_clip, "create_model", lambda *names, **options: asked_for.update(options) or tiny)
+    _clip.load_clip(model, tag, "cpu")
+    assert asked_for["force_quick_gelu"] is quick and asked_for["weights_only"] and asked_for["require_pretrained"]
 
 
 @pytest.mark.parametrize(
