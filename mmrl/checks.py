@@ -1,0 +1,120 @@
+"""Everything about a configuration that can be known before a model is built."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .building import raise_all, resolve_rewards
+from .options import EvaluateOptions, TrainOptions, impossible
+from .overrides import PLUGGED
+from .registry import REWARDS, UserError
+from .registry import _import_file as import_file
+from .schema import BAD, Resolved, construct, convert, resolve, resolve_call
+from .values import Place, exists, show
+
+if TYPE_CHECKING:
+    from .config import Config
+
+
+def plain_sections() -> dict[str, type]:
+    """The sections that are dataclasses, not plug-ins."""
+    from .log import LogOptions
+
+    return {"train": TrainOptions, "evaluate": EvaluateOptions, "log": LogOptions}
+
+
+def check(
+    config: Config,
+    dataclasses: Mapping[str, type] | None = None,
+    supplied: Mapping[str, Collection[str]] = {},
+    processes: int = 1,
+) -> None:
+    """Everything that can be known before a model is built: names, options, files, arithmetic; all problems at once.
+
+    ``dataclasses`` are the types of plain sections; ``supplied`` the arguments that code gives to a section's object.
+    """
+    import_plugins(config)
+    problems: list[str] = []
+    for section, registry in PLUGGED.items():
+        given = supplied.get(section, ())
+        found = resolve(config[section], registry, config.place((section,)), problems, given)
+        if isinstance(found, Resolved) and is_dataclass(found.entry) and not given:
+            _try(problems, construct, found)  # plain values: their own checks cost nothing
+        problems += _missing_files(found)
+    _rewards(config, config["reward"], ("reward",), problems)
+    for section, cls in (dataclasses or plain_sections()).items():
+        options = resolve_call(cls, config.plain.get(section) or {}, config.place((section,)), problems)
+        built = None if options is BAD else _try(problems, construct, options)
+        if isinstance(built, TrainOptions):
+            problems += [f"{config.where(line.partition(' ')[0])}: {line}" for line in impossible(built, processes)]
+        if isinstance(built, EvaluateOptions) and built.reward:
+            _rewards(config, built.reward, (section, "reward"), problems)
+    convert(config.plain.get("run"), str | None, config.place(("run",)), problems)
+    raise_all(problems)
+
+
+def _try(problems: list[str], call: Callable, *args: Any) -> Any:
+    try:
+        return call(*args)
+    except UserError as error:
+        problems.append(str(error))
+        return None
+
+
+def _rewards(config: Config, spec: Any, path: tuple[str, ...], problems: list[str]) -> None:
+    for reward, _ in resolve_rewards(spec, REWARDS, config.place(path), problems).values():
+        problems += _missing_files(reward)
+
+
+def import_plugins(config: Config) -> None:
+    """Import the modules and files under ``plugins``, which register what the other sections name."""
+    place, names = config.place(("plugins",)), config.plain.get("plugins") or []
+    for i, name in enumerate([names] if isinstance(names, str) else names if isinstance(names, list) else [names]):
+        if not isinstance(name, str) or not name:
+            raise UserError(
+                (place / i).say(f"expected the name of a module or the path of a .py file, got {show(name)}")
+            )
+        try:
+            _import(name)
+        except Exception as error:  # a user's own module can raise anything
+            reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            raise UserError((place / i).say(f"cannot import the plug-in {name!r}: {reason}")) from error
+
+
+def _import(name: str) -> None:
+    if name.endswith(".py"):
+        import_file(Path(name).expanduser())
+        return
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    importlib.import_module(name)
+
+
+def _missing_files(value: Any, key: str = "", place: Place | None = None) -> Iterator[str]:
+    """Options annotated ``Path``, and those called ``path`` that can only be a local file, must exist."""
+    place = place or Place()
+    if isinstance(value, Resolved):
+        for name, option in value.options.items():
+            yield from _missing_files(option, name, value.place / name)
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from _missing_files(item, key, place / i)
+    elif isinstance(value, str) and not (key == "path" and looks_local(value)):
+        return
+    elif isinstance(value, (str, Path)) and not exists(Path(value).expanduser()):
+        yield place.say(f"no such file or folder: {value}; relative paths start at {Path.cwd()}")
+
+
+def looks_local(path: str) -> bool:
+    """Not ``owner/name`` of a hub and not ``world:...``: a path that starts like one, ends like a file, or is deep."""
+    if ":" in path and not re.match(r"^[A-Za-z]:[\\/]", path):
+        return False
+    ends = (".txt", ".jsonl", ".json", ".yaml", ".yml", ".pt", ".pth", ".bin", ".safetensors", ".ckpt")
+    return path.startswith((".", "/", "~", "\\")) or path.endswith(("/", *ends)) or path.count("/") > 1

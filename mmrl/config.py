@@ -1,0 +1,138 @@
+"""A run in one YAML file: read with its line numbers, overridden by ``a.b=c``, checked as a whole, built by name.
+
+    config = load("configs/digits/flow_grpo.yaml", ["train.iterations=3"])
+    check(config)                                    # every name, option, file and the arithmetic; builds nothing
+    policy = config.build("policy", POLICIES)
+
+Each mistake is a ``UserError`` of one line, ``file:line: path.of.the.key: what was expected``; all that can be found
+together are reported together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .building import Weighted, build, build_dataclass, build_rewards, raise_all
+from .checks import check, import_plugins
+from .overrides import SECTIONS, override_with, split_keys
+from .registry import REWARDS, Registry, UserError, suggest
+from .values import Place, exists, show
+from .yamltext import read, write
+
+__all__ = ["Config", "Weighted", "build", "build_dataclass", "build_rewards", "check", "dump", "import_plugins", "load"]
+
+DEFAULTS = {"advantage": "flow_grpo", "optimizer": "adamw"}
+EXAMPLES = {
+    "policy": 'policy: {sd3: {path: "world:digits/sd3", steps: 8}}',
+    "data": "data: digits",
+    "reward": "reward: {digits: 1.0}",
+    "objective": "objective: {grpo: {clip: 1e-4}}",
+    "train": "train: {prompts: 15, copies: 16, batch_size: 80, iterations: 60}",
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """The resolved plain values of a configuration, and where each of them was written."""
+
+    plain: dict[str, Any]
+    file: str = "configuration"
+    marks: Mapping[tuple[Any, ...], str] = field(default_factory=dict)
+
+    def __contains__(self, section: str) -> bool:
+        return section in self.plain
+
+    def __getitem__(self, section: str) -> Any:
+        return self.plain[section]
+
+    def place(self, path: str | tuple[Any, ...] = ()) -> Place:
+        keys = tuple(split_keys(path, self.plain)) if isinstance(path, str) else path
+        return Place(keys, self.marks, Path(self.file).parent)
+
+    def where(self, path: str | tuple[Any, ...]) -> str:
+        """``file:line`` of a value, or the override that set it."""
+        return self.place(path).source()
+
+    def build(self, section: str, registry: Registry, **context: Any) -> Any:
+        """The object a section names; ``context`` are arguments that come from code."""
+        return build(self.plain[section], registry, self.place((section,)), **context)
+
+    def rewards(self, section: str | tuple[Any, ...] = "reward", registry: Registry = REWARDS) -> dict[str, Weighted]:
+        place = self.place(section)
+        spec: Any = self.plain
+        for key in place.path:
+            spec = spec[key]
+        return build_rewards(spec, registry, place)
+
+    def section(self, name: str, cls: type) -> Any:
+        """A dataclass section; all defaults if it is not there."""
+        return build_dataclass(cls, self.plain.get(name) or {}, self.place((name,)))
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a file, apply ``a.b=c`` overrides in order, and check that the sections are the known ones."""
+    file = str(path)
+    plain, lines = read(_text_of(Path(path)), file)
+    if not isinstance(plain, dict):
+        raise UserError(f"{file}: {_not_a_mapping(plain)}; a configuration looks like\n{_example()}")
+    marks = {keys: f"{file}:{line}" for keys, line in lines.items()} | {(): file}
+    for override in overrides:
+        override_with(plain, marks, override)
+    problems = [*_sections(plain, Place((), marks)), *_missing(plain, file)]
+    raise_all(problems)
+    return Config({**plain, **{key: plain.get(key) or default for key, default in DEFAULTS.items()}}, file, marks)
+
+
+def dump(config: Config) -> str:
+    """YAML that loads back to the same configuration, from any folder: files found beside it get their full path."""
+    return write(_anchored(config.plain, Path(config.file).parent))
+
+
+def _anchored(value: Any, folder: Path) -> Any:
+    if isinstance(value, dict):
+        return {key: _anchored(item, folder) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_anchored(item, folder) for item in value]
+    beside = isinstance(value, str) and Path(value).suffix and not exists(Path(value)) and exists(folder / value)
+    return str((folder / value).resolve()) if beside else value
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError as error:
+        raise UserError(f"no such configuration file: {path}") from error
+    except IsADirectoryError as error:
+        raise UserError(f"{path} is a folder; give the path of a .yaml file in it") from error
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        byte = f"byte 0x{error.object[error.start]:02x}"
+        raise UserError(f"{path}:{line}: {byte} is not UTF-8; save the file as UTF-8") from error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _not_a_mapping(plain: Any) -> str:
+    return "the file is empty" if plain is None else f"expected sections, `name: ...`, got {show(plain)}"
+
+
+def _example() -> str:
+    return "\n".join(f"    {line}" for line in EXAMPLES.values())
+
+
+def _sections(plain: Mapping[Any, Any], root: Place) -> Iterator[str]:
+    for key in plain:
+        if key not in SECTIONS:
+            yield (root / key).say(f"unknown section; {suggest(str(key), SECTIONS)}")
+    for key in ("train", "evaluate", "log"):
+        if not isinstance(plain.get(key) or {}, Mapping):
+            yield (root / key).say(f"expected options, {{option: value}}, got {show(plain[key])}")
+
+
+def _missing(plain: Mapping[Any, Any], file: str) -> Iterator[str]:
+    for key, example in EXAMPLES.items():
+        if plain.get(key) is None:
+            yield f"{file}: the section {key!r} is missing; for instance\n    {example}"

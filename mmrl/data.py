@@ -1,0 +1,155 @@
+"""Prompts from files, split into what is trained on and what is held out, in an order that depends on the seed only."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Annotated, Any
+
+from annotated_types import Ge, Lt
+
+from samplers.noise import Rng
+
+from .registry import DATA, UserError
+from .types import Prompt
+
+SPLIT = 0.05  # share of the texts that is held out when nothing else is said
+NAMES = {"train": ("train_metadata.jsonl", "train.jsonl", "train.txt"),
+         "test": ("test_metadata.jsonl", "test.jsonl", "test.txt")}  # fmt: skip
+
+
+@DATA.register("prompts")
+class Prompts:
+    """Prompts from a .txt file (one a line), a .jsonl file (text and any other keys), or a folder with train and test.
+
+    path: the file, or a folder holding ``train_metadata.jsonl``, ``train.jsonl`` or ``train.txt`` (and ``test...``).
+    held_out: a second file, or the share of the texts to hold out; by default the folder's test file, else 5 %.
+    key: the JSON key that holds the text; by default "text" or "prompt".
+    """
+
+    train: list[Prompt]
+    held_out: list[Prompt]
+
+    def __init__(
+        self,
+        path: Path,
+        held_out: Path | Annotated[float, Ge(0), Lt(1)] | None = None,
+        key: str | None = None,
+    ):
+        path = Path(path)
+        found = read(_inside(path, "train") if path.is_dir() else path, key)
+        if held_out is None and path.is_dir():
+            held_out = _inside(path, "test", required=False)
+        if isinstance(held_out, (str, Path)):
+            self.train, self.held_out = found, read(Path(held_out), key)
+            if both := len({p["text"] for p in self.train} & {p["text"] for p in self.held_out}):
+                warnings.warn(f"{both} texts of {held_out} are also in {path}: they are not held out", stacklevel=2)
+        else:
+            self.train, self.held_out = split(found, SPLIT if held_out is None else held_out)
+
+
+def split(prompts: Sequence[Prompt], share: float) -> tuple[list[Prompt], list[Prompt]]:
+    """Train and held-out prompts, by a hash of the text: equal texts stay together, and more lines move none of them.
+
+    (But for tiny files: a side that the hash would leave empty gets the one text nearest to it.)
+    """
+    ranks = {prompt["text"]: _rank(prompt["text"]) for prompt in prompts}
+    order = sorted(ranks, key=ranks.get)
+    held = {text for text in order if ranks[text] < share}
+    if share > 0 and len(order) > 1:
+        held = (held | {order[0]}) - {order[-1]}
+    return [p for p in prompts if p["text"] not in held], [p for p in prompts if p["text"] in held]
+
+
+def _rank(text: str) -> float:
+    """In [0, 1), the same everywhere."""
+    digest = blake2b(text.encode(errors="surrogatepass"), digest_size=6).digest()
+    return int.from_bytes(digest, "big") / 2**48
+
+
+def batch(prompts: Sequence[Prompt], count: int, iteration: int, seed: int) -> list[Prompt]:
+    """The prompts of an iteration, ``count`` of them: epoch after epoch, each in its own random order.
+
+    Nothing is remembered between calls: the position in the data is the iteration, so a resumed run continues exactly.
+    No prompt repeats within an epoch; a batch may lie across two epochs, or wrap around several when it is larger.
+    """
+    if not prompts:
+        raise UserError("there are no prompts to draw from")
+    found = []
+    for position in range(iteration * count, (iteration + 1) * count):
+        epoch, slot = divmod(position, len(prompts))
+        found.append(prompts[_order(len(prompts), seed, epoch)[slot]])
+    return found
+
+
+@lru_cache(maxsize=8)
+def _order(n: int, seed: int, epoch: int) -> tuple[int, ...]:
+    return tuple(Rng.of(seed, "data", epoch).permutation(n).tolist())
+
+
+def read(path: Path, key: str | None = None) -> list[Prompt]:
+    """The prompts of one .txt or .jsonl file, in order. Raises UserError with file and line."""
+    readers = {".txt": _text_line, ".jsonl": _json_line, ".ndjson": _json_line}
+    if path.suffix.lower() not in readers:
+        raise UserError(f"{path}: prompts are read from .txt (one a line), .jsonl (one object a line) or a folder")
+    found = []
+    for number, line in enumerate(_decoded(path).split("\n"), start=1):
+        if line := line.strip():
+            try:
+                found.append(readers[path.suffix.lower()](line, key))
+            except (ValueError, RecursionError) as error:
+                shown = line if len(line) <= 80 else line[:80] + " ..."
+                raise UserError(f"{path}:{number}: {error}\n    {shown}") from error
+    if not found:
+        raise UserError(f"{path} holds no prompt: write one a line")
+    return found
+
+
+def _text_line(line: str, key: str | None) -> Prompt:
+    return {"text": line}
+
+
+def _json_line(line: str, key: str | None) -> Prompt:
+    try:
+        value: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f'broken JSON at column {error.colno}: {error.msg}; expected {{"text": "..."}}') from error
+    except RecursionError as error:
+        raise ValueError("JSON nested too deeply") from error
+    if isinstance(value, str):
+        value = {key or "text": value}
+    if not isinstance(value, dict):
+        raise ValueError(f'expected {{"text": "..."}} or a string, got {type(value).__name__}')
+    name = key or next((k for k in ("text", "prompt") if k in value), None)
+    if name not in value:
+        wanted = repr(key) if key else "'text' or 'prompt'"
+        raise ValueError(f"no key {wanted}; this line has {', '.join(value) or 'none'}; name it with the option key")
+    if not isinstance(value[name], str) or not value[name].strip():
+        raise ValueError(f"{name!r} must be text that is not empty, got {json.dumps(value[name])[:60]}")
+    return {**value, "text": value[name].strip()}
+
+
+def _decoded(path: Path) -> str:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot read prompts: {error.strerror}") from error
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        number = data.count(b"\n", 0, error.start) + 1
+        remedy = f"save it as UTF-8, for instance: iconv -f latin1 -t utf-8 {path.name} > utf8{path.suffix}"
+        raise UserError(f"{path}:{number}: byte 0x{data[error.start]:02x} is not UTF-8; {remedy}") from error
+
+
+def _inside(folder: Path, part: str, required: bool = True) -> Path | None:
+    for name in NAMES[part]:
+        if (folder / name).is_file():
+            return folder / name
+    if required:
+        raise UserError(f"{folder}: no prompts there; expected one of {', '.join(NAMES[part])}")
+    return None

@@ -1,0 +1,143 @@
+"""The ``train`` and ``evaluate`` sections of a configuration, and the arithmetic that follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from .registry import UserError
+
+Count = Annotated[int, Ge(1)]
+Natural = Annotated[int, Ge(0)]
+Positive = Annotated[float, Gt(0)]
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Sizes are global: they mean the same training on any number of processes."""
+
+    prompts: Count  # prompts an iteration
+    copies: Count  # samples a prompt: the group that advantages compare
+    batch_size: Count  # rows (samples) an optimizer step
+    iterations: Natural  # rollouts; 0 only writes the first checkpoint
+    seed: Natural = 0  # of everything random
+    epochs: Count = 1  # passes over the rows of one iteration
+    micro_batch: Count | None = None  # rows a forward and backward pass on one process; null: all of its step
+    warmup: Natural = 0  # optimizer steps in which the learning rate rises linearly
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # of the learning rate afterwards
+    max_grad_norm: Positive | None = 1.0  # gradients are clipped to this global norm; null: not clipped
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # of the forward pass (mixed precision)
+    gradient_checkpointing: bool = False  # recompute activations: less memory, about a third more time
+    ema: Annotated[float, Ge(0), Lt(1)] | None = None  # decay of the moving average of the weights; null: none
+    reduction: Literal["decision", "row", "constant"] = "decision"  # what counts the same in the mean of the loss
+    gate: Positive | Literal["auto"] | None = "auto"  # tolerated |re-scored - recorded log-prob| before the first step
+    checkpoint_every: Natural = 50  # iterations; 0: only at the end
+    keep: Count = 3  # newest checkpoints that stay on disk
+    evaluate_every: Natural = 0  # iterations; 0: never during training
+    sample_every: Natural = 0  # iterations between sample grids; 0: never
+    max_failures: Annotated[float, Ge(0), Le(1)] = 0.5  # share of samples without a reward that stops the run
+    time_limit: Positive | None = None  # seconds; then the run saves and ends cleanly
+
+    def tolerance(self) -> float | None:
+        """``gate`` in numbers: "auto" is 1e-4 in fp32 and 2e-2 in half precision; None: no gate."""
+        return {"fp32": 1e-4}.get(self.precision, 2e-2) if self.gate == "auto" else self.gate
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """Evaluation on held-out prompts."""
+
+    prompts: Count = 64  # the first so many held-out prompts
+    copies: Count = 4  # samples a prompt
+    seed: Natural = 1  # of the initial noise: the same before and after
+    reward: dict[str, Any] = field(default_factory=dict)  # rewards that are only measured, as in ``reward``
+    guidance: list[Annotated[float, Ge(0)]] = field(default_factory=list)  # scales of the base model, for comparison
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one iteration does. ``warnings`` are sentences for the user."""
+
+    rows: int  # samples an iteration, prompts * copies
+    steps: int  # optimizer steps an epoch over them
+    total_steps: int  # optimizer steps of the whole run
+    processes: int
+    prompts_per_process: int
+    rows_per_process: int
+    rows_per_step: int  # of one process
+    micro_batch: int  # rows a forward pass of one process
+    accumulation: int  # forward passes an optimizer step; the last may be smaller
+    warnings: tuple[str, ...] = ()
+
+
+def arithmetic(train: TrainOptions, processes: int = 1) -> Plan:
+    """How the sizes divide over processes, steps and micro-batches.
+
+    Raises UserError naming every key that does not fit and the nearest values that would.
+    """
+    problems = list(impossible(train, processes))
+    if problems:
+        raise UserError("\n".join(problems))
+    rows = train.prompts * train.copies
+    rows_per_step = train.batch_size // processes
+    micro_batch = train.micro_batch or rows_per_step
+    return Plan(
+        rows=rows,
+        steps=rows // train.batch_size,
+        total_steps=rows // train.batch_size * train.epochs * train.iterations,
+        processes=processes,
+        prompts_per_process=train.prompts // processes,
+        rows_per_process=rows // processes,
+        rows_per_step=rows_per_step,
+        micro_batch=micro_batch,
+        accumulation=-(-rows_per_step // micro_batch),
+        warnings=tuple(_warnings(train)),
+    )
+
+
+def impossible(train: TrainOptions, processes: int = 1) -> Iterator[str]:
+    """Sentences, each beginning with the key, about sizes that do not divide."""
+    rows = train.prompts * train.copies
+    unfit = False
+    for key in ("prompts", "copies", "batch_size", "epochs", "micro_batch"):
+        value = vars(train)[key]
+        if value is not None and value < 1:
+            unfit = True
+            yield f"train.{key} is {value}: at least 1"
+    if unfit:
+        return
+    if train.prompts % processes:
+        near = _nearest(train.prompts, processes, lambda n: True)
+        yield f"train.prompts {train.prompts} cannot be shared by {processes} processes: use {near}"
+        return
+    if rows % train.batch_size:
+        near = _nearest(min(train.batch_size, rows), processes, lambda n: n <= rows and rows % n == 0)
+        made = f"{rows} samples (train.prompts {train.prompts} x train.copies {train.copies})"
+        yield f"train.batch_size {train.batch_size} does not divide the {made} of an iteration: use {near}"
+    elif train.batch_size % processes:
+        near = _nearest(train.batch_size, processes, lambda n: n <= rows and rows % n == 0)
+        yield f"train.batch_size {train.batch_size} cannot be shared by {processes} processes: use {near}"
+    elif train.micro_batch and train.micro_batch > (share := train.batch_size // processes):
+        yield (
+            f"train.micro_batch {train.micro_batch} is more than the {share} rows of an optimizer step on one process "
+            f"(train.batch_size {train.batch_size} over {processes}): at most {share}, or null"
+        )
+
+
+def _nearest(wanted: int, multiple: int, fits) -> str:
+    """The multiples of ``multiple`` nearest to ``wanted`` that fit, below and above."""
+    first = wanted // multiple * multiple
+    below = (n for n in range(first, max(0, first - 100_000 * multiple), -multiple) if n > 0 and fits(n))
+    above = (n for n in range(first + multiple, first + 100_000 * multiple, multiple) if fits(n))
+    found = [n for n in (next(below, None), next(above, None)) if n]
+    return " or ".join(map(str, found)) or f"a multiple of {multiple}"
+
+
+def _warnings(train: TrainOptions) -> Iterator[str]:
+    if train.copies < 2:
+        yield "train.copies is 1: an advantage that compares the samples of a prompt is zero, nothing would be learned"
+    if train.iterations == 0:
+        yield "train.iterations is 0: nothing is trained"

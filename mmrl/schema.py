@@ -1,0 +1,255 @@
+"""From what a configuration says to typed values: the constructor's signature is the schema.
+
+``resolve`` looks a name up and converts its options without building anything, so that a whole configuration can be
+checked first; ``construct`` then calls the constructors, innermost first. Nothing is guessed: text never becomes a
+number, 4.5 never becomes 4, and every refusal names the place and what was expected.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from functools import partial
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from .registry import Registry, UserError, options, suggest
+from .values import SCALARS, Place, expected, show
+
+BAD = object()  # what a conversion returns after it has reported a problem
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A constructor with its converted options; options may hold further ones."""
+
+    entry: Callable
+    options: dict[str, Any]
+    place: Place
+
+
+def resolve(spec: Any, registry: Registry, place: Place, problems: list[str], supplied: Collection[str] = ()) -> Any:
+    """``name`` or ``{name: {options}}`` as a ``Resolved``; ``supplied`` options come from code, not from the user."""
+    name, chosen = _name_and_options(spec, registry, place, problems)
+    if name is BAD:
+        return BAD
+    where = place / name if isinstance(spec, Mapping) else place
+    try:
+        entry = registry.find(name)
+    except UserError as error:
+        problems.append(where.say(str(error)))
+        return BAD
+    except Exception as error:  # importing a user's own module can raise anything
+        problems.append(where.say(f"cannot import {registry.kind} {name!r}: {type(error).__name__}: {error}"))
+        return BAD
+    return resolve_call(entry, chosen, where, problems, name, supplied)
+
+
+def _name_and_options(spec: Any, registry: Registry, place: Place, problems: list[str]) -> tuple[Any, Any]:
+    if isinstance(spec, str) and spec:
+        return spec, {}
+    if isinstance(spec, Mapping) and len(spec) == 1:
+        name, chosen = next(iter(spec.items()))
+        if not isinstance(name, str) or not name:
+            problems.append((place / name).say(f"expected the name of a {registry.kind}, got {show(name)}"))
+        elif isinstance(chosen, Mapping) or chosen is None:
+            return name, chosen or {}
+        else:
+            takes = ", ".join(_names_of(registry, name)) or "none"
+            problems.append(
+                (place / name).say(f"expected options, {{option: value}}, got {show(chosen)} ({name} takes: {takes})")
+            )
+    elif isinstance(spec, Mapping) and spec:
+        names = ", ".join(map(str, spec))
+        problems.append(place.say(f"expected one {registry.kind}, got {len(spec)}: {names}"))
+    else:
+        problems.append(place.say(f"expected a {registry.kind}, name or {{name: {{options}}}}, got {show(spec)}"))
+    return BAD, {}
+
+
+def _names_of(registry: Registry, name: str) -> list[str]:
+    return list(options(registry[name])) if name in registry else []
+
+
+def resolve_call(
+    entry: Callable, chosen: Any, place: Place, problems: list[str], name: str = "", supplied: Collection[str] = ()
+) -> Any:
+    """Check and convert ``chosen`` against the signature of ``entry``: unknown, missing and ill-typed options."""
+    if not isinstance(chosen, Mapping):
+        problems.append(place.say(f"expected a mapping, {{option: value}}, got {show(chosen)}"))
+        return BAD
+    try:
+        known = {key: p for key, p in options(entry).items() if key not in supplied}
+    except (TypeError, ValueError, NameError, AttributeError) as error:
+        problems.append(place.say(f"cannot read the options of {name or entry!r} from its signature: {error}"))
+        return BAD
+    before, name = len(problems), name or str(place.path[-1] if place.path else entry.__name__)
+    takes = f"({name} takes: {', '.join(known) or 'no options'})"
+    converted = {}
+    for key, value in chosen.items():
+        if key not in known:
+            close = suggest(str(key), known)
+            hint = f"; {close} " if close.startswith("did") else " "
+            problems.append((place / key).say(f"unknown option{hint}{takes}"))
+        elif value is not None or known[key].default is not None:  # the default None may always be written out
+            converted[key] = convert(value, kind_of(known[key]), place / key, problems)
+        else:
+            converted[key] = None
+    missing = [key for key, p in known.items() if p.default is p.empty and key not in chosen]
+    if missing:
+        problems.append(place.say(f"missing {', '.join(missing)}, which {name} needs {takes}"))
+    return Resolved(entry, converted, place) if len(problems) == before else BAD
+
+
+def kind_of(parameter: inspect.Parameter) -> Any:
+    """The annotation, or without one the type of the default (a whole number stands for any number)."""
+    if parameter.annotation is not parameter.empty:
+        return parameter.annotation
+    return {bool: bool, int: int | float, float: float, str: str}.get(type(parameter.default), Any)
+
+
+def construct(value: Any, **context: Any) -> Any:
+    """Build what ``resolve`` prepared; ``context`` goes to the outermost. Raises UserError with its place."""
+    if isinstance(value, dict):
+        return {key: construct(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(construct(item) for item in value)
+    if not isinstance(value, Resolved):
+        return value
+    chosen = {**construct(value.options), **context}
+    if not inspect.isclass(value.entry):
+        return partial(value.entry, **chosen) if chosen else value.entry
+    try:
+        return value.entry(**chosen)
+    except (UserError, ValueError) as error:
+        overridden = [p for key in value.options if (p := value.place / key).source().startswith("command line")]
+        source = (overridden[0] if len(overridden) == 1 else value.place).source()
+        raise UserError(value.place.say(str(error), source)) from error
+
+
+# Conversions: (value, annotation, place, problems) -> converted value, or BAD after appending to problems.
+
+
+def convert(value: Any, kind: Any, place: Place, problems: list[str]) -> Any:
+    """``value`` as the annotation ``kind`` wants it."""
+    origin = get_origin(kind)
+    if kind is Any or kind is object:
+        return value
+    if origin is Annotated:
+        return _annotated(value, kind, place, problems)
+    if origin in (Union, UnionType):
+        return _union(value, get_args(kind), place, problems)
+    if origin is Literal:
+        return _literal(value, get_args(kind), place, problems)
+    if (origin or kind) in _CONTAINERS:
+        return _CONTAINERS[origin or kind](value, get_args(kind), place, problems)
+    if is_dataclass(kind) and isinstance(value, Mapping):
+        return resolve_call(kind, value, place, problems)
+    if kind in SCALARS:
+        try:
+            return SCALARS[kind](value, place)
+        except ValueError as error:
+            reason = str(error) or f"expected {expected(kind)}, got {show(value)}"
+            problems.append(place.say(reason))
+            return BAD
+    return refuse(value, kind, place, problems) if is_dataclass(kind) else _other(value, kind, place, problems)
+
+
+def refuse(value: Any, kind: Any, place: Place, problems: list[str], words: Sequence[Any] = ()) -> Any:
+    close = suggest(value, words) if isinstance(value, str) else ""
+    hint = f"; {close}" if close.startswith("did") else ""
+    problems.append(place.say(f"expected {expected(kind)}, got {show(value)}{hint}"))
+    return BAD
+
+
+def _list(value: Any, inner: tuple[Any, ...], place: Place, problems: list[str]) -> Any:
+    if not isinstance(value, (list, tuple)):
+        return refuse(value, list, place, problems)
+    kind = inner[0] if inner else Any
+    return [convert(item, kind, place / i, problems) for i, item in enumerate(value)]
+
+
+def _tuple(value: Any, inner: tuple[Any, ...], place: Place, problems: list[str]) -> Any:
+    if not isinstance(value, (list, tuple)):
+        return refuse(value, list, place, problems)
+    if not inner or inner[-1] is ...:
+        return tuple(_list(value, inner[:1], place, problems))
+    if len(value) != len(inner):
+        problems.append(place.say(f"expected {len(inner)} values, got {len(value)}: {show(value)}"))
+        return BAD
+    return tuple(convert(item, kind, place / i, problems) for i, (item, kind) in enumerate(zip(value, inner)))
+
+
+def _mapping(value: Any, inner: tuple[Any, ...], place: Place, problems: list[str]) -> Any:
+    if not isinstance(value, Mapping):
+        return refuse(value, dict, place, problems)
+    key_kind, kind = inner or (Any, Any)
+    keys = [convert(key, key_kind, place / key, problems) for key in value]
+    return dict(zip(keys, [convert(item, kind, place / key, problems) for key, item in value.items()]))
+
+
+def _annotated(value: Any, kind: Any, place: Place, problems: list[str]) -> Any:
+    """``Annotated[..., a registry]`` is a plug-in; other metadata are constraints, pydantic's."""
+    base, *metadata = get_args(kind)
+    for registry in metadata:
+        if isinstance(registry, Registry):
+            return resolve(value, registry, place, problems)
+    found = convert(value, base, place, problems)
+    return _other(found, kind, place, problems) if isinstance(found, (int, float, str)) else found
+
+
+def _literal(value: Any, choices: tuple[Any, ...], place: Place, problems: list[str]) -> Any:
+    for choice in choices:
+        if type(choice) is type(value) and choice == value:
+            return choice
+    return refuse(value, Literal[choices], place, problems, choices)
+
+
+def _union(value: Any, choices: tuple[Any, ...], place: Place, problems: list[str]) -> Any:
+    attempts = []
+    for choice in sorted(choices, key=lambda choice: type(value) is not choice):  # the value's own type first
+        trial: list[str] = []
+        found = convert(value, choice, place, trial)
+        if not trial:
+            return found
+        attempts.append((choice, trial))
+    alike = [trial for choice, trial in attempts if _alike(value, choice)]
+    if len(alike) == 1:
+        problems.extend(alike[0])
+        return BAD
+    words = [word for choice in choices if get_origin(choice) is Literal for word in get_args(choice)]
+    return refuse(value, choices, place, problems, words)
+
+
+def _alike(value: Any, choice: Any) -> bool:
+    """Is this the alternative the user meant? By the shape of what was written."""
+    base, *metadata = get_args(choice) if get_origin(choice) is Annotated else (choice,)
+    plug_in = any(isinstance(item, Registry) for item in metadata)
+    origin = get_origin(base) or base
+    if isinstance(value, Mapping):
+        return plug_in or is_dataclass(base) or _CONTAINERS.get(origin) is _mapping
+    if isinstance(value, (list, tuple)):
+        return _CONTAINERS.get(origin) in (_list, _tuple)
+    if isinstance(value, str):
+        return plug_in
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and origin in (int, float) and not plug_in
+
+
+def _other(value: Any, kind: Any, place: Place, problems: list[str]) -> Any:
+    """Everything else (enumerations, dates, constrained numbers) is pydantic's."""
+    from pydantic import PydanticUserError, TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"].replace("Input should be", "expected a value", 1)
+        problems.append(place.say(f"{reason}, got {show(value)}"))
+    except PydanticUserError:
+        problems.append(place.say(f"cannot be set in a configuration: it is a {expected(kind)}"))
+    return BAD
+
+
+_CONTAINERS: dict[Any, Callable] = {
+    list: _list, Sequence: _list, Iterable: _list, Collection: _list, tuple: _tuple, dict: _mapping, Mapping: _mapping,
+}  # fmt: skip
