@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import distributed
 from .options import TrainOptions
 from .registry import UserError
 
@@ -20,9 +21,11 @@ class Device:
 
     def __init__(self, options: TrainOptions):
         from accelerate import Accelerator
+        from accelerate.state import AcceleratorState
 
         if options.precision == "fp16" and not torch.cuda.is_available():
             raise UserError("train.precision fp16 needs a CUDA device; use bf16 or fp32")
+        AcceleratorState._reset_state()  # a second trainer in one program may use another precision
         self.accelerator = Accelerator(mixed_precision=ACCELERATE_PRECISION[options.precision])
         self.options = options
         self.rank, self.processes = self.accelerator.process_index, self.accelerator.num_processes
@@ -59,6 +62,10 @@ class Device:
         norm = self.accelerator.clip_grad_norm_(policy.trained.parameters(), limit or float("inf"))
         norm = norm if isinstance(norm, Tensor) else torch.tensor(float(norm))
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    def any(self, here: bool) -> bool:
+        """Whether it is so on any process; a collective call."""
+        return bool(distributed.all_max(torch.tensor(float(here), device=self.accelerator.device)))
 
     def wait(self) -> None:
         self.accelerator.wait_for_everyone()

@@ -36,5 +36,5 @@ def lr_factor(schedule: str, step: int, warmup: int, total: int) -> float:
     """What the learning rate is multiplied by at optimizer step ``step`` of ``total``."""
     if step < warmup:
         return (step + 1) / (warmup + 1)
-    left = 1 - (step - warmup) / max(1, total - warmup)
-    return {"constant": 1.0, "linear": max(0.0, left), "cosine": 0.5 * (1 - math.cos(math.pi * max(0.0, left)))}[schedule]
+    left = max(0.0, 1 - (step - warmup) / max(1, total - warmup))
+    return {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 - math.cos(math.pi * left))}[schedule]

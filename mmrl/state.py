@@ -89,12 +89,13 @@ def _unflatten(tensors: dict[str, Tensor], plain: dict[str, Any]) -> dict[str, A
 
 def _generators() -> list[dict[str, Any]]:
     """State of the global generators of every process, in order of rank."""
-    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002 the global one is what outside code draws from
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     own = {
         "python": random.getstate(),
         "numpy": [kind, keys.tolist(), position, has_gauss, gauss],
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
-        "cuda": [s.numpy().tobytes().hex() for s in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else [],
+        "cuda": [one.numpy().tobytes().hex() for one in cuda],
     }
     text = torch.frombuffer(bytearray(json.dumps(own).encode() + b"\n"), dtype=torch.uint8)
     return [json.loads(line) for line in bytes(distributed.all_gather_rows(text).tolist()).splitlines()]
@@ -105,7 +106,7 @@ def _set_generators(saved: list[dict[str, Any]]) -> None:
     version, words, gauss = own["python"]
     random.setstate((version, tuple(words), gauss))
     kind, keys, position, has_gauss, cached = own["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
     torch.set_rng_state(_bytes(own["torch"]))
     if torch.cuda.is_available() and len(own["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all([_bytes(state) for state in own["cuda"]])

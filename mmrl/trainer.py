@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
-from torch import Tensor
 
 from samplers.noise import Rng
 
@@ -23,8 +22,8 @@ from .data import batch
 from .device import Device
 from .metrics import Meter
 from .objectives.base import Objective
-from .options import TrainOptions, arithmetic
 from .optimizers import lr_factor
+from .options import TrainOptions, arithmetic
 from .policies.base import Policy
 from .registry import UserError
 from .types import Advantage, Media, Point, Prompt, Rewards, Rollout
@@ -47,6 +46,7 @@ class Trainer:
         policy.width = policy.width or self.plan.micro_batch
         self.lrs = [group["lr"] for group in self.optimizer.param_groups]
         self.iteration = self.step = 0  # iterations finished; optimizer steps taken
+        self.meter, self.seconds = Meter(), {}  # of the current iteration
         for name in self.snapshots():
             policy.weights.keep(name)
 
@@ -121,8 +121,8 @@ class Trainer:
         if allowed is not None and not gap <= allowed:
             raise UserError(
                 f"iteration {self.iteration}: re-scored log-probs differ from the recorded ones by up to {gap:.2e}, "
-                f"more than train.gate = {allowed:.0e} allows, although the weights are the same. The gradient would be "
-                "biased. Usual causes: dropout or another source of randomness in the network, a rollout computed in "
+                f"more than train.gate = {allowed:.0e} allows, although the weights are the same. The gradient would "
+                "be biased. Usual causes: dropout or another source of randomness in the network, a rollout computed in "
                 "another precision or attention backend than the update, latents stored more coarsely than scored. "
                 "Try train.precision=fp32; set train.gate to a larger number to accept the gap, or to null to ignore it"
             )
@@ -168,5 +168,3 @@ class Trainer:
         start = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - start
-
-

@@ -44,8 +44,11 @@ class Rewards(dict[str, Tensor]):
         self.weights = {name: float((weights or {}).get(name, 1.0)) for name in self}
 
     def total(self) -> Tensor:
-        """[B] weighted sum; NaN where any part is NaN."""
-        return sum(self.weights[name] * value for name, value in self.items())
+        """[B] weighted sum; NaN where a part of it is NaN. A reward of weight 0 is only watched."""
+        first = next(iter(self.values()))
+        return sum(
+            (self.weights[name] * v for name, v in self.items() if self.weights[name]), first.new_zeros(len(first))
+        )
 
 
 Advantage = Callable[["Rewards | Tensor", "Rollout"], Tensor]  # -> [B, 1] or [B, K]; NaN takes a row out of training

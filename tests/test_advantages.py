@@ -301,13 +301,13 @@ def test_ddpo_says_what_it_needs():
 def test_statistics():
     broken = R9.clone().index_fill(0, torch.tensor([0]), NAN)
     found = statistics(Rewards({"a": R8, "b": broken}, {"b": 0.0}), rollout(G8))
-    assert {k: found[k] for k in ("groups", "flat_groups", "missing", "samples")} == {
-        "groups": 3, "flat_groups": 1, "missing": 0, "samples": 12,
+    assert {k: found[k] for k in ("groups/total", "groups/flat", "samples/excluded", "samples/total")} == {
+        "groups/total": 3, "groups/flat": 1, "samples/excluded": 0, "samples/total": 12,
     }  # fmt: skip
-    assert found["reward"] == pytest.approx(R8.mean().item()) and found["reward/b"] == pytest.approx(24 / 11)
-    assert found["missing/b"] == 1 and found["reward_std"] == pytest.approx(R8.std(correction=0).item())
-    assert found["group_std"] == pytest.approx(R8.view(3, 4).var(1, correction=0).mean().sqrt().item())
-    assert math.isnan(statistics(torch.full((12,), NAN), rollout(G8))["reward"])
+    assert found["reward/mean"] == pytest.approx(R8.mean().item()) and found["reward/b/mean"] == pytest.approx(24 / 11)
+    assert found["reward/b/excluded"] == 1 and found["reward/std"] == pytest.approx(R8.std(correction=0).item())
+    assert found["reward/group_std"] == pytest.approx(R8.view(3, 4).var(1, correction=0).mean().sqrt().item())
+    assert math.isnan(statistics(torch.full((12,), NAN), rollout(G8))["reward/mean"])
 
 
 WORKER = """

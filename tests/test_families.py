@@ -8,7 +8,7 @@ from mmrl.batches import loss_total, loss_weights, passes
 from mmrl.objectives import PolicyGradient
 from mmrl.policies.lora import Lora
 from mmrl.types import Point, Rollout
-from samplers.kernels import dance_sde, flow_sde
+from samplers.kernels import dance_sde
 from samplers.noise import Rng
 
 from . import toys
@@ -17,7 +17,11 @@ FAMILIES = list(toys.POLICIES)
 FLOWS = ["flow", "video"]
 GUIDED = [("flow", {"guidance": 3.0, "logp_dist": d}) for d in ("guided", "guided_stopgrad_uncond", "conditional")]
 CASES = [(f, {}) for f in FAMILIES] + GUIDED + [("flow", {"kernel": dance_sde, "eta": 0.3})]
-CASES += [("flow", {"lora": Lora(2, targets=["0", "2"])}), ("video", {"shared_noise": True}), ("flow", {"storage": "bfloat16"})]
+CASES += [
+    ("flow", {"lora": Lora(2, targets=["0", "2"])}),
+    ("video", {"shared_noise": True}),
+    ("flow", {"storage": "bfloat16"}),
+]
 IDS = ["-".join([f, *map(str, o)]) for f, o in CASES]
 
 

@@ -14,10 +14,10 @@ from mmrl.types import Rewards, Rollout
 def statistics(rewards: Rewards | Tensor, rollout: Rollout) -> dict[str, float]:
     """Counts and spreads over all processes, each of which must call it.
 
-    ``reward`` and ``reward_std`` of the weighted total, ``group_std`` the root mean square std (population) inside
-    the groups, ``groups``, ``flat_groups`` those with a spread of zero, ``samples``, ``missing`` those of them that
-    could not be scored, and per reward ``reward/<name>`` and ``missing/<name>``. Means leave missing samples out and
-    are NaN when nothing is left.
+    ``reward/mean`` and ``reward/std`` of the weighted total, ``reward/group_std`` the root mean square std (population)
+    inside the groups, ``groups/total``, ``groups/flat`` those with a spread of zero, ``samples/total``,
+    ``samples/excluded`` those of them that could not be scored, and per reward ``reward/<name>/mean`` and
+    ``reward/<name>/excluded``. Means leave excluded samples out and are NaN when nothing is left.
     """
     double, groups = measured(rewards, rollout)
     total, present = double.total(), groups.present
@@ -29,17 +29,17 @@ def statistics(rewards: Rewards | Tensor, rollout: Rollout) -> dict[str, float]:
     mean, variance = (float(x) for x in moments(total, present))
     left = samples - missing
     found = {
-        "reward": mean if left else torch.nan,
-        "reward_std": variance**0.5 if left else torch.nan,
-        "group_std": (within / left) ** 0.5 if left else torch.nan,
-        "groups": int(many),
-        "flat_groups": int(flat),
-        "missing": int(missing),
-        "samples": int(samples),
+        "reward/mean": mean if left else torch.nan,
+        "reward/std": variance**0.5 if left else torch.nan,
+        "reward/group_std": (within / left) ** 0.5 if left else torch.nan,
+        "groups/total": int(many),
+        "groups/flat": int(flat),
+        "samples/excluded": int(missing),
+        "samples/total": int(samples),
     }
     for name, values in rewards.items() if isinstance(rewards, dict) else ():
         here = values.isfinite()
         count = int(all_sum(here.sum()))
-        found[f"reward/{name}"] = float(moments(values.double(), here)[0]) if count else torch.nan
-        found[f"missing/{name}"] = int(samples) - count
+        found[f"reward/{name}/mean"] = float(moments(values.double(), here)[0]) if count else torch.nan
+        found[f"reward/{name}/excluded"] = int(samples) - count
     return found

@@ -50,9 +50,7 @@ class NetPolicy:
 
     not_options: tuple[str, ...] = ("net",)
 
-    def __init__(
-        self, net: nn.Module, lora: Lora | int | None = None, full: bool = True, width: int | None = None
-    ):
+    def __init__(self, net: nn.Module, lora: Lora | int | None = None, full: bool = True, width: int | None = None):
         """``lora``: rank or Lora; None trains all weights. ``width``: rows of every forward pass, see below."""
         net.requires_grad_(full and lora is None)
         if lora is not None:
@@ -78,6 +76,9 @@ class NetPolicy:
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
         """Sample as a user would: a family turns off exploration noise here, and may set its guidance scale."""
         yield
+
+    def prepare(self, prompts: list[Prompt]) -> None:
+        """Told once, on the device, which prompts will come: a family may encode them and let its encoders go."""
 
     def enable_gradient_checkpointing(self) -> None:
         for name in ("enable_gradient_checkpointing", "gradient_checkpointing_enable"):

@@ -50,6 +50,10 @@ class SD3(FlowPolicy):
         cond = self.texts([p["text"] for p in prompts], self.device)
         return cond | {"uncond": self.texts([""], self.device)}
 
+    def prepare(self, prompts: list[Prompt]) -> None:
+        if self.texts.placement == "release":
+            self.texts(["", *dict.fromkeys(p["text"] for p in prompts)], self.device)
+
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
         net_dtype = self.dtype if self.dtype == torch.float64 else self.compute
         return self.active()(

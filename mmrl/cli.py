@@ -1,0 +1,117 @@
+"""The ``mmrl`` command. Every mistake of a user's is one message and exit status 2, never a traceback."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    help="Reinforcement fine-tuning for vision-language models and image and video generators.",
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+)  # fmt: skip
+Overrides = Annotated[list[str] | None, typer.Argument(help="Changes such as train.iterations=20 policy.sd3.lora=16.")]
+RunFolder = Annotated[Path, typer.Argument(help="Folder that `mmrl train` named.")]
+At = Annotated[str | None, typer.Option("--checkpoint", help="Name such as iteration-000050; default: the newest.")]
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="A .yaml file, a shipped name such as digits/flow_grpo, or a run.")],
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run folder given as CONFIG.")] = False,
+) -> None:
+    """Train a configuration, or go on with a run."""
+    from .paths import find_config
+    from .registry import UserError
+    from .training import train
+
+    if config.is_dir() and not resume:
+        raise UserError(f"{config} is a folder; to go on with a run: mmrl train --resume {config}")
+    train(config if resume else find_config(config), overrides or [], resume)
+
+
+@app.command()
+def evaluate(
+    path: Annotated[Path, typer.Argument(help="A run folder, or a configuration to measure its base model.")],
+    overrides: Overrides = None,
+    checkpoint: At = None,
+) -> None:
+    """Rewards on held-out prompts with 95 % confidence intervals: base model and trained model."""
+    from . import commands
+    from .tables import evaluation_table
+
+    rows, target = commands.evaluate(path, overrides or [], checkpoint)
+    evaluation_table(rows)
+    print(f"written to {target}")
+
+
+@app.command()
+def sample(
+    path: Annotated[Path, typer.Argument(help="A run folder (trained model) or a configuration (base model).")],
+    overrides: Overrides = None,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="May be given several times.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("samples"),
+    copies: Annotated[int, typer.Option(min=1, help="Samples a prompt.")] = 4,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    guidance: Annotated[float | None, typer.Option(help="Guidance scale; default: as configured.")] = None,
+) -> None:
+    """Sample a trained or a base model into files."""
+    from . import commands
+
+    for file in commands.sample(path, prompt or [], out, copies, seed, guidance, overrides or []):
+        print(file)
+
+
+@app.command()
+def export(
+    run: RunFolder,
+    out: Annotated[Path, typer.Option("--out", "-o", help="New folder.")] = Path("export"),
+    checkpoint: At = None,
+) -> None:
+    """Write the trained weights for the model's own library (diffusers, peft)."""
+    from . import commands
+
+    print(commands.export(run, out, checkpoint))
+
+
+@app.command()
+def report(run: RunFolder) -> None:
+    """One self-contained HTML page about a run."""
+    from .report import before_after_picture, write_report
+
+    print(write_report(run))
+    if (run / "samples" / "after.png").exists():
+        print(before_after_picture(run))
+
+
+@app.command(name="list")
+def list_(kind: Annotated[str | None, typer.Argument(help="rewards, policies, objectives ...")] = None) -> None:
+    """What can be named in a configuration, with one line about each."""
+    from .tables import plugin_tables
+
+    plugin_tables(kind)
+
+
+@app.command()
+def doctor() -> None:
+    """Versions, devices, attention backends, disk: what is there and what is missing."""
+    from .doctor import print_report
+
+    print_report()
+
+
+def main() -> None:
+    """Entry point."""
+    from .registry import UserError
+
+    try:
+        app()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("stopped; the last checkpoint is whole: mmrl train --resume RUN goes on from it", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,109 @@
+"""What the commands do, as functions; ``mmrl.cli`` and the files in scripts/ only parse arguments."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import evaluation, session
+from .paths import find_config
+from .registry import UserError
+from .session import Session
+from .types import Prompt
+
+
+def evaluate(path: Path, overrides: Sequence[str] = (), at: str | None = None) -> tuple[list[dict[str, Any]], Path]:
+    """Held-out rewards of the base model at every guidance scale asked for, and of the trained one if ``path`` is a
+    run. Returns the rows and the file they were written to."""
+    one, run = _open(path, overrides, at)
+    judges, options = one.judges(), one.evaluation
+    own = getattr(one.policy, "guidance", None)
+    rows = []
+    for model, snapshot, guidance in _models(one, own, run is not None):
+        with _at(one, snapshot):
+            found = evaluation.evaluate(one.policy, one.prompts(), judges, options, guidance)
+        rows.append(evaluation.row(model, guidance, found))
+    target = (run or Path()) / "evaluation.json"
+    held_out = bool(one.data.held_out)
+    sizes = {"prompts": min(options.prompts, len(one.prompts())), "copies": options.copies, "held_out": held_out}
+    target.write_text(json.dumps({**sizes, "rows": rows}, indent=1))
+    return rows, target
+
+
+def _models(one: Session, own: float | None, is_run: bool) -> Iterator[tuple[str, str, float | None]]:
+    yield "base", "ref", own
+    for scale in one.evaluation.guidance:
+        if own is not None and scale != own:
+            yield f"base, guidance {scale:g}", "ref", scale
+    if is_run:
+        yield "trained", "live", own
+
+
+def sample(
+    path: Path,
+    texts: Sequence[str],
+    out: Path,
+    copies: int = 4,
+    seed: int = 0,
+    guidance: float | None = None,
+    overrides: Sequence[str] = (),
+) -> list[Path]:
+    """Sample a run's trained model or a configuration's base model; one file a sample. Returns the paths."""
+    one, _ = _open(path, overrides, None)
+    prompts: list[Prompt] = [{"text": text} for text in texts] or one.prompts()[:4]
+    with _at(one, "live"):
+        media, asked = evaluation.sample(one.policy, prompts, copies, seed, guidance)
+    out.mkdir(parents=True, exist_ok=True)
+    return [
+        _write(item, out / f"{i:03d}-{_slug(p['text'])}") for i, (item, p) in enumerate(zip(media, asked, strict=True))
+    ]
+
+
+def export(run: Path, out: Path, at: str | None = None) -> Path:
+    """Trained weights in the format of the model's own library. Returns the folder."""
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"{out} exists and is not empty; name a new folder")
+    one = session.trained(run, at=at)
+    if not hasattr(one.policy, "export"):
+        raise UserError(f"{type(one.policy).__name__} cannot be exported")
+    out.mkdir(parents=True, exist_ok=True)
+    one.policy.export(out)
+    return out
+
+
+def _open(path: Path, overrides: Sequence[str], at: str | None) -> tuple[Session, Path | None]:
+    """A run folder as trained, or a configuration as its base model."""
+    if path.is_dir():
+        return session.trained(path, overrides, at), path
+    return session.base(find_config(path), overrides), None
+
+
+@contextmanager
+def _at(one: Session, snapshot: str) -> Iterator[None]:
+    with one.policy.weights.using(snapshot), one.autocast(), torch.no_grad():
+        yield
+
+
+def _write(item: Any, path: Path) -> Path:
+    """An image [3, H, W] as PNG, a video [F, 3, H, W] as animated PNG, anything else as text."""
+    if not isinstance(item, torch.Tensor) or item.ndim < 3:
+        path = path.with_suffix(".txt")
+        path.write_text(item if isinstance(item, str) else json.dumps(item.tolist()))
+        return path
+    from PIL import Image
+
+    frames = (item if item.ndim == 4 else item[None]).float().cpu()
+    pixels = (frames * 255).round().clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()
+    first, *others = [Image.fromarray(frame) for frame in pixels]
+    path = path.with_suffix(".png")
+    first.save(path, save_all=bool(others), append_images=others, duration=80, loop=0)
+    return path
+
+
+def _slug(text: str) -> str:
+    return "-".join("".join(c if c.isalnum() else " " for c in text.lower()).split())[:60] or "sample"

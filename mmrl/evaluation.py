@@ -1,0 +1,70 @@
+"""How good a policy is on held-out prompts: mean reward with a confidence interval, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samplers.noise import Rng
+
+from . import distributed
+from .options import EvaluateOptions
+from .policies.base import Policy
+from .scoring import Scorer
+from .types import Media, Prompt, Rewards
+
+Z95 = 1.959964  # two-sided 95 % quantile of the normal distribution
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Mean over ``n`` samples and its 95 % confidence interval; the prompts are the independent units."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+
+
+@torch.no_grad()
+def sample(
+    policy: Policy, prompts: Sequence[Prompt], copies: int, seed: int, guidance: float | None = None
+) -> tuple[Media, list[Prompt]]:
+    """This process's samples and their prompts, with the noise that ``seed`` names: the same before and after."""
+    rank, size = distributed.world()
+    first, last = (len(prompts) * r // size for r in (rank, rank + 1))
+    with policy.evaluating(guidance):
+        rng = Rng(Rng.of(seed, "evaluation").key, first)
+        rollout = policy.rollout(list(prompts[first:last]), copies, rng)
+        return policy.decode(rollout), rollout.asked()
+
+
+def evaluate(
+    policy: Policy, prompts: Sequence[Prompt], scorer: Scorer, options: EvaluateOptions, guidance: float | None = None
+) -> dict[str, Estimate]:
+    """Estimate of every reward under the current weights; a collective call."""
+    chosen = list(prompts[: options.prompts])
+    media, asked = sample(policy, chosen, options.copies, options.seed, guidance)
+    rewards: Rewards = scorer(media, asked)
+    whole = {name: distributed.all_gather_rows(value).view(-1, options.copies) for name, value in rewards.items()}
+    return {name: estimate(value) for name, value in whole.items()}
+
+
+def estimate(values: Tensor) -> Estimate:
+    """From rewards [P, copies], NaN where a sample could not be scored. Prompts are clusters: their means vary."""
+    present = ~values.isnan()
+    means = values.double().nanmean(1)[present.any(1)]  # [P']
+    if not len(means):
+        return Estimate(float("nan"), float("nan"), float("nan"), 0)
+    mean = float(means.mean())
+    spread = float(means.std() / len(means) ** 0.5) if len(means) > 1 else float("inf")
+    return Estimate(mean, mean - Z95 * spread, mean + Z95 * spread, int(present.sum()))
+
+
+def row(model: str, guidance: float | None, found: dict[str, Estimate]) -> dict[str, Any]:
+    """One line of ``evaluation.json``."""
+    return {"model": model, "guidance": guidance, "rewards": {name: asdict(e) for name, e in found.items()}}

@@ -1,0 +1,124 @@
+"""From a configuration to live objects: what training, sampling, evaluation and export all begin with."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import checkpoint, config
+from .log import LogOptions
+from .options import EvaluateOptions, TrainOptions, arithmetic
+from .registry import ADVANTAGES, DATA, OBJECTIVES, OPTIMIZERS, POLICIES, UserError, load_built_in
+from .scoring import Scorer
+from .trainer import Trainer
+
+SECTIONS = {"train": TrainOptions, "evaluate": EvaluateOptions, "log": LogOptions}
+CONFIG = "config.yaml"
+
+
+def read(path: Path, overrides: Sequence[str], processes: int = 1) -> config.Config:
+    """A configuration, checked as far as possible without building a model."""
+    load_built_in()
+    found = config.load(path, overrides)
+    config.check(found, SECTIONS, {"optimizer": ("parameters",)}, processes)
+    return found
+
+
+@dataclass
+class Session:
+    """The parts of a run that need no optimizer."""
+
+    config: config.Config
+    policy: Any
+    data: Any
+    scorer: Scorer
+    options: TrainOptions
+    evaluation: EvaluateOptions
+
+    @classmethod
+    def of(cls, found: config.Config) -> Session:
+        options = found.section("train", TrainOptions)
+        seed_everything(options.seed)  # new adapters draw their first weights from the global generator
+        data = found.build("data", DATA)
+        policy = found.build("policy", POLICIES)
+        evaluation = found.section("evaluate", EvaluateOptions)
+        return cls(found, policy, data, scorer(found, ("reward",), options), options, evaluation)
+
+    def prompts(self) -> list:
+        """Held-out prompts, or training prompts where nothing is held out."""
+        return list(self.data.held_out) or list(self.data.train)
+
+    def trainer(self) -> Trainer:
+        return Trainer(
+            self.policy, self.data.train, self.scorer, self.config.build("advantage", ADVANTAGES),
+            self.config.build("objective", OBJECTIVES), self.config.build("optimizer", OPTIMIZERS), self.options,
+        )  # fmt: skip
+
+    def autocast(self) -> torch.autocast:
+        """The precision of training, for passes outside the trainer."""
+        kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        chosen = kinds.get(self.options.precision)
+        return torch.autocast(self.policy.device.type, chosen, enabled=chosen is not None)
+
+    def judges(self) -> Scorer:
+        """The training rewards and those that are only measured."""
+        extra = self.config.plain.get("evaluate") or {}
+        if not extra.get("reward"):
+            return self.scorer
+        more = scorer(self.config, ("evaluate", "reward"), self.options)
+        return Scorer(self.scorer.rewards | more.rewards, self.scorer.weights, self.options.max_failures)
+
+
+def scorer(found: config.Config, section: tuple[str, ...], options: TrainOptions) -> Scorer:
+    chosen = found.rewards(section)
+    functions = {short_name(name): one.reward for name, one in chosen.items()}
+    return Scorer(functions, {short_name(name): one.weight for name, one in chosen.items()}, options.max_failures)
+
+
+def short_name(name: str) -> str:
+    """``my_rewards:sharpness`` as a curve is called: ``sharpness``."""
+    return name.rpartition(":")[2]
+
+
+def seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 the global one is what outside code draws from
+    torch.manual_seed(seed)
+
+
+def trained(run: Path, overrides: Sequence[str] = (), at: str | None = None) -> Session:
+    """The session of a finished or stopped run: live weights trained (the moving average, if there is one), the base
+    as snapshot ``ref``. ``at`` names a checkpoint; by default the newest whole one is taken."""
+    path = run / "checkpoints" / at if at else checkpoint.choose(run / "checkpoints")[0]
+    arrays, _ = checkpoint.load(path)
+    session = base(config_of(run), overrides)
+    weights = session.policy.weights
+    try:
+        weights.load(arrays.get("snapshot-ref", weights.full()), "ref")
+        weights.load(arrays.get("snapshot-ema", arrays["weights"]))
+    except ValueError as error:
+        raise UserError(f"{path} does not fit {config_of(run)}: {error}") from error
+    return session
+
+
+def base(path: Path, overrides: Sequence[str] = ()) -> Session:
+    """The session of a configuration before any training, on the device, the base also as snapshot ``ref``."""
+    from accelerate import PartialState
+
+    session = Session.of(read(path, overrides))
+    session.policy.net.to(PartialState().device)
+    session.policy.width = session.policy.width or arithmetic(session.options).micro_batch
+    session.policy.weights.keep("ref")
+    return session
+
+
+def config_of(run: Path) -> Path:
+    if not (run / CONFIG).is_file():
+        raise UserError(f"{run} is not a run: it has no {CONFIG}; give the folder that `mmrl train` named")
+    return run / CONFIG

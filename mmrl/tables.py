@@ -1,0 +1,35 @@
+"""Tables on the terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .registry import ALL, UserError, describe, load_built_in, options, suggest
+
+
+def evaluation_table(rows: list[dict[str, Any]]) -> None:
+    """Models down, rewards across; mean and half the 95 % interval."""
+    names = list(dict.fromkeys(name for row in rows for name in row["rewards"]))
+    table = Table("model", *names, title="held-out rewards, mean ± 95 % interval")
+    for row in rows:
+        found = [row["rewards"].get(name) for name in names]
+        table.add_row(
+            row["model"], *["" if f is None else f"{f['mean']:.3f} ± {f['high'] - f['mean']:.3f}" for f in found]
+        )
+    Console().print(table)
+
+
+def plugin_tables(kind: str | None) -> None:
+    """Name, options and first docstring line of every registered plug-in."""
+    load_built_in()
+    if kind is not None and kind not in ALL:
+        raise UserError(f"no plug-ins called {kind!r}; {suggest(kind, ALL)}")
+    for plural, registry in ALL.items():
+        if kind in (None, plural):
+            table = Table("name", "what it is", "options", title=plural, title_justify="left", min_width=80)
+            for name in sorted(registry):
+                table.add_row(name, describe(registry[name]), ", ".join(options(registry[name])))
+            Console().print(table)

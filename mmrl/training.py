@@ -1,0 +1,183 @@
+"""A training run from start to end: the loop, with everything a person wants written down, saved and shown."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+import torch
+
+from . import checkpoint, config, state
+from .evaluation import evaluate, sample
+from .log import LogOptions, RunLog
+from .machine import machine
+from .registry import UserError
+from .session import CONFIG, SECTIONS, Session, config_of, read
+from .trainer import Trainer
+
+PREVIEW = 8  # held-out prompts in a sample grid
+
+
+def train(name: Path, overrides: Sequence[str] = (), resume: bool = False) -> Path:
+    """Train a configuration, or go on with a run folder. Returns the run folder.
+
+    Raises UserError for everything a user can mend; what was trained until then is saved.
+    """
+    found = read(config_of(name) if resume else name, overrides)
+    session = Session.of(found)
+    trainer = session.trainer()
+    config.check(found, SECTIONS, {"optimizer": ("parameters",)}, trainer.device.processes)
+    folder = name if resume else run_folder(found, name)
+    notes = _resume(trainer, folder) if resume else []
+    with RunLog(
+        folder, resume, start=trainer.iteration, options=found.section("log", LogOptions), active=trainer.device.main,
+        config=found.plain,
+    ) as log:  # fmt: skip
+        run = Run(session, trainer, log, folder)
+        for note in [*trainer.plan.warnings, *notes]:
+            run.say("warning", note)
+        run.begin(fresh=not resume)
+        run.loop()
+        run.end()
+    return folder
+
+
+@dataclass
+class Run:
+    """A trainer with its surroundings. ``stop`` is why the loop should end after the current iteration."""
+
+    session: Session
+    trainer: Trainer
+    log: RunLog
+    folder: Path
+    stop: str = ""
+    started: float = field(default_factory=time.monotonic)
+    told: dict[str, int] = field(default_factory=dict)  # reward -> failures already written to the events
+
+    def begin(self, fresh: bool) -> None:
+        """What every process prepares and the main one writes before the first iteration."""
+        session = self.session
+        session.policy.prepare([*session.data.train, *session.data.held_out])
+        if self.log.active:
+            (self.folder / CONFIG).write_text(config.dump(session.config))
+            (self.folder / "machine.json").write_text(json.dumps(machine(), indent=1))
+        if fresh:
+            self.preview("before")
+
+    def loop(self) -> None:
+        options, trainer = self.session.options, self.trainer
+        with self.log.progress(options.iterations, trainer.iteration) as bar, self._interruptible():
+            while trainer.iteration < options.iterations and not self._should_stop():
+                start = time.perf_counter()
+                metrics = trainer.iterate()
+                metrics["seconds"] = time.perf_counter() - start
+                metrics |= self._every_so_often(trainer.iteration)
+                self.log.metrics(trainer.iteration, metrics)
+                self._tell_failures()
+                bar.update(trainer.iteration, metrics["reward/mean"])
+
+    def end(self) -> None:
+        """The last checkpoint and pictures, and how to go on if the run was stopped."""
+        path = self.save()
+        self.preview("after")
+        if self.stop:
+            self.say("stopped", f"{self.stop}; saved {path}. Go on with: mmrl train --resume {self.folder}")
+        elif self.log.active:
+            print(f"finished: {self.folder}")
+
+    def save(self) -> Path:
+        arrays, meta = state.capture(self.trainer)
+        folder = self.folder / "checkpoints"
+        if self.log.active:
+            checkpoint.save(folder, self.trainer.iteration, arrays, meta, self.session.options.keep)
+            self.log.event("checkpoint", f"iteration {self.trainer.iteration}")
+        self.trainer.device.wait()
+        return folder / f"{checkpoint.PREFIX}{self.trainer.iteration:06d}"
+
+    def preview(self, name: str) -> None:
+        """A grid of held-out prompts with the noise that is always the same. Only pictures and videos have one."""
+        prompts = self.session.prompts()[:PREVIEW]
+        with self._best_weights():
+            media, asked = sample(self.trainer.policy, prompts, 1, self.session.evaluation.seed)
+        if isinstance(media, torch.Tensor) and media.ndim in (4, 5) and self.log.active:
+            frames = media if media.ndim == 4 else media[:, media.shape[1] // 2]
+            self.log.images(name, frames.float().cpu(), [p["text"] for p in asked])
+
+    def say(self, kind: str, message: str) -> None:
+        self.log.event(kind, message)
+        if self.log.active:
+            print(f"{kind}: {message}", flush=True)
+
+    def _every_so_often(self, iteration: int) -> dict[str, float]:
+        """Checkpoints, sample grids and evaluations that are due after this iteration."""
+        options, found = self.session.options, {}
+        if due(iteration, options.checkpoint_every) and iteration < options.iterations:
+            self.save()
+        if due(iteration, options.sample_every):
+            self.preview(f"iter-{iteration:06d}")
+        if due(iteration, options.evaluate_every):
+            session = self.session
+            with self._best_weights():
+                each = evaluate(session.policy, session.prompts(), session.scorer, session.evaluation)
+            found = {f"eval/{name}": estimate.mean for name, estimate in each.items()}
+        return found
+
+    def _best_weights(self):
+        name = "ema" if "ema" in self.trainer.policy.weights.saved else "live"
+        return self.trainer.policy.weights.using(name)
+
+    def _should_stop(self) -> bool:
+        limit = self.session.options.time_limit
+        if limit and time.monotonic() - self.started > limit:
+            self.stop = self.stop or f"time limit of {limit:g} s reached"
+        return self.trainer.device.any(bool(self.stop))
+
+    def _tell_failures(self) -> None:
+        for name, failures in self.session.scorer.failures.items():
+            if failures.count > self.told.get(name, 0):
+                self.told[name] = failures.count
+                self.log.event("excluded", f"{name}: {failures.count} samples so far; last cause {failures.cause}")
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """The first Ctrl-C (or SIGTERM) ends the run after the current iteration; the second at once."""
+
+        def handle(number: int, _: object) -> None:
+            if self.stop:
+                raise KeyboardInterrupt
+            self.stop = f"interrupted by {signal.Signals(number).name}"
+            if self.log.active:
+                print("\nfinishing this iteration, then saving; press Ctrl-C again to stop without", flush=True)
+
+        kept = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in kept.items():
+                signal.signal(number, handler)
+
+
+def due(iteration: int, every: int) -> bool:
+    return bool(every) and iteration % every == 0
+
+
+def run_folder(found: config.Config, name: Path) -> Path:
+    """``run`` of the configuration, or runs/<family>-<method>-<time>."""
+    if chosen := found.plain.get("run"):
+        return Path(chosen)
+    return Path("runs") / f"{name.parent.name}-{name.stem}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def _resume(trainer: Trainer, folder: Path) -> list[str]:
+    """Restore the newest whole checkpoint; returns what was wrong with newer ones."""
+    if checkpoint.latest(folder / "checkpoints") is None:
+        raise UserError(f"{folder} has no checkpoint yet; start it again with: mmrl train {folder / CONFIG}")
+    path, problems = checkpoint.choose(folder / "checkpoints")
+    state.restore(trainer, *checkpoint.load(path))
+    return [*problems, f"resumed from {path}"]

@@ -1,0 +1,9 @@
+"""`mmrl train` as a file, for launchers that want one: accelerate launch scripts/train.py CONFIG [key=value ...]"""
+
+import sys
+
+from mmrl.cli import main
+
+if __name__ == "__main__":
+    sys.argv.insert(1, "train")
+    main()

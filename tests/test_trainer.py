@@ -1,0 +1,170 @@
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from mmrl import advantages, distributed
+from mmrl.batches import batches
+from mmrl.metrics import Meter, observe
+from mmrl.objectives import PolicyGradient
+from mmrl.optimizers import adamw, lr_factor
+from mmrl.options import TrainOptions
+from mmrl.registry import UserError
+from mmrl.scoring import Scorer
+from mmrl.trainer import Trainer
+from mmrl.types import Rollout
+from samplers.noise import Rng
+
+from . import toys
+
+
+def make_trainer(family="flow", reward=toys.reward, lr=3e-3, clip=0.2, kl=0.0, advantage=None, policy=None, **options):
+    sizes = {"prompts": 8, "copies": 8, "batch_size": 32, "iterations": 60, "micro_batch": 16} | options
+    return Trainer(
+        policy or toys.make(family), toys.prompts(16), Scorer({"toy": reward}), advantage or advantages.flow_grpo,
+        PolicyGradient(clip=clip, kl=kl), partial(adamw, lr=lr), TrainOptions(**sizes),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("family", toys.POLICIES)
+def test_training_raises_the_reward_of_every_family(family):
+    trainer = make_trainer(family, copies=16, batch_size=64)
+    rewards = [trainer.iterate()["reward/mean"] for _ in range(40)]
+    start, end = sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3
+    assert end > start + 0.25 * abs(start), (start, end)
+
+
+@pytest.mark.parametrize("family", toys.POLICIES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_first_step_is_on_policy(family, precision):
+    metrics = make_trainer(family, kl=0.1, batch_size=64, precision=precision).iterate()
+    assert metrics["ratio/mean"] == 1.0 and metrics["ratio/max_deviation"] == 0.0
+    assert metrics["clip_fraction"] == 0.0 and metrics["kl"] == 0.0 and metrics["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("family", toys.POLICIES)
+def test_micro_batch_changes_nothing_in_a_whole_run(family):
+    runs = []
+    for micro in (4, 32):
+        trainer = make_trainer(family, kl=0.1, micro_batch=micro, policy=toys.make(family, double=True))
+        runs.append(([trainer.iterate()["reward/mean"] for _ in range(3)], trainer.policy.weights.full()))
+    (rewards, weights), (others, same) = runs
+    assert rewards == pytest.approx(others, abs=1e-10)
+    for name, value in weights.items():
+        torch.testing.assert_close(value, same[name], atol=1e-9, rtol=0)
+
+
+def test_the_gate_stops_a_run_whose_network_is_random():
+    policy = toys.make("flow")
+    policy.net.append(nn.Dropout(0.5))
+    policy.net.train()
+    with pytest.raises(UserError, match=r"iteration 0: re-scored log-probs differ .* train.gate = 1e-04") as error:
+        make_trainer(policy=policy).iterate()
+    assert "dropout" in str(error.value)
+    make_trainer(policy=policy, gate=None).iterate()
+
+
+def test_unscored_samples_leave_training_and_flat_groups_teach_nothing():
+    def reward(media, prompts):
+        found = toys.reward(media, prompts).clone()
+        found[0], found[8:16] = math.nan, 0.5  # one sample without a reward, one group of equal rewards
+        return found
+
+    trainer = make_trainer(reward=reward)
+    rollout, rewards = trainer.collect()
+    assert not rollout.mask[0].any() and rollout.mask[1:].all()
+    assert rollout.advantage[8:16].abs().max() == 0 and rollout.advantage.isfinite().all()
+    metrics = trainer.iterate()
+    assert metrics["samples/excluded"] == 1 and metrics["groups/flat"] == 1 and metrics["groups/total"] == 8
+
+
+def test_an_excluded_sample_changes_no_other_gradient():
+    """The same parameters as if the row had never been: its group's statistics and the loss's count leave it out."""
+    without = []
+    for value in (math.nan, math.inf):
+        trainer = make_trainer(
+            reward=lambda m, p, v=value: torch.where(torch.arange(len(m)) == 3, v, toys.reward(m, p))
+        )
+        trainer.iterate()
+        without.append(trainer.policy.weights.full())
+    for name, weight in without[0].items():
+        assert torch.equal(weight, without[1][name]) and weight.isfinite().all()
+
+
+def test_nothing_to_learn_skips_the_step():
+    everything = partial(advantages.group, flat="drop")
+    metrics = make_trainer(reward=lambda media, prompts: torch.ones(len(media)), advantage=everything).iterate()
+    assert metrics["skipped_steps"] == 2 and metrics["step"] == 0
+
+
+def test_a_gradient_that_is_not_finite_is_left_out_and_counted():
+    trainer = make_trainer()
+    loss = trainer.objective.loss
+    trainer.objective.loss = lambda policy, point: loss(policy, point) * math.inf
+    before = trainer.policy.weights.full()
+    assert trainer.iterate()["skipped_steps"] == 2
+    for name, value in trainer.policy.weights.full().items():
+        assert torch.equal(value, before[name])
+
+
+def test_moving_average_and_reference_are_kept():
+    trainer = make_trainer(kl=0.01, ema=0.5)
+    base = trainer.policy.weights.full()
+    for _ in range(3):
+        trainer.iterate()
+    live, ema, ref = (trainer.policy.weights.full(name) for name in ("live", "ema", "ref"))
+    for name in base:
+        assert torch.equal(ref[name], base[name]) and not torch.equal(live[name], base[name])
+        assert (ema[name] - live[name]).norm() < (base[name] - live[name]).norm()
+
+
+def test_the_old_snapshot_samples_when_asked():
+    trainer = make_trainer()
+    trainer.objective.behaviour = "old"
+    trainer.policy.weights.keep("old")
+    trainer.iterate()
+    old, live = (trainer.policy.weights.full(name) for name in ("old", "live"))
+    assert all(torch.equal(old[name], live[name]) for name in live)
+
+
+@pytest.mark.parametrize(("schedule", "warmup"), [("constant", 0), ("linear", 3), ("cosine", 5)])
+def test_learning_rate_schedules(schedule, warmup):
+    factors = [lr_factor(schedule, step, warmup, 40) for step in range(41)]
+    assert all(0 <= f <= 1 for f in factors) and factors[warmup] == 1.0
+    assert factors[:warmup] == sorted(factors[:warmup]) and factors[warmup:] == sorted(factors[warmup:], reverse=True)
+    assert factors[40] == (1.0 if schedule == "constant" else pytest.approx(0.0))
+
+
+def rows(first=0, prompts=6, copies=8):
+    row = torch.arange(first * copies, (first + prompts) * copies)
+    empty = torch.zeros(len(row), 1)
+    return Rollout(group=(row // copies) - first, row=row, sample=empty, logprob=empty, mask=empty > 0)
+
+
+@pytest.mark.parametrize("size", [1, 6, 12, 24, 48])
+def test_batches_partition_the_rows_alike_on_any_number_of_processes(size):
+    rng = Rng.of("shuffle")
+    whole = [b.row.tolist() for b in batches(rows(), 8, 48, size, rng)]
+    assert sorted(sum(whole, [])) == list(range(48)) and all(len(b) == size for b in whole)
+    halves = [[b.row.tolist() for b in batches(rows(first, 3), 8, 48, size, rng)] for first in (0, 3)]
+    for one, left, right in zip(whole, *halves, strict=True):
+        assert set(one) == set(left) | set(right)
+        if size % 6 == 0:
+            assert len(left) == len(right), "every step has as many rows of every group"
+
+
+def test_batches_differ_between_epochs():
+    first, second = ([b.row.tolist() for b in batches(rows(), 8, 48, 12, Rng.of("shuffle", e))] for e in (0, 1))
+    assert [set(b) for b in first] != [set(b) for b in second]
+
+
+def test_the_meter_hears_only_what_is_masked_in():
+    meter = Meter()
+    observe("x", torch.full((1, 1), 9.0))
+    with meter.listening():
+        observe("x", torch.tensor([[1.0, -5.0], [3.0, 100.0]]), torch.tensor([[True, True], [True, False]]))
+        observe("x", torch.tensor([[1.0]]))
+    assert meter.mean("x") == 0.0 and meter.top("x") == 5.0 and math.isnan(meter.mean("y"))
+    assert distributed.world() == (0, 1)
