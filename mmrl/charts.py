@@ -107,7 +107,7 @@ def _range(values: list[float], zero: bool) -> tuple[float, float]:
     low, high = min(values), max(values)
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
-    if high - low <= 1e-12 * max(1.0, abs(high)):
+    if high - low <= 1e-9 * max(abs(high), abs(low)):
         room = abs(high) * 0.1 or 1.0
         return (low, high + room) if zero and low == 0 else (low - room, high + room)
     room = 0.05 * (high - low)

@@ -66,9 +66,8 @@ class RunLog:
             return
         self._metrics_path = self.folder / "metrics.jsonl"
         if not resume and self._metrics_path.exists() and self._metrics_path.stat().st_size:
-            raise UserError(
-                f"{self.folder} already holds a run; go on with it (mmrl train --resume {self.folder}), or choose another folder"
-            )
+            remedy = f"go on with it (mmrl train --resume {self.folder}), or choose another folder"
+            raise UserError(f"{self.folder} already holds a run; {remedy}")
         (self.folder / "samples").mkdir(parents=True, exist_ok=True)
         if resume:
             self._cut(start)

@@ -1,0 +1,181 @@
+"""The run folder's record: whole after crashes, never double, never a flood."""
+
+import json
+import math
+import sys
+import types
+
+import pytest
+import torch
+from PIL import Image
+
+from mmrl import progress
+from mmrl.log import LogOptions, RunLog, read_captions
+from mmrl.machine import machine
+from mmrl.pictures import Layout, sheet, tiles
+from mmrl.registry import UserError
+
+QUIET = LogOptions(tensorboard=False)
+
+
+def lines(folder, name="metrics.jsonl"):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def write(folder, first, last, **options):
+    with RunLog(folder, options=QUIET, **options) as log:
+        for i in range(first, last):
+            log.metrics(i, {"reward/mean": i / 10})
+
+
+def test_metrics_are_valid_json_at_once(tmp_path):
+    with RunLog(tmp_path / "run", options=QUIET) as log:
+        log.metrics(0, {"a": float("nan"), "b": math.inf, "c": torch.tensor(0.5), "d": 3})
+        text = (tmp_path / "run" / "metrics.jsonl").read_text()  # flushed, though the log is still open
+    line = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert line == {"iteration": 0, "a": None, "b": None, "c": 0.5, "d": 3}
+
+
+def test_resume_writes_no_iteration_twice(tmp_path):
+    write(tmp_path, 0, 7)
+    write(tmp_path, 4, 9, resume=True, start=4)
+    assert [line["iteration"] for line in lines(tmp_path)] == list(range(9))
+
+
+@pytest.mark.parametrize("torn", ['{"iteration": 3, "rew', '{"iteration": 3}garbage', "\x00\x00", "[1, 2]"])
+def test_a_torn_last_line_is_dropped_and_named(tmp_path, torn):
+    write(tmp_path, 0, 3)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(torn)
+    write(tmp_path, 3, 5, resume=True, start=3)
+    assert [line["iteration"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4]
+    (event,) = lines(tmp_path, "events.jsonl")
+    assert event["kind"] == "warning" and "line 4" in event["message"]
+
+
+def test_a_used_folder_is_refused_without_resume(tmp_path):
+    write(tmp_path, 0, 2)
+    with pytest.raises(UserError, match="--resume"):
+        RunLog(tmp_path, options=QUIET)
+    assert len(lines(tmp_path)) == 2
+
+
+def test_other_processes_write_nothing(tmp_path, capsys):
+    with RunLog(tmp_path / "run", active=False) as log, log.progress(3) as bar:
+        log.metrics(0, {"a": 1.0})
+        log.event("kind", "message")
+        log.images("before", torch.rand(2, 3, 4, 4))
+        bar.update(1, 0.5)
+    assert not (tmp_path / "run").exists() and not capsys.readouterr().out
+
+
+def test_images_can_be_cut_out_again(tmp_path):
+    images = torch.rand(5, 3, 6, 4, generator=torch.Generator().manual_seed(0))
+    with RunLog(tmp_path, options=QUIET) as log:
+        log.images("iter-0003", images, [f"picture <{i}>" for i in range(5)])
+        log.images("before", images[:2], ["one", "two"])
+    known = read_captions(tmp_path)["sheets"]["iter-0003"]
+    layout = Layout(**{key: known[key] for key in ("count", "columns", "width", "height", "gap")})
+    cut = tiles(Image.open(tmp_path / "samples" / "iter-0003.png"), layout)
+    for tile, image in zip(cut, images, strict=True):
+        found = torch.tensor(list(tile.get_flattened_data() if hasattr(tile, "get_flattened_data") else tile.getdata()))
+        assert torch.equal(found.view(6, 4, 3), (image * 255).round().permute(1, 2, 0).long())
+    assert known["captions"][4] == "picture <4>" and read_captions(tmp_path)["captions"] == ["one", "two"]
+
+
+def test_sheet_survives_bad_values_and_refuses_bad_shapes():
+    picture, _ = sheet(torch.tensor([float("nan"), 2.0, -1.0]).view(1, 3, 1, 1).repeat(1, 1, 2, 2))
+    assert picture.getpixel((0, 0)) == (0, 255, 0)
+    for shape in ((0, 3, 2, 2), (2, 1, 2, 2)):
+        with pytest.raises(ValueError, match="N, 3, H, W"):
+            sheet(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("name", ["../outside", "a/b", ""])
+def test_image_names_stay_inside_the_folder(tmp_path, name):
+    with RunLog(tmp_path, options=QUIET) as log, pytest.raises(ValueError, match="file name"):
+        log.images(name, torch.zeros(1, 3, 2, 2))
+
+
+def test_tensorboard_gets_the_finite_numbers_of_every_nth_iteration(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with RunLog(tmp_path, options=LogOptions(every=2)) as log:
+        for i in range(5):
+            log.metrics(i, {"reward/mean": i / 4, "bad": float("nan")})
+        log.images("before", torch.rand(2, 3, 4, 4))
+    events = EventAccumulator(str(tmp_path / "tb")).Reload()
+    assert events.Tags()["scalars"] == ["reward/mean"] and events.Tags()["images"] == ["before"]
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(0, 0.0), (2, 0.5), (4, 1.0)]
+
+
+def test_wandb_missing_names_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if not installed
+    with pytest.raises(UserError, match="pip install wandb"):
+        RunLog(tmp_path, options=LogOptions(tensorboard=False, wandb=True))
+
+
+def test_wandb_gets_the_numbers_and_resumes_its_page(tmp_path, monkeypatch):
+    calls = []
+
+    class Page:
+        id = "abc"
+
+        def log(self, values, step):
+            calls.append((step, values))
+
+        def finish(self):
+            calls.append("finish")
+
+    def init(**options):
+        calls.append(options)
+        return Page()
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, Image=lambda picture: picture.size))
+    options = LogOptions(tensorboard=False, wandb=True, project="mine")
+    with RunLog(tmp_path, options=options, config={"a": 1}) as log:
+        log.metrics(0, {"x": 1.0, "y": float("inf")})
+        log.images("after", torch.zeros(1, 3, 2, 2))
+    RunLog(tmp_path, resume=True, start=1, options=options).close()
+    first, numbers, image, _, second, _ = calls
+    assert first["project"] == "mine" and first["id"] is None and first["config"] == {"a": 1}
+    assert numbers == (0, {"x": 1.0}) and image == (0, {"samples/after": (2, 2)})
+    assert second["id"] == "abc" and second["resume"] == "allow"
+
+
+def test_plain_progress_is_a_line_now_and_then(capsys):
+    now = iter([0.0] + [float(i) for i in range(1, 101)])
+    bar = progress._Lines("training", seconds=30.0, clock=lambda: next(now))
+    bar.begin(total=100, start=0)
+    for i in range(1, 101):
+        bar.update(i, reward=i / 100)
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in shown] == ["1/100", "31/100", "61/100", "91/100", "100/100"]
+    assert "reward 0.310" in shown[1] and "1:09 left" in shown[1]
+
+
+def test_plain_progress_counts_time_from_where_a_run_was_resumed(capsys):
+    now = iter([0.0, 10.0])
+    bar = progress._Lines("training", clock=lambda: next(now))
+    bar.begin(total=30, start=20)
+    bar.update(25)
+    assert "0:10 left" in capsys.readouterr().out
+
+
+def test_a_bar_on_a_terminal(monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    bar = progress.progress_for("training")
+    bar.begin(4, 1)
+    bar.update(3, 0.25, "kl 0.1")
+    (task,) = bar.bar.tasks
+    assert (task.completed, task.total) == (3, 4) and "reward 0.250" in task.fields["text"]
+    bar.end()
+
+
+def test_clock_time():
+    assert [progress.clock_time(t) for t in (0, 59.6, 245, 3723)] == ["0:00", "1:00", "4:05", "1:02:03"]
+
+
+def test_the_machine_describes_itself_in_json():
+    found = json.loads(json.dumps(machine()))
+    assert found["cores"] >= 1 and found["cpu"] and found["versions"]["torch"] and found["command"]

@@ -1,0 +1,264 @@
+"""The page: everything a run holds, nothing a run must not do to its reader."""
+
+import json
+import math
+import random
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from mmrl import charts
+from mmrl.charts import Chart, Series
+from mmrl.evidence import read_evaluation, verdict
+from mmrl.log import LogOptions, RunLog
+from mmrl.machine import machine
+from mmrl.paths import config_names, find_config
+from mmrl.registry import UserError
+from mmrl.report import before_after_picture, write_report
+from mmrl.runs import read_run
+
+NASTY = "<script>alert('x')</script> & \"quoted\" </figcaption>"
+
+
+def estimate(mean, width=0.03):
+    return {"mean": mean, "low": mean - width, "high": mean + width, "n": 240}
+
+
+EVALUATION = {
+    "prompts": 60,
+    "copies": 4,
+    "rows": [
+        {"model": "base", "guidance": 1.0, "rewards": {"clip": estimate(0.21), "digits": estimate(0.33)}},
+        {"model": "base, guidance 4", "guidance": 4.0, "rewards": {"clip": estimate(0.22), "digits": estimate(0.45)}},
+        {"model": "trained", "guidance": 1.0, "rewards": {"clip": estimate(0.30), "digits": estimate(0.83)}},
+    ],
+}
+
+
+def make_run(folder, iterations=30, caption="a red seven"):
+    draw, captions = random.Random(0), [caption, "a blue two", "a green nine", "three"]
+    generator = torch.Generator().manual_seed(0)
+    with RunLog(folder, options=LogOptions(tensorboard=False)) as log:
+        log.images("before", torch.rand(4, 3, 32, 32, generator=generator), captions)
+        for i in range(iterations):
+            values = {"seconds": 2.0, "reward/mean": 0.3 + i / 60, "reward/std": 0.2, "kl": i * 1e-5, "lr": 1e-4}
+            values |= {"clip_fraction": draw.random(), "ratio/mean": 1.0, "ratio/max_deviation": 0.01, "loss": 0.0}
+            values |= {"grad_norm": float("nan") if i == 5 else 1.0, "advantage/std": 1.0, "my own/metric": float(i)}
+            values |= {"groups/flat": 1, "groups/total": 15, "samples/excluded": 0, "time/rollout": 1.0}
+            log.metrics(i, values)
+            if i % 10 == 0:
+                log.images(f"iter-{i:04d}", torch.rand(4, 3, 32, 32, generator=generator), captions)
+        log.images("after", torch.rand(4, 3, 32, 32, generator=generator), captions)
+        log.event("excluded", NASTY)
+    (folder / "config.yaml").write_text(f"reward: {{digits: 1.0}}\n# {NASTY}\n")
+    (folder / "machine.json").write_text(json.dumps(machine() | {"command": f"mmrl train '{NASTY}'"}))
+    (folder / "evaluation.json").write_text(json.dumps(EVALUATION))
+    return folder
+
+
+class Page(HTMLParser):
+    """Tags, text outside scripts, and whether every tag is closed."""
+
+    VOID = {"meta", "img", "br", "line", "circle", "polyline", "polygon"}
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.text, self.open = [], "", []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if not self.open or self.open[-1] not in ("script", "style"):
+            self.text += data
+
+    def count(self, tag):
+        return sum(name == tag for name, _ in self.tags)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("runs") / "a-run", caption=NASTY)
+
+
+@pytest.fixture(scope="module")
+def page(run):
+    return Page(write_report(run).read_text(encoding="utf-8"))
+
+
+def test_the_page_needs_nothing_but_itself(page):
+    for tag, attributes in page.tags:
+        assert tag not in ("link", "iframe", "object", "embed", "base", "form")
+        assert "src" not in attributes or attributes["src"].startswith("data:image/")
+        assert "href" not in attributes
+    assert not page.open, f"never closed: {page.open}"
+
+
+def test_nothing_from_prompts_or_configurations_becomes_markup(page):
+    assert page.count("script") == 1 and page.text.count("<script>alert('x')</script>") >= 4
+    assert all("onerror" not in attributes for _, attributes in page.tags)
+
+
+def test_the_page_shows_what_the_run_holds(page):
+    assert "Held-out digits: 0.33 [0.30, 0.36] before, 0.83 [0.80, 0.86] after (+0.50)." in page.text
+    assert "best guidance scale (4) reaches 0.45 [0.42, 0.48]" in page.text
+    assert "Not trained on, same pictures: clip 0.21 → 0.30." in page.text
+    for title in ("KL to the reference", "Clip fraction", "Gradient norm", "Groups without variance", "my own/metric"):
+        assert title in page.text
+    assert page.count("img") == 4 * 2 + 4 * 3  # pairs, and four prompts at three iterations
+    assert page.text.index("digits" + "trained on") < page.text.index("clip" + "not trained on")
+
+
+def test_curves_are_well_formed(run):
+    text = (run / "report.html").read_text(encoding="utf-8")
+    drawings = re.findall(r"<svg viewBox.*?</svg>", text)
+    assert len(drawings) >= 12
+    for drawing in drawings:
+        assert "nan" not in drawing.lower() and ElementTree.fromstring(drawing).tag == "svg"
+
+
+def test_the_before_after_picture(run):
+    picture = Image.open(before_after_picture(run))
+    assert picture.format == "PNG" and picture.width > 4 * 120 and picture.height > 2 * 120
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "config.yaml", "machine.json", "evaluation.json", "samples", "events.jsonl"]
+)
+@pytest.mark.parametrize("damage", ["missing", "torn"])
+def test_a_missing_or_torn_piece_is_left_out_with_a_note(tmp_path, name, damage):
+    run = make_run(tmp_path / "run", iterations=12)
+    place = run / name
+    files = list(place.iterdir()) if place.is_dir() else [place]
+    for file in files:
+        file.unlink() if damage == "missing" else file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    text = Page(write_report(run).read_text(encoding="utf-8")).text
+    if name not in ("samples", "events.jsonl") and (name, damage) != ("config.yaml", "torn"):
+        assert "Left out of this page" in text and name in text.partition("Left out of this page")[2]
+
+
+@pytest.mark.parametrize(
+    "broken", ["[]", "{}", '{"rows": 3}', '{"rows": [1, {"model": "x"}, {"model": "y", "rewards": []}]}']
+)
+def test_foreign_json_does_not_break_the_page(tmp_path, broken):
+    run = make_run(tmp_path / "run", iterations=2)
+    for name in ("evaluation.json", "machine.json", "samples/captions.json"):
+        (run / name).write_text(broken)
+    assert "Training reward" in Page(write_report(run).read_text(encoding="utf-8")).text
+
+
+def test_a_run_that_just_began(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("reward: digits\n")
+    assert "No rewards are recorded yet." in Page(write_report(run).read_text(encoding="utf-8")).text
+
+
+def test_without_evaluation_the_verdict_says_what_it_is(tmp_path):
+    run = make_run(tmp_path / "run")
+    (run / "evaluation.json").unlink()
+    text = " ".join(verdict(found := read_run(run), read_evaluation(found)))
+    assert "Training reward" in text and "not a held-out measurement" in text and f"mmrl evaluate {run}" in text
+
+
+def test_an_unproven_gain_is_called_so(tmp_path):
+    run = make_run(tmp_path / "run", iterations=2)
+    rows = [EVALUATION["rows"][0], EVALUATION["rows"][2] | {"rewards": {"digits": estimate(0.37)}}]
+    (run / "evaluation.json").write_text(json.dumps({"rows": rows}))
+    assert "The intervals overlap: no change is shown." in verdict(found := read_run(run), read_evaluation(found))[0]
+
+
+def test_estimates_without_an_interval(tmp_path):
+    """One prompt has no spread, a reward that always failed has no mean: Python writes Infinity and NaN."""
+    run = make_run(tmp_path / "run", iterations=2)
+    odd = {"digits": {"mean": 0.5, "low": -math.inf, "high": math.inf, "n": 4}, "clip": estimate(math.nan)}
+    rows = [{"model": model, "guidance": None, "rewards": odd} for model in ("base", "trained")]
+    (run / "evaluation.json").write_text(json.dumps({"rows": rows}))
+    text = Page(write_report(run).read_text(encoding="utf-8")).text
+    assert "0.50 [–, –]" in text and "nan" not in text.partition("How it was made")[0].lower()
+
+
+def test_no_run_is_a_readable_message(tmp_path):
+    make_run(tmp_path / "runs" / "digits-1", iterations=1)
+    with pytest.raises(UserError, match=r"did you mean 'digits-1'"):
+        write_report(tmp_path / "runs" / "digit-1")
+    with pytest.raises(UserError, match=r"holds no run .*digits-1"):
+        write_report(tmp_path / "runs")
+    with pytest.raises(UserError, match="is a file"):
+        write_report(tmp_path / "runs" / "digits-1" / "config.yaml")
+    (tmp_path / "runs" / "digits-1" / "samples" / "after.png").unlink()
+    with pytest.raises(UserError, match="mmrl evaluate"):
+        before_after_picture(tmp_path / "runs" / "digits-1")
+
+
+def test_a_resumed_line_wins_over_an_older_one(tmp_path):
+    lines = [{"iteration": 1, "kl": 1.0}, {"iteration": 0, "kl": 0.0}, {"iteration": 1, "kl": 2.0}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert read_run(tmp_path).column("kl") == [0.0, 2.0]
+
+
+values = st.one_of(st.none(), st.floats(-1e9, 1e9), st.floats(-1e-9, 1e-9))
+
+
+@given(st.lists(values, max_size=40), st.booleans(), st.booleans())
+def test_any_curve_can_be_drawn(y, zero, wide):
+    chart = Chart("<t>", [Series("a&b", list(range(len(y))), y, [1.0] * len(y), y)], zero=zero, wide=wide)
+    drawing = ElementTree.fromstring(f"<div>{chart.svg()}</div>")
+    for line in drawing.iter("polyline"):
+        for point in line.get("points").split():
+            px, py = map(float, point.split(","))
+            assert 0 <= px <= 1040 and 0 <= py <= 310
+    chart.latest()
+
+
+@given(st.floats(-1e3, 1e3), st.floats(1e-3, 1e6))
+def test_ticks_are_round_and_inside(low, width):
+    marks = charts.ticks(low, low + width)
+    assert 2 <= len(marks) <= 11
+    assert all(low - 1e-6 * width <= mark <= low + width * (1 + 1e-6) for mark in marks)
+
+
+def test_smoothing_has_no_bias_at_the_start_and_keeps_gaps():
+    assert charts.smooth([2.0] * 5, 4) == pytest.approx([2.0] * 5)
+    assert charts.smooth([1.0, None, 1.0], 3) == [1.0, None, 1.0]
+    ramp = charts.smooth([float(i) for i in range(200)], 9)
+    assert ramp[-1] == pytest.approx(199 - (1 - 0.2) / 0.2)  # the lag of an exponential average with weight 0.2
+
+
+def test_numbers_for_readers():
+    shown = [charts.number(v) for v in (0.8333, 1.87e-3, 1e-4, -2.5e-7, 1240.0, 0, None, float("nan"), 3e8)]
+    assert shown == ["0.833", "0.00187", "1e−4", "−2.5e−7", "1,240", "0", "–", "–", "3e8"]
+    assert charts.tick_labels([0.9998, 1.0, 1.0002]) == ["0.9998", "1.0000", "1.0002"]
+
+
+def test_configurations_are_found_by_path_and_by_name(tmp_path, monkeypatch):
+    names = config_names()
+    if not names:
+        pytest.skip("no configuration is shipped yet")
+    monkeypatch.chdir(tmp_path)
+    for name in names:
+        assert find_config(name).is_file()
+        assert find_config(f"configs/{name}.yaml") == find_config(name)
+    (tmp_path / "mine.yaml").write_text("train: {}\n")
+    assert find_config("mine.yaml") == find_config(tmp_path / "mine.yaml").relative_to(tmp_path)
+    family, _, method = names[0].partition("/")
+    with pytest.raises(UserError, match=f"did you mean '{names[0]}'"):
+        find_config(f"{family}/{method}x.yaml")
+    (tmp_path / family).mkdir()
+    with pytest.raises(UserError, match=f"folder.*{names[0]}"):
+        find_config(family)
