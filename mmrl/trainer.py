@@ -20,7 +20,7 @@ from samplers.noise import Rng
 from . import advantages, batches, distributed
 from .data import batch
 from .device import Device
-from .metrics import Meter
+from .metrics import Meter, observe
 from .objectives.base import Objective
 from .optimizers import lr_factor
 from .options import TrainOptions, arithmetic
@@ -108,6 +108,7 @@ class Trainer:
             last = i == most - 1
             with nullcontext() if last else self.device.no_sync(self.policy.trained):
                 loss = self.objective.loss(self.policy, point)
+                observe("loss", loss, point.mask)
                 self.device.backward((loss * weight).sum() / total)
 
     def _idle(self, whole: Rollout, rng: Rng) -> Point:
@@ -122,7 +123,7 @@ class Trainer:
             raise UserError(
                 f"iteration {self.iteration}: re-scored log-probs differ from the recorded ones by up to {gap:.2e}, "
                 f"more than train.gate = {allowed:.0e} allows, although the weights are the same. The gradient would "
-                "be biased. Usual causes: dropout or another source of randomness in the network, a rollout computed in "
+                "be biased. Usual causes: dropout or other randomness in the network, a rollout computed in "
                 "another precision or attention backend than the update, latents stored more coarsely than scored. "
                 "Try train.precision=fp32; set train.gate to a larger number to accept the gap, or to null to ignore it"
             )
