@@ -59,7 +59,8 @@ def chart_sections(run: Run) -> list[tuple[str, list[Chart]]]:
     names = run.measured()
     parts = [key for key in names if key.startswith("reward/") and key.endswith("/mean") and key not in PLACED]
     held_out = [key for key in names if key.startswith("eval/")]
-    others = [key for key in names if key not in PLACED and key not in parts and key not in held_out]
+    placed = PLACED.union(parts, map(_spread_key, parts), held_out)
+    others = [key for key in names if key not in placed]
     rewards = [Plot(f"Training reward {_short(key)}", (key,), zero=False) for key in parts if len(parts) > 1]
     rewards += [Plot(f"Held-out {_short(key)}", (key,), zero=False) for key in held_out]
     themes = {
@@ -104,6 +105,10 @@ def _flat(run: Run) -> Chart | None:
         return None
     note = "All samples of the prompt got the same reward: nothing to compare, nothing learned."
     return Chart("Groups without variance, share", [_thin(Series("share", run.iterations(), share))], note, zero=True)
+
+
+def _spread_key(key: str) -> str:
+    return key.removesuffix("/mean") + "/std"
 
 
 def _short(key: str) -> str:
