@@ -59,9 +59,8 @@ def split(prompts: Sequence[Prompt], share: float) -> tuple[list[Prompt], list[P
     """
     ranks = {prompt["text"]: _rank(prompt["text"]) for prompt in prompts}
     order = sorted(ranks, key=ranks.get)
-    held = {text for text in order if ranks[text] < share}
-    if share > 0 and len(order) > 1:
-        held = (held | {order[0]}) - {order[-1]}
+    held = {text for text in order if ranks[text] < share} | set(order[:1] if share > 0 else ())
+    held -= set(order[-1:])
     return [p for p in prompts if p["text"] not in held], [p for p in prompts if p["text"] in held]
 
 

@@ -37,6 +37,12 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    quoted = not text.replace("\n", " ").isprintable()  # other line breaks and control characters need escapes
+    return dumper.represent_scalar(TAG + "str", text, style='"' if quoted else None)
+
+
+_Dumper.add_representer(str, _represent_text)
 for _name, (_pattern, _first) in _RESOLVERS.items():
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(TAG + _name, re.compile(f"^(?:{_pattern})$"), _first)

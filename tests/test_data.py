@@ -1,0 +1,136 @@
+"""Prompt files, their broken lines, the held-out split, and an order that only depends on seed and iteration."""
+
+# ruff: noqa: E501 (tables of values and messages)
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mmrl.config import build
+from mmrl.data import Prompts, batch, read, split
+from mmrl.registry import DATA, UserError
+
+
+def texts(prompts) -> list[str]:
+    return [prompt["text"] for prompt in prompts]
+
+
+def message(call, *args, **kwargs) -> str:
+    with pytest.raises(UserError) as error:
+        call(*args, **kwargs)
+    return str(error.value)
+
+
+def written(folder: Path, name: str, content: str | bytes) -> Path:
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def test_text_files_skip_blank_lines(tmp_path):
+    path = written(tmp_path, "p.txt", "\ufeffa cat\r\n\n  a dog \n\t\na line\u2028separator")
+    assert texts(read(path)) == ["a cat", "a dog", "a line\u2028separator"]
+
+
+def test_json_lines_keep_their_other_keys(tmp_path):
+    lines = ['{"text": "a", "tag": 1}', '{"prompt": " b ", "include": [{"count": 2}]}', '"c"', ""]
+    found = read(written(tmp_path, "p.jsonl", "\n".join(lines)))
+    assert texts(found) == ["a", "b", "c"]
+    assert found[0]["tag"] == 1 and found[1]["include"] == [{"count": 2}]
+    assert texts(read(written(tmp_path, "q.jsonl", '{"caption": "d", "text": "no"}'), "caption")) == ["d"]
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ('{"text": "a"', "p.jsonl:3: broken JSON at column 13"),
+        ("{'text': 'a'}", "p.jsonl:3: broken JSON at column 2"),
+        ("plain words", "p.jsonl:3: broken JSON at column 1"),
+        ('{"caption": "a", "n": 1}', "p.jsonl:3: no key 'text' or 'prompt'; this line has caption, n; name it with the option key"),
+        ("[1]", 'p.jsonl:3: expected {"text": "..."} or a string, got list'),
+        ("3", "p.jsonl:3: expected"),
+        ('{"text": ""}', "p.jsonl:3: 'text' must be text that is not empty"),
+        ('{"text": 3}', "p.jsonl:3: 'text' must be text that is not empty, got 3"),
+        ("[" * 20000, "p.jsonl:3: "),
+    ],
+)  # fmt: skip
+def test_a_broken_line_is_named_and_shown(tmp_path, line, said):
+    shown = message(read, written(tmp_path, "p.jsonl", f'{{"text": "fine"}}\n\n{line}\n'))
+    assert said in shown and shown.splitlines()[1].strip().startswith(line[:40])
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    assert "p.txt:2: byte 0xe9 is not UTF-8; save it as UTF-8" in message(
+        read, written(tmp_path, "p.txt", "fine\ncaf\xe9\n".encode("latin1"))
+    )
+    assert "empty.txt holds no prompt" in message(read, written(tmp_path, "empty.txt", "\n \n"))
+    assert "No such file" in message(read, tmp_path / "gone.txt")
+    assert "prompts are read from .txt" in message(read, tmp_path / "p.csv")
+    assert "expected one of train_metadata.jsonl" in message(Prompts, tmp_path)
+
+
+def test_a_folder_has_its_own_held_out_file(tmp_path):
+    written(tmp_path, "train_metadata.jsonl", "\n".join(json.dumps({"prompt": f"p{i}", "tag": "x"}) for i in range(40)))
+    written(tmp_path, "train.txt", "not this one")
+    assert len(Prompts(tmp_path).train) + len(Prompts(tmp_path).held_out) == 40
+    written(tmp_path, "test.txt", "t1\nt2")
+    found = Prompts(tmp_path)
+    assert len(found.train) == 40 and texts(found.held_out) == ["t1", "t2"] and found.train[0]["tag"] == "x"
+    assert len(Prompts(tmp_path, held_out=0.5).held_out) > 8  # what is asked for wins
+
+
+def test_a_held_out_file_that_overlaps_is_reported(tmp_path):
+    train, test = written(tmp_path, "a.txt", "a\nb"), written(tmp_path, "b.txt", "b\nc")
+    with pytest.warns(UserWarning, match="1 texts of .*b.txt are also in"):
+        assert texts(Prompts(train, test).held_out) == ["b", "c"]
+
+
+def test_the_split_keeps_equal_texts_together_and_never_moves_one():
+    prompts = [{"text": f"prompt {i % 500}", "n": i} for i in range(1000)]
+    train, held = split(prompts, 0.2)
+    assert len(train) + len(held) == 1000 and not set(texts(train)) & set(texts(held))
+    assert 60 < len(set(texts(held))) < 140
+    more_train, more_held = split(prompts + [{"text": f"new {i}"} for i in range(500)], 0.2)
+    assert set(texts(train)) <= set(texts(more_train)) and set(texts(held)) <= set(texts(more_held))
+    assert [p["n"] for p in train] == sorted(p["n"] for p in train)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.5, 0.99])
+@pytest.mark.parametrize("count", [1, 2, 3, 10])
+def test_tiny_files_leave_no_side_empty(share, count):
+    train, held = split([{"text": str(i)} for i in range(count)], share)
+    assert len(train) + len(held) == count and train
+    assert bool(held) == (share > 0 and count > 1)
+
+
+def test_every_epoch_is_a_permutation_of_its_own():
+    prompts = [{"text": str(i)} for i in range(10)]
+    drawn = [prompt for i in range(15) for prompt in batch(prompts, 4, i, seed=3)]  # 60 draws, batches cross epochs
+    epochs = [texts(drawn[e * 10 : e * 10 + 10]) for e in range(6)]
+    assert all(sorted(epoch) == sorted(texts(prompts)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 6
+
+
+def test_the_position_is_the_iteration():
+    prompts = [{"text": str(i)} for i in range(7)]
+    once = [batch(prompts, 3, i, seed=0) for i in range(9)]
+    assert [batch(prompts, 3, i, seed=0) for i in reversed(range(9))] == once[::-1]
+    assert [batch(prompts, 3, i, seed=1) for i in range(9)] != once
+    whole = batch(prompts, 27, 0, seed=0)  # larger than the data: the same order, wrapped around
+    assert whole == [prompt for part in once for prompt in part]
+    assert "no prompts" in message(batch, [], 3, 0, 0)
+
+
+def test_as_a_data_source(tmp_path):
+    path = written(tmp_path, "p.txt", "\n".join(f"prompt {i}" for i in range(50)))
+    found = build({"prompts": {"path": str(path), "held_out": 0.2}}, DATA, "data")
+    assert len(found.train) + len(found.held_out) == 50
+    assert "data.prompts.held_out: expected a value less than 1, got 1.5" in message(
+        build, {"prompts": {"path": str(path), "held_out": 1.5}}, DATA, "data"
+    )
+    assert "data: missing path" in message(build, "prompts", DATA, "data")
+    said = message(build, {"prompts": {"path": str(tmp_path / "gone.txt")}}, DATA, "data")
+    assert said.startswith("data.prompts: ") and "gone.txt" in said
