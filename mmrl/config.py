@@ -40,7 +40,7 @@ class Config:
 
     plain: dict[str, Any]
     file: str = "configuration"
-    marks: Mapping[tuple[Any, ...], str] = field(default_factory=dict)
+    marks: Mapping[tuple[Any, ...], str] = field(default_factory=dict, repr=False)
 
     def __contains__(self, section: str) -> bool:
         return section in self.plain

@@ -25,7 +25,7 @@ class Place:
     """Where a value stands: its path of keys, and by ``marks`` the line it was read from."""
 
     path: tuple[Any, ...] = ()
-    marks: Mapping[tuple[Any, ...], str] = field(default_factory=dict)
+    marks: Mapping[tuple[Any, ...], str] = field(default_factory=dict, repr=False)
     folder: Path | None = None  # of the configuration file: files may be named relative to it
 
     @classmethod
