@@ -182,7 +182,9 @@ def test_names_of_modules_and_context():
     assert "t.box.net: unknown option" in said  # what code supplies is not the user's to set
 
 
-@pytest.mark.parametrize("spec", ["nomodule:x", "json:nothing", "os:sep", ":", "no_module_a:", "..:x", "nofile.py:x", "gpro"])
+@pytest.mark.parametrize(
+    "spec", ["nomodule:x", "json:nothing", "os:sep", ":", "no_module_a:", "..:x", "nofile.py:x", "gpro"]
+)
 def test_an_unknown_name_is_a_user_error(spec):
     assert "thing" in message(build, spec, THING, "thing") or "nofile.py" in message(build, spec, THING, "thing")
 
