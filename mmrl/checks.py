@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .building import raise_all, resolve_rewards
 from .options import EvaluateOptions, TrainOptions, impossible
 from .overrides import PLUGGED
-from .registry import REWARDS, UserError
-from .registry import _import_file as import_file
+from .registry import REWARDS, UserError, import_file
 from .schema import BAD, Resolved, construct, convert, resolve, resolve_call
 from .values import Place, exists, show
 

@@ -60,6 +60,8 @@ def options(entry: Callable) -> dict[str, inspect.Parameter]:
 class Registry(dict[str, Callable]):
     """``name -> class or function`` of one kind of plug-in."""
 
+    __hash__ = object.__hash__  # typing hashes what stands in Annotated[Kernel, KERNELS]
+
     def __init__(self, kind: str, entries: Mapping[str, Callable] = {}, group: str | None = None):
         super().__init__(entries)
         self.kind = kind
@@ -100,7 +102,7 @@ def import_name(name: str, kind: str = "plug-in") -> Callable:
     """``module:attribute`` or ``path/to/file.py:attribute``; modules are also looked up in the working directory."""
     place, _, attribute = name.rpartition(":")
     try:
-        module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+        module = import_file(Path(place)) if place.endswith(".py") else import_module(place)
     except ModuleNotFoundError as error:
         raise UserError(f"cannot import {kind} {name!r}: {error}; looked in {os.getcwd()} and sys.path") from error
     if not hasattr(module, attribute):
@@ -112,13 +114,13 @@ def public_names(module: Any) -> list[str]:
     return [name for name in vars(module) if not name.startswith("_")]
 
 
-def _import_module(place: str) -> Any:
+def import_module(place: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     return importlib.import_module(place)
 
 
-def _import_file(path: Path) -> Any:
+def import_file(path: Path) -> Any:
     if not path.is_file():
         raise UserError(f"no such file: {path}")
     spec = importlib.util.spec_from_file_location(path.stem, path)

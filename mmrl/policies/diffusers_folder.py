@@ -28,14 +28,14 @@ def resolve(path: str, expected: str) -> str:
 
 def load_part(cls: Any, place: str, subfolder: str, dtype: torch.dtype | None = None) -> Any:
     """One part (transformer, vae, scheduler) of a pipeline, float32 unless said otherwise."""
-    options = {} if dtype is None else {"torch_dtype": dtype}
+    options = {} if dtype is None else {"dtype": dtype}
     return _explained(lambda: cls.from_pretrained(place, subfolder=subfolder, **options), place, subfolder)
 
 
 def load_text_pipeline(cls: Any, place: str, dtype: torch.dtype) -> Any:
     """The pipeline with tokenizers and text encoders only."""
     return _explained(
-        lambda: cls.from_pretrained(place, transformer=None, vae=None, torch_dtype=dtype), place, "text encoders"
+        lambda: cls.from_pretrained(place, transformer=None, vae=None, dtype=dtype), place, "text encoders"
     )
 
 

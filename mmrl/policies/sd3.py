@@ -38,9 +38,9 @@ class SD3(FlowPolicy):
         dtype: of the frozen weights. text_encoders: where they go after use. text_cache: encoded prompts kept."""
         from diffusers import AutoencoderKL, SD3Transformer2DModel
 
-        self.path, self.compute = diffusers_folder.resolve(path, "StableDiffusion3"), getattr(torch, dtype)
-        net = diffusers_folder.load_part(SD3Transformer2DModel, self.path, "transformer", self.compute)
-        self.vae = diffusers_folder.load_part(AutoencoderKL, self.path, "vae").requires_grad_(False).eval()
+        self.place, self.compute = diffusers_folder.resolve(path, "StableDiffusion3"), getattr(torch, dtype)
+        net = diffusers_folder.load_part(SD3Transformer2DModel, self.place, "transformer", self.compute)
+        self.vae = diffusers_folder.load_part(AutoencoderKL, self.place, "vae").requires_grad_(False).eval()
         side = _latent_side(size, 2 ** (len(self.vae.config.block_out_channels) - 1), net.config.patch_size)
         self.shape = (net.config.in_channels, side, side)
         self.texts = PromptCache(self._load_texts, self._encode_texts, text_encoders, text_cache)
@@ -74,12 +74,12 @@ class SD3(FlowPolicy):
         if getattr(self.net, "peft_config", None):
             diffusers_folder.save_lora(StableDiffusion3Pipeline, self.net, folder)
         else:
-            diffusers_folder.save_full(StableDiffusion3Pipeline, self.path, self.net, folder)
+            diffusers_folder.save_full(StableDiffusion3Pipeline, self.place, self.net, folder)
 
     def _load_texts(self) -> Any:
         from diffusers import StableDiffusion3Pipeline
 
-        return diffusers_folder.load_text_pipeline(StableDiffusion3Pipeline, self.path, self.compute)
+        return diffusers_folder.load_text_pipeline(StableDiffusion3Pipeline, self.place, self.compute)
 
     def _encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
         length = min(256, pipe.tokenizer_3.model_max_length) if pipe.tokenizer_3 is not None else 256
@@ -92,7 +92,7 @@ class SD3(FlowPolicy):
         """The folder's scheduler: static shift, or the shift that depends on the number of image tokens."""
         from diffusers import FlowMatchEulerDiscreteScheduler
 
-        config = diffusers_folder.load_part(FlowMatchEulerDiscreteScheduler, self.path, "scheduler").config
+        config = diffusers_folder.load_part(FlowMatchEulerDiscreteScheduler, self.place, "scheduler").config
         if not config.use_dynamic_shifting:
             return partial(flow_match_euler, shift=config.shift, train_steps=config.num_train_timesteps)
         names = {"base_tokens": "base_image_seq_len", "max_tokens": "max_image_seq_len"}
