@@ -46,18 +46,22 @@ def fetch(name: str, recipe: str, build: Callable[[Path], None]) -> Path:
     from filelock import FileLock
 
     folder = root() / f"{name}-{recipe}"
+    lock = FileLock(f"{folder}.lock")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{folder}.lock"):
-            if folder.exists():
-                if not (problem := damage(folder, recipe)):
-                    return folder
-                print(f"{folder} is damaged ({problem}); building it again", file=sys.stderr)
-                shutil.rmtree(folder)
-            _build(folder, recipe, build)
-    except PermissionError as error:
+        lock.acquire()
+    except OSError as error:
         raise UserError(f"cannot write the cache {root()}: {error}; set MMRL_CACHE to another directory") from error
-    return folder
+    try:
+        if folder.exists():
+            if not (problem := damage(folder, recipe)):
+                return folder
+            print(f"{folder} is damaged ({problem}); building it again", file=sys.stderr)
+            shutil.rmtree(folder)
+        _build(folder, recipe, build)
+        return folder
+    finally:
+        lock.release()
 
 
 def damage(folder: Path, recipe: str | None = None) -> str | None:

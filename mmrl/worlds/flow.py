@@ -91,7 +91,7 @@ def teach_flow(transformer: Any, lessons: Lessons, recipe: FlowRecipe, progress:
 
 
 def flow_loss(transformer: Any, lessons: Lessons, recipe: FlowRecipe, rng: Rng) -> Tensor:
-    """Squared error of the velocity ``noise - x`` at ``x + t (noise - x)``, t logit-normal (Esser et al. 2024, eq. 19)."""
+    """Squared error of the velocity ``noise - x`` at ``x + t (noise - x)``, t logit-normal (Esser 2024, eq. 19)."""
     names = torch.arange(recipe.batch)
     u = rng.fold("u").uniform(names, (4,))  # [B, 4]: picture, somebody else's caption, whether it, whether none
     row, other = (u[:, :2] * len(lessons.latents)).long().unbind(1)

@@ -29,7 +29,7 @@ def train_reader(folder: Path, recipe: ReaderRecipe, progress: Progress) -> None
         reader = Reader(config)
     asked = captions("mixed", 2000, recipe.seed)
     asked = (asked * (recipe.scenes // len(asked) + 1))[: recipe.scenes]
-    scenes = render(asked, rng, recipe.split, wobble=1.0)
+    scenes = render(asked, rng, recipe.split, wobble=0.6)
     truth = targets(scenes)
     optimizer = torch.optim.AdamW(reader.parameters(), recipe.lr, weight_decay=0.02)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.lr, total_steps=recipe.steps)
@@ -52,11 +52,10 @@ def targets(scenes: Scenes) -> tuple[Tensor, Tensor, Tensor]:
     corner = spot.floor().clamp(0, CANVAS // Reader.stride - 1)
     cell = torch.where(there, corner[..., 1] * (CANVAS // Reader.stride) + corner[..., 0], -1).long()
     names = torch.full((*x.shape, 3), -1)
-    middle = sum(SIZES.values()) / 2
     for b, prompt in enumerate(scenes.prompts):
         names[b, : len(prompt["objects"])] = torch.tensor([_names(item) for item in prompt["objects"]])
-    sized = there & ((side - middle).abs() >= 0.99 * (max(SIZES.values()) - middle))  # as large or small as they come
-    names[..., 2] = torch.where(sized, (side > middle).long(), -1)
+    for k, size in enumerate(SIZES.values()):
+        names[..., 2] = torch.where(side == size, k, names[..., 2])
     return cell, spot - corner - 0.5, names
 
 
@@ -84,10 +83,15 @@ def reading_loss(grid: tuple[Tensor, ...], truth: list[Tensor]) -> Tensor:
     pull = F.binary_cross_entropy_with_logits(presence, mark, reduction="none", pos_weight=torch.tensor(4.0))
     loss = (pull * (clear + 0.1 * (1 - clear))).sum() / len(cell)
     rows, slots = torch.nonzero(cell >= 0, as_tuple=True)
-    at = lambda value: value.flatten(2)[rows, :, cell[rows, slots]]  # noqa: E731  [objects, channels]
-    loss = loss + 4 * F.mse_loss(at(offset), shift[rows, slots])
-    for logits, target in zip(names, named[rows, slots].unbind(-1)):
-        loss = loss + F.cross_entropy(at(logits), target, ignore_index=-1)
+    own, away = cell[rows, slots], shift[rows, slots]
+    loss = loss + 4 * F.mse_loss(offset.flatten(2)[rows, :, own], away)
+    # Names are asked of the four cells nearest to the centre: it may lie on a border, and the peak in any of them.
+    x, y = (own % side + away[:, 0].floor()), (own // side + away[:, 1].floor())
+    for dx, dy in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        near = ((y + dy).clamp(0, side - 1) * side + (x + dx).clamp(0, side - 1)).long()
+        for logits, target in zip(names, named[rows, slots].unbind(-1)):
+            found = logits.flatten(2)[rows, :, near]
+            loss = loss + F.cross_entropy(found, target, ignore_index=-1, reduction="sum") / (4 * len(own))
     return loss
 
 

@@ -18,8 +18,8 @@ class ReaderRecipe:
     kernel: int  # of the first convolution
     pool: bool  # halve by pooling instead of strides
     seed: int
-    scenes: int = 12000
-    steps: int = 500
+    scenes: int = 8000
+    steps: int = 350
     batch: int = 64
     lr: float = 4e-3
 
@@ -43,9 +43,9 @@ class TextRecipe:
 
     width: int = 32  # of each CLIP encoder and its projection
     joint: int = 64  # of T5; at least both CLIP widths together
-    steps: int = 120
-    batch: int = 256
-    lr: float = 3e-3
+    steps: int = 100
+    batch: int = 64
+    lr: float = 6e-3
     seed: int = 0
 
 
@@ -90,7 +90,7 @@ class FlowRecipe:
 
 
 READER = ReaderRecipe("reader", channels=(24, 48, 64), kernel=3, pool=False, seed=1)
-JUDGE = ReaderRecipe("judge", channels=(20, 40, 72), kernel=5, pool=True, seed=2)
+JUDGE = ReaderRecipe("judge", channels=(12, 32, 72), kernel=5, pool=True, seed=2)
 CLIP = ClipRecipe()
 PARTS = PartsRecipe()
 SD3 = FlowRecipe()

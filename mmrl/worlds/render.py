@@ -10,12 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmrl.types import Prompt
-from mmrl.worlds.scenes import CANVAS, COLORS, PLACES, RELATIONS, SIZES
+from mmrl.worlds.scenes import CANVAS, COLORS, PLACES, PLAIN, RELATIONS, SIZES
 from samplers.noise import Rng
 
 Split = Literal["generator", "reader", "judge"]
 SPLITS = ("generator", "reader", "judge")
-MANY = {2: 14.0, 3: 12.0}  # side of a digit whose size is not said, among n, pixels
 INK = 0.25  # coverage from which a pixel counts as ink
 _NOWHERE = (float("nan"),) * 3
 _CORNERS = [name for name in PLACES if name != "middle"]
@@ -47,10 +46,11 @@ def scans(split: Split) -> Scans:
 def render(prompts: list[Prompt], rng: Rng, split: Split = "generator", wobble: float = 0.0) -> Scenes:
     """Draw every prompt once. Row i depends on ``rng`` and i alone.
 
-    ``wobble`` 0..1 turns, shears and rescales the digits at random (1: up to 15 degrees, 0.25, 12 %): augmentation.
+    ``wobble`` 0..1 turns, shears and rescales the digits at random (1: up to 15 degrees, 0.25, 12 %)
+    and shifts them by up to two pixels: augmentation.
     """
     rows = rng.rows(len(prompts), 1)
-    u = rng.uniform(rows, (3, 7)).float()  # [B, 3, 7] one row of draws per object
+    u = rng.uniform(rows, (3, 9)).float()  # [B, 3, 9] one row of draws per object
     source = scans(split)
     pools = [torch.nonzero(source.labels == d)[:, 0].tolist() for d in range(10)]
     spots, which, paint = [], [], []
@@ -61,7 +61,9 @@ def render(prompts: list[Prompt], rng: Rng, split: Split = "generator", wobble: 
         which.append([pool[int(d[0] * len(pool))] for pool, d in zip(chosen, draw)] + [0 for _ in empty])
         paint.append([COLORS[item["color"]] for item in prompt["objects"]] + [(0.0, 0.0, 0.0) for _ in empty])
     layout, paint = torch.tensor(spots), torch.tensor(paint)  # [B, 3, 3], [B, 3, RGB]
-    ink = _ink(source.pixels[torch.tensor(which)], layout, wobble * (2 * u[..., 4:] - 1))  # [B, 3, H, W]
+    shake = wobble * (2 * u[..., 4:] - 1)
+    layout[..., :2] += 2 * shake[..., 3:]
+    ink = _ink(source.pixels[torch.tensor(which)], layout, shake[..., :3])  # [B, 3, H, W]
     images = torch.einsum("bkhw,bkc->bchw", ink, paint).clamp(0, 1)
     boxes = _boxes(ink)
     drawn = [{**p, "boxes": boxes[b][: len(p["objects"])]} for b, p in enumerate(prompts)]
@@ -69,30 +71,30 @@ def render(prompts: list[Prompt], rng: Rng, split: Split = "generator", wobble: 
 
 
 def _layout(prompt: Prompt, draw: list[list[float]]) -> list[tuple[float, float, float]]:
-    """Centre and side of every object. Positions come from slots that do not overlap, plus jitter."""
-    count, first = len(prompt["objects"]), draw[0]
-    if count == 1:
-        item = prompt["objects"][0]
-        side = SIZES[item["size"] or list(SIZES)[int(first[1] * 2)]]
-        place = item["place"] or list(PLACES)[int(draw[1][0] * 5)]
-        return [_at(place, side, first[2], first[3])]
-    if count == 2:
+    """Centre and side of every object. A digit fills a quarter of the canvas, so no two overlap."""
+    objects, first = prompt["objects"], draw[0]
+    if len(objects) == 1:
+        item = objects[0]
+        return [_at(item["place"] or list(PLACES)[int(first[1] * 5)], SIZES.get(item["size"], PLAIN))]
+    if len(objects) == 2:
         relation = prompt["relation"] or RELATIONS[int(first[1] * 4)]
-        near = [(16 + 12 * (d[2] - 0.5), 8 + 2 * (d[3] - 0.5)) for d in draw[:2]]  # along the edge, towards it
-        spots = [near[0], (near[1][0], CANVAS - near[1][1])]  # the first above the second
-        spots = [(y, x) for x, y in spots] if relation in ("left of", "right of") else spots
-        spots = [(CANVAS - x, CANVAS - y) for x, y in spots] if relation in ("below", "right of") else spots
-        return [(x, y, MANY[2]) for x, y in spots]
-    corners = sorted(_CORNERS, key=lambda name: draw[_CORNERS.index(name) % 3][1 + _CORNERS.index(name) // 3])
-    return [_at(place, MANY[3], d[2], d[3]) for place, d in zip(corners, draw)]
+        side = ("left", "right")[int(first[2] * 2)]
+        edge = ("top", "bottom")[int(first[2] * 2)]
+        both = (
+            [f"top {side}", f"bottom {side}"] if relation in ("above", "below") else [f"{edge} left", f"{edge} right"]
+        )
+        both = both[::-1] if relation in ("below", "right of") else both
+        return [_at(place, PLAIN) for place in both]
+    order = sorted(range(4), key=lambda i: draw[i % 3][1 + i // 3])
+    return [_at(_CORNERS[i], PLAIN) for i in order[:3]]
 
 
-def _at(place: str, side: float, u: float, v: float) -> tuple[float, float, float]:
-    """A digit of this side in that place, half a pixel to two pixels from the edge (middle: within one pixel)."""
+def _at(place: str, side: float) -> tuple[float, float, float]:
+    """Centre and side of a digit that touches its corner; small ones stand a little away from it."""
     if place == "middle":
-        return CANVAS / 2 + 2 * u - 1, CANVAS / 2 + 2 * v - 1, side
-    x, y = side / 2 + 0.5 + 1.5 * u, side / 2 + 0.5 + 1.5 * v
-    return CANVAS - x if "right" in place else x, CANVAS - y if "bottom" in place else y, side
+        return CANVAS / 2, CANVAS / 2, side
+    near = max(side / 2, 8.0)
+    return CANVAS - near if "right" in place else near, CANVAS - near if "bottom" in place else near, side
 
 
 def _ink(pixels: Tensor, layout: Tensor, wobble: Tensor) -> Tensor:

@@ -20,8 +20,12 @@ from samplers.noise import Rng
 
 CANVAS = 32  # pixels, width and height
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-COLORS = {"red": (0.95, 0.2, 0.2), "green": (0.2, 0.85, 0.3), "blue": (0.3, 0.45, 1.0), "yellow": (0.95, 0.85, 0.2)}
-SIZES = {"small": 12.0, "large": 18.0}  # side of the enlarged 8x8 scan, pixels
+COLORS = {
+    "red": (1.0, 0.15, 0.15), "green": (0.1, 0.85, 0.2), "blue": (0.2, 0.4, 1.0), "yellow": (1.0, 0.85, 0.1),
+    "purple": (0.75, 0.2, 0.9), "white": (0.9, 0.9, 0.9),
+}  # fmt: skip
+SIZES = {"small": 12.0, "large": 22.0}  # side of the enlarged 8x8 scan, pixels
+PLAIN = 16.0  # ... of a digit whose size is not said
 # Where the centre of a digit counts as being "in the top left": x0, y0, x1, y1 in pixels.
 PLACES = {
     "top left": (0.0, 0.0, 13.0, 13.0), "top right": (19.0, 0.0, 32.0, 13.0), "middle": (12.0, 12.0, 20.0, 20.0),
@@ -29,7 +33,7 @@ PLACES = {
 }  # fmt: skip
 RELATIONS = ("above", "below", "left of", "right of")
 WORDS = {"left of": "to the left of", "right of": "to the right of"}
-Kind = Literal["single", "pairs", "triples", "mixed"]
+Kind = Literal["single", "sized", "pairs", "triples", "mixed"]
 Thing = dict[str, Any]  # digit, color, size, place
 HELD_OUT = 5  # every fifth caption, by its hash
 
@@ -61,8 +65,13 @@ def triple(items: list[Thing]) -> Prompt:
 
 
 def singles() -> list[Prompt]:
-    """All 720: 10 digits x 4 colours x (no size, small, large) x (no place, 5 places)."""
-    space = itertools.product(range(10), COLORS, (None, *SIZES), (None, *PLACES))
+    """All 360: 10 digits x 6 colours x (no place, 5 places)."""
+    return [single(thing(d, c, None, place)) for d, c, place in itertools.product(range(10), COLORS, (None, *PLACES))]
+
+
+def sized() -> list[Prompt]:
+    """All 720: as ``singles``, small or large."""
+    space = itertools.product(range(10), COLORS, SIZES, (None, *PLACES))
     return [single(thing(*choice)) for choice in space]
 
 
@@ -89,17 +98,16 @@ def is_held_out(text: str) -> bool:
 
 
 def captions(kind: Kind, count: int, seed: int = 0) -> list[Prompt]:
-    """``count`` different captions of a kind in a random order; at most 720 single ones exist.
+    """``count`` different captions of a kind in a random order; of ``single`` only 360 exist, of ``sized`` 720.
 
-    ``mixed`` is one half single digits, the rest pairs and triples in equal parts.
+    ``mixed`` is the four other kinds in equal parts.
     """
     rng = Rng.of(seed, "captions", kind)
     if kind == "mixed":
-        two, three = count // 4, count // 4
-        one = captions("single", min(count - two - three, 720), seed)
-        found = one + captions("pairs", two, seed) + captions("triples", three, seed)
-    elif kind == "single":
-        found = singles()
+        kinds: tuple[Kind, ...] = ("single", "sized", "pairs", "triples")
+        found = [p for i, k in enumerate(kinds) for p in captions(k, (count + i) // 4, seed)]
+    elif kind in ("single", "sized"):
+        found = singles() if kind == "single" else sized()
     else:
         return several(count, {"pairs": 2, "triples": 3}[kind], rng) if count else []
     return [found[i] for i in rng.permutation(len(found)).tolist()][:count]

@@ -17,7 +17,24 @@ from samplers.noise import Rng
 
 LENGTH = 16  # tokens; the longest caption (three digits) has 14 words and commas, plus start and end
 _WORDS = (
-    *("a an the of in to and two three digits : , . ? how many are there is it at with on picture digit").split(),
+    *(
+        "a",
+        "an",
+        "the",
+        "of",
+        "in",
+        "to",
+        "and",
+        "digit",
+        "digits",
+        "picture",
+        "with",
+        "at",
+        "on",
+        "is",
+        "are",
+        "there",
+    ),
     *itertools.chain(DIGITS, COLORS, SIZES, *(p.split() for p in PLACES), *(r.split() for r in RELATIONS)),
 )
 
@@ -86,7 +103,7 @@ def text_models(recipe: TextRecipe) -> dict[str, Any]:
 
 
 def said(prompts: list[Prompt]) -> Tensor:
-    """[P, 18] long: per object (three of them) there, digit, colour, size, place; relation; all numbered from 0 = no."""
+    """[P, 16] long: per object there, digit, colour, size, place, then relation; 0 stands for no."""
     rows = []
     for prompt in prompts:
         row = []
@@ -103,7 +120,7 @@ def teach_text(models: dict[str, Any], recipe: TextRecipe, progress: Progress) -
 
     Stands in for the web-scale training of the real encoders. Held-out captions are left out.
     """
-    prompts = [p for p in captions("mixed", 4000, recipe.seed) if not is_held_out(p["text"])]
+    prompts = [p for p in captions("mixed", 3000, recipe.seed) if not is_held_out(p["text"])]
     ids = {name: tokens(models, name, [p["text"] for p in prompts]) for name in ("", "_2", "_3")}
     truth = said(prompts)
     encoders = nn.ModuleList(models[f"text_encoder{name}"] for name in ids)

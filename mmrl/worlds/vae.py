@@ -19,9 +19,9 @@ from samplers.noise import Rng
 
 
 def training_prompts(count: int, single: float, seed: int) -> list[Prompt]:
-    """``count`` prompts, a share ``single`` with one digit, the rest pairs and triples; no held-out caption."""
-    one = [p for p in captions("single", 720, seed) if not is_held_out(p["text"])]
-    more = [p for kind in ("pairs", "triples") for p in captions(kind, 600, seed) if not is_held_out(p["text"])]
+    """``count`` prompts, a share ``single`` with one digit, the rest sized, pairs and triples; no held-out caption."""
+    one = [p for p in captions("single", 360, seed) if not is_held_out(p["text"])]
+    more = [p for k in ("sized", "pairs", "triples") for p in captions(k, 720, seed) if not is_held_out(p["text"])]
     rows = Rng.of(seed, "prompts").uniform(torch.arange(count), (2,)).tolist()
     return [pool[int(v * len(pool))] for u, v in rows for pool in (one if u < single else more,)]
 
@@ -71,7 +71,7 @@ def teach_vae(vae: Any, recipe: VaeRecipe, progress: Progress) -> None:
 
 
 def vae_loss(vae: Any, x: Tensor, recipe: VaeRecipe, rng: Rng) -> Tensor:
-    """Squared error of the picture and of its blurred self (sums over pixels), plus a little KL to the unit Gaussian."""
+    """Squared error of the picture and of its blurred self (sums over pixels), plus a little KL."""
     posterior = vae.encode(x).latent_dist
     noise = rng.normal(torch.arange(len(x)), tuple(posterior.mean.shape[1:]))
     back = vae.decode(posterior.mean + posterior.std * noise).sample
