@@ -7,6 +7,7 @@ from mmrl import advantages
 from mmrl.batches import loss_total, loss_weights, passes
 from mmrl.objectives import PolicyGradient
 from mmrl.policies.lora import Lora
+from mmrl.registry import UserError
 from mmrl.types import Point, Rollout
 from samplers.kernels import dance_sde
 from samplers.noise import Rng
@@ -206,3 +207,16 @@ def test_rows_share_conditions_and_keep_their_names():
     assert [p["label"] for p in part.asked()] == [1, 0]
     joined = Rollout.cat([rollout[:5], rollout[5:]])
     assert torch.equal(joined.path, rollout.path) and joined.cond is rollout.cond
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_memory_budget_chooses_the_chunks_and_changes_no_sample(family, monkeypatch):
+    whole = roll(toys.make(family, double=True))
+    policy = toys.make(family, double=True, memory=20000 / 2**30)
+    sizes = []
+    sample = policy._sample
+    monkeypatch.setattr(policy, "_sample", lambda group, *rest: sizes.append(len(group)) or sample(group, *rest))
+    torch.testing.assert_close(roll(policy).sample, whole.sample, atol=1e-10, rtol=0)
+    assert 1 <= sizes[0] < 32 and sum(sizes) == 32, sizes
+    with pytest.raises(UserError, match="memory = .* one row needs"):
+        roll(toys.make(family, memory=1e-9))

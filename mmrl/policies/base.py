@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
+from annotated_types import Gt
 from torch import Tensor, nn
 
+from samplers.batching import rows_that_fit
 from samplers.noise import Rng
 
 from ..dists import Dist
+from ..registry import UserError
 from ..types import Media, Point, Prompt, Rollout, tree_map
 from ..weights import Weights
 from .lora import Lora, add_lora
@@ -50,13 +53,21 @@ class NetPolicy:
 
     not_options: tuple[str, ...] = ("net",)
 
-    def __init__(self, net: nn.Module, lora: Lora | int | None = None, full: bool = True, width: int | None = None):
-        """``lora``: rank or Lora; None trains all weights. ``width``: rows of every forward pass, see below."""
-        net.requires_grad_(full and lora is None)
+    def __init__(
+        self,
+        net: nn.Module,
+        lora: Lora | int | None = None,
+        width: int | None = None,
+        memory: Annotated[float, Gt(0)] | None = None,
+    ):
+        """``lora``: rank or Lora; None trains all weights. ``width``: rows of every forward pass; the trainer sets it
+        to its micro-batch. ``memory``: GiB that a pass of sampling may allocate, which then chooses its own chunks."""
+        net.requires_grad_(lora is None)
         if lora is not None:
             add_lora(net, Lora(lora) if isinstance(lora, int) else lora)
         self.net, self.trained = net.eval(), net
         self.width = width  # passes of one constant width keep log-probs equal to the bit; None: as many as there are
+        self.memory, self.fitting = memory, 0  # rows that fit the budget, measured once
         self.weights = Weights(net)
 
     def active(self) -> nn.Module:
@@ -76,6 +87,21 @@ class NetPolicy:
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
         """Sample as a user would: a family turns off exploration noise here, and may set its guidance scale."""
         yield
+
+    def chunk(self, rows: int, forward: Callable[[int], Any]) -> int:
+        """Rows to sample at once, of ``rows``; ``forward(n)`` is one pass of n rows, tried to see what it allocates."""
+        if self.memory is None:
+            return self.width or rows
+        if not self.fitting:
+            try:
+                self.fitting = rows_that_fit(forward, int(self.memory * 2**30), rows, self.device)
+            except ValueError as error:
+                raise UserError(f"policy option memory = {self.memory:g} GiB: {error}") from error
+        return min(self.fitting, rows)
+
+    def padded(self) -> int:
+        """Rows every pass is filled up to; with a memory budget none is."""
+        return 0 if self.memory is not None else self.width or 0
 
     def prepare(self, prompts: list[Prompt]) -> None:
         """Told once, on the device, which prompts will come: a family may encode them and let its encoders go."""

@@ -40,6 +40,11 @@ def load_text_pipeline(cls: Any, place: str, dtype: torch.dtype) -> Any:
 
 
 def _explained(load: Callable[[], Any], place: str, what: str) -> Any:
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    diffusers_logging.disable_progress_bar()  # a bar for every part of a model would bury ours
+    transformers_logging.disable_progress_bar()
     try:
         return load()
     except (OSError, ValueError) as error:

@@ -38,7 +38,7 @@ class FlowPolicy(NetPolicy, ABC):
     logp_dist: what is scored; "guided" is what was sampled, "guided_stopgrad_uncond" the same without gradient through
     the unconditional branch, "conditional" leaves guidance out of the score (a mismatch some codes publish).
     shared_noise: the samples of a group start from one noise. storage: type latents are rounded to before they are
-    scored and kept. reduction: log-prob as mean or sum over dimensions. width: rows per forward pass.
+    scored and kept. reduction: log-prob as mean or sum over dimensions.
     """
 
     shape: tuple[int, ...]  # of one sample's latents
@@ -95,10 +95,15 @@ class FlowPolicy(NetPolicy, ABC):
         row = rng.rows(len(prompts), copies).to(self.device)
         group = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)
         cond = self.encode(prompts)
-        blocks = [
-            self._sample(group[part], row[part], cond, rng, copies) for part in chunks(len(row), self.width or len(row))
-        ]
+        size = self.chunk(len(row), lambda n: self._trial(group[:n], row[:n], cond))
+        blocks = [self._sample(group[part], row[part], cond, rng, copies) for part in chunks(len(row), size)]
         return Rollout.cat(blocks).replace(prompts=tuple(prompts))
+
+    def _trial(self, group: Tensor, row: Tensor, cond: dict[str, Any]) -> None:
+        """One pass of the largest kind, for what it allocates."""
+        x = torch.zeros(len(row), *self.shape, dtype=self.dtype, device=self.device)
+        none, t = torch.zeros(len(row), 1, dtype=torch.bool), self._on_rows(self.times[:1], len(row))[:, 0]
+        self._velocities(Point(group=group, cond=cond, row=row, state=x, time=t, mask=none), guided=self.guidance != 1)
 
     def _sample(self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng, copies: int) -> Rollout:
         first = torch.div(row, copies, rounding_mode="floor") if self.shared_noise else row
@@ -182,7 +187,7 @@ class FlowPolicy(NetPolicy, ABC):
         return v, v_empty
 
     def _forward(self, x: Tensor, t: Tensor, cond: dict[str, Any], passes: int = 1) -> Tensor:
-        width = len(x) if self.width is None else max(self.width * passes, len(x))
+        width = max(self.padded() * passes, len(x))
         return at_width(self.velocity, width, x, t, cond).to(self.dtype)
 
     def _store(self, x: Tensor) -> Tensor:

@@ -49,7 +49,9 @@ class TokenPolicy(NetPolicy, ABC):
         row = rng.rows(len(prompts), copies).to(self.device)
         group = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)
         cond = self.encode(prompts)
-        parts = chunks(len(row), self.width or len(row))
+        hidden = torch.full((len(row), self.length), self.mask_id, device=self.device)
+        size = self.chunk(len(row), lambda n: self._forward(hidden[:n], rows_of(cond, group[:n])))
+        parts = chunks(len(row), size)
         return Rollout.cat([self._sample(group[p], row[p], cond, rng) for p in parts]).replace(prompts=tuple(prompts))
 
     def _sample(self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng) -> Rollout:
@@ -78,7 +80,7 @@ class TokenPolicy(NetPolicy, ABC):
         return Categorical(self._forward(point.state, rows_of(point.cond, point.group)))
 
     def _forward(self, ids: Tensor, cond: dict[str, Any]) -> Tensor:
-        return at_width(self.logits, max(self.width or 0, len(ids)), ids, cond)
+        return at_width(self.logits, max(self.padded(), len(ids)), ids, cond)
 
     def _point(self, rollout: Rollout, hide: Tensor, score: Tensor) -> Point:
         return Point(
