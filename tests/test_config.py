@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from mmrl.config import Config, build, build_dataclass, build_rewards, check, dump, load
+from mmrl.config.schema import convert
+from mmrl.config.values import Place
+from mmrl.config.yamltext import read, write
 from mmrl.options import EvaluateOptions, TrainOptions, arithmetic
 from mmrl.registry import ADVANTAGES, DATA, OBJECTIVES, OPTIMIZERS, POLICIES, REWARDS, Registry, UserError
-from mmrl.schema import convert
-from mmrl.values import Place
-from mmrl.yamltext import read, write
 
 KERNEL = Registry("kernel")
 THING = Registry("thing")

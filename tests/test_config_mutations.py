@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from mmrl import registry
 from mmrl.config import build, build_dataclass, build_rewards, check, dump, load
+from mmrl.config.yamltext import read, write
 from mmrl.options import EvaluateOptions, TrainOptions, arithmetic
 from mmrl.registry import Registry, UserError
-from mmrl.yamltext import read, write
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").rglob("*.yaml"))
 INNER = Registry("kernel")

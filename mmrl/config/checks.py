@@ -11,20 +11,20 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..options import EvaluateOptions, TrainOptions, impossible
+from ..registry import REWARDS, UserError, import_file
 from .building import raise_all, resolve_rewards
-from .options import EvaluateOptions, TrainOptions, impossible
 from .overrides import PLUGGED
-from .registry import REWARDS, UserError, import_file
 from .schema import BAD, Resolved, construct, convert, resolve, resolve_call
 from .values import Place, exists, show
 
 if TYPE_CHECKING:
-    from .config import Config
+    from . import Config
 
 
 def plain_sections() -> dict[str, type]:
     """The sections that are dataclasses, not plug-ins."""
-    from .log import LogOptions
+    from ..log import LogOptions
 
     return {"train": TrainOptions, "evaluate": EvaluateOptions, "log": LogOptions}
 

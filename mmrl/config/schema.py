@@ -14,7 +14,7 @@ from functools import partial
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from .registry import Registry, UserError, options, suggest
+from ..registry import Registry, UserError, options, suggest
 from .values import SCALARS, Place, expected, show
 
 BAD = object()  # what a conversion returns after it has reported a problem

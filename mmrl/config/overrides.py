@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .registry import ADVANTAGES, DATA, OBJECTIVES, OPTIMIZERS, POLICIES, Registry, UserError, suggest
+from ..registry import ADVANTAGES, DATA, OBJECTIVES, OPTIMIZERS, POLICIES, Registry, UserError, suggest
 from .values import show
 from .yamltext import read
 

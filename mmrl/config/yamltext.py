@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from .registry import UserError
+from ..registry import UserError
 from .values import show
 
 TAG = "tag:yaml.org,2002:"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .registry import REWARDS, Registry, UserError
+from ..registry import REWARDS, Registry, UserError
 from .schema import BAD, Resolved, construct, convert, resolve, resolve_call
 from .values import Place, show
 

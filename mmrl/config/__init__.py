@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..registry import REWARDS, Registry, UserError, suggest
 from .building import Weighted, build, build_dataclass, build_rewards, raise_all
 from .checks import check, import_plugins
 from .overrides import SECTIONS, override_with, split_keys
-from .registry import REWARDS, Registry, UserError, suggest
 from .values import Place, exists, show
 from .yamltext import read, write
 
