@@ -26,7 +26,9 @@ class Saw(Reader):
     def detect(self, images, most=5):
         table = torch.zeros(most, 6)
         table[: len(self.things)] = torch.tensor(self.things).view(-1, 6)
-        one_hot = [torch.nn.functional.one_hot(table[:, k].long(), n).float() for k, n in ((1, 10), (2, 6), (3, 2))]
+        one_hot = [
+            torch.nn.functional.one_hot(table[:, k].long(), n).float() for k, n in ((1, 10), (2, len(COLORS)), (3, 2))
+        ]
         rows = [table[:, 0], *one_hot, table[:, 4:]]
         return Detections(*(row[None].expand(len(images), *row.shape) for row in rows))
 

@@ -53,7 +53,7 @@ def test_guidance_and_the_empty_prompt(pipe):
 def test_training_and_pipeline_see_the_same_embeddings(pipe):
     from mmrl.worlds.text import embed
 
-    texts = ["a red seven above a blue two", "", "three digits: a red one, a blue two and a white three"]
+    texts = ["a red seven above a blue two", "", "three digits: a red one, a blue two and a green three"]
     tokens, pooled = embed(pipe.components, texts)
     theirs = pipe.encode_prompt(texts, texts, texts, do_classifier_free_guidance=False, max_sequence_length=16)
     torch.testing.assert_close(tokens, theirs[0])
@@ -99,7 +99,7 @@ def test_pretraining_never_sees_a_held_out_caption():
     from mmrl.worlds.vae import training_prompts
 
     seen = {p["text"] for p in training_prompts(3000, 0.7, 0)}
-    assert not any(map(is_held_out, seen)) and len(seen) > 300
+    assert not any(map(is_held_out, seen)) and len(seen) > 200
 
 
 def test_building_twice_gives_the_same_bytes(tmp_path, monkeypatch):
@@ -138,7 +138,7 @@ def test_the_worlds_clip_tells_captions_apart():
     open_clip = pytest.importorskip("open_clip")
     name = f"local-dir:{locate('world:digits/clip')}"
     model, _, _ = open_clip.create_model_and_transforms(name)
-    held_out = [p for p in captions("single", 360) if is_held_out(p["text"])]
+    held_out = [p for p in captions("single", 240) if is_held_out(p["text"])]
     images = render(held_out, Rng.of(3), "reader").images  # scans it never saw
     with torch.no_grad():
         seen = torch.nn.functional.normalize(model.eval().encode_image(images * 2 - 1), dim=-1)

@@ -10,12 +10,12 @@ from mmrl.worlds.scenes import captions as draw_captions
 
 @DATA.register("digits")
 class Digits:
-    """Captions of scenes of handwritten digits: single (360 exist), sized, pairs, triples, mixed; a fifth is held out."""
+    """Captions of pictures of handwritten digits: single (240 exist), sized, pairs, triples, mixed."""
 
     train: list[Prompt]
     held_out: list[Prompt]  # by a hash of the caption: never seen by the base model's pre-training either
 
-    def __init__(self, kind: Kind = "single", captions: int = 360, seed: int = 0):
+    def __init__(self, kind: Kind = "single", captions: int = 240, seed: int = 0):
         if captions < 20:
             raise UserError(f"data.digits.captions is {captions}: at least 20, so that some are held out")
         found = draw_captions(kind, captions, seed)

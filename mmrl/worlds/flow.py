@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmrl.worlds.progress import Progress
+from mmrl.worlds.progress import Progress, quiet_libraries
 from mmrl.worlds.recipes import FlowRecipe
 from mmrl.worlds.render import render
 from mmrl.worlds.scenes import CANVAS
@@ -31,11 +32,13 @@ def build_sd3(folder: Path, parts: Path, recipe: FlowRecipe, progress: Progress)
     """Train a transformer for the encoders and the autoencoder in ``parts`` and save a StableDiffusion3Pipeline."""
     from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 
-    models = load_parts(parts)
+    with quiet_libraries():
+        models = load_parts(parts)
     transformer = new_transformer(models, recipe)
     teach_flow(transformer, prepare(models, recipe), recipe, progress)
     scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0)
-    StableDiffusion3Pipeline(transformer=transformer, scheduler=scheduler, **models).save_pretrained(folder)
+    with quiet_libraries():
+        StableDiffusion3Pipeline(transformer=transformer, scheduler=scheduler, **models).save_pretrained(folder)
 
 
 def load_parts(folder: Path) -> dict[str, Any]:
@@ -57,12 +60,15 @@ def new_transformer(models: dict[str, Any], recipe: FlowRecipe) -> Any:
     pooled = sum(models[name].config.projection_dim for name in ("text_encoder", "text_encoder_2"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        return SD3Transformer2DModel(
+        transformer = SD3Transformer2DModel(
             sample_size=CANVAS // 4, patch_size=2, in_channels=latent, out_channels=latent, num_layers=recipe.layers,
             attention_head_dim=32, num_attention_heads=recipe.heads, caption_projection_dim=32 * recipe.heads,
             joint_attention_dim=joint, pooled_projection_dim=pooled, pos_embed_max_size=CANVAS // 8,
             qk_norm="rms_norm",
         )  # fmt: skip
+    nn.init.zeros_(transformer.proj_out.weight)  # a velocity of zero is the best first guess
+    nn.init.zeros_(transformer.proj_out.bias)
+    return transformer
 
 
 def prepare(models: dict[str, Any], recipe: FlowRecipe) -> Lessons:
@@ -81,7 +87,8 @@ def teach_flow(transformer: Any, lessons: Lessons, recipe: FlowRecipe, progress:
     optimizer = torch.optim.AdamW(transformer.parameters(), recipe.lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.lr, total_steps=recipe.steps, pct_start=0.1)
     for step in progress.steps("flow transformer", recipe.steps):
-        loss = flow_loss(transformer, lessons, recipe, rng.fold(step))
+        wrong = recipe.wrong_captions if step >= recipe.true_first * recipe.steps else 0.0
+        loss = flow_loss(transformer, lessons, replace(recipe, wrong_captions=wrong), rng.fold(step))
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(transformer.parameters(), 1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class Progress:
@@ -23,3 +24,20 @@ class Progress:
         yield from track(
             range(total), f"{self.title}: {what}", console=console, disable=not console.is_terminal, transient=True
         )
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """No progress bars of transformers and diffusers while folders are written and read; restored afterwards."""
+    import diffusers.utils.logging as diffusers_log
+    import transformers.utils.logging as transformers_log
+
+    before = transformers_log.is_progress_bar_enabled(), diffusers_log.is_progress_bar_enabled()
+    transformers_log.disable_progress_bar()
+    diffusers_log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for log, enabled in zip((transformers_log, diffusers_log), before):
+            if enabled:
+                log.enable_progress_bar()

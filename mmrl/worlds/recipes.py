@@ -19,8 +19,8 @@ class ReaderRecipe:
     pool: bool  # halve by pooling instead of strides
     seed: int
     scenes: int = 8000
-    steps: int = 350
-    batch: int = 64
+    steps: int = 520
+    batch: int = 48
     lr: float = 4e-3
 
 
@@ -81,10 +81,11 @@ class FlowRecipe:
     heads: int = 4  # of 32 channels each
     scenes: int = 12000
     single: float = 0.85  # share of pictures of one digit, the rest has two or three
-    steps: int = 250
-    batch: int = 192
-    lr: float = 2e-3
-    wrong_captions: float = 0.6  # share of pictures whose caption belongs to another one, as on the web
+    steps: int = 600
+    batch: int = 96
+    lr: float = 3.5e-3
+    true_first: float = 0.6  # share of the steps before any caption is wrong: a short training learns nothing else
+    wrong_captions: float = 0.6  # after that, share of pictures whose caption belongs to another one, as on the web
     no_caption: float = 0.1  # share trained with the empty prompt, for classifier-free guidance
     seed: int = 0
 

@@ -20,10 +20,7 @@ from samplers.noise import Rng
 
 CANVAS = 32  # pixels, width and height
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-COLORS = {
-    "red": (1.0, 0.15, 0.15), "green": (0.1, 0.85, 0.2), "blue": (0.2, 0.4, 1.0), "yellow": (1.0, 0.85, 0.1),
-    "purple": (0.75, 0.2, 0.9), "white": (0.9, 0.9, 0.9),
-}  # fmt: skip
+COLORS = {"red": (0.95, 0.2, 0.2), "green": (0.2, 0.85, 0.3), "blue": (0.3, 0.45, 1.0), "yellow": (0.95, 0.85, 0.2)}
 SIZES = {"small": 12.0, "large": 22.0}  # side of the enlarged 8x8 scan, pixels
 PLAIN = 16.0  # ... of a digit whose size is not said
 # Where the centre of a digit counts as being "in the top left": x0, y0, x1, y1 in pixels.
@@ -65,12 +62,12 @@ def triple(items: list[Thing]) -> Prompt:
 
 
 def singles() -> list[Prompt]:
-    """All 360: 10 digits x 6 colours x (no place, 5 places)."""
+    """All 240: 10 digits x 4 colours x (no place, 5 places)."""
     return [single(thing(d, c, None, place)) for d, c, place in itertools.product(range(10), COLORS, (None, *PLACES))]
 
 
 def sized() -> list[Prompt]:
-    """All 720: as ``singles``, small or large."""
+    """All 480: as ``singles``, small or large."""
     space = itertools.product(range(10), COLORS, SIZES, (None, *PLACES))
     return [single(thing(*choice)) for choice in space]
 
@@ -98,7 +95,7 @@ def is_held_out(text: str) -> bool:
 
 
 def captions(kind: Kind, count: int, seed: int = 0) -> list[Prompt]:
-    """``count`` different captions of a kind in a random order; of ``single`` only 360 exist, of ``sized`` 720.
+    """``count`` different captions of a kind in a random order; of ``single`` only 240 exist, of ``sized`` 480.
 
     ``mixed`` is the four other kinds in equal parts.
     """

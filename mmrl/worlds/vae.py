@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmrl.types import Prompt
-from mmrl.worlds.progress import Progress
+from mmrl.worlds.progress import Progress, quiet_libraries
 from mmrl.worlds.recipes import PartsRecipe, VaeRecipe
 from mmrl.worlds.render import render
 from mmrl.worlds.scenes import CANVAS, captions, is_held_out
@@ -20,7 +20,7 @@ from samplers.noise import Rng
 
 def training_prompts(count: int, single: float, seed: int) -> list[Prompt]:
     """``count`` prompts, a share ``single`` with one digit, the rest sized, pairs and triples; no held-out caption."""
-    one = [p for p in captions("single", 360, seed) if not is_held_out(p["text"])]
+    one = [p for p in captions("single", 240, seed) if not is_held_out(p["text"])]
     more = [p for k in ("sized", "pairs", "triples") for p in captions(k, 720, seed) if not is_held_out(p["text"])]
     rows = Rng.of(seed, "prompts").uniform(torch.arange(count), (2,)).tolist()
     return [pool[int(v * len(pool))] for u, v in rows for pool in (one if u < single else more,)]
@@ -32,8 +32,9 @@ def build_parts(folder: Path, recipe: PartsRecipe, progress: Progress) -> None:
     teach_text(models, recipe.text, progress)
     models["vae"] = new_vae(recipe.vae)
     teach_vae(models["vae"], recipe.vae, progress)
-    for name, model in models.items():
-        model.save_pretrained(folder / name)
+    with quiet_libraries():
+        for name, model in models.items():
+            model.save_pretrained(folder / name)
 
 
 def new_vae(recipe: VaeRecipe) -> Any:
