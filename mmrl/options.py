@@ -32,6 +32,7 @@ class TrainOptions:
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # of the forward pass (mixed precision)
     gradient_checkpointing: bool = False  # recompute activations: less memory, about a third more time
     ema: Annotated[float, Ge(0), Lt(1)] | None = None  # decay of the moving average of the weights; null: none
+    ema_every: Count = 1  # optimizer steps between its updates
     reduction: Literal["decision", "row", "constant"] = "decision"  # what counts the same in the mean of the loss
     gate: Positive | Literal["auto"] | None = "auto"  # tolerated |re-scored - recorded log-prob| before the first step
     checkpoint_every: Natural = 50  # iterations; 0: only at the end

@@ -22,7 +22,7 @@ from .data import batch
 from .device import Device
 from .metrics import Meter, observe
 from .objectives.base import Objective
-from .optimizers import lr_factor
+from .optimizers import ema_decay, lr_factor
 from .options import TrainOptions, arithmetic
 from .policies.base import Policy
 from .registry import UserError
@@ -139,10 +139,9 @@ class Trainer:
         if finite or self.device.scales_loss:  # fp16's loss scaler leaves the step out by itself, and learns from it
             self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.options.ema and (self.step + 1) % self.options.ema_every == 0:
+            self.policy.weights.track("ema", ema_decay(self.step, self.options.ema))
         self.step += 1
-        if self.options.ema:
-            warm = min(self.options.ema, (1 + self.step) / (10 + self.step))
-            self.policy.weights.track("ema", warm)
         return finite
 
     def _batches(self, rollout: Rollout, rng: Rng) -> Iterator[Rollout]:

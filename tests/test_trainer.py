@@ -9,12 +9,13 @@ from mmrl import advantages, distributed
 from mmrl.batches import batches
 from mmrl.metrics import Meter, observe
 from mmrl.objectives import PolicyGradient
-from mmrl.optimizers import adamw, lr_factor
+from mmrl.optimizers import adamw, ema_decay, lr_factor
 from mmrl.options import TrainOptions
 from mmrl.registry import UserError
 from mmrl.scoring import Scorer
 from mmrl.trainer import Trainer
 from mmrl.types import Rollout
+from mmrl.weights import Weights
 from samplers.noise import Rng
 
 from . import toys
@@ -118,6 +119,31 @@ def test_moving_average_and_reference_are_kept():
     for name in base:
         assert torch.equal(ref[name], base[name]) and not torch.equal(live[name], base[name])
         assert (ema[name] - live[name]).norm() < (base[name] - live[name]).norm()
+
+
+def test_the_moving_average_is_flow_grpos():
+    """Vector TV21: decay 0.9 every 8 steps, the parameter equal to the step."""
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(module.weight)
+    weights, found = Weights(module), []
+    weights.keep("ema")
+    for step in range(32):
+        nn.init.constant_(module.weight, step)
+        if (step + 1) % 8 == 0:
+            weights.track("ema", ema_decay(step, 0.9))
+            found.append((step, ema_decay(step, 0.9), float(weights.full("ema")["weight"])))
+    expected = [(7, 0.470588, 3.705883), (15, 0.64, 7.771765), (23, 0.727273, 11.92492), (31, 0.780488, 16.112133)]
+    assert found == [pytest.approx(line, abs=2e-5) for line in expected]
+
+
+def test_the_moving_average_waits_its_turn():
+    trainer = make_trainer(ema=0.5, ema_every=3)
+    trainer.iterate()  # two steps
+    ema, ref = (trainer.policy.weights.full(name) for name in ("ema", "ref"))
+    assert all(torch.equal(ema[name], ref[name]) for name in ref)
+    trainer.iterate()
+    ema = trainer.policy.weights.full("ema")
+    assert any(not torch.equal(ema[name], ref[name]) for name in ref)
 
 
 def test_the_old_snapshot_samples_when_asked():
