@@ -80,11 +80,11 @@ def export(
 @app.command()
 def report(run: RunFolder) -> None:
     """One self-contained HTML page about a run."""
-    from .report import before_after_picture, write_report
+    from .report import write_report
 
     print(write_report(run))
-    if (run / "samples" / "after.png").exists():
-        print(before_after_picture(run))
+    if (run / "before_after.png").exists():
+        print(run / "before_after.png")
 
 
 @app.command(name="list")
@@ -100,7 +100,8 @@ def doctor() -> None:
     """Versions, devices, attention backends, disk: what is there and what is missing."""
     from .doctor import print_report
 
-    print_report()
+    if not print_report():
+        raise typer.Exit(1)
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ def train(name: Path, overrides: Sequence[str] = (), resume: bool = False) -> Pa
     folder = name if resume else run_folder(found, name)
     notes = _resume(trainer, folder) if resume else []
     with RunLog(
-        folder, resume, start=trainer.iteration, options=found.section("log", LogOptions), active=trainer.device.main,
+        folder, resume, start=trainer.iteration + 1, options=found.section("log", LogOptions), active=trainer.device.main,
         config=found.plain,
     ) as log:  # fmt: skip
         run = Run(session, trainer, log, folder)
