@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -26,7 +27,7 @@ class Device:
         if options.precision == "fp16" and not torch.cuda.is_available():
             raise UserError("train.precision fp16 needs a CUDA device; use bf16 or fp32")
         AcceleratorState._reset_state()  # a second trainer in one program may use another precision
-        self.accelerator = Accelerator(mixed_precision=ACCELERATE_PRECISION[options.precision])
+        self.accelerator = Accelerator(mixed_precision=ACCELERATE_PRECISION[options.precision], cpu=_many_on_cpu())
         self.options = options
         self.rank, self.processes = self.accelerator.process_index, self.accelerator.num_processes
 
@@ -69,3 +70,8 @@ class Device:
 
     def wait(self) -> None:
         self.accelerator.wait_for_everyone()
+
+
+def _many_on_cpu() -> bool:
+    """Launched as one of several processes without an accelerator: accelerate takes each for the only one unless told."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.accelerator.is_available()

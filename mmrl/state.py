@@ -23,7 +23,7 @@ from . import distributed
 from .checkpoint import Arrays
 from .registry import UserError
 from .trainer import Trainer
-from .weights import LIVE
+from .weights import LIVE, reshard
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -61,19 +61,22 @@ def restore(trainer: Trainer, arrays: Arrays, meta: dict[str, Any]) -> None:
 
 
 def _optimizer_state(trainer: Trainer) -> dict[str, Any]:
+    """Whole tensors by parameter name; on every process but the main one empty."""
+    reshard(trainer.policy.net)
     inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     return get_optimizer_state_dict(trainer.policy.net, inner, options=WHOLE)
 
 
 def _load_optimizer(trainer: Trainer, state: dict[str, Any]) -> None:
+    reshard(trainer.policy.net)
     inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     set_optimizer_state_dict(trainer.policy.net, inner, state, options=WHOLE)
 
 
 def _flatten(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors as ``parameter/slot``, everything else as JSON."""
-    tensors, plain = {}, {"groups": state["param_groups"], "values": {}}
-    for parameter, slots in state["state"].items():
+    tensors, plain = {}, {"groups": state.get("param_groups", []), "values": {}}
+    for parameter, slots in state.get("state", {}).items():
         for slot, value in slots.items():
             (tensors if isinstance(value, Tensor) else plain["values"])[f"{parameter}/{slot}"] = value
     return tensors, plain
@@ -89,7 +92,7 @@ def _unflatten(tensors: dict[str, Tensor], plain: dict[str, Any]) -> dict[str, A
 
 def _generators() -> list[dict[str, Any]]:
     """State of the global generators of every process, in order of rank."""
-    kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002 the global one is what outside code draws from
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     own = {
         "python": random.getstate(),
@@ -106,7 +109,7 @@ def _set_generators(saved: list[dict[str, Any]]) -> None:
     version, words, gauss = own["python"]
     random.setstate((version, tuple(words), gauss))
     kind, keys, position, has_gauss, cached = own["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
     torch.set_rng_state(_bytes(own["torch"]))
     if torch.cuda.is_available() and len(own["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all([_bytes(state) for state in own["cuda"]])

@@ -3,6 +3,7 @@
 With LoRA the adapter starts at zero, so the snapshot taken before step 0 *is* the base model: reference, old and
 averaged policies need no second model. A snapshot is swapped in by *exchanging contents in place*, shard by shard:
 no parameter object changes, so DDP, FSDP2 (DTensor) and optimizers never notice, and no third copy is needed.
+Under FSDP2 every method but ``parameters`` is called by all processes alike.
 """
 
 from __future__ import annotations
@@ -12,9 +13,19 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 LIVE = "live"
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what activation checkpointing and torch.compile put in names
+
+
+def reshard(module: nn.Module) -> None:
+    """Make the shards the parameters again. After a forward pass FSDP2 keeps the whole weights of its outermost group
+    for the backward pass to come; a pass after a change of the shards would compute with the weights of before."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -31,8 +42,10 @@ class Weights:
         self.current = LIVE
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Trainable parameters by name; looked up anew since sharding replaces the objects."""
-        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        """Trainable parameters (under FSDP2 the shards) by the name they have without any wrapper; looked up anew
+        since sharding replaces the objects."""
+        reshard(self.module)
+        return {_plain(name): p for name, p in self.module.named_parameters() if p.requires_grad}
 
     @torch.no_grad()
     def keep(self, name: str) -> None:
@@ -96,6 +109,12 @@ class Weights:
                 local(p).copy_(part)
             else:
                 self.saved.setdefault(name, {})[key] = part.clone()
+
+
+def _plain(name: str) -> str:
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 def _whole(p: Tensor) -> Tensor:

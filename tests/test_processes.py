@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[1]
 
 def launch(folder, processes):
     folder.mkdir()
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
-                "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]  # fmt: skip
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines",
+                "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]  # fmt: skip
     command = [*launcher, "-m"] if processes == 2 else [sys.executable, "-m"]
     clean = {
         k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "RANK", "WORLD", "LOCAL_", "MASTER_"))
@@ -28,6 +28,10 @@ def launch(folder, processes):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
+
+
+def named(name, message):
+    return f"{name}: {message}"
 
 
 @pytest.fixture(scope="module")
