@@ -73,5 +73,5 @@ class Device:
 
 
 def _many_on_cpu() -> bool:
-    """Launched as one of several processes without an accelerator: accelerate takes each for the only one unless told."""
+    """Launched as one of several, without a GPU: unless told, accelerate takes each process for the only one."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.accelerator.is_available()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from .registry import UserError
 
 
 def world() -> tuple[int, int]:
@@ -37,6 +42,25 @@ def all_gather_rows(x: Tensor) -> Tensor:
     parts = [torch.empty_like(padded) for _ in range(size)]
     dist.all_gather(parts, padded)
     return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)]).to(x.device)
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """A UserError that ends this block on one process is raised by all: nobody waits for one that has gone.
+
+    Entering and leaving is a collective call; the block itself must make none.
+    """
+    mine = ""
+    try:
+        yield
+    except UserError as error:
+        if world()[1] == 1:
+            raise
+        mine = str(error) or "unknown"
+    if float(all_max(torch.tensor(float(bool(mine))))):
+        text = torch.tensor(list(mine.encode() + b"\0"), dtype=torch.uint8)
+        messages = bytes(all_gather_rows(text).tolist()).decode().split("\0")
+        raise UserError("\n".join(dict.fromkeys(message for message in messages if message)))
 
 
 def _reduce(x: Tensor, op: dist.ReduceOp) -> Tensor:

@@ -34,13 +34,19 @@ class Estimate:
 def sample(
     policy: Policy, prompts: Sequence[Prompt], copies: int, seed: int, guidance: float | None = None
 ) -> tuple[Media, list[Prompt]]:
-    """This process's samples and their prompts, with the noise that ``seed`` names: the same before and after."""
+    """This process's samples and their prompts, with the noise that ``seed`` names: the same before and after.
+
+    Every process samples equally many, as sharded models need; what fills up the last ones is thrown away.
+    """
     rank, size = distributed.world()
-    first, last = (len(prompts) * r // size for r in (rank, rank + 1))
+    share = -(-len(prompts) // size)
+    first = rank * share
+    mine = list(prompts[first : first + share])
+    rows = len(mine) * copies
     with policy.evaluating(guidance):
         rng = Rng(Rng.of(seed, "evaluation").key, first)
-        rollout = policy.rollout(list(prompts[first:last]), copies, rng)
-        return policy.decode(rollout), rollout.asked()
+        rollout = policy.rollout([*mine, *[prompts[0]] * (share - len(mine))], copies, rng)
+        return policy.decode(rollout)[:rows], rollout.asked()[:rows]
 
 
 def evaluate(
@@ -49,7 +55,8 @@ def evaluate(
     """Estimate of every reward under the current weights; a collective call."""
     chosen = list(prompts[: options.prompts])
     media, asked = sample(policy, chosen, options.copies, options.seed, guidance)
-    rewards: Rewards = scorer(media, asked)
+    with distributed.together():
+        rewards: Rewards = scorer(media, asked)
     whole = {name: distributed.all_gather_rows(value).view(-1, options.copies) for name, value in rewards.items()}
     return {name: estimate(value) for name, value in whole.items()}
 

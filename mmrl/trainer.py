@@ -79,7 +79,7 @@ class Trainer:
         with self._timed("rollout"), self.policy.weights.using(self.objective.behaviour):
             rollout = self.policy.rollout(mine, self.options.copies, self._rng("rollout", offset=first))
             media = self.policy.decode(rollout)
-        with self._timed("reward"):
+        with self._timed("reward"), distributed.together():
             rewards = self._on_device(self.scorer(media, rollout.asked()), rollout)
         advantage = self.advantage(rewards, rollout).to(rollout.logprob)
         kept = ~advantage.isnan()
