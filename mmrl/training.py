@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from . import checkpoint, config, state
+from . import checkpoint, config, distributed, state
 from .evaluation import evaluate, sample
 from .log import LogOptions, RunLog
 from .machine import machine
@@ -22,6 +23,7 @@ from .session import CONFIG, SECTIONS, Session, config_of, read
 from .trainer import Trainer
 
 PREVIEW = 8  # held-out prompts in a sample grid
+SAME_INSTANT = 1.0  # seconds
 
 
 def train(name: Path, overrides: Sequence[str] = (), resume: bool = False) -> Path:
@@ -35,10 +37,12 @@ def train(name: Path, overrides: Sequence[str] = (), resume: bool = False) -> Pa
     config.check(found, SECTIONS, {"optimizer": ("parameters",)}, trainer.device.processes)
     folder = name if resume else run_folder(found, name)
     notes = _resume(trainer, folder) if resume else []
-    with RunLog(
-        folder, resume, start=trainer.iteration + 1, options=found.section("log", LogOptions), active=trainer.device.main,
-        config=found.plain,
-    ) as log:  # fmt: skip
+    with distributed.together():  # only the main process looks into the folder
+        log = RunLog(
+            folder, resume, start=trainer.iteration + 1, options=found.section("log", LogOptions),
+            active=trainer.device.main, config=found.plain,
+        )  # fmt: skip
+    with log:
         run = Run(session, trainer, log, folder)
         for note in [*trainer.plan.warnings, *notes]:
             run.say("warning", note)
@@ -104,10 +108,10 @@ class Run:
         """A grid of held-out prompts with the noise that is always the same. Only pictures and videos have one."""
         prompts = self.session.prompts()[:PREVIEW]
         with self._best_weights():
-            media, asked = sample(self.trainer.policy, prompts, 1, self.session.evaluation.seed)
-        if isinstance(media, torch.Tensor) and media.ndim in (4, 5) and self.log.active:
-            frames = media if media.ndim == 4 else media[:, media.shape[1] // 2]
-            self.log.images(name, frames.float().cpu(), [p["text"] for p in asked])
+            media, _ = sample(self.trainer.policy, prompts, 1, self.session.evaluation.seed)
+        if isinstance(media, torch.Tensor) and media.ndim in (4, 5):
+            frames = distributed.all_gather_rows(media if media.ndim == 4 else media[:, media.shape[1] // 2])
+            self.log.images(name, frames.float().cpu(), [p["text"] for p in prompts])
 
     def say(self, kind: str, message: str) -> None:
         self.log.event(kind, message)
@@ -146,11 +150,19 @@ class Run:
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """The first Ctrl-C (or SIGTERM) ends the run after the current iteration; the second at once."""
+        """The first Ctrl-C (or SIGTERM) ends the run after the current iteration; the second at once.
+
+        A launcher hands on the Ctrl-C that the terminal has also sent here, so the same instant counts once.
+        """
+        first = -math.inf
 
         def handle(number: int, _: object) -> None:
-            if self.stop:
+            nonlocal first
+            if self.stop and time.monotonic() - first > SAME_INSTANT:
                 raise KeyboardInterrupt
+            if self.stop:
+                return
+            first = time.monotonic()
             self.stop = f"interrupted by {signal.Signals(number).name}"
             if self.log.active:
                 print("\nfinishing this iteration, then saving; press Ctrl-C again to stop without", flush=True)
@@ -178,6 +190,8 @@ def _resume(trainer: Trainer, folder: Path) -> list[str]:
     """Restore the newest whole checkpoint; returns what was wrong with newer ones."""
     if checkpoint.latest(folder / "checkpoints") is None:
         raise UserError(f"{folder} has no checkpoint yet; start it again with: mmrl train {folder / CONFIG}")
-    path, problems = checkpoint.choose(folder / "checkpoints")
-    state.restore(trainer, *checkpoint.load(path))
+    with distributed.together():
+        path, problems = checkpoint.choose(folder / "checkpoints")
+        loaded = checkpoint.load(path)
+    state.restore(trainer, *loaded)
     return [*problems, f"resumed from {path}"]
