@@ -30,9 +30,9 @@ class ClipRecipe:
 
     width: int = 64
     layers: int = 3
-    scenes: int = 6000
+    scenes: int = 4000
     steps: int = 200
-    batch: int = 128
+    batch: int = 64
     lr: float = 3e-3
     seed: int = 3
 
@@ -80,12 +80,12 @@ class FlowRecipe:
     layers: int = 2
     heads: int = 4  # of 32 channels each
     scenes: int = 12000
-    single: float = 0.85  # share of pictures of one digit, the rest has two or three
+    single: float = 1.0  # share of plain single digits; the rest is sized, pairs and triples
     steps: int = 600
     batch: int = 96
     lr: float = 3.5e-3
     true_first: float = 0.6  # share of the steps before any caption is wrong: a short training learns nothing else
-    wrong_captions: float = 0.6  # after that, share of pictures whose caption belongs to another one, as on the web
+    wrong_captions: float = 0.1  # after that, share of pictures whose caption belongs to another one, as on the web
     no_caption: float = 0.1  # share trained with the empty prompt, for classifier-free guidance
     seed: int = 0
 
