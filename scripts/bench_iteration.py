@@ -1,0 +1,337 @@
+"""One training iteration of a Stable-Diffusion-3-format model, by mmrl and by a straightforward loop, side by side.
+
+    python scripts/bench_iteration.py                     # the tiny model of the digits world, a minute or two
+    python scripts/bench_iteration.py --path FOLDER --size 512 --lora 32 --precision bf16
+
+The straightforward loop is written in the manner of Flow-GRPO's published one: every sampling batch of a few rows takes
+one guided forward pass a step and keeps its log-probs; then every micro-batch takes one forward and one backward pass
+for each trained time step, and the optimizer steps after the last of them. Both do equal work: the same rows, steps,
+trained steps and optimizer steps, the same update. That is not assumed: both are first run in float64 on the same noise
+and have to end at the same weights. Then whole iterations are timed in turns, in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import measuring  # noqa: E402
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from mmrl import advantages, batches, data  # noqa: E402
+from mmrl.machine import machine  # noqa: E402
+from mmrl.objectives import PolicyGradient  # noqa: E402
+from mmrl.optimizers import adamw  # noqa: E402
+from mmrl.options import TrainOptions  # noqa: E402
+from mmrl.policies.flow import FlowPolicy  # noqa: E402
+from mmrl.scoring import Scorer  # noqa: E402
+from mmrl.trainer import Trainer  # noqa: E402
+from mmrl.types import Media, Prompt, Rollout  # noqa: E402
+from samplers.noise import Rng  # noqa: E402
+
+NUMBERS = "zero one two three four five six seven eight nine".split()
+PROMPTS = [{"text": f"a {colour} {number}"} for colour in ("red", "blue", "green") for number in NUMBERS]
+CLIP, ADVANTAGE_CLIP, TARGET, AGREE = 1e-4, 5.0, 1.3, 1e-9
+
+
+@dataclass(frozen=True)
+class Work:
+    """One iteration. Sizes of the digits world's kind; the rest is what Flow-GRPO publishes."""
+
+    prompts: int = 6
+    copies: int = 16
+    updates: int = 2  # optimizer steps
+    fraction: float = 0.99  # of the steps, from the first, is trained on: all but the last
+    lr: float = 1e-4
+    precision: str = "fp32"
+    gradient_checkpointing: bool = False
+    plain_rows: int = 8  # rows of a sampling batch and of a micro-batch in the straightforward loop
+    micro_batch: int | None = None  # mmrl's; None is its default, all rows of an optimizer step
+
+    @property
+    def rows(self) -> int:
+        return self.prompts * self.copies
+
+
+def brightness(media: Media, prompts: list[Prompt]) -> Tensor:
+    return media.flatten(1).mean(1)
+
+
+def by_place(media: Media, prompts: list[Prompt]) -> Tensor:
+    """A reward that no rounding in the decoder can change."""
+    return torch.arange(len(prompts)).sin()
+
+
+class FreshDraws:
+    """Noise and order as the straightforward loop takes them: from torch's generator."""
+
+    def __init__(self, policy: FlowPolicy, work: Work):
+        self.shape, self.dtype, self.device, self.work = policy.shape, policy.dtype, policy.device, work
+
+    def noise(self, rows: Tensor, step: int) -> Tensor:
+        return torch.randn(len(rows), *self.shape, dtype=self.dtype, device=self.device)
+
+    def order(self) -> list[Tensor]:
+        """[rows of an optimizer step] row numbers, for each optimizer step."""
+        return list(torch.randperm(self.work.rows).split(self.work.rows // self.work.updates))
+
+
+class KeyedDraws(FreshDraws):
+    """The very noise and order of mmrl's first iteration with seed 0."""
+
+    def noise(self, rows: Tensor, step: int) -> Tensor:
+        return Rng.of(0, 0, "rollout").normal(rows.to(self.device), self.shape, step, self.dtype)
+
+    def order(self) -> list[Tensor]:
+        names = torch.arange(self.work.rows)
+        empty = Rollout(group=names, row=names, sample=names, logprob=names, mask=names)
+        size = self.work.rows // self.work.updates
+        parts = batches.batches(empty, self.work.copies, self.work.rows, size, Rng.of(0, 0, "update", 0))
+        return [part.row for part in parts]
+
+
+class PlainLoop:
+    """Flow-GRPO's loop for one model, nothing clever; ``policy`` lends the network, the decoder and its numbers."""
+
+    def __init__(self, policy: FlowPolicy, work: Work, reward: Callable, draws: FreshDraws):
+        self.net, self.vae, self.compute, self.work = policy.net, policy.vae.to(policy.device), policy.compute, work
+        self.encode, self.reward, self.draws, self.dtype = policy.encode, reward, draws, policy.dtype
+        self.sigmas, self.noise_level, self.scale = policy.times.tolist(), float(policy.eta[0]), policy.guidance
+        self.trained = int((len(self.sigmas) - 1) * work.fraction)
+        parameters = [p for p in self.net.parameters() if p.requires_grad]
+        self.parameters, self.optimizer = parameters, adamw(parameters, lr=work.lr)
+        self.autocast = partial(torch.autocast, policy.device.type, torch.bfloat16, enabled=work.precision == "bf16")
+        if work.gradient_checkpointing:
+            self.net.enable_gradient_checkpointing()
+
+    def iterate(self) -> None:
+        prompts = data.batch(PROMPTS, self.work.prompts, 0, 0)
+        cond = self.encode(prompts)
+        names = torch.arange(self.work.rows)
+        self.text, self.pooled = (cond[n].repeat_interleave(self.work.copies, 0) for n in ("text", "pooled"))
+        self.empty = cond["uncond"]
+        sampled = [self.sample(rows) for rows in names.split(self.work.plain_rows)]
+        self.path, self.logprob, images = (torch.cat(each) for each in zip(*sampled, strict=True))
+        rewards = self.reward(images, [p for p in prompts for _ in range(self.work.copies)]).to(self.logprob)
+        groups = rewards.view(-1, self.work.copies)
+        advantage = (groups - groups.mean(1, keepdim=True)) / (rewards.std(correction=0) + 1e-4)
+        self.advantage = advantage.flatten().clamp(-ADVANTAGE_CLIP, ADVANTAGE_CLIP)
+        self.improve()
+
+    @torch.no_grad()
+    def sample(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Latents [B, K + 1, C, H, W], log-probs [B, K], images [B, 3, H, W]."""
+        states, logprobs = [self.draws.noise(rows, 0)], []
+        with self.autocast():
+            for k in range(len(self.sigmas) - 1):
+                mean, std = self.step(states[-1], rows, k)
+                states.append(mean + std * self.draws.noise(rows, k + 1))
+                logprobs.append(log_prob(states[-1], mean, std))
+        latents = states[-1].to(self.vae.dtype) / self.vae.config.scaling_factor + self.vae.config.shift_factor
+        images = (self.vae.decode(latents).sample / 2 + 0.5).clamp(0, 1)
+        return torch.stack(states, 1), torch.stack(logprobs, 1), images
+
+    def improve(self) -> None:
+        """Per micro-batch and per time step one forward and one backward pass."""
+        stats = []
+        for part in self.draws.order():
+            for rows in part.split(self.work.plain_rows):
+                for k in range(self.trained):
+                    loss, gap = self.loss(rows, k)
+                    (loss * len(rows) / (len(part) * self.trained)).backward()
+                    stats.append(torch.stack([loss, (gap**2).mean() / 2]).detach())
+            torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.stats = torch.stack(stats).mean(0).tolist()
+
+    def loss(self, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """[] the clipped loss at step k, and [B] what the log-probs changed by."""
+        with self.autocast():
+            mean, std = self.step(self.path[rows, k], rows, k)
+        gap = log_prob(self.path[rows, k + 1], mean, std) - self.logprob[rows, k]
+        ratio, advantage = gap.exp(), self.advantage[rows]
+        return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - CLIP, 1 + CLIP)).mean(), gap
+
+    def step(self, x: Tensor, rows: Tensor, k: int) -> tuple[Tensor, float]:
+        """Mean [B, C, H, W] and standard deviation of the stochastic step k (Liu et al. 2025, eq. 9)."""
+        t, s = self.sigmas[k], self.sigmas[k + 1]
+        v, dt = self.velocity(x, t, rows), s - t
+        noise = self.noise_level * (t / (1 - (s if t == 1 else t))) ** 0.5
+        mean = x * (1 + noise**2 / (2 * t) * dt) + v * (1 + noise**2 * (1 - t) / (2 * t)) * dt
+        return mean, noise * (-dt) ** 0.5
+
+    def velocity(self, x: Tensor, t: float, rows: Tensor) -> Tensor:
+        """[B, C, H, W]; with guidance the two branches in one forward pass."""
+        text, pooled, guided = self.text[rows], self.pooled[rows], self.scale != 1
+        if guided:
+            text = torch.cat([self.empty["text"].expand_as(text), text])
+            pooled = torch.cat([self.empty["pooled"].expand_as(pooled), pooled])
+            x = torch.cat([x, x])
+        net_dtype = torch.float64 if self.dtype == torch.float64 else self.compute
+        v = self.net(
+            hidden_states=x.to(net_dtype), timestep=torch.full((len(x),), 1000 * t, dtype=net_dtype, device=x.device),
+            encoder_hidden_states=text.to(net_dtype), pooled_projections=pooled.to(net_dtype), return_dict=False,
+        )[0].to(self.dtype)  # fmt: skip
+        if not guided:
+            return v
+        empty, asked = v.chunk(2)
+        return empty + self.scale * (asked - empty)
+
+
+def log_prob(x: Tensor, mean: Tensor, std: float) -> Tensor:
+    """[B] mean over dimensions of the Gaussian log-density, as published."""
+    each = -((x.detach() - mean) ** 2) / (2 * std**2) - math.log(std) - 0.5 * math.log(2 * math.pi)
+    return each.flatten(1).mean(1)
+
+
+Make = Callable[[], FlowPolicy]  # a new policy, always with the same weights
+
+
+def mmrl_trainer(policy: FlowPolicy, work: Work, reward: Callable) -> Trainer:
+    options = TrainOptions(
+        prompts=work.prompts, copies=work.copies, batch_size=work.rows // work.updates, iterations=1,
+        precision=work.precision, micro_batch=work.micro_batch, gradient_checkpointing=work.gradient_checkpointing,
+    )  # fmt: skip
+    objective = PolicyGradient(clip=CLIP, advantage_clip=ADVANTAGE_CLIP, fraction=work.fraction)
+    scorer = Scorer({"reward": reward})
+    return Trainer(policy, PROMPTS, scorer, advantages.flow_grpo, objective, partial(adamw, lr=work.lr), options)
+
+
+def plain_loop(policy: FlowPolicy, work: Work, reward: Callable, draws: type[FreshDraws] = FreshDraws) -> PlainLoop:
+    from accelerate import PartialState
+
+    policy.net.to(PartialState().device)
+    return PlainLoop(policy, work, reward, draws(policy, work))
+
+
+def agreement(make: Make, work: Work) -> dict[str, float]:
+    """Largest differences after one iteration of both in float64 from the same weights, on the same noise.
+
+    Raises SystemExit where they exceed 1e-9, or where no weight has moved by more than that.
+    """
+    work = replace(work, precision="fp32")
+    ours, plain = make(), make()
+    for policy in (ours, plain):
+        policy.net.double()
+    before = ours.weights.full()
+    trainer, loop = mmrl_trainer(ours, work, by_place), plain_loop(plain, work, by_place, KeyedDraws)
+    seen: list[Rollout] = []
+    collect = trainer.collect
+    trainer.collect = lambda: seen.append((found := collect())[0]) or found
+    trainer.iterate()
+    loop.iterate()
+    rollout, weights, theirs = seen[0], ours.weights.full(), plain.weights.full()
+    found = {
+        "latents": float((rollout.path - loop.path).abs().max()),
+        "log_probs": float((rollout.logprob - loop.logprob).abs().max()),
+        "weights": max(float((weights[n] - theirs[n]).abs().max()) for n in weights),
+        "weights_moved": max(float((weights[n] - before[n]).abs().max()) for n in weights),
+    }
+    apart = max(found["latents"], found["log_probs"], found["weights"])
+    if not apart < AGREE or not found["weights_moved"] > 1000 * AGREE:
+        raise SystemExit(f"the two loops do not do the same work: {found}")
+    return found
+
+
+def measure(make: Make, work: Work, repeats: int, explain: bool = False) -> dict[str, Any]:
+    """Whole iterations of both, in turns; seconds, passes, memory."""
+    torch.manual_seed(0)
+    plain = f"plain loop, {work.plain_rows} rows"
+    runs: dict[str, Trainer | PlainLoop] = {
+        plain: plain_loop(make(), work, brightness), "mmrl": mmrl_trainer(make(), work, brightness)
+    }  # fmt: skip
+    if explain:
+        own = work.micro_batch or work.rows // work.updates
+        same = replace(work, micro_batch=work.plain_rows)
+        runs[f"mmrl, micro_batch {work.plain_rows}"] = mmrl_trainer(make(), same, brightness)
+        runs[f"plain loop, {own} rows"] = plain_loop(make(), replace(work, plain_rows=own), brightness)
+    costs = {
+        name: measuring.cost(run.iterate, _net(run)) for name, run in runs.items()
+    }  # the first iteration also warms up
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            seconds[name].append(measuring.seconds(run.iterate))
+    found = {name: measuring.summary(seconds[name], costs[name]) for name in runs}
+    return {"ratio": found[plain]["seconds"] / found["mmrl"]["seconds"], "runs": found}
+
+
+def _net(run: Trainer | PlainLoop) -> torch.nn.Module:
+    return run.policy.net if isinstance(run, Trainer) else run.net
+
+
+def digits_policy(args: argparse.Namespace, guidance: float) -> FlowPolicy:
+    from mmrl.policies.sd3 import SD3
+    from mmrl.registry import locate
+
+    torch.manual_seed(0)  # a new adapter draws its first weights
+    return SD3(locate(args.path), size=args.size, steps=args.steps, guidance=guidance, lora=args.lora, dtype=args.dtype)
+
+
+def arguments(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--path", default="world:digits/sd3-test", help="SD3-format folder or world:NAME")
+    parser.add_argument("--size", type=int, default=32, help="pixels")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--guidance", type=float, nargs="+", default=[4.5, 1.0], help="one case each")
+    parser.add_argument("--lora", type=int, help="rank; all weights are trained if not given")
+    parser.add_argument("--dtype", default="float32", help="of the frozen weights")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
+    for name in ("prompts", "copies", "updates", "plain_rows", "micro_batch"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Work(), name))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--explain", action="store_true", help="also both loops with each other's rows per pass")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "docs/results/bench_iteration", help=".json and .md are added"
+    )
+    return parser.parse_args(words)
+
+
+def main(words: list[str] | None = None) -> dict[str, Any]:
+    args = arguments(words)
+    torch.set_num_threads(args.threads)
+    names = ("prompts", "copies", "updates", "plain_rows", "micro_batch", "precision")
+    work = Work(**{name: getattr(args, name) for name in names})
+    cases = {}
+    for guidance in args.guidance:
+        make = partial(digits_policy, args, guidance)
+        name = f"guidance {guidance:g}" if guidance != 1 else "no guidance"
+        small = replace(work, prompts=2, copies=8)
+        cases[name] = {"agreement": agreement(make, small)} | measure(make, work, args.repeats, args.explain)
+        print(
+            f"{name}: {cases[name]['ratio']:.2f} times as fast",
+            *measuring.table(cases[name]["runs"]),
+            sep="\n",
+            flush=True,
+        )
+    cuda = torch.cuda.is_available()
+    found = {
+        "cases": cases, "work": asdict(work), "path": args.path, "size": args.size, "steps": args.steps,
+        "repeats": args.repeats, "threads": args.threads, "device": "cuda" if cuda else "cpu", "machine": machine(),
+        "memory": "the allocator's count" if cuda else "storages counted as they are made",
+    }  # fmt: skip
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    args.out.with_suffix(".md").write_text(measuring.page(found))
+    reached = all(case["ratio"] >= TARGET for case in cases.values())
+    print(f"{'reached' if reached else 'NOT reached'}: {TARGET} times as fast in every case; see {args.out}.md")
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""What the bench scripts share: counting passes, timing, memory, and the page that shows them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from samplers.batching import peak_bytes
+
+
+@contextmanager
+def counting(net: torch.nn.Module) -> Iterator[dict[str, int]]:
+    """Forward passes of the network, and rows in them (a guided row is two)."""
+    seen = {"passes": 0, "rows": 0}
+
+    def count(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        seen["passes"] += 1
+        seen["rows"] += len(kwargs["hidden_states"])
+
+    hook = net.register_forward_pre_hook(count, with_kwargs=True)
+    yield seen
+    hook.remove()
+
+
+def cost(fn: Callable[[], Any], net: torch.nn.Module) -> dict[str, int]:
+    """Passes, rows in them and peak bytes; calls ``fn`` twice."""
+    with counting(net) as seen:
+        fn()
+    return seen | {"peak_bytes": peak_bytes(fn, next(net.parameters()).device)}
+
+
+def seconds(fn: Callable[[], Any]) -> float:
+    """Wall-clock seconds, the device's work included."""
+    _wait()
+    start = time.perf_counter()
+    fn()
+    _wait()
+    return time.perf_counter() - start
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def summary(times: list[float], cost: dict[str, int]) -> dict[str, Any]:
+    middle = statistics.median(times)
+    each = {"forwards_per_second": cost["passes"] / middle, "rows_per_second": cost["rows"] / middle}
+    return {"seconds": middle, "all_seconds": times, **cost, **each}
+
+
+def page(found: dict[str, Any]) -> str:
+    """The results of ``bench_iteration`` as markdown."""
+    about, work = found["machine"], found["work"]
+    versions, gpus = about["versions"], ", ".join(about["gpus"]) or "no GPU"
+    lines = [
+        "# One iteration: mmrl and a straightforward loop",
+        "",
+        f"Written by `{about['command']}` on {about['time']}, commit {about['commit']}.",
+        "",
+        f"{about['cpu']}, {about['cores']} cores, {found['threads']} threads; {gpus}; torch {versions['torch']}, "
+        f"diffusers {versions['diffusers']}. Ran on {found['device']}.",
+        "",
+        f"{found['path']}, {found['size']} pixels: {work['prompts']} prompts x {work['copies']} samples, "
+        f"{found['steps']} steps, all but the last trained, {work['updates']} optimizer steps, {work['precision']}. "
+        f"Median of {found['repeats']} iterations each, in turns. A pass is one call of the network; a guided row "
+        f"counts twice. Memory is the peak of tensors made in an iteration ({found['memory']}).",
+    ]
+    for name, case in found["cases"].items():
+        apart = case["agreement"]
+        lines += ["", f"## {name}: {case['ratio']:.2f} times as fast", "", *table(case["runs"]), ""]
+        lines.append(
+            f"In float64 on the same noise both end within {apart['weights']:.1e} of each other in every weight (which "
+            f"moved by up to {apart['weights_moved']:.1e}) and {apart['latents']:.1e} in every latent."
+        )
+    return "\n".join(lines) + "\n"
+
+
+def table(runs: dict[str, Any]) -> list[str]:
+    head = ["| | seconds | (least - most) | passes | passes/s | rows/s | peak MiB |", "|---|---|---|---|---|---|---|"]
+    return head + [
+        f"| {name} | {run['seconds']:.3f} | {min(run['all_seconds']):.3f} - {max(run['all_seconds']):.3f} "
+        f"| {run['passes']} | {run['forwards_per_second']:.1f} | {run['rows_per_second']:.0f} "
+        f"| {run['peak_bytes'] / 2**20:.0f} |"
+        for name, run in runs.items()
+    ]
