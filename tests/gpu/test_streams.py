@@ -1,0 +1,52 @@
+"""Random streams and memory accounting on a CUDA device."""
+
+import pytest
+import torch
+
+from samplers.batching import peak_bytes, rows_that_fit
+from samplers.noise import Rng
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize("step", [0, 7, 2**31])
+def test_a_stream_is_the_same_integers_on_every_device(step):
+    rng, rows = Rng.of(5, "rollout", 3), torch.tensor([0, 1, 17, 2**33 + 5])
+    for draw in ("bits", "uniform"):
+        shape = 1001 if draw == "bits" else (7, 11, 13)
+        here, there = (getattr(rng, draw)(rows.to(device), shape, step) for device in ("cpu", "cuda"))
+        assert there.is_cuda and torch.equal(here, there.cpu())
+
+
+def test_normals_agree_to_one_unit_in_the_last_place():
+    rng, rows = Rng.of(1), torch.arange(64)
+    here, there = (rng.normal(rows.to(device), (3, 32, 32)).cpu() for device in ("cpu", "cuda"))
+    apart = (here.view(torch.int32).long() - there.view(torch.int32).long()).abs()
+    assert int(apart.max()) <= 1 and float((apart > 0).double().mean()) < 1e-3
+
+
+def test_a_row_on_the_device_is_the_same_alone_and_among_others():
+    rng, rows = Rng.of(2), torch.arange(100, device="cuda")
+    whole = rng.normal(rows, (4, 8, 8), step=3)
+    assert torch.equal(torch.cat([rng.normal(part, (4, 8, 8), step=3) for part in rows.split(7)]), whole)
+
+
+def test_peak_bytes_is_the_most_that_was_alive_at_once():
+    kept = torch.empty(8 * MIB, dtype=torch.uint8, device="cuda")  # there before, not counted
+
+    def work():
+        first = torch.empty(4 * MIB, dtype=torch.uint8, device="cuda")
+        del first
+        return torch.empty(3 * MIB, dtype=torch.uint8, device="cuda"), torch.empty(
+            MIB, dtype=torch.uint8, device="cuda"
+        )
+
+    assert peak_bytes(work, "cuda") == 4 * MIB and kept.is_cuda
+
+
+def test_rows_that_fit_a_budget_on_the_device():
+    def forward(rows):
+        return torch.empty(rows, MIB, dtype=torch.uint8, device="cuda").sum()
+
+    assert rows_that_fit(forward, 10 * MIB + MIB // 2, 100, "cuda") in (9, 10)
+    assert rows_that_fit(forward, 1000 * MIB, 6, "cuda") == 6

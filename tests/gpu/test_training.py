@@ -1,0 +1,149 @@
+"""The trainer on a CUDA device: exact first steps, the samples of the CPU, resuming to the bit."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from mmrl import advantages, checkpoint, state
+from mmrl.objectives import PolicyGradient
+from mmrl.optimizers import adamw
+from mmrl.options import TrainOptions
+from mmrl.policies.sd3 import SD3
+from mmrl.registry import locate
+from mmrl.scoring import Scorer
+from mmrl.trainer import Trainer
+from mmrl.types import tree_map
+from samplers.kernels import dance_sde
+from samplers.noise import Rng
+
+from .. import toys
+
+TEXTS = [{"text": text} for text in ("a red seven", "a blue two", "a green zero")]
+SD3_CASES = {
+    "plain": {},
+    "guided": {"guidance": 3.0},
+    "stopgrad": {"guidance": 3.0, "logp_dist": "guided_stopgrad_uncond"},
+    "dance": {"kernel": dance_sde, "eta": 0.3},
+    "lora": {"lora": 4},
+    "lora guided": {"lora": 4, "guidance": 3.0},
+    "half weights": {"dtype": "bfloat16", "lora": 4},
+}
+
+
+def toy(family, **options):
+    """A toy whose conditions follow it to the device."""
+    policy = toys.make(family, **options)
+    encode = policy.encode
+    policy.encode = lambda prompts: tree_map(lambda tensor: tensor.to(policy.device), encode(prompts))
+    return policy
+
+
+def tiny_sd3(**options):
+    torch.manual_seed(0)
+    return SD3(locate("world:digits/sd3-test"), size=32, **{"steps": 4} | options)
+
+
+def brightness(media, prompts):
+    return media.flatten(1).mean(1)
+
+
+def trainer_of(policy, prompts, reward, kl=0.1, **options):
+    sizes = {"prompts": 3, "copies": 8, "batch_size": 12, "iterations": 8} | options
+    return Trainer(
+        policy, prompts, Scorer({"reward": reward}), advantages.flow_grpo, PolicyGradient(clip=1e-2, kl=kl),
+        partial(adamw, lr=1e-3), TrainOptions(**sizes),
+    )  # fmt: skip
+
+
+def of_toy(family, **options):
+    return trainer_of(toy(family), toys.prompts(6), toys.reward, **options)
+
+
+def of_sd3(case="plain", **options):
+    return trainer_of(tiny_sd3(**SD3_CASES[case]), TEXTS, brightness, **options)
+
+
+def assert_on_policy(trainer):
+    metrics = trainer.iterate()
+    assert trainer.policy.device.type == "cuda"
+    assert metrics["ratio/mean"] == 1.0 and metrics["ratio/max_deviation"] == 0.0
+    assert metrics["clip_fraction"] == 0.0 and metrics["kl"] == 0.0 and metrics["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", toys.POLICIES)
+def test_the_first_step_of_a_toy_is_exactly_on_policy(family, precision):
+    assert_on_policy(of_toy(family, precision=precision, batch_size=24))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("case", SD3_CASES)
+def test_the_first_step_of_sd3_is_exactly_on_policy(case, precision):
+    assert_on_policy(of_sd3(case, precision=precision, batch_size=24))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_sd3_trains_in_every_precision(precision):
+    trainer = of_sd3("guided", precision=precision, gradient_checkpointing=True, ema=0.9)
+    before = trainer.policy.weights.full()
+    metrics = [trainer.iterate() for _ in range(3)]
+    assert all(math.isfinite(m["loss"]) and math.isfinite(m["reward/mean"]) for m in metrics)
+    after = trainer.policy.weights.full()
+    assert max(float((after[name] - before[name]).abs().max()) for name in before) > 1e-4
+
+
+@pytest.mark.parametrize("family", toys.POLICIES)
+def test_the_device_takes_the_decisions_of_the_cpu(family):
+    rollouts = []
+    for device in ("cpu", "cuda"):
+        policy = toy(family, double=True)
+        policy.net.to(device)
+        with torch.no_grad():
+            rollouts.append(policy.rollout(toys.prompts(4), 4, Rng.of(3)).to("cpu"))
+    torch.testing.assert_close(rollouts[0].sample, rollouts[1].sample, atol=1e-9, rtol=0)
+    torch.testing.assert_close(rollouts[0].logprob, rollouts[1].logprob, atol=1e-9, rtol=0)
+
+
+def test_micro_batches_change_no_gradient_on_the_device():
+    runs = []
+    for micro in (1, 5, 12):
+        policy = tiny_sd3(guidance=2.0)
+        policy.net.double()
+        trainer = trainer_of(policy, TEXTS, lambda media, prompts: torch.arange(len(prompts)).sin(), micro_batch=micro)
+        trainer.iterate()
+        runs.append(policy.weights.full())
+    for weights in runs[1:]:
+        for name, value in runs[0].items():
+            torch.testing.assert_close(weights[name], value, atol=1e-9, rtol=0)
+
+
+@pytest.fixture
+def deterministic():
+    """Attention by its definition; operations without a deterministic kernel only warn."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.parametrize("kind", [*toys.POLICIES, "sd3"])
+def test_2n_iterations_equal_n_stop_resume_n_to_the_bit(kind, tmp_path, deterministic):
+    make = partial(of_sd3, "guided") if kind == "sd3" else partial(of_toy, kind)
+    whole, first = make(ema=0.9), make(ema=0.9)
+    for _ in range(4):
+        whole.iterate()
+    for _ in range(2):
+        first.iterate()
+    path = checkpoint.save(tmp_path, first.iteration, *state.capture(first))
+    second = make(ema=0.9)
+    state.restore(second, *checkpoint.load(path))
+    for _ in range(2):
+        second.iterate()
+    found, known = state.capture(second)[0], state.capture(whole)[0]
+    for part, tensors in known.items():
+        for name, value in tensors.items():
+            assert torch.equal(found[part][name], value), (part, name)
