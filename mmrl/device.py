@@ -47,6 +47,8 @@ class Device:
         parameters = [p for p in policy.net.parameters() if p.requires_grad]
         if not parameters:
             raise UserError("the policy has no trainable parameters; set lora, or leave full training on")
+        if self.accelerator.is_fsdp2:  # needless, all have loaded the weights; and it fails on models with buffers
+            self.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
         policy.trained, prepared = self.accelerator.prepare(policy.net, optimizer(parameters))
         return prepared
 

@@ -1,69 +1,158 @@
-"""Run by test_processes.py, alone and under ``accelerate launch``: a few iterations of every toy, results to a file."""
+"""Run by test_processes.py as one process, as two copies (DDP), and as two halves (FSDP2): a few iterations of every
+toy and of the SD3 family in float64, a checkpoint, one iteration more after a restore; results to files.
+"""
 
-import sys
+import argparse
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from mmrl import checkpoint, distributed, state
+from mmrl import checkpoint, distributed, state, trainer
 from mmrl.advantages import DDPO
+from mmrl.device import Device
 from mmrl.evaluation import evaluate
 from mmrl.options import EvaluateOptions
+from mmrl.policies.sd3 import SD3
+from mmrl.registry import UserError, locate
 from mmrl.scoring import Scorer
 
 from . import toys
 from .test_trainer import make_trainer
 
+SIZES = {"batch_size": 16, "micro_batch": 5, "epochs": 2, "reduction": "row"}
+SMALL = {"prompts": 4, "copies": 4, "batch_size": 8, "micro_batch": 3}
+SPARSE = {
+    "prompts": 4,
+    "copies": 2,
+    "batch_size": 2,
+    "micro_batch": None,
+}  # steps in which one of two processes has no row
+CASES = {
+    **{family: (partial(toys.make, family, double=True), SIZES) for family in toys.POLICIES},
+    "sparse": (partial(toys.make, "flow", double=True), SPARSE),
+    "sd3": (lambda: tiny_sd3(), SMALL),
+    "sd3-lora": (lambda: tiny_sd3(lora=4, logp_dist="guided_stopgrad_uncond"), SMALL),
+}
+SHARDED = ("flow", "masked", "sparse", "sd3", "sd3-lora")
+RESTORED = ("masked", "sd3-lora")
+NUMBERS = ("kl", "clip_fraction", "grad_norm", "reward/mean", "samples/excluded", "loss")
+
+
+class Sharded(Device):
+    """FSDP2 through accelerate, which without a GPU never chooses it: told that it has, it shards on gloo as well."""
+
+    def __init__(self, options):
+        from accelerate import DistributedType, FullyShardedDataParallelPlugin
+
+        super().__init__(options)
+        known = self.accelerator.state
+        known.distributed_type = DistributedType.FSDP
+        known.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=True
+        )
+        if known.mixed_precision != "no":
+            known.fsdp_plugin.set_mixed_precision(known.mixed_precision)
+        assert self.accelerator.is_fsdp2
+
+
+def tiny_sd3(**options):
+    torch.manual_seed(0)  # of the adapters
+    policy = SD3(locate("world:digits/sd3-test"), size=32, steps=3, guidance=2.0, text_encoders="release", **options)
+    policy.net.double()
+    policy.vae.double()
+    policy.prepare(toys.prompts(16))  # in one batch: the text encoders stay in float32
+    return policy
+
 
 def partly_missing(media, prompts):
     """The samples of one label that are nearest to the goal cannot be scored; which does not depend on their order."""
+    if media.ndim == 4:
+        return media.flatten(1).mean(1)
     found = toys.reward(media, prompts).double()
     odd = torch.tensor([p["label"] == 1 for p in prompts])
     return torch.where(odd & (found > found.new_tensor(0.7)), torch.nan, found)
 
 
-def results(family):
-    trainer = make_trainer(
-        family, policy=toys.make(family, double=True), kl=0.1, ema=0.9, advantage=DDPO(), reward=partly_missing,
-        batch_size=16, micro_batch=5, epochs=2, reduction="row", max_failures=1.0,
-    )  # fmt: skip
-    found = {}
-    for i in range(3):
-        rollout, rewards = trainer.collect()
+def trainer_of(case):
+    make, sizes = CASES[case]
+    return make_trainer(
+        policy=make(), kl=0.1, ema=0.9, advantage=DDPO(), reward=partly_missing, max_failures=1.0, **sizes
+    )
+
+
+def arrays_of(one):
+    arrays, _ = state.capture(one)
+    return {f"{part}/{name}": value for part, tensors in arrays.items() for name, value in tensors.items()}
+
+
+def results(case, folder, start):
+    """Everything one process must agree with."""
+    one, found = trainer_of(case), {}
+    idle, make_idle = [], one._idle
+    one._idle = lambda *given: idle.append(1) or make_idle(*given)
+    for i in range(2):
+        rollout, rewards = one.collect()
         columns = {
-            "sample": rollout.sample,
-            "reward": rewards["toy"],
-            "advantage": rollout.advantage,
-            "row": rollout.row,
-        }
+            "sample": rollout.sample, "reward": rewards["toy"], "advantage": rollout.advantage, "row": rollout.row,
+            "logprob": rollout.logprob,
+        }  # fmt: skip
         found |= {f"{i}/{name}": distributed.all_gather_rows(value.contiguous()) for name, value in columns.items()}
-        metrics = trainer.iterate()
-        numbers = [metrics[k] for k in ("kl", "clip_fraction", "grad_norm", "reward/mean", "samples/excluded", "loss")]
-        found[f"{i}/metrics"] = torch.tensor(numbers, dtype=torch.float64)
-    held_out = evaluate(trainer.policy, toys.prompts(7), Scorer({"toy": toys.reward}), EvaluateOptions())["toy"]
+        metrics = one.iterate()
+        found[f"{i}/metrics"] = torch.tensor([metrics[name] for name in NUMBERS], dtype=torch.float64)
+    held_out = evaluate(one.policy, toys.prompts(7), Scorer({"toy": partly_missing}), EvaluateOptions())["toy"]
     found["evaluation"] = torch.tensor([held_out.mean, held_out.low, held_out.n], dtype=torch.float64)
-    arrays, _ = state.capture(trainer)
-    return found | {f"{part}/{name}": v for part, tensors in arrays.items() for name, v in tensors.items()}, trainer
+    found |= arrays_of(one)
+    if case in RESTORED:  # a checkpoint of many processes is one, and restores on any number
+        arrays, meta = state.capture(one)
+        if one.device.main:
+            checkpoint.save(folder / case, 2, arrays, meta)
+        one.device.wait()
+        found |= {f"next/{name}": value for name, value in one_more(case, start).items()}
+    found["idle"] = distributed.all_sum(torch.tensor(len(idle)))
+    return {name: value.contiguous().clone() for name, value in found.items()}, one
 
 
-def main(target):
+def one_more(case, start):
+    """The state one iteration after a checkpoint, which another number of processes may have written."""
+    again = trainer_of(case)
+    state.restore(again, *checkpoint.load(checkpoint.latest(start / case)))
+    again.iterate()
+    return arrays_of(again)
+
+
+def refuse_together():
+    """A UserError of the last process reaches every one, and nobody waits for it."""
+    rank, size = distributed.world()
+    for culprits in ((), (size - 1,), tuple(range(size))):
+        told = ""
+        try:
+            with distributed.together():
+                if rank in culprits:
+                    raise UserError("prêt à échouer")
+        except UserError as error:
+            told = str(error)
+        assert told == ("prêt à échouer" if culprits else ""), (rank, culprits, told)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--start", type=Path, help="folder with the checkpoints to restore; default: the same")
+    parser.add_argument("--sharded", action="store_true")
+    given = parser.parse_args()
     torch.set_num_threads(1)
-    for family in toys.POLICIES:
-        found, trainer = results(family)
-        if trainer.device.main:
-            save_file(
-                {name: value.contiguous().clone() for name, value in found.items()},
-                Path(target) / f"{family}.safetensors",
-            )
-        trainer.device.wait()
-    arrays, meta = state.capture(trainer)  # a checkpoint of many processes is one, and restores on any number
-    if trainer.device.main:
-        checkpoint.save(Path(target), 3, arrays, meta)
-    trainer.device.wait()
+    trainer.Device = Sharded if given.sharded else Device
+    for case in SHARDED if given.sharded else CASES:
+        found, one = results(case, given.folder, given.start or given.folder)
+        if one.device.main:
+            save_file(found, given.folder / f"{case}.safetensors")
+        one.device.wait()
+    refuse_together()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()
