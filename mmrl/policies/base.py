@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from samplers.batching import rows_that_fit
 from samplers.noise import Rng
 
+from .. import distributed
 from ..dists import Dist
 from ..registry import UserError
 from ..types import Media, Point, Prompt, Rollout, tree_map
@@ -94,9 +95,10 @@ class NetPolicy:
             return self.width or rows
         if not self.fitting:
             try:
-                self.fitting = rows_that_fit(forward, int(self.memory * 2**30), rows, self.device)
+                found = rows_that_fit(forward, int(self.memory * 2**30), rows, self.device)
             except ValueError as error:
                 raise UserError(f"policy option memory = {self.memory:g} GiB: {error}") from error
+            self.fitting = -int(distributed.all_max(torch.tensor(-found)))  # one number of passes on all processes
         return min(self.fitting, rows)
 
     def padded(self) -> int:
