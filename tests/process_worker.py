@@ -136,6 +136,14 @@ def refuse_together():
         assert told == ("prêt à échouer" if culprits else ""), (rank, culprits, told)
 
 
+def agree_on_chunks():
+    """The process with the least memory decides, so that all make equally many passes."""
+    policy, rank = toys.make("flow"), distributed.world()[0]
+    policy.memory = (2 - rank) / 2**10  # GiB
+    found = policy.chunk(10**6, lambda rows: torch.zeros(rows, 2**10, dtype=torch.uint8))
+    assert distributed.all_max(torch.tensor(found)) == found == (2 - distributed.world()[1] + 1) * 2**10, found
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
@@ -150,6 +158,7 @@ def main():
             save_file(found, given.folder / f"{case}.safetensors")
         one.device.wait()
     refuse_together()
+    agree_on_chunks()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
