@@ -53,6 +53,7 @@ def sample(
     path: Annotated[Path, typer.Argument(help="A run folder (trained model) or a configuration (base model).")],
     overrides: Overrides = None,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="May be given several times.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A .txt or .jsonl file of prompts.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("samples"),
     copies: Annotated[int, typer.Option(min=1, help="Samples a prompt.")] = 4,
     seed: Annotated[int, typer.Option(min=0)] = 0,
@@ -60,8 +61,10 @@ def sample(
 ) -> None:
     """Sample a trained or a base model into files."""
     from . import commands
+    from .data import read
 
-    for file in commands.sample(path, prompt or [], out, copies, seed, guidance, overrides or []):
+    asked = [{"text": text} for text in prompt or []] + (read(prompts) if prompts else [])
+    for file in commands.sample(path, asked, out, copies, seed, guidance, overrides or []):
         print(file)
 
 

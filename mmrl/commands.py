@@ -46,7 +46,7 @@ def _models(one: Session, own: float | None, is_run: bool) -> Iterator[tuple[str
 
 def sample(
     path: Path,
-    texts: Sequence[str],
+    prompts: Sequence[Prompt],
     out: Path,
     copies: int = 4,
     seed: int = 0,
@@ -55,13 +55,13 @@ def sample(
 ) -> list[Path]:
     """Sample a run's trained model or a configuration's base model; one file a sample. Returns the paths."""
     one, _ = _open(path, overrides, None)
-    prompts: list[Prompt] = [{"text": text} for text in texts] or one.prompts()[:4]
     with _at(one, "live"):
-        media, asked = evaluation.sample(one.policy, prompts, copies, seed, guidance)
+        media, asked = evaluation.sample(one.policy, list(prompts) or one.prompts()[:4], copies, seed, guidance)
     out.mkdir(parents=True, exist_ok=True)
-    return [
-        _write(item, out / f"{i:03d}-{_slug(p['text'])}") for i, (item, p) in enumerate(zip(media, asked, strict=True))
-    ]
+    files = []
+    for i, (item, prompt) in enumerate(zip(media, asked, strict=True)):
+        files.append(_write(item, out / f"{i:03d}-{_slug(str(prompt.get('text', '')))}"))
+    return files
 
 
 def export(run: Path, out: Path, at: str | None = None) -> Path:

@@ -24,7 +24,7 @@ NAMES = {"train": ("train_metadata.jsonl", "train.jsonl", "train.txt"),
 
 @DATA.register("prompts")
 class Prompts:
-    """Prompts from a .txt file (one a line), a .jsonl file (text and any other keys), or a folder with train and test.
+    """Prompts from a .txt file (one a line), a .jsonl file (one object a line), or a folder with train and test.
 
     path: the file, or a folder holding ``train_metadata.jsonl``, ``train.jsonl`` or ``train.txt`` (and ``test...``).
     held_out: a second file, or the share of the texts to hold out; by default the folder's test file, else 5 %.

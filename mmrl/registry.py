@@ -12,12 +12,14 @@ This module imports nothing heavy: ``rewards`` depends on it and must stay light
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
 import inspect
 import os
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import partial
@@ -85,10 +87,17 @@ class Registry(dict[str, Callable]):
             return self[name]
         if isinstance(name, str) and ":" in name:
             return import_name(name, self.kind)
-        for entry in importlib.metadata.entry_points(group=self.group):
-            if entry.name == name:
-                return self.register(name)(entry.load())
         raise UserError(f"unknown {self.kind} {name!r}; {suggest(name, self)}")
+
+    def discover(self) -> None:
+        """Register what installed packages offer by entry points; one that cannot be imported is named and left out."""
+        for entry in importlib.metadata.entry_points(group=self.group):
+            if entry.name in self:
+                continue
+            try:
+                self.register(entry.name)(entry.load())
+            except Exception as error:  # another package's code can raise anything
+                warnings.warn(f"{self.kind} {entry.name!r} ({entry.value}) cannot be loaded: {error}", stacklevel=2)
 
     def build(self, name: str, **chosen: Any) -> Any:
         """Construct a class, or bind a function's options. Types are checked in ``mmrl.config``, not here."""
@@ -115,19 +124,35 @@ def public_names(module: Any) -> list[str]:
 
 
 def import_module(place: str) -> Any:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    """A module from sys.path or the working directory."""
+    look_in(Path.cwd())
     return importlib.import_module(place)
 
 
 def import_file(path: Path) -> Any:
+    """A .py file as a module, executed once however often it is named; it may import its neighbours."""
+    path = path.resolve()
     if not path.is_file():
         raise UserError(f"no such file: {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)
-    spec.loader.exec_module(module)
-    return module
+    look_in(path.parent)
+    name = path.stem
+    if name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(path):
+        name = f"{name}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"  # another file has its name already
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def look_in(folder: Path) -> None:
+    """Let modules of a user's folder be imported; an installed command does not look there by itself."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
 
 
 POLICIES = Registry("policy", group="mmrl.policies")
@@ -161,6 +186,8 @@ def load_built_in() -> None:
     KERNELS.update(samplers.KERNELS)
     GRIDS.update(samplers.GRIDS)
     WINDOWS.update(samplers.WINDOWS)
+    for registry in ALL.values():
+        registry.discover()
 
 
 def locate(path: str) -> str:

@@ -88,7 +88,7 @@ def short_name(name: str) -> str:
 
 def seed_everything(seed: int) -> None:
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 the global one is what outside code draws from
+    np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 

@@ -83,7 +83,8 @@ class Trainer:
             rewards = self._on_device(self.scorer(media, rollout.asked()), rollout)
         advantage = self.advantage(rewards, rollout).to(rollout.logprob)
         kept = ~advantage.isnan()
-        return rollout.replace(advantage=advantage.nan_to_num(0.0), mask=rollout.mask & kept), rewards
+        alive = rollout.replace(advantage=advantage.nan_to_num(0.0), mask=rollout.mask & kept, kept=kept.any(1))
+        return alive, rewards
 
     def improve(self, rollout: Rollout, whole: Rollout, rng: Rng, on_policy: bool) -> bool:
         """One optimizer step on these rows; ``whole`` lends a row to a process that holds none of them."""
@@ -158,7 +159,8 @@ class Trainer:
         names = sorted(self.meter.sums)
         found = {name: self.meter.mean(name) for name in names if name != "log_ratio"}
         found = {"ratio/mean" if name == "ratio" else name: value for name, value in found.items()}
-        found["ratio/max_deviation"] = math.expm1(min(self.meter.top("log_ratio"), 50.0))
+        if "log_ratio" in self.meter.sums:
+            found["ratio/max_deviation"] = math.expm1(min(self.meter.top("log_ratio"), 50.0))
         found |= advantages.statistics(rewards, rollout)
         found |= {f"time/{name}": value for name, value in self.seconds.items()}
         return found | {"lr": self.optimizer.param_groups[0]["lr"], "step": self.step}

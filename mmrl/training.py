@@ -83,7 +83,7 @@ class Run:
                 metrics["seconds"] = time.perf_counter() - start
                 metrics |= self._every_so_often(trainer.iteration)
                 self.log.metrics(trainer.iteration, metrics)
-                self._tell_failures()
+                self._tell(metrics)
                 bar.update(trainer.iteration, metrics["reward/mean"])
 
     def end(self) -> None:
@@ -111,7 +111,7 @@ class Run:
             media, _ = sample(self.trainer.policy, prompts, 1, self.session.evaluation.seed)
         if isinstance(media, torch.Tensor) and media.ndim in (4, 5):
             frames = distributed.all_gather_rows(media if media.ndim == 4 else media[:, media.shape[1] // 2])
-            self.log.images(name, frames.float().cpu(), [p["text"] for p in prompts])
+            self.log.images(name, frames.float().cpu(), [str(p.get("text", "")) for p in prompts])
 
     def say(self, kind: str, message: str) -> None:
         self.log.event(kind, message)
@@ -142,7 +142,12 @@ class Run:
             self.stop = self.stop or f"time limit of {limit:g} s reached"
         return self.trainer.device.any(bool(self.stop))
 
-    def _tell_failures(self) -> None:
+    def _tell(self, metrics: dict[str, float]) -> None:
+        """Samples that could not be scored, and an iteration that taught nothing, once for every new case."""
+        if metrics["skipped_steps"] == self.trainer.plan.steps * self.session.options.epochs:
+            if "steps" not in self.told:
+                self.say("warning", f"no optimizer step in iteration {self.trainer.iteration}: no decision to train on")
+            self.told["steps"] = self.trainer.iteration
         for name, failures in self.session.scorer.failures.items():
             if failures.count > self.told.get(name, 0):
                 self.told[name] = failures.count

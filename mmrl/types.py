@@ -107,6 +107,7 @@ class Rollout(Rows):
     eta: Tensor | None = None  # [B, K] noise level; 0 is an ODE step, no decision
     branch: Tensor | None = None  # [B, K] long, trees: name of the edge, shared by the rows that share it
     advantage: Tensor | None = None  # [B, 1] or [B, K]
+    kept: Tensor | None = None  # [B] bool: rows that stay in training, decisions or not; None: all
 
     def asked(self) -> list[Prompt]:
         """The prompt of every row, B of them."""

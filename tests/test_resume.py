@@ -48,9 +48,9 @@ def test_2n_iterations_equal_n_stop_resume_n_to_the_bit(family, tmp_path):
 def test_global_generators_are_restored(tmp_path):
     trainer = make_trainer()
     path = checkpoint.save(tmp_path, 0, *state.capture(trainer))
-    drawn = random.random(), np.random.standard_normal(), float(torch.rand(()))  # noqa: NPY002
+    drawn = random.random(), np.random.standard_normal(), float(torch.rand(()))
     state.restore(make_trainer(), *checkpoint.load(path))
-    again = random.random(), np.random.standard_normal(), float(torch.rand(()))  # noqa: NPY002
+    again = random.random(), np.random.standard_normal(), float(torch.rand(()))
     assert again == drawn
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 import re
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..options import EvaluateOptions, TrainOptions, impossible
-from ..registry import REWARDS, UserError, import_file
+from ..registry import REWARDS, UserError, import_file, import_module
 from .building import raise_all, resolve_rewards
 from .overrides import PLUGGED
 from .schema import BAD, Resolved, construct, convert, resolve, resolve_call
@@ -90,10 +87,8 @@ def import_plugins(config: Config) -> None:
 def _import(name: str) -> None:
     if name.endswith(".py"):
         import_file(Path(name).expanduser())
-        return
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    importlib.import_module(name)
+    else:
+        import_module(name)
 
 
 def _missing_files(value: Any, key: str = "", place: Place | None = None) -> Iterator[str]:

@@ -134,9 +134,9 @@ class FlowPolicy(NetPolicy, ABC):
     def renoise(self, rollout: Rollout, rng: Rng) -> Iterator[Point]:
         t = rng.uniform(rollout.row, step=0).to(rollout.sample.dtype)
         noise = rng.normal(rollout.row, self.shape, 1, rollout.sample.dtype)
-        alive = rollout.mask.any(1, keepdim=True)
+        alive = torch.ones_like(rollout.row, dtype=torch.bool) if rollout.kept is None else rollout.kept  # [B]
         yield Point(
-            group=rollout.group, cond=rollout.cond, row=rollout.row, time=t, mask=alive, length=alive[:, 0].long(),
+            group=rollout.group, cond=rollout.cond, row=rollout.row, time=t, mask=alive[:, None], length=alive.long(),
             state=torch.lerp(rollout.sample, noise, t.view(-1, *[1] * len(self.shape))), target=noise - rollout.sample,
             advantage=None if rollout.advantage is None else rollout.advantage[:, -1:],
         )  # fmt: skip
@@ -187,8 +187,11 @@ class FlowPolicy(NetPolicy, ABC):
         return v, v_empty
 
     def _forward(self, x: Tensor, t: Tensor, cond: dict[str, Any], passes: int = 1) -> Tensor:
-        width = max(self.padded() * passes, len(x))
-        return at_width(self.velocity, width, x, t, cond).to(self.dtype)
+        v = at_width(self.velocity, max(self.padded() * passes, len(x)), x, t, cond)
+        if v.shape != x.shape:
+            name = type(self).__name__
+            raise UserError(f"{name}.velocity gave shape {tuple(v.shape)} for latents of shape {tuple(x.shape)}")
+        return v.to(self.dtype)
 
     def _store(self, x: Tensor) -> Tensor:
         return x if self.storage == torch.float32 else x.to(self.storage).to(self.dtype)

@@ -7,10 +7,21 @@ from typing import Any, Literal
 
 import torch
 
-from ..types import tree_map
+from ..registry import UserError
+from ..types import Prompt, tree_map
 
 Placement = Literal["offload", "release", "keep"]
 Encoding = dict[str, Any]  # nest of tensors [1, *] of one text
+
+
+def texts_of(prompts: list[Prompt]) -> list[str]:
+    """The text of every prompt. UserError names the first that has none."""
+    for i, prompt in enumerate(prompts):
+        if not isinstance(prompt.get("text"), str):
+            raise UserError(
+                f"prompt {i} has no 'text', which this model reads; it has: {', '.join(prompt) or 'nothing'}"
+            )
+    return [prompt["text"] for prompt in prompts]
 
 
 class PromptCache:

@@ -17,7 +17,7 @@ from ..registry import GRIDS, POLICIES, UserError
 from ..types import Media, Prompt, Rollout
 from . import diffusers_folder
 from .flow import FlowPolicy, Grid, Storage
-from .prompts import Placement, PromptCache
+from .prompts import Placement, PromptCache, texts_of
 
 
 @POLICIES.register("sd3")
@@ -47,12 +47,12 @@ class SD3(FlowPolicy):
         super().__init__(net, grid=grid or self._own_grid((side // net.config.patch_size) ** 2), **options)
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
-        cond = self.texts([p["text"] for p in prompts], self.device)
+        cond = self.texts(texts_of(prompts), self.device)
         return cond | {"uncond": self.texts([""], self.device)}
 
     def prepare(self, prompts: list[Prompt]) -> None:
         if self.texts.placement == "release":
-            self.texts(["", *dict.fromkeys(p["text"] for p in prompts)], self.device)
+            self.texts(["", *dict.fromkeys(texts_of(prompts))], self.device)
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
         net_dtype = self.dtype if self.dtype == torch.float64 else self.compute
