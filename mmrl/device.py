@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -29,6 +30,8 @@ class Device:
         AcceleratorState._reset_state()  # a second trainer in one program may use another precision
         self.accelerator = Accelerator(mixed_precision=ACCELERATE_PRECISION[options.precision], cpu=_many_on_cpu())
         self.options = options
+        atexit.unregister(distributed.leave)  # once, however many trainers there are
+        atexit.register(distributed.leave)
         self.rank, self.processes = self.accelerator.process_index, self.accelerator.num_processes
 
     @property

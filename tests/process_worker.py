@@ -159,8 +159,6 @@ def main():
         one.device.wait()
     refuse_together()
     agree_on_chunks()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
