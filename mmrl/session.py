@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from . import checkpoint, config
+from .device import Device
 from .log import LogOptions
 from .options import EvaluateOptions, TrainOptions, arithmetic
 from .registry import ADVANTAGES, DATA, OBJECTIVES, OPTIMIZERS, POLICIES, UserError, load_built_in
@@ -109,10 +110,8 @@ def trained(run: Path, overrides: Sequence[str] = (), at: str | None = None) -> 
 
 def base(path: Path, overrides: Sequence[str] = ()) -> Session:
     """The session of a configuration before any training, on the device, the base also as snapshot ``ref``."""
-    from accelerate import PartialState
-
     session = Session.of(read(path, overrides))
-    session.policy.net.to(PartialState().device)
+    session.policy.net.to(Device(session.options).accelerator.device)
     session.policy.width = session.policy.width or arithmetic(session.options).micro_batch
     session.policy.weights.keep("ref")
     return session

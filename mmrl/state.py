@@ -51,7 +51,8 @@ def restore(trainer: Trainer, arrays: Arrays, meta: dict[str, Any]) -> None:
                 trainer.policy.weights.load(tensors, name)
     except ValueError as error:
         raise UserError(f"the checkpoint does not fit this configuration's model: {error}") from error
-    _load_optimizer(trainer, _unflatten(arrays["optimizer"], meta["optimizer"]))
+    if meta["step"]:
+        _load_optimizer(trainer, _unflatten(arrays["optimizer"], meta["optimizer"]))
     trainer.iteration, trainer.step = meta["iteration"], meta["step"]
     if hasattr(trainer.advantage, "load_state_dict"):
         trainer.advantage.load_state_dict(meta["advantage"])
@@ -64,6 +65,8 @@ def _optimizer_state(trainer: Trainer) -> dict[str, Any]:
     """Whole tensors by parameter name; on every process but the main one empty."""
     reshard(trainer.policy.net)
     inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    if trainer.step == 0:  # torch would make a state up by taking a step, and the first real one would count as second
+        return {}
     return get_optimizer_state_dict(trainer.policy.net, inner, options=WHOLE)
 
 

@@ -45,6 +45,17 @@ def test_2n_iterations_equal_n_stop_resume_n_to_the_bit(family, tmp_path):
     assert all(m["ratio/max_deviation"] >= 0 for m in metrics)
 
 
+def test_resuming_before_the_first_step_changes_nothing(tmp_path):
+    whole, first = trainer_of("flow"), trainer_of("flow")
+    path = checkpoint.save(tmp_path, 0, *state.capture(first))
+    second = trainer_of("flow")
+    state.restore(second, *checkpoint.load(path))
+    for trainer in (whole, first, second):
+        trainer.iterate()
+    for other in (first, second):
+        same(state.capture(whole)[0], state.capture(other)[0])
+
+
 def test_global_generators_are_restored(tmp_path):
     trainer = make_trainer()
     path = checkpoint.save(tmp_path, 0, *state.capture(trainer))

@@ -56,8 +56,8 @@ class SD3(FlowPolicy):
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
         net_dtype = self.dtype if self.dtype == torch.float64 else self.compute
-        return self.active()(
-            hidden_states=x.to(net_dtype), timestep=(1000 * t).to(net_dtype), return_dict=False,
+        return self.active()(  # times stay in full precision: half of it moves 960.1 to 960
+            hidden_states=x.to(net_dtype), timestep=1000 * t, return_dict=False,
             encoder_hidden_states=cond["text"].to(net_dtype), pooled_projections=cond["pooled"].to(net_dtype),
         )[0]  # fmt: skip
 

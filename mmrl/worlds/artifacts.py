@@ -62,7 +62,7 @@ def sd3(name: str, recipe: FlowRecipe, shared: PartsRecipe, shared_name: str) ->
 
 @ARTIFACTS.register("digits/sd3")
 def base() -> Path:
-    """Tiny Stable Diffusion 3 trained on noisy captions: draws digits, follows the prompt only sometimes."""
+    """Tiny Stable Diffusion 3, some of its captions wrong: follows the prompt only sometimes."""
     return sd3("digits/sd3", recipes.SD3, recipes.PARTS, "digits/parts")
 
 

@@ -85,7 +85,7 @@ class FlowRecipe:
     batch: int = 96
     lr: float = 3.5e-3
     true_first: float = 0.6  # share of the steps before any caption is wrong: a short training learns nothing else
-    wrong_captions: float = 0.1  # after that, share of pictures whose caption belongs to another one, as on the web
+    wrong_captions: float = 0.1  # after that, share of pictures whose caption belongs to another one
     no_caption: float = 0.1  # share trained with the empty prompt, for classifier-free guidance
     seed: int = 0
 
