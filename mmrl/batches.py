@@ -12,15 +12,19 @@ from samplers.noise import Rng
 from .types import Point, Rollout
 
 
-def batches(rollout: Rollout, copies: int, rows: int, size: int, rng: Rng) -> Iterator[Rollout]:
+def batches(
+    rollout: Rollout, copies: int, rows: int, size: int, rng: Rng, whole_groups: bool = False
+) -> Iterator[Rollout]:
     """Split a process's rollout into the optimizer steps of one epoch.
 
     ``rows`` in the whole iteration are put in one random order that every process computes alike; each step takes the
     next ``size`` of it, and a process those that it holds. The order goes through the groups copy by copy, so that
-    every step has (nearly) the same number of rows of every group, and so of every process.
+    every step has (nearly) the same number of rows of every group, and so of every process. With ``whole_groups`` it
+    goes through the prompts instead, and deals them to the steps in turn.
     """
     order = torch.empty(rows, dtype=torch.long)  # place of each row of the iteration
-    order[_stratified(rows, copies, rng)] = torch.arange(rows)
+    names = _dealt(rows, copies, size) if whole_groups else _stratified(rows, copies, rng)
+    order[names] = torch.arange(rows)
     place = order[rollout.row.cpu()]
     for start in range(0, rows, size):
         mine = ((place >= start) & (place < start + size)).nonzero()[:, 0]
@@ -33,6 +37,14 @@ def _stratified(rows: int, copies: int, rng: Rng) -> Tensor:
     draw = rng.uniform(names, (2,))  # [rows, 2]
     copy = draw[:, 0].view(-1, copies).argsort(1).argsort(1).flatten()  # [rows] random place inside the group
     return torch.argsort(copy + draw[:, 1])
+
+
+def _dealt(rows: int, copies: int, size: int) -> Tensor:
+    """[rows] long: all row names, group by group, so that consecutive prompts lie in different steps."""
+    steps = rows // size
+    prompt = torch.arange(rows // copies)
+    order = torch.argsort(prompt % steps, stable=True)  # [P]
+    return (order[:, None] * copies + torch.arange(copies)).flatten()
 
 
 def passes(points: Iterable[Point], size: int | None) -> list[Point]:

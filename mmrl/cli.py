@@ -90,6 +90,16 @@ def report(run: RunFolder) -> None:
         print(run / "before_after.png")
 
 
+@app.command()
+def build(
+    names: Annotated[list[str] | None, typer.Argument(help="Such as digits/sd3; default: quickstart's.")] = None,
+) -> None:
+    """Build parts of the embedded world ahead of time, several at once. They are cached."""
+    from . import commands
+
+    commands.build(names or list(commands.QUICKSTART))
+
+
 @app.command(name="list")
 def list_(kind: Annotated[str | None, typer.Argument(help="rewards, policies, objectives ...")] = None) -> None:
     """What can be named in a configuration, with one line about each."""

@@ -21,7 +21,7 @@ from . import advantages, batches, distributed
 from .data import batch
 from .device import Device
 from .metrics import Meter, observe
-from .objectives.base import Objective
+from .objectives.base import Coupled, Lagging, Objective
 from .optimizers import ema_decay, lr_factor
 from .options import TrainOptions, arithmetic
 from .policies.base import Policy
@@ -49,6 +49,12 @@ class Trainer:
         self.meter, self.seconds = Meter(), {}  # of the current iteration
         for name in self.snapshots():
             policy.weights.keep(name)
+        self.coupled = isinstance(objective, Coupled)
+        if self.coupled and options.batch_size % options.copies:
+            raise UserError(
+                f"train.batch_size {options.batch_size}: this objective compares whole groups, so it must be a "
+                f"multiple of train.copies {options.copies}"
+            )
 
     def snapshots(self) -> tuple[str, ...]:
         """Names of the snapshots this run keeps."""
@@ -64,9 +70,10 @@ class Trainer:
                 rng = self._rng("update", epoch)
                 for index, part in enumerate(self._batches(rollout, rng)):
                     on_policy = epoch == index == 0 and self.objective.behaviour == "live"
-                    skipped += not self.improve(part, rollout, rng.fold(index), on_policy)
+                    skipped += not self.improve(part, rng.fold(index), on_policy)
         if "old" in self.policy.weights.saved:
-            self.policy.weights.track("old", 0.0)
+            lagging = isinstance(self.objective, Lagging)
+            self.policy.weights.track("old", self.objective.old_decay(self.step) if lagging else 0.0)
         self.iteration += 1
         return self._metrics(rollout, rewards) | {"skipped_steps": skipped}
 
@@ -82,40 +89,51 @@ class Trainer:
         with self._timed("reward"), distributed.together():
             rewards = self._on_device(self.scorer(media, rollout.asked()), rollout)
         advantage = self.advantage(rewards, rollout).to(rollout.logprob)
+        self.spare = rollout[:1]  # what a process without rows passes through the network
         kept = ~advantage.isnan()
         alive = rollout.replace(advantage=advantage.nan_to_num(0.0), mask=rollout.mask & kept, kept=kept.any(1))
         return alive, rewards
 
-    def improve(self, rollout: Rollout, whole: Rollout, rng: Rng, on_policy: bool) -> bool:
-        """One optimizer step on these rows; ``whole`` lends a row to a process that holds none of them."""
+    def improve(self, rollout: Rollout, rng: Rng, on_policy: bool) -> bool:
+        """One optimizer step on these rows. False if there was nothing to train on, or the gradient was not finite."""
         points = list(self.objective.points(self.policy, rollout, rng)) if len(rollout) else []
-        total = distributed.all_sum(batches.loss_total(points, self.options.reduction).to(whole.group.device))
+        total = distributed.all_sum(batches.loss_total(points, self.options.reduction).to(rollout.group.device))
         if not total > 0:
             return False
         first = Meter()
         with first.listening():
-            self._accumulate(points, whole, float(total), rng)
+            self._accumulate(points, float(total), rng)
         if on_policy:
             self._gate(first)
         return self._descend()
 
-    def _accumulate(self, points: list[Point], whole: Rollout, total: float, rng: Rng) -> None:
+    def _accumulate(self, points: list[Point], total: float, rng: Rng) -> None:
         """Forward and backward over every pass. All processes make equally many, as sharded models need."""
         parts = batches.passes(points, self.plan.micro_batch)
-        most = int(distributed.all_max(torch.tensor(len(parts), device=whole.group.device)))
-        for i in range(most):
-            point = parts[i] if i < len(parts) else self._idle(whole, rng)
-            weight = batches.loss_weights(point, self.options.reduction, whole.mask.shape[1])
-            last = i == most - 1
-            with nullcontext() if last else self.device.no_sync(self.policy.trained):
+        device = self.spare.group.device
+        most = int(distributed.all_max(torch.tensor(len(parts), device=device)))
+        idle = [self._idle(rng) for _ in range(most - len(parts))]
+        if self.coupled:
+            parts = self._couple(parts, idle)
+        for i, point in enumerate([*parts, *idle]):
+            weight = batches.loss_weights(point, self.options.reduction, self.spare.mask.shape[1])
+            with nullcontext() if i == most - 1 else self.device.no_sync(self.policy.trained):
                 loss = self.objective.loss(self.policy, point)
                 observe("loss", loss, point.mask)
                 self.device.backward((loss * weight).sum() / total)
 
-    def _idle(self, whole: Rollout, rng: Rng) -> Point:
+    @torch.no_grad()
+    def _couple(self, parts: list[Point], idle: list[Point]) -> list[Point]:
+        """Let an objective see all rows of the step before its elementwise loss."""
+        measured = [self.objective.measure(self.policy, point) for point in [*parts, *idle]][: len(parts)]
+        if not parts:
+            return []
+        return list(self.objective.couple(Point.cat(parts), torch.cat(measured)).split(len(parts[0])))
+
+    def _idle(self, rng: Rng) -> Point:
         """A pass that trains nothing."""
-        one = whole[:1].replace(mask=torch.ones_like(whole.mask[:1]))
-        point = next(iter(self.objective.points(self.policy, one, rng)))
+        advantage = torch.zeros_like(self.spare.logprob[:, :1])
+        point = next(iter(self.objective.points(self.policy, self.spare.replace(advantage=advantage), rng)))[:1]
         return point.replace(mask=torch.zeros_like(point.mask))
 
     def _gate(self, meter: Meter) -> None:
@@ -146,7 +164,8 @@ class Trainer:
         return finite
 
     def _batches(self, rollout: Rollout, rng: Rng) -> Iterator[Rollout]:
-        return batches.batches(rollout, self.options.copies, self.plan.rows, self.options.batch_size, rng)
+        sizes = self.options.copies, self.plan.rows, self.options.batch_size
+        return batches.batches(rollout, *sizes, rng, whole_groups=self.coupled)
 
     def _rng(self, *names: int | str, offset: int = 0) -> Rng:
         stream = Rng.of(self.options.seed, self.iteration, *names)

@@ -7,7 +7,7 @@ trainer's business alone, so that none of them changes the gradient.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -30,6 +30,30 @@ class Objective(Protocol):
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
         """[B, L] elementwise."""
+
+
+@runtime_checkable
+class Coupled(Protocol):
+    """An objective whose loss of one row needs the others of its group, such as a preference inside the group.
+
+    Every optimizer step then holds whole groups. Before it, ``measure`` is evaluated without gradient on every pass;
+    ``couple`` sees all of this process's points of the step at once and returns them ready for the elementwise
+    ``loss``, with the weights it found in place of the advantage, say. So micro-batches still change nothing.
+    """
+
+    def measure(self, policy: Policy, point: Point) -> Tensor:
+        """[B, L] what has to be known of every row."""
+
+    def couple(self, point: Point, measured: Tensor) -> Point:
+        """All points of the step, with ``measured`` [B, L] in the same order."""
+
+
+@runtime_checkable
+class Lagging(Protocol):
+    """An objective whose snapshot ``old`` follows the live weights slowly; otherwise it is copied every iteration."""
+
+    def old_decay(self, step: int) -> float:
+        """After an iteration, at optimizer step ``step``: old = decay * old + (1 - decay) * live."""
 
 
 def frozen(policy: Policy, name: str, point: Point) -> Dist:

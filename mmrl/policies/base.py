@@ -34,8 +34,11 @@ class Policy(Protocol):
     def path(self, rollout: Rollout) -> Iterable[Point]:
         """The recorded decisions, one Point for each kind of forward pass needed to score them."""
 
-    def renoise(self, rollout: Rollout, rng: Rng) -> Iterable[Point]:
-        """Fresh states of the forward process that end in the finished samples."""
+    def renoise(self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False) -> Iterable[Point]:
+        """Fresh states of the forward process that end in the finished samples.
+
+        ``time`` [B] in (0, 1) is how much is noise (None: uniform); ``shared``: the rows of a group share the noise.
+        """
 
     def dist(self, point: Point) -> Dist:
         """The policy's distribution over the decisions at a point. The only differentiable method."""
@@ -118,3 +121,9 @@ class NetPolicy:
 def rows_of(cond: Any, group: Tensor) -> Any:
     """The condition of every row [B, *] out of the condition of every prompt [P, *]."""
     return tree_map(lambda tensor: tensor[group], cond)
+
+
+def first_of_group(rollout: Rollout) -> Tensor:
+    """[B] long: the name of the first row of each row's group that is here, by which a group shares noise."""
+    first = torch.full((int(rollout.group.max()) + 1,), torch.iinfo(torch.long).max, device=rollout.row.device)
+    return first.scatter_reduce(0, rollout.group, rollout.row, "amin")[rollout.group]

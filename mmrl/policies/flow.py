@@ -22,7 +22,7 @@ from samplers.schedules import all_steps, linear
 from ..dists import Gaussian
 from ..registry import GRIDS, KERNELS, WINDOWS, UserError
 from ..types import Kernel, Media, Point, Prompt, Rollout, tree_map
-from .base import NetPolicy, rows_of
+from .base import NetPolicy, first_of_group, rows_of
 
 Grid = Callable[[int], Tensor]  # steps -> times [K + 1], from 1 to 0
 Window = Callable[[int], Tensor]  # steps -> [K] bool, where noise is injected
@@ -131,9 +131,11 @@ class FlowPolicy(NetPolicy, ABC):
             if len(rows):
                 yield _step(rollout, length, rows, k)
 
-    def renoise(self, rollout: Rollout, rng: Rng) -> Iterator[Point]:
-        t = rng.uniform(rollout.row, step=0).to(rollout.sample.dtype)
-        noise = rng.normal(rollout.row, self.shape, 1, rollout.sample.dtype)
+    def renoise(self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False) -> Iterator[Point]:
+        name = first_of_group(rollout) if shared else rollout.row
+        t = rng.uniform(name, step=0) if time is None else time
+        t = t.to(rollout.sample)
+        noise = rng.normal(name, self.shape, 1, rollout.sample.dtype)
         alive = torch.ones_like(rollout.row, dtype=torch.bool) if rollout.kept is None else rollout.kept  # [B]
         yield Point(
             group=rollout.group, cond=rollout.cond, row=rollout.row, time=t, mask=alive[:, None], length=alive.long(),

@@ -18,7 +18,7 @@ from samplers.noise import Rng
 
 from ..dists import Categorical
 from ..types import Media, Point, Prompt, Rollout
-from .base import NetPolicy, rows_of
+from .base import NetPolicy, first_of_group, rows_of
 
 
 class TokenPolicy(NetPolicy, ABC):
@@ -71,9 +71,10 @@ class TokenPolicy(NetPolicy, ABC):
         for step in range(self.passes):
             yield self._point(rollout, hide=rollout.order >= step, score=rollout.order == step)
 
-    def renoise(self, rollout: Rollout, rng: Rng) -> Iterator[Point]:
-        rate = rng.uniform(rollout.row, (1,), step=0).clamp_min(0.1)
-        hide = rng.uniform(rollout.row, (self.length,), step=1) < rate
+    def renoise(self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False) -> Iterator[Point]:
+        name = first_of_group(rollout) if shared else rollout.row
+        rate = rng.uniform(name, (1,), step=0).clamp_min(0.1) if time is None else time[:, None]
+        hide = rng.uniform(name, (self.length,), step=1) < rate
         yield self._point(rollout, hide, score=hide).replace(logprob=None)
 
     def dist(self, point: Point) -> Categorical:
@@ -109,6 +110,6 @@ class CausalPolicy(TokenPolicy):
         nothing, everything = torch.zeros_like(rollout.mask), torch.ones_like(rollout.mask)
         yield self._point(rollout, hide=nothing, score=everything)
 
-    def renoise(self, rollout: Rollout, rng: Rng) -> Iterator[Point]:
+    def renoise(self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False) -> Iterator[Point]:
         for point in self.path(rollout):
             yield point.replace(logprob=None)
