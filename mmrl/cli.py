@@ -100,6 +100,18 @@ def build(
     commands.build(names or list(commands.QUICKSTART))
 
 
+@app.command(name="serve-reward")
+def serve_reward(
+    config: Annotated[Path, typer.Argument(help="A .yaml file with `reward:` and perhaps `serve:`, or a name.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Changes such as serve.port=8200.")] = None,
+) -> None:
+    """Serve the rewards of a configuration to other machines over HTTP."""
+    from .paths import find_config
+    from .serve import serve
+
+    serve(find_config(config), overrides or [])
+
+
 @app.command(name="list")
 def list_(kind: Annotated[str | None, typer.Argument(help="rewards, policies, objectives ...")] = None) -> None:
     """What can be named in a configuration, with one line about each."""

@@ -8,5 +8,14 @@ from rewards.aesthetic import Aesthetic
 from rewards.clip_score import ClipScore
 from rewards.digits import Digits, DigitsJudge
 from rewards.jpeg import jpeg_compressibility, jpeg_incompressibility
+from rewards.remote import Remote
 
-__all__ = ["Aesthetic", "ClipScore", "Digits", "DigitsJudge", "jpeg_compressibility", "jpeg_incompressibility"]
+__all__ = [
+    "Aesthetic",
+    "ClipScore",
+    "Digits",
+    "DigitsJudge",
+    "Remote",
+    "jpeg_compressibility",
+    "jpeg_incompressibility",
+]

@@ -20,7 +20,8 @@ from mmrl.config.yamltext import read, write
 from mmrl.options import EvaluateOptions, TrainOptions, arithmetic
 from mmrl.registry import Registry, UserError
 
-CONFIGS = sorted((Path(__file__).parents[1] / "configs").rglob("*.yaml"))
+SHIPPED = (Path(__file__).parents[1] / "configs").rglob("*.yaml")
+CONFIGS = sorted(path for path in SHIPPED if path.parent.name != "serve")  # those are for `mmrl serve-reward`
 INNER = Registry("kernel")
 FAKE = Registry("policy")
 

@@ -13,6 +13,7 @@ import torch
 import rewards
 from mmrl.registry import REWARDS, UserError
 from rewards import jpeg_compressibility, jpeg_incompressibility
+from tests.reward_servers import serving
 from tests.tiny_rewards import TINY, asked, pictures, save_head, save_tiny_clip
 
 DOC = Path(__file__).parents[1] / "docs/rewards.md"
@@ -47,14 +48,22 @@ def tiny_reader(tmp_path_factory) -> str:
 # ---------------------------------------------------------------- the contract, for whatever is registered
 
 
+@pytest.fixture(scope="module")
+def reward_server():
+    """The address of a server of one reward."""
+    with serving({"jpeg_incompressibility": jpeg_incompressibility}) as address:
+        yield address
+
+
 @pytest.fixture(scope="module", params=sorted(REWARDS))
-def reward(request, tiny_clip, tiny_head, tiny_reader):
+def reward(request, tiny_clip, tiny_head, tiny_reader, reward_server):
     """Every registered reward; those that need a model get a small local one, the others their defaults."""
     small = {
         "clip_score": {"model": tiny_clip, "device": "cpu"},
         "aesthetic": {"head": tiny_head, "clip": tiny_clip, "device": "cpu"},
         "digits": {"path": tiny_reader},
         "digits_judge": {"path": tiny_reader},
+        "remote": {"url": reward_server, "batch_size": 2},
     }
     import huggingface_hub.constants
 

@@ -1,0 +1,87 @@
+"""The body of a request to a reward server, JSON or multipart, as the ``Parts`` that ``rewards._wire`` unpacks."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartParser
+from starlette.requests import Request
+
+from rewards._wire import KINDS, BadInput, Parts, parse_json
+
+
+async def parts_of(request: Request, body: bytearray) -> Parts:
+    """What a body holds, by its content type."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == "application/json":
+        return await run_in_threadpool(json_parts, bytes(body))
+    if kind == "multipart/form-data":
+        return await multipart_parts(request, bytes(body))
+    raise BadInput("content-type", f"{kind[:60]!r}; send application/json or multipart/form-data")
+
+
+def json_parts(body: bytes) -> Parts:
+    found = parse_json(body, "body")
+    if not isinstance(found, dict):
+        raise BadInput("body", "expected an object")
+    kind = one_kind(found)
+    media = found[kind]
+    if kind == "tensor":
+        media = from_base64(media, kind)
+    if kind == "images" and isinstance(media, list):
+        media = [from_base64(item, f"images[{i}]") for i, item in enumerate(media)]
+    if kind == "videos" and isinstance(media, list) and all(isinstance(video, list) for video in media):
+        media = [[from_base64(one, f"videos[{i}][{f}]") for f, one in enumerate(v)] for i, v in enumerate(media)]
+    return Parts(found.get("prompts"), media, kind, found.get("rewards"))
+
+
+async def multipart_parts(request: Request, body: bytes) -> Parts:
+    """Fields ``prompts``, ``rewards``, ``texts``, ``frames`` are JSON; ``images``, ``videos``, ``tensor`` are files."""
+
+    async def stream() -> AsyncIterator[bytes]:
+        for start in range(0, len(body), 2**18):
+            yield body[start : start + 2**18]
+            await asyncio.sleep(0)
+        yield b""
+
+    try:
+        parser = MultiPartParser(
+            request.headers, stream(), max_files=100_000, max_fields=16, max_part_size=len(body)
+        )  # fmt: skip
+        form = await parser.parse()
+        found: dict[str, list[bytes]] = {}
+        for name, value in form.multi_items():
+            content = await value.read() if isinstance(value, UploadFile) else value.encode("utf-8", "replace")
+            found.setdefault(name, []).append(content)
+        await form.close()
+    except Exception as error:  # whatever a parser says of bytes that anyone may have sent
+        raise BadInput("body", f"is not multipart/form-data ({type(error).__name__})") from error
+    plain = {n: parse_json(found[n][0], n) for n in ("prompts", "rewards", "texts", "frames") if n in found}
+    kind = one_kind(found)
+    media: Any = {"texts": plain.get("texts"), "tensor": found[kind][0]}.get(kind, found[kind])
+    if kind == "videos":
+        count = plain.get("frames")
+        if type(count) is not int or count < 1 or len(media) % count:
+            raise BadInput("frames", f"expected how many frames a video has, a divisor of {len(media)}")
+        media = [media[i : i + count] for i in range(0, len(media), count)]
+    return Parts(plain.get("prompts"), media, kind, plain.get("rewards"))
+
+
+def one_kind(found: Mapping[str, Any]) -> str:
+    kinds = [kind for kind in KINDS if kind in found]
+    if len(kinds) != 1:
+        raise BadInput("body", f"expected one of {', '.join(KINDS)}; got {' and '.join(kinds) or 'none'}")
+    return kinds[0]
+
+
+def from_base64(value: Any, name: str) -> bytes:
+    try:
+        return base64.b64decode(value, validate=True)
+    except (binascii.Error, TypeError, ValueError) as error:
+        raise BadInput(name, "is not base64") from error

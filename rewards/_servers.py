@@ -1,0 +1,153 @@
+"""Several reward servers as one: who is asked next, who has failed, and what is said about it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from mmrl.registry import UserError
+from rewards._wire import Part, message_of
+
+log = logging.getLogger(__name__)
+RETRIED = (408, 429, 500, 502, 503, 504)
+ANSWER = (2**20, 4096)  # most bytes of an answer: so many, and so many for each sample
+
+
+class Failed(Exception):
+    """A request that another server, or a later try, may answer. ``silent``: it cost a whole time-out."""
+
+    def __init__(self, cause: str, dead: bool = False, silent: bool = False):
+        super().__init__(cause)
+        self.dead, self.silent = dead, silent
+
+
+@dataclass
+class Server:
+    """One address and its record. ``dead``: it did not answer at all; ``silent``: it let a time-out pass."""
+
+    url: str
+    outstanding: int = 0
+    requests: int = 0
+    failures: int = 0
+    dead: bool = False
+    silent: bool = False
+    since: float = 0.0  # when it was found dead
+    cause: str = ""
+    warned: str = ""  # the cause that has been logged
+
+
+class Servers:
+    """Least outstanding first; a dead one is left alone for ``cooldown`` seconds while others live."""
+
+    def __init__(self, urls: Sequence[str], cooldown: float = 30.0):
+        self.all = [Server(check_url(url)) for url in urls]
+        self.cooldown = cooldown
+        self._lock = threading.Lock()
+
+    def wake(self) -> None:
+        """Before a batch: try again whoever has rested, or everybody if nobody lives."""
+        with self._lock:
+            nobody = all(one.dead for one in self.all)
+            for one in self.all:
+                if nobody or time.monotonic() - one.since > self.cooldown:
+                    one.dead = one.silent = False
+
+    def take(self, tried: Sequence[Server]) -> Server | None:
+        """The next to ask: alive and not tried for this request, else alive, else one that at least fails quickly."""
+        with self._lock:
+            ranks = [
+                [one for one in self.all if not one.dead and one not in tried],
+                [one for one in self.all if not one.dead],
+                [one for one in self.all if not one.silent],
+            ]
+            chosen = min(next((rank for rank in ranks if rank), []), key=lambda one: one.outstanding, default=None)
+            if chosen:
+                chosen.outstanding += 1
+                chosen.requests += 1
+            return chosen
+
+    def alive(self) -> bool:
+        return any(not one.dead for one in self.all)
+
+    def answered(self, one: Server) -> None:
+        with self._lock:
+            one.outstanding -= 1
+            recovered = one.dead
+            if recovered:
+                one.dead, one.silent, one.warned = False, False, ""
+        if recovered:
+            log.info("reward server %s answers again", one.url)
+
+    def failed(self, one: Server, error: Failed) -> None:
+        """Record it; the first failure of a kind is logged with address and cause."""
+        with self._lock:
+            one.outstanding -= 1
+            one.failures += 1
+            one.cause = str(error)
+            if error.dead and not one.dead:
+                one.since = time.monotonic()
+            one.dead, one.silent = one.dead or error.dead, one.silent or error.silent
+            news, one.warned = one.warned != one.cause, one.cause
+            others = [other.url for other in self.all if not other.dead and other is not one]
+        if news:
+            goes = f"its share goes to {', '.join(others)}" if others else "no other server is left"
+            log.warning("reward server %s failed: %s; %s", one.url, error, goes)
+
+    def gave_up(self, one: Server) -> None:
+        """The request was refused, which is no fault of the server's."""
+        with self._lock:
+            one.outstanding -= 1
+
+    def causes(self) -> str:
+        return "; ".join(f"{one.url}: {one.cause}" for one in self.all if one.cause)
+
+
+def check_url(url: str) -> str:
+    """An http(s) address without a trailing slash. Raises UserError."""
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+    except ValueError:
+        valid = False
+    if not valid or parts.query or parts.fragment or parts.username or parts.password:
+        raise UserError(f"url {url!r} is not the address of a reward server, such as http://127.0.0.1:8123")
+    return url.rstrip("/")
+
+
+def post(client: Any, url: str, parts: Sequence[Part], count: int, timeout: float) -> bytes:
+    """The body of a 200 answer to ``POST url/score``, within ``timeout`` seconds altogether.
+
+    Raises:
+        Failed: no answer, or one that says "later" or "broken".
+        UserError: an answer that says the request, the token or the address is wrong; repeating it would not help.
+    """
+    import httpx
+
+    until, content, most = time.monotonic() + timeout, bytearray(), ANSWER[0] + ANSWER[1] * count
+    try:
+        with client.stream("POST", f"{url}/score", files=list(parts), timeout=timeout) as response:
+            for chunk in response.iter_bytes():
+                content += chunk
+                if time.monotonic() > until:
+                    raise Failed(f"no complete answer within {timeout:g} s", dead=True, silent=True)
+                if len(content) > most:
+                    raise Failed(f"an answer of more than {most} bytes")
+    except httpx.TimeoutException as error:
+        raise Failed(f"no answer within {timeout:g} s", dead=True, silent=True) from error
+    except httpx.HTTPError as error:
+        raise Failed(f"{type(error).__name__}: {error}", dead=True) from error
+    if response.status_code == 200:
+        return bytes(content)
+    said = f"{response.status_code}, {message_of(bytes(content))}"
+    if response.status_code in RETRIED:
+        raise Failed(said)
+    if response.status_code in (401, 403):
+        raise UserError(f"reward server {url} refused the token; set `token` or MMRL_REWARD_TOKEN ({said})")
+    if response.status_code == 413:
+        raise UserError(f"reward server {url} finds a request too large; lower `batch_size` ({said})")
+    raise UserError(f"reward server {url} refused a request: {said}")

@@ -1,0 +1,180 @@
+"""Rewards computed elsewhere: by ``mmrl serve-reward`` in another process, environment or machine."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import torch
+from annotated_types import Ge, Gt
+from torch import Tensor
+
+from mmrl.registry import REWARDS, UserError
+from rewards._servers import Failed, Server, Servers, post
+from rewards._wire import Format, check_texts, pack, read_answer
+
+
+@dataclass
+class Call:
+    """One batch on its way; ``given_up`` is set when no server is left, so that the rest need not find out."""
+
+    given_up: threading.Event = field(default_factory=threading.Event)
+
+
+@REWARDS.register("remote")
+class Remote:
+    """What reward servers say (``mmrl serve-reward``): one reward of theirs by name, or their weighted sum.
+
+    The batch is cut into requests that go to the servers side by side, to whichever has the fewest outstanding. A
+    request that fails is tried again, elsewhere if possible. Samples whose requests all failed are NaN. A server that
+    does not answer is named in the log, once, with the cause, and left alone for ``cooldown`` seconds. Every sample
+    must be judged by itself: a reward that compares the samples of a group cannot be served this way.
+
+    PNG and WebP round pictures to 8 bits, so that the numbers equal those of the same reward called with rounded
+    pictures; ``tensor`` sends the floats as they are. A sample with a pixel that is not finite is NaN with the former.
+
+    Args:
+        url: address, or several of servers that serve the same.
+        token: what the servers want to see; None: the environment variable MMRL_REWARD_TOKEN, which is better, since
+            a run writes its configuration down.
+        name: which of the servers' rewards; None: the sum of all with the weights of the servers' configuration.
+        format: ``png``, ``webp`` (lossless) or ``tensor`` (safetensors).
+        timeout: seconds for one request.
+        retries: further tries of a request.
+        batch_size: samples in one request.
+        concurrency: requests at once for each server.
+        backoff: seconds before the first repetition, doubled for each further one, with jitter.
+        cooldown: seconds that a dead server is left alone while another lives.
+        fields: keys of the prompts to send; None: all.
+        on_failure: ``nan`` leaves samples without a value out, ``stop`` raises.
+
+    Attributes:
+        servers: the record of every server: requests, failures, the last cause.
+
+    Raises:
+        UserError: when a server refuses the token, the samples or the name; with ``stop``, when a sample has no value.
+    """
+
+    def __init__(
+        self,
+        url: str | list[str],
+        token: str | None = None,
+        name: str | None = None,
+        format: Format = "png",
+        timeout: Annotated[float, Gt(0)] = 60.0,
+        retries: Annotated[int, Ge(0)] = 2,
+        batch_size: Annotated[int, Ge(1)] = 16,
+        concurrency: Annotated[int, Ge(1)] = 4,
+        backoff: Annotated[float, Ge(0)] = 0.25,
+        cooldown: Annotated[float, Ge(0)] = 30.0,
+        fields: list[str] | None = None,
+        on_failure: Literal["nan", "stop"] = "nan",
+    ):
+        urls = [url] if isinstance(url, str) else list(url)
+        if not urls:
+            raise UserError("reward 'remote' needs the address of at least one server in `url`")
+        self._pool = Servers(urls, cooldown)
+        self.token = token or os.environ.get("MMRL_REWARD_TOKEN") or None
+        self.names = None if name is None else [name]
+        self.format, self.timeout, self.retries = format, timeout, retries
+        self.batch_size, self.concurrency, self.backoff = batch_size, concurrency, backoff
+        self.fields, self.stop = fields, on_failure == "stop"
+        self._jitter = random.Random()  # not the global one, which belongs to the run
+        self._client: Any = None
+        self._lock = threading.Lock()
+
+    @property
+    def servers(self) -> list[Server]:
+        return self._pool.all
+
+    def __call__(self, media: Tensor | list[str], prompts: list[dict]) -> Tensor:
+        """Images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on the CPU."""
+        rows = sendable(media, self.format)
+        values = torch.full((len(prompts),), torch.nan)  # [B]
+        if self.fields is not None:
+            prompts = [{key: prompt[key] for key in self.fields if key in prompt} for prompt in prompts]
+        self._pool.wake()
+        chunks = [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
+        pool = ThreadPoolExecutor(min(len(chunks), self.concurrency * len(self.servers)) or 1, "remote reward")
+        call = Call()
+        try:
+            sent = [pool.submit(self._ask, call, take(media, chunk), [prompts[i] for i in chunk]) for chunk in chunks]
+            for chunk, one in zip(chunks, sent, strict=True):
+                values[chunk] = one.result()
+        finally:
+            call.given_up.set()  # on the way out of an error: what still waits need not try again
+            pool.shutdown(wait=False, cancel_futures=True)
+        self._check(values, rows)
+        return values
+
+    def _check(self, values: Tensor, rows: list[int]) -> None:
+        """``on_failure``: null from a server and no answer at all are the same, a sample without a value."""
+        missing = int(values[rows].isnan().sum())
+        if missing and self.stop:
+            causes = self._pool.causes() or "the servers could not score them"
+            raise UserError(f"reward 'remote' has no value for {missing} of {len(values)} samples: {causes}")
+
+    def _ask(self, call: Call, media: Tensor | list[str], prompts: list[dict]) -> Tensor:
+        """[n] values of one request, NaN where nobody could give them."""
+        nothing = torch.full((len(prompts),), torch.nan)
+        if call.given_up.is_set():
+            return nothing
+        parts = pack(media, prompts, self.format, self.names)
+        tried: list[Server] = []
+        for attempt in range(self.retries + 1):
+            server = None if call.given_up.is_set() else self._pool.take(tried)
+            if server is None:
+                break
+            if server in tried:  # another server is asked at once
+                call.given_up.wait(self.backoff * 2 ** (attempt - 1) * self._jitter.uniform(0.5, 1))
+            try:
+                return self._request(server, parts, len(prompts))
+            except Failed as error:
+                self._pool.failed(server, error)
+            tried.append(server)
+        if not self._pool.alive():
+            call.given_up.set()
+        return nothing
+
+    def _request(self, server: Server, parts: list, count: int) -> Tensor:
+        try:
+            answer = post(self._connection(), server.url, parts, count, self.timeout)
+        except Failed:
+            raise
+        except BaseException:
+            self._pool.gave_up(server)
+            raise
+        try:
+            values = read_answer(answer, self.names, count)
+        except ValueError as error:
+            raise Failed(f"malformed answer: {error}") from error
+        self._pool.answered(server)
+        return values
+
+    def _connection(self) -> Any:
+        """Connections are kept open between calls. No proxies from the environment: they would see the token."""
+        import httpx
+
+        with self._lock:
+            if self._client is None:
+                headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+                most = self.concurrency * len(self.servers)
+                limits = httpx.Limits(max_keepalive_connections=most, keepalive_expiry=2.0)
+                self._client = httpx.Client(headers=headers, limits=limits, trust_env=False, follow_redirects=False)
+            return self._client
+
+
+def sendable(media: Tensor | list, format: str) -> list[int]:
+    """The rows whose pixels are finite, which PNG and WebP can hold; every row of the other formats."""
+    if not isinstance(media, Tensor):
+        return list(range(len(check_texts(media))))
+    finite = media.isfinite().flatten(1).all(1) if format != "tensor" else torch.ones(len(media), dtype=torch.bool)
+    return finite.nonzero().flatten().tolist()
+
+
+def take(media: Tensor | list[str], rows: list[int]) -> Tensor | list[str]:
+    return media[rows] if isinstance(media, Tensor) else [media[row] for row in rows]
