@@ -145,7 +145,7 @@ BROKEN = {
     "missing file": (["data.prompts.path=nowhere.txt"], "nowhere.txt"),
     "impossible batches": (["train.batch_size=3"], "train.batch_size 3 does not divide"),
     "folder of nothing": (["policy.sd3.path=./judge.py"], "model_index.json"),
-    "reward of nobody": (["reward={'judge.py:blueness': 1.0}"], "did you mean 'greenness'?"),
+    "reward of nobody": (["reward={'judge.py:blueness': 1.0}"], "known: greenness"),
     "window outside": (["policy.sd3.sde={window: {start: 5}}"], "window"),
     "LoRA nowhere": (["policy.sd3.lora={rank: 2, targets: [nothing]}"], "lora.targets match no module"),
     "no such override": (["train.iteratons=3"], "did you mean 'iterations'?"),
@@ -202,7 +202,7 @@ def test_list_doctor_and_help(tmp_path):
     everything = mmrl("list", cwd=tmp_path).stdout
     for name in ("sd3", "flow_sde", "clip_score", "flow_match_euler", "digits", "adamw", "dr_grpo"):
         assert name in everything
-    assert f"{torch.__version__}" in mmrl("doctor", cwd=tmp_path).stdout
+    assert torch.__version__.partition("+")[0] in mmrl("doctor", cwd=tmp_path).stdout
     shown = mmrl("--help", cwd=tmp_path).stdout
     for command in ("train", "sample", "evaluate", "export", "list", "doctor", "report"):
         assert command in shown
