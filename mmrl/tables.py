@@ -9,7 +9,6 @@ from rich.table import Table
 
 from .registry import ALL, UserError, describe, load_built_in, options, suggest
 
-
 FAMILIES = {"samplers": ("kernels", "grids", "windows")}
 
 
