@@ -113,7 +113,9 @@ def serve_reward(
 
 
 @app.command(name="list")
-def list_(kind: Annotated[str | None, typer.Argument(help="rewards, policies, objectives ...")] = None) -> None:
+def list_(
+    kind: Annotated[str | None, typer.Argument(help="rewards, policies, objectives, samplers ...")] = None,
+) -> None:
     """What can be named in a configuration, with one line about each."""
     from .tables import plugin_tables
 

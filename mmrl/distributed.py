@@ -53,6 +53,10 @@ def all_gather_rows(x: Tensor) -> Tensor:
     return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)]).to(x.device)
 
 
+class StopAll(UserError):
+    """A UserError that every process raises at the same place, so that they can still act in common before they end."""
+
+
 @contextmanager
 def together() -> Iterator[None]:
     """A UserError that ends this block on one process is raised by all: nobody waits for one that has gone.
@@ -64,12 +68,12 @@ def together() -> Iterator[None]:
         yield
     except UserError as error:
         if world()[1] == 1:
-            raise
+            raise StopAll(str(error)) from error
         mine = str(error) or "unknown"
     if float(all_max(torch.tensor(float(bool(mine))))):
         text = torch.tensor(list(mine.encode() + b"\0"), dtype=torch.uint8)
         messages = bytes(all_gather_rows(text).tolist()).decode().split("\0")
-        raise UserError("\n".join(dict.fromkeys(message for message in messages if message)))
+        raise StopAll("\n".join(dict.fromkeys(message for message in messages if message)))
 
 
 def _reduce(x: Tensor, op: dist.ReduceOp) -> Tensor:

@@ -131,9 +131,9 @@ def import_module(place: str) -> Any:
 
 def import_file(path: Path) -> Any:
     """A .py file as a module, executed once however often it is named; it may import its neighbours."""
-    path = path.resolve()
     if not path.is_file():
         raise UserError(f"no such file: {path}")
+    path = path.resolve()
     look_in(path.parent)
     name = path.stem
     if name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(path):

@@ -9,6 +9,8 @@ from rich.table import Table
 
 from .registry import ALL, UserError, describe, load_built_in, options, suggest
 
+FAMILIES = {"samplers": ("kernels", "grids", "windows")}
+
 
 def evaluation_table(rows: list[dict[str, Any]]) -> None:
     """Models down, rewards across; mean and half the 95 % interval."""
@@ -25,10 +27,10 @@ def evaluation_table(rows: list[dict[str, Any]]) -> None:
 def plugin_tables(kind: str | None) -> None:
     """Name, options and first docstring line of every registered plug-in."""
     load_built_in()
-    if kind is not None and kind not in ALL:
-        raise UserError(f"no plug-ins called {kind!r}; {suggest(kind, ALL)}")
+    if kind is not None and kind not in [*ALL, *FAMILIES]:
+        raise UserError(f"no plug-ins called {kind!r}; {suggest(kind, [*ALL, *FAMILIES])}")
     for plural, registry in ALL.items():
-        if kind in (None, plural):
+        if kind in (None, plural) or plural in FAMILIES.get(kind, ()):
             table = Table("name", "what it is", "options", title=plural, title_justify="left", min_width=80)
             for name in sorted(registry):
                 table.add_row(name, describe(registry[name]), ", ".join(options(registry[name])))

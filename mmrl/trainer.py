@@ -139,7 +139,7 @@ class Trainer:
     def _gate(self, meter: Meter) -> None:
         gap, allowed = meter.top("log_ratio"), self.options.tolerance()
         if allowed is not None and not gap <= allowed:
-            raise UserError(
+            raise distributed.StopAll(
                 f"iteration {self.iteration}: re-scored log-probs differ from the recorded ones by up to {gap:.2e}, "
                 f"more than train.gate = {allowed:.0e} allows, although the weights are the same. The gradient would "
                 "be biased. Usual causes: dropout or other randomness in the network, a rollout computed in "

@@ -47,7 +47,8 @@ def train(name: Path, overrides: Sequence[str] = (), resume: bool = False) -> Pa
         for note in [*trainer.plan.warnings, *notes]:
             run.say("warning", note)
         run.begin(fresh=not resume)
-        run.loop()
+        with run.rescued():
+            run.loop()
         run.end()
     return folder
 
@@ -85,6 +86,19 @@ class Run:
                 self.log.metrics(trainer.iteration, metrics)
                 self._tell(metrics)
                 bar.update(trainer.iteration, metrics["reward/mean"])
+
+    @contextmanager
+    def rescued(self) -> Iterator[None]:
+        """Save what was trained before an error that all processes share ends the run."""
+        start = self.trainer.iteration
+        try:
+            yield
+        except distributed.StopAll as error:
+            self.log.event("error", str(error))
+            if self.trainer.iteration == start:
+                raise
+            again = f"mmrl train --resume {self.folder}"
+            raise UserError(f"{error}\nsaved {self.save()}; when this is mended, go on with: {again}") from error
 
     def end(self) -> None:
         """The last checkpoint and pictures, and how to go on if the run was stopped."""

@@ -145,7 +145,7 @@ BROKEN = {
     "missing file": (["data.prompts.path=nowhere.txt"], "nowhere.txt"),
     "impossible batches": (["train.batch_size=3"], "train.batch_size 3 does not divide"),
     "folder of nothing": (["policy.sd3.path=./judge.py"], "model_index.json"),
-    "reward of nobody": (["reward={'judge.py:blueness': 1.0}"], "did you mean 'greenness'?"),
+    "reward of nobody": (["reward={'judge.py:blueness': 1.0}"], "known: greenness"),
     "window outside": (["policy.sd3.sde={window: {start: 5}}"], "window"),
     "LoRA nowhere": (["policy.sd3.lora={rank: 2, targets: [nothing]}"], "lora.targets match no module"),
     "no such override": (["train.iteratons=3"], "did you mean 'iterations'?"),
@@ -180,12 +180,29 @@ def test_a_reward_that_fails_too_often_stops_the_run_with_its_cause(desk):
     assert "no such server" in message and "judge.py" in message
 
 
+@pytest.mark.slow
+def test_a_failure_in_the_middle_loses_nothing(desk):
+    (desk / "flaky.py").write_text(
+        "from pathlib import Path\n\ndef flaky(media, prompts):\n    count = Path('calls')\n"
+        "    done = len(count.read_text()) if count.exists() else 0\n    count.write_text('x' * (done + 1))\n"
+        "    assert done < 2 or Path('mended').exists(), 'server gone'\n    return media.flatten(1).mean(1)\n"
+    )
+    reward = "reward={'flaky.py:flaky': 1.0}"
+    sizes = ["train.checkpoint_every=0", "train.evaluate_every=0", "train.iterations=4"]
+    message = refused("train", "mine.yaml", "run=flaky", reward, *sizes, cwd=desk)
+    assert "server gone" in message and "mmrl train --resume flaky" in message
+    assert (desk / "flaky" / "checkpoints" / "iteration-000002" / "state.json").exists()
+    (desk / "mended").touch()
+    mmrl("train", "--resume", "flaky", cwd=desk)
+    assert [line["iteration"] for line in metrics(desk / "flaky")] == [1, 2, 3, 4]
+
+
 def test_list_doctor_and_help(tmp_path):
     assert "grpo" in mmrl("list", "objectives", cwd=tmp_path).stdout
     everything = mmrl("list", cwd=tmp_path).stdout
     for name in ("sd3", "flow_sde", "clip_score", "flow_match_euler", "digits", "adamw", "dr_grpo"):
         assert name in everything
-    assert f"{torch.__version__}" in mmrl("doctor", cwd=tmp_path).stdout
+    assert torch.__version__.partition("+")[0] in mmrl("doctor", cwd=tmp_path).stdout
     shown = mmrl("--help", cwd=tmp_path).stdout
     for command in ("train", "sample", "evaluate", "export", "list", "doctor", "report"):
         assert command in shown

@@ -6,6 +6,7 @@ here, once. Sampling and scoring go through the same ``_transition``.
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -66,6 +67,12 @@ class FlowPolicy(NetPolicy, ABC):
         except ValueError as error:
             raise UserError(f"grid or sde: {error}") from error
         self.eta = eta * self.noisy.double()  # [K]
+        if logp_dist == "conditional" and guidance != 1:
+            warnings.warn(
+                f"logp_dist conditional: samples are drawn with guidance {guidance:g} and scored without it, so the "
+                "gradient is not that of the sampled distribution; guided matches",
+                stacklevel=2,
+            )
         self.kernel, self.guidance, self.logp_dist = kernel, guidance, logp_dist
         self.shared_noise, self.storage, self.reduction = shared_noise, getattr(torch, storage), reduction
 
