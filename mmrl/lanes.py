@@ -68,6 +68,11 @@ class Lane:
     def waiting(self) -> int:
         return self._jobs.qsize()
 
+    @property
+    def alive(self) -> bool:
+        """False when the reward has ended the thread, as ``sys.exit`` would."""
+        return self._thread.is_alive()
+
     def submit(self, media: Media, prompts: list[Prompt]) -> Future[Answer]:
         job = Job(media, prompts)
         self._jobs.put(job)

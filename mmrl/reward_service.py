@@ -22,7 +22,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from rewards._wire import BadInput, Limits, unpack
+from rewards._wire import BadInput, Limits, check_token, unpack
 
 from . import __version__
 from .config import Weighted
@@ -52,8 +52,7 @@ class ServeOptions:
     formats: list[Literal["png", "webp", "tensor"]] = field(default_factory=lambda: ["png", "webp", "tensor"])
 
     def __post_init__(self) -> None:
-        if self.token is not None and (not self.token.isascii() or not self.token.isprintable() or not self.token):
-            raise UserError("token: expected printable ASCII characters")
+        check_token(self.token)
 
     def limits(self) -> Limits:
         return Limits(self.max_samples, self.max_megapixels * 1e6, self.formats)
@@ -81,7 +80,7 @@ class Service:
 
     def __init__(self, rewards: Mapping[str, Weighted], options: ServeOptions):
         self.options = options
-        self.token = options.token or os.environ.get(TOKEN) or None
+        self.token = check_token(options.token or os.environ.get(TOKEN) or None)
         self.weights = {name: one.weight for name, one in rewards.items()}
         self.about = {name: describe_reward(one.reward) for name, one in rewards.items()}
         wait = options.wait_ms / 1000
@@ -223,7 +222,8 @@ def make_app(rewards: Mapping[str, Weighted], options: ServeOptions | None = Non
 
     @app.get("/health")
     async def health() -> Response:
-        return reply({"status": "ok"})
+        stuck = [name for name, lane in service.lanes.items() if not lane.alive]
+        return reply({"status": f"no longer scored: {', '.join(stuck)}"}, 503) if stuck else reply({"status": "ok"})
 
     @app.get("/info")
     async def info(request: Request) -> Response:

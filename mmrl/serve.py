@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -100,6 +101,7 @@ def server(rewards: dict[str, Weighted], options: ServeOptions) -> uvicorn.Serve
 def serve(path: Path, overrides: Sequence[str] = ()) -> None:
     """Serve until SIGTERM or SIGINT; requests that are being scored are answered first."""
     rewards, options = load(path, overrides)
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # what senders get wrong is answered, not logged
     with bind(options) as sock:
         host, port = sock.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host

@@ -109,10 +109,13 @@ class Servers:
 
 def check_url(url: str) -> str:
     """An http(s) address without a trailing slash. Raises UserError."""
+    import httpx
+
     try:
+        httpx.URL(url)  # what it refuses would fail at every request
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
-    except ValueError:
+    except (ValueError, httpx.InvalidURL):
         valid = False
     if not valid or parts.query or parts.fragment or parts.username or parts.password:
         raise UserError(f"url {url!r} is not the address of a reward server, such as http://127.0.0.1:8123")

@@ -93,6 +93,13 @@ def check_prompts(prompts: Sequence[dict]) -> list[dict]:
     return list(prompts)
 
 
+def check_token(token: str | None) -> str | None:
+    """A token that fits into a header. Raises UserError."""
+    if token is not None and not (token and token.isascii() and token.isprintable()):
+        raise UserError("token: expected printable ASCII characters")
+    return token
+
+
 def check_texts(texts: list) -> list[str]:
     for text in texts:
         if not isinstance(text, str):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmrl.registry import REWARDS, UserError
 from rewards._servers import Failed, Server, Servers, post
-from rewards._wire import Format, check_texts, pack, read_answer
+from rewards._wire import Format, check_texts, check_token, pack, read_answer
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Remote:
         if not urls:
             raise UserError("reward 'remote' needs the address of at least one server in `url`")
         self._pool = Servers(urls, cooldown)
-        self.token = token or os.environ.get("MMRL_REWARD_TOKEN") or None
+        self.token = check_token(token or os.environ.get("MMRL_REWARD_TOKEN") or None)
         self.names = None if name is None else [name]
         self.format, self.timeout, self.retries = format, timeout, retries
         self.batch_size, self.concurrency, self.backoff = batch_size, concurrency, backoff

@@ -308,13 +308,16 @@ def test_errors_that_may_pass_are_repeated_and_others_stop(caplog):
 
 
 @pytest.mark.parametrize(
-    "bad", ["127.0.0.1:80", "ftp://x", "http://", "http://u:p@x", "http://x?y=1", "http://x:99999"]
+    "bad",
+    ["127.0.0.1:80", "ftp://x", "http://", "http://u:p@x", "http://x?y=1", "http://x:99999", "http://\u2603.\u0000"],
 )
 def test_what_is_no_address_is_refused(bad):
     with pytest.raises(UserError, match="is not the address of a reward server"):
         Remote(bad)
     with pytest.raises(UserError, match="at least one server"):
         Remote([])
+    with pytest.raises(UserError, match="printable ASCII"):
+        Remote("http://x", token="a\nb")
 
 
 # --------------------------------------------------------------------------------------------------- the server
