@@ -37,6 +37,7 @@ class Server:
     dead: bool = False
     silent: bool = False
     since: float = 0.0  # when it was found dead
+    answered: float = 0.0  # when it last gave an answer
     cause: str = ""
     warned: str = ""  # the cause that has been logged
 
@@ -77,21 +78,25 @@ class Servers:
     def answered(self, one: Server) -> None:
         with self._lock:
             one.outstanding -= 1
+            one.answered = time.monotonic()
             recovered = one.dead
             if recovered:
                 one.dead, one.silent, one.warned = False, False, ""
         if recovered:
             log.info("reward server %s answers again", one.url)
 
-    def failed(self, one: Server, error: Failed) -> None:
-        """Record it; the first failure of a kind is logged with address and cause."""
+    def failed(self, one: Server, error: Failed, started: float) -> None:
+        """Record the failure of a request sent at ``started``; the first of a kind is logged with address and cause.
+
+        A server that has answered others in the meantime is not dead: that one request is slow or was lost.
+        """
         with self._lock:
             one.outstanding -= 1
             one.failures += 1
             one.cause = str(error)
-            if error.dead and not one.dead:
-                one.since = time.monotonic()
-            one.dead, one.silent = one.dead or error.dead, one.silent or error.silent
+            if error.dead and one.answered < started:
+                one.since = one.since if one.dead else time.monotonic()
+                one.dead, one.silent = True, one.silent or error.silent
             news, one.warned = one.warned != one.cause, one.cause
             others = [other.url for other in self.all if not other.dead and other is not one]
         if news:

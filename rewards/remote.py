@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -131,10 +132,11 @@ class Remote:
                 break
             if server in tried:  # another server is asked at once
                 call.given_up.wait(self.backoff * 2 ** (attempt - 1) * self._jitter.uniform(0.5, 1))
+            started = time.monotonic()
             try:
                 return self._request(server, parts, len(prompts))
             except Failed as error:
-                self._pool.failed(server, error)
+                self._pool.failed(server, error, started)
             tried.append(server)
         if not self._pool.alive():
             call.given_up.set()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import socket
 import threading
 import time
@@ -9,8 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from PIL import Image
+
 from mmrl.config import Weighted
+from mmrl.registry import UserError
 from mmrl.serve import ServeOptions, bind, server
+from tests.tiny_rewards import pictures
 
 
 @contextmanager
@@ -116,3 +122,50 @@ def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]
+
+
+# rewards and requests
+
+
+def mean(media, prompts):
+    """Mean of the picture."""
+    return media.flatten(1).mean(1)
+
+
+def words(media, prompts):
+    return [float(len(text.split())) for text in media]
+
+
+def numbers(media, prompts):
+    """What each prompt says; the batch it came in does not matter."""
+    return [float(prompt["n"]) for prompt in prompts]
+
+
+def picky(media, prompts):
+    """No value for prompts that say so; an exception for others."""
+    if any(prompt.get("broken") for prompt in prompts):
+        raise RuntimeError("a broken prompt")
+    return [float("nan") if prompt.get("odd") else 1.0 for prompt in prompts]
+
+
+def refusing(media, prompts):
+    raise UserError("reward 'refusing' needs images of the moon")
+
+
+def eighth(media):
+    """The nearest 8-bit picture."""
+    return (media * 255).round() / 255
+
+
+def png(picture=None):
+    buffer = io.BytesIO()
+    Image.fromarray((eighth(pictures(1))[0] * 255).byte().permute(1, 2, 0).numpy()).save(buffer, "PNG")
+    return buffer.getvalue() if picture is None else picture
+
+
+def b64(data):
+    return base64.b64encode(data).decode()
+
+
+def good(count=2, **changes):
+    return {"images": [b64(png())] * count, "prompts": [{"text": "a", "n": i} for i in range(count)], **changes}
