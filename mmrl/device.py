@@ -18,6 +18,12 @@ from .registry import UserError
 ACCELERATE_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
+def check_precision(options: TrainOptions) -> None:
+    """UserError if this machine cannot compute in the precision asked for."""
+    if options.precision == "fp16" and not torch.cuda.is_available():
+        raise UserError("train.precision fp16 needs a CUDA device; use bf16 or fp32")
+
+
 class Device:
     """One process's share of the machine. Started by ``accelerate launch`` or torchrun it is one of many."""
 
@@ -25,8 +31,7 @@ class Device:
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState
 
-        if options.precision == "fp16" and not torch.cuda.is_available():
-            raise UserError("train.precision fp16 needs a CUDA device; use bf16 or fp32")
+        check_precision(options)
         AcceleratorState._reset_state()  # a second trainer in one program may use another precision
         self.accelerator = Accelerator(mixed_precision=ACCELERATE_PRECISION[options.precision], cpu=_many_on_cpu())
         self.options = options

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from . import checkpoint, config
-from .device import Device
+from .device import Device, check_precision
 from .log import LogOptions
 from .options import EvaluateOptions, TrainOptions, arithmetic
 from .registry import ADVANTAGES, DATA, OBJECTIVES, OPTIMIZERS, POLICIES, UserError, load_built_in
@@ -45,6 +45,7 @@ class Session:
     @classmethod
     def of(cls, found: config.Config) -> Session:
         options = found.section("train", TrainOptions)
+        check_precision(options)  # before a large model is loaded in vain
         seed_everything(options.seed)  # new adapters draw their first weights from the global generator
         data = found.build("data", DATA)
         policy = found.build("policy", POLICIES)

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from diffusers import StableDiffusion3Pipeline
+from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 
 from mmrl import advantages, session
 from mmrl.batches import passes
@@ -46,6 +46,27 @@ def trainer_of(policy, kl=0.1, **options):
     )  # fmt: skip
 
 
+def variant(folder, target, kind):
+    """Other shapes of the format: SD3.5's double attention and normalised queries, no T5, a shift by resolution."""
+    parts = {}
+    if kind == "sd3.5":
+        torch.manual_seed(1)
+        config = SD3Transformer2DModel.load_config(folder, subfolder="transformer")
+        more = {"dual_attention_layers": (0,), "qk_norm": "rms_norm"}
+        parts["transformer"] = SD3Transformer2DModel.from_config({**config, **more})
+    if kind == "no T5":
+        parts |= {"text_encoder_3": None, "tokenizer_3": None}
+    if kind == "dynamic shift":
+        parts["scheduler"] = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    StableDiffusion3Pipeline.from_pretrained(folder, **parts).save_pretrained(target)
+    return str(target)
+
+
+@pytest.mark.parametrize("kind", ["sd3.5", "no T5", "dynamic shift"])
+def test_every_shape_of_the_format_is_the_diffusers_pipeline(folder, tmp_path, kind):
+    test_without_noise_we_are_the_diffusers_pipeline(variant(folder, tmp_path / "model", kind), 3.0, 4)
+
+
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 @pytest.mark.parametrize("steps", [1, 4])
 def test_without_noise_we_are_the_diffusers_pipeline(folder, guidance, steps):
@@ -53,10 +74,12 @@ def test_without_noise_we_are_the_diffusers_pipeline(folder, guidance, steps):
     with policy.evaluating(guidance), torch.no_grad():
         rollout = policy.rollout(PROMPTS, 2, Rng.of("same"))
         ours = policy.decode(rollout)
-    pipe = StableDiffusion3Pipeline.from_pretrained(folder)
+    without = {} if policy.t5 else {"text_encoder_3": None, "tokenizer_3": None}
+    pipe = StableDiffusion3Pipeline.from_pretrained(folder, **without)
     pipe.set_progress_bar_config(disable=True)
     common = {"latents": rollout.path[:, 0], "guidance_scale": guidance, "num_inference_steps": steps}
-    sizes = {"height": 32, "width": 32, "max_sequence_length": pipe.tokenizer_3.model_max_length}
+    length = 256 if pipe.tokenizer_3 is None else pipe.tokenizer_3.model_max_length
+    sizes = {"height": 32, "width": 32, "max_sequence_length": length}
     texts = [p["text"] for p in rollout.asked()]
     latents = pipe(texts, output_type="latent", **common, **sizes).images
     theirs = pipe(texts, output_type="pt", **common, **sizes).images

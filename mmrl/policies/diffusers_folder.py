@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,16 @@ def load_part(cls: Any, place: str, subfolder: str, dtype: torch.dtype | None = 
     return _explained(lambda: cls.from_pretrained(place, subfolder=subfolder, **options), place, subfolder)
 
 
-def load_text_pipeline(cls: Any, place: str, dtype: torch.dtype) -> Any:
-    """The pipeline with tokenizers and text encoders only."""
-    return _explained(
-        lambda: cls.from_pretrained(place, transformer=None, vae=None, dtype=dtype), place, "text encoders"
-    )
+def load_text_pipeline(cls: Any, place: str, dtype: torch.dtype, without: Sequence[str] = ()) -> Any:
+    """The pipeline with tokenizers and text encoders only; ``without`` names those to leave out."""
+    absent = dict.fromkeys(["transformer", "vae", *without])
+    return _explained(lambda: cls.from_pretrained(place, **absent, dtype=dtype), place, "text encoders")
+
+
+def holds(place: str, part: str) -> bool:
+    """Whether a local folder has that part; a hub id is taken to be complete."""
+    index = Path(place) / "model_index.json"
+    return not index.is_file() or (json.loads(index.read_text()).get(part) or [None])[0] is not None
 
 
 def _explained(load: Callable[[], Any], place: str, what: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import torch
@@ -32,13 +33,16 @@ class SD3(FlowPolicy):
         dtype: Storage = "float32",
         text_encoders: Placement = "offload",
         text_cache: int = 20000,
+        t5: bool = True,
         **options: Any,
     ):
         """path: folder, hub id or world:NAME. size: image side in pixels. grid: None is the folder's own scheduler.
-        dtype: of the frozen weights. text_encoders: where they go after use. text_cache: encoded prompts kept."""
+        dtype: of the frozen weights. text_encoders: where they go after use. text_cache: encoded prompts kept.
+        t5: false leaves the largest text encoder out, as diffusers does for ``text_encoder_3=None``."""
         from diffusers import AutoencoderKL, SD3Transformer2DModel
 
         self.place, self.compute = diffusers_folder.resolve(path, "StableDiffusion3"), getattr(torch, dtype)
+        self.t5 = t5 and diffusers_folder.holds(self.place, "text_encoder_3")
         net = diffusers_folder.load_part(SD3Transformer2DModel, self.place, "transformer", self.compute)
         self.vae = diffusers_folder.load_part(AutoencoderKL, self.place, "vae").requires_grad_(False).eval()
         side = _latent_side(size, 2 ** (len(self.vae.config.block_out_channels) - 1), net.config.patch_size)
@@ -79,7 +83,10 @@ class SD3(FlowPolicy):
     def _load_texts(self) -> Any:
         from diffusers import StableDiffusion3Pipeline
 
-        return diffusers_folder.load_text_pipeline(StableDiffusion3Pipeline, self.place, self.compute)
+        without = () if self.t5 else ("text_encoder_3", "tokenizer_3")
+        pipe = diffusers_folder.load_text_pipeline(StableDiffusion3Pipeline, self.place, self.compute, without)
+        pipe.__dict__["transformer"] = SimpleNamespace(config=self.net.config)  # asked for a width if there is no T5
+        return pipe
 
     def _encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
         length = min(256, pipe.tokenizer_3.model_max_length) if pipe.tokenizer_3 is not None else 256
