@@ -83,7 +83,7 @@ def export(
 @app.command()
 def report(run: RunFolder) -> None:
     """One self-contained HTML page about a run."""
-    from .report import write_report
+    from .report.page import write_report
 
     print(write_report(run))
     if (run / "before_after.png").exists():
@@ -107,7 +107,7 @@ def serve_reward(
 ) -> None:
     """Serve the rewards of a configuration to other machines over HTTP."""
     from .paths import find_config
-    from .serve import serve
+    from .serving.server import serve
 
     serve(find_config(config), overrides or [])
 

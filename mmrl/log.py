@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from annotated_types import Ge
 
-from mmrl.pictures import sheet
 from mmrl.progress import Progress, progress_for
 from mmrl.registry import UserError
+from mmrl.report.pictures import sheet
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -15,7 +15,7 @@ from PIL import Image
 
 from mmrl.config import Weighted
 from mmrl.registry import UserError
-from mmrl.serve import ServeOptions, bind, server
+from mmrl.serving.server import ServeOptions, bind, server
 from tests.tiny_rewards import pictures
 
 

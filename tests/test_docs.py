@@ -23,7 +23,7 @@ from mmrl.log import LogOptions
 from mmrl.options import EvaluateOptions, TrainOptions, arithmetic
 from mmrl.policies.lora import Lora
 from mmrl.registry import ALL, KERNELS, OBJECTIVES, OPTIMIZERS, POLICIES, load_built_in, options
-from mmrl.runs import read_run
+from mmrl.report.runs import read_run
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

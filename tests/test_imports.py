@@ -131,4 +131,4 @@ def test_knowing_every_name_is_light():
 
 
 def test_reading_a_run_needs_no_torch():
-    assert "torch" not in loaded_by("import mmrl.report, mmrl.doctor, mmrl.log, mmrl.paths, mmrl.machine")
+    assert "torch" not in loaded_by("import mmrl.report.page, mmrl.doctor, mmrl.log, mmrl.paths, mmrl.machine")

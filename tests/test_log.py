@@ -12,8 +12,8 @@ from PIL import Image
 from mmrl import progress
 from mmrl.log import LogOptions, RunLog, read_captions
 from mmrl.machine import machine
-from mmrl.pictures import Layout, sheet, tiles
 from mmrl.registry import UserError
+from mmrl.report.pictures import Layout, sheet, tiles
 
 QUIET = LogOptions(tensorboard=False)
 

@@ -58,7 +58,7 @@ def test_the_command_is_installed(wheel):
 def test_an_installed_copy_finds_its_own_parts(wheel, tmp_path):
     site = tmp_path / "site"
     pip("install", "--quiet", "--no-deps", "--no-index", "--target", str(site), str(wheel))
-    code = "import mmrl.paths as p, mmrl.report, rewards, samplers; print(p.PACKAGE, *p.config_names())"
+    code = "import mmrl.paths as p, mmrl.report.page, rewards, samplers; print(p.PACKAGE, *p.config_names())"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False,
         env=os.environ | {"PYTHONPATH": str(site)},
@@ -71,7 +71,7 @@ def test_an_installed_copy_finds_its_own_parts(wheel, tmp_path):
     }
     assert set(names) == shipped
     assert (site / "bin" / "mmrl").is_file()
-    assert (site / "mmrl" / "templates" / "report.html").is_file()
+    assert (site / "mmrl" / "report" / "templates" / "report.html").is_file()
 
 
 def test_the_version_is_written_once():

@@ -13,15 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from mmrl import charts
-from mmrl.charts import Chart, Series
-from mmrl.evidence import read_evaluation, verdict
 from mmrl.log import LogOptions, RunLog
 from mmrl.machine import machine
 from mmrl.paths import config_names, find_config
 from mmrl.registry import UserError
-from mmrl.report import before_after_picture, write_report
-from mmrl.runs import read_run
+from mmrl.report import charts
+from mmrl.report.charts import Chart, Series
+from mmrl.report.evidence import read_evaluation, verdict
+from mmrl.report.page import before_after_picture, write_report
+from mmrl.report.runs import read_run
 
 NASTY = "<script>alert('x')</script> & \"quoted\" </figcaption>"
 

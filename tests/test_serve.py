@@ -19,9 +19,9 @@ import pytest
 import torch
 from PIL import Image
 
-from mmrl.lanes import Lane
 from mmrl.registry import UserError
-from mmrl.serve import load
+from mmrl.serving.lanes import Lane
+from mmrl.serving.server import load
 from rewards import Remote, jpeg_compressibility
 from tests.reward_servers import (
     b64,

@@ -11,13 +11,13 @@ from typing import Any
 
 from PIL import Image
 
-from mmrl.charts import number
-from mmrl.curves import chart_sections, reward_chart, spread_out
-from mmrl.evidence import Evaluation, read_evaluation, score, table, verdict
-from mmrl.pictures import compare, enlarge
 from mmrl.progress import clock_time
 from mmrl.registry import UserError
-from mmrl.runs import Run, iteration_of, read_run
+from mmrl.report.charts import number
+from mmrl.report.curves import chart_sections, reward_chart, spread_out
+from mmrl.report.evidence import Evaluation, read_evaluation, score, table, verdict
+from mmrl.report.pictures import compare, enlarge
+from mmrl.report.runs import Run, iteration_of, read_run
 
 MOST_PAIRS, MOST_TIMES, MOST_FILM_ROWS, MOST_EVENTS = 24, 8, 6, 60
 
@@ -67,7 +67,7 @@ def render(run: Run) -> str:
     """The page as text. Jinja escapes whatever comes from prompts, configurations and logs."""
     from jinja2 import Environment, PackageLoader
 
-    env = Environment(loader=PackageLoader("mmrl"), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    env = Environment(loader=PackageLoader("mmrl.report"), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     env.globals.update(number=number, data_uri=data_uri)
     evaluation = read_evaluation(run)
     context = {

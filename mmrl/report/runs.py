@@ -11,8 +11,8 @@ import yaml
 from PIL import Image
 
 from mmrl.log import parse_line, read_captions
-from mmrl.pictures import Layout, tiles
 from mmrl.registry import UserError, suggest
+from mmrl.report.pictures import Layout, tiles
 
 MARKS = ("metrics.jsonl", "config.yaml", "evaluation.json")  # a folder with one of these is a run
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mmrl.charts import Chart, Numbers, Series, smooth
-from mmrl.runs import Run
+from mmrl.report.charts import Chart, Numbers, Series, smooth
+from mmrl.report.runs import Run
 
 MOST_POINTS = 800  # of a curve; more cannot be told apart
 

@@ -1,6 +1,6 @@
 """Rewards behind HTTP as an ASGI application: ``POST /score``, ``GET /health``, ``/info`` and ``/metrics``.
 
-``mmrl.serve`` runs it; the formats are described in docs/remote-rewards.md.
+``mmrl.serving.server`` runs it; the formats are described in docs/remote-rewards.md.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from starlette.requests import ClientDisconnect
 
 from rewards._wire import BadInput, Limits, check_token, unpack
 
-from . import __version__
-from .config import Weighted
+from .. import __version__
+from ..config import Weighted
+from ..registry import UserError, describe, suggest
+from .body import parts_of
 from .lanes import Answer, Lane
-from .registry import UserError, describe, suggest
-from .request_body import parts_of
 
 TOKEN = "MMRL_REWARD_TOKEN"
 log = logging.getLogger(__name__)

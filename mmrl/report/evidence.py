@@ -9,8 +9,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from mmrl.charts import number
-from mmrl.runs import Run
+from mmrl.report.charts import number
+from mmrl.report.runs import Run
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import uvicorn
 
-from .config import Config, Weighted, import_plugins
-from .config.overrides import SECTIONS, override_with
-from .config.values import show
-from .config.yamltext import read
-from .registry import UserError, load_built_in, suggest
-from .reward_service import TOKEN, ServeOptions, make_app
-from .session import short_name
+from ..config import Config, Weighted, import_plugins
+from ..config.overrides import SECTIONS, override_with
+from ..config.values import show
+from ..config.yamltext import read
+from ..registry import UserError, load_built_in, suggest
+from ..session import short_name
+from .service import TOKEN, ServeOptions, make_app
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 EXAMPLE = "a configuration looks like\n    reward: {jpeg_compressibility: 1.0}\n    serve: {port: 8123}"

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .scoring import Scorer
-from .types import Media, Prompt, Reward
+from ..scoring import Scorer
+from ..types import Media, Prompt, Reward
 
 
 class Answer(NamedTuple):

@@ -1,0 +1,1 @@
+"""One HTML page about a run: read the folder back, draw charts, compare pictures. Start with ``page``."""
