@@ -345,6 +345,29 @@ def test_a_group_shares_times_and_noise(times):
     assert all(len(set(whole.group[shuffled][members == i].tolist())) == 1 for i in range(9))
 
 
+@pytest.mark.parametrize(("make", "shares"), [(DGPO, True), (DiffusionDPO, True), (NFT, False), (AWM, False)])
+def test_preferences_compare_at_one_noise_and_fits_at_many(make, shares):
+    policy, rollout = sampled()
+    for point in make(draws=2).points(policy, rollout, Rng.of("points")):
+        noise = (point.target + rollout.sample).view(3, 4, -1)
+        assert torch.allclose(noise, noise[:, :1].expand_as(noise)) is shares
+
+
+def test_the_reference_may_be_guided():
+    policy, rollout = sampled()
+    with torch.no_grad():
+        for p in policy.net.parameters():
+            p.add_(0.01)
+    for point in DGPO().points(policy, rollout, Rng.of("points")):
+        for scale in (1.0, 3.0):
+            guided, plain = DGPO(kl=2.0, ref_guidance=scale), DGPO(kl=0.0)
+            ref = frozen(policy, "ref", point.replace(guidance=scale))
+            distance = (policy.dist(point).mean - ref.mean).square().mean(1, keepdim=True)
+            torch.testing.assert_close(guided.loss(policy, point) - plain.loss(policy, point), 2 * distance)
+            gap = error(policy.dist(point), point) - error(ref, point)
+            torch.testing.assert_close(guided.measure(policy, point)[:, :1], gap)
+
+
 def test_pairs_are_the_best_and_the_worst_that_are_left():
     _, rollout = sampled()
     advantage = column(0.1, 3, -1, 2, *[0.5] * 4, 5, -5, 1, 0)
