@@ -256,6 +256,18 @@ def test_awms_gradient_on_policy_is_the_weighted_denoising_error():
     assert meter.mean("ratio") == 1 and meter.mean("clip_fraction") == 0 and meter.mean("kl") == 0
 
 
+def test_awms_ratio_is_to_the_sampling_weights_and_clipped():
+    """Errors 0.003225 now, 0.0625 before (t = 0.6, weighting t), reference elsewhere."""
+    point, v = off_by(*[TV14["live"][0]] * 2, advantage=column(1.0, -1.0))
+    policy = Velocities(live=v, old=point.target + 0.25, ref=v + 0.5)
+    ratio = torch.tensor(0.6 * (0.0625 - 0.003225), dtype=torch.float64).exp()
+    wide, narrow = (AWM(weighting="t", clip=clip, kl=0.0).loss(policy, point) for clip in (1.0, (0.01, 0.02)))
+    torch.testing.assert_close(wide, column(-ratio, ratio))
+    torch.testing.assert_close(narrow, column(-1.02, ratio))
+    with_kl = AWM(weighting="t", kl=2.0).loss(policy, point)
+    torch.testing.assert_close(with_kl - wide, column(0.5, 0.5))
+
+
 def test_diffusion_dpos_loss_and_gradient_are_those_of_published_code():
     """Vector TV17: beta 100, errors 0.31 and 0.42, of the reference 0.30 and 0.40."""
     root = torch.tensor([0.31, 0.42, 0.3, 0.4], dtype=torch.float64).sqrt()
