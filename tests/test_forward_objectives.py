@@ -443,7 +443,7 @@ def test_flow_dppos_divergence_in_its_three_forms():
                 FlowDPPO(std=std).loss(policy, point)
             kl[std] = meter.mean("kl_old")
         exact = policy.dist(point).kl(frozen(policy, "old", point)).mean()
-        assert kl["exact"] == pytest.approx(float(exact), rel=1e-9)
+        assert kl["exact"] == pytest.approx(exact.item(), rel=1e-9)
         t = 1 - k / 5
         published = 0.49 * t / (1 - min(t, 0.99)) / 5
         assert kl["published"] == pytest.approx(kl["one"] / published, rel=1e-9)
@@ -486,6 +486,18 @@ def test_micro_batches_change_nothing(name):
     for other in runs[1:]:
         for key, value in runs[0].items():
             torch.testing.assert_close(value, other[key], atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("name", [*FORWARD, *ON_PATH])
+def test_a_process_without_rows_can_keep_step(name):
+    """It passes one row through the network that trains nothing, and so takes part in every collective call."""
+    trainer = trainer_of((FORWARD | ON_PATH)[name], "flow", eta=0.0 if name in FORWARD else 0.7)
+    trainer.collect()
+    idle = trainer._idle(Rng.of("idle"))
+    if trainer.coupled:
+        trainer._couple([], [idle])
+    loss = trainer.objective.loss(trainer.policy, idle)
+    assert len(loss) == 1 and loss.isfinite().all() and loss.requires_grad and not idle.mask.any()
 
 
 @pytest.mark.parametrize("name", ["guard", "flow_dppo", "awm", "dgpo"])

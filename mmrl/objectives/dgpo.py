@@ -11,6 +11,7 @@ from torch import Tensor
 
 from samplers.noise import Rng
 
+from ..dists import Dist
 from ..metrics import observe
 from ..options import Count
 from ..policies.base import Policy
@@ -28,7 +29,7 @@ class DGPO:
 
     Luo et al. 2025, "Reinforcing Diffusion Models by Direct Group Preference Optimization". With d the denoising
     error, S = sum_i A_i beta (d_i - d_i^ref) / G over the G samples of a group, minimises mean_i sigmoid(S) A_i d_i,
-    whose gradient is that of (1 / beta) mean_g softplus(S_g) (times G over the group size).
+    whose gradient is that of (1 / beta) mean_g softplus(S_g).
 
     clip: a sample's error gives no gradient once exp(d^old - d) has moved by that much in its direction; null: always.
     kl: weight of the squared distance of the velocity to the reference's, which is guided by ``ref_guidance``.
@@ -89,5 +90,5 @@ class DGPO:
         observe("kl", distance, point.mask)
         return loss + self.kl * distance
 
-    def _reference(self, policy: Policy, point: Point):
+    def _reference(self, policy: Policy, point: Point) -> Dist:
         return frozen(policy, "ref", point.replace(guidance=self.ref_guidance))
