@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -52,16 +52,17 @@ class PolicyGradient:
     pick: Literal["first", "random"] = "first"
     behaviour: str = "live"
     surrogate: Surrogate = field(init=False, repr=False)
+    called: ClassVar[str] = "objective.grpo"
 
     def __post_init__(self) -> None:
         self.low, self.high = self.clip if isinstance(self.clip, (tuple, list)) else (self.clip, self.clip)
         if min(self.low, self.high) <= 0 or self.advantage_clip <= 0 or self.kl < 0:
             raise UserError(
-                f"objective.grpo needs clip > 0, advantage_clip > 0 and kl >= 0; got clip {self.clip}, "
+                f"{self.called} needs clip > 0, advantage_clip > 0 and kl >= 0; got clip {self.clip}, "
                 f"advantage_clip {self.advantage_clip}, kl {self.kl}"
             )
         if not 0 < self.fraction <= 1:
-            raise UserError(f"objective.grpo.fraction must lie in (0, 1], not {self.fraction}")
+            raise UserError(f"{self.called}.fraction must lie in (0, 1], not {self.fraction}")
         self.surrogate = clipped(self.low, self.high)
         self.snapshots = ("ref",) if self.kl else ()
 
@@ -82,7 +83,7 @@ class PolicyGradient:
         observe("kl", kl, point.mask)
         if self.kl_form == "flow_grpo":
             if point.next_time is None:
-                raise UserError("objective.grpo.kl_form flow_grpo is for flow models; use gaussian")
+                raise UserError(f"{self.called}.kl_form flow_grpo is for flow models; use gaussian")
             kl = kl * (point.time - point.next_time)[:, None]
         return kl
 

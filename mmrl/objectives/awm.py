@@ -1,0 +1,79 @@
+"""Advantage-weighted matching."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from annotated_types import Ge
+from torch import Tensor
+
+from samplers.noise import Rng
+
+from ..metrics import observe
+from ..options import Count
+from ..policies.base import Policy
+from ..registry import OBJECTIVES
+from ..types import Point, Rollout
+from .base import frozen
+from .forward import error, mean_square, noised, positive, velocity
+from .policy_gradient import clipped
+from .times import TIMES, TimeSampler, steps
+
+TINY = 1e-10  # keeps the roots differentiable at 0
+POWER = 0.25  # of ghuber
+SCORES = {  # (denoising error l [B, 1], time t [B, 1]) -> what stands for the log-prob
+    "uniform": lambda l, t: -l,  # noqa: E741
+    "t": lambda l, t: -l * t,  # noqa: E741
+    "t2": lambda l, t: -l * t**2,  # noqa: E741
+    "huber": lambda l, t: -((l + TINY).sqrt() - TINY**0.5) * t,  # noqa: E741
+    "ghuber": lambda l, t: -((l + TINY) ** POWER - TINY**POWER) * t / POWER,  # noqa: E741
+}
+
+
+@OBJECTIVES.register("awm")
+@dataclass
+class AWM:
+    """AWM: the clipped policy gradient with a weighted denoising error in place of the log-prob.
+
+    Xue et al. 2025, "Advantage Weighted Matching: Aligning RL with Pretraining in Diffusion Models". The ratio is
+    between the live and the sampling weights at the same time and noise; its log is minus the difference of errors.
+
+    weighting: of the error l at time t: uniform -l, t -l t, t2 -l t^2, huber about -sqrt(l) t, ghuber about
+    -4 l^(1/4) t. clip: range of the ratio, one number or [low, high]. kl: weight of the squared distance of the
+    velocity to the reference's. draws, times: how many times a sample is looked at, and which.
+    """
+
+    weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = "ghuber"
+    clip: float | tuple[float, float] = 1.0
+    advantage_clip: float = 1.0
+    kl: Annotated[float, Ge(0)] = 1e-4
+    draws: Count = 6
+    times: Annotated[TimeSampler, TIMES] = steps
+
+    def __post_init__(self) -> None:
+        self.low, self.high = self.clip if isinstance(self.clip, (tuple, list)) else (self.clip, self.clip)
+        positive("objective.awm", clip=min(self.low, self.high), advantage_clip=self.advantage_clip)
+        self.behaviour, self.snapshots = "live", ("old", "ref")
+        self.score, self.surrogate = SCORES[self.weighting], clipped(self.low, self.high)
+
+    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
+        return noised(policy, rollout, rng, self.times, self.draws)
+
+    def loss(self, policy: Policy, point: Point) -> Tensor:
+        dist, old, t = policy.dist(point), frozen(policy, "old", point), point.time
+        if t is None:
+            velocity(dist)  # says that tokens have none
+        new, before = (self.score(error(d, point).double(), t[:, None].double()) for d in (dist, old))
+        ratio = (new - before).detach().exp()
+        observe("log_ratio", new - before, point.mask)
+        observe("ratio", ratio, point.mask)
+        observe("clip_fraction", ((ratio > 1 + self.high) | (ratio < 1 - self.low)).double(), point.mask)
+        advantage = point.advantage.clamp(-self.advantage_clip, self.advantage_clip)
+        loss = self.surrogate(new, before, advantage).to(torch.promote_types(advantage.dtype, torch.float32))
+        if not self.kl:
+            return loss
+        distance = mean_square(velocity(dist) - velocity(frozen(policy, "ref", point)))
+        observe("kl", distance, point.mask)
+        return loss + self.kl * distance

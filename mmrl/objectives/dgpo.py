@@ -1,0 +1,94 @@
+"""Direct group preference optimisation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from annotated_types import Ge
+from torch import Tensor
+
+from samplers.noise import Rng
+
+from ..dists import Dist
+from ..metrics import observe
+from ..options import Count
+from ..policies.base import Policy
+from ..registry import OBJECTIVES
+from ..types import Point, Rollout
+from .base import frozen
+from .forward import comparisons, error, mean_square, noised, positive, summed, velocity
+from .times import TIMES, TimeSampler, early_steps
+
+
+@OBJECTIVES.register("dgpo")
+@dataclass
+class DGPO:
+    """DGPO: the good half of a group is preferred to the bad half, by denoising errors at shared noise.
+
+    Luo et al. 2025, "Reinforcing Diffusion Models by Direct Group Preference Optimization". With d the denoising
+    error, S = sum_i A_i beta (d_i - d_i^ref) / G over the G samples of a group, minimises mean_i sigmoid(S) A_i d_i,
+    whose gradient is that of (1 / beta) mean_g softplus(S_g).
+
+    clip: a sample's error gives no gradient once exp(d^old - d) has moved by that much in its direction; null: always.
+    kl: weight of the squared distance of the velocity to the reference's, which is guided by ``ref_guidance``.
+    draws, times: how many times of the forward process a sample is looked at, and which. behaviour: the weights that
+    sample. lag: after step n, old = min(lag_most, lag n) old + the rest of the live weights.
+    """
+
+    beta: float = 100.0
+    clip: float | None = 1e-2
+    advantage_clip: float = 5.0
+    kl: Annotated[float, Ge(0)] = 0.02
+    ref_guidance: Annotated[float, Ge(0)] = 1.0
+    draws: Count = 4
+    times: Annotated[TimeSampler, TIMES] = early_steps
+    behaviour: Literal["live", "old"] = "live"
+    lag: Annotated[float, Ge(0)] = 0.001
+    lag_most: Annotated[float, Ge(0)] = 0.3
+
+    def __post_init__(self) -> None:
+        positive("objective.dgpo", beta=self.beta, advantage_clip=self.advantage_clip, clip=self.clip or 1.0)
+        self.snapshots = ("old", "ref")
+
+    def old_decay(self, step: int) -> float:
+        return min(self.lag_most, self.lag * step)
+
+    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
+        return noised(policy, rollout, rng, self.times, self.draws, shared=True)
+
+    def measure(self, policy: Policy, point: Point) -> Tensor:
+        """[B, 2]: by how much the error exceeds the reference's; the error under the old weights."""
+        gap = error(policy.dist(point), point) - error(self._reference(policy, point), point)
+        return torch.cat([gap, error(frozen(policy, "old", point), point)], 1)
+
+    def couple(self, point: Point, measured: Tensor) -> Point:
+        gap, old = measured.split(1, 1)
+        advantage = point.advantage.clamp(-self.advantage_clip, self.advantage_clip)
+        group = comparisons(point)
+        size = summed(torch.ones_like(gap), group)
+        score = summed(advantage * self.beta * gap, group) / size.clamp_min(1)
+        weight = score.sigmoid()[group]
+        observe("dgpo/weight", weight, point.mask)
+        return point.replace(advantage=weight * advantage, logprob=-old)
+
+    def loss(self, policy: Policy, point: Point) -> Tensor:
+        """Before ``couple`` all weights are 1 and nothing is clipped."""
+        dist = policy.dist(point)
+        found = error(dist, point)
+        if self.clip and point.logprob is not None:
+            ratio = (-found.detach() - point.logprob).exp()
+            far = torch.where(point.advantage > 0, ratio > 1 + self.clip, ratio < 1 - self.clip)
+            observe("ratio", ratio, point.mask)
+            observe("clip_fraction", far.double(), point.mask)
+            found = torch.where(far, found.detach(), found)
+        loss = point.advantage * found
+        if not self.kl:
+            return loss
+        distance = mean_square(velocity(dist) - velocity(self._reference(policy, point)))
+        observe("kl", distance, point.mask)
+        return loss + self.kl * distance
+
+    def _reference(self, policy: Policy, point: Point) -> Dist:
+        return frozen(policy, "ref", point.replace(guidance=self.ref_guidance))

@@ -1,0 +1,73 @@
+"""Negative-aware fine-tuning of diffusion models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge
+from torch import Tensor
+
+from samplers.noise import Rng
+
+from ..metrics import observe
+from ..options import Count
+from ..policies.base import Policy
+from ..registry import OBJECTIVES
+from ..types import Point, Rollout
+from .base import frozen
+from .forward import mean_absolute, mean_square, noised, positive, velocity
+from .times import TIMES, TimeSampler, steps
+
+
+@OBJECTIVES.register("nft")
+@dataclass
+class NFT:
+    """DiffusionNFT: fit good samples with the velocity, and bad ones with its mirror image about the old velocity.
+
+    Zheng et al. 2025, "DiffusionNFT: Online Diffusion Reinforcement with Forward Process", eq. 5. The optimality
+    r = 1/2 + A / (2 advantage_clip) weighs two denoising errors of the clean sample, of v+ = beta v + (1 - beta) v_old
+    and of v- = (1 + beta) v_old - beta v, each divided by its own mean absolute value.
+
+    kl: weight of the squared distance of the velocity to the reference's. draws, times: how many times of the forward
+    process a sample is looked at, and which. decay: the old weights, which also sample, follow the live ones: 0 at
+    once, 1 with min(0.001 step, 0.5) kept, 2 with min(0.0075 (step - 75), 0.999) kept.
+    """
+
+    beta: float = 1.0
+    advantage_clip: float = 5.0
+    kl: Annotated[float, Ge(0)] = 1e-4
+    draws: Count = 9
+    times: Annotated[TimeSampler, TIMES] = steps
+    decay: Literal[0, 1, 2] = 1
+
+    def __post_init__(self) -> None:
+        positive("objective.nft", beta=self.beta, advantage_clip=self.advantage_clip)
+        self.behaviour, self.snapshots = "old", ("ref",)
+
+    def old_decay(self, step: int) -> float:
+        flat, slope, most = ((0, 0.0, 0.0), (0, 0.001, 0.5), (75, 0.0075, 0.999))[self.decay]
+        return min(max(0, step - flat) * slope, most)
+
+    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
+        return noised(policy, rollout, rng, self.times, self.draws)
+
+    def loss(self, policy: Policy, point: Point) -> Tensor:
+        v, old = velocity(policy.dist(point)), velocity(frozen(policy, "old", point))
+        good = self.beta * v + (1 - self.beta) * old
+        bad = (1 + self.beta) * old - self.beta * v
+        optimality = (0.5 + point.advantage / (2 * self.advantage_clip)).clamp(0, 1)
+        fit = optimality * _error(point, good) + (1 - optimality) * _error(point, bad)
+        observe("nft/moved", mean_square(v - old), point.mask)
+        loss = self.advantage_clip * fit / self.beta
+        if not self.kl:
+            return loss
+        distance = mean_square(v - velocity(frozen(policy, "ref", point)))
+        observe("kl", distance, point.mask)
+        return loss + self.kl * distance
+
+
+def _error(point: Point, v: Tensor) -> Tensor:
+    """[B, 1] mean square error of the clean sample x_t - t v over its mean absolute error, which has no gradient."""
+    off = point.time.view(-1, *[1] * (v.ndim - 1)) * (v - point.target)
+    return mean_square(off) / mean_absolute(off.detach()).clamp_min(1e-5).to(off)
