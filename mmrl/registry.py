@@ -164,11 +164,13 @@ OPTIMIZERS = Registry("optimizer")
 KERNELS = Registry("kernel")
 GRIDS = Registry("time grid", group="mmrl.grids")
 WINDOWS = Registry("noise window", group="mmrl.windows")
+TIMES = Registry("time sampler", group="mmrl.times")  # when an objective looks at a finished sample anew
 ARTIFACTS = Registry("artifact")  # things a world builds and caches: () -> folder
 
 ALL = {
     "policies": POLICIES, "objectives": OBJECTIVES, "advantages": ADVANTAGES, "rewards": REWARDS, "data": DATA,
-    "optimizers": OPTIMIZERS, "kernels": KERNELS, "grids": GRIDS, "windows": WINDOWS, "artifacts": ARTIFACTS,
+    "optimizers": OPTIMIZERS, "kernels": KERNELS, "grids": GRIDS, "windows": WINDOWS, "times": TIMES,
+    "artifacts": ARTIFACTS,
 }  # fmt: skip
 
 BUILT_IN = (

@@ -17,7 +17,6 @@ from mmrl.objectives import (
     AWM,
     DGPO,
     NFT,
-    TIMES,
     Coupled,
     DiffusionDPO,
     FlowDPPO,
@@ -35,7 +34,7 @@ from mmrl.objectives.preference import pairs
 from mmrl.objectives.times import early_steps, logit_normal, steps, uniform
 from mmrl.optimizers import adamw
 from mmrl.options import TrainOptions
-from mmrl.registry import UserError
+from mmrl.registry import TIMES, UserError
 from mmrl.scoring import Scorer
 from mmrl.trainer import Trainer
 from mmrl.types import Point

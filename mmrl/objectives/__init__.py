@@ -13,4 +13,3 @@ from .policy_gradient import PolicyGradient as PolicyGradient
 from .policy_gradient import clipped as clipped
 from .preference import DiffusionDPO as DiffusionDPO
 from .regression import RewardWeightedRegression as RewardWeightedRegression
-from .times import TIMES as TIMES

@@ -14,12 +14,12 @@ from samplers.noise import Rng
 from ..metrics import observe
 from ..options import Count
 from ..policies.base import Policy
-from ..registry import OBJECTIVES
+from ..registry import OBJECTIVES, TIMES
 from ..types import Point, Rollout
 from .base import frozen
 from .forward import error, mean_square, noised, positive, velocity
 from .policy_gradient import clipped
-from .times import TIMES, TimeSampler, steps
+from .times import TimeSampler, steps
 
 TINY = 1e-10  # keeps the roots differentiable at 0
 POWER = 0.25  # of ghuber

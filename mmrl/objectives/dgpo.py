@@ -15,11 +15,11 @@ from ..dists import Dist
 from ..metrics import observe
 from ..options import Count
 from ..policies.base import Policy
-from ..registry import OBJECTIVES
+from ..registry import OBJECTIVES, TIMES
 from ..types import Point, Rollout
 from .base import frozen
 from .forward import comparisons, error, mean_square, noised, positive, summed, velocity
-from .times import TIMES, TimeSampler, early_steps
+from .times import TimeSampler, early_steps
 
 
 @OBJECTIVES.register("dgpo")

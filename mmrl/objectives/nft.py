@@ -13,11 +13,11 @@ from samplers.noise import Rng
 from ..metrics import observe
 from ..options import Count
 from ..policies.base import Policy
-from ..registry import OBJECTIVES
+from ..registry import OBJECTIVES, TIMES
 from ..types import Point, Rollout
 from .base import frozen
 from .forward import mean_absolute, mean_square, noised, positive, velocity
-from .times import TIMES, TimeSampler, steps
+from .times import TimeSampler, steps
 
 
 @OBJECTIVES.register("nft")

@@ -14,11 +14,11 @@ from samplers.noise import Rng
 from ..metrics import observe
 from ..options import Count
 from ..policies.base import Policy
-from ..registry import OBJECTIVES
+from ..registry import OBJECTIVES, TIMES
 from ..types import Point, Rollout
 from .base import frozen
 from .forward import comparisons, error, noised, positive, summed
-from .times import TIMES, TimeSampler, logit_normal
+from .times import TimeSampler, logit_normal
 
 
 @OBJECTIVES.register("diffusion_dpo")

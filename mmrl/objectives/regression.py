@@ -13,10 +13,10 @@ from samplers.noise import Rng
 from ..metrics import observe
 from ..options import Count
 from ..policies.base import Policy
-from ..registry import OBJECTIVES
+from ..registry import OBJECTIVES, TIMES
 from ..types import Point, Rollout
 from .forward import noised, positive
-from .times import TIMES, TimeSampler, uniform
+from .times import TimeSampler, uniform
 
 
 @OBJECTIVES.register("rwr")

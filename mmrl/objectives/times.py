@@ -14,10 +14,9 @@ from torch import Tensor
 from samplers.noise import Rng
 from samplers.schedules import shift_time
 
-from ..registry import Registry, UserError
+from ..registry import TIMES, UserError
 
 TimeSampler = Callable[[Rng, Tensor, int, Tensor | None], Tensor]
-TIMES = Registry("time sampler")
 
 
 @TIMES.register("steps")
