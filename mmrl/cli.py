@@ -94,7 +94,7 @@ def report(run: RunFolder) -> None:
 def build(
     names: Annotated[list[str] | None, typer.Argument(help="Such as digits/sd3; default: quickstart's.")] = None,
 ) -> None:
-    """Build parts of the embedded world ahead of time, several at once. They are cached."""
+    """Build parts of the embedded world ahead of time. They are cached."""
     from . import commands
 
     commands.build(names or list(commands.QUICKSTART))

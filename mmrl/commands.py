@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +16,7 @@ from .registry import ARTIFACTS, UserError, load_built_in, locate
 from .session import Session
 from .types import Prompt
 
-QUICKSTART = ("digits/sd3", "digits/reader", "digits/judge", "digits/clip")  # the slowest first
+QUICKSTART = ("digits/sd3", "digits/reader", "digits/judge", "digits/clip")
 
 
 def evaluate(path: Path, overrides: Sequence[str] = (), at: str | None = None) -> tuple[list[dict[str, Any]], Path]:
@@ -84,32 +79,12 @@ def export(run: Path, out: Path, at: str | None = None) -> Path:
 
 
 def build(names: Sequence[str]) -> None:
-    """Build artifacts; more than one in processes of their own, one thread each, since small models gain little from
-    more. The first named should take longest."""
+    """Build artifacts of the embedded world, or find them in the cache, and print their folders."""
     load_built_in()
     for name in names:
         ARTIFACTS.find(name)
-    if len(names) == 1:
-        print(locate(f"world:{names[0]}"))
-        return
-    with ThreadPoolExecutor(max(1, min(len(names), os.cpu_count() or 1))) as pool:
-        for name, failed in zip(names, pool.map(_build_apart, names), strict=True):
-            if failed:
-                raise UserError(f"building {name} failed:\n{failed}")
-
-
-def _build_apart(name: str) -> str:
-    """Empty, or what the process said before it failed."""
-    start = time.monotonic()
-    print(f"building {name}", flush=True)
-    done = subprocess.run(
-        [sys.executable, "-m", "mmrl", "build", name], env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True,
-        capture_output=True, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        return done.stderr[-2000:] or done.stdout[-2000:]
-    print(f"built    {name} ({time.monotonic() - start:.0f} s): {done.stdout.strip()}", flush=True)
-    return ""
+    for name in names:
+        print(locate(f"world:{name}"), flush=True)
 
 
 def _open(path: Path, overrides: Sequence[str], at: str | None) -> tuple[Session, Path | None]:
