@@ -7,7 +7,6 @@ either the whole checkpoint or none.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -17,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .files import sha256, sync
 from .registry import UserError
 
 FORMAT = "mmrl-checkpoint-1"
@@ -39,10 +39,10 @@ def save(folder: Path, iteration: int, arrays: Mapping[str, Mapping[str, Tensor]
     state = {"format": FORMAT, "iteration": iteration, "files": files, "meta": meta}
     (work / "state.json").write_text(json.dumps(state, indent=1))
     for path in [*work.iterdir(), work]:
-        _sync(path)
+        sync(path)
     shutil.rmtree(final, ignore_errors=True)
     os.rename(work, final)
-    _sync(folder)
+    sync(folder)
     prune(folder, keep)
     return final
 
@@ -70,7 +70,15 @@ def choose(folder: Path) -> tuple[Path, list[str]]:
             return path, problems
         except UserError as error:
             problems.append(str(error))
-    raise UserError("\n".join([f"no usable checkpoint in {folder}", *problems, "start again without --resume"]))
+    raise UserError(
+        "\n".join(
+            [
+                f"no usable checkpoint in {folder}",
+                *problems,
+                "mmrl train makes one; nothing can be resumed, evaluated or exported without",
+            ]
+        )
+    )
 
 
 def prune(folder: Path, keep: int) -> None:
@@ -99,13 +107,4 @@ def _checked(path: Path) -> dict[str, Any]:
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    return {"size": path.stat().st_size, "sha256": sha256(path)}

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from mmrl.files import sha256, sync
 from mmrl.registry import UserError
 
 MANIFEST = "manifest.json"
@@ -76,7 +77,7 @@ def damage(folder: Path, recipe: str | None = None) -> str | None:
     for name, digest in files.items():
         if not (folder / name).is_file():
             return f"{name} is missing"
-        if _sha256(folder / name) != digest:
+        if sha256(folder / name) != digest:
             return f"{name} has changed"
     return None
 
@@ -88,25 +89,12 @@ def _build(folder: Path, recipe: str, build: Callable[[Path], None]) -> None:
     try:
         build(temporary)
         files = sorted(path for path in temporary.rglob("*") if path.is_file())
-        manifest = {"recipe": recipe, "files": {str(p.relative_to(temporary)): _sha256(p) for p in files}}
+        manifest = {"recipe": recipe, "files": {str(p.relative_to(temporary)): sha256(p) for p in files}}
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2))
         for path in [*files, temporary / MANIFEST, *(p for p in temporary.rglob("*") if p.is_dir()), temporary]:
-            _flush(path)
+            sync(path)
         temporary.chmod(0o755)  # mkdtemp makes it private
         os.rename(temporary, folder)
-        _flush(folder.parent)
+        sync(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
