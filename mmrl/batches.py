@@ -47,13 +47,20 @@ def _dealt(rows: int, copies: int, size: int) -> Tensor:
     return (order[:, None] * copies + torch.arange(copies)).flatten()
 
 
-def passes(points: Iterable[Point], size: int | None) -> list[Point]:
-    """Points joined and cut anew into passes of ``size`` rows; rows with nothing to train on are left out."""
+def passes(points: Iterable[Point], size: int | None, adjacent: bool = False) -> list[Point]:
+    """Points joined and cut anew into passes of ``size`` rows; rows with nothing to train on are left out.
+
+    ``adjacent``: rows of one prompt come together, long ones first, so that they share its prefix and little padding.
+    """
     kept = [point[point.mask.any(1)] for point in points]
     kept = [point for point in kept if len(point)]
     if not kept:
         return []
     whole = Point.cat(kept)
+    if adjacent:
+        last = (whole.mask * torch.arange(1, whole.mask.shape[1] + 1, device=whole.mask.device)).amax(1)
+        order = last.argsort(descending=True, stable=True)
+        whole = whole[order[whole.group[order].argsort(stable=True)]]
     return list(whole.split(size or len(whole)))
 
 

@@ -55,6 +55,7 @@ class Trainer:
                 f"train.batch_size {options.batch_size}: this objective compares whole groups, so it must be a "
                 f"multiple of train.copies {options.copies}"
             )
+        self.whole_groups = self.coupled or (policy.adjacent and options.batch_size % options.copies == 0)
 
     def snapshots(self) -> tuple[str, ...]:
         """Names of the snapshots this run keeps."""
@@ -102,6 +103,7 @@ class Trainer:
             return False
         first = Meter()
         with first.listening():
+            points = [point.replace(fresh=on_policy) for point in points]
             self._accumulate(points, float(total), rng)
         if on_policy:
             self._gate(first)
@@ -109,7 +111,7 @@ class Trainer:
 
     def _accumulate(self, points: list[Point], total: float, rng: Rng) -> None:
         """Forward and backward over every pass. All processes make equally many, as sharded models need."""
-        parts = batches.passes(points, self.plan.micro_batch)
+        parts = batches.passes(points, self.plan.micro_batch, self.policy.adjacent)
         device = self.spare.group.device
         most = int(distributed.all_max(torch.tensor(len(parts), device=device)))
         idle = [self._idle(rng) for _ in range(most - len(parts))]
@@ -165,7 +167,7 @@ class Trainer:
 
     def _batches(self, rollout: Rollout, rng: Rng) -> Iterator[Rollout]:
         sizes = self.options.copies, self.plan.rows, self.options.batch_size
-        return batches.batches(rollout, *sizes, rng, whole_groups=self.coupled)
+        return batches.batches(rollout, *sizes, rng, whole_groups=self.whole_groups)
 
     def _rng(self, *names: int | str, offset: int = 0) -> Rng:
         stream = Rng.of(self.options.seed, self.iteration, *names)

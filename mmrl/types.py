@@ -101,6 +101,7 @@ class Rollout(Rows):
     sample: Tensor  # [B, *] final latents or token ids
     logprob: Tensor  # [B, K] of each decision under the weights that sampled it
     mask: Tensor  # [B, K] bool: the only gate; False is never trained on
+    sampled: Tensor | None = None  # [B, K] log-prob another engine sampled with, where it is not the policy's own
     order: Tensor | None = None  # [B, K] long, tokens: the pass that committed each token
     path: Tensor | None = None  # [B, K + 1, *] latents visited
     time: Tensor | None = None  # [B, K + 1] when; 1 is noise, 0 is data
@@ -128,4 +129,6 @@ class Point(Rows):
     logprob: Tensor | None = None  # [B, L] recorded at sampling; None for a re-noised state
     advantage: Tensor | None = None  # [B, 1] or [B, L]
     length: Tensor | None = None  # [B] decisions of the row that are trained on, over all its points
+    sampled: Tensor | None = None  # [B, L] as in Rollout
+    fresh: bool = False  # the weights are those that sampled: the ratio is 1, what differs from it is rounding
     guidance: float | None = None  # guidance scale; None is the policy's own on the path, 1 on re-noised states

@@ -73,9 +73,11 @@ class PolicyGradient:
     def loss(self, policy: Policy, point: Point) -> Tensor:
         dist = policy.dist(point)
         logp = dist.log_prob(point.target)
+        old = logp.detach() if point.fresh else point.logprob  # the gate looks at what rounding makes of it
         advantage = point.advantage.clamp(-self.advantage_clip, self.advantage_clip)
-        self._observe(logp - point.logprob, point.mask)
-        loss = self.surrogate(logp, point.logprob, advantage)
+        observe("log_ratio", logp - point.logprob, point.mask)
+        self._observe(logp - old, point.mask)
+        loss = self.surrogate(logp, old, advantage)
         return loss + self.kl * self._kl(policy, point, dist) if self.kl else loss
 
     def _kl(self, policy: Policy, point: Point, dist: Dist) -> Tensor:
@@ -89,7 +91,6 @@ class PolicyGradient:
 
     def _observe(self, log_ratio: Tensor, mask: Tensor) -> None:
         ratio = log_ratio.exp()
-        observe("log_ratio", log_ratio, mask)
         observe("ratio", ratio, mask)
         observe("clip_fraction", ((ratio > 1 + self.high) | (ratio < 1 - self.low)).double(), mask)
 

@@ -56,6 +56,7 @@ class NetPolicy:
     """
 
     not_options: tuple[str, ...] = ("net",)
+    adjacent: bool = False  # rows of one prompt share work, so they should share optimizer steps and passes
 
     def __init__(
         self,

@@ -1,0 +1,48 @@
+"""What a reward says of itself: what it looks at, what a prompt must hold, its range, where its weights come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+Medium = Literal["image", "video", "text"]
+Of = Literal["sample", "group", "step"]
+Entry = TypeVar("Entry", bound=Callable)
+
+
+@dataclass(frozen=True)
+class Card:
+    """``of``: a "sample" reward judges each sample alone and returns [B]; a "group" reward wants whole groups (rows of
+    one prompt adjacent) and returns [B]; a "step" reward returns [B, K]. ``low``, ``high``: the range, None is open.
+    ``needs``: fields that every prompt must have. ``source``: of the weights or the definition. ``scaling``: in words,
+    where several are in use."""
+
+    media: tuple[Medium, ...] = ("image", "video", "text")
+    needs: tuple[str, ...] = ()
+    low: float | None = None
+    high: float | None = None
+    of: Of = "sample"
+    differentiable: bool = False
+    source: str = ""
+    licence: str = ""
+    scaling: str = ""
+
+
+def card(*, media: str = "image video text", needs: str = "", **fields: object) -> Callable[[Entry], Entry]:
+    """Decorator: ``@card(media="image video", needs="text", low=-1, high=1, licence="MIT")``, names split at blanks.
+
+    An object may overrule it with an attribute ``card`` of its own where its options change what it needs.
+    """
+
+    def declare(entry: Entry) -> Entry:
+        entry.card = Card(media=tuple(media.split()), needs=tuple(needs.split()), **fields)
+        return entry
+
+    return declare
+
+
+def card_of(reward: Callable) -> Card:
+    """The card of a reward, of its class, or of the function under a partial; an undeclared one may see everything."""
+    found = getattr(reward, "card", None) or getattr(getattr(reward, "func", None), "card", None)
+    return found if isinstance(found, Card) else Card()
