@@ -132,3 +132,16 @@ class Point(Rows):
     sampled: Tensor | None = None  # [B, L] as in Rollout
     fresh: bool = False  # the weights are those that sampled: the ratio is 1, what differs from it is rounding
     guidance: float | None = None  # guidance scale; None is the policy's own on the path, 1 on re-noised states
+
+
+class Completion(str):
+    """A text a model wrote, with what a reward may want to know of it. Its slices are plain strings."""
+
+    tokens: int  # how many, the one that ended it included
+    finished: bool  # it ended by itself; False: it was cut at the limit
+    logprob: float  # mean over its tokens under the sampling distribution
+
+    def __new__(cls, text: str, tokens: int, finished: bool, logprob: float) -> Completion:
+        found = super().__new__(cls, text)
+        found.tokens, found.finished, found.logprob = tokens, finished, logprob
+        return found
