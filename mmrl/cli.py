@@ -115,8 +115,14 @@ def serve_reward(
 @app.command(name="list")
 def list_(
     kind: Annotated[str | None, typer.Argument(help="rewards, policies, objectives, samplers ...")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Rewards only, with all their cards say.")] = False,
 ) -> None:
     """What can be named in a configuration, with one line about each."""
+    if markdown:
+        from .rewardtable import markdown as table
+
+        print(table(), end="")
+        return
     from .tables import plugin_tables
 
     plugin_tables(kind)

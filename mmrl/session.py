@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from . import checkpoint, config
 from .device import Device, check_precision
 from .log import LogOptions
 from .options import EvaluateOptions, TrainOptions, arithmetic
-from .registry import ADVANTAGES, DATA, OBJECTIVES, OPTIMIZERS, POLICIES, UserError, load_built_in
+from .registry import ADVANTAGES, DATA, OBJECTIVES, OPTIMIZERS, POLICIES, REWARDS, UserError, load_built_in
 from .scoring import Scorer
 from .trainer import Trainer
 
@@ -48,9 +49,12 @@ class Session:
         check_precision(options)  # before a large model is loaded in vain
         seed_everything(options.seed)  # new adapters draw their first weights from the global generator
         data = found.build("data", DATA)
+        check_needs(found, data, {})
         policy = found.build("policy", POLICIES)
         evaluation = found.section("evaluate", EvaluateOptions)
-        return cls(found, policy, data, scorer(found, ("reward",), options), options, evaluation)
+        one = cls(found, policy, data, scorer(found, ("reward",), options), options, evaluation)
+        check_needs(found, data, one.scorer.rewards, policy)
+        return one
 
     def prompts(self) -> list:
         """Held-out prompts, or training prompts where nothing is held out."""
@@ -79,13 +83,45 @@ class Session:
 
 def scorer(found: config.Config, section: tuple[str, ...], options: TrainOptions) -> Scorer:
     chosen = found.rewards(section)
-    functions = {short_name(name): one.reward for name, one in chosen.items()}
-    return Scorer(functions, {short_name(name): one.weight for name, one in chosen.items()}, options.max_failures)
+    names = short_names(chosen)
+    functions = {names[name]: one.reward for name, one in chosen.items()}
+    return Scorer(functions, {names[name]: one.weight for name, one in chosen.items()}, options.max_failures)
 
 
-def short_name(name: str) -> str:
-    """``my_rewards:sharpness`` as a curve is called: ``sharpness``."""
-    return name.rpartition(":")[2]
+def short_names(names: Iterable[str]) -> dict[str, str]:
+    """``my_rewards:sharpness`` as a curve is called: ``sharpness``; in full where two would be called the same."""
+    short = {name: name.rpartition(":")[2] for name in names}
+    often = Counter(short.values())
+    return {name: one if often[one] == 1 else name for name, one in short.items()}
+
+
+def check_needs(found: config.Config, data: Any, rewards: Mapping[str, Callable], policy: Any = None) -> None:
+    """Every prompt has what these rewards need, and they judge what the policy makes. Raises UserError with the line.
+
+    Without ``rewards``: those of the configuration, by what their classes say, before any of them is built.
+    """
+    sections = {("reward",): rewards} if rewards else {path: classes(found, path) for path in rewarded(found)}
+    prompts, problems = [*data.train, *data.held_out], []
+    for path, chosen in sections.items():
+        unfit = [*config.missing_values(chosen, prompts), *config.wrong_media(chosen, policy)]
+        place = found.place(path)
+        problems += [(place / name).say(f"reward {name!r} cannot be used: {why}") for name, why in unfit]
+    config.raise_all(problems)
+
+
+def rewarded(found: config.Config) -> list[tuple[str, ...]]:
+    """The sections that name rewards."""
+    extra = (found.plain.get("evaluate") or {}).get("reward")
+    return [("reward",), ("evaluate", "reward")] if extra else [("reward",)]
+
+
+def classes(found: config.Config, path: tuple[str, ...]) -> dict[str, Callable]:
+    """What the rewards of a section are made from, by name."""
+    spec: Any = found.plain
+    for key in path:
+        spec = spec[key]
+    chosen = config.resolve_rewards(spec, REWARDS, found.place(path), [])
+    return {name: one.reward.entry for name, one in chosen.items()}
 
 
 def seed_everything(seed: int) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mmrl.registry import REWARDS, UserError
 from rewards._clip import load_clip
 from rewards._media import frame_mean, frames
+from rewards.card import card
 
 HEAD = "~/.cache/mmrl/sac+logos+ava1-l14-linearMSE.pth"
 SOURCE = "https://github.com/christophschuhmann/improved-aesthetic-predictor"
@@ -25,6 +26,10 @@ PLACES = (0, 2, 4, 6, 7)  # of the linear layers in the published module, betwee
 
 
 @REWARDS.register("aesthetic")
+@card(
+    media="image video", scaling="about 1..10, open; 0.1 brings it near 0..1", licence="see the source",
+    source=f"head: [improved-aesthetic-predictor]({SOURCE}); CLIP as in `clip_score`",
+)  # fmt: skip
 class Aesthetic:
     """LAION aesthetic score of the picture (about 1 to 10), times ``scale``; the prompt is not looked at.
 

@@ -10,9 +10,14 @@ from torch import Tensor
 from mmrl.registry import REWARDS, UserError
 from rewards._clip import load_clip
 from rewards._media import frame_mean, frames
+from rewards.card import card
 
 
 @REWARDS.register("clip_score")
+@card(
+    media="image video", needs="text", low=-1, high=1, scaling="cosine; `scale` 100/30 is Flow-GRPO's and DGPO's",
+    source="any open_clip model; `ViT-L-14/openai`", licence="of the model; OpenAI's: MIT",
+)  # fmt: skip
 class ClipScore:
     """Cosine of the CLIP embeddings of picture and prompt, times ``scale``.
 

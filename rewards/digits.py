@@ -10,14 +10,17 @@ from torch import Tensor
 
 from mmrl.registry import REWARDS, UserError, locate
 from rewards._reader import Detections, Reader
+from rewards.card import card
 
 Asked = list[dict[str, Any]]
 _AXIS = {"above": (1, 1.0), "below": (1, -1.0), "left of": (0, 1.0), "right of": (0, -1.0)}
+SOURCE = "trained here on scikit-learn's scans"
 _FADE = 3.0  # pixels outside the place at which the credit has fallen to 1/e
 _CLEAR = 4.0  # pixels a digit must be further up (down, left, right) than the other
 
 
 @REWARDS.register("digits")
+@card(media="image", needs="objects", low=0, high=1, source=SOURCE, licence="BSD-3-Clause (the scans)")
 class Digits:
     """What was asked for is in the picture: digits with colour, size, place, relation and count, 0 to 1.
 
@@ -87,6 +90,7 @@ class Digits:
 
 
 @REWARDS.register("digits_judge")
+@card(media="image", needs="objects", low=0, high=1, source=SOURCE, licence="BSD-3-Clause (the scans)")
 class DigitsJudge(Digits):
     """The ``digits`` reward by an independent judge: other scans, other network. For evaluation, never for training."""
 

@@ -11,11 +11,14 @@ from torch import Tensor
 
 from mmrl.registry import REWARDS, UserError
 from rewards._media import frame_mean, frames, to_uint8
+from rewards.card import card
 
 Quality = Annotated[int, Ge(1), Le(100)]
+SCALING = "kB (1000 bytes); 0.002 kB is Flow-GRPO's"
 
 
 @REWARDS.register("jpeg_incompressibility")
+@card(media="image video", low=0, source="[DDPO](https://arxiv.org/abs/2305.13301)", scaling=SCALING)
 def jpeg_incompressibility(media: Tensor, prompts: list[dict], *, quality: Quality = 95, scale: float = 1.0) -> Tensor:
     """Size of the picture as a JPEG, in kB (1000 bytes) times ``scale``: rewards busy pictures.
 
@@ -32,6 +35,7 @@ def jpeg_incompressibility(media: Tensor, prompts: list[dict], *, quality: Quali
 
 
 @REWARDS.register("jpeg_compressibility")
+@card(media="image video", high=0, source="[DDPO](https://arxiv.org/abs/2305.13301)", scaling=SCALING)
 def jpeg_compressibility(media: Tensor, prompts: list[dict], *, quality: Quality = 95, scale: float = 1.0) -> Tensor:
     """Minus the size of the picture as a JPEG, in kB times ``scale``: rewards smooth pictures.
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from mmrl.registry import REWARDS, UserError
 from rewards._servers import Failed, Server, Servers, post
 from rewards._wire import Format, check_texts, check_token, pack, read_answer
+from rewards.card import card
 
 
 @dataclass
@@ -27,6 +28,7 @@ class Call:
 
 
 @REWARDS.register("remote")
+@card(source="on the [servers](remote-rewards.md)", licence="as there", scaling="as there")
 class Remote:
     """What reward servers say (``mmrl serve-reward``): one reward of theirs by name, or their weighted sum.
 

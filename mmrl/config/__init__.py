@@ -16,13 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from ..registry import REWARDS, Registry, UserError, suggest
-from .building import Weighted, build, build_dataclass, build_rewards, raise_all
+from .building import Weighted, build, build_dataclass, build_rewards, raise_all, resolve_rewards
 from .checks import check, import_plugins
+from .needs import missing_values, wrong_media
 from .overrides import SECTIONS, override_with, split_keys
 from .values import Place, exists, show
 from .yamltext import read, write
 
-__all__ = ["Config", "Weighted", "build", "build_dataclass", "build_rewards", "check", "dump", "import_plugins", "load"]
+__all__ = [
+    "Config", "Weighted", "build", "build_dataclass", "build_rewards", "check", "dump", "import_plugins", "load",
+    "missing_values", "raise_all", "resolve_rewards", "wrong_media",
+]  # fmt: skip
 
 DEFAULTS = {"advantage": "flow_grpo", "optimizer": "adamw"}
 EXAMPLES = {

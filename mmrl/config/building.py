@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..registry import REWARDS, Registry, UserError
-from .schema import BAD, Resolved, construct, convert, resolve, resolve_call
+from .schema import BAD, Resolved, construct, convert, resolve, resolve_call, resolve_named
 from .values import Place, show
 
 
@@ -44,16 +44,26 @@ def build_dataclass(cls: type, mapping: Any, where: str | Place = "") -> Any:
 
 
 def build_rewards(spec: Any, registry: Registry = REWARDS, where: str | Place = "reward") -> dict[str, Weighted]:
-    """Rewards by name: ``name``, ``[names]``, or ``{name: weight}`` and ``{name: {weight: w, option: value}}``."""
+    """Rewards by name: ``name``, ``[names]``, or ``{name: weight}`` and ``{name: {weight: w, option: value}}``.
+
+    With ``{fast: {use: remote, ...}, slow: {use: remote, ...}}`` the names are free, and a reward can be used twice.
+    """
     problems: list[str] = []
     found = resolve_rewards(spec, registry, Place.of(where), problems)
     raise_all(problems)
-    return {name: Weighted(construct(reward), weight) for name, (reward, weight) in found.items()}
+    return {name: Weighted(construct(one.reward), one.weight) for name, one in found.items()}
 
 
-def resolve_rewards(
-    spec: Any, registry: Registry, place: Place, problems: list[str]
-) -> dict[str, tuple[Resolved, float]]:
+@dataclass(frozen=True)
+class Chosen:
+    """One entry of ``reward:``, checked and not yet built."""
+
+    reward: Resolved
+    weight: float
+
+
+def resolve_rewards(spec: Any, registry: Registry, place: Place, problems: list[str]) -> dict[str, Chosen]:
+    """By the name of their key: that of a reward, or any with ``use`` saying which."""
     if isinstance(spec, str):
         spec = {spec: 1.0}
     if isinstance(spec, list) and all(isinstance(name, str) for name in spec):
@@ -63,10 +73,22 @@ def resolve_rewards(
         return {}
     found = {}
     for name, chosen in spec.items():
-        chosen = {"weight": chosen} if not isinstance(chosen, Mapping) else dict(chosen)
-        weight = chosen.pop("weight", None)
-        weight = convert(1.0 if weight is None else weight, float, place / name / "weight", problems)
-        reward = resolve({name: chosen}, registry, place, problems)
-        if reward is not BAD:
-            found[name] = (reward, weight)
+        one = _resolve_reward(name, chosen, registry, place, problems)
+        if one is not None:
+            found[name] = one
     return found
+
+
+def _resolve_reward(name: Any, chosen: Any, registry: Registry, place: Place, problems: list[str]) -> Chosen | None:
+    if not isinstance(name, str) or not name:
+        problems.append((place / name).say(f"expected the name of a {registry.kind}, got {show(name)}"))
+        return None
+    chosen = {"weight": chosen} if not isinstance(chosen, Mapping) else dict(chosen)
+    weight = chosen.pop("weight", None)
+    weight = convert(1.0 if weight is None else weight, float, place / name / "weight", problems)
+    use = chosen.pop("use", name)
+    if not isinstance(use, str):
+        problems.append((place / name / "use").say(f"expected the name of a {registry.kind}, got {show(use)}"))
+        return None
+    reward = resolve_named(use, chosen, registry, place / name, problems)
+    return None if reward is BAD else Chosen(reward, weight)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..options import EvaluateOptions, TrainOptions, impossible
 from ..registry import REWARDS, UserError, import_file, import_module
 from .building import raise_all, resolve_rewards
+from .needs import missing_fields, wrong_media
 from .overrides import PLUGGED
 from .schema import BAD, Resolved, construct, convert, resolve, resolve_call
 from .values import Place, exists, show
@@ -38,20 +39,22 @@ def check(
     """
     import_plugins(config)
     problems: list[str] = []
+    entries: dict[str, Callable] = {}
     for section, registry in PLUGGED.items():
         given = supplied.get(section, ())
         found = resolve(config[section], registry, config.place((section,)), problems, given)
         if isinstance(found, Resolved) and is_dataclass(found.entry) and not given:
             _try(problems, construct, found)  # plain values: their own checks cost nothing
         problems += _missing_files(found)
-    _rewards(config, config["reward"], ("reward",), problems)
+        entries |= {section: found.entry} if isinstance(found, Resolved) else {}
+    _rewards(config, config["reward"], ("reward",), problems, entries)
     for section, cls in (dataclasses or plain_sections()).items():
         options = resolve_call(cls, config.plain.get(section) or {}, config.place((section,)), problems)
         built = None if options is BAD else _try(problems, construct, options)
         if isinstance(built, TrainOptions):
             problems += [f"{config.where(line.partition(' ')[0])}: {line}" for line in impossible(built, processes)]
         if isinstance(built, EvaluateOptions) and built.reward:
-            _rewards(config, built.reward, (section, "reward"), problems)
+            _rewards(config, built.reward, (section, "reward"), problems, entries)
     convert(config.plain.get("run"), str | None, config.place(("run",)), problems)
     raise_all(problems)
 
@@ -64,9 +67,18 @@ def _try(problems: list[str], call: Callable, *args: Any) -> Any:
         return None
 
 
-def _rewards(config: Config, spec: Any, path: tuple[str, ...], problems: list[str]) -> None:
-    for reward, _ in resolve_rewards(spec, REWARDS, config.place(path), problems).values():
-        problems += _missing_files(reward)
+def _rewards(
+    config: Config, spec: Any, path: tuple[str, ...], problems: list[str], entries: Mapping[str, Callable]
+) -> None:
+    place = config.place(path)
+    found = resolve_rewards(spec, REWARDS, place, problems)
+    for one in found.values():
+        problems += _missing_files(one.reward)
+    chosen = {name: one.reward.entry for name, one in found.items()}
+    unfit = [*wrong_media(chosen, entries.get("policy"))]
+    if fields := getattr(entries.get("data"), "fields", ()):
+        unfit += missing_fields(chosen, fields)
+    problems += [(place / name).say(f"reward {name!r} cannot be used: {why}") for name, why in unfit]
 
 
 def import_plugins(config: Config) -> None:

@@ -34,7 +34,15 @@ def resolve(spec: Any, registry: Registry, place: Place, problems: list[str], su
     name, chosen = _name_and_options(spec, registry, place, problems)
     if name is BAD:
         return BAD
-    where = place / name if isinstance(spec, Mapping) else place
+    return resolve_named(
+        name, chosen, registry, place / name if isinstance(spec, Mapping) else place, problems, supplied
+    )
+
+
+def resolve_named(
+    name: str, chosen: Any, registry: Registry, where: Place, problems: list[str], supplied: Collection[str] = ()
+) -> Any:
+    """The entry called ``name`` with its options; ``where`` is their place."""
     try:
         entry = registry.find(name)
     except UserError as error:

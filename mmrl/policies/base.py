@@ -20,6 +20,7 @@ from ..types import Media, Point, Prompt, Rollout, tree_map
 from ..weights import Weights
 from .lora import Lora, add_lora
 
+Medium = Literal["image", "video", "text"]
 Precision = Literal["float32", "bfloat16", "float16", "float64"]
 
 
@@ -56,6 +57,7 @@ class NetPolicy:
     """
 
     not_options: tuple[str, ...] = ("net",)
+    makes: Medium | None = None  # what ``decode`` returns; None: unknown, then no reward is refused for it
     adjacent: bool = False  # rows of one prompt share work, so they should share optimizer steps and passes
 
     def __init__(

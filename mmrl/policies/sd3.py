@@ -25,6 +25,8 @@ from .prompts import Placement, PromptCache, texts_of
 class SD3(FlowPolicy):
     """Stable Diffusion 3 / 3.5: any diffusers folder or hub id of a StableDiffusion3Pipeline."""
 
+    makes = "image"
+
     def __init__(
         self,
         path: str,

@@ -16,7 +16,7 @@ from ..config.overrides import SECTIONS, override_with
 from ..config.values import show
 from ..config.yamltext import read
 from ..registry import UserError, load_built_in, suggest
-from ..session import short_name
+from ..session import short_names
 from .service import TOKEN, ServeOptions, make_app
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -69,7 +69,9 @@ def load(path: Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Weighted]
             f"set a token in the environment variable {TOKEN} (or serve.token)"
         )
     import_plugins(found)
-    return {short_name(name): one for name, one in found.rewards().items()}, options
+    rewards = found.rewards()
+    names = short_names(rewards)
+    return {names[name]: one for name, one in rewards.items()}, options
 
 
 def bind(options: ServeOptions) -> socket.socket:

@@ -12,6 +12,7 @@ from mmrl.worlds.scenes import captions as draw_captions
 class Digits:
     """Captions of pictures of handwritten digits: single (240 exist), sized, pairs, triples, mixed."""
 
+    fields = ("text", "objects", "relation", "count")  # of every prompt
     train: list[Prompt]
     held_out: list[Prompt]  # by a hash of the caption: never seen by the base model's pre-training either
 
