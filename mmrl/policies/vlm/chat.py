@@ -1,0 +1,45 @@
+"""A prompt's words as chat messages whose content is parts: texts, and places for images and videos."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from ...registry import UserError
+from ...types import Prompt
+from .media import where
+
+MARKS = re.compile(r"(<image>|<video>)")
+
+
+def messages_of(prompt: Prompt) -> list[dict[str, Any]]:
+    """Its ``messages``, or its ``text`` as one; ``system`` in front."""
+    messages = prompt.get("messages")
+    if messages is None:
+        if not isinstance(prompt.get("text"), str):
+            raise UserError(f"{where(prompt)}: a prompt needs text (the question) or messages")
+        messages = [{"role": "user", "content": prompt["text"]}]
+    if prompt.get("system") and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": prompt["system"]}, *messages]
+    return messages
+
+
+def parts_of(content: str | list[dict]) -> list[dict[str, Any]]:
+    """Content as parts; <image> and <video> in a text become parts of their own."""
+    if isinstance(content, str):
+        pieces = [piece for piece in MARKS.split(content) if piece]
+        return [{"type": p[1:-1]} if MARKS.fullmatch(p) else {"type": "text", "text": p} for p in pieces]
+    found: list[dict[str, Any]] = []
+    for part in content:
+        found += parts_of(part["text"]) if part.get("type") == "text" else [part]
+    return found
+
+
+def videos_of(prompt: Prompt) -> list[Any]:
+    """What a prompt gives as videos; ``video`` and ``videos`` mean the same."""
+    video = prompt.get("video")
+    if video is None:
+        video = prompt.get("videos")
+    if video is None:
+        return []
+    return list(video) if isinstance(video, (list, tuple)) else [video]

@@ -1,0 +1,279 @@
+"""From prompts to tensors: the processor's side of a vision-language model, without any pass of the network.
+
+A prompt is encoded alone, exactly as its processor and chat template have it, and prompts are put together afterwards
+by one rule for all families: sequences are padded on the left, vision tensors are joined along their first dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...registry import UserError
+from ...types import Prompt
+from .chat import messages_of, parts_of, videos_of
+from .families import Family
+from .media import Budgets, Video, fitted, images_of, open_image, open_video, where
+from .special import stop_ids, suppressed_ids
+
+GEOMETRY = ("boxes", "box", "point", "points", "mask", "tracks")  # answers in coordinates
+SEQUENCES = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "cross_attention_mask")
+UNUSED = ("labels", "num_crops", "num_patches", "offset_mapping")
+ViewSizes = list[list[int]]
+
+
+class Inputs:
+    """Encodes prompts for one model. ``generation``: its generation config, which knows further stop tokens."""
+
+    def __init__(self, processor: Any, config: Any, budgets: Budgets, family: Family, generation: Any = None):
+        self.processor, self.config, self.budgets, self.family = processor, config, budgets, family
+        self.tokenizer = getattr(processor, "tokenizer", processor)
+        if self.tokenizer.pad_token_id is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        self.pad = self.tokenizer.pad_token_id
+        self.suppressed = suppressed_ids(processor, self.tokenizer, config)
+        self.stops = stop_ids(self.tokenizer, config, generation)
+
+    def encode(self, prompt: Prompt, max_pixels: int | None = None) -> dict[str, Tensor]:
+        """One prompt as the processor has it: ``input_ids`` [1, S], ``attention_mask`` [1, S], what its family adds.
+
+        Raises UserError naming the prompt: an unreadable image or video, placeholders that do not match the images,
+        coordinates in the answer of a family whose space is unknown, a family's input that the processor left out.
+        """
+        return self.take(prompt, max_pixels)[0]
+
+    def take(self, prompt: Prompt, max_pixels: int | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """``encode`` and ``view`` at once, opening every image and video once."""
+        messages, images, videos = self._opened(prompt)
+        limit = min(filter(None, (max_pixels, self.budgets.max_pixels)), default=None)
+        given = self._processed(prompt, messages, [fitted(image, limit) for image in images], videos)
+        found = {k: torch.as_tensor(v) for k, v in given.items() if k not in UNUSED}
+        for name in self.family.needs:
+            if name not in found:
+                raise UserError(
+                    f"{where(prompt)}: the processor {type(self.processor).__name__} gave no {name}, without which "
+                    f"{self.family.name} computes wrong positions or masks; use the processor files of the same release"
+                )
+        self._check_geometry(prompt)
+        self._check_count(prompt, found)
+        return found, self._view(found, images, videos)
+
+    def collate(self, encoded: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """n encoded prompts as one batch: sequences [n, S] padded on the left, vision tensors joined.
+
+        Rows may have no images, or differing numbers of images and tiles. Dimensions beyond the first that differ are
+        filled with zeros at their end, which every family takes for padding.
+        """
+        if len(self.groups(encoded)) > 1:
+            raise UserError(
+                f"{self.family.name} cannot take these prompts in one batch: it needs equally many "
+                f"{'images' if self.family.by_row else 'frames'} in each"
+            )
+        length = max(one["input_ids"].shape[1] for one in encoded)
+        names = list(dict.fromkeys(name for one in encoded for name in one))
+        return {name: self._joined(name, encoded, length) for name in names}
+
+    def groups(self, encoded: list[dict[str, Tensor]]) -> list[list[int]]:
+        """Positions of the prompts that can be in one batch without changing each other; nearly always all of them.
+
+        Two properties of the networks stand against it: cross-attending Mllama gives tokens before an image the mean of
+        all slots for images, the empty ones included, and LLaVA-OneVision reshapes videos to one number of frames.
+        """
+        found: dict[Any, list[int]] = {}
+        for i, one in enumerate(encoded):
+            found.setdefault(self._shape(one), []).append(i)
+        shapes = [shape for shape in found if shape is not None]
+        if not self.family.by_row and len(shapes) <= 1:  # rows without a video go with any
+            return [list(range(len(encoded)))]
+        if None in found and not self.family.by_row:
+            found[shapes[0]] = sorted(found[shapes[0]] + found.pop(None))
+        return sorted(found.values())
+
+    def _shape(self, one: dict[str, Tensor]) -> int | None:
+        name = "pixel_values" if self.family.by_row else "pixel_values_videos"
+        return one[name].shape[1] if name in one and one[name].dim() >= 5 else None
+
+    def view(self, prompt: Prompt, encoded: dict[str, Tensor]) -> dict[str, Any]:
+        """What a reward must know of what the model saw: ``coords``, the ``sizes`` of the files and ``resized`` sizes
+        in pixels [W, H], images before videos, ``frames`` of the video and its ``duration`` in seconds."""
+        _, images, videos = self._opened(prompt)
+        return self._view(encoded, images, videos)
+
+    def _view(self, encoded: dict[str, Tensor], images: list[Any], videos: list[Video]) -> dict[str, Any]:
+        return {
+            "coords": self.family.coords,
+            "sizes": [list(image.size) for image in images] + [list(video.size) for video in videos],
+            "resized": self._resized(encoded, len(images), len(videos)),
+            "frames": sum(len(video.indices) for video in videos),
+            "duration": videos[0].duration if videos else None,
+        }
+
+    def placeholders(self, encoded: dict[str, Tensor]) -> int:
+        """How many positions of a prompt stand for image or video features."""
+        ids = [i for i in (self._id("image"), self._id("video")) if i is not None]
+        return int(torch.isin(encoded["input_ids"], torch.tensor(ids)).sum())
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def save(self, folder: Any) -> None:
+        """Processor, tokenizer and chat template, beside a saved model."""
+        self.processor.save_pretrained(folder)
+
+    # ------------------------------------------------------------------------------------------------ one prompt
+
+    def _opened(self, prompt: Prompt) -> tuple[list[dict], list[Any], list[Video]]:
+        """Messages whose content is parts, the opened images, the opened videos, in the order of the parts."""
+        waiting = {"image": images_of(prompt), "video": videos_of(prompt)}
+        given = {kind: len(found) for kind, found in waiting.items()}
+        messages = [dict(m, content=parts_of(m["content"])) for m in messages_of(prompt)]
+        marked = {kind: sum(p["type"] == kind for m in messages for p in m["content"]) for kind in waiting}
+        for kind in ("video", "image"):  # images come first
+            if not marked[kind]:
+                first = next((m for m in messages if m["role"] == "user"), messages[-1])
+                first["content"] = [{"type": kind}] * given[kind] + first["content"]
+        sources: dict[str, list] = {"image": [], "video": []}
+        for part in (p for m in messages for p in m["content"] if p["type"] in sources):
+            kind = part["type"]
+            own = next((part[key] for key in (kind, "path", "url") if part.get(key) is not None), None)
+            if own is None and not waiting[kind]:
+                raise UserError(
+                    f"{where(prompt)}: its text has more <{kind}> placeholders than the prompt has {kind}s "
+                    f"({marked[kind]} and {given[kind]}); remove some, or give the missing {kind}s"
+                )
+            sources[kind].append(own if own is not None else waiting[kind].pop(0))
+        for kind, rest in waiting.items():
+            if rest:
+                raise UserError(
+                    f"{where(prompt)}: its text has {marked[kind]} <{kind}> placeholders for {given[kind]} {kind}s; "
+                    f"write one for every {kind}, or none at all"
+                )
+        images = [open_image(source, prompt) for source in sources["image"]]
+        videos = [open_video(source, prompt.get("fps"), self.budgets, prompt) for source in sources["video"]]
+        plain = [[{"type": p["type"]} if p["type"] in sources else p for p in m["content"]] for m in messages]
+        return [dict(m, content=parts) for m, parts in zip(messages, plain)], images, videos
+
+    def _processed(self, prompt: Prompt, messages: list[dict], images: list, videos: list[Video]) -> dict[str, Any]:
+        text = self._rendered(prompt, messages)
+        options: dict[str, Any] = {"return_tensors": "pt"}
+        if images:
+            options["images"] = [images]
+        if videos:
+            metadata = [video.metadata() for video in videos]
+            options |= {"videos": [video.frames for video in videos], "video_metadata": metadata}
+            options["do_sample_frames"] = False
+        if self.tokenizer.bos_token and text.startswith(self.tokenizer.bos_token):
+            options["add_special_tokens"] = False
+        try:
+            return dict(self.processor(text=[text], **options))
+        except (ValueError, TypeError, IndexError, KeyError, StopIteration) as error:
+            raise UserError(
+                f"{where(prompt)}: {type(self.processor).__name__} cannot encode this prompt with {len(images)} images "
+                f"and {len(videos)} videos: {error}"
+            ) from error
+
+    def _rendered(self, prompt: Prompt, messages: list[dict]) -> str:
+        if getattr(self.processor, "chat_template", None):
+            try:
+                return self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            except Exception as error:  # a template raises what it likes
+                raise UserError(
+                    f"{where(prompt)}: the chat template of {self.family.name} refuses it: {error}"
+                ) from error
+        marks = {
+            "image": getattr(self.processor, "image_token", ""),
+            "video": getattr(self.processor, "video_token", ""),
+        }
+        return "".join(marks[p["type"]] if p["type"] in marks else p["text"] for m in messages for p in m["content"])
+
+    def _check_geometry(self, prompt: Prompt) -> None:
+        if self.family.coords is None and any(prompt.get(key) is not None for key in GEOMETRY):
+            raise UserError(
+                f"{where(prompt)}: its answer has coordinates, and it is not known in which space {self.family.name} "
+                f"answers ({self.family.note or 'unknown family'}); set the policy's coords to original, resized, "
+                "rel1000 or rel1, as this checkpoint was taught"
+            )
+
+    def _check_count(self, prompt: Prompt, found: dict[str, Tensor]) -> None:
+        """Grids say how many features there will be; a text with special tokens of its own would have more."""
+        for kind, key in (("image", "image_grid_thw"), ("video", "video_grid_thw")):
+            if self._id(kind) is None:
+                continue
+            actual = int((found["input_ids"] == self._id(kind)).sum())
+            if key in found:
+                expected = int(found[key].prod(1).sum()) // self._merge(kind) ** 2
+            elif actual and not any(name.startswith("pixel_values") for name in found):
+                expected = 0
+            else:
+                continue
+            if expected != actual:
+                raise self.mismatch(prompt, kind, expected, actual)
+
+    def mismatch(self, prompt: Prompt, kind: str, expected: int, actual: int) -> UserError:
+        """For whoever finds that the placeholders of a prompt are not as many as its features."""
+        return UserError(
+            f"{where(prompt)}: {actual} {kind} placeholder tokens for {expected} {kind} features; its text must not "
+            f"hold the model's own {kind} token ({self.tokenizer.convert_ids_to_tokens(self._id(kind))}), nor be cut"
+        )
+
+    def _resized(self, encoded: dict[str, Tensor], images: int, videos: int) -> ViewSizes:
+        found: ViewSizes = []
+        for kind, key, pixels in (("image", "image_grid_thw", images), ("video", "video_grid_thw", videos)):
+            if key in encoded:
+                patch = getattr(self.processor, f"{kind}_processor").patch_size
+                found += [[w * patch, h * patch] for _, h, w in encoded[key].tolist()]
+            elif pixels:
+                name = "pixel_values_videos" if kind == "video" and "pixel_values_videos" in encoded else "pixel_values"
+                found += [[encoded[name].shape[-1], encoded[name].shape[-2]]] * pixels
+        return found
+
+    def _id(self, kind: str) -> int | None:
+        for holder, suffix in (
+            (self.processor, "_token_id"),
+            (self.config, "_token_id"),
+            (self.config, "_token_index"),
+        ):
+            value = getattr(holder, kind + suffix, None)
+            if isinstance(value, int):
+                return value
+        return None
+
+    def _merge(self, kind: str) -> int:
+        return getattr(getattr(self.processor, f"{kind}_processor"), "merge_size", 1)
+
+    # ---------------------------------------------------------------------------------------------- several prompts
+
+    def _joined(self, name: str, encoded: list[dict[str, Tensor]], length: int) -> Tensor:
+        if name in SEQUENCES:
+            like = next(one[name] for one in encoded if name in one)
+            rows = [self._row(name, one, like) for one in encoded]
+            rows = [_pad_left(row, length, self.pad if name == "input_ids" else 0) for row in rows]
+            return torch.cat(_same_shape(rows))
+        return torch.cat(_same_shape([one[name] for one in encoded if name in one]))
+
+    def _row(self, name: str, one: dict[str, Tensor], like: Tensor) -> Tensor:
+        if name in one:
+            return one[name]
+        if name in self.family.needs:
+            raise UserError(f"a prompt was encoded without {name}, which {self.family.name} needs")
+        return like.new_zeros(1, one["input_ids"].shape[1], *like.shape[2:])
+
+
+def _pad_left(row: Tensor, length: int, fill: int) -> Tensor:
+    missing = length - row.shape[1]
+    return torch.cat([row.new_full((1, missing, *row.shape[2:]), fill), row], 1) if missing else row
+
+
+def _same_shape(parts: list[Tensor]) -> list[Tensor]:
+    """Zeros at the end of every dimension but the first, up to the largest."""
+    largest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts))]
+    if all(list(part.shape[1:]) == largest for part in parts):
+        return parts
+    found = []
+    for part in parts:
+        pad = [amount for size, want in zip(reversed(part.shape[1:]), reversed(largest)) for amount in (0, want - size)]
+        found.append(torch.nn.functional.pad(part, pad))
+    return found

@@ -1,0 +1,147 @@
+"""Images and videos of a prompt as a processor wants them: loaded, sized by budget, with their original sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from annotated_types import Ge, Gt
+
+from ...registry import UserError
+from ...types import Prompt
+
+Positive = Annotated[int, Ge(1)]
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """What a prompt may cost. ``max_pixels``: of an image, larger ones are scaled down. ``frames``, ``fps``,
+    ``frame_pixels``: of a video; fewer frames are taken, evenly, and scaled down. ``image_tokens`` (images and videos
+    together) and ``prompt_tokens`` (everything): of a prompt; ``overlong`` says what happens to one above: its images
+    are scaled down until it fits (``resize``, and dropped if that does not help), it is dropped, or the run stops."""
+
+    max_pixels: Positive | None = None
+    frames: Positive = 32
+    fps: Annotated[float, Gt(0)] = 2.0
+    frame_pixels: Positive | None = None
+    image_tokens: Positive | None = None
+    prompt_tokens: Positive | None = None
+    overlong: Literal["resize", "drop", "error"] = "resize"
+
+
+@dataclass(frozen=True)
+class Video:
+    """``frames`` uint8 [F, H, W, 3], which are numbers ``indices`` of ``total`` at ``fps`` frames a second."""
+
+    frames: np.ndarray
+    indices: list[int]
+    total: int
+    fps: float
+    size: tuple[int, int]  # W, H of the file
+
+    @property
+    def duration(self) -> float:
+        """Seconds."""
+        return self.total / self.fps
+
+    def metadata(self) -> dict[str, Any]:
+        """As transformers' video processors want it."""
+        return {
+            "total_num_frames": self.total, "fps": self.fps, "frames_indices": list(self.indices),
+            "duration": self.duration, "width": self.frames.shape[2], "height": self.frames.shape[1],
+        }  # fmt: skip
+
+
+def where(prompt: Prompt) -> str:
+    """How a message names a prompt: its file and line, or the beginning of its text."""
+    return prompt.get("origin") or repr(str(prompt.get("text") or prompt.get("messages", ""))[:60])
+
+
+def images_of(prompt: Prompt) -> list[Any]:
+    """What a prompt gives as images, unopened; ``image`` and ``images`` mean the same."""
+    found = prompt.get("images")
+    if found is None:
+        found = prompt.get("image")
+    if found is None:
+        return []
+    return list(found) if isinstance(found, (list, tuple)) else [found]
+
+
+def open_image(source: Any, prompt: Prompt) -> Any:
+    """A PIL image in RGB, turned as its EXIF data say. Raises UserError naming the prompt."""
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    try:
+        found = source if isinstance(source, Image.Image) else Image.open(Path(source))
+        return ImageOps.exif_transpose(found).convert("RGB")
+    except (OSError, UnidentifiedImageError, TypeError, ValueError) as error:
+        raise UserError(f"{where(prompt)}: cannot read the image {source!r}: {error}") from error
+
+
+def fitted(image: Any, max_pixels: int | None) -> Any:
+    """The image, scaled down to at most that many pixels, with its proportions."""
+    width, height = image.size
+    if max_pixels is None or width * height <= max_pixels:
+        return image
+    scale = math.sqrt(max_pixels / (width * height))
+    return image.resize((max(1, math.floor(width * scale)), max(1, math.floor(height * scale))))
+
+
+def open_video(source: Any, fps: float | None, budgets: Budgets, prompt: Prompt) -> Video:
+    """A video file, or frames uint8 [F, H, W, 3] at ``fps`` (None: taken at the budget's), within the budget."""
+    try:
+        if isinstance(source, (str, Path)):
+            return _decoded(Path(source), budgets)
+        frames = np.asarray(source)
+    except (OSError, ValueError, IndexError) as error:
+        raise UserError(f"{where(prompt)}: cannot read the video {source!r}: {error}") from error
+    if frames.ndim != 4 or frames.shape[-1] != 3 or frames.dtype != np.uint8 or not len(frames):
+        raise UserError(
+            f"{where(prompt)}: a video is a file or frames uint8 [F, H, W, 3], got {frames.dtype} {list(frames.shape)}"
+        )
+    rate = float(fps or budgets.fps)
+    indices = sampled(len(frames), rate, budgets)
+    return _video(frames[indices], indices, len(frames), rate, budgets)
+
+
+def sampled(total: int, fps: float, budgets: Budgets) -> list[int]:
+    """Numbers of the frames to take of ``total`` at ``fps``: the budget's rate, at most its frames, evenly spread."""
+    wanted = min(budgets.frames, max(1, math.ceil(total / fps * budgets.fps - 1e-9)), total)
+    return np.linspace(0, total - 1, wanted).round().astype(int).tolist() if wanted > 1 else [total // 2]
+
+
+def _decoded(path: Path, budgets: Budgets) -> Video:
+    import av
+
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        stream.thread_type = "AUTO"
+        rate = float(stream.average_rate or stream.guessed_rate or 0)
+        total = stream.frames or sum(1 for _ in container.decode(stream))
+        if not total or not rate:
+            raise ValueError("it holds no frames or no frame rate")
+        container.seek(0, stream=stream)
+        indices, kept = sampled(total, rate, budgets), []
+        for number, frame in enumerate(container.decode(stream)):
+            if number == indices[len(kept)]:
+                kept.append(frame.to_ndarray(format="rgb24"))
+                if len(kept) == len(indices):
+                    break
+    if len(kept) < len(indices):  # a header that promised more than the file holds
+        indices, total = indices[: len(kept)], indices[len(kept) - 1] + 1 if kept else 0
+    if not kept:
+        raise ValueError("no frame of it could be decoded")
+    return _video(np.stack(kept), indices, total, rate, budgets)
+
+
+def _video(frames: np.ndarray, indices: Sequence[int], total: int, fps: float, budgets: Budgets) -> Video:
+    from PIL import Image
+
+    size = (frames.shape[2], frames.shape[1])
+    if budgets.frame_pixels is not None and size[0] * size[1] > budgets.frame_pixels:
+        frames = np.stack([np.asarray(fitted(Image.fromarray(f), budgets.frame_pixels)) for f in frames])
+    return Video(frames, list(indices), total, fps, size)
