@@ -13,6 +13,7 @@ import torch
 import rewards
 from mmrl.registry import REWARDS, UserError
 from rewards import jpeg_compressibility, jpeg_incompressibility
+from rewards.card import card_of
 from tests.reward_servers import serving
 from tests.tiny_rewards import TINY, asked, pictures, save_head, save_tiny_clip
 
@@ -55,9 +56,9 @@ def reward_server():
         yield address
 
 
-@pytest.fixture(scope="module", params=sorted(REWARDS))
+@pytest.fixture(scope="module", params=[name for name in sorted(REWARDS) if card_of(REWARDS[name]).media != ("text",)])
 def reward(request, tiny_clip, tiny_head, tiny_reader, reward_server):
-    """Every registered reward; those that need a model get a small local one, the others their defaults."""
+    """Every registered reward of images (texts: tests/test_verifiable.py); those that need a model get a small one."""
     small = {
         "clip_score": {"model": tiny_clip, "device": "cpu"},
         "aesthetic": {"head": tiny_head, "clip": tiny_clip, "device": "cpu"},

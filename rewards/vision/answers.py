@@ -1,0 +1,166 @@
+"""From what a model wrote to an answer: a total parser, which never raises and always says how well it went.
+
+Only the final answer is read: the last ``<answer>`` element, else what follows the last ``</think>``, else the whole
+text. Coordinates are read by ``rewards.vision.shapes`` with the helpers of this module.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import unicodedata
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+Status = Literal["ok", "repaired", "wrong_count", "out_of_range", "degenerate", "inverted", "unparseable"]
+SEVERITY: tuple[Status, ...] = (
+    "ok", "repaired", "wrong_count", "out_of_range", "degenerate", "inverted", "unparseable",
+)  # fmt: skip
+LONGEST = 20_000  # characters of an answer that are looked at: time stays bounded whatever a model writes
+NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,4})?"
+NOTHING = {"none", "null", "nothing", "no object", "no objects", "no box", "no boxes", "n/a"}
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Parsed(Generic[Value]):
+    """``value`` is what was read (None if unparseable); ``status`` how."""
+
+    value: Value | None
+    status: Status = "ok"
+
+
+UNPARSEABLE: Parsed = Parsed(None, "unparseable")
+
+
+def worst(*found: Status) -> Status:
+    """The most serious of several statuses; "ok" of none."""
+    return max(found, key=SEVERITY.index, default="ok")
+
+
+def final(text: str) -> Parsed[str]:
+    """The final answer without its tags; "repaired" where ``<answer>`` is not closed."""
+    text = str(text)
+    start = text.rfind("<answer>")
+    if start >= 0:
+        inside, closed, _ = text[start + len("<answer>") :].partition("</answer>")
+        return Parsed(inside.strip()[:LONGEST], "ok" if closed else "repaired")
+    if "<think>" in text and "</think>" not in text:
+        return Parsed("", "repaired")  # cut while it was still thinking: there is no answer
+    return Parsed(text.rpartition("</think>")[2].strip()[:LONGEST])
+
+
+def strict_json(text: str) -> Parsed[Any]:
+    """The JSON value in a code fence, else the whole text, else between its outermost brackets; nothing is repaired."""
+    body = fenced(text)
+    candidates = [body]
+    starts = [i for i in (body.find("["), body.find("{")) if i >= 0]
+    end = max(body.rfind("]"), body.rfind("}"))
+    if starts and end > min(starts):
+        candidates.append(body[min(starts) : end + 1])
+    for candidate in candidates:
+        try:
+            return Parsed(json.loads(candidate))
+        except (ValueError, RecursionError):
+            continue
+    return UNPARSEABLE
+
+
+def loose_json(text: str) -> Parsed[Any]:
+    """As ``strict_json``, and what json_repair makes of a truncated or single-quoted value ("repaired")."""
+    found = strict_json(text)
+    body = fenced(text)
+    starts = [i for i in (body.find("["), body.find("{")) if i >= 0]
+    if found.status == "ok" or not starts:
+        return found
+    from json_repair import repair_json
+
+    try:
+        value = repair_json(body[min(starts) :], return_objects=True, skip_json_loads=True)
+    except (ValueError, RecursionError, IndexError, KeyError, TypeError, AttributeError):
+        return UNPARSEABLE  # json_repair gives up in its own ways on some inputs
+    return Parsed(value, "repaired") if isinstance(value, (dict, list)) and value else UNPARSEABLE
+
+
+def fenced(text: str) -> str:
+    """What stands in the last code fence, open or closed; the text itself where there is none."""
+    pieces = text.split("```")
+    if len(pieces) < 2:
+        return text.strip()
+    inside = pieces[-2] if len(pieces) % 2 else pieces[-1]
+    return re.sub(r"^[A-Za-z]+(?=[\s\[{<])", "", inside).strip()
+
+
+def real(value: Any) -> float | None:
+    """A number, or a string that is one, as a float; None for anything else. Infinite and NaN stay what they are."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, str) and not re.fullmatch(NUMBER, value.strip()):
+        return None
+    if not isinstance(value, (int, float, str)):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def number(text: str) -> Parsed[float]:
+    """The one number of the final answer: ``7``, ``1,234``, ``12 %``, ``seven``; with words around it "repaired".
+
+    Several different numbers are no answer ("wrong_count"): who hedges is not paid.
+    """
+    answer = final(text)
+    body = (boxed(answer.value) or fenced(answer.value)).strip().strip(".").strip()
+    word = WORDS.get(body.casefold())
+    plain = re.fullmatch(rf"[$€£]?\s*({NUMBER})\s*[%°]?", re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", body))
+    if word is not None or plain:
+        return Parsed(float(word) if plain is None else float(plain[1]), answer.status)
+    found = {
+        float(one) for one in re.findall(rf"(?<![\w.]){NUMBER}(?![\w])", re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", body))
+    }
+    if len(found) == 1:
+        return Parsed(found.pop(), worst(answer.status, "repaired"))
+    return Parsed(None, "wrong_count") if found else UNPARSEABLE
+
+
+def boxed(text: str) -> str | None:
+    r"""What stands in the last ``\boxed{...}``, braces balanced."""
+    start = text.rfind(r"\boxed{")
+    if start < 0:
+        return None
+    depth, begin = 0, start + len(r"\boxed")
+    for i in range(begin, len(text)):
+        depth += (text[i] == "{") - (text[i] == "}")
+        if depth == 0:
+            return text[begin + 1 : i]
+    return None
+
+
+def items(text: str) -> Parsed[list[str]]:
+    """A list of names: a JSON list of strings, or names separated by commas, semicolons or lines."""
+    answer = final(text)
+    body = fenced(answer.value)
+    if body.casefold().strip(".") in NOTHING or body == "[]":
+        return Parsed([], answer.status)
+    if body.startswith("["):
+        found = loose_json(body)
+        names = found.value if isinstance(found.value, list) else []
+        if names and all(isinstance(name, (str, int, float)) for name in names):
+            return Parsed([str(name).strip() for name in names], worst(answer.status, found.status))
+        return UNPARSEABLE
+    names = [re.sub(r"^\s*(?:[-*•]|\d+[.)])\s+", "", part).strip() for part in re.split(r"[,;\n]", body)]
+    names = [name for name in names if normal(name)]
+    return Parsed(names, answer.status) if names else UNPARSEABLE
+
+
+def normal(text: object) -> str:
+    """For comparing names: Unicode NFKC, case folded, blanks, underscores, hyphens and final full stops evened out."""
+    folded = unicodedata.normalize("NFKC", str(text)).casefold()
+    return " ".join(re.sub(r"[\s_\-]+", " ", folded).strip().strip("\"'`*.!").split())
+
+
+WORDS = dict(zip(
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen twenty".split(), range(21)))  # fmt: skip

@@ -1,0 +1,151 @@
+"""What every verifiable reward shares: texts in, one number and one status each out, NaN only for a broken prompt."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmrl.registry import UserError
+from rewards.card import card_of
+from rewards.vision.answers import Status, worst
+from rewards.vision.coords import Unscorable, answer_space, convert, extent, scale, truth_space
+from rewards.vision.shapes import Shape
+
+log = logging.getLogger(__name__)
+Prompt = Mapping[str, Any]
+
+
+class Verdict(NamedTuple):
+    """``score`` is NaN where the prompt cannot be scored, and ``note`` then says why."""
+
+    score: float
+    status: Status = "ok"
+    note: str = ""
+
+
+class Verifiable:
+    """Base of the rewards that check a text against the prompt's right answer.
+
+    A subclass writes ``judge(text, prompt) -> Verdict`` and ``right_answer(prompt) -> str``, and raises ``Unscorable``
+    in either where the prompt's right answer is missing or broken.
+    """
+
+    def __call__(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> Tensor:
+        """[B] float32 on the CPU; NaN where the prompt is at fault, never where the answer is."""
+        found = self.verdicts(texts, prompts)
+        self._complain(found, prompts)
+        return torch.tensor([one.score for one in found], dtype=torch.float32)
+
+    def status(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[Status]:
+        """How each answer could be read, for metrics and reports."""
+        return [one.status for one in self.verdicts(texts, prompts)]
+
+    def verdicts(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[Verdict]:
+        """Score, status and note of every text."""
+        if isinstance(texts, (Tensor, np.ndarray, str)) or not all(isinstance(text, str) for text in texts):
+            kind = "images or videos" if isinstance(texts, (Tensor, np.ndarray)) else type(texts).__name__
+            raise UserError(
+                f"{self._name()} judges a list of texts, one for each prompt, not {kind}; "
+                "use it with a policy that writes text, such as vlm"
+            )
+        if len(texts) != len(prompts):
+            raise UserError(f"{self._name()} got {len(texts)} texts for {len(prompts)} prompts")
+        return [self._verdict(text, prompt) for text, prompt in zip(texts, prompts)]
+
+    def judge(self, text: str, prompt: Prompt) -> Verdict:
+        raise NotImplementedError
+
+    def right_answer(self, prompt: Prompt) -> str:
+        """The right answer as the policy should write it: this must score the maximum."""
+        raise NotImplementedError
+
+    def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
+        """Ways to cheat that belong to this kind of answer, by name; each must score less than the right answer."""
+        return {}
+
+    def _verdict(self, text: str, prompt: Prompt) -> Verdict:
+        try:
+            for field in card_of(self).needs:
+                need(prompt, field)
+            return self.judge(text, prompt)
+        except Unscorable as error:
+            return Verdict(math.nan, "ok", str(error))
+
+    def _name(self) -> str:
+        return f"reward {type(self).__name__}"
+
+    def _complain(self, found: Sequence[Verdict], prompts: Sequence[Prompt]) -> None:
+        """Name every kind of broken prompt once."""
+        told = self.__dict__.setdefault("_told", set())
+        for one, prompt in zip(found, prompts):
+            if math.isnan(one.score) and one.note not in told and len(told) < 100:
+                told.add(one.note)
+                log.warning("%s cannot score %s: %s", self._name(), row_name(prompt), one.note)
+
+
+def row_name(prompt: Prompt) -> str:
+    """Where a prompt came from (``prompt["where"]``, file:line), else its question."""
+    return str(prompt.get("where") or f"the prompt {str(prompt.get('text', ''))[:80]!r}")
+
+
+def need(prompt: Prompt, field: str) -> Any:
+    """A field of the prompt, or ``Unscorable``."""
+    if prompt.get(field) is None:
+        raise Unscorable(f'it has no "{field}"; it has {", ".join(map(str, prompt)) or "nothing"}')
+    return prompt[field]
+
+
+def finite(values: Any, size: int, field: str) -> tuple[float, ...]:
+    """``size`` finite numbers of a right answer, or ``Unscorable`` naming the field."""
+    try:
+        found = tuple(float(v) for v in values)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise Unscorable(f'"{field}" holds {values!r}; expected {size} numbers') from error
+    if len(found) != size or not all(math.isfinite(v) for v in found):
+        raise Unscorable(f'"{field}" holds {values!r}; expected {size} finite numbers')
+    return found
+
+
+def true_boxes(prompt: Prompt, field: str = "boxes") -> np.ndarray:
+    """[M, 4] float64, the right boxes in the space of the prompt; one box may stand without the outer list."""
+    given = need(prompt, field)
+    given = [given] if len(given) == 4 and not any(hasattr(v, "__len__") for v in given) else given
+    found = [finite(one, 4, field) for one in given]
+    for one in found:
+        if one[2] <= one[0] or one[3] <= one[1]:
+            raise Unscorable(f'"{field}" holds {list(one)}, which is not x0 < x1, y0 < y1')
+    return np.array(found, dtype=np.float64).reshape(-1, 4)
+
+
+def in_truth(shapes: Sequence[Shape], prompt: Prompt) -> tuple[np.ndarray, list[Status]]:
+    """[N, 2 or 4] what the model said, in the space of the right answers, and the status of each."""
+    target, own = truth_space(prompt), answer_space(prompt)
+    rows, found = [], []
+    for shape in shapes:
+        space = shape.space or own
+        found.append(shape.status(extent(prompt, space)))
+        rows.append(convert(shape.values, scale(prompt, space, target)))
+    width = len(shapes[0].values) if shapes else 4
+    table = np.array(rows, dtype=np.float64).reshape(-1, width)
+    nowhere = -1.0 if width == 4 else np.inf  # an empty box, a point that is infinitely far
+    return np.where((np.abs(table) < 1e12).all(1, keepdims=True), table, nowhere), found
+
+
+def in_answer(values: Sequence[float], prompt: Prompt) -> list[float]:
+    """Right coordinates in the space the model answers in, for writing the right answer down."""
+    found = convert(values, scale(prompt, truth_space(prompt), answer_space(prompt)))
+    return [int(v) if float(v).is_integer() else round(v, 6) for v in found]
+
+
+def count_status(found: Status, predicted: int, wanted: int) -> Status:
+    return found if predicted == wanted else worst(found, "wrong_count")
+
+
+def tagged(answer: str) -> str:
+    return f"<answer>{answer}</answer>"
