@@ -24,8 +24,9 @@ from . import toys
 registry.load_built_in()
 
 # The smallest options that build an entry: (registry, name) -> options. Not needed where the defaults build it.
-# Strings with {} are formatted with ``tmp``, a folder that holds prompts.txt.
+# Strings with {} are formatted with ``tmp``, a folder that holds prompts.txt, and ``tiny:NAME``, a tiny model's folder.
 SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
+    ("policies", "vlm"): {"path": "{tiny:qwen2_5_vl}", "tokens": 6},
     ("policies", "sd3"): {"path": "world:digits/sd3-test", "size": 32, "steps": 4, "width": 8},
     ("data", "prompts"): {"path": "{tmp}/prompts.txt"},
     ("data", "digits"): {"captions": 40},
@@ -35,9 +36,20 @@ SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
 ENTRIES = [(kind, name) for kind, known in ALL.items() for name in known]
 
 
+class Tiny:
+    """``{tiny:qwen2_5_vl}``: built when it is asked for."""
+
+    def __format__(self, name: str) -> str:
+        from . import tiny_vlms
+
+        return str(tiny_vlms.folder(name))
+
+
 def options_for(kind: str, name: str, tmp: object = "") -> dict[str, Any]:
     chosen = SMALLEST.get((kind, name), {})
-    return {key: value.format(tmp=tmp) if isinstance(value, str) else value for key, value in chosen.items()}
+    return {
+        key: value.format(tmp=tmp, tiny=Tiny()) if isinstance(value, str) else value for key, value in chosen.items()
+    }
 
 
 def made(kind: str, name: str, tmp: object = "", extra: dict[str, Any] | None = None, **context: Any) -> Any:

@@ -1,0 +1,105 @@
+"""Key-value caches for transformers' attention layers in which many rows continue one prompt."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KV = tuple[Tensor, Tensor]  # keys and values of one layer, [B, heads, S, D] each
+ROOM = 32  # steps a growing cache reserves at once
+
+
+@cache
+def _kinds() -> dict[str, type]:
+    """Layer classes; inside a function since transformers is heavy to import."""
+    from transformers.cache_utils import DynamicLayer
+
+    class Layer(DynamicLayer):
+        """``length`` tokens are there already."""
+
+        def __init__(self, keys: Tensor | None = None, values: Tensor | None = None):
+            super().__init__()
+            self.keys, self.values = keys, values
+            self.is_initialized = keys is not None
+            self.length = 0 if keys is None else keys.shape[-2]
+
+        def get_seq_length(self) -> int:
+            return self.length
+
+    class Recorded(Layer):
+        """Of a prompt: what is first computed is kept, and the same when it is computed again for the gradient."""
+
+        def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> KV:
+            if self.keys is None:
+                self.keys, self.values = key_states, value_states
+            return key_states, value_states
+
+    class Continued(Layer):
+        """Of answers scored in one pass: nothing is kept, so the pass can be repeated for the gradient."""
+
+        def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> KV:
+            return torch.cat([self.keys, key_states], -2), torch.cat([self.values, value_states], -2)
+
+    class Growing(Layer):
+        """Of answers in the making: written in place, with room for steps to come."""
+
+        def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> KV:
+            end = self.length + key_states.shape[-2]
+            if end > self.keys.shape[-2]:
+                self.keys, self.values = (_roomy(x, self.length, end + max(ROOM, end // 4)) for x in self.kv())
+            self.keys[:, :, self.length : end], self.values[:, :, self.length : end] = key_states, value_states
+            self.length = end
+            return self.keys[:, :, :end], self.values[:, :, :end]
+
+        def kv(self) -> KV:
+            return self.keys, self.values
+
+    return {"recorded": Recorded, "continued": Continued, "growing": Growing}
+
+
+def _roomy(x: Tensor, length: int, room: int) -> Tensor:
+    wide = x.new_empty(*x.shape[:2], room, x.shape[-1])
+    wide[:, :, :length] = x[:, :, :length]
+    return wide
+
+
+def recorded(layers: int) -> Any:
+    """An empty cache that keeps what a prompt's pass computes."""
+    return _of([_kinds()["recorded"]() for _ in range(layers)])
+
+
+def continued(kept: list[KV], rows: Tensor) -> Any:
+    """The prompts of ``rows`` [B], for answers that are scored in one pass."""
+    return _of([_kinds()["continued"](k.index_select(0, rows), v.index_select(0, rows)) for k, v in kept])
+
+
+def growing(kept: list[KV], rows: Tensor) -> Any:
+    """The prompts of ``rows`` [B], for answers that are sampled token by token."""
+    return _of([_kinds()["growing"](k.index_select(0, rows), v.index_select(0, rows)) for k, v in kept])
+
+
+def select(grown: Any, rows: Tensor) -> None:
+    """Keep only ``rows`` [B'] of a growing cache."""
+    for layer in grown.layers:
+        layer.keys, layer.values = (x[:, :, : layer.length].index_select(0, rows) for x in layer.kv())
+
+
+def kept(filled: Any) -> list[KV]:
+    return [(layer.keys, layer.values) for layer in filled.layers]
+
+
+def plain(config: Any) -> bool:
+    """Whether a text model of this configuration keeps keys and values only, one pair a layer."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    layers = DynamicCache(config=config).layers
+    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+
+
+def _of(layers: list) -> Any:
+    from transformers.cache_utils import Cache
+
+    return Cache(layers=layers)

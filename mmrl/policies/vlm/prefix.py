@@ -1,0 +1,154 @@
+"""The trained network: one forward pass reads every prompt once, images included, and continues it with many answers.
+
+Log-probs and gradients are those of separate passes of prompt and answer: keys and values of a prompt do not depend on
+what follows it. Gradients flow from every answer through the shared keys and values into the prompt's one pass.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samplers.warp import Warp
+
+from . import caches, scores
+from .caches import KV
+
+ROPE_INPUTS = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """P prompts, read: all that is needed to go on."""
+
+    hidden: Tensor  # [P, H] at the last token, from which the first answer token comes
+    mask: Tensor  # [P, S] bool, False is padding (on the left)
+    following: Tensor  # [P] long: position of the first answer token
+    kept: list[KV]
+
+
+class SharedPrefix(nn.Module):
+    """An image-text-to-text model of transformers. Every pass is a call of this module, whatever wraps it."""
+
+    def __init__(self, hf: nn.Module, share: bool = True):
+        super().__init__()
+        self.hf, self.share = hf, share
+        self._no_split_modules = getattr(hf, "_no_split_modules", None)  # accelerate wraps these one by one
+
+    @property
+    def config(self) -> Any:
+        return self.hf.config
+
+    @property
+    def text_config(self) -> Any:
+        return self.hf.config.get_text_config()
+
+    def forward(self, work: str, *given: Any, **named: Any) -> Any:
+        """``work`` names the method. Wrappers (DDP, FSDP2) see calls of the module only: all passes go through it."""
+        return getattr(self, work)(*given, **named)
+
+    def read(self, inputs: dict[str, Tensor]) -> Prefix:
+        """The prompts of one collated batch, left-padded."""
+        cache = caches.recorded(self.text_config.num_hidden_layers)
+        mask, places = inputs["attention_mask"].bool(), positions(self.hf, inputs)
+        hidden = self._base(**inputs, position_ids=places, past_key_values=cache, use_cache=True)
+        following = (places if places.ndim == 2 else places.amax(0)).amax(1) + 1
+        return Prefix(hidden[:, -1], mask, following, caches.kept(cache))
+
+    def step(self, ids: Tensor, place: Tensor, mask: Tensor, cache: Any) -> Tensor:
+        """[B, L, H] hidden states of answer tokens ``ids`` [B, L] that begin at position ``place`` [B]; ``mask`` [B, S]
+        covers all tokens before them."""
+        length = ids.shape[1]
+        places = place[:, None] + torch.arange(length, device=ids.device)
+        seen = torch.cat([mask, mask.new_ones(len(ids), length)], 1).long()
+        if rotary3(self.hf):
+            places = places.expand(3, -1, -1)
+        return self._base(
+            input_ids=ids, attention_mask=seen, position_ids=places, past_key_values=cache, use_cache=True
+        )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[*, V] of hidden states [*, H]."""
+        found = self.hf.get_output_embeddings()(hidden)
+        cap = getattr(self.text_config, "final_logit_softcapping", None)
+        return found if cap is None else cap * torch.tanh(found / cap)
+
+    def score(
+        self, inputs: dict[str, Tensor], rows: Tensor, ids: Tensor, where: Tensor, warp: Warp, entropy: bool = False
+    ) -> tuple[Tensor, scores.Scored]:
+        """Hidden states [N, H] and log-probs of the N answer tokens ``where`` [B, T] holds, of ids [B, T].
+
+        ``rows`` [B]: the prompt of each row among the collated ``inputs``.
+        """
+        length = int(where.any(0).nonzero().max()) + 1
+        ids, where = ids[:, :length], where[:, :length]
+        hidden = (self._shared if self.share else self._apart)(inputs, rows, ids)[where]
+        vocab = self.text_config.vocab_size
+        return hidden, scores.score(hidden, ids[where], self.logits, warp, vocab, entropy)
+
+    def rescore(self, hidden: Tensor, ids: Tensor, warp: Warp, entropy: bool) -> scores.Scored:
+        """Of other tokens ``ids`` [N], or their entropy, at hidden states [N, H] that ``score`` returned."""
+        return scores.score(hidden, ids, self.logits, warp, self.text_config.vocab_size, entropy)
+
+    def full(self, hidden: Tensor, warp: Warp) -> Tensor:
+        """[N, V] log-probs."""
+        return scores.full(hidden, self.logits, warp, self.text_config.vocab_size)
+
+    def kl(self, hidden: Tensor, other: Tensor, warp: Warp) -> Tensor:
+        """[N] to another's log-probs [N, V]."""
+        return scores.kl(hidden, other, self.logits, warp)
+
+    def add_adapter(self, config: Any) -> None:
+        self.hf.add_adapter(config)
+
+    def _shared(self, inputs: dict[str, Tensor], rows: Tensor, ids: Tensor) -> Tensor:
+        """[B, T, H] at the T decisions of every row."""
+        prefix = self.read(inputs)
+        first = prefix.hidden[rows][:, None]
+        if ids.shape[1] == 1:
+            return first
+        cache = caches.continued(prefix.kept, rows)
+        later = self.step(ids[:, :-1], prefix.following[rows], prefix.mask[rows], cache)
+        return torch.cat([first, later], 1)
+
+    def _apart(self, inputs: dict[str, Tensor], rows: Tensor, ids: Tensor) -> Tensor:
+        """The same by one pass of prompt and answer for each row; ``inputs`` hold the rows' prompts in order."""
+        if len(inputs["input_ids"]) != len(ids):
+            raise ValueError(f"{len(ids)} rows need as many prompts, not {len(inputs['input_ids'])}")
+        answer, more = ids[:, :-1], {"attention_mask": 1, "token_type_ids": 0, "mm_token_type_ids": 0}
+        if self.config.model_type == "paligemma":
+            more["token_type_ids"] = 1  # suffix: attended causally
+        longer = {
+            name: torch.cat([inputs[name], torch.full_like(answer, value).to(inputs[name])], 1)
+            for name, value in more.items()
+            if name in inputs
+        }
+        longer["input_ids"] = torch.cat([inputs["input_ids"], answer], 1)
+        longer = inputs | longer
+        found = self._base(**longer, position_ids=positions(self.hf, longer), use_cache=False)
+        return found[:, found.shape[1] - ids.shape[1] :]
+
+    def _base(self, **inputs: Any) -> Tensor:
+        return self.hf.base_model(**inputs, return_dict=True).last_hidden_state
+
+
+def rotary3(hf: nn.Module) -> bool:
+    """Whether positions have three axes (time, height, width) in this family."""
+    return hasattr(hf.base_model, "get_rope_index")
+
+
+def positions(hf: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    """[P, S], or [3, P, S] in families with three axes: position of every token, not counting the padding."""
+    mask = inputs["attention_mask"].long()
+    plain = (mask.cumsum(1) - 1).clamp_min(0)
+    if not rotary3(hf):
+        return plain
+    if "image_grid_thw" not in inputs and "video_grid_thw" not in inputs:
+        return plain.expand(3, -1, -1)
+    wanted = inspect.signature(hf.base_model.get_rope_index).parameters
+    found = {name: inputs[name] for name in ROPE_INPUTS if name in inputs and name in wanted}
+    return hf.base_model.get_rope_index(**found, attention_mask=mask)[0]

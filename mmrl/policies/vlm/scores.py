@@ -1,0 +1,77 @@
+"""Log-probs and entropies over large vocabularies, a chunk of positions at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from samplers.batching import chunks
+from samplers.warp import Warp
+
+Head = Callable[[Tensor], Tensor]  # hidden states [n, H] -> logits [n, V]
+BYTES = 2**26  # of float32 logits that are alive at once
+
+
+class Scored(NamedTuple):
+    """Of N decisions."""
+
+    logprob: Tensor  # [N]
+    entropy: Tensor | None  # [N]
+
+
+def score(hidden: Tensor, targets: Tensor, head: Head, warp: Warp, vocab: int, entropy: bool) -> Scored:
+    """Log-probs of ``targets`` [N] at ``hidden`` [N, H], at least float32, in chunks.
+
+    More than one chunk is recomputed in the backward pass, so that logits of one chunk only are ever kept: memory does
+    not grow with the number of decisions times the vocabulary.
+    """
+    size = max(1, BYTES // (4 * vocab))
+
+    def one(h: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return _scored(warp(head(h), keep=ids), ids, entropy)
+
+    if len(hidden) <= size:
+        found = [one(hidden, targets)]
+    else:
+        found = [_again(one, hidden[part], targets[part]) for part in chunks(len(hidden), size)]
+    logprob, spread = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return Scored(logprob, spread if entropy else None)
+
+
+def _scored(warped: Tensor, ids: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
+    """[n] each, of warped logits [n, V]; without ``entropy`` the second is empty."""
+    total = warped.logsumexp(-1)
+    logprob = warped.gather(-1, ids[:, None])[:, 0] - total
+    if not entropy:
+        return logprob, logprob.new_zeros(0)
+    finite = warped.masked_fill(warped.isneginf(), 0)
+    return logprob, total - ((warped - total[:, None]).exp() * finite).sum(-1)
+
+
+def full(hidden: Tensor, head: Head, warp: Warp, vocab: int) -> Tensor:
+    """[N, V] log-probs of all tokens: what an exact KL needs, and as large as it looks."""
+    parts = chunks(len(hidden), max(1, BYTES // (4 * vocab)))
+    return torch.cat([warp(head(hidden[part])).log_softmax(-1) for part in parts])
+
+
+def kl(hidden: Tensor, other: Tensor, head: Head, warp: Warp) -> Tensor:
+    """[N] KL(self || other) at ``hidden`` [N, H], for the other's log-probs of all tokens [N, V]."""
+
+    def one(h: Tensor, q: Tensor) -> Tensor:
+        p = warp(head(h)).log_softmax(-1)
+        never = p.isneginf() | q.isneginf()  # the same tokens, those suppressed
+        return (p.exp() * (p.masked_fill(never, 0) - q.masked_fill(never, 0))).sum(-1)
+
+    parts = chunks(len(hidden), max(1, BYTES // (4 * other.shape[-1])))
+    return torch.cat([_again(one, hidden[part], other[part]) for part in parts])
+
+
+def _again(fn: Callable, *given: Tensor) -> Any:
+    """``fn(*given)``, computed again in the backward pass rather than kept."""
+    return (
+        checkpoint(fn, *given, use_reentrant=False, preserve_rng_state=False) if torch.is_grad_enabled() else fn(*given)
+    )
