@@ -112,6 +112,22 @@ def serve_reward(
     serve(find_config(config), overrides or [])
 
 
+@app.command(name="check-reward")
+def check_reward(
+    config: Annotated[Path, typer.Argument(help="A .yaml file with `data:` and `reward:`, or a shipped name.")],
+    overrides: Overrides = None,
+    samples: Annotated[int, typer.Option(min=1, help="Prompts to look at.")] = 200,
+    seed: Annotated[int, typer.Option(min=0, help="Which of them.")] = 0,
+) -> None:
+    """Audit the rewards of a configuration on its own data: right answers must win, tricks must not pay."""
+    from .auditing import audit
+    from .auditing.tables import print_audits
+    from .paths import find_config
+
+    if not print_audits(audit(find_config(config), overrides or [], samples, seed)):
+        raise typer.Exit(1)
+
+
 @app.command(name="list")
 def list_(
     kind: Annotated[str | None, typer.Argument(help="rewards, policies, objectives, samplers ...")] = None,

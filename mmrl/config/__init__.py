@@ -10,7 +10,7 @@ together are reported together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,8 +76,11 @@ class Config:
         return build_dataclass(cls, self.plain.get(name) or {}, self.place((name,)))
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a file, apply ``a.b=c`` overrides in order, and check that the sections are the known ones."""
+def load(path: str | Path, overrides: Sequence[str] = (), required: Collection[str] = tuple(EXAMPLES)) -> Config:
+    """Read a file, apply ``a.b=c`` overrides in order, and check that the sections are the known ones.
+
+    ``required``: sections that must be there; training needs all that have no default.
+    """
     file = str(path)
     plain, lines = read(_text_of(Path(path)), file)
     if not isinstance(plain, dict):
@@ -85,7 +88,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     marks = {keys: f"{file}:{line}" for keys, line in lines.items()} | {(): file}
     for override in overrides:
         override_with(plain, marks, override)
-    problems = [*_sections(plain, Place((), marks)), *_missing(plain, file)]
+    problems = [*_sections(plain, Place((), marks)), *_missing(plain, file, required)]
     raise_all(problems)
     return Config({**plain, **{key: plain.get(key) or default for key, default in DEFAULTS.items()}}, file, marks)
 
@@ -136,7 +139,7 @@ def _sections(plain: Mapping[Any, Any], root: Place) -> Iterator[str]:
             yield (root / key).say(f"expected options, {{option: value}}, got {show(plain[key])}")
 
 
-def _missing(plain: Mapping[Any, Any], file: str) -> Iterator[str]:
+def _missing(plain: Mapping[Any, Any], file: str, required: Collection[str]) -> Iterator[str]:
     for key, example in EXAMPLES.items():
-        if plain.get(key) is None:
+        if key in required and plain.get(key) is None:
             yield f"{file}: the section {key!r} is missing; for instance\n    {example}"

@@ -34,7 +34,12 @@ class Verifiable:
 
     A subclass writes ``judge(text, prompt) -> Verdict`` and ``right_answer(prompt) -> str``, and raises ``Unscorable``
     in either where the prompt's right answer is missing or broken.
+
+    ``spatial``: answers are coordinates of the image. ``shaping``: form or length is judged, not the answer.
     """
+
+    spatial = False
+    shaping = False
 
     def __call__(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> Tensor:
         """[B] float32 on the CPU; NaN where the prompt is at fault, never where the answer is."""

@@ -79,6 +79,8 @@ class Grounding(Verifiable):
         threshold: None: continuous; t: a pair counts 1 from this overlap on and 0 below.
     """
 
+    spatial = True
+
     def __init__(self, overlap: Literal["iou", "giou"] = "iou", threshold: Threshold | None = None):
         self.overlap, self.threshold = OVERLAPS[overlap], threshold
 
