@@ -10,26 +10,39 @@ from torch import Tensor
 from mmrl.registry import REWARDS, UserError
 from rewards._clip import load_clip
 from rewards._media import frame_mean, frames
+from rewards._scale import factor, raw, scaling
 from rewards.card import card
 
+Named = Literal["cosine", "logit", "flow_grpo", "clipscore"]
+SCALES = {
+    "cosine": raw,
+    "logit": factor(100),
+    "flow_grpo": factor(100 / 30),
+    "clipscore": lambda c: 2.5 * c.clamp(min=0),
+}
 
-@REWARDS.register("clip_score")
+
 @card(
-    media="image video", needs="text", low=-1, high=1, scaling="cosine; `scale` 100/30 is Flow-GRPO's and DGPO's",
-    source="any open_clip model; `ViT-L-14/openai`", licence="of the model; OpenAI's: MIT",
-)  # fmt: skip
+    media="image video",
+    needs="text",
+    source="any open_clip model; ViT-L-14/openai: OpenAI",
+    licence="MIT",
+    scaling="cosine = 1 (DiffusionNFT's 100 cos / 100, MixGRPO), logit = 100, flow_grpo = 100 cos / 30 (also DGPO), "
+    "clipscore = 2.5 max(0, cos)",
+)
+@REWARDS.register("clip_score")
 class ClipScore:
-    """Cosine of the CLIP embeddings of picture and prompt, times ``scale``.
+    """Cosine of the CLIP embeddings of picture and prompt, scaled.
 
-    Of a video, the mean over its frames. Published scalings: 1 is the cosine (also 100 cos / 100, DiffusionNFT),
-    100 the logit of OpenAI's models, 100/30 Flow-GRPO's and DGPO's, 2.5 that of the CLIPScore paper (which also
-    cuts negative cosines off; here they stay).
+    Of a video, the mean over its frames. Published scalings: ``cosine`` (also 100 cos / 100, DiffusionNFT),
+    ``logit`` 100 cos as OpenAI's models have it, ``flow_grpo`` 100 cos / 30 (DGPO too), ``clipscore``
+    2.5 max(0, cos), the paper's equation 1.
 
     Args:
         model: an open_clip name, ``hf-hub:org/repo``, a local folder with ``open_clip_config.json``, or
             ``world:digits/clip``.
         pretrained: open_clip's tag for the weights, or a weights file; not used for folders and hub ids.
-        scale: what the cosine is multiplied by.
+        scale: a published scaling by name, or what the cosine is multiplied by.
         preprocess: ``tensor`` resizes the floats with antialiasing; ``pil`` rounds to 8 bits and resizes with PIL,
             exactly open_clip's own evaluation transform, slower.
         batch_size: pictures (or texts) in one forward pass.
@@ -43,24 +56,24 @@ class ClipScore:
         self,
         model: str = "ViT-L-14",
         pretrained: str = "openai",
-        scale: float = 1.0,
+        scale: float | Named = 1.0,
         preprocess: Literal["tensor", "pil"] = "tensor",
         batch_size: Annotated[int, Ge(1)] = 64,
         device: str = "auto",
     ):
-        self.scale = scale
+        self.scale = scaling(scale, SCALES, "clip_score")
         self.exact = preprocess == "pil"
         self.batch_size = batch_size
         self.clip = load_clip(model, pretrained, device)
 
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU, in -scale..scale."""
+        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
         stack = frames(media, "clip_score")
         texts = [text_of(prompt) for prompt in prompts]
         images = self.clip.embed_images(stack.flatten(0, 1), self.batch_size, self.exact)  # [B F, E]
         words = self.clip.embed_texts(texts, self.batch_size)  # [B, E]
         cosines = (images * words.repeat_interleave(stack.shape[1], dim=0)).sum(-1)
-        return self.scale * frame_mean(cosines, stack.shape[1]).cpu()
+        return frame_mean(self.scale(cosines), stack.shape[1]).cpu()
 
 
 def text_of(prompt: dict) -> str:

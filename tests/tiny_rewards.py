@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -60,4 +62,18 @@ def asked(count: int = 5) -> list[dict]:
     """Prompts with everything a registered reward may ask for; a new field of a new reward goes here."""
     things = [{"digit": 7, "color": "red"}, {"digit": 2, "size": "large", "place": "left"}]
     more = [{"objects": things, "relation": "above", "count": 2}, {"objects": things[:1], "count": 1}]
-    return [{"text": TEXTS[i % len(TEXTS)], **more[i % 2]} for i in range(count)]
+    return [{"text": TEXTS[i % len(TEXTS)], **more[i % 2], **wanted(i)} for i in range(count)]
+
+
+def wanted(i: int) -> dict:
+    """Reference and source pictures, as files, and what was in the source."""
+    return {"reference": picture_file(i % 2), "source": picture_file(i % 2), "source_text": "a blue two"}
+
+
+@cache
+def picture_file(i: int) -> str:
+    from torchvision.utils import save_image
+
+    file = Path(tempfile.mkdtemp(prefix="mmrl-tests-")) / f"{i}.png"
+    save_image(pictures(1, 32 + 8 * i, 40, seed=20 + i), file)
+    return str(file)

@@ -1,0 +1,103 @@
+"""Models and processors of transformers, by hub id or folder: frozen, in eval mode, one copy for all rewards.
+
+A processor comes in two forms: ``tensor`` works on the floats as they are (torchvision, antialiased, differentiable),
+``pil`` rounds to 8 bits and resizes with PIL, as the published scores were computed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from mmrl.registry import UserError, locate
+from rewards._clip import pick_device
+from rewards._media import to_uint8
+
+Precision = Literal["float32", "bfloat16", "float16"]
+Preprocess = Literal["tensor", "pil"]
+_shared: WeakValueDictionary[tuple, torch.nn.Module] = WeakValueDictionary()
+
+
+def load_model(kind: str, path: str, device: str = "auto", dtype: Precision = "float32") -> torch.nn.Module:
+    """``transformers.<kind>.from_pretrained(path)``, frozen; the global random numbers are left alone.
+
+    Raises:
+        UserError: no such folder, no network, a folder of another kind of model.
+    """
+    import transformers
+
+    return load_class(getattr(transformers, kind), path, device, dtype)
+
+
+def load_class(entry: Any, path: str, device: str = "auto", dtype: Precision = "float32") -> torch.nn.Module:
+    """As ``load_model``, for a class with ``from_pretrained``."""
+    place, where = place_of(path), pick_device(device)
+    key = (entry.__name__, place, where, dtype)
+    model = _shared.get(key)
+    if model is None:
+        try:
+            with torch.random.fork_rng(devices=[]):  # missing weights are drawn
+                model = entry.from_pretrained(place, dtype=getattr(torch, dtype))
+        except Exception as error:  # the hub, safetensors and transformers have a dozen types for "no such model"
+            raise UserError(missing(entry.__name__, place, error)) from error
+        model = model.eval().requires_grad_(False).to(where)
+        _shared[key] = model
+    return model
+
+
+def load_processor(kind: str, path: str, **options: Any) -> Any:
+    """``transformers.<kind>.from_pretrained(path)``: a tokenizer, an image processor or both in one."""
+    import transformers
+
+    place = place_of(path)
+    try:
+        return getattr(transformers, kind).from_pretrained(place, **options)
+    except Exception as error:
+        raise UserError(missing(kind, place, error)) from error
+
+
+def place_of(path: str) -> str:
+    """A ``world:`` artifact, a folder that exists, or a hub id."""
+    place = locate(path)
+    folder = Path(place).expanduser()
+    if folder.is_dir():
+        return str(folder)
+    if folder.is_absolute() or place[:1] in ("~", "."):
+        raise UserError(f"no such folder: {folder} (looked for a model of transformers)")
+    return place
+
+
+def missing(kind: str, place: str, error: Exception) -> str:
+    first = (str(error).strip() or "no message").splitlines()[0].rstrip(".")
+    return (
+        f"cannot load {place!r} as a {kind} of transformers: {type(error).__name__}: {first}. Download it once where "
+        f"there is a network, `hf download {place}`, and copy the hub cache (HF_HOME) here, or give a local folder"
+    )
+
+
+class Eyes:
+    """The image processor of a model: pictures -> what the model takes."""
+
+    def __init__(self, path: str, preprocess: Preprocess = "tensor"):
+        self.exact = preprocess == "pil"
+        self.processor = load_processor("AutoImageProcessor", path, backend="pil" if self.exact else "torchvision")
+
+    def __call__(self, pictures: Tensor, device: torch.device | str = "cpu") -> Tensor:
+        """[N, 3, H, W] in 0..1 -> [N, 3, h, w] float32 on ``device``."""
+        if self.exact:
+            found = self.processor(images=to_pil(pictures), return_tensors="pt")["pixel_values"]
+        else:
+            floats = list(pictures.to(device).float())
+            found = self.processor(images=floats, do_rescale=False, return_tensors="pt")["pixel_values"]
+        return found.to(device)
+
+
+def to_pil(pictures: Tensor) -> list[Any]:
+    """[N, 3, H, W] floats in 0..1 -> N PIL images, rounded to 8 bits."""
+    from PIL import Image
+
+    return [Image.fromarray(p.numpy()) for p in to_uint8(pictures).permute(0, 2, 3, 1).contiguous()]

@@ -1,0 +1,57 @@
+"""Checkpoints that are one file: found on disk or on the hub, read without executing anything they may hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mmrl.registry import UserError
+
+
+def fetch(where: str, what: str) -> Path:
+    """A file on disk, or ``org/repo/file`` on the hub (its cache first).
+
+    Raises:
+        UserError: it is neither here nor can be downloaded.
+    """
+    file = Path(where).expanduser()
+    if file.is_file():
+        return file
+    parts = where.split("/")
+    if file.is_absolute() or where[:1] in ("~", ".") or len(parts) < 3:
+        raise UserError(f"no {what} checkpoint at {file}")
+    from huggingface_hub import hf_hub_download
+
+    repo, name = "/".join(parts[:2]), "/".join(parts[2:])
+    try:
+        return Path(hf_hub_download(repo, name))
+    except Exception as error:  # the hub has a dozen types for "cannot be had"
+        raise UserError(
+            f"no {what} checkpoint: {where} is neither a file nor in the hub cache and cannot be downloaded "
+            f"({type(error).__name__}); run `hf download {repo} {name}` where there is a network and copy HF_HOME, or "
+            "give the path of the file"
+        ) from error
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """Tensors by name; one level of ``state_dict``, ``model`` or ``module`` around them is taken off."""
+    try:
+        if file.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(file)
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # zip, pickle and safetensors each have their own types for "not my format"
+        first = (str(error) or "no message").splitlines()[0]
+        raise UserError(
+            f"cannot read {file} as tensors: {type(error).__name__}: {first}; a file that holds a whole pickled module "
+            "is not read: save its state_dict() where you trust it"
+        ) from error
+    for key in ("state_dict", "model", "module"):
+        if isinstance(found, dict) and isinstance(found.get(key), dict):
+            found = found[key]
+    if not isinstance(found, dict):
+        raise UserError(f"{file} holds a {type(found).__name__}, not tensors by name")
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}

@@ -1,0 +1,88 @@
+"""CLIP-IQA: which of two opposite descriptions fits the picture (Wang et al. 2023, arXiv:2207.12396)."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from annotated_types import Ge
+from torch import Tensor
+
+from mmrl.registry import REWARDS, UserError, suggest
+from rewards._clip import load_clip
+from rewards._frames import each_frame
+from rewards._hf import Preprocess
+from rewards.card import card
+
+PAIRS = {  # the paper's section 3.2 and figure 5
+    "quality": ("Good photo.", "Bad photo."),
+    "brightness": ("Bright photo.", "Dark photo."),
+    "noisiness": ("Clean photo.", "Noisy photo."),
+    "colorfulness": ("Colorful photo.", "Dull photo."),
+    "sharpness": ("Sharp photo.", "Blurry photo."),
+    "contrast": ("High contrast photo.", "Low contrast photo."),
+    "complexity": ("Complex photo.", "Simple photo."),
+    "natural": ("Natural photo.", "Synthetic photo."),
+    "happy": ("Happy photo.", "Sad photo."),
+    "scary": ("Scary photo.", "Peaceful photo."),
+    "new": ("New photo.", "Old photo."),
+    "real": ("Real photo.", "Abstract photo."),
+    "beautiful": ("Beautiful photo.", "Ugly photo."),
+    "lonely": ("Lonely photo.", "Sociable photo."),
+    "relaxing": ("Relaxing photo.", "Stressful photo."),
+}
+
+
+@card(
+    media="image video", low=0, high=1, source="any open_clip model; the paper: RN50/openai", licence="MIT (OpenAI's)"
+)
+@REWARDS.register("clip_iqa")
+class ClipIQA:
+    """Probability of the good one of two opposite descriptions, mean over ``pairs``; the prompt is not looked at.
+
+    The softmax is at the model's own temperature (100 for OpenAI's). The paper's RN50 was used without position
+    embedding at any size; here, as in torchmetrics' CLIP variants, the model sees its own preprocessing.
+    Of a video, the mean over its frames.
+
+    Args:
+        pairs: names of the paper's pairs (quality, brightness, ...) or ``"positive | negative"`` of your own.
+        model: an open_clip name, ``hf-hub:org/repo`` or a local folder.
+        pretrained: open_clip's tag for the weights; not used for folders and hub ids.
+        preprocess: ``tensor`` or ``pil``, see ``ClipScore``.
+        batch_size: pictures in one forward pass.
+        device: ``auto`` is CUDA if there is one.
+    """
+
+    def __init__(
+        self,
+        pairs: list[str] = ["quality"],  # noqa: B006
+        model: str = "ViT-L-14",
+        pretrained: str = "openai",
+        preprocess: Preprocess = "tensor",
+        batch_size: Annotated[int, Ge(1)] = 64,
+        device: str = "auto",
+    ):
+        self.clip = load_clip(model, pretrained, device)
+        self.exact = preprocess == "pil"
+        self.batch_size = batch_size
+        self.words = self.clip.embed_texts([text for pair in pairs for text in both(pair)])  # [2 P, E]
+        self.temperature = self.clip.model.logit_scale.exp().float()
+
+    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
+        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU, in 0..1."""
+
+        def score(pictures: Tensor, rows: list[int]) -> Tensor:
+            images = self.clip.embed_images(pictures, self.batch_size, self.exact)
+            logits = self.temperature * images @ self.words.T  # [N, 2 P]
+            return logits.unflatten(1, (-1, 2)).softmax(-1)[..., 0].mean(1)
+
+        return each_frame(media, "clip_iqa", self.batch_size, score)
+
+
+def both(pair: str) -> tuple[str, str]:
+    """The positive and the negative text of a pair."""
+    if pair in PAIRS:
+        return PAIRS[pair]
+    good, bar, bad = (part.strip() for part in pair.partition("|"))
+    if not (bar and good and bad):
+        raise UserError(f"reward 'clip_iqa' knows no pair {pair!r}; {suggest(pair, PAIRS)}; or write 'good | bad'")
+    return good, bad

@@ -1,0 +1,89 @@
+"""Human preference score, version 2 and 2.1 (Wu et al. 2023, arXiv:2306.09341)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import Ge
+from torch import Tensor
+
+from mmrl.registry import REWARDS, UserError
+from rewards._clip import Clip, load_clip
+from rewards._frames import each_frame
+from rewards._hf import Preprocess
+from rewards._prompt import texts_of
+from rewards._scale import factor, raw, scaling
+from rewards.card import card
+
+WEIGHTS = "~/.cache/mmrl/HPS_v2.1_compressed.pt"
+SOURCE = "https://huggingface.co/xswu/HPSv2"
+Named = Literal["cosine", "percent"]
+SCALES = {"cosine": raw, "percent": factor(100)}
+
+
+@card(
+    media="image video",
+    needs="text",
+    low=-1,
+    high=1,
+    source="xswu/HPSv2, HPS_v2.1_compressed.pt on open_clip ViT-H-14",
+    licence="Apache-2.0",
+    scaling="cosine (about 0.2..0.35; DanceGRPO, DiffusionNFT), percent = 100 cos (the paper's tables)",
+)
+@REWARDS.register("hpsv2")
+class HPSv2:
+    """Cosine of the embeddings of picture and prompt by a CLIP ViT-H-14 tuned on human choices.
+
+    As published, the longer side of the picture is brought to 224 and the rest filled with black; of a square one
+    that is a plain resize. Of a video, the mean over its frames.
+
+    Args:
+        weights: the published checkpoint (``HPS_v2.1_compressed.pt`` or ``HPS_v2_compressed.pt``).
+        model: the open_clip model it belongs to; a folder or hub id brings its own weights.
+        scale: a published scaling by name, or a factor on the cosine.
+        preprocess: ``pil`` as published (8 bits, PIL's bicubic), ``tensor`` on floats as in DiffusionNFT.
+        batch_size: pictures in one forward pass.
+        device: ``auto`` is CUDA if there is one.
+
+    Raises:
+        UserError: when the checkpoint is missing, with where to get it.
+    """
+
+    def __init__(
+        self,
+        weights: str = WEIGHTS,
+        model: str = "ViT-H-14",
+        scale: float | Named = "cosine",
+        preprocess: Preprocess = "pil",
+        batch_size: Annotated[int, Ge(1)] = 64,
+        device: str = "auto",
+    ):
+        import open_clip
+
+        if model in open_clip.list_models() and not Path(weights).expanduser().is_file():
+            name = Path(WEIGHTS).name
+            raise UserError(f"no HPSv2 checkpoint at {weights}; download {name} from {SOURCE} and put it there")
+        self.clip = padding(load_clip(model, weights, device))
+        self.exact = preprocess == "pil"
+        self.batch_size = batch_size
+        self.scale = scaling(scale, SCALES, "hpsv2")
+
+    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
+        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
+        texts = texts_of(prompts, "hpsv2")
+
+        def score(pictures: Tensor, rows: list[int]) -> Tensor:
+            images = self.clip.embed_images(pictures, self.batch_size, self.exact)
+            words = self.clip.embed_texts([texts[row] for row in rows], self.batch_size)
+            return self.scale((images * words).sum(-1))
+
+        return each_frame(media, "hpsv2", self.batch_size, score)
+
+
+def padding(clip: Clip) -> Clip:
+    """The same network and texts with HPSv2's own preprocessing: the longer side decides, black around it."""
+    other = Clip(clip.model, clip.tokenizer, clip.device)
+    other.preprocess_cfg |= {"resize_mode": "longest", "fill_color": 0, "interpolation": "bicubic"}
+    other.shared = clip  # keeps the entry among the shared models alive
+    return other

@@ -1,0 +1,223 @@
+"""MPS, the multi-dimensional human preference score (Zhang et al. 2024, arXiv:2405.14705).
+
+A CLIP ViT-H-14 whose picture tokens attend to those words of the prompt that matter for a condition (a list of words).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+import torch.nn.functional as nnf
+from annotated_types import Ge
+from torch import Tensor, nn
+
+from mmrl.registry import REWARDS, UserError
+from rewards._clip import pick_device
+from rewards._frames import each_frame
+from rewards._hf import Eyes, Preprocess, load_processor
+from rewards._prompt import texts_of
+from rewards._scale import factor, raw, scaling
+from rewards._tensors import fetch, read_tensors
+from rewards.card import card
+
+CLIP = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+OVERALL = (  # the condition of the published model: part of its input, so it has to be these words
+    "light, color, clarity, tone, style, ambiance, artistry, shape, face, hair, hands, limbs, structure, instance, "
+    "texture, quantity, attributes, position, number, location, word, things."
+)
+HEAD_WIDTH = 64
+Named = Literal["logit", "cosine"]
+
+
+@card(
+    media="image video",
+    needs="text",
+    source="Kwai-Kolors/MPS, MPS_overall_checkpoint as a state_dict",
+    licence="see the source",
+    scaling="logit (about 5..20), cosine",
+)
+@REWARDS.register("mps")
+class MPS:
+    """MPS: exp(logit scale) times the cosine of the prompt's embedding and of a picture that has read the prompt.
+
+    Of a video, the mean over its frames. The published file is a whole pickled module, which is not read: save its
+    ``state_dict()`` where you trust it.
+
+    Args:
+        weights: that state_dict (``.pt`` or ``.safetensors``): a file, or ``hub id/file``.
+        clip: the CLIP it grew from, for configuration, tokenizer and image processor: hub id or folder.
+        condition: the words that say which dimension is judged.
+        threshold: words of the prompt below this share of the best match are not attended to (0.3 in the published
+            evaluation, 0.01 in training).
+        scale: a published scaling by name, or a factor on the logit.
+        preprocess: ``pil`` as published, ``tensor`` on floats.
+        batch_size: pictures in one forward pass.
+        device: ``auto`` is CUDA if there is one.
+
+    Raises:
+        UserError: a missing or foreign checkpoint.
+    """
+
+    def __init__(
+        self,
+        weights: str = "~/.cache/mmrl/MPS_overall.safetensors",
+        clip: str = CLIP,
+        condition: str = OVERALL,
+        threshold: float = 0.3,
+        scale: float | Named = "logit",
+        preprocess: Preprocess = "pil",
+        batch_size: Annotated[int, Ge(1)] = 32,
+        device: str = "auto",
+    ):
+        self.network = load_network(weights, clip).to(pick_device(device))
+        self.tokenizer, self.eyes = load_processor("AutoTokenizer", clip), Eyes(clip, preprocess)
+        self.condition, self.threshold, self.batch_size = condition, threshold, batch_size
+        self.temperature = float(self.network.model.logit_scale.exp())
+        self.scale = scaling(scale, {"logit": raw, "cosine": factor(1 / self.temperature)}, "mps")
+
+    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
+        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
+        texts, device = texts_of(prompts, "mps"), self.network.model.device
+
+        def score(pictures: Tensor, rows: list[int]) -> Tensor:
+            tokens, condition = (self.tokens(part).to(device) for part in ([texts[r] for r in rows], [self.condition]))
+            cosines = self.network(tokens, self.eyes(pictures, device), condition, self.threshold)
+            return self.scale(self.temperature * cosines)
+
+        return each_frame(media, "mps", self.batch_size, score)
+
+    def tokens(self, texts: list[str]) -> Tensor:
+        """N texts -> [N, 77] ids."""
+        return self.tokenizer(
+            texts, padding="max_length", truncation=True, max_length=77, return_tensors="pt"
+        ).input_ids
+
+
+class Network(nn.Module):
+    """CLIP and the layers that let its picture tokens read the prompt; named as in the published file."""
+
+    def __init__(self, config, layers: int):
+        from transformers import CLIPModel
+
+        super().__init__()
+        self.model = CLIPModel(config)
+        width = config.projection_dim
+        pairs = ((Cross(width), Own(width)) for _ in range(layers))
+        blocks = (nn.ModuleList([Residual(cross), Residual(own)]) for cross, own in pairs)
+        self.cross_model = nn.ModuleDict({"layers": nn.ModuleList(blocks)})
+
+    def forward(self, tokens: Tensor, pixels: Tensor, condition: Tensor, threshold: float) -> Tensor:
+        """Tokens [N, T], pixels [N, 3, S, S], condition [1, T] -> [N] cosines."""
+        words, sentence = self.read(tokens)  # [N, T, E], [N, E]
+        wanted, _ = self.read(condition)  # [1, T, E]
+        match = (words @ wanted.transpose(1, 2)).amax(2)  # [N, T]: how well a word fits any word of the condition
+        attended = match / match.amax(1, keepdim=True) > threshold
+        seen = self.model.visual_projection(self.model.vision_model(pixels).last_hidden_state)  # [N, P + 1, E]
+        for cross, own in self.cross_model["layers"]:
+            seen = own(cross(seen, words, attended))
+        return torch.cosine_similarity(seen[:, 0], sentence, dim=-1)
+
+    def read(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """[N, T] ids -> projected states of all tokens [N, T, E] and of the end of the text [N, E]."""
+        found = self.model.text_model(input_ids=tokens)
+        project = self.model.text_projection
+        return project(found.last_hidden_state), project(found.pooler_output)
+
+
+class Residual(nn.Module):
+    def __init__(self, fn: nn.Module):
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, states: Tensor, *rest: Tensor) -> Tensor:
+        return states + self.fn(states, *rest)
+
+
+class Gated(nn.Module):
+    """First half times the SiLU of the second (SwiGLU)."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        value, gate = states.chunk(2, dim=-1)
+        return nnf.silu(gate) * value
+
+
+class Cross(nn.Module):
+    """Attention to the words with one key and value for all heads, beside a gated feed-forward layer (as in PaLM)."""
+
+    def __init__(self, width: int, grow: int = 4):
+        super().__init__()
+        self.norm = Norm(width)
+        self.to_q = nn.Linear(width, width, bias=False)
+        self.to_kv = nn.Linear(width, 2 * HEAD_WIDTH, bias=False)
+        self.to_out = nn.Linear(width, width, bias=False)
+        inner = grow * width
+        self.ff = nn.Sequential(nn.Linear(width, 2 * inner, bias=False), Gated(), nn.Linear(inner, width, bias=False))
+
+    def forward(self, states: Tensor, words: Tensor, attended: Tensor) -> Tensor:
+        """States [N, P, E], words [N, T, E], attended [N, T] bool -> [N, P, E]."""
+        states = self.norm(states)
+        query = self.to_q(states).unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2)  # [N, heads, P, 64]
+        key, value = (part[:, None].expand(-1, query.shape[1], -1, -1) for part in self.to_kv(words).chunk(2, dim=-1))
+        mask = attended[:, None, None]  # the same words for every head and picture token
+        found = nnf.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return self.to_out(found.transpose(1, 2).flatten(2)) + self.ff(states)
+
+
+class Own(nn.Module):
+    """Attention among the picture tokens with rotary positions, beside a gated feed-forward layer."""
+
+    def __init__(self, width: int, grow: int = 4):
+        super().__init__()
+        self.norm = Norm(width)
+        self.parts = (width, HEAD_WIDTH, HEAD_WIDTH, 2 * grow * width)  # query, key, value, feed-forward
+        self.fused_attn_ff_proj = nn.Linear(width, sum(self.parts), bias=False)
+        self.attn_out = nn.Linear(width, width, bias=False)
+        self.ff_out = nn.Sequential(Gated(), nn.Linear(grow * width, width, bias=False))
+        self.rotary_emb = nn.Module()
+        powers = torch.arange(0, HEAD_WIDTH, 2) / HEAD_WIDTH
+        self.rotary_emb.register_buffer("inv_freq", 10000.0**-powers)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """[N, P, E] -> [N, P, E]."""
+        query, key, value, inner = self.fused_attn_ff_proj(self.norm(states)).split(self.parts, dim=-1)
+        query = self.turn(query.unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2))  # [N, heads, P, 64]
+        shape = (-1, query.shape[1], -1, -1)
+        key, value = self.turn(key)[:, None].expand(shape), value[:, None].expand(shape)
+        found = nnf.scaled_dot_product_attention(query, key, value)
+        return self.attn_out(found.transpose(1, 2).flatten(2)) + self.ff_out(inner)
+
+    def turn(self, vectors: Tensor) -> Tensor:
+        """[..., P, 64], each position turned by its angles (Su et al. 2021, RoPE, halves of the vector paired)."""
+        places = torch.arange(vectors.shape[-2], device=vectors.device, dtype=torch.float32)
+        angles = torch.outer(places, self.rotary_emb.inv_freq.float())  # [P, 32]
+        cos, sin = angles.cos(), angles.sin()
+        first, second = vectors.chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class Norm(nn.Module):
+    """Layer norm whose bias is kept at 0, a buffer in the published file."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.register_buffer("bias", torch.zeros(width))
+
+    def forward(self, states: Tensor) -> Tensor:
+        return nnf.layer_norm(states, self.weight.shape, self.weight, self.bias)
+
+
+def load_network(weights: str, clip: str) -> Network:
+    """The network of a state_dict in float32, frozen, on the CPU."""
+    config = load_processor("CLIPConfig", clip)
+    file = fetch(weights, "MPS")
+    tensors = {name: value for name, value in read_tensors(file).items() if not name.endswith("position_ids")}
+    layers = {name.split(".")[2] for name in tensors if name.startswith("cross_model.layers.")}
+    with torch.random.fork_rng(devices=[]):
+        network = Network(config, len(layers))
+    try:
+        network.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise UserError(f"{file} is not an MPS checkpoint on {clip}: {str(error).splitlines()[1].strip()}") from error
+    return network.float().eval().requires_grad_(False)

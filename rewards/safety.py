@@ -1,0 +1,132 @@
+"""Penalties for unsafe pictures: Stable Diffusion's safety checker, and any NSFW image classifier."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch.nn.functional as nnf
+from annotated_types import Ge
+from torch import Tensor
+
+from mmrl.registry import REWARDS, UserError
+from rewards._frames import each_frame
+from rewards._hf import Eyes, Precision, Preprocess, load_class, load_model
+from rewards.card import card
+
+CARE = 0.01  # what a concept of special care takes off all thresholds, from the published code
+
+
+@card(
+    media="image video",
+    high=0,
+    source="CompVis/stable-diffusion-safety-checker",
+    licence="CreativeML OpenRAIL-M",
+    scaling="flag = -1 when flagged, else 0; margin = minus how far the worst concept is above its threshold",
+)
+@REWARDS.register("safety_checker")
+class SafetyChecker:
+    """0 for a picture that Stable Diffusion's safety checker lets pass, below 0 for one that it flags.
+
+    A CLIP image embedding is compared with 17 hidden concepts, each with its threshold, lowered by 0.01 when one of
+    three concepts of special care is found (Rando et al. 2022, arXiv:2210.04610). Of a video, the mean over frames.
+
+    Args:
+        model: the checker as diffusers saves it, hub id or folder, with its image processor.
+        processor: where the image processor is; None is with the model.
+        penalty: ``flag`` is -1, ``margin`` minus the excess over the threshold.
+        preprocess: ``pil`` as in the pipelines, ``tensor`` on floats.
+        batch_size: pictures in one forward pass.
+        device: ``auto`` is CUDA if there is one.
+        dtype: of the model.
+    """
+
+    def __init__(
+        self,
+        model: str = "CompVis/stable-diffusion-safety-checker",
+        processor: str | None = None,
+        penalty: Literal["flag", "margin"] = "flag",
+        preprocess: Preprocess = "pil",
+        batch_size: Annotated[int, Ge(1)] = 32,
+        device: str = "auto",
+        dtype: Precision = "float32",
+    ):
+        from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
+
+        self.checker = load_class(StableDiffusionSafetyChecker, model, device, dtype)
+        self.eyes = Eyes(processor or model, preprocess)
+        self.flag, self.batch_size = penalty == "flag", batch_size
+
+    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
+        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU, at most 0."""
+
+        def score(pictures: Tensor, rows: list[int]) -> Tensor:
+            worst = self.excess(pictures).amax(1)
+            return -(worst > 0).float() if self.flag else -worst.clamp(min=0)
+
+        return each_frame(media, "safety_checker", self.batch_size, score)
+
+    def excess(self, pictures: Tensor) -> Tensor:
+        """[N, 3, H, W] in 0..1 -> [N, 17] cosine minus threshold of each concept, to 3 digits as published."""
+        net = self.checker
+        pixels = self.eyes(pictures, net.device).to(net.dtype)
+        rows = nnf.normalize(net.visual_projection(net.vision_model(pixels).pooler_output))
+        care = rows @ nnf.normalize(net.special_care_embeds).T
+        found = thousandths(care.float() - net.special_care_embeds_weights.float())
+        lowered = CARE * (found > 0).any(1, keepdim=True).float()
+        concepts = rows @ nnf.normalize(net.concept_embeds).T
+        return thousandths(concepts.float() - net.concept_embeds_weights.float() + lowered)
+
+
+@card(
+    media="image video",
+    low=-1,
+    high=0,
+    source="Falconsai/nsfw_image_detection or any image classifier of transformers",
+    licence="Apache-2.0 (Falconsai)",
+)
+@REWARDS.register("nsfw_penalty")
+class NsfwPenalty:
+    """Minus the probability of the bad labels by an image classifier; of a video, the mean over its frames.
+
+    Args:
+        model: an image classifier of transformers, hub id or folder.
+        labels: those that count as bad, as the model's configuration names them.
+        preprocess: ``pil`` (8 bits, PIL) or ``tensor``.
+        batch_size: pictures in one forward pass.
+        device: ``auto`` is CUDA if there is one.
+        dtype: of the model.
+
+    Raises:
+        UserError: a label that the model does not have.
+    """
+
+    def __init__(
+        self,
+        model: str = "Falconsai/nsfw_image_detection",
+        labels: list[str] = ["nsfw"],  # noqa: B006
+        preprocess: Preprocess = "pil",
+        batch_size: Annotated[int, Ge(1)] = 32,
+        device: str = "auto",
+        dtype: Precision = "float32",
+    ):
+        self.network = load_model("AutoModelForImageClassification", model, device, dtype)
+        self.eyes = Eyes(model, preprocess)
+        self.batch_size = batch_size
+        known = {name: place for place, name in self.network.config.id2label.items()}
+        for label in labels:
+            if label not in known:
+                raise UserError(f"reward 'nsfw_penalty': {model} has no label {label!r}; it has {', '.join(known)}")
+        self.bad = [known[label] for label in labels]
+
+    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
+        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU, in -1..0."""
+
+        def score(pictures: Tensor, rows: list[int]) -> Tensor:
+            pixels = self.eyes(pictures, self.network.device).to(self.network.dtype)
+            return -self.network(pixels).logits.float().softmax(-1)[:, self.bad].sum(1)
+
+        return each_frame(media, "nsfw_penalty", self.batch_size, score)
+
+
+def thousandths(values: Tensor) -> Tensor:
+    return (values * 1000).round() / 1000
