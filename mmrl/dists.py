@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +27,10 @@ class Gaussian:
         """[B, *] from standard normal noise [B, *]."""
         return self.mean + self.std * noise
 
+    def repeat(self, n: int) -> Gaussian:
+        """Every row ``n`` times."""
+        return replace(self, mean=self.mean.repeat_interleave(n, 0), std=self.std.repeat_interleave(n, 0))
+
     def log_prob(self, x: Tensor) -> Tensor:
         """[B, 1]."""
         std = self.std.clamp_min(TINY)
@@ -46,6 +50,15 @@ class Gaussian:
     def _reduce(self, x: Tensor) -> Tensor:
         flat = x.flatten(1)
         return flat.mean(1, keepdim=True) if self.reduction == "mean" else flat.sum(1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class Score(Gaussian):
+    """A Gaussian scored by -(x - mean)^2, without its variance (Flow-CPS): not a density, and not a log-prob."""
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        """[B, 1] the score."""
+        return self._reduce(-((x - self.mean) ** 2))
 
 
 @dataclass(frozen=True)

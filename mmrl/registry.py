@@ -164,13 +164,14 @@ OPTIMIZERS = Registry("optimizer")
 KERNELS = Registry("kernel")
 GRIDS = Registry("time grid", group="mmrl.grids")
 WINDOWS = Registry("noise window", group="mmrl.windows")
+SOLVERS = Registry("solver")
 TIMES = Registry("time sampler", group="mmrl.times")  # when an objective looks at a finished sample anew
 ARTIFACTS = Registry("artifact")  # things a world builds and caches: () -> folder
 
 ALL = {
     "policies": POLICIES, "objectives": OBJECTIVES, "advantages": ADVANTAGES, "rewards": REWARDS, "data": DATA,
-    "optimizers": OPTIMIZERS, "kernels": KERNELS, "grids": GRIDS, "windows": WINDOWS, "times": TIMES,
-    "artifacts": ARTIFACTS,
+    "optimizers": OPTIMIZERS, "kernels": KERNELS, "grids": GRIDS, "windows": WINDOWS, "solvers": SOLVERS,
+    "times": TIMES, "artifacts": ARTIFACTS,
 }  # fmt: skip
 
 BUILT_IN = (
@@ -188,6 +189,7 @@ def load_built_in() -> None:
     KERNELS.update(samplers.KERNELS)
     GRIDS.update(samplers.GRIDS)
     WINDOWS.update(samplers.WINDOWS)
+    SOLVERS.update(samplers.SOLVERS)
     for registry in ALL.values():
         registry.discover()
 

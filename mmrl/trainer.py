@@ -64,7 +64,7 @@ class Trainer:
 
     def iterate(self) -> dict[str, float]:
         """Sample, score, compare, improve. Returns what is worth a curve."""
-        self.meter, self.seconds, skipped = Meter(), {}, 0
+        self.meter, self.seconds, skipped, passed = Meter(), {}, 0, self.policy.forwards
         rollout, rewards = self.collect()
         with self.meter.listening(), self._timed("update"):
             for epoch in range(self.options.epochs):
@@ -76,7 +76,8 @@ class Trainer:
             lagging = isinstance(self.objective, Lagging)
             self.policy.weights.track("old", self.objective.old_decay(self.step) if lagging else 0.0)
         self.iteration += 1
-        return self._metrics(rollout, rewards) | {"skipped_steps": skipped}
+        counts = {"forwards": self.policy.forwards - passed, "decisions": int(rollout.mask.sum())}  # of this process
+        return self._metrics(rollout, rewards) | counts | {"skipped_steps": skipped}
 
     @torch.no_grad()
     def collect(self) -> tuple[Rollout, Rewards]:
@@ -84,6 +85,7 @@ class Trainer:
         prompts = batch(self.prompts, self.options.prompts, self.iteration, self.options.seed)
         first = self.device.rank * self.plan.prompts_per_process
         mine = prompts[first : first + self.plan.prompts_per_process]
+        self.policy.iteration = self.iteration
         with self._timed("rollout"), self.policy.weights.using(self.objective.behaviour):
             rollout = self.policy.rollout(mine, self.options.copies, self._rng("rollout", offset=first))
             media = self.policy.decode(rollout)

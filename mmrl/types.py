@@ -130,6 +130,7 @@ class Point(Rows):
     advantage: Tensor | None = None  # [B, 1] or [B, L]
     length: Tensor | None = None  # [B] decisions of the row that are trained on, over all its points
     sampled: Tensor | None = None  # [B, L] as in Rollout
+    gain: Tensor | None = None  # [B] re-noised states: how far the predicted clean sample moves with the output
     fresh: bool = False  # the weights are those that sampled: the ratio is 1, what differs from it is rounding
     guidance: float | None = None  # guidance scale; None is the policy's own on the path, 1 on re-noised states
 

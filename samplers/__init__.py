@@ -1,8 +1,15 @@
-"""Samplers as pure functions on tensors: kernels, time grids, noise windows, noise, batching. Needs torch only."""
+"""Samplers as pure functions on tensors: kernels, solvers, time grids, noise windows, noise. Needs torch only."""
 
-from samplers.kernels import dance_sde, flow_sde, ode
-from samplers.schedules import all_but_last, all_steps, dynamic, flow_match_euler, linear, shifted, window
+from samplers import kernels, schedules, solvers, windows
 
-KERNELS = {"flow_sde": flow_sde, "dance_sde": dance_sde, "ode": ode}
-GRIDS = {"linear": linear, "shifted": shifted, "dynamic": dynamic, "flow_match_euler": flow_match_euler}
-WINDOWS = {"all": all_steps, "all_but_last": all_but_last, "window": window}
+KERNELS = {
+    name: getattr(kernels, name)
+    for name in ("flow_sde", "dance_sde", "wan_sde", "cps", "memoryless", "consistency", "flow_ddim", "ddim", "ode")
+}
+SOLVERS = {"ddim": solvers.ddim, "dpm": solvers.dpm}
+GRIDS = {name: getattr(schedules, name) for name in ("linear", "shifted", "dynamic", "flow_match_euler")}
+WINDOWS = {
+    "all": windows.all_steps, "all_but_last": windows.all_but_last, "window": windows.window,
+    "random_window": windows.random_window, "random_steps": windows.random_steps, "progressive": windows.progressive,
+    "decay": windows.decay, "exp_decay": windows.exp_decay,
+}  # fmt: skip

@@ -1,19 +1,21 @@
-"""One step of a sampler on rectified flow: ``(x, v, t, s, eta) -> (mean, std)``.
+"""One stochastic step of a sampler: ``(x, v, t, s, eta) -> (mean, std)``. All but ``ddim`` are for rectified flow.
 
 The path is x_t = (1 - t) x_0 + t e with e standard normal; t = 1 is noise, t = 0 is data. The network gives the
 velocity v = E[e - x_0 | x_t], so x_0 ~ x - t v and e ~ x + (1 - t) v, and the score of x_t is -(x + (1 - t) v) / t.
 
 Every kernel takes x, v [B, *] and t, s, eta [B] or scalars, 0 <= s < t <= 1, and returns the mean [B, *] and the
 standard deviation [B, 1, ...] of the state at time s, step length included: ``x_s = mean + std * noise``.
-``eta = 0`` is the Euler step of the ODE, to the bit and row by row. Half-precision inputs are computed in float32.
+``eta = 0`` is the Euler step of the ODE, row by row. Half-precision inputs are computed in float32.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-Number = Tensor | float
+from samplers.processes import Diffusion, Number, Process, per_row
 
 
 def flow_sde(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Tensor, Tensor]:
@@ -36,10 +38,80 @@ def dance_sde(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[
     return _euler_maruyama(x, v, t, s, eta**2)
 
 
+def wan_sde(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Tensor, Tensor]:
+    """Flow-GRPO's SDE for Wan: noise eta t, with eta the second time of the grid as published."""
+    x, v, t, s, eta = _align(x, v, t, s, eta)
+    return _euler_maruyama(x, v, t, s, (eta * t) ** 2)
+
+
+def memoryless(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Tensor, Tensor]:
+    """SDE with noise eta sqrt(2 t / (1 - t)); at eta = 1 the end of a path is independent of its beginning.
+
+    Domingo-Enrich et al. 2025, "Adjoint Matching", section 4.3: only so does fine-tuning tilt the model's
+    distribution by the reward without a bias from the initial noise. At t = 1 as in ``flow_sde``.
+    """
+    return flow_sde(x, v, t, s, torch.as_tensor(eta) * math.sqrt(2))
+
+
+def cps(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Tensor, Tensor]:
+    """Coefficient-preserving step of Flow-CPS: noise s sin(eta pi / 2), however short the step is.
+
+    Wang et al. 2025, "Coefficients-Preserving Sampling". Predicted data and noise keep the scales of time s, but as
+    the noise does not shrink with the step there is no SDE that ever finer grids approach.
+    """
+    x, v, t, s, eta = _align(x, v, t, s, eta)
+    angle = eta * (math.pi / 2)
+    return _towards(x, v, t, s, s * angle.cos()), s * angle.sin()
+
+
+def consistency(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Tensor, Tensor]:
+    """Step of a consistency model: jump to the predicted data, add noise again; eta = 1 renews all of the noise.
+
+    Luo et al. 2023, "Latent Consistency Models", algorithm 3; between 0 and 1 the share eta^2 of its variance.
+    """
+    x, v, t, s, eta = _align(x, v, t, s, eta)
+    return _towards(x, v, t, s, s * (1 - eta**2).clamp_min(0).sqrt()), s * eta
+
+
+def flow_ddim(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Tensor, Tensor]:
+    """DDIM with noise on a flow: std eta s sqrt(1 - s^2 (1 - t)^2 / (t^2 (1 - s)^2)); eta = 1 is ancestral.
+
+    Song et al. 2021, "DDIM", eq. 16, written for alpha = 1 - t, sigma = t. No noise in a step to s = 0.
+    """
+    x, v, t, s, eta = _align(x, v, t, s, eta)
+    kept = (s * (1 - t) / (t * (1 - s)).clamp_min(torch.finfo(x.dtype).tiny)) ** 2  # share of the variance that stays
+    std = eta * s * (1 - kept).clamp_min(0).sqrt()
+    return _towards(x, v, t, s, (s**2 - std**2).clamp_min(0).sqrt()), std
+
+
 def ode(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number = 0.0) -> tuple[Tensor, Tensor]:
     """Euler step of the probability-flow ODE, without noise whatever eta says."""
     x, v, t, s, eta = _align(x, v, t, s, eta)
     return x + v * (s - t), torch.zeros_like(t)
+
+
+EPSILON = Diffusion()  # Stable Diffusion's; a policy gives its own
+
+
+def ddim(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number, process: Process = EPSILON) -> tuple[Tensor, Tensor]:
+    """DDIM with noise for models that predict epsilon, v or the sample; eta = 1 is ancestral (DDPO).
+
+    Song et al. 2021, "DDIM", eq. 12 and 16: std^2 = eta^2 sigma_s^2 / sigma_t^2 (1 - alpha_t^2 / alpha_s^2). A step
+    to a state without noise has none.
+    """
+    (alpha_t, sigma_t), (alpha_s, sigma_s) = process.scales(t, x), process.scales(s, x)
+    variance = (sigma_s / sigma_t) ** 2 * (1 - (alpha_t / alpha_s) ** 2)
+    std = per_row(eta, x) * variance.clamp_min(0).sqrt()
+    clean, noise = (f(x.to(std), v.to(std), t) for f in (process.clean, process.noise))
+    return alpha_s * clean + (sigma_s**2 - std**2).clamp_min(0).sqrt() * noise, std
+
+
+ddim.process = Diffusion  # which policies can use it; kernels that say nothing are for flows
+
+
+def _towards(x: Tensor, v: Tensor, t: Tensor, s: Tensor, kept: Tensor) -> Tensor:
+    """[B, *] (1 - s) times the predicted data plus ``kept`` times the predicted noise."""
+    return (1 - s) * (x - t * v) + kept * (x + (1 - t) * v)
 
 
 def _align(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Tensor, ...]:
@@ -48,13 +120,8 @@ def _align(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Ten
     Times are rounded to the dtype of the state first, so that a recorded time and the grid it came from agree.
     """
     dtype = torch.promote_types(torch.promote_types(x.dtype, v.dtype), torch.float32)
-    shape = (len(x), *[1] * (x.ndim - 1))
-
-    def per_row(value: Number) -> Tensor:
-        value = torch.as_tensor(value, dtype=dtype, device=x.device)
-        return value.reshape(-1, *shape[1:]).expand(shape)
-
-    return x.to(dtype), v.to(dtype), per_row(t), per_row(s), per_row(eta)
+    x, v = x.to(dtype), v.to(dtype)
+    return x, v, per_row(t, x), per_row(s, x), per_row(eta, x)
 
 
 def _euler_maruyama(x: Tensor, v: Tensor, t: Tensor, s: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,5 @@
-"""When a sampler steps and where it adds noise.
+"""When a sampler steps: time grids ``(steps, *, ...) -> [steps + 1]`` float64, falling from 1 (noise) to 0 (data).
 
-Time grids: ``(steps, *, ...) -> [steps + 1]`` float64, falling from 1 (noise) to 0 (data).
-Noise windows: ``(steps, *, ...) -> [steps]`` bool, True where the step is stochastic and therefore a decision.
 An impossible request is a ValueError that says what would be possible.
 """
 
@@ -77,31 +75,20 @@ def dynamic(
     return _append_zero(times if terminal is None else _stretch(times, terminal))
 
 
-def all_steps(steps: int) -> Tensor:
-    """Every step is stochastic."""
-    return window(steps)
+def compressed(times: Tensor, after: int, ratio: float) -> Tensor:
+    """The grid [K + 1] with fewer steps after step ``after``: int(ratio * remaining), at least 1 (MixGRPO-Flash).
 
-
-def all_but_last(steps: int) -> Tensor:
-    """Every step but the last, whose noise nobody would remove."""
-    if steps < 2:
-        raise ValueError(
-            f"all_but_last leaves no stochastic step of {steps}: use at least 2 steps, or the window 'all'"
-        )
-    return window(steps, stop=-1)
-
-
-def window(steps: int, *, start: int = 0, stop: int | None = None) -> Tensor:
-    """The steps start to stop - 1 (Flow-GRPO-Fast, MixGRPO); negative numbers count from the end."""
-    _falling(steps, 0.0, steps + 1)  # the same message for an impossible number of steps
-    first = start + steps if start < 0 else start
-    last = steps if stop is None else stop + steps if stop < 0 else stop
-    if not 0 <= first < last <= steps:
-        raise ValueError(
-            f"the noise window from {start} to {stop} is not inside {steps} steps: need 0 <= start < stop <= {steps}"
-        )
-    index = torch.arange(steps)
-    return (index >= first) & (index < last)
+    The new times lie evenly on the old grid's own curve, so that its shift stays.
+    """
+    if not 0 < ratio <= 1:
+        raise ValueError(f"the share of steps kept after the noise window must lie in (0, 1], not {ratio}")
+    rest = len(times) - 1 - after
+    if rest <= 0:
+        return times
+    index = torch.linspace(after, len(times) - 1, max(1, int(rest * ratio)) + 1, dtype=torch.float64)
+    low = index.floor().long().clamp_max(len(times) - 2)
+    tail = torch.lerp(times[low], times[low + 1], index - low)
+    return torch.cat([times[:after], tail])
 
 
 def _falling(steps: int, end: float, count: int) -> Tensor:

@@ -109,7 +109,7 @@ class PlainLoop:
     def __init__(self, policy: FlowPolicy, work: Work, reward: Callable, draws: FreshDraws):
         self.net, self.vae, self.compute, self.work = policy.net, policy.vae.to(policy.device), policy.compute, work
         self.encode, self.reward, self.draws, self.dtype = policy.encode, reward, draws, policy.dtype
-        self.sigmas, self.noise_level, self.scale = policy.times.tolist(), float(policy.eta[0]), policy.guidance
+        self.sigmas, self.noise_level, self.scale = policy.times.tolist(), policy.eta, policy.guidance
         self.trained = int((len(self.sigmas) - 1) * work.fraction)
         parameters = [p for p in self.net.parameters() if p.requires_grad]
         self.parameters, self.optimizer = parameters, adamw(parameters, lr=work.lr)

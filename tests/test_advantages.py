@@ -72,7 +72,10 @@ def test_tv9_several_rewards():
 
 # -- contract of everything registered ---------------------------------------------------------------------------------
 
-OWN_FILES = [name for name, entry in ADVANTAGES.items() if entry.__module__.startswith("mmrl.advantages")]
+TREES = {"branch"}  # compares edges, not rows: tests/test_trees.py
+OWN_FILES = [
+    name for name, entry in ADVANTAGES.items() if entry.__module__.startswith("mmrl.advantages") and name not in TREES
+]
 BY_GROUP = {  # options under which only the rows of a group decide its advantages
     "group": {}, "flow_grpo": {"std": "group"}, "dance": {}, "dr_grpo": {}, "rloo": {}, "ddpo": {"min_count": 1},
 }  # fmt: skip

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import samplers
 from mmrl import registry
 from mmrl.config import build
 from mmrl.metrics import Meter
@@ -137,6 +138,8 @@ def test_a_kernel_returns_a_mean_and_one_std_a_row(kernel, shape):
 @pytest.mark.parametrize(("t", "s"), TIMES)
 def test_a_kernel_without_noise_is_the_euler_step(kernel, t, s):
     x, v = latents()
+    if hasattr(kernel, "process"):
+        pytest.skip("for models that predict noise: compared with diffusers in tests/test_kernels.py")
     mean, std = kernel(x, v, *on_rows(x, t, s, 0.0))
     torch.testing.assert_close(mean, x + v * (s - t), atol=1e-12, rtol=0)
     assert std.abs().max() == 0
@@ -156,6 +159,8 @@ def test_more_noise_for_a_larger_eta_and_none_without_a_step(kernel):
     x, v = latents()
     spread = [kernel(x, v, *on_rows(x, 0.6, 0.4, eta))[1].max() for eta in (0.0, 0.3, 0.6)]
     assert spread == sorted(spread)
+    if kernel in (samplers.KERNELS["cps"], samplers.KERNELS["consistency"]):
+        return  # their noise does not shrink with the step
     still, std = kernel(x, v, *on_rows(x, 0.6, 0.6, 0.5))
     torch.testing.assert_close(still, x)
     assert std.max() == 0
@@ -182,9 +187,10 @@ def test_a_time_grid_falls_from_noise_to_data(name, steps):
 
 
 @pytest.mark.parametrize("name", WINDOWS)
-@pytest.mark.parametrize("steps", [2, 7])
-def test_a_noise_window_marks_some_of_the_steps(name, steps):
-    noisy = made("windows", name)(steps)
+@pytest.mark.parametrize("steps", [6, 7])
+@pytest.mark.parametrize("iteration", [0, 1, 100])
+def test_a_noise_window_marks_some_of_the_steps(name, steps, iteration):
+    noisy = made("windows", name)(steps, iteration, Rng.of("window", iteration))
     assert noisy.shape == (steps,) and noisy.dtype == torch.bool and noisy.any()
 
 

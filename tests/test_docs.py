@@ -22,6 +22,7 @@ from mmrl.config.overrides import SECTIONS
 from mmrl.log import LogOptions
 from mmrl.options import EvaluateOptions, TrainOptions, arithmetic
 from mmrl.policies.lora import Lora
+from mmrl.policies.trees import Tree
 from mmrl.registry import ALL, KERNELS, OBJECTIVES, OPTIMIZERS, POLICIES, load_built_in, options
 from mmrl.report.runs import read_run
 
@@ -182,6 +183,7 @@ DOCUMENTED = {
     "log": LogOptions,
     "policy: sd3": POLICIES["sd3"],
     "lora": Lora,
+    "tree": Tree,
     "objective: grpo": OBJECTIVES["grpo"],
     "optimizer: adamw": OPTIMIZERS["adamw"],
     "optimizer: sgd": OPTIMIZERS["sgd"],
@@ -205,7 +207,7 @@ def test_every_section_is_documented():
     assert set(rows(DOCS / "configuration.md", "Sections")) == set(SECTIONS)
 
 
-@pytest.mark.parametrize("kind", ["kernels", "grids", "windows", "advantages", "data"])
+@pytest.mark.parametrize("kind", ["kernels", "solvers", "grids", "windows", "advantages", "data"])
 def test_every_name_of_a_kind_is_mentioned_with_its_options(kind):
     text = (DOCS / "configuration.md").read_text()
     for name, entry in ALL[kind].items():

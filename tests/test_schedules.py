@@ -8,7 +8,9 @@ import torch
 
 from mmrl.registry import describe, options
 from samplers import GRIDS, WINDOWS
-from samplers.schedules import all_but_last, dynamic, flow_match_euler, linear, shift_time, shifted, window
+from samplers.noise import Rng
+from samplers.schedules import compressed, dynamic, flow_match_euler, linear, shift_time, shifted
+from samplers.windows import all_but_last, window
 
 NEEDS = {"dynamic": {"mu": 0.8}}
 MANY = [1, 2, 3, 4, 6, 10, 14, 25, 28, 40, 50, 100, 999, 1000]
@@ -111,7 +113,7 @@ def test_shift_one_is_linear_and_shifts_multiply():
 
 
 @pytest.mark.parametrize("name", WINDOWS)
-@pytest.mark.parametrize("steps", [2, 3, 10])
+@pytest.mark.parametrize("steps", [6, 10])
 def test_every_window_leaves_something_to_train(name, steps):
     mask = WINDOWS[name](steps)
     assert mask.shape == (steps,) and mask.dtype == torch.bool and mask.any()
@@ -126,6 +128,49 @@ def test_windows():
     assert window(5, start=1, stop=3).tolist() == [False, True, True, False, False]
     assert window(5, start=2).tolist() == [False, False, True, True, True]
     assert window(5, start=-3, stop=-1).tolist() == [False, False, True, True, False]
+
+
+def places(name, iterations, steps=25, **options):
+    """(first step, size) of the window at each of the iterations."""
+    masks = (WINDOWS[name](steps, i, Rng.of("w", i), **options) for i in iterations)
+    return [(int(mask.nonzero().min()), int(mask.sum())) for mask in masks]
+
+
+def test_progressive_window_moves_as_published_but_is_never_empty():
+    """TV18: c moves by 1 every 25 iterations; the published window of iterations 575 to 599 is empty."""
+    assert places("progressive", [0, 24, 25, 49, 475]) == [(0, 4), (0, 4), (1, 4), (1, 4), (19, 4)]
+    assert places("progressive", [500, 599]) == [(0, 4), (3, 4)]  # 20 places of 25 iterations, then anew
+    assert places("progressive", [500, 5000], again=False) == [(19, 4)] * 2
+    assert places("progressive", [0, 25, 50], stride=4) == [(0, 4), (4, 4), (8, 4)]  # without overlap
+
+
+def test_decaying_windows_hurry_towards_the_end():
+    first = [place for place, _ in places("decay", range(200))]
+    stays = [first[: first.index(19) + 1].count(place) for place in range(19)]
+    assert stays[0] == 10 and stays == sorted(stays, reverse=True) and min(stays) >= 1
+    first = [place for place, _ in places("exp_decay", range(600), every=25)]
+    assert first.count(13) == 25 and first.count(14) == 23 and first.count(19) == 14  # ceil(25 exp(-0.1 n))
+
+
+def test_random_windows_are_uniform_and_the_same_for_every_process():
+    found = places("random_window", range(400), steps=10, size=3, stop=5)
+    assert {place for place, _ in found} == {0, 1, 2} and {size for _, size in found} == {3}
+    assert min([place for place, _ in found].count(k) for k in range(3)) > 90
+    rng = Rng.of("w", 1)
+    elsewhere = Rng(rng.key, offset=7)  # another process's first prompt
+    assert torch.equal(WINDOWS["random_steps"](9, 1, rng, size=3), WINDOWS["random_steps"](9, 1, elsewhere, size=3))
+    chosen = torch.stack([WINDOWS["random_steps"](9, i, Rng.of("w", i), size=3) for i in range(200)])
+    assert (chosen.sum(1) == 3).all() and not chosen[:, -1].any() and (chosen[:, :-1].sum(0) > 45).all()
+
+
+def test_a_compressed_tail_keeps_the_curve():
+    times = shifted(10, shift=3.0)
+    short = compressed(times, 4, 0.5)
+    assert len(short) == 8 and torch.equal(short[:5], times[:5]) and short[-1] == 0 and short[5] == times[6]
+    assert torch.equal(compressed(times, 4, 1.0), times) and torch.equal(compressed(times, 10, 0.4), times)
+    assert len(compressed(times, 8, 0.4)) == 10  # at least one step
+    with pytest.raises(ValueError, match="must lie in"):
+        compressed(times, 4, 0.0)
 
 
 @pytest.mark.parametrize("wrong", [{"stop": 6}, {"start": 5}, {"start": 3, "stop": 3}, {"start": -6}, {"stop": 0}])

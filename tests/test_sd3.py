@@ -19,7 +19,7 @@ from mmrl.scoring import Scorer
 from mmrl.trainer import Trainer
 from samplers.kernels import dance_sde, flow_sde
 from samplers.noise import Rng
-from samplers.schedules import all_but_last
+from samplers.windows import all_but_last
 
 PROMPTS = [{"text": text} for text in ("a red seven", "a blue two", "a green zero")]
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from mmrl.policies.flow import FlowPolicy
 from mmrl.policies.token import CausalPolicy, MaskedPolicy
-from samplers.schedules import all_but_last
+from samplers.windows import all_but_last
 
 
 def seeded(make, seed=0):

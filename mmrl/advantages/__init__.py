@@ -1,7 +1,8 @@
 """Advantages: what a reward is worth beside the others. ``mmrl.registry.ADVANTAGES`` knows them by name."""
 
+from mmrl.advantages.branch import Branch
 from mmrl.advantages.ddpo import DDPO
 from mmrl.advantages.grouped import dance, dr_grpo, flow_grpo, gdpo, group, rloo
 from mmrl.advantages.summary import statistics
 
-__all__ = ["DDPO", "dance", "dr_grpo", "flow_grpo", "gdpo", "group", "rloo", "statistics"]
+__all__ = ["Branch", "DDPO", "dance", "dr_grpo", "flow_grpo", "gdpo", "group", "rloo", "statistics"]

@@ -58,6 +58,8 @@ class NetPolicy:
 
     not_options: tuple[str, ...] = ("net",)
     makes: Medium | None = None  # what ``decode`` returns; None: unknown, then no reward is refused for it
+    iteration: int = 0  # set by the trainer before a rollout
+    forwards: int = 0  # rows that went through the network so far
     adjacent: bool = False  # rows of one prompt share work, so they should share optimizer steps and passes
 
     def __init__(

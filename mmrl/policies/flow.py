@@ -10,25 +10,42 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+import samplers
 from samplers.batching import at_width, chunks
 from samplers.kernels import flow_sde
 from samplers.noise import Rng
-from samplers.schedules import all_steps, linear
+from samplers.processes import Flow, Process, noised
+from samplers.schedules import compressed, linear
+from samplers.solvers import Step
+from samplers.windows import FIXED, all_steps
 
-from ..dists import Gaussian
-from ..registry import GRIDS, KERNELS, WINDOWS, UserError
+from ..dists import Gaussian, Score
+from ..registry import GRIDS, KERNELS, SOLVERS, WINDOWS, UserError
 from ..types import Kernel, Media, Point, Prompt, Rollout, tree_map
 from .base import NetPolicy, first_of_group, rows_of
+from .trees import Tree
 
 Grid = Callable[[int], Tensor]  # steps -> times [K + 1], from 1 to 0
-Window = Callable[[int], Tensor]  # steps -> [K] bool, where noise is injected
+Window = Callable[[int, int, Rng], Tensor]  # (steps, iteration, rng) -> [K] bool, where noise is injected
+Solver = Callable[[Process], Step]
 LogpDist = Literal["guided", "guided_stopgrad_uncond", "conditional"]
 Storage = Literal["float32", "bfloat16", "float16"]
+BUILT_IN = frozenset(samplers.KERNELS.values())
+
+
+class Plan(NamedTuple):
+    """What the sampler does in one iteration."""
+
+    times: Tensor  # [K + 1]
+    eta: Tensor  # [K]; 0 is a deterministic step
+    spans: list[int]  # K + 1: how many adjacent rows share a state
+    copies: int
 
 
 class FlowPolicy(NetPolicy, ABC):
@@ -39,10 +56,15 @@ class FlowPolicy(NetPolicy, ABC):
     logp_dist: what is scored; "guided" is what was sampled, "guided_stopgrad_uncond" the same without gradient through
     the unconditional branch, "conditional" leaves guidance out of the score (a mismatch some codes publish).
     shared_noise: the samples of a group start from one noise. storage: type latents are rounded to before they are
-    scored and kept. reduction: log-prob as mean or sum over dimensions.
+    scored and kept. reduction: log-prob as mean or sum over dimensions. solver: of the deterministic steps; None is
+    the kernel without noise. tree: samples that share their beginnings. flash: share of the steps after the last
+    stochastic one that is kept (MixGRPO-Flash). score: "square" leaves the variance out of the log-prob, as Flow-CPS
+    publishes it; that is a score, not a density.
     """
 
     shape: tuple[int, ...]  # of one sample's latents
+    process: Process = Flow()
+    exploring = True  # False while evaluating: no noise but the first
 
     def __init__(
         self,
@@ -57,24 +79,31 @@ class FlowPolicy(NetPolicy, ABC):
         shared_noise: bool = False,
         storage: Storage = "float32",
         reduction: Literal["mean", "sum"] = "mean",
+        solver: Annotated[Solver, SOLVERS] | None = None,
+        tree: Tree | None = None,
+        flash: float | None = None,
+        score: Literal["density", "square"] = "density",
         **options: Any,
     ):
         super().__init__(net, **options)
         if steps < 1 or eta < 0:
             raise UserError(f"steps must be at least 1 and eta at least 0, not {steps} and {eta}")
         try:
-            self.times, self.noisy = grid(steps), sde(steps)
+            self.times = grid(steps)
         except ValueError as error:
-            raise UserError(f"grid or sde: {error}") from error
-        self.eta = eta * self.noisy.double()  # [K]
+            raise UserError(f"policy option grid: {error}") from error
+        self.steps, self.eta, self.sde, self.solver = len(self.times) - 1, eta, sde, solver
+        self.tree, self.flash = tree, flash
+        self.dist_type = Score if score == "square" else Gaussian
         if logp_dist == "conditional" and guidance != 1:
             warnings.warn(
                 f"logp_dist conditional: samples are drawn with guidance {guidance:g} and scored without it, so the "
                 "gradient is not that of the sampled distribution; guided matches",
                 stacklevel=2,
             )
-        self.kernel, self.guidance, self.logp_dist = kernel, guidance, logp_dist
+        self.kernel, self.guidance, self.logp_dist = self._for_process(kernel), guidance, logp_dist
         self.shared_noise, self.storage, self.reduction = shared_noise, getattr(torch, storage), reduction
+        self._plan(copies=tree.factor ** len(tree.at(self.steps)) if tree else 1, rng=FIXED)  # refuses what cannot be
 
     @abstractmethod
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
@@ -90,21 +119,49 @@ class FlowPolicy(NetPolicy, ABC):
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
         """Deterministic (ODE) sampling, at another guidance scale if given."""
-        kept = self.eta, self.guidance
-        self.eta = torch.zeros_like(self.eta)
+        kept = self.exploring, self.guidance
+        self.exploring = False
         self.guidance = self.guidance if guidance is None else guidance
         try:
             yield
         finally:
-            self.eta, self.guidance = kept
+            self.exploring, self.guidance = kept
+
+    def _for_process(self, kernel: Kernel) -> Kernel:
+        """The kernel, told the process if it works on more than one; UserError if it is for another."""
+        plain = getattr(kernel, "func", kernel)
+        wanted = getattr(plain, "process", Flow if plain in BUILT_IN else None)
+        if wanted is not None and not isinstance(self.process, wanted):
+            known = ", ".join(n for n, k in KERNELS.items() if getattr(k, "process", Flow) is type(self.process))
+            raise UserError(f"policy option kernel: {plain.__name__} is not for this kind of model; for it: {known}")
+        return partial(kernel, process=self.process) if hasattr(plain, "process") else kernel
 
     def rollout(self, prompts: list[Prompt], copies: int, rng: Rng) -> Rollout:
         row = rng.rows(len(prompts), copies).to(self.device)
         group = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)
-        cond = self.encode(prompts)
+        plan, cond = self._plan(copies, rng), self.encode(prompts)
         size = self.chunk(len(row), lambda n: self._trial(group[:n], row[:n], cond))
-        blocks = [self._sample(group[part], row[part], cond, rng, copies) for part in chunks(len(row), size)]
+        size = max(size // plan.spans[0], 1) * plan.spans[0]  # a tree stays whole
+        blocks = [self._sample(group[part], row[part], cond, rng, plan) for part in chunks(len(row), size)]
         return Rollout.cat(blocks).replace(prompts=tuple(prompts))
+
+    def _plan(self, copies: int, rng: Rng) -> Plan:
+        """What the sampler does in this iteration: times, noise levels, branching."""
+        try:
+            noisy = self.sde(self.steps, self.iteration, rng.fold("window"))  # [K] bool
+            if self.exploring and self.tree is not None:
+                noisy = noisy | torch.isin(torch.arange(self.steps), torch.tensor(self.tree.at(self.steps)))
+            times = self.times
+            if self.exploring and self.flash is not None:
+                after = int(noisy.nonzero().max()) + 1
+                times = compressed(times, after, self.flash)
+                noisy = torch.cat([noisy[:after], noisy.new_zeros(len(times) - 1 - after)])
+        except ValueError as error:
+            raise UserError(f"policy option sde or flash: {error}") from error
+        steps = len(times) - 1
+        branching = self.exploring and self.tree is not None
+        spans = self.tree.spans(steps, copies) if branching else [1] * (steps + 1)
+        return Plan(times, self.eta * noisy.double() * self.exploring, spans, copies)
 
     def _trial(self, group: Tensor, row: Tensor, cond: dict[str, Any]) -> None:
         """One pass of the largest kind, for what it allocates."""
@@ -112,24 +169,49 @@ class FlowPolicy(NetPolicy, ABC):
         none, t = torch.zeros(len(row), 1, dtype=torch.bool), self._on_rows(self.times[:1], len(row))[:, 0]
         self._velocities(Point(group=group, cond=cond, row=row, state=x, time=t, mask=none), guided=self.guidance != 1)
 
-    def _sample(self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng, copies: int) -> Rollout:
-        first = torch.div(row, copies, rounding_mode="floor") if self.shared_noise else row
-        time, eta = (self._on_rows(schedule, len(row)) for schedule in (self.times, self.eta))
+    def _sample(self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng, plan: Plan) -> Rollout:
+        """Rows are leaves; only one row of every span goes through the network."""
+        time, eta = (self._on_rows(schedule, len(row)) for schedule in (plan.times, plan.eta))
+        first = (row // plan.copies if self.shared_noise else row)[:: plan.spans[0]]
         states = [self._store(rng.normal(first, self.shape, 0, self.dtype))]
-        logprobs = []
+        logprobs, noisy = [], []
+        solver = self.solver(self.process) if self.solver else None
         for k in range(eta.shape[1]):
             point = Point(
-                group=group, cond=cond, row=row, mask=eta[:, k : k + 1] > 0,
-                state=states[-1], time=time[:, k], next_time=time[:, k + 1], eta=eta[:, k],
+                group=group[:: plan.spans[k]], cond=cond, row=row[:: plan.spans[k]], state=states[-1],
+                time=time[:: plan.spans[k], k], next_time=time[:: plan.spans[k], k + 1],
+                eta=eta[:: plan.spans[k], k], mask=eta[:: plan.spans[k], k : k + 1] > 0,
             )  # fmt: skip
-            sampled, scored = self._both(point)
-            noise = rng.normal(row, self.shape, k + 1, self.dtype) if self.eta[k] > 0 else torch.zeros_like(states[-1])
-            states.append(self._store(sampled.sample(noise)))  # rounded first, then scored
-            logprobs.append(scored.log_prob(states[-1]))
+            state, logprob, decided = self._advance(point, rng, plan, k, row, solver)
+            states.append(state)
+            logprobs.append(logprob)
+            noisy.append(decided)
+        leads = [row % span == 0 for span in plan.spans]  # whoever stands for an edge carries its decision
+        spread = [x.repeat_interleave(span, 0) for x, span in zip(states, plan.spans)]
+        scores = [x.repeat_interleave(span, 0) for x, span in zip(logprobs, plan.spans[1:])]
+        decided = torch.tensor(noisy, device=row.device).expand(len(row), -1)
         return Rollout(
-            group=group, cond=cond, row=row, sample=states[-1], path=torch.stack(states, 1),
-            logprob=torch.cat(logprobs, 1), mask=eta > 0, time=time, eta=eta,
+            group=group, cond=cond, row=row, sample=spread[-1], path=torch.stack(spread, 1),
+            logprob=torch.cat(scores, 1), mask=decided & torch.stack(leads[1:], 1), time=time, eta=eta,
+            branch=torch.stack([row - row % span for span in plan.spans[1:]], 1) if plan.spans[0] > 1 else None,
         )  # fmt: skip
+
+    def _advance(
+        self, point: Point, rng: Rng, plan: Plan, k: int, row: Tensor, solver: Step | None
+    ) -> tuple[Tensor, Tensor, bool]:
+        """Step k of the states that are alive: their children, the children's log-probs [B, 1], is it a decision."""
+        sampled, scored, output = self._both(point)
+        if not plan.eta[k] > 0:
+            state = sampled.mean if solver is None else solver(point.state, output, point.time, point.next_time)
+            return self._store(state.to(self.dtype)), state.new_zeros(len(state), 1), False
+        factor, child = plan.spans[k] // plan.spans[k + 1], row[:: plan.spans[k + 1]]
+        if factor == 1:
+            noise = rng.normal(child, self.shape, k + 1, self.dtype)
+        else:
+            sampled, scored = sampled.repeat(factor), scored.repeat(factor)
+            noise = self.tree.draw(rng, child, child - child % plan.spans[k], self.shape, k + 1, self.dtype)
+        state = self._store(sampled.sample(noise))  # rounded first, then scored
+        return state, scored.log_prob(state), bool((sampled.std > 0).all())
 
     def path(self, rollout: Rollout) -> Iterator[Point]:
         length = rollout.mask.sum(1)
@@ -141,12 +223,13 @@ class FlowPolicy(NetPolicy, ABC):
     def renoise(self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False) -> Iterator[Point]:
         name = first_of_group(rollout) if shared else rollout.row
         t = rng.uniform(name, step=0) if time is None else time
-        t = t.to(rollout.sample)
+        t = self.process.snap(t.to(rollout.sample))
         noise = rng.normal(name, self.shape, 1, rollout.sample.dtype)
         alive = torch.ones_like(rollout.row, dtype=torch.bool) if rollout.kept is None else rollout.kept  # [B]
         yield Point(
             group=rollout.group, cond=rollout.cond, row=rollout.row, time=t, mask=alive[:, None], length=alive.long(),
-            state=torch.lerp(rollout.sample, noise, t.view(-1, *[1] * len(self.shape))), target=noise - rollout.sample,
+            state=noised(self.process, rollout.sample, noise, t), target=self.process.target(rollout.sample, noise, t),
+            gain=self.process.gain(t, rollout.sample).flatten(),
             advantage=None if rollout.advantage is None else rollout.advantage[:, -1:],
         )  # fmt: skip
 
@@ -158,14 +241,15 @@ class FlowPolicy(NetPolicy, ABC):
         v, empty = self._velocities(point, guided=not conditional)
         return self._transition(point, v if conditional else empty + scale * (v - empty))
 
-    def _both(self, point: Point) -> tuple[Gaussian, Gaussian]:
-        """The distribution that samples, and the one whose log-prob is recorded: the same unless asked otherwise."""
+    def _both(self, point: Point) -> tuple[Gaussian, Gaussian, Tensor]:
+        """The distribution that samples, the one whose log-prob is recorded (the same unless asked otherwise), and the
+        network's output behind the first."""
         scale = self._scale(point)
-        if scale == 1 or self.logp_dist != "conditional":
-            dist = self.dist(point)
-            return dist, dist
-        v, empty = self._velocities(point, guided=True)
-        return self._transition(point, empty + scale * (v - empty)), self._transition(point, v)
+        v, empty = self._velocities(point, guided=scale != 1)
+        guided = v if scale == 1 else empty + scale * (v - empty)
+        sampled = self._transition(point, guided)
+        mismatch = scale != 1 and self.logp_dist == "conditional"
+        return sampled, self._transition(point, v) if mismatch else sampled, guided
 
     def _scale(self, point: Point) -> float:
         if point.guidance is not None:
@@ -177,7 +261,7 @@ class FlowPolicy(NetPolicy, ABC):
             half = v.new_full((len(v), *[1] * len(self.shape)), 0.5**0.5)
             return Gaussian(v, half, self.reduction)
         mean, std = self.kernel(point.state, v, point.time, point.next_time, point.eta)
-        return Gaussian(mean, std, self.reduction)
+        return self.dist_type(mean, std, self.reduction)
 
     def _velocities(self, point: Point, guided: bool) -> tuple[Tensor, Tensor | None]:
         """Conditional and unconditional velocity [B, *]; both in one forward pass unless one needs no gradient."""
@@ -196,6 +280,7 @@ class FlowPolicy(NetPolicy, ABC):
         return v, v_empty
 
     def _forward(self, x: Tensor, t: Tensor, cond: dict[str, Any], passes: int = 1) -> Tensor:
+        self.forwards += len(x)
         v = at_width(self.velocity, max(self.padded() * passes, len(x)), x, t, cond)
         if v.shape != x.shape:
             name = type(self).__name__

@@ -1,0 +1,133 @@
+"""Advantages of a tree of samples: every edge is compared with the other edges of its depth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import torch
+from annotated_types import Ge, Gt, Le
+from torch import Tensor
+
+from mmrl.advantages.groups import Groups, measured
+from mmrl.registry import ADVANTAGES, UserError
+from mmrl.types import Rewards, Rollout
+
+SAME = 1e-6  # edges whose rewards spread by less are equal
+
+
+@ADVANTAGES.register("branch")
+class Branch:
+    """BranchGRPO: the reward of an edge is that of the leaves below it, normalised among the edges of its depth.
+
+    Li et al. 2025, "BranchGRPO", sections 3.3 and 3.4. fusion: "mean" of the leaves; "path" lets every node weigh its
+    children by softmax(alpha log-prob of their edge), from the leaves up. ddof, eps: of the standard deviation of the
+    edges of one prompt and depth. prune_depth: these edges (1 is the first) are not trained, all of them one earlier
+    every ``slide_every`` iterations until the first stands at ``slide_stop``. prune_width: behind the last split only
+    half of the chains is trained, the better of each split ("siblings") or the best and the worst of all ("extremes").
+    """
+
+    def __init__(
+        self,
+        fusion: Literal["mean", "path"] = "mean",
+        alpha: float = 1.0,
+        ddof: Literal[0, 1] = 1,
+        eps: Annotated[float, Gt(0)] = 1e-8,
+        prune_depth: Sequence[Annotated[int, Ge(1)]] = (),
+        slide_every: Annotated[int, Ge(0)] = 0,
+        slide_stop: Annotated[int, Ge(1)] = 1,
+        prune_width: Literal["siblings", "extremes"] | None = None,
+        keep: Annotated[float, Gt(0), Le(1)] = 0.5,
+    ):
+        self.fusion, self.alpha, self.ddof, self.eps = fusion, alpha, ddof, eps
+        self.prune_depth, self.slide_every, self.slide_stop = tuple(prune_depth), slide_every, slide_stop
+        self.prune_width, self.keep = prune_width, keep
+        self.iteration = 0
+
+    def __call__(self, rewards: Rewards | Tensor, rollout: Rollout) -> Tensor:
+        """[B, K]; NaN for edges that are pruned or have no reward below. Counts the iterations."""
+        if rollout.branch is None:
+            raise UserError("advantage branch compares the edges of a tree; give the policy one, such as tree: {}")
+        double, groups = measured(rewards, rollout)
+        leaf = double.total().masked_fill(~groups.present, torch.nan)  # [B]
+        fused = self._fuse(leaf, rollout)  # [B, K] reward of the edge that leads to depth k + 1
+        edges = [self._normalised(fused[:, k], rollout.branch[:, k], rollout.group) for k in range(fused.shape[1])]
+        advantage = torch.stack(edges, 1)
+        advantage = advantage.masked_fill(self._pruned(advantage, rollout), torch.nan)
+        self.iteration += 1
+        return advantage.float()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"iteration": self.iteration}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.iteration = int(state["iteration"])
+
+    def _fuse(self, leaf: Tensor, rollout: Rollout) -> Tensor:
+        """[B, K] rewards of the edges, the same on all rows that share one."""
+        found = [leaf]  # from the leaves up
+        for k in reversed(range(1, rollout.branch.shape[1])):
+            below, name, parent = found[-1], rollout.branch[:, k], rollout.branch[:, k - 1]
+            if self.fusion == "mean":
+                weight = (~leaf.isnan()).double()
+                found.append(_mean(leaf, weight, parent))
+            else:
+                score = torch.where(rollout.eta[:, k] > 0, rollout.logprob[:, k].double(), 0.0)
+                weight = (self.alpha * (score - score.amax())).exp() * (name == rollout.row) * (~below.isnan())
+                found.append(_mean(below, weight, parent))
+        return torch.stack(found[::-1], 1)
+
+    def _normalised(self, reward: Tensor, name: Tensor, group: Tensor) -> Tensor:
+        """[B] (reward - mean) / (std + eps) over the different edges of each prompt; 0 where they are equal."""
+        first = _first(name)
+        prompts, index = group.unique(return_inverse=True)
+        edges = Groups(index, first & ~reward.isnan(), len(prompts))
+        values = reward.nan_to_num(0.0)
+        std = edges.variance(values, self.ddof).sqrt()[index]
+        centred = torch.where(std < SAME, 0.0, edges.centred(values) / (std + self.eps))
+        return centred.masked_fill(reward.isnan(), torch.nan)
+
+    def _pruned(self, advantage: Tensor, rollout: Rollout) -> Tensor:
+        """[B, K] bool."""
+        out = torch.zeros_like(advantage, dtype=torch.bool)
+        if self.prune_depth:
+            slid = self.iteration // self.slide_every if self.slide_every else 0
+            slid = min(slid, max(0, min(self.prune_depth) - self.slide_stop))
+            for depth in self.prune_depth:
+                if depth - slid <= out.shape[1]:
+                    out[:, depth - slid - 1] = True
+        if self.prune_width:
+            counts = [len(names.unique()) for names in rollout.branch.unbind(1)]
+            last = max([k for k in range(1, len(counts)) if counts[k] > counts[k - 1]], default=0)
+            parent = rollout.branch[:, last - 1] if last and self.prune_width == "siblings" else rollout.group
+            out[:, last + 1 :] |= self._narrow(advantage[:, -1], parent)[:, None]
+        return out
+
+    def _narrow(self, advantage: Tensor, parent: Tensor) -> Tensor:
+        """[B] bool: chains that are left out."""
+        out = torch.ones_like(advantage, dtype=torch.bool)
+        for name in parent.unique():
+            rows = (parent == name).nonzero()[:, 0]
+            order = rows[advantage[rows].nan_to_num(-torch.inf).argsort(descending=True, stable=True)]
+            if self.prune_width == "siblings":
+                out[order[: max(1, int(len(rows) * self.keep))]] = False
+            else:
+                count = min(len(rows), max(2, int(len(rows) * self.keep)))
+                out[order[: count // 2]] = out[order[len(rows) - (count - count // 2) :]] = False
+        return out
+
+
+def _first(name: Tensor) -> Tensor:
+    """[B] bool: one row of every name."""
+    _, index = name.unique(return_inverse=True)
+    place = torch.arange(len(name), device=name.device)
+    least = place.new_full((int(index.max()) + 1,), len(name)).scatter_reduce(0, index, place, "amin")
+    return least[index] == place
+
+
+def _mean(value: Tensor, weight: Tensor, name: Tensor) -> Tensor:
+    """[B] weighted mean of the rows of each name, NaN where all weights are 0."""
+    _, index = name.unique(return_inverse=True)
+    count = int(index.max()) + 1
+    total = value.new_zeros(count).index_add(0, index, value.nan_to_num(0.0) * weight)
+    return (total / value.new_zeros(count).index_add(0, index, weight))[index]

@@ -1,0 +1,127 @@
+"""How data become noise: x_t = alpha(t) x_0 + sigma(t) e, and what a network's output says of x_0 and e.
+
+t in [0, 1] everywhere, 1 is noise and 0 is data. Tensors are [B, *]; times [B] or scalars.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+Number = Tensor | float
+Prediction = Literal["epsilon", "v_prediction", "sample"]
+
+
+class Process(Protocol):
+    """``out`` is what the network gives at x_t."""
+
+    def scales(self, t: Number, like: Tensor) -> tuple[Tensor, Tensor]:
+        """(alpha, sigma) at t, each [B, 1, ...] for states ``like`` [B, *]."""
+
+    def clean(self, x: Tensor, out: Tensor, t: Number) -> Tensor:
+        """[B, *] the predicted x_0."""
+
+    def noise(self, x: Tensor, out: Tensor, t: Number) -> Tensor:
+        """[B, *] the predicted e."""
+
+    def target(self, clean: Tensor, noise: Tensor, t: Number) -> Tensor:
+        """[B, *] the output that a perfect network would give."""
+
+    def snap(self, t: Tensor) -> Tensor:
+        """The nearest times [B] above 0 that the network knows."""
+
+    def gain(self, t: Number, like: Tensor) -> Tensor:
+        """[B, 1, ...] how far the predicted x_0 moves when the output moves by 1."""
+
+
+def per_row(value: Number, like: Tensor) -> Tensor:
+    """A time or a scale as [B, 1, ...] in the dtype (at least float32) and on the device of ``like`` [B, *]."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    shape = (len(like), *[1] * (like.ndim - 1))
+    return torch.as_tensor(value, dtype=dtype, device=like.device).reshape(-1, *shape[1:]).expand(shape)
+
+
+def noised(process: Process, clean: Tensor, noise: Tensor, t: Number) -> Tensor:
+    """[B, *] the state at t of a clean sample with this noise."""
+    if isinstance(process, Flow):
+        return torch.lerp(clean, noise, per_row(t, clean).to(clean))
+    alpha, sigma = process.scales(t, clean)
+    return alpha * clean + sigma * noise
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Rectified flow: alpha = 1 - t, sigma = t; the network gives the velocity e - x_0 (Liu et al. 2022)."""
+
+    def scales(self, t: Number, like: Tensor) -> tuple[Tensor, Tensor]:
+        t = per_row(t, like)
+        return 1 - t, t
+
+    def clean(self, x: Tensor, out: Tensor, t: Number) -> Tensor:
+        return x - per_row(t, x) * out
+
+    def noise(self, x: Tensor, out: Tensor, t: Number) -> Tensor:
+        return x + (1 - per_row(t, x)) * out
+
+    def target(self, clean: Tensor, noise: Tensor, t: Number) -> Tensor:
+        return noise - clean
+
+    def snap(self, t: Tensor) -> Tensor:
+        return t
+
+    def gain(self, t: Number, like: Tensor) -> Tensor:
+        return per_row(t, like)
+
+
+def scaled_linear(steps: int = 1000, start: float = 0.00085, end: float = 0.012) -> Tensor:
+    """[steps] float64 cumulative alphas of Stable Diffusion 1 and XL."""
+    beta = torch.linspace(start**0.5, end**0.5, steps, dtype=torch.float64).square()
+    return (1 - beta).cumprod(0)
+
+
+@dataclass(frozen=True)
+class Diffusion:
+    """Discrete variance-preserving diffusion: alpha^2 = ``alphas`` [T] cumulative, sigma^2 = 1 - alpha^2.
+
+    Time (i + 1) / T stands for timestep i; 0 is the state after the last step, where alpha^2 is ``final``: 1, or
+    alphas[0] for schedulers with ``set_alpha_to_one: false``. Ho et al. 2020; Salimans and Ho 2022 for v.
+    """
+
+    prediction: Prediction = "epsilon"
+    alphas: Tensor = field(default_factory=scaled_linear, compare=False)
+    final: float = 1.0
+
+    def timestep(self, t: Number) -> Tensor:
+        """Long: the timestep i of a time above 0, -1 for 0."""
+        return (torch.as_tensor(t, dtype=torch.float64) * len(self.alphas)).round().long() - 1
+
+    def scales(self, t: Number, like: Tensor) -> tuple[Tensor, Tensor]:
+        table = torch.cat([self.alphas.new_tensor([self.final]), self.alphas])
+        bar = table[(self.timestep(t) + 1).to(table.device)]
+        return per_row(bar.sqrt(), like), per_row((1 - bar).sqrt(), like)
+
+    def clean(self, x: Tensor, out: Tensor, t: Number) -> Tensor:
+        alpha, sigma = self.scales(t, x)
+        if self.prediction == "sample":
+            return out
+        return (x - sigma * out) / alpha if self.prediction == "epsilon" else alpha * x - sigma * out
+
+    def noise(self, x: Tensor, out: Tensor, t: Number) -> Tensor:
+        alpha, sigma = self.scales(t, x)
+        if self.prediction == "epsilon":
+            return out
+        return (x - alpha * out) / sigma if self.prediction == "sample" else alpha * out + sigma * x
+
+    def target(self, clean: Tensor, noise: Tensor, t: Number) -> Tensor:
+        alpha, sigma = self.scales(t, clean)
+        return {"epsilon": noise, "sample": clean, "v_prediction": alpha * noise - sigma * clean}[self.prediction]
+
+    def snap(self, t: Tensor) -> Tensor:
+        return (t * len(self.alphas)).ceil().clamp(1, len(self.alphas)) / len(self.alphas)
+
+    def gain(self, t: Number, like: Tensor) -> Tensor:
+        alpha, sigma = self.scales(t, like)
+        return {"epsilon": sigma / alpha, "sample": torch.ones_like(sigma), "v_prediction": sigma}[self.prediction]

@@ -1,0 +1,201 @@
+"""Trees of samples: what is shared, what it costs, what an edge is worth, and that their gradient is the flat one."""
+
+import copy
+
+import pytest
+import torch
+
+from mmrl.advantages import Branch
+from mmrl.policies.trees import Tree, size
+from mmrl.registry import UserError
+from mmrl.types import Rewards, Rollout
+from samplers.noise import Rng
+
+from . import toys
+
+TREE = Tree(splits=[0, 2], factor=2)
+
+
+def grown(copies=8, family="flow", **options):
+    policy = toys.make(family, double=True, **{"tree": TREE, "steps": 4} | options)
+    with torch.no_grad():
+        return policy, policy.rollout(toys.prompts(3), copies, Rng.of("tree"))
+
+
+def stick(tree, steps):
+    """Bare geometry as a rollout: one tree, every step stochastic."""
+    spans = tree.spans(steps, tree.factor ** len(tree.at(steps)))
+    row = torch.arange(spans[0])
+    branch = torch.stack([row - row % span for span in spans[1:]], 1)
+    mask = torch.stack([row % span == 0 for span in spans[1:]], 1)
+    ones = torch.ones(mask.shape)
+    return Rollout(group=row * 0, row=row, sample=row, logprob=0 * ones, mask=mask, branch=branch, eta=ones), spans
+
+
+@pytest.mark.parametrize(("steps", "forwards", "edges"), [(20, 203, 218), (16, 139, 154)])
+def test_tv19b_what_a_tree_costs(steps, forwards, edges):
+    rollout, spans = stick(Tree(splits=[0, 3, 6, 9]), steps)
+    cost = size(spans, 16, torch.ones(steps))
+    assert cost == {"forwards": forwards / 16, "edges": edges / 16} and int(rollout.mask.sum()) == edges
+
+
+def test_uniform_splits():
+    assert Tree(splits=4).at(20) == (0, 5, 10, 15) and Tree(splits=[9, 0, 3, 3]).at(20) == (0, 3, 9)
+
+
+def test_the_network_sees_shared_states_once():
+    policy, rollout = grown(copies=4)
+    assert policy.forwards == 3 * (1 + 2 + 2 + 4)  # three prompts
+    states = [len(torch.unique(rollout.path[:4, k], dim=0)) for k in range(5)]
+    assert states == [1, 2, 2, 4, 4] and rollout.mask[:4].sum(0).tolist() == [2, 2, 4, 4]
+    assert rollout.branch[:4].tolist() == [[0, 0, 0, 0], [0, 0, 1, 1], [2, 2, 2, 2], [2, 2, 3, 3]]
+
+
+@pytest.mark.parametrize("noise", ["independent", "correlated"])
+def test_scoring_repeats_sampling_and_every_edge_once(noise):
+    policy, rollout = grown(tree=Tree(splits=[0, 2], noise=noise))
+    points = list(policy.path(rollout))
+    assert sum(len(point) for point in points) == int(rollout.mask.sum())
+    for point in points:
+        torch.testing.assert_close(policy.dist(point).log_prob(point.target), point.logprob, atol=1e-12, rtol=0)
+
+
+def test_batch_splits_and_widths_change_no_tree():
+    _, whole = grown()
+    _, parts = grown(width=4)
+    torch.testing.assert_close(whole.path, parts.path, atol=1e-12, rtol=0)
+    assert torch.equal(whole.branch, parts.branch) and torch.equal(whole.mask, parts.mask)
+
+
+def test_correlated_noise_is_standard_normal_with_the_published_correlation():
+    tree, rng, child = Tree(noise="correlated", scale=2.0), Rng.of("noise"), torch.arange(40_000)
+    xi = tree.draw(rng, child, child - child % 2, (1,), 1, torch.float64)[:, 0].view(-1, 2)
+    assert abs(xi.mean()) < 0.02 and abs(xi.std() - 1) < 0.02
+    assert abs((xi[:, 0] * xi[:, 1]).mean() - 1 / (1 + 2.0**2)) < 0.02
+
+
+def test_tv20_published_noise_is_scaled_but_scored_as_if_it_were_not():
+    own = Tree().draw(Rng.of(0), torch.arange(6), torch.zeros(6), (3,), 1, torch.float64)
+    scaled = Tree(noise="published", scale=4.0).draw(Rng.of(0), torch.arange(6), torch.zeros(6), (3,), 1, torch.float64)
+    assert torch.equal(scaled, 4 * own)
+    _, rollout = grown(tree=Tree(splits=[0, 2], noise="published"))
+    _, exact = grown()
+    assert rollout.logprob[:, 0].mean() < exact.logprob[:, 0].mean() - 3  # 16 times the exponent
+
+
+def test_outside_the_window_steps_are_deterministic_but_splits_never(monkeypatch):
+    """The Mix variant: the window of steps 0 and 1, and the split at 2."""
+    from samplers.windows import window
+
+    _, rollout = grown(sde=lambda steps, iteration=0, rng=None: window(steps, stop=2))
+    assert (rollout.eta[0] > 0).tolist() == [True, True, True, False]
+    assert not rollout.mask[:, 3].any() and rollout.logprob[:, 3].abs().max() == 0
+
+
+def test_a_shared_ode_prefix_then_a_branch():
+    """Flow-GRPO-Fast as first published: one latent a prompt, deterministic until step 2, all copies part there."""
+    from samplers.windows import window
+
+    policy, rollout = grown(
+        copies=6, tree=Tree(splits=[2], factor=6), sde=lambda steps, i=0, rng=None: window(steps, start=2, stop=3)
+    )
+    assert policy.forwards == 3 * (1 + 1 + 1 + 6)
+    assert rollout.mask.sum(0).tolist() == [0, 0, 18, 0] and len(torch.unique(rollout.path[:6, 2], dim=0)) == 1
+
+
+@pytest.mark.parametrize(
+    ("tree", "copies", "said"),
+    [
+        (Tree(splits=[0, 2]), 6, "multiple of 4"),
+        (Tree(splits=[9]), 4, "between 0 and 3"),
+        (Tree(splits=9), 4, "0 and 3"),
+    ],
+)
+def test_trees_that_do_not_fit_are_refused(tree, copies, said):
+    with pytest.raises(UserError, match=said):
+        grown(copies=copies, tree=tree)
+
+
+# -- advantages --------------------------------------------------------------------------------------------------------
+
+
+def test_tv19_fused_and_normalised_by_depth():
+    rollout, _ = stick(TREE, 4)
+    reward = torch.tensor([0.1, 0.5, 0.9, 0.3], dtype=torch.float64)
+    found = Branch()(reward, rollout)
+    torch.testing.assert_close(found[:, 0], torch.tensor([-0.707107, -0.707107, 0.707107, 0.707107]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(found[:, 3], torch.tensor([-1.024695, 0.146385, 1.317465, -0.439155]), atol=1e-6, rtol=0)
+
+
+def test_a_tree_compared_node_by_node():
+    """An explicit recursion over dictionaries of nodes, several trees at once, both fusions."""
+    _, rollout = grown()
+    reward = torch.rand(len(rollout), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for fusion in ("mean", "path"):
+        found = Branch(fusion=fusion, alpha=0.7)(reward, rollout)
+        for group in range(3):
+            rows = (rollout.group == group).nonzero()[:, 0].tolist()
+            value = {(4, r): float(reward[r]) for r in rows}
+            for depth in (3, 2, 1):
+                for r in rows:
+                    mates = [m for m in rows if rollout.branch[m, depth - 1] == rollout.branch[r, depth - 1]]
+                    heirs = sorted({int(rollout.branch[m, depth]) for m in mates})
+                    lp = torch.stack([rollout.logprob[h, depth] for h in heirs])
+                    weight = (0.7 * lp).softmax(0) if fusion == "path" else torch.full_like(lp, 1 / len(heirs))
+                    value[depth, r] = sum(float(w) * value[depth + 1, h] for w, h in zip(weight, heirs))
+            for depth in (1, 2, 3, 4):
+                nodes = sorted({int(rollout.branch[r, depth - 1]) for r in rows})
+                values = torch.tensor([value[depth, n] for n in nodes], dtype=torch.float64)
+                for r in rows:
+                    wanted = (value[depth, r] - values.mean()) / (values.std() + 1e-8)
+                    assert abs(float(wanted) - float(found[r, depth - 1])) < 1e-5
+
+
+def test_missing_leaves_leave_the_others():
+    rollout, _ = stick(TREE, 4)
+    found = Branch()(torch.tensor([0.1, float("nan"), 0.9, 0.3]), rollout)
+    assert found[1, 3].isnan() and not found[0].isnan().any() and found[0, 0] == found[1, 0]
+    gone = Branch()(torch.tensor([float("nan"), float("nan"), 0.9, 0.3]), rollout)
+    assert gone[:2].isnan().all() and (gone[2:, :2] == 0).all()  # a lone edge has nothing to be compared with
+
+
+def test_the_tree_gradient_is_that_of_flat_rollouts_that_share_the_prefix():
+    """An edge with the mean advantage of its leaves, as often as it has leaves, is the sum over the flat rows."""
+    policy, rollout = grown()
+    leaf = torch.linspace(-1, 1, len(rollout), dtype=torch.float64)
+
+    def gradient(mask, weight):
+        policy.net.zero_grad()
+        flat = rollout.replace(mask=mask, advantage=weight)
+        loss = sum((p.advantage * policy.dist(p).log_prob(p.target) * p.mask).sum() for p in policy.path(flat))
+        loss.backward()
+        return torch.cat([copy.deepcopy(p.grad).flatten() for p in policy.net.parameters()])
+
+    flat = gradient(torch.ones_like(rollout.mask), leaf[:, None].expand(-1, 4))
+    weight = torch.stack([
+        torch.stack([leaf[rollout.branch[:, k] == name].sum() for name in rollout.branch[:, k]]) for k in range(4)
+    ], 1)  # fmt: skip
+    torch.testing.assert_close(gradient(rollout.mask, weight), flat, rtol=1e-10, atol=1e-12)
+
+
+def test_pruning_takes_edges_out_of_training_only():
+    rollout, _ = stick(Tree(splits=[0, 2]), 6)
+    reward = torch.tensor([0.1, 0.5, 0.9, 0.3])
+    prune = Branch(prune_depth=[5, 6], slide_every=2, slide_stop=4)
+    gone = [prune(reward, rollout).isnan().all(0).nonzero().flatten().tolist() for _ in range(6)]
+    assert gone == [[4, 5], [4, 5], [3, 4], [3, 4], [3, 4], [3, 4]]
+    again = Branch(prune_depth=[5, 6], slide_every=2, slide_stop=4)
+    again.load_state_dict({"iteration": 2})
+    assert again(reward, rollout).isnan().all(0).nonzero().flatten().tolist() == [3, 4]
+    better = Branch(prune_width="siblings")(reward, rollout).isnan()
+    assert better[:, 3:].all(1).tolist() == [True, False, False, True] and not better[:, :3].any()
+    ends = Branch(prune_width="extremes")(reward, rollout).isnan()
+    assert ends[:, 3:].all(1).tolist() == [False, True, False, True]  # the best, 0.9, and the worst, 0.1
+
+
+def test_without_a_tree_it_says_so():
+    policy = toys.make("flow")
+    with torch.no_grad():
+        rollout = policy.rollout(toys.prompts(2), 4, Rng.of("flat"))
+    with pytest.raises(UserError, match="give the policy one"):
+        Branch()(Rewards({"r": torch.zeros(8)}), rollout)
