@@ -166,12 +166,13 @@ GRIDS = Registry("time grid", group="mmrl.grids")
 WINDOWS = Registry("noise window", group="mmrl.windows")
 SOLVERS = Registry("solver")
 TIMES = Registry("time sampler", group="mmrl.times")  # when an objective looks at a finished sample anew
+JUDGES = Registry("judge")  # vision-language models that rewards ask
 ARTIFACTS = Registry("artifact")  # things a world builds and caches: () -> folder
 
 ALL = {
     "policies": POLICIES, "objectives": OBJECTIVES, "advantages": ADVANTAGES, "rewards": REWARDS, "data": DATA,
     "optimizers": OPTIMIZERS, "kernels": KERNELS, "grids": GRIDS, "windows": WINDOWS, "solvers": SOLVERS,
-    "times": TIMES, "artifacts": ARTIFACTS,
+    "times": TIMES, "judges": JUDGES, "artifacts": ARTIFACTS,
 }  # fmt: skip
 
 BUILT_IN = (

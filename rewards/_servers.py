@@ -45,9 +45,9 @@ class Server:
 class Servers:
     """Least outstanding first; a dead one is left alone for ``cooldown`` seconds while others live."""
 
-    def __init__(self, urls: Sequence[str], cooldown: float = 30.0):
-        self.all = [Server(check_url(url)) for url in urls]
-        self.cooldown = cooldown
+    def __init__(self, urls: Sequence[str], cooldown: float = 30.0, kind: str = "reward server"):
+        self.all = [Server(check_url(url, kind)) for url in urls]
+        self.cooldown, self.kind = cooldown, kind
         self._lock = threading.Lock()
 
     def wake(self) -> None:
@@ -83,7 +83,7 @@ class Servers:
             if recovered:
                 one.dead, one.silent, one.warned = False, False, ""
         if recovered:
-            log.info("reward server %s answers again", one.url)
+            log.info("%s %s answers again", self.kind, one.url)
 
     def failed(self, one: Server, error: Failed, started: float) -> None:
         """Record the failure of a request sent at ``started``; the first of a kind is logged with address and cause.
@@ -101,7 +101,7 @@ class Servers:
             others = [other.url for other in self.all if not other.dead and other is not one]
         if news:
             goes = f"its share goes to {', '.join(others)}" if others else "no other server is left"
-            log.warning("reward server %s failed: %s; %s", one.url, error, goes)
+            log.warning("%s %s failed: %s; %s", self.kind, one.url, error, goes)
 
     def gave_up(self, one: Server) -> None:
         """The request was refused, which is no fault of the server's."""
@@ -112,7 +112,7 @@ class Servers:
         return "; ".join(f"{one.url}: {one.cause}" for one in self.all if one.cause)
 
 
-def check_url(url: str) -> str:
+def check_url(url: str, kind: str = "reward server") -> str:
     """An http(s) address without a trailing slash. Raises UserError."""
     import httpx
 
@@ -123,8 +123,35 @@ def check_url(url: str) -> str:
     except (ValueError, httpx.InvalidURL):
         valid = False
     if not valid or parts.query or parts.fragment or parts.username or parts.password:
-        raise UserError(f"url {url!r} is not the address of a reward server, such as http://127.0.0.1:8123")
+        raise UserError(f"url {url!r} is not the address of a {kind}, such as http://127.0.0.1:8123")
     return url.rstrip("/")
+
+
+def exchange(client: Any, request: Any, timeout: float, most: int) -> tuple[Any, bytes]:
+    """The response to an httpx request and its body of at most ``most`` bytes, within ``timeout`` seconds altogether.
+
+    Raises:
+        Failed: no answer, no whole one in time, or one that is too long.
+    """
+    import httpx
+
+    until, content, response = time.monotonic() + timeout, bytearray(), None
+    try:
+        response = client.send(request, stream=True)
+        for chunk in response.iter_bytes():
+            content += chunk
+            if time.monotonic() > until:
+                raise Failed(f"no complete answer within {timeout:g} s", dead=True, silent=True)
+            if len(content) > most:
+                raise Failed(f"an answer of more than {most} bytes")
+    except httpx.TimeoutException as error:
+        raise Failed(f"no answer within {timeout:g} s", dead=True, silent=True) from error
+    except httpx.HTTPError as error:
+        raise Failed(f"{type(error).__name__}: {error}", dead=True) from error
+    finally:
+        if response is not None:
+            response.close()
+    return response, bytes(content)
 
 
 def post(client: Any, url: str, parts: Sequence[Part], count: int, timeout: float) -> bytes:
@@ -134,24 +161,11 @@ def post(client: Any, url: str, parts: Sequence[Part], count: int, timeout: floa
         Failed: no answer, or one that says "later" or "broken".
         UserError: an answer that says the request, the token or the address is wrong; repeating it would not help.
     """
-    import httpx
-
-    until, content, most = time.monotonic() + timeout, bytearray(), ANSWER[0] + ANSWER[1] * count
-    try:
-        with client.stream("POST", f"{url}/score", files=list(parts), timeout=timeout) as response:
-            for chunk in response.iter_bytes():
-                content += chunk
-                if time.monotonic() > until:
-                    raise Failed(f"no complete answer within {timeout:g} s", dead=True, silent=True)
-                if len(content) > most:
-                    raise Failed(f"an answer of more than {most} bytes")
-    except httpx.TimeoutException as error:
-        raise Failed(f"no answer within {timeout:g} s", dead=True, silent=True) from error
-    except httpx.HTTPError as error:
-        raise Failed(f"{type(error).__name__}: {error}", dead=True) from error
+    request = client.build_request("POST", f"{url}/score", files=list(parts), timeout=timeout)
+    response, content = exchange(client, request, timeout, ANSWER[0] + ANSWER[1] * count)
     if response.status_code == 200:
-        return bytes(content)
-    said = f"{response.status_code}, {message_of(bytes(content))}"
+        return content
+    said = f"{response.status_code}, {message_of(content)}"
     if response.status_code in RETRIED:
         raise Failed(said)
     if response.status_code in (401, 403):

@@ -1,0 +1,149 @@
+"""What is asked of a vision-language model that judges, what comes back, and what it has cost; any model, any place."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from PIL import Image
+    from pydantic import BaseModel
+
+AGAIN = "That answer cannot be used: {problem}. Give the whole answer again, in the form that was asked for."
+
+
+class Unreadable(Exception):
+    """An answer in another form than asked for; the message says what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question. ``parts``: texts and pictures in the order in which the model sees them.
+
+    ``choices``: the probability of each of these words as the answer is wanted; ``value`` is then a dictionary of them.
+    ``schema``: the answer must be JSON of this pydantic model; ``value`` is an instance.
+    Otherwise ``read`` makes the value of the text, or raises ``Unreadable``.
+    """
+
+    parts: tuple[str | Image.Image, ...]
+    choices: tuple[str, ...] = ()
+    schema: type[BaseModel] | None = None
+    read: Callable[[str], Any] | None = None
+    tokens: int = 512  # most of an answer
+
+    def value(self, text: str) -> Any:
+        """What an answer in words says. Raises Unreadable."""
+        text = answer_of(text)
+        if self.choices:
+            return named_choice(text, self.choices)
+        if self.schema is not None:
+            return read_json(text, self.schema)
+        return self.read(text)
+
+    def wording(self) -> str:
+        """What has to be added to the question where the form of the answer cannot be enforced."""
+        if self.schema is None:
+            return ""
+        keys = ", ".join(f'"{name}": {_kind(one)}' for name, one in self.schema.model_fields.items())
+        return f"\n\nAnswer with one JSON object and nothing else: {{{keys}}}"
+
+
+def _kind(one: Any) -> str:
+    return one.description or one.annotation.__name__
+
+
+@dataclass
+class Usage:
+    """What a judge has been asked so far, and what that cost; read it at any time, from any thread."""
+
+    requests: int = 0  # sent, repetitions included
+    answers: int = 0  # questions with a value
+    unanswered: int = 0  # questions without one: no answer, refused, or unreadable
+    retries: int = 0  # requests sent again after a failure
+    asked_again: int = 0  # answers that could not be read, asked for anew
+    unreadable: int = 0  # questions given up for that reason
+    refused: int = 0  # questions the server refused by themselves
+    tokens_in: int = 0
+    tokens_out: int = 0
+    cost: float = 0.0  # in the currency of the prices that were given
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def add(self, **numbers: float) -> None:
+        with self._lock:
+            for name, number in numbers.items():
+                setattr(self, name, getattr(self, name) + number)
+
+    def numbers(self) -> dict[str, float]:
+        with self._lock:
+            return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "_lock"}
+
+
+class Asker(Protocol):
+    """A model that answers questions about pictures: behind a server, or in this process."""
+
+    usage: Usage
+
+    def ask(self, questions: Sequence[Question]) -> list[Any]:
+        """The value of every question; None where there is no answer that can be read."""
+        ...
+
+
+# ----------------------------------------------------------------------------------------------- reading answers
+
+
+def answer_of(text: str) -> str:
+    """What follows the reasoning of a model that thinks aloud, out of its answer tags."""
+    text = text.rpartition("</think>")[2]
+    found = re.search(r"<answer>(.*?)(?:</answer>|\Z)", text, re.S)
+    return (found[1] if found else text).strip()
+
+
+def named_choice(text: str, choices: Sequence[str]) -> dict[str, float]:
+    """1 for the only one of the choices that the text begins with or, failing that, names; 0 for the others."""
+    words = [_plain(word) for word in re.findall(r"[^\s,.:;!?*\"'`()]+", text)]
+    known = {_plain(choice): choice for choice in choices}
+    named = {known[word] for word in words if word in known}
+    first = known.get(words[0]) if words else None
+    if first is None and len(named) != 1:
+        raise Unreadable(f"it must be one of {', '.join(choices)}, and was {text[:80]!r}")
+    chosen = first if first is not None else named.pop()
+    return {choice: float(choice == chosen) for choice in choices}
+
+
+def token_choices(candidates: dict[str, float], choices: Sequence[str]) -> dict[str, float] | None:
+    """Probabilities of the choices from those of first tokens, upper and lower case added; None if none is there.
+
+    A token that is the beginning of exactly one of the choices stands for it.
+    """
+    mass = dict.fromkeys(choices, 0.0)
+    known = {_plain(choice): choice for choice in choices}
+    for token, probability in candidates.items():
+        word = _plain(token)
+        begun = [choice for name, choice in known.items() if word and name.startswith(word)]
+        chosen = known.get(word) or (begun[0] if len(begun) == 1 else None)
+        if chosen is not None:
+            mass[chosen] += probability
+    total = sum(mass.values())
+    return {choice: part / total for choice, part in mass.items()} if total > 0 else None
+
+
+def _plain(word: str) -> str:
+    return word.strip(" \t\r\n\"'`*.,:;!?()\u0120\u2581").casefold()
+
+
+def read_json(text: str, schema: type[BaseModel]) -> BaseModel:
+    """The JSON object in a text, fenced or among words, checked against the model; nothing is repaired."""
+    from pydantic import ValidationError
+
+    start, end = text.find("{"), text.rfind("}")
+    if start < 0 or end < start:
+        raise Unreadable("it holds no JSON object")
+    try:
+        return schema.model_validate_json(text[start : end + 1])
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise Unreadable(f"{where + ': ' if where else ''}{first['msg']}") from error

@@ -1,0 +1,121 @@
+"""What is shown to a judge: pictures, frames of videos, texts with the pictures of their prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from annotated_types import Ge
+from torch import Tensor
+
+from mmrl.registry import JUDGES, UserError
+from rewards._ask import Asker, Question
+from rewards._judge_templates import Template
+from rewards._media import frames as as_frames
+from rewards._media import to_uint8
+from rewards.card import Card, card_of
+
+Model = Annotated[Asker, JUDGES]
+Frames = Annotated[int, Ge(1)]
+OnFailure = Literal["nan", "stop"]
+KEYS = ("images", "image")  # of a prompt: its pictures
+
+
+def sample_pictures(media: Tensor | list, frames: int, reward: str) -> list[list | None]:
+    """For each sample its pictures (``frames`` evenly spaced ones of a video); None where a pixel is not finite.
+
+    Texts have none of their own: empty lists.
+    """
+    if not isinstance(media, Tensor):
+        if wrong := next((one for one in media if not isinstance(one, str)), None):
+            raise UserError(f"reward {reward!r} judges images, videos or texts, not {type(wrong).__name__}")
+        return [[] for _ in media]
+    stack = as_frames(media, reward)  # [B, F, 3, H, W]
+    count = stack.shape[1]
+    chosen = torch.linspace(0, count - 1, min(frames, count)).round().long().tolist()
+    finite = stack.isfinite().flatten(1).all(1).tolist()
+    eight = to_uint8(stack[:, chosen])
+    return [[to_pil(one) for one in row] if good else None for row, good in zip(eight, finite, strict=True)]
+
+
+def to_pil(picture: Tensor) -> Any:
+    """uint8 [3, H, W] as a PIL image."""
+    from PIL import Image
+
+    return Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy())
+
+
+def prompt_pictures(prompt: dict) -> list:
+    """The pictures of a prompt, under ``images`` or ``image``: PIL images, paths, or floats [3, H, W] in 0..1.
+
+    Raises:
+        UserError: a file that cannot be read, or something that is no picture.
+    """
+    found = next((prompt[key] for key in KEYS if prompt.get(key) is not None), [])
+    return [_picture(one, prompt) for one in (found if isinstance(found, (list, tuple)) else [found])]
+
+
+def _picture(one: Any, prompt: dict) -> Any:
+    from PIL import Image
+
+    if isinstance(one, Image.Image):
+        return one.convert("RGB")
+    if isinstance(one, Tensor):
+        return to_pil(to_uint8(one))
+    if not isinstance(one, (str, Path)):
+        raise UserError(
+            f"a picture of the prompt {prompt.get('text', '')!r} is {type(one).__name__}, not an image or a path"
+        )
+    try:
+        with Image.open(one) as file:
+            return file.convert("RGB")
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
+        raise UserError(f"a picture of the prompt {prompt.get('text', '')!r} cannot be read: {error}") from error
+
+
+def kind_of(media: Tensor | list) -> str:
+    """How a template calls a sample."""
+    return "answer" if not isinstance(media, Tensor) else "image" if media.ndim == 4 else "video"
+
+
+def shown_of(media: Tensor | list, row: int, pictures: Sequence, prompt: dict) -> dict[str, Any]:
+    """The variables of a template for one sample."""
+    if isinstance(media, Tensor):
+        return {"media": pictures}
+    return {"media": prompt_pictures(prompt), "answer": str(media[row])}
+
+
+class Judged:
+    """What the rewards with a judge share: questions out, values back, NaN where there is none.
+
+    ``counters`` is read by the log: what the judge has cost so far.
+    """
+
+    name = "judge"
+
+    def __init__(self, model: Asker, frames: int, on_failure: OnFailure):
+        self.model, self.frames, self.stop = model, frames, on_failure == "stop"
+
+    def counters(self) -> dict[str, float]:
+        return self.model.usage.numbers()
+
+    def needing(self, template: Template) -> Card:
+        """The card of this object: the fields that its template mentions."""
+        return replace(card_of(type(self)), needs=template.needs())
+
+    def asked(self, media: Tensor | list, prompts: list[dict]) -> Iterator[tuple[int, list]]:
+        """Rows that can be shown, with their pictures."""
+        for row, pictures in enumerate(sample_pictures(media, self.frames, self.name)):
+            if pictures is not None:
+                yield row, pictures
+
+    def answers(self, questions: Sequence[Question]) -> list[Any]:
+        """Their values, None where there is none. Raises UserError for one of them if failures are to stop the run."""
+        values = self.model.ask(questions) if questions else []
+        missing = sum(value is None for value in values)
+        if missing and self.stop:
+            raise UserError(f"reward {self.name!r}: the judge has no value for {missing} of {len(values)} questions")
+        return values

@@ -1,0 +1,288 @@
+"""A judge behind an OpenAI-compatible server (vLLM, SGLang, a hosted one): chat completions with pictures."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt
+
+from mmrl.registry import JUDGES, UserError
+from rewards._ask import AGAIN, Question, Unreadable, Usage
+from rewards._chat import KEY, Busy, Pace, Refused, data_url, error_message, key_from, read_choice, retry_after
+from rewards._servers import Failed, Server, Servers, exchange
+
+log = logging.getLogger(__name__)
+RETRIED = (408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529)
+LONGEST = 16 * 2**20  # bytes of an answer
+OPTIONAL = {"response_format": ("response_format", "json_schema", "guided", "structured"), "logprobs": ("logprobs",)}
+
+
+@JUDGES.register("server")
+class ChatServer:
+    """An OpenAI-compatible server: chat completions with pictures as data URLs, many at once.
+
+    A request that gets no answer, 429 or 5xx is repeated after a growing wait, or after what ``Retry-After`` says; at
+    another server if there are several. An answer in the wrong form is asked for anew, with what is wrong. What then
+    has no value is None. JSON schemas and log-probabilities are used where the server has them, and done without
+    where it refuses them.
+
+    Args:
+        url: up to and including ``/v1``; or several of servers with the same model.
+        model: its name there; None: the only one the server has.
+        key_env: environment variable with the API key. A key is never part of a configuration.
+        timeout: seconds for one request, answer included.
+        retries: repetitions of a request that failed.
+        asked_again: how often an answer that cannot be read is asked for anew.
+        concurrency: requests at once for each server.
+        rate: most requests a minute; None: as many as there is concurrency for.
+        backoff: seconds before the first repetition, doubled for each further one, with jitter.
+        longest_wait: most seconds that a Retry-After or a growing wait can take.
+        cooldown: seconds that a dead server is left alone while another lives.
+        max_side: pictures are made smaller to at most so many pixels a side; None: as they are.
+        extra: more fields of the request's body, such as ``{seed: 0}``; null takes a field out.
+        price_in, price_out: for a million tokens, for the counter ``cost``.
+
+    Attributes:
+        usage: counters since the start. servers: the record of every server.
+
+    Raises:
+        UserError: 401, 403, 404, or a batch in which the server refuses every single request.
+    """
+
+    def __init__(
+        self,
+        url: str | list[str],
+        model: str | None = None,
+        key_env: str = KEY,
+        timeout: Annotated[float, Gt(0)] = 120.0,
+        retries: Annotated[int, Ge(0)] = 3,
+        asked_again: Annotated[int, Ge(0)] = 1,
+        concurrency: Annotated[int, Ge(1)] = 16,
+        rate: Annotated[float, Gt(0)] | None = None,
+        backoff: Annotated[float, Ge(0)] = 0.5,
+        longest_wait: Annotated[float, Ge(0)] = 60.0,
+        cooldown: Annotated[float, Ge(0)] = 30.0,
+        max_side: Annotated[int, Ge(16)] | None = None,
+        extra: dict[str, Any] | None = None,
+        price_in: Annotated[float, Ge(0)] = 0.0,
+        price_out: Annotated[float, Ge(0)] = 0.0,
+    ):
+        urls = [url] if isinstance(url, str) else list(url)
+        if not urls:
+            raise UserError("a judge needs the address of at least one server in `url`")
+        self._pool = Servers(urls, cooldown, "judge server")
+        self._key = key_from(key_env)
+        self.model, self.timeout, self.retries, self.asked_again = model, timeout, retries, asked_again
+        self.concurrency, self.backoff, self.longest_wait = concurrency, backoff, longest_wait
+        self.max_side, self.extra = max_side, dict(extra or {})
+        self.prices = price_in / 1e6, price_out / 1e6
+        self.usage = Usage()
+        self.supported = dict.fromkeys(OPTIONAL, True)  # until a server says otherwise
+        self._pace = Pace(rate)
+        self._jitter = random.Random()  # not the global one, which belongs to the run
+        self._client: Any = None
+        self._lock = threading.Lock()
+        self._told: set[str] = set()
+
+    @property
+    def servers(self) -> list[Server]:
+        return self._pool.all
+
+    # ------------------------------------------------------------------------------------------------ a batch
+
+    def ask(self, questions: Sequence[Question]) -> list[Any]:
+        """The value of every question; None where there is none."""
+        self._pool.wake()
+        try:
+            self._know_model()
+        except Failed as error:
+            self._tell("model", f"judge server {self.servers[0].url}: {self._clean(str(error))}")
+            self.usage.add(unanswered=len(questions))
+            return [None] * len(questions)
+        given_up, refusals = threading.Event(), []
+        pool = ThreadPoolExecutor(min(len(questions), self.concurrency * len(self.servers)) or 1, "judge")
+        try:
+            sent = [pool.submit(self._answer, question, given_up, refusals) for question in questions]
+            values = [one.result() for one in sent]
+        finally:
+            given_up.set()  # on the way out of an error: what still waits need not try again
+            pool.shutdown(wait=False, cancel_futures=True)
+        if questions and len(refusals) == len(questions):
+            raise UserError(f"the judge refuses every question: {refusals[0]}")
+        unanswered = sum(value is None for value in values)
+        self.usage.add(answers=len(values) - unanswered, unanswered=unanswered)
+        return values
+
+    def _answer(self, question: Question, given_up: threading.Event, refusals: list[str]) -> Any:
+        try:
+            messages = [{"role": "user", "content": self._content(question)}]
+            for turn in range(self.asked_again + 1):
+                choice = self._send(question, messages, given_up)
+                if choice is None:
+                    return None
+                try:
+                    return read_choice(choice, question)
+                except Unreadable as problem:
+                    self._tell("unreadable", f"an answer of the judge cannot be read: {problem}")
+                    if turn < self.asked_again:
+                        self.usage.add(asked_again=1)
+                        messages += [
+                            {"role": "assistant", "content": choice["message"]["content"] or ""},
+                            {"role": "user", "content": AGAIN.format(problem=problem)},
+                        ]
+            self.usage.add(unreadable=1)
+        except Refused as error:
+            self.usage.add(refused=1)
+            refusals.append(str(error))
+            self._tell("refused", f"the judge refuses a question, which stays without a value: {error}")
+        return None
+
+    def _send(self, question: Question, messages: list[dict], given_up: threading.Event) -> dict | None:
+        """The choice of a whole answer; None when nobody gives one. Raises Refused, UserError."""
+        tried: list[Server] = []
+        while len(tried) <= self.retries:
+            server = None if given_up.is_set() else self._pool.take(tried)
+            if server is None:
+                break
+            started = time.monotonic()
+            try:
+                return self._request(server, question, messages, given_up)
+            except Failed as error:
+                self._pool.failed(server, error, started)
+                tried.append(server)
+                self._rest(error, tried, given_up)
+        if not self._pool.alive():
+            given_up.set()
+        return None
+
+    def _rest(self, error: Failed, tried: Sequence[Server], given_up: threading.Event) -> None:
+        """After a failure: what the server asked for, or a growing wait where no other server is left to try."""
+        if len(tried) > self.retries:
+            return
+        self.usage.add(retries=1)
+        asked = error.wait if isinstance(error, Busy) else None
+        if asked is not None:
+            self._pace.hold(min(asked, self.longest_wait))
+        elif len(tried) >= len(self.servers):
+            grown = self.backoff * 2 ** (len(tried) - len(self.servers)) * self._jitter.uniform(0.5, 1)
+            given_up.wait(min(grown, self.longest_wait))
+
+    # ---------------------------------------------------------------------------------------------- a request
+
+    def _request(self, server: Server, question: Question, messages: list[dict], given_up: threading.Event) -> dict:
+        try:
+            while True:
+                self._pace.wait(given_up)
+                self.usage.add(requests=1)
+                body = self._body(question, messages)
+                response, content = self._exchange("POST", f"{server.url}/chat/completions", json=body)
+                if response.status_code == 200 or not self._can_do_without(response.status_code, content, body):
+                    break
+            choice = self._choice(response, content)
+        except Failed:
+            raise
+        except BaseException:
+            self._pool.gave_up(server)
+            raise
+        self._pool.answered(server)
+        return choice
+
+    def _choice(self, response: Any, content: bytes) -> dict:
+        status, said = response.status_code, self._clean(f"{response.status_code}, {error_message(content)}")
+        if status in RETRIED or status >= 500:
+            raise Busy(said, retry_after(response.headers.get("retry-after")))
+        if status in (401, 403):
+            raise UserError(f"the judge refused the key in the environment variable of `key_env` ({said})")
+        if status == 404:
+            raise UserError(f"the judge knows no such address or model; `url` ends in /v1 mostly ({said})")
+        if status != 200:
+            raise Refused(said)
+        try:
+            found = json.loads(content)
+            choice, used = found["choices"][0], found.get("usage") or {}
+            if not isinstance(choice["message"]["content"], str | None):
+                raise TypeError("content is not text")
+            numbers = [int(used.get(key) or 0) for key in ("prompt_tokens", "completion_tokens")]
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+            raise Failed(f"malformed answer ({type(error).__name__}: {error})") from error
+        cost = sum(number * price for number, price in zip(numbers, self.prices))
+        self.usage.add(tokens_in=numbers[0], tokens_out=numbers[1], cost=cost)
+        return choice
+
+    def _body(self, question: Question, messages: list[dict]) -> dict:
+        body = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": question.tokens}
+        if question.choices and self.supported["logprobs"]:
+            body |= {"logprobs": True, "top_logprobs": 20}
+        if question.schema is not None and self.supported["response_format"]:
+            schema = {"name": "answer", "schema": question.schema.model_json_schema(), "strict": True}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return {key: value for key, value in (body | self.extra).items() if value is not None}
+
+    def _can_do_without(self, status: int, content: bytes, body: dict) -> bool:
+        """Does the server refuse something that is not needed? Then it is left out from now on."""
+        said = error_message(content).lower() if status in (400, 404, 415, 422, 501) else ""
+        for name, words in OPTIONAL.items():
+            if name in body and any(word in said for word in words):
+                self.supported[name] = False
+                self._tell(name, f"the judge does without {name}, which its server refuses: {self._clean(said)}")
+                return True
+        return False
+
+    def _content(self, question: Question) -> list[dict]:
+        parts = [*question.parts, question.wording()]
+        shown = [
+            {"type": "text", "text": part}
+            if isinstance(part, str)
+            else {"type": "image_url", "image_url": {"url": data_url(part, self.max_side)}}
+            for part in parts
+        ]
+        return [part for part in shown if part.get("text") != ""]
+
+    def _know_model(self) -> None:
+        if self.model is not None:
+            return
+        response, content = self._exchange("GET", f"{self.servers[0].url}/models")
+        try:
+            names = [str(one["id"]) for one in json.loads(content)["data"]]
+        except (ValueError, KeyError, TypeError) as error:
+            said = self._clean(f"{response.status_code}, {error_message(content)}")
+            raise UserError(f"the judge's server does not list its models; name one in `model` ({said})") from error
+        if len(names) != 1:
+            raise UserError(f"the judge's server has {len(names)} models; name one in `model`: {', '.join(names)}")
+        self.model = names[0]
+
+    def _exchange(self, method: str, url: str, **content: Any) -> tuple[Any, bytes]:
+        client = self._connection()
+        request = client.build_request(method, url, timeout=self.timeout, **content)
+        return exchange(client, request, self.timeout, LONGEST)
+
+    def _connection(self) -> Any:
+        """Connections are kept open between calls. No proxies from the environment: they would see the key."""
+        import httpx
+
+        with self._lock:
+            if self._client is None:
+                headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+                most = self.concurrency * len(self.servers)
+                limits = httpx.Limits(max_keepalive_connections=most, keepalive_expiry=2.0)
+                self._client = httpx.Client(headers=headers, limits=limits, trust_env=False, follow_redirects=False)
+            return self._client
+
+    def _clean(self, text: str) -> str:
+        """Servers repeat a wrong key in their message."""
+        return text.replace(self._key, "***") if self._key else text
+
+    def _tell(self, kind: str, message: str) -> None:
+        """Log once for every kind."""
+        with self._lock:
+            news = kind not in self._told
+            self._told.add(kind)
+        if news:
+            log.warning("%s (shown once)", message)

@@ -1,0 +1,168 @@
+"""A vision-language model that compares the samples of a prompt with each other, each pair in both orders."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import torch
+from annotated_types import Ge
+from torch import Tensor
+
+from mmrl.registry import REWARDS, UserError
+from rewards._ask import Question, Unreadable
+from rewards._judge_templates import PAIRS, find
+from rewards._judged import Frames, Judged, Model, OnFailure, kind_of, sample_pictures, shown_of
+from rewards.card import card
+
+
+@REWARDS.register("judge_pairwise")
+@card(needs="text", of="group", source="the judge's; UnifiedReward: arXiv 2503.05236, Pref-GRPO: arXiv 2508.20751",
+      licence="the judge's", scaling="win rate 0..1, or Bradley-Terry strengths around 0")  # fmt: skip
+class Pairwise(Judged):
+    """How often a sample beats the others of its group; the judge sees every pair in both orders.
+
+    The chance that i beats j is the mean of both orders, so that a preference for a place cancels: a judge that only
+    looks at the place says one half. A pair with an order that was not answered does not count; a sample that is in no
+    pair has no value.
+
+    Args:
+        model: who judges: ``{server: {url: ...}}`` or ``{local: {path: ...}}``.
+        template: ``pair`` (answers 1 or 2, with probabilities where the model gives them), ``unified_reward``, or a
+            file of your own, with ``{{ first }}`` and ``{{ second }}``.
+        pattern: regular expression whose group 1 is 1 or 2, for a file; None: the answer is 1 or 2.
+        method: ``win_rate``: mean chance over the pairs; ``bradley_terry``: strengths s with
+            P(i beats j) = sigmoid(s_i - s_j), most probable under a normal prior, mean 0 in each group.
+        opponents: pairs a sample is in; None: all others. An even number.
+        frames: pictures shown of a video, evenly spaced.
+        tokens: most of an answer.
+        on_failure: ``nan`` leaves pairs without an answer out, ``stop`` raises.
+
+    Raises:
+        UserError: a group of one: it has nothing to compare.
+    """
+
+    name = "judge_pairwise"
+
+    def __init__(
+        self, model: Model, template: str = "pair", pattern: str | None = None,
+        method: Literal["win_rate", "bradley_terry"] = "win_rate", opponents: Annotated[int, Ge(2)] | None = None,
+        frames: Frames = 4, tokens: Annotated[int, Ge(1)] = 512, on_failure: OnFailure = "nan",
+    ):  # fmt: skip
+        super().__init__(model, frames, on_failure)
+        if opponents is not None and opponents % 2:
+            raise UserError(f"opponents {opponents}: every sample meets as many on both sides, so an even number")
+        self.template = find(template, PAIRS, patterns=None if pattern is None else {"better": pattern})
+        self.method, self.opponents, self.tokens = method, opponents, tokens
+        self.card = self.needing(self.template)
+
+    def __call__(self, media: Tensor | list[str], prompts: list[dict]) -> Tensor:
+        """B samples, those of a prompt next to each other -> [B] float32 on the CPU."""
+        pictures = sample_pictures(media, self.frames, self.name)
+        groups = [[row for row in group if pictures[row] is not None] for group in adjacent(prompts)]
+        pairs = [pair for group in groups for pair in pairings(group, self.opponents)]
+        orders = [order for i, j in pairs for order in ((i, j), (j, i))]
+        found = self.answers([self._question(media, prompts[i], pictures, i, j) for i, j in orders])
+        beats: dict[tuple[int, int], float] = {}  # (i, j) -> chance that i beats j
+        for (i, j), forth, back in zip(pairs, found[::2], found[1::2], strict=True):
+            if forth is not None and back is not None:
+                beats[i, j] = (forth["1"] + 1 - back["1"]) / 2
+        return self._values(len(prompts), groups, beats)
+
+    def _values(self, count: int, groups: Sequence[list[int]], beats: dict[tuple[int, int], float]) -> Tensor:
+        values = torch.full((count,), torch.nan)
+        for group in groups:
+            inside = {pair: chance for pair, chance in beats.items() if pair[0] in group}
+            met = [row for row in group if any(row in pair for pair in inside)]
+            if met:
+                wins = {(met.index(i), met.index(j)): chance for (i, j), chance in inside.items()}
+                measure = win_rates if self.method == "win_rate" else strengths
+                values[met] = measure(wins, len(met)).float()
+        return values
+
+    def _question(self, media: Any, prompt: dict, pictures: Sequence, i: int, j: int) -> Question:
+        if isinstance(media, Tensor):
+            shown: dict[str, Any] = {"first": pictures[i], "second": pictures[j]}
+        else:
+            shown = {**shown_of(media, i, [], prompt), "first": str(media[i]), "second": str(media[j])}
+        parts = self.template.parts(prompt, kind_of(media), shown)
+        if not self.template.patterns:
+            return Question(parts, choices=("1", "2"), tokens=16)
+        return Question(parts, read=self._read, tokens=self.tokens)
+
+    def _read(self, text: str) -> dict[str, float]:
+        """Chance of the first, from the last conclusion in the text; one half for a draw."""
+        found = list(re.finditer(self.template.patterns["better"], text, re.I))
+        if not found:
+            raise Unreadable("it does not say which is better")
+        winner = found[-1][1]
+        if winner not in ("1", "2", None):
+            raise Unreadable(f"it names {winner!r}, neither 1 nor 2")
+        return {"1": {"1": 1.0, "2": 0.0, None: 0.5}[winner]}
+
+
+def adjacent(prompts: Sequence[dict]) -> list[list[int]]:
+    """Rows of one prompt that lie next to each other. Raises UserError for a group of one."""
+    groups: list[list[int]] = []
+    for row, prompt in enumerate(prompts):
+        if groups and same(prompt, prompts[groups[-1][0]]):
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    if lone := next((group for group in groups if len(group) < 2), None):
+        raise UserError(
+            "reward 'judge_pairwise' compares samples of one prompt and needs at least two of each, next to each other "
+            f"(train.copies, evaluate.copies); the prompt {prompts[lone[0]].get('text', '')!r} has one"
+        )
+    return groups
+
+
+def same(one: dict, other: dict) -> bool:
+    """Equal prompts; their tensors are equal only if they are the same."""
+    if one is other:
+        return True
+    if one.keys() != other.keys():
+        return False
+    both = ((value, other[key]) for key, value in one.items())
+    return all(a is b or (not isinstance(a, Tensor) and bool(a == b)) for a, b in both)
+
+
+def pairings(group: Sequence[int], opponents: int | None) -> list[tuple[int, int]]:
+    """Every pair, or a ring in which each meets its next ``opponents / 2`` on both sides."""
+    size = len(group)
+    if opponents is None or opponents >= size - 1:
+        return [(group[i], group[j]) for i in range(size) for j in range(i + 1, size)]
+    return [(group[i], group[(i + step) % size]) for step in range(1, opponents // 2 + 1) for i in range(size)]
+
+
+def win_rates(wins: dict[tuple[int, int], float], count: int) -> Tensor:
+    """[count] mean chance of winning over the pairs one is in, float64."""
+    won, met = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
+    for (i, j), chance in wins.items():
+        won[i] += chance
+        won[j] += 1 - chance
+        met[i] += 1
+        met[j] += 1
+    return won / met
+
+
+def strengths(wins: dict[tuple[int, int], float], count: int, prior: float = 0.1, steps: int = 50) -> Tensor:
+    """[count] Bradley-Terry strengths (1952), float64, mean 0: Newton's method on the log-posterior.
+
+    sum p log sigmoid(s_i - s_j) + (1 - p) log sigmoid(s_j - s_i) - prior / 2 |s|^2; the prior keeps the strength of one
+    who always wins finite.
+    """
+    s = torch.zeros(count, dtype=torch.float64)
+    first, second = (torch.tensor([pair[side] for pair in wins]) for side in (0, 1))
+    chance = torch.tensor(list(wins.values()), dtype=torch.float64)
+    eye = torch.eye(count, dtype=torch.float64)
+    edges = eye[first] - eye[second]  # [pairs, count]
+    for _ in range(steps):
+        p = torch.sigmoid(edges @ s)
+        gradient = edges.T @ (chance - p) - prior * s
+        step = torch.linalg.solve(edges.T @ ((p * (1 - p))[:, None] * edges) + prior * eye, gradient)
+        s = s + step
+        if step.abs().max() < 1e-10:
+            break
+    return s - s.mean()

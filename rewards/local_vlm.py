@@ -1,0 +1,185 @@
+"""A judge in this process: any vision-language model of transformers, from a folder or a hub id."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Annotated, Any, Literal
+
+import torch
+from annotated_types import Ge
+from torch import Tensor
+
+from mmrl.registry import JUDGES, UserError
+from rewards._ask import AGAIN, Question, Unreadable, Usage, _plain
+
+
+@JUDGES.register("local")
+class LocalVlm:
+    """A vision-language model of transformers in this process (``AutoModelForImageTextToText``), greedy answers.
+
+    The probability of a choice is the softmax over the first answer token, restricted to the tokens that the choices
+    begin with, upper and lower case and with a blank in front added up. Two choices must not begin with the same token.
+
+    Args:
+        path: folder or hub id.
+        dtype: of the weights; ``auto`` is bfloat16 on an accelerator and float32 on a CPU.
+        device: ``auto`` is CUDA if there is one.
+        batch_size: questions in one forward pass.
+        asked_again: how often an answer that cannot be read is asked for anew.
+        max_side: pictures are made smaller to at most so many pixels a side; None: as the processor does it.
+
+    Attributes:
+        usage: counters since the start; ``requests`` are forward passes or generations.
+
+    Raises:
+        UserError: when the model is not on this machine, cannot be loaded, or has no chat template.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        device: str = "auto",
+        batch_size: Annotated[int, Ge(1)] = 8,
+        asked_again: Annotated[int, Ge(0)] = 1,
+        max_side: Annotated[int, Ge(16)] | None = None,
+    ):
+        device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        dtype = ("float32" if device == "cpu" else "bfloat16") if dtype == "auto" else dtype
+        self.model, self.processor = load(str(path), dtype, device)
+        self.batch_size, self.asked_again, self.max_side = batch_size, asked_again, max_side
+        self.usage = Usage()
+
+    def ask(self, questions: Sequence[Question]) -> list[Any]:
+        """The value of every question; None where the answer cannot be read."""
+        values: list[Any] = [None] * len(questions)
+        chosen = [i for i, one in enumerate(questions) if one.choices]
+        told = [i for i, one in enumerate(questions) if not one.choices]
+        for start in range(0, len(chosen), self.batch_size):
+            rows = chosen[start : start + self.batch_size]
+            for row, found in zip(rows, self.probabilities([questions[row] for row in rows]), strict=True):
+                values[row] = found
+        for start in range(0, len(told), self.batch_size):
+            rows = told[start : start + self.batch_size]
+            for row, found in zip(rows, self._told([questions[row] for row in rows]), strict=True):
+                values[row] = found
+        unanswered = sum(value is None for value in values)
+        self.usage.add(answers=len(values) - unanswered, unanswered=unanswered, unreadable=unanswered)
+        return values
+
+    def probabilities(self, questions: Sequence[Question]) -> list[dict[str, float]]:
+        """Choice -> probability, summing to 1, for each question."""
+        inputs = self._inputs([self._conversation(one) for one in questions])
+        logits = self._generate(inputs, 1, output_logits=True).logits[0].float()  # [N, vocabulary]
+        self.usage.add(requests=1, tokens_in=int(inputs["attention_mask"].sum()), tokens_out=len(questions))
+        found = []
+        for row, question in zip(logits, questions, strict=True):
+            ids = first_tokens(self.processor.tokenizer, question.choices)
+            joint = row[torch.tensor([i for group in ids for i in group], device=row.device)].softmax(0)
+            parts = joint.split([len(group) for group in ids])
+            found.append({choice: float(part.sum()) for choice, part in zip(question.choices, parts, strict=True)})
+        return found
+
+    def _told(self, questions: Sequence[Question]) -> list[Any]:
+        """Values of answers in words; those that cannot be read are asked for anew."""
+        talks = [self._conversation(one) for one in questions]
+        values: list[Any] = [None] * len(questions)
+        left = list(range(len(questions)))
+        for turn in range(self.asked_again + 1):
+            answers = self._answers([talks[i] for i in left], max(questions[i].tokens for i in left))
+            again = []
+            for i, answer in zip(left, answers, strict=True):
+                try:
+                    values[i] = questions[i].value(answer)
+                except Unreadable as problem:
+                    again.append(i)
+                    talks[i] = [*talks[i], says("assistant", answer), says("user", AGAIN.format(problem=problem))]
+            left = again
+            if not left:
+                break
+            self.usage.add(asked_again=len(left) if turn < self.asked_again else 0)
+        return values
+
+    def _answers(self, talks: list[list[dict]], tokens: int) -> list[str]:
+        inputs = self._inputs(talks)
+        length = inputs["input_ids"].shape[1]
+        made = self._generate(inputs, tokens).sequences[:, length:]
+        pad = self.processor.tokenizer.pad_token_id
+        self.usage.add(requests=1, tokens_in=int(inputs["attention_mask"].sum()), tokens_out=int((made != pad).sum()))
+        return self.processor.batch_decode(made, skip_special_tokens=True)
+
+    @torch.no_grad()
+    def _generate(self, inputs: Any, tokens: int, **options: Any) -> Any:
+        greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "num_beams": 1}
+        options |= {"return_dict_in_generate": True, "pad_token_id": self.processor.tokenizer.pad_token_id}
+        with torch.autocast(self.model.device.type, enabled=False):
+            return self.model.generate(**inputs, max_new_tokens=tokens, **greedy, **options)
+
+    def _inputs(self, talks: list[list[dict]]) -> dict[str, Tensor]:
+        found = self.processor.apply_chat_template(
+            talks, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
+            processor_kwargs={"padding": True, "padding_side": "left"},
+        )  # fmt: skip
+        return {
+            name: value.to(self.model.device, self.model.dtype if value.is_floating_point() else None)
+            for name, value in found.items()
+        }
+
+    def _conversation(self, question: Question) -> list[dict]:
+        content = []
+        for part in [*question.parts, question.wording()]:
+            if isinstance(part, str):
+                content += [{"type": "text", "text": part}] if part else []
+            else:
+                content.append({"type": "image", "image": smaller(part.convert("RGB"), self.max_side)})
+        return [{"role": "user", "content": content}]
+
+
+def says(role: str, text: str) -> dict:
+    return {"role": role, "content": [{"type": "text", "text": text}]}
+
+
+def smaller(picture: Any, side: int | None) -> Any:
+    """A picture with at most ``side`` pixels a side, its aspect ratio kept."""
+    if side is None or max(picture.size) <= side:
+        return picture
+    from PIL import Image
+
+    picture = picture.copy()
+    picture.thumbnail((side, side), Image.Resampling.BICUBIC)
+    return picture
+
+
+def first_tokens(tokenizer: Any, choices: Sequence[str]) -> list[list[int]]:
+    """For each choice the ids of the tokens it may begin with. Raises UserError if two choices share one."""
+    found: list[list[int]] = []
+    for choice in choices:
+        words = {choice, choice.lower(), choice.upper(), choice.capitalize()}
+        forms = words | {f" {word}" for word in words}
+        ids = {encoded[0] for form in forms if (encoded := tokenizer.encode(form, add_special_tokens=False))}
+        found.append(sorted(i for i in ids if _plain(tokenizer.decode([i]))))  # a lone blank says nothing
+    shared = [i for n, group in enumerate(found) for i in group if any(i in other for other in found[:n])]
+    if shared or not all(found):
+        raise UserError(
+            f"the local judge cannot tell {' and '.join(map(repr, choices))} apart by their first token; "
+            "let the choices be letters or words that begin differently"
+        )
+    return found
+
+
+@lru_cache(maxsize=4)
+def load(path: str, dtype: str, device: str) -> tuple[Any, Any]:
+    """Model and processor, frozen, once for all rewards that use them."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    try:
+        processor = AutoProcessor.from_pretrained(path)
+        model = AutoModelForImageTextToText.from_pretrained(path, dtype=getattr(torch, dtype))
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise UserError(f"cannot load the judge {path!r}: {str(error).strip().partition(chr(10))[0]}") from error
+    if not getattr(processor, "chat_template", None):
+        raise UserError(f"the judge {path!r} has no chat template, so it cannot be asked anything")
+    if processor.tokenizer.pad_token_id is None:
+        processor.tokenizer.pad_token = processor.tokenizer.eos_token
+    return model.eval().requires_grad_(False).to(device), processor
