@@ -19,7 +19,7 @@ from rewards._ask import Unreadable
 if TYPE_CHECKING:
     from PIL import Image
 
-OURS = ("media", "kind", "answer", "first", "second", "question")  # variables that are not fields of the prompt
+OURS = ("media", "kind", "answer", "first", "second", "question", "prompt")  # never the prompt's fields of these names
 MARK = "\x00{}\x00"  # where pictures go; no prompt may hold it
 NUMBER = r"[*_\s]*(-?\d+(?:\.\d+)?)"
 
@@ -48,7 +48,8 @@ class Template:
 
         Pictures that the template does not mention come first.
         """
-        values = {key: _harmless(value) for key, value in prompt.items()} | {"kind": kind}
+        values = {key: _harmless(value) for key, value in prompt.items()}
+        values = {key: value for key, value in values.items() if key not in OURS} | {"kind": kind, "prompt": values}
         pictures = {name: list(value) for name, value in shown.items() if not isinstance(value, str)}
         values |= {name: MARK.format(name) if name in pictures else _harmless(value) for name, value in shown.items()}
         pieces = re.split(r"\x00(\w+)\x00", self._render(values))

@@ -113,10 +113,10 @@ class Handler(BaseHTTPRequestHandler):
             number = sum(n for name, n in self.seen.items() if found[0] in name)
         return found[1] if number <= int(found[2]) else None
 
-    def reply(self, status, content, headers={}):
+    def reply(self, status, content, headers=()):
         data = json.dumps(content).encode()
         self.send_response(status)
-        for name, value in {"Content-Length": len(data), "Content-Type": "application/json", **headers}.items():
+        for name, value in {"Content-Length": len(data), "Content-Type": "application/json", **dict(headers)}.items():
             self.send_header(name, str(value))
         self.end_headers()
         self.wfile.write(data)

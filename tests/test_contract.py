@@ -32,6 +32,7 @@ SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
     ("data", "prompts"): {"path": "{tmp}/prompts.txt"},
     ("data", "digits"): {"captions": 40},
     ("grids", "dynamic"): {"mu": 0.5},
+    ("judges", "server"): {"url": "http://127.0.0.1:1/v1"},
 }
 
 ENTRIES = [(kind, name) for kind, known in ALL.items() for name in known]

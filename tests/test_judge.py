@@ -247,9 +247,9 @@ def test_the_key_comes_from_the_environment_and_is_never_repeated(monkeypatch, c
 
 
 def test_a_server_with_several_models_wants_a_name():
-    with fake_chat("--model", "small", "--model", "large") as address:
-        with pytest.raises(UserError, match="has 2 models; name one in `model`: small, large"):
-            Judge(server(address))(greys([0.2]), prompts(1))
+    says = pytest.raises(UserError, match="has 2 models; name one in `model`: small, large")
+    with fake_chat("--model", "small", "--model", "large") as address, says:
+        Judge(server(address))(greys([0.2]), prompts(1))
 
 
 def test_tokens_and_costs_are_counted_and_failures_are_left_out_by_the_scorer(url):
@@ -308,6 +308,16 @@ def test_a_prompt_cannot_smuggle_pictures_or_code_in(url):
     assert sly.replace("\x00", "") in stats(url)["bodies"][-1]["text"]
 
 
+def test_a_right_answer_in_the_prompt_is_not_shown_unless_a_template_says_so(url, tmp_path):
+    given = [{"text": "a", "answer": "the right one", "kind": "odd"}]
+    for reward in (Judge(server(url)), YesNo(server(url)), Checklist(server(url), items=["x"])):
+        reward(greys([0.6]), given)
+        assert "the right one" not in stats(url)["bodies"][-1]["text"]
+    (tmp_path / "open.j2").write_text("{{ prompt.answer }}, {{ answer }}?")
+    Judge(server(url), template=str(tmp_path / "open.j2"))(["mine"], given)
+    assert "the right one, mine?" in stats(url)["bodies"][-1]["text"]
+
+
 def test_a_configuration_names_the_judge_as_it_names_everything(url):
     from mmrl.config import build_rewards
 
@@ -318,3 +328,49 @@ def test_a_configuration_names_the_judge_as_it_names_everything(url):
         build_rewards({"judge": {"model": {"sever": {"url": url}}}})
     with pytest.raises(UserError, match="unknown option"):
         build_rewards({"judge": {"model": {"server": {"url": url, "api_key": "sk"}}}})
+
+
+# ------------------------------------------------------------------------------------------- what a reward must keep
+
+
+@pytest.fixture(params=["judge", "judge_yes_no", "judge_checklist", "judge_pairwise", "judge_listener"])
+def judged(request, url):
+    """Every registered reward with a judge, samples of two prompts, and the cuts that it allows."""
+    from PIL import Image
+
+    from mmrl.registry import REWARDS
+
+    options = {"judge_checklist": {"items": ["one", "two"], "levels": 9}}.get(request.param, {})
+    texts, first = request.param == "judge_listener", {"text": "a", "answer": "b", "image": Image.new("L", (4, 4), 51)}
+    given = [first] * 2 + [first | {"text": "other", "image": Image.new("L", (4, 4), 204)}] * 2
+    media = ["<think>one</think>", "<think>two</think>", "three", "four"] if texts else greys([0.2, 0.4, 0.6, 1.0])
+    return REWARDS.build(request.param, model=server(url), **options), media, given
+
+
+def test_every_judge_is_named_here():
+    from mmrl.registry import REWARDS, load_built_in
+
+    load_built_in()
+    named = {"judge", "judge_yes_no", "judge_checklist", "judge_pairwise", "judge_listener"}
+    assert {name for name in REWARDS if name.startswith("judge")} == named
+
+
+def test_a_judge_keeps_the_contract_of_rewards(judged):
+    reward, media, given = judged
+    state, before = torch.get_rng_state(), media if isinstance(media, list) else media.clone()
+    values = reward(media, given)
+    assert (
+        values.shape == (4,)
+        and values.dtype == torch.float32
+        and values.isfinite().all()
+        and values.min() < values.max()
+    )
+    parts = torch.cat([reward(media[:2], given[:2]), reward(media[2:], given[2:])])
+    torch.testing.assert_close(parts, values)
+    order = [3, 2, 1, 0]
+    turned = [media[i] for i in order] if isinstance(media, list) else media[order]
+    torch.testing.assert_close(reward(turned, [given[i] for i in order]), values[order], atol=1e-6, rtol=0)
+    assert torch.equal(torch.get_rng_state(), state) and (isinstance(media, list) or torch.equal(media, before))
+    if not isinstance(media, list):
+        half = media.bfloat16()
+        torch.testing.assert_close(reward(half, given), reward(half.float(), given))

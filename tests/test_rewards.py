@@ -57,7 +57,12 @@ def reward_server():
         yield address
 
 
-@pytest.fixture(scope="module", params=[name for name in sorted(REWARDS) if card_of(REWARDS[name]).media != ("text",)])
+def of_pictures(name: str) -> bool:
+    """Texts: tests/test_verifiable.py; judges, which take anything: tests/test_judge.py."""
+    return card_of(REWARDS[name]).media != ("text",) and not name.startswith("judge")
+
+
+@pytest.fixture(scope="module", params=[name for name in sorted(REWARDS) if of_pictures(name)])
 def reward(request, tiny_clip, tiny_head, tiny_reader, reward_server, tmp_path_factory):
     """Every registered reward of images (texts: tests/test_verifiable.py); those that need a model get a small one."""
     small = {
