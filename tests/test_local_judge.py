@@ -128,8 +128,11 @@ def test_tokens_are_added_up_over_case_blanks_and_beginnings():
 
 @pytest.mark.parametrize(
     ("text", "want"),
-    [("Yes.", "Yes"), ("**no**, it is not", "No"), ("I think the answer is: Yes", "Yes"), ("", None),
-     ("<think>no</think> yes", "Yes"), ("<answer>No</answer>", "No"), ("Yes or no", "Yes"), ("it is yes and no", None), ("maybe", None)],
+    [
+        ("Yes.", "Yes"), ("**no**, it is not", "No"), ("I think the answer is: Yes", "Yes"), ("", None),
+        ("<think>no</think> yes", "Yes"), ("<answer>No</answer>", "No"), ("Yes or no", "Yes"),
+        ("it is yes and no", None), ("maybe", None),
+    ],
 )  # fmt: skip
 def test_a_choice_is_read_from_words_or_not_at_all(text, want):
     if want is None:

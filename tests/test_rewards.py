@@ -63,7 +63,6 @@ def of_pictures(name: str) -> bool:
 
 
 @pytest.fixture(scope="module", params=[name for name in sorted(REWARDS) if of_pictures(name)])
-@pytest.fixture(scope="module", params=[name for name in sorted(REWARDS) if of_pictures(name)])
 def reward(request, tiny_clip, tiny_head, tiny_reader, reward_server, tmp_path_factory):
     """Every registered reward of images (texts: tests/test_verifiable.py); those that need a model get a small one."""
     small = {
