@@ -57,8 +57,8 @@ def evaluate(
     media, asked = sample(policy, chosen, options.copies, options.seed, guidance)
     with distributed.together():
         rewards: Rewards = scorer(media, asked)
-    whole = {name: distributed.all_gather_rows(value).view(-1, options.copies) for name, value in rewards.items()}
-    return {name: estimate(value) for name, value in whole.items()}
+    whole = {name: distributed.all_gather_rows(value) for name, value in rewards.per_row().items()}
+    return {name: estimate(value.view(-1, options.copies)) for name, value in whole.items()}
 
 
 def estimate(values: Tensor) -> Estimate:

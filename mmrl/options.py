@@ -24,6 +24,7 @@ class TrainOptions:
     batch_size: Count  # rows (samples) an optimizer step
     iterations: Natural  # rollouts; 0 only writes the first checkpoint
     seed: Natural = 0  # of everything random
+    overlap: Count = 1  # parts of a rollout: the rewards of one are computed while the next is sampled
     epochs: Count = 1  # passes over the rows of one iteration
     micro_batch: Count | None = None  # rows a forward and backward pass on one process; null: all of its step
     warmup: Natural = 0  # optimizer steps in which the learning rate rises linearly

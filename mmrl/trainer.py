@@ -17,7 +17,7 @@ import torch
 
 from samplers.noise import Rng
 
-from . import advantages, batches, distributed
+from . import advantages, batches, distributed, overlap
 from .data import batch
 from .device import Device
 from .metrics import Meter, observe
@@ -87,10 +87,10 @@ class Trainer:
         mine = prompts[first : first + self.plan.prompts_per_process]
         self.policy.iteration = self.iteration
         with self._timed("rollout"), self.policy.weights.using(self.objective.behaviour):
-            rollout = self.policy.rollout(mine, self.options.copies, self._rng("rollout", offset=first))
-            media = self.policy.decode(rollout)
+            rng, options = self._rng("rollout", offset=first), self.options
+            rollout, _, scores = overlap.draw(self.policy, mine, options.copies, rng, self.scorer, options.overlap)
         with self._timed("reward"), distributed.together():
-            rewards = self._on_device(self.scorer(media, rollout.asked()), rollout)
+            rewards = self._on_device(scores(), rollout)
         advantage = self.advantage(rewards, rollout).to(rollout.logprob)
         self.spare = rollout[:1]  # what a process without rows passes through the network
         kept = ~advantage.isnan()

@@ -37,18 +37,23 @@ def tree_map(fn: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 class Rewards(dict[str, Tensor]):
-    """Rewards by name, each [B]; NaN marks a sample that could not be scored. ``weights`` says how to add them."""
+    """Rewards by name, each [B], of steps [B, K]; NaN: could not be scored. ``weights`` says how to add them."""
 
     def __init__(self, values: Mapping[str, Tensor], weights: Mapping[str, float] | None = None):
         super().__init__(values)
         self.weights = {name: float((weights or {}).get(name, 1.0)) for name in self}
 
     def total(self) -> Tensor:
-        """[B] weighted sum; NaN where a part of it is NaN. A reward of weight 0 is only watched."""
+        """[B] weighted sum, [B, K] with rewards of steps; NaN where a part is NaN. Weight 0: only watched."""
         first = next(iter(self.values()))
-        return sum(
-            (self.weights[name] * v for name, v in self.items() if self.weights[name]), first.new_zeros(len(first))
-        )
+        parts = [self.weights[name] * v for name, v in self.items() if self.weights[name]]
+        if any(part.ndim == 2 for part in parts):  # rewards of steps: that of a sample belongs to each of its steps
+            parts = [part if part.ndim == 2 else part[:, None] for part in parts]
+        return sum(parts, first.new_zeros(len(first), *[1] * (parts[0].ndim - 1 if parts else 0)))
+
+    def per_row(self) -> Rewards:
+        """[B] each: of a reward of steps the mean over those that have one."""
+        return Rewards({name: v.nanmean(1) if v.ndim == 2 else v for name, v in self.items()}, self.weights)
 
 
 Advantage = Callable[["Rewards | Tensor", "Rollout"], Tensor]  # -> [B, 1] or [B, K]; NaN takes a row out of training

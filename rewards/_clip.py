@@ -5,6 +5,7 @@ Copies of one model are shared by the rewards that use it.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from mmrl.registry import UserError, locate, suggest
 from rewards._media import normalize, resize_and_crop, to_uint8
+from rewards._precision import is_lowered, own_precision
 
 CACHED_TEXTS = 16_384  # embeddings kept, the oldest go first: 50 MB at width 768
 _shared: WeakValueDictionary[tuple, Clip] = WeakValueDictionary()
@@ -31,7 +33,8 @@ class Clip:
         self.preprocess_cfg = dict(model.visual.preprocess_cfg)
         size = self.preprocess_cfg["size"]
         self.size = (size, size) if isinstance(size, int) else tuple(size)  # height, width
-        self.texts: OrderedDict[str, Tensor] = OrderedDict()  # text -> [E] unit vector on the CPU
+        self.texts: OrderedDict[str, Tensor] = OrderedDict()  # text -> [E] unit vector on the CPU, of full precision
+        self.lock = threading.Lock()
 
     def pixels(self, pictures: Tensor, exact: bool = False) -> Tensor:
         """[N, 3, H, W] in 0..1 -> [N, 3, *size] as the model wants it; ``exact`` goes through 8-bit PIL images."""
@@ -58,7 +61,7 @@ class Clip:
         A picture with a pixel that is not finite has an embedding of NaN.
         """
         found = []
-        with torch.autocast(self.device.type, enabled=False):
+        with own_precision(self.device.type):
             for part in pictures.split(batch_size):
                 rows = nnf.normalize(self.model.encode_image(self.pixels(part, exact)).float(), dim=-1)
                 broken = ~part.isfinite().flatten(1).all(1).to(rows.device)  # clamping would hide an infinite pixel
@@ -68,17 +71,19 @@ class Clip:
     @torch.no_grad()
     def embed_texts(self, texts: list[str], batch_size: int = 64) -> Tensor:
         """N texts -> [N, E] unit vectors, float32, on the model's device; each text is embedded once and remembered."""
-        known = {text: self.texts[text] for text in texts if text in self.texts}
+        with self.lock:  # rewards that share this model may run side by side
+            known = {} if is_lowered() else {text: self.texts[text] for text in texts if text in self.texts}
         fresh = [text for text in dict.fromkeys(texts) if text not in known]
-        with torch.autocast(self.device.type, enabled=False):
+        with own_precision(self.device.type):
             for start in range(0, len(fresh), batch_size):
                 part = fresh[start : start + batch_size]
                 tokens = self.tokenizer(part).to(self.device)  # [n, T]
                 rows = nnf.normalize(self.model.encode_text(tokens).float(), dim=-1).cpu()
                 known.update(zip(part, rows, strict=True))
-        self.texts.update((text, known[text]) for text in fresh)
-        while len(self.texts) > CACHED_TEXTS:
-            self.texts.popitem(last=False)
+        with self.lock:
+            self.texts.update(() if is_lowered() else ((text, known[text]) for text in fresh))
+            while len(self.texts) > CACHED_TEXTS:
+                self.texts.popitem(last=False)
         return torch.stack([known[text] for text in texts]).to(self.device)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mmrl.registry import REWARDS, UserError
 from rewards._clip import load_clip
 from rewards._media import frame_mean, frames
+from rewards._precision import own_precision
 from rewards.card import card
 
 HEAD = "~/.cache/mmrl/sac+logos+ava1-l14-linearMSE.pth"
@@ -85,7 +86,7 @@ class Aesthetic:
             raise UserError("this aesthetic reward was built with clip: null and can only score embeddings")
         stack = frames(media, "aesthetic")
         images = self.clip.embed_images(stack.flatten(0, 1), self.batch_size, self.exact)  # [B F, E]
-        with torch.autocast(images.device.type, enabled=False):
+        with own_precision(images.device.type):
             scores = self.head(images)
         return self.scale * frame_mean(scores, stack.shape[1]).cpu()
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mmrl.registry import REWARDS, UserError, locate
+from rewards._precision import own_precision
 from rewards._reader import Detections, Reader
 from rewards.card import card
 
@@ -52,7 +53,7 @@ class Digits:
         if not isinstance(media, Tensor) or media.dim() != 4 or len(media) != len(prompts):
             raise UserError(f"reward 'digits' wants one image [3, H, W] for each of {len(prompts)} prompts")
         asked = [_objects(prompt) for prompt in prompts]
-        with torch.autocast(media.device.type, enabled=False):  # a reward must not depend on the policy's precision
+        with own_precision(media.device.type):  # a reward must not depend on the policy's precision
             found = self.reader.to(media.device).detect(media)
         found = _harden(found) if self.strict else found
         terms = torch.stack([self._match(found, b, asked[b], prompts[b]) for b in range(len(prompts))])

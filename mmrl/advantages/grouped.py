@@ -1,6 +1,7 @@
 """Group-relative advantages: every sample is compared with the other answers to its prompt.
 
-Every function takes rewards, a tensor [B] or ``Rewards``, and the rollout that earned them, and returns [B, 1]. A
+Every function takes rewards, a tensor [B] or ``Rewards``, and the rollout that earned them, and returns [B, 1], or
+[B, K] for rewards of steps. A
 sample with a reward that is not a finite number is missing: it enters no statistic and its advantage is NaN, which
 takes the row out of training. Groups may differ in size and live whole on one process.
 """
@@ -15,6 +16,7 @@ from torch import Tensor
 from mmrl.advantages.groups import finished, measured
 from mmrl.advantages.normalise import Combine, EpsMode, Std, combined, flat_rows
 from mmrl.advantages.select import best_and_worst
+from mmrl.advantages.steps import by_step
 from mmrl.registry import ADVANTAGES, UserError
 from mmrl.types import Rewards, Rollout
 
@@ -22,6 +24,7 @@ Flat = Literal["zero", "drop"]
 
 
 @ADVANTAGES.register("group")
+@by_step
 def group(
     rewards: Rewards | Tensor,
     rollout: Rollout,
@@ -54,6 +57,7 @@ def group(
 
 
 @ADVANTAGES.register("flow_grpo")
+@by_step
 def flow_grpo(
     rewards: Rewards | Tensor,
     rollout: Rollout,
@@ -70,6 +74,7 @@ def flow_grpo(
 
 
 @ADVANTAGES.register("dance")
+@by_step
 def dance(
     rewards: Rewards | Tensor,
     rollout: Rollout,
@@ -83,18 +88,21 @@ def dance(
 
 
 @ADVANTAGES.register("gdpo")
+@by_step
 def gdpo(rewards: Rewards | Tensor, rollout: Rollout, *, flat: Flat = "zero", best_of: int | None = None) -> Tensor:
     """GDPO: each reward is normalised in its group, the weighted sum over the batch (std at least 1e-6)."""
     return group(rewards, rollout, eps=1e-6, eps_mode="floor", combine="gdpo", flat=flat, best_of=best_of)
 
 
 @ADVANTAGES.register("dr_grpo")
+@by_step
 def dr_grpo(rewards: Rewards | Tensor, rollout: Rollout, *, flat: Flat = "zero", best_of: int | None = None) -> Tensor:
     """Dr. GRPO: reward minus the mean of the group, no std (Liu et al. 2025, "Understanding R1-Zero-like training")."""
     return group(rewards, rollout, std="none", flat=flat, best_of=best_of)
 
 
 @ADVANTAGES.register("rloo")
+@by_step
 def rloo(rewards: Rewards | Tensor, rollout: Rollout, *, flat: Flat = "zero", best_of: int | None = None) -> Tensor:
     """RLOO: reward minus the mean of the *other* answers of the group (Ahmadian et al. 2024, "Back to basics").
 

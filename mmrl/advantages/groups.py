@@ -67,6 +67,13 @@ def measured(rewards: Rewards | Tensor, rollout: Rollout) -> tuple[Rewards, Grou
     A reward of weight 0 is only watched: it is left out here, and its failures cost no sample.
     """
     rewards = named(rewards)
+    for name, x in rewards.items():
+        if x.ndim == 2 and rewards.weights[name]:
+            raise UserError(
+                f"reward {name!r} gives a number for every step, [B, K] = {list(x.shape)}, and this advantage compares "
+                "whole samples; use one that knows steps, such as process, group, flow_grpo, dance or gdpo"
+            )
+    rewards = Rewards({name: x for name, x in rewards.items() if x.ndim == 1}, rewards.weights)
     wrong = {name: tuple(x.shape) for name, x in rewards.items() if x.shape != rollout.group.shape}
     if wrong or not rewards:
         raise ValueError(f"rewards must be [B] = {tuple(rollout.group.shape)}, got {wrong or 'none'}")
@@ -80,8 +87,9 @@ def measured(rewards: Rewards | Tensor, rollout: Rollout) -> tuple[Rewards, Grou
 
 
 def finished(advantage: Tensor, rewards: Mapping[str, Tensor] | Tensor, present: Tensor) -> Tensor:
-    """[B, 1] in the precision of the rewards (at least float32), NaN where the sample is missing."""
+    """[B, 1] or [B, K] in the precision of the rewards (at least float32), NaN where the sample is missing."""
     dtype = torch.float32
     for reward in named(rewards).values():
         dtype = torch.promote_types(dtype, reward.dtype)
-    return torch.where(present, advantage, torch.nan).to(dtype)[:, None]
+    found = torch.where(present, advantage, torch.nan).to(dtype)
+    return found[:, None] if found.ndim == 1 else found

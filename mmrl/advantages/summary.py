@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmrl.advantages.groups import measured
+from mmrl.advantages.groups import measured, named
 from mmrl.advantages.normalise import moments
 from mmrl.distributed import all_sum
 from mmrl.types import Rewards, Rollout
@@ -19,6 +19,7 @@ def statistics(rewards: Rewards | Tensor, rollout: Rollout) -> dict[str, float]:
     ``samples/excluded`` those of them that could not be scored, and per reward ``reward/<name>/mean`` and
     ``reward/<name>/excluded``. Means leave excluded samples out and are NaN when nothing is left.
     """
+    rewards = named(rewards).per_row() if isinstance(rewards, dict) else rewards
     double, groups = measured(rewards, rollout)
     total, present = double.total(), groups.present
     there = groups.size() > 0

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from ..registry import REWARDS, Registry, UserError
+from ..registry import REWARDS, Registry, UserError, options
+from ..scoring.handling import Handled, Handling
+from .identity import identity
 from .schema import BAD, Resolved, construct, convert, resolve, resolve_call, resolve_named
 from .values import Place, show
 
@@ -51,7 +53,18 @@ def build_rewards(spec: Any, registry: Registry = REWARDS, where: str | Place = 
     problems: list[str] = []
     found = resolve_rewards(spec, registry, Place.of(where), problems)
     raise_all(problems)
-    return {name: Weighted(construct(one.reward), one.weight) for name, one in found.items()}
+    return {name: Weighted(_handled(name, one), one.weight) for name, one in found.items()}
+
+
+def _handled(name: str, one: Chosen) -> Callable:
+    """The reward, with what is done around it if anything is asked for."""
+    reward, handling = construct(one.reward), construct(one.handling)
+    if handling == Handling():
+        return reward
+    try:
+        return Handled(reward, handling, name, identity(one.reward))
+    except UserError as error:
+        raise UserError(one.handling.place.say(str(error))) from error
 
 
 @dataclass(frozen=True)
@@ -60,6 +73,7 @@ class Chosen:
 
     reward: Resolved
     weight: float
+    handling: Resolved
 
 
 def resolve_rewards(spec: Any, registry: Registry, place: Place, problems: list[str]) -> dict[str, Chosen]:
@@ -90,5 +104,16 @@ def _resolve_reward(name: Any, chosen: Any, registry: Registry, place: Place, pr
     if not isinstance(use, str):
         problems.append((place / name / "use").say(f"expected the name of a {registry.kind}, got {show(use)}"))
         return None
-    reward = resolve_named(use, chosen, registry, place / name, problems)
-    return None if reward is BAD else Chosen(reward, weight)
+    reward, handling = _split_options(use, chosen, registry, place / name, problems)
+    return None if BAD in (reward, handling) else Chosen(reward, weight, handling)
+
+
+def _split_options(use: str, chosen: dict, registry: Registry, place: Place, problems: list[str]) -> tuple[Any, Any]:
+    """The reward with its own options, and ``Handling`` with those that every reward has."""
+    try:
+        own = options(registry.find(use))
+    except Exception:  # what is wrong with it is said below
+        own = {}
+    common = [field.name for field in fields(Handling) if field.name in chosen and field.name not in own]
+    handling = resolve_call(Handling, {key: chosen.pop(key) for key in common}, place, problems)
+    return resolve_named(use, chosen, registry, place, problems), handling

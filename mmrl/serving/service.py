@@ -23,6 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from rewards._wire import BadInput, Limits, check_token, unpack
+from rewards.card import card_of
 
 from .. import __version__
 from ..config import Weighted
@@ -83,6 +84,9 @@ class Service:
         self.token = check_token(options.token or os.environ.get(TOKEN) or None)
         self.weights = {name: one.weight for name, one in rewards.items()}
         self.about = {name: describe_reward(one.reward) for name, one in rewards.items()}
+        for name, one in rewards.items():
+            if (of := card_of(one.reward).of) != "sample":
+                raise UserError(f"reward {name!r} judges {of}s, and requests hold single samples: it cannot be served")
         wait = options.wait_ms / 1000
         self.lanes = {name: Lane(name, one.reward, options.max_batch, wait) for name, one in rewards.items()}
         self.requests: Counter[int] = Counter()

@@ -1,0 +1,52 @@
+"""What a built object is made of, as one text: what a cache on disk must not confuse."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from .schema import Resolved
+
+HEAVY = 2**20  # a larger file is known by size and time, a smaller one by its content
+
+
+def identity(value: Any) -> str:
+    """Name and code of the class or function, all options, and the files they name; equal texts mean equal scores."""
+    if isinstance(value, Resolved):
+        entry = value.entry
+        return f"{entry.__module__}:{entry.__qualname__} {_code(entry)} {identity(value.options)}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {identity(value[key])}" for key in sorted(value, key=str)) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(identity, value)) + "]"
+    return f"{value!r}{_file(value)}" if isinstance(value, (str, Path)) else repr(value)
+
+
+def _code(entry: Any) -> str:
+    """Our own code changes with the version, a user's with every edit of its file."""
+    try:
+        source = Path(inspect.getsourcefile(entry) or "")
+        return f"{__version__} {sha256(source.read_bytes()).hexdigest()[:16]}"
+    except (OSError, TypeError):
+        return __version__
+
+
+def _file(name: str | Path) -> str:
+    """The content of a small file, size and time of a large one, of a folder those of the files in it."""
+    path = Path(str(name)).expanduser()
+    try:
+        found = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
+        return "".join(f" <{one.name} {_content(one)}>" for one in found[:1000] if one.is_file())
+    except (OSError, ValueError):
+        return ""
+
+
+def _content(file: Path) -> str:
+    known = file.stat()
+    if known.st_size <= HEAVY:
+        return sha256(file.read_bytes()).hexdigest()[:16]
+    return f"{known.st_size} {known.st_mtime_ns}"

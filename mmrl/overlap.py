@@ -1,0 +1,103 @@
+"""A rollout in parts: the rewards of one are computed while the next is sampled.
+
+Randomness is keyed by the row, so that the samples are those of one rollout, whatever the number of parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samplers.noise import Rng
+
+from .policies.base import Policy
+from .registry import UserError
+from .types import Media, Prompt, Rewards, Rollout
+
+EMPTY = "uncond"  # the condition of the empty prompt: one for all
+
+
+def draw(
+    policy: Policy, prompts: Sequence[Prompt], copies: int, rng: Rng, scorer: Callable, parts: int = 1
+) -> tuple[Rollout, Media, Callable[[], Rewards]]:
+    """What was sampled, as rollout and as media, and a function that waits for its rewards.
+
+    ``scorer``: a ``Scorer``; with one part any ``(media, prompts) -> Rewards``, called when the rewards are asked for.
+    """
+    parts = min(parts, len(prompts))
+    if parts < 2:
+        rollout = policy.rollout(list(prompts), copies, rng)
+        media = policy.decode(rollout)
+        return rollout, media, lambda: scored(scorer, media, rollout)
+    stream = scorer.stream(len(prompts) * copies)
+    done, decoded = [], []
+    for first, last in pairwise(i * len(prompts) // parts for i in range(parts + 1)):
+        part = policy.rollout(list(prompts[first:last]), copies, replace(rng, offset=rng.offset + first))
+        decoded.append(policy.decode(part))
+        done.append(part)
+        stream.put(decoded[-1], part.asked(), part.group + first)
+    return joined(done), together(decoded), stream.result
+
+
+def scored(scorer: Callable, media: Media, rollout: Rollout) -> Rewards:
+    """A ``Scorer`` is told which rows are a group; any other function guesses."""
+    if hasattr(scorer, "stream"):
+        return scorer(media, rollout.asked(), rollout.group)
+    return scorer(media, rollout.asked())
+
+
+def together(media: Sequence[Media]) -> Media:
+    """Samples of all parts, in order."""
+    if isinstance(media[0], Tensor):
+        return torch.cat(list(media))
+    return [item for part in media for item in part]
+
+
+def joined(parts: Sequence[Rollout]) -> Rollout:
+    """One rollout of the prompts of all. Shorter ones are padded behind with what no mask lets through."""
+    longest = max(part.mask.shape[1] for part in parts)
+    first, edges, rows = 0, 0, []
+    for part in parts:
+        part = padded(part, longest)
+        branch = None if part.branch is None else part.branch + edges
+        edges = edges if branch is None else int(branch.max()) + 1
+        rows.append(part.replace(group=part.group + first, branch=branch, cond=None))
+        first += len(part.prompts)
+    prompts = tuple(prompt for part in parts for prompt in part.prompts)
+    return Rollout.cat(rows).replace(prompts=prompts, cond=conditions([part.cond for part in parts]))
+
+
+def padded(rollout: Rollout, length: int) -> Rollout:
+    """Token rows of ``length`` decisions; rollouts with a path have the same number of steps anyway."""
+    have = rollout.mask.shape[1]
+
+    def pad(tensor: Tensor) -> Tensor:
+        if tensor.ndim < 2 or tensor.shape[1] != have:
+            return tensor
+        return torch.cat([tensor, tensor.new_zeros(len(tensor), length - have, *tensor.shape[2:])], 1)
+
+    return rollout if have == length else rollout.map(pad)
+
+
+def conditions(parts: Sequence[Any]) -> Any:
+    """The condition [P, *] of all prompts out of those of the parts."""
+    one = parts[0]
+    if isinstance(one, dict):
+        return {key: one[key] if key == EMPTY else conditions([part[key] for part in parts]) for key in one}
+    if isinstance(one, list):
+        return [item for part in parts for item in part]
+    if isinstance(one, tuple):
+        return tuple(conditions(items) for items in zip(*parts, strict=True))
+    if not isinstance(one, Tensor):
+        return one
+    if len({part.shape[1:] for part in parts}) > 1:
+        raise UserError(
+            "train.overlap: this policy encodes prompts of different lengths to tensors of different shapes, which "
+            "parts of a rollout cannot share; set train.overlap=1"
+        )
+    return torch.cat(list(parts))

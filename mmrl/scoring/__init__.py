@@ -1,0 +1,11 @@
+"""Rewards of a batch, in a way that no failure of a reward can pass for a low score; side by side, cached, placed.
+
+``Scorer`` is ``(media, prompts) -> Rewards``. What every reward gets without asking for it: no gradients, its own
+thread beside other rewards, its device, precision and batch size, a cache, and the rules for failures.
+"""
+
+from .attempt import as_values, brief
+from .handling import Handling
+from .scorer import Failures, Scorer, Stream
+
+__all__ = ["Failures", "Handling", "Scorer", "Stream", "as_values", "brief"]

@@ -1,0 +1,195 @@
+"""Values of a reward by the content of sample and prompt: in memory, and in a file that other runs find again.
+
+A key is the SHA-256 of the sample's bytes, of all fields of its prompt, and of what the reward is; a value that is not
+finite is never kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..paths import cache_dir
+from ..registry import UserError
+from ..types import Media, Prompt
+
+log = logging.getLogger(__name__)
+
+
+class Unhashable(Exception):
+    """A prompt or sample holds something whose content cannot be read."""
+
+
+class Cache:
+    """Values in memory, those unused longest forgotten first. ``hits`` and ``misses`` are counted in units."""
+
+    def __init__(self, entries: int, store: Store | None = None):
+        self.entries, self.store = entries, store
+        self.values: OrderedDict[bytes, Tensor] = OrderedDict()
+        self.hits = self.misses = 0
+
+    def key(self, media: Media, prompts: Sequence[Prompt], rows: Sequence[int]) -> bytes | None:
+        """Of the samples in ``rows``, asked for together; None if there is something in them that has no content."""
+        digest = sha256()
+        try:
+            for row in rows:
+                feed(digest, media[row])
+                feed(digest, {name: value for name, value in prompts[row].items() if name != "group"})
+        except Unhashable:
+            return None
+        return digest.digest()
+
+    def get(self, keys: Sequence[bytes | None]) -> dict[bytes, Tensor]:
+        """What is known of these."""
+        found = {}
+        for key in keys:
+            if key in self.values:
+                self.values.move_to_end(key)
+                found[key] = self.values[key]
+        if self.store:
+            more = self.store.get([key for key in keys if key is not None and key not in found])
+            self.remember(more)
+            found |= more
+        self.hits += sum(key in found for key in keys)
+        self.misses += sum(key not in found for key in keys)
+        return found
+
+    def put(self, values: Mapping[bytes, Tensor]) -> None:
+        kept = {key: value.clone() for key, value in values.items()}  # not a view that holds a whole batch
+        self.remember(kept)
+        if self.store:
+            self.store.put(kept)
+
+    def remember(self, values: Mapping[bytes, Tensor]) -> None:
+        self.values.update(values)
+        while len(self.values) > self.entries:
+            self.values.popitem(last=False)
+
+
+class Store:
+    """The same in an SQLite file, which several processes may use at once. A file that fails is left alone."""
+
+    def __init__(self, file: Path, entries: int):
+        self.file, self.entries, self.lock, self.broken = file, entries, threading.Lock(), False
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self.base = sqlite3.connect(file, timeout=30, check_same_thread=False, isolation_level=None)
+        self._do(self._create)
+
+    def _create(self) -> None:
+        self.base.execute("pragma journal_mode=wal")
+        self.base.execute("pragma synchronous=off")  # losing the last values costs time, nothing else
+        self.base.execute(
+            "create table if not exists scores (key blob primary key, used integer, shape text, value blob)"
+        )
+        self.base.execute("create index if not exists by_use on scores (used)")
+
+    def get(self, keys: Sequence[bytes]) -> dict[bytes, Tensor]:
+        return self._do(self._get, keys) or {}
+
+    def _get(self, keys: Sequence[bytes]) -> dict[bytes, Tensor]:
+        found, now = {}, time.time_ns()
+        for key in keys:
+            row = self.base.execute("select shape, value from scores where key = ?", (key,)).fetchone()
+            if row:
+                shape = [int(n) for n in row[0].split()]
+                found[key] = torch.from_numpy(np.frombuffer(row[1], "<f4").copy()).view(shape)
+        with self.base:
+            self.base.execute("begin")
+            self.base.executemany("update scores set used = ? where key = ?", [(now, key) for key in found])
+            self.base.execute("commit")
+        return found
+
+    def put(self, values: Mapping[bytes, Tensor]) -> None:
+        self._do(self._put, values)
+
+    def _put(self, values: Mapping[bytes, Tensor]) -> None:
+        now = time.time_ns()
+        rows = [(k, now, " ".join(map(str, v.shape)), v.numpy().astype("<f4").tobytes()) for k, v in values.items()]
+        with self.base:
+            self.base.execute("begin immediate")
+            self.base.executemany("insert or replace into scores values (?, ?, ?, ?)", rows)
+            (count,) = self.base.execute("select count(*) from scores").fetchone()
+            if count > self.entries:
+                oldest = "select key from scores order by used limit ?"
+                self.base.execute(f"delete from scores where key in ({oldest})", (count - self.entries,))
+            self.base.execute("commit")
+
+    def _do(self, call: Any, *args: Any) -> Any:
+        with self.lock:
+            if self.broken:
+                return None
+            try:
+                return call(*args)
+            except sqlite3.Error as error:
+                self.broken = True
+                log.warning("cache %s cannot be used and is left alone: %s", self.file, error)
+                return None
+
+
+def open_cache(kind: str | None, entries: int, identity: str | None, name: str) -> Cache | None:
+    if kind is None:
+        return None
+    if kind == "memory":
+        return Cache(entries)
+    if identity is None:
+        raise UserError(
+            f"reward {name!r}: a cache on disk needs to know what the reward is made of, which only a configuration "
+            "says; use cache: memory for a reward that code made"
+        )
+    return Cache(entries, Store(cache_dir() / "scores" / f"{sha256(identity.encode()).hexdigest()[:24]}.db", entries))
+
+
+def feed(digest: Any, value: Any) -> None:
+    """Put the content of a value into a hash, with its type, so that no two different ones look alike."""
+    if isinstance(value, Tensor):
+        data = value.detach().contiguous().cpu()
+        _tagged(digest, f"tensor {data.dtype} {list(data.shape)}", data.flatten().view(torch.uint8).numpy().data)
+    elif isinstance(value, np.ndarray) and value.dtype != object:
+        _tagged(digest, f"array {value.dtype.str} {value.shape}", np.ascontiguousarray(value).tobytes())
+    elif isinstance(value, (str, Path)):
+        _tagged(digest, f"text {stamp(value)}", str(value).encode(errors="surrogatepass"))
+        if getattr(value, "__dict__", None):  # a completion knows its length
+            feed(digest, vars(value))
+    elif value is None or isinstance(value, (bool, int, float, complex, bytes, np.generic)):
+        _tagged(digest, type(value).__name__, repr(value).encode())
+    elif isinstance(value, Mapping):
+        _tagged(digest, f"mapping {len(value)}", b"")
+        for key in sorted(value, key=str):
+            feed(digest, key)
+            feed(digest, value[key])
+    elif isinstance(value, (list, tuple)):
+        _tagged(digest, f"list {len(value)}", b"")
+        for item in value:
+            feed(digest, item)
+    elif hasattr(value, "tobytes") and hasattr(value, "mode") and hasattr(value, "size"):  # a PIL image
+        _tagged(digest, f"image {value.mode} {value.size}", value.tobytes())
+    else:
+        raise Unhashable(type(value).__name__)
+
+
+def stamp(text: str | Path) -> str:
+    """Size and time of the file, if this is the path of one: the same path may hold another picture tomorrow."""
+    if not str(text).startswith("/") or len(str(text)) > 4096 or "\0" in str(text):
+        return ""
+    try:
+        found = Path(text).stat()
+    except OSError:
+        return ""
+    return f"{found.st_size} {found.st_mtime_ns}"
+
+
+def _tagged(digest: Any, tag: str, content: Any) -> None:
+    size = content.nbytes if isinstance(content, memoryview) else len(content)
+    digest.update(f"{tag} {size}:".encode())
+    digest.update(content)

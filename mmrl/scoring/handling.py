@@ -1,0 +1,201 @@
+"""What is done for every reward, so that none does it itself: device, precision, batch size, offloading, cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Annotated, Any, Literal
+
+import torch
+from annotated_types import Ge
+from torch import Tensor, nn
+
+from rewards._precision import lowered
+from rewards.card import Card, card_of
+
+from ..registry import UserError
+from ..types import Media, Prompt, Reward
+from .attempt import as_values
+from .cache import Cache, open_cache
+
+DEPTH = 6  # how deep inside a reward's attributes its networks may be
+PLAIN = (str, bytes, int, float, bool, type(None), Tensor, type)
+
+
+@dataclass(frozen=True)
+class Handling:
+    """Options that every reward has besides its own; one of its own of the same name goes before these."""
+
+    device: str | None = None  # where its networks and its samples go; null: where they are
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # autocast; null: float32 without
+    batch_size: Annotated[int, Ge(1)] | None = None  # samples it sees at once; null: all
+    offload: bool = False  # its networks wait on the CPU while the policy samples and trains
+    cache: Literal["memory", "disk"] | None = None  # remember values by the content of sample and prompt
+    cache_entries: Annotated[int, Ge(1)] = 65536  # values remembered; those unused longest go first
+
+
+class Handled:
+    """A reward ``(media, prompts) -> [B]`` with its handling around it.
+
+    Args:
+        reward: the callable; its networks are found in its attributes.
+        handling: see there.
+        name: for messages.
+        identity: everything that its values depend on besides sample and prompt, for a cache on disk.
+    """
+
+    def __init__(self, reward: Reward, handling: Handling, name: str, identity: str | None = None):
+        self.reward, self.handling, self.name = reward, handling, name
+        self.cache: Cache | None = open_cache(handling.cache, handling.cache_entries, identity, name)
+        self.device = None if handling.device is None else checked(handling.device, name)
+        if self.device is not None:
+            for module in networks(reward):
+                module.to(self.device)
+
+    @classmethod
+    def of(cls, reward: Reward, handling: Handling | None, name: str) -> Handled:
+        """``reward`` itself if it is handled already and nothing else is asked for."""
+        if isinstance(reward, Handled) and handling is None:
+            return reward
+        return cls(reward, handling or Handling(), name)
+
+    @property
+    def card(self) -> Card:
+        return card_of(self.reward)
+
+    def __call__(self, media: Media, prompts: list[Prompt]) -> Any:
+        """What the reward says; a tensor [B] or [B, K] where it was asked in parts or remembers."""
+        if self.cache is None and self.handling.batch_size is None:
+            return self.ask(media, prompts)
+        units = self.units(prompts)
+        keys = [None] * len(units) if self.cache is None else [self.cache.key(media, prompts, unit) for unit in units]
+        found = {} if self.cache is None else self.cache.get(keys)
+        missing = [i for i, key in enumerate(keys) if key not in found]
+        values: dict[int, Tensor] = {i: found[key] for i, key in enumerate(keys) if key in found}
+        for part in packed(missing, units, self.handling.batch_size or len(prompts)):
+            rows = [row for i in part for row in units[i]]
+            answer = as_values(self.ask(*taken(media, prompts, rows)), len(rows), self.name, self.card.of)
+            fresh = dict(zip(part, answer.split([len(units[i]) for i in part]), strict=True))
+            values |= fresh
+            if self.cache is not None:
+                self.cache.put({keys[i]: value for i, value in fresh.items() if keys[i] and value.isfinite().all()})
+        return self.ordered(values, units, len(prompts))
+
+    def ask(self, media: Media, prompts: list[Prompt]) -> Any:
+        """The reward itself, where and as precisely as it should compute. It never sees the policy's autocast."""
+        if self.device is not None and isinstance(media, Tensor):
+            media = media.to(self.device)
+        place = media.device.type if isinstance(media, Tensor) else "cuda" if torch.cuda.is_available() else "cpu"
+        dtype = None if self.handling.dtype in (None, "float32") else getattr(torch, self.handling.dtype)
+        with torch.no_grad(), lowered(place, dtype) if dtype else torch.autocast(place, enabled=False):
+            return self.reward(media, prompts)
+
+    def units(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """What is asked for and remembered together: single rows, or the rows of a group for a reward of groups."""
+        if self.card.of != "group":
+            return [[row] for row in range(len(prompts))]
+        found: dict[Any, list[int]] = {}
+        for row, prompt in enumerate(prompts):
+            found.setdefault(prompt.get("group", 0), []).append(row)
+        return list(found.values())
+
+    def ordered(self, values: dict[int, Tensor], units: list[list[int]], count: int) -> Tensor:
+        steps = {value.shape[1:] for value in values.values()}
+        if len(steps) > 1:
+            raise UserError(f"reward {self.name!r} returned different numbers of steps: {sorted(map(list, steps))}")
+        result = torch.full((count, *next(iter(steps), ())), torch.nan)
+        for i, value in values.items():
+            result[units[i]] = value
+        return result
+
+    @contextmanager
+    def resident(self) -> Iterator[None]:
+        """With ``offload`` the networks are where they belong inside, and on the CPU afterwards."""
+        if not self.handling.offload:
+            yield
+            return
+        inside = [(module, home(module)) for module in networks(self.reward)]
+        if not hasattr(self, "homes"):
+            self.homes = {id(module): where for module, where in inside}
+        for module, where in inside:
+            module.to(self.homes.setdefault(id(module), where))
+        try:
+            yield
+        finally:
+            for module, _ in inside:
+                module.to("cpu")
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()  # what the policy may use now
+
+
+def home(module: nn.Module) -> torch.device:
+    first = next((tensor for tensor in [*module.parameters(), *module.buffers()]), torch.empty(0))
+    return first.device
+
+
+def checked(device: str, name: str) -> torch.device:
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"reward {name!r}: device {device!r} cannot be used: {reason}") from error
+
+
+def networks(reward: Any) -> list[nn.Module]:
+    """The outermost modules that a reward is, holds in its attributes, or has bound."""
+    found: list[nn.Module] = []
+    seen: set[int] = set()
+
+    def look(value: Any, depth: int) -> None:
+        if isinstance(value, PLAIN) or id(value) in seen or depth > DEPTH:
+            return
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            found.append(value)
+            return
+        for inner in held(value):
+            look(inner, depth + 1)
+
+    look(reward, 0)
+    return found
+
+
+def held(value: Any) -> Iterator[Any]:
+    """What a container, a bound function or an object holds."""
+    if isinstance(value, partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, (list, tuple)):
+        yield from value
+    elif hasattr(value, "__dict__") and not isinstance(value, ModuleType):
+        yield from vars(value).values()
+    if hasattr(value, "__self__"):
+        yield value.__self__
+
+
+def packed(missing: list[int], units: list[list[int]], size: int) -> Iterator[list[int]]:
+    """Units in parts of at most ``size`` rows; a unit that is larger comes alone."""
+    part: list[int] = []
+    rows = 0
+    for i in missing:
+        if part and rows + len(units[i]) > size:
+            yield part
+            part, rows = [], 0
+        part.append(i)
+        rows += len(units[i])
+    if part:
+        yield part
+
+
+def taken(media: Media, prompts: list[Prompt], rows: list[int]) -> tuple[Media, list[Prompt]]:
+    if rows == list(range(len(prompts))):
+        return media, prompts
+    first, last = rows[0], rows[-1]
+    if isinstance(media, Tensor):
+        whole = rows == list(range(first, last + 1))
+        return (media[first : last + 1] if whole else media[rows]), [prompts[row] for row in rows]
+    return [media[row] for row in rows], [prompts[row] for row in rows]

@@ -1,0 +1,181 @@
+"""All rewards of a run on a batch: side by side in threads, in one go or in parts that come while others are scored."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..registry import UserError, suggest
+from ..types import Media, Prompt, Reward, Rewards
+from .attempt import Attempt, Budget, brief
+from .handling import Handled, Handling
+from .worker import Worker
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Failures:
+    """What one reward could not score since the run began."""
+
+    count: int = 0  # samples
+    cause: str = ""  # of the last one: exception, message, file:line
+    prompt: str = ""  # of the last one
+    kinds: set[str] = field(default_factory=set)  # causes that have been logged
+
+
+class Scorer:
+    """``(media, prompts) -> Rewards`` with NaN where a sample could not be scored.
+
+    Several rewards are computed side by side, each in a thread of its own, so that a slow server does not wait for a
+    network; each sees its samples in order, so that the numbers are those of one after another.
+
+    Args:
+        rewards: by name, each ``(media, prompts) -> [B]``; lists and numpy arrays of numbers are taken too. A
+            reward judges each sample by itself unless its card says otherwise: after a failure it sees parts of the
+            batch.
+        weights: by name; 1 where none is given.
+        max_failures: the largest share of a batch that a reward may fail to score, 0 to 1.
+        handling: by name: device, precision, batch size, offloading and cache of a reward.
+
+    Attributes:
+        failures: name -> ``Failures``, over all calls so far; empty while all is well.
+        seconds: name -> seconds spent in that reward, over all calls so far.
+    """
+
+    def __init__(
+        self,
+        rewards: Mapping[str, Reward],
+        weights: Mapping[str, float] | None = None,
+        max_failures: float = 0.5,
+        handling: Mapping[str, Handling] = {},
+    ):
+        if not rewards:
+            raise UserError("no reward is given; name at least one, such as `reward: {clip_score: 1.0}`")
+        for name in weights or {}:
+            if name not in rewards:
+                raise UserError(f"a weight is given for reward {name!r}, which is not used; {suggest(name, rewards)}")
+        if not 0 <= max_failures <= 1:
+            raise UserError(f"max_failures is a share of the batch between 0 and 1, got {max_failures}")
+        self.rewards = {name: Handled.of(reward, handling.get(name), name) for name, reward in rewards.items()}
+        self.weights = {name: float((weights or {}).get(name, 1.0)) for name in rewards}
+        self.max_failures = max_failures
+        self.failures: dict[str, Failures] = {}
+        self.seconds = dict.fromkeys(rewards, 0.0)
+        self.workers = {name: Worker(f"reward {name}") for name in rewards}
+
+    def __call__(
+        self, media: Media, prompts: Sequence[Prompt], groups: Sequence[int] | Tensor | None = None
+    ) -> Rewards:
+        """Score B samples; the values are float32 [B] (of a step reward [B, K]) on the CPU.
+
+        ``groups`` [B]: equal numbers are answers to one prompt; without it, neighbours with one prompt are a group.
+
+        Raises:
+            UserError: more than ``max_failures`` of the batch cannot be scored, or a reward does not keep its contract.
+        """
+        stream = self.stream(len(prompts), beside=len(self.rewards) > 1)
+        stream.put(media, prompts, groups)
+        return stream.result()
+
+    def stream(self, rows: int, beside: bool = True) -> Stream:
+        """Scores a batch of ``rows`` samples in parts, as they come; ``beside``: in threads meanwhile."""
+        return Stream(self, rows, beside)
+
+    def score(self, name: str, media: Media, prompts: list[Prompt], groups: Sequence[int], budget: Budget) -> Tensor:
+        """One reward of one part, counted and timed."""
+        attempt = Attempt(name, self.rewards[name], media, prompts, groups, budget)
+        start = time.perf_counter()
+        try:
+            with torch.no_grad():
+                return attempt.score()
+        finally:
+            self.seconds[name] += time.perf_counter() - start
+            self._report(name, attempt)
+
+    def _report(self, name: str, attempt: Attempt) -> None:
+        for row, cause in attempt.causes.items():
+            seen = self.failures.setdefault(name, Failures())
+            seen.count += 1
+            seen.cause, seen.prompt = cause.text, brief(attempt.prompts[row])
+            if cause.kind not in seen.kinds:
+                seen.kinds.add(cause.kind)
+                log.warning(
+                    "reward %r could not score a sample, which is left out: %s; prompt: %s (shown once for this cause)",
+                    name, seen.cause, seen.prompt,
+                )  # fmt: skip
+
+
+class Stream:
+    """A batch that comes in parts. Every part holds whole groups; the parts of a reward are scored in order."""
+
+    def __init__(self, scorer: Scorer, rows: int, beside: bool):
+        self.scorer, self.beside = scorer, beside
+        self.budgets = {name: Budget(rows, scorer.max_failures * rows) for name in scorer.rewards}
+        self.parts: dict[str, list[Future]] = {name: [] for name in scorer.rewards}
+        self._resident = ExitStack()
+        for reward in scorer.rewards.values():
+            self._resident.enter_context(reward.resident())
+
+    def put(self, media: Media, prompts: Sequence[Prompt], groups: Sequence[int] | Tensor | None = None) -> None:
+        """Hand over the next samples. Without threads they are scored before it returns."""
+        prompts = list(prompts)
+        if len(media) != len(prompts):
+            raise ValueError(f"{len(media)} samples but {len(prompts)} prompts")
+        numbers = neighbours(prompts) if groups is None else torch.as_tensor(groups).tolist()
+        for name, done in self.parts.items():
+            job = self.scorer.score, name, media, prompts, numbers, self.budgets[name]
+            done.append(self.scorer.workers[name].submit(*job) if self.beside else now(*job))
+
+    def result(self) -> Rewards:
+        """The values of all parts in the order in which they came; raises what a reward raised, the first by name."""
+        with self._resident:
+            for future in (one for done in self.parts.values() for one in done):
+                future.exception()  # everybody finishes, so that nothing of this batch runs into the next
+            found = {name: [one.result() for one in done] for name, done in self.parts.items()}
+        return Rewards({name: joined(name, parts) for name, parts in found.items()}, self.scorer.weights)
+
+
+def now(call, *args) -> Future:
+    """The outcome of a call that was made at once."""
+    future: Future = Future()
+    try:
+        future.set_result(call(*args))
+    except Exception as error:
+        future.set_exception(error)
+    return future
+
+
+def joined(name: str, parts: list[Tensor]) -> Tensor:
+    """[B] or [B, K]; a part of which a step reward could say nothing has no K of its own."""
+    steps = {part.shape[1] for part in parts if part.ndim == 2}
+    if len(steps) > 1:
+        raise UserError(f"reward {name!r} returned different numbers of steps in one batch: {sorted(steps)}")
+    if steps:
+        parts = [part if part.ndim == 2 else part[:, None].expand(-1, *steps) for part in parts]
+    return torch.cat(parts) if parts else torch.zeros(0)
+
+
+def neighbours(prompts: Sequence[Prompt]) -> list[int]:
+    """[B] numbers, equal for neighbours with the same prompt."""
+    found = [0] * len(prompts)
+    for row in range(1, len(prompts)):
+        found[row] = found[row - 1] + (not alike(prompts[row - 1], prompts[row]))
+    return found
+
+
+def alike(one: Prompt, other: Prompt) -> bool:
+    """The same object, or equal; what cannot be compared (arrays) is not equal."""
+    if one is other:
+        return True
+    try:
+        return bool(one == other)
+    except (ValueError, RuntimeError):
+        return False

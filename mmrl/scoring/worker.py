@@ -1,0 +1,45 @@
+"""A thread that does one thing after another and may die with the process, for a reward that takes its time."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+Jobs = queue.SimpleQueue
+
+
+class Worker:
+    """Calls in the order in which they were submitted. The thread starts with the first and ends with the object."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self._jobs: Jobs | None = None
+
+    def submit(self, call: Callable[..., Any], *args: Any) -> Future:
+        if self._jobs is None:
+            self._jobs = Jobs()
+            device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+            threading.Thread(target=_run, args=(self._jobs, device), name=self.name, daemon=True).start()
+            weakref.finalize(self, self._jobs.put, None)
+        future: Future = Future()
+        self._jobs.put((future, call, args))
+        return future
+
+
+def _run(jobs: Jobs, device: int | None) -> None:
+    if device is not None:
+        torch.cuda.set_device(device)  # a thread's own setting, which begins at 0 on every process
+    while (job := jobs.get()) is not None:
+        future, call, args = job
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(call(*args))
+            except BaseException as error:  # whoever waits for it says what it was
+                future.set_exception(error)
+        del job, future, call, args  # samples are not kept while the thread waits
