@@ -159,7 +159,7 @@ def _listed(found: Parsed[Any], size: int) -> Parsed[list[Shape]]:
     if found.value is None:
         return UNPARSEABLE
     value = found.value
-    entries = value if isinstance(value, list) and _numbers(value, size) is None else [value]
+    entries = value if isinstance(value, list) and numbers_of(value, size) is None else [value]
     shapes: list[Shape] = []
     dropped = False
     for entry in entries:
@@ -171,7 +171,7 @@ def _listed(found: Parsed[Any], size: int) -> Parsed[list[Shape]]:
 
 def _entry(entry: Any, size: int) -> Iterator[Shape]:
     """The shapes of one entry: four numbers, a record with a box, or a mapping of names to boxes."""
-    values = _numbers(entry, size)
+    values = numbers_of(entry, size)
     if values:
         yield Shape(values)
         return
@@ -201,13 +201,13 @@ def _turned(values: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def _many(value: Any, size: int) -> list[tuple[float, ...]]:
-    one = _numbers(value, size)
+    one = numbers_of(value, size)
     if one:
         return [one]
-    return [v for v in (_numbers(part, size) for part in value) if v] if isinstance(value, list) else []
+    return [v for v in (numbers_of(part, size) for part in value) if v] if isinstance(value, list) else []
 
 
-def _numbers(value: Any, size: int) -> tuple[float, ...] | None:
+def numbers_of(value: Any, size: int) -> tuple[float, ...] | None:
     """``size`` numbers, or for a box also two pairs of them."""
     if not isinstance(value, (list, tuple)):
         return None

@@ -1,0 +1,265 @@
+"""``point`` and ``gui``: is the point, or the action, the right one?"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from annotated_types import Ge, Gt, Le
+
+from mmrl.registry import REWARDS
+from rewards.card import card
+from rewards.vision import boxes as geometry
+from rewards.vision.answers import NUMBER, Status, fenced, final, loose_json, normal, worst
+from rewards.vision.base import (
+    Prompt,
+    Unscorable,
+    Verdict,
+    Verifiable,
+    count_status,
+    finite,
+    in_answer,
+    in_truth,
+    need,
+    tagged,
+    true_boxes,
+)
+from rewards.vision.coords import scale, truth_space
+from rewards.vision.shapes import Shape, points
+
+Form = Literal["inside", "gaussian", "distance"]
+CLICKS = {"click", "tap", "left click", "double click", "right click", "long press", "press", "select", "hover"}
+TYPING = {"type", "input", "input text", "write", "enter text", "open app", "answer"}
+WORDS = ("text", "value", "content", "input", "direction", "app", "key")
+
+
+def true_points(prompt: Prompt) -> np.ndarray:
+    """[M, 2] of ``points``, or of ``point``."""
+    given = prompt.get("points")
+    given = given if given is not None else [need(prompt, "point")]
+    return np.array([finite(one, 2, "points") for one in given], dtype=np.float64).reshape(-1, 2)
+
+
+def pixels(prompt: Prompt) -> np.ndarray:
+    """[2] factors from the space of the right answers to pixels of the original, where its size is known."""
+    try:
+        return np.array(scale(prompt, truth_space(prompt), "original"))
+    except Unscorable:
+        return np.ones(2)
+
+
+def inside(found: np.ndarray, boxes: np.ndarray) -> np.ndarray:
+    """[N, 2], [M, 4] -> [N, M]: 1 where the point lies in the box or on its border."""
+    return ((found[:, None] >= boxes[None, :, :2]) & (found[:, None] <= boxes[None, :, 2:])).all(-1).astype(float)
+
+
+def gaussian(found: np.ndarray, boxes: np.ndarray, spread: float) -> np.ndarray:
+    """[N, M]: exp(-d^2 / 2) with d the distance from the middle in units of ``spread`` times the sides (GUI-G2)."""
+    middle, sides = (boxes[:, :2] + boxes[:, 2:]) / 2, boxes[:, 2:] - boxes[:, :2]
+    off = (found[:, None] - middle[None]) / (spread * sides[None])
+    return np.exp(-0.5 * (off**2).sum(-1))
+
+
+def near(found: np.ndarray, right: np.ndarray, radius: float) -> np.ndarray:
+    """[N, 2], [M, 2] in pixels -> [N, M]: 1 - distance / radius, not below 0."""
+    return np.clip(1 - np.linalg.norm(found[:, None] - right[None], axis=-1) / radius, 0, None)
+
+
+class Pointing:
+    """How well points hit what is asked for: boxes if the prompt has them, else points. Options as in ``point``."""
+
+    def __init__(self, form: Form, radius: float, spread: float):
+        self.form, self.radius, self.spread = form, radius, spread
+
+    def scores(self, found: np.ndarray, prompt: Prompt) -> np.ndarray:
+        """[N, 2] in the space of the right answers -> [N, M] in 0..1."""
+        to_pixels = pixels(prompt)
+        if prompt.get("boxes") is None:
+            distance = near(found * to_pixels, true_points(prompt) * to_pixels, self.radius)
+            return (distance > 0).astype(float) if self.form == "inside" else distance
+        right = true_boxes(prompt)
+        if self.form == "inside":
+            return inside(found, right)
+        if self.form == "gaussian":
+            return gaussian(found, right, self.spread)
+        middle = (right[:, :2] + right[:, 2:]) / 2
+        return near(found * to_pixels, middle * to_pixels, self.radius)
+
+
+def targets(prompt: Prompt) -> np.ndarray:
+    """[M, 2] points that score the maximum."""
+    if prompt.get("boxes") is None:
+        return true_points(prompt)
+    right = true_boxes(prompt)
+    return (right[:, :2] + right[:, 2:]) / 2
+
+
+@REWARDS.register("point")
+@card(media="text", low=0, high=1, source="GUI-R1 (arXiv:2504.10458), GUI-G2 (arXiv:2507.15846)")
+class Point(Verifiable):
+    """Points that lie in the right boxes, or near the right points (``boxes``, or ``point`` / ``points``).
+
+    Points and targets are paired one to one with the largest sum; reward = sum / max(number said, number right), so a
+    second click never pays. An answer of boxes counts as their centres.
+
+    Args:
+        form: "inside": 1 in the box (or within ``radius`` of the point); "gaussian": falls with the distance from the
+            middle of the box in units of its sides (GUI-G2; at points as "distance"); "distance": 1 - d / radius.
+        radius: pixels of the original image; 140 is GUI-R1's.
+        spread: standard deviation of the Gaussian, in sides of the box.
+    """
+
+    spatial = True
+
+    def __init__(
+        self, form: Form = "inside", radius: Annotated[float, Gt(0)] = 140.0, spread: Annotated[float, Gt(0)] = 0.5
+    ):
+        self.pointing = Pointing(form, radius, spread)
+
+    def judge(self, text: str, prompt: Prompt) -> Verdict:
+        wanted, parsed = targets(prompt), points(text)
+        if parsed.value is None:
+            return Verdict(0.0, parsed.status)
+        found, states = in_truth(parsed.value, prompt)
+        status = count_status(worst(parsed.status, *states), len(found), len(wanted))
+        if not len(found) or not len(wanted):
+            return Verdict(float(len(found) == len(wanted)), status)
+        scores = self.pointing.scores(found, prompt)
+        return Verdict(float(sum(scores[pair] for pair in geometry.assign(scores)) / max(scores.shape)), status)
+
+    def right_answer(self, prompt: Prompt) -> str:
+        return tagged(json.dumps([{"point_2d": in_answer(one, prompt)} for one in targets(prompt)]))
+
+    def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
+        right = [in_answer(one, prompt) for one in targets(prompt)]
+        spam = [*right, *([x + 2 * i, y + 2 * i] for x, y in right[:1] for i in range(1, 9))]
+        return {"spam of points": tagged(json.dumps(spam)), "no points": tagged("[]")} if right else {}
+
+
+@REWARDS.register("gui")
+@card(media="text", needs="action", low=0, high=1, source="UI-R1 (arXiv:2503.21620), GUI-R1 (arXiv:2504.10458)")
+class Gui(Verifiable):
+    """The right action of a graphical interface: its type, and the place of a click or the text of an input.
+
+    ``action`` of the prompt is a name (``click``) or a record (``{"type": "type", "text": "hello"}``); a click's target
+    is in ``boxes`` or ``point``. The answer is JSON (``{"action": "click", "point": [x, y]}``, also ``coordinate``,
+    ``action_type``, ``text`` ...) or a call (``click(120, 40)``, ``type("hello")``).
+
+    reward = type_weight * [type is right] + (1 - type_weight) * [type is right] * argument: a right place with a wrong
+    type earns nothing. An action without an argument is judged by its type alone.
+
+    Args:
+        type_weight: share of the type; 0.5 is the proportion of UI-R1.
+        form, radius, spread: of a click, as in ``point``.
+        text_threshold: similarity of a text below which it earns nothing (1: only the exact text counts).
+    """
+
+    spatial = True
+
+    def __init__(
+        self,
+        type_weight: Annotated[float, Ge(0), Le(1)] = 0.5,
+        form: Form = "inside",
+        radius: Annotated[float, Gt(0)] = 140.0,
+        spread: Annotated[float, Gt(0)] = 0.5,
+        text_threshold: Annotated[float, Ge(0), Le(1)] = 0.5,
+    ):
+        self.type_weight, self.text_threshold = type_weight, text_threshold
+        self.pointing = Pointing(form, radius, spread)
+
+    def judge(self, text: str, prompt: Prompt) -> Verdict:
+        wanted, (found, status) = true_action(prompt), said_action(text)
+        if found is None:
+            return Verdict(0.0, "unparseable")
+        judged = self._argument(found, wanted, prompt)  # the prompt must be sound whatever was answered
+        if kind(found) != kind(wanted):
+            return Verdict(0.0, status)
+        argument, more = judged
+        return Verdict(self.type_weight + (1 - self.type_weight) * argument, worst(status, more))
+
+    def _argument(self, found: dict, wanted: dict, prompt: Prompt) -> tuple[float, Status]:
+        words = said_words(wanted)
+        if kind(wanted) in CLICKS:
+            place = _place(found)
+            if place is None:
+                targets(prompt)
+                return 0.0, "unparseable"
+            at, states = in_truth([place], prompt)
+            return float(self.pointing.scores(at, prompt).max(initial=0.0)), states[0]
+        if words is None:
+            return 1.0, "ok"
+        from rapidfuzz.distance import Levenshtein
+
+        near = Levenshtein.normalized_similarity(normal(said_words(found) or ""), normal(words))
+        return float(near) if near >= self.text_threshold and said_words(found) else 0.0, "ok"
+
+    def right_answer(self, prompt: Prompt) -> str:
+        action = {"action": kind(true_action(prompt))}
+        if action["action"] in CLICKS:
+            action["point"] = in_answer(targets(prompt)[0], prompt)
+        words = said_words(true_action(prompt))
+        return tagged(json.dumps(action | ({"text": words} if words is not None else {})))
+
+    def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
+        right = kind(true_action(prompt))
+        found = {"another action": tagged(json.dumps({"action": "scroll" if right != "scroll" else "click"}))}
+        if right in CLICKS:
+            found["a click nowhere"] = tagged(json.dumps({"action": right, "point": [-1e6, -1e6]}))
+            found["a click without a place"] = tagged(json.dumps({"action": right}))
+        return found
+
+
+def kind(action: dict[str, Any]) -> str:
+    """The type of an action, ``left_click`` as ``left click``."""
+    return normal(next((action[key] for key in ("action", "action_type", "type", "name") if key in action), ""))
+
+
+def said_words(action: dict[str, Any]) -> str | None:
+    """The text of an input, the direction of a scroll, the name of an app or key."""
+    found = next((action[key] for key in WORDS if action.get(key) not in (None, "")), None)
+    return None if found is None or isinstance(found, (dict, list)) else str(found)
+
+
+def true_action(prompt: Prompt) -> dict[str, Any]:
+    given = need(prompt, "action")
+    action = {"action": given} if isinstance(given, str) else given
+    if not isinstance(action, dict) or not kind(action):
+        raise Unscorable(f'"action" is {given!r}; expected a name or {{"type": ..., "text": ...}}')
+    return action
+
+
+def said_action(text: str) -> tuple[dict[str, Any] | None, Status]:
+    """The one action of an answer; a list of several is none."""
+    answer = final(text)
+    body = fenced(answer.value)
+    if "{" in body:
+        found = loose_json(body)
+        value = found.value[0] if isinstance(found.value, list) and len(found.value) == 1 else found.value
+        if not isinstance(value, dict):
+            return None, "unparseable"
+        inner = value.get("arguments") or value.get("parameters")
+        value = {**value, **inner} if isinstance(inner, dict) else value
+        return ({str(k).casefold(): v for k, v in value.items()}, worst(answer.status, found.status))
+    call = re.fullmatch(r"(?:pyautogui\.)?([A-Za-z_]+)\s*(?:\((.*)\))?", body.strip(), flags=re.S)
+    if not call:
+        return None, "unparseable"
+    inside = (call[2] or "").strip()
+    numbers = re.fullmatch(rf"(?:x\s*=\s*)?[\[(]?\s*({NUMBER})\s*,\s*(?:y\s*=\s*)?({NUMBER})\s*[\])]?", inside)
+    if numbers:
+        return {"action": call[1], "point": [float(numbers[1]), float(numbers[2])]}, answer.status
+    words = re.sub(r"^\w+\s*=\s*", "", inside).strip("\"' ")
+    return {"action": call[1]} | ({"text": words} if words else {}), answer.status
+
+
+def _place(action: dict[str, Any]) -> Shape | None:
+    """Where a click goes; a box counts as its middle."""
+    keys = ("point", "coordinate", "coordinates", "position", "point_2d", "bbox", "bbox_2d", "box")
+    given = next((action[key] for key in keys if key in action), None)
+    if given is None and "x" in action and "y" in action:
+        given = [action["x"], action["y"]]
+    found = points(json.dumps(given)) if given is not None else None
+    one = found.value[0] if found and found.value and len(found.value) == 1 else None
+    return one if one and all(math.isfinite(v) for v in one.values) else None
