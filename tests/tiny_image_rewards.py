@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from tests.tiny_qwen_rewards import save_hpsv3, save_video_align
 from tests.tiny_rewards import save_tiny_clip
+from tests.tiny_vlms import folder
 
 WORDS = ["a", "red", "seven", "blue", "two", "above", "green", "nine", "nothing", "at", "all", "three"]
 
@@ -160,6 +162,38 @@ def save_mps(folder: Path) -> tuple[str, str]:
     return str(folder / "mps.safetensors"), clip
 
 
+def save_yolos(folder: Path) -> str:
+    """A detector without a backbone of its own."""
+    from transformers import YolosConfig, YolosForObjectDetection, YolosImageProcessor
+
+    config = YolosConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+                         image_size=[32, 32], patch_size=8, num_detection_tokens=12,
+                         id2label={0: "cat", 1: "mouse"}, label2id={"cat": 0, "mouse": 1})  # fmt: skip
+    seeded(lambda: YolosForObjectDetection(config)).save_pretrained(folder)
+    YolosImageProcessor(size={"shortest_edge": 32, "longest_edge": 64}).save_pretrained(folder)
+    return str(folder)
+
+
+def save_mask2former(folder: Path, size: int = 64) -> str:
+    from transformers import (
+        Mask2FormerConfig,
+        Mask2FormerForUniversalSegmentation,
+        Mask2FormerImageProcessor,
+        SwinConfig,
+    )
+
+    swin = SwinConfig(image_size=size, embed_dim=16, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], window_size=2,
+                      out_features=["stage1", "stage2", "stage3", "stage4"])  # fmt: skip
+    config = Mask2FormerConfig(backbone_config=swin, feature_size=32, mask_feature_size=32, hidden_dim=32,
+                               encoder_feedforward_dim=32, encoder_layers=1, decoder_layers=2, num_attention_heads=2,
+                               dim_feedforward=32, num_queries=6,
+                               id2label={0: "cat", 1: "remote", 2: "dog"}, label2id={"cat": 0, "remote": 1, "dog": 2},
+                               )  # fmt: skip
+    seeded(lambda: Mask2FormerForUniversalSegmentation(config), spread=1.5).save_pretrained(folder)
+    Mask2FormerImageProcessor(size={"height": size, "width": size}).save_pretrained(folder)
+    return str(folder)
+
+
 CPU = {"device": "cpu"}
 
 TINY_OPTIONS: dict[str, Callable[[Path], dict]] = {
@@ -172,6 +206,12 @@ TINY_OPTIONS: dict[str, Callable[[Path], dict]] = {
     "nsfw_penalty": lambda tmp: {"model": save_vit_classifier(tmp / "vit"), **CPU},
     "safety_checker": lambda tmp: {"model": save_safety_checker(tmp / "checker"), "penalty": "margin", **CPU},
     "image_reward": lambda tmp: tiny_image_reward(tmp),
+    "geneval": lambda tmp: {"detector": save_yolos(tmp / "yolos"), "clip": save_tiny_clip(tmp / "clip"), **CPU},
+    "ocr": lambda tmp: {"field": "word", "threads": 1},
+    "vqa_score": lambda tmp: {"model": str(folder("qwen2_vl")), "dtype": "float32", **CPU},
+    "tifa": lambda tmp: {"model": str(folder("qwen2_vl")), "dtype": "float32", **CPU},
+    "hpsv3": lambda tmp: save_hpsv3(tmp),
+    "video_align": lambda tmp: save_video_align(tmp),
     "mps": lambda tmp: dict(zip(("weights", "clip"), save_mps(tmp))) | CPU,
 }
 

@@ -1,0 +1,101 @@
+"""Objects in a picture by a detector of transformers: boxes, scores, names, and masks where the model makes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from rewards._hf import Eyes, Precision, load_model, load_processor, to_pil
+
+MOST = 100  # objects of a picture before thresholds
+INSTANCES = ("mask2former",)
+GENEVAL_NAMES = {  # COCO's names in the detectors -> GenEval's
+    "mouse": "computer mouse", "remote": "tv remote", "keyboard": "computer keyboard", "aeroplane": "airplane",
+    "motorbike": "motorcycle", "sofa": "couch", "pottedplant": "potted plant", "diningtable": "dining table",
+    "tvmonitor": "tv", "hair dryer": "hair drier", "television": "tv",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Found:
+    """One object: ``box`` [4] as left, top, right, bottom in pixels, ``mask`` [H, W] bool or None."""
+
+    name: str
+    score: float
+    box: Tensor
+    mask: Tensor | None = None
+
+
+class Detector:
+    """Mask2Former (as GenEval's) or any object detection model (DETR, RT-DETR, ...), hub id or folder."""
+
+    def __init__(self, model: str, device: str = "auto", dtype: Precision = "float32"):
+        config = load_processor("AutoConfig", model)
+        self.masks = config.model_type in INSTANCES
+        kind = "AutoModelForUniversalSegmentation" if self.masks else "AutoModelForObjectDetection"
+        self.model = load_model(kind, model, device, dtype)
+        self.processor = Eyes(model, "pil").processor
+        labels = {place: name.lower() for place, name in config.id2label.items()}
+        self.names = {place: GENEVAL_NAMES.get(name, name) for place, name in labels.items()}
+
+    @torch.no_grad()
+    def __call__(self, pictures: Tensor) -> list[list[Found]]:
+        """[N, 3, H, W] in 0..1 -> the objects of each, best first, not thresholded."""
+        size = tuple(pictures.shape[-2:])
+        inputs = self.processor(images=to_pil(pictures), return_tensors="pt").to(self.model.device)
+        kept = {name: inputs[name] for name in ("pixel_values", "pixel_mask") if name in inputs}
+        kept["pixel_values"] = kept["pixel_values"].to(self.model.dtype)
+        outputs = self.model(**kept)
+        if self.masks:
+            return [self.instances(*row, size) for row in zip(*(part.float() for part in (
+                outputs.class_queries_logits, outputs.masks_queries_logits)), shown(kept), strict=True)]  # fmt: skip
+        rows = self.processor.post_process_object_detection(outputs, threshold=0.0, target_sizes=[size] * len(pictures))
+        return [self.boxes(row, size) for row in rows]
+
+    def boxes(self, row: dict[str, Tensor], size: tuple[int, int]) -> list[Found]:
+        order = row["scores"].argsort(descending=True)[:MOST].tolist()
+        limit = torch.tensor([size[1], size[0]] * 2)
+        boxes = row["boxes"].cpu().clamp(min=0).minimum(limit)
+        return [Found(self.names[int(row["labels"][i])], float(row["scores"][i]), boxes[i]) for i in order]
+
+    def instances(
+        self, classes: Tensor, masks: Tensor, part: tuple[float, float], size: tuple[int, int]
+    ) -> list[Found]:
+        """Mask2Former's rule: class probability times the mean probability inside the mask (arXiv:2112.01527, A.2).
+
+        Args:
+            classes: [Q, C + 1] logits, the last class is "nothing".
+            masks: [Q, h, w] logits, over the picture and its padding.
+            part: share of height and width of ``masks`` that is the picture.
+            size: height and width of the picture.
+        """
+        chances = classes.softmax(-1)[:, :-1]  # [Q, C]
+        scores, places = chances.flatten().topk(min(MOST, chances.numel()))
+        queries, labels = places // chances.shape[1], places % chances.shape[1]
+        whole = (round(size[0] / part[0]), round(size[1] / part[1]))
+        full = nnf.interpolate(masks[None], whole, mode="bilinear", align_corners=False)[0, :, : size[0], : size[1]]
+        found = []
+        for score, query, label in zip(scores.tolist(), queries.tolist(), labels.tolist(), strict=True):
+            inside = full[query] > 0
+            if inside.any():
+                sure = full[query][inside].sigmoid().sum() / (inside.sum() + 1e-6)
+                found.append(Found(self.names[label], score * float(sure), box_of(inside), inside.cpu()))
+        return sorted(found, key=lambda one: -one.score)
+
+
+def shown(inputs: dict[str, Tensor]) -> list[tuple[float, float]]:
+    """For each picture the share of the padded height and width that it fills."""
+    height, width = inputs["pixel_values"].shape[-2:]
+    if "pixel_mask" not in inputs:
+        return [(1.0, 1.0)] * len(inputs["pixel_values"])
+    masks = inputs["pixel_mask"].bool()
+    return [(int(m.any(1).sum()) / height, int(m.any(0).sum()) / width) for m in masks]
+
+
+def box_of(mask: Tensor) -> Tensor:
+    """[H, W] bool -> [4] left, top, right, bottom; right and bottom are one past the last pixel."""
+    rows, columns = mask.any(1).nonzero()[:, 0], mask.any(0).nonzero()[:, 0]
+    return torch.tensor([int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1], dtype=torch.float32)

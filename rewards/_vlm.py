@@ -1,0 +1,54 @@
+"""A vision-language model of transformers asked about pictures: what comes next, how likely an answer is.
+
+The model is the same object as that of a ``local`` judge with the same path, precision and device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rewards._clip import pick_device
+from rewards._hf import Precision, to_pil
+from rewards.local_vlm import load
+
+
+class LocalVLM:
+    """A model with its processor; pictures go through PIL, questions through the chat template if there is one."""
+
+    def __init__(self, model: str, device: str = "auto", dtype: Precision = "bfloat16"):
+        self.model, self.processor = load(model, dtype, str(pick_device(device)))
+        self.tokenizer = self.processor.tokenizer
+        self.tokenizer.padding_side = "left"
+
+    def next_token(self, pictures: Tensor, questions: list[str]) -> Tensor:
+        """[N, 3, H, W] in 0..1 and N questions -> [N, V] log-probabilities of the first token of the answer."""
+        return self._logits(pictures, questions, [""] * len(questions))[:, -1].log_softmax(-1)
+
+    def likelihood(self, pictures: Tensor, questions: list[str], answers: list[str]) -> Tensor:
+        """[N] mean log-probability of the tokens of each answer."""
+        ids = [self.tokenizer(answer, add_special_tokens=False).input_ids for answer in answers]
+        logits = self._logits(pictures, questions, answers).log_softmax(-1)  # padded on the left: answers end each row
+        rows = []
+        for row, tokens in zip(logits, ids, strict=True):
+            steps = row[-len(tokens) - 1 : -1]
+            rows.append(steps.gather(1, torch.tensor(tokens, device=row.device)[:, None]).mean())
+        return torch.stack(rows)
+
+    def first_token(self, answer: str) -> int:
+        return self.tokenizer(answer, add_special_tokens=False).input_ids[0]
+
+    @torch.no_grad()
+    def _logits(self, pictures: Tensor, questions: list[str], answers: list[str]) -> Tensor:
+        texts = [self.write(question) + answer for question, answer in zip(questions, answers, strict=True)]
+        images = [[image] for image in to_pil(pictures)]
+        batch = self.processor(text=texts, images=images, padding=True, return_tensors="pt").to(self.model.device)
+        for name, value in batch.items():
+            if value.is_floating_point():
+                batch[name] = value.to(self.model.dtype)
+        return self.model(**batch, use_cache=False).logits.float()
+
+    def write(self, question: str) -> str:
+        """The question after a picture, as the model wants it written, up to where its answer begins."""
+        message = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
+        return self.processor.apply_chat_template(message, tokenize=False, add_generation_prompt=True)

@@ -1,0 +1,203 @@
+"""GenEval: are the asked objects there, so many, of that colour, at that place (Ghosh et al. 2023, arXiv:2310.11513).
+
+The protocol works on what a detector finds; ``published`` is the benchmark's verdict, ``strict`` and ``partial`` are
+the forms that Flow-GRPO trains on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.nn.functional as nnf
+from annotated_types import Ge, Interval
+from torch import Tensor
+
+from mmrl.registry import REWARDS, UserError, suggest
+from rewards._clip import load_clip
+from rewards._detect import Detector, Found
+from rewards._frames import each_frame
+from rewards._hf import Precision
+from rewards._media import to_uint8
+from rewards._prompt import field_of
+from rewards.card import card
+
+COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
+COLOR_TEXTS = ("a photo of a {color} {name}", "a photo of a {color}-colored {name}", "a photo of a {color} object")
+GREY = 0x99 / 255  # what stands around an object when its colour is looked at
+NEAR = 0.1  # share of both sizes by which objects may overlap along an axis and still count as level
+Seen = dict[str, list[Found]]
+Colors = Callable[[list[Found], str], list[str]]
+Share = Annotated[float, Interval(ge=0, le=1)]
+
+
+@card(
+    media="image",
+    needs="include",
+    high=1,
+    source="facebook/mask2former-swin-small-coco-instance, CLIP ViT-L-14/openai; prompts: GenEval's metadata",
+    licence="MIT",
+    scaling="partial: mean of terms, may fall below 0; strict: 0 or 1, exact counts; published: 0 or 1, the benchmark",
+)
+@REWARDS.register("geneval")
+class GenEval:
+    """GenEval's verdict on a picture, by a detector and CLIP for colours.
+
+    A prompt is a line of GenEval's metadata: ``include``, a list of ``{"class", "count", "color", "position"}`` where
+    ``position`` is ``[relation, index of the entry it relates to]``, optionally ``exclude`` and ``tag``.
+
+    ``published`` wants at least so many of the most certain objects, and none of ``exclude``. ``strict`` wants exactly
+    so many and does not look at ``exclude``. ``partial`` is the mean over terms: 1 - |found - wanted| / wanted for
+    counts and for colours (below 0 for too many), 0 for what a wrong count makes pointless, and for a position 1, or
+    half of it when wrong, as in the published code.
+
+    Args:
+        detector: Mask2Former or an object detection model of transformers, hub id or folder, with COCO's names.
+        clip: ``name/tag`` of open_clip or a local folder, for colours.
+        form: see above.
+        threshold: objects below this score do not count.
+        counting_threshold: the same for prompts whose ``tag`` is ``counting``.
+        most: objects of one class at most.
+        batch_size: pictures in one forward pass.
+        device: ``auto`` is CUDA if there is one.
+        dtype: of the detector.
+
+    Raises:
+        UserError: a model that cannot be had; a class that the detector does not know.
+    """
+
+    def __init__(
+        self,
+        detector: str = "facebook/mask2former-swin-small-coco-instance",
+        clip: str = "ViT-L-14/openai",
+        form: Literal["partial", "strict", "published"] = "partial",
+        threshold: Share = 0.3,
+        counting_threshold: Share = 0.9,
+        most: Annotated[int, Ge(1)] = 16,
+        batch_size: Annotated[int, Ge(1)] = 8,
+        device: str = "auto",
+        dtype: Precision = "float32",
+    ):
+        from rewards.aesthetic import split_name
+
+        self.detector = Detector(detector, device, dtype)
+        self.clip = load_clip(*split_name(clip), device)
+        self.form, self.thresholds, self.most = form, (threshold, counting_threshold), most
+        self.batch_size, self.classifiers = batch_size, {}
+
+    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
+        """Images [B, 3, H, W] in 0..1 -> [B] float32 on the CPU, at most 1."""
+        if isinstance(media, Tensor) and media.ndim == 5:
+            raise UserError("reward 'geneval' judges images, not videos; `per_frame` with it judges their frames")
+        for prompt in prompts:
+            self.check(prompt)
+
+        def score(pictures: Tensor, rows: list[int]) -> Tensor:
+            found = self.detector(pictures)
+            return torch.tensor([self.judge(*one) for one in zip(pictures, found, [prompts[r] for r in rows])])
+
+        return each_frame(media, "geneval", self.batch_size, score)
+
+    def judge(self, picture: Tensor, objects: list[Found], prompt: dict) -> float:
+        seen = kept(objects, self.thresholds[prompt.get("tag") == "counting"], self.most)
+
+        def colors(some: list[Found], name: str) -> list[str]:
+            return self.colors(picture, some, name)
+
+        if self.form == "published":
+            return float(published(seen, prompt, colors))
+        exact, partial = training(seen, prompt, colors)
+        return float(exact) if self.form == "strict" else partial
+
+    def colors(self, picture: Tensor, objects: list[Found], name: str) -> list[str]:
+        """The colour of each object by CLIP, the rest of its box grey."""
+        if name not in self.classifiers:
+            texts = [text.format(color=color, name=name) for color in COLORS for text in COLOR_TEXTS]
+            rows = self.clip.embed_texts(texts).unflatten(0, (len(COLORS), -1)).mean(1)
+            self.classifiers[name] = nnf.normalize(rows, dim=-1)  # [10, E]
+        picture = to_uint8(picture).float() / 255
+        crops = torch.cat([self.clip.embed_images(cut(picture, one)[None], exact=True) for one in objects])
+        return [COLORS[i] for i in (crops @ self.classifiers[name].T).argmax(1).tolist()]
+
+    def check(self, prompt: dict) -> None:
+        known = set(self.detector.names.values())
+        for entry in [*field_of(prompt, "include", "geneval", list), *prompt.get("exclude", [])]:
+            if entry["class"] not in known:
+                hint = suggest(entry["class"], known)
+                raise UserError(f"reward 'geneval': the detector knows no class {entry['class']!r}; {hint}")
+
+
+def kept(objects: list[Found], threshold: float, most: int) -> Seen:
+    """Objects by name, best first, above the threshold and at most so many of a name."""
+    seen: Seen = {}
+    for one in objects:
+        if one.score > threshold and len(seen.setdefault(one.name, [])) < most:
+            seen[one.name].append(one)
+    return seen
+
+
+def published(seen: Seen, prompt: dict[str, Any], colors: Colors) -> bool:
+    """The benchmark's verdict: at least so many, judged on the most certain ones; nothing that is excluded."""
+    correct, groups = True, []
+    for entry in prompt["include"]:
+        found = seen.get(entry["class"], [])[: entry["count"]]
+        fits = len(found) == entry["count"]
+        if fits and "color" in entry:
+            fits = colors(found, entry["class"]).count(entry["color"]) == entry["count"]
+        if fits and "position" in entry:
+            fits = placed(found, groups, *entry["position"])
+        correct &= fits
+        groups.append(found if fits else None)
+    return correct and all(len(seen.get(e["class"], [])) < e["count"] for e in prompt.get("exclude", []))
+
+
+def training(seen: Seen, prompt: dict[str, Any], colors: Colors) -> tuple[bool, float]:
+    """Flow-GRPO's two forms: everything exact, and the mean of the terms."""
+    correct, terms, groups = True, [], []
+    for entry in prompt["include"]:
+        found, count = seen.get(entry["class"], []), entry["count"]
+        fits = len(found) == count
+        terms.append(1 - abs(count - len(found)) / count)
+        if not fits and ("color" in entry or "position" in entry):
+            terms.append(0.0)
+        if fits and "color" in entry:
+            right = colors(found, entry["class"]).count(entry["color"])
+            terms.append(1 - abs(count - right) / count)
+            fits = right == count
+        if fits and "position" in entry:
+            fits = placed(found, groups, *entry["position"])
+            if groups[entry["position"][1]] is None:
+                terms.append(0.0)
+            else:
+                terms += [1.0] if fits else [0.0, 1.0]  # the published code adds a 1 in either case
+        correct &= fits
+        groups.append(found if fits else None)
+    return correct, sum(terms) / len(terms)
+
+
+def placed(found: list[Found], groups: list[list[Found] | None], relation: str, target: int) -> bool:
+    """Whether every object stands so to every one of an earlier entry, which itself was right."""
+    others = groups[target]
+    return others is not None and all(relation in relations(a.box, b.box) for a in found for b in others)
+
+
+def relations(a: Tensor, b: Tensor) -> set[str]:
+    """Where box a is, seen from box b: offsets of the centres, less 0.1 of both sizes, over the centres' distance."""
+    offset = (a[:2] + a[2:] - b[:2] - b[2:]) / 2
+    sizes = (a[2:] - a[:2] + b[2:] - b[:2]).abs()
+    beyond = (offset.abs() - NEAR * sizes).clamp(min=0) * offset.sign()
+    if (beyond.abs() < 1e-3).all():
+        return set()
+    x, y = (beyond / offset.norm()).tolist()
+    named = {"left of": x < -0.5, "right of": x > 0.5, "above": y < -0.5, "below": y > 0.5}
+    return {name for name, holds in named.items() if holds}
+
+
+def cut(picture: Tensor, one: Found) -> Tensor:
+    """[3, H, W] -> the object's box, at least a pixel large; with a mask, grey outside of it."""
+    if one.mask is not None:
+        picture = torch.where(one.mask, picture, torch.full_like(picture, GREY))
+    left, top, right, bottom = (round(float(edge)) for edge in one.box)
+    left, top = min(left, picture.shape[2] - 1), min(top, picture.shape[1] - 1)
+    return picture[:, top : max(bottom, top + 1), left : max(right, left + 1)]

@@ -1,0 +1,91 @@
+"""HPSv3, a wide-spectrum human preference score (Ma et al. 2025, arXiv:2508.03789): Qwen2-VL-7B with a small head."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from annotated_types import Ge
+from torch import Tensor
+
+from mmrl.registry import REWARDS
+from rewards._frames import each_frame
+from rewards._hf import Precision, Preprocess, to_pil
+from rewards._prompt import texts_of
+from rewards._qwen_reward import chats, load_network, load_tools, read_instruction
+from rewards._scale import factor, raw, scaling
+from rewards._tensors import fetch, read_tensors
+from rewards.card import card
+
+TOKEN = "<|Reward|>"
+PIXELS = 256 * 28 * 28  # every picture has this many, or a little fewer
+SOURCE = "github.com/MizzenAI/HPSv3"
+Named = Literal["mu", "unirl"]
+SCALES = {"mu": raw, "unirl": factor(1 / 15)}
+
+
+@card(
+    media="image video",
+    needs="text",
+    source="MizzenAI/HPSv3, HPSv3.safetensors on Qwen/Qwen2-VL-7B-Instruct",
+    licence="MIT (code); weights: see the model card",
+    scaling="mu (the published score), unirl = mu / 15",
+)
+@REWARDS.register("hpsv3")
+class HPSv3:
+    """HPSv3: the mean that a head of three layers reads off Qwen2-VL at the token ``<|Reward|>``.
+
+    The head also gives the logarithm of a deviation, which, as published, is not used. Of a video, the mean over its
+    frames.
+
+    Args:
+        weights: ``HPSv3.safetensors``: a file, or ``hub id/file``.
+        base: the model it grew from, for configuration, tokenizer and processor: hub id or folder.
+        instruction: the published prompt as a text file (its instruction and what follows it), with ``{text_prompt}``
+            and ``<|Reward|>`` in it; it belongs to the weights and is not shipped here.
+        scale: a published scaling by name, or a factor on mu.
+        pixels: of a picture after resizing; as published, all have the same.
+        preprocess: ``pil`` as published, ``tensor`` on floats.
+        batch_size: pictures in one forward pass.
+        device: ``auto`` is CUDA if there is one.
+        dtype: of the model; bfloat16 as published. The head is float32.
+
+    Raises:
+        UserError: a missing or foreign checkpoint, a missing instruction.
+    """
+
+    def __init__(
+        self,
+        weights: str = "MizzenAI/HPSv3/HPSv3.safetensors",
+        base: str = "Qwen/Qwen2-VL-7B-Instruct",
+        instruction: str = "~/.cache/mmrl/hpsv3.txt",
+        scale: float | Named = "mu",
+        pixels: Annotated[int, Ge(28 * 28)] = PIXELS,
+        preprocess: Preprocess = "pil",
+        batch_size: Annotated[int, Ge(1)] = 8,
+        device: str = "auto",
+        dtype: Precision = "bfloat16",
+    ):
+        self.instruction = read_instruction(instruction, [TOKEN], SOURCE, "hpsv3")
+        self.tools, tokens = load_tools(base, [TOKEN], preprocess == "pil")
+        self.network = load_network(read_tensors(fetch(weights, "HPSv3")), base, tokens, dtype, device)
+        self.scale, self.batch_size, self.exact = scaling(scale, SCALES, "hpsv3"), batch_size, preprocess == "pil"
+        self.size = {"shortest_edge": pixels, "longest_edge": pixels}
+
+    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
+        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
+        texts = texts_of(prompts, "hpsv3")
+
+        def score(pictures: Tensor, rows: list[int]) -> Tensor:
+            return self.scale(self.network(self.batch(pictures, [texts[row] for row in rows]))[:, 0, 0])
+
+        return each_frame(media, "hpsv3", self.batch_size, score)
+
+    def batch(self, pictures: Tensor, texts: list[str]) -> dict[str, Tensor]:
+        """[N, 3, H, W] in 0..1 and N texts -> what the model takes."""
+        asked = [self.instruction.replace("{text_prompt}", text) for text in texts]
+        options = {"size": self.size} | ({} if self.exact else {"do_rescale": False})
+        found = self.tools(
+            text=chats(self.tools, "image", asked), images=to_pil(pictures) if self.exact else list(pictures),
+            padding=True, return_tensors="pt", images_kwargs=options,
+        )  # fmt: skip
+        return found.to(self.network.device)

@@ -1,0 +1,106 @@
+"""Is the wanted text written in the picture: edit distance of what an OCR engine reads (Liu et al. 2025, Flow-GRPO,
+arXiv:2505.05470, section 5.1).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.registry import REWARDS, UserError
+from rewards._media import frames, to_uint8
+from rewards._prompt import field_of
+from rewards.card import card
+
+EVERY = 4  # frames of a video from one that is read to the next
+QUOTED = re.compile(r'"([^"]*)"')
+
+
+@card(
+    media="image video",
+    needs="text",
+    low=0,
+    high=1,
+    source="RapidOCR (PaddleOCR's models in ONNX, in its wheel); Flow-GRPO's rule",
+    licence="Apache-2.0",
+)
+@REWARDS.register("ocr")
+class OCR:
+    """1 - edit distance / length, between what is read in the picture and the text that should be there.
+
+    Both lose their spaces and capitals. An image that contains the whole target counts as perfect, whatever else it
+    shows; the distance is at most the length. Of a video every fourth frame is read, without that mercy, and the
+    frames in which anything of the target was found are averaged (0 if there is none).
+
+    Flow-GRPO read with PaddleOCR; this engine runs its models of version 4 on the CPU. It scores no sample 0 because
+    the engine failed: the exception goes to the trainer, which leaves the sample out.
+
+    Args:
+        field: ``text`` is searched for the part in double quotes; any other field holds the target itself.
+        threads: of the engine.
+
+    Raises:
+        UserError: RapidOCR is not installed; a prompt without a target.
+    """
+
+    def __init__(self, field: str = "text", threads: int = -1):
+        try:
+            from rapidocr_onnxruntime import RapidOCR
+        except ImportError as error:
+            raise UserError("reward 'ocr' needs an OCR engine: pip install 'mmrl[ocr]'") from error
+        self.engine = RapidOCR(intra_op_num_threads=threads)
+        self.field = field
+        self.card = replace(type(self).card, needs=(field,))
+
+    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
+        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32, in 0..1."""
+        stack, targets = frames(media, "ocr"), [target_of(prompt, self.field) for prompt in prompts]
+        broken = ~stack.isfinite().flatten(1).all(1).cpu()
+        pictures = to_uint8(stack.nan_to_num(0.0, 0.0, 0.0)[:, ::EVERY]).permute(0, 1, 3, 4, 2).numpy()
+        score = self.of_image if media.ndim == 4 else self.of_video
+        found = [score(row, target) for row, target in zip(pictures, targets, strict=True)]
+        return torch.tensor(found, dtype=torch.float32).masked_fill(broken, torch.nan)
+
+    def of_image(self, pictures: Any, target: str) -> float:
+        return closeness(self.read(pictures[0]), target, within=True)
+
+    def of_video(self, pictures: Any, target: str) -> float:
+        scores = [closeness(self.read(picture), target, within=False) for picture in pictures]
+        seen = [score for score in scores if score > 0]
+        return sum(seen) / len(seen) if seen else 0.0
+
+    def read(self, picture: Any) -> str:
+        """uint8 [H, W, 3] -> all lines with any confidence, in reading order, without a break."""
+        lines, _ = self.engine(picture[..., ::-1].copy(), use_cls=False, text_score=0.0)  # wants blue first
+        return "".join(text for _, text, sure in lines or [] if float(sure) > 0)
+
+
+def target_of(prompt: dict, field: str) -> str:
+    """The text that should be in the picture."""
+    text = field_of(prompt, field, "ocr")
+    if field != "text":
+        return text
+    found = QUOTED.search(text)
+    if not found or not plain(found[1]):
+        raise UserError(
+            f"reward 'ocr': no text in double quotes in the prompt {text[:80]!r}; write: a sign that says \"OPEN\", or "
+            "name the field that holds the target with `field`"
+        )
+    return found[1]
+
+
+def closeness(read: str, target: str, within: bool) -> float:
+    """1 - distance / length of the target; ``within``: it may be a part of what was read."""
+    from rapidfuzz.distance import Levenshtein
+
+    read, target = plain(read), plain(target)
+    distance = 0 if within and target in read else min(Levenshtein.distance(read, target), len(target))
+    return 1 - distance / len(target)
+
+
+def plain(text: str) -> str:
+    return text.replace(" ", "").lower()

@@ -1,0 +1,156 @@
+"""Question answering as a reward, by any vision-language model of transformers: VQAScore (Lin et al. 2024,
+arXiv:2404.01291) and TIFA (Hu et al. 2023, arXiv:2303.11897).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Ge
+from torch import Tensor
+
+from mmrl.registry import REWARDS, UserError
+from rewards._frames import each_frame
+from rewards._hf import Precision
+from rewards._prompt import field_of, texts_of
+from rewards._vlm import LocalVLM
+from rewards.card import card
+
+QUESTION = 'Does this figure show "{text}"? Please answer yes or no.'  # VQAScore's, section 3.1
+MODEL = "Qwen/Qwen2.5-VL-3B-Instruct"
+
+
+@card(
+    media="image video",
+    needs="text",
+    low=0,
+    high=1,
+    source="any image-text-to-text model of transformers; VQAScore: CLIP-FlanT5",
+    licence="of the model",
+    scaling="P(yes) as in VQAScore; normalize: P(yes) / (P(yes) + P(no))",
+)
+@REWARDS.register("vqa_score")
+class VQAScore:
+    """Probability that the model answers yes when asked whether the picture shows the prompt.
+
+    That of the answer's first token. Of a video, the mean over its frames.
+
+    Args:
+        model: an image-text-to-text model, hub id or folder.
+        question: what is asked, with ``{text}`` where the prompt goes.
+        yes: answers that count; their probabilities are added.
+        no: answers against, for ``normalize``.
+        normalize: divide by the probability of all of these answers.
+        batch_size: pictures in one forward pass.
+        device: ``auto`` is CUDA if there is one.
+        dtype: of the model.
+    """
+
+    def __init__(
+        self,
+        model: str = MODEL,
+        question: str = QUESTION,
+        yes: list[str] = ["Yes"],  # noqa: B006
+        no: list[str] = ["No"],  # noqa: B006
+        normalize: bool = False,
+        batch_size: Annotated[int, Ge(1)] = 8,
+        device: str = "auto",
+        dtype: Precision = "bfloat16",
+    ):
+        if "{text}" not in question:
+            raise UserError("reward 'vqa_score': the question needs {text} where the prompt goes")
+        self.vlm = LocalVLM(model, device, dtype)
+        self.question, self.normalize, self.batch_size = question, normalize, batch_size
+        self.yes, self.no = (sorted({self.vlm.first_token(answer) for answer in answers}) for answers in (yes, no))
+        if set(self.yes) & set(self.no):
+            raise UserError(f"reward 'vqa_score': {yes} and {no} begin with the same token for {model}")
+
+    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
+        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU, in 0..1."""
+        texts = texts_of(prompts, "vqa_score")
+
+        def score(pictures: Tensor, rows: list[int]) -> Tensor:
+            questions = [self.question.replace("{text}", texts[row]) for row in rows]
+            chances = self.vlm.next_token(pictures, questions).exp()
+            yes, no = chances[:, self.yes].sum(1), chances[:, self.no].sum(1)
+            return yes / (yes + no) if self.normalize else yes
+
+        return each_frame(media, "vqa_score", self.batch_size, score)
+
+
+@card(
+    media="image video",
+    needs="questions",
+    low=0,
+    high=1,
+    source="any image-text-to-text model of transformers; questions: TIFA's files or your own",
+    licence="of the model",
+)
+@REWARDS.register("tifa")
+class TIFA:
+    """Share of a prompt's questions about the picture that the model answers right.
+
+    A prompt's ``questions`` is a list of ``{"question": ..., "choices": [...], "answer": ...}`` (yes and no where
+    there are no choices). The model's answer is the choice with the highest mean log-probability per token; the
+    published code generates a text and takes the choice whose sentence embedding is nearest. Of a video, the mean
+    over its frames.
+
+    Args:
+        model: an image-text-to-text model, hub id or folder.
+        batch_size: pictures with a question and a choice in one forward pass.
+        device: ``auto`` is CUDA if there is one.
+        dtype: of the model.
+    """
+
+    def __init__(
+        self,
+        model: str = MODEL,
+        batch_size: Annotated[int, Ge(1)] = 8,
+        device: str = "auto",
+        dtype: Precision = "bfloat16",
+    ):
+        self.vlm, self.batch_size = LocalVLM(model, device, dtype), batch_size
+
+    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
+        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU, in 0..1."""
+        asked = [questions_of(prompt) for prompt in prompts]
+
+        def score(pictures: Tensor, rows: list[int]) -> Tensor:
+            return torch.tensor([self.right(picture, asked[row]) for picture, row in zip(pictures, rows, strict=True)])
+
+        return each_frame(media, "tifa", self.batch_size, score)
+
+    def right(self, picture: Tensor, questions: list[tuple[str, list[str], str]]) -> float:
+        """Share of right answers about a picture [3, H, W]."""
+        flat = [(question, choice) for question, choices, _ in questions for choice in choices]
+        found = []
+        for start in range(0, len(flat), self.batch_size):
+            part = flat[start : start + self.batch_size]
+            pictures = picture.expand(len(part), -1, -1, -1)
+            found.append(self.vlm.likelihood(pictures, [q for q, _ in part], [c for _, c in part]))
+        scores = iter(torch.cat(found).tolist())
+        hits = []
+        for _, choices, answer in questions:
+            given = [next(scores) for _ in choices]
+            hits.append(choices[given.index(max(given))] == answer)
+        return sum(hits) / len(hits)
+
+
+def questions_of(prompt: dict) -> list[tuple[str, list[str], str]]:
+    """(question, choices, answer) of a prompt; the question names its choices as TIFA's do."""
+    found: list[tuple[str, list[str], str]] = []
+    for entry in field_of(prompt, "questions", "tifa", list):
+        choices, answer = list(wanted(entry).get("choices") or ["yes", "no"]), entry["answer"]
+        if answer not in choices:
+            raise UserError(f"reward 'tifa': the answer {answer!r} is not among the choices {choices}")
+        found.append((f"{entry['question']} Choices: {', '.join(choices)}.", choices, answer))
+    if not found:
+        raise UserError("reward 'tifa' needs at least one question in the field 'questions' of every prompt")
+    return found
+
+
+def wanted(entry: Any) -> dict:
+    if not isinstance(entry, dict) or not {"question", "answer"} <= set(entry):
+        raise UserError(f'reward \'tifa\': a question is {{"question", "choices", "answer"}}, got {str(entry)[:80]}')
+    return entry
