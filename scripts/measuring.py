@@ -43,6 +43,18 @@ def seconds(fn: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
+class Clock:
+    """Started when it is made."""
+
+    def __init__(self) -> None:
+        _wait()
+        self.start = time.perf_counter()
+
+    def seconds(self) -> float:
+        _wait()
+        return time.perf_counter() - self.start
+
+
 def _wait() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -89,3 +101,32 @@ def table(runs: dict[str, Any]) -> list[str]:
         f"| {run['peak_bytes'] / 2**20:.0f} |"
         for name, run in runs.items()
     ]
+
+
+def vlm_page(found: dict[str, Any]) -> str:
+    """The results of ``bench_vlm`` as markdown."""
+    about = found["machine"]
+    lines = [
+        "# One GRPO iteration of a vision-language model: mmrl and TRL",
+        "",
+        f"Written by `{about['command']}` on {about['time']}, commit {about['commit']}.",
+        "",
+        f"{about['cpu']}, {about['cores']} cores, {found['threads']} threads; {', '.join(about['gpus']) or 'no GPU'}; torch "
+        f"{about['versions']['torch']}, transformers {about['versions']['transformers']}, TRL {found['trl']}. Ran on "
+        f"{found['device']}. A {found['model']} Qwen2.5-VL with random weights, images, one optimizer step an iteration; "
+        f"median of {found['repeats']} iterations each, in turns, the same work for both.",
+    ]
+    head = "| prompt tokens | of the image | prompts x copies | answer tokens | mmrl, s | TRL, s | times as fast |"
+    for name, cases in found["curves"].items():
+        lines += ["", f"## {name}", "", head, "|---|---|---|---|---|---|---|"]
+        for case in cases:
+            work, seconds = case["work"], case["seconds"]
+            lines.append(
+                f"| {case['prompt_tokens']} | {work['image_tokens']} | {work['prompts']} x {work['copies']} "
+                f"| {work['tokens']} | {seconds['mmrl']:.3f} | {seconds['trl']:.3f} | {case['factor']:.2f} |"
+            )
+    if found.get("memory"):
+        lines += ["", "## Peak memory against the group size, in passes of equally many rows", ""]
+        lines += ["| copies | peak MiB of an iteration |", "|---|---|"]
+        lines += [f"| {one['copies']} | {one['peak_bytes'] / 2**20:.1f} |" for one in found["memory"]]
+    return "\n".join(lines) + "\n"

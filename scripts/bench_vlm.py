@@ -1,0 +1,334 @@
+"""One GRPO iteration of a vision-language model, rollout and update, by mmrl and by TRL's GRPOTrainer, in turns.
+
+    python scripts/bench_vlm.py                      # a tiny Qwen2.5-VL with random weights, on the CPU
+    python scripts/bench_vlm.py --model 3b --precision bf16 --prompts 4 --image-tokens 256 --tokens 256   # a GPU
+
+TRL is installed in a virtual environment beside this checkout (--trl-env), on top of the packages that run this script;
+both trainers then run in one process there. They do equal work: the same model, prompts, images, group size, number of
+answer tokens (ending tokens are forbidden to both), one optimizer step an iteration, one pass over the rows.
+Every iteration has prompts of its own, so nothing prepared for one can serve another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+TRL = "1.16.0"
+TARGETS = {"short": 3.5, "long": 5.0}  # times as fast at about 50 and at 200 and more prompt tokens
+
+
+@dataclass(frozen=True)
+class Work:
+    """One iteration."""
+
+    prompts: int = 8
+    copies: int = 8
+    image_tokens: int = 16
+    text_tokens: int = 36
+    tokens: int = 16  # of every answer
+    micro_batch: int | None = None  # rows a pass of the update, of both; None: all
+    lr: float = 1e-6
+    precision: str = "fp32"
+
+    @property
+    def rows(self) -> int:
+        return self.prompts * self.copies
+
+
+# ----------------------------------------------------------------------------------------------------- one model for both
+
+SIZES = {
+    "tiny": {
+        "text": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+                 "num_key_value_heads": 2, "vocab_size": 320},
+        "vision": {"depth": 2, "hidden_size": 64, "num_heads": 4, "intermediate_size": 128, "fullatt_block_indexes": [1]},
+        "rope": [2, 3, 3],
+    },
+    "3b": {
+        "text": {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
+                 "num_key_value_heads": 2, "vocab_size": 151936},
+        "vision": {"depth": 32, "hidden_size": 1280, "num_heads": 16, "intermediate_size": 3420,
+                   "fullatt_block_indexes": [7, 15, 23, 31]},
+        "rope": [16, 24, 24],
+    },
+}  # fmt: skip
+
+
+def build(size: str, folder: Path) -> Path:
+    """A Qwen2.5-VL of random weights with a tokenizer of one token a byte, saved."""
+    import torch
+    import transformers as hf
+
+    from tests import tiny_vlms
+
+    chosen = SIZES[size]
+    tok = tiny_vlms.tokenizer(list(tiny_vlms.QWEN.values()), **tiny_vlms.QWEN)
+    pixels = {"min_pixels": 28 * 28, "max_pixels": 28 * 28 * 4096}
+    parts = hf.Qwen2VLImageProcessor(**pixels), tok, hf.Qwen2VLVideoProcessor(**pixels)
+    processor = hf.Qwen2_5_VLProcessor(*parts, chat_template=tiny_vlms._qwen_template())
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": chosen["rope"]}
+    special = {f"{name}_token_id": getattr(tok, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    config = hf.Qwen2_5_VLConfig(
+        text_config=chosen["text"] | {"rope_parameters": rope, "tie_word_embeddings": True} | special,
+        vision_config=chosen["vision"] | {"out_hidden_size": chosen["text"]["hidden_size"], "window_size": 112},
+        tie_word_embeddings=True, **tiny_vlms.ids(tok, **tiny_vlms.QWEN_IDS),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device("cuda" if size == "3b" and torch.cuda.is_available() else "cpu"):
+        model = hf.Qwen2_5_VLForConditionalGeneration(config)
+    model.to(torch.bfloat16 if size == "3b" else torch.float32).save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+def prompts(work: Work, iterations: int) -> list[dict[str, Any]]:
+    """``text`` and ``images``; every prompt its own image."""
+    from tests import tiny_vlms
+
+    side = round(work.image_tokens**0.5) * 28
+    words = "where is the red seven in this picture, and how large is it? "
+    text = (words * (work.text_tokens // len(words) + 1))[: max(1, work.text_tokens - 29)]  # the template takes the rest
+    count = work.prompts * iterations
+    return [{"text": text, "images": [tiny_vlms.image(side, side, i)]} for i in range(count)]
+
+
+def share_of_a(texts: list[str]) -> list[float]:
+    return [text.count("a") / max(len(text), 1) + len(set(text)) / 100 for text in texts]
+
+
+# ------------------------------------------------------------------------------------------------------------- the trainers
+
+
+def ours(folder: Path, work: Work, rows: list[dict[str, Any]], share: str = "auto") -> Any:
+    """A trainer of mmrl."""
+    import torch
+
+    from mmrl import advantages
+    from mmrl.objectives import PolicyGradient
+    from mmrl.optimizers import adamw
+    from mmrl.options import TrainOptions
+    from mmrl.policies.vlm.policy import VLM
+    from mmrl.scoring import Scorer
+    from mmrl.trainer import Trainer
+
+    dtype = "bfloat16" if work.precision == "bf16" else "float32"
+    policy = VLM(str(folder), tokens=work.tokens, share=share, dtype=dtype)
+    endless(policy)
+    options = TrainOptions(
+        prompts=work.prompts, copies=work.copies, batch_size=work.rows, micro_batch=work.micro_batch, iterations=1,
+        precision=work.precision, gate=None if work.precision == "bf16" else "auto",
+    )  # fmt: skip
+    scorer = Scorer({"reward": lambda media, asked: torch.tensor(share_of_a(media))})
+    return Trainer(
+        policy, rows, scorer, advantages.flow_grpo, PolicyGradient(clip=0.2), partial(adamw, lr=work.lr), options
+    )
+
+
+def endless(policy: Any) -> None:
+    """No answer ends before its last token."""
+    ends = policy.ending.stops
+    policy.ending = replace(policy.ending, stops=())
+    policy.warp = replace(policy.warp, suppressed=(*policy.warp.suppressed, *ends))
+
+
+def theirs(folder: Path, work: Work, rows: list[dict[str, Any]], callbacks: list, output: Path) -> Any:
+    """TRL's trainer, its options as near to ours as it has them."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+    from trl import GRPOConfig, GRPOTrainer
+
+    data = Dataset.from_dict({
+        "prompt": [[{"role": "user", "content": row["text"]}] for row in rows],
+        "image": [row["images"][0] for row in rows],
+    })  # fmt: skip
+    bf16 = work.precision == "bf16"
+    config = GRPOConfig(
+        output_dir=str(output), per_device_train_batch_size=work.micro_batch or work.rows,
+        gradient_accumulation_steps=work.rows // (work.micro_batch or work.rows), num_generations=work.copies,
+        max_completion_length=work.tokens, max_steps=len(rows) // work.prompts, learning_rate=work.lr, beta=0.0,
+        temperature=1.0, shuffle_dataset=False, generation_kwargs={"min_new_tokens": work.tokens}, bf16=bf16,
+        use_cpu=not torch.cuda.is_available(), report_to="none", save_strategy="no", logging_strategy="no",
+        disable_tqdm=True, gradient_checkpointing=False, optim="adamw_torch", remove_unused_columns=False,
+    )  # fmt: skip
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.bfloat16 if bf16 else torch.float32)
+
+    def reward(completions: list, **_: Any) -> list[float]:
+        return share_of_a([one[0]["content"] for one in completions])
+
+    return GRPOTrainer(
+        model=model, reward_funcs=reward, args=config, train_dataset=data, callbacks=callbacks,
+        processing_class=AutoProcessor.from_pretrained(folder, padding_side="left"),
+    )  # fmt: skip
+
+
+def interleaved(folder: Path, work: Work, repeats: int) -> dict[str, Any]:
+    """Seconds of whole iterations of both, in turns; the first of each only warms up."""
+    import measuring
+    from transformers import TrainerCallback
+
+    rows = prompts(work, repeats + 1)
+    mine = ours(folder, work, rows)
+    times: dict[str, list[float]] = {"mmrl": [], "trl": []}
+
+    class Turns(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            times["mmrl"].append(measuring.seconds(mine.iterate))
+            self.clock = measuring.Clock()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            times["trl"].append(self.clock.seconds())
+
+    with tempfile.TemporaryDirectory() as output:
+        other = theirs(folder, work, rows, [Turns()], Path(output))
+        generated: list[int] = []
+        _watch(other, generated)
+        other.train()
+    lengths = mine.collect()[0].mask.sum(1)
+    assert set(lengths.tolist()) == {work.tokens} == set(generated), "answers of equal length"
+    found = {name: statistics.median(each[1:]) for name, each in times.items()}
+    length = _prompt_tokens(mine, rows[0])
+    return {
+        "work": asdict(work), "prompt_tokens": length, "times": {n: t[1:] for n, t in times.items()}, "seconds": found,
+        "factor": found["trl"] / found["mmrl"], "parts": dict(mine.seconds),
+    }  # fmt: skip
+
+
+def _watch(trainer: Any, lengths: list[int]) -> None:
+    """Collect the numbers of answer tokens that TRL generates."""
+    own = trainer._generate_and_score_completions
+
+    def watched(inputs: Any) -> Any:
+        found = own(inputs)
+        lengths.extend(found["completion_mask"].sum(1).tolist())
+        return found
+
+    trainer._generate_and_score_completions = watched
+
+
+def _prompt_tokens(trainer: Any, prompt: dict[str, Any]) -> int:
+    return trainer.policy.inputs.encode(prompt)["input_ids"].shape[1]
+
+
+def memory(folder: Path, work: Work, groups: list[int]) -> list[dict[str, Any]]:
+    """Peak bytes of one iteration of mmrl, in passes of ``micro_batch`` rows, against the size of the group."""
+    from samplers.batching import peak_bytes
+
+    found = []
+    for copies in groups:
+        one = ours(folder, replace(work, copies=copies, prompts=max(1, work.rows // copies)), prompts(work, 8))
+        one.iterate()
+        found.append({"copies": copies, "peak_bytes": peak_bytes(one.iterate, one.policy.device)})
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------- the runs
+
+
+def curves(work: Work) -> dict[str, list[Work]]:
+    """Name of a curve -> its points; the first two are held to the targets."""
+    long = replace(work, image_tokens=144, text_tokens=68)
+    return {
+        "target: about 50 prompt tokens": [work],
+        "target: 200 and more prompt tokens": [long],
+        "group size": [replace(work, copies=n, prompts=max(1, work.rows // n)) for n in (2, 4, 16, 32)],
+        "image tokens": [replace(work, image_tokens=n) for n in (4, 64, 256)],
+        "answer tokens": [replace(work, tokens=n) for n in (4, 64, 256)],
+        "answer tokens, long prompt": [replace(long, tokens=n) for n in (64, 256)],
+    }
+
+
+def environment(folder: Path) -> Path:
+    """The python of a virtual environment with TRL on top of the packages of this one; made once."""
+    import sysconfig
+
+    python = folder / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+        found = subprocess.check_output([str(python), "-c", "import sysconfig as s; print(s.get_path('purelib'))"], text=True)
+        (Path(found.strip()) / "ours.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    if subprocess.run([str(python), "-c", "import trl"], capture_output=True).returncode:
+        subprocess.run([str(python), "-m", "pip", "install", "-q", f"trl=={TRL}"], check=True)
+    return python
+
+
+def arguments(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=list(SIZES), default="tiny")
+    for name in ("prompts", "copies", "image_tokens", "text_tokens", "tokens", "micro_batch"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Work(), name))
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--only", nargs="+", default=[], help="curves whose names contain one of these words")
+    parser.add_argument("--trl-env", type=Path, default=Path(tempfile.gettempdir()) / f"mmrl-trl-{TRL}")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/vlm_speed", help=".json and .md are added")
+    return parser.parse_args(words)
+
+
+def main(words: list[str] | None = None) -> None:
+    args = arguments(words)
+    if not args.inside:
+        python = environment(args.trl_env)
+        done = subprocess.run([str(python), __file__, *(words or sys.argv[1:]), "--inside"], check=False)
+        raise SystemExit(done.returncode)
+    run(args)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    import measuring
+    import torch
+    import transformers
+
+    from mmrl.machine import machine
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(args.threads)
+    names = ("prompts", "copies", "image_tokens", "text_tokens", "tokens", "micro_batch", "precision")
+    work = Work(**{name: getattr(args, name) for name in names})
+    found: dict[str, Any] = {"curves": {}, "machine": machine(), "model": args.model, "threads": args.threads,
+                             "repeats": args.repeats, "device": "cuda" if torch.cuda.is_available() else "cpu", "trl": TRL}  # fmt: skip
+    with tempfile.TemporaryDirectory() as place:
+        folder = build(args.model, Path(place))
+        for name, points in curves(work).items():
+            if args.only and not any(word in name for word in args.only):
+                continue
+            found["curves"][name] = [_told(name, interleaved(folder, point, args.repeats)) for point in points]
+        if not args.only or "memory" in args.only:
+            rows = replace(work, micro_batch=work.micro_batch or 8, prompts=8, copies=8)
+            found["memory"] = memory(folder, rows, [4, 8, 16, 32])
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    args.out.with_suffix(".md").write_text(measuring.vlm_page(found))
+    return found
+
+
+def _told(name: str, case: dict[str, Any]) -> dict[str, Any]:
+    work, seconds, parts = case["work"], case["seconds"], case["parts"]
+    print(
+        f"{name}: {case['prompt_tokens']} prompt tokens, {work['prompts']} x {work['copies']}, {work['tokens']} tokens: "
+        f"mmrl {seconds['mmrl']:.3f} s, TRL {seconds['trl']:.3f} s, {case['factor']:.2f} times as fast; "
+        + ", ".join(f"{part} {value:.3f}" for part, value in parts.items()),
+        flush=True,
+    )
+    return case
+
+
+if __name__ == "__main__":
+    main()
