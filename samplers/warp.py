@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -41,9 +42,7 @@ class Warp:
         """[*, V] at least float32, -inf outside the support, of logits [*, V]; ``keep`` [*] ids that stay in it."""
         x = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.suppressed:
-            banned = torch.zeros(x.shape[-1], dtype=x.dtype, device=x.device)
-            banned[list(self.suppressed)] = -torch.inf
-            x = x + banned
+            x = x + _banned(self.suppressed, x.shape[-1], x.dtype, x.device)
         if self.temperature not in (0, 1):
             x = x / self.temperature
         if not self.truncates:
@@ -65,3 +64,12 @@ class Warp:
             reached = p.cumsum(-1) - p >= self.top_p  # without the token itself, so the one that crosses stays
             outside = outside | torch.zeros_like(outside).scatter_(-1, order, reached)
         return outside
+
+
+@lru_cache(maxsize=8)
+def _banned(ids: tuple[int, ...], vocab: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[V] -inf at ``ids``, 0 elsewhere."""
+    with torch.inference_mode(False):
+        found = torch.zeros(vocab, dtype=dtype)
+        found[list(ids)] = -torch.inf
+        return found.to(device)

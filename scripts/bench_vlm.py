@@ -35,11 +35,11 @@ TARGETS = {"short": 3.5, "long": 5.0}  # times as fast at about 50 and at 200 an
 class Work:
     """One iteration."""
 
-    prompts: int = 8
+    prompts: int = 16
     copies: int = 8
     image_tokens: int = 16
     text_tokens: int = 36
-    tokens: int = 16  # of every answer
+    tokens: int = 10  # of every answer: a box in JSON has about so many
     micro_batch: int | None = None  # rows a pass of the update, of both; None: all
     lr: float = 1e-6
     precision: str = "fp32"
@@ -49,13 +49,14 @@ class Work:
         return self.prompts * self.copies
 
 
-# ----------------------------------------------------------------------------------------------------- one model for both
+# ------------------------------------------------------------------------------------------------- one model for both
 
 SIZES = {
     "tiny": {
         "text": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
                  "num_key_value_heads": 2, "vocab_size": 320},
-        "vision": {"depth": 2, "hidden_size": 64, "num_heads": 4, "intermediate_size": 128, "fullatt_block_indexes": [1]},
+        "vision": {"depth": 2, "hidden_size": 64, "num_heads": 4, "intermediate_size": 128,
+                   "fullatt_block_indexes": [1]},
         "rope": [2, 3, 3],
     },
     "3b": {
@@ -101,7 +102,9 @@ def prompts(work: Work, iterations: int) -> list[dict[str, Any]]:
 
     side = round(work.image_tokens**0.5) * 28
     words = "where is the red seven in this picture, and how large is it? "
-    text = (words * (work.text_tokens // len(words) + 1))[: max(1, work.text_tokens - 29)]  # the template takes the rest
+    text = (words * (work.text_tokens // len(words) + 1))[
+        : max(1, work.text_tokens - 29)
+    ]  # the template takes the rest
     count = work.prompts * iterations
     return [{"text": text, "images": [tiny_vlms.image(side, side, i)]} for i in range(count)]
 
@@ -110,7 +113,7 @@ def share_of_a(texts: list[str]) -> list[float]:
     return [text.count("a") / max(len(text), 1) + len(set(text)) / 100 for text in texts]
 
 
-# ------------------------------------------------------------------------------------------------------------- the trainers
+# ------------------------------------------------------------------------------------------------------- the trainers
 
 
 def ours(folder: Path, work: Work, rows: list[dict[str, Any]], share: str = "auto") -> Any:
@@ -236,7 +239,7 @@ def memory(folder: Path, work: Work, groups: list[int]) -> list[dict[str, Any]]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------------- the runs
+# ----------------------------------------------------------------------------------------------------------- the runs
 
 
 def curves(work: Work) -> dict[str, list[Work]]:
@@ -259,7 +262,9 @@ def environment(folder: Path) -> Path:
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
-        found = subprocess.check_output([str(python), "-c", "import sysconfig as s; print(s.get_path('purelib'))"], text=True)
+        found = subprocess.check_output(
+            [str(python), "-c", "import sysconfig as s; print(s.get_path('purelib'))"], text=True
+        )
         (Path(found.strip()) / "ours.pth").write_text(sysconfig.get_path("purelib") + "\n")
     if subprocess.run([str(python), "-c", "import trl"], capture_output=True).returncode:
         subprocess.run([str(python), "-m", "pip", "install", "-q", f"trl=={TRL}"], check=True)
@@ -302,8 +307,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(args.threads)
     names = ("prompts", "copies", "image_tokens", "text_tokens", "tokens", "micro_batch", "precision")
     work = Work(**{name: getattr(args, name) for name in names})
-    found: dict[str, Any] = {"curves": {}, "machine": machine(), "model": args.model, "threads": args.threads,
-                             "repeats": args.repeats, "device": "cuda" if torch.cuda.is_available() else "cpu", "trl": TRL}  # fmt: skip
+    found: dict[str, Any] = {
+        "curves": {}, "machine": machine(), "model": args.model, "threads": args.threads, "repeats": args.repeats,
+        "device": "cuda" if torch.cuda.is_available() else "cpu", "trl": TRL,
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as place:
         folder = build(args.model, Path(place))
         for name, points in curves(work).items():
@@ -322,7 +329,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _told(name: str, case: dict[str, Any]) -> dict[str, Any]:
     work, seconds, parts = case["work"], case["seconds"], case["parts"]
     print(
-        f"{name}: {case['prompt_tokens']} prompt tokens, {work['prompts']} x {work['copies']}, {work['tokens']} tokens: "
+        f"{name}: {case['prompt_tokens']} prompt tokens, {work['prompts']} x {work['copies']} x {work['tokens']}; "
         f"mmrl {seconds['mmrl']:.3f} s, TRL {seconds['trl']:.3f} s, {case['factor']:.2f} times as fast; "
         + ", ".join(f"{part} {value:.3f}" for part, value in parts.items()),
         flush=True,

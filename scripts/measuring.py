@@ -111,10 +111,10 @@ def vlm_page(found: dict[str, Any]) -> str:
         "",
         f"Written by `{about['command']}` on {about['time']}, commit {about['commit']}.",
         "",
-        f"{about['cpu']}, {about['cores']} cores, {found['threads']} threads; {', '.join(about['gpus']) or 'no GPU'}; torch "
-        f"{about['versions']['torch']}, transformers {about['versions']['transformers']}, TRL {found['trl']}. Ran on "
-        f"{found['device']}. A {found['model']} Qwen2.5-VL with random weights, images, one optimizer step an iteration; "
-        f"median of {found['repeats']} iterations each, in turns, the same work for both.",
+        f"{about['cpu']}, {about['cores']} cores, {found['threads']} threads; {', '.join(about['gpus']) or 'no GPU'}; "
+        f"torch {about['versions']['torch']}, transformers {about['versions']['transformers']}, TRL {found['trl']}. "
+        f"Ran on {found['device']}. A {found['model']} Qwen2.5-VL with random weights, images, one optimizer step an "
+        f"iteration; median of {found['repeats']} iterations each, in turns, the same work for both.",
     ]
     head = "| prompt tokens | of the image | prompts x copies | answer tokens | mmrl, s | TRL, s | times as fast |"
     for name, cases in found["curves"].items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,9 @@ from samplers.warp import Warp
 
 from ...dists import Categorical
 from . import caches
-from .prefix import Prefix
+
+if TYPE_CHECKING:
+    from .prefix import Prefix
 
 COMPACT = 0.75  # rows leave the batch when at most this share of it is still at work
 AHEAD = 64  # steps whose random numbers are drawn at once
@@ -29,15 +32,15 @@ class Ending:
     strings: tuple[str, ...] = ()
     decode: Callable[[list[int]], str] | None = None
 
-    def ended(self, ids: Tensor, count: int) -> Tensor:
-        """[B] bool, by the last of the ``count`` tokens written, and by what they spell."""
-        last = ids[:, count - 1]
+    def ended(self, ids: Tensor) -> Tensor:
+        """[B] bool, by the last token of ids [B, n], and by what the last ones spell."""
+        last = ids[:, -1]
         found = torch.zeros_like(last, dtype=torch.bool)
         for stop in self.stops:
             found |= last == stop
         if self.strings:
-            window = 2 * max(map(len, self.strings)) + 4  # a character has at most four tokens, most have one
-            tails = [self.decode(row) for row in ids[:, max(0, count - 2 * window) : count].tolist()]
+            window = 4 * max(map(len, self.strings)) + 4  # a character has at most four tokens
+            tails = [self.decode(row) for row in ids[:, -window:].tolist()]
             found |= torch.tensor([any(s in tail for s in self.strings) for tail in tails], device=ids.device)
         return found
 
@@ -49,38 +52,47 @@ class Answers:
     ids: Tensor  # [B, T] long, padded on the right
     mask: Tensor  # [B, T] bool: up to the token that ended it, included
     logprob: Tensor  # [B, T] float32
-    finished: Tensor  # [B] bool: by itself, not at the limit
+
+    def write(
+        self, step: int, rows: Tensor | slice, going: Tensor, token: Tensor, logprob: Tensor, ending: Ending
+    ) -> Tensor:
+        """Add one token to those of ``rows`` that are ``going`` [B'], and return which still are."""
+        self.ids[rows, step] = torch.where(going, token, ending.pad)
+        self.logprob[rows, step] = torch.where(going, logprob, 0.0)
+        self.mask[rows, step] = going
+        return going & ~ending.ended(self.ids[rows, : step + 1])
+
+
+def blank(rows: int, ending: Ending, device: torch.device) -> Answers:
+    return Answers(
+        ids=torch.full((rows, ending.tokens), ending.pad, device=device),
+        mask=torch.zeros(rows, ending.tokens, dtype=torch.bool, device=device),
+        logprob=torch.zeros(rows, ending.tokens, device=device),
+    )
+
+
+def drawn(logprobs: Tensor, uniform: Tensor | None) -> Tensor:
+    """[B] tokens, by inversion at ``uniform`` [B], or the likeliest ones."""
+    return logprobs.argmax(-1) if uniform is None else Categorical(logprobs).sample(uniform)
 
 
 @torch.no_grad()
 def generate(
     net: nn.Module, prefix: Prefix, rows: Tensor, names: Tensor, rng: Rng, warp: Warp, ending: Ending,
-    busy: Callable[[bool], bool] = bool,
+    busy: Callable[[bool], bool] | None = None,
 ) -> Answers:  # fmt: skip
     """Answer the prompts of ``rows`` [B]; ``names`` [B] are the keys of their randomness.
 
     ``busy`` says whether any process still works, given whether this one does, where all must make equally many passes.
     """
-    batch, device = len(rows), rows.device
-    done = Answers(
-        ids=torch.full((batch, ending.tokens), ending.pad, device=device),
-        mask=torch.zeros(batch, ending.tokens, dtype=torch.bool, device=device),
-        logprob=torch.zeros(batch, ending.tokens, device=device),
-        finished=torch.zeros(batch, dtype=torch.bool, device=device),
-    )
-    work = _Work(net, prefix, rows, names, rng, warp)
+    done, work = blank(len(rows), ending, rows.device), _Work(net, prefix, rows, names, rng, warp)
     for step in range(ending.tokens):
         token, logprob = work.draw(step)
-        at, going = work.at, work.going
-        done.ids[at, step] = torch.where(going, token, ending.pad)
-        done.logprob[at, step] = torch.where(going, logprob, 0.0)
-        done.mask[at, step] = going
-        ended = ending.ended(done.ids[at], step + 1)
-        done.finished[at] |= ended & going
-        work.going = going & ~ended
-        if step + 1 == ending.tokens or not busy(bool(work.going.any())):
+        work.going = done.write(step, work.at, work.going, token, logprob, ending)
+        left = int(work.going.sum())
+        if step + 1 == ending.tokens or not (busy(left > 0) if busy else left):
             break
-        work.advance(token)
+        work.advance(token, left)
     return done
 
 
@@ -97,24 +109,28 @@ class _Work:
     def draw(self, step: int) -> tuple[Tensor, Tensor]:
         """[B] tokens and their log-probs."""
         logprobs = self.warp(self.net("logits", self.hidden)).log_softmax(-1)
-        if self.warp.temperature == 0:
-            token = logprobs.argmax(-1)
-        else:
+        uniform = None
+        if self.warp.temperature:
             if step % AHEAD == 0:
                 self.uniform = self.rng.uniform(self.names, (step + AHEAD,))[:, step:]
-            token = Categorical(logprobs).sample(self.uniform[:, step % AHEAD])
+            uniform = self.uniform[:, step % AHEAD]
+        token = drawn(logprobs, uniform)
         return token, logprobs.gather(-1, token[:, None])[:, 0]
 
-    def advance(self, token: Tensor) -> None:
-        """One pass: the hidden state after ``token`` [B]."""
-        if int(self.going.sum()) <= COMPACT * len(token):
+    def advance(self, token: Tensor, left: int) -> None:
+        """One pass: the hidden state after ``token`` [B], for the ``left`` rows still going and perhaps some more."""
+        if left <= COMPACT * len(token):
             token = self._compact(token)
         self.hidden = self.net("step", token[:, None], self.place, self.mask, self.cache)[:, -1]
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(token), 1)], 1)
         self.place = self.place + 1
 
     def _compact(self, token: Tensor) -> Tensor:
-        left = self.going.nonzero()[:, 0] if self.going.any() else torch.zeros_like(self.at[:1])
+        left = self.going.nonzero()[:, 0]
+        if not len(left):  # others still work, and this process passes something through the network with them
+            left = torch.zeros_like(self.at[:1])
+        if len(left) == len(token):
+            return token
         caches.select(self.cache, left)
         for name in ("at", "going", "mask", "place", "names", "uniform"):
             if hasattr(self, name):

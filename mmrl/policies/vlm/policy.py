@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
+import torch.nn.functional as F
 from annotated_types import Gt, Le
-from torch import Tensor
+from torch import Tensor, nn
 
 from samplers.batching import chunks
 from samplers.noise import Rng
 from samplers.warp import Warp
 
+from ... import distributed
 from ...options import Count
 from ...registry import POLICIES, UserError, locate
 from ...types import Completion, Media, Point, Prompt, Rollout, tree_map
 from ..base import NetPolicy
 from ..lora import Lora
 from .answers import AnswerTokens
+from .engines import generate_plainly
 from .families import Coords, family_of, modules_of
 from .generate import Answers, Ending, generate
 from .inputs import Inputs
 from .media import Budgets
-from .prefix import Prefix, SharedPrefix
+from .prefix import VERIFIED, Prefix, SharedPrefix, positions, sharded, shareable
+from .scores import Scored
 
 Storage = Literal["float32", "bfloat16", "float16", "auto"]
 Encoded = dict[str, Tensor]
@@ -55,9 +61,10 @@ class VLM(NetPolicy):
         **options: Any,
     ):
         """path: folder, hub id or world:NAME. tokens: an answer's largest number. temperature, top_k, top_p: of
-        sampling and of scoring. stop: strings after which an answer ends. greedy: evaluation takes the likeliest token. budgets:
-        what images, videos and prompts may cost. coords: the space of the model's coordinates, where its family's is
-        unknown. share: prefix reads a prompt once for its whole group, none once for every answer. dtype: of the
+        sampling and of scoring. stop: strings after which an answer ends. greedy: evaluation takes the likeliest token.
+        budgets: what images, videos and prompts may cost. coords: the space of the model's coordinates, where its
+        family's is unknown. share: prefix reads a prompt once for its whole group, none once for every answer, auto is
+        prefix where that was compared, or can be, and agrees. dtype: of the
         weights. attention: transformers' implementation."""
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -67,7 +74,7 @@ class VLM(NetPolicy):
         self.inputs = Inputs(processor, hf.config, budgets or Budgets(), family, hf.generation_config)
         self.warp = Warp(temperature, top_k, top_p, self.inputs.suppressed)
         self.ending = Ending(tokens, self.inputs.stops, self.inputs.pad, tuple(stop), self.inputs.decode)
-        self.greedy, self.entropies = greedy, False
+        self.greedy, self.entropies, self.sharing = greedy, False, share
         if isinstance(lora, int):
             lora = Lora(lora)
         if lora is not None and lora.targets is None:
@@ -76,7 +83,8 @@ class VLM(NetPolicy):
 
     def rollout(self, prompts: list[Prompt], copies: int, rng: Rng) -> Rollout:
         taken = [self.inputs.take(prompt) for prompt in prompts]
-        cond = tree_map(lambda tensor: tensor.to(self.device), [encoded for encoded, _ in taken])
+        cond = [self._placed(encoded) for encoded, _ in taken]
+        self._check_sharing(cond)
         row = rng.rows(len(prompts), copies).to(self.device)
         group = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)
         size = self.chunk(len(row), lambda n: self._try(cond, group[:n]))
@@ -105,9 +113,11 @@ class VLM(NetPolicy):
         if not where.any():  # every process makes its passes, also those that train nothing
             where = where.clone()
             where[0, 0] = True
-        inputs, rows = self._collated(point.cond, point.group, each=not self.net.share)
-        hidden, scored = self.active()("score", inputs, rows, point.target, where, self.warp, self.entropies)
+        hidden, scored = self._score(self.active(), point.cond, point.group, point.target, where)
         return AnswerTokens(self, point, where, hidden, scored)
+
+    def enable_gradient_checkpointing(self) -> None:
+        self.net.enable_gradient_checkpointing()
 
     def decode(self, rollout: Rollout) -> Media:
         lengths = rollout.mask.sum(1)
@@ -132,12 +142,56 @@ class VLM(NetPolicy):
         self.net.hf.save_pretrained(folder)
         self.inputs.save(folder)
 
+    def _placed(self, encoded: Encoded) -> Encoded:
+        """On the device, with its positions as ``places`` [1, S, axes]: they cost time and never change."""
+        places = positions(self.net.hf, encoded)
+        places = places[..., None] if places.ndim == 2 else places.permute(1, 2, 0)
+        return tree_map(lambda tensor: tensor.to(self.device), encoded | {"places": places})
+
+    def _batch(self, encoded: list[Encoded]) -> Encoded:
+        """One left-padded batch, with ``position_ids`` [P, S] or [3, P, S]."""
+        batch = self.inputs.collate([{k: v for k, v in one.items() if k != "places"} for one in encoded])
+        length = batch["input_ids"].shape[1]
+        places = [F.pad(one["places"], (0, 0, length - one["places"].shape[1], 0)) for one in encoded]
+        found = torch.cat(places).permute(2, 0, 1)
+        return batch | {"position_ids": found[0] if len(found) == 1 else found}
+
     def _collated(self, cond: list[Encoded], group: Tensor, each: bool) -> tuple[Encoded, Tensor]:
         """The prompts of ``group`` [B] as one batch, each once or (``each``) once a row, and where every row's is."""
         unique, rows = group.unique(return_inverse=True)
         if each:
             unique, rows = group, torch.arange(len(group), device=group.device)
-        return self.inputs.collate([cond[i] for i in unique.tolist()]), rows
+        return self._batch([cond[i] for i in unique.tolist()]), rows
+
+    def _score(
+        self, net: nn.Module, cond: list[Encoded], group: Tensor, ids: Tensor, where: Tensor
+    ) -> tuple[Tensor, Scored]:
+        """Hidden states and log-probs of the tokens ``where`` holds."""
+        inputs, rows = self._collated(cond, group, each=not self.net.share)
+        return net("score", inputs, rows, ids, where, self.warp, self.entropies)
+
+    @torch.no_grad()
+    def _check_sharing(self, cond: list[Encoded]) -> None:
+        """Of a family nobody has compared: whether a shared prompt gives the log-probs of separate passes."""
+        if self.sharing != "auto":
+            return
+        self.sharing = "checked"
+        if not shareable(self.net.hf):
+            self.net.share = False
+        elif self.net.config.model_type not in VERIFIED:
+            group = torch.zeros(2, dtype=torch.long, device=self.device)
+            ids = cond[0]["input_ids"][:, -5:].expand(2, -1)
+            found = []
+            for self.net.share in (False, True):
+                found.append(self._score(self.net, cond, group, ids, torch.ones_like(ids, dtype=torch.bool))[1].logprob)
+            apart = float((found[0] - found[1]).abs().max())
+            self.net.share = apart < (1e-3 if self.net.hf.dtype == torch.float32 else 0.1)
+        if not self.net.share:
+            warnings.warn(
+                f"{self.net.config.model_type}: prompts are read once for every answer, since sharing them is not "
+                "exact in this family; set the policy's share to none to say so yourself",
+                stacklevel=2,
+            )
 
     def _blocks(self, prompts: int, copies: int, size: int) -> Iterator[slice]:
         """Prompts to read at once: as many as ``size`` rows answer, at least one."""
@@ -148,15 +202,28 @@ class VLM(NetPolicy):
     ) -> Iterator[Answers]:
         """Answers to a block of prompts, which is read once, ``size`` rows at a time."""
         mine = ((group >= prompts.start) & (group < prompts.stop)).nonzero()[:, 0]
-        prefix: Prefix = self.net("read", self.inputs.collate(cond[prompts]))
+        busy = self._any_works if sharded(self.net) else None
+        if not self.net.share:
+            for part in chunks(len(mine), size):
+                inputs, _ = self._collated(cond, group[mine[part]], each=True)
+                yield generate_plainly(self.net, inputs, row[mine[part]], rng, self.warp, self.ending, busy)
+            return
+        prefix: Prefix = self.net("read", self._batch(cond[prompts]))
         for part in chunks(len(mine), size):
             at = mine[part]
-            yield generate(self.net, prefix, group[at] - prompts.start, row[at], rng, self.warp, self.ending)
+            yield generate(self.net, prefix, group[at] - prompts.start, row[at], rng, self.warp, self.ending, busy)
+
+    def _any_works(self, here: bool) -> bool:
+        return bool(distributed.all_max(torch.tensor(float(here), device=self.device)))
 
     def _try(self, cond: list[Encoded], group: Tensor) -> None:
-        """What sampling these rows needs at most."""
-        inputs, rows = self._collated(cond, group, each=False)
-        generate(self.net, self.net("read", inputs), rows, rows, Rng.of("try"), self.warp, self.ending)
+        """What sampling these rows needs at most: no answer ends early."""
+        inputs, rows = self._collated(cond, group, each=not self.net.share)
+        endless = replace(self.ending, stops=(), strings=())
+        if self.net.share:
+            generate(self.net, self.net("read", inputs), rows, rows, Rng.of("try"), self.warp, endless)
+        else:
+            generate_plainly(self.net, inputs, rows, Rng.of("try"), self.warp, endless)
 
     def _completion(self, ids: list[int], logprob: float) -> Completion:
         text, ending = self.inputs.decode(ids), self.ending

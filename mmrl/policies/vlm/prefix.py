@@ -8,17 +8,36 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
 
 from samplers.warp import Warp
 
-from . import caches, scores
+from ...registry import UserError
+from . import caches, engines, scores
 from .caches import KV
 
 ROPE_INPUTS = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+CROSS_ATTENTION = ("mllama",)  # its image is looked at from every layer, past the cache of tokens
+VERIFIED = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "internvl",
+    "llava",
+    "llava_next",
+    "llava_onevision",
+    "idefics3",
+    "smolvlm",
+    "gemma3",
+    "paligemma",
+    "janus",
+)  # model types whose log-probs and gradients were compared with separate passes (tests/test_vlm_policy.py)
 
 
 @dataclass(frozen=True)
@@ -52,12 +71,10 @@ class SharedPrefix(nn.Module):
         return getattr(self, work)(*given, **named)
 
     def read(self, inputs: dict[str, Tensor]) -> Prefix:
-        """The prompts of one collated batch, left-padded."""
+        """The prompts of one batch, left-padded; ``inputs`` hold ``position_ids`` [P, S] or [3, P, S] too."""
         cache = caches.recorded(self.text_config.num_hidden_layers)
-        mask, places = inputs["attention_mask"].bool(), positions(self.hf, inputs)
-        hidden = self._base(**inputs, position_ids=places, past_key_values=cache, use_cache=True)
-        following = (places if places.ndim == 2 else places.amax(0)).amax(1) + 1
-        return Prefix(hidden[:, -1], mask, following, caches.kept(cache))
+        hidden = self._base(**inputs, past_key_values=cache, use_cache=True)
+        return Prefix(hidden[:, -1], inputs["attention_mask"].bool(), following(inputs), caches.kept(cache))
 
     def step(self, ids: Tensor, place: Tensor, mask: Tensor, cache: Any) -> Tensor:
         """[B, L, H] hidden states of answer tokens ``ids`` [B, L] that begin at position ``place`` [B]; ``mask`` [B, S]
@@ -102,6 +119,29 @@ class SharedPrefix(nn.Module):
         """[N] to another's log-probs [N, V]."""
         return scores.kl(hidden, other, self.logits, warp)
 
+    def generate(self, inputs: dict[str, Tensor], recorder: Any, synced: bool) -> None:
+        """transformers' own sampling; ``recorder`` sees to the tokens."""
+        engines.run(self.hf, {k: v for k, v in inputs.items() if k != "position_ids"}, recorder, synced)
+
+    def enable_gradient_checkpointing(self) -> None:
+        """Layers are computed again in the backward pass; with caches that is safe, since ours do not change then.
+
+        Raises UserError with a transformers whose layers would drop the cache.
+        """
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        if self.share and not hasattr(GradientCheckpointingLayer, "_can_checkpoint_with_cache"):
+            raise UserError(
+                "train.gradient_checkpointing with prompts read once a group needs transformers >= 5.20, whose layers "
+                "keep their cache; update it, or set the policy's share to none"
+            )
+        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        for layer in self.hf.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.gradient_checkpointing = layer._can_checkpoint_with_cache = True
+                layer._gradient_checkpointing_func = again
+                layer.training = True  # of the layer alone, which asks for it; what is inside stays in eval mode
+
     def add_adapter(self, config: Any) -> None:
         self.hf.add_adapter(config)
 
@@ -127,18 +167,39 @@ class SharedPrefix(nn.Module):
             for name, value in more.items()
             if name in inputs
         }
+        if (crossed := inputs.get("cross_attention_mask")) is not None:  # an answer sees what the prompt's end sees
+            last = crossed[:, -1:].expand(-1, answer.shape[1], *crossed.shape[2:])
+            longer["cross_attention_mask"] = torch.cat([crossed, last], 1)
+        places, start = inputs["position_ids"], following(inputs)[:, None]
+        more_places = (start + torch.arange(answer.shape[1], device=ids.device)).expand(*places.shape[:-1], -1)
         longer["input_ids"] = torch.cat([inputs["input_ids"], answer], 1)
-        longer = inputs | longer
-        found = self._base(**longer, position_ids=positions(self.hf, longer), use_cache=False)
+        longer["position_ids"] = torch.cat([places, more_places], -1)
+        found = self._base(**inputs | longer, use_cache=False)
         return found[:, found.shape[1] - ids.shape[1] :]
 
     def _base(self, **inputs: Any) -> Tensor:
         return self.hf.base_model(**inputs, return_dict=True).last_hidden_state
 
 
+def sharded(net: nn.Module) -> bool:
+    """Whether passes are collective calls."""
+    return any(isinstance(module, FSDPModule) for module in net.modules())
+
+
+def shareable(hf: nn.Module) -> bool:
+    """Whether the family keeps nothing of a prompt but one pair of keys and values a layer."""
+    return hf.config.model_type not in CROSS_ATTENTION and caches.plain(hf.config.get_text_config())
+
+
 def rotary3(hf: nn.Module) -> bool:
     """Whether positions have three axes (time, height, width) in this family."""
     return hasattr(hf.base_model, "get_rope_index")
+
+
+def following(inputs: dict[str, Tensor]) -> Tensor:
+    """[P] long: the position after the last of every prompt."""
+    places = inputs["position_ids"]
+    return (places if places.ndim == 2 else places.amax(0)).amax(1) + 1
 
 
 def positions(hf: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
