@@ -327,11 +327,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _told(name: str, case: dict[str, Any]) -> dict[str, Any]:
-    work, seconds, parts = case["work"], case["seconds"], case["parts"]
+    work, seconds = case["work"], case["seconds"]
+    shape = f"{work['prompts']} x {work['copies']} answers of {work['tokens']}"
+    parts = ", ".join(f"{part} {value:.3f}" for part, value in case["parts"].items())
     print(
-        f"{name}: {case['prompt_tokens']} prompt tokens, {work['prompts']} x {work['copies']} x {work['tokens']}; "
-        f"mmrl {seconds['mmrl']:.3f} s, TRL {seconds['trl']:.3f} s, {case['factor']:.2f} times as fast; "
-        + ", ".join(f"{part} {value:.3f}" for part, value in parts.items()),
+        f"{name}: {case['prompt_tokens']} prompt tokens, {shape}: mmrl {seconds['mmrl']:.3f} s ({parts}), "
+        f"TRL {seconds['trl']:.3f} s, {case['factor']:.2f} times as fast",
         flush=True,
     )
     return case
