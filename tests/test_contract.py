@@ -29,6 +29,9 @@ registry.load_built_in()
 SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
     ("policies", "vlm"): {"path": "{tiny:qwen2_5_vl}", "tokens": 6},
     ("policies", "sd3"): {"path": "world:digits/sd3-test", "size": 32, "steps": 4, "width": 8},
+    ("policies", "sd"): {"path": "{tiny:sd}", "size": 16, "steps": 3, "width": 8},
+    ("policies", "sdxl"): {"path": "{tiny:sdxl}", "size": 16, "steps": 3, "width": 8},
+    ("policies", "flux"): {"path": "{tiny:flux}", "size": 16, "steps": 3, "width": 8, "text_length": 16},
     ("data", "prompts"): {"path": "{tmp}/prompts.txt"},
     ("data", "digits"): {"captions": 40},
     ("grids", "dynamic"): {"mu": 0.5},
@@ -42,9 +45,9 @@ class Tiny:
     """``{tiny:qwen2_5_vl}``: built when it is asked for."""
 
     def __format__(self, name: str) -> str:
-        from . import tiny_vlms
+        from . import tiny_diffusers, tiny_vlms
 
-        return str(tiny_vlms.folder(name))
+        return str((tiny_diffusers if name in tiny_diffusers.BUILDERS else tiny_vlms).folder(name))
 
 
 def options_for(kind: str, name: str, tmp: object = "") -> dict[str, Any]:

@@ -191,7 +191,7 @@ def test_export_is_what_diffusers_loads(folder, tmp_path, lora):
 @pytest.mark.parametrize("placement", ["keep", "offload", "release"])
 def test_prompts_are_encoded_once_and_encoders_leave(folder, placement, monkeypatch):
     policy, calls = make(folder, text_encoders=placement), []
-    encode = policy._encode_texts
+    encode = policy.encode_texts
     policy.texts.encode = lambda pipe, texts, device: calls.append(texts) or encode(pipe, texts, device)
     policy.prepare(PROMPTS)
     for _ in range(2):

@@ -1,4 +1,6 @@
 """Policies: generative models behind one contract; one thin file a model family. Importing this registers them."""
 
+from . import diffusion as diffusion
+from . import flux as flux
 from . import sd3 as sd3
 from .vlm import policy as policy

@@ -18,7 +18,7 @@ from ..dists import Dist
 from ..registry import UserError
 from ..types import Media, Point, Prompt, Rollout, tree_map
 from ..weights import Weights
-from .lora import Lora, add_lora
+from .lora import ATTENTION, Lora, add_lora
 
 Medium = Literal["image", "video", "text"]
 Precision = Literal["float32", "bfloat16", "float16", "float64"]
@@ -57,6 +57,7 @@ class NetPolicy:
     """
 
     not_options: tuple[str, ...] = ("net",)
+    attention: tuple[str, ...] = ATTENTION  # module-name suffixes of the projections that LoRA adapts
     makes: Medium | None = None  # what ``decode`` returns; None: unknown, then no reward is refused for it
     iteration: int = 0  # set by the trainer before a rollout
     forwards: int = 0  # rows that went through the network so far
@@ -73,7 +74,7 @@ class NetPolicy:
         to its micro-batch. ``memory``: GiB that a pass of sampling may allocate, which then chooses its own chunks."""
         net.requires_grad_(lora is None)
         if lora is not None:
-            add_lora(net, Lora(lora) if isinstance(lora, int) else lora)
+            add_lora(net, Lora(lora) if isinstance(lora, int) else lora, self.attention)
         self.net, self.trained = net.eval(), net
         self.width = width  # passes of one constant width keep log-probs equal to the bit; None: as many as there are
         self.memory, self.fitting = memory, 0  # rows that fit the budget, measured once

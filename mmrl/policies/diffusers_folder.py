@@ -21,7 +21,7 @@ def resolve(path: str, expected: str) -> str:
         if not index.is_file():
             raise UserError(f"policy path {path!r}: no model_index.json in {place}; a diffusers folder has one")
         found = json.loads(index.read_text()).get("_class_name", "")
-        if not found.startswith(expected):
+        if found.removesuffix("Pipeline") != expected.removesuffix("Pipeline"):
             raise UserError(f"policy path {path!r} holds a {found or 'nameless pipeline'}, expected {expected}")
     return place
 
@@ -32,9 +32,11 @@ def load_part(cls: Any, place: str, subfolder: str, dtype: torch.dtype | None = 
     return _explained(lambda: cls.from_pretrained(place, subfolder=subfolder, **options), place, subfolder)
 
 
-def load_text_pipeline(cls: Any, place: str, dtype: torch.dtype, without: Sequence[str] = ()) -> Any:
+def load_text_pipeline(
+    cls: Any, place: str, dtype: torch.dtype, without: Sequence[str] = (), part: str = "transformer"
+) -> Any:
     """The pipeline with tokenizers and text encoders only; ``without`` names those to leave out."""
-    absent = dict.fromkeys(["transformer", "vae", *without])
+    absent = dict.fromkeys([part, "vae", *without])
     return _explained(lambda: cls.from_pretrained(place, **absent, dtype=dtype), place, "text encoders")
 
 
@@ -60,17 +62,16 @@ def _explained(load: Callable[[], Any], place: str, what: str) -> Any:
         ) from error
 
 
-def save_lora(pipeline: Any, net: nn.Module, folder: Path) -> None:
+def save_lora(pipeline: Any, net: nn.Module, folder: Path, part: str = "transformer") -> None:
     """``pytorch_lora_weights.safetensors`` as ``pipe.load_lora_weights(folder)`` reads it."""
     from peft import get_peft_model_state_dict
 
     layers = {name: tensor.detach().cpu().contiguous() for name, tensor in get_peft_model_state_dict(net).items()}
     config = next(iter(net.peft_config.values()))
-    pipeline.save_lora_weights(
-        folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=config.to_dict()
-    )
+    named = {f"{part}_lora_layers": layers, f"{part}_lora_adapter_metadata": config.to_dict()}
+    pipeline.save_lora_weights(folder, **named)
 
 
-def save_full(pipeline: Any, place: str, net: nn.Module, folder: Path) -> None:
-    """A complete diffusers folder with ``net`` as its transformer."""
-    _explained(lambda: pipeline.from_pretrained(place, transformer=net), place, "pipeline").save_pretrained(folder)
+def save_full(pipeline: Any, place: str, net: nn.Module, folder: Path, part: str = "transformer") -> None:
+    """A complete diffusers folder with ``net`` as its ``part``."""
+    _explained(lambda: pipeline.from_pretrained(place, **{part: net}), place, "pipeline").save_pretrained(folder)

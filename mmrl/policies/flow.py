@@ -116,6 +116,10 @@ class FlowPolicy(NetPolicy, ABC):
     @abstractmethod
     def decode(self, rollout: Rollout) -> Media: ...
 
+    def combine(self, v: Tensor, empty: Tensor, scale: float) -> Tensor:
+        """[B, *] classifier-free guidance (Ho and Salimans 2022); a family may normalise it as its pipeline does."""
+        return empty + scale * (v - empty)
+
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
         """Deterministic (ODE) sampling, at another guidance scale if given."""
@@ -239,14 +243,14 @@ class FlowPolicy(NetPolicy, ABC):
         scale = self._scale(point)
         conditional = scale == 1 or (self.logp_dist == "conditional" and point.guidance is None)
         v, empty = self._velocities(point, guided=not conditional)
-        return self._transition(point, v if conditional else empty + scale * (v - empty))
+        return self._transition(point, v if conditional else self.combine(v, empty, scale))
 
     def _both(self, point: Point) -> tuple[Gaussian, Gaussian, Tensor]:
         """The distribution that samples, the one whose log-prob is recorded (the same unless asked otherwise), and the
         network's output behind the first."""
         scale = self._scale(point)
         v, empty = self._velocities(point, guided=scale != 1)
-        guided = v if scale == 1 else empty + scale * (v - empty)
+        guided = v if scale == 1 else self.combine(v, empty, scale)
         sampled = self._transition(point, guided)
         mismatch = scale != 1 and self.logp_dist == "conditional"
         return sampled, self._transition(point, v) if mismatch else sampled, guided

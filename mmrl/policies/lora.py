@@ -9,7 +9,7 @@ from torch import nn
 
 from ..registry import UserError
 
-# Attention projections as diffusers names them; a family may offer its own list.
+# Attention projections of diffusers' transformers; a family may offer its own list.
 ATTENTION = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
              "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out")  # fmt: skip
 
@@ -23,14 +23,14 @@ class Lora:
     targets: Sequence[str] | None = None
 
 
-def add_lora(net: nn.Module, lora: Lora) -> None:
+def add_lora(net: nn.Module, lora: Lora, attention: Sequence[str] = ATTENTION) -> None:
     """Freeze ``net`` and inject adapters in float32; they start at zero, so the policy is still the base model.
 
     Raises UserError when no module has one of the target names.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    targets = list(lora.targets) if lora.targets else _present(net, ATTENTION)
+    targets = list(lora.targets) if lora.targets else _present(net, attention)
     if not targets or not _present(net, targets):
         linears = [name for name, module in net.named_modules() if isinstance(module, nn.Linear)]
         raise UserError(f"lora.targets match no module of {type(net).__name__}; its linear layers: {linears[:8]} ...")

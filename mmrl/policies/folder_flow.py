@@ -1,0 +1,152 @@
+"""What all families in diffusers' folder format share: parts and their classes, text encoders, export, latent sizes.
+
+A family is a subclass that names its classes and says how texts are encoded, how its network is called, what shape its
+latents have and how they are decoded.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from samplers.batching import chunks
+from samplers.processes import Flow, Process
+from samplers.schedules import dynamic, flow_match_euler
+
+from ..registry import GRIDS, UserError
+from ..types import Media, Prompt, Rollout
+from . import diffusers_folder
+from .flow import FlowPolicy, Grid, Storage
+from .prompts import Placement, PromptCache, texts_of
+
+
+class FolderPolicy(FlowPolicy):
+    """A model in diffusers' folder format."""
+
+    pipeline: ClassVar[str]  # class names in diffusers
+    network: ClassVar[str]
+    autoencoder: ClassVar[str] = "AutoencoderKL"
+    part: ClassVar[str] = "transformer"  # of the folder that is trained
+    makes = "image"
+
+    def __init__(
+        self,
+        path: str,
+        size: int | tuple[int, int] = 512,
+        grid: Annotated[Grid, GRIDS] | None = None,
+        dtype: Storage = "float32",
+        text_encoders: Placement = "offload",
+        text_cache: int = 20000,
+        **options: Any,
+    ):
+        """path: folder, hub id or world:NAME. size: pixels, one side or [height, width]. grid: None is the folder's own
+        scheduler. dtype: of the frozen weights. text_encoders: where they go after use. text_cache: encoded prompts."""
+        import diffusers
+
+        self.place, self.compute = diffusers_folder.resolve(path, self.pipeline), getattr(torch, dtype)
+        net = diffusers_folder.load_part(getattr(diffusers, self.network), self.place, self.part, self.compute)
+        vae = diffusers_folder.load_part(getattr(diffusers, self.autoencoder), self.place, "vae")
+        self.config, self.vae = net.config, vae.requires_grad_(False).eval()
+        self.size = (size, size) if isinstance(size, int) else tuple(size)
+        self.shape, self.process = self.latent_shape(), self.own_process()
+        self.texts = PromptCache(self.load_texts, self.encode_texts, text_encoders, text_cache)
+        super().__init__(net, grid=grid or self.own_grid(), **options)
+
+    @abstractmethod
+    def latent_shape(self) -> tuple[int, ...]:
+        """Of one sample, from ``self.size``, ``self.config`` and ``self.vae``."""
+
+    @abstractmethod
+    def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
+        """Nest of tensors [n, *] by the text pipeline."""
+
+    def own_process(self) -> Process:
+        """What the network was trained on."""
+        return Flow()
+
+    def own_grid(self) -> Grid:
+        """The times of the folder's scheduler."""
+        return scheduler_grid(self.place, self.tokens())
+
+    def tokens(self) -> int:
+        """Tokens the network sees of one sample, by which a scheduler may shift its times."""
+        return self.shape[-2] * self.shape[-1] // self.config.patch_size**2
+
+    def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
+        cond = self.texts(texts_of(prompts), self.device)
+        return cond | {"uncond": self.texts([""], self.device)}
+
+    def prepare(self, prompts: list[Prompt]) -> None:
+        if self.texts.placement == "release":
+            self.texts(["", *dict.fromkeys(texts_of(prompts))], self.device)
+
+    def cast(self, tensor: Tensor) -> Tensor:
+        """To what the network computes in."""
+        return tensor.to(self.dtype if self.dtype == torch.float64 else self.compute)
+
+    def decode(self, rollout: Rollout) -> Media:
+        vae, parts = self.vae.to(self.device), chunks(len(rollout), self.width or len(rollout))
+        with torch.no_grad():
+            pixels = [self.pixels(vae, rollout.sample[p].to(vae.dtype)) for p in parts]
+        return (torch.cat(pixels) / 2 + 0.5).clamp(0, 1)
+
+    def pixels(self, vae: Any, latents: Tensor) -> Tensor:
+        """[B, 3, H, W] in -1..1."""
+        shift = getattr(vae.config, "shift_factor", None) or 0.0
+        return vae.decode(latents / vae.config.scaling_factor + shift).sample
+
+    def load_texts(self) -> Any:
+        """The pipeline without network and autoencoder."""
+        import diffusers
+
+        return diffusers_folder.load_text_pipeline(
+            getattr(diffusers, self.pipeline), self.place, self.compute, without=self.without(), part=self.part
+        )
+
+    def without(self) -> tuple[str, ...]:
+        """Further parts that texts do not need."""
+        return ()
+
+    def export(self, folder: Path) -> None:
+        """LoRA for ``pipe.load_lora_weights``, or the whole pipeline when all weights were trained."""
+        import diffusers
+
+        pipeline = getattr(diffusers, self.pipeline)
+        if getattr(self.net, "peft_config", None):
+            diffusers_folder.save_lora(pipeline, self.net, folder, self.part)
+        else:
+            diffusers_folder.save_full(pipeline, self.place, self.net, folder, self.part)
+
+    def latent_side(self, pixels: int, step: int, factor: int) -> int:
+        """Latents along a side; UserError where ``step`` pixels do not divide it."""
+        if pixels < step or pixels % step:
+            down, up = max(step, pixels // step * step), -(-pixels // step) * step
+            raise UserError(f"policy option size {pixels} is not a multiple of {step}; the nearest are {down} and {up}")
+        return pixels // factor
+
+
+def vae_factor(vae: Any) -> int:
+    """Pixels along a side for one latent of AutoencoderKL."""
+    return 2 ** (len(vae.config.block_out_channels) - 1)
+
+
+def scheduler_grid(place: str, tokens: int, smallest: float | None = None) -> Grid:
+    """The times of a FlowMatchEulerDiscreteScheduler: a fixed shift, or one that depends on the number of tokens.
+
+    ``smallest``: the last time above 0 before the shift by tokens, where the pipeline sets it; None: 1 / train steps.
+    """
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    config = diffusers_folder.load_part(FlowMatchEulerDiscreteScheduler, place, "scheduler").config
+    if not config.use_dynamic_shifting:
+        return partial(flow_match_euler, shift=config.shift, train_steps=config.num_train_timesteps)
+    names = {"base_tokens": "base_image_seq_len", "max_tokens": "max_image_seq_len"}
+    ends = {ours: config[theirs] for ours, theirs in names.items()}
+    shifts = {"base_shift": config.base_shift, "max_shift": config.max_shift, "time_shift": config.time_shift_type}
+    smallest = 1 / config.num_train_timesteps if smallest is None else smallest
+    return partial(dynamic, tokens=tokens, smallest=smallest, terminal=config.shift_terminal, **ends, **shifts)

@@ -1,0 +1,112 @@
+"""Every family in diffusers' folder format against diffusers' own pipeline, and what every policy must keep."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import diffusers
+import pytest
+import torch
+
+from mmrl import advantages
+from mmrl.objectives import PolicyGradient
+from mmrl.optimizers import adamw
+from mmrl.options import TrainOptions
+from mmrl.policies.flux import pack
+from mmrl.registry import POLICIES, load_built_in
+from mmrl.scoring import Scorer
+from mmrl.trainer import Trainer
+from samplers.noise import Rng
+
+from . import tiny_diffusers
+
+load_built_in()
+
+PROMPTS = [{"text": text} for text in ("a red seven", "a blue two")]
+# name -> policy, its options, how its latents go into the pipeline, further arguments of the pipeline's call
+CASES = {
+    "sd": ("sd", {"size": 16}, None, {}),
+    "sd-v": ("sd", {"size": 16}, None, {}),
+    "sdxl": ("sdxl", {"size": 16}, None, {}),
+    "flux": ("flux", {"size": 16, "text_length": 16}, pack, {"max_sequence_length": 16}),
+    "flux-schnell": ("flux", {"size": [16, 32], "text_length": 16}, pack, {"max_sequence_length": 16}),
+}
+GUIDED = {"flux": "true_cfg_scale", "flux-schnell": "true_cfg_scale"}  # others: guidance_scale
+
+
+def make(case, **options):
+    name, own, _, _ = CASES[case]
+    torch.manual_seed(0)
+    return POLICIES.build(name, path=str(tiny_diffusers.folder(case)), **{"steps": 3, "width": 4} | own | options)
+
+
+def call(pipe, policy, case, rollout, guidance, steps, output):
+    """The pipeline's own samples from the same first latents."""
+    _, _, layout, more = CASES[case]
+    first = rollout.path[:, 0]
+    if case in GUIDED:
+        more = more | {GUIDED[case]: guidance, "guidance_scale": policy.embedded}
+        if guidance > 1:
+            more |= {"negative_prompt": [""] * len(first)}
+    else:
+        more = more | {"guidance_scale": guidance}
+    texts = [p["text"] for p in rollout.asked()]
+    height, width = policy.size
+    return pipe(
+        texts, latents=layout(first) if layout else first, num_inference_steps=steps, height=height, width=width,
+        output_type=output, **more,
+    )[0]  # fmt: skip
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.5])
+@pytest.mark.parametrize("case", CASES)
+def test_without_noise_we_are_the_diffusers_pipeline(case, guidance):
+    policy = make(case, width=None)
+    with policy.evaluating(guidance), torch.no_grad():
+        rollout = policy.rollout(PROMPTS, 2, Rng.of("same"))
+        ours = policy.decode(rollout)
+    pipe = getattr(diffusers, policy.pipeline).from_pretrained(str(tiny_diffusers.folder(case)))
+    pipe.set_progress_bar_config(disable=True)
+    latents = call(pipe, policy, case, rollout, guidance, 3, "latent")
+    images = call(pipe, policy, case, rollout, guidance, 3, "pt")
+    layout = CASES[case][2]
+    torch.testing.assert_close(layout(rollout.sample) if layout else rollout.sample, latents, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(ours, images, atol=1e-4, rtol=1e-4)
+    assert (images[0] - images[2]).abs().max() > 1e-5  # the prompt has an effect
+
+
+def brightness(media, prompts):
+    return media.flatten(1).mean(1)
+
+
+def trainer_of(policy, **options):
+    sizes = {"prompts": 2, "copies": 2, "batch_size": 4, "iterations": 3} | options
+    return Trainer(
+        policy, PROMPTS, Scorer({"brightness": brightness}), advantages.dance, PolicyGradient(clip=1e-2),
+        partial(adamw, lr=1e-2), TrainOptions(**sizes),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"guidance": 2.5, "lora": 2}], ids=["full", "guided lora"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_first_step_is_exactly_on_policy(case, options):
+    metrics = trainer_of(make(case, **options)).iterate()
+    assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0 and metrics["step"] == 1
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_exported_adapter_gives_the_plain_pipeline_our_images(case, tmp_path):
+    policy = make(case, lora=2, width=None)
+    trainer = trainer_of(policy)
+    trainer.iterate(), trainer.iterate()
+    policy.export(tmp_path)
+    pipe = getattr(diffusers, policy.pipeline).from_pretrained(str(tiny_diffusers.folder(case)))
+    pipe.set_progress_bar_config(disable=True)
+    with policy.evaluating(), torch.no_grad():
+        rollout = policy.rollout(PROMPTS, 2, Rng.of("same"))
+        ours = policy.decode(rollout)
+    before = call(pipe, policy, case, rollout, 1.0, 3, "pt")
+    pipe.load_lora_weights(tmp_path)
+    after = call(pipe, policy, case, rollout, 1.0, 3, "pt")
+    torch.testing.assert_close(ours, after, atol=1e-4, rtol=1e-4)
+    assert (after - before).abs().max() > 1e-4  # the training is seen
