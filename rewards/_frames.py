@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rewards._media import frame_mean, frames
+from rewards._precision import own_precision
 
 
 @torch.no_grad()
@@ -26,7 +27,7 @@ def each_frame(media: Tensor, reward: str, batch_size: int, score: Callable[[Ten
     stack = frames(media, reward)
     count, pictures = stack.shape[1], stack.flatten(0, 1)
     found = []
-    with torch.autocast(media.device.type, enabled=False):
+    with own_precision(media.device.type):
         for start in range(0, len(pictures), batch_size):
             part = pictures[start : start + batch_size]
             rows = [place // count for place in range(start, start + len(part))]

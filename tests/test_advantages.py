@@ -347,7 +347,7 @@ if size == 2:
 """
 COUNTS = {
     "group": {"std": "global", "ddof": 1}, "flow_grpo": {}, "dance": {}, "rloo": {}, "dr_grpo": {}, "gdpo": {},
-    "process": {}, "ddpo": {"buffer": 6, "min_count": 4},
+    "process": {}, "running": {}, "maxmin": {"rate": 0.5}, "ddpo": {"buffer": 6, "min_count": 4},
 }  # fmt: skip
 
 

@@ -58,8 +58,9 @@ def reward_server():
 
 
 def of_pictures(name: str) -> bool:
-    """Texts: tests/test_verifiable.py; judges, which take anything: tests/test_judge.py."""
-    return card_of(REWARDS[name]).media != ("text",) and not name.startswith("judge")
+    """Texts: tests/test_verifiable.py; judges, which take anything: tests/test_judge.py; groups: test_compose.py."""
+    one = card_of(REWARDS[name])
+    return one.media != ("text",) and one.of == "sample" and not name.startswith("judge")
 
 
 @pytest.fixture(scope="module", params=[name for name in sorted(REWARDS) if of_pictures(name)])
@@ -71,6 +72,11 @@ def reward(request, tiny_clip, tiny_head, tiny_reader, reward_server, tmp_path_f
         "digits": {"path": tiny_reader},
         "digits_judge": {"path": tiny_reader},
         "remote": {"url": reward_server, "batch_size": 2},
+        "gate": {"main": jpeg_incompressibility, "extra": jpeg_compressibility, "above": 1.0},
+        "ensemble": {"of": [jpeg_incompressibility, jpeg_compressibility], "how": "mean"},
+        "constrain": {"main": jpeg_incompressibility, "judges": [jpeg_compressibility], "at_least": -1.0},
+        "bounded": {"of": jpeg_incompressibility, "high": 1.0},
+        "noisy": {"of": lambda media, prompts: (jpeg_incompressibility(media, prompts) > 0.9).float()},
     }
     import huggingface_hub.constants
 

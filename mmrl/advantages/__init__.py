@@ -3,7 +3,21 @@
 from mmrl.advantages.branch import Branch
 from mmrl.advantages.ddpo import DDPO
 from mmrl.advantages.grouped import dance, dr_grpo, flow_grpo, gdpo, group, rloo
+from mmrl.advantages.online import MaxMin, Running
 from mmrl.advantages.steps import process
 from mmrl.advantages.summary import statistics
 
-__all__ = ["Branch", "DDPO", "dance", "dr_grpo", "flow_grpo", "gdpo", "group", "process", "rloo", "statistics"]
+__all__ = [
+    "Branch",
+    "DDPO",
+    "MaxMin",
+    "Running",
+    "dance",
+    "dr_grpo",
+    "flow_grpo",
+    "gdpo",
+    "group",
+    "process",
+    "rloo",
+    "statistics",
+]

@@ -1,0 +1,115 @@
+"""Advantages that change what counts while training: scales follow the rewards, weights follow the weakest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Ge, Gt, Lt
+from torch import Tensor
+
+from mmrl.advantages.groups import finished, measured
+from mmrl.advantages.normalise import moments
+from mmrl.registry import ADVANTAGES
+from mmrl.types import Rewards, Rollout
+
+Inner = Annotated[Callable, ADVANTAGES]
+
+
+@ADVANTAGES.register("running")
+class Running:
+    """Each reward minus its running mean, by its running standard deviation; then another advantage.
+
+    Brings rewards of different scales together before they are weighted and added, without comparing single groups.
+    ``decay`` of the running mean and mean square (0: of this iteration alone), corrected for their start at zero, over
+    all processes; ``limit``: normalised rewards are cut off there.
+    """
+
+    def __init__(
+        self, of: Inner = "group", decay: Annotated[float, Ge(0), Lt(1)] = 0.9,
+        limit: Annotated[float, Gt(0)] | None = None, eps: Annotated[float, Gt(0)] = 1e-6,
+    ):  # fmt: skip
+        self.of, self.decay, self.limit, self.eps = of_name(of), decay, limit, eps
+        self.sums: dict[str, list[float]] = {}  # name -> decayed mean, mean square, weight
+
+    def __call__(self, rewards: Rewards | Tensor, rollout: Rollout) -> Tensor:
+        """[B, 1] of the inner advantage. Advances the running moments."""
+        double, _ = measured(rewards, rollout)
+        scaled = {name: self._scaled(name, x) for name, x in double.items()}
+        return as_given(self.of(Rewards(scaled, double.weights), rollout), rewards)
+
+    def _scaled(self, name: str, x: Tensor) -> Tensor:
+        mean, variance = (float(y) for y in moments(x, x.isfinite()))
+        old = self.sums.get(name, [0.0, 0.0, 0.0])
+        new = [mean, variance + mean**2, 1.0]
+        self.sums[name] = [self.decay * a + (1 - self.decay) * b for a, b in zip(old, new, strict=True)]
+        first, second, weight = self.sums[name]
+        mean, square = first / weight, second / weight
+        scaled = (x - mean) / (max(square - mean**2, 0.0) ** 0.5 + self.eps)
+        return scaled if self.limit is None else scaled.clamp(-self.limit, self.limit)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sums": self.sums, "of": inner_state(self.of)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sums = {name: list(values) for name, values in state["sums"].items()}
+        load_inner(self.of, state["of"])
+
+
+@ADVANTAGES.register("maxmin")
+class MaxMin:
+    """Train on the reward that is worst off now: max-min over rewards, or over groups of people that each stand for.
+
+    MaxMin-RLHF (Chakraborty et al. 2024, arXiv:2402.08925, algorithm 1): in every iteration the reward with the lowest
+    mean over all samples alone is optimised. With ``rate``, weights follow instead of jumping (multiplicative weights,
+    w_i proportional to w_i exp(-rate mean_i)), a dynamic weighting of rewards. The rewards must be on one scale, such
+    as 0..1; their configured weights multiply the means. ``of``: the advantage of the weighted sum.
+    """
+
+    def __init__(self, of: Inner = "group", rate: Annotated[float, Gt(0)] | None = None):
+        self.of, self.rate = of_name(of), rate
+        self.log: dict[str, float] = {}  # logarithms of the weights
+
+    def __call__(self, rewards: Rewards | Tensor, rollout: Rollout) -> Tensor:
+        """[B, 1] of the inner advantage. Advances the weights."""
+        double, groups = measured(rewards, rollout)
+        means = {name: double.weights[name] * float(moments(x, groups.present)[0]) for name, x in double.items()}
+        if self.rate is None:
+            worst = min(means, key=means.get)
+            shares = {name: float(name == worst) for name in means}
+        else:
+            self.log = {name: self.log.get(name, 0.0) - self.rate * mean for name, mean in means.items()}
+            top = max(self.log.values())
+            raw = {name: math.exp(value - top) for name, value in self.log.items()}
+            shares = {name: value / sum(raw.values()) for name, value in raw.items()}
+        total = sum(shares[name] * double.weights[name] * x for name, x in double.items() if shares[name])
+        found = self.of(Rewards({"maxmin": total.masked_fill(~groups.present, torch.nan)}), rollout)
+        return as_given(found, rewards)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"log": self.log, "of": inner_state(self.of)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.log = dict(state["log"])
+        load_inner(self.of, state["of"])
+
+
+def of_name(inner: Callable | str) -> Callable:
+    """The default is a name, since the registry is still being filled when this file is read."""
+    return ADVANTAGES.build(inner) if isinstance(inner, str) else inner
+
+
+def as_given(advantage: Tensor, rewards: Rewards | Tensor) -> Tensor:
+    """In the precision of the rewards."""
+    return finished(advantage[:, 0], rewards, ~advantage[:, 0].isnan())
+
+
+def inner_state(inner: Callable) -> Any:
+    return inner.state_dict() if hasattr(inner, "state_dict") else None
+
+
+def load_inner(inner: Callable, state: Any) -> None:
+    if hasattr(inner, "load_state_dict"):
+        inner.load_state_dict(state)

@@ -1,0 +1,56 @@
+"""What rewards made of rewards share: their card, and which rows are answers to one prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.registry import UserError
+from rewards.card import Card, Of, card_of
+
+
+def merged(rewards: Sequence[Callable], of: Of | None = None) -> Card:
+    """The card of a reward that asks all of these: media that all judge, fields that any needs.
+
+    ``of``: "group" where the whole compares samples although its parts do not.
+    """
+    cards = [card_of(reward) for reward in rewards]
+    media = tuple(kind for kind in ("image", "video", "text") if all(kind in one.media for one in cards))
+    if not media:
+        raise UserError("these rewards judge different media: " + " / ".join(", ".join(one.media) for one in cards))
+    kinds = {one.of for one in cards}
+    if len(kinds - {"sample"}) > 1 or (of == "group" and "step" in kinds):
+        raise UserError("rewards of steps and rewards of groups cannot be put together")
+    needs = tuple(dict.fromkeys(field for one in cards for field in one.needs))
+    return Card(media=media, needs=needs, of=of or next(iter(kinds - {"sample"}), "sample"))
+
+
+def asked(rewards: Sequence[Callable], media: Any, prompts: list[dict]) -> list[Tensor]:
+    """Float32 values of each on the CPU, [B] or [B, K]; those of samples [B, 1] if others are of steps."""
+    found = [torch.as_tensor(reward(media, prompts)).detach().to("cpu", torch.float32) for reward in rewards]
+    if any(values.ndim == 2 for values in found):
+        found = [values if values.ndim == 2 else values[:, None] for values in found]
+    return found
+
+
+def groups_of(prompts: Sequence[dict]) -> list[list[int]]:
+    """The rows of every group: those with one ``group``, or without it neighbours with one prompt."""
+    found: dict[Any, list[int]] = {}
+    run = 0
+    for row, prompt in enumerate(prompts):
+        if row and "group" not in prompt and not _alike(prompt, prompts[row - 1]):
+            run += 1
+        found.setdefault(prompt.get("group", ("run", run)), []).append(row)
+    return list(found.values())
+
+
+def _alike(one: dict, other: dict) -> bool:
+    if one is other:
+        return True
+    try:
+        return bool(one == other)
+    except (ValueError, RuntimeError):  # arrays
+        return False

@@ -1,0 +1,122 @@
+"""Rewards without a right answer: what most answers to a prompt say, how often each is given, how sure the model was.
+
+Answers are read out of the texts as the verifiable rewards read them: the last ``<answer>`` or box, else the text, in
+normal form. A text without one has no vote and earns 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Ge
+from torch import Tensor
+
+from mmrl.registry import REWARDS, UserError
+from rewards._compose import groups_of
+from rewards.card import card
+from rewards.vision.answers import normal
+from rewards.vision.words import short
+
+
+@REWARDS.register("majority_vote")
+@card(media="text", of="group", low=0, high=1, source="[TTRL](https://arxiv.org/abs/2504.16084)")
+def majority_vote(media: Sequence[str], prompts: list[dict], *, share: Annotated[float, Ge(0)] = 0.0) -> Tensor:
+    """1 for an answer that most answers to the prompt give, else 0 (TTRL, SeRL); no right answer is needed.
+
+    Of equally frequent answers the one given first wins. ``share``: the part of the group that must agree; where fewer
+    do, the group has no majority and every answer has NaN, which leaves it out.
+    """
+    votes, found = votes_of(media, "majority_vote"), torch.zeros(len(media))
+    for rows in groups_of(prompts):
+        winner, count = leading([votes[row] for row in rows])
+        agreed = winner is not None and count >= share * len(rows)
+        for row in rows:
+            found[row] = float(votes[row] == winner) if agreed else torch.nan if share else 0.0
+    return found
+
+
+@REWARDS.register("answer_frequency")
+@card(media="text", of="group", high=1, source="TTRV, Test-time RL for vision-language models")
+def answer_frequency(media: Sequence[str], prompts: list[dict], *, entropy: Annotated[float, Ge(0)] = 0.0) -> Tensor:
+    """The share of the group that gives the same answer, less ``entropy`` times the entropy of all answers (TTRV).
+
+    The entropy (nats) is the same for a whole group: it only matters for advantages that compare prompts.
+    """
+    votes, found = votes_of(media, "answer_frequency"), torch.zeros(len(media))
+    for rows in groups_of(prompts):
+        counts = Counter(vote for row in rows if (vote := votes[row]) is not None)
+        total = sum(counts.values())
+        spread = -sum(n / total * math.log(n / total) for n in counts.values())
+        for row in rows:
+            found[row] = counts.get(votes[row], 0) / len(rows) - entropy * spread
+    return found
+
+
+@REWARDS.register("co_reward")
+@card(media="text", of="group", needs="twin", low=0, high=1, source="[Co-Reward](https://arxiv.org/abs/2508.00410)")
+class CoReward:
+    """1 for an answer that agrees with most answers to the prompt's twin, which asks the same in other words.
+
+    Prompts with one ``twin`` are versions of one question: rephrased, or with the image augmented. Each is judged by
+    the vote on the others (Zhang et al. 2025, Co-Reward). The last vote on a version is remembered, since its twin may
+    come in another iteration (not in checkpoints); as long as there is none, the prompt's own vote decides.
+    """
+
+    def __init__(self):
+        self.votes: dict[Any, dict[str, str]] = {}  # twin -> version -> its last majority
+
+    def __call__(self, media: Sequence[str], prompts: list[dict]) -> Tensor:
+        votes, found = votes_of(media, "co_reward"), torch.zeros(len(media))
+        groups = groups_of(prompts)
+        for rows in groups:
+            winner, _ = leading([votes[row] for row in rows])
+            if winner is not None:
+                self.votes.setdefault(str(prompts[rows[0]].get("twin")), {})[version(prompts[rows[0]])] = winner
+        for rows in groups:
+            known = self.votes.get(str(prompts[rows[0]].get("twin")), {})
+            mine = version(prompts[rows[0]])
+            others = [vote for name, vote in known.items() if name != mine] or [known.get(mine)]
+            label, _ = leading(others)
+            for row in rows:
+                found[row] = float(label is not None and votes[row] == label)
+        return found
+
+
+@REWARDS.register("mean_logprob")
+@card(media="text", high=0, scaling="nats a token")
+def mean_logprob(media: Sequence[str], prompts: list[dict], *, scale: float = 1.0) -> Tensor:
+    """How sure the model was of its answer: the mean log-probability of its tokens when it sampled them.
+
+    A signal without any judge, and one that is easily hacked by saying little; NaN for texts of unknown origin.
+    """
+    return scale * torch.tensor([float(getattr(text, "logprob", torch.nan)) for text in media])
+
+
+def version(prompt: dict) -> str:
+    """What tells the versions of a question apart."""
+    return str(prompt.get("version", prompt.get("text")))
+
+
+def votes_of(media: Sequence[str], reward: str) -> list[str | None]:
+    """The answer in every text, in normal form; None where there is none."""
+    if isinstance(media, Tensor):
+        raise UserError(f"reward {reward!r} compares texts, not images or videos")
+    return [vote(text) for text in media]
+
+
+def vote(text: str) -> str | None:
+    answer = normal(short(text)[0])
+    try:
+        return f"{float(answer.replace(',', '')):.12g}"  # 7, 7.0 and 7e0 are one vote
+    except ValueError:
+        return answer or None
+
+
+def leading(votes: Sequence[str | None]) -> tuple[str | None, int]:
+    """The most frequent vote, the first of several, and how many gave it."""
+    counts = Counter(vote for vote in votes if vote is not None)
+    return counts.most_common(1)[0] if counts else (None, 0)

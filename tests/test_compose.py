@@ -1,0 +1,306 @@
+"""Rewards made of rewards, votes without a right answer, diversity, and advantages whose weights move."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmrl.advantages import group
+from mmrl.advantages.online import MaxMin, Running
+from mmrl.config import build_rewards
+from mmrl.registry import REWARDS, UserError
+from mmrl.scoring import Scorer
+from mmrl.types import Completion, Rewards
+from rewards import (
+    answer_frequency,
+    bounded,
+    co_reward,
+    constrain,
+    darling,
+    dra,
+    ensemble,
+    gate,
+    majority_vote,
+    mean_logprob,
+    noisy,
+    pairwise_distance,
+)  # fmt: skip
+from rewards.card import card, card_of
+from tests.test_advantages import rollout
+from tests.tiny_rewards import pictures, save_tiny_clip
+
+B = 6
+MEDIA, PROMPTS = torch.zeros(B, 3, 2, 2), [{"text": "a"}] * B
+numbers = st.lists(st.floats(-5, 5, width=32), min_size=B, max_size=B)
+quick = settings(max_examples=40, deadline=None)
+
+
+def gives(values, of="sample", **fields):
+    values = torch.tensor(values, dtype=torch.float32)
+    return card(of=of, **fields)(lambda media, prompts: values[: len(prompts)].clone())
+
+
+def run(reward):
+    return reward(MEDIA, PROMPTS)
+
+
+# ---------------------------------------------------------------------------------------------------- of rewards
+
+
+@quick
+@given(main=numbers, extra=numbers, above=st.floats(-3, 3, width=32))
+def test_the_extra_reward_counts_above_the_gate_only(main, extra, above):
+    found = run(gate(gives(main), gives(extra), above=above, weight=0.5))
+    for r, m, e in zip(found.tolist(), main, extra, strict=True):
+        assert r == pytest.approx(m + 0.5 * e if m >= above else m, abs=1e-5)
+
+
+@quick
+@given(one=numbers, two=numbers, three=numbers, penalty=st.floats(0, 2, width=32))
+def test_ensembles_are_conservative(one, two, three, penalty):
+    parts = [gives(one), gives(two), gives(three)]
+    worst, mean = run(ensemble(parts)), run(ensemble(parts, how="mean"))
+    careful = run(ensemble(parts, how="uncertainty", penalty=penalty))
+    each = torch.tensor([one, two, three])
+    torch.testing.assert_close(worst, each.amin(0))
+    torch.testing.assert_close(careful, each.mean(0) - penalty * ((each - each.mean(0)) ** 2).mean(0))
+    assert (worst <= mean + 1e-5).all() and (careful <= mean + 1e-5).all()
+    torch.testing.assert_close(run(ensemble([gives(one)] * 2, how="uncertainty")), torch.tensor(one))
+
+
+@quick
+@given(main=numbers, judge=numbers, other=numbers)
+def test_constraints_are_not_traded(main, judge, other):
+    found = run(constrain(gives(main), [gives(judge), gives(other)], at_least=[0.0, 1.0], otherwise=-9.0))
+    for r, m, j, o in zip(found.tolist(), main, judge, other, strict=True):
+        assert r == pytest.approx(m if j >= 0 and o >= 1 else -9.0)
+
+
+@quick
+@given(values=numbers)
+def test_bounds(values):
+    found = run(bounded(gives(values), low=-1, high=1))
+    torch.testing.assert_close(found, torch.tensor(values).clamp(-1, 1))
+    clip = run(bounded(gives(values), high=0.0, shift=-0.5))
+    torch.testing.assert_close(clip, (torch.tensor(values) - 0.5).clamp(max=0))
+
+
+def test_delta_telescopes():
+    steps = torch.rand(B, 5, generator=torch.Generator().manual_seed(0))
+    found = run(bounded(gives(steps.tolist(), "step"), delta=True))
+    torch.testing.assert_close(found.flip(1).cumsum(1).flip(1)[:, :-1], steps[:, :-1])
+    assert (found[:, -1] == 0).all() and card_of(bounded(gives(steps.tolist(), "step"), delta=True)).of == "step"
+    with pytest.raises(UserError, match="not of steps"):
+        bounded(gives([0.0] * B), delta=True)
+
+
+@pytest.mark.parametrize(("fp", "fn"), [(0.0, 0.0), (0.1, 0.0), (0.05, 0.3), (0.4, 0.5)])
+def test_noisy_verifiers_are_right_on_average(fp, fn):
+    for truth in (0.0, 1.0):
+        chance = 1 - fn if truth else fp  # of an accepting verifier
+        backward, forward = (
+            sum(
+                p * noisy(gives([seen]), fp, fn, how=how)(MEDIA[:1], PROMPTS[:1]).item()
+                for seen, p in ((1.0, chance), (0.0, 1 - chance))
+            )
+            for how in ("backward", "forward")
+        )
+        assert backward == pytest.approx(truth, abs=1e-5)
+        assert forward == pytest.approx((1 - fp - fn) * (truth - 1), abs=1e-5)
+
+
+def test_a_missing_part_is_missing_in_the_whole():
+    holed, fine = gives([math.nan, 1, 1, 1, 1, 1]), gives([1.0] * B)
+    for whole in (
+        gate(fine, holed, above=0), gate(holed, fine, above=0), ensemble([fine, holed]), bounded(holed, high=2),
+        ensemble([holed, fine], how="uncertainty"), constrain(fine, [holed]), constrain(holed, [fine]), noisy(holed),
+    ):  # fmt: skip
+        assert run(whole).isnan().tolist() == [True] + [False] * 5
+    shut = gate(gives([0.0] * B), holed, above=0.5)
+    assert run(shut).tolist() == [0.0] * B, "what is not counted cannot fail"
+
+
+def test_cards_are_put_together_and_nonsense_is_refused():
+    one, two = gives([0.0] * B, media="image video", needs="text boxes"), gives([0.0] * B, media="image", needs="text")
+    found = card_of(gate(one, two, above=0))
+    assert found.media == ("image",) and found.needs == ("text", "boxes") and found.of == "sample"
+    assert card_of(ensemble([one, gives([0.0] * B, "group")])).of == "group"
+    for wrong, says in (
+        (lambda: gate(one, gives([0.0], media="text"), above=0), "different media"),
+        (lambda: ensemble([one]), "at least two"),
+        (lambda: ensemble([gives([0.0], "group"), gives([[0.0]], "step")]), "cannot be put together"),
+        (lambda: constrain(one, []), "0 judges"),
+        (lambda: constrain(one, [two], at_least=[0.1, 0.2]), "1 judges and 2 numbers"),
+        (lambda: bounded(one), "needs low, high or delta"),
+        (lambda: bounded(one, low=1, high=0), "is not below"),
+        (lambda: noisy(one, 0.5, 0.5), "says nothing"),
+        (lambda: run(noisy(gives([0.5] * B))), "corrects rewards of 0 and 1"),
+    ):
+        with pytest.raises(UserError, match=says):
+            wrong()
+
+
+def test_the_whole_is_written_as_a_configuration():
+    built = build_rewards(
+        {
+            "guarded": {
+                "use": "gate", "weight": 2.0, "above": -1.0, "cache": "memory",
+                "main": {"jpeg_compressibility": {"scale": 0.5}},
+                "extra": {"ensemble": {"of": ["jpeg_incompressibility", {"jpeg_incompressibility": {"scale": 2}}]}},
+            }
+        }
+    )  # fmt: skip
+    media = pictures(4)
+    kb = REWARDS["jpeg_incompressibility"](media, PROMPTS[:4])
+    wanted = torch.where(-kb / 2 >= -1, -kb / 2 + kb, -kb / 2)
+    torch.testing.assert_close(built["guarded"].reward(media, PROMPTS[:4]), wanted)
+    with pytest.raises(UserError, match=r"reward.gate.extra: unknown reward 'jpg'"):
+        build_rewards({"gate": {"main": "jpeg_compressibility", "extra": "jpg", "above": 0}})
+
+
+# ---------------------------------------------------------------------------------------------------- votes
+
+TEXTS = ["<answer>7</answer>", "7.0", "<think>hm</think> seven", "eight", "I say <answer>7</answer>", "<think>cut"]
+TWO = [{"text": "a", "group": 0}] * 3 + [{"text": "b", "group": 1}] * 3
+
+
+def test_the_majority_is_right():
+    one = [{"text": "a"}] * B
+    assert majority_vote(TEXTS, one).tolist() == [1, 1, 0, 0, 1, 0]
+    assert majority_vote(TEXTS, TWO).tolist() == [1, 1, 0, 1, 0, 0]
+    assert majority_vote(TEXTS, one, share=0.6).isnan().all()
+    assert majority_vote(["", " "], one[:2]).tolist() == [0, 0]
+
+
+def test_frequencies_and_entropy():
+    one = [{"text": "a"}] * B
+    torch.testing.assert_close(answer_frequency(TEXTS, one), torch.tensor([3, 3, 1, 1, 3, 0]) / 6)
+    spread = -(0.6 * math.log(0.6) + 2 * 0.2 * math.log(0.2))
+    found = answer_frequency(TEXTS, one, entropy=0.5)
+    torch.testing.assert_close(found, torch.tensor([3, 3, 1, 1, 3, 0]) / 6 - 0.5 * spread)
+
+
+@quick
+@given(st.lists(st.sampled_from(["1", "2", "3", ""]), min_size=1, max_size=8), st.randoms())
+def test_votes_do_not_depend_on_the_order(texts, random):
+    one = [{"text": "a"}] * len(texts)
+    order = list(range(len(texts)))
+    random.shuffle(order)
+    found = answer_frequency(texts, one)
+    torch.testing.assert_close(answer_frequency([texts[i] for i in order], one), found[order])
+    assert found.sum() == pytest.approx(sum(texts.count(t) ** 2 for t in set(texts) - {""}) / len(texts), abs=1e-5)
+
+
+def test_twins_judge_each_other_also_across_batches():
+    reward = co_reward()
+    a = [{"text": "how many?", "twin": 1, "group": 0}] * 3
+    b = [{"text": "what number?", "twin": 1, "group": 1}] * 3
+    said = ["4", "4", "5", "5", "5", "4"]
+    assert reward(said, [*a, *b]).tolist() == [0, 0, 1, 0, 0, 1]
+    assert reward(["5", "6", "6"], a).tolist() == [1, 0, 0]  # by b's last vote
+    assert reward(["8", "6", "6"], b).tolist() == [0, 1, 1]
+    assert reward(["1", "1", "2"], [{"text": "alone", "twin": 2}] * 3).tolist() == [1, 1, 0]
+
+
+def test_confidence_is_what_was_recorded():
+    texts = [Completion("a", 3, True, -0.25), Completion("b", 3, True, -2.0), "unknown"]
+    found = mean_logprob(texts, [{}] * 3, scale=2.0)
+    assert found[:2].tolist() == [-0.5, -4.0] and found[2].isnan()
+
+
+def test_votes_go_through_the_scorer():
+    scorer = Scorer({"vote": majority_vote, "rate": answer_frequency})
+    shuffled = [0, 3, 1, 4, 2, 5]
+    prompts = [{"text": "ab"[i // 3]} for i in shuffled]
+    found = scorer([TEXTS[i] for i in shuffled], prompts, [i // 3 for i in shuffled])
+    assert found["vote"].tolist() == [majority_vote(TEXTS, TWO)[i] for i in shuffled]
+
+
+# ---------------------------------------------------------------------------------------------------- diversity
+
+SAME = ["a red cube", "a red cube", "a red cube"]
+DIFFERENT = ["one two", "three four", "five six"]
+
+
+def test_distances_of_texts_and_pictures(tmp_path):
+    reward = pairwise_distance()
+    assert reward(SAME, TWO[:3]).abs().max() < 1e-6
+    torch.testing.assert_close(reward(DIFFERENT, TWO[:3]), torch.ones(3))
+    both = reward(SAME + DIFFERENT, TWO)
+    torch.testing.assert_close(both, torch.tensor([0.0, 0, 0, 1, 1, 1]), atol=1e-6, rtol=0)
+    media = torch.cat([pictures(1).expand(3, -1, -1, -1), pictures(3, seed=5)])
+    clip = save_tiny_clip(tmp_path / "clip")
+    for model in (None, clip):
+        found = pairwise_distance(model)(media, TWO)
+        assert found[:3].abs().max() < 1e-6 and (found[3:] > 0).all() and (found <= 1).all()
+        video = media[:, None].expand(-1, 2, -1, -1, -1)
+        torch.testing.assert_close(pairwise_distance(model)(video, TWO), found, atol=1e-5, rtol=0)
+
+
+def test_diversity_aware_rewards_are_their_formulas():
+    quality = gives([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    media = pictures(B, seed=3)
+    pixels = torch.nn.functional.adaptive_avg_pool2d(media, 8).flatten(1).double() - 0.5
+    unit = torch.nn.functional.normalize(pixels, dim=1)
+    s = (unit @ unit.T).clamp(0, 1)
+    wanted_dra, wanted_darling = torch.zeros(B), torch.zeros(B)
+    for i in range(B):
+        rows = [j for j in range(B) if j // 3 == i // 3 and j != i]
+        wanted_dra[i] = (i + 1) / (1 + sum(s[i, j] for j in rows))
+        wanted_darling[i] = (i + 1) * sum(1 - s[i, j] for j in rows) / len(rows)
+    torch.testing.assert_close(dra(quality)(media, TWO), wanted_dra)
+    torch.testing.assert_close(darling(quality)(media, TWO), wanted_darling)
+    alone = [{"text": str(i), "group": i} for i in range(B)]
+    for one in (dra, darling):
+        torch.testing.assert_close(one(quality)(media, alone), torch.arange(1.0, 7))
+    assert card_of(dra(quality)).of == card_of(darling(quality)).of == "group"
+
+
+# ---------------------------------------------------------------------------------------------------- advantages
+
+ROWS = rollout([0, 0, 0, 1, 1, 1])
+LOW, HIGH = torch.tensor([0.1, 0.2, 0.3, 0.0, 0.1, 0.1]), torch.tensor([0.9, 0.7, 0.8, 1.0, 0.9, 0.6])
+
+
+def test_the_worst_off_reward_is_trained_on():
+    found = MaxMin()(Rewards({"low": LOW, "high": HIGH}), ROWS)
+    torch.testing.assert_close(found, group(LOW, ROWS))
+    torch.testing.assert_close(
+        MaxMin()(Rewards({"low": LOW, "high": HIGH}, {"high": 0.01}), ROWS), group(0.01 * HIGH, ROWS)
+    )
+
+
+def test_weights_drift_to_the_worst_off_and_are_saved():
+    both, soft = Rewards({"low": LOW, "high": HIGH}), MaxMin(rate=0.5)
+    soft(both, ROWS)
+    share = 1 / (1 + math.exp(-0.5 * float(HIGH.mean() - LOW.mean())))
+    torch.testing.assert_close(soft(both, ROWS).shape, torch.Size([6, 1]))
+    again = MaxMin(rate=0.5)
+    found = again(both, ROWS)
+    torch.testing.assert_close(found, group(share * LOW.double() + (1 - share) * HIGH.double(), ROWS).float())
+    state = again.state_dict()
+    fresh = MaxMin(rate=0.5)
+    fresh.load_state_dict(state)
+    torch.testing.assert_close(fresh(both, ROWS), again(both, ROWS), rtol=0, atol=0)
+    for _ in range(200):
+        found = soft(both, ROWS)
+    torch.testing.assert_close(found, group(LOW, ROWS), atol=1e-4, rtol=0)
+
+
+def test_running_scales_do_not_depend_on_units():
+    one, other = Running(decay=0.5), Running(decay=0.5)
+    for step in range(3):
+        a, b = LOW * (1 + step), HIGH.sin()
+        found = one(Rewards({"a": a, "b": b}), ROWS)
+        torch.testing.assert_close(found, other(Rewards({"a": 1000 * a + 7, "b": b}), ROWS), atol=2e-4, rtol=0)
+    fresh = Running(decay=0.5)
+    fresh.load_state_dict(one.state_dict())
+    both = Rewards({"a": LOW, "b": HIGH})
+    torch.testing.assert_close(fresh(both, ROWS), one(both, ROWS), rtol=0, atol=0)
+    alone = Running(decay=0.0)(Rewards({"a": LOW, "b": HIGH}), ROWS)
+    z = [(x.double() - x.double().mean()) / (x.double().std(correction=0) + 1e-6) for x in (LOW, HIGH)]
+    torch.testing.assert_close(alone, group(z[0] + z[1], ROWS).float())
