@@ -12,7 +12,7 @@ from rewards.vision.base import Verifiable
 from rewards.vision.coords import CoordSpace, Unscorable
 
 from ..registry import UserError
-from ..scoring import as_values, describe
+from ..scoring.attempt import as_values, describe
 from ..types import Prompt
 from . import Line, Offence, Subject
 

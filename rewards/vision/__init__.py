@@ -6,23 +6,18 @@ All judge texts against right answers in the prompt; ``docs/verifiable-rewards.m
 from rewards.vision.detection import Confidence, Detection
 from rewards.vision.grounding import Grounding, Referring
 from rewards.vision.masks import Segmentation
+from rewards.vision.maths import Chart, Maths
 from rewards.vision.pointing import Gui, Point
+from rewards.vision.shaping import CosineLength, Format, Length, Overlong, Repetition, ThinkOrNot
 from rewards.vision.spans import Temporal, Tracking
+from rewards.vision.steps import KeySteps, Routed, VideoQa, Vqa
+from rewards.vision.svg import Svg
 from rewards.vision.words import Answer, Choice, Classification, Count, LabelSet
+from rewards.vision.writing import Ocr, Table, TextSimilarity
 
 __all__ = [
-    "Answer",
-    "Choice",
-    "Classification",
-    "Confidence",
-    "Count",
-    "Detection",
-    "Grounding",
-    "Gui",
-    "LabelSet",
-    "Point",
-    "Referring",
-    "Segmentation",
-    "Temporal",
-    "Tracking",
-]
+    "Answer", "Chart", "Choice", "Classification", "Confidence", "CosineLength", "Count", "Detection", "Format",
+    "Grounding", "Gui", "KeySteps", "LabelSet", "Length", "Maths", "Ocr", "Overlong", "Point", "Referring",
+    "Repetition", "Routed", "Segmentation", "Svg", "Table", "Temporal", "TextSimilarity", "ThinkOrNot", "Tracking",
+    "VideoQa", "Vqa",
+]  # fmt: skip

@@ -18,6 +18,7 @@ SEVERITY: tuple[Status, ...] = (
     "ok", "repaired", "wrong_count", "out_of_range", "degenerate", "inverted", "unparseable",
 )  # fmt: skip
 LONGEST = 20_000  # characters of an answer that are looked at: time stays bounded whatever a model writes
+DEEPEST = 30  # brackets in brackets: nobody answers so, and repairing them takes time with their square
 NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,4})?"
 NOTHING = {"none", "null", "nothing", "no object", "no objects", "no box", "no boxes", "n/a"}
 Value = TypeVar("Value")
@@ -59,7 +60,7 @@ def strict_json(text: str) -> Parsed[Any]:
     end = max(body.rfind("]"), body.rfind("}"))
     if starts and end > min(starts):
         candidates.append(body[min(starts) : end + 1])
-    for candidate in candidates:
+    for candidate in candidates if nesting(body) <= DEEPEST else ():
         try:
             return Parsed(json.loads(candidate))
         except (ValueError, RecursionError):
@@ -72,7 +73,7 @@ def loose_json(text: str) -> Parsed[Any]:
     found = strict_json(text)
     body = fenced(text)
     starts = [i for i in (body.find("["), body.find("{")) if i >= 0]
-    if found.status == "ok" or not starts:
+    if found.status == "ok" or not starts or nesting(body) > DEEPEST:
         return found
     from json_repair import repair_json
 
@@ -81,6 +82,15 @@ def loose_json(text: str) -> Parsed[Any]:
     except (ValueError, RecursionError, IndexError, KeyError, TypeError, AttributeError):
         return UNPARSEABLE  # json_repair gives up in its own ways on some inputs
     return Parsed(value, "repaired") if isinstance(value, (dict, list)) and value else UNPARSEABLE
+
+
+def nesting(text: str) -> int:
+    """How deep brackets are nested, closed or not."""
+    depth = deepest = 0
+    for letter in text:
+        depth += (letter in "[{") - (letter in "]}")
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def fenced(text: str) -> str:

@@ -53,6 +53,10 @@ class Verifiable:
 
     def verdicts(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[Verdict]:
         """Score, status and note of every text."""
+        self._check(texts, prompts)
+        return [self._verdict(text, prompt) for text, prompt in zip(texts, prompts)]
+
+    def _check(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> None:
         if isinstance(texts, (Tensor, np.ndarray, str)) or not all(isinstance(text, str) for text in texts):
             kind = "images or videos" if isinstance(texts, (Tensor, np.ndarray)) else type(texts).__name__
             raise UserError(
@@ -61,7 +65,6 @@ class Verifiable:
             )
         if len(texts) != len(prompts):
             raise UserError(f"{self._name()} got {len(texts)} texts for {len(prompts)} prompts")
-        return [self._verdict(text, prompt) for text, prompt in zip(texts, prompts)]
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
         raise NotImplementedError

@@ -1,0 +1,249 @@
+"""Form and length: rewards that shape how an answer is written, never whether it is right."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from mmrl.registry import REWARDS, UserError
+from rewards.card import card
+from rewards.vision.answers import final, strict_json
+from rewards.vision.base import Prompt, Verdict, Verifiable
+
+Whole = Annotated[int, Ge(1)]
+Share = Annotated[float, Ge(0), Le(1)]
+_INSIDE = r"(?:(?!</?(?:think|answer)>).)*"  # no tag inside a tag
+PATTERNS = {
+    "think_answer": rf"\s*<think>{_INSIDE}</think>\s*<answer>{_INSIDE}\S{_INSIDE}</answer>\s*",
+    "answer": rf"\s*<answer>{_INSIDE}\S{_INSIDE}</answer>\s*",
+    "think": rf"\s*<think>{_INSIDE}</think>{_INSIDE}\S{_INSIDE}",
+    "boxed": r".*\\boxed\{.*\S.*\}.*",
+}
+EXAMPLES = {
+    "think_answer": "<think>so it is</think> <answer>{}</answer>", "answer": "<answer>{}</answer>",
+    "think": "<think>so it is</think> {}", "boxed": r"so it is \boxed{{{}}}",
+}  # fmt: skip
+
+
+def length(text: str) -> int:
+    """Tokens, if the text knows them (``Completion``), else words."""
+    tokens = getattr(text, "tokens", None)
+    return int(tokens) if tokens is not None else len(text.split())
+
+
+class Shaping(Verifiable):
+    """Base of rewards whose best answer does not depend on the prompt."""
+
+    shaping = True
+
+    def right_answer(self, prompt: Prompt) -> str:
+        return EXAMPLES["think_answer"].format(prompt.get("answer", "7"))
+
+
+@REWARDS.register("format")
+@card(media="text", low=0, high=1, source="DeepSeek-R1 (arXiv:2501.12948), format reward")
+class Format(Shaping):
+    """1 if the whole text has the form, and nothing besides: every tag once, in order, nothing before or after.
+
+    Args:
+        form: "think_answer": ``<think>...</think><answer>...</answer>``; "answer"; "think"; "boxed": somewhere.
+        pattern: a regular expression of your own instead, for the whole text (re.DOTALL).
+        json: the answer must be JSON, such as boxes, as it stands.
+    """
+
+    def __init__(
+        self,
+        form: Literal["think_answer", "answer", "think", "boxed"] = "think_answer",
+        pattern: str | None = None,
+        json: bool = False,
+    ):
+        try:
+            self.pattern = re.compile(PATTERNS[form] if pattern is None else pattern, flags=re.DOTALL)
+        except re.error as error:
+            raise UserError(f"reward 'format': the pattern {pattern!r} is not a regular expression: {error}") from error
+        self.form, self.json, self.own = form, json, pattern is not None
+
+    def judge(self, text: str, prompt: Prompt) -> Verdict:
+        good = bool(self.pattern.fullmatch(str(text)))
+        if good and self.json:
+            good = strict_json(final(text).value).status == "ok"
+        return Verdict(float(good), "ok" if good else "unparseable")
+
+    def right_answer(self, prompt: Prompt) -> str:
+        return EXAMPLES[self.form].format("[1]" if self.json else prompt.get("answer", "7"))
+
+    def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
+        right = self.right_answer(prompt)
+        if self.own or self.form == "boxed":
+            return {}
+        return (
+            {"twice": f"{right}\n{right}", "not closed": right[: right.rfind("<")], "no tags": "7"}
+            if "<answer>" in right
+            else {}
+        )
+
+
+@REWARDS.register("think_or_not")
+@card(media="text", low=0, high=1, source="TON (arXiv:2505.16854), think or not")
+class ThinkOrNot(Shaping):
+    """Of answers in the form ``<think>...</think><answer>...</answer>``: 1 without a thought, ``thought`` with one.
+
+    TON lets the policy leave the thought empty; this makes it worth while. It judges no answer: gate it by a reward
+    that does, or give it little weight.
+
+    Args:
+        thought: what a text with a thought earns; 1 accepts both alike, as in TON's own format reward.
+    """
+
+    def __init__(self, thought: Share = 0.5):
+        self.thought = thought
+        self.whole = re.compile(PATTERNS["think_answer"], flags=re.DOTALL)
+
+    def judge(self, text: str, prompt: Prompt) -> Verdict:
+        if not self.whole.fullmatch(str(text)):
+            return Verdict(0.0, "unparseable")
+        thought = str(text).partition("<think>")[2].partition("</think>")[0].strip()
+        return Verdict(self.thought if thought else 1.0)
+
+    def right_answer(self, prompt: Prompt) -> str:
+        return f"<think>\n\n</think>\n<answer>{prompt.get('answer', '7')}</answer>"
+
+    def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
+        return {"thought without an answer": "<think>well</think>"}
+
+
+@REWARDS.register("length")
+@card(media="text", low=0, high=1)
+class Length(Shaping):
+    """1 between ``low`` and ``high`` tokens (words, where a text does not know its tokens), falling linearly to 0.
+
+    Args:
+        low, high: the range that is as good as any.
+        fade: tokens below ``low`` or above ``high`` at which nothing is left.
+    """
+
+    def __init__(self, low: Annotated[int, Ge(0)] = 1, high: Whole = 256, fade: Whole = 64):
+        if low > high:
+            raise UserError(f"reward 'length': low is {low}, more than high, {high}")
+        self.low, self.high, self.fade = low, high, fade
+
+    def judge(self, text: str, prompt: Prompt) -> Verdict:
+        count = length(text)
+        beyond = max(self.low - count, count - self.high, 0)
+        return Verdict(max(0.0, 1 - beyond / self.fade) if count else float(self.low == 0))
+
+    def right_answer(self, prompt: Prompt) -> str:
+        return " ".join(["word"] * self.low)
+
+
+@REWARDS.register("overlong")
+@card(media="text", low=-1, high=0, source="DAPO (arXiv:2503.14476), equation 13")
+class Overlong(Shaping):
+    """DAPO's soft punishment: 0 up to ``limit - buffer`` tokens, down to -1 at ``limit``, and -1 beyond.
+
+    Args:
+        limit: the longest completion, ``max_tokens`` of the policy.
+        buffer: tokens before the limit in which it falls; DAPO has 4096 of 20480.
+    """
+
+    def __init__(self, limit: Whole, buffer: Whole):
+        if buffer > limit:
+            raise UserError(f"reward 'overlong': buffer is {buffer}, more than limit, {limit}")
+        self.limit, self.buffer = limit, buffer
+
+    def judge(self, text: str, prompt: Prompt) -> Verdict:
+        over = length(text) - (self.limit - self.buffer)
+        return Verdict(-min(max(over / self.buffer, 0.0), 1.0))
+
+    def right_answer(self, prompt: Prompt) -> str:
+        return "7"
+
+    def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
+        return {"at the limit": "word " * self.limit}
+
+
+@REWARDS.register("repetition")
+@card(media="text", low=-1, high=0, source="Demystifying long CoT (arXiv:2502.03373), repetition penalty")
+class Repetition(Shaping):
+    """Minus the share of n-grams of words that are repeated: -(1 - different / all), 0 for texts of fewer words.
+
+    Entries of a JSON list in the answer count as 1-grams, as in VLM-R1: a box said twice is a repetition.
+
+    Args:
+        n: words of an n-gram.
+    """
+
+    def __init__(self, n: Whole = 6):
+        self.n = n
+
+    def judge(self, text: str, prompt: Prompt) -> Verdict:
+        words = str(text).casefold().split()
+        grams = [tuple(words[i : i + self.n]) for i in range(len(words) - self.n + 1)]
+        answer = strict_json(final(text).value)
+        listed = [json.dumps(one, sort_keys=True) for one in answer.value] if isinstance(answer.value, list) else []
+        return Verdict(-max(_repeated(grams), _repeated(listed)))
+
+    def right_answer(self, prompt: Prompt) -> str:
+        return "<answer>7</answer>"
+
+    def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
+        return {
+            "the same again and again": "it is seven " * (10 + self.n),
+            "a box three times": "[[1,2,3,4],[1,2,3,4],[1,2,3,4]]",
+        }
+
+
+def _repeated(grams: list) -> float:
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+@REWARDS.register("cosine_length")
+@card(media="text", low=-1, high=1, source="Demystifying long CoT (arXiv:2502.03373), cosine reward")
+class CosineLength(Verifiable):
+    """Right and short is best, wrong and short is worst: a cosine from length 0 to ``limit`` for either kind.
+
+    right: from ``best_right`` down to ``least_right``; wrong: from ``worst_wrong`` up to ``best_wrong``. Beyond the
+    limit the value stays (the published code turns round there, and one version takes every answer for right).
+
+    Args:
+        reward: the reward that says what is right, and its options; at least ``threshold`` is right.
+        limit: tokens (words, where a text does not know its tokens).
+    """
+
+    def __init__(
+        self,
+        reward: Annotated[Callable, REWARDS] | None = None,
+        limit: Annotated[int, Gt(0)] = 1024,
+        threshold: Share = 1.0,
+        best_right: float = 1.0,
+        least_right: float = 0.5,
+        worst_wrong: float = -1.0,
+        best_wrong: float = -0.5,
+    ):
+        from rewards.vision.words import Answer
+
+        if not -1 <= worst_wrong <= best_wrong <= least_right <= best_right <= 1:
+            raise UserError("reward 'cosine_length': -1 <= worst_wrong <= best_wrong <= least_right <= best_right <= 1")
+        self.inner = reward or Answer()
+        if not hasattr(self.inner, "judge"):
+            raise UserError("reward 'cosine_length': its reward must be one of the verifiable ones, such as answer")
+        self.limit, self.threshold = limit, threshold
+        self.right, self.wrong = (best_right, least_right), (worst_wrong, best_wrong)
+
+    def judge(self, text: str, prompt: Prompt) -> Verdict:
+        score, status, note = self.inner.judge(text, prompt)
+        start, end = self.right if score >= self.threshold - 1e-6 else self.wrong
+        progress = min(length(text) / self.limit, 1.0)
+        return Verdict(end + (start - end) * (1 + math.cos(math.pi * progress)) / 2, status, note)
+
+    def right_answer(self, prompt: Prompt) -> str:
+        return self.inner.right_answer(prompt)
+
+    def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
+        long: dict[str, Any] = {"right but long": "well " * self.limit + self.inner.right_answer(prompt)}
+        return self.inner.wrong_answers(prompt) | long

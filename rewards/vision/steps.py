@@ -1,0 +1,241 @@
+"""``key_steps``, ``vqa``, ``video_qa`` and ``routed``: reasoning steps, questions about images and videos, mixtures."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+from annotated_types import Ge, Le
+
+from mmrl.registry import REWARDS, UserError
+from rewards.card import card, card_of
+from rewards.vision.answers import normal, worst
+from rewards.vision.base import Prompt, Unscorable, Verdict, Verifiable, need, tagged
+from rewards.vision.spans import Temporal, true_spans
+from rewards.vision.words import Answer, Choice, short
+
+Share = Annotated[float, Ge(0), Le(1)]
+
+
+def true_steps(prompt: Prompt) -> list[list[str]]:
+    """``key_steps``: for every step the ways of saying it."""
+    given = need(prompt, "key_steps")
+    if not isinstance(given, (list, tuple)) or not given:
+        raise Unscorable(f'"key_steps" is {given!r}; expected a list of texts, or of lists of ways to say a step')
+    found = [[str(way) for way in (one if isinstance(one, (list, tuple)) else [one]) if words(way)] for one in given]
+    if not all(found):
+        raise Unscorable('"key_steps" holds an empty step')
+    return found
+
+
+def words(text: object) -> str:
+    """Words, numbers and signs with single blanks between and around them, for finding one text in another."""
+    tokens = re.findall(r"\d+(?:\.\d+)?|\w+|[^\w\s]", normal(text))
+    return f" {' '.join(tokens)} " if tokens else ""
+
+
+def steps_found(text: str, steps: Sequence[Sequence[str]], ordered: bool) -> int:
+    """How many steps occur as whole words; ``ordered``: each after the one before."""
+    body, at, count = words(text), 0, 0
+    for ways in steps:
+        places = [(body.find(words(way), at if ordered else 0), len(words(way))) for way in ways]
+        places = [(start, size) for start, size in places if start >= 0]
+        if places:
+            start, size = min(places)
+            at, count = start + size - 1, count + 1
+    return count
+
+
+@REWARDS.register("key_steps")
+@card(media="text", needs="key_steps answer", low=0, high=1, source="StepGRPO, R1-VL (arXiv:2503.12937)")
+class KeySteps(Verifiable):
+    """Key steps of the reasoning that are there (StepRAR), sections in order (StepRVR), and the answer.
+
+    reward = mean over the parts in use, the answer counted with its weight against the rest: answer * [right] +
+    (1 - answer) * mean(share of ``key_steps`` found, share of ``sections`` in order). A step is a text or a list of
+    ways to say it, and is found as whole words, once, outside the final answer.
+
+    Args:
+        answer: weight of the answer, judged as by ``answer``; without it, reasoning alone is paid.
+        ordered: every step must come after the one before.
+        sections: texts that the reasoning must hold in this order, such as ["Description", "Reasoning"].
+    """
+
+    def __init__(self, answer: Share = 0.5, ordered: bool = False, sections: list[str] = []):  # noqa: B006
+        self.weight, self.ordered, self.sections, self.inner = answer, ordered, list(sections), Answer()
+
+    def judge(self, text: str, prompt: Prompt) -> Verdict:
+        steps, right = true_steps(prompt), self.inner.judge(text, prompt)
+        thought = str(text).rpartition("<answer>")[0] if "<answer>" in text else str(text)
+        parts = [steps_found(thought, steps, self.ordered) / len(steps)]
+        if self.sections:
+            parts.append(steps_found(thought, [[one] for one in self.sections], True) / len(self.sections))
+        reasoning = sum(parts) / len(parts)
+        return Verdict(self.weight * right.score + (1 - self.weight) * reasoning, right.status)
+
+    def right_answer(self, prompt: Prompt) -> str:
+        steps = [ways[0] for ways in true_steps(prompt)]
+        if not self.sections:
+            thought = ". ".join(steps)
+        else:
+            thought = ". ".join([self.sections[0], *steps, *self.sections[1:]])
+        return f"<think>{thought}.</think>{self.inner.right_answer(prompt)}"
+
+    def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
+        steps = ". ".join(ways[0] for ways in true_steps(prompt))
+        return {"no reasoning": self.inner.right_answer(prompt), "steps as the answer": tagged(steps)}
+
+
+@REWARDS.register("vqa")
+@card(media="text", needs="answers", low=0, high=1, source="VQA v2 accuracy (arXiv:1505.00468)")
+class Vqa(Verifiable):
+    """VQA accuracy: of the people in ``answers`` three must agree, averaged over leaving each of them out.
+
+    With fewer than three people one agreement is enough. Names are compared as in ``answer``.
+    """
+
+    def judge(self, text: str, prompt: Prompt) -> Verdict:
+        people, (body, status) = self._people(prompt), short(text)
+        if status == "unparseable":
+            return Verdict(0.0, status)
+        said = normal(body)
+        return Verdict(agreement(said, people), status)
+
+    def _people(self, prompt: Prompt) -> list[str]:
+        given = need(prompt, "answers")
+        found = [normal(one) for one in given] if isinstance(given, (list, tuple)) else []
+        if not any(found):
+            raise Unscorable(f'"answers" is {given!r}; expected a list of texts')
+        return found
+
+    def right_answer(self, prompt: Prompt) -> str:
+        return tagged(Counter(one for one in self._people(prompt) if one).most_common(1)[0][0])
+
+    def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
+        return {"all answers": tagged(" or ".join([*dict.fromkeys(self._people(prompt)), "no"]))}
+
+
+def agreement(said: str, people: Sequence[str]) -> float:
+    """Mean over the people left out of min(1, others who said the same / 3)."""
+    if len(people) < 4:
+        return float(said in people)
+    same = [one == said for one in people]
+    return sum(min(1.0, (sum(same) - mine) / 3) for mine in same) / len(people)
+
+
+@REWARDS.register("video_qa")
+@card(
+    media="text",
+    needs="answer",
+    low=0,
+    high=1,
+    source="VideoChat-R1 (arXiv:2504.06958), Temporal-R1 (arXiv:2506.01908)",
+)
+class VideoQa(Verifiable):
+    """The answer to a question about a video, and where its prompt has ``spans``, when it is to be seen.
+
+    reward = (1 - time) * answer + time * temporal IoU. The answer is judged as by ``choice`` if the prompt has
+    ``choices``, else as by ``answer``; the span stands in ``<glue>[[start, end]]</glue>``.
+
+    Args:
+        time: weight of the span; prompts without ``spans`` are judged by the answer alone.
+        gated: the span counts only if the answer is right.
+    """
+
+    def __init__(self, time: Share = 0.5, gated: bool = False):
+        self.time, self.gated = time, gated
+        self.choice, self.answer, self.temporal = Choice(), Answer(), Temporal()
+
+    def judge(self, text: str, prompt: Prompt) -> Verdict:
+        found = self._inner(prompt).judge(text, prompt)
+        if prompt.get("spans") is None:
+            return found
+        when = self.temporal.judge(text, prompt) if "<glue>" in text else Verdict(0.0, "unparseable")
+        true_spans(prompt)
+        share = when.score * (found.score if self.gated else 1.0)
+        return Verdict((1 - self.time) * found.score + self.time * share, worst(found.status, when.status))
+
+    def _inner(self, prompt: Prompt) -> Verifiable:
+        return self.choice if prompt.get("choices") else self.answer
+
+    def right_answer(self, prompt: Prompt) -> str:
+        answer = self._inner(prompt).right_answer(prompt)
+        if prompt.get("spans") is None:
+            return answer
+        return f"{answer}<glue>{[list(span) for span in true_spans(prompt)]}</glue>"
+
+    def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
+        return self._inner(prompt).wrong_answers(prompt)
+
+
+@REWARDS.register("routed")
+@card(media="text", source="Mixed-R1 (arXiv:2505.24164), VLAA-Thinker (arXiv:2504.11468)", scaling="as the routes")
+class Routed(Verifiable):
+    """A reward for every kind of task in a mixture: the prompt's field ``task`` says which.
+
+    Args:
+        routes: task -> a reward and its options, such as ``{detect: {detection: {measure: f1}}, count: count}``.
+        by: the field that names the task.
+        default: for prompts of other tasks or without one; None: they cannot be scored.
+    """
+
+    def __init__(
+        self,
+        routes: dict[str, Annotated[Callable, REWARDS]],
+        by: str = "task",
+        default: Annotated[Callable, REWARDS] | None = None,
+    ):
+        if not routes:
+            raise UserError("reward 'routed': routes is empty; name at least one, {task: reward}")
+        self.routes, self.by, self.default = dict(routes), by, default
+        cards = [card_of(one) for one in [*routes.values(), *([default] if default else [])]]
+        low, high = [c.low for c in cards], [c.high for c in cards]
+        self.card = replace(
+            card_of(type(self)),
+            needs=(by,) if default is None else (),
+            low=None if None in low else min(low),
+            high=None if None in high else max(high),
+        )
+
+    def verdicts(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[Verdict]:
+        """Each route sees its rows at once."""
+        found: list[Verdict | None] = [None] * len(prompts)
+        rows: dict[int, tuple[Callable, list[int]]] = {}
+        self._check(texts, prompts)
+        for i, prompt in enumerate(prompts):
+            try:
+                route = self._route(prompt)
+                rows.setdefault(id(route), (route, []))[1].append(i)
+            except Unscorable as error:
+                found[i] = Verdict(math.nan, "ok", str(error))
+        for route, mine in rows.values():
+            asked = [texts[i] for i in mine], [prompts[i] for i in mine]
+            judged = (
+                route.verdicts(*asked) if hasattr(route, "verdicts") else [Verdict(float(v)) for v in route(*asked)]
+            )
+            for i, one in zip(mine, judged):
+                found[i] = one
+        return found
+
+    def _route(self, prompt: Prompt) -> Callable:
+        task = prompt.get(self.by)
+        route = self.routes.get(str(task), self.default) if task is not None else self.default
+        if route is None:
+            raise Unscorable(f'"{self.by}" is {task!r}; there are routes for: {", ".join(self.routes)}')
+        return route
+
+    def right_answer(self, prompt: Prompt) -> str:
+        return self._own(prompt).right_answer(prompt)
+
+    def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
+        return self._own(prompt).wrong_answers(prompt)
+
+    def _own(self, prompt: Prompt) -> Any:
+        route = self._route(prompt)
+        if not hasattr(route, "right_answer"):
+            raise Unscorable(f"the reward of task {prompt.get(self.by)!r} cannot write down a right answer")
+        return route

@@ -1,0 +1,163 @@
+"""``svg``: does the drawing that was written look like the picture?"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from annotated_types import Ge, Le
+from torch import Tensor
+
+from mmrl.registry import REWARDS
+from rewards.card import card
+from rewards.vision.answers import Status, final
+from rewards.vision.base import Prompt, Unscorable, Verdict, Verifiable, tagged
+
+# What could read files, run for ever, or make one shape a million.
+REFUSED = re.compile(
+    r"<!|<\?xml-stylesheet|<\s*(?:image|script|foreignObject|filter|style)\b|@import|url\(\s*(?!['\"]?#)", re.I
+)
+LINKS = re.compile(r"href\s*=\s*[\"'](?!#)", re.I)
+USES = 8  # <use> elements; nested ones multiply
+
+
+def find_svg(text: str) -> tuple[str | None, Status]:
+    """The last ``<svg>`` element of the final answer; an unclosed one is closed ("repaired")."""
+    answer = final(text)
+    start = answer.value.rfind("<svg")
+    if start < 0:
+        return None, "unparseable"
+    body, closed, _ = answer.value[start:].partition("</svg>")
+    if REFUSED.search(body) or LINKS.search(body) or len(re.findall(r"<\s*use\b", body)) > USES:
+        return None, "out_of_range"
+    if not closed:
+        body = body[: body.rfind(">") + 1]
+    body = body if "xmlns=" in body else body.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
+    return body + "</svg>", answer.status if closed else "repaired"
+
+
+def render(svg: str, size: int) -> Tensor | None:
+    """[3, size, size] in 0..1 on white, squashed to a square; None if resvg cannot draw it."""
+    import resvg_py
+    from PIL import Image
+
+    try:
+        data = bytes(resvg_py.svg_to_bytes(svg_string=svg, background="#ffffff", skip_system_fonts=True, width=size))
+    except ValueError:
+        return None
+    with Image.open(io.BytesIO(data)) as image:
+        return _pixels(image, size) if max(image.size) <= 16 * size else None
+
+
+def _pixels(image: Any, size: int) -> Tensor:
+    shown = image.convert("RGB").resize((size, size), 2)
+    return torch.from_numpy(np.asarray(shown, dtype=np.float32).copy() / 255).permute(2, 0, 1)
+
+
+def explained(found: Tensor, right: Tensor) -> float:
+    """1 - |found - right|^2 / |white - right|^2: what of the picture's ink is explained; an empty sheet has 0."""
+    ink = float((1 - right).square().sum())
+    error = float((found - right).square().sum())
+    return max(0.0, 1 - error / ink) if ink > 0 else float(error == 0)
+
+
+def mse(found: Tensor, right: Tensor) -> float:
+    """1 - mean squared error. An empty sheet scores high on a white picture."""
+    return 1 - float((found - right).square().mean())
+
+
+def standardised(found: Tensor, right: Tensor) -> float:
+    """RLRF's: 1 - mean squared difference of the standardised pictures, clipped to -1..1, here moved to 0..1."""
+    a, b = ((x - x.mean()) / x.std().clamp(min=1e-6) for x in (found, right))
+    return (float((1 - (a - b).square().mean()).clamp(-1, 1)) + 1) / 2
+
+
+def ssim(found: Tensor, right: Tensor) -> float:
+    """Structural similarity (Wang et al. 2004): Gaussian window of 11, deviation 1.5, clipped at 0."""
+    line = torch.exp(-((torch.arange(11) - 5.0) ** 2) / (2 * 1.5**2)).double()
+    window = (line[:, None] * line / line.sum() ** 2).expand(3, 1, 11, 11)
+    a, b = found[None].double(), right[None].double()
+
+    def blur(x: Tensor) -> Tensor:
+        return torch.nn.functional.conv2d(x, window, groups=3)
+
+    mean_a, mean_b = blur(a), blur(b)
+    var_a, var_b, both = blur(a * a) - mean_a**2, blur(b * b) - mean_b**2, blur(a * b) - mean_a * mean_b
+    top = (2 * mean_a * mean_b + 0.01**2) * (2 * both + 0.03**2)
+    return max(0.0, float((top / ((mean_a**2 + mean_b**2 + 0.01**2) * (var_a + var_b + 0.03**2))).mean()))
+
+
+MEASURES = {"explained": explained, "mse": mse, "standardised": standardised, "ssim": ssim}
+
+
+@REWARDS.register("svg")
+@card(media="text", low=0, high=1, source="RLRF (arXiv:2505.20793); rendered by resvg")
+class Svg(Verifiable):
+    """Likeness of the rendered SVG in the answer to the picture (``svg``, else the first image of the prompt).
+
+    Args:
+        measure: "explained": share of the ink that is right, an empty sheet has 0; "mse"; "standardised": RLRF's L2;
+            "ssim".
+        size: pixels of the square both are compared in.
+        also: a reward of images, such as clip_image or dino, asked about the rendered drawing.
+        weight: of ``also``; the pixels have the rest. Its values are clipped to 0..1.
+
+    Drawings that load files or other documents, hold scripts, filters or style sheets, or many ``<use>`` are refused
+    ("out_of_range", 0): the policy must not read the picture from disk, nor hang the renderer.
+    """
+
+    def __init__(
+        self,
+        measure: Literal["explained", "mse", "standardised", "ssim"] = "explained",
+        size: Annotated[int, Ge(16), Le(2048)] = 256,
+        also: Annotated[Callable, REWARDS] | None = None,
+        weight: Annotated[float, Ge(0), Le(1)] = 0.5,
+    ):
+        self.measure, self.size, self.also, self.weight = MEASURES[measure], size, also, weight
+
+    def judge(self, text: str, prompt: Prompt) -> Verdict:
+        right, (svg, status) = self._target(prompt), find_svg(text)
+        drawn = render(svg, self.size) if svg else None
+        if drawn is None:
+            return Verdict(0.0, status if svg is None else "unparseable")
+        score = self.measure(drawn, right)
+        if self.also is not None:
+            other = float(self.also(drawn[None], [dict(prompt)])[0])
+            score = (1 - self.weight) * score + self.weight * min(max(other, 0.0), 1.0)
+        return Verdict(score, status)
+
+    def _target(self, prompt: Prompt) -> Tensor:
+        if prompt.get("svg") is not None:
+            svg, _ = find_svg(str(prompt["svg"]))
+            found = render(svg, self.size) if svg else None
+            if found is None:
+                raise Unscorable('"svg" cannot be rendered')
+            return found
+        images = prompt.get("images") or [prompt.get("image")]
+        try:
+            return _pixels(_open(images[0]), self.size)
+        except (OSError, AttributeError, TypeError, ValueError) as error:
+            raise Unscorable(f'it has neither "svg" nor an image that can be read: {error}') from error
+
+    def right_answer(self, prompt: Prompt) -> str:
+        if prompt.get("svg") is None:
+            raise Unscorable('it has no "svg": only a picture, which cannot be written down')
+        return tagged(str(prompt["svg"]))
+
+    def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
+        sheet = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 10 10">{}</svg>'
+        return {
+            "an empty sheet": tagged(sheet.format("")),
+            "a black sheet": tagged(sheet.format('<rect width="10" height="10"/>')),
+            "a file": tagged(sheet.format('<image href="/etc/hostname" width="10" height="10"/>')),
+        }
+
+
+def _open(image: Any) -> Any:
+    from PIL import Image
+
+    return Image.open(image) if isinstance(image, str) else image
