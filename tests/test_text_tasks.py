@@ -22,13 +22,13 @@ from rewards import (
     KeySteps,
     Length,
     Maths,
-    Ocr,
     Overlong,
     Repetition,
     Svg,
     Table,
     TextSimilarity,
     ThinkOrNot,
+    Transcription,
     VideoQa,
     Vqa,
 )
@@ -115,14 +115,14 @@ def test_ocr_equals_the_edit_distance(a, b):
     left, right = " ".join(a.split()), " ".join(b.split())
     if left and right:
         wanted = 1 - levenshtein(left, right) / max(len(left), len(right))
-        assert one(Ocr(), f"<answer>{a}</answer>", {"answer": b}) == pytest.approx(wanted, abs=1e-6)
+        assert one(Transcription(), f"<answer>{a}</answer>", {"answer": b}) == pytest.approx(wanted, abs=1e-6)
 
 
 def test_ocr_by_words_case_and_anls():
     prompt = {"answer": "Total 12 EUR"}
-    assert one(Ocr("word"), "Total 13 EUR", prompt) == pytest.approx(2 / 3)
-    assert one(Ocr(case=False), "TOTAL 12 eur", prompt) == 1 > one(Ocr(), "TOTAL 12 eur", prompt)
-    assert one(Ocr(least=0.5), "Total zzzzzzzzzzz", prompt) == 0
+    assert one(Transcription("word"), "Total 13 EUR", prompt) == pytest.approx(2 / 3)
+    assert one(Transcription(case=False), "TOTAL 12 eur", prompt) == 1 > one(Transcription(), "TOTAL 12 eur", prompt)
+    assert one(Transcription(least=0.5), "Total zzzzzzzzzzz", prompt) == 0
 
 
 def test_bidirectional_similarity_by_loops():

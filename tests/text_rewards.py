@@ -36,7 +36,7 @@ SMALLEST: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "key_steps": ({}, [{"answer": 3, "key_steps": ["2 + 1", ["the sum", "altogether"]]}]),
     "length": ({}, [{}, {"answer": 3}]),
     "maths": ({}, [{"answer": "\\frac{1}{2}"}, {"answer": "x^2+1"}, {"answer": 12}]),
-    "ocr": ({}, [{"answer": "Total: 12.50 EUR"}, {"answer": "two\nlines"}]),
+    "transcription": ({}, [{"answer": "Total: 12.50 EUR"}, {"answer": "two\nlines"}]),
     "overlong": ({"limit": 64, "buffer": 16}, [{}, {"answer": 3}]),
     "repetition": ({}, [{}, {"answer": 3}]),
     "routed": (ROUTES, [{"task": "find", "boxes": BOXES}, {"task": "count", "answer": 4}, {"answer": "a cat"}]),

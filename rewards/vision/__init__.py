@@ -13,11 +13,11 @@ from rewards.vision.spans import Temporal, Tracking
 from rewards.vision.steps import KeySteps, Routed, VideoQa, Vqa
 from rewards.vision.svg import Svg
 from rewards.vision.words import Answer, Choice, Classification, Count, LabelSet
-from rewards.vision.writing import Ocr, Table, TextSimilarity
+from rewards.vision.writing import Table, TextSimilarity, Transcription
 
 __all__ = [
     "Answer", "Chart", "Choice", "Classification", "Confidence", "CosineLength", "Count", "Detection", "Format",
-    "Grounding", "Gui", "KeySteps", "LabelSet", "Length", "Maths", "Ocr", "Overlong", "Point", "Referring",
+    "Grounding", "Gui", "KeySteps", "LabelSet", "Length", "Maths", "Transcription", "Overlong", "Point", "Referring",
     "Repetition", "Routed", "Segmentation", "Svg", "Table", "Temporal", "TextSimilarity", "ThinkOrNot", "Tracking",
     "VideoQa", "Vqa",
 ]  # fmt: skip

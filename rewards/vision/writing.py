@@ -1,4 +1,4 @@
-"""``ocr``, ``table`` and ``text_similarity``: texts, tables and free answers against a reference."""
+"""``transcription``, ``table`` and ``text_similarity``: texts, tables and free answers against a reference."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def true_text(prompt: Prompt, name: str = "answer") -> str:
     return str(given)
 
 
-@REWARDS.register("ocr")
+@REWARDS.register("transcription")
 @card(media="text", needs="answer", low=0, high=1, source="Levenshtein distance (rapidfuzz); ANLS (arXiv:1905.13648)")
-class Ocr(Verifiable):
+class Transcription(Verifiable):
     """1 - edit distance / length of the longer text, between the text that was read and the right one.
 
     Args:
