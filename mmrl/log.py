@@ -31,6 +31,7 @@ class LogOptions:
     wandb: bool = False
     project: str = "mmrl"
     every: Annotated[int, Ge(1)] = 1
+    rollouts: Annotated[int, Ge(0)] = 10  # iterations between those whose texts are kept for the report; 0: none
 
 
 class Mirror(Protocol):

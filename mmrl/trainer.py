@@ -29,6 +29,7 @@ from .registry import UserError
 from .types import Advantage, Media, Point, Prompt, Rewards, Rollout
 
 Scorer = Callable[[Media, list[Prompt]], Rewards]
+Watch = Callable[[Media, Rollout, Rewards], None]
 
 
 class Trainer:
@@ -47,6 +48,7 @@ class Trainer:
         self.lrs = [group["lr"] for group in self.optimizer.param_groups]
         self.iteration = self.step = 0  # iterations finished; optimizer steps taken
         self.meter, self.seconds = Meter(), {}  # of the current iteration
+        self.watch: Watch | None = None  # is shown what this process sampled, with advantages, before it is trained on
         for name in self.snapshots():
             policy.weights.keep(name)
         self.coupled = isinstance(objective, Coupled)
@@ -88,14 +90,23 @@ class Trainer:
         self.policy.iteration = self.iteration
         with self._timed("rollout"), self.policy.weights.using(self.objective.behaviour):
             rng, options = self._rng("rollout", offset=first), self.options
-            rollout, _, scores = overlap.draw(self.policy, mine, options.copies, rng, self.scorer, options.overlap)
+            rollout, media, scores = overlap.draw(self.policy, mine, options.copies, rng, self.scorer, options.overlap)
         with self._timed("reward"), distributed.together():
             rewards = self._on_device(scores(), rollout)
         advantage = self.advantage(rewards, rollout).to(rollout.logprob)
         self.spare = rollout[:1]  # what a process without rows passes through the network
         kept = ~advantage.isnan()
         alive = rollout.replace(advantage=advantage.nan_to_num(0.0), mask=rollout.mask & kept, kept=kept.any(1))
+        self._measure(media, alive)
+        if self.watch is not None:
+            self.watch(media, alive, rewards)
         return alive, rewards
+
+    def _measure(self, media: Media, rollout: Rollout) -> None:
+        """Lengths of texts that know them, and the share of those cut at the limit."""
+        if isinstance(media, list) and media and hasattr(media[0], "tokens"):
+            self.meter.add("answer/tokens", rollout.logprob.new_tensor([text.tokens for text in media]))
+            self.meter.add("answer/cut", rollout.logprob.new_tensor([not text.finished for text in media]))
 
     def improve(self, rollout: Rollout, rng: Rng, on_policy: bool) -> bool:
         """One optimizer step on these rows. False if there was nothing to train on, or the gradient was not finite."""

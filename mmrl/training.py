@@ -16,11 +16,13 @@ import torch
 
 from . import checkpoint, config, distributed, state
 from .evaluation import evaluate, sample
+from .gallery import Gallery
 from .log import LogOptions, RunLog
 from .machine import machine
 from .registry import UserError
 from .session import CONFIG, SECTIONS, Session, config_of, read
 from .trainer import Trainer
+from .types import Media, Rewards, Rollout
 
 PREVIEW = 8  # held-out prompts in a sample grid
 SAME_INSTANT = 1.0  # seconds
@@ -72,6 +74,7 @@ class Run:
         if self.log.active:
             (self.folder / CONFIG).write_text(config.dump(session.config))
             (self.folder / "machine.json").write_text(json.dumps(machine(), indent=1))
+        self.trainer.watch = self.keep
         if fresh:
             self.preview("before")
 
@@ -126,6 +129,12 @@ class Run:
         if isinstance(media, torch.Tensor) and media.ndim in (4, 5):
             frames = distributed.all_gather_rows(media if media.ndim == 4 else media[:, media.shape[1] // 2])
             self.log.images(name, frames.float().cpu(), [str(p.get("text", "")) for p in prompts])
+
+    def keep(self, media: Media, rollout: Rollout, rewards: Rewards) -> None:
+        """Texts of the first iteration and of every ``log.rollouts``-th, for the report's gallery."""
+        every, iteration = self.log.options.rollouts, self.trainer.iteration + 1
+        if self.log.active and every and isinstance(media, list) and (iteration == 1 or due(iteration, every)):
+            Gallery(self.folder, self.session.scorer.rewards).add(iteration, media, rollout, rewards)
 
     def say(self, kind: str, message: str) -> None:
         self.log.event(kind, message)

@@ -34,6 +34,7 @@ SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
     ("policies", "flux"): {"path": "{tiny:flux}", "size": 16, "steps": 3, "width": 8, "text_length": 16},
     ("data", "prompts"): {"path": "{tmp}/prompts.txt"},
     ("data", "digits"): {"captions": 40},
+    ("data", "digits_questions"): {"kinds": ["box", "frame"], "scenes": 8, "held_out_scenes": 4},
     ("grids", "dynamic"): {"mu": 0.5},
     ("judges", "server"): {"url": "http://127.0.0.1:1/v1"},
 }
@@ -299,5 +300,14 @@ def test_a_data_source_has_prompts_to_train_on_and_others_to_measure(name, tmp_p
     assert len(source.train) > 0 and isinstance(source.held_out, list)
     for prompt in [*source.train, *source.held_out]:
         assert isinstance(prompt, dict) and isinstance(prompt["text"], str) and prompt["text"].strip()
-    assert not {p["text"] for p in source.train} & {p["text"] for p in source.held_out}
-    assert again.train == source.train and again.held_out == source.held_out
+    train, held_out = ([shown(p) for p in part] for part in (source.train, source.held_out))
+    assert not set(train) & set(held_out)
+    assert [shown(p) for p in again.train] == train and [shown(p) for p in again.held_out] == held_out
+
+
+def shown(prompt):
+    """What a prompt asks and shows, to compare: the same question about another picture is another prompt."""
+    media = (
+        [bytes(memoryview(prompt["video"]))] if "video" in prompt else [i.tobytes() for i in prompt.get("images", ())]
+    )
+    return prompt["text"], *media

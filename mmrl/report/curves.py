@@ -28,6 +28,11 @@ UPDATE = (
     Plot("Loss", ("loss",), "Not expected to fall: advantages are centred in every group.", zero=False),
     Plot("Learning rate", ("lr",)),
 )
+ANSWERS = (
+    Plot("Entropy of the tokens", ("entropy",), "Nats a token; near 0 every answer to a prompt is the same."),
+    Plot("Length of the answers", ("answer/tokens",), "Mean number of tokens."),
+    Plot("Answers cut at the limit", ("answer/cut",), "Share that did not end by themselves."),
+)
 SIGNAL = (
     Plot("Advantage, standard deviation", ("advantage/std",)),
     Plot("Samples excluded", ("samples/excluded",), "A reward failed on them twice; they are not trained on."),
@@ -36,7 +41,7 @@ TIME = (
     Plot("Seconds an iteration", ("seconds",)),
     Plot("By phase, seconds", ("time/rollout", "time/reward", "time/update")),
 )
-PLACED = {key for plot in (*UPDATE, *SIGNAL, *TIME) for key in plot.keys}
+PLACED = {key for plot in (*UPDATE, *ANSWERS, *SIGNAL, *TIME) for key in plot.keys}
 PLACED |= {"iteration", "reward/mean", "reward/std", "groups/flat", "groups/total"}
 
 
@@ -66,6 +71,7 @@ def chart_sections(run: Run) -> list[tuple[str, list[Chart]]]:
     themes = {
         "Reward by reward": rewards,
         "Is the update healthy?": UPDATE,
+        "What the answers are like": ANSWERS,
         "Is there a signal?": SIGNAL,
         "Where the time goes": TIME,
         "Everything else": [Plot(key, (key,), zero=False) for key in others],

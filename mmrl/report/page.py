@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from mmrl.progress import clock_time
 from mmrl.registry import UserError
+from mmrl.report.answers import rollouts
 from mmrl.report.charts import number
 from mmrl.report.curves import chart_sections, reward_chart, spread_out
 from mmrl.report.evidence import Evaluation, read_evaluation, score, table, verdict
-from mmrl.report.pictures import compare, enlarge
+from mmrl.report.pictures import compare, data_uri
 from mmrl.report.runs import Run, iteration_of, read_run
 
 MOST_PAIRS, MOST_TIMES, MOST_FILM_ROWS, MOST_EVENTS = 24, 8, 6, 60
@@ -81,6 +78,7 @@ def render(run: Run) -> str:
         "pairs": pairs(run),
         "whole": whole_sheets(run),
         "film": film(run),
+        "rollouts": rollouts(run),
         "events": run.events[-MOST_EVENTS:],
         "made": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
     }
@@ -145,12 +143,3 @@ def film(run: Run) -> dict[str, Any]:
 
 def _moment(name: str) -> str:
     return f"iteration {iteration_of(name)}" if iteration_of(name) >= 0 else name
-
-
-def data_uri(picture: Image.Image, most: int = 384) -> str:
-    """PNG while small, JPEG when the picture had to be shrunk to ``most`` pixels or is large anyway."""
-    small = enlarge(picture, most) if max(picture.size) > most else picture
-    kind = "PNG" if max(small.size) <= 128 else "JPEG"
-    buffer = io.BytesIO()
-    small.save(buffer, format=kind, **({"quality": 88} if kind == "JPEG" else {"optimize": True}))
-    return f"data:image/{kind.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"

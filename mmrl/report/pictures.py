@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 import textwrap
 from dataclasses import dataclass
@@ -86,3 +88,24 @@ def compare(rows: dict[str, list[Image.Image]], captions: list[str], side: int =
             place = (left + c * (side + gap) + side / 2, gap + len(rows) * (side + gap) + 18 * i)
             draw.text(place, line, fill="#444444", font=small, anchor="ma")
     return picture
+
+
+def strip(pictures: list[Image.Image]) -> Image.Image:
+    """Pictures side by side at the height of the first; one stays as it is."""
+    if len(pictures) == 1:
+        return pictures[0]
+    height = pictures[0].height
+    sized = [p.resize((max(1, round(p.width * height / p.height)), height)) for p in pictures]
+    whole = Image.new("RGB", (sum(p.width + GAP for p in sized) - GAP, height), "white")
+    for i, picture in enumerate(sized):
+        whole.paste(picture, (sum(p.width + GAP for p in sized[:i]), 0))
+    return whole
+
+
+def data_uri(picture: Image.Image, most: int = 384) -> str:
+    """PNG while small, JPEG when the picture had to be shrunk to ``most`` pixels or is large anyway."""
+    small = enlarge(picture, most) if max(picture.size) > most else picture
+    kind = "PNG" if max(small.size) <= 128 else "JPEG"
+    buffer = io.BytesIO()
+    small.save(buffer, format=kind, **({"quality": 88} if kind == "JPEG" else {"optimize": True}))
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -29,6 +29,7 @@ class Run:
     machine: dict[str, Any]
     evaluation: dict[str, Any]
     captions: dict[str, Any]
+    rollouts: list[dict[str, Any]]  # lines of rollouts.jsonl, as mmrl.gallery writes them
     notes: list[str] = field(default_factory=list)
 
     def column(self, key: str) -> list[float | None]:
@@ -110,12 +111,13 @@ def read_run(folder: Path | str) -> Run:
     return Run(
         folder=folder,
         metrics=_metrics(_text(folder / "metrics.jsonl", notes), notes),
-        events=_events(folder / "events.jsonl"),
+        events=_lines(folder / "events.jsonl"),
         config_text=config_text,
         config=_yaml(config_text, notes),
         machine=_json(folder / "machine.json", notes),
         evaluation=_json(folder / "evaluation.json", notes, "run: mmrl evaluate " + str(folder)),
         captions=read_captions(folder),
+        rollouts=_lines(folder / "rollouts.jsonl"),
         notes=notes,
     )
 
@@ -172,7 +174,7 @@ def _metrics(text: str, notes: list[str]) -> list[dict[str, Any]]:
     return [latest[iteration] for iteration in sorted(latest)]
 
 
-def _events(path: Path) -> list[dict[str, Any]]:
+def _lines(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     found = []

@@ -14,7 +14,7 @@ from typing import Any
 from mmrl.registry import ARTIFACTS
 from mmrl.worlds import cache, recipes
 from mmrl.worlds.progress import Progress
-from mmrl.worlds.recipes import ClipRecipe, FlowRecipe, PartsRecipe, ReaderRecipe
+from mmrl.worlds.recipes import ClipRecipe, FlowRecipe, PartsRecipe, ReaderRecipe, VLMRecipe
 
 # What a build depends on besides its recipe: source files, by module name.
 _SCENES = ("mmrl.worlds.scenes", "mmrl.worlds.render", "samplers.noise")
@@ -22,6 +22,7 @@ _READER = (*_SCENES, "mmrl.worlds.reading", "rewards._reader")
 _CLIP = (*_SCENES, "mmrl.worlds.clip", "mmrl.worlds.text")
 _PARTS = (*_SCENES, "mmrl.worlds.text", "mmrl.worlds.vae")
 _SD3 = (*_PARTS, "mmrl.worlds.flow")
+_VLM = (*_SCENES, "mmrl.worlds.album", "mmrl.worlds.asking", "mmrl.worlds.vlm", "mmrl.worlds.warmup")
 
 
 def _fetch(name: str, parts: tuple[Any, ...], modules: tuple[str, ...], build: Any) -> Path:
@@ -58,6 +59,13 @@ def sd3(name: str, recipe: FlowRecipe, shared: PartsRecipe, shared_name: str) ->
         build_sd3(folder, parts(shared_name, shared), recipe, progress)
 
     return _fetch(name, (recipe, shared), _SD3, build)
+
+
+def vlm(name: str, recipe: VLMRecipe) -> Path:
+    """A folder that AutoProcessor and AutoModelForImageTextToText load."""
+    from mmrl.worlds.vlm import build_vlm
+
+    return _fetch(name, (recipe,), _VLM, partial(build_vlm, recipe=recipe))
 
 
 @ARTIFACTS.register("digits/sd3")
@@ -106,3 +114,15 @@ def world_clip() -> Path:
 def clip_test() -> Path:
     """Barely trained open_clip model, for tests."""
     return clip("digits/clip-test", recipes.CLIP_TEST)
+
+
+@ARTIFACTS.register("digits/vlm")
+def answers() -> Path:
+    """Tiny Qwen2.5-VL, warmed up on questions about digits with loosely drawn boxes."""
+    return vlm("digits/vlm", recipes.VLM)
+
+
+@ARTIFACTS.register("digits/vlm-test")
+def answers_test() -> Path:
+    """Tiny Qwen2.5-VL, barely trained, for tests."""
+    return vlm("digits/vlm-test", recipes.VLM_TEST)

@@ -90,6 +90,27 @@ class FlowRecipe:
     seed: int = 0
 
 
+@dataclass(frozen=True)
+class VLMRecipe:
+    """A tiny Qwen2.5-VL, its vision tower's pre-training and its warm-up on questions."""
+
+    width: int = 64
+    heads: int = 4
+    layers: int = 3
+    vision_layers: int = 2
+    eyes_steps: int = 300  # of the vision tower alone
+    eyes_batch: int = 64
+    eyes_lr: float = 3e-3
+    scenes: int = 3000  # of each of three sorts: few digits, many digits, clips
+    order: tuple[str, ...] = ("few", "few", "many", "few", "clips")  # sorts of scenes, step after step
+    turns: int = 4  # questions a scene
+    steps: int = 700
+    batch: int = 24  # scenes
+    lr: float = 2e-3
+    loose: float = 0.5  # a side of a box in the warm-up is pushed out by up to this share of the box
+    seed: int = 0
+
+
 READER = ReaderRecipe("reader", channels=(24, 48, 64), kernel=3, pool=False, seed=1)
 JUDGE = ReaderRecipe("judge", channels=(12, 32, 72), kernel=5, pool=True, seed=2)
 CLIP = ClipRecipe()
@@ -101,3 +122,5 @@ READER_TEST = replace(READER, scenes=200, steps=5)
 CLIP_TEST = replace(CLIP, scenes=200, steps=3)
 PARTS_TEST = PartsRecipe(TextRecipe(steps=2, batch=16), VaeRecipe(channels=(8, 8, 16), scenes=64, steps=4, batch=4))
 SD3_TEST = replace(SD3, heads=2, scenes=64, steps=4, batch=16)
+VLM = VLMRecipe()
+VLM_TEST = replace(VLM, eyes_steps=3, eyes_batch=16, scenes=48, steps=6, batch=8)

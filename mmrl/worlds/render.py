@@ -63,9 +63,9 @@ def render(prompts: list[Prompt], rng: Rng, split: Split = "generator", wobble: 
     layout, paint = torch.tensor(spots), torch.tensor(paint)  # [B, 3, 3], [B, 3, RGB]
     shake = wobble * (2 * u[..., 4:] - 1)
     layout[..., :2] += 2 * shake[..., 3:]
-    ink = _ink(source.pixels[torch.tensor(which)], layout, shake[..., :3])  # [B, 3, H, W]
+    ink = coverage(source.pixels[torch.tensor(which)], layout, shake[..., :3])  # [B, 3, H, W]
     images = torch.einsum("bkhw,bkc->bchw", ink, paint).clamp(0, 1)
-    boxes = _boxes(ink)
+    boxes = tight_boxes(ink)
     drawn = [{**p, "boxes": boxes[b][: len(p["objects"])]} for b, p in enumerate(prompts)]
     return Scenes(images, drawn, layout)
 
@@ -97,26 +97,30 @@ def _at(place: str, side: float) -> tuple[float, float, float]:
     return CANVAS - near if "right" in place else near, CANVAS - near if "bottom" in place else near, side
 
 
-def _ink(pixels: Tensor, layout: Tensor, wobble: Tensor) -> Tensor:
-    """[B, 3, H, W] coverage 0..1 of each object: the scan [B, 3, 8, 8] enlarged (bicubic) to its spot."""
+def coverage(pixels: Tensor, layout: Tensor, wobble: Tensor, canvas: int = CANVAS) -> Tensor:
+    """[B, K, H, W] coverage 0..1 of each object: the scan [B, K, 8, 8] enlarged (bicubic) to its spot.
+
+    layout [B, K, 3] is centre x, centre y and side in pixels (NaN: no object), wobble [B, K, 3] turn, shear and growth.
+    """
     b, k = layout.shape[:2]
     x, y, side = layout.nan_to_num(1e3).flatten(0, 1).unbind(1)
     turn, shear, grow = wobble.flatten(0, 1).unbind(1)
     angle, scale = turn * torch.pi / 12, side * (1 + 0.12 * grow) / 8 * 6  # half of the padded 12x12 scan, pixels
-    grid = torch.arange(CANVAS) + 0.5
+    grid = torch.arange(canvas) + 0.5
     dx, dy = (grid[None, None] - x[:, None, None]), (grid[None, :, None] - y[:, None, None])
     u = (dx * angle.cos()[:, None, None] + dy * angle.sin()[:, None, None]) / scale[:, None, None]
     v = (dy * angle.cos()[:, None, None] - dx * angle.sin()[:, None, None]) / scale[:, None, None]
     u = u + 0.25 * shear[:, None, None] * v
     padded = F.pad(pixels.flatten(0, 1)[:, None], (2, 2, 2, 2))  # a blank margin, so that bicubic fades out
     ink = F.grid_sample(padded, torch.stack([u, v], -1), mode="bicubic", align_corners=False)
-    return ink.clamp(0, 1).view(b, k, CANVAS, CANVAS)
+    return ink.clamp(0, 1).view(b, k, canvas, canvas)
 
 
-def _boxes(ink: Tensor) -> list[list[list[int]]]:
-    """Tight boxes x0, y0, x1, y1 around the ink of every object."""
+def tight_boxes(ink: Tensor) -> list[list[list[int]]]:
+    """Tight boxes x0, y0, x1, y1 around the ink [B, K, H, W] of every object; x1 and y1 exclusive."""
     seen = ink > INK
+    side = ink.shape[-1]
     columns, rows = seen.any(-2).float(), seen.any(-1).float()  # [B, 3, W], [B, 3, H]
     low = torch.stack([columns.argmax(-1), rows.argmax(-1)], -1)
-    high = CANVAS - torch.stack([columns.flip(-1).argmax(-1), rows.flip(-1).argmax(-1)], -1)
+    high = side - torch.stack([columns.flip(-1).argmax(-1), rows.flip(-1).argmax(-1)], -1)
     return torch.cat([low, high], -1).tolist()

@@ -1,0 +1,208 @@
+"""Teaching the tiny Qwen2.5-VL before any reward: its eyes to see digits, then the model to answer in the asked form.
+
+The second is supervised on *loose* boxes (every side pushed out by up to half the box), as hasty people draw them, so
+that there is something left which a reward can say and the answers did not.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmrl.types import Prompt
+from mmrl.worlds.album import SIDE, Style, album, clips
+from mmrl.worlds.asking import Ask, asked, picture, written
+from mmrl.worlds.progress import Progress
+from mmrl.worlds.recipes import VLMRecipe
+from mmrl.worlds.scenes import COLORS, DIGITS
+from mmrl.worlds.vlm import PATCH
+from samplers.noise import Rng
+
+IGNORED = -100  # of cross entropy
+GRID = 2  # pixels: boxes are drawn to even coordinates
+WOBBLE = 0.5  # digits are turned, sheared and rescaled a little
+SORTS = {"few": Style(1, 3, 13.0, 22.0), "many": Style(1, 6, 9.0, 14.0)}
+KINDS_OF: dict[str, tuple[Ask, ...]] = {
+    "few": ("box", "box", "boxes", "color", "digit", "left", "sum"), "many": ("count", "count", "box"),
+    "clips": ("frame", "span"),
+}  # fmt: skip
+SHEET = SIDE // PATCH  # patches along a side
+
+
+def teach_eyes(model: Any, processor: Any, recipe: VLMRecipe, progress: Progress) -> None:
+    """Every patch on a digit learns to tell its name, colour and box. Stands in for an encoder trained on the web."""
+    rng = Rng.of(recipe.seed, "eyes")
+    found = [album(recipe.scenes, rng.fold(name), "generator", s, WOBBLE) for name, s in SORTS.items()]
+    patches = torch.cat([_patches(processor, part.images) for part in found])
+    truth = torch.cat([_patch_targets(part.scenes) for part in found])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        head = nn.Linear(recipe.width, 1 + len(COLORS) + len(DIGITS) + 4)
+    optimizer = torch.optim.AdamW([*model.model.visual.parameters(), *head.parameters()], recipe.eyes_lr, (0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.eyes_lr, total_steps=recipe.eyes_steps)
+    grid = torch.tensor([[1, SHEET, SHEET]]).expand(recipe.eyes_batch, 3)
+    for step in progress.steps("vision tower", recipe.eyes_steps):
+        rows = (rng.fold("rows").uniform(torch.arange(recipe.eyes_batch), (), step) * len(patches)).long()
+        seen = model.model.get_image_features(patches[rows].flatten(0, 1), grid, return_dict=True).pooler_output
+        loss = _eyes_loss(head(torch.stack(list(seen))), truth[rows])
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+
+
+def _patches(processor: Any, images: Tensor) -> Tensor:
+    """[N, patches, numbers] what the image processor makes of uint8 pictures [N, H, W, 3] of one size."""
+    found = processor.image_processor(list(images.numpy()), return_tensors="pt")["pixel_values"]
+    return found.view(len(images), -1, found.shape[-1])
+
+
+def _patch_targets(scenes: list[Prompt]) -> Tensor:
+    """[N, patches, 7]: on a digit or not, colour, digit, box in 0..1, of the object a patch's middle lies in."""
+    truth = torch.zeros(len(scenes), SHEET, SHEET, 7)
+    for n, scene in enumerate(scenes):
+        for item, (x0, y0, x1, y1) in zip(scene["objects"], scene["boxes"]):
+            columns, rows = (
+                slice(round(a / PATCH), max(round(b / PATCH), round(a / PATCH) + 1)) for a, b in ((x0, x1), (y0, y1))
+            )
+            named = [1, list(COLORS).index(item["color"]), item["digit"], *(v / SIDE for v in (x0, y0, x1, y1))]
+            truth[n, rows, columns] = torch.tensor(named, dtype=torch.float32)
+    return truth.flatten(1, 2)
+
+
+def _eyes_loss(said: Tensor, truth: Tensor) -> Tensor:
+    """Binary for presence; colour, digit and box where there is a digit."""
+    there, color, digit, box = said.split([1, len(COLORS), len(DIGITS), 4], -1)
+    on = truth[..., 0] > 0
+    loss = F.binary_cross_entropy_with_logits(there[..., 0], truth[..., 0])
+    loss = (
+        loss + F.cross_entropy(color[on], truth[on][:, 1].long()) + F.cross_entropy(digit[on], truth[on][:, 2].long())
+    )
+    return loss + 8 * F.l1_loss(box[on], truth[on][:, 3:])
+
+
+class Lessons(NamedTuple):
+    """Scenes of one sort with several questions each, encoded once. Every question sees the picture and itself only."""
+
+    ids: Tensor  # [N, S] the picture's tokens, then question and answer after question and answer, right-padded
+    part: Tensor  # [N, S] 0: the picture, 1, 2, ...: which question, -1: padding
+    labels: Tensor  # [N, S] the ids of the answers and their ends, elsewhere IGNORED
+    positions: Tensor  # [3, N, S] as if every question stood right behind the picture
+    media: dict[str, Tensor]  # patches [N, patches, numbers] and grid [N, 3], by the model's names for them
+
+
+def teach_answers(model: Any, processor: Any, recipe: VLMRecipe, progress: Progress) -> None:
+    """Supervised fine-tuning of all weights; of a conversation only the answer is learnt."""
+    rng = Rng.of(recipe.seed, "answers")
+    lessons = {sort: prepare(model, processor, recipe, sort) for sort in dict.fromkeys(recipe.order)}
+    optimizer = torch.optim.AdamW(model.parameters(), recipe.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.lr, total_steps=recipe.steps, pct_start=0.1)
+    for step in progress.steps("answers", recipe.steps):
+        chosen = lessons[recipe.order[step % len(recipe.order)]]
+        rows = (rng.fold("rows").uniform(torch.arange(recipe.batch), (), step) * len(chosen.ids)).long()
+        loss = answer_loss(model, chosen, rows)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+
+
+def answer_loss(model: Any, lessons: Lessons, rows: Tensor) -> Tensor:
+    """Cross entropy of the answers' tokens."""
+    media = {name: v[rows].flatten(0, 1) if name.startswith("pixel") else v[rows] for name, v in lessons.media.items()}
+    hidden = model.model(
+        input_ids=lessons.ids[rows], attention_mask=attention(lessons.part[rows])[:, None],
+        position_ids=lessons.positions[:, rows], **media,
+    ).last_hidden_state[:, :-1]  # fmt: skip
+    labels = lessons.labels[rows][:, 1:]
+    there = labels != IGNORED
+    return F.cross_entropy(model.lm_head(hidden[there]), labels[there])
+
+
+def attention(part: Tensor) -> Tensor:
+    """[B, S, S] bool, who sees whom: what came before, of the picture and of one's own question."""
+    before = torch.ones(part.shape[1], part.shape[1], dtype=torch.bool).tril()
+    return before & ((part[:, None, :] == 0) | (part[:, :, None] == part[:, None, :]))
+
+
+def prepare(model: Any, processor: Any, recipe: VLMRecipe, sort: str) -> Lessons:
+    """``scenes`` scenes of the training scans, with up to ``turns`` questions each."""
+    questions, media = examples(recipe, sort)
+    shown = {"type": "video" if sort == "clips" else "image"}
+    talk = [{"role": "user", "content": [shown]}]
+    start = processor.apply_chat_template(talk, tokenize=False).partition("<|im_end|>")[0]
+    found = processor(text=[start] * len(questions), return_tensors="pt", **media)
+    patches, grid = (next(n for n in found if n.startswith("pixel")), next(n for n in found if n.endswith("_thw")))
+    rates = {"second_per_grid_ts": found["second_per_grid_ts"]} if "second_per_grid_ts" in found else {}
+    first, _ = model.model.get_rope_index(
+        found["input_ids"][:1], found["mm_token_type_ids"][:1], **{grid: found[grid][:1]}, **rates
+    )
+    shown = {patches: found[patches].view(len(questions), -1, found[patches].shape[-1]), grid: found[grid]}
+    return _joined(found["input_ids"], first[:, 0], questions, processor.tokenizer, shown)
+
+
+def _joined(start: Tensor, first: Tensor, questions: list[list[Pair]], words: Any, media: dict[str, Tensor]) -> Lessons:
+    """Pictures' tokens [N, S0] with positions [3, S0], and the questions behind them."""
+    behind = int(first.max()) + 1
+    rows = []
+    for n, pairs in enumerate(questions):
+        ids, part, labels = start[n].tolist(), [0] * start.shape[1], [IGNORED] * start.shape[1]
+        place = [[*row] for row in first.tolist()]
+        for k, pair in enumerate(pairs):
+            asked = words(f"{pair.question}<|im_end|><|im_start|>assistant").input_ids
+            answered = words(f"{pair.answer}<|im_end|>").input_ids
+            ids, part = ids + asked + answered, part + [k + 1] * len(asked + answered)
+            labels += [IGNORED] * len(asked) + answered
+            place = [row + [behind + i for i in range(len(asked + answered))] for row in place]
+        rows.append((ids, part, labels, place))
+    length = max(len(row[0]) for row in rows)
+
+    def padded(values: list[int], fill: int) -> list[int]:
+        return values + [fill] * (length - len(values))
+
+    places = torch.tensor([[padded(axis, 0) for axis in row[3]] for row in rows])  # [N, 3, S]
+    fills = (words.pad_token_id, -1, IGNORED)
+    ids, part, labels = (torch.tensor([padded(row[i], fill) for row in rows]) for i, fill in enumerate(fills))
+    return Lessons(ids, part, labels, places.transpose(0, 1), media)
+
+
+class Pair(NamedTuple):
+    question: str
+    answer: str
+
+
+def examples(recipe: VLMRecipe, sort: str) -> tuple[list[list[Pair]], dict[str, Any]]:
+    """Per scene up to ``turns`` questions with their answers, and the media as the processor takes them."""
+    rng = Rng.of(recipe.seed, "conversations", sort)
+    if sort == "clips":
+        found = clips(recipe.scenes, rng, "generator", WOBBLE)
+        rates = [{"fps": 1.0, "total_num_frames": len(frames)} for frames in found.frames]
+        media: dict[str, Any] = {"videos": list(found.frames.numpy()), "video_metadata": rates}
+    else:
+        found = album(recipe.scenes, rng, "generator", SORTS[sort], WOBBLE)
+        media = {"images": [[picture(image)] for image in found.images]}
+    rows = rng.rows(recipe.scenes, 1)
+    order = rng.fold("order").uniform(rows, (64,)).tolist()
+    loose = rng.fold("loose").uniform(rows, (recipe.turns, 4)).tolist()
+    pairs = []
+    for scene, ranks, draws in zip(found.scenes, order, loose):
+        known = sorted(zip(ranks, (q for kind in KINDS_OF[sort] for q in asked(scene, kind))), key=lambda pair: pair[0])
+        pairs.append([Pair(q["text"], _answer(q, u, recipe.loose)) for (_, q), u in zip(known, draws)])
+    return pairs, media
+
+
+def _answer(question: Prompt, u: list[float], share: float) -> str:
+    boxes = question.get("boxes")
+    return written([loosened(box, u, share) for box in boxes]) if boxes else question["answer"]
+
+
+def loosened(box: list[int], u: list[float], share: float) -> list[int]:
+    """The box with every side pushed out by up to ``share`` of its width or height, on even pixels of the picture."""
+    width, height = box[2] - box[0], box[3] - box[1]
+    far = [-share * u[0] * width, -share * u[1] * height, share * u[2] * width, share * u[3] * height]
+    return [min(SIDE, max(0, GRID * round((v + d) / GRID))) for v, d in zip(box, far)]
