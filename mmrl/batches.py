@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -67,15 +67,26 @@ def passes(points: Iterable[Point], size: int | None, adjacent: bool = False) ->
 def loss_weights(point: Point, reduction: str, decisions: int) -> Tensor:
     """[B, L] the weight of every decision before division by ``loss_total``.
 
-    "decision": every decision counts the same. "row": every row does, however long (GRPO's sequence mean).
-    "constant": division by the largest number of decisions (Dr. GRPO), which does not favour short answers.
+    "decision": every decision counts the same. "row": every row does, however long (GRPO's sequence mean); "every_row":
+    rows without decisions count too. "constant": division by a number of decisions (Dr. GRPO), which does not favour
+    short answers; "sum": the same, not divided by the number of rows.
     """
-    length = point.length[:, None].clamp_min(1)
-    divisor = {"decision": torch.ones_like(length), "row": length, "constant": torch.full_like(length, decisions)}
-    return point.mask / divisor[reduction]
+    if reduction == "decision":
+        return point.mask.float()
+    if reduction in ("row", "every_row"):
+        return point.mask / point.length[:, None].clamp_min(1)
+    return point.mask / decisions
 
 
-def loss_total(points: Iterable[Point], reduction: str) -> Tensor:
-    """[] float64 what the weighted sum of this process's losses is divided by: decisions, or rows."""
-    each = [loss_weights(p, "decision" if reduction == "decision" else "row", 1).double().sum() for p in points]
-    return sum(each, torch.zeros((), dtype=torch.float64, device=each[0].device if each else None))
+def loss_total(points: Sequence[Point], rollout: Rollout, reduction: str) -> Tensor:
+    """[2] float64 of this process: whether it has a decision to train on (above 0), and its part of the number by
+    which the weighted sum of all losses is divided: decisions, rows with decisions, or rows that stay in training."""
+    trained = [point.mask / point.length[:, None].clamp_min(1) for point in points]
+    rows = sum((part.double().sum() for part in trained), torch.zeros((), device=rollout.group.device).double())
+    if reduction == "decision":
+        total = sum((point.mask.sum().double() for point in points), torch.zeros_like(rows))
+    elif reduction == "row":
+        total = rows
+    else:
+        total = torch.tensor(len(rollout) if rollout.kept is None else int(rollout.kept.sum())).to(rows)
+    return torch.stack([rows, total])

@@ -46,6 +46,10 @@ class Meter:
         self.sums[name] = self.sums.get(name, 0) + pair
         self.tops[name] = torch.maximum(self.tops.get(name, pair.new_zeros(())), kept.abs().max())
 
+    def put(self, name: str, total: Tensor, count: Tensor) -> None:
+        """Add to a sum, and to the count it is divided by."""
+        self.sums[name] = self.sums.get(name, 0) + torch.stack([total.detach().double(), count.double()])
+
     def mean(self, name: str) -> float:
         """Mean over everything observed on all processes; a collective call. NaN if nothing was."""
         total, count = distributed.all_sum(self.sums.get(name, torch.zeros(2, dtype=torch.float64))).tolist()

@@ -13,6 +13,7 @@ from .registry import UserError
 Count = Annotated[int, Ge(1)]
 Natural = Annotated[int, Ge(0)]
 Positive = Annotated[float, Gt(0)]
+Reduction = Literal["decision", "row", "every_row", "constant", "sum"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,10 @@ class TrainOptions:
     gradient_checkpointing: bool = False  # recompute activations: less memory, about a third more time
     ema: Annotated[float, Ge(0), Lt(1)] | None = None  # decay of the moving average of the weights; null: none
     ema_every: Count = 1  # optimizer steps between its updates
-    reduction: Literal["decision", "row", "constant"] = "decision"  # what counts the same in the mean of the loss
+    reduction: Reduction = "decision"  # what counts the same in the mean of the loss
+    constant: Count | None = None  # decisions that reduction constant and sum divide by; null: the longest answer's
+    truncated: Literal["keep", "mask"] = "keep"  # answers cut off at the limit: trained on, or compared only
+    resample: Natural = 0  # rounds in which groups of equal rewards give way to other prompts
     gate: Positive | Literal["auto"] | None = "auto"  # tolerated |re-scored - recorded log-prob| before the first step
     checkpoint_every: Natural = 50  # iterations; 0: only at the end
     keep: Count = 3  # newest checkpoints that stay on disk
@@ -73,6 +77,12 @@ class Plan:
     micro_batch: int  # rows a forward pass of one process
     accumulation: int  # forward passes an optimizer step; the last may be smaller
     warnings: tuple[str, ...] = ()
+
+
+def unsuited(objective: str, policy: str, needs: str) -> str:
+    """Why an objective cannot train a policy."""
+    kinds = {"categorical": "models that write tokens", "gaussian": "flow and diffusion models"}
+    return f"the objective {objective} is for {kinds[needs]}, which the policy {policy} is not"
 
 
 def arithmetic(train: TrainOptions, processes: int = 1) -> Plan:

@@ -165,6 +165,7 @@ KERNELS = Registry("kernel")
 GRIDS = Registry("time grid", group="mmrl.grids")
 WINDOWS = Registry("noise window", group="mmrl.windows")
 SOLVERS = Registry("solver")
+SURROGATES = Registry("surrogate", group="mmrl.surrogates")  # of the text objective: losses of the ratio
 TIMES = Registry("time sampler", group="mmrl.times")  # when an objective looks at a finished sample anew
 JUDGES = Registry("judge")  # vision-language models that rewards ask
 ARTIFACTS = Registry("artifact")  # things a world builds and caches: () -> folder
@@ -172,7 +173,7 @@ ARTIFACTS = Registry("artifact")  # things a world builds and caches: () -> fold
 ALL = {
     "policies": POLICIES, "objectives": OBJECTIVES, "advantages": ADVANTAGES, "rewards": REWARDS, "data": DATA,
     "optimizers": OPTIMIZERS, "kernels": KERNELS, "grids": GRIDS, "windows": WINDOWS, "solvers": SOLVERS,
-    "times": TIMES, "judges": JUDGES, "artifacts": ARTIFACTS,
+    "surrogates": SURROGATES, "times": TIMES, "judges": JUDGES, "artifacts": ARTIFACTS,
 }  # fmt: skip
 
 BUILT_IN = (

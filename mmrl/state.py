@@ -37,6 +37,8 @@ def capture(trainer: Trainer) -> tuple[Arrays, dict[str, Any]]:
     meta = {"iteration": trainer.iteration, "step": trainer.step, "optimizer": optimizer, "rng": _generators()}
     if hasattr(trainer.advantage, "state_dict"):
         meta["advantage"] = trainer.advantage.state_dict()
+    if hasattr(trainer.objective, "state_dict"):
+        meta["objective"] = trainer.objective.state_dict()
     if trainer.device.scales_loss:
         meta["scaler"] = trainer.device.accelerator.scaler.state_dict()
     return arrays, meta
@@ -56,6 +58,8 @@ def restore(trainer: Trainer, arrays: Arrays, meta: dict[str, Any]) -> None:
     trainer.iteration, trainer.step = meta["iteration"], meta["step"]
     if hasattr(trainer.advantage, "load_state_dict"):
         trainer.advantage.load_state_dict(meta["advantage"])
+    if hasattr(trainer.objective, "load_state_dict") and "objective" in meta:
+        trainer.objective.load_state_dict(meta["objective"])
     if trainer.device.scales_loss:
         trainer.device.accelerator.scaler.load_state_dict(meta["scaler"])
     _set_generators(meta["rng"])

@@ -17,15 +17,16 @@ import torch
 
 from samplers.noise import Rng
 
-from . import advantages, batches, distributed, overlap
+from . import advantages, batches, completions, distributed, overlap
 from .data import batch
 from .device import Device
-from .metrics import Meter, observe
-from .objectives.base import Coupled, Lagging, Objective
+from .metrics import Meter
+from .objectives.base import Adaptive, Lagging, Objective, Shaping, couples
 from .optimizers import ema_decay, lr_factor
-from .options import TrainOptions, arithmetic
+from .options import TrainOptions, arithmetic, unsuited
 from .policies.base import Policy
 from .registry import UserError
+from .resampling import Drawn, resampled
 from .types import Advantage, Media, Point, Prompt, Rewards, Rollout
 
 Scorer = Callable[[Media, list[Prompt]], Rewards]
@@ -51,7 +52,8 @@ class Trainer:
         self.watch: Watch | None = None  # is shown what this process sampled, with advantages, before it is trained on
         for name in self.snapshots():
             policy.weights.keep(name)
-        self.coupled = isinstance(objective, Coupled)
+        suits(objective, policy)
+        self.coupled = couples(objective)
         if self.coupled and options.batch_size % options.copies:
             raise UserError(
                 f"train.batch_size {options.batch_size}: this objective compares whole groups, so it must be a "
@@ -79,7 +81,10 @@ class Trainer:
             self.policy.weights.track("old", self.objective.old_decay(self.step) if lagging else 0.0)
         self.iteration += 1
         counts = {"forwards": self.policy.forwards - passed, "decisions": int(rollout.mask.sum())}  # of this process
-        return self._metrics(rollout, rewards) | counts | {"skipped_steps": skipped}
+        metrics = self._metrics(rollout, rewards) | counts | {"skipped_steps": skipped}
+        if isinstance(self.objective, Adaptive):
+            self.objective.adapt(self.iteration - 1, metrics)
+        return metrics
 
     @torch.no_grad()
     def collect(self) -> tuple[Rollout, Rewards]:
@@ -88,19 +93,39 @@ class Trainer:
         first = self.device.rank * self.plan.prompts_per_process
         mine = prompts[first : first + self.plan.prompts_per_process]
         self.policy.iteration = self.iteration
-        with self._timed("rollout"), self.policy.weights.using(self.objective.behaviour):
-            rng, options = self._rng("rollout", offset=first), self.options
-            rollout, media, scores = overlap.draw(self.policy, mine, options.copies, rng, self.scorer, options.overlap)
-        with self._timed("reward"), distributed.together():
-            rewards = self._on_device(scores(), rollout)
+        drawn = self.draw(mine, self._rng("rollout", offset=first))
+        found, self.noted = self._resampled(drawn) if self.options.resample else (drawn, {})
+        rollout, media, rewards = found.rollout, found.media, found.rewards
+        self.noted |= completions.lengths(media, rollout)
+        if isinstance(self.objective, Shaping):
+            rewards = self.objective.shaped(self.policy, rollout, rewards)
         advantage = self.advantage(rewards, rollout).to(rollout.logprob)
         self.spare = rollout[:1]  # what a process without rows passes through the network
+        self.longest = int(distributed.all_max(torch.tensor(rollout.mask.shape[1], device=rollout.group.device)))
         kept = ~advantage.isnan()
-        alive = rollout.replace(advantage=advantage.nan_to_num(0.0), mask=rollout.mask & kept, kept=kept.any(1))
+        mask = rollout.mask & kept
+        if self.options.truncated == "mask":
+            mask &= completions.finished(media, rollout)
+        alive = rollout.replace(advantage=advantage.nan_to_num(0.0), mask=mask, kept=kept.any(1))
         self._measure(media, alive)
         if self.watch is not None:
             self.watch(media, alive, rewards)
         return alive, rewards
+
+    def draw(self, prompts: list[Prompt], rng: Rng) -> Drawn:
+        """Sample and score, with the behaviour weights."""
+        with self._timed("rollout"), self.policy.weights.using(self.objective.behaviour):
+            options = self.options
+            rollout, media, scores = overlap.draw(
+                self.policy, prompts, options.copies, rng, self.scorer, options.overlap
+            )
+        with self._timed("reward"), distributed.together():
+            return Drawn(rollout, media, self._on_device(scores(), rollout))
+
+    def _resampled(self, drawn: Drawn) -> tuple[Drawn, dict[str, float]]:
+        """Dynamic sampling: groups in which all rewards are equal give way to other prompts."""
+        streams = [self._rng("resample", n) for n in range(self.options.resample)]
+        return resampled(drawn, self.prompts, self.draw, streams)
 
     def _measure(self, media: Media, rollout: Rollout) -> None:
         """Lengths of texts that know them, and the share of those cut at the limit."""
@@ -111,9 +136,12 @@ class Trainer:
     def improve(self, rollout: Rollout, rng: Rng, on_policy: bool) -> bool:
         """One optimizer step on these rows. False if there was nothing to train on, or the gradient was not finite."""
         points = list(self.objective.points(self.policy, rollout, rng)) if len(rollout) else []
-        total = distributed.all_sum(batches.loss_total(points, self.options.reduction).to(rollout.group.device))
-        if not total > 0:
+        reduction = self.options.reduction
+        there, total = distributed.all_sum(batches.loss_total(points, rollout, reduction))
+        if not there > 0:
             return False
+        total = torch.ones_like(total) if reduction == "sum" else total
+        self.meter.put("loss", torch.zeros_like(total), total / self.device.processes)
         first = Meter()
         with first.listening():
             points = [point.replace(fresh=on_policy) for point in points]
@@ -131,19 +159,20 @@ class Trainer:
         if self.coupled:
             parts = self._couple(parts, idle)
         for i, point in enumerate([*parts, *idle]):
-            weight = batches.loss_weights(point, self.options.reduction, self.spare.mask.shape[1])
+            weight = batches.loss_weights(point, self.options.reduction, self.options.constant or self.longest)
             with nullcontext() if i == most - 1 else self.device.no_sync(self.policy.trained):
                 loss = self.objective.loss(self.policy, point)
-                observe("loss", loss, point.mask)
-                self.device.backward((loss * weight).sum() / total)
+                summed = (loss * weight).sum()
+                self.meter.put("loss", summed, torch.zeros_like(summed))
+                self.device.backward(summed / total)
 
     @torch.no_grad()
     def _couple(self, parts: list[Point], idle: list[Point]) -> list[Point]:
         """Let an objective see all rows of the step before its elementwise loss."""
-        measured = [self.objective.measure(self.policy, point) for point in [*parts, *idle]][: len(parts)]
-        if not parts:
-            return []
-        return list(self.objective.couple(Point.cat(parts), torch.cat(measured)).split(len(parts[0])))
+        measured = [self.objective.measure(self.policy, point) for point in [*parts, *idle]]
+        here = parts or idle  # without rows of its own a process still joins what couple does with all
+        found = self.objective.couple(Point.cat(here), torch.cat(measured[: len(here)]))
+        return list(found.split(len(parts[0]))) if parts else []
 
     def _idle(self, rng: Rng) -> Point:
         """A pass that trains nothing."""
@@ -196,6 +225,7 @@ class Trainer:
         if "log_ratio" in self.meter.sums:
             found["ratio/max_deviation"] = math.expm1(min(self.meter.top("log_ratio"), 50.0))
         found |= advantages.statistics(rewards, rollout)
+        found |= self.noted
         found |= {f"time/{name}": value for name, value in self.seconds.items()}
         return found | {"lr": self.optimizer.param_groups[0]["lr"], "step": self.step}
 
@@ -203,4 +233,11 @@ class Trainer:
     def _timed(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.seconds[name] = time.perf_counter() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def suits(objective: Objective, policy: Policy) -> None:
+    """Raises UserError if the objective is for the other kind of decisions."""
+    needs, has = getattr(objective, "needs", ""), getattr(policy, "decisions", "")
+    if needs and has and needs != has:
+        raise UserError(unsuited(type(objective).__name__, type(policy).__name__, needs))

@@ -21,7 +21,7 @@ Prompt = dict[str, Any]  # one line of a dataset: "text", images, the right answ
 Media = Tensor | list  # images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1, or B texts
 Reward = Callable[[Media, list[Prompt]], Tensor]  # (media, prompts) -> [B]; NaN means "could not be scored"
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (x, v, t, s, eta) -> (mean, std)
-Surrogate = Callable[[Tensor, Tensor, Tensor], Tensor]  # (logp, old logp, advantage) -> loss, all [B, L]
+Surrogate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (logp, old, advantage, mask) -> loss [B, L]
 Self = TypeVar("Self", bound="Rows")
 
 
@@ -136,6 +136,7 @@ class Point(Rows):
     length: Tensor | None = None  # [B] decisions of the row that are trained on, over all its points
     sampled: Tensor | None = None  # [B, L] as in Rollout
     gain: Tensor | None = None  # [B] re-noised states: how far the predicted clean sample moves with the output
+    known: Tensor | None = None  # [B, *] what an objective has found out about the rows for its own loss
     fresh: bool = False  # the weights are those that sampled: the ratio is 1, what differs from it is rounding
     guidance: float | None = None  # guidance scale; None is the policy's own on the path, 1 on re-noised states
 

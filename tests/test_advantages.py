@@ -78,6 +78,7 @@ OWN_FILES = [
 ]
 BY_GROUP = {  # options under which only the rows of a group decide its advantages
     "group": {}, "flow_grpo": {"std": "group"}, "dance": {}, "dr_grpo": {}, "rloo": {}, "ddpo": {"min_count": 1},
+    "grpo": {}, "opo": {}, "pass_at_k": {},
 }  # fmt: skip
 RAGGED = torch.tensor([2, 0, 0, 1, 1, 1, 0, 3, 1, 1])  # sizes 3, 5, 1, 1
 RAGGED_REWARD = torch.tensor([0.3, 1.5, -0.2, 0.7, 0.1, 0.2, 0.9, 4.0, 0.25, 0.6], dtype=torch.float64)
@@ -347,7 +348,9 @@ if size == 2:
 """
 COUNTS = {
     "group": {"std": "global", "ddof": 1}, "flow_grpo": {}, "dance": {}, "rloo": {}, "dr_grpo": {}, "gdpo": {},
-    "process": {}, "running": {}, "maxmin": {"rate": 0.5}, "ddpo": {"buffer": 6, "min_count": 4},
+    "process": {}, "running": {}, "maxmin": {"rate": 0.5},
+    "ddpo": {"buffer": 6, "min_count": 4}, "grpo": {"std": "global"}, "opo": {}, "gpg": {}, "pass_at_k": {},
+    "reinforce_pp": {},
 }  # fmt: skip
 
 

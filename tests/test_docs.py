@@ -20,6 +20,9 @@ from mmrl import config
 from mmrl.cli import app
 from mmrl.config.overrides import SECTIONS
 from mmrl.log import LogOptions
+from mmrl.objectives.corrections import Importance
+from mmrl.objectives.kl import KL
+from mmrl.objectives.text import Entropy
 from mmrl.options import EvaluateOptions, TrainOptions, arithmetic
 from mmrl.policies.lora import Lora
 from mmrl.policies.trees import Tree
@@ -185,6 +188,10 @@ DOCUMENTED = {
     "lora": Lora,
     "tree": Tree,
     "objective: grpo": OBJECTIVES["grpo"],
+    "objective: text": OBJECTIVES["text"],
+    "kl": KL,
+    "entropy": Entropy,
+    "importance": Importance,
     "optimizer: adamw": OPTIMIZERS["adamw"],
     "optimizer: sgd": OPTIMIZERS["sgd"],
 }

@@ -1,5 +1,6 @@
 """Advantages: what a reward is worth beside the others. ``mmrl.registry.ADVANTAGES`` knows them by name."""
 
+from mmrl.advantages.answers import gpg, grpo, opo, pass_at_k, reinforce_pp
 from mmrl.advantages.branch import Branch
 from mmrl.advantages.ddpo import DDPO
 from mmrl.advantages.grouped import dance, dr_grpo, flow_grpo, gdpo, group, rloo
@@ -16,8 +17,13 @@ __all__ = [
     "dr_grpo",
     "flow_grpo",
     "gdpo",
+    "gpg",
     "group",
+    "grpo",
+    "opo",
+    "pass_at_k",
     "process",
+    "reinforce_pp",
     "rloo",
     "statistics",
 ]

@@ -89,9 +89,21 @@ def dance(
 
 @ADVANTAGES.register("gdpo")
 @by_step
-def gdpo(rewards: Rewards | Tensor, rollout: Rollout, *, flat: Flat = "zero", best_of: int | None = None) -> Tensor:
-    """GDPO: each reward is normalised in its group, the weighted sum over the batch (std at least 1e-6)."""
-    return group(rewards, rollout, eps=1e-6, eps_mode="floor", combine="gdpo", flat=flat, best_of=best_of)
+def gdpo(
+    rewards: Rewards | Tensor,
+    rollout: Rollout,
+    *,
+    eps: float = 1e-6,
+    ddof: Literal[0, 1] = 0,
+    eps_mode: EpsMode = "floor",
+    flat: Flat = "zero",
+    best_of: int | None = None,
+) -> Tensor:
+    """GDPO: each reward is normalised in its group, the weighted sum over the batch (std at least 1e-6).
+
+    For text, TRL has ddof 1 and adds 1e-4 to the std, ms-swift 1e-8.
+    """
+    return group(rewards, rollout, ddof=ddof, eps=eps, eps_mode=eps_mode, combine="gdpo", flat=flat, best_of=best_of)
 
 
 @ADVANTAGES.register("dr_grpo")

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mmrl.advantages.groups import Groups
 from mmrl.registry import UserError
+from mmrl.types import Rewards
 
 
 def best_and_worst(score: Tensor, groups: Groups, row: Tensor, n: int) -> Tensor:
@@ -28,3 +29,10 @@ def best_and_worst(score: Tensor, groups: Groups, row: Tensor, n: int) -> Tensor
     rank[order] = torch.arange(len(order), device=order.device) - start[group[order]]
     of = torch.cat([size, size.new_zeros(1)])[group]  # [B] how many compete
     return groups.present & ((rank < n // 2) | (rank >= of - n // 2))
+
+
+def drop(groups: Groups, rewards: Rewards, flat: str) -> Tensor:
+    """[B] bool: the rows with a reward, and with "drop" only those of groups whose rewards differ."""
+    if flat != "drop":
+        return groups.present
+    return groups.present & ~groups.flat(rewards.total())[groups.index]

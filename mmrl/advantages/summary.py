@@ -14,10 +14,11 @@ from mmrl.types import Rewards, Rollout
 def statistics(rewards: Rewards | Tensor, rollout: Rollout) -> dict[str, float]:
     """Counts and spreads over all processes, each of which must call it.
 
-    ``reward/mean`` and ``reward/std`` of the weighted total, ``reward/group_std`` the root mean square std (population)
-    inside the groups, ``groups/total``, ``groups/flat`` those with a spread of zero, ``samples/total``,
-    ``samples/excluded`` those of them that could not be scored, and per reward ``reward/<name>/mean`` and
-    ``reward/<name>/excluded``. Means leave excluded samples out and are NaN when nothing is left.
+    ``reward/mean`` and ``reward/std`` of the weighted total, ``reward/group_std`` the root mean square std
+    (population) inside the groups, ``groups/total``, ``groups/flat`` those with a spread of zero, ``samples/total``,
+    ``samples/excluded`` those of them that could not be scored, and per reward ``reward/<name>/mean``,
+    ``reward/<name>/std`` and ``reward/<name>/excluded``. Means leave excluded samples out and are NaN when nothing is
+    left.
     """
     rewards = named(rewards).per_row() if isinstance(rewards, dict) else rewards
     double, groups = measured(rewards, rollout)
@@ -41,6 +42,8 @@ def statistics(rewards: Rewards | Tensor, rollout: Rollout) -> dict[str, float]:
     for name, values in rewards.items() if isinstance(rewards, dict) else ():
         here = values.isfinite()
         count = int(all_sum(here.sum()))
-        found[f"reward/{name}/mean"] = float(moments(values.double(), here)[0]) if count else torch.nan
+        mean, variance = (float(x) for x in moments(values.double(), here))
+        found[f"reward/{name}/mean"] = mean if count else torch.nan
+        found[f"reward/{name}/std"] = variance**0.5 if count else torch.nan
         found[f"reward/{name}/excluded"] = int(samples) - count
     return found

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..presets import filled
 from ..registry import REWARDS, Registry, UserError, suggest
 from .building import Weighted, build, build_dataclass, build_rewards, raise_all, resolve_rewards
 from .checks import check, import_plugins
@@ -86,11 +87,32 @@ def load(path: str | Path, overrides: Sequence[str] = (), required: Collection[s
     if not isinstance(plain, dict):
         raise UserError(f"{file}: {_not_a_mapping(plain)}; a configuration looks like\n{_example()}")
     marks = {keys: f"{file}:{line}" for keys, line in lines.items()} | {(): file}
+    _apply_preset(plain, marks, overrides)
     for override in overrides:
         override_with(plain, marks, override)
     problems = [*_sections(plain, Place((), marks)), *_missing(plain, file, required)]
     raise_all(problems)
     return Config({**plain, **{key: plain.get(key) or default for key, default in DEFAULTS.items()}}, file, marks)
+
+
+def _apply_preset(plain: dict[Any, Any], marks: dict[tuple[Any, ...], str], overrides: Sequence[str]) -> None:
+    """Fill in what ``preset`` adds, before other overrides change it."""
+    for override in overrides:
+        if override.partition("=")[0].strip() == "preset":
+            override_with(plain, marks, override)
+    name = plain.get("preset")
+    if name is None:
+        return
+    try:
+        found = filled(plain, name)
+    except UserError as error:
+        raise UserError(Place(("preset",), marks).say(str(error))) from error
+    for section in ("advantage", "objective", "train"):
+        marks.setdefault((section,), f"preset {name}")
+        if section == "train" and isinstance(plain.get(section), dict):
+            added = set(found[section]) - set(plain[section])
+            marks.update({(section, key): f"preset {name}" for key in added})
+        plain[section] = found[section]
 
 
 def dump(config: Config) -> str:

@@ -8,7 +8,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..options import EvaluateOptions, TrainOptions, impossible
+from ..options import EvaluateOptions, TrainOptions, impossible, unsuited
 from ..registry import REWARDS, UserError, import_file, import_module
 from .building import raise_all, resolve_rewards
 from .needs import missing_fields, wrong_media
@@ -39,24 +39,36 @@ def check(
     """
     import_plugins(config)
     problems: list[str] = []
-    entries: dict[str, Callable] = {}
+    entries: dict[str, Resolved] = {}
     for section, registry in PLUGGED.items():
         given = supplied.get(section, ())
         found = resolve(config[section], registry, config.place((section,)), problems, given)
-        if isinstance(found, Resolved) and is_dataclass(found.entry) and not given:
-            _try(problems, construct, found)  # plain values: their own checks cost nothing
+        if isinstance(found, Resolved):
+            if is_dataclass(found.entry) and not given:
+                _try(problems, construct, found)  # plain values: their own checks cost nothing
+            entries[section] = found
         problems += _missing_files(found)
-        entries |= {section: found.entry} if isinstance(found, Resolved) else {}
-    _rewards(config, config["reward"], ("reward",), problems, entries)
+    problems += _unsuited(entries)
+    named = {section: found.entry for section, found in entries.items()}
+    _rewards(config, config["reward"], ("reward",), problems, named)
     for section, cls in (dataclasses or plain_sections()).items():
         options = resolve_call(cls, config.plain.get(section) or {}, config.place((section,)), problems)
         built = None if options is BAD else _try(problems, construct, options)
         if isinstance(built, TrainOptions):
             problems += [f"{config.where(line.partition(' ')[0])}: {line}" for line in impossible(built, processes)]
         if isinstance(built, EvaluateOptions) and built.reward:
-            _rewards(config, built.reward, (section, "reward"), problems, entries)
+            _rewards(config, built.reward, (section, "reward"), problems, named)
     convert(config.plain.get("run"), str | None, config.place(("run",)), problems)
     raise_all(problems)
+
+
+def _unsuited(entries: Mapping[str, Resolved]) -> Iterator[str]:
+    """An objective of tokens for a flow model, or the other way round."""
+    if {"objective", "policy"} <= set(entries):
+        objective, policy = entries["objective"], entries["policy"]
+        needs, has = getattr(objective.entry, "needs", ""), getattr(policy.entry, "decisions", "")
+        if needs and has and needs != has:
+            yield objective.place.say(unsuited(objective.entry.__name__, policy.entry.__name__, needs))
 
 
 def _try(problems: list[str], call: Callable, *args: Any) -> Any:

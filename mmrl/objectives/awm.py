@@ -71,7 +71,8 @@ class AWM:
         observe("ratio", ratio, point.mask)
         observe("clip_fraction", ((ratio > 1 + self.high) | (ratio < 1 - self.low)).double(), point.mask)
         advantage = point.advantage.clamp(-self.advantage_clip, self.advantage_clip)
-        loss = self.surrogate(new, before, advantage).to(torch.promote_types(advantage.dtype, torch.float32))
+        loss = self.surrogate(new, before, advantage, point.mask)
+        loss = loss.to(torch.promote_types(advantage.dtype, torch.float32))
         if not self.kl:
             return loss
         distance = mean_square(velocity(dist) - velocity(frozen(policy, "ref", point)))

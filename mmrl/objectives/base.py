@@ -7,7 +7,7 @@ trainer's business alone, so that none of them changes the gradient.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from samplers.noise import Rng
 
 from ..dists import Dist
 from ..policies.base import Policy
-from ..types import Point, Rollout
+from ..types import Point, Rewards, Rollout
 
 
 class Objective(Protocol):
@@ -38,7 +38,9 @@ class Coupled(Protocol):
 
     Every optimizer step then holds whole groups. Before it, ``measure`` is evaluated without gradient on every pass;
     ``couple`` sees all of this process's points of the step at once and returns them ready for the elementwise
-    ``loss``, with the weights it found in place of the advantage, say. So micro-batches still change nothing.
+    ``loss``, with the weights it found in place of the advantage or in ``known``, say. So micro-batches still change
+    nothing. ``couple`` may make collective calls: a process without rows gets its idle points, of which nothing is
+    kept. A class whose options decide says by ``couples`` whether it does.
     """
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
@@ -54,6 +56,31 @@ class Lagging(Protocol):
 
     def old_decay(self, step: int) -> float:
         """After an iteration, at optimizer step ``step``: old = decay * old + (1 - decay) * live."""
+
+
+@runtime_checkable
+class Shaping(Protocol):
+    """An objective that changes the rewards before they are compared, such as by the KL of every sample."""
+
+    def shaped(self, policy: Policy, rollout: Rollout, rewards: Rewards) -> Rewards:
+        """Under the weights that sampled, without gradient; all processes have equally many rows."""
+
+
+@runtime_checkable
+class Adaptive(Protocol):
+    """An objective that learns something itself. What it knows is saved: ``state_dict`` is plain data, fit for JSON."""
+
+    def adapt(self, iteration: int, metrics: dict[str, float]) -> None:
+        """After iteration number ``iteration`` (from 0), with what was logged of it; may add to it."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def couples(objective: Objective) -> bool:
+    """Does it want to see all rows of a step before its loss?"""
+    return isinstance(objective, Coupled) and getattr(objective, "couples", True)
 
 
 def frozen(policy: Policy, name: str, point: Point) -> Dist:

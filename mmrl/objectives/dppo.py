@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ class FlowDPPO:
     threshold: float = 1e-5
     advantage_clip: float = 5.0
     std: Literal["exact", "published", "one"] = "exact"
+    needs: ClassVar[str] = "gaussian"
 
     def __post_init__(self) -> None:
         positive("objective.flow_dppo", threshold=self.threshold, advantage_clip=self.advantage_clip)

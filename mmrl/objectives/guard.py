@@ -25,7 +25,7 @@ class Guard(PolicyGradient):
     std. balance: the loss of a step is divided by its length, as the official code does. All else as in grpo.
     """
 
-    called = "objective.guard"
+    called, needs = "objective.guard", "gaussian"
 
     def __init__(self, clip: float | tuple[float, float] = 2e-6, balance: bool = True, **options: Any):
         super().__init__(clip=clip, **options)
@@ -39,7 +39,7 @@ class Guard(PolicyGradient):
         observe("ratio", ratio, point.mask)
         observe("clip_fraction", ((ratio > 1 + self.high) | (ratio < 1 - self.low)).double(), point.mask)
         advantage = point.advantage.clamp(-self.advantage_clip, self.advantage_clip)
-        loss = self.surrogate(log_ratio, torch.zeros_like(log_ratio), advantage)
+        loss = self.surrogate(log_ratio, torch.zeros_like(log_ratio), advantage, point.mask)
         if self.balance:
             loss = loss / (point.time - point.next_time)[:, None]
         return loss + self.kl * self._kl(policy, point, dist) if self.kl else loss

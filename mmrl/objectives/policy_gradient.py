@@ -26,7 +26,7 @@ def clipped(low: float, high: float | None = None) -> Surrogate:
     """
     high = low if high is None else high
 
-    def loss(logp: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
+    def loss(logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor | None = None) -> Tensor:
         ratio = (logp - old).exp()
         return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - low, 1 + high))
 
@@ -77,7 +77,7 @@ class PolicyGradient:
         advantage = point.advantage.clamp(-self.advantage_clip, self.advantage_clip)
         observe("log_ratio", logp - point.logprob, point.mask)
         self._observe(logp - old, point.mask)
-        loss = self.surrogate(logp, old, advantage)
+        loss = self.surrogate(logp, old, advantage, point.mask)
         return loss + self.kl * self._kl(policy, point, dist) if self.kl else loss
 
     def _kl(self, policy: Policy, point: Point, dist: Dist) -> Tensor:

@@ -61,6 +61,7 @@ class NetPolicy:
     makes: Medium | None = None  # what ``decode`` returns; None: unknown, then no reward is refused for it
     iteration: int = 0  # set by the trainer before a rollout
     forwards: int = 0  # rows that went through the network so far
+    decisions: str = ""  # "gaussian" or "categorical": objectives that need the one refuse the other
     adjacent: bool = False  # rows of one prompt share work, so they should share optimizer steps and passes
 
     def __init__(

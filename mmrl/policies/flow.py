@@ -65,6 +65,7 @@ class FlowPolicy(NetPolicy, ABC):
     shape: tuple[int, ...]  # of one sample's latents
     process: Process = Flow()
     exploring = True  # False while evaluating: no noise but the first
+    decisions = "gaussian"
 
     def __init__(
         self,

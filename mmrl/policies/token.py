@@ -25,6 +25,7 @@ class TokenPolicy(NetPolicy, ABC):
     """``length`` tokens a sample, committed in ``passes`` passes; ``mask_id`` stands for a hidden token."""
 
     not_options = ("net", "length", "mask_id")
+    decisions = "categorical"
 
     def __init__(self, net: nn.Module, length: int, mask_id: int, passes: int | None = None, **options: Any):
         super().__init__(net, **options)
@@ -87,7 +88,7 @@ class TokenPolicy(NetPolicy, ABC):
         return Point(
             group=rollout.group, cond=rollout.cond, row=rollout.row, target=rollout.sample, mask=rollout.mask & score,
             state=torch.where(hide, self.mask_id, rollout.sample), length=rollout.mask.sum(1),
-            logprob=rollout.logprob, advantage=rollout.advantage,
+            logprob=rollout.logprob, advantage=rollout.advantage, sampled=rollout.sampled,
         )  # fmt: skip
 
 

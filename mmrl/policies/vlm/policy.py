@@ -42,6 +42,7 @@ class VLM(NetPolicy):
     """Vision-language models: images, several images, video or text in, text out; any folder or hub id."""
 
     adjacent = True
+    decisions = "categorical"
 
     def __init__(
         self,

@@ -1,0 +1,29 @@
+"""What is known of texts besides their reward: how long they are and which were cut off at the limit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import distributed
+from .types import Completion, Media, Rollout
+
+
+def finished(media: Media, rollout: Rollout) -> Tensor:
+    """[B, 1] bool: False where an answer was cut off at the limit; all True for what has no end of its own."""
+    ended = (
+        [getattr(answer, "finished", True) for answer in media] if isinstance(media, list) else [True] * len(rollout)
+    )
+    return torch.tensor(ended, dtype=torch.bool, device=rollout.mask.device)[:, None]
+
+
+def lengths(media: Media, rollout: Rollout) -> dict[str, float]:
+    """Mean, smallest and largest number of tokens, and the share cut off, over all processes; {} for other media."""
+    if not (isinstance(media, list) and media and all(isinstance(answer, Completion) for answer in media)):
+        return {}
+    tokens = torch.tensor([float(answer.tokens) for answer in media], device=rollout.mask.device, dtype=torch.float64)
+    cut = (~finished(media, rollout)).double().sum()
+    count, total, many = distributed.all_sum(torch.stack([tokens.new_tensor(len(media)), tokens.sum(), cut])).tolist()
+    most, least = distributed.all_max(torch.stack([tokens.max(), -tokens.min()])).tolist()
+    names = ("completion/mean", "completion/min", "completion/max", "completion/cut")
+    return dict(zip(names, (total / count, -least, most, many / count), strict=True))

@@ -1,0 +1,57 @@
+"""When another engine, or older weights, sampled: weights and masks that keep the gradient honest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from annotated_types import Ge, Gt
+from torch import Tensor
+
+from ..metrics import observe
+from ..registry import UserError
+from ..types import Point
+from .surrogates import row_mean, row_sum
+
+
+@dataclass(frozen=True)
+class Importance:
+    """Truncated importance correction: the loss times w = p_policy / p_sampler of what was sampled.
+
+    level: token; sequence, the product over the row (TRL); or geometric, the mean of the logarithms, which ms-swift
+    calls sequence (it is far closer to 1: at 0.01 a token, 500 tokens make e^5 of a product). beyond: what happens to
+    w above ``high`` or below ``low``: it is truncated, or its decisions leave the loss (mask). Yao et al. 2025, "Your
+    efficient RL framework secretly brings you off-policy RL training"; Zheng et al. 2025, IcePop.
+    """
+
+    level: Literal["token", "sequence", "geometric"] = "token"
+    beyond: Literal["truncate", "mask"] = "truncate"
+    high: Annotated[float, Gt(0)] = 3.0
+    low: Annotated[float, Ge(0)] = 0.0
+
+    def weight(self, point: Point) -> Tensor:
+        """[B, L]; 1 where the policy sampled by itself."""
+        if point.sampled is None:
+            return torch.ones_like(point.logprob)
+        gap = point.logprob - point.sampled
+        if self.level != "token":
+            gap = (row_sum if self.level == "sequence" else row_mean)(gap, point.mask).expand_as(gap)
+        weight = gap.clamp(max=60.0).exp()
+        observe("importance", weight, point.mask)
+        if self.beyond == "truncate":
+            return weight.clamp(self.low, self.high)
+        return torch.where((weight >= self.low) & (weight <= self.high), weight, 0.0)
+
+    def __post_init__(self) -> None:
+        if not self.low < self.high:
+            raise UserError(f"importance: low {self.low} must be less than high {self.high}")
+
+
+def off_policy(logp: Tensor, point: Point, threshold: float) -> Tensor:
+    """[B, L] 1, or 0 for rows with A < 0 whose mean log(p_sampler / p) exceeds the threshold (DeepSeek-V3.2, OPSM)."""
+    behaviour = point.logprob if point.sampled is None else point.sampled
+    far = row_mean((behaviour - logp.detach()), point.mask) > threshold
+    dropped = (far & (point.advantage < 0)).expand_as(logp)
+    observe("off_policy", dropped.to(logp), point.mask)
+    return (~dropped).to(logp)

@@ -1,0 +1,92 @@
+"""Clip-Cov and KL-Cov: the few tokens whose log-prob and advantage covary most are held back.
+
+Cui et al. 2025, "The entropy mechanism of reinforcement learning for reasoning language models". The covariance of a
+token is (log p - mean log p) (A - mean A), the means over all tokens of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Ge, Gt, Le
+from torch import Tensor
+
+from samplers.noise import Rng
+
+from ..distributed import all_gather_rows
+from ..metrics import observe
+from ..policies.base import Policy
+from ..registry import OBJECTIVES
+from ..types import Point, Rollout
+from .text import Text
+
+Share = Annotated[float, Gt(0), Le(1)]
+
+
+class _Covariance(Text):
+    couples = True
+
+    def measure(self, policy: Policy, point: Point) -> Tensor:
+        return torch.where(point.mask, policy.dist(point).log_prob(point.target), 0.0)
+
+    def couple(self, point: Point, measured: Tensor) -> Point:
+        """``known`` [B, L]: 1 for the tokens that are held back."""
+        advantage = point.advantage.expand_as(measured)
+        every = all_gather_rows(torch.stack([measured[point.mask], advantage[point.mask]], 1))  # [N, 2]
+        mean = every.mean(0)
+        covariance = (measured - mean[0]) * (advantage - mean[1])
+        chosen = self.chosen((every - mean).prod(1), covariance, point) & point.mask
+        observe("held_back", chosen.double(), point.mask)
+        return point.replace(known=chosen.to(measured))
+
+
+@OBJECTIVES.register("clip_cov")
+class ClipCov(_Covariance):
+    """Clip-Cov: a random few tokens of high covariance have no gradient; the others PPO's clipped ratio.
+
+    share: how many, of all tokens of the step. low, high: between which their covariance lies. Others as in text.
+    """
+
+    def __init__(self, share: Share = 2e-4, low: float = 1.0, high: float = 5.0, **options: Any):
+        super().__init__(**options)
+        self.share, self.low, self.high = share, low, high
+
+    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
+        for point in super().points(policy, rollout, rng):
+            yield point.replace(known=rng.uniform(point.row, (point.mask.shape[1],)).to(point.logprob))
+
+    def chosen(self, every: Tensor, covariance: Tensor, point: Point) -> Tensor:
+        """The ``share`` with the smallest of their random numbers, among those in the window."""
+        inside = (covariance > self.low) & (covariance < self.high) & point.mask
+        draws = all_gather_rows(point.known[inside]).sort().values
+        count = min(max(int(self.share * len(every)), 1), len(draws))
+        return inside & (point.known <= draws[count - 1]) if count else torch.zeros_like(inside)
+
+    def policy_loss(self, logp: Tensor, old: Tensor, point: Point) -> Tensor:
+        held = torch.zeros_like(logp) if point.known is None else point.known
+        return super().policy_loss(logp, old, point.replace(known=1 - held))
+
+
+@OBJECTIVES.register("kl_cov")
+class KLCov(_Covariance):
+    """KL-Cov: the tokens of highest covariance pay for |log ratio|; no ratio is clipped.
+
+    share: how many, of all tokens of the step. weight: of |log ratio|. Others as in text, which has no surrogate here.
+    """
+
+    not_options = ("surrogate",)
+
+    def __init__(self, share: Share = 2e-4, weight: Annotated[float, Ge(0)] = 1.0, **options: Any):
+        super().__init__(**options)
+        self.share, self.weight = share, weight
+
+    def chosen(self, every: Tensor, covariance: Tensor, point: Point) -> Tensor:
+        count = min(max(int(self.share * len(every)), 1), len(every))
+        return covariance >= every.sort(descending=True).values[count - 1] if count else torch.zeros_like(point.mask)
+
+    def policy_loss(self, logp: Tensor, old: Tensor, point: Point) -> Tensor:
+        held = torch.zeros_like(logp) if point.known is None else point.known
+        observe("ratio", (logp - old).exp(), point.mask)
+        return -point.advantage * (logp - old).exp() + held * self.weight * (logp - old).abs()

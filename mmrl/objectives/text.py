@@ -1,0 +1,186 @@
+"""The objective of text: a paper's surrogate, a KL, an entropy bonus and corrections, on the sampled tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Ge, Gt, Le
+from torch import Tensor
+
+from samplers.noise import Rng
+
+from ..distributed import all_gather_rows
+from ..metrics import observe
+from ..policies.base import Policy
+from ..registry import OBJECTIVES, SURROGATES, UserError
+from ..types import Point, Rewards, Rollout, Surrogate
+from .base import frozen
+from .corrections import Importance, off_policy
+from .kl import KL, estimate
+from .surrogates import ppo, row_sum, sees_whole_rows
+
+Positive = Annotated[float, Gt(0)]
+
+
+@dataclass(frozen=True)
+class Entropy:
+    """An entropy bonus: the loss minus weight times the entropy of the token's distribution.
+
+    With ``target`` (nats a token) the weight adapts (He et al. 2025, Skywork-OR1, section 4): after every iteration
+    it rises by ``step`` if the mean entropy was below the target and falls by it otherwise, within [low, high]; and
+    it is 0 for as long as the entropy is above the target.
+    """
+
+    weight: Annotated[float, Ge(0)] = 0.0
+    target: Positive | None = None
+    step: Positive = 5e-3
+    low: Annotated[float, Ge(0)] = 0.0
+    high: Positive = 1.0
+
+
+@OBJECTIVES.register("text")
+class Text:
+    """Policy gradients for text models: GRPO, DAPO, GSPO, CISPO, SAPO ... by the surrogate.
+
+    surrogate: the loss of ratio and advantage. kl: its weight, or all its choices; entropy: likewise. importance:
+    correction for another engine that sampled. off_policy: answers with A < 0 leave the loss when their tokens have
+    become this much less likely on average, in nats. top_entropy: only this share of the step's tokens, those of
+    highest entropy, has a policy gradient (Wang et al. 2025, "Beyond the 80/20 rule").
+    """
+
+    needs = "categorical"
+
+    def __init__(
+        self,
+        surrogate: Annotated[Surrogate, SURROGATES] = ppo,
+        kl: Annotated[float, Ge(0)] | KL = 0.0,
+        entropy: Annotated[float, Ge(0)] | Entropy = 0.0,
+        importance: Importance | None = None,
+        off_policy: Positive | None = None,
+        top_entropy: Annotated[float, Gt(0), Le(1)] = 1.0,
+    ):
+        self.surrogate, self.importance, self.off_policy, self.top_entropy = (
+            surrogate,
+            importance,
+            off_policy,
+            top_entropy,
+        )
+        self.kl = kl if isinstance(kl, KL) else KL(weight=kl)
+        self.entropy = entropy if isinstance(entropy, Entropy) else Entropy(weight=entropy)
+        self.bonus = self.entropy.weight if self.entropy.target is None else 0.0  # the weight in force
+        self.controlled = self.entropy.weight  # what the controller has arrived at
+        self.behaviour, self.snapshots = "live", ("ref",) if self.kl.weight else ()
+
+    @property
+    def couples(self) -> bool:
+        return self.top_entropy < 1
+
+    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
+        if getattr(policy, "decisions", "") not in ("", self.needs):
+            raise UserError(f"{type(self).__name__} is an objective of text: {type(policy).__name__} writes none")
+        for point in policy.path(rollout):
+            if sees_whole_rows(self.surrogate) and (point.mask.sum(1) != point.length).any():
+                raise UserError(
+                    "this surrogate compares whole answers: it is for models that score all tokens of an answer in one "
+                    "pass (causal ones); choose ppo, cispo, sapo or reinforce"
+                )
+            yield point
+
+    def loss(self, policy: Policy, point: Point) -> Tensor:
+        dist = policy.dist(point)
+        logp = torch.where(point.mask, dist.log_prob(point.target), 0.0)
+        recorded = torch.where(point.mask, point.logprob, 0.0)
+        old = logp.detach() if point.fresh else recorded  # the gate looks at what rounding makes of it
+        observe("log_ratio", logp - recorded, point.mask)
+        loss = self.policy_loss(logp, old, point)
+        if self.off_policy:
+            loss = loss * off_policy(logp, point, self.off_policy)
+        if self.importance:
+            loss = loss * self.importance.weight(point)
+        if self.kl.weight and self.kl.where == "loss":
+            loss = loss + self.kl.weight * self._kl(policy, point, dist, logp, old)
+        return loss - self.bonus * self._entropy(dist, point) if self.bonus else self._watched(dist, point, loss)
+
+    def policy_loss(self, logp: Tensor, old: Tensor, point: Point) -> Tensor:
+        """[B, L] the surrogate, on the tokens of high entropy only if so chosen."""
+        watch(self.surrogate, logp, old, point)
+        loss = self.surrogate(logp, old, point.advantage, point.mask)
+        return loss if point.known is None else loss * point.known
+
+    def measure(self, policy: Policy, point: Point) -> Tensor:
+        return torch.where(point.mask, policy.dist(point).entropy(), 0.0)
+
+    def couple(self, point: Point, measured: Tensor) -> Point:
+        """``known`` [B, L]: 1 for the tokens of highest entropy of the whole step, on all processes."""
+        every = all_gather_rows(measured[point.mask]).double().sort().values
+        if not len(every):
+            return point
+        rank = (1 - self.top_entropy) * (len(every) - 1)  # the quantile by linear interpolation
+        below, above = every[int(rank)], every[min(int(rank) + 1, len(every) - 1)]
+        return point.replace(known=(measured >= torch.lerp(below, above, rank % 1)).to(measured))
+
+    @torch.no_grad()
+    def shaped(self, policy: Policy, rollout: Rollout, rewards: Rewards) -> Rewards:
+        """The rewards, less the KL of every sampled sequence if that is where it goes."""
+        if not self.kl.weight or self.kl.where != "reward":
+            return rewards
+        found = rollout.logprob.new_zeros(len(rollout))
+        size = getattr(policy, "width", None) or len(rollout)
+        for first in range(0, len(rollout), size):
+            for point in policy.path(rollout[first : first + size]):
+                gap = point.logprob - frozen(policy, "ref", point).log_prob(point.target)
+                found[first : first + size] += row_sum(gap, point.mask)[:, 0]
+        return Rewards({**rewards, "kl": found}, {**rewards.weights, "kl": -self.kl.weight})
+
+    def adapt(self, iteration: int, metrics: dict[str, float]) -> None:
+        """After an iteration: the entropy controller."""
+        chosen, found = self.entropy, metrics.get("entropy", float("nan"))
+        if chosen.target is None or found != found:
+            return
+        low = found < chosen.target
+        self.controlled = min(max(self.controlled + (chosen.step if low else -chosen.step), chosen.low), chosen.high)
+        self.bonus = self.controlled if found <= chosen.target else 0.0
+        metrics["entropy_weight"] = self.bonus
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"bonus": self.bonus, "controlled": self.controlled}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.bonus, self.controlled = state["bonus"], state["controlled"]
+
+    def _kl(self, policy: Policy, point: Point, dist: Any, logp: Tensor, old: Tensor) -> Tensor:
+        reference = frozen(policy, "ref", point)
+        if self.kl.form == "exact":
+            kl = torch.where(point.mask, dist.kl(reference), 0.0)
+        else:
+            ref = torch.where(point.mask, reference.log_prob(point.target), 0.0)
+            kl = estimate(logp, ref, self.kl.form, self.kl.bounded)
+        observe("kl", kl, point.mask)
+        return kl * (logp - old).exp() if self.kl.corrected else kl
+
+    def _entropy(self, dist: Any, point: Point) -> Tensor:
+        entropy = torch.where(point.mask, dist.entropy(), 0.0)
+        observe("entropy", entropy, point.mask)
+        return entropy
+
+    def _watched(self, dist: Any, point: Point, loss: Tensor) -> Tensor:
+        with torch.no_grad():
+            self._entropy(dist, point)
+        return loss
+
+
+def watch(surrogate: Surrogate, logp: Tensor, old: Tensor, point: Point) -> None:
+    """Mention the ratio, and where the surrogate has no gradient although A is not 0: clipped, by the sign of A."""
+    observe("ratio", (logp - old).exp(), point.mask)
+    with torch.enable_grad():
+        leaf = logp.detach().requires_grad_()
+        loss = row_sum(surrogate(leaf, old.detach(), point.advantage, point.mask), point.mask)
+        (slope,) = torch.autograd.grad(loss.sum(), leaf)
+    advantage = point.advantage.expand_as(logp)
+    clipped = ((slope == 0) & (advantage != 0)).double()
+    observe("clip_fraction", clipped, point.mask)
+    observe("clip/high", clipped * (advantage > 0), point.mask)
+    observe("clip/low", clipped * (advantage < 0), point.mask)

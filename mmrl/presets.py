@@ -1,0 +1,123 @@
+"""Presets: the choices other code bases and the papers make without saying so, written out as configuration.
+
+``preset: trl/dapo`` fills ``advantage``, ``objective`` and ``train`` where the configuration says nothing itself.
+What each sets is locked by tests to losses and gradients of the published functions (TRL 1.16, verl).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from .registry import UserError, suggest
+
+Sections = dict[str, Any]
+
+
+def _text(
+    surrogate: str, advantage: Any, reduction: str, more: Mapping[str, Any] | None = None, **chosen: Any
+) -> Sections:
+    """Sections of one surrogate with these options; ``more``: other options of the objective."""
+    objective = {"surrogate": {surrogate: chosen}, **(more or {})}
+    return {"advantage": advantage, "objective": {"text": objective}, "train": {"reduction": reduction}}
+
+
+def _with(sections: Sections, **train: Any) -> Sections:
+    return sections | {"train": sections["train"] | train}
+
+
+def _trl() -> dict[str, Sections]:
+    """TRL 1.16's loss types, rewards scaled by the group's std as by default; KL off, bias-corrected k3 if it is on."""
+    grpo = {"grpo": {"std": "group", "eps": 1e-4}}
+    kl = {"kl": {"weight": 0.0, "form": "k3", "corrected": True}}
+    both = {"low": 0.2, "high": 0.2}
+    return {
+        "grpo": _text("ppo", grpo, "every_row", kl, **both),
+        "bnpo": _text("ppo", grpo, "decision", kl, **both),
+        "dr_grpo": _text("ppo", grpo, "constant", kl, **both),
+        "dapo": _text("ppo", grpo, "decision", kl, **both),
+        "sapo": _text("sapo", grpo, "every_row", kl, positive=1.0, negative=1.05),
+        "vespo": _text("vespo", grpo, "decision", kl, positive=[2.0, 3.0], negative=[3.0, 2.0]),
+        "cispo": _text("cispo", grpo, "decision", kl, cap=5.0),
+        "gspo": _text("gspo", grpo, "every_row", kl, **both),
+        "luspo": _text("luspo", grpo, "every_row", kl, **both),
+        "rloo": _text("rloo", "rloo", "every_row", {"kl": {"weight": 0.05, "where": "reward"}}, **both),
+    }
+
+
+def _verl() -> dict[str, Sections]:
+    """verl: dual clip of 3 on, eps 1e-6, token mean, fully masked rows not counted, KL k3 with its bounds if on."""
+    grpo = {"grpo": {"std": "group", "eps": 1e-6}}
+    kl = {"kl": {"weight": 0.0, "form": "k3", "bounded": True}}
+    ppo = {"low": 0.2, "high": 0.2, "dual": 3.0}
+    rough = {"advantage": grpo, "train": {"reduction": "decision"}}
+    return {
+        "grpo": _text("ppo", grpo, "decision", kl, **ppo),
+        "dr_grpo": _text("ppo", "dr_grpo", "sum", kl, **ppo),
+        "dapo": _with(_text("ppo", grpo, "decision", kl, low=0.2, high=0.28, dual=10.0), resample=10),
+        "gspo": _text("gspo_token", grpo, "row", kl, low=3e-4, high=4e-4),
+        "gmpo": _text("gmpo", grpo, "every_row", kl, low=0.2, high=0.2),
+        "sapo": _text("sapo", grpo, "row", kl, positive=1.0, negative=1.05),
+        "cispo": _text("cispo", grpo, "decision", kl, low=0.2, high=0.2),
+        "gpg": _text("reinforce", {"gpg": {"count": "rewards"}}, "decision", kl),
+        "clip_cov": rough | {"objective": {"clip_cov": {"share": 2e-4, "low": 1.0, "high": 5.0, **kl}}},
+        "kl_cov": rough | {"objective": {"kl_cov": {"share": 2e-4, "weight": 1.0, **kl}}},
+        "rloo": _text("ppo", "rloo", "decision", kl, **ppo),
+        "opo": _text("ppo", "opo", "decision", kl, **ppo),
+        "reinforce_pp": _text("ppo", {"reinforce_pp": {"weigh": "tokens"}}, "decision", kl, **ppo),
+        "reinforce_pp_baseline": _text(
+            "ppo", {"reinforce_pp": {"baseline": True, "weigh": "tokens"}}, "decision", kl, **ppo
+        ),
+        "pass_at_k": _text("ppo", {"pass_at_k": {"eps": 1e-6}}, "decision", kl, **ppo),
+    }
+
+
+def _paper() -> dict[str, Sections]:
+    """As the papers write it, with their numbers."""
+    grpo = {"grpo": {"std": "group", "eps": 1e-8}}
+    whitened, penalty = {"reinforce_pp": {"weigh": "tokens"}}, {"kl": {"weight": 0.001, "where": "reward"}}
+    return {
+        "grpo": _text("ppo", grpo, "row", {"kl": {"weight": 0.04, "form": "k3"}}, low=0.2),
+        "dr_grpo": _text("ppo", "dr_grpo", "constant", low=0.2),
+        "dapo": _with(_text("ppo", grpo, "decision", low=0.2, high=0.28), resample=10),
+        "gspo": _text("gspo", grpo, "row", low=3e-4, high=4e-4),
+        "gspo_token": _text("gspo_token", grpo, "row", low=3e-4, high=4e-4),
+        "gmpo": _text("gmpo", grpo, "row", low=0.4, high=0.4),
+        "cispo": _text("cispo", grpo, "decision", cap=5.0),
+        "sapo": _text("sapo", grpo, "row", positive=1.0, negative=1.05),
+        "gpg": _text("reinforce", {"gpg": {"count": "groups"}}, "decision"),
+        "rloo": _with(_text("reinforce", "rloo", "constant", {"kl": {"weight": 0.05, "where": "reward"}}), constant=1),
+        "reinforce_pp": _text("ppo", whitened, "decision", penalty, low=0.2),
+        "opo": _with(_text("reinforce", "opo", "constant"), constant=1),
+    }
+
+
+PRESETS: dict[str, Sections] = {
+    f"{base}/{name}": sections
+    for base, known in (("trl", _trl()), ("verl", _verl()), ("paper", _paper()))
+    for name, sections in known.items()
+}
+
+
+def filled(plain: Mapping[Any, Any], name: Any) -> dict[Any, Any]:
+    """The configuration with what the preset ``name`` adds; whatever is written already stays."""
+    if name not in PRESETS:
+        raise UserError(f"unknown preset {name!r}; {suggest(str(name), PRESETS)}")
+    preset = copy.deepcopy(PRESETS[name])
+    found = dict(plain)
+    for section in ("advantage", "objective"):
+        found[section] = _merged(preset[section], plain.get(section))
+    given = plain.get("train")
+    found["train"] = preset["train"] | given if isinstance(given, Mapping) else given or preset["train"]
+    return found
+
+
+def _merged(preset: Any, given: Any) -> Any:
+    """Options of the preset's plug-in under those given for it; another plug-in replaces it."""
+    (name, options) = next(iter(preset.items())) if isinstance(preset, Mapping) else (preset, {})
+    if given is None or given == name:
+        return preset
+    if isinstance(given, Mapping) and set(given) == {name}:
+        return {name: {**options, **(given[name] or {})}} if isinstance(given[name] or {}, Mapping) else given
+    return given

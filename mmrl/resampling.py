@@ -1,0 +1,81 @@
+"""Dynamic sampling: groups whose rewards are all equal teach nothing and are replaced (Yu et al. 2025, DAPO, eq. 11).
+
+The prompt that takes a place, and its randomness, are functions of the iteration, the round and how many such places
+come before, counted over all processes: the same training on any number of them, and after a resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from samplers.noise import Rng
+
+from . import distributed
+from .advantages.groups import measured
+from .overlap import joined, together
+from .types import Media, Prompt, Rewards, Rollout
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Samples with their rewards."""
+
+    rollout: Rollout
+    media: Media
+    rewards: Rewards
+
+
+def resampled(
+    drawn: Drawn, prompts: Sequence[Prompt], draw: Callable[[list[Prompt], Rng], Drawn], streams: Sequence[Rng]
+) -> tuple[Drawn, dict[str, float]]:
+    """As many rounds as there are ``streams``, or fewer. Also counts, over all processes, for the log."""
+    replaced, rounds = 0, 0
+    rank, _ = distributed.world()
+    for stream in streams:
+        flat = flat_groups(drawn)
+        counts = distributed.all_gather_rows(torch.tensor([len(flat)], device=drawn.rollout.group.device)).tolist()
+        if not any(counts):
+            break
+        first, most = sum(counts[:rank]), max(counts)  # all processes draw equally many, as sharded models need
+        chosen = stream.fold("prompts").uniform(torch.arange(first, first + most))
+        others = [prompts[int(u * len(prompts))] for u in chosen.tolist()]
+        drawn = _replace(drawn, draw(others, Rng(stream.key, first)), flat)
+        replaced, rounds = replaced + sum(counts), rounds + 1
+    left = distributed.all_sum(torch.tensor(len(flat_groups(drawn)), device=drawn.rollout.group.device))
+    return drawn, {"resample/groups": replaced, "resample/rounds": rounds, "resample/left": int(left)}
+
+
+def flat_groups(drawn: Drawn) -> list[int]:
+    """Groups whose scored samples all have one reward, or that have none, in the order of their rows' names."""
+    rewards = drawn.rewards.per_row() if isinstance(drawn.rewards, Rewards) else drawn.rewards
+    double, groups = measured(rewards, drawn.rollout)
+    rollout = drawn.rollout
+    level = groups.flat(double.total())[groups.index].to(rollout.row.device)
+    first = {}
+    for name, group in sorted(zip(rollout.row[level].tolist(), rollout.group[level].tolist(), strict=True)):
+        first.setdefault(group, name)
+    return list(first)
+
+
+def _replace(drawn: Drawn, new: Drawn, flat: Sequence[int]) -> Drawn:
+    """The groups ``flat`` of ``drawn`` give way to the first of ``new``, which take their places and names of rows."""
+    if not flat:
+        return drawn
+    old, count = drawn.rollout, len(drawn.rollout.prompts)
+    both = joined([old, new.rollout])
+    gone = torch.isin(old.group, torch.tensor(flat, device=old.group.device))
+    rows, names = [(~gone).nonzero()[:, 0]], [old.row[~gone]]
+    for k, place in enumerate(flat):
+        rows.append((both.group == count + k).nonzero()[:, 0])
+        names.append(old.row[old.group == place])
+    index, name = torch.cat(rows), torch.cat(names)
+    order = name.argsort()
+    index, name = index[order], name[order]
+    rewards = {key: torch.cat([value, new.rewards[key]])[index] for key, value in drawn.rewards.items()}
+    media = together([drawn.media, new.media])
+    chosen = media[index.to(media.device)] if isinstance(media, Tensor) else [media[row] for row in index.tolist()]
+    return Drawn(both[index].replace(row=name), chosen, Rewards(rewards, drawn.rewards.weights))

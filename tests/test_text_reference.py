@@ -1,0 +1,182 @@
+"""Text objectives against what TRL 1.16 and verl compute: loss and gradient through the trainer, advantages, KLs.
+
+The numbers are those of the published functions on one batch of four answers of up to four tokens (specs section 8).
+"""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from mmrl import config
+from mmrl.dists import Categorical
+from mmrl.objectives.kl import estimate
+from mmrl.optimizers import sgd
+from mmrl.options import TrainOptions
+from mmrl.presets import PRESETS, filled
+from mmrl.registry import ADVANTAGES, OBJECTIVES, load_built_in
+from mmrl.scoring import Scorer
+from mmrl.trainer import Trainer
+from mmrl.types import Point, Rewards, Rollout
+from mmrl.weights import Weights
+from samplers.noise import Rng
+
+load_built_in()
+
+LOGP = [-0.9, -1.2, -0.3, -2.0, -1.5, -0.7, -0.4, -9.0, -0.2, -2.1, -1.0, -0.6, -1.1, -9.0, -9.0, -9.0]
+OLD = [-1.2, -1.1, -0.3, -1.6, -1.1, -0.9, -0.9, -9.0, -0.6, -1.4, -1.3, -0.5, -1.0, -9.0, -9.0, -9.0]
+REF = [-1.0, -1.0, -0.5, -1.8, -1.3, -0.8, -0.6, -9.0, -0.4, -1.8, -1.1, -0.7, -1.2, -9.0, -9.0, -9.0]
+MASK = [1, 1, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 0, 0, 0]
+REWARDS = [1.0, 0.25, 0.0, 0.75]
+PARTS = {"a": [1.0, 0.25, 0.0, 0.75], "b": [0.0, 1.0, 1.0, 1.0]}
+
+
+def table(values, dtype=torch.float64):
+    return torch.tensor(values, dtype=dtype).view(4, 4)
+
+
+class Table(nn.Module):
+    """The log-prob of every token is a parameter."""
+
+    def __init__(self, logp):
+        super().__init__()
+        self.logp = nn.Parameter(logp.clone())
+
+    def forward(self, rows):
+        chosen = self.logp[rows]
+        return torch.stack([chosen, torch.log(-torch.expm1(chosen))], -1)  # token 0, and all others together
+
+
+class Exact(Categorical):
+    """Token 0's log-prob is the parameter itself, to the last bit."""
+
+    def log_prob(self, ids):
+        return self.logits[..., 0]
+
+
+class Recorded:
+    """A policy whose rollout is always the batch above: token 0 was sampled everywhere."""
+
+    decisions, adjacent, width = "categorical", True, None
+
+    def __init__(self, mask=MASK):
+        self.net = self.trained = Table(table(REF))
+        self.mask, self.weights = table(mask, torch.bool), Weights(self.net)
+
+    def rollout(self, prompts, copies, rng):
+        rows = torch.arange(4)
+        order = torch.arange(4).expand(4, 4)
+        return Rollout(
+            group=torch.zeros(4, dtype=torch.long), row=rows, prompts=tuple(prompts), sample=torch.zeros(4, 4).long(),
+            logprob=table(OLD), mask=self.mask, order=order, cond=[{}],
+        )  # fmt: skip
+
+    def path(self, rollout):
+        yield Point(
+            group=rollout.group, row=rollout.row, state=rollout.sample, target=rollout.sample, mask=rollout.mask,
+            logprob=rollout.logprob, advantage=rollout.advantage, length=rollout.mask.sum(1), sampled=rollout.sampled,
+        )  # fmt: skip
+
+    def dist(self, point):
+        return Exact(self.net(point.row))
+
+    def decode(self, rollout):
+        return ["an answer"] * len(rollout)
+
+
+def trainer(preset, changes=None, policy=None, **train):
+    """The trainer a configuration with this preset makes; ``changes`` replace options of its objective."""
+    sections = filled({}, preset)
+    ((name, options),) = sections["objective"].items()
+    sizes = {"prompts": 1, "copies": 4, "batch_size": 4, "iterations": 1, "max_grad_norm": None}
+    objective = config.build({name: {**options, **(changes or {})}}, OBJECTIVES)
+    scorer = Scorer({"reward": lambda media, prompts: torch.tensor(REWARDS, dtype=torch.float64)})
+    one = Trainer(
+        policy or Recorded(), [{"text": "a question"}], scorer, config.build({"grpo": {"eps": 1e-4}}, ADVANTAGES),
+        objective, partial(sgd, lr=1.0), TrainOptions(**sizes | sections["train"] | train),
+    )  # fmt: skip
+    with torch.no_grad():  # away from the reference, whose snapshot was taken by now
+        one.policy.net.logp.copy_(table(LOGP))
+    return one
+
+
+def loss_and_gradient(one):
+    """Through collect and improve, as in an iteration whose weights have moved since they sampled."""
+    before = one.policy.net.logp.detach().clone()
+    rollout, _ = one.collect()
+    with one.meter.listening():
+        assert one.improve(rollout, Rng.of("step"), on_policy=False)
+    return one.meter.mean("loss"), (before - one.policy.net.logp.detach()).flatten()
+
+
+ROWS = json.loads(Path(__file__).with_name("text_reference.json").read_text())
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("micro", [4, 3, 1])
+def test_loss_and_gradient_are_those_of_the_published_code(row, micro):
+    """In passes of any size."""
+    told = ROWS[row]
+    found, slope = loss_and_gradient(trainer(told["preset"], told["objective"], micro_batch=micro, **told["train"]))
+    assert found == pytest.approx(told["loss"], abs=1.1e-6)
+    torch.testing.assert_close(slope, torch.tensor(told["gradient"], dtype=torch.float64), atol=1.1e-6, rtol=0)
+
+
+ADVANTAGE_ROWS = {
+    "TRL": ({"grpo": {"eps": 1e-4}}, [1.095205, -0.547603, -1.095205, 0.547603]),
+    "TRL none": ("dr_grpo", [0.5, -0.25, -0.5, 0.25]),
+    "swift rloo": ("rloo", [0.666667, -0.333333, -0.666667, 0.333333]),
+    "swift rf++": ({"reinforce_pp": {"baseline": True, "weigh": "rows"}}, [1.095205, -0.547603, -1.095205, 0.547603]),
+    "verl grpo": ("verl/grpo", [1.095443, -0.547721, -1.095443, 0.547721]),
+    "verl no std": ("verl/dr_grpo", [0.5, -0.25, -0.5, 0.25]),
+    "verl rloo": ("verl/rloo", [0.666667, -0.333333, -0.666667, 0.333333]),
+    "verl rf++ baseline": ("verl/reinforce_pp_baseline", [1.203254, -0.46279, -1.018138, 0.647906]),
+    "verl rf++": ("verl/reinforce_pp", [1.203254, -0.46279, -1.018138, 0.647906]),
+    "verl opo": ("verl/opo", [0.541667, -0.208333, -0.458333, 0.291667]),
+    "verl gpg": ("verl/gpg", [0.666667, -0.333333, -0.666667, 0.333333]),
+    "verl passk": ("verl/pass_at_k", [0.547721, 0.0, 0.0, 0.0]),
+}
+
+
+@pytest.mark.parametrize("row", ADVANTAGE_ROWS)
+def test_advantages_are_those_of_the_published_code(row):
+    spec, wanted = ADVANTAGE_ROWS[row]
+    spec = PRESETS[spec]["advantage"] if spec in PRESETS_OF_VERL else spec
+    rollout = Recorded().rollout([{"text": "a question"}], 4, None)
+    found = config.build(spec, ADVANTAGES)(torch.tensor(REWARDS, dtype=torch.float64), rollout)
+    torch.testing.assert_close(found[:, 0], torch.tensor(wanted, dtype=torch.float64), atol=1.1e-6, rtol=0)
+
+
+PRESETS_OF_VERL = [name for name in PRESETS if name.startswith("verl/")]
+
+
+@pytest.mark.parametrize(
+    ("eps", "wanted"),
+    [(1e-8, [0.479183, -0.412985, -1.172756, 1.106558]), (1e-4, [0.479099, -0.412923, -1.172592, 1.106416])],
+)
+def test_gdpo_of_swift_and_of_trl(eps, wanted):
+    rewards = Rewards({name: torch.tensor(x, dtype=torch.float64) for name, x in PARTS.items()}, {"b": 0.5})
+    rollout = Recorded().rollout([{"text": "a question"}], 4, None)
+    found = config.build({"gdpo": {"eps": eps, "ddof": 1, "eps_mode": "add"}}, ADVANTAGES)(rewards, rollout)
+    torch.testing.assert_close(found[:, 0], torch.tensor(wanted, dtype=torch.float64), atol=1.1e-6, rtol=0)
+
+
+KLS = {
+    "k1": [0.1, -0.2, 0.2, -0.2, -0.2, 0.1, 0.2, 0.0, 0.2, -0.3, 0.1, 0.1, 0.1, 0.0, 0.0, 0.0],
+    "abs": [0.1, 0.2, 0.2, 0.2, 0.2, 0.1, 0.2, 0.0, 0.2, 0.3, 0.1, 0.1, 0.1, 0.0, 0.0, 0.0],
+    "k2": [0.005, 0.02, 0.02, 0.02, 0.02, 0.005, 0.02, 0.0, 0.02, 0.045, *[0.005] * 3, 0.0, 0.0, 0.0],
+    "k3": [
+        0.004837, 0.021403, 0.018731, 0.021403, 0.021403, 0.004837, 0.018731, 0.0, 0.018731, 0.049859, *[0.004837] * 3,
+        0.0, 0.0, 0.0,
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", KLS)
+@pytest.mark.parametrize("bounded", [False, True])
+def test_kl_estimators_are_those_of_verl(form, bounded):
+    found = estimate(table(LOGP), table(REF), form, bounded).flatten()
+    torch.testing.assert_close(found, torch.tensor(KLS[form], dtype=torch.float64), atol=1.1e-6, rtol=0)

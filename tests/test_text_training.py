@@ -1,0 +1,252 @@
+"""Text objectives in training: the causal toy with answers of many lengths."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from mmrl import advantages, config, registry, state
+from mmrl.objectives import Text
+from mmrl.objectives.text import Entropy
+from mmrl.optimizers import adamw
+from mmrl.options import TrainOptions
+from mmrl.registry import OBJECTIVES, SURROGATES, UserError
+from mmrl.scoring import Scorer
+from mmrl.trainer import Trainer
+from mmrl.types import Completion
+
+from . import toys
+
+registry.load_built_in()
+
+
+class Answers(toys.ToyCausal):
+    """Answers end at the first token 4, or are cut off after six."""
+
+    def rollout(self, prompts, copies, rng):
+        found = super().rollout(prompts, copies, rng)
+        ended = (found.sample == 4).cumsum(1)
+        return found.replace(mask=(ended == 0) | ((ended == 1) & (found.sample == 4)))
+
+    def decode(self, rollout):
+        return [
+            Completion(" ".join(map(str, ids[:n])), n, 4 in ids[:n], 0.0)
+            for ids, n in zip(rollout.sample.tolist(), rollout.mask.sum(1).tolist(), strict=True)
+        ]
+
+
+def threes(media, prompts):
+    """How many of an answer's tokens are the third."""
+    return torch.tensor([text.split().count("3") / text.tokens for text in media])
+
+
+def trainer(objective=None, reward=threes, advantage=None, lr=3e-3, **options):
+    sizes = {"prompts": 8, "copies": 8, "batch_size": 32, "iterations": 60, "micro_batch": 16} | options
+    policy = Answers()
+    policy.net.double()
+    return Trainer(
+        policy, toys.prompts(16), Scorer({"threes": reward}), advantage or advantages.grpo, objective or Text(),
+        partial(adamw, lr=lr), TrainOptions(**sizes),
+    )  # fmt: skip
+
+
+def text(surrogate, **options):
+    return config.build({"text": {"surrogate": surrogate, **options}}, OBJECTIVES)
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_every_surrogate_raises_the_reward(name):
+    one = trainer(text(name), batch_size=32, micro_batch=None, lr=3e-2, reduction="row")
+    rewards = [one.iterate()["reward/mean"] for _ in range(8)]
+    assert sum(rewards[-2:]) / 2 > rewards[0] + 0.15, rewards
+
+
+CASES = {
+    **{name: text(name, kl=0.1) for name in SURROGATES},
+    "entropy": Text(entropy=0.01),
+    "exact": config.build({"text": {"kl": {"weight": 0.1, "form": "exact"}}}, OBJECTIVES),
+    "reward kl": config.build({"text": {"kl": {"weight": 0.1, "where": "reward"}}}, OBJECTIVES),
+    "top entropy": Text(top_entropy=0.3),
+    "clip_cov": config.build({"clip_cov": {"share": 0.1, "low": 0.0, "high": 5.0}}, OBJECTIVES),
+    "kl_cov": config.build({"kl_cov": {"share": 0.1}}, OBJECTIVES),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_micro_batches_change_nothing_in_a_whole_run(case):
+    runs = []
+    for micro in (9, 32):
+        one = trainer(CASES[case], micro_batch=micro, reduction="every_row")
+        runs.append(([one.iterate()["reward/mean"] for _ in range(2)], one.policy.weights.full()))
+    (rewards, weights), (others, same) = runs
+    assert rewards == pytest.approx(others, abs=1e-10)
+    for name, value in weights.items():
+        torch.testing.assert_close(value, same[name], atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_first_ratio_is_one(case):
+    metrics = trainer(CASES[case], batch_size=64).iterate()
+    assert metrics["ratio/mean"] == 1.0 and metrics["ratio/max_deviation"] < 1e-12 and metrics["grad_norm"] > 0
+    assert metrics.get("clip_fraction", 0.0) == 0.0 and metrics.get("kl", 0.0) == pytest.approx(0.0, abs=1e-12)
+    assert metrics["completion/min"] >= 1 and metrics["completion/max"] == 6 and 0 < metrics["completion/cut"] < 1
+    assert 0 < metrics["entropy"] < math.log(5) or "entropy" not in metrics
+
+
+@pytest.mark.parametrize("reduction", ["decision", "row", "every_row", "constant", "sum"])
+def test_the_reductions_by_hand(reduction):
+    """REINFORCE's loss on the first step, mean by mean."""
+    one = trainer(text("reinforce"), batch_size=64, reduction=reduction, constant=10, truncated="mask")
+    rollout, _ = one.collect()
+    loss = (-rollout.advantage * rollout.logprob * rollout.mask).sum(1)
+    count, rows = rollout.mask.sum(1), len(rollout)
+    assert 0 < (count == 0).sum() < rows, "some answers were cut off"
+    wanted = {
+        "decision": loss.sum() / count.sum(),
+        "row": (loss / count.clamp_min(1)).sum() / (count > 0).sum(),
+        "every_row": (loss / count.clamp_min(1)).sum() / rows,
+        "constant": loss.sum() / 10 / rows,
+        "sum": loss.sum() / 10,
+    }
+    assert one.iterate()["loss"] == pytest.approx(float(wanted[reduction]), abs=1e-7)
+
+
+def test_nothing_but_cut_off_answers_is_a_step_left_out():
+    one = trainer(reward=lambda media, prompts: torch.rand(len(media)), truncated="mask")
+    with torch.no_grad():
+        one.policy.net.head.bias.view(6, 5)[:, 4] = -1e3  # no answer ends
+    before = one.policy.weights.full()
+    metrics = one.iterate()
+    assert metrics["completion/cut"] == 1 and metrics["skipped_steps"] == 2 and metrics["step"] == 0
+    assert all(torch.equal(value, before[name]) for name, value in one.policy.weights.full().items())
+
+
+def test_groups_without_a_reward_have_no_gradient_and_no_nan():
+    def reward(media, prompts):
+        return torch.where(torch.arange(len(media)) < 8, torch.nan, threes(media, prompts))
+
+    one = trainer(reward=reward)
+    metrics = one.iterate()
+    assert metrics["samples/excluded"] == 8 and math.isfinite(metrics["loss"]) and metrics["skipped_steps"] == 0
+    assert all(value.isfinite().all() for value in one.policy.weights.full().values())
+
+
+# -- dynamic sampling --------------------------------------------------------------------------------------------------
+
+
+def only_label_one(media, prompts):
+    """Answers to label 0 all earn the same."""
+    return threes(media, prompts) * torch.tensor([float(p["label"]) for p in prompts])
+
+
+def test_flat_groups_give_way_to_other_prompts():
+    one = trainer(reward=only_label_one, resample=12)
+    rollout, rewards = one.collect()
+    assert {p["label"] for p in rollout.asked()} == {1}
+    assert sorted(rollout.row.tolist()) == list(range(64)) and one.noted["resample/left"] == 0
+    assert one.noted["resample/groups"] >= 4 and one.noted["resample/rounds"] <= 12
+    for group in rollout.group.unique():
+        own = rollout.group == group
+        assert own.sum() == 8 and rewards["threes"][own].unique().numel() > 1
+    point = next(iter(one.policy.path(rollout)))
+    scored = one.policy.dist(point).log_prob(point.target)
+    torch.testing.assert_close(scored[point.mask], rollout.logprob[point.mask], atol=1e-12, rtol=0)
+    assert torch.equal(rewards["threes"], only_label_one(one.policy.decode(rollout), rollout.asked()))
+
+
+def test_rounds_end_when_nothing_helps_and_groups_that_differ_stay():
+    plain, more = trainer(reward=only_label_one), trainer(reward=only_label_one, resample=1)
+    before, _ = plain.collect()
+    after, _ = more.collect()
+    good = torch.tensor([p["label"] == 1 for p in before.asked()])
+    assert torch.equal(before.sample[good], after.sample[good]) and torch.equal(before.row, after.row)
+    useless = trainer(reward=lambda media, prompts: torch.ones(len(media)), resample=3)
+    metrics = useless.iterate()
+    assert metrics["resample/rounds"] == 3 and metrics["resample/left"] == 8 and metrics["grad_norm"] == 0
+
+
+# -- corrections, entropy, refusals
+
+
+def test_a_sampler_that_differs_is_corrected():
+    """With the weight p / q the gradient of what q sampled is that of p: exact expectation over one token."""
+    objective = config.build({"text": {"surrogate": "reinforce", "importance": {"high": 1e6}}}, OBJECTIVES)
+    one = trainer(objective, batch_size=64)
+    rollout, _ = one.collect()
+    point = next(iter(one.policy.path(rollout.replace(sampled=rollout.logprob - 0.5))))
+    plain = Text(surrogate=SURROGATES["reinforce"]).loss(one.policy, point)
+    torch.testing.assert_close(objective.loss(one.policy, point), plain * math.exp(0.5) * point.mask)
+
+
+@pytest.mark.parametrize(
+    ("level", "wanted"), [("token", [[2, 0.5, 1]]), ("sequence", [[1, 1, 1]]), ("geometric", [[1, 1, 1]])]
+)
+def test_importance_weights(level, wanted):
+    from mmrl.objectives.corrections import Importance
+    from mmrl.types import Point
+
+    zero = torch.zeros(1, 3)
+    gap = torch.tensor([[math.log(2), -math.log(2), 5.0]])
+    mask = torch.tensor([[True, True, False]])
+    row = torch.zeros(1, dtype=torch.long)
+    point = Point(group=row, row=row, state=zero, mask=mask, logprob=gap, sampled=zero)
+    found = Importance(level=level, high=1e3).weight(point)
+    torch.testing.assert_close(found[mask], torch.tensor(wanted)[mask].float())
+    cut = Importance(level=level, high=1.5).weight(point)
+    assert cut[mask].max() <= 1.5
+    assert (Importance(level=level, beyond="mask", high=1.5).weight(point)[mask] <= 1.5).all()
+    long = point.replace(mask=torch.ones(1, 3, dtype=torch.bool), logprob=torch.full((1, 3), 0.1))
+    whole = {"token": 0.1, "sequence": 0.3, "geometric": 0.1}[level]
+    assert Importance(level=level).weight(long).unique().item() == pytest.approx(math.exp(whole))
+
+
+def test_answers_that_went_out_of_favour_leave_the_loss():
+    one = trainer(batch_size=64)
+    rollout, _ = one.collect()
+    point = next(iter(one.policy.path(rollout.replace(logprob=rollout.logprob + 0.3))))
+    masked, plain = (Text(off_policy=limit).loss(one.policy, point) for limit in (0.2, None))
+    bad = (point.advantage < 0).expand_as(point.mask) & point.mask
+    good = point.mask & ~bad
+    assert (masked[bad] == 0).all() and torch.equal(masked[good], plain[good]) and bad.any()
+
+
+def test_top_entropy_keeps_its_share_of_the_whole_step():
+    objective = Text(top_entropy=0.25)
+    one = trainer(objective, batch_size=64, micro_batch=7)
+    seen, loss = [], objective.loss
+    objective.loss = lambda policy, point: seen.append(point.known[point.mask]) or loss(policy, point)
+    one.iterate()
+    assert 0.25 <= float(torch.cat(seen).mean()) < 0.33  # first tokens of one prompt have equal entropies
+
+
+def test_the_entropy_controller_rises_below_its_target_and_is_saved():
+    objective = Text(entropy=Entropy(weight=0.1, target=1.0, step=0.05, high=0.2))
+    told = {"entropy": 0.5}
+    objective.adapt(0, told)
+    assert objective.bonus == pytest.approx(0.15) and told["entropy_weight"] == objective.bonus
+    objective.adapt(1, {"entropy": 0.5})
+    objective.adapt(2, {"entropy": 0.5})
+    assert objective.bonus == pytest.approx(0.2)  # at most high
+    objective.adapt(3, {"entropy": 2.0})
+    assert objective.bonus == 0.0 and objective.controlled == pytest.approx(0.15)
+    one, other = trainer(objective), trainer(Text(entropy=Entropy(weight=0.1, target=1.0)))
+    state.restore(other, *state.capture(one))
+    assert other.objective.state_dict() == {"bonus": 0.0, "controlled": pytest.approx(0.15)}
+
+
+def test_the_kl_in_the_reward_is_taken_off_before_groups_are_compared():
+    one = trainer(CASES["reward kl"], batch_size=64, lr=0.05)
+    one.iterate()
+    metrics = one.iterate()
+    assert metrics["reward/kl/mean"] > 0
+    _, rewards = one.collect()
+    assert rewards.weights["kl"] == -0.1 and list(rewards) == ["threes", "kl"]
+
+
+def test_a_flow_policy_is_refused_when_the_trainer_is_built():
+    with pytest.raises(UserError, match="Text is for models that write tokens, which the policy ToyFlow is not"):
+        Trainer(
+            toys.make("flow"), toys.prompts(4), Scorer({"threes": threes}), advantages.grpo, Text(),
+            partial(adamw, lr=1e-3), TrainOptions(prompts=2, copies=2, batch_size=4, iterations=1),
+        )  # fmt: skip
