@@ -9,6 +9,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -295,6 +296,14 @@ def test_routes_are_checked_and_built_from_a_configuration():
     assert math.isnan(one(strict, "3", {"task": "other", "answer": 3})) and strict.card.needs == ("task",)
     with pytest.raises(UserError, match="did you mean 'count'"):
         config.build_rewards({"routed": {"routes": {"a": "cuont"}}})
+
+
+def test_the_mixture_of_the_documentation_can_be_built():
+    page = (Path(__file__).parents[1] / "docs/verifiable-rewards.md").read_text()
+    (block,) = [b.split("```")[0] for b in page.split("```text\n")[1:] if b.startswith("reward:")]
+    built = config.build_rewards(yaml.safe_load(block)["reward"])
+    assert set(built) == {"routed", "format"} and built["routed"].weight == 0.9
+    assert one(built["routed"].reward, "(2, 3)", {"task": "point", "boxes": [[1, 2, 3, 4]]}) == 1
 
 
 # ---------------------------------------------------------------- drawings
