@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
