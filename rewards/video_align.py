@@ -15,6 +15,7 @@ from torch import Tensor
 from mmrl.registry import REWARDS, UserError
 from rewards._hf import Precision
 from rewards._media import frames, to_uint8
+from rewards._precision import own_precision
 from rewards._prompt import texts_of
 from rewards._qwen_reward import chats, load_network, load_tools, read_instruction
 from rewards._tensors import read_tensors
@@ -86,7 +87,7 @@ class VideoAlign:
         broken = ~stack.isfinite().flatten(1).all(1).cpu()
         stack = stack[:, self.chosen(stack.shape[1])].nan_to_num(0.0, 0.0, 0.0)
         found = []
-        with torch.autocast(media.device.type, enabled=False):
+        with own_precision(media.device.type):
             for start in range(0, len(stack), self.batch_size):
                 part = slice(start, start + self.batch_size)
                 found.append(self.read(stack[part], texts[part]).cpu())

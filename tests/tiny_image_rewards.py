@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from rewards import jpeg_incompressibility
 from tests.tiny_qwen_rewards import save_hpsv3, save_video_align
 from tests.tiny_rewards import save_tiny_clip
 from tests.tiny_vlms import folder
@@ -194,6 +195,19 @@ def save_mask2former(folder: Path, size: int = 64) -> str:
     return str(folder)
 
 
+def save_videomae(folder: Path) -> str:
+    from transformers import VideoMAEConfig, VideoMAEForVideoClassification, VideoMAEImageProcessor
+
+    names = {0: "jump", 1: "run", 2: "sit down"}
+    config = VideoMAEConfig(image_size=32, patch_size=8, num_frames=4, tubelet_size=2, hidden_size=32,
+                            num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, use_mean_pooling=True,
+                            id2label=names, label2id={name: i for i, name in names.items()})  # fmt: skip
+    seeded(lambda: VideoMAEForVideoClassification(config)).save_pretrained(folder)
+    processor = VideoMAEImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    processor.save_pretrained(folder)
+    return str(folder)
+
+
 CPU = {"device": "cpu"}
 
 TINY_OPTIONS: dict[str, Callable[[Path], dict]] = {
@@ -206,6 +220,10 @@ TINY_OPTIONS: dict[str, Callable[[Path], dict]] = {
     "nsfw_penalty": lambda tmp: {"model": save_vit_classifier(tmp / "vit"), **CPU},
     "safety_checker": lambda tmp: {"model": save_safety_checker(tmp / "checker"), "penalty": "margin", **CPU},
     "image_reward": lambda tmp: tiny_image_reward(tmp),
+    "per_frame": lambda tmp: {"reward": jpeg_incompressibility},
+    "clip_consistency": lambda tmp: {"model": save_tiny_clip(tmp / "clip"), **CPU},
+    "dino_consistency": lambda tmp: {"model": save_dino(tmp / "dino"), **CPU},
+    "action": lambda tmp: {"model": save_videomae(tmp / "mae"), **CPU},
     "geneval": lambda tmp: {"detector": save_yolos(tmp / "yolos"), "clip": save_tiny_clip(tmp / "clip"), **CPU},
     "ocr": lambda tmp: {"field": "word", "threads": 1},
     "vqa_score": lambda tmp: {"model": str(folder("qwen2_vl")), "dtype": "float32", **CPU},

@@ -1,0 +1,90 @@
+"""Does the video show the action that was asked for, by a video classifier (VideoMAE, Tong et al. 2022,
+arXiv:2203.12602, and others of transformers).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Literal
+
+import torch
+from annotated_types import Ge
+from torch import Tensor
+
+from mmrl.registry import REWARDS, UserError, suggest
+from rewards._hf import Precision, load_model, load_processor
+from rewards._media import frames, to_uint8
+from rewards._precision import own_precision
+from rewards._prompt import field_of
+from rewards._scale import raw, scaling
+from rewards.card import card
+
+Named = Literal["probability", "log_probability"]
+SCALES = {"probability": raw, "log_probability": torch.log}
+
+
+@card(
+    media="video",
+    needs="action",
+    high=1,
+    source="MCG-NJU/videomae-base-finetuned-kinetics or any video classifier of transformers",
+    licence="CC-BY-NC-4.0 (VideoMAE's weights)",
+    scaling="probability, log_probability",
+)
+@REWARDS.register("action")
+class Action:
+    """Probability of the prompt's action among the classes of a video classifier.
+
+    The frames are taken evenly over the video, as many as the model wants, repeated where there are fewer, and
+    rounded to 8 bits.
+
+    Args:
+        model: a video classifier of transformers, hub id or folder, with its processor.
+        field: the field of a prompt that names the class, as the model does (capitals do not matter).
+        scale: the probability, its logarithm, or a factor.
+        batch_size: videos in one forward pass.
+        device: ``auto`` is CUDA if there is one.
+        dtype: of the model.
+
+    Raises:
+        UserError: a class that the model does not have.
+    """
+
+    def __init__(
+        self,
+        model: str = "MCG-NJU/videomae-base-finetuned-kinetics",
+        field: str = "action",
+        scale: float | Named = "probability",
+        batch_size: Annotated[int, Ge(1)] = 8,
+        device: str = "auto",
+        dtype: Precision = "float32",
+    ):
+        self.network = load_model("AutoModelForVideoClassification", model, device, dtype)
+        self.processor = load_processor("AutoVideoProcessor", model)
+        self.classes = {name.lower(): place for place, name in self.network.config.id2label.items()}
+        self.field, self.batch_size, self.scale = field, batch_size, scaling(scale, SCALES, "action")
+        self.count = getattr(self.network.config, "num_frames", 16)
+        self.card = replace(type(self).card, needs=(field,))
+
+    @torch.no_grad()
+    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
+        """Videos [B, F, 3, H, W] or images [B, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
+        stack = frames(media, "action")
+        wanted = torch.tensor([self.wanted(prompt) for prompt in prompts])
+        broken = ~stack.isfinite().flatten(1).all(1).cpu()
+        places = torch.linspace(0, stack.shape[1] - 1, self.count).round().long()
+        videos = to_uint8(stack[:, places].nan_to_num(0.0, 0.0, 0.0))
+        found = []
+        with own_precision(media.device.type):
+            for part in videos.split(self.batch_size):
+                pixels = self.processor(videos=list(part), return_tensors="pt")["pixel_values"]
+                logits = self.network(pixels.to(self.network.device, self.network.dtype)).logits
+                found.append(logits.float().softmax(-1).cpu())
+        chances = torch.cat(found).gather(1, wanted[:, None])[:, 0]
+        return self.scale(chances).masked_fill(broken, torch.nan)
+
+    def wanted(self, prompt: dict) -> int:
+        name = field_of(prompt, self.field, "action").lower()
+        if name not in self.classes:
+            raise UserError(f"reward 'action': the model has no class {name!r}; {suggest(name, self.classes)}")
+        return self.classes[name]
