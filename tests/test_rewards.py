@@ -18,7 +18,7 @@ from tests.reward_servers import serving
 from tests.tiny_image_rewards import TINY_OPTIONS
 from tests.tiny_rewards import TINY, asked, pictures, save_head, save_tiny_clip
 
-OTHERS_NAN = ("rewards.digits", "rewards.remote")  # tested with what they stand for
+OTHERS_NAN = ("rewards.compose", "rewards.digits", "rewards.remote")  # as those they are made of; tests of their own
 DOC = Path(__file__).parents[1] / "docs/rewards.md"
 
 
