@@ -63,6 +63,7 @@ class RunLog:
         self.folder, self.options, self.active = Path(folder), options, active
         self.mirrors: list[Mirror] = []
         self.iteration = start or 0
+        self.past: list[dict[str, Any]] = []  # metrics of the iterations before a resume
         if not active:
             return
         self._metrics_path = self.folder / "metrics.jsonl"
@@ -92,12 +93,13 @@ class RunLog:
             for mirror in self.mirrors:
                 mirror.scalars(iteration, finite)
 
-    def event(self, kind: str, message: str) -> None:
-        """Append to events.jsonl something that happened once: an excluded sample, a checkpoint, a warning."""
+    def event(self, kind: str, message: str, numbers: Mapping[str, float] = {}) -> None:
+        """Append to events.jsonl something that happened once: an excluded sample, a checkpoint, an alarm."""
         if not self.active:
             return
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         line = {"time": now, "iteration": self.iteration, "kind": kind, "message": message}
+        line |= {"numbers": {name: _number(float(value)) for name, value in numbers.items()}} if numbers else {}
         with (self.folder / "events.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
@@ -151,6 +153,7 @@ class RunLog:
                 self.event("warning", f"{self._metrics_path}: line {number} is torn; dropped")
             elif start is None or line["iteration"] < start:
                 kept.append(text + "\n")
+                self.past.append(line)
         _replace(self._metrics_path, lambda path: path.write_text("".join(kept), encoding="utf-8"))
 
 

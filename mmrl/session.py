@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from . import checkpoint, config
+from .alarms import AlarmOptions
 from .device import Device, check_precision
 from .log import LogOptions
 from .options import EvaluateOptions, TrainOptions, arithmetic
@@ -20,7 +21,7 @@ from .registry import ADVANTAGES, DATA, OBJECTIVES, OPTIMIZERS, POLICIES, REWARD
 from .scoring import Scorer
 from .trainer import Trainer
 
-SECTIONS = {"train": TrainOptions, "evaluate": EvaluateOptions, "log": LogOptions}
+SECTIONS = {"train": TrainOptions, "evaluate": EvaluateOptions, "log": LogOptions, "alarms": AlarmOptions}
 CONFIG = "config.yaml"
 
 

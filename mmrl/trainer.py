@@ -25,6 +25,7 @@ from .objectives.base import Adaptive, Lagging, Objective, Shaping, couples
 from .optimizers import ema_decay, lr_factor
 from .options import TrainOptions, arithmetic, unsuited
 from .policies.base import Policy
+from .portrait import portrait
 from .registry import UserError
 from .resampling import Drawn, resampled
 from .types import Advantage, Media, Point, Prompt, Rewards, Rollout
@@ -96,7 +97,7 @@ class Trainer:
         drawn = self.draw(mine, self._rng("rollout", offset=first))
         found, self.noted = self._resampled(drawn) if self.options.resample else (drawn, {})
         rollout, media, rewards = found.rollout, found.media, found.rewards
-        self.noted |= completions.lengths(media, rollout)
+        self.noted |= completions.lengths(media, rollout) | portrait(media, rollout.group)
         if isinstance(self.objective, Shaping):
             rewards = self.objective.shaped(self.policy, rollout, rewards)
         advantage = self.advantage(rewards, rollout).to(rollout.logprob)

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from . import checkpoint, config, distributed, state
+from .alarms import AlarmOptions, Alarms
 from .evaluation import evaluate, sample
 from .gallery import Gallery
 from .log import LogOptions, RunLog
@@ -46,6 +47,9 @@ def train(name: Path, overrides: Sequence[str] = (), resume: bool = False) -> Pa
         )  # fmt: skip
     with log:
         run = Run(session, trainer, log, folder)
+        watched = [name for name, weight in session.scorer.weights.items() if not weight]
+        run.alarms = Alarms(found.section("alarms", AlarmOptions), watched)
+        run.alarms.recall(log.past)
         for note in [*trainer.plan.warnings, *notes]:
             run.say("warning", note)
         run.begin(fresh=not resume)
@@ -66,6 +70,7 @@ class Run:
     stop: str = ""
     started: float = field(default_factory=time.monotonic)
     told: dict[str, int] = field(default_factory=dict)  # reward -> failures already written to the events
+    alarms: Alarms = field(default_factory=lambda: Alarms(AlarmOptions()))
 
     def begin(self, fresh: bool) -> None:
         """What every process prepares and the main one writes before the first iteration."""
@@ -85,9 +90,10 @@ class Run:
                 start = time.perf_counter()
                 metrics = trainer.iterate()
                 metrics["seconds"] = time.perf_counter() - start
-                metrics |= self._every_so_often(trainer.iteration)
+                metrics |= self._every_so_often(trainer.iteration) | self._counted()
                 self.log.metrics(trainer.iteration, metrics)
                 self._tell(metrics)
+                self._watch(metrics)
                 bar.update(trainer.iteration, metrics["reward/mean"])
 
     @contextmanager
@@ -175,6 +181,22 @@ class Run:
             if failures.count > self.told.get(name, 0):
                 self.told[name] = failures.count
                 self.log.event("excluded", f"{name}: {failures.count} samples so far; last cause {failures.cause}")
+
+    def _watch(self, metrics: dict[str, float]) -> None:
+        """Alarms: an event with its numbers, and a line for whoever looks."""
+        for alarm in self.alarms.see(self.trainer.iteration, metrics):
+            self.log.event("alarm", alarm.message, alarm.numbers)
+            if self.log.active:
+                print(f"alarm: {alarm.message}", flush=True)
+
+    def _counted(self) -> dict[str, float]:
+        """What rewards count themselves, over all processes."""
+        own = self.session.scorer.counters()
+        if not own:
+            return {}
+        device = self.trainer.device.accelerator.device
+        total = distributed.all_sum(torch.tensor(list(own.values()), dtype=torch.float64, device=device))
+        return {f"judged/{name}": number for name, number in zip(own, total.tolist(), strict=True)}
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from mmrl import config
+from mmrl.alarms import AlarmOptions
 from mmrl.cli import app
 from mmrl.config.overrides import SECTIONS
 from mmrl.log import LogOptions
@@ -184,6 +185,7 @@ DOCUMENTED = {
     "train": TrainOptions,
     "evaluate": EvaluateOptions,
     "log": LogOptions,
+    "alarms": AlarmOptions,
     "policy: sd3": POLICIES["sd3"],
     "lora": Lora,
     "tree": Tree,

@@ -156,7 +156,7 @@ def _sections(plain: Mapping[Any, Any], root: Place) -> Iterator[str]:
     for key in plain:
         if key not in SECTIONS:
             yield (root / key).say(f"unknown section; {suggest(str(key), SECTIONS)}")
-    for key in ("train", "evaluate", "log"):
+    for key in ("train", "evaluate", "log", "alarms"):
         if not isinstance(plain.get(key) or {}, Mapping):
             yield (root / key).say(f"expected options, {{option: value}}, got {show(plain[key])}")
 

@@ -48,6 +48,8 @@ def build_dataclass(cls: type, mapping: Any, where: str | Place = "") -> Any:
 def build_rewards(spec: Any, registry: Registry = REWARDS, where: str | Place = "reward") -> dict[str, Weighted]:
     """Rewards by name: ``name``, ``[names]``, or ``{name: weight}`` and ``{name: {weight: w, option: value}}``.
 
+    ``{name: {monitor: true}}`` is measured and has weight 0.
+
     With ``{fast: {use: remote, ...}, slow: {use: remote, ...}}`` the names are free, and a reward can be used twice.
     """
     problems: list[str] = []
@@ -98,14 +100,23 @@ def _resolve_reward(name: Any, chosen: Any, registry: Registry, place: Place, pr
         problems.append((place / name).say(f"expected the name of a {registry.kind}, got {show(name)}"))
         return None
     chosen = {"weight": chosen} if not isinstance(chosen, Mapping) else dict(chosen)
-    weight = chosen.pop("weight", None)
-    weight = convert(1.0 if weight is None else weight, float, place / name / "weight", problems)
+    weight = _weight(chosen, place / name, problems)
     use = chosen.pop("use", name)
     if not isinstance(use, str):
         problems.append((place / name / "use").say(f"expected the name of a {registry.kind}, got {show(use)}"))
         return None
     reward, handling = _split_options(use, chosen, registry, place / name, problems)
     return None if BAD in (reward, handling) else Chosen(reward, weight, handling)
+
+
+def _weight(chosen: dict, place: Place, problems: list[str]) -> Any:
+    """``weight``, 1 where none is given; 0 with ``monitor: true``: measured, never optimised."""
+    weight, monitor = chosen.pop("weight", None), chosen.pop("monitor", None)
+    monitor = convert(monitor is not None and monitor, bool, place / "monitor", problems)
+    if monitor is True and weight not in (None, 0):
+        problems.append((place / "weight").say("a reward with `monitor: true` is only measured; leave its weight away"))
+    standard = 0.0 if monitor is True else 1.0
+    return convert(standard if weight is None else weight, float, place / "weight", problems)
 
 
 def _split_options(use: str, chosen: dict, registry: Registry, place: Place, problems: list[str]) -> tuple[Any, Any]:

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 def plain_sections() -> dict[str, type]:
     """The sections that are dataclasses, not plug-ins."""
+    from ..alarms import AlarmOptions
     from ..log import LogOptions
 
-    return {"train": TrainOptions, "evaluate": EvaluateOptions, "log": LogOptions}
+    return {"train": TrainOptions, "evaluate": EvaluateOptions, "log": LogOptions, "alarms": AlarmOptions}
 
 
 def check(

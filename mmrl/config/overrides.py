@@ -13,7 +13,7 @@ from .yamltext import read
 PLUGGED: dict[str, Registry] = {
     "policy": POLICIES, "data": DATA, "objective": OBJECTIVES, "advantage": ADVANTAGES, "optimizer": OPTIMIZERS,
 }  # fmt: skip
-SECTIONS = (*PLUGGED, "reward", "train", "evaluate", "plugins", "run", "log", "preset")
+SECTIONS = (*PLUGGED, "reward", "train", "evaluate", "plugins", "run", "log", "preset", "alarms")
 
 
 def override_with(plain: dict[Any, Any], marks: dict[tuple[Any, ...], str], override: str) -> None:

@@ -34,6 +34,16 @@ ANSWERS = (
     Plot("Answers cut at the limit", ("answer/cut",), "Share that did not end by themselves."),
 )
 SIGNAL = (
+    Plot(
+        "Diversity",
+        ("samples/diversity",),
+        "Mean distance of two samples of one prompt; near 0 nothing is left to compare.",
+    ),
+    Plot(
+        "Saturation and contrast",
+        ("samples/clipped", "samples/contrast"),
+        "Share of pixel values at 0 or 1; standard deviation of the grey picture.",
+    ),
     Plot("Advantage, standard deviation", ("advantage/std",)),
     Plot("Samples excluded", ("samples/excluded",), "A reward failed on them twice; they are not trained on."),
 )

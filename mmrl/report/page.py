@@ -16,7 +16,7 @@ from mmrl.report.evidence import Evaluation, read_evaluation, score, table, verd
 from mmrl.report.pictures import compare, data_uri
 from mmrl.report.runs import Run, iteration_of, read_run
 
-MOST_PAIRS, MOST_TIMES, MOST_FILM_ROWS, MOST_EVENTS = 24, 8, 6, 60
+MOST_PAIRS, MOST_TIMES, MOST_FILM_ROWS, MOST_EVENTS, MOST_ALARMS = 24, 8, 6, 60, 12
 
 
 def write_report(run: Path | str) -> Path:
@@ -80,6 +80,7 @@ def render(run: Run) -> str:
         "film": film(run),
         "rollouts": rollouts(run),
         "events": run.events[-MOST_EVENTS:],
+        "alarms": [event for event in run.events if event.get("kind") == "alarm"][:MOST_ALARMS],
         "made": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
     }
     return env.get_template("report.html").render(context)

@@ -44,8 +44,13 @@ class Run:
         return list({key: None for line in self.metrics for key, value in line.items() if _finite(value) is not None})
 
     def optimised(self) -> list[str]:
-        """Names of the rewards the run was trained on; ``my_module:sharpness`` is measured as ``sharpness``."""
+        """Names of the rewards the run was trained on; ``my_module:sharpness`` is measured as ``sharpness``.
+
+        Those of weight 0 and those with ``monitor: true`` were only watched.
+        """
         chosen = self.config.get("reward")
+        if isinstance(chosen, dict):
+            chosen = {name: one for name, one in chosen.items() if not _watched(one)}
         if isinstance(chosen, str):
             chosen = [chosen]
         names = chosen if isinstance(chosen, (list, dict)) else []
@@ -93,6 +98,12 @@ class Run:
             return None
         sensible = 0 < numbers["count"] <= 4096 and min(numbers["columns"], numbers["width"], numbers["height"]) > 0
         return Layout(**numbers) if sensible and numbers["gap"] >= 0 else None
+
+
+def _watched(chosen: Any) -> bool:
+    """Is a reward, as the configuration has it, only measured?"""
+    options = chosen if isinstance(chosen, dict) else {"weight": chosen}
+    return bool(options.get("monitor")) or options.get("weight") == 0
 
 
 def iteration_of(name: str) -> int:

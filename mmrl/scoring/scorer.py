@@ -42,7 +42,8 @@ class Scorer:
             reward judges each sample by itself unless its card says otherwise: after a failure it sees parts of the
             batch.
         weights: by name; 1 where none is given.
-        max_failures: the largest share of a batch that a reward may fail to score, 0 to 1.
+        max_failures: the largest share of a batch that a reward may fail to score, 0 to 1. One of weight 0 is only
+            watched: it may fail for all.
         handling: by name: device, precision, batch size, offloading and cache of a reward.
 
     Attributes:
@@ -100,6 +101,12 @@ class Scorer:
             self.seconds[name] += time.perf_counter() - start
             self._report(name, attempt)
 
+    def counters(self) -> dict[str, float]:
+        """What rewards count themselves (requests, tokens, costs), ``<reward>/<counter>`` since the run began."""
+        own = {name: getattr(handled.reward, "counters", None) for name, handled in self.rewards.items()}
+        found = {name: counts() for name, counts in own.items() if callable(counts)}
+        return {f"{name}/{key}": number for name, counts in found.items() for key, number in counts.items()}
+
     def _report(self, name: str, attempt: Attempt) -> None:
         for row, cause in attempt.causes.items():
             seen = self.failures.setdefault(name, Failures())
@@ -118,7 +125,8 @@ class Stream:
 
     def __init__(self, scorer: Scorer, rows: int, beside: bool):
         self.scorer, self.beside = scorer, beside
-        self.budgets = {name: Budget(rows, scorer.max_failures * rows) for name in scorer.rewards}
+        share = {name: scorer.max_failures if weight else 1.0 for name, weight in scorer.weights.items()}
+        self.budgets = {name: Budget(rows, share[name] * rows) for name in scorer.rewards}
         self.parts: dict[str, list[Future]] = {name: [] for name in scorer.rewards}
         self._resident = ExitStack()
         for reward in scorer.rewards.values():
