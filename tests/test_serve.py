@@ -191,7 +191,7 @@ def test_what_a_reward_refuses_is_a_message_and_spoils_no_other_request():
         Remote(address)(pictures(2), asked(2))
 
 
-def test_two_thousand_mutated_requests_give_no_server_error(url):
+def test_mutated_requests_give_no_server_error(url):
     """Bytes of good requests changed, cut, doubled: a 200 or a 4xx, never a 500, and the server lives."""
     draw = random.Random(0)
     request = httpx.Request("POST", url, files=[("images", ("a", png())), ("prompts", (None, b'[{"n": 1}]'))])
@@ -199,7 +199,7 @@ def test_two_thousand_mutated_requests_give_no_server_error(url):
     plain = (json.dumps(good(1)).encode(), "application/json")
     statuses = set()
     with httpx.Client() as client:
-        for i in range(2000):
+        for i in range(300):  # tests/test_fuzz.py sends ten thousand, without sockets
             body, kind = (multipart, plain)[i % 2]
             body = bytearray(body)
             for _ in range(draw.randint(1, 6)):
