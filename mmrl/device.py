@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from . import distributed
 from .options import TrainOptions
+from .policies.base import ParameterGroup
 from .registry import UserError
 
 ACCELERATE_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
@@ -52,12 +53,12 @@ class Device:
         """Move the network to the device, wrap it (DDP, FSDP2), and return its prepared optimizer."""
         if self.options.gradient_checkpointing:
             policy.enable_gradient_checkpointing()
-        parameters = [p for p in policy.net.parameters() if p.requires_grad]
-        if not parameters:
+        groups = [group for group in policy.parameter_groups() if group.parameters]
+        if not groups:
             raise UserError("the policy has no trainable parameters; set lora, or leave full training on")
         if self.accelerator.is_fsdp2:  # needless, all have loaded the weights; and it fails on models with buffers
             self.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
-        policy.trained, prepared = self.accelerator.prepare(policy.net, optimizer(parameters))
+        policy.trained, prepared = self.accelerator.prepare(policy.net, _built(optimizer, groups))
         return prepared
 
     def no_sync(self, trained: nn.Module) -> AbstractContextManager:
@@ -80,6 +81,17 @@ class Device:
 
     def wait(self) -> None:
         self.accelerator.wait_for_everyone()
+
+
+def _built(optimizer: Callable, groups: list[ParameterGroup]) -> torch.optim.Optimizer:
+    """An optimizer whose groups have their learning rates; a single plain group is given as a list of parameters."""
+    if len(groups) == 1:
+        made = optimizer(groups[0].parameters)
+    else:
+        made = optimizer([{"params": group.parameters} for group in groups])
+    for group, settings in zip(groups, made.param_groups, strict=True):
+        settings["lr"] = group.lr if group.lr is not None else settings["lr"] * group.factor
+    return made
 
 
 def _many_on_cpu() -> bool:

@@ -20,6 +20,7 @@ from .options import EvaluateOptions, TrainOptions, arithmetic
 from .registry import ADVANTAGES, DATA, OBJECTIVES, OPTIMIZERS, POLICIES, REWARDS, UserError, load_built_in
 from .scoring import Scorer
 from .trainer import Trainer
+from .types import Prompt
 
 SECTIONS = {"train": TrainOptions, "evaluate": EvaluateOptions, "log": LogOptions, "alarms": AlarmOptions}
 CONFIG = "config.yaml"
@@ -52,6 +53,7 @@ class Session:
         data = found.build("data", DATA)
         check_needs(found, data, {})
         policy = found.build("policy", POLICIES)
+        data = admitted(policy, data)
         evaluation = found.section("evaluate", EvaluateOptions)
         one = cls(found, policy, data, scorer(found, ("reward",), options), options, evaluation)
         check_needs(found, data, one.scorer.rewards, policy)
@@ -80,6 +82,23 @@ class Session:
             return self.scorer
         more = scorer(self.config, ("evaluate", "reward"), self.options)
         return Scorer(self.scorer.rewards | more.rewards, self.scorer.weights, self.options.max_failures)
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """The prompts of a data source that a policy can take."""
+
+    train: list[Prompt]
+    held_out: list[Prompt]
+
+
+def admitted(policy: Any, data: Any) -> Any:
+    """The data source, without the prompts that are too long for the policy. Raises UserError if none is left."""
+    found = Admitted(*(policy.admit(list(prompts)) for prompts in (data.train, data.held_out)))
+    if not found.train:
+        raise UserError(f"every prompt was left out: {'; '.join(policy.notes)}")
+    unchanged = (len(found.train), len(found.held_out)) == (len(data.train), len(data.held_out))
+    return data if unchanged else found
 
 
 def scorer(found: config.Config, section: tuple[str, ...], options: TrainOptions) -> Scorer:

@@ -50,7 +50,7 @@ def train(name: Path, overrides: Sequence[str] = (), resume: bool = False) -> Pa
         watched = [name for name, weight in session.scorer.weights.items() if not weight]
         run.alarms = Alarms(found.section("alarms", AlarmOptions), watched)
         run.alarms.recall(log.past)
-        for note in [*trainer.plan.warnings, *notes]:
+        for note in [*trainer.plan.warnings, *session.policy.notes, *notes]:
             run.say("warning", note)
         run.begin(fresh=not resume)
         with run.rescued():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from mmrl.policies.vlm.budgets import admit
 from mmrl.policies.vlm.families import FAMILIES, family_of, part_of
 from mmrl.policies.vlm.inputs import Inputs
 from mmrl.policies.vlm.media import Budgets, sampled
@@ -253,3 +254,63 @@ def test_parameters_have_their_part(name, part):
 def test_every_family_has_all_three_parts(name):
     counts = {part_of(key) for key, _ in loaded(name)[0].named_parameters()}
     assert counts == {"language", "projector", "vision"}
+
+
+# ------------------------------------------------------------------------------------------------------------ budgets
+
+
+def rows(sizes) -> list[dict]:
+    return [
+        {"text": "what?" + "x" * more, "images": [tiny_vlms.image(w, h)], "origin": f"d.jsonl:{i}"}
+        for i, (w, h, more) in enumerate(sizes, 1)
+    ]
+
+
+@pytest.mark.parametrize("limit", [3, 4, 9])
+def test_images_are_scaled_down_until_their_tokens_fit(limit):
+    made = inputs("qwen2_5_vl", Budgets(image_tokens=limit))
+    for prompt in rows([(300, 80, 0), (56, 56, 0), (90, 200, 0)]):
+        cost, scale = made.measure(prompt)
+        free, _ = inputs("qwen2_5_vl").measure(prompt)
+        assert cost.images <= limit and (scale == 1) == (free.images <= limit)
+        assert cost.images >= min(free.images, limit) // 2  # not smaller than it must be
+        _, view = made.take(prompt)
+        assert view["sizes"] == [list(prompt["images"][0].size)]
+
+
+def test_long_prompts_are_left_out_and_named():
+    made = inputs("qwen2_5_vl", Budgets(prompt_tokens=40))
+    found = admit(rows([(56, 56, 0), (56, 56, 60), (120, 120, 9)]), made.budgets, made.measure)
+    assert [p["origin"] for p in found.prompts] == ["d.jsonl:1", "d.jsonl:3"]
+    shrunk, dropped = found.notes
+    assert shrunk == "budgets: 1 of 3 prompts have images that are scaled down: d.jsonl:3"
+    assert dropped.startswith("budgets: 1 of 3 prompts are left out as too long: d.jsonl:2: ")
+    assert "prompt tokens, more than budgets.prompt_tokens = 40" in dropped
+    assert "d.jsonl:2: " in message(made.encode, rows([(56, 56, 0), (56, 56, 60)])[1])
+
+
+@pytest.mark.parametrize("overlong", ["drop", "error"])
+def test_what_happens_to_an_overlong_prompt_is_said(overlong):
+    made = inputs("qwen2_5_vl", Budgets(image_tokens=4, overlong=overlong))
+    prompts = rows([(56, 56, 0), (140, 56, 0)])
+    if overlong == "error":
+        said = message(admit, prompts, made.budgets, made.measure)
+        assert said == "d.jsonl:2: 10 image tokens, more than budgets.image_tokens = 4"
+    else:
+        assert admit(prompts, made.budgets, made.measure).prompts == prompts[:1]
+
+
+def test_a_processor_of_fixed_sizes_cannot_be_helped():
+    made = inputs("llava", Budgets(image_tokens=10))
+    assert "making its images smaller does not help" in message(made.encode, rows([(200, 200, 0)])[0])
+
+
+def test_without_budgets_of_tokens_nothing_is_read():
+    def measure(prompt):
+        raise AssertionError
+
+    prompts = rows([(56, 56, 0), (140, 56, 0)])
+    assert admit(prompts, Budgets(), measure).prompts == prompts
+    assert admit(prompts, Budgets(max_pixels=5000), measure).notes == (
+        "budgets: 1 of 2 prompts have images that are scaled down: d.jsonl:2",
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol
 
 import torch
@@ -48,6 +49,16 @@ class Policy(Protocol):
         """B images [B, 3, H, W], videos [B, F, 3, H, W] (both in 0..1) or texts, for the rewards to look at."""
 
 
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters that share a learning rate: their own ``lr``, or the optimizer's times ``factor``."""
+
+    parameters: list[nn.Parameter]
+    factor: float = 1.0
+    lr: float | None = None
+    name: str = "all"
+
+
 class NetPolicy:
     """A policy around one trained network: adapters, snapshots, and which module a pass goes through.
 
@@ -62,6 +73,7 @@ class NetPolicy:
     iteration: int = 0  # set by the trainer before a rollout
     forwards: int = 0  # rows that went through the network so far
     decisions: str = ""  # "gaussian" or "categorical": objectives that need the one refuse the other
+    notes: tuple[str, ...] = ()  # what a person should know before training, sentences for the log
     adjacent: bool = False  # rows of one prompt share work, so they should share optimizer steps and passes
 
     def __init__(
@@ -114,6 +126,14 @@ class NetPolicy:
     def padded(self) -> int:
         """Rows every pass is filled up to; with a memory budget none is."""
         return 0 if self.memory is not None else self.width or 0
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        """What is trained, by learning rate."""
+        return [ParameterGroup([p for p in self.net.parameters() if p.requires_grad])]
+
+    def admit(self, prompts: list[Prompt]) -> list[Prompt]:
+        """Those of a dataset's prompts that this policy can take; one with limits notes what it left out."""
+        return prompts
 
     def prepare(self, prompts: list[Prompt]) -> None:
         """Told once, on the device, which prompts will come: a family may encode them and let its encoders go."""

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ...registry import UserError
 from ...types import Prompt
+from .budgets import Cost, Shrink
 from .chat import messages_of, parts_of, videos_of
 from .families import Family
-from .media import Budgets, Video, fitted, images_of, open_image, open_video, where
+from .media import Budgets, Video, image_at, images_of, open_image, open_video, video_at, where
 from .special import stop_ids, suppressed_ids
 
 GEOMETRY = ("boxes", "box", "point", "points", "mask", "tracks")  # answers in coordinates
@@ -37,19 +38,54 @@ class Inputs:
         self.suppressed = suppressed_ids(processor, self.tokenizer, config)
         self.stops = stop_ids(self.tokenizer, config, generation)
 
-    def encode(self, prompt: Prompt, max_pixels: int | None = None) -> dict[str, Tensor]:
+    def encode(self, prompt: Prompt) -> dict[str, Tensor]:
         """One prompt as the processor has it: ``input_ids`` [1, S], ``attention_mask`` [1, S], what its family adds.
 
         Raises UserError naming the prompt: an unreadable image or video, placeholders that do not match the images,
-        coordinates in the answer of a family whose space is unknown, a family's input that the processor left out.
+        coordinates in the answer of a family whose space is unknown, an input its family needs and the processor left
+        out; ``TooLong`` for one above its budget.
         """
-        return self.take(prompt, max_pixels)[0]
+        return self.take(prompt)[0]
 
-    def take(self, prompt: Prompt, max_pixels: int | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def take(self, prompt: Prompt) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """``encode`` and ``view`` at once, opening every image and video once."""
+        self._check_geometry(prompt)
         messages, images, videos = self._opened(prompt)
-        limit = min(filter(None, (max_pixels, self.budgets.max_pixels)), default=None)
-        given = self._processed(prompt, messages, [fitted(image, limit) for image in images], videos)
+        found, _ = self._within(prompt, messages, images, videos)
+        return found, self._view(found, images, videos)
+
+    def measure(self, prompt: Prompt) -> tuple[Cost, float]:
+        """What a prompt costs within its budget, and the factor its pixels were scaled by for that."""
+        found, scale = self._within(prompt, *self._opened(prompt))
+        return self.cost(found), scale
+
+    def cost(self, encoded: dict[str, Tensor]) -> Cost:
+        return Cost(self.placeholders(encoded), encoded["input_ids"].shape[1])
+
+    def _within(
+        self, prompt: Prompt, messages: list[dict], images: list[Any], videos: list[Video]
+    ) -> tuple[dict[str, Tensor], float]:
+        """Encoded, with images and frames scaled down until the prompt is within its budget."""
+        scale, shrink = 1.0, Shrink(self.budgets)
+        while True:
+            smaller = [image_at(image, scale, self.budgets) for image in images]
+            found = self._encoded(prompt, messages, smaller, [video_at(video, scale) for video in videos])
+            step = shrink.next(self.cost(found), bool(images or videos), where(prompt))
+            if step == 1:
+                return found, scale
+            scale *= step * self._shrunk(found, smaller)
+
+    def _shrunk(self, encoded: dict[str, Tensor], images: list[Any]) -> float:
+        """How much of the given pixels the processor keeps by itself: what is above that has no effect."""
+        if self.family.resize != "grid" or not images:
+            return 1.0
+        kept = sum(width * height for width, height in self._resized(encoded, len(images), 0))
+        return min(1.0, kept / sum(image.size[0] * image.size[1] for image in images))
+
+    def _encoded(
+        self, prompt: Prompt, messages: list[dict], images: list[Any], videos: list[Video]
+    ) -> dict[str, Tensor]:
+        given = self._processed(prompt, messages, images, videos)
         found = {k: torch.as_tensor(v) for k, v in given.items() if k not in UNUSED}
         for name in self.family.needs:
             if name not in found:
@@ -57,9 +93,8 @@ class Inputs:
                     f"{where(prompt)}: the processor {type(self.processor).__name__} gave no {name}, without which "
                     f"{self.family.name} computes wrong positions or masks; use the processor files of the same release"
                 )
-        self._check_geometry(prompt)
         self._check_count(prompt, found)
-        return found, self._view(found, images, videos)
+        return found
 
     def collate(self, encoded: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """n encoded prompts as one batch: sequences [n, S] padded on the left, vision tensors joined.
@@ -231,15 +266,10 @@ class Inputs:
         return found
 
     def _id(self, kind: str) -> int | None:
-        for holder, suffix in (
-            (self.processor, "_token_id"),
-            (self.config, "_token_id"),
-            (self.config, "_token_index"),
-        ):
-            value = getattr(holder, kind + suffix, None)
-            if isinstance(value, int):
-                return value
-        return None
+        """The token that stands for one feature; a processor's own may stand for a whole image (Gemma 3)."""
+        named = ((self.config, "_token_id"), (self.config, "_token_index"), (self.processor, "_token_id"))
+        found = (getattr(holder, kind + suffix, None) for holder, suffix in named)
+        return next((value for value in found if isinstance(value, int)), None)
 
     def _merge(self, kind: str) -> int:
         return getattr(getattr(self.processor, f"{kind}_processor"), "merge_size", 1)

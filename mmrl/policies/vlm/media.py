@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -91,6 +91,20 @@ def fitted(image: Any, max_pixels: int | None) -> Any:
     return image.resize((max(1, math.floor(width * scale)), max(1, math.floor(height * scale))))
 
 
+def image_at(image: Any, scale: float, budgets: Budgets) -> Any:
+    """Within the budget's ``max_pixels``, and with ``scale`` times the pixels that are left."""
+    image = fitted(image, budgets.max_pixels)
+    return image if scale == 1 else fitted(image, max(1, int(image.size[0] * image.size[1] * scale)))
+
+
+def video_at(video: Video, scale: float) -> Video:
+    """With ``scale`` times the pixels in each frame."""
+    if scale == 1:
+        return video
+    height, width = video.frames.shape[1:3]
+    return replace(video, frames=_frames_at(video.frames, max(1, int(height * width * scale))))
+
+
 def open_video(source: Any, fps: float | None, budgets: Budgets, prompt: Prompt) -> Video:
     """A video file, or frames uint8 [F, H, W, 3] at ``fps`` (None: taken at the budget's), within the budget."""
     try:
@@ -139,9 +153,13 @@ def _decoded(path: Path, budgets: Budgets) -> Video:
 
 
 def _video(frames: np.ndarray, indices: Sequence[int], total: int, fps: float, budgets: Budgets) -> Video:
+    size = (frames.shape[2], frames.shape[1])
+    return Video(_frames_at(frames, budgets.frame_pixels), list(indices), total, fps, size)
+
+
+def _frames_at(frames: np.ndarray, most: int | None) -> np.ndarray:
     from PIL import Image
 
-    size = (frames.shape[2], frames.shape[1])
-    if budgets.frame_pixels is not None and size[0] * size[1] > budgets.frame_pixels:
-        frames = np.stack([np.asarray(fitted(Image.fromarray(f), budgets.frame_pixels)) for f in frames])
-    return Video(frames, list(indices), total, fps, size)
+    if most is None or frames.shape[1] * frames.shape[2] <= most:
+        return frames
+    return np.stack([np.asarray(fitted(Image.fromarray(frame), most)) for frame in frames])

@@ -1,0 +1,109 @@
+"""Prompts within their budgets of tokens: images scaled down, or prompts left out, by rule and with a report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...registry import UserError
+from ...types import Prompt
+from .media import Budgets, images_of, where
+
+TRIES = 12  # of smaller and smaller images
+STUCK = 3  # tries without effect: processors of fixed sizes and tiles take no notice
+SHOWN = 5  # rows named in a report
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Tokens of a prompt: those that stand for images and frames, and all."""
+
+    images: int
+    tokens: int
+
+
+class TooLong(UserError):
+    """A prompt above its budget that cannot be mended."""
+
+
+class Shrink:
+    """Finds how much smaller the images of one prompt must be."""
+
+    def __init__(self, budgets: Budgets):
+        self.budgets, self.seen = budgets, []
+
+    def next(self, cost: Cost, shrinkable: bool, name: str) -> float:
+        """What to multiply pixels by after a try that cost this much; 1: it fits. Raises TooLong."""
+        over = [
+            (kind, used, limit)
+            for kind, used, limit in (
+                ("image_tokens", cost.images, self.budgets.image_tokens),
+                ("prompt_tokens", cost.tokens, self.budgets.prompt_tokens),
+            )
+            if limit is not None and used > limit
+        ]
+        if not over:
+            return 1
+        self.seen.append(cost.images)
+        allowed = min(limit - (used - cost.images) for _, used, limit in over)
+        stuck = len(self.seen) > STUCK and self.seen[-1] == self.seen[-1 - STUCK] or len(self.seen) > TRIES
+        if self.budgets.overlong != "resize" or not shrinkable or allowed <= 0 or stuck:
+            kind, used, limit = over[0]
+            why = ", and making its images smaller does not help" if stuck else ""
+            raise TooLong(f"{name}: {used} {kind.replace('_', ' ')}, more than budgets.{kind} = {limit}{why}")
+        return max(0.2, 0.97 * allowed / max(cost.images, 1))
+
+
+def admit(prompts: Sequence[Prompt], budgets: Budgets, measure: Callable[[Prompt], tuple[Cost, float]]) -> Admitted:
+    """The prompts that fit, or fit with smaller images. Reads images and videos only if a budget of tokens is set.
+
+    Raises TooLong for the first that does not fit where ``budgets.overlong`` is "error".
+    """
+    kept, shrunk, dropped = [], [], []
+    counted = budgets.image_tokens is not None or budgets.prompt_tokens is not None
+    for prompt in prompts:
+        scale = 1.0
+        if counted:
+            try:
+                scale = measure(prompt)[1]
+            except TooLong as error:
+                if budgets.overlong == "error":
+                    raise
+                dropped.append(str(error))
+                continue
+        kept.append(prompt)
+        if scale < 1 or budgets.max_pixels is not None and _largest(prompt) > budgets.max_pixels:
+            shrunk.append(where(prompt))
+    return Admitted(kept, tuple(_told(len(prompts), shrunk, dropped)))
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """The prompts, and sentences on what was changed or left out."""
+
+    prompts: list[Prompt]
+    notes: tuple[str, ...]
+
+
+def _told(count: int, shrunk: list[str], dropped: list[str]) -> list[str]:
+    found = []
+    for rows, what in ((shrunk, "have images that are scaled down"), (dropped, "are left out as too long")):
+        if rows:
+            more = f" and {len(rows) - SHOWN} more" if len(rows) > SHOWN else ""
+            found.append(f"budgets: {len(rows)} of {count} prompts {what}: {'; '.join(rows[:SHOWN])}{more}")
+    return found
+
+
+def _largest(prompt: Prompt) -> int:
+    """Pixels of a prompt's largest image, from the file's header."""
+    return max((_pixels(source) for source in images_of(prompt)), default=0)
+
+
+def _pixels(source: Any) -> int:
+    from PIL import Image
+
+    if hasattr(source, "size"):
+        return source.size[0] * source.size[1]
+    with Image.open(source) as image:
+        return image.size[0] * image.size[1]
