@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
+from mmrl import advantages, checkpoint, state
 from mmrl.config import build_dataclass
 from mmrl.device import _built
+from mmrl.objectives import PolicyGradient
 from mmrl.optimizers import adamw
+from mmrl.options import TrainOptions
 from mmrl.policies.base import ParameterGroup
-from mmrl.policies.vlm.families import part_of
+from mmrl.policies.vlm.families import PARTS, part_of
+from mmrl.policies.vlm.media import Budgets
 from mmrl.policies.vlm.parts import Part, Parts, groups_of, idle, set_trainable, summary
+from mmrl.policies.vlm.policy import VLM
 from mmrl.registry import UserError
+from mmrl.scoring import Scorer
+from mmrl.session import admitted
+from mmrl.trainer import Trainer
 
 from . import tiny_vlms
 from .test_vlm_inputs import inputs
@@ -103,3 +114,52 @@ def test_learning_rates_go_to_their_parts():
     plain = _built(lambda found: adamw(found, lr=1e-3), [ParameterGroup([nn.Parameter(torch.zeros(2))])])
     assert len(plain.param_groups) == 1 and plain.param_groups[0]["lr"] == 1e-3
     assert "language 16.4 k of" in summary(net) and "together" in summary(net)
+
+
+# ------------------------------------------------------------------------------------------------- in a training run
+
+
+def trainer() -> Trainer:
+    torch.manual_seed(0)  # of the adapters
+    parts = Parts(Part("lora", rank=2), "full", Part(factor=0.1))
+    policy = VLM(str(tiny_vlms.folder("qwen2_5_vl")), tokens=4, train=parts)
+    asked = [{"text": f"what is {i}?", "images": [tiny_vlms.image(60 + 30 * i, 60, i)]} for i in range(2)]
+    sizes = {"prompts": 2, "copies": 4, "batch_size": 8, "micro_batch": 4, "iterations": 4, "schedule": "linear"}
+    rewards = Scorer({"vowels": lambda texts, _: torch.tensor([float(sum(map(ord, text)) % 7) for text in texts])})
+    return Trainer(
+        policy, [*asked, {"text": "and no image?"}, {"text": "a <image> b <image>", "images": asked[0]["images"] * 2}],
+        rewards, advantages.flow_grpo, PolicyGradient(clip=0.2), partial(adamw, lr=1e-2), TrainOptions(**sizes),
+    )  # fmt: skip
+
+
+def test_a_run_with_parts_starts_at_ratio_one_and_resumes_to_the_bit(tmp_path):
+    whole, first = trainer(), trainer()
+    before = whole.policy.weights.full()
+    assert whole.lrs == pytest.approx([1e-2, 1e-2, 1e-3])
+    metrics = [whole.iterate() for _ in range(2)]
+    assert metrics[0]["ratio/mean"] == 1.0 and metrics[0]["ratio/max_deviation"] < 1e-5
+    first.iterate()
+    path = checkpoint.save(tmp_path, first.iteration, *state.capture(first))
+    second = trainer()
+    state.restore(second, *checkpoint.load(path))
+    second.iterate()
+    after, again = whole.policy.weights.full(), second.policy.weights.full()
+    assert all(torch.equal(after[key], again[key]) for key in after)
+    moved = {name: [(after[k] - before[k]).abs().max() for k in after if part_of(k) == name] for name in PARTS}
+    assert all(max(changes) > 0 for changes in moved.values())
+    assert [group["lr"] for group in second.optimizer.param_groups] == pytest.approx(
+        [group["lr"] for group in whole.optimizer.param_groups]
+    )
+    assert second.optimizer.param_groups[2]["lr"] < second.optimizer.param_groups[0]["lr"]
+
+
+def test_prompts_above_a_budget_leave_the_data():
+    policy = VLM(str(tiny_vlms.folder("qwen2_5_vl")), tokens=4, budgets=Budgets(prompt_tokens=40))
+    data = SimpleNamespace(train=[{"text": "short"}, {"text": "long" * 20, "origin": "d.jsonl:2"}], held_out=[])
+    found = admitted(policy, data)
+    assert found.train == data.train[:1] and found.held_out == []
+    assert any("d.jsonl:2: " in note for note in policy.notes) and any("trainable" in note for note in policy.notes)
+    with pytest.raises(UserError, match="every prompt was left out: .*d.jsonl:2"):
+        admitted(policy, SimpleNamespace(train=data.train[1:], held_out=[]))
+    with pytest.raises(UserError, match="exclude each other"):
+        VLM(str(tiny_vlms.folder("qwen2_5_vl")), lora=2, train=Parts("full", "full", "full"))

@@ -22,14 +22,16 @@ from ... import distributed
 from ...options import Count
 from ...registry import POLICIES, UserError, locate
 from ...types import Completion, Media, Point, Prompt, Rollout, tree_map
-from ..base import NetPolicy
+from ..base import NetPolicy, ParameterGroup
 from ..lora import Lora
 from .answers import AnswerTokens
+from .budgets import admit
 from .engines import generate_plainly
 from .families import Coords, family_of, modules_of
 from .generate import Answers, Ending, generate
 from .inputs import Inputs
 from .media import Budgets
+from .parts import Parts, groups_of, set_trainable, summary
 from .prefix import VERIFIED, Prefix, SharedPrefix, positions, sharded, shareable
 from .scores import Scored
 
@@ -59,14 +61,16 @@ class VLM(NetPolicy):
         dtype: Storage = "float32",
         attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa",
         lora: Lora | int | None = None,
+        train: Parts | None = None,
         **options: Any,
     ):
         """path: folder, hub id or world:NAME. tokens: an answer's largest number. temperature, top_k, top_p: of
-        sampling and of scoring. stop: strings after which an answer ends. greedy: evaluation takes the likeliest token.
-        budgets: what images, videos and prompts may cost. coords: the space of the model's coordinates, where its
-        family's is unknown. share: prefix reads a prompt once for its whole group, none once for every answer, auto is
-        prefix where that was compared, or can be, and agrees. dtype: of the
-        weights. attention: transformers' implementation."""
+        sampling and of scoring. stop: strings after which an answer ends. greedy: evaluation takes the likeliest
+        token. budgets: what images, videos and prompts may cost. coords: the space of the model's coordinates, where
+        its family's is unknown. share: prefix reads a prompt once for its whole group, none once for every answer,
+        auto is prefix where that was compared, or can be, and agrees. dtype: of the weights. attention: transformers'
+        implementation. lora: adapters in the language model. train: instead, how language model, projector and vision
+        tower are each trained; by default all fully."""
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         self.place = locate(path)
@@ -76,11 +80,17 @@ class VLM(NetPolicy):
         self.warp = Warp(temperature, top_k, top_p, self.inputs.suppressed)
         self.ending = Ending(tokens, self.inputs.stops, self.inputs.pad, tuple(stop), self.inputs.decode)
         self.greedy, self.entropies, self.sharing = greedy, False, share
+        if lora is not None and train is not None:
+            raise UserError("policy options lora and train exclude each other; write train: {language: lora, ...}")
         if isinstance(lora, int):
             lora = Lora(lora)
         if lora is not None and lora.targets is None:
             lora = Lora(lora.rank, lora.alpha, [n for n in modules_of(hf, "language") if not n.endswith("lm_head")])
         super().__init__(SharedPrefix(hf, share=share != "none"), lora=lora, **options)
+        self.parts = train
+        if lora is None:
+            set_trainable(hf, train or Parts("full", "full", "full"))
+        self.notes = (*family.unverified(), summary(self.net))
 
     def rollout(self, prompts: list[Prompt], copies: int, rng: Rng) -> Rollout:
         taken = [self.inputs.take(prompt) for prompt in prompts]
@@ -97,6 +107,14 @@ class VLM(NetPolicy):
         return Rollout(
             group=group, cond=cond, row=row, sample=ids, mask=mask, logprob=logprob, order=order, prompts=seen
         )  # fmt: skip
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        return groups_of(self.net, self.parts)
+
+    def admit(self, prompts: list[Prompt]) -> list[Prompt]:
+        found = admit(prompts, self.inputs.budgets, self.inputs.measure)
+        self.notes = (*self.notes, *found.notes)
+        return found.prompts
 
     def path(self, rollout: Rollout) -> Iterator[Point]:
         yield Point(
