@@ -19,8 +19,6 @@ from . import tiny_vlms
 from .test_vlm_inputs import loaded, mixed
 
 NAMES = list(tiny_vlms.BUILDERS)
-CROSS = pytest.mark.xfail(reason="answers do not hand the cross-attention mask on yet", strict=False)
-SCORED = [pytest.param(name, marks=CROSS) if name == "mllama" else name for name in NAMES]
 COPIES, TOKENS = 3, 5
 
 
@@ -44,6 +42,15 @@ def rolled(name: str) -> Rollout:
     return policy(name).rollout(prompts(name), COPIES, Rng.of("families", name))
 
 
+def encoded_by(one: VLM, asked: list[dict]) -> list[dict[str, Tensor]]:
+    return [one._placed(one.inputs.encode(prompt)) for prompt in asked]
+
+
+def plain(encoded: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What the processor gave, without the positions that the policy keeps beside it."""
+    return {key: value for key, value in encoded.items() if key != "places"}
+
+
 def point_of(one: VLM, rollout: Rollout) -> Point:
     (point,) = one.path(rollout)
     return point
@@ -56,7 +63,7 @@ def log_probs(one: VLM, rollout: Rollout) -> Tensor:
 
 def oracle(name: str, net: torch.nn.Module, rollout: Rollout, i: int) -> Tensor:
     """[n] log-probs of row i's n tokens under the warped distribution, by one plain pass."""
-    one, encoded = policy(name), dict(rollout.cond[int(rollout.group[i])])
+    one, encoded = policy(name), plain(rollout.cond[int(rollout.group[i])])
     answer = rollout.sample[i, : int(rollout.mask[i].sum())][None]
     longer = encoded | {"input_ids": torch.cat([encoded["input_ids"], answer], 1)}
     for key, value in (("attention_mask", 1), ("token_type_ids", int(name == "paligemma")), ("mm_token_type_ids", 0)):
@@ -70,7 +77,7 @@ def oracle(name: str, net: torch.nn.Module, rollout: Rollout, i: int) -> Tensor:
     return (logits / 1.3).log_softmax(-1).gather(-1, answer[..., None])[0, :, 0]
 
 
-@pytest.mark.parametrize("name", SCORED)
+@pytest.mark.parametrize("name", NAMES)
 def test_groups_in_a_padded_batch_score_as_each_answer_alone(name):
     one, rollout = policy(name), rolled(name)
     with torch.no_grad():
@@ -82,7 +89,7 @@ def test_groups_in_a_padded_batch_score_as_each_answer_alone(name):
             assert (together[i, : len(wanted)] - wanted).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("name", SCORED)
+@pytest.mark.parametrize("name", NAMES)
 def test_gradients_of_a_group_are_those_of_its_answers_alone(name):
     one, rollout = policy(name), rolled(name)
     weight = torch.linspace(-1, 1, rollout.mask.numel()).reshape(rollout.mask.shape)
@@ -95,10 +102,10 @@ def test_gradients_of_a_group_are_those_of_its_answers_alone(name):
         for i in range(len(rollout))
     )
     total.backward()
-    plain = {key: p.grad for key, p in one.net.named_parameters() if p.grad is not None}
-    assert shared.keys() == plain.keys() and any("vis" in key for key in plain)
-    size = torch.stack([grad.norm() for grad in plain.values()]).norm()
-    apart = torch.stack([(shared[key] - grad).norm() for key, grad in plain.items()]).norm()
+    alone = {key: p.grad for key, p in one.net.named_parameters() if p.grad is not None}
+    assert shared.keys() == alone.keys() and any("vis" in key for key in alone)
+    size = torch.stack([grad.norm() for grad in alone.values()]).norm()
+    apart = torch.stack([(shared[key] - grad).norm() for key, grad in alone.items()]).norm()
     assert apart < 2e-5 * size
     one.net.zero_grad()
 
@@ -107,7 +114,7 @@ def test_gradients_of_a_group_are_those_of_its_answers_alone(name):
 def test_another_image_changes_its_own_rows_only(name):
     one, rollout = policy(name), rolled(name)
     changed = [dict(prompts(name)[0], images=[tiny_vlms.image(70, 60, 99)]), *prompts(name)[1:]]
-    cond = [one.inputs.encode(prompt) for prompt in changed]
+    cond = encoded_by(one, changed)
     with torch.no_grad():
         before, after = log_probs(one, rollout), log_probs(one, rollout.replace(cond=cond))
     moved = (before - after).abs().amax(1)
@@ -122,7 +129,7 @@ def test_greedy_answers_are_those_of_transformers(name):
         found = one.rollout(prompts(name), 1, Rng.of("greedy"))
     for i, encoded in enumerate(found.cond):
         wanted = net.generate(
-            **encoded, max_new_tokens=TOKENS, do_sample=False, suppress_tokens=list(one.inputs.suppressed),
+            **plain(encoded), max_new_tokens=TOKENS, do_sample=False, suppress_tokens=list(one.inputs.suppressed),
             eos_token_id=list(one.inputs.stops), pad_token_id=one.inputs.pad,
         )[0, encoded["input_ids"].shape[1] :]  # fmt: skip
         assert found.sample[i, found.mask[i]].tolist() == wanted.tolist()
@@ -133,8 +140,8 @@ def test_another_video_changes_its_own_rows_only(name):
     """A video is seen while answers are sampled and while they are scored."""
     one, rollout = policy(name), rolled(name)
     last = len(rollout.prompts) - 1
-    other = one.inputs.encode({"text": "when?", "video": tiny_vlms.video(5, seed=9), "fps": 2.0})
-    changed = rollout.replace(cond=[*rollout.cond[:last], other])
+    other = encoded_by(one, [{"text": "when?", "video": tiny_vlms.video(5, seed=9), "fps": 2.0}])
+    changed = rollout.replace(cond=[*rollout.cond[:last], *other])
     with torch.no_grad():
         moved = (log_probs(one, rollout) - log_probs(one, changed)).abs().amax(1)
     assert moved[rollout.group == last].min() > 1e-4 and moved[rollout.group != last].max() < 1e-5
@@ -149,10 +156,12 @@ def test_what_is_saved_answers_the_same(name, tmp_path):
     one, rollout = policy(name), rolled(name)
     one.export(tmp_path)
     again = VLM(str(tmp_path), tokens=TOKENS, temperature=1.3)
-    cond = [again.inputs.encode(prompt) for prompt in prompts(name)]  # processor and chat template come along
-    assert all(torch.equal(new[key], old[key]) for new, old in zip(cond, rollout.cond, strict=True) for key in old)
+    found = again.rollout(prompts(name), COPIES, Rng.of("families", name))
+    for new, old in zip(found.cond, rollout.cond, strict=True):  # processor and chat template come along
+        assert all(torch.equal(new[key], old[key]) for key in old)
+    assert torch.equal(found.sample, rollout.sample) and torch.equal(found.logprob, rollout.logprob)
     with torch.no_grad():
-        assert torch.equal(log_probs(again, rollout.replace(cond=cond)), log_probs(one, rollout))
+        assert torch.equal(log_probs(again, found), log_probs(one, rollout))
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "internvl", "gemma3"])
