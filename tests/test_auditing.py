@@ -72,6 +72,38 @@ def test_every_reward_of_ours_passes_on_good_data(name):
     assert spatial == getattr(REWARDS[name], "spatial", False)
 
 
+VARIANTS = [
+    ("grounding", {"overlap": "giou"}), ("grounding", {"threshold": 0.5}), ("referring", {"overlap": "giou"}),
+    ("detection", {"measure": "f1"}), ("detection", {"measure": "map"}), ("detection", {"measure": "ap"}),
+    ("point", {"form": "gaussian"}), ("point", {"form": "distance"}), ("gui", {"type_weight": 0.2, "form": "gaussian"}),
+    ("count", {"fuzzy": False}), ("choice", {"partial": "none"}), ("choice", {"partial": "jaccard"}),
+    ("transcription", {"unit": "word"}), ("chart", {"partial": True}), ("answer", {"tolerance": 0.1}),
+    ("temporal", {"form": "hull"}), ("video_qa", {"gated": True}), ("key_steps", {"ordered": True}),
+    ("key_steps", {"sections": ["Look", "Think"]}), ("svg", {"measure": "ssim", "size": 64}),
+    ("svg", {"measure": "mse", "size": 64}), ("svg", {"measure": "standardised", "size": 64}),
+    ("format", {"form": "answer", "json": True}), ("format", {"form": "boxed"}), ("repetition", {"n": 2}),
+]  # fmt: skip
+PUBLISHED = {
+    ("confidence", "form", "visual_rft"): "a wrong box of zero confidence",
+    ("referring", "form", "vlm_r1"): "right answer in other coordinate spaces",
+    ("detection", "measure", "recall"): "spam of 20 boxes",
+    ("detection", "measure", "visual_rft"): "wrong labels",
+}
+
+
+@pytest.mark.parametrize("name, options", VARIANTS, ids=str)
+def test_other_options_pass_too(name, options):
+    prompts = prompts_of(name)[:1] if (name, options) == ("temporal", {"form": "hull"}) else prompts_of(name)
+    found = audit_one(Subject(name, REWARDS.build(name, **options), prompts), "text")
+    assert found.passed, [(line.probe, line.offences) for line in found.lines if line.offences]
+
+
+@pytest.mark.parametrize("name, option, value", PUBLISHED)
+def test_what_is_wrong_with_published_forms_is_found(name, option, value):
+    found = audit_one(Subject(name, REWARDS.build(name, **{option: value}), prompts_of(name)), "text")
+    assert PUBLISHED[name, option, value] in [line.probe for line in found.lines if line.offences]
+
+
 def test_a_good_reward_on_good_data_exits_with_0(folder):
     code, said = check("grounding: 1.0, classification: 1.0")
     assert code == 0 and said.rstrip().endswith("passed") and "FAIL" not in said
