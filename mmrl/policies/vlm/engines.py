@@ -25,7 +25,7 @@ def generate_plainly(
     The tokens are drawn by the same rule from the same random numbers as everywhere else, so the samples are those of
     mmrl's own sampling up to rounding. ``busy`` not None: all processes make equally many passes.
     """
-    recorder = _Recorder(names, rng, warp, ending, inputs["input_ids"].device)
+    recorder = _Recorder(blank(names, ending, net.hf), names, rng, warp, ending)
     net("generate", inputs, recorder, synced=busy is not None)
     return recorder.done
 
@@ -33,10 +33,10 @@ def generate_plainly(
 class _Recorder:
     """Draws the next token of every row, and lets transformers find no other."""
 
-    def __init__(self, names: Tensor, rng: Rng, warp: Warp, ending: Ending, device: torch.device):
+    def __init__(self, done: Answers, names: Tensor, rng: Rng, warp: Warp, ending: Ending):
         self.names, self.rng, self.warp, self.ending = names, rng, warp, ending
-        self.done, self.step = blank(len(names), ending, device), 0
-        self.going = torch.ones(len(names), dtype=torch.bool, device=device)
+        self.done, self.step = done, 0
+        self.going = torch.ones_like(names, dtype=torch.bool)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """The logits processor: scores [B, V] -> the same with everything impossible but the token drawn."""

@@ -51,7 +51,7 @@ class Answers:
 
     ids: Tensor  # [B, T] long, padded on the right
     mask: Tensor  # [B, T] bool: up to the token that ended it, included
-    logprob: Tensor  # [B, T] float32
+    logprob: Tensor  # [B, T] at least float32
 
     def write(
         self, step: int, rows: Tensor | slice, going: Tensor, token: Tensor, logprob: Tensor, ending: Ending
@@ -63,11 +63,12 @@ class Answers:
         return going & ~ending.ended(self.ids[rows, : step + 1])
 
 
-def blank(rows: int, ending: Ending, device: torch.device) -> Answers:
+def blank(names: Tensor, ending: Ending, hf: nn.Module) -> Answers:
+    rows, device = len(names), names.device
     return Answers(
         ids=torch.full((rows, ending.tokens), ending.pad, device=device),
         mask=torch.zeros(rows, ending.tokens, dtype=torch.bool, device=device),
-        logprob=torch.zeros(rows, ending.tokens, device=device),
+        logprob=torch.zeros(rows, ending.tokens, device=device, dtype=torch.promote_types(hf.dtype, torch.float32)),
     )
 
 
@@ -85,7 +86,7 @@ def generate(
 
     ``busy`` says whether any process still works, given whether this one does, where all must make equally many passes.
     """
-    done, work = blank(len(rows), ending, rows.device), _Work(net, prefix, rows, names, rng, warp)
+    done, work = blank(names, ending, net.hf), _Work(net, prefix, rows, names, rng, warp)
     for step in range(ending.tokens):
         token, logprob = work.draw(step)
         work.going = done.write(step, work.at, work.going, token, logprob, ending)

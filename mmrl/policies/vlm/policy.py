@@ -79,6 +79,7 @@ class VLM(NetPolicy):
         self.inputs = Inputs(processor, hf.config, budgets or Budgets(), family, hf.generation_config)
         self.warp = Warp(temperature, top_k, top_p, self.inputs.suppressed)
         self.ending = Ending(tokens, self.inputs.stops, self.inputs.pad, tuple(stop), self.inputs.decode)
+        self.witness: Encoded | None = None
         self.greedy, self.entropies, self.sharing = greedy, False, share
         if lora is not None and train is not None:
             raise UserError("policy options lora and train exclude each other; write train: {language: lora, ...}")
@@ -168,7 +169,14 @@ class VLM(NetPolicy):
         return tree_map(lambda tensor: tensor.to(self.device), encoded | {"places": places})
 
     def _batch(self, encoded: list[Encoded]) -> Encoded:
-        """One left-padded batch, with ``position_ids`` [P, S] or [3, P, S]."""
+        """One left-padded batch, with ``position_ids`` [P, S] or [3, P, S].
+
+        Of many processes all must pass something through the vision tower in every pass, or its gradients are waited
+        for: where no prompt has an image, one more prompt that nobody answers brings one.
+        """
+        if distributed.world()[1] > 1 and not any(name.startswith("pixel_values") for one in encoded for name in one):
+            self.witness = self.witness or self._placed(self.inputs.encode(blank_image()))
+            encoded = [*encoded, self.witness]
         batch = self.inputs.collate([{k: v for k, v in one.items() if k != "places"} for one in encoded])
         length = batch["input_ids"].shape[1]
         places = [F.pad(one["places"], (0, 0, length - one["places"].shape[1], 0)) for one in encoded]
@@ -248,6 +256,12 @@ class VLM(NetPolicy):
         text, ending = self.inputs.decode(ids), self.ending
         stopped = bool(ids) and ids[-1] in ending.stops or any(s in text for s in ending.strings)
         return Completion(text, len(ids), stopped, logprob)
+
+
+def blank_image() -> Prompt:
+    from PIL import Image
+
+    return {"text": "", "images": [Image.new("RGB", (64, 64))]}
 
 
 def _loaded(auto: Any, place: str, **options: Any) -> Any:

@@ -148,7 +148,7 @@ class SharedPrefix(nn.Module):
     def _shared(self, inputs: dict[str, Tensor], rows: Tensor, ids: Tensor) -> Tensor:
         """[B, T, H] at the T decisions of every row."""
         prefix = self.read(inputs)
-        first = prefix.hidden[rows][:, None]
+        first = prefix.hidden[rows][:, None] + 0 * prefix.hidden[-1]  # a prompt nobody answers has its gradients too
         if ids.shape[1] == 1:
             return first
         cache = caches.continued(prefix.kept, rows)
@@ -156,9 +156,12 @@ class SharedPrefix(nn.Module):
         return torch.cat([first, later], 1)
 
     def _apart(self, inputs: dict[str, Tensor], rows: Tensor, ids: Tensor) -> Tensor:
-        """The same by one pass of prompt and answer for each row; ``inputs`` hold the rows' prompts in order."""
-        if len(inputs["input_ids"]) != len(ids):
+        """The same by one pass of prompt and answer for each row; ``inputs`` hold the rows' prompts in order, and
+        perhaps one more."""
+        spare = len(inputs["input_ids"]) - len(ids)
+        if spare not in (0, 1):
             raise ValueError(f"{len(ids)} rows need as many prompts, not {len(inputs['input_ids'])}")
+        ids = torch.cat([ids, ids[:spare]])
         answer, more = ids[:, :-1], {"attention_mask": 1, "token_type_ids": 0, "mm_token_type_ids": 0}
         if self.config.model_type == "paligemma":
             more["token_type_ids"] = 1  # suffix: attended causally
@@ -175,7 +178,8 @@ class SharedPrefix(nn.Module):
         longer["input_ids"] = torch.cat([inputs["input_ids"], answer], 1)
         longer["position_ids"] = torch.cat([places, more_places], -1)
         found = self._base(**inputs | longer, use_cache=False)
-        return found[:, found.shape[1] - ids.shape[1] :]
+        found = found[:, found.shape[1] - ids.shape[1] :]
+        return found[:-1] + 0 * found[-1:] if spare else found
 
     def _base(self, **inputs: Any) -> Tensor:
         return self.hf.base_model(**inputs, return_dict=True).last_hidden_state
