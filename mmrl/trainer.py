@@ -21,7 +21,7 @@ from . import advantages, batches, completions, distributed, overlap
 from .data import batch
 from .device import Device
 from .metrics import Meter
-from .objectives.base import Adaptive, Lagging, Objective, Shaping, couples
+from .objectives.base import Adaptive, Differentiates, Lagging, Objective, Shaping, couples
 from .optimizers import ema_decay, lr_factor
 from .options import TrainOptions, arithmetic, unsuited
 from .policies.base import Policy
@@ -54,6 +54,8 @@ class Trainer:
         for name in self.snapshots():
             policy.weights.keep(name)
         suits(objective, policy)
+        if isinstance(objective, Differentiates):
+            objective.attach(scorer.differentiable)
         self.coupled = couples(objective)
         if self.coupled and options.batch_size % options.copies:
             raise UserError(

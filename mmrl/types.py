@@ -137,6 +137,7 @@ class Point(Rows):
     sampled: Tensor | None = None  # [B, L] as in Rollout
     gain: Tensor | None = None  # [B] re-noised states: how far the predicted clean sample moves with the output
     known: Tensor | None = None  # [B, *] what an objective has found out about the rows for its own loss
+    asked: Sequence[Prompt] = ()  # P, for objectives that ask a reward
     fresh: bool = False  # the weights are those that sampled: the ratio is 1, what differs from it is rounding
     guidance: float | None = None  # guidance scale; None is the policy's own on the path, 1 on re-noised states
 

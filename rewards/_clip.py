@@ -54,7 +54,6 @@ class Clip:
         images = [Image.fromarray(p.numpy()) for p in to_uint8(pictures).permute(0, 2, 3, 1)]
         return torch.stack([transform(image) for image in images]).to(self.device)
 
-    @torch.no_grad()
     def embed_images(self, pictures: Tensor, batch_size: int = 64, exact: bool = False) -> Tensor:
         """[N, 3, H, W] in 0..1, any float type and device -> [N, E] unit vectors, float32, on the model's device.
 

@@ -28,7 +28,8 @@ PLACES = (0, 2, 4, 6, 7)  # of the linear layers in the published module, betwee
 
 @REWARDS.register("aesthetic")
 @card(
-    media="image video", scaling="about 1..10, open; 0.1 brings it near 0..1", licence="see the source",
+    media="image video", differentiable=True, licence="see the source",
+    scaling="about 1..10, open; 0.1 brings it near 0..1",
     source=f"head: [improved-aesthetic-predictor]({SOURCE}); CLIP as in `clip_score`",
 )  # fmt: skip
 class Aesthetic:
@@ -79,7 +80,6 @@ class Aesthetic:
                 "the published head goes with clip: ViT-L-14/openai"
             )
 
-    @torch.no_grad()
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
         """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
         if self.clip is None:

@@ -25,6 +25,7 @@ SCALES = {
 @card(
     media="image video",
     needs="text",
+    differentiable=True,
     source="any open_clip model; ViT-L-14/openai: OpenAI",
     licence="MIT",
     scaling="cosine = 1 (DiffusionNFT's 100 cos / 100, MixGRPO), logit = 100, flow_grpo = 100 cos / 30 (also DGPO), "

@@ -21,7 +21,15 @@ _CLEAR = 4.0  # pixels a digit must be further up (down, left, right) than the o
 
 
 @REWARDS.register("digits")
-@card(media="image", needs="objects", low=0, high=1, source=SOURCE, licence="BSD-3-Clause (the scans)")
+@card(
+    media="image",
+    needs="objects",
+    low=0,
+    high=1,
+    differentiable=True,
+    source=SOURCE,
+    licence="BSD-3-Clause (the scans)",
+)
 class Digits:
     """What was asked for is in the picture: digits with colour, size, place, relation and count, 0 to 1.
 
@@ -48,7 +56,6 @@ class Digits:
         self.reader = Reader.load(locate(path))
         self.strict = strict
 
-    @torch.no_grad()
     def __call__(self, media: Tensor, prompts: list[dict[str, Any]]) -> Tensor:
         if not isinstance(media, Tensor) or media.dim() != 4 or len(media) != len(prompts):
             raise UserError(f"reward 'digits' wants one image [3, H, W] for each of {len(prompts)} prompts")
@@ -91,7 +98,15 @@ class Digits:
 
 
 @REWARDS.register("digits_judge")
-@card(media="image", needs="objects", low=0, high=1, source=SOURCE, licence="BSD-3-Clause (the scans)")
+@card(
+    media="image",
+    needs="objects",
+    low=0,
+    high=1,
+    differentiable=True,
+    source=SOURCE,
+    licence="BSD-3-Clause (the scans)",
+)
 class DigitsJudge(Digits):
     """The ``digits`` reward by an independent judge: other scans, other network. For evaluation, never for training."""
 

@@ -6,7 +6,7 @@ trainer's business alone, so that none of them changes the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -16,7 +16,7 @@ from samplers.noise import Rng
 
 from ..dists import Dist
 from ..policies.base import Policy
-from ..types import Point, Rewards, Rollout
+from ..types import Media, Point, Prompt, Rewards, Rollout
 
 
 class Objective(Protocol):
@@ -81,6 +81,14 @@ class Adaptive(Protocol):
 def couples(objective: Objective) -> bool:
     """Does it want to see all rows of a step before its loss?"""
     return isinstance(objective, Coupled) and getattr(objective, "couples", True)
+
+
+@runtime_checkable
+class Differentiates(Protocol):
+    """An objective that follows the gradient of the rewards themselves."""
+
+    def attach(self, reward: Callable[[Media, list[Prompt]], Tensor]) -> None:
+        """Takes the weighted sum of the rewards, (media, prompts) -> [B], with gradient."""
 
 
 def frozen(policy: Policy, name: str, point: Point) -> Dist:

@@ -6,15 +6,17 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor
 from torch.nn.functional import softplus
 
 from samplers.noise import Rng
 
+from ..dists import Gaussian
 from ..metrics import observe
 from ..options import Count
 from ..policies.base import Policy
-from ..registry import OBJECTIVES, TIMES
+from ..registry import OBJECTIVES, TIMES, UserError
 from ..types import Point, Rollout
 from .base import frozen
 from .forward import comparisons, error, noised, positive, summed
@@ -71,3 +73,91 @@ def pairs(rollout: Rollout) -> Tensor:
         if advantage.max() > advantage.min():
             chosen[rows[advantage.argmax()]] = chosen[rows[advantage.argmin()]] = True
     return chosen
+
+
+@OBJECTIVES.register("d3po")
+@dataclass
+class D3PO:
+    """D3PO: the best of a group is preferred to the worst at every step of their paths, without a reward model.
+
+    Yang et al. 2024, "Using Human Feedback to Fine-tune Diffusion Models without Any Reward Model", eq. 13: with m the
+    log-ratio of a step to the reference, minimises -log sigmoid(beta (m_best - m_worst)), each at its own state.
+    """
+
+    beta: float = 0.1
+
+    def __post_init__(self) -> None:
+        positive("objective.d3po", beta=self.beta)
+        self.behaviour, self.snapshots = "live", ("ref",)
+
+    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
+        return list(policy.path(rollout.replace(mask=rollout.mask & pairs(rollout)[:, None])))
+
+    def measure(self, policy: Policy, point: Point) -> Tensor:
+        return policy.dist(point).log_prob(point.target) - frozen(policy, "ref", point).log_prob(point.target)
+
+    def couple(self, point: Point, measured: Tensor) -> Point:
+        pair = comparisons(point)
+        side = (point.advantage - summed(point.advantage, pair)[pair] / 2).sign()
+        score = (summed(side * measured, pair) * self.beta)[pair]
+        observe("dpo/loss", softplus(-score), point.mask)
+        observe("dpo/right", (score > 0).double(), point.mask)
+        return point.replace(advantage=2 * self.beta * (-score).sigmoid() * side)  # a pair is two rows of the mean
+
+    def loss(self, policy: Policy, point: Point) -> Tensor:
+        """Linear in the log-prob, with the gradient of the loss above."""
+        dist = policy.dist(point)
+        if not isinstance(dist, Gaussian):
+            raise UserError("this objective compares the steps of two samplers: it is for flow and diffusion models")
+        logp = dist.log_prob(point.target)
+        if point.logprob is not None:
+            observe("log_ratio", logp - point.logprob, point.mask)
+        return -point.advantage * logp
+
+
+@OBJECTIVES.register("seppo")
+@dataclass
+class SePPO:
+    """SePPO: the best sample against another of an earlier checkpoint, which may itself count as good.
+
+    Zhang et al. 2024, "SePPO: Semi-Policy Preference Optimization for Diffusion Alignment". The earlier checkpoint
+    ("old", which lags) samples and is the reference. Where it fits the winner better than the base model does (the
+    anchor), its own sample is followed, otherwise avoided: minimises -log sigmoid(-(beta / 2) (D_w + flip D_r)) with
+    D = e - e_old the excess denoising error and flip 1 or -1. lag: share of the old weights kept every iteration.
+    """
+
+    beta: float = 100.0
+    draws: Count = 1
+    times: Annotated[TimeSampler, TIMES] = logit_normal
+    lag: Annotated[float, Ge(0), Le(1)] = 0.9
+
+    def __post_init__(self) -> None:
+        positive("objective.seppo", beta=self.beta)
+        self.behaviour, self.snapshots = "old", ("old", "ref")
+
+    def old_decay(self, step: int) -> float:
+        return self.lag
+
+    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
+        return noised(policy, rollout.replace(kept=pairs(rollout)), rng, self.times, self.draws, shared=True)
+
+    def measure(self, policy: Policy, point: Point) -> Tensor:
+        """[B, 2]: the error beyond the old weights'; how much better these are than the anchor."""
+        old = error(frozen(policy, "old", point), point)
+        return torch.cat([error(policy.dist(point), point) - old, error(frozen(policy, "ref", point), point) - old], 1)
+
+    def couple(self, point: Point, measured: Tensor) -> Point:
+        excess, better = measured.split(1, 1)
+        pair = comparisons(point)
+        wins = point.advantage > summed(point.advantage, pair)[pair] / 2
+        flip = summed(torch.where(wins, better, 0.0), pair)[pair].sign()
+        flip = torch.where(flip == 0, -1.0, flip)  # as good as the anchor: nothing says that its sample is good
+        side = torch.where(wins, torch.ones_like(flip), flip)
+        score = (summed(side * excess, pair) * self.beta / 2)[pair]
+        observe("seppo/followed", (flip > 0).double(), point.mask)
+        observe("dpo/loss", softplus(score), point.mask)
+        return point.replace(advantage=self.beta * score.sigmoid() * side)
+
+    def loss(self, policy: Policy, point: Point) -> Tensor:
+        """Linear in the error, with the gradient of the loss above."""
+        return point.advantage * error(policy.dist(point), point)

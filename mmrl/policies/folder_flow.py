@@ -91,8 +91,7 @@ class FolderPolicy(FlowPolicy):
 
     def decode(self, rollout: Rollout) -> Media:
         vae, parts = self.vae.to(self.device), chunks(len(rollout), self.width or len(rollout))
-        with torch.no_grad():
-            pixels = [self.pixels(vae, rollout.sample[p].to(vae.dtype)) for p in parts]
+        pixels = [self.pixels(vae, rollout.sample[p].to(vae.dtype)) for p in parts]
         return (torch.cat(pixels) / 2 + 0.5).clamp(0, 1)
 
     def pixels(self, vae: Any, latents: Tensor) -> Tensor:

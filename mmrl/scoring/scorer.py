@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from rewards.card import card_of
+
 from ..registry import UserError, suggest
 from ..types import Media, Prompt, Reward, Rewards
 from .attempt import Attempt, Budget, brief
@@ -85,6 +87,25 @@ class Scorer:
         stream = self.stream(len(prompts), beside=len(self.rewards) > 1)
         stream.put(media, prompts, groups)
         return stream.result()
+
+    def differentiable(self, media: Media, prompts: list[Prompt]) -> Tensor:
+        """[B] the weighted sum of the rewards with their gradient to ``media``, none left out, nothing remembered.
+
+        Raises:
+            UserError: a reward with a weight does not declare that it is differentiable.
+        """
+        total = 0.0
+        for name, weight in self.weights.items():
+            if not weight:
+                continue
+            reward = self.rewards[name].reward
+            if not card_of(reward).differentiable:
+                raise UserError(
+                    f"reward {name!r} has no gradient, which this objective follows; use a differentiable one "
+                    "(docs/rewards.md), or declare your own with @card(differentiable=True)"
+                )
+            total = total + weight * reward(media, prompts).to(media)
+        return total
 
     def stream(self, rows: int, beside: bool = True) -> Stream:
         """Scores a batch of ``rows`` samples in parts, as they come; ``beside``: in threads meanwhile."""

@@ -1,0 +1,108 @@
+"""Centred reward distillation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from annotated_types import Ge
+from torch import Tensor
+
+from samplers.noise import Rng
+
+from ..metrics import observe
+from ..options import Count
+from ..policies.base import Policy
+from ..registry import OBJECTIVES, TIMES
+from ..types import Point, Rollout
+from .base import frozen
+from .forward import comparisons, mean_absolute, mean_square, noised, positive, summed, velocity
+from .times import TimeSampler, steps
+
+
+@OBJECTIVES.register("crd")
+@dataclass
+class CRD:
+    """CRD: the implicit reward of the model, centred over a group, is fitted to the reward, centred alike.
+
+    Flow-Factory's "Centered Reward Distillation". With q the denoising error over its mean absolute value, the implicit
+    reward is r = -(q - q_old) and the wanted one a = 1/2 + A / (2 advantage_clip); both are centred by their mean under
+    weights p, and (beta r_c - a_c)^2 ("mse") or the cross-entropy of sigmoid(beta r_c) with sigmoid(a_c) ("bce") is
+    minimised. temperature: None has equal weights, else p = softmax(a / temperature), and once more with the sign
+    turned. The published code centres over the whole batch; here whole groups are compared, as everywhere.
+
+    kl: weight of the squared distance of the velocity to the reference's, whose guidance is ``ref_guidance``.
+    lag: after step n, old = max(lag_first, min(lag n, lag_most)) old + the rest of the live weights.
+    """
+
+    beta: float = 1.0
+    form: Literal["mse", "bce"] = "mse"
+    temperature: float | None = None
+    advantage_clip: float = 5.0
+    kl: Annotated[float, Ge(0)] = 0.1
+    ref_guidance: Annotated[float, Ge(0)] = 1.0
+    draws: Count = 4
+    times: Annotated[TimeSampler, TIMES] = steps
+    lag_first: Annotated[float, Ge(0)] = 0.25
+    lag: Annotated[float, Ge(0)] = 0.005
+    lag_most: Annotated[float, Ge(0)] = 0.999
+
+    def __post_init__(self) -> None:
+        positive("objective.crd", beta=self.beta, advantage_clip=self.advantage_clip, temperature=self.temperature or 1)
+        self.behaviour, self.snapshots = "live", ("old", "ref")
+
+    def old_decay(self, step: int) -> float:
+        return min(self.lag_first + self.lag * step, self.lag_most)
+
+    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
+        return noised(policy, rollout, rng, self.times, self.draws, shared=True)
+
+    def measure(self, policy: Policy, point: Point) -> Tensor:
+        return self._implicit(policy, point, velocity(policy.dist(point)))
+
+    def couple(self, point: Point, measured: Tensor) -> Point:
+        """In place of the advantage: for each direction the centred wanted reward and the centre of the model's."""
+        wanted, group = self._wanted(point.advantage), comparisons(point)
+        found = []
+        for sign in (1, -1) if self.temperature else (0,):
+            weight = (sign * wanted / (self.temperature or 1.0)).exp()
+            weight = weight / summed(weight, group)[group]
+            centre = summed(weight * wanted, group)[group]
+            found += [wanted - centre, summed(weight * measured, group)[group]]
+        return point.replace(advantage=torch.cat(found, 1))
+
+    def loss(self, policy: Policy, point: Point) -> Tensor:
+        """Before ``couple`` the centre of a is 1/2 and that of r is 0."""
+        v = velocity(policy.dist(point))
+        implicit = self._implicit(policy, point, v)
+        target = point.advantage
+        if target.shape[1] == 1:
+            target = torch.cat([self._wanted(target) - 0.5, torch.zeros_like(target)], 1)
+        each = [self._fit(self.beta * (implicit - target[:, i + 1 : i + 2]), target[:, i : i + 1])
+                for i in range(0, target.shape[1], 2)]  # fmt: skip
+        loss = torch.stack(each).mean(0) * self.advantage_clip / self.beta
+        if not self.kl:
+            return loss
+        distance = mean_square(v - velocity(frozen(policy, "ref", point.replace(guidance=self.ref_guidance))))
+        observe("kl", distance, point.mask)
+        return loss + self.kl * distance
+
+    def _wanted(self, advantage: Tensor) -> Tensor:
+        return 0.5 + advantage.clamp(-self.advantage_clip, self.advantage_clip) / (2 * self.advantage_clip)
+
+    def _implicit(self, policy: Policy, point: Point, v: Tensor) -> Tensor:
+        """[B, 1] -(q - q_old)."""
+        old = velocity(frozen(policy, "old", point))
+        return _scaled(old, point.target) - _scaled(v, point.target)
+
+    def _fit(self, implicit: Tensor, wanted: Tensor) -> Tensor:
+        if self.form == "mse":
+            return (implicit - wanted) ** 2
+        return torch.nn.functional.binary_cross_entropy_with_logits(implicit, wanted.sigmoid(), reduction="none")
+
+
+def _scaled(v: Tensor, target: Tensor) -> Tensor:
+    """[B, 1] mean square error over the mean absolute error, which has no gradient."""
+    off = v - target
+    return mean_square(off) / mean_absolute(off.detach()).clamp_min(1e-5).to(off)

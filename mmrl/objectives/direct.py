@@ -1,0 +1,183 @@
+"""Differentiable rewards: follow their gradient back through the last steps of the sampler."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from annotated_types import Ge
+from torch import Tensor
+
+from samplers.noise import Rng
+
+from ..dists import Gaussian
+from ..metrics import observe
+from ..options import Count
+from ..policies.base import Policy
+from ..registry import OBJECTIVES, UserError
+from ..types import Media, Point, Prompt, Rollout
+from .base import frozen
+
+Differentiable = Callable[[Media, list[Prompt]], Tensor]  # (media, prompts) -> [B], with gradient
+DIVERGENCES = {  # of two Gaussians with one variance, means d standard deviations apart; d2 = d^2 per dimension
+    "kl": lambda d2: d2 / 2,
+    "hellinger": lambda d2: -torch.expm1(-d2 / 8),
+    "total_variation": lambda d2: torch.erf((d2 + 1e-12).sqrt() / (2 * math.sqrt(2))),
+    "chi2": lambda d2: torch.expm1(d2.clamp_max(20)),
+}
+
+
+@OBJECTIVES.register("draft")
+@dataclass
+class Draft:
+    """DRaFT and ROCM: gradient ascent on a differentiable reward through the last ``last`` steps of the sampler.
+
+    Clark et al. 2024, "Directly Fine-Tuning Diffusion Models on Differentiable Rewards" (DRaFT-K; null: all steps);
+    Shekhar and Zhang 2025, "ROCM: RLHF on consistency models", which adds ``kl`` times a divergence to the
+    reference's transitions: kl, hellinger, total_variation or chi2, per dimension. Steps with noise repeat the noise
+    that was drawn. Every reward with a weight must be differentiable.
+    """
+
+    last: Count | None = 1
+    kl: Annotated[float, Ge(0)] = 0.0
+    divergence: Literal["kl", "hellinger", "total_variation", "chi2"] = "kl"
+
+    def __post_init__(self) -> None:
+        self.behaviour, self.snapshots = "live", ("ref",)
+        self.reward: Differentiable | None = None
+
+    def attach(self, reward: Differentiable) -> None:
+        """The trainer's rewards, with gradient."""
+        self.reward = reward
+
+    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
+        return whole_paths(rollout, self.last)
+
+    def loss(self, policy: Policy, point: Point) -> Tensor:
+        x, far = point.state[:, 0], []
+        for step in steps_of(point):
+            dist = policy.dist(step.replace(state=x))
+            noise = (step.target - frozen_mean(policy, step)) / dist.std.clamp_min(1e-12)
+            far.append(self._distance(policy, step.replace(state=x), dist) if self.kl else 0.0)
+            x = dist.mean + dist.std * torch.where(dist.std > 0, noise, 0.0)
+        reward = rewarded(self.reward, policy, point, x)
+        observe("reward/differentiated", reward, point.mask)
+        loss = -reward
+        if self.kl:
+            distance = sum(far) / len(far)
+            observe("kl", distance, point.mask)
+            loss = loss + self.kl * distance
+        return loss
+
+    def _distance(self, policy: Policy, step: Point, dist: Gaussian) -> Tensor:
+        """[B, 1] divergence of a transition from the reference's. A step without noise counts as if the clean
+        prediction had variance 1/2, as at re-noised states."""
+        length = (step.time - step.next_time).view(dist.std.shape)
+        scale = torch.where(dist.std > 0, dist.std, length * math.sqrt(0.5))
+        off = (dist.mean - frozen(policy, "ref", step).mean) / scale
+        return DIVERGENCES[self.divergence](off.square().flatten(1).mean(1, keepdim=True))
+
+
+@OBJECTIVES.register("adjoint_matching")
+@dataclass
+class AdjointMatching:
+    """Adjoint Matching: regress the change of every step's mean on the reward's gradient, carried back by the base.
+
+    Domingo-Enrich et al. 2025, "Adjoint Matching: Fine-tuning Flow and Diffusion Generative Models with Memoryless
+    Stochastic Optimal Control", eq. 37 to 39, for the sampler's own steps: with base means F_k and standard deviations
+    s_k, a_K = -strength grad r(x_K), a_k = (dF_k / dx)^T a_(k+1), and the loss of step k is
+    |(mean_k - F_k(x_k)) / s_k + s_k a_(k+1)|^2 / 2. Use ``kernel: memoryless, eta: 1``, which makes the optimum the
+    base's distribution tilted by exp(strength reward). strength: of the reward against the base.
+    """
+
+    strength: Annotated[float, Ge(0)] = 1.0
+
+    def __post_init__(self) -> None:
+        self.behaviour, self.snapshots = "live", ("ref",)
+        self.reward: Differentiable | None = None
+
+    def attach(self, reward: Differentiable) -> None:
+        """The trainer's rewards, with gradient."""
+        self.reward = reward
+
+    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
+        return whole_paths(rollout, None)
+
+    def loss(self, policy: Policy, point: Point) -> Tensor:
+        steps = list(steps_of(point))
+        wanted = self._adjoints(policy, point, steps)  # K times [B, *], a_(k + 1)
+        total = 0.0
+        for step, adjoint in zip(steps, wanted):
+            dist, base = policy.dist(step), frozen(policy, "ref", step)
+            if not (dist.std > 0).all():
+                continue  # without noise a step cannot be controlled
+            off = (dist.mean - base.mean) / dist.std + dist.std * adjoint
+            total = total + 0.5 * off.square().flatten(1).mean(1, keepdim=True)
+        return total
+
+    def _adjoints(self, policy: Policy, point: Point, steps: list[Point]) -> list[Tensor]:
+        with torch.enable_grad():
+            end = point.state[:, -1].detach().requires_grad_()
+            reward = rewarded(self.reward, policy, point, end)
+            (adjoint,) = torch.autograd.grad(-self.strength * reward.sum(), end)
+        observe("reward/differentiated", reward.detach(), point.mask)
+        found = [adjoint]
+        for step in reversed(steps[1:]):
+            with policy.weights.using("ref"), torch.enable_grad():
+                x = step.state.detach().requires_grad_()
+                (adjoint,) = torch.autograd.grad((policy.dist(step.replace(state=x)).mean * adjoint).sum(), x)
+            found.append(adjoint)
+        return found[::-1]
+
+
+def whole_paths(rollout: Rollout, last: int | None) -> list[Point]:
+    """One point a row that holds the last states of its path: state [B, n + 1, *], time [B, n + 1], eta [B, n]."""
+    if rollout.path is None:
+        raise UserError(
+            "this objective follows the sampler's steps: it is for flow and diffusion models, not for tokens"
+        )
+    first = 0 if last is None else max(0, rollout.eta.shape[1] - last)
+    alive = torch.ones_like(rollout.row, dtype=torch.bool) if rollout.kept is None else rollout.kept
+    return [
+        Point(
+            group=rollout.group, cond=rollout.cond, row=rollout.row, mask=alive[:, None], length=alive.long(),
+            state=rollout.path[:, first:], time=rollout.time[:, first:], eta=rollout.eta[:, first:],
+            advantage=rollout.advantage[:, -1:] if rollout.advantage is not None else None, asked=rollout.prompts,
+        )
+    ]  # fmt: skip
+
+
+def steps_of(point: Point) -> list[Point]:
+    """The steps of a point made by ``whole_paths``."""
+    return [
+        point.replace(
+            state=point.state[:, k], target=point.state[:, k + 1], time=point.time[:, k],
+            next_time=point.time[:, k + 1], eta=point.eta[:, k],
+        )
+        for k in range(point.eta.shape[1])
+    ]  # fmt: skip
+
+
+def frozen_mean(policy: Policy, step: Point) -> Tensor:
+    """[B, *] the mean of a visited step, without gradient; on the first step that of the weights that sampled."""
+    with torch.no_grad():
+        return policy.dist(step).mean
+
+
+def rewarded(reward: Differentiable | None, policy: Policy, point: Point, sample: Tensor) -> Tensor:
+    """[B, 1] the rewards of finished samples, with gradient to them. UserError if a reward has none."""
+    if reward is None:
+        raise UserError("this objective needs a differentiable reward; it gets it from the trainer")
+    rollout = Rollout(
+        group=point.group, cond=point.cond, row=point.row, sample=sample, prompts=point.asked,
+        logprob=point.mask.to(sample), mask=point.mask,
+    )  # fmt: skip
+    found = reward(policy.decode(rollout), rollout.asked())
+    if not found.requires_grad and torch.is_grad_enabled():
+        raise UserError(
+            "the reward gives no gradient: this objective needs differentiable rewards (docs/rewards.md says which are)"
+        )
+    return found[:, None].to(sample)

@@ -1,0 +1,60 @@
+"""Flow matching policy gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from samplers.noise import Rng
+
+from ..metrics import observe
+from ..options import Count
+from ..policies.base import Policy
+from ..registry import OBJECTIVES, TIMES
+from ..types import Point, Rollout
+from .base import frozen
+from .forward import error, noised, positive, summed
+from .times import TimeSampler, uniform
+
+
+@OBJECTIVES.register("fpo")
+@dataclass
+class FPO:
+    """FPO: PPO with the ratio exp(mean over draws of (l_old - l)), l the denoising error at the same time and noise.
+
+    McAllister et al. 2025, "Flow Matching Policy Gradients", eq. 13: the mean stands in the exponent, so all draws of
+    a sample have one ratio and are clipped together. clip: its range, one number or [low, high].
+    """
+
+    clip: float | tuple[float, float] = 0.05
+    advantage_clip: float = 5.0
+    draws: Count = 8
+    times: Annotated[TimeSampler, TIMES] = uniform
+
+    def __post_init__(self) -> None:
+        self.low, self.high = self.clip if isinstance(self.clip, (tuple, list)) else (self.clip, self.clip)
+        positive("objective.fpo", clip=min(self.low, self.high), advantage_clip=self.advantage_clip)
+        self.behaviour, self.snapshots = "live", ("old",)
+
+    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
+        return noised(policy, rollout, rng, self.times, self.draws)
+
+    def measure(self, policy: Policy, point: Point) -> Tensor:
+        return error(frozen(policy, "old", point), point) - error(policy.dist(point), point)
+
+    def couple(self, point: Point, measured: Tensor) -> Point:
+        """The derivative of the clipped objective by the log-ratio takes the place of the advantage."""
+        _, row = point.row.unique(return_inverse=True)
+        log_ratio = (summed(measured, row) / summed(torch.ones_like(measured), row))[row]
+        ratio, advantage = log_ratio.exp(), point.advantage.clamp(-self.advantage_clip, self.advantage_clip)
+        clipped = torch.where(advantage > 0, ratio > 1 + self.high, ratio < 1 - self.low)
+        for name, value in (("log_ratio", log_ratio), ("ratio", ratio), ("clip_fraction", clipped.double())):
+            observe(name, value, point.mask)
+        return point.replace(advantage=torch.where(clipped, 0.0, advantage * ratio))
+
+    def loss(self, policy: Policy, point: Point) -> Tensor:
+        """Linear in the error, with the gradient of PPO's loss; before ``couple`` the ratio is 1."""
+        return point.advantage * error(policy.dist(point), point)

@@ -1,0 +1,244 @@
+"""CRD, FPO, D3PO, SePPO, direct back-propagation and Adjoint Matching: each gradient against its definition."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from mmrl import advantages
+from mmrl.dists import Gaussian
+from mmrl.objectives import CRD, D3PO, FPO, AdjointMatching, DiffusionDPO, Draft, SePPO
+from mmrl.objectives.direct import DIVERGENCES
+from mmrl.optimizers import adamw
+from mmrl.options import TrainOptions
+from mmrl.registry import UserError
+from mmrl.scoring import Scorer
+from mmrl.trainer import Trainer
+from mmrl.types import Point
+from rewards.card import card
+from samplers.kernels import consistency, memoryless, ode
+from samplers.noise import Rng
+from samplers.windows import all_but_last
+
+from . import toys
+
+torch.set_default_dtype(torch.float32)
+
+
+def setting(objective, moved=0.02, copies=4, **options):
+    """A toy whose live weights have moved away from its snapshots, its rollout, and the objective's points."""
+    policy = toys.make("flow", double=True, **options)
+    for name in ("ref", "old"):
+        policy.weights.keep(name)
+    with torch.no_grad():
+        rollout = policy.rollout(toys.prompts(3), copies, Rng.of("rollout"))
+        for i, p in enumerate(policy.net.parameters()):
+            p += moved * torch.randn(p.shape, generator=torch.Generator().manual_seed(i), dtype=p.dtype)
+    advantage = torch.randn(len(rollout), 1, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    if hasattr(objective, "attach"):
+        objective.attach(toys.smooth_reward)
+    return policy, rollout.replace(advantage=advantage)
+
+
+def gradient(policy, loss):
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(policy.net.parameters()))])
+
+
+def coupled(objective, policy, rollout):
+    """(gradient of the mean elementwise loss, all points of the step)."""
+    whole = Point.cat(list(objective.points(policy, rollout, Rng.of("points"))))
+    whole = whole[whole.mask.any(1)]
+    with torch.no_grad():
+        ready = objective.couple(whole, objective.measure(policy, whole))
+    loss = (objective.loss(policy, ready) * ready.mask).sum() / ready.mask.sum()
+    return gradient(policy, loss), whole
+
+
+def test_tv16_crd():
+    a = torch.tensor([0.7, 0.4, 0.55, 0.2], dtype=torch.float64)[:, None]
+    rt = torch.tensor([-0.02, 0.01, 0.03, -0.01], dtype=torch.float64)[:, None]
+    point = Point(
+        group=torch.zeros(4, dtype=torch.long), row=torch.arange(4), state=rt, mask=rt > -9, advantage=(a - 0.5) * 10
+    )
+    wanted = {
+        ("mse", None): 0.07171874, ("mse", 0.5): 0.07629474, ("bce", None): 0.69782054, ("bce", 0.5): 0.69783795,
+    }  # fmt: skip
+    for (form, temperature), value in wanted.items():
+        objective = CRD(beta=10, form=form, temperature=temperature, kl=0)
+        ready = objective.couple(point, rt).advantage
+        each = [
+            objective._fit(10 * (rt - ready[:, i + 1 : i + 2]), ready[:, i : i + 1])
+            for i in range(0, ready.shape[1], 2)
+        ]
+        assert abs(float(torch.stack(each).mean()) - value) < 2e-8, (form, temperature)
+
+
+def test_fpo_is_ppo_with_the_mean_in_the_exponent():
+    objective = FPO(clip=0.002, draws=3)
+    policy, rollout = setting(objective)
+    found, whole = coupled(objective, policy, rollout)
+
+    def errors(dist):
+        return (dist.mean - whole.target).square().flatten(1).mean(1)
+
+    with policy.weights.using("old"), torch.no_grad():
+        old = errors(policy.dist(whole))
+    gap = old - errors(policy.dist(whole))
+    log_ratio = torch.stack([gap[whole.row == r].mean() for r in range(12)])
+    ratio, advantage = log_ratio.exp(), rollout.advantage[:, 0].clamp(-5, 5)
+    loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.998, 1.002)).mean()
+    assert ((ratio - 1).abs() > 0.002).any() and ((ratio - 1).abs() < 0.002).any()
+    torch.testing.assert_close(found, gradient(policy, loss), rtol=1e-9, atol=1e-12)
+
+
+def best_and_worst(rollout):
+    for group in range(3):
+        rows = (rollout.group == group).nonzero()[:, 0]
+        order = rollout.advantage[rows, 0].argsort()
+        yield int(rows[order[-1]]), int(rows[order[0]])
+
+
+def test_d3po_prefers_the_best_at_every_step():
+    objective = D3PO(beta=2.0)
+    policy, rollout = setting(objective)
+    found, whole = coupled(objective, policy, rollout)
+    live = policy.dist(whole).log_prob(whole.target)[:, 0]
+    with policy.weights.using("ref"), torch.no_grad():
+        ref = policy.dist(whole).log_prob(whole.target)[:, 0]
+    losses = []
+    for best, worst in best_and_worst(rollout):
+        for k in range(rollout.mask.shape[1]):
+            at = [((whole.row == r) & (whole.time == rollout.time[r, k])).nonzero()[0, 0] for r in (best, worst)]
+            margin = (live[at[0]] - ref[at[0]]) - (live[at[1]] - ref[at[1]])
+            losses.append(-torch.nn.functional.logsigmoid(2.0 * margin))
+    torch.testing.assert_close(found, gradient(policy, torch.stack(losses).mean()), rtol=1e-9, atol=1e-12)
+
+
+def test_seppo_follows_a_checkpoint_that_beats_its_anchor_and_is_dpo_otherwise():
+    for better in (False, True):
+        objective = SePPO(beta=3.0, draws=2)
+        policy, rollout = setting(objective)
+        if better:  # the anchor is now far off
+            with policy.weights.using("ref"), torch.no_grad():
+                list(policy.net.parameters())[-1].add_(3.0)
+                policy.weights.keep("ref")
+        found, whole = coupled(objective, policy, rollout)
+        with policy.weights.using("old"), torch.no_grad():
+            old = (policy.dist(whole).mean - whole.target).square().flatten(1).mean(1)
+        excess = (policy.dist(whole).mean - whole.target).square().flatten(1).mean(1) - old
+        losses = []
+        for best, worst in best_and_worst(rollout):
+            for t in whole.time[whole.row == best]:
+                w, r = (excess[((whole.row == row) & (whole.time == t)).nonzero()[0, 0]] for row in (best, worst))
+                losses.append(-torch.nn.functional.logsigmoid(-1.5 * (w + r if better else w - r)))
+        torch.testing.assert_close(found, gradient(policy, torch.stack(losses).mean()), rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{"kernel": ode}, {"sde": all_but_last}, {"kernel": consistency, "eta": 1.0}])
+@pytest.mark.parametrize("last", [None, 2])
+def test_draft_is_the_gradient_through_the_sampler(options, last):
+    """On policy: the reward of a sampler that is run again from the same state with the same noise."""
+    objective = Draft(last=last)
+    policy, rollout = setting(objective, moved=0.0, **options)
+    (point,) = objective.points(policy, rollout, Rng.of(0))
+    found = gradient(policy, objective.loss(policy, point).mean())
+    steps = rollout.eta.shape[1]
+    first = 0 if last is None else steps - last
+    x = rollout.path[:, first]
+    for k in range(first, steps):
+        v = policy._velocities(point.replace(state=x, time=rollout.time[:, k]), guided=False)[0]
+        mean, std = policy.kernel(x, v, rollout.time[:, k], rollout.time[:, k + 1], rollout.eta[:, k])
+        x = mean + std * Rng.of("rollout").normal(rollout.row, (2,), k + 1, torch.float64)
+    torch.testing.assert_close(x, rollout.sample, atol=1e-12, rtol=0)
+    torch.testing.assert_close(found, gradient(policy, -toys.smooth_reward(x, None).mean()), rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_divergences_against_quadrature(name):
+    """Of N(0, 1) and N(d, 1) on a line."""
+    x = torch.linspace(-30, 30, 200_001, dtype=torch.float64)
+    for d in (0.3, 1.5):
+        p, q = (Gaussian(torch.full((1, 1), m, dtype=torch.float64), torch.ones(1, 1)) for m in (d, 0.0))
+        p, q = (torch.exp(-0.5 * (x - g.mean) ** 2)[0] / (2 * torch.pi) ** 0.5 for g in (p, q))
+        dx = x[1] - x[0]
+        exact = {
+            "kl": (p * (p / q.clamp_min(1e-300)).clamp_min(1e-300).log()).sum() * dx,
+            "hellinger": 1 - (p * q).sqrt().sum() * dx,
+            "total_variation": (p - q).abs().sum() * dx / 2,
+            "chi2": (p**2 / q.clamp_min(1e-300)).sum() * dx - 1,
+        }[name]
+        found = DIVERGENCES[name](torch.tensor(d**2, dtype=torch.float64))
+        torch.testing.assert_close(found, exact, atol=1e-6, rtol=1e-6)
+
+
+def test_a_regulariser_keeps_the_policy_near_the_reference():
+    for divergence in DIVERGENCES:
+        objective = Draft(last=2, kl=1.0, divergence=divergence)
+        policy, rollout = setting(objective, sde=all_but_last)
+        (point,) = objective.points(policy, rollout, Rng.of(0))
+        plain = Draft(last=2)
+        plain.attach(toys.smooth_reward)
+        extra = objective.loss(policy, point) - plain.loss(policy, point)
+        assert (extra > 0).all() and extra.isfinite().all()
+
+
+def test_adjoints_are_the_gradient_through_the_base_sampler():
+    objective = AdjointMatching(strength=2.0)
+    policy, rollout = setting(objective, kernel=memoryless, eta=1.0)
+    (point,) = objective.points(policy, rollout, Rng.of(0))
+    from mmrl.objectives.direct import steps_of
+
+    steps = steps_of(point)
+    found = objective._adjoints(policy, point, steps)
+    for k in range(len(steps)):
+        with policy.weights.using("ref"):
+            x = start = rollout.path[:, k + 1].clone().requires_grad_()
+            for j in range(k + 1, len(steps)):
+                mean = policy.dist(steps[j].replace(state=x)).mean
+                x = mean + (rollout.path[:, j + 1] - mean).detach()  # the same noise
+            (wanted,) = torch.autograd.grad(-2.0 * toys.smooth_reward(x, None).sum(), start)
+        torch.testing.assert_close(found[k], wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_adjoint_matching_starts_at_the_rewards_gradient_and_without_reward_at_rest():
+    objective = AdjointMatching(strength=0.0)
+    policy, rollout = setting(objective, moved=0.0, kernel=memoryless, eta=1.0)
+    (point,) = objective.points(policy, rollout, Rng.of(0))
+    assert objective.loss(policy, point).abs().max() < 1e-20
+
+
+@card(differentiable=True)
+def smooth(sample, prompts):
+    return toys.smooth_reward(sample, prompts)
+
+
+LEARNING = {
+    "crd": (lambda: CRD(kl=0.0), {}), "fpo": (lambda: FPO(), {}), "d3po": (lambda: D3PO(beta=5.0), {}),
+    "seppo": (lambda: SePPO(beta=5.0), {}), "draft": (lambda: Draft(last=3), {"kernel": ode}),
+    "rocm": (lambda: Draft(last=None, kl=0.01), {"kernel": consistency, "eta": 1.0}),
+    "adjoint_matching": (lambda: AdjointMatching(strength=10.0), {"kernel": memoryless, "eta": 1.0}),
+    "dpo": (lambda: DiffusionDPO(beta=5.0), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_each_raises_the_toy_reward(name):
+    objective, options = LEARNING[name]
+    policy = toys.make("flow", **options)
+    sizes = {"prompts": 4, "copies": 8, "batch_size": 32, "iterations": 40, "seed": 1}
+    trainer = Trainer(
+        policy, toys.prompts(), Scorer({"smooth": smooth}), advantages.dance, objective(), partial(adamw, lr=3e-3),
+        TrainOptions(**sizes),
+    )  # fmt: skip
+    found = [trainer.iterate()["reward/mean"] for _ in range(40)]
+    assert sum(found[-5:]) / 5 > found[0] + 0.3, found
+
+
+def test_a_reward_without_gradient_is_refused_by_name():
+    objective = Draft()
+    Trainer(
+        toys.make("flow"), toys.prompts(), scorer := Scorer({"plain": toys.smooth_reward}), advantages.dance, objective,
+        partial(adamw, lr=1e-3), TrainOptions(prompts=4, copies=2, batch_size=8, iterations=1),
+    )  # fmt: skip
+    with pytest.raises(UserError, match="'plain' has no gradient"):
+        scorer.differentiable(torch.zeros(2, 2), toys.prompts(2))
