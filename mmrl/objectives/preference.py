@@ -91,7 +91,9 @@ class D3PO:
         self.behaviour, self.snapshots = "live", ("ref",)
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
-        return list(policy.path(rollout.replace(mask=rollout.mask & pairs(rollout)[:, None])))
+        chosen = rollout.row[pairs(rollout)]
+        each = policy.path(rollout)
+        return [point.replace(mask=point.mask & torch.isin(point.row, chosen)[:, None]) for point in each]
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
         return policy.dist(point).log_prob(point.target) - frozen(policy, "ref", point).log_prob(point.target)
