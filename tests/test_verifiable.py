@@ -117,6 +117,8 @@ BARE = [((10.0, 20.0, 30.0, 40.0), None)]
         ('{"cat": [[10, 20], [30, 40]]}', "ok", CAT),
         ('{"x1": 10, "y1": 20, "x2": "30", "y2": 40, "label": "cat"}', "ok", CAT),
         ('{"box_2d": [20, 10, 40, 30], "label": "cat"}', "ok", CAT),
+        ('{"objects": [{"bbox_2d": [10, 20, 30, 40], "label": "cat"}]}', "ok", CAT),
+        ("(10, 20, 30, 40)", "ok", BARE),
         ("(10, 20), (30, 40)", "ok", BARE),
         ("<|object_ref_start|>cat<|object_ref_end|><|box_start|>(10,20),(30,40)<|box_end|>", "ok", CAT),
         ("<ref>cat</ref><box>[[10, 20, 30, 40]]</box>", "ok", CAT),

@@ -137,7 +137,7 @@ def _bracketed(body: str, size: int) -> Parsed[list[Shape]]:
             label = _label(one["label"])
         else:
             found.append(Shape(tuple(float(v) for v in one.groups()[1:]), label))
-    whole = "<box>" in body or strict_json(body).status == "ok"
+    whole = "<box>" in body or strict_json(body).status == "ok" or re.fullmatch(rf"\(\s*{numbers}\s*\)", body)
     return Parsed(found, "ok" if whole else "repaired")
 
 
@@ -192,6 +192,9 @@ def _entry(entry: Any, size: int) -> Iterator[Shape]:
         return
     for name, value in entry.items():
         yield from (Shape(v, _label(name)) for v in _many(value, size))
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, dict):  # {"objects": [{"bbox_2d": ...}]}
+                yield from _entry(part, size)
 
 
 def _turned(values: tuple[float, ...]) -> tuple[float, ...]:
