@@ -1,6 +1,6 @@
 """A vision-language model of transformers asked about pictures: what comes next, how likely an answer is.
 
-The model is the same object as that of a ``local`` judge with the same path, precision and device.
+Not the object that a ``local`` judge holds: generation keeps state in some models, and rewards run side by side.
 """
 
 from __future__ import annotations
@@ -8,16 +8,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rewards._clip import pick_device
-from rewards._hf import Precision, to_pil
-from rewards.local_vlm import load
+from mmrl.registry import UserError
+from rewards._hf import Precision, load_model, load_processor, to_pil
 
 
 class LocalVLM:
     """A model with its processor; pictures go through PIL, questions through the chat template if there is one."""
 
     def __init__(self, model: str, device: str = "auto", dtype: Precision = "bfloat16"):
-        self.model, self.processor = load(model, dtype, str(pick_device(device)))
+        self.model = load_model("AutoModelForImageTextToText", model, device, dtype)
+        self.processor = load_processor("AutoProcessor", model)
+        if not getattr(self.processor, "chat_template", None):
+            raise UserError(f"the model {model!r} has no chat template, so it cannot be asked anything")
         self.tokenizer = self.processor.tokenizer
         self.tokenizer.padding_side = "left"
 
