@@ -95,6 +95,7 @@ class Judged:
     """
 
     name = "judge"
+    sees_prompts = True  # shows the pictures of prompts: `remote` sends them along
 
     def __init__(self, model: Asker, frames: int, on_failure: OnFailure):
         self.model, self.frames, self.stop = model, frames, on_failure == "stop"

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mmrl.registry import UserError
 from rewards._media import frames, to_uint8
+from rewards._wire_prompts import marks_of, opened, told
 
 Format = Literal["png", "webp", "tensor"]
 FORMATS: tuple[Format, ...] = ("png", "webp", "tensor")
@@ -50,6 +51,7 @@ class Parts:
     media: Any  # encoded pictures, a list of them for each video, texts, or the bytes of a safetensors file
     kind: str
     rewards: Any = None
+    marks: Any = None  # what texts know of themselves: null or {tokens, finished, logprob} for each
 
 
 # ---------------------------------------------------------------------------------------------------- sending
@@ -65,7 +67,9 @@ def pack(media: Tensor | list, prompts: Sequence[dict], kind: Format, names: Seq
     if names is not None:
         parts.append(_json_part("rewards", list(names)))
     if isinstance(media, list):
-        return [*parts, _json_part("texts", check_texts(media))]
+        marks = marks_of(check_texts(media))
+        parts += [] if marks is None else [_json_part("marks", marks)]
+        return [*parts, _json_part("texts", [str(text) for text in media])]
     if kind == "tensor":
         from safetensors.torch import save
 
@@ -150,7 +154,10 @@ def unpack(parts: Parts, limits: Limits) -> tuple[Tensor | list[str], list[dict]
     media = _media(parts, limits)
     if len(media) != len(prompts):
         raise BadInput("prompts", f"{len(prompts)} of them for {len(media)} samples")
-    return media, prompts
+    try:
+        return media, opened(prompts, limits.pixels)
+    except ValueError as error:
+        raise BadInput("prompts", str(error)) from error
 
 
 def _media(parts: Parts, limits: Limits) -> Tensor | list[str]:
@@ -161,7 +168,10 @@ def _media(parts: Parts, limits: Limits) -> Tensor | list[str]:
     if parts.kind == "texts":
         if not all(isinstance(text, str) for text in parts.media):
             raise BadInput("texts", "expected a list of texts")
-        return parts.media
+        try:
+            return told(parts.media, parts.marks)
+        except ValueError as error:
+            raise BadInput("marks", str(error)) from error
     return _pictures(parts, limits)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import threading
@@ -15,8 +16,9 @@ from annotated_types import Ge, Gt
 from torch import Tensor
 
 from mmrl.registry import REWARDS, UserError
-from rewards._servers import Failed, Server, Servers, post
+from rewards._servers import Failed, Server, Servers, exchange, post
 from rewards._wire import Format, check_texts, check_token, pack, read_answer
+from rewards._wire_prompts import enclosed, has_pictures, without_pictures
 from rewards.card import card
 
 
@@ -52,7 +54,8 @@ class Remote:
         concurrency: requests at once for each server.
         backoff: seconds before the first repetition, doubled for each further one, with jitter.
         cooldown: seconds that a dead server is left alone while another lives.
-        fields: keys of the prompts to send; None: all.
+        fields: keys of the prompts to send; None: all, but pictures (``image``, ``images``) only if a reward that is
+            asked for looks at them. Pictures are sent, files read here.
         on_failure: ``nan`` leaves samples without a value out, ``stop`` raises.
 
     Attributes:
@@ -87,6 +90,7 @@ class Remote:
         self.batch_size, self.concurrency, self.backoff = batch_size, concurrency, backoff
         self.fields, self.stop = fields, on_failure == "stop"
         self._jitter = random.Random()  # not the global one, which belongs to the run
+        self._pictures: bool | None = None  # not known yet
         self._client: Any = None
         self._lock = threading.Lock()
 
@@ -98,9 +102,8 @@ class Remote:
         """Images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on the CPU."""
         rows = sendable(media, self.format)
         values = torch.full((len(prompts),), torch.nan)  # [B]
-        if self.fields is not None:
-            prompts = [{key: prompt[key] for key in self.fields if key in prompt} for prompt in prompts]
         self._pool.wake()
+        prompts = self._prompts(prompts)
         chunks = [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
         pool = ThreadPoolExecutor(min(len(chunks), self.concurrency * len(self.servers)) or 1, "remote reward")
         call = Call()
@@ -113,6 +116,34 @@ class Remote:
             pool.shutdown(wait=False, cancel_futures=True)
         self._check(values, rows)
         return values
+
+    def _prompts(self, prompts: list[dict]) -> list[dict]:
+        """What is sent of them: ``fields``, or all; pictures only to rewards that look at them, as PNG."""
+        if self.fields is not None:
+            prompts = [{key: prompt[key] for key in self.fields if key in prompt} for prompt in prompts]
+        if not any(map(has_pictures, prompts)):
+            return prompts
+        if self.fields is None and not self._sees_prompts():
+            return [without_pictures(prompt) for prompt in prompts]
+        try:
+            return [enclosed(prompt) for prompt in prompts]
+        except OSError as error:
+            raise UserError(f"reward 'remote' cannot read a picture of a prompt: {error}") from error
+
+    def _sees_prompts(self) -> bool:
+        """Does a reward that is asked for look at pictures of prompts, by what the first server that answers says?"""
+        if self._pictures is None:
+            for server in self.servers:
+                try:
+                    request = self._connection().build_request("GET", f"{server.url}/info", timeout=self.timeout)
+                    response, content = exchange(self._connection(), request, self.timeout, 2**20)
+                    rewards = json.loads(content)["rewards"] if response.status_code == 200 else {}
+                    asked = self.names or list(rewards)
+                    self._pictures = any(rewards.get(name, {}).get("pictures") for name in asked)
+                    break
+                except (Failed, ValueError, KeyError, TypeError, AttributeError):
+                    continue  # the requests themselves will say what is the matter
+        return bool(self._pictures)
 
     def _check(self, values: Tensor, rows: list[int]) -> None:
         """``on_failure``: null from a server and no answer at all are the same, a sample without a value."""

@@ -101,10 +101,77 @@ def test_texts_and_samples_without_a_value(url):
 
 
 def test_prompts_that_json_cannot_hold_are_named_and_can_be_left_at_home(url):
-    prompts = [{"n": i, "image": torch.zeros(3)} for i in range(2)]
-    with pytest.raises(UserError, match="cannot hold 'image' of the prompt"):
+    prompts = [{"n": i, "thing": torch.zeros(3)} for i in range(2)]
+    with pytest.raises(UserError, match="cannot hold 'thing' of the prompt"):
         Remote(url, name="numbers")(pictures(2), prompts)
     assert Remote(url, name="numbers", fields=["n"])(pictures(2), prompts).tolist() == [0, 1]
+
+
+class Seeing:
+    """Brightness of the prompt's picture; -1 where none has come."""
+
+    sees_prompts = True
+
+    def __call__(self, media, prompts):
+        found = [prompt["image"] if "image" in prompt else (prompt.get("images") or [None])[0] for prompt in prompts]
+        return [-1.0 if one is None else sum(one.resize((1, 1)).getpixel((0, 0))) / 765 for one in found]
+
+
+def shapes(texts, prompts):
+    """What a text knows of itself."""
+    return [getattr(t, "tokens", 0) + 0.5 * getattr(t, "finished", False) + getattr(t, "logprob", 0) for t in texts]
+
+
+def unseeing(media, prompts):
+    return [float("image" in prompt or "images" in prompt) for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def words_url():
+    with serving({"seeing": Seeing(), "shapes": shapes, "unseeing": unseeing}) as address:
+        yield address
+
+
+def test_completions_keep_what_they_know_over_the_wire(words_url):
+    from mmrl.types import Completion
+
+    texts = [Completion("one", 3, True, -0.25), "plain", Completion("two", 7, False, float("nan"))]
+    prompts = [{"text": "a"}] * 3
+    found = Remote(words_url, name="shapes", batch_size=2)(texts, prompts)
+    assert found.tolist() == [3.25, 0.0, 7.0]
+    assert found[:2].tolist() == shapes(texts[:2], prompts)
+
+
+def test_pictures_of_prompts_go_to_those_who_look_at_them(words_url, tmp_path):
+    from PIL import Image
+
+    Image.new("RGB", (6, 4), (51, 51, 51)).save(tmp_path / "grey.png")
+    prompts = [
+        {"text": "a", "image": str(tmp_path / "grey.png")},
+        {"text": "b", "images": [Image.new("RGB", (2, 2), "white")]},
+        {"text": "c"},
+    ]
+    assert Remote(words_url, name="seeing")(["x"] * 3, prompts).tolist() == pytest.approx([0.2, 1.0, -1.0])
+    assert Remote(words_url, name="unseeing")(["x"] * 3, prompts).tolist() == [0, 0, 0]
+    assert Remote(words_url, name="unseeing", fields=["image"])(["x"] * 3, prompts).tolist() == [1, 0, 0]
+    with pytest.raises(UserError, match="cannot read a picture of a prompt: .*nowhere.png"):
+        Remote(words_url, name="seeing")(["x"], [{"text": "a", "image": "nowhere.png"}])
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "says"),
+    [
+        ({"prompts": [{"image": "/etc/passwd"}]}, "prompts", "expected {"),
+        ({"prompts": [{"images": [{"png": "!"}]}]}, "prompts", "is not base64"),
+        ({"prompts": [{"images": [{"png": "AAAA"}]}]}, "prompts", "cannot be read as PNG"),
+        ({"prompts": [{}], "marks": [1]}, "marks", "expected null or"),
+        ({"prompts": [{}], "marks": []}, "marks", "expected a list of 1"),
+        ({"prompts": [{}], "marks": [{"tokens": True}]}, "marks", "expected null or"),
+    ],
+)
+def test_pictures_and_marks_that_are_none_are_refused_by_name(words_url, body, field, says):
+    answer = httpx.post(f"{words_url}/score", json={"texts": ["x"], "rewards": ["shapes"], **body})
+    assert answer.status_code == 400 and answer.json()["field"] == field and says in answer.json()["error"]
 
 
 def test_through_the_scorer_of_training(url):

@@ -53,7 +53,8 @@ def test_info_health_and_metrics(url):
     httpx.post(f"{url}/score", json=good(2, rewards=["numbers"]))
     assert httpx.get(f"{url}/health").json() == {"status": "ok"}
     info = httpx.get(f"{url}/info").json()
-    assert info["rewards"]["mean"] == {"weight": 0.5, "about": "Mean of the picture."}
+    about = {"media": ["image", "video", "text"], "needs": [], "pictures": False}
+    assert info["rewards"]["mean"] == {"weight": 0.5, "about": "Mean of the picture.", **about}
     assert info["formats"] == ["png", "webp", "tensor"] and info["limits"]["max_samples"] == 1024
     text = httpx.get(f"{url}/metrics").text
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))

@@ -38,11 +38,11 @@ def json_parts(body: bytes) -> Parts:
         media = [from_base64(item, f"images[{i}]") for i, item in enumerate(media)]
     if kind == "videos" and isinstance(media, list) and all(isinstance(video, list) for video in media):
         media = [[from_base64(one, f"videos[{i}][{f}]") for f, one in enumerate(v)] for i, v in enumerate(media)]
-    return Parts(found.get("prompts"), media, kind, found.get("rewards"))
+    return Parts(found.get("prompts"), media, kind, found.get("rewards"), found.get("marks"))
 
 
 async def multipart_parts(request: Request, body: bytes) -> Parts:
-    """Fields ``prompts``, ``rewards``, ``texts``, ``frames`` are JSON; ``images``, ``videos``, ``tensor`` are files."""
+    """``prompts``, ``rewards``, ``texts``, ``marks``, ``frames`` are JSON; ``images``, ``videos``, ``tensor`` files."""
 
     async def stream() -> AsyncIterator[bytes]:
         for start in range(0, len(body), 2**18):
@@ -62,7 +62,7 @@ async def multipart_parts(request: Request, body: bytes) -> Parts:
         await form.close()
     except Exception as error:  # whatever a parser says of bytes that anyone may have sent
         raise BadInput("body", f"is not multipart/form-data ({type(error).__name__})") from error
-    plain = {n: parse_json(found[n][0], n) for n in ("prompts", "rewards", "texts", "frames") if n in found}
+    plain = {n: parse_json(found[n][0], n) for n in ("prompts", "rewards", "texts", "marks", "frames") if n in found}
     kind = one_kind(found)
     media: Any = {"texts": plain.get("texts"), "tensor": found[kind][0]}.get(kind, found[kind])
     if kind == "videos":
@@ -70,7 +70,7 @@ async def multipart_parts(request: Request, body: bytes) -> Parts:
         if type(count) is not int or count < 1 or len(media) % count:
             raise BadInput("frames", f"expected how many frames a video has, a divisor of {len(media)}")
         media = [media[i : i + count] for i in range(0, len(media), count)]
-    return Parts(plain.get("prompts"), media, kind, plain.get("rewards"))
+    return Parts(plain.get("prompts"), media, kind, plain.get("rewards"), plain.get("marks"))
 
 
 def one_kind(found: Mapping[str, Any]) -> str:

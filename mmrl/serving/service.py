@@ -87,6 +87,7 @@ class Service:
         for name, one in rewards.items():
             if (of := card_of(one.reward).of) != "sample":
                 raise UserError(f"reward {name!r} judges {of}s, and requests hold single samples: it cannot be served")
+        self.cards = {name: card_in_short(one.reward) for name, one in rewards.items()}
         wait = options.wait_ms / 1000
         self.lanes = {name: Lane(name, one.reward, options.max_batch, wait) for name, one in rewards.items()}
         self.requests: Counter[int] = Counter()
@@ -175,7 +176,9 @@ class Service:
     def info(self) -> dict[str, Any]:
         options = asdict(self.options)
         limits = {key: options[key] for key in ("max_request_mib", "max_samples", "max_megapixels")}
-        rewards = {name: {"weight": self.weights[name], "about": self.about[name]} for name in self.lanes}
+        rewards = {
+            name: {"weight": self.weights[name], "about": self.about[name], **self.cards[name]} for name in self.lanes
+        }
         return {"version": __version__, "rewards": rewards, "formats": options["formats"], "limits": limits}
 
     def metrics(self) -> str:
@@ -190,6 +193,13 @@ class Service:
                 value = {"samples": lane.samples, "failures": lane.failures, "batches": lane.batches}.get(what)
                 lines.append(f'mmrl_reward_{what}_total{{reward="{label}"}} {lane.seconds if value is None else value}')
         return "\n".join(lines) + "\n"
+
+
+def card_in_short(reward: Any) -> dict[str, Any]:
+    """What a client should know of a reward: media, the fields it needs, whether it looks at pictures of prompts."""
+    found, inner = card_of(reward), getattr(reward, "reward", reward)  # what is inside its handling
+    pictures = bool({"image", "images"} & set(found.needs)) or bool(getattr(inner, "sees_prompts", False))
+    return {"media": list(found.media), "needs": list(found.needs), "pictures": pictures}
 
 
 def describe_reward(reward: Any) -> str:
