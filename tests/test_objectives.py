@@ -111,3 +111,17 @@ def test_random_subsets_are_unbiased():
         kept[:, [0, 1, 3, 4]].double().mean(0), torch.full((4,), 0.5).double(), atol=0.03, rtol=0
     )
     assert subset(mask, 1.0, None, torch.arange(4000)) is mask
+
+
+def test_noise_weights_are_the_injected_noise():
+    """TempFlow-GRPO: on the first step the gradient of every decision, times its standard deviation."""
+    from mmrl.objectives import PolicyGradient
+
+    policy = toys.make("flow", double=True)
+    with torch.no_grad():
+        rollout = policy.rollout(toys.prompts(2), 2, Rng.of("noise"))
+    rollout = rollout.replace(advantage=torch.tensor([[1.0], [-1.0], [0.5], [-0.5]], dtype=torch.float64))
+    even, noise = PolicyGradient(), PolicyGradient(weigh="noise")
+    for point in even.points(policy, rollout, Rng.of(0)):
+        wanted = even.loss(policy, point) * policy.dist(point).std
+        torch.testing.assert_close(noise.loss(policy, point), wanted)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from annotated_types import Ge
@@ -45,6 +45,7 @@ class AWM:
     velocity to the reference's. draws, times: how many times a sample is looked at, and which.
     """
 
+    needs: ClassVar[str] = "gaussian"
     weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = "ghuber"
     clip: float | tuple[float, float] = 1.0
     advantage_clip: float = 1.0

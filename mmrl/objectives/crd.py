@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from annotated_types import Ge
@@ -36,6 +36,7 @@ class CRD:
     lag: after step n, old = max(lag_first, min(lag n, lag_most)) old + the rest of the live weights.
     """
 
+    needs: ClassVar[str] = "gaussian"
     beta: float = 1.0
     form: Literal["mse", "bce"] = "mse"
     temperature: float | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from annotated_types import Ge
@@ -37,6 +37,7 @@ class DGPO:
     sample. lag: after step n, old = min(lag_most, lag n) old + the rest of the live weights.
     """
 
+    needs: ClassVar[str] = "gaussian"
     beta: float = 100.0
     clip: float | None = 1e-2
     advantage_clip: float = 5.0

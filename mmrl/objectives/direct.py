@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from annotated_types import Ge
@@ -41,6 +41,7 @@ class Draft:
     that was drawn. Every reward with a weight must be differentiable.
     """
 
+    needs: ClassVar[str] = "gaussian"
     last: Count | None = 1
     kl: Annotated[float, Ge(0)] = 0.0
     divergence: Literal["kl", "hellinger", "total_variation", "chi2"] = "kl"
@@ -93,6 +94,7 @@ class AdjointMatching:
     base's distribution tilted by exp(strength reward). strength: of the reward against the base.
     """
 
+    needs: ClassVar[str] = "gaussian"
     strength: Annotated[float, Ge(0)] = 1.0
 
     def __post_init__(self) -> None:

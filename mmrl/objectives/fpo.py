@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ class FPO:
     a sample have one ratio and are clipped together. clip: its range, one number or [low, high].
     """
 
+    needs: ClassVar[str] = "gaussian"
     clip: float | tuple[float, float] = 0.05
     advantage_clip: float = 5.0
     draws: Count = 8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge
 from torch import Tensor
@@ -34,6 +34,7 @@ class NFT:
     once, 1 with min(0.001 step, 0.5) kept, 2 with min(0.0075 (step - 75), 0.999) kept.
     """
 
+    needs: ClassVar[str] = "gaussian"
     beta: float = 1.0
     advantage_clip: float = 5.0
     kl: Annotated[float, Ge(0)] = 1e-4

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from samplers.noise import Rng
 
-from ..dists import Dist
+from ..dists import Dist, Gaussian
 from ..metrics import observe
 from ..policies.base import Policy
 from ..registry import OBJECTIVES, UserError
@@ -41,7 +41,8 @@ class PolicyGradient:
     clip: range of the ratio, one number or [low, high]. advantage_clip: bound on |A|. kl: weight of the KL to the
     reference, from the same distributions. kl_form: "gaussian" is that KL; "flow_grpo" is it times the step length,
     as Flow-GRPO publishes it. fraction, pick: how much of every row's decisions is trained on, and which. behaviour:
-    the weights that sample.
+    the weights that sample. weigh: "noise" multiplies the loss of a step by the noise injected there, so that the
+    early, decisive steps count more (TempFlow-GRPO, He et al. 2025; its code is not public).
     """
 
     clip: float | tuple[float, float] = 1e-4
@@ -51,6 +52,7 @@ class PolicyGradient:
     fraction: float = 1.0
     pick: Literal["first", "random"] = "first"
     behaviour: str = "live"
+    weigh: Literal["even", "noise"] = "even"
     surrogate: Surrogate = field(init=False, repr=False)
     called: ClassVar[str] = "objective.grpo"
 
@@ -77,8 +79,15 @@ class PolicyGradient:
         advantage = point.advantage.clamp(-self.advantage_clip, self.advantage_clip)
         observe("log_ratio", logp - point.logprob, point.mask)
         self._observe(logp - old, point.mask)
-        loss = self.surrogate(logp, old, advantage, point.mask)
+        loss = self.surrogate(logp, old, advantage, point.mask) * self._weight(dist)
         return loss + self.kl * self._kl(policy, point, dist) if self.kl else loss
+
+    def _weight(self, dist: Dist) -> Tensor | float:
+        if self.weigh == "even":
+            return 1.0
+        if not isinstance(dist, Gaussian):
+            raise UserError(f"{self.called}.weigh noise is for flow and diffusion models; use even")
+        return dist.std.flatten(1)[:, :1]
 
     def _kl(self, policy: Policy, point: Point, dist: Dist) -> Tensor:
         kl = dist.kl(frozen(policy, "ref", point))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from annotated_types import Ge, Le
@@ -33,6 +33,7 @@ class DiffusionDPO:
     advantages make no pair. draws, times: how many times of the forward process a pair is looked at, and which.
     """
 
+    needs: ClassVar[str] = "gaussian"
     beta: float = 100.0
     draws: Count = 1
     times: Annotated[TimeSampler, TIMES] = logit_normal
@@ -84,6 +85,7 @@ class D3PO:
     log-ratio of a step to the reference, minimises -log sigmoid(beta (m_best - m_worst)), each at its own state.
     """
 
+    needs: ClassVar[str] = "gaussian"
     beta: float = 0.1
 
     def __post_init__(self) -> None:
@@ -128,6 +130,7 @@ class SePPO:
     D = e - e_old the excess denoising error and flip 1 or -1. lag: share of the old weights kept every iteration.
     """
 
+    needs: ClassVar[str] = "gaussian"
     beta: float = 100.0
     draws: Count = 1
     times: Annotated[TimeSampler, TIMES] = logit_normal

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ class RewardWeightedRegression:
     that of the hidden ones. weights: "advantage" is w = A itself, unbounded below, as Flow-GRPO's code publishes it.
     """
 
+    needs: ClassVar[str] = "gaussian"
     beta: float = 1.0
     weights: Literal["exp", "advantage"] = "exp"
     draws: Count = 1
