@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import distributed
-from .types import Completion, Media, Rollout
+from .types import Media, Rollout
 
 
 def finished(media: Media, rollout: Rollout) -> Tensor:
@@ -19,11 +19,11 @@ def finished(media: Media, rollout: Rollout) -> Tensor:
 
 def lengths(media: Media, rollout: Rollout) -> dict[str, float]:
     """Mean, smallest and largest number of tokens, and the share cut off, over all processes; {} for other media."""
-    if not (isinstance(media, list) and media and all(isinstance(answer, Completion) for answer in media)):
+    if not (isinstance(media, list) and media and hasattr(media[0], "tokens")):
         return {}
     tokens = torch.tensor([float(answer.tokens) for answer in media], device=rollout.mask.device, dtype=torch.float64)
     cut = (~finished(media, rollout)).double().sum()
     count, total, many = distributed.all_sum(torch.stack([tokens.new_tensor(len(media)), tokens.sum(), cut])).tolist()
     most, least = distributed.all_max(torch.stack([tokens.max(), -tokens.min()])).tolist()
-    names = ("completion/mean", "completion/min", "completion/max", "completion/cut")
+    names = ("answer/tokens", "answer/min", "answer/max", "answer/cut")
     return dict(zip(names, (total / count, -least, most, many / count), strict=True))

@@ -38,6 +38,7 @@ class TrainOptions:
     reduction: Reduction = "decision"  # what counts the same in the mean of the loss
     constant: Count | None = None  # decisions that reduction constant and sum divide by; null: the longest answer's
     truncated: Literal["keep", "mask"] = "keep"  # answers cut off at the limit: trained on, or compared only
+    lengths: tuple[tuple[Natural, Count], ...] = ()  # (iteration, tokens): from then on answers are no longer
     resample: Natural = 0  # rounds in which groups of equal rewards give way to other prompts
     gate: Positive | Literal["auto"] | None = "auto"  # tolerated |re-scored - recorded log-prob| before the first step
     checkpoint_every: Natural = 50  # iterations; 0: only at the end

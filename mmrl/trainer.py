@@ -96,6 +96,7 @@ class Trainer:
         first = self.device.rank * self.plan.prompts_per_process
         mine = prompts[first : first + self.plan.prompts_per_process]
         self.policy.iteration = self.iteration
+        self._limit()
         drawn = self.draw(mine, self._rng("rollout", offset=first))
         found, self.noted = self._resampled(drawn) if self.options.resample else (drawn, {})
         rollout, media, rewards = found.rollout, found.media, found.rewards
@@ -110,10 +111,17 @@ class Trainer:
         if self.options.truncated == "mask":
             mask &= completions.finished(media, rollout)
         alive = rollout.replace(advantage=advantage.nan_to_num(0.0), mask=mask, kept=kept.any(1))
-        self._measure(media, alive)
         if self.watch is not None:
             self.watch(media, alive, rewards)
         return alive, rewards
+
+    def _limit(self) -> None:
+        """The length of answers that this iteration allows, if the configuration changes it on the way."""
+        due = [tokens for start, tokens in self.options.lengths if start <= self.iteration]
+        if due and not hasattr(self.policy, "limit"):
+            raise UserError(f"train.lengths: {type(self.policy).__name__} writes no answers whose length could change")
+        if due:
+            self.policy.limit(due[-1])
 
     def draw(self, prompts: list[Prompt], rng: Rng) -> Drawn:
         """Sample and score, with the behaviour weights."""
@@ -129,12 +137,6 @@ class Trainer:
         """Dynamic sampling: groups in which all rewards are equal give way to other prompts."""
         streams = [self._rng("resample", n) for n in range(self.options.resample)]
         return resampled(drawn, self.prompts, self.draw, streams)
-
-    def _measure(self, media: Media, rollout: Rollout) -> None:
-        """Lengths of texts that know them, and the share of those cut at the limit."""
-        if isinstance(media, list) and media and hasattr(media[0], "tokens"):
-            self.meter.add("answer/tokens", rollout.logprob.new_tensor([text.tokens for text in media]))
-            self.meter.add("answer/cut", rollout.logprob.new_tensor([not text.finished for text in media]))
 
     def improve(self, rollout: Rollout, rng: Rng, on_policy: bool) -> bool:
         """One optimizer step on these rows. False if there was nothing to train on, or the gradient was not finite."""

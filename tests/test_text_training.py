@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mmrl import advantages, config, registry, state
-from mmrl.objectives import Text
+from mmrl.objectives import GVPO, REAL, RegGRPO, Text
 from mmrl.objectives.text import Entropy
 from mmrl.optimizers import adamw
 from mmrl.options import TrainOptions
@@ -70,6 +70,9 @@ CASES = {
     "top entropy": Text(top_entropy=0.3),
     "clip_cov": config.build({"clip_cov": {"share": 0.1, "low": 0.0, "high": 5.0}}, OBJECTIVES),
     "kl_cov": config.build({"kl_cov": {"share": 0.1}}, OBJECTIVES),
+    "gvpo": GVPO(beta=0.5),
+    "reg_grpo": RegGRPO(),
+    "real": REAL(),
 }
 
 
@@ -88,10 +91,10 @@ def test_micro_batches_change_nothing_in_a_whole_run(case):
 @pytest.mark.parametrize("case", CASES)
 def test_the_first_ratio_is_one(case):
     metrics = trainer(CASES[case], batch_size=64).iterate()
-    assert metrics["ratio/mean"] == 1.0 and metrics["ratio/max_deviation"] < 1e-12 and metrics["grad_norm"] > 0
+    assert metrics.get("ratio/mean", 1.0) == 1.0 and metrics["ratio/max_deviation"] < 1e-12 and metrics["grad_norm"] > 0
     assert metrics.get("clip_fraction", 0.0) == 0.0 and metrics.get("kl", 0.0) == pytest.approx(0.0, abs=1e-12)
-    assert metrics["completion/min"] >= 1 and metrics["completion/max"] == 6 and 0 < metrics["completion/cut"] < 1
-    assert 0 < metrics["entropy"] < math.log(5) or "entropy" not in metrics
+    assert metrics["answer/min"] >= 1 and metrics["answer/max"] == 6 and 0 < metrics["answer/cut"] < 1
+    assert 0 < metrics.get("entropy", 1.0) < math.log(5)
 
 
 @pytest.mark.parametrize("reduction", ["decision", "row", "every_row", "constant", "sum"])
@@ -118,7 +121,7 @@ def test_nothing_but_cut_off_answers_is_a_step_left_out():
         one.policy.net.head.bias.view(6, 5)[:, 4] = -1e3  # no answer ends
     before = one.policy.weights.full()
     metrics = one.iterate()
-    assert metrics["completion/cut"] == 1 and metrics["skipped_steps"] == 2 and metrics["step"] == 0
+    assert metrics["answer/cut"] == 1 and metrics["skipped_steps"] == 2 and metrics["step"] == 0
     assert all(torch.equal(value, before[name]) for name, value in one.policy.weights.full().items())
 
 
@@ -232,7 +235,7 @@ def test_the_entropy_controller_rises_below_its_target_and_is_saved():
     assert objective.bonus == 0.0 and objective.controlled == pytest.approx(0.15)
     one, other = trainer(objective), trainer(Text(entropy=Entropy(weight=0.1, target=1.0)))
     state.restore(other, *state.capture(one))
-    assert other.objective.state_dict() == {"bonus": 0.0, "controlled": pytest.approx(0.15)}
+    assert other.objective.state_dict() == {"bonus": 0.0, "controlled": pytest.approx(0.15), "iteration": 4}
 
 
 def test_the_kl_in_the_reward_is_taken_off_before_groups_are_compared():
@@ -250,3 +253,60 @@ def test_a_flow_policy_is_refused_when_the_trainer_is_built():
             toys.make("flow"), toys.prompts(4), Scorer({"threes": threes}), advantages.grpo, Text(),
             partial(adamw, lr=1e-3), TrainOptions(prompts=2, copies=2, batch_size=4, iterations=1),
         )  # fmt: skip
+
+
+# -- whole groups ------------------------------------------------------------------------------------------------------
+
+
+def by_hand(name, ratio, advantage):
+    """The loss of one group from its answers' log-ratios, as the papers write it."""
+    n = len(ratio)
+    if name == "gvpo":
+        error = 0.5 * (ratio - ratio.mean()) - (advantage - advantage.mean())
+        return error.square().sum() / 2 / (n - 1)
+    if name == "reg_grpo":
+        return (advantage - (ratio - ratio.mean())).square().mean()
+    good, bad = advantage > 0, advantage < 0
+    score = ratio / 0.1
+    return (1 + score[bad].exp().sum()).log() + (1 + (-score[good]).exp().sum()).log() if good.any() else 0.0
+
+
+@pytest.mark.parametrize("name", ["gvpo", "reg_grpo", "real"])
+@pytest.mark.parametrize("micro", [5, 32])
+def test_losses_of_groups_and_their_gradients_by_hand(name, micro):
+    from samplers.noise import Rng
+
+    one = trainer(CASES[name], batch_size=64, micro_batch=micro, reduction="row")
+    rollout, _ = one.collect()
+    one.iterate()  # away from the weights that sampled
+    point = next(iter(one.policy.path(rollout)))
+    gap = (one.policy.dist(point).log_prob(point.target) - rollout.logprob) * rollout.mask
+    ratio = gap.sum(1) / (rollout.mask.sum(1) if name == "real" else 1)
+    groups = [rollout.group == g for g in range(8)]
+    loss = sum(by_hand(name, ratio[own], rollout.advantage[own, 0]) for own in groups) / 8
+    wanted = torch.autograd.grad(loss, list(one.policy.net.parameters()))
+    one._descend = lambda: True
+    one.meter.sums.clear()
+    assert one.improve(rollout, Rng.of("step"), on_policy=False)
+    assert one.meter.mean("loss") == pytest.approx(float(loss), abs=1e-6)
+    for found, expected in zip(one.policy.net.parameters(), wanted, strict=True):
+        torch.testing.assert_close(found.grad, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_the_weight_of_the_kl_goes_along_a_line():
+    objective = config.build({"text": {"kl": {"weight": 0.3, "start": 0.1, "over": 4}}}, OBJECTIVES)
+    assert [objective.kl.at(i) for i in (0, 1, 2, 4, 9)] == pytest.approx([0.1, 0.15, 0.2, 0.3, 0.3])
+    objective.adapt(1, {})
+    assert objective.iteration == 2 and objective.snapshots == ("ref",)
+
+
+def test_the_length_of_answers_follows_its_stages():
+    one = trainer(lengths=((1, 3), (2, 5)))
+    with pytest.raises(UserError, match="train.lengths: Answers writes no answers whose length could change"):
+        one.iteration = 1
+        one.collect()
+    told = []
+    one.policy.limit = told.append
+    for one.iteration in (0, 1, 2, 7):
+        one.collect()
+    assert told == [3, 5, 5]

@@ -5,6 +5,7 @@ from mmrl.advantages.branch import Branch
 from mmrl.advantages.ddpo import DDPO
 from mmrl.advantages.grouped import dance, dr_grpo, flow_grpo, gdpo, group, rloo
 from mmrl.advantages.online import MaxMin, Running
+from mmrl.advantages.shaping import focused, ngrpo, pairs, soft, temporal
 from mmrl.advantages.steps import process
 from mmrl.advantages.summary import statistics
 
@@ -16,14 +17,19 @@ __all__ = [
     "dance",
     "dr_grpo",
     "flow_grpo",
+    "focused",
     "gdpo",
     "gpg",
     "group",
     "grpo",
+    "ngrpo",
     "opo",
+    "pairs",
     "pass_at_k",
     "process",
     "reinforce_pp",
     "rloo",
+    "soft",
     "statistics",
+    "temporal",
 ]

@@ -22,4 +22,7 @@ from .preference import D3PO as D3PO
 from .preference import DiffusionDPO as DiffusionDPO
 from .preference import SePPO as SePPO
 from .regression import RewardWeightedRegression as RewardWeightedRegression
+from .regressions import GVPO as GVPO
+from .regressions import REAL as REAL
+from .regressions import RegGRPO as RegGRPO
 from .text import Text as Text

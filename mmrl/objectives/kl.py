@@ -22,6 +22,8 @@ class KL:
     KL (verl); exact is the KL of the two distributions over the vocabulary. corrected: times the ratio to the
     sampling policy, which makes the gradient of k3 unbiased. bounded: verl's bounds on u (20) and k3 (10). where:
     "loss", or "reward": k1 of the sampled sequence is taken off its reward (RLOO, REINFORCE++), and the form is k1.
+    start, over: the weight goes from start to weight in so many iterations, on a line (dynamic KL, as in OThink-MR1,
+    whose schedule is its own).
     """
 
     weight: Annotated[float, Ge(0)] = 0.0
@@ -29,6 +31,14 @@ class KL:
     corrected: bool = False
     bounded: bool = False
     where: Literal["loss", "reward"] = "loss"
+    start: Annotated[float, Ge(0)] = 0.0
+    over: Annotated[int, Ge(0)] = 0
+
+    def at(self, iteration: int) -> float:
+        """The weight in force."""
+        return (
+            self.weight if iteration >= self.over else self.start + (self.weight - self.start) * iteration / self.over
+        )
 
 
 def estimate(logp: Tensor, ref: Tensor, form: KLForm, bounded: bool = False) -> Tensor:

@@ -72,7 +72,8 @@ class Text:
         self.entropy = entropy if isinstance(entropy, Entropy) else Entropy(weight=entropy)
         self.bonus = self.entropy.weight if self.entropy.target is None else 0.0  # the weight in force
         self.controlled = self.entropy.weight  # what the controller has arrived at
-        self.behaviour, self.snapshots = "live", ("ref",) if self.kl.weight else ()
+        self.iteration = 0
+        self.behaviour, self.snapshots = "live", ("ref",) if self.kl.weight or self.kl.start else ()
 
     @property
     def couples(self) -> bool:
@@ -100,8 +101,8 @@ class Text:
             loss = loss * off_policy(logp, point, self.off_policy)
         if self.importance:
             loss = loss * self.importance.weight(point)
-        if self.kl.weight and self.kl.where == "loss":
-            loss = loss + self.kl.weight * self._kl(policy, point, dist, logp, old)
+        if self.snapshots and self.kl.where == "loss":
+            loss = loss + self.kl.at(self.iteration) * self._kl(policy, point, dist, logp, old)
         return loss - self.bonus * self._entropy(dist, point) if self.bonus else self._watched(dist, point, loss)
 
     def policy_loss(self, logp: Tensor, old: Tensor, point: Point) -> Tensor:
@@ -125,7 +126,7 @@ class Text:
     @torch.no_grad()
     def shaped(self, policy: Policy, rollout: Rollout, rewards: Rewards) -> Rewards:
         """The rewards, less the KL of every sampled sequence if that is where it goes."""
-        if not self.kl.weight or self.kl.where != "reward":
+        if not self.snapshots or self.kl.where != "reward":
             return rewards
         found = rollout.logprob.new_zeros(len(rollout))
         size = getattr(policy, "width", None) or len(rollout)
@@ -133,10 +134,11 @@ class Text:
             for point in policy.path(rollout[first : first + size]):
                 gap = point.logprob - frozen(policy, "ref", point).log_prob(point.target)
                 found[first : first + size] += row_sum(gap, point.mask)[:, 0]
-        return Rewards({**rewards, "kl": found}, {**rewards.weights, "kl": -self.kl.weight})
+        return Rewards({**rewards, "kl": found}, {**rewards.weights, "kl": -self.kl.at(self.iteration)})
 
     def adapt(self, iteration: int, metrics: dict[str, float]) -> None:
-        """After an iteration: the entropy controller."""
+        """After an iteration: the weight of the KL, and the entropy controller."""
+        self.iteration = iteration + 1
         chosen, found = self.entropy, metrics.get("entropy", float("nan"))
         if chosen.target is None or found != found:
             return
@@ -146,10 +148,10 @@ class Text:
         metrics["entropy_weight"] = self.bonus
 
     def state_dict(self) -> dict[str, Any]:
-        return {"bonus": self.bonus, "controlled": self.controlled}
+        return {"bonus": self.bonus, "controlled": self.controlled, "iteration": self.iteration}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.bonus, self.controlled = state["bonus"], state["controlled"]
+        self.bonus, self.controlled, self.iteration = state["bonus"], state["controlled"], state["iteration"]
 
     def _kl(self, policy: Policy, point: Point, dist: Any, logp: Tensor, old: Tensor) -> Tensor:
         reference = frozen(policy, "ref", point)

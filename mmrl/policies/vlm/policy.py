@@ -139,6 +139,10 @@ class VLM(NetPolicy):
     def enable_gradient_checkpointing(self) -> None:
         self.net.enable_gradient_checkpointing()
 
+    def limit(self, tokens: int) -> None:
+        """From now on an answer has at most so many tokens."""
+        self.ending = replace(self.ending, tokens=tokens)
+
     def decode(self, rollout: Rollout) -> Media:
         lengths = rollout.mask.sum(1)
         means = (rollout.logprob * rollout.mask).sum(1) / lengths.clamp_min(1)

@@ -1,0 +1,114 @@
+"""Advantages on top of another: shaped rewards, a virtual answer, weights of tokens or prompts.
+
+``of`` is the advantage underneath, with its own options. What papers state in words only is marked as our reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+import torch
+from annotated_types import Ge, Gt
+from torch import Tensor
+
+from mmrl.advantages.answers import grpo
+from mmrl.advantages.groups import finished, measured
+from mmrl.advantages.steps import by_step
+from mmrl.registry import ADVANTAGES, UserError
+from mmrl.types import Rewards, Rollout
+
+Underneath = Annotated[Callable, ADVANTAGES]
+
+
+@ADVANTAGES.register("ngrpo")
+@by_step
+def ngrpo(
+    rewards: Rewards | Tensor, rollout: Rollout,
+    *, best: float = 1.0, virtual: Annotated[int, Ge(1)] = 1, eps: float = 1e-6,
+) -> Tensor:  # fmt: skip
+    """NGRPO: mean and sample std of the group and of ``virtual`` answers with the best reward there is.
+
+    Nan et al. 2025, "NGRPO: Negative-enhanced GRPO". All-wrong groups get negative advantages; all-right ones get 0.
+    Its clip is asymmetric: narrower for negative advantages.
+    """
+    double, groups = measured(rewards, rollout)
+    total = double.total()
+    count = groups.size() + virtual
+    mean = (groups.sum(total) + virtual * best) / count  # [P]
+    off = (total - mean[groups.index]).masked_fill(~groups.present, 0.0)
+    square = groups.sum(off.square()) + virtual * (best - mean).square()
+    std = (square / (count - 1)).sqrt()
+    return finished(off / (std[groups.index] + eps), rewards, groups.present)
+
+
+@ADVANTAGES.register("soft")
+@by_step
+def soft(
+    rewards: Rewards | Tensor, rollout: Rollout,
+    *, of: Underneath = grpo, threshold: float = 0.8, above: Annotated[float, Gt(0)] = 1.0,
+    below: Annotated[float, Gt(0)] = 1.0,
+) -> Tensor:  # fmt: skip
+    """TempSamp-R1's asymmetric soft advantage: high rewards are drawn together, low ones apart, then compared.
+
+    Li et al. 2025. Our reading: the total reward r becomes t + log(1 + above (r - t)) for r >= t, the threshold, and
+    t - (exp(below (t - r)) - 1) / below for r < t, which keeps its order.
+    """
+    double, groups = measured(rewards, rollout)
+    gap = double.total() - threshold
+    up, down = torch.log1p(above * gap.clamp_min(0)), torch.expm1(below * (-gap).clamp_min(0)) / below
+    shaped = torch.where(groups.present, threshold + torch.where(gap >= 0, up, -down), torch.nan)
+    return of(shaped, rollout).to(finished(gap, rewards, groups.present).dtype)
+
+
+@ADVANTAGES.register("temporal")
+def temporal(
+    rewards: Rewards | Tensor, rollout: Rollout, *, of: Underneath = grpo, strength: Annotated[float, Ge(0)] = 1.0
+) -> Tensor:
+    """AVATAR's temporal advantage shaping: tokens count more at the beginning and at the end of an answer.
+
+    Kulkarni et al. 2025. Our reading of "U-shaped": A (1 + strength (2 t / (n - 1) - 1)^2) for token t of n. [B, K].
+    """
+    advantage = of(rewards, rollout)
+    place = (rollout.mask.cumsum(1) - 1).to(advantage)
+    last = (rollout.mask.sum(1, keepdim=True) - 1).clamp_min(1)
+    return advantage * (1 + strength * (2 * place / last - 1).square())
+
+
+@ADVANTAGES.register("focused")
+def focused(
+    rewards: Rewards | Tensor, rollout: Rollout, *, of: Underneath = grpo, most: Annotated[float, Ge(1)] = 1.5
+) -> Tensor:
+    """TW-GRPO: token places at which the answers of a group differ count more, from 1 to ``most``. [B, K].
+
+    Dang et al. 2025, "Reinforcing video reasoning with focused thinking". The weights are the spread of the group at
+    place t, scaled to [0, 1] over the places. Our reading takes the spread of the log-probs of the sampled tokens (a
+    place an answer has not reached counts as the group's mean there); the published code takes that of the whole
+    vocabulary.
+    """
+    advantage = of(rewards, rollout)
+    names, index = rollout.group.unique(return_inverse=True)
+    mask, logp = rollout.mask.double(), torch.where(rollout.mask, rollout.logprob, 0.0).double()
+    grouped = torch.zeros(len(names), mask.shape[1], dtype=torch.float64, device=mask.device)
+    count = grouped.index_add(0, index, mask).clamp_min(1)
+    mean = grouped.index_add(0, index, logp) / count
+    size = torch.bincount(index).to(count)[:, None]
+    spread = grouped.index_add(0, index, mask * (logp - mean[index]).square()) / size  # [P, K]
+    low, high = spread.amin(1, keepdim=True), spread.amax(1, keepdim=True)
+    weight = 1 + (most - 1) * (spread - low) / (high - low + 1e-8)
+    return advantage * weight[index].to(advantage)
+
+
+@ADVANTAGES.register("pairs")
+def pairs(rewards: Rewards | Tensor, rollout: Rollout, *, of: Underneath = grpo, key: str = "similarity") -> Tensor:
+    """Pair-GRPO: the advantage times a number of the prompt, how alike the two tasks of its pair are (PairUni).
+
+    Zheng et al. 2025. After normalisation, so that the weight is not divided out again. Prompts without ``key`` count
+    1.
+    """
+    advantage = of(rewards, rollout)
+    try:
+        own = [float(prompt.get(key, 1.0)) for prompt in rollout.prompts]
+    except (TypeError, ValueError) as error:
+        raise UserError(f"advantage pairs: {key!r} of a prompt must be a number: {error}") from error
+    return advantage * torch.tensor(own).to(advantage)[rollout.group][:, None]
