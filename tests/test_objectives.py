@@ -10,6 +10,8 @@ from mmrl.types import Point
 from samplers.kernels import flow_sde
 from samplers.noise import Rng
 
+from . import toys
+
 LOG_RATIO = torch.tensor([5e-5, -8e-5, 2e-4, -3e-4, 0, 0.01], dtype=torch.float64)[:, None]
 ADVANTAGE = torch.tensor([1, -1, 2, -2, 0.5, -0.7], dtype=torch.float64)[:, None]
 
@@ -115,8 +117,6 @@ def test_random_subsets_are_unbiased():
 
 def test_noise_weights_are_the_injected_noise():
     """TempFlow-GRPO: on the first step the gradient of every decision, times its standard deviation."""
-    from mmrl.objectives import PolicyGradient
-
     policy = toys.make("flow", double=True)
     with torch.no_grad():
         rollout = policy.rollout(toys.prompts(2), 2, Rng.of("noise"))
