@@ -15,6 +15,7 @@ from . import distributed
 from .options import EvaluateOptions
 from .policies.base import Policy
 from .scoring import Scorer
+from .setwise import mean_ap
 from .types import Media, Prompt, Rewards
 
 Z95 = 1.959964  # two-sided 95 % quantile of the normal distribution
@@ -52,13 +53,20 @@ def sample(
 def evaluate(
     policy: Policy, prompts: Sequence[Prompt], scorer: Scorer, options: EvaluateOptions, guidance: float | None = None
 ) -> dict[str, Estimate]:
-    """Estimate of every reward under the current weights; a collective call."""
+    """Estimate of every reward under the current weights; a collective call.
+
+    Of answers with boxes also mAP, on one process: a number of the whole set, so its interval is unbounded.
+    """
     chosen = list(prompts[: options.prompts])
     media, asked = sample(policy, chosen, options.copies, options.seed, guidance)
     with distributed.together():
         rewards: Rewards = scorer(media, asked)
     whole = {name: distributed.all_gather_rows(value) for name, value in rewards.per_row().items()}
-    return {name: estimate(value.view(-1, options.copies)) for name, value in whole.items()}
+    found = {name: estimate(value.view(-1, options.copies)) for name, value in whole.items()}
+    if isinstance(media, list) and distributed.world()[1] == 1:
+        infinite = float("inf")
+        found |= {k: Estimate(v, -infinite, infinite, len(media)) for k, v in mean_ap(media, asked).items()}
+    return found
 
 
 def estimate(values: Tensor) -> Estimate:

@@ -270,3 +270,18 @@ def test_a_torn_gallery_is_noted_not_fatal(tmp_path):
     run = read_run(tmp_path)
     assert "<h2>Rollouts</h2>" not in render(run)
     assert any("rollouts.jsonl" in note for note in run.notes)
+
+
+def test_mean_ap_of_a_set_is_coco_s():
+    from mmrl.setwise import mean_ap
+
+    prompts = ask("box", 40, "test")
+    right = [p["answer"] for p in prompts]
+    assert mean_ap(right, prompts) == pytest.approx({"mAP": 1.0, "mAP50": 1.0})
+    assert mean_ap(["none"] * len(prompts), prompts) == {"mAP": 0.0, "mAP50": 0.0}
+    shifted = [written([[b[0], b[1], b[2], b[1] + 0.62 * (b[3] - b[1])] for b in p["boxes"]]) for p in prompts]
+    found = mean_ap(shifted, prompts)  # IoU 0.62 everywhere: right at 0.50, 0.55 and 0.60 of the ten thresholds
+    assert found == pytest.approx({"mAP": 0.3, "mAP50": 1.0})
+    labelled = [f'[{{"bbox_2d": {p["answer"]}, "label": "something else"}}]' for p in prompts]
+    assert mean_ap(labelled, prompts)["mAP"] == 0.0
+    assert mean_ap(["1"], ask("count", 1, "test")) == {}
