@@ -104,7 +104,7 @@ class VLMRecipe:
     scenes: int = 3000  # of each of three sorts: few digits, many digits, clips
     order: tuple[str, ...] = ("few", "few", "many", "few", "clips")  # sorts of scenes, step after step
     turns: int = 4  # questions a scene
-    steps: int = 700
+    steps: int = 900
     batch: int = 24  # scenes
     lr: float = 2e-3
     loose: float = 0.5  # a side of a box in the warm-up is pushed out by up to this share of the box

@@ -26,9 +26,10 @@ GRID = 2  # pixels: boxes are drawn to even coordinates
 WOBBLE = 0.5  # digits are turned, sheared and rescaled a little
 SORTS = {"few": Style(1, 3, 13.0, 22.0), "many": Style(1, 6, 9.0, 14.0)}
 KINDS_OF: dict[str, tuple[Ask, ...]] = {
-    "few": ("box", "box", "boxes", "color", "digit", "left", "sum"), "many": ("count", "count", "box"),
+    "few": ("box", "box", "box", "box", "boxes", "color", "digit", "left", "sum"),
+    "many": ("count", "count", "box"),
     "clips": ("frame", "span"),
-}  # fmt: skip
+}  # a kind named often is asked often, of a box with other loose sides each time
 SHEET = SIDE // PATCH  # patches along a side
 
 
