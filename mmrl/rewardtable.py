@@ -46,9 +46,10 @@ def span(card: Card) -> str:
 
 
 def speeds(folder: Path) -> dict[str, float]:
-    """Samples a second by reward, of the last benchmark in ``docs/results``."""
+    """Samples a second by reward, of the last benchmark in ``docs/results``; not of stand-ins for real models."""
     file = folder / "results" / "rewards.json"
-    return json.loads(file.read_text())["samples_per_second"] if file.is_file() else {}
+    found = json.loads(file.read_text()) if file.is_file() else {"samples_per_second": {}, "small": []}
+    return {name: speed for name, speed in found["samples_per_second"].items() if name not in found["small"]}
 
 
 def renewed(page: str, table: str) -> str:

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 import rewards
+from mmrl.config import build_rewards
 from mmrl.registry import REWARDS, UserError
+from mmrl.serving.server import load
 from rewards import jpeg_compressibility, jpeg_incompressibility
 from rewards.card import card_of
-from tests.reward_servers import serving
+from tests.reward_servers import eighth, serving
 from tests.tiny_image_rewards import TINY_OPTIONS
 from tests.tiny_rewards import TINY, asked, pictures, save_head, save_tiny_clip
 
@@ -240,6 +243,27 @@ def test_the_example_of_the_documentation_works(tmp_path):
     assert values.shape == (2,) and values[0] == 0 and values[1] > 0
     video = torch.cat([grey, mixed])[:, None].expand(-1, 4, -1, -1, -1)
     torch.testing.assert_close(reward(video, asked(2)), values)
+
+
+def test_the_example_of_serving_works_and_gives_the_same_numbers(tmp_path, monkeypatch):
+    """The three blocks of "Serve yours from another environment", with the reward of "Your own"."""
+    text = DOC.read_text()
+    own = next(b.split("```")[0] for b in text.split("```python\n")[1:] if "def " in b)
+    section = text.partition("## Serve yours from another environment")[2].partition("\n## ")[0]
+    there, here = section.split("```text\n")[1].split("```")[0], section.split("```yaml\n")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "my_reward.py").write_text(own)
+    (tmp_path / "rewards.yaml").write_text(there)
+    served, options = load(tmp_path / "rewards.yaml")
+    assert options.port == 8123 and "mmrl serve-reward rewards.yaml" in section
+    with serving({name: one.reward for name, one in served.items()}) as address:
+        spec = yaml.safe_load(here.replace("http://127.0.0.1:8123", address))["reward"]
+        media = eighth(pictures(3))
+        far = build_rewards(spec)["colourful"].reward(media, asked(3))
+    near = REWARDS.build(f"{tmp_path}/my_reward.py:colourfulness", scale=2.0)
+    assert torch.equal(far, near(media, asked(3)))
+    sys.modules.pop("my_reward", None)
 
 
 def test_every_registered_reward_is_documented():

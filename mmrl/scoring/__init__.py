@@ -5,7 +5,7 @@ thread beside other rewards, its device, precision and batch size, a cache, and 
 """
 
 from .attempt import as_values, brief
-from .handling import Handling
+from .handling import Handled, Handling
 from .scorer import Failures, Scorer, Stream
 
-__all__ = ["Failures", "Handling", "Scorer", "Stream", "as_values", "brief"]
+__all__ = ["Failures", "Handled", "Handling", "Scorer", "Stream", "as_values", "brief"]

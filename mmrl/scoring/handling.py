@@ -50,6 +50,7 @@ class Handled:
     def __init__(self, reward: Reward, handling: Handling, name: str, identity: str | None = None):
         self.reward, self.handling, self.name = reward, handling, name
         self.cache: Cache | None = open_cache(handling.cache, handling.cache_entries, identity, name)
+        self.homes: dict[int, torch.device] = {}  # where each network was when it was first looked for
         self.device = None if handling.device is None else checked(handling.device, name)
         if self.device is not None:
             for module in networks(reward):
@@ -61,6 +62,12 @@ class Handled:
         if isinstance(reward, Handled) and handling is None:
             return reward
         return cls(reward, handling or Handling(), name)
+
+    def __getattr__(self, name: str) -> Any:
+        """What the reward itself offers, such as the record of its servers or how much its judge has cost."""
+        if name == "reward":
+            raise AttributeError(name)
+        return getattr(self.reward, name)
 
     @property
     def card(self) -> Card:
@@ -118,8 +125,6 @@ class Handled:
             yield
             return
         inside = [(module, home(module)) for module in networks(self.reward)]
-        if not hasattr(self, "homes"):
-            self.homes = {id(module): where for module, where in inside}
         for module, where in inside:
             module.to(self.homes.setdefault(id(module), where))
         try:

@@ -28,6 +28,7 @@ from rewards.card import card_of
 from .. import __version__
 from ..config import Weighted
 from ..registry import UserError, describe, suggest
+from ..scoring import Handled
 from .body import parts_of
 from .lanes import Answer, Lane
 
@@ -204,6 +205,7 @@ def card_in_short(reward: Any) -> dict[str, Any]:
 
 def describe_reward(reward: Any) -> str:
     """First line of the docstring of a function, a function with options bound, or an object's class."""
+    reward = reward.reward if isinstance(reward, Handled) else reward
     function = getattr(reward, "func", reward)
     return describe(function if hasattr(function, "__name__") else type(function))
 

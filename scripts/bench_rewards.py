@@ -1,0 +1,228 @@
+"""Samples a second of every reward alone and of a set, overlapped against sequential, and what a cached value costs.
+
+    python scripts/bench_rewards.py                         # rewards that need no network; a minute or two
+    python scripts/bench_rewards.py --rewards clip_score=model:ViT-B-32,pretrained:openai --size 512
+
+Rewards with models are built with small random networks of the real classes unless --rewards says otherwise, so their
+speed is that of the pipeline around the network. Writes docs/results/rewards.md and rewards.json, whose numbers the
+table of docs/rewards.md shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import measuring  # noqa: E402
+import torch  # noqa: E402
+import yaml  # noqa: E402
+
+from mmrl.config import build_rewards  # noqa: E402
+from mmrl.machine import machine  # noqa: E402
+from mmrl.registry import REWARDS, UserError, load_built_in  # noqa: E402
+from mmrl.rewardtable import markdown, renewed, speeds  # noqa: E402
+from mmrl.scoring import Handling, Scorer  # noqa: E402
+from rewards.card import card_of  # noqa: E402
+from tests.tiny_rewards import TINY, asked, pictures, save_head, save_tiny_clip  # noqa: E402
+
+ELSEWHERE = ("digits", "digits_judge", "remote")  # need a server, or something trained first
+SLOW = 0.08  # seconds a sample that the slow reward of the set waits, as one that asks a distant server does
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rewards", nargs="*", default=[], help="YAML options by name: clip_score={model: ViT-B-32}")
+    parser.add_argument("--size", type=int, default=128, help="pixels a side")
+    parser.add_argument("--samples", type=int, default=32)
+    parser.add_argument("--seconds", type=float, default=2.0, help="spent on every reward")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
+    options = parser.parse_args()
+    load_built_in()
+    media, prompts = pictures(options.samples, options.size, options.size), asked(options.samples)
+    with tempfile.TemporaryDirectory() as folder:
+        given = {text.partition("=")[0]: yaml.safe_load(text.partition("=")[2] or "{}") for text in options.rewards}
+        small = small_options(Path(folder))
+        built = rewards_of(given, small)
+        speed = {name: per_second(name, reward, media, prompts, options.seconds) for name, reward in built.items()}
+        found = {
+            "samples_per_second": {name: value for name, value in speed.items() if value},
+            "small": sorted(set(small) - set(given)),
+            "overlap": overlap(built, media, prompts),
+            "cache": cached(media, prompts),
+        }
+    found |= {"size": options.size, "samples": options.samples, "machine": machine()}
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "rewards.json").write_text(json.dumps(found, indent=1) + "\n")
+    (options.out / "rewards.md").write_text(page(found))
+    table = ROOT / "docs" / "rewards.md"
+    if options.out == ROOT / "docs" / "results":
+        table.write_text(renewed(table.read_text(), markdown(speeds(ROOT / "docs"), "rewards")))
+    print(page(found))
+
+
+def rewards_of(given: dict[str, Any], small: dict[str, Callable]) -> dict[str, Callable]:
+    """Those of pictures that can be built here without a network, and those the user chose."""
+    found = {}
+    for name, entry in sorted(REWARDS.items()):
+        one = card_of(entry)
+        asks = name.startswith("judge") or name in ELSEWHERE
+        if name not in given and ("image" not in one.media or one.of != "sample" or asks):
+            continue
+        try:
+            if name in given:
+                found[name] = build_rewards({name: given[name]})[name].reward
+            else:
+                found[name] = REWARDS.build(name, **small.get(name, dict)())
+        except (UserError, TypeError, ImportError) as error:
+            print(f"left out {name}: {str(error).splitlines()[0][:100]}")
+    return found
+
+
+def small_options(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Options that build each reward with a small random model of its class, as the tests do."""
+    from tests.tiny_image_rewards import TINY_OPTIONS
+
+    clip, head = save_tiny_clip(folder / "clip"), save_head(folder / "head.pth", TINY["embed_dim"])
+    found: dict[str, Callable] = {name: partial(make, place(folder, name)) for name, make in TINY_OPTIONS.items()}
+    found["clip_score"] = lambda: {"model": clip}
+    found["aesthetic"] = lambda: {"head": head, "clip": clip}
+    return found
+
+
+def place(folder: Path, name: str) -> Path:
+    (folder / name).mkdir()
+    return folder / name
+
+
+def per_second(name: str, reward: Callable, media: torch.Tensor, prompts: list[dict], budget: float) -> float | None:
+    """Samples a second of the median call; None where the reward does not judge these."""
+    try:
+        first = measuring.seconds(lambda: reward(media, prompts))
+    except Exception as error:
+        print(f"left out {name}: {type(error).__name__}: {str(error)[:100]}")
+        return None
+    calls = max(1, min(20, int(budget / max(first, 1e-3))))
+    times = sorted(measuring.seconds(lambda: reward(media, prompts)) for _ in range(calls))
+    return len(prompts) / times[len(times) // 2]
+
+
+class Distant:
+    """A reward that waits: what a slow server costs, without one."""
+
+    def __call__(self, media: torch.Tensor, prompts: list[dict]) -> torch.Tensor:
+        time.sleep(SLOW * len(prompts))
+        return media.flatten(1).mean(1)
+
+
+def overlap(built: dict[str, Callable], media: torch.Tensor, prompts: list[dict], parts: int = 8) -> dict[str, float]:
+    """Sampling (it waits as long as the slow reward) and a set with one slow reward: one after another, and overlapped.
+
+    Raises AssertionError if one number differs.
+    """
+    names = [name for name in ("clip_score", "aesthetic", "jpeg_compressibility") if name in built]
+    rewards = {name: built[name] for name in names} | {"distant": Distant()}
+    step = -(-len(prompts) // parts)
+    slices = [slice(i, i + step) for i in range(0, len(prompts), step)]
+
+    def sampled(rows: slice) -> tuple[torch.Tensor, list[dict]]:
+        time.sleep(SLOW * len(prompts[rows]))
+        return media[rows], prompts[rows]
+
+    def sequential() -> dict[str, torch.Tensor]:
+        whole = [sampled(rows) for rows in slices]
+        together = torch.cat([one[0] for one in whole]), [prompt for one in whole for prompt in one[1]]
+        return {name: Scorer({name: reward})(*together)[name] for name, reward in rewards.items()}
+
+    def overlapped() -> dict[str, torch.Tensor]:
+        stream = Scorer(rewards).stream(len(prompts))
+        for rows in slices:
+            stream.put(*sampled(rows))
+        return stream.result()
+
+    one, other = sequential(), overlapped()
+    for name in rewards:
+        torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-5)
+    slow, fast = measuring.seconds(sequential), measuring.seconds(overlapped)
+    return {
+        "sequential": slow,
+        "overlapped": fast,
+        "times": slow / fast,
+        "rewards": list(rewards),
+        "parts": len(slices),
+    }
+
+
+def cached(media: torch.Tensor, prompts: list[dict]) -> dict[str, Any]:
+    """Seconds of a miss and of a hit."""
+    found = {}
+    for name, reward in network().items():
+        scorer = Scorer({name: reward}, handling={name: Handling(cache="memory")})
+        reward(media[:2], prompts[:2])
+        miss = measuring.seconds(lambda scorer=scorer: scorer(media, prompts))
+        hit = min(measuring.seconds(lambda scorer=scorer: scorer(media, prompts)) for _ in range(3))
+        found[name] = {"miss": miss, "hit": hit, "share": hit / miss}
+    return found
+
+
+def network() -> dict[str, Callable]:
+    """A CLIP of the size of ViT-B/32 with random weights: what a reward with a model costs, without its download."""
+    import open_clip
+
+    config = open_clip.get_model_config("ViT-B-32")
+    with torch.random.fork_rng():
+        tower = open_clip.CLIP(**config).eval().visual
+
+    def score(media: torch.Tensor, prompts: list[dict]) -> torch.Tensor:
+        fitted = torch.nn.functional.interpolate(media, (224, 224), mode="bicubic", antialias=True)
+        return tower(fitted).float().mean(1)
+
+    return {"ViT-B/32, random weights": score}
+
+
+INTRODUCTION = """# Rewards: speed
+
+Written by `scripts/bench_rewards.py`. Pictures of {size} x {size} pixels, {samples} in a call. Rewards marked * run a
+small random network of the real class: their numbers are those of the pipeline around it, not of a real model.
+
+| reward | samples a second |
+|---|---|
+"""
+OVERLAP = """
+## Overlap
+
+A rollout in {parts} parts, scored by {names}; `distant` waits {slow} s a sample, and so does the sampling. One after
+another {sequential:.2f} s, overlapped {overlapped:.2f} s: **{times:.2f} times** as fast, with the same numbers.
+
+## Cache
+
+| reward | miss, s | hit, s | hit / miss |
+|---|---|---|---|
+"""
+
+
+def page(found: dict[str, Any]) -> str:
+    over, about = found["overlap"], found["machine"]
+    speeds = found["samples_per_second"].items()
+    rows = [f"| `{name}`{'*' if name in found['small'] else ''} | {value:.3g} |" for name, value in speeds]
+    text = INTRODUCTION.format(size=found["size"], samples=found["samples"]) + "\n".join(rows) + "\n"
+    text += OVERLAP.format(**over, slow=SLOW, names=", ".join(f"`{name}`" for name in over["rewards"]))
+    for name, one in found["cache"].items():
+        text += f"| {name} | {one['miss']:.4f} | {one['hit']:.4f} | {one['share']:.2%} |\n"
+    plain = [f"* {key}: {value}\n" for key, value in about.items() if not isinstance(value, dict)]
+    return f"{text}\n## Machine\n\n{''.join(plain)}"
+
+
+if __name__ == "__main__":
+    main()
