@@ -21,7 +21,9 @@ from ..session import short_names
 from ..types import Prompt
 from .places import named
 
-PROBES = {"text": "mmrl.auditing.texts"}  # medium -> module
+PROBES = {
+    "text": "mmrl.auditing.texts", "image": "mmrl.auditing.images", "video": "mmrl.auditing.images",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def audit_one(subject: Subject, made: str | None = None) -> Audit:
     from rewards.card import card_of
 
     media = card_of(subject.reward).media
-    if made not in media and len(media) > 1:
+    if made not in media and "text" in media and len(media) > 1:
         raise UserError(
             f"reward {subject.name!r} judges {', '.join(media)}: say which is meant, by a `policy:` in the file "
             'or, in a reward of your own, by @card(media="text") from rewards.card'
