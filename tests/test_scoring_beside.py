@@ -315,3 +315,22 @@ def test_training_in_parts_is_the_same_training():
         return torch.cat([p.flatten() for p in policy.net.parameters()])
 
     assert torch.equal(run(1), run(3))
+
+
+def test_answers_of_a_vision_language_model_in_parts():
+    from tests.test_vlm_policy import policy_of, prompts
+
+    def long(media, prompts):
+        return torch.tensor([float(text.tokens) for text in media])
+
+    policy, asked = policy_of(), prompts()
+    draws = [overlap.draw(policy, asked, 2, Rng.of(5), Scorer({"long": long}), parts) for parts in (1, 3)]
+    (whole, said, one), (found, seen, other) = draws
+    assert seen == said and found.prompts == whole.prompts and torch.equal(one()["long"], other()["long"])
+    assert torch.equal(found.mask, whole.mask) and torch.equal(found.group, whole.group)
+    assert torch.equal(found.sample[found.mask], whole.sample[whole.mask])
+    torch.testing.assert_close(found.logprob[found.mask], whole.logprob[whole.mask], rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        for point in policy.path(found):
+            scored = policy.dist(point).log_prob(point.target)
+            torch.testing.assert_close(scored[point.mask], point.logprob[point.mask], rtol=1e-4, atol=1e-4)

@@ -43,6 +43,7 @@ Encoded = dict[str, Tensor]
 class VLM(NetPolicy):
     """Vision-language models: images, several images, video or text in, text out; any folder or hub id."""
 
+    makes = "text"
     adjacent = True
     decisions = "categorical"
 
