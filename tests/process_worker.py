@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from mmrl import checkpoint, distributed, state, trainer
-from mmrl.advantages import DDPO
+from mmrl.advantages import DDPO, opo
 from mmrl.device import Device
 from mmrl.evaluation import evaluate
+from mmrl.objectives import Text
 from mmrl.options import EvaluateOptions
 from mmrl.policies.sd3 import SD3
 from mmrl.registry import UserError, locate
@@ -29,8 +30,10 @@ SPARSE = {
     "batch_size": 2,
     "micro_batch": None,
 }  # steps in which one of two processes has no row
+TEXT = SIZES | {"epochs": 1, "reduction": "every_row", "resample": 2}
 CASES = {
     **{family: (partial(toys.make, family, double=True), SIZES) for family in toys.POLICIES},
+    "text": (lambda: ragged(), TEXT),
     "sparse": (partial(toys.make, "flow", double=True), SPARSE),
     "sd3": (lambda: tiny_sd3(), SMALL),
     "sd3-lora": (lambda: tiny_sd3(lora=4, logp_dist="guided_stopgrad_uncond"), SMALL),
@@ -66,6 +69,27 @@ def tiny_sd3(**options):
     return policy
 
 
+class Ragged(toys.ToyCausal):
+    """Answers of many lengths."""
+
+    def rollout(self, prompts, copies, rng):
+        found = super().rollout(prompts, copies, rng)
+        ended = (found.sample == 4).cumsum(1)
+        return found.replace(mask=(ended == 0) | ((ended == 1) & (found.sample == 4)))
+
+
+def ragged():
+    policy = Ragged()
+    policy.net.double()
+    return policy
+
+
+def partly_flat(media, prompts):
+    """All answers to one label earn the same."""
+    even = torch.tensor([p["label"] == 0 for p in prompts])
+    return torch.where(even, 0.5, partly_missing(media, prompts))
+
+
 def partly_missing(media, prompts):
     """The samples of one label that are nearest to the goal cannot be scored; which does not depend on their order."""
     if media.ndim == 4:
@@ -77,6 +101,9 @@ def partly_missing(media, prompts):
 
 def trainer_of(case):
     make, sizes = CASES[case]
+    if case == "text":  # couples over all processes, replaces groups of either, weighs by length
+        objective = Text(kl=0.1, top_entropy=0.6)
+        return make_trainer(policy=make(), ema=0.9, objective=objective, advantage=opo, reward=partly_flat, **sizes)
     return make_trainer(
         policy=make(), kl=0.1, ema=0.9, advantage=DDPO(), reward=partly_missing, max_failures=1.0, **sizes
     )

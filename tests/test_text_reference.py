@@ -16,12 +16,12 @@ from mmrl.dists import Categorical
 from mmrl.objectives.kl import estimate
 from mmrl.optimizers import sgd
 from mmrl.options import TrainOptions
+from mmrl.policies.base import NetPolicy
 from mmrl.presets import PRESETS, filled
 from mmrl.registry import ADVANTAGES, OBJECTIVES, load_built_in
 from mmrl.scoring import Scorer
 from mmrl.trainer import Trainer
 from mmrl.types import Point, Rewards, Rollout
-from mmrl.weights import Weights
 from samplers.noise import Rng
 
 load_built_in()
@@ -57,14 +57,14 @@ class Exact(Categorical):
         return self.logits[..., 0]
 
 
-class Recorded:
+class Recorded(NetPolicy):
     """A policy whose rollout is always the batch above: token 0 was sampled everywhere."""
 
-    decisions, adjacent, width = "categorical", True, None
+    decisions, adjacent = "categorical", True
 
     def __init__(self, mask=MASK):
-        self.net = self.trained = Table(table(REF))
-        self.mask, self.weights = table(mask, torch.bool), Weights(self.net)
+        super().__init__(Table(table(REF)))
+        self.mask = table(mask, torch.bool)
 
     def rollout(self, prompts, copies, rng):
         rows = torch.arange(4)

@@ -21,11 +21,13 @@ from samplers.noise import Rng
 from . import toys
 
 
-def make_trainer(family="flow", reward=toys.reward, lr=3e-3, clip=0.2, kl=0.0, advantage=None, policy=None, **options):
+def make_trainer(
+    family="flow", reward=toys.reward, lr=3e-3, clip=0.2, kl=0.0, advantage=None, policy=None, objective=None, **options
+):
     sizes = {"prompts": 8, "copies": 8, "batch_size": 32, "iterations": 60, "micro_batch": 16} | options
     return Trainer(
         policy or toys.make(family), toys.prompts(16), Scorer({"toy": reward}), advantage or advantages.flow_grpo,
-        PolicyGradient(clip=clip, kl=kl), partial(adamw, lr=lr), TrainOptions(**sizes),
+        objective or PolicyGradient(clip=clip, kl=kl), partial(adamw, lr=lr), TrainOptions(**sizes),
     )  # fmt: skip
 
 

@@ -97,7 +97,7 @@ def gpg(
     rewards: Rewards | Tensor, rollout: Rollout,
     *, scale: float = 1.0, count: Literal["groups", "rewards"] = "groups", flat: Flat = "zero",
 ) -> Tensor:  # fmt: skip
-    """GPG: alpha (reward - mean of the group) / scale, alpha = samples / samples that teach (Chu et al. 2025, eq. 7).
+    """GPG: alpha (reward - mean of the group) / scale, alpha = samples / samples that teach (Chu et al. 2025).
 
     count: samples that teach are those of groups whose rewards differ (the paper), or those with a reward other than 0
     (verl's code).

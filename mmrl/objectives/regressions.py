@@ -118,7 +118,7 @@ class GVPO(_Regression):
 
 @OBJECTIVES.register("reg_grpo")
 class RegGRPO(_Regression):
-    """Reg-GRPO: (A_i - beta (R_i - mean R))^2, the advantage predicted by the answer's log-ratio R to the old policy.
+    """Reg-GRPO: (A_i - beta (R_i - mean R))^2, the advantage predicted by the answer's log-ratio R to the old one.
 
     Park et al. 2025, DeepVideo-R1. No clip, no minimum. ``beta`` stands where the log-ratios' own std could: that is
     0 on the first step.
