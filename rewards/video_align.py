@@ -73,6 +73,7 @@ class VideoAlign:
         base = base or config["model_config"]["model_name_or_path"]
         self.instruction = read_instruction(instruction, TOKENS, SOURCE, "video_align")
         self.tools, tokens = load_tools(base, TOKENS, exact=False)
+        self.tools.video_processor.cap_pixels_per_frame = False  # as published: the limit of a frame is the limit
         alpha = alpha_of(config.get("peft_lora_config", {}))
         self.network = load_network(read_tensors(file), base, tokens, dtype, device, alpha)
         self.data = config.get("data_config", {})
