@@ -233,7 +233,7 @@ def memory(folder: Path, work: Work, groups: list[int]) -> list[dict[str, Any]]:
 
     found = []
     for copies in groups:
-        one = ours(folder, replace(work, copies=copies, prompts=max(1, work.rows // copies)), prompts(work, 8))
+        one = ours(folder, replace(work, copies=copies), prompts(work, 8))
         one.iterate()
         found.append({"copies": copies, "peak_bytes": peak_bytes(one.iterate, one.policy.device)})
     return found
@@ -318,8 +318,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 continue
             found["curves"][name] = [_told(name, interleaved(folder, point, args.repeats)) for point in points]
         if not args.only or "memory" in args.only:
-            rows = replace(work, micro_batch=work.micro_batch or 8, prompts=8, copies=8)
-            found["memory"] = memory(folder, rows, [4, 8, 16, 32])
+            rows = replace(work, micro_batch=work.micro_batch or 8, prompts=4, tokens=16)
+            found["memory"] = memory(folder, rows, [8, 16, 32])
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     args.out.with_suffix(".md").write_text(measuring.vlm_page(found))

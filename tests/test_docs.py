@@ -187,6 +187,7 @@ DOCUMENTED = {
     "log": LogOptions,
     "alarms": AlarmOptions,
     "policy: sd3": POLICIES["sd3"],
+    "policy: vlm": POLICIES["vlm"],
     "lora": Lora,
     "tree": Tree,
     "objective: grpo": OBJECTIVES["grpo"],
