@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,16 +53,19 @@ class Prompts:
             self.train, self.held_out = split(found, SPLIT if held_out is None else held_out)
 
 
-def split(prompts: Sequence[Prompt], share: float) -> tuple[list[Prompt], list[Prompt]]:
-    """Train and held-out prompts, by a hash of the text: equal texts stay together, and more lines move none of them.
+def split(
+    prompts: Sequence[Prompt], share: float, key: Callable[[Prompt], str] = itemgetter("text")
+) -> tuple[list[Prompt], list[Prompt]]:
+    """Train and held-out prompts, by a hash of the text (or another ``key``): equal ones stay together, and more lines
+    move none of them.
 
     (But for tiny files: a side that the hash would leave empty gets the one text nearest to it.)
     """
-    ranks = {prompt["text"]: _rank(prompt["text"]) for prompt in prompts}
+    ranks = {name: _rank(name) for name in map(key, prompts)}
     order = sorted(ranks, key=ranks.get)
     held = {text for text in order if ranks[text] < share} | set(order[:1] if share > 0 else ())
     held -= set(order[-1:])
-    return [p for p in prompts if p["text"] not in held], [p for p in prompts if p["text"] in held]
+    return [p for p in prompts if key(p) not in held], [p for p in prompts if key(p) in held]
 
 
 def _rank(text: str) -> float:
@@ -96,7 +100,7 @@ def read(path: Path, key: str | None = None) -> list[Prompt]:
     if path.suffix.lower() not in readers:
         raise UserError(f"{path}: prompts are read from .txt (one a line), .jsonl (one object a line) or a folder")
     found = []
-    for number, line in enumerate(_decoded(path).split("\n"), start=1):
+    for number, line in enumerate(decoded(path).split("\n"), start=1):
         if line := line.strip():
             try:
                 found.append(readers[path.suffix.lower()](line, key))
@@ -132,7 +136,8 @@ def _json_line(line: str, key: str | None) -> Prompt:
     return {**value, "text": value[name].strip()}
 
 
-def _decoded(path: Path) -> str:
+def decoded(path: Path) -> str:
+    """A whole UTF-8 file. Raises UserError naming the line that is not."""
     try:
         data = path.read_bytes()
     except OSError as error:

@@ -5,6 +5,7 @@ tests/test_rewards.py; time grids and noise windows are compared with numbers in
 """
 
 import inspect
+import json
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
     ("policies", "sdxl"): {"path": "{tiny:sdxl}", "size": 16, "steps": 3, "width": 8},
     ("policies", "flux"): {"path": "{tiny:flux}", "size": 16, "steps": 3, "width": 8, "text_length": 16},
     ("data", "prompts"): {"path": "{tmp}/prompts.txt"},
+    ("data", "vision"): {"path": "{tmp}/questions.jsonl"},
     ("data", "digits"): {"captions": 40},
     ("data", "digits_questions"): {"kinds": ["box", "frame"], "scenes": 8, "held_out_scenes": 4},
     ("grids", "dynamic"): {"mu": 0.5},
@@ -299,6 +301,7 @@ def test_an_optimizer_steps_downhill(name):
 @pytest.mark.parametrize("name", DATA)
 def test_a_data_source_has_prompts_to_train_on_and_others_to_measure(name, tmp_path):
     (tmp_path / "prompts.txt").write_text("\n".join(f"picture {i}" for i in range(40)))
+    (tmp_path / "questions.jsonl").write_text("\n".join(json.dumps({"question": f"what is {i}?"}) for i in range(40)))
     source = made("data", name, tmp_path)
     again = made("data", name, tmp_path)
     assert len(source.train) > 0 and isinstance(source.held_out, list)

@@ -1,0 +1,3 @@
+"""Questions about images and videos, from the formats they come in. Importing this registers the source."""
+
+from .source import Vision as Vision
