@@ -27,6 +27,8 @@ from mmrl.objectives.text import Entropy
 from mmrl.options import EvaluateOptions, TrainOptions, arithmetic
 from mmrl.policies.lora import Lora
 from mmrl.policies.trees import Tree
+from mmrl.policies.vlm.media import Budgets
+from mmrl.policies.vlm.parts import Part
 from mmrl.registry import ALL, KERNELS, OBJECTIVES, OPTIMIZERS, POLICIES, load_built_in, options
 from mmrl.report.runs import read_run
 
@@ -189,6 +191,8 @@ DOCUMENTED = {
     "policy: sd3": POLICIES["sd3"],
     "policy: vlm": POLICIES["vlm"],
     "lora": Lora,
+    "budgets": Budgets,
+    "part": Part,
     "tree": Tree,
     "objective: grpo": OBJECTIVES["grpo"],
     "objective: text": OBJECTIVES["text"],
