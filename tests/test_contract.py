@@ -33,6 +33,7 @@ SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
     ("policies", "sd"): {"path": "{tiny:sd}", "size": 16, "steps": 3, "width": 8},
     ("policies", "sdxl"): {"path": "{tiny:sdxl}", "size": 16, "steps": 3, "width": 8},
     ("policies", "flux"): {"path": "{tiny:flux}", "size": 16, "steps": 3, "width": 8, "text_length": 16},
+    ("policies", "wan"): {"path": "{tiny:wan}", "size": 8, "frames": 3, "steps": 3, "width": 8, "text_length": 16},
     ("data", "prompts"): {"path": "{tmp}/prompts.txt"},
     ("data", "vision"): {"path": "{tmp}/questions.jsonl"},
     ("data", "digits"): {"captions": 40},

@@ -23,6 +23,7 @@ from . import tiny_diffusers
 load_built_in()
 
 PROMPTS = [{"text": text} for text in ("a red seven", "a blue two")]
+VIDEO = {"size": [16, 32], "frames": 5, "text_length": 16}
 # name -> policy, its options, how its latents go into the pipeline, further arguments of the pipeline's call
 CASES = {
     "sd": ("sd", {"size": 16}, None, {}),
@@ -30,6 +31,9 @@ CASES = {
     "sdxl": ("sdxl", {"size": 16}, None, {}),
     "flux": ("flux", {"size": 16, "text_length": 16}, pack, {"max_sequence_length": 16}),
     "flux-schnell": ("flux", {"size": [16, 32], "text_length": 16}, pack, {"max_sequence_length": 16}),
+    "wan": ("wan", VIDEO, None, {"max_sequence_length": 16, "num_frames": 5}),
+    "wan-two": ("wan", VIDEO, None, {"max_sequence_length": 16, "num_frames": 5}),
+    "wan-tokens": ("wan", VIDEO, None, {"max_sequence_length": 16, "num_frames": 5}),
 }
 GUIDED = {"flux": "true_cfg_scale", "flux-schnell": "true_cfg_scale"}  # others: guidance_scale
 
@@ -106,7 +110,11 @@ def test_an_exported_adapter_gives_the_plain_pipeline_our_images(case, tmp_path)
         rollout = policy.rollout(PROMPTS, 2, Rng.of("same"))
         ours = policy.decode(rollout)
     before = call(pipe, policy, case, rollout, 1.0, 3, "pt")
-    pipe.load_lora_weights(tmp_path)
+    if case == "wan-two":  # an adapter for each expert
+        pipe.load_lora_weights(tmp_path / "transformer")
+        pipe.load_lora_weights(tmp_path / "transformer_2", load_into_transformer_2=True)
+    else:
+        pipe.load_lora_weights(tmp_path)
     after = call(pipe, policy, case, rollout, 1.0, 3, "pt")
     torch.testing.assert_close(ours, after, atol=1e-4, rtol=1e-4)
     assert (after - before).abs().max() > 1e-4  # the training is seen

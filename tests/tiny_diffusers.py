@@ -142,13 +142,48 @@ def flux(guidance_embeds=True):
     )  # fmt: skip
 
 
+def wan_vae(latent=4, **options):
+    from diffusers import AutoencoderKLWan
+
+    return AutoencoderKLWan(**{
+        "base_dim": 8, "z_dim": latent, "dim_mult": [1, 1], "num_res_blocks": 1, "temperal_downsample": [True],
+        "latents_mean": [0.1 * i for i in range(latent)], "latents_std": [1.0 + 0.1 * i for i in range(latent)],
+        "scale_factor_temporal": 2, "scale_factor_spatial": 2,
+    } | options)  # fmt: skip
+
+
+def wan_net(channels=4, **options):
+    from diffusers import WanTransformer3DModel
+
+    return WanTransformer3DModel(**{
+        "patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 12, "in_channels": channels,
+        "out_channels": 4, "text_dim": 32, "freq_dim": 16, "ffn_dim": 32, "num_layers": 1, "rope_max_seq_len": 32,
+    } | options)  # fmt: skip
+
+
+def umt5(tokenizer):
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    return UMT5EncoderModel(
+        UMT5Config(vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=2)
+    )
+
+
+def wan(two=False, expand=False):
+    from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
+
+    tokenizer = t5_tokenizer()
+    return WanPipeline(
+        tokenizer=tokenizer, text_encoder=umt5(tokenizer), vae=wan_vae(), transformer=wan_net(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), transformer_2=wan_net() if two else None,
+        boundary_ratio=0.7 if two else None, expand_timesteps=expand,
+    )  # fmt: skip
+
+
 BUILDERS = {
-    "sd": sd,
-    "sd-v": lambda: sd("v_prediction"),
-    "sdxl": sdxl,
-    "flux": flux,
-    "flux-schnell": lambda: flux(False),
-}
+    "sd": sd, "sd-v": lambda: sd("v_prediction"), "sdxl": sdxl, "flux": flux, "flux-schnell": lambda: flux(False),
+    "wan": wan, "wan-two": lambda: wan(two=True), "wan-tokens": lambda: wan(expand=True),
+}  # fmt: skip
 
 
 def build(name: str, folder: Path) -> Path:

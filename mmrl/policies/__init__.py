@@ -3,4 +3,5 @@
 from . import diffusion as diffusion
 from . import flux as flux
 from . import sd3 as sd3
+from . import wan as wan
 from .vlm import policy as policy

@@ -26,6 +26,13 @@ def resolve(path: str, expected: str) -> str:
     return place
 
 
+def index(place: str) -> dict[str, Any]:
+    """What ``model_index.json`` of a folder or hub id says."""
+    from diffusers import DiffusionPipeline
+
+    return _explained(lambda: DiffusionPipeline.load_config(place), place, "model_index.json")
+
+
 def load_part(cls: Any, place: str, subfolder: str, dtype: torch.dtype | None = None) -> Any:
     """One part (transformer, vae, scheduler) of a pipeline, float32 unless said otherwise."""
     options = {} if dtype is None else {"dtype": dtype}
@@ -74,4 +81,9 @@ def save_lora(pipeline: Any, net: nn.Module, folder: Path, part: str = "transfor
 
 def save_full(pipeline: Any, place: str, net: nn.Module, folder: Path, part: str = "transformer") -> None:
     """A complete diffusers folder with ``net`` as its ``part``."""
-    _explained(lambda: pipeline.from_pretrained(place, **{part: net}), place, "pipeline").save_pretrained(folder)
+    save_parts(pipeline, place, {part: net}, folder)
+
+
+def save_parts(pipeline: Any, place: str, parts: dict[str, nn.Module], folder: Path) -> None:
+    """A complete diffusers folder with these parts in place of its own."""
+    _explained(lambda: pipeline.from_pretrained(place, **parts), place, "pipeline").save_pretrained(folder)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from samplers.batching import chunks
 from samplers.processes import Flow, Process
@@ -46,16 +46,23 @@ class FolderPolicy(FlowPolicy):
     ):
         """path: folder, hub id or world:NAME. size: pixels, one side or [height, width]. grid: None is the folder's own
         scheduler. dtype: of the frozen weights. text_encoders: where they go after use. text_cache: encoded prompts."""
-        import diffusers
-
         self.place, self.compute = diffusers_folder.resolve(path, self.pipeline), getattr(torch, dtype)
-        net = diffusers_folder.load_part(getattr(diffusers, self.network), self.place, self.part, self.compute)
-        vae = diffusers_folder.load_part(getattr(diffusers, self.autoencoder), self.place, "vae")
-        self.config, self.vae = net.config, vae.requires_grad_(False).eval()
+        net = self.load_network()
+        self.config, self.vae = net.config, self.load_part(self.autoencoder, "vae").requires_grad_(False).eval()
         self.size = (size, size) if isinstance(size, int) else tuple(size)
         self.shape, self.process = self.latent_shape(), self.own_process()
         self.texts = PromptCache(self.load_texts, self.encode_texts, text_encoders, text_cache)
         super().__init__(net, grid=grid or self.own_grid(), **options)
+
+    def load_part(self, name: str, subfolder: str, dtype: torch.dtype | None = None) -> Any:
+        """A part of the folder by its class's name in diffusers, float32 unless said otherwise."""
+        import diffusers
+
+        return diffusers_folder.load_part(getattr(diffusers, name), self.place, subfolder, dtype)
+
+    def load_network(self) -> nn.Module:
+        """What is trained."""
+        return self.load_part(self.network, self.part, self.compute)
 
     @abstractmethod
     def latent_shape(self) -> tuple[int, ...]:

@@ -1,0 +1,127 @@
+"""Wan 2.1 and 2.2 (Wan team 2025), text to video: one network, two experts by noise level, or a time a token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..registry import POLICIES
+from . import diffusers_folder
+from .flow import Grid
+from .folder_video import VideoFolderPolicy, own_sigmas, standardised
+
+
+class Experts(nn.Module):
+    """Two networks in turn: ``transformer`` above the boundary, ``transformer_2`` below, row by row."""
+
+    def __init__(self, high: nn.Module, low: nn.Module, boundary: float):
+        super().__init__()
+        self.transformer, self.transformer_2, self.boundary = high, low, boundary
+        self.config = high.config
+
+    def add_adapter(self, config: Any) -> None:
+        """The same kind of adapter on each."""
+        self.transformer.add_adapter(config)
+        self.transformer_2.add_adapter(config)
+
+    @property
+    def peft_config(self) -> Any:
+        return getattr(self.transformer, "peft_config", None)
+
+    def forward(self, hidden_states: Tensor, timestep: Tensor, **cond: Tensor) -> Tensor:
+        noisy = timestep.flatten(1).amax(1) if timestep.ndim > 1 else timestep
+        above = noisy >= self.boundary
+        out = torch.zeros_like(hidden_states)
+        for expert, mine in ((self.transformer, above), (self.transformer_2, ~above)):
+            if mine.any():
+                own = {name: value[mine] for name, value in cond.items()}
+                out[mine] = expert(hidden_states[mine], timestep[mine], return_dict=False, **own)[0]
+        return out
+
+    def enable_gradient_checkpointing(self) -> None:
+        self.transformer.enable_gradient_checkpointing()
+        self.transformer_2.enable_gradient_checkpointing()
+
+
+@POLICIES.register("wan")
+class Wan(VideoFolderPolicy):
+    """Wan 2.1 and 2.2 text to video: any diffusers folder or hub id of a WanPipeline."""
+
+    pipeline, network, autoencoder = "WanPipeline", "WanTransformer3DModel", "AutoencoderKLWan"
+    attention = tuple(
+        f"{layer}.{name}" for layer in ("attn1", "attn2") for name in ("to_q", "to_k", "to_v", "to_out.0")
+    )
+
+    def __init__(self, path: str, text_length: int = 512, **options: Any):
+        """text_length: tokens of the text encoder."""
+        self.text_length = text_length
+        super().__init__(path, **options)
+
+    def latent_shape(self) -> tuple[int, ...]:
+        config, (_, *patch) = self.vae.config, self.config.patch_size
+        factor = config.scale_factor_spatial
+        sides = (self.latent_side(side, factor * p, factor) for side, p in zip(self.size, patch))
+        return (config.z_dim, self.latent_frames(config.scale_factor_temporal), *sides)
+
+    def load_network(self) -> nn.Module:
+        """Both experts of a folder that has two."""
+        index = diffusers_folder.index(self.place)
+        self.own_scheduler = index["scheduler"][1]
+        high = super().load_network()
+        self.expand = bool(index.get("expand_timesteps"))
+        if index.get("boundary_ratio") is None:
+            return high
+        low = self.load_part(self.network, "transformer_2", self.compute)
+        return Experts(high, low, 1000 * index["boundary_ratio"])
+
+    def own_grid(self) -> Grid:
+        return own_sigmas(self.load_part(self.own_scheduler, "scheduler"))
+
+    def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
+        own = {name: self.cast(value) for name, value in self.conditions(cond).items()}
+        hidden, times = self.seen(x, 1000 * t, cond)
+        out = self.active()(self.cast(hidden), times, **own, **({} if self.two else {"return_dict": False}))
+        return out if self.two else out[0]
+
+    @property
+    def two(self) -> bool:
+        return isinstance(self.net, Experts)
+
+    def conditions(self, cond: dict[str, Any]) -> dict[str, Tensor]:
+        return {"encoder_hidden_states": cond["text"]}
+
+    def seen(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """What the network sees of latents at timesteps t [B]: Wan 2.2 TI2V has a time for every token."""
+        if not self.expand:
+            return x, t
+        _, *patch = self.config.patch_size
+        tokens = x.shape[2] * (x.shape[3] // patch[0]) * (x.shape[4] // patch[1])
+        return x, t[:, None].expand(-1, tokens)
+
+    def pixels(self, vae: Any, latents: Tensor) -> Tensor:
+        mean, std = standardised(vae, latents)
+        return vae.decode(latents * std + mean).sample
+
+    def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
+        text, _ = pipe.encode_prompt(texts, None, False, max_sequence_length=self.text_length, device=device)
+        return {"text": text}
+
+    def without(self) -> tuple[str, ...]:
+        return ("transformer_2",)
+
+    def export(self, folder: Path) -> None:
+        """As every family; both experts of a folder that has two."""
+        if not self.two:
+            return super().export(folder)
+        import diffusers
+
+        pipeline = getattr(diffusers, self.pipeline)
+        parts = {"transformer": self.net.transformer, "transformer_2": self.net.transformer_2}
+        if not self.net.peft_config:
+            return diffusers_folder.save_parts(pipeline, self.place, parts, folder)
+        for name, net in parts.items():
+            diffusers_folder.save_lora(pipeline, net, folder / name)
+        return None
