@@ -38,6 +38,15 @@ def test_the_table_in_the_documentation_is_up_to_date():
     assert page.count(BEGIN) == page.count(END) == 1
 
 
+def test_the_command_prints_the_table_with_plug_ins():
+    from typer.testing import CliRunner
+
+    from mmrl.cli import app
+
+    shown = CliRunner().invoke(app, ["list", "rewards", "--markdown"]).output
+    assert shown.startswith("| name | what it says |") and all(f"\n| `{name}` |" in shown for name in OWN)
+
+
 def test_names_are_callables_in_a_fresh_interpreter():
     code = "from rewards import clip_score, jpeg_compressibility, remote; print(clip_score.__name__, remote.__name__)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
