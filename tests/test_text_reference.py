@@ -18,7 +18,7 @@ from mmrl.optimizers import sgd
 from mmrl.options import TrainOptions
 from mmrl.policies.base import NetPolicy
 from mmrl.presets import PRESETS, filled
-from mmrl.registry import ADVANTAGES, OBJECTIVES, load_built_in
+from mmrl.registry import ADVANTAGES, OBJECTIVES, UserError, load_built_in
 from mmrl.scoring import Scorer
 from mmrl.trainer import Trainer
 from mmrl.types import Point, Rewards, Rollout
@@ -180,3 +180,51 @@ KLS = {
 def test_kl_estimators_are_those_of_verl(form, bounded):
     found = estimate(table(LOGP), table(REF), form, bounded).flatten()
     torch.testing.assert_close(found, torch.tensor(KLS[form], dtype=torch.float64), atol=1.1e-6, rtol=0)
+
+
+# -- presets in a configuration ----------------------------------------------------------------------------------------
+
+RUN = """
+policy: {sd3: {path: "world:digits/sd3-test"}}
+data: digits
+reward: {digits: 1.0}
+preset: verl/dapo
+train: {prompts: 2, copies: 4, batch_size: 8, iterations: 1}
+"""
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_builds(name):
+    sections = filled({"train": {"prompts": 2, "copies": 4, "batch_size": 8, "iterations": 1}}, name)
+    config.build(sections["advantage"], ADVANTAGES)
+    assert config.build(sections["objective"], OBJECTIVES).needs == "categorical"
+    assert TrainOptions(**sections["train"]).copies == 4
+
+
+def test_a_preset_fills_what_is_not_written_and_is_written_out(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(RUN)
+    found = config.load(file, ["objective.kl=0.04", "train.resample=0"])
+    assert found["objective"]["text"]["surrogate"] == {"ppo": {"low": 0.2, "high": 0.28, "dual": 10.0}}
+    assert found["objective"]["text"]["kl"] == 0.04 and found["advantage"] == {"grpo": {"std": "group", "eps": 1e-6}}
+    assert found["train"]["resample"] == 0 and found["train"]["reduction"] == "decision"
+    assert found.where("train.reduction") == "preset verl/dapo"
+    (tmp_path / "again.yaml").write_text(config.dump(found))
+    assert config.load(tmp_path / "again.yaml").plain == found.plain
+    other = config.load(file, ["preset=trl/gspo"])
+    assert other["train"]["reduction"] == "every_row" and "gspo" in other["objective"]["text"]["surrogate"]
+    file.write_text(RUN + "objective: {text: {entropy: 0.01}}\nadvantage: rloo\n")
+    mine = config.load(file)
+    assert mine["advantage"] == "rloo" and set(mine["objective"]["text"]) == {"entropy", "surrogate", "kl"}
+
+
+def test_an_unknown_preset_is_named_with_its_line(tmp_path):
+    (tmp_path / "run.yaml").write_text(RUN.replace("verl/dapo", "verl/dap"))
+    with pytest.raises(UserError, match=r"run.yaml:5: preset: unknown preset 'verl/dap'; did you mean 'verl/dapo'"):
+        config.load(tmp_path / "run.yaml")
+
+
+def test_a_text_objective_on_a_flow_model_is_refused_with_its_line(tmp_path):
+    (tmp_path / "run.yaml").write_text(RUN.replace("preset: verl/dapo", "objective: {text: {surrogate: gspo}}"))
+    with pytest.raises(UserError, match=r"run.yaml:5: objective.text: the objective Text is for models that"):
+        config.check(config.load(tmp_path / "run.yaml"))
