@@ -264,6 +264,32 @@ def test_tokens_and_costs_are_counted_and_failures_are_left_out_by_the_scorer(ur
     assert counted["cost"] == pytest.approx(300 * 2e-6 + 30 * 10e-6)
 
 
+def test_pairs_through_training_and_its_log(url, tmp_path, monkeypatch):
+    """Groups are told apart by the scorer, a pair that fails spoils nothing, counters reach the log."""
+    import yaml
+
+    from mmrl.report.runs import read_run
+    from mmrl.training import train
+
+    scorer = Scorer({"pairs": Pairwise(server(url))})
+    media, given = greys([0.2, 0.6, 0.2, 0.6]), [{"text": "one"}] * 4  # two groups of one prompt
+    found = scorer(media, given, [0, 0, 1, 1])["pairs"]
+    assert found.tolist() == pytest.approx([0.3, 0.7, 0.3, 0.7], abs=1e-5)
+    monkeypatch.chdir(tmp_path)
+    model = {"server": {"url": url, "timeout": 10}}
+    spec = {
+        "policy": {"sd3": {"path": "world:digits/sd3-test", "size": 32, "steps": 2, "guidance": 1.0, "lora": 2}},
+        "data": {"digits": {"captions": 20}}, "objective": {"grpo": {"clip": 1.0}}, "log": {"tensorboard": False},
+        "reward": {"judge_pairwise": {"model": model}, "watched": {"use": "judge", "model": model, "monitor": True}},
+        "train": {"prompts": 2, "copies": 3, "batch_size": 6, "iterations": 1, "checkpoint_every": 0}, "run": "run",
+    }  # fmt: skip
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(spec))
+    line = read_run(train(tmp_path / "run.yaml")).metrics[-1]
+    assert line["reward/mean"] == pytest.approx(0.5, abs=1e-5) and line["samples/excluded"] == 0
+    assert line["judged/judge_pairwise/answers"] == 12 and line["judged/watched/answers"] == 6
+    assert "sk-" not in (tmp_path / "run/config.yaml").read_text()
+
+
 # ------------------------------------------------------------------------------------------------------ templates
 
 
