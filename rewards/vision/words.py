@@ -93,7 +93,7 @@ class Answer(Verifiable):
     licence="Apache-2.0",
 )
 class Classification(Answer):
-    """1 if the answer is the class, by normalised equality (and ``aliases``), as in ``answer`` but never as a number.
+    """1 if the answer is the class, by normalised equality (and ``aliases``), as in ``answer`` but never a number.
 
     The published reward takes any part of the name, or any text that holds it: an empty answer and "a" score 1 there.
     """
