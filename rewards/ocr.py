@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
 from mmrl.registry import REWARDS, UserError
@@ -42,17 +43,19 @@ class OCR:
     Args:
         field: ``text`` is searched for the part in double quotes; any other field holds the target itself.
         threads: of the engine.
+        side: smaller pictures are enlarged until their shorter side has so many pixels before text is looked for;
+            less is faster and overlooks small writing.
 
     Raises:
         UserError: RapidOCR is not installed; a prompt without a target.
     """
 
-    def __init__(self, field: str = "text", threads: int = -1):
+    def __init__(self, field: str = "text", threads: int = -1, side: Annotated[int, Ge(32)] = 736):
         try:
             from rapidocr_onnxruntime import RapidOCR
         except ImportError as error:
             raise UserError("reward 'ocr' needs an OCR engine: pip install 'mmrl[ocr]'") from error
-        self.engine = RapidOCR(intra_op_num_threads=threads)
+        self.engine = RapidOCR(intra_op_num_threads=threads, det_limit_side_len=side)
         self.field = field
         self.card = replace(type(self).card, needs=(field,))
 

@@ -34,7 +34,7 @@ def written(*lines: str) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def ocr():
     pytest.importorskip("rapidocr_onnxruntime")
-    return OCR(threads=1)
+    return OCR(threads=1, side=160)
 
 
 def test_rendered_text_is_read_and_the_wrong_one_is_not(ocr):

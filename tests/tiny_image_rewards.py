@@ -225,7 +225,7 @@ TINY_OPTIONS: dict[str, Callable[[Path], dict]] = {
     "dino_consistency": lambda tmp: {"model": save_dino(tmp / "dino"), **CPU},
     "action": lambda tmp: {"model": save_videomae(tmp / "mae"), **CPU},
     "geneval": lambda tmp: {"detector": save_yolos(tmp / "yolos"), "clip": save_tiny_clip(tmp / "clip"), **CPU},
-    "ocr": lambda tmp: {"field": "word", "threads": 1},
+    "ocr": lambda tmp: {"field": "word", "threads": 1, "side": 32},
     "vqa_score": lambda tmp: {"model": str(folder("qwen2_vl")), "dtype": "float32", **CPU},
     "tifa": lambda tmp: {"model": str(folder("qwen2_vl")), "dtype": "float32", **CPU},
     "hpsv3": lambda tmp: save_hpsv3(tmp),
