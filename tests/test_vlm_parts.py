@@ -153,6 +153,19 @@ def test_a_run_with_parts_starts_at_ratio_one_and_resumes_to_the_bit(tmp_path):
     assert second.optimizer.param_groups[2]["lr"] < second.optimizer.param_groups[0]["lr"]
 
 
+def test_what_is_trained_beside_adapters_is_exported_with_them(tmp_path):
+    one = trainer()
+    one.iterate()
+    one.policy.export(tmp_path)
+    again = VLM(str(tmp_path), tokens=4)
+    asked = [one.policy.inputs.encode(prompt) for prompt in one.prompts]
+    with torch.no_grad():
+        for encoded in asked:
+            gap = one.policy.net.hf(**encoded).logits - again.net.hf(**encoded).logits
+            assert gap.abs().max() < 1e-5
+    assert not any("lora" in name for name, _ in again.net.named_parameters())
+
+
 def test_prompts_above_a_budget_leave_the_data():
     policy = VLM(str(tiny_vlms.folder("qwen2_5_vl")), tokens=4, budgets=Budgets(prompt_tokens=40))
     data = SimpleNamespace(train=[{"text": "short"}, {"text": "long" * 20, "origin": "d.jsonl:2"}], held_out=[])

@@ -31,7 +31,7 @@ from .families import Coords, family_of, modules_of
 from .generate import Answers, Ending, generate
 from .inputs import Inputs
 from .media import Budgets
-from .parts import Parts, groups_of, set_trainable, summary
+from .parts import Parts, beside_adapters, groups_of, merged, set_trainable, summary
 from .prefix import VERIFIED, Prefix, SharedPrefix, positions, sharded, shareable
 from .scores import Scored
 
@@ -163,8 +163,13 @@ class VLM(NetPolicy):
             self.warp = kept
 
     def export(self, folder: Path) -> None:
-        """The model, or its adapter where only one was trained, with processor and chat template."""
-        self.net.hf.save_pretrained(folder)
+        """The model, or its adapter where nothing else was trained, with processor and chat template."""
+        hf = self.net.hf
+        if beside_adapters(hf):  # transformers saves a model with adapters as these alone
+            whole = type(hf).from_pretrained(self.place, dtype=hf.dtype)
+            whole.load_state_dict(merged(hf))
+            hf = whole
+        hf.save_pretrained(folder)
         self.inputs.save(folder)
 
     def _placed(self, encoded: Encoded) -> Encoded:
