@@ -27,7 +27,7 @@ from ..lora import Lora
 from .answers import AnswerTokens
 from .budgets import admit
 from .engines import generate_plainly
-from .families import Coords, family_of, modules_of
+from .families import Coords, family_of, modules_of, part_of
 from .generate import Answers, Ending, generate
 from .inputs import Inputs
 from .media import Budgets
@@ -92,6 +92,7 @@ class VLM(NetPolicy):
         self.parts = train
         if lora is None:
             set_trainable(hf, train or Parts("full", "full", "full"))
+        self.sees = any(p.requires_grad and part_of(n) != "language" for n, p in hf.named_parameters())
         self.notes = (*family.unverified(), summary(self.net))
 
     def rollout(self, prompts: list[Prompt], copies: int, rng: Rng) -> Rollout:
@@ -182,9 +183,11 @@ class VLM(NetPolicy):
         """One left-padded batch, with ``position_ids`` [P, S] or [3, P, S].
 
         Of many processes all must pass something through the vision tower in every pass, or its gradients are waited
-        for: where no prompt has an image, one more prompt that nobody answers brings one.
+        for: where no prompt has an image, one more prompt that nobody answers brings one. On one process too, where
+        the tower is trained: its gradient is then zero and not missing, which Adam does not take for the same.
         """
-        if distributed.world()[1] > 1 and not any(name.startswith("pixel_values") for one in encoded for name in one):
+        needed = distributed.world()[1] > 1 or torch.is_grad_enabled() and self.sees
+        if needed and not any(name.startswith("pixel_values") for one in encoded for name in one):
             self.witness = self.witness or self._placed(self.inputs.encode(blank_image()))
             encoded = [*encoded, self.witness]
         batch = self.inputs.collate([{k: v for k, v in one.items() if k != "places"} for one in encoded])
