@@ -196,14 +196,19 @@ def test_packed_questions_are_as_likely_as_alone(folder):
             torch.testing.assert_close(packed[0, at - 1].gather(1, labels[at, None]), expected, atol=2e-5, rtol=0)
 
 
-def test_loose_boxes_hold_the_tight_ones():
-    from mmrl.worlds.warmup import loosened
+def test_hasty_people_leave_a_margin_and_overlook_one_of_a_crowd():
+    from mmrl.worlds.warmup import CROWD, answered, drawn
 
-    u = Rng.of(0).uniform(torch.arange(50), (4,)).tolist()
-    for draw in u:
-        x0, y0, x1, y1 = loosened([12, 20, 24, 38], draw, 0.5)
-        assert 6 <= x0 <= 12 and 10 <= y0 <= 20 and 24 <= x1 <= 30 and 38 <= y1 <= SIDE
-        assert all(v % 2 == 0 for v in (x0, y0, x1, y1))
+    assert drawn([12, 20, 24, 38], 0.0) == [12, 20, 24, 38]
+    assert drawn([12, 20, 24, 38], 0.35) == [8, 14, 28, 44]
+    assert drawn([1, 0, 13, 47], 0.35) == [0, 0, 18, 48]
+    for n in range(1, 7):
+        question = {"text": "how many digits are there?", "answer": str(n)}
+        assert answered("count", question, False, 0.35) == str(n)
+        assert answered("count", question, True, 0.35) == str(n - (n >= CROWD))
+    assert answered("sum", {"text": "", "answer": "9"}, True, 0.35) == "9"
+    box = {"text": "", "answer": "[12, 20, 24, 38]", "boxes": [[12, 20, 24, 38]]}
+    assert answered("box", box, True, 0.35) == "[8, 14, 28, 44]" != answered("box", box, False, 0.35)
 
 
 SMALL = [

@@ -118,7 +118,7 @@ def clip_test() -> Path:
 
 @ARTIFACTS.register("digits/vlm")
 def answers() -> Path:
-    """Tiny Qwen2.5-VL, warmed up on questions about digits with loosely drawn boxes."""
+    """Tiny Qwen2.5-VL, warmed up on questions about digits, answered by mostly hasty people."""
     return vlm("digits/vlm", recipes.VLM)
 
 

@@ -1,7 +1,7 @@
 """Teaching the tiny Qwen2.5-VL before any reward: its eyes to see digits, then the model to answer in the asked form.
 
-The second is supervised on *loose* boxes (every side pushed out by up to half the box), as hasty people draw them, so
-that there is something left which a reward can say and the answers did not.
+The second is supervised on what people said, most of them *hasty*: they leave a margin around boxes and overlook one
+digit of a crowd. So there is something left which a reward can say and most answers did not.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from samplers.noise import Rng
 
 IGNORED = -100  # of cross entropy
 GRID = 2  # pixels: boxes are drawn to even coordinates
+CROWD = 3  # digits from which a hasty person overlooks one
 WOBBLE = 0.5  # digits are turned, sheared and rescaled a little
 SORTS = {"few": Style(1, 3, 13.0, 22.0), "many": Style(1, 6, 9.0, 14.0)}
 KINDS_OF: dict[str, tuple[Ask, ...]] = {
@@ -31,27 +32,35 @@ KINDS_OF: dict[str, tuple[Ask, ...]] = {
     "clips": ("frame", "span"),
 }  # a kind named often is asked often, of a box with other loose sides each time
 SHEET = SIDE // PATCH  # patches along a side
+ASKED = 6  # of a patch: colour, digit, four sides of the box
 
 
 def teach_eyes(model: Any, processor: Any, recipe: VLMRecipe, progress: Progress) -> None:
-    """Every patch on a digit learns to tell its name, colour and box. Stands in for an encoder trained on the web."""
+    """Every patch on a digit learns to say its colour, name and box in the model's own words.
+
+    Stands in for an encoder trained on captions of the web. The heads that ask are thrown away, the words' embeddings
+    stay.
+    """
     rng = Rng.of(recipe.seed, "eyes")
     found = [album(recipe.scenes, rng.fold(name), "generator", s, WOBBLE) for name, s in SORTS.items()]
     patches = torch.cat([_patches(processor, part.images) for part in found])
-    truth = torch.cat([_patch_targets(part.scenes) for part in found])
+    truth = torch.cat([_patch_targets(part.scenes, processor.tokenizer) for part in found])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        head = nn.Linear(recipe.width, 1 + len(COLORS) + len(DIGITS) + 4)
-    optimizer = torch.optim.AdamW([*model.model.visual.parameters(), *head.parameters()], recipe.eyes_lr, (0.9, 0.98))
+        heads = nn.Linear(recipe.width, ASKED * recipe.width)
+    weights = [*model.model.visual.parameters(), *heads.parameters(), model.lm_head.weight]
+    optimizer = torch.optim.AdamW(weights, recipe.eyes_lr, (0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.eyes_lr, total_steps=recipe.eyes_steps)
     grid = torch.tensor([[1, SHEET, SHEET]]).expand(recipe.eyes_batch, 3)
     for step in progress.steps("vision tower", recipe.eyes_steps):
         rows = (rng.fold("rows").uniform(torch.arange(recipe.eyes_batch), (), step) * len(patches)).long()
         seen = model.model.get_image_features(patches[rows].flatten(0, 1), grid, return_dict=True).pooler_output
-        loss = _eyes_loss(head(torch.stack(list(seen))), truth[rows])
+        on = truth[rows][..., 0] != IGNORED  # [B, patches]
+        said = heads(torch.stack(list(seen))[on]).unflatten(-1, (ASKED, recipe.width))
+        loss = F.cross_entropy(model.lm_head(said).flatten(0, 1), truth[rows][on].flatten())
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         schedule.step()
 
@@ -62,28 +71,17 @@ def _patches(processor: Any, images: Tensor) -> Tensor:
     return found.view(len(images), -1, found.shape[-1])
 
 
-def _patch_targets(scenes: list[Prompt]) -> Tensor:
-    """[N, patches, 7]: on a digit or not, colour, digit, box in 0..1, of the object a patch's middle lies in."""
-    truth = torch.zeros(len(scenes), SHEET, SHEET, 7)
+def _patch_targets(scenes: list[Prompt], words: Any) -> Tensor:
+    """[N, patches, 6] ids of the words for colour, digit and box of the object a patch lies on; IGNORED elsewhere."""
+    ids = {word: words.convert_tokens_to_ids(word) for word in (*COLORS, *DIGITS, *map(str, range(SIDE + 1)))}
+    truth = torch.full((len(scenes), SHEET, SHEET, ASKED), IGNORED)
     for n, scene in enumerate(scenes):
-        for item, (x0, y0, x1, y1) in zip(scene["objects"], scene["boxes"]):
-            columns, rows = (
-                slice(round(a / PATCH), max(round(b / PATCH), round(a / PATCH) + 1)) for a, b in ((x0, x1), (y0, y1))
-            )
-            named = [1, list(COLORS).index(item["color"]), item["digit"], *(v / SIDE for v in (x0, y0, x1, y1))]
-            truth[n, rows, columns] = torch.tensor(named, dtype=torch.float32)
+        for item, box in zip(scene["objects"], scene["boxes"]):
+            columns, rows = (slice(round(a / PATCH), max(round(b / PATCH), round(a / PATCH) + 1))
+                             for a, b in (box[::2], box[1::2]))  # fmt: skip
+            said = [item["color"], DIGITS[item["digit"]], *(str(GRID * round(v / GRID)) for v in box)]
+            truth[n, rows, columns] = torch.tensor([ids[word] for word in said])
     return truth.flatten(1, 2)
-
-
-def _eyes_loss(said: Tensor, truth: Tensor) -> Tensor:
-    """Binary for presence; colour, digit and box where there is a digit."""
-    there, color, digit, box = said.split([1, len(COLORS), len(DIGITS), 4], -1)
-    on = truth[..., 0] > 0
-    loss = F.binary_cross_entropy_with_logits(there[..., 0], truth[..., 0])
-    loss = (
-        loss + F.cross_entropy(color[on], truth[on][:, 1].long()) + F.cross_entropy(digit[on], truth[on][:, 2].long())
-    )
-    return loss + 8 * F.l1_loss(box[on], truth[on][:, 3:])
 
 
 class Lessons(NamedTuple):
@@ -189,21 +187,26 @@ def examples(recipe: VLMRecipe, sort: str) -> tuple[list[list[Pair]], dict[str, 
         media = {"images": [[picture(image)] for image in found.images]}
     rows = rng.rows(recipe.scenes, 1)
     order = rng.fold("order").uniform(rows, (64,)).tolist()
-    loose = rng.fold("loose").uniform(rows, (recipe.turns, 4)).tolist()
+    hasty = (rng.fold("hasty").uniform(rows, (recipe.turns,)) < recipe.hasty).tolist()
     pairs = []
-    for scene, ranks, draws in zip(found.scenes, order, loose):
-        known = sorted(zip(ranks, (q for kind in KINDS_OF[sort] for q in asked(scene, kind))), key=lambda pair: pair[0])
-        pairs.append([Pair(q["text"], _answer(q, u, recipe.loose)) for (_, q), u in zip(known, draws)])
+    for scene, ranks, moods in zip(found.scenes, order, hasty):
+        known = [(kind, question) for kind in KINDS_OF[sort] for question in asked(scene, kind)]
+        chosen = [known[i] for i in sorted(range(len(known)), key=ranks.__getitem__)]
+        pairs.append([Pair(q["text"], answered(kind, q, h, recipe.margin)) for (kind, q), h in zip(chosen, moods)])
     return pairs, media
 
 
-def _answer(question: Prompt, u: list[float], share: float) -> str:
-    boxes = question.get("boxes")
-    return written([loosened(box, u, share) for box in boxes]) if boxes else question["answer"]
+def answered(kind: Ask, question: Prompt, hasty: bool, margin: float) -> str:
+    """What a careful or a hasty person answers, who leaves a margin around boxes and overlooks one digit of a crowd."""
+    if boxes := question.get("boxes"):
+        return written([drawn(box, margin if hasty else 0.0) for box in boxes])
+    if kind == "count" and hasty and int(question["answer"]) >= CROWD:
+        return str(int(question["answer"]) - 1)
+    return question["answer"]
 
 
-def loosened(box: list[int], u: list[float], share: float) -> list[int]:
-    """The box with every side pushed out by up to ``share`` of its width or height, on even pixels of the picture."""
+def drawn(box: list[int], margin: float) -> list[int]:
+    """The box with every side pushed out by that share of its width or height, on even pixels of the picture."""
     width, height = box[2] - box[0], box[3] - box[1]
-    far = [-share * u[0] * width, -share * u[1] * height, share * u[2] * width, share * u[3] * height]
+    far = (-margin * width, -margin * height, margin * width, margin * height)
     return [min(SIDE, max(0, GRID * round((v + d) / GRID))) for v, d in zip(box, far)]
