@@ -34,6 +34,17 @@ SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
     ("policies", "sdxl"): {"path": "{tiny:sdxl}", "size": 16, "steps": 3, "width": 8},
     ("policies", "flux"): {"path": "{tiny:flux}", "size": 16, "steps": 3, "width": 8, "text_length": 16},
     ("policies", "wan"): {"path": "{tiny:wan}", "size": 8, "frames": 3, "steps": 3, "width": 8, "text_length": 16},
+    ("policies", "flux2"): {
+        "path": "{tiny:flux2}",
+        "size": 16,
+        "steps": 3,
+        "width": 8,
+        "text_length": 12,
+        "text_layers": [1, 2, 3],
+    },  # fmt: skip
+    ("policies", "qwen_image"): {"path": "{tiny:qwen_image}", "size": 16, "steps": 3, "width": 8, "text_length": 12},
+    ("policies", "sana"): {"path": "{tiny:sana}", "size": 32, "steps": 3, "width": 8, "text_length": 16},
+    ("policies", "z_image"): {"path": "{tiny:z_image}", "size": 16, "steps": 3, "width": 8, "text_length": 12},
     ("data", "prompts"): {"path": "{tmp}/prompts.txt"},
     ("data", "vision"): {"path": "{tmp}/questions.jsonl"},
     ("data", "digits"): {"captions": 40},
@@ -51,7 +62,7 @@ class Tiny:
     def __format__(self, name: str) -> str:
         from . import tiny_diffusers, tiny_vlms
 
-        return str((tiny_diffusers if name in tiny_diffusers.BUILDERS else tiny_vlms).folder(name))
+        return str((tiny_diffusers if name in tiny_diffusers.builders() else tiny_vlms).folder(name))
 
 
 def options_for(kind: str, name: str, tmp: object = "") -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -137,7 +138,8 @@ def flux(guidance_embeds=True):
         joint_attention_dim=32, pooled_projection_dim=16, axes_dims_rope=(4, 6, 6), guidance_embeds=guidance_embeds,
     )  # fmt: skip
     return FluxPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0), vae=vae(shift_factor=0.1),
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=guidance_embeds, shift=3.0),
+        vae=vae(shift_factor=0.1),
         text_encoder=clip_text(clip), tokenizer=clip, text_encoder_2=t5(long), tokenizer_2=long, transformer=net,
     )  # fmt: skip
 
@@ -186,10 +188,17 @@ BUILDERS = {
 }  # fmt: skip
 
 
+def builders() -> dict[str, Callable]:
+    """All tiny models; the other modules build on this one."""
+    from . import tiny_image_models
+
+    return BUILDERS | tiny_image_models.BUILDERS
+
+
 def build(name: str, folder: Path) -> Path:
     """The pipeline saved at ``folder`` with zero-initialised weights made random, so that nothing is without effect."""
     torch.manual_seed(0)
-    pipe = BUILDERS[name]()
+    pipe = builders()[name]()
     for part in ("transformer", "transformer_2", "unet"):
         if getattr(pipe, part, None) is not None:
             for parameter in getattr(pipe, part).parameters():

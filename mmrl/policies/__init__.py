@@ -2,6 +2,10 @@
 
 from . import diffusion as diffusion
 from . import flux as flux
+from . import flux2 as flux2
+from . import qwen_image as qwen_image
+from . import sana as sana
 from . import sd3 as sd3
 from . import wan as wan
+from . import z_image as z_image
 from .vlm import policy as policy

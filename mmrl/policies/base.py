@@ -88,10 +88,16 @@ class NetPolicy:
         net.requires_grad_(lora is None)
         if lora is not None:
             add_lora(net, Lora(lora) if isinstance(lora, int) else lora, self.attention)
+        for parameter in self.unused(net):  # a parameter without a gradient stops DDP, and has no optimizer state
+            parameter.requires_grad_(False)
         self.net, self.trained = net.eval(), net
         self.width = width  # passes of one constant width keep log-probs equal to the bit; None: as many as there are
         self.memory, self.fitting = memory, 0  # rows that fit the budget, measured once
         self.weights = Weights(net)
+
+    def unused(self, net: nn.Module) -> Iterable[nn.Parameter]:
+        """Parameters that nothing of a pass depends on."""
+        return ()
 
     def active(self) -> nn.Module:
         """The module for this pass."""

@@ -108,7 +108,7 @@ class FlowPolicy(NetPolicy, ABC):
 
     @abstractmethod
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
-        """Nest of tensors [P, *]; under ``uncond`` the same for the empty prompt, [1, *], if there is guidance."""
+        """Nest of tensors [P, *]; under ``uncond`` those of the empty prompt, [1, *], if there is guidance."""
 
     @abstractmethod
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
@@ -116,6 +116,14 @@ class FlowPolicy(NetPolicy, ABC):
 
     @abstractmethod
     def decode(self, rollout: Rollout) -> Media: ...
+
+    def unconditional(self, own: dict[str, Any], cond: dict[str, Any]) -> dict[str, Any]:
+        """Nest of tensors [B, *] for the pass without the prompt, of the rows' ``own`` and what a rollout holds.
+
+        It is that of the empty prompt; what ``uncond`` leaves out, an image to edit say, is the row's own.
+        """
+        rows = len(next(leaf for leaf in own.values() if isinstance(leaf, Tensor)))
+        return own | tree_map(lambda tensor: tensor.expand(rows, *tensor.shape[1:]), cond["uncond"])
 
     def combine(self, v: Tensor, empty: Tensor, scale: float) -> Tensor:
         """[B, *] classifier-free guidance (Ho and Salimans 2022); a family may normalise it as its pipeline does."""
@@ -275,7 +283,7 @@ class FlowPolicy(NetPolicy, ABC):
         cond = rows_of(own, point.group)
         if not guided:
             return self._forward(x, t, cond), None
-        empty = tree_map(lambda tensor: tensor.expand(len(x), *tensor.shape[1:]), point.cond["uncond"])
+        empty = self.unconditional(cond, point.cond)
         if self.logp_dist == "guided_stopgrad_uncond":
             with torch.no_grad():
                 v_empty = self._forward(x, t, empty)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..registry import POLICIES
 from .flow import Grid
-from .folder_flow import FolderPolicy, scheduler_grid, vae_factor
+from .folder_flow import FolderPolicy, stepwise_grid, vae_factor
 
 
 @POLICIES.register("flux")
@@ -33,11 +33,7 @@ class Flux(FolderPolicy):
         return self.shape[-2] * self.shape[-1] // 4
 
     def own_grid(self) -> Grid:
-        return self._steps_grid
-
-    def _steps_grid(self, steps: int) -> Tensor:
-        """The pipeline hands the scheduler the times 1 ... 1 / steps."""
-        return scheduler_grid(self.place, self.tokens(), smallest=1 / steps)(steps)
+        return stepwise_grid(self.place, self.tokens())
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
         text = cond["text"]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from samplers.batching import chunks
 from samplers.processes import Flow, Process
-from samplers.schedules import dynamic, flow_match_euler
+from samplers.schedules import dynamic, flow_match_euler, shifted
 
 from ..registry import GRIDS, UserError
 from ..types import Media, Prompt, Rollout
@@ -144,11 +144,14 @@ def vae_factor(vae: Any) -> int:
 def scheduler_grid(place: str, tokens: int, smallest: float | None = None) -> Grid:
     """The times of a FlowMatchEulerDiscreteScheduler: a fixed shift, or one that depends on the number of tokens.
 
-    ``smallest``: the last time above 0 before the shift by tokens, where the pipeline sets it; None: 1 / train steps.
+    ``smallest``: the last time above 0 before the shift, where the pipeline sets it, to 1 / steps; None: the
+    scheduler's own 1 / train steps, which a fixed shift shifts twice.
     """
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     config = diffusers_folder.load_part(FlowMatchEulerDiscreteScheduler, place, "scheduler").config
+    if not config.use_dynamic_shifting and smallest is not None:
+        return partial(shifted, shift=config.shift)
     if not config.use_dynamic_shifting:
         return partial(flow_match_euler, shift=config.shift, train_steps=config.num_train_timesteps)
     names = {"base_tokens": "base_image_seq_len", "max_tokens": "max_image_seq_len"}
@@ -156,3 +159,16 @@ def scheduler_grid(place: str, tokens: int, smallest: float | None = None) -> Gr
     shifts = {"base_shift": config.base_shift, "max_shift": config.max_shift, "time_shift": config.time_shift_type}
     smallest = 1 / config.num_train_timesteps if smallest is None else smallest
     return partial(dynamic, tokens=tokens, smallest=smallest, terminal=config.shift_terminal, **ends, **shifts)
+
+
+def stepwise_grid(place: str, tokens: int) -> Grid:
+    """That of pipelines which hand the scheduler the times 1 ... 1 / steps: FLUX, Qwen-Image, Z-Image."""
+    return lambda steps: scheduler_grid(place, tokens, smallest=1 / steps)(steps)
+
+
+def padded(text: Tensor, mask: Tensor | None, length: int) -> dict[str, Tensor]:
+    """Encodings [n, L, C] and their mask [n, L] (None: all are words) at a fixed length, so that rows can be joined."""
+    mask = torch.ones(text.shape[:2], device=text.device) if mask is None else mask
+    more = max(length - text.shape[1], 0)
+    text, mask = nn.functional.pad(text, (0, 0, 0, more)), nn.functional.pad(mask, (0, more))
+    return {"text": text[:, :length], "mask": mask[:, :length].bool()}

@@ -1,0 +1,149 @@
+"""Families of image models against diffusers' own pipelines; older ones are in test_folder_families."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+
+from mmrl import checkpoint, state
+from mmrl.policies.flux import pack
+from mmrl.registry import POLICIES, load_built_in
+from samplers.noise import Rng
+
+from . import tiny_diffusers
+from .test_folder_families import PROMPTS, trainer_of
+from .test_resume import same
+
+load_built_in()
+
+
+@dataclass
+class Case:
+    """A tiny model, the policy for it, and how its pipeline is called."""
+
+    policy: str
+    own: dict[str, Any]  # options of the policy
+    call: dict[str, Any] = field(default_factory=dict)  # further arguments of the pipeline
+    layout: Callable = lambda x: x  # our latents as the pipeline takes them
+    finished: Callable = lambda policy, x: x  # and as it returns them
+    guide: Callable = lambda scale: {"guidance_scale": scale}
+    prompts: list = field(default_factory=lambda: PROMPTS)
+
+
+def true_cfg(scale):
+    return {"true_cfg_scale": scale} | ({"negative_prompt": [""] * 4} if scale > 1 else {})
+
+
+SANA = {"call": {"use_resolution_binning": False, "max_sequence_length": 16}}
+CASES = {
+    "sana": Case("sana", {"size": [32, 64], "text_length": 16}, **SANA),
+    "sana-variance": Case("sana", {"size": 32, "text_length": 16}, **SANA),
+    "qwen_image": Case(
+        "qwen_image", {"size": [16, 32], "text_length": 12}, {"max_sequence_length": 12}, pack,
+        lambda policy, x: pack(x), true_cfg,
+    ),
+    "z_image": Case(
+        "z_image", {"size": [16, 32], "text_length": 12}, {"max_sequence_length": 12},
+        guide=lambda scale: {"guidance_scale": scale - 1},
+    ),
+    "flux2": Case(
+        "flux2", {"size": [16, 32], "text_length": 12, "text_layers": [1, 2, 3]},
+        {"max_sequence_length": 12, "text_encoder_out_layers": (1, 2, 3)},
+        finished=lambda policy, x: policy.unpatched(policy.vae, x),
+    ),
+}  # fmt: skip
+# The same family and folder with other options, where only parity with the pipeline is of interest.
+MORE = {
+    "z_image": Case(
+        "z_image", {"size": 16, "text_length": 12, "normalise": 0.9},
+        {"max_sequence_length": 12, "cfg_normalization": 0.9}, guide=lambda scale: {"guidance_scale": scale - 1},
+    ),
+}  # fmt: skip
+PARITY = [(name, case) for cases in (CASES, MORE) for name, case in cases.items()]
+
+
+def make(name, case=None, **options):
+    case = case or CASES[name]
+    torch.manual_seed(0)
+    chosen = {"steps": 3, "width": 4} | case.own | options
+    return POLICIES.build(case.policy, path=str(tiny_diffusers.folder(name)), **chosen)
+
+
+def pipeline(name, policy):
+    pipe = getattr(diffusers, policy.pipeline).from_pretrained(str(tiny_diffusers.folder(name)))
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def call(pipe, policy, case, rollout, guidance, output):
+    """The pipeline's own samples from the same first latents."""
+    height, width = policy.size
+    return pipe(
+        prompt=[p["text"] for p in rollout.asked()], latents=case.layout(rollout.path[:, 0]), height=height,
+        width=width, num_inference_steps=policy.steps, output_type=output, **case.call, **case.guide(guidance),
+    )[0]  # fmt: skip
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.5])
+@pytest.mark.parametrize(("name", "case"), PARITY, ids=[name for name, _ in PARITY])
+def test_without_noise_we_are_the_diffusers_pipeline(name, case, guidance):
+    policy = make(name, case, width=None)
+    with policy.evaluating(guidance), torch.no_grad():
+        rollout = policy.rollout(case.prompts, 2, Rng.of("same"))
+        ours = policy.decode(rollout)
+    pipe = pipeline(name, policy)
+    latents = call(pipe, policy, case, rollout, guidance, "latent")
+    images = call(pipe, policy, case, rollout, guidance, "pt")
+    torch.testing.assert_close(case.finished(policy, rollout.sample), latents, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(ours, images, atol=1e-4, rtol=1e-4)
+    prompted = call(pipe, policy, case, rollout.replace(prompts=case.prompts[::-1]), guidance, "latent")
+    assert (prompted - latents).abs().max() > 1e-4  # the prompt has an effect
+
+
+@pytest.mark.parametrize("options", [{}, {"guidance": 2.5, "lora": 2}], ids=["full", "guided lora"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_first_step_is_exactly_on_policy(name, options):
+    trainer = trainer_of(make(name, **options))
+    trainer.prompts = CASES[name].prompts
+    metrics = trainer.iterate()
+    assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0 and metrics["step"] == 1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_exported_adapter_gives_the_plain_pipeline_our_images(name, tmp_path):
+    policy, case = make(name, lora=2, width=None), CASES[name]
+    trainer = trainer_of(policy)
+    trainer.prompts = case.prompts
+    trainer.iterate(), trainer.iterate()
+    policy.export(tmp_path)
+    pipe = pipeline(name, policy)
+    with policy.evaluating(), torch.no_grad():
+        rollout = policy.rollout(case.prompts, 2, Rng.of("same"))
+        ours = policy.decode(rollout)
+    before = call(pipe, policy, case, rollout, 1.0, "pt")
+    pipe.load_lora_weights(tmp_path)
+    after = call(pipe, policy, case, rollout, 1.0, "pt")
+    torch.testing.assert_close(ours, after, atol=1e-4, rtol=1e-4)
+    assert (after - before).abs().max() > 1e-4  # the training is seen
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_checkpoint_resumes_to_the_bit(name, tmp_path):
+    def fresh():
+        trainer = trainer_of(make(name, lora=2, guidance=2.5, steps=2))
+        trainer.prompts = CASES[name].prompts
+        return trainer
+
+    whole = fresh()
+    whole.iterate()
+    path = checkpoint.save(tmp_path, whole.iteration, *state.capture(whole))
+    whole.iterate()
+    second = fresh()
+    state.restore(second, *checkpoint.load(path))
+    second.iterate()
+    same(state.capture(second)[0], state.capture(whole)[0])
