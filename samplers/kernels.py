@@ -1,4 +1,4 @@
-"""One stochastic step of a sampler: ``(x, v, t, s, eta) -> (mean, std)``. All but ``ddim`` are for rectified flow.
+"""One stochastic step of a sampler: ``(x, v, t, s, eta) -> (mean, std)``. Most are for rectified flow.
 
 The path is x_t = (1 - t) x_0 + t e with e standard normal; t = 1 is noise, t = 0 is data. The network gives the
 velocity v = E[e - x_0 | x_t], so x_0 ~ x - t v and e ~ x + (1 - t) v, and the score of x_t is -(x + (1 - t) v) / t.
@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from samplers.processes import Diffusion, Number, Process, per_row
+from samplers.processes import Diffusion, Flow, Number, Process, per_row
 
 
 def flow_sde(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Tensor, Tensor]:
@@ -64,15 +64,6 @@ def cps(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Tensor
     return _towards(x, v, t, s, s * angle.cos()), s * angle.sin()
 
 
-def consistency(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Tensor, Tensor]:
-    """Step of a consistency model: jump to the predicted data, add noise again; eta = 1 renews all of the noise.
-
-    Luo et al. 2023, "Latent Consistency Models", algorithm 3; between 0 and 1 the share eta^2 of its variance.
-    """
-    x, v, t, s, eta = _align(x, v, t, s, eta)
-    return _towards(x, v, t, s, s * (1 - eta**2).clamp_min(0).sqrt()), s * eta
-
-
 def flow_ddim(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Tensor, Tensor]:
     """DDIM with noise on a flow: std eta s sqrt(1 - s^2 (1 - t)^2 / (t^2 (1 - s)^2)); eta = 1 is ancestral.
 
@@ -90,7 +81,7 @@ def ode(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number = 0.0) -> tuple[
     return x + v * (s - t), torch.zeros_like(t)
 
 
-EPSILON = Diffusion()  # Stable Diffusion's; a policy gives its own
+EPSILON, FLOW = Diffusion(), Flow()  # a policy gives its own
 
 
 def ddim(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number, process: Process = EPSILON) -> tuple[Tensor, Tensor]:
@@ -107,6 +98,22 @@ def ddim(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number, process: Proce
 
 
 ddim.process = Diffusion  # which policies can use it; kernels that say nothing are for flows
+
+
+def consistency(
+    x: Tensor, v: Tensor, t: Number, s: Number, eta: Number, process: Process = FLOW
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Step of a consistency model: jump to the predicted data, add noise again; eta = 1 renews all of the noise.
+
+    Luo et al. 2023, "Latent Consistency Models", algorithm 3; between 0 and 1 the share eta^2 of its variance. A step
+    to a state without noise has none.
+    """
+    (alpha_s, sigma_s), eta = process.scales(s, x), per_row(eta, x)
+    clean, noise = (f(x.to(sigma_s), v.to(sigma_s), t) for f in (process.clean, process.noise))
+    return alpha_s * clean + sigma_s * (1 - eta**2).clamp_min(0).sqrt() * noise, sigma_s * eta
+
+
+consistency.process = (Flow, Diffusion)
 
 
 def _towards(x: Tensor, v: Tensor, t: Tensor, s: Tensor, kept: Tensor) -> Tensor:

@@ -125,3 +125,25 @@ class Diffusion:
     def gain(self, t: Number, like: Tensor) -> Tensor:
         alpha, sigma = self.scales(t, like)
         return {"epsilon": sigma / alpha, "sample": torch.ones_like(sigma), "v_prediction": sigma}[self.prediction]
+
+
+@dataclass(frozen=True)
+class Consistent(Diffusion):
+    """A latent consistency model: the predicted x_0 is c_skip x_t + c_out x_0(out), at timestep 0 x_t itself.
+
+    Luo et al. 2023, "Latent Consistency Models", section 4.1: with tau = ``scaling`` times the timestep,
+    c_skip = d^2 / (tau^2 + d^2), c_out = tau / sqrt(tau^2 + d^2) and d = 0.5.
+    """
+
+    scaling: float = 10.0
+
+    def clean(self, x: Tensor, out: Tensor, t: Number) -> Tensor:
+        skip, keep = self._boundary(t, x)
+        return skip * x + keep * super().clean(x, out, t)
+
+    def gain(self, t: Number, like: Tensor) -> Tensor:
+        return self._boundary(t, like)[1] * super().gain(t, like)
+
+    def _boundary(self, t: Number, like: Tensor) -> tuple[Tensor, Tensor]:
+        tau = per_row(self.scaling * self.timestep(t), like)
+        return 0.25 / (tau**2 + 0.25), tau / (tau**2 + 0.25).sqrt()

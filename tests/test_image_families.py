@@ -51,6 +51,7 @@ CASES = {
         "z_image", {"size": [16, 32], "text_length": 12}, {"max_sequence_length": 12},
         guide=lambda scale: {"guidance_scale": scale - 1},
     ),
+    "lcm": Case("lcm", {"size": [16, 32]}, guide=lambda scale: {"guidance_scale": 8.5}),
     "flux2": Case(
         "flux2", {"size": [16, 32], "text_length": 12, "text_layers": [1, 2, 3]},
         {"max_sequence_length": 12, "text_encoder_out_layers": (1, 2, 3)},
@@ -59,6 +60,7 @@ CASES = {
 }  # fmt: skip
 # The same family and folder with other options, where only parity with the pipeline is of interest.
 MORE = {
+    "lcm": Case("lcm", {"size": 16, "embedded": 3.0}, guide=lambda scale: {"guidance_scale": 3.0}),
     "z_image": Case(
         "z_image", {"size": 16, "text_length": 12, "normalise": 0.9},
         {"max_sequence_length": 12, "cfg_normalization": 0.9}, guide=lambda scale: {"guidance_scale": scale - 1},
@@ -89,9 +91,26 @@ def call(pipe, policy, case, rollout, guidance, output):
     )[0]  # fmt: skip
 
 
+@pytest.fixture
+def lcm_noise(monkeypatch):
+    """The pipeline of a consistency model draws what our sampler drew."""
+    from diffusers.schedulers import scheduling_lcm
+
+    steps = iter(range(1, 1000))
+
+    def ours(shape, **_):
+        step = (next(steps) - 1) % 2 + 1  # 3 steps: noise after the first two
+        return Rng.of("same").normal(torch.arange(shape[0]), shape[1:], step)
+
+    monkeypatch.setattr(scheduling_lcm, "randn_tensor", ours)
+
+
+@pytest.mark.usefixtures("lcm_noise")
 @pytest.mark.parametrize("guidance", [1.0, 2.5])
 @pytest.mark.parametrize(("name", "case"), PARITY, ids=[name for name, _ in PARITY])
 def test_without_noise_we_are_the_diffusers_pipeline(name, case, guidance):
+    if name == "lcm" and guidance != 1:
+        pytest.skip("its pipeline has no guidance but what the network takes as an input")
     policy = make(name, case, width=None)
     with policy.evaluating(guidance), torch.no_grad():
         rollout = policy.rollout(case.prompts, 2, Rng.of("same"))
@@ -114,6 +133,7 @@ def test_the_first_step_is_exactly_on_policy(name, options):
     assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0 and metrics["step"] == 1
 
 
+@pytest.mark.usefixtures("lcm_noise")
 @pytest.mark.parametrize("name", CASES)
 def test_an_exported_adapter_gives_the_plain_pipeline_our_images(name, tmp_path):
     policy, case = make(name, lora=2, width=None), CASES[name]

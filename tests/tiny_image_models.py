@@ -135,6 +135,18 @@ def flux2():
     )  # fmt: skip
 
 
+def lcm():
+    from diffusers import LatentConsistencyModelPipeline, LCMScheduler
+
+    tokenizer = tiny_diffusers.clip_tokenizer()
+    return LatentConsistencyModelPipeline(
+        vae=tiny_diffusers.vae(), text_encoder=tiny_diffusers.clip_text(tokenizer), tokenizer=tokenizer,
+        unet=tiny_diffusers.unet(16, time_cond_proj_dim=8), scheduler=LCMScheduler(), safety_checker=None,
+        feature_extractor=None, requires_safety_checker=False,
+    )  # fmt: skip
+
+
 BUILDERS = {
     "sana": sana, "sana-variance": lambda: sana(8), "qwen_image": qwen_image, "z_image": z_image, "flux2": flux2,
+    "lcm": lcm,
 }  # fmt: skip

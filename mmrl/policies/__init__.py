@@ -3,6 +3,7 @@
 from . import diffusion as diffusion
 from . import flux as flux
 from . import flux2 as flux2
+from . import lcm as lcm
 from . import qwen_image as qwen_image
 from . import sana as sana
 from . import sd3 as sd3

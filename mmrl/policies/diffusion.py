@@ -12,7 +12,6 @@ from samplers.processes import Diffusion, Process
 
 from ..registry import KERNELS, POLICIES, UserError
 from ..types import Kernel
-from . import diffusers_folder
 from .flow import Grid
 from .folder_flow import FolderPolicy, vae_factor
 
@@ -21,6 +20,7 @@ class UNetPolicy(FolderPolicy):
     """A UNet that predicts noise (or v, or the sample) on latents of AutoencoderKL, sampled by DDIM's grid."""
 
     network, part = "UNet2DConditionModel", "unet"
+    scheduler_class = "DDIMScheduler"
     attention = tuple(
         f"{layer}.{name}" for layer in ("attn1", "attn2") for name in ("to_q", "to_k", "to_v", "to_out.0")
     )
@@ -35,9 +35,7 @@ class UNetPolicy(FolderPolicy):
 
     def own_process(self) -> Process:
         """That of the folder's scheduler, whose timesteps are taken too, with its spacing and offset."""
-        from diffusers import DDIMScheduler
-
-        self.scheduler = diffusers_folder.load_part(DDIMScheduler, self.place, "scheduler")
+        self.scheduler = self.load_part(self.scheduler_class, "scheduler")
         config = self.scheduler.config
         if config.clip_sample or config.thresholding:
             raise UserError(f"the scheduler of {self.place!r} clips samples; set clip_sample and thresholding to false")
@@ -56,8 +54,12 @@ class UNetPolicy(FolderPolicy):
         added = {name: self.cast(cond[name]) for name in ("text_embeds", "time_ids") if name in cond}
         return self.active()(
             self.cast(x), self.process.timestep(t), encoder_hidden_states=self.cast(cond["text"]),
-            added_cond_kwargs=added or None, return_dict=False,
+            added_cond_kwargs=added or None, timestep_cond=self.time_condition(x), return_dict=False,
         )[0]  # fmt: skip
+
+    def time_condition(self, x: Tensor) -> Tensor | None:
+        """[B, C] what the network takes beside the time."""
+        return None
 
 
 @POLICIES.register("sd")

@@ -145,7 +145,7 @@ class FlowPolicy(NetPolicy, ABC):
         plain = getattr(kernel, "func", kernel)
         wanted = getattr(plain, "process", Flow if plain in BUILT_IN else None)
         if wanted is not None and not isinstance(self.process, wanted):
-            known = ", ".join(n for n, k in KERNELS.items() if getattr(k, "process", Flow) is type(self.process))
+            known = ", ".join(n for n, k in KERNELS.items() if isinstance(self.process, getattr(k, "process", Flow)))
             raise UserError(f"policy option kernel: {plain.__name__} is not for this kind of model; for it: {known}")
         return partial(kernel, process=self.process) if hasattr(plain, "process") else kernel
 
