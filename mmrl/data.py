@@ -9,7 +9,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from annotated_types import Ge, Lt
 
@@ -82,16 +82,60 @@ def batch(prompts: Sequence[Prompt], count: int, iteration: int, seed: int) -> l
     """
     if not prompts:
         raise UserError("there are no prompts to draw from")
-    found = []
-    for position in range(iteration * count, (iteration + 1) * count):
-        epoch, slot = divmod(position, len(prompts))
-        found.append(prompts[_order(len(prompts), seed, epoch)[slot]])
-    return found
+    if isinstance(prompts, Curriculum):
+        return prompts.batch(count, iteration, seed)
+    positions = range(iteration * count, (iteration + 1) * count)
+    return [prompts[place(position, len(prompts), seed)] for position in positions]
 
 
-@lru_cache(maxsize=8)
-def _order(n: int, seed: int, epoch: int) -> tuple[int, ...]:
-    return tuple(Rng.of(seed, "data", epoch).permutation(n).tolist())
+def pick(prompts: Sequence[Prompt], u: float, iteration: int) -> Prompt:
+    """One prompt out of those that ``iteration`` may draw, for u in [0, 1)."""
+    if isinstance(prompts, Curriculum):
+        return prompts.pick(u, iteration)
+    return prompts[int(u * len(prompts))]
+
+
+def place(position: int, size: int, seed: int, *names: int | str) -> int:
+    """Where in ``size`` prompts the draw number ``position`` lies: epoch after epoch, each in its own random order."""
+    epoch, slot = divmod(position, size)
+    return _order(size, seed, epoch, *names)[slot]
+
+
+@lru_cache(maxsize=64)
+def _order(n: int, seed: int, epoch: int, *names: int | str) -> tuple[int, ...]:
+    return tuple(Rng.of(seed, "data", *names, epoch).permutation(n).tolist())
+
+
+class Curriculum(list[Prompt]):
+    """Training prompts that say themselves which of them an iteration draws."""
+
+    def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
+        """``count`` prompts; the same on all processes, and after a resume."""
+        raise NotImplementedError
+
+    def pick(self, u: float, iteration: int) -> Prompt:
+        return self[int(u * len(self))]
+
+    def over(self, prompts: Sequence[Prompt]) -> Curriculum:
+        """The same, over these of its prompts."""
+        raise NotImplementedError
+
+    def learn(self, found: Sequence[Outcome]) -> None:
+        """Told, alike on all processes, how the groups of an iteration were rewarded."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What ``state_dict`` returned, after a resume."""
+
+
+class Outcome(NamedTuple):
+    """Rewards of one group: the ``entry`` of its prompt, their mean, and whether they are all equal."""
+
+    entry: int
+    mean: float
+    flat: bool
 
 
 def read(path: Path, key: str | None = None) -> list[Prompt]:

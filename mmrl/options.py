@@ -40,6 +40,7 @@ class TrainOptions:
     truncated: Literal["keep", "mask"] = "keep"  # answers cut off at the limit: trained on, or compared only
     lengths: tuple[tuple[Natural, Count], ...] = ()  # (iteration, tokens): from then on answers are no longer
     resample: Natural = 0  # rounds in which groups of equal rewards give way to other prompts
+    truth: str | None = None  # who writes one answer of every group: a reward, or a field of the prompt; null: none
     gate: Positive | Literal["auto"] | None = "auto"  # tolerated |re-scored - recorded log-prob| before the first step
     checkpoint_every: Natural = 50  # iterations; 0: only at the end
     keep: Count = 3  # newest checkpoints that stay on disk

@@ -178,7 +178,7 @@ ALL = {
 
 BUILT_IN = (
     "samplers", "rewards", "mmrl.policies", "mmrl.objectives", "mmrl.advantages", "mmrl.optimizers", "mmrl.data",
-    "mmrl.data_vision", "mmrl.worlds",
+    "mmrl.data_vision", "mmrl.curricula", "mmrl.worlds",
 )  # fmt: skip
 
 

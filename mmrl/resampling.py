@@ -30,9 +30,12 @@ class Drawn:
 
 
 def resampled(
-    drawn: Drawn, prompts: Sequence[Prompt], draw: Callable[[list[Prompt], Rng], Drawn], streams: Sequence[Rng]
+    drawn: Drawn, choose: Callable[[float], Prompt], draw: Callable[[list[Prompt], Rng], Drawn], streams: Sequence[Rng]
 ) -> tuple[Drawn, dict[str, float]]:
-    """As many rounds as there are ``streams``, or fewer. Also counts, over all processes, for the log."""
+    """As many rounds as there are ``streams``, or fewer. Also counts, over all processes, for the log.
+
+    ``choose`` gives the prompt at a number in [0, 1).
+    """
     replaced, rounds = 0, 0
     rank, _ = distributed.world()
     for stream in streams:
@@ -42,7 +45,7 @@ def resampled(
             break
         first, most = sum(counts[:rank]), max(counts)  # all processes draw equally many, as sharded models need
         chosen = stream.fold("prompts").uniform(torch.arange(first, first + most))
-        others = [prompts[int(u * len(prompts))] for u in chosen.tolist()]
+        others = [choose(u) for u in chosen.tolist()]
         drawn = _replace(drawn, draw(others, Rng(stream.key, first)), flat)
         replaced, rounds = replaced + sum(counts), rounds + 1
     left = distributed.all_sum(torch.tensor(len(flat_groups(drawn)), device=drawn.rollout.group.device))

@@ -14,6 +14,7 @@ import torch
 
 from . import checkpoint, config
 from .alarms import AlarmOptions
+from .data import Curriculum
 from .device import Device, check_precision
 from .log import LogOptions
 from .options import EvaluateOptions, TrainOptions, arithmetic
@@ -95,6 +96,8 @@ class Admitted:
 def admitted(policy: Any, data: Any) -> Any:
     """The data source, without the prompts that are too long for the policy. Raises UserError if none is left."""
     found = Admitted(*(policy.admit(list(prompts)) for prompts in (data.train, data.held_out)))
+    if isinstance(data.train, Curriculum) and found.train:
+        found = Admitted(data.train.over(found.train), found.held_out)
     if not found.train:
         raise UserError(f"every prompt was left out: {'; '.join(policy.notes)}")
     unchanged = (len(found.train), len(found.held_out)) == (len(data.train), len(data.held_out))

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from . import distributed
 from .checkpoint import Arrays
+from .data import Curriculum
 from .registry import UserError
 from .trainer import Trainer
 from .weights import LIVE, reshard
@@ -39,6 +40,8 @@ def capture(trainer: Trainer) -> tuple[Arrays, dict[str, Any]]:
         meta["advantage"] = trainer.advantage.state_dict()
     if hasattr(trainer.objective, "state_dict"):
         meta["objective"] = trainer.objective.state_dict()
+    if isinstance(trainer.prompts, Curriculum):
+        meta["data"] = trainer.prompts.state_dict()
     if trainer.device.scales_loss:
         meta["scaler"] = trainer.device.accelerator.scaler.state_dict()
     return arrays, meta
@@ -60,6 +63,8 @@ def restore(trainer: Trainer, arrays: Arrays, meta: dict[str, Any]) -> None:
         trainer.advantage.load_state_dict(meta["advantage"])
     if hasattr(trainer.objective, "load_state_dict") and "objective" in meta:
         trainer.objective.load_state_dict(meta["objective"])
+    if isinstance(trainer.prompts, Curriculum):
+        trainer.prompts.load_state_dict(meta.get("data", {}))
     if trainer.device.scales_loss:
         trainer.device.accelerator.scaler.load_state_dict(meta["scaler"])
     _set_generators(meta["rng"])

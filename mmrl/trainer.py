@@ -18,7 +18,7 @@ import torch
 from samplers.noise import Rng
 
 from . import advantages, batches, completions, distributed, overlap
-from .data import batch
+from .data import Curriculum, batch, pick
 from .device import Device
 from .metrics import Meter
 from .objectives.base import Adaptive, Differentiates, Lagging, Objective, Shaping, couples
@@ -28,6 +28,7 @@ from .policies.base import Policy
 from .portrait import portrait
 from .registry import UserError
 from .resampling import Drawn, resampled
+from .truth import sampled_only, writer
 from .types import Advantage, Media, Point, Prompt, Rewards, Rollout
 
 Scorer = Callable[[Media, list[Prompt]], Rewards]
@@ -56,6 +57,7 @@ class Trainer:
         suits(objective, policy)
         if isinstance(objective, Differentiates):
             objective.attach(scorer.differentiable)
+        self.truth = writer(options.truth, scorer.rewards, policy) if options.truth else None
         self.coupled = couples(objective)
         if self.coupled and options.batch_size % options.copies:
             raise UserError(
@@ -70,7 +72,7 @@ class Trainer:
         return tuple(sorted(wanted | ({"ema"} if self.options.ema else set())))
 
     def iterate(self) -> dict[str, float]:
-        """Sample, score, compare, improve. Returns what is worth a curve."""
+        """Sample, score, compare, improve. Returns what is worth a curve, of answers that the policy gave itself."""
         self.meter, self.seconds, skipped, passed = Meter(), {}, 0, self.policy.forwards
         rollout, rewards = self.collect()
         with self.meter.listening(), self._timed("update"):
@@ -82,8 +84,10 @@ class Trainer:
         if "old" in self.policy.weights.saved:
             lagging = isinstance(self.objective, Lagging)
             self.policy.weights.track("old", self.objective.old_decay(self.step) if lagging else 0.0)
+        self._learn(rollout, rewards)
         self.iteration += 1
         counts = {"forwards": self.policy.forwards - passed, "decisions": int(rollout.mask.sum())}  # of this process
+        _, rollout, rewards = sampled_only([None] * len(rollout), rollout, rewards)
         metrics = self._metrics(rollout, rewards) | counts | {"skipped_steps": skipped}
         if isinstance(self.objective, Adaptive):
             self.objective.adapt(self.iteration - 1, metrics)
@@ -100,7 +104,8 @@ class Trainer:
         drawn = self.draw(mine, self._rng("rollout", offset=first))
         found, self.noted = self._resampled(drawn) if self.options.resample else (drawn, {})
         rollout, media, rewards = found.rollout, found.media, found.rewards
-        self.noted |= completions.lengths(media, rollout) | portrait(media, rollout.group)
+        texts, own, _ = sampled_only(media, rollout, rewards)
+        self.noted |= completions.lengths(texts, own) | portrait(texts, own.group)
         if isinstance(self.objective, Shaping):
             rewards = self.objective.shaped(self.policy, rollout, rewards)
         advantage = self.advantage(rewards, rollout).to(rollout.logprob)
@@ -112,7 +117,7 @@ class Trainer:
             mask &= completions.finished(media, rollout)
         alive = rollout.replace(advantage=advantage.nan_to_num(0.0), mask=mask, kept=kept.any(1))
         if self.watch is not None:
-            self.watch(media, alive, rewards)
+            self.watch(*sampled_only(media, alive, rewards))
         return alive, rewards
 
     def _limit(self) -> None:
@@ -125,7 +130,7 @@ class Trainer:
 
     def draw(self, prompts: list[Prompt], rng: Rng) -> Drawn:
         """Sample and score, with the behaviour weights."""
-        with self._timed("rollout"), self.policy.weights.using(self.objective.behaviour):
+        with self._timed("rollout"), self.policy.weights.using(self.objective.behaviour), self._taught():
             options = self.options
             rollout, media, scores = overlap.draw(
                 self.policy, prompts, options.copies, rng, self.scorer, options.overlap
@@ -136,7 +141,13 @@ class Trainer:
     def _resampled(self, drawn: Drawn) -> tuple[Drawn, dict[str, float]]:
         """Dynamic sampling: groups in which all rewards are equal give way to other prompts."""
         streams = [self._rng("resample", n) for n in range(self.options.resample)]
-        return resampled(drawn, self.prompts, self.draw, streams)
+        return resampled(drawn, lambda u: pick(self.prompts, u, self.iteration), self.draw, streams)
+
+    def _learn(self, rollout: Rollout, rewards: Rewards) -> None:
+        """Tell data that draws by it how the groups of all processes were rewarded."""
+        if isinstance(self.prompts, Curriculum):
+            _, own, rewards = sampled_only([None] * len(rollout), rollout, rewards)
+            self.prompts.learn(advantages.outcomes(rewards, own))
 
     def improve(self, rollout: Rollout, rng: Rng, on_policy: bool) -> bool:
         """One optimizer step on these rows. False if there was nothing to train on, or the gradient was not finite."""
@@ -233,6 +244,18 @@ class Trainer:
         found |= self.noted
         found |= {f"time/{name}": value for name, value in self.seconds.items()}
         return found | {"lr": self.optimizer.param_groups[0]["lr"], "step": self.step}
+
+    @contextmanager
+    def _taught(self) -> Iterator[None]:
+        """One answer of every group is the right one, if so chosen."""
+        if self.truth is None:
+            yield
+            return
+        self.policy.truth = self.truth
+        try:
+            yield
+        finally:
+            self.policy.truth = None
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

@@ -107,6 +107,7 @@ class Rollout(Rows):
     logprob: Tensor  # [B, K] of each decision under the weights that sampled it
     mask: Tensor  # [B, K] bool: the only gate; False is never trained on
     sampled: Tensor | None = None  # [B, K] log-prob another engine sampled with, where it is not the policy's own
+    given: Tensor | None = None  # [B] bool: right answers that were put in the place of samples; None: none
     order: Tensor | None = None  # [B, K] long, tokens: the pass that committed each token
     path: Tensor | None = None  # [B, K + 1, *] latents visited
     time: Tensor | None = None  # [B, K + 1] when; 1 is noise, 0 is data
@@ -135,11 +136,16 @@ class Point(Rows):
     advantage: Tensor | None = None  # [B, 1] or [B, L]
     length: Tensor | None = None  # [B] decisions of the row that are trained on, over all its points
     sampled: Tensor | None = None  # [B, L] as in Rollout
+    given: Tensor | None = None  # [B] as in Rollout
     gain: Tensor | None = None  # [B] re-noised states: how far the predicted clean sample moves with the output
     known: Tensor | None = None  # [B, *] what an objective has found out about the rows for its own loss
     asked: Sequence[Prompt] = ()  # P, for objectives that ask a reward
     fresh: bool = False  # the weights are those that sampled: the ratio is 1, what differs from it is rounding
     guidance: float | None = None  # guidance scale; None is the policy's own on the path, 1 on re-noised states
+
+    def own(self) -> Tensor:
+        """[B, L] bool, what metrics look at: ``mask`` without the rows that the policy did not sample itself."""
+        return self.mask if self.given is None else self.mask & ~self.given[:, None]
 
 
 class Completion(str):

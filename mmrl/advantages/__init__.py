@@ -7,7 +7,7 @@ from mmrl.advantages.grouped import dance, dr_grpo, flow_grpo, gdpo, group, rloo
 from mmrl.advantages.online import MaxMin, Running
 from mmrl.advantages.shaping import focused, ngrpo, pairs, soft, temporal
 from mmrl.advantages.steps import process
-from mmrl.advantages.summary import statistics
+from mmrl.advantages.summary import outcomes, statistics
 
 __all__ = [
     "Branch",
@@ -24,6 +24,7 @@ __all__ = [
     "grpo",
     "ngrpo",
     "opo",
+    "outcomes",
     "pairs",
     "pass_at_k",
     "process",

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from mmrl.advantages.groups import measured, named
 from mmrl.advantages.normalise import moments
-from mmrl.distributed import all_sum
+from mmrl.data import Outcome
+from mmrl.distributed import all_gather_rows, all_sum
 from mmrl.types import Rewards, Rollout
 
 
@@ -47,3 +48,20 @@ def statistics(rewards: Rewards | Tensor, rollout: Rollout) -> dict[str, float]:
         found[f"reward/{name}/std"] = variance**0.5 if count else torch.nan
         found[f"reward/{name}/excluded"] = int(samples) - count
     return found
+
+
+def outcomes(rewards: Rewards, rollout: Rollout) -> list[Outcome]:
+    """How the groups of all processes were rewarded, for data that draws by it; NaN where nothing could be scored.
+
+    Of prompts with an ``entry`` only. A collective call.
+    """
+    double, groups = measured(rewards.per_row(), rollout)
+    total, names = double.total(), rollout.group.unique().tolist()
+    mean = groups.mean(total).masked_fill(groups.size() == 0, torch.nan)
+    rows = [
+        [float(rollout.prompts[name]["entry"]), m, float(flat)]
+        for name, m, flat in zip(names, mean.tolist(), groups.flat(total).tolist(), strict=True)
+        if "entry" in rollout.prompts[name]
+    ]
+    table = total.new_tensor(rows).view(-1, 3)
+    return [Outcome(int(entry), m, bool(flat)) for entry, m, flat in all_gather_rows(table).tolist()]

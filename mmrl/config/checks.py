@@ -125,6 +125,9 @@ def _missing_files(value: Any, key: str = "", place: Place | None = None) -> Ite
     elif isinstance(value, (list, tuple)):
         for i, item in enumerate(value):
             yield from _missing_files(item, key, place / i)
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _missing_files(item, name, place / name)
     elif isinstance(value, str) and not (key == "path" and looks_local(value)):
         return
     elif isinstance(value, (str, Path)) and not exists(Path(value).expanduser()):

@@ -160,12 +160,12 @@ class Text:
         else:
             ref = torch.where(point.mask, reference.log_prob(point.target), 0.0)
             kl = estimate(logp, ref, self.kl.form, self.kl.bounded)
-        observe("kl", kl, point.mask)
+        observe("kl", kl, point.own())
         return kl * (logp - old).exp() if self.kl.corrected else kl
 
     def _entropy(self, dist: Any, point: Point) -> Tensor:
         entropy = torch.where(point.mask, dist.entropy(), 0.0)
-        observe("entropy", entropy, point.mask)
+        observe("entropy", entropy, point.own())
         return entropy
 
     def _watched(self, dist: Any, point: Point, loss: Tensor) -> Tensor:
@@ -176,13 +176,13 @@ class Text:
 
 def watch(surrogate: Surrogate, logp: Tensor, old: Tensor, point: Point) -> None:
     """Mention the ratio, and where the surrogate has no gradient although A is not 0: clipped, by the sign of A."""
-    observe("ratio", (logp - old).exp(), point.mask)
+    observe("ratio", (logp - old).exp(), point.own())
     with torch.enable_grad():
         leaf = logp.detach().requires_grad_()
         loss = row_sum(surrogate(leaf, old.detach(), point.advantage, point.mask), point.mask)
         (slope,) = torch.autograd.grad(loss.sum(), leaf)
     advantage = point.advantage.expand_as(logp)
     clipped = ((slope == 0) & (advantage != 0)).double()
-    observe("clip_fraction", clipped, point.mask)
-    observe("clip/high", clipped * (advantage > 0), point.mask)
-    observe("clip/low", clipped * (advantage < 0), point.mask)
+    observe("clip_fraction", clipped, point.own())
+    observe("clip/high", clipped * (advantage > 0), point.own())
+    observe("clip/low", clipped * (advantage < 0), point.own())

@@ -151,6 +151,22 @@ class Inputs:
         ids = [i for i in (self._id("image"), self._id("video")) if i is not None]
         return int(torch.isin(encoded["input_ids"], torch.tensor(ids)).sum())
 
+    def tokens(self, answer: str) -> list[int] | None:
+        """An answer as a model writes it, the stop token included; None if it holds one that may not be sampled."""
+        found = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        return None if set(found) & {*self.suppressed, *self.stops} else [*found, self._closing()]
+
+    def _closing(self) -> int:
+        """The stop token with which the chat template ends an answer."""
+        if getattr(self.processor, "chat_template", None):
+            turns = [{"role": role, "content": [{"type": "text", "text": "x"}]} for role in ("user", "assistant")]
+            _, _, tail = self.processor.apply_chat_template(turns, tokenize=False).rpartition("x")
+            for token in self.tokenizer(tail, add_special_tokens=False)["input_ids"]:
+                if token in self.stops:
+                    return token
+        own = self.tokenizer.eos_token_id
+        return own if own in self.stops else self.stops[0]
+
     def decode(self, ids: Iterable[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
@@ -192,7 +208,7 @@ class Inputs:
         return [dict(m, content=parts) for m, parts in zip(messages, plain)], images, videos
 
     def _processed(self, prompt: Prompt, messages: list[dict], images: list, videos: list[Video]) -> dict[str, Any]:
-        text = self._rendered(prompt, messages)
+        text = self._rendered(prompt, messages) + prompt.get("prefill", "")
         options: dict[str, Any] = {"return_tensors": "pt"}
         if images:
             options["images"] = [images]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -82,6 +82,7 @@ class VLM(NetPolicy):
         self.ending = Ending(tokens, self.inputs.stops, self.inputs.pad, tuple(stop), self.inputs.decode)
         self.witness: Encoded | None = None
         self.greedy, self.entropies, self.sharing = greedy, False, share
+        self.truth: Callable[[Prompt], str | None] | None = None  # writes one answer of every group while it is set
         if lora is not None and train is not None:
             raise UserError("policy options lora and train exclude each other; write train: {language: lora, ...}")
         if isinstance(lora, int):
@@ -107,9 +108,10 @@ class VLM(NetPolicy):
         ids, mask, logprob = (torch.cat([getattr(a, name) for a in answers]) for name in ("ids", "mask", "logprob"))
         order = torch.arange(ids.shape[1], device=self.device).expand_as(ids)
         seen = tuple({**prompt, "view": view} for prompt, (_, view) in zip(prompts, taken, strict=True))
-        return Rollout(
+        found = Rollout(
             group=group, cond=cond, row=row, sample=ids, mask=mask, logprob=logprob, order=order, prompts=seen
         )  # fmt: skip
+        return found if self.truth is None else self._taught(found, copies, size)
 
     def parameter_groups(self) -> list[ParameterGroup]:
         return groups_of(self.net, self.parts)
@@ -123,7 +125,7 @@ class VLM(NetPolicy):
         yield Point(
             group=rollout.group, cond=rollout.cond, row=rollout.row, state=rollout.sample, target=rollout.sample,
             mask=rollout.mask, logprob=rollout.logprob, advantage=rollout.advantage, length=rollout.mask.sum(1),
-            sampled=rollout.sampled,
+            sampled=rollout.sampled, given=rollout.given,
         )  # fmt: skip
 
     def renoise(self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False) -> Iterator[Point]:
@@ -148,10 +150,9 @@ class VLM(NetPolicy):
     def decode(self, rollout: Rollout) -> Media:
         lengths = rollout.mask.sum(1)
         means = (rollout.logprob * rollout.mask).sum(1) / lengths.clamp_min(1)
-        return [
-            self._completion(ids[:n], mean)
-            for ids, n, mean in zip(rollout.sample.tolist(), lengths.tolist(), means.tolist(), strict=True)
-        ]
+        begun = [prompt.get("prefill", "") for prompt in rollout.asked()]
+        rows = zip(rollout.sample.tolist(), lengths.tolist(), means.tolist(), begun, strict=True)
+        return [self._completion(ids[:n], mean, start) for ids, n, mean, start in rows]
 
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
@@ -253,6 +254,28 @@ class VLM(NetPolicy):
             at = mine[part]
             yield generate(self.net, prefix, group[at] - prompts.start, row[at], rng, self.warp, self.ending, busy)
 
+    @torch.no_grad()
+    def _taught(self, rollout: Rollout, copies: int, size: int) -> Rollout:
+        """The last answer of every group gives way to the right one, with the log-probs that the policy gives it.
+
+        Where nobody can write it, or it is longer than answers may be, the group keeps what was sampled.
+        """
+        last = torch.arange(copies - 1, len(rollout), copies, device=self.device)
+        ids, mask, written = rollout.sample.clone(), rollout.mask.clone(), torch.zeros_like(rollout.group, dtype=bool)
+        for row, prompt in zip(last.tolist(), rollout.prompts, strict=True):
+            text = self.truth(prompt)
+            tokens = None if text is None else self.inputs.tokens(text.removeprefix(prompt.get("prefill", "")))
+            if tokens is not None and len(tokens) <= ids.shape[1]:
+                ids[row], mask[row], written[row] = self.inputs.pad, False, True
+                ids[row, : len(tokens)] = torch.tensor(tokens, device=self.device)
+                mask[row, : len(tokens)] = True
+        found, logprob = rollout.replace(sample=ids, mask=mask), rollout.logprob.clone()
+        for part in chunks(len(last), size):  # every process makes equally many passes
+            (point,) = self.path(found[last[part]])
+            scored = self.dist(point).log_prob(point.target)
+            logprob[last[part]] = torch.where(written[last[part], None], scored, logprob[last[part]])
+        return found.replace(logprob=logprob, given=written)
+
     def _any_works(self, here: bool) -> bool:
         return bool(distributed.all_max(torch.tensor(float(here), device=self.device)))
 
@@ -265,10 +288,11 @@ class VLM(NetPolicy):
         else:
             generate_plainly(self.net, inputs, rows, Rng.of("try"), self.warp, endless)
 
-    def _completion(self, ids: list[int], logprob: float) -> Completion:
+    def _completion(self, ids: list[int], logprob: float, begun: str = "") -> Completion:
+        """The whole answer: what was written after what it ``begun`` with."""
         text, ending = self.inputs.decode(ids), self.ending
         stopped = bool(ids) and ids[-1] in ending.stops or any(s in text for s in ending.strings)
-        return Completion(text, len(ids), stopped, logprob)
+        return Completion(begun + text, len(ids), stopped, logprob)
 
 
 def blank_image() -> Prompt:

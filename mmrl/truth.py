@@ -1,0 +1,48 @@
+"""The right answer as one member of a group (TempSamp-R1): who writes it down, and what is left without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .policies.base import Policy
+from .registry import UserError, suggest
+from .types import Media, Prompt, Rewards, Rollout
+
+Writer = Callable[[Prompt], str | None]
+
+
+def writer(name: str, rewards: Mapping[str, Any], policy: Policy) -> Writer:
+    """What writes the right answer to a prompt: the reward of this name, or the prompt's field of this name.
+
+    None where the reward cannot say it, or the prompt has none. Raises UserError if the policy writes no answers that
+    could be given to it, or the reward knows no right answers.
+    """
+    if not hasattr(policy, "truth"):
+        raise UserError(f"train.truth: {type(policy).__name__} takes no answers of others; it is for vlm")
+    if name not in rewards:
+        return lambda prompt: None if prompt.get(name) is None else str(prompt[name])
+    reward = getattr(rewards[name], "reward", rewards[name])  # without what is done around it
+    write = getattr(reward, "right_answer", None)
+    if write is None:
+        able = [one for one, own in rewards.items() if hasattr(getattr(own, "reward", own), "right_answer")]
+        raise UserError(f"train.truth: reward {name!r} cannot write down a right answer; {suggest(name, able)}")
+    return lambda prompt: _written(write, prompt)
+
+
+def _written(write: Writer, prompt: Prompt) -> str | None:
+    from rewards.vision.coords import Unscorable
+
+    try:
+        return write(prompt)
+    except Unscorable:
+        return None
+
+
+def sampled_only(media: Media, rollout: Rollout, rewards: Rewards) -> tuple[Media, Rollout, Rewards]:
+    """Without the answers that were given: what metrics look at."""
+    if rollout.given is None or not rollout.given.any():
+        return media, rollout, rewards
+    own = ~rollout.given
+    kept = [one for one, mine in zip(media, own.tolist(), strict=True) if mine]
+    return kept, rollout[own], Rewards({name: value[own] for name, value in rewards.items()}, rewards.weights)

@@ -1,0 +1,142 @@
+"""The right answer as a member of its group, and answers that are begun for the model."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from mmrl import advantages
+from mmrl.objectives import Text
+from mmrl.optimizers import adamw
+from mmrl.options import TrainOptions
+from mmrl.registry import UserError
+from mmrl.scoring import Scorer
+from mmrl.trainer import Trainer
+from rewards import Count
+from samplers.noise import Rng
+
+from . import tiny_vlms
+from .test_vlm_policy import native, point_of, policy_of, quiet  # noqa: F401
+
+ASKED = [
+    {"text": "when?", "images": [tiny_vlms.image(70, 60, 0)], "answer": 7, "gold": "a dog"},
+    {"text": "say so", "answer": 12, "gold": "a cat"},
+]
+COPIES = 3
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return policy_of(tokens=12)
+
+
+def taught(policy, truth, prompts=ASKED, copies=COPIES):
+    policy.truth = truth
+    try:
+        with torch.no_grad():
+            return policy.rollout(prompts, copies, Rng.of("truth"))
+    finally:
+        policy.truth = None
+
+
+def plain(policy):
+    return taught(policy, None)
+
+
+def test_the_right_answer_has_the_models_own_log_probs(policy):
+    found = taught(policy, lambda prompt: prompt["gold"])
+    assert found.given.tolist() == [False, False, True] * 2
+    texts = policy.decode(found)
+    assert [texts[2], texts[5]] == ["a dog", "a cat"] and texts[2].finished and texts[2].tokens == 6
+    rows = found.given.nonzero()[:, 0]
+    apart = (native(policy, found[rows]) - found.logprob[rows])[found.mask[rows]]
+    assert float(apart.abs().max()) < 1e-5 and bool((found.logprob[rows][found.mask[rows]] < 0).all())
+    point = point_of(policy, found)
+    scored = policy.dist(point).log_prob(point.target)
+    assert torch.allclose(scored[found.mask], found.logprob[found.mask], atol=1e-5)
+
+
+def test_other_rows_are_those_without_it(policy):
+    found, other = taught(policy, lambda prompt: "yes"), plain(policy)
+    own = ~found.given
+    for name in ("sample", "mask", "logprob", "row", "group"):
+        assert torch.equal(getattr(found, name)[own], getattr(other, name)[own])
+    assert other.given is None
+
+
+@pytest.mark.parametrize("text", [None, "x" * 12, "before <|image_pad|> after"], ids=["unknown", "long", "forbidden"])
+def test_an_answer_that_cannot_be_given_is_not(policy, text):
+    found, other = taught(policy, lambda prompt: text), plain(policy)
+    assert not found.given.any() and torch.equal(found.sample, other.sample)
+    assert torch.equal(found.logprob, other.logprob)
+
+
+def test_it_is_scored_with_the_truncated_distribution(policy):
+    kept, policy.warp = policy.warp, replace(policy.warp, temperature=0.7, top_k=2)
+    found = taught(policy, lambda prompt: prompt["gold"])
+    point = point_of(policy, found)
+    scored = policy.dist(point).log_prob(point.target)
+    policy.warp = kept
+    assert found.logprob.isfinite().all()
+    assert torch.allclose(scored[found.mask], found.logprob[found.mask], atol=1e-5)
+
+
+def trainer(policy, truth="count", **options):
+    sizes = {"prompts": 2, "copies": 3, "batch_size": 6, "iterations": 2, "truth": truth} | options
+    return Trainer(
+        policy, ASKED, Scorer({"count": Count()}), partial(advantages.soft, threshold=0.5), Text(kl=0.01),
+        partial(adamw, lr=1e-3), TrainOptions(**sizes),
+    )  # fmt: skip
+
+
+def test_it_is_trained_on_and_enters_no_metric_of_samples():
+    one = trainer(policy_of(tokens=28))
+    seen = []
+    one.watch = lambda media, rollout, rewards: seen.append((media, rollout, rewards))
+    rollout, rewards = one.collect()
+    given = rollout.given
+    assert given.tolist() == [False, False, True] * 2 and rewards["count"][given].tolist() == [1, 1]
+    assert (rollout.advantage[given] > 0).all() and (rollout.advantage[~given] < 0).all()
+    (media, shown, watched) = seen[0]
+    assert len(media) == len(shown) == len(watched["count"]) == 4 and shown.given.sum() == 0
+    metrics = [trainer(policy_of(tokens=28), truth).iterate() for truth in ("count", None)]
+    assert metrics[0]["reward/mean"] == 0 and metrics[0]["samples/total"] == 4
+    assert metrics[0]["answer/min"] == metrics[0]["answer/max"] == 28 > rollout.mask[given].sum(1).max()
+    point = point_of(one.policy, rollout)
+    entropy = one.policy.dist(point).entropy().detach()[rollout.mask & ~given[:, None]].mean()
+    assert metrics[0]["entropy"] == pytest.approx(float(entropy), rel=1e-5)
+    assert metrics[0]["ratio/max_deviation"] < 1e-4 and metrics[0]["grad_norm"] > 0 == metrics[1]["grad_norm"]
+
+
+def test_metrics_of_the_update_are_those_of_the_samples(policy):
+    """Entropy is a mean over sampled tokens: with the given rows masked out it is the same."""
+    found = taught(policy, lambda prompt: prompt["gold"])
+    point = point_of(policy, found)
+    assert torch.equal(point.own(), found.mask & ~found.given[:, None])
+    assert torch.equal(point.replace(given=None).own(), found.mask)
+
+
+def test_who_writes_it_is_checked(policy):
+    scorer = Scorer({"length": lambda texts, prompts: [float(len(t)) for t in texts]})
+    with pytest.raises(UserError, match="reward 'length' cannot write down a right answer"):
+        Trainer(
+            policy, ASKED, scorer, advantages.grpo, Text(), partial(adamw, lr=1e-3),
+            TrainOptions(prompts=2, copies=2, batch_size=4, iterations=1, truth="length"),
+        )  # fmt: skip
+
+
+def test_an_answer_begun_is_read_as_a_whole_and_scored_after_its_beginning(policy):
+    begun = [{**ASKED[0], "prefill": "<answer>"}]
+    found = taught(policy, None, begun, 2)
+    length = policy.inputs.encode(ASKED[0])["input_ids"].shape[1]
+    ids = policy.inputs.encode(begun[0])["input_ids"]
+    assert policy.inputs.tokenizer.decode(ids[0, length:]) == "<answer>"
+    assert torch.equal(ids[:, :length], policy.inputs.encode(ASKED[0])["input_ids"])
+    texts = policy.decode(found)
+    assert all(text.startswith("<answer>") for text in texts)
+    assert [text.tokens for text in texts] == found.mask.sum(1).tolist()
+    apart = (native(policy, found) - found.logprob)[found.mask]
+    assert float(apart.abs().max()) < 1e-5
+    given = taught(policy, lambda prompt: "<answer>4", begun, 2)
+    assert policy.decode(given)[1] == "<answer>4" and given.mask[1].sum() == 2
