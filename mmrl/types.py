@@ -109,6 +109,7 @@ class Rollout(Rows):
     sampled: Tensor | None = None  # [B, K] log-prob another engine sampled with, where it is not the policy's own
     given: Tensor | None = None  # [B] bool: right answers that were put in the place of samples; None: none
     order: Tensor | None = None  # [B, K] long, tokens: the pass that committed each token
+    drawn: Tensor | None = None  # [B, T, L, 2] long, maskgit: every pass's tokens and their rank in its choice
     path: Tensor | None = None  # [B, K + 1, *] latents visited
     time: Tensor | None = None  # [B, K + 1] when; 1 is noise, 0 is data
     eta: Tensor | None = None  # [B, K] noise level; 0 is an ODE step, no decision

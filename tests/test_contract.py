@@ -31,6 +31,7 @@ registry.load_built_in()
 SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
     ("policies", "vlm"): {"path": "{tiny:qwen2_5_vl}", "tokens": 6},
     ("policies", "sd3"): {"path": "world:digits/sd3-test", "size": 32, "steps": 4, "width": 8},
+    ("policies", "amused"): {"path": "{tiny:amused}", "steps": 3, "width": 8},
     ("policies", "sd"): {"path": "{tiny:sd}", "size": 16, "steps": 3, "width": 8},
     ("policies", "sdxl"): {"path": "{tiny:sdxl}", "size": 16, "steps": 3, "width": 8},
     ("policies", "flux"): {"path": "{tiny:flux}", "size": 16, "steps": 3, "width": 8, "text_length": 16},

@@ -20,7 +20,12 @@ from .test_contract import made
 
 # Options under which a policy must keep the contract too, besides its smallest.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
-    "sd3": [{"guidance": 3.0}, {"lora": 2, "guidance": 3.0, "kernel": "dance_sde", "eta": 0.3}, {"sde": "all_but_last"}]
+    "sd3": [
+        {"guidance": 3.0},
+        {"lora": 2, "guidance": 3.0, "kernel": "dance_sde", "eta": 0.3},
+        {"sde": "all_but_last"},
+    ],
+    "amused": [{"guidance": 3.0, "sampler": "maskgit"}, {"lora": 2, "guidance": 2.0, "temperature": 0.8}],
 }
 PROMPTS = [{"text": "a red seven"}, {"text": "a blue two"}, {"text": "a green nine"}]  # what any policy can answer
 COPIES = 2

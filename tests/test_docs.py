@@ -190,6 +190,7 @@ DOCUMENTED = {
     "alarms": AlarmOptions,
     "policy: sd3": POLICIES["sd3"],
     "policy: vlm": POLICIES["vlm"],
+    "policy: amused": POLICIES["amused"],
     "lora": Lora,
     "budgets": Budgets,
     "part": Part,

@@ -182,7 +182,29 @@ def wan(two=False, expand=False):
     )  # fmt: skip
 
 
+def amused(codes=12, side=4, wide=16):
+    """Codes of 2 x 2 pixels; the network knows ``codes`` of them and the mask."""
+    from diffusers import AmusedPipeline, AmusedScheduler, UVit2DModel, VQModel
+
+    tokenizer = clip_tokenizer()
+    net = UVit2DModel(
+        hidden_size=wide, cond_embed_dim=16, micro_cond_encode_dim=8, micro_cond_embed_dim=40, encoder_hidden_size=16,
+        vocab_size=codes + 1, codebook_size=codes, in_channels=wide, block_out_channels=wide, num_res_blocks=1,
+        block_num_heads=2, num_hidden_layers=1, num_attention_heads=2, intermediate_size=2 * wide, sample_size=side,
+    )  # fmt: skip
+    codec = VQModel(
+        block_out_channels=(8, 8), latent_channels=4, num_vq_embeddings=codes, norm_num_groups=4, layers_per_block=1,
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2, vq_embed_dim=4,
+        mid_block_add_attention=False, lookup_from_codebook=True, sample_size=2 * side,
+    )  # fmt: skip
+    return AmusedPipeline(
+        vqvae=codec, tokenizer=tokenizer, text_encoder=clip_text(tokenizer, 16, 16), transformer=net,
+        scheduler=AmusedScheduler(mask_token_id=codes),
+    )  # fmt: skip
+
+
 BUILDERS = {
+    "amused": amused, "amused-2": lambda: amused(codes=2, side=2),
     "sd": sd, "sd-v": lambda: sd("v_prediction"), "sdxl": sdxl, "flux": flux, "flux-schnell": lambda: flux(False),
     "wan": wan, "wan-two": lambda: wan(two=True), "wan-tokens": lambda: wan(expand=True),
 }  # fmt: skip

@@ -1,5 +1,6 @@
 """Policies: generative models behind one contract; one thin file a model family. Importing this registers them."""
 
+from . import amused as amused
 from . import diffusion as diffusion
 from . import flux as flux
 from . import flux2 as flux2

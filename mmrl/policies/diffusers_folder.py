@@ -43,8 +43,13 @@ def load_text_pipeline(
     cls: Any, place: str, dtype: torch.dtype, without: Sequence[str] = (), part: str = "transformer"
 ) -> Any:
     """The pipeline with tokenizers and text encoders only; ``without`` names those to leave out."""
-    absent = dict.fromkeys([part, "vae", *without])
-    return _explained(lambda: cls.from_pretrained(place, **absent, dtype=dtype), place, "text encoders")
+    return load_without(cls, place, dtype, [part, "vae", *without])
+
+
+def load_without(cls: Any, place: str, dtype: torch.dtype, absent: Sequence[str]) -> Any:
+    """The pipeline without the parts named ``absent``."""
+    parts = dict.fromkeys(absent)
+    return _explained(lambda: cls.from_pretrained(place, **parts, dtype=dtype), place, "text encoders")
 
 
 def holds(place: str, part: str) -> bool:

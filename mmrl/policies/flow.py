@@ -288,7 +288,7 @@ class FlowPolicy(NetPolicy, ABC):
             with torch.no_grad():
                 v_empty = self._forward(x, t, empty)
             return self._forward(x, t, cond), v_empty
-        both = _stack(cond, empty)
+        both = stacked(cond, empty)
         v, v_empty = self._forward(torch.cat([x, x]), torch.cat([t, t]), both, passes=2).chunk(2)
         return v, v_empty
 
@@ -319,8 +319,8 @@ def _step(rollout: Rollout, length: Tensor, rows: Tensor, k: int) -> Point:
     )  # fmt: skip
 
 
-def _stack(first: Any, second: Any) -> Any:
+def stacked(first: Any, second: Any) -> Any:
     """Two nests of tensors [B, *] on top of each other, [2B, *]."""
     if isinstance(first, Tensor):
         return torch.cat([first, second.to(first)])
-    return {key: _stack(value, second[key]) for key, value in first.items()}
+    return {key: stacked(value, second[key]) for key, value in first.items()}

@@ -51,7 +51,7 @@ class TokenPolicy(NetPolicy, ABC):
         group = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)
         cond = self.encode(prompts)
         hidden = torch.full((len(row), self.length), self.mask_id, device=self.device)
-        size = self.chunk(len(row), lambda n: self._forward(hidden[:n], rows_of(cond, group[:n])))
+        size = self.chunk(len(row), lambda n: self._trial(hidden[:n], cond, group[:n]))
         parts = chunks(len(row), size)
         return Rollout.cat([self._sample(group[p], row[p], cond, rng) for p in parts]).replace(prompts=tuple(prompts))
 
@@ -80,6 +80,10 @@ class TokenPolicy(NetPolicy, ABC):
 
     def dist(self, point: Point) -> Categorical:
         return Categorical(self._forward(point.state, rows_of(point.cond, point.group)))
+
+    def _trial(self, ids: Tensor, cond: dict[str, Any], group: Tensor) -> None:
+        """One pass of the largest kind, for what it allocates."""
+        self._forward(ids, rows_of(cond, group))
 
     def _forward(self, ids: Tensor, cond: dict[str, Any]) -> Tensor:
         return at_width(self.logits, max(self.padded(), len(ids)), ids, cond)

@@ -1,0 +1,231 @@
+"""Masked discrete diffusion: all tokens begin hidden, every pass draws the hidden ones and makes some of them final.
+
+Two samplers. ``emerge`` reveals each hidden position independently of the model, so that the reveal order alone makes
+the likelihood of a trajectory exact. ``maskgit`` keeps the most confident tokens; its exact likelihood needs all
+tokens drawn in every pass and the Plackett-Luce probability of the choice.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import torch
+from annotated_types import Ge, Gt
+from torch import Tensor, nn
+
+from samplers import unmask
+from samplers.batching import at_width
+from samplers.noise import Rng
+
+from ..dists import Categorical
+from ..options import Count
+from ..registry import UserError
+from ..types import Point, Rollout, tree_map
+from .base import first_of_group, rows_of
+from .flow import LogpDist, stacked
+from .token import TokenPolicy
+
+SCHEDULES = {"cosine": unmask.cosine, "linear": unmask.linear}
+
+
+@dataclass(frozen=True)
+class Choice(Categorical):
+    """The draw of all hidden tokens and the choice of those that stay (MaskGIT, Chang et al. 2022).
+
+    A decision is [B, L, 2]: token, and rank in the choice as ``samplers.unmask.ranked`` numbers them; without a
+    choice (the last pass keeps all) every rank is L or more. KL and entropy are those of the tokens: the choice's have
+    no closed form.
+    """
+
+    temperature: Tensor  # [B, 1] of the Gumbel noise on the confidence
+
+    def log_prob(self, decision: Tensor) -> Tensor:
+        """[B, L] of the token, plus that of its rank."""
+        token = super().log_prob(decision[..., 0])
+        return token + unmask.plackett_luce(token / self.temperature, decision[..., 1])
+
+
+class MaskedDiffusion(TokenPolicy, ABC):
+    """Options of every masked diffusion model.
+
+    steps: passes a sample. sampler: emerge or maskgit. schedule: share of tokens hidden over the passes. guidance:
+    scale w of classifier-free guidance on the logits, z_u + w (z_c - z_u). logp_dist: what is scored, see FlowPolicy.
+    temperature: of the tokens. choice: of the Gumbel noise of maskgit's choice, at the first and at the last pass.
+    """
+
+    not_options = (*TokenPolicy.not_options, "passes")
+
+    def __init__(
+        self,
+        net: nn.Module,
+        length: int,
+        mask_id: int,
+        steps: Count = 12,
+        sampler: Literal["emerge", "maskgit"] = "emerge",
+        schedule: Literal["cosine", "linear"] = "cosine",
+        guidance: Annotated[float, Ge(0)] = 1.0,
+        logp_dist: LogpDist = "guided",
+        temperature: Annotated[float, Gt(0)] = 1.0,
+        choice: tuple[float, float] = (2.0, 0.0),
+        **options: Any,
+    ):
+        super().__init__(net, length, mask_id, passes=steps, **options)
+        self.rates = SCHEDULES[schedule](steps)  # [T + 1]
+        self.left = unmask.left_hidden(length, self.rates)
+        self.noises = torch.linspace(*choice, steps).tolist()  # [T]
+        self.chooses = sampler == "maskgit"
+        if self.chooses and steps > 1 and min(self.noises[:-1]) <= 0:
+            raise UserError(f"policy option choice must be above 0 before the last pass, not {tuple(choice)}")
+        if logp_dist == "conditional" and guidance != 1:
+            warnings.warn(
+                f"logp_dist conditional: tokens are drawn with guidance {guidance:g} and scored without it, so the "
+                "gradient is not that of the sampled distribution; guided matches",
+                stacklevel=2,
+            )
+        self.guidance, self.logp_dist, self.temperature = guidance, logp_dist, temperature
+
+    def commit(self, step: int, dist: Categorical, ids: Tensor, hidden: Tensor) -> Tensor:
+        raise NotImplementedError("masked diffusion chooses positions in _reveal")
+
+    @contextmanager
+    def evaluating(self, guidance: float | None = None) -> Iterator[None]:
+        """The same sampler, at another guidance scale if given."""
+        kept = self.guidance
+        self.guidance = kept if guidance is None else guidance
+        try:
+            yield
+        finally:
+            self.guidance = kept
+
+    def _sample(self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng) -> Rollout:
+        ids = torch.full((len(row), self.length), self.mask_id, device=row.device)
+        order = torch.full_like(ids, self.passes)
+        steps = []
+        for step in range(self.passes):
+            hidden = order == self.passes
+            point = Point(group=group, cond=cond, row=row, state=ids, mask=hidden)
+            sampled, scored = self._both(point)
+            draw = sampled.sample(rng.uniform(row, (self.length,), 2 * step))
+            rank = self._reveal(step, sampled.log_prob(draw), hidden, rng.uniform(row, (self.length,), 2 * step + 1))
+            new = hidden & ((rank < self.length) | (step == self.passes - 1))
+            decision = torch.stack([draw, rank], -1)
+            steps.append((decision, self._scored(scored, step, decision), hidden, new))
+            ids, order = torch.where(new, draw, ids), torch.where(new, step, order)
+        return self._rollout(Rollout(group=group, cond=cond, row=row, sample=ids, order=order, **_nothing(ids)), steps)
+
+    def _reveal(self, step: int, confidence: Tensor, hidden: Tensor, uniform: Tensor) -> Tensor:
+        """[B, L] the rank of what becomes final in this pass, numbered as in ``samplers.unmask.ranked``."""
+        if not self.chooses:
+            new = unmask.emerge(uniform, hidden, self.rates, step)
+            return torch.where(new, 0, self.length + ~hidden)
+        count = self.left[step] - self.left[step + 1] if step < self.passes - 1 else 0  # the last pass chooses nothing
+        return unmask.ranked(confidence, uniform, self.noises[step], hidden, count)
+
+    def _scored(self, dist: Categorical, step: int, decision: Tensor) -> Tensor:
+        """[B, L] log-prob of a pass's decision."""
+        if not self.chooses:
+            return dist.log_prob(decision[..., 0])
+        return Choice(dist.logits, self._noise(step, len(decision)).to(dist.logits)).log_prob(decision)
+
+    def _noise(self, step: int, rows: int) -> Tensor:
+        """[B, 1] of the choice in this pass; any number where nothing is chosen."""
+        return torch.full((rows, 1), self.noises[step] or 1.0, device=self.device)
+
+    def _rollout(self, found: Rollout, steps: list[tuple[Tensor, Tensor, Tensor, Tensor]]) -> Rollout:
+        """emerge: K = L decisions, one a token. maskgit: K = T L, all tokens drawn in every pass."""
+        decision, logprob, hidden, new = (torch.stack(part, 1) for part in zip(*steps, strict=True))
+        if self.chooses:
+            return found.replace(logprob=logprob.flatten(1), mask=hidden.flatten(1), drawn=decision)
+        return found.replace(logprob=torch.where(new, logprob, 0.0).sum(1), mask=torch.ones_like(found.mask))
+
+    def path(self, rollout: Rollout) -> Iterator[Point]:
+        for step in range(self.passes):
+            if not self.chooses:
+                yield self._point(rollout, hide=rollout.order >= step, score=rollout.order == step)
+                continue
+            part = slice(step * self.length, (step + 1) * self.length)
+            advantage = rollout.advantage
+            yield Point(
+                group=rollout.group, cond=rollout.cond, row=rollout.row, length=rollout.mask.sum(1),
+                state=torch.where(rollout.order >= step, self.mask_id, rollout.sample), mask=rollout.mask[:, part],
+                target=rollout.drawn[:, step], logprob=rollout.logprob[:, part],
+                eta=self._noise(step, len(rollout)).to(rollout.logprob)[:, 0],
+                advantage=advantage if advantage is None or advantage.shape[1] == 1 else advantage[:, part],
+            )  # fmt: skip
+
+    def at(self, rollout: Rollout, hide: Tensor, score: Tensor | None = None) -> Point:
+        """The state in which ``hide`` [B, L] of the final tokens are hidden, scored at ``score`` (None: at those)."""
+        mask = (hide if score is None else score) & rollout.mask.any(1)[:, None]
+        if rollout.mask.shape == mask.shape:
+            mask = mask & rollout.mask
+        advantage = rollout.advantage
+        if advantage is not None and advantage.shape[1] not in (1, self.length):
+            advantage = advantage[:, -1:]
+        return Point(
+            group=rollout.group, cond=rollout.cond, row=rollout.row, target=rollout.sample, mask=mask,
+            state=torch.where(hide, self.mask_id, rollout.sample), length=mask.sum(1), advantage=advantage,
+        )  # fmt: skip
+
+    def corrupted(self, cond: dict[str, Any], share: float, rng: Rng) -> dict[str, Any]:
+        """The conditions with a random share of the prompt's tokens hidden, where the network reads tokens."""
+        return cond
+
+    def renoise(self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False) -> Iterator[Point]:
+        name = first_of_group(rollout) if shared else rollout.row
+        rate = rng.uniform(name, (1,), step=0) if time is None else time[:, None]
+        draw = rng.uniform(name, (self.length,), step=1)
+        yield self.at(rollout, hide=(draw < rate) | (draw == draw.amin(1, keepdim=True)))  # never nothing at all
+
+    def dist(self, point: Point) -> Categorical:
+        conditional = self.logp_dist == "conditional" and point.guidance is None
+        logits = self._logits(point, 1.0 if conditional else self._scale(point))
+        chosen = point.target is not None and point.target.ndim == 3
+        return Choice(logits, point.eta[:, None]) if chosen else Categorical(logits)
+
+    def _both(self, point: Point) -> tuple[Categorical, Categorical]:
+        """What samples, and what is recorded: the same unless ``logp_dist`` is conditional."""
+        sampled = Categorical(self._logits(point, self.guidance))
+        mismatch = self.logp_dist == "conditional" and self.guidance != 1
+        return sampled, Categorical(self._logits(point, 1.0)) if mismatch else sampled
+
+    def _scale(self, point: Point) -> float:
+        return self.guidance if point.guidance is None else point.guidance
+
+    def _logits(self, point: Point, scale: float) -> Tensor:
+        """[B, L, V] guided logits; conditional and unconditional rows in one pass unless one needs no gradient."""
+        ids = point.state
+        cond = rows_of({key: value for key, value in point.cond.items() if key != "uncond"}, point.group)
+        if scale == 1:
+            return self._warped(self._pass(ids, cond))
+        empty = tree_map(lambda tensor: tensor.expand(len(ids), *tensor.shape[1:]), self.empty(point))
+        if self.logp_dist == "guided_stopgrad_uncond":
+            with torch.no_grad():
+                z_empty = self._pass(ids, empty)
+            z = self._pass(ids, cond)
+        else:
+            z, z_empty = self._pass(torch.cat([ids, ids]), stacked(cond, empty), passes=2).chunk(2)
+        return self._warped(z_empty + scale * (z - z_empty))
+
+    def empty(self, point: Point) -> Any:
+        """The condition of the empty prompt, [1, *]."""
+        return point.cond["uncond"]
+
+    def _pass(self, ids: Tensor, cond: dict[str, Any], passes: int = 1) -> Tensor:
+        self.forwards += len(ids)
+        return at_width(self.logits, max(self.padded() * passes, len(ids)), ids, cond).to(self.dtype)
+
+    def _trial(self, ids: Tensor, cond: dict[str, Any], group: Tensor) -> None:
+        self._logits(Point(group=group, cond=cond, row=group, state=ids, mask=ids == ids), self.guidance)
+
+    def _warped(self, logits: Tensor) -> Tensor:
+        return logits if self.temperature == 1 else logits / self.temperature
+
+
+def _nothing(ids: Tensor) -> dict[str, Tensor]:
+    """Placeholders until the decisions are known."""
+    return {"logprob": torch.zeros(ids.shape, device=ids.device), "mask": torch.ones_like(ids, dtype=torch.bool)}
