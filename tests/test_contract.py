@@ -48,6 +48,7 @@ SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
     ("policies", "qwen_image"): {"path": "{tiny:qwen_image}", "size": 16, "steps": 3, "width": 8, "text_length": 12},
     ("policies", "sana"): {"path": "{tiny:sana}", "size": 32, "steps": 3, "width": 8, "text_length": 16},
     ("policies", "z_image"): {"path": "{tiny:z_image}", "size": 16, "steps": 3, "width": 8, "text_length": 12},
+    ("policies", "janus"): {"path": "{tiny:janus}"},
     ("data", "prompts"): {"path": "{tmp}/prompts.txt"},
     ("data", "vision"): {"path": "{tmp}/questions.jsonl"},
     ("data", "digits"): {"captions": 40},

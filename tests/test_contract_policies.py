@@ -26,6 +26,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"sde": "all_but_last"},
     ],
     "amused": [{"guidance": 3.0, "sampler": "maskgit"}, {"lora": 2, "guidance": 2.0, "temperature": 0.8}],
+    "janus": [{"guidance": 1.0, "top_k": 5, "lora": 2}, {"logp_dist": "conditional", "train": "generation"}],
 }
 PROMPTS = [{"text": "a red seven"}, {"text": "a blue two"}, {"text": "a green nine"}]  # what any policy can answer
 COPIES = 2

@@ -191,6 +191,7 @@ DOCUMENTED = {
     "policy: sd3": POLICIES["sd3"],
     "policy: vlm": POLICIES["vlm"],
     "policy: amused": POLICIES["amused"],
+    "policy: janus": POLICIES["janus"],
     "lora": Lora,
     "budgets": Budgets,
     "part": Part,

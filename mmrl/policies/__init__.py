@@ -10,4 +10,5 @@ from . import sana as sana
 from . import sd3 as sd3
 from . import wan as wan
 from . import z_image as z_image
+from .images import janus as janus
 from .vlm import policy as policy

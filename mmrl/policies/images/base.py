@@ -1,0 +1,182 @@
+"""Autoregressive image policies: tokens drawn block by block, scored together in one teacher-forced pass.
+
+A family says how prompts are encoded and images decoded, and brings a network (``ImageNet``). Guidance, temperature,
+top-k, top-p, chunks and randomness are here, once, and the same in sampling and in the score.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Gt, Le
+from torch import Tensor
+
+from samplers.batching import at_width, chunks
+from samplers.noise import Rng
+from samplers.warp import Warp
+
+from ...dists import Categorical
+from ...options import Count
+from ...types import Media, Point, Prompt, Rollout
+from ..base import NetPolicy
+from ..flow import LogpDist
+from ..vlm.answers import AnswerTokens
+from .net import ImageNet, Inputs, beside, stacked
+
+
+class ImageTokenPolicy(NetPolicy, ABC):
+    """Options of every model that writes images as tokens.
+
+    temperature, top_k, top_p: of sampling and of scoring, applied to guided logits. guidance: scale s of
+    classifier-free guidance, z = z_u + s (z_c - z_u); 1 is none. logp_dist: what is scored; "guided" is what was
+    sampled, "guided_stopgrad_uncond" the same without gradient through the unconditional logits, "conditional" leaves
+    guidance out of the score (a mismatch most codes publish).
+    """
+
+    makes = "image"
+    decisions = "categorical"
+    adjacent = True
+    net: ImageNet
+
+    def __init__(
+        self,
+        net: ImageNet,
+        temperature: Annotated[float, Gt(0)] = 1.0,
+        top_k: Count | None = None,
+        top_p: Annotated[float, Gt(0), Le(1)] = 1.0,
+        guidance: float = 5.0,
+        logp_dist: LogpDist = "guided",
+        **options: Any,
+    ):
+        super().__init__(net, **options)
+        self.warp = Warp(temperature, top_k, top_p)
+        self.guidance, self.logp_dist, self.entropies = guidance, logp_dist, False
+        net.stopgrad = logp_dist == "guided_stopgrad_uncond"
+        if logp_dist == "conditional" and guidance != 1:
+            warnings.warn(
+                f"logp_dist conditional: tokens are drawn with guidance {guidance:g} and scored without it, so the "
+                "gradient is not that of the sampled distribution; guided matches",
+                stacklevel=2,
+            )
+
+    @abstractmethod
+    def encode(self, prompts: list[Prompt]) -> list[Inputs]:
+        """The condition of every prompt, tensors [1, *] on the device."""
+
+    @abstractmethod
+    def empty(self, inputs: Inputs) -> Inputs:
+        """The unconditional inputs [P, *] that belong to collated ones."""
+
+    @abstractmethod
+    def pixels(self, ids: Tensor) -> Tensor:
+        """[B, 3, H, W] in -1..1 of token ids [B, T]."""
+
+    def collate(self, cond: list[Inputs]) -> Inputs:
+        """One batch of conditions [P, *]."""
+        return {name: torch.cat([one[name] for one in cond]) for name in cond[0]}
+
+    def scales(self, guidance: float) -> Tensor:
+        """[T] the guidance scale of every decision."""
+        return torch.full((sum(self.net.turns),), guidance)
+
+    def rollout(self, prompts: list[Prompt], copies: int, rng: Rng) -> Rollout:
+        row = rng.rows(len(prompts), copies).to(self.device)
+        group = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)
+        cond = self.encode(prompts)
+        size = self.chunk(len(row), lambda n: self._draw(cond, group[:n], row[:n], Rng.of("try")))
+        parts = [self._draw(cond, group[part], row[part], rng) for part in chunks(len(row), size)]
+        return Rollout.cat(parts).replace(prompts=tuple(prompts))
+
+    @torch.no_grad()
+    def _draw(self, cond: list[Inputs], group: Tensor, row: Tensor, rng: Rng) -> Rollout:
+        """Sample the rows of ``group`` [B]; a prompt is read once for all of its rows here."""
+        unique, rows = group.unique(return_inverse=True)
+        inputs, guided, net = self.collate([cond[i] for i in unique.tolist()]), self.guidance != 1, self.net
+        if guided:
+            inputs, rows = stacked(inputs, self.empty(inputs)), torch.cat([rows, rows + len(unique)])
+        self.forwards += len(rows) * len(net.turns)
+        hidden, state = net("begin", inputs, rows)
+        uniform, scale = rng.uniform(row, (sum(net.turns),)), self.scales(self.guidance)
+        ids, logprob = [], []
+        for block in spans(net.turns):
+            if ids:
+                hidden = net("step", torch.cat([ids[-1]] * (1 + guided)), state)
+            features = beside(*hidden.chunk(2), scale[block]) if guided else hidden
+            plain = hidden[: len(row)] if guided and self.logp_dist == "conditional" else None
+            token, score = self._decide(features, plain, uniform[:, block])
+            ids.append(token)
+            logprob.append(score)
+        found = torch.cat(ids, 1)
+        order = torch.arange(len(ids)).repeat_interleave(torch.tensor(net.turns)).to(found.device)
+        return Rollout(
+            group=group, cond=cond, row=row, sample=found, logprob=torch.cat(logprob, 1),
+            mask=self.decided(found), order=order.expand_as(found),
+        )  # fmt: skip
+
+    def decided(self, ids: Tensor) -> Tensor:
+        """[B, T] bool: which tokens of ids [B, T] are decisions; a family may know some that are not."""
+        return torch.ones_like(ids, dtype=torch.bool)
+
+    def _decide(self, features: Tensor, plain: Tensor | None, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens [B, n] by inversion at ``uniform`` [B, n], and the log-probs that are recorded: those at the
+        ``plain`` features where guidance is left out of the score."""
+        logprobs = self.warp(self.net("logits", features)).log_softmax(-1)
+        token = Categorical(logprobs).sample(uniform)
+        if plain is not None:
+            logprobs = self.warp(self.net("logits", plain), keep=token).log_softmax(-1)
+        return token, logprobs.gather(-1, token[..., None])[..., 0].to(self.dtype)
+
+    def path(self, rollout: Rollout) -> Iterator[Point]:
+        yield Point(
+            group=rollout.group, cond=rollout.cond, row=rollout.row, state=rollout.sample, target=rollout.sample,
+            mask=rollout.mask, logprob=rollout.logprob, advantage=rollout.advantage, length=rollout.mask.sum(1),
+            sampled=rollout.sampled,
+        )  # fmt: skip
+
+    def renoise(self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False) -> Iterator[Point]:
+        for point in self.path(rollout):
+            yield point.replace(logprob=None)
+
+    def dist(self, point: Point) -> AnswerTokens:
+        where = point.mask
+        if not where.any():  # every process makes its passes, also those that train nothing
+            where = where.clone()
+            where[0, 0] = True
+        scale = self.guidance if point.guidance is None else point.guidance
+        conditional = scale == 1 or (self.logp_dist == "conditional" and point.guidance is None)
+        inputs = self.collate([point.cond[i] for i in point.group.tolist()])
+        empty = None if conditional else self.empty(inputs)
+        self.forwards += len(where) * (1 if conditional else 2)
+        hidden, scored = self.active()(
+            "score", inputs, empty, point.target, where, self.scales(scale), self.warp, self.entropies
+        )
+        return AnswerTokens(self, point, where, hidden, scored)
+
+    def decode(self, rollout: Rollout) -> Media:
+        size = self.width or len(rollout)
+        with torch.no_grad():
+            parts = [at_width(self.pixels, size, rollout.sample[part]) for part in chunks(len(rollout), size)]
+        return (torch.cat(parts).float() / 2 + 0.5).clamp(0, 1)
+
+    @contextmanager
+    def evaluating(self, guidance: float | None = None) -> Iterator[None]:
+        """As in training: the likeliest image is not a good one. At another guidance scale if given."""
+        kept = self.guidance
+        self.guidance = kept if guidance is None else guidance
+        try:
+            yield
+        finally:
+            self.guidance = kept
+
+
+def spans(turns: Any) -> Iterator[slice]:
+    """Where the tokens of every pass stand."""
+    end = 0
+    for count in turns:
+        yield slice(end, end + count)
+        end += count
