@@ -45,6 +45,14 @@ SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
         "text_layers": [1, 2, 3],
     },  # fmt: skip
     ("policies", "lcm"): {"path": "{tiny:lcm}", "size": 16, "steps": 3, "width": 8},
+    ("policies", "flux_kontext"): {
+        "path": "{tiny:flux_kontext}",
+        "size": 16,
+        "steps": 3,
+        "width": 8,
+        "text_length": 16,
+    },
+    ("policies", "qwen_edit"): {"path": "{tiny:qwen_edit}", "size": 16, "steps": 3, "width": 8, "text_length": 64},
     ("policies", "qwen_image"): {"path": "{tiny:qwen_image}", "size": 16, "steps": 3, "width": 8, "text_length": 12},
     ("policies", "sana"): {"path": "{tiny:sana}", "size": 32, "steps": 3, "width": 8, "text_length": 16},
     ("policies", "z_image"): {"path": "{tiny:z_image}", "size": 16, "steps": 3, "width": 8, "text_length": 12},

@@ -9,10 +9,11 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from PIL import Image
 
 from mmrl import checkpoint, state
 from mmrl.policies.flux import pack
-from mmrl.registry import POLICIES, load_built_in
+from mmrl.registry import POLICIES, UserError, load_built_in
 from samplers.noise import Rng
 
 from . import tiny_diffusers
@@ -33,6 +34,16 @@ class Case:
     finished: Callable = lambda policy, x: x  # and as it returns them
     guide: Callable = lambda scale: {"guidance_scale": scale}
     prompts: list = field(default_factory=lambda: PROMPTS)
+
+
+def picture(red, green, width=32, height=16):
+    image = Image.new("RGB", (width, height), (red, green, 40))
+    image.putpixel((3, 5), (255, 255, 255))
+    return image
+
+
+def asked(**size):
+    return [prompt | {"image": picture(200 - 150 * i, 150 * i, **size)} for i, prompt in enumerate(PROMPTS)]
 
 
 def true_cfg(scale):
@@ -58,12 +69,26 @@ CASES = {
         finished=lambda policy, x: policy.unpatched(policy.vae, x),
     ),
 }  # fmt: skip
+EDIT = {"layout": pack, "finished": lambda policy, x: pack(x), "guide": true_cfg}
+CASES |= {
+    "flux_kontext": Case(
+        "flux_kontext", {"size": [16, 32], "text_length": 16, "embedded": 2.5},
+        {"max_sequence_length": 16, "max_area": 16 * 32, "_auto_resize": False, "guidance_scale": 2.5},
+        prompts=asked(), **EDIT,
+    ),
+    "qwen_edit": Case("qwen_edit", {"size": [16, 32], "text_length": 64}, prompts=asked(width=50, height=30), **EDIT),
+}  # fmt: skip
 # The same family and folder with other options, where only parity with the pipeline is of interest.
 MORE = {
     "lcm": Case("lcm", {"size": 16, "embedded": 3.0}, guide=lambda scale: {"guidance_scale": 3.0}),
     "z_image": Case(
         "z_image", {"size": 16, "text_length": 12, "normalise": 0.9},
         {"max_sequence_length": 12, "cfg_normalization": 0.9}, guide=lambda scale: {"guidance_scale": scale - 1},
+    ),
+    "flux_kontext": Case(
+        "flux_kontext", {"size": 16, "image_size": [16, 32], "text_length": 16, "embedded": 2.5},
+        {"max_sequence_length": 16, "max_area": 256, "_auto_resize": False, "guidance_scale": 2.5},
+        prompts=asked(), **EDIT,
     ),
 }  # fmt: skip
 PARITY = [(name, case) for cases in (CASES, MORE) for name, case in cases.items()]
@@ -85,9 +110,11 @@ def pipeline(name, policy):
 def call(pipe, policy, case, rollout, guidance, output):
     """The pipeline's own samples from the same first latents."""
     height, width = policy.size
+    pictures = [p["image"] for p in rollout.asked() if "image" in p]
+    more = {"image": pictures} if pictures else {}
     return pipe(
         prompt=[p["text"] for p in rollout.asked()], latents=case.layout(rollout.path[:, 0]), height=height,
-        width=width, num_inference_steps=policy.steps, output_type=output, **case.call, **case.guide(guidance),
+        width=width, num_inference_steps=policy.steps, output_type=output, **case.call, **case.guide(guidance), **more,
     )[0]  # fmt: skip
 
 
@@ -103,6 +130,14 @@ def lcm_noise(monkeypatch):
         return Rng.of("same").normal(torch.arange(shape[0]), shape[1:], step)
 
     monkeypatch.setattr(scheduling_lcm, "randn_tensor", ours)
+
+
+@pytest.fixture(autouse=True)
+def small_pictures(monkeypatch):
+    """Qwen-Image-Edit's pipeline brings every image to a megapixel."""
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit
+
+    monkeypatch.setattr(edit, "calculate_dimensions", lambda area, ratio: (32, 16, None))
 
 
 @pytest.mark.usefixtures("lcm_noise")
@@ -167,3 +202,21 @@ def test_a_checkpoint_resumes_to_the_bit(name, tmp_path):
     state.restore(second, *checkpoint.load(path))
     second.iterate()
     same(state.capture(second)[0], state.capture(whole)[0])
+
+
+@pytest.mark.parametrize("name", ["flux_kontext", "qwen_edit"])
+def test_an_image_is_a_file_or_in_memory_and_must_be_there(name, tmp_path):
+    policy, prompts = make(name), CASES[name].prompts
+    files = []
+    for i, prompt in enumerate(prompts):
+        prompt["image"].save(tmp_path / f"{i}.png")
+        files.append(prompt | {"image": str(tmp_path / f"{i}.png")})
+    one, two = policy.encode(prompts), policy.encode(files)
+    assert one["image"].shape[0] == 2 and all(torch.equal(one[key], two[key]) for key in ("image", "text"))
+    assert not torch.equal(one["image"][0], one["image"][1])
+    with pytest.raises(UserError, match="'a red seven': this model edits the one image under 'image', and got 0"):
+        policy.encode([{"text": "a red seven"}])
+    with pytest.raises(UserError, match="cannot read the image"):
+        policy.encode([{"text": "a red seven", "image": str(tmp_path / "none.png")}])
+    with pytest.raises(UserError, match="image_size 33 is not a multiple of 4"):
+        make(name, image_size=33)

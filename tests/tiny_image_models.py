@@ -34,7 +34,8 @@ def words():
     plain.pre_tokenizer = pre_tokenizers.Sequence(parts)
     return PreTrainedTokenizerFast(
         tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="right",
-        additional_special_tokens=specials, model_max_length=512, chat_template=CHAT,
+        extra_special_tokens=tiny_vlms.QWEN, additional_special_tokens=specials, model_max_length=512,
+        chat_template=CHAT,
     )  # fmt: skip
 
 
@@ -146,7 +147,24 @@ def lcm():
     )  # fmt: skip
 
 
+def flux_kontext():
+    from diffusers import FluxKontextPipeline
+
+    parts = tiny_diffusers.flux().components
+    return FluxKontextPipeline(**{name: parts[name] for name in parts if "image" not in name and "feature" not in name})
+
+
+def qwen_edit():
+    import transformers as hf
+    from diffusers import QwenImageEditPipeline
+
+    parts = qwen_parts()
+    pixels = {"min_pixels": 28 * 28, "max_pixels": 28 * 28 * 12}
+    images, videos = hf.Qwen2VLImageProcessor(**pixels), hf.Qwen2VLVideoProcessor(**pixels)
+    return QwenImageEditPipeline(processor=hf.Qwen2VLProcessor(images, parts["tokenizer"], videos), **parts)
+
+
 BUILDERS = {
     "sana": sana, "sana-variance": lambda: sana(8), "qwen_image": qwen_image, "z_image": z_image, "flux2": flux2,
-    "lcm": lcm,
+    "lcm": lcm, "flux_kontext": flux_kontext, "qwen_edit": qwen_edit,
 }  # fmt: skip

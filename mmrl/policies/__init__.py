@@ -4,7 +4,9 @@ from . import amused as amused
 from . import diffusion as diffusion
 from . import flux as flux
 from . import flux2 as flux2
+from . import flux_kontext as flux_kontext
 from . import lcm as lcm
+from . import qwen_edit as qwen_edit
 from . import qwen_image as qwen_image
 from . import sana as sana
 from . import sd3 as sd3

@@ -36,14 +36,18 @@ class Flux(FolderPolicy):
         return stepwise_grid(self.place, self.tokens())
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
-        text = cond["text"]
+        text, (seen, positions) = cond["text"], self.seen(x, cond)
         guidance = torch.full_like(t, self.embedded) if self.config.guidance_embeds else None
         out = self.active()(
-            hidden_states=self.cast(pack(x)), timestep=t, guidance=guidance, return_dict=False,
+            hidden_states=self.cast(seen), timestep=t, guidance=guidance, return_dict=False,
             encoder_hidden_states=self.cast(text), pooled_projections=self.cast(cond["pooled"]),
-            txt_ids=text.new_zeros(text.shape[1], 3), img_ids=places(*self.shape[-2:]).to(text),
+            txt_ids=text.new_zeros(text.shape[1], 3), img_ids=positions.to(text),
         )[0]  # fmt: skip
-        return unpack(out, *self.shape[-2:])
+        return unpack(out[:, : self.tokens()], *self.shape[-2:])
+
+    def seen(self, x: Tensor, cond: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Tokens [B, N, 4 C] of the latents, and of anything else to look at, and their positions [N, 3]."""
+        return pack(x), places(*self.shape[-2:])
 
     def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
         text, pooled, _ = pipe.encode_prompt(texts, texts, device=device, max_sequence_length=self.text_length)

@@ -128,11 +128,13 @@ class FolderPolicy(FlowPolicy):
         else:
             diffusers_folder.save_full(pipeline, self.place, self.net, folder, self.part)
 
-    def latent_side(self, pixels: int, step: int, factor: int) -> int:
+    def latent_side(self, pixels: int, step: int, factor: int, name: str = "size") -> int:
         """Latents along a side; UserError where ``step`` pixels do not divide it."""
         if pixels < step or pixels % step:
             down, up = max(step, pixels // step * step), -(-pixels // step) * step
-            raise UserError(f"policy option size {pixels} is not a multiple of {step}; the nearest are {down} and {up}")
+            raise UserError(
+                f"policy option {name} {pixels} is not a multiple of {step}; the nearest are {down} and {up}"
+            )
         return pixels // factor
 
 

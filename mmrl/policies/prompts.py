@@ -56,7 +56,7 @@ class PromptCache:
             part = texts[start : start + self.batch]
             encoded = tree_map(lambda tensor: tensor.cpu(), self.encode(pipeline, part, device))
             for i, text in enumerate(part):
-                self.kept[text] = {key: value[i : i + 1].clone() for key, value in encoded.items()}
+                self.kept[str(text)] = {key: value[i : i + 1].clone() for key, value in encoded.items()}
         if self.placement == "offload":
             pipeline.to("cpu")
         self.pipeline = None if self.placement == "release" else pipeline
