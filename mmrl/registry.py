@@ -167,13 +167,14 @@ WINDOWS = Registry("noise window", group="mmrl.windows")
 SOLVERS = Registry("solver")
 SURROGATES = Registry("surrogate", group="mmrl.surrogates")  # of the text objective: losses of the ratio
 TIMES = Registry("time sampler", group="mmrl.times")  # when an objective looks at a finished sample anew
+ESTIMATORS = Registry("estimator", group="mmrl.estimators")  # of the masked objective: which states it looks at
 JUDGES = Registry("judge")  # vision-language models that rewards ask
 ARTIFACTS = Registry("artifact")  # things a world builds and caches: () -> folder
 
 ALL = {
     "policies": POLICIES, "objectives": OBJECTIVES, "advantages": ADVANTAGES, "rewards": REWARDS, "data": DATA,
     "optimizers": OPTIMIZERS, "kernels": KERNELS, "grids": GRIDS, "windows": WINDOWS, "solvers": SOLVERS,
-    "surrogates": SURROGATES, "times": TIMES, "judges": JUDGES, "artifacts": ARTIFACTS,
+    "surrogates": SURROGATES, "times": TIMES, "estimators": ESTIMATORS, "judges": JUDGES, "artifacts": ARTIFACTS,
 }  # fmt: skip
 
 BUILT_IN = (

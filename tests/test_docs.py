@@ -198,6 +198,7 @@ DOCUMENTED = {
     "tree": Tree,
     "objective: grpo": OBJECTIVES["grpo"],
     "objective: text": OBJECTIVES["text"],
+    "objective: masked": OBJECTIVES["masked"],
     "kl": KL,
     "entropy": Entropy,
     "importance": Importance,

@@ -15,6 +15,7 @@ from .direct import Draft as Draft
 from .dppo import FlowDPPO as FlowDPPO
 from .fpo import FPO as FPO
 from .guard import Guard as Guard
+from .masked import Masked as Masked
 from .nft import NFT as NFT
 from .policy_gradient import PolicyGradient as PolicyGradient
 from .policy_gradient import clipped as clipped

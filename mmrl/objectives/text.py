@@ -93,7 +93,7 @@ class Text:
     def loss(self, policy: Policy, point: Point) -> Tensor:
         dist = policy.dist(point)
         logp = torch.where(point.mask, dist.log_prob(point.target), 0.0)
-        recorded = torch.where(point.mask, point.logprob, 0.0)
+        recorded = torch.where(point.mask, self.recorded(policy, point, logp), 0.0)
         old = logp.detach() if point.fresh else recorded  # the gate looks at what rounding makes of it
         observe("log_ratio", logp - recorded, point.mask)
         loss = self.policy_loss(logp, old, point)
@@ -101,9 +101,13 @@ class Text:
             loss = loss * off_policy(logp, point, self.off_policy)
         if self.importance:
             loss = loss * self.importance.weight(point)
-        if self.snapshots and self.kl.where == "loss":
+        if "ref" in self.snapshots and self.kl.where == "loss":
             loss = loss + self.kl.at(self.iteration) * self._kl(policy, point, dist, logp, old)
         return loss - self.bonus * self._entropy(dist, point) if self.bonus else self._watched(dist, point, loss)
+
+    def recorded(self, policy: Policy, point: Point, logp: Tensor) -> Tensor:
+        """[B, L] log-probs under the weights that sampled."""
+        return point.logprob
 
     def policy_loss(self, logp: Tensor, old: Tensor, point: Point) -> Tensor:
         """[B, L] the surrogate, on the tokens of high entropy only if so chosen."""
@@ -126,7 +130,7 @@ class Text:
     @torch.no_grad()
     def shaped(self, policy: Policy, rollout: Rollout, rewards: Rewards) -> Rewards:
         """The rewards, less the KL of every sampled sequence if that is where it goes."""
-        if not self.snapshots or self.kl.where != "reward":
+        if "ref" not in self.snapshots or self.kl.where != "reward":
             return rewards
         found = rollout.logprob.new_zeros(len(rollout))
         size = getattr(policy, "width", None) or len(rollout)

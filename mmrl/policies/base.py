@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from annotated_types import Gt
@@ -47,6 +47,23 @@ class Policy(Protocol):
 
     def decode(self, rollout: Rollout) -> Media:
         """B images [B, 3, H, W], videos [B, F, 3, H, W] (both in 0..1) or texts, for the rewards to look at."""
+
+
+@runtime_checkable
+class Remaskable(Protocol):
+    """A policy of masked diffusion: any of a finished sample's tokens may be hidden again."""
+
+    rates: Tensor  # [T + 1] share of tokens hidden before each pass, and after the last
+
+    def path(self, rollout: Rollout) -> Iterable[Point]: ...
+
+    def at(self, rollout: Rollout, hide: Tensor, score: Tensor | None = None) -> Point:
+        """The state with the tokens ``hide`` [B, L] hidden, to be scored at ``score`` [B, L] (None: at those)."""
+
+    def corrupted(self, cond: Any, share: float, rng: Rng) -> Any:
+        """The conditions with a random share of every prompt's tokens hidden, where the network reads tokens."""
+
+    def dist(self, point: Point) -> Dist: ...
 
 
 @dataclass(frozen=True)
