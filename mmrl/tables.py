@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from rich.console import Console
@@ -18,10 +19,16 @@ def evaluation_table(rows: list[dict[str, Any]]) -> None:
     table = Table("model", *names, title="held-out rewards, mean ± 95 % interval")
     for row in rows:
         found = [row["rewards"].get(name) for name in names]
-        table.add_row(
-            row["model"], *["" if f is None else f"{f['mean']:.3f} ± {f['high'] - f['mean']:.3f}" for f in found]
-        )
+        table.add_row(row["model"], *map(_estimate, found))
     Console().print(table)
+
+
+def _estimate(found: dict[str, Any] | None) -> str:
+    """Mean and half the interval; of a measure of the whole set the value alone."""
+    if found is None:
+        return ""
+    half = found["high"] - found["mean"]
+    return f"{found['mean']:.3f} ± {half:.3f}" if math.isfinite(half) else f"{found['mean']:.3f}"
 
 
 def plugin_tables(kind: str | None) -> None:
