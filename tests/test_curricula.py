@@ -2,18 +2,28 @@
 
 import json
 from collections import Counter
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from mmrl import advantages, config
+from mmrl import advantages, config, state
 from mmrl.config import build
-from mmrl.curricula import Mixed, pieces
+from mmrl.curricula import Mixed, Replay, pieces
 from mmrl.data import Outcome, batch, pick
+from mmrl.objectives import Text
+from mmrl.optimizers import adamw
+from mmrl.options import TrainOptions
 from mmrl.registry import DATA, UserError, load_built_in
+from mmrl.scoring import Scorer
 from mmrl.session import admitted
+from mmrl.trainer import Trainer
 from mmrl.types import Rewards, Rollout
+
+from . import toys
 
 load_built_in()
 COUNT = 7
@@ -169,3 +179,32 @@ def test_outcomes_of_groups():
     found = advantages.outcomes(Rewards({"r": values}, {"r": 2.0}), rollout)
     assert found[:2] == [Outcome(7, 1.5, False), Outcome(8, 0.5, True)]
     assert found[2].entry == 9 and found[2].mean != found[2].mean
+
+
+def test_training_with_replay_goes_on_from_a_checkpoint_to_the_bit():
+    def trainer():
+        given = SimpleNamespace(train=[{"text": f"{i}", "label": i % 2} for i in range(16)], held_out=[])
+        policy = toys.ToyCausal()
+        return Trainer(
+            policy, Replay(given, share=0.5, below=0.4).train, Scorer({"threes": threes}), advantages.grpo, Text(),
+            partial(adamw, lr=3e-3), TrainOptions(prompts=4, copies=4, batch_size=16, iterations=6, resample=1),
+        )  # fmt: skip
+
+    one, two = trainer(), trainer()
+    for _ in range(3):
+        one.iterate()
+    assert one.prompts.waiting
+    arrays, meta = state.capture(one)
+    state.restore(two, deepcopy(arrays), json.loads(json.dumps(meta)))
+    assert two.prompts.waiting == one.prompts.waiting
+    for _ in range(2):
+        metrics = [x.iterate() for x in (one, two)]
+        for name in ("reward/mean", "loss", "resample/groups"):
+            assert metrics[0][name] == metrics[1][name]
+    assert two.prompts.waiting == one.prompts.waiting
+    weights = [x.policy.weights.full() for x in (one, two)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def threes(media, prompts):
+    return (media == 3).float().mean(1)
