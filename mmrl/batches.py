@@ -69,13 +69,14 @@ def loss_weights(point: Point, reduction: str, decisions: int) -> Tensor:
 
     "decision": every decision counts the same. "row": every row does, however long (GRPO's sequence mean); "every_row":
     rows without decisions count too. "constant": division by a number of decisions (Dr. GRPO), which does not favour
-    short answers; "sum": the same, not divided by the number of rows.
+    short answers; "sum": the same, not divided by the number of rows. A policy may weigh its decisions besides.
     """
+    mask = point.mask if point.weight is None else point.mask * point.weight
     if reduction == "decision":
-        return point.mask.float()
+        return mask.float()
     if reduction in ("row", "every_row"):
-        return point.mask / point.length[:, None].clamp_min(1)
-    return point.mask / decisions
+        return mask / point.length[:, None].clamp_min(1)
+    return mask / decisions
 
 
 def loss_total(points: Sequence[Point], rollout: Rollout, reduction: str) -> Tensor:

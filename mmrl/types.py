@@ -136,6 +136,7 @@ class Point(Rows):
     logprob: Tensor | None = None  # [B, L] recorded at sampling; None for a re-noised state
     advantage: Tensor | None = None  # [B, 1] or [B, L]
     length: Tensor | None = None  # [B] decisions of the row that are trained on, over all its points
+    weight: Tensor | None = None  # [B, L] of every decision in the loss; None: all alike
     sampled: Tensor | None = None  # [B, L] as in Rollout
     given: Tensor | None = None  # [B] as in Rollout
     gain: Tensor | None = None  # [B] re-noised states: how far the predicted clean sample moves with the output

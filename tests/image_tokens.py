@@ -1,6 +1,9 @@
 """Tiny image-token policies of few sequences, and what enumerating all of them shows."""
 
 import itertools
+import tempfile
+from functools import cache, partial
+from pathlib import Path
 
 import torch
 from torch.nn import functional as F
@@ -8,8 +11,17 @@ from torch.nn import functional as F
 from mmrl.advantages import flow_grpo
 from mmrl.objectives import PolicyGradient
 from mmrl.options import TrainOptions
+from mmrl.policies.images import weights
+from mmrl.policies.images.llamagen_gpt import LlamaGenGPT, Shape
+from mmrl.policies.images.llamagen_vq import LlamaGenVQ
+from mmrl.policies.images.var_net import Shape as VARShape
+from mmrl.policies.images.var_net import VARNet
+from mmrl.policies.images.var_vq import VARVQ
 from mmrl.trainer import Trainer
 from mmrl.types import Point, Rewards
+from samplers.noise import Rng
+
+from . import tiny_vlms
 
 
 def every(vocab, length):
@@ -64,3 +76,68 @@ def assert_trains(policy, prompts):
     assert sum(not torch.equal(before[n], after[n]) for n in before) > 0.9 * len(before)
     second = trainer.iterate()
     assert second["ratio/mean"] == 1 and second["kl"] > 0
+
+
+def _random(module, seed=0):
+    """Random weights, none zero, large enough that every input matters."""
+    for i, (name, p) in enumerate(module.state_dict().items()):
+        if p.is_floating_point():
+            noise = Rng.of("weights", seed, i).normal(torch.zeros(1), (p.numel(),)).view(p.shape)
+            p.copy_(1 + 0.1 * noise if "norm" in name and p.dim() == 1 else noise * p.shape[-1] ** -0.5 * 1.5)
+    return module
+
+
+def tiny_llamagen(folder, text=False, vocab=3):
+    """A folder as exported: five classes, or texts of at most forty tokens by a tiny T5; images of 4 x 4 pixels."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shape = Shape(16, 2, 2, vocab, 0 if text else 5, caption=12, condition=40 if text else 1, grid=2, feed=24)
+    weights.save(_random(LlamaGenGPT(shape)).state_dict(), folder / "gpt.safetensors")
+    vq = LlamaGenVQ(vocab, 4, 16, 32, (1, 1), 1, used=8)
+    weights.save(_random(vq, seed=1).state_dict(), folder / "vq.safetensors")
+    (folder / "config.json").write_text('{"size": 4, "heads": 2}')
+    if text:
+        tiny_t5(folder / "t5")
+    return folder
+
+
+def tiny_var(folder, sides=(1, 2), vocab=3):
+    """A folder as exported: five classes, pixels twice as many as the last scale."""
+    folder.mkdir(parents=True, exist_ok=True)
+    vae = _random(VARVQ(sides, vocab, 4, 32, (1, 1), 1), seed=1)
+    net = VARNet(VARShape(16, 2, 2, sides, vocab, 4, 5, 24), vae.quantize)
+    level, bias = net.lvl_1L.clone(), net.attn_bias_for_masking.clone()
+    _random(net)
+    net.attn_bias_for_masking.copy_(bias)
+    for block in net.blocks:
+        block.attn.zero_k_bias.zero_()
+    assert (net.lvl_1L == level).all()
+    weights.save(net.state_dict(), folder / "var.safetensors")
+    weights.save(vae.state_dict(), folder / "vae.safetensors")
+    return folder
+
+
+def tiny_t5(folder):
+    import transformers as hf
+
+    tok = tiny_vlms.tokenizer([])
+    config = hf.T5Config(
+        vocab_size=len(tok), d_model=12, d_kv=6, d_ff=16, num_layers=1, num_heads=2, feed_forward_proj="gated-gelu"
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        hf.T5EncoderModel(config).save_pretrained(folder)
+    tok.save_pretrained(folder)
+
+
+@cache
+def _session():
+    return tempfile.TemporaryDirectory(prefix="tiny-images-")
+
+
+@cache
+def folder(name):
+    """The folder of a tiny model, built at the first call."""
+    return BUILDERS[name](Path(_session().name) / name)
+
+
+BUILDERS = {"llamagen": partial(tiny_llamagen, text=True, vocab=16), "var": partial(tiny_var, vocab=16)}

@@ -57,6 +57,8 @@ SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
     ("policies", "sana"): {"path": "{tiny:sana}", "size": 32, "steps": 3, "width": 8, "text_length": 16},
     ("policies", "z_image"): {"path": "{tiny:z_image}", "size": 16, "steps": 3, "width": 8, "text_length": 12},
     ("policies", "janus"): {"path": "{tiny:janus}"},
+    ("policies", "var"): {"path": "{tiny:var}"},
+    ("policies", "llamagen"): {"path": "{tiny:llamagen}", "text_encoder": "{tiny:llamagen}/t5"},
     ("data", "prompts"): {"path": "{tmp}/prompts.txt"},
     ("data", "vision"): {"path": "{tmp}/questions.jsonl"},
     ("data", "digits"): {"captions": 40},
@@ -75,7 +77,10 @@ class Tiny:
     """``{tiny:qwen2_5_vl}``: built when it is asked for."""
 
     def __format__(self, name: str) -> str:
-        from . import tiny_diffusers, tiny_vlms
+        from . import image_tokens, tiny_diffusers, tiny_vlms
+
+        if name in image_tokens.BUILDERS:
+            return str(image_tokens.folder(name))
 
         return str((tiny_diffusers if name in tiny_diffusers.builders() else tiny_vlms).folder(name))
 

@@ -28,10 +28,12 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "amused": [{"guidance": 3.0, "sampler": "maskgit"}, {"lora": 2, "guidance": 2.0, "temperature": 0.8}],
     "janus": [{"guidance": 1.0, "top_k": 5, "lora": 2}, {"logp_dist": "conditional", "train": "generation"}],
+    "var": [{"guidance": 1.0, "top_k": 3}, {"lora": 2, "scale_alpha": 0.7, "logp_dist": "guided_stopgrad_uncond"}],
+    "llamagen": [{"guidance": 1.0, "top_p": 0.9}, {"lora": 2, "logp_dist": "guided_stopgrad_uncond"}],
 }
 PICTURE = Image.new("RGB", (32, 32), "red")
 PROMPTS = [  # what any policy can answer
-    {"text": text, "image": PICTURE} for text in ("a red seven", "a blue two", "a green nine")
+    {"text": text, "image": PICTURE, "label": i} for i, text in enumerate(["a red seven", "a blue two", "a green nine"])
 ]
 COPIES = 2
 

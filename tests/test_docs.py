@@ -192,6 +192,8 @@ DOCUMENTED = {
     "policy: vlm": POLICIES["vlm"],
     "policy: amused": POLICIES["amused"],
     "policy: janus": POLICIES["janus"],
+    "policy: llamagen": POLICIES["llamagen"],
+    "policy: var": POLICIES["var"],
     "lora": Lora,
     "budgets": Budgets,
     "part": Part,

@@ -13,4 +13,6 @@ from . import sd3 as sd3
 from . import wan as wan
 from . import z_image as z_image
 from .images import janus as janus
+from .images import llamagen as llamagen
+from .images import var as var
 from .vlm import policy as policy

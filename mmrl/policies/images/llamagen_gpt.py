@@ -1,0 +1,217 @@
+"""LlamaGen's transformer (Sun et al. 2024, arXiv 2406.06525), under its published names: GPT-B to GPT-7B.
+
+As published, the condition's queries and keys are zero: its positions have no rotation but the factor 0, so what an
+image token sees of it are its values only, each with weight exp(0) before the softmax.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .net import ImageNet, Inputs
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a transformer. ``classes`` > 0 is class-conditional, else text-conditional with ``caption`` features."""
+
+    dim: int
+    layers: int
+    heads: int
+    vocab: int = 16384
+    classes: int = 1000
+    caption: int = 2048
+    condition: int = 1  # tokens before the image
+    grid: int = 16  # tokens a side
+    feed: int | None = None  # width of the feed-forward layers
+
+    def width(self) -> int:
+        return self.feed or -(-int(8 * self.dim / 3) // 256) * 256
+
+
+class Kept(NamedTuple):
+    """Keys and values of one layer, [B, heads, S, D], with room for the whole image."""
+
+    k: Tensor
+    v: Tensor
+
+
+@dataclass
+class _State:
+    kept: list[Kept]
+    mask: Tensor | None  # [B, condition] bool
+    place: int
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype) * self.weight
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.heads = shape.heads
+        self.wqkv = nn.Linear(shape.dim, 3 * shape.dim, bias=False)
+        self.wo = nn.Linear(shape.dim, shape.dim, bias=False)
+
+    def forward(
+        self, x: Tensor, rope: Tensor, mask: Tensor | None, kept: Kept | None = None, place: int = 0
+    ) -> tuple[Tensor, Kept]:
+        """``rope`` [n, D / 2, 2]; ``mask`` [B, 1, n, S] bool or None: causal; ``kept`` is written at ``place``."""
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.wqkv(x).chunk(3, -1))
+        q, k = rotated(q, rope), rotated(k, rope)
+        if kept is not None:
+            end = place + x.shape[1]
+            kept.k[:, :, place:end], kept.v[:, :, place:end] = k, v
+            k, v = kept.k[:, :, :end], kept.v[:, :, :end]
+        causal = mask is None and x.shape[1] > 1
+        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+        return self.wo(seen.transpose(1, 2).flatten(2)), Kept(k, v)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.w1 = nn.Linear(shape.dim, shape.width(), bias=False)
+        self.w3 = nn.Linear(shape.dim, shape.width(), bias=False)
+        self.w2 = nn.Linear(shape.width(), shape.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.attention, self.feed_forward = Attention(shape), FeedForward(shape)
+        self.attention_norm, self.ffn_norm = RMSNorm(shape.dim), RMSNorm(shape.dim)
+
+    def forward(
+        self, x: Tensor, rope: Tensor, mask: Tensor | None, kept: Kept | None = None, place: int = 0
+    ) -> tuple[Tensor, Kept]:
+        seen, kept = self.attention(self.attention_norm(x), rope, mask, kept, place)
+        x = x + seen
+        return x + self.feed_forward(self.ffn_norm(x)), kept
+
+
+class ClassEmbedding(nn.Module):
+    """Of labels [B]; the last row stands for no class."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.embedding_table = nn.Embedding(shape.classes + 1, shape.dim)
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        return self.embedding_table(inputs["label"])[:, None]
+
+
+class CaptionEmbedding(nn.Module):
+    """Of text features [B, n, caption]."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.cap_proj = nn.Module()
+        self.cap_proj.fc1 = nn.Linear(shape.caption, shape.dim, bias=False)
+        self.cap_proj.fc2 = nn.Linear(shape.dim, shape.dim, bias=False)
+        self.register_buffer("uncond_embedding", torch.zeros(shape.condition, shape.caption))
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        text = inputs["text"].to(self.cap_proj.fc1.weight.dtype)
+        return self.cap_proj.fc2(F.gelu(self.cap_proj.fc1(text), approximate="tanh"))
+
+
+class LlamaGenGPT(ImageNet):
+    """Inputs: ``label`` [B], or ``text`` [B, n, caption] with ``mask`` [B, n] bool, padded on the left."""
+
+    _no_split_modules = ["Block"]
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.shape, self.vocab, self.hidden = shape, shape.vocab, shape.dim
+        self.turns = (1,) * shape.grid**2
+        self.cls_embedding = ClassEmbedding(shape) if shape.classes else CaptionEmbedding(shape)
+        self.tok_embeddings = nn.Embedding(shape.vocab, shape.dim)
+        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm, self.output = RMSNorm(shape.dim), nn.Linear(shape.dim, shape.vocab, bias=False)
+        self.checkpointing = False
+
+    def begin(self, inputs: Inputs, rows: Tensor) -> tuple[Tensor, _State]:
+        x, mask = self.cls_embedding(inputs), inputs.get("mask")
+        length = x.shape[1]
+        rope, seen, kept = self._rope(0, length, x), None if mask is None else causal(mask, length), []
+        for layer in self.layers:
+            x, short = layer(x, rope, seen)
+            room = (len(rows), short.k.shape[1], length + len(self.turns) - 1, short.k.shape[3])
+            kept.append(Kept(x.new_empty(room), x.new_empty(room)))
+            kept[-1].k[:, :, :length], kept[-1].v[:, :, :length] = short.k[rows], short.v[rows]
+        return self.norm(x[:, -1:])[rows], _State(kept, None if mask is None else mask[rows], length)
+
+    def step(self, ids: Tensor, state: _State) -> Tensor:
+        x = self.tok_embeddings(ids)
+        rope, mask = self._rope(state.place, state.place + 1, x), None
+        if state.mask is not None:
+            mask = F.pad(state.mask, (0, state.place + 1 - state.mask.shape[1]), value=True)[:, None, None]
+        for layer, kept in zip(self.layers, state.kept, strict=True):
+            x, _ = layer(x, rope, mask, kept, state.place)
+        state.place += 1
+        return self.norm(x)
+
+    def teach(self, inputs: Inputs, ids: Tensor) -> Tensor:
+        condition, mask = self.cls_embedding(inputs), inputs.get("mask")
+        x = torch.cat([condition, self.tok_embeddings(ids[:, :-1])], 1)
+        rope, seen = self._rope(0, x.shape[1], x), None if mask is None else causal(mask, x.shape[1])
+        for layer in self.layers:
+            if self.checkpointing and torch.is_grad_enabled():
+                x, _ = checkpoint(layer, x, rope, seen, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x, _ = layer(x, rope, seen)
+        return self.norm(x)[:, condition.shape[1] - 1 :]
+
+    def vocabulary(self, hidden: Tensor) -> Tensor:
+        return self.output(hidden)
+
+    def enable_gradient_checkpointing(self) -> None:
+        self.checkpointing = True
+
+    def _rope(self, start: int, end: int, like: Tensor) -> Tensor:
+        """[n, D / 2, 2] cosines and sines of positions start..end - 1."""
+        table = rotations(self.shape.grid, self.shape.dim // self.shape.heads, self.shape.condition)
+        return table[start:end].to(like.device, torch.promote_types(like.dtype, torch.float32))
+
+
+def rotations(grid: int, dim: int, condition: int) -> Tensor:
+    """[condition + grid^2, dim / 2, 2]: the first half of a head turns with the row, the second with the column; base
+    10000. Positions of the condition have 0 and 0."""
+    rates = 10000.0 ** (-torch.arange(0, dim // 2, 2)[: dim // 4].float() / (dim // 2))
+    angles = torch.outer(torch.arange(grid).float(), rates)  # [grid, dim / 4]
+    row, column = angles[:, None].expand(-1, grid, -1), angles[None].expand(grid, -1, -1)
+    both = torch.cat([row, column], -1).flatten(0, 1)
+    turned = torch.stack([both.cos(), both.sin()], -1)
+    return torch.cat([torch.zeros(condition, *turned.shape[1:]), turned])
+
+
+def rotated(x: Tensor, rope: Tensor) -> Tensor:
+    """[B, heads, n, D], adjacent numbers being the parts of one complex number."""
+    a, b = x.to(rope).unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = rope.unbind(-1)
+    return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2).to(x.dtype)
+
+
+def causal(mask: Tensor, length: int) -> Tensor:
+    """[B, 1, length, length] bool: nothing later, no padding, and always oneself (of padding, whose row would be
+    empty), for a condition's mask [B, n]."""
+    keys = F.pad(mask.bool(), (0, length - mask.shape[1]), value=True)[:, None, None]
+    whole = torch.ones(length, length, dtype=torch.bool, device=mask.device)
+    return keys & whole.tril() | torch.eye(length, dtype=torch.bool, device=mask.device)

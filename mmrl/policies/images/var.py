@@ -1,0 +1,95 @@
+"""VAR (Tian et al. 2024, arXiv 2404.02905): images of classes, a scale at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from annotated_types import Ge
+from torch import Tensor
+
+from ...registry import POLICIES, UserError
+from ...types import Point, Prompt, Rollout
+from ..vlm.parts import merged
+from . import weights
+from .base import ImageTokenPolicy
+from .llamagen import labels_of
+from .net import Inputs
+from .var_net import Shape, VARNet
+from .var_vq import VARVQ
+
+Storage = Literal["float32", "bfloat16", "float16"]
+
+
+@POLICIES.register("var")
+class VAR(ImageTokenPolicy):
+    """VAR, class-conditional next-scale prediction: published checkpoints of transformer and VQ-VAE, or an export."""
+
+    attention = ("attn.mat_qkv", "attn.proj")
+
+    def __init__(
+        self,
+        path: str,
+        vae: str | None = None,
+        scale_alpha: Annotated[float, Ge(0)] = 0.0,
+        dtype: Storage = "float32",
+        guidance: float = 2.5,
+        **options: Any,
+    ):
+        """path: the transformer's checkpoint, or a folder as exported. vae: the VQ-VAE's checkpoint. scale_alpha: each
+        token's loss weighs (h w)^-alpha of its scale. dtype: of the transformer. guidance: at the last scale, growing
+        from 1 at the first; it is 1 + the published cfg."""
+        place = weights.find(path)
+        file = place / "var.safetensors" if place.is_dir() else place
+        vae = vae or (str(place / "vae.safetensors") if place.is_dir() else None)
+        if vae is None:
+            raise UserError("policy.var.vae is missing: the VQ-VAE's checkpoint, vae_ch160v4096z32.pth")
+        published, images = weights.read(file), weights.read(weights.find(vae))
+        shape = shape_of(published, str(file))
+        self.vae = VARVQ.like(images, shape.sides, vae)
+        images["quantize.ema_vocab_hit_SV"] = self.vae.quantize.ema_vocab_hit_SV  # of other scales at 512 pixels
+        weights.load(self.vae, images, vae).requires_grad_(False)
+        net = weights.load(VARNet(shape, self.vae.quantize), published, file).to(getattr(torch, dtype))
+        super().__init__(net, guidance=guidance, **options)
+        sizes = torch.tensor(net.turns).repeat_interleave(torch.tensor(net.turns)).float()  # [T] h w of every token
+        self.weight = None if not scale_alpha else sizes**-scale_alpha
+
+    def encode(self, prompts: list[Prompt]) -> list[Inputs]:
+        labels = labels_of(prompts, self.net.shape.classes)
+        return [{"label": torch.tensor([label], device=self.device)} for label in labels]
+
+    def empty(self, inputs: Inputs) -> Inputs:
+        return {"label": torch.full_like(inputs["label"], self.net.shape.classes)}
+
+    def scales(self, guidance: float) -> Tensor:
+        """[T] from 1 at the first scale to ``guidance`` at the last: (1 + t) z_c - t z_u, t = cfg k / (K - 1)."""
+        turns = self.net.turns
+        steps = 1 + (guidance - 1) * torch.arange(len(turns)) / max(len(turns) - 1, 1)
+        return steps.repeat_interleave(torch.tensor(turns))
+
+    def path(self, rollout: Rollout) -> Iterator[Point]:
+        for point in super().path(rollout):
+            weight = self.weight if self.weight is None else self.weight.to(point.mask.device).expand(point.mask.shape)
+            yield point.replace(weight=weight)
+
+    def pixels(self, ids: Tensor) -> Tensor:
+        return self.vae.to(ids.device).decode(ids)
+
+    def export(self, folder: Path) -> None:
+        """Transformer (adapters added to it) and VQ-VAE under their published names."""
+        weights.save(merged(self.net), folder / "var.safetensors")
+        weights.save(self.vae.state_dict(), folder / "vae.safetensors")
+
+
+def shape_of(published: weights.Published, file: str) -> Shape:
+    """The architecture of a checkpoint, told by its shapes."""
+    classes, width = weights.need(published, "class_emb.weight", file).shape
+    vocab, latent = published["head.weight"].shape[0], published["word_embed.weight"].shape[1]
+    levels = weights.need(published, "lvl_1L", file).flatten().tolist()
+    sides = [round(levels.count(k) ** 0.5) for k in range(max(levels) + 1)]
+    heads = weights.need(published, "blocks.0.attn.scale_mul_1H11", file).shape[1]
+    feed, depth = published["blocks.0.ffn.fc1.weight"].shape[0], weights.count(published, "blocks.{}.")
+    shared = "blocks.0.ada_gss" in published
+    return Shape(width, depth, heads, sides, vocab, latent, classes - 1, feed, shared)
