@@ -32,7 +32,7 @@ def portrait(media: Media, group: Tensor) -> dict[str, float]:
         media: images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1, or B texts. group: [B], as in a rollout.
     """
     sums = torch.zeros(len(NAMES), 2, dtype=torch.float64)  # sum and count
-    if isinstance(media, Tensor) and media.ndim in (4, 5):
+    if isinstance(media, Tensor) and media.ndim in (4, 5) and media.shape[-3] == 3:
         small, clipped, contrast = looks(media)
         sums[0] = among(small, group)
         for place, values in ((1, clipped), (2, contrast)):

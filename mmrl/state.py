@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -82,7 +83,8 @@ def _optimizer_state(trainer: Trainer) -> dict[str, Any]:
 def _load_optimizer(trainer: Trainer, state: dict[str, Any]) -> None:
     reshard(trainer.policy.net)
     inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    set_optimizer_state_dict(trainer.policy.net, inner, state, options=WHOLE)
+    lenient = replace(WHOLE, strict=False)  # what never had a gradient has no state
+    set_optimizer_state_dict(trainer.policy.net, inner, state, options=lenient)
 
 
 def _flatten(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -6,6 +6,7 @@ tests/test_rewards.py; time grids and noise windows are compared with numbers in
 
 import inspect
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,6 +54,7 @@ SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
         "text_length": 16,
     },
     ("policies", "qwen_edit"): {"path": "{tiny:qwen_edit}", "size": 16, "steps": 3, "width": 8, "text_length": 64},
+    ("policies", "module"): {"net": "{here}/tiny_module.py:Tiny", "shape": [3, 4, 4], "steps": 3, "width": 8},
     ("policies", "qwen_image"): {"path": "{tiny:qwen_image}", "size": 16, "steps": 3, "width": 8, "text_length": 12},
     ("policies", "sana"): {"path": "{tiny:sana}", "size": 32, "steps": 3, "width": 8, "text_length": 16},
     ("policies", "z_image"): {"path": "{tiny:z_image}", "size": 16, "steps": 3, "width": 8, "text_length": 12},
@@ -70,6 +72,7 @@ SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
     ("judges", "server"): {"url": "http://127.0.0.1:1/v1"},
 }
 
+HERE = Path(__file__).parent
 ENTRIES = [(kind, name) for kind, known in ALL.items() for name in known]
 
 
@@ -87,9 +90,8 @@ class Tiny:
 
 def options_for(kind: str, name: str, tmp: object = "") -> dict[str, Any]:
     chosen = SMALLEST.get((kind, name), {})
-    return {
-        key: value.format(tmp=tmp, tiny=Tiny()) if isinstance(value, str) else value for key, value in chosen.items()
-    }
+    names = {"tmp": tmp, "tiny": Tiny(), "here": HERE}
+    return {key: value.format(**names) if isinstance(value, str) else value for key, value in chosen.items()}
 
 
 def made(kind: str, name: str, tmp: object = "", extra: dict[str, Any] | None = None, **context: Any) -> Any:

@@ -6,6 +6,7 @@ from . import flux as flux
 from . import flux2 as flux2
 from . import flux_kontext as flux_kontext
 from . import lcm as lcm
+from . import module as module
 from . import qwen_edit as qwen_edit
 from . import qwen_image as qwen_image
 from . import sana as sana

@@ -1,0 +1,106 @@
+"""A user's own network as a policy, and diffusers' class-conditional DiT as one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmrl import checkpoint, state
+from mmrl.registry import POLICIES, UserError, load_built_in
+from samplers.noise import Rng
+
+from . import tiny_diffusers, tiny_module
+from .test_folder_families import trainer_of
+from .test_resume import same
+
+load_built_in()
+
+HERE = Path(tiny_module.__file__)
+PROMPTS = [{"text": "a red seven", "label": 3, "place": [0.1, 0.9]}, {"text": "a two", "label": 1, "place": [1.0, 0.0]}]
+DIT = {"net": f"{HERE}:dit", "shape": [4, 4, 4], "kernel": "ddim", "steps": 4, "eta": 1.0, "empty": 1000,
+       "vae": str(tiny_diffusers.folder("sd") / "vae")}  # fmt: skip
+
+
+def make(**options):
+    torch.manual_seed(0)
+    chosen = {"net": f"{HERE}:Tiny", "shape": [3, 4, 4], "steps": 3, "width": 4} | options
+    if isinstance(chosen.get("kernel"), str):
+        from samplers import KERNELS
+
+        chosen["kernel"] = KERNELS[chosen["kernel"]]
+    return POLICIES.build("module", **chosen)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.5])
+def test_a_dit_is_the_diffusers_pipeline(guidance, monkeypatch):
+    from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline
+    from diffusers.pipelines.dit import pipeline_dit
+
+    policy = make(**DIT, guidance=guidance, width=None)
+    with policy.evaluating(), torch.no_grad():
+        rollout = policy.rollout(PROMPTS, 2, Rng.of("same"))
+        ours = policy.decode(rollout)
+    monkeypatch.setattr(pipeline_dit, "randn_tensor", lambda *_, **__: rollout.path[:, 0])
+    pipe = DiTPipeline(policy.net.net, AutoencoderKL.from_pretrained(DIT["vae"]), DDIMScheduler(**tiny_module.SCHEDULE))
+    pipe.set_progress_bar_config(disable=True)
+    theirs = pipe([3, 3, 1, 1], guidance_scale=guidance, num_inference_steps=4, output_type="pt").images
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert (theirs[0] - theirs[2]).abs().max() > 1e-4
+
+
+CASES = {
+    "label": {},
+    "guided": {"empty": 5, "guidance": 2.5},
+    "embedding": {"net": f"{HERE}:Embedded", "field": "place"},
+    "nothing": {"net": f"{HERE}:Embedded", "field": None},
+    "dit": DIT,
+    "dit-lora": DIT | {"lora": 2, "guidance": 2.5},
+}
+
+
+def trainer(**options):
+    policy = make(**options)
+    found = trainer_of(policy)
+    found.prompts = PROMPTS
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_first_step_is_exactly_on_policy_and_a_checkpoint_resumes_to_the_bit(case, tmp_path):
+    whole = trainer(**CASES[case])
+    metrics = whole.iterate()
+    assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0 and metrics["step"] == 1
+    path = checkpoint.save(tmp_path, whole.iteration, *state.capture(whole))
+    whole.iterate()
+    second = trainer(**CASES[case])
+    state.restore(second, *checkpoint.load(path))
+    second.iterate()
+    same(state.capture(second)[0], state.capture(whole)[0])
+
+
+def test_an_export_is_the_networks_state(tmp_path):
+    from safetensors.torch import load_file
+
+    found = trainer()
+    found.iterate()
+    found.policy.export(tmp_path / "out")
+    fresh = tiny_module.Tiny()
+    fresh.load_state_dict(load_file(tmp_path / "out" / "net.safetensors"))
+    x, t, label = torch.randn(2, 3, 4, 4), torch.rand(2), torch.tensor([1, 3])
+    assert torch.equal(fresh(x, t, label), found.policy.net(x, t, label))
+
+
+def test_mistakes_are_one_sentence(tmp_path):
+    with pytest.raises(UserError, match="prompt 1 has no 'label'.*it has: text"):
+        make().encode([{"label": 1}, {"text": "a"}])
+    with pytest.raises(UserError, match="must be a number, or numbers of one count"):
+        make(field="place").encode([{"place": [1.0]}, {"place": [1.0, 2.0]}])
+    with pytest.raises(UserError, match="guidance needs empty"):
+        make(guidance=2.0)
+    with pytest.raises(UserError, match="must return an nn.Module, not list"):
+        (tmp_path / "mine.py").write_text("build = list")
+        make(net=f"{tmp_path}/mine.py:build")
+    with pytest.raises(UserError, match="cannot load an autoencoder"):
+        make(vae=str(tmp_path))
+    with pytest.raises(UserError, match="kernel: flow_sde is not for this kind of model; for it: consistency, ddim"):
+        make(**DIT | {"kernel": "flow_sde"})
