@@ -106,6 +106,7 @@ class Rollout(Rows):
     sample: Tensor  # [B, *] final latents or token ids
     logprob: Tensor  # [B, K] of each decision under the weights that sampled it
     mask: Tensor  # [B, K] bool: the only gate; False is never trained on
+    certainty: Tensor | None = None  # [B, K] tokens: KL(uniform || distribution), nats; None: not recorded
     sampled: Tensor | None = None  # [B, K] log-prob another engine sampled with, where it is not the policy's own
     given: Tensor | None = None  # [B] bool: right answers that were put in the place of samples; None: none
     order: Tensor | None = None  # [B, K] long, tokens: the pass that committed each token
@@ -156,8 +157,11 @@ class Completion(str):
     tokens: int  # how many, the one that ended it included
     finished: bool  # it ended by itself; False: it was cut at the limit
     logprob: float  # mean over its tokens under the sampling distribution
+    certainty: float | None  # mean over its tokens of KL(uniform || the model's distribution); None: not recorded
 
-    def __new__(cls, text: str, tokens: int, finished: bool, logprob: float) -> Completion:
+    def __new__(
+        cls, text: str, tokens: int, finished: bool, logprob: float, certainty: float | None = None
+    ) -> Completion:
         found = super().__new__(cls, text)
-        found.tokens, found.finished, found.logprob = tokens, finished, logprob
+        found.tokens, found.finished, found.logprob, found.certainty = tokens, finished, logprob, certainty
         return found

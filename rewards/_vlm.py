@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mmrl.registry import UserError
 from rewards._hf import Precision, load_model, load_processor, to_pil
+from rewards._locks import lock_of
 
 
 class LocalVLM:
@@ -48,7 +49,8 @@ class LocalVLM:
         for name, value in batch.items():
             if value.is_floating_point():
                 batch[name] = value.to(self.model.dtype)
-        return self.model(**batch, use_cache=False).logits.float()
+        with lock_of(self.model):
+            return self.model(**batch, use_cache=False).logits.float()
 
     def write(self, question: str) -> str:
         """The question after a picture, as the model wants it written, up to where its answer begins."""

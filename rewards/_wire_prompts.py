@@ -15,11 +15,15 @@ PNG = "png"  # {"png": "<base64>"} stands for a picture
 
 
 class Told(str):
-    """A text with ``tokens``, ``finished`` and ``logprob`` as its policy gave them (``mmrl.types.Completion``)."""
+    """A text with what its policy knew of it (``mmrl.types.Completion``)."""
 
     tokens: int
     finished: bool
     logprob: float
+    certainty: float
+
+
+MARKS = {"tokens": (int,), "finished": (bool,), "logprob": (int, float), "certainty": (int, float)}
 
 
 def marks_of(texts: Sequence[str]) -> list[dict[str, Any] | None] | None:
@@ -29,12 +33,8 @@ def marks_of(texts: Sequence[str]) -> list[dict[str, Any] | None] | None:
 
 
 def _mark(text: str) -> dict[str, Any] | None:
-    known = {
-        name: value for name in ("tokens", "finished", "logprob") if (value := getattr(text, name, None)) is not None
-    }
-    if "logprob" in known and not math.isfinite(known["logprob"]):
-        del known["logprob"]  # JSON has no NaN
-    return known or None
+    known = {name: value for name in MARKS if (value := getattr(text, name, None)) is not None}
+    return {name: value for name, value in known.items() if math.isfinite(value)} or None  # JSON has no NaN
 
 
 def told(texts: Sequence[str], marks: Any) -> list[str]:
@@ -47,12 +47,14 @@ def told(texts: Sequence[str], marks: Any) -> list[str]:
 
 
 def _told(text: str, mark: Any) -> Told:
-    kinds = {"tokens": (int,), "finished": (bool,), "logprob": (int, float)}
-    if not isinstance(mark, dict) or any(name not in kinds or type(v) not in kinds[name] for name, v in mark.items()):
-        raise ValueError("expected null or {tokens: whole number, finished: true or false, logprob: number}")
+    if not isinstance(mark, dict) or any(name not in MARKS or type(v) not in MARKS[name] for name, v in mark.items()):
+        wanted = "tokens: whole number, finished: true or false, logprob: number, certainty: number"
+        raise ValueError(f"expected null or {{{wanted}}}")
+    if any(abs(value) > 2**53 for value in mark.values()):  # a whole number of JSON may have any length
+        raise ValueError("expected numbers below 2**53")
     found = Told(text)
     for name, value in mark.items():
-        setattr(found, name, float(value) if name == "logprob" else value)
+        setattr(found, name, float(value) if float in MARKS[name] else value)
     return found
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mmrl.registry import JUDGES, UserError
 from rewards._ask import AGAIN, Question, Unreadable, Usage, _plain
+from rewards._locks import lock_of
 
 
 @JUDGES.register("local")
@@ -52,7 +53,11 @@ class LocalVlm:
         self.usage = Usage()
 
     def ask(self, questions: Sequence[Question]) -> list[Any]:
-        """The value of every question; None where the answer cannot be read."""
+        """The value of every question; None where the answer cannot be read. Judges with one model wait in line."""
+        with lock_of(self.model):
+            return self._ask(questions)
+
+    def _ask(self, questions: Sequence[Question]) -> list[Any]:
         values: list[Any] = [None] * len(questions)
         chosen = [i for i, one in enumerate(questions) if one.choices]
         told = [i for i, one in enumerate(questions) if not one.choices]

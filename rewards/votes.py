@@ -96,6 +96,26 @@ def mean_logprob(media: Sequence[str], prompts: list[dict], *, scale: float = 1.
     return scale * torch.tensor([float(getattr(text, "logprob", torch.nan)) for text in media])
 
 
+@REWARDS.register("self_certainty")
+@card(
+    media="text", low=0, scaling="nats a token", source="[Kang et al. 2025](https://arxiv.org/abs/2502.18581), Intuitor"
+)
+def self_certainty(media: Sequence[str], prompts: list[dict], *, scale: float = 1.0) -> Tensor:
+    """How far the model was from having no idea: mean over its tokens of KL(uniform || its distribution).
+
+    Intuitor's reward (Zhao et al. 2025, arXiv:2505.19590). The ``vlm`` policy records it with ``certainty: true``.
+
+    Raises:
+        UserError: no text knows its certainty.
+    """
+    known = [getattr(text, "certainty", None) for text in media]
+    if known and all(value is None for value in known):
+        raise UserError(
+            "reward 'self_certainty': the texts do not say how sure their model was; set policy.vlm.certainty"
+        )
+    return scale * torch.tensor([math.nan if value is None else float(value) for value in known])
+
+
 def version(prompt: dict) -> str:
     """What tells the versions of a question apart."""
     return str(prompt.get("version", prompt.get("text")))

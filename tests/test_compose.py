@@ -28,6 +28,7 @@ from rewards import (
     mean_logprob,
     noisy,
     pairwise_distance,
+    self_certainty,
 )  # fmt: skip
 from rewards.card import card, card_of
 from tests.test_advantages import rollout
@@ -210,6 +211,14 @@ def test_confidence_is_what_was_recorded():
     texts = [Completion("a", 3, True, -0.25), Completion("b", 3, True, -2.0), "unknown"]
     found = mean_logprob(texts, [{}] * 3, scale=2.0)
     assert found[:2].tolist() == [-0.5, -4.0] and found[2].isnan()
+
+
+def test_self_certainty_is_what_was_recorded():
+    texts = [Completion("a", 3, True, -0.25, 4.0), Completion("b", 3, True, -2.0), "unknown"]
+    found = self_certainty(texts, [{}] * 3, scale=0.5)
+    assert found[0] == 2 and found[1:].isnan().all()
+    with pytest.raises(UserError, match="policy.vlm.certainty"):
+        self_certainty(texts[1:], [{}] * 2)
 
 
 def test_votes_go_through_the_scorer():

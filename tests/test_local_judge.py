@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from unittest import mock
+
 import pytest
 import torch
 from PIL import Image
@@ -95,6 +100,28 @@ def test_every_reward_that_reads_probabilities_works_locally(qwen):
     heard = Listener(qwen)(["<think>it is small</think>B", "<think>it is large</think>A"], given)
     assert heard.isfinite().all() and heard[0] != heard[1]
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_two_judges_of_one_model_side_by_side_say_what_they_say_alone(qwen):
+    """The model remembers the positions of the pictures it saw last: only one may use it at a time."""
+    other = LocalVlm(str(tiny_vlms.folder("qwen2_5_vl")), device="cpu", batch_size=3)
+    inside, most, generate = [0], [0], qwen.model.generate
+
+    def counted(*given, **options):
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.02)
+        try:
+            return generate(*given, **options)
+        finally:
+            inside[0] -= 1
+
+    one, two = questions(), [replace(q, parts=(*q.parts[::-1], "And now?")) for q in questions()]
+    alone = qwen.ask(one), other.ask(two)
+    with mock.patch.object(qwen.model, "generate", counted), ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(judge.ask, asked) for judge, asked in ((qwen, one), (other, two)) for _ in range(2)]
+        assert [job.result() for job in jobs] == [alone[0], alone[0], alone[1], alone[1]]
+    assert most == [1]
 
 
 def test_half_precision_is_near(qwen):

@@ -119,7 +119,8 @@ class Seeing:
 
 def shapes(texts, prompts):
     """What a text knows of itself."""
-    return [getattr(t, "tokens", 0) + 0.5 * getattr(t, "finished", False) + getattr(t, "logprob", 0) for t in texts]
+    names = ("tokens", "logprob", "certainty")
+    return [sum(getattr(t, n, 0) or 0 for n in names) + 0.5 * getattr(t, "finished", False) for t in texts]
 
 
 def unseeing(media, prompts):
@@ -135,10 +136,10 @@ def words_url():
 def test_completions_keep_what_they_know_over_the_wire(words_url):
     from mmrl.types import Completion
 
-    texts = [Completion("one", 3, True, -0.25), "plain", Completion("two", 7, False, float("nan"))]
+    texts = [Completion("one", 3, True, -0.25, 8.0), "plain", Completion("two", 7, False, float("nan"))]
     prompts = [{"text": "a"}] * 3
     found = Remote(words_url, name="shapes", batch_size=2)(texts, prompts)
-    assert found.tolist() == [3.25, 0.0, 7.0]
+    assert found.tolist() == [11.25, 0.0, 7.0]
     assert found[:2].tolist() == shapes(texts[:2], prompts)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from functools import partial
 
@@ -276,3 +277,44 @@ def test_every_reward_takes_these_options_and_its_own_go_first(tmp_path):
 def test_wrong_options_are_refused_with_their_place(options, says):
     with pytest.raises(UserError, match=says):
         build_rewards({"jpeg_compressibility": options})
+
+
+# ------------------------------------------------------------------------------------------------------ time-outs
+
+
+class Hanging:
+    """Waits for ``go`` once it has seen a sample of 1."""
+
+    def __init__(self):
+        self.go, self.inside, self.most = threading.Event(), 0, 0
+
+    def __call__(self, media, prompts):
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        if (media == 1).any():
+            self.go.wait(20)
+        self.inside -= 1
+        return media.flatten(1).mean(1)
+
+
+def test_a_reward_that_hangs_is_named_and_left_behind(caplog):
+    reward, prompts = Hanging(), [{"text": str(i)} for i in range(4)]
+    images = torch.rand(4, 3, 2, 2)
+    scorer = Scorer(
+        {"slow": reward, "mean": lambda media, prompts: media.flatten(1).mean(1)},
+        max_failures=1,
+        handling={"slow": Handling(timeout=0.5)},
+    )
+    torch.testing.assert_close(scorer(images, prompts)["slow"], images.flatten(1).mean(1))
+    for cause in ("has given", "is busy"):  # the second time it still hangs, and is not asked beside
+        start = time.monotonic()
+        found = scorer(torch.ones(4, 3, 2, 2), prompts)
+        assert found["slow"].isnan().all() and not found["mean"].isnan().any() and time.monotonic() - start < 5
+        assert cause in scorer.failures["slow"].cause and "no answer within 0.5 s" in scorer.failures["slow"].cause
+    assert scorer.failures["slow"].count == 8 and "'slow' could not score" in caplog.text
+    reward.go.set()
+    torch.testing.assert_close(scorer(images, prompts)["slow"], images.flatten(1).mean(1))
+    assert reward.most == 1
+    strict = Scorer({"slow": Hanging()}, handling={"slow": Handling(timeout=0.2)})
+    with pytest.raises(UserError, match="'slow' could not score .* no answer within 0.2 s"):
+        strict(torch.ones(4, 3, 2, 2), prompts)

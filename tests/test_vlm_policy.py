@@ -397,3 +397,22 @@ def test_half_precision_weights_sample_and_score():
     rollout = rolled(policy)
     gap = (logprobs(policy, rollout).detach() - rollout.logprob)[rollout.mask].abs()
     assert rollout.logprob.dtype == torch.float32 and gap.mean() < 0.02
+
+
+@pytest.mark.parametrize("share", ["auto", "none"])
+def test_certainty_is_the_divergence_of_the_uniform_distribution_from_the_models(share):
+    """Whatever the sampling: here temperature and top-k change what is drawn and not what is recorded."""
+    policy = policy_of(temperature=0.7, top_k=5, certainty=True, share=share)
+    rollout = rolled(policy, prompts()[1:], copies=2)
+    full = policy.dist(point_of(policy, rollout))._head("full", Warp()).double()  # [N, V], of all tokens
+    uniform = torch.full_like(full, 1 / full.shape[-1])
+    where, wanted = rollout.mask, torch.zeros_like(rollout.certainty, dtype=torch.float64)
+    wanted[where] = (uniform * (uniform.log() - full)).sum(-1).detach()
+    torch.testing.assert_close(rollout.certainty[where].double(), wanted[where], atol=1e-5, rtol=1e-5)
+    assert (rollout.certainty[where] > 0).all() and (rollout.certainty[~where] == 0).all()
+    for answer, row, mask in zip(policy.decode(rollout), wanted, where, strict=True):
+        assert answer.certainty == pytest.approx(float(row[mask].mean()), abs=1e-5)
+    from rewards import self_certainty
+
+    assert self_certainty(policy.decode(rollout), [{}] * 4).tolist() == [a.certainty for a in policy.decode(rollout)]
+    assert policy_of().decode(replace(rollout, certainty=None))[0].certainty is None

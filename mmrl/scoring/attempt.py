@@ -2,7 +2,8 @@
 
 A reward that raises, or returns NaN or infinity for a sample, is asked once more; a batch that keeps raising is halved
 until only the guilty samples are left. Those become NaN, which takes them out of their group's statistics and out of
-training, and they are counted and shown. Too many of them stop the run with the cause. A reward that compares the
+training, and they are counted and shown. Too many of them stop the run with the cause. One that does not
+answer in time is not asked again for these samples. A reward that compares the
 samples of a prompt sees whole groups throughout, also when a batch is halved.
 """
 
@@ -22,6 +23,10 @@ from ..registry import UserError
 from ..types import Media, Prompt, Reward
 
 STDLIB, OURS = os.path.dirname(os.__file__), os.path.dirname(__file__)
+
+
+class TimedOut(Exception):
+    """A reward has not answered in time: asking it again at once would only wait once more."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,10 @@ class Attempt:
                 return
             except UserError:
                 raise
+            except TimedOut as error:
+                for row in rows:
+                    self.fail(row, Cause(kind="time-out", text=str(error)))
+                return
             except Exception as error:  # whatever a user's reward may raise
                 cause = describe(error)  # not the exception itself, whose traceback holds the samples
         if len(units) == 1:

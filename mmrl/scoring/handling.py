@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +11,7 @@ from types import ModuleType
 from typing import Annotated, Any, Literal
 
 import torch
-from annotated_types import Ge
+from annotated_types import Ge, Gt
 from torch import Tensor, nn
 
 from rewards._precision import lowered
@@ -18,8 +19,9 @@ from rewards.card import Card, card_of
 
 from ..registry import UserError
 from ..types import Media, Prompt, Reward
-from .attempt import as_values
+from .attempt import TimedOut, as_values
 from .cache import Cache, open_cache
+from .worker import Worker
 
 DEPTH = 6  # how deep inside a reward's attributes its networks may be
 PLAIN = (str, bytes, int, float, bool, type(None), Tensor, type)
@@ -33,6 +35,7 @@ class Handling:
     dtype: Literal["float32", "bfloat16", "float16"] | None = None  # autocast; null: float32 without
     batch_size: Annotated[int, Ge(1)] | None = None  # samples it sees at once; null: all
     offload: bool = False  # its networks wait on the CPU while the policy samples and trains
+    timeout: Annotated[float, Gt(0)] | None = None  # seconds of one call; what takes longer has no value; null: any
     cache: Literal["memory", "disk"] | None = None  # remember values by the content of sample and prompt
     cache_entries: Annotated[int, Ge(1)] = 65536  # values remembered; those unused longest go first
 
@@ -50,6 +53,7 @@ class Handled:
     def __init__(self, reward: Reward, handling: Handling, name: str, identity: str | None = None):
         self.reward, self.handling, self.name = reward, handling, name
         self.cache: Cache | None = open_cache(handling.cache, handling.cache_entries, identity, name)
+        self.clock = None if handling.timeout is None else Worker(f"reward {name}, timed")
         self.homes: dict[int, torch.device] = {}  # where each network was when it was first looked for
         self.device = None if handling.device is None else checked(handling.device, name)
         if self.device is not None:
@@ -92,7 +96,24 @@ class Handled:
         return self.ordered(values, units, len(prompts))
 
     def ask(self, media: Media, prompts: list[Prompt]) -> Any:
-        """The reward itself, where and as precisely as it should compute. It never sees the policy's autocast."""
+        """The reward itself. With ``timeout`` in one thread: a call that hangs is left behind there, and until it ends
+        the reward is busy, so that it is never asked twice at once.
+
+        Raises:
+            TimedOut: no answer within ``timeout`` seconds.
+        """
+        if self.clock is None:
+            return self.placed(media, prompts)
+        asked = self.clock.submit(self.placed, media, prompts)
+        done, _ = wait([asked], self.handling.timeout)
+        if not done:
+            busy = asked.cancel()  # had not begun
+            still = "is busy with an earlier call and has given" if busy else "has given"
+            raise TimedOut(f"it {still} no answer within {self.handling.timeout:g} s")
+        return asked.result()
+
+    def placed(self, media: Media, prompts: list[Prompt]) -> Any:
+        """The reward where and as precisely as it should compute. It never sees the policy's autocast."""
         if self.device is not None and isinstance(media, Tensor):
             media = media.to(self.device)
         place = media.device.type if isinstance(media, Tensor) else "cuda" if torch.cuda.is_available() else "cpu"

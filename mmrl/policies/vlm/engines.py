@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from samplers.noise import Rng
 from samplers.warp import Warp
 
-from .generate import Answers, Ending, blank, drawn
+from .generate import Answers, Ending, blank, draw
 
 
 @torch.no_grad()
@@ -40,14 +40,11 @@ class _Recorder:
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """The logits processor: scores [B, V] -> the same with everything impossible but the token drawn."""
-        logprobs = self.warp(scores).log_softmax(-1)
         uniform = None if self.warp.temperature == 0 else self.rng.uniform(self.names, (self.step + 1,))[:, -1]
-        token = drawn(logprobs, uniform)
-        self.going = self.done.write(
-            self.step, slice(None), self.going, token, logprobs.gather(-1, token[:, None])[:, 0], self.ending
-        )
+        found = draw(scores, self.warp, uniform)
+        self.going = self.done.write(self.step, slice(None), self.going, found, self.ending)
         self.step += 1
-        return torch.full_like(scores, -torch.inf).scatter_(-1, token[:, None], 0.0)
+        return torch.full_like(scores, -torch.inf).scatter_(-1, found.token[:, None], 0.0)
 
     def ended(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         """The stopping criterion: [B] bool."""

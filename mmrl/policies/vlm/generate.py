@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from samplers.warp import Warp
 
 from ...dists import Categorical
 from . import caches
+from .scores import certainty
 
 if TYPE_CHECKING:
     from .prefix import Prefix
@@ -24,13 +25,14 @@ AHEAD = 64  # steps whose random numbers are drawn at once
 
 @dataclass(frozen=True)
 class Ending:
-    """When an answer ends: at a stop token, after a stop string, at ``tokens`` tokens."""
+    """When an answer ends (at a stop token, after a stop string, at ``tokens`` tokens), and what is kept of it."""
 
     tokens: int
     stops: tuple[int, ...]
     pad: int
     strings: tuple[str, ...] = ()
     decode: Callable[[list[int]], str] | None = None
+    certain: bool = False  # keep how sure the model was of each token
 
     def ended(self, ids: Tensor) -> Tensor:
         """[B] bool, by the last token of ids [B, n], and by what the last ones spell."""
@@ -52,29 +54,42 @@ class Answers:
     ids: Tensor  # [B, T] long, padded on the right
     mask: Tensor  # [B, T] bool: up to the token that ended it, included
     logprob: Tensor  # [B, T] at least float32
+    certainty: Tensor | None = None  # [B, T] likewise, where it is asked for
 
-    def write(
-        self, step: int, rows: Tensor | slice, going: Tensor, token: Tensor, logprob: Tensor, ending: Ending
-    ) -> Tensor:
+    def write(self, step: int, rows: Tensor | slice, going: Tensor, drawn: Drawn, ending: Ending) -> Tensor:
         """Add one token to those of ``rows`` that are ``going`` [B'], and return which still are."""
-        self.ids[rows, step] = torch.where(going, token, ending.pad)
-        self.logprob[rows, step] = torch.where(going, logprob, 0.0)
+        self.ids[rows, step] = torch.where(going, drawn.token, ending.pad)
+        self.logprob[rows, step] = torch.where(going, drawn.logprob, 0.0)
+        if self.certainty is not None:
+            self.certainty[rows, step] = torch.where(going, certainty(drawn.logits), 0.0).to(self.certainty.dtype)
         self.mask[rows, step] = going
         return going & ~ending.ended(self.ids[rows, : step + 1])
 
 
 def blank(names: Tensor, ending: Ending, hf: nn.Module) -> Answers:
     rows, device = len(names), names.device
+    shape, dtype = (rows, ending.tokens), torch.promote_types(hf.dtype, torch.float32)
     return Answers(
         ids=torch.full((rows, ending.tokens), ending.pad, device=device),
-        mask=torch.zeros(rows, ending.tokens, dtype=torch.bool, device=device),
-        logprob=torch.zeros(rows, ending.tokens, device=device, dtype=torch.promote_types(hf.dtype, torch.float32)),
+        mask=torch.zeros(shape, dtype=torch.bool, device=device),
+        logprob=torch.zeros(shape, device=device, dtype=dtype),
+        certainty=torch.zeros(shape, device=device, dtype=dtype) if ending.certain else None,
     )
 
 
-def drawn(logprobs: Tensor, uniform: Tensor | None) -> Tensor:
-    """[B] tokens, by inversion at ``uniform`` [B], or the likeliest ones."""
-    return logprobs.argmax(-1) if uniform is None else Categorical(logprobs).sample(uniform)
+class Drawn(NamedTuple):
+    """The next token of B rows."""
+
+    token: Tensor  # [B] long
+    logprob: Tensor  # [B]
+    logits: Tensor  # [B, V] the model's own
+
+
+def draw(logits: Tensor, warp: Warp, uniform: Tensor | None) -> Drawn:
+    """By inversion at ``uniform`` [B], or the likeliest ones."""
+    logprobs = warp(logits).log_softmax(-1)
+    token = logprobs.argmax(-1) if uniform is None else Categorical(logprobs).sample(uniform)
+    return Drawn(token, logprobs.gather(-1, token[:, None])[:, 0], logits)
 
 
 @torch.no_grad()
@@ -88,12 +103,12 @@ def generate(
     """
     done, work = blank(names, ending, net.hf), _Work(net, prefix, rows, names, rng, warp)
     for step in range(ending.tokens):
-        token, logprob = work.draw(step)
-        work.going = done.write(step, work.at, work.going, token, logprob, ending)
+        found = work.draw(step)
+        work.going = done.write(step, work.at, work.going, found, ending)
         left = int(work.going.sum())
         if step + 1 == ending.tokens or not (busy(left > 0) if busy else left):
             break
-        work.advance(token, left)
+        work.advance(found.token, left)
     return done
 
 
@@ -107,16 +122,13 @@ class _Work:
         self.mask, self.place = prefix.mask[rows], prefix.following[rows]
         self.hidden, self.cache = prefix.hidden[rows], caches.growing(prefix.kept, rows)
 
-    def draw(self, step: int) -> tuple[Tensor, Tensor]:
-        """[B] tokens and their log-probs."""
-        logprobs = self.warp(self.net("logits", self.hidden)).log_softmax(-1)
+    def draw(self, step: int) -> Drawn:
         uniform = None
         if self.warp.temperature:
             if step % AHEAD == 0:
                 self.uniform = self.rng.uniform(self.names, (step + AHEAD,))[:, step:]
             uniform = self.uniform[:, step % AHEAD]
-        token = drawn(logprobs, uniform)
-        return token, logprobs.gather(-1, token[:, None])[:, 0]
+        return draw(self.net("logits", self.hidden), self.warp, uniform)
 
     def advance(self, token: Tensor, left: int) -> None:
         """One pass: the hidden state after ``token`` [B], for the ``left`` rows still going and perhaps some more."""

@@ -56,6 +56,7 @@ class VLM(NetPolicy):
         top_p: Annotated[float, Gt(0), Le(1)] = 1.0,
         stop: Sequence[str] = (),
         greedy: bool = True,
+        certainty: bool = False,
         budgets: Budgets | None = None,
         coords: Coords | None = None,
         share: Literal["auto", "prefix", "none"] = "auto",
@@ -67,11 +68,12 @@ class VLM(NetPolicy):
     ):
         """path: folder, hub id or world:NAME. tokens: an answer's largest number. temperature, top_k, top_p: of
         sampling and of scoring. stop: strings after which an answer ends. greedy: evaluation takes the likeliest
-        token. budgets: what images, videos and prompts may cost. coords: the space of the model's coordinates, where
-        its family's is unknown. share: prefix reads a prompt once for its whole group, none once for every answer,
-        auto is prefix where that was compared, or can be, and agrees. dtype: of the weights. attention: transformers'
-        implementation. lora: adapters in the language model. train: instead, how language model, projector and vision
-        tower are each trained; by default all fully."""
+        token. certainty: record how sure the model is of its answers, for the reward self_certainty. budgets: what
+        images, videos and prompts may cost. coords: the space of the model's coordinates, where its family's is
+        unknown. share: prefix reads a prompt once for its whole group, none once for every answer, auto is prefix
+        where that was compared, or can be, and agrees. dtype: of the weights. attention: transformers' implementation.
+        lora: adapters in the language model. train: instead, how language model, projector and vision tower are each
+        trained; by default all fully."""
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         self.place = locate(path)
@@ -79,7 +81,7 @@ class VLM(NetPolicy):
         processor, family = _loaded(AutoProcessor, self.place), family_of(hf.config, coords)
         self.inputs = Inputs(processor, hf.config, budgets or Budgets(), family, hf.generation_config)
         self.warp = Warp(temperature, top_k, top_p, self.inputs.suppressed)
-        self.ending = Ending(tokens, self.inputs.stops, self.inputs.pad, tuple(stop), self.inputs.decode)
+        self.ending = Ending(tokens, self.inputs.stops, self.inputs.pad, tuple(stop), self.inputs.decode, certainty)
         self.witness: Encoded | None = None
         self.greedy, self.entropies, self.sharing = greedy, False, share
         self.truth: Callable[[Prompt], str | None] | None = None  # writes one answer of every group while it is set
@@ -106,10 +108,12 @@ class VLM(NetPolicy):
         parts = [self._answer(cond, group, row, rng, whole, size) for whole in self._blocks(len(prompts), copies, size)]
         answers = [answer for part in parts for answer in part]
         ids, mask, logprob = (torch.cat([getattr(a, name) for a in answers]) for name in ("ids", "mask", "logprob"))
+        certainty = torch.cat([a.certainty for a in answers]) if self.ending.certain else None
         order = torch.arange(ids.shape[1], device=self.device).expand_as(ids)
         seen = tuple({**prompt, "view": view} for prompt, (_, view) in zip(prompts, taken, strict=True))
         found = Rollout(
-            group=group, cond=cond, row=row, sample=ids, mask=mask, logprob=logprob, order=order, prompts=seen
+            group=group, cond=cond, row=row, sample=ids, mask=mask, logprob=logprob, order=order, prompts=seen,
+            certainty=certainty,
         )  # fmt: skip
         return found if self.truth is None else self._taught(found, copies, size)
 
@@ -149,7 +153,8 @@ class VLM(NetPolicy):
 
     def decode(self, rollout: Rollout) -> Media:
         lengths = rollout.mask.sum(1)
-        means = (rollout.logprob * rollout.mask).sum(1) / lengths.clamp_min(1)
+        known = [rollout.logprob] + ([] if rollout.certainty is None else [rollout.certainty])
+        means = torch.stack([(one * rollout.mask).sum(1) / lengths.clamp_min(1) for one in known], 1)
         begun = [prompt.get("prefill", "") for prompt in rollout.asked()]
         rows = zip(rollout.sample.tolist(), lengths.tolist(), means.tolist(), begun, strict=True)
         return [self._completion(ids[:n], mean, start) for ids, n, mean, start in rows]
@@ -274,6 +279,8 @@ class VLM(NetPolicy):
             (point,) = self.path(found[last[part]])
             scored = self.dist(point).log_prob(point.target)
             logprob[last[part]] = torch.where(written[last[part], None], scored, logprob[last[part]])
+        if found.certainty is not None:  # of what was sampled: nobody knows that of the answer in its place
+            found = found.replace(certainty=found.certainty.masked_fill(written[:, None], torch.nan))
         return found.replace(logprob=logprob, given=written)
 
     def _any_works(self, here: bool) -> bool:
@@ -288,11 +295,11 @@ class VLM(NetPolicy):
         else:
             generate_plainly(self.net, inputs, rows, Rng.of("try"), self.warp, endless)
 
-    def _completion(self, ids: list[int], logprob: float, begun: str = "") -> Completion:
+    def _completion(self, ids: list[int], known: list[float], begun: str = "") -> Completion:
         """The whole answer: what was written after what it ``begun`` with."""
         text, ending = self.inputs.decode(ids), self.ending
         stopped = bool(ids) and ids[-1] in ending.stops or any(s in text for s in ending.strings)
-        return Completion(begun + text, len(ids), stopped, logprob)
+        return Completion(begun + text, len(ids), stopped, *known)
 
 
 def blank_image() -> Prompt:

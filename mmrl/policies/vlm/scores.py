@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -50,6 +51,15 @@ def _scored(warped: Tensor, ids: Tensor, entropy: bool) -> tuple[Tensor, Tensor]
         return logprob, logprob.new_zeros(0)
     finite = warped.masked_fill(warped.isneginf(), 0)
     return logprob, total - ((warped - total[:, None]).exp() * finite).sum(-1)
+
+
+def certainty(logits: Tensor) -> Tensor:
+    """[*] KL(uniform || p) in nats, p the softmax of logits [*, V]: log-sum-exp less their mean, less log V.
+
+    Self-certainty (Kang et al. 2025, arXiv:2502.18581), before any temperature or truncation; 0 for no idea at all.
+    """
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return x.logsumexp(-1) - x.mean(-1) - math.log(x.shape[-1])
 
 
 def full(hidden: Tensor, head: Head, warp: Warp, vocab: int) -> Tensor:
