@@ -29,6 +29,7 @@ registry.load_built_in()
 
 # The smallest options that build an entry: (registry, name) -> options. Not needed where the defaults build it.
 # Strings with {} are formatted with ``tmp``, a folder that holds prompts.txt, and ``tiny:NAME``, a tiny model's folder.
+VIDEO = {"size": 16, "frames": 3, "steps": 3, "width": 8, "text_length": 16}
 SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
     ("policies", "vlm"): {"path": "{tiny:qwen2_5_vl}", "tokens": 6},
     ("policies", "sd3"): {"path": "world:digits/sd3-test", "size": 32, "steps": 4, "width": 8},
@@ -61,6 +62,12 @@ SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
     ("policies", "janus"): {"path": "{tiny:janus}"},
     ("policies", "var"): {"path": "{tiny:var}"},
     ("policies", "llamagen"): {"path": "{tiny:llamagen}", "text_encoder": "{tiny:llamagen}/t5"},
+    ("policies", "wan_i2v"): VIDEO | {"path": "{tiny:wan_i2v}"},
+    ("policies", "skyreels_i2v"): VIDEO | {"path": "{tiny:skyreels_i2v}"},
+    ("policies", "ltx"): VIDEO | {"path": "{tiny:ltx}", "size": 8, "frames": 5},
+    ("policies", "cogvideox"): VIDEO | {"path": "{tiny:cogvideox}", "frames": 5, "steps": 4},
+    ("policies", "hunyuan_video"): VIDEO | {"path": "{tiny:hunyuan_video}", "frames": 5, "text_length": 64},
+    ("policies", "hunyuan_i2v"): VIDEO | {"path": "{tiny:hunyuan_i2v}", "frames": 5, "text_length": 96},
     ("data", "prompts"): {"path": "{tmp}/prompts.txt"},
     ("data", "vision"): {"path": "{tmp}/questions.jsonl"},
     ("data", "digits"): {"captions": 40},

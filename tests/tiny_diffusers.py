@@ -212,9 +212,9 @@ BUILDERS = {
 
 def builders() -> dict[str, Callable]:
     """All tiny models; the other modules build on this one."""
-    from . import tiny_image_models
+    from . import tiny_image_models, tiny_video_models
 
-    return BUILDERS | tiny_image_models.BUILDERS
+    return BUILDERS | tiny_image_models.BUILDERS | tiny_video_models.BUILDERS
 
 
 def build(name: str, folder: Path) -> Path:

@@ -1,17 +1,21 @@
 """Policies: generative models behind one contract; one thin file a model family. Importing this registers them."""
 
 from . import amused as amused
+from . import cogvideox as cogvideox
 from . import diffusion as diffusion
 from . import flux as flux
 from . import flux2 as flux2
 from . import flux_kontext as flux_kontext
+from . import hunyuan as hunyuan
 from . import lcm as lcm
+from . import ltx as ltx
 from . import module as module
 from . import qwen_edit as qwen_edit
 from . import qwen_image as qwen_image
 from . import sana as sana
 from . import sd3 as sd3
 from . import wan as wan
+from . import wan_i2v as wan_i2v
 from . import z_image as z_image
 from .images import janus as janus
 from .images import llamagen as llamagen

@@ -13,15 +13,15 @@ from torch import nn
 from ..registry import UserError, locate
 
 
-def resolve(path: str, expected: str) -> str:
-    """Local folder or hub id of a pipeline of class ``expected``; UserError when a local folder is not one."""
+def resolve(path: str, expected: str, *also: str) -> str:
+    """Local folder or hub id of a pipeline of class ``expected`` or ``also``; UserError if a local folder is not one."""
     place = locate(path)
     index = Path(place) / "model_index.json"
     if Path(place).exists() or place.startswith((".", "/", "~")):
         if not index.is_file():
             raise UserError(f"policy path {path!r}: no model_index.json in {place}; a diffusers folder has one")
         found = json.loads(index.read_text()).get("_class_name", "")
-        if found.removesuffix("Pipeline") != expected.removesuffix("Pipeline"):
+        if found.removesuffix("Pipeline") not in {name.removesuffix("Pipeline") for name in (expected, *also)}:
             raise UserError(f"policy path {path!r} holds a {found or 'nameless pipeline'}, expected {expected}")
     return place
 

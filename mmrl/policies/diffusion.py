@@ -39,16 +39,10 @@ class UNetPolicy(FolderPolicy):
         config = self.scheduler.config
         if config.clip_sample or config.thresholding:
             raise UserError(f"the scheduler of {self.place!r} clips samples; set clip_sample and thresholding to false")
-        final = float(self.scheduler.final_alpha_cumprod)
-        return Diffusion(config.prediction_type, self.scheduler.alphas_cumprod.double(), final)
+        return discrete_process(self.scheduler)
 
     def own_grid(self) -> Grid:
-        return self._timesteps
-
-    def _timesteps(self, steps: int) -> Tensor:
-        self.scheduler.set_timesteps(steps)
-        times = (self.scheduler.timesteps.double() + 1) / len(self.process.alphas)
-        return torch.cat([times, times.new_zeros(1)])
+        return discrete_grid(self.scheduler)
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
         added = {name: self.cast(cond[name]) for name in ("text_embeds", "time_ids") if name in cond}
@@ -60,6 +54,23 @@ class UNetPolicy(FolderPolicy):
     def time_condition(self, x: Tensor) -> Tensor | None:
         """[B, C] what the network takes beside the time."""
         return None
+
+
+def discrete_process(scheduler: Any) -> Diffusion:
+    """That of one of diffusers' DDIM schedulers."""
+    final = float(scheduler.final_alpha_cumprod)
+    return Diffusion(scheduler.config.prediction_type, scheduler.alphas_cumprod.double(), final)
+
+
+def discrete_grid(scheduler: Any) -> Grid:
+    """The scheduler's own timesteps, as times."""
+
+    def grid(steps: int) -> Tensor:
+        scheduler.set_timesteps(steps)
+        times = (scheduler.timesteps.double() + 1) / len(scheduler.alphas_cumprod)
+        return torch.cat([times, times.new_zeros(1)])
+
+    return grid
 
 
 @POLICIES.register("sd")

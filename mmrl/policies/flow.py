@@ -125,6 +125,10 @@ class FlowPolicy(NetPolicy, ABC):
         rows = len(next(leaf for leaf in own.values() if isinstance(leaf, Tensor)))
         return own | tree_map(lambda tensor: tensor.expand(rows, *tensor.shape[1:]), cond["uncond"])
 
+    def begin(self, noise: Tensor, cond: dict[str, Any]) -> Tensor:
+        """[B, *] the first states of paths, of noise and the rows' conditions."""
+        return noise
+
     def combine(self, v: Tensor, empty: Tensor, scale: float) -> Tensor:
         """[B, *] classifier-free guidance (Ho and Salimans 2022); a family may normalise it as its pipeline does."""
         return empty + scale * (v - empty)
@@ -186,7 +190,8 @@ class FlowPolicy(NetPolicy, ABC):
         """Rows are leaves; only one row of every span goes through the network."""
         time, eta = (self._on_rows(schedule, len(row)) for schedule in (plan.times, plan.eta))
         first = (row // plan.copies if self.shared_noise else row)[:: plan.spans[0]]
-        states = [self._store(rng.normal(first, self.shape, 0, self.dtype))]
+        own = rows_of({key: value for key, value in cond.items() if key != "uncond"}, group[:: plan.spans[0]])
+        states = [self._store(self.begin(rng.normal(first, self.shape, 0, self.dtype), own))]
         logprobs, noisy = [], []
         solver = self.solver(self.process) if self.solver else None
         for k in range(eta.shape[1]):

@@ -32,6 +32,7 @@ class FolderPolicy(FlowPolicy):
     network: ClassVar[str]
     autoencoder: ClassVar[str] = "AutoencoderKL"
     part: ClassVar[str] = "transformer"  # of the folder that is trained
+    also: ClassVar[tuple[str, ...]] = ()  # pipelines whose folders do as well
     makes = "image"
 
     def __init__(
@@ -46,7 +47,7 @@ class FolderPolicy(FlowPolicy):
     ):
         """path: folder, hub id or world:NAME. size: pixels, one side or [height, width]. grid: None is the folder's own
         scheduler. dtype: of the frozen weights. text_encoders: where they go after use. text_cache: encoded prompts."""
-        self.place, self.compute = diffusers_folder.resolve(path, self.pipeline), getattr(torch, dtype)
+        self.place, self.compute = diffusers_folder.resolve(path, self.pipeline, *self.also), getattr(torch, dtype)
         net = self.load_network()
         self.config, self.vae = net.config, self.load_part(self.autoencoder, "vae").requires_grad_(False).eval()
         self.size = (size, size) if isinstance(size, int) else tuple(size)
@@ -164,7 +165,7 @@ def scheduler_grid(place: str, tokens: int, smallest: float | None = None) -> Gr
 
 
 def stepwise_grid(place: str, tokens: int) -> Grid:
-    """That of pipelines which hand the scheduler the times 1 ... 1 / steps: FLUX, Qwen-Image, Z-Image."""
+    """That of pipelines which hand the scheduler the times 1 ... 1 / steps: FLUX, Qwen-Image, Z-Image, LTX."""
     return lambda steps: scheduler_grid(place, tokens, smallest=1 / steps)(steps)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,7 +11,7 @@ from ..registry import UserError
 from ..types import Prompt, tree_map
 
 Placement = Literal["offload", "release", "keep"]
-Encoding = dict[str, Any]  # nest of tensors [1, *] of one text
+Encoding = dict[str, Any]  # nest of tensors [1, *] of one key
 
 
 def texts_of(prompts: list[Prompt]) -> list[str]:
@@ -25,7 +25,7 @@ def texts_of(prompts: list[Prompt]) -> list[str]:
 
 
 class PromptCache:
-    """Text -> encoding, first in first out.
+    """Text -> encoding, first in first out; a key may be anything hashable, a text with its image say.
 
     ``load`` returns the text pipeline; ``encode(pipeline, texts, device)`` a nest of tensors [n, *]. After every use
     the pipeline stays on the device ("keep"), goes to the CPU ("offload") or is dropped and loaded anew if a text
@@ -36,9 +36,9 @@ class PromptCache:
         self.load, self.encode = load, encode
         self.placement, self.limit, self.batch = placement, limit, batch
         self.pipeline: Any = None
-        self.kept: dict[str, Encoding] = {}
+        self.kept: dict[Hashable, Encoding] = {}
 
-    def __call__(self, texts: list[str], device: torch.device) -> Encoding:
+    def __call__(self, texts: Sequence[Hashable], device: torch.device) -> Encoding:
         """Nest of tensors [P, *] on ``device``, one row a text."""
         fresh = {text: None for text in texts if text not in self.kept}
         if fresh:
@@ -49,14 +49,15 @@ class PromptCache:
         return {key: torch.cat([row[key] for row in rows]).to(device) for key in rows[0]}
 
     @torch.no_grad()
-    def _encode(self, texts: list[str], device: torch.device) -> None:
+    def _encode(self, texts: list[Hashable], device: torch.device) -> None:
         pipeline = self.pipeline or self.load()
         pipeline.to(device)
         for start in range(0, len(texts), self.batch):
             part = texts[start : start + self.batch]
             encoded = tree_map(lambda tensor: tensor.cpu(), self.encode(pipeline, part, device))
             for i, text in enumerate(part):
-                self.kept[str(text)] = {key: value[i : i + 1].clone() for key, value in encoded.items()}
+                key = str(text) if isinstance(text, str) else text  # without what a text carries beside it
+                self.kept[key] = {name: value[i : i + 1].clone() for name, value in encoded.items()}
         if self.placement == "offload":
             pipeline.to("cpu")
         self.pipeline = None if self.placement == "release" else pipeline

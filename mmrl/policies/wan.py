@@ -34,7 +34,7 @@ class Experts(nn.Module):
     def forward(self, hidden_states: Tensor, timestep: Tensor, **cond: Tensor) -> Tensor:
         noisy = timestep.flatten(1).amax(1) if timestep.ndim > 1 else timestep
         above = noisy >= self.boundary
-        out = torch.zeros_like(hidden_states)
+        out = hidden_states.new_zeros(len(above), self.config.out_channels, *hidden_states.shape[2:])
         for expert, mine in ((self.transformer, above), (self.transformer_2, ~above)):
             if mine.any():
                 own = {name: value[mine] for name, value in cond.items()}
