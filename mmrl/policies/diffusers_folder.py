@@ -14,7 +14,7 @@ from ..registry import UserError, locate
 
 
 def resolve(path: str, expected: str, *also: str) -> str:
-    """Local folder or hub id of a pipeline of class ``expected`` or ``also``; UserError if a local folder is not one."""
+    """Local folder or hub id of a pipeline of class ``expected`` or ``also``; UserError if a folder is not."""
     place = locate(path)
     index = Path(place) / "model_index.json"
     if Path(place).exists() or place.startswith((".", "/", "~")):
