@@ -1,7 +1,7 @@
 """Probes for rewards of images and videos: real pictures against noise, blanks, other captions, copies, JPEG.
 
 Real pictures are those of the prompts (``image`` in a .jsonl file), or drawn where the prompts are the digits world's.
-A reward of videos sees clips that stand still.
+A reward of videos only sees pans over them, and has probes of its own besides (``mmrl.auditing.clips``).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,10 +21,9 @@ from samplers.noise import Rng
 from ..registry import UserError
 from ..scoring.attempt import as_values, describe
 from ..types import Prompt
-from . import Line, Offence, Subject
+from . import Line, Offence, Subject, clips
 from .texts import where
 
-FRAMES = 8  # of a clip
 SAME = 1e-4  # two scores of one picture may differ by so much, relative to the spread: networks round
 QUALITY = 90  # of the JPEG
 GAIN = 0.05  # what a reward may find better in a JPEG, in units of real minus blank
@@ -35,14 +35,17 @@ def audit(subject: Subject) -> list[Line]:
     if about.of == "group":
         raise UserError(f"reward {subject.name!r} compares whole groups: check-reward has probes for single samples")
     media, prompts = real(subject.prompts, subject.seed), subject.prompts
-    if "image" not in about.media:
-        media = media[:, None].expand(-1, FRAMES, -1, -1, -1)
+    moving = "image" not in about.media
+    if moving:
+        media = clips.panned(media)
     best = score(subject, media, prompts)
     noise = Rng.of(subject.seed, "audit noise").uniform(torch.arange(len(media)), media.shape[1:]).float()
     blank = media.mean(dim=tuple(range(1, media.ndim)), keepdim=True).expand_as(media)
     lines = [_numbers(prompts, best), _apart(subject, media, prompts, best)]
-    tried = {"noise": score(subject, noise, prompts), "blank": score(subject, blank, prompts)}
-    lines += [_less(probe, prompts, found, best) for probe, found in tried.items()]
+    shown = {"noise": noise, "blank": blank} | (clips.tried(media, subject.seed) if moving else {})
+    tried = {probe: score(subject, one, prompts) for probe, one in shown.items()}
+    less = [_less(probe, prompts, found, best) for probe, found in tried.items()]
+    lines += _either(less) if moving else less
     others = _others(prompts) if about.needs else []
     if others:
         rows, asked = [i for i, _ in others], [prompts[j] for _, j in others]
@@ -114,6 +117,17 @@ def _less(probe: str, prompts: Sequence[Prompt], scores: list[float], best: Sequ
     return Line(probe, f"less on average than {mean(best):.4g}", scores, _rows(bad, prompts, scores, probe, notes))
 
 
+def _either(lines: Sequence[Line]) -> list[Line]:
+    """Of a reward of videos: what it fails because it wants motion, or because it wants steadiness, is only said."""
+    excused = clips.excused({line.probe for line in lines if line.offences})
+    return [
+        replace(line, rule=f"{line.rule}; not of a reward that wants {clips.wants(line.probe)}", offences=[])
+        if line.probe in excused and line.offences
+        else line
+        for line in lines
+    ]
+
+
 def _apart(subject: Subject, media: Tensor, prompts: Sequence[Prompt], best: list[float]) -> Line:
     count = min(len(prompts), 16)
     alone = [score(subject, media[i : i + 1], prompts[i : i + 1])[0] for i in range(count)]
@@ -137,7 +151,8 @@ def _jpeg(
     subject: Subject, media: Tensor, prompts: Sequence[Prompt], best: list[float], blank: Sequence[float]
 ) -> Line:
     found = score(subject, recompressed(media), prompts)
-    room = GAIN * abs(mean(best) - mean(blank))
+    gain = GAIN if "image" in card_of(subject.reward).media else clips.GAIN
+    room = gain * abs(mean(best) - mean(blank))
     bad = []
     if not mean(found) <= mean(best) + room + SAME:
         bad = [i for i, (a, b) in enumerate(zip(found, best)) if not a <= b + room]
