@@ -31,7 +31,7 @@ class _State:
     """B rows in the making."""
 
     cache: Any
-    mask: Tensor  # [B, S]
+    mask: Tensor | None  # [B, S]; None: nothing is padded
     place: Tensor  # [B] position of the next token
 
 
@@ -57,10 +57,11 @@ class JanusNet(ImageNet):
             use_cache=True,
         ).last_hidden_state[:, -1:]  # fmt: skip
         grown = caches.growing(caches.kept(cache), rows)
-        return hidden[rows], _State(grown, inputs["mask"][rows], places[rows, -1] + 1)
+        mask = None if bool(inputs["mask"].all()) else inputs["mask"][rows]
+        return hidden[rows], _State(grown, mask, places[rows, -1] + 1)
 
     def step(self, ids: Tensor, state: _State) -> Tensor:
-        state.mask = F.pad(state.mask, (0, 1), value=1)
+        state.mask = None if state.mask is None else F.pad(state.mask, (0, 1), value=1)
         hidden = self.hf.model.language_model(
             inputs_embeds=self.hf.prepare_embeddings_for_image_generation(ids), attention_mask=state.mask,
             position_ids=state.place[:, None], past_key_values=state.cache, use_cache=True,
