@@ -37,7 +37,7 @@ from mmrl.scoring import Handling, Scorer  # noqa: E402
 from rewards.card import card_of  # noqa: E402
 from tests.tiny_rewards import TINY, asked, pictures, save_head, save_tiny_clip  # noqa: E402
 
-ELSEWHERE = ("digits", "digits_judge", "remote")  # need a server, or something trained first
+ELSEWHERE = ("remote",)  # needs a server
 SLOW = 0.08  # seconds a sample that the slow reward of the set waits, as one that asks a distant server does
 
 
@@ -56,6 +56,7 @@ def main() -> None:
         small = small_options(Path(folder))
         built = rewards_of(given, small)
         speed = {name: per_second(name, reward, media, prompts, options.seconds) for name, reward in built.items()}
+        speed |= texts_per_second(options.samples, options.seconds)
         found = {
             "samples_per_second": {name: value for name, value in speed.items() if value},
             "small": sorted(set(small) - set(given)),
@@ -96,6 +97,7 @@ def small_options(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
 
     clip, head = save_tiny_clip(folder / "clip"), save_head(folder / "head.pth", TINY["embed_dim"])
     found: dict[str, Callable] = {name: partial(make, place(folder, name)) for name, make in TINY_OPTIONS.items()}
+    found["digits"] = found["digits_judge"] = lambda: {"path": "world:digits/reader-test"}
     found["clip_score"] = lambda: {"model": clip}
     found["aesthetic"] = lambda: {"head": head, "clip": clip}
     return found
@@ -106,7 +108,7 @@ def place(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def per_second(name: str, reward: Callable, media: torch.Tensor, prompts: list[dict], budget: float) -> float | None:
+def per_second(name: str, reward: Callable, media: Any, prompts: list[dict], budget: float) -> float | None:
     """Samples a second of the median call; None where the reward does not judge these."""
     try:
         first = measuring.seconds(lambda: reward(media, prompts))
@@ -116,6 +118,21 @@ def per_second(name: str, reward: Callable, media: torch.Tensor, prompts: list[d
     calls = max(1, min(20, int(budget / max(first, 1e-3))))
     times = sorted(measuring.seconds(lambda: reward(media, prompts)) for _ in range(calls))
     return len(prompts) / times[len(times) // 2]
+
+
+def texts_per_second(samples: int, budget: float) -> dict[str, float | None]:
+    """Of every reward of texts on right answers; those with a model of their own are left out."""
+    from tests.text_rewards import SMALLEST, prompts_of
+
+    found = {}
+    for name, (chosen, _) in SMALLEST.items():
+        if name == "text_similarity":
+            continue
+        reward, prompts = REWARDS.build(name, **chosen), prompts_of(name)
+        prompts = (prompts * samples)[:samples]
+        texts = [reward.right_answer(prompt) for prompt in prompts]
+        found[name] = per_second(name, reward, texts, prompts, budget)
+    return found
 
 
 class Distant:
@@ -159,6 +176,7 @@ def overlap(built: dict[str, Callable], media: torch.Tensor, prompts: list[dict]
         "sequential": slow,
         "overlapped": fast,
         "times": slow / fast,
+        "samples_per_second": {"sequential": len(prompts) / slow, "overlapped": len(prompts) / fast},
         "rewards": list(rewards),
         "parts": len(slices),
     }
@@ -194,7 +212,8 @@ def network() -> dict[str, Callable]:
 INTRODUCTION = """# Rewards: speed
 
 Written by `scripts/bench_rewards.py`. Pictures of {size} x {size} pixels, {samples} in a call. Rewards marked * run a
-small random network of the real class: their numbers are those of the pipeline around it, not of a real model.
+small random network of the real class: their numbers are those of the pipeline around it, not of a real model. Rewards
+of texts judge right answers.
 
 | reward | samples a second |
 |---|---|
@@ -203,7 +222,8 @@ OVERLAP = """
 ## Overlap
 
 A rollout in {parts} parts, scored by {names}; `distant` waits {slow} s a sample, and so does the sampling. One after
-another {sequential:.2f} s, overlapped {overlapped:.2f} s: **{times:.2f} times** as fast, with the same numbers.
+another {sequential:.2f} s ({before:.1f} samples a second), overlapped {overlapped:.2f} s ({after:.1f}): **{times:.2f}
+times** as fast, with the same numbers.
 
 ## Cache
 
@@ -217,7 +237,10 @@ def page(found: dict[str, Any]) -> str:
     speeds = found["samples_per_second"].items()
     rows = [f"| `{name}`{'*' if name in found['small'] else ''} | {value:.3g} |" for name, value in speeds]
     text = INTRODUCTION.format(size=found["size"], samples=found["samples"]) + "\n".join(rows) + "\n"
-    text += OVERLAP.format(**over, slow=SLOW, names=", ".join(f"`{name}`" for name in over["rewards"]))
+    before, after = over["samples_per_second"].values()
+    text += OVERLAP.format(
+        **over, before=before, after=after, slow=SLOW, names=", ".join(f"`{name}`" for name in over["rewards"])
+    )
     for name, one in found["cache"].items():
         text += f"| {name} | {one['miss']:.4f} | {one['hit']:.4f} | {one['share']:.2%} |\n"
     plain = [f"* {key}: {value}\n" for key, value in about.items() if not isinstance(value, dict)]
