@@ -34,6 +34,7 @@ SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
     ("policies", "vlm"): {"path": "{tiny:qwen2_5_vl}", "tokens": 6},
     ("policies", "sd3"): {"path": "world:digits/sd3-test", "size": 32, "steps": 4, "width": 8},
     ("policies", "amused"): {"path": "{tiny:amused}", "steps": 3, "width": 8},
+    ("policies", "masked_lm"): {"path": "{tiny:bert}", "tokens": 6, "block": 3, "steps": 4, "width": 8},
     ("policies", "sd"): {"path": "{tiny:sd}", "size": 16, "steps": 3, "width": 8},
     ("policies", "sdxl"): {"path": "{tiny:sdxl}", "size": 16, "steps": 3, "width": 8},
     ("policies", "flux"): {"path": "{tiny:flux}", "size": 16, "steps": 3, "width": 8, "text_length": 16},
@@ -87,10 +88,12 @@ class Tiny:
     """``{tiny:qwen2_5_vl}``: built when it is asked for."""
 
     def __format__(self, name: str) -> str:
-        from . import image_tokens, tiny_diffusers, tiny_vlms
+        from . import image_tokens, tiny_diffusers, tiny_masked_lm, tiny_vlms
 
         if name in image_tokens.BUILDERS:
             return str(image_tokens.folder(name))
+        if name == "bert":
+            return str(tiny_masked_lm.folder())
 
         return str((tiny_diffusers if name in tiny_diffusers.builders() else tiny_vlms).folder(name))
 

@@ -191,6 +191,7 @@ DOCUMENTED = {
     "policy: sd3": POLICIES["sd3"],
     "policy: vlm": POLICIES["vlm"],
     "policy: amused": POLICIES["amused"],
+    "policy: masked_lm": POLICIES["masked_lm"],
     "policy: janus": POLICIES["janus"],
     "policy: llamagen": POLICIES["llamagen"],
     "policy: var": POLICIES["var"],

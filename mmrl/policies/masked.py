@@ -58,7 +58,7 @@ class MaskedDiffusion(TokenPolicy, ABC):
     temperature: of the tokens. choice: of the Gumbel noise of maskgit's choice, at the first and at the last pass.
     """
 
-    not_options = (*TokenPolicy.not_options, "passes")
+    not_options = (*TokenPolicy.not_options, "passes", "blocks")
 
     def __init__(
         self,
@@ -72,14 +72,18 @@ class MaskedDiffusion(TokenPolicy, ABC):
         logp_dist: LogpDist = "guided",
         temperature: Annotated[float, Gt(0)] = 1.0,
         choice: tuple[float, float] = (2.0, 0.0),
+        blocks: int = 1,
         **options: Any,
     ):
+        """blocks: equal parts of the sample that are finished one after the other, ``steps / blocks`` passes each."""
         super().__init__(net, length, mask_id, passes=steps, **options)
-        self.rates = SCHEDULES[schedule](steps)  # [T + 1]
-        self.left = unmask.left_hidden(length, self.rates)
-        self.noises = torch.linspace(*choice, steps).tolist()  # [T]
+        self.turns = steps // blocks  # T passes a block
+        self.block = length // blocks  # tokens
+        self.rates = SCHEDULES[schedule](self.turns)  # [T + 1]
+        self.left = unmask.left_hidden(self.block, self.rates)
+        self.noises = torch.linspace(*choice, self.turns).tolist()  # [T]
         self.chooses = sampler == "maskgit"
-        if self.chooses and steps > 1 and min(self.noises[:-1]) <= 0:
+        if self.chooses and self.turns > 1 and min(self.noises[:-1]) <= 0:
             raise UserError(f"policy option choice must be above 0 before the last pass, not {tuple(choice)}")
         if logp_dist == "conditional" and guidance != 1:
             warnings.warn(
@@ -107,12 +111,12 @@ class MaskedDiffusion(TokenPolicy, ABC):
         order = torch.full_like(ids, self.passes)
         steps = []
         for step in range(self.passes):
-            hidden = order == self.passes
+            hidden = (order == self.passes) & self._open(step, ids)
             point = Point(group=group, cond=cond, row=row, state=ids, mask=hidden)
             sampled, scored = self._both(point)
             draw = sampled.sample(rng.uniform(row, (self.length,), 2 * step))
             rank = self._reveal(step, sampled.log_prob(draw), hidden, rng.uniform(row, (self.length,), 2 * step + 1))
-            new = hidden & ((rank < self.length) | (step == self.passes - 1))
+            new = hidden & ((rank < self.length) | ((step + 1) % self.turns == 0))
             decision = torch.stack([draw, rank], -1)
             steps.append((decision, self._scored(scored, step, decision), hidden, new))
             ids, order = torch.where(new, draw, ids), torch.where(new, step, order)
@@ -120,11 +124,16 @@ class MaskedDiffusion(TokenPolicy, ABC):
 
     def _reveal(self, step: int, confidence: Tensor, hidden: Tensor, uniform: Tensor) -> Tensor:
         """[B, L] the rank of what becomes final in this pass, numbered as in ``samplers.unmask.ranked``."""
+        turn = step % self.turns
         if not self.chooses:
-            new = unmask.emerge(uniform, hidden, self.rates, step)
+            new = unmask.emerge(uniform, hidden, self.rates, turn)
             return torch.where(new, 0, self.length + ~hidden)
-        count = self.left[step] - self.left[step + 1] if step < self.passes - 1 else 0  # the last pass chooses nothing
-        return unmask.ranked(confidence, uniform, self.noises[step], hidden, count)
+        count = self.left[turn] - self.left[turn + 1] if turn < self.turns - 1 else 0  # the last pass chooses nothing
+        return unmask.ranked(confidence, uniform, self.noises[turn], hidden, count)
+
+    def _open(self, step: int, ids: Tensor) -> Tensor:
+        """[L] bool: the positions of this pass's block."""
+        return torch.arange(self.length, device=ids.device) // self.block == step // self.turns
 
     def _scored(self, dist: Categorical, step: int, decision: Tensor) -> Tensor:
         """[B, L] log-prob of a pass's decision."""
@@ -134,7 +143,7 @@ class MaskedDiffusion(TokenPolicy, ABC):
 
     def _noise(self, step: int, rows: int) -> Tensor:
         """[B, 1] of the choice in this pass; any number where nothing is chosen."""
-        return torch.full((rows, 1), self.noises[step] or 1.0, device=self.device)
+        return torch.full((rows, 1), self.noises[step % self.turns] or 1.0, device=self.device)
 
     def _rollout(self, found: Rollout, steps: list[tuple[Tensor, Tensor, Tensor, Tensor]]) -> Rollout:
         """emerge: K = L decisions, one a token. maskgit: K = T L, all tokens drawn in every pass."""
