@@ -29,6 +29,7 @@ class Meter:
     def __init__(self):
         self.sums: dict[str, Tensor] = {}  # name -> [2] float64: sum and count
         self.tops: dict[str, Tensor] = {}  # name -> [] float64
+        self.sizes: dict[str, Tensor] = {}  # name -> [] float64: sum of absolute values
 
     @contextmanager
     def listening(self) -> Iterator[Meter]:
@@ -44,6 +45,7 @@ class Meter:
         kept = torch.where(keep, value, 0.0)
         pair = torch.stack([kept.sum(), keep.sum().double()])
         self.sums[name] = self.sums.get(name, 0) + pair
+        self.sizes[name] = self.sizes.get(name, 0) + kept.abs().sum()
         self.tops[name] = torch.maximum(self.tops.get(name, pair.new_zeros(())), kept.abs().max())
 
     def put(self, name: str, total: Tensor, count: Tensor) -> None:
@@ -54,6 +56,13 @@ class Meter:
         """Mean over everything observed on all processes; a collective call. NaN if nothing was."""
         total, count = distributed.all_sum(self.sums.get(name, torch.zeros(2, dtype=torch.float64))).tolist()
         return total / count if count else float("nan")
+
+    def size(self, name: str) -> float:
+        """Mean absolute value of what was observed on all processes; a collective call. 0 if nothing was."""
+        nothing = torch.zeros(2, dtype=torch.float64)
+        pair = torch.stack([self.sizes[name], self.sums[name][1]]) if name in self.sizes else nothing
+        total, count = distributed.all_sum(pair).tolist()
+        return total / max(count, 1)
 
     def top(self, name: str) -> float:
         """Largest absolute value on any process; a collective call."""

@@ -10,8 +10,10 @@ import torch
 from mmrl.advantages import flow_grpo
 from mmrl.dists import Categorical
 from mmrl.objectives import PolicyGradient
+from mmrl.objectives.corrections import Importance
 from mmrl.options import TrainOptions
 from mmrl.policies.vlm.policy import VLM
+from mmrl.registry import UserError
 from mmrl.trainer import Trainer
 from mmrl.types import Completion, Point, Rewards
 from samplers.noise import Rng
@@ -143,9 +145,9 @@ def test_a_family_that_cannot_share_says_so_and_samples_the_same_way():
 
 
 def test_an_unknown_family_is_compared_before_it_shares(policy, monkeypatch):
-    from mmrl.policies.vlm import policy as module
+    from mmrl.policies.vlm import passes
 
-    monkeypatch.setattr(module, "VERIFIED", ())
+    monkeypatch.setattr(passes, "VERIFIED", ())
     one = policy_of()
     rolled(one, copies=1)
     assert one.net.share
@@ -164,7 +166,51 @@ def test_own_sampling_is_that_of_transformers(policy):
     torch.testing.assert_close(own.logprob, plain.logprob, atol=1e-5, rtol=1e-5)
 
 
+def test_prompts_of_unlike_numbers_of_images_are_read_apart_where_the_family_needs_it():
+    """Mllama; and what is scored before anything was sampled is read the right way too."""
+    image = tiny_vlms.image
+    pair = {"text": "which?", "images": [image(56, 56, 4), image(56, 80, 5)]}
+    given = [*prompts("mllama")[:1], pair, *prompts("mllama")[1:]]
+    policy, fresh = policy_of("mllama"), policy_of("mllama")
+    with pytest.warns(UserWarning, match="read once for every answer"):
+        rollout = rolled(policy, given, copies=2)
+    torch.testing.assert_close(rollout.logprob, native(policy, rollout), atol=1e-5, rtol=1e-5)
+    with pytest.warns(UserWarning, match="read once for every answer"):
+        scored = logprobs(fresh, rollout)
+    torch.testing.assert_close(scored.detach(), rollout.logprob, atol=1e-5, rtol=1e-5)
+    policy.width = 3
+    assert torch.equal(rolled(policy, given, copies=2).sample, rollout.sample)
+
+
+def test_another_engine_is_measured_against_the_policys_own_passes(policy):
+    other = policy_of(engine="hf", temperature=0.8, top_k=20)
+    own = rolled(policy_of(temperature=0.8, top_k=20))
+    other.measures()
+    rollout = rolled(other)
+    assert torch.equal(rollout.sample, own.sample) and own.sampled is None
+    torch.testing.assert_close(rollout.sampled, own.logprob, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(rollout.logprob, logprobs(other, rollout).detach(), atol=1e-6, rtol=1e-6)
+    gap = (rollout.sampled - rollout.logprob)[rollout.mask].abs().mean()
+    assert other.measures()["engine/gap"] == pytest.approx(float(gap)) and gap < 1e-5
+    weight = Importance(high=5.0).weight(point_of(other, rollout))
+    torch.testing.assert_close(weight[rollout.mask], torch.ones(int(rollout.mask.sum())), atol=1e-4, rtol=0)
+
+
 # ----------------------------------------------------------------------------------------------- prompts and answers
+
+
+def test_a_prompt_is_encoded_once_and_forgotten_when_there_is_no_room(policy):
+    given, calls = prompts(), []
+    one = policy_of()
+    take = one.inputs.take
+    one.inputs.take = lambda prompt: calls.append(prompt["text"]) or take(prompt)
+    first, again = rolled(one, given), rolled(one, given)
+    assert len(calls) == 3 and torch.equal(first.sample, again.sample)
+    rolled(one, prompts())
+    assert len(calls) == 6, "other objects, which might differ"
+    one.recent.size = one.recent.used - 1
+    rolled(one, prompts())
+    assert one.recent.used <= one.recent.size and len(one.recent.kept) < 9
 
 
 def test_an_image_changes_its_own_rows_only(policy):
@@ -355,6 +401,25 @@ def test_the_first_ratio_is_one_and_training_changes_the_weights():
     assert found["ratio/mean"] == 1 and found["clip_fraction"] == 0 and found["ratio/max_deviation"] < 1e-4
     after = policy.weights.full()
     assert sum(not torch.equal(before[n], after[n]) for n in before) > 0.9 * len(before)
+
+
+def test_the_gate_in_half_precision_looks_at_the_mean():
+    """Weights in bfloat16 pass; samples of other weights do not, and neither does their rounding in float32."""
+    policy = policy_of(dtype="bfloat16")
+    found = trainer_of(policy).iterate()
+    assert found["ratio/mean"] == 1 and found["ratio/max_deviation"] > 1e-4
+    assert trainer_of(policy_of(), precision="bf16").iterate()["ratio/mean"] == 1
+    for one in (policy, policy_of()):
+        rollout = one.rollout
+        gap = 0.05 if one is policy else 1e-3
+        one.rollout = lambda *given, own=rollout, gap=gap: (r := own(*given)).replace(logprob=r.logprob - gap)
+        with pytest.raises(UserError, match="on average" if one is policy else "at most"):
+            trainer_of(one).iterate()
+
+
+def test_images_pass_the_tower_once_to_sample_once_to_score_once_for_the_reference():
+    found = trainer_of(policy_of(), micro_batch=None).iterate()
+    assert found["vlm/vision_passes"] == 3
 
 
 def test_no_micro_batch_changes_the_gradient():

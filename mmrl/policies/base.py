@@ -154,6 +154,10 @@ class NetPolicy:
         """What is trained, by learning rate."""
         return [ParameterGroup([p for p in self.net.parameters() if p.requires_grad])]
 
+    def measures(self) -> dict[str, float]:
+        """A family's own curves, of this process and since this was last asked: before and after every iteration."""
+        return {}
+
     def admit(self, prompts: list[Prompt]) -> list[Prompt]:
         """Those of a dataset's prompts that this policy can take; one with limits notes what it left out."""
         return prompts

@@ -2,45 +2,41 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-import torch.nn.functional as F
 from annotated_types import Gt, Le
-from torch import Tensor, nn
+from torch import Tensor
 
 from samplers.batching import chunks
 from samplers.noise import Rng
 from samplers.warp import Warp
 
-from ... import distributed
 from ...options import Count
 from ...registry import POLICIES, UserError, locate
-from ...types import Completion, Media, Point, Prompt, Rollout, tree_map
-from ..base import NetPolicy, ParameterGroup
+from ...types import Completion, Media, Point, Prompt, Rollout
+from ..base import ParameterGroup
 from ..lora import Lora
-from .answers import AnswerTokens
 from .budgets import admit
-from .engines import generate_plainly
 from .families import Coords, family_of, modules_of, part_of
-from .generate import Answers, Ending, generate
+from .generate import Ending
 from .inputs import Inputs
 from .media import Budgets
 from .parts import Parts, beside_adapters, groups_of, merged, set_trainable, summary
-from .prefix import VERIFIED, Prefix, SharedPrefix, positions, sharded, shareable
-from .scores import Scored
+from .passes import Passes, images_in
+from .prefix import SharedPrefix
+from .vision import quicken
 
 Storage = Literal["float32", "bfloat16", "float16", "auto"]
-Encoded = dict[str, Tensor]
 
 
 @POLICIES.register("vlm")
-class VLM(NetPolicy):
+class VLM(Passes):
     """Vision-language models: images, several images, video or text in, text out; any folder or hub id."""
 
     makes = "text"
@@ -61,7 +57,8 @@ class VLM(NetPolicy):
         coords: Coords | None = None,
         share: Literal["auto", "prefix", "none"] = "auto",
         dtype: Storage = "float32",
-        attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa",
+        engine: Literal["own", "hf"] = "own",
+        attention: Literal["sdpa", "eager", "flash_attention_2", "xformers"] = "sdpa",
         lora: Lora | int | None = None,
         train: Parts | None = None,
         **options: Any,
@@ -71,19 +68,24 @@ class VLM(NetPolicy):
         token. certainty: record how sure the model is of its answers, for the reward self_certainty. budgets: what
         images, videos and prompts may cost. coords: the space of the model's coordinates, where its family's is
         unknown. share: prefix reads a prompt once for its whole group, none once for every answer, auto is prefix
-        where that was compared, or can be, and agrees. dtype: of the weights. attention: transformers' implementation.
-        lora: adapters in the language model. train: instead, how language model, projector and vision tower are each
+        where that was compared, or can be, and agrees. dtype: of the weights. engine: what samples: own, or hf,
+        transformers' generate, whose log-probs are kept beside those of the policy's own passes. attention:
+        transformers' implementation; xformers: in towers of packed images, on CUDA, with sdpa elsewhere. lora:
+        adapters in the language model. train: instead, how language model, projector and vision tower are each
         trained; by default all fully."""
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         self.place = locate(path)
-        hf = _loaded(AutoModelForImageTextToText, self.place, dtype=_dtype(dtype), attn_implementation=attention)
+        hf = _loaded(
+            AutoModelForImageTextToText, self.place, dtype=_dtype(dtype), attn_implementation=_plain(attention)
+        )
+        if attention in ("sdpa", "xformers"):
+            quicken(hf, xformers=attention == "xformers")
         processor, family = _loaded(AutoProcessor, self.place), family_of(hf.config, coords)
         self.inputs = Inputs(processor, hf.config, budgets or Budgets(), family, hf.generation_config)
         self.warp = Warp(temperature, top_k, top_p, self.inputs.suppressed)
         self.ending = Ending(tokens, self.inputs.stops, self.inputs.pad, tuple(stop), self.inputs.decode, certainty)
-        self.witness: Encoded | None = None
-        self.greedy, self.entropies, self.sharing = greedy, False, share
+        self.greedy, self.sharing, self.engine = greedy, share, engine
         self.truth: Callable[[Prompt], str | None] | None = None  # writes one answer of every group while it is set
         if lora is not None and train is not None:
             raise UserError("policy options lora and train exclude each other; write train: {language: lora, ...}")
@@ -99,23 +101,30 @@ class VLM(NetPolicy):
         self.notes = (*family.unverified(), summary(self.net))
 
     def rollout(self, prompts: list[Prompt], copies: int, rng: Rng) -> Rollout:
-        taken = [self.inputs.take(prompt) for prompt in prompts]
-        cond = [self._placed(encoded) for encoded, _ in taken]
+        taken = [self._taken(prompt) for prompt in prompts]
+        cond = [encoded for encoded, _ in taken]
+        self.images += sum(map(images_in, cond))
         self._check_sharing(cond)
         row = rng.rows(len(prompts), copies).to(self.device)
         group = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)
         size = self.chunk(len(row), lambda n: self._try(cond, group[:n]))
-        parts = [self._answer(cond, group, row, rng, whole, size) for whole in self._blocks(len(prompts), copies, size)]
-        answers = [answer for part in parts for answer in part]
-        ids, mask, logprob = (torch.cat([getattr(a, name) for a in answers]) for name in ("ids", "mask", "logprob"))
-        certainty = torch.cat([a.certainty for a in answers]) if self.ending.certain else None
-        order = torch.arange(ids.shape[1], device=self.device).expand_as(ids)
+        answers = self._answers(cond, group, row, rng, size)
+        order = torch.arange(answers.ids.shape[1], device=self.device).expand_as(answers.ids)
         seen = tuple({**prompt, "view": view} for prompt, (_, view) in zip(prompts, taken, strict=True))
         found = Rollout(
-            group=group, cond=cond, row=row, sample=ids, mask=mask, logprob=logprob, order=order, prompts=seen,
-            certainty=certainty,
+            group=group, cond=cond, row=row, sample=answers.ids, mask=answers.mask, logprob=answers.logprob,
+            order=order, prompts=seen,
+            certainty=answers.certainty,
         )  # fmt: skip
+        if self.engine != "own":
+            found = self._rescored(found, size)
         return found if self.truth is None else self._taught(found, copies, size)
+
+    def measures(self) -> dict[str, float]:
+        found = {"vlm/vision_passes": self.towered / self.images} if self.images else {}
+        found |= {"engine/gap": sum(self.gaps) / len(self.gaps)} if self.gaps else {}
+        self.images, self.towered, self.gaps = 0, 0, []
+        return found
 
     def parameter_groups(self) -> list[ParameterGroup]:
         return groups_of(self.net, self.parts)
@@ -135,14 +144,6 @@ class VLM(NetPolicy):
     def renoise(self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False) -> Iterator[Point]:
         for point in self.path(rollout):
             yield point.replace(logprob=None)
-
-    def dist(self, point: Point) -> AnswerTokens:
-        where = point.mask
-        if not where.any():  # every process makes its passes, also those that train nothing
-            where = where.clone()
-            where[0, 0] = True
-        hidden, scored = self._score(self.active(), point.cond, point.group, point.target, where)
-        return AnswerTokens(self, point, where, hidden, scored)
 
     def enable_gradient_checkpointing(self) -> None:
         self.net.enable_gradient_checkpointing()
@@ -179,85 +180,14 @@ class VLM(NetPolicy):
         hf.save_pretrained(folder)
         self.inputs.save(folder)
 
-    def _placed(self, encoded: Encoded) -> Encoded:
-        """On the device, with its positions as ``places`` [1, S, axes]: they cost time and never change."""
-        places = positions(self.net.hf, encoded)
-        places = places[..., None] if places.ndim == 2 else places.permute(1, 2, 0)
-        return tree_map(lambda tensor: tensor.to(self.device), encoded | {"places": places})
-
-    def _batch(self, encoded: list[Encoded]) -> Encoded:
-        """One left-padded batch, with ``position_ids`` [P, S] or [3, P, S].
-
-        Of many processes all must pass something through the vision tower in every pass, or its gradients are waited
-        for: where no prompt has an image, one more prompt that nobody answers brings one. On one process too, where
-        the tower is trained: its gradient is then zero and not missing, which Adam does not take for the same.
-        """
-        needed = distributed.world()[1] > 1 or torch.is_grad_enabled() and self.sees
-        if needed and not any(name.startswith("pixel_values") for one in encoded for name in one):
-            self.witness = self.witness or self._placed(self.inputs.encode(blank_image()))
-            encoded = [*encoded, self.witness]
-        batch = self.inputs.collate([{k: v for k, v in one.items() if k != "places"} for one in encoded])
-        length = batch["input_ids"].shape[1]
-        places = [F.pad(one["places"], (0, 0, length - one["places"].shape[1], 0)) for one in encoded]
-        found = torch.cat(places).permute(2, 0, 1)
-        return batch | {"position_ids": found[0] if len(found) == 1 else found}
-
-    def _collated(self, cond: list[Encoded], group: Tensor, each: bool) -> tuple[Encoded, Tensor]:
-        """The prompts of ``group`` [B] as one batch, each once or (``each``) once a row, and where every row's is."""
-        unique, rows = group.unique(return_inverse=True)
-        if each:
-            unique, rows = group, torch.arange(len(group), device=group.device)
-        return self._batch([cond[i] for i in unique.tolist()]), rows
-
-    def _score(
-        self, net: nn.Module, cond: list[Encoded], group: Tensor, ids: Tensor, where: Tensor
-    ) -> tuple[Tensor, Scored]:
-        """Hidden states and log-probs of the tokens ``where`` holds."""
-        inputs, rows = self._collated(cond, group, each=not self.net.share)
-        return net("score", inputs, rows, ids, where, self.warp, self.entropies)
-
     @torch.no_grad()
-    def _check_sharing(self, cond: list[Encoded]) -> None:
-        """Of a family nobody has compared: whether a shared prompt gives the log-probs of separate passes."""
-        if self.sharing != "auto":
-            return
-        self.sharing = "checked"
-        if not shareable(self.net.hf):
-            self.net.share = False
-        elif self.net.config.model_type not in VERIFIED:
-            group = torch.zeros(2, dtype=torch.long, device=self.device)
-            ids = cond[0]["input_ids"][:, -5:].expand(2, -1)
-            found = []
-            for self.net.share in (False, True):
-                found.append(self._score(self.net, cond, group, ids, torch.ones_like(ids, dtype=torch.bool))[1].logprob)
-            apart = float((found[0] - found[1]).abs().max())
-            self.net.share = apart < (1e-3 if self.net.hf.dtype == torch.float32 else 0.1)
-        if not self.net.share:
-            warnings.warn(
-                f"{self.net.config.model_type}: prompts are read once for every answer, since sharing them is not "
-                "exact in this family; set the policy's share to none to say so yourself",
-                stacklevel=2,
-            )
-
-    def _blocks(self, prompts: int, copies: int, size: int) -> Iterator[slice]:
-        """Prompts to read at once: as many as ``size`` rows answer, at least one."""
-        return chunks(prompts, max(1, size // copies))
-
-    def _answer(
-        self, cond: list[Encoded], group: Tensor, row: Tensor, rng: Rng, prompts: slice, size: int
-    ) -> Iterator[Answers]:
-        """Answers to a block of prompts, which is read once, ``size`` rows at a time."""
-        mine = ((group >= prompts.start) & (group < prompts.stop)).nonzero()[:, 0]
-        busy = self._any_works if sharded(self.net) else None
-        if not self.net.share:
-            for part in chunks(len(mine), size):
-                inputs, _ = self._collated(cond, group[mine[part]], each=True)
-                yield generate_plainly(self.net, inputs, row[mine[part]], rng, self.warp, self.ending, busy)
-            return
-        prefix: Prefix = self.net("read", self._batch(cond[prompts]))
-        for part in chunks(len(mine), size):
-            at = mine[part]
-            yield generate(self.net, prefix, group[at] - prompts.start, row[at], rng, self.warp, self.ending, busy)
+    def _rescored(self, rollout: Rollout, size: int) -> Rollout:
+        """What another engine sampled, with its log-probs as ``sampled`` and those of the policy's own passes."""
+        parts = [rollout[part] for part in chunks(len(rollout), size)]
+        scored = [self.dist(point).log_prob(point.target) for part in parts for point in self.path(part)]
+        own = torch.cat(scored).to(rollout.logprob)
+        self.gaps.append(float((own - rollout.logprob)[rollout.mask].abs().mean()))
+        return rollout.replace(logprob=own, sampled=rollout.logprob)
 
     @torch.no_grad()
     def _taught(self, rollout: Rollout, copies: int, size: int) -> Rollout:
@@ -281,19 +211,9 @@ class VLM(NetPolicy):
             logprob[last[part]] = torch.where(written[last[part], None], scored, logprob[last[part]])
         if found.certainty is not None:  # of what was sampled: nobody knows that of the answer in its place
             found = found.replace(certainty=found.certainty.masked_fill(written[:, None], torch.nan))
+        if found.sampled is not None:  # and no other engine sampled that one
+            found = found.replace(sampled=torch.where(written[:, None], logprob, found.sampled))
         return found.replace(logprob=logprob, given=written)
-
-    def _any_works(self, here: bool) -> bool:
-        return bool(distributed.all_max(torch.tensor(float(here), device=self.device)))
-
-    def _try(self, cond: list[Encoded], group: Tensor) -> None:
-        """What sampling these rows needs at most: no answer ends early."""
-        inputs, rows = self._collated(cond, group, each=not self.net.share)
-        endless = replace(self.ending, stops=(), strings=())
-        if self.net.share:
-            generate(self.net, self.net("read", inputs), rows, rows, Rng.of("try"), self.warp, endless)
-        else:
-            generate_plainly(self.net, inputs, rows, Rng.of("try"), self.warp, endless)
 
     def _completion(self, ids: list[int], known: list[float], begun: str = "") -> Completion:
         """The whole answer: what was written after what it ``begun`` with."""
@@ -302,17 +222,23 @@ class VLM(NetPolicy):
         return Completion(begun + text, len(ids), stopped, *known)
 
 
-def blank_image() -> Prompt:
-    from PIL import Image
-
-    return {"text": "", "images": [Image.new("RGB", (64, 64))]}
-
-
 def _loaded(auto: Any, place: str, **options: Any) -> Any:
     try:
         return auto.from_pretrained(place, **options)
     except (OSError, ValueError) as error:
         raise UserError(f"policy.vlm.path {place}: {auto.__name__} cannot load it: {error}") from error
+
+
+def _plain(attention: str) -> str:
+    """transformers' name of it, where all is as usual. Raises UserError if xformers is wanted and cannot run."""
+    if attention != "xformers":
+        return attention
+    if not torch.cuda.is_available() or find_spec("xformers") is None:
+        raise UserError(
+            "policy option attention = xformers needs a CUDA device and the package xformers (pip install xformers); "
+            "use sdpa"
+        )
+    return "sdpa"
 
 
 def _dtype(name: str) -> Any:

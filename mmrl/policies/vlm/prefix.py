@@ -24,6 +24,8 @@ from .caches import KV
 
 ROPE_INPUTS = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 CROSS_ATTENTION = ("mllama",)  # its image is looked at from every layer, past the cache of tokens
+DIRECT = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava", "llava_next", "llava_onevision")
+# ^ answers go to their language models at once: what is around these does nothing without an image but take time
 VERIFIED = (
     "qwen2_vl",
     "qwen2_5_vl",
@@ -84,9 +86,11 @@ class SharedPrefix(nn.Module):
         seen = torch.cat([mask, mask.new_ones(len(ids), length)], 1).long()
         if rotary3(self.hf):
             places = places.expand(3, -1, -1)
-        return self._base(
-            input_ids=ids, attention_mask=seen, position_ids=places, past_key_values=cache, use_cache=True
-        )
+        base = self.hf.base_model.language_model if self.config.model_type in DIRECT else self.hf.base_model
+        return base(
+            input_ids=ids, attention_mask=seen, position_ids=places, past_key_values=cache, use_cache=True,
+            return_dict=True,
+        ).last_hidden_state  # fmt: skip
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[*, V] of hidden states [*, H]."""

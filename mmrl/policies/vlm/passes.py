@@ -1,0 +1,208 @@
+"""The passes of a vision-language policy: which prompts share one, what it samples, what it scores."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from samplers.batching import chunks
+from samplers.noise import Rng
+from samplers.warp import Warp
+
+from ... import distributed
+from ...types import Point, Prompt, tree_map
+from ..base import NetPolicy
+from .answers import AnswerTokens
+from .engines import generate_plainly
+from .generate import Answers, Ending, generate
+from .inputs import Inputs
+from .prefix import VERIFIED, Prefix, positions, sharded, shareable
+from .recent import Recent
+from .scores import Scored
+
+Encoded = dict[str, Tensor]
+KEPT = 2**28  # bytes of encoded prompts that are kept from one iteration to the next
+
+
+class Passes(NetPolicy):
+    """Everything between prompts and the network; ``net`` is a ``SharedPrefix``."""
+
+    inputs: Inputs
+    warp: Warp
+    ending: Ending
+    engine: str
+    sharing: str  # what was chosen; "checked" once it is decided
+    sees: bool  # gradients reach the vision tower or its projector
+    entropies: bool = False  # computed with every scoring pass
+    witness: Encoded | None = None  # a prompt with an image
+
+    def __init__(self, net: nn.Module, **options: Any):
+        super().__init__(net, **options)
+        self.recent = Recent(KEPT)
+        self.images, self.towered = 0, 0  # asked about, and passed through the tower, since this was last measured
+        self.gaps: list[float] = []  # mean distances to the log-probs of another engine
+
+    def dist(self, point: Point) -> AnswerTokens:
+        self._check_sharing(point.cond)
+        where = point.mask
+        if not where.any():  # every process makes its passes, also those that train nothing
+            where = where.clone()
+            where[0, 0] = True
+        hidden, scored = self._score(self.active(), point.cond, point.group, point.target, where)
+        return AnswerTokens(self, point, where, hidden, scored)
+
+    def _placed(self, encoded: Encoded) -> Encoded:
+        """On the device, with its positions as ``places`` [1, S, axes]: they cost time and never change."""
+        places = positions(self.net.hf, encoded)
+        places = places[..., None] if places.ndim == 2 else places.permute(1, 2, 0)
+        return tree_map(lambda tensor: tensor.to(self.device), encoded | {"places": places})
+
+    def _batch(self, encoded: list[Encoded]) -> Encoded:
+        """One left-padded batch, with ``position_ids`` [P, S] or [3, P, S].
+
+        Of many processes all must pass something through the vision tower in every pass, or its gradients are waited
+        for: where no prompt has an image, one more prompt that nobody answers brings one. On one process too, where
+        the tower is trained: its gradient is then zero and not missing, which Adam does not take for the same.
+        """
+        needed = distributed.world()[1] > 1 or torch.is_grad_enabled() and self.sees
+        if needed and not any(name.startswith("pixel_values") for one in encoded for name in one):
+            self.witness = self.witness or self._placed(self.inputs.encode(blank_image()))
+            encoded = [*encoded, self.witness]
+        self.towered += sum(images_in(one) for one in encoded)
+        batch = self.inputs.collate([{k: v for k, v in one.items() if k != "places"} for one in encoded])
+        length = batch["input_ids"].shape[1]
+        places = [F.pad(one["places"], (0, 0, length - one["places"].shape[1], 0)) for one in encoded]
+        found = torch.cat(places).permute(2, 0, 1)
+        return batch | {"position_ids": found[0] if len(found) == 1 else found}
+
+    def _taken(self, prompt: Prompt) -> tuple[Encoded, dict[str, Any]]:
+        """A prompt on the device and its view: what was encoded lately is not encoded again."""
+        found = self.recent.get(prompt)
+        if found is None:
+            encoded, view = self.inputs.take(prompt)
+            found = self._placed(encoded), view
+            self.recent.put(prompt, found, sum(tensor.nbytes for tensor in found[0].values()))
+        return found
+
+    def _collated(self, cond: list[Encoded], group: Tensor, each: bool) -> tuple[Encoded, Tensor]:
+        """The prompts of ``group`` [B] as one batch, each once or (``each``) once a row, and where every row's is."""
+        unique, rows = group.unique(return_inverse=True)
+        if each:
+            unique, rows = group, torch.arange(len(group), device=group.device)
+        return self._batch([cond[i] for i in unique.tolist()]), rows
+
+    def _kinds(self, cond: list[Encoded], group: Tensor) -> list[Tensor]:
+        """Positions in ``group`` [B] of the rows whose prompts can be one batch; nearly always all rows."""
+        unique = group.unique()
+        kinds = self.inputs.groups([cond[i] for i in unique.tolist()])
+        if len(kinds) == 1:
+            return [torch.arange(len(group), device=group.device)]
+        return [torch.isin(group, unique[kind]).nonzero()[:, 0] for kind in kinds]
+
+    def _score(
+        self, net: nn.Module, cond: list[Encoded], group: Tensor, ids: Tensor, where: Tensor
+    ) -> tuple[Tensor, Scored]:
+        """Hidden states [N, H] and log-probs [N] of the tokens ``where`` [B, T] holds."""
+        each, found, places = not self.net.share, [], []
+        number = where.flatten().cumsum(0).view_as(where) - 1
+        kinds = self._kinds(cond, group)
+        for at in kinds:
+            if len(kinds) == 1 or where[at].any():
+                inputs, rows = self._collated(cond, group[at], each)
+                found.append(net("score", inputs, rows, ids[at], where[at], self.warp, self.entropies))
+                places.append(number[at][where[at]])
+        if len(found) == 1:
+            return found[0]
+        order = torch.cat(places).argsort()
+        hidden, logprob = (torch.cat(x)[order] for x in ([h for h, _ in found], [s.logprob for _, s in found]))
+        entropy = torch.cat([s.entropy for _, s in found])[order] if self.entropies else None
+        return hidden, Scored(logprob, entropy)
+
+    @torch.no_grad()
+    def _check_sharing(self, cond: list[Encoded]) -> None:
+        """Of a family nobody has compared: whether a shared prompt gives the log-probs of separate passes."""
+        if self.sharing != "auto":
+            return
+        self.sharing = "checked"
+        if not shareable(self.net.hf):
+            self.net.share = False
+        elif self.net.config.model_type not in VERIFIED:
+            group = torch.zeros(2, dtype=torch.long, device=self.device)
+            ids = cond[0]["input_ids"][:, -5:].expand(2, -1)
+            found = []
+            for self.net.share in (False, True):
+                found.append(self._score(self.net, cond, group, ids, torch.ones_like(ids, dtype=torch.bool))[1].logprob)
+            apart = float((found[0] - found[1]).abs().max())
+            self.net.share = apart < (1e-3 if self.net.hf.dtype == torch.float32 else 0.1)
+        if not self.net.share:
+            warnings.warn(
+                f"{self.net.config.model_type}: prompts are read once for every answer, since sharing them is not "
+                "exact in this family; set the policy's share to none to say so yourself",
+                stacklevel=2,
+            )
+
+    def _answers(self, cond: list[Encoded], group: Tensor, row: Tensor, rng: Rng, size: int) -> Answers:
+        """Answers to the prompts of ``group`` [B], ``size`` rows at a time, in the order of the rows."""
+        found: list[Answers] = []
+        places: list[Tensor] = []
+        for at in self._kinds(cond, group):
+            copies = int(group[at].unique(return_counts=True)[1].max())
+            for prompts in chunks(len(group[at].unique()), max(1, size // copies)):
+                mine = at[torch.isin(group[at], group[at].unique()[prompts])]
+                for part, answers in self._block(cond, group, row, rng, mine, size):
+                    places.append(part)
+                    found.append(answers)
+        order = torch.cat(places).argsort()
+        names = ("ids", "mask", "logprob", "certainty") if self.ending.certain else ("ids", "mask", "logprob")
+        return Answers(*(torch.cat([getattr(one, name) for one in found])[order] for name in names))
+
+    def _block(
+        self, cond: list[Encoded], group: Tensor, row: Tensor, rng: Rng, mine: Tensor, size: int
+    ) -> Iterator[tuple[Tensor, Answers]]:
+        """Rows and answers to the prompts of rows ``mine``, which are read once."""
+        busy = self._any_works if sharded(self.net) else None
+        if self.plainly:
+            for part in mine.split(size):
+                inputs, _ = self._collated(cond, group[part], each=True)
+                yield part, generate_plainly(self.net, inputs, row[part], rng, self.warp, self.ending, busy)
+            return
+        inputs, rows = self._collated(cond, group[mine], each=False)
+        prefix: Prefix = self.net("read", inputs)
+        for part, own in zip(mine.split(size), rows.split(size), strict=True):
+            yield part, generate(self.net, prefix, own, row[part], rng, self.warp, self.ending, busy)
+
+    @property
+    def plainly(self) -> bool:
+        """Whether transformers' own ``generate`` samples."""
+        return not self.net.share or self.engine == "hf"
+
+    def _any_works(self, here: bool) -> bool:
+        return bool(distributed.all_max(torch.tensor(float(here), device=self.device)))
+
+    def _try(self, cond: list[Encoded], group: Tensor) -> None:
+        """What sampling these rows needs at most: no answer ends early."""
+        group = group[self._kinds(cond, group)[0]]
+        inputs, rows = self._collated(cond, group, each=self.plainly)
+        endless = replace(self.ending, stops=(), strings=())
+        if self.plainly:
+            generate_plainly(self.net, inputs, rows, Rng.of("try"), self.warp, endless)
+        else:
+            generate(self.net, self.net("read", inputs), rows, rows, Rng.of("try"), self.warp, endless)
+
+
+def blank_image() -> Prompt:
+    from PIL import Image
+
+    return {"text": "", "images": [Image.new("RGB", (64, 64))]}
+
+
+def images_in(encoded: Encoded) -> int:
+    """How many images, tiles or videos a prompt brings to the tower."""
+    grids = [encoded[name] for name in ("image_grid_thw", "video_grid_thw") if name in encoded]
+    return sum(map(len, grids)) if grids else sum(len(x) for n, x in encoded.items() if n.startswith("pixel_values"))
