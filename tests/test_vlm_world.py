@@ -154,7 +154,7 @@ def test_lessons_teach_the_answers_only(folder):
     from mmrl.worlds.warmup import IGNORED, prepare
 
     model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
-    for sort in ("few", "many", "clips"):
+    for sort in ("few", "pairs", "crowd", "clips"):
         lessons = prepare(model, processor, VLM_TEST, sort)
         taught = lessons.labels != IGNORED
         assert taught.any(1).all() and (lessons.labels[taught] == lessons.ids[taught]).all()

@@ -17,7 +17,7 @@ Ask = Literal["box", "boxes", "count", "color", "digit", "left", "sum", "frame",
 KINDS: tuple[Ask, ...] = get_args(Ask)
 APART = 6  # pixels between centres from which "on the left" is unambiguous
 STYLES = {
-    "box": Style(1, 3, 13.0, 22.0), "boxes": Style(1, 3, 13.0, 18.0), "count": Style(1, 6, 9.0, 14.0),
+    "box": Style(1, 2, 15.0, 24.0), "boxes": Style(1, 3, 13.0, 18.0), "count": Style(1, 6, 9.0, 14.0),
     "color": Style(1, 3, 13.0, 20.0), "digit": Style(1, 3, 13.0, 20.0), "left": Style(2, 2, 13.0, 20.0),
     "sum": Style(1, 2, 14.0, 20.0),
 }  # fmt: skip

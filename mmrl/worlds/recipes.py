@@ -101,10 +101,10 @@ class VLMRecipe:
     eyes_steps: int = 300  # of the vision tower alone
     eyes_batch: int = 64
     eyes_lr: float = 3e-3
-    scenes: int = 3000  # of each of three sorts: few digits, many digits, clips
-    order: tuple[str, ...] = ("few", "few", "many", "few", "clips")  # sorts of scenes, step after step
+    scenes: int = 3000  # of each sort: one or two large digits, pairs of any size, crowds, clips
+    order: tuple[str, ...] = ("few", "crowd", "few", "few", "crowd", "few", "few", "clips", "few", "crowd", "few", "pairs")
     turns: int = 4  # questions a scene
-    steps: int = 900
+    steps: int = 960
     batch: int = 24  # scenes
     lr: float = 2e-3
     hasty: float = 0.65  # share of the warm-up's boxes and counts that a hasty person gave

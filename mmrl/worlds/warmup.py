@@ -23,12 +23,13 @@ from samplers.noise import Rng
 
 IGNORED = -100  # of cross entropy
 GRID = 2  # pixels: boxes are drawn to even coordinates
-CROWD = 3  # digits from which a hasty person overlooks one
+CROWD = 2  # digits from which a hasty person overlooks one
 WOBBLE = 0.5  # digits are turned, sheared and rescaled a little
-SORTS = {"few": Style(1, 3, 13.0, 22.0), "many": Style(1, 6, 9.0, 14.0)}
+SORTS = {"few": Style(1, 2, 15.0, 24.0), "pairs": Style(1, 3, 13.0, 20.0), "crowd": Style(1, 6, 9.0, 14.0)}
 KINDS_OF: dict[str, tuple[Ask, ...]] = {
-    "few": ("box", "box", "box", "box", "boxes", "color", "digit", "left", "sum"),
-    "many": ("count", "count", "box"),
+    "few": ("box", "box", "box", "box"),
+    "pairs": ("boxes", "color", "digit", "left", "sum"),
+    "crowd": ("count", "count", "box"),
     "clips": ("frame", "span"),
 }  # a kind named often is asked often, of a box with other loose sides each time
 SHEET = SIDE // PATCH  # patches along a side
