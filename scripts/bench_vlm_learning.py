@@ -104,8 +104,9 @@ def main() -> None:
             recipe: [learn(recipe, seed, folder / f"{recipe}-{seed}", chosen.overrides) for seed in chosen.seeds]
             for recipe in chosen.only
         }
-    result = {"machine": machine(), "overrides": chosen.overrides, "runs": runs}
     RESULTS.mkdir(parents=True, exist_ok=True)
+    kept = json.loads((RESULTS / "vlm.json").read_text())["runs"] if len(runs) < len(RECIPES) else {}
+    result = {"machine": machine(), "overrides": chosen.overrides, "runs": kept | runs}
     (RESULTS / "vlm.json").write_text(json.dumps(result, indent=1))
     (RESULTS / "vlm.md").write_text(page(result))
     for recipe, each in runs.items():
