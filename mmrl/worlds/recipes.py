@@ -102,7 +102,20 @@ class VLMRecipe:
     eyes_batch: int = 64
     eyes_lr: float = 3e-3
     scenes: int = 3000  # of each sort: one or two large digits, pairs of any size, crowds, clips
-    order: tuple[str, ...] = ("few", "crowd", "few", "few", "crowd", "few", "few", "clips", "few", "crowd", "few", "pairs")
+    order: tuple[str, ...] = (
+        "few",
+        "crowd",
+        "few",
+        "few",
+        "crowd",
+        "few",
+        "few",
+        "clips",
+        "few",
+        "crowd",
+        "few",
+        "pairs",
+    )
     turns: int = 4  # questions a scene
     steps: int = 960
     batch: int = 24  # scenes
