@@ -90,6 +90,9 @@ class FlowRecipe:
     seed: int = 0
 
 
+ORDER = tuple("few crowd few few crowd few few clips few crowd few pairs".split())
+
+
 @dataclass(frozen=True)
 class VLMRecipe:
     """A tiny Qwen2.5-VL, its vision tower's pre-training and its warm-up on questions."""
@@ -102,20 +105,7 @@ class VLMRecipe:
     eyes_batch: int = 64
     eyes_lr: float = 3e-3
     scenes: int = 3000  # of each sort: one or two large digits, pairs of any size, crowds, clips
-    order: tuple[str, ...] = (
-        "few",
-        "crowd",
-        "few",
-        "few",
-        "crowd",
-        "few",
-        "few",
-        "clips",
-        "few",
-        "crowd",
-        "few",
-        "pairs",
-    )
+    order: tuple[str, ...] = ORDER  # sorts of scenes, step after step
     turns: int = 4  # questions a scene
     steps: int = 960
     batch: int = 24  # scenes
