@@ -35,7 +35,7 @@ def roll(policy, n=4, copies=8, seed=0):
 
 def gradient(policy, rollout, objective, micro=None, reduction="decision"):
     points = list(objective.points(policy, rollout, Rng.of("points")))
-    total = loss_total(points, reduction)
+    _, total = loss_total(points, rollout, reduction)
     policy.net.zero_grad()
     for point in passes(points, micro):
         weight = loss_weights(point, reduction, rollout.mask.shape[1])
