@@ -136,7 +136,7 @@ def test_every_config_of_the_repository_is_right(path, real):
     assert config.section("train", TrainOptions).iterations > 0
     count = len(places(read(path.read_text(), "x")[0]))
     leaves = sum(not isinstance(parent(config.plain, p)[p[-1]], dict) for p in places(config.plain))
-    assert leaves <= 32 and count <= 48
+    assert leaves <= 36 and count <= 52  # a mixture of three sources is the longest
 
 
 def test_200_mutated_configs_give_a_config_or_a_user_error(real, tmp_path):
@@ -164,7 +164,8 @@ def _again(folder: Path, text: str) -> Path:
 
 def test_mutated_configs_are_built_or_refused():
     chance = random.Random(1)
-    good = [read(path.read_text(), "x")[0] for path in CONFIGS]
+    plains = [read(path.read_text(), "x")[0] for path in CONFIGS]
+    good = [plain for plain in plains if "sd3" in plain["policy"]]  # what the fake registry knows
     rewards = Registry("reward", {"digits": flow_sde, "clip_score": window, "digits_judge": Fake})
     built = 0
     for i in range(400):

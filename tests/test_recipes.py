@@ -9,7 +9,9 @@ import torch
 import yaml
 
 from mmrl import config
-from mmrl.session import SECTIONS, Session, read
+from mmrl.options import TrainOptions
+from mmrl.registry import DATA
+from mmrl.session import SECTIONS, Session, check_needs, read, scorer
 
 from . import tiny_vlms
 
@@ -114,6 +116,15 @@ def test_a_recipe_is_whole_small_and_valid(recipe):
     assert not config.check(found, SECTIONS, {"optimizer": ("parameters",)})
     assert values(yaml.safe_load(recipe.read_text())) <= MOST
     assert max(map(len, recipe.read_text().splitlines())) <= 120
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_rows_shipped_beside_a_recipe_show_the_form_it_reads(name):
+    found = read(ROOT / f"configs/vlm/{name}.yaml", [])
+    data = found.build("data", DATA)
+    assert len(data.train)
+    check_needs(found, data, {})  # before a reward is built: what their classes say
+    check_needs(found, data, scorer(found, ("reward",), found.section("train", TrainOptions)).rewards)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, indirect=True)
