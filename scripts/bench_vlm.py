@@ -187,10 +187,12 @@ def interleaved(folder: Path, work: Work, repeats: int) -> dict[str, Any]:
     rows = prompts(work, repeats + 1)
     mine = ours(folder, work, rows)
     times: dict[str, list[float]] = {"mmrl": [], "trl": []}
+    parts: list[dict[str, float]] = []
 
     class Turns(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             times["mmrl"].append(measuring.seconds(mine.iterate))
+            parts.append(dict(mine.seconds))
             self.clock = measuring.Clock()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -207,7 +209,8 @@ def interleaved(folder: Path, work: Work, repeats: int) -> dict[str, Any]:
     length = _prompt_tokens(mine, rows[0])
     return {
         "work": asdict(work), "prompt_tokens": length, "times": {n: t[1:] for n, t in times.items()}, "seconds": found,
-        "factor": found["trl"] / found["mmrl"], "parts": dict(mine.seconds),
+        "factor": found["trl"] / found["mmrl"],
+        "parts": {name: statistics.median(each[name] for each in parts[1:]) for name in parts[-1]},
     }  # fmt: skip
 
 
