@@ -33,7 +33,8 @@ class UserError(Exception):
 
 def suggest(name: str, known: Any) -> str:
     """``did you mean 'grpo'?`` or the list of what is known."""
-    close = get_close_matches(str(name), [str(k) for k in known], n=1, cutoff=0.6)
+    close = get_close_matches(str(name), [str(k) for k in known], cutoff=0.6)
+    close.sort(key=lambda found: sorted(found) != sorted(str(name)))  # of equally near ones that of swapped letters
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(map(str, known))) or 'none'}"
 
 

@@ -63,7 +63,7 @@ def off_by(*rows, t=0.6, target=0.5, **more):
     point = Point(
         group=torch.arange(n) // 2, row=torch.arange(n), state=torch.zeros_like(miss), target=target,
         mask=torch.ones(n, 1, dtype=torch.bool), length=torch.ones(n, dtype=torch.long),
-        time=torch.full((n,), t, dtype=torch.float64), **more,
+        time=torch.full((n,), t, dtype=torch.float64), gain=torch.full((n,), t, dtype=torch.float64), **more,
     )  # fmt: skip
     return point, target + miss
 

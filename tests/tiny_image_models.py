@@ -28,6 +28,7 @@ def words():
     specials = ["<|im_start|>", "<|im_end|>", *tiny_vlms.QWEN.values()]
     vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *specials, *tiny_diffusers.WORDS])}
     plain = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    plain.add_special_tokens(specials)
     parts = [
         pre_tokenizers.Split(" ", "removed"), pre_tokenizers.Split("\n", "isolated"), pre_tokenizers.Punctuation()
     ]  # fmt: skip
