@@ -83,10 +83,28 @@ class Plan:
     warnings: tuple[str, ...] = ()
 
 
-def unsuited(objective: str, policy: str, needs: str) -> str:
-    """Why an objective cannot train a policy."""
-    kinds = {"categorical": "models that write tokens", "gaussian": "flow and diffusion models"}
-    return f"the objective {objective} is for {kinds[needs]}, which the policy {policy} is not"
+KINDS = {  # what an objective may need, by its class attribute ``needs``
+    "gaussian": "flow and diffusion models",
+    "categorical": "models that write tokens",
+    "masked": "masked diffusion, whose tokens can be hidden again",
+    "one pass": "models that score all tokens of an answer in one pass",
+}
+
+
+def unsuited(objective: type, policy: Any) -> str | None:
+    """Why an objective cannot train a policy (an object, a class or what makes one); None if it can, or if one of the
+    two does not say what it needs or is."""
+    needs, decisions = getattr(objective, "needs", ""), getattr(policy, "decisions", "")
+    if not needs or not decisions:
+        return None
+    has = {decisions}
+    if decisions == "categorical":
+        has |= {"masked"} if hasattr(policy, "corrupted") else set()
+        has |= {"one pass"} if getattr(policy, "one_pass", True) else set()
+    if needs in has:
+        return None
+    name = getattr(policy, "__name__", type(policy).__name__)
+    return f"the objective {objective.__name__} is for {KINDS[needs]}, which the policy {name} is not"
 
 
 def arithmetic(train: TrainOptions, processes: int = 1) -> Plan:

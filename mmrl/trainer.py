@@ -272,10 +272,9 @@ class Trainer:
 
 
 def suits(objective: Objective, policy: Policy) -> None:
-    """Raises UserError if the objective is for the other kind of decisions."""
-    needs, has = getattr(objective, "needs", ""), getattr(policy, "decisions", "")
-    if needs and has and needs != has:
-        raise UserError(unsuited(type(objective).__name__, type(policy).__name__, needs))
+    """Raises UserError if the objective is for another kind of model."""
+    if why := unsuited(type(objective), policy):
+        raise UserError(why)
 
 
 def halved(policy: Policy) -> bool:

@@ -8,7 +8,7 @@ import torch
 from mmrl.advantages import Branch
 from mmrl.policies.trees import Tree, size
 from mmrl.registry import UserError
-from mmrl.types import Rewards, Rollout
+from mmrl.types import Point, Rewards, Rollout
 from samplers.noise import Rng
 
 from . import toys
@@ -49,6 +49,37 @@ def test_the_network_sees_shared_states_once():
     states = [len(torch.unique(rollout.path[:4, k], dim=0)) for k in range(5)]
     assert states == [1, 2, 2, 4, 4] and rollout.mask[:4].sum(0).tolist() == [2, 2, 4, 4]
     assert rollout.branch[:4].tolist() == [[0, 0, 0, 0], [0, 0, 1, 1], [2, 2, 2, 2], [2, 2, 3, 3]]
+
+
+def test_few_states_do_not_cost_a_whole_pass():
+    """Three trees of 16 leaves in passes of 32 rows: near the root 8 rows go through the network, not 32."""
+    policy = toys.make("flow", tree=Tree(splits=[0, 1, 2, 3]), steps=6, width=32)
+    seen, velocity = [], policy.velocity
+    policy.velocity = lambda x, t, cond: seen.append(len(x)) or velocity(x, t, cond)
+    with torch.no_grad():
+        rollout = policy.rollout(toys.prompts(3), 16, Rng.of("tree"))
+    assert seen == [8, 8, 16, 32, 32, 16, 32, 16] and policy.forwards == 3 * (1 + 2 + 4 + 8 + 16 + 16)
+    for point in policy.path(rollout):  # scored at the constant width, to the rounding of a pass
+        for part in point.split(32):
+            torch.testing.assert_close(policy.dist(part).log_prob(part.target), part.logprob, atol=2e-6, rtol=0)
+
+
+def test_a_solver_forgets_what_lies_before_the_noise():
+    """Its memory is of other states, and in a tree of another number of them."""
+    from samplers.solvers import dpm
+    from samplers.windows import window
+
+    options = {"sde": lambda steps, i=0, rng=None: window(steps, start=2, stop=3), "steps": 6}
+    for tree in (None, Tree(splits=[2], factor=4)):
+        policy = toys.make("flow", double=True, solver=dpm, tree=tree, **options)
+        with torch.no_grad():
+            rollout = policy.rollout(toys.prompts(2), 4, Rng.of("solver"))
+            euler = toys.make("flow", double=True, **options)
+            first = Point(
+                group=rollout.group, cond=rollout.cond, row=rollout.row, state=rollout.path[:, 3],
+                time=rollout.time[:, 3], next_time=rollout.time[:, 4], eta=rollout.eta[:, 3], mask=rollout.mask[:, :1],
+            )  # fmt: skip
+            torch.testing.assert_close(euler.dist(first).mean, rollout.path[:, 4], atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("noise", ["independent", "correlated"])

@@ -66,10 +66,9 @@ def check(
 def _unsuited(entries: Mapping[str, Resolved]) -> Iterator[str]:
     """An objective of tokens for a flow model, or the other way round."""
     if {"objective", "policy"} <= set(entries):
-        objective, policy = entries["objective"], entries["policy"]
-        needs, has = getattr(objective.entry, "needs", ""), getattr(policy.entry, "decisions", "")
-        if needs and has and needs != has:
-            yield objective.place.say(unsuited(objective.entry.__name__, policy.entry.__name__, needs))
+        why = unsuited(entries["objective"].entry, entries["policy"].entry)
+        if why is not None:
+            yield entries["objective"].place.say(why)
 
 
 def _try(problems: list[str], call: Callable, *args: Any) -> Any:

@@ -51,7 +51,7 @@ class DGPO:
 
     def __post_init__(self) -> None:
         positive("objective.dgpo", beta=self.beta, advantage_clip=self.advantage_clip, clip=self.clip or 1.0)
-        self.snapshots = ("old", "ref")
+        self.snapshots = ("old", "ref") if self.clip or self.behaviour == "old" else ("ref",)
 
     def old_decay(self, step: int) -> float:
         return min(self.lag_most, self.lag * step)
@@ -60,19 +60,19 @@ class DGPO:
         return noised(policy, rollout, rng, self.times, self.draws, shared=True)
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
-        """[B, 2]: by how much the error exceeds the reference's; the error under the old weights."""
+        """[B, 1 or 2]: by how much the error exceeds the reference's; to clip, the error under the old weights."""
         gap = error(policy.dist(point), point) - error(self._reference(policy, point), point)
-        return torch.cat([gap, error(frozen(policy, "old", point), point)], 1)
+        return torch.cat([gap, error(frozen(policy, "old", point), point)], 1) if self.clip else gap
 
     def couple(self, point: Point, measured: Tensor) -> Point:
-        gap, old = measured.split(1, 1)
+        gap, old = measured[:, :1], measured[:, 1:]
         advantage = point.advantage.clamp(-self.advantage_clip, self.advantage_clip)
         group = comparisons(point)
         size = summed(torch.ones_like(gap), group)
         score = summed(advantage * self.beta * gap, group) / size.clamp_min(1)
         weight = score.sigmoid()[group]
         observe("dgpo/weight", weight, point.mask)
-        return point.replace(advantage=weight * advantage, logprob=-old)
+        return point.replace(advantage=weight * advantage, logprob=-old if self.clip else None)
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
         """Before ``couple`` all weights are 1 and nothing is clipped."""

@@ -30,6 +30,8 @@ class Masked(Text):
     iteration's start, which are kept, at the very same masks.
     """
 
+    needs = "masked"
+
     def __init__(
         self,
         estimator: Annotated[Estimator, ESTIMATORS] = trajectory,

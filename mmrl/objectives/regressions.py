@@ -47,7 +47,7 @@ class _Groups:
 class _Regression(ABC):
     """``score``: one number an answer. ``of_group``: [B] whose mean over the rows is the loss."""
 
-    needs, behaviour, snapshots = "categorical", "live", ()
+    needs, behaviour, snapshots = "one pass", "live", ()
 
     @abstractmethod
     def score(self, logp: Tensor, old: Tensor, mask: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class _Regression(ABC):
         """[B] from scores and advantages [B]."""
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
-        if getattr(policy, "decisions", "") not in ("", self.needs):
+        if getattr(policy, "decisions", "") not in ("", "categorical"):
             raise UserError(f"{type(self).__name__} is an objective of text: {type(policy).__name__} writes none")
         for point in policy.path(rollout):
             if (point.mask.sum(1) != point.length).any():

@@ -37,6 +37,7 @@ Solver = Callable[[Process], Step]
 LogpDist = Literal["guided", "guided_stopgrad_uncond", "conditional"]
 Storage = Literal["float32", "bfloat16", "float16"]
 BUILT_IN = frozenset(samplers.KERNELS.values())
+FEW = 8  # rows; a matmul of fewer rounds in another way (docs/lab-notes.md)
 
 
 class Plan(NamedTuple):
@@ -46,6 +47,7 @@ class Plan(NamedTuple):
     eta: Tensor  # [K]; 0 is a deterministic step
     spans: list[int]  # K + 1: how many adjacent rows share a state
     copies: int
+    rows: int | None = None  # at most so many in a pass; None: all that are alive
 
 
 class FlowPolicy(NetPolicy, ABC):
@@ -158,7 +160,8 @@ class FlowPolicy(NetPolicy, ABC):
         group = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)
         plan, cond = self._plan(copies, rng), self.encode(prompts)
         size = self.chunk(len(row), lambda n: self._trial(group[:n], row[:n], cond))
-        size = max(size // plan.spans[0], 1) * plan.spans[0]  # a tree stays whole
+        if plan.spans[0] > 1:  # all trees grow together, in passes that hold the leaves of one at least
+            plan, size = plan._replace(rows=max(size, plan.spans[0])), len(row)
         blocks = [self._sample(group[part], row[part], cond, rng, plan) for part in chunks(len(row), size)]
         return Rollout.cat(blocks).replace(prompts=tuple(prompts))
 
@@ -193,8 +196,10 @@ class FlowPolicy(NetPolicy, ABC):
         own = rows_of({key: value for key, value in cond.items() if key != "uncond"}, group[:: plan.spans[0]])
         states = [self._store(self.begin(rng.normal(first, self.shape, 0, self.dtype), own))]
         logprobs, noisy = [], []
-        solver = self.solver(self.process) if self.solver else None
+        solver = None
         for k in range(eta.shape[1]):
+            if self.solver and (k == 0 or plan.eta[k - 1] > 0):
+                solver = self.solver(self.process)  # what it remembers belongs to the states before the noise
             point = Point(
                 group=group[:: plan.spans[k]], cond=cond, row=row[:: plan.spans[k]], state=states[-1],
                 time=time[:: plan.spans[k], k], next_time=time[:: plan.spans[k], k + 1],
@@ -218,7 +223,7 @@ class FlowPolicy(NetPolicy, ABC):
         self, point: Point, rng: Rng, plan: Plan, k: int, row: Tensor, solver: Step | None
     ) -> tuple[Tensor, Tensor, bool]:
         """Step k of the states that are alive: their children, the children's log-probs [B, 1], is it a decision."""
-        sampled, scored, output = self._both(point)
+        sampled, scored, output = self._both(point, plan.rows)
         if not plan.eta[k] > 0:
             state = sampled.mean if solver is None else solver(point.state, output, point.time, point.next_time)
             return self._store(state.to(self.dtype)), state.new_zeros(len(state), 1), False
@@ -259,11 +264,13 @@ class FlowPolicy(NetPolicy, ABC):
         v, empty = self._velocities(point, guided=not conditional)
         return self._transition(point, v if conditional else self.combine(v, empty, scale))
 
-    def _both(self, point: Point) -> tuple[Gaussian, Gaussian, Tensor]:
+    def _both(self, point: Point, rows: int | None) -> tuple[Gaussian, Gaussian, Tensor]:
         """The distribution that samples, the one whose log-prob is recorded (the same unless asked otherwise), and the
-        network's output behind the first."""
+        network's output behind the first; in passes of at most ``rows``."""
         scale = self._scale(point)
-        v, empty = self._velocities(point, guided=scale != 1)
+        each = [self._velocities(part, guided=scale != 1) for part in point.split(rows or len(point))]
+        v = torch.cat([part for part, _ in each])
+        empty = v if scale == 1 else torch.cat([part for _, part in each])
         guided = v if scale == 1 else self.combine(v, empty, scale)
         sampled = self._transition(point, guided)
         mismatch = scale != 1 and self.logp_dist == "conditional"
@@ -299,11 +306,18 @@ class FlowPolicy(NetPolicy, ABC):
 
     def _forward(self, x: Tensor, t: Tensor, cond: dict[str, Any], passes: int = 1) -> Tensor:
         self.forwards += len(x)
-        v = at_width(self.velocity, max(self.padded() * passes, len(x)), x, t, cond)
+        v = at_width(self.velocity, max(self._filled(len(x) // passes) * passes, len(x)), x, t, cond)
         if v.shape != x.shape:
             name = type(self).__name__
             raise UserError(f"{name}.velocity gave shape {tuple(v.shape)} for latents of shape {tuple(x.shape)}")
         return v.to(self.dtype)
+
+    def _filled(self, rows: int) -> int:
+        """Rows a pass is filled up to. Few states are alive near the root of a tree: filled up to the constant width
+        they would cost as much as all leaves, so a pass without gradient goes to the next power of two."""
+        if self.tree is None or torch.is_grad_enabled():
+            return self.padded()
+        return min(self.padded(), max(FEW, 1 << (rows - 1).bit_length()))
 
     def _store(self, x: Tensor) -> Tensor:
         return x if self.storage == torch.float32 else x.to(self.storage).to(self.dtype)

@@ -26,6 +26,7 @@ class TokenPolicy(NetPolicy, ABC):
 
     not_options = ("net", "length", "mask_id")
     decisions = "categorical"
+    one_pass = False  # one forward pass scores all tokens of an answer
 
     def __init__(self, net: nn.Module, length: int, mask_id: int, passes: int | None = None, **options: Any):
         super().__init__(net, **options)
@@ -107,6 +108,8 @@ class MaskedPolicy(TokenPolicy):
 
 class CausalPolicy(TokenPolicy):
     """Left to right, so one teacher-forced pass scores every decision."""
+
+    one_pass = True
 
     def commit(self, step: int, dist: Categorical, ids: Tensor, hidden: Tensor) -> Tensor:
         return (torch.arange(self.length, device=ids.device) == step).expand_as(hidden)
