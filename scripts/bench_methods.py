@@ -1,0 +1,299 @@
+"""Every method for pictures on the digits world: what it reaches and what it costs, from one base on equal pictures.
+
+    python scripts/bench_methods.py                              # whatever is missing, then the page
+    python scripts/bench_methods.py --only Flow-GRPO DGPO --seeds 0 --runs /tmp/try
+    python scripts/bench_methods.py --page                       # only write the page anew
+
+A run is a process of its own (a fork, so that libraries are imported once). Its numbers are written when it ends, and a
+run whose file is there is not repeated. Evaluation is the same for all: held-out captions, the same noise, eight Euler
+steps of the base's own grid, outside the clock. Seconds are given of the wall and of the processor: on a shared machine
+only the latter compare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import methods_page  # noqa: E402
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from mmrl import evaluation  # noqa: E402
+from mmrl.machine import machine  # noqa: E402
+from mmrl.paths import find_config  # noqa: E402
+from mmrl.session import Session, read  # noqa: E402
+from mmrl.trainer import Trainer  # noqa: E402
+from samplers.batching import peak_bytes  # noqa: E402
+
+SIZES = ("train.prompts=6", "train.copies=16", "train.batch_size=32", "train.iterations=12")
+COPIES, EVERY, CURVE = 4, 4, 1  # samples a held-out caption; iterations between points of the curve, their samples
+
+
+@dataclass(frozen=True)
+class Method:
+    """A shipped configuration with what the short runs of this comparison change."""
+
+    config: str
+    family: str
+    lr: float
+    changes: tuple[str, ...] = ()
+
+    def overrides(self, seed: int) -> list[str]:
+        return [*SIZES, *self.changes, f"optimizer.adamw.lr={self.lr}", f"train.seed={seed}"]
+
+
+PATH, SHARED, NOISED, PAIRS, GRADIENT = methods_page.FAMILIES
+METHODS = {
+    "Flow-GRPO": Method("flow_grpo", PATH, 4e-4),
+    "DanceGRPO": Method("dance_grpo", PATH, 4e-4),
+    "GRPO-Guard": Method("guard", PATH, 4e-4),
+    "Flow-DPPO": Method("flow_dppo", PATH, 4e-4),
+    "TempFlow weights": Method("tempflow_grpo", PATH, 4e-4),
+    "Flow-GRPO-Fast": Method("flow_grpo_fast", SHARED, 4e-4),
+    "MixGRPO": Method("mix_grpo", SHARED, 4e-4, ("policy.sde.progressive.every=3",)),
+    "MixGRPO-Flash": Method("mix_grpo_flash", SHARED, 4e-4, ("policy.sde.progressive.every=3",)),
+    "BranchGRPO": Method("branch_grpo", SHARED, 4e-4),
+    "BranchGRPO, width pruned": Method("branch_grpo", SHARED, 4e-4, ("advantage={branch: {prune_width: siblings}}",)),
+    "BranchGRPO, depth pruned": Method("branch_grpo", SHARED, 4e-4, ("advantage={branch: {prune_depth: [7, 8]}}",)),
+    "BranchGRPO-Mix": Method("branch_mix", SHARED, 4e-4),
+    "DGPO": Method("dgpo", NOISED, 4e-4, ("objective.dgpo.draws=2",)),
+    "DiffusionNFT": Method("nft", NOISED, 4e-4, ("objective.nft.draws=3",)),
+    "AWM": Method("awm", NOISED, 4e-4, ("objective.awm.draws=3",)),
+    "FPO": Method("fpo", NOISED, 4e-4, ("objective.fpo.draws=3",)),
+    "CRD": Method("crd", NOISED, 4e-4, ("objective.crd.draws=2",)),
+    "RWR": Method("rwr", NOISED, 4e-4, ("objective.rwr.draws=3",)),
+    "Diffusion-DPO, online": Method("diffusion_dpo", PAIRS, 4e-4),
+    "D3PO": Method("d3po", PAIRS, 4e-4),
+    "SePPO": Method("seppo", PAIRS, 4e-4),
+    "DRaFT": Method("draft", GRADIENT, 3e-4),
+    "ROCM, KL": Method("rocm", GRADIENT, 3e-4, ("objective.draft.divergence=kl",)),
+    "ROCM, Hellinger": Method("rocm", GRADIENT, 3e-4),
+    "Adjoint Matching": Method("adjoint_matching", GRADIENT, 3e-4, ("train.iterations=5",)),
+}
+
+
+@dataclass
+class Clock:
+    """Seconds of the wall and of this process, while it runs."""
+
+    wall: float = 0.0
+    cpu: float = 0.0
+    started: tuple[float, float] = field(default=(0.0, 0.0))
+
+    def __enter__(self) -> Clock:
+        self.started = time.perf_counter(), time.process_time()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wall += time.perf_counter() - self.started[0]
+        self.cpu += time.process_time() - self.started[1]
+
+
+class Judge:
+    """Looks at weights in one and the same way, whatever trained them."""
+
+    def __init__(self) -> None:
+        self.session = Session.of(read(find_config("digits/flow_grpo"), []))
+        self.policy, self.prompts = self.session.policy, self.session.prompts()
+        self.policy.width = 64
+        self.policy.encode([*self.session.data.train, *self.prompts])
+        self.scorer = self.session.judges()
+
+    def __call__(self, weights: dict[str, Tensor], copies: int) -> dict[str, Tensor]:
+        """[P, copies] of every reward, and how far apart the samples of a caption are."""
+        self.policy.weights.load(weights)
+        with torch.no_grad():
+            media, asked = evaluation.sample(self.policy, self.prompts, copies, seed=1)
+        rewards = self.scorer(media, asked)
+        found = {name: value.view(-1, copies).double() for name, value in rewards.items()}
+        return found | {"diversity": apart(media.unflatten(0, (-1, copies)))}
+
+    def session_of(self, method: Method, seed: int, more: tuple[str, ...] = ()) -> Session:
+        """A session that shares the encoded captions."""
+        found = Session.of(read(find_config(f"digits/{method.config}"), [*method.overrides(seed), *more]))
+        found.policy.texts.kept |= self.policy.texts.kept
+        return found
+
+
+def apart(media: Tensor) -> Tensor:
+    """[P, 1] mean distance of two pictures of a caption, root mean square over pixels, of media [P, n, 3, H, W]."""
+    flat = media.flatten(2).double()
+    distance = torch.cdist(flat, flat) / flat.shape[2] ** 0.5  # [P, n, n]
+    return (distance.sum((1, 2)) / (flat.shape[1] * (flat.shape[1] - 1)))[:, None]
+
+
+def look(judge: Judge, weights: dict[str, Tensor]) -> dict[str, list[float]]:
+    """Means of the samples of every held-out caption, by reward."""
+    return {name: value.mean(1).tolist() for name, value in judge(weights, COPIES).items()}
+
+
+def learn(judge: Judge, name: str, seed: int, before: dict[str, list[float]]) -> dict[str, Any]:
+    """Train, with measurements on the way and after. ``before``: those of the base, which all share."""
+    method = METHODS[name]
+    session = judge.session_of(method, seed)
+    trainer = session.trainer()
+    clock, curve, log = Clock(), [[0, 0.0, mean(before["digits"])]], []
+    for iteration in range(1, session.options.iterations + 1):
+        with clock:
+            log.append(trainer.iterate())
+        if iteration % EVERY == 0 and iteration < session.options.iterations:
+            reward = judge(session.policy.weights.full(), CURVE)["digits"].mean()
+            curve.append([iteration, clock.cpu, float(reward)])
+    after = look(judge, session.policy.weights.full())
+    curve.append([session.options.iterations, clock.cpu, mean(after["digits"])])
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {
+        "method": name, "seed": seed, "config": method.config, "overrides": method.overrides(seed), "curve": curve,
+        "images": session.options.iterations * session.options.prompts * session.options.copies,
+        "forwards": sum(line["forwards"] for line in log), "decisions": sum(line["decisions"] for line in log),
+        "train_reward": [line["reward/mean"] for line in log], "skipped": sum(line["skipped_steps"] for line in log),
+        "wall": clock.wall, "cpu": clock.cpu, "resident_bytes": resident,
+        "tensor_bytes": None if seed else peak_bytes(trainer.iterate, "cpu"),  # slow to count, and no seed changes it
+        "before": before, "after": after,
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- time an iteration
+
+TWENTY = ("policy.steps=20", "train.prompts=4", "train.batch_size=64")
+PUBLISHED_TREE = "policy.tree={splits: [0, 3, 6, 9], factor: 2, noise: correlated, scale: 4.0}"
+RACERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "DanceGRPO, all steps": ("dance_grpo", ("objective.grpo.fraction=1.0",)),
+    "DanceGRPO, 0.6 of the steps": ("dance_grpo", ()),
+    "BranchGRPO": ("branch_grpo", (PUBLISHED_TREE,)),
+    "BranchGRPO, width pruned": ("branch_grpo", (PUBLISHED_TREE, "advantage={branch: {prune_width: siblings}}")),
+    "BranchGRPO, depth pruned": (
+        "branch_grpo", (PUBLISHED_TREE, "advantage={branch: {prune_depth: [15, 16, 17, 18, 19]}}"),
+    ),
+    "BranchGRPO, both pruned": (
+        "branch_grpo",
+        (PUBLISHED_TREE, "advantage={branch: {prune_depth: [15, 16, 17, 18, 19], prune_width: siblings}}"),
+    ),
+    "BranchGRPO-Mix": ("branch_mix", (PUBLISHED_TREE, "policy.sde.window.stop=4")),
+    "MixGRPO": ("mix_grpo", ("policy.sde.progressive.size=4",)),
+}  # fmt: skip
+
+
+def speed(judge: Judge, repeats: int) -> dict[str, Any]:
+    """Seconds of the processor an iteration, in turns: A B C A B C ... Twenty steps and 16 leaves, as published."""
+    trainers: dict[str, Trainer] = {}
+    for name, (config, changes) in RACERS.items():
+        trainers[name] = judge.session_of(Method(config, "", 1e-4, (*TWENTY, *changes)), 0).trainer()
+    found: dict[str, Any] = {name: {"cpu": [], "wall": []} for name in trainers}
+    for turn in range(repeats + 1):  # the first warms up
+        for name, trainer in trainers.items():
+            clock = Clock()
+            with clock:
+                metrics = trainer.iterate()
+            if turn:
+                found[name]["cpu"].append(clock.cpu)
+                found[name]["wall"].append(clock.wall)
+            found[name] |= {key: metrics[key] for key in ("forwards", "decisions")}
+            found[name] |= {key.replace("/", "_"): metrics[key] for key in metrics if key.startswith("time/")}
+    return found
+
+
+# -------------------------------------------------------------------------------------------------- time to a reward
+
+SPRINTER = Method("dgpo", NOISED, 2e-3)  # see FAST
+FAST = (
+    "policy.steps=4",
+    "policy.solver=dpm",
+    "objective.dgpo.draws=2",
+    "objective.dgpo.kl=0",
+    "objective.dgpo.clip=null",
+)
+
+
+def sprint(judge: Judge, seed: int, goal: float, most: int = 20) -> dict[str, Any]:
+    """DGPO for speed until the held-out reward reaches ``goal``; the evaluations are outside the clock."""
+    session = judge.session_of(SPRINTER, seed, FAST)
+    trainer, clock = session.trainer(), Clock()
+    curve = [[0, 0.0, float(judge(session.policy.weights.full(), COPIES)["digits"].mean())]]
+    forwards = 0
+    while curve[-1][2] < goal and len(curve) <= most:
+        with clock:
+            forwards += trainer.iterate()["forwards"]
+        reward = judge(session.policy.weights.full(), COPIES)["digits"].mean()
+        curve.append([len(curve), clock.cpu, float(reward)])
+    images = (len(curve) - 1) * session.options.prompts * session.options.copies
+    return {
+        "seed": seed, "goal": goal, "curve": curve, "reached": curve[-1][2] >= goal, "cpu": clock.cpu,
+        "wall": clock.wall, "forwards": forwards, "images": images, "overrides": [*SPRINTER.overrides(seed), *FAST],
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------- runs
+
+
+def apart_from_us(path: Path, task: Any, *args: Any) -> None:
+    """Do it in a fork unless its result is there."""
+    if path.exists():
+        return
+
+    def work() -> None:
+        start = time.monotonic()
+        result = task(*args) | {"machine": machine()}
+        path.write_text(json.dumps(result))
+        print(f"{path.stem}: {time.monotonic() - start:.0f} s", flush=True)
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join()
+
+
+def all_runs(folder: Path, names: list[str], seeds: list[int], repeats: int) -> None:
+    torch.set_num_threads(1)
+    judge = Judge()
+    apart_from_us(folder / "base.json", look, judge, judge.policy.weights.full())
+    base = json.loads((folder / "base.json").read_text())
+    base.pop("machine")
+    for seed in seeds:
+        for name in names:
+            apart_from_us(folder / f"{slug(name)}-{seed}.json", learn, judge, name, seed, base)
+    if repeats:
+        apart_from_us(folder / "speed.json", speed, judge, repeats)
+    for seed in seeds:
+        flow = folder / f"{slug('Flow-GRPO')}-{seed}.json"
+        if repeats and flow.exists():
+            goal = json.loads(flow.read_text())["curve"][-1][2]
+            apart_from_us(folder / f"sprint-{seed}.json", sprint, judge, seed, goal)
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def slug(name: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in name.lower())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs/bench_methods", help="a JSON file a run")
+    parser.add_argument("--repeats", type=int, default=5, help="timed iterations; 0: no timing and no race")
+    parser.add_argument("--page", action="store_true", help="only write the page of the runs that are there")
+    chosen = parser.parse_args()
+    chosen.runs.mkdir(parents=True, exist_ok=True)
+    if not chosen.page:
+        all_runs(chosen.runs, chosen.only, chosen.seeds, chosen.repeats)
+    methods_page.write(chosen.runs, {name: (one.family, one.lr) for name, one in METHODS.items()})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""The page of ``bench_methods``: tables, curves and what the papers' claims come to here."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_vlm_learning import STYLE
+from markupsafe import escape
+
+from mmrl.evaluation import Z95
+from mmrl.report.charts import Chart, Series
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "results"
+FAMILIES = (
+    "Policy gradients on the path",
+    "Noise in windows, shared beginnings",
+    "Re-noised samples",
+    "Pairs",
+    "Gradients of the reward",
+)
+Runs = list[dict[str, Any]]  # of one method, a seed each
+
+
+def write(folder: Path, methods: dict[str, tuple[str, float]]) -> None:
+    """``methods``: name -> (family, learning rate)."""
+    found: dict[str, Runs] = {name: [] for name in methods}
+    extra: dict[str, Any] = {"sprints": []}
+    for path in sorted(folder.glob("*.json")):
+        result = json.loads(path.read_text())
+        if path.stem == "base":
+            continue
+        if path.stem == "speed":
+            extra["speed"] = result
+        elif path.stem.startswith("sprint"):
+            extra["sprints"].append(result)
+        elif result["method"] in found:
+            found[result["method"]].append(result)
+    found = {name: runs for name, runs in found.items() if runs}
+    (RESULTS / "visual_generation.json").write_text(json.dumps({"runs": found, **extra}) + "\n")
+    for family in FAMILIES:
+        curves = {name: runs for name, runs in found.items() if methods[name][0] == family}
+        if curves:
+            (RESULTS / f"visual_generation_{FAMILIES.index(family) + 1}.svg").write_text(picture(family, curves))
+    text = "\n".join(page(found, extra, methods))
+    (RESULTS / "visual_generation.md").write_text(text + "\n")
+
+
+# ------------------------------------------------------------------------------------------------------------ curves
+
+
+def picture(title: str, curves: dict[str, Runs]) -> str:
+    """Held-out reward over the iterations: mean of the seeds, with their spread as a band, and a legend."""
+    series = []
+    for name, runs in curves.items():
+        points = list(zip(*(run["curve"] for run in runs)))  # the same iterations in every seed
+        rewards = [[point[2] for point in each] for each in points]
+        spread = [statistics.stdev(each) if len(each) > 1 else 0.0 for each in rewards]
+        series.append(Series(name, [each[0][0] for each in points], [statistics.mean(r) for r in rewards], spread))
+    chart = Chart(title, series, x_label="iteration")
+    head, _, body = str(chart.svg()).partition(">")
+    head = head.replace('viewBox="0 0 500 220"', 'viewBox="0 0 700 220"')
+    size = 'xmlns="http://www.w3.org/2000/svg" width="1050" height="330" style="background:white"'
+    legend = "".join(
+        f'<line class="line c{colour}" x1="508" x2="526" y1="{24 + 20 * i}" y2="{24 + 20 * i}"/>'
+        f'<text x="532" y="{28 + 20 * i}">{escape(label)} {last}</text>'
+        for i, (colour, label, last) in enumerate(chart.latest())
+    )
+    head, body = head.replace("<svg", f"<svg {size}", 1), body.removesuffix("</svg>")
+    return f"{head}><style>{STYLE}{BAND}</style>{body}{legend}</svg>"
+
+
+BAND = "".join(
+    f".band.c{i + 1}{{fill:{c};opacity:.12;stroke:none}}"
+    for i, c in enumerate(("#2a68cf", "#d0690c", "#2b8a57", "#7d4ec0", "#c43458", "#158294"))
+)
+
+
+# ------------------------------------------------------------------------------------------------------------ tables
+
+
+def per_prompt(runs: Runs, when: str, name: str) -> torch.Tensor:
+    """[P] means over the seeds."""
+    return torch.tensor([run[when][name] for run in runs], dtype=torch.float64).mean(0)
+
+
+def gain(runs: Runs, name: str) -> tuple[float, float]:
+    """Mean of after - before on the same captions and noise, and the half-width of its 95 % interval over captions."""
+    change = per_prompt(runs, "after", name) - per_prompt(runs, "before", name)
+    return float(change.mean()), Z95 * float(change.std()) / len(change) ** 0.5
+
+
+def mean(runs: Iterable[dict[str, Any]], name: str) -> float:
+    return statistics.mean(run[name] for run in runs)
+
+
+def line(name: str, runs: Runs, lr: float) -> str:
+    after = {key: float(per_prompt(runs, "after", key).mean()) for key in ("digits", "digits_judge", "clip_score")}
+    up, half = gain(runs, "digits")
+    least, most = (f([statistics.mean(run["after"]["digits"]) for run in runs]) for f in (min, max))
+    diversity = float(per_prompt(runs, "after", "diversity").mean())
+    images = mean(runs, "images")
+    cells = [
+        f"[{name}](../../configs/digits/{runs[0]['config']}.yaml)", f"{lr:g}", f"**{after['digits']:.3f}**",
+        f"{least:.2f} - {most:.2f}", f"{up:+.3f} ± {half:.3f}{'' if up > half else ' (no)'}",
+        f"{after['digits_judge']:.3f}", f"{after['clip_score']:.3f}", f"{diversity:.3f}", f"{images:.0f}",
+        f"{mean(runs, 'forwards') / images:.1f}", f"{mean(runs, 'decisions') / images:.1f}", f"{mean(runs, 'cpu'):.0f}",
+        f"{mean(runs, 'wall'):.0f}", f"{max(run['tensor_bytes'] or 0 for run in runs) / 2**20:.0f}",
+        f"{mean(runs, 'resident_bytes') / 2**20:.0f}",
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+HEAD = (
+    "| method | lr | reward | seeds | gain, 95 % | judge | CLIP | diversity | pictures | forwards a picture "
+    "| decisions a picture | CPU s | wall s | tensors MiB | process MiB |"
+)
+
+
+def page(found: dict[str, Runs], extra: dict[str, Any], methods: dict[str, tuple[str, float]]) -> list[str]:
+    any_runs = next(iter(found.values()))
+    before = {key: float(per_prompt(any_runs, "before", key).mean()) for key in any_runs[0]["before"]}
+    lines = [
+        "# Methods for visual generation, compared", "",
+        "Written by `python scripts/bench_methods.py`. " + INTRODUCTION.format(
+            prompts=len(any_runs[0]["before"]["digits"]), digits=before["digits"], judge=before["digits_judge"],
+            clip=before["clip_score"], diversity=before["diversity"], seeds=max(map(len, found.values())),
+        ), "", *LEGEND, "",
+    ]  # fmt: skip
+    for number, family in enumerate(FAMILIES, start=1):
+        here = {name: runs for name, runs in found.items() if methods[name][0] == family}
+        if here:
+            lines += [f"## {family}", "", HEAD, "|---" * 15 + "|"]
+            lines += [line(name, runs, methods[name][1]) for name, runs in here.items()]
+            lines += ["", f"![held-out reward over iterations](visual_generation_{number}.svg)", ""]
+    lines += claims(found, extra)
+    return [*lines, f"Machine: `{json.dumps(any_runs[0]['machine'])}`"]
+
+
+INTRODUCTION = (
+    "One tiny Stable Diffusion 3 of the [digits world](../world.md), all weights trained, {seeds} seeds. Means over "
+    "{prompts} held-out captions x 4 pictures, the same noise before and after, eight Euler steps without guidance "
+    "whatever the method samples with. The base: `digits` {digits:.3f}, `digits_judge` {judge:.3f}, CLIP {clip:.3f}, "
+    "diversity {diversity:.3f}. Every method sees the same captions in the same order and, unless the table says "
+    "otherwise, equally many pictures; the learning rate of each was chosen on one seed."
+)
+LEGEND = [
+    "* *reward*: `digits`, which was trained on; *seeds*: least and most; *gain*: over the base on the same captions "
+    "and noise, with its 95 % interval over captions, \"(no)\" where it holds 0. *judge*, *CLIP*: never trained on.",
+    "* *diversity*: mean distance of two pictures of one caption, root mean square over pixels.",
+    "* *forwards*: rows through the network, rollout and update, a row with a gradient counted once; *decisions*: "
+    "what the rollout left to be trained on (re-noised losses count theirs otherwise).",
+    "* *tensors*: most bytes of tensors alive in an iteration; *process*: most resident memory, libraries included.",
+]  # fmt: skip
+
+
+def claims(found: dict[str, Runs], extra: dict[str, Any]) -> list[str]:
+    lines: list[str] = []
+    if speed := extra.get("speed"):
+        lines += ["## Time an iteration: trees", "", *SPEED, "", *speed_table(speed), ""]
+    if extra["sprints"]:
+        lines += ["## Time to Flow-GRPO's reward: DGPO", "", *sprint_table(found, extra["sprints"]), ""]
+    return lines
+
+
+SPEED = [
+    "Twenty steps and trees of 16 leaves that split at steps 0, 3, 6 and 9, as published; 4 prompts, one optimizer "
+    "step an iteration. All in one process, in turns; the median of the processor's seconds. Forwards and trained "
+    "decisions are those of a leaf.",
+]
+
+
+def speed_table(speed: dict[str, Any]) -> list[str]:
+    base = statistics.median(speed["DanceGRPO, all steps"]["cpu"])
+    lines = ["| | CPU s an iteration | times as fast | forwards | decisions | rollout | reward | update, s |"]
+    lines.append("|---" * 8 + "|")
+    for name, run in speed.items():
+        if name == "machine":
+            continue
+        middle = statistics.median(run["cpu"])
+        parts = " | ".join(f"{run[f'time_{part}']:.2f}" for part in ("rollout", "reward", "update"))
+        lines.append(
+            f"| {name} | {middle:.2f} ({min(run['cpu']):.2f} - {max(run['cpu']):.2f}) | {base / middle:.2f} "
+            f"| {run['forwards'] / 64:.1f} | {run['decisions'] / 64:.1f} | {parts} |"
+        )
+    return lines
+
+
+def sprint_table(found: dict[str, Runs], sprints: list[dict[str, Any]]) -> list[str]:
+    lines = ["| seed | goal | Flow-GRPO, CPU s | DGPO, CPU s | times as fast | reached | pictures | forwards |"]
+    lines.append("|---" * 8 + "|")
+    flow = {run["seed"]: run for run in found.get("Flow-GRPO", [])}
+    for run in sprints:
+        theirs = flow[run["seed"]]
+        lines.append(
+            f"| {run['seed']} | {run['goal']:.3f} | {theirs['cpu']:.1f} | {run['cpu']:.1f} "
+            f"| {theirs['cpu'] / run['cpu']:.1f} | {run['curve'][-1][2]:.3f}{'' if run['reached'] else ' (no)'} "
+            f"| {run['images']} of {theirs['images']} | {run['forwards']} of {theirs['forwards']} |"
+        )
+    return lines
