@@ -16,7 +16,7 @@ from annotated_types import Ge
 
 from mmrl.progress import Progress, progress_for
 from mmrl.registry import UserError
-from mmrl.report.pictures import sheet
+from mmrl.report.pictures import film_sheet, save_picture, sheet, still
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -104,19 +104,20 @@ class RunLog:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def images(self, name: str, images: Tensor, captions: Sequence[str] = (), columns: int | None = None) -> None:
-        """Write images [N, 3, H, W] in 0..1 as samples/<name>.png and their layout to samples/captions.json."""
+        """Write images [N, 3, H, W] in 0..1, or videos [N, F, 3, H, W], as samples/<name>.png, which is animated for
+        videos, and their layout to samples/captions.json."""
         if not self.active:
             return
         if not re.fullmatch(r"[\w.-]+", name):
             raise ValueError(f"{name!r} cannot be a file name")
-        picture, layout = sheet(images, columns)
-        _replace(self.folder / "samples" / f"{name}.png", lambda path: picture.save(path, format="PNG"))
+        picture, layout = (film_sheet if images.ndim == 5 else sheet)(images, columns)
+        _replace(self.folder / "samples" / f"{name}.png", lambda path: save_picture(picture, path))
         known = read_captions(self.folder)
         sheets = known.get("sheets", {}) | {name: {**asdict(layout), "captions": [str(c) for c in captions]}}
         text = json.dumps({"captions": [str(c) for c in captions], "sheets": sheets}, ensure_ascii=False, indent=1)
         _replace(self.folder / "samples" / "captions.json", lambda path: path.write_text(text, encoding="utf-8"))
         for mirror in self.mirrors:
-            mirror.image(self.iteration, name, picture)
+            mirror.image(self.iteration, name, still(picture))
 
     @contextmanager
     def progress(self, total: int, start: int = 0, title: str = "training") -> Iterator[Progress]:

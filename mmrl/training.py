@@ -133,8 +133,8 @@ class Run:
         with self._best_weights():
             media, _ = sample(self.trainer.policy, prompts, 1, self.session.evaluation.seed)
         if isinstance(media, torch.Tensor) and media.ndim in (4, 5):
-            frames = distributed.all_gather_rows(media if media.ndim == 4 else media[:, media.shape[1] // 2])
-            self.log.images(name, frames.float().cpu(), [str(p.get("text", "")) for p in prompts])
+            shown = distributed.all_gather_rows(media)
+            self.log.images(name, shown.float().cpu(), [str(p.get("text", "")) for p in prompts])
 
     def keep(self, media: Media, rollout: Rollout, rewards: Rewards) -> None:
         """Texts of the first iteration and of every ``log.rollouts``-th, for the report's gallery."""

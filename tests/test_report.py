@@ -262,3 +262,38 @@ def test_configurations_are_found_by_path_and_by_name(tmp_path, monkeypatch):
     (tmp_path / family).mkdir()
     with pytest.raises(UserError, match=f"folder.*{names[0]}"):
         find_config(family)
+
+
+def test_videos_move_on_the_page(tmp_path):
+    """Sheets of videos are animated PNGs: their frames come back exactly, and the page and the picture play them."""
+    import base64
+    import io
+
+    draw = torch.Generator().manual_seed(0)
+    videos = {name: torch.rand(3, 5, 3, 8, 6, generator=draw) for name in ("before", "iter-0001", "after")}
+    with RunLog(tmp_path, options=LogOptions(tensorboard=False)) as log:
+        for name, media in videos.items():
+            log.images(name, media, ["one", "two", "three"])
+        log.metrics(1, {"reward/mean": 0.5})
+    tiles = read_run(tmp_path).sample_tiles("after")
+    for tile, video in zip(tiles, videos["after"], strict=True):
+        for frame, pixels in zip(tile.frames, video, strict=True):
+            want = (pixels * 255).round().byte().permute(1, 2, 0).contiguous()
+            assert frame.tobytes() == bytes(want.numpy())
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    shown = [attributes["src"] for tag, attributes in page.tags if tag == "img"]
+    assert len(shown) == 2 * 3 + 3  # before and after, and one moment of the film
+    for source in shown:
+        picture = Image.open(io.BytesIO(base64.b64decode(source.partition("base64,")[2])))
+        assert picture.n_frames == 5 and picture.info["loop"] == 0
+    assert Image.open(tmp_path / "before_after.png").n_frames == 5
+
+
+def test_long_and_large_videos_are_shrunk():
+    from mmrl.report.pictures import data_uri, film_sheet, tiles
+
+    video = torch.linspace(0, 1, 33).view(1, 33, 1, 1, 1).expand(2, 33, 3, 400, 601)
+    film, layout = film_sheet(video)
+    assert len(film.frames) == 11 and (layout.width, layout.height) == (150, 100)
+    assert film.frames[1].getpixel((3, 3)) == (round(255 * 3 / 32),) * 3
+    assert data_uri(tiles(film, layout)[0]).startswith("data:image/webp;base64,")

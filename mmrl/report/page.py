@@ -13,7 +13,7 @@ from mmrl.report.answers import rollouts
 from mmrl.report.charts import number
 from mmrl.report.curves import chart_sections, reward_chart, spread_out
 from mmrl.report.evidence import Evaluation, read_evaluation, score, table, verdict
-from mmrl.report.pictures import compare, data_uri
+from mmrl.report.pictures import compare, data_uri, save_picture
 from mmrl.report.runs import Run, iteration_of, read_run
 
 MOST_PAIRS, MOST_TIMES, MOST_FILM_ROWS, MOST_EVENTS, MOST_ALARMS = 24, 8, 6, 60, 12
@@ -37,7 +37,8 @@ def write_report(run: Path | str) -> Path:
 
 
 def before_after_picture(run: Path | str, most: int = 8) -> Path:
-    """Write ``before_after.png``: the base model above, the trained one below, same prompts, same noise.
+    """Write ``before_after.png``: the base model above, the trained one below, same prompts, same noise; animated for
+    videos.
 
     Raises UserError if the run has no samples/before.png and samples/after.png.
     """
@@ -56,7 +57,7 @@ def before_after_picture(run: Path | str, most: int = 8) -> Path:
             )
         picture = compare({name: [sheet] for name, sheet in sheets.items()}, [], side=480)
     path = found.folder / "before_after.png"
-    picture.save(path)
+    save_picture(picture, path)
     return path
 
 

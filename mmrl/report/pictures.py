@@ -1,4 +1,7 @@
-"""Sheets of equal tiles: many small pictures in one PNG, and the way back from the sheet to its tiles."""
+"""Sheets of equal tiles: many small pictures in one PNG, and the way back from the sheet to its tiles.
+
+A sheet of videos is an animated PNG, its tiles are ``Film``.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import base64
 import io
 import math
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from PIL import Image, ImageDraw, ImageFont
@@ -15,6 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GAP = 2  # pixels between tiles
+PACE = 120  # milliseconds a frame is shown
+MOST_FRAMES, MOST_SIDE = 16, 192  # of videos on a sheet; longer ones leave frames out, larger ones are shrunk
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,24 @@ class Layout:
         return x, y, x + self.width, y + self.height
 
 
+@dataclass(frozen=True)
+class Film:
+    """The frames of a video, all of one size."""
+
+    frames: tuple[Image.Image, ...]
+
+    @property
+    def width(self) -> int:
+        return self.frames[0].width
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.frames[0].size
+
+
+Tile = Image.Image | Film
+
+
 def sheet(images: Tensor, columns: int | None = None) -> tuple[Image.Image, Layout]:
     """Images [N, 3, H, W] in 0..1 (clamped; NaN becomes black) on one RGB picture, row by row."""
     count, channels, height, width = images.shape
@@ -55,10 +80,48 @@ def sheet(images: Tensor, columns: int | None = None) -> tuple[Image.Image, Layo
     return picture, layout
 
 
-def tiles(picture: Image.Image, layout: Layout) -> list[Image.Image]:
+def film_sheet(videos: Tensor, columns: int | None = None) -> tuple[Film, Layout]:
+    """Videos [N, F, 3, H, W] in 0..1 side by side, at most 16 frames of at most 192 pixels."""
+    count, (height, width) = videos.shape[1], videos.shape[-2:]
+    stride, block = -(-count // MOST_FRAMES), -(-max(height, width) // MOST_SIDE)
+    moments = [videos[:, i].detach().float() for i in range(0, count, stride)]
+    if block > 1:  # means of squares of pixels; what is left over at the right and below is cut off
+        high, wide = max(1, height // block), max(1, width // block)
+        cut = [one[..., : high * block, : wide * block] for one in moments]
+        moments = [one.unflatten(-1, (wide, -1)).mean(-1).unflatten(-2, (high, -1)).mean(-2) for one in cut]
+    drawn = [sheet(one, columns) for one in moments]
+    return Film(tuple(picture for picture, _ in drawn)), drawn[0][1]
+
+
+def save_picture(picture: Tile, target: Path | io.BytesIO, kind: str = "PNG") -> None:
+    """As PNG or WebP; a film as an animated one that plays for ever."""
+    first, *others = picture.frames if isinstance(picture, Film) else (picture,)
+    animated = {"save_all": True, "append_images": others, "duration": PACE, "loop": 0} if others else {}
+    first.save(target, format=kind, **animated)
+
+
+def open_picture(path: Path) -> Tile:
+    """A picture, or all frames of an animated one. Raises as PIL does."""
+    with Image.open(path) as picture:
+        frames = []
+        for i in range(getattr(picture, "n_frames", 1)):
+            picture.seek(i)
+            frames.append(picture.convert("RGB"))
+    return Film(tuple(frames)) if len(frames) > 1 else frames[0]
+
+
+def still(picture: Tile) -> Image.Image:
+    """The picture, or the frame in the middle of a film."""
+    return picture.frames[len(picture.frames) // 2] if isinstance(picture, Film) else picture
+
+
+def tiles(picture: Tile, layout: Layout) -> list[Tile]:
     """The tiles of a sheet, in order; ValueError if the picture is not of that layout."""
     if picture.size != layout.size():
         raise ValueError(f"the sheet measures {picture.size}, its layout says {layout.size()}")
+    if isinstance(picture, Film):
+        cut = zip(*(tiles(frame, layout) for frame in picture.frames), strict=True)
+        return [Film(tuple(frames)) for frames in cut]
     return [picture.crop(layout.box(i)) for i in range(layout.count)]
 
 
@@ -69,8 +132,20 @@ def enlarge(picture: Image.Image, side: int) -> Image.Image:
     return picture.resize(size, Image.Resampling.NEAREST if factor >= 1 else Image.Resampling.LANCZOS)
 
 
-def compare(rows: dict[str, list[Image.Image]], captions: list[str], side: int = 120) -> Image.Image:
-    """Labelled rows of tiles above their captions, on white: the before-and-after picture."""
+def compare(rows: dict[str, Sequence[Tile]], captions: list[str], side: int = 120) -> Tile:
+    """Labelled rows of tiles above their captions, on white: the before-and-after picture, animated for videos."""
+    length = max((len(tile.frames) for row in rows.values() for tile in row if isinstance(tile, Film)), default=0)
+    if not length:
+        return _compare(rows, captions, side)
+    moments = [{label: [_at(tile, i) for tile in row] for label, row in rows.items()} for i in range(length)]
+    return Film(tuple(_compare(moment, captions, side) for moment in moments))
+
+
+def _at(tile: Tile, moment: int) -> Image.Image:
+    return tile.frames[min(moment, len(tile.frames) - 1)] if isinstance(tile, Film) else tile
+
+
+def _compare(rows: dict[str, Sequence[Image.Image]], captions: list[str], side: int) -> Image.Image:
     title, small = ImageFont.load_default(18), ImageFont.load_default(13)
     count, gap, left = max(map(len, rows.values())), 10, 20 + max(int(title.getlength(label)) for label in rows)
     texts = [textwrap.wrap(caption, max(8, side // 7))[:5] for caption in captions[:count]]
@@ -102,10 +177,22 @@ def strip(pictures: list[Image.Image]) -> Image.Image:
     return whole
 
 
-def data_uri(picture: Image.Image, most: int = 384) -> str:
-    """PNG while small, JPEG when the picture had to be shrunk to ``most`` pixels or is large anyway."""
+def data_uri(picture: Tile, most: int = 384) -> str:
+    """PNG while small, JPEG when the picture had to be shrunk to ``most`` pixels or is large anyway; videos as animated
+    PNG while small, else WebP."""
+    if isinstance(picture, Film):
+        return _film_uri(picture)
     small = enlarge(picture, most) if max(picture.size) > most else picture
     kind = "PNG" if max(small.size) <= 128 else "JPEG"
     buffer = io.BytesIO()
     small.save(buffer, format=kind, **({"quality": 88} if kind == "JPEG" else {"optimize": True}))
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def _film_uri(film: Film) -> str:
+    from PIL import features
+
+    kind = "WEBP" if max(film.size) > 128 and features.check("webp") else "PNG"
+    buffer = io.BytesIO()
+    save_picture(film, buffer, kind)
     return f"data:image/{kind.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -12,7 +12,7 @@ from PIL import Image
 
 from mmrl.log import parse_line, read_captions
 from mmrl.registry import UserError, suggest
-from mmrl.report.pictures import Layout, tiles
+from mmrl.report.pictures import Layout, Tile, open_picture, tiles
 
 MARKS = ("metrics.jsonl", "config.yaml", "evaluation.json")  # a folder with one of these is a run
 
@@ -56,19 +56,18 @@ class Run:
         names = chosen if isinstance(chosen, (list, dict)) else []
         return [str(name).rpartition(":")[2] for item in names for name in (item if isinstance(item, dict) else [item])]
 
-    def sample(self, name: str) -> Image.Image | None:
-        """The sheet samples/<name>.png, or None (noted if it is there but broken)."""
+    def sample(self, name: str) -> Tile | None:
+        """The sheet samples/<name>.png, a film if it is animated, or None (noted if it is there but broken)."""
         path = self.folder / "samples" / f"{name}.png"
         if not path.is_file():
             return None
         try:
-            with Image.open(path) as picture:
-                return picture.convert("RGB")
+            return open_picture(path)
         except (OSError, ValueError, Image.DecompressionBombError) as error:
             self.notes.append(f"{path.name} cannot be read: {error}")
             return None
 
-    def sample_tiles(self, name: str) -> list[Image.Image]:
+    def sample_tiles(self, name: str) -> list[Tile]:
         """The single pictures of a sheet; empty if the sheet or its layout is missing."""
         picture, layout = self.sample(name), self._layout(name)
         if picture is None or layout is None:
