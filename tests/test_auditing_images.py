@@ -131,6 +131,14 @@ def test_rewards_of_motion_and_of_steadiness_pass_and_say_what_they_are(name):
     assert said and said <= other
 
 
+def test_a_reward_of_moving_digits_sees_digits_move():
+    from mmrl.worlds.moving import captions
+
+    found, failed = broken_video(REWARDS.build("digits_motion"), captions()[:8])
+    assert not failed, found
+    assert found.lines[0].probe == "real picture" and min(found.lines[0].scores) > 0.9
+
+
 def test_a_reward_blind_to_time_and_content_fails_both_ways():
     @card(media="video")
     def size(media, prompts):

@@ -69,7 +69,7 @@ def wanted(i: int) -> dict:
     """Reference and source pictures, as files, and what was in the source."""
     things = [{"class": "cat", "count": 1 + i % 2, "color": "red"}]
     questions = [{"question": "what is it?", "choices": ["seven", "two"], "answer": ("seven", "two")[i % 2]}]
-    more = {"include": things, "questions": questions, "word": "seven", "action": "jump"}
+    more = {"include": things, "questions": questions, "word": "seven", "action": "jump", "motion": "left"}
     return more | {"reference": picture_file(i % 2), "source": picture_file(i % 2), "source_text": "a blue two"}
 
 

@@ -6,16 +6,29 @@ take either: motion (a still and a blank must score less) or steadiness (noise a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
 from samplers.noise import Rng
 
+from ..types import Prompt
+
 FRAMES = 8  # of a clip
 SHARE = 0.8  # of a picture's sides that is seen at a time
 GAIN = 0.25  # as of pictures, but blocks of 8 pixels stand still while a small picture moves
 MOTION, STEADY = ("blank", "still"), ("noise", "frames out of order")
+
+
+def real(prompts: Sequence[Prompt], seed: int) -> Tensor | None:
+    """[B, F, 3, H, W] drawn clips, if the prompts are those of the digits world that move."""
+    if not all("objects" in prompt and "motion" in prompt for prompt in prompts):
+        return None
+    from ..worlds.moving import film
+
+    return film(list(prompts), Rng.of(seed, "audit clips"), "judge").frames
 
 
 def panned(pictures: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Probes for rewards of images and videos: real pictures against noise, blanks, other captions, copies, JPEG.
 
 Real pictures are those of the prompts (``image`` in a .jsonl file), or drawn where the prompts are the digits world's.
-A reward of videos only sees pans over them, and has probes of its own besides (``mmrl.auditing.clips``).
+A reward of videos only sees pans over them, or clips where the prompts are those of moving digits, and has probes of
+its own besides (``mmrl.auditing.clips``).
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ def audit(subject: Subject) -> list[Line]:
     about = card_of(subject.reward)
     if about.of == "group":
         raise UserError(f"reward {subject.name!r} compares whole groups: check-reward has probes for single samples")
-    media, prompts = real(subject.prompts, subject.seed), subject.prompts
-    moving = "image" not in about.media
-    if moving:
-        media = clips.panned(media)
+    prompts, moving = subject.prompts, "image" not in about.media
+    media = clips.real(prompts, subject.seed) if moving else None
+    if media is None:
+        media = real(prompts, subject.seed)
+        media = clips.panned(media) if moving else media
     best = score(subject, media, prompts)
     noise = Rng.of(subject.seed, "audit noise").uniform(torch.arange(len(media)), media.shape[1:]).float()
     blank = media.mean(dim=tuple(range(1, media.ndim)), keepdim=True).expand_as(media)

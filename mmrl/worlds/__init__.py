@@ -1,5 +1,5 @@
 """Embedded worlds: data, captions and tiny base models that need no download. Importing registers, builds nothing."""
 
-from mmrl.worlds import artifacts, asking, data
+from mmrl.worlds import artifacts, asking, data, moving
 
-__all__ = ["artifacts", "asking", "data"]
+__all__ = ["artifacts", "asking", "data", "moving"]

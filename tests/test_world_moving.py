@@ -1,0 +1,137 @@
+"""The moving digits: captions and splits, drawing, and what ``digits_motion`` makes of true and false clips."""
+
+import math
+
+import pytest
+import torch
+
+from mmrl.registry import DATA, REWARDS, UserError, load_built_in
+from mmrl.worlds.moving import FRAMES, MOTIONS, captions, film, trained_on
+from mmrl.worlds.scenes import CANVAS, COLORS, DIGITS, is_held_out
+from samplers.noise import Rng
+
+PROMPTS = captions()
+MOVES = torch.tensor([prompt["motion"] != "still" for prompt in PROMPTS])
+
+
+@pytest.fixture(scope="module")
+def clips():
+    return film(PROMPTS, Rng.of(0))
+
+
+@pytest.fixture(scope="module")
+def reward():
+    load_built_in()
+    return REWARDS.build("digits_motion")
+
+
+def test_the_caption_space():
+    assert len({p["text"] for p in PROMPTS}) == len(PROMPTS) == 10 * len(COLORS) * len(MOTIONS) == 200
+    assert captions() == PROMPTS and [p["text"] for p in PROMPTS] != [p["text"] for p in captions(1)]
+    for prompt in PROMPTS:
+        item = prompt["objects"][0]
+        assert f"a {item['color']} {DIGITS[item['digit']]} " in prompt["text"]
+        assert prompt["text"].endswith({"still": "standing still"}.get(prompt["motion"], f"moving {prompt['motion']}"))
+
+
+def test_held_out_captions_are_nobodys_training_captions():
+    load_built_in()
+    data = DATA.build("digits_moving")
+    assert not {p["text"] for p in data.held_out} & {p["text"] for p in [*data.train, *trained_on()]}
+    assert len(data.held_out) == 40 and all(is_held_out(p["text"]) for p in data.held_out)
+    assert {p["motion"] for p in data.held_out} == set(MOTIONS)
+
+
+def test_first_frames_show_the_digit_and_not_the_motion():
+    load_built_in()
+    data = DATA.build("digits_moving", images=2)
+    assert len(data.train) == 320 and len(data.held_out) == 80
+    one = data.train[0]
+    assert one["image"].size == (CANVAS, CANVAS)
+    same = [one | {"motion": motion} for motion in MOTIONS]
+    rng = Rng.of(0)
+    first = [film([prompt], rng).frames[0, 0] for prompt in same]
+    assert all(torch.equal(first[0], other) for other in first)
+    with pytest.raises(UserError, match="digits_moving.images is -1"):
+        DATA.build("digits_moving", images=-1)
+
+
+def test_drawing_is_deterministic_and_row_keyed(clips):
+    assert torch.equal(clips.frames[:7], film(PROMPTS[:7], Rng.of(0)).frames)
+    assert not torch.equal(clips.frames[:7], film(PROMPTS[:7], Rng.of(1)).frames)
+    assert clips.frames.shape == (200, FRAMES, 3, CANVAS, CANVAS)
+    assert clips.frames.min() >= 0 and clips.frames.max() <= 1
+
+
+def test_every_frame_is_the_first_one_moved(clips):
+    for prompt, frames in zip(PROMPTS[:60], clips.frames):
+        x, y = (int(v) for v in MOTIONS[prompt["motion"]])
+        for step in (1, 5):  # later the outermost pixels of some are cut off at the edge
+            torch.testing.assert_close(frames[step], frames[0].roll((step * y, step * x), (-2, -1)), atol=1e-5, rtol=0)
+
+
+def test_true_clips_score_one(reward, clips):
+    found = reward(clips.frames, PROMPTS)
+    assert found.min() > 0.95 and found.max() <= 1
+
+
+@pytest.mark.parametrize("harm", "reversed still blank noise shuffled jump half vanishing".split())
+def test_false_clips_score_less(reward, clips, harm):
+    true = clips.frames
+    made = {
+        "reversed": true.flip(1), "still": true[:, :1].expand_as(true), "blank": torch.zeros_like(true),
+        "noise": torch.rand(true.shape, generator=torch.Generator().manual_seed(0)),
+        "shuffled": true[:, [4, 0, 7, 2, 8, 1, 5, 3, 6]], "jump": true[:, [0] * 5 + [8] * 4],
+        "half": true[:, [0, 0, 1, 1, 2, 2, 3, 3, 4]], "vanishing": true * torch.linspace(1, 0, 9).view(-1, 1, 1, 1),
+    }[harm]  # fmt: skip
+    most = {"half": 0.55, "jump": 0.15}.get(harm, 0.01)
+    assert reward(made, PROMPTS)[MOVES].max() <= most
+    if harm in ("blank", "noise", "vanishing"):
+        assert reward(made, PROMPTS)[~MOVES].max() <= 0.01
+
+
+def test_another_motion_earns_nothing(reward, clips):
+    ways = list(MOTIONS)
+    for turn in (1, 2, 3, 4):
+        asked = [p | {"motion": ways[(ways.index(p["motion"]) + turn) % 5]} for p in PROMPTS]
+        assert reward(clips.frames, asked).max() <= 0.01
+
+
+def test_numbers_of_a_moving_square():
+    """A square of 4 pixels on 32: amount, heading and evenness by hand."""
+    load_built_in()
+
+    def score(places, motion, **options):
+        frames = torch.zeros(1, len(places), 3, 32, 32)
+        for frame, (x, y) in zip(frames[0], places):
+            frame[:, y : y + 4, x : x + 4] = 1
+        return float(REWARDS.build("digits_motion", **options)(frames, [{"motion": motion}]))
+
+    line = [(14 - 2 * i, 14) for i in range(5)]  # 8 pixels to the left, a quarter of the canvas
+    assert score(line, "left") == pytest.approx(1, abs=1e-5)
+    assert score(line, "left", travel=0.5) == pytest.approx(0.5, abs=1e-5)
+    assert score(line, "left", travel=0.2) == pytest.approx(0.75, abs=1e-5)
+    assert score(line, "right") == score(line, "up") == 0
+    slant = [(14 - 2 * i, 14 - 2 * i) for i in range(5)]
+    assert score(slant, "left") == pytest.approx(math.sqrt(0.5), abs=1e-5)
+    late = [(14, 14), (14, 14), (14, 14), (10, 14), (6, 14)]  # behind by 0, 2, 4, 2, 0 of 8 pixels
+    assert score(late, "left") == pytest.approx(1 - (8 / 5) / 2, abs=1e-5)
+    wobble = [(14, 14), (15, 14), (14, 14), (15, 14), (14, 14)]
+    assert score(wobble, "still") == pytest.approx(1 - 4 / 8, abs=1e-5)
+
+
+def test_size_and_type_of_the_video_do_not_matter(reward, clips):
+    plain = reward(clips.frames[:20], PROMPTS[:20])
+    large = torch.nn.functional.interpolate(clips.frames[:20].flatten(0, 1), scale_factor=2).unflatten(0, (20, FRAMES))
+    torch.testing.assert_close(reward(large, PROMPTS[:20]), plain, atol=1e-3, rtol=0)
+    torch.testing.assert_close(reward(clips.frames[:20].bfloat16(), PROMPTS[:20]), plain, atol=0.02, rtol=0)
+
+
+def test_wrong_input_is_a_readable_message(reward, clips):
+    with pytest.raises(UserError, match="one has 'round'.*digits_moving"):
+        reward(clips.frames[:1], [{"motion": "round"}])
+    with pytest.raises(UserError, match="3 frames or more"):
+        reward(clips.frames[:1, :2], PROMPTS[:1])
+    broken = clips.frames[:2].clone()
+    broken[0, 0, 0, 0, 0] = torch.nan
+    assert reward(broken, PROMPTS[:2]).isnan().tolist() == [True, False]
