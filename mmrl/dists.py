@@ -61,6 +61,14 @@ class Score(Gaussian):
         return self._reduce(-((x - self.mean) ** 2))
 
 
+def inverted(logits: Tensor, uniform: Tensor) -> Tensor:
+    """[*, n] long: draws from the softmax of logits [*, V], the first tokens whose cumulative probability is above
+    uniform [*, n] in (0, 1). Weights are summed in float64, since those of large vocabularies are small."""
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    sums = (x - x.amax(-1, keepdim=True)).exp().cumsum(-1, dtype=torch.float64).contiguous()
+    return torch.searchsorted(sums, (uniform.to(sums) * sums[..., -1:]).contiguous(), right=True)
+
+
 @dataclass(frozen=True)
 class Categorical:
     """Independent draws at L positions from a vocabulary of V; logits of -inf are impossible tokens."""
@@ -69,8 +77,7 @@ class Categorical:
 
     def sample(self, uniform: Tensor) -> Tensor:
         """[B, L] long, by inversion of the cumulative distribution at uniform [B, L] in (0, 1)."""
-        cdf = self.logits.double().softmax(-1).cumsum(-1)
-        return (cdf <= uniform.to(cdf)[..., None] * cdf[..., -1:]).sum(-1)
+        return inverted(self.logits, uniform[..., None])[..., 0]
 
     def log_prob(self, ids: Tensor) -> Tensor:
         """[B, L] for token ids [B, L]."""

@@ -53,7 +53,7 @@ def cosine(a, b):
     return float(F.cosine_similarity(a, b, dim=0))
 
 
-def trainer_of(policy, prompts, **sizes):
+def trainer_of(policy, prompts, objective=None, **sizes):
     """One whose reward is the brightness of images."""
 
     def scorer(media, asked):
@@ -61,7 +61,7 @@ def trainer_of(policy, prompts, **sizes):
 
     options = {"prompts": 2, "copies": 4, "batch_size": 8, "iterations": 2, "micro_batch": 3} | sizes
     return Trainer(
-        policy, prompts, scorer, flow_grpo, PolicyGradient(clip=0.2, kl=0.1),
+        policy, prompts, scorer, flow_grpo, objective or PolicyGradient(clip=0.2, kl=0.1),
         lambda p: torch.optim.SGD(p, lr=1.0), TrainOptions(max_grad_norm=None, **options),
     )  # fmt: skip
 
@@ -76,6 +76,36 @@ def assert_trains(policy, prompts):
     assert sum(not torch.equal(before[n], after[n]) for n in before) > 0.9 * len(before)
     second = trainer.iterate()
     assert second["ratio/mean"] == 1 and second["kl"] > 0
+
+
+def assert_half_precision(policy, prompts, apart):
+    """Weights in bfloat16: log-probs are recorded in float32 and found again to ``apart`` on average, and the first
+    ratio is one."""
+    policy.net.to(torch.bfloat16)
+    with torch.no_grad():
+        rollout = policy.rollout(prompts, 8, Rng.of("half"))
+        (point,) = policy.path(rollout)
+        gap = (policy.dist(point).log_prob(point.target) - rollout.logprob).abs()
+    assert rollout.logprob.dtype == torch.float32 and gap.mean() < apart, float(gap.mean())
+    first = trainer_of(policy, prompts, precision="bf16").iterate()
+    assert first["ratio/mean"] == 1 and first["clip_fraction"] == 0 and first["skipped_steps"] == 0
+
+
+def assert_compiles(policy, prompts, monkeypatch):
+    """One graph, whose shapes are those of the first token, draws the same tokens; here run without code generation."""
+    graphs, compiled = [], torch.compile
+
+    def backend(module, inputs):
+        graphs.append(len(module.graph.nodes))
+        return module.forward
+
+    monkeypatch.setattr(torch, "compile", lambda fn, mode=None, **options: compiled(fn, backend=backend, **options))
+    with torch.no_grad():
+        plain = policy.rollout(prompts, 3, Rng.of("compiled"))
+        policy.net.compile_token()
+        found = policy.rollout(prompts, 3, Rng.of("compiled"))
+    assert len(graphs) == 1 and torch.equal(found.sample, plain.sample)
+    torch.testing.assert_close(found.logprob, plain.logprob, atol=1e-9, rtol=0)
 
 
 def _random(module, seed=0):

@@ -35,6 +35,15 @@ SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
     ("policies", "sd3"): {"path": "world:digits/sd3-test", "size": 32, "steps": 4, "width": 8},
     ("policies", "amused"): {"path": "{tiny:amused}", "steps": 3, "width": 8},
     ("policies", "masked_lm"): {"path": "{tiny:bert}", "tokens": 6, "block": 3, "steps": 4, "width": 8},
+    ("policies", "masked_image_lm"): {
+        "path": "{tiny:bert}",
+        "decoder": "{tiny:amused}/vqvae",
+        "first": 4,
+        "codes": 12,
+        "side": 4,
+        "steps": 3,
+        "width": 8,
+    },  # fmt: skip
     ("policies", "sd"): {"path": "{tiny:sd}", "size": 16, "steps": 3, "width": 8},
     ("policies", "sdxl"): {"path": "{tiny:sdxl}", "size": 16, "steps": 3, "width": 8},
     ("policies", "flux"): {"path": "{tiny:flux}", "size": 16, "steps": 3, "width": 8, "text_length": 16},

@@ -26,6 +26,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"lora": 2, "guidance": 3.0, "kernel": "dance_sde", "eta": 0.3},
         {"sde": "all_but_last"},
     ],
+    "masked_image_lm": [{"guidance": 2.0, "lora": 2}],
     "masked_lm": [{"guidance": 2.0, "sampler": "maskgit"}, {"lora": 2}],
     "amused": [{"guidance": 3.0, "sampler": "maskgit"}, {"lora": 2, "guidance": 2.0, "temperature": 0.8}],
     "janus": [{"guidance": 1.0, "top_k": 5, "lora": 2}, {"logp_dist": "conditional", "train": "generation"}],

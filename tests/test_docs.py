@@ -192,6 +192,7 @@ DOCUMENTED = {
     "policy: vlm": POLICIES["vlm"],
     "policy: amused": POLICIES["amused"],
     "policy: masked_lm": POLICIES["masked_lm"],
+    "policy: masked_image_lm": POLICIES["masked_image_lm"],
     "policy: janus": POLICIES["janus"],
     "policy: llamagen": POLICIES["llamagen"],
     "policy: var": POLICIES["var"],

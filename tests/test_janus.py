@@ -13,7 +13,16 @@ from samplers.noise import Rng
 from samplers.warp import Warp
 
 from . import tiny_vlms
-from .image_tokens import assert_trains, at, cosine, every, flat_grad, logp
+from .image_tokens import (
+    assert_compiles,
+    assert_half_precision,
+    assert_trains,
+    at,
+    cosine,
+    every,
+    flat_grad,
+    logp,
+)
 
 PROMPT = {"text": "a red seven"}
 PROMPTS = [PROMPT, {"text": "a blue two left of a green nine"}]
@@ -198,6 +207,28 @@ def test_scoring_with_gradient_checkpointing_is_the_same(make):
 
 def test_the_first_ratio_is_one_in_training(make):
     assert_trains(make(double=False, guidance=3.0, top_k=2), PROMPTS)
+
+
+def test_half_precision(make):
+    assert_half_precision(make(double=False, guidance=3.0), PROMPTS, apart=2e-2)
+
+
+def test_a_compiled_token_is_the_same(make, monkeypatch):
+    assert_compiles(make(guidance=3.0), PROMPTS, monkeypatch)
+
+
+def test_kernels_that_cannot_run_are_refused(folder):
+    for kernel in ("xformers", "flash"):
+        with pytest.raises(UserError, match="needs a CUDA device"):
+            Janus(folder, attention=kernel)
+
+
+def test_what_memory_allows_is_measured_on_few_tokens(make, monkeypatch):
+    policy, seen = make(memory=1.0), []
+    draw = policy._draw
+    monkeypatch.setattr(policy, "_draw", lambda *given: seen.append(given[4:]) or draw(*given))
+    rollout = policy.rollout(PROMPTS, 2, Rng.of("memory"))
+    assert seen == [(2,), (2,), ()] and rollout.sample.shape == (4, TOKENS)
 
 
 def test_a_mismatch_is_named(folder):

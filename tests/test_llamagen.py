@@ -12,7 +12,16 @@ from mmrl.policies.images.llamagen_vq import LlamaGenVQ
 from mmrl.registry import UserError
 from samplers.noise import Rng
 
-from .image_tokens import assert_trains, cosine, every, flat_grad, logp, tiny_llamagen
+from .image_tokens import (
+    assert_compiles,
+    assert_half_precision,
+    assert_trains,
+    cosine,
+    every,
+    flat_grad,
+    logp,
+    tiny_llamagen,
+)
 
 PROMPT = {"text": "a red seven", "label": 2}
 PROMPTS = [PROMPT, {"text": "a blue two left of a green nine", "label": 0}]
@@ -259,6 +268,16 @@ def test_adapters_are_added_to_what_is_exported(make, tmp_path: Path):
 def test_a_prompt_without_a_class_is_named(make):
     with pytest.raises(UserError, match="prompt 1 needs 'label', a class of 0..4"):
         make().encode([PROMPT, {"text": "a seven"}])
+
+
+@pytest.mark.parametrize("kind", ["class", "text"])
+def test_half_precision(make, kind):
+    assert_half_precision(make(kind, double=False, guidance=3.0), PROMPTS, apart=2e-2)
+
+
+@pytest.mark.parametrize("kind", ["class", "text"])
+def test_a_compiled_token_is_the_same(make, kind, monkeypatch):
+    assert_compiles(make(kind, guidance=3.0), PROMPTS, monkeypatch)
 
 
 def test_shapes_are_told_by_width():

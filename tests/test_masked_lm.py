@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from mmrl.objectives import Masked
+from mmrl.policies.masked_image_lm import MaskedImageLM
 from mmrl.policies.masked_lm import MaskedLM
 from mmrl.registry import ESTIMATORS, UserError
 from samplers.noise import Rng
 
+from . import tiny_diffusers
 from .tiny_masked_lm import folder
 
 PROMPTS = [{"text": "a red seven"}, {"text": "a blue two on top of a green nine"}]
@@ -96,3 +98,62 @@ def test_export_is_loaded_by_transformers(tmp_path):
     assert all(
         torch.equal(a, b) for a, b in zip(policy.net.state_dict().values(), again.state_dict().values(), strict=True)
     )
+
+
+# ------------------------------------------------------------------------------------------------ images as tokens
+
+
+def pictured(**options):
+    codec = str(tiny_diffusers.folder("amused") / "vqvae")
+    chosen = {
+        "decoder": codec,
+        "first": 5,
+        "codes": 12,
+        "side": 2,
+        "steps": 3,
+        "prompt": "on {text} top",
+        "after": "of",
+    }
+    return MaskedImageLM(str(folder()), **(chosen | options))
+
+
+def test_the_network_sees_codes_between_their_marks():
+    """Prompt with its text, codes from ``first`` on and the mask token for hidden ones, what is behind."""
+    policy = pictured()
+    ids = torch.tensor([[0, 12, 11, 12]])
+    cond, read = policy.encode(PROMPTS), policy.tokenizer
+    for p, prompt in enumerate(PROMPTS):
+        before, mask = read(f"on {prompt['text']} top").input_ids, read.mask_token_id
+        plain = torch.tensor([[*before, 5, mask, 16, mask, *read("of").input_ids]])
+        row = {key: cond[key][p : p + 1] for key in ("ids", "size")}
+        expected = policy.net(plain).logits[:, len(before) : len(before) + 4, 5:17]
+        torch.testing.assert_close(policy.logits(ids, row), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("sampler", ["emerge", "maskgit"])
+def test_images_are_scored_as_sampled_and_decoded_by_the_codec(sampler):
+    from diffusers import VQModel
+
+    policy = pictured(guidance=3.0, sampler=sampler)
+    rollout = rolled(policy)
+    assert rollout.sample.min() >= 0 and rollout.sample.max() < 12
+    for point in policy.path(rollout):
+        logp = policy.dist(point).log_prob(point.target)
+        torch.testing.assert_close(logp[point.mask], point.logprob[point.mask], atol=1e-5, rtol=0)
+    codec = VQModel.from_pretrained(tiny_diffusers.folder("amused") / "vqvae")
+    ids = rollout.sample.view(-1, 2, 2)
+    expected = codec.decode(ids, force_not_quantize=True, shape=(*ids.shape, 4)).sample.clamp(0, 1)
+    torch.testing.assert_close(policy.decode(rollout), expected.detach())
+
+
+def test_a_decoder_of_ones_own(tmp_path):
+    (tmp_path / "codec_of_mine.py").write_text(
+        "def build():\n    return lambda ids: ids[:, None].expand(-1, 3, -1, -1) / 11\n"
+    )
+    policy = pictured(decoder=f"{tmp_path}/codec_of_mine.py:build")
+    rollout = rolled(policy)
+    assert torch.equal(policy.decode(rollout)[:, 1], rollout.sample.view(-1, 2, 2) / 11)
+    with pytest.raises(UserError, match="must hold {text}"):
+        pictured(prompt="draw")
+    with pytest.raises(UserError, match="cannot be loaded as a VQModel"):
+        pictured(decoder=str(tmp_path))

@@ -121,7 +121,8 @@ def test_steps_picked_at_random_are_unbiased():
     assert ((weight > 0).sum() / full.sum()) > 0.99
 
 
-ESTIMATED = ["trajectory", "tracerl", "d1", "mask_grpo", "uni_grpo", "schedule_matched", "coupled", "random", "sepo"]
+ESTIMATED = ["trajectory", "tracerl", "d1", "mask_grpo", "uni_grpo", "schedule_matched", "coupled", "random", "sepo",
+             "udm_grpo"]  # fmt: skip
 
 
 def test_every_estimator_is_tried():
@@ -184,6 +185,21 @@ def test_coupled_masks_score_every_token_once():
     assert (
         (one.mask ^ two.mask).all() and torch.equal(one.mask, one.state == 2) and torch.equal(two.mask, two.state == 2)
     )
+
+
+def test_udm_grpo_scores_the_finished_sample_at_adjacent_early_rates():
+    policy = TablePolicy(steps=10)
+    rollout, _ = rolled(policy, 0, 4000)
+    firsts = set()
+    for seed in range(12):
+        points = ESTIMATORS["udm_grpo"](policy, rollout, Rng.of(seed))
+        shares = torch.stack([point.mask.double().mean() for point in points])
+        first = int((policy.rates.double() - shares[0]).abs().argmin())
+        torch.testing.assert_close(shares, policy.rates[first : first + 3].double(), atol=0.03, rtol=0)
+        firsts.add(first)
+        each = sum((point.mask * point.known).sum(1) for point in points)  # every step counts alike
+        assert all(torch.equal(point.target, rollout.sample) for point in points) and (each > 0).all()
+    assert firsts == {0, 1, 2}
 
 
 def test_sepo_is_the_gradient_of_the_marginal_over_its_neighbours():

@@ -13,7 +13,7 @@ from mmrl.policies.images.var_vq import VARVQ, Quantizer, shared
 from mmrl.registry import UserError
 from samplers.noise import Rng
 
-from .image_tokens import assert_trains, at, cosine, every, flat_grad, logp, tiny_var
+from .image_tokens import assert_half_precision, assert_trains, at, cosine, every, flat_grad, logp, tiny_var
 
 PROMPT, PROMPTS = {"label": 2}, [{"label": 2}, {"label": 0}]
 VOCAB, SIDES = 2, (1, 2)
@@ -260,6 +260,15 @@ def test_scales_are_weighed(make, alpha):
 @pytest.mark.parametrize("alpha", [0.0, 0.7])
 def test_the_first_ratio_is_one_in_training(make, alpha):
     assert_trains(make(double=False, guidance=3.0, scale_alpha=alpha), PROMPTS)
+
+
+def test_half_precision(make):
+    assert_half_precision(make(double=False, guidance=3.0), PROMPTS, apart=2e-2)
+
+
+def test_a_scale_is_not_compiled_as_a_token(make):
+    with pytest.raises(UserError, match="many tokens in a pass"):
+        make(compile=True)
 
 
 def test_scoring_with_gradient_checkpointing_is_the_same(make):

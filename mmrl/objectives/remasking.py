@@ -132,6 +132,20 @@ def random(
     return [policy.at(rollout, _hidden(rng.fold("mask", n), rollout, rate)) for n, rate in enumerate(rates)]
 
 
+@ESTIMATORS.register("udm_grpo")
+def udm_grpo(policy: Remaskable, rollout: Rollout, rng: Rng, *, starts: Count = 3, window: Count = 3) -> list[Point]:
+    """UDM-GRPO on masks: finished tokens scored at ``window`` adjacent early rates of the sampler, re-noised.
+
+    UDM-GRPO trains discrete flows whose noise is uniform tokens; here noise is hidden tokens. As there, the action of
+    every step is the finished sample, states come from the forward process, the first of the adjacent steps is drawn
+    from ``starts``, and a step counts by the mean over its tokens. The ratio is of every token, there of their mean.
+    """
+    first, steps = int(rng.permutation(starts)[0]), len(policy.rates) - 1
+    chosen = range(min(first, steps - 1), min(first + window, steps))
+    rates = [policy.rates[t] for t in chosen]
+    return _means([policy.at(rollout, _hidden(rng.fold("mask", n), rollout, rate)) for n, rate in enumerate(rates)])
+
+
 @ESTIMATORS.register("sepo")
 def sepo(policy: Remaskable, rollout: Rollout, rng: Rng) -> list[Point]:
     """SEPO (Zekri and Boulle 2025) on the samples one token away: L passes, so for short samples only.

@@ -16,8 +16,9 @@ from samplers.batching import chunks
 
 from ..registry import POLICIES, UserError
 from ..types import Media, Prompt, Rollout
-from . import diffusers_folder
+from . import diffusers_folder, uvit
 from .base import Precision
+from .images.attention import Kernel, available
 from .masked import MaskedDiffusion
 from .prompts import Placement, PromptCache, texts_of
 
@@ -41,14 +42,17 @@ class Amused(MaskedDiffusion):
         dtype: Precision = "float32",
         text_encoders: Placement = "offload",
         text_cache: int = 20000,
+        attention: Kernel = "auto",
         **options: Any,
     ):
         """path: folder, hub id or world:NAME. size: pixels, one side or [height, width]; None: what the model was
-        trained at. schedule: None is the folder's own. aesthetic: the score asked for by micro-conditioning."""
+        trained at. schedule: None is the folder's own. aesthetic: the score asked for by micro-conditioning.
+        attention: the kernel; auto is torch's own choice."""
         from diffusers import AmusedScheduler, UVit2DModel, VQModel
 
         self.place, self.compute = diffusers_folder.resolve(path, "AmusedPipeline"), getattr(torch, dtype)
         net = diffusers_folder.load_part(UVit2DModel, self.place, "transformer", self.compute)
+        uvit.quicken(net, available(attention))
         self.vae = diffusers_folder.load_part(VQModel, self.place, "vqvae").requires_grad_(False).eval()
         scheduler = diffusers_folder.load_part(AmusedScheduler, self.place, "scheduler").config
         self.grid = self._grid(net.config, size)  # [h, w] tokens
@@ -91,12 +95,20 @@ class Amused(MaskedDiffusion):
             self.texts(["", *dict.fromkeys(texts_of(prompts))], self.device)
 
     def logits(self, ids: Tensor, cond: dict[str, Any]) -> Tensor:
+        return self._run(ids, cond["text"], cond["pooled"]).flatten(2).transpose(1, 2)
+
+    def places(self, ids: Tensor, cond: Any, rows: Tensor, where: Tensor, scale: float | None) -> Tensor:
+        used, index = rows.unique(return_inverse=True)
+        with uvit.asking(self.net, where, scale):
+            return self._run(ids, cond["text"][used], cond["pooled"][rows], index)
+
+    def _run(self, ids: Tensor, text: Tensor, pooled: Tensor, rows: Tensor | None = None) -> Tensor:
+        """[B, V, h, w], of texts of every row or by ``rows`` [B]."""
         micro = torch.tensor([[*self.micro, 0, 0, self.aesthetic]], device=ids.device).expand(len(ids), -1)
-        found = self.active()(
-            ids.view(-1, *self.grid), encoder_hidden_states=self.cast(cond["text"]),
-            pooled_text_emb=self.cast(cond["pooled"]), micro_conds=self.cast(micro),
-        )  # fmt: skip  # [B, V, h, w]
-        return found.flatten(2).transpose(1, 2)
+        return self.active()(
+            ids.view(-1, *self.grid), encoder_hidden_states=self.cast(text), pooled_text_emb=self.cast(pooled),
+            micro_conds=self.cast(micro), cross_attention_kwargs=None if rows is None else {"rows": rows},
+        )  # fmt: skip
 
     def cast(self, tensor: Tensor) -> Tensor:
         """To what the network computes in."""

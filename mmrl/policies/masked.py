@@ -17,15 +17,15 @@ from typing import Annotated, Any, Literal
 import torch
 from annotated_types import Ge, Gt
 from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
 
 from samplers import unmask
-from samplers.batching import at_width
 from samplers.noise import Rng
 
-from ..dists import Categorical
+from ..dists import Categorical, inverted
 from ..options import Count
 from ..registry import UserError
-from ..types import Point, Rollout, tree_map
+from ..types import Point, Rollout
 from .base import first_of_group, rows_of
 from .flow import LogpDist, stacked
 from .token import TokenPolicy
@@ -34,20 +34,39 @@ SCHEDULES = {"cosine": unmask.cosine, "linear": unmask.linear}
 
 
 @dataclass(frozen=True)
-class Choice(Categorical):
-    """The draw of all hidden tokens and the choice of those that stay (MaskGIT, Chang et al. 2022).
+class Hidden:
+    """Draws of the tokens at the N positions that ``where`` [B, L] holds. All results are [B, L], 0 elsewhere.
 
-    A decision is [B, L, 2]: token, and rank in the choice as ``samplers.unmask.ranked`` numbers them; without a
-    choice (the last pass keeps all) every rank is L or more. KL and entropy are those of the tokens: the choice's have
-    no closed form.
+    ``noise`` [B, 1] is the temperature of the Gumbel noise on the confidence by which some were chosen to stay
+    (MaskGIT, Chang et al. 2022). Then a decision is [B, L, 2]: token, and rank in the choice as
+    ``samplers.unmask.ranked`` numbers them; without a choice (the last pass keeps all) every rank is L or more. KL and
+    entropy are those of the tokens: the choice's have no closed form.
     """
 
-    temperature: Tensor  # [B, 1] of the Gumbel noise on the confidence
+    logits: Tensor  # [N, V]
+    where: Tensor
+    noise: Tensor | None = None
 
     def log_prob(self, decision: Tensor) -> Tensor:
-        """[B, L] of the token, plus that of its rank."""
-        token = super().log_prob(decision[..., 0])
-        return token + unmask.plackett_luce(token / self.temperature, decision[..., 1])
+        """Of token ids [B, L]; of tokens and their ranks [B, L, 2]."""
+        ids = decision if self.noise is None else decision[..., 0]
+        token = self._spread(Categorical(self.logits).log_prob(ids[self.where]))
+        return token if self.noise is None else chosen(token, self.noise, decision[..., 1])
+
+    def kl(self, other: Hidden) -> Tensor:
+        """KL(self || other)."""
+        return self._spread(Categorical(self.logits).kl(Categorical(other.logits)))
+
+    def entropy(self) -> Tensor:
+        return self._spread(Categorical(self.logits).entropy())
+
+    def _spread(self, values: Tensor) -> Tensor:
+        return values.new_zeros(self.where.shape).masked_scatter(self.where, values)
+
+
+def chosen(token: Tensor, noise: Tensor, rank: Tensor) -> Tensor:
+    """[B, L] log-prob of tokens [B, L], plus that of their ranks."""
+    return token + unmask.plackett_luce(token / noise, rank)
 
 
 class MaskedDiffusion(TokenPolicy, ABC):
@@ -59,6 +78,7 @@ class MaskedDiffusion(TokenPolicy, ABC):
     """
 
     not_options = (*TokenPolicy.not_options, "passes", "blocks")
+    adjacent = True
 
     def __init__(
         self,
@@ -108,19 +128,37 @@ class MaskedDiffusion(TokenPolicy, ABC):
 
     def _sample(self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng) -> Rollout:
         ids = torch.full((len(row), self.length), self.mask_id, device=row.device)
-        order = torch.full_like(ids, self.passes)
+        order, copies = torch.full_like(ids, self.passes), alike(group)
         steps = []
         for step in range(self.passes):
             hidden = (order == self.passes) & self._open(step, ids)
             point = Point(group=group, cond=cond, row=row, state=ids, mask=hidden)
-            sampled, scored = self._both(point)
-            draw = sampled.sample(rng.uniform(row, (self.length,), 2 * step))
-            rank = self._reveal(step, sampled.log_prob(draw), hidden, rng.uniform(row, (self.length,), 2 * step + 1))
+            uniform = rng.uniform(row, (self.length,), 2 * step)
+            draw, sampled, scored = self._drawn(point, uniform, 1 if step else copies)
+            rank = self._reveal(step, sampled, hidden, rng.uniform(row, (self.length,), 2 * step + 1))
             new = hidden & ((rank < self.length) | ((step + 1) % self.turns == 0))
-            decision = torch.stack([draw, rank], -1)
-            steps.append((decision, self._scored(scored, step, decision), hidden, new))
+            if self.chooses:
+                scored = chosen(scored, self._noise(step, len(row)).to(scored), rank)
+            steps.append((torch.stack([draw, rank], -1), scored, hidden, new))
             ids, order = torch.where(new, draw, ids), torch.where(new, step, order)
         return self._rollout(Rollout(group=group, cond=cond, row=row, sample=ids, order=order, **_nothing(ids)), steps)
+
+    def _drawn(self, point: Point, uniform: Tensor, copies: int) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, L] each: tokens drawn where the point's mask is, their log-probs, and those recorded (the same unless
+        ``logp_dist`` is conditional). So many ``copies`` adjacent rows are in one state, which is looked at once."""
+        one = point[::copies]
+        each = uniform.unflatten(0, (-1, copies)).transpose(1, 2)[one.mask]  # [N, copies]
+        logits = self._logits(one, self.guidance)
+        token = inverted(logits, each)
+        sampled = scored = _gathered(logits, token)
+        if self.logp_dist == "conditional" and self.guidance != 1:
+            scored = _gathered(self._logits(one, 1.0), token)
+        found = []
+        for values in (token, sampled, scored):
+            spread = values.new_zeros(*one.mask.shape, copies)
+            spread[one.mask] = values
+            found.append(spread.transpose(1, 2).reshape(uniform.shape))
+        return tuple(found)
 
     def _reveal(self, step: int, confidence: Tensor, hidden: Tensor, uniform: Tensor) -> Tensor:
         """[B, L] the rank of what becomes final in this pass, numbered as in ``samplers.unmask.ranked``."""
@@ -134,12 +172,6 @@ class MaskedDiffusion(TokenPolicy, ABC):
     def _open(self, step: int, ids: Tensor) -> Tensor:
         """[L] bool: the positions of this pass's block."""
         return torch.arange(self.length, device=ids.device) // self.block == step // self.turns
-
-    def _scored(self, dist: Categorical, step: int, decision: Tensor) -> Tensor:
-        """[B, L] log-prob of a pass's decision."""
-        if not self.chooses:
-            return dist.log_prob(decision[..., 0])
-        return Choice(dist.logits, self._noise(step, len(decision)).to(dist.logits)).log_prob(decision)
 
     def _noise(self, step: int, rows: int) -> Tensor:
         """[B, 1] of the choice in this pass; any number where nothing is chosen."""
@@ -190,49 +222,78 @@ class MaskedDiffusion(TokenPolicy, ABC):
         draw = rng.uniform(name, (self.length,), step=1)
         yield self.at(rollout, hide=(draw < rate) | (draw == draw.amin(1, keepdim=True)))  # never nothing at all
 
-    def dist(self, point: Point) -> Categorical:
+    def dist(self, point: Point) -> Hidden:
+        where = point.mask
+        if not where.any():  # every process makes its passes, also those that train nothing
+            where = where.clone()
+            where[0, 0] = True
         conditional = self.logp_dist == "conditional" and point.guidance is None
-        logits = self._logits(point, 1.0 if conditional else self._scale(point))
-        chosen = point.target is not None and point.target.ndim == 3
-        return Choice(logits, point.eta[:, None]) if chosen else Categorical(logits)
-
-    def _both(self, point: Point) -> tuple[Categorical, Categorical]:
-        """What samples, and what is recorded: the same unless ``logp_dist`` is conditional."""
-        sampled = Categorical(self._logits(point, self.guidance))
-        mismatch = self.logp_dist == "conditional" and self.guidance != 1
-        return sampled, Categorical(self._logits(point, 1.0)) if mismatch else sampled
+        logits = self._logits(point.replace(mask=where), 1.0 if conditional else self._scale(point))
+        ranked = point.target is not None and point.target.ndim == 3
+        return Hidden(logits, where, point.eta[:, None] if ranked else None)
 
     def _scale(self, point: Point) -> float:
         return self.guidance if point.guidance is None else point.guidance
 
     def _logits(self, point: Point, scale: float) -> Tensor:
-        """[B, L, V] guided logits; conditional and unconditional rows in one pass unless one needs no gradient."""
-        ids = point.state
-        cond = rows_of({key: value for key, value in point.cond.items() if key != "uncond"}, point.group)
+        """[N, V] guided logits where the point's mask is; conditional and unconditional rows in one pass unless the
+        latter need no gradient."""
+        ids, rows = point.state, point.group
+        cond = {key: value for key, value in point.cond.items() if key != "uncond"}
         if scale == 1:
-            return self._warped(self._pass(ids, cond))
-        empty = tree_map(lambda tensor: tensor.expand(len(ids), *tensor.shape[1:]), self.empty(point))
+            return self._warped(self._pass(ids, cond, rows, point.mask))
+        empty, own = self.empty(point), torch.zeros_like(rows)
+        own = rows if _rows(empty) == _rows(cond) else own
         if self.logp_dist == "guided_stopgrad_uncond":
             with torch.no_grad():
-                z_empty = self._pass(ids, empty)
-            z = self._pass(ids, cond)
-        else:
-            z, z_empty = self._pass(torch.cat([ids, ids]), stacked(cond, empty), passes=2).chunk(2)
-        return self._warped(z_empty + scale * (z - z_empty))
+                z_empty = self._pass(ids, empty, own, point.mask)
+            z = self._pass(ids, cond, rows, point.mask)
+            return self._warped(z_empty + scale * (z - z_empty))
+        both, places = stacked(cond, empty), torch.cat([rows, own + _rows(cond)])
+        return self._warped(self._pass(torch.cat([ids, ids]), both, places, point.mask, scale))
 
     def empty(self, point: Point) -> Any:
-        """The condition of the empty prompt, [1, *]."""
+        """The condition of the empty prompt, [1, *], or of that of every prompt [P, *]."""
         return point.cond["uncond"]
 
-    def _pass(self, ids: Tensor, cond: dict[str, Any], passes: int = 1) -> Tensor:
+    def _pass(self, ids: Tensor, cond: Any, rows: Tensor, where: Tensor, scale: float | None = None) -> Tensor:
         self.forwards += len(ids)
-        return at_width(self.logits, max(self.padded() * passes, len(ids)), ids, cond).to(self.dtype)
+        return self.places(ids, cond, rows, where, scale).to(self.dtype)
+
+    def places(self, ids: Tensor, cond: Any, rows: Tensor, where: Tensor, scale: float | None) -> Tensor:
+        """[N, V] logits at ``where`` [B, L] of ids [B, L], whose conditions are the ``rows`` [B] of cond [P, *].
+
+        With a ``scale`` ids are twice as many rows, the latter half unconditional, and logits are guided. A family may
+        do this in fewer operations than by ``logits``.
+        """
+        z = self.logits(ids, rows_of(cond, rows)).to(self.dtype)
+        if scale is None:
+            return z[where]
+        z, z_empty = (half[where] for half in z.chunk(2))
+        return z_empty + scale * (z - z_empty)
 
     def _trial(self, ids: Tensor, cond: dict[str, Any], group: Tensor) -> None:
         self._logits(Point(group=group, cond=cond, row=group, state=ids, mask=ids == ids), self.guidance)
 
     def _warped(self, logits: Tensor) -> Tensor:
         return logits if self.temperature == 1 else logits / self.temperature
+
+
+def alike(group: Tensor) -> int:
+    """How many adjacent rows ask the same everywhere; 1 where their numbers differ."""
+    size = int((group == group[0]).sum())
+    same = len(group) % size == 0 and torch.equal(group, group[::size].repeat_interleave(size))
+    return size if same else 1
+
+
+def _rows(cond: Any) -> int:
+    """Of a nest of conditions."""
+    return len(next(leaf for leaf in tree_iter(cond) if isinstance(leaf, Tensor)))
+
+
+def _gathered(logits: Tensor, token: Tensor) -> Tensor:
+    """[N, n] log-probs of tokens [N, n] under logits [N, V]."""
+    return logits.log_softmax(-1).gather(-1, token)
 
 
 def _nothing(ids: Tensor) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from samplers.noise import Rng
 from ..options import Count
 from ..registry import POLICIES, UserError, locate
 from ..types import Completion, Media, Point, Prompt, Rollout
-from .base import Precision, rows_of
+from .base import Precision
 from .masked import MaskedDiffusion
 from .prompts import texts_of
 
@@ -53,13 +53,18 @@ class MaskedLM(MaskedDiffusion):
         if found is None:
             raise UserError(f"the tokenizer of {path!r} knows no mask token: give its id as policy option mask")
         self.end = self.tokenizer.eos_token_id
+        self.hole = found  # what the network reads in the place of a hidden token
+        self.suffix: list[int] = []  # tokens behind every answer
         super().__init__(net, tokens, found, steps=steps, blocks=blocks, **options)
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
         """Prompts padded at the right [P, L] and how long they are [P]."""
-        ids = [self._ids(text) for text in texts_of(prompts)]
+        return self.padded_ids([self._ids(text) for text in texts_of(prompts)])
+
+    def padded_ids(self, ids: list[list[int]]) -> dict[str, Tensor]:
+        """``ids`` [P, L] and ``size`` [P]."""
         width = max(len(one) for one in ids)
-        rows = torch.tensor([one + [self.mask_id] * (width - len(one)) for one in ids], device=self.device)
+        rows = torch.tensor([one + [self.hole] * (width - len(one)) for one in ids], device=self.device)
         return {"ids": rows, "size": torch.tensor([len(one) for one in ids], device=self.device)}
 
     def _ids(self, text: str) -> list[int]:
@@ -71,13 +76,19 @@ class MaskedLM(MaskedDiffusion):
     def logits(self, ids: Tensor, cond: dict[str, Any]) -> Tensor:
         """The answer stands right behind its prompt, so that no row depends on how long another one's prompt is."""
         prompt, size = cond["ids"], cond["size"][:, None]
-        place = torch.arange(prompt.shape[1] + self.length, device=ids.device)[None]
-        answer = ids.gather(1, (place - size).clamp(0, self.length - 1))
-        padded = torch.nn.functional.pad(prompt, (0, self.length), value=self.mask_id)
-        seen = place < size + self.length
-        found = self.active()(torch.where(place < size, padded, answer), attention_mask=seen.long()).logits
-        own = (size + torch.arange(self.length, device=ids.device))[..., None].expand(-1, -1, found.shape[-1])
-        return found.gather(1, own)
+        behind = torch.tensor(self.suffix, device=ids.device, dtype=ids.dtype).expand(len(ids), -1)
+        behind = torch.cat([self.written(ids), behind], 1)
+        place = torch.arange(prompt.shape[1] + behind.shape[1], device=ids.device)[None]
+        own = behind.gather(1, (place - size).clamp(0, behind.shape[1] - 1))
+        padded = torch.nn.functional.pad(prompt, (0, behind.shape[1]), value=self.hole)
+        seen = place < size + behind.shape[1]
+        found = self.active()(torch.where(place < size, padded, own), attention_mask=seen.long()).logits
+        answer = (size + torch.arange(self.length, device=ids.device))[..., None].expand(-1, -1, found.shape[-1])
+        return found.gather(1, answer)
+
+    def written(self, ids: Tensor) -> Tensor:
+        """[B, L] of the network's vocabulary, of a state [B, L]."""
+        return ids
 
     def _warped(self, logits: Tensor) -> Tensor:
         """Without the mask token, which is never an answer."""
@@ -85,14 +96,13 @@ class MaskedLM(MaskedDiffusion):
         return super()._warped(logits).masked_fill(banned, -torch.inf)
 
     def empty(self, point: Point) -> Any:
-        """The prompt of every row, all of it hidden, as LLaDA guides."""
-        rows = rows_of(point.cond, point.group)
-        return rows | {"ids": torch.full_like(rows["ids"], self.mask_id)}
+        """Every prompt, all of it hidden, as LLaDA guides."""
+        return point.cond | {"ids": torch.full_like(point.cond["ids"], self.hole)}
 
     def corrupted(self, cond: dict[str, Any], share: float, rng: Rng) -> dict[str, Any]:
         ids = cond["ids"]
         draw = rng.uniform(torch.arange(len(ids), device=ids.device), (ids.shape[1],))
-        return cond | {"ids": torch.where(draw < share, self.mask_id, ids)}
+        return cond | {"ids": torch.where(draw < share, self.hole, ids)}
 
     def _rollout(self, found: Rollout, steps: list[tuple[Tensor, Tensor, Tensor, Tensor]]) -> Rollout:
         """Blocks behind that of the end token say nothing: nobody reads them, and none that are read saw them."""

@@ -26,6 +26,7 @@ from ...types import Media, Point, Prompt, Rollout
 from ..base import NetPolicy
 from ..flow import LogpDist
 from ..vlm.answers import AnswerTokens
+from .attention import Kernel, available
 from .net import ImageNet, Inputs, beside, stacked
 
 
@@ -35,7 +36,8 @@ class ImageTokenPolicy(NetPolicy, ABC):
     temperature, top_k, top_p: of sampling and of scoring, applied to guided logits. guidance: scale s of
     classifier-free guidance, z = z_u + s (z_c - z_u); 1 is none. logp_dist: what is scored; "guided" is what was
     sampled, "guided_stopgrad_uncond" the same without gradient through the unconditional logits, "conditional" leaves
-    guidance out of the score (a mismatch most codes publish).
+    guidance out of the score (a mismatch most codes publish). attention: the kernel; auto is torch's own choice.
+    compile: the pass for one token as one graph (torch.compile), whose shapes never change: for GPUs.
     """
 
     makes = "image"
@@ -51,12 +53,16 @@ class ImageTokenPolicy(NetPolicy, ABC):
         top_p: Annotated[float, Gt(0), Le(1)] = 1.0,
         guidance: float = 5.0,
         logp_dist: LogpDist = "guided",
+        attention: Kernel = "auto",
+        compile: bool = False,
         **options: Any,
     ):
         super().__init__(net, **options)
         self.warp = Warp(temperature, top_k, top_p)
         self.guidance, self.logp_dist, self.entropies = guidance, logp_dist, False
-        net.stopgrad = logp_dist == "guided_stopgrad_uncond"
+        net.stopgrad, net.kernel = logp_dist == "guided_stopgrad_uncond", available(attention)
+        if compile:
+            net.compile_token()
         if logp_dist == "conditional" and guidance != 1:
             warnings.warn(
                 f"logp_dist conditional: tokens are drawn with guidance {guidance:g} and scored without it, so the "
@@ -88,13 +94,14 @@ class ImageTokenPolicy(NetPolicy, ABC):
         row = rng.rows(len(prompts), copies).to(self.device)
         group = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)
         cond = self.encode(prompts)
-        size = self.chunk(len(row), lambda n: self._draw(cond, group[:n], row[:n], Rng.of("try")))
+        few = 2 if self.net.token else None  # passes of one token allocate alike: two show what all need
+        size = self.chunk(len(row), lambda n: self._draw(cond, group[:n], row[:n], Rng.of("try"), few))
         parts = [self._draw(cond, group[part], row[part], rng) for part in chunks(len(row), size)]
         return Rollout.cat(parts).replace(prompts=tuple(prompts))
 
     @torch.no_grad()
-    def _draw(self, cond: list[Inputs], group: Tensor, row: Tensor, rng: Rng) -> Rollout:
-        """Sample the rows of ``group`` [B]; a prompt is read once for all of its rows here."""
+    def _draw(self, cond: list[Inputs], group: Tensor, row: Tensor, rng: Rng, passes: int | None = None) -> Rollout:
+        """Sample the rows of ``group`` [B], all ``passes`` or the first; a prompt is read once for all its rows."""
         unique, rows = group.unique(return_inverse=True)
         inputs, guided, net = self.collate([cond[i] for i in unique.tolist()]), self.guidance != 1, self.net
         if guided:
@@ -103,16 +110,16 @@ class ImageTokenPolicy(NetPolicy, ABC):
         hidden, state = net("begin", inputs, rows)
         uniform, scale = rng.uniform(row, (sum(net.turns),)), self.scales(self.guidance)
         ids, logprob = [], []
-        for block in spans(net.turns):
+        for block in list(spans(net.turns))[:passes]:
             if ids:
-                hidden = net("step", torch.cat([ids[-1]] * (1 + guided)), state)
+                hidden = net("step", ids[-1], state)
             features = beside(*hidden.chunk(2), scale[block]) if guided else hidden
             plain = hidden[: len(row)] if guided and self.logp_dist == "conditional" else None
             token, score = self._decide(features, plain, uniform[:, block])
             ids.append(token)
             logprob.append(score)
         found = torch.cat(ids, 1)
-        order = torch.arange(len(ids)).repeat_interleave(torch.tensor(net.turns)).to(found.device)
+        order = torch.arange(len(ids)).repeat_interleave(torch.tensor(net.turns[: len(ids)])).to(found.device)
         return Rollout(
             group=group, cond=cond, row=row, sample=found, logprob=torch.cat(logprob, 1),
             mask=self.decided(found), order=order.expand_as(found),
@@ -125,11 +132,11 @@ class ImageTokenPolicy(NetPolicy, ABC):
     def _decide(self, features: Tensor, plain: Tensor | None, uniform: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [B, n] by inversion at ``uniform`` [B, n], and the log-probs that are recorded: those at the
         ``plain`` features where guidance is left out of the score."""
-        logprobs = self.warp(self.net("logits", features)).log_softmax(-1)
-        token = Categorical(logprobs).sample(uniform)
+        logits = self.warp(self.net("logits", features))
+        token = Categorical(logits).sample(uniform)
         if plain is not None:
-            logprobs = self.warp(self.net("logits", plain), keep=token).log_softmax(-1)
-        return token, logprobs.gather(-1, token[..., None])[..., 0].to(self.dtype)
+            logits = self.warp(self.net("logits", plain), keep=token)
+        return token, (logits.gather(-1, token[..., None])[..., 0] - logits.logsumexp(-1)).to(self.dtype)
 
     def path(self, rollout: Rollout) -> Iterator[Point]:
         yield Point(

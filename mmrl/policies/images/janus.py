@@ -18,8 +18,11 @@ from ..lora import Lora
 from ..prompts import texts_of
 from ..vlm import caches
 from ..vlm.families import modules_of
+from . import llama
+from .attention import Kernel, available, of_transformers
 from .base import ImageTokenPolicy
-from .net import ImageNet, Inputs
+from .net import ImageNet, Inputs, widened
+from .rooms import Rooms
 
 Storage = Literal["float32", "bfloat16", "float16"]
 UNDERSTANDING = ("model.vision_model.", "model.aligner.", "model.vqmodel.", "lm_head.")  # no gradient comes there
@@ -30,9 +33,10 @@ GENERATION = ("model.generation_embeddings.", "model.generation_aligner.", "mode
 class _State:
     """B rows in the making."""
 
-    cache: Any
-    mask: Tensor | None  # [B, S]; None: nothing is padded
-    place: Tensor  # [B] position of the next token
+    rooms: Rooms
+    padding: Tensor | None  # [B, n] bool, False where the prompt is padded; None: nowhere
+    rope: llama.Rope  # of all tokens to come
+    done: int = 0  # tokens read since the prompt
 
 
 class JanusNet(ImageNet):
@@ -45,29 +49,31 @@ class JanusNet(ImageNet):
         self.turns = (1,) * (quantizer.quant_state_dims[0] * quantizer.quant_state_dims[1])
         self.vocab, self.hidden = hf.config.vq_config.num_embeddings, hf.config.text_config.hidden_size
         self._no_split_modules = getattr(hf, "_no_split_modules", None)  # accelerate wraps these one by one
+        self.token = llama.token
 
     @property
     def config(self) -> Any:
         return self.hf.config
 
     def begin(self, inputs: Inputs, rows: Tensor) -> tuple[Tensor, _State]:
-        cache, places = caches.recorded(self.config.text_config.num_hidden_layers), _places(inputs["mask"])
-        hidden = self.hf.model.language_model(
-            input_ids=inputs["ids"], attention_mask=inputs["mask"], position_ids=places, past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state[:, -1:]  # fmt: skip
-        grown = caches.growing(caches.kept(cache), rows)
-        mask = None if bool(inputs["mask"].all()) else inputs["mask"][rows]
-        return hidden[rows], _State(grown, mask, places[rows, -1] + 1)
+        model, mask = self.hf.model.language_model, inputs["mask"]
+        cache, places = caches.recorded(self.config.text_config.num_hidden_layers), _places(mask)
+        hidden = model(
+            input_ids=inputs["ids"], attention_mask=mask, position_ids=places, past_key_values=cache, use_cache=True
+        ).last_hidden_state[:, -1:]
+        more = len(self.turns) - 1
+        rooms = Rooms.after(caches.kept(cache), rows, mask.shape[1] + more)
+        padding = None if bool(mask.all()) else mask[rows].bool()
+        return hidden[rows], _State(rooms, padding, llama.rotations(model, hidden, places[rows, -1] + 1, more))
 
     def step(self, ids: Tensor, state: _State) -> Tensor:
-        state.mask = None if state.mask is None else F.pad(state.mask, (0, 1), value=1)
-        hidden = self.hf.model.language_model(
-            inputs_embeds=self.hf.prepare_embeddings_for_image_generation(ids), attention_mask=state.mask,
-            position_ids=state.place[:, None], past_key_values=state.cache, use_cache=True,
-        ).last_hidden_state  # fmt: skip
-        state.place = state.place + 1
-        return hidden
+        x, at = self.hf.prepare_embeddings_for_image_generation(ids), state.done
+        place = state.rooms.next(1, self.fixed)
+        seen = state.rooms.seen(place, state.padding)
+        rope = tuple(part[:, :, at : at + 1] for part in state.rope)
+        state.done += 1
+        x = widened(x, state.rooms.rows)
+        return self.token(self.hf.model.language_model, x, rope, seen, place, state.rooms.layers, self.kernel)
 
     def teach(self, inputs: Inputs, ids: Tensor) -> Tensor:
         text = self.hf.get_input_embeddings()(inputs["ids"])
@@ -78,8 +84,15 @@ class JanusNet(ImageNet):
         ).last_hidden_state
         return hidden[:, text.shape[1] - 1 :]
 
+    def lift(self, hidden: Tensor) -> Tensor:
+        head = self.hf.model.generation_head
+        return head.activation_fn(head.proj_out(hidden))
+
+    def affine(self, lifted: Tensor) -> Tensor:
+        return self.hf.model.generation_head.vision_head(lifted)
+
     def vocabulary(self, hidden: Tensor) -> Tensor:
-        return self.hf.model.generation_head(hidden)
+        return self.affine(self.lift(hidden))
 
     def enable_gradient_checkpointing(self) -> None:
         """Layers are computed again in the backward pass of teacher forcing, which uses no cache."""
@@ -103,20 +116,21 @@ class Janus(ImageTokenPolicy):
         self,
         path: str,
         dtype: Storage = "float32",
-        attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa",
+        attention: Kernel = "auto",
         train: Literal["language", "generation"] = "language",
         lora: Lora | int | None = None,
         **options: Any,
     ):
-        """path: folder or hub id. dtype: of the weights. attention: transformers' implementation. train: the language
-        model alone, or with it embeddings, aligner and head of image tokens. lora: adapters in the language model."""
+        """path: folder or hub id. dtype: of the weights. attention: auto, xformers, sdpa or flash (the package
+        flash-attn). train: the language model alone, or with it embeddings, aligner and head of image tokens. lora:
+        adapters in the language model."""
         self.place = locate(path)
-        hf, self.processor = _loaded(self.place, getattr(torch, dtype), attention)
+        hf, self.processor = _loaded(self.place, getattr(torch, dtype), of_transformers(available(attention)))
         if isinstance(lora, int):
             lora = Lora(lora)
         if lora is not None:
             lora = Lora(lora.rank, lora.alpha, _targets(hf, lora.targets))
-        super().__init__(JanusNet(hf), lora=lora, **options)
+        super().__init__(JanusNet(hf), attention=attention, lora=lora, **options)
         if lora is None:
             frozen = UNDERSTANDING if train == "generation" else UNDERSTANDING + GENERATION
             for name, p in hf.named_parameters():  # a tied head goes by the name of the embedding
@@ -187,5 +201,5 @@ def _loaded(place: str, dtype: torch.dtype, attention: str) -> tuple[nn.Module, 
     try:
         hf = JanusForConditionalGeneration.from_pretrained(place, dtype=dtype, attn_implementation=attention)
         return hf, AutoProcessor.from_pretrained(place)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise UserError(f"policy.janus.path {place}: cannot be loaded as a Janus model: {error}") from error

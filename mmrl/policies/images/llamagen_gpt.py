@@ -7,14 +7,15 @@ image token sees of it are its values only, each with weight exp(0) before the s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .net import ImageNet, Inputs
+from .attention import Kernel, attend
+from .net import ImageNet, Inputs, widened
+from .rooms import KV, Place, Rooms, put
 
 
 @dataclass(frozen=True)
@@ -35,18 +36,10 @@ class Shape:
         return self.feed or -(-int(8 * self.dim / 3) // 256) * 256
 
 
-class Kept(NamedTuple):
-    """Keys and values of one layer, [B, heads, S, D], with room for the whole image."""
-
-    k: Tensor
-    v: Tensor
-
-
 @dataclass
 class _State:
-    kept: list[Kept]
-    mask: Tensor | None  # [B, condition] bool
-    place: int
+    rooms: Rooms
+    padding: Tensor | None  # [B, condition] bool
 
 
 class RMSNorm(nn.Module):
@@ -67,18 +60,16 @@ class Attention(nn.Module):
         self.wo = nn.Linear(shape.dim, shape.dim, bias=False)
 
     def forward(
-        self, x: Tensor, rope: Tensor, mask: Tensor | None, kept: Kept | None = None, place: int = 0
-    ) -> tuple[Tensor, Kept]:
-        """``rope`` [n, D / 2, 2]; ``mask`` [B, 1, n, S] bool or None: causal; ``kept`` is written at ``place``."""
+        self, x: Tensor, rope: Tensor, mask: Tensor | None, kernel: Kernel, room: KV | None = None,
+        place: Place | None = None,
+    ) -> tuple[Tensor, KV]:  # fmt: skip
+        """``rope`` [n, D / 2, 2]; ``mask`` [B, 1, n, S] bool or None: causal; ``room`` is written at ``place``."""
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.wqkv(x).chunk(3, -1))
         q, k = rotated(q, rope), rotated(k, rope)
-        if kept is not None:
-            end = place + x.shape[1]
-            kept.k[:, :, place:end], kept.v[:, :, place:end] = k, v
-            k, v = kept.k[:, :, :end], kept.v[:, :, :end]
-        causal = mask is None and x.shape[1] > 1
-        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
-        return self.wo(seen.transpose(1, 2).flatten(2)), Kept(k, v)
+        if room is not None:
+            k, v = put(room, k, v, place)
+        seen = attend(q, k, v, mask, causal=mask is None and x.shape[1] > 1, kernel=kernel)
+        return self.wo(seen.transpose(1, 2).flatten(2)), (k, v)
 
 
 class FeedForward(nn.Module):
@@ -99,9 +90,10 @@ class Block(nn.Module):
         self.attention_norm, self.ffn_norm = RMSNorm(shape.dim), RMSNorm(shape.dim)
 
     def forward(
-        self, x: Tensor, rope: Tensor, mask: Tensor | None, kept: Kept | None = None, place: int = 0
-    ) -> tuple[Tensor, Kept]:
-        seen, kept = self.attention(self.attention_norm(x), rope, mask, kept, place)
+        self, x: Tensor, rope: Tensor, mask: Tensor | None, kernel: Kernel, room: KV | None = None,
+        place: Place | None = None,
+    ) -> tuple[Tensor, KV]:  # fmt: skip
+        seen, kept = self.attention(self.attention_norm(x), rope, mask, kernel, room, place)
         x = x + seen
         return x + self.feed_forward(self.ffn_norm(x)), kept
 
@@ -145,28 +137,23 @@ class LlamaGenGPT(ImageNet):
         self.tok_embeddings = nn.Embedding(shape.vocab, shape.dim)
         self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm, self.output = RMSNorm(shape.dim), nn.Linear(shape.dim, shape.vocab, bias=False)
-        self.checkpointing = False
+        self.checkpointing, self.token = False, token
 
     def begin(self, inputs: Inputs, rows: Tensor) -> tuple[Tensor, _State]:
         x, mask = self.cls_embedding(inputs), inputs.get("mask")
         length = x.shape[1]
-        rope, seen, kept = self._rope(0, length, x), None if mask is None else causal(mask, length), []
+        rope, seen, read = self._rope(0, length, x), None if mask is None else causal(mask, length), []
         for layer in self.layers:
-            x, short = layer(x, rope, seen)
-            room = (len(rows), short.k.shape[1], length + len(self.turns) - 1, short.k.shape[3])
-            kept.append(Kept(x.new_empty(room), x.new_empty(room)))
-            kept[-1].k[:, :, :length], kept[-1].v[:, :, :length] = short.k[rows], short.v[rows]
-        return self.norm(x[:, -1:])[rows], _State(kept, None if mask is None else mask[rows], length)
+            x, kept = layer(x, rope, seen, self.kernel)
+            read.append(kept)
+        rooms = Rooms.after(read, rows, length + len(self.turns) - 1)
+        return self.norm(x[:, -1:])[rows], _State(rooms, None if mask is None else mask[rows])
 
     def step(self, ids: Tensor, state: _State) -> Tensor:
-        x = self.tok_embeddings(ids)
-        rope, mask = self._rope(state.place, state.place + 1, x), None
-        if state.mask is not None:
-            mask = F.pad(state.mask, (0, state.place + 1 - state.mask.shape[1]), value=True)[:, None, None]
-        for layer, kept in zip(self.layers, state.kept, strict=True):
-            x, _ = layer(x, rope, mask, kept, state.place)
-        state.place += 1
-        return self.norm(x)
+        x, first = widened(self.tok_embeddings(ids), state.rooms.rows), state.rooms.length
+        place = state.rooms.next(1, self.fixed)
+        mask = state.rooms.seen(place, state.padding)
+        return self.token(self, x, self._rope(first, first + 1, x), mask, place, state.rooms.layers)
 
     def teach(self, inputs: Inputs, ids: Tensor) -> Tensor:
         condition, mask = self.cls_embedding(inputs), inputs.get("mask")
@@ -174,13 +161,15 @@ class LlamaGenGPT(ImageNet):
         rope, seen = self._rope(0, x.shape[1], x), None if mask is None else causal(mask, x.shape[1])
         for layer in self.layers:
             if self.checkpointing and torch.is_grad_enabled():
-                x, _ = checkpoint(layer, x, rope, seen, use_reentrant=False, preserve_rng_state=False)
+                x, _ = checkpoint(layer, x, rope, seen, self.kernel, use_reentrant=False, preserve_rng_state=False)
             else:
-                x, _ = layer(x, rope, seen)
+                x, _ = layer(x, rope, seen, self.kernel)
         return self.norm(x)[:, condition.shape[1] - 1 :]
 
     def vocabulary(self, hidden: Tensor) -> Tensor:
         return self.output(hidden)
+
+    affine = vocabulary
 
     def enable_gradient_checkpointing(self) -> None:
         self.checkpointing = True
@@ -189,6 +178,13 @@ class LlamaGenGPT(ImageNet):
         """[n, D / 2, 2] cosines and sines of positions start..end - 1."""
         table = rotations(self.shape.grid, self.shape.dim // self.shape.heads, self.shape.condition)
         return table[start:end].to(like.device, torch.promote_types(like.dtype, torch.float32))
+
+
+def token(net: LlamaGenGPT, x: Tensor, rope: Tensor, mask: Tensor | None, place: Place, rooms: list[KV]) -> Tensor:
+    """[B, 1, H] what the head reads, of inputs x [B, 1, H]; their keys and values go to ``place``."""
+    for layer, room in zip(net.layers, rooms, strict=True):
+        x, _ = layer(x, rope, mask, net.kernel, room, place)
+    return net.norm(x)
 
 
 def rotations(grid: int, dim: int, condition: int) -> Tensor:

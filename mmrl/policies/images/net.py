@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from samplers.warp import Warp
 
+from ...registry import UserError
 from ..vlm import scores
 from ..vlm.scores import Scored
+from .attention import Kernel
 
 Inputs = dict[str, Tensor]  # conditions, one row a prompt or a sample
 
@@ -28,10 +30,20 @@ class ImageNet(nn.Module, ABC):
     vocab: int
     hidden: int  # H
     stopgrad = False  # no gradient through the unconditional logits
+    kernel: Kernel = "sdpa"  # of attention
+    fixed = False  # passes of sampling have one shape each: for compiled ones
+    token: Callable | None = None  # the layers' pass for one token, which may be compiled; None: there is none
 
     def forward(self, work: str, *given: Any) -> Any:
         """``work`` names the method: wrappers (DDP, FSDP2) see calls of the module only."""
         return getattr(self, work)(*given)
+
+    def compile_token(self) -> None:
+        """One token's pass becomes one graph, on CUDA replayed without the host, for shapes that never change."""
+        if self.token is None:
+            raise UserError("policy option compile: this model draws many tokens in a pass; leave it false")
+        mode = "reduce-overhead" if torch.cuda.is_available() else None
+        self.token, self.fixed = torch.compile(self.token, fullgraph=True, dynamic=False, mode=mode), True
 
     @abstractmethod
     def begin(self, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Any]:
@@ -39,7 +51,10 @@ class ImageNet(nn.Module, ABC):
 
     @abstractmethod
     def step(self, ids: Tensor, state: Any) -> Tensor:
-        """[B, n', H] of the next block after the tokens ``ids`` [B, n] of the last one; changes ``state``."""
+        """[B, n', H] of the next block after the tokens ``ids`` of the last one; changes ``state``.
+
+        ``ids`` [B, n], or [B / m, n] where B rows are m blocks of the same tokens (conditional and unconditional).
+        """
 
     @abstractmethod
     def teach(self, inputs: Inputs, ids: Tensor) -> Tensor:
@@ -49,15 +64,27 @@ class ImageNet(nn.Module, ABC):
     def vocabulary(self, hidden: Tensor) -> Tensor:
         """[*, V] logits of hidden states [*, H]."""
 
+    def lift(self, hidden: Tensor) -> Tensor:
+        """[*, H'] of hidden states [*, H]: what ``affine`` makes logits of."""
+        return hidden
+
+    affine: Callable[[Tensor], Tensor] | None = None  # the head's last layer, if affine: vocabulary = affine(lift)
+
     def logits(self, features: Tensor) -> Tensor:
-        """[*, V] of features [*, H] or, guided, [*, 2H + 1]: z_u + s (z_c - z_u) (Ho and Salimans 2022)."""
+        """[*, V] of features [*, H] or, guided, [*, 2H + 1]: z_u + s (z_c - z_u) (Ho and Salimans 2022).
+
+        The weights 1 - s and s add up to 1, so an affine layer may come after the mixture: once, not twice.
+        """
         dtype = next(self.parameters()).dtype
         if features.shape[-1] == self.hidden:
             return self.vocabulary(features.to(dtype))
         cond, empty, scale = features.split([self.hidden, self.hidden, 1], -1)
-        z, z_empty = self.vocabulary(cond.to(dtype)).to(scale), self.vocabulary(empty.to(dtype)).to(scale)
-        z_empty = z_empty.detach() if self.stopgrad else z_empty
-        return z_empty + scale * (z - z_empty)
+        if self.stopgrad or self.affine is None:
+            z, z_empty = self.vocabulary(cond.to(dtype)).to(scale), self.vocabulary(empty.to(dtype)).to(scale)
+            z_empty = z_empty.detach() if self.stopgrad else z_empty
+            return z_empty + scale * (z - z_empty)
+        h, h_empty = self.lift(cond.to(dtype)).to(scale), self.lift(empty.to(dtype)).to(scale)
+        return self.affine((h_empty + scale * (h - h_empty)).to(dtype))
 
     def score(
         self, inputs: Inputs, empty: Inputs | None, ids: Tensor, where: Tensor, scale: Tensor, warp: Warp, entropy: bool
@@ -90,6 +117,11 @@ class ImageNet(nn.Module, ABC):
         with torch.no_grad():
             without = self.teach(empty, ids)
         return beside(self.teach(inputs, ids), without, scale)
+
+
+def widened(x: Tensor, rows: int) -> Tensor:
+    """[B, *] of x [B / m, *], m times."""
+    return x if len(x) == rows else x.repeat(rows // len(x), *[1] * (x.dim() - 1))
 
 
 def beside(cond: Tensor, empty: Tensor, scale: Tensor) -> Tensor:

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .net import ImageNet, Inputs
+from .attention import Kernel, attend
+from .net import ImageNet, Inputs, widened
+from .rooms import KV, Place, Rooms, put
 from .var_vq import Quantizer
-
-KV = tuple[Tensor, Tensor]  # [B, heads, S, D] each
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Shape:
 @dataclass
 class _State:
     inputs: Inputs  # of every row
-    f: Tensor  # [B, D, p, p] the image so far
+    f: Tensor  # [B, D, p, p] the image so far; of conditional rows only, where others share their tokens
+    rooms: Rooms
     scale: int = 0
-    kept: list[KV | None] = field(default_factory=list)
 
 
 class Attention(nn.Module):
@@ -56,15 +56,18 @@ class Attention(nn.Module):
         self.register_buffer("zero_k_bias", torch.zeros(shape.width))
         self.proj = nn.Linear(shape.width, shape.width)
 
-    def forward(self, x: Tensor, bias: Tensor | None, kept: KV | None) -> tuple[Tensor, KV]:
+    def forward(
+        self, x: Tensor, bias: Tensor | None, kernel: Kernel, room: KV | None = None, place: Place | None = None
+    ) -> Tensor:
+        """``room`` holds the scales before and is written at ``place``."""
         qkv = self.mat_qkv(x) + torch.cat([self.q_bias, self.zero_k_bias, self.v_bias])
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1))
         q = F.normalize(q, dim=-1) * self.scale_mul_1H11.clamp_max(math.log(100)).exp()
         k = F.normalize(k, dim=-1)
-        if kept is not None:
-            k, v = torch.cat([kept[0], k], 2), torch.cat([kept[1], v], 2)
-        seen = F.scaled_dot_product_attention(q.to(v), k.to(v), v, attn_mask=bias, scale=1.0)
-        return self.proj(seen.transpose(1, 2).flatten(2)), (k, v)
+        if room is not None:
+            k, v = put(room, k, v, place)
+        seen = attend(q.to(v), k.to(v), v, bias, scale=1.0, kernel=kernel)
+        return self.proj(seen.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -78,14 +81,16 @@ class Block(nn.Module):
         else:
             self.ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(shape.width, 6 * shape.width))
 
-    def forward(self, x: Tensor, cond: Tensor, bias: Tensor | None = None, kept: KV | None = None) -> tuple[Tensor, KV]:
+    def forward(
+        self, x: Tensor, cond: Tensor, bias: Tensor | None, kernel: Kernel, room: KV | None = None,
+        place: Place | None = None,
+    ) -> Tensor:  # fmt: skip
         """``cond`` [B, C] is the class, or [B, 1, 6, C] its modulation where that is shared."""
         six = self.ada_gss + cond if hasattr(self, "ada_gss") else self.ada_lin(cond).view(len(x), 1, 6, -1)
         gain1, gain2, scale1, scale2, shift1, shift2 = six.unbind(2)
-        seen, kept = self.attn(normed(x) * (1 + scale1) + shift1, bias, kept)
-        x = x + gain1 * seen
+        x = x + gain1 * self.attn(normed(x) * (1 + scale1) + shift1, bias, kernel, room, place)
         h = F.gelu(self.ffn.fc1(normed(x) * (1 + scale2) + shift2), approximate="tanh")
-        return x + gain2 * self.ffn.fc2(h), kept
+        return x + gain2 * self.ffn.fc2(h)
 
 
 class VARNet(ImageNet):
@@ -117,9 +122,11 @@ class VARNet(ImageNet):
 
     def begin(self, inputs: Inputs, rows: Tensor) -> tuple[Tensor, _State]:
         inputs = {"label": inputs["label"][rows]}
-        quantizer = self._quantizer()
-        state = _State(inputs, quantizer.blank(len(rows)), kept=[None] * len(self.blocks))
-        return self._advance(self._start(inputs), state), state
+        x = self._start(inputs)
+        shape = len(rows), self.shape.heads, sum(self.turns), self.shape.width // self.shape.heads
+        rooms = Rooms([(x.new_zeros(shape), x.new_zeros(shape)) for _ in self.blocks], 0)
+        state = _State(inputs, self._quantizer().blank(1), rooms)
+        return self._advance(x, state), state
 
     def step(self, ids: Tensor, state: _State) -> Tensor:
         quantizer = self._quantizer()
@@ -127,7 +134,7 @@ class VARNet(ImageNet):
             state.f = quantizer.add(state.f, ids, state.scale)
             seen = quantizer.seen(state.f, state.scale + 1)
         state.scale += 1
-        return self._advance(self._word(seen, state.scale), state)
+        return self._advance(widened(self._word(seen, state.scale), state.rooms.rows), state)
 
     def teach(self, inputs: Inputs, ids: Tensor) -> Tensor:
         quantizer, parts = self._quantizer(), [self._start(inputs)]
@@ -141,13 +148,15 @@ class VARNet(ImageNet):
         bias = self.attn_bias_for_masking.to(x.dtype)
         for block in self.blocks:
             if self.checkpointing and torch.is_grad_enabled():
-                x, _ = checkpoint(block, x, cond, bias, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(block, x, cond, bias, self.kernel, use_reentrant=False, preserve_rng_state=False)
             else:
-                x, _ = block(x, cond, bias)
+                x = block(x, cond, bias, self.kernel)
         return self._last(x, inputs)
 
     def vocabulary(self, hidden: Tensor) -> Tensor:
         return self.head(hidden)
+
+    affine = vocabulary
 
     def enable_gradient_checkpointing(self) -> None:
         self.checkpointing = True
@@ -172,9 +181,9 @@ class VARNet(ImageNet):
         return self.word_embed(seen.to(self.word_embed.weight.dtype)) + self._places(k)
 
     def _advance(self, x: Tensor, state: _State) -> Tensor:
-        cond = self._cond(state.inputs)
-        for i, block in enumerate(self.blocks):
-            x, state.kept[i] = block(x, cond, None, state.kept[i])
+        cond, place = self._cond(state.inputs), state.rooms.next(x.shape[1])
+        for block, room in zip(self.blocks, state.rooms, strict=True):
+            x = block(x, cond, None, self.kernel, room, place)
         return self._last(x, state.inputs)
 
     def _last(self, x: Tensor, inputs: Inputs) -> Tensor:

@@ -1,0 +1,45 @@
+"""One token through a Llama of transformers: its own layers, without the masks, caches and dispatch of a whole pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .attention import Kernel, attend
+from .rooms import KV, Place, Rooms, put
+
+Rope = tuple[Tensor, Tensor]  # cosines and sines, [B or 1, 1, n, D] each
+
+
+def rotations(model: nn.Module, like: Tensor, first: Tensor, count: int) -> Rope:
+    """Of ``count`` positions from ``first`` [B] on; one row where all begin at one place."""
+    first = first[:1] if bool((first == first[0]).all()) else first
+    places = first[:, None] + torch.arange(count, device=first.device)
+    cos, sin = model.rotary_emb(like, position_ids=places)
+    return cos[:, None], sin[:, None]
+
+
+def token(
+    model: nn.Module, x: Tensor, rope: Rope, mask: Tensor | None, place: Place, rooms: Rooms | list[KV], kernel: Kernel
+) -> Tensor:
+    """[B, 1, H] what the head reads, of inputs x [B, 1, H]; their keys and values go to ``place``."""
+    for layer, room in zip(model.layers, rooms, strict=True):
+        x = _layer(layer, x, rope, mask, place, room, kernel)
+    return model.norm(x)
+
+
+def _layer(layer: Any, x: Tensor, rope: Rope, mask: Tensor | None, place: Place, room: KV, kernel: Kernel) -> Tensor:
+    own, h = layer.self_attn, layer.input_layernorm(x)
+    q, k, v = (p(h).unflatten(-1, (-1, own.head_dim)).transpose(1, 2) for p in (own.q_proj, own.k_proj, own.v_proj))
+    k, v = put(room, _turned(k, rope), v, place)
+    seen = attend(_turned(q, rope), k, v, mask, scale=own.scaling, kernel=kernel)
+    x = x + own.o_proj(seen.transpose(1, 2).flatten(2))
+    return x + layer.mlp(layer.post_attention_layernorm(x))
+
+
+def _turned(x: Tensor, rope: Rope) -> Tensor:
+    """Rotary positions (Su et al. 2021), the two halves of a head being the parts of its complex numbers."""
+    a, b = x.chunk(2, -1)
+    return x * rope[0] + torch.cat([-b, a], -1) * rope[1]

@@ -1,0 +1,75 @@
+"""Keys and values of a known number of tokens: room for all of them from the beginning, written in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+KV = tuple[Tensor, Tensor]  # of one layer, [B, heads, S, D] each
+Place = slice | Tensor  # where new tokens go: a slice, or [n] long for passes whose shapes never change
+
+
+@dataclass
+class Rooms:
+    """Of all layers, for B rows of S tokens; ``length`` are there already."""
+
+    layers: list[KV]
+    length: int
+
+    @classmethod
+    def after(cls, read: Sequence[KV], rows: Tensor, size: int) -> Rooms:
+        """Room for ``size`` tokens, the first of which are those ``read`` of the prompts of ``rows`` [B]."""
+        length = read[0][0].shape[2]
+        return cls([(_wide(k, rows, size), _wide(v, rows, size)) for k, v in read], length)
+
+    @property
+    def rows(self) -> int:
+        return len(self.layers[0][0])
+
+    def __iter__(self) -> Iterator[KV]:
+        return iter(self.layers)
+
+    def next(self, count: int, fixed: bool = False) -> Place:
+        """Where the next ``count`` tokens go; they are there from now on."""
+        first, self.length = self.length, self.length + count
+        if fixed:
+            torch.compiler.cudagraph_mark_step_begin()
+            return torch.arange(first, self.length, device=self.layers[0][0].device)
+        return slice(first, self.length)
+
+    def seen(self, place: Place, padding: Tensor | None) -> Tensor | None:
+        """[B or 1, 1, 1, S] bool: what a token at ``place`` may look at; None: all that it is shown.
+
+        ``padding`` [B, n] bool is False where one of the first n tokens of a row is none.
+        """
+        size = self.layers[0][0].shape[2]
+        if isinstance(place, slice):
+            size = place.stop
+        elif padding is None:
+            return (torch.arange(size, device=place.device) <= place[-1])[None, None, None]
+        if padding is None:
+            return None
+        whole = torch.nn.functional.pad(padding.bool(), (0, size - padding.shape[1]), value=True)
+        if not isinstance(place, slice):
+            whole = whole & (torch.arange(size, device=place.device) <= place[-1])
+        return whole[:, None, None]
+
+
+def put(room: KV, k: Tensor, v: Tensor, place: Place) -> KV:
+    """Write [B, heads, n, D] each at ``place`` and return all there is to look at: up to there, or the whole room."""
+    if isinstance(place, slice):
+        room[0][:, :, place], room[1][:, :, place] = k, v
+        return room[0][:, :, : place.stop], room[1][:, :, : place.stop]
+    room[0].index_copy_(2, place, k.to(room[0].dtype))
+    room[1].index_copy_(2, place, v.to(room[1].dtype))
+    return room
+
+
+def _wide(read: Tensor, rows: Tensor, size: int) -> Tensor:
+    """Zeros behind, since a masked weight of 0 times what was never written need not be 0."""
+    found = read.new_zeros(len(rows), read.shape[1], size, read.shape[3])
+    found[:, :, : read.shape[2]] = read[rows]
+    return found
