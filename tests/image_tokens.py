@@ -170,4 +170,7 @@ def folder(name):
     return BUILDERS[name](Path(_session().name) / name)
 
 
-BUILDERS = {"llamagen": partial(tiny_llamagen, text=True, vocab=16), "var": partial(tiny_var, vocab=16)}
+BUILDERS = {
+    "llamagen": partial(tiny_llamagen, text=True, vocab=16), "llamagen-classes": partial(tiny_llamagen, vocab=16),
+    "var": partial(tiny_var, vocab=16),
+}  # fmt: skip

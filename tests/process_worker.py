@@ -13,14 +13,17 @@ from mmrl import checkpoint, distributed, state, trainer
 from mmrl.advantages import DDPO, opo
 from mmrl.device import Device
 from mmrl.evaluation import evaluate
-from mmrl.objectives import Text
+from mmrl.objectives import Masked, PolicyGradient, Text
 from mmrl.options import EvaluateOptions, TrainOptions
+from mmrl.policies.amused import Amused
+from mmrl.policies.images.janus import Janus
+from mmrl.policies.images.llamagen import LlamaGen
 from mmrl.policies.sd3 import SD3
 from mmrl.policies.vlm.policy import VLM
 from mmrl.registry import UserError, locate
 from mmrl.scoring import Scorer
 
-from . import tiny_vlms, toys
+from . import image_tokens, tiny_diffusers, tiny_vlms, toys
 from .test_trainer import make_trainer
 
 SIZES = {"batch_size": 16, "micro_batch": 5, "epochs": 2, "reduction": "row"}
@@ -37,11 +40,15 @@ CASES = {
     "text": (lambda: ragged(), TEXT),
     "sparse": (partial(toys.make, "flow", double=True), SPARSE),
     "vlm": (lambda: tiny_vlm(), SMALL),
+    "janus": (lambda: tiny_janus(), SMALL),
+    "llamagen": (lambda: tiny_llamagen(), SMALL),
+    "amused": (lambda: tiny_amused(), SMALL),
     "sd3": (lambda: tiny_sd3(), SMALL),
     "sd3-lora": (lambda: tiny_sd3(lora=4, logp_dist="guided_stopgrad_uncond"), SMALL),
 }
-APART = {"vlm": 2e-6}  # of cases that do not compute in float64 throughout
-SHARDED = ("flow", "masked", "sparse", "sd3", "sd3-lora")
+IMAGES = {"janus": PolicyGradient(kl=0.1), "llamagen": PolicyGradient(kl=0.1), "amused": Masked(kl=0.1)}
+APART = {"vlm": 2e-6, "janus": 2e-6, "amused": 2e-6}  # of cases that do not compute in float64 throughout
+SHARDED = ("flow", "masked", "sparse", "janus", "amused", "sd3", "sd3-lora")
 RESTORED = ("masked", "sd3-lora")
 NUMBERS = ("kl", "clip_fraction", "grad_norm", "reward/mean", "samples/excluded", "loss")
 
@@ -89,6 +96,28 @@ def tiny_sd3(**options):
     return policy
 
 
+def tiny_janus():
+    policy = Janus(str(tiny_vlms.folder("janus")), guidance=2.0)
+    policy.net.double()
+    return policy
+
+
+def tiny_llamagen():
+    folder = str(image_tokens.folder("llamagen-classes"))
+    policy = LlamaGen(folder, guidance=2.0, logp_dist="guided_stopgrad_uncond")
+    policy.net.double()
+    policy.vq.double()
+    return policy
+
+
+def tiny_amused():
+    policy = Amused(str(tiny_diffusers.folder("amused")), steps=3, guidance=2.0, text_encoders="release")
+    policy.net.double()
+    policy.vae.double()
+    policy.prepare(toys.prompts(16))  # in one batch, as above
+    return policy
+
+
 class Ragged(toys.ToyCausal):
     """Answers of many lengths."""
 
@@ -125,6 +154,11 @@ def trainer_of(case):
         return trainer.Trainer(
             make(), questions(8), Scorer({"toy": spelled}), opo, Text(kl=0.1), partial(torch.optim.SGD, lr=0.05),
             TrainOptions(iterations=3, ema=0.9, **sizes),
+        )  # fmt: skip
+    if case in IMAGES:
+        return trainer.Trainer(
+            make(), toys.prompts(16), Scorer({"toy": partly_missing}), opo, IMAGES[case],
+            partial(torch.optim.SGD, lr=0.05), TrainOptions(iterations=3, ema=0.9, **sizes),
         )  # fmt: skip
     if case == "text":  # couples over all processes, replaces groups of either, weighs by length
         objective = Text(kl=0.1, top_entropy=0.6)

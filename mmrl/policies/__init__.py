@@ -9,6 +9,7 @@ from . import flux_kontext as flux_kontext
 from . import hunyuan as hunyuan
 from . import lcm as lcm
 from . import ltx as ltx
+from . import masked_image_lm as masked_image_lm
 from . import masked_lm as masked_lm
 from . import module as module
 from . import qwen_edit as qwen_edit

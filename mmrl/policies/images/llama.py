@@ -26,7 +26,12 @@ def token(
 ) -> Tensor:
     """[B, 1, H] what the head reads, of inputs x [B, 1, H]; their keys and values go to ``place``."""
     for layer, room in zip(model.layers, rooms, strict=True):
+        sharded = hasattr(layer, "unshard")  # FSDP2 gathers the weights of a layer that is called, ours is not
+        if sharded:
+            layer.unshard()
         x = _layer(layer, x, rope, mask, place, room, kernel)
+        if sharded:
+            layer.reshard()
     return model.norm(x)
 
 
