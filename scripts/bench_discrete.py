@@ -140,7 +140,7 @@ class Janus:
         ids = self.policy.encode([PROMPT])[0]["ids"].expand(self.copies, -1)
         return self.hf.generate(
             ids, attention_mask=torch.ones_like(ids), generation_mode="image", guidance_scale=self.policy.guidance,
-            do_sample=sample, top_k=0,
+            do_sample=sample, **({"top_k": 0} if sample else {}),
         )  # fmt: skip
 
     def agreement(self) -> str:

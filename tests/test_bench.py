@@ -66,3 +66,22 @@ def test_overlapped_rewards_give_the_same_numbers_sooner(monkeypatch):
         whole | {"samples_per_second": {"clip_score": 2.0}, "size": 8, "samples": 8, "machine": {"cpu": "x"}}
     )
     assert "| `clip_score`* | 2 |" in shown and "| x | 1.0000 | 0.0050 | 0.50% |" in shown and "* cpu: x" in shown
+
+
+def test_sampled_tokens_equal_those_of_the_libraries(monkeypatch, tmp_path):
+    """The script stops where they differ."""
+    discrete, threads = load("bench_discrete"), torch.get_num_threads()
+    sizes = {"janus": discrete.Size("janus", 64, 1, 2, 2, 50), "amused": discrete.Size("amused", 64, 1, 4, 4, 20, 3)}
+    monkeypatch.setattr(discrete, "CASES", sizes)
+    words = "--cases janus amused --copies 3 --repeats 1 --threads 1 --no-warm --check-side 4 --out".split()
+    found = discrete.main([*words, str(tmp_path / "speed")])
+    torch.set_num_threads(threads)
+    assert {case["equal"].partition(" from")[0] for case in found["cases"].values()} == {
+        "all 12 tokens",
+        "all 48 tokens",
+    }
+    page = (tmp_path / "speed.md").read_text()
+    assert page.count("from equal random numbers") == 2 and "| janus | 64, 1 | 4 |" in page
+    monkeypatch.setattr(discrete.Janus, "ours", lambda self, *_: torch.zeros(3, 4, dtype=torch.long))
+    with pytest.raises(SystemExit, match="not the same work"):
+        discrete.measure(sizes["janus"], discrete.arguments(words[:-1]))

@@ -183,7 +183,7 @@ def test_asking_for_some_places_is_a_part_of_all(options):
         logp.sum().backward()
         grad = torch.cat([p.grad.flatten() for p in policy.net.parameters() if p.grad is not None])
         found.append((logp.detach(), grad))
-    torch.testing.assert_close(found[0], found[1], atol=1e-11, rtol=0)
+    torch.testing.assert_close(found[0], found[1], atol=1e-6, rtol=0)  # norms are in float32 throughout
 
 
 def test_the_first_pass_looks_at_one_image_a_prompt(monkeypatch):

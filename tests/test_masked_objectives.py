@@ -191,7 +191,7 @@ def test_udm_grpo_scores_the_finished_sample_at_adjacent_early_rates():
     policy = TablePolicy(steps=10)
     rollout, _ = rolled(policy, 0, 4000)
     firsts = set()
-    for seed in range(12):
+    for seed in range(20):
         points = ESTIMATORS["udm_grpo"](policy, rollout, Rng.of(seed))
         shares = torch.stack([point.mask.double().mean() for point in points])
         first = int((policy.rates.double() - shares[0]).abs().argmin())

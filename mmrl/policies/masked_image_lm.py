@@ -33,6 +33,7 @@ class MaskedImageLM(MaskedLM):
     """
 
     makes = "image"
+    not_options = (*MaskedLM.not_options, "tokens", "block")
 
     def __init__(
         self,
