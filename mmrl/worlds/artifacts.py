@@ -14,7 +14,16 @@ from typing import Any
 from mmrl.registry import ARTIFACTS
 from mmrl.worlds import cache, recipes
 from mmrl.worlds.progress import Progress
-from mmrl.worlds.recipes import ClipRecipe, FlowRecipe, PartsRecipe, ReaderRecipe, VLMRecipe
+from mmrl.worlds.recipes import (
+    ClipRecipe,
+    FlowRecipe,
+    PainterRecipe,
+    PartsRecipe,
+    ReaderRecipe,
+    TextRecipe,
+    VLMRecipe,
+    VQRecipe,
+)
 
 # What a build depends on besides its recipe: source files, by module name.
 _SCENES = ("mmrl.worlds.scenes", "mmrl.worlds.render", "samplers.noise")
@@ -23,6 +32,16 @@ _CLIP = (*_SCENES, "mmrl.worlds.clip", "mmrl.worlds.text")
 _PARTS = (*_SCENES, "mmrl.worlds.text", "mmrl.worlds.vae")
 _SD3 = (*_PARTS, "mmrl.worlds.flow")
 _VLM = (*_SCENES, "mmrl.worlds.album", "mmrl.worlds.asking", "mmrl.worlds.vlm", "mmrl.worlds.warmup")
+
+_IMAGES = "mmrl.policies.images."
+_BLOCKS = (f"{_IMAGES}vq_parts", f"{_IMAGES}llamagen_vq", f"{_IMAGES}var_vq")
+_VQ = (*_SCENES, *_BLOCKS, "mmrl.worlds.vq")
+_T5 = (*_SCENES, "mmrl.worlds.text", "mmrl.worlds.llamagen")
+_PAINTER = (*_VQ, "mmrl.worlds.text", "mmrl.worlds.painting", "mmrl.worlds.vq_names")
+_LLAMAGEN = (*_PAINTER, "mmrl.worlds.llamagen", f"{_IMAGES}llamagen_gpt")
+_JANUS = (*_PAINTER, "mmrl.worlds.janus")
+_VAR = (*_PAINTER, "mmrl.worlds.scales", "mmrl.worlds.var", f"{_IMAGES}var_net")
+_AMUSED = (*_PAINTER, "mmrl.worlds.amused")
 
 
 def _fetch(name: str, parts: tuple[Any, ...], modules: tuple[str, ...], build: Any) -> Path:
@@ -66,6 +85,60 @@ def vlm(name: str, recipe: VLMRecipe) -> Path:
     from mmrl.worlds.vlm import build_vlm
 
     return _fetch(name, (recipe,), _VLM, partial(build_vlm, recipe=recipe))
+
+
+def vq(name: str, recipe: VQRecipe) -> Path:
+    """A folder with LlamaGen's tokenizer, vq.safetensors."""
+    from mmrl.worlds.vq import build_vq
+
+    return _fetch(name, (recipe,), _VQ, partial(build_vq, recipe=recipe))
+
+
+def t5(name: str, recipe: TextRecipe) -> Path:
+    """A folder that AutoTokenizer and T5EncoderModel load."""
+    from mmrl.worlds.llamagen import build_t5
+
+    return _fetch(name, (recipe,), _T5, partial(build_t5, recipe=recipe))
+
+
+def llamagen(name: str, recipe: PainterRecipe, images: VQRecipe, texts: TextRecipe, end: str = "") -> Path:
+    """A folder as the policy ``llamagen`` exports them; its text encoder is ``digits/t5``."""
+    from mmrl.worlds.llamagen import build_llamagen
+
+    def build(folder: Path, progress: Progress) -> None:
+        build_llamagen(folder, vq(f"digits/vq{end}", images), t5(f"digits/t5{end}", texts), recipe, progress)
+
+    return _fetch(name, (recipe, images, texts), _LLAMAGEN, build)
+
+
+def janus(name: str, recipe: PainterRecipe, images: VQRecipe, end: str = "") -> Path:
+    """A folder that JanusForConditionalGeneration and AutoProcessor load."""
+    from mmrl.worlds.janus import build_janus
+
+    def build(folder: Path, progress: Progress) -> None:
+        build_janus(folder, vq(f"digits/vq{end}", images), recipe, progress)
+
+    return _fetch(name, (recipe, images), _JANUS, build)
+
+
+def var(name: str, recipe: PainterRecipe, images: VQRecipe, end: str = "") -> Path:
+    """A folder as the policy ``var`` exports them."""
+    from mmrl.worlds.var import build_var
+
+    def build(folder: Path, progress: Progress) -> None:
+        build_var(folder, vq(f"digits/vq{end}", images), images, recipe, progress)
+
+    return _fetch(name, (recipe, images), _VAR, build)
+
+
+def amused(name: str, recipe: PainterRecipe, images: VQRecipe, texts: TextRecipe, end: str = "") -> Path:
+    """A folder that AmusedPipeline loads."""
+    from mmrl.worlds.amused import build_amused
+
+    def build(folder: Path, progress: Progress) -> None:
+        build_amused(folder, vq(f"digits/vq{end}", images), texts, recipe, progress)
+
+    return _fetch(name, (recipe, images, texts), _AMUSED, build)
 
 
 @ARTIFACTS.register("digits/sd3")
@@ -126,3 +199,63 @@ def answers() -> Path:
 def answers_test() -> Path:
     """Tiny Qwen2.5-VL, barely trained, for tests."""
     return vlm("digits/vlm-test", recipes.VLM_TEST)
+
+
+@ARTIFACTS.register("digits/t5")
+def caption_reader() -> Path:
+    """Tiny T5 encoder, which ``digits/llamagen`` reads captions with."""
+    return t5("digits/t5", recipes.TEXT)
+
+
+@ARTIFACTS.register("digits/llamagen")
+def autoregressive() -> Path:
+    """Tiny text-conditional LlamaGen, many of its captions wrong; needs ``text_encoder: world:digits/t5``."""
+    return llamagen("digits/llamagen", recipes.LLAMAGEN, recipes.VQ, recipes.TEXT)
+
+
+@ARTIFACTS.register("digits/janus")
+def unified() -> Path:
+    """Tiny Janus that paints, many of its captions wrong."""
+    return janus("digits/janus", recipes.JANUS, recipes.VQ)
+
+
+@ARTIFACTS.register("digits/var")
+def next_scale() -> Path:
+    """Tiny class-conditional VAR with its multi-scale VQ, many of its labels wrong."""
+    return var("digits/var", recipes.VAR, recipes.VQ)
+
+
+@ARTIFACTS.register("digits/amused")
+def masked() -> Path:
+    """Tiny aMUSEd, many of its captions wrong."""
+    return amused("digits/amused", recipes.AMUSED, recipes.VQ, recipes.TEXT)
+
+
+@ARTIFACTS.register("digits/t5-test")
+def caption_reader_test() -> Path:
+    """Barely trained T5 encoder, for tests."""
+    return t5("digits/t5-test", recipes.TEXT_TEST)
+
+
+@ARTIFACTS.register("digits/llamagen-test")
+def autoregressive_test() -> Path:
+    """Barely trained LlamaGen, for tests; needs ``text_encoder: world:digits/t5-test``."""
+    return llamagen("digits/llamagen-test", recipes.PAINTER_TEST, recipes.VQ_TEST, recipes.TEXT_TEST, "-test")
+
+
+@ARTIFACTS.register("digits/janus-test")
+def unified_test() -> Path:
+    """Barely trained Janus, for tests."""
+    return janus("digits/janus-test", recipes.PAINTER_TEST, recipes.VQ_TEST, "-test")
+
+
+@ARTIFACTS.register("digits/var-test")
+def next_scale_test() -> Path:
+    """Barely trained VAR, for tests."""
+    return var("digits/var-test", recipes.PAINTER_TEST, recipes.VQ_TEST, "-test")
+
+
+@ARTIFACTS.register("digits/amused-test")
+def masked_test() -> Path:
+    """Barely trained aMUSEd, for tests."""
+    return amused("digits/amused-test", recipes.PAINTER_TEST, recipes.VQ_TEST, recipes.TEXT_TEST, "-test")

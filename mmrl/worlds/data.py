@@ -6,6 +6,7 @@ from mmrl.registry import DATA, UserError
 from mmrl.types import Prompt
 from mmrl.worlds.scenes import Kind, is_held_out
 from mmrl.worlds.scenes import captions as draw_captions
+from mmrl.worlds.scenes import singles
 
 
 @DATA.register("digits")
@@ -20,5 +21,8 @@ class Digits:
         if captions < 20:
             raise UserError(f"data.digits.captions is {captions}: at least 20, so that some are held out")
         found = draw_captions(kind, captions, seed)
+        if kind == "single":  # the classes of class-conditional models
+            label = {prompt["text"]: i for i, prompt in enumerate(singles())}
+            found = [{**prompt, "label": label[prompt["text"]]} for prompt in found]
         self.train = [prompt for prompt in found if not is_held_out(prompt["text"])]
         self.held_out = [prompt for prompt in found if is_held_out(prompt["text"])]

@@ -115,6 +115,44 @@ class VLMRecipe:
     seed: int = 0
 
 
+@dataclass(frozen=True)
+class VQRecipe:
+    """An image tokenizer: 32x32 pixels to 4x4 ids, and VAR's of all ``sides``."""
+
+    vocab: int = 256
+    dim: int = 12  # of an entry
+    channels: int = 32  # at every resolution; GroupNorm has 32 groups
+    mult: tuple[int, ...] = (1, 1, 1, 1)
+    sides: tuple[int, ...] = (1, 2, 4)  # VAR's scales
+    scenes: int = 4000
+    pool: int = 12000  # patches the codebook is found in
+    half_steps: int = 260  # of the decoder alone, at half the resolution
+    steps: int = 130
+    scale_steps: int = 50  # of VAR's decoder
+    batch: int = 8
+    lr: float = 4e-3
+    said: float = 20.0  # weight of the distance between what the encoder says and the patch's code
+    coarse: float = 16.0  # weight of the error of the blurred picture
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class PainterRecipe:
+    """A transformer that writes image tokens, and its pre-training."""
+
+    width: int = 96
+    layers: int = 3
+    heads: int = 4
+    scenes: int = 6000
+    steps: int = 500
+    batch: int = 64
+    lr: float = 3e-3
+    true_first: float = 0.6  # share of the steps before any caption is wrong
+    wrong_captions: float = 0.4  # after that, share of pictures whose caption belongs to another one
+    no_caption: float = 0.1  # share without a caption, for classifier-free guidance
+    seed: int = 0
+
+
 READER = ReaderRecipe("reader", channels=(24, 48, 64), kernel=3, pool=False, seed=1)
 JUDGE = ReaderRecipe("judge", channels=(12, 32, 72), kernel=5, pool=True, seed=2)
 CLIP = ClipRecipe()
@@ -128,3 +166,13 @@ PARTS_TEST = PartsRecipe(TextRecipe(steps=2, batch=16), VaeRecipe(channels=(8, 8
 SD3_TEST = replace(SD3, heads=2, scenes=64, steps=4, batch=16)
 VLM = VLMRecipe()
 VLM_TEST = replace(VLM, eyes_steps=3, eyes_batch=16, scenes=48, steps=6, batch=8)
+
+TEXT = TextRecipe()
+VQ = VQRecipe()
+LLAMAGEN = PainterRecipe()
+JANUS = PainterRecipe()
+VAR = PainterRecipe()
+AMUSED = PainterRecipe()
+TEXT_TEST = TextRecipe(steps=2, batch=16)
+VQ_TEST = VQRecipe(vocab=16, scenes=64, half_steps=4, steps=4, scale_steps=2, batch=4)
+PAINTER_TEST = PainterRecipe(width=32, layers=1, heads=2, scenes=200, steps=3, batch=8)

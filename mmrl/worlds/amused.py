@@ -1,0 +1,73 @@
+"""A tiny aMUSEd: a complete diffusers folder of UVit2DModel, VQModel, a CLIP text encoder and their scheduler."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmrl.policies.images.llamagen_vq import LlamaGenVQ
+from mmrl.worlds import painting, vq_names
+from mmrl.worlds.progress import Progress, quiet_libraries
+from mmrl.worlds.recipes import PainterRecipe, TextRecipe
+from mmrl.worlds.scenes import CANVAS
+from mmrl.worlds.text import teach_text, text_models, tokens
+from mmrl.worlds.vq import load_vq
+
+MICRO = (CANVAS, CANVAS, 0, 0, 6)  # width, height, crop, aesthetic score: what the pipeline says by default
+
+
+def build_amused(folder: Path, vq: Path, texts: TextRecipe, recipe: PainterRecipe, progress: Progress) -> None:
+    """A folder that AmusedPipeline loads."""
+    from diffusers import AmusedPipeline, AmusedScheduler
+
+    codec = load_vq(vq)
+    lessons = painting.prepare(codec.encode, recipe)
+    models = text_models(texts)
+    teach_text(models, texts, progress)
+    read = embed(models, [*(p["text"] for p in lessons.prompts), ""])
+    net = painting.seeded(recipe.seed, lambda: new_transformer(codec, models["text_encoder"].config, recipe))
+    painting.teach(net, lambda batch: loss(net, read, batch), lessons, recipe, progress)
+    with quiet_libraries():
+        AmusedPipeline(
+            vqvae=vq_names.diffusers_vq(codec, CANVAS), tokenizer=models["tokenizer"],
+            text_encoder=models["text_encoder"], transformer=net,
+            scheduler=AmusedScheduler(mask_token_id=net.config.vocab_size - 1),
+        ).save_pretrained(folder)  # fmt: skip
+
+
+@torch.no_grad()
+def embed(models: dict[str, Any], texts: list[str]) -> dict[str, Tensor]:
+    """Penultimate hidden states and the projected pooled state, as AmusedPipeline takes them."""
+    out = models["text_encoder"](tokens(models, "", texts), output_hidden_states=True)
+    return {"text": out.hidden_states[-2], "pooled": out.text_embeds}
+
+
+def new_transformer(codec: LlamaGenVQ, text: Any, recipe: PainterRecipe) -> Any:
+    from diffusers import UVit2DModel
+
+    width, vocab = recipe.width, codec.quantize.embedding.num_embeddings
+    return UVit2DModel(
+        hidden_size=width, cond_embed_dim=text.projection_dim, micro_cond_encode_dim=8, micro_cond_embed_dim=40,
+        encoder_hidden_size=text.hidden_size, vocab_size=vocab + 1, codebook_size=vocab, in_channels=width,
+        block_out_channels=width, num_res_blocks=1, block_num_heads=recipe.heads, num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads, intermediate_size=2 * width, sample_size=CANVAS // codec.factor,
+    )  # fmt: skip
+
+
+def loss(net: Any, read: dict[str, Tensor], batch: painting.Batch) -> Tensor:
+    """Hidden tokens at a rate of cos(pi u / 2), u uniform; mean over them (Chang et al. 2022, 2023)."""
+    names, side = torch.arange(len(batch.ids)), net.config.sample_size
+    u = batch.rng.uniform(names, (batch.ids.shape[1] + 1,)).float()
+    rate = (u[:, :1] * math.pi / 2).cos()
+    hidden = (u[:, 1:] < rate) | (u[:, 1:] == u[:, 1:].amin(1, keepdim=True))  # at least one
+    ids = torch.where(hidden, net.config.vocab_size - 1, batch.ids)
+    logits = net(
+        ids.view(-1, side, side), encoder_hidden_states=read["text"][batch.caption],
+        pooled_text_emb=read["pooled"][batch.caption], micro_conds=torch.tensor([MICRO]).expand(len(ids), -1),
+    )  # fmt: skip
+    return F.cross_entropy(logits.flatten(2).transpose(1, 2)[hidden], batch.ids[hidden])

@@ -1,0 +1,75 @@
+"""What the tiny image generators of tokens learn from: pictures as ids with captions, some of them somebody else's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmrl.types import Prompt
+from mmrl.worlds.progress import Progress
+from mmrl.worlds.recipes import PainterRecipe
+from mmrl.worlds.render import render
+from mmrl.worlds.scenes import captions, is_held_out
+from samplers.noise import Rng
+
+
+class Lessons(NamedTuple):
+    ids: Tensor  # [N, T] long
+    caption: Tensor  # [N] long, into ``prompts``
+    prompts: list[Prompt]  # P captions; none is held out
+
+
+class Batch(NamedTuple):
+    ids: Tensor  # [B, T]
+    caption: Tensor  # [B] long; P stands for no caption
+    other: Tensor  # [B] long, a caption that says nothing about the picture
+    rng: Rng  # of this step
+
+
+@torch.no_grad()
+def prepare(encode: Callable[[Tensor], Tensor], recipe: PainterRecipe) -> Lessons:
+    """Draw single digits and encode them once; ``encode`` makes ids [B, T] of images in -1..1."""
+    prompts = [p for p in captions("single", 240, recipe.seed) if not is_held_out(p["text"])]
+    caption = torch.arange(recipe.scenes) % len(prompts)
+    images = render([prompts[i] for i in caption.tolist()], Rng.of(recipe.seed, "painting")).images
+    ids = torch.cat([encode(2 * part - 1) for part in images.split(250)])
+    return Lessons(ids, caption, prompts)
+
+
+def teach(
+    module: nn.Module, loss: Callable[[Batch], Tensor], lessons: Lessons, recipe: PainterRecipe, progress: Progress
+) -> None:
+    """AdamW with one cycle of the learning rate; captions are true at first, later some belong to another picture."""
+    rng = Rng.of(recipe.seed, "painter")
+    learnt = [p for p in module.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(learnt, recipe.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.lr, total_steps=recipe.steps, pct_start=0.1)
+    for step in progress.steps("painter", recipe.steps):
+        wrong = recipe.wrong_captions if step >= recipe.true_first * recipe.steps else 0.0
+        u = rng.uniform(torch.arange(recipe.batch), (4,), step)  # picture, another's caption, whether it, whether none
+        row, other = (u[:, :2] * len(lessons.ids)).long().unbind(1)
+        others = lessons.caption[other]
+        caption = torch.where(u[:, 2] < wrong, others, lessons.caption[row])
+        caption = torch.where(u[:, 3] < recipe.no_caption, len(lessons.prompts), caption)
+        optimizer.zero_grad()
+        loss(Batch(lessons.ids[row], caption, others, rng.fold("step", step))).backward()
+        nn.utils.clip_grad_norm_(learnt, 1.0)
+        optimizer.step()
+        schedule.step()
+    module.eval().requires_grad_(False)
+
+
+def cross_entropy(logits: Tensor, ids: Tensor) -> Tensor:
+    """Mean over all tokens of logits [B, T, V] against ids [B, T]."""
+    return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def seeded(seed: int, make: Callable[[], nn.Module]) -> nn.Module:
+    """What ``make`` builds with these random weights; torch's generator is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make()

@@ -1,0 +1,92 @@
+"""VAR's multi-scale VQ of the digits world: the tokenizer's network with a residual codebook of all scales."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmrl.policies.images.llamagen_vq import LlamaGenVQ
+from mmrl.policies.images.var_vq import VARVQ
+from mmrl.policies.images.vq_parts import nearest
+from mmrl.worlds.progress import Progress
+from mmrl.worlds.recipes import VQRecipe
+from mmrl.worlds.render import render
+from mmrl.worlds.vq import descend, k_means, load_vq, lloyd, pictured, rebuilt
+from mmrl.worlds.vq_names import JANUS, renamed
+from samplers.noise import Rng
+
+FITS = 10  # rounds of fitting the codebook to residuals, which it changes itself
+
+
+def build_scales(vq: Path, recipe: VQRecipe, progress: Progress) -> VARVQ:
+    """A VARVQ that rebuilds pictures from ids of all scales."""
+    found = begun(load_vq(vq), recipe)
+    images = render(pictured(recipe.scenes, recipe.seed), Rng.of(recipe.seed, "scales")).images * 2 - 1
+    fit(found, images[: recipe.pool // 10])
+    tune(found, images, recipe, progress)
+    return found.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def begun(vq: LlamaGenVQ, recipe: VQRecipe) -> VARVQ:
+    """The same network: 1x1 convolutions around the codebook are multiplied into their neighbours, VAR's own begin as
+    the identity."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        new = VARVQ(recipe.sides, recipe.vocab, recipe.dim, recipe.channels, recipe.mult, 1)
+    for conv in (new.quant_conv, new.post_quant_conv, *new.quantize.quant_resi.qresi_ls):
+        nn.init.dirac_(conv.weight)
+        nn.init.zeros_(conv.bias)
+    old = vq.state_dict()
+    after, before = old["quant_conv.weight"][:, :, 0, 0], old["post_quant_conv.weight"][:, :, 0, 0]
+    old["encoder.conv_out.bias"] = after @ old["encoder.conv_out.bias"] + old["quant_conv.bias"]
+    old["encoder.conv_out.weight"] = torch.einsum("dz,zchw->dchw", after, old["encoder.conv_out.weight"])
+    old["decoder.conv_in.weight"] = torch.einsum("czhw,zd->cdhw", old["decoder.conv_in.weight"], before)
+    named = renamed({k: v for k, v in old.items() if k.startswith(("encoder.", "decoder."))}, JANUS)
+    last = len(recipe.mult) - 1
+    named = {re.sub(r"decoder\.up\.(\d+)", lambda m: f"decoder.up.{last - int(m[1])}", k): v for k, v in named.items()}
+    fused = {k: v for k, v in named.items() if not re.search(r"attn\w*(\.\d+)?\.[qkv]\.", k)}
+    for name in (k for k in named if re.search(r"attn\w*(\.\d+)?\.q\.", k)):
+        parts = [named[re.sub(r"\.q\.", f".{part}.", name)] for part in "qkv"]
+        fused[re.sub(r"\.q\.", ".qkv.", name)] = torch.cat(parts)
+    new.load_state_dict({**new.state_dict(), **fused}, strict=True)
+    return new
+
+
+@torch.no_grad()
+def fit(vq: VARVQ, images: Tensor) -> None:
+    """The codebook: k-means of what every scale finds missing."""
+    z = torch.cat([vq.quant_conv(vq.encoder(part)) for part in images.split(250)])
+    book = vq.quantize.embedding.weight
+    book.copy_(k_means(torch.cat(residuals(vq, z)[0]), len(book), Rng.of("scales")))
+    for _ in range(FITS):
+        book.copy_(lloyd(torch.cat(residuals(vq, z)[0]), book))
+
+
+def residuals(vq: VARVQ, z: Tensor) -> tuple[list[Tensor], Tensor]:
+    """[N, D] vectors that each scale compares with entries, and z [B, D, p, p] as quantised."""
+    quantize, f, compared = vq.quantize, torch.zeros_like(z), []
+    for k in range(len(quantize.sides)):
+        rest = quantize.seen((z - f).detach(), k)  # [B, p^2, D]
+        compared.append(rest.flatten(0, 1))
+        f = quantize.add(f, nearest(compared[-1], quantize.embedding.weight).view(rest.shape[:2]), k)
+    return compared, f
+
+
+def tune(vq: VARVQ, images: Tensor, recipe: VQRecipe, progress: Progress) -> None:
+    """Straight through all scales; codebook and shared convolutions follow the latents."""
+
+    def loss(rows: Tensor, step: int) -> Tensor:
+        x = images[rows]
+        with torch.no_grad():  # the encoder stays
+            z = vq.quant_conv(vq.encoder(x))
+        f = residuals(vq, z)[1]
+        back = vq.decoder(vq.post_quant_conv(f.detach()))
+        return (rebuilt(back, x, recipe) + recipe.said * F.mse_loss(f, z, reduction="sum")) / len(x)
+
+    learnt = [*vq.decoder.parameters(), *vq.post_quant_conv.parameters(), *vq.quantize.parameters()]
+    descend(learnt, loss, len(images), recipe.scale_steps, recipe.batch, recipe.lr / 2, progress, "tokenizer, scales")
