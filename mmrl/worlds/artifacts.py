@@ -201,6 +201,12 @@ def answers_test() -> Path:
     return vlm("digits/vlm-test", recipes.VLM_TEST)
 
 
+@ARTIFACTS.register("digits/vq")
+def image_tokens() -> Path:
+    """The image tokenizer under LlamaGen's names, which ``digits/llamagen``, ``janus``, ``amused`` and ``var`` need."""
+    return vq("digits/vq", recipes.VQ)
+
+
 @ARTIFACTS.register("digits/t5")
 def caption_reader() -> Path:
     """Tiny T5 encoder, which ``digits/llamagen`` reads captions with."""
@@ -229,6 +235,12 @@ def next_scale() -> Path:
 def masked() -> Path:
     """Tiny aMUSEd, many of its captions wrong."""
     return amused("digits/amused", recipes.AMUSED, recipes.VQ, recipes.TEXT)
+
+
+@ARTIFACTS.register("digits/vq-test")
+def image_tokens_test() -> Path:
+    """Barely trained image tokenizer, for tests."""
+    return vq("digits/vq-test", recipes.VQ_TEST)
 
 
 @ARTIFACTS.register("digits/t5-test")

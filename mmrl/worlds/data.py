@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from mmrl.registry import DATA, UserError
 from mmrl.types import Prompt
-from mmrl.worlds.scenes import Kind, is_held_out
+from mmrl.worlds.scenes import Kind, is_held_out, singles
 from mmrl.worlds.scenes import captions as draw_captions
-from mmrl.worlds.scenes import singles
 
 
 @DATA.register("digits")

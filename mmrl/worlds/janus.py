@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmrl.policies.images.janus import JanusNet
 from mmrl.policies.images.llamagen_vq import LlamaGenVQ
@@ -87,7 +87,7 @@ def tokenizer() -> Any:
 
 def new_model(codec: LlamaGenVQ, words: Any, recipe: PainterRecipe) -> Any:
     """JanusForConditionalGeneration with the world's VQ and otherwise random weights; only what paints is learnt."""
-    from transformers import JanusConfig, JanusForConditionalGeneration
+    from transformers import GenerationConfig, JanusConfig, JanusForConditionalGeneration
 
     width, grid = recipe.width, CANVAS // codec.factor
     bos, eos, pad, image, start = words.convert_tokens_to_ids([BOS, EOS, PAD, *list(MARKS.values())[:2]])
@@ -109,9 +109,9 @@ def new_model(codec: LlamaGenVQ, words: Any, recipe: PainterRecipe) -> Any:
     model = JanusForConditionalGeneration(config)
     vq_names.into_janus(codec, model.model.vqmodel)
     model.model.generation_embeddings.weight.data.copy_(codec.quantize.codebook())
-    made = model.generation_config
-    made.bos_token_id, made.eos_token_id, made.pad_token_id = bos, eos, pad
-    made.generation_kwargs = {"boi_token_id": start}
+    model.generation_config = GenerationConfig(
+        bos_token_id=bos, eos_token_id=eos, pad_token_id=pad, generation_kwargs={"boi_token_id": start}
+    )
     for part in (model.model.vision_model, model.model.aligner, model.model.vqmodel):
         part.requires_grad_(False)
     return model

@@ -15,8 +15,8 @@ from mmrl.policies.images.vq_parts import nearest
 from mmrl.worlds.progress import Progress
 from mmrl.worlds.recipes import VQRecipe
 from mmrl.worlds.render import render
-from mmrl.worlds.vq import descend, k_means, load_vq, lloyd, pictured, rebuilt
-from mmrl.worlds.vq_names import JANUS, renamed
+from mmrl.worlds.vq import descend, k_means, lloyd, load_vq, pictured, rebuilt
+from mmrl.worlds.vq_names import JANUS, folded, renamed
 from samplers.noise import Rng
 
 FITS = 10  # rounds of fitting the codebook to residuals, which it changes itself
@@ -41,12 +41,8 @@ def begun(vq: LlamaGenVQ, recipe: VQRecipe) -> VARVQ:
     for conv in (new.quant_conv, new.post_quant_conv, *new.quantize.quant_resi.qresi_ls):
         nn.init.dirac_(conv.weight)
         nn.init.zeros_(conv.bias)
-    old = vq.state_dict()
-    after, before = old["quant_conv.weight"][:, :, 0, 0], old["post_quant_conv.weight"][:, :, 0, 0]
-    old["encoder.conv_out.bias"] = after @ old["encoder.conv_out.bias"] + old["quant_conv.bias"]
-    old["encoder.conv_out.weight"] = torch.einsum("dz,zchw->dchw", after, old["encoder.conv_out.weight"])
-    old["decoder.conv_in.weight"] = torch.einsum("czhw,zd->cdhw", old["decoder.conv_in.weight"], before)
-    named = renamed({k: v for k, v in old.items() if k.startswith(("encoder.", "decoder."))}, JANUS)
+    nn.init.zeros_(new.quantize.embedding.weight)
+    named = renamed(folded(vq), JANUS)
     last = len(recipe.mult) - 1
     named = {re.sub(r"decoder\.up\.(\d+)", lambda m: f"decoder.up.{last - int(m[1])}", k): v for k, v in named.items()}
     fused = {k: v for k, v in named.items() if not re.search(r"attn\w*(\.\d+)?\.[qkv]\.", k)}
@@ -59,12 +55,20 @@ def begun(vq: LlamaGenVQ, recipe: VQRecipe) -> VARVQ:
 
 @torch.no_grad()
 def fit(vq: VARVQ, images: Tensor) -> None:
-    """The codebook: k-means of what every scale finds missing."""
+    """The codebook: k-means of what every scale finds missing, which depends on the codebook. Entry 0 stays zero, so
+    that no scale need make it worse; the best round counts."""
     z = torch.cat([vq.quant_conv(vq.encoder(part)) for part in images.split(250)])
     book = vq.quantize.embedding.weight
-    book.copy_(k_means(torch.cat(residuals(vq, z)[0]), len(book), Rng.of("scales")))
+    found = k_means(torch.cat(residuals(vq, z)[0]), len(book), Rng.of("scales"))
+    best, kept = float("inf"), found
     for _ in range(FITS):
-        book.copy_(lloyd(torch.cat(residuals(vq, z)[0]), book))
+        book.copy_(torch.cat([torch.zeros_like(found[:1]), found[1:]]))
+        compared, f = residuals(vq, z)
+        error = float((f - z).square().mean())
+        if error < best:
+            best, kept = error, book.clone()
+        found = lloyd(torch.cat(compared), book)
+    book.copy_(kept)
 
 
 def residuals(vq: VARVQ, z: Tensor) -> tuple[list[Tensor], Tensor]:

@@ -1,4 +1,4 @@
-"""A tiny VAR under its published names: a class is a digit in a colour, perhaps at a place, as the captions name them."""
+"""A tiny VAR under its published names: a class is a digit in a colour, perhaps at a place, as captions name them."""
 
 from __future__ import annotations
 

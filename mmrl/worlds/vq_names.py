@@ -80,14 +80,18 @@ def diffusers_vq(vq: LlamaGenVQ, pixels: int) -> Any:
     from diffusers import VQModel
 
     size = shape(vq)
-    plain = len(size["channels"]) - 1
+    plain, like = len(size["channels"]) - 1, vq.quantize.embedding.weight
     model = VQModel(
         down_block_types=["DownEncoderBlock2D"] * plain + ["AttnDownEncoderBlock2D"],
         up_block_types=["AttnUpDecoderBlock2D"] + ["UpDecoderBlock2D"] * plain, block_out_channels=size["channels"],
-        layers_per_block=size["depth"], latent_channels=size["z"], vq_embed_dim=size["dim"], sample_size=pixels,
+        layers_per_block=size["depth"], latent_channels=size["dim"], vq_embed_dim=size["dim"], sample_size=pixels,
         num_vq_embeddings=size["vocab"], lookup_from_codebook=True, scaling_factor=1.0,
     )  # fmt: skip
-    weights = renamed(_unit(vq), DIFFUSERS)
+    weights = renamed(folded(vq), DIFFUSERS)
+    for name in ("quant_conv", "post_quant_conv"):
+        weights[f"{name}.weight"] = torch.eye(size["dim"], device=like.device)[..., None, None]
+        weights[f"{name}.bias"] = torch.zeros_like(like[0])
+    weights["quantize.embedding.weight"] = vq.quantize.codebook()
     for name, tensor in weights.items():
         if re.search(r"\.to_(q|k|v|out\.0)\.weight$", name):
             weights[name] = tensor[:, :, 0, 0]
@@ -99,7 +103,20 @@ def diffusers_vq(vq: LlamaGenVQ, pixels: int) -> Any:
     return model.eval()
 
 
+@torch.no_grad()
+def folded(vq: LlamaGenVQ) -> dict[str, Tensor]:
+    """Encoder and decoder with the 1x1 convolutions around the codebook multiplied into them, since VAR has none and
+    aMUSEd's pipeline wants latents as wide as entries. The convolution behind the codebook must have no bias."""
+    found = {name: tensor for name, tensor in vq.state_dict().items() if name.startswith(("encoder.", "decoder."))}
+    after, before = vq.quant_conv.weight[:, :, 0, 0], vq.post_quant_conv.weight[:, :, 0, 0]
+    return found | {
+        "encoder.conv_out.bias": after @ found["encoder.conv_out.bias"] + vq.quant_conv.bias,
+        "encoder.conv_out.weight": torch.einsum("dz,zchw->dchw", after, found["encoder.conv_out.weight"]),
+        "decoder.conv_in.weight": torch.einsum("czhw,zd->cdhw", found["decoder.conv_in.weight"], before),
+    }
+
+
 def _unit(vq: LlamaGenVQ) -> dict[str, Tensor]:
-    """The weights with entries of length 1, as LlamaGen compares and decodes them; diffusers takes them as they are."""
+    """The weights with entries of length 1, as LlamaGen compares and decodes them."""
     found = {name: tensor for name, tensor in vq.state_dict().items() if name != "quantize.codebook_used"}
     return found | {"quantize.embedding.weight": vq.quantize.codebook()}
