@@ -18,6 +18,7 @@ from .budgets import Cost, Shrink
 from .chat import messages_of, parts_of, videos_of
 from .families import Family
 from .media import Budgets, Video, image_at, images_of, open_image, open_video, video_at, where
+from .outside import Asked
 from .special import stop_ids, suppressed_ids
 
 GEOMETRY = ("boxes", "box", "point", "points", "mask", "tracks")  # answers in coordinates
@@ -53,6 +54,17 @@ class Inputs:
         messages, images, videos = self._opened(prompt)
         found, _ = self._within(prompt, messages, images, videos)
         return found, self._view(found, images, videos)
+
+    def asked(self, prompt: Prompt) -> Asked:
+        """A prompt for another engine, whose own processor puts features in the place of each placeholder."""
+        messages, images, videos = self._opened(prompt)
+        found, scale = self._within(prompt, messages, images, videos)
+        text = self._rendered(prompt, messages) + prompt.get("prefill", "")
+        plain = bool(self.tokenizer.bos_token and text.startswith(self.tokenizer.bos_token))
+        ids = self.tokenizer(text, add_special_tokens=not plain)["input_ids"]
+        smaller = [image_at(image, scale, self.budgets) for image in images]
+        read = found["input_ids"][0].tolist()
+        return Asked(where(prompt), ids, read, smaller, [video_at(video, scale) for video in videos])
 
     def measure(self, prompt: Prompt) -> tuple[Cost, float]:
         """What a prompt costs within its budget, and the factor its pixels were scaled by for that."""

@@ -18,6 +18,7 @@ from samplers.warp import Warp
 from ... import distributed
 from ...types import Point, Prompt, tree_map
 from ..base import NetPolicy
+from . import features
 from .answers import AnswerTokens
 from .engines import generate_plainly
 from .generate import Answers, Ending, generate
@@ -44,7 +45,7 @@ class Passes(NetPolicy):
 
     def __init__(self, net: nn.Module, **options: Any):
         super().__init__(net, **options)
-        self.recent = Recent(KEPT)
+        self.recent, self.features = Recent(KEPT), Recent(KEPT)
         self.images, self.towered = 0, 0  # asked about, and passed through the tower, since this was last measured
         self.gaps: list[float] = []  # mean distances to the log-probs of another engine
 
@@ -74,12 +75,33 @@ class Passes(NetPolicy):
         if needed and not any(name.startswith("pixel_values") for one in encoded for name in one):
             self.witness = self.witness or self._placed(self.inputs.encode(blank_image()))
             encoded = [*encoded, self.witness]
-        self.towered += sum(images_in(one) for one in encoded)
-        batch = self.inputs.collate([{k: v for k, v in one.items() if k != "places"} for one in encoded])
+        kept = self._kept(encoded)
+        if not kept:
+            self.towered += sum(images_in(one) for one in encoded)
+        left_out = ("places", *(features.PIXELS if kept else ()))
+        batch = self.inputs.collate([{k: v for k, v in one.items() if k not in left_out} for one in encoded]) | kept
         length = batch["input_ids"].shape[1]
         places = [F.pad(one["places"], (0, 0, length - one["places"].shape[1], 0)) for one in encoded]
         found = torch.cat(places).permute(2, 0, 1)
         return batch | {"position_ids": found[0] if len(found) == 1 else found}
+
+    def _kept(self, encoded: list[Encoded]) -> dict[str, Any]:
+        """Features in the place of the images of these prompts, where tower and projector are frozen; {}: look anew.
+
+        On one process: of several sharded ones all make the same passes."""
+        frozen = not self.sees and self.net.share and distributed.world()[1] == 1 and features.can_keep(self.net.hf)
+        seen = [one for one in encoded if "pixel_values" in one]
+        if not frozen or not seen or any("pixel_values_videos" in one for one in encoded):
+            return {}
+        found = []
+        for one in seen:
+            looked = self.features.get(one)
+            if looked is None:
+                looked = self.net("look", one)
+                self.towered += images_in(one)
+                self.features.put(one, looked, features.size_of(looked))
+            found.append(looked)
+        return features.joined(found)
 
     def _taken(self, prompt: Prompt) -> tuple[Encoded, dict[str, Any]]:
         """A prompt on the device and its view: what was encoded lately is not encoded again."""
@@ -148,13 +170,17 @@ class Passes(NetPolicy):
             )
 
     def _answers(self, cond: list[Encoded], group: Tensor, row: Tensor, rng: Rng, size: int) -> Answers:
-        """Answers to the prompts of ``group`` [B], ``size`` rows at a time, in the order of the rows."""
+        """Answers to the prompts of ``group`` [B], ``size`` rows at a time, in the order of the rows.
+
+        Prompts of similar length are read together, which leaves little padding."""
         found: list[Answers] = []
         places: list[Tensor] = []
         for at in self._kinds(cond, group):
-            copies = int(group[at].unique(return_counts=True)[1].max())
-            for prompts in chunks(len(group[at].unique()), max(1, size // copies)):
-                mine = at[torch.isin(group[at], group[at].unique()[prompts])]
+            unique, counts = group[at].unique(return_counts=True)
+            lengths = torch.tensor([cond[i]["input_ids"].shape[1] for i in unique.tolist()], device=unique.device)
+            ordered = unique[lengths.argsort(descending=True, stable=True)]
+            for prompts in chunks(len(ordered), max(1, size // int(counts.max()))):
+                mine = at[torch.isin(group[at], ordered[prompts])]
                 for part, answers in self._block(cond, group, row, rng, mine, size):
                     places.append(part)
                     found.append(answers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,9 +28,11 @@ from .families import Coords, family_of, modules_of, part_of
 from .generate import Ending
 from .inputs import Inputs
 from .media import Budgets
+from .outside import ENGINES, ask
+from .packed import enable
 from .parts import Parts, beside_adapters, groups_of, merged, set_trainable, summary
-from .passes import Passes, images_in
-from .prefix import SharedPrefix
+from .passes import Encoded, Passes, images_in
+from .prefix import SharedPrefix, shareable
 from .vision import quicken
 
 Storage = Literal["float32", "bfloat16", "float16", "auto"]
@@ -57,8 +60,9 @@ class VLM(Passes):
         coords: Coords | None = None,
         share: Literal["auto", "prefix", "none"] = "auto",
         dtype: Storage = "float32",
-        engine: Literal["own", "hf"] = "own",
+        engine: Literal["own", "hf", "continuous", "vllm"] = "own",
         attention: Literal["sdpa", "eager", "flash_attention_2", "xformers"] = "sdpa",
+        packed: bool | None = None,
         lora: Lora | int | None = None,
         train: Parts | None = None,
         **options: Any,
@@ -69,8 +73,10 @@ class VLM(Passes):
         images, videos and prompts may cost. coords: the space of the model's coordinates, where its family's is
         unknown. share: prefix reads a prompt once for its whole group, none once for every answer, auto is prefix
         where that was compared, or can be, and agrees. dtype: of the weights. engine: what samples: own, or hf,
-        transformers' generate, whose log-probs are kept beside those of the policy's own passes. attention:
-        transformers' implementation; xformers: in towers of packed images, on CUDA, with sdpa elsewhere. lora:
+        transformers' generate, continuous, its continuous batching (texts only), or vllm; their log-probs are kept
+        beside those of the policy's own passes. attention:
+        transformers' implementation; xformers: on CUDA, where rows and images are packed, with sdpa elsewhere. packed:
+        prompts and answers are read without padding, one row after another; by default with xformers. lora:
         adapters in the language model. train: instead, how language model, projector and vision tower are each
         trained; by default all fully."""
         from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -93,32 +99,48 @@ class VLM(Passes):
             lora = Lora(lora)
         if lora is not None and lora.targets is None:
             lora = Lora(lora.rank, lora.alpha, [n for n in modules_of(hf, "language") if not n.endswith("lm_head")])
-        super().__init__(SharedPrefix(hf, share=share != "none"), lora=lora, **options)
+        net = SharedPrefix(hf, share=share != "none")
+        self._pack(net, attention, packed)
+        super().__init__(net, lora=lora, **options)
         self.parts = train
         if lora is None:
             set_trainable(hf, train or Parts("full", "full", "full"))
+        self.outside = ENGINES[engine](self.place, dtype) if engine in ENGINES else None
         self.sees = any(p.requires_grad and part_of(n) != "language" for n, p in hf.named_parameters())
         self.notes = (*family.unverified(), summary(self.net))
+        if self.outside is not None:
+            self.notes += (
+                f"{engine} samples with other kernels than the policy scores with: watch engine/gap, and set the "
+                "objective's importance, which corrects for it",
+            )
 
     def rollout(self, prompts: list[Prompt], copies: int, rng: Rng) -> Rollout:
-        taken = [self._taken(prompt) for prompt in prompts]
-        cond = [encoded for encoded, _ in taken]
+        cond, seen = self.recall(prompts)
         self.images += sum(map(images_in, cond))
         self._check_sharing(cond)
         row = rng.rows(len(prompts), copies).to(self.device)
         group = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)
         size = self.chunk(len(row), lambda n: self._try(cond, group[:n]))
-        answers = self._answers(cond, group, row, rng, size)
+        if self.outside is None:
+            answers = self._answers(cond, group, row, rng, size)
+        else:
+            asked = [one for one in map(self.inputs.asked, prompts) for _ in range(copies)]
+            answers = ask(self.outside, self.net.hf, asked, row, rng, self.warp, self.ending)
         order = torch.arange(answers.ids.shape[1], device=self.device).expand_as(answers.ids)
-        seen = tuple({**prompt, "view": view} for prompt, (_, view) in zip(prompts, taken, strict=True))
         found = Rollout(
             group=group, cond=cond, row=row, sample=answers.ids, mask=answers.mask, logprob=answers.logprob,
-            order=order, prompts=seen,
-            certainty=answers.certainty,
+            order=order, prompts=tuple(seen), certainty=answers.certainty,
         )  # fmt: skip
         if self.engine != "own":
             found = self._rescored(found, size)
         return found if self.truth is None else self._taught(found, copies, size)
+
+    def recall(self, prompts: list[Prompt]) -> tuple[list[Encoded], list[Prompt]]:
+        """Conditions of prompts, and the prompts as ``rollout`` returns them."""
+        taken = [self._taken(prompt) for prompt in prompts]
+        return [encoded for encoded, _ in taken], [
+            {**prompt, "view": view} for prompt, (_, view) in zip(prompts, taken, strict=True)
+        ]
 
     def measures(self) -> dict[str, float]:
         found = {"vlm/vision_passes": self.towered / self.images} if self.images else {}
@@ -138,7 +160,7 @@ class VLM(Passes):
         yield Point(
             group=rollout.group, cond=rollout.cond, row=rollout.row, state=rollout.sample, target=rollout.sample,
             mask=rollout.mask, logprob=rollout.logprob, advantage=rollout.advantage, length=rollout.mask.sum(1),
-            sampled=rollout.sampled, given=rollout.given,
+            sampled=rollout.sampled, given=rollout.given, stale=rollout.stale,
         )  # fmt: skip
 
     def renoise(self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False) -> Iterator[Point]:
@@ -158,7 +180,8 @@ class VLM(Passes):
         means = torch.stack([(one * rollout.mask).sum(1) / lengths.clamp_min(1) for one in known], 1)
         begun = [prompt.get("prefill", "") for prompt in rollout.asked()]
         rows = zip(rollout.sample.tolist(), lengths.tolist(), means.tolist(), begun, strict=True)
-        return [self._completion(ids[:n], mean, start) for ids, n, mean, start in rows]
+        limit = rollout.sample.shape[1]
+        return [self._completion(ids[:n], mean, start, limit) for ids, n, mean, start in rows]
 
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
@@ -179,6 +202,19 @@ class VLM(Passes):
             hf = whole
         hf.save_pretrained(folder)
         self.inputs.save(folder)
+
+    @staticmethod
+    def _pack(net: SharedPrefix, attention: str, packed: bool | None) -> None:
+        """Raises UserError where packed batches are wanted and cannot be."""
+        if packed and (attention not in ("sdpa", "xformers") or not net.share or not shareable(net.hf)):
+            raise UserError(
+                "policy option packed needs attention sdpa or xformers, prompts that are shared (not share: none), and "
+                f"a family that can share them; this is attention {attention} and {net.config.model_type}"
+            )
+        net.fused = attention == "xformers"
+        net.packed = packed or packed is None and net.fused and net.share and shareable(net.hf)
+        if net.packed:
+            enable(net.hf)
 
     @torch.no_grad()
     def _rescored(self, rollout: Rollout, size: int) -> Rollout:
@@ -215,11 +251,15 @@ class VLM(Passes):
             found = found.replace(sampled=torch.where(written[:, None], logprob, found.sampled))
         return found.replace(logprob=logprob, given=written)
 
-    def _completion(self, ids: list[int], known: list[float], begun: str = "") -> Completion:
+    def _completion(self, ids: list[int], known: list[float], begun: str, limit: int) -> Completion:
         """The whole answer: what was written after what it ``begun`` with."""
         text, ending = self.inputs.decode(ids), self.ending
         stopped = bool(ids) and ids[-1] in ending.stops or any(s in text for s in ending.strings)
-        return Completion(begun + text, len(ids), stopped, *known)
+        spell = partial(self._spelled, ids, begun)
+        return Completion(begun + text, len(ids), stopped, known[0], known[1] if len(known) > 1 else None, limit, spell)
+
+    def _spelled(self, ids: list[int], begun: str) -> list[str]:
+        return [begun + self.inputs.decode(ids[: n + 1]) for n in range(len(ids))]
 
 
 def _loaded(auto: Any, place: str, **options: Any) -> Any:

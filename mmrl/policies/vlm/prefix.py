@@ -7,6 +7,7 @@ what follows it. Gradients flow from every answer through the shared keys and va
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from samplers.warp import Warp
 
 from ...registry import UserError
-from . import caches, engines, scores
+from . import caches, engines, features, packed, scores
 from .caches import KV
 
 ROPE_INPUTS = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts")
@@ -58,6 +59,7 @@ class SharedPrefix(nn.Module):
     def __init__(self, hf: nn.Module, share: bool = True):
         super().__init__()
         self.hf, self.share = hf, share
+        self.packed = self.fused = False  # whether batches hold no padding, and whether xformers attends then
         self._no_split_modules = getattr(hf, "_no_split_modules", None)  # accelerate wraps these one by one
 
     @property
@@ -74,6 +76,10 @@ class SharedPrefix(nn.Module):
 
     def read(self, inputs: dict[str, Tensor]) -> Prefix:
         """The prompts of one batch, left-padded; ``inputs`` hold ``position_ids`` [P, S] or [3, P, S] too."""
+        if self.packed and self.config.model_type in packed.CAUSAL:
+            found = self._read_packed(inputs)
+            kept = packed.unsqueeze(found.kept, found.lengths)
+            return Prefix(found.hidden, inputs["attention_mask"].bool(), found.following, kept)
         cache = caches.recorded(self.text_config.num_hidden_layers)
         hidden = self._base(**inputs, past_key_values=cache, use_cache=True)
         return Prefix(hidden[:, -1], inputs["attention_mask"].bool(), following(inputs), caches.kept(cache))
@@ -84,13 +90,7 @@ class SharedPrefix(nn.Module):
         length = ids.shape[1]
         places = place[:, None] + torch.arange(length, device=ids.device)
         seen = torch.cat([mask, mask.new_ones(len(ids), length)], 1).long()
-        if rotary3(self.hf):
-            places = places.expand(3, -1, -1)
-        base = self.hf.base_model.language_model if self.config.model_type in DIRECT else self.hf.base_model
-        return base(
-            input_ids=ids, attention_mask=seen, position_ids=places, past_key_values=cache, use_cache=True,
-            return_dict=True,
-        ).last_hidden_state  # fmt: skip
+        return self._continue(ids, places, seen, cache)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[*, V] of hidden states [*, H]."""
@@ -107,7 +107,10 @@ class SharedPrefix(nn.Module):
         """
         length = int(where.any(0).nonzero().max()) + 1
         ids, where = ids[:, :length], where[:, :length]
-        hidden = (self._shared if self.share else self._apart)(inputs, rows, ids)[where]
+        if self.share and self.packed:
+            hidden = self._packed(inputs, rows, ids, where)
+        else:
+            hidden = (self._shared if self.share else self._apart)(inputs, rows, ids)[where]
         vocab = self.text_config.vocab_size
         return hidden, scores.score(hidden, ids[where], self.logits, warp, vocab, entropy)
 
@@ -122,6 +125,10 @@ class SharedPrefix(nn.Module):
     def kl(self, hidden: Tensor, other: Tensor, warp: Warp) -> Tensor:
         """[N] to another's log-probs [N, V]."""
         return scores.kl(hidden, other, self.logits, warp)
+
+    def look(self, encoded: dict[str, Tensor]) -> features.Looked:
+        """Features of the images of one prompt."""
+        return features.look(self.hf, encoded)
 
     def generate(self, inputs: dict[str, Tensor], recorder: Any, synced: bool) -> None:
         """transformers' own sampling; ``recorder`` sees to the tokens."""
@@ -158,6 +165,55 @@ class SharedPrefix(nn.Module):
         cache = caches.continued(prefix.kept, rows)
         later = self.step(ids[:, :-1], prefix.following[rows], prefix.mask[rows], cache)
         return torch.cat([first, later], 1)
+
+    def _packed(self, inputs: dict[str, Tensor], rows: Tensor, ids: Tensor, where: Tensor) -> Tensor:
+        """[N, H] at the decisions ``where`` [B, T], of prompts and answers without padding."""
+        prefix = self._read_packed(inputs)
+        steps = torch.arange(ids.shape[1], device=ids.device)
+        answers = (where * steps).amax(1)  # [B] tokens to read: all before the last decision
+        told = steps < answers[:, None]
+        hidden = prefix.hidden + 0 * prefix.hidden[-1]  # a prompt nobody answers has its gradients too
+        if told.any():
+            places = (prefix.following[rows][:, None] + steps)[told][None]
+            layout = packed.continued(prefix.lengths, rows, answers, self.fused)
+            cache = caches.continued(prefix.kept, rows.new_zeros(1))
+            later = self._laid(layout, self._continue, ids=ids[told][None], places=places, cache=cache)
+            hidden = torch.cat([hidden, later[0]])
+        at = len(prefix.hidden) - 1 + told.flatten().cumsum(0).view_as(told).roll(1, 1)
+        at[:, 0] = rows
+        return hidden[at[where]]
+
+    def _read_packed(self, inputs: dict[str, Tensor]) -> packed.Read:
+        """The prompts of one left-padded batch; those of families that look ahead are read with their padding."""
+        if self.config.model_type not in packed.CAUSAL:
+            found = self.read(inputs)
+            return packed.Read(found.hidden, found.mask.sum(1), found.following, packed.squeeze(found.kept, found.mask))
+        given, lengths = packed.pack(inputs)
+        cache = caches.recorded(self.text_config.num_hidden_layers)
+        layout = packed.Layout(lengths, lengths, xformers=self.fused)
+        hidden = self._laid(layout, self._base, past_key_values=cache, use_cache=True, **given)[0]
+        return packed.Read(hidden[lengths.cumsum(0) - 1], lengths, following(inputs), caches.kept(cache))
+
+    def _laid(self, layout: packed.Layout, work: Callable[..., Tensor], **given: Any) -> Tensor:
+        """A pass of packed tokens. Raises UserError where the layout does not reach every layer's attention."""
+        device = layout.queries.device
+        found = work(attention_mask=packed.anything().to(device), packing=layout, **given)
+        if layout.calls < self.text_config.num_hidden_layers:
+            raise UserError(
+                f"policy option packed: the layers of {self.config.model_type} attend in a way of their own, which "
+                "needs padding; set it to false"
+            )
+        return found
+
+    def _continue(self, ids: Tensor, places: Tensor, attention_mask: Tensor, cache: Any, **more: Any) -> Tensor:
+        """[B, L, H] after the tokens ids [B, L] at ``places`` [B, L], behind what the cache holds."""
+        if rotary3(self.hf):
+            places = places.expand(3, -1, -1)
+        base = self.hf.base_model.language_model if self.config.model_type in DIRECT else self.hf.base_model
+        return base(
+            input_ids=ids, attention_mask=attention_mask, position_ids=places, past_key_values=cache, use_cache=True,
+            return_dict=True, **more,
+        ).last_hidden_state  # fmt: skip
 
     def _apart(self, inputs: dict[str, Tensor], rows: Tensor, ids: Tensor) -> Tensor:
         """The same by one pass of prompt and answer for each row; ``inputs`` hold the rows' prompts in order, and
