@@ -17,6 +17,18 @@ Reduction = Literal["decision", "row", "every_row", "constant", "sum"]
 
 
 @dataclass(frozen=True)
+class Reuse:
+    """Answers of earlier iterations in the place of groups of equal rewards. ``share``: of an iteration's groups that
+    may give way, at most. ``size``: groups that are remembered on a process; those whose rewards differ least leave
+    first. ``age``: iterations after which an answer is forgotten. ``times``: how often a group comes again."""
+
+    share: Annotated[float, Gt(0), Le(1)] = 0.5
+    size: Count = 256
+    age: Count = 8
+    times: Count = 1
+
+
+@dataclass(frozen=True)
 class TrainOptions:
     """Sizes are global: they mean the same training on any number of processes."""
 
@@ -40,6 +52,7 @@ class TrainOptions:
     truncated: Literal["keep", "mask"] = "keep"  # answers cut off at the limit: trained on, or compared only
     lengths: tuple[tuple[Natural, Count], ...] = ()  # (iteration, tokens): from then on answers are no longer
     resample: Natural = 0  # rounds in which groups of equal rewards give way to other prompts
+    reuse: Reuse | None = None  # answers of earlier iterations in the place of groups of equal rewards; null: none
     truth: str | None = None  # who writes one answer of every group: a reward, or a field of the prompt; null: none
     gate: Positive | Literal["auto"] | None = "auto"  # tolerated |re-scored - recorded log-prob| before the first step
     checkpoint_every: Natural = 50  # iterations; 0: only at the end

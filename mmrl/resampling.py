@@ -46,7 +46,7 @@ def resampled(
         first, most = sum(counts[:rank]), max(counts)  # all processes draw equally many, as sharded models need
         chosen = stream.fold("prompts").uniform(torch.arange(first, first + most))
         others = [choose(u) for u in chosen.tolist()]
-        drawn = _replace(drawn, draw(others, Rng(stream.key, first)), flat)
+        drawn = exchanged(drawn, draw(others, Rng(stream.key, first)), flat)
         replaced, rounds = replaced + sum(counts), rounds + 1
     left = distributed.all_sum(torch.tensor(len(flat_groups(drawn)), device=drawn.rollout.group.device))
     return drawn, {"resample/groups": replaced, "resample/rounds": rounds, "resample/left": int(left)}
@@ -64,7 +64,7 @@ def flat_groups(drawn: Drawn) -> list[int]:
     return list(first)
 
 
-def _replace(drawn: Drawn, new: Drawn, flat: Sequence[int]) -> Drawn:
+def exchanged(drawn: Drawn, new: Drawn, flat: Sequence[int]) -> Drawn:
     """The groups ``flat`` of ``drawn`` give way to the first of ``new``, which take their places and names of rows."""
     if not flat:
         return drawn

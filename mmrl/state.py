@@ -43,6 +43,8 @@ def capture(trainer: Trainer) -> tuple[Arrays, dict[str, Any]]:
         meta["objective"] = trainer.objective.state_dict()
     if isinstance(trainer.prompts, Curriculum):
         meta["data"] = trainer.prompts.state_dict()
+    if trainer.memory is not None:
+        arrays["memory"], meta["memory"] = trainer.memory.state()
     if trainer.device.scales_loss:
         meta["scaler"] = trainer.device.accelerator.scaler.state_dict()
     return arrays, meta
@@ -52,7 +54,7 @@ def restore(trainer: Trainer, arrays: Arrays, meta: dict[str, Any]) -> None:
     """Put a captured state into a newly built trainer of the same configuration."""
     try:
         for part, tensors in arrays.items():
-            if part != "optimizer":
+            if part not in ("optimizer", "memory"):
                 name = LIVE if part == "weights" else part.removeprefix("snapshot-")
                 trainer.policy.weights.load(tensors, name)
     except ValueError as error:
@@ -66,6 +68,8 @@ def restore(trainer: Trainer, arrays: Arrays, meta: dict[str, Any]) -> None:
         trainer.objective.load_state_dict(meta["objective"])
     if isinstance(trainer.prompts, Curriculum):
         trainer.prompts.load_state_dict(meta.get("data", {}))
+    if trainer.memory is not None:
+        trainer.memory.load(arrays.get("memory", {}), meta.get("memory", []))
     if trainer.device.scales_loss:
         trainer.device.accelerator.scaler.load_state_dict(meta["scaler"])
     _set_generators(meta["rng"])

@@ -20,6 +20,7 @@ from samplers.noise import Rng
 from . import advantages, batches, completions, distributed, overlap
 from .data import Curriculum, batch, pick
 from .device import Device
+from .memory import Memory
 from .metrics import Meter
 from .objectives.base import Adaptive, Differentiates, Lagging, Objective, Shaping, couples
 from .optimizers import ema_decay, lr_factor
@@ -58,6 +59,7 @@ class Trainer:
         if isinstance(objective, Differentiates):
             objective.attach(scorer.differentiable)
         self.truth = writer(options.truth, scorer.rewards, policy) if options.truth else None
+        self.memory = Memory(options.reuse, policy, prompts) if options.reuse else None
         self.coupled = couples(objective)
         if self.coupled and options.batch_size % options.copies:
             raise UserError(
@@ -105,9 +107,13 @@ class Trainer:
         self._limit()
         drawn = self.draw(mine, self._rng("rollout", offset=first))
         found, self.noted = self._resampled(drawn) if self.options.resample else (drawn, {})
+        if self.memory is not None:
+            found, counts = self.memory.exchange(found, self.iteration)
+            self.noted |= counts
         rollout, media, rewards = found.rollout, found.media, found.rewards
-        texts, own, _ = sampled_only(media, rollout, rewards)
+        texts, own, earned = sampled_only(media, rollout, rewards)
         self.noted |= completions.lengths(texts, own) | portrait(texts, own.group)
+        self.noted |= completions.lengths_by_reward(texts, own, earned)
         if isinstance(self.objective, Shaping):
             rewards = self.objective.shaped(self.policy, rollout, rewards)
         advantage = self.advantage(rewards, rollout).to(rollout.logprob)
@@ -138,7 +144,10 @@ class Trainer:
                 self.policy, prompts, options.copies, rng, self.scorer, options.overlap
             )
         with self._timed("reward"), distributed.together():
-            return Drawn(rollout, media, self._on_device(scores(), rollout))
+            drawn = Drawn(rollout, media, self._on_device(scores(), rollout))
+        if self.memory is not None:
+            self.memory.told(prompts, drawn)
+        return drawn
 
     def _resampled(self, drawn: Drawn) -> tuple[Drawn, dict[str, float]]:
         """Dynamic sampling: groups in which all rewards are equal give way to other prompts."""

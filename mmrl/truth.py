@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from .policies.base import Policy
 from .registry import UserError, suggest
 from .types import Media, Prompt, Rewards, Rollout
@@ -40,9 +42,10 @@ def _written(write: Writer, prompt: Prompt) -> str | None:
 
 
 def sampled_only(media: Media, rollout: Rollout, rewards: Rewards) -> tuple[Media, Rollout, Rewards]:
-    """Without the answers that were given: what metrics look at."""
-    if rollout.given is None or not rollout.given.any():
+    """Without the answers that were given, and those of earlier iterations: what metrics look at."""
+    others = [rows for rows in (rollout.given, rollout.stale) if rows is not None and rows.any()]
+    if not others:
         return media, rollout, rewards
-    own = ~rollout.given
+    own = ~torch.stack(others).any(0)
     kept = [one for one, mine in zip(media, own.tolist(), strict=True) if mine]
     return kept, rollout[own], Rewards({name: value[own] for name, value in rewards.items()}, rewards.weights)

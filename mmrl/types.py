@@ -109,6 +109,7 @@ class Rollout(Rows):
     certainty: Tensor | None = None  # [B, K] tokens: KL(uniform || distribution), nats; None: not recorded
     sampled: Tensor | None = None  # [B, K] log-prob another engine sampled with, where it is not the policy's own
     given: Tensor | None = None  # [B] bool: right answers that were put in the place of samples; None: none
+    stale: Tensor | None = None  # [B] bool: sampled in an earlier iteration, by other weights; None: none
     order: Tensor | None = None  # [B, K] long, tokens: the pass that committed each token
     drawn: Tensor | None = None  # [B, T, L, 2] long, maskgit: every pass's tokens and their rank in its choice
     path: Tensor | None = None  # [B, K + 1, *] latents visited
@@ -140,6 +141,7 @@ class Point(Rows):
     weight: Tensor | None = None  # [B, L] of every decision in the loss; None: all alike
     sampled: Tensor | None = None  # [B, L] as in Rollout
     given: Tensor | None = None  # [B] as in Rollout
+    stale: Tensor | None = None  # [B] as in Rollout
     gain: Tensor | None = None  # [B] re-noised states: how far the predicted clean sample moves with the output
     known: Tensor | None = None  # [B, *] what an objective has found out about the rows for its own loss
     asked: Sequence[Prompt] = ()  # P, for objectives that ask a reward
@@ -147,8 +149,20 @@ class Point(Rows):
     guidance: float | None = None  # guidance scale; None is the policy's own on the path, 1 on re-noised states
 
     def own(self) -> Tensor:
-        """[B, L] bool, what metrics look at: ``mask`` without the rows that the policy did not sample itself."""
-        return self.mask if self.given is None else self.mask & ~self.given[:, None]
+        """[B, L] bool, what metrics look at: ``mask`` without the rows that the policy did not sample just now."""
+        found = self.mask if self.given is None else self.mask & ~self.given[:, None]
+        return found if self.stale is None else found & ~self.stale[:, None]
+
+    def current(self) -> Tensor:
+        """[B, L] bool: ``mask`` without rows of earlier iterations, whose log-probs are those of other weights."""
+        return self.mask if self.stale is None else self.mask & ~self.stale[:, None]
+
+    def old(self, logp: Tensor, recorded: Tensor) -> Tensor:
+        """[B, L] log-probs that a ratio divides by: on fresh points the row's own without their gradient, since what
+        differs from the ``recorded`` ones is rounding; and always the recorded ones of rows of earlier iterations."""
+        if not self.fresh:
+            return recorded
+        return logp.detach() if self.stale is None else torch.where(self.stale[:, None], recorded, logp.detach())
 
 
 class Completion(str):
@@ -158,10 +172,14 @@ class Completion(str):
     finished: bool  # it ended by itself; False: it was cut at the limit
     logprob: float  # mean over its tokens under the sampling distribution
     certainty: float | None  # mean over its tokens of KL(uniform || the model's distribution); None: not recorded
+    limit: int | None  # tokens that any answer of its batch may have: decisions K of a row; None: not known
+    spell: Callable[[], list[str]] | None  # the texts up to each of its tokens; None: not known
 
     def __new__(
-        cls, text: str, tokens: int, finished: bool, logprob: float, certainty: float | None = None
-    ) -> Completion:
+        cls, text: str, tokens: int, finished: bool, logprob: float, certainty: float | None = None,
+        limit: int | None = None, spell: Callable[[], list[str]] | None = None,
+    ) -> Completion:  # fmt: skip
         found = super().__new__(cls, text)
         found.tokens, found.finished, found.logprob, found.certainty = tokens, finished, logprob, certainty
+        found.limit, found.spell = limit, spell
         return found

@@ -24,7 +24,7 @@ from mmrl.log import LogOptions
 from mmrl.objectives.corrections import Importance
 from mmrl.objectives.kl import KL
 from mmrl.objectives.text import Entropy
-from mmrl.options import EvaluateOptions, TrainOptions, arithmetic
+from mmrl.options import EvaluateOptions, Reuse, TrainOptions, arithmetic
 from mmrl.policies.lora import Lora
 from mmrl.policies.trees import Tree
 from mmrl.policies.vlm.media import Budgets
@@ -196,6 +196,7 @@ DOCUMENTED = {
     "policy: janus": POLICIES["janus"],
     "policy: llamagen": POLICIES["llamagen"],
     "policy: var": POLICIES["var"],
+    "reuse": Reuse,
     "lora": Lora,
     "budgets": Budgets,
     "part": Part,

@@ -266,6 +266,34 @@ def test_key_steps_are_found_as_whole_words_and_in_order():
     assert one(sections, "Reasoning: 2+1 Picture: the sum is 3", prompt) == pytest.approx(0.75)
 
 
+def spelled(text: str, size: int, limit: int = 40) -> Completion:
+    """An answer whose tokens are ``size`` letters each."""
+    parts = [text[: i + size] for i in range(0, len(text), size)]
+    return Completion(text, len(parts), True, -0.1, limit=limit, spell=lambda: parts)
+
+
+@pytest.mark.parametrize("size", [1, 3, 7])
+@pytest.mark.parametrize("options", [{}, {"ordered": True}, {"sections": ["First", "Then"]}, {"answer": 0.0}])
+def test_steps_are_paid_at_the_token_that_completes_them_and_in_all_as_before(size, options):
+    prompt = {"answer": 3, "key_steps": ["2 + 1", ["the sum", "altogether"], "is 3"]}
+    good = "<think>First we add 2 + 1. Then the sum is 3.</think><answer>3</answer>"
+    texts = [good, "is 35, is 3.5, <answer>4</answer>", "", "Then is 3"]
+    asked, answers = [prompt] * 4, [spelled(text, size, 90) for text in texts]
+    each = KeySteps(each=True, **options)
+    assert each.card.of == "step" and KeySteps(**options)(texts, asked).shape == (4,)
+    found = each(answers, asked)
+    assert found.shape == (4, 90)
+    torch.testing.assert_close(found.nansum(1), KeySteps(**options)(texts, asked))
+    for row, answer in zip(found, answers, strict=True):
+        assert not row[max(answer.tokens - 1, 0)].isnan() and row[answer.tokens :].isnan().all() or not answer.tokens
+    first = good.index("2 + 1") + len("2 + 1") - 1
+    if size == 1:
+        assert (found[0] > 0).nonzero()[:, 0].tolist()[0] == (first if "sections" not in options else 11)
+    assert found[1].nansum() == 0 or "ordered" in options
+    plain = each([good], [prompt])
+    assert plain.shape == (1, 1) and plain.item() == pytest.approx(float(KeySteps(**options)([good], [prompt])))
+
+
 @pytest.mark.parametrize("count", range(11))
 def test_vqa_accuracy_equals_the_mean_over_nine_of_ten(count):
     people = ["yes"] * count + ["no"] * (10 - count)

@@ -75,9 +75,9 @@ class PolicyGradient:
     def loss(self, policy: Policy, point: Point) -> Tensor:
         dist = policy.dist(point)
         logp = dist.log_prob(point.target)
-        old = logp.detach() if point.fresh else point.logprob  # the gate looks at what rounding makes of it
+        old = point.old(logp, point.logprob)
         advantage = point.advantage.clamp(-self.advantage_clip, self.advantage_clip)
-        observe("log_ratio", logp - point.logprob, point.mask)
+        observe("log_ratio", logp - point.logprob, point.current())  # the gate looks at what rounding makes of it
         self._observe(logp - old, point.mask)
         loss = self.surrogate(logp, old, advantage, point.mask) * self._weight(dist)
         return loss + self.kl * self._kl(policy, point, dist) if self.kl else loss

@@ -82,7 +82,7 @@ class _Regression(ABC):
     def loss(self, policy: Policy, point: Point) -> Tensor:
         """Before ``couple`` it is minus the advantage times the score."""
         score, log_ratio = self._scored(policy, point)
-        observe("log_ratio", log_ratio, point.mask)
+        observe("log_ratio", log_ratio, point.current())
         observe("score", score.expand_as(log_ratio), point.mask)
         if point.known is None:
             return -point.advantage * score.expand_as(log_ratio)
@@ -93,7 +93,7 @@ class _Regression(ABC):
         """[B, 1] score and [B, L] log-ratio to the recorded."""
         logp = torch.where(point.mask, policy.dist(point).log_prob(point.target), 0.0)
         recorded = torch.where(point.mask, point.logprob, 0.0)
-        old = logp.detach() if point.fresh else recorded
+        old = point.old(logp, recorded)
         return self.score(logp, old, point.mask), logp - recorded
 
 

@@ -94,8 +94,8 @@ class Text:
         dist = policy.dist(point)
         logp = torch.where(point.mask, dist.log_prob(point.target), 0.0)
         recorded = torch.where(point.mask, self.recorded(policy, point, logp), 0.0)
-        old = logp.detach() if point.fresh else recorded  # the gate looks at what rounding makes of it
-        observe("log_ratio", logp - recorded, point.mask)
+        old = point.old(logp, recorded)
+        observe("log_ratio", logp - recorded, point.current())  # the gate looks at what rounding makes of it
         loss = self.policy_loss(logp, old, point)
         if self.off_policy:
             loss = loss * off_policy(logp, point, self.off_policy)
@@ -181,6 +181,8 @@ class Text:
 def watch(surrogate: Surrogate, logp: Tensor, old: Tensor, point: Point) -> None:
     """Mention the ratio, and where the surrogate has no gradient although A is not 0: clipped, by the sign of A."""
     observe("ratio", (logp - old).exp(), point.own())
+    if point.stale is not None:
+        observe("reuse/ratio", (logp - old).exp(), point.mask & point.stale[:, None])
     with torch.enable_grad():
         leaf = logp.detach().requires_grad_()
         loss = row_sum(surrogate(leaf, old.detach(), point.advantage, point.mask), point.mask)

@@ -31,6 +31,11 @@ UPDATE = (
 ANSWERS = (
     Plot("Entropy of the tokens", ("entropy",), "Nats a token; near 0 every answer to a prompt is the same."),
     Plot("Length of the answers", ("answer/tokens",), "Mean number of tokens."),
+    Plot(
+        "Length by reward",
+        ("answer/tokens_better", "answer/tokens_worse"),
+        "Mean tokens of answers above the iteration's mean reward, and of the others: right and wrong if it is 0 or 1.",
+    ),
     Plot("Answers cut at the limit", ("answer/cut",), "Share that did not end by themselves."),
 )
 SIGNAL = (

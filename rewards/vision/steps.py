@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
+import torch
 from annotated_types import Ge, Le
+from torch import Tensor
 
 from mmrl.registry import REWARDS, UserError
 from rewards.card import card, card_of
@@ -50,6 +52,20 @@ def steps_found(text: str, steps: Sequence[Sequence[str]], ordered: bool) -> int
     return count
 
 
+def thinking(text: str) -> str:
+    """What comes before the final answer, or all."""
+    return str(text).rpartition("<answer>")[0] if "<answer>" in text else str(text)
+
+
+def whole(part: str, text: str) -> bool:
+    """Whether the beginning ``part`` of a text ends where one of its words does."""
+    rest = str(text)[len(part) : len(part) + 2]
+    if not part or not rest or not str(text).startswith(part):
+        return str(text) == part
+    decimal = part[-1].isdigit() and rest[0] == "." and rest[1:].isdigit()
+    return not (part[-1].isalnum() and rest[0].isalnum() or decimal)
+
+
 @REWARDS.register("key_steps")
 @card(media="text", needs="key_steps answer", low=0, high=1, source="StepGRPO, R1-VL (arXiv:2503.12937)")
 class KeySteps(Verifiable):
@@ -63,19 +79,60 @@ class KeySteps(Verifiable):
         answer: weight of the answer, judged as by ``answer``; without it, reasoning alone is paid.
         ordered: every step must come after the one before.
         sections: texts that the reasoning must hold in this order, such as ["Description", "Reasoning"].
+        each: the parts of the reward as rewards of steps [B, K], each at the token that completes it, the answer's at
+            the last one; for ``advantage: process``.
     """
 
-    def __init__(self, answer: Share = 0.5, ordered: bool = False, sections: list[str] = []):  # noqa: B006
+    def __init__(
+        self, answer: Share = 0.5, ordered: bool = False, sections: list[str] = [], each: bool = False,  # noqa: B006
+    ):  # fmt: skip
         self.weight, self.ordered, self.sections, self.inner = answer, ordered, list(sections), Answer()
+        self.each = each
+        if each:
+            self.card = replace(card_of(type(self)), of="step")
+
+    def __call__(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> Tensor:
+        total = super().__call__(texts, prompts)
+        if not self.each:
+            return total
+        limits = [getattr(text, "limit", None) for text in texts]
+        if None in limits:  # texts from elsewhere, of which nobody knows the tokens
+            return total[:, None]
+        rows = [self._earned(text, prompt, float(all_)) for text, prompt, all_ in zip(texts, prompts, total)]
+        found = torch.full((len(texts), max(limits, default=1)), math.nan)
+        for row, earned in enumerate(rows):
+            for token, value in earned.items():
+                found[row, token] = value
+        return found
+
+    def _earned(self, text: Any, prompt: Prompt, total: float) -> dict[int, float]:
+        """Token -> what was earned there; together ``total``."""
+        last = max(text.tokens - 1, 0)
+        if math.isnan(total) or not text.tokens:
+            return {last: total}
+        before = [thinking(part) if whole(part, text) else "" for part in text.spell()]
+        earned: dict[int, float] = {}
+        for steps, ordered, share in self._parts(prompt):
+            known = 0
+            for token, part in enumerate(before):
+                count = steps_found(part, steps, ordered) if part else known
+                if count > known:
+                    earned[token] = earned.get(token, 0.0) + share * (count - known)
+                    known = count
+        earned[last] = earned.get(last, 0.0) + total - sum(earned.values())
+        return earned
+
+    def _parts(self, prompt: Prompt) -> list[tuple[Sequence[Sequence[str]], bool, float]]:
+        """What is looked for, whether in order, and what each of them is worth."""
+        found = [(true_steps(prompt), self.ordered)]
+        if self.sections:
+            found.append(([[one] for one in self.sections], True))
+        return [(steps, order, (1 - self.weight) / len(found) / len(steps)) for steps, order in found]
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
-        steps, right = true_steps(prompt), self.inner.judge(text, prompt)
-        thought = str(text).rpartition("<answer>")[0] if "<answer>" in text else str(text)
-        parts = [steps_found(thought, steps, self.ordered) / len(steps)]
-        if self.sections:
-            parts.append(steps_found(thought, [[one] for one in self.sections], True) / len(self.sections))
-        reasoning = sum(parts) / len(parts)
-        return Verdict(self.weight * right.score + (1 - self.weight) * reasoning, right.status)
+        thought, right = thinking(text), self.inner.judge(text, prompt)
+        reasoning = sum(share * steps_found(thought, steps, order) for steps, order, share in self._parts(prompt))
+        return Verdict(self.weight * right.score + reasoning, right.status)
 
     def right_answer(self, prompt: Prompt) -> str:
         steps = [ways[0] for ways in true_steps(prompt)]
