@@ -58,6 +58,12 @@ class Method:
 PATH, SHARED, NOISED, PAIRS, GRADIENT = methods_page.FAMILIES
 METHODS = {
     "Flow-GRPO": Method("flow_grpo", PATH, 4e-4),
+    "Flow-GRPO, all steps, KL": Method(
+        "flow_grpo",
+        PATH,
+        4e-4,
+        ("policy.sde=all_but_last", "objective.grpo.kl=0.04", "objective.grpo.kl_form=flow_grpo"),
+    ),
     "DanceGRPO": Method("dance_grpo", PATH, 4e-4),
     "GRPO-Guard": Method("guard", PATH, 4e-4),
     "Flow-DPPO": Method("flow_dppo", PATH, 4e-4),
@@ -168,7 +174,7 @@ def learn(judge: Judge, name: str, seed: int, before: dict[str, list[float]]) ->
 
 # ------------------------------------------------------------------------------------------------- time an iteration
 
-TWENTY = ("policy.steps=20", "train.prompts=4", "train.batch_size=64")
+TWENTY = ("policy.steps=20", "train.prompts=2", "train.batch_size=32")
 PUBLISHED_TREE = "policy.tree={splits: [0, 3, 6, 9], factor: 2, noise: correlated, scale: 4.0}"
 RACERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "DanceGRPO, all steps": ("dance_grpo", ("objective.grpo.fraction=1.0",)),
@@ -183,6 +189,9 @@ RACERS: dict[str, tuple[str, tuple[str, ...]]] = {
         (PUBLISHED_TREE, "advantage={branch: {prune_depth: [15, 16, 17, 18, 19], prune_width: siblings}}"),
     ),
     "BranchGRPO-Mix": ("branch_mix", (PUBLISHED_TREE, "policy.sde.window.stop=4")),
+    "BranchGRPO-Mix, short tail": (
+        "branch_mix", (PUBLISHED_TREE, "policy.sde.window.stop=4", "policy.flash=0.4", "policy.solver=dpm"),
+    ),
     "MixGRPO": ("mix_grpo", ("policy.sde.progressive.size=4",)),
 }  # fmt: skip
 
@@ -201,7 +210,7 @@ def speed(judge: Judge, repeats: int) -> dict[str, Any]:
             if turn:
                 found[name]["cpu"].append(clock.cpu)
                 found[name]["wall"].append(clock.wall)
-            found[name] |= {key: metrics[key] for key in ("forwards", "decisions")}
+            found[name] |= {key: metrics[key] / 32 for key in ("forwards", "decisions")}
             found[name] |= {key.replace("/", "_"): metrics[key] for key in metrics if key.startswith("time/")}
     return found
 

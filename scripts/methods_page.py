@@ -107,7 +107,7 @@ def line(name: str, runs: Runs, lr: float) -> str:
     images = mean(runs, "images")
     cells = [
         f"[{name}](../../configs/digits/{runs[0]['config']}.yaml)", f"{lr:g}", f"**{after['digits']:.3f}**",
-        f"{least:.2f} - {most:.2f}", f"{up:+.3f} ± {half:.3f}{'' if up > half else ' (no)'}",
+        f"{len(runs)}: {least:.2f} - {most:.2f}", f"{up:+.3f} ± {half:.3f}{'' if up > half else ' (no)'}",
         f"{after['digits_judge']:.3f}", f"{after['clip_score']:.3f}", f"{diversity:.3f}", f"{images:.0f}",
         f"{mean(runs, 'forwards') / images:.1f}", f"{mean(runs, 'decisions') / images:.1f}", f"{mean(runs, 'cpu'):.0f}",
         f"{mean(runs, 'wall'):.0f}", f"{max(run['tensor_bytes'] or 0 for run in runs) / 2**20:.0f}",
@@ -129,7 +129,7 @@ def page(found: dict[str, Runs], extra: dict[str, Any], methods: dict[str, tuple
         "# Methods for visual generation, compared", "",
         "Written by `python scripts/bench_methods.py`. " + INTRODUCTION.format(
             prompts=len(any_runs[0]["before"]["digits"]), digits=before["digits"], judge=before["digits_judge"],
-            clip=before["clip_score"], diversity=before["diversity"], seeds=max(map(len, found.values())),
+            clip=before["clip_score"], diversity=before["diversity"],
         ), "", *LEGEND, "",
     ]  # fmt: skip
     for number, family in enumerate(FAMILIES, start=1):
@@ -143,15 +143,16 @@ def page(found: dict[str, Runs], extra: dict[str, Any], methods: dict[str, tuple
 
 
 INTRODUCTION = (
-    "One tiny Stable Diffusion 3 of the [digits world](../world.md), all weights trained, {seeds} seeds. Means over "
+    "One tiny Stable Diffusion 3 of the [digits world](../world.md), all weights trained. Means over the seeds and "
     "{prompts} held-out captions x 4 pictures, the same noise before and after, eight Euler steps without guidance "
     "whatever the method samples with. The base: `digits` {digits:.3f}, `digits_judge` {judge:.3f}, CLIP {clip:.3f}, "
     "diversity {diversity:.3f}. Every method sees the same captions in the same order and, unless the table says "
     "otherwise, equally many pictures; the learning rate of each was chosen on one seed."
 )
 LEGEND = [
-    "* *reward*: `digits`, which was trained on; *seeds*: least and most; *gain*: over the base on the same captions "
-    "and noise, with its 95 % interval over captions, \"(no)\" where it holds 0. *judge*, *CLIP*: never trained on.",
+    "* *reward*: `digits`, which was trained on; *seeds*: how many, least and most; *gain*: over the base on the same "
+    "captions and noise, with its 95 % interval over captions, \"(no)\" where it holds 0. *judge*, *CLIP*: never "
+    "trained on.",
     "* *diversity*: mean distance of two pictures of one caption, root mean square over pixels.",
     "* *forwards*: rows through the network, rollout and update, a row with a gradient counted once; *decisions*: "
     "what the rollout left to be trained on (re-noised losses count theirs otherwise).",
@@ -169,7 +170,7 @@ def claims(found: dict[str, Runs], extra: dict[str, Any]) -> list[str]:
 
 
 SPEED = [
-    "Twenty steps and trees of 16 leaves that split at steps 0, 3, 6 and 9, as published; 4 prompts, one optimizer "
+    "Twenty steps and trees of 16 leaves that split at steps 0, 3, 6 and 9, as published; 2 prompts, one optimizer "
     "step an iteration. All in one process, in turns; the median of the processor's seconds. Forwards and trained "
     "decisions are those of a leaf.",
 ]
@@ -186,7 +187,7 @@ def speed_table(speed: dict[str, Any]) -> list[str]:
         parts = " | ".join(f"{run[f'time_{part}']:.2f}" for part in ("rollout", "reward", "update"))
         lines.append(
             f"| {name} | {middle:.2f} ({min(run['cpu']):.2f} - {max(run['cpu']):.2f}) | {base / middle:.2f} "
-            f"| {run['forwards'] / 64:.1f} | {run['decisions'] / 64:.1f} | {parts} |"
+            f"| {run['forwards']:.1f} | {run['decisions']:.1f} | {parts} |"
         )
     return lines
 
