@@ -237,6 +237,7 @@ def main():
     parser.add_argument("--sharded", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    tiny_diffusers.folder("amused")  # transformers saves on the first of many processes only, once they are many
     trainer.Device = Sharded if given.sharded else Device
     for case in SHARDED if given.sharded else CASES:
         found, one = results(case, given.folder, given.start or given.folder)

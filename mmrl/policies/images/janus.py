@@ -48,7 +48,10 @@ class JanusNet(ImageNet):
         quantizer = hf.model.vqmodel.quantize
         self.turns = (1,) * (quantizer.quant_state_dims[0] * quantizer.quant_state_dims[1])
         self.vocab, self.hidden = hf.config.vq_config.num_embeddings, hf.config.text_config.hidden_size
-        self._no_split_modules = getattr(hf, "_no_split_modules", None)  # accelerate wraps these one by one
+        alone = (
+            getattr(hf, "_no_split_modules", None) or []
+        )  # accelerate wraps these one by one; of the codec some parts
+        self._no_split_modules = [name for name in alone if "VQVAE" not in name]  # are read without being called
         self.token = llama.token
 
     @property
@@ -93,6 +96,10 @@ class JanusNet(ImageNet):
 
     def vocabulary(self, hidden: Tensor) -> Tensor:
         return self.affine(self.lift(hidden))
+
+    def picture(self, ids: Tensor) -> Tensor:
+        """[B, 3, H, W] in -1..1 of ids [B, T]; a pass of the network, since sharded weights are gathered for one."""
+        return self.hf.model.vqmodel.decode(ids)
 
     def enable_gradient_checkpointing(self) -> None:
         """Layers are computed again in the backward pass of teacher forcing, which uses no cache."""
@@ -173,7 +180,7 @@ class Janus(ImageTokenPolicy):
         return inputs | {"ids": torch.where((ids == self.bos) | (ids == self.start), ids, self.pad)}
 
     def pixels(self, ids: Tensor) -> Tensor:
-        return self.net.hf.model.vqmodel.decode(ids)
+        return self.net("picture", ids)
 
     def export(self, folder: Path) -> None:
         """The whole model, or its adapter, with the processor, as transformers reads it."""
