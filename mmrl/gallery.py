@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .data_vision.source import in_messages
 from .report.pictures import data_uri, strip
 from .types import Prompt, Reward, Rewards, Rollout
 
@@ -107,7 +108,7 @@ def _images(prompt: Prompt) -> list[Any]:
         if isinstance(video, (str, Path)):
             return []
         return [Image.fromarray(video[round(i)]) for i in _spread(len(video), 4)]
-    given = prompt.get("images") or prompt.get("image") or []
+    given = prompt.get("images") or prompt.get("image") or in_messages(prompt)
     found = []
     for item in given if isinstance(given, (list, tuple)) else [given]:
         try:

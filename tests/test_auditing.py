@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from mmrl.auditing import Subject, audit, audit_one
+from mmrl.auditing.places import named
+from mmrl.auditing.texts import where
 from mmrl.cli import app
+from mmrl.data_vision import Vision
 from mmrl.registry import REWARDS, UserError, load_built_in
 from rewards.card import card_of
+from rewards.vision.base import row_name
 from tests.text_rewards import SMALLEST, prompts_of
 
 load_built_in()
@@ -115,6 +120,18 @@ def test_a_broken_row_is_named_with_file_and_line(folder):
     (folder / "rows.jsonl").write_text("\n\n".join(json.dumps(row) for row in rows))
     code, said = check("grounding: 1.0")
     assert code == 1 and "rows.jsonl:7: data:" in said and "not x0 < x1" in said and "failed: grounding" in said
+
+
+def test_a_row_of_the_vision_data_is_named_with_file_and_line(folder):
+    from PIL import Image
+
+    Image.new("RGB", (60, 60)).save(folder / "a.png")
+    rows = [{"text": "Where?", "image": "a.png", "boxes": [[1, 2, 30, 40]], "labels": ["dog"]}] * 2
+    (folder / "v.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    source = Vision(folder / "v.jsonl", held_out=0.0)
+    found = named(source.train, SimpleNamespace(plain={}, file="c.yaml"))
+    assert [where(prompt) for prompt in found] == [f"{folder / 'v.jsonl'}:{n}" for n in (1, 2)]
+    assert row_name(source.train[1]) == f"{folder / 'v.jsonl'}:2"
 
 
 def test_the_published_exploit_is_found(folder):

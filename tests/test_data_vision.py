@@ -11,6 +11,7 @@ import pytest
 
 from mmrl.config import build
 from mmrl.data_vision import Vision
+from mmrl.data_vision.source import in_messages
 from mmrl.registry import DATA, UserError
 
 from . import tiny_vlms
@@ -165,6 +166,14 @@ def test_what_is_held_out_is_decided_by_the_picture(folder):
     found = Vision(path, held_out=0.4)
     assert found.train and found.held_out and len(found.train) + len(found.held_out) == 60
     assert not {p["images"][0] for p in found.train} & {p["images"][0] for p in found.held_out}
+    parts = [{"type": "image", "image": "pics/0.png"}, {"type": "text", "text": "how many?"}]
+    talks = [
+        {"messages": [{"role": "user", "content": [{**parts[0], "image": f"pics/{i % 6}.png"}, parts[1]]}]}
+        for i in range(12)
+    ]
+    found = Vision(written(folder, "talks.jsonl", talks), held_out=0.4)
+    sides = [{in_messages(p)[0] for p in side} for side in (found.train, found.held_out)]
+    assert all(sides) and not sides[0] & sides[1]
     other = written(folder, "other.jsonl", rows[:5])
     assert len(Vision(path, held_out=other).held_out) == 5 and len(Vision(path, held_out=other).train) == 60
 

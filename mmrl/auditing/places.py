@@ -13,6 +13,7 @@ from ..types import Prompt
 
 def named(prompts: list[Prompt], config: Config) -> list[Prompt]:
     """The prompts, each with ``where``: as the data source gave it, else found again in the files it was read from."""
+    prompts = [p if "where" in p or "origin" not in p else {**p, "where": p["origin"]} for p in prompts]
     if all("where" in prompt for prompt in prompts):
         return prompts
     lines = _lines(_files(config.plain.get("data"), Path(config.file).parent))

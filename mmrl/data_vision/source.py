@@ -167,7 +167,15 @@ class Vision:
 
 def picture_of(prompt: Prompt) -> str:
     """What a held-out split keeps together: questions about one picture or video; without any, equal texts."""
-    first = next(iter(prompt.get("images") or ()), prompt.get("video"))
+    first = next(iter([*(prompt.get("images") or ()), *in_messages(prompt)]), prompt.get("video"))
     if first is None:
         return prompt["text"]
     return Path(first).name if isinstance(first, str) else prompt["origin"]
+
+
+def in_messages(prompt: Prompt) -> list[Any]:
+    """Images and videos that stand in the parts of a conversation, as Qwen's format has them."""
+    turns = [turn["content"] for turn in prompt.get("messages") or () if not isinstance(turn["content"], str)]
+    parts = [part for turn in turns for part in turn if part.get("type") in ("image", "video")]
+    keys = ("image", "video", "path", "url")
+    return [part[key] for part in parts for key in keys if part.get(key) is not None]

@@ -98,8 +98,8 @@ class Verifiable:
 
 
 def row_name(prompt: Prompt) -> str:
-    """Where a prompt came from (``prompt["where"]``, file:line), else its question."""
-    return str(prompt.get("where") or f"the prompt {str(prompt.get('text', ''))[:80]!r}")
+    """Where a prompt came from (``where`` or ``origin``, file:line), else its question."""
+    return str(prompt.get("where") or prompt.get("origin") or f"the prompt {str(prompt.get('text', ''))[:80]!r}")
 
 
 def need(prompt: Prompt, field: str) -> Any:

@@ -60,6 +60,12 @@ class Parts:
         return {name: part if isinstance(part, Part) else Part(part) for name, part in chosen.items()}
 
 
+def everything(net: nn.Module) -> Parts:
+    """All parts that the network has, fully."""
+    there = {part_of(name) for name, _ in net.named_parameters()}
+    return Parts(*("full" if name in there else "frozen" for name in PARTS))
+
+
 def set_trainable(net: nn.Module, parts: Parts) -> None:
     """Freeze ``net`` but for what ``parts`` train, and add their adapters, in float32 and zero at the start.
 

@@ -16,6 +16,7 @@ from samplers.noise import Rng
 from samplers.warp import Warp
 
 from ... import distributed
+from ...registry import UserError
 from ...types import Point, Prompt, tree_map
 from ..base import NetPolicy
 from . import features
@@ -47,6 +48,7 @@ class Passes(NetPolicy):
         super().__init__(net, **options)
         self.recent, self.features = Recent(KEPT), Recent(KEPT)
         self.images, self.towered = 0, 0  # asked about, and passed through the tower, since this was last measured
+        self.tried = False  # whether a family nobody knows has made a pass
         self.gaps: list[float] = []  # mean distances to the log-probs of another engine
 
     def dist(self, point: Point) -> AnswerTokens:
@@ -149,6 +151,8 @@ class Passes(NetPolicy):
     @torch.no_grad()
     def _check_sharing(self, cond: list[Encoded]) -> None:
         """Of a family nobody has compared: whether a shared prompt gives the log-probs of separate passes."""
+        if not self.inputs.family.known and not self.tried:
+            self._first(cond[0])
         if self.sharing != "auto":
             return
         self.sharing = "checked"
@@ -168,6 +172,23 @@ class Passes(NetPolicy):
                 "exact in this family; set the policy's share to none to say so yourself",
                 stacklevel=2,
             )
+
+    def _first(self, encoded: Encoded) -> None:
+        """One pass of a family nobody has tried. Raises UserError where its network does not take what its processor
+        made of the prompt, or returns something else."""
+        self.tried = True
+        group, ids = torch.zeros(1, dtype=torch.long, device=self.device), encoded["input_ids"][:, -2:]
+        kept, self.net.share = self.net.share, False
+        try:
+            self._score(self.net, [encoded], group, ids, torch.ones_like(ids, dtype=torch.bool))
+        except (ValueError, TypeError, RuntimeError, AttributeError, KeyError, IndexError) as error:
+            raise UserError(
+                f"{self.net.config.model_type} is not in mmrl's table of families, and the general rules do not fit it "
+                f"({type(error).__name__}: {error}); compare the processor files with the checkpoint, or use a family "
+                "that docs/vlm.md names"
+            ) from error
+        finally:
+            self.net.share = kept
 
     def _answers(self, cond: list[Encoded], group: Tensor, row: Tensor, rng: Rng, size: int) -> Answers:
         """Answers to the prompts of ``group`` [B], ``size`` rows at a time, in the order of the rows.

@@ -30,7 +30,7 @@ from .inputs import Inputs
 from .media import Budgets
 from .outside import ENGINES, ask
 from .packed import enable
-from .parts import Parts, beside_adapters, groups_of, merged, set_trainable, summary
+from .parts import Parts, beside_adapters, everything, groups_of, merged, set_trainable, summary
 from .passes import Encoded, Passes, images_in
 from .prefix import SharedPrefix, shareable
 from .vision import quicken
@@ -85,6 +85,11 @@ class VLM(Passes):
         hf = _loaded(
             AutoModelForImageTextToText, self.place, dtype=_dtype(dtype), attn_implementation=_plain(attention)
         )
+        if hf.config.is_encoder_decoder:
+            raise UserError(
+                f"policy.vlm.path {self.place}: {hf.config.model_type} has an encoder for the question and a decoder "
+                "for the answer; vlm is for models that go on with one sequence, such as Qwen2.5-VL or LLaVA"
+            )
         if attention in ("sdpa", "xformers"):
             quicken(hf, xformers=attention == "xformers")
         processor, family = _loaded(AutoProcessor, self.place), family_of(hf.config, coords)
@@ -104,7 +109,7 @@ class VLM(Passes):
         super().__init__(net, lora=lora, **options)
         self.parts = train
         if lora is None:
-            set_trainable(hf, train or Parts("full", "full", "full"))
+            set_trainable(hf, train or everything(hf))
         self.outside = ENGINES[engine](self.place, dtype) if engine in ENGINES else None
         self.sees = any(p.requires_grad and part_of(n) != "language" for n, p in hf.named_parameters())
         self.notes = (*family.unverified(), summary(self.net))
