@@ -19,11 +19,12 @@ def finished(media: Media, rollout: Rollout) -> Tensor:
 
 def lengths(media: Media, rollout: Rollout) -> dict[str, float]:
     """Mean, smallest and largest number of tokens, and the share cut off, over all processes; {} for other media."""
-    if not (isinstance(media, list) and media and hasattr(media[0], "tokens")):
+    answers = [one for one in media if hasattr(one, "tokens")] if isinstance(media, list) else []
+    if not answers:
         return {}
-    tokens = torch.tensor([float(answer.tokens) for answer in media], device=rollout.mask.device, dtype=torch.float64)
+    tokens = torch.tensor([float(answer.tokens) for answer in answers], device=rollout.mask.device, dtype=torch.float64)
     cut = (~finished(media, rollout)).double().sum()
-    count, total, many = distributed.all_sum(torch.stack([tokens.new_tensor(len(media)), tokens.sum(), cut])).tolist()
+    count, total, many = distributed.all_sum(torch.stack([tokens.new_tensor(len(answers)), tokens.sum(), cut])).tolist()
     most, least = distributed.all_max(torch.stack([tokens.max(), -tokens.min()])).tolist()
     names = ("answer/tokens", "answer/min", "answer/max", "answer/cut")
     return dict(zip(names, (total / count, -least, most, many / count), strict=True))

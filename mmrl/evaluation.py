@@ -63,7 +63,7 @@ def evaluate(
         rewards: Rewards = scorer(media, asked)
     whole = {name: distributed.all_gather_rows(value) for name, value in rewards.per_row().items()}
     found = {name: estimate(value.view(-1, options.copies)) for name, value in whole.items()}
-    if isinstance(media, list) and distributed.world()[1] == 1:
+    if isinstance(media, list) and all(isinstance(one, str) for one in media) and distributed.world()[1] == 1:
         infinite = float("inf")
         found |= {k: Estimate(v, -infinite, infinite, len(media)) for k, v in mean_ap(media, asked).items()}
     return found

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .data_vision.source import in_messages
@@ -26,8 +27,9 @@ class Gallery:
 
     def add(self, iteration: int, media: list[str], rollout: Rollout, rewards: Rewards) -> None:
         """One line a prompt. Advantages are NaN-free here, as rows without one have left training."""
+        written = torch.tensor([isinstance(one, str) for one in media], device=rollout.group.device)
         with self.path.open("a", encoding="utf-8") as file:
-            for group in rollout.group.unique()[:GROUPS].tolist():
+            for group in rollout.group[written].unique()[:GROUPS].tolist():
                 rows = (rollout.group == group).nonzero()[:, 0].tolist()
                 prompt = rollout.prompts[group]
                 texts = [media[row] for row in rows]

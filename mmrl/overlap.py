@@ -53,7 +53,7 @@ def scored(scorer: Callable, media: Media, rollout: Rollout) -> Rewards:
 
 def together(media: Sequence[Media]) -> Media:
     """Samples of all parts, in order."""
-    if isinstance(media[0], Tensor):
+    if all(isinstance(part, Tensor) for part in media):
         return torch.cat(list(media))
     return [item for part in media for item in part]
 

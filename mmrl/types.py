@@ -143,6 +143,7 @@ class Point(Rows):
     given: Tensor | None = None  # [B] as in Rollout
     stale: Tensor | None = None  # [B] as in Rollout
     gain: Tensor | None = None  # [B] re-noised states: how far the predicted clean sample moves with the output
+    kind: Tensor | None = None  # [B, L] long: 0 text, 1 image, where a row has both; None: all are of one kind
     known: Tensor | None = None  # [B, *] what an objective has found out about the rows for its own loss
     asked: Sequence[Prompt] = ()  # P, for objectives that ask a reward
     fresh: bool = False  # the weights are those that sampled: the ratio is 1, what differs from it is rounding

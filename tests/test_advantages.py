@@ -354,7 +354,7 @@ COUNTS = {
     "group": {"std": "global", "ddof": 1}, "flow_grpo": {}, "dance": {}, "rloo": {}, "dr_grpo": {}, "gdpo": {},
     "process": {}, "running": {}, "maxmin": {"rate": 0.5},
     "ddpo": {"buffer": 6, "min_count": 4}, "grpo": {"std": "global"}, "opo": {}, "gpg": {}, "pass_at_k": {},
-    "reinforce_pp": {}, "ngrpo": {}, "soft": {}, "temporal": {}, "focused": {}, "pairs": {},
+    "reinforce_pp": {}, "ngrpo": {}, "soft": {}, "temporal": {}, "focused": {}, "pairs": {}, "shared": {},
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from mmrl.advantages.ddpo import DDPO
 from mmrl.advantages.grouped import dance, dr_grpo, flow_grpo, gdpo, group, rloo
 from mmrl.advantages.online import MaxMin, Running
 from mmrl.advantages.shaping import focused, ngrpo, pairs, soft, temporal
+from mmrl.advantages.shared import shared
 from mmrl.advantages.steps import process
 from mmrl.advantages.summary import outcomes, statistics
 
@@ -30,6 +31,7 @@ __all__ = [
     "process",
     "reinforce_pp",
     "rloo",
+    "shared",
     "soft",
     "statistics",
     "temporal",

@@ -70,11 +70,11 @@ class Branch:
             below, name, parent = found[-1], rollout.branch[:, k], rollout.branch[:, k - 1]
             if self.fusion == "mean":
                 weight = (~leaf.isnan()).double()
-                found.append(_mean(leaf, weight, parent))
+                found.append(edge_mean(leaf, weight, parent))
             else:
                 score = torch.where(rollout.eta[:, k] > 0, rollout.logprob[:, k].double(), 0.0)
                 weight = (self.alpha * (score - score.amax())).exp() * (name == rollout.row) * (~below.isnan())
-                found.append(_mean(below, weight, parent))
+                found.append(edge_mean(below, weight, parent))
         return torch.stack(found[::-1], 1)
 
     def _normalised(self, reward: Tensor, name: Tensor, group: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def _first(name: Tensor) -> Tensor:
     return least[index] == place
 
 
-def _mean(value: Tensor, weight: Tensor, name: Tensor) -> Tensor:
+def edge_mean(value: Tensor, weight: Tensor, name: Tensor) -> Tensor:
     """[B] weighted mean of the rows of each name, NaN where all weights are 0."""
     _, index = name.unique(return_inverse=True)
     count = int(index.max()) + 1

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import torch
@@ -13,7 +13,7 @@ from annotated_types import Ge, Gt
 from torch import Tensor
 
 from mmrl.advantages.answers import grpo
-from mmrl.advantages.groups import finished, measured
+from mmrl.advantages.groups import finished, measured, named
 from mmrl.advantages.steps import by_step
 from mmrl.registry import ADVANTAGES, UserError
 from mmrl.types import Rewards, Rollout
@@ -100,15 +100,35 @@ def focused(
 
 
 @ADVANTAGES.register("pairs")
-def pairs(rewards: Rewards | Tensor, rollout: Rollout, *, of: Underneath = grpo, key: str = "similarity") -> Tensor:
-    """Pair-GRPO: the advantage times a number of the prompt, how alike the two tasks of its pair are (PairUni).
+def pairs(
+    rewards: Rewards | Tensor, rollout: Rollout, *, of: Underneath = grpo, key: str = "similarity",
+    power: Annotated[float, Ge(0)] = 1.0, tasks: Sequence[str] = (),
+) -> Tensor:  # fmt: skip
+    """Pair-GRPO: the advantage times how alike the two tasks of a prompt's pair are, to some power (PairUni).
 
-    Zheng et al. 2025. After normalisation, so that the weight is not divided out again. Prompts without ``key`` count
-    1.
+    Zheng et al. 2025, whose power is 1/2. After normalisation, so that the weight is not divided out again. Prompts
+    without ``key`` count 1. tasks: each of these is compared apart, so that no statistic of ``of``, not even one of the
+    whole batch, mixes what one task is paid with what another is; the tasks of all prompts must be among them.
     """
-    advantage = of(rewards, rollout)
     try:
         own = [float(prompt.get(key, 1.0)) for prompt in rollout.prompts]
     except (TypeError, ValueError) as error:
         raise UserError(f"advantage pairs: {key!r} of a prompt must be a number: {error}") from error
-    return advantage * torch.tensor(own).to(advantage)[rollout.group][:, None]
+    if power != 1 and min(own) < 0:
+        raise UserError(f"advantage pairs: {key!r} of a prompt is {min(own)}; with a power it must not be negative")
+    advantage = apart(of, rewards, rollout, tasks) if tasks else of(rewards, rollout)
+    return advantage * torch.tensor(own).pow(power).to(advantage)[rollout.group][:, None]
+
+
+def apart(of: Callable, rewards: Rewards | Tensor, rollout: Rollout, tasks: Sequence[str]) -> Tensor:
+    """The advantage ``of`` with every task's rows alone; a row of another task is as good as missing there."""
+    found = None
+    task = [prompt.get("task") for prompt in rollout.asked()]
+    if strange := {one for one in task if one not in tasks}:
+        raise UserError(f"advantage pairs: prompts of task {strange.pop()!r}; its option tasks names {', '.join(tasks)}")
+    for name in tasks:  # the same on all processes, whichever tasks they have rows of
+        mine = torch.tensor([one == name for one in task], device=rollout.group.device)
+        alone = {k: v.masked_fill(~mine.to(v.device), torch.nan) for k, v in named(rewards).items()}
+        part = of(Rewards(alone, named(rewards).weights), rollout)
+        found = part if found is None else torch.where(mine.to(part.device)[:, None], part, found)
+    return found

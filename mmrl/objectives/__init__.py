@@ -27,3 +27,4 @@ from .regressions import GVPO as GVPO
 from .regressions import REAL as REAL
 from .regressions import RegGRPO as RegGRPO
 from .text import Text as Text
+from .unified import Unified as Unified

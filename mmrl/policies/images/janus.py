@@ -119,6 +119,9 @@ class JanusNet(ImageNet):
 class Janus(ImageTokenPolicy):
     """Janus and Janus-Pro, text to image: any transformers folder or hub id of JanusForConditionalGeneration."""
 
+    wrapper: type[JanusNet] = JanusNet
+    idle: tuple[str, ...] = UNDERSTANDING  # parameters that no decision depends on
+
     def __init__(
         self,
         path: str,
@@ -137,9 +140,9 @@ class Janus(ImageTokenPolicy):
             lora = Lora(lora)
         if lora is not None:
             lora = Lora(lora.rank, lora.alpha, _targets(hf, lora.targets))
-        super().__init__(JanusNet(hf), attention=attention, lora=lora, **options)
+        super().__init__(self.wrapper(hf), attention=attention, lora=lora, **options)
         if lora is None:
-            frozen = UNDERSTANDING if train == "generation" else UNDERSTANDING + GENERATION
+            frozen = self.idle if train == "generation" else self.idle + GENERATION
             for name, p in hf.named_parameters():  # a tied head goes by the name of the embedding
                 p.requires_grad_(not name.startswith(frozen))
         self.bos, self.pad, self.start = self._special()

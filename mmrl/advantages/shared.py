@@ -1,0 +1,37 @@
+"""Advantages of decisions that several samples share: a plan with several images, images that begin alike."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmrl.advantages.answers import grpo
+from mmrl.advantages.branch import edge_mean
+from mmrl.advantages.shaping import Underneath
+from mmrl.registry import ADVANTAGES
+from mmrl.types import Rewards, Rollout
+
+
+@ADVANTAGES.register("shared")
+def shared(
+    rewards: Rewards | Tensor, rollout: Rollout, *, of: Underneath = grpo, siblings: bool = False
+) -> Tensor:
+    """An edge of a tree has the mean advantage of the samples below it, so that the gradient is that of the samples.
+
+    of: the advantage of samples. siblings: an edge is judged by those that begin where it begins, less the mean of the
+    edge before: a plan by its images' mean, an image beside the other images of its plan. [B, K]; [B, 1] without a
+    tree.
+    """
+    own = of(rewards, rollout)
+    if rollout.branch is None:
+        return own
+    leaf = own.double().expand(rollout.branch.shape)
+    there, found = leaf.isfinite().double(), []
+    before = last = None  # the edges above, and the column to the left, as (names, means)
+    for k, name in enumerate(rollout.branch.unbind(1)):
+        if last is None or not torch.equal(name, last[0]) or own.shape[1] > 1:
+            mean = edge_mean(leaf[:, k], there[:, k], name)
+            before = last if last is not None and not torch.equal(name, last[0]) else before
+            last = name, mean
+        found.append(last[1] - before[1] if siblings and before is not None else last[1])
+    return torch.stack(found, 1).to(own.dtype)

@@ -1,0 +1,78 @@
+"""The objective of rows with a text and an image: that of text, with an entropy of its own for each segment."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Gt
+from torch import Tensor
+
+from ..metrics import observe
+from ..registry import OBJECTIVES, UserError
+from ..types import Point
+from .text import Text
+
+Positive = Annotated[float, Gt(0)]
+
+
+@dataclass(frozen=True)
+class Steered:
+    """An entropy held at ``target`` nats a token (ReasonGen-R1, Zhang et al. 2025): the loss has alpha H, where
+    alpha = sinh(psi), |alpha| <= ``most``, and psi rises after every iteration by ``rate`` (H - target): entropy above
+    the target costs, below it is a gain. The published rate is that of Adam on psi; ours is plain."""
+
+    target: Positive
+    rate: Positive = 5e-5
+    most: Positive = 5e-3
+
+
+@OBJECTIVES.register("unified")
+class Unified(Text):
+    """GRPO over text and image tokens (T2I-R1, ReasonGen-R1): as ``text``, entropies steered segment by segment.
+
+    steer_text, steer_image: entropy targets; None: left alone. Without kinds of decisions all count as text.
+    """
+
+    def __init__(self, steer_text: Steered | None = None, steer_image: Steered | None = None, **options: Any):
+        super().__init__(**options)
+        chosen = {"text": steer_text, "image": steer_image}
+        self.steered = {kind: one for kind, one in chosen.items() if one is not None}
+        if self.steered and (self.entropy.weight or self.entropy.target):
+            raise UserError("objective.unified: entropy is for all tokens; use it, or steer_text and steer_image")
+        self.psi = dict.fromkeys(self.steered, 0.0)
+
+    def alpha(self, kind: str) -> float:
+        """The weight in force."""
+        one = self.steered[kind]
+        return min(max(math.sinh(self.psi[kind]), -one.most), one.most)
+
+    def adapt(self, iteration: int, metrics: dict[str, float]) -> None:
+        super().adapt(iteration, metrics)
+        for kind, one in self.steered.items():
+            found = metrics.get(f"entropy/{kind}", math.nan)
+            if found == found:
+                limit = math.asinh(one.most)
+                self.psi[kind] = min(max(self.psi[kind] + one.rate * (found - one.target), -limit), limit)
+            metrics[f"entropy_weight/{kind}"] = self.alpha(kind)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"psi": dict(self.psi)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.psi = {kind: float(state["psi"].get(kind, 0.0)) for kind in self.steered}
+
+    def _watched(self, dist: Any, point: Point, loss: Tensor) -> Tensor:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and any(map(self.alpha, self.steered))):
+            entropy = self._entropy(dist, point)
+        for number, kind in enumerate(("text", "image")):
+            mine = point.mask if point.kind is None else point.mask & (point.kind == number)
+            if point.kind is None and kind == "image":
+                continue
+            observe(f"entropy/{kind}", entropy.detach(), mine & point.own())
+            if kind in self.steered and self.alpha(kind):
+                loss = loss + self.alpha(kind) * torch.where(mine, entropy, 0.0)
+        return loss

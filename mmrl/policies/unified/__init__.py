@@ -1,0 +1,1 @@
+"""Policies that write text and draw images in one sequence."""

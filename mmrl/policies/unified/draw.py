@@ -1,0 +1,62 @@
+"""Sampling token by token: text until every row has ended, then images, on one cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from samplers.warp import Warp
+
+from ..images.net import beside
+from ..vlm.generate import draw
+from .net import State
+
+if TYPE_CHECKING:
+    from torch import nn
+
+NONE = -1  # where a row has no token
+
+
+def write(
+    net: nn.Module, hidden: Tensor, state: State, uniform: Tensor, warp: Warp, stops: Tensor,
+    busy: Callable[[bool], bool] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Text ids [B, W], ``NONE`` behind the stop token, and log-probs [B, W], by inversion at ``uniform`` [B, W].
+
+    Afterwards ``state`` holds every token but the stop tokens. ``busy`` says whether any process still writes, given
+    whether this one does, where all must make equally many passes.
+    """
+    rows, tokens = uniform.shape
+    ids = torch.full((rows, tokens), NONE, device=uniform.device)
+    logprob = torch.zeros(rows, tokens, device=uniform.device, dtype=torch.promote_types(hidden.dtype, torch.float32))
+    going = torch.ones(rows, dtype=torch.bool, device=uniform.device)
+    for k in range(tokens):
+        drawn = draw(net("text_logits", hidden), warp, uniform[:, k] if warp.temperature else None)
+        ids[:, k] = torch.where(going, drawn.token, NONE)
+        logprob[:, k] = torch.where(going, drawn.logprob.to(logprob), 0.0)
+        going = going & ~torch.isin(drawn.token, stops)
+        left = bool(going.any())
+        if not (busy(left) if busy else left):
+            break
+        hidden = net("add_text", drawn.token, state, going)
+    return ids, logprob
+
+
+def paint(
+    net: nn.Module, hidden: Tensor, state: State, uniform: Tensor, scale: Tensor | None, decide: Callable
+) -> tuple[Tensor, Tensor]:
+    """Image ids [B, N] and log-probs [B, N] from hidden states [B, H]; with ``scale`` [N] conditional rows come first
+    in [2B, H], then the unconditional ones. ``decide`` draws from features, as ``ImageTokenPolicy._decide``."""
+    ids, logprob, rows = [], [], len(uniform)
+    for k in range(uniform.shape[1]):
+        seen = hidden[:, None]
+        features = seen if scale is None else beside(*seen.chunk(2), scale[k : k + 1])
+        token, score = decide(features, seen[:rows], uniform[:, k : k + 1])
+        ids.append(token)
+        logprob.append(score)
+        if k + 1 < uniform.shape[1]:
+            hidden = net("add_image", token[:, 0].repeat(1 if scale is None else 2), state)
+    return torch.cat(ids, 1), torch.cat(logprob, 1)

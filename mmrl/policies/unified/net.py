@@ -1,0 +1,186 @@
+"""Janus with both of its heads: text, then image tokens, in one causal sequence.
+
+The head of a token is chosen by the token's own kind: what follows the image's start comes from the generation head,
+everything before, that start included, from the language model's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from samplers.warp import Warp
+
+from ..images.janus import JanusNet
+from ..images.net import Inputs, beside
+from ..vlm import caches, scores
+from ..vlm.scores import Scored
+
+
+@dataclass
+class State:
+    """B rows in the making. What a row did not live to see is False in ``mask``, and has no position."""
+
+    cache: Any
+    mask: Tensor  # [B, S] bool
+    place: Tensor  # [B] long: position of the next token
+    whole: bool = False  # nothing is masked
+
+    def select(self, rows: Tensor) -> None:
+        """Keep ``rows`` [B'], each as often as it is named."""
+        caches.select(self.cache, rows)
+        self.mask, self.place = self.mask[rows], self.place[rows]
+
+
+class Part(NamedTuple):
+    """One pass of scoring: sequences of some rows."""
+
+    rows: Tensor  # [b] long
+    inputs: Inputs  # ids and mask [b, S], padded on the left, and perhaps pixels
+    first: Tensor | None  # [b] long: the hidden state that decides the first text token; None: no text to score here
+    empty: Inputs | None = None  # for guidance, the unconditional texts [b, S]
+    scale: Tensor | None = None  # [N] guidance scale of every image token
+    draws: bool = False  # image tokens follow
+
+
+class Ask(NamedTuple):
+    """What is scored by one head."""
+
+    where: Tensor  # [B, W + N] bool
+    warp: Warp
+    entropy: bool
+
+
+class UnifiedNet(JanusNet):
+    """A JanusForConditionalGeneration that reads text and pictures, writes text and image tokens."""
+
+    def read(self, inputs: Inputs, rows: Tensor) -> tuple[Tensor, State]:
+        """Hidden states [B, H] after the prompts of ``rows`` [B], each read once."""
+        cache, mask = caches.recorded(self.config.text_config.num_hidden_layers), inputs["mask"]
+        places = (mask.long().cumsum(1) - 1).clamp_min(0)
+        hidden = self.hf.model.language_model(
+            inputs_embeds=self._seen(inputs), attention_mask=mask, position_ids=places, past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state[:, -1]  # fmt: skip
+        return hidden[rows], State(caches.growing(caches.kept(cache), rows), mask[rows].bool(), places[rows, -1] + 1)
+
+    def add_text(self, ids: Tensor, state: State, live: Tensor) -> Tensor:
+        """[B, H] after text tokens ``ids`` [B]; those of rows that are not ``live`` [B] are not there."""
+        return self._advance(self.hf.get_input_embeddings()(ids[:, None]), state, live)
+
+    def add_image(self, ids: Tensor, state: State) -> Tensor:
+        """[B, H] after image tokens ``ids`` [B]."""
+        live = torch.ones_like(ids, dtype=torch.bool)
+        return self._advance(self.hf.prepare_embeddings_for_image_generation(ids[:, None]), state, live)
+
+    def text_logits(self, hidden: Tensor) -> Tensor:
+        """[*, V] of the language model's head."""
+        return self.hf.lm_head(hidden.to(self.hf.lm_head.weight.dtype))
+
+    def score(self, parts: list[Part], ids: Tensor, width: int, asks: dict[str, Ask]) -> dict[str, tuple]:
+        """Features and log-probs of the decisions that every head is asked for, of ids [B, W + N], W = ``width``."""
+        texts = images = None
+        for part in parts:
+            hidden, drawn = self._pass(part, ids[:, width:])
+            if part.first is not None and width:
+                texts = _into(texts, part.rows, _from(hidden, part.first, width), len(ids))
+            images = drawn if images is None else images
+        found = {}
+        for name, ask in asks.items():
+            where, text = ask.where, name != "image"
+            if text:
+                features = hidden.new_zeros(0, self.hidden) if texts is None else texts[where[:, :width]]
+            elif images is None:
+                features = hidden.new_zeros(0, self.hidden)
+            else:
+                features = images[where[:, width:][next(part.rows for part in parts if part.draws)]]
+            rescore = self.text_rescore if text else self.rescore
+            found[name] = features, rescore(features, ids[where], ask.warp, ask.entropy)
+        return found
+
+    def text_rescore(self, features: Tensor, ids: Tensor, warp: Warp, entropy: bool) -> Scored:
+        return scores.score(features, ids, self.text_logits, warp, self.config.text_config.vocab_size, entropy)
+
+    def text_full(self, features: Tensor, warp: Warp) -> Tensor:
+        return scores.full(features, self.text_logits, warp, self.config.text_config.vocab_size)
+
+    def text_kl(self, features: Tensor, other: Tensor, warp: Warp) -> Tensor:
+        return scores.kl(features, other, self.text_logits, warp)
+
+    def _pass(self, part: Part, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Hidden states [b, S, H] of the texts, and features [b, N, *] of the image tokens that follow them."""
+        if not part.draws:
+            return self._through(part.inputs, None), None
+        ids, length = images[part.rows].clamp_min(0), part.inputs["ids"].shape[1]
+        if part.empty is None:
+            hidden = self._through(part.inputs, ids)
+            return hidden, hidden[:, length - 1 :]
+        if self.stopgrad:
+            hidden = self._through(part.inputs, ids)
+            with torch.no_grad():
+                without = self._through(part.empty, ids)
+        else:
+            both = {name: torch.cat([part.inputs[name], part.empty[name]]) for name in ("ids", "mask")}
+            hidden, without = self._through(both, torch.cat([ids, ids])).chunk(2)
+        return hidden, beside(hidden[:, length - 1 :], without[:, length - 1 :], part.scale)
+
+    def _through(self, inputs: Inputs, images: Tensor | None) -> Tensor:
+        """[b, S (+ N - 1), H] in one causal pass."""
+        seen, mask = self._seen(inputs), inputs["mask"]
+        if images is not None:
+            seen = torch.cat([seen, self.hf.prepare_embeddings_for_image_generation(images[:, :-1])], 1)
+            mask = F.pad(mask, (0, images.shape[1] - 1), value=1)
+        places = (mask.long().cumsum(1) - 1).clamp_min(0)
+        return self.hf.model.language_model(
+            inputs_embeds=seen, attention_mask=mask, position_ids=places, use_cache=False
+        ).last_hidden_state
+
+    def _seen(self, inputs: Inputs) -> Tensor:
+        """[b, S, H] embeddings, with pictures in their places; the tower that looks at them is frozen."""
+        seen = self.hf.get_input_embeddings()(inputs["ids"])
+        if "pixels" not in inputs:
+            return seen
+        with torch.no_grad():
+            pictures = self.hf.model.get_image_features(inputs["pixels"].to(self.hf.dtype)).pooler_output
+            pictures = pictures[inputs["pictures"]]
+        there = (inputs["ids"] == self.config.image_token_id)[..., None].expand_as(seen)
+        return seen.masked_scatter(there, pictures.to(seen.dtype))
+
+    def _advance(self, seen: Tensor, state: State, live: Tensor) -> Tensor:
+        state.mask = torch.cat([state.mask, live[:, None]], 1)
+        hidden = self.hf.model.language_model(
+            inputs_embeds=seen, attention_mask=None if state.whole else state.mask.long(),
+            position_ids=state.place[:, None], past_key_values=state.cache, use_cache=True,
+        ).last_hidden_state[:, -1]  # fmt: skip
+        state.place = state.place + live
+        return hidden
+
+
+def together(one: State, other: State) -> State:
+    """The rows of both, the shorter ones with nothing in front."""
+    length = max(one.mask.shape[1], other.mask.shape[1])
+
+    def padded(state: State) -> list[tuple[Tensor, Tensor]]:
+        front = length - state.mask.shape[1]
+        return [tuple(F.pad(x[:, :, : layer.length], (0, 0, front, 0)) for x in layer.kv()) for layer in state.cache.layers]
+
+    kept = [(torch.cat([k, k2]), torch.cat([v, v2])) for (k, v), (k2, v2) in zip(padded(one), padded(other))]
+    masks = [F.pad(state.mask, (length - state.mask.shape[1], 0)) for state in (one, other)]
+    mask, place = torch.cat(masks), torch.cat([one.place, other.place])
+    return State(caches.growing(kept, torch.arange(len(mask), device=mask.device)), mask, place, bool(mask.all()))
+
+
+def _from(hidden: Tensor, first: Tensor, width: int) -> Tensor:
+    """[b, W, H] hidden states from ``first`` [b] on, of [b, S, H]; behind the end the last one."""
+    at = first[:, None] + torch.arange(width, device=first.device)
+    return hidden.gather(1, at.clamp(0, hidden.shape[1] - 1)[..., None].expand(-1, -1, hidden.shape[2]))
+
+
+def _into(texts: Tensor | None, rows: Tensor, found: Tensor, count: int) -> Tensor:
+    """[B, W, H] with ``found`` [b, W, H] at ``rows``."""
+    texts = found.new_zeros(count, *found.shape[1:]) if texts is None else texts
+    return texts.index_copy(0, rows, found)

@@ -1,0 +1,161 @@
+"""What a unified policy samples: plans and their images, answers, each kind of prompt in passes of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from samplers.batching import chunks
+from samplers.noise import Rng
+
+from ... import distributed
+from ...registry import UserError
+from ...types import Prompt, Rollout
+from ..images.janus import Janus
+from ..images.net import Inputs
+from ..prompts import texts_of
+from ..vlm.inputs import Inputs as Reader
+from ..vlm.media import where
+from ..vlm.prefix import sharded
+from . import sequences
+from .draw import NONE, paint, write
+from .net import State, UnifiedNet, together
+from .prompts import Answer, Plan, drawn, task_of
+from .sequences import Cond
+from .tokens import Head
+
+
+class Passes(Janus):
+    """Everything between prompts and a rollout. A row is W text ids and N image ids, ``NONE`` where there is none."""
+
+    wrapper = UnifiedNet
+    net: UnifiedNet
+    plan: Plan | None
+    answer: Answer | None
+    reader: Reader  # of prompts to understand
+    heads: dict[str, Head]  # image, and plan and answer where there are such
+    stops: dict[str, tuple[int, ...]]
+    tokens: int  # W
+    images: int  # N
+    lengths: list[float]  # of texts, since this was last measured
+
+    @property
+    def branches(self) -> int:
+        """Images of a plan."""
+        return self.plan.images if self.plan else 1
+
+    def encode(self, prompts: list[Prompt]) -> Cond:
+        return [self._taken(prompt)[0] for prompt in prompts]
+
+    def rollout(self, prompts: list[Prompt], copies: int, rng: Rng) -> Rollout:
+        both = [self._taken(prompt) for prompt in prompts]
+        cond, least = [encoded for encoded, _ in both], self.branches
+        if copies % least:
+            raise UserError(f"train.copies {copies}: with {least} images of a plan it must be a multiple of {least}")
+        row = rng.rows(len(prompts), copies).to(self.device)
+        group = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)
+        answers = torch.tensor(["answers" in one for one in cond], device=self.device)[group]
+        if sharded(self.net) and answers.any() and not answers.all():
+            raise UserError("prompts to understand and to generate need whole weights on every process, not shards")
+        found, places = [], []
+        for mine, sample, unit in ((~answers, self._draw, least), (answers, self._answer, 1)):
+            mine = mine.nonzero()[:, 0]
+            if len(mine):
+                size = self.chunk(len(mine), lambda n: sample(cond, group[mine[:n]], row[mine[:n]], Rng.of("try")))
+                parts = [mine[part] for part in chunks(len(mine), max(unit, size // unit * unit))]
+                found += [sample(cond, group[part], row[part], rng) for part in parts]
+                places += parts
+        rows = Rollout.cat(found)[torch.cat(places).argsort()]
+        return rows.replace(prompts=tuple(prompt for _, prompt in both))
+
+    def _taken(self, prompt: Prompt) -> tuple[dict[str, Any], Prompt]:
+        """Tensors [1, *] on the device, and the prompt as rewards see it."""
+        if task_of(prompt) == "generate":
+            found, seen = drawn(self.processor, texts_of([prompt])[0], self.plan), prompt
+        elif self.answer is None:
+            raise UserError(f"{where(prompt)}: a prompt to understand; say with the policy's answer how long answers are")
+        else:
+            read, view = self.reader.take(prompt)
+            found, seen = {"ids": read["input_ids"], "answers": torch.ones(1)}, {**prompt, "view": view}
+            if "pixel_values" in read:
+                found["pixels"] = read["pixel_values"].flatten(0, -4)
+        return {name: tensor.to(self.device) for name, tensor in found.items()}, seen
+
+    @torch.no_grad()
+    def _answer(self, cond: Cond, group: Tensor, row: Tensor, rng: Rng) -> Rollout:
+        """Text for prompts to understand."""
+        ids, logprob, _, _ = self._written("answer", cond, group, row, rng)
+        blank = torch.full((len(row), self.images), NONE, device=row.device)
+        return self._made(cond, group, row, (ids, blank), (logprob, torch.zeros_like(blank).to(logprob)))
+
+    @torch.no_grad()
+    def _draw(self, cond: Cond, group: Tensor, row: Tensor, rng: Rng) -> Rollout:
+        """A plan for every ``branches`` rows, and an image for each."""
+        first = torch.arange(0, len(row), self.branches, device=row.device)
+        of = torch.arange(len(first), device=row.device).repeat_interleave(self.branches)[: len(row)]
+        text, logprob, state, hidden = self._written("plan", cond, group[first], row[first], rng)
+        if self.plan and self.plan.turn == "new":
+            hidden, state = self.net("read", self._leading(cond, group[first], text), of)
+        else:
+            state.select(of)
+            ones = torch.ones_like(row, dtype=torch.bool)
+            hidden = self.net("add_text", torch.full_like(row, self.start), state, ones)
+        scale = None if self.guidance == 1 else self.scales(self.guidance)
+        if scale is not None:
+            without, empty = self._unconditional(self._leading(cond, group, text[of]))
+            hidden, state = torch.cat([hidden, without]), together(state, empty)
+        state.whole = bool(state.mask.all())
+        ids, score = paint(self.net, hidden, state, rng.uniform(row, (self.images,)), scale, self._decided)
+        self.forwards += len(hidden) * self.images
+        return self._made(cond, group, row, (text[of], ids), (logprob[of], score))
+
+    def _decided(self, features: Tensor, plain: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        conditional = self.guidance != 1 and self.logp_dist == "conditional"
+        return self._decide(features, plain if conditional else None, uniform)
+
+    def _written(self, kind: str, cond: Cond, group: Tensor, row: Tensor, rng: Rng) -> tuple[Tensor, Tensor, State, Tensor]:
+        """Text ids and log-probs [B, W], the state after them and the last hidden states [B, H]."""
+        unique, rows = group.unique(return_inverse=True)
+        hidden, state = self.net("read", sequences.asked(cond, unique, self.pad), rows)
+        chosen = getattr(self, kind)
+        ids = torch.full((len(row), self.tokens), NONE, device=row.device)
+        logprob = torch.zeros(ids.shape, device=row.device, dtype=self.dtype)
+        if chosen is None:
+            return ids, logprob, state, hidden
+        uniform = rng.fold("text").uniform(row, (chosen.tokens,))
+        stops, busy = torch.tensor(self.stops[kind], device=row.device), self._any if sharded(self.net) else None
+        found, score = write(self.net, hidden, state, uniform, self.heads[kind].warp, stops, busy)
+        ids[:, : chosen.tokens], logprob[:, : chosen.tokens] = found, score.to(logprob)
+        self.lengths += (found >= 0).sum(1).tolist()
+        self.forwards += int((found >= 0).sum())
+        return ids, logprob, state, hidden
+
+    def _leading(self, cond: Cond, group: Tensor, text: Tensor) -> Inputs:
+        return sequences.leading(cond, group, text, self.stops["plan"], self.start, self.pad)
+
+    def _unconditional(self, inputs: Inputs) -> tuple[Tensor, State]:
+        """After texts in which all but the first token and the image's start is padding; equal ones are read once."""
+        empty, width = self.empty(inputs), inputs["ids"].shape[1]
+        unique, rows = torch.cat([empty["ids"], empty["mask"]], 1).unique(dim=0, return_inverse=True)
+        return self.net("read", {"ids": unique[:, :width], "mask": unique[:, width:]}, rows)
+
+    def _any(self, here: bool) -> bool:
+        return bool(distributed.all_max(torch.tensor(float(here), device=self.device)))
+
+    def _made(self, cond: Cond, group: Tensor, row: Tensor, ids: tuple, logprob: tuple) -> Rollout:
+        """Of rows that share a plan, the first one's mask has it."""
+        sample = torch.cat(ids, 1)
+        mask, branch = sample >= 0, None
+        order = torch.arange(sample.shape[1], device=row.device).expand_as(sample)
+        if self.branches > 1:
+            draws = sample[:, -1] >= 0  # an answer has no twin
+            shared = torch.where(draws, row - row % self.branches, row)
+            mask[:, : self.tokens] &= (shared == row)[:, None]
+            branch = torch.where(order < self.tokens, shared[:, None], row[:, None])
+        return Rollout(
+            group=group, cond=cond, row=row, sample=sample, logprob=torch.cat(logprob, 1), mask=mask, order=order,
+            branch=branch,
+        )  # fmt: skip

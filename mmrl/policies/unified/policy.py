@@ -1,0 +1,146 @@
+"""Janus as one policy of text and images: plans before images, images, answers to questions about images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Ge, Le
+from torch import Tensor
+
+from samplers.batching import at_width, chunks
+from samplers.warp import Warp
+
+from ...registry import POLICIES
+from ...types import Completion, Media, Point, Rollout
+from ..vlm.families import family_of
+from ..vlm.inputs import Inputs as Reader
+from ..vlm.media import Budgets
+from . import sequences, weighing
+from .net import Ask, Part
+from .passes import Passes
+from .prompts import Answer, Plan
+from .tokens import Head, SegmentTokens
+from .weighing import Weigh
+
+
+@POLICIES.register("janus_unified")
+class JanusUnified(Passes):
+    """Janus with both heads: plans, then images (T2I-R1, ReasonGen-R1); answers and images together (PairUni)."""
+
+    makes = None  # images, texts, or both in one batch
+    idle = ("model.vision_model.", "model.aligner.", "model.vqmodel.")
+
+    def __init__(
+        self,
+        path: str,
+        plan: Plan | None = None,
+        answer: Answer | None = None,
+        weigh: Weigh = "token",
+        text_share: Annotated[float, Ge(0), Le(1)] = 0.5,
+        budgets: Budgets | None = None,
+        **options: Any,
+    ):
+        """path: folder or hub id. plan: text that is written before every image. answer: how prompts of the task
+        ``understand`` are answered; None: there are none. weigh: every token of a row alike, or the mean of its text
+        and the mean of its image, ``text_share`` of the row's weight being the text's. budgets: of pictures shown."""
+        super().__init__(path, **options)
+        config, generation = self.net.config, self.net.hf.generation_config
+        self.reader = Reader(self.processor, config, budgets or Budgets(), family_of(config), generation)
+        self.plan, self.answer, self.weigh, self.text_share = plan, answer, weigh, text_share
+        self.tokens, self.images = max(one.tokens if one else 0 for one in (plan, answer)), len(self.net.turns)
+        self.stops = {kind: self.reader.stops for kind in ("plan", "answer")}
+        banned, self.lengths = self.reader.suppressed, []
+        self.heads = {"image": Head(self, "", self.warp)}
+        if answer:
+            self.heads["answer"] = Head(self, "text_", Warp(answer.temperature, answer.top_k, answer.top_p, banned))
+        if plan and plan.turn == "same":  # the image's start is the plan's end
+            banned = tuple(token for token in banned if token != self.start)
+            self.stops["plan"] = (*self.reader.stops, self.start)
+        if plan:
+            self.heads["plan"] = Head(self, "text_", Warp(plan.temperature, plan.top_k, plan.top_p, banned))
+
+    def measures(self) -> dict[str, float]:
+        found, self.lengths = self.lengths, []
+        return {"text/tokens": sum(found) / len(found)} if found else {}
+
+    def path(self, rollout: Rollout) -> Iterator[Point]:
+        for point in super().path(rollout):
+            kind = (torch.arange(point.mask.shape[1], device=point.mask.device) >= self.tokens).long()
+            weight = weighing.weights(rollout, self.tokens, self.weigh, self.text_share, self.branches)
+            yield point.replace(kind=kind.expand_as(point.mask), weight=weight)
+
+    def dist(self, point: Point) -> SegmentTokens:
+        mask, draws = point.mask, point.target[:, -1] >= 0
+        if not mask.any():  # every process makes its passes, also those that train nothing
+            mask = mask.clone()
+            mask[0, self.tokens if draws[0] else 0] = True
+        text = torch.arange(mask.shape[1], device=mask.device) < self.tokens
+        wheres = {"image": mask & ~text, "plan": mask & text & draws[:, None], "answer": mask & text & ~draws[:, None]}
+        asks = {name: Ask(wheres[name], head.warp, head.entropies) for name, head in self.heads.items()}
+        parts = self._parts(point, draws, wheres["plan"].any(1))
+        found = self.active()("score", parts, point.target, self.tokens, asks)
+        return SegmentTokens([head.tokens(point, wheres[name], found[name]) for name, head in self.heads.items()])
+
+    def decode(self, rollout: Rollout) -> Media:
+        """Images [B, 3, H, W]; where some rows are answers, a list of images [3, H, W] and texts."""
+        draws = rollout.sample[:, -1] >= 0
+        ids, size = rollout.sample[draws][:, self.tokens :], self.width or len(rollout)
+        with torch.no_grad():
+            parts = [at_width(self.pixels, size, ids[part]) for part in chunks(len(ids), size)]
+        images = [(part.float() / 2 + 0.5).clamp(0, 1) for part in parts]
+        if draws.all():
+            return torch.cat(images)
+        pictures = iter(image for part in images for image in part)
+        return [next(pictures) if drawn else self._text(rollout, i) for i, drawn in enumerate(draws.tolist())]
+
+    def texts(self, rollout: Rollout) -> list[str]:
+        """The plan or answer of every row, for people: nothing is scored by it."""
+        rows = rollout.sample[:, : self.tokens].tolist()
+        return [self.reader.decode([token for token in row if token >= 0]) for row in rows]
+
+    @contextmanager
+    def evaluating(self, guidance: float | None = None) -> Iterator[None]:
+        """Plans and images as in training, answers the likeliest if so chosen."""
+        head = self.heads.get("answer")
+        kept = head and head.warp
+        if head and self.answer.greedy:
+            head.warp = replace(kept, temperature=0.0)
+        try:
+            with super().evaluating(guidance):
+                yield
+        finally:
+            if head:
+                head.warp = kept
+
+    def _parts(self, point: Point, draws: Tensor, plans: Tensor) -> list[Part]:
+        """The passes that score a point: of texts alone, and of images with what stands before them.
+
+        ``draws``, ``plans`` [B] bool: rows with an image, rows whose plan is scored.
+        """
+        text, cond, found = point.target[:, : self.tokens], point.cond, []
+        same = self.plan is not None and self.plan.turn == "same"
+        alone, drawn = ((~draws if same else ~draws | plans).nonzero()[:, 0], draws.nonzero()[:, 0])
+        if len(alone):
+            found.append(sequences.alone(cond, point.group[alone], alone, text[alone], self.pad))
+        if len(drawn):
+            found.append(self._drawing(point, drawn, text[drawn], same))
+        self.forwards += sum(len(part.rows) * (1 if part.empty is None else 2) for part in found)
+        return found
+
+    def _drawing(self, point: Point, rows: Tensor, text: Tensor, same: bool) -> Part:
+        inputs = self._leading(point.cond, point.group[rows], text)
+        scale = self.guidance if point.guidance is None else point.guidance
+        plain = scale == 1 or (self.logp_dist == "conditional" and point.guidance is None)
+        # a plan of b tokens, the image's start behind it, is decided at the states S - 2 - b and on
+        first = inputs["ids"].shape[1] - 2 - sequences.body(text, self.stops["plan"]).sum(1) if same else None
+        empty, scales = (None, None) if plain else (self.empty(inputs), self.scales(scale))
+        return Part(rows, inputs, first, empty, scales, draws=True)
+
+    def _text(self, rollout: Rollout, row: int) -> Completion:
+        ids = [token for token in rollout.sample[row, : self.tokens].tolist() if token >= 0]
+        mean = float(rollout.logprob[row].sum() / max(len(ids), 1))
+        return Completion(self.reader.decode(ids), len(ids), bool(ids) and ids[-1] in self.stops["answer"], mean)

@@ -1,0 +1,93 @@
+"""Prompts of both tasks as token ids, and the texts after which an image begins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from annotated_types import Gt, Le
+from torch import Tensor
+
+from ...options import Count
+from ...registry import UserError
+from ...types import Prompt
+from ..images.net import Inputs
+from ..vlm.media import images_of, where
+
+TASKS = ("generate", "understand")
+HERE = "\u00a7plan\u00a7"  # where the plan stands in a new turn
+ASK = (
+    "A picture is to be drawn of this: {prompt}\nPlan it in at most fifty words: which things are in it, how many, "
+    "their colours, sizes and places, and the background. Write the plan only."
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is written before an image. tokens: at most. instruction: what asks for it, with {prompt} in it. turn: the
+    image follows in the same sequence (ReasonGen-R1), or is asked for in a new turn by prompt and plan (T2I-R1).
+    images: drawn from every plan; more than 1 make a tree. temperature, top_k, top_p: of the text."""
+
+    tokens: Count = 64
+    instruction: str = ASK
+    turn: Literal["same", "new"] = "same"
+    images: Count = 1
+    temperature: Annotated[float, Gt(0)] = 1.0
+    top_k: Count | None = None
+    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
+
+    def __post_init__(self) -> None:
+        if "{prompt}" not in self.instruction:
+            raise ValueError("instruction has no {prompt} in it, where the prompt's text goes")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Text answers to prompts of the task ``understand``. tokens: at most. temperature, top_k, top_p: of sampling and
+    scoring. greedy: evaluation takes the likeliest token."""
+
+    tokens: Count = 256
+    temperature: Annotated[float, Gt(0)] = 1.0
+    top_k: Count | None = None
+    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
+    greedy: bool = True
+
+
+def task_of(prompt: Prompt) -> str:
+    """Its ``task``; without one, ``understand`` where it shows an image. UserError for any other word."""
+    found = prompt.get("task") or ("understand" if images_of(prompt) else "generate")
+    if found not in TASKS:
+        raise UserError(f"{where(prompt)}: task {found!r} is unknown; it is {' or '.join(TASKS)}")
+    return found
+
+
+def drawn(processor: Any, text: str, plan: Plan | None) -> Inputs:
+    """Ids [1, S] of the prompt before its plan, or before the image's start; of a plan that belongs in a new turn also
+    those ``before`` and ``after`` it there."""
+    if plan is None:
+        asked = _turn(processor, text)
+        ids = processor(text=[asked], generation_mode="image", return_tensors="pt")["input_ids"]
+        return {"ids": ids[:, :-1]}  # without the image's start
+    asked = _turn(processor, plan.instruction.replace("{prompt}", text))
+    found = {"ids": processor(text=[asked], return_tensors="pt")["input_ids"]}
+    if plan.turn == "new":
+        before, _, after = _turn(processor, f"{text}. {HERE}").partition(HERE)
+        encode = processor.tokenizer
+        found["before"] = encode([before], return_tensors="pt")["input_ids"]
+        found["after"] = encode([after], add_special_tokens=False, return_tensors="pt")["input_ids"].long()
+    return found
+
+
+def collated(rows: list[Tensor], pad: int) -> Inputs:
+    """Ids [S_b] of every row as ids and mask [B, S], padded on the left."""
+    longest = max(len(ids) for ids in rows)
+    ids = [F.pad(one, (longest - len(one), 0), value=pad) for one in rows]
+    mask = [F.pad(torch.ones_like(one), (longest - len(one), 0)) for one in rows]
+    return {"ids": torch.stack(ids), "mask": torch.stack(mask)}
+
+
+def _turn(processor: Any, text: str) -> str:
+    turn = [{"role": "user", "content": [{"type": "text", "text": text}]}]
+    return processor.apply_chat_template(turn, add_generation_prompt=True)

@@ -1,0 +1,62 @@
+"""Rows of prompts and sampled ids, put together for a pass. Ids are never turned into text and back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..images.net import Inputs
+from .net import Part
+from .prompts import collated
+
+Cond = list[dict[str, Tensor]]  # of every prompt: ids, perhaps before and after, perhaps pixels
+
+
+def body(text: Tensor, stops: tuple[int, ...]) -> Tensor:
+    """[B, W] bool: the tokens of text [B, W] that an image is drawn after, without what ended it."""
+    return (text >= 0) & ~torch.isin(text, torch.tensor(stops, device=text.device))
+
+
+def asked(cond: Cond, groups: Tensor, pad: int) -> Inputs:
+    """Prompts ``groups`` [b], with their pictures."""
+    inputs = collated([cond[i]["ids"][0] for i in groups.tolist()], pad)
+    return inputs | shown(cond, groups)
+
+
+def shown(cond: Cond, groups: Tensor) -> Inputs:
+    """``pixels`` of the pictures of these rows, each once, and ``pictures``: which of them come, row by row."""
+    numbers: dict[int, list[int]] = {}
+    pixels, order, count = [], [], 0
+    for i in groups.tolist():
+        if "pixels" not in cond[i]:
+            continue
+        if i not in numbers:
+            pixels.append(cond[i]["pixels"])
+            numbers[i] = list(range(count, count + len(pixels[-1])))
+            count += len(pixels[-1])
+        order += numbers[i]
+    if not pixels:
+        return {}
+    return {"pixels": torch.cat(pixels), "pictures": torch.tensor(order, device=groups.device)}
+
+
+def leading(cond: Cond, groups: Tensor, text: Tensor, stops: tuple[int, ...], start: int, pad: int) -> Inputs:
+    """What stands before the images of b rows: the prompt, its plan in text [b, W], the image's start.
+
+    In a new turn the plan stands inside another prompt, between the ids ``before`` and ``after`` it.
+    """
+    kept, begin = body(text, stops), text.new_tensor([start])
+    rows = []
+    for i, ids, keep in zip(groups.tolist(), text, kept, strict=True):
+        one = cond[i]
+        parts = [one["before"][0], ids[keep], one["after"][0]] if "before" in one else [one["ids"][0], ids[keep]]
+        rows.append(torch.cat([*parts, begin]))
+    return collated(rows, pad)
+
+
+def alone(cond: Cond, groups: Tensor, rows: Tensor, text: Tensor, pad: int) -> Part:
+    """Scoring of the texts [b, W] of ``rows`` [b] without an image: the prompt, and every token but the last."""
+    count = (text >= 0).sum(1)
+    ids = [torch.cat([cond[i]["ids"][0], own[: max(n - 1, 0)]]) for i, own, n in zip(groups.tolist(), text, count.tolist())]
+    inputs = collated(ids, pad) | shown(cond, groups)
+    return Part(rows, inputs, inputs["ids"].shape[1] - count)

@@ -1,0 +1,51 @@
+"""Distributions over the tokens of sequences whose parts come from different heads, as objectives see them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from samplers.warp import Warp
+
+from ...types import Point
+from ...weights import Weights
+from ..base import NetPolicy
+from ..vlm.answers import AnswerTokens
+
+
+class Head:
+    """One head of a policy: how it is warped, and how its passes are called (``prefix`` of the net's methods)."""
+
+    def __init__(self, policy: NetPolicy, prefix: str, warp: Warp):
+        self.policy, self.prefix, self.warp, self.entropies = policy, prefix, warp, False
+
+    @property
+    def weights(self) -> Weights:
+        return self.policy.weights
+
+    def active(self) -> Callable:
+        net = self.policy.active()
+        return lambda work, *given: net(self.prefix + work, *given)
+
+    def tokens(self, point: Point, where: Tensor, found: tuple[Any, ...]) -> AnswerTokens:
+        """Of the decisions ``where`` [B, L], with what the net's ``score`` found of them."""
+        return AnswerTokens(self, point, where, *found)
+
+
+class SegmentTokens:
+    """Independent categorical draws at L positions of B rows, every position known to one of the heads; [B, L]."""
+
+    def __init__(self, parts: Sequence[AnswerTokens]):
+        self.parts = parts
+
+    def log_prob(self, ids: Tensor) -> Tensor:
+        return sum(part.log_prob(ids) for part in self.parts)
+
+    def entropy(self) -> Tensor:
+        return sum(part.entropy() for part in self.parts)
+
+    def kl(self, other: SegmentTokens) -> Tensor:
+        """Exact, over each head's whole vocabulary, at the temperature of sampling."""
+        return sum(one.kl(two) for one, two in zip(self.parts, other.parts, strict=True))
