@@ -194,6 +194,7 @@ DOCUMENTED = {
     "policy: masked_lm": POLICIES["masked_lm"],
     "policy: masked_image_lm": POLICIES["masked_image_lm"],
     "policy: janus": POLICIES["janus"],
+    "policy: janus_unified": POLICIES["janus_unified"],
     "policy: llamagen": POLICIES["llamagen"],
     "policy: var": POLICIES["var"],
     "reuse": Reuse,

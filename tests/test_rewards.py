@@ -21,7 +21,12 @@ from tests.reward_servers import eighth, serving
 from tests.tiny_image_rewards import TINY_OPTIONS
 from tests.tiny_rewards import TINY, asked, pictures, save_head, save_tiny_clip
 
-OTHERS_NAN = ("rewards.compose", "rewards.digits", "rewards.remote")  # as those they are made of; tests of their own
+OTHERS_NAN = (
+    "rewards.by_task",
+    "rewards.compose",
+    "rewards.digits",
+    "rewards.remote",
+)  # as those they are made of; tests of their own
 DOC = Path(__file__).parents[1] / "docs/rewards.md"
 
 
@@ -77,6 +82,7 @@ def reward(request, tiny_clip, tiny_head, tiny_reader, reward_server, tmp_path_f
         "digits_judge": {"path": tiny_reader},
         "remote": {"url": reward_server, "batch_size": 2},
         "gate": {"main": jpeg_incompressibility, "extra": jpeg_compressibility, "above": 1.0},
+        "by_task": {"routes": {"draw": jpeg_incompressibility}, "default": jpeg_compressibility},
         "ensemble": {"of": [jpeg_incompressibility, jpeg_compressibility], "how": "mean"},
         "constrain": {"main": jpeg_incompressibility, "judges": [jpeg_compressibility], "at_least": -1.0},
         "bounded": {"of": jpeg_incompressibility, "high": 1.0},

@@ -1,13 +1,16 @@
 """Plans, images and answers in one Janus: exact by enumeration on a tiny instance of transformers' own class."""
 
 import itertools
+import json
 import warnings
+from functools import partial
 
 import pytest
 import torch
 
-from mmrl.advantages import dr_grpo, shared
+from mmrl.advantages import dr_grpo, flow_grpo, grpo, pairs, shared
 from mmrl.batches import loss_weights
+from mmrl.data_vision import Paired
 from mmrl.objectives import Unified
 from mmrl.objectives.unified import Steered
 from mmrl.options import TrainOptions
@@ -17,7 +20,8 @@ from mmrl.policies.unified.prompts import Answer, Plan
 from mmrl.policies.vlm.policy import VLM
 from mmrl.registry import UserError
 from mmrl.trainer import Trainer
-from mmrl.types import Point, Rewards
+from mmrl.types import Point, Rewards, Rollout
+from rewards import ByTask
 from samplers.noise import Rng
 from samplers.warp import Warp
 
@@ -195,13 +199,11 @@ def test_answers_are_those_of_the_vlm_policy(make, folder):
     rollout = policy.rollout([ASKED, MIXED[3]], 2, Rng.of("answers"))
     ids = rollout.sample[:, :5]
     point = Point(
-        group=rollout.group, cond=[vlm._taken(p)[0] for p in (ASKED, MIXED[3])], row=rollout.row, state=ids.clamp_min(0),
-        target=ids.clamp_min(0), mask=rollout.mask[:, :5],
+        group=rollout.group, cond=[vlm._taken(p)[0] for p in (ASKED, MIXED[3])], row=rollout.row,
+        state=ids.clamp_min(0), target=ids.clamp_min(0), mask=rollout.mask[:, :5],
     )  # fmt: skip
     with torch.no_grad():
-        torch.testing.assert_close(
-            vlm.dist(point).log_prob(point.target), rollout.logprob[:, :5], atol=1e-10, rtol=0
-        )
+        torch.testing.assert_close(vlm.dist(point).log_prob(point.target), rollout.logprob[:, :5], atol=1e-10, rtol=0)
     (first, *_) = policy.decode(rollout)
     assert first.tokens == int(rollout.mask[0].sum()) and rollout.prompts[0]["view"]["sizes"] == [[28, 28]]
 
@@ -333,7 +335,9 @@ def test_both_tasks_train_in_one_batch(make, options):
     assert first["ratio/mean"] == 1 and first["clip_fraction"] == 0 and first["ratio/max_deviation"] < 1e-4
     assert first["entropy/text"] > 1 and 0 < first["entropy/image"] < 0.7
     after = policy.weights.full()
-    assert sum(not torch.equal(before[n], after[n]) for n in before) >= (0.5 if "lora" in options else 0.9) * len(before)
+    assert sum(not torch.equal(before[n], after[n]) for n in before) >= (0.5 if "lora" in options else 0.9) * len(
+        before
+    )
     second = trainer.iterate()
     assert second["ratio/mean"] == 1 and second["kl"] > 0 and second["entropy_weight/image"] != 0
 
@@ -363,3 +367,48 @@ def test_a_prompt_to_understand_needs_an_answer(make):
         make().encode([TEXT | {"task": "paint"}])
     with pytest.raises(ValueError, match="no {prompt}"):
         Plan(instruction="plan it")
+
+
+# --------------------------------------------------------------------------------------------------------------- pairs
+
+
+def test_pairs_are_drawn_whole_and_rewarded_by_task(tmp_path):
+    rows = [{"understand": {"text": "a?", "answer": "A"}, "generate": {"text": f"g{i}"}} for i in range(6)]
+    rows[0]["similarity"] = 0.25
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = Paired(tmp_path / "pairs.jsonl", held_out=0.0)
+    seen = [p for k in range(3) for p in data.train.batch(4, k, seed=0)]
+    assert all(one["pair"] == two["pair"] and one["task"] != two["task"] for one, two in zip(seen[::2], seen[1::2]))
+    assert sorted(p["text"] for p in seen if p["task"] == "generate") == [f"g{i}" for i in range(6)]
+    assert len(data.train.over(list(data.train)[1:])) == 10
+    with pytest.raises(UserError, match="must be even"):
+        data.train.batch(3, 0, 0)
+    reward = ByTask(
+        {"generate": lambda m, p: m.mean((1, 2, 3)), "understand": lambda m, p: [float(t == "A") for t in m]}
+    )
+    pictures = torch.rand(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    prompts = [{"task": t} for t in ("understand", "generate", "understand", "generate", "paint")]
+    found = reward(["A", pictures[0], "B", pictures[1], "C"], prompts)
+    torch.testing.assert_close(found[:4], torch.tensor([1, pictures[0].mean(), 0, pictures[1].mean()]))
+    assert found[4].isnan()
+
+
+def test_no_statistic_mixes_tasks():
+    """Weights come after normalisation, so that the scale of a task's rewards changes nothing, not even globally."""
+    prompts = [{"task": t, "similarity": s} for t, s in (("understand", 0.25), ("generate", 1.0))]
+    group, zero = torch.arange(2).repeat_interleave(4), torch.zeros(8, 1)
+    rows = Rollout(group=group, row=torch.arange(8), prompts=prompts, sample=zero, logprob=zero, mask=zero == 0)
+    reward = torch.tensor([0.0, 1, 1, 0, 0.3, 0.1, 0.2, 0.4])
+    chosen = {"of": partial(flow_grpo, std="global"), "power": 0.5, "tasks": ("understand", "generate")}
+    found = pairs(reward, rows, **chosen)
+    alone = [
+        flow_grpo(reward[part], rows[part].replace(prompts=prompts), std="global") for part in (group == 0, group == 1)
+    ]
+    torch.testing.assert_close(found, torch.cat([0.5 * alone[0], alone[1]]))
+    scaled = pairs(torch.cat([1000 * reward[:4], reward[4:]]), rows, **chosen)
+    torch.testing.assert_close(scaled[4:], found[4:])
+    assert not torch.allclose(pairs(reward, rows, of=chosen["of"])[4:], found[4:])
+    plain = [p | {"similarity": 1.0} for p in prompts]
+    assert torch.equal(pairs(reward, rows.replace(prompts=plain), power=0.5), grpo(reward, rows))
+    with pytest.raises(UserError, match="prompts of task 'generate'"):
+        pairs(reward, rows, tasks=("understand",))

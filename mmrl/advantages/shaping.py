@@ -125,7 +125,9 @@ def apart(of: Callable, rewards: Rewards | Tensor, rollout: Rollout, tasks: Sequ
     found = None
     task = [prompt.get("task") for prompt in rollout.asked()]
     if strange := {one for one in task if one not in tasks}:
-        raise UserError(f"advantage pairs: prompts of task {strange.pop()!r}; its option tasks names {', '.join(tasks)}")
+        raise UserError(
+            f"advantage pairs: prompts of task {strange.pop()!r}; its option tasks names {', '.join(tasks)}"
+        )
     for name in tasks:  # the same on all processes, whichever tasks they have rows of
         mine = torch.tensor([one == name for one in task], device=rollout.group.device)
         alone = {k: v.masked_fill(~mine.to(v.device), torch.nan) for k, v in named(rewards).items()}

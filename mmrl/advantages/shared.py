@@ -13,9 +13,7 @@ from mmrl.types import Rewards, Rollout
 
 
 @ADVANTAGES.register("shared")
-def shared(
-    rewards: Rewards | Tensor, rollout: Rollout, *, of: Underneath = grpo, siblings: bool = False
-) -> Tensor:
+def shared(rewards: Rewards | Tensor, rollout: Rollout, *, of: Underneath = grpo, siblings: bool = False) -> Tensor:
     """An edge of a tree has the mean advantage of the samples below it, so that the gradient is that of the samples.
 
     of: the advantage of samples. siblings: an edge is judged by those that begin where it begins, less the mean of the

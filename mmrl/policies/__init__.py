@@ -22,5 +22,5 @@ from . import z_image as z_image
 from .images import janus as janus
 from .images import llamagen as llamagen
 from .images import var as var
-from .unified import policy as unified_policy
+from .unified.policy import JanusUnified as JanusUnified
 from .vlm import policy as policy

@@ -166,7 +166,9 @@ def together(one: State, other: State) -> State:
 
     def padded(state: State) -> list[tuple[Tensor, Tensor]]:
         front = length - state.mask.shape[1]
-        return [tuple(F.pad(x[:, :, : layer.length], (0, 0, front, 0)) for x in layer.kv()) for layer in state.cache.layers]
+        return [
+            tuple(F.pad(x[:, :, : layer.length], (0, 0, front, 0)) for x in layer.kv()) for layer in state.cache.layers
+        ]
 
     kept = [(torch.cat([k, k2]), torch.cat([v, v2])) for (k, v), (k2, v2) in zip(padded(one), padded(other))]
     masks = [F.pad(state.mask, (length - state.mask.shape[1], 0)) for state in (one, other)]

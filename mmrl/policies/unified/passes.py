@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from samplers.batching import chunks
@@ -62,21 +63,27 @@ class Passes(Janus):
             raise UserError("prompts to understand and to generate need whole weights on every process, not shards")
         found, places = [], []
         for mine, sample, unit in ((~answers, self._draw, least), (answers, self._answer, 1)):
-            mine = mine.nonzero()[:, 0]
-            if len(mine):
-                size = self.chunk(len(mine), lambda n: sample(cond, group[mine[:n]], row[mine[:n]], Rng.of("try")))
-                parts = [mine[part] for part in chunks(len(mine), max(unit, size // unit * unit))]
-                found += [sample(cond, group[part], row[part], rng) for part in parts]
-                places += parts
+            for part in self._chunks(mine.nonzero()[:, 0], unit, partial(sample, cond), group, row):
+                found.append(sample(cond, group[part], row[part], rng))
+                places.append(part)
         rows = Rollout.cat(found)[torch.cat(places).argsort()]
         return rows.replace(prompts=tuple(prompt for _, prompt in both))
+
+    def _chunks(self, rows: Tensor, unit: int, sample: Callable, group: Tensor, row: Tensor) -> list[Tensor]:
+        """``rows`` in parts that are sampled at once, of whole trees of ``unit`` rows."""
+        if not len(rows):
+            return []
+        size = self.chunk(len(rows), lambda n: sample(group[rows[:n]], row[rows[:n]], Rng.of("try")))
+        return [rows[part] for part in chunks(len(rows), max(unit, size // unit * unit))]
 
     def _taken(self, prompt: Prompt) -> tuple[dict[str, Any], Prompt]:
         """Tensors [1, *] on the device, and the prompt as rewards see it."""
         if task_of(prompt) == "generate":
             found, seen = drawn(self.processor, texts_of([prompt])[0], self.plan), prompt
         elif self.answer is None:
-            raise UserError(f"{where(prompt)}: a prompt to understand; say with the policy's answer how long answers are")
+            raise UserError(
+                f"{where(prompt)}: a prompt to understand; say with the policy's answer how long answers are"
+            )
         else:
             read, view = self.reader.take(prompt)
             found, seen = {"ids": read["input_ids"], "answers": torch.ones(1)}, {**prompt, "view": view}
@@ -116,7 +123,9 @@ class Passes(Janus):
         conditional = self.guidance != 1 and self.logp_dist == "conditional"
         return self._decide(features, plain if conditional else None, uniform)
 
-    def _written(self, kind: str, cond: Cond, group: Tensor, row: Tensor, rng: Rng) -> tuple[Tensor, Tensor, State, Tensor]:
+    def _written(
+        self, kind: str, cond: Cond, group: Tensor, row: Tensor, rng: Rng
+    ) -> tuple[Tensor, Tensor, State, Tensor]:
         """Text ids and log-probs [B, W], the state after them and the last hidden states [B, H]."""
         unique, rows = group.unique(return_inverse=True)
         hidden, state = self.net("read", sequences.asked(cond, unique, self.pad), rows)

@@ -52,7 +52,7 @@ class JanusUnified(Passes):
         self.reader = Reader(self.processor, config, budgets or Budgets(), family_of(config), generation)
         self.plan, self.answer, self.weigh, self.text_share = plan, answer, weigh, text_share
         self.tokens, self.images = max(one.tokens if one else 0 for one in (plan, answer)), len(self.net.turns)
-        self.stops = {kind: self.reader.stops for kind in ("plan", "answer")}
+        self.stops = dict.fromkeys(("plan", "answer"), self.reader.stops)
         banned, self.lengths = self.reader.suppressed, []
         self.heads = {"image": Head(self, "", self.warp)}
         if answer:

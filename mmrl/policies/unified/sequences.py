@@ -57,6 +57,8 @@ def leading(cond: Cond, groups: Tensor, text: Tensor, stops: tuple[int, ...], st
 def alone(cond: Cond, groups: Tensor, rows: Tensor, text: Tensor, pad: int) -> Part:
     """Scoring of the texts [b, W] of ``rows`` [b] without an image: the prompt, and every token but the last."""
     count = (text >= 0).sum(1)
-    ids = [torch.cat([cond[i]["ids"][0], own[: max(n - 1, 0)]]) for i, own, n in zip(groups.tolist(), text, count.tolist())]
+    ids = [
+        torch.cat([cond[i]["ids"][0], own[: max(n - 1, 0)]]) for i, own, n in zip(groups.tolist(), text, count.tolist())
+    ]
     inputs = collated(ids, pad) | shown(cond, groups)
     return Part(rows, inputs, inputs["ids"].shape[1] - count)

@@ -1,0 +1,60 @@
+"""A reward for each task of a mixture in which some prompts are answered with images and others with texts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from mmrl.registry import REWARDS, UserError
+from rewards.card import card, card_of
+
+Part = Annotated[Callable, REWARDS]
+
+
+@REWARDS.register("by_task")
+@card(source="PairUni (arXiv:2510.25682)", scaling="as the routes")
+class ByTask:
+    """A reward for every task of a mixture of images and texts: the prompt's field ``task`` says which.
+
+    Args:
+        routes: task -> a reward and its options, such as ``{generate: hpsv2, understand: choice}``.
+        by: the field that names the task.
+        default: for prompts of other tasks or without one; None: they cannot be scored.
+    """
+
+    def __init__(self, routes: dict[str, Part], by: str = "task", default: Part | None = None):
+        if not routes:
+            raise UserError("reward 'by_task': routes is empty; name at least one, {task: reward}")
+        self.routes, self.by, self.default = dict(routes), by, default
+        cards = [card_of(one) for one in [*routes.values(), *([default] if default else [])]]
+        if any(one.of == "step" for one in cards):
+            raise UserError("reward 'by_task': its routes must be rewards of whole samples, not of steps")
+        of = "group" if any(one.of == "group" for one in cards) else "sample"
+        self.card = replace(card_of(type(self)), needs=() if default else (by,), of=of)
+
+    def __call__(self, media: Any, prompts: list[dict]) -> Tensor:
+        """[B]; every route sees its rows at once, pictures of one size as a tensor."""
+        found = torch.full((len(prompts),), math.nan)
+        rows: dict[int, tuple[Callable, list[int]]] = {}
+        for i, prompt in enumerate(prompts):
+            route = self.routes.get(prompt.get(self.by), self.default)
+            if route is not None:
+                rows.setdefault(id(route), (route, []))[1].append(i)
+        for route, mine in rows.values():
+            values = route(_of(media, mine), [prompts[i] for i in mine])
+            found[mine] = torch.as_tensor(values).detach().to("cpu", torch.float32)
+        return found
+
+
+def _of(media: Any, rows: list[int]) -> Any:
+    """The samples ``rows``, stacked where they are tensors of one shape."""
+    if isinstance(media, Tensor):
+        return media[rows]
+    chosen = [media[row] for row in rows]
+    alike = all(isinstance(one, Tensor) for one in chosen) and len({one.shape for one in chosen}) == 1
+    return torch.stack(chosen) if alike else chosen
