@@ -31,7 +31,11 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "amused": [{"guidance": 3.0, "sampler": "maskgit"}, {"lora": 2, "guidance": 2.0, "temperature": 0.8}],
     "janus": [{"guidance": 1.0, "top_k": 5, "lora": 2}, {"logp_dist": "conditional", "train": "generation"}],
     "janus_unified": [{"plan": {"tokens": 4, "images": 2, "turn": "new"}, "weigh": "segment", "lora": 2}],
-    "var": [{"guidance": 1.0, "top_k": 3}, {"lora": 2, "scale_alpha": 0.7, "logp_dist": "guided_stopgrad_uncond"}],
+    "var": [
+        {"guidance": 1.0, "top_k": 3},
+        {"lora": 2, "scale_alpha": 0.7, "logp_dist": "guided_stopgrad_uncond"},
+        {"branch_at": 1},
+    ],
     "llamagen": [{"guidance": 1.0, "top_p": 0.9}, {"lora": 2, "logp_dist": "guided_stopgrad_uncond"}],
 }
 TEXTS = ("a red seven", "a blue two", "a green nine")

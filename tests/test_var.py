@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from mmrl import advantages
 from mmrl.batches import loss_weights
 from mmrl.policies.images.var import VAR, shape_of
 from mmrl.policies.images.var_net import Shape, VARNet
@@ -303,3 +304,50 @@ def test_adapters_are_added_to_what_is_exported(make, tmp_path):
         policy.export(tmp_path)
         again = VAR(str(tmp_path), guidance=policy.guidance)
         torch.testing.assert_close(logp(again, IDS, PROMPT), logp(policy, IDS, PROMPT), atol=1e-4, rtol=0)
+
+
+# ---------------------------------------------------------------------------------------------------------- branching
+
+
+@pytest.mark.parametrize("options", [{"guidance": 1.0}, {"guidance": 3.0, "top_k": 2}, {"logp_dist": "conditional"}])
+def test_images_that_branch_are_those_that_go_on_from_a_common_beginning(make, options):
+    """Shared scales are computed once; the row they belong to is the one it would be alone; the others are scored, all
+    of their decisions, as if each had been drawn in full."""
+    tree, flat = make((1, 2, 3), branch_at=2, branches=3, **options), make((1, 2, 3), **options)
+    rollout, alone = (one.rollout(PROMPTS, 6, Rng.of("branch")) for one in (tree, flat))
+    rows, scale = torch.arange(12), torch.arange(14) >= 5  # of scales 1, 4 and 9
+    assert torch.equal(rollout.sample[::3], alone.sample[::3])
+    assert torch.equal(rollout.sample[:, ~scale], alone.sample[::3, ~scale].repeat_interleave(3, 0))
+    assert len(rollout.sample[:6].unique(dim=0)) > 2
+    assert torch.equal(rollout.mask, scale | (rows % 3 == 0)[:, None])
+    assert torch.equal(rollout.branch, torch.where(scale, rows[:, None], (rows - rows % 3)[:, None]))
+    (point,) = flat.path(rollout.replace(mask=torch.ones_like(rollout.mask)))
+    with torch.no_grad():
+        torch.testing.assert_close(flat.dist(point).log_prob(point.target), rollout.logprob, atol=1e-12, rtol=0)
+    passes = 1 + (options.get("guidance") != 1)
+    assert tree.forwards == passes * (4 + 4 + 12) and alone.branch is None
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.7])
+def test_the_gradient_of_branches_is_the_average_of_samples(make, alpha):
+    tree = make((1, 2, 3), branch_at=2, branches=2, guidance=2.0, scale_alpha=alpha)
+    flat, reward = make((1, 2, 3), guidance=2.0, scale_alpha=alpha), torch.linspace(0, 3, 8, dtype=torch.float64).cos()
+    rollout = tree.rollout(PROMPTS, 4, Rng.of("tree"))
+
+    def gradient(policy, rollout, advantage):
+        (point,) = policy.path(rollout.replace(advantage=advantage.double()))
+        loss = -point.advantage * policy.dist(point).log_prob(point.target)
+        return flat_grad(policy, (loss * loss_weights(point, "sum", 1)).sum())
+
+    found = gradient(tree, rollout, advantages.shared(reward, rollout, of=advantages.dr_grpo))
+    rows = rollout.replace(mask=torch.ones_like(rollout.mask), branch=None)
+    wanted = gradient(flat, rows, advantages.dr_grpo(reward, rows))
+    torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-9)
+    assert wanted.abs().max() > 0.01
+
+
+def test_branches_fit_the_copies_and_the_scales(make):
+    with pytest.raises(UserError, match="multiple of it"):
+        make(branch_at=1).rollout([PROMPT], 3, Rng.of("odd"))
+    with pytest.raises(UserError, match="this model has 2 scales"):
+        make(branch_at=2)

@@ -56,6 +56,10 @@ class ImageNet(nn.Module, ABC):
         ``ids`` [B, n], or [B / m, n] where B rows are m blocks of the same tokens (conditional and unconditional).
         """
 
+    def fork(self, state: Any, rows: Tensor) -> None:
+        """Go on with ``rows`` [B'] of the state of sampling, each as often as it is named."""
+        raise NotImplementedError(f"{type(self).__name__} cannot branch")
+
     @abstractmethod
     def teach(self, inputs: Inputs, ids: Tensor) -> Tensor:
         """[B, T, H] at all T decisions of ids [B, T], in one pass; inputs of every row."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,11 +10,15 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
+from samplers.noise import Rng
+
+from ...options import Count
 from ...registry import POLICIES, UserError
 from ...types import Point, Prompt, Rollout
 from ..vlm.parts import merged
 from . import weights
 from .base import ImageTokenPolicy
+from .branching import grow
 from .llamagen import labels_of
 from .net import Inputs
 from .var_net import Shape, VARNet
@@ -34,13 +38,16 @@ class VAR(ImageTokenPolicy):
         path: str,
         vae: str | None = None,
         scale_alpha: Annotated[float, Ge(0)] = 0.0,
+        branch_at: Count | None = None,
+        branches: Annotated[int, Ge(2)] = 2,
         dtype: Storage = "float32",
         guidance: float = 2.5,
         **options: Any,
     ):
         """path: the transformer's checkpoint, or a folder as exported. vae: the VQ-VAE's checkpoint. scale_alpha: each
-        token's loss weighs (h w)^-alpha of its scale. dtype: of the transformer. guidance: at the last scale, growing
-        from 1 at the first; it is 1 + the published cfg."""
+        token's loss weighs (h w)^-alpha of its scale. branch_at: the first so many scales are drawn once for
+        ``branches`` samples (None: every sample by itself). dtype: of the transformer. guidance: at the last scale,
+        growing from 1 at the first; it is 1 + the published cfg."""
         place = weights.find(path)
         file = place / "var.safetensors" if place.is_dir() else place
         vae = vae or (str(place / "vae.safetensors") if place.is_dir() else None)
@@ -55,6 +62,11 @@ class VAR(ImageTokenPolicy):
         super().__init__(net, guidance=guidance, **options)
         sizes = torch.tensor(net.turns).repeat_interleave(torch.tensor(net.turns)).float()  # [T] h w of every token
         self.weight = None if not scale_alpha else sizes**-scale_alpha
+        if branch_at is not None and branch_at >= len(net.turns):
+            raise UserError(
+                f"policy.var.branch_at {branch_at}: this model has {len(net.turns)} scales, so at most one less"
+            )
+        self.branch_at, self.branches = branch_at, branches if branch_at else 1
 
     def encode(self, prompts: list[Prompt]) -> list[Inputs]:
         labels = labels_of(prompts, self.net.shape.classes)
@@ -69,10 +81,33 @@ class VAR(ImageTokenPolicy):
         steps = 1 + (guidance - 1) * torch.arange(len(turns)) / max(len(turns) - 1, 1)
         return steps.repeat_interleave(torch.tensor(turns))
 
+    def rollout(self, prompts: list[Prompt], copies: int, rng: Rng) -> Rollout:
+        if copies % self.branches:
+            raise UserError(
+                f"train.copies {copies}: with policy.var.branches {self.branches} it must be a multiple of it"
+            )
+        return super().rollout(prompts, copies, rng)
+
+    def chunk(self, rows: int, forward: Callable[[int], Any]) -> int:
+        size = super().chunk(rows, forward)
+        return max(self.branches, size // self.branches * self.branches)
+
+    def _draw(self, cond: list[Inputs], group: Tensor, row: Tensor, rng: Rng) -> Rollout:
+        if self.branch_at is None:
+            return super()._draw(cond, group, row, rng)
+        return grow(self, cond, group, row, rng, self.branch_at, self.branches)
+
     def path(self, rollout: Rollout) -> Iterator[Point]:
+        """A decision that several rows share is in the mask of one and counts for all of them."""
         for point in super().path(rollout):
-            weight = self.weight if self.weight is None else self.weight.to(point.mask.device).expand(point.mask.shape)
-            yield point.replace(weight=weight)
+            weight = self.weight
+            if self.branch_at is not None:
+                each = torch.ones(sum(self.net.turns)) if weight is None else weight
+                shared = sum(self.net.turns[: self.branch_at])
+                weight = torch.cat([each[:shared] * self.branches, each[shared:]])
+            yield point.replace(
+                weight=weight if weight is None else weight.to(point.mask.device).expand(point.mask.shape)
+            )
 
     def pixels(self, ids: Tensor) -> Tensor:
         return self.vae.to(ids.device).decode(ids)

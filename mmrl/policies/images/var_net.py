@@ -136,6 +136,10 @@ class VARNet(ImageNet):
         state.scale += 1
         return self._advance(widened(self._word(seen, state.scale), state.rooms.rows), state)
 
+    def fork(self, state: _State, rows: Tensor) -> None:
+        state.inputs = {name: tensor[rows] for name, tensor in state.inputs.items()}
+        state.f, state.kept = state.f[rows], [(k[rows], v[rows]) for k, v in state.kept]
+
     def teach(self, inputs: Inputs, ids: Tensor) -> Tensor:
         quantizer, parts = self._quantizer(), [self._start(inputs)]
         f = quantizer.blank(len(ids))

@@ -48,4 +48,6 @@ class SegmentTokens:
 
     def kl(self, other: SegmentTokens) -> Tensor:
         """Exact, over each head's whole vocabulary, at the temperature of sampling."""
-        return sum(one.kl(two) for one, two in zip(self.parts, other.parts, strict=True))
+        pairs = zip(self.parts, other.parts, strict=True)
+        found = [one.kl(two) for one, two in pairs if len(one.hidden)]  # a head may have nothing to say here
+        return sum(found)
