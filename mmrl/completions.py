@@ -17,15 +17,25 @@ def finished(media: Media, rollout: Rollout) -> Tensor:
     return torch.tensor(ended, dtype=torch.bool, device=rollout.mask.device)[:, None]
 
 
+def written(media: list, rollout: Rollout) -> tuple[Tensor, Tensor]:
+    """[n] long, [n] float64: the rows that are texts of counted tokens, and how many each has."""
+    found = [(row, float(one.tokens)) for row, one in enumerate(media) if hasattr(one, "tokens")]
+    rows, tokens = zip(*found, strict=True) if found else ((), ())
+    device = rollout.mask.device
+    return torch.tensor(rows, device=device).long(), torch.tensor(tokens, device=device, dtype=torch.float64)
+
+
 def lengths(media: Media, rollout: Rollout) -> dict[str, float]:
     """Mean, smallest and largest number of tokens, and the share cut off, over all processes; {} for other media."""
-    answers = [one for one in media if hasattr(one, "tokens")] if isinstance(media, list) else []
-    if not answers:
+    if not isinstance(media, list):
         return {}
-    tokens = torch.tensor([float(answer.tokens) for answer in answers], device=rollout.mask.device, dtype=torch.float64)
+    _, tokens = written(media, rollout)
     cut = (~finished(media, rollout)).double().sum()
-    count, total, many = distributed.all_sum(torch.stack([tokens.new_tensor(len(answers)), tokens.sum(), cut])).tolist()
-    most, least = distributed.all_max(torch.stack([tokens.max(), -tokens.min()])).tolist()
+    count, total, many = distributed.all_sum(torch.stack([tokens.new_tensor(len(tokens)), tokens.sum(), cut])).tolist()
+    ends = torch.stack([tokens.max(), -tokens.min()]) if len(tokens) else tokens.new_full((2,), -torch.inf)
+    most, least = distributed.all_max(ends).tolist()
+    if not count:
+        return {}
     names = ("answer/tokens", "answer/min", "answer/max", "answer/cut")
     return dict(zip(names, (total / count, -least, most, many / count), strict=True))
 
@@ -36,10 +46,11 @@ def lengths_by_reward(media: Media, rollout: Rollout, rewards: Rewards) -> dict[
     With a reward of 0 or 1 these are the right and the wrong ones. {} for other media; a side without answers is left
     out.
     """
-    if not (isinstance(media, list) and media and hasattr(media[0], "tokens")):
+    if not isinstance(media, list):
         return {}
-    tokens = torch.tensor([float(answer.tokens) for answer in media], dtype=torch.float64)
-    total = rewards.per_row().total().double().cpu()
+    rows, tokens = written(media, rollout)
+    rows, tokens = rows.cpu(), tokens.cpu()
+    total = rewards.per_row().total().double().cpu()[rows]
     known = total.isfinite()
     tokens, total = tokens[known], total[known]
     device = rollout.mask.device

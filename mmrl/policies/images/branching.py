@@ -39,7 +39,7 @@ def grow(
     start = 0
     for k, count in enumerate(net.turns):
         if k:
-            hidden = net("step", torch.cat([ids[-1]] * (1 + guided)), state)
+            hidden = net("step", ids[-1], state)
         if k == at:
             every = torch.cat([of, of + len(first)]) if guided else of
             hidden, ids, scores = hidden[every], [one[of] for one in ids], [one[of] for one in scores]

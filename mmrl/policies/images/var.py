@@ -92,9 +92,9 @@ class VAR(ImageTokenPolicy):
         size = super().chunk(rows, forward)
         return max(self.branches, size // self.branches * self.branches)
 
-    def _draw(self, cond: list[Inputs], group: Tensor, row: Tensor, rng: Rng) -> Rollout:
+    def _draw(self, cond: list[Inputs], group: Tensor, row: Tensor, rng: Rng, passes: int | None = None) -> Rollout:
         if self.branch_at is None:
-            return super()._draw(cond, group, row, rng)
+            return super()._draw(cond, group, row, rng, passes)
         return grow(self, cond, group, row, rng, self.branch_at, self.branches)
 
     def path(self, rollout: Rollout) -> Iterator[Point]:

@@ -137,8 +137,10 @@ class VARNet(ImageNet):
         return self._advance(widened(self._word(seen, state.scale), state.rooms.rows), state)
 
     def fork(self, state: _State, rows: Tensor) -> None:
+        drawn = rows[: len(rows) * len(state.f) // state.rooms.rows]  # unconditional rows have the tokens of these
         state.inputs = {name: tensor[rows] for name, tensor in state.inputs.items()}
-        state.f, state.kept = state.f[rows], [(k[rows], v[rows]) for k, v in state.kept]
+        state.f = state.f[drawn]
+        state.rooms = Rooms([(k[rows], v[rows]) for k, v in state.rooms], state.rooms.length)
 
     def teach(self, inputs: Inputs, ids: Tensor) -> Tensor:
         quantizer, parts = self._quantizer(), [self._start(inputs)]

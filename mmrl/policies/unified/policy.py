@@ -32,6 +32,7 @@ class JanusUnified(Passes):
     """Janus with both heads: plans, then images (T2I-R1, ReasonGen-R1); answers and images together (PairUni)."""
 
     makes = None  # images, texts, or both in one batch
+    not_options = ("net", "compile")  # its passes change their shape with every text
     idle = ("model.vision_model.", "model.aligner.", "model.vqmodel.")
 
     def __init__(
@@ -86,13 +87,13 @@ class JanusUnified(Passes):
         return SegmentTokens([head.tokens(point, wheres[name], found[name]) for name, head in self.heads.items()])
 
     def decode(self, rollout: Rollout) -> Media:
-        """Images [B, 3, H, W]; where some rows are answers, a list of images [3, H, W] and texts."""
+        """Images [B, 3, H, W]; of a policy that answers too, a list of images [3, H, W] and texts."""
         draws = rollout.sample[:, -1] >= 0
         ids, size = rollout.sample[draws][:, self.tokens :], self.width or len(rollout)
         with torch.no_grad():
             parts = [at_width(self.pixels, size, ids[part]) for part in chunks(len(ids), size)]
         images = [(part.float() / 2 + 0.5).clamp(0, 1) for part in parts]
-        if draws.all():
+        if self.answer is None:
             return torch.cat(images)
         pictures = iter(image for part in images for image in part)
         return [next(pictures) if drawn else self._text(rollout, i) for i, drawn in enumerate(draws.tolist())]
