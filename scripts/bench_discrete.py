@@ -37,7 +37,7 @@ from samplers.noise import Rng  # noqa: E402
 
 TARGET = 1.3
 STREAM = Rng.of("bench")
-PROMPT = {"text": "a photo of a red seven left of a blue nine on a green table"}
+PROMPT = {"text": "a red seven"}  # a token a byte, and the template: about as many as of a caption
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,7 @@ class Janus:
 
         self.copies = args.copies
         self.policy = Policy(str(folder), guidance=args.guidance, compile=args.compile)
+        self.prompt_tokens = self.policy.encode([PROMPT])[0]["ids"].shape[1]
         self.policy.net.to(args.device, dtype)
         self.hf = self.policy.net.hf
         made = self.hf.generation_config
@@ -166,7 +167,7 @@ class Amused:
 
         from mmrl.policies.amused import Amused as Policy
 
-        self.copies, self.steps = args.copies, size.steps
+        self.copies, self.steps, self.prompt_tokens = args.copies, size.steps, 77
         self.policy = Policy(str(folder), guidance=args.guidance, steps=size.steps, sampler="maskgit")
         self.policy.net.to(args.device, dtype)
         self.policy.compute = dtype
@@ -269,7 +270,7 @@ def measure(size: Size, args: argparse.Namespace) -> dict[str, Any]:
     }
     seconds = {name: statistics.median(run[by] for run in found) for name, found in runs.items()}
     return {
-        "size": asdict(size), "equal": shown, "runs": runs, "ratios": ratios, "seconds": seconds, "by": by,
+        "size": asdict(size), "prompt_tokens": both.prompt_tokens, "equal": shown, "runs": runs, "ratios": ratios, "seconds": seconds, "by": by,
         "factor": statistics.median(ratios[by]), "images_per_second": args.copies / seconds["mmrl"],
     }  # fmt: skip
 
@@ -290,13 +291,13 @@ def page(found: dict[str, Any]) -> str:
         "of the process's own CPU time (on CUDA by the clock), and by the clock with least and most. Janus is timed "
         "without decoding, aMUSEd with text encoder and decoder.",
         "",
-        "| model | width, layers | tokens | mmrl, s | library, s | times as fast | by the clock |",
-        "|---|---|---|---|---|---|---|",
+        "| model | width, layers | tokens | of the prompt | mmrl, s | library, s | times as fast | by the clock |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, case in found["cases"].items():
         size, wall = case["size"], case["ratios"]["wall"]
         lines.append(
-            f"| {name} | {size['width']}, {size['layers']} | {size['side'] ** 2} | {case['seconds']['mmrl']:.2f} "
+            f"| {name} | {size['width']}, {size['layers']} | {size['side'] ** 2} | {case['prompt_tokens']} | {case['seconds']['mmrl']:.2f} "
             f"| {case['seconds']['library']:.2f} | {case['factor']:.2f} "
             f"| {statistics.median(wall):.2f} ({min(wall):.2f} - {max(wall):.2f}) |"
         )
