@@ -270,7 +270,8 @@ def measure(size: Size, args: argparse.Namespace) -> dict[str, Any]:
     }
     seconds = {name: statistics.median(run[by] for run in found) for name, found in runs.items()}
     return {
-        "size": asdict(size), "prompt_tokens": both.prompt_tokens, "equal": shown, "runs": runs, "ratios": ratios, "seconds": seconds, "by": by,
+        "size": asdict(size), "prompt_tokens": both.prompt_tokens, "equal": shown, "runs": runs,
+        "ratios": ratios, "seconds": seconds, "by": by,
         "factor": statistics.median(ratios[by]), "images_per_second": args.copies / seconds["mmrl"],
     }  # fmt: skip
 
@@ -297,8 +298,8 @@ def page(found: dict[str, Any]) -> str:
     for name, case in found["cases"].items():
         size, wall = case["size"], case["ratios"]["wall"]
         lines.append(
-            f"| {name} | {size['width']}, {size['layers']} | {size['side'] ** 2} | {case['prompt_tokens']} | {case['seconds']['mmrl']:.2f} "
-            f"| {case['seconds']['library']:.2f} | {case['factor']:.2f} "
+            f"| {name} | {size['width']}, {size['layers']} | {size['side'] ** 2} | {case['prompt_tokens']} "
+            f"| {case['seconds']['mmrl']:.2f} | {case['seconds']['library']:.2f} | {case['factor']:.2f} "
             f"| {statistics.median(wall):.2f} ({min(wall):.2f} - {max(wall):.2f}) |"
         )
     lines += ["", "Equal outputs, in float64:", ""]
