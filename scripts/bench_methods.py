@@ -55,6 +55,7 @@ class Method:
         return [*SIZES, *self.changes, f"optimizer.adamw.lr={self.lr}", f"train.seed={seed}"]
 
 
+OWN_GRID = "policy.grid.shifted.shift=1.0"  # of the base, by which all are evaluated; FLUX has 3
 PATH, SHARED, NOISED, PAIRS, GRADIENT = methods_page.FAMILIES
 METHODS = {
     "Flow-GRPO": Method("flow_grpo", PATH, 4e-4),
@@ -64,26 +65,30 @@ METHODS = {
         4e-4,
         ("policy.sde=all_but_last", "objective.grpo.kl=0.04", "objective.grpo.kl_form=flow_grpo"),
     ),
-    "DanceGRPO": Method("dance_grpo", PATH, 4e-4),
+    "DanceGRPO": Method("dance_grpo", PATH, 4e-4, (OWN_GRID,)),
     "GRPO-Guard": Method("guard", PATH, 4e-4),
     "Flow-DPPO": Method("flow_dppo", PATH, 4e-4),
     "TempFlow weights": Method("tempflow_grpo", PATH, 4e-4),
     "Flow-GRPO-Fast": Method("flow_grpo_fast", SHARED, 4e-4),
     "MixGRPO": Method("mix_grpo", SHARED, 4e-4, ("policy.sde.progressive.every=3",)),
     "MixGRPO-Flash": Method("mix_grpo_flash", SHARED, 4e-4, ("policy.sde.progressive.every=3",)),
-    "BranchGRPO": Method("branch_grpo", SHARED, 4e-4),
-    "BranchGRPO, width pruned": Method("branch_grpo", SHARED, 4e-4, ("advantage={branch: {prune_width: siblings}}",)),
-    "BranchGRPO, depth pruned": Method("branch_grpo", SHARED, 4e-4, ("advantage={branch: {prune_depth: [7, 8]}}",)),
-    "BranchGRPO-Mix": Method("branch_mix", SHARED, 4e-4),
+    "BranchGRPO": Method("branch_grpo", SHARED, 4e-4, (OWN_GRID,)),
+    "BranchGRPO, width pruned": Method(
+        "branch_grpo", SHARED, 4e-4, (OWN_GRID, "advantage={branch: {prune_width: siblings}}")
+    ),
+    "BranchGRPO, depth pruned": Method(
+        "branch_grpo", SHARED, 4e-4, (OWN_GRID, "advantage={branch: {prune_depth: [6, 7]}}")
+    ),
+    "BranchGRPO-Mix": Method("branch_mix", SHARED, 4e-4, (OWN_GRID,)),
     "DGPO": Method("dgpo", NOISED, 4e-4, ("objective.dgpo.draws=2",)),
     "DiffusionNFT": Method("nft", NOISED, 4e-4, ("objective.nft.draws=3",)),
     "AWM": Method("awm", NOISED, 4e-4, ("objective.awm.draws=3",)),
     "FPO": Method("fpo", NOISED, 4e-4, ("objective.fpo.draws=3",)),
     "CRD": Method("crd", NOISED, 4e-4, ("objective.crd.draws=2",)),
-    "RWR": Method("rwr", NOISED, 4e-4, ("objective.rwr.draws=3",)),
+    "RWR": Method("rwr", NOISED, 1.5e-4, ("objective.rwr.draws=3",)),
     "Diffusion-DPO, online": Method("diffusion_dpo", PAIRS, 4e-4),
-    "D3PO": Method("d3po", PAIRS, 4e-4),
-    "SePPO": Method("seppo", PAIRS, 4e-4),
+    "D3PO": Method("d3po", PAIRS, 2e-4, ("train.batch_size=48",)),
+    "SePPO": Method("seppo", PAIRS, 1.5e-4),
     "DRaFT": Method("draft", GRADIENT, 3e-4),
     "ROCM, KL": Method("rocm", GRADIENT, 3e-4, ("objective.draft.divergence=kl",)),
     "ROCM, Hellinger": Method("rocm", GRADIENT, 3e-4),

@@ -103,6 +103,21 @@ def test_a_pair_that_does_not_is_refused_when_the_configuration_is_read(objectiv
         assert why in str(error.value) and any(kind in why for kind in KINDS.values())
 
 
+@pytest.mark.parametrize("silent", ["policy.sd3.eta=0", "policy.sd3.kernel=ode"])
+def test_what_looks_at_noise_is_refused_for_a_sampler_without(silent, tmp_path):
+    for objective, entry in OBJECTIVES.items():
+        (tmp_path / "run.yaml").write_text(WHOLE.format(policy="sd3", reward="digits", objective=objective))
+        if not getattr(entry, "visits", False):
+            continue
+        read(tmp_path / "run.yaml", [])
+        with pytest.raises(UserError, match="run.yaml:6.*looks at steps with noise, of which this policy has none"):
+            read(tmp_path / "run.yaml", [silent])
+    visits = {name for name, entry in OBJECTIVES.items() if getattr(entry, "visits", False)}
+    assert visits == {"grpo", "guard", "flow_dppo", "d3po", "adjoint_matching"}
+    (tmp_path / "run.yaml").write_text(WHOLE.format(policy="sd3", reward="digits", objective="dgpo"))
+    read(tmp_path / "run.yaml", [silent])
+
+
 def test_which_pairs_suit_each_other():
     """The two tables of docs: flow objectives and objectives of text, and what lies between."""
     pairs = {

@@ -66,9 +66,18 @@ def check(
 def _unsuited(entries: Mapping[str, Resolved]) -> Iterator[str]:
     """An objective of tokens for a flow model, or the other way round."""
     if {"objective", "policy"} <= set(entries):
-        why = unsuited(entries["objective"].entry, entries["policy"].entry)
+        objective, policy = entries["objective"], entries["policy"]
+        why = unsuited(objective.entry, policy.entry)
         if why is not None:
-            yield entries["objective"].place.say(why)
+            yield objective.place.say(why)
+        kernel = policy.options.get("kernel")
+        still = policy.options.get("eta") == 0 or (isinstance(kernel, Resolved) and kernel.entry.__name__ == "ode")
+        if getattr(objective.entry, "visits", False) and still:
+            yield objective.place.say(
+                f"the objective {objective.entry.__name__} looks at steps with noise, of which this policy has none: "
+                "give it a stochastic kernel and an eta above 0 (kernel: flow_sde, eta: 0.7), or take an objective of "
+                "finished samples: dgpo, nft, awm, fpo, crd, rwr, diffusion_dpo"
+            )
 
 
 def _try(problems: list[str], call: Callable, *args: Any) -> Any:

@@ -95,6 +95,7 @@ class AdjointMatching:
     """
 
     needs: ClassVar[str] = "gaussian"
+    visits: ClassVar[bool] = True
     strength: Annotated[float, Ge(0)] = 1.0
 
     def __post_init__(self) -> None:

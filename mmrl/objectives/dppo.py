@@ -37,6 +37,7 @@ class FlowDPPO:
     advantage_clip: float = 5.0
     std: Literal["exact", "published", "one"] = "exact"
     needs: ClassVar[str] = "gaussian"
+    visits: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         positive("objective.flow_dppo", threshold=self.threshold, advantage_clip=self.advantage_clip)

@@ -86,6 +86,7 @@ class D3PO:
     """
 
     needs: ClassVar[str] = "gaussian"
+    visits: ClassVar[bool] = True
     beta: float = 0.1
 
     def __post_init__(self) -> None:
