@@ -66,7 +66,10 @@ class Memory:
         """The iteration's groups of equal rewards replaced by remembered ones, as far as there are any; then the others
         are remembered. Counts, over all processes, for the log."""
         self.groups = [one for one in self.groups if iteration - one.iteration <= self.options.age]
-        flat = flat_groups(drawn)[: int(self.options.share * len(drawn.rollout.prompts) + 1e-9)]
+        count = len(
+            drawn.rollout.prompts
+        )  # one stays, so that every process has something of this iteration to measure
+        flat = flat_groups(drawn)[: min(int(self.options.share * count + 1e-9), count - 1)]
         best = sorted(self.groups, key=lambda one: (-one.spread(), -one.iteration, one.index))[: len(flat)]
         fresh = self._worth(drawn, iteration)
         found = replace(drawn, rollout=marked(drawn.rollout, False))

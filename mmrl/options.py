@@ -19,8 +19,9 @@ Reduction = Literal["decision", "row", "every_row", "constant", "sum"]
 @dataclass(frozen=True)
 class Reuse:
     """Answers of earlier iterations in the place of groups of equal rewards. ``share``: of an iteration's groups that
-    may give way, at most. ``size``: groups that are remembered on a process; those whose rewards differ least leave
-    first. ``age``: iterations after which an answer is forgotten. ``times``: how often a group comes again."""
+    may give way, at most; on every process one stays. ``size``: groups that are remembered on a process; those whose
+    rewards differ least leave first. ``age``: iterations after which an answer is forgotten. ``times``: how often a
+    group comes again."""
 
     share: Annotated[float, Gt(0), Le(1)] = 0.5
     size: Count = 256

@@ -58,6 +58,12 @@ def test_layers_computed_again_give_the_same_gradient():
     assert_near(gradient(one, rollout), plain, 1e-7)
 
 
+def test_what_is_exported_knows_nothing_of_it(tmp_path):
+    one = policy_of(packed=True)
+    one.export(tmp_path)
+    assert packed.NAME not in (tmp_path / "config.json").read_text()
+
+
 def test_adapters_train_packed():
     one, padded = (policy_of(lora=2, packed=p) for p in (True, False))
     rollout = ragged(rolled(padded))

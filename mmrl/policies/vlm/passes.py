@@ -90,8 +90,9 @@ class Passes(NetPolicy):
     def _kept(self, encoded: list[Encoded]) -> dict[str, Any]:
         """Features in the place of the images of these prompts, where tower and projector are frozen; {}: look anew.
 
-        On one process: of several sharded ones all make the same passes."""
-        frozen = not self.sees and self.net.share and distributed.world()[1] == 1 and features.can_keep(self.net.hf)
+        On one process, since sharded ones make the same passes; of families whose projector is known by name."""
+        known = self.inputs.family.known and features.can_keep(self.net.hf)
+        frozen = known and not self.sees and self.net.share and distributed.world()[1] == 1
         seen = [one for one in encoded if "pixel_values" in one]
         if not frozen or not seen or any("pixel_values_videos" in one for one in encoded):
             return {}

@@ -113,6 +113,8 @@ class VLM(Passes):
         self.outside = ENGINES[engine](self.place, dtype) if engine in ENGINES else None
         self.sees = any(p.requires_grad and part_of(n) != "language" for n, p in hf.named_parameters())
         self.notes = (*family.unverified(), summary(self.net))
+        if share == "auto" and not shareable(hf):
+            self.notes += (f"prompts of {hf.config.model_type} are read once for every answer, not once a group",)
         if self.outside is not None:
             self.notes += (
                 f"{engine} samples with other kernels than the policy scores with: watch engine/gap, and set the "
