@@ -36,7 +36,6 @@ _VLM = (*_SCENES, "mmrl.worlds.album", "mmrl.worlds.asking", "mmrl.worlds.vlm", 
 _IMAGES = "mmrl.policies.images."
 _BLOCKS = (f"{_IMAGES}vq_parts", f"{_IMAGES}llamagen_vq", f"{_IMAGES}var_vq")
 _VQ = (*_SCENES, *_BLOCKS, "mmrl.worlds.vq")
-_T5 = (*_SCENES, "mmrl.worlds.text", "mmrl.worlds.llamagen")
 _PAINTER = (*_VQ, "mmrl.worlds.text", "mmrl.worlds.painting", "mmrl.worlds.vq_names")
 _LLAMAGEN = (*_PAINTER, "mmrl.worlds.llamagen", f"{_IMAGES}llamagen_gpt")
 _JANUS = (*_PAINTER, "mmrl.worlds.janus")
@@ -94,21 +93,14 @@ def vq(name: str, recipe: VQRecipe) -> Path:
     return _fetch(name, (recipe,), _VQ, partial(build_vq, recipe=recipe))
 
 
-def t5(name: str, recipe: TextRecipe) -> Path:
-    """A folder that AutoTokenizer and T5EncoderModel load."""
-    from mmrl.worlds.llamagen import build_t5
-
-    return _fetch(name, (recipe,), _T5, partial(build_t5, recipe=recipe))
-
-
-def llamagen(name: str, recipe: PainterRecipe, images: VQRecipe, texts: TextRecipe, end: str = "") -> Path:
-    """A folder as the policy ``llamagen`` exports them; its text encoder is ``digits/t5``."""
+def llamagen(name: str, recipe: PainterRecipe, images: VQRecipe, end: str = "") -> Path:
+    """A folder as the policy ``llamagen`` exports them."""
     from mmrl.worlds.llamagen import build_llamagen
 
     def build(folder: Path, progress: Progress) -> None:
-        build_llamagen(folder, vq(f"digits/vq{end}", images), t5(f"digits/t5{end}", texts), recipe, progress)
+        build_llamagen(folder, vq(f"digits/vq{end}", images), recipe, progress)
 
-    return _fetch(name, (recipe, images, texts), _LLAMAGEN, build)
+    return _fetch(name, (recipe, images), _LLAMAGEN, build)
 
 
 def janus(name: str, recipe: PainterRecipe, images: VQRecipe, end: str = "") -> Path:
@@ -207,16 +199,10 @@ def image_tokens() -> Path:
     return vq("digits/vq", recipes.VQ)
 
 
-@ARTIFACTS.register("digits/t5")
-def caption_reader() -> Path:
-    """Tiny T5 encoder, which ``digits/llamagen`` reads captions with."""
-    return t5("digits/t5", recipes.TEXT)
-
-
 @ARTIFACTS.register("digits/llamagen")
 def autoregressive() -> Path:
-    """Tiny text-conditional LlamaGen, many of its captions wrong; needs ``text_encoder: world:digits/t5``."""
-    return llamagen("digits/llamagen", recipes.LLAMAGEN, recipes.VQ, recipes.TEXT)
+    """Tiny class-conditional LlamaGen, many of its labels wrong."""
+    return llamagen("digits/llamagen", recipes.LLAMAGEN, recipes.VQ)
 
 
 @ARTIFACTS.register("digits/janus")
@@ -243,16 +229,10 @@ def image_tokens_test() -> Path:
     return vq("digits/vq-test", recipes.VQ_TEST)
 
 
-@ARTIFACTS.register("digits/t5-test")
-def caption_reader_test() -> Path:
-    """Barely trained T5 encoder, for tests."""
-    return t5("digits/t5-test", recipes.TEXT_TEST)
-
-
 @ARTIFACTS.register("digits/llamagen-test")
 def autoregressive_test() -> Path:
-    """Barely trained LlamaGen, for tests; needs ``text_encoder: world:digits/t5-test``."""
-    return llamagen("digits/llamagen-test", recipes.PAINTER_TEST, recipes.VQ_TEST, recipes.TEXT_TEST, "-test")
+    """Barely trained LlamaGen, for tests."""
+    return llamagen("digits/llamagen-test", recipes.PAINTER_TEST, recipes.VQ_TEST, "-test")
 
 
 @ARTIFACTS.register("digits/janus-test")

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from mmrl.types import Prompt
 from mmrl.worlds.progress import Progress
 from mmrl.worlds.recipes import PainterRecipe
 from mmrl.worlds.render import render
-from mmrl.worlds.scenes import captions, is_held_out
+from mmrl.worlds.scenes import COLORS, PLACES, captions, is_held_out, singles
 from samplers.noise import Rng
+
+CLASSES = len(singles())  # a digit in a colour, perhaps at a place
 
 
 class Lessons(NamedTuple):
@@ -61,6 +65,37 @@ def teach(
         optimizer.step()
         schedule.step()
     module.eval().requires_grad_(False)
+
+
+class Composed(nn.Module):
+    """A class's embedding is the sum of its digit's, its colour's and its place's, so that one that was never shown
+    means something too: held-out captions stay out of pre-training. After it every class has its own."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        sizes = 10, len(COLORS), len(PLACES) + 1
+        parts = list(itertools.product(*map(range, sizes)))  # the order of ``singles``
+        starts = torch.tensor([0, sizes[0], sizes[0] + sizes[1]])
+        which = torch.zeros(len(parts) + 1, sum(sizes) + 1)
+        which[:-1].scatter_(1, torch.tensor(parts) + starts, 1.0)
+        which[-1, -1] = 1.0
+        self.register_buffer("which", which)
+        self.parts = nn.Parameter(0.3 * torch.randn(which.shape[1], width))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return self.which @ self.parts
+
+
+def compose(table: nn.Embedding) -> None:
+    """Makes an embedding of CLASSES + 1 rows a ``Composed`` one, until ``parametrize.remove_parametrizations``."""
+    table.weight.requires_grad_(False)
+    parametrize.register_parametrization(table, "weight", Composed(table.embedding_dim))
+
+
+def labels(lessons: Lessons) -> Tensor:
+    """[P + 1] long, the classes of the captions and of none: their places among ``singles``."""
+    number = {prompt["text"]: i for i, prompt in enumerate(singles())}
+    return torch.tensor([*(number[p["text"]] for p in lessons.prompts), CLASSES])
 
 
 def cross_entropy(logits: Tensor, ids: Tensor) -> Tensor:

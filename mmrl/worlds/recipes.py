@@ -144,7 +144,7 @@ class PainterRecipe:
     layers: int = 3
     heads: int = 4
     scenes: int = 6000
-    steps: int = 500
+    steps: int = 400
     batch: int = 64
     lr: float = 3e-3
     true_first: float = 0.6  # share of the steps before any caption is wrong

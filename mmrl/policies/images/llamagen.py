@@ -59,7 +59,7 @@ class LlamaGen(ImageTokenPolicy):
         self.size, published = size, weights.read(file, drop=("freqs_cis",))
         net = LlamaGenGPT(shape_of(published, str(file), size // self.vq.factor, heads))
         weights.load(net, published, file).to(getattr(torch, dtype))
-        self.texts = PromptCache(lambda: T5(text_encoder), self._encode_texts, text_encoders, 20000)
+        self.texts = PromptCache(lambda: _T5(text_encoder), self._encode_texts, text_encoders, 20000)
         super().__init__(net, guidance=guidance, **options)
 
     def encode(self, prompts: list[Prompt]) -> list[Inputs]:
@@ -81,7 +81,7 @@ class LlamaGen(ImageTokenPolicy):
     def pixels(self, ids: Tensor) -> Tensor:
         return self.vq.to(ids.device).decode(ids)
 
-    def _encode_texts(self, t5: T5, texts: list[str], device: torch.device) -> dict[str, Tensor]:
+    def _encode_texts(self, t5: _T5, texts: list[str], device: torch.device) -> dict[str, Tensor]:
         return t5.encode(texts, self.net.shape.condition, device)
 
     def export(self, folder: Path) -> None:
@@ -91,7 +91,7 @@ class LlamaGen(ImageTokenPolicy):
         (folder / "config.json").write_text(json.dumps({"size": self.size, "heads": self.net.shape.heads}))
 
 
-class T5:
+class _T5:
     """Text features as LlamaGen was trained on, moved behind their padding."""
 
     def __init__(self, place: str):

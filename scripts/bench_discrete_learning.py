@@ -1,0 +1,221 @@
+"""Do image tokens learn from a reward? The discrete recipes of the digits world on several seeds, to docs/results/.
+
+    OMP_NUM_THREADS=1 python scripts/bench_discrete_learning.py [--seeds 0 1 2] [--only ar_grpo d1 ...] [--runs FOLDER]
+
+Runs are made one after the other in this process, each from the recipe a user would train. What a run measured is
+written when it ends; a second call goes on with those that are missing, and several calls may share a folder. Seconds
+are the process's own CPU time (one thread) of sampling, scoring and training, evaluations left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from mmrl import evaluation
+from mmrl.machine import machine
+from mmrl.paths import find_config
+from mmrl.report.charts import Chart, Series
+from mmrl.session import Session, read, seed_everything
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "results"
+LOOKS = 3  # evaluations of a run after the first
+SCALE = 4.0  # of guidance, where scores with and without it are compared
+ONE_PASS = "objective.masked.estimator={trajectory: {passes: 1}}"
+STYLE = (
+    "text{font:12px sans-serif;fill:#555}.grid{stroke:#e5e5e5}.axis{stroke:#aaa}.line{fill:none;stroke-width:2}"
+    ".c1{stroke:#2a68cf}.c2{stroke:#d0690c}.c3{stroke:#2b8a57}.c4{stroke:#7d4ec0}.c5{stroke:#c43458}.c6{stroke:#158294}"
+)
+
+
+class Run(NamedTuple):
+    title: str
+    recipe: str
+    changes: tuple[str, ...] = ()
+
+
+def guided(family: str, recipe: str, dist: str) -> Run:
+    title = f"{family.upper() if family == 'var' else 'LlamaGen'}, {dist}"
+    changes = (f"policy.{family}.guidance={SCALE}", f"policy.{family}.logp_dist={dist}")
+    return Run(title, recipe, changes)
+
+
+RUNS = {
+    "ar_grpo": Run("AR-GRPO, LlamaGen", "ar_grpo"),
+    "janus_grpo": Run("AR-GRPO, Janus", "janus_grpo"),
+    "var_grpo": Run("VAR-GRPO", "var_grpo"),
+    "mask_exact": Run("exact trajectory", "mask_exact"),
+    "mask_exact_1": Run("exact, one random pass", "mask_exact", (ONE_PASS,)),
+    "mask_grpo": Run("MaskGRPO, fixed", "mask_grpo"),
+    "mask_grpo_published": Run("MaskGRPO, published", "mask_grpo_published"),
+    "unigrpo": Run("UniGRPO", "unigrpo"),
+    "d1": Run("d1", "d1"),
+    "ar_guided": guided("llamagen", "ar_grpo", "guided"),
+    "ar_conditional": guided("llamagen", "ar_grpo", "conditional"),
+    "var_guided": guided("var", "var_grpo", "guided"),
+    "var_conditional": guided("var", "var_grpo", "conditional"),
+}  # fmt: skip
+GROUPS = {
+    "autoregressive": ("Token after token and scale after scale", ("ar_grpo", "janus_grpo", "var_grpo")),
+    "masked": (
+        "Masked diffusion, one base model",
+        ("mask_exact", "mask_exact_1", "mask_grpo", "mask_grpo_published", "unigrpo", "d1"),
+    ),
+    "guidance": (
+        f"Guidance {SCALE:g} in the rollout, in the score or not",
+        ("ar_guided", "ar_conditional", "var_guided", "var_conditional"),
+    ),
+}
+AXES = {"iteration": "iterations", "cpu": "CPU seconds", "forwards": "rows through the network"}
+
+
+def learn(run: Run, seed: int, overrides: list[str], base: dict[str, Any] | None) -> dict[str, Any]:
+    """Train one recipe and look at held-out prompts on the way; ``base`` is what another seed saw before training."""
+    changes = [*run.changes, f"train.seed={seed}", "evaluate.guidance=[]", *overrides]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a mismatch is what is measured
+        session = Session.of(read(find_config(Path(f"digits/{run.recipe}")), changes))
+        seed_everything(seed)
+        trainer = session.trainer()
+    judges, total = session.judges(), session.options.iterations
+
+    def look() -> dict[str, Any]:
+        found = evaluation.evaluate(session.policy, session.prompts(), judges, session.evaluation)
+        return {name: asdict(estimate) for name, estimate in found.items()}
+
+    session.policy.prepare([*session.data.train, *session.data.held_out])
+    spent = {"cpu": 0.0, "wall": 0.0, "forwards": 0}
+    curve = [{"iteration": 0, **spent, "rewards": base or look()}]
+    for iteration in range(1, total + 1):
+        own, clock = time.process_time(), time.perf_counter()
+        spent["forwards"] += int(trainer.iterate()["forwards"])
+        spent["cpu"] += time.process_time() - own
+        spent["wall"] += time.perf_counter() - clock
+        if any(iteration == round(total * (i + 1) / LOOKS) for i in range(LOOKS)):
+            curve.append({"iteration": iteration, **spent, "rewards": look()})
+    samples = session.options.prompts * session.options.copies
+    return {"seed": seed, "curve": curve, "samples": samples, "prompts": len(session.prompts())}
+
+
+def table(runs: dict[str, list[dict]], names: tuple[str, ...]) -> list[str]:
+    head = "| run | seed | before | after | judge before | judge after | iterations | CPU s | wall s | forwards |"
+    lines = [head, "|---|---|---|---|---|---|---|---|---|---|"]
+    for name in names:
+        for one in runs.get(name, []):
+            first, last = one["curve"][0], one["curve"][-1]
+            cells = [cell(point["rewards"][r]) for r in ("digits", "digits_judge") for point in (first, last)]
+            sizes = f"{last['iteration']} | {last['cpu']:.0f} | {last['wall']:.0f} | {last['forwards'] / 1e3:.0f}k"
+            lines.append(f"| {RUNS[name].title} | {one['seed']} | {' | '.join(cells)} | {sizes} |")
+    return lines
+
+
+def cell(found: dict[str, float]) -> str:
+    return f"{found['mean']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
+
+
+def picture(runs: dict[str, list[dict]], names: tuple[str, ...], axis: str) -> str:
+    """Held-out reward, the mean of the seeds, over one of AXES, as a file of its own."""
+    curves = []
+    for name in (name for name in names if name in runs):
+        points = list(zip(*(one["curve"] for one in runs[name])))
+        along = [sum(p[axis] for p in each) / len(each) for each in points]
+        rewards = [sum(p["rewards"]["digits"]["mean"] for p in each) / len(each) for each in points]
+        curves.append(Series(RUNS[name].title, along, rewards))
+    drawing = str(Chart(f"held-out reward over {AXES[axis]}", curves, zero=True).svg())
+    size = 'xmlns="http://www.w3.org/2000/svg" width="750" height="330" style="background:white"'
+    head, _, body = drawing.partition(">")
+    return f"{head.replace('<svg', f'<svg {size}', 1)}><style>{STYLE}</style>{body}"
+
+
+def summary(runs: dict[str, list[dict]]) -> list[str]:
+    """A line a run: mean gain of the seeds, and in how many the interval after lies above the one before."""
+    lines = ["| run | seeds | before | after | gain | of them clear | CPU s |", "|---|---|---|---|---|---|---|"]
+    for name, found in runs.items():
+        ends = [(one["curve"][0]["rewards"]["digits"], one["curve"][-1]["rewards"]["digits"]) for one in found]
+        before, after = (sum(pair[i]["mean"] for pair in ends) / len(ends) for i in (0, 1))
+        clear = sum(b["low"] > a["high"] for a, b in ends)
+        cpu = sum(one["curve"][-1]["cpu"] for one in found) / len(found)
+        sizes = f"{after - before:+.3f} | {clear} of {len(ends)} | {cpu:.0f} |"
+        lines.append(f"| {RUNS[name].title} | {len(found)} | {before:.3f} | {after:.3f} | {sizes}")
+    return lines
+
+
+def page(runs: dict[str, list[dict]], about: dict[str, Any]) -> str:
+    one = next(iter(runs.values()))[0]
+    lines = [
+        "# Image tokens learn from a reward", "",
+        "Written by `python scripts/bench_discrete_learning.py`. The reward is `digits`; it and the independent judge",
+        f"look at pictures of {one['prompts']} held-out captions, which neither pre-training nor reinforcement saw,",
+        "from the same noise before and after. Mean, 95 % interval over captions. A group begins from one model.",
+        "", *summary(runs), "",
+        f"Clear: the interval after training lies above the one before. An iteration is {one['samples']} pictures.",
+        "Forwards are rows through the network, sampling included; a guided row counts twice. CPU seconds are the",
+        "process's own, on one thread of a machine that others used too, evaluations left out.", "",
+    ]  # fmt: skip
+    for key, (title, names) in GROUPS.items():
+        if any(name in runs for name in names):
+            lines += [f"## {title}", "", *table(runs, names), ""]
+            lines += [f"![held-out reward over {AXES[axis]}](discrete_{key}_{axis}.svg)" for axis in axes(key)] + [""]
+    return "\n".join([*lines, f"Machine: `{json.dumps(about)}`", ""])
+
+
+def axes(key: str) -> tuple[str, ...]:
+    return tuple(AXES) if key == "masked" else ("iteration", "cpu")
+
+
+def gathered(folder: Path) -> dict[str, list[dict]]:
+    """What is there of every run, by seed."""
+    found = {name: [json.loads(file.read_text()) for file in sorted(folder.glob(f"{name}-?.json"))] for name in RUNS}
+    return {name: each for name, each in found.items() if each}
+
+
+def make(name: str, seed: int, folder: Path, overrides: list[str]) -> None:
+    """One run into its file, unless it is there or another process is at it."""
+    from filelock import FileLock, Timeout
+
+    file = folder / f"{name}-{seed}.json"
+    try:
+        with FileLock(file.with_suffix(".lock"), blocking=False):
+            if file.exists():
+                return
+            known = gathered(folder).get(name)
+            found = learn(RUNS[name], seed, overrides, known[0]["curve"][0]["rewards"] if known else None)
+            file.write_text(json.dumps(found))
+    except Timeout:
+        return
+    first, last = (found["curve"][i]["rewards"]["digits"]["mean"] for i in (0, -1))
+    print(f"{name} seed {seed}: {first:.3f} to {last:.3f}, {found['curve'][-1]['cpu']:.0f} s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--only", nargs="+", default=list(RUNS), choices=list(RUNS))
+    parser.add_argument("--runs", type=Path, default=Path("runs/bench_discrete_learning"), help="one file a run")
+    parser.add_argument("--page", action="store_true", help="write the page of the runs that are there, train nothing")
+    parser.add_argument("overrides", nargs="*", help="key=value of all recipes")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    chosen.runs.mkdir(parents=True, exist_ok=True)
+    for seed, name in [] if chosen.page else itertools.product(chosen.seeds, chosen.only):
+        make(name, seed, chosen.runs, chosen.overrides)
+    if runs := gathered(chosen.runs):
+        about = machine()
+        (RESULTS / "discrete.json").write_text(json.dumps({"machine": about, "runs": runs}))
+        (RESULTS / "discrete.md").write_text(page(runs, about))
+        for key, (_, names) in GROUPS.items():
+            for axis in axes(key):
+                (RESULTS / f"discrete_{key}_{axis}.svg").write_text(picture(runs, names, axis))
+
+
+if __name__ == "__main__":
+    main()
