@@ -222,3 +222,40 @@ def test_embeddings_of_classes_are_sums_until_training_ends():
     labels = {p["text"]: p["label"] for p in [*Digits().train, *Digits().held_out]}
     assert labels == number and set(range(240)) == set(labels.values())
     assert isinstance(make("var").vae, VARVQ)
+
+
+# ----------------------------------------------------------------------------------------------------- the benchmark
+
+
+def test_the_benchmark_goes_on_with_what_is_missing(tmp_path, monkeypatch):
+    from tests.test_bench import load
+
+    bench = load("bench_discrete_learning")
+    monkeypatch.setattr(bench, "RESULTS", tmp_path)
+    small = [
+        "policy.var.path=world:digits/var-test",
+        "train.micro_batch=8",
+        "train.prompts=2",
+        "train.copies=4",
+        "train.batch_size=8",
+    ]
+    small += [
+        "train.iterations=3",
+        "evaluate.prompts=3",
+        "evaluate.copies=1",
+        "reward.digits.path=world:digits/reader-test",
+    ]
+    bench.make("var_guided", 0, tmp_path, small)
+    first = (tmp_path / "var_guided-0.json").read_text()
+    found = bench.gathered(tmp_path)["var_guided"][0]
+    assert [point["iteration"] for point in found["curve"]] == [0, 1, 2, 3] and found["samples"] == 8
+    assert found["curve"][-1]["forwards"] == 3 * 2 * (8 * 3 + 8)  # guided: three scales sampled, one pass scored
+    monkeypatch.setattr(bench, "learn", lambda run, seed, overrides, base: {**found, "seed": seed, "known": base})
+    bench.make("var_guided", 0, tmp_path, small)
+    bench.make("var_guided", 1, tmp_path, small)
+    assert (tmp_path / "var_guided-0.json").read_text() == first
+    runs = bench.gathered(tmp_path)
+    assert runs["var_guided"][1]["known"] == found["curve"][0]["rewards"]
+    page = bench.page(runs, {})
+    assert "VAR, guided | 2 |" in page and "discrete_guidance_cpu.svg" in page
+    assert bench.picture(runs, ("var_guided", "d1"), "cpu").startswith("<svg")

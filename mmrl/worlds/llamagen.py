@@ -35,8 +35,9 @@ def new_gpt(codec: LlamaGenVQ, recipe: PainterRecipe) -> LlamaGenGPT:
     vocab, grid = codec.quantize.embedding.num_embeddings, CANVAS // codec.factor
     classes, feed = painting.CLASSES, 8 * recipe.width // 3
     net = LlamaGenGPT(Shape(recipe.width, recipe.layers, recipe.heads, vocab, classes, grid=grid, feed=feed))
-    nn.init.normal_(net.tok_embeddings.weight, std=0.3)
-    nn.init.zeros_(net.output.weight)  # as published
+    for module in net.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.1)  # torch's own is slow to learn digits
     painting.compose(net.cls_embedding.embedding_table)
     return net
 

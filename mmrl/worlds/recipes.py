@@ -169,7 +169,7 @@ VLM_TEST = replace(VLM, eyes_steps=3, eyes_batch=16, scenes=48, steps=6, batch=8
 
 TEXT = TextRecipe()
 VQ = VQRecipe()
-LLAMAGEN = PainterRecipe()
+LLAMAGEN = PainterRecipe(steps=600)
 JANUS = PainterRecipe()
 VAR = PainterRecipe()
 AMUSED = PainterRecipe()
