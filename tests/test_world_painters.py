@@ -27,6 +27,8 @@ RECIPE = recipes.VQ_TEST
 @pytest.fixture(scope="module", autouse=True)
 def registered():
     load_built_in()
+    for name in OPTIONS:  # built before any test that computes without gradients
+        locate(f"world:digits/{name}-test")
 
 
 @pytest.fixture(scope="module")
