@@ -71,6 +71,8 @@ SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
     ("policies", "z_image"): {"path": "{tiny:z_image}", "size": 16, "steps": 3, "width": 8, "text_length": 12},
     ("policies", "janus"): {"path": "{tiny:janus}"},
     ("policies", "janus_unified"): {"path": "{tiny:janus}", "answer": {"tokens": 6}, "plan": {"tokens": 5}},
+    ("policies", "emu3"): {"path": "{tiny:emu3}", "size": 24},
+    ("policies", "imagegpt"): {"path": "{tiny:imagegpt}"},
     ("policies", "var"): {"path": "{tiny:var}"},
     ("policies", "llamagen"): {"path": "{tiny:llamagen}", "text_encoder": "{tiny:llamagen}/t5"},
     ("policies", "wan_i2v"): VIDEO | {"path": "{tiny:wan_i2v}", "frames": 5},

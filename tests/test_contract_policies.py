@@ -30,6 +30,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "masked_lm": [{"guidance": 2.0, "sampler": "maskgit"}, {"lora": 2}],
     "amused": [{"guidance": 3.0, "sampler": "maskgit"}, {"lora": 2, "guidance": 2.0, "temperature": 0.8}],
     "janus": [{"guidance": 1.0, "top_k": 5, "lora": 2}, {"logp_dist": "conditional", "train": "generation"}],
+    "emu3": [{"guidance": 1.0, "top_p": 0.9}, {"lora": 2, "ratio": "2:1", "logp_dist": "guided_stopgrad_uncond"}],
+    "imagegpt": [{"temperature": 0.8}],
     "janus_unified": [{"plan": {"tokens": 4, "images": 2, "turn": "new"}, "weigh": "segment", "lora": 2}],
     "var": [
         {"guidance": 1.0, "top_k": 3},

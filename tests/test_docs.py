@@ -195,6 +195,8 @@ DOCUMENTED = {
     "policy: masked_image_lm": POLICIES["masked_image_lm"],
     "policy: janus": POLICIES["janus"],
     "policy: janus_unified": POLICIES["janus_unified"],
+    "policy: emu3": POLICIES["emu3"],
+    "policy: imagegpt": POLICIES["imagegpt"],
     "policy: llamagen": POLICIES["llamagen"],
     "policy: var": POLICIES["var"],
     "reuse": Reuse,
