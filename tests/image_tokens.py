@@ -22,7 +22,7 @@ from mmrl.types import Point, Rewards
 from samplers.noise import Rng
 
 from . import tiny_vlms
-from .tiny_transformers_images import tiny_emu3, tiny_imagegpt
+from .tiny_transformers_images import tiny_emu3, tiny_glm_image, tiny_imagegpt
 
 
 def every(vocab, length):
@@ -174,5 +174,5 @@ def folder(name):
 BUILDERS = {
     "llamagen": partial(tiny_llamagen, text=True, vocab=16), "llamagen-classes": partial(tiny_llamagen, vocab=16),
     "var": partial(tiny_var, vocab=16), "emu3": partial(tiny_emu3, vocab=16),
-    "imagegpt": partial(tiny_imagegpt, vocab=16),
+    "imagegpt": partial(tiny_imagegpt, vocab=16), "glm_image": partial(tiny_glm_image, vocab=16),
 }  # fmt: skip

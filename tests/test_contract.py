@@ -72,6 +72,7 @@ SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
     ("policies", "janus"): {"path": "{tiny:janus}"},
     ("policies", "janus_unified"): {"path": "{tiny:janus}", "answer": {"tokens": 6}, "plan": {"tokens": 5}},
     ("policies", "emu3"): {"path": "{tiny:emu3}", "size": 24},
+    ("policies", "glm_image"): {"path": "{tiny:glm_image}", "size": 64, "steps": 2},
     ("policies", "imagegpt"): {"path": "{tiny:imagegpt}"},
     ("policies", "var"): {"path": "{tiny:var}"},
     ("policies", "llamagen"): {"path": "{tiny:llamagen}", "text_encoder": "{tiny:llamagen}/t5"},

@@ -32,6 +32,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "janus": [{"guidance": 1.0, "top_k": 5, "lora": 2}, {"logp_dist": "conditional", "train": "generation"}],
     "emu3": [{"guidance": 1.0, "top_p": 0.9}, {"lora": 2, "ratio": "2:1", "logp_dist": "guided_stopgrad_uncond"}],
     "imagegpt": [{"temperature": 0.8}],
+    "glm_image": [{"lora": 2, "top_k": 5}],
     "janus_unified": [{"plan": {"tokens": 4, "images": 2, "turn": "new"}, "weigh": "segment", "lora": 2}],
     "var": [
         {"guidance": 1.0, "top_k": 3},

@@ -197,6 +197,7 @@ DOCUMENTED = {
     "policy: janus_unified": POLICIES["janus_unified"],
     "policy: emu3": POLICIES["emu3"],
     "policy: imagegpt": POLICIES["imagegpt"],
+    "policy: glm_image": POLICIES["glm_image"],
     "policy: llamagen": POLICIES["llamagen"],
     "policy: var": POLICIES["var"],
     "reuse": Reuse,

@@ -20,6 +20,7 @@ from . import wan as wan
 from . import wan_i2v as wan_i2v
 from . import z_image as z_image
 from .images import emu3 as emu3
+from .images import glm_image as glm_image
 from .images import imagegpt as imagegpt
 from .images import janus as janus
 from .images import llamagen as llamagen

@@ -37,15 +37,20 @@ def read(decoder: nn.Module, inputs: Inputs, rows: Tensor, layers: int) -> tuple
     return hidden[rows], State(caches.growing(caches.kept(cache), rows), mask, places[rows, -1] + 1)
 
 
-def advance(decoder: nn.Module, ids: Tensor, state: State) -> Tensor:
-    """[B, 1, H] after the tokens ``ids`` [B, n], or [B / m, n], m times."""
+def advance(decoder: nn.Module, ids: Tensor, state: State, places: Tensor | None = None) -> Tensor:
+    """[B, 1, H] after the tokens ``ids`` [B, n], or [B / m, n], m times.
+
+    ``places`` [3, B, n]: positions of their own, where ``state.place`` is only where the text has ended.
+    """
     ids, length = widened(ids, len(state.place)), ids.shape[1]
     state.mask = None if state.mask is None else F.pad(state.mask, (0, length), value=1)
-    places = state.place[:, None] + ids.new_ones(ids.shape).cumsum(1) - 1
+    own = places is not None
+    if not own:
+        places = state.place[:, None] + ids.new_ones(ids.shape).cumsum(1) - 1
     hidden = decoder(
         input_ids=ids, attention_mask=state.mask, position_ids=places, past_key_values=state.cache, use_cache=True
     ).last_hidden_state
-    state.place = state.place + length
+    state.place = state.place if own else state.place + length
     return hidden[:, -1:]
 
 
