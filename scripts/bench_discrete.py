@@ -302,6 +302,10 @@ def page(found: dict[str, Any]) -> str:
             f"| {case['seconds']['mmrl']:.2f} | {case['seconds']['library']:.2f} | {case['factor']:.2f} "
             f"| {statistics.median(wall):.2f} ({min(wall):.2f} - {max(wall):.2f}) |"
         )
+    runs = [run for case in found["cases"].values() for side in case["runs"].values() for run in side]
+    busy = statistics.median(run["wall"] / run["cpu"] for run in runs)
+    if options["device"] == "cpu" and busy > 1.5:
+        lines += ["", f"The machine was busy with other work: the clock ran {busy:.0f} times as long as the process."]
     lines += ["", "Equal outputs, in float64:", ""]
     lines += [f"* {name}: {case['equal']}" for name, case in found["cases"].items()]
     return "\n".join([*lines, "", WHY, ""])
