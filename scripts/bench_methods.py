@@ -56,6 +56,7 @@ class Method:
 
 
 OWN_GRID = "policy.grid.shifted.shift=1.0"  # of the base, by which all are evaluated; FLUX has 3
+NOISE = "policy.eta=0.5"  # in few long steps 0.3, as published, explores little
 PATH, SHARED, NOISED, PAIRS, GRADIENT = methods_page.FAMILIES
 METHODS = {
     "Flow-GRPO": Method("flow_grpo", PATH, 4e-4),
@@ -65,24 +66,39 @@ METHODS = {
         4e-4,
         ("policy.sde=all_but_last", "objective.grpo.kl=0.04", "objective.grpo.kl_form=flow_grpo"),
     ),
-    "DanceGRPO": Method("dance_grpo", PATH, 4e-4, (OWN_GRID,)),
+    "DanceGRPO": Method(
+        "dance_grpo",
+        PATH,
+        4e-4,
+        (OWN_GRID, NOISE),
+    ),
     "GRPO-Guard": Method("guard", PATH, 4e-4),
     "Flow-DPPO": Method("flow_dppo", PATH, 4e-4),
     "TempFlow weights": Method("tempflow_grpo", PATH, 4e-4),
     "Flow-GRPO-Fast": Method("flow_grpo_fast", SHARED, 4e-4),
     "MixGRPO": Method("mix_grpo", SHARED, 4e-4, ("policy.sde.progressive.every=3",)),
     "MixGRPO-Flash": Method("mix_grpo_flash", SHARED, 4e-4, ("policy.sde.progressive.every=3",)),
-    "BranchGRPO": Method("branch_grpo", SHARED, 4e-4, (OWN_GRID,)),
+    "BranchGRPO": Method(
+        "branch_grpo",
+        SHARED,
+        4e-4,
+        (OWN_GRID, NOISE),
+    ),
     "BranchGRPO, width pruned": Method(
-        "branch_grpo", SHARED, 4e-4, (OWN_GRID, "advantage={branch: {prune_width: siblings}}")
+        "branch_grpo", SHARED, 4e-4, (OWN_GRID, NOISE, "advantage={branch: {prune_width: siblings}}")
     ),
     "BranchGRPO, depth pruned": Method(
-        "branch_grpo", SHARED, 4e-4, (OWN_GRID, "advantage={branch: {prune_depth: [6, 7]}}")
+        "branch_grpo", SHARED, 4e-4, (OWN_GRID, NOISE, "advantage={branch: {prune_depth: [6, 7]}}")
     ),
-    "BranchGRPO-Mix": Method("branch_mix", SHARED, 4e-4, (OWN_GRID,)),
+    "BranchGRPO-Mix": Method(
+        "branch_mix",
+        SHARED,
+        4e-4,
+        (OWN_GRID, NOISE),
+    ),
     "DGPO": Method("dgpo", NOISED, 4e-4, ("objective.dgpo.draws=2",)),
     "DiffusionNFT": Method("nft", NOISED, 4e-4, ("objective.nft.draws=3",)),
-    "AWM": Method("awm", NOISED, 4e-4, ("objective.awm.draws=3",)),
+    "AWM": Method("awm", NOISED, 2e-4, ("objective.awm.draws=3",)),
     "FPO": Method("fpo", NOISED, 4e-4, ("objective.fpo.draws=3",)),
     "CRD": Method("crd", NOISED, 4e-4, ("objective.crd.draws=2",)),
     "RWR": Method("rwr", NOISED, 1.5e-4, ("objective.rwr.draws=3",)),

@@ -127,9 +127,12 @@ def test_seppo_follows_a_checkpoint_that_beats_its_anchor_and_is_dpo_otherwise()
             old = (policy.dist(whole).mean - whole.target).square().flatten(1).mean(1)
         excess = (policy.dist(whole).mean - whole.target).square().flatten(1).mean(1) - old
         losses = []
-        for best, worst in best_and_worst(rollout):
+        for group in range(3):
+            pair = whole.row[whole.group == group].unique()
+            worse, best = (int(row) for row in pair[rollout.advantage[pair, 0].argsort()])
+            assert rollout.advantage[best] == rollout.advantage[rollout.group == group].max()
             for t in whole.time[whole.row == best]:
-                w, r = (excess[((whole.row == row) & (whole.time == t)).nonzero()[0, 0]] for row in (best, worst))
+                w, r = (excess[((whole.row == row) & (whole.time == t)).nonzero()[0, 0]] for row in (best, worse))
                 losses.append(-torch.nn.functional.logsigmoid(-1.5 * (w + r if better else w - r)))
         torch.testing.assert_close(found, gradient(policy, torch.stack(losses).mean()), rtol=1e-8, atol=1e-12)
 

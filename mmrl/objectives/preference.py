@@ -64,15 +64,20 @@ class DiffusionDPO:
         return point.advantage * error(policy.dist(point), point)
 
 
-def pairs(rollout: Rollout) -> Tensor:
-    """[B] bool: the rows of highest and of lowest advantage of each group, the first ones where several are equal."""
+def pairs(rollout: Rollout, rng: Rng | None = None) -> Tensor:
+    """[B] bool: the rows of highest and of lowest advantage of each group, the first ones where several are equal.
+
+    With ``rng`` the rival of the best is not the worst but any one of lower advantage.
+    """
     kept = torch.ones_like(rollout.group, dtype=torch.bool) if rollout.kept is None else rollout.kept
     chosen = torch.zeros_like(kept)
     for group in rollout.group[kept].unique():
         rows = ((rollout.group == group) & kept).nonzero()[:, 0]
         advantage = rollout.advantage[rows, -1]
         if advantage.max() > advantage.min():
-            chosen[rows[advantage.argmax()]] = chosen[rows[advantage.argmin()]] = True
+            lower = rows[advantage < advantage.max()]
+            rival = rows[advantage.argmin()] if rng is None else lower[rng.uniform(rollout.row[lower]).argmax()]
+            chosen[rows[advantage.argmax()]] = chosen[rival] = True
     return chosen
 
 
@@ -126,9 +131,10 @@ class SePPO:
     """SePPO: the best sample against another of an earlier checkpoint, which may itself count as good.
 
     Zhang et al. 2024, "SePPO: Semi-Policy Preference Optimization for Diffusion Alignment". The earlier checkpoint
-    ("old", which lags) samples and is the reference. Where it fits the winner better than the base model does (the
-    anchor), its own sample is followed, otherwise avoided: minimises -log sigmoid(-(beta / 2) (D_w + flip D_r)) with
-    D = e - e_old the excess denoising error and flip 1 or -1. lag: share of the old weights kept every iteration.
+    ("old", which lags) samples and is the reference; the winner's rival is any other of its samples. Where it fits the
+    winner better than the base model does (the anchor), the rival is followed, otherwise avoided: minimises
+    -log sigmoid(-(beta / 2) (D_w + flip D_r)) with D = e - e_old the excess denoising error and flip 1 or -1. lag:
+    share of the old weights kept every iteration.
     """
 
     needs: ClassVar[str] = "gaussian"
@@ -145,7 +151,8 @@ class SePPO:
         return self.lag
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
-        return noised(policy, rollout.replace(kept=pairs(rollout)), rng, self.times, self.draws, shared=True)
+        paired = rollout.replace(kept=pairs(rollout, rng.fold("rival")))
+        return noised(policy, paired, rng, self.times, self.draws, shared=True)
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
         """[B, 2]: the error beyond the old weights'; how much better these are than the anchor."""
