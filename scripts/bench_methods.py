@@ -238,7 +238,7 @@ def speed(judge: Judge, repeats: int) -> dict[str, Any]:
 
 # -------------------------------------------------------------------------------------------------- time to a reward
 
-SPRINTER = Method("dgpo", NOISED, 2e-3)  # see FAST
+SPRINTER = Method("dgpo", NOISED, 6e-4)  # see FAST
 FAST = (
     "policy.steps=4",
     "policy.solver=dpm",

@@ -48,7 +48,7 @@ LEARNS = {
     "crd": {"kl": 0.0},
     "diffusion_dpo": {"beta": 5.0, "draws": 4},
     "d3po": {"beta": 5.0},
-    "seppo": {"beta": 5.0, "draws": 4, "lag": 0.5},
+    "seppo": {"beta": 50.0, "draws": 8, "lag": 0.3},
     "rwr": {"beta": 0.3, "draws": 4},
     "draft": {"last": 3},
     "adjoint_matching": {"strength": 20.0},
