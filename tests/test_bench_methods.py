@@ -39,7 +39,6 @@ def test_a_racer_can_be_read(name):
     config, changes = bench_methods.RACERS[name]
     method = bench_methods.Method(config, "", 1e-4, (*bench_methods.TWENTY, *changes))
     read(find_config(f"digits/{config}"), method.overrides(0))
-    read(find_config("digits/dgpo"), [*bench_methods.SPRINTER.overrides(0), *bench_methods.FAST])
 
 
 def test_distances_of_pictures():

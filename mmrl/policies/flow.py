@@ -314,8 +314,8 @@ class FlowPolicy(NetPolicy, ABC):
 
     def _filled(self, rows: int) -> int:
         """Rows a pass is filled up to. Few states are alive near the root of a tree: filled up to the constant width
-        they would cost as much as all leaves, so a pass without gradient goes to the next power of two."""
-        if self.tree is None or torch.is_grad_enabled():
+        they would cost as much as all leaves, so a pass of a tree goes to the next power of two."""
+        if self.tree is None:
             return self.padded()
         return min(self.padded(), max(FEW, 1 << (rows - 1).bit_length()))
 
