@@ -39,6 +39,14 @@ class Meter:
         finally:
             _listening.remove(self)
 
+    def mark(self) -> tuple[dict[str, Tensor], ...]:
+        """What was recorded so far, for ``restore``."""
+        return dict(self.sums), dict(self.tops), dict(self.sizes)
+
+    def restore(self, mark: tuple[dict[str, Tensor], ...]) -> None:
+        """Forget what was recorded since."""
+        self.sums, self.tops, self.sizes = (dict(part) for part in mark)
+
     def add(self, name: str, value: Tensor, mask: Tensor | None = None) -> None:
         value = value.double()
         keep = torch.ones_like(value, dtype=torch.bool) if mask is None else mask.expand_as(value)

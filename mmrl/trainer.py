@@ -169,23 +169,33 @@ class Trainer:
             return False
         total = torch.ones_like(total) if reduction == "sum" else total
         self.meter.put("loss", torch.zeros_like(total), total / self.device.processes)
-        first = Meter()
-        with first.listening():
-            points = [point.replace(fresh=on_policy) for point in points]
-            self._accumulate(points, float(total), rng)
+        observed = self._accumulated([point.replace(fresh=on_policy) for point in points], float(total), rng)
         if on_policy:
-            self._gate(first)
+            self._gate(observed)
         return self._descend()
 
-    def _accumulate(self, points: list[Point], total: float, rng: Rng) -> None:
-        """Forward and backward over every pass. All processes make equally many, as sharded models need."""
-        parts = batches.passes(points, self.plan.micro_batch, self.policy.adjacent)
+    def _accumulated(self, points: list[Point], total: float, rng: Rng) -> Meter:
+        """Gradients of all passes, and what was observed in them; anew in smaller ones where memory does not do."""
+        mark = self.meter.mark()
+
+        def attempt(rows: int) -> Meter:
+            self.optimizer.zero_grad()
+            self.meter.restore(mark)
+            with Meter().listening() as observed:
+                self._accumulate(points, total, rng, rows)
+            return observed
+
+        return self.policy.fitted(attempt, min(self.plan.micro_batch, self.policy.most or self.plan.micro_batch))
+
+    def _accumulate(self, points: list[Point], total: float, rng: Rng, rows: int) -> None:
+        """Forward and backward over every pass of ``rows``. All processes make equally many, as sharded models need."""
+        parts = batches.passes(points, rows, self.policy.adjacent)
         device = self.spare.group.device
         most = int(distributed.all_max(torch.tensor(len(parts), device=device)))
         idle = [self._idle(rng) for _ in range(most - len(parts))]
         if self.coupled:
             parts = self._couple(parts, idle)
-        for i, point in enumerate([*parts, *idle]):
+        for i, point in enumerate(self._here([*parts, *idle])):
             weight = batches.loss_weights(point, self.options.reduction, self.options.constant or self.longest)
             with nullcontext() if i == most - 1 else self.device.no_sync(self.policy.trained):
                 loss = self.objective.loss(self.policy, point)
@@ -196,10 +206,14 @@ class Trainer:
     @torch.no_grad()
     def _couple(self, parts: list[Point], idle: list[Point]) -> list[Point]:
         """Let an objective see all rows of the step before its elementwise loss."""
-        measured = [self.objective.measure(self.policy, point) for point in [*parts, *idle]]
+        measured = [self.objective.measure(self.policy, point) for point in self._here([*parts, *idle])]
         here = parts or idle  # without rows of its own a process still joins what couple does with all
         found = self.objective.couple(Point.cat(here), torch.cat(measured[: len(here)]))
         return list(found.split(len(parts[0]))) if parts else []
+
+    def _here(self, points: Sequence[Point]) -> Iterator[Point]:
+        """One after the other on the device, where a policy keeps its paths elsewhere."""
+        return (point.map(lambda tensor: tensor.to(self.spare.group.device)) for point in points)
 
     def _idle(self, rng: Rng) -> Point:
         """A pass that trains nothing."""

@@ -172,7 +172,10 @@ class Run:
         return self.trainer.device.any(bool(self.stop))
 
     def _tell(self, metrics: dict[str, float]) -> None:
-        """Samples that could not be scored, and an iteration that taught nothing, once for every new case."""
+        """Samples that could not be scored, and an iteration that taught nothing, once for every new case; and what the
+        policy has to say."""
+        while self.session.policy.news:
+            self.say("note", self.session.policy.news.pop(0))
         if metrics["skipped_steps"] == self.trainer.plan.steps * self.session.options.epochs:
             if "steps" not in self.told:
                 self.say("warning", f"no optimizer step in iteration {self.trainer.iteration}: no decision to train on")

@@ -79,7 +79,9 @@ class Rows:
         return replace(moved, cond=tree_map(lambda tensor: tensor.to(device), self.cond))
 
     def __getitem__(self: Self, index: Tensor | slice) -> Self:
-        return self.map(lambda tensor: tensor[index])
+        if isinstance(index, slice):
+            return self.map(lambda tensor: tensor[index])
+        return self.map(lambda tensor: tensor[index.to(tensor.device)])  # paths may be kept off the device
 
     def split(self: Self, size: int) -> Iterator[Self]:
         return (self[i : i + size] for i in range(0, len(self), size))

@@ -86,6 +86,21 @@ def rows_that_fit(forward: Callable[[int], Any], budget: int, most: int, device:
     return most if each <= 0 else min(most, 1 + (budget - one) // each)
 
 
+def halved_to_fit(run: Callable[[int], Any], size: int, least: int = 1) -> tuple[Any, int]:
+    """``run(size)``, or with half of ``size`` again and again as long as the device is out of memory, and the size that
+    fitted. ``run`` must begin anew at every call. torch.OutOfMemoryError where ``least`` rows do not fit either."""
+    while True:
+        try:
+            return run(size), size
+        except torch.OutOfMemoryError as error:
+            reason = str(error).partition("\n")[0]
+        if size // 2 < least:
+            raise torch.OutOfMemoryError(f"{size} rows a pass, and fewer than {least} cannot be: {reason}")
+        size //= 2  # outside the handler, whose traceback holds what the failed pass had allocated
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
 def at_width(fn: Callable[..., Any], width: int, *batches: Any) -> Any:
     """``fn(*batches)`` computed at exactly ``width`` rows, for nests of tensors [B, *] with B <= width.
 

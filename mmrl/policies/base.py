@@ -11,7 +11,7 @@ import torch
 from annotated_types import Gt
 from torch import Tensor, nn
 
-from samplers.batching import rows_that_fit
+from samplers.batching import halved_to_fit, rows_that_fit
 from samplers.noise import Rng
 
 from .. import distributed
@@ -92,6 +92,8 @@ class NetPolicy:
     decisions: str = ""  # "gaussian" or "categorical": objectives that need the one refuse the other
     notes: tuple[str, ...] = ()  # what a person should know before training, sentences for the log
     adjacent: bool = False  # rows of one prompt share work, so they should share optimizer steps and passes
+    sampling: bool = False  # a pass with gradients recorded that will not be used: not for the trainer's wrapper
+    most: int | None = None  # rows of a pass that turned out to fit the device's memory; None: no pass was too large
 
     def __init__(
         self,
@@ -110,6 +112,7 @@ class NetPolicy:
         self.net, self.trained = net.eval(), net
         self.width = width  # passes of one constant width keep log-probs equal to the bit; None: as many as there are
         self.memory, self.fitting = memory, 0  # rows that fit the budget, measured once
+        self.news: list[str] = []  # sentences for the log that came up on the way
         self.weights = Weights(net)
 
     def unused(self, net: nn.Module) -> Iterable[nn.Parameter]:
@@ -118,7 +121,7 @@ class NetPolicy:
 
     def active(self) -> nn.Module:
         """The module for this pass."""
-        return self.trained if torch.is_grad_enabled() else self.net
+        return self.trained if torch.is_grad_enabled() and not self.sampling else self.net
 
     @property
     def device(self) -> torch.device:
@@ -137,14 +140,36 @@ class NetPolicy:
     def chunk(self, rows: int, forward: Callable[[int], Any]) -> int:
         """Rows to sample at once, of ``rows``; ``forward(n)`` is one pass of n rows, tried to see what it allocates."""
         if self.memory is None:
-            return self.width or rows
+            return min(self.width or rows, self.most or rows)
         if not self.fitting:
             try:
                 found = rows_that_fit(forward, int(self.memory * 2**30), rows, self.device)
             except ValueError as error:
                 raise UserError(f"policy option memory = {self.memory:g} GiB: {error}") from error
             self.fitting = -int(distributed.all_max(torch.tensor(-found)))  # one number of passes on all processes
-        return min(self.fitting, rows)
+        return min(self.fitting, rows, self.most or rows)
+
+    def fitted(self, run: Callable[[int], Any], size: int, least: int = 1) -> Any:
+        """``run(size)``, work in passes of at most ``size`` rows; where the device's memory does not do, again with half
+        of them. From then on no pass is larger, and all are as wide as that, which keeps log-probs equal. UserError
+        where ``least`` rows are too many."""
+        alone = distributed.world()[1] == 1  # several processes would no longer make equally many passes
+        try:
+            result, fits = halved_to_fit(run, size, least if alone else size)
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"out of memory: {error}. Try train.gradient_checkpointing=true, policy.lora, a smaller "
+                "train.micro_batch, or a smaller size; `mmrl train CONFIG --dry-run` estimates what is needed"
+            ) from error
+        if fits < size:
+            self.shrink(fits)
+        return result
+
+    def shrink(self, rows: int) -> None:
+        """From now on no pass has more than ``rows`` rows."""
+        self.most = rows
+        self.width = min(self.width, rows) if self.width else None
+        self.news.append(f"out of memory: passes now have at most {rows} rows; train.micro_batch={rows} begins so")
 
     def padded(self) -> int:
         """Rows every pass is filled up to; with a memory budget none is."""

@@ -39,6 +39,11 @@ def load_part(cls: Any, place: str, subfolder: str, dtype: torch.dtype | None = 
     return _explained(lambda: cls.from_pretrained(place, subfolder=subfolder, **options), place, subfolder)
 
 
+def load_config(cls: Any, place: str, subfolder: str) -> dict[str, Any]:
+    """What the config file of one part says."""
+    return _explained(lambda: cls.load_config(place, subfolder=subfolder), place, subfolder)
+
+
 def load_text_pipeline(
     cls: Any, place: str, dtype: torch.dtype, without: Sequence[str] = (), part: str = "transformer"
 ) -> Any:

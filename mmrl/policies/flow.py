@@ -61,7 +61,8 @@ class FlowPolicy(NetPolicy, ABC):
     scored and kept. reduction: log-prob as mean or sum over dimensions. solver: of the deterministic steps; None is
     the kernel without noise. tree: samples that share their beginnings. flash: share of the steps after the last
     stochastic one that is kept (MixGRPO-Flash). score: "square" leaves the variance out of the log-prob, as Flow-CPS
-    publishes it; that is a score, not a density.
+    publishes it; that is a score, not a density. offload: the latents visited are kept in the CPU's memory, and come
+    back pass by pass.
     """
 
     shape: tuple[int, ...]  # of one sample's latents
@@ -86,6 +87,7 @@ class FlowPolicy(NetPolicy, ABC):
         tree: Tree | None = None,
         flash: float | None = None,
         score: Literal["density", "square"] = "density",
+        offload: bool = False,
         **options: Any,
     ):
         super().__init__(net, **options)
@@ -96,7 +98,7 @@ class FlowPolicy(NetPolicy, ABC):
         except ValueError as error:
             raise UserError(f"policy option grid: {error}") from error
         self.steps, self.eta, self.sde, self.solver = len(self.times) - 1, eta, sde, solver
-        self.tree, self.flash = tree, flash
+        self.tree, self.flash, self.offload = tree, flash, offload
         self.dist_type = Score if score == "square" else Gaussian
         if logp_dist == "conditional" and guidance != 1:
             warnings.warn(
@@ -131,7 +133,7 @@ class FlowPolicy(NetPolicy, ABC):
         """[B, *] the first states of paths, of noise and the rows' conditions."""
         return noise
 
-    def combine(self, v: Tensor, empty: Tensor, scale: float) -> Tensor:
+    def combine(self, v: Tensor, empty: Tensor, scale: float | Tensor) -> Tensor:
         """[B, *] classifier-free guidance (Ho and Salimans 2022); a family may normalise it as its pipeline does."""
         return empty + scale * (v - empty)
 
@@ -160,9 +162,13 @@ class FlowPolicy(NetPolicy, ABC):
         group = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)
         plan, cond = self._plan(copies, rng), self.encode(prompts)
         size = self.chunk(len(row), lambda n: self._trial(group[:n], row[:n], cond))
-        if plan.spans[0] > 1:  # all trees grow together, in passes that hold the leaves of one at least
-            plan, size = plan._replace(rows=max(size, plan.spans[0])), len(row)
-        blocks = [self._sample(group[part], row[part], cond, rng, plan) for part in chunks(len(row), size)]
+
+        def sampled(size: int) -> list[Rollout]:
+            if plan.spans[0] > 1:  # all trees grow together, in passes that hold the leaves of one at least
+                return [self._sample(group, row, cond, rng, plan._replace(rows=max(size, plan.spans[0])))]
+            return [self._sample(group[part], row[part], cond, rng, plan) for part in chunks(len(row), size)]
+
+        blocks = self.fitted(sampled, max(size, plan.spans[0]), least=plan.spans[0])
         return Rollout.cat(blocks).replace(prompts=tuple(prompts))
 
     def _plan(self, copies: int, rng: Rng) -> Plan:
@@ -194,19 +200,19 @@ class FlowPolicy(NetPolicy, ABC):
         time, eta = (self._on_rows(schedule, len(row)) for schedule in (plan.times, plan.eta))
         first = (row // plan.copies if self.shared_noise else row)[:: plan.spans[0]]
         own = rows_of({key: value for key, value in cond.items() if key != "uncond"}, group[:: plan.spans[0]])
-        states = [self._store(self.begin(rng.normal(first, self.shape, 0, self.dtype), own))]
-        logprobs, noisy = [], []
+        state = self._store(self.begin(rng.normal(first, self.shape, 0, self.dtype), own))
+        states, logprobs, noisy = [self._kept(state)], [], []
         solver = None
         for k in range(eta.shape[1]):
             if self.solver and (k == 0 or plan.eta[k - 1] > 0):
                 solver = self.solver(self.process)  # what it remembers belongs to the states before the noise
             point = Point(
-                group=group[:: plan.spans[k]], cond=cond, row=row[:: plan.spans[k]], state=states[-1],
+                group=group[:: plan.spans[k]], cond=cond, row=row[:: plan.spans[k]], state=state,
                 time=time[:: plan.spans[k], k], next_time=time[:: plan.spans[k], k + 1],
                 eta=eta[:: plan.spans[k], k], mask=eta[:: plan.spans[k], k : k + 1] > 0,
             )  # fmt: skip
             state, logprob, decided = self._advance(point, rng, plan, k, row, solver)
-            states.append(state)
+            states.append(self._kept(state))
             logprobs.append(logprob)
             noisy.append(decided)
         leads = [row % span == 0 for span in plan.spans]  # whoever stands for an edge carries its decision
@@ -214,7 +220,7 @@ class FlowPolicy(NetPolicy, ABC):
         scores = [x.repeat_interleave(span, 0) for x, span in zip(logprobs, plan.spans[1:])]
         decided = torch.tensor(noisy, device=row.device).expand(len(row), -1)
         return Rollout(
-            group=group, cond=cond, row=row, sample=spread[-1], path=torch.stack(spread, 1),
+            group=group, cond=cond, row=row, sample=state, path=torch.stack(spread, 1),
             logprob=torch.cat(scores, 1), mask=decided & torch.stack(leads[1:], 1), time=time, eta=eta,
             branch=torch.stack([row - row % span for span in plan.spans[1:]], 1) if plan.spans[0] > 1 else None,
         )  # fmt: skip
@@ -262,7 +268,7 @@ class FlowPolicy(NetPolicy, ABC):
         scale = self._scale(point)
         conditional = scale == 1 or (self.logp_dist == "conditional" and point.guidance is None)
         v, empty = self._velocities(point, guided=not conditional)
-        return self._transition(point, v if conditional else self.combine(v, empty, scale))
+        return self._transition(point, v if conditional else self.combine(v, empty, self.strength(point, scale)))
 
     def _both(self, point: Point, rows: int | None) -> tuple[Gaussian, Gaussian, Tensor]:
         """The distribution that samples, the one whose log-prob is recorded (the same unless asked otherwise), and the
@@ -271,10 +277,14 @@ class FlowPolicy(NetPolicy, ABC):
         each = [self._velocities(part, guided=scale != 1) for part in point.split(rows or len(point))]
         v = torch.cat([part for part, _ in each])
         empty = v if scale == 1 else torch.cat([part for _, part in each])
-        guided = v if scale == 1 else self.combine(v, empty, scale)
+        guided = v if scale == 1 else self.combine(v, empty, self.strength(point, scale))
         sampled = self._transition(point, guided)
         mismatch = scale != 1 and self.logp_dist == "conditional"
         return sampled, self._transition(point, v) if mismatch else sampled, guided
+
+    def strength(self, point: Point, scale: float) -> float | Tensor:
+        """``scale``, or that of every row fit for [B, *], where a family has more than one."""
+        return scale
 
     def _scale(self, point: Point) -> float:
         if point.guidance is not None:
@@ -306,6 +316,9 @@ class FlowPolicy(NetPolicy, ABC):
 
     def _forward(self, x: Tensor, t: Tensor, cond: dict[str, Any], passes: int = 1) -> Tensor:
         self.forwards += len(x)
+        return self._pass(x, t, cond, passes)
+
+    def _pass(self, x: Tensor, t: Tensor, cond: dict[str, Any], passes: int) -> Tensor:
         v = at_width(self.velocity, max(self._filled(len(x) // passes) * passes, len(x)), x, t, cond)
         if v.shape != x.shape:
             name = type(self).__name__
@@ -322,16 +335,21 @@ class FlowPolicy(NetPolicy, ABC):
     def _store(self, x: Tensor) -> Tensor:
         return x if self.storage == torch.float32 else x.to(self.storage).to(self.dtype)
 
+    def _kept(self, x: Tensor) -> Tensor:
+        """A state of the path where it waits for training."""
+        return x.cpu() if self.offload else x
+
     def _on_rows(self, schedule: Tensor, rows: int) -> Tensor:
         return schedule.to(self.device, self.dtype).expand(rows, -1)
 
 
 def _step(rollout: Rollout, length: Tensor, rows: Tensor, k: int) -> Point:
     """Decision k of the given rows."""
-    advantage = rollout.advantage
+    advantage, path = rollout.advantage, rollout.path
+    here = rows.to(path.device)
     return Point(
         group=rollout.group[rows], cond=rollout.cond, row=rollout.row[rows], length=length[rows],
-        state=rollout.path[rows, k], target=rollout.path[rows, k + 1],
+        state=path[here, k], target=path[here, k + 1],
         time=rollout.time[rows, k], next_time=rollout.time[rows, k + 1], eta=rollout.eta[rows, k],
         logprob=rollout.logprob[rows, k, None], mask=rollout.mask[rows, k, None],
         advantage=None if advantage is None else advantage[rows].expand(-1, rollout.mask.shape[1])[:, k, None],

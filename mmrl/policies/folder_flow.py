@@ -14,14 +14,15 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from samplers.batching import chunks
+from samplers.batching import chunks, halved_to_fit
 from samplers.processes import Flow, Process
 from samplers.schedules import dynamic, flow_match_euler, shifted
 
 from ..registry import GRIDS, UserError
 from ..types import Media, Prompt, Rollout
-from . import diffusers_folder
+from . import diffusers_folder, kernels
 from .flow import FlowPolicy, Grid, Storage
+from .kernels import Attention, AttentionChoice
 from .prompts import Placement, PromptCache, texts_of
 
 
@@ -34,6 +35,7 @@ class FolderPolicy(FlowPolicy):
     part: ClassVar[str] = "transformer"  # of the folder that is trained
     also: ClassVar[tuple[str, ...]] = ()  # pipelines whose folders do as well
     makes = "image"
+    decoding: int | None = None  # samples that were decoded at once, once there were some
 
     def __init__(
         self,
@@ -43,10 +45,15 @@ class FolderPolicy(FlowPolicy):
         dtype: Storage = "float32",
         text_encoders: Placement = "offload",
         text_cache: int = 20000,
+        attention: Attention = "auto",
+        compile: bool | str = False,
         **options: Any,
     ):
         """path: folder, hub id or world:NAME. size: pixels, one side or [height, width]. grid: None is the folder's own
-        scheduler. dtype: of the frozen weights. text_encoders: where they go after use. text_cache: encoded prompts."""
+        scheduler. dtype: of the frozen weights. text_encoders: where they go after use. text_cache: encoded prompts.
+        attention: its backend; auto is xformers on CUDA where it is no slower, else SDPA. compile: the network's
+        repeated blocks, by torch.compile; a text is the name of its backend."""
+        kernels.check(attention)
         self.place, self.compute = diffusers_folder.resolve(path, self.pipeline, *self.also), getattr(torch, dtype)
         net = self.load_network()
         self.config, self.vae = net.config, self.load_part(self.autoencoder, "vae").requires_grad_(False).eval()
@@ -54,6 +61,9 @@ class FolderPolicy(FlowPolicy):
         self.shape, self.process = self.latent_shape(), self.own_process()
         self.texts = PromptCache(self.load_texts, self.encode_texts, text_encoders, text_cache)
         super().__init__(net, grid=grid or self.own_grid(), **options)
+        self.attending, self.compiled = AttentionChoice(net, attention), bool(compile)
+        if compile:
+            kernels.compile_blocks(net, "inductor" if compile is True else compile)
 
     def load_part(self, name: str, subfolder: str, dtype: torch.dtype | None = None) -> Any:
         """A part of the folder by its class's name in diffusers, float32 unless said otherwise."""
@@ -93,13 +103,40 @@ class FolderPolicy(FlowPolicy):
         if self.texts.placement == "release":
             self.texts(["", *dict.fromkeys(texts_of(prompts))], self.device)
 
+    def _pass(self, x: Tensor, t: Tensor, cond: dict[str, Any], passes: int) -> Tensor:
+        self.news += self.attending.settle(lambda: self._computed(x, t, cond, passes))
+        try:
+            return self._computed(x, t, cond, passes)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise UserError(
+                f"policy option compile: torch.compile cannot build this model's kernels here: "
+                f"{str(error).strip().splitlines()[0]}; it needs a C++ compiler on CPU, triton on CUDA; or leave it out"
+            ) from error
+
+    def _computed(self, x: Tensor, t: Tensor, cond: dict[str, Any], passes: int) -> Tensor:
+        """The pass. Compiled graphs and kernels of attention may be others where gradients are recorded, and round in
+        another way: there sampling records them too, so that what is sampled is what is scored, to the bit."""
+        same = not self.compiled and self.attending.used not in kernels.PACKAGES
+        if torch.is_grad_enabled() or same:
+            return super()._pass(x, t, cond, passes)
+        self.sampling = True
+        try:
+            with torch.enable_grad():
+                return super()._pass(x, t, cond, passes).detach()
+        finally:
+            self.sampling = False
+
     def cast(self, tensor: Tensor) -> Tensor:
         """To what the network computes in."""
         return tensor.to(self.dtype if self.dtype == torch.float64 else self.compute)
 
     def decode(self, rollout: Rollout) -> Media:
-        vae, parts = self.vae.to(self.device), chunks(len(rollout), self.width or len(rollout))
-        pixels = [self.pixels(vae, rollout.sample[p].to(vae.dtype)) for p in parts]
+        vae, rows = self.vae.to(self.device), len(rollout)
+
+        def decoded(size: int) -> list[Tensor]:
+            return [self.pixels(vae, rollout.sample[part].to(vae.dtype)) for part in chunks(rows, size)]
+
+        pixels, self.decoding = halved_to_fit(decoded, min(self.width or rows, self.decoding or rows))
         return (torch.cat(pixels) / 2 + 0.5).clamp(0, 1)
 
     def pixels(self, vae: Any, latents: Tensor) -> Tensor:

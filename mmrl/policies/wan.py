@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge
 from torch import Tensor, nn
 
-from ..registry import POLICIES
+from ..registry import POLICIES, UserError
+from ..types import Point
 from . import diffusers_folder
 from .flow import Grid
 from .folder_video import VideoFolderPolicy, own_sigmas, standardised
@@ -55,10 +59,33 @@ class Wan(VideoFolderPolicy):
         f"{layer}.{name}" for layer in ("attn1", "attn2") for name in ("to_q", "to_k", "to_v", "to_out.0")
     )
 
-    def __init__(self, path: str, text_length: int = 512, **options: Any):
-        """text_length: tokens of the text encoder."""
-        self.text_length = text_length
+    def __init__(
+        self, path: str, text_length: int = 512, guidance_2: Annotated[float, Ge(0)] | None = None, **options: Any
+    ):
+        """text_length: tokens of the text encoder. guidance_2: the guidance scale of the second expert of Wan 2.2 A14B,
+        which has the less noisy times; None: ``guidance`` is that of both. At ``guidance`` 1 there is none at all."""
+        self.text_length, self.guidance_2 = text_length, guidance_2
         super().__init__(path, **options)
+        if guidance_2 is not None and not self.two:
+            raise UserError(f"policy option guidance_2: {self.place} has one network only; leave it out")
+
+    def strength(self, point: Point, scale: float) -> float | Tensor:
+        """Each expert has its own where they were not told otherwise."""
+        if self.guidance_2 is None or point.guidance is not None:
+            return scale
+        high, low = point.state.new_tensor([scale, self.guidance_2])
+        return torch.where(1000 * point.time >= self.net.boundary, high, low).view(-1, *[1] * len(self.shape))
+
+    @contextmanager
+    def evaluating(self, guidance: float | None = None) -> Iterator[None]:
+        """As every family; a guidance scale that is given is that of both experts."""
+        kept = self.guidance_2
+        self.guidance_2 = kept if guidance is None else None
+        try:
+            with super().evaluating(guidance):
+                yield
+        finally:
+            self.guidance_2 = kept
 
     def latent_shape(self) -> tuple[int, ...]:
         config, (_, *patch) = self.vae.config, self.config.patch_size

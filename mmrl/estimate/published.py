@@ -1,0 +1,84 @@
+"""Architectures of published models: what their config files say, without their weights.
+
+``published.json`` holds, for every hub id in ``configs/``, the values by which a model differs from its class's
+defaults, the classes of its text encoders, and parameters counted from these on the meta device.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+FILE = Path(__file__).with_name("published.json")
+
+
+@cache
+def table() -> dict[str, Any]:
+    """``models`` by hub id, ``encoders`` by name, ``others``: models that are no diffusers folder."""
+    return json.loads(FILE.read_text())
+
+
+@cache
+def _made() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="mmrl-published-")
+
+
+@cache
+def folder(name: str) -> Path | None:
+    """A diffusers folder of config files alone, as that hub id has them; None if it is not in the table."""
+    known = table()["models"].get(name)
+    if known is None:
+        return None
+    place = Path(_made().name) / name.replace("/", "--")
+    for part, config in known["parts"].items():
+        file = "scheduler_config.json" if part == "scheduler" else "config.json"
+        (place / part).mkdir(parents=True, exist_ok=True)
+        (place / part / file).write_text(json.dumps(config))
+    index = {"_class_name": known["pipeline"], **known.get("index", {})}
+    index |= {part: ["diffusers", config["_class_name"]] for part, config in known["parts"].items()}
+    (place / "model_index.json").write_text(json.dumps(index))
+    return place
+
+
+def encoders(name: str) -> int | None:
+    """Parameters of a model's text and image encoders."""
+    known = table()["models"].get(name)
+    return None if known is None else sum(table()["encoders"][one]["parameters"] for one in known["encoders"])
+
+
+def on_meta(name: str, config: dict[str, Any]) -> nn.Module:
+    """A part of a diffusers model by its class's name, without memory for its weights."""
+    import diffusers
+
+    cls = getattr(diffusers, name)
+    with torch.device("meta"):
+        return cls.from_config({key: value for key, value in config.items() if key != "_class_name"})
+
+
+def parameters(net: nn.Module) -> int:
+    return sum(p.numel() for p in net.parameters())
+
+
+def per_rank(net: nn.Module, suffixes: Sequence[str]) -> int:
+    """Parameters that one rank of LoRA adds: inputs plus outputs of every adapted layer."""
+    return sum(
+        sum(layer.weight.shape)
+        for name, layer in net.named_modules()
+        if isinstance(layer, nn.Linear) and any(name == s or name.endswith("." + s) for s in suffixes)
+    )
+
+
+def encoder_on_meta(spec: dict[str, Any]) -> nn.Module:
+    """A text encoder of transformers by its classes' names and config values."""
+    import transformers
+
+    config = getattr(transformers, spec["config_class"])(**spec["config"])
+    with torch.device("meta"):
+        return getattr(transformers, spec["class"])(config)
