@@ -22,12 +22,18 @@ def train(
     config: Annotated[Path, typer.Argument(help="A .yaml file, a shipped name such as digits/flow_grpo, or a run.")],
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run folder given as CONFIG.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and estimate only; no weights are needed.")] = False,
+    processes: Annotated[int, typer.Option(min=1, help="With --dry-run: how many share the work.")] = 1,
 ) -> None:
     """Train a configuration, or go on with a run."""
     from .paths import find_config
     from .registry import UserError
     from .training import train
 
+    if dry_run:
+        from . import commands
+
+        return commands.dry_run(config, overrides or [], processes)
     if config.is_dir() and not resume:
         raise UserError(f"{config} is a folder; to go on with a run: mmrl train --resume {config}")
     train(config if resume else find_config(config), overrides or [], resume)

@@ -78,6 +78,15 @@ def export(run: Path, out: Path, at: str | None = None) -> Path:
     return out
 
 
+def dry_run(config: Path, overrides: Sequence[str] = (), processes: int = 1) -> None:
+    """Print what a run would be: shapes, batches, forwards, estimated memory. Loads no weights."""
+    from .estimate.dryrun import dry_run as look
+    from .estimate.page import lines
+
+    for line in lines(look(find_config(config), overrides, processes)):
+        print(line)
+
+
 def build(names: Sequence[str]) -> None:
     """Build artifacts of the embedded world, or find them in the cache, and print their folders."""
     load_built_in()

@@ -121,8 +121,8 @@ class PlainLoop:
         prompts = data.batch(PROMPTS, self.work.prompts, 0, 0)
         cond = self.encode(prompts)
         names = torch.arange(self.work.rows)
-        self.text, self.pooled = (cond[n].repeat_interleave(self.work.copies, 0) for n in ("text", "pooled"))
-        self.empty = cond["uncond"]
+        self.empty = cond.pop("uncond")
+        self.cond = {name: value.repeat_interleave(self.work.copies, 0) for name, value in cond.items()}
         sampled = [self.sample(rows) for rows in names.split(self.work.plain_rows)]
         self.path, self.logprob, images = (torch.cat(each) for each in zip(*sampled, strict=True))
         rewards = self.reward(images, [p for p in prompts for _ in range(self.work.copies)]).to(self.logprob)
@@ -140,9 +140,11 @@ class PlainLoop:
                 mean, std = self.step(states[-1], rows, k)
                 states.append(mean + std * self.draws.noise(rows, k + 1))
                 logprobs.append(log_prob(states[-1], mean, std))
-        latents = states[-1].to(self.vae.dtype) / self.vae.config.scaling_factor + self.vae.config.shift_factor
-        images = (self.vae.decode(latents).sample / 2 + 0.5).clamp(0, 1)
+        images = (self.pixels(states[-1].to(self.vae.dtype)) / 2 + 0.5).clamp(0, 1)
         return torch.stack(states, 1), torch.stack(logprobs, 1), images
+
+    def pixels(self, latents: Tensor) -> Tensor:
+        return self.vae.decode(latents / self.vae.config.scaling_factor + self.vae.config.shift_factor).sample
 
     def improve(self) -> None:
         """Per micro-batch and per time step one forward and one backward pass."""
@@ -176,20 +178,24 @@ class PlainLoop:
 
     def velocity(self, x: Tensor, t: float, rows: Tensor) -> Tensor:
         """[B, C, H, W]; with guidance the two branches in one forward pass."""
-        text, pooled, guided = self.text[rows], self.pooled[rows], self.scale != 1
+        own, guided = {name: value[rows] for name, value in self.cond.items()}, self.scale != 1
         if guided:
-            text = torch.cat([self.empty["text"].expand_as(text), text])
-            pooled = torch.cat([self.empty["pooled"].expand_as(pooled), pooled])
+            own = {name: torch.cat([self.empty[name].expand_as(value), value]) for name, value in own.items()}
             x = torch.cat([x, x])
         net_dtype = torch.float64 if self.dtype == torch.float64 else self.compute
-        v = self.net(
-            hidden_states=x.to(net_dtype), timestep=torch.full((len(x),), 1000 * t, dtype=net_dtype, device=x.device),
-            encoder_hidden_states=text.to(net_dtype), pooled_projections=pooled.to(net_dtype), return_dict=False,
-        )[0].to(self.dtype)  # fmt: skip
+        times = torch.full((len(x),), 1000 * t, dtype=net_dtype, device=x.device)
+        v = self.call(x.to(net_dtype), times, {name: value.to(net_dtype) for name, value in own.items()})
         if not guided:
-            return v
-        empty, asked = v.chunk(2)
+            return v.to(self.dtype)
+        empty, asked = v.to(self.dtype).chunk(2)
         return empty + self.scale * (asked - empty)
+
+    def call(self, x: Tensor, times: Tensor, own: dict[str, Tensor]) -> Tensor:
+        """The network of Stable Diffusion 3."""
+        return self.net(
+            hidden_states=x, timestep=times, encoder_hidden_states=own["text"], pooled_projections=own["pooled"],
+            return_dict=False,
+        )[0]  # fmt: skip
 
 
 def log_prob(x: Tensor, mean: Tensor, std: float) -> Tensor:
@@ -211,14 +217,17 @@ def mmrl_trainer(policy: FlowPolicy, work: Work, reward: Callable) -> Trainer:
     return Trainer(policy, PROMPTS, scorer, advantages.flow_grpo, objective, partial(adamw, lr=work.lr), options)
 
 
-def plain_loop(policy: FlowPolicy, work: Work, reward: Callable, draws: type[FreshDraws] = FreshDraws) -> PlainLoop:
+def plain_loop(
+    policy: FlowPolicy, work: Work, reward: Callable, draws: type[FreshDraws] = FreshDraws,
+    kind: type[PlainLoop] = PlainLoop,
+) -> PlainLoop:  # fmt: skip
     from accelerate import PartialState
 
     policy.net.to(PartialState().device)
-    return PlainLoop(policy, work, reward, draws(policy, work))
+    return kind(policy, work, reward, draws(policy, work))
 
 
-def agreement(make: Make, work: Work) -> dict[str, float]:
+def agreement(make: Make, work: Work, kind: type[PlainLoop] = PlainLoop) -> dict[str, float]:
     """Largest differences after one iteration of both in float64 from the same weights, on the same noise.
 
     Raises SystemExit where they exceed 1e-9, or where no weight has moved by more than that.
@@ -228,7 +237,7 @@ def agreement(make: Make, work: Work) -> dict[str, float]:
     for policy in (ours, plain):
         policy.net.double()
     before = ours.weights.full()
-    trainer, loop = mmrl_trainer(ours, work, by_place), plain_loop(plain, work, by_place, KeyedDraws)
+    trainer, loop = mmrl_trainer(ours, work, by_place), plain_loop(plain, work, by_place, KeyedDraws, kind)
     seen: list[Rollout] = []
     collect = trainer.collect
     trainer.collect = lambda: seen.append((found := collect())[0]) or found
@@ -247,18 +256,20 @@ def agreement(make: Make, work: Work) -> dict[str, float]:
     return found
 
 
-def measure(make: Make, work: Work, repeats: int, explain: bool = False) -> dict[str, Any]:
+def measure(
+    make: Make, work: Work, repeats: int, explain: bool = False, kind: type[PlainLoop] = PlainLoop
+) -> dict[str, Any]:
     """Whole iterations of both, in turns; seconds, passes, memory."""
     torch.manual_seed(0)
     plain = f"plain loop, {work.plain_rows} rows"
     runs: dict[str, Trainer | PlainLoop] = {
-        plain: plain_loop(make(), work, brightness), "mmrl": mmrl_trainer(make(), work, brightness)
+        plain: plain_loop(make(), work, brightness, kind=kind), "mmrl": mmrl_trainer(make(), work, brightness)
     }  # fmt: skip
     if explain:
         own = work.micro_batch or work.rows // work.updates
         same = replace(work, micro_batch=work.plain_rows)
         runs[f"mmrl, micro_batch {work.plain_rows}"] = mmrl_trainer(make(), same, brightness)
-        runs[f"plain loop, {own} rows"] = plain_loop(make(), replace(work, plain_rows=own), brightness)
+        runs[f"plain loop, {own} rows"] = plain_loop(make(), replace(work, plain_rows=own), brightness, kind=kind)
     costs = {
         name: measuring.cost(run.iterate, _net(run)) for name, run in runs.items()
     }  # the first iteration also warms up

@@ -55,14 +55,14 @@ def layers_of(policy: Any) -> tuple[Layers, ...]:
 def tokens_of(policy: Any) -> tuple[int, int]:
     """(tokens of the latents and of images beside them, tokens of text in the same sequence)."""
     config, shape = policy.config, policy.shape
-    frames = {3: 1, 4: shape[1] if shape[0] == policy.config.in_channels else shape[0]}[len(shape)]
-    if policy.pipeline.startswith("CogVideoX"):
+    frames = 1 if len(shape) == 3 else shape[1]  # channels, frames, height, width
+    if policy.pipeline.startswith("CogVideoX"):  # frames come first
         frames = shape[0] // (config.patch_size_t or 1)
-    elif len(shape) == 4:
-        frames = shape[1]
     image = frames * shape[-2] * shape[-1] // _patch(policy) ** 2
     images = 2 if hasattr(policy, "image_size") else 1
-    joint = getattr(config, "joint_attention_dim", None) or policy.pipeline.startswith(("CogVideoX", "Hunyuan", "ZImage"))
+    joint = getattr(config, "joint_attention_dim", None) or policy.pipeline.startswith(
+        ("CogVideoX", "Hunyuan", "ZImage")
+    )
     text = getattr(policy, "text_length", 333) if joint else 0  # SD3: 77 of CLIP, 256 of T5
     return images * image, text
 

@@ -80,7 +80,7 @@ class _Counting:
 
 
 def hollow(entry: type[FolderPolicy], place: Path, options: dict[str, Any]) -> FolderPolicy:
-    """The policy that ``entry(path, **options)`` would be, from a folder's config files. Raises UserError as it does."""
+    """The policy that ``entry(path, **options)`` would be, from config files alone. Raises UserError as it does."""
     own = {key: value for key, value in options.items() if key not in ("lora", "attention", "compile", "path")}
     cls = type(entry.__name__, (_Weightless, entry), {})
     return cls(path=str(place), **own)

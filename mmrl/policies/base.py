@@ -150,12 +150,18 @@ class NetPolicy:
         return min(self.fitting, rows, self.most or rows)
 
     def fitted(self, run: Callable[[int], Any], size: int, least: int = 1) -> Any:
-        """``run(size)``, work in passes of at most ``size`` rows; where the device's memory does not do, again with half
-        of them. From then on no pass is larger, and all are as wide as that, which keeps log-probs equal. UserError
-        where ``least`` rows are too many."""
-        alone = distributed.world()[1] == 1  # several processes would no longer make equally many passes
+        """``run(size)``, work in passes of at most ``size`` rows; where the device's memory does not do, again with
+        half of them. From then on no pass is larger, and all are as wide as that, which keeps log-probs equal.
+        UserError where ``least`` rows are too many."""
+        alone, width = distributed.world()[1] == 1, self.width  # several would no longer make equally many passes
+
+        def attempt(rows: int) -> Any:
+            if rows < size and width:
+                self.width = min(width, rows)  # or passes would be filled up to what did not fit
+            return run(rows)
+
         try:
-            result, fits = halved_to_fit(run, size, least if alone else size)
+            result, fits = halved_to_fit(attempt, size, least if alone else size)
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"out of memory: {error}. Try train.gradient_checkpointing=true, policy.lora, a smaller "
@@ -168,7 +174,6 @@ class NetPolicy:
     def shrink(self, rows: int) -> None:
         """From now on no pass has more than ``rows`` rows."""
         self.most = rows
-        self.width = min(self.width, rows) if self.width else None
         self.news.append(f"out of memory: passes now have at most {rows} rows; train.micro_batch={rows} begins so")
 
     def padded(self) -> int:

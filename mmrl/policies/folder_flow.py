@@ -61,9 +61,13 @@ class FolderPolicy(FlowPolicy):
         self.shape, self.process = self.latent_shape(), self.own_process()
         self.texts = PromptCache(self.load_texts, self.encode_texts, text_encoders, text_cache)
         super().__init__(net, grid=grid or self.own_grid(), **options)
-        self.attending, self.compiled = AttentionChoice(net, attention), bool(compile)
+        self.quicken(attention, compile)
+
+    def quicken(self, attention: Attention = "auto", compile: bool | str = False) -> None:
+        """Choose the kernels that the network runs on, as the options of the same names say."""
+        self.attending, self.compiled = AttentionChoice(self.net, attention), bool(compile)
         if compile:
-            kernels.compile_blocks(net, "inductor" if compile is True else compile)
+            kernels.compile_blocks(self.net, "inductor" if compile is True else compile)
 
     def load_part(self, name: str, subfolder: str, dtype: torch.dtype | None = None) -> Any:
         """A part of the folder by its class's name in diffusers, float32 unless said otherwise."""

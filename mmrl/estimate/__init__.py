@@ -1,0 +1,1 @@
+"""What a run would need, told from its configuration alone."""

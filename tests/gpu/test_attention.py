@@ -1,0 +1,86 @@
+"""Attention backends, compiled blocks, paths on the CPU and passes that do not fit, on a CUDA device."""
+
+import pytest
+import torch
+
+from mmrl.policies import kernels
+from mmrl.registry import UserError
+from samplers.noise import Rng
+
+from ..test_fitting import PROMPTS, make
+from ..test_folder_families import trainer_of
+
+CASES = ["flux", "wan-two", "sd", "sdxl"]
+BACKENDS = ["auto", "sdpa", "xformers", "flash"]
+
+
+def made(case, backend, **options):
+    try:
+        return make(case, attention=backend, width=4, **options)
+    except UserError as error:
+        pytest.skip(str(error))
+
+
+def on_the_device(policy):
+    policy.net.to("cuda")
+    return policy
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_first_step_is_on_policy_on_every_backend(case, backend):
+    trainer = trainer_of(made(case, backend, guidance=2.0, lora=2, dtype="bfloat16"), precision="bf16")
+    try:
+        metrics = trainer.iterate()
+    except UserError as error:  # tiny heads do not suit every kernel
+        pytest.skip(str(error))
+    assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
+    assert trainer.policy.attending.used in kernels.BACKENDS
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_backends_agree_with_sdpa(case):
+    samples = {}
+    for backend in ("sdpa", "xformers"):
+        policy = on_the_device(made(case, backend))
+        with torch.no_grad():
+            try:
+                samples[backend] = policy.rollout(PROMPTS, 1, Rng.of("same")).sample
+            except UserError as error:
+                pytest.skip(str(error))
+    torch.testing.assert_close(samples["xformers"], samples["sdpa"], atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("options", [{"guidance": 2.0}, {"lora": 2}], ids=["full guided", "lora"])
+def test_compiled_blocks_are_on_policy(options):
+    torch._dynamo.reset()
+    metrics = trainer_of(make("flux", compile=True, **options)).iterate()
+    assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
+
+
+def test_paths_on_the_cpu_change_nothing():
+    runs = []
+    for offload in (False, True):
+        trainer = trainer_of(make("wan", offload=offload, guidance=2.0))
+        with torch.no_grad():
+            rollout = trainer.policy.rollout(PROMPTS, 2, Rng.of("same"))
+        assert rollout.path.is_cuda != offload and rollout.sample.is_cuda
+        metrics = [trainer.iterate() for _ in range(2)]
+        assert metrics[0]["ratio/max_deviation"] == 0.0
+        runs.append(trainer.policy.weights.full())
+    for name, value in runs[0].items():
+        torch.testing.assert_close(runs[1][name], value, atol=1e-6, rtol=1e-5)
+
+
+def test_a_pass_that_does_not_fit_is_halved():
+    trainer = trainer_of(make("flux", guidance=2.0))
+    plain, limit = trainer.policy.velocity, 4  # rows of the network, guided ones twice
+
+    def velocity(x, t, cond):
+        if len(x) > limit:
+            torch.empty(2**45, dtype=torch.uint8, device="cuda")  # 32 TiB
+        return plain(x, t, cond)
+
+    trainer.policy.velocity = velocity
+    metrics = trainer.iterate()
+    assert trainer.policy.most == 2 and trainer.policy.news and metrics["ratio/max_deviation"] < 1e-4

@@ -1,0 +1,136 @@
+"""What does not fit the device's memory: smaller passes, paths kept elsewhere, and nothing changed by either."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import diffusers
+import pytest
+import torch
+
+from mmrl import advantages
+from mmrl.objectives import PolicyGradient
+from mmrl.optimizers import adamw
+from mmrl.options import TrainOptions
+from mmrl.registry import UserError
+from mmrl.scoring import Scorer
+from mmrl.trainer import Trainer
+from mmrl.types import Point
+from samplers.batching import halved_to_fit
+from samplers.noise import Rng
+
+from . import tiny_diffusers, toys
+from .test_folder_families import PROMPTS, make
+
+
+def test_half_and_half_again_until_it_fits():
+    tried = []
+
+    def run(size):
+        tried.append(size)
+        if size > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
+        return size * 10
+
+    assert halved_to_fit(run, 13) == (30, 3) and tried == [13, 6, 3]
+    assert halved_to_fit(run, 2) == (20, 2)
+    with pytest.raises(torch.OutOfMemoryError, match="13 rows a pass, and fewer than 8 cannot be: CUDA out of memory"):
+        halved_to_fit(run, 13, least=8)
+
+
+def trainer(rows=None, gradient=False, **options):
+    """``rows``: a pass of more runs out of memory; ``gradient``: only one of training does."""
+    policy = toys.make("flow", double=True, guidance=2.0)
+    plain = policy.velocity
+
+    def velocity(x, t, cond):
+        if rows is not None and len(x) > 2 * rows and (torch.is_grad_enabled() or not gradient):
+            raise torch.OutOfMemoryError("no room")
+        return plain(x, t, cond)
+
+    policy.velocity = velocity
+    sizes = {"prompts": 4, "copies": 4, "batch_size": 16, "iterations": 3} | options
+    return Trainer(
+        policy, toys.prompts(4), Scorer({"reward": lambda media, prompts: -media.square().sum(1)}), advantages.dance,
+        PolicyGradient(clip=1e-2, kl=0.1), partial(adamw, lr=1e-2), TrainOptions(**sizes),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["sampling", "training"])
+def test_a_run_out_of_memory_goes_on_in_smaller_passes_to_the_same_weights(gradient):
+    whole, small = trainer(), trainer(rows=5, gradient=gradient)
+    for _ in range(2):
+        wanted, found = whole.iterate(), small.iterate()
+    assert small.policy.most == 4 and small.policy.width == 4 and len(small.policy.news) == 1
+    assert "at most 4 rows; train.micro_batch=4" in small.policy.news[0]
+    assert found["ratio/max_deviation"] < 1e-12
+    for name in ("loss", "kl", "clip_fraction", "grad_norm"):  # a pass that failed has left nothing behind
+        assert found[name] == pytest.approx(wanted[name], abs=1e-9)
+    for name, value in whole.policy.weights.full().items():
+        torch.testing.assert_close(small.policy.weights.full()[name], value, atol=1e-9, rtol=0)
+
+
+def test_one_row_that_does_not_fit_is_the_users_to_mend():
+    with pytest.raises(UserError, match=r"out of memory: 1 rows a pass.*train.gradient_checkpointing=true.*--dry-run"):
+        trainer(rows=0).iterate()
+
+
+def test_decoding_halves_by_itself_and_leaves_training_alone():
+    policy = make("flux", width=4)
+    with torch.no_grad():
+        rollout = policy.rollout(PROMPTS, 2, Rng.of("same"))
+        wanted, plain = policy.decode(rollout), policy.pixels
+
+        def pixels(vae, latents):
+            if len(latents) > 1:
+                raise torch.OutOfMemoryError("no room")
+            return plain(vae, latents)
+
+        policy.pixels = pixels
+        torch.testing.assert_close(policy.decode(rollout), wanted, atol=1e-5, rtol=0)
+    assert policy.decoding == 1 and policy.width == 4 and policy.most is None and not policy.news
+
+
+def test_paths_are_kept_off_the_device_and_come_back_for_a_pass():
+    plain, kept = toys.make("flow"), toys.make("flow", offload=True)
+    seen, home = [], kept._kept
+    kept._kept = lambda x: seen.append(len(x)) or home(x)
+    ours, theirs = (p.rollout(toys.prompts(2), 2, Rng.of(1)) for p in (kept, plain))
+    assert torch.equal(ours.path, theirs.path) and torch.equal(ours.sample, theirs.sample) and len(seen) == 7
+    away = torch.zeros(3, 2, device="meta")  # as if it were another device: rows are taken where they are
+    point = Point(group=torch.arange(3), row=torch.arange(3), state=away, mask=torch.ones(3, 1, dtype=torch.bool))
+    part = point[torch.tensor([2, 0])]
+    assert part.state.shape == (2, 2) and part.state.is_meta and part.row.tolist() == [2, 0]
+    assert make("wan").offload and not make("flux").offload
+
+
+@pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16"])
+def test_latents_are_rounded_before_they_are_scored_and_scored_in_float32(storage):
+    policy = make("flux", dtype="bfloat16", lora=2, storage=storage)
+    with torch.no_grad():
+        rollout = policy.rollout(PROMPTS, 2, Rng.of("same"))
+        assert rollout.path.dtype == rollout.logprob.dtype == torch.float32
+        assert torch.equal(rollout.path, rollout.path.to(getattr(torch, storage)).float())
+        for point in policy.path(rollout):
+            dist = policy.dist(point)
+            assert dist.mean.dtype == torch.float32 and torch.equal(dist.log_prob(point.target), point.logprob)
+
+
+@pytest.mark.parametrize(("high", "low"), [(2.5, 1.5), (1.5, 3.0)])
+def test_each_expert_of_wan_has_its_own_guidance_as_in_the_pipeline(high, low):
+    policy = make("wan-two", guidance=high, guidance_2=low, width=None)
+    with policy.evaluating(), torch.no_grad():
+        rollout = policy.rollout(PROMPTS, 1, Rng.of("same"))
+    assert bool((1000 * policy.times[:-1] < policy.net.boundary).any())  # the second expert has its turn
+    pipe = diffusers.WanPipeline.from_pretrained(str(tiny_diffusers.folder("wan-two")))
+    pipe.set_progress_bar_config(disable=True)
+    wanted = pipe(
+        [p["text"] for p in PROMPTS], latents=rollout.path[:, 0], num_inference_steps=3, height=16, width=32,
+        num_frames=5, max_sequence_length=16, guidance_scale=high, guidance_scale_2=low, output_type="latent",
+    )[0]  # fmt: skip
+    torch.testing.assert_close(rollout.sample, wanted, atol=1e-4, rtol=1e-4)
+    with policy.evaluating(low), torch.no_grad():  # a scale that is asked for is that of both
+        both = policy.rollout(PROMPTS, 1, Rng.of("same")).sample
+    assert policy.guidance_2 == low and (both - rollout.sample).abs().max() > 1e-4
+    with pytest.raises(UserError, match="guidance_2: .* has one network only"):
+        make("wan", guidance_2=2.0)
