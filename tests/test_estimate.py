@@ -33,10 +33,11 @@ GIB = 2**30
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_every_configuration_of_the_repository_can_be_looked_at_without_weights(path, monkeypatch):
-    monkeypatch.setattr(published, "on_meta", no_networks)
-    found = dry_run(path, ["train.prompts=8", "train.batch_size=8", "train.copies=16", "train.micro_batch=1"])
+    if "world:" not in path.read_text():  # small, and not published
+        monkeypatch.setattr(published, "on_meta", no_networks)
+    found = dry_run(path, ["train.prompts=8", "train.batch_size=64", "train.copies=16", "train.micro_batch=1"])
     text = "\n".join(lines(found))
-    assert "batches     8 prompts x 16 copies = 128 rows" in text and found.plan.steps == 16
+    assert "batches     8 prompts x 16 copies = 128 rows" in text and found.plan.steps == 2
     name = found.path
     if name.startswith("world:") and found.shape is None:
         assert "is not built yet" in text
@@ -60,7 +61,7 @@ def no_networks(name, cfg):
 ON_META = published.on_meta
 
 
-@pytest.mark.parametrize("name", ["stabilityai/stable-diffusion-3.5-medium", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"])
+@pytest.mark.parametrize("name", ["black-forest-labs/FLUX.1-dev", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"])
 def test_the_table_is_what_the_meta_device_counts(name):
     known = published.table()["models"][name]
     net = published.on_meta(known["parts"]["transformer"]["_class_name"], known["parts"]["transformer"])
