@@ -45,7 +45,8 @@ def test_every_configuration_of_the_repository_can_be_looked_at_without_weights(
         once, rows = found.counted, 2 if found.guided else 1
         if "tree" not in path.read_text():
             assert once.sampling == 128 * found.steps * rows
-        assert once.training > 0 and 0 < once.decisions <= 128 * found.noisy or not found.noisy
+        assert once.training is None or once.training > 0
+        assert 0 < once.decisions <= 128 * found.noisy or not found.noisy
         assert found.peak > found.memory["network"] > 0 and found.memory["activations"] > 0
         assert name.startswith("world:") or (name in published.table()["models"] and not found.unknown)
     else:
@@ -111,7 +112,7 @@ def test_counted_forwards_are_those_of_the_run(case, options, tmp_path):
     trainer = one.trainer()
     metrics = trainer.iterate()
     assert found.counted.sampling + found.counted.training == metrics["forwards"]
-    assert found.counted.decisions == metrics["decisions"] and found.counted.steps == metrics["step"] == 8
+    assert found.counted.decisions == metrics["decisions"] and found.counted.steps == metrics["step"] == 4
     assert found.shape == one.policy.shape and found.counted.snapshots == trainer.snapshots()
     trained = sum(p.numel() for p in one.policy.net.parameters() if p.requires_grad)
     assert found.model.trained == trained and found.memory["optimizer"] == 8 * trained

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Config
+from ..objectives.base import Differentiates
 from ..options import TrainOptions
 from ..policies import diffusers_folder
 from ..policies.flow import FlowPolicy
@@ -91,7 +92,7 @@ class Counted:
     """One iteration of all processes: rows through the network, and what was kept of the weights."""
 
     sampling: int
-    training: int
+    training: int | None  # None: unknown
     decisions: int
     steps: int  # optimizer steps
     snapshots: tuple[str, ...]
@@ -110,12 +111,15 @@ def counted(policy: FlowPolicy, found: Config, options: TrainOptions) -> Counted
         found.build("advantage", ADVANTAGES), found.build("objective", OBJECTIVES),
         partial(torch.optim.SGD, lr=0.0), plain,
     )  # fmt: skip
+    kept = tuple(sorted(set(trainer.snapshots()) | ({"ema"} if options.ema else set())))
+    if isinstance(trainer.objective, Differentiates):  # what it does depends on its rewards' gradients
+        rollout, _ = trainer.collect()
+        return Counted(policy.forwards, None, int(rollout.mask.sum()), trainer.plan.steps * options.epochs, kept)
     seen: dict[str, int] = {}
     trainer.collect = _watched(trainer.collect, policy, seen)
     metrics = trainer.iterate()
-    ran = int(metrics["step"])
-    kept = set(trainer.snapshots()) | ({"ema"} if options.ema else set())
-    return Counted(seen["rows"], policy.forwards - seen["rows"], int(metrics["decisions"]), ran, tuple(sorted(kept)))
+    training = policy.forwards - seen["rows"]
+    return Counted(seen["rows"], training, int(metrics["decisions"]), int(metrics["step"]), kept)
 
 
 def _watched(collect: Callable, policy: FlowPolicy, seen: dict[str, int]) -> Callable:

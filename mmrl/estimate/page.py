@@ -50,7 +50,8 @@ def _forwards(report: Report) -> Iterator[str]:
     if found is None:
         return
     kind = "rows of the network" if report.shape else "answers"
-    yield (f"forwards    {found.sampling:,} {kind} to sample, {found.training:,} to train: an iteration, all processes")
+    training = "an unknown number" if found.training is None else f"{found.training:,}"
+    yield f"forwards    {found.sampling:,} {kind} to sample, {training} to train: an iteration, all processes"
     if report.shape:
         yield f"decisions   {found.decisions:,} with a density in the first iteration; {found.steps} optimizer steps"
 
