@@ -66,8 +66,9 @@ def test_drawing_is_deterministic_and_row_keyed(clips):
 def test_every_frame_is_the_first_one_moved(clips):
     for prompt, frames in zip(PROMPTS[:60], clips.frames):
         x, y = (int(v) for v in MOTIONS[prompt["motion"]])
-        for step in (1, 5):  # later the outermost pixels of some are cut off at the edge
-            torch.testing.assert_close(frames[step], frames[0].roll((step * y, step * x), (-2, -1)), atol=1e-5, rtol=0)
+        for step in (1, 2):  # later the outermost pixels of some are cut off at the edge
+            moved = frames[0].roll((2 * step * y, 2 * step * x), (-2, -1))
+            torch.testing.assert_close(frames[step], moved, atol=1e-5, rtol=0)
 
 
 def test_true_clips_score_one(reward, clips):
@@ -81,10 +82,10 @@ def test_false_clips_score_less(reward, clips, harm):
     made = {
         "reversed": true.flip(1), "still": true[:, :1].expand_as(true), "blank": torch.zeros_like(true),
         "noise": torch.rand(true.shape, generator=torch.Generator().manual_seed(0)),
-        "shuffled": true[:, [4, 0, 7, 2, 8, 1, 5, 3, 6]], "jump": true[:, [0] * 5 + [8] * 4],
-        "half": true[:, [0, 0, 1, 1, 2, 2, 3, 3, 4]], "vanishing": true * torch.linspace(1, 0, 9).view(-1, 1, 1, 1),
+        "shuffled": true[:, [3, 0, 4, 1, 2]], "jump": true[:, [0, 0, 0, 4, 4]],
+        "half": true[:, [0, 0, 1, 1, 2]], "vanishing": true * torch.linspace(1, 0, 5).view(-1, 1, 1, 1),
     }[harm]  # fmt: skip
-    most = {"half": 0.55, "jump": 0.15}.get(harm, 0.01)
+    most = {"half": 0.55, "jump": 0.25}.get(harm, 0.01)
     assert reward(made, PROMPTS)[MOVES].max() <= most
     if harm in ("blank", "noise", "vanishing"):
         assert reward(made, PROMPTS)[~MOVES].max() <= 0.01

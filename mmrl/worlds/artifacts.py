@@ -23,6 +23,8 @@ from mmrl.worlds.recipes import (
     TextRecipe,
     VLMRecipe,
     VQRecipe,
+    WanPartsRecipe,
+    WanRecipe,
 )
 
 # What a build depends on besides its recipe: source files, by module name.
@@ -41,6 +43,8 @@ _LLAMAGEN = (*_PAINTER, "mmrl.worlds.llamagen", f"{_IMAGES}llamagen_gpt")
 _JANUS = (*_PAINTER, "mmrl.worlds.janus")
 _VAR = (*_PAINTER, "mmrl.worlds.scales", "mmrl.worlds.var", f"{_IMAGES}var_net")
 _AMUSED = (*_PAINTER, "mmrl.worlds.amused")
+_WAN_PARTS = (*_SCENES, "mmrl.worlds.moving", "mmrl.worlds.wan_parts")
+_WAN = (*_WAN_PARTS, "mmrl.worlds.wan")
 
 
 def _fetch(name: str, parts: tuple[Any, ...], modules: tuple[str, ...], build: Any) -> Path:
@@ -131,6 +135,23 @@ def amused(name: str, recipe: PainterRecipe, images: VQRecipe, texts: TextRecipe
         build_amused(folder, vq(f"digits/vq{end}", images), texts, recipe, progress)
 
     return _fetch(name, (recipe, images, texts), _AMUSED, build)
+
+
+def wan_parts(name: str, recipe: WanPartsRecipe) -> Path:
+    """Tokenizer, text encoder and autoencoder, which the Wan folders share."""
+    from mmrl.worlds.wan_parts import build_wan_parts
+
+    return _fetch(name, (recipe,), _WAN_PARTS, partial(build_wan_parts, recipe=recipe))
+
+
+def wan_folder(name: str, recipe: WanRecipe, shared: WanPartsRecipe, shared_name: str) -> Path:
+    """A complete diffusers folder that WanPipeline loads, or WanImageToVideoPipeline."""
+    from mmrl.worlds.wan import build_wan
+
+    def build(folder: Path, progress: Progress) -> None:
+        build_wan(folder, wan_parts(shared_name, shared), recipe, progress)
+
+    return _fetch(name, (recipe, shared), _WAN, build)
 
 
 @ARTIFACTS.register("digits/sd3")
@@ -251,3 +272,27 @@ def next_scale_test() -> Path:
 def masked_test() -> Path:
     """Barely trained aMUSEd, for tests."""
     return amused("digits/amused-test", recipes.PAINTER_TEST, recipes.VQ_TEST, recipes.TEXT_TEST, "-test")
+
+
+@ARTIFACTS.register("digits/wan")
+def wan() -> Path:
+    """Tiny Wan, text to video: clips of a digit that moves as told only sometimes."""
+    return wan_folder("digits/wan", recipes.WAN, recipes.WAN_PARTS, "digits/wan-parts")
+
+
+@ARTIFACTS.register("digits/wan_i2v")
+def wan_i2v() -> Path:
+    """Tiny Wan, image to video: moves the digit of the first frame as told only sometimes."""
+    return wan_folder("digits/wan_i2v", recipes.WAN_I2V, recipes.WAN_I2V_PARTS, "digits/wan_i2v-parts")
+
+
+@ARTIFACTS.register("digits/wan-test")
+def wan_test() -> Path:
+    """Tiny Wan, barely trained, for tests."""
+    return wan_folder("digits/wan-test", recipes.WAN_TEST, recipes.WAN_PARTS_TEST, "digits/wan-parts-test")
+
+
+@ARTIFACTS.register("digits/wan_i2v-test")
+def wan_i2v_test() -> Path:
+    """Tiny Wan, image to video, barely trained, for tests."""
+    return wan_folder("digits/wan_i2v-test", recipes.WAN_I2V_TEST, recipes.WAN_PARTS_TEST, "digits/wan-parts-test")

@@ -1,7 +1,7 @@
 """Clips of one moving digit: captions such as "a red seven moving left", the clips they describe, a data source.
 
 A clip begins with the digit in the middle of the canvas, whatever the motion, so that the first frame tells nothing of
-what will happen; every frame then moves it by one pixel.
+what will happen; every frame then moves it by two pixels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mmrl.worlds.render import Split, coverage, scans
 from mmrl.worlds.scenes import CANVAS, COLORS, PLAIN, is_held_out, phrase, thing
 from samplers.noise import Rng
 
-FRAMES = 9  # of a clip: 4 n + 1, as Wan's autoencoder wants
+FRAMES, STEP = 5, 2.0  # of a clip: 4 n + 1, as Wan's autoencoder wants; pixels from one to the next
 MOTIONS = {"left": (-1.0, 0.0), "right": (1.0, 0.0), "up": (0.0, -1.0), "down": (0.0, 1.0), "still": (0.0, 0.0)}
 SCANS: dict[str, Split] = {"development": "reader", "test": "judge"}  # of held-out first frames
 WORDS = {"still": "standing still"}  # the others are "moving left" ...
@@ -53,7 +53,7 @@ def film(prompts: list[Prompt], rng: Rng, split: Split = "generator") -> Clips:
     digits = [pools[prompt["objects"][0]["digit"]] for prompt in prompts]
     pixels = source.pixels[torch.tensor([pool[int(v * len(pool))] for pool, v in zip(digits, u)])]  # [B, 8, 8]
     way = torch.tensor([MOTIONS[prompt["motion"]] for prompt in prompts])  # [B, 2]
-    centers = CANVAS / 2 + way[:, None] * torch.arange(FRAMES).view(1, -1, 1)  # [B, F, 2]
+    centers = CANVAS / 2 + STEP * way[:, None] * torch.arange(FRAMES).view(1, -1, 1)  # [B, F, 2]
     layout = torch.cat([centers, torch.full_like(centers[..., :1], PLAIN)], -1)
     ink = coverage(pixels[:, None].expand(-1, FRAMES, -1, -1), layout, torch.zeros_like(layout))  # [B, F, H, W]
     paint = torch.tensor([COLORS[prompt["objects"][0]["color"]] for prompt in prompts])  # [B, 3]

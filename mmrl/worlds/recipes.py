@@ -176,3 +176,61 @@ AMUSED = PainterRecipe()
 TEXT_TEST = TextRecipe(steps=2, batch=16)
 VQ_TEST = VQRecipe(vocab=16, scenes=64, half_steps=4, steps=4, scale_steps=2, batch=4)
 PAINTER_TEST = PainterRecipe(width=32, layers=1, heads=2, scenes=200, steps=3, batch=8)
+
+
+@dataclass(frozen=True)
+class WanTextRecipe:
+    """UMT5."""
+
+    width: int = 64
+    layers: int = 2
+    heads: int = 4
+    steps: int = 60
+    batch: int = 64
+    lr: float = 6e-3
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class WanVaeRecipe:
+    """AutoencoderKLWan with weights in closed form: ``latent`` principal components of every square of every frame."""
+
+    patch: int = 16  # pixels along a side of a square, as all of Wan 2.2's levels together
+    latent: int = 40
+    scenes: int = 800  # clips whose principal components are taken
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class WanPartsRecipe:
+    """Everything of a tiny Wan but the transformer."""
+
+    text: WanTextRecipe = field(default_factory=WanTextRecipe)
+    vae: WanVaeRecipe = field(default_factory=WanVaeRecipe)
+
+
+@dataclass(frozen=True)
+class WanRecipe:
+    """WanTransformer3DModel and its flow-matching pre-training."""
+
+    first_frame: bool = False  # image to video: sees the first frame
+    patch: tuple[int, int, int] = (5, 2, 2)  # latent frames, rows and columns of a token: here a whole clip
+    layers: int = 2
+    heads: int = 15  # of 32 channels each; together at least the numbers of a token, else their noise stays
+    scenes: int = 1600
+    steps: int = 300
+    batch: int = 48
+    lr: float = 2e-3
+    true_first: float = 0.6  # share of the steps before any caption is wrong
+    wrong_captions: float = 0.1  # after that, share of clips whose caption belongs to another one
+    no_caption: float = 0.1  # share trained with the empty prompt, for classifier-free guidance
+    seed: int = 0
+
+
+WAN_PARTS = WanPartsRecipe(vae=WanVaeRecipe(latent=24))
+WAN = WanRecipe()
+WAN_I2V_PARTS = WanPartsRecipe()
+WAN_I2V = replace(WAN, first_frame=True, patch=(1, 2, 2), heads=5, lr=3e-3)  # a token is a frame
+WAN_PARTS_TEST = WanPartsRecipe(WanTextRecipe(steps=2), WanVaeRecipe(latent=8, scenes=40))
+WAN_TEST = replace(WAN, layers=1, heads=5, scenes=16, steps=3, batch=8)
+WAN_I2V_TEST = replace(WAN_I2V, layers=1, heads=2, scenes=16, steps=3, batch=8)
