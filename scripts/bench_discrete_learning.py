@@ -197,7 +197,7 @@ def signal(found: dict[str, list[float]]) -> list[str]:
         "### How much of a gradient is signal", "",
         "At the base model, of four iterations, all estimators on the same pictures: the cosine of the gradients of",
         "two iterations, and of the same iteration's with the exact one. Unbiased is not the same as quiet: with this",
-        "many pictures exact gradients of two iterations have little in common, those of one pass at states hidden anew",
+        "many pictures exact gradients of two iterations have little in common, those at states hidden anew have",
         "more, and a biased but steady estimator learns as fast or faster. The exact one also pays for all passes.", "",
         "| estimator | cosine of two iterations | with the exact one |", "|---|---|---|",
     ]  # fmt: skip
