@@ -234,19 +234,12 @@ def test_the_benchmark_goes_on_with_what_is_missing(tmp_path, monkeypatch):
 
     bench = load("bench_discrete_learning")
     monkeypatch.setattr(bench, "RESULTS", tmp_path)
+    judge = 'evaluate.reward={digits_judge: {path: "world:digits/reader-test"}}'
     small = [
-        "policy.var.path=world:digits/var-test",
-        "train.micro_batch=8",
-        "train.prompts=2",
-        "train.copies=4",
-        "train.batch_size=8",
-    ]
-    small += [
-        "train.iterations=3",
-        "evaluate.prompts=3",
-        "evaluate.copies=1",
-        "reward.digits.path=world:digits/reader-test",
-    ]
+        "policy.var.path=world:digits/var-test", "train.micro_batch=8", "train.prompts=2", "train.copies=4",
+        "train.batch_size=8", "train.iterations=3", "evaluate.prompts=3", "evaluate.copies=1",
+        "reward.digits.path=world:digits/reader-test", judge,
+    ]  # fmt: skip
     bench.make("var_guided", 0, tmp_path, small)
     first = (tmp_path / "var_guided-0.json").read_text()
     found = bench.gathered(tmp_path)["var_guided"][0]
