@@ -73,7 +73,7 @@ def tests(args: argparse.Namespace) -> Found:
 def attention(args: argparse.Namespace) -> Found:
     """Milliseconds of forward and backward at the size of SD3.5 medium, for each kernel that runs."""
     scale = args.scale
-    shape = (8, scale.sd3_heads, models.TOKENS + (scale.size // 16) ** 2, 64)
+    shape = (8, scale.sd3_heads, scale.tokens + (scale.size // 16) ** 2, 64)
     q = torch.randn(shape, device=models.device(), dtype=torch.bfloat16, requires_grad=True)
     chosen = {"torch's choice": None, "flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
               "memory-efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}  # fmt: skip

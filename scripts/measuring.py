@@ -20,7 +20,7 @@ def counting(net: torch.nn.Module) -> Iterator[dict[str, int]]:
 
     def count(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         seen["passes"] += 1
-        seen["rows"] += len(kwargs["hidden_states"])
+        seen["rows"] += len(args[0] if args else kwargs["hidden_states"])
 
     hook = net.register_forward_pre_hook(count, with_kwargs=True)
     yield seen

@@ -19,8 +19,6 @@ from mmrl.types import Prompt
 from samplers.noise import Rng
 from samplers.schedules import flow_match_euler, shifted
 
-TOKENS = 333  # of a prompt of SD3: 77 of CLIP, 256 of T5
-
 
 @dataclass(frozen=True)
 class Scale:
@@ -29,6 +27,7 @@ class Scale:
     sd3_layers: int = 24
     sd3_heads: int = 24
     size: int = 512  # pixels of images
+    tokens: int = 333  # of a prompt of SD3: 77 of CLIP, 256 of T5
     wan_layers: int = 30
     wan_heads: int = 12
     video: tuple[int, int, int] = (33, 240, 416)  # frames, height, width
@@ -36,7 +35,7 @@ class Scale:
     copies: int = 8
 
 
-SMALL = Scale(2, 2, 64, 2, 2, (5, 32, 32), 8, 2)
+SMALL = Scale(2, 2, 64, 8, 2, 2, (5, 32, 32), 8, 2)
 
 
 def device() -> str:
@@ -67,12 +66,11 @@ class Random:
 class RandomSD3(Random, SD3):
     """Stable Diffusion 3.5 medium, weights in bf16."""
 
-    sizes = {"text": (TOKENS, 4096), "pooled": (2048,)}
-
     def __init__(self, scale: Scale, attention: str = "auto", compile: bool | str = False, **options: Any):
         from diffusers import AutoencoderKL, SD3Transformer2DModel
 
         self.compute, side = torch.bfloat16, scale.size // 8
+        self.sizes = {"text": (scale.tokens, 4096), "pooled": (2048,)}
         self.shape = (16, side, side)
         torch.manual_seed(0)
         with torch.device(device()):
