@@ -238,6 +238,8 @@ def main():
     given = parser.parse_args()
     torch.set_num_threads(1)
     tiny_diffusers.folder("amused")  # transformers saves on the first of many processes only, once they are many
+    for name in ("qwen2_5_vl", "janus"):
+        tiny_vlms.folder(name)
     trainer.Device = Sharded if given.sharded else Device
     for case in SHARDED if given.sharded else CASES:
         found, one = results(case, given.folder, given.start or given.folder)

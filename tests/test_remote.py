@@ -303,7 +303,9 @@ def test_one_of_two_dies_in_the_middle(url):
         def reply(connection):
             if not left.acquire(blocking=False):
                 return hanging_up(connection)
-            data = connection.recv(1 << 20)
+            data = b""
+            while b"\r\n\r\n" not in data:
+                data += connection.recv(1 << 20)
             head, _, body = data.partition(b"\r\n\r\n")
             length = int(next(r for r in head.lower().split(b"\r\n") if r.startswith(b"content-length")).split(b":")[1])
             while len(body) < length:

@@ -136,7 +136,7 @@ def test_micro_batches_change_no_gradient(folder):
         rollout, _ = trainer.collect()  # rewards are float32, and the decoder: the advantage is therefore fixed here
         rollout = rollout.replace(logprob=rollout.logprob + 0.01, advantage=(rollout.row % 5 - 2.0).double()[:, None])
         points = list(trainer.objective.points(policy, rollout, Rng.of(0)))
-        trainer._accumulate(points, float(sum(p.mask.sum() for p in points)), Rng.of(0))
+        trainer._accumulated(points, float(sum(p.mask.sum() for p in points)), Rng.of(0))
         runs.append((torch.cat([p.grad.flatten() for p in policy.net.parameters()]), rollout.sample))
     for gradient, sample in runs[1:]:
         torch.testing.assert_close(gradient, runs[0][0], atol=1e-10, rtol=0)
