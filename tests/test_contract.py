@@ -359,7 +359,8 @@ def test_an_optimizer_steps_downhill(name):
 @pytest.mark.parametrize("name", DATA)
 def test_a_data_source_has_prompts_to_train_on_and_others_to_measure(name, tmp_path):
     (tmp_path / "prompts.txt").write_text("\n".join(f"picture {i}" for i in range(40)))
-    pairs = [{"understand": {"text": f"what is {i}?"}, "generate": {"text": f"picture {i}"}} for i in range(40)]
+    pair = {"understand": {"text": "what?"}, "similarity": 0.5}
+    pairs = [pair | {"generate": {"text": f"picture {i}"}} for i in range(40)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     (tmp_path / "questions.jsonl").write_text("\n".join(json.dumps({"question": f"what is {i}?"}) for i in range(40)))
     source = made("data", name, tmp_path)

@@ -412,3 +412,17 @@ def test_no_statistic_mixes_tasks():
     assert torch.equal(pairs(reward, rows.replace(prompts=plain), power=0.5), grpo(reward, rows))
     with pytest.raises(UserError, match="prompts of task 'generate'"):
         pairs(reward, rows, tasks=("understand",))
+
+
+def test_pairs_that_share_a_prompt_are_all_learned_or_all_held_out(tmp_path):
+    """Chains of four pairs: neighbours share a question or a caption, ends share nothing."""
+    rows = []
+    for chain in range(30):
+        for question, caption in ((0, 0), (1, 0), (1, 1), (2, 1)):
+            asked, made = f"question {chain}.{question}?", f"picture {chain}.{caption}"
+            rows.append({"understand": {"text": asked, "answer": "A"}, "generate": {"text": made}})
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = Paired(tmp_path / "pairs.jsonl", held_out=0.3)
+    chains = [{prompt["text"].split()[1].split(".")[0] for prompt in part} for part in (data.train, data.held_out)]
+    assert not chains[0] & chains[1] and len(chains[0] | chains[1]) == 30 and len(chains[1]) > 2
+    assert len(data.train) + len(data.held_out) == 240

@@ -39,13 +39,31 @@ class Pairs(Curriculum):
         return Pairs([prompt for prompt in prompts if len(whole[prompt["pair"]]) == 2])
 
 
+def families(prompts: Sequence[Prompt]) -> dict[str, str]:
+    """Name of a pair -> one name for all pairs that share a prompt, over any number of others: none of them may be
+    learned while another is held out."""
+    name = {prompt["pair"]: prompt["pair"] for prompt in prompts}
+
+    def first(pair: str) -> str:
+        while name[pair] != pair:
+            pair = name[pair]
+        return pair
+
+    seen: dict[str, str] = {}
+    for prompt in prompts:
+        known = seen.setdefault(repr((prompt["text"], prompt.get("images"))), prompt["pair"])
+        name[first(prompt["pair"])] = first(known)
+    return {pair: first(pair) for pair in name}
+
+
 @DATA.register("paired")
 class Paired:
     """Pairs of a prompt to understand and one to generate: both sides of a pair are in one batch (PairUni).
 
     path: a .jsonl, .json or .parquet file of rows with ``understand`` (text, images, answer ...), ``generate`` (text)
     and perhaps ``similarity``, how alike the two are, 0 to 1; without one they are aligned, 1. images: the folder that
-    image paths start in; by default the file's own. held_out: the share of the pairs to hold out.
+    image paths start in; by default the file's own. held_out: the share of the pairs to hold out; pairs that
+    share a prompt stay on one side.
     """
 
     train: Pairs
@@ -58,7 +76,8 @@ class Paired:
         found = [prompt for at, row in rows_of(Path(path)) for prompt in self._pair(at, row)]
         if not found:
             raise UserError(f"{path}: no pair there")
-        train, self.held_out = split(found, held_out, key=lambda prompt: prompt["pair"])
+        related = families(found)
+        train, self.held_out = split(found, held_out, key=lambda prompt: related[prompt["pair"]])
         self.train = Pairs(train)
 
     def _pair(self, at: str, row: Any) -> list[Prompt]:
