@@ -95,7 +95,7 @@ def test_a_rollout_is_rows_by_decisions(policy, rollout):
 
 def test_conditions_are_stored_once_a_prompt(rollout):
     if isinstance(rollout.cond, list):  # of prompts that do not fit one tensor
-        assert len(rollout.cond) == len(PROMPTS)
+        assert len(rollout.cond) == len(PROMPTS) and all(len(leaf) == 1 for leaf in leaves(rollout.cond))
         return
     for tensor in leaves(rollout.cond):
         assert len(tensor) in (len(PROMPTS), 1), "one row a prompt, or one for all"
