@@ -110,8 +110,7 @@ def coupled(
     *, low: Annotated[float, Gt(-1e-9), Le(1)] = 0.1, high: Share = 0.9, draws: Count = 1,
 ) -> list[Point]:  # fmt: skip
     """A random mask and its complement (Gong et al. 2025, DiffuCoder): each pair scores every token once."""
-    if low >= high:
-        raise UserError(f"the estimator coupled needs low < high, not {low} and {high}")
+    _ascending("coupled", low, high)
     found = []
     for n in range(draws):
         rate = low + (high - low) * rng.fold("rate", n).uniform(rollout.row)
@@ -126,8 +125,7 @@ def random(
     *, low: Annotated[float, Gt(-1e-9), Le(1)] = 0.1, high: Share = 0.9, draws: Count = 1,
 ) -> list[Point]:  # fmt: skip
     """Random masks at a rate between ``low`` and ``high``, the plain counterpart of ``coupled``."""
-    if low >= high:
-        raise UserError(f"the estimator random needs low < high, not {low} and {high}")
+    _ascending("random", low, high)
     rates = [low + (high - low) * rng.fold("rate", n).uniform(rollout.row) for n in range(draws)]
     return [policy.at(rollout, _hidden(rng.fold("mask", n), rollout, rate)) for n, rate in enumerate(rates)]
 
@@ -171,6 +169,11 @@ def fading(rate: Tensor, length: int) -> Tensor:
     tokens stay more often, the last never. Cut at 1, so more than r is hidden where r < 1/2."""
     place = torch.arange(length, device=rate.device) / max(length - 1, 1)
     return (2 * (1 - rate.reshape(-1, 1)) * (1 - place)).clamp(max=1)
+
+
+def _ascending(name: str, low: float, high: float) -> None:
+    if low >= high:
+        raise UserError(f"the estimator {name} needs low < high, not {low} and {high}")
 
 
 def _hidden(rng: Rng, rollout: Rollout, rate: Tensor, field: Fields = "uniform") -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -211,3 +212,24 @@ def first_of_group(rollout: Rollout) -> Tensor:
     """[B] long: the name of the first row of each row's group that is here, by which a group shares noise."""
     first = torch.full((int(rollout.group.max()) + 1,), torch.iinfo(torch.long).max, device=rollout.row.device)
     return first.scatter_reduce(0, rollout.group, rollout.row, "amin")[rollout.group]
+
+
+@contextmanager
+def at_guidance(policy: Any, guidance: float | None) -> Iterator[None]:
+    """The policy at another classifier-free guidance scale; None: at its own."""
+    kept = policy.guidance
+    policy.guidance = kept if guidance is None else guidance
+    try:
+        yield
+    finally:
+        policy.guidance = kept
+
+
+def warn_of_mismatch(logp_dist: str, guidance: float) -> None:
+    """Scores without the guidance that sampled are not those of the sampled distribution."""
+    if logp_dist == "conditional" and guidance != 1:
+        warnings.warn(
+            f"logp_dist conditional: samples are drawn with guidance {guidance:g} and scored without it, so the "
+            "gradient is not that of the sampled distribution; guided matches",
+            stacklevel=3,
+        )

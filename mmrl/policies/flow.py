@@ -6,7 +6,6 @@ here, once. Sampling and scoring go through the same ``_transition``.
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from samplers.windows import FIXED, all_steps
 from ..dists import Gaussian, Score
 from ..registry import GRIDS, KERNELS, SOLVERS, WINDOWS, UserError
 from ..types import Kernel, Media, Point, Prompt, Rollout, tree_map
-from .base import NetPolicy, first_of_group, rows_of
+from .base import NetPolicy, at_guidance, first_of_group, rows_of, warn_of_mismatch
 from .trees import Tree
 
 Grid = Callable[[int], Tensor]  # steps -> times [K + 1], from 1 to 0
@@ -100,12 +99,7 @@ class FlowPolicy(NetPolicy, ABC):
         self.steps, self.eta, self.sde, self.solver = len(self.times) - 1, eta, sde, solver
         self.tree, self.flash, self.offload = tree, flash, offload
         self.dist_type = Score if score == "square" else Gaussian
-        if logp_dist == "conditional" and guidance != 1:
-            warnings.warn(
-                f"logp_dist conditional: samples are drawn with guidance {guidance:g} and scored without it, so the "
-                "gradient is not that of the sampled distribution; guided matches",
-                stacklevel=2,
-            )
+        warn_of_mismatch(logp_dist, guidance)
         self.kernel, self.guidance, self.logp_dist = self._for_process(kernel), guidance, logp_dist
         self.shared_noise, self.storage, self.reduction = shared_noise, getattr(torch, storage), reduction
         self._plan(copies=tree.factor ** len(tree.at(self.steps)) if tree else 1, rng=FIXED)  # refuses what cannot be
@@ -140,13 +134,12 @@ class FlowPolicy(NetPolicy, ABC):
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
         """Deterministic (ODE) sampling, at another guidance scale if given."""
-        kept = self.exploring, self.guidance
-        self.exploring = False
-        self.guidance = self.guidance if guidance is None else guidance
+        kept, self.exploring = self.exploring, False
         try:
-            yield
+            with at_guidance(self, guidance):
+                yield
         finally:
-            self.exploring, self.guidance = kept
+            self.exploring = kept
 
     def _for_process(self, kernel: Kernel) -> Kernel:
         """The kernel, told the process if it works on more than one; UserError if it is for another."""

@@ -7,7 +7,6 @@ tokens drawn in every pass and the Plackett-Luce probability of the choice.
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from ..dists import Categorical, inverted
 from ..options import Count
 from ..registry import UserError
 from ..types import Point, Rollout
-from .base import first_of_group, rows_of
+from .base import at_guidance, first_of_group, rows_of, warn_of_mismatch
 from .flow import LogpDist, stacked
 from .token import TokenPolicy
 
@@ -105,12 +104,7 @@ class MaskedDiffusion(TokenPolicy, ABC):
         self.chooses = sampler == "maskgit"
         if self.chooses and self.turns > 1 and min(self.noises[:-1]) <= 0:
             raise UserError(f"policy option choice must be above 0 before the last pass, not {tuple(choice)}")
-        if logp_dist == "conditional" and guidance != 1:
-            warnings.warn(
-                f"logp_dist conditional: tokens are drawn with guidance {guidance:g} and scored without it, so the "
-                "gradient is not that of the sampled distribution; guided matches",
-                stacklevel=2,
-            )
+        warn_of_mismatch(logp_dist, guidance)
         self.guidance, self.logp_dist, self.temperature = guidance, logp_dist, temperature
 
     def commit(self, step: int, dist: Categorical, ids: Tensor, hidden: Tensor) -> Tensor:
@@ -119,12 +113,8 @@ class MaskedDiffusion(TokenPolicy, ABC):
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
         """The same sampler, at another guidance scale if given."""
-        kept = self.guidance
-        self.guidance = kept if guidance is None else guidance
-        try:
+        with at_guidance(self, guidance):
             yield
-        finally:
-            self.guidance = kept
 
     def _sample(self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng) -> Rollout:
         ids = torch.full((len(row), self.length), self.mask_id, device=row.device)

@@ -6,7 +6,6 @@ top-k, top-p, chunks and randomness are here, once, and the same in sampling and
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from samplers.warp import Warp
 from ...dists import Categorical
 from ...options import Count
 from ...types import Media, Point, Prompt, Rollout
-from ..base import NetPolicy
+from ..base import NetPolicy, at_guidance, warn_of_mismatch
 from ..flow import LogpDist
 from ..vlm.answers import AnswerTokens
 from .attention import Kernel, available
@@ -63,12 +62,7 @@ class ImageTokenPolicy(NetPolicy, ABC):
         net.stopgrad, net.kernel = logp_dist == "guided_stopgrad_uncond", available(attention)
         if compile:
             net.compile_token()
-        if logp_dist == "conditional" and guidance != 1:
-            warnings.warn(
-                f"logp_dist conditional: tokens are drawn with guidance {guidance:g} and scored without it, so the "
-                "gradient is not that of the sampled distribution; guided matches",
-                stacklevel=2,
-            )
+        warn_of_mismatch(logp_dist, guidance)
 
     @abstractmethod
     def encode(self, prompts: list[Prompt]) -> list[Inputs]:
@@ -173,12 +167,8 @@ class ImageTokenPolicy(NetPolicy, ABC):
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
         """As in training: the likeliest image is not a good one. At another guidance scale if given."""
-        kept = self.guidance
-        self.guidance = kept if guidance is None else guidance
-        try:
+        with at_guidance(self, guidance):
             yield
-        finally:
-            self.guidance = kept
 
 
 def spans(turns: Any) -> Iterator[slice]:

@@ -85,11 +85,7 @@ class VLM(Passes):
         hf = _loaded(
             AutoModelForImageTextToText, self.place, dtype=_dtype(dtype), attn_implementation=_plain(attention)
         )
-        if hf.config.is_encoder_decoder:
-            raise UserError(
-                f"policy.vlm.path {self.place}: {hf.config.model_type} has an encoder for the question and a decoder "
-                "for the answer; vlm is for models that go on with one sequence, such as Qwen2.5-VL or LLaVA"
-            )
+        _refuse_two_parts(hf, self.place)
         if attention in ("sdpa", "xformers"):
             quicken(hf, xformers=attention == "xformers")
         processor, family = _loaded(AutoProcessor, self.place), family_of(hf.config, coords)
@@ -100,10 +96,7 @@ class VLM(Passes):
         self.truth: Callable[[Prompt], str | None] | None = None  # writes one answer of every group while it is set
         if lora is not None and train is not None:
             raise UserError("policy options lora and train exclude each other; write train: {language: lora, ...}")
-        if isinstance(lora, int):
-            lora = Lora(lora)
-        if lora is not None and lora.targets is None:
-            lora = Lora(lora.rank, lora.alpha, [n for n in modules_of(hf, "language") if not n.endswith("lm_head")])
+        lora = _adapters(hf, lora)
         net = SharedPrefix(hf, share=share != "none")
         self._pack(net, attention, packed)
         super().__init__(net, lora=lora, **options)
@@ -112,13 +105,15 @@ class VLM(Passes):
             set_trainable(hf, train or everything(hf))
         self.outside = ENGINES[engine](self.place, dtype) if engine in ENGINES else None
         self.sees = any(p.requires_grad and part_of(n) != "language" for n, p in hf.named_parameters())
-        self.notes = (*family.unverified(), summary(self.net))
-        if share == "auto" and not shareable(hf):
-            self.notes += (f"prompts of {hf.config.model_type} are read once for every answer, not once a group",)
+        self.notes = (*family.unverified(), summary(self.net), *self._warnings(hf))
+
+    def _warnings(self, hf: Any) -> Iterator[str]:
+        if self.sharing == "auto" and not shareable(hf):
+            yield f"prompts of {hf.config.model_type} are read once for every answer, not once a group"
         if self.outside is not None:
-            self.notes += (
-                f"{engine} samples with other kernels than the policy scores with: watch engine/gap, and set the "
-                "objective's importance, which corrects for it",
+            yield (
+                f"{self.engine} samples with other kernels than the policy scores with: watch engine/gap, and set the "
+                "objective's importance, which corrects for it"
             )
 
     def rollout(self, prompts: list[Prompt], copies: int, rng: Rng) -> Rollout:
@@ -267,6 +262,23 @@ class VLM(Passes):
 
     def _spelled(self, ids: list[int], begun: str) -> list[str]:
         return [begun + self.inputs.decode(ids[: n + 1]) for n in range(len(ids))]
+
+
+def _refuse_two_parts(hf: Any, place: str) -> None:
+    if hf.config.is_encoder_decoder:
+        raise UserError(
+            f"policy.vlm.path {place}: {hf.config.model_type} has an encoder for the question and a decoder "
+            "for the answer; vlm is for models that go on with one sequence, such as Qwen2.5-VL or LLaVA"
+        )
+
+
+def _adapters(hf: Any, lora: Lora | int | None) -> Lora | None:
+    """Those of the language model, if none are named."""
+    if isinstance(lora, int):
+        lora = Lora(lora)
+    if lora is None or lora.targets is not None:
+        return lora
+    return Lora(lora.rank, lora.alpha, [n for n in modules_of(hf, "language") if not n.endswith("lm_head")])
 
 
 def _loaded(auto: Any, place: str, **options: Any) -> Any:
