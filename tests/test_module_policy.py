@@ -31,21 +31,48 @@ def make(**options):
     return POLICIES.build("module", **chosen)
 
 
-@pytest.mark.parametrize("guidance", [1.0, 2.5])
-def test_a_dit_is_the_diffusers_pipeline(guidance, monkeypatch):
+def of_the_pipeline(net, rollout, guidance, monkeypatch):
+    """Images of diffusers' own DiTPipeline around this network, from the rollout's first noise."""
     from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline
     from diffusers.pipelines.dit import pipeline_dit
 
-    policy = make(**DIT, guidance=guidance, width=None)
+    monkeypatch.setattr(pipeline_dit, "randn_tensor", lambda *_, **__: rollout.path[:, 0])
+    pipe = DiTPipeline(net, AutoencoderKL.from_pretrained(DIT["vae"]), DDIMScheduler(**tiny_module.SCHEDULE))
+    pipe.set_progress_bar_config(disable=True)
+    labels = [prompt["label"] for prompt in rollout.asked()]
+    return pipe(labels, guidance_scale=guidance, num_inference_steps=4, output_type="pt").images
+
+
+def sampled(policy):
     with policy.evaluating(), torch.no_grad():
         rollout = policy.rollout(PROMPTS, 2, Rng.of("same"))
-        ours = policy.decode(rollout)
-    monkeypatch.setattr(pipeline_dit, "randn_tensor", lambda *_, **__: rollout.path[:, 0])
-    pipe = DiTPipeline(policy.net.net, AutoencoderKL.from_pretrained(DIT["vae"]), DDIMScheduler(**tiny_module.SCHEDULE))
-    pipe.set_progress_bar_config(disable=True)
-    theirs = pipe([3, 3, 1, 1], guidance_scale=guidance, num_inference_steps=4, output_type="pt").images
-    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+        return rollout, policy.decode(rollout)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.5])
+def test_a_dit_is_the_diffusers_pipeline(guidance, monkeypatch):
+    policy = make(**DIT, guidance=guidance, width=None)
+    rollout, ours = sampled(policy)
+    theirs = of_the_pipeline(policy.net.net, rollout, guidance, monkeypatch)
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
     assert (theirs[0] - theirs[2]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("lora", [2, None])
+def test_a_trained_dit_gives_the_plain_pipeline_our_images(lora, tmp_path, monkeypatch):
+    """The export of adapters, too, is a state dict of the network as it was written, and all of it."""
+    from safetensors.torch import load_file
+
+    whole = trainer(**DIT, lora=lora, width=None)
+    whole.iterate(), whole.iterate()
+    whole.policy.export(tmp_path)
+    rollout, ours = sampled(whole.policy)
+    plain = tiny_module.dit().eval()  # in training it drops labels
+    before = of_the_pipeline(plain.net, rollout, 1.0, monkeypatch)
+    plain.load_state_dict(load_file(tmp_path / "net.safetensors"), strict=True)
+    after = of_the_pipeline(plain.net, rollout, 1.0, monkeypatch)
+    torch.testing.assert_close(ours, after, atol=1e-4, rtol=0)
+    assert (after - before).abs().max() > 1e-4  # the training is seen
 
 
 CASES = {

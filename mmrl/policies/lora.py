@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..registry import UserError
 
@@ -44,6 +45,17 @@ def add_lora(net: nn.Module, lora: Lora, attention: Sequence[str] = ATTENTION) -
         p.requires_grad_("lora_" in name)
         if p.requires_grad and p.dtype.itemsize < 4:
             p.data = p.data.float()
+
+
+@torch.no_grad()
+def merged(net: nn.Module) -> dict[str, Tensor]:
+    """The weights with the adapters added to them, under the names they have in a model without."""
+    state = {name: value for name, value in net.state_dict().items() if "lora_" not in name}
+    for name, module in net.named_modules():
+        if hasattr(module, "get_delta_weight"):
+            weight = state[f"{name}.base_layer.weight"]
+            state[f"{name}.base_layer.weight"] = (weight + module.get_delta_weight("default")).to(weight.dtype)
+    return {name.replace(".base_layer.", "."): value for name, value in state.items()}
 
 
 def _present(net: nn.Module, targets: Sequence[str]) -> list[str]:

@@ -16,7 +16,7 @@ from samplers.processes import Flow
 from ..registry import POLICIES, UserError, import_name
 from ..types import Media, Prompt, Rollout
 from .flow import FlowPolicy
-from .lora import ATTENTION
+from .lora import ATTENTION, merged
 
 PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
 Value = int | float | Sequence[float]
@@ -100,11 +100,11 @@ class Module(FlowPolicy):
         return vae.decode(latents.to(vae.dtype) / vae.config.scaling_factor + shift).sample
 
     def export(self, folder: Path) -> None:
-        """``net.safetensors``: the state dict of what ``net`` builds, adapters included."""
+        """``net.safetensors``: the state dict of what ``net`` builds, adapters added to its weights."""
         from safetensors.torch import save_file
 
         folder.mkdir(parents=True, exist_ok=True)
-        state = {name: tensor.detach().cpu().contiguous() for name, tensor in self.net.state_dict().items()}
+        state = {name: tensor.detach().cpu().contiguous() for name, tensor in merged(self.net).items()}
         save_file(state, folder / "net.safetensors")
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ...registry import POLICIES, UserError, locate
 from ...types import Prompt
+from ..lora import merged
 from ..prompts import Placement, PromptCache, texts_of
-from ..vlm.parts import merged
 from . import weights
 from .base import ImageTokenPolicy
 from .llamagen_gpt import LlamaGenGPT, Shape

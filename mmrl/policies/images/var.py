@@ -15,7 +15,7 @@ from samplers.noise import Rng
 from ...options import Count
 from ...registry import POLICIES, UserError
 from ...types import Point, Prompt, Rollout
-from ..vlm.parts import merged
+from ..lora import merged
 from . import weights
 from .base import ImageTokenPolicy
 from .branching import grow

@@ -20,9 +20,9 @@ from samplers.noise import Rng
 from samplers.warp import Warp
 
 from ...registry import UserError
+from ..lora import merged
 from .generate import Answers, Ending, blank
 from .media import Video
-from .parts import merged
 
 GREEDY = 0.0
 SHARE = 0.4  # of a GPU's free memory for an engine's cache

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import torch
 from annotated_types import Ge, Gt
-from torch import Tensor, nn
+from torch import nn
 
 from ...registry import UserError
 from ..base import ParameterGroup
@@ -120,17 +119,6 @@ def beside_adapters(net: nn.Module) -> bool:
     """Whether adapters are trained, and other parameters too."""
     kinds = {"lora_" in name for name, p in net.named_parameters() if p.requires_grad}
     return kinds == {True, False}
-
-
-@torch.no_grad()
-def merged(net: nn.Module) -> dict[str, Tensor]:
-    """The weights with the adapters added to them, under the names they have in a model without."""
-    state = {name: value for name, value in net.state_dict().items() if "lora_" not in name}
-    for name, module in net.named_modules():
-        if hasattr(module, "get_delta_weight"):
-            weight = state[f"{name}.base_layer.weight"]
-            state[f"{name}.base_layer.weight"] = (weight + module.get_delta_weight("default")).to(weight.dtype)
-    return {name.replace(".base_layer.", "."): value for name, value in state.items()}
 
 
 def summary(net: nn.Module) -> str:

@@ -22,7 +22,7 @@ from ...options import Count
 from ...registry import POLICIES, UserError, locate
 from ...types import Completion, Media, Point, Prompt, Rollout
 from ..base import ParameterGroup
-from ..lora import Lora
+from ..lora import Lora, merged
 from .budgets import admit
 from .families import Coords, family_of, modules_of, part_of
 from .generate import Ending
@@ -30,7 +30,7 @@ from .inputs import Inputs
 from .media import Budgets
 from .outside import ENGINES, ask
 from .packed import enable
-from .parts import Parts, beside_adapters, everything, groups_of, merged, set_trainable, summary
+from .parts import Parts, beside_adapters, everything, groups_of, set_trainable, summary
 from .passes import Encoded, Passes, images_in
 from .prefix import SharedPrefix, shareable
 from .vision import quicken
