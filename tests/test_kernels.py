@@ -101,6 +101,9 @@ def test_tv4_ddim():
         near(std, [wanted] * 2)
         logp = {981: [-0.47780049, -0.57905048], 501: [-0.04492848, -0.1461785], 1: [2.61368752, 2.51243687]}
         near(mean_logp(mean + std * E, mean, std), logp[timestep], atol=1e-4 if timestep == 1 else 2e-6)
+        if timestep == 501:
+            near((mean + std * E)[0, 0, 0, 0], 0.79677522)
+    assert [float(stable.alphas[i]) for i in (981, 961)] == pytest.approx([0.0057755, 0.00728172], rel=2e-6)
 
 
 def test_tv5_deterministic_solvers():
@@ -124,8 +127,30 @@ def test_tv6_flow_ddim_with_noise():
     near(torch.stack(found), [-0.80440313, -0.56318998, -0.15772499, 0.73194337])
 
 
+def test_tv6b_the_sde_of_dpm_solver_is_ancestral_ddim():
+    mean, std = flow_ddim(X, V, SIG[2], SIG[3], 1.0)
+    near(mean[0], [0.26666668, -0.46666664, 0.70000005, 0.26666668])
+    near(mean[1], [-0.86666673, 0.43333331, -0.05, -1.03333342])
+    near(std, [0.47140452] * 2)
+
+
+def test_tv5c_dpm_is_the_solver_that_dgpo_samples_with():
+    """Diffusers' multistep solver on flow times of shift 3: the published numbers, and the scheduler itself."""
+    from diffusers import DPMSolverMultistepScheduler
+
+    plain = DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+    plain.set_timesteps(10)
+    step, x, y = dpm(Flow()), X.double(), X.double()
+    for k, timestep in enumerate(plain.timesteps):
+        x = step(x, 0.5 * x - 0.1 * timestep / 1000, plain.sigmas[k].double(), plain.sigmas[k + 1].double())
+        y = plain.step(0.5 * y - 0.1 * timestep / 1000, timestep, y).prev_sample
+    near(x, y.flatten(), atol=1e-6)
+    near(x[0], [0.33978665, -0.56339651, 0.94190878, 0.18925612])
+    near(x[1], [-0.41286606, 0.27957442, 0.09893781, -0.6838209])
+
+
 def test_dpm_is_diffusers_solver():
-    """Second order, on a flow and on Stable Diffusion's process, against diffusers' own multistep solver."""
+    """Second order on Stable Diffusion's process, against diffusers' own multistep solver."""
     from diffusers import DPMSolverMultistepScheduler
 
     plain = DPMSolverMultistepScheduler(

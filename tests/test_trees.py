@@ -1,14 +1,17 @@
 """Trees of samples: what is shared, what it costs, what an edge is worth, and that their gradient is the flat one."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mmrl.advantages import Branch
+from mmrl.dists import Gaussian
 from mmrl.policies.trees import Tree, size
 from mmrl.registry import UserError
 from mmrl.types import Point, Rewards, Rollout
+from samplers.kernels import dance_sde
 from samplers.noise import Rng
 
 from . import toys
@@ -105,13 +108,26 @@ def test_correlated_noise_is_standard_normal_with_the_published_correlation():
     assert abs((xi[:, 0] * xi[:, 1]).mean() - 1 / (1 + 2.0**2)) < 0.02
 
 
-def test_tv20_published_noise_is_scaled_but_scored_as_if_it_were_not():
+def test_published_noise_is_scaled_but_scored_as_if_it_were_not():
     own = Tree().draw(Rng.of(0), torch.arange(6), torch.zeros(6), (3,), 1, torch.float64)
     scaled = Tree(noise="published", scale=4.0).draw(Rng.of(0), torch.arange(6), torch.zeros(6), (3,), 1, torch.float64)
     assert torch.equal(scaled, 4 * own)
     _, rollout = grown(tree=Tree(splits=[0, 2], noise="published"))
     _, exact = grown()
     assert rollout.logprob[:, 0].mean() < exact.logprob[:, 0].mean() - 3  # 16 times the exponent
+
+
+def test_tv20_the_published_branch_step():
+    """Dance-SDE from 0.75 to 0.5 with 4 times the noise; the log-prob is that of the noise unscaled."""
+    x = torch.tensor([[0.5, -1, 1.5, 0.25], [-0.75, 0.4, 0.1, -1.2]]).view(2, 1, 2, 2)
+    v = torch.tensor([[0.2, -0.6, 0.9, -0.3], [1.1, -0.5, 0.35, 0.7]]).view(2, 1, 2, 2)
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+    drawn = SimpleNamespace(normal=lambda *_: noise)
+    row = torch.arange(2)
+    dist = Gaussian(*dance_sde(x, v, 0.75, 0.5, 0.3))
+    child = dist.sample(Tree(noise="published", scale=4.0).draw(drawn, row, row, x.shape[1:], 1, x.dtype))
+    published = torch.tensor([[-14.08383083], [-7.01628876]])
+    torch.testing.assert_close(dist.log_prob(child), published, atol=5e-6, rtol=0)
 
 
 def test_outside_the_window_steps_are_deterministic_but_splits_never(monkeypatch):
