@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 TINY = 1e-12  # floor of a standard deviation of zero: an ODE step has no density and is masked, but must stay finite
+BLOCK = 128  # tokens of a vocabulary that are summed before the running sum over blocks
+BELOW_ONE = 1 - 2**-52
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,26 @@ class Score(Gaussian):
         return self._reduce(-((x - self.mean) ** 2))
 
 
-def inverted(logits: Tensor, uniform: Tensor) -> Tensor:
-    """[*, n] long: draws from the softmax of logits [*, V], the first tokens whose cumulative probability is above
-    uniform [*, n] in (0, 1). Weights are summed in float64, since those of large vocabularies are small."""
+def drawn(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Draws [*, n] long from the softmax of logits [*, V], by inversion at uniform [*, n] in (0, 1); their log-probs.
+
+    A draw is the first token whose cumulative probability is above the uniform number. First its block of the
+    vocabulary is found, from cumulative sums of blocks in float64, then the token in it: one running sum over all of a
+    large vocabulary in float64 costs several times the softmax.
+    """
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    sums = (x - x.amax(-1, keepdim=True)).exp().cumsum(-1, dtype=torch.float64).contiguous()
-    return torch.searchsorted(sums, (uniform.to(sums) * sums[..., -1:]).contiguous(), right=True)
+    size = BLOCK if x.shape[-1] % BLOCK == 0 else x.shape[-1]
+    top = x.amax(-1, keepdim=True)
+    weight = (x - top).exp().unflatten(-1, (-1, size))  # [*, V / size, size]
+    sums = weight.sum(-1).cumsum(-1, dtype=torch.float64)
+    want = uniform.to(sums) * sums[..., -1:]
+    block = torch.searchsorted(sums, want.contiguous(), right=True)  # [*, n]
+    high = sums.gather(-1, block)
+    low = torch.where(block > 0, sums.gather(-1, (block - 1).clamp_min(0)), 0.0)
+    inside = weight.gather(-2, block[..., None].expand(*block.shape, size)).cumsum(-1, dtype=torch.float64)
+    share = ((want - low) / (high - low)).clamp_max(BELOW_ONE)[..., None] * inside[..., -1:]
+    token = block * size + torch.searchsorted(inside, share, right=True)[..., 0]
+    return token, x.gather(-1, token) - top - sums[..., -1:].log().to(x)
 
 
 @dataclass(frozen=True)
@@ -77,7 +93,7 @@ class Categorical:
 
     def sample(self, uniform: Tensor) -> Tensor:
         """[B, L] long, by inversion of the cumulative distribution at uniform [B, L] in (0, 1)."""
-        return inverted(self.logits, uniform[..., None])[..., 0]
+        return drawn(self.logits, uniform[..., None])[0][..., 0]
 
     def log_prob(self, ids: Tensor) -> Tensor:
         """[B, L] for token ids [B, L]."""

@@ -44,6 +44,13 @@ def logp(policy, ids, prompt):
     return policy.dist(at(policy, ids, prompt)).log_prob(ids).sum(1)
 
 
+def support(policy, ids, prompt):
+    """[B] bool: sequences [B, T] whose every token survives top-k and top-p."""
+    dist = policy.dist(at(policy, ids, prompt))
+    whole = policy.net.full(dist.hidden, policy.warp).view(*ids.shape, -1)
+    return whole.gather(-1, ids[..., None])[..., 0].isfinite().all(1)
+
+
 def flat_grad(policy, value):
     parameters = list(policy.weights.parameters().values())
     found = torch.autograd.grad(value, parameters, allow_unused=True)

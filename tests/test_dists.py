@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import distributions as reference
 
-from mmrl.dists import Categorical, Gaussian
+from mmrl.dists import BLOCK, Categorical, Gaussian, drawn
 from samplers.noise import Rng
 
 
@@ -76,3 +76,22 @@ def test_an_impossible_token_is_never_drawn_at_the_ends_of_the_interval():
     dist = Categorical(torch.tensor([[[-torch.inf, 0.0, 0.0, -torch.inf]]]))
     for u in (1e-12, 0.5, 1 - 1e-12):
         assert int(dist.sample(torch.full((1, 1), u, dtype=torch.float64))) in (1, 2)
+
+
+@pytest.mark.parametrize("vocab", [7, BLOCK, 5 * BLOCK, 5 * BLOCK + 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_draws_invert_the_cumulative_distribution_and_report_their_log_probs(vocab, dtype):
+    rng = Rng.of("drawn")
+    logits = 3 * rng.normal(torch.arange(6), (vocab,), dtype=dtype)
+    logits[:, ::3] = -math.inf  # whole ranges of a truncated vocabulary are impossible, also at its ends
+    logits[:, vocab // 2 :] = -math.inf
+    uniform = rng.uniform(torch.arange(6), (400,), 1)
+    uniform[:, 0], uniform[:, 1] = 2.0**-33, 1 - 2.0**-33
+    token, logprob = drawn(logits, uniform)
+    p = logits.double().softmax(-1)
+    torch.testing.assert_close(logprob, p.log().gather(-1, token).to(dtype), rtol=1e-5, atol=1e-5)
+    above = p.cumsum(-1).gather(-1, token)
+    slack = 1e-12 if dtype == torch.float64 else 1e-6
+    assert (above > uniform - slack).all() and (above - p.gather(-1, token) <= uniform + slack).all()
+    if dtype == torch.float64:
+        assert torch.equal(token, (p.cumsum(-1)[:, None] <= uniform[..., None]).sum(-1))

@@ -17,11 +17,11 @@ from .image_tokens import (
     assert_compiles,
     assert_half_precision,
     assert_trains,
-    at,
     cosine,
     every,
     flat_grad,
     logp,
+    support,
 )
 
 PROMPT = {"text": "a red seven"}
@@ -76,15 +76,8 @@ def test_probabilities_of_all_images_sum_to_1(make, options):
     if "top_k" not in options and "top_p" not in options:
         assert abs(p.sum() - 1) < 1e-12 and (p > 0).all()
     else:  # a token outside the support is scored as if it were inside: what can be sampled sums to 1
-        possible = support(policy, IDS)
+        possible = support(policy, IDS, PROMPT)
         assert 1 < possible.sum() < len(IDS) and abs(p[possible].sum() - 1) < 1e-12
-
-
-def support(policy, ids):
-    """[B] bool: sequences whose every token survives top-k and top-p."""
-    dist = policy.dist(at(policy, ids, PROMPT))
-    whole = policy.net.full(dist.hidden, policy.warp).view(*ids.shape, VOCAB)
-    return whole.gather(-1, ids[..., None])[..., 0].isfinite().all(1)
 
 
 @pytest.mark.parametrize("options", MODES[:5], ids=str)
@@ -92,7 +85,7 @@ def test_samples_come_at_the_rate_of_their_score(make, options):
     policy, copies = make(**options), 1000
     with torch.no_grad():
         rollout = policy.rollout([PROMPT], copies, Rng.of("frequencies"))
-        p = logp(policy, IDS, PROMPT).exp() * support(policy, IDS)
+        p = logp(policy, IDS, PROMPT).exp() * support(policy, IDS, PROMPT)
     index = (rollout.sample * VOCAB ** torch.arange(TOKENS - 1, -1, -1)).sum(1)
     counts = torch.bincount(index, minlength=len(IDS))
     assert (counts[p == 0] == 0).all()

@@ -12,6 +12,7 @@ from mmrl.policies.images.llamagen_vq import LlamaGenVQ
 from mmrl.registry import UserError
 from samplers.noise import Rng
 
+from . import published_vq
 from .image_tokens import (
     assert_compiles,
     assert_half_precision,
@@ -20,6 +21,7 @@ from .image_tokens import (
     every,
     flat_grad,
     logp,
+    support,
     tiny_llamagen,
 )
 
@@ -86,26 +88,11 @@ def test_published_transformers_load_strictly_at_full_size(name, text):
 
 
 def test_the_published_tokenizer_loads_strictly_at_full_size():
-    """VQ-16: names and shapes of the places where levels, attention and shortcuts stand."""
+    state = {name: torch.empty(shape, device="meta") for name, shape in published_vq.llamagen().items()}
     with torch.device("meta"):
-        state = LlamaGenVQ().state_dict()
-        again = LlamaGenVQ.like(state, "checkpoint")
-    again.load_state_dict(state, strict=True, assign=True)
-    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    for name, shape in {
-        "encoder.conv_in.weight": (128, 3, 3, 3), "encoder.conv_blocks.2.res.0.nin_shortcut.weight": (256, 128, 1, 1),
-        "encoder.conv_blocks.3.downsample.conv.weight": (256, 256, 3, 3), "encoder.conv_out.weight": (256, 512, 3, 3),
-        "encoder.conv_blocks.4.attn.1.proj_out.weight": (512, 512, 1, 1), "encoder.mid.1.q.weight": (512, 512, 1, 1),
-        "decoder.conv_in.weight": (512, 256, 3, 3), "decoder.mid.2.conv2.weight": (512, 512, 3, 3),
-        "decoder.conv_blocks.0.attn.2.v.bias": (512,), "decoder.conv_blocks.0.upsample.conv.weight": (512, 512, 3, 3),
-        "decoder.conv_blocks.1.res.0.nin_shortcut.weight": (256, 512, 1, 1), "decoder.norm_out.weight": (128,),
-        "decoder.conv_out.weight": (3, 128, 3, 3), "quantize.embedding.weight": (16384, 8),
-        "quantize.codebook_used": (65536,), "quant_conv.weight": (8, 256, 1, 1),
-        "post_quant_conv.weight": (256, 8, 1, 1),
-    }.items():  # fmt: skip
-        assert shapes[name] == shape, name
-    assert not any("conv_blocks.4.downsample" in n or "decoder.conv_blocks.4.upsample" in n for n in shapes)
-    assert sum(p.numel() for p in again.parameters()) / 1e6 == pytest.approx(72, abs=1)
+        vq = LlamaGenVQ.like(state, "checkpoint")
+    vq.load_state_dict(state, strict=True, assign=True)
+    assert sum(p.numel() for p in vq.parameters()) / 1e6 == pytest.approx(72, abs=1) and vq.factor == 16
 
 
 def test_a_checkpoint_as_published_is_read(make, tmp_path):
@@ -175,6 +162,14 @@ def test_probabilities_of_all_images_sum_to_1(make, kind, options):
     with torch.no_grad():
         p = logp(make(kind, **options), IDS, PROMPT).exp()
     assert abs(p.sum() - 1) < 1e-10 and (p > 0).all()
+
+
+@pytest.mark.parametrize("options", [{"guidance": 3.0, "top_k": 2}, {"top_p": 0.8, "temperature": 1.3}], ids=str)
+def test_probabilities_of_what_can_be_sampled_sum_to_1(make, options):
+    policy = make("text", **options)
+    with torch.no_grad():
+        p, possible = logp(policy, IDS, PROMPT).exp(), support(policy, IDS, PROMPT)
+    assert 1 < possible.sum() < len(IDS) and abs(p[possible].sum() - 1) < 1e-10
 
 
 @pytest.mark.parametrize("kind", ["class", "text"])

@@ -347,6 +347,37 @@ def test_the_gradient_is_that_of_the_expected_reward(options):
     torch.testing.assert_close(ours, true, atol=1e-6, rtol=1e-5)
 
 
+def true_choice(policy):
+    """E[reward] of two passes of maskgit, by the network called directly and the choice's two draws one by one."""
+    found, p = states(policy)
+    number = 3 ** torch.arange(3, -1, -1)
+    total = 0
+    for first in itertools.product(range(2), repeat=4):
+        each = p[-1].gather(1, torch.tensor(first)[:, None])[:, 0]  # of all hidden
+        weight = each ** (1 / policy.noises[0])
+        for a, b in itertools.permutations(range(4), 2):
+            chosen = weight[a] / weight.sum() * weight[b] / (weight.sum() - weight[a])
+            state = torch.full((4,), 2)
+            state[a], state[b] = first[a], first[b]
+            q = p[int((state * number).sum())]
+            for second in itertools.product(range(2), repeat=2):
+                sample, late = state.clone(), state == 2
+                sample[late] = torch.tensor(second)
+                odds = q[late].gather(1, sample[late][:, None]).prod()
+                total = total + each.prod() * chosen * odds * reward(sample[None])[0]
+    return total
+
+
+@pytest.mark.parametrize("options", [{"choice": (1.5, 0.0)}, {"guidance": 2.5, "choice": (1.0, 0.0)}], ids=str)
+def test_the_gradient_of_a_choice_is_that_of_the_expected_reward(options):
+    policy = small(sampler="maskgit", **options)
+    rollout, _ = every_maskgit(policy)
+    logp = log_prob(policy, rollout)
+    weight = logp.exp().detach() * (reward(rollout.sample) - 0.3)
+    true = gradient(policy, true_choice(policy))
+    torch.testing.assert_close(gradient(policy, (weight * logp).sum()), true, atol=1e-6, rtol=1e-5)
+
+
 def test_conditional_scores_give_another_gradient():
     with pytest.warns(UserWarning, match="guided matches"):
         policy = small(guidance=5.0, logp_dist="conditional")

@@ -13,6 +13,7 @@ from mmrl.objectives.remasking import fading
 from mmrl.policies.base import Remaskable
 from mmrl.policies.masked import MaskedDiffusion
 from mmrl.registry import ESTIMATORS, SURROGATES, UserError
+from mmrl.types import Rollout
 from samplers.noise import Rng
 
 from . import toys
@@ -110,6 +111,88 @@ def test_cosines_to_the_true_gradient(name, steps):
     assert abs(mean - wanted) < (0.01 if wanted == 1 else 0.06), mean
 
 
+def expected_of_choice(policy, seed):
+    """Of the gradient of J of maskgit, one token kept a pass: by recursion over states, draws and choices."""
+    known = {}
+
+    def value(state, turn):
+        if state in known:
+            return known[state]
+        p, total = policy.net(torch.tensor([state]))[0].softmax(-1), 0.0
+        hidden = [i for i in range(N) if state[i] == 2]
+        for draw in itertools.product(range(2), repeat=len(hidden)):
+            each = torch.stack([p[i, token] for i, token in zip(hidden, draw, strict=True)])
+            share = (each.log() / (policy.noises[turn] or 1)).softmax(0)
+            for i, token, one in zip(hidden, draw, share, strict=True):
+                then = (*state[:i], token, *state[i + 1 :])
+                done = 2 not in then
+                total = total + each.prod() * one * (
+                    reward(torch.tensor([then]), seed)[0] if done else value(then, turn + 1)
+                )
+        return known.setdefault(state, total)
+
+    j = value((2,) * N, 0)
+    return j.item(), torch.autograd.grad(j, policy.net.logits)[0].flatten()
+
+
+def tokens_only(kept):
+    """MaskGIT scored without its choice: all tokens that were drawn, or those that were ``kept``."""
+
+    def points(policy, rollout, rng):
+        return [
+            p.replace(
+                target=p.target[..., 0], eta=None, mask=p.mask & (p.target[..., 1] < N) if kept and t < 2 else p.mask
+            )
+            for t, p in enumerate(policy.path(rollout))
+        ]
+
+    return points
+
+
+def every_choice(policy):
+    """All 384 trajectories of maskgit that keep one token a pass."""
+    rows = []
+    for a, b, c in itertools.permutations(range(N)):
+        for one in itertools.product(range(2), repeat=N + 2 + 1):
+            first, second, third = one[:N], {b: one[N], c: one[N + 1]}, one[N + 2]
+            decided = [
+                [(first[i], 0 if i == a else N) for i in range(N)],
+                [(second.get(i, 0), {a: N + 1, b: 0, c: N}[i]) for i in range(N)],
+                [(third if i == c else 0, N if i == c else N + 1) for i in range(N)],
+            ]
+            sample = [{a: first[a], b: second[b], c: third}[i] for i in range(N)]
+            rows.append((decided, sample, [{a: 0, b: 1, c: 2}[i] for i in range(N)]))
+    drawn, sample, order = (torch.tensor(part) for part in zip(*rows, strict=True))
+    mask = drawn[..., 1] <= N
+    return Rollout(
+        group=torch.zeros(len(rows), dtype=torch.long), row=torch.arange(len(rows)), cond=policy.encode([{}]),
+        prompts=({},), sample=sample, order=order, drawn=drawn, mask=mask.flatten(1),
+        logprob=torch.zeros(len(rows), N * N).double(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("noise", "published"), [(1.0, (0.950, 0.927)), (4.0, (0.993, 0.990))])
+def test_cosines_of_maskgits_scores(noise, published):
+    """Exact with the choice's probability, by enumeration; without it as measured on other random tables."""
+    cosines = []
+    for seed in range(24):
+        policy = TablePolicy(seed, steps=3, sampler="maskgit", choice=(noise, 0.0))
+        rollout = every_choice(policy)
+        with torch.no_grad():
+            p = sum(
+                policy.dist(one).log_prob(one.target).masked_fill(~one.mask, 0).sum(1) for one in policy.path(rollout)
+            ).exp()
+        assert p.sum().item() == pytest.approx(1, abs=1e-12)
+        j, true = expected_of_choice(policy, seed)
+        rollout = rollout.replace(advantage=(p * (reward(rollout.sample, seed) - j))[:, None])
+        ways = (bound("trajectory"), tokens_only(kept=False), tokens_only(kept=True))
+        found = [estimate(policy, rollout, estimator=way) for way in ways]
+        torch.testing.assert_close(found[0], true, atol=1e-12, rtol=1e-9)
+        cosines.append(torch.stack([cosine_similarity(one, true, dim=0) for one in found[1:]]))
+    means = torch.stack(cosines).mean(0).tolist()
+    assert means == pytest.approx(published, abs=0.03) and means[0] > means[1], means
+
+
 def test_steps_picked_at_random_are_unbiased():
     policy = TablePolicy(steps=3)
     rollout, true = rolled(policy, 0, 20000)
@@ -176,6 +259,17 @@ def test_tracerl_without_shrinking_is_the_trajectory():
     torch.testing.assert_close(same, estimate(policy, rollout, estimator=bound("trajectory")))
     whole = estimate(policy, rollout, estimator=bound("tracerl", shrink=8))
     torch.testing.assert_close(whole, estimate(policy, rollout, estimator=bound("d1")))
+
+
+@pytest.mark.parametrize(("low", "rates"), [(0.6, (0.667, 0.733, 0.8, 0.867, 0.933, 0.999)), (0.8, None)])
+def test_mask_grpo_hides_at_the_published_rates(low, rates):
+    policy = TablePolicy(steps=3)
+    rollout, _ = rolled(policy, 0, 6000)
+    points = ESTIMATORS["mask_grpo"](policy, rollout, POINTS, low=low, draws=6)
+    found = torch.stack([point.mask.double().mean() for point in points]).sort().values
+    wanted = rates or (0.833, 0.867, 0.9, 0.933, 0.967, 0.999)
+    torch.testing.assert_close(found, torch.tensor(wanted).double(), atol=0.015, rtol=0)
+    assert all(torch.equal(point.mask, point.state == 2) for point in points)
 
 
 def test_coupled_masks_score_every_token_once():

@@ -14,7 +14,18 @@ from mmrl.policies.images.var_vq import VARVQ, Quantizer, shared
 from mmrl.registry import UserError
 from samplers.noise import Rng
 
-from .image_tokens import assert_half_precision, assert_trains, at, cosine, every, flat_grad, logp, tiny_var
+from . import published_vq
+from .image_tokens import (
+    assert_half_precision,
+    assert_trains,
+    at,
+    cosine,
+    every,
+    flat_grad,
+    logp,
+    support,
+    tiny_var,
+)
 
 PROMPT, PROMPTS = {"label": 2}, [{"label": 2}, {"label": 0}]
 VOCAB, SIDES = 2, (1, 2)
@@ -82,25 +93,11 @@ def test_published_transformers_load_strictly_at_full_size(depth):
 
 
 def test_the_published_autoencoder_loads_strictly_at_full_size():
+    state = {name: torch.empty(shape, device="meta") for name, shape in published_vq.var().items()}
+    assert len(state) == 324
     with torch.device("meta"):
-        state = VARVQ().state_dict()
-        again = VARVQ.like(state, SIDES_256, "checkpoint")
-    again.load_state_dict(state, strict=True, assign=True)
-    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    assert len(shapes) == 324
-    for name, shape in {
-        "encoder.conv_in.weight": (160, 3, 3, 3), "encoder.down.4.attn.1.qkv.weight": (1920, 640, 1, 1),
-        "encoder.down.2.block.0.nin_shortcut.weight": (320, 160, 1, 1), "encoder.mid.attn_1.proj_out.bias": (640,),
-        "encoder.down.3.downsample.conv.weight": (320, 320, 3, 3), "encoder.conv_out.weight": (32, 640, 3, 3),
-        "decoder.conv_in.weight": (640, 32, 3, 3), "decoder.up.4.attn.2.qkv.weight": (1920, 640, 1, 1),
-        "decoder.up.4.upsample.conv.weight": (640, 640, 3, 3), "decoder.up.0.block.2.conv2.weight": (160, 160, 3, 3),
-        "decoder.up.3.block.0.nin_shortcut.weight": (320, 640, 1, 1), "decoder.conv_out.weight": (3, 160, 3, 3),
-        "quantize.quant_resi.qresi_ls.3.weight": (32, 32, 3, 3), "quantize.embedding.weight": (4096, 32),
-        "quantize.ema_vocab_hit_SV": (10, 4096), "quant_conv.weight": (32, 32, 3, 3),
-        "post_quant_conv.bias": (32,),
-    }.items():  # fmt: skip
-        assert shapes[name] == shape, name
-    assert not any("down.4.downsample" in name or "up.0.upsample" in name for name in shapes)
+        vae = VARVQ.like(state, SIDES_256, "checkpoint")
+    vae.load_state_dict(state, strict=True, assign=True)
 
 
 def test_checkpoints_as_published_are_read(make, tmp_path):
@@ -157,6 +154,18 @@ def test_probabilities_of_all_images_sum_to_1(make, options):
     with torch.no_grad():
         p = logp(make(**options), IDS, PROMPT).exp()
     assert abs(p.sum() - 1) < 1e-12 and (p > 0).all()
+
+
+@pytest.mark.parametrize("options", [{"guidance": 3.0, "top_k": 1}, {"guidance": 4.0, "top_p": 0.7}], ids=str)
+def test_probabilities_of_what_can_be_sampled_sum_to_1(make, options):
+    policy = make(**options)
+    with torch.no_grad():
+        p, possible = logp(policy, IDS, PROMPT).exp(), support(policy, IDS, PROMPT)
+        drawn = policy.rollout([PROMPT], 20, Rng.of("warped"))
+    assert 1 <= possible.sum() < len(IDS) and abs(p[possible].sum() - 1) < 1e-12
+    found = (drawn.sample[:, None] == IDS[possible]).all(2)  # [20, possible]
+    torch.testing.assert_close(drawn.logprob.sum(1).exp(), p[possible][found.long().argmax(1)])
+    assert found.any(1).all()
 
 
 @pytest.mark.parametrize("sides", [SIDES, (1, 2, 3)])

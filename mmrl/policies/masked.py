@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_iter
 from samplers import unmask
 from samplers.noise import Rng
 
-from ..dists import Categorical, inverted
+from ..dists import Categorical, drawn
 from ..options import Count
 from ..registry import UserError
 from ..types import Point, Rollout
@@ -139,8 +139,8 @@ class MaskedDiffusion(TokenPolicy, ABC):
         one = point[::copies]
         each = uniform.unflatten(0, (-1, copies)).transpose(1, 2)[one.mask]  # [N, copies]
         logits = self._logits(one, self.guidance)
-        token = inverted(logits, each)
-        sampled = scored = _gathered(logits, token)
+        token, _ = drawn(logits, each)
+        sampled = scored = _gathered(logits, token)  # as scores are computed, to the bit
         if self.logp_dist == "conditional" and self.guidance != 1:
             scored = _gathered(self._logits(one, 1.0), token)
         found = []

@@ -19,7 +19,7 @@ from samplers.batching import at_width, chunks
 from samplers.noise import Rng
 from samplers.warp import Warp
 
-from ...dists import Categorical
+from ...dists import drawn
 from ...options import Count
 from ...types import Media, Point, Prompt, Rollout
 from ..base import NetPolicy, at_guidance, warn_of_mismatch
@@ -126,11 +126,12 @@ class ImageTokenPolicy(NetPolicy, ABC):
     def _decide(self, features: Tensor, plain: Tensor | None, uniform: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [B, n] by inversion at ``uniform`` [B, n], and the log-probs that are recorded: those at the
         ``plain`` features where guidance is left out of the score."""
-        logits = self.warp(self.net("logits", features))
-        token = Categorical(logits).sample(uniform)
-        if plain is not None:
-            logits = self.warp(self.net("logits", plain), keep=token)
-        return token, (logits.gather(-1, token[..., None])[..., 0] - logits.logsumexp(-1)).to(self.dtype)
+        found, score = drawn(self.warp(self.net("logits", features)), uniform[..., None])
+        token = found[..., 0]
+        if plain is None:
+            return token, score[..., 0].to(self.dtype)
+        logits = self.warp(self.net("logits", plain), keep=token)
+        return token, (logits.gather(-1, found)[..., 0] - logits.logsumexp(-1)).to(self.dtype)
 
     def path(self, rollout: Rollout) -> Iterator[Point]:
         yield Point(
