@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -119,6 +119,13 @@ def unsuited(objective: type, policy: Any) -> str | None:
         return None
     name = getattr(policy, "__name__", type(policy).__name__)
     return f"the objective {objective.__name__} is for {KINDS[needs]}, which the policy {name} is not"
+
+
+def without_average(snapshots: Collection[str], train: TrainOptions) -> str | None:
+    """What is wrong where an objective looks at a moving average of the weights that nobody keeps, or None."""
+    if "ema" in snapshots and not train.ema:
+        return "the objective looks at the moving average of the weights: set train.ema, its decay, such as 0.3"
+    return None
 
 
 def arithmetic(train: TrainOptions, processes: int = 1) -> Plan:

@@ -24,7 +24,7 @@ from .memory import Memory
 from .metrics import Meter
 from .objectives.base import Adaptive, Differentiates, Lagging, Objective, Shaping, couples
 from .optimizers import ema_decay, lr_factor
-from .options import TrainOptions, arithmetic, unsuited
+from .options import TrainOptions, arithmetic, unsuited, without_average
 from .policies.base import Policy
 from .portrait import portrait
 from .registry import UserError
@@ -55,7 +55,7 @@ class Trainer:
         self.watch: Watch | None = None  # is shown what this process sampled, with advantages, before it is trained on
         for name in self.snapshots():
             policy.weights.keep(name)
-        suits(objective, policy)
+        suits(objective, policy, options)
         if isinstance(objective, Differentiates):
             objective.attach(scorer.differentiable)
         self.truth = writer(options.truth, scorer.rewards, policy) if options.truth else None
@@ -294,9 +294,9 @@ class Trainer:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
-def suits(objective: Objective, policy: Policy) -> None:
-    """Raises UserError if the objective is for another kind of model."""
-    if why := unsuited(type(objective), policy):
+def suits(objective: Objective, policy: Policy, options: TrainOptions) -> None:
+    """Raises UserError if the objective is for another kind of model, or needs what is not kept."""
+    if why := unsuited(type(objective), policy) or without_average(objective.snapshots, options):
         raise UserError(why)
 
 

@@ -1,5 +1,7 @@
 """What must hold for every family of policies, tried on the toys. A new toy is tested by being listed."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -11,6 +13,8 @@ from mmrl.registry import UserError
 from mmrl.types import Point, Rollout
 from samplers.kernels import dance_sde
 from samplers.noise import Rng
+from samplers.solvers import dpm
+from samplers.windows import window
 
 from . import toys
 
@@ -105,6 +109,22 @@ def test_chunks_do_not_change_the_samples(family, width):
     torch.testing.assert_close(whole.sample, parts.sample, atol=1e-10, rtol=0)
     torch.testing.assert_close(whole.logprob, parts.logprob, atol=1e-10, rtol=0)
     assert torch.equal(whole.row, parts.row) and torch.equal(whole.mask, parts.mask)
+
+
+def test_a_compressed_tail_saves_forwards_and_is_scored_as_sampled():
+    """MixGRPO-Flash: noise in steps 2 to 4 of 12, then a second-order solver in 0.4 of the 7 that are left."""
+    options = {"steps": 12, "sde": partial(window, start=2, stop=5), "solver": dpm, "width": 16}
+    whole, short = toys.make("flow", **options), toys.make("flow", flash=0.4, **options)
+    rollout = roll(short)
+    assert short.forwards == 32 * 7 and rollout.mask.shape == (32, 7)  # 2 and 3 as before, int(0.4 x 7) = 2
+    assert rollout.mask[0].tolist() == [False, False, True, True, True, False, False]
+    torch.testing.assert_close(rollout.time[:, :6], roll(whole).time[:, :6])
+    assert (rollout.time.diff(dim=1) < 0).all() and (rollout.time[:, -1] == 0).all()
+    for point in passes(short.path(rollout), 16):
+        again = short.dist(point).log_prob(point.target)
+        assert torch.equal(again * point.mask, point.logprob * point.mask)
+    with short.evaluating(), whole.evaluating():  # which takes all steps
+        assert torch.equal(roll(short).sample, roll(whole).sample)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from functools import partial
 
 import diffusers
@@ -42,7 +44,8 @@ GUIDED = {"flux": "true_cfg_scale", "flux-schnell": "true_cfg_scale"}  # others:
 def make(case, **options):
     name, own, _, _ = CASES[case]
     torch.manual_seed(0)
-    return POLICIES.build(name, path=str(tiny_diffusers.folder(case)), **{"steps": 3, "width": 4} | own | options)
+    chosen = {"path": str(tiny_diffusers.folder(case)), "steps": 3, "width": 4} | own | options
+    return POLICIES.build(name, **chosen)
 
 
 def call(pipe, policy, case, rollout, guidance, steps, output):
@@ -136,3 +139,53 @@ def test_a_checkpoint_resumes_to_the_bit(case, tmp_path):
     state.restore(second, *checkpoint.load(path))
     second.iterate()
     same(state.capture(second)[0], state.capture(whole)[0])
+
+
+# What the folders of the hub hold: solvers whose steps have no density.
+HUB = {"num_train_timesteps": 1000}
+DISCRETE = HUB | {
+    "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "clip_sample": False,
+    "set_alpha_to_one": False, "skip_prk_steps": True, "steps_offset": 1,
+}  # fmt: skip
+SCHEDULERS = {
+    "sd": DISCRETE | {"_class_name": "PNDMScheduler", "trained_betas": None},
+    "sdxl": DISCRETE | {"_class_name": "EulerDiscreteScheduler", "timestep_spacing": "leading"},
+    "wan": HUB | {
+        "_class_name": "UniPCMultistepScheduler", "prediction_type": "flow_prediction", "use_flow_sigmas": True,
+        "flow_shift": 3.0,
+    },
+}  # fmt: skip
+
+
+def with_scheduler(case, target):
+    shutil.copytree(tiny_diffusers.folder(case), target)
+    (target / "scheduler" / "scheduler_config.json").write_text(json.dumps(SCHEDULERS[case]))
+    index = json.loads((target / "model_index.json").read_text())
+    index["scheduler"] = ["diffusers", SCHEDULERS[case]["_class_name"]]
+    (target / "model_index.json").write_text(json.dumps(index))
+    return str(target)
+
+
+@pytest.mark.parametrize("case", ["sd", "sdxl"])
+def test_a_folder_of_the_hub_is_sampled_by_ddim_with_its_own_settings(case, tmp_path):
+    place = with_scheduler(case, tmp_path / "model")
+    policy = make(case, path=place, width=None, steps=4)
+    with policy.evaluating(2.5), torch.no_grad():
+        rollout = policy.rollout(PROMPTS, 1, Rng.of("same"))
+    pipe = getattr(diffusers, policy.pipeline).from_pretrained(place)
+    pipe.scheduler = diffusers.DDIMScheduler.from_config(pipe.scheduler.config)
+    pipe.set_progress_bar_config(disable=True)
+    latents = call(pipe, policy, case, rollout, 2.5, 4, "latent")
+    torch.testing.assert_close(rollout.sample, latents, atol=1e-4, rtol=0)
+
+
+def test_wans_own_times_begin_at_one(tmp_path):
+    """UniPC begins a millionth below, where the first step of the Flow-SDE would have a hundred times its noise."""
+    policy = make("wan", path=with_scheduler("wan", tmp_path / "model"), steps=5, eta=0.7)
+    scheduler = diffusers.UniPCMultistepScheduler.from_pretrained(policy.place, subfolder="scheduler")
+    scheduler.set_timesteps(5)
+    torch.testing.assert_close(policy.times, scheduler.sigmas.double(), atol=2e-6, rtol=0)
+    assert policy.times[0] == 1 and policy.times[-1] == 0
+    with torch.no_grad():
+        first = next(iter(policy.path(policy.rollout(PROMPTS, 1, Rng.of("same")))))
+        assert policy.dist(first).std.flatten().tolist() == pytest.approx([0.7] * 2)

@@ -267,6 +267,19 @@ def test_awms_ratio_is_to_the_sampling_weights_and_clipped():
     torch.testing.assert_close(with_kl - wide, column(0.5, 0.5))
 
 
+def test_awm_may_stay_near_the_moving_average():
+    point, v = off_by(*[TV14["live"][0]] * 2, advantage=column(1.0, -1.0))
+    policy = Velocities(live=v, old=v, ref=v + 0.5, ema=v + 0.25)
+    plain, near = (AWM(kl=0.0, ema_kl=weight).loss(policy, point) for weight in (0.0, 3.0))
+    torch.testing.assert_close(near - plain, column(3 * 0.0625, 3 * 0.0625))
+    assert "ema" in AWM(ema_kl=1.0).snapshots and "ema" not in AWM().snapshots
+    with pytest.raises(UserError, match="looks at the moving average of the weights: set train.ema"):
+        trainer_of(partial(AWM, ema_kl=1.0), "flow")
+    trainer = trainer_of(partial(AWM, ema_kl=1.0), "flow", ema=0.3)
+    metrics = [trainer.iterate() for _ in range(2)]
+    assert metrics[1]["kl_ema"] > 0 and metrics[1]["step"] == 4
+
+
 def test_diffusion_dpos_loss_and_gradient_are_those_of_published_code():
     """Vector TV17: beta 100, errors 0.31 and 0.42, of the reference 0.30 and 0.40."""
     root = torch.tensor([0.31, 0.42, 0.3, 0.4], dtype=torch.float64).sqrt()

@@ -8,7 +8,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..options import EvaluateOptions, TrainOptions, impossible, unsuited
+from ..options import EvaluateOptions, TrainOptions, impossible, unsuited, without_average
 from ..registry import REWARDS, UserError, import_file, import_module
 from .building import raise_all, resolve_rewards
 from .needs import missing_fields, wrong_media
@@ -41,12 +41,14 @@ def check(
     import_plugins(config)
     problems: list[str] = []
     entries: dict[str, Resolved] = {}
+    objective = None
     for section, registry in PLUGGED.items():
         given = supplied.get(section, ())
         found = resolve(config[section], registry, config.place((section,)), problems, given)
         if isinstance(found, Resolved):
             if is_dataclass(found.entry) and not given:
-                _try(problems, construct, found)  # plain values: their own checks cost nothing
+                made = _try(problems, construct, found)  # plain values: their own checks cost nothing
+                objective = made if section == "objective" else objective
             entries[section] = found
         problems += _missing_files(found)
     problems += _unsuited(entries)
@@ -56,6 +58,8 @@ def check(
         options = resolve_call(cls, config.plain.get(section) or {}, config.place((section,)), problems)
         built = None if options is BAD else _try(problems, construct, options)
         if isinstance(built, TrainOptions):
+            if why := without_average(getattr(objective, "snapshots", ()), built):
+                problems.append(entries["objective"].place.say(why))
             problems += [f"{config.where(line.partition(' ')[0])}: {line}" for line in impossible(built, processes)]
         if isinstance(built, EvaluateOptions) and built.reward:
             _rewards(config, built.reward, (section, "reward"), problems, named)

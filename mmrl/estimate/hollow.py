@@ -103,7 +103,7 @@ def counted(policy: FlowPolicy, found: Config, options: TrainOptions) -> Counted
     policy.__class__ = type(type(policy).__name__, (_Counting, type(policy)), {})
     policy.shape, policy.width, policy.memory = (1,) * len(policy.shape), None, None
     plain = replace(
-        options, precision="fp32", gradient_checkpointing=False, micro_batch=None, ema=None, iterations=1, lengths=(),
+        options, precision="fp32", gradient_checkpointing=False, micro_batch=None, iterations=1, lengths=(),
         truth=None, overlap=1, gate=None, resample=0, constant=None,
     )  # fmt: skip
     trainer = Trainer(
@@ -111,7 +111,7 @@ def counted(policy: FlowPolicy, found: Config, options: TrainOptions) -> Counted
         found.build("advantage", ADVANTAGES), found.build("objective", OBJECTIVES),
         partial(torch.optim.SGD, lr=0.0), plain,
     )  # fmt: skip
-    kept = tuple(sorted(set(trainer.snapshots()) | ({"ema"} if options.ema else set())))
+    kept = trainer.snapshots()
     if isinstance(trainer.objective, Differentiates):  # what it does depends on its rewards' gradients
         rollout, _ = trainer.collect()
         return Counted(policy.forwards, None, int(rollout.mask.sum()), trainer.plan.steps * options.epochs, kept)

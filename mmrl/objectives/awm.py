@@ -41,8 +41,9 @@ class AWM:
     between the live and the sampling weights at the same time and noise; its log is minus the difference of errors.
 
     weighting: of the error l at time t: uniform -l, t -l t, t2 -l t^2, huber about -sqrt(l) t, ghuber about
-    -4 l^(1/4) t. clip: range of the ratio, one number or [low, high]. kl: weight of the squared distance of the
-    velocity to the reference's. draws, times: how many times a sample is looked at, and which.
+    -4 l^(1/4) t. clip: range of the ratio, one number or [low, high]. kl, ema_kl: weights of the squared distances of
+    the velocity to the reference's and to that of the moving average of the weights, which ``train.ema`` keeps. draws,
+    times: how many times a sample is looked at, and which.
     """
 
     needs: ClassVar[str] = "gaussian"
@@ -50,13 +51,14 @@ class AWM:
     clip: float | tuple[float, float] = 1.0
     advantage_clip: float = 1.0
     kl: Annotated[float, Ge(0)] = 1e-4
+    ema_kl: Annotated[float, Ge(0)] = 0.0
     draws: Count = 6
     times: Annotated[TimeSampler, TIMES] = steps
 
     def __post_init__(self) -> None:
         self.low, self.high = self.clip if isinstance(self.clip, (tuple, list)) else (self.clip, self.clip)
         positive("objective.awm", clip=min(self.low, self.high), advantage_clip=self.advantage_clip)
-        self.behaviour, self.snapshots = "live", ("old", "ref")
+        self.behaviour, self.snapshots = "live", ("old", "ref", "ema") if self.ema_kl else ("old", "ref")
         self.score, self.surrogate = SCORES[self.weighting], clipped(self.low, self.high)
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
@@ -74,8 +76,9 @@ class AWM:
         advantage = point.advantage.clamp(-self.advantage_clip, self.advantage_clip)
         loss = self.surrogate(new, before, advantage, point.mask)
         loss = loss.to(torch.promote_types(advantage.dtype, torch.float32))
-        if not self.kl:
-            return loss
-        distance = mean_square(velocity(dist) - velocity(frozen(policy, "ref", point)))
-        observe("kl", distance, point.mask)
-        return loss + self.kl * distance
+        for name, weight, metric in (("ref", self.kl, "kl"), ("ema", self.ema_kl, "kl_ema")):
+            if weight:
+                distance = mean_square(velocity(dist) - velocity(frozen(policy, name, point)))
+                observe(metric, distance, point.mask)
+                loss = loss + weight * distance
+        return loss

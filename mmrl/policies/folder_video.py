@@ -39,12 +39,15 @@ class VideoFolderPolicy(FolderPolicy):
 
 
 def own_sigmas(scheduler: Any) -> Grid:
-    """The flow times of any of diffusers' schedulers that keeps them as ``sigmas``: UniPC, DPM-Solver, Euler."""
+    """The flow times of any of diffusers' schedulers that keeps them as ``sigmas``: UniPC, DPM-Solver, Euler.
+
+    From exactly 1: solvers in log(alpha / sigma) begin a little below, where ``flow_sde`` has far too much noise.
+    """
 
     def grid(steps: int) -> Tensor:
         scheduler.set_timesteps(steps)
         times = torch.as_tensor(scheduler.sigmas, dtype=torch.float64)
-        return torch.cat([times[:-1], times.new_zeros(1)])
+        return torch.cat([times.new_ones(1), times[1:-1], times.new_zeros(1)])
 
     return grid
 
