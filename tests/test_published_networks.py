@@ -10,7 +10,7 @@ from mmrl.policies.images.var_net import Shape, VARNet
 from mmrl.policies.images.var_vq import Quantizer
 from samplers.noise import Rng
 
-from .image_tokens import every, tiny_llamagen, tiny_var
+from .image_tokens import at, every, tiny_llamagen, tiny_var
 
 
 def attention(q, k, v, seen, scale):
@@ -95,6 +95,21 @@ def test_var_is_what_was_published(together, tmp_path):
         torch.testing.assert_close(found[row], wanted, atol=1e-10, rtol=1e-9)
 
 
+@torch.no_grad()
+def test_vars_guidance_is_what_was_published(tmp_path):
+    """Against the class behind the last one, from none at the first scale to ``guidance`` - 1 = 3 at the last."""
+    sides, ids = (1, 2, 3), every(2, 14)[[4711, 9001]]
+    policy = VAR(str(tiny_var(tmp_path, sides, 2)), guidance=4.0)
+    w, quantizer = policy.net.double().state_dict(), policy.vae.quantize.double()
+    convs = [(quantizer.quant_resi.qresi_ls[j].weight, quantizer.quant_resi.qresi_ls[j].bias) for j in (0, 2, 3)]
+    t = torch.tensor([0.0] + [1.5] * 4 + [3.0] * 9, dtype=torch.float64)[:, None]
+    found = policy.dist(at(policy, ids, {"label": 3})).log_prob(ids)
+    for row in range(2):
+        z, empty = (var_logits(w, quantizer.embedding.weight, convs, sides, label, ids[row]) for label in (3, 5))
+        wanted = ((1 + t) * z - t * empty).log_softmax(-1).gather(1, ids[row][:, None])[:, 0]
+        torch.testing.assert_close(found[row], wanted, atol=1e-10, rtol=1e-9)
+
+
 # ---------------------------------------------------------------------------------------------------------- LlamaGen
 
 
@@ -133,21 +148,32 @@ def llamagen_logits(w, condition, ids, heads, grid):
     return (rms(x, w["norm.weight"]) @ w["output.weight"].T)[len(condition) - 1 :]
 
 
+def conditions(policy, text, prompt):
+    """[n, C] of a prompt, and of none: the class behind the last one, or a learnt text as long as the prompt."""
+    w, (inputs,) = policy.net.state_dict(), policy.encode([prompt])
+    if not text:
+        table = w["cls_embedding.embedding_table.weight"]
+        return table[[prompt["label"]]], table[[5]]
+    words = inputs["mask"][0].bool()
+    assert 1 < words.sum() < len(words)
+    return [
+        F.gelu(one[words].double() @ w["cls_embedding.cap_proj.fc1.weight"].T, approximate="tanh")
+        @ w["cls_embedding.cap_proj.fc2.weight"].T
+        for one in (inputs["text"][0], w["cls_embedding.uncond_embedding"])
+    ]
+
+
 @pytest.mark.parametrize("text", [False, True])
 @torch.no_grad()
-def test_llamagen_is_what_was_published(text, tmp_path):
+def test_llamagen_and_its_guidance_are_what_was_published(text, tmp_path):
     """Of texts what is padded may be left out: a condition has no positions."""
-    policy = LlamaGen(str(tiny_llamagen(tmp_path, text, 3)), text_encoder=str(tmp_path / "t5"))
+    policy = LlamaGen(str(tiny_llamagen(tmp_path, text, 3)), text_encoder=str(tmp_path / "t5"), guidance=4.0)
     net, ids = policy.net.double(), every(3, 4)[[46, 61]]
-    w = net.state_dict()
-    inputs = policy.collate(policy.encode([{"text": "a red seven", "label": 2}, {"text": "two", "label": 0}]))
-    found = net.vocabulary(net.teach(inputs, ids))
-    for row in range(2):
-        if text:
-            words = inputs["text"][row, inputs["mask"][row].bool()].double() @ w["cls_embedding.cap_proj.fc1.weight"].T
-            condition = F.gelu(words, approximate="tanh") @ w["cls_embedding.cap_proj.fc2.weight"].T
-            assert 1 < len(condition) < inputs["mask"].shape[1]
-        else:
-            condition = w["cls_embedding.embedding_table.weight"][inputs["label"][row]][None]
-        wanted = llamagen_logits(w, condition, ids[row], 2, 2)
-        torch.testing.assert_close(found[row], wanted, atol=1e-6, rtol=1e-6)  # its rotations are float32
+    prompts = [{"text": "a red seven", "label": 2}, {"text": "two", "label": 0}]
+    found = net.vocabulary(net.teach(policy.collate(policy.encode(prompts)), ids))
+    for row, prompt in enumerate(prompts):
+        z, empty = (llamagen_logits(net.state_dict(), c, ids[row], 2, 2) for c in conditions(policy, text, prompt))
+        torch.testing.assert_close(found[row], z, atol=1e-6, rtol=1e-6)  # its rotations are float32
+        wanted = (empty + 4 * (z - empty)).log_softmax(-1).gather(1, ids[row][:, None])[:, 0]
+        scored = policy.dist(at(policy, ids[row : row + 1], prompt)).log_prob(ids[row : row + 1])[0]
+        torch.testing.assert_close(scored, wanted, atol=1e-5, rtol=1e-6)
