@@ -393,6 +393,29 @@ def test_conditional_scores_give_another_gradient():
     torch.testing.assert_close(log_prob(stopped, rollout), log_prob(matched, rollout))
 
 
+def test_without_gradient_through_the_unconditional_logits():
+    """That of the guided score with z_u held fixed, by the network called directly."""
+    policy = small(guidance=5.0, logp_dist="guided_stopgrad_uncond")
+    rollout, _ = every_emerge(policy)
+    weight = reward(rollout.sample)
+    found, expected = gradient(policy, (weight * log_prob(policy, rollout)).sum()), 0.0
+    for point in policy.path(rollout):
+        ids, index = point.state.unique(dim=0, return_inverse=True)
+        cond = policy.encode(PROMPTS[:1])
+        z, empty = (
+            policy.net(
+                ids.view(-1, 2, 2), encoder_hidden_states=c["text"].double().expand(len(ids), -1, -1),
+                pooled_text_emb=c["pooled"].double().expand(len(ids), -1),
+                micro_conds=torch.tensor([[4, 4, 0, 0, 6.0]]).double().expand(len(ids), -1),
+            ).flatten(2).transpose(1, 2)
+            for c in (cond, cond["uncond"])
+        )  # fmt: skip
+        guided = (empty.detach() + 5 * (z - empty.detach())).log_softmax(-1)[index]
+        each = guided.gather(-1, rollout.sample[..., None])[..., 0].masked_fill(~point.mask, 0)
+        expected = expected + (weight * each.sum(1)).sum()
+    torch.testing.assert_close(found, gradient(policy, expected), atol=1e-4, rtol=1e-6)  # norms are in float32
+
+
 @pytest.mark.parametrize("sampler", EVERY)
 def test_states_of_the_path_are_those_that_were_visited(sampler, monkeypatch):
     policy = Amused(str(tiny_diffusers.folder("amused")), steps=4, sampler=sampler)

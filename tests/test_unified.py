@@ -146,6 +146,17 @@ def test_importance_weights_are_unbiased_and_the_gradient_is_the_true_one(make, 
     assert float((old.exp() * ratio * REWARD).sum()) == pytest.approx(float((new.exp() * REWARD).sum()), abs=1e-12)
 
 
+def test_without_a_gradient_through_the_unconditional_rows_it_is_janus(make, folder):
+    ids, options = every(VOCAB, 4), {"guidance": 3.0, "logp_dist": "guided_stopgrad_uncond"}
+    policy, plain = make(plan=None, **options), Janus(folder, **options)
+    plain.net.to(torch.float64)
+    weight = torch.linspace(-1, 2, len(ids), dtype=torch.float64).sin()
+    found, wanted = (flat_grad(one, (weight * logp(one, ids)).sum()) for one in (policy, plain))
+    torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-9)
+    whole = make(plan=None, guidance=3.0)
+    assert cosine(flat_grad(whole, (weight * logp(whole, ids)).sum()), found) < 0.999
+
+
 def test_samples_come_at_the_rate_of_their_score(make):
     policy, copies = make(words="ab", guidance=2.0), 1000
     ids = sequences(policy)
