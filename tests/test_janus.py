@@ -131,9 +131,10 @@ def test_the_mismatched_gradient_is_not(make):
     assert found[0] == pytest.approx(1, abs=1e-12) and found[0] > found[1] + 0.01 and found[1] > found[2]
 
 
-def test_without_gradient_through_the_unconditional_branch(make):
-    """The gradient of the guided score with z_u held fixed, and the same value."""
-    stop, whole = (make(guidance=3.0, logp_dist=kind) for kind in ("guided_stopgrad_uncond", "guided"))
+@pytest.mark.parametrize("train", ["language", "generation"])
+def test_without_gradient_through_the_unconditional_branch(make, train):
+    """The gradient of the guided score with z_u held fixed, also in the head, and the same value."""
+    stop, whole = (make(guidance=3.0, logp_dist=kind, train=train) for kind in ("guided_stopgrad_uncond", "guided"))
     torch.testing.assert_close(logp(stop, IDS, PROMPT), logp(whole, IDS, PROMPT), atol=1e-12, rtol=0)
     found = flat_grad(stop, (REWARD * logp(stop, IDS, PROMPT)).sum())
     inputs = whole.collate(whole.encode([PROMPT]) * len(IDS))
