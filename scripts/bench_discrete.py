@@ -316,7 +316,8 @@ What is saved. Janus: the prompt is read once for a group; attention looks at th
 a static cache; the embedding's layers run once for conditional and unconditional rows, and the product with the
 codebook once for their mixture, since the weights of guidance add up to 1; no masks and caches are made anew for a
 token. aMUSEd: the first pass, in which all images of a group are hidden, is one image; keys and values of the text are
-made once for all images; logits are made of hidden tokens only, and once for the mixture. What remains is the
+made once for all images; logits are made of hidden tokens only, and once for the mixture. Both: a token is drawn with
+one uniform number, whose place is looked up in running sums over blocks of the codebook. What remains is the
 transformer itself, at the same number of rows, so the factor falls as the transformer grows."""
 
 

@@ -10,7 +10,7 @@ import torch
 from mmrl.objectives import Masked
 from mmrl.policies.amused import Amused
 from mmrl.policies.masked import Hidden, MaskedDiffusion, alike
-from mmrl.policies.uvit import quicken
+from mmrl.policies.uvit import asking, quicken
 from mmrl.registry import UserError
 from mmrl.types import Rollout
 from samplers import unmask
@@ -184,6 +184,36 @@ def test_asking_for_some_places_is_a_part_of_all(options):
         grad = torch.cat([p.grad.flatten() for p in policy.net.parameters() if p.grad is not None])
         found.append((logp.detach(), grad))
     torch.testing.assert_close(found[0], found[1], atol=1e-6, rtol=0)  # norms are in float32 throughout
+
+
+@torch.no_grad()
+def test_the_quickened_network_is_that_of_diffusers():
+    """All weights random, those too that begin at 0: all logits, and guided ones of some places by shared texts."""
+    from diffusers import UVit2DModel
+
+    path = str(tiny_diffusers.folder("amused"))
+    policy, plain = Amused(path).net.double(), UVit2DModel.from_pretrained(path, subfolder="transformer").double()
+    for i, (ours, theirs) in enumerate(zip(policy.parameters(), plain.parameters(), strict=True)):
+        noise = Rng.of("quick", i).normal(torch.zeros(1), (ours.numel(),), dtype=torch.float64).view_as(ours)
+        theirs.add_(0.3 * noise)
+        ours.copy_(theirs)
+    side, rows, where = (
+        plain.config.sample_size,
+        torch.tensor([0, 0, 1, 1]),
+        Rng.of("where").uniform(torch.arange(2), (16,)) < 0.4,
+    )
+    where[:, 3] = True
+    ids = (Rng.of("ids").uniform(torch.arange(2), (side, side)) * plain.config.vocab_size).long().repeat(2, 1, 1)
+    text = Rng.of("text").normal(torch.arange(2), (5, plain.config.encoder_hidden_size), dtype=torch.float64)
+    pooled = Rng.of("pool").normal(torch.arange(2), (plain.config.cond_embed_dim,), dtype=torch.float64)[rows]
+    micro = torch.tensor([[16, 16, 0, 0, 6.0]]).double().expand(4, -1)
+    wanted = plain(ids, text[rows], pooled, micro)
+    torch.testing.assert_close(policy(ids, text[rows], pooled, micro), wanted, atol=1e-5, rtol=1e-6)
+    flat = wanted.flatten(2).transpose(1, 2)
+    mixed = (flat[2:] + 3 * (flat[:2] - flat[2:]))[where]
+    with asking(policy, where, 3.0):
+        found = policy(ids, text, pooled, micro, cross_attention_kwargs={"rows": rows})
+    torch.testing.assert_close(found, mixed, atol=1e-5, rtol=1e-5)
 
 
 def test_the_first_pass_looks_at_one_image_a_prompt(monkeypatch):
