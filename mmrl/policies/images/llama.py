@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .attention import Kernel, attend
 from .rooms import KV, Place, Rooms, put
 
-Rope = tuple[Tensor, Tensor]  # cosines and sines, [B or 1, 1, n, D] each
+Rope = tuple[Tensor, Tensor]  # cosines and sines, [B or 1, 1, n, D] each, sines negative in the first half
 
 
 def rotations(model: nn.Module, like: Tensor, first: Tensor, count: int) -> Rope:
@@ -18,7 +18,8 @@ def rotations(model: nn.Module, like: Tensor, first: Tensor, count: int) -> Rope
     first = first[:1] if bool((first == first[0]).all()) else first
     places = first[:, None] + torch.arange(count, device=first.device)
     cos, sin = model.rotary_emb(like, position_ids=places)
-    return cos[:, None], sin[:, None]
+    a, b = sin[:, None].chunk(2, -1)
+    return cos[:, None], torch.cat([-a, b], -1)
 
 
 def token(
@@ -38,8 +39,9 @@ def token(
 def _layer(layer: Any, x: Tensor, rope: Rope, mask: Tensor | None, place: Place, room: KV, kernel: Kernel) -> Tensor:
     own, h = layer.self_attn, layer.input_layernorm(x)
     q, k, v = (p(h).unflatten(-1, (-1, own.head_dim)).transpose(1, 2) for p in (own.q_proj, own.k_proj, own.v_proj))
-    k, v = put(room, _turned(k, rope), v, place)
-    seen = attend(_turned(q, rope), k, v, mask, scale=own.scaling, kernel=kernel)
+    q, k = _turned(torch.cat([q, k], 1), rope).split([q.shape[1], k.shape[1]], 1)
+    k, v = put(room, k, v, place)
+    seen = attend(q, k, v, mask, scale=own.scaling, kernel=kernel)
     x = x + own.o_proj(seen.transpose(1, 2).flatten(2))
     return x + layer.mlp(layer.post_attention_layernorm(x))
 
@@ -47,4 +49,4 @@ def _layer(layer: Any, x: Tensor, rope: Rope, mask: Tensor | None, place: Place,
 def _turned(x: Tensor, rope: Rope) -> Tensor:
     """Rotary positions (Su et al. 2021), the two halves of a head being the parts of its complex numbers."""
     a, b = x.chunk(2, -1)
-    return x * rope[0] + torch.cat([-b, a], -1) * rope[1]
+    return torch.addcmul(x * rope[0], torch.cat([b, a], -1), rope[1])
