@@ -118,6 +118,22 @@ def test_what_looks_at_noise_is_refused_for_a_sampler_without(silent, tmp_path):
     read(tmp_path / "run.yaml", [silent])
 
 
+def test_an_objective_that_follows_the_rewards_gradient_is_refused_for_one_without(tmp_path):
+    follow = {name for name, entry in OBJECTIVES.items() if hasattr(entry, "attach")}
+    assert follow == {"draft", "adjoint_matching"}
+    for objective in sorted(follow):
+        for reward, fine in (("digits", True), ("jpeg_compressibility", False)):
+            (tmp_path / "run.yaml").write_text(WHOLE.format(policy="sd3", reward=reward, objective=objective))
+            if fine:
+                read(tmp_path / "run.yaml", [])
+                read(tmp_path / "run.yaml", ["reward.jpeg_compressibility={monitor: true}"])
+                continue
+            with pytest.raises(
+                UserError, match="run.yaml:4.*'jpeg_compressibility' cannot be used: it has no gradient"
+            ):
+                read(tmp_path / "run.yaml", [])
+
+
 def test_which_pairs_suit_each_other():
     """The two tables of docs: flow objectives and objectives of text, and what lies between."""
     pairs = {

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..options import EvaluateOptions, TrainOptions, impossible, unsuited, without_average
 from ..registry import REWARDS, UserError, import_file, import_module
 from .building import raise_all, resolve_rewards
-from .needs import missing_fields, wrong_media
+from .needs import missing_fields, without_gradient, wrong_media
 from .overrides import PLUGGED
 from .schema import BAD, Resolved, construct, convert, resolve, resolve_call
 from .values import Place, exists, show
@@ -103,7 +103,17 @@ def _rewards(
     unfit = [*wrong_media(chosen, entries.get("policy"))]
     if fields := getattr(entries.get("data"), "fields", ()):
         unfit += missing_fields(chosen, fields)
+    if path == ("reward",) and hasattr(entries.get("objective"), "attach"):  # those that hold others say it when built
+        plain = {name: one for name, one in found.items() if one.weight and not _holds(one.reward.options)}
+        unfit += without_gradient({name: chosen[name] for name in plain})
     problems += [(place / name).say(f"reward {name!r} cannot be used: {why}") for name, why in unfit]
+
+
+def _holds(value: Any) -> bool:
+    """Whether there is a plug-in among these options."""
+    if isinstance(value, Mapping):
+        return any(_holds(item) for item in value.values())
+    return isinstance(value, Resolved) or (isinstance(value, (list, tuple)) and any(_holds(item) for item in value))
 
 
 def import_plugins(config: Config) -> None:

@@ -30,6 +30,15 @@ def missing_fields(rewards: Mapping[str, Callable], fields: Collection[str]) -> 
                 yield name, _sentence(field, "the prompts have none", fields)
 
 
+def without_gradient(rewards: Mapping[str, Callable]) -> Iterator[tuple[str, str]]:
+    """(reward, sentence) for rewards that do not declare a gradient, which the objective follows."""
+    why = (
+        "it has no gradient, which this objective follows; take one that docs/rewards.md calls differentiable, declare "
+        "your own with @card(differentiable=True), or only measure it (monitor: true)"
+    )
+    yield from ((name, why) for name, reward in rewards.items() if not card_of(reward).differentiable)
+
+
 def missing_values(rewards: Mapping[str, Callable], prompts: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """(reward, sentence) for rewards that need a field which some prompt lacks."""
     for name, reward in rewards.items():
