@@ -42,6 +42,16 @@ def test_tv19b_what_a_tree_costs(steps, forwards, edges):
     assert cost == {"forwards": forwards / 16, "edges": edges / 16} and int(rollout.mask.sum()) == edges
 
 
+def test_published_savings_are_counted():
+    """Of 20 steps: without the five deepest levels 138 edges, 8.625 a leaf; Mix in steps 0 to 3 and at splits 34."""
+    tree = Tree(splits=[0, 3, 6, 9])
+    rollout, spans = stick(tree, 20)
+    kept = ~Branch(prune_depth=[16, 17, 18, 19, 20])(torch.rand(16), rollout).isnan()
+    assert int((rollout.mask & kept).sum()) == 138 == 8.625 * 16
+    noisy = torch.isin(torch.arange(20), torch.tensor([0, 1, 2, 3, *tree.at(20)]))
+    assert size(spans, 16, noisy) == {"forwards": 203 / 16, "edges": 34 / 16}
+
+
 def test_uniform_splits():
     assert Tree(splits=4).at(20) == (0, 5, 10, 15) and Tree(splits=[9, 0, 3, 3]).at(20) == (0, 3, 9)
 
