@@ -50,7 +50,7 @@ def make(tmp_path_factory):
 
 SIZES = {  # name: width, layers, heads, parameters as published, in millions
     "GPT-B": (768, 12, 12, 111), "GPT-L": (1024, 24, 16, 343), "GPT-XL": (1280, 36, 20, 775),
-    "GPT-XXL": (1536, 48, 24, 1400), "GPT-3B": (3200, 24, 32, 3100),
+    "GPT-XXL": (1536, 48, 24, 1400), "GPT-3B": (3200, 24, 32, 3100), "GPT-7B": (4096, 32, 32, 6600),
 }  # fmt: skip
 
 
