@@ -19,6 +19,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,8 @@ METHODS = {
     "GRPO-Guard": Method("guard", PATH, 4e-4),
     "Flow-DPPO": Method("flow_dppo", PATH, 4e-4),
     "TempFlow weights": Method("tempflow_grpo", PATH, 4e-4),
+    "DDPO": Method("ddpo", PATH, 4e-4),
+    "RLCM": Method("rlcm", PATH, 4e-4),
     "Flow-GRPO-Fast": Method("flow_grpo_fast", SHARED, 4e-4),
     "MixGRPO": Method("mix_grpo", SHARED, 4e-4, ("policy.sde.progressive.every=3",)),
     "MixGRPO-Flash": Method("mix_grpo_flash", SHARED, 4e-4, ("policy.sde.progressive.every=3",)),
@@ -223,11 +226,15 @@ RACERS: dict[str, tuple[str, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-def speed(judge: Judge, repeats: int) -> dict[str, Any]:
+CHECKPOINTED = ("DanceGRPO, all steps", "BranchGRPO", "BranchGRPO, both pruned", "BranchGRPO-Mix")
+
+
+def speed(judge: Judge, repeats: int, names: Iterable[str] = RACERS, more: tuple[str, ...] = ()) -> dict[str, Any]:
     """Seconds of the processor an iteration, in turns: A B C A B C ... Twenty steps and 16 leaves, as published."""
     trainers: dict[str, Trainer] = {}
-    for name, (config, changes) in RACERS.items():
-        trainers[name] = judge.session_of(Method(config, "", 1e-4, (*TWENTY, *changes)), 0).trainer()
+    for name in names:
+        config, changes = RACERS[name]
+        trainers[name] = judge.session_of(Method(config, "", 1e-4, (*TWENTY, *changes, *more)), 0).trainer()
     found: dict[str, Any] = {name: {"cpu": [], "wall": []} for name in trainers}
     for turn in range(repeats + 1):  # the first warms up
         for name, trainer in trainers.items():
@@ -295,6 +302,8 @@ def all_runs(folder: Path, names: list[str], seeds: list[int], repeats: int) -> 
             apart_from_us(folder / f"{slug(name)}-{seed}.json", learn, judge, name, seed, base)
     if repeats:
         apart_from_us(folder / "speed.json", speed, judge, repeats)
+        often = ("train.gradient_checkpointing=true",)  # as published: the models do not fit without
+        apart_from_us(folder / "speed_checkpointed.json", speed, judge, repeats, CHECKPOINTED, often)
     for seed in seeds:
         flow = folder / f"{slug('Flow-GRPO')}-{seed}.json"
         if repeats and flow.exists():

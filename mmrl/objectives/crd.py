@@ -60,10 +60,13 @@ class CRD:
         return noised(policy, rollout, rng, self.times, self.draws, shared=True)
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
-        return self._implicit(policy, point, velocity(policy.dist(point)))
+        """[B, 2]: the model's implicit reward, and q_old, which ``loss`` wants again."""
+        old = self._old(policy, point)
+        return torch.cat([old - _scaled(velocity(policy.dist(point)), point.target), old], 1)
 
     def couple(self, point: Point, measured: Tensor) -> Point:
         """In place of the advantage: for each direction the centred wanted reward and the centre of the model's."""
+        measured, old = measured.to(point.target.device).split(1, 1)
         wanted, group = self._wanted(point.advantage), comparisons(point)
         found = []
         for sign in (1, -1) if self.temperature else (0,):
@@ -71,12 +74,13 @@ class CRD:
             weight = weight / summed(weight, group)[group]
             centre = summed(weight * wanted, group)[group]
             found += [wanted - centre, summed(weight * measured, group)[group]]
-        return point.replace(advantage=torch.cat(found, 1))
+        return point.replace(advantage=torch.cat(found, 1), known=old)
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
         """Before ``couple`` the centre of a is 1/2 and that of r is 0."""
         v = velocity(policy.dist(point))
-        implicit = self._implicit(policy, point, v)
+        old = self._old(policy, point) if point.known is None else point.known
+        implicit = old - _scaled(v, point.target)
         target = point.advantage
         if target.shape[1] == 1:
             target = torch.cat([self._wanted(target) - 0.5, torch.zeros_like(target)], 1)
@@ -92,10 +96,9 @@ class CRD:
     def _wanted(self, advantage: Tensor) -> Tensor:
         return 0.5 + advantage.clamp(-self.advantage_clip, self.advantage_clip) / (2 * self.advantage_clip)
 
-    def _implicit(self, policy: Policy, point: Point, v: Tensor) -> Tensor:
-        """[B, 1] -(q - q_old)."""
-        old = velocity(frozen(policy, "old", point))
-        return _scaled(old, point.target) - _scaled(v, point.target)
+    def _old(self, policy: Policy, point: Point) -> Tensor:
+        """[B, 1] q_old."""
+        return _scaled(velocity(frozen(policy, "old", point)), point.target)
 
     def _fit(self, implicit: Tensor, wanted: Tensor) -> Tensor:
         if self.form == "mse":

@@ -60,19 +60,23 @@ class DGPO:
         return noised(policy, rollout, rng, self.times, self.draws, shared=True)
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
-        """[B, 1 or 2]: by how much the error exceeds the reference's; to clip, the error under the old weights."""
-        gap = error(policy.dist(point), point) - error(self._reference(policy, point), point)
-        return torch.cat([gap, error(frozen(policy, "old", point), point)], 1) if self.clip else gap
+        """[B, 2 + D]: by how much the error exceeds the reference's; to clip, the error under the old weights; and the
+        reference's velocity itself, which ``loss`` wants again."""
+        reference = velocity(self._reference(policy, point))
+        gap = error(policy.dist(point), point) - mean_square(reference - point.target)
+        old = error(frozen(policy, "old", point), point) if self.clip else torch.zeros_like(gap)
+        return torch.cat([gap, old, reference.flatten(1) if self.kl else gap[:, :0]], 1)
 
     def couple(self, point: Point, measured: Tensor) -> Point:
-        gap, old = measured[:, :1], measured[:, 1:]
+        gap, old, reference = measured.to(point.target.device).tensor_split((1, 2), 1)
         advantage = point.advantage.clamp(-self.advantage_clip, self.advantage_clip)
         group = comparisons(point)
         size = summed(torch.ones_like(gap), group)
         score = summed(advantage * self.beta * gap, group) / size.clamp_min(1)
         weight = score.sigmoid()[group]
         observe("dgpo/weight", weight, point.mask)
-        return point.replace(advantage=weight * advantage, logprob=-old if self.clip else None)
+        known = reference.view_as(point.target) if self.kl else None
+        return point.replace(advantage=weight * advantage, logprob=-old if self.clip else None, known=known)
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
         """Before ``couple`` all weights are 1 and nothing is clipped."""
@@ -87,7 +91,8 @@ class DGPO:
         loss = point.advantage * found
         if not self.kl:
             return loss
-        distance = mean_square(velocity(dist) - velocity(self._reference(policy, point)))
+        reference = velocity(self._reference(policy, point)) if point.known is None else point.known
+        distance = mean_square(velocity(dist) - reference)
         observe("kl", distance, point.mask)
         return loss + self.kl * distance
 
