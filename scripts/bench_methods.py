@@ -251,7 +251,7 @@ def speed(judge: Judge, repeats: int, names: Iterable[str] = RACERS, more: tuple
 
 # -------------------------------------------------------------------------------------------------- time to a reward
 
-SPRINTER, SOON = METHODS["DGPO"], 3  # iterations before which nobody looks
+SPRINTER, SOON = METHODS["DGPO"], 2  # iterations before which nobody looks
 
 
 def sprint(judge: Judge, seed: int, goal: float, most: int = 12) -> dict[str, Any]:
@@ -305,9 +305,9 @@ def all_runs(folder: Path, names: list[str], seeds: list[int], repeats: int) -> 
         often = ("train.gradient_checkpointing=true",)  # as published: the models do not fit without
         apart_from_us(folder / "speed_checkpointed.json", speed, judge, repeats, CHECKPOINTED, often)
     for seed in seeds:
-        flow = folder / f"{slug('Flow-GRPO')}-{seed}.json"
-        if repeats and flow.exists():
-            goal = json.loads(flow.read_text())["curve"][-1][2]
+        rivals = [folder / f"{slug(name)}-{seed}.json" for name in methods_page.RIVALS]
+        if repeats and all(path.exists() for path in rivals):
+            goal = max(json.loads(path.read_text())["curve"][-1][2] for path in rivals)
             apart_from_us(folder / f"sprint-{seed}.json", sprint, judge, seed, goal)
 
 
