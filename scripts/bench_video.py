@@ -96,7 +96,8 @@ def table(runs: list[dict], reward: str) -> list[str]:
         before, after = run["base"][reward], run["trained"][reward]
         cells = [f"{e['mean']:.3f} [{e['low']:.3f}, {e['high']:.3f}]" for e in (before, after)]
         lines.append(f"| {run['seed']} | {cells[0]} | {cells[1]} | {after['mean'] - before['mean']:+.3f} |")
-    return lines
+    first, last = (sum(run[when][reward]["mean"] for run in runs) / len(runs) for when in ("base", "trained"))
+    return [*lines, f"| mean | {first:.3f} | {last:.3f} | {last - first:+.3f} |"]
 
 
 def page(result: dict) -> str:
