@@ -213,7 +213,7 @@ def page(runs: dict[str, list[dict]], about: dict[str, Any], noise: dict[str, li
         "from the same noise before and after. Mean, 95 % interval over captions. A group begins from one model.",
         "", *summary(runs), "",
         "Clear: the gain is more than 1.96 of its standard errors, before and after taken as independent. An iteration",
-        f"is {one['samples']} pictures.",
+        f"is {one['samples']} pictures. The learning rate of the masked runs falls to 0, that of the others stays.",
         "Forwards are rows through the network, sampling included; a guided row counts twice. CPU seconds are the",
         "process's own, on one thread of a machine that others used too, evaluations left out.", "",
     ]  # fmt: skip
