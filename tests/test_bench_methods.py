@@ -65,20 +65,13 @@ def test_the_page_says_what_the_runs_say():
     costs = {"forwards": 20.0, "decisions": 19.0, "time_rollout": 1.0, "time_reward": 0.1, "time_update": 2.0}
     timed = (("DanceGRPO, all steps", 4.0), ("BranchGRPO", 2.0))
     speed = {"machine": {}} | {name: {"cpu": [seconds], "wall": [seconds], **costs} for name, seconds in timed}
-    race = {
-        "seed": 0,
-        "goal": 0.5,
-        "curve": [[0, 0, 0.4], [1, 6.0, 0.51]],
-        "reached": True,
-        "cpu": 6.0,
-        "images": 10,
-        "forwards": 90,
-    }
+    race = {"seed": 0, "curve": [[2, 5.0, 0.4], [3, 6.0, 0.51], [4, 9.0, 0.6]]}
     lines = methods_page.page(
         found, {"speed": speed, "sprints": [race]}, {"Flow-GRPO": (methods_page.FAMILIES[0], 4e-4)}
     )
     text = "\n".join(lines)
     assert "+0.117 ± 0.033" in text and "| BranchGRPO | 2.00 (2.00 - 2.00) | 2.00 | 20.0 | 19.0 |" in text
-    assert "| 0 | 0.500 | 30.0 | 6.0 | 5.0 | 0.510 | 10 of 100 | 90 of 1200 |" in text
+    assert "| four steps, no KL | 0 | 0.500 | 30.0 | 6.0 | 5.0 | 0.510 | 3 of 12 |" in text
+    assert "not within 3.3" in methods_page.arrival(race, {"curve": [[12, 30.0, 0.9]], "cpu": 30.0})
     drawing = methods_page.picture("curves", found)
     assert drawing.startswith("<svg") and drawing.count("<polyline") == 1 and "Flow-GRPO 0.5<" in drawing
