@@ -114,7 +114,12 @@ METHODS = {
     "RWR": Method("rwr", NOISED, 1.5e-4, ("objective.rwr.draws=3",)),
     "Diffusion-DPO, online": Method("diffusion_dpo", PAIRS, 4e-4),
     "D3PO": Method("d3po", PAIRS, 2e-4, ("train.batch_size=48",)),
-    "SePPO": Method("seppo", PAIRS, 2e-4, ("objective.seppo.draws=4", "objective.seppo.beta=1000.0")),
+    "SePPO": Method(
+        "seppo",
+        PAIRS,
+        2e-4,
+        ("objective.seppo.draws=4", "train.prompts=24", "train.copies=4", "train.batch_size=48"),
+    ),
     "DRaFT": Method("draft", GRADIENT, 3e-4),
     "ROCM, KL": Method("rocm", GRADIENT, 3e-4, ("objective.draft.divergence=kl",)),
     "ROCM, Hellinger": Method("rocm", GRADIENT, 3e-4),
