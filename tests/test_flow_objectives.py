@@ -61,16 +61,31 @@ def test_tv16_crd():
         group=torch.zeros(4, dtype=torch.long), row=torch.arange(4), state=rt, mask=rt > -9, advantage=(a - 0.5) * 10
     )
     wanted = {
-        ("mse", None): 0.07171874, ("mse", 0.5): 0.07629474, ("bce", None): 0.69782054, ("bce", 0.5): 0.69783795,
+        ("mse", None): 0.07171874, ("mse", 0.0): 0.07237086, ("mse", 0.5): 0.07629474,
+        ("bce", None): 0.69782054, ("bce", 0.0): 0.69783682, ("bce", 0.5): 0.69783795,
     }  # fmt: skip
     for (form, temperature), value in wanted.items():
         objective = CRD(beta=10, form=form, temperature=temperature, kl=0)
-        ready = objective.couple(point, rt).advantage
+        ready = objective.couple(point, torch.cat([rt, torch.zeros_like(rt)], 1)).advantage
         each = [
             objective._fit(10 * (rt - ready[:, i + 1 : i + 2]), ready[:, i : i + 1])
             for i in range(0, ready.shape[1], 2)
         ]
         assert abs(float(torch.stack(each).mean()) - value) < 2e-8, (form, temperature)
+
+
+def test_crd_centred_over_the_batch_sees_one_group():
+    """As published; a row with nothing to train on, such as an idle process has, counts nothing."""
+    generator = torch.Generator().manual_seed(0)
+    a, measured = (torch.randn(7, n, generator=generator, dtype=torch.float64) for n in (1, 2))
+    mask = torch.tensor([True] * 6 + [False])[:, None]
+    point = Point(group=torch.tensor([0, 0, 0, 1, 1, 2, 2]), row=torch.arange(7), state=a, mask=mask, advantage=a)
+    one = point[:6].replace(group=torch.zeros(6, dtype=torch.long))
+    for temperature in (None, 0.0, 0.5):
+        whole = CRD(centre="batch", temperature=temperature).couple(point, measured).advantage[:6]
+        torch.testing.assert_close(whole, CRD(temperature=temperature).couple(one, measured[:6]).advantage)
+        apart = CRD(temperature=temperature).couple(point[:6], measured[:6]).advantage
+        assert (whole - apart).abs().max() > 0.01
 
 
 def test_fpo_is_ppo_with_the_mean_in_the_exponent():

@@ -131,7 +131,8 @@ def dgpo_of(miss, ref, advantage, **options):
     point, v = off_by(*miss, advantage=advantage)
     leaf = v.requires_grad_()
     same = point.target + torch.tensor(ref, dtype=torch.float64)
-    policy = Velocities(live=leaf, ref=same, old=leaf.detach())
+    lagging = {"ref": None, "old": same} if options.get("reference") == "old" else {"ref": same, "old": leaf.detach()}
+    policy = Velocities(live=leaf, **lagging)
     objective = DGPO(kl=0.0, **options)
     with torch.no_grad():
         measured = objective.measure(policy, point)
@@ -162,12 +163,15 @@ def test_dgpos_weights_loss_and_gradient_are_those_of_published_code():
     assert leaf.grad[0].tolist() == pytest.approx(published, abs=1e-8)
 
 
-def test_dgpos_gradient_is_that_of_the_group_preference():
-    """grad mean_B(w A d) = grad of G / (beta B) sum_g softplus(S_g)."""
+@pytest.mark.parametrize("reference", ["ref", "old"])
+def test_dgpos_gradient_is_that_of_the_group_preference(reference):
+    """grad mean_B(w A d) = grad of G / (beta B) sum_g softplus(S_g), with the start or the moving average in S_g."""
     generator = torch.Generator().manual_seed(0)
     miss, ref = (0.3 * torch.randn(8, 4, generator=generator, dtype=torch.float64) for _ in range(2))
     advantage = torch.randn(8, 1, generator=generator, dtype=torch.float64)
-    objective, policy, point, coupled, leaf = dgpo_of(miss.tolist(), ref.tolist(), advantage, beta=7.0, clip=None)
+    options = {"beta": 7.0, "clip": None, "reference": reference}
+    objective, policy, point, coupled, leaf = dgpo_of(miss.tolist(), ref.tolist(), advantage, **options)
+    assert objective.snapshots == (reference,)
     objective.loss(policy, coupled).mean().backward()
     v = leaf.detach().clone().requires_grad_()
     gap = (v - point.target).square().mean(1) - ref.square().mean(1)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from samplers.noise import Rng
 
+from ..distributed import all_sum
 from ..metrics import observe
 from ..options import Count
 from ..policies.base import Policy
@@ -30,7 +31,8 @@ class CRD:
     reward is r = -(q - q_old) and the wanted one a = 1/2 + A / (2 advantage_clip); both are centred by their mean under
     weights p, and (beta r_c - a_c)^2 ("mse") or the cross-entropy of sigmoid(beta r_c) with sigmoid(a_c) ("bce") is
     minimised. temperature: None has equal weights, else p = softmax(a / temperature), and once more with the sign
-    turned. The published code centres over the whole batch; here whole groups are compared, as everywhere.
+    turned; 0 is what the published code's 0 comes to, softmax(a), and once more equal weights. centre: over the group,
+    or as published over all rows of an optimizer step.
 
     kl: weight of the squared distance of the velocity to the reference's, whose guidance is ``ref_guidance``.
     lag: after step n, old = max(lag_first, min(lag n, lag_most)) old + the rest of the live weights.
@@ -39,7 +41,8 @@ class CRD:
     needs: ClassVar[str] = "gaussian"
     beta: float = 1.0
     form: Literal["mse", "bce"] = "mse"
-    temperature: float | None = None
+    temperature: Annotated[float, Ge(0)] | None = None
+    centre: Literal["group", "batch"] = "group"
     advantage_clip: float = 5.0
     kl: Annotated[float, Ge(0)] = 0.1
     ref_guidance: Annotated[float, Ge(0)] = 1.0
@@ -66,14 +69,19 @@ class CRD:
 
     def couple(self, point: Point, measured: Tensor) -> Point:
         """In place of the advantage: for each direction the centred wanted reward and the centre of the model's."""
-        measured, old = measured.to(point.target.device).split(1, 1)
+        measured, old = measured.to(point.advantage.device).split(1, 1)
         wanted, group = self._wanted(point.advantage), comparisons(point)
+        there = point.mask.any(1, keepdim=True)  # an idle process's row counts nothing
+
+        def total(x: Tensor) -> Tensor:
+            """[B, 1] the sum over those that x [B, 1] is compared with."""
+            return summed(x, group)[group] if self.centre == "group" else all_sum(x.sum()).expand_as(x)
+
         found = []
-        for sign in (1, -1) if self.temperature else (0,):
-            weight = (sign * wanted / (self.temperature or 1.0)).exp()
-            weight = weight / summed(weight, group)[group]
-            centre = summed(weight * wanted, group)[group]
-            found += [wanted - centre, summed(weight * measured, group)[group]]
+        for slope in self._slopes():
+            weight = (slope * wanted).exp() * there
+            weight = weight / total(weight)
+            found += [wanted - total(weight * wanted), total(weight * measured)]
         return point.replace(advantage=torch.cat(found, 1), known=old)
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
@@ -92,6 +100,12 @@ class CRD:
         distance = mean_square(v - velocity(frozen(policy, "ref", point.replace(guidance=self.ref_guidance))))
         observe("kl", distance, point.mask)
         return loss + self.kl * distance
+
+    def _slopes(self) -> tuple[float, ...]:
+        """Weights are softmax(slope a), once for each."""
+        if not self.temperature:
+            return (0.0,) if self.temperature is None else (1.0, 0.0)
+        return 1 / self.temperature, -1 / self.temperature
 
     def _wanted(self, advantage: Tensor) -> Tensor:
         return 0.5 + advantage.clamp(-self.advantage_clip, self.advantage_clip) / (2 * self.advantage_clip)

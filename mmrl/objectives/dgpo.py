@@ -32,7 +32,8 @@ class DGPO:
     whose gradient is that of (1 / beta) mean_g softplus(S_g).
 
     clip: a sample's error gives no gradient once exp(d^old - d) has moved by that much in its direction; null: always.
-    kl: weight of the squared distance of the velocity to the reference's, which is guided by ``ref_guidance``.
+    reference: the weights of d^ref: those of the start, guided by ``ref_guidance``, or the old ones, a moving average.
+    kl: weight of the squared distance of the velocity to that of the weights of the start, guided likewise.
     draws, times: how many times of the forward process a sample is looked at, and which. behaviour: the weights that
     sample. lag: after step n, old = min(lag_most, lag n) old + the rest of the live weights.
     """
@@ -42,6 +43,7 @@ class DGPO:
     clip: float | None = 1e-2
     advantage_clip: float = 5.0
     kl: Annotated[float, Ge(0)] = 0.02
+    reference: Literal["ref", "old"] = "ref"
     ref_guidance: Annotated[float, Ge(0)] = 1.0
     draws: Count = 4
     times: Annotated[TimeSampler, TIMES] = early_steps
@@ -51,7 +53,8 @@ class DGPO:
 
     def __post_init__(self) -> None:
         positive("objective.dgpo", beta=self.beta, advantage_clip=self.advantage_clip, clip=self.clip or 1.0)
-        self.snapshots = ("old", "ref") if self.clip or self.behaviour == "old" else ("ref",)
+        lagging = self.clip or "old" in (self.behaviour, self.reference)
+        self.snapshots = (*(("old",) if lagging else ()), *(("ref",) if self._based else ()))
 
     def old_decay(self, step: int) -> float:
         return min(self.lag_most, self.lag * step)
@@ -61,21 +64,23 @@ class DGPO:
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
         """[B, 2 + D]: by how much the error exceeds the reference's; to clip, the error under the old weights; and the
-        reference's velocity itself, which ``loss`` wants again."""
-        reference = velocity(self._reference(policy, point))
-        gap = error(policy.dist(point), point) - mean_square(reference - point.target)
-        old = error(frozen(policy, "old", point), point) if self.clip else torch.zeros_like(gap)
-        return torch.cat([gap, old, reference.flatten(1) if self.kl else gap[:, :0]], 1)
+        velocity of the start's weights, which ``loss`` wants again."""
+        live = error(policy.dist(point), point)
+        lagging = self.clip or self.reference == "old"
+        old = error(frozen(policy, "old", point), point) if lagging else torch.zeros_like(live)
+        start = velocity(self._start(policy, point)) if self._based else point.target
+        gap = live - (old if self.reference == "old" else mean_square(start - point.target))
+        return torch.cat([gap, old, start.flatten(1) if self.kl else gap[:, :0]], 1)
 
     def couple(self, point: Point, measured: Tensor) -> Point:
-        gap, old, reference = measured.to(point.target.device).tensor_split((1, 2), 1)
+        gap, old, start = measured.to(point.advantage.device).tensor_split((1, 2), 1)
         advantage = point.advantage.clamp(-self.advantage_clip, self.advantage_clip)
         group = comparisons(point)
         size = summed(torch.ones_like(gap), group)
         score = summed(advantage * self.beta * gap, group) / size.clamp_min(1)
         weight = score.sigmoid()[group]
         observe("dgpo/weight", weight, point.mask)
-        known = reference.view_as(point.target) if self.kl else None
+        known = start.view_as(point.target) if self.kl else None
         return point.replace(advantage=weight * advantage, logprob=-old if self.clip else None, known=known)
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
@@ -91,10 +96,15 @@ class DGPO:
         loss = point.advantage * found
         if not self.kl:
             return loss
-        reference = velocity(self._reference(policy, point)) if point.known is None else point.known
-        distance = mean_square(velocity(dist) - reference)
+        start = velocity(self._start(policy, point)) if point.known is None else point.known
+        distance = mean_square(velocity(dist) - start)
         observe("kl", distance, point.mask)
         return loss + self.kl * distance
 
-    def _reference(self, policy: Policy, point: Point) -> Dist:
+    @property
+    def _based(self) -> bool:
+        """Whether the weights of the start are looked at."""
+        return self.reference == "ref" or self.kl > 0
+
+    def _start(self, policy: Policy, point: Point) -> Dist:
         return frozen(policy, "ref", point.replace(guidance=self.ref_guidance))
