@@ -232,7 +232,9 @@ RACERS: dict[str, tuple[str, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-CHECKPOINTED = ("DanceGRPO, all steps", "BranchGRPO", "BranchGRPO, both pruned", "BranchGRPO-Mix")
+CHECKPOINTED = (
+    "DanceGRPO, all steps", "BranchGRPO", "BranchGRPO, both pruned", "BranchGRPO-Mix", "BranchGRPO-Mix, short tail",
+)  # fmt: skip
 
 
 def speed(judge: Judge, repeats: int, names: Iterable[str] = RACERS, more: tuple[str, ...] = ()) -> dict[str, Any]:
