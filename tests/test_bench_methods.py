@@ -24,7 +24,8 @@ load_built_in()
 def test_a_method_is_a_shipped_configuration_and_takes_its_changes(name):
     method = bench_methods.METHODS[name]
     found = read(find_config(f"digits/{method.config}"), method.overrides(0)).plain
-    assert found["train"]["prompts"] == 6 and found["optimizer"]["adamw"]["lr"] == method.lr
+    assert found["train"]["prompts"] * found["train"]["copies"] == 96  # equally many pictures
+    assert found["optimizer"]["adamw"]["lr"] == method.lr
 
 
 def test_every_objective_of_flow_models_is_compared():
