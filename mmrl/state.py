@@ -8,17 +8,11 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 from . import distributed
 from .checkpoint import Arrays
@@ -27,7 +21,7 @@ from .registry import UserError
 from .trainer import Trainer
 from .weights import LIVE, reshard
 
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+WHOLE = {"full_state_dict": True, "cpu_offload": True}
 
 
 def capture(trainer: Trainer) -> tuple[Arrays, dict[str, Any]]:
@@ -77,17 +71,21 @@ def restore(trainer: Trainer, arrays: Arrays, meta: dict[str, Any]) -> None:
 
 def _optimizer_state(trainer: Trainer) -> dict[str, Any]:
     """Whole tensors by parameter name; on every process but the main one empty."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
     reshard(trainer.policy.net)
     inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     if trainer.step == 0:  # torch would make a state up by taking a step, and the first real one would count as second
         return {}
-    return get_optimizer_state_dict(trainer.policy.net, inner, options=WHOLE)
+    return get_optimizer_state_dict(trainer.policy.net, inner, options=StateDictOptions(**WHOLE))
 
 
 def _load_optimizer(trainer: Trainer, state: dict[str, Any]) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
     reshard(trainer.policy.net)
     inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    lenient = replace(WHOLE, strict=False)  # what never had a gradient has no state
+    lenient = StateDictOptions(**WHOLE, strict=False)  # what never had a gradient has no state
     set_optimizer_state_dict(trainer.policy.net, inner, state, options=lenient)
 
 

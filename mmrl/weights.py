@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+
+from .sharding import is_sharded, shards
 
 LIVE = "live"
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what activation checkpointing and torch.compile put in names
@@ -24,13 +24,13 @@ def reshard(module: nn.Module) -> None:
     """Make the shards the parameters again. After a forward pass FSDP2 keeps the whole weights of its outermost group
     for the backward pass to come; a pass after a change of the shards would compute with the weights of before."""
     for part in module.modules():
-        if isinstance(part, FSDPModule):
+        if shards(part):
             part.reshard()
 
 
 def local(tensor: Tensor) -> Tensor:
     """This process's part of a tensor, sharing storage, outside autograd's version counting."""
-    return tensor.data._local_tensor if isinstance(tensor, DTensor) else tensor.data
+    return tensor.data._local_tensor if is_sharded(tensor) else tensor.data
 
 
 class Weights:
@@ -118,10 +118,12 @@ def _plain(name: str) -> str:
 
 
 def _whole(p: Tensor) -> Tensor:
-    return p.full_tensor() if isinstance(p, DTensor) else p
+    return p.full_tensor() if is_sharded(p) else p
 
 
 def _part(whole: Tensor, like: Tensor) -> Tensor:
-    if not isinstance(like, DTensor):
+    if not is_sharded(like):
         return whole
+    from torch.distributed.tensor import distribute_tensor
+
     return distribute_tensor(whole, like.device_mesh, like.placements).to_local()

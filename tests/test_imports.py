@@ -126,8 +126,9 @@ def test_importing_the_packages_is_light():
 
 
 def test_knowing_every_name_is_light():
-    """Listing what can be configured needs no model library: `mmrl --help` and `mmrl list` stay quick."""
-    assert not loaded_by("from mmrl.registry import load_built_in\nload_built_in()") & LIGHT
+    """Listing what can be configured needs no model library and a refusal no FSDP2: both stay quick."""
+    code = "from mmrl.registry import load_built_in\nload_built_in()\nimport mmrl.training\n"
+    assert not loaded_by(code + "assert 'torch.distributed.tensor' not in sys.modules, 'it takes a second'") & LIGHT
 
 
 def test_reading_a_run_needs_no_torch():

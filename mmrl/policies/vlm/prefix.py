@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from samplers.warp import Warp
 
 from ...registry import UserError
+from ...sharding import shards
 from . import caches, engines, features, packed, scores
 from .caches import KV
 
@@ -247,7 +247,7 @@ class SharedPrefix(nn.Module):
 
 def sharded(net: nn.Module) -> bool:
     """Whether passes are collective calls."""
-    return any(isinstance(module, FSDPModule) for module in net.modules())
+    return any(shards(module) for module in net.modules())
 
 
 def shareable(hf: nn.Module) -> bool:
