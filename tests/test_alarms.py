@@ -136,23 +136,23 @@ def test_monitor_is_weight_0_and_may_fail():
 # --------------------------------------------------------------------------------------------------------- in a run
 
 MINE = '''
-calls = 0
-
 class Falling:
-    """Falls with every call; counts itself."""
+    """Falls with every call; counts itself, as rewards run side by side."""
+
+    calls = 0
 
     def __call__(self, media, prompts):
-        global calls
-        calls += 1
-        return [10.0 - calls] * len(prompts)
+        self.calls += 1
+        return [10.0 - self.calls] * len(prompts)
 
     def counters(self):
-        return {"requests": float(calls)}
+        return {"requests": float(self.calls)}
 
 
 class Rising(Falling):
     def __call__(self, media, prompts):
-        return [float(calls + i % 2) for i in range(len(prompts))]
+        self.calls += 1
+        return [float(self.calls + i % 2) for i in range(len(prompts))]
 '''
 
 
