@@ -58,7 +58,6 @@ class Method:
 
 OWN_GRID = "policy.grid.shifted.shift=1.0"  # of the base, by which all are evaluated; FLUX has 3
 NOISE = "policy.eta=0.5"  # in few long steps 0.3, as published, explores little
-WIDE = "objective.grpo.clip=3e-3"  # all of the noise is new at every step
 PATH, SHARED, NOISED, PAIRS, GRADIENT = methods_page.FAMILIES
 METHODS = {
     "Flow-GRPO": Method("flow_grpo", PATH, 4e-4),
@@ -77,8 +76,8 @@ METHODS = {
     "GRPO-Guard": Method("guard", PATH, 4e-4),
     "Flow-DPPO": Method("flow_dppo", PATH, 4e-4),
     "TempFlow weights": Method("tempflow_grpo", PATH, 4e-4),
-    "DDPO": Method("ddpo", PATH, 1.5e-4, (WIDE,)),
-    "RLCM": Method("rlcm", PATH, 1.5e-4, (WIDE,)),
+    "DDPO": Method("ddpo", PATH, 1.5e-4),
+    "RLCM": Method("rlcm", PATH, 1.5e-4),
     "Flow-GRPO-Fast": Method("flow_grpo_fast", SHARED, 4e-4),
     "MixGRPO": Method("mix_grpo", SHARED, 4e-4, ("policy.sde.progressive.every=3",)),
     "MixGRPO-Flash": Method("mix_grpo_flash", SHARED, 4e-4, ("policy.sde.progressive.every=3",)),

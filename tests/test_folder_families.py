@@ -10,7 +10,7 @@ import diffusers
 import pytest
 import torch
 
-from mmrl import advantages, checkpoint, state
+from mmrl import advantages
 from mmrl.objectives import PolicyGradient
 from mmrl.optimizers import adamw
 from mmrl.options import TrainOptions
@@ -21,7 +21,7 @@ from mmrl.trainer import Trainer
 from samplers.noise import Rng
 
 from . import tiny_diffusers
-from .test_resume import same
+from .test_resume import resumes
 
 load_built_in()
 
@@ -131,14 +131,7 @@ def test_a_checkpoint_resumes_to_the_bit(case, tmp_path):
     def fresh():
         return trainer_of(make(case, lora=2, guidance=2.5, steps=2))
 
-    whole = fresh()
-    whole.iterate()
-    path = checkpoint.save(tmp_path, whole.iteration, *state.capture(whole))
-    whole.iterate()
-    second = fresh()
-    state.restore(second, *checkpoint.load(path))
-    second.iterate()
-    same(state.capture(second)[0], state.capture(whole)[0])
+    resumes(fresh, tmp_path)
 
 
 # What the folders of the hub hold: solvers whose steps have no density.

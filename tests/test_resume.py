@@ -27,6 +27,18 @@ def same(a, b):
             assert torch.equal(a[part][name], b[part][name]), (part, name)
 
 
+def resumes(fresh, folder):
+    """A trainer saved after one iteration and taken up by another does the second to the bit. ``fresh`` makes one."""
+    whole = fresh()
+    whole.iterate()
+    path = checkpoint.save(folder, whole.iteration, *state.capture(whole))
+    whole.iterate()
+    second = fresh()
+    state.restore(second, *checkpoint.load(path))
+    second.iterate()
+    same(state.capture(second)[0], state.capture(whole)[0])
+
+
 @pytest.mark.parametrize("family", toys.POLICIES)
 def test_2n_iterations_equal_n_stop_resume_n_to_the_bit(family, tmp_path):
     whole = trainer_of(family)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 
-from mmrl import advantages, checkpoint, session, state
+from mmrl import advantages, session
 from mmrl.batches import passes
 from mmrl.objectives import PolicyGradient
 from mmrl.optimizers import adamw
@@ -21,7 +21,7 @@ from samplers.kernels import dance_sde, flow_sde
 from samplers.noise import Rng
 from samplers.windows import all_but_last
 
-from .test_resume import same
+from .test_resume import resumes
 
 PROMPTS = [{"text": text} for text in ("a red seven", "a blue two", "a green zero")]
 
@@ -199,14 +199,7 @@ def test_a_checkpoint_resumes_to_the_bit(folder, tmp_path):
     def fresh():
         return trainer_of(make(folder, lora=4, guidance=3.0, steps=2))
 
-    whole = fresh()
-    whole.iterate()
-    path = checkpoint.save(tmp_path, whole.iteration, *state.capture(whole))
-    whole.iterate()
-    second = fresh()
-    state.restore(second, *checkpoint.load(path))
-    second.iterate()
-    same(state.capture(second)[0], state.capture(whole)[0])
+    resumes(fresh, tmp_path)
 
 
 @pytest.mark.parametrize("placement", ["keep", "offload", "release"])

@@ -11,14 +11,13 @@ import pytest
 import torch
 from PIL import Image
 
-from mmrl import checkpoint, state
 from mmrl.registry import POLICIES, UserError, load_built_in
 from samplers import windows
 from samplers.noise import Rng
 
 from . import tiny_diffusers
 from .test_folder_families import PROMPTS, trainer_of
-from .test_resume import same
+from .test_resume import resumes
 
 load_built_in()
 
@@ -190,14 +189,7 @@ def test_a_checkpoint_resumes_to_the_bit(name, tmp_path):
     def fresh():
         return trainer(name, lora=2, guidance=2.5, steps=2)
 
-    whole = fresh()
-    whole.iterate()
-    path = checkpoint.save(tmp_path, whole.iteration, *state.capture(whole))
-    whole.iterate()
-    second = fresh()
-    state.restore(second, *checkpoint.load(path))
-    second.iterate()
-    same(state.capture(second)[0], state.capture(whole)[0])
+    resumes(fresh, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["wan_i2v-tokens", "hunyuan_i2v"])
