@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import distributed
+from .advantages import memory
 from .checkpoint import Arrays
 from .data import Curriculum
 from .registry import UserError
@@ -31,8 +32,7 @@ def capture(trainer: Trainer) -> tuple[Arrays, dict[str, Any]]:
     arrays |= {f"snapshot-{name}": weights.full(name) for name in sorted(weights.saved)}
     arrays["optimizer"], optimizer = _flatten(_optimizer_state(trainer))
     meta = {"iteration": trainer.iteration, "step": trainer.step, "optimizer": optimizer, "rng": _generators()}
-    if hasattr(trainer.advantage, "state_dict"):
-        meta["advantage"] = trainer.advantage.state_dict()
+    meta["advantage"] = memory.capture(trainer.advantage)
     if hasattr(trainer.objective, "state_dict"):
         meta["objective"] = trainer.objective.state_dict()
     if isinstance(trainer.prompts, Curriculum):
@@ -56,8 +56,7 @@ def restore(trainer: Trainer, arrays: Arrays, meta: dict[str, Any]) -> None:
     if meta["step"]:
         _load_optimizer(trainer, _unflatten(arrays["optimizer"], meta["optimizer"]))
     trainer.iteration, trainer.step = meta["iteration"], meta["step"]
-    if hasattr(trainer.advantage, "load_state_dict"):
-        trainer.advantage.load_state_dict(meta["advantage"])
+    memory.restore(trainer.advantage, meta.get("advantage", {}))
     if hasattr(trainer.objective, "load_state_dict") and "objective" in meta:
         trainer.objective.load_state_dict(meta["objective"])
     if isinstance(trainer.prompts, Curriculum):

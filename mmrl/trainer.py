@@ -116,14 +116,15 @@ class Trainer:
         self.noted |= completions.lengths_by_reward(texts, own, earned)
         if isinstance(self.objective, Shaping):
             rewards = self.objective.shaped(self.policy, rollout, rewards)
-        advantage = self.advantage(rewards, rollout).to(rollout.logprob)
+        of_rows = self.advantage(rewards, rollout).to(rollout.logprob)
+        advantage = advantages.by_edge(of_rows, rollout)
         self.spare = rollout[:1]  # what a process without rows passes through the network
         self.longest = int(distributed.all_max(torch.tensor(rollout.mask.shape[1], device=rollout.group.device)))
         kept = ~advantage.isnan()
         mask = rollout.mask & kept
         if self.options.truncated == "mask":
             mask &= completions.finished(media, rollout)
-        alive = rollout.replace(advantage=advantage.nan_to_num(0.0), mask=mask, kept=kept.any(1))
+        alive = rollout.replace(advantage=advantage.nan_to_num(0.0), mask=mask, kept=~of_rows.isnan().all(1))
         if self.watch is not None:
             self.watch(*sampled_only(media, alive, rewards))
         return alive, rewards

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from mmrl import checkpoint, state
-from mmrl.advantages import DDPO
-from mmrl.registry import UserError
+from mmrl.advantages import DDPO, MaxMin, Running, dr_grpo, grpo, memory
+from mmrl.registry import ADVANTAGES, UserError
+from mmrl.scoring import Scorer
 
 from . import toys
 from .test_trainer import make_trainer
@@ -139,3 +140,56 @@ def test_a_stateful_advantage_must_be_restored_to_continue(tmp_path):
     trainers[1].advantage = DDPO(buffer=512)
     outcomes = [[t.iterate() for _ in range(2)] and t.policy.weights.full() for t in trainers]
     assert any(not torch.equal(outcomes[0][name], outcomes[1][name]) for name in outcomes[0])
+
+
+def bound(name, **options):
+    return ADVANTAGES.build(name, **options)
+
+
+class Doubled:
+    """An advantage of somebody else's on top of another, which knows nothing of checkpoints."""
+
+    def __init__(self, of):
+        self.of = of
+
+    def __call__(self, rewards, rollout):
+        return 2 * self.of(rewards, rollout)
+
+
+NESTED = {  # makes one; places of what has a memory
+    "alone": (lambda: Running(of=dr_grpo), {""}),
+    "temporal": (lambda: bound("temporal", of=Running(of=dr_grpo)), {"of"}),
+    "shared": (lambda: bound("shared", of=MaxMin(rate=0.5, of=dr_grpo)), {"of"}),
+    "soft": (lambda: bound("soft", of=DDPO(buffer=64), threshold=-1.0), {"of"}),
+    "deep": (
+        lambda: bound("focused", of=Doubled(Running(of=bound("temporal", of=MaxMin(of=DDPO(buffer=64), rate=0.5))))),
+        {"of.of", "of.of.of.of", "of.of.of.of.of"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_advantages_under_others_are_resumed_to_the_bit(name, tmp_path):
+    make, places = NESTED[name]
+    assert set(memory.capture(make())) == places
+
+    def fresh():
+        trainer = make_trainer("causal", advantage=make())
+        trainer.scorer = Scorer({"toy": toys.reward, "smooth": lambda *both: 3 * toys.reward(*both).square() - 1})
+        return trainer
+
+    resumes(fresh, tmp_path)
+    first = fresh()
+    first.iterate()
+    other = fresh()  # continues without its memory: the equality above would see a memory that is lost
+    other.policy.weights.load(first.policy.weights.full())
+    other.iteration = first.iteration
+    with torch.no_grad():
+        assert not torch.equal(other.collect()[0].advantage, first.collect()[0].advantage)
+
+
+def test_a_checkpoint_without_the_memory_of_an_advantage_is_refused():
+    written = memory.capture(bound("temporal", of=grpo))
+    assert written == {}
+    with pytest.raises(UserError, match=r"no memory of the advantage DDPO \(at of\)"):
+        memory.restore(bound("temporal", of=DDPO()), written)

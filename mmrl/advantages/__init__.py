@@ -1,7 +1,7 @@
 """Advantages: what a reward is worth beside the others. ``mmrl.registry.ADVANTAGES`` knows them by name."""
 
 from mmrl.advantages.answers import gpg, grpo, opo, pass_at_k, reinforce_pp
-from mmrl.advantages.branch import Branch
+from mmrl.advantages.branch import Branch, by_edge
 from mmrl.advantages.ddpo import DDPO
 from mmrl.advantages.grouped import dance, dr_grpo, flow_grpo, gdpo, group, rloo
 from mmrl.advantages.online import MaxMin, Running
@@ -15,6 +15,7 @@ __all__ = [
     "DDPO",
     "MaxMin",
     "Running",
+    "by_edge",
     "dance",
     "dr_grpo",
     "flow_grpo",

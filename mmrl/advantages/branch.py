@@ -131,3 +131,20 @@ def edge_mean(value: Tensor, weight: Tensor, name: Tensor) -> Tensor:
     count = int(index.max()) + 1
     total = value.new_zeros(count).index_add(0, index, value.nan_to_num(0.0) * weight)
     return (total / value.new_zeros(count).index_add(0, index, weight))[index]
+
+
+def by_edge(advantage: Tensor, rollout: Rollout) -> Tensor:
+    """Gives an edge of a tree the mean advantage of the samples below it, on all their rows, [B, K].
+
+    An edge is trained on at one of its rows only, so that the gradient is that of all samples; those without an
+    advantage are left out of the mean. Without a tree the advantage, [B, 1] or [B, K], stays as it is.
+    """
+    if rollout.branch is None:
+        return advantage
+    leaf = advantage.double().expand(rollout.branch.shape)
+    names = rollout.branch + rollout.group[:, None] * (int(rollout.branch.max()) + 1)
+    edges: list[Tensor] = []
+    for k, name in enumerate(names.unbind(1)):
+        repeated = k > 0 and advantage.shape[1] == 1 and torch.equal(name, names[:, k - 1])
+        edges.append(edges[-1] if repeated else edge_mean(leaf[:, k], leaf[:, k].isfinite().double(), name))
+    return torch.stack(edges, 1).to(advantage.dtype)

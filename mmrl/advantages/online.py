@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mmrl.advantages.groups import finished, measured
 from mmrl.advantages.normalise import moments
+from mmrl.distributed import all_sum
 from mmrl.registry import ADVANTAGES
 from mmrl.types import Rewards, Rollout
 
@@ -24,7 +25,8 @@ class Running:
 
     Brings rewards of different scales together before they are weighted and added, without comparing single groups.
     ``decay`` of the running mean and mean square (0: of this iteration alone), corrected for their start at zero, over
-    all processes; ``limit``: normalised rewards are cut off there.
+    all processes; ``limit``: normalised rewards are cut off there. An iteration in which a reward failed for all samples
+    leaves its moments as they are.
     """
 
     def __init__(
@@ -35,12 +37,14 @@ class Running:
         self.sums: dict[str, list[float]] = {}  # name -> decayed mean, mean square, weight
 
     def __call__(self, rewards: Rewards | Tensor, rollout: Rollout) -> Tensor:
-        """[B, 1] of the inner advantage. Advances the running moments."""
+        """[B, 1] or [B, K] of the inner advantage. Advances the running moments."""
         double, _ = measured(rewards, rollout)
         scaled = {name: self._scaled(name, x) for name, x in double.items()}
         return as_given(self.of(Rewards(scaled, double.weights), rollout), rewards)
 
     def _scaled(self, name: str, x: Tensor) -> Tensor:
+        if not somewhere(x.isfinite()):
+            return x
         mean, variance = (float(y) for y in moments(x, x.isfinite()))
         old = self.sums.get(name, [0.0, 0.0, 0.0])
         new = [mean, variance + mean**2, 1.0]
@@ -51,11 +55,10 @@ class Running:
         return scaled if self.limit is None else scaled.clamp(-self.limit, self.limit)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sums": self.sums, "of": inner_state(self.of)}
+        return {"sums": self.sums}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.sums = {name: list(values) for name, values in state["sums"].items()}
-        load_inner(self.of, state["of"])
 
 
 @ADVANTAGES.register("maxmin")
@@ -65,7 +68,8 @@ class MaxMin:
     MaxMin-RLHF (Chakraborty et al. 2024, arXiv:2402.08925, algorithm 1): in every iteration the reward with the lowest
     mean over all samples alone is optimised. With ``rate``, weights follow instead of jumping (multiplicative weights,
     w_i proportional to w_i exp(-rate mean_i)), a dynamic weighting of rewards. The rewards must be on one scale, such
-    as 0..1; their configured weights multiply the means. ``of``: the advantage of the weighted sum.
+    as 0..1; their configured weights multiply the means. ``of``: the advantage of the weighted sum. An iteration in
+    which a reward failed for all samples trains nothing and leaves the weights as they are.
     """
 
     def __init__(self, of: Inner = "group", rate: Annotated[float, Gt(0)] | None = None):
@@ -73,8 +77,10 @@ class MaxMin:
         self.log: dict[str, float] = {}  # logarithms of the weights
 
     def __call__(self, rewards: Rewards | Tensor, rollout: Rollout) -> Tensor:
-        """[B, 1] of the inner advantage. Advances the weights."""
+        """[B, 1] or [B, K] of the inner advantage. Advances the weights."""
         double, groups = measured(rewards, rollout)
+        if not somewhere(groups.present):  # nobody is the worst off
+            return as_given(self.of(torch.full_like(next(iter(double.values())), torch.nan), rollout), rewards)
         means = {name: double.weights[name] * float(moments(x, groups.present)[0]) for name, x in double.items()}
         if self.rate is None:
             worst = min(means, key=means.get)
@@ -89,11 +95,10 @@ class MaxMin:
         return as_given(found, rewards)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"log": self.log, "of": inner_state(self.of)}
+        return {"log": self.log}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.log = dict(state["log"])
-        load_inner(self.of, state["of"])
 
 
 def of_name(inner: Callable | str) -> Callable:
@@ -102,14 +107,10 @@ def of_name(inner: Callable | str) -> Callable:
 
 
 def as_given(advantage: Tensor, rewards: Rewards | Tensor) -> Tensor:
-    """In the precision of the rewards."""
-    return finished(advantage[:, 0], rewards, ~advantage[:, 0].isnan())
+    """[B, 1] or [B, K] as it is, in the precision of the rewards."""
+    return finished(advantage, rewards, ~advantage.isnan())
 
 
-def inner_state(inner: Callable) -> Any:
-    return inner.state_dict() if hasattr(inner, "state_dict") else None
-
-
-def load_inner(inner: Callable, state: Any) -> None:
-    if hasattr(inner, "load_state_dict"):
-        inner.load_state_dict(state)
+def somewhere(present: Tensor) -> bool:
+    """Whether any row of any process is there; a collective call."""
+    return bool(all_sum(present.sum()) > 0)
