@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrl.advantages import group
+from mmrl.advantages import dr_grpo, group, temporal
 from mmrl.advantages.online import MaxMin, Running
 from mmrl.config import build_rewards
 from mmrl.registry import REWARDS, UserError
@@ -313,3 +314,38 @@ def test_running_scales_do_not_depend_on_units():
     alone = Running(decay=0.0)(Rewards({"a": LOW, "b": HIGH}), ROWS)
     z = [(x.double() - x.double().mean()) / (x.double().std(correction=0) + 1e-6) for x in (LOW, HIGH)]
     torch.testing.assert_close(alone, group(z[0] + z[1], ROWS).float())
+
+
+WORDS = ROWS.replace(mask=torch.ones(6, 3, dtype=torch.bool), logprob=torch.zeros(6, 3))
+
+
+@pytest.mark.parametrize("make", [Running, MaxMin])
+def test_an_advantage_of_decisions_keeps_all_of_them(make):
+    of = partial(temporal, of=dr_grpo, strength=2.0)
+    found = make(of=of)(LOW, WORDS)
+    middle = make(of=dr_grpo)(LOW, WORDS)
+    torch.testing.assert_close(found, middle * torch.tensor([3.0, 1.0, 3.0]))
+
+
+def test_running_moments_skip_an_iteration_in_which_a_reward_failed():
+    advantage, failed = Running(of=dr_grpo), torch.full((6,), torch.nan)
+    assert advantage(Rewards({"a": failed, "b": HIGH}), ROWS).isnan().all() and "a" not in advantage.sums
+    for _ in range(3):
+        advantage(Rewards({"a": LOW + 20, "b": HIGH}), ROWS)
+    before = {name: list(values) for name, values in advantage.sums.items()}
+    assert before["a"][0] / before["a"][2] == pytest.approx(20 + float(LOW.mean()), abs=1e-4)
+    advantage(Rewards({"a": failed, "b": HIGH}), ROWS)
+    assert advantage.sums["a"] == before["a"] and advantage.sums["b"] != before["b"]
+    part = failed.index_fill(0, torch.tensor([0]), 20.0)
+    advantage(Rewards({"a": part, "b": HIGH}), ROWS)
+    assert advantage.sums["a"] != before["a"]
+
+
+@pytest.mark.parametrize("rate", [None, 0.5])
+def test_a_reward_that_failed_everywhere_is_not_the_worst_off(rate):
+    advantage, failed = MaxMin(of=dr_grpo, rate=rate), torch.full((6,), torch.nan)
+    for _ in range(2):
+        advantage(Rewards({"a": LOW, "b": HIGH}), ROWS)
+    before = dict(advantage.log)
+    assert len(before) == (2 if rate else 0)
+    assert advantage(Rewards({"a": LOW, "b": failed}), ROWS).isnan().all() and advantage.log == before

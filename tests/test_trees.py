@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mmrl.advantages import Branch
+from mmrl.advantages import Branch, by_edge, dr_grpo, shared
 from mmrl.dists import Gaussian
 from mmrl.policies.trees import Tree, size
 from mmrl.registry import UserError
@@ -15,6 +15,7 @@ from samplers.kernels import dance_sde
 from samplers.noise import Rng
 
 from . import toys
+from .test_trainer import make_trainer
 
 TREE = Tree(splits=[0, 2], factor=2)
 
@@ -256,3 +257,42 @@ def test_without_a_tree_it_says_so():
         rollout = policy.rollout(toys.prompts(2), 4, Rng.of("flat"))
     with pytest.raises(UserError, match="give the policy one"):
         Branch()(Rewards({"r": torch.zeros(8)}), rollout)
+
+
+def test_a_shared_edge_has_the_mean_advantage_of_its_leaves_under_any_advantage():
+    """It is trained on at its first leaf's row, whose own advantage says nothing of the others."""
+
+    def score(media, prompts):
+        first_of_second_tree = torch.tensor([4])
+        return Rewards({"toy": toys.reward(media, prompts).index_fill(0, first_of_second_tree, torch.nan)})
+
+    policy = toys.make("flow", tree=TREE, steps=4)
+    trainer = make_trainer(policy=policy, advantage=dr_grpo, copies=4, batch_size=32)
+    trainer.scorer = score
+    rollout, rewards = trainer.collect()
+    own, values = dr_grpo(rewards, rollout)[:, 0], rollout.advantage
+    assert rollout.mask[4, :2].all() and not rollout.mask[4, 2:].any()  # the other below its edges has a reward
+    for row, k in rollout.mask.nonzero().tolist():
+        below = (rollout.branch[:, k] == rollout.branch[row, k]) & (rollout.group == rollout.group[row])
+        assert float(values[row, k]) == pytest.approx(float(own[below].nanmean()), abs=1e-6)
+    assert (values[:, 0] - own.nan_to_num(0.0)).abs().max() > 0.01
+    assert not rollout.kept[4] and rollout.kept.sum() == 31
+    assert trainer.iterate()["grad_norm"] > 0
+
+
+def test_advantages_that_know_trees_are_left_as_they_are():
+    rollout, _ = stick(TREE, 4)
+    reward = torch.tensor([0.1, 0.5, 0.9, 0.3])
+    for advantage in (Branch()(reward, rollout), shared(reward, rollout, siblings=True)):
+        assert torch.equal(by_edge(advantage, rollout), advantage)
+    flat = rollout.replace(branch=None)
+    assert torch.equal(by_edge(dr_grpo(reward, flat), flat), dr_grpo(reward, flat))
+
+
+def test_edges_of_two_prompts_with_one_name_are_two():
+    rollout, _ = stick(TREE, 4)
+    rollout = rollout.replace(branch=rollout.branch * 0, group=torch.tensor([0, 0, 1, 1]))
+    found = by_edge(torch.tensor([[1.0], [2.0], [5.0], [6.0]]), rollout)
+    assert found.tolist() == [[1.5] * 4] * 2 + [[5.5] * 4] * 2
+    each = torch.tensor([[1.0, 0, 0, 3], [2, 0, 0, 5], [4, 0, 0, 7], [6, 0, 0, 9]])
+    assert by_edge(each, rollout)[:, [0, 3]].tolist() == [[1.5, 4.0]] * 2 + [[5.0, 8.0]] * 2
