@@ -412,14 +412,40 @@ def test_ngrpo_by_hand():
     assert call("ngrpo", reward, rollout([0, 0, 0, 1, 1, 2, 2, 2]))[5:].abs().max() == 0
 
 
-def test_soft_draws_high_rewards_together_and_low_ones_apart():
-    reward = torch.tensor([0.1, 0.3, 0.9, 1.1], dtype=torch.float64)
-    found = call("soft", reward, rollout([0] * 4), of=dr_grpo, threshold=0.5, above=2.0, below=2.0)[:, 0]
-    shaped = torch.tensor(
-        [0.5 - math.expm1(0.8) / 2, 0.5 - math.expm1(0.4) / 2, 0.5 + math.log(1.8), 0.5 + math.log(2.2)]
-    )
-    torch.testing.assert_close(found, (shaped - shaped.mean()).double(), atol=1e-6, rtol=0)
-    assert (found.diff() > 0).all() and found[1] - found[0] > found[3] - found[2]
+def published_soft(reward, threshold=0.8, above=0.01, below=1.0):
+    """Li et al. 2025, TempSamp-R1, one number after the other."""
+    if reward >= threshold:
+        return threshold + above * math.log(reward - threshold + 1)
+    return threshold - (math.exp(below * (threshold - reward)) - 1) / (math.exp(below) - 1)
+
+
+@pytest.mark.parametrize("below", [0.3, 1.0, 4.0])
+def test_soft_is_the_published_transformation(below):
+    reward = torch.tensor([0.0, 0.1, 0.5, 0.79, 0.8, 0.9, 1.0], dtype=torch.float64)
+    found = call("soft", reward, rollout([0] * 7), of=dr_grpo, below=below)[:, 0]
+    shaped = torch.tensor([published_soft(r, below=below) for r in reward.tolist()], dtype=torch.float64)
+    torch.testing.assert_close(found, shaped - shaped.mean(), atol=1e-12, rtol=0)
+    assert (found.diff() > 0).all() and found[1] - found[0] > found[6] - found[5]
+
+
+def test_soft_changes_the_named_reward_alone():
+    """The IoU is shaped, then weighted, then the format is added."""
+    iou, form = torch.tensor([0.1, 0.9, 1.0]).double(), torch.tensor([1.0, 0.0, 1.0]).double()
+    rewards = Rewards({"temporal": iou, "format": form}, {"temporal": 2.0, "format": 0.5})
+    found = call("soft", rewards, rollout([0] * 3), of=dr_grpo, on="temporal")[:, 0]
+    shaped = torch.tensor([2 * published_soft(r) for r in iou.tolist()], dtype=torch.float64) + 0.5 * form
+    torch.testing.assert_close(found, shaped - shaped.mean(), atol=1e-12, rtol=0)
+    with pytest.raises(UserError, match="on is 'temporl'.*did you mean 'temporal'"):
+        call("soft", rewards, rollout([0] * 3), on="temporl")
+    broken = Rewards({"temporal": iou, "format": form.index_fill(0, torch.tensor([1]), NAN)})
+    assert call("soft", broken, rollout([0] * 3), on="temporal").isnan()[:, 0].tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("below", [1e-3, 1.0, 50.0, 1e4])
+def test_soft_drops_no_row_however_far_its_reward(below):
+    reward = torch.tensor([-1e6, -2000.0, -800.0, -0.2, -0.19, 0.2, 0.8, 1.0, 1e6], dtype=torch.float64)
+    found = call("soft", reward, rollout([0] * 9), of=dr_grpo, below=below)[:, 0]
+    assert found.isfinite().all() and (found[:4].diff() > 0).all() and (found.diff() >= 0).all()
 
 
 def of_tokens(mask, logprob=None, prompts=None):

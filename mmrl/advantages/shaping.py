@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Annotated
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from mmrl.advantages.answers import grpo
 from mmrl.advantages.groups import finished, measured, named
 from mmrl.advantages.steps import by_step
-from mmrl.registry import ADVANTAGES, UserError
+from mmrl.registry import ADVANTAGES, UserError, suggest
 from mmrl.types import Rewards, Rollout
 
 Underneath = Annotated[Callable, ADVANTAGES]
@@ -46,19 +47,35 @@ def ngrpo(
 @by_step
 def soft(
     rewards: Rewards | Tensor, rollout: Rollout,
-    *, of: Underneath = grpo, threshold: float = 0.8, above: Annotated[float, Gt(0)] = 1.0,
+    *, of: Underneath = grpo, on: str | None = None, threshold: float = 0.8, above: Annotated[float, Ge(0)] = 0.01,
     below: Annotated[float, Gt(0)] = 1.0,
 ) -> Tensor:  # fmt: skip
-    """TempSamp-R1's asymmetric soft advantage: high rewards are drawn together, low ones apart, then compared.
+    """TempSamp-R1's soft advantage: rewards above a threshold are drawn together, those below apart, then compared.
 
-    Li et al. 2025. Our reading: the total reward r becomes t + log(1 + above (r - t)) for r >= t, the threshold, and
-    t - (exp(below (t - r)) - 1) / below for r < t, which keeps its order.
+    Li et al. 2025. A reward r becomes t + above log(r - t + 1) for r >= t, the threshold, and
+    t - (exp(below (t - r)) - 1) / (exp(below) - 1) for r < t. Rewards more than 1 below the threshold, which no IoU is,
+    go on along the tangent, so that none is too far to be compared. on: the one reward this is done to, there the IoU,
+    before it is weighted and the others are added; null: their weighted sum.
     """
     double, groups = measured(rewards, rollout)
-    gap = double.total() - threshold
-    up, down = torch.log1p(above * gap.clamp_min(0)), torch.expm1(below * (-gap).clamp_min(0)) / below
-    shaped = torch.where(groups.present, threshold + torch.where(gap >= 0, up, -down), torch.nan)
-    return of(shaped, rollout).to(finished(gap, rewards, groups.present).dtype)
+    if on is not None and on not in double:
+        raise UserError(f"advantage soft: on is {on!r}, which is no reward with a weight; {suggest(on, double)}")
+    shaped = _softened(double.total() if on is None else double[on], threshold, above, below)
+    parts = Rewards({"soft": shaped}) if on is None else Rewards({**double, on: shaped}, double.weights)
+    missing = ~groups.present
+    parts = Rewards({name: x.masked_fill(missing, torch.nan) for name, x in parts.items()}, parts.weights)
+    return of(parts, rollout).to(finished(shaped, rewards, groups.present).dtype)
+
+
+def _softened(reward: Tensor, threshold: float, above: float, below: float) -> Tensor:
+    """[B] by the two branches of ``soft``, with powers of e of at most 0 so that nothing overflows."""
+    over = (reward - threshold).clamp_min(0)
+    under = (threshold - reward).clamp_min(0)
+    near = under.clamp_max(1)
+    whole = -math.expm1(-below)  # (e^b - 1) / e^b
+    loss = torch.exp(below * (near - 1)) * -torch.expm1(-below * near) / whole
+    beyond = below / whole * (under - near)
+    return threshold + above * torch.log1p(over) - loss - beyond
 
 
 @ADVANTAGES.register("temporal")
