@@ -266,6 +266,23 @@ def test_key_steps_are_found_as_whole_words_and_in_order():
     assert one(sections, "Reasoning: 2+1 Picture: the sum is 3", prompt) == pytest.approx(0.75)
 
 
+def test_key_steps_in_the_form_of_step_grpo():
+    """R1-VL, section 3.2: 1 + 0.1 k if right, 0.1 k if wrong, 0 without an answer, and 1 more if all is in order."""
+    prompt = {"answer": 3, "key_steps": ["2 + 1", ["the sum", "altogether"]]}
+    reward = KeySteps(form="step_grpo", sections=["Picture", "Reasoning"])
+    whole = "<think>Picture: 2 + 1. Reasoning: altogether three.</think><answer>{}</answer>"
+    assert one(reward, whole.format(3), prompt) == pytest.approx(2.1) == reward.card.high
+    assert one(reward, whole.format(4), prompt) == pytest.approx(1.1)
+    assert one(reward, whole.format(""), prompt) == 0
+    mixed_up = "<think>Reasoning: altogether three. Picture.</think><answer>3</answer>"
+    assert one(reward, mixed_up, prompt) == pytest.approx(1.05)
+    plain = KeySteps(form="step_grpo", alpha=0.5)
+    assert one(plain, mixed_up, prompt) == pytest.approx(1.25) and plain.card.high == 1.5
+    assert one(reward, reward.right_answer(prompt), prompt) == pytest.approx(2.1)
+    with pytest.raises(UserError, match="leave out each"):
+        KeySteps(form="step_grpo", each=True)
+
+
 def spelled(text: str, size: int, limit: int = 40) -> Completion:
     """An answer whose tokens are ``size`` letters each."""
     parts = [text[: i + size] for i in range(0, len(text), size)]

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge, Le
@@ -75,21 +75,36 @@ class KeySteps(Verifiable):
     (1 - answer) * mean(share of ``key_steps`` found, share of ``sections`` in order). A step is a text or a list of
     ways to say it, and is found as whole words, once, outside the final answer.
 
+    StepGRPO's own sum is ``form: step_grpo``: StepRAR, [right] + alpha * share of ``key_steps`` found, 0 without a final
+    answer, plus StepRVR, 1 if all ``sections`` stand in order before a final answer. It compares whole answers by this
+    sum, so that ``advantage: grpo`` goes with it (Zhang et al. 2025, section 3.2).
+
     Args:
         answer: weight of the answer, judged as by ``answer``; without it, reasoning alone is paid.
         ordered: every step must come after the one before.
         sections: texts that the reasoning must hold in this order, such as ["Description", "Reasoning"].
         each: the parts of the reward as rewards of steps [B, K], each at the token that completes it, the answer's at
-            the last one; for ``advantage: process``.
+            the last one. Mind that ``advantage: process`` compares all that is paid in a group with one mean: a found
+            step that is worth less than that, beside a dear answer for instance, is pushed down.
+        form: shares, the mean above, or step_grpo.
+        alpha: of form step_grpo, what all key steps together are worth.
     """
 
     def __init__(
         self, answer: Share = 0.5, ordered: bool = False, sections: list[str] = [], each: bool = False,  # noqa: B006
+        form: Literal["shares", "step_grpo"] = "shares", alpha: Annotated[float, Ge(0)] = 0.1,
     ):  # fmt: skip
+        if each and form == "step_grpo":
+            raise UserError(
+                "key_steps: form step_grpo compares whole answers and pays no single tokens; "
+                "leave out each, or take form shares"
+            )
         self.weight, self.ordered, self.sections, self.inner = answer, ordered, list(sections), Answer()
-        self.each = each
+        self.each, self.form, self.alpha = each, form, alpha
         if each:
             self.card = replace(card_of(type(self)), of="step")
+        if form == "step_grpo":
+            self.card = replace(card_of(type(self)), high=1 + alpha + bool(self.sections))
 
     def __call__(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> Tensor:
         total = super().__call__(texts, prompts)
@@ -131,8 +146,20 @@ class KeySteps(Verifiable):
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
         thought, right = thinking(text), self.inner.judge(text, prompt)
+        if self.form == "step_grpo":
+            return Verdict(self._published(thought, right, prompt), right.status)
         reasoning = sum(share * steps_found(thought, steps, order) for steps, order, share in self._parts(prompt))
         return Verdict(self.weight * right.score + reasoning, right.status)
+
+    def _published(self, thought: str, right: Verdict, prompt: Prompt) -> float:
+        """StepRAR + StepRVR of R1-VL."""
+        steps = true_steps(prompt)
+        if right.status == "unparseable":
+            return 0.0
+        share = steps_found(thought, steps, self.ordered) / len(steps)
+        in_order = steps_found(thought, [[section] for section in self.sections], True)
+        valid = bool(self.sections) and in_order == len(self.sections)
+        return right.score + self.alpha * share + valid
 
     def right_answer(self, prompt: Prompt) -> str:
         steps = [ways[0] for ways in true_steps(prompt)]
