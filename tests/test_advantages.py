@@ -432,13 +432,13 @@ def test_soft_changes_the_named_reward_alone():
     """The IoU is shaped, then weighted, then the format is added."""
     iou, form = torch.tensor([0.1, 0.9, 1.0]).double(), torch.tensor([1.0, 0.0, 1.0]).double()
     rewards = Rewards({"temporal": iou, "format": form}, {"temporal": 2.0, "format": 0.5})
-    found = call("soft", rewards, rollout([0] * 3), of=dr_grpo, on="temporal")[:, 0]
+    found = call("soft", rewards, rollout([0] * 3), of=dr_grpo, reward="temporal")[:, 0]
     shaped = torch.tensor([2 * published_soft(r) for r in iou.tolist()], dtype=torch.float64) + 0.5 * form
     torch.testing.assert_close(found, shaped - shaped.mean(), atol=1e-12, rtol=0)
-    with pytest.raises(UserError, match="on is 'temporl'.*did you mean 'temporal'"):
-        call("soft", rewards, rollout([0] * 3), on="temporl")
+    with pytest.raises(UserError, match="reward is 'temporl'.*did you mean 'temporal'"):
+        call("soft", rewards, rollout([0] * 3), reward="temporl")
     broken = Rewards({"temporal": iou, "format": form.index_fill(0, torch.tensor([1]), NAN)})
-    assert call("soft", broken, rollout([0] * 3), on="temporal").isnan()[:, 0].tolist() == [False, True, False]
+    assert call("soft", broken, rollout([0] * 3), reward="temporal").isnan()[:, 0].tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("below", [1e-3, 1.0, 50.0, 1e4])

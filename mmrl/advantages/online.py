@@ -25,8 +25,8 @@ class Running:
 
     Brings rewards of different scales together before they are weighted and added, without comparing single groups.
     ``decay`` of the running mean and mean square (0: of this iteration alone), corrected for their start at zero, over
-    all processes; ``limit``: normalised rewards are cut off there. An iteration in which a reward failed for all samples
-    leaves its moments as they are.
+    all processes; ``limit``: normalised rewards are cut off there. An iteration in which a reward failed for all
+    samples leaves its moments as they are.
     """
 
     def __init__(

@@ -47,21 +47,24 @@ def ngrpo(
 @by_step
 def soft(
     rewards: Rewards | Tensor, rollout: Rollout,
-    *, of: Underneath = grpo, on: str | None = None, threshold: float = 0.8, above: Annotated[float, Ge(0)] = 0.01,
+    *, of: Underneath = grpo, reward: str | None = None, threshold: float = 0.8, above: Annotated[float, Ge(0)] = 0.01,
     below: Annotated[float, Gt(0)] = 1.0,
 ) -> Tensor:  # fmt: skip
     """TempSamp-R1's soft advantage: rewards above a threshold are drawn together, those below apart, then compared.
 
     Li et al. 2025. A reward r becomes t + above log(r - t + 1) for r >= t, the threshold, and
     t - (exp(below (t - r)) - 1) / (exp(below) - 1) for r < t. Rewards more than 1 below the threshold, which no IoU is,
-    go on along the tangent, so that none is too far to be compared. on: the one reward this is done to, there the IoU,
+    go on along the tangent, so that none is too far to be compared. reward: the one this is done to, there the IoU,
     before it is weighted and the others are added; null: their weighted sum.
     """
     double, groups = measured(rewards, rollout)
-    if on is not None and on not in double:
-        raise UserError(f"advantage soft: on is {on!r}, which is no reward with a weight; {suggest(on, double)}")
-    shaped = _softened(double.total() if on is None else double[on], threshold, above, below)
-    parts = Rewards({"soft": shaped}) if on is None else Rewards({**double, on: shaped}, double.weights)
+    if reward is not None and reward not in double:
+        raise UserError(
+            f"advantage soft: reward is {reward!r}, and no reward with a weight has that name; "
+            f"{suggest(reward, double)}"
+        )
+    shaped = _softened(double.total() if reward is None else double[reward], threshold, above, below)
+    parts = Rewards({"soft": shaped}) if reward is None else Rewards({**double, reward: shaped}, double.weights)
     missing = ~groups.present
     parts = Rewards({name: x.masked_fill(missing, torch.nan) for name, x in parts.items()}, parts.weights)
     return of(parts, rollout).to(finished(shaped, rewards, groups.present).dtype)

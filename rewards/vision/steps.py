@@ -75,9 +75,9 @@ class KeySteps(Verifiable):
     (1 - answer) * mean(share of ``key_steps`` found, share of ``sections`` in order). A step is a text or a list of
     ways to say it, and is found as whole words, once, outside the final answer.
 
-    StepGRPO's own sum is ``form: step_grpo``: StepRAR, [right] + alpha * share of ``key_steps`` found, 0 without a final
-    answer, plus StepRVR, 1 if all ``sections`` stand in order before a final answer. It compares whole answers by this
-    sum, so that ``advantage: grpo`` goes with it (Zhang et al. 2025, section 3.2).
+    StepGRPO's own sum is ``form: step_grpo``: StepRAR, [right] + alpha * share of ``key_steps`` found, 0 without a
+    final answer, plus StepRVR, 1 if all ``sections`` stand in order before a final answer. It compares whole answers by
+    this sum, so that ``advantage: grpo`` goes with it (Zhang et al. 2025, section 3.2).
 
     Args:
         answer: weight of the answer, judged as by ``answer``; without it, reasoning alone is paid.
