@@ -34,6 +34,7 @@ def _trl() -> dict[str, Sections]:
     both = {"low": 0.2, "high": 0.2}
     return {
         "grpo": _text("ppo", grpo, "every_row", kl, **both),
+        # TRL's name for a mean over tokens; the advantage of the paper BNPO (Xiao et al. 2025) is another and not here
         "bnpo": _text("ppo", grpo, "decision", kl, **both),
         "dr_grpo": _text("ppo", grpo, "constant", kl, **both),
         "dapo": _text("ppo", grpo, "decision", kl, **both),

@@ -74,9 +74,11 @@ class Ensemble:
 class Constrain:
     """A main reward that is only paid where every judge is satisfied: constraints, not trade-offs.
 
-    Mixture of judges (Xu et al. 2024, CGPO, the calibrated-reward policy gradient): R = main where all constraints
-    hold, else ``otherwise``, which should be at or below the least the main reward gives. A constraint holds where
-    its judge gives at least its number in ``at_least`` (one number for all judges, or one each).
+    The constraints of CGPO's mixture of judges (Xu et al. 2024): R = main where all of them hold, else ``otherwise``,
+    which should be at or below the least the main reward gives. A constraint holds where its judge gives at least its
+    number in ``at_least`` (one number for all judges, or one each). CGPO's calibration of the main reward,
+    sigmoid(main - main of a baseline answer to the prompt), is not done: give a main reward of one scale for all
+    prompts, or an advantage that compares the samples of a prompt, which takes a constant of the prompt off anyway.
     """
 
     def __init__(
@@ -104,7 +106,8 @@ class Bounded:
 
     Clip and Delta (Gao et al. 2024, "On designing effective RL reward at training time"): Clip is ``high: 0`` with
     ``shift: -eta``, min(r - eta, 0). Delta gives step k what it gained over step k + 1, r_k - r_(k+1); the last but
-    one keeps its own and the last has 0, so that the sum from any step on is that step's own reward.
+    one keeps its own and the last has 0, so that the sum from any step on is that step's own reward. Steps are the
+    decisions that have a reward; NaN between them stays NaN.
     """
 
     def __init__(
@@ -124,12 +127,16 @@ class Bounded:
         values = values + self.shift
         if self.low is not None or self.high is not None:
             values = values.clamp(self.low, self.high)  # NaN stays NaN
-        if not self.delta:
-            return values
-        gained = torch.zeros_like(values)
-        gained[:, :-2] = values[:, :-2] - values[:, 1:-1]
-        gained[:, -2:-1] = values[:, -2:-1]
-        return gained
+        return torch.stack([_gains(row) for row in values]) if self.delta and len(values) else values
+
+
+def _gains(row: Tensor) -> Tensor:
+    """[K] what every step with a reward gained over the next one that has one; the last has 0."""
+    steps = row[~row.isnan()]
+    gained = torch.zeros_like(steps)
+    gained[:-2] = steps[:-2] - steps[1:-1]
+    gained[-2:-1] = steps[-2:-1]
+    return row.masked_scatter(~row.isnan(), gained)
 
 
 @REWARDS.register("noisy")
@@ -137,9 +144,11 @@ class Bounded:
 class Noisy:
     """A 0/1 verifier with known error rates, corrected so that the expected gradient is that of the truth.
 
-    Backward: (r - fp) / (1 - fp - fn), whose expectation is the true reward. Forward: fn for a 1 and fn - 1 for a 0,
-    which needs the rate of false negatives only and whose expectation is (1 - fp - fn) (truth - 1). Both are affine:
-    an advantage that divides by the std of the group is not changed by them; sums and advantages without it are.
+    Backward: (r - fp) / (1 - fp - fn), whose expectation is the true reward; an advantage that divides by the std of
+    the group is not changed by it, sums of several rewards and advantages without a std are. Forward: the number that
+    stands in place of the advantage, fn for a 1 and fn - 1 for a 0, which needs the rate of false negatives only and
+    whose expectation is (1 - fp - fn) (truth - 1). It is r less a constant, so every advantage that takes a mean off
+    takes the correction off with it: give it to ``advantage: reinforce``, which does not.
 
     Args:
         of: a reward of 0 and 1.

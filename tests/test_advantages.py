@@ -105,8 +105,8 @@ def test_shape_precision_and_description(name, dtype):
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 1e6 + 0.1])
 def test_flat_groups_are_worth_nothing(name, value):
-    if name == "ngrpo":
-        pytest.skip("compares with the best reward there is")
+    if name in ("ngrpo", "reinforce"):
+        pytest.skip("compares with the best reward there is, or with none")
     every = torch.full((7,), value, dtype=torch.float64)
     assert (call(name, every, rollout([0, 1, 1, 1, 2, 2, 2])) == 0).all()
 
@@ -121,8 +121,8 @@ def test_order_of_rows_does_not_matter(name, several):
 
 
 def test_a_constant_added_to_every_reward_changes_nothing(name):
-    if name in ("ngrpo", "soft"):
-        pytest.skip("has a level of its own: the best reward, a threshold")
+    if name in ("ngrpo", "soft", "reinforce"):
+        pytest.skip("has a level of its own: the best reward, a threshold, zero")
     rows = rollout(RAGGED)
     torch.testing.assert_close(call(name, RAGGED_REWARD + 3, rows), call(name, RAGGED_REWARD, rows), atol=1e-7, rtol=0)
 
@@ -354,7 +354,8 @@ COUNTS = {
     "group": {"std": "global", "ddof": 1}, "flow_grpo": {}, "dance": {}, "rloo": {}, "dr_grpo": {}, "gdpo": {},
     "process": {}, "running": {}, "maxmin": {"rate": 0.5},
     "ddpo": {"buffer": 6, "min_count": 4}, "grpo": {"std": "global"}, "opo": {}, "gpg": {}, "pass_at_k": {},
-    "reinforce_pp": {}, "ngrpo": {}, "soft": {}, "temporal": {}, "focused": {}, "pairs": {}, "shared": {},
+    "reinforce": {}, "reinforce_pp": {}, "ngrpo": {}, "soft": {}, "temporal": {}, "focused": {}, "pairs": {},
+    "shared": {},
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import partial
 
@@ -10,13 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrl.advantages import dr_grpo, group, temporal
+from mmrl.advantages import dr_grpo, group, reinforce, temporal
 from mmrl.advantages.online import MaxMin, Running
 from mmrl.config import build_rewards
 from mmrl.registry import REWARDS, UserError
 from mmrl.scoring import Scorer
 from mmrl.types import Completion, Rewards
 from rewards import (
+    KeySteps,
     answer_frequency,
     bounded,
     co_reward,
@@ -100,6 +102,29 @@ def test_delta_telescopes():
         bounded(gives([0.0] * B), delta=True)
 
 
+def test_delta_is_between_steps_that_have_a_reward():
+    nan = math.nan
+    steps = [[nan, 0.5, nan, 0.75, nan, 1.0, nan], [0.25, nan, nan, nan, nan, nan, nan], [nan] * 7]
+    found = bounded(gives(steps, "step"), delta=True)(MEDIA[:3], PROMPTS[:3])
+    wanted = torch.tensor([[nan, -0.25, nan, 0.75, nan, 0.0, nan], [0.0] + [nan] * 6, [nan] * 7])
+    torch.testing.assert_close(found, wanted, equal_nan=True)
+    whole = steps[0][1::2]
+    torch.testing.assert_close(found[0].nan_to_num(0.0).flip(0).cumsum(0).flip(0)[[1, 3]], torch.tensor(whole[:2]))
+
+
+def test_delta_on_the_steps_of_a_real_reward():
+    """Key steps are paid at the tokens that complete them; between them there is nothing to compare with."""
+    text = "<think>we count two, then one more</think><answer>3</answer>"
+    parts = [text[: i + 1] for i in range(len(text))]
+    answer = Completion(text, len(text), True, -0.1, limit=len(text) + 5, spell=lambda: parts)
+    prompt = {"answer": 3, "key_steps": ["two", "one more"]}
+    reward = KeySteps(answer=0.2, each=True)
+    plain, found = reward([answer], [prompt])[0], bounded(reward, delta=True)([answer], [prompt])[0]
+    paid = ~plain.isnan()
+    assert torch.equal(~found.isnan(), paid) and int(paid.sum()) == 3
+    torch.testing.assert_close(found[paid], torch.tensor([0.0, 0.4, 0.0]), atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize(("fp", "fn"), [(0.0, 0.0), (0.1, 0.0), (0.05, 0.3), (0.4, 0.5)])
 def test_noisy_verifiers_are_right_on_average(fp, fn):
     for truth in (0.0, 1.0):
@@ -113,6 +138,37 @@ def test_noisy_verifiers_are_right_on_average(fp, fn):
         )
         assert backward == pytest.approx(truth, abs=1e-5)
         assert forward == pytest.approx((1 - fp - fn) * (truth - 1), abs=1e-5)
+
+
+def expected_gradient(fp, fn, how, advantage):
+    """E[A d log p(answer) / dp] over all outcomes of two answers, right with probability p, and of the verifier."""
+    p, total = 0.3, 0.0
+    for truth in itertools.product([0.0, 1.0], repeat=2):
+        for seen in itertools.product([0.0, 1.0], repeat=2):
+            chance = 1.0
+            for t, s in zip(truth, seen, strict=True):
+                accepted = 1 - fn if t else fp
+                chance *= (p if t else 1 - p) * (accepted if s else 1 - accepted)
+            reward = noisy(gives(list(seen)), fp, fn, how=how)(MEDIA[:2], PROMPTS[:2])
+            score = torch.tensor([1 / p if t else -1 / (1 - p) for t in truth])
+            total += chance * float((advantage(reward, rollout([0, 0]))[:, 0] * score).mean())
+    return total
+
+
+@pytest.mark.parametrize(("fp", "fn"), [(0.1, 0.0), (0.05, 0.3), (0.4, 0.5)])
+def test_the_forward_correction_needs_an_advantage_without_a_baseline(fp, fn):
+    """The true gradient of E[r] = p is 1; forward gives (1 - fp - fn) of it. Under a baseline it is no correction."""
+    assert expected_gradient(fp, fn, "forward", reinforce) == pytest.approx(1 - fp - fn, abs=1e-5)
+    assert expected_gradient(fp, fn, "backward", reinforce) == pytest.approx(1, abs=1e-5)
+    seen = torch.tensor([1.0, 0.0, 0.0, 1.0])
+    forward = noisy(gives(seen.tolist()), fp, fn, how="forward")(MEDIA[:4], PROMPTS[:4])
+    assert forward.unique().tolist() == pytest.approx([fn - 1, fn])
+    for advantage in (dr_grpo, group):
+        torch.testing.assert_close(advantage(forward, rollout([0] * 4)), advantage(seen, rollout([0] * 4)))
+    backward = noisy(gives(seen.tolist()), fp, fn)(MEDIA[:4], PROMPTS[:4])
+    torch.testing.assert_close(
+        dr_grpo(backward, rollout([0] * 4)), dr_grpo(seen, rollout([0] * 4)) / (1 - fp - fn), atol=1e-4, rtol=0
+    )
 
 
 def test_a_missing_part_is_missing_in_the_whole():

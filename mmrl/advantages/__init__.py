@@ -1,6 +1,6 @@
 """Advantages: what a reward is worth beside the others. ``mmrl.registry.ADVANTAGES`` knows them by name."""
 
-from mmrl.advantages.answers import gpg, grpo, opo, pass_at_k, reinforce_pp
+from mmrl.advantages.answers import gpg, grpo, opo, pass_at_k, reinforce, reinforce_pp
 from mmrl.advantages.branch import Branch, by_edge
 from mmrl.advantages.ddpo import DDPO
 from mmrl.advantages.grouped import dance, dr_grpo, flow_grpo, gdpo, group, rloo
@@ -30,6 +30,7 @@ __all__ = [
     "pairs",
     "pass_at_k",
     "process",
+    "reinforce",
     "reinforce_pp",
     "rloo",
     "shared",

@@ -36,6 +36,18 @@ def grpo(
     return group(rewards, rollout, std=std, ddof=1, eps=eps, flat=flat, best_of=best_of)
 
 
+@ADVANTAGES.register("reinforce")
+@by_step
+def reinforce(rewards: Rewards | Tensor, rollout: Rollout) -> Tensor:
+    """REINFORCE without a baseline: the advantage is the reward itself (Williams 1992).
+
+    For rewards that are weights of the score function already, such as ``noisy: {how: forward}``; of other rewards the
+    gradient has a far greater variance than with a baseline.
+    """
+    double, groups = measured(rewards, rollout)
+    return finished(double.total(), rewards, groups.present)
+
+
 @ADVANTAGES.register("reinforce_pp")
 @by_step
 def reinforce_pp(
