@@ -53,6 +53,7 @@ class TrainOptions:
     truncated: Literal["keep", "mask"] = "keep"  # answers cut off at the limit: trained on, or compared only
     lengths: tuple[tuple[Natural, Count], ...] = ()  # (iteration, tokens): from then on answers are no longer
     resample: Natural = 0  # rounds in which groups of equal rewards give way to other prompts
+    resample_spread: Annotated[float, Ge(0)] = 0.0  # std of a group's rewards up to which resample calls them equal
     reuse: Reuse | None = None  # answers of earlier iterations in the place of groups of equal rewards; null: none
     truth: str | None = None  # who writes one answer of every group: a reward, or a field of the prompt; null: none
     gate: Positive | Literal["auto"] | None = "auto"  # tolerated |re-scored - recorded log-prob| before the first step
@@ -194,5 +195,7 @@ def _nearest(wanted: int, multiple: int, fits) -> str:
 def _warnings(train: TrainOptions) -> Iterator[str]:
     if train.copies < 2:
         yield "train.copies is 1: an advantage that compares the samples of a prompt is zero, nothing would be learned"
+    if train.resample_spread and not train.resample:
+        yield "train.resample_spread is set and train.resample is 0: no group gives way; set its number of rounds"
     if train.iterations == 0:
         yield "train.iterations is 0: nothing is trained"

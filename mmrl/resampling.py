@@ -30,16 +30,17 @@ class Drawn:
 
 
 def resampled(
-    drawn: Drawn, choose: Callable[[float], Prompt], draw: Callable[[list[Prompt], Rng], Drawn], streams: Sequence[Rng]
+    drawn: Drawn, choose: Callable[[float], Prompt], draw: Callable[[list[Prompt], Rng], Drawn], streams: Sequence[Rng],
+    spread: float = 0.0,
 ) -> tuple[Drawn, dict[str, float]]:
     """As many rounds as there are ``streams``, or fewer. Also counts, over all processes, for the log.
 
-    ``choose`` gives the prompt at a number in [0, 1).
+    ``choose`` gives the prompt at a number in [0, 1). ``spread``: as in ``flat_groups``.
     """
     replaced, rounds = 0, 0
     rank, _ = distributed.world()
     for stream in streams:
-        flat = flat_groups(drawn)
+        flat = flat_groups(drawn, spread)
         counts = distributed.all_gather_rows(torch.tensor([len(flat)], device=drawn.rollout.group.device)).tolist()
         if not any(counts):
             break
@@ -48,16 +49,24 @@ def resampled(
         others = [choose(u) for u in chosen.tolist()]
         drawn = exchanged(drawn, draw(others, Rng(stream.key, first)), flat)
         replaced, rounds = replaced + sum(counts), rounds + 1
-    left = distributed.all_sum(torch.tensor(len(flat_groups(drawn)), device=drawn.rollout.group.device))
+    left = distributed.all_sum(torch.tensor(len(flat_groups(drawn, spread)), device=drawn.rollout.group.device))
     return drawn, {"resample/groups": replaced, "resample/rounds": rounds, "resample/left": int(left)}
 
 
-def flat_groups(drawn: Drawn) -> list[int]:
-    """Groups whose scored samples all have one reward, or that have none, in the order of their rows' names."""
+def flat_groups(drawn: Drawn, spread: float = 0.0) -> list[int]:
+    """Groups whose scored samples all have one reward, or that have none, in the order of their rows' names.
+
+    ``spread``: the standard deviation (population) of a group's rewards up to which they count as one; continuous
+    rewards are never equal.
+    """
     rewards = drawn.rewards.per_row() if isinstance(drawn.rewards, Rewards) else drawn.rewards
     double, groups = measured(rewards, drawn.rollout)
     rollout = drawn.rollout
-    level = groups.flat(double.total())[groups.index].to(rollout.row.device)
+    total = double.total()
+    level = groups.flat(total)
+    if spread:
+        level = level | (groups.variance(total, 0).sqrt() <= spread)
+    level = level[groups.index].to(rollout.row.device)
     first = {}
     for name, group in sorted(zip(rollout.row[level].tolist(), rollout.group[level].tolist(), strict=True)):
         first.setdefault(group, name)

@@ -153,7 +153,8 @@ class Trainer:
     def _resampled(self, drawn: Drawn) -> tuple[Drawn, dict[str, float]]:
         """Dynamic sampling: groups in which all rewards are equal give way to other prompts."""
         streams = [self._rng("resample", n) for n in range(self.options.resample)]
-        return resampled(drawn, lambda u: pick(self.prompts, u, self.iteration), self.draw, streams)
+        spread = self.options.resample_spread
+        return resampled(drawn, lambda u: pick(self.prompts, u, self.iteration), self.draw, streams, spread)
 
     def _learn(self, rollout: Rollout, rewards: Rewards) -> None:
         """Tell data that draws by it how the groups of all processes were rewarded."""

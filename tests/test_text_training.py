@@ -10,13 +10,15 @@ from mmrl import advantages, config, registry, state
 from mmrl.objectives import GVPO, REAL, RegGRPO, Text
 from mmrl.objectives.text import Entropy
 from mmrl.optimizers import adamw
-from mmrl.options import TrainOptions
+from mmrl.options import TrainOptions, arithmetic
 from mmrl.registry import OBJECTIVES, SURROGATES, UserError
+from mmrl.resampling import Drawn, flat_groups
 from mmrl.scoring import Scorer
 from mmrl.trainer import Trainer
-from mmrl.types import Completion
+from mmrl.types import Completion, Rewards
 
 from . import toys
+from .test_advantages import rollout as rollout_of
 
 registry.load_built_in()
 
@@ -167,6 +169,36 @@ def test_rounds_end_when_nothing_helps_and_groups_that_differ_stay():
     useless = trainer(reward=lambda media, prompts: torch.ones(len(media)), resample=3)
     metrics = useless.iterate()
     assert metrics["resample/rounds"] == 3 and metrics["resample/left"] == 8 and metrics["grad_norm"] == 0
+
+
+def nearly_equal_but_for_label_one(media, prompts):
+    """Answers to label 0 earn what differs in the third digit, as continuous rewards do."""
+    label = torch.tensor([float(p["label"]) for p in prompts], dtype=torch.float64)
+    return (threes(media, prompts) * label + 1e-3 * torch.arange(len(media)).sin()).float()
+
+
+def test_rewards_that_are_nearly_equal_give_way_by_their_spread():
+    exact = trainer(reward=nearly_equal_but_for_label_one, resample=12)
+    rollout, _ = exact.collect()
+    assert exact.noted["resample/groups"] == 0 and {p["label"] for p in rollout.asked()} == {0, 1}
+    one = trainer(reward=nearly_equal_but_for_label_one, resample=12, resample_spread=0.01)
+    rollout, rewards = one.collect()
+    assert {p["label"] for p in rollout.asked()} == {1} and one.noted["resample/left"] == 0
+    assert one.noted["resample/groups"] >= 4
+    for group in rollout.group.unique():
+        assert rewards["threes"][rollout.group == group].std(correction=0) > 0.01
+    with_none = TrainOptions(prompts=2, copies=2, batch_size=4, iterations=1, resample_spread=0.1)
+    assert any("train.resample is 0" in sentence for sentence in arithmetic(with_none).warnings)
+
+
+def test_the_spread_is_the_population_std_of_the_total():
+    rows = rollout_of([0, 0, 0, 1, 1, 1])
+    rewards = Rewards({"a": torch.tensor([1.0, 2.0, 3.0, 0.0, 0.5, 1.0]), "b": torch.zeros(6)}, {"a": 2.0})
+    drawn = Drawn(rows, torch.zeros(6), rewards)
+    wide, narrow = 2 * (2 / 3) ** 0.5, (2 / 3) ** 0.5
+    assert flat_groups(drawn) == [] and flat_groups(drawn, narrow - 1e-6) == []
+    assert flat_groups(drawn, narrow + 1e-6) == [1] and flat_groups(drawn, wide - 1e-6) == [1]
+    assert flat_groups(drawn, wide + 1e-6) == [0, 1]
 
 
 # -- corrections, entropy, refusals
