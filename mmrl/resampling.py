@@ -30,7 +30,10 @@ class Drawn:
 
 
 def resampled(
-    drawn: Drawn, choose: Callable[[float], Prompt], draw: Callable[[list[Prompt], Rng], Drawn], streams: Sequence[Rng],
+    drawn: Drawn,
+    choose: Callable[[float], Prompt],
+    draw: Callable[[list[Prompt], Rng], Drawn],
+    streams: Sequence[Rng],
     spread: float = 0.0,
 ) -> tuple[Drawn, dict[str, float]]:
     """As many rounds as there are ``streams``, or fewer. Also counts, over all processes, for the log.

@@ -12,7 +12,7 @@ from .registry import REWARDS, describe, load_built_in, options
 
 BEGIN, END = "<!-- generated: scripts/reward_table.py -->", "<!-- end of the generated table -->"
 HEAD = ("name", "what it says", "judges", "needs", "range", "scaling", "options", "source", "licence", "a second")
-KINDS = {"sample": "", "group": "whole groups of ", "step": "steps of "}
+KINDS = {"sample": "", "group": "whole groups of ", "step": "steps of ", "batch": "all samples of an iteration, of "}
 
 
 def markdown(measured: Mapping[str, float] = {}, package: str | None = None) -> str:

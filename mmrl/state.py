@@ -33,6 +33,8 @@ def capture(trainer: Trainer) -> tuple[Arrays, dict[str, Any]]:
     arrays["optimizer"], optimizer = _flatten(_optimizer_state(trainer))
     meta = {"iteration": trainer.iteration, "step": trainer.step, "optimizer": optimizer, "rng": _generators()}
     meta["advantage"] = memory.capture(trainer.advantage)
+    if hasattr(trainer.scorer, "state_dict"):
+        meta["rewards"] = trainer.scorer.state_dict()
     if hasattr(trainer.objective, "state_dict"):
         meta["objective"] = trainer.objective.state_dict()
     if isinstance(trainer.prompts, Curriculum):
@@ -57,6 +59,8 @@ def restore(trainer: Trainer, arrays: Arrays, meta: dict[str, Any]) -> None:
         _load_optimizer(trainer, _unflatten(arrays["optimizer"], meta["optimizer"]))
     trainer.iteration, trainer.step = meta["iteration"], meta["step"]
     memory.restore(trainer.advantage, meta.get("advantage", {}))
+    if hasattr(trainer.scorer, "load_state_dict"):
+        trainer.scorer.load_state_dict(meta.get("rewards", {}))
     if hasattr(trainer.objective, "load_state_dict") and "objective" in meta:
         trainer.objective.load_state_dict(meta["objective"])
     if isinstance(trainer.prompts, Curriculum):

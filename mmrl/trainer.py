@@ -146,6 +146,8 @@ class Trainer:
             )
         with self._timed("reward"), distributed.together():
             drawn = Drawn(rollout, media, self._on_device(scores(), rollout))
+        if hasattr(self.scorer, "remember"):
+            self.scorer.remember()
         if self.memory is not None:
             self.memory.told(prompts, drawn)
         return drawn

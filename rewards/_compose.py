@@ -21,11 +21,18 @@ def merged(rewards: Sequence[Callable], of: Of | None = None) -> Card:
     media = tuple(kind for kind in ("image", "video", "text") if all(kind in one.media for one in cards))
     if not media:
         raise UserError("these rewards judge different media: " + " / ".join(", ".join(one.media) for one in cards))
+    refuse_batch(cards)
     kinds = {one.of for one in cards}
     if len(kinds - {"sample"}) > 1 or (of == "group" and "step" in kinds):
         raise UserError("rewards of steps and rewards of groups cannot be put together")
     needs = tuple(dict.fromkeys(field for one in cards for field in one.needs))
     return Card(media=media, needs=needs, of=of or next(iter(kinds - {"sample"}), "sample"))
+
+
+def refuse_batch(cards: Sequence[Card]) -> None:
+    """Raises UserError for a reward that must see a whole iteration, where it would see some rows or be left out."""
+    if any(one.of == "batch" for one in cards):
+        raise UserError("a reward that sees a whole iteration, such as co_reward, cannot be a part of another reward")
 
 
 def asked(rewards: Sequence[Callable], media: Any, prompts: list[dict]) -> list[Tensor]:

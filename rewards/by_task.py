@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mmrl.registry import REWARDS, UserError
+from rewards._compose import refuse_batch
 from rewards.card import card, card_of
 
 Part = Annotated[Callable, REWARDS]
@@ -32,6 +33,7 @@ class ByTask:
             raise UserError("reward 'by_task': routes is empty; name at least one, {task: reward}")
         self.routes, self.by, self.default = dict(routes), by, default
         cards = [card_of(one) for one in [*routes.values(), *([default] if default else [])]]
+        refuse_batch(cards)
         if any(one.of == "step" for one in cards):
             raise UserError("reward 'by_task': its routes must be rewards of whole samples, not of steps")
         of = "group" if any(one.of == "group" for one in cards) else "sample"

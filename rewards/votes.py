@@ -15,6 +15,7 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
+from mmrl.distributed import all_gather_json
 from mmrl.registry import REWARDS, UserError
 from rewards._compose import groups_of
 from rewards.card import card
@@ -57,33 +58,56 @@ def answer_frequency(media: Sequence[str], prompts: list[dict], *, entropy: Anno
 
 
 @REWARDS.register("co_reward")
-@card(media="text", of="group", needs="twin", low=0, high=1, source="[Co-Reward](https://arxiv.org/abs/2508.00410)")
+@card(media="text", of="batch", needs="twin", low=0, high=1, source="[Co-Reward](https://arxiv.org/abs/2508.00410)")
 class CoReward:
     """1 for an answer that agrees with most answers to the prompt's twin, which asks the same in other words.
 
     Prompts with one ``twin`` are versions of one question: rephrased, or with the image augmented. Each is judged by
-    the vote on the others (Zhang et al. 2025, Co-Reward). The last vote on a version is remembered, since its twin may
-    come in another iteration (not in checkpoints); as long as there is none, the prompt's own vote decides.
+    the vote on the others (Zhang et al. 2025, Co-Reward), that of this iteration on any process, else the last one
+    before it, which is remembered and saved in checkpoints; as long as there is none, the prompt's own vote decides.
     """
 
     def __init__(self):
-        self.votes: dict[Any, dict[str, str]] = {}  # twin -> version -> its last majority
+        self.votes: dict[str, dict[str, str]] = {}  # twin -> version -> its last majority in an earlier call
+        self.latest: list[list[str]] = []  # twin, version and majority of every group of the last call
 
     def __call__(self, media: Sequence[str], prompts: list[dict]) -> Tensor:
+        """[B]; a collective call."""
         votes, found = votes_of(media, "co_reward"), torch.zeros(len(media))
         groups = groups_of(prompts)
+        majorities = []
         for rows in groups:
             winner, _ = leading([votes[row] for row in rows])
             if winner is not None:
-                self.votes.setdefault(str(prompts[rows[0]].get("twin")), {})[version(prompts[rows[0]])] = winner
+                majorities.append([twin(prompts[rows[0]]), version(prompts[rows[0]]), winner])
+        self.latest = all_gather_json(majorities)
+        known = merged_votes(self.votes, self.latest)
         for rows in groups:
-            known = self.votes.get(str(prompts[rows[0]].get("twin")), {})
+            of_twin = known.get(twin(prompts[rows[0]]), {})
             mine = version(prompts[rows[0]])
-            others = [vote for name, vote in known.items() if name != mine] or [known.get(mine)]
+            others = [vote for name, vote in of_twin.items() if name != mine] or [of_twin.get(mine)]
             label, _ = leading(others)
             for row in rows:
                 found[row] = float(label is not None and votes[row] == label)
         return found
+
+    def remember(self) -> None:
+        """Keeps the votes of the last call; those of an evaluation are forgotten."""
+        self.votes, self.latest = merged_votes(self.votes, self.latest), []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"votes": self.votes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.votes = {name: dict(versions) for name, versions in state["votes"].items()}
+
+
+def merged_votes(before: dict[str, dict[str, str]], latest: Sequence[Sequence[str]]) -> dict[str, dict[str, str]]:
+    """Twin -> version -> vote, the latest of each."""
+    found = {name: dict(versions) for name, versions in before.items()}
+    for name, one_version, winner in latest:
+        found.setdefault(name, {})[one_version] = winner
+    return found
 
 
 @REWARDS.register("mean_logprob")
@@ -114,6 +138,11 @@ def self_certainty(media: Sequence[str], prompts: list[dict], *, scale: float = 
             "reward 'self_certainty': the texts do not say how sure their model was; set policy.vlm.certainty"
         )
     return scale * torch.tensor([math.nan if value is None else float(value) for value in known])
+
+
+def twin(prompt: dict) -> str:
+    """What the versions of a question share."""
+    return str(prompt.get("twin"))
 
 
 def version(prompt: dict) -> str:

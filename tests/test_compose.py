@@ -15,12 +15,13 @@ from mmrl.advantages import dr_grpo, group, reinforce, temporal
 from mmrl.advantages.online import MaxMin, Running
 from mmrl.config import build_rewards
 from mmrl.registry import REWARDS, UserError
-from mmrl.scoring import Scorer
+from mmrl.scoring import Handling, Scorer
 from mmrl.types import Completion, Rewards
 from rewards import (
     KeySteps,
     answer_frequency,
     bounded,
+    by_task,
     co_reward,
     constrain,
     darling,
@@ -31,6 +32,7 @@ from rewards import (
     mean_logprob,
     noisy,
     pairwise_distance,
+    routed,
     self_certainty,
 )  # fmt: skip
 from rewards.card import card, card_of
@@ -259,9 +261,66 @@ def test_twins_judge_each_other_also_across_batches():
     b = [{"text": "what number?", "twin": 1, "group": 1}] * 3
     said = ["4", "4", "5", "5", "5", "4"]
     assert reward(said, [*a, *b]).tolist() == [0, 0, 1, 0, 0, 1]
+    reward.remember()
     assert reward(["5", "6", "6"], a).tolist() == [1, 0, 0]  # by b's last vote
+    assert reward(["5", "6", "6"], a).tolist() == [1, 0, 0]  # an evaluation leaves nothing behind
+    reward.remember()
     assert reward(["8", "6", "6"], b).tolist() == [0, 1, 1]
     assert reward(["1", "1", "2"], [{"text": "alone", "twin": 2}] * 3).tolist() == [1, 1, 0]
+
+
+TWINS = [{"text": text, "twin": twin} for twin in (1, 2) for text in ("how many?", "what number?")]
+SAID = [["4", "4", "5"], ["5", "5", "4"], ["7", "7", "8"], ["8", "8", "7"]]
+
+
+def test_twins_judge_each_other_however_the_batch_is_cut():
+    """In parts of a rollout, every part a version, the labels are those of the whole."""
+    whole = Scorer({"co": co_reward()})
+    texts, prompts = sum(SAID, []), [prompt for prompt in TWINS for _ in range(3)]
+    wanted = whole(texts, prompts)["co"]
+    assert wanted.tolist() == [0, 0, 1] * 4
+    parts = Scorer({"vote": majority_vote, "co": co_reward()})
+    stream = parts.stream(12)
+    for number, (said, prompt) in enumerate(zip(SAID, TWINS, strict=True)):
+        stream.put(said, [prompt] * 3, [number] * 3)
+    found = stream.result()
+    assert list(found) == ["vote", "co"] and torch.equal(found["co"], wanted) and parts.seconds["co"] > 0
+    assert found["vote"].tolist() == [1, 1, 0] * 4
+
+
+def test_twins_judge_each_other_across_processes(monkeypatch):
+    """Two processes with one version of every question each, and a third without a row."""
+    shares = [SAID[::2], SAID[1::2], []]
+    asked = [TWINS[::2], TWINS[1::2], []]
+    majorities = [
+        [[str(p["twin"]), p["text"], s[0]] for p, s in zip(prompts, said, strict=True)]
+        for prompts, said in zip(asked, shares, strict=True)
+    ]
+    whole = co_reward()
+    whole(sum(SAID, []), [{**prompt, "group": g} for g, prompt in enumerate(TWINS) for _ in range(3)])
+    whole.remember()
+    for said, prompts, own in zip(shares, asked, majorities, strict=True):
+        reward = co_reward()
+
+        def gathered(rows, own=own):
+            assert rows == own
+            return sum(majorities, [])
+
+        monkeypatch.setattr("rewards.votes.all_gather_json", gathered)
+        scorer = Scorer({"co": reward})
+        found = scorer(sum(said, []), [prompt for prompt in prompts for _ in range(3)])["co"]
+        assert found.tolist() == [0, 0, 1] * len(prompts)
+        scorer.remember()
+        assert reward.votes == whole.votes and len(reward.votes["1"]) == 2
+
+
+def test_what_sees_a_whole_iteration_is_no_part_of_others_and_has_no_cache():
+    for make in (lambda: gate(co_reward(), majority_vote, above=0.5), lambda: routed({"a": co_reward()}),
+                 lambda: by_task({"a": co_reward()})):  # fmt: skip
+        with pytest.raises(UserError, match="cannot be a part of another"):
+            make()
+    with pytest.raises(UserError, match="cache cannot be set"):
+        Scorer({"co": co_reward()}, handling={"co": Handling(cache="memory")})
 
 
 def test_confidence_is_what_was_recorded():

@@ -26,7 +26,11 @@ def test_a_reward_has_a_card_and_can_be_imported_by_its_name(name):
     entry = REWARDS[name]
     assert isinstance(vars(entry).get("card") or getattr(entry, "card", None), Card), f"{name}: declare it with @card"
     found = card_of(entry)
-    assert set(found.media) <= {"image", "video", "text"} and found.media and found.of in ("sample", "group", "step")
+    assert (
+        set(found.media) <= {"image", "video", "text"}
+        and found.media
+        and found.of in ("sample", "group", "step", "batch")
+    )
     assert found.low is None or found.high is None or found.low < found.high
     assert getattr(rewards, name) is entry and getattr(rewards, entry.__name__) is entry and callable(entry)
 

@@ -16,9 +16,11 @@ from mmrl.resampling import Drawn, flat_groups
 from mmrl.scoring import Scorer
 from mmrl.trainer import Trainer
 from mmrl.types import Completion, Rewards
+from rewards import co_reward
 
 from . import toys
 from .test_advantages import rollout as rollout_of
+from .test_resume import resumes
 
 registry.load_built_in()
 
@@ -199,6 +201,31 @@ def test_the_spread_is_the_population_std_of_the_total():
     assert flat_groups(drawn) == [] and flat_groups(drawn, narrow - 1e-6) == []
     assert flat_groups(drawn, narrow + 1e-6) == [1] and flat_groups(drawn, wide - 1e-6) == [1]
     assert flat_groups(drawn, wide + 1e-6) == [0, 1]
+
+
+class FirstWord(co_reward):
+    """The vote of an answer is its first token."""
+
+    def __call__(self, media, prompts):
+        return super().__call__([text.split()[0] for text in media], prompts)
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+def test_votes_that_rewards_remember_are_resumed_to_the_bit(remembers, tmp_path, monkeypatch):
+    """Half of the questions come in an iteration; those whose twin came before are judged by its vote of then."""
+
+    def fresh():
+        one = trainer(lr=3e-2)
+        one.prompts = [{**prompt, "twin": i // 2, "version": i} for i, prompt in enumerate(one.prompts)]
+        one.scorer = Scorer({"co": FirstWord()})
+        return one
+
+    if remembers:
+        resumes(fresh, tmp_path)
+        return
+    monkeypatch.setattr(co_reward, "load_state_dict", lambda self, state: None)
+    with pytest.raises(AssertionError):
+        resumes(fresh, tmp_path)
 
 
 # -- corrections, entropy, refusals

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mmrl.advantages.groups import finished, measured
-from mmrl.distributed import all_gather_rows
+from mmrl.distributed import all_gather_json
 from mmrl.registry import ADVANTAGES, UserError
 from mmrl.types import Rewards, Rollout
 
@@ -40,7 +37,7 @@ class DDPO:
         total, present = double.total(), groups.present
         texts = [self._text(rollout, g) for g in rollout.group.tolist()]
         pairs = [(t, r) for t, r, there in zip(texts, total.tolist(), present.tolist(), strict=True) if there]
-        pairs = list(_gather(pairs, total.device))
+        pairs = all_gather_json(pairs, total.device)
         for text, reward in pairs:
             self.rewards.setdefault(text, deque(maxlen=self.buffer)).append(reward)
         everything = [reward for _, reward in pairs]
@@ -67,10 +64,3 @@ class DDPO:
         if not values or min(values) == max(values):  # the mean of equal numbers may round to another number
             return max(values, default=0.0), 0.0
         return statistics.fmean(values), statistics.pstdev(values)
-
-
-def _gather(pairs: list[tuple[str, float]], device: torch.device) -> Iterator[tuple[str, float]]:
-    """The pairs of all processes in order of rank, passed as the bytes of JSON lines."""
-    lines = "".join(json.dumps(pair) + "\n" for pair in pairs).encode()
-    sent = torch.tensor(list(lines), dtype=torch.uint8, device=device)
-    return map(json.loads, bytes(all_gather_rows(sent).tolist()).decode().splitlines())

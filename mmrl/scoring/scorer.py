@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from rewards.card import card_of
 
 from ..registry import UserError, suggest
 from ..types import Media, Prompt, Reward, Rewards
-from .attempt import Attempt, Budget, brief
+from .attempt import Attempt, Budget, as_values, brief
 from .handling import Handled, Handling
 from .worker import Worker
 
@@ -72,6 +73,13 @@ class Scorer:
         self.max_failures = max_failures
         self.failures: dict[str, Failures] = {}
         self.seconds = dict.fromkeys(rewards, 0.0)
+        for name, reward in self.rewards.items():
+            plain = Handling(device=reward.handling.device, dtype=reward.handling.dtype)
+            if reward.card.of == "batch" and reward.handling != plain:
+                raise UserError(
+                    f"reward {name!r} sees a whole iteration at once, on all processes: batch_size, offload, timeout "
+                    "and cache cannot be set for it"
+                )
         self.workers = {name: Worker(f"reward {name}") for name in rewards}
 
     def __call__(
@@ -122,6 +130,32 @@ class Scorer:
             self.seconds[name] += time.perf_counter() - start
             self._report(name, attempt)
 
+    def at_once(self, name: str, parts: Sequence[tuple[Media, list[Prompt], Sequence[int]]]) -> Tensor:
+        """[B] of a reward that sees all parts in one call; a collective call."""
+        media = together([part[0] for part in parts])
+        prompts = [{**prompt, "group": group} for _, some, groups in parts for prompt, group in zip(some, groups)]
+        start = time.perf_counter()
+        try:
+            with torch.no_grad():
+                return as_values(self.rewards[name].placed(media, prompts), len(prompts), name, "batch")
+        finally:
+            self.seconds[name] += time.perf_counter() - start
+
+    def remember(self) -> None:
+        """Lets rewards that look back keep what they saw in their last call, which was one of training."""
+        for reward in self.rewards.values():
+            if hasattr(reward, "remember"):
+                reward.remember()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What rewards remember, by name; fit for JSON."""
+        return {name: reward.state_dict() for name, reward in self.rewards.items() if hasattr(reward, "remember")}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, reward in self.rewards.items():
+            if hasattr(reward, "remember") and name in state:
+                reward.load_state_dict(state[name])
+
     def counters(self) -> dict[str, float]:
         """What rewards count themselves (requests, tokens, costs), ``<reward>/<counter>`` since the run began."""
         own = {name: getattr(handled.reward, "counters", None) for name, handled in self.rewards.items()}
@@ -148,7 +182,9 @@ class Stream:
         self.scorer, self.beside = scorer, beside
         share = {name: scorer.max_failures if weight else 1.0 for name, weight in scorer.weights.items()}
         self.budgets = {name: Budget(rows, share[name] * rows) for name in scorer.rewards}
-        self.parts: dict[str, list[Future]] = {name: [] for name in scorer.rewards}
+        cards = {name: reward.card for name, reward in scorer.rewards.items()}
+        self.parts: dict[str, list[Future]] = {name: [] for name in cards if cards[name].of != "batch"}
+        self.whole: dict[str, list] = {name: [] for name in cards if cards[name].of == "batch"}
         self._resident = ExitStack()
         for reward in scorer.rewards.values():
             self._resident.enter_context(reward.resident())
@@ -159,6 +195,8 @@ class Stream:
         if len(media) != len(prompts):
             raise ValueError(f"{len(media)} samples but {len(prompts)} prompts")
         numbers = neighbours(prompts) if groups is None else torch.as_tensor(groups).tolist()
+        for held in self.whole.values():
+            held.append((media, prompts, numbers))
         for name, done in self.parts.items():
             job = self.scorer.score, name, media, prompts, numbers, self.budgets[name]
             done.append(self.scorer.workers[name].submit(*job) if self.beside else now(*job))
@@ -166,10 +204,19 @@ class Stream:
     def result(self) -> Rewards:
         """The values of all parts in the order in which they came; raises what a reward raised, the first by name."""
         with self._resident:
+            whole = {name: [self.scorer.at_once(name, held)] for name, held in self.whole.items()}  # first, on all
             for future in (one for done in self.parts.values() for one in done):
                 future.exception()  # everybody finishes, so that nothing of this batch runs into the next
             found = {name: [one.result() for one in done] for name, done in self.parts.items()}
-        return Rewards({name: joined(name, parts) for name, parts in found.items()}, self.scorer.weights)
+        found |= whole
+        return Rewards({name: joined(name, found[name]) for name in self.scorer.rewards}, self.scorer.weights)
+
+
+def together(media: Sequence[Media]) -> Media:
+    """Samples of all parts, in order."""
+    if media and all(isinstance(part, Tensor) for part in media):
+        return torch.cat(list(media))
+    return [item for part in media for item in part]
 
 
 def now(call, *args) -> Future:

@@ -14,6 +14,7 @@ from annotated_types import Ge, Le
 from torch import Tensor
 
 from mmrl.registry import REWARDS, UserError
+from rewards._compose import refuse_batch
 from rewards.card import card, card_of
 from rewards.vision.answers import normal, worst
 from rewards.vision.base import Prompt, Unscorable, Verdict, Verifiable, need, tagged
@@ -277,6 +278,7 @@ class Routed(Verifiable):
             raise UserError("reward 'routed': routes is empty; name at least one, {task: reward}")
         self.routes, self.by, self.default = dict(routes), by, default
         cards = [card_of(one) for one in [*routes.values(), *([default] if default else [])]]
+        refuse_batch(cards)
         low, high = [c.low for c in cards], [c.high for c in cards]
         self.card = replace(
             card_of(type(self)),
