@@ -15,7 +15,8 @@ Entry = TypeVar("Entry", bound=Callable)
 class Card:
     """``of``: a "sample" reward judges each sample alone and returns [B]; a "group" reward wants whole groups (rows of
     one prompt adjacent) and returns [B]; a "step" reward returns [B, K]; a "batch" reward sees all that was sampled for
-    an iteration in one call on every process, even where it has no row, may gather from the others, and returns [B].
+    an iteration in one call on every process, even one without a row, with a third argument that gathers the rows of
+    all processes, and returns [B].
     ``low``, ``high``: the range, None is open.
     ``needs``: fields that every prompt must have. ``source``: of the weights or the definition. ``scaling``: in words,
     where several are in use."""

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from mmrl.distributed import all_gather_json
 from mmrl.registry import REWARDS, UserError
 from rewards._compose import groups_of
 from rewards.card import card
@@ -71,8 +70,8 @@ class CoReward:
         self.votes: dict[str, dict[str, str]] = {}  # twin -> version -> its last majority in an earlier call
         self.latest: list[list[str]] = []  # twin, version and majority of every group of the last call
 
-    def __call__(self, media: Sequence[str], prompts: list[dict]) -> Tensor:
-        """[B]; a collective call."""
+    def __call__(self, media: Sequence[str], prompts: list[dict], gather: Callable[[list], list] = list) -> Tensor:
+        """[B]. ``gather`` returns the rows of all processes; without it there is but this one."""
         votes, found = votes_of(media, "co_reward"), torch.zeros(len(media))
         groups = groups_of(prompts)
         majorities = []
@@ -80,7 +79,7 @@ class CoReward:
             winner, _ = leading([votes[row] for row in rows])
             if winner is not None:
                 majorities.append([twin(prompts[rows[0]]), version(prompts[rows[0]]), winner])
-        self.latest = all_gather_json(majorities)
+        self.latest = gather(majorities)
         known = merged_votes(self.votes, self.latest)
         for rows in groups:
             of_twin = known.get(twin(prompts[rows[0]]), {})

@@ -400,6 +400,57 @@ def test_every_registered_advantage_is_compared_across_processes():
     assert mmrl.advantages.__doc__
 
 
+# -- choices that survived mutation ------------------------------------------------------------------------------------
+
+
+def test_gpg_weighs_by_the_samples_that_teach():
+    """Chu et al. 2025, GPG: alpha = B / (B - samples of groups that teach nothing). The paper counts groups, verl's
+    code rewards other than 0: of 8 samples 4 lie in a group that differs, and 5 have a reward."""
+    reward = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0], dtype=torch.float64)
+    rows = rollout([0] * 4 + [1] * 4)
+    own = torch.tensor([0.75, -0.25, -0.25, -0.25, 0, 0, 0, 0])
+    near(call("gpg", reward, rows), 8 / 4 * own)
+    near(call("gpg", reward, rows, scale=2.0), 8 / 4 / 2 * own)
+    near(call("gpg", reward, rows, count="rewards"), 8 / 5 * own)
+    missing = reward.index_fill(0, torch.tensor([3]), NAN)  # counts neither as drawn nor as teaching
+    near(call("gpg", missing, rows)[:3], 7 / 3 * torch.tensor([2 / 3, -1 / 3, -1 / 3]))
+    with pytest.raises(UserError, match="scale must be greater than 0"):
+        call("gpg", reward, rows, scale=0.0)
+
+
+def test_every_std_of_grpo():
+    """Sample std (ddof 1) of the group, of the whole batch, or none; eps is added to it."""
+    rows, eps = rollout(G8), 0.01
+    centred = R8 - torch.stack([R8[G8 == g].mean() for g in range(3)])[G8]
+    of_group = torch.stack([R8[G8 == g].std() for g in range(3)])[G8]
+    near(call("grpo", R8, rows, std="group", eps=eps), centred / (of_group + eps))
+    near(call("grpo", R8, rows, eps=eps), centred / (of_group + eps))
+    near(call("grpo", R8, rows, std="global", eps=eps), centred / (R8.std() + eps))
+    near(call("grpo", R8, rows, std="none", eps=eps), centred)
+    assert call("grpo", R8, rows, flat="drop")[4:8].isnan().all() and call("grpo", R8, rows, best_of=2).isnan().any()
+
+
+@pytest.mark.parametrize("make", [flow_grpo, dance, gdpo, dr_grpo, rloo])
+def test_best_of_and_flat_reach_the_grouped_advantages(make):
+    """Of each group of four two are left, of the flat one none."""
+    assert make(R8, rollout(G8), best_of=2).isfinite().sum() == 6
+    assert make(R8, rollout(G8), flat="drop")[4:8].isnan().all()
+    assert make(R8, rollout(G8), flat="drop")[[0, 1, 2, 3, 8, 9, 10, 11]].isfinite().all()
+
+
+def test_reinforce_pp_weighs_tokens_or_rows():
+    """verl: every row as often as it has tokens, variance + 1e-8 under the root; ms-swift: rows, std + 1e-4."""
+    reward, length = torch.tensor([1.0, 0.0, 0.5, 0.25], dtype=torch.float64), torch.tensor([3, 1, 2, 2])
+    rows = rollout([0, 0, 1, 1])
+    mask = torch.arange(3) < length[:, None]
+    rows = rows.replace(mask=mask, logprob=torch.zeros(4, 3))
+    every = reward.repeat_interleave(length)
+    near(call("reinforce_pp", reward, rows), (reward - every.mean()) / (every.var() + 1e-8).sqrt())
+    near(call("reinforce_pp", reward, rows, weigh="rows"), (reward - reward.mean()) / (reward.std() + 1e-4))
+    less = reward - torch.tensor([0.5, 0.5, 0.375, 0.375])
+    near(call("reinforce_pp", reward, rows, weigh="rows", baseline=True), less / (less.std() + 1e-4))
+
+
 # -- on top of another -------------------------------------------------------------------------------------------
 
 

@@ -306,7 +306,7 @@ def test_twins_judge_each_other_across_processes(monkeypatch):
             assert rows == own
             return sum(majorities, [])
 
-        monkeypatch.setattr("rewards.votes.all_gather_json", gathered)
+        monkeypatch.setattr("mmrl.scoring.scorer.all_gather_json", gathered)
         scorer = Scorer({"co": reward})
         found = scorer(sum(said, []), [prompt for prompt in prompts for _ in range(3)])["co"]
         assert found.tolist() == [0, 0, 1] * len(prompts)

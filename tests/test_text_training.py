@@ -206,8 +206,8 @@ def test_the_spread_is_the_population_std_of_the_total():
 class FirstWord(co_reward):
     """The vote of an answer is its first token."""
 
-    def __call__(self, media, prompts):
-        return super().__call__([text.split()[0] for text in media], prompts)
+    def __call__(self, media, prompts, gather=list):
+        return super().__call__([text.split()[0] for text in media], prompts, gather)
 
 
 @pytest.mark.parametrize("remembers", [True, False])

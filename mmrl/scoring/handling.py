@@ -112,14 +112,15 @@ class Handled:
             raise TimedOut(f"it {still} no answer within {self.handling.timeout:g} s")
         return asked.result()
 
-    def placed(self, media: Media, prompts: list[Prompt]) -> Any:
-        """The reward where and as precisely as it should compute. It never sees the policy's autocast."""
+    def placed(self, media: Media, prompts: list[Prompt], *more: Any) -> Any:
+        """The reward where and as precisely as it should compute. It never sees the policy's autocast. ``more``: what a
+        reward of a whole iteration is handed besides."""
         if self.device is not None and isinstance(media, Tensor):
             media = media.to(self.device)
         place = media.device.type if isinstance(media, Tensor) else "cuda" if torch.cuda.is_available() else "cpu"
         dtype = None if self.handling.dtype in (None, "float32") else getattr(torch, self.handling.dtype)
         with torch.no_grad(), lowered(place, dtype) if dtype else torch.autocast(place, enabled=False):
-            return self.reward(media, prompts)
+            return self.reward(media, prompts, *more)
 
     def units(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """What is asked for and remembered together: single rows, or the rows of a group for a reward of groups."""

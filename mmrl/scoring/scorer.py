@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rewards.card import card_of
 
+from ..distributed import all_gather_json
 from ..registry import UserError, suggest
 from ..types import Media, Prompt, Reward, Rewards
 from .attempt import Attempt, Budget, as_values, brief
@@ -137,7 +138,8 @@ class Scorer:
         start = time.perf_counter()
         try:
             with torch.no_grad():
-                return as_values(self.rewards[name].placed(media, prompts), len(prompts), name, "batch")
+                values = self.rewards[name].placed(media, prompts, all_gather_json)
+                return as_values(values, len(prompts), name, "batch")
         finally:
             self.seconds[name] += time.perf_counter() - start
 
