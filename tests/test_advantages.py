@@ -421,8 +421,8 @@ def test_gpg_weighs_by_the_samples_that_teach():
 def test_every_std_of_grpo():
     """Sample std (ddof 1) of the group, of the whole batch, or none; eps is added to it."""
     rows, eps = rollout(G8), 0.01
-    centred = R8 - torch.stack([R8[G8 == g].mean() for g in range(3)])[G8]
-    of_group = torch.stack([R8[G8 == g].std() for g in range(3)])[G8]
+    centred = R8 - torch.stack([R8[g == G8].mean() for g in range(3)])[G8]
+    of_group = torch.stack([R8[g == G8].std() for g in range(3)])[G8]
     near(call("grpo", R8, rows, std="group", eps=eps), centred / (of_group + eps))
     near(call("grpo", R8, rows, eps=eps), centred / (of_group + eps))
     near(call("grpo", R8, rows, std="global", eps=eps), centred / (R8.std() + eps))
