@@ -20,8 +20,11 @@ from mmrl.policies.images.janus import Janus
 from mmrl.policies.images.llamagen import LlamaGen
 from mmrl.policies.sd3 import SD3
 from mmrl.policies.vlm.policy import VLM
+from mmrl.policies.wan import Wan
+from mmrl.policies.wan_i2v import WanI2V
 from mmrl.registry import UserError, locate
 from mmrl.scoring import Scorer
+from mmrl.sharding import is_sharded
 
 from . import image_tokens, tiny_diffusers, tiny_vlms, toys
 from .test_trainer import make_trainer
@@ -34,6 +37,7 @@ SPARSE = {
     "batch_size": 2,
     "micro_batch": None,
 }  # steps in which one of two processes has no row
+UNEVEN = SMALL | {"copies": 2, "batch_size": 4, "micro_batch": 1}  # passes of one time, so of one expert
 TEXT = SIZES | {"epochs": 1, "reduction": "every_row", "resample": 2}
 CASES = {
     **{family: (partial(toys.make, family, double=True), SIZES) for family in toys.POLICIES},
@@ -45,10 +49,12 @@ CASES = {
     "amused": (lambda: tiny_amused(), SMALL),
     "sd3": (lambda: tiny_sd3(), SMALL),
     "sd3-lora": (lambda: tiny_sd3(lora=4, logp_dist="guided_stopgrad_uncond"), SMALL),
+    "wan-two": (lambda: tiny_wan(Wan, "wan-two", lora=2), UNEVEN),
+    "wan_i2v-two": (lambda: tiny_wan(WanI2V, "wan_i2v-two"), UNEVEN),
 }
 IMAGES = {"janus": PolicyGradient(kl=0.1), "llamagen": PolicyGradient(kl=0.1), "amused": Masked(kl=0.1)}
 APART = {"vlm": 2e-6, "janus": 2e-6, "amused": 2e-6}  # of cases that do not compute in float64 throughout
-SHARDED = ("flow", "masked", "sparse", "janus", "amused", "sd3", "sd3-lora")
+SHARDED = ("flow", "masked", "sparse", "janus", "amused", "sd3", "sd3-lora", "wan-two", "wan_i2v-two")
 RESTORED = ("masked", "sd3-lora")
 NUMBERS = ("kl", "clip_fraction", "grad_norm", "reward/mean", "samples/excluded", "loss")
 
@@ -57,11 +63,15 @@ class Sharded(Device):
     """FSDP2 through accelerate, which without a GPU never chooses it: told that it has, it shards on gloo as well."""
 
     def __init__(self, options):
-        from accelerate import DistributedType, FullyShardedDataParallelPlugin
+        from accelerate import DistributedType, FullyShardedDataParallelPlugin, PartialState
 
+        if PartialState._shared_state:
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_CPU  # as before the first of them
         super().__init__(options)
         known = self.accelerator.state
         known.distributed_type = DistributedType.FSDP
+        # an AcceleratorState made later, as each optimizer makes one, takes the type from here
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
         known.fsdp_plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=True
         )
@@ -118,6 +128,23 @@ def tiny_amused():
     return policy
 
 
+def tiny_wan(family, name, **options):
+    """Two experts, of which a step needs one."""
+    torch.manual_seed(0)
+    policy = family(
+        str(tiny_diffusers.folder(name)), size=16, frames=5, steps=4, text_length=16, text_encoders="release", **options
+    )
+    policy.net.double()
+    policy.vae.double()
+    policy.prepare(shown(16))  # in one batch, as above
+    return policy
+
+
+def shown(n):
+    """Prompts with a picture each."""
+    return [prompt | {"image": tiny_vlms.image(16, 16, i % 2)} for i, prompt in enumerate(toys.prompts(n))]
+
+
 class Ragged(toys.ToyCausal):
     """Answers of many lengths."""
 
@@ -141,6 +168,9 @@ def partly_flat(media, prompts):
 
 def partly_missing(media, prompts):
     """The samples of one label that are nearest to the goal cannot be scored; which does not depend on their order."""
+    if media.ndim == 5:  # a share of the videos, by digits that nothing orders
+        mean = media.flatten(1).mean(1)
+        return torch.where((mean * 1e4).frac() < 0.3, torch.nan, mean)
     if media.ndim == 4:
         return media.flatten(1).mean(1)
     found = toys.reward(media, prompts).double()
@@ -160,6 +190,11 @@ def trainer_of(case):
             make(), toys.prompts(16), Scorer({"toy": partly_missing}), opo, IMAGES[case],
             partial(torch.optim.SGD, lr=0.05), TrainOptions(iterations=3, ema=0.9, **sizes),
         )  # fmt: skip
+    if case.startswith("wan"):
+        return trainer.Trainer(
+            make(), shown(16), Scorer({"toy": partly_missing}, max_failures=1.0), DDPO(), PolicyGradient(kl=0.1),
+            partial(torch.optim.SGD, lr=0.05), TrainOptions(iterations=3, ema=0.9, max_failures=1.0, **sizes),
+        )  # fmt: skip
     if case == "text":  # couples over all processes, replaces groups of either, weighs by length
         objective = Text(kl=0.1, top_entropy=0.6)
         return make_trainer(policy=make(), ema=0.9, objective=objective, advantage=opo, reward=partly_flat, **sizes)
@@ -178,6 +213,8 @@ def results(case, folder, start):
     one, found = trainer_of(case), {}
     idle, make_idle = [], one._idle
     one._idle = lambda *given: idle.append(1) or make_idle(*given)
+    whole_gradients, backward = [], one.device.backward
+    one.device.backward = lambda loss: backward(loss) or whole_gradients.append(not reduced(one))
     for i in range(2):
         rollout, rewards = one.collect()
         columns = {
@@ -197,7 +234,23 @@ def results(case, folder, start):
         one.device.wait()
         found |= {f"next/{name}": value for name, value in one_more(case, start).items()}
     found["idle"] = distributed.all_sum(torch.tensor(len(idle)))
+    if isinstance(one.device, Sharded):
+        assert_fsdp2(one)
+        assert case != "flow" or (whole_gradients and not any(whole_gradients)), "a pass kept its whole gradient"
     return {name: value.contiguous().clone() for name, value in found.items()}, one
+
+
+def reduced(one):
+    """Whether every trained weight has a gradient: FSDP2 hands it over once it was reduced to this process's part."""
+    return all(p.grad is not None for p in one.policy.net.parameters() if p.requires_grad)
+
+
+def assert_fsdp2(one):
+    """At the end accelerate still takes this for FSDP2, and every weight is a shard."""
+    from accelerate.state import AcceleratorState
+
+    assert AcceleratorState().is_fsdp2 and one.device.accelerator.is_fsdp2 and one.device.sharded
+    assert all(is_sharded(p) for p in one.policy.net.parameters())
 
 
 def one_more(case, start):
@@ -235,13 +288,15 @@ def main():
     parser.add_argument("folder", type=Path)
     parser.add_argument("--start", type=Path, help="folder with the checkpoints to restore; default: the same")
     parser.add_argument("--sharded", action="store_true")
+    parser.add_argument("--cases", nargs="*", help="default: all")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    tiny_diffusers.folder("amused")  # transformers saves on the first of many processes only, once they are many
+    for name in ("amused", "wan-two", "wan_i2v-two"):  # transformers saves on the first of many processes only
+        tiny_diffusers.folder(name)
     for name in ("qwen2_5_vl", "janus"):
         tiny_vlms.folder(name)
     trainer.Device = Sharded if given.sharded else Device
-    for case in SHARDED if given.sharded else CASES:
+    for case in given.cases or (SHARDED if given.sharded else CASES):
         found, one = results(case, given.folder, given.start or given.folder)
         if one.device.main:
             save_file(found, given.folder / f"{case}.safetensors")
