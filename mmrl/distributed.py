@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,6 +53,12 @@ def all_gather_rows(x: Tensor) -> Tensor:
     parts = [torch.empty_like(padded) for _ in range(size)]
     dist.all_gather(parts, padded)
     return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)]).to(x.device)
+
+
+def all_gather_plain(value: Any) -> list[Any]:
+    """Plain data, fit for JSON, of every process in order of rank."""
+    text = torch.frombuffer(bytearray(json.dumps(value).encode() + b"\n"), dtype=torch.uint8)
+    return [json.loads(line) for line in bytes(all_gather_rows(text).tolist()).splitlines()]
 
 
 class StopAll(UserError):

@@ -70,7 +70,7 @@ class Trainer:
 
     def snapshots(self) -> tuple[str, ...]:
         """Names of the snapshots this run keeps."""
-        wanted = {"ref", self.objective.behaviour, *self.objective.snapshots} - {"live"}
+        wanted = {self.objective.behaviour, *self.objective.snapshots} - {"live"}
         return tuple(sorted(wanted | ({"ema"} if self.options.ema else set())))
 
     def iterate(self) -> dict[str, float]:
