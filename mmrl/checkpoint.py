@@ -53,8 +53,9 @@ class Part(Mapping[str, Tensor]):
         self.files = {file: safe_open(file, framework="pt") for file in files}
         self.blocks: dict[str, list[Block]] = {}
         for file, content in self.files.items():
+            names = content.keys()
             starts = json.loads((content.metadata() or {}).get(OFFSETS, "{}"))
-            for name in content.keys():
+            for name in names:
                 size = tuple(content.get_slice(name).get_shape())
                 start = tuple(starts[name]["saved_offsets"]) if name in starts else (0,) * len(size)
                 self.blocks.setdefault(name, []).append(Block(file, start, size))
@@ -142,8 +143,11 @@ def _write(path: Path, tensors: Tensors, main: bool) -> None:
 
 
 def load(path: Path, checked: bool = False) -> tuple[Arrays, dict[str, Any]]:
-    """Arrays, which are read when they are asked for, and meta of a checkpoint; UserError that says what is wrong with a
-    torn or foreign one. ``checked``: ``choose`` has compared the files with their SHA-256, which is not done again."""
+    """Open a checkpoint: arrays, which are read when they are asked for, and meta.
+
+    UserError says what is wrong with a torn or foreign one. ``checked``: ``choose`` has compared the files with their
+    SHA-256, which is not done again.
+    """
     state = _read(path) if checked else _checked(path)
     parts: dict[str, list[Path]] = {}
     for name in state["files"]:

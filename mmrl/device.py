@@ -48,9 +48,9 @@ def check_trained_precision(groups: list[ParameterGroup]) -> None:
     if halves:
         name = str(min(halves, key=str)).removeprefix("torch.")
         raise UserError(
-            f"policy option dtype {name}: all weights are trained, and in {name} most optimizer steps are rounded away; "
-            f"set dtype=float32 with train.precision={'fp16' if name == 'float16' else 'bf16'}, which computes in "
-            "half precision and keeps float32 weights, or train adapters (lora)"
+            f"policy option dtype {name}: these weights are trained, and in {name} most optimizer steps are "
+            f"rounded away; set dtype=float32 with train.precision={'fp16' if name == 'float16' else 'bf16'}, "
+            "which computes in half precision and keeps float32 weights, or train adapters (lora)"
         )
 
 

@@ -161,7 +161,8 @@ def trained(run: Path, overrides: Sequence[str] = (), at: str | None = None) -> 
     session = base(config_of(run), overrides)
     weights = session.policy.weights
     try:
-        weights.load(arrays.get("snapshot-ref", weights.full()), "ref")
+        if "snapshot-ref" in arrays:  # otherwise the base is the model as it was built
+            weights.load(arrays["snapshot-ref"], "ref")
         weights.load(arrays.get("snapshot-ema", arrays["weights"]))
     except ValueError as error:
         raise UserError(f"{path} does not fit {config_of(run)}: {error}") from error

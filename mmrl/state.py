@@ -17,8 +17,8 @@ from . import distributed
 from .checkpoint import Arrays, Tensors
 from .data import Curriculum
 from .registry import UserError
-from .trainer import Trainer
 from .sharding import like
+from .trainer import Trainer
 from .weights import LIVE, block, reshard
 
 

@@ -49,7 +49,7 @@ def train(name: Path, overrides: Sequence[str] = (), resume: bool = False) -> Pa
         run = Run(session, trainer, log, folder)
         watched = [name for name, weight in session.scorer.weights.items() if not weight]
         run.alarms = Alarms(found.section("alarms", AlarmOptions), watched)
-        run.alarms.recall(log.past)
+        run.alarms.recall(log.past, log.past_alarms)
         for note in [*trainer.plan.warnings, *session.policy.notes, *notes]:
             run.say("warning", note)
         run.begin(fresh=not resume)
@@ -186,7 +186,7 @@ class Run:
     def _watch(self, metrics: dict[str, float]) -> None:
         """Alarms: an event with its numbers, and a line for whoever looks."""
         for alarm in self.alarms.see(self.trainer.iteration, metrics):
-            self.log.event("alarm", alarm.message, alarm.numbers)
+            self.log.event("alarm", alarm.message, alarm.numbers, about=alarm.kind)
             if self.log.active:
                 print(f"alarm: {alarm.message}", flush=True)
 

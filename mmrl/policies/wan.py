@@ -23,9 +23,9 @@ from .folder_video import VideoFolderPolicy, own_sigmas, standardised
 class Experts(nn.Module):
     """Two networks in turn: ``transformer`` above the boundary, ``transformer_2`` below, row by row.
 
-    A pass may need one of them only. Sharded by FSDP2, all processes run those that any of them needs, in one order,
-    since gathering weights and reducing gradients are collective calls. As copies (DDP) a pass leaves weights out, which
-    ``Wan.find_unused_parameters`` tells the wrapper.
+    A pass may need one of them only. Sharded by FSDP2, all processes run those that any of them needs, in one
+    order, since gathering weights and reducing gradients are collective calls. As copies (DDP) a pass leaves weights
+    out, which ``Wan.find_unused_parameters`` tells the wrapper.
     """
 
     def __init__(self, high: nn.Module, low: nn.Module, boundary: float):
@@ -63,7 +63,8 @@ class Experts(nn.Module):
             if is_used:
                 velocity[rows] = predicted
             else:  # only so that this process gathers and reduces this expert's weights as the others do
-                velocity[rows] = torch.where(torch.zeros_like(predicted, dtype=torch.bool), predicted, velocity[rows])
+                nowhere = torch.zeros_like(predicted, dtype=torch.bool)
+                velocity[rows] = torch.where(nowhere, predicted, velocity[rows])
         return velocity
 
     def enable_gradient_checkpointing(self) -> None:
