@@ -218,10 +218,8 @@ def test_a_part_is_read_whole_and_block_by_block_whatever_wrote_it(processes, tm
             rows = -(-len(tensor) // processes) if tensor.ndim else 0
             piece = tensor[rank * rows : (rank + 1) * rows] if tensor.ndim else tensor
             if piece.numel() and (tensor.ndim or rank == 0):
-                parts[name], starts[name] = (
-                    piece,
-                    {"saved_offsets": [rank * rows, *[0] * (tensor.ndim - 1)][: tensor.ndim]},
-                )
+                parts[name] = piece
+                starts[name] = {"saved_offsets": [rank * rows, 0][: tensor.ndim]}
         if parts:
             save_file(parts, tmp_path / f"{rank}.safetensors", {"DCP_SHARDING_INFO": json.dumps(starts)})
     part = checkpoint.Part(sorted(tmp_path.iterdir()))
