@@ -87,7 +87,8 @@ class Part(Mapping[str, Tensor]):
             if tuple(start) == block.start and tuple(size) == block.size:
                 return self.files[block.file].get_tensor(name)
             ranges = zip(first, last, block.start)
-            piece = self.files[block.file].get_slice(name)[tuple(slice(a - o, max(a, b) - o) for a, b, o in ranges)]
+            within = tuple(slice(a - o, max(a, b) - o) for a, b, o in ranges)
+            piece = self.files[block.file].get_slice(name)[within]
             if tuple(piece.shape) == tuple(size):
                 return piece
             joined = torch.empty(tuple(size), dtype=piece.dtype) if joined is None else joined
@@ -113,10 +114,13 @@ def save(folder: Path, iteration: int, arrays: Arrays, meta: dict, keep: int = 3
         pass
     names = _names(work)
     prints = {name: _fingerprint(work / name) for name in _share(names)}
-    files = {name: kind for each in distributed.all_gather_plain(prints) for name, kind in each.items()}
+    files: dict[str, Any] = {}
+    for each in distributed.all_gather_plain(prints):
+        files |= each
     with distributed.together():  # the others go on when the checkpoint is there
         if main:
-            state = {"format": FORMAT, "iteration": iteration, "files": {n: files[n] for n in names}, "meta": meta}
+            listed = {name: files[name] for name in names}
+            state = {"format": FORMAT, "iteration": iteration, "files": listed, "meta": meta}
             (work / "state.json").write_text(json.dumps(state, indent=1))
             for path in [*work.rglob("*"), work]:
                 sync(path)
@@ -139,7 +143,8 @@ def _write(path: Path, tensors: Tensors, main: bool) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-    dcp.save(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(path), save_distributed=True))
+    writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
+    dcp.save(dict(tensors), storage_writer=writer)
 
 
 def load(path: Path, checked: bool = False) -> tuple[Arrays, dict[str, Any]]:
@@ -151,7 +156,8 @@ def load(path: Path, checked: bool = False) -> tuple[Arrays, dict[str, Any]]:
     state = _read(path) if checked else _checked(path)
     parts: dict[str, list[Path]] = {}
     for name in state["files"]:
-        parts.setdefault(name.partition("/")[0].removesuffix(".safetensors"), []).append(path / name)
+        part = name.partition("/")[0].removesuffix(".safetensors")
+        parts.setdefault(part, []).append(path / name)
     return {part: Part(files) for part, files in parts.items()}, state["meta"]
 
 
@@ -219,7 +225,8 @@ def _checked(path: Path) -> dict[str, Any]:
 
 def _names(folder: Path) -> list[str]:
     """All files below a folder, relative to it."""
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return sorted(path.relative_to(folder).as_posix() for path in files)
 
 
 def _share(names: Sequence[str]) -> Sequence[str]:

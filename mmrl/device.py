@@ -29,14 +29,19 @@ def check_precision(options: TrainOptions) -> None:
 
 def check_launcher() -> None:
     """UserError if the launcher chose a way to share the model out that mmrl does not support."""
-    chosen = {name for name in UNSUPPORTED if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true"}
-    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and os.environ.get("FSDP_VERSION", "1") != "2":
+    chosen = {name for name in UNSUPPORTED if _uses(name)}
+    if _uses("FSDP") and os.environ.get("FSDP_VERSION", "1") != "2":
         chosen.add("FSDP1")
     if chosen:
         raise UserError(
             f"accelerate was configured for {UNSUPPORTED[min(chosen)]}, which mmrl does not support: launch with "
             "--multi_gpu (copies), or with --use_fsdp --fsdp_version 2 (shards)"
         )
+
+
+def _uses(name: str) -> bool:
+    """Whether `accelerate launch` was told to use it."""
+    return os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true"
 
 
 def check_trained_precision(groups: list[ParameterGroup]) -> None:

@@ -165,9 +165,12 @@ class RunLog:
     def _recall_alarms(self, start: int | None) -> None:
         """Alarms of the iterations before ``start``; those after it are of iterations that come again."""
         path = self.folder / "events.jsonl"
-        texts = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-        for line in filter(None, map(parse_line, texts)):
-            if line.get("kind") == "alarm" and "about" in line and (start is None or line["iteration"] < start):
+        if not path.exists():
+            return
+        text = path.read_text(encoding="utf-8", errors="replace")
+        for line in filter(None, map(parse_line, text.splitlines())):
+            before = start is None or line["iteration"] < start
+            if before and line.get("kind") == "alarm" and "about" in line:
                 self.past_alarms[line["about"]] = line["iteration"]
 
 

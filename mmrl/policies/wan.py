@@ -50,11 +50,13 @@ class Experts(nn.Module):
     def forward(self, hidden_states: Tensor, timestep: Tensor, **cond: Tensor) -> Tensor:
         noisy = timestep.flatten(1).amax(1) if timestep.ndim > 1 else timestep
         above = noisy >= self.boundary
-        velocity = hidden_states.new_zeros(len(above), self.config.out_channels, *hidden_states.shape[2:])
+        shape = (len(above), self.config.out_channels, *hidden_states.shape[2:])
+        velocity = hidden_states.new_zeros(shape)
         experts, masks = (self.transformer, self.transformer_2), torch.stack([above, ~above])
-        used = masks.any(1)
-        needed = all_max(used.int()) if shards(self) else used
-        for expert, mask, is_used, is_needed in zip(experts, masks, used.tolist(), needed.tolist(), strict=True):
+        used = masks.any(1).int()
+        needed = all_max(used) if shards(self) else used
+        flags = torch.stack([used, needed], 1).tolist()  # one wait for the device
+        for expert, mask, (is_used, is_needed) in zip(experts, masks, flags, strict=True):
             if not is_needed:
                 continue
             rows = mask if is_used else slice(0, 1)
