@@ -47,10 +47,12 @@ class Alarms:
     columns: dict[str, list[float]] = field(default_factory=dict)  # metric -> finite values, oldest first
     told: dict[str, int] = field(default_factory=dict)  # kind -> iteration of the last alarm
 
-    def recall(self, lines: Sequence[Mapping[str, object]]) -> None:
-        """What was logged before a resume; nothing is alarming about it any more."""
+    def recall(self, lines: Sequence[Mapping[str, object]], alarms: Mapping[str, int] = {}) -> None:
+        """What was logged before a resume; nothing is alarming about it any more. ``alarms``: kind -> iteration of the
+        last one, which does not come again before its time."""
         for line in lines:
             self._note(line)
+        self.told |= alarms
 
     def see(self, iteration: int, metrics: Mapping[str, object]) -> list[Alarm]:
         """New alarms after this iteration; one about the same thing comes at most once in ``window`` iterations."""

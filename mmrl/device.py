@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from .policies.base import ParameterGroup
 from .registry import UserError
 
 ACCELERATE_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+UNSUPPORTED = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "FSDP1": "FSDP version 1"}
 
 
 def check_precision(options: TrainOptions) -> None:
@@ -25,16 +27,56 @@ def check_precision(options: TrainOptions) -> None:
         raise UserError("train.precision fp16 needs a CUDA device; use bf16 or fp32")
 
 
+def check_launcher() -> None:
+    """UserError if the launcher chose a way to share the model out that mmrl does not support."""
+    chosen = {name for name in UNSUPPORTED if _uses(name)}
+    if _uses("FSDP") and os.environ.get("FSDP_VERSION", "1") != "2":
+        chosen.add("FSDP1")
+    if chosen:
+        raise UserError(
+            f"accelerate was configured for {UNSUPPORTED[min(chosen)]}, which mmrl does not support: launch with "
+            "--multi_gpu (copies), or with --use_fsdp --fsdp_version 2 (shards)"
+        )
+
+
+def _uses(name: str) -> bool:
+    """Whether `accelerate launch` was told to use it."""
+    return os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true"
+
+
+def check_trained_precision(groups: list[ParameterGroup]) -> None:
+    """UserError if weights that are trained are stored in half precision.
+
+    The steps of a usual learning rate are smaller than half a unit in the last place of bfloat16, and are rounded away.
+    """
+    halves = {p.dtype for group in groups for p in group.parameters if p.dtype.itemsize < 4}
+    if halves:
+        name = str(min(halves, key=str)).removeprefix("torch.")
+        raise UserError(
+            f"policy option dtype {name}: these weights are trained, and in {name} most optimizer steps are "
+            f"rounded away; set dtype=float32 with train.precision={'fp16' if name == 'float16' else 'bf16'}, "
+            "which computes in half precision and keeps float32 weights, or train adapters (lora)"
+        )
+
+
 class Device:
     """One process's share of the machine. Started by ``accelerate launch`` or torchrun it is one of many."""
 
     def __init__(self, options: TrainOptions):
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState
+        from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 
         check_precision(options)
+        check_launcher()
         AcceleratorState._reset_state()  # a second trainer in one program may use another precision
-        self.accelerator = Accelerator(mixed_precision=ACCELERATE_PRECISION[options.precision], cpu=_many_on_cpu())
+        self.accelerator = Accelerator(
+            mixed_precision=ACCELERATE_PRECISION[options.precision],
+            cpu=_many_on_cpu(),
+            # 1 whatever ACCELERATE_GRADIENT_ACCUMULATION_STEPS says: the loss is a mean over the whole step already
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=options.timeout))],
+        )
         self.options = options
         atexit.unregister(distributed.leave)  # once, however many trainers there are
         atexit.register(distributed.leave)
@@ -56,14 +98,27 @@ class Device:
         groups = [group for group in policy.parameter_groups() if group.parameters]
         if not groups:
             raise UserError("the policy has no trainable parameters; set lora, or leave full training on")
-        if self.accelerator.is_fsdp2:  # needless, all have loaded the weights; and it fails on models with buffers
+        check_trained_precision(groups)
+        if self.sharded:  # needless, all have loaded the weights; and it fails on models with buffers
             self.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
+        if getattr(policy, "find_unused_parameters", False):
+            from accelerate.utils import DistributedDataParallelKwargs
+
+            self.accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
         policy.trained, prepared = self.accelerator.prepare(policy.net, _built(optimizer, groups))
         return prepared
 
+    @property
+    def sharded(self) -> bool:
+        """Whether each process holds a part of the weights (FSDP2)."""
+        return self.accelerator.is_fsdp2
+
     def no_sync(self, trained: nn.Module) -> AbstractContextManager:
-        """Gradients stay local inside."""
-        return self.accelerator.no_sync(trained)
+        """Keep the gradients of a pass that is not the last of its step on this process (DDP), which saves messages.
+
+        FSDP2 reduces them after every pass: without, each process would keep the gradient of the whole model.
+        """
+        return nullcontext() if self.sharded else self.accelerator.no_sync(trained)
 
     def backward(self, loss: Tensor) -> None:
         """``loss`` is this process's share of a *sum* over processes; the wrappers average, hence the factor."""

@@ -62,6 +62,11 @@ def all_gather_json(rows: Sequence[Any], device: torch.device | str = "cpu") -> 
     return [json.loads(line) for line in bytes(all_gather_rows(sent).tolist()).decode().split("\n") if line]
 
 
+def all_gather_plain(value: Any) -> list[Any]:
+    """Plain data, fit for JSON, of every process in order of rank."""
+    return all_gather_json([value])
+
+
 class StopAll(UserError):
     """A UserError that every process raises at the same place, so that they can still act in common before they end."""
 

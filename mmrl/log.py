@@ -64,6 +64,7 @@ class RunLog:
         self.mirrors: list[Mirror] = []
         self.iteration = start or 0
         self.past: list[dict[str, Any]] = []  # metrics of the iterations before a resume
+        self.past_alarms: dict[str, int] = {}  # what alarms were about -> iteration of the last, before a resume
         if not active:
             return
         self._metrics_path = self.folder / "metrics.jsonl"
@@ -73,6 +74,7 @@ class RunLog:
         (self.folder / "samples").mkdir(parents=True, exist_ok=True)
         if resume:
             self._cut(start)
+            self._recall_alarms(start)
         if options.wandb:
             self.mirrors.append(_WandB(self.folder, options.project, config))
         if options.tensorboard:
@@ -93,12 +95,15 @@ class RunLog:
             for mirror in self.mirrors:
                 mirror.scalars(iteration, finite)
 
-    def event(self, kind: str, message: str, numbers: Mapping[str, float] = {}) -> None:
-        """Append to events.jsonl something that happened once: an excluded sample, a checkpoint, an alarm."""
+    def event(self, kind: str, message: str, numbers: Mapping[str, float] = {}, about: str = "") -> None:
+        """Append to events.jsonl something that happened once: an excluded sample, a checkpoint, an alarm.
+
+        ``about``: by which another event about the same thing is known."""
         if not self.active:
             return
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         line = {"time": now, "iteration": self.iteration, "kind": kind, "message": message}
+        line |= {"about": about} if about else {}
         line |= {"numbers": {name: _number(float(value)) for name, value in numbers.items()}} if numbers else {}
         with (self.folder / "events.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
@@ -156,6 +161,17 @@ class RunLog:
                 kept.append(text + "\n")
                 self.past.append(line)
         _replace(self._metrics_path, lambda path: path.write_text("".join(kept), encoding="utf-8"))
+
+    def _recall_alarms(self, start: int | None) -> None:
+        """Alarms of the iterations before ``start``; those after it are of iterations that come again."""
+        path = self.folder / "events.jsonl"
+        if not path.exists():
+            return
+        text = path.read_text(encoding="utf-8", errors="replace")
+        for line in filter(None, map(parse_line, text.splitlines())):
+            before = start is None or line["iteration"] < start
+            if before and line.get("kind") == "alarm" and "about" in line:
+                self.past_alarms[line["about"]] = line["iteration"]
 
 
 def parse_line(text: str) -> dict[str, Any] | None:

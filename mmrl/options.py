@@ -62,6 +62,7 @@ class TrainOptions:
     evaluate_every: Natural = 0  # iterations; 0: never during training
     sample_every: Natural = 0  # iterations between sample grids; 0: never
     max_failures: Annotated[float, Ge(0), Le(1)] = 0.5  # share of samples without a reward that stops the run
+    timeout: Positive = 1800.0  # seconds a process waits for the others (rewards, a save) before the run ends
     time_limit: Positive | None = None  # seconds; then the run saves and ends cleanly
 
     def tolerance(self, half: bool = False) -> float | None:

@@ -157,11 +157,12 @@ def trained(run: Path, overrides: Sequence[str] = (), at: str | None = None) -> 
     """The session of a finished or stopped run: live weights trained (the moving average, if there is one), the base
     as snapshot ``ref``. ``at`` names a checkpoint; by default the newest whole one is taken."""
     path = run / "checkpoints" / at if at else checkpoint.choose(run / "checkpoints")[0]
-    arrays, _ = checkpoint.load(path)
+    arrays, _ = checkpoint.load(path, checked=not at)
     session = base(config_of(run), overrides)
     weights = session.policy.weights
     try:
-        weights.load(arrays.get("snapshot-ref", weights.full()), "ref")
+        if "snapshot-ref" in arrays:  # otherwise the base is the model as it was built
+            weights.load(arrays["snapshot-ref"], "ref")
         weights.load(arrays.get("snapshot-ema", arrays["weights"]))
     except ValueError as error:
         raise UserError(f"{path} does not fit {config_of(run)}: {error}") from error

@@ -18,6 +18,26 @@ def shards(module: nn.Module) -> bool:
     return _is(module, "torch.distributed.fsdp", "FSDPModule")
 
 
+def extent(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(start, size) of this process's part of a tensor inside the whole one."""
+    if not is_sharded(tensor):
+        return (0,) * tensor.ndim, tuple(tensor.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    size, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(start), tuple(size)
+
+
+def like(tensor: Tensor, part: Tensor) -> Tensor:
+    """This process's ``part`` as a tensor that is sharded as ``tensor`` is; itself where that is not."""
+    if not is_sharded(tensor):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    layout = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
+    return DTensor.from_local(part, tensor.device_mesh, tensor.placements, **layout)
+
+
 def _is(thing: Any, module: str, name: str) -> bool:
     kind = getattr(sys.modules.get(module), name, None)
     return kind is not None and isinstance(thing, kind)

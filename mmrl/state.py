@@ -6,7 +6,6 @@ optimizer, the advantage's memory, the loss scale, and the global generators, wh
 
 from __future__ import annotations
 
-import json
 import random
 from typing import Any
 
@@ -16,20 +15,19 @@ from torch import Tensor
 
 from . import distributed
 from .advantages import memory
-from .checkpoint import Arrays
+from .checkpoint import Arrays, Tensors
 from .data import Curriculum
 from .registry import UserError
+from .sharding import like
 from .trainer import Trainer
-from .weights import LIVE, reshard
-
-WHOLE = {"full_state_dict": True, "cpu_offload": True}
+from .weights import LIVE, block, reshard
 
 
 def capture(trainer: Trainer) -> tuple[Arrays, dict[str, Any]]:
-    """Everything; a collective call, all processes make it and the main one writes the result."""
+    """Everything, as it is and not copied: save it, or copy it, before the next step. A collective call."""
     weights = trainer.policy.weights
-    arrays: Arrays = {"weights": weights.full(LIVE)}
-    arrays |= {f"snapshot-{name}": weights.full(name) for name in sorted(weights.saved)}
+    arrays = {"weights": weights.stored(LIVE)}
+    arrays |= {f"snapshot-{name}": weights.stored(name) for name in trainer.snapshots()}
     arrays["optimizer"], optimizer = _flatten(_optimizer_state(trainer))
     meta = {"iteration": trainer.iteration, "step": trainer.step, "optimizer": optimizer, "rng": _generators()}
     meta["advantage"] = memory.capture(trainer.advantage)
@@ -49,14 +47,12 @@ def capture(trainer: Trainer) -> tuple[Arrays, dict[str, Any]]:
 def restore(trainer: Trainer, arrays: Arrays, meta: dict[str, Any]) -> None:
     """Put a captured state into a newly built trainer of the same configuration."""
     try:
-        for part, tensors in arrays.items():
-            if part not in ("optimizer", "memory"):
-                name = LIVE if part == "weights" else part.removeprefix("snapshot-")
-                trainer.policy.weights.load(tensors, name)
+        _restore_weights(trainer, arrays)
     except ValueError as error:
         raise UserError(f"the checkpoint does not fit this configuration's model: {error}") from error
     if meta["step"]:
-        _load_optimizer(trainer, _unflatten(arrays["optimizer"], meta["optimizer"]))
+        tensors = _optimizer_tensors(trainer, arrays["optimizer"])
+        _load_optimizer(trainer, _unflatten(tensors, meta["optimizer"]))
     trainer.iteration, trainer.step = meta["iteration"], meta["step"]
     memory.restore(trainer.advantage, meta.get("advantage", {}))
     if hasattr(trainer.scorer, "load_state_dict"):
@@ -72,15 +68,39 @@ def restore(trainer: Trainer, arrays: Arrays, meta: dict[str, Any]) -> None:
     _set_generators(meta["rng"])
 
 
+def _restore_weights(trainer: Trainer, arrays: Arrays) -> None:
+    """Live weights and the snapshots this run keeps. Those that the checkpoint lacks, since the configuration asks for
+    them only now, start from the live weights; the reference stays the base model, which it is in a new trainer."""
+    weights = trainer.policy.weights
+    weights.load(arrays["weights"])
+    for name in trainer.snapshots():
+        if f"snapshot-{name}" in arrays:
+            weights.load(arrays[f"snapshot-{name}"], name)
+        elif name != "ref":
+            weights.keep(name)
+
+
 def _optimizer_state(trainer: Trainer) -> dict[str, Any]:
-    """Whole tensors by parameter name; on every process but the main one empty."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+    """The state by parameter name, under FSDP2 each process's shards."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     reshard(trainer.policy.net)
     inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     if trainer.step == 0:  # torch would make a state up by taking a step, and the first real one would count as second
         return {}
-    return get_optimizer_state_dict(trainer.policy.net, inner, options=StateDictOptions(**WHOLE))
+    return get_optimizer_state_dict(trainer.policy.net, inner)
+
+
+def _optimizer_tensors(trainer: Trainer, tensors: Tensors) -> dict[str, Tensor]:
+    """What is as large as its parameter is shared out as that is; what is not, such as the count of steps, is whole."""
+    parameters, placed = trainer.policy.weights.parameters(), {}
+    for key in tensors:
+        p = parameters[key.rpartition("/")[0]]
+        try:
+            placed[key] = like(p, block(tensors, key, p).to(p.device))
+        except ValueError:
+            placed[key] = tensors[key]
+    return placed
 
 
 def _load_optimizer(trainer: Trainer, state: dict[str, Any]) -> None:
@@ -88,7 +108,7 @@ def _load_optimizer(trainer: Trainer, state: dict[str, Any]) -> None:
 
     reshard(trainer.policy.net)
     inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    lenient = StateDictOptions(**WHOLE, strict=False)  # what never had a gradient has no state
+    lenient = StateDictOptions(strict=False)  # what never had a gradient has no state
     set_optimizer_state_dict(trainer.policy.net, inner, state, options=lenient)
 
 
@@ -119,8 +139,7 @@ def _generators() -> list[dict[str, Any]]:
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
         "cuda": [one.numpy().tobytes().hex() for one in cuda],
     }
-    text = torch.frombuffer(bytearray(json.dumps(own).encode() + b"\n"), dtype=torch.uint8)
-    return [json.loads(line) for line in bytes(distributed.all_gather_rows(text).tolist()).splitlines()]
+    return distributed.all_gather_plain(own)
 
 
 def _set_generators(saved: list[dict[str, Any]]) -> None:

@@ -70,8 +70,7 @@ class Trainer:
 
     def snapshots(self) -> tuple[str, ...]:
         """Names of the snapshots this run keeps."""
-        wanted = {"ref", self.objective.behaviour, *self.objective.snapshots} - {"live"}
-        return tuple(sorted(wanted | ({"ema"} if self.options.ema else set())))
+        return kept_snapshots(self.objective, self.options)
 
     def iterate(self) -> dict[str, float]:
         """Sample, score, compare, improve. Returns what is worth a curve, of answers that the policy gave itself."""
@@ -296,6 +295,12 @@ class Trainer:
         start = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def kept_snapshots(objective: Objective, options: TrainOptions) -> tuple[str, ...]:
+    """Names of the snapshots that a run keeps: those that something samples with, looks at or averages into."""
+    wanted = {objective.behaviour, *objective.snapshots} - {"live"}
+    return tuple(sorted(wanted | ({"ema"} if options.ema else set())))
 
 
 def suits(objective: Objective, policy: Policy, options: TrainOptions) -> None:

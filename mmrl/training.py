@@ -49,7 +49,7 @@ def train(name: Path, overrides: Sequence[str] = (), resume: bool = False) -> Pa
         run = Run(session, trainer, log, folder)
         watched = [name for name, weight in session.scorer.weights.items() if not weight]
         run.alarms = Alarms(found.section("alarms", AlarmOptions), watched)
-        run.alarms.recall(log.past)
+        run.alarms.recall(log.past, log.past_alarms)
         for note in [*trainer.plan.warnings, *session.policy.notes, *notes]:
             run.say("warning", note)
         run.begin(fresh=not resume)
@@ -119,13 +119,11 @@ class Run:
             print(f"finished: {self.folder}")
 
     def save(self) -> Path:
+        iteration, keep = self.trainer.iteration, self.session.options.keep
         arrays, meta = state.capture(self.trainer)
-        folder = self.folder / "checkpoints"
-        if self.log.active:
-            checkpoint.save(folder, self.trainer.iteration, arrays, meta, self.session.options.keep)
-            self.log.event("checkpoint", f"iteration {self.trainer.iteration}")
-        self.trainer.device.wait()
-        return folder / f"{checkpoint.PREFIX}{self.trainer.iteration:06d}"
+        path = checkpoint.save(self.folder / "checkpoints", iteration, arrays, meta, keep)
+        self.log.event("checkpoint", f"iteration {iteration}")
+        return path
 
     def preview(self, name: str) -> None:
         """A grid of held-out prompts with the noise that is always the same. Only pictures and videos have one."""
@@ -188,7 +186,7 @@ class Run:
     def _watch(self, metrics: dict[str, float]) -> None:
         """Alarms: an event with its numbers, and a line for whoever looks."""
         for alarm in self.alarms.see(self.trainer.iteration, metrics):
-            self.log.event("alarm", alarm.message, alarm.numbers)
+            self.log.event("alarm", alarm.message, alarm.numbers, about=alarm.kind)
             if self.log.active:
                 print(f"alarm: {alarm.message}", flush=True)
 
@@ -243,8 +241,8 @@ def _resume(trainer: Trainer, folder: Path) -> list[str]:
     """Restore the newest whole checkpoint; returns what was wrong with newer ones."""
     if checkpoint.latest(folder / "checkpoints") is None:
         raise UserError(f"{folder} has no checkpoint yet; start it again with: mmrl train {folder / CONFIG}")
+    path, problems = checkpoint.choose(folder / "checkpoints")
     with distributed.together():
-        path, problems = checkpoint.choose(folder / "checkpoints")
-        loaded = checkpoint.load(path)
-    state.restore(trainer, *loaded)
+        arrays, meta = checkpoint.load(path, checked=True)
+    state.restore(trainer, arrays, meta)
     return [*problems, f"resumed from {path}"]

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from .sharding import is_sharded, shards
+from .checkpoint import Part
+from .sharding import extent, is_sharded, like, shards
 
 LIVE = "live"
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what activation checkpointing and torch.compile put in names
@@ -89,6 +90,12 @@ class Weights:
             mine.copy_(held)
 
     @torch.no_grad()
+    def stored(self, name: str = LIVE) -> dict[str, Tensor]:
+        """The tensors themselves, under FSDP2 each process's shards (DTensor). Nothing is copied or gathered."""
+        own = self.parameters()
+        return {key: p.detach() if name == LIVE else like(p, self.saved[name][key]) for key, p in own.items()}
+
+    @torch.no_grad()
     def full(self, name: str = LIVE) -> dict[str, Tensor]:
         """Whole tensors on the CPU, gathered from all shards (a collective call). For checkpoints and export."""
         with self.using(name):
@@ -96,19 +103,32 @@ class Weights:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], name: str = LIVE) -> None:
-        """Put whole tensors back, under a snapshot's name or as the live weights. Names and shapes must agree."""
+        """Put whole tensors back, under a snapshot's name or as the live weights. Names and shapes must agree.
+
+        Of a checkpoint's part only what this process holds is read.
+        """
         own = self.parameters()
         if set(own) != set(tensors):
             odd = sorted(set(own) ^ set(tensors))
             raise ValueError(f"weights differ from the model's in {len(odd)} names, for example {odd[0]!r}")
         for key, p in own.items():
-            if p.shape != tensors[key].shape:
-                raise ValueError(f"{key}: shape {tuple(tensors[key].shape)} where the model has {tuple(p.shape)}")
-            part = _part(tensors[key].to(local(p)), p)
+            part = block(tensors, key, p).to(local(p))
             if name == LIVE:
                 local(p).copy_(part)
             else:
                 self.saved.setdefault(name, {})[key] = part.clone()
+
+
+def block(tensors: Mapping[str, Tensor], key: str, parameter: Tensor) -> Tensor:
+    """What this process holds of the whole tensor called ``key``, which is as large as ``parameter``."""
+    stored = isinstance(tensors, Part)
+    shape = tensors.shape(key) if stored else tuple(tensors[key].shape)
+    if shape != tuple(parameter.shape):
+        raise ValueError(f"{key}: shape {shape} where the model has {tuple(parameter.shape)}")
+    start, size = extent(parameter)
+    if stored:
+        return tensors.block(key, start, size)
+    return tensors[key][tuple(slice(a, a + n) for a, n in zip(start, size))]
 
 
 def _plain(name: str) -> str:
@@ -119,11 +139,3 @@ def _plain(name: str) -> str:
 
 def _whole(p: Tensor) -> Tensor:
     return p.full_tensor() if is_sharded(p) else p
-
-
-def _part(whole: Tensor, like: Tensor) -> Tensor:
-    if not is_sharded(like):
-        return whole
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(whole, like.device_mesh, like.placements).to_local()

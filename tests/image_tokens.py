@@ -5,6 +5,7 @@ import tempfile
 from functools import cache, partial
 from pathlib import Path
 
+import pytest
 import torch
 from torch.nn import functional as F
 
@@ -17,6 +18,7 @@ from mmrl.policies.images.llamagen_vq import LlamaGenVQ
 from mmrl.policies.images.var_net import Shape as VARShape
 from mmrl.policies.images.var_net import VARNet
 from mmrl.policies.images.var_vq import VARVQ
+from mmrl.registry import UserError
 from mmrl.trainer import Trainer
 from mmrl.types import Point, Rewards
 from samplers.noise import Rng
@@ -87,14 +89,17 @@ def assert_trains(policy, prompts):
 
 
 def assert_half_precision(policy, prompts, apart):
-    """Weights in bfloat16: log-probs are recorded in float32 and found again to ``apart`` on average, and the first
-    ratio is one."""
+    """Weights in bfloat16: log-probs are recorded in float32 and found again to ``apart`` on average. They are not
+    trained; in float32 and computed in bfloat16 they are, and the first ratio is one."""
     policy.net.to(torch.bfloat16)
     with torch.no_grad():
         rollout = policy.rollout(prompts, 8, Rng.of("half"))
         (point,) = policy.path(rollout)
         gap = (policy.dist(point).log_prob(point.target) - rollout.logprob).abs()
     assert rollout.logprob.dtype == torch.float32 and gap.mean() < apart, float(gap.mean())
+    with pytest.raises(UserError, match="rounded away"):
+        trainer_of(policy, prompts, precision="bf16")
+    policy.net.float()
     first = trainer_of(policy, prompts, precision="bf16").iterate()
     assert first["ratio/mean"] == 1 and first["clip_fraction"] == 0 and first["skipped_steps"] == 0
 

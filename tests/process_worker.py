@@ -4,8 +4,10 @@ toy and of the SD3 family in float64, a checkpoint, one iteration more after a r
 
 import argparse
 from functools import partial
+from math import prod
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -20,8 +22,11 @@ from mmrl.policies.images.janus import Janus
 from mmrl.policies.images.llamagen import LlamaGen
 from mmrl.policies.sd3 import SD3
 from mmrl.policies.vlm.policy import VLM
+from mmrl.policies.wan import Wan
+from mmrl.policies.wan_i2v import WanI2V
 from mmrl.registry import UserError, locate
 from mmrl.scoring import Scorer
+from mmrl.sharding import is_sharded
 
 from . import image_tokens, tiny_diffusers, tiny_vlms, toys
 from .test_trainer import make_trainer
@@ -34,6 +39,7 @@ SPARSE = {
     "batch_size": 2,
     "micro_batch": None,
 }  # steps in which one of two processes has no row
+UNEVEN = SMALL | {"copies": 2, "batch_size": 4, "micro_batch": 1}  # passes of one time, so of one expert
 TEXT = SIZES | {"epochs": 1, "reduction": "every_row", "resample": 2}
 CASES = {
     **{family: (partial(toys.make, family, double=True), SIZES) for family in toys.POLICIES},
@@ -45,10 +51,12 @@ CASES = {
     "amused": (lambda: tiny_amused(), SMALL),
     "sd3": (lambda: tiny_sd3(), SMALL),
     "sd3-lora": (lambda: tiny_sd3(lora=4, logp_dist="guided_stopgrad_uncond"), SMALL),
+    "wan-two": (lambda: tiny_wan(Wan, "wan-two", lora=2), UNEVEN),
+    "wan_i2v-two": (lambda: tiny_wan(WanI2V, "wan_i2v-two"), UNEVEN),
 }
 IMAGES = {"janus": PolicyGradient(kl=0.1), "llamagen": PolicyGradient(kl=0.1), "amused": Masked(kl=0.1)}
 APART = {"vlm": 2e-6, "janus": 2e-6, "amused": 2e-6}  # of cases that do not compute in float64 throughout
-SHARDED = ("flow", "masked", "sparse", "janus", "amused", "sd3", "sd3-lora")
+SHARDED = ("flow", "masked", "sparse", "janus", "amused", "sd3", "sd3-lora", "wan-two", "wan_i2v-two")
 RESTORED = ("masked", "sd3-lora")
 NUMBERS = ("kl", "clip_fraction", "grad_norm", "reward/mean", "samples/excluded", "loss")
 
@@ -57,11 +65,15 @@ class Sharded(Device):
     """FSDP2 through accelerate, which without a GPU never chooses it: told that it has, it shards on gloo as well."""
 
     def __init__(self, options):
-        from accelerate import DistributedType, FullyShardedDataParallelPlugin
+        from accelerate import DistributedType, FullyShardedDataParallelPlugin, PartialState
 
+        if PartialState._shared_state:
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_CPU  # as before the first of them
         super().__init__(options)
         known = self.accelerator.state
         known.distributed_type = DistributedType.FSDP
+        # an AcceleratorState made later, as each optimizer makes one, takes the type from here
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
         known.fsdp_plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=True
         )
@@ -118,6 +130,23 @@ def tiny_amused():
     return policy
 
 
+def tiny_wan(family, name, **options):
+    """Two experts, of which a step needs one."""
+    torch.manual_seed(0)
+    policy = family(
+        str(tiny_diffusers.folder(name)), size=16, frames=5, steps=4, text_length=16, text_encoders="release", **options
+    )
+    policy.net.double()
+    policy.vae.double()
+    policy.prepare(shown(16))  # in one batch, as above
+    return policy
+
+
+def shown(n):
+    """Prompts with a picture each."""
+    return [prompt | {"image": tiny_vlms.image(16, 16, i % 2)} for i, prompt in enumerate(toys.prompts(n))]
+
+
 class Ragged(toys.ToyCausal):
     """Answers of many lengths."""
 
@@ -148,6 +177,12 @@ def partly_missing(media, prompts):
     return torch.where(odd & (found > found.new_tensor(0.7)), torch.nan, found)
 
 
+def some_videos(media, prompts):
+    """Some videos, by digits that nothing orders, cannot be scored."""
+    mean = media.flatten(1).mean(1)
+    return torch.where((mean * 1e4).frac() < 0.3, torch.nan, mean)
+
+
 def trainer_of(case):
     make, sizes = CASES[case]
     if case == "vlm":  # Adam would divide the rounding of gradients that are zero by itself
@@ -160,6 +195,11 @@ def trainer_of(case):
             make(), toys.prompts(16), Scorer({"toy": partly_missing}), opo, IMAGES[case],
             partial(torch.optim.SGD, lr=0.05), TrainOptions(iterations=3, ema=0.9, **sizes),
         )  # fmt: skip
+    if case.startswith("wan"):
+        return trainer.Trainer(
+            make(), shown(16), Scorer({"toy": some_videos}, max_failures=1.0), DDPO(), PolicyGradient(kl=0.1),
+            partial(torch.optim.SGD, lr=0.05), TrainOptions(iterations=3, ema=0.9, max_failures=1.0, **sizes),
+        )  # fmt: skip
     if case == "text":  # couples over all processes, replaces groups of either, weighs by length
         objective = Text(kl=0.1, top_entropy=0.6)
         return make_trainer(policy=make(), ema=0.9, objective=objective, advantage=opo, reward=partly_flat, **sizes)
@@ -170,7 +210,8 @@ def trainer_of(case):
 
 def arrays_of(one):
     arrays, _ = state.capture(one)
-    return {f"{part}/{name}": value for part, tensors in arrays.items() for name, value in tensors.items()}
+    named = {f"{part}/{name}": value for part, tensors in arrays.items() for name, value in tensors.items()}
+    return {name: (value.full_tensor() if is_sharded(value) else value).clone() for name, value in named.items()}
 
 
 def results(case, folder, start):
@@ -178,6 +219,8 @@ def results(case, folder, start):
     one, found = trainer_of(case), {}
     idle, make_idle = [], one._idle
     one._idle = lambda *given: idle.append(1) or make_idle(*given)
+    whole_gradients, backward = [], one.device.backward
+    one.device.backward = lambda loss: backward(loss) or whole_gradients.append(not reduced(one))
     for i in range(2):
         rollout, rewards = one.collect()
         columns = {
@@ -191,19 +234,37 @@ def results(case, folder, start):
     found["evaluation"] = torch.tensor([held_out.mean, held_out.low, held_out.n], dtype=torch.float64)
     found |= arrays_of(one)
     if case in RESTORED:  # a checkpoint of many processes is one, and restores on any number
-        arrays, meta = state.capture(one)
-        if one.device.main:
-            checkpoint.save(folder / case, 2, arrays, meta)
-        one.device.wait()
+        checkpoint.save(folder / case, 2, *state.capture(one))
         found |= {f"next/{name}": value for name, value in one_more(case, start).items()}
     found["idle"] = distributed.all_sum(torch.tensor(len(idle)))
+    if isinstance(one.device, Sharded):
+        assert_fsdp2(one)
+        assert case != "flow" or (whole_gradients and not any(whole_gradients)), "a pass kept its whole gradient"
     return {name: value.contiguous().clone() for name, value in found.items()}, one
+
+
+def reduced(one):
+    """Whether every trained weight has a gradient: FSDP2 hands it over once it was reduced to this process's part."""
+    return all(p.grad is not None for p in one.policy.net.parameters() if p.requires_grad)
+
+
+def assert_fsdp2(one):
+    """At the end accelerate still takes this for FSDP2, and every weight is a shard."""
+    from accelerate.state import AcceleratorState
+
+    assert AcceleratorState().is_fsdp2 and one.device.accelerator.is_fsdp2 and one.device.sharded
+    assert all(is_sharded(p) for p in one.policy.net.parameters())
 
 
 def one_more(case, start):
     """The state one iteration after a checkpoint, which another number of processes may have written."""
-    again = trainer_of(case)
-    state.restore(again, *checkpoint.load(checkpoint.latest(start / case)))
+    again, sizes = trainer_of(case), []
+    with pytest.MonkeyPatch.context() as patch:
+        block = checkpoint.Part.block
+        patch.setattr(checkpoint.Part, "block", lambda *call: sizes.append(prod(call[3])) or block(*call))
+        state.restore(again, *checkpoint.load(checkpoint.latest(start / case)))
+    stored = sum(value.numel() for value in arrays_of(again).values())
+    assert sum(sizes) < 0.75 * stored or not again.device.sharded, "a process read more than its shards"
     again.iterate()
     return arrays_of(again)
 
@@ -235,13 +296,15 @@ def main():
     parser.add_argument("folder", type=Path)
     parser.add_argument("--start", type=Path, help="folder with the checkpoints to restore; default: the same")
     parser.add_argument("--sharded", action="store_true")
+    parser.add_argument("--cases", nargs="*", help="default: all")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    tiny_diffusers.folder("amused")  # transformers saves on the first of many processes only, once they are many
+    for name in ("amused", "wan-two", "wan_i2v-two"):  # transformers saves on the first of many processes only
+        tiny_diffusers.folder(name)
     for name in ("qwen2_5_vl", "janus"):
         tiny_vlms.folder(name)
     trainer.Device = Sharded if given.sharded else Device
-    for case in SHARDED if given.sharded else CASES:
+    for case in given.cases or (SHARDED if given.sharded else CASES):
         found, one = results(case, given.folder, given.start or given.folder)
         if one.device.main:
             save_file(found, given.folder / f"{case}.safetensors")

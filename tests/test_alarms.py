@@ -12,6 +12,7 @@ import yaml
 
 from mmrl.alarms import AlarmOptions, Alarms, trend
 from mmrl.config import build_rewards
+from mmrl.log import LogOptions, RunLog
 from mmrl.portrait import portrait
 from mmrl.registry import UserError
 from mmrl.report.page import render
@@ -61,6 +62,30 @@ def test_alarms_carry_numbers_and_advice_and_remember_over_a_resume():
     assert alarm.numbers["window"] == 40 and alarm.numbers["monitor_first"] > alarm.numbers["monitor_now"]
     fresh = Alarms(AlarmOptions(), ["taste"])
     assert fresh.see(39, line(39)) == []
+
+
+def test_an_alarm_is_not_repeated_after_a_resume(tmp_path):
+    """The run in one go raises it at iteration 40 and 80; resumed at 60 it is not raised before 80 either, and that of
+    iterations that come again does not count."""
+
+    def line(i):
+        step = i + 0.4 * (-1) ** i  # neighbours that lie on both sides of the trend are not correlated
+        return {"reward/mean": step / 100, "reward/taste/mean": 50 - step / 10}
+
+    def logged(log, alarms, iterations):
+        for i in iterations:
+            log.metrics(i, line(i))
+            for alarm in alarms.see(i, line(i)):
+                log.event("alarm", alarm.message, alarm.numbers, about=alarm.kind)
+                yield i
+
+    with RunLog(tmp_path, options=LogOptions(tensorboard=False)) as log:
+        whole = list(logged(log, Alarms(AlarmOptions(), ["taste"]), range(1, 91)))
+    assert whole == [40, 80]
+    with RunLog(tmp_path, True, start=61, options=LogOptions(tensorboard=False)) as log:
+        alarms = Alarms(AlarmOptions(), ["taste"])
+        alarms.recall(log.past, log.past_alarms)
+        assert list(logged(log, alarms, range(61, 91))) == [80]
 
 
 @pytest.mark.parametrize(

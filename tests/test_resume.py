@@ -6,11 +6,14 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from mmrl import checkpoint, state
+from mmrl import checkpoint, state, training
 from mmrl.advantages import DDPO, MaxMin, Running, dr_grpo, grpo, memory
+from mmrl.objectives import AWM, CRD, NFT, Draft, PolicyGradient
 from mmrl.registry import ADVANTAGES, UserError
 from mmrl.scoring import Scorer
+from rewards.card import card
 
 from . import toys
 from .test_trainer import make_trainer
@@ -193,3 +196,108 @@ def test_a_checkpoint_without_the_memory_of_an_advantage_is_refused():
     assert written == {}
     with pytest.raises(UserError, match=r"no memory of the advantage DDPO \(at of\)"):
         memory.restore(bound("temporal", of=DDPO()), written)
+
+
+# ---------------------------------------------------------------------------------------------- snapshots and shards
+
+
+def test_a_snapshot_that_is_asked_for_later_starts_from_the_trained_weights(tmp_path):
+    """The moving average; the reference stays the base model."""
+    first = make_trainer()
+    base = first.policy.weights.full()
+    first.iterate()
+    path = checkpoint.save(tmp_path, 1, *state.capture(first))
+    second = make_trainer(ema=0.9, kl=0.1)
+    state.restore(second, *checkpoint.load(path))
+    live, ema, ref = (second.policy.weights.full(name) for name in ("live", "ema", "ref"))
+    for name in base:
+        assert torch.equal(ema[name], live[name]) and torch.equal(live[name], first.policy.weights.full()[name])
+        assert torch.equal(ref[name], base[name]) and not torch.equal(ref[name], live[name])
+
+
+@pytest.mark.parametrize(
+    ("objective", "expected"),
+    [
+        (PolicyGradient(clip=0.2), set()),
+        (PolicyGradient(clip=0.2, kl=0.1), {"ref"}),
+        (NFT(kl=0.0), {"old"}),
+        (NFT(), {"old", "ref"}),
+        (AWM(kl=0.0), {"old"}),
+        (AWM(), {"old", "ref"}),
+        (CRD(kl=0.0), {"old"}),
+        (CRD(), {"old", "ref"}),
+        (Draft(), set()),
+        (Draft(kl=0.1), {"ref"}),
+    ],
+)
+def test_the_reference_is_neither_kept_nor_written_where_nothing_looks_at_it(objective, expected, tmp_path):
+    toys_scorer = Scorer({"toy": card(differentiable=True)(lambda media, prompts: media.flatten(1).mean(1))})
+    trainer = make_trainer(objective=objective)
+    trainer.scorer = toys_scorer
+    if hasattr(objective, "attach"):
+        objective.attach(toys_scorer.differentiable)
+    trainer.iterate()
+    assert set(trainer.policy.weights.saved) == expected
+    path = checkpoint.save(tmp_path, 1, *state.capture(trainer))
+    names = {file.stem for file in path.glob("*.safetensors")}
+    assert names == {"weights", "optimizer"} | {f"snapshot-{name}" for name in expected}
+
+
+def test_a_checkpoint_of_the_first_format_is_read(tmp_path):
+    """It held every snapshot; one that the run no longer keeps is left alone."""
+    trainer = trainer_of("flow")
+    trainer.iterate()
+    arrays, meta = state.capture(trainer)
+    extra = {"snapshot-old": trainer.policy.weights.full()}
+    path = checkpoint.save(tmp_path, 1, arrays | extra, meta)
+    written = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps(written | {"format": "mmrl-checkpoint-1"}))
+    second = trainer_of("flow")
+    state.restore(second, *checkpoint.load(path))
+    same(state.capture(second)[0], arrays)
+    assert "old" not in second.policy.weights.saved
+    (path / "state.json").write_text(json.dumps(written | {"format": "mmrl-checkpoint-3"}))
+    with pytest.raises(UserError, match="not an mmrl checkpoint of format mmrl-checkpoint-2"):
+        checkpoint.load(path)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 5])
+def test_a_part_is_read_whole_and_block_by_block_whatever_wrote_it(processes, tmp_path):
+    """Rows of 4, 1 and 0 dimensions shared out as FSDP2 does; the last processes may have none."""
+    whole = {"a": torch.arange(24.0).view(4, 6), "b": torch.arange(7.0), "c": torch.tensor(3.0)}
+    for rank in range(processes):
+        parts, starts = {}, {}
+        for name, tensor in whole.items():
+            rows = -(-len(tensor) // processes) if tensor.ndim else 0
+            piece = tensor[rank * rows : (rank + 1) * rows] if tensor.ndim else tensor
+            if piece.numel() and (tensor.ndim or rank == 0):
+                parts[name] = piece
+                starts[name] = {"saved_offsets": [rank * rows, 0][: tensor.ndim]}
+        if parts:
+            save_file(parts, tmp_path / f"{rank}.safetensors", {"DCP_SHARDING_INFO": json.dumps(starts)})
+    part = checkpoint.Part(sorted(tmp_path.iterdir()))
+    assert set(part) == set(whole) and len(part) == 3
+    for name, tensor in whole.items():
+        assert part.shape(name) == tuple(tensor.shape) and torch.equal(part[name], tensor)
+    for first in range(4):
+        for rows in range(5 - first):
+            found = part.block("a", (first, 1), (rows, 4))
+            assert torch.equal(found, whole["a"][first : first + rows, 1:5])
+
+
+def test_a_resume_reads_every_file_once_to_hash_it(tmp_path, monkeypatch):
+    trainer, hashed = trainer_of("flow"), []
+    trainer.iterate()
+    path = checkpoint.save(tmp_path / "checkpoints", 1, *state.capture(trainer))
+    digest = checkpoint.sha256
+    monkeypatch.setattr(checkpoint, "sha256", lambda file: hashed.append(file.name) or digest(file))
+    training._resume(trainer_of("flow"), tmp_path)
+    assert sorted(hashed) == sorted(file.name for file in path.glob("*.safetensors"))
+
+
+def test_capturing_copies_no_weights():
+    trainer = trainer_of("flow")
+    arrays, _ = state.capture(trainer)
+    for name, p in trainer.policy.weights.parameters().items():
+        assert arrays["weights"][name].data_ptr() == p.data_ptr()
+        assert arrays["snapshot-ema"][name].data_ptr() == trainer.policy.weights.saved["ema"][name].data_ptr()

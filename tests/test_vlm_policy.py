@@ -405,7 +405,7 @@ def test_the_first_ratio_is_one_and_training_changes_the_weights():
 
 def test_the_gate_in_half_precision_looks_at_the_mean():
     """Weights in bfloat16 pass; samples of other weights do not, and neither does their rounding in float32."""
-    policy = policy_of(dtype="bfloat16")
+    policy = policy_of(dtype="bfloat16", lora=2)
     found = trainer_of(policy).iterate()
     assert found["ratio/mean"] == 1 and found["ratio/max_deviation"] > 1e-4
     assert trainer_of(policy_of(), precision="bf16").iterate()["ratio/mean"] == 1

@@ -15,8 +15,9 @@ from ..config.schema import Resolved, construct, resolve
 from ..options import Plan, TrainOptions, arithmetic
 from ..policies.folder_flow import FolderPolicy
 from ..policies.lora import Lora
-from ..registry import POLICIES, UserError
+from ..registry import OBJECTIVES, POLICIES, UserError
 from ..session import read
+from ..trainer import kept_snapshots
 from ..worlds.cache import root
 from . import costs, published
 from .hollow import Counted, counted, hollow
@@ -56,7 +57,7 @@ def dry_run(path: Path, overrides: Sequence[str] = (), processes: int = 1) -> Re
     if inspect.isclass(policy.entry) and issubclass(policy.entry, FolderPolicy):
         report = _of_folder(report, policy, found)
     else:
-        report = _of_others(report, policy)
+        report = _of_others(report, policy, found)
     return _with_memory(report, found, processes)
 
 
@@ -124,12 +125,13 @@ def _adapted(lora: Lora | int, per_rank: int) -> int | None:
     return None if lora.targets else lora.rank * per_rank
 
 
-def _of_others(report: Report, resolved: Resolved) -> Report:
+def _of_others(report: Report, resolved: Resolved, found: configs.Config) -> Report:
     """Models that write tokens: what the table knows of them."""
     known = published.table()["encoders"].get(published.table()["texts"].get(report.path))
     options, rows, train = resolved.options, report.plan.rows, report.train
     scored = rows * train.epochs
-    once = Counted(rows, scored, 0, report.plan.steps * train.epochs, ("ref",))
+    snapshots = kept_snapshots(found.build("objective", OBJECTIVES), train)
+    once = Counted(rows, scored, 0, report.plan.steps * train.epochs, snapshots)
     if known is None:
         return replace(report, unknown=(_why(report.path),), counted=once)
     text = known["config"]["text_config"]

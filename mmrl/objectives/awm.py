@@ -58,7 +58,9 @@ class AWM:
     def __post_init__(self) -> None:
         self.low, self.high = self.clip if isinstance(self.clip, (tuple, list)) else (self.clip, self.clip)
         positive("objective.awm", clip=min(self.low, self.high), advantage_clip=self.advantage_clip)
-        self.behaviour, self.snapshots = "live", ("old", "ref", "ema") if self.ema_kl else ("old", "ref")
+        looked_at = {"ref": self.kl, "ema": self.ema_kl}
+        self.behaviour = "live"
+        self.snapshots = ("old", *(name for name, weight in looked_at.items() if weight))
         self.score, self.surrogate = SCORES[self.weighting], clipped(self.low, self.high)
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:

@@ -54,7 +54,7 @@ class CRD:
 
     def __post_init__(self) -> None:
         positive("objective.crd", beta=self.beta, advantage_clip=self.advantage_clip, temperature=self.temperature or 1)
-        self.behaviour, self.snapshots = "live", ("old", "ref")
+        self.behaviour, self.snapshots = "live", ("old", "ref") if self.kl else ("old",)
 
     def old_decay(self, step: int) -> float:
         return min(self.lag_first + self.lag * step, self.lag_most)

@@ -47,7 +47,7 @@ class Draft:
     divergence: Literal["kl", "hellinger", "total_variation", "chi2"] = "kl"
 
     def __post_init__(self) -> None:
-        self.behaviour, self.snapshots = "live", ("ref",)
+        self.behaviour, self.snapshots = "live", ("ref",) if self.kl else ()
         self.reward: Differentiable | None = None
 
     def attach(self, reward: Differentiable) -> None:

@@ -44,7 +44,7 @@ class NFT:
 
     def __post_init__(self) -> None:
         positive("objective.nft", beta=self.beta, advantage_clip=self.advantage_clip)
-        self.behaviour, self.snapshots = "old", ("ref",)
+        self.behaviour, self.snapshots = "old", ("ref",) if self.kl else ()
 
     def old_decay(self, step: int) -> float:
         flat, slope, most = ((0, 0.0, 0.0), (0, 0.001, 0.5), (75, 0.0075, 0.999))[self.decay]

@@ -94,6 +94,7 @@ class NetPolicy:
     notes: tuple[str, ...] = ()  # what a person should know before training, sentences for the log
     adjacent: bool = False  # rows of one prompt share work, so they should share optimizer steps and passes
     sampling: bool = False  # a pass with gradients recorded that will not be used: not for the trainer's wrapper
+    find_unused_parameters: bool = False  # a pass may leave trained weights out, such as those of a second expert
     most: int | None = None  # rows of a pass that turned out to fit the device's memory; None: no pass was too large
 
     def __init__(

@@ -11,7 +11,9 @@ import torch
 from annotated_types import Ge
 from torch import Tensor, nn
 
+from ..distributed import all_max
 from ..registry import POLICIES, UserError
+from ..sharding import shards
 from ..types import Point
 from . import diffusers_folder
 from .flow import Grid
@@ -19,7 +21,12 @@ from .folder_video import VideoFolderPolicy, own_sigmas, standardised
 
 
 class Experts(nn.Module):
-    """Two networks in turn: ``transformer`` above the boundary, ``transformer_2`` below, row by row."""
+    """Two networks in turn: ``transformer`` above the boundary, ``transformer_2`` below, row by row.
+
+    A pass may need one of them only. Sharded by FSDP2, all processes run those that any of them needs, in one
+    order, since gathering weights and reducing gradients are collective calls. As copies (DDP) a pass leaves weights
+    out, which ``Wan.find_unused_parameters`` tells the wrapper.
+    """
 
     def __init__(self, high: nn.Module, low: nn.Module, boundary: float):
         super().__init__()
@@ -35,15 +42,32 @@ class Experts(nn.Module):
     def peft_config(self) -> Any:
         return getattr(self.transformer, "peft_config", None)
 
+    @property
+    def _no_split_modules(self) -> list[str]:
+        """Names of the blocks that FSDP2 wraps one by one; without, it would gather both experts at once."""
+        return list(getattr(self.transformer, "_no_split_modules", None) or [])
+
     def forward(self, hidden_states: Tensor, timestep: Tensor, **cond: Tensor) -> Tensor:
         noisy = timestep.flatten(1).amax(1) if timestep.ndim > 1 else timestep
         above = noisy >= self.boundary
-        out = hidden_states.new_zeros(len(above), self.config.out_channels, *hidden_states.shape[2:])
-        for expert, mine in ((self.transformer, above), (self.transformer_2, ~above)):
-            if mine.any():
-                own = {name: value[mine] for name, value in cond.items()}
-                out[mine] = expert(hidden_states[mine], timestep[mine], return_dict=False, **own)[0]
-        return out
+        shape = (len(above), self.config.out_channels, *hidden_states.shape[2:])
+        velocity = hidden_states.new_zeros(shape)
+        experts, masks = (self.transformer, self.transformer_2), torch.stack([above, ~above])
+        used = masks.any(1).int()
+        needed = all_max(used) if shards(self) else used
+        flags = torch.stack([used, needed], 1).tolist()  # one wait for the device
+        for expert, mask, (is_used, is_needed) in zip(experts, masks, flags, strict=True):
+            if not is_needed:
+                continue
+            rows = mask if is_used else slice(0, 1)
+            chosen = {name: value[rows] for name, value in cond.items()}
+            predicted = expert(hidden_states[rows], timestep[rows], return_dict=False, **chosen)[0]
+            if is_used:
+                velocity[rows] = predicted
+            else:  # only so that this process gathers and reduces this expert's weights as the others do
+                nowhere = torch.zeros_like(predicted, dtype=torch.bool)
+                velocity[rows] = torch.where(nowhere, predicted, velocity[rows])
+        return velocity
 
     def enable_gradient_checkpointing(self) -> None:
         self.transformer.enable_gradient_checkpointing()
@@ -116,6 +140,11 @@ class Wan(VideoFolderPolicy):
     @property
     def two(self) -> bool:
         return isinstance(self.net, Experts)
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        """A pass holds one time, so it may need one expert only."""
+        return self.two
 
     def conditions(self, cond: dict[str, Any]) -> dict[str, Tensor]:
         return {"encoder_hidden_states": cond["text"]}
