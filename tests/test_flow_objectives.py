@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from mmrl import advantages
+from mmrl import advantages, state
 from mmrl.dists import Gaussian
 from mmrl.objectives import CRD, D3PO, FPO, AdjointMatching, DiffusionDPO, Draft, SePPO
 from mmrl.objectives.direct import DIVERGENCES
@@ -15,6 +15,7 @@ from mmrl.registry import UserError
 from mmrl.scoring import Scorer
 from mmrl.trainer import Trainer
 from mmrl.types import Point
+from mmrl.weights import Weights
 from rewards.card import card
 from samplers.kernels import consistency, memoryless, ode
 from samplers.noise import Rng
@@ -28,7 +29,7 @@ torch.set_default_dtype(torch.float32)
 def setting(objective, moved=0.02, copies=4, **options):
     """A toy whose live weights have moved away from its snapshots, its rollout, and the objective's points."""
     policy = toys.make("flow", double=True, **options)
-    for name in ("ref", "old"):
+    for name in ("ref", "old", *objective.snapshots):
         policy.weights.keep(name)
     with torch.no_grad():
         rollout = policy.rollout(toys.prompts(3), copies, Rng.of("rollout"))
@@ -129,35 +130,89 @@ def test_d3po_prefers_the_best_at_every_step():
     torch.testing.assert_close(found, gradient(policy, torch.stack(losses).mean()), rtol=1e-9, atol=1e-12)
 
 
-def test_seppo_follows_a_checkpoint_that_beats_its_anchor_and_is_dpo_otherwise():
-    for better in (False, True):
-        objective = SePPO(beta=3.0, draws=2)
-        policy, rollout = setting(objective)
-        if better:  # the anchor is now far off
-            with policy.weights.using("ref"), torch.no_grad():
-                list(policy.net.parameters())[-1].add_(3.0)
-                policy.weights.keep("ref")
-        found, whole = coupled(objective, policy, rollout)
-        with policy.weights.using("old"), torch.no_grad():
-            old = (policy.dist(whole).mean - whole.target).square().flatten(1).mean(1)
-        excess = (policy.dist(whole).mean - whole.target).square().flatten(1).mean(1) - old
-        losses = []
-        for group in range(3):
-            pair = whole.row[whole.group == group].unique()
-            worse, best = (int(row) for row in pair[rollout.advantage[pair, 0].argsort()])
-            assert rollout.advantage[best] == rollout.advantage[rollout.group == group].max()
-            for t in whole.time[whole.row == best]:
-                w, r = (excess[((whole.row == row) & (whole.time == t)).nonzero()[0, 0]] for row in (best, worse))
-                losses.append(-torch.nn.functional.logsigmoid(-1.5 * (w + r if better else w - r)))
-        torch.testing.assert_close(found, gradient(policy, torch.stack(losses).mean()), rtol=1e-8, atol=1e-12)
+def test_seppo_follows_a_reference_that_beats_the_current_model_on_the_winner():
+    """SePPO (Zhang et al. 2024), section 3: the anchor is the current model; elsewhere the loss is that of DPO."""
+    objective = SePPO(beta=3.0, draws=4)
+    policy, rollout = setting(objective, moved=0.1)
+    with policy.weights.using("ref"), torch.no_grad():  # the base model has no say in it
+        list(policy.net.parameters())[-1].add_(3.0)
+    found, whole = coupled(objective, policy, rollout)
+    with policy.weights.using("earlier-0"), torch.no_grad():
+        reference = (policy.dist(whole).mean - whole.target).square().flatten(1).mean(1)
+    excess = (policy.dist(whole).mean - whole.target).square().flatten(1).mean(1) - reference
+    losses, followed = [], []
+    for group in range(3):
+        pair = whole.row[whole.group == group].unique()
+        rival, best = (int(row) for row in pair[rollout.advantage[pair, 0].argsort()])
+        assert rollout.advantage[best] == rollout.advantage[rollout.group == group].max()
+        for t in whole.time[whole.row == best]:
+            w, r = (excess[((whole.row == row) & (whole.time == t)).nonzero()[0, 0]] for row in (best, rival))
+            followed.append(bool(w > 0))  # the reference denoises the winner better than the current model
+            losses.append(-torch.nn.functional.logsigmoid(-1.5 * (w + r if followed[-1] else w - r)))
+    assert 0 < sum(followed) < len(followed), "both cases are there"
+    torch.testing.assert_close(found, gradient(policy, torch.stack(losses).mean()), rtol=1e-8, atol=1e-12)
+
+
+def test_seppo_takes_a_reference_as_good_as_the_current_model_for_the_loser():
+    objective = SePPO(beta=3.0, draws=2)
+    policy, rollout = setting(objective, moved=0.0)
+    whole = Point.cat(list(objective.points(policy, rollout, Rng.of("points"))))
+    whole = whole[whole.mask.any(1)]
+    measured = objective.measure(policy, whole).detach()
+    assert not measured.any()
+    side = objective.couple(whole, measured).advantage
+    wins = whole.advantage == rollout.advantage.view(3, 4).amax(1)[whole.group][:, None]
+    torch.testing.assert_close(side, torch.where(wins, 1.5, -1.5).to(side), rtol=0, atol=1e-12)  # beta sigmoid(0)
+
+
+def test_seppos_reference_is_drawn_evenly_from_all_earlier_checkpoints_of_a_bounded_pool():
+    """Weights that count the iterations tell which checkpoint a slot holds."""
+    seen = torch.zeros(12)
+    for seed in range(600):
+        objective, net = SePPO(pool=3), torch.nn.Linear(1, 1)
+        weights = Weights(net)
+        for name in objective.snapshots:
+            weights.keep(name)
+        for iteration in range(12):
+            with torch.no_grad():
+                net.bias.fill_(iteration)
+            for _ in range(2):  # a second call changes nothing
+                objective.revisit(weights, iteration, Rng.of(seed, iteration))
+            drawn = int(weights.saved[objective.behaviour]["bias"])
+            assert len(weights.saved) == 3 and drawn <= iteration
+        seen[drawn] += 1
+    expected = 600 / 12
+    assert ((seen - expected) ** 2 / expected).sum() < 31.3, seen  # chi-squared with 11 degrees of freedom: p = 0.001
+
+
+def seppo_trainer(pool=2, **options):
+    sizes = {"prompts": 4, "copies": 4, "batch_size": 8, "iterations": 8, "seed": 3} | options
+    return Trainer(
+        toys.make("flow", double=True), toys.prompts(), Scorer({"smooth": smooth}), advantages.dance,
+        SePPO(beta=5.0, pool=pool), partial(adamw, lr=3e-3), TrainOptions(**sizes),
+    )  # fmt: skip
+
+
+def test_seppos_pool_comes_through_a_checkpoint_to_the_bit():
+    whole, first, second = (seppo_trainer() for _ in range(3))
+    rewards = [whole.iterate()["reward/mean"] for _ in range(8)]
+    assert [first.iterate()["reward/mean"] for _ in range(4)] == rewards[:4]
+    state.restore(second, *state.capture(first))
+    assert [second.iterate()["reward/mean"] for _ in range(4)] == rewards[4:]
+    assert {"earlier-0", "earlier-1"} < set(second.policy.weights.saved)
+    for name, tensors in {**whole.policy.weights.saved, "live": whole.policy.weights.parameters()}.items():
+        others = second.policy.weights.parameters() if name == "live" else second.policy.weights.saved[name]
+        assert all(torch.equal(tensors[key], others[key]) for key in tensors), name
 
 
 @pytest.mark.parametrize("options", [{"kernel": ode}, {"sde": all_but_last}, {"kernel": consistency, "eta": 1.0}])
 @pytest.mark.parametrize("last", [None, 2])
-def test_draft_is_the_gradient_through_the_sampler(options, last):
-    """On policy: the reward of a sampler that is run again from the same state with the same noise."""
+@pytest.mark.parametrize("moved", [0.0, 0.05])
+def test_draft_is_the_gradient_through_the_sampler(options, last, moved):
+    """The reward of a sampler that is run again from the same state with the same noise, on policy or, after a step of
+    the optimizer, with weights that have moved."""
     objective = Draft(last=last)
-    policy, rollout = setting(objective, moved=0.0, **options)
+    policy, rollout = setting(objective, moved=moved, **options)
     (point,) = objective.points(policy, rollout, Rng.of(0))
     found = gradient(policy, objective.loss(policy, point).mean())
     steps = rollout.eta.shape[1]
@@ -167,7 +222,7 @@ def test_draft_is_the_gradient_through_the_sampler(options, last):
         v = policy._velocities(point.replace(state=x, time=rollout.time[:, k]), guided=False)[0]
         mean, std = policy.kernel(x, v, rollout.time[:, k], rollout.time[:, k + 1], rollout.eta[:, k])
         x = mean + std * Rng.of("rollout").normal(rollout.row, (2,), k + 1, torch.float64)
-    torch.testing.assert_close(x, rollout.sample, atol=1e-12, rtol=0)
+    assert moved or torch.allclose(x, rollout.sample, atol=1e-12, rtol=0)
     torch.testing.assert_close(found, gradient(policy, -toys.smooth_reward(x, None).mean()), rtol=1e-8, atol=1e-12)
 
 

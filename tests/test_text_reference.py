@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from torch import nn
 
 from mmrl import config
@@ -228,3 +229,30 @@ def test_a_text_objective_on_a_flow_model_is_refused_with_its_line(tmp_path):
     (tmp_path / "run.yaml").write_text(RUN.replace("preset: verl/dapo", "objective: {text: {surrogate: gspo}}"))
     with pytest.raises(UserError, match=r"run.yaml:5: objective.text: the objective Text is for models that"):
         config.check(config.load(tmp_path / "run.yaml"))
+
+
+@pytest.mark.parametrize(("objective", "config_file"), [
+    ("grpo", "digits/flow_grpo"), ("guard", "digits/guard"), ("dgpo", "digits/dgpo"), ("grpo", "digits/ar_grpo"),
+    ("grpo", "janus/ar_grpo"), ("kl_cov", "vlm/counting"), ("gvpo", "vlm/counting"),
+])  # fmt: skip
+def test_a_preset_that_would_leave_the_objective_as_it_was_is_refused(objective, config_file):
+    """It used to be accepted, and to change the advantage and the reduction alone."""
+    with pytest.raises(UserError, match=f"preset trl/dapo .* would leave {objective} as it was: .*objective: text"):
+        config.load(f"configs/{config_file}.yaml", ["preset=trl/dapo", f"objective={objective}"])
+    config.load(f"configs/{config_file}.yaml", [f"objective={objective}"])
+    with pytest.raises(UserError, match="would leave text as it was: write objective: clip_cov; or remove"):
+        config.load(f"configs/{config_file}.yaml", ["objective=text", "preset=verl/clip_cov"])
+
+
+@pytest.mark.parametrize(("file", "objective"), [
+    ("digits/mask_grpo", "masked"), ("janus/t2i_r1", "unified"), ("vlm/counting", "clip_cov"),
+])  # fmt: skip
+def test_a_preset_reaches_every_objective_that_takes_surrogates(file, objective, tmp_path):
+    plain = yaml.safe_load(Path(f"configs/{file}.yaml").read_text()) | {"preset": "trl/cispo"}
+    written = plain["objective"].get(objective, {})
+    written.pop("surrogate", None)
+    plain["objective"] = {objective: written}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(plain))
+    options = config.load(tmp_path / "run.yaml")["objective"][objective]
+    assert options == {"surrogate": {"cispo": {"cap": 5.0}}, "kl": {"weight": 0.0, "form": "k3", "corrected": True}} | written
+    assert config.build({objective: options}, OBJECTIVES).surrogate.keywords == {"cap": 5.0}
