@@ -11,8 +11,10 @@ from mmrl.objectives import CRD, D3PO, FPO, AdjointMatching, DiffusionDPO, Draft
 from mmrl.objectives.direct import DIVERGENCES
 from mmrl.optimizers import adamw
 from mmrl.options import TrainOptions
-from mmrl.registry import UserError
+from mmrl.paths import find_config
+from mmrl.registry import WINDOWS, UserError
 from mmrl.scoring import Scorer
+from mmrl.session import read
 from mmrl.trainer import Trainer
 from mmrl.types import Point
 from mmrl.weights import Weights
@@ -289,7 +291,9 @@ LEARNING = {
     "crd": (lambda: CRD(kl=0.0), {}), "fpo": (lambda: FPO(), {}), "d3po": (lambda: D3PO(beta=5.0), {}),
     "seppo": (lambda: SePPO(beta=5.0), {}), "draft": (lambda: Draft(last=3), {"kernel": ode}),
     "rocm": (lambda: Draft(last=None, kl=0.01), {"kernel": consistency, "eta": 1.0}),
-    "adjoint_matching": (lambda: AdjointMatching(strength=10.0), {"kernel": memoryless, "eta": 1.0}),
+    "adjoint_matching": (
+        lambda: AdjointMatching(strength=10.0), {"kernel": memoryless, "eta": 1.0, "sde": all_but_last},
+    ),
     "dpo": (lambda: DiffusionDPO(beta=5.0), {}),
 }  # fmt: skip
 
@@ -315,3 +319,29 @@ def test_a_reward_without_gradient_is_refused_by_name():
     )  # fmt: skip
     with pytest.raises(UserError, match="'plain' has no gradient"):
         scorer.differentiable(torch.zeros(2, 2), toys.prompts(2))
+
+
+def test_crds_reference_has_a_guidance_of_its_own():
+    """The distance is of the plain velocity to the reference's guided one, v_u + w (v_c - v_u)."""
+    policy, rollout = setting(CRD(), moved=0.05)
+    (point,) = CRD(draws=1).points(policy, rollout, Rng.of("points"))
+    with policy.weights.using("ref"), torch.no_grad():
+        conditional, empty = policy._velocities(point, guided=True)
+    assert (conditional - empty).abs().max() > 0.1
+    for scale in (0.0, 1.0, 2.5):
+        guided = empty + scale * (conditional - empty)
+        wanted = 0.5 * (policy.dist(point).mean - guided).square().flatten(1).mean(1, keepdim=True)
+        extra = CRD(kl=0.5, ref_guidance=scale).loss(policy, point) - CRD(kl=0.0).loss(policy, point)
+        torch.testing.assert_close(extra, wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_the_shipped_adjoint_matching_takes_the_rewards_gradient_at_a_clean_sample():
+    """Noise in all steps but the last: Domingo-Enrich et al. 2025, section 5."""
+    policy = read(find_config("digits/adjoint_matching"), []).plain["policy"]["sd3"]
+    assert WINDOWS[policy["sde"]](policy["steps"]).tolist() == [True] * 7 + [False]
+    objective = AdjointMatching(strength=2.0)
+    policy, rollout = setting(objective, kernel=memoryless, eta=1.0, sde=all_but_last)
+    assert rollout.mask[0].tolist() == [True] * (rollout.mask.shape[1] - 1) + [False]
+    (point,) = objective.points(policy, rollout, Rng.of(0))
+    last = point.replace(state=point.state[:, -2:])  # the step without noise alone: nothing to control
+    assert objective.loss(policy, point).min() > 0 and objective.loss(policy, last) == 0.0

@@ -11,9 +11,9 @@ import torch
 import yaml
 
 from mmrl import config, registry
-from mmrl.optimizers import adamw
 from mmrl.objectives import Revisiting
 from mmrl.objectives.surrogates import sees_whole_rows
+from mmrl.optimizers import adamw
 from mmrl.options import KINDS, TrainOptions, unsuited
 from mmrl.policies.masked import MaskedDiffusion
 from mmrl.registry import ADVANTAGES, ESTIMATORS, OBJECTIVES, POLICIES, SURROGATES, UserError

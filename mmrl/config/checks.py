@@ -74,9 +74,7 @@ def _unsuited(entries: Mapping[str, Resolved]) -> Iterator[str]:
     if {"objective", "policy"} <= set(entries):
         objective, policy = entries["objective"], entries["policy"]
         why = unsuited(objective.entry, policy.entry)
-        if why is not None:
-            yield objective.place.say(why)
-        elif (why := _whole_answers(objective, policy)) is not None:
+        if why is not None or (why := _whole_answers(objective, policy)) is not None:
             yield objective.place.say(why)
         if getattr(objective.entry, "redraws", False) and policy.options.get("tree") is not None:
             yield objective.place.say(

@@ -58,7 +58,9 @@ class Draft:
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
         if rollout.branch is not None:
-            raise UserError("objective draft follows single paths, whose noise it draws again: leave out policy option tree")
+            raise UserError(
+                "objective draft follows single paths, whose noise it draws again: leave out policy option tree"
+            )
         return whole_paths(rollout, self.last)
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
@@ -97,7 +99,8 @@ class AdjointMatching:
     Stochastic Optimal Control", eq. 37 to 39, for the sampler's own steps: with base means F_k and standard deviations
     s_k, a_K = -strength grad r(x_K), a_k = (dF_k / dx)^T a_(k+1), and the loss of step k is
     |(mean_k - F_k(x_k)) / s_k + s_k a_(k+1)|^2 / 2. Use ``kernel: memoryless, eta: 1``, which makes the optimum the
-    base's distribution tilted by exp(strength reward). strength: of the reward against the base.
+    base's distribution tilted by exp(strength reward), and ``sde: all_but_last``, so that the reward's gradient is
+    taken at a sample without fresh noise. strength: of the reward against the base.
     """
 
     needs: ClassVar[str] = "gaussian"
