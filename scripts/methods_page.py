@@ -160,8 +160,8 @@ INTRODUCTION = (
     "whatever the method samples with. The base: `digits` {digits:.3f}, `digits_judge` {judge:.3f}, CLIP {clip:.3f}, "
     "diversity {diversity:.3f}. Every method but SePPO sees the same captions in the same order, and, unless the table "
     "says otherwise, equally many pictures. Learning rates were chosen on seed 0 by these same captions, and where a "
-    "first choice had failed further settings (D3PO, RWR, DRaFT-2 with a divergence one, DDPO two, RLCM three, SePPO thirteen, on "
-    "seeds 1 and 2 too), so those numbers flatter a little."
+    "first choice had failed further settings (D3PO, RWR, DRaFT-2 with a divergence one, DDPO two, RLCM three), so "
+    "those numbers flatter a little. SePPO's beta and sizes were chosen by thirteen settings of a former, wrong rule."
 )
 MISSING = [
     "* SePPO draws 24 captions x 4 pictures an iteration, the others 6 x 16: it learns from one pair of a group, and "

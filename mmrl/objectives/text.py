@@ -191,7 +191,7 @@ def watch(surrogate: Surrogate, logp: Tensor, old: Tensor, point: Point) -> None
 
 
 def without_slope(surrogate: Surrogate, logp: Tensor, old: Tensor, point: Point) -> Tensor:
-    """[B, L] bool: tokens whose loss does not change with their log-prob although A is not 0, since they are clipped."""
+    """[B, L] bool: tokens that are clipped, whose loss does not change with their log-prob although A is not 0."""
     with torch.enable_grad():
         leaf = logp.detach().requires_grad_()
         loss = row_sum(surrogate(leaf, old.detach(), point.advantage, point.mask), point.mask)
