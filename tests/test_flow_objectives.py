@@ -57,7 +57,8 @@ def coupled(objective, policy, rollout):
     return gradient(policy, loss), whole
 
 
-def test_tv16_crd():
+def test_crds_losses_are_those_of_published_code():
+    """CRDTrainer._compute_crd_loss of Flow-Factory: these wanted and implicit rewards, beta 10."""
     a = torch.tensor([0.7, 0.4, 0.55, 0.2], dtype=torch.float64)[:, None]
     rt = torch.tensor([-0.02, 0.01, 0.03, -0.01], dtype=torch.float64)[:, None]
     point = Point(

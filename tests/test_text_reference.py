@@ -1,6 +1,6 @@
 """Text objectives against what TRL 1.16 and verl compute: loss and gradient through the trainer, advantages, KLs.
 
-The numbers are those of the published functions on one batch of four answers of up to four tokens (specs section 8).
+The numbers are those of the published functions on one batch of four answers of up to four tokens.
 """
 
 import json
