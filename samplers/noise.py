@@ -19,8 +19,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
-    """Ten rounds. Counter words and results are int64 tensors of one shape holding 32-bit values; so may the key's
-    words be, of a shape that broadcasts to it."""
+    """Ten rounds. Counter words and results are int64 tensors of one shape holding 32-bit values."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):

@@ -169,7 +169,7 @@ class FlowPolicy(NetPolicy, ABC):
     def noise(self, stream: Tensor, row: Tensor, step: int) -> Tensor:
         """[B, *] the noise that step number ``step`` (from 0) drew for rows [B] of streams [B, 2], drawn once more.
 
-        Not for trees, whose samples share noise.
+        Not for trees, whose samples share noise. The key's words are tensors, so that rows may be of several streams.
         """
         return Rng((stream[:, :1], stream[:, 1:])).normal(row, self.shape, step + 1, self.dtype)
 
