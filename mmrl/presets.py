@@ -111,7 +111,7 @@ def unreached(plain: Mapping[Any, Any], name: str) -> str | None:
     objective = next(iter(written), None) if isinstance(written, Mapping) else written
     if objective == wanted or not isinstance(objective, str) or _takes(objective, wanted):
         return None
-    able = f"{', '.join(SURROGATE_TAKERS)}, or leave the objective out" if wanted == "text" else wanted
+    able = f"{', '.join(SURROGATE_TAKERS)} (for models that write tokens)" if wanted == "text" else wanted
     return (
         f"preset {name} says how the objective {wanted} is computed and would leave {objective} as it was: write "
         f"objective: {able}; or remove the preset"
@@ -124,7 +124,7 @@ def _takes(objective: str, wanted: str) -> bool:
 
 def filled(plain: Mapping[Any, Any], name: Any) -> dict[Any, Any]:
     """The configuration with what the preset ``name`` adds; whatever is written already stays."""
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         raise UserError(f"unknown preset {name!r}; {suggest(str(name), PRESETS)}")
     preset = copy.deepcopy(PRESETS[name])
     found = dict(plain)

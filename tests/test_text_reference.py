@@ -227,6 +227,12 @@ def test_an_unknown_preset_is_named_with_its_line(tmp_path):
         config.load(tmp_path / "run.yaml")
 
 
+def test_a_preset_that_is_no_name_is_refused(tmp_path):
+    (tmp_path / "run.yaml").write_text(RUN.replace("verl/dapo", "[verl/dapo]"))
+    with pytest.raises(UserError, match=r"run.yaml:5: preset: unknown preset \['verl/dapo'\]"):
+        config.load(tmp_path / "run.yaml")
+
+
 def test_a_text_objective_on_a_flow_model_is_refused_with_its_line(tmp_path):
     (tmp_path / "run.yaml").write_text(RUN.replace("preset: verl/dapo", "objective: {text: {surrogate: gspo}}"))
     with pytest.raises(UserError, match=r"run.yaml:5: objective.text: the objective Text is for models that"):

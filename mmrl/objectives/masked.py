@@ -21,8 +21,8 @@ from .surrogates import ppo, sees_whole_rows
 from .text import Entropy, Text
 
 WHOLE = (
-    "objective.masked: this surrogate compares whole samples, which this estimator scores in several passes; choose "
-    "the surrogate ppo, cispo, sapo or reinforce, or an estimator of one pass (d1; mask_grpo, uni_grpo with draws: 1)"
+    "this surrogate compares whole samples, which this estimator scores in several passes; choose the surrogate ppo, "
+    "cispo, sapo or reinforce, or an estimator of one pass (d1; mask_grpo, uni_grpo, random with draws: 1)"
 )
 
 
