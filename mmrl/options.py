@@ -121,7 +121,7 @@ def unsuited(objective: type, policy: Any) -> str | None:
     return f"the objective {objective.__name__} is for {KINDS[needs]}, which the policy {name} is not"
 
 
-def taken_by_none(train: TrainOptions, policy: Any) -> Iterator[str]:
+def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
     """Sentences about options of ``train`` that a policy (an object, a class or what makes one) cannot take."""
     name = getattr(policy, "__name__", type(policy).__name__)
     if not getattr(policy, "decisions", ""):

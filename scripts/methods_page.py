@@ -104,8 +104,9 @@ def line(name: str, runs: Runs, lr: float) -> str:
     least, most = (f([statistics.mean(run["after"]["digits"]) for run in runs]) for f in (min, max))
     diversity = float(per_prompt(runs, "after", "diversity").mean())
     images = mean(runs, "images")
+    mark = " †" if name in FORMER else ""
     cells = [
-        f"[{name}](../../configs/digits/{runs[0]['config']}.yaml){' †' if name in FORMER else ''}", f"{lr:g}", f"**{after['digits']:.3f}**",
+        f"[{name}](../../configs/digits/{runs[0]['config']}.yaml){mark}", f"{lr:g}", f"**{after['digits']:.3f}**",
         f"{len(runs)}: {least:.2f} - {most:.2f}", f"{up:+.3f} ± {half:.3f}{'' if up > half else ' (no)'}",
         f"{after['digits_judge']:.3f}", f"{after['clip_score']:.3f}", f"{diversity:.3f}", f"{images:.0f}",
         f"{mean(runs, 'forwards') / images:.1f}", f"{mean(runs, 'decisions') / images:.1f}", f"{mean(runs, 'cpu'):.0f}",

@@ -134,12 +134,12 @@ def test_d3po_prefers_the_best_at_every_step():
 
 
 def test_seppo_follows_a_reference_that_beats_the_current_model_on_the_winner():
-    """SePPO (Zhang et al. 2024), section 3: the anchor is the current model; elsewhere the loss is that of DPO."""
+    """SePPO (Zhang et al. 2024): the anchor is the current model; elsewhere the loss is that of DPO."""
     objective = SePPO(beta=3.0, draws=4)
     policy, rollout = setting(objective, moved=0.1)
     with policy.weights.using("ref"), torch.no_grad():  # the base model has no say in it
         list(policy.net.parameters())[-1].add_(3.0)
-    found, whole = coupled(objective, policy, rollout)
+    followed_gradient, whole = coupled(objective, policy, rollout)
     with policy.weights.using("earlier-0"), torch.no_grad():
         reference = (policy.dist(whole).mean - whole.target).square().flatten(1).mean(1)
     excess = (policy.dist(whole).mean - whole.target).square().flatten(1).mean(1) - reference
@@ -153,7 +153,7 @@ def test_seppo_follows_a_reference_that_beats_the_current_model_on_the_winner():
             followed.append(bool(w > 0))  # the reference denoises the winner better than the current model
             losses.append(-torch.nn.functional.logsigmoid(-1.5 * (w + r if followed[-1] else w - r)))
     assert 0 < sum(followed) < len(followed), "both cases are there"
-    torch.testing.assert_close(found, gradient(policy, torch.stack(losses).mean()), rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(followed_gradient, gradient(policy, torch.stack(losses).mean()), rtol=1e-8, atol=1e-12)
 
 
 def test_seppo_takes_a_reference_as_good_as_the_current_model_for_the_loser():
@@ -170,7 +170,7 @@ def test_seppo_takes_a_reference_as_good_as_the_current_model_for_the_loser():
 
 def test_seppos_reference_is_drawn_evenly_from_all_earlier_checkpoints_of_a_bounded_pool():
     """Weights that count the iterations tell which checkpoint a slot holds."""
-    seen = torch.zeros(12)
+    counts = torch.zeros(12)
     for seed in range(600):
         objective, net = SePPO(pool=3), torch.nn.Linear(1, 1)
         weights = Weights(net)
@@ -183,9 +183,11 @@ def test_seppos_reference_is_drawn_evenly_from_all_earlier_checkpoints_of_a_boun
                 objective.revisit(weights, iteration, Rng.of(seed, iteration))
             drawn = int(weights.saved[objective.behaviour]["bias"])
             assert len(weights.saved) == 3 and drawn <= iteration
-        seen[drawn] += 1
+        counts[drawn] += 1
     expected = 600 / 12
-    assert ((seen - expected) ** 2 / expected).sum() < 31.3, seen  # chi-squared with 11 degrees of freedom: p = 0.001
+    assert ((counts - expected) ** 2 / expected).sum() < 31.3, (
+        counts
+    )  # chi-squared with 11 degrees of freedom: p = 0.001
 
 
 def seppo_trainer(pool=2, **options):
@@ -337,7 +339,7 @@ def test_crds_reference_has_a_guidance_of_its_own():
 
 
 def test_the_shipped_adjoint_matching_takes_the_rewards_gradient_at_a_clean_sample():
-    """Noise in all steps but the last: Domingo-Enrich et al. 2025, section 5."""
+    """Adjoint Matching (Domingo-Enrich et al. 2025) with noise in all steps but the last."""
     policy = read(find_config("digits/adjoint_matching"), []).plain["policy"]["sd3"]
     assert WINDOWS[policy["sde"]](policy["steps"]).tolist() == [True] * 7 + [False]
     objective = AdjointMatching(strength=2.0)

@@ -226,12 +226,12 @@ def test_rocm_follows_the_reward_through_the_steps_of_a_real_consistency_model()
     """configs/lcm/rocm on a small LatentConsistencyModelPipeline. The steps that the objective takes again are those
     of a rollout with the same noise under the weights of now, also when these have moved since."""
     small = ["size=16", "steps=3", "lora={rank: 2, alpha: 4}", f"path={tiny_diffusers.folder('lcm')}"]
-    found = read(find_config("lcm/rocm"), [
+    recipe = read(find_config("lcm/rocm"), [
         *(f"policy.lcm.{override}" for override in small), "reward={tests.test_image_families:bright: 1.0}",
         "train.prompts=4", "policy.lcm.width=4", "train.batch_size=4", "train.micro_batch=4", "optimizer.adamw.lr=1e-2",
     ])  # fmt: skip
-    assert found["objective"] == {"draft": {"last": None, "kl": 0.1, "divergence": "kl"}}
-    session = Session.of(found)
+    assert recipe["objective"] == {"draft": {"last": None, "kl": 0.1, "divergence": "kl"}}
+    session = Session.of(recipe)
     trainer = session.trainer()
     policy, objective = session.policy, trainer.objective
     trainer.iterate()

@@ -335,7 +335,7 @@ def test_other_models_are_refused():
 
 
 def test_in_several_epochs_every_rate_of_mask_grpo_comes_once_from_low_to_high():
-    """MaskGRPO (Ma et al. 2025, arXiv 2510.02880), section 3: t_j = gamma + (1 - gamma) j / mu, one an inner update."""
+    """MaskGRPO (Ma et al. 2025, arXiv 2510.02880): t_j = gamma + (1 - gamma) j / mu, one an inner update."""
     policy = TablePolicy(steps=3)
     rollout, _ = rolled(policy, 0, 6000)
     rates = [0.667, 0.733, 0.8, 0.867, 0.933, 0.999]
@@ -353,20 +353,20 @@ def test_in_several_epochs_every_rate_of_mask_grpo_comes_once_from_low_to_high()
 
 
 def test_the_trainer_says_which_of_several_epochs_it_is():
-    seen = []
+    epochs_seen = []
 
     def estimator(policy, rollout, rng):
-        seen.append(policy.epoch)
+        epochs_seen.append(policy.epoch)
         return ESTIMATORS["d1"](policy, rollout, rng, prompt=0)
 
     for epochs, wanted in ((1, [None] * 2), (3, [0, 0, 1, 1, 2, 2])):
-        seen.clear()
+        epochs_seen.clear()
         Trainer(
             TablePolicy(steps=3), [{"text": "x"}] * 2, lambda media, prompts: Rewards({"x": reward(media, 0)}),
             ADVANTAGES["dance"], Masked(estimator=estimator), partial(adamw, lr=1e-3),
             TrainOptions(prompts=2, copies=4, batch_size=4, epochs=epochs, iterations=1),
         ).iterate()  # fmt: skip
-        assert seen == wanted
+        assert epochs_seen == wanted
 
 
 def test_schedule_matched_weights_are_those_of_the_passes():
@@ -381,6 +381,6 @@ def test_schedule_matched_weights_are_those_of_the_passes():
     for passes in (1, 2):
         chosen = ESTIMATORS["schedule_matched"](policy, rollout, POINTS, passes=passes)
         wanted = [weight * 4 / passes for weight in weights]
-        assert (
-            all(min(abs(float(p.known.unique()) - w) for w in wanted) < 1e-9 for p in chosen) and len(chosen) == passes
-        )
+        assert len(chosen) == passes
+        for point in chosen:
+            assert min(abs(float(point.known.unique()) - weight) for weight in wanted) < 1e-9

@@ -162,10 +162,10 @@ def test_which_pairs_suit_each_other():
     assert all(pairs.values()), "an objective without a policy"
 
 
-WRITTEN_BACK = [{"truth": "count"}, {"reuse": {"share": 0.5}}, {"lengths": [[0, 64]]}]
+OF_ANSWERS = [{"truth": "count"}, {"reuse": {"share": 0.5}}, {"lengths": [[0, 64]]}]
 
 
-@pytest.mark.parametrize("option", WRITTEN_BACK, ids=lambda option: next(iter(option)))
+@pytest.mark.parametrize("option", OF_ANSWERS, ids=lambda option: next(iter(option)))
 def test_options_of_answers_are_refused_for_other_policies_when_the_configuration_is_read(option, tmp_path):
     (name,) = option
     for policy, reward in {**REWARDS, "amused": "digits"}.items():
@@ -198,20 +198,22 @@ def test_surrogates_of_whole_answers_are_refused_on_masked_models_when_the_confi
         file.write_text(WHOLE.format(policy=policy, reward=REWARDS[policy], objective=objective))
         return refusal(file)
 
-    assert {name for name, one in SURROGATES.items() if sees_whole_rows(one)} == set(SEQUENCES)
+    assert {name for name, entry in SURROGATES.items() if sees_whole_rows(entry)} == set(SEQUENCES)
     assert not problems("vlm", f"{{text: {{surrogate: {surrogate}}}}}")
-    found = problems("masked_lm", f"{{text: {{surrogate: {surrogate}}}}}")
-    assert re.search(f"run.yaml:6.*{surrogate} compares whole answers, whose tokens the policy MaskedLM", found), found
+    refused = problems("masked_lm", f"{{text: {{surrogate: {surrogate}}}}}")
+    assert re.search(f"run.yaml:6.*{surrogate} compares whole answers, whose tokens the policy MaskedLM", refused), (
+        refused
+    )
     several = r"run.yaml:6.*whole samples, which this estimator scores in several passes"
     for estimator in ESTIMATORS:
-        found = problems("masked_lm", f"{{masked: {{surrogate: {surrogate}, estimator: {estimator}}}}}")
+        refused = problems("masked_lm", f"{{masked: {{surrogate: {surrogate}, estimator: {estimator}}}}}")
         in_one_pass = estimator in ("d1", "mask_grpo", "uni_grpo", "random")
-        assert not found if in_one_pass else re.search(several, found), found
+        assert not refused if in_one_pass else re.search(several, refused), refused
     for options in ("mask_grpo: {draws: 2}", "uni_grpo: {draws: 3}", "random: {draws: 2}"):
-        found = problems("masked_lm", f"{{masked: {{surrogate: {surrogate}, estimator: {{{options}}}}}}}")
-        assert re.search(several, found), found
-    one = f"{{masked: {{surrogate: {surrogate}, estimator: {{schedule_matched: {{passes: 1}}}}}}}}"
-    assert not problems("masked_lm", one)
+        refused = problems("masked_lm", f"{{masked: {{surrogate: {surrogate}, estimator: {{{options}}}}}}}")
+        assert re.search(several, refused), refused
+    chosen = f"{{masked: {{surrogate: {surrogate}, estimator: {{schedule_matched: {{passes: 1}}}}}}}}"
+    assert not problems("masked_lm", chosen)
 
 
 def test_draft_on_a_tree_is_refused_when_the_configuration_is_read(tmp_path):

@@ -286,8 +286,8 @@ def test_clip_higher_has_an_upper_bound_of_its_own(name):
         for low, high in ((0.1, 0.2), (0.2, 0.1), (0.1, None)):
             if (name, high) == ("cispo", None):
                 continue  # verl's form has no default
-            found = SURROGATES[name](logp, old, torch.ones(1, 1), mask, low=low, high=high)
-            assert found.item() == pytest.approx(CLIPPED[name](rho, low if high is None else high)), (rho, low, high)
+            loss = SURROGATES[name](logp, old, torch.ones(1, 1), mask, low=low, high=high)
+            assert loss.item() == pytest.approx(CLIPPED[name](rho, low if high is None else high)), (rho, low, high)
     fallen = SURROGATES[name](old - 1, old, -torch.ones(1, 1), mask, low=0.1, high=0.3)
     bound = {"gmpo": math.exp(-0.1), "cispo": 0.9 * (math.log(0.5) - 1)}.get(name, 0.9)
     assert fallen.item() == pytest.approx(bound)
@@ -297,8 +297,8 @@ def test_clip_higher_has_an_upper_bound_of_its_own(name):
 def test_trls_two_sided_clip_keeps_clip_higher(low, high):
     """TRL's delta bounds the ratio that is not clipped; A > 0 still ends at 1 + high."""
     old, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
-    found = SURROGATES["ppo"](old + 1.0, old, torch.ones(1, 1), mask, low=low, high=high, delta=4.0)
-    assert found.item() == pytest.approx(-(1 + (low if high is None else high)))
+    loss = SURROGATES["ppo"](old + 1.0, old, torch.ones(1, 1), mask, low=low, high=high, delta=4.0)
+    assert loss.item() == pytest.approx(-(1 + (low if high is None else high)))
 
 
 def test_clip_higher_of_visual_policy_gradients():

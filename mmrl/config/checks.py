@@ -8,7 +8,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..options import EvaluateOptions, TrainOptions, impossible, taken_by_none, unsuited, without_average
+from ..options import EvaluateOptions, TrainOptions, impossible, unsuited, unsupported_options, without_average
 from ..registry import REWARDS, UserError, import_file, import_module
 from .building import raise_all, resolve_rewards
 from .needs import missing_fields, without_gradient, wrong_media
@@ -61,7 +61,7 @@ def check(
             if why := without_average(getattr(objective, "snapshots", ()), built):
                 problems.append(entries["objective"].place.say(why))
             problems += [f"{config.where(line.partition(' ')[0])}: {line}" for line in impossible(built, processes)]
-            unfit = taken_by_none(built, named.get("policy"))
+            unfit = unsupported_options(built, named.get("policy"))
             problems += [f"{config.where(line.partition(':')[0])}: {line}" for line in unfit]
         if isinstance(built, EvaluateOptions) and built.reward:
             _rewards(config, built.reward, (section, "reward"), problems, named)

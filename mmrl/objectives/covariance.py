@@ -50,7 +50,7 @@ class _Covariance(Text):
 class ClipCov(_Covariance):
     """Clip-Cov: a random few tokens of high covariance have no gradient; the others PPO's clipped ratio.
 
-    share: how many, of all tokens of the step; those that the ratio's clip already left without gradient are not drawn.
+    share: how many, of all tokens of the step; those that the ratio's clip left without gradient are not drawn.
     low, high: between which their covariance lies. Others as in text.
     """
 

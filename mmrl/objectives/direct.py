@@ -146,9 +146,10 @@ class AdjointMatching:
 
 
 def whole_paths(rollout: Rollout, last: int | None) -> list[Point]:
-    """One point a row that holds the ``last`` n states of its path (None: all), and of all K steps time and eta.
+    """Make one point a row of the ``last`` n steps of its path (None: of all), with time and eta of all K steps.
 
-    state [B, n + 1, *], time [B, K + 1], eta [B, K]; known [B, 2] is the stream of the noise, None where there is none.
+    state [B, n + 1, *], time [B, K + 1], eta [B, K]; known [B, 2] is the stream of the noise, None where there is
+    none.
     """
     if rollout.path is None:
         raise UserError(

@@ -204,7 +204,8 @@ SEVERAL = (trajectory, tracerl, schedule_matched, coupled, udm_grpo, sepo)  # pa
 
 def several_passes(estimator: Estimator) -> bool:
     """Whether it is known that a sample's tokens are scored in more than one pass."""
-    plain, chosen = getattr(estimator, "func", estimator), getattr(estimator, "keywords", {})
+    plain = getattr(estimator, "func", estimator)
+    chosen = getattr(estimator, "keywords", {})
     if plain is schedule_matched and chosen.get("passes") == 1:
         return False
     return plain in SEVERAL or chosen.get("draws", 1) > 1
