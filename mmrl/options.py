@@ -123,6 +123,19 @@ def unsuited(objective: type, policy: Any) -> str | None:
     return f"the objective {objective.__name__} is for {KINDS[needs]}, which the policy {name} is not"
 
 
+def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
+    """Sentences about options of ``train`` that a policy (an object, a class or what makes one) cannot take."""
+    name = getattr(policy, "__name__", type(policy).__name__)
+    if not getattr(policy, "decisions", ""):
+        return  # it does not say what it is
+    if train.truth is not None and not hasattr(policy, "truth"):
+        yield f"train.truth: {name} takes no answers of others; it is for vlm"
+    if train.reuse is not None and not hasattr(policy, "recall"):
+        yield f"train.reuse: {name} cannot be shown old answers again; it is for vlm"
+    if train.lengths and not hasattr(policy, "limit"):
+        yield f"train.lengths: {name} writes no answers whose length could change; it is for vlm"
+
+
 def without_average(snapshots: Collection[str], train: TrainOptions) -> str | None:
     """What is wrong where an objective looks at a moving average of the weights that nobody keeps, or None."""
     if "ema" in snapshots and not train.ema:

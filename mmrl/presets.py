@@ -1,6 +1,7 @@
 """Presets: the choices other code bases and the papers make without saying so, written out as configuration.
 
-``preset: trl/dapo`` fills ``advantage``, ``objective`` and ``train`` where the configuration says nothing itself.
+``preset: trl/dapo`` fills ``advantage``, ``objective`` and ``train`` where the configuration says nothing itself. Of an
+objective that is written it fills the options, where that objective has them; another one is refused (``unreached``).
 What each sets is locked by tests to losses and gradients of the published functions (TRL 1.16, verl).
 """
 
@@ -101,9 +102,30 @@ PRESETS: dict[str, Sections] = {
 }
 
 
+SURROGATE_TAKERS = ("text", "masked", "unified", "clip_cov")  # objectives with the options surrogate and kl of text
+
+
+def unreached(plain: Mapping[Any, Any], name: str) -> str | None:
+    """Say why the preset ``name`` leaves the objective that the configuration has as it was; None if it does not."""
+    (wanted,) = PRESETS[name]["objective"]
+    written = plain.get("objective")
+    objective = next(iter(written), None) if isinstance(written, Mapping) else written
+    if objective == wanted or not isinstance(objective, str) or _takes(objective, wanted):
+        return None
+    able = f"{', '.join(SURROGATE_TAKERS)} (for models that write tokens)" if wanted == "text" else wanted
+    return (
+        f"preset {name} says how the objective {wanted} is computed and would leave {objective} as it was: write "
+        f"objective: {able}; or remove the preset"
+    )
+
+
+def _takes(objective: str, wanted: str) -> bool:
+    return wanted == "text" and objective in SURROGATE_TAKERS
+
+
 def filled(plain: Mapping[Any, Any], name: Any) -> dict[Any, Any]:
     """The configuration with what the preset ``name`` adds; whatever is written already stays."""
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         raise UserError(f"unknown preset {name!r}; {suggest(str(name), PRESETS)}")
     preset = copy.deepcopy(PRESETS[name])
     found = dict(plain)
@@ -115,10 +137,13 @@ def filled(plain: Mapping[Any, Any], name: Any) -> dict[Any, Any]:
 
 
 def _merged(preset: Any, given: Any) -> Any:
-    """Options of the preset's plug-in under those given for it; another plug-in replaces it."""
+    """Options of the preset's plug-in under those given for it, or for another that takes them as well."""
     (name, options) = next(iter(preset.items())) if isinstance(preset, Mapping) else (preset, {})
     if given is None or given == name:
         return preset
-    if isinstance(given, Mapping) and set(given) == {name}:
-        return {name: {**options, **(given[name] or {})}} if isinstance(given[name] or {}, Mapping) else given
+    written = {given: {}} if isinstance(given, str) else given
+    if isinstance(written, Mapping) and len(written) == 1:
+        (other, chosen) = next(iter(written.items()))
+        if (other == name or _takes(other, name)) and isinstance(chosen or {}, Mapping):
+            return {other: {**options, **(chosen or {})}}
     return given

@@ -22,7 +22,7 @@ from .data import Curriculum, batch, pick
 from .device import Device
 from .memory import Memory
 from .metrics import Meter
-from .objectives.base import Adaptive, Differentiates, Lagging, Objective, Shaping, couples
+from .objectives.base import Adaptive, Differentiates, Lagging, Objective, Revisiting, Shaping, couples
 from .optimizers import ema_decay, lr_factor
 from .options import TrainOptions, arithmetic, unsuited, without_average
 from .policies.base import Policy
@@ -79,6 +79,7 @@ class Trainer:
         rollout, rewards = self.collect()
         with self.meter.listening(), self._timed("update"):
             for epoch in range(self.options.epochs):
+                self.policy.epoch = epoch if self.options.epochs > 1 else None
                 rng = self._rng("update", epoch)
                 for index, part in enumerate(self._batches(rollout, rng)):
                     on_policy = epoch == index == 0 and self.objective.behaviour == "live"
@@ -103,6 +104,8 @@ class Trainer:
         first = self.device.rank * self.plan.prompts_per_process
         mine = prompts[first : first + self.plan.prompts_per_process]
         self.policy.iteration = self.iteration
+        if isinstance(self.objective, Revisiting):
+            self.objective.revisit(self.policy.weights, self.iteration, self._rng("checkpoints"))
         self._limit()
         drawn = self.draw(mine, self._rng("rollout", offset=first))
         found, self.noted = self._resampled(drawn) if self.options.resample else (drawn, {})

@@ -117,6 +117,7 @@ class Rollout(Rows):
     path: Tensor | None = None  # [B, K + 1, *] latents visited
     time: Tensor | None = None  # [B, K + 1] when; 1 is noise, 0 is data
     eta: Tensor | None = None  # [B, K] noise level; 0 is an ODE step, no decision
+    stream: Tensor | None = None  # [B, 2] long, with a path: the key of its noise; None: there is none after the first
     branch: Tensor | None = None  # [B, K] long, trees: name of the edge, shared by the rows that share it
     advantage: Tensor | None = None  # [B, 1] or [B, K]
     kept: Tensor | None = None  # [B] bool: rows that stay in training, decisions or not; None: all

@@ -120,8 +120,8 @@ METHODS = {
         ("objective.seppo.draws=4", "train.prompts=24", "train.copies=4", "train.batch_size=48"),
     ),
     "DRaFT": Method("draft", GRADIENT, 3e-4),
-    "ROCM, KL": Method("rocm", GRADIENT, 3e-4, ("objective.draft.divergence=kl",)),
-    "ROCM, Hellinger": Method("rocm", GRADIENT, 3e-4),
+    "DRaFT-2, KL": Method("draft_divergence", GRADIENT, 3e-4, ("objective.draft.divergence=kl",)),
+    "DRaFT-2, Hellinger": Method("draft_divergence", GRADIENT, 3e-4),
     "Adjoint Matching": Method("adjoint_matching", GRADIENT, 3e-4, ("train.iterations=5",)),
 }
 

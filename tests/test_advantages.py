@@ -36,23 +36,28 @@ def near(found, wanted, atol=2e-6):
     torch.testing.assert_close(found[: len(wanted), 0].float(), wanted, atol=atol, rtol=0, equal_nan=True)
 
 
-# -- published numbers (specs section 9) -------------------------------------------------------------------------------
+# -- what the published functions return -------------------------------------------------------------------------------
 
 ABACBA = rollout([0, 1, 0, 2, 1, 0], [{"text": t} for t in "abc"])
 ONE_TO_SIX = torch.arange(1.0, 7.0)
 
 
-def test_tv7_flow_grpo_and_ddpo():
+def test_per_prompt_statistics_of_flow_grpo_and_ddpo():
+    """PerPromptStatTracker of Flow-GRPO (Liu et al. 2025) and of DDPO (Black et al. 2023): prompts abacba,
+    rewards 1 to 6."""
     near(flow_grpo(ONE_TO_SIX, ABACBA, std="group"), [-1.135495, -0.999933, -0.162214, 0, 0.999933, 1.297708])
     near(flow_grpo(ONE_TO_SIX, ABACBA), [-1.36618, -0.878259, -0.195169, 0, 0.878259, 1.561349])
     near(DDPO(min_count=2)(ONE_TO_SIX, ABACBA), [-1.135549, -0.999999, -0.162221, 0.29277, 0.999999, 1.297771])
 
 
-def test_tv7_integer_rewards_are_not_truncated():
+def test_integer_rewards_are_not_truncated():
+    """As they are in DDPO's published code (Black et al. 2023), whose advantages take the type of the rewards."""
     near(DDPO(min_count=2)(ONE_TO_SIX.long(), ABACBA), [-1.135549, -0.999999])
 
 
-def test_tv8_standard_deviations():
+def test_standard_deviations_of_dance_grpo_flow_grpo_and_unirl():
+    """DanceGRPO (Xue et al. 2025; ddof 1), GRPO with ddof 0, Flow-GRPO (Liu et al. 2025; global), UniRL (global,
+    ddof 1)."""
     rows = rollout(G8)
     near(dance(R8, rows), [-1.019049, 0, 1.358732, -0.339683, 0, 0, 0, 0, -1.154878, -0.182349, 1.276444, 0.060783])
     ddof0 = [-1.176697, 0, 1.568929, -0.392232, 0, 0, 0, 0, -1.333539, -0.210559, 1.473911, 0.070186]
@@ -62,7 +67,9 @@ def test_tv8_standard_deviations():
     near(group(R8, rows, std="global", ddof=1, eps=1e-8), [-0.678707, 0, 0.904943, -0.226236])
 
 
-def test_tv9_several_rewards():
+def test_several_rewards_of_gdpo_flow_factory_and_mix_grpo():
+    """Flow-Factory's AdvantageProcessor (sum, GDPO) and MixGRPO's advantage_aggr (Li et al. 2025), weights 1 and
+    0.5."""
     rewards, rows = Rewards({"a": R8, "b": R9}, {"b": 0.5}), rollout(G8)
     near(group(rewards, rows, eps=1e-6, eps_mode="floor"), [-0.257499, -1.287496, 0.036786, 1.508209])
     both = [-1.244203, -0.673955, 1.498472, 0.419686, -0.569596, 0.569596, -0.569596, 0.569596]

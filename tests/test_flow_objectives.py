@@ -5,16 +5,19 @@ from functools import partial
 import pytest
 import torch
 
-from mmrl import advantages
+from mmrl import advantages, state
 from mmrl.dists import Gaussian
 from mmrl.objectives import CRD, D3PO, FPO, AdjointMatching, DiffusionDPO, Draft, SePPO
 from mmrl.objectives.direct import DIVERGENCES
 from mmrl.optimizers import adamw
 from mmrl.options import TrainOptions
-from mmrl.registry import UserError
+from mmrl.paths import find_config
+from mmrl.registry import WINDOWS, UserError
 from mmrl.scoring import Scorer
+from mmrl.session import read
 from mmrl.trainer import Trainer
 from mmrl.types import Point
+from mmrl.weights import Weights
 from rewards.card import card
 from samplers.kernels import consistency, memoryless, ode
 from samplers.noise import Rng
@@ -28,7 +31,7 @@ torch.set_default_dtype(torch.float32)
 def setting(objective, moved=0.02, copies=4, **options):
     """A toy whose live weights have moved away from its snapshots, its rollout, and the objective's points."""
     policy = toys.make("flow", double=True, **options)
-    for name in ("ref", "old"):
+    for name in ("ref", "old", *objective.snapshots):
         policy.weights.keep(name)
     with torch.no_grad():
         rollout = policy.rollout(toys.prompts(3), copies, Rng.of("rollout"))
@@ -54,7 +57,8 @@ def coupled(objective, policy, rollout):
     return gradient(policy, loss), whole
 
 
-def test_tv16_crd():
+def test_crds_losses_are_those_of_published_code():
+    """CRDTrainer._compute_crd_loss of Flow-Factory: these wanted and implicit rewards, beta 10."""
     a = torch.tensor([0.7, 0.4, 0.55, 0.2], dtype=torch.float64)[:, None]
     rt = torch.tensor([-0.02, 0.01, 0.03, -0.01], dtype=torch.float64)[:, None]
     point = Point(
@@ -129,35 +133,91 @@ def test_d3po_prefers_the_best_at_every_step():
     torch.testing.assert_close(found, gradient(policy, torch.stack(losses).mean()), rtol=1e-9, atol=1e-12)
 
 
-def test_seppo_follows_a_checkpoint_that_beats_its_anchor_and_is_dpo_otherwise():
-    for better in (False, True):
-        objective = SePPO(beta=3.0, draws=2)
-        policy, rollout = setting(objective)
-        if better:  # the anchor is now far off
-            with policy.weights.using("ref"), torch.no_grad():
-                list(policy.net.parameters())[-1].add_(3.0)
-                policy.weights.keep("ref")
-        found, whole = coupled(objective, policy, rollout)
-        with policy.weights.using("old"), torch.no_grad():
-            old = (policy.dist(whole).mean - whole.target).square().flatten(1).mean(1)
-        excess = (policy.dist(whole).mean - whole.target).square().flatten(1).mean(1) - old
-        losses = []
-        for group in range(3):
-            pair = whole.row[whole.group == group].unique()
-            worse, best = (int(row) for row in pair[rollout.advantage[pair, 0].argsort()])
-            assert rollout.advantage[best] == rollout.advantage[rollout.group == group].max()
-            for t in whole.time[whole.row == best]:
-                w, r = (excess[((whole.row == row) & (whole.time == t)).nonzero()[0, 0]] for row in (best, worse))
-                losses.append(-torch.nn.functional.logsigmoid(-1.5 * (w + r if better else w - r)))
-        torch.testing.assert_close(found, gradient(policy, torch.stack(losses).mean()), rtol=1e-8, atol=1e-12)
+def test_seppo_follows_a_reference_that_beats_the_current_model_on_the_winner():
+    """SePPO (Zhang et al. 2024): the anchor is the current model; elsewhere the loss is that of DPO."""
+    objective = SePPO(beta=3.0, draws=4)
+    policy, rollout = setting(objective, moved=0.1)
+    with policy.weights.using("ref"), torch.no_grad():  # the base model has no say in it
+        list(policy.net.parameters())[-1].add_(3.0)
+    followed_gradient, whole = coupled(objective, policy, rollout)
+    with policy.weights.using("earlier-0"), torch.no_grad():
+        reference = (policy.dist(whole).mean - whole.target).square().flatten(1).mean(1)
+    excess = (policy.dist(whole).mean - whole.target).square().flatten(1).mean(1) - reference
+    losses, followed = [], []
+    for group in range(3):
+        pair = whole.row[whole.group == group].unique()
+        rival, best = (int(row) for row in pair[rollout.advantage[pair, 0].argsort()])
+        assert rollout.advantage[best] == rollout.advantage[rollout.group == group].max()
+        for t in whole.time[whole.row == best]:
+            w, r = (excess[((whole.row == row) & (whole.time == t)).nonzero()[0, 0]] for row in (best, rival))
+            followed.append(bool(w > 0))  # the reference denoises the winner better than the current model
+            losses.append(-torch.nn.functional.logsigmoid(-1.5 * (w + r if followed[-1] else w - r)))
+    assert 0 < sum(followed) < len(followed), "both cases are there"
+    torch.testing.assert_close(followed_gradient, gradient(policy, torch.stack(losses).mean()), rtol=1e-8, atol=1e-12)
+
+
+def test_seppo_takes_a_reference_as_good_as_the_current_model_for_the_loser():
+    objective = SePPO(beta=3.0, draws=2)
+    policy, rollout = setting(objective, moved=0.0)
+    whole = Point.cat(list(objective.points(policy, rollout, Rng.of("points"))))
+    whole = whole[whole.mask.any(1)]
+    measured = objective.measure(policy, whole).detach()
+    assert not measured.any()
+    side = objective.couple(whole, measured).advantage
+    wins = whole.advantage == rollout.advantage.view(3, 4).amax(1)[whole.group][:, None]
+    torch.testing.assert_close(side, torch.where(wins, 1.5, -1.5).to(side), rtol=0, atol=1e-12)  # beta sigmoid(0)
+
+
+def test_seppos_reference_is_drawn_evenly_from_all_earlier_checkpoints_of_a_bounded_pool():
+    """Weights that count the iterations tell which checkpoint a slot holds."""
+    counts = torch.zeros(12)
+    for seed in range(240):
+        objective, net = SePPO(pool=3), torch.nn.Linear(1, 1)
+        weights = Weights(net)
+        for name in objective.snapshots:
+            weights.keep(name)
+        for iteration in range(12):
+            with torch.no_grad():
+                net.bias.fill_(iteration)
+            for _ in range(2 if seed < 20 else 1):  # a second call changes nothing
+                objective.revisit(weights, iteration, Rng.of(seed, iteration))
+            drawn = int(weights.saved[objective.behaviour]["bias"])
+            assert len(weights.saved) == 3 and drawn <= iteration
+        counts[drawn] += 1
+    expected = 240 / 12
+    assert ((counts - expected) ** 2 / expected).sum() < 31.3, (
+        counts
+    )  # chi-squared with 11 degrees of freedom: p = 0.001
+
+
+def seppo_trainer(pool=2, **options):
+    sizes = {"prompts": 4, "copies": 4, "batch_size": 8, "iterations": 8, "seed": 3} | options
+    return Trainer(
+        toys.make("flow", double=True), toys.prompts(), Scorer({"smooth": smooth}), advantages.dance,
+        SePPO(beta=5.0, pool=pool), partial(adamw, lr=3e-3), TrainOptions(**sizes),
+    )  # fmt: skip
+
+
+def test_seppos_pool_comes_through_a_checkpoint_to_the_bit():
+    whole, first, second = (seppo_trainer() for _ in range(3))
+    rewards = [whole.iterate()["reward/mean"] for _ in range(8)]
+    assert [first.iterate()["reward/mean"] for _ in range(4)] == rewards[:4]
+    state.restore(second, *state.capture(first))
+    assert [second.iterate()["reward/mean"] for _ in range(4)] == rewards[4:]
+    assert {"earlier-0", "earlier-1"} < set(second.policy.weights.saved)
+    for name, tensors in {**whole.policy.weights.saved, "live": whole.policy.weights.parameters()}.items():
+        others = second.policy.weights.parameters() if name == "live" else second.policy.weights.saved[name]
+        assert all(torch.equal(tensors[key], others[key]) for key in tensors), name
 
 
 @pytest.mark.parametrize("options", [{"kernel": ode}, {"sde": all_but_last}, {"kernel": consistency, "eta": 1.0}])
 @pytest.mark.parametrize("last", [None, 2])
-def test_draft_is_the_gradient_through_the_sampler(options, last):
-    """On policy: the reward of a sampler that is run again from the same state with the same noise."""
+@pytest.mark.parametrize("moved", [0.0, 0.05])
+def test_draft_is_the_gradient_through_the_sampler(options, last, moved):
+    """The reward of a sampler that is run again from the same state with the same noise, on policy or, after a step of
+    the optimizer, with weights that have moved."""
     objective = Draft(last=last)
-    policy, rollout = setting(objective, moved=0.0, **options)
+    policy, rollout = setting(objective, moved=moved, **options)
     (point,) = objective.points(policy, rollout, Rng.of(0))
     found = gradient(policy, objective.loss(policy, point).mean())
     steps = rollout.eta.shape[1]
@@ -167,7 +227,7 @@ def test_draft_is_the_gradient_through_the_sampler(options, last):
         v = policy._velocities(point.replace(state=x, time=rollout.time[:, k]), guided=False)[0]
         mean, std = policy.kernel(x, v, rollout.time[:, k], rollout.time[:, k + 1], rollout.eta[:, k])
         x = mean + std * Rng.of("rollout").normal(rollout.row, (2,), k + 1, torch.float64)
-    torch.testing.assert_close(x, rollout.sample, atol=1e-12, rtol=0)
+    assert moved or torch.allclose(x, rollout.sample, atol=1e-12, rtol=0)
     torch.testing.assert_close(found, gradient(policy, -toys.smooth_reward(x, None).mean()), rtol=1e-8, atol=1e-12)
 
 
@@ -234,7 +294,9 @@ LEARNING = {
     "crd": (lambda: CRD(kl=0.0), {}), "fpo": (lambda: FPO(), {}), "d3po": (lambda: D3PO(beta=5.0), {}),
     "seppo": (lambda: SePPO(beta=5.0), {}), "draft": (lambda: Draft(last=3), {"kernel": ode}),
     "rocm": (lambda: Draft(last=None, kl=0.01), {"kernel": consistency, "eta": 1.0}),
-    "adjoint_matching": (lambda: AdjointMatching(strength=10.0), {"kernel": memoryless, "eta": 1.0}),
+    "adjoint_matching": (
+        lambda: AdjointMatching(strength=10.0), {"kernel": memoryless, "eta": 1.0, "sde": all_but_last},
+    ),
     "dpo": (lambda: DiffusionDPO(beta=5.0), {}),
 }  # fmt: skip
 
@@ -260,3 +322,29 @@ def test_a_reward_without_gradient_is_refused_by_name():
     )  # fmt: skip
     with pytest.raises(UserError, match="'plain' has no gradient"):
         scorer.differentiable(torch.zeros(2, 2), toys.prompts(2))
+
+
+def test_crds_reference_has_a_guidance_of_its_own():
+    """The distance is of the plain velocity to the reference's guided one, v_u + w (v_c - v_u)."""
+    policy, rollout = setting(CRD(), moved=0.05)
+    (point,) = CRD(draws=1).points(policy, rollout, Rng.of("points"))
+    with policy.weights.using("ref"), torch.no_grad():
+        conditional, empty = policy._velocities(point, guided=True)
+    assert (conditional - empty).abs().max() > 0.1
+    for scale in (0.0, 1.0, 2.5):
+        guided = empty + scale * (conditional - empty)
+        wanted = 0.5 * (policy.dist(point).mean - guided).square().flatten(1).mean(1, keepdim=True)
+        extra = CRD(kl=0.5, ref_guidance=scale).loss(policy, point) - CRD(kl=0.0).loss(policy, point)
+        torch.testing.assert_close(extra, wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_the_shipped_adjoint_matching_takes_the_rewards_gradient_at_a_clean_sample():
+    """Adjoint Matching (Domingo-Enrich et al. 2025) with noise in all steps but the last."""
+    policy = read(find_config("digits/adjoint_matching"), []).plain["policy"]["sd3"]
+    assert WINDOWS[policy["sde"]](policy["steps"]).tolist() == [True] * 7 + [False]
+    objective = AdjointMatching(strength=2.0)
+    policy, rollout = setting(objective, kernel=memoryless, eta=1.0, sde=all_but_last)
+    assert rollout.mask[0].tolist() == [True] * (rollout.mask.shape[1] - 1) + [False]
+    (point,) = objective.points(policy, rollout, Rng.of(0))
+    last = point.replace(state=point.state[:, -2:])  # the step without noise alone: nothing to control
+    assert objective.loss(policy, point).min() > 0 and objective.loss(policy, last) == 0.0

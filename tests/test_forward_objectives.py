@@ -95,7 +95,8 @@ class Velocities:
 
 
 def test_guards_ratio_is_that_of_published_code():
-    """Vector TV12: log-ratios 0.0009 and -0.0019; mean squares of mu - mu_old 1e-4 and 2e-4."""
+    """GRPO-Guard (Wang et al. 2025), its published formula: log-ratios 0.0009 and -0.0019; mean squares of mu -
+    mu_old 1e-4 and 2e-4."""
     std = torch.full((2, 1), 1.21243548 * 0.5, dtype=torch.float64)
     moved = torch.tensor([[0.01, 0.01], [0.02, 0.0]], dtype=torch.float64)
     old = Gaussian(torch.zeros_like(moved), std)
@@ -113,7 +114,7 @@ def test_guards_ratio_is_that_of_published_code():
 
 
 def test_flow_dppo_drops_what_leaves_the_trust_region():
-    """Vector TV11."""
+    """Flow-DPPO as _flowdppo_kl_adv_loss of UniRL returns it."""
     log_ratio = torch.tensor([[0.002, 0.003, -0.004], [-0.002, -0.003, 0.004]], dtype=torch.float64)
     advantage = torch.tensor([[1.0, 1, 1], [-0.5, -0.5, 2]], dtype=torch.float64)
     kl = torch.tensor([1.39e-6, 5e-5, 2.2e-7], dtype=torch.float64).expand(2, 3)
@@ -141,7 +142,7 @@ def dgpo_of(miss, ref, advantage, **options):
 
 
 def test_dgpos_weights_loss_and_gradient_are_those_of_published_code():
-    """Vector TV13: group scores -1.4625 and 0.065625, beta 100, groups of 2.
+    """DGPO (Luo et al. 2025), compute_group_dgpo_loss: group scores -1.4625 and 0.065625, beta 100, groups of 2.
 
     The errors are chosen to have these scores, the first row's and the total loss's also to have the published values.
     """
@@ -195,7 +196,7 @@ def test_dgpo_stops_the_gradient_of_samples_that_moved_far():
     assert v.grad.abs().sum(1).bool().tolist() == [False, True, True, False]
 
 
-TV14 = {
+MISSES = {  # velocity minus target: of two rows under the live and the old weights
     "live": [[0.1, 0.05, 0.02, 0], [0.1, 0.1, 0.05, 0]],
     "old": [[0.05, 0, -0.02, 0.03], [0, 0.02, 0.06, -0.04]],
 }
@@ -203,9 +204,9 @@ TV14 = {
 
 @pytest.mark.parametrize(("beta", "expected"), [(1.0, 0.23164312), (0.1, 1.24113639)])
 def test_nfts_loss_is_that_of_published_code(beta, expected):
-    """Vector TV14, t = 0.6, r = 0.7 and 0.4."""
-    point, v = off_by(*TV14["live"], advantage=column(2.0, -1.0))
-    policy = Velocities(live=v, old=point.target + torch.tensor(TV14["old"], dtype=torch.float64), ref=v)
+    """DiffusionNFT (Zheng et al. 2025), eq. 5, as its published code has it, at t = 0.6, r = 0.7 and 0.4."""
+    point, v = off_by(*MISSES["live"], advantage=column(2.0, -1.0))
+    policy = Velocities(live=v, old=point.target + torch.tensor(MISSES["old"], dtype=torch.float64), ref=v)
     loss = NFT(beta=beta).loss(policy, point)
     assert float(loss.mean()) == pytest.approx(expected, abs=2e-6)
     if beta == 1:
@@ -217,9 +218,9 @@ def test_nfts_loss_is_that_of_published_code(beta, expected):
 
 def test_nfts_gradient_at_the_old_policy_is_advantage_times_denoising_error():
     """There both errors are equal and the two pulls differ by 2 r - 1 = A / 5; beta cancels."""
-    miss = torch.tensor(TV14["live"], dtype=torch.float64)
+    miss = torch.tensor(MISSES["live"], dtype=torch.float64)
     for beta in (1.0, 0.1):
-        point, v = off_by(*TV14["live"], advantage=column(2.0, -1.0))
+        point, v = off_by(*MISSES["live"], advantage=column(2.0, -1.0))
         policy = Velocities(live=v.requires_grad_(), old=v.detach(), ref=v.detach())
         NFT(beta=beta).loss(policy, point).sum().backward()
         weight = 0.6 * miss.abs().mean(1, keepdim=True)
@@ -242,26 +243,26 @@ def test_nfts_old_weights_follow_as_published():
     ],
 )  # fmt: skip
 def test_awms_weightings_are_those_of_published_code(weighting, expected):
-    """Vector TV15, t = 0.6."""
-    point, v = off_by(*TV14["live"])
+    """AWM (Xue et al. 2025), AWMTrainer.compute_weighted_log_prob of Flow-Factory, at t = 0.6."""
+    point, v = off_by(*MISSES["live"])
     found = SCORES[weighting](error(Velocities(live=v).dist(point), point), point.time[:, None])
     assert found.flatten().tolist() == pytest.approx(expected, abs=2e-7)
 
 
 def test_awms_gradient_on_policy_is_the_weighted_denoising_error():
-    point, v = off_by(*TV14["live"], advantage=column(0.5, -3.0))
+    point, v = off_by(*MISSES["live"], advantage=column(0.5, -3.0))
     policy = Velocities(live=v.requires_grad_(), old=v.detach(), ref=v.detach())
     meter = Meter()
     with meter.listening():
         AWM(weighting="t", kl=0.5).loss(policy, point).sum().backward()
-    miss = torch.tensor(TV14["live"], dtype=torch.float64)
+    miss = torch.tensor(MISSES["live"], dtype=torch.float64)
     torch.testing.assert_close(v.grad, column(0.5, -1.0) * 0.6 * 2 * miss / 4)
     assert meter.mean("ratio") == 1 and meter.mean("clip_fraction") == 0 and meter.mean("kl") == 0
 
 
 def test_awms_ratio_is_to_the_sampling_weights_and_clipped():
     """Errors 0.003225 now, 0.0625 before (t = 0.6, weighting t), reference elsewhere."""
-    point, v = off_by(*[TV14["live"][0]] * 2, advantage=column(1.0, -1.0))
+    point, v = off_by(*[MISSES["live"][0]] * 2, advantage=column(1.0, -1.0))
     policy = Velocities(live=v, old=point.target + 0.25, ref=v + 0.5)
     ratio = torch.tensor(0.6 * (0.0625 - 0.003225), dtype=torch.float64).exp()
     wide, narrow = (AWM(weighting="t", clip=clip, kl=0.0).loss(policy, point) for clip in (1.0, (0.01, 0.02)))
@@ -272,7 +273,7 @@ def test_awms_ratio_is_to_the_sampling_weights_and_clipped():
 
 
 def test_awm_may_stay_near_the_moving_average():
-    point, v = off_by(*[TV14["live"][0]] * 2, advantage=column(1.0, -1.0))
+    point, v = off_by(*[MISSES["live"][0]] * 2, advantage=column(1.0, -1.0))
     policy = Velocities(live=v, old=v, ref=v + 0.5, ema=v + 0.25)
     plain, near = (AWM(kl=0.0, ema_kl=weight).loss(policy, point) for weight in (0.0, 3.0))
     torch.testing.assert_close(near - plain, column(3 * 0.0625, 3 * 0.0625))
@@ -285,7 +286,7 @@ def test_awm_may_stay_near_the_moving_average():
 
 
 def test_diffusion_dpos_loss_and_gradient_are_those_of_published_code():
-    """Vector TV17: beta 100, errors 0.31 and 0.42, of the reference 0.30 and 0.40."""
+    """Diffusion-DPO (Wallace et al. 2024), eq. 14: beta 100, errors 0.31 and 0.42, of the reference 0.30 and 0.40."""
     root = torch.tensor([0.31, 0.42, 0.3, 0.4], dtype=torch.float64).sqrt()
     point, v = off_by(*[[float(root[i])] * 4 for i in (0, 1)], advantage=column(0.7, -0.2))
     ref = point.target + root[2:, None]

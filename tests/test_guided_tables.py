@@ -40,6 +40,6 @@ def mismatch(seed, scale, centred):
     (1.0, True, 1.0), (2.0, True, 0.963), (5.0, True, 0.899), (2.0, False, 0.869), (5.0, False, 0.581),
 ])  # fmt: skip
 def test_the_bias_of_the_published_score_is_as_large_as_it_was_measured(scale, centred, expected):
-    """Anchors of another set of random tables (specs of discrete models, 0.1): the same up to sampling error."""
+    """Anchors measured on another set of random tables: the same up to sampling error."""
     found = [mismatch(seed, scale, centred) for seed in range(TABLES)]
     assert sum(found) / TABLES == pytest.approx(expected, abs=1e-9 if scale == 1 else 0.04 if centred else 0.12)

@@ -11,8 +11,11 @@ import pytest
 import torch
 from PIL import Image
 
+from mmrl.paths import find_config
 from mmrl.policies.flux import pack
 from mmrl.registry import POLICIES, UserError, load_built_in
+from mmrl.session import Session, read
+from rewards.card import card
 from samplers.noise import Rng
 
 from . import tiny_diffusers
@@ -212,3 +215,41 @@ def test_an_image_is_a_file_or_in_memory_and_must_be_there(name, tmp_path):
         policy.encode([{"text": "a red seven", "image": str(tmp_path / "none.png")}])
     with pytest.raises(UserError, match="image_size 33 is not a multiple of 4"):
         make(name, image_size=33)
+
+
+@card(differentiable=True)
+def bright(media, prompts):
+    return media.flatten(1).mean(1)
+
+
+def test_rocm_follows_the_reward_through_the_steps_of_a_real_consistency_model():
+    """configs/lcm/rocm on a small LatentConsistencyModelPipeline. The steps that the objective takes again are those
+    of a rollout with the same noise under the weights of now, also when these have moved since."""
+    small = ["size=16", "steps=3", "lora={rank: 2, alpha: 4}", f"path={tiny_diffusers.folder('lcm')}"]
+    recipe = read(find_config("lcm/rocm"), [
+        *(f"policy.lcm.{override}" for override in small), "reward={tests.test_image_families:bright: 1.0}",
+        "train.prompts=4", "policy.lcm.width=4", "train.batch_size=4", "train.micro_batch=4", "optimizer.adamw.lr=1e-2",
+    ])  # fmt: skip
+    assert recipe["objective"] == {"draft": {"last": None, "kl": 0.1, "divergence": "kl"}}
+    session = Session.of(recipe)
+    trainer = session.trainer()
+    policy, objective = session.policy, trainer.objective
+    trainer.iterate()
+    prompts = list(session.data.train[:4])
+    with torch.no_grad():
+        before = policy.rollout(prompts, 1, Rng.of("same"))
+        reward = bright(policy.decode(before), None)
+    trainer.iterate()
+    trainer.iterate()
+    (point,) = objective.points(policy, before, Rng.of(0))
+    assert point.state.shape[1] == 4 and (before.eta[0] > 0).tolist() == [True, True, False]
+    with torch.no_grad():
+        now = policy.rollout(prompts, 1, Rng.of("same"))
+        assert (now.sample - before.sample).abs().max() > 1e-3
+        wanted = bright(policy.decode(now), None)
+    objective.kl = 0.0
+    torch.testing.assert_close(-objective.loss(policy, point)[:, 0], wanted, atol=1e-5, rtol=0)
+    objective.kl = 0.1
+    with torch.no_grad():
+        assert (objective.loss(policy, point)[:, 0] > -wanted).all(), "the divergence to the base counts"
+    assert wanted.mean() > reward.mean() + 1e-4, "two iterations raised the reward of the same noise"

@@ -250,7 +250,7 @@ def test_exports_load_again(make, tmp_path):
 
 
 def test_a_published_mismatch_in_a_table():
-    """One token: the conditional score's expected gradient is the true one over s (specs of discrete models, 6.4)."""
+    """One token: the conditional score's expected gradient is the true one over s."""
     z, z_empty, r = (Rng.of("table", i).normal(torch.zeros(1), (1, 6), dtype=torch.float64)[0, 0] for i in range(3))
     z.requires_grad_()
     for s in (2.0, 5.0):

@@ -32,17 +32,19 @@ def near(found, wanted, atol=2e-6):
     torch.testing.assert_close(found, wanted, atol=atol, rtol=0)
 
 
-# -- published numbers (specs section 9) -------------------------------------------------------------------------------
+# -- what the published functions return -------------------------------------------------------------------------------
 
 
-def test_tv1_flow_sde_first_step():
+def test_flow_sde_first_step():
+    """Flow-GRPO (Liu et al. 2025), eq. 9: its sde_step_with_logprob at noise level 0.7, from time 1 to 0.9."""
     mean, std = flow_sde(X, V, SIG[0], SIG[1], 0.7)
     near(std / math.sqrt(0.1), [2.2135942] * 2)
     near(mean[0], [0.3575, -0.695, 1.0425, 0.21875])
     near(mean_logp(mean + std * E, mean, std), [-0.90976357, -1.01101351])
 
 
-def test_tv1_flow_sde_middle_step():
+def test_flow_sde_middle_step():
+    """Flow-GRPO (Liu et al. 2025), eq. 9: its sde_step_with_logprob at noise level 0.7, from 0.75 to 0.5."""
     mean, std = flow_sde(X, V, SIG[2], SIG[3], 0.7)
     near(std / 0.5, [1.21243548] * 2)
     near(mean, [0.31525, -0.56825, 0.852375, 0.282125, -0.908625, 0.457625, -0.0334375, -1.123875])
@@ -52,7 +54,8 @@ def test_tv1_flow_sde_middle_step():
     near(mean_logp(x, mean, std), [-0.76592255, -0.86717248])
 
 
-def test_tv1b_replay_under_other_weights():
+def test_flow_sde_replay_under_other_weights():
+    """Flow-GRPO's log-probs, ratio and KL of that step with a velocity larger by 0.01."""
     mean, std = flow_sde(X, V, SIG[2], SIG[3], 0.7)
     x = mean + std * E
     moved, _ = flow_sde(X, V + 0.01, SIG[2], SIG[3], 0.7)
@@ -62,7 +65,8 @@ def test_tv1b_replay_under_other_weights():
     near((moved - mean).square().flatten(1).mean(1) / (2 * (std.flatten() / 0.5) ** 2), [3.3e-6] * 2, atol=5e-8)
 
 
-def test_tv3_dance_sde():
+def test_dance_sde():
+    """DanceGRPO (Xue et al. 2025), section 3.2: flux_step of its train_grpo_flux at eta 0.3."""
     mean, std = dance_sde(X, V, SIG[2], SIG[3], 0.3)
     x = mean + std * E
     near(x, [0.59175, -0.90775, 1.294125, 0.142375, -0.912875, 0.550875, -0.1253125, -1.134625])
@@ -72,14 +76,16 @@ def test_tv3_dance_sde():
     near(mean_logp(mean + std * E, mean, std), [1.08882654, 0.9875766])
 
 
-def test_tv1c_wan():
+def test_wan_sde():
+    """Flow-GRPO's sde_step_with_logprob for Wan: noise by the second time of the grid."""
     mean, std = wan_sde(X[:, :, None], V[:, :, None], SIG[2], SIG[3], SIG[1])
     near(mean[0], [0.40823436, -0.76267183, 1.1440078, 0.31171095])
     near(mean[1], [-0.98892969, 0.50411719, -0.00173828, -1.29716408])
     near(std, [0.3375] * 2)
 
 
-def test_tv2_cps():
+def test_flow_cps():
+    """Coefficients-Preserving Sampling (Wang et al. 2025): sde_step_with_logprob of Flow-CPS."""
     mean, std = cps(X, V, SIG[2], SIG[3], 0.8)
     near(std, [0.47552827] * 2)
     near(mean[0], [0.25997967, -0.4526847, 0.67902714, 0.264539])
@@ -94,7 +100,9 @@ def test_tv2_cps():
     near(std, [0.0] * 2)
 
 
-def test_tv4_ddim():
+def test_ddim_of_ddpo():
+    """DDPO (Black et al. 2023) and DanceGRPO: ddim_step_with_logprob, eta 1, with DDIMScheduler's scaled linear
+    betas."""
     stable = Diffusion(final=float(Diffusion().alphas[0]))  # set_alpha_to_one false
     for timestep, before, wanted in [(981, 961, 0.4544633), (501, 481, 0.29478469), (1, -1, 0.02064835)]:
         mean, std = ddim(X, V, (timestep + 1) / 1000, (before + 1) / 1000, 1.0, process=stable)
@@ -106,7 +114,8 @@ def test_tv4_ddim():
     assert [float(stable.alphas[i]) for i in (981, 961)] == pytest.approx([0.0057755, 0.00728172], rel=2e-6)
 
 
-def test_tv5_deterministic_solvers():
+def test_deterministic_solvers_of_diffusion_nft():
+    """DiffusionNFT (Zheng et al. 2025), solver.run_sampling: DPM-Solver++ of order 2 and 1, DDIM; v = 0.5 x - 0.1 t."""
     finals = {
         2: [0.33978865, -0.56338203, 0.9419024, 0.18926018, -0.41285369, 0.27957726, 0.0989431, -0.68380505],
         1: [0.34117872, -0.54114127, 0.92939192, 0.19412535, -0.39408797, 0.28235734, 0.10589337, -0.65878403],
@@ -118,7 +127,8 @@ def test_tv5_deterministic_solvers():
         near(x, finals[order])
 
 
-def test_tv6_flow_ddim_with_noise():
+def test_flow_ddim_with_noise():
+    """DiffusionNFT (Zheng et al. 2025), solver.run_sampling: ddim at eta 0.7, log-probs of each step."""
     x, found = X.double(), []
     for t, s in zip(SIG[:-2], SIG[1:-1]):
         mean, std = flow_ddim(x, 0.5 * x - 0.1 * t, t, s, 0.7)
@@ -127,15 +137,17 @@ def test_tv6_flow_ddim_with_noise():
     near(torch.stack(found), [-0.80440313, -0.56318998, -0.15772499, 0.73194337])
 
 
-def test_tv6b_the_sde_of_dpm_solver_is_ancestral_ddim():
+def test_the_sde_of_dpm_solver_is_ancestral_ddim():
+    """MixGRPO (Li et al. 2025), dpm_solver_first_order_update of its SDE, from 0.75 to 0.5."""
     mean, std = flow_ddim(X, V, SIG[2], SIG[3], 1.0)
     near(mean[0], [0.26666668, -0.46666664, 0.70000005, 0.26666668])
     near(mean[1], [-0.86666673, 0.43333331, -0.05, -1.03333342])
     near(std, [0.47140452] * 2)
 
 
-def test_tv5c_dpm_is_the_solver_that_dgpo_samples_with():
-    """Diffusers' multistep solver on flow times of shift 3: the published numbers, and the scheduler itself."""
+def test_dpm_is_the_solver_that_dgpo_samples_with():
+    """Diffusers' multistep solver on flow times of shift 3: DGPO's (Luo et al. 2025) ten steps, and the scheduler
+    itself."""
     from diffusers import DPMSolverMultistepScheduler
 
     plain = DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)

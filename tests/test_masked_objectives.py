@@ -1,6 +1,7 @@
 """Estimators of masked diffusion against the gradient of the expected reward, on tables of all conditionals."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -10,10 +11,13 @@ from torch.nn.functional import cosine_similarity
 from mmrl.batches import loss_weights
 from mmrl.objectives import Masked
 from mmrl.objectives.remasking import fading
+from mmrl.optimizers import adamw
+from mmrl.options import TrainOptions
 from mmrl.policies.base import Remaskable
 from mmrl.policies.masked import MaskedDiffusion
-from mmrl.registry import ESTIMATORS, SURROGATES, UserError
-from mmrl.types import Rollout
+from mmrl.registry import ADVANTAGES, ESTIMATORS, SURROGATES, UserError
+from mmrl.trainer import Trainer
+from mmrl.types import Rewards, Rollout
 from samplers.noise import Rng
 
 from . import toys
@@ -328,3 +332,55 @@ def test_other_models_are_refused():
         Masked(surrogate=SURROGATES["gspo"]).points(TablePolicy(steps=3), rollout, POINTS)
     with pytest.raises(UserError, match="low < high"):
         ESTIMATORS["coupled"](TablePolicy(steps=3), rollout, POINTS, low=0.9, high=0.5)
+
+
+def test_in_several_epochs_every_rate_of_mask_grpo_comes_once_from_low_to_high():
+    """MaskGRPO (Ma et al. 2025, arXiv 2510.02880): t_j = gamma + (1 - gamma) j / mu, one an inner update."""
+    policy = TablePolicy(steps=3)
+    rollout, _ = rolled(policy, 0, 6000)
+    rates = [0.667, 0.733, 0.8, 0.867, 0.933, 0.999]
+
+    def hidden(epoch, **options):
+        policy.epoch = epoch
+        points = ESTIMATORS["mask_grpo"](policy, rollout, Rng.of("update", epoch or 0), low=0.6, **options)
+        return [point.mask.double().mean().item() for point in points]
+
+    one_by_one = [rate for epoch in range(6) for rate in hidden(epoch)]
+    assert one_by_one == pytest.approx(rates, abs=0.015)
+    two_by_two = [rate for epoch in range(3) for rate in hidden(epoch, draws=2)]
+    assert two_by_two == pytest.approx(rates, abs=0.015)
+    assert hidden(6) == pytest.approx(rates[:1], abs=0.015), "then from the start"
+
+
+def test_the_trainer_says_which_of_several_epochs_it_is():
+    epochs_seen = []
+
+    def estimator(policy, rollout, rng):
+        epochs_seen.append(policy.epoch)
+        return ESTIMATORS["d1"](policy, rollout, rng, prompt=0)
+
+    for epochs, wanted in ((1, [None] * 2), (3, [0, 0, 1, 1, 2, 2])):
+        epochs_seen.clear()
+        Trainer(
+            TablePolicy(steps=3), [{"text": "x"}] * 2, lambda media, prompts: Rewards({"x": reward(media, 0)}),
+            ADVANTAGES["dance"], Masked(estimator=estimator), partial(adamw, lr=1e-3),
+            TrainOptions(prompts=2, copies=4, batch_size=4, epochs=epochs, iterations=1),
+        ).iterate()  # fmt: skip
+        assert epochs_seen == wanted
+
+
+def test_schedule_matched_weights_are_those_of_the_passes():
+    """In expectation every token is scored once: the sum over passes of rate times weight is 1."""
+    policy = TablePolicy(steps=4)
+    rollout, _ = rolled(policy, 0, 40)
+    rates = policy.rates.double().tolist()
+    points = ESTIMATORS["schedule_matched"](policy, rollout, POINTS)
+    weights = [float(point.known.unique()) for point in points]
+    assert weights == pytest.approx([(now - then) / now for now, then in itertools.pairwise(rates)])
+    assert sum(rate * weight for rate, weight in zip(rates, weights)) == pytest.approx(1.0) and len(points) == 4
+    for passes in (1, 2):
+        chosen = ESTIMATORS["schedule_matched"](policy, rollout, POINTS, passes=passes)
+        wanted = [weight * 4 / passes for weight in weights]
+        assert len(chosen) == passes
+        for point in chosen:
+            assert min(abs(float(point.known.unique()) - weight) for weight in wanted) < 1e-9

@@ -17,7 +17,7 @@ ADVANTAGE = torch.tensor([1, -1, 2, -2, 0.5, -0.7], dtype=torch.float64)[:, None
 
 
 def test_the_clipped_surrogate_of_published_code():
-    """Vector TV10."""
+    """PPO (Schulman et al. 2017), eq. 7, as _grpo_clip_loss of UniRL returns it."""
     loss = clipped(1e-4)(LOG_RATIO, torch.zeros_like(LOG_RATIO), ADVANTAGE)
     expected = [-1.00004995, 0.99992001, -2.00020003, 1.99979997, -0.5, 0.70703512]
     torch.testing.assert_close(loss.flatten(), torch.tensor(expected, dtype=torch.float64), atol=2e-6, rtol=0)
@@ -63,7 +63,7 @@ def one_step():
 
 
 def test_ratio_and_kl_of_published_code():
-    """Vector TV1b: the velocity moved by 0.01 after sampling."""
+    """Flow-GRPO (Liu et al. 2025), eq. 9 and its KL: the velocity moved by 0.01 after sampling."""
     policy, point = one_step()
     meter = Meter()
     with meter.listening():

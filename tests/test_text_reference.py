@@ -1,24 +1,27 @@
 """Text objectives against what TRL 1.16 and verl compute: loss and gradient through the trainer, advantages, KLs.
 
-The numbers are those of the published functions on one batch of four answers of up to four tokens (specs section 8).
+The numbers are those of the published functions on one batch of four answers of up to four tokens.
 """
 
 import json
+import math
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from torch import nn
 
 from mmrl import config
 from mmrl.dists import Categorical
+from mmrl.objectives import ClipCov, clipped
 from mmrl.objectives.kl import estimate
 from mmrl.optimizers import sgd
 from mmrl.options import TrainOptions
 from mmrl.policies.base import NetPolicy
 from mmrl.presets import PRESETS, filled
-from mmrl.registry import ADVANTAGES, OBJECTIVES, UserError, load_built_in
+from mmrl.registry import ADVANTAGES, OBJECTIVES, SURROGATES, UserError, load_built_in
 from mmrl.scoring import Scorer
 from mmrl.trainer import Trainer
 from mmrl.types import Point, Rewards, Rollout
@@ -224,7 +227,105 @@ def test_an_unknown_preset_is_named_with_its_line(tmp_path):
         config.load(tmp_path / "run.yaml")
 
 
+def test_a_preset_that_is_no_name_is_refused(tmp_path):
+    (tmp_path / "run.yaml").write_text(RUN.replace("verl/dapo", "[verl/dapo]"))
+    with pytest.raises(UserError, match=r"run.yaml:5: preset: unknown preset \['verl/dapo'\]"):
+        config.load(tmp_path / "run.yaml")
+
+
 def test_a_text_objective_on_a_flow_model_is_refused_with_its_line(tmp_path):
     (tmp_path / "run.yaml").write_text(RUN.replace("preset: verl/dapo", "objective: {text: {surrogate: gspo}}"))
     with pytest.raises(UserError, match=r"run.yaml:5: objective.text: the objective Text is for models that"):
         config.check(config.load(tmp_path / "run.yaml"))
+
+
+@pytest.mark.parametrize(("objective", "config_file"), [
+    ("grpo", "digits/flow_grpo"), ("guard", "digits/guard"), ("dgpo", "digits/dgpo"), ("grpo", "digits/ar_grpo"),
+    ("grpo", "janus/ar_grpo"), ("kl_cov", "vlm/counting"), ("gvpo", "vlm/counting"),
+])  # fmt: skip
+def test_a_preset_that_would_leave_the_objective_as_it_was_is_refused(objective, config_file):
+    """It used to be accepted, and to change the advantage and the reduction alone."""
+    with pytest.raises(UserError, match=f"preset trl/dapo .* would leave {objective} as it was: .*objective: text"):
+        config.load(f"configs/{config_file}.yaml", ["preset=trl/dapo", f"objective={objective}"])
+    config.load(f"configs/{config_file}.yaml", [f"objective={objective}"])
+    with pytest.raises(UserError, match="would leave text as it was: write objective: clip_cov; or remove"):
+        config.load(f"configs/{config_file}.yaml", ["objective=text", "preset=verl/clip_cov"])
+
+
+@pytest.mark.parametrize(("file", "objective"), [
+    ("digits/mask_grpo", "masked"), ("janus/t2i_r1", "unified"), ("vlm/counting", "clip_cov"),
+])  # fmt: skip
+def test_a_preset_reaches_every_objective_that_takes_surrogates(file, objective, tmp_path):
+    plain = yaml.safe_load(Path(f"configs/{file}.yaml").read_text()) | {"preset": "trl/cispo"}
+    written = plain["objective"].get(objective, {})
+    written.pop("surrogate", None)
+    plain["objective"] = {objective: written}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(plain))
+    options = config.load(tmp_path / "run.yaml")["objective"][objective]
+    kl = {"weight": 0.0, "form": "k3", "corrected": True}
+    assert options == {"surrogate": {"cispo": {"cap": 5.0}}, "kl": kl} | written
+    assert config.build({objective: options}, OBJECTIVES).surrogate.keywords == {"cap": 5.0}
+
+
+# -- clip-higher and Clip-Cov ------------------------------------------------------------------------------------------
+
+CLIPPED = {  # surrogate -> its loss for one token of ratio rho and A = 1, by the upper bound it has
+    "ppo": lambda rho, high: -min(rho, 1 + high), "gspo": lambda rho, high: -min(rho, 1 + high),
+    "gspo_token": lambda rho, high: -min(rho, 1 + high), "luspo": lambda rho, high: -min(rho, 1 + high),
+    "rloo": lambda rho, high: -min(rho, 1 + high), "gmpo": lambda rho, high: -min(rho, math.exp(high)),
+    "cispo": lambda rho, high: -min(rho, 1 + high) * math.log(rho / 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+def test_clip_higher_has_an_upper_bound_of_its_own(name):
+    """DAPO (Yu et al. 2025), eq. 10: A > 0 is clipped at 1 + high, A < 0 at 1 - low."""
+    for rho in (1.05, 1.15, 1.25, 1.5):
+        old = torch.tensor([[math.log(0.5)]], dtype=torch.float64)  # a token of probability 1/2
+        logp, mask = old + math.log(rho), torch.ones(1, 1, dtype=torch.bool)
+        for low, high in ((0.1, 0.2), (0.2, 0.1), (0.1, None)):
+            if (name, high) == ("cispo", None):
+                continue  # verl's form has no default
+            loss = SURROGATES[name](logp, old, torch.ones(1, 1), mask, low=low, high=high)
+            assert loss.item() == pytest.approx(CLIPPED[name](rho, low if high is None else high)), (rho, low, high)
+    fallen = SURROGATES[name](old - 1, old, -torch.ones(1, 1), mask, low=0.1, high=0.3)
+    bound = {"gmpo": math.exp(-0.1), "cispo": 0.9 * (math.log(0.5) - 1)}.get(name, 0.9)
+    assert fallen.item() == pytest.approx(bound)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.2, 0.28), (0.3, None)])
+def test_trls_two_sided_clip_keeps_clip_higher(low, high):
+    """TRL's delta bounds the ratio that is not clipped; A > 0 still ends at 1 + high."""
+    old, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
+    loss = SURROGATES["ppo"](old + 1.0, old, torch.ones(1, 1), mask, low=low, high=high, delta=4.0)
+    assert loss.item() == pytest.approx(-(1 + (low if high is None else high)))
+
+
+def test_clip_higher_of_visual_policy_gradients():
+    loss = clipped(1e-4, 3e-4)
+    logp, old = torch.tensor([[2e-4, 5e-4]], dtype=torch.float64), torch.zeros(1, 2, dtype=torch.float64)
+    assert loss(logp, old, torch.ones(1, 1)).tolist()[0] == pytest.approx([-math.exp(2e-4), -1.0003], abs=1e-12)
+
+
+def cov_point(ratios, fresh):
+    """One row of tokens of probability 1/2, and log-probs by ``ratios``; the first drew the smallest numbers."""
+    old = torch.full((1, len(ratios)), math.log(0.5), dtype=torch.float64)
+    draws = torch.linspace(0.1, 0.9, len(ratios), dtype=torch.float64)[None]
+    point = Point(
+        group=torch.zeros(1, dtype=torch.long), row=torch.zeros(1, dtype=torch.long), state=old, logprob=old,
+        mask=torch.ones(1, len(ratios), dtype=torch.bool), advantage=torch.ones(1, 1).double(), known=draws,
+        fresh=fresh,
+    )  # fmt: skip
+    return point, old + torch.tensor([ratios], dtype=torch.float64).log()
+
+
+def test_clip_cov_spends_its_share_on_tokens_that_are_not_clipped():
+    """As verl's compute_policy_loss_clip_cov, which takes clipped tokens out of the window first."""
+    objective = ClipCov(share=0.5, low=-100.0, high=100.0)
+    ratios = [1.5, 1.3, 1.21, 1.1, 1.0, 0.7]  # with A > 0 the first three are clipped at 1.2, the last is not
+    point, logp = cov_point(ratios, fresh=False)
+    assert objective.couple(point, logp).known.tolist() == [[0, 0, 0, 1, 1, 1]]
+    point, logp = cov_point(ratios, fresh=True)  # on the first step no ratio is clipped
+    assert objective.couple(point, logp).known.tolist() == [[1, 1, 1, 0, 0, 0]]
+    point, logp = cov_point([1.5] * 6, fresh=False)
+    assert not objective.couple(point, logp).known.any(), "all are clipped already"

@@ -124,7 +124,7 @@ def test_moving_average_and_reference_are_kept():
 
 
 def test_the_moving_average_is_flow_grpos():
-    """Vector TV21: decay 0.9 every 8 steps, the parameter equal to the step."""
+    """EMAModuleWrapper of Flow-GRPO (Liu et al. 2025): decay 0.9 every 8 steps, the parameter equal to the step."""
     module = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(module.weight)
     weights, found = Weights(module), []

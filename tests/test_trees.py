@@ -37,7 +37,8 @@ def stick(tree, steps):
 
 
 @pytest.mark.parametrize(("steps", "forwards", "edges"), [(20, 203, 218), (16, 139, 154)])
-def test_tv19b_what_a_tree_costs(steps, forwards, edges):
+def test_branch_grpo_what_a_tree_costs(steps, forwards, edges):
+    """BranchGRPO (Li et al. 2025), its published trees: 16 leaves that split at steps 0, 3, 6 and 9."""
     rollout, spans = stick(Tree(splits=[0, 3, 6, 9]), steps)
     cost = size(spans, 16, torch.ones(steps))
     assert cost == {"forwards": forwards / 16, "edges": edges / 16} and int(rollout.mask.sum()) == edges
@@ -128,8 +129,9 @@ def test_published_noise_is_scaled_but_scored_as_if_it_were_not():
     assert rollout.logprob[:, 0].mean() < exact.logprob[:, 0].mean() - 3  # 16 times the exponent
 
 
-def test_tv20_the_published_branch_step():
-    """Dance-SDE from 0.75 to 0.5 with 4 times the noise; the log-prob is that of the noise unscaled."""
+def test_branch_grpo_the_published_branch_step():
+    """BranchGRPO (Li et al. 2025), flux_step_with_split: Dance-SDE from 0.75 to 0.5 with 4 times the noise; the
+    log-prob is that of the noise unscaled."""
     x = torch.tensor([[0.5, -1, 1.5, 0.25], [-0.75, 0.4, 0.1, -1.2]]).view(2, 1, 2, 2)
     v = torch.tensor([[0.2, -0.6, 0.9, -0.3], [1.1, -0.5, 0.35, 0.7]]).view(2, 1, 2, 2)
     noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
@@ -177,7 +179,8 @@ def test_trees_that_do_not_fit_are_refused(tree, copies, said):
 # -- advantages --------------------------------------------------------------------------------------------------------
 
 
-def test_tv19_fused_and_normalised_by_depth():
+def test_branch_grpo_fused_and_normalised_by_depth():
+    """BranchGRPO (Li et al. 2025), compute_hierarchical_advantages_by_depth: splits 0 and 2 of 4 steps."""
     rollout, _ = stick(TREE, 4)
     reward = torch.tensor([0.1, 0.5, 0.9, 0.3], dtype=torch.float64)
     found = Branch()(reward, rollout)

@@ -59,7 +59,7 @@ SIZES = {  # depth: scales, shared modulation, parameters as published, in milli
 
 
 def published(depth, sides, together):
-    """Names and shapes of a published checkpoint (specs of discrete models, 2.4)."""
+    """Names and shapes of a published checkpoint of VAR (Tian et al. 2024)."""
     c, length = 64 * depth, sum(side * side for side in sides)
     block = {
         "attn.scale_mul_1H11": (1, depth, 1, 1), "attn.q_bias": (c,), "attn.v_bias": (c,), "attn.zero_k_bias": (c,),
@@ -117,7 +117,7 @@ def test_checkpoints_as_published_are_read(make, tmp_path):
 
 
 def test_the_shared_convolutions_of_ten_scales_are_those_of_float64():
-    """In float32 ties fall elsewhere and images degrade silently (specs of discrete models, 2.4)."""
+    """In float32 ties fall elsewhere and images degrade silently, in VAR's published quantiser (Tian et al. 2024)."""
     assert shared(10) == [0, 0, 1, 1, 1, 2, 2, 3, 3, 3]
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..presets import filled
+from ..presets import filled, unreached
 from ..registry import REWARDS, Registry, UserError, suggest
 from .building import Weighted, build, build_dataclass, build_rewards, raise_all, resolve_rewards
 from .checks import check, import_plugins
@@ -91,6 +91,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), required: Collection[s
     for override in overrides:
         override_with(plain, marks, override)
     problems = [*_sections(plain, Place((), marks)), *_missing(plain, file, required)]
+    if (name := plain.get("preset")) is not None and (why := unreached(plain, name)):
+        problems.append(Place(("objective",), marks).say(why))
     raise_all(problems)
     return Config({**plain, **{key: plain.get(key) or default for key, default in DEFAULTS.items()}}, file, marks)
 

@@ -8,7 +8,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..options import EvaluateOptions, TrainOptions, impossible, unsuited, without_average
+from ..options import EvaluateOptions, TrainOptions, impossible, unsuited, unsupported_options, without_average
 from ..registry import REWARDS, UserError, import_file, import_module
 from .building import raise_all, resolve_rewards
 from .needs import missing_fields, without_gradient, wrong_media
@@ -46,7 +46,7 @@ def check(
         given = supplied.get(section, ())
         found = resolve(config[section], registry, config.place((section,)), problems, given)
         if isinstance(found, Resolved):
-            if is_dataclass(found.entry) and not given:
+            if _cheap(found.entry) and not given:
                 made = _try(problems, construct, found)  # plain values: their own checks cost nothing
                 objective = made if section == "objective" else objective
             entries[section] = found
@@ -61,6 +61,8 @@ def check(
             if why := without_average(getattr(objective, "snapshots", ()), built):
                 problems.append(entries["objective"].place.say(why))
             problems += [f"{config.where(line.partition(' ')[0])}: {line}" for line in impossible(built, processes)]
+            unfit = unsupported_options(built, named.get("policy"))
+            problems += [f"{config.where(line.partition(':')[0])}: {line}" for line in unfit]
         if isinstance(built, EvaluateOptions) and built.reward:
             _rewards(config, built.reward, (section, "reward"), problems, named)
     convert(config.plain.get("run"), str | None, config.place(("run",)), problems)
@@ -72,8 +74,13 @@ def _unsuited(entries: Mapping[str, Resolved]) -> Iterator[str]:
     if {"objective", "policy"} <= set(entries):
         objective, policy = entries["objective"], entries["policy"]
         why = unsuited(objective.entry, policy.entry)
-        if why is not None:
+        if why is not None or (why := _whole_answers(objective, policy)) is not None:
             yield objective.place.say(why)
+        if getattr(objective.entry, "redraws", False) and policy.options.get("tree") is not None:
+            yield objective.place.say(
+                f"the objective {objective.entry.__name__} draws the noise of single paths again: remove the policy's "
+                "option tree, whose samples share noise"
+            )
         kernel = policy.options.get("kernel")
         still = policy.options.get("eta") == 0 or (isinstance(kernel, Resolved) and kernel.entry.__name__ == "ode")
         if getattr(objective.entry, "visits", False) and still:
@@ -82,6 +89,26 @@ def _unsuited(entries: Mapping[str, Resolved]) -> Iterator[str]:
                 "give it a stochastic kernel and an eta above 0 (kernel: flow_sde, eta: 0.7), or take an objective of "
                 "finished samples: dgpo, nft, awm, fpo, crd, rwr, diffusion_dpo"
             )
+
+
+def _whole_answers(objective: Resolved, policy: Resolved) -> str | None:
+    """Why a surrogate of whole answers cannot be computed for this policy; None if it can, or if there is none."""
+    surrogate = objective.options.get("surrogate")
+    if not isinstance(surrogate, Resolved) or not getattr(surrogate.entry, "whole_rows", False):
+        return None
+    if getattr(policy.entry, "one_pass", True) or objective.entry.needs == "masked":  # whose estimator decides
+        return None
+    return (
+        f"the surrogate {surrogate.entry.__name__} compares whole answers, whose tokens the policy "
+        f"{policy.entry.__name__} scores in several passes; choose ppo, cispo, sapo or reinforce"
+    )
+
+
+def _cheap(entry: Callable) -> bool:
+    """Whether an object is made of plain values, so that its own checks cost nothing."""
+    from ..objectives.text import Text
+
+    return is_dataclass(entry) or (isinstance(entry, type) and issubclass(entry, Text))
 
 
 def _try(problems: list[str], call: Callable, *args: Any) -> Any:

@@ -5,6 +5,7 @@ from .base import Coupled as Coupled
 from .base import Differentiates as Differentiates
 from .base import Lagging as Lagging
 from .base import Objective as Objective
+from .base import Revisiting as Revisiting
 from .base import frozen as frozen
 from .covariance import ClipCov as ClipCov
 from .covariance import KLCov as KLCov

@@ -17,6 +17,7 @@ from samplers.noise import Rng
 from ..dists import Dist
 from ..policies.base import Policy
 from ..types import Media, Point, Prompt, Rewards, Rollout
+from ..weights import Weights
 
 
 class Objective(Protocol):
@@ -56,6 +57,18 @@ class Lagging(Protocol):
 
     def old_decay(self, step: int) -> float:
         """After an iteration, at optimizer step ``step``: old = decay * old + (1 - decay) * live."""
+
+
+@runtime_checkable
+class Revisiting(Protocol):
+    """An objective that samples with, or compares with, earlier checkpoints of its own training."""
+
+    def revisit(self, weights: Weights, iteration: int, rng: Rng) -> None:
+        """Before iteration ``iteration`` (from 0): update the snapshots; choose ``behaviour`` anew.
+
+        ``rng`` belongs to the iteration and is the same on all processes, so that nothing but the snapshots need be
+        saved. Called twice for one iteration it does nothing more.
+        """
 
 
 @runtime_checkable

@@ -20,7 +20,7 @@ from ..metrics import observe
 from ..policies.base import Policy
 from ..registry import OBJECTIVES
 from ..types import Point, Rollout
-from .text import Text
+from .text import Text, without_slope
 
 Share = Annotated[float, Gt(0), Le(1)]
 
@@ -37,16 +37,21 @@ class _Covariance(Text):
         every = all_gather_rows(torch.stack([measured[point.mask], advantage[point.mask]], 1))  # [N, 2]
         mean = every.mean(0)
         covariance = (measured - mean[0]) * (advantage - mean[1])
-        chosen = self.chosen((every - mean).prod(1), covariance, point) & point.mask
+        chosen = self.chosen((every - mean).prod(1), covariance, self._free(point, measured)) & point.mask
         observe("held_back", chosen.double(), point.mask)
         return point.replace(known=chosen.to(measured))
+
+    def _free(self, point: Point, measured: Tensor) -> Point:
+        """The point with the tokens of ``mask`` that may be held back: here all."""
+        return point
 
 
 @OBJECTIVES.register("clip_cov")
 class ClipCov(_Covariance):
     """Clip-Cov: a random few tokens of high covariance have no gradient; the others PPO's clipped ratio.
 
-    share: how many, of all tokens of the step. low, high: between which their covariance lies. Others as in text.
+    share: how many, of all tokens of the step; those that the ratio's clip left without gradient are not drawn.
+    low, high: between which their covariance lies. Others as in text.
     """
 
     def __init__(self, share: Share = 2e-4, low: float = 1.0, high: float = 5.0, **options: Any):
@@ -63,6 +68,12 @@ class ClipCov(_Covariance):
         draws = all_gather_rows(point.known[inside]).sort().values
         count = min(max(int(self.share * len(every)), 1), len(draws))
         return inside & (point.known <= draws[count - 1]) if count else torch.zeros_like(inside)
+
+    def _free(self, point: Point, measured: Tensor) -> Point:
+        """Without the tokens that are clipped: held back, they would use up the share and change nothing."""
+        recorded = torch.where(point.mask, point.logprob, 0.0)
+        clipped = without_slope(self.surrogate, measured, point.old(measured, recorded), point)
+        return point.replace(mask=point.mask & ~clipped)
 
     def policy_loss(self, logp: Tensor, old: Tensor, point: Point) -> Tensor:
         held = torch.zeros_like(logp) if point.known is None else point.known

@@ -37,11 +37,13 @@ class Draft:
 
     Clark et al. 2024, "Directly Fine-Tuning Diffusion Models on Differentiable Rewards" (DRaFT-K; null: all steps);
     Shekhar and Zhang 2025, "ROCM: RLHF on consistency models", which adds ``kl`` times a divergence to the
-    reference's transitions: kl, hellinger, total_variation or chi2, per dimension. Steps with noise repeat the noise
-    that was drawn. Every reward with a weight must be differentiable.
+    reference's transitions: kl, hellinger, total_variation or chi2, per dimension; a divergence makes it ROCM on a
+    consistency model. Steps with noise repeat the noise that was drawn. Every reward with a weight must be
+    differentiable.
     """
 
     needs: ClassVar[str] = "gaussian"
+    redraws: ClassVar[bool] = True  # the noise of every step again: a tree's samples share theirs
     last: Count | None = 1
     kl: Annotated[float, Ge(0)] = 0.0
     divergence: Literal["kl", "hellinger", "total_variation", "chi2"] = "kl"
@@ -55,15 +57,21 @@ class Draft:
         self.reward = reward
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
+        if rollout.branch is not None:
+            raise UserError(
+                "objective draft follows single paths, whose noise it draws again: leave out policy option tree"
+            )
         return whole_paths(rollout, self.last)
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
         x, far = point.state[:, 0], []
-        for step in steps_of(point):
+        steps = steps_of(point)
+        for k, step in enumerate(steps, start=point.eta.shape[1] - len(steps)):
             dist = policy.dist(step.replace(state=x))
-            noise = (step.target - frozen_mean(policy, step)) / dist.std.clamp_min(1e-12)
             far.append(self._distance(policy, step.replace(state=x), dist) if self.kl else 0.0)
-            x = dist.mean + dist.std * torch.where(dist.std > 0, noise, 0.0)
+            x = dist.mean
+            if point.known is not None:
+                x = x + dist.std * policy.noise(point.known, point.row, k)
         reward = rewarded(self.reward, policy, point, x)
         observe("reward/differentiated", reward, point.mask)
         loss = -reward
@@ -91,7 +99,8 @@ class AdjointMatching:
     Stochastic Optimal Control", eq. 37 to 39, for the sampler's own steps: with base means F_k and standard deviations
     s_k, a_K = -strength grad r(x_K), a_k = (dF_k / dx)^T a_(k+1), and the loss of step k is
     |(mean_k - F_k(x_k)) / s_k + s_k a_(k+1)|^2 / 2. Use ``kernel: memoryless, eta: 1``, which makes the optimum the
-    base's distribution tilted by exp(strength reward). strength: of the reward against the base.
+    base's distribution tilted by exp(strength reward), and ``sde: all_but_last``, so that the reward's gradient is
+    taken at a sample without fresh noise. strength: of the reward against the base.
     """
 
     needs: ClassVar[str] = "gaussian"
@@ -137,7 +146,11 @@ class AdjointMatching:
 
 
 def whole_paths(rollout: Rollout, last: int | None) -> list[Point]:
-    """One point a row that holds the last states of its path: state [B, n + 1, *], time [B, n + 1], eta [B, n]."""
+    """Make one point a row of the ``last`` n steps of its path (None: of all), with time and eta of all K steps.
+
+    state [B, n + 1, *], time [B, K + 1], eta [B, K]; known [B, 2] is the stream of the noise, None where there is
+    none.
+    """
     if rollout.path is None:
         raise UserError(
             "this objective follows the sampler's steps: it is for flow and diffusion models, not for tokens"
@@ -147,27 +160,23 @@ def whole_paths(rollout: Rollout, last: int | None) -> list[Point]:
     return [
         Point(
             group=rollout.group, cond=rollout.cond, row=rollout.row, mask=alive[:, None], length=alive.long(),
-            state=rollout.path[:, first:], time=rollout.time[:, first:], eta=rollout.eta[:, first:],
+            state=rollout.path[:, first:], time=rollout.time, eta=rollout.eta, known=rollout.stream,
             advantage=rollout.advantage[:, -1:] if rollout.advantage is not None else None, asked=rollout.prompts,
         )
     ]  # fmt: skip
 
 
 def steps_of(point: Point) -> list[Point]:
-    """The steps of a point made by ``whole_paths``."""
+    """The last n steps of a point made by ``whole_paths``."""
+    count = point.state.shape[1] - 1
+    first = point.eta.shape[1] - count
     return [
         point.replace(
-            state=point.state[:, k], target=point.state[:, k + 1], time=point.time[:, k],
-            next_time=point.time[:, k + 1], eta=point.eta[:, k],
+            state=point.state[:, k], target=point.state[:, k + 1], time=point.time[:, first + k],
+            next_time=point.time[:, first + k + 1], eta=point.eta[:, first + k], known=None,
         )
-        for k in range(point.eta.shape[1])
+        for k in range(count)
     ]  # fmt: skip
-
-
-def frozen_mean(policy: Policy, step: Point) -> Tensor:
-    """[B, *] the mean of a visited step, without gradient; on the first step that of the weights that sampled."""
-    with torch.no_grad():
-        return policy.dist(step).mean
 
 
 def rewarded(reward: Differentiable | None, policy: Policy, point: Point, sample: Tensor) -> Tensor:

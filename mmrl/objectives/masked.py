@@ -16,9 +16,14 @@ from ..registry import ESTIMATORS, OBJECTIVES, SURROGATES, UserError
 from ..types import Point, Rollout, Surrogate
 from .base import frozen
 from .kl import KL
-from .remasking import Estimator, trajectory
+from .remasking import Estimator, several_passes, trajectory
 from .surrogates import ppo, sees_whole_rows
 from .text import Entropy, Text
+
+WHOLE = (
+    "this surrogate compares whole samples, which this estimator scores in several passes; choose the surrogate ppo, "
+    "cispo, sapo or reinforce, or an estimator of one pass (d1; mask_grpo, uni_grpo, random with draws: 1)"
+)
 
 
 @OBJECTIVES.register("masked")
@@ -41,6 +46,8 @@ class Masked(Text):
     ):
         super().__init__(surrogate, kl, entropy)
         self.estimator = estimator
+        if sees_whole_rows(self.surrogate) and several_passes(estimator):
+            raise UserError(WHOLE)
         self.snapshots = (*self.snapshots, "old")
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
@@ -48,7 +55,7 @@ class Masked(Text):
             raise UserError(f"the objective masked is for masked diffusion: {type(policy).__name__} hides no tokens")
         points = self.estimator(policy, rollout, rng)
         if sees_whole_rows(self.surrogate) and len(points) > 1:
-            raise UserError("this surrogate compares whole samples, which this estimator scores in several passes")
+            raise UserError(WHOLE)
         length = sum(point.mask.sum(1) for point in points)  # [B]
         weight = torch.ones_like(points[0].advantage[:, :1])
         known = [weight if point.known is None else point.known for point in points]

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
-from annotated_types import Ge, Le
 from torch import Tensor
 from torch.nn.functional import softplus
 
@@ -18,6 +17,7 @@ from ..options import Count
 from ..policies.base import Policy
 from ..registry import OBJECTIVES, TIMES, UserError
 from ..types import Point, Rollout
+from ..weights import Weights
 from .base import frozen
 from .forward import comparisons, error, noised, positive, summed
 from .times import TimeSampler, logit_normal
@@ -130,43 +130,50 @@ class D3PO:
 class SePPO:
     """SePPO: the best sample against another of an earlier checkpoint, which may itself count as good.
 
-    Zhang et al. 2024, "SePPO: Semi-Policy Preference Optimization for Diffusion Alignment". The earlier checkpoint
-    ("old", which lags) samples and is the reference; the winner's rival is any other of its samples. Where it fits the
-    winner better than the base model does (the anchor), the rival is followed, otherwise avoided: minimises
-    -log sigmoid(-(beta / 2) (D_w + flip D_r)) with D = e - e_old the excess denoising error and flip 1 or -1. lag:
-    share of the old weights kept every iteration.
+    Zhang et al. 2024, "SePPO: Semi-Policy Preference Optimization for Diffusion Alignment". In every
+    iteration a checkpoint drawn at random from all earlier ones samples and is the reference; the
+    winner's rival is any other of its samples. Where the reference fits the winner better than the
+    current model does, its samples count as good and the rival is followed, otherwise it is avoided:
+    minimises -log sigmoid(-(beta / 2) (D_w + flip D_r)) with D = e - e_ref the excess denoising
+    error and flip the sign of D_w.
+
+    pool: how many checkpoints are kept, each as large as the trained weights. They are a uniform
+    sample of all iterations so far, the base model included (reservoir sampling, Vitter 1985).
     """
 
     needs: ClassVar[str] = "gaussian"
     beta: float = 100.0
     draws: Count = 1
     times: Annotated[TimeSampler, TIMES] = logit_normal
-    lag: Annotated[float, Ge(0), Le(1)] = 0.9
+    pool: Count = 4
 
     def __post_init__(self) -> None:
         positive("objective.seppo", beta=self.beta)
-        self.behaviour, self.snapshots = "old", ("old", "ref")
+        self.snapshots = tuple(f"earlier-{slot}" for slot in range(self.pool))
+        self.behaviour = self.snapshots[0]
 
-    def old_decay(self, step: int) -> float:
-        return self.lag
+    def revisit(self, weights: Weights, iteration: int, rng: Rng) -> None:
+        """Remember the live weights, or not; then draw the checkpoint that samples and is the reference."""
+        slot = iteration if iteration < self.pool else _below(rng.fold("slot"), iteration + 1)
+        if slot < self.pool:
+            weights.track(self.snapshots[slot], 0.0)
+        self.behaviour = self.snapshots[_below(rng.fold("reference"), min(iteration + 1, self.pool))]
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
         paired = rollout.replace(kept=pairs(rollout, rng.fold("rival")))
         return noised(policy, paired, rng, self.times, self.draws, shared=True)
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
-        """[B, 2]: the error beyond the old weights'; how much better these are than the anchor."""
-        old = error(frozen(policy, "old", point), point)
-        return torch.cat([error(policy.dist(point), point) - old, error(frozen(policy, "ref", point), point) - old], 1)
+        """[B, 1] the error beyond the reference's."""
+        return error(policy.dist(point), point) - error(frozen(policy, self.behaviour, point), point)
 
     def couple(self, point: Point, measured: Tensor) -> Point:
-        excess, better = measured.split(1, 1)
         pair = comparisons(point)
         wins = point.advantage > summed(point.advantage, pair)[pair] / 2
-        flip = summed(torch.where(wins, better, 0.0), pair)[pair].sign()
-        flip = torch.where(flip == 0, -1.0, flip)  # as good as the anchor: nothing says that its sample is good
+        flip = summed(torch.where(wins, measured, 0.0), pair)[pair].sign()
+        flip = torch.where(flip == 0, -1.0, flip)  # as good as the model: nothing says that its sample is good
         side = torch.where(wins, torch.ones_like(flip), flip)
-        score = (summed(side * excess, pair) * self.beta / 2)[pair]
+        score = (summed(side * measured, pair) * self.beta / 2)[pair]
         observe("seppo/followed", (flip > 0).double(), point.mask)
         observe("dpo/loss", softplus(score), point.mask)
         return point.replace(advantage=self.beta * score.sigmoid() * side)
@@ -174,3 +181,8 @@ class SePPO:
     def loss(self, policy: Policy, point: Point) -> Tensor:
         """Linear in the error, with the gradient of the loss above."""
         return point.advantage * error(policy.dist(point), point)
+
+
+def _below(rng: Rng, bound: int) -> int:
+    """A random number of 0 to ``bound`` - 1."""
+    return int(rng.uniform(torch.zeros(1)) * bound)

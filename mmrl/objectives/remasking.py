@@ -64,13 +64,15 @@ def mask_grpo(
 ) -> list[Point]:  # fmt: skip
     """MaskGRPO (Ma et al. 2025): tokens hidden at a rate between ``low`` and 1; images 0.8, text 0.6 and fading.
 
-    The rates are low + (1 - low) n / updates; of them ``draws`` random ones are looked at in each optimizer step.
+    The rates are low + (1 - low) n / updates; of them ``draws`` are looked at in each optimizer step. With several
+    epochs every row meets each rate once, from low to high as published, before one comes again; with one epoch they
+    are drawn at random.
     field: "fading" hides late tokens more than early ones. fixed: false repeats a defect of the published code, whose
     loss mask is the sum of the masks of all rates, so that visible tokens are trained on too.
     """
     rates = [min(low + (1 - low) * (n + 1) / updates, MOST) for n in range(updates)]
     masks = [_hidden(rng.fold("mask", n), rollout, torch.tensor(rate), field) for n, rate in enumerate(rates)]
-    points = [policy.at(rollout, hide=masks[n]) for n in rng.permutation(updates, step=1)[:draws].tolist()]
+    points = [policy.at(rollout, hide=masks[n]) for n in _due(policy, rng, updates, draws)]
     if fixed:
         return points
     count = torch.stack(masks).sum(0).to(rollout.logprob)  # [B, L]
@@ -183,7 +185,27 @@ def _hidden(rng: Rng, rollout: Rollout, rate: Tensor, field: Fields = "uniform")
     return draw > fading(rate, draw.shape[1]) if field == "fading" else draw < rate.reshape(-1, 1)
 
 
+def _due(policy: Remaskable, rng: Rng, updates: int, draws: int) -> list[int]:
+    """Which ``draws`` of the rates 0 to ``updates`` - 1 this epoch looks at; where there is but one, random ones."""
+    epoch = getattr(policy, "epoch", None)
+    if epoch is None:
+        return rng.permutation(updates, step=1)[:draws].tolist()
+    return [(epoch * draws + i) % updates for i in range(min(draws, updates))]
+
+
 def _means(points: list[Point]) -> list[Point]:
     """With ``reduction: row``, the mean over points of the mean over a point's own decisions."""
     total = sum(point.mask.sum(1, keepdim=True) for point in points)
     return [p.replace(known=total / (len(points) * p.mask.sum(1, keepdim=True).clamp_min(1))) for p in points]
+
+
+SEVERAL = (trajectory, tracerl, schedule_matched, coupled, udm_grpo, sepo)  # passes for every sample
+
+
+def several_passes(estimator: Estimator) -> bool:
+    """Whether it is known that a sample's tokens are scored in more than one pass."""
+    plain = getattr(estimator, "func", estimator)
+    chosen = getattr(estimator, "keywords", {})
+    if plain is schedule_matched and chosen.get("passes") == 1:
+        return False
+    return plain in SEVERAL or chosen.get("draws", 1) > 1

@@ -183,12 +183,17 @@ def watch(surrogate: Surrogate, logp: Tensor, old: Tensor, point: Point) -> None
     observe("ratio", (logp - old).exp(), point.own())
     if point.stale is not None:
         observe("reuse/ratio", (logp - old).exp(), point.mask & point.stale[:, None])
+    advantage = point.advantage.expand_as(logp)
+    clipped = without_slope(surrogate, logp, old, point).double()
+    observe("clip_fraction", clipped, point.own())
+    observe("clip/high", clipped * (advantage > 0), point.own())
+    observe("clip/low", clipped * (advantage < 0), point.own())
+
+
+def without_slope(surrogate: Surrogate, logp: Tensor, old: Tensor, point: Point) -> Tensor:
+    """[B, L] bool: tokens that are clipped, whose loss does not change with their log-prob although A is not 0."""
     with torch.enable_grad():
         leaf = logp.detach().requires_grad_()
         loss = row_sum(surrogate(leaf, old.detach(), point.advantage, point.mask), point.mask)
         (slope,) = torch.autograd.grad(loss.sum(), leaf)
-    advantage = point.advantage.expand_as(logp)
-    clipped = ((slope == 0) & (advantage != 0)).double()
-    observe("clip_fraction", clipped, point.own())
-    observe("clip/high", clipped * (advantage > 0), point.own())
-    observe("clip/low", clipped * (advantage < 0), point.own())
+    return (slope == 0) & (point.advantage.expand_as(logp) != 0)

@@ -89,6 +89,7 @@ class NetPolicy:
     attention: tuple[str, ...] = ATTENTION  # module-name suffixes of the projections that LoRA adapts
     makes: Medium | None = None  # what ``decode`` returns; None: unknown, then no reward is refused for it
     iteration: int = 0  # set by the trainer before a rollout
+    epoch: int | None = None  # set by the trainer: the pass over the iteration's rows; None: there is only one
     forwards: int = 0  # rows that went through the network so far
     decisions: str = ""  # "gaussian" or "categorical": objectives that need the one refuse the other
     notes: tuple[str, ...] = ()  # what a person should know before training, sentences for the log

@@ -162,7 +162,16 @@ class FlowPolicy(NetPolicy, ABC):
             return [self._sample(group[part], row[part], cond, rng, plan) for part in chunks(len(row), size)]
 
         blocks = self.fitted(sampled, max(size, plan.spans[0]), least=plan.spans[0])
-        return Rollout.cat(blocks).replace(prompts=tuple(prompts))
+        stream = torch.tensor([rng.key], device=self.device).expand(len(row), -1)
+        stochastic = bool((plan.eta > 0).any())
+        return Rollout.cat(blocks).replace(prompts=tuple(prompts), stream=stream if stochastic else None)
+
+    def noise(self, stream: Tensor, row: Tensor, step: int) -> Tensor:
+        """[B, *] the noise that step number ``step`` (from 0) drew for rows [B] of streams [B, 2], drawn once more.
+
+        Not for trees, whose samples share noise. The key's words are tensors, so that rows may be of several streams.
+        """
+        return Rng((stream[:, :1], stream[:, 1:])).normal(row, self.shape, step + 1, self.dtype)
 
     def _plan(self, copies: int, rng: Rng) -> Plan:
         """What the sampler does in this iteration: times, noise levels, branching."""

@@ -43,6 +43,7 @@ class VLM(Passes):
     """Vision-language models: images, several images, video or text in, text out; any folder or hub id."""
 
     makes = "text"
+    truth: Callable[[Prompt], str | None] | None = None  # writes one answer of every group while it is set
     adjacent = True
     decisions = "categorical"
 
@@ -93,7 +94,6 @@ class VLM(Passes):
         self.warp = Warp(temperature, top_k, top_p, self.inputs.suppressed)
         self.ending = Ending(tokens, self.inputs.stops, self.inputs.pad, tuple(stop), self.inputs.decode, certainty)
         self.greedy, self.sharing, self.engine = greedy, share, engine
-        self.truth: Callable[[Prompt], str | None] | None = None  # writes one answer of every group while it is set
         if lora is not None and train is not None:
             raise UserError("policy options lora and train exclude each other; write train: {language: lora, ...}")
         lora = _adapters(hf, lora)
