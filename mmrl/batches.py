@@ -52,7 +52,9 @@ def passes(points: Iterable[Point], size: int | None, adjacent: bool = False) ->
 
     ``adjacent``: rows of one prompt come together, long ones first, so that they share its prefix and little padding.
     """
-    kept = [point[point.mask.any(1)] for point in points]
+    points = list(points)
+    trained = zip(points, trained_rows(points), strict=True)
+    kept = [point if rows is None else point[rows] for point, rows in trained]
     kept = [point for point in kept if len(point)]
     if not kept:
         return []
@@ -62,6 +64,17 @@ def passes(points: Iterable[Point], size: int | None, adjacent: bool = False) ->
         order = last.argsort(descending=True, stable=True)
         whole = whole[order[whole.group[order].argsort(stable=True)]]
     return list(whole.split(size or len(whole)))
+
+
+def trained_rows(points: Sequence[Point]) -> list[Tensor | None]:
+    """Find the rows [n] of every point that have a decision to train on, on the CPU; None: all of them have.
+
+    The device is asked once for all points, since every question waits for what it is still computing."""
+    if not points:
+        return []
+    flags = [point.mask.any(1) for point in points]
+    known = torch.cat(flags).cpu().split([len(flag) for flag in flags])
+    return [None if flag.all() else flag.nonzero()[:, 0] for flag in known]
 
 
 def loss_weights(point: Point, reduction: str, decisions: int) -> Tensor:
@@ -89,5 +102,5 @@ def loss_total(points: Sequence[Point], rollout: Rollout, reduction: str) -> Ten
     elif reduction == "row":
         total = rows
     else:
-        total = torch.tensor(len(rollout) if rollout.kept is None else int(rollout.kept.sum())).to(rows)
+        total = rows.new_full((), len(rollout)) if rollout.kept is None else rollout.kept.sum().to(rows)
     return torch.stack([rows, total])

@@ -118,7 +118,7 @@ class Trainer:
             rewards = self.objective.shaped(self.policy, rollout, rewards)
         advantage = self.advantage(rewards, rollout).to(rollout.logprob)
         self.spare = rollout[:1]  # what a process without rows passes through the network
-        self.longest = int(distributed.all_max(torch.tensor(rollout.mask.shape[1], device=rollout.group.device)))
+        self.longest = distributed.largest(rollout.mask.shape[1], rollout.group.device)
         kept = ~advantage.isnan()
         mask = rollout.mask & kept
         if self.options.truncated == "mask":
@@ -164,12 +164,14 @@ class Trainer:
         """One optimizer step on these rows. False if there was nothing to train on, or the gradient was not finite."""
         points = list(self.objective.points(self.policy, rollout, rng)) if len(rollout) else []
         reduction = self.options.reduction
-        there, total = distributed.all_sum(batches.loss_total(points, rollout, reduction))
+        sums = distributed.all_sum(batches.loss_total(points, rollout, reduction))
+        there, total = sums.tolist()  # one wait for both
         if not there > 0:
             return False
-        total = torch.ones_like(total) if reduction == "sum" else total
-        self.meter.put("loss", torch.zeros_like(total), total / self.device.processes)
-        observed = self._accumulated([point.replace(fresh=on_policy) for point in points], float(total), rng)
+        total = 1.0 if reduction == "sum" else total
+        share = sums.new_full((), total / self.device.processes)
+        self.meter.put("loss", torch.zeros_like(share), share)
+        observed = self._accumulated([point.replace(fresh=on_policy) for point in points], total, rng)
         if on_policy:
             self._gate(observed)
         return self._descend()
@@ -190,8 +192,7 @@ class Trainer:
     def _accumulate(self, points: list[Point], total: float, rng: Rng, rows: int) -> None:
         """Forward and backward over every pass of ``rows``. All processes make equally many, as sharded models need."""
         parts = batches.passes(points, rows, self.policy.adjacent)
-        device = self.spare.group.device
-        most = int(distributed.all_max(torch.tensor(len(parts), device=device)))
+        most = distributed.largest(len(parts), self.spare.group.device)
         idle = [self._idle(rng) for _ in range(most - len(parts))]
         if self.coupled:
             parts = self._couple(parts, idle)

@@ -56,6 +56,11 @@ class Rewards(dict[str, Tensor]):
         return Rewards({name: v.nanmean(1) if v.ndim == 2 else v for name, v in self.items()}, self.weights)
 
 
+def sent(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Move a tensor. On the way to an accelerator the host does not wait for what that is still computing."""
+    return tensor.to(device, non_blocking=torch.device(device).type != "cpu")
+
+
 Advantage = Callable[["Rewards | Tensor", "Rollout"], Tensor]  # -> [B, 1] or [B, K]; NaN takes a row out of training
 
 
@@ -81,7 +86,15 @@ class Rows:
     def __getitem__(self: Self, index: Tensor | slice) -> Self:
         if isinstance(index, slice):
             return self.map(lambda tensor: tensor[index])
-        return self.map(lambda tensor: tensor[index.to(tensor.device)])  # paths may be kept off the device
+        rows = index.nonzero()[:, 0] if index.dtype == torch.bool else index  # one wait, not one for every tensor
+        places = {rows.device: rows}
+
+        def taken(tensor: Tensor) -> Tensor:
+            if tensor.device not in places:  # paths may be kept off the device
+                places[tensor.device] = sent(rows, tensor.device)
+            return tensor[places[tensor.device]]
+
+        return self.map(taken)
 
     def split(self: Self, size: int) -> Iterator[Self]:
         return (self[i : i + size] for i in range(0, len(self), size))

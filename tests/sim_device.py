@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -303,4 +304,5 @@ for _name, _overload in (
     ("triu_indices", "default"),
 ):
     _registered(_name, _overload)
+_device_constructors()  # remembers torch's own, which `with torch.device(...)` looks for
 torch.tensor, torch.as_tensor = _on_the_way(torch.tensor), _on_the_way(torch.as_tensor)
