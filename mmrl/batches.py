@@ -9,6 +9,7 @@ from torch import Tensor
 
 from samplers.noise import Rng
 
+from .host import remember
 from .types import Point, Rollout
 
 
@@ -63,7 +64,20 @@ def passes(points: Iterable[Point], size: int | None, adjacent: bool = False) ->
         last = (whole.mask * torch.arange(1, whole.mask.shape[1] + 1, device=whole.mask.device)).amax(1)
         order = last.argsort(descending=True, stable=True)
         whole = whole[order[whole.group[order].argsort(stable=True)]]
-    return list(whole.split(size or len(whole)))
+    parts = list(whole.split(size or len(whole)))
+    if adjacent:
+        tell(whole, parts)
+    return parts
+
+
+def tell(whole: Point, parts: Sequence[Point]) -> None:
+    """Let the host know prompts and masks of the parts of a point, which policies of tokens ask for, by one question."""
+    if whole.mask.device.type == "cpu":
+        return
+    known = torch.cat([whole.group[:, None], whole.mask.long()], 1).cpu()
+    for part, rows in zip(parts, known.split([len(part) for part in parts]), strict=True):
+        remember(part.group, rows[:, 0])
+        remember(part.mask, rows[:, 1:].bool())
 
 
 def trained_rows(points: Sequence[Point]) -> list[Tensor | None]:

@@ -266,9 +266,8 @@ class Trainer:
         return Rewards({name: value.to(rollout.logprob) for name, value in rewards.items()}, rewards.weights)
 
     def _metrics(self, rollout: Rollout, rewards: Rewards) -> dict[str, float]:
-        names = sorted(self.meter.sums)
-        found = {name: self.meter.mean(name) for name in names if name != "log_ratio"}
-        found = {"ratio/mean" if name == "ratio" else name: value for name, value in found.items()}
+        means = self.meter.means().items()
+        found = {"ratio/mean" if name == "ratio" else name: value for name, value in means if name != "log_ratio"}
         if "log_ratio" in self.meter.sums:
             found["ratio/max_deviation"] = math.expm1(min(self.meter.top("log_ratio"), 50.0))
         found |= advantages.statistics(rewards, rollout)

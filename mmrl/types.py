@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .host import sent
+
 Prompt = dict[str, Any]  # one line of a dataset: "text", images, the right answer ...
 Media = Tensor | list  # images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1, or B texts
 Reward = Callable[[Media, list[Prompt]], Tensor]  # (media, prompts) -> [B]; NaN means "could not be scored"
@@ -54,11 +56,6 @@ class Rewards(dict[str, Tensor]):
     def per_row(self) -> Rewards:
         """[B] each: of a reward of steps the mean over those that have one."""
         return Rewards({name: v.nanmean(1) if v.ndim == 2 else v for name, v in self.items()}, self.weights)
-
-
-def sent(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Move a tensor. On the way to an accelerator the host does not wait for what that is still computing."""
-    return tensor.to(device, non_blocking=torch.device(device).type != "cpu")
 
 
 Advantage = Callable[["Rewards | Tensor", "Rollout"], Tensor]  # -> [B, 1] or [B, K]; NaN takes a row out of training

@@ -25,8 +25,9 @@ from samplers.solvers import Step
 from samplers.windows import FIXED, all_steps
 
 from ..dists import Gaussian, Score
+from ..host import sent
 from ..registry import GRIDS, KERNELS, SOLVERS, WINDOWS, UserError
-from ..types import Kernel, Media, Point, Prompt, Rollout, sent, tree_map
+from ..types import Kernel, Media, Point, Prompt, Rollout, tree_map
 from .base import NetPolicy, at_guidance, first_of_group, rows_of, warn_of_mismatch
 from .trees import Tree
 

@@ -22,6 +22,7 @@ from samplers import unmask
 from samplers.noise import Rng
 
 from ..dists import Categorical, drawn
+from ..host import indices, on_host, selected, spread
 from ..options import Count
 from ..registry import UserError
 from ..types import Point, Rollout
@@ -49,7 +50,7 @@ class Hidden:
     def log_prob(self, decision: Tensor) -> Tensor:
         """Of token ids [B, L]; of tokens and their ranks [B, L, 2]."""
         ids = decision if self.noise is None else decision[..., 0]
-        token = self._spread(Categorical(self.logits).log_prob(ids[self.where]))
+        token = self._spread(Categorical(self.logits).log_prob(selected(ids, self.where)))
         return token if self.noise is None else chosen(token, self.noise, decision[..., 1])
 
     def kl(self, other: Hidden) -> Tensor:
@@ -60,7 +61,7 @@ class Hidden:
         return self._spread(Categorical(self.logits).entropy())
 
     def _spread(self, values: Tensor) -> Tensor:
-        return values.new_zeros(self.where.shape).masked_scatter(self.where, values)
+        return spread(values, self.where)
 
 
 def chosen(token: Tensor, noise: Tensor, rank: Tensor) -> Tensor:
@@ -137,7 +138,7 @@ class MaskedDiffusion(TokenPolicy, ABC):
         """[B, L] each: tokens drawn where the point's mask is, their log-probs, and those recorded (the same unless
         ``logp_dist`` is conditional). So many ``copies`` adjacent rows are in one state, which is looked at once."""
         one = point[::copies]
-        each = uniform.unflatten(0, (-1, copies)).transpose(1, 2)[one.mask]  # [N, copies]
+        each = selected(uniform.unflatten(0, (-1, copies)).transpose(1, 2), one.mask)  # [N, copies]
         logits = self._logits(one, self.guidance)
         token, _ = drawn(logits, each)
         sampled = scored = _gathered(logits, token)  # as scores are computed, to the bit
@@ -145,9 +146,8 @@ class MaskedDiffusion(TokenPolicy, ABC):
             scored = _gathered(self._logits(one, 1.0), token)
         found = []
         for values in (token, sampled, scored):
-            spread = values.new_zeros(*one.mask.shape, copies)
-            spread[one.mask] = values
-            found.append(spread.transpose(1, 2).reshape(uniform.shape))
+            every = values.new_zeros(one.mask.numel(), copies).index_copy(0, indices(one.mask), values)
+            found.append(every.view(*one.mask.shape, copies).transpose(1, 2).reshape(uniform.shape))
         return tuple(found)
 
     def _reveal(self, step: int, confidence: Tensor, hidden: Tensor, uniform: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ class MaskedDiffusion(TokenPolicy, ABC):
 
     def dist(self, point: Point) -> Hidden:
         where = point.mask
-        if not where.any():  # every process makes its passes, also those that train nothing
+        if not on_host(where).any():  # every process makes its passes, also those that train nothing
             where = where.clone()
             where[0, 0] = True
         conditional = self.logp_dist == "conditional" and point.guidance is None
@@ -258,8 +258,8 @@ class MaskedDiffusion(TokenPolicy, ABC):
         """
         z = self.logits(ids, rows_of(cond, rows)).to(self.dtype)
         if scale is None:
-            return z[where]
-        z, z_empty = (half[where] for half in z.chunk(2))
+            return selected(z, where)
+        z, z_empty = (selected(half, where) for half in z.chunk(2))
         return z_empty + scale * (z - z_empty)
 
     def _trial(self, ids: Tensor, cond: dict[str, Any], group: Tensor) -> None:
