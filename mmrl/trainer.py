@@ -210,7 +210,10 @@ class Trainer:
         measured = [self.objective.measure(self.policy, point) for point in self._here([*parts, *idle])]
         here = parts or idle  # without rows of its own a process still joins what couple does with all
         found = self.objective.couple(Point.cat(here), torch.cat(measured[: len(here)]))
-        return list(found.split(len(parts[0]))) if parts else []
+        cut = list(found.split(len(parts[0]))) if parts else []
+        if cut and self.policy.adjacent:
+            batches.tell(found, cut)
+        return cut
 
     def _here(self, points: Sequence[Point]) -> Iterator[Point]:
         """One after the other on the device, where a policy keeps its paths elsewhere."""

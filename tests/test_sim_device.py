@@ -30,6 +30,7 @@ UPDATE = 12  # of an optimizer step of any number of passes, besides PASS for ea
 PASS = {  # stops of one pass with gradients, of networks that decide by values what to compute
     "policy:vlm": 16,
     "policy:janus_unified": 8,
+    "objective:adjoint_matching:flow": 1,  # whether a step has noise
 }
 KINDS = ("flow", "hidden", "causal")
 OBJECTIVE_CASES = [f"objective:{name}:{kind}" for name, kind in PAIRS if kind in KINDS]
