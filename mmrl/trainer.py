@@ -20,6 +20,7 @@ from samplers.noise import Rng
 from . import advantages, batches, completions, distributed, overlap
 from .data import Curriculum, batch, pick
 from .device import Device
+from .host import sent
 from .memory import Memory
 from .metrics import Meter
 from .objectives.base import Adaptive, Differentiates, Lagging, Objective, Shaping, couples
@@ -217,7 +218,7 @@ class Trainer:
 
     def _here(self, points: Sequence[Point]) -> Iterator[Point]:
         """One after the other on the device, where a policy keeps its paths elsewhere."""
-        return (point.map(lambda tensor: tensor.to(self.spare.group.device)) for point in points)
+        return (point.map(lambda tensor: sent(tensor, self.spare.group.device)) for point in points)
 
     def _idle(self, rng: Rng) -> Point:
         """A pass that trains nothing."""

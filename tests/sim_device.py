@@ -212,9 +212,12 @@ def _count_waits(name: str, args: tuple, kwargs: dict) -> None:
         masks = [part for part in args[1] if part is not None and part.dtype in (torch.bool, torch.uint8)]
         if masks and not (name.startswith("aten::index_put") and args[2].dim() == 0):  # those become masked_fill
             stop("mask as index")
-    elif name == "aten::repeat_interleave" and kwargs.get("output_size") is None:
-        stop(name)
-    elif name == "aten::isin" and _sorts(*args[:2]):
+    elif (
+        name == "aten::repeat_interleave"
+        and kwargs.get("output_size") is None
+        or name == "aten::isin"
+        and _sorts(*args[:2])
+    ):
         stop(name)
 
 

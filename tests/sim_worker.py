@@ -25,8 +25,6 @@ import torch
 
 torch.set_num_threads(1)
 
-from tests import sim_device as sim  # noqa: E402  before anything that asks which accelerators there are
-
 from mmrl import advantages, checkpoint, config, registry, state  # noqa: E402
 from mmrl.objectives import PolicyGradient  # noqa: E402
 from mmrl.optimizers import adamw  # noqa: E402
@@ -37,6 +35,7 @@ from mmrl.trainer import Trainer  # noqa: E402
 from mmrl.types import tree_map  # noqa: E402
 from samplers.noise import Rng  # noqa: E402
 
+from . import sim_device as sim  # noqa: E402  before what asks which accelerators there are
 from . import toys  # noqa: E402
 from .test_contract import made  # noqa: E402
 from .test_contract_policies import prompts_for  # noqa: E402
@@ -97,9 +96,12 @@ def toy(family: str, **options: Any) -> Any:
         return tree_map(lambda tensor: tensor.to(policy.device), encode(prompts))
 
     policy.encode = placed
-    visible = getattr(policy, "visible", None)
-    if visible is not None:
-        policy.logits = lambda ids, cond: policy.active()(ids, visible.to(policy.device, non_blocking=True), cond["label"])
+    if hasattr(policy, "visible"):
+
+        def logits(ids: torch.Tensor, cond: dict) -> torch.Tensor:
+            return policy.active()(ids, policy.visible.to(ids.device, non_blocking=True), cond["label"])
+
+        policy.logits = logits
     return policy
 
 

@@ -23,7 +23,7 @@ STEP = 1  # stops between two passes of a rollout, at most on average
 STEPS = {  # what libraries add: transformers looks at every padding mask (and a general protocol has to give it one)
     "policy:masked_lm": 2,
     "policy:masked_image_lm": 2,
-    "policy:cogvideox": 2,
+    "policy:z_image": 4,  # diffusers' own network indexes by masks
 }
 ROLLOUT = 24  # of one rollout besides: prompts, encoders, first passes
 UPDATE = 12  # of an optimizer step of any number of passes, besides PASS for each of its passes
@@ -127,9 +127,7 @@ assert stops(lambda: x.masked_fill(x > 2, 0.0)) == 0
 
 def test_the_device_refuses_mixed_tensors_and_counts_waits():
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    finished = subprocess.run(
-        [sys.executable, "-c", SELF], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    finished = subprocess.run([sys.executable, "-c", SELF], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr[-2000:]
 
 

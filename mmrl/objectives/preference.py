@@ -13,8 +13,8 @@ from torch.nn.functional import softplus
 from samplers.noise import Rng
 
 from ..dists import Gaussian
-from ..metrics import observe
 from ..host import sent
+from ..metrics import observe
 from ..options import Count
 from ..policies.base import Policy
 from ..registry import OBJECTIVES, TIMES, UserError

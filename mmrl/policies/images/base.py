@@ -156,7 +156,13 @@ class ImageTokenPolicy(NetPolicy, ABC):
         empty = None if conditional else self.empty(inputs)
         self.forwards += len(where) * (1 if conditional else 2)
         hidden, scored = self.active()(
-            "score", inputs, empty, point.target, where, sent(self.scales(scale), where.device), self.warp,
+            "score",
+            inputs,
+            empty,
+            point.target,
+            where,
+            sent(self.scales(scale), where.device),
+            self.warp,
             self.entropies,
         )
         return AnswerTokens(self, point, where, hidden, scored)

@@ -78,9 +78,7 @@ class Answers:
     logprob: Tensor  # [B, T] at least float32
     certainty: Tensor | None = None  # [B, T] likewise, where it is asked for
 
-    def write(
-        self, step: int, rows: Tensor | slice, going: Tensor, drawn: Drawn, ending: Ending
-    ) -> tuple[Tensor, int]:
+    def write(self, step: int, rows: Tensor | slice, going: Tensor, drawn: Drawn, ending: Ending) -> tuple[Tensor, int]:
         """Add one token to those of ``rows`` that are ``going`` [B'], and return which still are, and how many."""
         self.ids[rows, step] = torch.where(going, drawn.token, ending.pad)
         self.logprob[rows, step] = torch.where(going, drawn.logprob, 0.0)
