@@ -71,7 +71,7 @@ def passes(points: Iterable[Point], size: int | None, adjacent: bool = False) ->
 
 
 def tell(whole: Point, parts: Sequence[Point]) -> None:
-    """Let the host know prompts and masks of the parts of a point, which policies of tokens ask for, by one question."""
+    """Let the host know prompts and masks of a point's parts, which policies of tokens ask for, by one question."""
     if whole.mask.device.type == "cpu":
         return
     known = torch.cat([whole.group[:, None], whole.mask.long()], 1).cpu()
