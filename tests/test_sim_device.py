@@ -131,6 +131,27 @@ def test_the_device_refuses_mixed_tensors_and_counts_waits():
     assert finished.returncode == 0, finished.stderr[-2000:]
 
 
+DIGITS = """
+import torch
+from tests import sim_device as sim
+from rewards.digits import Digits
+
+prompt = {"objects": [{"digit": 1, "color": "red", "place": "top left"}, {"digit": 2}], "relation": "above"}
+reward = Digits()
+pictures = torch.rand(6, 3, 32, 32, device="sim", requires_grad=True)
+reward(pictures[:1], [prompt])  # the reader moves
+with sim.counted() as counts:
+    reward(pictures, [prompt] * 6).sum().backward()
+assert counts.total() == 0, counts
+"""
+
+
+def test_the_digits_reward_never_waits():
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    finished = subprocess.run([sys.executable, "-c", DIGITS], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr[-2000:]
+
+
 def test_waits_and_errors_are_complained_about():
     """The check itself can fail, each way."""
     fine = {
