@@ -64,17 +64,20 @@ class Watched:
     """Counts stops between the passes of a network."""
 
     def __init__(self, net: torch.nn.Module):
+        self.calls = 0
         self.total: list[int] = []
         self.places: list[Counter] = []
         net.register_forward_pre_hook(self.note)
 
     def note(self, module: Any, args: tuple) -> None:
+        self.calls += 1
         if args and isinstance(args[0], str) and args[0] not in WORKS:
             return
         self.total.append(sim.STOPS.total())
         self.places.append(sim.STOPS.copy())
 
     def clear(self) -> None:
+        self.calls = 0
         self.total.clear()
         self.places.clear()
 
@@ -152,7 +155,7 @@ def seen(case: str) -> Seen:
         watched.clear()
         with sim.counted() as stops:
             stepped = improve(*args)
-        found.update, found.passes = stops.total(), len(watched.total)
+        found.update, found.passes = stops.total(), watched.calls
         found.where["update"] = listed(stops)
         return stepped
 

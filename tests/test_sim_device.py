@@ -28,7 +28,7 @@ STEPS = {  # what libraries add: transformers looks at every padding mask (and a
 ROLLOUT = 24  # of one rollout besides: prompts, encoders, first passes
 UPDATE = 12  # of an optimizer step of any number of passes, besides PASS for each of its passes
 PASS = {  # stops of one pass with gradients, of networks that decide by values what to compute
-    "policy:vlm": 16,
+    "policy:vlm": 12,
     "policy:janus_unified": 8,
     "objective:adjoint_matching:flow": 1,  # whether a step has noise
 }
