@@ -22,7 +22,7 @@ from samplers import unmask
 from samplers.noise import Rng
 
 from ..dists import Categorical, drawn
-from ..host import indices, on_host, selected, spread
+from ..host import indices, on_host, remember, selected, spread
 from ..options import Count
 from ..registry import UserError
 from ..types import Point, Rollout
@@ -137,7 +137,8 @@ class MaskedDiffusion(TokenPolicy, ABC):
     def _drawn(self, point: Point, uniform: Tensor, copies: int) -> tuple[Tensor, Tensor, Tensor]:
         """[B, L] each: tokens drawn where the point's mask is, their log-probs, and those recorded (the same unless
         ``logp_dist`` is conditional). So many ``copies`` adjacent rows are in one state, which is looked at once."""
-        one = point[::copies]
+        one = point if copies == 1 else point[::copies]
+        remember(one.group, on_host(point.group)[::copies])
         each = selected(uniform.unflatten(0, (-1, copies)).transpose(1, 2), one.mask)  # [N, copies]
         logits = self._logits(one, self.guidance)
         token, _ = drawn(logits, each)
@@ -240,6 +241,8 @@ class MaskedDiffusion(TokenPolicy, ABC):
             z = self._pass(ids, cond, rows, point.mask)
             return self._warped(z_empty + scale * (z - z_empty))
         both, places = stacked(cond, empty), torch.cat([rows, own + _rows(cond)])
+        known = on_host(rows)
+        remember(places, torch.cat([known, (known if own is rows else torch.zeros_like(known)) + _rows(cond)]))
         return self._warped(self._pass(torch.cat([ids, ids]), both, places, point.mask, scale))
 
     def empty(self, point: Point) -> Any:
@@ -271,6 +274,7 @@ class MaskedDiffusion(TokenPolicy, ABC):
 
 def alike(group: Tensor) -> int:
     """How many adjacent rows ask the same everywhere; 1 where their numbers differ."""
+    group = on_host(group)
     size = int((group == group[0]).sum())
     same = len(group) % size == 0 and torch.equal(group, group[::size].repeat_interleave(size))
     return size if same else 1
