@@ -9,6 +9,7 @@ from torch import Tensor
 
 from samplers.noise import Rng
 
+from .host import remember
 from .types import Point, Rollout
 
 
@@ -52,7 +53,9 @@ def passes(points: Iterable[Point], size: int | None, adjacent: bool = False) ->
 
     ``adjacent``: rows of one prompt come together, long ones first, so that they share its prefix and little padding.
     """
-    kept = [point[point.mask.any(1)] for point in points]
+    points = list(points)
+    trained = zip(points, trained_rows(points), strict=True)
+    kept = [point if rows is None else point[rows] for point, rows in trained]
     kept = [point for point in kept if len(point)]
     if not kept:
         return []
@@ -61,7 +64,31 @@ def passes(points: Iterable[Point], size: int | None, adjacent: bool = False) ->
         last = (whole.mask * torch.arange(1, whole.mask.shape[1] + 1, device=whole.mask.device)).amax(1)
         order = last.argsort(descending=True, stable=True)
         whole = whole[order[whole.group[order].argsort(stable=True)]]
-    return list(whole.split(size or len(whole)))
+    parts = list(whole.split(size or len(whole)))
+    if adjacent:
+        tell(whole, parts)
+    return parts
+
+
+def tell(whole: Point, parts: Sequence[Point]) -> None:
+    """Let the host know prompts and masks of a point's parts, which policies of tokens ask for, by one question."""
+    if whole.mask.device.type == "cpu":
+        return
+    known = torch.cat([whole.group[:, None], whole.mask.long()], 1).cpu()
+    for part, rows in zip(parts, known.split([len(part) for part in parts]), strict=True):
+        remember(part.group, rows[:, 0])
+        remember(part.mask, rows[:, 1:].bool())
+
+
+def trained_rows(points: Sequence[Point]) -> list[Tensor | None]:
+    """Find the rows [n] of every point that have a decision to train on, on the CPU; None: all of them have.
+
+    The device is asked once for all points, since every question waits for what it is still computing."""
+    if not points:
+        return []
+    flags = [point.mask.any(1) for point in points]
+    known = torch.cat(flags).cpu().split([len(flag) for flag in flags])
+    return [None if flag.all() else flag.nonzero()[:, 0] for flag in known]
 
 
 def loss_weights(point: Point, reduction: str, decisions: int) -> Tensor:
@@ -89,5 +116,5 @@ def loss_total(points: Sequence[Point], rollout: Rollout, reduction: str) -> Ten
     elif reduction == "row":
         total = rows
     else:
-        total = torch.tensor(len(rollout) if rollout.kept is None else int(rollout.kept.sum())).to(rows)
+        total = rows.new_full((), len(rollout)) if rollout.kept is None else rollout.kept.sum().to(rows)
     return torch.stack([rows, total])

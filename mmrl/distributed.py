@@ -40,6 +40,11 @@ def all_max(x: Tensor) -> Tensor:
     return _reduce(x, dist.ReduceOp.MAX) if world()[1] > 1 else x
 
 
+def largest(number: int, device: torch.device | str) -> int:
+    """The largest of the processes' numbers, for which one process asks no device; a collective call."""
+    return int(all_max(torch.tensor(number, device=device))) if world()[1] > 1 else number
+
+
 def all_gather_rows(x: Tensor) -> Tensor:
     """[B_0 + B_1 + ..., *] the rows [B_r, *] of every process in order of rank; B_r may differ and may be 0."""
     size = world()[1]

@@ -20,6 +20,7 @@ from samplers.noise import Rng
 from . import advantages, batches, completions, distributed, overlap
 from .data import Curriculum, batch, pick
 from .device import Device
+from .host import sent
 from .memory import Memory
 from .metrics import Meter
 from .objectives.base import Adaptive, Differentiates, Lagging, Objective, Revisiting, Shaping, couples
@@ -121,7 +122,7 @@ class Trainer:
         of_rows = self.advantage(rewards, rollout).to(rollout.logprob)
         advantage = advantages.by_edge(of_rows, rollout)
         self.spare = rollout[:1]  # what a process without rows passes through the network
-        self.longest = int(distributed.all_max(torch.tensor(rollout.mask.shape[1], device=rollout.group.device)))
+        self.longest = distributed.largest(rollout.mask.shape[1], rollout.group.device)
         kept = ~advantage.isnan()
         mask = rollout.mask & kept
         if self.options.truncated == "mask":
@@ -170,12 +171,14 @@ class Trainer:
         """One optimizer step on these rows. False if there was nothing to train on, or the gradient was not finite."""
         points = list(self.objective.points(self.policy, rollout, rng)) if len(rollout) else []
         reduction = self.options.reduction
-        there, total = distributed.all_sum(batches.loss_total(points, rollout, reduction))
+        sums = distributed.all_sum(batches.loss_total(points, rollout, reduction))
+        there, total = sums.tolist()  # one wait for both
         if not there > 0:
             return False
-        total = torch.ones_like(total) if reduction == "sum" else total
-        self.meter.put("loss", torch.zeros_like(total), total / self.device.processes)
-        observed = self._accumulated([point.replace(fresh=on_policy) for point in points], float(total), rng)
+        total = 1.0 if reduction == "sum" else total
+        share = sums.new_full((), total / self.device.processes)
+        self.meter.put("loss", torch.zeros_like(share), share)
+        observed = self._accumulated([point.replace(fresh=on_policy) for point in points], total, rng)
         if on_policy:
             self._gate(observed)
         return self._descend()
@@ -196,8 +199,7 @@ class Trainer:
     def _accumulate(self, points: list[Point], total: float, rng: Rng, rows: int) -> None:
         """Forward and backward over every pass of ``rows``. All processes make equally many, as sharded models need."""
         parts = batches.passes(points, rows, self.policy.adjacent)
-        device = self.spare.group.device
-        most = int(distributed.all_max(torch.tensor(len(parts), device=device)))
+        most = distributed.largest(len(parts), self.spare.group.device)
         idle = [self._idle(rng) for _ in range(most - len(parts))]
         if self.coupled:
             parts = self._couple(parts, idle)
@@ -215,11 +217,14 @@ class Trainer:
         measured = [self.objective.measure(self.policy, point) for point in self._here([*parts, *idle])]
         here = parts or idle  # without rows of its own a process still joins what couple does with all
         found = self.objective.couple(Point.cat(here), torch.cat(measured[: len(here)]))
-        return list(found.split(len(parts[0]))) if parts else []
+        cut = list(found.split(len(parts[0]))) if parts else []
+        if cut and self.policy.adjacent:
+            batches.tell(found, cut)
+        return cut
 
     def _here(self, points: Sequence[Point]) -> Iterator[Point]:
         """One after the other on the device, where a policy keeps its paths elsewhere."""
-        return (point.map(lambda tensor: tensor.to(self.spare.group.device)) for point in points)
+        return (point.map(lambda tensor: sent(tensor, self.spare.group.device)) for point in points)
 
     def _idle(self, rng: Rng) -> Point:
         """A pass that trains nothing."""
@@ -271,9 +276,8 @@ class Trainer:
         return Rewards({name: value.to(rollout.logprob) for name, value in rewards.items()}, rewards.weights)
 
     def _metrics(self, rollout: Rollout, rewards: Rewards) -> dict[str, float]:
-        names = sorted(self.meter.sums)
-        found = {name: self.meter.mean(name) for name in names if name != "log_ratio"}
-        found = {"ratio/mean" if name == "ratio" else name: value for name, value in found.items()}
+        means = self.meter.means().items()
+        found = {"ratio/mean" if name == "ratio" else name: value for name, value in means if name != "log_ratio"}
         if "log_ratio" in self.meter.sums:
             found["ratio/max_deviation"] = math.expm1(min(self.meter.top("log_ratio"), 50.0))
         found |= advantages.statistics(rewards, rollout)

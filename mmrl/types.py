@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .host import sent
+
 Prompt = dict[str, Any]  # one line of a dataset: "text", images, the right answer ...
 Media = Tensor | list  # images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1, or B texts
 Reward = Callable[[Media, list[Prompt]], Tensor]  # (media, prompts) -> [B]; NaN means "could not be scored"
@@ -81,7 +83,15 @@ class Rows:
     def __getitem__(self: Self, index: Tensor | slice) -> Self:
         if isinstance(index, slice):
             return self.map(lambda tensor: tensor[index])
-        return self.map(lambda tensor: tensor[index.to(tensor.device)])  # paths may be kept off the device
+        rows = index.nonzero()[:, 0] if index.dtype == torch.bool else index  # one wait, not one for every tensor
+        places = {rows.device: rows}
+
+        def taken(tensor: Tensor) -> Tensor:
+            if tensor.device not in places:  # paths may be kept off the device
+                places[tensor.device] = sent(rows, tensor.device)
+            return tensor[places[tensor.device]]
+
+        return self.map(taken)
 
     def split(self: Self, size: int) -> Iterator[Self]:
         return (self[i : i + size] for i in range(0, len(self), size))

@@ -2,13 +2,14 @@
 
 With LoRA the adapter starts at zero, so the snapshot taken before step 0 *is* the base model: reference, old and
 averaged policies need no second model. A snapshot is swapped in by *exchanging contents in place*, shard by shard:
-no parameter object changes, so DDP, FSDP2 (DTensor) and optimizers never notice, and no third copy is needed.
+no parameter object changes, so DDP, FSDP2 (DTensor) and optimizers never notice, and of a third copy only a part is
+ever there. Operations take lists of tensors at once: a large model has hundreds, and each call costs the host time.
 Under FSDP2 every method but ``parameters`` is called by all processes alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,6 +19,7 @@ from .checkpoint import Part
 from .sharding import extent, is_sharded, like, shards
 
 LIVE = "live"
+SPARE = 2**28  # bytes of weights that are there a third time while snapshots are swapped
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what activation checkpointing and torch.compile put in names
 
 
@@ -32,6 +34,26 @@ def reshard(module: nn.Module) -> None:
 def local(tensor: Tensor) -> Tensor:
     """This process's part of a tensor, sharing storage, outside autograd's version counting."""
     return tensor.data._local_tensor if is_sharded(tensor) else tensor.data
+
+
+def copies(tensors: list[Tensor]) -> list[Tensor]:
+    """Copy tensors in one call."""
+    fresh = [torch.empty_like(tensor) for tensor in tensors]
+    if fresh:
+        torch._foreach_copy_(fresh, tensors)
+    return fresh
+
+
+def parts(tensors: Sequence[Tensor], size: int) -> Iterator[slice]:
+    """Cut a list into runs of at most ``size`` bytes each, or of one tensor where that alone is larger."""
+    start = held = 0
+    for end, tensor in enumerate(tensors):
+        if held and held + tensor.nbytes > size:
+            yield slice(start, end)
+            start, held = end, 0
+        held += tensor.nbytes
+    if start < len(tensors):
+        yield slice(start, len(tensors))
 
 
 class Weights:
@@ -51,13 +73,16 @@ class Weights:
     @torch.no_grad()
     def keep(self, name: str) -> None:
         """Take (or retake) a snapshot of the live weights."""
-        self.saved[name] = {key: local(p).clone() for key, p in self.parameters().items()}
+        live = {key: local(p) for key, p in self.parameters().items()}
+        self.saved[name] = dict(zip(live, copies(list(live.values())), strict=True))
 
     @torch.no_grad()
     def track(self, name: str, decay: float) -> None:
         """Move a snapshot towards the live weights: saved = decay * saved + (1 - decay) * live."""
-        for key, p in self.parameters().items():
-            self.saved[name][key].lerp_(local(p), 1 - decay)
+        own = self.parameters()
+        averages = [self.saved[name][key] for key in own]
+        if averages:
+            torch._foreach_lerp_(averages, [local(p) for p in own.values()], 1 - decay)
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
@@ -84,10 +109,12 @@ class Weights:
         self.current = name
 
     def _exchange(self, saved: dict[str, Tensor]) -> None:
-        for key, p in self.parameters().items():
-            mine, held = local(p), saved[key].clone()
-            saved[key].copy_(mine)
-            mine.copy_(held)
+        own = self.parameters()
+        live, others = [local(p) for p in own.values()], [saved[key] for key in own]
+        for part in parts(live, SPARE):
+            spare = copies(others[part])
+            torch._foreach_copy_(others[part], live[part])
+            torch._foreach_copy_(live[part], spare)
 
     @torch.no_grad()
     def stored(self, name: str = LIVE) -> dict[str, Tensor]:

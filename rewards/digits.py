@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import permutations
 from typing import Any
 
@@ -64,20 +65,21 @@ class Digits:
             found = self.reader.to(media.device).detect(media)
         found = _harden(found) if self.strict else found
         terms = torch.stack([self._match(found, b, asked[b], prompts[b]) for b in range(len(prompts))])
-        count = torch.tensor([p.get("count") or len(a) for p, a in zip(prompts, asked)], device=media.device)
+        count = torch.tensor([p.get("count") or len(a) for p, a in zip(prompts, asked)])
+        count = count.to(media.device, non_blocking=media.device.type != "cpu")  # the host need not wait
         reward = terms / (1 + (found.confidence.sum(1) - count).abs())
         return (reward == 1).float() if self.strict else reward
 
     def _match(self, found: Detections, b: int, asked: Asked, prompt: dict[str, Any]) -> Tensor:
         """Mean of the terms of one row (scalar) under the best assignment of detections to objects."""
         score = torch.stack([self._object(found, b, item) for item in asked], 1)  # [M, N]
-        ways = torch.tensor(list(permutations(range(len(score)), len(asked))), device=score.device)  # [ways, N]
+        ways = _ways(len(score), len(asked), score.device)
         each = score[ways, torch.arange(len(asked), device=score.device)]  # [ways, N]
-        best = int(each.sum(1).argmax())
-        terms, relation = each[best], prompt.get("relation")
+        best = each.sum(1).argmax(0, keepdim=True)  # [1], of the device: the host does not wait for it
+        terms, relation = each[best][0], prompt.get("relation")
         if relation:
             axis, sign = _AXIS[relation]
-            one, two = found.center[b, ways[best], axis][:2]
+            one, two = found.center[b, ways[best][0], axis][:2]
             holds = (sign * (two - one) - _CLEAR).sigmoid()
             terms = torch.cat([terms, ((holds > 0.5).float() if self.strict else holds)[None] * terms.min()])
         return terms.mean()
@@ -88,8 +90,7 @@ class Digits:
         parts = [found.color[b, :, config["colors"].index(item["color"])]] if item.get("color") else []
         parts += [found.size[b, :, config["sizes"].index(item["size"])]] if item.get("size") else []
         if item.get("place"):
-            x0, y0, x1, y1 = config["places"][item["place"]]
-            low, high = found.center.new_tensor([x0, y0]), found.center.new_tensor([x1, y1])
+            low, high = _corners(tuple(config["places"][item["place"]]), found.center.dtype, found.center.device)
             outside = (low - found.center[b]).clamp(min=0) + (found.center[b] - high).clamp(min=0)  # [M, 2]
             near = (-outside.norm(dim=-1) / _FADE).exp()
             parts.append((near > 0.5).float() if self.strict else near)
@@ -122,6 +123,21 @@ def _objects(prompt: dict[str, Any]) -> Asked:
             f"{prompt.get('text', prompt)!r} has none. Use data: {{digits: {{}}}} or another reward"
         )
     return objects
+
+
+@lru_cache(maxsize=64)
+def _ways(detections: int, objects: int, device: torch.device) -> Tensor:
+    """[ways, N] all assignments of M detections to N objects."""
+    with torch.inference_mode(False):
+        return torch.tensor(list(permutations(range(detections), objects)), device=device)
+
+
+@lru_cache(maxsize=64)
+def _corners(region: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """[2] each, x and y of a region's low and high corner, moved to a device once."""
+    with torch.inference_mode(False):
+        corners = torch.tensor(region, dtype=dtype, device=device).view(2, 2)
+    return corners[0], corners[1]
 
 
 def _harden(found: Detections) -> Detections:

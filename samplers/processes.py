@@ -93,15 +93,24 @@ class Diffusion:
     prediction: Prediction = "epsilon"
     alphas: Tensor = field(default_factory=scaled_linear, compare=False)
     final: float = 1.0
+    tables: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def timestep(self, t: Number) -> Tensor:
         """Long: the timestep i of a time above 0, -1 for 0."""
         return (torch.as_tensor(t, dtype=torch.float64) * len(self.alphas)).round().long() - 1
 
     def scales(self, t: Number, like: Tensor) -> tuple[Tensor, Tensor]:
-        table = torch.cat([self.alphas.new_tensor([self.final]), self.alphas])
-        bar = table[(self.timestep(t) + 1).to(table.device)]
+        index = self.timestep(t) + 1
+        bar = self._table(index.device)[index]
         return per_row(bar.sqrt(), like), per_row((1 - bar).sqrt(), like)
+
+    def _table(self, device: torch.device) -> Tensor:
+        """[T + 1] alpha^2 by timestep + 1, where the times are: it moves once, not at every step."""
+        if device not in self.tables:
+            with torch.inference_mode(False):
+                table = torch.cat([self.alphas.new_tensor([self.final]), self.alphas])
+                self.tables[device] = table.to(device)
+        return self.tables[device]
 
     def clean(self, x: Tensor, out: Tensor, t: Number) -> Tensor:
         alpha, sigma = self.scales(t, x)

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmrl.weights import Weights
+from mmrl.weights import Weights, parts
 
 
 def net():
@@ -93,3 +93,53 @@ def test_frozen_parameters_are_not_kept():
     module = net()
     module[0].requires_grad_(False)
     assert set(Weights(module).full()) == {"2.weight", "2.bias"}
+
+
+def test_a_swap_in_parts_exchanges_every_tensor_and_holds_no_third_copy(monkeypatch):
+    """A part is as large as it may be, and no larger: 3 x 4 and 4 floats, then 4 and 1."""
+    from mmrl import weights as module_under_test
+
+    module = net()
+    weights = Weights(module)
+    base = weights.full()
+    weights.keep("ref")
+    shifted(module)
+    live = weights.full()
+    held = []
+    copied = module_under_test.copies
+    monkeypatch.setattr(module_under_test, "SPARE", 64)
+    monkeypatch.setattr(module_under_test, "copies", lambda part: held.append(part) or copied(part))
+    with weights.using("ref"):
+        assert all(torch.equal(value, base[name]) for name, value in module.state_dict().items())
+        assert all(torch.equal(value, live[name]) for name, value in weights.saved["ref"].items())
+    assert [[tensor.numel() for tensor in part] for part in held] == 2 * [[12, 4], [4, 1]]
+    assert all(torch.equal(value, live[name]) for name, value in module.state_dict().items())
+    assert all(torch.equal(value, base[name]) for name, value in weights.saved["ref"].items())
+
+
+def test_parts_cover_a_list_even_where_one_tensor_is_too_large():
+    sizes = [4, 40, 4, 4, 8]
+    tensors = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    cut = list(parts(tensors, 10))
+    assert cut == [slice(0, 1), slice(1, 2), slice(2, 4), slice(4, 5)]
+    assert list(parts([], 10)) == []
+
+
+def test_a_swap_takes_lists_of_tensors():
+    """A large adapter has hundreds of tensors, and on a device every call for one of them costs the host time."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Calls(TorchDispatchMode):
+        copies = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.copies += func.overloadpacket.__name__ in ("copy_", "clone", "lerp_")
+            return func(*args, **kwargs or {})
+
+    weights = Weights(nn.ModuleList(nn.Linear(2, 2) for _ in range(50)))
+    with Calls() as calls:
+        weights.keep("ref")
+        weights.track("ref", 0.5)
+        with weights.using("ref"):
+            pass
+    assert calls.copies == 0

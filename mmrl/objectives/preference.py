@@ -12,6 +12,7 @@ from torch.nn.functional import softplus
 from samplers.noise import Rng
 
 from ..dists import Gaussian
+from ..host import sent
 from ..metrics import observe
 from ..options import Count
 from ..policies.base import Policy
@@ -69,16 +70,17 @@ def pairs(rollout: Rollout, rng: Rng | None = None) -> Tensor:
 
     With ``rng`` the rival of the best is not the worst but any one of lower advantage.
     """
-    kept = torch.ones_like(rollout.group, dtype=torch.bool) if rollout.kept is None else rollout.kept
+    groups, names, every = (x.cpu() for x in (rollout.group, rollout.row, rollout.advantage[:, -1]))  # asked once
+    kept = torch.ones_like(groups, dtype=torch.bool) if rollout.kept is None else rollout.kept.cpu()
     chosen = torch.zeros_like(kept)
-    for group in rollout.group[kept].unique():
-        rows = ((rollout.group == group) & kept).nonzero()[:, 0]
-        advantage = rollout.advantage[rows, -1]
+    for group in groups[kept].unique():
+        rows = ((groups == group) & kept).nonzero()[:, 0]
+        advantage = every[rows]
         if advantage.max() > advantage.min():
             lower = rows[advantage < advantage.max()]
-            rival = rows[advantage.argmin()] if rng is None else lower[rng.uniform(rollout.row[lower]).argmax()]
+            rival = rows[advantage.argmin()] if rng is None else lower[rng.uniform(names[lower]).argmax()]
             chosen[rows[advantage.argmax()]] = chosen[rival] = True
-    return chosen
+    return sent(chosen, rollout.group.device)
 
 
 @OBJECTIVES.register("d3po")

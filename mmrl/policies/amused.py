@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from samplers.batching import chunks
 
+from ..host import on_host, sent
 from ..registry import POLICIES, UserError
 from ..types import Media, Prompt, Rollout
 from . import diffusers_folder, uvit
@@ -98,13 +99,13 @@ class Amused(MaskedDiffusion):
         return self._run(ids, cond["text"], cond["pooled"]).flatten(2).transpose(1, 2)
 
     def places(self, ids: Tensor, cond: Any, rows: Tensor, where: Tensor, scale: float | None) -> Tensor:
-        used, index = rows.unique(return_inverse=True)
+        used, index = (sent(part, rows.device) for part in on_host(rows).unique(return_inverse=True))
         with uvit.asking(self.net, where, scale):
             return self._run(ids, cond["text"][used], cond["pooled"][rows], index)
 
     def _run(self, ids: Tensor, text: Tensor, pooled: Tensor, rows: Tensor | None = None) -> Tensor:
         """[B, V, h, w], of texts of every row or by ``rows`` [B]."""
-        micro = torch.tensor([[*self.micro, 0, 0, self.aesthetic]], device=ids.device).expand(len(ids), -1)
+        micro = sent(torch.tensor([[*self.micro, 0, 0, self.aesthetic]]), ids.device).expand(len(ids), -1)
         return self.active()(
             ids.view(-1, *self.grid), encoder_hidden_states=self.cast(text), pooled_text_emb=self.cast(pooled),
             micro_conds=self.cast(micro), cross_attention_kwargs=None if rows is None else {"rows": rows},

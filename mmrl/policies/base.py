@@ -212,7 +212,8 @@ def rows_of(cond: Any, group: Tensor) -> Any:
 
 def first_of_group(rollout: Rollout) -> Tensor:
     """[B] long: the name of the first row of each row's group that is here, by which a group shares noise."""
-    first = torch.full((int(rollout.group.max()) + 1,), torch.iinfo(torch.long).max, device=rollout.row.device)
+    count = len(rollout.prompts) or int(rollout.group.max()) + 1  # without prompts the device must be asked
+    first = torch.full((count,), torch.iinfo(torch.long).max, device=rollout.row.device)
     return first.scatter_reduce(0, rollout.group, rollout.row, "amin")[rollout.group]
 
 

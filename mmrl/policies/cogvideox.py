@@ -11,6 +11,7 @@ from torch import Tensor
 from samplers.kernels import ddim
 from samplers.processes import Process
 
+from ..host import sent
 from ..registry import KERNELS, POLICIES
 from ..types import Kernel
 from . import diffusers_folder
@@ -70,7 +71,7 @@ class CogVideoX(VideoFolderPolicy):
         return discrete_grid(self.scheduler)
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
-        rotary = self.rotary and tuple(part.to(x.device) for part in self.rotary)
+        rotary = self.rotary and tuple(sent(part, x.device) for part in self.rotary)
         return self.active()(
             hidden_states=self.cast(x), timestep=self.process.timestep(t), image_rotary_emb=rotary,
             encoder_hidden_states=self.cast(cond["text"]), return_dict=False,

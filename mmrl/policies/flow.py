@@ -25,6 +25,7 @@ from samplers.solvers import Step
 from samplers.windows import FIXED, all_steps
 
 from ..dists import Gaussian, Score
+from ..host import sent
 from ..registry import GRIDS, KERNELS, SOLVERS, WINDOWS, UserError
 from ..types import Kernel, Media, Point, Prompt, Rollout, tree_map
 from .base import NetPolicy, at_guidance, first_of_group, rows_of, warn_of_mismatch
@@ -220,7 +221,7 @@ class FlowPolicy(NetPolicy, ABC):
         leads = [row % span == 0 for span in plan.spans]  # whoever stands for an edge carries its decision
         spread = [x.repeat_interleave(span, 0) for x, span in zip(states, plan.spans)]
         scores = [x.repeat_interleave(span, 0) for x, span in zip(logprobs, plan.spans[1:])]
-        decided = torch.tensor(noisy, device=row.device).expand(len(row), -1)
+        decided = torch.stack(noisy).expand(len(row), -1)
         return Rollout(
             group=group, cond=cond, row=row, sample=state, path=torch.stack(spread, 1),
             logprob=torch.cat(scores, 1), mask=decided & torch.stack(leads[1:], 1), time=time, eta=eta,
@@ -229,12 +230,15 @@ class FlowPolicy(NetPolicy, ABC):
 
     def _advance(
         self, point: Point, rng: Rng, plan: Plan, k: int, row: Tensor, solver: Step | None
-    ) -> tuple[Tensor, Tensor, bool]:
-        """Step k of the states that are alive: their children, the children's log-probs [B, 1], is it a decision."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Step k of the states that are alive: their children, the children's log-probs [B, 1], is it a decision.
+
+        The last is a bool [] of the device: the host need not wait for it."""
         sampled, scored, output = self._both(point, plan.rows)
         if not plan.eta[k] > 0:
             state = sampled.mean if solver is None else solver(point.state, output, point.time, point.next_time)
-            return self._store(state.to(self.dtype)), state.new_zeros(len(state), 1), False
+            none = torch.zeros((), dtype=torch.bool, device=state.device)
+            return self._store(state.to(self.dtype)), state.new_zeros(len(state), 1), none
         factor, child = plan.spans[k] // plan.spans[k + 1], row[:: plan.spans[k + 1]]
         if factor == 1:
             noise = rng.normal(child, self.shape, k + 1, self.dtype)
@@ -242,14 +246,14 @@ class FlowPolicy(NetPolicy, ABC):
             sampled, scored = sampled.repeat(factor), scored.repeat(factor)
             noise = self.tree.draw(rng, child, child - child % plan.spans[k], self.shape, k + 1, self.dtype)
         state = self._store(sampled.sample(noise))  # rounded first, then scored
-        return state, scored.log_prob(state), bool((sampled.std > 0).all())
+        return state, scored.log_prob(state), (sampled.std > 0).all()
 
     def path(self, rollout: Rollout) -> Iterator[Point]:
         length = rollout.mask.sum(1)
-        for k in range(rollout.mask.shape[1]):
-            rows = rollout.mask[:, k].nonzero()[:, 0]
+        for k, decides in enumerate(rollout.mask.cpu().unbind(1)):  # one wait, not one a decision
+            rows = decides.nonzero()[:, 0]
             if len(rows):
-                yield _step(rollout, length, rows, k)
+                yield _step(rollout, length, sent(rows, length.device), k)
 
     def renoise(self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False) -> Iterator[Point]:
         name = first_of_group(rollout) if shared else rollout.row
@@ -342,7 +346,7 @@ class FlowPolicy(NetPolicy, ABC):
         return x.cpu() if self.offload else x
 
     def _on_rows(self, schedule: Tensor, rows: int) -> Tensor:
-        return schedule.to(self.device, self.dtype).expand(rows, -1)
+        return sent(schedule.to(self.dtype), self.device).expand(rows, -1)
 
 
 def _step(rollout: Rollout, length: Tensor, rows: Tensor, k: int) -> Point:

@@ -8,6 +8,7 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
+from ..host import sent
 from ..registry import POLICIES
 from .flow import Grid
 from .folder_flow import FolderPolicy, stepwise_grid, vae_factor
@@ -41,7 +42,7 @@ class Flux(FolderPolicy):
         out = self.active()(
             hidden_states=self.cast(seen), timestep=t, guidance=guidance, return_dict=False,
             encoder_hidden_states=self.cast(text), pooled_projections=self.cast(cond["pooled"]),
-            txt_ids=text.new_zeros(text.shape[1], 3), img_ids=positions.to(text),
+            txt_ids=text.new_zeros(text.shape[1], 3), img_ids=sent(positions.to(text.dtype), text.device),
         )[0]  # fmt: skip
         return unpack(out[:, : self.tokens()], *self.shape[-2:])
 

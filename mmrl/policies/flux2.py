@@ -11,6 +11,7 @@ from torch import Tensor
 
 from samplers.schedules import dynamic, shifted
 
+from ..host import sent
 from ..registry import POLICIES
 from . import diffusers_folder
 from .flow import Grid
@@ -58,7 +59,7 @@ class Flux2(FolderPolicy):
         text = self.cast(cond["text"])
         out = self.active()(
             hidden_states=self.cast(x).flatten(2).mT, timestep=t, guidance=None, encoder_hidden_states=text,
-            txt_ids=places(1, 1, text.shape[1]).to(x.device), img_ids=places(*self.shape[-2:]).to(x.device),
+            txt_ids=sent(places(1, 1, text.shape[1]), x.device), img_ids=sent(places(*self.shape[-2:]), x.device),
             return_dict=False,
         )[0]  # fmt: skip
         return out.mT.reshape(x.shape)

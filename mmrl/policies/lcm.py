@@ -15,6 +15,7 @@ from samplers.noise import Rng
 from samplers.processes import Consistent, Process
 from samplers.windows import all_but_last
 
+from ..host import sent
 from ..registry import KERNELS, POLICIES, WINDOWS
 from ..types import Kernel, Prompt, Rollout
 from .diffusion import SD
@@ -55,7 +56,7 @@ class LCM(SD):
 
         scale, wide = torch.tensor([self.embedded - 1]), self.config.time_cond_proj_dim
         found = LatentConsistencyModelPipeline.get_guidance_scale_embedding(self, scale, wide)
-        return self.cast(found.to(x.device)).expand(len(x), -1)
+        return self.cast(sent(found, x.device)).expand(len(x), -1)
 
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:

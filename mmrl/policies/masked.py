@@ -22,6 +22,7 @@ from samplers import unmask
 from samplers.noise import Rng
 
 from ..dists import Categorical, drawn
+from ..host import indices, on_host, remember, selected, spread
 from ..options import Count
 from ..registry import UserError
 from ..types import Point, Rollout
@@ -49,7 +50,7 @@ class Hidden:
     def log_prob(self, decision: Tensor) -> Tensor:
         """Of token ids [B, L]; of tokens and their ranks [B, L, 2]."""
         ids = decision if self.noise is None else decision[..., 0]
-        token = self._spread(Categorical(self.logits).log_prob(ids[self.where]))
+        token = self._spread(Categorical(self.logits).log_prob(selected(ids, self.where)))
         return token if self.noise is None else chosen(token, self.noise, decision[..., 1])
 
     def kl(self, other: Hidden) -> Tensor:
@@ -60,7 +61,7 @@ class Hidden:
         return self._spread(Categorical(self.logits).entropy())
 
     def _spread(self, values: Tensor) -> Tensor:
-        return values.new_zeros(self.where.shape).masked_scatter(self.where, values)
+        return spread(values, self.where)
 
 
 def chosen(token: Tensor, noise: Tensor, rank: Tensor) -> Tensor:
@@ -136,8 +137,9 @@ class MaskedDiffusion(TokenPolicy, ABC):
     def _drawn(self, point: Point, uniform: Tensor, copies: int) -> tuple[Tensor, Tensor, Tensor]:
         """[B, L] each: tokens drawn where the point's mask is, their log-probs, and those recorded (the same unless
         ``logp_dist`` is conditional). So many ``copies`` adjacent rows are in one state, which is looked at once."""
-        one = point[::copies]
-        each = uniform.unflatten(0, (-1, copies)).transpose(1, 2)[one.mask]  # [N, copies]
+        one = point if copies == 1 else point[::copies]
+        remember(one.group, on_host(point.group)[::copies])
+        each = selected(uniform.unflatten(0, (-1, copies)).transpose(1, 2), one.mask)  # [N, copies]
         logits = self._logits(one, self.guidance)
         token, _ = drawn(logits, each)
         sampled = scored = _gathered(logits, token)  # as scores are computed, to the bit
@@ -145,9 +147,8 @@ class MaskedDiffusion(TokenPolicy, ABC):
             scored = _gathered(self._logits(one, 1.0), token)
         found = []
         for values in (token, sampled, scored):
-            spread = values.new_zeros(*one.mask.shape, copies)
-            spread[one.mask] = values
-            found.append(spread.transpose(1, 2).reshape(uniform.shape))
+            every = values.new_zeros(one.mask.numel(), copies).index_copy(0, indices(one.mask), values)
+            found.append(every.view(*one.mask.shape, copies).transpose(1, 2).reshape(uniform.shape))
         return tuple(found)
 
     def _reveal(self, step: int, confidence: Tensor, hidden: Tensor, uniform: Tensor) -> Tensor:
@@ -214,7 +215,7 @@ class MaskedDiffusion(TokenPolicy, ABC):
 
     def dist(self, point: Point) -> Hidden:
         where = point.mask
-        if not where.any():  # every process makes its passes, also those that train nothing
+        if not on_host(where).any():  # every process makes its passes, also those that train nothing
             where = where.clone()
             where[0, 0] = True
         conditional = self.logp_dist == "conditional" and point.guidance is None
@@ -240,6 +241,8 @@ class MaskedDiffusion(TokenPolicy, ABC):
             z = self._pass(ids, cond, rows, point.mask)
             return self._warped(z_empty + scale * (z - z_empty))
         both, places = stacked(cond, empty), torch.cat([rows, own + _rows(cond)])
+        known = on_host(rows)
+        remember(places, torch.cat([known, (known if own is rows else torch.zeros_like(known)) + _rows(cond)]))
         return self._warped(self._pass(torch.cat([ids, ids]), both, places, point.mask, scale))
 
     def empty(self, point: Point) -> Any:
@@ -258,8 +261,8 @@ class MaskedDiffusion(TokenPolicy, ABC):
         """
         z = self.logits(ids, rows_of(cond, rows)).to(self.dtype)
         if scale is None:
-            return z[where]
-        z, z_empty = (half[where] for half in z.chunk(2))
+            return selected(z, where)
+        z, z_empty = (selected(half, where) for half in z.chunk(2))
         return z_empty + scale * (z - z_empty)
 
     def _trial(self, ids: Tensor, cond: dict[str, Any], group: Tensor) -> None:
@@ -271,6 +274,7 @@ class MaskedDiffusion(TokenPolicy, ABC):
 
 def alike(group: Tensor) -> int:
     """How many adjacent rows ask the same everywhere; 1 where their numbers differ."""
+    group = on_host(group)
     size = int((group == group[0]).sum())
     same = len(group) % size == 0 and torch.equal(group, group[::size].repeat_interleave(size))
     return size if same else 1

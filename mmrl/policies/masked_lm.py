@@ -10,6 +10,7 @@ from torch import Tensor
 
 from samplers.noise import Rng
 
+from ..host import sent
 from ..options import Count
 from ..registry import POLICIES, UserError, locate
 from ..types import Completion, Media, Point, Prompt, Rollout
@@ -76,7 +77,7 @@ class MaskedLM(MaskedDiffusion):
     def logits(self, ids: Tensor, cond: dict[str, Any]) -> Tensor:
         """The answer stands right behind its prompt, so that no row depends on how long another one's prompt is."""
         prompt, size = cond["ids"], cond["size"][:, None]
-        behind = torch.tensor(self.suffix, device=ids.device, dtype=ids.dtype).expand(len(ids), -1)
+        behind = sent(torch.tensor(self.suffix, dtype=ids.dtype), ids.device).expand(len(ids), -1)
         behind = torch.cat([self.written(ids), behind], 1)
         place = torch.arange(prompt.shape[1] + behind.shape[1], device=ids.device)[None]
         own = behind.gather(1, (place - size).clamp(0, behind.shape[1] - 1))

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..host import selected
 from .images.attention import Kernel, attend
 
 
@@ -52,7 +53,7 @@ def _head() -> type[nn.Module]:
                 return super().forward(hidden_states)
             where, scale = self.asked
             flat = hidden_states.flatten(2).transpose(1, 2)  # [B, L, C]
-            parts = [flat[where]] if scale is None else [half[where] for half in flat.chunk(2)]
+            parts = [selected(half, where) for half in ([flat] if scale is None else flat.chunk(2))]
             h = [self.layer_norm(_pointwise(self.conv1, part)) for part in parts]
             mixed = h[0] if scale is None else h[1] + scale * (h[0] - h[1])  # 1 - s and s add up to 1: affine is after
             return _pointwise(self.conv2, mixed)

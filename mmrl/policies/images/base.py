@@ -20,6 +20,7 @@ from samplers.noise import Rng
 from samplers.warp import Warp
 
 from ...dists import drawn
+from ...host import on_host, sent
 from ...options import Count
 from ...types import Media, Point, Prompt, Rollout
 from ..base import NetPolicy, at_guidance, warn_of_mismatch
@@ -102,7 +103,7 @@ class ImageTokenPolicy(NetPolicy, ABC):
             inputs, rows = stacked(inputs, self.empty(inputs)), torch.cat([rows, rows + len(unique)])
         self.forwards += len(rows) * len(net.turns)
         hidden, state = net("begin", inputs, rows)
-        uniform, scale = rng.uniform(row, (sum(net.turns),)), self.scales(self.guidance)
+        uniform, scale = rng.uniform(row, (sum(net.turns),)), sent(self.scales(self.guidance), row.device)
         ids, logprob = [], []
         for block in list(spans(net.turns))[:passes]:
             if ids:
@@ -146,16 +147,23 @@ class ImageTokenPolicy(NetPolicy, ABC):
 
     def dist(self, point: Point) -> AnswerTokens:
         where = point.mask
-        if not where.any():  # every process makes its passes, also those that train nothing
+        if not on_host(where).any():  # every process makes its passes, also those that train nothing
             where = where.clone()
             where[0, 0] = True
         scale = self.guidance if point.guidance is None else point.guidance
         conditional = scale == 1 or (self.logp_dist == "conditional" and point.guidance is None)
-        inputs = self.collate([point.cond[i] for i in point.group.tolist()])
+        inputs = self.collate([point.cond[i] for i in on_host(point.group).tolist()])
         empty = None if conditional else self.empty(inputs)
         self.forwards += len(where) * (1 if conditional else 2)
         hidden, scored = self.active()(
-            "score", inputs, empty, point.target, where, self.scales(scale), self.warp, self.entropies
+            "score",
+            inputs,
+            empty,
+            point.target,
+            where,
+            sent(self.scales(scale), where.device),
+            self.warp,
+            self.entropies,
         )
         return AnswerTokens(self, point, where, hidden, scored)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from samplers.noise import Rng
 
+from ...host import sent
 from ...types import Rollout
 from .net import Inputs, beside, stacked
 
@@ -33,7 +34,7 @@ def grow(
     if guided:
         inputs, rows = stacked(inputs, policy.empty(inputs)), torch.cat([rows, rows + len(unique)])
     hidden, state = net("begin", inputs, rows)
-    uniform, scale = rng.uniform(row, (sum(net.turns),)), policy.scales(policy.guidance)
+    uniform, scale = rng.uniform(row, (sum(net.turns),)), sent(policy.scales(policy.guidance), row.device)
     ids: list[Tensor] = []
     scores: list[Tensor] = []
     start = 0

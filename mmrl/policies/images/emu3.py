@@ -37,7 +37,7 @@ class Emu3Net(ImageNet):
         mapping = hf.vocabulary_mapping
         ids = torch.tensor([mapping.img2bpe[code] for code in range(len(mapping.img2bpe))])
         self.register_buffer("visual", ids, persistent=False)  # [V] token id of every code
-        self.adjacent = bool((ids.diff() == 1).all())
+        self.adjacent, self.first = bool((ids.diff() == 1).all()), int(ids[0])
         self.end, self.vocab, self.hidden = mapping.eol_token_id, len(ids), hf.config.text_config.hidden_size
         self._no_split_modules = getattr(hf, "_no_split_modules", None)  # accelerate wraps these one by one
 
@@ -72,7 +72,7 @@ class Emu3Net(ImageNet):
         return hidden[:, decided]
 
     def vocabulary(self, hidden: Tensor) -> Tensor:
-        weight, first = self.hf.lm_head.weight, int(self.visual[0])
+        weight, first = self.hf.lm_head.weight, self.first
         return F.linear(hidden, weight[first : first + self.vocab] if self.adjacent else weight[self.visual])
 
     def enable_gradient_checkpointing(self) -> None:

@@ -138,6 +138,7 @@ class LlamaGenGPT(ImageNet):
         self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm, self.output = RMSNorm(shape.dim), nn.Linear(shape.dim, shape.vocab, bias=False)
         self.checkpointing, self.token = False, token
+        self.ropes: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def begin(self, inputs: Inputs, rows: Tensor) -> tuple[Tensor, _State]:
         x, mask = self.cls_embedding(inputs), inputs.get("mask")
@@ -176,8 +177,12 @@ class LlamaGenGPT(ImageNet):
 
     def _rope(self, start: int, end: int, like: Tensor) -> Tensor:
         """[n, D / 2, 2] cosines and sines of positions start..end - 1."""
-        table = rotations(self.shape.grid, self.shape.dim // self.shape.heads, self.shape.condition)
-        return table[start:end].to(like.device, torch.promote_types(like.dtype, torch.float32))
+        kind = like.device, torch.promote_types(like.dtype, torch.float32)
+        if kind not in self.ropes:  # moved once, not at every token
+            with torch.inference_mode(False):
+                table = rotations(self.shape.grid, self.shape.dim // self.shape.heads, self.shape.condition)
+                self.ropes[kind] = table.to(*kind)
+        return self.ropes[kind][start:end]
 
 
 def token(net: LlamaGenGPT, x: Tensor, rope: Tensor, mask: Tensor | None, place: Place, rooms: list[KV]) -> Tensor:

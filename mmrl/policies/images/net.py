@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from samplers.warp import Warp
 
+from ...host import selected
 from ...registry import UserError
 from ..vlm import scores
 from ..vlm.scores import Scored
@@ -97,8 +98,8 @@ class ImageNet(nn.Module, ABC):
 
         ``empty`` are the unconditional inputs, None without guidance; ``scale`` [T] is that of every decision.
         """
-        features = self._features(inputs, empty, ids, scale)[where]
-        return features, self.rescore(features, ids[where], warp, entropy)
+        features = selected(self._features(inputs, empty, ids, scale), where)
+        return features, self.rescore(features, selected(ids, where), warp, entropy)
 
     def rescore(self, features: Tensor, ids: Tensor, warp: Warp, entropy: bool) -> Scored:
         """Of tokens ``ids`` [N] at features [N, *]."""

@@ -38,9 +38,10 @@ def write(
         ids[:, k] = torch.where(going, drawn.token, NONE)
         logprob[:, k] = torch.where(going, drawn.logprob.to(logprob), 0.0)
         going = going & ~torch.isin(drawn.token, stops)
-        left = bool(going.any())
+        left, every = torch.stack([going.any(), going.all()]).tolist()  # one wait for both
         if not (busy(left) if busy else left):
             break
+        state.whole = state.whole and every
         hidden = net("add_text", drawn.token, state, going)
     return ids, logprob
 

@@ -34,6 +34,7 @@ class State:
         """Keep ``rows`` [B'], each as often as it is named."""
         caches.select(self.cache, rows)
         self.mask, self.place = self.mask[rows], self.place[rows]
+        self.whole = bool(self.mask.all())
 
 
 class Part(NamedTuple):
@@ -66,7 +67,9 @@ class UnifiedNet(JanusNet):
             inputs_embeds=self._seen(inputs), attention_mask=mask, position_ids=places, past_key_values=cache,
             use_cache=True,
         ).last_hidden_state[:, -1]  # fmt: skip
-        return hidden[rows], State(caches.growing(caches.kept(cache), rows), mask[rows].bool(), places[rows, -1] + 1)
+        mask = mask[rows].bool()
+        cache = caches.growing(caches.kept(cache), rows)
+        return hidden[rows], State(cache, mask, places[rows, -1] + 1, bool(mask.all()))
 
     def add_text(self, ids: Tensor, state: State, live: Tensor) -> Tensor:
         """[B, H] after text tokens ``ids`` [B]; those of rows that are not ``live`` [B] are not there."""
@@ -152,8 +155,11 @@ class UnifiedNet(JanusNet):
 
     def _advance(self, seen: Tensor, state: State, live: Tensor) -> Tensor:
         state.mask = torch.cat([state.mask, live[:, None]], 1)
+        mask = None if state.whole else state.mask.long()
+        if mask is not None and self.config.text_config._attn_implementation == "sdpa":
+            mask = state.mask[:, None, None]  # what transformers makes of it after a look at its values
         hidden = self.hf.model.language_model(
-            inputs_embeds=seen, attention_mask=None if state.whole else state.mask.long(),
+            inputs_embeds=seen, attention_mask=mask,
             position_ids=state.place[:, None], past_key_values=state.cache, use_cache=True,
         ).last_hidden_state[:, -1]  # fmt: skip
         state.place = state.place + live

@@ -13,6 +13,7 @@ from samplers.batching import chunks
 from samplers.noise import Rng
 
 from ... import distributed
+from ...host import sent
 from ...registry import UserError
 from ...types import Prompt, Rollout
 from ..images.janus import Janus
@@ -110,7 +111,7 @@ class Passes(Janus):
             state.select(of)
             ones = torch.ones_like(row, dtype=torch.bool)
             hidden = self.net("add_text", torch.full_like(row, self.start), state, ones)
-        scale = None if self.guidance == 1 else self.scales(self.guidance)
+        scale = None if self.guidance == 1 else sent(self.scales(self.guidance), row.device)
         if scale is not None:
             without, empty = self._unconditional(self._leading(cond, group, text[of]))
             hidden, state = torch.cat([hidden, without]), together(state, empty)

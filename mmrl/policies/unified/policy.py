@@ -14,6 +14,7 @@ from torch import Tensor
 from samplers.batching import at_width, chunks
 from samplers.warp import Warp
 
+from ...host import sent
 from ...registry import POLICIES
 from ...types import Completion, Media, Point, Rollout
 from ..vlm.families import family_of
@@ -138,7 +139,7 @@ class JanusUnified(Passes):
         plain = scale == 1 or (self.logp_dist == "conditional" and point.guidance is None)
         # a plan of b tokens, the image's start behind it, is decided at the states S - 2 - b and on
         first = inputs["ids"].shape[1] - 2 - sequences.body(text, self.stops["plan"]).sum(1) if same else None
-        empty, scales = (None, None) if plain else (self.empty(inputs), self.scales(scale))
+        empty, scales = (None, None) if plain else (self.empty(inputs), sent(self.scales(scale), rows.device))
         return Part(rows, inputs, first, empty, scales, draws=True)
 
     def _text(self, rollout: Rollout, row: int) -> Completion:

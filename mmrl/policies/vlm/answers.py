@@ -9,6 +9,7 @@ from torch import Tensor
 
 from samplers.warp import Warp
 
+from ...host import selected, spread
 from ...types import Point
 from .scores import Scored
 
@@ -31,13 +32,13 @@ class AnswerTokens:
         """[B, L] of token ids [B, L] that share their prefixes with the tokens scored."""
         if ids is self.target or torch.equal(ids, self.target):
             return self._spread(self.scored.logprob)
-        return self._spread(self._head("rescore", ids[self.where], self.warp, False).logprob)
+        return self._spread(self._head("rescore", selected(ids, self.where), self.warp, False).logprob)
 
     def entropy(self) -> Tensor:
         """[B, L] of the warped distribution."""
         if self.scored.entropy is None:
             self.policy.entropies = True  # from now on with the forward pass
-            self.scored = self._head("rescore", self.target[self.where], self.warp, True)
+            self.scored = self._head("rescore", selected(self.target, self.where), self.warp, True)
         return self._spread(self.scored.entropy)
 
     def kl(self, other: AnswerTokens) -> Tensor:
@@ -56,4 +57,4 @@ class AnswerTokens:
             return self.policy.active()(work, self.hidden, *given)
 
     def _spread(self, values: Tensor) -> Tensor:
-        return values.new_zeros(self.where.shape).masked_scatter(self.where, values)
+        return spread(values, self.where)

@@ -42,7 +42,7 @@ class _Recorder:
         """The logits processor: scores [B, V] -> the same with everything impossible but the token drawn."""
         uniform = None if self.warp.temperature == 0 else self.rng.uniform(self.names, (self.step + 1,))[:, -1]
         found = draw(scores, self.warp, uniform)
-        self.going = self.done.write(self.step, slice(None), self.going, found, self.ending)
+        self.going, _ = self.done.write(self.step, slice(None), self.going, found, self.ending)
         self.step += 1
         return torch.full_like(scores, -torch.inf).scatter_(-1, found.token[:, None], 0.0)
 

@@ -13,6 +13,7 @@ from samplers.noise import Rng
 from samplers.warp import Warp
 
 from ...dists import Categorical
+from ...host import sent
 from . import caches
 from .scores import certainty
 
@@ -41,10 +42,31 @@ class Ending:
         for stop in self.stops:
             found |= last == stop
         if self.strings:
-            window = 4 * max(map(len, self.strings)) + 4  # a character has at most four tokens
-            tails = [self.decode(row) for row in ids[:, -window:].tolist()]
-            found |= torch.tensor([any(s in tail for s in self.strings) for tail in tails], device=ids.device)
+            spelt = [self.spells(row) for row in ids[:, -self.window :].tolist()]
+            found |= torch.tensor(spelt, device=ids.device)
         return found
+
+    def going(self, ids: Tensor, going: Tensor) -> tuple[Tensor, int]:
+        """Say which rows of ids [B, n] go on behind their last token, of those ``going`` [B] before it, and how many.
+
+        The host needs both numbers and strings: it waits for the device once."""
+        for stop in self.stops:
+            going = going & (ids[:, -1] != stop)
+        if not self.strings:
+            return going, int(going.sum())
+        rows = torch.cat([ids[:, -self.window :], going[:, None].long()], 1).tolist()
+        left = [bool(alive) and not self.spells(tail) for *tail, alive in rows]
+        return sent(torch.tensor(left, dtype=torch.bool), ids.device), sum(left)
+
+    @property
+    def window(self) -> int:
+        """Tokens among which a stop string is looked for: a character has at most four."""
+        return 4 * max(map(len, self.strings)) + 4
+
+    def spells(self, ids: list[int]) -> bool:
+        """Whether there is a stop string in what tokens spell."""
+        tail = self.decode(ids)
+        return any(string in tail for string in self.strings)
 
 
 @dataclass
@@ -56,14 +78,14 @@ class Answers:
     logprob: Tensor  # [B, T] at least float32
     certainty: Tensor | None = None  # [B, T] likewise, where it is asked for
 
-    def write(self, step: int, rows: Tensor | slice, going: Tensor, drawn: Drawn, ending: Ending) -> Tensor:
-        """Add one token to those of ``rows`` that are ``going`` [B'], and return which still are."""
+    def write(self, step: int, rows: Tensor | slice, going: Tensor, drawn: Drawn, ending: Ending) -> tuple[Tensor, int]:
+        """Add one token to those of ``rows`` that are ``going`` [B'], and return which still are, and how many."""
         self.ids[rows, step] = torch.where(going, drawn.token, ending.pad)
         self.logprob[rows, step] = torch.where(going, drawn.logprob, 0.0)
         if self.certainty is not None:
             self.certainty[rows, step] = torch.where(going, certainty(drawn.logits), 0.0).to(self.certainty.dtype)
         self.mask[rows, step] = going
-        return going & ~ending.ended(self.ids[rows, : step + 1])
+        return ending.going(self.ids[rows, : step + 1], going)
 
 
 def blank(names: Tensor, ending: Ending, hf: nn.Module) -> Answers:
@@ -104,8 +126,7 @@ def generate(
     done, work = blank(names, ending, net.hf), _Work(net, prefix, rows, names, rng, warp)
     for step in range(ending.tokens):
         found = work.draw(step)
-        work.going = done.write(step, work.at, work.going, found, ending)
-        left = int(work.going.sum())
+        work.going, left = done.write(step, work.at, work.going, found, ending)
         if step + 1 == ending.tokens or not (busy(left > 0) if busy else left):
             break
         work.advance(found.token, left)
@@ -121,6 +142,7 @@ class _Work:
         self.going = torch.ones_like(self.at, dtype=torch.bool)
         self.mask, self.place = prefix.mask[rows], prefix.following[rows]
         self.hidden, self.cache = prefix.hidden[rows], caches.growing(prefix.kept, rows)
+        self.whole = bool(self.mask.all())  # known here, or transformers asks the device at every token
 
     def draw(self, step: int) -> Drawn:
         uniform = None
@@ -134,7 +156,7 @@ class _Work:
         """One pass: the hidden state after ``token`` [B], for the ``left`` rows still going and perhaps some more."""
         if left <= COMPACT * len(token):
             token = self._compact(token)
-        self.hidden = self.net("step", token[:, None], self.place, self.mask, self.cache)[:, -1]
+        self.hidden = self.net("step", token[:, None], self.place, self.mask, self.cache, self.whole)[:, -1]
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(token), 1)], 1)
         self.place = self.place + 1
 
@@ -148,4 +170,5 @@ class _Work:
         for name in ("at", "going", "mask", "place", "names", "uniform"):
             if hasattr(self, name):
                 setattr(self, name, getattr(self, name)[left])
+        self.whole = bool(self.mask.all())
         return token[left]

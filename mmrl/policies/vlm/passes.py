@@ -16,6 +16,7 @@ from samplers.noise import Rng
 from samplers.warp import Warp
 
 from ... import distributed
+from ...host import on_host, sent
 from ...registry import UserError
 from ...types import Point, Prompt, tree_map
 from ..base import NetPolicy
@@ -54,7 +55,7 @@ class Passes(NetPolicy):
     def dist(self, point: Point) -> AnswerTokens:
         self._check_sharing(point.cond)
         where = point.mask
-        if not where.any():  # every process makes its passes, also those that train nothing
+        if not on_host(where).any():  # every process makes its passes, also those that train nothing
             where = where.clone()
             where[0, 0] = True
         hidden, scored = self._score(self.active(), point.cond, point.group, point.target, where)
@@ -117,28 +118,32 @@ class Passes(NetPolicy):
 
     def _collated(self, cond: list[Encoded], group: Tensor, each: bool) -> tuple[Encoded, Tensor]:
         """The prompts of ``group`` [B] as one batch, each once or (``each``) once a row, and where every row's is."""
-        unique, rows = group.unique(return_inverse=True)
+        unique, rows = on_host(group).unique(return_inverse=True)
         if each:
-            unique, rows = group, torch.arange(len(group), device=group.device)
-        return self._batch([cond[i] for i in unique.tolist()]), rows
+            unique, rows = on_host(group), torch.arange(len(group))
+        return self._batch([cond[i] for i in unique.tolist()]), sent(rows, group.device)
 
     def _kinds(self, cond: list[Encoded], group: Tensor) -> list[Tensor]:
         """Positions in ``group`` [B] of the rows whose prompts can be one batch; nearly always all rows."""
-        unique = group.unique()
+        known = on_host(group)
+        unique = known.unique()
         kinds = self.inputs.groups([cond[i] for i in unique.tolist()])
         if len(kinds) == 1:
             return [torch.arange(len(group), device=group.device)]
-        return [torch.isin(group, unique[kind]).nonzero()[:, 0] for kind in kinds]
+        return [sent(torch.isin(known, unique[kind]).nonzero()[:, 0], group.device) for kind in kinds]
 
     def _score(
         self, net: nn.Module, cond: list[Encoded], group: Tensor, ids: Tensor, where: Tensor
     ) -> tuple[Tensor, Scored]:
         """Hidden states [N, H] and log-probs [N] of the tokens ``where`` [B, T] holds."""
         each, found, places = not self.net.share, [], []
-        number = where.flatten().cumsum(0).view_as(where) - 1
         kinds = self._kinds(cond, group)
+        if len(kinds) == 1:
+            inputs, rows = self._collated(cond, group, each)
+            return net("score", inputs, rows, ids, where, self.warp, self.entropies)
+        number = where.flatten().cumsum(0).view_as(where) - 1
         for at in kinds:
-            if len(kinds) == 1 or where[at].any():
+            if where[at].any():
                 inputs, rows = self._collated(cond, group[at], each)
                 found.append(net("score", inputs, rows, ids[at], where[at], self.warp, self.entropies))
                 places.append(number[at][where[at]])
@@ -198,11 +203,12 @@ class Passes(NetPolicy):
         found: list[Answers] = []
         places: list[Tensor] = []
         for at in self._kinds(cond, group):
-            unique, counts = group[at].unique(return_counts=True)
-            lengths = torch.tensor([cond[i]["input_ids"].shape[1] for i in unique.tolist()], device=unique.device)
+            asked = on_host(group)[at.cpu()]
+            unique, counts = asked.unique(return_counts=True)
+            lengths = torch.tensor([cond[i]["input_ids"].shape[1] for i in unique.tolist()])
             ordered = unique[lengths.argsort(descending=True, stable=True)]
             for prompts in chunks(len(ordered), max(1, size // int(counts.max()))):
-                mine = at[torch.isin(group[at], ordered[prompts])]
+                mine = at[sent(torch.isin(asked, ordered[prompts]).nonzero()[:, 0], at.device)]
                 for part, answers in self._block(cond, group, row, rng, mine, size):
                     places.append(part)
                     found.append(answers)

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from samplers.warp import Warp
 
+from ...host import on_host, remember, selected
 from ...registry import UserError
 from ...sharding import shards
 from . import caches, engines, features, packed, scores
@@ -67,6 +68,14 @@ class SharedPrefix(nn.Module):
         return self.hf.config
 
     @property
+    def plain(self) -> bool:
+        """Whether every layer attends by torch's own attention to all tokens before."""
+        config = self.text_config
+        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+        full = kinds == {"full_attention"} and not getattr(config, "sliding_window", None)
+        return full and self.config.model_type in DIRECT and config._attn_implementation == "sdpa"
+
+    @property
     def text_config(self) -> Any:
         return self.hf.config.get_text_config()
 
@@ -84,12 +93,16 @@ class SharedPrefix(nn.Module):
         hidden = self._base(**inputs, past_key_values=cache, use_cache=True)
         return Prefix(hidden[:, -1], inputs["attention_mask"].bool(), following(inputs), caches.kept(cache))
 
-    def step(self, ids: Tensor, place: Tensor, mask: Tensor, cache: Any) -> Tensor:
+    def step(self, ids: Tensor, place: Tensor, mask: Tensor, cache: Any, whole: bool | None = None) -> Tensor:
         """[B, L, H] hidden states of answer tokens ``ids`` [B, L] that begin at position ``place`` [B]; ``mask`` [B, S]
-        covers all tokens before them."""
+        covers all tokens before them.
+
+        ``whole``: whether it holds everywhere; None: nobody has asked the device, and transformers does."""
         length = ids.shape[1]
         places = place[:, None] + torch.arange(length, device=ids.device)
         seen = torch.cat([mask, mask.new_ones(len(ids), length)], 1).long()
+        if self.plain and length == 1 and whole is not None:  # what transformers makes of it after a look at its values
+            seen = None if whole else seen.bool()[:, None, None]
         return self._continue(ids, places, seen, cache)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -105,14 +118,16 @@ class SharedPrefix(nn.Module):
 
         ``rows`` [B]: the prompt of each row among the collated ``inputs``.
         """
-        length = int(where.any(0).nonzero().max()) + 1
+        known = on_host(where)
+        length = int(known.any(0).nonzero().max()) + 1
         ids, where = ids[:, :length], where[:, :length]
+        remember(where, known[:, :length])
         if self.share and self.packed:
             hidden = self._packed(inputs, rows, ids, where)
         else:
-            hidden = (self._shared if self.share else self._apart)(inputs, rows, ids)[where]
+            hidden = selected((self._shared if self.share else self._apart)(inputs, rows, ids), where)
         vocab = self.text_config.vocab_size
-        return hidden, scores.score(hidden, ids[where], self.logits, warp, vocab, entropy)
+        return hidden, scores.score(hidden, selected(ids, where), self.logits, warp, vocab, entropy)
 
     def rescore(self, hidden: Tensor, ids: Tensor, warp: Warp, entropy: bool) -> scores.Scored:
         """Of other tokens ``ids`` [N], or their entropy, at hidden states [N, H] that ``score`` returned."""
@@ -205,7 +220,7 @@ class SharedPrefix(nn.Module):
             )
         return found
 
-    def _continue(self, ids: Tensor, places: Tensor, attention_mask: Tensor, cache: Any, **more: Any) -> Tensor:
+    def _continue(self, ids: Tensor, places: Tensor, attention_mask: Tensor | None, cache: Any, **more: Any) -> Tensor:
         """[B, L, H] after the tokens ids [B, L] at ``places`` [B, L], behind what the cache holds."""
         if rotary3(self.hf):
             places = places.expand(3, -1, -1)
