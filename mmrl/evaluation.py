@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -44,10 +45,23 @@ def sample(
     first = rank * share
     mine = list(prompts[first : first + share])
     rows = len(mine) * copies
-    with policy.evaluating(guidance):
+    with policy.evaluating(guidance), _without_paths(policy):
         rng = Rng(Rng.of(seed, "evaluation").key, first)
         rollout = policy.rollout([*mine, *[prompts[0]] * (share - len(mine))], copies, rng)
         return policy.decode(rollout)[:rows], rollout.asked()[:rows]
+
+
+@contextmanager
+def _without_paths(policy: Policy) -> Iterator[None]:
+    """Nobody will train on these samples."""
+    if not hasattr(policy, "reads"):
+        yield
+        return
+    before, policy.reads = policy.reads, "sample"
+    try:
+        yield
+    finally:
+        policy.reads = before
 
 
 def evaluate(

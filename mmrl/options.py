@@ -63,12 +63,6 @@ class TrainOptions:
     max_failures: Annotated[float, Ge(0), Le(1)] = 0.5  # share of samples without a reward that stops the run
     time_limit: Positive | None = None  # seconds; then the run saves and ends cleanly
 
-    def tolerance(self, half: bool = False) -> float | None:
-        """``gate`` in numbers: "auto" is 1e-4 in fp32 and 2e-2 in half precision, which ``half`` weights are too; None:
-        no gate."""
-        rounded = half or self.precision != "fp32"
-        return (2e-2 if rounded else 1e-4) if self.gate == "auto" else self.gate
-
 
 @dataclass(frozen=True)
 class EvaluateOptions:

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 
 import torch
 
 from samplers.noise import Rng
 
-from . import advantages, batches, completions, distributed, overlap
+from . import advantages, batches, completions, distributed, gate, overlap
 from .data import Curriculum, batch, pick
 from .device import Device
 from .memory import Memory
@@ -56,6 +57,8 @@ class Trainer:
         for name in self.snapshots():
             policy.weights.keep(name)
         suits(objective, policy, options)
+        if hasattr(policy, "reads"):
+            policy.reads = getattr(objective, "reads", "path")
         if isinstance(objective, Differentiates):
             objective.attach(scorer.differentiable)
         self.truth = writer(options.truth, scorer.rewards, policy) if options.truth else None
@@ -117,6 +120,7 @@ class Trainer:
         if isinstance(self.objective, Shaping):
             rewards = self.objective.shaped(self.policy, rollout, rewards)
         advantage = self.advantage(rewards, rollout).to(rollout.logprob)
+        self.sampled_at = self.policy.width  # rows of the passes that sampled
         self.spare = rollout[:1]  # what a process without rows passes through the network
         self.longest = int(distributed.all_max(torch.tensor(rollout.mask.shape[1], device=rollout.group.device)))
         kept = ~advantage.isnan()
@@ -162,19 +166,31 @@ class Trainer:
 
     def improve(self, rollout: Rollout, rng: Rng, on_policy: bool) -> bool:
         """One optimizer step on these rows. False if there was nothing to train on, or the gradient was not finite."""
-        points = list(self.objective.points(self.policy, rollout, rng)) if len(rollout) else []
+        points = self._points(rollout, rng, fresh=on_policy)
         reduction = self.options.reduction
-        there, total = distributed.all_sum(batches.loss_total(points, rollout, reduction))
+        there, total = distributed.all_sum(batches.loss_total(points.outline, rollout, reduction))
         if not there > 0:
             return False
         total = torch.ones_like(total) if reduction == "sum" else total
         self.meter.put("loss", torch.zeros_like(total), total / self.device.processes)
-        observed = self._accumulated([point.replace(fresh=on_policy) for point in points], float(total), rng)
+        observed = self._accumulated(points, float(total), rng)
         if on_policy:
             self._gate(observed)
         return self._descend()
 
-    def _accumulated(self, points: list[Point], total: float, rng: Rng) -> Meter:
+    def _points(self, rollout: Rollout, rng: Rng, fresh: bool) -> batches.Points:
+        """The objective's. States of a path are not held but made again; tokens, and what is coupled, are small."""
+
+        def make() -> Iterator[Point]:
+            each = self.objective.points(self.policy, rollout, rng) if len(rollout) else ()
+            return (point.replace(fresh=fresh) for point in each)
+
+        if self.policy.adjacent or self.coupled:
+            held = list(make())
+            return batches.Points(lambda: held)
+        return batches.Points(make)
+
+    def _accumulated(self, points: batches.Points, total: float, rng: Rng) -> Meter:
         """Gradients of all passes, and what was observed in them; anew in smaller ones where memory does not do."""
         mark = self.meter.mark()
 
@@ -187,21 +203,25 @@ class Trainer:
 
         return self.policy.fitted(attempt, min(self.plan.micro_batch, self.policy.most or self.plan.micro_batch))
 
-    def _accumulate(self, points: list[Point], total: float, rng: Rng, rows: int) -> None:
+    def _accumulate(self, points: batches.Points, total: float, rng: Rng, rows: int) -> None:
         """Forward and backward over every pass of ``rows``. All processes make equally many, as sharded models need."""
         parts = batches.passes(points, rows, self.policy.adjacent)
-        device = self.spare.group.device
-        most = int(distributed.all_max(torch.tensor(len(parts), device=device)))
-        idle = [self._idle(rng) for _ in range(most - len(parts))]
+        most, idle = self._kept_in_step(points.rows, rows, rng)
         if self.coupled:
-            parts = self._couple(parts, idle)
-        for i, point in enumerate(self._here([*parts, *idle])):
+            parts = self._couple(list(parts), idle)
+        for i, point in enumerate(self._here(chain(parts, idle))):
             weight = batches.loss_weights(point, self.options.reduction, self.options.constant or self.longest)
             with nullcontext() if i == most - 1 else self.device.no_sync(self.policy.trained):
                 loss = self.objective.loss(self.policy, point)
                 summed = (loss * weight).sum()
                 self.meter.put("loss", summed, torch.zeros_like(summed))
                 self.device.backward(summed / total)
+
+    def _kept_in_step(self, trained: int, rows: int, rng: Rng) -> tuple[int, list[Point]]:
+        """How many passes of ``rows`` every process makes, and idle ones for those that this one has too few of."""
+        own = -(-trained // rows)
+        most = int(distributed.all_max(torch.tensor(own, device=self.spare.group.device)))
+        return most, [self._idle(rng) for _ in range(most - own)]
 
     @torch.no_grad()
     def _couple(self, parts: list[Point], idle: list[Point]) -> list[Point]:
@@ -211,7 +231,7 @@ class Trainer:
         found = self.objective.couple(Point.cat(here), torch.cat(measured[: len(here)]))
         return list(found.split(len(parts[0]))) if parts else []
 
-    def _here(self, points: Sequence[Point]) -> Iterator[Point]:
+    def _here(self, points: Iterable[Point]) -> Iterator[Point]:
         """One after the other on the device, where a policy keeps its paths elsewhere."""
         return (point.map(lambda tensor: tensor.to(self.spare.group.device)) for point in points)
 
@@ -222,15 +242,16 @@ class Trainer:
         return point.replace(mask=torch.zeros_like(point.mask))
 
     def _gate(self, meter: Meter) -> None:
-        """Tokens in half precision are compared on average: single unlikely ones differ by much, which the first step
-        does not see, since its ratios are 1."""
-        rounded = self.policy.decisions == "categorical" and (self.options.precision != "fp32" or halved(self.policy))
-        allowed = self.options.tolerance(rounded)
-        gap = meter.size("log_ratio") if rounded else meter.top("log_ratio")
+        """Stop a run whose re-scored log-probs are not the recorded ones, beyond what ``train.gate`` tolerates."""
+        if self.policy.width != self.sampled_at:
+            return  # passes have just shrunk for want of memory, and round in another way than those that sampled
+        average = gate.on_average(self.options, self.policy)
+        allowed = gate.tolerance(self.options, self.policy, self.objective)
+        gap = meter.size("log_ratio") if average else meter.top("log_ratio")
         if allowed is not None and not gap <= allowed:
             raise distributed.StopAll(
                 f"iteration {self.iteration}: re-scored log-probs differ from the recorded ones by {gap:.2e} "
-                f"{'on average' if rounded else 'at most'}, "
+                f"{'on average' if average else 'at most'}, "
                 f"more than train.gate = {allowed:.0e} allows, although the weights are the same. The gradient would "
                 "be biased. Usual causes: dropout or other randomness in the network, a rollout computed in "
                 "another precision or attention backend than the update, latents stored more coarsely than scored. "
@@ -298,8 +319,3 @@ def suits(objective: Objective, policy: Policy, options: TrainOptions) -> None:
     """Raises UserError if the objective is for another kind of model, or needs what is not kept."""
     if why := unsuited(type(objective), policy) or without_average(objective.snapshots, options):
         raise UserError(why)
-
-
-def halved(policy: Policy) -> bool:
-    """Whether weights are stored in half precision."""
-    return any(p.dtype in (torch.bfloat16, torch.float16) for p in policy.weights.module.parameters())

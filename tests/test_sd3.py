@@ -8,7 +8,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 
 from mmrl import advantages, session
-from mmrl.batches import passes
+from mmrl.batches import Points, passes
 from mmrl.objectives import PolicyGradient
 from mmrl.optimizers import adamw
 from mmrl.options import TrainOptions
@@ -104,7 +104,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_first_step_is_exactly_on_policy(folder, case, precision):
     metrics = trainer_of(make(folder, **CASES[case]), precision=precision).iterate()
-    assert metrics["ratio/mean"] == 1.0 and metrics["ratio/max_deviation"] == 0.0
+    assert metrics["ratio/max_deviation"] == 0.0
     assert metrics["clip_fraction"] == 0.0 and metrics["kl"] == 0.0
     assert metrics["grad_norm"] > 0 and metrics["step"] == 1
 
@@ -138,7 +138,7 @@ def test_micro_batches_change_no_gradient(folder):
         rollout, _ = trainer.collect()  # rewards are float32, and the decoder: the advantage is therefore fixed here
         rollout = rollout.replace(logprob=rollout.logprob + 0.01, advantage=(rollout.row % 5 - 2.0).double()[:, None])
         points = list(trainer.objective.points(policy, rollout, Rng.of(0)))
-        trainer._accumulated(points, float(sum(p.mask.sum() for p in points)), Rng.of(0))
+        trainer._accumulated(Points(lambda: points), float(sum(p.mask.sum() for p in points)), Rng.of(0))
         runs.append((torch.cat([p.grad.flatten() for p in policy.net.parameters()]), rollout.sample))
     for gradient, sample in runs[1:]:
         torch.testing.assert_close(gradient, runs[0][0], atol=1e-10, rtol=0)

@@ -47,6 +47,7 @@ class AWM:
     """
 
     needs: ClassVar[str] = "gaussian"
+    reads: ClassVar[str] = "sample"
     weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = "ghuber"
     clip: float | tuple[float, float] = 1.0
     advantage_clip: float = 1.0

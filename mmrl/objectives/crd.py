@@ -39,6 +39,7 @@ class CRD:
     """
 
     needs: ClassVar[str] = "gaussian"
+    reads: ClassVar[str] = "sample"
     beta: float = 1.0
     form: Literal["mse", "bce"] = "mse"
     temperature: Annotated[float, Ge(0)] | None = None

@@ -39,6 +39,7 @@ class DGPO:
     """
 
     needs: ClassVar[str] = "gaussian"
+    reads: ClassVar[str] = "sample"
     beta: float = 100.0
     clip: float | None = 1e-2
     advantage_clip: float = 5.0

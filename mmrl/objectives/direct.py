@@ -147,7 +147,7 @@ def whole_paths(rollout: Rollout, last: int | None) -> list[Point]:
     return [
         Point(
             group=rollout.group, cond=rollout.cond, row=rollout.row, mask=alive[:, None], length=alive.long(),
-            state=rollout.path[:, first:], time=rollout.time[:, first:], eta=rollout.eta[:, first:],
+            state=rollout.path[:, first:].to(rollout.sample.dtype), time=rollout.time[:, first:], eta=rollout.eta[:, first:],
             advantage=rollout.advantage[:, -1:] if rollout.advantage is not None else None, asked=rollout.prompts,
         )
     ]  # fmt: skip

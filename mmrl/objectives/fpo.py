@@ -30,6 +30,7 @@ class FPO:
     """
 
     needs: ClassVar[str] = "gaussian"
+    reads: ClassVar[str] = "sample"
     clip: float | tuple[float, float] = 0.05
     advantage_clip: float = 5.0
     draws: Count = 8

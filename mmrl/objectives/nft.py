@@ -35,6 +35,7 @@ class NFT:
     """
 
     needs: ClassVar[str] = "gaussian"
+    reads: ClassVar[str] = "sample"
     beta: float = 1.0
     advantage_clip: float = 5.0
     kl: Annotated[float, Ge(0)] = 1e-4

@@ -34,6 +34,7 @@ class DiffusionDPO:
     """
 
     needs: ClassVar[str] = "gaussian"
+    reads: ClassVar[str] = "sample"
     beta: float = 100.0
     draws: Count = 1
     times: Annotated[TimeSampler, TIMES] = logit_normal
@@ -91,6 +92,7 @@ class D3PO:
     """
 
     needs: ClassVar[str] = "gaussian"
+    reads: ClassVar[str] = "decisions"
     visits: ClassVar[bool] = True
     beta: float = 0.1
 
@@ -138,6 +140,7 @@ class SePPO:
     """
 
     needs: ClassVar[str] = "gaussian"
+    reads: ClassVar[str] = "sample"
     beta: float = 100.0
     draws: Count = 1
     times: Annotated[TimeSampler, TIMES] = logit_normal

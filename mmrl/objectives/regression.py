@@ -30,6 +30,7 @@ class RewardWeightedRegression:
     """
 
     needs: ClassVar[str] = "gaussian"
+    reads: ClassVar[str] = "sample"
     beta: float = 1.0
     weights: Literal["exp", "advantage"] = "exp"
     draws: Count = 1
