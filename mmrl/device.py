@@ -61,6 +61,11 @@ class Device:
         policy.trained, prepared = self.accelerator.prepare(policy.net, _built(optimizer, groups))
         return prepared
 
+    def place(self, policy: Any) -> None:
+        """Move the network to the device, to compute as in training but not to be trained: the network's own passes
+        are in ``train.precision``, everything else (encoders, decoders, rewards) is as it was loaded."""
+        policy.trained = self.accelerator.prepare_model(policy.net, evaluation_mode=True)
+
     def no_sync(self, trained: nn.Module) -> AbstractContextManager:
         """Gradients stay local inside."""
         return self.accelerator.no_sync(trained)

@@ -41,6 +41,18 @@ def rounded(options: TrainOptions, policy: Any) -> bool:
     return options.precision != "fp32" or halved(policy)
 
 
+def rescores(options: TrainOptions, policy: Any, steps: int) -> bool:
+    """Whether ``train.recompute_old_logprob`` scores rollouts of so many optimizer ``steps`` once more.
+
+    "auto": where tokens were sampled with a cache and are scored in one pass, in half precision, and a step after the
+    first would take the difference of the two roundings for a ratio. Gaussian decisions have none.
+    """
+    if options.recompute_old_logprob != "auto":
+        return options.recompute_old_logprob
+    cached = policy.decisions == "categorical" and getattr(policy, "one_pass", True)
+    return cached and steps > 1 and rounded(options, policy)
+
+
 def halved(policy: Any) -> bool:
     """Whether weights are stored in half precision."""
     return any(p.dtype in (torch.bfloat16, torch.float16) for p in policy.weights.module.parameters())

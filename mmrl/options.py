@@ -56,6 +56,7 @@ class TrainOptions:
     reuse: Reuse | None = None  # answers of earlier iterations in the place of groups of equal rewards; null: none
     truth: str | None = None  # who writes one answer of every group: a reward, or a field of the prompt; null: none
     gate: Positive | Literal["auto"] | None = "auto"  # tolerated |re-scored - recorded log-prob| before the first step
+    recompute_old_logprob: bool | Literal["auto"] = "auto"  # score a rollout once more before it is trained on
     checkpoint_every: Natural = 50  # iterations; 0: only at the end
     keep: Count = 3  # newest checkpoints that stay on disk
     evaluate_every: Natural = 0  # iterations; 0: never during training

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import chain
 
 import torch
@@ -22,7 +23,7 @@ from . import advantages, batches, completions, distributed, gate, overlap
 from .data import Curriculum, batch, pick
 from .device import Device
 from .memory import Memory
-from .metrics import Meter
+from .metrics import Meter, observe
 from .objectives.base import Adaptive, Differentiates, Lagging, Objective, Shaping, couples
 from .optimizers import ema_decay, lr_factor
 from .options import TrainOptions, arithmetic, unsuited, without_average
@@ -81,12 +82,16 @@ class Trainer:
         self.meter, self.seconds, skipped, passed = Meter(), {}, 0, self.policy.forwards
         self.policy.measures()
         rollout, rewards = self.collect()
+        if gate.rescores(self.options, self.policy, self.plan.steps * self.options.epochs):
+            with self.meter.listening(), self._timed("old_log_prob"):
+                rollout = self._rescored(rollout)
         with self.meter.listening(), self._timed("update"):
             for epoch in range(self.options.epochs):
                 rng = self._rng("update", epoch)
-                for index, part in enumerate(self._batches(rollout, rng)):
+                parts = self._batches(rollout, rng)
+                for index in range(self.plan.steps):  # each part is let go before the next is taken out of the rollout
                     on_policy = epoch == index == 0 and self.objective.behaviour == "live"
-                    skipped += not self.improve(part, rng.fold(index), on_policy)
+                    skipped += not self.improve(next(parts), rng.fold(index), on_policy)
         if "old" in self.policy.weights.saved:
             lagging = isinstance(self.objective, Lagging)
             self.policy.weights.track("old", self.objective.old_decay(self.step) if lagging else 0.0)
@@ -158,6 +163,42 @@ class Trainer:
         streams = [self._rng("resample", n) for n in range(self.options.resample)]
         return resampled(drawn, lambda u: pick(self.prompts, u, self.iteration), self.draw, streams)
 
+    @torch.no_grad()
+    def _rescored(self, rollout: Rollout) -> Rollout:
+        """The rollout with the log-probs that the update's own passes give under the weights that sampled.
+
+        A decoder's pass for one token rounds otherwise than the pass that scores a whole answer: in half precision
+        ratios of later steps would be off by more than some clip at. Rows of earlier iterations keep what they have.
+        """
+        names = torch.arange(rollout.logprob.numel(), device=rollout.logprob.device).double()
+        named = rollout.replace(logprob=names.view_as(rollout.logprob))  # leads from a point to its decisions
+        mark = self.meter.mark()
+
+        def attempt(rows: int) -> tuple[Tensor, Meter]:
+            scores, rng = rollout.logprob.flatten().clone(), self._rng("update", 0)
+            self.meter.restore(mark)
+            with Meter().listening() as observed:
+                for part in self._batches(named, rng):  # the passes of the first epoch
+                    points = batches.Points(partial(self.policy.path, part))
+                    _, idle = self._kept_in_step(points.rows, rows, rng)
+                    for point in self._here(chain(batches.passes(points, rows, self.policy.adjacent), idle)):
+                        self._score(point, scores)
+            return scores, observed
+
+        with self.policy.weights.using(self.objective.behaviour):
+            scores, observed = self.policy.fitted(attempt, self._most_rows())
+        self._gate(observed)
+        return rollout.replace(logprob=scores.view_as(rollout.logprob))
+
+    def _score(self, point: Point, scores: Tensor) -> None:
+        """Put the log-probs of a pass into ``scores`` [B K], at the places that the point has for its log-probs."""
+        where = point.current()
+        place = torch.where(where, point.logprob, 0.0).long()
+        recorded = scores[place]
+        found = torch.where(where, self.policy.dist(point).log_prob(point.target).to(scores), recorded)
+        observe("log_ratio", found - recorded, where)
+        scores[place[where]] = found[where]
+
     def _learn(self, rollout: Rollout, rewards: Rewards) -> None:
         """Tell data that draws by it how the groups of all processes were rewarded."""
         if isinstance(self.prompts, Curriculum):
@@ -201,7 +242,11 @@ class Trainer:
                 self._accumulate(points, total, rng, rows)
             return observed
 
-        return self.policy.fitted(attempt, min(self.plan.micro_batch, self.policy.most or self.plan.micro_batch))
+        return self.policy.fitted(attempt, self._most_rows())
+
+    def _most_rows(self) -> int:
+        """Of a pass of the update."""
+        return min(self.plan.micro_batch, self.policy.most or self.plan.micro_batch)
 
     def _accumulate(self, points: batches.Points, total: float, rng: Rng, rows: int) -> None:
         """Forward and backward over every pass of ``rows``. All processes make equally many, as sharded models need."""

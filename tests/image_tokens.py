@@ -63,7 +63,7 @@ def cosine(a, b):
     return float(F.cosine_similarity(a, b, dim=0))
 
 
-def trainer_of(policy, prompts, objective=None, **sizes):
+def trainer_of(policy, prompts, objective=None, lr=1.0, **sizes):
     """One whose reward is the brightness of images."""
 
     def scorer(media, asked):
@@ -72,7 +72,7 @@ def trainer_of(policy, prompts, objective=None, **sizes):
     options = {"prompts": 2, "copies": 4, "batch_size": 8, "iterations": 2, "micro_batch": 3} | sizes
     return Trainer(
         policy, prompts, scorer, flow_grpo, objective or PolicyGradient(clip=0.2, kl=0.1),
-        lambda p: torch.optim.SGD(p, lr=1.0), TrainOptions(max_grad_norm=None, **options),
+        lambda p: torch.optim.SGD(p, lr=lr), TrainOptions(max_grad_norm=None, **options),
     )  # fmt: skip
 
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 
-from mmrl import advantages, session
+from mmrl import advantages, commands, session
 from mmrl.batches import Points, passes
+from mmrl.evaluation import sample
 from mmrl.objectives import PolicyGradient
 from mmrl.optimizers import adamw
 from mmrl.options import TrainOptions
@@ -116,6 +117,32 @@ def test_half_precision_weights_are_scored_as_sampled(folder, dtype):
     assert metrics["ratio/max_deviation"] == 0.0 and metrics["kl"] == 0.0
     kept = policy.net.transformer_blocks[0].attn.to_q
     assert kept.base_layer.weight.dtype == getattr(torch, dtype) and kept.lora_A.default.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_commands_compute_as_training_does(tmp_path, precision):
+    """One rule: the network's own passes are in ``train.precision``, encoders and decoder as they were loaded. A bf16
+    decoder showed another picture than the one that training had rewarded."""
+    (tmp_path / "prompts.txt").write_text("\n".join(prompt["text"] for prompt in PROMPTS))
+    (tmp_path / "run.yaml").write_text(RUN.format(folder=tmp_path, precision=precision))
+    trainer = session.Session.of(session.read(tmp_path / "run.yaml", [])).trainer()
+    one = session.base(tmp_path / "run.yaml")
+    found = []
+    for policy in (trainer.policy, one.policy):
+        with commands._at(one, "live") if policy is one.policy else torch.no_grad():
+            found.append(sample(policy, PROMPTS, 2, seed=0)[0])
+    assert torch.equal(*found) and found[0].dtype == torch.float32
+
+
+RUN = """
+policy: {{sd3: {{path: "world:digits/sd3-test", size: 32, steps: 3, sde: all_but_last}}}}
+data: {{prompts: {{path: "{folder}/prompts.txt"}}}}
+reward: {{jpeg_compressibility: 1.0}}
+advantage: dance
+objective: {{grpo: {{clip: 1e-3}}}}
+optimizer: {{adamw: {{lr: 1e-3}}}}
+train: {{prompts: 2, copies: 4, batch_size: 4, iterations: 2, precision: {precision}}}
+"""
 
 
 def test_gradient_checkpointing_changes_no_gradient(folder):

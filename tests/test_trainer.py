@@ -237,3 +237,33 @@ def test_the_meter_hears_only_what_is_masked_in():
         observe("x", torch.tensor([[1.0]]))
     assert meter.mean("x") == 0.0 and meter.top("x") == 5.0 and math.isnan(meter.mean("y"))
     assert distributed.world() == (0, 1)
+
+
+def test_a_rollout_is_scored_again_only_where_two_roundings_would_meet():
+    """Tokens sampled with a cache, in half precision, with steps after the first; or when it is said."""
+    options = TrainOptions(prompts=2, copies=4, batch_size=4, iterations=1, precision="bf16")
+    causal, masked, flow = (toys.make(family) for family in ("causal", "masked", "flow"))
+    assert gate.rescores(options, causal, steps=2) and not gate.rescores(options, causal, steps=1)
+    assert not gate.rescores(options, masked, steps=2) and not gate.rescores(options, flow, steps=2)
+    assert not gate.rescores(replace(options, precision="fp32"), causal, steps=2)
+    assert not gate.rescores(replace(options, recompute_old_logprob=False), causal, steps=2)
+    assert gate.rescores(replace(options, recompute_old_logprob=True), flow, steps=1)
+    causal.net.to(torch.bfloat16)
+    assert gate.rescores(replace(options, precision="fp32"), causal, steps=2)
+
+
+@pytest.mark.parametrize("family", toys.POLICIES)
+def test_every_decision_is_scored_again_in_its_own_place(family):
+    """A sampler that records something else is mended, or stopped by the gate; decisions out of training keep theirs."""
+    wrong = toys.misremembers(toys.make(family), 0.25)
+    trainer = make_trainer(family, policy=wrong, recompute_old_logprob=True, gate=1.0, batch_size=64)
+    rollout, _ = trainer.collect()
+    mask = rollout.mask.clone()
+    mask[:3] = False
+    found = trainer._rescored(rollout.replace(mask=mask)).logprob - rollout.logprob
+    torch.testing.assert_close(found, torch.where(mask, 0.25, 0.0), atol=1e-5, rtol=0)
+    metrics = trainer.iterate()
+    assert metrics["ratio/max_deviation"] == pytest.approx(math.expm1(0.25), abs=1e-4) and metrics["time/old_log_prob"]
+    trainer.options = replace(trainer.options, gate="auto")
+    with pytest.raises(UserError, match="re-scored log-probs differ"):
+        trainer.iterate()

@@ -73,7 +73,7 @@ class Branch:
                 found.append(edge_mean(leaf, weight, parent))
             else:
                 score = torch.where(rollout.eta[:, k] > 0, rollout.logprob[:, k].double(), 0.0)
-                weight = (self.alpha * (score - score.amax())).exp() * (name == rollout.row) * (~below.isnan())
+                weight = (self.alpha * (score - score.amax())).exp() * _first(name) * (~below.isnan())
                 found.append(edge_mean(below, weight, parent))
         return torch.stack(found[::-1], 1)
 

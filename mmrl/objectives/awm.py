@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -62,7 +63,7 @@ class AWM:
         self.behaviour, self.snapshots = "live", ("old", "ref", "ema") if self.ema_kl else ("old", "ref")
         self.score, self.surrogate = SCORES[self.weighting], clipped(self.low, self.high)
 
-    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
+    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         return noised(policy, rollout, rng, self.times, self.draws)
 
     def loss(self, policy: Policy, point: Point) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -43,7 +44,7 @@ class DiffusionDPO:
         positive("objective.diffusion_dpo", beta=self.beta)
         self.behaviour, self.snapshots = "live", ("ref",)
 
-    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
+    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         paired = rollout.replace(kept=pairs(rollout))
         return noised(policy, paired, rng, self.times, self.draws, shared=True)
 
@@ -153,7 +154,7 @@ class SePPO:
     def old_decay(self, step: int) -> float:
         return self.lag
 
-    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
+    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         paired = rollout.replace(kept=pairs(rollout, rng.fold("rival")))
         return noised(policy, paired, rng, self.times, self.draws, shared=True)
 

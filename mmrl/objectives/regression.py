@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -40,7 +41,7 @@ class RewardWeightedRegression:
         positive("objective.rwr", beta=self.beta)
         self.behaviour, self.snapshots = "live", ()
 
-    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
+    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         return noised(policy, rollout, rng, self.times, self.draws)
 
     def measure(self, policy: Policy, point: Point) -> Tensor:

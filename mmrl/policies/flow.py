@@ -359,7 +359,7 @@ class FlowPolicy(NetPolicy, ABC):
         """Put the state after ``k`` steps where it waits for training, once for every row of its span."""
         if k in plan.kept:
             span = plan.spans[k]
-            path[:, plan.kept.index(k)].unflatten(0, (-1, span)).copy_(state[:, None])
+            path[:, plan.kept.index(k)].unflatten(0, (-1, span)).copy_(state.detach()[:, None])
 
     def _on_rows(self, schedule: Tensor, rows: int) -> Tensor:
         return schedule.to(self.device, self.dtype).expand(rows, -1)
