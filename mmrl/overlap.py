@@ -93,7 +93,9 @@ def roomy(rollout: Rollout, states: int) -> Rollout:
     path = rollout.path
     if path is None or path.shape[1] == states:
         return rollout
-    return rollout.replace(path=torch.cat([path, path.new_zeros(len(path), states - path.shape[1], *path.shape[2:])], 1))
+    return rollout.replace(
+        path=torch.cat([path, path.new_zeros(len(path), states - path.shape[1], *path.shape[2:])], 1)
+    )
 
 
 def conditions(parts: Sequence[Any]) -> Any:

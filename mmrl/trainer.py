@@ -12,10 +12,12 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
 import torch
+from torch import Tensor
 
 from samplers.noise import Rng
 
@@ -95,12 +97,11 @@ class Trainer:
         if "old" in self.policy.weights.saved:
             lagging = isinstance(self.objective, Lagging)
             self.policy.weights.track("old", self.objective.old_decay(self.step) if lagging else 0.0)
-        self._learn(rollout, rewards)
+        self._learn()
         self.iteration += 1
         counts = {"forwards": self.policy.forwards - passed, "decisions": int(rollout.mask.sum())}  # of this process
-        _, rollout, rewards = sampled_only([None] * len(rollout), rollout, rewards)
         counts |= self.policy.measures()
-        metrics = self._metrics(rollout, rewards) | counts | {"skipped_steps": skipped}
+        metrics = self._metrics(*self.sampled) | counts | {"skipped_steps": skipped}
         if isinstance(self.objective, Adaptive):
             self.objective.adapt(self.iteration - 1, metrics)
         return metrics
@@ -124,6 +125,8 @@ class Trainer:
         self.noted |= completions.lengths_by_reward(texts, own, earned)
         if isinstance(self.objective, Shaping):
             rewards = self.objective.shaped(self.policy, rollout, rewards)
+        # what gave way was not shaped: where something did, all is looked at as the rewards gave it
+        self.sampled = (found if found.gave_way else replace(found, rewards=rewards)).sampled()
         advantage = self.advantage(rewards, rollout).to(rollout.logprob)
         self.sampled_at = self.policy.width  # rows of the passes that sampled
         self.spare = rollout[:1]  # what a process without rows passes through the network
@@ -199,11 +202,11 @@ class Trainer:
         observe("log_ratio", found - recorded, where)
         scores[place[where]] = found[where]
 
-    def _learn(self, rollout: Rollout, rewards: Rewards) -> None:
-        """Tell data that draws by it how the groups of all processes were rewarded."""
+    def _learn(self) -> None:
+        """Tell data that draws by it how the groups of all processes were rewarded, those that gave way too."""
         if isinstance(self.prompts, Curriculum):
-            _, own, rewards = sampled_only([None] * len(rollout), rollout, rewards)
-            self.prompts.learn(advantages.outcomes(rewards, own))
+            rollout, rewards = self.sampled
+            self.prompts.learn(advantages.outcomes(rewards, rollout))
 
     def improve(self, rollout: Rollout, rng: Rng, on_policy: bool) -> bool:
         """One optimizer step on these rows. False if there was nothing to train on, or the gradient was not finite."""

@@ -12,7 +12,17 @@ from torch import nn
 from mmrl import advantages
 from mmrl.evaluation import sample
 from mmrl.objectives import (
-    AWM, CRD, D3PO, DGPO, FPO, NFT, DiffusionDPO, Draft, FlowDPPO, PolicyGradient, RewardWeightedRegression,
+    AWM,
+    CRD,
+    D3PO,
+    DGPO,
+    FPO,
+    NFT,
+    DiffusionDPO,
+    Draft,
+    FlowDPPO,
+    PolicyGradient,
+    RewardWeightedRegression,
 )  # fmt: skip
 from mmrl.optimizers import adamw
 from mmrl.options import TrainOptions
@@ -203,9 +213,9 @@ def test_groups_that_were_drawn_with_other_stochastic_steps_share_a_rollout():
     parts = [policy.rollout(toys.prompts(2), 2, Rng.of("part", n)) for n in range(6)]
     assert {part.path.shape[1] for part in parts} == {3, 4}
     whole = joined(parts)
-    for n, point in ((n, point) for n in range(len(parts)) for point in policy.path(whole[whole.group // 2 == n])):
-        (wanted,) = [one for one in policy.path(parts[n]) if torch.equal(one.time, point.time)]
-        assert torch.equal(wanted.state, point.state) and torch.equal(wanted.target, point.target)
+    for n, part in enumerate(parts):
+        for point, wanted in zip(policy.path(whole[whole.group // 2 == n]), policy.path(part), strict=True):
+            assert torch.equal(wanted.state, point.state) and torch.equal(wanted.target, point.target)
 
 
 def test_evaluating_keeps_no_paths():

@@ -7,9 +7,8 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 
-from mmrl import advantages, commands, session
+from mmrl import advantages, commands, evaluation, session
 from mmrl.batches import Points, passes
-from mmrl.evaluation import sample
 from mmrl.objectives import PolicyGradient
 from mmrl.optimizers import adamw
 from mmrl.options import TrainOptions
@@ -130,7 +129,7 @@ def test_commands_compute_as_training_does(tmp_path, precision):
     found = []
     for policy in (trainer.policy, one.policy):
         with commands._at(one, "live") if policy is one.policy else torch.no_grad():
-            found.append(sample(policy, PROMPTS, 2, seed=0)[0])
+            found.append(evaluation.sample(policy, PROMPTS, 2, seed=0)[0])
     assert torch.equal(*found) and found[0].dtype == torch.float32
 
 
@@ -165,7 +164,7 @@ def test_micro_batches_change_no_gradient(folder):
         rollout, _ = trainer.collect()  # rewards are float32, and the decoder: the advantage is therefore fixed here
         rollout = rollout.replace(logprob=rollout.logprob + 0.01, advantage=(rollout.row % 5 - 2.0).double()[:, None])
         points = list(trainer.objective.points(policy, rollout, Rng.of(0)))
-        trainer._accumulated(Points(lambda: points), float(sum(p.mask.sum() for p in points)), Rng.of(0))
+        trainer._accumulated(Points(partial(iter, points)), float(sum(p.mask.sum() for p in points)), Rng.of(0))
         runs.append((torch.cat([p.grad.flatten() for p in policy.net.parameters()]), rollout.sample))
     for gradient, sample in runs[1:]:
         torch.testing.assert_close(gradient, runs[0][0], atol=1e-10, rtol=0)

@@ -158,6 +158,23 @@ def test_flat_groups_give_way_to_other_prompts():
     assert torch.equal(rewards["threes"], only_label_one(one.policy.decode(rollout), rollout.asked()))
 
 
+def test_rewards_in_the_log_are_those_of_everything_that_was_sampled():
+    """Groups of equal rewards give way to others: the mean of those that stay says nothing about the policy."""
+    seen = []
+
+    def reward(media, prompts):
+        seen.append(only_label_one(media, prompts))
+        return seen[-1]
+
+    one = trainer(reward=reward, resample=12, batch_size=64)
+    metrics = one.iterate()
+    every = torch.cat(seen)
+    assert metrics["samples/total"] == len(every) > 64 and metrics["groups/total"] == len(every) // 8
+    assert metrics["reward/mean"] == pytest.approx(float(every.mean()), abs=1e-6)
+    assert metrics["reward/threes/mean"] == pytest.approx(float(every.mean()), abs=1e-6)
+    assert metrics["groups/flat"] == sum(len(group.unique()) == 1 for group in every.view(-1, 8)) > 0
+
+
 def test_rounds_end_when_nothing_helps_and_groups_that_differ_stay():
     plain, more = trainer(reward=only_label_one), trainer(reward=only_label_one, resample=1)
     before, _ = plain.collect()

@@ -254,7 +254,7 @@ def test_a_rollout_is_scored_again_only_where_two_roundings_would_meet():
 
 @pytest.mark.parametrize("family", toys.POLICIES)
 def test_every_decision_is_scored_again_in_its_own_place(family):
-    """A sampler that records something else is mended, or stopped by the gate; decisions out of training keep theirs."""
+    """A sampler that records something else is mended, or stopped by the gate; what is not trained on keeps its own."""
     wrong = toys.misremembers(toys.make(family), 0.25)
     trainer = make_trainer(family, policy=wrong, recompute_old_logprob=True, gate=1.0, batch_size=64)
     rollout, _ = trainer.collect()

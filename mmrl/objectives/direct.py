@@ -143,11 +143,12 @@ def whole_paths(rollout: Rollout, last: int | None) -> list[Point]:
             "this objective follows the sampler's steps: it is for flow and diffusion models, not for tokens"
         )
     first = 0 if last is None else max(0, rollout.eta.shape[1] - last)
+    states = rollout.path[:, first:].to(rollout.sample.dtype)
     alive = torch.ones_like(rollout.row, dtype=torch.bool) if rollout.kept is None else rollout.kept
     return [
         Point(
             group=rollout.group, cond=rollout.cond, row=rollout.row, mask=alive[:, None], length=alive.long(),
-            state=rollout.path[:, first:].to(rollout.sample.dtype), time=rollout.time[:, first:], eta=rollout.eta[:, first:],
+            state=states, time=rollout.time[:, first:], eta=rollout.eta[:, first:],
             advantage=rollout.advantage[:, -1:] if rollout.advantage is not None else None, asked=rollout.prompts,
         )
     ]  # fmt: skip

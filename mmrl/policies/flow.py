@@ -212,9 +212,7 @@ class FlowPolicy(NetPolicy, ABC):
         none, t = torch.zeros(len(row), 1, dtype=torch.bool), self._on_rows(self.times[:1], len(row))[:, 0]
         self._velocities(Point(group=group, cond=cond, row=row, state=x, time=t, mask=none), guided=self.guidance != 1)
 
-    def _sample(
-        self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng, plan: Plan, path: Tensor
-    ) -> Rollout:
+    def _sample(self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng, plan: Plan, path: Tensor) -> Rollout:
         """Rows are leaves; only one row of every span goes through the network. Fills in ``path`` [B, S, *]."""
         time, eta = (self._on_rows(schedule, len(row)) for schedule in (plan.times, plan.eta))
         shared = self.shared_noise and self.exploring  # without noise on the way a group would be one sample
