@@ -108,6 +108,31 @@ def test_decoding_halves_by_itself_and_leaves_training_alone():
     assert policy.decoding == 1 and policy.width == 4 and policy.most is None and not policy.news
 
 
+def test_one_sample_that_cannot_be_decoded_is_the_users_to_mend():
+    policy = make("flux", width=4)
+
+    def pixels(vae, latents):
+        raise torch.OutOfMemoryError("no room")
+
+    with torch.no_grad():
+        rollout = policy.rollout(PROMPTS, 2, Rng.of("same"))
+        policy.pixels = pixels
+        with pytest.raises(UserError, match="decoding a single sample of .* vae_tiling=true"):
+            policy.decode(rollout)
+
+
+def test_the_autoencoder_works_in_parts_where_it_is_asked_to():
+    """Slices are the same samples; tiles of a size at which one covers the sample too."""
+    plain, parts = make("flux"), make("flux", vae_tiling=True, vae_slicing=True)
+    assert parts.vae.use_tiling and parts.vae.use_slicing and not plain.vae.use_tiling and not plain.vae.use_slicing
+    with torch.no_grad():
+        rollout = plain.rollout(PROMPTS, 2, Rng.of("same"))
+        torch.testing.assert_close(parts.decode(rollout), plain.decode(rollout), atol=1e-5, rtol=0)
+    parts.vae = nn.Identity()
+    with pytest.raises(UserError, match="policy option vae_tiling: Identity has no tiling"):
+        parts.decode_in_parts(True, False)
+
+
 def test_paths_are_kept_off_the_device_and_come_back_for_a_pass():
     plain, kept = toys.make("flow"), toys.make("flow", offload=True)
     ours, theirs = (p.rollout(toys.prompts(2), 2, Rng.of(1)) for p in (kept, plain))
