@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from samplers.noise import Rng
 
 from . import distributed
 from .options import EvaluateOptions
-from .policies.base import Policy
+from .policies.base import Policy, reading
 from .scoring import Scorer
 from .setwise import mean_ap
 from .types import Media, Prompt, Rewards
@@ -45,23 +44,10 @@ def sample(
     first = rank * share
     mine = list(prompts[first : first + share])
     rows = len(mine) * copies
-    with policy.evaluating(guidance), _without_paths(policy):
+    with policy.evaluating(guidance), reading(policy, "sample"):  # nobody will train on these
         rng = Rng(Rng.of(seed, "evaluation").key, first)
         rollout = policy.rollout([*mine, *[prompts[0]] * (share - len(mine))], copies, rng)
         return policy.decode(rollout)[:rows], rollout.asked()[:rows]
-
-
-@contextmanager
-def _without_paths(policy: Policy) -> Iterator[None]:
-    """Nobody will train on these samples."""
-    if not hasattr(policy, "reads"):
-        yield
-        return
-    before, policy.reads = policy.reads, "sample"
-    try:
-        yield
-    finally:
-        policy.reads = before
 
 
 def evaluate(

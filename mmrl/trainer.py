@@ -29,7 +29,7 @@ from .metrics import Meter, observe
 from .objectives.base import Adaptive, Differentiates, Lagging, Objective, Shaping, couples
 from .optimizers import ema_decay, lr_factor
 from .options import TrainOptions, arithmetic, unsuited, without_average
-from .policies.base import Policy
+from .policies.base import Policy, reading
 from .portrait import portrait
 from .registry import UserError
 from .resampling import Drawn, resampled
@@ -60,8 +60,6 @@ class Trainer:
         for name in self.snapshots():
             policy.weights.keep(name)
         suits(objective, policy, options)
-        if hasattr(policy, "reads"):
-            policy.reads = getattr(objective, "reads", "path")
         if isinstance(objective, Differentiates):
             objective.attach(scorer.differentiable)
         self.truth = writer(options.truth, scorer.rewards, policy) if options.truth else None
@@ -150,8 +148,11 @@ class Trainer:
 
     def draw(self, prompts: list[Prompt], rng: Rng) -> Drawn:
         """Sample and score, with the behaviour weights."""
-        with self._timed("rollout"), self.policy.weights.using(self.objective.behaviour), self._taught():
-            options = self.options
+        reads, options = getattr(self.objective, "reads", "path"), self.options
+        with (
+            self._timed("rollout"), self.policy.weights.using(self.objective.behaviour), self._taught(),
+            reading(self.policy, reads),
+        ):  # fmt: skip
             rollout, media, scores = overlap.draw(
                 self.policy, prompts, options.copies, rng, self.scorer, options.overlap
             )

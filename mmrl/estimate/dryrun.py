@@ -13,9 +13,10 @@ from samplers.windows import FIXED
 from .. import config as configs
 from ..config.schema import Resolved, construct, resolve
 from ..options import Plan, TrainOptions, arithmetic
+from ..policies.base import reading
 from ..policies.folder_flow import FolderPolicy
 from ..policies.lora import Lora
-from ..registry import POLICIES, UserError
+from ..registry import OBJECTIVES, POLICIES, UserError
 from ..session import read
 from ..worlds.cache import root
 from . import costs, published
@@ -81,13 +82,13 @@ def _of_folder(report: Report, resolved: Resolved, found: configs.Config) -> Rep
         options.get("text_encoders", "offload"),
     )  # fmt: skip
     tokens = None if unet else costs.tokens_of(policy)
-    counts = counted(policy, found, report.train)  # its trainer tells the policy which states are read
-    states = len(policy._plan(report.train.copies, FIXED).kept)
+    with reading(policy, getattr(found.build("objective", OBJECTIVES), "reads", "path")):
+        states = len(policy._plan(report.train.copies, FIXED).kept)
     stored = report.plan.rows_per_process * states * math.prod(shape) * policy.storage.itemsize
     return replace(
         report, shape=shape, tokens=tokens, steps=len(plan.times) - 1,
         noisy=int((plan.eta > 0).sum()), guided=policy.guidance != 1, model=model, stored=stored,
-        offload=policy.offload, unknown=unknown, counted=counts,
+        offload=policy.offload, unknown=unknown, counted=counted(policy, found, report.train),
     )  # fmt: skip
 
 

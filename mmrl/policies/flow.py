@@ -75,7 +75,7 @@ class FlowPolicy(NetPolicy, ABC):
     shape: tuple[int, ...]  # of one sample's latents
     process: Process = Flow()
     exploring = True  # False while evaluating: no noise but the first
-    reads: Reads = "path"  # which states of a rollout somebody will look at: the trainer says, by its objective
+    reads: Reads = "path"  # which states of a rollout somebody will look at (``reading``)
     decisions = "gaussian"
 
     def __init__(
