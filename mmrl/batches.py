@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -29,7 +29,8 @@ def batches(
     place = order[rollout.row.cpu()]
     for start in range(0, rows, size):
         mine = ((place >= start) & (place < start + size)).nonzero()[:, 0]
-        yield rollout[mine.to(rollout.row.device)]
+        whole = len(mine) == len(rollout)  # all of its rows in their order: not a copy of their paths
+        yield rollout if whole else rollout[mine.to(rollout.row.device)]
 
 
 def _stratified(rows: int, copies: int, rng: Rng) -> Tensor:
@@ -48,18 +49,58 @@ def _dealt(rows: int, copies: int, size: int) -> Tensor:
     return (order[:, None] * copies + torch.arange(copies)).flatten()
 
 
-def passes(points: Iterable[Point], size: int | None, adjacent: bool = False) -> list[Point]:
+class Points:
+    """The points of one optimizer step, made anew each time they are gone through, so that all are never held at once.
+
+    ``outline``: their masks and lengths, which are. ``rows``: how many of their rows have a decision to train on.
+    """
+
+    def __init__(self, make: Callable[[], Iterable[Point]]):
+        self.make = make
+        self.outline = [_outline(point) for point in make()]
+        self.trained = trained_rows(self.outline)
+        pairs = zip(self.outline, self.trained, strict=True)
+        self.rows = sum(len(point if rows is None else rows) for point, rows in pairs)
+
+    def __iter__(self) -> Iterator[Point]:
+        return iter(self.make())
+
+
+def _outline(point: Point) -> Point:
+    """What says how much there is to train on, without what a network would see."""
+    return Point(group=point.group, row=point.row, state=point.mask, mask=point.mask, length=point.length)
+
+
+def passes(points: Iterable[Point], size: int | None, adjacent: bool = False) -> Iterator[Point]:
     """Points joined and cut anew into passes of ``size`` rows; rows with nothing to train on are left out.
 
-    ``adjacent``: rows of one prompt come together, long ones first, so that they share its prefix and little padding.
+    Points are asked for as passes need them. ``adjacent``: rows of one prompt come together, long ones first, so that
+    they share its prefix and little padding; for that all points are held.
     """
-    points = list(points)
-    trained = zip(points, trained_rows(points), strict=True)
-    kept = [point if rows is None else point[rows] for point, rows in trained]
-    kept = [point for point in kept if len(point)]
-    if not kept:
-        return []
-    whole = Point.cat(kept)
+    if adjacent or size is None:
+        return _sorted_passes(points, size, adjacent)
+    return _cut(points, size)
+
+
+def _cut(points: Iterable[Point], size: int) -> Iterator[Point]:
+    waiting: list[Point] = []  # fewer rows than a pass takes
+    for point in _trained(points):
+        while len(point):
+            free = size - sum(map(len, waiting))
+            waiting.append(point[:free])
+            point = point[free:]
+            if sum(map(len, waiting)) == size:
+                yield _joined(waiting)
+                waiting = []
+    if waiting:
+        yield _joined(waiting)
+
+
+def _sorted_passes(points: Iterable[Point], size: int | None, adjacent: bool) -> Iterator[Point]:
+    alive = [point for point in _trained(points) if len(point)]
+    if not alive:
+        return
+    whole = _joined(alive)
     if adjacent:
         last = (whole.mask * torch.arange(1, whole.mask.shape[1] + 1, device=whole.mask.device)).amax(1)
         order = last.argsort(descending=True, stable=True)
@@ -67,7 +108,7 @@ def passes(points: Iterable[Point], size: int | None, adjacent: bool = False) ->
     parts = list(whole.split(size or len(whole)))
     if adjacent:
         tell(whole, parts)
-    return parts
+    yield from parts
 
 
 def tell(whole: Point, parts: Sequence[Point]) -> None:
@@ -89,6 +130,19 @@ def trained_rows(points: Sequence[Point]) -> list[Tensor | None]:
     flags = [point.mask.any(1) for point in points]
     known = torch.cat(flags).cpu().split([len(flag) for flag in flags])
     return [None if flag.all() else flag.nonzero()[:, 0] for flag in known]
+
+
+def _trained(points: Iterable[Point]) -> Iterator[Point]:
+    """Go through the rows with a decision to train on; a copy only where there are others."""
+    if isinstance(points, Points):
+        pairs = zip(points, points.trained, strict=True)
+    else:
+        pairs = ((point, trained_rows([point])[0]) for point in points)
+    return (point if rows is None else point[rows] for point, rows in pairs)
+
+
+def _joined(points: Sequence[Point]) -> Point:
+    return points[0] if len(points) == 1 else Point.cat(points)
 
 
 def loss_weights(point: Point, reduction: str, decisions: int) -> Tensor:

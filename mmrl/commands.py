@@ -105,7 +105,7 @@ def _open(path: Path, overrides: Sequence[str], at: str | None) -> tuple[Session
 
 @contextmanager
 def _at(one: Session, snapshot: str) -> Iterator[None]:
-    with one.policy.weights.using(snapshot), one.autocast(), torch.no_grad():
+    with one.policy.weights.using(snapshot), torch.no_grad():
         yield
 
 

@@ -113,6 +113,11 @@ class Device:
         """Whether each process holds a part of the weights (FSDP2)."""
         return self.accelerator.is_fsdp2
 
+    def place(self, policy: Any) -> None:
+        """Move the network to the device, to compute as in training but not to be trained: the network's own passes
+        are in ``train.precision``, everything else (encoders, decoders, rewards) is as it was loaded."""
+        policy.trained = self.accelerator.prepare_model(policy.net, evaluation_mode=True)
+
     def no_sync(self, trained: nn.Module) -> AbstractContextManager:
         """Keep the gradients of a pass that is not the last of its step on this process (DDP), which saves messages.
 

@@ -13,7 +13,7 @@ from samplers.noise import Rng
 
 from . import distributed
 from .options import EvaluateOptions
-from .policies.base import Policy
+from .policies.base import Policy, reading
 from .scoring import Scorer
 from .setwise import mean_ap
 from .types import Media, Prompt, Rewards
@@ -44,7 +44,7 @@ def sample(
     first = rank * share
     mine = list(prompts[first : first + share])
     rows = len(mine) * copies
-    with policy.evaluating(guidance):
+    with policy.evaluating(guidance), reading(policy, "sample"):  # nobody will train on these
         rng = Rng(Rng.of(seed, "evaluation").key, first)
         rollout = policy.rollout([*mine, *[prompts[0]] * (share - len(mine))], copies, rng)
         return policy.decode(rollout)[:rows], rollout.asked()[:rows]

@@ -57,6 +57,7 @@ class TrainOptions:
     reuse: Reuse | None = None  # answers of earlier iterations in the place of groups of equal rewards; null: none
     truth: str | None = None  # who writes one answer of every group: a reward, or a field of the prompt; null: none
     gate: Positive | Literal["auto"] | None = "auto"  # tolerated |re-scored - recorded log-prob| before the first step
+    recompute_old_logprob: bool | Literal["auto"] = "auto"  # score a rollout once more before it is trained on
     checkpoint_every: Natural = 50  # iterations; 0: only at the end
     keep: Count = 3  # newest checkpoints that stay on disk
     evaluate_every: Natural = 0  # iterations; 0: never during training
@@ -64,12 +65,6 @@ class TrainOptions:
     max_failures: Annotated[float, Ge(0), Le(1)] = 0.5  # share of samples without a reward that stops the run
     timeout: Positive = 1800.0  # seconds a process waits for the others (rewards, a save) before the run ends
     time_limit: Positive | None = None  # seconds; then the run saves and ends cleanly
-
-    def tolerance(self, half: bool = False) -> float | None:
-        """``gate`` in numbers: "auto" is 1e-4 in fp32 and 2e-2 in half precision, which ``half`` weights are too; None:
-        no gate."""
-        rounded = half or self.precision != "fp32"
-        return (2e-2 if rounded else 1e-4) if self.gate == "auto" else self.gate
 
 
 @dataclass(frozen=True)

@@ -61,9 +61,10 @@ def together(media: Sequence[Media]) -> Media:
 def joined(parts: Sequence[Rollout]) -> Rollout:
     """One rollout of the prompts of all. Shorter ones are padded behind with what no mask lets through."""
     longest = max(part.mask.shape[1] for part in parts)
+    states = max(0 if part.path is None else part.path.shape[1] for part in parts)
     first, edges, rows = 0, 0, []
     for part in parts:
-        part = padded(part, longest)
+        part = roomy(padded(part, longest), states)
         branch = None if part.branch is None else part.branch + edges
         edges = edges if branch is None else int(branch.max()) + 1
         rows.append(part.replace(group=part.group + first, branch=branch, cond=None))
@@ -81,7 +82,20 @@ def padded(rollout: Rollout, length: int) -> Rollout:
             return tensor
         return torch.cat([tensor, tensor.new_zeros(len(tensor), length - have, *tensor.shape[2:])], 1)
 
-    return rollout if have == length else rollout.map(pad)
+    if have == length:
+        return rollout
+    return rollout.map(pad).replace(path=rollout.path)
+
+
+def roomy(rollout: Rollout, states: int) -> Rollout:
+    """Paths of so many states: rows drawn with other stochastic steps may keep fewer. ``visit`` leads to none of the
+    new ones."""
+    path = rollout.path
+    if path is None or path.shape[1] == states:
+        return rollout
+    return rollout.replace(
+        path=torch.cat([path, path.new_zeros(len(path), states - path.shape[1], *path.shape[2:])], 1)
+    )
 
 
 def conditions(parts: Sequence[Any]) -> Any:

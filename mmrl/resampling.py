@@ -17,16 +17,42 @@ from samplers.noise import Rng
 from . import distributed
 from .advantages.groups import measured
 from .overlap import joined, together
+from .truth import sampled_only
 from .types import Media, Prompt, Rewards, Rollout
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Samples with their rewards."""
+    """Samples with their rewards, and the groups that were sampled too but gave way to others.
+
+    Of these ``gave_way`` has what says how they were rewarded; not their samples.
+    """
 
     rollout: Rollout
     media: Media
     rewards: Rewards
+    gave_way: tuple[tuple[Rollout, Rewards], ...] = ()
+
+    def sampled(self) -> tuple[Rollout, Rewards]:
+        """Everything the policy wrote itself in this iteration, also what is not trained on: for statistics."""
+        parts = [(_outline(self.rollout), self.rewards.per_row()), *self.gave_way]
+        rewards = {name: torch.cat([part[name] for _, part in parts]) for name in self.rewards}
+        whole = joined([rollout for rollout, _ in parts])
+        _, own, earned = sampled_only([None] * len(whole), whole, Rewards(rewards, self.rewards.weights))
+        return own, earned
+
+
+def _outline(rollout: Rollout) -> Rollout:
+    """Which rows answer which prompts, without what they are."""
+    nothing = torch.zeros_like(rollout.mask[:, :1])
+    return Rollout(
+        group=rollout.group, row=rollout.row, prompts=rollout.prompts, sample=rollout.row, mask=nothing,
+        logprob=nothing.to(rollout.logprob), given=_marks(rollout, rollout.given), stale=_marks(rollout, rollout.stale),
+    )  # fmt: skip
+
+
+def _marks(rollout: Rollout, rows: Tensor | None) -> Tensor:
+    return torch.zeros_like(rollout.group, dtype=torch.bool) if rows is None else rows
 
 
 def resampled(
@@ -93,4 +119,6 @@ def exchanged(drawn: Drawn, new: Drawn, flat: Sequence[int]) -> Drawn:
     rewards = {key: torch.cat([value, new.rewards[key]])[index] for key, value in drawn.rewards.items()}
     media = together([drawn.media, new.media])
     chosen = media[index.to(media.device)] if isinstance(media, Tensor) else [media[row] for row in index.tolist()]
-    return Drawn(both[index].replace(row=name), chosen, Rewards(rewards, drawn.rewards.weights))
+    lost = Rewards({key: value[gone] for key, value in drawn.rewards.items()}, drawn.rewards.weights)
+    gave_way = (*drawn.gave_way, (_outline(old)[gone], lost.per_row()))
+    return Drawn(both[index].replace(row=name), chosen, Rewards(rewards, drawn.rewards.weights), gave_way)

@@ -70,12 +70,6 @@ class Session:
             self.config.build("objective", OBJECTIVES), self.config.build("optimizer", OPTIMIZERS), self.options,
         )  # fmt: skip
 
-    def autocast(self) -> torch.autocast:
-        """The precision of training, for passes outside the trainer."""
-        kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        chosen = kinds.get(self.options.precision)
-        return torch.autocast(self.policy.device.type, chosen, enabled=chosen is not None)
-
     def judges(self) -> Scorer:
         """The training rewards and those that are only measured."""
         extra = self.config.plain.get("evaluate") or {}
@@ -172,7 +166,7 @@ def trained(run: Path, overrides: Sequence[str] = (), at: str | None = None) -> 
 def base(path: Path, overrides: Sequence[str] = ()) -> Session:
     """The session of a configuration before any training, on the device, the base also as snapshot ``ref``."""
     session = Session.of(read(path, overrides))
-    session.policy.net.to(Device(session.options).accelerator.device)
+    Device(session.options).place(session.policy)
     session.policy.width = session.policy.width or arithmetic(session.options).micro_batch
     session.policy.weights.keep("ref")
     return session

@@ -10,23 +10,27 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import chain
 
 import torch
+from torch import Tensor
 
 from samplers.noise import Rng
 
-from . import advantages, batches, completions, distributed, overlap
+from . import advantages, batches, completions, distributed, gate, overlap
 from .data import Curriculum, batch, pick
 from .device import Device
 from .host import sent
 from .memory import Memory
-from .metrics import Meter
+from .metrics import Meter, observe
 from .objectives.base import Adaptive, Differentiates, Lagging, Objective, Revisiting, Shaping, couples
 from .optimizers import ema_decay, lr_factor
 from .options import TrainOptions, arithmetic, unsuited, without_average
-from .policies.base import Policy
+from .policies.base import Policy, reading
 from .portrait import portrait
 from .registry import UserError
 from .resampling import Drawn, resampled
@@ -78,22 +82,25 @@ class Trainer:
         self.meter, self.seconds, skipped, passed = Meter(), {}, 0, self.policy.forwards
         self.policy.measures()
         rollout, rewards = self.collect()
+        if gate.rescores(self.options, self.policy, self.plan.steps * self.options.epochs):
+            with self.meter.listening(), self._timed("old_log_prob"):
+                rollout = self._rescored(rollout)
         with self.meter.listening(), self._timed("update"):
             for epoch in range(self.options.epochs):
                 self.policy.epoch = epoch if self.options.epochs > 1 else None
                 rng = self._rng("update", epoch)
-                for index, part in enumerate(self._batches(rollout, rng)):
+                parts = self._batches(rollout, rng)
+                for index in range(self.plan.steps):  # each part is let go before the next is taken out of the rollout
                     on_policy = epoch == index == 0 and self.objective.behaviour == "live"
-                    skipped += not self.improve(part, rng.fold(index), on_policy)
+                    skipped += not self.improve(next(parts), rng.fold(index), on_policy)
         if "old" in self.policy.weights.saved:
             lagging = isinstance(self.objective, Lagging)
             self.policy.weights.track("old", self.objective.old_decay(self.step) if lagging else 0.0)
-        self._learn(rollout, rewards)
+        self._learn()
         self.iteration += 1
         counts = {"forwards": self.policy.forwards - passed, "decisions": int(rollout.mask.sum())}  # of this process
-        _, rollout, rewards = sampled_only([None] * len(rollout), rollout, rewards)
         counts |= self.policy.measures()
-        metrics = self._metrics(rollout, rewards) | counts | {"skipped_steps": skipped}
+        metrics = self._metrics(*self.sampled) | counts | {"skipped_steps": skipped}
         if isinstance(self.objective, Adaptive):
             self.objective.adapt(self.iteration - 1, metrics)
         return metrics
@@ -119,8 +126,11 @@ class Trainer:
         self.noted |= completions.lengths_by_reward(texts, own, earned)
         if isinstance(self.objective, Shaping):
             rewards = self.objective.shaped(self.policy, rollout, rewards)
+        # what gave way was not shaped: where something did, all is looked at as the rewards gave it
+        self.sampled = (found if found.gave_way else replace(found, rewards=rewards)).sampled()
         of_rows = self.advantage(rewards, rollout).to(rollout.logprob)
         advantage = advantages.by_edge(of_rows, rollout)
+        self.sampled_at = self.policy.width  # rows of the passes that sampled
         self.spare = rollout[:1]  # what a process without rows passes through the network
         self.longest = distributed.largest(rollout.mask.shape[1], rollout.group.device)
         kept = ~advantage.isnan()
@@ -142,8 +152,11 @@ class Trainer:
 
     def draw(self, prompts: list[Prompt], rng: Rng) -> Drawn:
         """Sample and score, with the behaviour weights."""
-        with self._timed("rollout"), self.policy.weights.using(self.objective.behaviour), self._taught():
-            options = self.options
+        reads, options = getattr(self.objective, "reads", "path"), self.options
+        with (
+            self._timed("rollout"), self.policy.weights.using(self.objective.behaviour), self._taught(),
+            reading(self.policy, reads),
+        ):  # fmt: skip
             rollout, media, scores = overlap.draw(
                 self.policy, prompts, options.copies, rng, self.scorer, options.overlap
             )
@@ -161,29 +174,77 @@ class Trainer:
         spread = self.options.resample_spread
         return resampled(drawn, lambda u: pick(self.prompts, u, self.iteration), self.draw, streams, spread)
 
-    def _learn(self, rollout: Rollout, rewards: Rewards) -> None:
-        """Tell data that draws by it how the groups of all processes were rewarded."""
+    @torch.no_grad()
+    def _rescored(self, rollout: Rollout) -> Rollout:
+        """The rollout with the log-probs that the update's own passes give under the weights that sampled.
+
+        A decoder's pass for one token rounds otherwise than the pass that scores a whole answer: in half precision
+        ratios of later steps would be off by more than some clip at. Rows of earlier iterations keep what they have.
+        """
+        names = torch.arange(rollout.logprob.numel(), device=rollout.logprob.device).double()
+        named = rollout.replace(logprob=names.view_as(rollout.logprob))  # leads from a point to its decisions
+        mark = self.meter.mark()
+
+        def attempt(rows: int) -> tuple[Tensor, Meter]:
+            scores, rng = rollout.logprob.flatten().clone(), self._rng("update", 0)
+            self.meter.restore(mark)
+            with Meter().listening() as observed:
+                for part in self._batches(named, rng):  # the passes of the first epoch
+                    points = batches.Points(partial(self.policy.path, part))
+                    _, idle = self._kept_in_step(points.rows, rows, rng)
+                    for point in self._here(chain(batches.passes(points, rows, self.policy.adjacent), idle)):
+                        self._score(point, scores)
+            return scores, observed
+
+        with self.policy.weights.using(self.objective.behaviour):
+            scores, observed = self.policy.fitted(attempt, self._most_rows())
+        self._gate(observed)
+        return rollout.replace(logprob=scores.view_as(rollout.logprob))
+
+    def _score(self, point: Point, scores: Tensor) -> None:
+        """Put the log-probs of a pass into ``scores`` [B K], at the places that the point has for its log-probs."""
+        where = point.current()
+        place = torch.where(where, point.logprob, 0.0).long()
+        recorded = scores[place]
+        found = torch.where(where, self.policy.dist(point).log_prob(point.target).to(scores), recorded)
+        observe("log_ratio", found - recorded, where)
+        scores[place[where]] = found[where]
+
+    def _learn(self) -> None:
+        """Tell data that draws by it how the groups of all processes were rewarded, those that gave way too."""
         if isinstance(self.prompts, Curriculum):
-            _, own, rewards = sampled_only([None] * len(rollout), rollout, rewards)
-            self.prompts.learn(advantages.outcomes(rewards, own))
+            rollout, rewards = self.sampled
+            self.prompts.learn(advantages.outcomes(rewards, rollout))
 
     def improve(self, rollout: Rollout, rng: Rng, on_policy: bool) -> bool:
         """One optimizer step on these rows. False if there was nothing to train on, or the gradient was not finite."""
-        points = list(self.objective.points(self.policy, rollout, rng)) if len(rollout) else []
+        points = self._points(rollout, rng, fresh=on_policy)
         reduction = self.options.reduction
-        sums = distributed.all_sum(batches.loss_total(points, rollout, reduction))
+        sums = distributed.all_sum(batches.loss_total(points.outline, rollout, reduction))
         there, total = sums.tolist()  # one wait for both
         if not there > 0:
             return False
         total = 1.0 if reduction == "sum" else total
         share = sums.new_full((), total / self.device.processes)
         self.meter.put("loss", torch.zeros_like(share), share)
-        observed = self._accumulated([point.replace(fresh=on_policy) for point in points], total, rng)
+        observed = self._accumulated(points, total, rng)
         if on_policy:
             self._gate(observed)
         return self._descend()
 
-    def _accumulated(self, points: list[Point], total: float, rng: Rng) -> Meter:
+    def _points(self, rollout: Rollout, rng: Rng, fresh: bool) -> batches.Points:
+        """The objective's. States of a path are not held but made again; tokens, and what is coupled, are small."""
+
+        def make() -> Iterator[Point]:
+            each = self.objective.points(self.policy, rollout, rng) if len(rollout) else ()
+            return (point.replace(fresh=fresh) for point in each)
+
+        if self.policy.adjacent or self.coupled:
+            held = list(make())
+            return batches.Points(lambda: held)
+        return batches.Points(make)
+
+    def _accumulated(self, points: batches.Points, total: float, rng: Rng) -> Meter:
         """Gradients of all passes, and what was observed in them; anew in smaller ones where memory does not do."""
         mark = self.meter.mark()
 
@@ -194,22 +255,31 @@ class Trainer:
                 self._accumulate(points, total, rng, rows)
             return observed
 
-        return self.policy.fitted(attempt, min(self.plan.micro_batch, self.policy.most or self.plan.micro_batch))
+        return self.policy.fitted(attempt, self._most_rows())
 
-    def _accumulate(self, points: list[Point], total: float, rng: Rng, rows: int) -> None:
+    def _most_rows(self) -> int:
+        """Of a pass of the update."""
+        return min(self.plan.micro_batch, self.policy.most or self.plan.micro_batch)
+
+    def _accumulate(self, points: batches.Points, total: float, rng: Rng, rows: int) -> None:
         """Forward and backward over every pass of ``rows``. All processes make equally many, as sharded models need."""
         parts = batches.passes(points, rows, self.policy.adjacent)
-        most = distributed.largest(len(parts), self.spare.group.device)
-        idle = [self._idle(rng) for _ in range(most - len(parts))]
+        most, idle = self._kept_in_step(points.rows, rows, rng)
         if self.coupled:
-            parts = self._couple(parts, idle)
-        for i, point in enumerate(self._here([*parts, *idle])):
+            parts = self._couple(list(parts), idle)
+        for i, point in enumerate(self._here(chain(parts, idle))):
             weight = batches.loss_weights(point, self.options.reduction, self.options.constant or self.longest)
             with nullcontext() if i == most - 1 else self.device.no_sync(self.policy.trained):
                 loss = self.objective.loss(self.policy, point)
                 summed = (loss * weight).sum()
                 self.meter.put("loss", summed, torch.zeros_like(summed))
                 self.device.backward(summed / total)
+
+    def _kept_in_step(self, trained: int, rows: int, rng: Rng) -> tuple[int, list[Point]]:
+        """How many passes of ``rows`` every process makes, and idle ones for those that this one has too few of."""
+        own = -(-trained // rows)
+        most = distributed.largest(own, self.spare.group.device)
+        return most, [self._idle(rng) for _ in range(most - own)]
 
     @torch.no_grad()
     def _couple(self, parts: list[Point], idle: list[Point]) -> list[Point]:
@@ -222,7 +292,7 @@ class Trainer:
             batches.tell(found, cut)
         return cut
 
-    def _here(self, points: Sequence[Point]) -> Iterator[Point]:
+    def _here(self, points: Iterable[Point]) -> Iterator[Point]:
         """One after the other on the device, where a policy keeps its paths elsewhere."""
         return (point.map(lambda tensor: sent(tensor, self.spare.group.device)) for point in points)
 
@@ -233,15 +303,16 @@ class Trainer:
         return point.replace(mask=torch.zeros_like(point.mask))
 
     def _gate(self, meter: Meter) -> None:
-        """Tokens in half precision are compared on average: single unlikely ones differ by much, which the first step
-        does not see, since its ratios are 1."""
-        rounded = self.policy.decisions == "categorical" and (self.options.precision != "fp32" or halved(self.policy))
-        allowed = self.options.tolerance(rounded)
-        gap = meter.size("log_ratio") if rounded else meter.top("log_ratio")
+        """Stop a run whose re-scored log-probs are not the recorded ones, beyond what ``train.gate`` tolerates."""
+        if self.policy.width != self.sampled_at:
+            return  # passes have just shrunk for want of memory, and round in another way than those that sampled
+        average = gate.on_average(self.options, self.policy)
+        allowed = gate.tolerance(self.options, self.policy, self.objective)
+        gap = meter.size("log_ratio") if average else meter.top("log_ratio")
         if allowed is not None and not gap <= allowed:
             raise distributed.StopAll(
                 f"iteration {self.iteration}: re-scored log-probs differ from the recorded ones by {gap:.2e} "
-                f"{'on average' if rounded else 'at most'}, "
+                f"{'on average' if average else 'at most'}, "
                 f"more than train.gate = {allowed:.0e} allows, although the weights are the same. The gradient would "
                 "be biased. Usual causes: dropout or other randomness in the network, a rollout computed in "
                 "another precision or attention backend than the update, latents stored more coarsely than scored. "
@@ -314,8 +385,3 @@ def suits(objective: Objective, policy: Policy, options: TrainOptions) -> None:
     """Raises UserError if the objective is for another kind of model, or needs what is not kept."""
     if why := unsuited(type(objective), policy) or without_average(objective.snapshots, options):
         raise UserError(why)
-
-
-def halved(policy: Policy) -> bool:
-    """Whether weights are stored in half precision."""
-    return any(p.dtype in (torch.bfloat16, torch.float16) for p in policy.weights.module.parameters())

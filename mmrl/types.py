@@ -124,7 +124,8 @@ class Rollout(Rows):
     stale: Tensor | None = None  # [B] bool: sampled in an earlier iteration, by other weights; None: none
     order: Tensor | None = None  # [B, K] long, tokens: the pass that committed each token
     drawn: Tensor | None = None  # [B, T, L, 2] long, maskgit: every pass's tokens and their rank in its choice
-    path: Tensor | None = None  # [B, K + 1, *] latents visited
+    path: Tensor | None = None  # [B, S, *] latents visited, in the type they are stored in; None: none are read again
+    visit: Tensor | None = None  # [B, K + 1] long: where in path the state after k steps is; -1: not kept; None: at k
     time: Tensor | None = None  # [B, K + 1] when; 1 is noise, 0 is data
     eta: Tensor | None = None  # [B, K] noise level; 0 is an ODE step, no decision
     stream: Tensor | None = None  # [B, 2] long, with a path: the key of its noise; None: there is none after the first

@@ -244,8 +244,9 @@ def agreement(make: Make, work: Work, kind: type[PlainLoop] = PlainLoop) -> dict
     trainer.iterate()
     loop.iterate()
     rollout, weights, theirs = seen[0], ours.weights.full(), plain.weights.full()
+    visited = loop.path if rollout.visit is None else loop.path[:, rollout.visit[0] >= 0]
     found = {
-        "latents": float((rollout.path - loop.path).abs().max()),
+        "latents": float((rollout.path - visited).abs().max()),
         "log_probs": float((rollout.logprob - loop.logprob).abs().max()),
         "weights": max(float((weights[n] - theirs[n]).abs().max()) for n in weights),
         "weights_moved": max(float((weights[n] - before[n]).abs().max()) for n in weights),

@@ -16,7 +16,7 @@ from mmrl.curricula import Mixed, Replay, pieces
 from mmrl.data import Outcome, batch, pick
 from mmrl.objectives import Text
 from mmrl.optimizers import adamw
-from mmrl.options import TrainOptions
+from mmrl.options import Reuse, TrainOptions
 from mmrl.registry import DATA, UserError, load_built_in
 from mmrl.scoring import Scorer
 from mmrl.session import admitted
@@ -179,6 +179,51 @@ def test_outcomes_of_groups():
     found = advantages.outcomes(Rewards({"r": values}, {"r": 2.0}), rollout)
     assert found[:2] == [Outcome(7, 1.5, False), Outcome(8, 0.5, True)]
     assert found[2].entry == 9 and found[2].mean != found[2].mean
+
+
+@pytest.mark.parametrize("options", [{"resample": 2}, {"reuse": Reuse(share=1.0)}, {}], ids=str)
+def test_data_hear_of_groups_that_gave_way(options):
+    """Half of the prompts earn nothing: whoever takes their places in the update, they were hard and come again."""
+    asked = {}
+
+    def reward(media, prompts):
+        found = torch.tensor([p["label"] * (0.5 + 0.1 * (i % 4)) for i, p in enumerate(prompts)])
+        asked.update({p["entry"]: p["label"] for p in prompts})
+        return found
+
+    given = SimpleNamespace(train=[{"text": f"{i}", "label": i % 2} for i in range(16)], held_out=[])
+    policy = Recalling() if "reuse" in options else toys.ToyCausal()
+    trainer = Trainer(
+        policy, Replay(given, share=0.5, below=0.3).train, Scorer({"half": reward}), advantages.grpo, Text(),
+        partial(adamw, lr=0.0), TrainOptions(prompts=4, copies=4, batch_size=16, iterations=6, **options),
+    )  # fmt: skip
+    for _ in range(3):
+        before, _ = {*trainer.prompts.waiting}, asked.clear()
+        trainer.iterate()
+        assert {*trainer.prompts.waiting} == before - {*asked} | {entry for entry, good in asked.items() if not good}
+        assert trainer.prompts.waiting
+
+
+class Recalling(toys.ToyCausal):
+    """Can be shown old answers again: prompts are encoded one by one."""
+
+    def encode(self, prompts):
+        return [{"input_ids": torch.tensor([[p["label"]]], dtype=self.dtype)} for p in prompts]
+
+    def recall(self, prompts):
+        return self.encode(prompts), list(prompts)
+
+    def rollout(self, prompts, copies, rng):
+        plain = super().encode(prompts)
+        coded, self.encode = self.encode, lambda _: plain
+        try:
+            return super().rollout(prompts, copies, rng).replace(cond=coded(prompts))
+        finally:
+            del self.encode
+
+    def dist(self, point):
+        label = torch.cat([one["input_ids"] for one in point.cond])
+        return super().dist(point.replace(cond={"label": label}))
 
 
 def test_training_with_replay_goes_on_from_a_checkpoint_to_the_bit():

@@ -7,8 +7,10 @@ import torch
 
 from mmrl import advantages
 from mmrl.batches import loss_total, loss_weights, passes
+from mmrl.evaluation import sample
 from mmrl.objectives import PolicyGradient
 from mmrl.policies.lora import Lora
+from mmrl.policies.trees import Tree
 from mmrl.registry import UserError
 from mmrl.types import Point, Rollout
 from samplers.kernels import dance_sde
@@ -165,6 +167,16 @@ def test_shared_noise_is_shared_inside_a_group_only():
     assert torch.equal(first, first[:, :1].expand_as(first))
     assert len(first[:, 0].unique(dim=0)) == 4
     assert len(roll(toys.make("flow")).path[:, 0].unique(dim=0)) == 32
+
+
+@pytest.mark.parametrize("options", [{}, {"guidance": 2.0}, {"tree": Tree(splits=1)}], ids=str)
+def test_samples_of_a_prompt_differ_where_no_noise_on_the_way_makes_them(options):
+    """One initial noise for a group is for exploring. Evaluated alike, all samples of a prompt were one picture."""
+    policy = toys.make("flow", shared_noise=True, **options)
+    media, _ = sample(policy, toys.prompts(4), 8, seed=0)
+    assert len(media.unique(dim=0)) == 32
+    plain, _ = sample(toys.make("flow", **options), toys.prompts(4), 8, seed=0)
+    assert torch.equal(media, plain), "as without the option"
 
 
 @pytest.mark.parametrize("family", FLOWS)

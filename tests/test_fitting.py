@@ -7,17 +7,34 @@ from functools import partial
 import diffusers
 import pytest
 import torch
+from torch import nn
 
 from mmrl import advantages
-from mmrl.objectives import PolicyGradient
+from mmrl.evaluation import sample
+from mmrl.objectives import (
+    AWM,
+    CRD,
+    D3PO,
+    DGPO,
+    FPO,
+    NFT,
+    DiffusionDPO,
+    Draft,
+    FlowDPPO,
+    PolicyGradient,
+    RewardWeightedRegression,
+)  # fmt: skip
 from mmrl.optimizers import adamw
 from mmrl.options import TrainOptions
+from mmrl.overlap import joined
+from mmrl.policies.flow import FlowPolicy
 from mmrl.registry import UserError
 from mmrl.scoring import Scorer
 from mmrl.trainer import Trainer
 from mmrl.types import Point
-from samplers.batching import halved_to_fit
+from samplers.batching import halved_to_fit, peak_bytes
 from samplers.noise import Rng
+from samplers.windows import random_steps, random_window
 
 from . import tiny_diffusers, toys
 from .test_folder_families import PROMPTS, make
@@ -91,12 +108,39 @@ def test_decoding_halves_by_itself_and_leaves_training_alone():
     assert policy.decoding == 1 and policy.width == 4 and policy.most is None and not policy.news
 
 
+def test_one_sample_that_cannot_be_decoded_is_the_users_to_mend():
+    policy = make("flux", width=4)
+
+    def pixels(vae, latents):
+        raise torch.OutOfMemoryError("no room")
+
+    with torch.no_grad():
+        rollout = policy.rollout(PROMPTS, 2, Rng.of("same"))
+        policy.pixels = pixels
+        with pytest.raises(UserError, match="decoding a single sample of .* vae_tiling=true"):
+            policy.decode(rollout)
+
+
+def test_the_autoencoder_works_in_parts_where_it_is_asked_to():
+    """Slices are the same samples; tiles of a size at which one covers the sample too."""
+    plain, parts = make("flux"), make("flux", vae_tiling=True, vae_slicing=True)
+    assert parts.vae.use_tiling and parts.vae.use_slicing and not plain.vae.use_tiling and not plain.vae.use_slicing
+    with torch.no_grad():
+        rollout = plain.rollout(PROMPTS, 2, Rng.of("same"))
+        torch.testing.assert_close(parts.decode(rollout), plain.decode(rollout), atol=1e-5, rtol=0)
+    parts.vae = nn.Identity()
+    with pytest.raises(UserError, match="policy option vae_tiling: Identity has no tiling"):
+        parts.decode_in_parts(True, False)
+
+
 def test_paths_are_kept_off_the_device_and_come_back_for_a_pass():
     plain, kept = toys.make("flow"), toys.make("flow", offload=True)
-    seen, home = [], kept._kept
-    kept._kept = lambda x: seen.append(len(x)) or home(x)
     ours, theirs = (p.rollout(toys.prompts(2), 2, Rng.of(1)) for p in (kept, plain))
-    assert torch.equal(ours.path, theirs.path) and torch.equal(ours.sample, theirs.sample) and len(seen) == 7
+    assert torch.equal(ours.path, theirs.path) and torch.equal(ours.sample, theirs.sample)
+    plan = plain._plan(2, Rng.of(1))
+    for policy, place in ((plain, "meta"), (kept, "cpu")):
+        policy.__class__ = type("Elsewhere", (toys.ToyFlow,), {"device": torch.device("meta")})
+        assert policy._room(plan, 2).device.type == place
     away = torch.zeros(3, 2, device="meta")  # as if it were another device: rows are taken where they are
     point = Point(group=torch.arange(3), row=torch.arange(3), state=away, mask=torch.ones(3, 1, dtype=torch.bool))
     part = point[torch.tensor([2, 0])]
@@ -109,11 +153,102 @@ def test_latents_are_rounded_before_they_are_scored_and_scored_in_float32(storag
     policy = make("flux", dtype="bfloat16", lora=2, storage=storage)
     with torch.no_grad():
         rollout = policy.rollout(PROMPTS, 2, Rng.of("same"))
-        assert rollout.path.dtype == rollout.logprob.dtype == torch.float32
-        assert torch.equal(rollout.path, rollout.path.to(getattr(torch, storage)).float())
+        assert rollout.path.dtype == getattr(torch, storage) and rollout.logprob.dtype == torch.float32
+        assert torch.equal(rollout.path[:, -1].float(), rollout.sample) and rollout.sample.dtype == torch.float32
         for point in policy.path(rollout):
             dist = policy.dist(point)
+            assert point.state.dtype == point.target.dtype == torch.float32
             assert dist.mean.dtype == torch.float32 and torch.equal(dist.log_prob(point.target), point.logprob)
+
+
+class Wide(toys.ToyFlow):
+    """Latents so large, and a network so small, that paths are nearly all of an update's memory."""
+
+    shape = (4096,)
+
+    def __init__(self, **options):
+        FlowPolicy.__init__(self, toys.seeded(lambda: nn.Linear(1, 1)), **{"steps": 20} | options)
+
+    def velocity(self, x, t, cond):
+        return x * self.active()(t[:, None])
+
+
+def wide(objective, batch_size=16, **options):
+    return Trainer(
+        Wide(**options), toys.prompts(4), Scorer({"reward": lambda media, prompts: -media.square().mean(1)}),
+        advantages.dance, objective, partial(adamw, lr=1e-2),
+        TrainOptions(prompts=4, copies=4, batch_size=batch_size, micro_batch=2, iterations=3),
+    )  # fmt: skip
+
+
+def test_a_rollout_and_an_update_hold_a_path_once():
+    """In units of the whole path of all rows: what a rollout allocates at most, and an update beside the path."""
+    trainer, whole = wide(PolicyGradient()), 16 * 21 * 4096 * 4
+    found = {}
+    assert peak_bytes(lambda: found.update(one=trainer.collect()[0])) < 1.5 * whole
+    rollout = found.pop("one")
+    assert rollout.path.nbytes == whole
+    assert peak_bytes(lambda: trainer.improve(rollout, Rng.of("update"), True)) < 0.5 * whole
+
+
+def test_an_update_in_steps_holds_one_steps_rows_and_one_noise_at_a_time():
+    whole = 16 * 21 * 4096 * 4
+    for objective, options, most in ((PolicyGradient(), {}, 0.8), (NFT(draws=9), {"eta": 0.0}, 0.6)):
+        trainer = wide(objective, batch_size=8, **options)
+        collected = trainer.collect()
+        trainer.collect = lambda found=collected: found
+        assert peak_bytes(trainer.iterate) < most * whole
+
+
+def moving(steps, iteration, rng):
+    return random_window(steps, iteration, rng, size=2)
+
+
+@pytest.mark.parametrize(
+    ("objective", "options", "states"),
+    [
+        (PolicyGradient(), {}, 21),
+        (PolicyGradient(), {"sde": moving}, 3),
+        (PolicyGradient(), {"sde": partial(random_steps, size=2)}, 4),
+        (FlowDPPO(), {"sde": moving}, 3),
+        (D3PO(), {"sde": moving}, 3),
+        (Draft(), {"sde": moving}, 21),
+        *((make(), {"eta": 0.0}, 0) for make in (NFT, AWM, DGPO, CRD, FPO, DiffusionDPO, RewardWeightedRegression)),
+    ],
+)
+def test_only_the_states_that_are_read_are_kept(objective, options, states):
+    """Flow-GRPO-Fast has two decisions: the states before and after each, of 21. Those of the forward process read
+    the finished sample alone."""
+    trainer = wide(objective, **options)
+    rollout, _ = trainer.collect()
+    assert (0 if rollout.path is None else rollout.path.shape[1]) <= states
+    whole = Wide(**options).rollout(list(rollout.prompts), 4, trainer._rng("rollout"))
+    assert torch.equal(whole.sample, rollout.sample) and whole.path.shape[1] == 21
+    if rollout.path is not None:
+        wanted, found = (list(trainer.policy.path(one)) for one in (whole, rollout))
+        assert len(wanted) == len(found) > 0
+        for one, other in zip(wanted, found, strict=True):
+            assert torch.equal(one.state, other.state) and torch.equal(one.target, other.target)
+
+
+def test_groups_that_were_drawn_with_other_stochastic_steps_share_a_rollout():
+    """Dynamic sampling draws from another stream, in which other steps may be stochastic, adjacent ones or not."""
+    policy = Wide(steps=6, sde=partial(random_steps, size=2))
+    policy.reads = "decisions"
+    parts = [policy.rollout(toys.prompts(2), 2, Rng.of("part", n)) for n in range(6)]
+    assert {part.path.shape[1] for part in parts} == {3, 4}
+    whole = joined(parts)
+    for n, part in enumerate(parts):
+        for point, wanted in zip(policy.path(whole[whole.group // 2 == n]), policy.path(part), strict=True):
+            assert torch.equal(wanted.state, point.state) and torch.equal(wanted.target, point.target)
+
+
+def test_evaluating_keeps_no_paths():
+    policy, seen = Wide(), []
+    plain = policy.rollout
+    policy.rollout = lambda *inputs: seen.append(plain(*inputs)) or seen[-1]
+    sample(policy, toys.prompts(2), 2, seed=0)
+    assert seen[0].path is None and policy.reads == "path"
 
 
 @pytest.mark.parametrize(("high", "low"), [(2.5, 1.5), (1.5, 3.0)])

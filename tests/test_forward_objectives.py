@@ -358,7 +358,7 @@ def test_other_times_have_the_distribution_asked_for():
 @pytest.mark.parametrize("times", TIMES.values(), ids=TIMES)
 def test_a_group_shares_times_and_noise(times):
     policy, rollout = sampled()
-    points = noised(policy, rollout, Rng.of("points"), times, 3, shared=True)
+    points = list(noised(policy, rollout, Rng.of("points"), times, 3, shared=True))
     assert len(points) == 3 and all((point.length == 3).all() for point in points)
     for point in points:
         noise = (point.target + rollout.sample).view(3, 4, -1)

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from mmrl.objectives import Text
 from mmrl.policies.images.base import ImageTokenPolicy
 from mmrl.policies.images.janus import Janus
-from mmrl.registry import UserError
+from mmrl.registry import SURROGATES, UserError
 from samplers.noise import Rng
 from samplers.warp import Warp
 
@@ -22,6 +23,7 @@ from .image_tokens import (
     flat_grad,
     logp,
     support,
+    trainer_of,
 )
 
 PROMPT = {"text": "a red seven"}
@@ -259,3 +261,23 @@ def test_a_published_mismatch_in_a_table():
         weight = (p * (r - (p * r).sum())).detach()
         found = torch.autograd.grad((weight * F.log_softmax(z, -1)).sum(), z)[0]
         torch.testing.assert_close(found * s, true, atol=1e-12, rtol=0)
+
+
+def test_half_precision_at_the_guidance_of_the_shipped_configuration(make):
+    """configs/janus/ar_grpo.yaml: weights in bfloat16, guidance 5, whose rounding is several times the unguided one."""
+    policy = make(double=False, guidance=5.0)
+    policy.net.to(torch.bfloat16)
+    first = trainer_of(policy, PROMPTS, precision="bf16", copies=8, batch_size=16).iterate()
+    assert first["skipped_steps"] == 0 and first["ratio/max_deviation"] > 1e-3
+
+
+def test_gspo_at_its_published_clip_cuts_nothing_while_the_weights_stay(make):
+    """At learning rate 0 no ratio has moved. Against the cached decoder's log-probs in half precision it would have."""
+    found = {}
+    for again in (False, "auto"):
+        policy, objective = make(double=False, guidance=5.0), Text(surrogate=SURROGATES["gspo"])
+        policy.net.to(torch.bfloat16)
+        sizes = {"copies": 8, "batch_size": 4, "micro_batch": 4, "epochs": 2, "precision": "bf16"}
+        trainer = trainer_of(policy, PROMPTS, objective, lr=0.0, recompute_old_logprob=again, **sizes)
+        found[again] = trainer.iterate()["clip_fraction"]
+    assert found["auto"] == 0 < found[False]

@@ -16,7 +16,7 @@ from mmrl.types import Rollout
 from samplers import unmask
 from samplers.noise import Rng
 
-from . import tiny_diffusers
+from . import tiny_diffusers, toys
 from .image_tokens import trainer_of
 
 TEXTS = ["a red seven", "a blue two"]
@@ -230,14 +230,17 @@ def test_the_first_pass_looks_at_one_image_a_prompt(monkeypatch):
 
 
 def test_half_precision():
-    """bfloat16 weights: log-probs are recorded in float32, found again to 0.02 on average, and the first ratio is 1."""
+    """bfloat16 weights: log-probs are recorded in float32 and found again to 0.02 on average; the gate lets that pass,
+    and not half a nat."""
     policy = Amused(str(tiny_diffusers.folder("amused")), steps=3, guidance=2.0, dtype="bfloat16", lora=2)
     with torch.no_grad():
         rollout = policy.rollout(PROMPTS, 4, Rng.of("half"))
     gaps = [(policy.dist(p).log_prob(p.target) - p.logprob)[p.mask].abs() for p in policy.path(rollout)]
     assert rollout.logprob.dtype == torch.float32 and torch.cat(gaps).mean() < 2e-2
     first = trainer_of(policy, PROMPTS, precision="bf16", objective=Masked()).iterate()
-    assert first["ratio/mean"] == 1 and first["clip_fraction"] == 0 and first["skipped_steps"] == 0
+    assert first["clip_fraction"] == 0 and first["skipped_steps"] == 0
+    with pytest.raises(UserError, match="re-scored log-probs differ .* on average"):
+        trainer_of(toys.misremembers(policy, 0.5), PROMPTS, precision="bf16", objective=Masked()).iterate()
 
 
 # ------------------------------------------------------------------------------------------------------- enumeration

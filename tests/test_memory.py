@@ -135,8 +135,8 @@ def test_a_run_with_old_answers_goes_on_from_a_checkpoint_to_the_bit():
         for name in ("reward/mean", "loss", "reuse/groups", "reuse/age"):
             assert metrics[0].get(name) == metrics[1].get(name)
         if metrics[0]["reuse/groups"]:
-            assert metrics[0]["reuse/ratio"] != 1 and metrics[0]["ratio/mean"] == 1
-            assert metrics[0]["samples/total"] == 6 - COPIES * metrics[0]["reuse/groups"]
+            assert metrics[0]["reuse/ratio"] != 1 and metrics[0]["ratio/max_deviation"] < 1e-4
+            assert metrics[0]["samples/total"] == 6, "what was sampled, not what was trained on"
     assert reused
     weights = [x.policy.weights.full() for x in (one, two)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

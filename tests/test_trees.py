@@ -1,6 +1,7 @@
 """Trees of samples: what is shared, what it costs, what an edge is worth, and that their gradient is the flat one."""
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,8 +9,10 @@ import torch
 
 from mmrl.advantages import Branch, by_edge, dr_grpo, shared
 from mmrl.dists import Gaussian
+from mmrl.overlap import joined
 from mmrl.policies.trees import Tree, size
 from mmrl.registry import UserError
+from mmrl.resampling import Drawn, exchanged
 from mmrl.types import Point, Rewards, Rollout
 from samplers.kernels import dance_sde
 from samplers.noise import Rng
@@ -210,6 +213,35 @@ def test_a_tree_compared_node_by_node():
                 for r in rows:
                     wanted = (value[depth, r] - values.mean()) / (values.std() + 1e-8)
                     assert abs(float(wanted) - float(found[r, depth - 1])) < 1e-5
+
+
+@pytest.mark.parametrize("fusion", ["mean", "path"])
+def test_no_edge_is_lost_where_rollouts_are_joined(fusion):
+    """Parts of a rollout, and groups that took the place of others, have edges by other names than their rows."""
+    policy, rollout = grown(copies=4)
+    reward = Rng.of("reward").normal(torch.arange(12), dtype=torch.float64)
+    wanted = Branch(fusion=fusion, alpha=0.7)(reward, rollout)
+    with torch.no_grad():
+        parts = [policy.rollout(toys.prompts(3)[n : n + 1], 4, replace(Rng.of("tree"), offset=n)) for n in range(3)]
+        fresh = policy.rollout(toys.prompts(3)[1:2], 4, Rng.of("other"))
+    found = Branch(fusion=fusion, alpha=0.7)(reward, joined(parts))
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
+    drawn = Drawn(rollout, list(range(12)), Rewards({"r": reward}))
+    other = Drawn(fresh, list(range(4)), Rewards({"r": -2 * reward[4:8]}))
+    mixed = exchanged(drawn, other, [1])
+    found = Branch(fusion=fusion, alpha=0.7)(mixed.rewards, mixed.rollout)
+    alone = Branch(fusion=fusion, alpha=0.7)(other.rewards, fresh)
+    wanted = torch.cat([wanted[:4], alone, wanted[8:]])
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
+    assert found.isfinite().all()
+
+
+def test_the_weights_of_children_are_compared_among_siblings():
+    """Log-probs are sums where the policy says so: far apart between prompts, which must not empty a softmax."""
+    _, rollout = grown(copies=4)
+    far = rollout.replace(logprob=rollout.logprob - 1e4 * rollout.group[:, None])
+    reward = torch.arange(12.0)
+    assert torch.equal(Branch(fusion="path")(reward, far), Branch(fusion="path")(reward, rollout))
 
 
 def test_missing_leaves_leave_the_others():

@@ -343,14 +343,14 @@ def test_both_tasks_train_in_one_batch(make, options):
     sizes = TrainOptions(prompts=2, copies=4, batch_size=8, iterations=2, micro_batch=3, max_grad_norm=None)
     trainer = Trainer(policy, MIXED[1:3], score, shared, objective, lambda p: torch.optim.SGD(p, lr=0.5), sizes)
     first = trainer.iterate()
-    assert first["ratio/mean"] == 1 and first["clip_fraction"] == 0 and first["ratio/max_deviation"] < 1e-4
+    assert first["clip_fraction"] == 0 and first["ratio/max_deviation"] < 1e-4
     assert first["entropy/text"] > 1 and 0 < first["entropy/image"] < 0.7
     after = policy.weights.full()
     assert sum(not torch.equal(before[n], after[n]) for n in before) >= (0.5 if "lora" in options else 0.9) * len(
         before
     )
     second = trainer.iterate()
-    assert second["ratio/mean"] == 1 and second["kl"] > 0 and second["entropy_weight/image"] != 0
+    assert second["ratio/max_deviation"] < 1e-4 and second["kl"] > 0 and second["entropy_weight/image"] != 0
 
 
 def test_steered_entropies_follow_their_targets(make):

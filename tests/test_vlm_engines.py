@@ -107,7 +107,7 @@ def test_training_corrects_for_what_the_engine_did_otherwise(vllm):
     )  # fmt: skip
     found = trainer.iterate()
     assert found["engine/gap"] == pytest.approx(0.6931, abs=1e-3) and found["importance"] == pytest.approx(2, abs=1e-3)
-    assert found["ratio/mean"] == 1
+    assert found["ratio/max_deviation"] < 1e-4, "the policy's own log-probs are recorded, not the engine's"
     rollout = rolled(one)
     weight = Importance(high=1.5).weight(point_of(one, rollout))
     assert torch.equal(weight[rollout.mask], torch.full((int(rollout.mask.sum()),), 1.5))

@@ -116,6 +116,30 @@ def make(family, double=False, **options):
     return policy
 
 
+def off_by(policy, network, factor):
+    """The policy with a network (its method ``velocity`` or ``logits``) that is ``factor`` times too large wherever
+    gradients are recorded: the update scores with another network than the one that sampled."""
+    plain = getattr(policy, network)
+
+    def wrong(*inputs):
+        return plain(*inputs) * (factor if torch.is_grad_enabled() else 1.0)
+
+    setattr(policy, network, wrong)
+    return policy
+
+
+def misremembers(policy, gap):
+    """The policy with a sampler whose recorded log-probs are ``gap`` too small."""
+    plain = policy.rollout
+
+    def rollout(*inputs):
+        found = plain(*inputs)
+        return found.replace(logprob=found.logprob - gap)
+
+    policy.rollout = rollout
+    return policy
+
+
 def prompts(n=4):
     return [{"text": f"label {i % 2}", "label": i % 2} for i in range(n)]
 

@@ -73,7 +73,8 @@ class Branch:
                 found.append(edge_mean(leaf, weight, parent))
             else:
                 score = torch.where(rollout.eta[:, k] > 0, rollout.logprob[:, k].double(), 0.0)
-                weight = (self.alpha * (score - score.amax())).exp() * (name == rollout.row) * (~below.isnan())
+                rows = _first(name) & ~below.isnan()  # one for every edge, whatever the rows are called by now
+                weight = (self.alpha * (score - _most(score, parent))).exp() * rows
                 found.append(edge_mean(below, weight, parent))
         return torch.stack(found[::-1], 1)
 
@@ -123,6 +124,12 @@ def _first(name: Tensor) -> Tensor:
     place = torch.arange(len(name), device=name.device)
     least = place.new_full((int(index.max()) + 1,), len(name)).scatter_reduce(0, index, place, "amin")
     return least[index] == place
+
+
+def _most(value: Tensor, name: Tensor) -> Tensor:
+    """[B] the largest value [B] among the rows of each name."""
+    names, index = name.unique(return_inverse=True)
+    return value.new_full((len(names),), -torch.inf).scatter_reduce(0, index, value, "amax")[index]
 
 
 def edge_mean(value: Tensor, weight: Tensor, name: Tensor) -> Tensor:

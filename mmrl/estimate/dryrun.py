@@ -13,6 +13,7 @@ from samplers.windows import FIXED
 from .. import config as configs
 from ..config.schema import Resolved, construct, resolve
 from ..options import Plan, TrainOptions, arithmetic
+from ..policies.base import reading
 from ..policies.folder_flow import FolderPolicy
 from ..policies.lora import Lora
 from ..registry import OBJECTIVES, POLICIES, UserError
@@ -81,9 +82,12 @@ def _of_folder(report: Report, resolved: Resolved, found: configs.Config) -> Rep
         known[0], trained, layers, decoder, encoders, options.get("dtype", "float32"), lora is not None,
         options.get("text_encoders", "offload"),
     )  # fmt: skip
-    stored = report.plan.rows_per_process * len(plan.times) * math.prod(shape) * 4
+    tokens = None if unet else costs.tokens_of(policy)
+    with reading(policy, getattr(found.build("objective", OBJECTIVES), "reads", "path")):
+        states = len(policy._plan(report.train.copies, FIXED).kept)
+    stored = report.plan.rows_per_process * states * math.prod(shape) * policy.storage.itemsize
     return replace(
-        report, shape=shape, tokens=None if unet else costs.tokens_of(policy), steps=len(plan.times) - 1,
+        report, shape=shape, tokens=tokens, steps=len(plan.times) - 1,
         noisy=int((plan.eta > 0).sum()), guided=policy.guidance != 1, model=model, stored=stored,
         offload=policy.offload, unknown=unknown, counted=counted(policy, found, report.train),
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -47,6 +48,7 @@ class AWM:
     """
 
     needs: ClassVar[str] = "gaussian"
+    reads: ClassVar[str] = "sample"
     weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = "ghuber"
     clip: float | tuple[float, float] = 1.0
     advantage_clip: float = 1.0
@@ -63,7 +65,7 @@ class AWM:
         self.snapshots = ("old", *(name for name, weight in looked_at.items() if weight))
         self.score, self.surrogate = SCORES[self.weighting], clipped(self.low, self.high)
 
-    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
+    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         return noised(policy, rollout, rng, self.times, self.draws)
 
     def loss(self, policy: Policy, point: Point) -> Tensor:

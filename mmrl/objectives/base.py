@@ -21,13 +21,18 @@ from ..weights import Weights
 
 
 class Objective(Protocol):
-    """``behaviour`` names the weights that sample ("live" or a snapshot); ``snapshots`` those it needs kept."""
+    """``behaviour`` names the weights that sample ("live" or a snapshot); ``snapshots`` those it needs kept.
+
+    A class may say by ``reads`` which states of a path it looks at, so that the others need not be kept: "path" (all,
+    also where nothing is said), "decisions" (before and after each), or "sample" (only the finished one).
+    """
 
     behaviour: str
     snapshots: tuple[str, ...]
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
-        """The states to evaluate for these rows. All its points have tensors of one shape."""
+        """The states to evaluate for these rows, a function of these arguments: they may be made more than once in a
+        step. All its points have tensors of one shape."""
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
         """[B, L] elementwise."""

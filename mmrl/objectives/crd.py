@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -39,6 +40,7 @@ class CRD:
     """
 
     needs: ClassVar[str] = "gaussian"
+    reads: ClassVar[str] = "sample"
     beta: float = 1.0
     form: Literal["mse", "bce"] = "mse"
     temperature: Annotated[float, Ge(0)] | None = None
@@ -59,7 +61,7 @@ class CRD:
     def old_decay(self, step: int) -> float:
         return min(self.lag_first + self.lag * step, self.lag_most)
 
-    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
+    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         return noised(policy, rollout, rng, self.times, self.draws, shared=True)
 
     def measure(self, policy: Policy, point: Point) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -39,6 +40,7 @@ class DGPO:
     """
 
     needs: ClassVar[str] = "gaussian"
+    reads: ClassVar[str] = "sample"
     beta: float = 100.0
     clip: float | None = 1e-2
     advantage_clip: float = 5.0
@@ -59,7 +61,7 @@ class DGPO:
     def old_decay(self, step: int) -> float:
         return min(self.lag_most, self.lag * step)
 
-    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
+    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         return noised(policy, rollout, rng, self.times, self.draws, shared=True)
 
     def measure(self, policy: Policy, point: Point) -> Tensor:

@@ -160,7 +160,8 @@ def whole_paths(rollout: Rollout, last: int | None) -> list[Point]:
     return [
         Point(
             group=rollout.group, cond=rollout.cond, row=rollout.row, mask=alive[:, None], length=alive.long(),
-            state=rollout.path[:, first:], time=rollout.time, eta=rollout.eta, known=rollout.stream,
+            state=rollout.path[:, first:].to(rollout.sample.dtype), time=rollout.time, eta=rollout.eta,
+            known=rollout.stream,
             advantage=rollout.advantage[:, -1:] if rollout.advantage is not None else None, asked=rollout.prompts,
         )
     ]  # fmt: skip

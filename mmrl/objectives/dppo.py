@@ -38,6 +38,7 @@ class FlowDPPO:
     std: Literal["exact", "published", "one"] = "exact"
     needs: ClassVar[str] = "gaussian"
     visits: ClassVar[bool] = True
+    reads: ClassVar[str] = "decisions"
 
     def __post_init__(self) -> None:
         positive("objective.flow_dppo", threshold=self.threshold, advantage_clip=self.advantage_clip)

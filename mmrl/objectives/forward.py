@@ -5,6 +5,8 @@ They need no log-probs of the path, so any deterministic solver may have sampled
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -19,12 +21,12 @@ from .times import TimeSampler
 
 def noised(
     policy: Policy, rollout: Rollout, rng: Rng, times: TimeSampler, draws: int, shared: bool = False
-) -> list[Point]:
+) -> Iterator[Point]:
     """``draws`` times a row (fewer if the sampler has fewer), each with fresh noise; or shared in each group."""
     name = first_of_group(rollout) if shared else rollout.row
     when = times(rng.fold("time"), name, draws, rollout.time)  # [B, D]
     found = (policy.renoise(rollout, rng.fold("noise", j), t, shared) for j, t in enumerate(when.unbind(1)))
-    return [point.replace(length=point.length * when.shape[1]) for points in found for point in points]
+    return (point.replace(length=point.length * when.shape[1]) for points in found for point in points)
 
 
 def velocity(dist: Dist) -> Tensor:

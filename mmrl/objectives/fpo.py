@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -30,6 +31,7 @@ class FPO:
     """
 
     needs: ClassVar[str] = "gaussian"
+    reads: ClassVar[str] = "sample"
     clip: float | tuple[float, float] = 0.05
     advantage_clip: float = 5.0
     draws: Count = 8
@@ -40,7 +42,7 @@ class FPO:
         positive("objective.fpo", clip=min(self.low, self.high), advantage_clip=self.advantage_clip)
         self.behaviour, self.snapshots = "live", ("old",)
 
-    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
+    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         return noised(policy, rollout, rng, self.times, self.draws)
 
     def measure(self, policy: Policy, point: Point) -> Tensor:

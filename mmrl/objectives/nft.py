@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -35,6 +36,7 @@ class NFT:
     """
 
     needs: ClassVar[str] = "gaussian"
+    reads: ClassVar[str] = "sample"
     beta: float = 1.0
     advantage_clip: float = 5.0
     kl: Annotated[float, Ge(0)] = 1e-4
@@ -50,7 +52,7 @@ class NFT:
         flat, slope, most = ((0, 0.0, 0.0), (0, 0.001, 0.5), (75, 0.0075, 0.999))[self.decay]
         return min(max(0, step - flat) * slope, most)
 
-    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
+    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         return noised(policy, rollout, rng, self.times, self.draws)
 
     def loss(self, policy: Policy, point: Point) -> Tensor:

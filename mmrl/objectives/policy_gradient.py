@@ -56,6 +56,7 @@ class PolicyGradient:
     surrogate: Surrogate = field(init=False, repr=False)
     called: ClassVar[str] = "objective.grpo"
     visits: ClassVar[bool] = True  # looks at decisions on the path: a sampler without noise has none
+    reads: ClassVar[str] = "decisions"
 
     def __post_init__(self) -> None:
         self.low, self.high = self.clip if isinstance(self.clip, (tuple, list)) else (self.clip, self.clip)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -35,6 +36,7 @@ class DiffusionDPO:
     """
 
     needs: ClassVar[str] = "gaussian"
+    reads: ClassVar[str] = "sample"
     beta: float = 100.0
     draws: Count = 1
     times: Annotated[TimeSampler, TIMES] = logit_normal
@@ -43,7 +45,7 @@ class DiffusionDPO:
         positive("objective.diffusion_dpo", beta=self.beta)
         self.behaviour, self.snapshots = "live", ("ref",)
 
-    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
+    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         paired = rollout.replace(kept=pairs(rollout))
         return noised(policy, paired, rng, self.times, self.draws, shared=True)
 
@@ -93,6 +95,7 @@ class D3PO:
     """
 
     needs: ClassVar[str] = "gaussian"
+    reads: ClassVar[str] = "decisions"
     visits: ClassVar[bool] = True
     beta: float = 0.1
 
@@ -144,6 +147,7 @@ class SePPO:
     """
 
     needs: ClassVar[str] = "gaussian"
+    reads: ClassVar[str] = "sample"
     beta: float = 100.0
     draws: Count = 1
     times: Annotated[TimeSampler, TIMES] = logit_normal
@@ -161,7 +165,7 @@ class SePPO:
             weights.track(self.snapshots[slot], 0.0)
         self.behaviour = self.snapshots[_below(rng.fold("reference"), min(iteration + 1, self.pool))]
 
-    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
+    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         paired = rollout.replace(kept=pairs(rollout, rng.fold("rival")))
         return noised(policy, paired, rng, self.times, self.draws, shared=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -30,6 +31,7 @@ class RewardWeightedRegression:
     """
 
     needs: ClassVar[str] = "gaussian"
+    reads: ClassVar[str] = "sample"
     beta: float = 1.0
     weights: Literal["exp", "advantage"] = "exp"
     draws: Count = 1
@@ -39,7 +41,7 @@ class RewardWeightedRegression:
         positive("objective.rwr", beta=self.beta)
         self.behaviour, self.snapshots = "live", ()
 
-    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
+    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         return noised(policy, rollout, rng, self.times, self.draws)
 
     def measure(self, policy: Policy, point: Point) -> Tensor:

@@ -218,6 +218,20 @@ def first_of_group(rollout: Rollout) -> Tensor:
 
 
 @contextmanager
+def reading(policy: Any, what: str) -> Iterator[None]:
+    """Only these states of a rollout's path will be read: "path" (all), "decisions" or "sample". Policies without paths
+    do not mind."""
+    if not hasattr(policy, "reads"):
+        yield
+        return
+    before, policy.reads = policy.reads, what
+    try:
+        yield
+    finally:
+        policy.reads = before
+
+
+@contextmanager
 def at_guidance(policy: Any, guidance: float | None) -> Iterator[None]:
     """The policy at another classifier-free guidance scale; None: at its own."""
     kept = policy.guidance

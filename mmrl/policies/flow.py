@@ -34,6 +34,7 @@ from .trees import Tree
 Grid = Callable[[int], Tensor]  # steps -> times [K + 1], from 1 to 0
 Window = Callable[[int, int, Rng], Tensor]  # (steps, iteration, rng) -> [K] bool, where noise is injected
 Solver = Callable[[Process], Step]
+Reads = Literal["path", "decisions", "sample"]  # all states, those beside decisions, or the finished sample alone
 LogpDist = Literal["guided", "guided_stopgrad_uncond", "conditional"]
 Storage = Literal["float32", "bfloat16", "float16"]
 BUILT_IN = frozenset(samplers.KERNELS.values())
@@ -48,6 +49,13 @@ class Plan(NamedTuple):
     spans: list[int]  # K + 1: how many adjacent rows share a state
     copies: int
     rows: int | None = None  # at most so many in a pass; None: all that are alive
+    kept: tuple[int, ...] = ()  # the S steps after which the state is kept for training
+
+    def places(self) -> Tensor:
+        """[K + 1] long: where in the path the state after k steps is; -1: not kept."""
+        found = torch.full((len(self.times),), -1)
+        found[list(self.kept)] = torch.arange(len(self.kept))
+        return found
 
 
 class FlowPolicy(NetPolicy, ABC):
@@ -58,7 +66,7 @@ class FlowPolicy(NetPolicy, ABC):
     logp_dist: what is scored; "guided" is what was sampled, "guided_stopgrad_uncond" the same without gradient through
     the unconditional branch, "conditional" leaves guidance out of the score (a mismatch some codes publish).
     shared_noise: the samples of a group start from one noise. storage: type latents are rounded to before they are
-    scored and kept. reduction: log-prob as mean or sum over dimensions. solver: of the deterministic steps; None is
+    scored and kept in. reduction: log-prob as mean or sum over dimensions. solver: of the deterministic steps; None is
     the kernel without noise. tree: samples that share their beginnings. flash: share of the steps after the last
     stochastic one that is kept (MixGRPO-Flash). score: "square" leaves the variance out of the log-prob, as Flow-CPS
     publishes it; that is a score, not a density. offload: the latents visited are kept in the CPU's memory, and come
@@ -68,6 +76,7 @@ class FlowPolicy(NetPolicy, ABC):
     shape: tuple[int, ...]  # of one sample's latents
     process: Process = Flow()
     exploring = True  # False while evaluating: no noise but the first
+    reads: Reads = "path"  # which states of a rollout somebody will look at (``reading``)
     decisions = "gaussian"
 
     def __init__(
@@ -156,16 +165,20 @@ class FlowPolicy(NetPolicy, ABC):
         group = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)
         plan, cond = self._plan(copies, rng), self.encode(prompts)
         size = self.chunk(len(row), lambda n: self._trial(group[:n], row[:n], cond))
+        path = self._room(plan, len(row))
 
         def sampled(size: int) -> list[Rollout]:
             if plan.spans[0] > 1:  # all trees grow together, in passes that hold the leaves of one at least
-                return [self._sample(group, row, cond, rng, plan._replace(rows=max(size, plan.spans[0])))]
-            return [self._sample(group[part], row[part], cond, rng, plan) for part in chunks(len(row), size)]
+                return [self._sample(group, row, cond, rng, plan._replace(rows=max(size, plan.spans[0])), path)]
+            return [self._sample(group[p], row[p], cond, rng, plan, path[p]) for p in chunks(len(row), size)]
 
         blocks = self.fitted(sampled, max(size, plan.spans[0]), least=plan.spans[0])
+        visit = None if self.reads == "path" else plan.places().to(self.device).expand(len(row), -1)
+        path = path if plan.kept else None
         stream = torch.tensor([rng.key], device=self.device).expand(len(row), -1)
         stochastic = bool((plan.eta > 0).any())
-        return Rollout.cat(blocks).replace(prompts=tuple(prompts), stream=stream if stochastic else None)
+        whole = Rollout.cat(blocks).replace(prompts=tuple(prompts), path=path, visit=visit)
+        return whole.replace(stream=stream if stochastic else None)
 
     def noise(self, stream: Tensor, row: Tensor, step: int) -> Tensor:
         """[B, *] the noise that step number ``step`` (from 0) drew for rows [B] of streams [B, 2], drawn once more.
@@ -173,6 +186,12 @@ class FlowPolicy(NetPolicy, ABC):
         Not for trees, whose samples share noise. The key's words are tensors, so that rows may be of several streams.
         """
         return Rng((stream[:, :1], stream[:, 1:])).normal(row, self.shape, step + 1, self.dtype)
+
+    def _room(self, plan: Plan, rows: int) -> Tensor:
+        """[B, S, *] for the states of paths that are kept, which sampling fills in."""
+        place = "cpu" if self.offload else self.device
+        stored = self.dtype if self.storage == torch.float32 else self.storage
+        return torch.empty(rows, len(plan.kept), *self.shape, dtype=stored, device=place)
 
     def _plan(self, copies: int, rng: Rng) -> Plan:
         """What the sampler does in this iteration: times, noise levels, branching."""
@@ -190,7 +209,13 @@ class FlowPolicy(NetPolicy, ABC):
         steps = len(times) - 1
         branching = self.exploring and self.tree is not None
         spans = self.tree.spans(steps, copies) if branching else [1] * (steps + 1)
-        return Plan(times, self.eta * noisy.double() * self.exploring, spans, copies)
+        decisions = (noisy & self.exploring).nonzero()[:, 0].tolist()
+        kept = {
+            "path": range(len(times)),
+            "decisions": sorted({k + side for k in decisions for side in (0, 1)}),
+            "sample": (),
+        }[self.reads]
+        return Plan(times, self.eta * noisy.double() * self.exploring, spans, copies, kept=tuple(kept))
 
     def _trial(self, group: Tensor, row: Tensor, cond: dict[str, Any]) -> None:
         """One pass of the largest kind, for what it allocates."""
@@ -198,13 +223,15 @@ class FlowPolicy(NetPolicy, ABC):
         none, t = torch.zeros(len(row), 1, dtype=torch.bool), self._on_rows(self.times[:1], len(row))[:, 0]
         self._velocities(Point(group=group, cond=cond, row=row, state=x, time=t, mask=none), guided=self.guidance != 1)
 
-    def _sample(self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng, plan: Plan) -> Rollout:
-        """Rows are leaves; only one row of every span goes through the network."""
+    def _sample(self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng, plan: Plan, path: Tensor) -> Rollout:
+        """Rows are leaves; only one row of every span goes through the network. Fills in ``path`` [B, S, *]."""
         time, eta = (self._on_rows(schedule, len(row)) for schedule in (plan.times, plan.eta))
-        first = (row // plan.copies if self.shared_noise else row)[:: plan.spans[0]]
+        shared = self.shared_noise and self.exploring  # without noise on the way a group would be one sample
+        first = (row // plan.copies if shared else row)[:: plan.spans[0]]
         own = rows_of({key: value for key, value in cond.items() if key != "uncond"}, group[:: plan.spans[0]])
         state = self._store(self.begin(rng.normal(first, self.shape, 0, self.dtype), own))
-        states, logprobs, noisy = [self._kept(state)], [], []
+        self._keep(path, plan, 0, state)
+        logprobs, noisy = [], []
         solver = None
         for k in range(eta.shape[1]):
             if self.solver and (k == 0 or plan.eta[k - 1] > 0):
@@ -215,15 +242,14 @@ class FlowPolicy(NetPolicy, ABC):
                 eta=eta[:: plan.spans[k], k], mask=eta[:: plan.spans[k], k : k + 1] > 0,
             )  # fmt: skip
             state, logprob, decided = self._advance(point, rng, plan, k, row, solver)
-            states.append(self._kept(state))
+            self._keep(path, plan, k + 1, state)
             logprobs.append(logprob)
             noisy.append(decided)
         leads = [row % span == 0 for span in plan.spans]  # whoever stands for an edge carries its decision
-        spread = [x.repeat_interleave(span, 0) for x, span in zip(states, plan.spans)]
         scores = [x.repeat_interleave(span, 0) for x, span in zip(logprobs, plan.spans[1:])]
         decided = torch.stack(noisy).expand(len(row), -1)
         return Rollout(
-            group=group, cond=cond, row=row, sample=state, path=torch.stack(spread, 1),
+            group=group, cond=cond, row=row, sample=state,
             logprob=torch.cat(scores, 1), mask=decided & torch.stack(leads[1:], 1), time=time, eta=eta,
             branch=torch.stack([row - row % span for span in plan.spans[1:]], 1) if plan.spans[0] > 1 else None,
         )  # fmt: skip
@@ -341,9 +367,11 @@ class FlowPolicy(NetPolicy, ABC):
     def _store(self, x: Tensor) -> Tensor:
         return x if self.storage == torch.float32 else x.to(self.storage).to(self.dtype)
 
-    def _kept(self, x: Tensor) -> Tensor:
-        """A state of the path where it waits for training."""
-        return x.cpu() if self.offload else x
+    def _keep(self, path: Tensor, plan: Plan, k: int, state: Tensor) -> None:
+        """Put the state after ``k`` steps where it waits for training, once for every row of its span."""
+        if k in plan.kept:
+            span = plan.spans[k]
+            path[:, plan.kept.index(k)].unflatten(0, (-1, span)).copy_(state.detach()[:, None])
 
     def _on_rows(self, schedule: Tensor, rows: int) -> Tensor:
         return sent(schedule.to(self.dtype), self.device).expand(rows, -1)
@@ -352,14 +380,22 @@ class FlowPolicy(NetPolicy, ABC):
 def _step(rollout: Rollout, length: Tensor, rows: Tensor, k: int) -> Point:
     """Decision k of the given rows."""
     advantage, path = rollout.advantage, rollout.path
-    here = rows.to(path.device)
+    here, (before, after) = rows.to(path.device), _places(rollout, rows, k)
     return Point(
         group=rollout.group[rows], cond=rollout.cond, row=rollout.row[rows], length=length[rows],
-        state=path[here, k], target=path[here, k + 1],
+        state=path[here, before].to(rollout.sample.dtype), target=path[here, after].to(rollout.sample.dtype),
         time=rollout.time[rows, k], next_time=rollout.time[rows, k + 1], eta=rollout.eta[rows, k],
         logprob=rollout.logprob[rows, k, None], mask=rollout.mask[rows, k, None],
         advantage=None if advantage is None else advantage[rows].expand(-1, rollout.mask.shape[1])[:, k, None],
     )  # fmt: skip
+
+
+def _places(rollout: Rollout, rows: Tensor, k: int) -> tuple[Any, Any]:
+    """Where the states before and after decision k of the given rows are in their paths."""
+    if rollout.visit is None:
+        return k, k + 1
+    at = rollout.visit[rows].to(rollout.path.device)
+    return at[:, k], at[:, k + 1]
 
 
 def stacked(first: Any, second: Any) -> Any:

@@ -47,16 +47,20 @@ class FolderPolicy(FlowPolicy):
         text_cache: int = 20000,
         attention: Attention = "auto",
         compile: bool | str = False,
+        vae_tiling: bool = False,
+        vae_slicing: bool = False,
         **options: Any,
     ):
         """path: folder, hub id or world:NAME. size: pixels, one side or [height, width]. grid: None is the folder's own
         scheduler. dtype: of the frozen weights. text_encoders: where they go after use. text_cache: encoded prompts.
         attention: its backend; auto is xformers on CUDA where it is no slower, else SDPA. compile: the network's
-        repeated blocks, by torch.compile; a text is the name of its backend."""
+        repeated blocks, by torch.compile; a text is the name of its backend. vae_tiling, vae_slicing: the autoencoder
+        works on overlapping tiles of a sample, and on one sample after another, as diffusers' pipelines offer."""
         kernels.check(attention)
         self.place, self.compute = diffusers_folder.resolve(path, self.pipeline, *self.also), getattr(torch, dtype)
         net = self.load_network()
         self.config, self.vae = net.config, self.load_part(self.autoencoder, "vae").requires_grad_(False).eval()
+        self.decode_in_parts(vae_tiling, vae_slicing)
         self.size = (size, size) if isinstance(size, int) else tuple(size)
         self.shape, self.process = self.latent_shape(), self.own_process()
         self.texts = PromptCache(self.load_texts, self.encode_texts, text_encoders, text_cache)
@@ -68,6 +72,15 @@ class FolderPolicy(FlowPolicy):
         self.attending, self.compiled = AttentionChoice(self.net, attention), bool(compile)
         if compile:
             kernels.compile_blocks(self.net, "inductor" if compile is True else compile)
+
+    def decode_in_parts(self, vae_tiling: bool, vae_slicing: bool) -> None:
+        """Turn on what the autoencoder offers to need less memory. UserError where it does not offer it."""
+        for name, wanted in (("tiling", vae_tiling), ("slicing", vae_slicing)):
+            enable = getattr(self.vae, f"enable_{name}", None)
+            if wanted and enable is None:
+                raise UserError(f"policy option vae_{name}: {type(self.vae).__name__} has no {name}; leave it false")
+            if wanted:
+                enable()
 
     def load_part(self, name: str, subfolder: str, dtype: torch.dtype | None = None) -> Any:
         """A part of the folder by its class's name in diffusers, float32 unless said otherwise."""
@@ -140,7 +153,13 @@ class FolderPolicy(FlowPolicy):
         def decoded(size: int) -> list[Tensor]:
             return [self.pixels(vae, rollout.sample[part].to(vae.dtype)) for part in chunks(rows, size)]
 
-        pixels, self.decoding = halved_to_fit(decoded, min(self.width or rows, self.decoding or rows))
+        try:
+            pixels, self.decoding = halved_to_fit(decoded, min(self.width or rows, self.decoding or rows))
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"out of memory while decoding a single sample of {self.size[0]} x {self.size[1]} pixels: {error}. "
+                "Set policy option vae_tiling=true, or a smaller size"
+            ) from error
         return (torch.cat(pixels) / 2 + 0.5).clamp(0, 1)
 
     def pixels(self, vae: Any, latents: Tensor) -> Tensor:
