@@ -6,14 +6,20 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import hypothesis
 import pytest
 import torch
 
 from mmrl.paths import cache_dir
+from rewards.vision import maths
 
 ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("MMRL_CACHE", str(cache_dir()))  # fixed now: a test that changes HOME still finds it
 torch.set_num_threads(1)
+# A busy machine is slow at anything: no test may fail of that.
+maths.SECONDS = 120  # math-verify's limit for one formula
+hypothesis.settings.register_profile("mmrl", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("mmrl")
 
 
 def pytest_collection_modifyitems(config, items):

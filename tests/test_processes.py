@@ -26,7 +26,7 @@ def run(words, cwd=ROOT, **env):
     """A command in a process, or several, of its own; always ends, at the latest after the time limit."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(OURS)}
     return subprocess.run(
-        [sys.executable, "-m", *map(str, words)], cwd=cwd, capture_output=True, text=True, timeout=400,
+        [sys.executable, "-m", *map(str, words)], cwd=cwd, capture_output=True, text=True, timeout=1800,
         env=clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"} | env,
     )  # fmt: skip
 

@@ -96,7 +96,7 @@ def test_two_processes_build_once(tmp_path):
     command = [sys.executable, "-c", script, str(log)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     running = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    said = {process.communicate(timeout=120)[0] for process in running}
+    said = {process.communicate(timeout=600)[0] for process in running}
     assert [process.returncode for process in running] == [0, 0, 0]
     assert log.read_text() == "built " and len(said) == 1
 
