@@ -17,6 +17,7 @@ from mmrl.types import Rewards
 from rewards.card import card
 from samplers.noise import Rng
 from tests import toys, waiting
+from tests.rounding import assert_to_rounding
 
 B, COPIES = 12, 3
 MEDIA = torch.rand(B, 3, 4, 4, generator=torch.Generator().manual_seed(0))
@@ -249,15 +250,21 @@ def test_steps_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("family", sorted(toys.POLICIES))
 @pytest.mark.parametrize("guidance", [1.0, 2.0])
-def test_a_rollout_in_parts_is_the_same_rollout(family, guidance):
+def test_a_rollout_in_parts_is_the_same_rollout_to_rounding(family, guidance):
+    """The same rows, prompts, noise and decisions. Rows lie at other places of their passes, which some CPUs round in
+    another way (Intel's with AVX2 or AVX-512: up to 5 units in the last place), so no further than that."""
     options = {"guidance": guidance} if family in ("flow", "diffusion", "video") else {}
     whole, media, rewards = rollout(family, **options)
     for parts in (2, 3, 9):
         found, seen, scores = rollout(family, parts, **options)
         for name in ("group", "row", "sample", "logprob", "mask", "path", "time", "order"):
             one, other = getattr(found, name), getattr(whole, name)
-            assert (one is None) == (other is None) and (one is None or torch.equal(one, other)), name
-        assert torch.equal(seen, media) and torch.equal(scores["a"], rewards["a"]) and found.prompts == whole.prompts
+            assert (one is None) == (other is None), name
+            if one is not None:
+                assert_to_rounding(one, other)
+        assert_to_rounding(seen, media)
+        assert_to_rounding(scores["a"], rewards["a"])
+        assert found.prompts == whole.prompts
         policy = toys.make(family, **options)
         policy.width = 4
         for one, other in zip(policy.path(found), policy.path(whole), strict=True):
@@ -322,7 +329,7 @@ def test_training_in_parts_is_the_same_training():
         trainer.iterate()
         return torch.cat([p.flatten() for p in policy.net.parameters()])
 
-    assert torch.equal(run(1), run(3))
+    assert_to_rounding(run(1), run(3), ulps=64)  # a gradient is a sum over all rows
 
 
 def test_answers_of_a_vision_language_model_in_parts():
