@@ -268,7 +268,8 @@ def test_a_rollout_in_parts_is_the_same_rollout_to_rounding(family, guidance):
         policy = toys.make(family, **options)
         policy.width = 4
         for one, other in zip(policy.path(found), policy.path(whole), strict=True):
-            torch.testing.assert_close(policy.dist(one).log_prob(one.target), policy.dist(other).log_prob(other.target))
+            found_logp, whole_logp = (policy.dist(point).log_prob(point.target) for point in (one, other))
+            assert_to_rounding(found_logp, whole_logp, ulps=64)  # the mean's error is divided by the variance: 30 seen
 
 
 def test_sampling_goes_on_while_a_slow_reward_works():
