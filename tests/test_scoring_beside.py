@@ -248,6 +248,13 @@ def test_steps_that_do_not_fit_are_refused():
 # ---------------------------------------------------------------------------------------------------- overlap
 
 
+def slope_of(dist, target):
+    """How much a unit in the last place of a Gaussian's mean moves its log-prob, at most; 0 of other distributions."""
+    if not hasattr(dist, "mean"):
+        return 0.0
+    return float(dist.mean.detach().abs().max() * ((target - dist.mean) / dist.std**2).detach().abs().max())
+
+
 @pytest.mark.parametrize("family", sorted(toys.POLICIES))
 @pytest.mark.parametrize("guidance", [1.0, 2.0])
 def test_a_rollout_in_parts_is_the_same_rollout_to_rounding(family, guidance):
@@ -269,7 +276,7 @@ def test_a_rollout_in_parts_is_the_same_rollout_to_rounding(family, guidance):
         policy.width = 4
         for one, other in zip(policy.path(found), policy.path(whole), strict=True):
             found_logp, whole_logp = (policy.dist(point).log_prob(point.target) for point in (one, other))
-            assert_to_rounding(found_logp, whole_logp, ulps=64)  # the mean's error is divided by the variance: 30 seen
+            assert_to_rounding(found_logp, whole_logp, slope=slope_of(policy.dist(other), other.target))
 
 
 def test_sampling_goes_on_while_a_slow_reward_works():
