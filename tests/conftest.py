@@ -6,6 +6,10 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from mmrl import threads
+
+threads.prepare()  # as the command does, before torch: on Intel's CPUs resuming to the bit depends on it
+
 import hypothesis
 import pytest
 import torch
