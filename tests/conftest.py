@@ -10,12 +10,12 @@ from mmrl import threads
 
 threads.prepare()  # as the command does, before torch: on Intel's CPUs resuming to the bit depends on it
 
-import hypothesis
-import pytest
-import torch
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
-from mmrl.paths import cache_dir
-from rewards.vision import maths
+from mmrl.paths import cache_dir  # noqa: E402
+from rewards.vision import maths  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("MMRL_CACHE", str(cache_dir()))  # fixed now: a test that changes HOME still finds it
