@@ -161,6 +161,9 @@ def doctor() -> None:
 
 def main() -> None:
     """Entry point."""
+    from .threads import prepare
+
+    prepare()  # before anything imports torch
     from .registry import UserError
 
     try:

@@ -1,6 +1,7 @@
 """A rollout in parts: the rewards of one are computed while the next is sampled.
 
-Randomness is keyed by the row, so that the samples are those of one rollout, whatever the number of parts.
+Randomness is keyed by the row, so that the samples are those of one rollout, whatever the number of parts, to rounding:
+a few units in the last place, where a CPU or GPU rounds a row of a product by its place among the others.
 """
 
 from __future__ import annotations

@@ -106,7 +106,8 @@ def at_width(fn: Callable[..., Any], width: int, *batches: Any) -> Any:
 
     Row 0 is repeated to fill up, and what comes of the repeats is cut off the result (a nest of tensors [width, *])
     and out of the gradient. A matmul of few rows may round in another way than one of many; at constant width the
-    result of a row does not depend on how many rows its chunk had left.
+    result of a row does not depend on how many rows its chunk had left. It may still depend, in the last place, on the
+    row's place in the chunk.
     """
     rows = {len(tensor) for tensor in tree_iter(batches) if isinstance(tensor, Tensor)}
     if len(rows) != 1:

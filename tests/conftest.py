@@ -1,4 +1,4 @@
-"""Every test: one thread, no network, one cache of built artifacts for all workers."""
+"""Every test: one thread (``MMRL_TEST_THREADS``), no network, one cache of built artifacts for all workers."""
 
 import os
 from pathlib import Path
@@ -6,14 +6,24 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import pytest
-import torch
+from mmrl import threads
 
-from mmrl.paths import cache_dir
+threads.prepare()  # as the command does, before torch: on Intel's CPUs resuming to the bit depends on it
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from mmrl.paths import cache_dir  # noqa: E402
+from rewards.vision import maths  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("MMRL_CACHE", str(cache_dir()))  # fixed now: a test that changes HOME still finds it
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("MMRL_TEST_THREADS", "1")))
+# A busy machine is slow at anything: no test may fail of that.
+maths.SECONDS = 120  # math-verify's limit for one formula
+hypothesis.settings.register_profile("mmrl", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("mmrl")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -30,7 +30,7 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     key, bias, models = None, 0.0, ["fake"]
     seen, stats, lock = Counter(), {"requests": 0, "most_at_once": 0, "bodies": [], "times": []}, threading.Lock()
-    inside = 0
+    inside, two = 0, threading.Event()  # two: set once two requests have been there at a time
 
     def do_GET(self):
         if self.path == "/stats":
@@ -45,6 +45,8 @@ class Handler(BaseHTTPRequestHandler):
             self.stats["times"].append(time.monotonic())
             self.stats["bodies"].append({k: v for k, v in body.items() if k != "messages"} | {"text": texts(body)})
             self.stats["most_at_once"] = max(self.stats["most_at_once"], self.inside)
+            if self.inside >= 2:
+                self.two.set()
         try:
             self.answer(body)
         finally:
@@ -57,7 +59,9 @@ class Handler(BaseHTTPRequestHandler):
         text = texts(body)
         fault = self.fault(text)
         if fault == "slow":
-            time.sleep(1.5)
+            threading.Event().wait(600)  # longer than anybody waits for it
+        if fault == "meet" and not self.two.wait(60):
+            return self.reply(500, {"error": {"message": "nobody came"}})
         if fault == "drop":
             self.close_connection = True
             return self.connection.close()

@@ -1,6 +1,7 @@
 """A reward server in a process of its own that goes wrong on request: ``python -m tests.faulty_server PORT``.
 
-It serves the real application; a wrapper around it spoils requests. ``GET /mode/NAME/EVERY`` says how, and which.
+It serves the real application; a wrapper around it spoils requests. ``GET /mode/NAME/EVERY`` says how, and which;
+``GET /spoiled`` how many were.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ class Faulty:
         self.app, self.mode, self.every, self.count, self.spoiled = app, "none", 1, 0, 0
 
     async def __call__(self, scope, receive, send):
-        if scope["type"] != "http" or not scope["path"].startswith(("/mode", "/score")):
+        if scope["type"] != "http" or not scope["path"].startswith(("/mode", "/score", "/spoiled")):
             return await self.app(scope, receive, send)
+        if scope["path"].startswith("/spoiled"):
+            return await say(send, json.dumps({"spoiled": self.spoiled}).encode())
         if scope["path"].startswith("/mode"):
             _, _, self.mode, every = scope["path"].split("/")
             told = {"spoiled": self.spoiled}
@@ -46,7 +49,7 @@ class Faulty:
         return await getattr(self, self.mode)(send, json.loads(bytes(answer)))
 
     async def slow(self, send, found):
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(600)  # longer than anybody waits for it
         await say(send, json.dumps(found).encode())
 
     async def shape(self, send, found):

@@ -17,6 +17,7 @@ from mmrl.config import Weighted
 from mmrl.registry import UserError
 from mmrl.serving.server import ServeOptions, bind, server
 from tests.tiny_rewards import pictures
+from tests.waiting import HANG, until
 
 
 @contextmanager
@@ -28,15 +29,13 @@ def serving(rewards: Mapping[str, Callable], weights: Mapping[str, float] = {}, 
         one = server(weighted, chosen)
         thread = threading.Thread(target=one.run, kwargs={"sockets": [sock]}, daemon=True)
         thread.start()
-        until = time.monotonic() + 20
-        while not one.started:
-            assert thread.is_alive() and time.monotonic() < until, "the server did not start"
-            time.sleep(0.01)
+        until(lambda: one.started or not thread.is_alive())
+        assert thread.is_alive(), "the server did not start"
         try:
             yield f"http://127.0.0.1:{sock.getsockname()[1]}"
         finally:
             one.should_exit = True
-            thread.join(20)
+            thread.join(HANG)
             assert not thread.is_alive()
 
 
@@ -68,11 +67,11 @@ def answering(reply: Callable[[socket.socket], None]) -> Iterator[str]:
 
 def _handle(reply: Callable[[socket.socket], None], connection: socket.socket, stop: threading.Event) -> None:
     with connection:
-        connection.settimeout(2)
+        connection.settimeout(HANG)
         try:
             reply(connection)
             if reply is silence:
-                stop.wait(20)
+                stop.wait(HANG)
         except OSError:
             pass  # the client has hung up
 

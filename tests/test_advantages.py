@@ -387,7 +387,7 @@ def test_two_processes_find_the_same_as_one(tmp_path):
         runs.append(subprocess.Popen(command, env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True))
     try:
         for run in runs:
-            assert run.wait(timeout=120) == 0, run.stderr.read()
+            assert run.wait(timeout=600) == 0, run.stderr.read()
     finally:
         for run in runs:
             run.kill()

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 import yaml
 
 from mmrl.registry import locate
+from tests import waiting
 
 ROOT = Path(__file__).parents[1]
 CONFIG = """
@@ -30,7 +30,7 @@ JUDGE = "def greenness(media, prompts):\n    return media[:, 1].flatten(1).mean(
 
 def mmrl(*words, cwd, check=True, **options):
     done = subprocess.run(
-        [sys.executable, "-m", "mmrl", *map(str, words)], cwd=cwd, capture_output=True, text=True, timeout=300,
+        [sys.executable, "-m", "mmrl", *map(str, words)], cwd=cwd, capture_output=True, text=True, timeout=1800,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "140"}, **options,
     )  # fmt: skip
     if check:
@@ -116,12 +116,9 @@ def test_ctrl_c_saves_and_says_how_to_go_on(desk, number):
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     log = desk / name / "metrics.jsonl"
-    for _ in range(600):
-        if log.exists() and log.read_text().count("\n") >= 1:
-            break
-        time.sleep(0.1)
+    waiting.until(lambda: process.poll() is not None or (log.exists() and "\n" in log.read_text()))
     process.send_signal(number)
-    shown, _ = process.communicate(timeout=60)
+    shown, _ = process.communicate(timeout=600)
     assert process.returncode == 0, shown
     assert f"mmrl train --resume {name}" in shown and "Traceback" not in shown
     done = metrics(desk / name)[-1]["iteration"]

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
-import time
+from types import SimpleNamespace
 
+import httpx
 import pytest
 import torch
 
 from mmrl.registry import UserError
 from mmrl.scoring import Scorer
+from rewards import _chat, chat_server
 from rewards.chat_server import ChatServer
 from rewards.judge import Judge
 from rewards.judge_checklist import Checklist
 from rewards.judge_listener import Listener, reasoning
 from rewards.judge_pairwise import Pairwise, pairings, strengths, win_rates
 from rewards.judge_yes_no import YesNo
+from tests import waiting
 from tests.fake_chat import fake_chat, stats
 
 LEVELS = [0.0, 0.2, 0.6, 1.0]  # of grey; exact in 8 bits
@@ -29,7 +32,7 @@ def url():
 
 
 def server(url, **options):
-    return ChatServer(url, **{"timeout": 5.0, "backoff": 0.02} | options)
+    return ChatServer(url, **{"timeout": waiting.HANG, "backoff": 0.02} | options)
 
 
 def greys(levels=LEVELS):
@@ -170,13 +173,23 @@ def test_one_fault_changes_no_number(url, fault):
 
 
 @pytest.mark.parametrize("fault", ["500", "drop", "wrong", "badjson", "refuse", "slow"])
-def test_a_question_that_keeps_failing_is_nan_and_no_other(url, fault):
-    model = server(url, retries=2, timeout=0.4, concurrency=8)
+def test_a_question_that_keeps_failing_is_nan_and_no_other(url, fault, monkeypatch):
+    model = server(url, retries=2, concurrency=8)
     given = prompts()
     given[1] = {"text": f"fault:{fault}:99 always"}
-    started = time.monotonic()
+    exchange = chat_server.exchange
+
+    def hurried(client, request, timeout, most):
+        """The slow question alone runs out of time, and only when the three others have been answered."""
+        if b"fault:slow" in request.read():
+            waiting.until(lambda: model.usage.numbers()["tokens_in"] == 300 and model.servers[0].outstanding == 1)
+            timeout, request.extensions["timeout"] = 0.4, httpx.Timeout(0.4).as_dict()
+        return exchange(client, request, timeout, most)
+
+    monkeypatch.setattr(chat_server, "exchange", hurried)
     found = Judge(model)(greys(), given)
-    assert found.isnan().tolist() == [False, True, False, False] and time.monotonic() - started < 5
+    assert found.isnan().tolist() == [False, True, False, False]
+    assert model.usage.numbers()["requests"] <= 3 + 3 + 1, "it is not asked for ever"
     torch.testing.assert_close(found[[0, 2, 3]], torch.tensor(LEVELS)[[0, 2, 3]])
     counted = model.usage.numbers()
     assert counted["unanswered"] == 1 and counted["answers"] == 3
@@ -190,13 +203,36 @@ def test_retry_after_is_waited_for():
     assert second - first >= 0.39
 
 
-def test_a_rate_limit_spaces_requests_and_concurrency_bounds_them():
+def test_a_rate_limit_spaces_requests(url, monkeypatch):
+    now, sent = [100.0], []
+    monkeypatch.setattr(_chat, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def pass_by(seconds):
+        now[0] += seconds
+
+    pace = _chat.Pace(rate=1200)
+    for _ in range(6):
+        pace.wait(SimpleNamespace(wait=pass_by))
+        sent.append(now[0])
+    assert sent == pytest.approx([100 + 0.05 * i for i in range(6)])
+    pace.hold(2.0)  # a server's Retry-After
+    pace.wait(SimpleNamespace(wait=pass_by))
+    assert now[0] == pytest.approx(100.25 + 2)
+
+
+def test_every_request_waits_for_its_turn(url, monkeypatch):
+    model, turns = server(url, rate=60000), []
+    assert model._pace.gap == pytest.approx(1e-3)
+    wait = model._pace.wait
+    monkeypatch.setattr(model._pace, "wait", lambda given_up: (turns.append(1), wait(given_up)))
+    Judge(model)(greys([0.2] * 6), prompts(6))
+    assert len(turns) == 6
+
+
+def test_concurrency_bounds_requests():
+    """The server holds the first question until a second one has come."""
     with fake_chat() as address:
-        Judge(server(address, rate=1200))(greys([0.2] * 6), prompts(6))
-        times = stats(address)["times"]
-        assert times[-1] - times[0] >= 5 * 0.05 * 0.8
-    with fake_chat() as address:
-        Judge(server(address, concurrency=3))(greys([0.2] * 12), prompts(12))
+        Judge(server(address, concurrency=3))(greys([0.2] * 12), prompts(12, "fault:meet:99"))
         assert 2 <= stats(address)["most_at_once"] <= 3
 
 
@@ -218,10 +254,9 @@ def test_a_dead_server_costs_one_time_out_and_a_second_one_takes_over(url, caplo
     assert dead in caplog.text
     torch.testing.assert_close(Judge(server([dead, url], model="fake"))(greys(), prompts()), torch.tensor(LEVELS))
     with answering(silence) as mute:
-        started = time.monotonic()
         model = server(f"{mute}/v1", model="fake", timeout=0.5, concurrency=2)
         assert Judge(model)(greys([0.2] * 20), prompts(20)).isnan().all()
-        assert time.monotonic() - started < 3
+        assert model.servers[0].requests <= 4, "those that were on their way when the first ran out of time"
         assert Judge(server(f"{mute}/v1", timeout=0.5))(greys([0.2]), prompts(1)).isnan().all()  # no model's name
     with pytest.raises(UserError, match="no value for 4 of 4 questions"):
         Judge(server(dead, model="fake"), on_failure="stop")(greys(), prompts())
@@ -276,7 +311,7 @@ def test_pairs_through_training_and_its_log(url, tmp_path, monkeypatch):
     found = scorer(media, given, [0, 0, 1, 1])["pairs"]
     assert found.tolist() == pytest.approx([0.3, 0.7, 0.3, 0.7], abs=1e-5)
     monkeypatch.chdir(tmp_path)
-    model = {"server": {"url": url, "timeout": 10}}
+    model = {"server": {"url": url, "timeout": waiting.HANG}}
     spec = {
         "policy": {"sd3": {"path": "world:digits/sd3-test", "size": 32, "steps": 2, "guidance": 1.0, "lora": 2}},
         "data": {"digits": {"captions": 20}}, "objective": {"grpo": {"clip": 1.0}}, "log": {"tensorboard": False},
@@ -347,7 +382,7 @@ def test_a_right_answer_in_the_prompt_is_not_shown_unless_a_template_says_so(url
 def test_a_configuration_names_the_judge_as_it_names_everything(url):
     from mmrl.config import build_rewards
 
-    spec = {"mine": {"use": "judge_yes_no", "weight": 2.0, "model": {"server": {"url": url, "timeout": 5}}}}
+    spec = {"mine": {"use": "judge_yes_no", "weight": 2.0, "model": {"server": {"url": url, "timeout": waiting.HANG}}}}
     built = build_rewards(spec)
     assert float(built["mine"].reward(greys([0.2]), prompts(1))) == pytest.approx(0.2) and built["mine"].weight == 2
     with pytest.raises(UserError, match="unknown judge 'sever'; did you mean 'server'"):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import threading
-import time
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 
@@ -16,6 +15,7 @@ from mmrl.registry import REWARDS, UserError
 from mmrl.scoring import Scorer
 from mmrl.training import train
 from rewards import Remote, jpeg_compressibility
+from tests import waiting
 from tests.reward_servers import (
     answering,
     dripping,
@@ -171,7 +171,7 @@ def test_pictures_of_prompts_go_to_those_who_look_at_them(words_url, tmp_path):
     ],
 )
 def test_pictures_and_marks_that_are_none_are_refused_by_name(words_url, body, field, says):
-    answer = httpx.post(f"{words_url}/score", json={"texts": ["x"], "rewards": ["shapes"], **body})
+    answer = waiting.post(f"{words_url}/score", json={"texts": ["x"], "rewards": ["shapes"], **body})
     assert answer.status_code == 400 and answer.json()["field"] == field and says in answer.json()["error"]
 
 
@@ -179,7 +179,7 @@ def test_through_the_scorer_of_training(url):
     """One iteration of training whose only reward is remote; failures are counted like those of any reward."""
     from mmrl.config import build_rewards
 
-    built = build_rewards({"remote": {"weight": 2.0, "url": url, "name": "picky", "timeout": 10}})
+    built = build_rewards({"remote": {"weight": 2.0, "url": url, "name": "picky"}})
     scorer = Scorer({"remote": built["remote"].reward}, {"remote": built["remote"].weight})
     found = scorer(pictures(4), [{"text": "a"}, {"odd": True, "text": "b"}, {"text": "c"}, {"text": "d"}])
     assert found.total().isnan().tolist() == [False, True, False, False] and found.total()[0] == 2
@@ -226,10 +226,26 @@ def test_a_dead_server_is_named_once_and_its_share_goes_to_the_other(url, caplog
     assert remote.servers[0].dead and remote.servers[0].failures >= 1 and remote.servers[1].failures == 0
 
 
+@pytest.fixture
+def only_patient_with(monkeypatch):
+    """Give every request to another address than these all the time it needs: who answers is never cut off."""
+    module = importlib.import_module("rewards.remote")
+    post = module.post
+
+    def choose(*short):
+        def patient(client, url, parts, count, timeout):
+            return post(client, url, parts, count, timeout if url in short else waiting.HANG)
+
+        monkeypatch.setattr(module, "post", patient)
+
+    return choose
+
+
 @pytest.mark.parametrize("reply", [silence, dripping])
-def test_a_slow_server_costs_one_time_out(url, reply, caplog):
+def test_a_slow_server_costs_one_time_out(url, reply, caplog, only_patient_with):
     with answering(reply) as slow:
-        remote = Remote([slow, url], name="numbers", batch_size=2, timeout=0.6, concurrency=2)
+        only_patient_with(slow)
+        remote = Remote([slow, url], name="numbers", batch_size=2, timeout=0.6, concurrency=2, cooldown=1e9)
         values = remote(pictures(12), [{"n": i} for i in range(12)])
         assert values.tolist() == list(range(12)) and remote.servers[0].silent
         assert remote.servers[0].requests <= 3  # those that were on their way when the first ran out of time
@@ -258,22 +274,21 @@ def test_a_silent_lone_server_costs_one_time_out_however_many_requests():
         assert remote.servers[0].requests <= 4
 
 
-def test_one_slow_request_does_not_make_a_server_dead():
-    slow = threading.Semaphore(1)
+def test_one_slow_request_does_not_make_a_server_dead(monkeypatch):
+    """One request runs out of time, after others that were sent later have been answered."""
+    module = importlib.import_module("rewards.remote")
+    post, first = module.post, threading.Semaphore(1)
     answer = saying("200 OK", '{"rewards": {"r": [1.0]}, "weights": {"r": 1}}')
+    with answering(answer) as address, answering(silence) as nobody:
 
-    def reply(connection):
-        if slow.acquire(blocking=False):
-            time.sleep(1.2)
-        else:
-            answer(connection)
+        def send(client, url, parts, count, timeout):
+            if not first.acquire(blocking=False):
+                return post(client, url, parts, count, timeout)
+            waiting.until(lambda: remote.servers[0].answered)
+            return post(client, nobody, parts, count, 0.2)
 
-    def steady(connection):
-        time.sleep(0.1)
-        reply(connection)
-
-    with answering(steady) as address:
-        remote = Remote(address, batch_size=1, concurrency=2, timeout=0.6, backoff=0.01)
+        monkeypatch.setattr(module, "post", send)
+        remote = Remote(address, batch_size=1, concurrency=2, timeout=waiting.HANG, backoff=0.01)
         assert remote(pictures(10), asked(10)).tolist() == [1.0] * 10
         assert remote.servers[0].failures == 1 and remote.servers[0].requests == 11
 
@@ -289,20 +304,26 @@ def test_a_server_that_comes_back_is_asked_again(url):
         assert remote(pictures(8), prompts).tolist() == list(range(8)) and not remote.servers[0].dead
 
 
-def test_one_of_two_dies_in_the_middle(url):
-    """The first answers three requests, then only hangs up."""
-    answered = []
+def test_one_of_two_dies_in_the_middle():
+    """The first answers three requests, then only hangs up; the second answers nobody before that."""
+    answered, died = [], threading.Event()
 
     def dying(media, prompts):
         answered.append(len(prompts))
         return numbers(media, prompts)
 
-    with serving({"numbers": dying}) as real:
+    def patient(media, prompts):
+        assert died.wait(waiting.HANG)
+        return numbers(media, prompts)
+
+    with serving({"numbers": dying}) as real, serving({"numbers": patient}) as second:
         left = threading.Semaphore(3)
 
         def reply(connection):
             if not left.acquire(blocking=False):
-                return hanging_up(connection)
+                hanging_up(connection)
+                died.set()
+                return
             data = b""
             while b"\r\n\r\n" not in data:
                 data += connection.recv(1 << 20)
@@ -311,12 +332,12 @@ def test_one_of_two_dies_in_the_middle(url):
             while len(body) < length:
                 body += connection.recv(1 << 20)
             kind = next(r for r in head.split(b"\r\n") if r.lower().startswith(b"content-type")).split(b": ")[1]
-            answer = httpx.post(f"{real}/score", content=body, headers={"content-type": kind.decode()}).content
+            answer = waiting.post(f"{real}/score", content=body, headers={"content-type": kind.decode()}).content
             connection.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(answer))
             connection.sendall(answer)
 
         with answering(reply) as first:
-            remote = Remote([first, url], name="numbers", batch_size=1, concurrency=2, backoff=0.01)
+            remote = Remote([first, second], name="numbers", batch_size=1, concurrency=2, backoff=0.01)
             assert remote(pictures(24), [{"n": i} for i in range(24)]).tolist() == list(range(24))
             assert sum(answered) == 3 and remote.servers[0].failures >= 1 and remote.servers[1].failures == 0
 

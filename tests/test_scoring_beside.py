@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 import torch
@@ -17,7 +16,8 @@ from mmrl.scoring import Scorer
 from mmrl.types import Rewards
 from rewards.card import card
 from samplers.noise import Rng
-from tests import toys
+from tests import toys, waiting
+from tests.rounding import assert_to_rounding
 
 B, COPIES = 12, 3
 MEDIA = torch.rand(B, 3, 4, 4, generator=torch.Generator().manual_seed(0))
@@ -45,15 +45,17 @@ def steps(media, prompts):
     return torch.stack([media[:, 0, 0, 0], media[:, 1, 1, 1]], 1)
 
 
-class Slow:
-    def __init__(self, seconds):
-        self.seconds, self.seen, self.threads = seconds, [], set()
+class Waits:
+    """A reward that does not answer before ``ready()`` has returned."""
+
+    def __init__(self, factor=1.0, ready=lambda: None):
+        self.factor, self.ready, self.seen, self.threads = factor, ready, [], set()
 
     def __call__(self, media, prompts):
         self.seen += [p["text"] for p in prompts]
         self.threads.add(threading.current_thread().name)
-        time.sleep(self.seconds)
-        return mean(media, prompts) * (1 + self.seconds)
+        self.ready()
+        return mean(media, prompts) * self.factor
 
 
 def one_by_one(rewards, **options):
@@ -67,24 +69,31 @@ def equal(found, wanted):
 
 
 def test_side_by_side_is_what_one_after_another_gives_and_takes_as_long_as_the_slowest():
-    rewards = {"a": Slow(0.3), "rank": rank, "b": Slow(0.2), "steps": steps, "c": Slow(0.25)}
-    start = time.perf_counter()
+    """None of the three answers before all three are at work."""
+    meeting = threading.Barrier(3)
+    slow = [Waits(factor, lambda: meeting.wait(waiting.HANG)) for factor in (1.3, 1.2, 1.25)]
+    rewards = {"a": slow[0], "rank": rank, "b": slow[1], "steps": steps, "c": slow[2]}
     found = Scorer(rewards)(MEDIA, ASKED, GROUPS)
-    took = time.perf_counter() - start
+    for reward in slow:
+        reward.ready = lambda: None
     equal(found, one_by_one(rewards))
-    assert took < 0.6, f"{took:.2f} s for rewards of 0.3, 0.2 and 0.25 s"
     assert rewards["a"].threads != rewards["b"].threads
 
 
 def test_parts_of_a_batch_give_the_whole_whatever_the_timing():
-    rewards = {"slow": Slow(0.05), "fast": mean, "rank": rank, "steps": steps}
+    """No part is scored before the last has been handed over, which therefore does not wait."""
+    all_there = threading.Event()
+
+    def ready():
+        assert all_there.wait(waiting.HANG)
+
+    rewards = {"slow": Waits(1.05, ready), "fast": mean, "rank": rank, "steps": steps}
     scorer = Scorer(rewards)
     stream = scorer.stream(B)
-    started = time.perf_counter()
     for first in range(0, B, COPIES):
         rows = slice(first, first + COPIES)
         stream.put(MEDIA[rows], ASKED[rows], GROUPS[rows])
-    assert time.perf_counter() - started < 0.05, "handing over must not wait"
+    all_there.set()
     equal(stream.result(), one_by_one(rewards))
     assert rewards["slow"].seen[:B] == [p["text"] for p in ASKED]
     equal(scorer(MEDIA, ASKED, GROUPS), one_by_one(rewards))
@@ -109,7 +118,7 @@ def test_a_reward_that_fails_costs_no_other_one_a_value():
             raise OSError("the server is gone")
         return mean(media, prompts)
 
-    scorer = Scorer({"broken": broken, "slow": Slow(0.05), "rank": rank}, max_failures=0.25)
+    scorer = Scorer({"broken": broken, "slow": Waits(1.05), "rank": rank}, max_failures=0.25)
     stream = scorer.stream(B)
     for rows in (slice(0, 6), slice(6, 12)):
         stream.put(MEDIA[rows], ASKED[rows], GROUPS[rows])
@@ -239,40 +248,54 @@ def test_steps_that_do_not_fit_are_refused():
 # ---------------------------------------------------------------------------------------------------- overlap
 
 
+def slope_of(dist, target):
+    """How much a unit in the last place of a Gaussian's mean moves its log-prob, at most; 0 of other distributions."""
+    if not hasattr(dist, "mean"):
+        return 0.0
+    return float(dist.mean.detach().abs().max() * ((target - dist.mean) / dist.std**2).detach().abs().max())
+
+
 @pytest.mark.parametrize("family", sorted(toys.POLICIES))
 @pytest.mark.parametrize("guidance", [1.0, 2.0])
-def test_a_rollout_in_parts_is_the_same_rollout(family, guidance):
+def test_a_rollout_in_parts_is_the_same_rollout_to_rounding(family, guidance):
+    """The same rows, prompts, noise and decisions. Rows lie at other places of their passes, which some CPUs round in
+    another way (Intel's with AVX2 or AVX-512: up to 5 units in the last place), so no further than that."""
     options = {"guidance": guidance} if family in ("flow", "diffusion", "video") else {}
     whole, media, rewards = rollout(family, **options)
     for parts in (2, 3, 9):
         found, seen, scores = rollout(family, parts, **options)
         for name in ("group", "row", "sample", "logprob", "mask", "path", "time", "order"):
             one, other = getattr(found, name), getattr(whole, name)
-            assert (one is None) == (other is None) and (one is None or torch.equal(one, other)), name
-        assert torch.equal(seen, media) and torch.equal(scores["a"], rewards["a"]) and found.prompts == whole.prompts
+            assert (one is None) == (other is None), name
+            if one is not None:
+                assert_to_rounding(one, other)
+        assert_to_rounding(seen, media)
+        assert_to_rounding(scores["a"], rewards["a"])
+        assert found.prompts == whole.prompts
         policy = toys.make(family, **options)
         policy.width = 4
         for one, other in zip(policy.path(found), policy.path(whole), strict=True):
-            torch.testing.assert_close(policy.dist(one).log_prob(one.target), policy.dist(other).log_prob(other.target))
+            found_logp, whole_logp = (policy.dist(point).log_prob(point.target) for point in (one, other))
+            assert_to_rounding(found_logp, whole_logp, slope=slope_of(policy.dist(other), other.target))
 
 
 def test_sampling_goes_on_while_a_slow_reward_works():
-    class Sleepy(toys.ToyFlow):
+    """The reward of a part answers when the next part is being sampled, and not before."""
+    begun = [threading.Event() for _ in range(4)]
+    scored = []
+
+    class Announced(toys.ToyFlow):
         def rollout(self, prompts, copies, rng):
-            time.sleep(0.15 * len(prompts))
+            begun[rng.offset].set()
             return super().rollout(prompts, copies, rng)
 
-    def sleepy(media, prompts):
-        time.sleep(0.15 / COPIES * len(prompts))
+    def slow(media, prompts):
+        scored.append(len(prompts))
+        assert begun[min(len(scored), 3)].wait(waiting.HANG)
         return toy(media, prompts)
 
-    took = {}
-    for parts in (1, 4):
-        start = time.perf_counter()
-        _, _, scores = overlap.draw(Sleepy(), toys.prompts(4), COPIES, Rng.of(3), Scorer({"a": sleepy}), parts)
-        scores()
-        took[parts] = time.perf_counter() - start
-    assert took[1] > 1.25 * took[4], took
+    _, _, scores = overlap.draw(Announced(), toys.prompts(4), COPIES, Rng.of(3), Scorer({"a": slow}), 4)
+    assert scores()["a"].isfinite().all() and scored == [COPIES] * 4
 
 
 def test_answers_of_different_length_are_padded_and_conditions_joined():
@@ -314,7 +337,7 @@ def test_training_in_parts_is_the_same_training():
         trainer.iterate()
         return torch.cat([p.flatten() for p in policy.net.parameters()])
 
-    assert torch.equal(run(1), run(3))
+    assert_to_rounding(run(1), run(3), ulps=64)  # a gradient is a sum over all rows
 
 
 def test_answers_of_a_vision_language_model_in_parts():

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from mmrl.registry import UserError
 from mmrl.serving.lanes import Lane
 from mmrl.serving.server import load
 from rewards import Remote, jpeg_compressibility
+from tests import waiting
 from tests.reward_servers import (
     b64,
     eighth,
@@ -50,34 +50,34 @@ def url():
 
 
 def test_info_health_and_metrics(url):
-    httpx.post(f"{url}/score", json=good(2, rewards=["numbers"]))
-    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
-    info = httpx.get(f"{url}/info").json()
+    waiting.post(f"{url}/score", json=good(2, rewards=["numbers"]))
+    assert waiting.get(f"{url}/health").json() == {"status": "ok"}
+    info = waiting.get(f"{url}/info").json()
     about = {"media": ["image", "video", "text"], "needs": [], "pictures": False}
     assert info["rewards"]["mean"] == {"weight": 0.5, "about": "Mean of the picture.", **about}
     assert info["formats"] == ["png", "webp", "tensor"] and info["limits"]["max_samples"] == 1024
-    text = httpx.get(f"{url}/metrics").text
+    text = waiting.get(f"{url}/metrics").text
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert int(values['mmrl_reward_requests_total{status="200"}']) >= 1
     assert int(values['mmrl_reward_samples_total{reward="numbers"}']) >= 2
     assert float(values['mmrl_reward_seconds_total{reward="numbers"}']) > 0
     assert "mmrl_reward_failures_total" in text
-    assert httpx.get(f"{url}/nothing").json()["error"] == "Not Found"
-    assert httpx.get(f"{url}/docs").status_code == 404
+    assert waiting.get(f"{url}/nothing").json()["error"] == "Not Found"
+    assert waiting.get(f"{url}/docs").status_code == 404
 
 
 def test_json_and_multipart_say_the_same(url):
     body = good(2, rewards=["mean", "picky"])
     body["prompts"][1]["odd"] = True
-    first = httpx.post(f"{url}/score", json=body).json()
+    first = waiting.post(f"{url}/score", json=body).json()
     files = [("images", ("a.png", png(), "image/png"))] * 2
     files += [(key, (None, json.dumps(body[key]).encode())) for key in ("prompts", "rewards")]
-    assert httpx.post(f"{url}/score", files=files).json() == first
+    assert waiting.post(f"{url}/score", files=files).json() == first
     assert first["rewards"]["picky"] == [1.0, None] and first["weights"] == {"mean": 0.5, "picky": 0.0}
     assert first["failures"] == {"picky": {"count": 1, "cause": "it returned nan twice"}}
     video = {"videos": [[b64(png())] * 3] * 2, "prompts": body["prompts"], "rewards": ["jpeg"]}
-    still = httpx.post(f"{url}/score", json={**body, "rewards": ["jpeg"]}).json()["rewards"]["jpeg"]
-    assert httpx.post(f"{url}/score", json=video).json()["rewards"]["jpeg"] == pytest.approx(still)
+    still = waiting.post(f"{url}/score", json={**body, "rewards": ["jpeg"]}).json()["rewards"]["jpeg"]
+    assert waiting.post(f"{url}/score", json=video).json()["rewards"]["jpeg"] == pytest.approx(still)
 
 
 def test_the_token_is_asked_for_before_anything_else(monkeypatch):
@@ -91,7 +91,7 @@ def test_the_token_is_asked_for_before_anything_else(monkeypatch):
             for method, path in (("POST", "score"), ("GET", "info"), ("GET", "metrics")):
                 answer = httpx.request(method, f"{address}/{path}", headers=headers)
                 assert answer.status_code == 401 and "token" in answer.json()["error"]
-        assert httpx.get(f"{address}/health").status_code == 200
+        assert waiting.get(f"{address}/health").status_code == 200
         with pytest.raises(UserError, match="refused the token; set `token` or MMRL_REWARD_TOKEN"):
             Remote(address, token="wrong")(pictures(2), asked(2))
         monkeypatch.setenv("MMRL_REWARD_TOKEN", "s3cret")
@@ -102,16 +102,16 @@ def test_too_much_is_refused_when_it_is_announced_and_when_it_arrives():
     with serving({"mean": mean}, max_request_mib=0.01, max_samples=3, max_megapixels=0.003) as address:
         big = b"x" * 20_000
         kind = {"content-type": "application/json"}
-        announced = httpx.post(f"{address}/score", content=big, headers=kind)
-        streamed = httpx.post(f"{address}/score", content=iter([big[:8000]] * 3), headers=kind)
+        announced = waiting.post(f"{address}/score", content=big, headers=kind)
+        streamed = waiting.post(f"{address}/score", content=iter([big[:8000]] * 3), headers=kind)
         for answer in (announced, streamed):
             assert answer.status_code == 413 and "fewer samples" in answer.json()["error"]
         with pytest.raises(UserError, match="lower `batch_size`"):
             Remote(address)(pictures(8, 64, 64), asked(8))
         tiny = {"images": [b64(png(gray_png(1)))] * 4, "prompts": [{}] * 4}
-        assert "1 to 3" in httpx.post(f"{address}/score", json=tiny).json()["error"]
+        assert "1 to 3" in waiting.post(f"{address}/score", json=tiny).json()["error"]
         bomb = {"images": [b64(gray_png(2000))], "prompts": [{}]}
-        assert "2000 x 2000 pixels are more" in httpx.post(f"{address}/score", json=bomb).json()["error"]
+        assert "2000 x 2000 pixels are more" in waiting.post(f"{address}/score", json=bomb).json()["error"]
 
 
 def gray_png(side):
@@ -160,7 +160,7 @@ MISTAKES = {
 def test_a_mistake_is_answered_with_its_field(url, case):
     body, field = MISTAKES[case]
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    answer = httpx.post(f"{url}/score", content=content, headers={"content-type": "application/json"})
+    answer = waiting.post(f"{url}/score", content=content, headers={"content-type": "application/json"})
     assert answer.status_code == 400 and answer.json()["field"] == field, answer.text
     assert answer.json()["error"].startswith(f"{field}: ")
 
@@ -168,11 +168,11 @@ def test_a_mistake_is_answered_with_its_field(url, case):
 def test_other_bodies_and_tensors_are_refused(url):
     from safetensors.torch import save
 
-    assert httpx.post(f"{url}/score", content=b"x").status_code == 400
+    assert waiting.post(f"{url}/score", content=b"x").status_code == 400
     kind = {"content-type": "multipart/form-data; boundary=b"}
     for body in (b"", b"--b\r\nbroken", b"--b\r\n\r\n\r\n--b--\r\n", b"\0" * 100):
-        assert httpx.post(f"{url}/score", content=body, headers=kind).json()["field"] == "body"
-    assert httpx.post(f"{url}/score", content=b"", headers={"content-type": "multipart/form-data"}).status_code == 400
+        assert waiting.post(f"{url}/score", content=body, headers=kind).json()["field"] == "body"
+    assert waiting.post(f"{url}/score", content=b"", headers={"content-type": "multipart/form-data"}).status_code == 400
     for wrong in (
         torch.zeros(2, 3),
         torch.zeros(2, 4, 8, 8),
@@ -180,7 +180,7 @@ def test_other_bodies_and_tensors_are_refused(url):
         torch.zeros(0),
     ):
         body = {"tensor": b64(save({"media": wrong})), "prompts": [{}] * 2}
-        assert httpx.post(f"{url}/score", json=body).json()["field"] == "tensor"
+        assert waiting.post(f"{url}/score", json=body).json()["field"] == "tensor"
     with serving({"mean": mean}, formats=["png"]) as address:
         for kind in ("webp", "tensor"):
             with pytest.raises(UserError, match="refused a request: 400"):
@@ -217,7 +217,7 @@ def test_mutated_requests_give_no_server_error(url):
             body = bytes(body) or b"x"
             statuses.add(client.post(f"{url}/score", content=body, headers={"content-type": kind}).status_code)
     assert {200, 400} <= statuses and max(statuses) < 500, statuses
-    assert httpx.get(f"{url}/health").status_code == 200
+    assert waiting.get(f"{url}/health").status_code == 200
 
 
 # -------------------------------------------------------------------------------------------- many at a time
@@ -240,7 +240,7 @@ def test_requests_that_wait_together_become_one_batch_and_a_bad_one_fails_alone(
 
     def slow(media, prompts):
         held.set()
-        hold.wait(20)
+        hold.wait(waiting.HANG)
         sizes.append(len(prompts))
         if any("bad" in prompt for prompt in prompts):
             raise UserError("bad prompt")
@@ -249,18 +249,20 @@ def test_requests_that_wait_together_become_one_batch_and_a_bad_one_fails_alone(
     lane = Lane("slow", slow, max_batch=6, wait=0.05)
     media = pictures(4)
     first = lane.submit(media[:1], [{}])
-    assert held.wait(20)
+    assert held.wait(waiting.HANG)
     others = [lane.submit(media[:2] + i, [{}] * 2) for i in range(2)]
     bad, last = lane.submit(media[:1], [{"bad": 1}]), lane.submit(media[:3], [{}] * 3)
     odd, late = lane.submit(pictures(1, 8, 8), [{}]), lane.submit(media[:2], [{}] * 2)
     assert late.cancel()
     hold.set()
-    assert torch.equal(first.result(20).values, media[:1].flatten(1).mean(1))
+    assert torch.equal(first.result(waiting.HANG).values, media[:1].flatten(1).mean(1))
     for i, one in enumerate(others):
-        assert torch.equal(one.result(20).values, (media[:2] + i).flatten(1).mean(1))
+        assert torch.equal(one.result(waiting.HANG).values, (media[:2] + i).flatten(1).mean(1))
     with pytest.raises(UserError, match="bad prompt"):
-        bad.result(20)
-    assert torch.equal(last.result(20).values, media[:3].flatten(1).mean(1)) and odd.result(20).values.shape == (1,)
+        bad.result(waiting.HANG)
+    assert torch.equal(last.result(waiting.HANG).values, media[:3].flatten(1).mean(1)) and odd.result(
+        waiting.HANG
+    ).values.shape == (1,)
     lane.close()
     assert sizes == [1, 5, 2, 2, 1, 3, 1], sizes  # the batch of five failed, and was scored request by request
     assert lane.samples == 9 and lane.failures == 0
@@ -272,23 +274,23 @@ def test_a_large_request_is_cut_and_a_full_server_says_come_back():
     def slow(media, prompts):
         sizes.append(len(prompts))
         held.set()
-        hold.wait(20)
+        hold.wait(waiting.HANG)
         return numbers(media, prompts)
 
     with serving({"numbers": slow}, max_batch=4, max_waiting=1) as address, ThreadPoolExecutor(1) as pool:
         prompts = [{"n": i} for i in range(10)]
         going = pool.submit(Remote(address, batch_size=10), pictures(10), prompts)
-        assert held.wait(20)
-        full = httpx.post(f"{address}/score", json=good())
+        assert held.wait(waiting.HANG)
+        full = waiting.post(f"{address}/score", json=good())
         assert full.status_code == 503 and full.headers["retry-after"] == "1"
         hold.set()
-        assert going.result(20).tolist() == list(range(10)) and sizes == [4, 4, 2]
+        assert going.result(waiting.HANG).tolist() == list(range(10)) and sizes == [4, 4, 2]
 
 
 def test_a_reward_that_takes_too_long_is_a_504():
     hold = threading.Event()
-    with serving({"slow": lambda media, prompts: hold.wait(20) and [1.0]}, timeout=0.2) as address:
-        assert httpx.post(f"{address}/score", json=good(1)).status_code == 504
+    with serving({"slow": lambda media, prompts: hold.wait(waiting.HANG) and [1.0]}, timeout=0.2) as address:
+        assert waiting.post(f"{address}/score", json=good(1)).status_code == 504
         hold.set()
 
 
@@ -332,22 +334,24 @@ def test_the_command_serves_until_it_is_told_to_stop():
         line = process.stdout.readline()
         assert line.startswith("serving jpeg_compressibility on http://127.0.0.1:"), line + process.stderr.read()
         address = line.split()[-1]
-        for _ in range(200):
+
+        def healthy():
             try:
-                assert httpx.get(f"{address}/health").json() == {"status": "ok"}
-                break
+                return waiting.get(f"{address}/health").json() == {"status": "ok"}
             except httpx.ConnectError:
-                time.sleep(0.05)
+                return False
+
+        waiting.until(healthy)
         media = eighth(pictures(3))
         values = Remote(address, token="t", name="jpeg_compressibility")(media, asked(3))
         assert torch.equal(values, jpeg_compressibility(media, asked(3), scale=0.002))
         taken = subprocess.run(
             [*command[:-1], f"serve.port={address.rpartition(':')[2]}"], cwd=ROOT, env=environment, capture_output=True,
-            text=True, timeout=120, check=False,
+            text=True, timeout=600, check=False,
         )  # fmt: skip
         assert taken.returncode == 2 and "another one: serve.port" in taken.stderr and "Traceback" not in taken.stderr
         process.send_signal(signal.SIGTERM)
-        shown, errors = process.communicate(timeout=30)
+        shown, errors = process.communicate(timeout=waiting.HANG)
         assert process.returncode == 0 and "stopped" in shown and "Traceback" not in errors
     finally:
         process.kill()

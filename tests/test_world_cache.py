@@ -2,14 +2,17 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from dataclasses import astuple, fields, make_dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from mmrl.registry import UserError
-from mmrl.worlds import cache, recipes, scenes
+from mmrl.commands import QUICKSTART
+from mmrl.registry import ARTIFACTS, UserError, load_built_in
+from mmrl.worlds import cache, recipes
 
 ROOT = Path(__file__).parents[1]
 
@@ -93,7 +96,7 @@ def test_two_processes_build_once(tmp_path):
     command = [sys.executable, "-c", script, str(log)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     running = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    said = {process.communicate(timeout=120)[0] for process in running}
+    said = {process.communicate(timeout=600)[0] for process in running}
     assert [process.returncode for process in running] == [0, 0, 0]
     assert log.read_text() == "built " and len(said) == 1
 
@@ -113,9 +116,80 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
     assert cache.root() == Path.home() / ".cache" / "mmrl"
 
 
-def test_recipe_hash_follows_constants_and_sources():
-    one = cache.recipe_hash((recipes.SD3,), [scenes])
-    assert one == cache.recipe_hash((recipes.SD3,), [scenes])
-    assert (
-        len({one, cache.recipe_hash((recipes.SD3_CLEAN,), [scenes]), cache.recipe_hash((recipes.SD3,), [cache])}) == 3
-    )
+def test_the_recipe_hash_follows_values_and_versions_and_no_names():
+    base = cache.recipe_hash((recipes.SD3,), [1, 1])
+    assert base == cache.recipe_hash((replace(recipes.SD3),), [1, 1])
+    renamed = make_dataclass("Renamed", [(f"x{i}", object) for i in range(len(fields(recipes.SD3)))])
+    assert base == cache.recipe_hash((renamed(*astuple(recipes.SD3)),), [1, 1])
+    others = [((recipes.SD3_CLEAN,), [1, 1]), ((recipes.SD3,), [1, 2]), ((recipes.SD3, recipes.PARTS), [1, 1])]
+    assert len({base, *(cache.recipe_hash(*other) for other in others)}) == 4
+
+
+def test_every_part_of_the_code_has_a_version_that_something_depends_on(monkeypatch):
+    """Raising any one number names another folder of some artifact."""
+
+    def folders():
+        return {name: ARTIFACTS.find(name)() for name in sorted(ARTIFACTS)}
+
+    load_built_in()
+    monkeypatch.setattr(cache, "fetch", lambda name, recipe, build: Path(f"{name}-{recipe}"))
+    before = folders()
+    for part, version in recipes.VERSIONS.items():
+        with monkeypatch.context() as patch:
+            patch.setitem(recipes.VERSIONS, part, version + 1)
+            assert folders() != before, part
+
+
+# -- what comes with the package ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package that came with ``toy`` of recipe r1."""
+    monkeypatch.setattr(cache, "SHIPPED", tmp_path / "shipped")
+    shutil.copytree(cache.fetch("toy", "r1", Builder("as shipped")), tmp_path / "shipped" / "toy")
+    shutil.rmtree(cache.root())
+    return tmp_path / "shipped" / "toy"
+
+
+def test_a_shipped_folder_is_used_where_it_lies_and_nothing_is_built_or_copied(package, capsys):
+    build = Builder()
+    assert cache.fetch("toy", "r1", build) == package and build.calls == 0
+    assert not cache.root().exists() and not capsys.readouterr().err
+
+
+def test_a_shipped_folder_of_another_recipe_is_left_alone(package, capsys):
+    build = Builder("new")
+    folder = cache.fetch("toy", "r2", build)
+    assert build.calls == 1 and folder.parent == cache.root() and (folder / "sub" / "a.bin").read_text() == "new"
+    assert not capsys.readouterr().err
+
+
+def test_a_damaged_shipped_folder_is_named_and_its_like_is_built_in_the_cache(package, capsys):
+    (package / "sub" / "a.bin").write_text("as shippeD")
+    folder = cache.fetch("toy", "r1", Builder())
+    assert folder.parent == cache.root() and (folder / "sub" / "a.bin").read_text() == "weights"
+    assert "a.bin has changed" in capsys.readouterr().err
+
+
+SHIP = "the present recipe names something else than what is shipped: run `python scripts/ship_world.py` and commit"
+
+
+@pytest.mark.parametrize("name", QUICKSTART)
+def test_what_is_shipped_is_what_the_present_recipe_names(name, monkeypatch):
+    def refuse(*_):
+        pytest.fail(f"{name}: {SHIP}")
+
+    monkeypatch.setattr(cache, "_build", refuse)
+    load_built_in()
+    folder = ARTIFACTS.find(name)()
+    assert folder == cache.SHIPPED / name
+    files = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+    assert files == {cache.MANIFEST, *json.loads((folder / cache.MANIFEST).read_text())["files"]}
+    assert {Path(file).suffix for file in files} <= {".safetensors", ".json", ".txt"}, "nothing that executes"
+
+
+def test_only_what_quickstart_needs_is_shipped():
+    held = {str(file.parent.relative_to(cache.SHIPPED)) for file in cache.SHIPPED.rglob(cache.MANIFEST)}
+    assert held == set(QUICKSTART)
+    assert sum(file.stat().st_size for file in cache.SHIPPED.rglob("*")) < 10e6

@@ -113,7 +113,7 @@ class NetPolicy:
         for parameter in self.unused(net):  # a parameter without a gradient stops DDP, and has no optimizer state
             parameter.requires_grad_(False)
         self.net, self.trained = net.eval(), net
-        self.width = width  # passes of one constant width keep log-probs equal to the bit; None: as many as there are
+        self.width = width  # rows of every pass, so that log-probs repeat (architecture.md); None: as many as there are
         self.memory, self.fitting = memory, 0  # rows that fit the budget, measured once
         self.news: list[str] = []  # sentences for the log that came up on the way
         self.weights = Weights(net)

@@ -6,7 +6,6 @@ Nothing heavy is imported before something has to be built.
 
 from __future__ import annotations
 
-import importlib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,29 +26,26 @@ from mmrl.worlds.recipes import (
     WanRecipe,
 )
 
-# What a build depends on besides its recipe: source files, by module name.
-_SCENES = ("mmrl.worlds.scenes", "mmrl.worlds.render", "samplers.noise")
-_READER = (*_SCENES, "mmrl.worlds.reading", "rewards._reader")
-_CLIP = (*_SCENES, "mmrl.worlds.clip", "mmrl.worlds.text")
-_PARTS = (*_SCENES, "mmrl.worlds.text", "mmrl.worlds.vae")
-_SD3 = (*_PARTS, "mmrl.worlds.flow")
-_VLM = (*_SCENES, "mmrl.worlds.album", "mmrl.worlds.asking", "mmrl.worlds.vlm", "mmrl.worlds.warmup")
-
-_IMAGES = "mmrl.policies.images."
-_BLOCKS = (f"{_IMAGES}vq_parts", f"{_IMAGES}llamagen_vq", f"{_IMAGES}var_vq")
-_VQ = (*_SCENES, *_BLOCKS, "mmrl.worlds.vq")
-_PAINTER = (*_VQ, "mmrl.worlds.text", "mmrl.worlds.painting", "mmrl.worlds.vq_names")
-_LLAMAGEN = (*_PAINTER, "mmrl.worlds.llamagen", f"{_IMAGES}llamagen_gpt")
-_JANUS = (*_PAINTER, "mmrl.worlds.janus")
-_VAR = (*_PAINTER, "mmrl.worlds.scales", "mmrl.worlds.var", f"{_IMAGES}var_net")
-_AMUSED = (*_PAINTER, "mmrl.worlds.amused")
-_WAN_PARTS = (*_SCENES, "mmrl.worlds.moving", "mmrl.worlds.wan_parts")
-_WAN = (*_WAN_PARTS, "mmrl.worlds.wan")
+# What a build depends on besides its recipe: parts of the code, each with its number in recipes.VERSIONS.
+_SCENES = ("scenes",)
+_READER = (*_SCENES, "reader")
+_CLIP = (*_SCENES, "clip", "text")
+_PARTS = (*_SCENES, "text", "vae")
+_SD3 = (*_PARTS, "flow")
+_VLM = (*_SCENES, "vlm")
+_VQ = (*_SCENES, "vq")
+_PAINTER = (*_VQ, "text", "painting")
+_LLAMAGEN = (*_PAINTER, "llamagen")
+_JANUS = (*_PAINTER, "janus")
+_VAR = (*_PAINTER, "var")
+_AMUSED = (*_PAINTER, "amused")
+_WAN_PARTS = (*_SCENES, "moving", "wan_parts")
+_WAN = (*_WAN_PARTS, "wan")
 
 
-def _fetch(name: str, parts: tuple[Any, ...], modules: tuple[str, ...], build: Any) -> Path:
-    sources = [importlib.import_module(module) for module in modules]
-    return cache.fetch(name, cache.recipe_hash(parts, sources), partial(build, progress=Progress(name)))
+def _fetch(name: str, constants: tuple[Any, ...], code: tuple[str, ...], build: Any) -> Path:
+    recipe = cache.recipe_hash(constants, [recipes.VERSIONS[part] for part in code])
+    return cache.fetch(name, recipe, partial(build, progress=Progress(name)))
 
 
 def reader(name: str, recipe: ReaderRecipe) -> Path:

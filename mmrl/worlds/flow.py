@@ -50,7 +50,9 @@ def load_parts(folder: Path) -> dict[str, Any]:
         "text_encoder": CLIPTextModelWithProjection, "text_encoder_2": CLIPTextModelWithProjection,
         "text_encoder_3": T5EncoderModel, "vae": AutoencoderKL,
     }  # fmt: skip
-    return {name: cls.from_pretrained(folder / name) for name, cls in classes.items()}
+    models = {name: cls.from_pretrained(folder / name) for name, cls in classes.items()}
+    models["vae"].register_to_config(_name_or_path="")  # a path of this machine would be saved with the pipeline
+    return models
 
 
 def new_transformer(models: dict[str, Any], recipe: FlowRecipe) -> Any:

@@ -1,12 +1,34 @@
 """Every constant of what the digits world builds. They are part of the cache's folder names: change one, rebuild one.
 
-This module is light: it imports nothing but dataclasses.
+This module is light: it imports nothing but dataclasses. What quickstart needs is shipped built (``mmrl/worlds/
+shipped``): after a change here that concerns it, run ``python scripts/ship_world.py`` and commit what it writes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from typing import Literal
+
+# The code that follows the recipes, by part. Raise the number when that code computes something else than before, and
+# all that is built from it is built anew; names, comments and line breaks of the code do not matter.
+VERSIONS = {
+    "scenes": 1,  # scenes, render, samplers.noise: what pictures show
+    "reader": 1,  # reading, rewards._reader
+    "clip": 1,
+    "text": 1,  # tokenizers and text encoders
+    "vae": 1,
+    "flow": 1,  # the transformer of Stable Diffusion 3
+    "vlm": 1,  # album, asking, vlm, warmup
+    "vq": 1,  # vq and the networks of mmrl.policies.images that it trains
+    "painting": 1,  # painting, vq_names: what the writers of image tokens share
+    "llamagen": 1,
+    "janus": 1,
+    "var": 1,  # scales, var
+    "amused": 1,
+    "moving": 1,  # clips
+    "wan_parts": 1,
+    "wan": 1,
+}
 
 
 @dataclass(frozen=True)
