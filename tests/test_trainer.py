@@ -138,6 +138,28 @@ def test_the_moving_average_is_flow_grpos():
     assert found == [pytest.approx(line, abs=2e-5) for line in expected]
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_the_moving_average_follows_the_steps_that_were_taken(every):
+    """The average again from the weights after each optimizer step: decay min(limit, (1 + n) / (10 + n)) at step n."""
+    trainer = make_trainer(ema=0.25, ema_every=every, policy=toys.make("flow", double=True))
+    average, history, step = trainer.policy.weights.full(), [], trainer.optimizer.step
+
+    def noted():
+        step()
+        history.append(trainer.policy.weights.full())
+
+    trainer.optimizer.step = noted
+    for _ in range(3):
+        trainer.iterate()
+    assert len(history) == 6
+    for n, weights in enumerate(history):
+        if n % every == every - 1:
+            decay = min(0.25, (1 + n) / (10 + n))  # 1/10, 2/11, 3/12, then the limit
+            average = {name: decay * old + (1 - decay) * weights[name] for name, old in average.items()}
+    for name, value in trainer.policy.weights.full("ema").items():
+        torch.testing.assert_close(value, average[name], atol=1e-12, rtol=0)
+
+
 def test_the_moving_average_waits_its_turn():
     trainer = make_trainer(ema=0.5, ema_every=3)
     trainer.iterate()  # two steps
