@@ -55,7 +55,7 @@ UNWRAPPED = {
     "abs", "clamp", "clamp_max", "clamp_min", "cumsum", "detach", "exp", "flip", "log", "masked_fill", "nan_to_num",
     "neg", "rsqrt", "sqrt", "square",
 }  # fmt: skip
-KEPT_KEYWORDS = {"device", "strict"}  # equivalent on one CPU, or a check of ours
+KEPT_KEYWORDS = {"device", "strict", "stable"}  # one CPU cannot tell, or a check of ours that never fails
 MESSAGES = {"warn", "warning", "info", "debug", "print", "UserError", "ValueError", "TypeError"}
 
 
@@ -228,6 +228,8 @@ class _Finder:
                 self._replace(parent, name, index, node, ast.UnaryOp(ast.Not(), node))
             for new in variants(node):
                 self._replace(parent, name, index, node, new)
+            if _negative(node):
+                return
         if isinstance(node, ast.Lambda):
             self._fields(node, ("body",))
             return
@@ -242,7 +244,8 @@ class _Finder:
                 call.keywords.remove(keyword)
 
             self._add(keyword.value, f"{_called(call)}(..., {ast.unparse(keyword)})", f"{_called(call)}(...)", edit)
-            self._child(keyword, "value", None, keyword.value)
+            if not isinstance(getattr(keyword.value, "value", None), bool):  # the other value is mostly the default
+                self._child(keyword, "value", None, keyword.value)
 
 
 def variants(node: ast.expr) -> Iterator[ast.expr]:
@@ -258,10 +261,17 @@ def variants(node: ast.expr) -> Iterator[ast.expr]:
         yield ast.BoolOp(ast.And() if isinstance(node.op, ast.Or) else ast.Or(), node.values)
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub | ast.Invert):
         yield node.operand
+        if _negative(node):
+            yield ast.UnaryOp(ast.USub(), ast.Constant(node.operand.value + 1))
     elif isinstance(node, ast.Constant):
         yield from (ast.Constant(value) for value in _constants(node.value))
     elif isinstance(node, ast.Call):
         yield from _calls(node)
+
+
+def _negative(node: ast.expr) -> bool:
+    """Whether it is a number below 0."""
+    return isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant)
 
 
 def _constants(value: Any) -> Iterator[Any]:
