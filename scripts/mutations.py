@@ -46,15 +46,41 @@ OPERATORS = {
     ast.BitOr: ast.BitAnd,
 }
 PAIRS = (
-    ("min", "max"), ("amin", "amax"), ("clamp_min", "clamp_max"), ("argmin", "argmax"), ("minimum", "maximum"),
-    ("sum", "mean"), ("any", "all"), ("zeros", "ones"), ("zeros_like", "ones_like"), ("new_zeros", "new_ones"),
-    ("floor", "ceil"), ("log", "log1p"), ("exp", "expm1"), ("sin", "cos"), ("group", "global"), ("add", "floor"),
-)  # fmt: skip
-SWAPS = {a: b for a, b in PAIRS} | {b: a for a, b in PAIRS}
+    ("min", "max"),
+    ("amin", "amax"),
+    ("clamp_min", "clamp_max"),
+    ("argmin", "argmax"),
+    ("minimum", "maximum"),
+    ("sum", "mean"),
+    ("any", "all"),
+    ("zeros", "ones"),
+    ("zeros_like", "ones_like"),
+    ("new_zeros", "new_ones"),
+    ("floor", "ceil"),
+    ("log", "log1p"),
+    ("exp", "expm1"),
+    ("sin", "cos"),
+    ("group", "global"),
+    ("add", "floor"),
+)
+SWAPS = dict(PAIRS) | {b: a for a, b in PAIRS}
 UNWRAPPED = {
-    "abs", "clamp", "clamp_max", "clamp_min", "cumsum", "detach", "exp", "flip", "log", "masked_fill", "nan_to_num",
-    "neg", "rsqrt", "sqrt", "square",
-}  # fmt: skip
+    "abs",
+    "clamp",
+    "clamp_max",
+    "clamp_min",
+    "cumsum",
+    "detach",
+    "exp",
+    "flip",
+    "log",
+    "masked_fill",
+    "nan_to_num",
+    "neg",
+    "rsqrt",
+    "sqrt",
+    "square",
+}
 KEPT_KEYWORDS = {"device", "strict", "stable"}  # one CPU cannot tell, or a check of ours that never fails
 MESSAGES = {"warn", "warning", "info", "debug", "print", "UserError", "ValueError", "TypeError"}
 
@@ -133,10 +159,19 @@ class _Finder:
         self.counts[scope, before, after] += 1
         self.listed.append(
             Mutant(
-                self.file, scope, self.where, (statement.lineno, last), node.lineno, before, after, number, edit,
-                tuple(self.owners), statement,
+                self.file,
+                scope,
+                self.where,
+                (statement.lineno, last),
+                node.lineno,
+                before,
+                after,
+                number,
+                edit,
+                tuple(self.owners),
+                statement,
             )
-        )  # fmt: skip
+        )
 
     def _replace(self, parent: ast.AST, name: str, index: int | None, node: ast.AST, new: ast.AST) -> None:
         ast.copy_location(new, node)

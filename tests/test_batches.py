@@ -44,8 +44,8 @@ def test_every_copy_of_a_prompt_comes_first_equally_often_and_so_does_every_prom
 
 def test_whole_groups_are_dealt_in_turn():
     """Six prompts, two to a step: step k has prompts k and k + 3, with all their copies."""
-    found = [part.row.tolist() for part in batches(rows(), 8, 48, 16, Rng.of(0), whole_groups=True)]
-    assert found == [[*range(8 * k, 8 * k + 8), *range(8 * k + 24, 8 * k + 32)] for k in range(3)]
+    computed = [part.row.tolist() for part in batches(rows(), 8, 48, 16, Rng.of(0), whole_groups=True)]
+    assert computed == [[*range(8 * k, 8 * k + 8), *range(8 * k + 24, 8 * k + 32)] for k in range(3)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, None])
@@ -80,13 +80,13 @@ def test_weights_of_decisions_are_those_of_the_definition(reduction, weighed):
     for point, columns in zip(points(), ([0, 1], [2]), strict=True):
         if weighed:
             point = point.replace(weight=torch.tensor([0.5, 2.0, 3.0, 0.25, 1.0])[:, None].expand(5, 2))
-        found = loss_weights(point, reduction, 7)
+        computed = loss_weights(point, reduction, 7)
         for b in range(5):
             length = max(int(MASK[b].sum()), 1)
             share = {"decision": 1.0, "row": 1 / length, "every_row": 1 / length, "constant": 1 / 7, "sum": 1 / 7}
             for k, column in enumerate(columns):
                 weight = float(point.weight[b, k]) if weighed else 1.0
-                assert float(found[b, k]) == pytest.approx(MASK[b, column] * weight * share[reduction])
+                assert float(computed[b, k]) == pytest.approx(MASK[b, column] * weight * share[reduction])
 
 
 @pytest.mark.parametrize(

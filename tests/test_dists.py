@@ -112,10 +112,10 @@ def test_samples_are_the_mean_and_scaled_noise():
 def test_a_score_is_the_squared_distance_alone():
     p, x = gaussian(0), gaussian(1).mean
     for reduction, count in (("sum", 1), ("mean", 8)):
-        found = Score(p.mean, p.std, reduction).log_prob(x)
+        score = Score(p.mean, p.std, reduction).log_prob(x)
         for b in range(3):
             pairs = zip(p.mean[b].flatten().tolist(), x[b].flatten().tolist())
-            assert float(found[b]) == pytest.approx(-sum((m - y) ** 2 for m, y in pairs) / count, abs=1e-12)
+            assert float(score[b]) == pytest.approx(-sum((m - y) ** 2 for m, y in pairs) / count, abs=1e-12)
 
 
 @pytest.mark.parametrize("zero", ["own", "other"])
