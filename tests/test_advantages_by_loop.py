@@ -1,6 +1,6 @@
 """Advantages against loops over rows, in plain Python, as their papers and docstrings write them.
 
-One batch for all: groups of five, four, three, two and one, in mixed order, answers of zero to five tokens; one group is
+One batch for all: groups of five, four, three, two and one, in mixed order, answers of zero to five tokens; a group is
 flat, one sample is missing, one group has nothing but missing ones.
 """
 
@@ -12,6 +12,7 @@ import torch
 
 from mmrl.advantages import (
     DDPO,
+    Branch,
     MaxMin,
     Running,
     dance,
@@ -105,6 +106,8 @@ def test_options_of_the_grouped_kind_default_to_what_is_published(std):
     same(flow_grpo(tensor(REWARD), rollout()), rows(lambda i: whitened(i, "global", ddof=0)))
     same(dance(tensor(REWARD), rollout()), rows(lambda i: whitened(i, eps=1e-8)))
     same(dr_grpo(tensor(REWARD), rollout()), rows(lambda i: whitened(i, "none")))
+    with pytest.raises(UserError, match="eps must not be negative"):
+        group(tensor(REWARD), rollout(), eps=-1e-9)
 
 
 OF_GROUPS = "group flow_grpo dance gdpo dr_grpo rloo grpo reinforce_pp opo gpg pass_at_k".split()
@@ -198,6 +201,15 @@ def test_reinforce_pp_of_equal_or_nearly_equal_rewards(value):
     same(reinforce_pp(tensor(near), rollout([0, 0, 1, 1], [1, 2, 3, 4])), [*wanted, None], atol=1e-9)
 
 
+def test_reinforce_pp_of_few_tokens():
+    """The mean over tokens is that of the only one, whatever answers without tokens earned; none at all is harmless."""
+    computed = reinforce_pp(tensor([1.0, 2.0]), rollout([0, 0], [1, 0]))
+    assert computed[0] == 0 and computed.isfinite().all()
+    assert reinforce_pp(tensor([1.0, 2.0]), rollout([0, 0], [0, 0])).isfinite().all()
+    half = math.sqrt(0.5)
+    same(reinforce_pp(tensor([1.0, 3.0]), rollout([0, 0], [1, 1])), [-half, half], atol=1e-8)
+
+
 def test_opo_takes_off_the_mean_over_tokens():
     """Also in a group whose answers have no tokens: then the baseline is the mean."""
 
@@ -208,6 +220,7 @@ def test_opo_takes_off_the_mean_over_tokens():
     same(opo(tensor(REWARD), rollout()), rows(lambda i: REWARD[i] - baseline(i)))
     empty = opo(tensor([1.0, 4.0, 2.0, 5.0]), rollout([0, 0, 1, 1], [0, 0, 1, 1]))
     same(empty, [-1.5, 1.5, -1.5, 1.5])
+    same(opo(tensor([1.0, 3.0]), rollout([0, 0], [1, 0])), [0.0, 2.0])
 
 
 @pytest.mark.parametrize("scale", [1.0, 4.0])
@@ -222,6 +235,8 @@ def test_gpg_scales_by_the_share_that_teaches(count, scale):
     )
     same(gpg(tensor(reward), rollout()), gpg(tensor(reward), rollout(), scale=1.0, count="groups")[:, 0].tolist())
     assert gpg(torch.zeros(3), rollout([0, 0, 1], [1, 1, 1]), count=count).abs().max() == 0
+    single = gpg(tensor([0.0, 1.0]), rollout([0, 0], [1, 1]), count=count)
+    same(single, [-0.5, 0.5] if count == "groups" else [-1.0, 1.0])
     for wrong in (0.0, -1.0):
         with pytest.raises(UserError, match="greater than 0"):
             gpg(tensor(reward), rollout(), scale=wrong)
@@ -239,6 +254,8 @@ def test_only_the_best_answer_of_pass_at_k(eps):
     same(pass_at_k(tensor(REWARD), rollout(), **chosen), rows(lead))
     two = pass_at_k(tensor([1.0, 1.0, 0.0]), rollout([0, 0, 0], [1, 1, 1]), **chosen)
     assert two.abs().max() == 0, "two are equally good"
+    pair = pass_at_k(tensor([1.0, 0.0]), rollout([0, 0], [1, 1]), **chosen)
+    same(pair, [1 / (math.sqrt(0.5) + (eps or 1e-6)), 0.0])
 
 
 def test_ngrpo_adds_answers_with_the_best_reward():
@@ -385,6 +402,102 @@ def test_ddpo_compares_with_the_buffer_or_with_everything():
         with pytest.raises(UserError, match="ddpo"):
             DDPO(**wrong)
     assert DDPO(buffer=4, min_count=1).min_count == 1
+    resumed = DDPO(buffer=4, min_count=1)
+    resumed.load_state_dict({"rewards": {"prompt 0": [1.0, 2.0, 3.0]}})
+    resumed(tensor([4.0, 5.0]), rollout([0, 0], [1, 1]))
+    assert resumed.state_dict() == {"rewards": {"prompt 0": [2.0, 3.0, 4.0, 5.0]}}
+
+
+# -- trees -------------------------------------------------------------------------------------------------------------
+
+
+def tree(splits, factor, steps):
+    """One tree, every step stochastic: rows are its leaves, and an edge has the name of its first leaf."""
+    leaves = factor ** len(splits)
+    spans = [leaves // factor ** sum(split <= k for split in splits) for k in range(steps)]
+    row = torch.arange(leaves)
+    branch = torch.stack([row - row % span for span in spans], 1)
+    ones = torch.ones(leaves, steps)
+    return Rollout(
+        group=row * 0,
+        row=row,
+        sample=row,
+        logprob=0 * ones,
+        mask=ones > 0,
+        branch=branch,
+        eta=ones,
+        prompts=[{"text": "a tree"}],
+    )
+
+
+LEAVES = [0.1, 0.5, 0.9, 0.3, 0.8, 0.2, 0.6, 0.7]
+
+
+def trained(advantage, rollout, reward):
+    """Of every edge depth the rows that are trained on."""
+    kept = ~advantage(tensor(reward), rollout).isnan()
+    return [column.nonzero()[:, 0].tolist() for column in kept.unbind(1)]
+
+
+def test_edges_are_compared_with_the_edges_of_their_depth():
+    for chosen, ddof, eps in (({}, 1, 1e-8), ({"ddof": 0, "eps": 0.5}, 0, 0.5)):
+        computed = Branch(**chosen)(tensor(LEAVES), tree([0, 1, 3], 2, 5))
+        for k, span in enumerate((4, 2, 2, 1, 1)):
+            edges = [fmean(LEAVES[i : i + span]) for i in range(0, 8, span)]
+            wanted = [(edges[i // span] - fmean(edges)) / (deviation(edges, ddof) + eps) for i in range(8)]
+            torch.testing.assert_close(computed[:, k].double(), tensor(wanted), atol=1e-6, rtol=0)
+    kept = vars(Branch())
+    assert (kept["fusion"], kept["alpha"], kept["prune_depth"], kept["prune_width"]) == ("mean", 1.0, (), None)
+    assert (kept["slide_every"], kept["slide_stop"], kept["keep"], kept["iteration"]) == (0, 1, 0.5, 0)
+
+
+def test_a_leaf_with_an_infinite_reward_is_missing():
+    lost, infinite = [NAN, *LEAVES[1:]], [math.inf, *LEAVES[1:]]
+    batch = tree([0, 1, 3], 2, 5)
+    wanted = Branch()(tensor(lost), batch)
+    assert torch.equal(Branch()(tensor(infinite), batch).nan_to_num(9.0), wanted.nan_to_num(9.0))
+
+
+def test_pruned_depths_stay_or_slide_to_the_first_edge():
+    batch, every = tree([0, 1, 3], 2, 5), list(range(8))
+
+    def pruned(**chosen):
+        advantage = Branch(**chosen)
+        return [[k + 1 for k, rows in enumerate(trained(advantage, batch, LEAVES)) if not rows] for _ in range(5)]
+
+    assert pruned(prune_depth=[2]) == [[2]] * 5
+    assert pruned(prune_depth=[1], slide_every=1) == [[1]] * 5
+    assert pruned(prune_depth=[3], slide_every=1) == [[3], [2], [1], [1], [1]]
+    assert pruned(prune_depth=[3, 5], slide_every=2, slide_stop=2) == [[3, 5], [3, 5], [2, 4], [2, 4], [2, 4]]
+    assert pruned(prune_depth=[5, 6]) == [[5]] * 5  # there is no sixth edge
+    assert trained(Branch(), batch, LEAVES) == [every] * 5
+
+
+def test_pruned_width_begins_behind_the_last_split():
+    """Of the leaves 0 to 7 in pairs the better one; or of all the best and the worst, the odd one among the worst."""
+    batch, every = tree([0, 1, 3], 2, 5), list(range(8))
+    assert trained(Branch(prune_width="siblings"), batch, LEAVES) == [every] * 4 + [[1, 2, 4, 7]]
+    ends = trained(Branch(prune_width="extremes"), batch, LEAVES)
+    assert ends == [every] * 4 + [[0, 2, 4, 5]]  # 0.9 and 0.8, 0.1 and 0.2
+    few = trained(Branch(prune_width="extremes", keep=0.4), batch, LEAVES)
+    assert few[4] == [0, 2, 5]  # three: 0.9, and 0.2 and 0.1
+    least = trained(Branch(prune_width="extremes", keep=0.1), batch, LEAVES)
+    assert least[4] == [0, 2]
+    lost = trained(Branch(prune_width="siblings"), batch, [NAN, *LEAVES[1:5], NAN, *LEAVES[6:]])
+    assert lost[4] == [1, 2, 4, 7]  # a missing leaf is the worse one
+    missing_first = trained(Branch(prune_width="siblings"), batch, [0.1, NAN, *LEAVES[2:]])
+    assert missing_first[4] == [0, 2, 4, 7]
+
+
+def test_pruned_width_of_wide_splits_and_of_one_split():
+    wide, every = tree([0, 1], 4, 3), list(range(16))
+    reward = LEAVES + [x + 0.05 for x in LEAVES]
+    best_two = [1, 2, 4, 7, 9, 10, 12, 15]  # of each four
+    assert trained(Branch(prune_width="siblings"), wide, reward) == [every, every, best_two]
+    best = [2, 4, 10, 12]
+    assert trained(Branch(prune_width="siblings", keep=0.2), wide, reward) == [every, every, best]
+    once = tree([0], 4, 3)  # all part at the first step: behind it the better half
+    assert trained(Branch(prune_width="siblings"), once, LEAVES[:4]) == [[0, 1, 2, 3], [1, 2], [1, 2]]
 
 
 # -- for the log -------------------------------------------------------------------------------------------------------
