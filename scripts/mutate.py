@@ -10,10 +10,10 @@
 
 One process imports everything and collects the tests. Every mutant is a fork of it, in which the changed code takes the
 place of the old one, and which runs the tests that execute the line: those that killed its neighbours first, then short
-ones first, until one fails. A test that takes five times as long as it should has failed too. Tests that start other
-processes do not see a mutant there. Results are kept in the cache (``mutation/``), so that a run goes on where it was
-stopped; a mutant is tested again when its function has changed. Mutants that no test can notice stand in
-``scripts/equivalent_mutants.yaml``, each with the reason.
+ones, one case of every function first, until one fails. A test that takes five times as long as it should has failed
+too. Tests that start other processes do not see a mutant there. Results are kept in the cache (``mutation/``), so that
+a run goes on where it was stopped; a mutant is tested again when its function has changed. Mutants that no test can
+notice stand in ``scripts/equivalent_mutants.yaml``, each with the reason.
 """
 
 from __future__ import annotations
@@ -228,11 +228,7 @@ class Runner:
             for file, lines in test["lines"].items():
                 for line in lines:
                     self.by_line[file, line].append(name)
-        modules = Counter(name.partition("::")[0] for name in self.tests)
-        self.pace = {
-            module: sum(t["seconds"] for n, t in self.tests.items() if n.startswith(f"{module}::")) / count
-            for module, count in modules.items()
-        }
+        self.turn = turns(self.tests)
         self.killers: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
         self.failed = False
 
@@ -306,11 +302,9 @@ class Runner:
         names = {name for name in names if name in self.items}
         killers = self.killers[mutant.file, mutant.scope]
 
-        def order(name: str) -> tuple[float, str, float]:
-            module = name.partition("::")[0]
-            if killers[name]:
-                return (-1, "", self.tests[name]["seconds"] / killers[name])
-            return (self.pace[module], module, self.tests[name]["seconds"])
+        def order(name: str) -> tuple[float, float]:
+            seconds = self.tests[name]["seconds"]
+            return (-1, seconds / killers[name]) if killers[name] else (self.turn[name], seconds)
 
         ordered, spent = sorted(names, key=order), 0.0
         for place, name in enumerate(ordered):
@@ -354,7 +348,7 @@ class Runner:
 
     def check(self) -> None:
         """All tests in a fork without a mutant, in the order of a run; those that fail leave the trace."""
-        names = sorted(self.items.keys() & self.tests.keys(), key=lambda n: (self.pace[n.partition("::")[0]], n))
+        names = sorted(self.items.keys() & self.tests.keys())
         reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -372,6 +366,14 @@ class Runner:
         known["tests"] = {name: test for name, test in known["tests"].items() if name not in unfit}
         target.write_text(json.dumps(known))
         print(f"{len(names)} tests without a mutant, exit {code}; left out: {unfit or 'none'}")
+
+
+def turns(tests: dict[str, dict[str, Any]]) -> dict[str, int]:
+    """The place of a test among those of its function, short ones first: many kinds of tests come before many cases."""
+    cases: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(tests, key=lambda name: tests[name]["seconds"]):
+        cases[name.partition("[")[0]].append(name)
+    return {name: place for names in cases.values() for place, name in enumerate(names)}
 
 
 def end_group(pid: int) -> None:
