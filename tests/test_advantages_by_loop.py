@@ -168,6 +168,33 @@ def test_rloo_of_few():
     same(rloo(tensor(REWARD), rollout()), rows(left_out))
 
 
+def test_two_rows_alone():
+    """Small batches, where a count less one or a bound on it shows."""
+    half = 0.5 / (math.sqrt(0.5) + 1e-4)
+    for std in ("group", "global"):
+        same(grpo(tensor([0.0, 1.0]), rollout([0, 0], [1, 1]), std=std), [-half, half])
+    alone = statistics(Rewards({"a": tensor([3.0])}), rollout([0], [1]))
+    assert (alone["reward/mean"], alone["reward/std"], alone["reward/a/mean"]) == (3.0, 0.0, 3.0)
+
+
+def test_a_group_whose_sum_is_flat_is_dropped_unless_its_rewards_are_compared_apart():
+    rewards = Rewards({"a": tensor([1.0, 0.0, 1.0, 0.0]), "b": tensor([0.0, 1.0, 0.0, 0.0])})
+    batch = rollout([0, 0, 1, 1], [1, 1, 1, 1])
+    for combine, dropped in (("sum", 2), ("aggregate", 0), ("gdpo", 0)):
+        computed = group(rewards, batch, combine=combine, flat="drop")
+        assert computed.isnan()[:, 0].tolist() == [True] * dropped + [False] * (4 - dropped)
+
+
+def test_rewards_of_steps_are_refused_where_whole_samples_are_compared():
+    steps = tensor([[1.0, 2.0], [3.0, 4.0]])
+    batch = rollout([0, 0], [2, 2])
+    for advantage in (DDPO(), Running(), MaxMin()):
+        with pytest.raises(UserError, match="gives a number for every step"):
+            advantage(Rewards({"steps": steps, "end": tensor([1.0, 2.0])}), batch)
+    watched = Rewards({"steps": steps, "end": tensor([1.0, 2.0])}, {"steps": 0.0})
+    assert Running(of="dr_grpo", eps=0.5)(watched, batch).flatten().tolist() == [-0.5, 0.5]
+
+
 # -- of answers --------------------------------------------------------------------------------------------------------
 
 
@@ -334,7 +361,7 @@ def test_running_moments_over_three_iterations():
     advantage = Running(of="dr_grpo", decay=decay, eps=0.125)
     cut = Running(of="dr_grpo", decay=decay, eps=0.125, limit=0.5)
     for step in range(3):
-        reward = [(step + 1) * x + step for x in REWARD]
+        reward = [(step + 1) * x / 4 + step for x in REWARD]
         values = [reward[i] for i in PRESENT]
         mean = decay * mean + (1 - decay) * fmean(values)
         square = decay * square + (1 - decay) * fmean([x * x for x in values])
@@ -366,6 +393,11 @@ def test_maxmin_takes_the_worst_reward_or_follows():
         share = {name: x / sum(raw.values()) for name, x in raw.items()}
         total = [sum(share[name] * weight[name] * values[name][i] for name in mean) for i in range(16)]
         same(advantage(rewards, rollout()), rows(lambda i, x=total: x[i] - fmean(group_rewards(i, x))))
+
+
+def test_maxmin_bears_large_rewards():
+    rewards = Rewards({"good": tensor([0.0, 1.0]), "bad": tensor([-2000.0, -2001.0])})
+    same(MaxMin(of="dr_grpo", rate=1.0)(rewards, rollout([0, 0], [1, 1])), [0.5, -0.5])
 
 
 def test_process_rewards_are_normalised_over_the_steps_of_a_group_and_summed_from_behind():
