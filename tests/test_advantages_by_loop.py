@@ -375,6 +375,12 @@ def test_running_moments_over_three_iterations():
         )
         limited = [NAN if math.isnan(x) else min(max(x, -0.5), 0.5) for x in scaled]
         same(cut(tensor(reward), rollout()), rows(lambda i, x=limited: x[i] - fmean(group_rewards(i, x))), atol=1e-10)
+    alone = Running(of="dr_grpo", decay=0.0, eps=0.5)
+    for reward in ([0.0, 4.0], [1.0, 2.0]):
+        same(
+            alone(tensor(reward), rollout([0, 0], [1, 1])),
+            [x * (reward[1] - reward[0]) / (pstdev(reward) + 0.5) for x in (-0.5, 0.5)],
+        )
     fresh = Running()
     assert (fresh.decay, fresh.limit, fresh.eps) == (0.9, None, 1e-6)
 

@@ -60,8 +60,8 @@ def test_passes_hold_the_rows_with_decisions_in_order(size):
 
 
 def test_nothing_to_train_on_makes_no_pass():
-    assert passes([point.replace(mask=point.mask & False) for point in points()], 2) == []
-    assert passes([], 2) == []
+    assert list(passes([point.replace(mask=point.mask & False) for point in points()], 2)) == []
+    assert list(passes([], 2)) == []
 
 
 def test_adjacent_rows_come_by_prompt_and_long_ones_first():
@@ -71,7 +71,7 @@ def test_adjacent_rows_come_by_prompt_and_long_ones_first():
     point = Point(group=group, row=torch.arange(6), state=torch.arange(6), mask=mask)
     (whole,) = passes([point], None, adjacent=True)
     assert whole.row.tolist() == [5, 1, 3, 2, 0, 4]
-    assert passes([point], None)[0].row.tolist() == list(range(6))
+    assert list(passes([point], None))[0].row.tolist() == list(range(6))
 
 
 @pytest.mark.parametrize("weighed", [False, True])
