@@ -425,6 +425,40 @@ def test_process_rewards_are_normalised_over_the_steps_of_a_group_and_summed_fro
     same(alone, rows(lambda i: whitened(i, ddof=0)))
 
 
+def test_process_rewards_alone_and_watched():
+    """Steps without an outcome; a reward of weight 0 of either kind changes nothing; none with a weight is refused."""
+    steps = tensor([[1.0, 3.0, NAN], [2.0, 2.0, 6.0], [5.0, NAN, NAN]])
+    batch = rollout([0, 0, 1], [2, 3, 1])
+    each = [1.0, 3.0, 2.0, 2.0, 6.0]
+    scale = pstdev(each) + 1e-4
+    wanted = [[(4 - 5.6) / scale, 0.2 / scale, 0.0], [1.6 / scale, 2.4 / scale, 3.2 / scale], [0.0] * 3]
+    alone = process(Rewards({"steps": steps}), batch)
+    torch.testing.assert_close(alone, tensor(wanted), atol=1e-12, rtol=0)
+    watched = Rewards({"steps": steps, "end": tensor([1.0, 2.0, 3.0])}, {"end": 0.0})
+    assert torch.equal(process(watched, batch), alone)
+    end = process(Rewards({"steps": steps, "end": tensor([1.0, 2.0, 3.0])}, {"steps": 0.0}), batch)
+    same(end, [-0.5 / 0.5001, 0.5 / 0.5001, 0.0])
+    with pytest.raises(UserError, match="weight 0"):
+        process(Rewards({"steps": steps, "end": tensor([1.0, 2.0, 3.0])}, {"steps": 0.0, "end": 0.0}), batch)
+    with pytest.raises(UserError, match="gives 3 steps for samples of 2 decisions"):
+        process(Rewards({"steps": steps}), rollout([0, 0, 1], [2, 2, 1]))
+
+
+@pytest.mark.parametrize("name", OF_GROUPS)
+def test_rewards_of_steps_are_compared_step_by_step(name):
+    steps = [[math.cos(5 * i + 2 * t) for t in range(5)] for i in range(16)]
+    advantage = ADVANTAGES.build(name)
+    rewards = Rewards({"steps": tensor(steps), "end": tensor(REWARD)}, {"steps": 2.0})
+    computed = advantage(rewards, rollout())
+    for t in range(5):
+        column = Rewards({"steps": tensor(steps)[:, t], "end": tensor(REWARD)}, {"steps": 2.0})
+        assert torch.equal(computed[:, t : t + 1].nan_to_num(9.0), advantage(column, rollout()).nan_to_num(9.0))
+    watched = advantage(Rewards(rewards, {"steps": 0.0}), rollout())
+    assert torch.equal(watched.nan_to_num(9.0), advantage(tensor(REWARD), rollout()).nan_to_num(9.0))
+    with pytest.raises(UserError, match="gives 5 steps for samples of 4 decisions"):
+        advantage(rewards, rollout(length=[min(n, 4) for n in LENGTH]))
+
+
 def test_ddpo_compares_with_the_buffer_or_with_everything():
     advantage = DDPO(buffer=4, min_count=4, eps=0.5)
     advantage(tensor(REWARD), rollout())
@@ -566,6 +600,17 @@ def test_statistics_of_the_batch():
     none = statistics(Rewards({"a": tensor([NAN, NAN])}), rollout([0, 0], [1, 1]))
     assert all(math.isnan(none[name]) for name in none if name.endswith(("mean", "std")))
     assert none["groups/flat"] == 0 and none["groups/total"] == 1 and none["reward/a/excluded"] == 2
+
+
+def test_statistics_of_rewards_of_steps_are_those_of_their_means():
+    steps = tensor([[1.0, 3.0, NAN], [2.0, 2.0, 6.0], [5.0, NAN, NAN]])
+    batch = rollout([0, 0, 1], [2, 3, 1])
+    plain = statistics({"a": tensor([2.0, 10 / 3, 5.0])}, batch)
+    assert statistics(Rewards({"a": steps}), batch) == pytest.approx(plain) and plain["reward/mean"] == 31 / 9
+    prompts = [{"text": "x", "entry": 3}, {"text": "y", "entry": 4}]
+    computed = outcomes(Rewards({"a": steps}), batch.replace(prompts=prompts))
+    assert [(outcome.entry, outcome.flat) for outcome in computed] == [(3, False), (4, True)]
+    assert [outcome.mean for outcome in computed] == pytest.approx([8 / 3, 5.0])
 
 
 def test_outcomes_of_prompts_with_an_entry():
