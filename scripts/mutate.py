@@ -10,7 +10,7 @@
 
 One process imports everything and collects the tests. Every mutant is a fork of it, in which the changed code takes the
 place of the old one, and which runs the tests that execute the line: those that killed its neighbours first, then short
-ones, one case of every function first, until one fails. A test that takes five times as long as it should has failed
+ones, other cases of one function later, until one fails. A test that takes five times as long as it should has failed
 too. Tests that start other processes do not see a mutant there. Results are kept in the cache (``mutation/``), so that
 a run goes on where it was stopped; a mutant is tested again when its function has changed. Mutants that no test can
 notice stand in ``scripts/equivalent_mutants.yaml``, each with the reason.
@@ -304,7 +304,7 @@ class Runner:
 
         def order(name: str) -> tuple[float, float]:
             seconds = self.tests[name]["seconds"]
-            return (-1, seconds / killers[name]) if killers[name] else (self.turn[name], seconds)
+            return (-1, seconds / killers[name]) if killers[name] else (0, seconds * (1 + self.turn[name]))
 
         ordered, spent = sorted(names, key=order), 0.0
         for place, name in enumerate(ordered):

@@ -128,3 +128,16 @@ def test_the_kl_of_a_deterministic_step_is_that_of_the_least_std(zero):
     assert float(p.kl(q)) == pytest.approx(math.log(t / s) + 0.5 * ((s / t) ** 2 - 1), rel=1e-12)
     assert float(none.log_prob(mean)) == pytest.approx(12 * math.log(10) - 0.5 * math.log(2 * math.pi), rel=1e-12)
     assert float(none.entropy()) == pytest.approx(0.5 * math.log(2 * math.pi * math.e) - 12 * math.log(10), rel=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(2, BLOCK, 7), (2, 3, 2 * BLOCK), (2, BLOCK + 1, BLOCK)])
+def test_draws_at_many_positions_are_those_of_each(shape):
+    rng = Rng.of("positions")
+    logits = rng.normal(torch.arange(2), shape[1:], dtype=torch.float64)
+    uniform = rng.uniform(torch.arange(2), (shape[1], 2), 1)
+    token, logprob = drawn(logits, uniform)
+    assert token.shape == logprob.shape == (2, shape[1], 2)
+    for b in range(2):
+        each, score = drawn(logits[b], uniform[b])
+        assert torch.equal(token[b], each)
+        torch.testing.assert_close(logprob[b], score, atol=1e-12, rtol=0)
