@@ -8,7 +8,7 @@ import torch
 
 from mmrl.dists import Gaussian
 from mmrl.metrics import Meter
-from mmrl.objectives import AWM
+from mmrl.objectives import AWM, CRD, DGPO
 from mmrl.objectives.awm import SCORES
 from mmrl.objectives.corrections import Importance, off_policy
 from mmrl.registry import UserError
@@ -162,3 +162,140 @@ def test_off_policy_answers_are_dropped_only_where_they_are_bad_and_far():
     assert meter.mean("off_policy") == pytest.approx(0.2)
     recorded = off_policy(logp, point.replace(sampled=None, logprob=point.sampled), 0.25)
     assert torch.equal(recorded, kept)
+
+
+# -- centred reward distillation ---------------------------------------------------------------------------------------
+
+
+VELOCITY = [[0.1, -0.3, 0.2, 0.0], [0.5, 0.1, 0.0, -0.2], [-0.4, 0.4, 0.1, 0.1], [0.0, 0.0, 0.0, 0.0]]
+BEFORE = [[0.2, -0.1, 0.2, 0.1], [0.4, 0.2, 0.1, -0.2], [-0.4, 0.3, 0.3, 0.1], [0.1, 0.2, 0.3, 0.4]]
+ADVANTAGE = [1.5, -7.0, 0.5, 2.0]
+
+
+def scaled_error(v):
+    return sum(x * x for x in v) / 4 / max(sum(abs(x) for x in v) / 4, 1e-5)
+
+
+@pytest.mark.parametrize("form", ["mse", "bce"])
+@pytest.mark.parametrize("temperature", [None, 0.0, 0.25])
+@pytest.mark.parametrize("centre", ["group", "batch"])
+def test_crd_row_by_row(form, temperature, centre):
+    """The implicit reward and the wanted one, both less their mean under each of the weights."""
+    beta, clip = 2.0, 5.0
+    slopes = {None: [0.0], 0.0: [1.0, 0.0], 0.25: [4.0, -4.0]}[temperature]
+    group = [0, 0, 1, 1]
+    wanted = [0.5 + max(-clip, min(a, clip)) / (2 * clip) for a in ADVANTAGE]
+    implicit = [scaled_error(old) - scaled_error(v) for v, old in zip(VELOCITY, BEFORE, strict=True)]
+
+    def fit(i, slope):
+        rows = [j for j in range(4) if centre == "batch" or group[j] == group[i]]
+        p = [math.exp(slope * wanted[j]) for j in rows]
+        p = [x / sum(p) for x in p]
+        goal = wanted[i] - sum(x * wanted[j] for x, j in zip(p, rows, strict=True))
+        reward = beta * (implicit[i] - sum(x * implicit[j] for x, j in zip(p, rows, strict=True)))
+        if form == "mse":
+            return (reward - goal) ** 2
+        share = 1 / (1 + math.exp(-goal))
+        return math.log1p(math.exp(-reward)) + (1 - share) * reward
+
+    policy = Velocities(live=torch.tensor(VELOCITY, dtype=torch.float64), old=torch.tensor(BEFORE, dtype=torch.float64))
+    objective = CRD(beta=beta, form=form, temperature=temperature, centre=centre, kl=0.0)
+    point = renoised(column(*ADVANTAGE)).replace(group=torch.tensor(group))
+    loss = objective.loss(policy, objective.couple(point, objective.measure(policy, point)))
+    expected = [clip / beta * sum(fit(i, slope) for slope in slopes) / len(slopes) for i in range(4)]
+    assert loss.flatten().tolist() == pytest.approx(expected, rel=1e-9)
+
+
+def test_crd_before_its_rows_are_coupled_and_near_the_reference():
+    """The centres are 1/2 and 0 then; kl adds the mean square distance to the reference."""
+    live, old = torch.tensor(VELOCITY, dtype=torch.float64), torch.tensor(BEFORE, dtype=torch.float64)
+    policy, point = Velocities(live=live, old=old, ref=live + 0.5), renoised(column(*ADVANTAGE))
+    plain = CRD(beta=2.0, kl=0.0).loss(policy, point)
+    wanted = [max(-5.0, min(a, 5.0)) / 10 for a in ADVANTAGE]
+    implicit = [scaled_error(b) - scaled_error(v) for v, b in zip(VELOCITY, BEFORE, strict=True)]
+    expected = [2.5 * (2 * (r - 0.0) - a) ** 2 for r, a in zip(implicit, wanted, strict=True)]
+    assert plain.flatten().tolist() == pytest.approx(expected, rel=1e-9)
+    meter = Meter()
+    with meter.listening():
+        near = CRD(beta=2.0, kl=3.0).loss(policy, point)
+    torch.testing.assert_close(near - plain, column(*[0.75] * 4))
+    assert meter.mean("kl") == pytest.approx(0.25)
+
+
+def test_crds_old_weights_and_what_it_refuses():
+    assert [CRD().old_decay(step) for step in (0, 100, 1000)] == pytest.approx([0.25, 0.75, 0.999])
+    for wrong in ({"beta": 0.0}, {"advantage_clip": 0.0}, {"temperature": -1.0}):
+        with pytest.raises(UserError, match="must be positive"):
+            CRD(**wrong)
+    assert CRD(temperature=0.0).temperature == 0.0
+
+
+@pytest.mark.parametrize("centre", ["group", "batch"])
+def test_crd_of_a_perfect_old_prediction_is_finite(centre):
+    """The mean absolute error is at least 1e-5."""
+    zero = torch.zeros(2, 4, dtype=torch.float64)
+    policy, point = Velocities(live=zero + 0.5, old=zero), renoised(column(1.0, -1.0))
+    objective = CRD(kl=0.0, centre=centre)
+    loss = objective.loss(policy, objective.couple(point, objective.measure(policy, point)))
+    assert loss.flatten().tolist() == pytest.approx([5 * 0.01, 5 * 0.01])  # (0 - 1/10)^2: both rows improved alike
+
+
+# -- direct group preference optimisation ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reference", ["ref", "old"])
+@pytest.mark.parametrize("clip", [None, 0.02])
+@pytest.mark.parametrize("kl", [0.0, 2.0])
+def test_dgpo_row_by_row(reference, clip, kl):
+    """sigmoid(S) A d with S = beta mean(A (d - d_ref)), without a gradient where a sample has moved far."""
+    beta, group = 3.0, [0, 0, 1, 1]
+    start = [[0.3, 0.0, 0.1, -0.1], [0.4, 0.0, 0.2, 0.1], [-0.2, 0.2, 0.3, 0.1], [0.2, 0.1, 0.0, -0.1]]
+    tables = {"live": VELOCITY, "old": BEFORE, "ref": start}
+    error = {name: [sum(x * x for x in v) / 4 for v in table] for name, table in tables.items()}
+    advantage = [max(-5.0, min(a, 5.0)) for a in ADVANTAGE]
+    each = [advantage[i] * beta * (error["live"][i] - error[reference][i]) for i in range(4)]
+    score = [sum(each[j] for j in range(4) if group[j] == group[i]) / 2 for i in range(4)]
+    weight = [1 / (1 + math.exp(-s)) for s in score]
+    ratio = [math.exp(b - d) for b, d in zip(error["old"], error["live"], strict=True)]
+    far = [clip is not None and (ratio[i] > 1 + clip if advantage[i] > 0 else ratio[i] < 1 - clip) for i in range(4)]
+    tables = {name: torch.tensor(table, dtype=torch.float64) for name, table in tables.items()}
+    live = tables.pop("live").requires_grad_()
+    objective = DGPO(beta=beta, clip=clip, kl=kl, reference=reference)
+    policy, point = Velocities(live=live, **tables), renoised(column(*ADVANTAGE)).replace(group=torch.tensor(group))
+    meter = Meter()
+    with meter.listening():
+        with torch.no_grad():
+            ready = objective.couple(point, objective.measure(policy, point))
+        loss = objective.loss(policy, ready)
+    apart = [sum((x - y) ** 2 for x, y in zip(v, s, strict=True)) / 4 for v, s in zip(VELOCITY, start, strict=True)]
+    expected = [weight[i] * advantage[i] * error["live"][i] + kl * apart[i] for i in range(4)]
+    assert loss.flatten().tolist() == pytest.approx(expected, rel=1e-9)
+    assert meter.mean("dgpo/weight") == pytest.approx(sum(weight) / 4)
+    if clip:
+        assert meter.mean("clip_fraction") == pytest.approx(sum(far) / 4) and 0 < sum(far) < 4
+        assert meter.mean("ratio") == pytest.approx(sum(ratio) / 4)
+    if kl:
+        assert meter.mean("kl") == pytest.approx(sum(apart) / 4)
+    loss.sum().backward()
+    for i in range(4):
+        slope = 0.0 if far[i] else weight[i] * advantage[i]
+        wanted = [slope * x / 2 + kl * (x - s) / 2 for x, s in zip(VELOCITY[i], start[i], strict=True)]
+        assert live.grad[i].tolist() == pytest.approx(wanted, abs=1e-12)
+
+
+def test_dgpo_as_published_and_what_it_keeps_and_refuses():
+    dgpo = DGPO()
+    assert (dgpo.beta, dgpo.clip, dgpo.advantage_clip, dgpo.kl, dgpo.draws) == (100.0, 1e-2, 5.0, 0.02, 4)
+    assert [dgpo.old_decay(step) for step in (0, 100, 1000)] == pytest.approx([0.0, 0.1, 0.3])
+    kept = {
+        ("ref",): {"clip": None},
+        ("old", "ref"): {},
+        ("old",): {"reference": "old", "kl": 0.0, "clip": None},
+    }
+    for snapshots, chosen in kept.items():
+        assert DGPO(**chosen).snapshots == snapshots
+    assert DGPO(clip=None, behaviour="old").snapshots == ("old", "ref")
+    assert DGPO(reference="old").snapshots == ("old", "ref")
+    for wrong in ({"beta": 0.0}, {"advantage_clip": 0.0}, {"clip": -1.0}):
+        with pytest.raises(UserError, match="must be positive"):
+            DGPO(**wrong)
