@@ -8,11 +8,16 @@ import torch
 
 from mmrl.dists import Gaussian
 from mmrl.metrics import Meter
-from mmrl.objectives import AWM, CRD, DGPO
+from mmrl.objectives import AWM, CRD, DGPO, AdjointMatching, Draft, FlowDPPO
 from mmrl.objectives.awm import SCORES
 from mmrl.objectives.corrections import Importance, off_policy
+from mmrl.objectives.dppo import gated
 from mmrl.registry import UserError
 from mmrl.types import Point
+from samplers.kernels import flow_sde, memoryless, ode
+from samplers.noise import Rng
+
+from . import toys
 
 
 def column(*values):
@@ -299,3 +304,143 @@ def test_dgpo_as_published_and_what_it_keeps_and_refuses():
     for wrong in ({"beta": 0.0}, {"advantage_clip": 0.0}, {"clip": -1.0}):
         with pytest.raises(UserError, match="must be positive"):
             DGPO(**wrong)
+
+
+# -- differentiable rewards --------------------------------------------------------------------------------------------
+
+
+def walked(**options):
+    """A toy's rollout and points of time, its reference being other weights."""
+    policy = toys.make("flow", double=True, steps=3, **options)
+    with torch.no_grad():
+        for p in policy.net.parameters():
+            p.add_(0.05)
+        policy.weights.keep("ref")
+        for p in policy.net.parameters():
+            p.sub_(0.05)
+        policy.weights.keep("old")
+        rollout = policy.rollout(toys.prompts(2), 2, Rng.of("walk"))
+    return policy, rollout.replace(advantage=torch.zeros(4, 1, dtype=torch.float64))
+
+
+def transitions(policy, rollout, name):
+    """(mean, std) of every step of the path under these weights."""
+    steps = []
+    with policy.weights.using(name), torch.no_grad():
+        for k in range(3):
+            state = Point(
+                group=rollout.group,
+                cond=rollout.cond,
+                row=rollout.row,
+                state=rollout.path[:, k],
+                time=rollout.time[:, k],
+                next_time=rollout.time[:, k + 1],
+                eta=rollout.eta[:, k],
+                mask=rollout.mask[:, :1],
+            )
+            dist = policy.dist(state)
+            steps.append((dist.mean, dist.std))
+    return steps
+
+
+DIVERGENCE = {  # of Gaussians that are d standard deviations apart
+    "kl": lambda d2: d2 / 2,
+    "hellinger": lambda d2: 1 - math.exp(-d2 / 8),
+    "total_variation": lambda d2: math.erf(math.sqrt(d2) / (2 * math.sqrt(2))),
+    "chi2": lambda d2: math.exp(d2) - 1,
+}
+
+
+@pytest.mark.parametrize("kernel", [flow_sde, ode])
+@pytest.mark.parametrize("divergence", DIVERGENCE)
+def test_draft_pays_for_the_mean_divergence_of_its_steps(kernel, divergence):
+    """Per dimension; a step without noise counts as if the clean prediction had variance 1/2."""
+    policy, rollout = walked(kernel=kernel)
+    losses = []
+    for kl in (0.0, 2.0):
+        objective = Draft(last=2, kl=kl, divergence=divergence)
+        objective.attach(toys.smooth_reward)
+        (point,) = objective.points(policy, rollout, Rng.of(0))
+        losses.append(objective.loss(policy, point)[:, 0])
+    assert losses[0].tolist() == pytest.approx((-toys.smooth_reward(rollout.sample, None)).tolist(), abs=1e-9)
+    paid = torch.zeros(4, dtype=torch.float64)
+    pairs = list(zip(transitions(policy, rollout, "live"), transitions(policy, rollout, "ref"), strict=True))
+    for k, ((mean, std), (base, _)) in list(enumerate(pairs))[1:]:
+        for row in range(4):
+            length = float(rollout.time[row, k] - rollout.time[row, k + 1])
+            scale = float(std[row]) if float(std[row]) > 0 else length * math.sqrt(0.5)
+            paid[row] += DIVERGENCE[divergence](float(((mean[row] - base[row]) / scale).square().mean())) / 2
+    torch.testing.assert_close(losses[1] - losses[0], 2 * paid, atol=1e-9, rtol=1e-7)
+
+
+@pytest.mark.parametrize("strength", [None, 0.5])
+def test_adjoint_matchings_loss_step_by_step(strength):
+    """1/2 |(mean - base) / std + std a|^2 per dimension; a carried back by Jacobians of the base's means."""
+    policy, rollout = walked(kernel=memoryless, eta=1.0)
+    objective = AdjointMatching() if strength is None else AdjointMatching(strength=strength)
+    objective.attach(toys.smooth_reward)
+    (point,) = objective.points(policy, rollout, Rng.of(0))
+    computed = objective.loss(policy, point)[:, 0]
+    end = rollout.sample.clone().requires_grad_()
+    (adjoint,) = torch.autograd.grad(-(strength or 1.0) * toys.smooth_reward(end, None).sum(), end)
+    live, base = (transitions(policy, rollout, name) for name in ("live", "ref"))
+    expected = torch.zeros(4, dtype=torch.float64)
+    for k in (2, 1, 0):
+        (mean, std), (start, _) = live[k], base[k]
+        if (std > 0).all():
+            expected += 0.5 * ((mean - start) / std + std * adjoint).square().mean(1)
+
+        def base_mean(x, k=k):
+            state = Point(
+                group=rollout.group,
+                cond=rollout.cond,
+                row=rollout.row,
+                state=x,
+                time=rollout.time[:, k],
+                next_time=rollout.time[:, k + 1],
+                eta=rollout.eta[:, k],
+                mask=rollout.mask[:, :1],
+            )
+            return policy.dist(state).mean
+
+        with policy.weights.using("ref"):
+            jacobian = torch.autograd.functional.jacobian(base_mean, rollout.path[:, k])  # [B, 2, B, 2]
+        adjoint = torch.einsum("bibj,bi->bj", jacobian, adjoint)
+    torch.testing.assert_close(computed, expected, atol=1e-9, rtol=1e-7)
+
+
+@pytest.mark.parametrize("objective", [Draft, AdjointMatching])
+def test_without_a_differentiable_reward_nothing_can_be_followed(objective):
+    policy, rollout = walked(kernel=memoryless, eta=1.0)
+    one = objective()
+    (point,) = one.points(policy, rollout, Rng.of(0))
+    with pytest.raises(UserError, match="needs a differentiable reward"):
+        one.loss(policy, point)
+    one.attach(lambda sample, prompts: torch.zeros(len(sample)))
+    with pytest.raises(UserError, match="gives no gradient"):
+        one.loss(policy, point)
+
+
+# -- a trust region by divergence --------------------------------------------------------------------------------------
+
+
+def test_flow_dppo_of_an_unchanged_ratio_is_never_dropped():
+    zero, far = column(0.0, 0.0), column(1.0, 1.0)
+    mask = torch.ones(2, 1, dtype=torch.bool)
+    assert gated(0.5, zero, zero, column(1.0, -1.0), far, mask).flatten().tolist() == [-1.0, 1.0]
+    edge = gated(1.0, column(0.1, -0.1), zero, column(1.0, -1.0), far, mask)
+    assert edge.flatten().tolist() == [0.0, 0.0], "the threshold itself is reached"
+
+
+def test_flow_dppo_is_seen_by_the_gate_and_refuses_what_is_not_positive():
+    policy, rollout = walked()
+    point = next(iter(FlowDPPO().points(policy, rollout, Rng.of(0))))
+    point = point.replace(logprob=point.logprob - 0.25, advantage=column(*[1.0] * len(point)))
+    meter = Meter()
+    with meter.listening():
+        FlowDPPO().loss(policy, point)
+    assert meter.top("log_ratio") == pytest.approx(0.25) and meter.mean("ratio") == pytest.approx(math.exp(0.25))
+    assert meter.mean("kl_old") == 0.0
+    for wrong in ({"threshold": 0.0}, {"advantage_clip": 0.0}):
+        with pytest.raises(UserError, match="must be positive"):
+            FlowDPPO(**wrong)
