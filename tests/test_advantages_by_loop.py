@@ -31,6 +31,7 @@ from mmrl.advantages import (
     process,
     reinforce_pp,
     rloo,
+    shared,
     statistics,
     temporal,
 )
@@ -156,6 +157,7 @@ def test_several_rewards_are_normalised_apart_and_again():
     computed = gdpo(rewards, rollout(), eps=0.5, ddof=1, eps_mode="add")
     same(computed, rows(lambda i: apart(i, 1, 0.5, False) / (stdev(added) + 0.5)))
     same(dance(rewards, rollout(), combine="aggregate"), rows(lambda i: apart(i, 1, 1e-8, False)))
+    assert gdpo(torch.ones(4), rollout([0, 0, 1, 1], [1] * 4), eps=0.0).abs().max() == 0
     broad = gdpo(rewards, rollout(), eps=10.0)  # no std is as large: the least value counts, twice
     same(broad, rows(lambda i: apart(i, 0, 10.0, True) / 10.0))
 
@@ -309,16 +311,17 @@ def test_temporal_is_a_parabola_over_the_places():
                 assert float(computed[i, t]) == pytest.approx(float(base[i]) * (1 + strength * place**2), abs=1e-12)
 
 
-def test_focused_is_the_spread_of_log_probs_at_a_place():
+@pytest.mark.parametrize("length", [LENGTH, [5] * 16])
+def test_focused_is_the_spread_of_log_probs_at_a_place(length):
     logprob = torch.tensor([[math.cos(7 * i + 3 * t) for t in range(5)] for i in range(16)], dtype=torch.float64)
-    batch = rollout().replace(logprob=logprob)
+    batch = rollout(length=length).replace(logprob=logprob)
     base = dr_grpo(tensor(REWARD), batch)[:, 0]
     for chosen, most in (({}, 1.5), ({"most": 3.0}, 3.0)):
         computed = focused(tensor(REWARD), batch, of=dr_grpo, **chosen)
         for g in range(5):
             members, spread = [i for i in range(16) if GROUP[i] == g], []
             for t in range(5):
-                values = [float(logprob[i, t]) for i in members if t < LENGTH[i]]
+                values = [float(logprob[i, t]) for i in members if t < length[i]]
                 spread.append(sum((x - fmean(values)) ** 2 for x in values) / len(members))
             low, high = min(spread), max(spread)
             for i in members:
@@ -329,7 +332,7 @@ def test_focused_is_the_spread_of_log_probs_at_a_place():
 
 
 def test_pairs_weigh_by_likeness_and_compare_tasks_apart():
-    likeness, task = [0.25, 0.5, 1.0, 0.0, 0.09, 1.0], ["see", "draw", "see", "draw", "see", "draw"]
+    likeness, task = [0.25, 0.5, 1.0, 0.0, 0.09, 1.0], ["see", "draw", "count", "draw", "see", "draw"]
     prompts = [{"text": "x", "similarity": s, "alike": s * s, "task": t} for s, t in zip(likeness, task)]
     batch = rollout().replace(prompts=prompts)
     everything = rows(lambda i: likeness[GROUP[i]] * whitened(i, "global"))
@@ -346,13 +349,13 @@ def test_pairs_weigh_by_likeness_and_compare_tasks_apart():
         mean = fmean(group_rewards(i))
         return likeness[GROUP[i]] * (0.0 if GROUP[i] in FLAT else (REWARD[i] - mean) / (stdev(over) + 1e-4))
 
-    same(pairs(tensor(REWARD), batch, of=of, tasks=("draw", "see")), rows(apart))
+    same(pairs(tensor(REWARD), batch, of=of, tasks=("draw", "see", "count")), rows(apart))
     with pytest.raises(UserError, match="of task 'see'"):
-        pairs(tensor(REWARD), batch, of=of, tasks=("draw",))
+        pairs(tensor(REWARD), batch, of=of, tasks=("draw", "count"))
     negative = [{**prompt, "similarity": -0.5} for prompt in prompts]
     same(pairs(tensor(REWARD), batch.replace(prompts=negative), of=of), rows(lambda i: -0.5 * whitened(i, "global")))
     with pytest.raises(UserError, match="must not be negative"):
-        pairs(tensor(REWARD), batch.replace(prompts=negative), of=of, power=2.0)
+        pairs(tensor(REWARD), batch.replace(prompts=[negative[0], *prompts[1:]]), of=of, power=2.0)
 
 
 def test_running_moments_over_three_iterations():
@@ -528,6 +531,28 @@ def test_a_leaf_with_an_infinite_reward_is_missing():
     batch = tree([0, 1, 3], 2, 5)
     wanted = Branch()(tensor(lost), batch)
     assert torch.equal(Branch()(tensor(infinite), batch).nan_to_num(9.0), wanted.nan_to_num(9.0))
+
+
+@pytest.mark.parametrize("siblings", [None, False, True])
+def test_a_shared_edge_has_the_mean_advantage_of_its_leaves(siblings):
+    """Less the mean of the edge before it, where there is one and siblings are compared."""
+    batch, reward = tree([0, 1, 3], 2, 5), [*LEAVES[:5], NAN, *LEAVES[6:]]
+    present = [i for i in range(8) if i != 5]
+    mean = fmean([reward[i] for i in present])
+    chosen = {} if siblings is None else {"siblings": siblings}
+    computed = shared(tensor(reward), batch, of=dr_grpo, **chosen)
+    spans, above = (4, 2, 2, 1, 1), (None, 4, 4, 2, 2)
+
+    def edge(i, span):
+        leaves = [reward[j] - mean for j in present if j // span == i // span]
+        return fmean(leaves) if leaves else NAN
+
+    for k in range(5):
+        for i in range(8):
+            before = edge(i, above[k]) if siblings and above[k] else 0.0
+            assert float(computed[i, k]) == pytest.approx(edge(i, spans[k]) - before, abs=1e-12, nan_ok=True)
+    plain = rollout([0, 0], [1, 1])
+    assert torch.equal(shared(tensor([1.0, 2.0]), plain, of=dr_grpo), dr_grpo(tensor([1.0, 2.0]), plain))
 
 
 def test_pruned_depths_stay_or_slide_to_the_first_edge():

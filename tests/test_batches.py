@@ -34,12 +34,12 @@ def test_every_step_has_equally_many_rows_of_every_prompt(size):
 
 
 def test_every_copy_of_a_prompt_comes_first_equally_often_and_so_does_every_prompt():
-    count, first, prompt = 1000, torch.zeros(3), torch.zeros(2)
+    count, first, prompt = 300, torch.zeros(3), torch.zeros(2)
     for epoch in range(count):
         row = next(batches(rows(2, 3), 3, 6, 1, Rng.of("order", epoch))).row
         first[row % 3] += 1
         prompt[row // 3] += 1
-    assert (first / count - 1 / 3).abs().max() < 0.06 and (prompt / count - 1 / 2).abs().max() < 0.06
+    assert (first / count - 1 / 3).abs().max() < 0.1 and (prompt / count - 1 / 2).abs().max() < 0.1
 
 
 def test_whole_groups_are_dealt_in_turn():

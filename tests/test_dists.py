@@ -141,3 +141,21 @@ def test_draws_at_many_positions_are_those_of_each(shape):
         each, score = drawn(logits[b], uniform[b])
         assert torch.equal(token[b], each)
         torch.testing.assert_close(logprob[b], score, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("vocab", [4, 2 * BLOCK])
+def test_a_number_at_an_edge_belongs_to_the_token_behind_it(vocab):
+    """The first token whose cumulative probability is above the number, between blocks and inside of one."""
+    edges = torch.arange(1, 4) / 4
+    token, _ = drawn(torch.zeros(1, vocab, dtype=torch.float64), edges[None].double())
+    assert token.tolist() == [[vocab // 4, vocab // 2, 3 * vocab // 4]]
+
+
+def test_a_long_tail_of_improbable_tokens_is_drawn():
+    """Weights of 1e-8 beside one of 1, each of which float32 could not add to the running sum."""
+    logits = torch.full((1, BLOCK), math.log(1e-8))
+    logits[0, 0] = 0.0
+    total = 1 + (BLOCK - 1) * 1e-8
+    uniform = torch.tensor([[0.5, (1 + 60.5e-8) / total]], dtype=torch.float64)
+    (first, later) = drawn(logits, uniform)[0][0].tolist()
+    assert first == 0 and abs(later - 61) <= 12  # float32 knows the total to 6e-8 only
