@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import distributions as reference
 
-from mmrl.dists import BLOCK, Categorical, Gaussian, drawn
+from mmrl.dists import BLOCK, Categorical, Gaussian, Score, drawn
 from samplers.noise import Rng
 
 
@@ -95,3 +95,67 @@ def test_draws_invert_the_cumulative_distribution_and_report_their_log_probs(voc
     assert (above > uniform - slack).all() and (above - p.gather(-1, token) <= uniform + slack).all()
     if dtype == torch.float64:
         assert torch.equal(token, (p.cumsum(-1)[:, None] <= uniform[..., None]).sum(-1))
+
+
+def test_samples_are_the_mean_and_scaled_noise():
+    p, noise = gaussian(0), gaussian(1).mean
+    twice = p.repeat(2)
+    for b in range(3):
+        wanted = [m + float(p.std[b]) * e for m, e in zip(p.mean[b].flatten().tolist(), noise[b].flatten().tolist())]
+        assert p.sample(noise)[b].flatten().tolist() == pytest.approx(wanted, abs=1e-12)
+        for copy in (2 * b, 2 * b + 1):
+            assert torch.equal(twice.mean[copy], p.mean[b]) and torch.equal(twice.std[copy], p.std[b])
+    assert len(twice.mean) == 6 and p.reduction == twice.reduction == "sum"
+    assert Gaussian(p.mean, p.std).reduction == Score(p.mean, p.std).reduction == "mean"
+
+
+def test_a_score_is_the_squared_distance_alone():
+    p, x = gaussian(0), gaussian(1).mean
+    for reduction, count in (("sum", 1), ("mean", 8)):
+        score = Score(p.mean, p.std, reduction).log_prob(x)
+        for b in range(3):
+            pairs = zip(p.mean[b].flatten().tolist(), x[b].flatten().tolist())
+            assert float(score[b]) == pytest.approx(-sum((m - y) ** 2 for m, y in pairs) / count, abs=1e-12)
+
+
+@pytest.mark.parametrize("zero", ["own", "other"])
+def test_the_kl_of_a_deterministic_step_is_that_of_the_least_std(zero):
+    """A standard deviation of 0 counts as 1e-12, so that the divergence is finite."""
+    mean = torch.zeros(1, 1, dtype=torch.float64)
+    none, one = Gaussian(mean, mean), Gaussian(mean, mean + 1.0)
+    p, q = (none, one) if zero == "own" else (one, none)
+    s, t = (1e-12, 1.0) if zero == "own" else (1.0, 1e-12)
+    assert float(p.kl(q)) == pytest.approx(math.log(t / s) + 0.5 * ((s / t) ** 2 - 1), rel=1e-12)
+    assert float(none.log_prob(mean)) == pytest.approx(12 * math.log(10) - 0.5 * math.log(2 * math.pi), rel=1e-12)
+    assert float(none.entropy()) == pytest.approx(0.5 * math.log(2 * math.pi * math.e) - 12 * math.log(10), rel=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(2, BLOCK, 7), (2, 3, 2 * BLOCK), (2, BLOCK + 1, BLOCK)])
+def test_draws_at_many_positions_are_those_of_each(shape):
+    rng = Rng.of("positions")
+    logits = rng.normal(torch.arange(2), shape[1:], dtype=torch.float64)
+    uniform = rng.uniform(torch.arange(2), (shape[1], 2), 1)
+    token, logprob = drawn(logits, uniform)
+    assert token.shape == logprob.shape == (2, shape[1], 2)
+    for b in range(2):
+        each, score = drawn(logits[b], uniform[b])
+        assert torch.equal(token[b], each)
+        torch.testing.assert_close(logprob[b], score, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("vocab", [4, 2 * BLOCK])
+def test_a_number_at_an_edge_belongs_to_the_token_behind_it(vocab):
+    """The first token whose cumulative probability is above the number, between blocks and inside of one."""
+    edges = torch.arange(1, 4) / 4
+    token, _ = drawn(torch.zeros(1, vocab, dtype=torch.float64), edges[None].double())
+    assert token.tolist() == [[vocab // 4, vocab // 2, 3 * vocab // 4]]
+
+
+def test_a_long_tail_of_improbable_tokens_is_drawn():
+    """Weights of 1e-8 beside one of 1, each of which float32 could not add to the running sum."""
+    logits = torch.full((1, BLOCK), math.log(1e-8))
+    logits[0, 0] = 0.0
+    total = 1 + (BLOCK - 1) * 1e-8
+    uniform = torch.tensor([[0.5, (1 + 60.5e-8) / total]], dtype=torch.float64)
+    (first, later) = drawn(logits, uniform)[0][0].tolist()
+    assert first == 0 and abs(later - 61) <= 12  # float32 knows the total to 6e-8 only

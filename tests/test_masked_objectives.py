@@ -17,7 +17,7 @@ from mmrl.policies.base import Remaskable
 from mmrl.policies.masked import MaskedDiffusion
 from mmrl.registry import ADVANTAGES, ESTIMATORS, SURROGATES, UserError
 from mmrl.trainer import Trainer
-from mmrl.types import Rewards, Rollout
+from mmrl.types import Point, Rewards, Rollout
 from samplers.noise import Rng
 
 from . import toys
@@ -384,3 +384,125 @@ def test_schedule_matched_weights_are_those_of_the_passes():
         assert len(chosen) == passes
         for point in chosen:
             assert min(abs(float(point.known.unique()) - weight) for weight in wanted) < 1e-9
+
+
+# -- which tokens an estimator hides, counted ------------------------------------------------------------------------
+
+
+class Hides:
+    """A policy that only writes down what was hidden and what is scored."""
+
+    rates = torch.tensor([1.0, 0.8, 0.6, 0.3, 0.0])
+
+    def at(self, rollout, hide, score=None):
+        mask = rollout.mask & (hide if score is None else score)
+        return Point(group=rollout.group, row=rollout.row, state=hide, mask=mask, logprob=rollout.logprob)
+
+
+def finished(rows=4000, length=16):
+    row = torch.arange(rows)
+    zero = torch.zeros(rows, length, dtype=torch.float64)
+    return Rollout(group=row * 0, row=row, sample=zero.long(), logprob=zero, mask=zero == 0, order=zero.long())
+
+
+def shares(name, **options):
+    """[draws] of all tokens, and [draws, B] of every row: how many are hidden."""
+    hidden = torch.stack([p.state for p in ESTIMATORS[name](Hides(), finished(), Rng.of("hides"), **options)]).double()
+    return hidden.mean((1, 2)), hidden.mean(2), hidden
+
+
+@pytest.mark.parametrize(
+    ("options", "low", "high"), [({}, 0.1, 0.9), ({"low": 0.2, "high": 0.4, "draws": 3}, 0.2, 0.4)]
+)
+def test_random_and_coupled_masks_have_rates_between_low_and_high(options, low, high):
+    draws = options.get("draws", 1)
+    whole, rows, _ = shares("random", **options)
+    spread = (high - low) ** 2 / 12  # of the rates, besides that of 16 draws at one rate
+    mean = (low + high) / 2
+    binomial = (mean - spread - mean**2) / 16
+    assert len(whole) == draws and (whole - mean).abs().max() < 0.01
+    torch.testing.assert_close(rows.var(1), torch.full((draws,), spread + binomial).double(), atol=0.004, rtol=0)
+    whole, rows, hidden = shares("coupled", **options)
+    assert len(whole) == 2 * draws and (whole[::2] - mean).abs().max() < 0.01
+    assert torch.equal(hidden[::2], 1 - hidden[1::2])
+    torch.testing.assert_close(rows[::2].var(1), torch.full((draws,), spread + binomial).double(), atol=0.004, rtol=0)
+
+
+def test_rates_of_uni_grpo_rise_evenly_from_a_random_one_to_all():
+    for options, rates in (
+        ({"draws": 4}, [1 / 2, 2 / 3, 5 / 6, 1]),
+        ({"updates": 2, "draws": 2}, [1 / 2, 1]),
+        ({"updates": 1}, [1 / 2]),
+    ):
+        whole, _, _ = shares("uni_grpo", **options)
+        torch.testing.assert_close(whole.sort().values, torch.tensor(rates).double(), atol=0.01, rtol=0)
+
+
+def test_rates_of_mask_grpo_rise_from_low_to_nearly_one():
+    for options, rates in (
+        ({"draws": 6}, [0.8 + 0.2 * n / 6 for n in range(1, 6)] + [0.999]),
+        ({"low": 0.5, "updates": 2, "draws": 2}, [0.75, 0.999]),
+    ):
+        whole, _, _ = shares("mask_grpo", **options)
+        torch.testing.assert_close(whole.sort().values, torch.tensor(rates).double(), atol=0.004, rtol=0)
+
+
+def test_mask_grpos_published_weights_are_sums_of_masks():
+    """fixed: false. A token counts as often as any of the masks hides it, on average 1 where one does."""
+    options = {"low": 0.05, "updates": 2}
+    batch = finished(2000)
+    masks = sum(p.state.double() for p in ESTIMATORS["mask_grpo"](Hides(), batch, Rng.of(1), draws=2, **options))
+    (point,) = ESTIMATORS["mask_grpo"](Hides(), batch, Rng.of(1), draws=1, fixed=False, **options)
+    some = masks > 0
+    assert torch.equal(point.mask, some) and not some.all()
+    wanted = masks * some.sum(1, keepdim=True) / masks.sum(1, keepdim=True)
+    torch.testing.assert_close(point.known, wanted, atol=1e-12, rtol=0)
+    gone = ESTIMATORS["mask_grpo"](Hides(), batch.replace(mask=~batch.mask), Rng.of(1), fixed=False, **options)
+    assert not gone[0].mask.any() and gone[0].known.isfinite().all()
+
+
+def test_udm_grpo_looks_at_adjacent_early_rates():
+    starts = set()
+    for seed in range(12):
+        points = ESTIMATORS["udm_grpo"](Hides(), finished(500), Rng.of(seed), starts=2, window=2)
+        rates = [float(p.state.double().mean()) for p in points]
+        first = int((rates[0] - Hides.rates).abs().argmin())
+        starts.add(first)
+        assert rates == pytest.approx(Hides.rates[first : first + 2].tolist(), abs=0.03)
+        total = sum(p.mask.sum(1, keepdim=True) for p in points)
+        for p in points:
+            count = p.mask.sum(1, keepdim=True)
+            torch.testing.assert_close(p.known * 2 * count.clamp_min(1), total.to(p.known) * torch.ones_like(p.known))
+    assert starts == {0, 1}
+    for seed in range(12):  # more starts than steps: the last one, alone
+        late = ESTIMATORS["udm_grpo"](Hides(), finished(500), Rng.of(seed), starts=50, window=3)
+        assert len(late) in (1, 2, 3) and float(late[-1].state.double().mean()) > 0.25
+
+
+def test_d1_hides_everything_and_a_share_of_the_prompt():
+    seen = []
+
+    class Corrupts(Hides):
+        def corrupted(self, cond, share, rng):
+            seen.append(share)
+            return "corrupted"
+
+        def at(self, rollout, hide, score=None):
+            seen.append(rollout.cond)
+            return super().at(rollout, hide, score)
+
+    for options, wanted in (
+        ({}, [0.15, "corrupted"]),
+        ({"prompt": 0.5}, [0.5, "corrupted"]),
+        ({"prompt": 0.0}, [None]),
+    ):
+        seen.clear()
+        (point,) = ESTIMATORS["d1"](Corrupts(), finished(3), Rng.of(0), **options)
+        assert point.state.all() and seen == wanted
+
+
+@pytest.mark.parametrize("name", ["random", "coupled"])
+def test_rates_must_ascend(name):
+    for low, high in ((0.5, 0.5), (0.9, 0.1)):
+        with pytest.raises(UserError, match="low < high"):
+            ESTIMATORS[name](Hides(), finished(2), Rng.of(0), low=low, high=high)

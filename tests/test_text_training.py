@@ -2,11 +2,12 @@
 
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from mmrl import advantages, config, registry, state
+from mmrl import advantages, config, registry, resampling, state
 from mmrl.objectives import GVPO, REAL, RegGRPO, Text
 from mmrl.objectives.text import Entropy
 from mmrl.optimizers import adamw
@@ -17,6 +18,7 @@ from mmrl.scoring import Scorer
 from mmrl.trainer import Trainer
 from mmrl.types import Completion, Rewards
 from rewards import co_reward
+from samplers.noise import Rng
 
 from . import toys
 from .test_advantages import rollout as rollout_of
@@ -243,6 +245,34 @@ def test_votes_that_rewards_remember_are_resumed_to_the_bit(remembers, tmp_path,
     monkeypatch.setattr(co_reward, "load_state_dict", lambda self, state: None)
     with pytest.raises(AssertionError):
         resumes(fresh, tmp_path)
+
+
+def test_replacements_are_the_same_on_any_number_of_processes(monkeypatch):
+    """Processes with one and two flat groups of four draw what one process with all eight draws, row by row."""
+    labels = [0, 1, 1, 1, 0, 0, 1, 1]
+    prompts = [{"text": f"label {label}", "label": label} for label in labels]
+    one = trainer(reward=only_label_one)
+    flat = [1, 2]  # of each process
+
+    def replaced(first, last):
+        drawn = one.draw(prompts[first:last], Rng(Rng.of("rollout").key, first))
+        stream = Rng.of("resample")
+        return resampling.resampled(drawn, lambda u: toys.prompts(16)[int(16 * u)], one.draw, [stream])
+
+    whole, counts = replaced(0, 8)
+    assert counts["resample/groups"] == 3
+    for rank in (0, 1):
+        with monkeypatch.context() as patch:
+            others = SimpleNamespace(
+                world=lambda rank=rank: (rank, 2), all_gather_rows=lambda own: torch.tensor(flat), all_sum=int
+            )
+            patch.setattr(resampling, "distributed", others)
+            part, counts = replaced(4 * rank, 4 * rank + 4)
+        own = torch.isin(whole.rollout.row, part.rollout.row)
+        assert counts["resample/groups"] == 3 and own.sum() == 32
+        assert torch.equal(part.rollout.sample, whole.rollout.sample[own])
+        assert part.rollout.asked() == [p for p, mine in zip(whole.rollout.asked(), own.tolist()) if mine]
+        assert torch.equal(part.rewards["threes"], whole.rewards["threes"][own])
 
 
 # -- corrections, entropy, refusals

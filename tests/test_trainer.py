@@ -1,4 +1,5 @@
 import math
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -10,7 +11,7 @@ from mmrl import advantages, distributed, gate
 from mmrl.batches import batches
 from mmrl.metrics import Meter, observe
 from mmrl.objectives import PolicyGradient
-from mmrl.optimizers import adamw, ema_decay, lr_factor
+from mmrl.optimizers import adamw, ema_decay, lr_factor, sgd
 from mmrl.options import TrainOptions
 from mmrl.registry import UserError
 from mmrl.scoring import Scorer
@@ -179,6 +180,28 @@ def test_the_moving_average_is_flow_grpos():
     assert found == [pytest.approx(line, abs=2e-5) for line in expected]
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_the_moving_average_follows_the_steps_that_were_taken(every):
+    """The average again from the weights after each optimizer step: decay min(limit, (1 + n) / (10 + n)) at step n."""
+    trainer = make_trainer(ema=0.25, ema_every=every, policy=toys.make("flow", double=True))
+    average, history, step = trainer.policy.weights.full(), [], trainer.optimizer.step
+
+    def noted():
+        step()
+        history.append(trainer.policy.weights.full())
+
+    trainer.optimizer.step = noted
+    for _ in range(3):
+        trainer.iterate()
+    assert len(history) == 6
+    for n, weights in enumerate(history):
+        if n % every == every - 1:
+            decay = min(0.25, (1 + n) / (10 + n))  # 1/10, 2/11, 3/12, then the limit
+            average = {name: decay * old + (1 - decay) * weights[name] for name, old in average.items()}
+    for name, value in trainer.policy.weights.full("ema").items():
+        torch.testing.assert_close(value, average[name], atol=1e-12, rtol=0)
+
+
 def test_the_moving_average_waits_its_turn():
     trainer = make_trainer(ema=0.5, ema_every=3)
     base = trainer.policy.weights.full()
@@ -197,6 +220,128 @@ def test_the_old_snapshot_samples_when_asked():
     trainer.iterate()
     old, live = (trainer.policy.weights.full(name) for name in ("old", "live"))
     assert all(torch.equal(old[name], live[name]) for name in live)
+
+
+# -- one iteration by hand ---------------------------------------------------------------------------------------------
+
+
+def by_hand(trainer, reduction, constant):
+    """Loss, gradient norm and weights after one step of gradient descent on all rows of an iteration."""
+    rollout, _ = trainer.collect()
+    policy, lr, most = trainer.policy, trainer.lrs[0], trainer.options.max_grad_norm
+    decisions, rows = rollout.mask.sum(), len(rollout)
+    total = {"decision": decisions, "row": rollout.mask.any(1).sum(), "every_row": rows, "constant": rows, "sum": 1}
+    loss = 0.0
+    for point in policy.path(rollout):
+        logp = policy.dist(point).log_prob(point.target)
+        share = 1.0 if reduction == "decision" else 1 / (constant or rollout.mask.shape[1])
+        if reduction in ("row", "every_row"):
+            share = 1 / point.length[:, None]
+        surrogate = -point.advantage.clamp(-5, 5) * (logp - logp.detach()).exp()
+        loss = loss + torch.where(point.mask, surrogate * share, 0.0).sum() / total[reduction]
+    weights = policy.weights.parameters()
+    gradients = torch.autograd.grad(loss, list(weights.values()))
+    norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+    scale = lr * min(1.0, most / (float(norm) + 1e-6))
+    moved = {name: (w - scale * g).detach() for (name, w), g in zip(weights.items(), gradients, strict=True)}
+    return float(loss.detach()), float(norm), int(decisions), moved
+
+
+def shifted(rewards, rollout):
+    """An advantage whose mean is not 0, so that the loss is not either."""
+    return advantages.dr_grpo(rewards, rollout) + 0.25
+
+
+@pytest.mark.parametrize("family", ["flow", "causal"])
+@pytest.mark.parametrize(
+    ("reduction", "constant"),
+    [("decision", None), ("row", None), ("every_row", None), ("constant", None), ("constant", 3), ("sum", None)],
+)
+def test_an_iteration_is_one_step_down_the_mean_loss(family, reduction, constant):
+    """By hand from what was sampled: the loss, its gradient, clipped, and the learning rate."""
+    options = {"batch_size": 64, "micro_batch": 5, "reduction": reduction, "constant": constant, "max_grad_norm": 0.01}
+    expected, trained = (
+        Trainer(
+            toys.make(family, double=True),
+            toys.prompts(16),
+            Scorer({"toy": toys.reward}),
+            shifted,
+            PolicyGradient(clip=0.2),
+            partial(sgd, lr=0.5),
+            TrainOptions(**{"prompts": 8, "copies": 8, "iterations": 60} | options),
+        )
+        for _ in range(2)
+    )
+    loss, norm, decisions, weights = by_hand(expected, reduction, constant)
+    start = time.perf_counter()
+    metrics = trained.iterate()
+    elapsed = time.perf_counter() - start
+    assert metrics["loss"] == pytest.approx(loss, rel=2e-7) and metrics["grad_norm"] == pytest.approx(norm, rel=2e-7)
+    assert metrics["decisions"] == decisions and metrics["step"] == 1 and metrics["skipped_steps"] == 0
+    assert metrics["lr"] == 0.5 and metrics["forwards"] == trained.policy.forwards and trained.iteration == 1
+    spent = [metrics[f"time/{name}"] for name in ("rollout", "reward", "update")]
+    assert min(spent) > 0 and sum(spent) <= elapsed
+    for name, value in trained.policy.weights.full().items():
+        torch.testing.assert_close(value, weights[name], atol=1e-9, rtol=1e-6)
+
+
+def test_the_learning_rate_follows_its_schedule_step_by_step():
+    trainer = make_trainer(lr=0.01, warmup=3, schedule="linear", iterations=4)
+    rates = [trainer.iterate()["lr"] for _ in range(4)]
+    assert rates == pytest.approx([0.01 * lr_factor("linear", step, 3, 8) for step in (1, 3, 5, 7)])
+    assert trainer.step == 8 and len(set(rates)) == 4
+
+
+def test_lagging_weights_follow_after_the_iteration():
+    trainer = make_trainer(policy=toys.make("flow", double=True))
+    trainer.objective.old_decay = lambda step: step / 8
+    trainer.policy.weights.keep("old")
+    before = trainer.policy.weights.full("old")
+    trainer.iterate()  # two steps
+    old, live = (trainer.policy.weights.full(name) for name in ("old", "live"))
+    for name in old:
+        torch.testing.assert_close(old[name], 0.25 * before[name] + 0.75 * live[name], atol=1e-12, rtol=0)
+
+
+def test_an_objective_adapts_after_every_iteration_and_data_are_watched_before():
+    trainer, seen = make_trainer(), []
+    objective = trainer.objective
+    objective.state_dict, objective.load_state_dict = dict, dict
+    objective.adapt = lambda iteration, metrics: seen.append((iteration, metrics["step"], metrics["reward/mean"]))
+    trainer.watch = lambda media, rollout, rewards: seen.append((len(media), rollout.advantage.shape, sorted(rewards)))
+    means = [trainer.iterate()["reward/mean"] for _ in range(2)]
+    shown = (64, (64, 1), ["toy"])
+    assert seen == [shown, (0, 2, means[0]), shown, (1, 4, means[1])]
+
+
+def test_answers_grow_longer_when_it_is_time():
+    policy, limits = toys.make("causal"), []
+    policy.limit = limits.append
+    trainer = make_trainer(policy=policy, lengths=((1, 5), (3, 7)))
+    for _ in range(5):
+        trainer.iterate()
+    assert limits == [5, 5, 7, 7]
+    trainer = make_trainer(lengths=((1, 5),))
+    trainer.iterate()
+    with pytest.raises(UserError, match=r"train\.lengths: ToyFlow writes no answers"):
+        trainer.iterate()
+
+
+def test_a_row_stays_when_one_of_its_decisions_does():
+    """NaN takes single decisions out of training; a row without any leaves it altogether."""
+
+    def partly(rewards, rollout):
+        advantage = torch.ones(rollout.mask.shape)
+        advantage[0], advantage[1, 2:], advantage[2, 0] = math.nan, math.nan, math.nan
+        return advantage
+
+    trainer = make_trainer(advantage=partly)
+    rollout, _ = trainer.collect()
+    assert rollout.kept.tolist() == [False] + [True] * 63
+    mask = torch.ones(64, rollout.mask.shape[1], dtype=torch.bool)
+    mask[0], mask[1, 2:], mask[2, 0] = False, False, False
+    stochastic = rollout.mask[3]
+    assert torch.equal(rollout.mask, mask & stochastic) and torch.equal(rollout.advantage, mask.float())
 
 
 @pytest.mark.parametrize(("schedule", "warmup"), [("constant", 0), ("linear", 3), ("cosine", 5)])

@@ -36,7 +36,7 @@ class CRD:
     or as published over all rows of an optimizer step.
 
     kl: weight of the squared distance of the velocity to the reference's, whose guidance is ``ref_guidance``.
-    lag: after step n, old = max(lag_first, min(lag n, lag_most)) old + the rest of the live weights.
+    lag: after step n, old = min(lag_first + lag n, lag_most) old + the rest of the live weights.
     """
 
     needs: ClassVar[str] = "gaussian"

@@ -1,0 +1,446 @@
+"""Objectives at single points against numbers by hand: bounds, corners, defaults, what the log counts."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mmrl.dists import Gaussian
+from mmrl.metrics import Meter
+from mmrl.objectives import AWM, CRD, DGPO, AdjointMatching, Draft, FlowDPPO
+from mmrl.objectives.awm import SCORES
+from mmrl.objectives.corrections import Importance, off_policy
+from mmrl.objectives.dppo import gated
+from mmrl.registry import UserError
+from mmrl.types import Point
+from samplers.kernels import flow_sde, memoryless, ode
+from samplers.noise import Rng
+
+from . import toys
+
+
+def column(*values):
+    return torch.tensor(values, dtype=torch.float64)[:, None]
+
+
+class Velocities:
+    """A policy that is a table: the velocity of every row under each name of weights."""
+
+    def __init__(self, **known):
+        self.known, self.name, self.weights = known, "live", SimpleNamespace(using=self.using)
+
+    def using(self, name):
+        policy = self
+
+        class Swap:
+            def __enter__(self):
+                policy.name = name
+
+            def __exit__(self, *_):
+                policy.name = "live"
+
+        return Swap()
+
+    def dist(self, point):
+        v = self.known[self.name][point.row]
+        return Gaussian(v, torch.full((len(v), 1), 0.5, dtype=v.dtype))
+
+
+def renoised(advantage, t=0.5):
+    """Rows at one time whose target is 0, so that an error is the mean square of the velocity."""
+    rows = len(advantage)
+    name = torch.arange(rows)
+    return Point(
+        group=name * 0,
+        row=name,
+        state=torch.zeros(rows, 4, dtype=torch.float64),
+        target=torch.zeros(rows, 4, dtype=torch.float64),
+        mask=torch.ones(rows, 1, dtype=torch.bool),
+        length=torch.ones(rows, dtype=torch.long),
+        time=torch.full((rows,), t, dtype=torch.float64),
+        gain=torch.full((rows,), t, dtype=torch.float64),
+        advantage=advantage,
+    )
+
+
+# -- advantage-weighted matching ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weighting", SCORES)
+def test_a_perfect_prediction_scores_zero_with_a_finite_gradient(weighting):
+    error = column(0.0).requires_grad_()
+    score = SCORES[weighting](error, column(0.5))
+    assert score.item() == 0
+    score.sum().backward()
+    assert error.grad.isfinite().all() and error.grad.item() < 0
+
+
+def test_awm_counts_the_ratios_beyond_its_clip_on_either_side():
+    """Errors 0.04 now; 0.09, 0.04, 0.0 before: log-ratios 0.025, 0, -0.02 at time 1/2."""
+    advantage = column(1.0, 1.0, 1.0)
+    live = torch.full((3, 4), 0.2, dtype=torch.float64)
+    old = column(0.3, 0.2, 0.0).expand(3, 4)
+    policy = Velocities(live=live, old=old, ref=live)
+    for clip, fraction in (((0.5, 0.01), 1 / 3), ((0.01, 0.5), 1 / 3), ((0.01, 0.01), 2 / 3), (0.5, 0.0)):
+        meter = Meter()
+        with meter.listening():
+            loss = AWM(weighting="t", clip=clip, kl=0.0).loss(policy, renoised(advantage))
+        assert meter.mean("clip_fraction") == pytest.approx(fraction)
+        ratio = [math.exp(0.025), 1.0, math.exp(-0.02)]
+        low, high = clip if isinstance(clip, tuple) else (clip, clip)
+        wanted = [-min(r, min(max(r, 1 - low), 1 + high)) for r in ratio]
+        assert loss.flatten().tolist() == pytest.approx(wanted, abs=1e-9)
+
+
+def test_awm_as_published_and_what_it_refuses():
+    awm = AWM()
+    assert (awm.weighting, awm.clip, awm.advantage_clip, awm.draws, awm.kl, awm.ema_kl) == (
+        "ghuber",
+        1.0,
+        1.0,
+        6,
+        1e-4,
+        0.0,
+    )
+    for wrong in ({"clip": 0.0}, {"clip": (0.1, 0.0)}, {"advantage_clip": 0.0}):
+        with pytest.raises(UserError, match="must be positive"):
+            AWM(**wrong)
+
+
+# -- corrections of text -----------------------------------------------------------------------------------------------
+
+
+def answers(gap, advantage=None, mask=None):
+    """Log-probs of the policy that are ``gap`` [B, L] above those of what sampled."""
+    gap = torch.tensor(gap, dtype=torch.float64)
+    name = torch.arange(len(gap))
+    mask = torch.ones(gap.shape, dtype=torch.bool) if mask is None else torch.tensor(mask, dtype=torch.bool)
+    return Point(
+        group=name * 0,
+        row=name,
+        state=gap,
+        mask=mask,
+        logprob=gap - 1,
+        sampled=torch.full_like(gap, -1.0),
+        advantage=advantage,
+    )
+
+
+@pytest.mark.parametrize("beyond", ["truncate", "mask"])
+def test_importance_at_and_beyond_its_bounds(beyond):
+    ratios = [0.25, 0.5, 1.0, 2.0, 8.0]
+    point = answers([[math.log(ratio) for ratio in ratios]])
+    weight = Importance(beyond=beyond, low=0.4, high=3.0).weight(point)[0]
+    inside = {"truncate": [0.4, 0.5, 1.0, 2.0, 3.0], "mask": [0.0, 0.5, 1.0, 2.0, 0.0]}[beyond]
+    assert weight.tolist() == pytest.approx(inside, abs=1e-12)
+    same = answers([[0.0]])
+    for low, high in ((1.0, 2.0), (0.5, 1.0)):  # a ratio of 1 lies inside both
+        assert Importance(beyond=beyond, low=low, high=high).weight(same).item() == 1.0
+    default = Importance(beyond=beyond).weight(point)[0].tolist()
+    assert default == pytest.approx([*ratios[:4], 3.0 if beyond == "truncate" else 0.0], abs=1e-12)
+
+
+def test_importance_of_rows():
+    """The product of a row, or its mean's, over what is trained on."""
+    point = answers([[math.log(2.0), math.log(3.0), 5.0]], mask=[[1, 1, 0]])
+    assert Importance(level="sequence", high=9.0).weight(point)[0, :2].tolist() == pytest.approx([6.0, 6.0])
+    assert Importance(level="geometric").weight(point)[0, :2].tolist() == pytest.approx([math.sqrt(6.0)] * 2)
+    alone = Importance().weight(point.replace(sampled=None))
+    assert torch.equal(alone, torch.ones(1, 3, dtype=torch.float64))
+
+
+def test_importance_bounds_must_differ():
+    for low in (3.0, 4.0):
+        with pytest.raises(UserError, match="must be less than high"):
+            Importance(low=low)
+
+
+def test_off_policy_answers_are_dropped_only_where_they_are_bad_and_far():
+    """Mean log(p_sampler / p): 0.3, 0.3, 0.3, 0.1, and exactly the threshold."""
+    logp = torch.tensor([[-1.5, -1.1], [-1.5, -1.1], [-1.5, -1.1], [-1.1, -1.1], [-1.25, -1.25]], dtype=torch.float64)
+    point = answers([[0.0, 0.0]] * 5, advantage=column(-1.0, 1.0, 0.0, -1.0, -1.0))
+    meter = Meter()
+    with meter.listening():
+        kept = off_policy(logp, point, 0.25)
+    assert kept.tolist() == [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]
+    assert meter.mean("off_policy") == pytest.approx(0.2)
+    recorded = off_policy(logp, point.replace(sampled=None, logprob=point.sampled), 0.25)
+    assert torch.equal(recorded, kept)
+
+
+# -- centred reward distillation ---------------------------------------------------------------------------------------
+
+
+VELOCITY = [[0.1, -0.3, 0.2, 0.0], [0.5, 0.1, 0.0, -0.2], [-0.4, 0.4, 0.1, 0.1], [0.0, 0.0, 0.0, 0.0]]
+BEFORE = [[0.2, -0.1, 0.2, 0.1], [0.4, 0.2, 0.1, -0.2], [-0.4, 0.3, 0.3, 0.1], [0.1, 0.2, 0.3, 0.4]]
+ADVANTAGE = [1.5, -7.0, 0.5, 2.0]
+
+
+def scaled_error(v):
+    return sum(x * x for x in v) / 4 / max(sum(abs(x) for x in v) / 4, 1e-5)
+
+
+@pytest.mark.parametrize("form", ["mse", "bce"])
+@pytest.mark.parametrize("temperature", [None, 0.0, 0.25])
+@pytest.mark.parametrize("centre", ["group", "batch"])
+def test_crd_row_by_row(form, temperature, centre):
+    """The implicit reward and the wanted one, both less their mean under each of the weights."""
+    beta, clip = 2.0, 5.0
+    slopes = {None: [0.0], 0.0: [1.0, 0.0], 0.25: [4.0, -4.0]}[temperature]
+    group = [0, 0, 1, 1]
+    wanted = [0.5 + max(-clip, min(a, clip)) / (2 * clip) for a in ADVANTAGE]
+    implicit = [scaled_error(old) - scaled_error(v) for v, old in zip(VELOCITY, BEFORE, strict=True)]
+
+    def fit(i, slope):
+        rows = [j for j in range(4) if centre == "batch" or group[j] == group[i]]
+        p = [math.exp(slope * wanted[j]) for j in rows]
+        p = [x / sum(p) for x in p]
+        goal = wanted[i] - sum(x * wanted[j] for x, j in zip(p, rows, strict=True))
+        reward = beta * (implicit[i] - sum(x * implicit[j] for x, j in zip(p, rows, strict=True)))
+        if form == "mse":
+            return (reward - goal) ** 2
+        share = 1 / (1 + math.exp(-goal))
+        return math.log1p(math.exp(-reward)) + (1 - share) * reward
+
+    policy = Velocities(live=torch.tensor(VELOCITY, dtype=torch.float64), old=torch.tensor(BEFORE, dtype=torch.float64))
+    objective = CRD(beta=beta, form=form, temperature=temperature, centre=centre, kl=0.0)
+    point = renoised(column(*ADVANTAGE)).replace(group=torch.tensor(group))
+    loss = objective.loss(policy, objective.couple(point, objective.measure(policy, point)))
+    expected = [clip / beta * sum(fit(i, slope) for slope in slopes) / len(slopes) for i in range(4)]
+    assert loss.flatten().tolist() == pytest.approx(expected, rel=1e-9)
+
+
+def test_crd_before_its_rows_are_coupled_and_near_the_reference():
+    """The centres are 1/2 and 0 then; kl adds the mean square distance to the reference."""
+    live, old = torch.tensor(VELOCITY, dtype=torch.float64), torch.tensor(BEFORE, dtype=torch.float64)
+    policy, point = Velocities(live=live, old=old, ref=live + 0.5), renoised(column(*ADVANTAGE))
+    plain = CRD(beta=2.0, kl=0.0).loss(policy, point)
+    wanted = [max(-5.0, min(a, 5.0)) / 10 for a in ADVANTAGE]
+    implicit = [scaled_error(b) - scaled_error(v) for v, b in zip(VELOCITY, BEFORE, strict=True)]
+    expected = [2.5 * (2 * (r - 0.0) - a) ** 2 for r, a in zip(implicit, wanted, strict=True)]
+    assert plain.flatten().tolist() == pytest.approx(expected, rel=1e-9)
+    meter = Meter()
+    with meter.listening():
+        near = CRD(beta=2.0, kl=3.0).loss(policy, point)
+    torch.testing.assert_close(near - plain, column(*[0.75] * 4))
+    assert meter.mean("kl") == pytest.approx(0.25)
+
+
+def test_crds_old_weights_and_what_it_refuses():
+    assert [CRD().old_decay(step) for step in (0, 100, 1000)] == pytest.approx([0.25, 0.75, 0.999])
+    for wrong in ({"beta": 0.0}, {"advantage_clip": 0.0}, {"temperature": -1.0}):
+        with pytest.raises(UserError, match="must be positive"):
+            CRD(**wrong)
+    assert CRD(temperature=0.0).temperature == 0.0
+
+
+@pytest.mark.parametrize("centre", ["group", "batch"])
+def test_crd_of_a_perfect_old_prediction_is_finite(centre):
+    """The mean absolute error is at least 1e-5."""
+    zero = torch.zeros(2, 4, dtype=torch.float64)
+    policy, point = Velocities(live=zero + 0.5, old=zero), renoised(column(1.0, -1.0))
+    objective = CRD(kl=0.0, centre=centre)
+    loss = objective.loss(policy, objective.couple(point, objective.measure(policy, point)))
+    assert loss.flatten().tolist() == pytest.approx([5 * 0.01, 5 * 0.01])  # (0 - 1/10)^2: both rows improved alike
+
+
+# -- direct group preference optimisation ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reference", ["ref", "old"])
+@pytest.mark.parametrize("clip", [None, 0.02])
+@pytest.mark.parametrize("kl", [0.0, 2.0])
+def test_dgpo_row_by_row(reference, clip, kl):
+    """sigmoid(S) A d with S = beta mean(A (d - d_ref)), without a gradient where a sample has moved far."""
+    beta, group = 3.0, [0, 0, 1, 1]
+    start = [[0.3, 0.0, 0.1, -0.1], [0.4, 0.0, 0.2, 0.1], [-0.2, 0.2, 0.3, 0.1], [0.2, 0.1, 0.0, -0.1]]
+    tables = {"live": VELOCITY, "old": BEFORE, "ref": start}
+    error = {name: [sum(x * x for x in v) / 4 for v in table] for name, table in tables.items()}
+    advantage = [max(-5.0, min(a, 5.0)) for a in ADVANTAGE]
+    each = [advantage[i] * beta * (error["live"][i] - error[reference][i]) for i in range(4)]
+    score = [sum(each[j] for j in range(4) if group[j] == group[i]) / 2 for i in range(4)]
+    weight = [1 / (1 + math.exp(-s)) for s in score]
+    ratio = [math.exp(b - d) for b, d in zip(error["old"], error["live"], strict=True)]
+    far = [clip is not None and (ratio[i] > 1 + clip if advantage[i] > 0 else ratio[i] < 1 - clip) for i in range(4)]
+    tables = {name: torch.tensor(table, dtype=torch.float64) for name, table in tables.items()}
+    live = tables.pop("live").requires_grad_()
+    objective = DGPO(beta=beta, clip=clip, kl=kl, reference=reference)
+    policy, point = Velocities(live=live, **tables), renoised(column(*ADVANTAGE)).replace(group=torch.tensor(group))
+    meter = Meter()
+    with meter.listening():
+        with torch.no_grad():
+            ready = objective.couple(point, objective.measure(policy, point))
+        loss = objective.loss(policy, ready)
+    apart = [sum((x - y) ** 2 for x, y in zip(v, s, strict=True)) / 4 for v, s in zip(VELOCITY, start, strict=True)]
+    expected = [weight[i] * advantage[i] * error["live"][i] + kl * apart[i] for i in range(4)]
+    assert loss.flatten().tolist() == pytest.approx(expected, rel=1e-9)
+    assert meter.mean("dgpo/weight") == pytest.approx(sum(weight) / 4)
+    if clip:
+        assert meter.mean("clip_fraction") == pytest.approx(sum(far) / 4) and 0 < sum(far) < 4
+        assert meter.mean("ratio") == pytest.approx(sum(ratio) / 4)
+    if kl:
+        assert meter.mean("kl") == pytest.approx(sum(apart) / 4)
+    loss.sum().backward()
+    for i in range(4):
+        slope = 0.0 if far[i] else weight[i] * advantage[i]
+        wanted = [slope * x / 2 + kl * (x - s) / 2 for x, s in zip(VELOCITY[i], start[i], strict=True)]
+        assert live.grad[i].tolist() == pytest.approx(wanted, abs=1e-12)
+
+
+def test_dgpo_as_published_and_what_it_keeps_and_refuses():
+    dgpo = DGPO()
+    assert (dgpo.beta, dgpo.clip, dgpo.advantage_clip, dgpo.kl, dgpo.draws) == (100.0, 1e-2, 5.0, 0.02, 4)
+    assert [dgpo.old_decay(step) for step in (0, 100, 1000)] == pytest.approx([0.0, 0.1, 0.3])
+    kept = {
+        ("ref",): {"clip": None},
+        ("old", "ref"): {},
+        ("old",): {"reference": "old", "kl": 0.0, "clip": None},
+    }
+    for snapshots, chosen in kept.items():
+        assert DGPO(**chosen).snapshots == snapshots
+    assert DGPO(clip=None, behaviour="old").snapshots == ("old", "ref")
+    assert DGPO(reference="old").snapshots == ("old", "ref")
+    for wrong in ({"beta": 0.0}, {"advantage_clip": 0.0}, {"clip": -1.0}):
+        with pytest.raises(UserError, match="must be positive"):
+            DGPO(**wrong)
+
+
+# -- differentiable rewards --------------------------------------------------------------------------------------------
+
+
+def walked(**options):
+    """A toy's rollout and points of time, its reference being other weights."""
+    policy = toys.make("flow", double=True, steps=3, **options)
+    with torch.no_grad():
+        for p in policy.net.parameters():
+            p.add_(0.05)
+        policy.weights.keep("ref")
+        for p in policy.net.parameters():
+            p.sub_(0.05)
+        policy.weights.keep("old")
+        rollout = policy.rollout(toys.prompts(2), 2, Rng.of("walk"))
+    return policy, rollout.replace(advantage=torch.zeros(4, 1, dtype=torch.float64))
+
+
+def transitions(policy, rollout, name):
+    """(mean, std) of every step of the path under these weights."""
+    steps = []
+    with policy.weights.using(name), torch.no_grad():
+        for k in range(3):
+            state = Point(
+                group=rollout.group,
+                cond=rollout.cond,
+                row=rollout.row,
+                state=rollout.path[:, k],
+                time=rollout.time[:, k],
+                next_time=rollout.time[:, k + 1],
+                eta=rollout.eta[:, k],
+                mask=rollout.mask[:, :1],
+            )
+            dist = policy.dist(state)
+            steps.append((dist.mean, dist.std))
+    return steps
+
+
+DIVERGENCE = {  # of Gaussians that are d standard deviations apart
+    "kl": lambda d2: d2 / 2,
+    "hellinger": lambda d2: 1 - math.exp(-d2 / 8),
+    "total_variation": lambda d2: math.erf(math.sqrt(d2) / (2 * math.sqrt(2))),
+    "chi2": lambda d2: math.exp(d2) - 1,
+}
+
+
+@pytest.mark.parametrize("kernel", [flow_sde, ode])
+@pytest.mark.parametrize("divergence", DIVERGENCE)
+def test_draft_pays_for_the_mean_divergence_of_its_steps(kernel, divergence):
+    """Per dimension; a step without noise counts as if the clean prediction had variance 1/2."""
+    policy, rollout = walked(kernel=kernel)
+    losses = []
+    for kl in (0.0, 2.0):
+        objective = Draft(last=2, kl=kl, divergence=divergence)
+        objective.attach(toys.smooth_reward)
+        (point,) = objective.points(policy, rollout, Rng.of(0))
+        losses.append(objective.loss(policy, point)[:, 0])
+    assert losses[0].tolist() == pytest.approx((-toys.smooth_reward(rollout.sample, None)).tolist(), abs=1e-9)
+    paid = torch.zeros(4, dtype=torch.float64)
+    pairs = list(zip(transitions(policy, rollout, "live"), transitions(policy, rollout, "ref"), strict=True))
+    for k, ((mean, std), (base, _)) in list(enumerate(pairs))[1:]:
+        for row in range(4):
+            length = float(rollout.time[row, k] - rollout.time[row, k + 1])
+            scale = float(std[row]) if float(std[row]) > 0 else length * math.sqrt(0.5)
+            paid[row] += DIVERGENCE[divergence](float(((mean[row] - base[row]) / scale).square().mean())) / 2
+    torch.testing.assert_close(losses[1] - losses[0], 2 * paid, atol=1e-9, rtol=1e-7)
+
+
+@pytest.mark.parametrize("strength", [None, 0.5])
+def test_adjoint_matchings_loss_step_by_step(strength):
+    """1/2 |(mean - base) / std + std a|^2 per dimension; a carried back by Jacobians of the base's means."""
+    policy, rollout = walked(kernel=memoryless, eta=1.0)
+    objective = AdjointMatching() if strength is None else AdjointMatching(strength=strength)
+    objective.attach(toys.smooth_reward)
+    (point,) = objective.points(policy, rollout, Rng.of(0))
+    computed = objective.loss(policy, point)[:, 0]
+    end = rollout.sample.clone().requires_grad_()
+    (adjoint,) = torch.autograd.grad(-(strength or 1.0) * toys.smooth_reward(end, None).sum(), end)
+    live, base = (transitions(policy, rollout, name) for name in ("live", "ref"))
+    expected = torch.zeros(4, dtype=torch.float64)
+    for k in (2, 1, 0):
+        (mean, std), (start, _) = live[k], base[k]
+        if (std > 0).all():
+            expected += 0.5 * ((mean - start) / std + std * adjoint).square().mean(1)
+
+        def base_mean(x, k=k):
+            state = Point(
+                group=rollout.group,
+                cond=rollout.cond,
+                row=rollout.row,
+                state=x,
+                time=rollout.time[:, k],
+                next_time=rollout.time[:, k + 1],
+                eta=rollout.eta[:, k],
+                mask=rollout.mask[:, :1],
+            )
+            return policy.dist(state).mean
+
+        with policy.weights.using("ref"):
+            jacobian = torch.autograd.functional.jacobian(base_mean, rollout.path[:, k])  # [B, 2, B, 2]
+        adjoint = torch.einsum("bibj,bi->bj", jacobian, adjoint)
+    torch.testing.assert_close(computed, expected, atol=1e-9, rtol=1e-7)
+
+
+@pytest.mark.parametrize("objective", [Draft, AdjointMatching])
+def test_without_a_differentiable_reward_nothing_can_be_followed(objective):
+    policy, rollout = walked(kernel=memoryless, eta=1.0)
+    one = objective()
+    (point,) = one.points(policy, rollout, Rng.of(0))
+    with pytest.raises(UserError, match="needs a differentiable reward"):
+        one.loss(policy, point)
+    one.attach(lambda sample, prompts: torch.zeros(len(sample)))
+    with pytest.raises(UserError, match="gives no gradient"):
+        one.loss(policy, point)
+
+
+# -- a trust region by divergence --------------------------------------------------------------------------------------
+
+
+def test_flow_dppo_of_an_unchanged_ratio_is_never_dropped():
+    zero, far = column(0.0, 0.0), column(1.0, 1.0)
+    mask = torch.ones(2, 1, dtype=torch.bool)
+    assert gated(0.5, zero, zero, column(1.0, -1.0), far, mask).flatten().tolist() == [-1.0, 1.0]
+    edge = gated(1.0, column(0.1, -0.1), zero, column(1.0, -1.0), far, mask)
+    assert edge.flatten().tolist() == [0.0, 0.0], "the threshold itself is reached"
+
+
+def test_flow_dppo_is_seen_by_the_gate_and_refuses_what_is_not_positive():
+    policy, rollout = walked()
+    point = next(iter(FlowDPPO().points(policy, rollout, Rng.of(0))))
+    point = point.replace(logprob=point.logprob - 0.25, advantage=column(*[1.0] * len(point)))
+    meter = Meter()
+    with meter.listening():
+        FlowDPPO().loss(policy, point)
+    assert meter.top("log_ratio") == pytest.approx(0.25) and meter.mean("ratio") == pytest.approx(math.exp(0.25))
+    assert meter.mean("kl_old") == 0.0
+    for wrong in ({"threshold": 0.0}, {"advantage_clip": 0.0}):
+        with pytest.raises(UserError, match="must be positive"):
+            FlowDPPO(**wrong)
