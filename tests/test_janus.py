@@ -264,9 +264,8 @@ def test_a_published_mismatch_in_a_table():
 
 
 def test_half_precision_at_the_guidance_of_the_shipped_configuration(make):
-    """configs/janus/ar_grpo.yaml: weights in bfloat16, guidance 5, whose rounding is several times the unguided one."""
+    """configs/janus/ar_grpo.yaml: passes in bfloat16, guidance 5, whose rounding is several times the unguided one."""
     policy = make(double=False, guidance=5.0)
-    policy.net.to(torch.bfloat16)
     first = trainer_of(policy, PROMPTS, precision="bf16", copies=8, batch_size=16).iterate()
     assert first["skipped_steps"] == 0 and first["ratio/max_deviation"] > 1e-3
 
@@ -276,7 +275,6 @@ def test_gspo_at_its_published_clip_cuts_nothing_while_the_weights_stay(make):
     found = {}
     for again in (False, "auto"):
         policy, objective = make(double=False, guidance=5.0), Text(surrogate=SURROGATES["gspo"])
-        policy.net.to(torch.bfloat16)
         sizes = {"copies": 8, "batch_size": 4, "micro_batch": 4, "epochs": 2, "precision": "bf16"}
         trainer = trainer_of(policy, PROMPTS, objective, lr=0.0, recompute_old_logprob=again, **sizes)
         found[again] = trainer.iterate()["clip_fraction"]

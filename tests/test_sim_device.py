@@ -23,10 +23,11 @@ STEP = 1  # stops between two passes of a rollout, at most on average
 STEPS = {  # what libraries add: transformers looks at every padding mask (and a general protocol has to give it one)
     "policy:masked_lm": 2,
     "policy:masked_image_lm": 2,
+    "policy:imagegpt": 2,
     "policy:z_image": 4,  # diffusers' own network indexes by masks
 }
 ROLLOUT = 24  # of one rollout besides: prompts, encoders, first passes
-UPDATE = 12  # of an optimizer step of any number of passes, besides PASS for each of its passes
+UPDATE = 16  # of an optimizer step of any number of passes, besides PASS for each of its passes; points are made twice
 LIBRARY = 2  # of one pass with gradients of a real network: transformers and diffusers ask in their own code
 PASS = {  # where it is otherwise; many decide by values what to compute
     **dict.fromkeys([f"policy:{name}" for name in ("sd3", "sd", "amused", "llamagen", "var")], 0),

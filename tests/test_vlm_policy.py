@@ -409,7 +409,7 @@ def test_gspo_at_its_published_clip_cuts_nothing_while_the_weights_stay(epochs):
     """At learning rate 0 no ratio has moved. Against the cached decoder's log-probs in half precision it would have."""
     found = {}
     for again in (False, "auto"):
-        policy = policy_of(dtype="bfloat16")
+        policy = policy_of(dtype="bfloat16", lora=2)
         objective = Text(surrogate=SURROGATES["gspo"])
         sizes = {"prompts": 2, "copies": 8, "batch_size": 4, "micro_batch": 4, "epochs": epochs}
         trainer = trainer_of(policy, objective=objective, lr=0.0, recompute_old_logprob=again, **sizes)
