@@ -169,8 +169,9 @@ def test_a_compressed_tail_keeps_the_curve():
     assert len(short) == 8 and torch.equal(short[:5], times[:5]) and short[-1] == 0 and short[5] == times[6]
     assert torch.equal(compressed(times, 4, 1.0), times) and torch.equal(compressed(times, 10, 0.4), times)
     assert len(compressed(times, 8, 0.4)) == 10  # at least one step
-    with pytest.raises(ValueError, match="must lie in"):
-        compressed(times, 4, 0.0)
+    for ratio in (0.0, 1.5):
+        with pytest.raises(ValueError, match="must lie in"):
+            compressed(times, 4, ratio)
 
 
 @pytest.mark.parametrize("wrong", [{"stop": 6}, {"start": 5}, {"start": 3, "stop": 3}, {"start": -6}, {"stop": 0}])
