@@ -391,17 +391,19 @@ def test_rates_of_mask_grpo_rise_from_low_to_nearly_one():
         torch.testing.assert_close(whole.sort().values, torch.tensor(rates).double(), atol=0.004, rtol=0)
 
 
-def test_mask_grpos_published_weights_are_sums_of_masks():
+@pytest.mark.parametrize("length", [1, 16])
+def test_mask_grpos_published_weights_are_sums_of_masks(length):
     """fixed: false. A token counts as often as any of the masks hides it, on average 1 where one does."""
     options = {"low": 0.05, "updates": 2}
-    batch = finished(2000)
+    batch = finished(2000, length)
+    batch = batch.replace(mask=torch.arange(length).expand(2000, -1) < max(1, length - 1))
     masks = sum(p.state.double() for p in ESTIMATORS["mask_grpo"](Hides(), batch, Rng.of(1), draws=2, **options))
     (point,) = ESTIMATORS["mask_grpo"](Hides(), batch, Rng.of(1), draws=1, fixed=False, **options)
     some = masks > 0
-    assert torch.equal(point.mask, some) and not some.all()
-    wanted = masks * some.sum(1, keepdim=True) / masks.sum(1, keepdim=True)
+    assert torch.equal(point.mask, some) and (length == 1 or not some.all())
+    wanted = masks * some.sum(1, keepdim=True) / masks.sum(1, keepdim=True).clamp_min(1)
     torch.testing.assert_close(point.known, wanted, atol=1e-12, rtol=0)
-    gone = ESTIMATORS["mask_grpo"](Hides(), batch.replace(mask=~batch.mask), Rng.of(1), fixed=False, **options)
+    gone = ESTIMATORS["mask_grpo"](Hides(), batch.replace(mask=batch.mask & False), Rng.of(1), fixed=False, **options)
     assert not gone[0].mask.any() and gone[0].known.isfinite().all()
 
 
