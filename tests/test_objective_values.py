@@ -24,6 +24,7 @@ from mmrl.objectives import (
     FlowDPPO,
     Guard,
     KLCov,
+    PolicyGradient,
     RegGRPO,
     RewardWeightedRegression,
     SePPO,
@@ -32,10 +33,12 @@ from mmrl.objectives import (
 from mmrl.objectives.awm import SCORES
 from mmrl.objectives.corrections import Importance, off_policy
 from mmrl.objectives.dppo import gated
+from mmrl.objectives.guard import normalised
 from mmrl.objectives.kl import KL, estimate
 from mmrl.objectives.policy_gradient import subset
 from mmrl.objectives.regressions import _Groups
 from mmrl.objectives.surrogates import gmpo, gspo, row_mean, sapo, vespo
+from mmrl.objectives.text import Entropy
 from mmrl.registry import UserError
 from mmrl.types import Point, Rewards, Rollout
 from samplers.kernels import flow_sde, memoryless, ode
@@ -735,7 +738,8 @@ def test_clipped_tokens_are_counted_by_the_side_they_leave():
     policy, rollout, tables = spoken()
     ratio = torch.tensor([[1.5, 0.5, 1.0], [1.5, 0.5, 9.0], [1.5, 9.0, 9.0], [1.5, 1.1, 0.5]], dtype=torch.float64)
     logp = tables["live"].log_softmax(-1)[..., 0]
-    (point,) = Text().points(policy, rollout.replace(logprob=logp - ratio.log()), Rng.of(0))
+    rollout = rollout.replace(logprob=logp - ratio.log(), advantage=column(0.5, -1.0, 0.0, 2.0))
+    (point,) = Text().points(policy, rollout, Rng.of(0))
     meter = Meter()
     with meter.listening():
         Text().loss(policy, point)
@@ -775,3 +779,63 @@ def test_tokens_of_high_entropy_lie_above_the_quantile(top):
 
 def test_surrogates_of_tokens_take_rows_in_parts():
     assert len(list(Text().points(Parts(), None, Rng.of(0)))) == 1
+
+
+def test_kl_cov_pays_for_the_log_ratio_of_the_tokens_it_holds():
+    policy, rollout, tables = spoken()
+    (point,) = Text().points(policy, rollout, Rng.of(0))
+    known = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0, 0.0]], dtype=torch.float64)
+    gap = tables["live"].log_softmax(-1)[..., 0] - rollout.logprob
+    wanted = -rollout.advantage * gap.exp() + 0.25 * known * gap.abs()
+    loss = KLCov(weight=0.25).loss(policy, point.replace(known=known))
+    torch.testing.assert_close(loss[rollout.mask], wanted[rollout.mask])
+
+
+@pytest.mark.parametrize("shift", [0.25, -0.25])
+def test_ratios_beyond_the_clip_are_counted_on_both_sides(shift):
+    policy, rollout = walked()
+    rollout = rollout.replace(advantage=column(1.0, 1.0, 1.0, 1.0))
+    point = next(iter(PolicyGradient().points(policy, rollout, Rng.of(0))))
+    point = point.replace(logprob=point.logprob - shift)
+    for clip, fraction in ((0.2, 1.0), ((0.2, 9.0), float(shift < 0)), ((0.9, 0.2), float(shift > 0))):
+        meter = Meter()
+        with meter.listening():
+            PolicyGradient(clip=clip).loss(policy, point)
+        assert meter.mean("clip_fraction") == fraction
+
+
+def test_guards_ratio_of_a_step_without_noise_is_one():
+    zero = torch.zeros(2, 3)
+    old = Gaussian(zero, torch.zeros(2, 1))
+    assert normalised(Gaussian(zero + 0.5, torch.zeros(2, 1)), old, zero).abs().max() == 0
+
+
+def test_gvpo_of_small_groups():
+    """1/2 sum_i (R_i - mean R - (A_i - mean A))^2 / (n - 1), n times a row's share of the mean; 0 for one alone."""
+    score, advantage = torch.tensor([0.3, -0.1, 0.7]).double(), torch.tensor([1.0, -1.0, 2.0]).double()
+    value = GVPO().of_group(score, advantage, _Groups(torch.tensor([0, 0, 1])))
+    assert value.tolist() == pytest.approx([0.8**2 / 2 * 2, 0.8**2 / 2 * 2, 0.0], abs=1e-7)
+
+
+def test_an_entropy_bonus_that_adapts_starts_small_and_may_grow_to_one():
+    objective = Text(entropy=Entropy(target=2.0))
+    bonuses = []
+    for n, entropy in enumerate([1.0, 1.0, 3.0, 2.0]):
+        objective.adapt(n, {"entropy": entropy})
+        bonuses.append(objective.bonus)
+    assert bonuses == pytest.approx([0.005, 0.01, 0.0, 0.0]) and Entropy().high == 1.0
+
+
+def test_a_preference_is_right_where_the_better_sample_fits_better():
+    live = torch.tensor([[0.1] * 4, [0.3] * 4, [0.4] * 4, [0.2] * 4], dtype=torch.float64)
+    ref = torch.full((4, 4), 0.25, dtype=torch.float64)
+    policy, meter = Velocities(live=live, ref=ref), Meter()
+    point = renoised(column(1.0, -1.0, 1.0, -1.0)).replace(group=torch.tensor([0, 0, 1, 1]))
+    objective = DiffusionDPO(beta=1.0)
+    with meter.listening():
+        ready = objective.couple(point, objective.measure(policy, point))
+    margins = [0.01 - 0.09, 0.16 - 0.04]  # the better one's error less the worse one's
+    assert meter.mean("dpo/right") == 0.5
+    assert meter.mean("dpo/loss") == pytest.approx(sum(math.log1p(math.exp(m / 2)) for m in margins) / 2)
+    slope = [1 / (1 + math.exp(-m / 2)) for m in margins]
+    assert ready.advantage.flatten().tolist() == pytest.approx([slope[0], -slope[0], slope[1], -slope[1]])
