@@ -32,6 +32,7 @@ from mmrl.objectives import (
 )
 from mmrl.objectives.awm import SCORES
 from mmrl.objectives.corrections import Importance, off_policy
+from mmrl.objectives.direct import DIVERGENCES
 from mmrl.objectives.dppo import gated
 from mmrl.objectives.guard import normalised
 from mmrl.objectives.kl import KL, estimate
@@ -839,3 +840,78 @@ def test_a_preference_is_right_where_the_better_sample_fits_better():
     assert meter.mean("dpo/loss") == pytest.approx(sum(math.log1p(math.exp(m / 2)) for m in margins) / 2)
     slope = [1 / (1 + math.exp(-m / 2)) for m in margins]
     assert ready.advantage.flatten().tolist() == pytest.approx([slope[0], -slope[0], slope[1], -slope[1]])
+
+
+def test_crds_gradient_leaves_the_scale_of_the_error_alone():
+    """d loss / d v = -(2 clip / beta) beta (beta r_c - a_c) dq / dv with dq / dv = v / 2 over the fixed mean |v|."""
+    live = torch.tensor(VELOCITY, dtype=torch.float64).requires_grad_()
+    policy = Velocities(live=live, old=torch.tensor(BEFORE, dtype=torch.float64))
+    objective = CRD(beta=2.0, kl=0.0)
+    point = renoised(column(*ADVANTAGE))
+    with torch.no_grad():
+        ready = objective.couple(point, objective.measure(policy, point))
+    assert ready.known is not None
+    loss = objective.loss(policy, ready)
+    (gradient,) = torch.autograd.grad(loss.sum(), live)
+    wanted = [max(-5.0, min(a, 5.0)) / 10 for a in ADVANTAGE]
+    implicit = [scaled_error(b) - scaled_error(v) for v, b in zip(VELOCITY, BEFORE, strict=True)]
+    for i, v in enumerate(VELOCITY[:3]):
+        gap = 2 * (implicit[i] - sum(implicit) / 4) - (wanted[i] - sum(wanted) / 4)
+        scale = sum(map(abs, v)) / 4
+        expected = [-2.5 * 2 * gap * 2 * x / 2 / scale for x in v]
+        assert gradient[i].tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_crd_counts_rows_with_any_decision_to_train_on():
+    """A row without one, which an idle process has, is not in the mean."""
+    policy = Velocities(live=torch.tensor(VELOCITY, dtype=torch.float64), old=torch.tensor(BEFORE, dtype=torch.float64))
+    point, objective = renoised(column(*ADVANTAGE)), CRD(kl=0.0)
+    alone = objective.couple(point[:3], objective.measure(policy, point[:3])).advantage
+    idle = point.replace(mask=torch.tensor([True, True, True, False])[:, None])
+    torch.testing.assert_close(objective.couple(idle, objective.measure(policy, idle)).advantage[:3], alone)
+
+
+def test_awm_is_seen_by_the_gate():
+    live = torch.full((2, 4), 0.2, dtype=torch.float64)
+    policy, meter = Velocities(live=live, old=live * 1.5, ref=live), Meter()
+    with meter.listening():
+        AWM(weighting="t").loss(policy, renoised(column(1.0, 1.0)))
+    assert meter.top("log_ratio") == pytest.approx(0.5 * (0.09 - 0.04))
+    assert meter.mean("ratio") == pytest.approx(math.exp(0.025)) and meter.mean("kl") == 0.0
+
+
+def test_covariances_are_about_the_means_of_all_tokens():
+    """The highest of (log p - mean) (A - mean) over nine tokens is held back, and counted."""
+    policy, rollout, tables = spoken()
+    objective, meter = KLCov(share=0.25), Meter()
+    (point,) = objective.points(policy, rollout, Rng.of(0))
+    logp = tables["live"].log_softmax(-1)[..., 0]
+    advantage = rollout.advantage.expand(4, 3)
+    mask = rollout.mask
+    covariance = (logp - logp[mask].mean()) * (advantage - advantage[mask].mean())
+    with meter.listening():
+        known = objective.couple(point, objective.measure(policy, point)).known
+    edge = covariance[mask].sort(descending=True).values[1]
+    assert torch.equal(known == 1, mask & (covariance >= edge)) and int(known.sum()) == 2
+    assert meter.mean("held_back") == pytest.approx(2 / 9)
+
+
+def test_clip_cov_takes_held_tokens_out_of_the_policy_loss():
+    policy, rollout, _ = spoken()
+    (point,) = Text().points(policy, rollout, Rng.of(0))
+    plain = Text().loss(policy, point)
+    known = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0, 0.0]], dtype=torch.float64)
+    mask = rollout.mask
+    torch.testing.assert_close(ClipCov().loss(policy, point.replace(known=known))[mask], (plain * (1 - known))[mask])
+    torch.testing.assert_close(ClipCov().loss(policy, point)[mask], plain[mask])
+    unclipped = -rollout.advantage * (policy.dist(point).log_prob(point.target) - point.logprob).exp()
+    torch.testing.assert_close(KLCov().loss(policy, point)[mask], unclipped[mask])
+
+
+def test_divergences_of_equal_and_of_far_means():
+    for name, d2 in (("kl", 0.0), ("hellinger", 0.0), ("total_variation", 0.0), ("chi2", 0.0)):
+        distance = column(d2).requires_grad_()
+        value = DIVERGENCES[name](distance)
+        value.sum().backward()
+        assert value.item() == pytest.approx(0.0, abs=1e-6) and distance.grad.isfinite().all()
+    assert DIVERGENCES["chi2"](column(1e4)).isfinite().all() and DIVERGENCES["hellinger"](column(1e4)).item() == 1.0
