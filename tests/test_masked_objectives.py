@@ -391,6 +391,15 @@ def test_rates_of_mask_grpo_rise_from_low_to_nearly_one():
         torch.testing.assert_close(whole.sort().values, torch.tensor(rates).double(), atol=0.004, rtol=0)
 
 
+def test_fading_masks_hide_late_tokens_more():
+    """min(1, 2 (1 - r) (1 - n / (L - 1))) is the chance to stay visible."""
+    _, _, hidden = shares("mask_grpo", low=0.4, updates=3, draws=3, field="fading")
+    by_place = sorted(hidden.mean(1).tolist(), key=sum)
+    for rate, row in zip((0.6, 0.8, 0.999), by_place, strict=True):
+        wanted = [1 - min(1.0, 2 * (1 - rate) * (1 - n / 15)) for n in range(16)]
+        assert row == pytest.approx(wanted, abs=0.03) and row[-1] == 1.0
+
+
 @pytest.mark.parametrize("length", [1, 16])
 def test_mask_grpos_published_weights_are_sums_of_masks(length):
     """fixed: false. A token counts as often as any of the masks hides it, on average 1 where one does."""

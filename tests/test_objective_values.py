@@ -915,3 +915,55 @@ def test_divergences_of_equal_and_of_far_means():
         value.sum().backward()
         assert value.item() == pytest.approx(0.0, abs=1e-6) and distance.grad.isfinite().all()
     assert DIVERGENCES["chi2"](column(1e4)).isfinite().all() and DIVERGENCES["hellinger"](column(1e4)).item() == 1.0
+
+
+@pytest.mark.parametrize("form", ["k1", "k3"])
+@pytest.mark.parametrize("bounded", [False, True])
+def test_a_plus_gives_an_estimator_the_gradient_of_k2(form, bounded):
+    logp, ref = column(-1.0, 0.5, 0.0).requires_grad_(), column(0.0, 0.0, 0.7)
+    value = estimate(logp, ref, f"{form}+", bounded)
+    torch.testing.assert_close(value.detach(), estimate(logp, ref, form, bounded).detach())
+    value.sum().backward()
+    torch.testing.assert_close(logp.grad, (logp - ref).detach())
+
+
+def test_fpo_clips_ratio_and_advantage_row_by_row():
+    """The mean over a row's draws has one ratio; beyond the clip there is no gradient left."""
+    advantage = [7.0, -7.0, 1.0, -1.0]
+    point = renoised(column(*advantage))
+    twice = Point.cat([point, point])
+    measured = column(0.2, 0.2, 0.0, -0.2, 0.1, 0.1, 0.02, 0.0)
+    meter = Meter()
+    with meter.listening():
+        ready = FPO(clip=(0.05, 0.12)).couple(twice, measured).advantage[:, 0]
+    mean = [0.15, 0.15, 0.01, -0.1]
+    far = [True, False, False, True]
+    wanted = [0.0 if far[i] else max(-5.0, min(advantage[i], 5.0)) * math.exp(mean[i]) for i in range(4)]
+    assert ready.tolist() == pytest.approx(wanted * 2)
+    assert meter.mean("clip_fraction") == 0.5 and meter.top("log_ratio") == pytest.approx(0.15)
+
+
+def test_d3po_is_seen_by_the_gate_and_wants_gaussian_steps():
+    policy, rollout = walked()
+    rollout = rollout.replace(advantage=column(1.0, -1.0, 0.5, -0.5))
+    point = next(iter(D3PO().points(policy, rollout, Rng.of(0))))
+    meter = Meter()
+    with meter.listening():
+        D3PO().loss(policy, point.replace(logprob=point.logprob - 0.25))
+    assert meter.top("log_ratio") == pytest.approx(0.25)
+    policy, rollout, _ = spoken()
+    (point,) = Text().points(policy, rollout, Rng.of(0))
+    with pytest.raises(UserError, match="flow and diffusion models"):
+        D3PO().loss(policy, point)
+    with pytest.raises(UserError, match="weigh noise is for flow"):
+        PolicyGradient(weigh="noise").loss(policy, point)
+    with pytest.raises(UserError, match="compares means"):
+        normalised(Gaussian(torch.zeros(1, 2), torch.ones(1, 1)), Categorical(torch.zeros(1, 2, 3)), torch.zeros(1, 2))
+
+
+def test_the_range_of_grpos_options():
+    for chosen in ({"advantage_clip": 0.5}, {"clip": (0.01, 0.5)}, {"fraction": 1.0}, {"kl": 0.0}):
+        PolicyGradient(**chosen)
+    for wrong in ({"fraction": 1.5}, {"fraction": 0.0}, {"advantage_clip": 0.0}, {"kl": -0.1}, {"clip": (0.0, 0.1)}):
+        with pytest.raises(UserError, match=r"objective\.grpo"):
+            PolicyGradient(**wrong)
