@@ -593,12 +593,14 @@ def test_paths_of_tokens_cannot_be_followed(objective):
         objective().points(policy, rollout, Rng.of(0))
 
 
-def test_a_share_of_the_decisions_is_rounded_down_exactly():
-    """int(n k / 10) in whole numbers, at least one; 0.3 * 10 must not become 2."""
-    for n in range(1, 21):
-        for k in range(1, 11):
-            kept = subset(torch.ones(1, n, dtype=torch.bool), k / 10, None, torch.zeros(1))
-            assert kept[0].tolist() == [True] * max(1, n * k // 10) + [False] * (n - max(1, n * k // 10))
+@pytest.mark.parametrize("parts", [10, 100])
+def test_a_share_of_the_decisions_is_rounded_down_exactly(parts):
+    """int(n k / parts) in whole numbers, at least one; 0.3 * 10 must not become 2, nor 0.84 * 75 in float32 62."""
+    for n in (*range(1, 21), 75, 100, 150, 300):
+        for k in range(1, parts + 1):
+            kept = subset(torch.ones(1, n, dtype=torch.bool), k / parts, None, torch.zeros(1))
+            count = max(1, n * k // parts)
+            assert kept[0].tolist() == [True] * count + [False] * (n - count), (n, k)
 
 
 def test_surrogates_by_bounds_and_small_advantages():
