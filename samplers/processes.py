@@ -31,7 +31,7 @@ class Process(Protocol):
         """[B, *] the output that a perfect network would give."""
 
     def snap(self, t: Tensor) -> Tensor:
-        """The nearest times [B] above 0 that the network knows."""
+        """The times [B] above 0 that the network knows, the next at or after ``t``."""
 
     def gain(self, t: Number, like: Tensor) -> Tensor:
         """[B, 1, ...] how far the predicted x_0 moves when the output moves by 1."""

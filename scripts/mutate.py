@@ -19,6 +19,7 @@ notice stand in ``scripts/equivalent_mutants.yaml``, each with the reason.
 from __future__ import annotations
 
 import argparse
+import ast
 import gc
 import hashlib
 import importlib
@@ -146,20 +147,26 @@ def trace(names: list[str]) -> None:
     tracer = Tracer(core_files())
     pytest_main(names or [f"tests/test_{name}.py" for name in TESTS], tracer)
     target = store() / "trace.json"
-    known = json.loads(target.read_text()) if target.exists() and names else {"tests": {}, "modules": []}
+    known = json.loads(target.read_text()) if target.exists() and names else {"tests": {}, "modules": [], "hashes": {}}
     again = {Path(name).as_posix().partition("::")[0] for name in names}
     kept = {key: test for key, test in known["tests"].items() if key.partition("::")[0] not in again}
     heavy = ("mmrl", "samplers", "rewards", "torch", "transformers", "diffusers", "peft", "accelerate", "PIL", "scipy")
     modules = [name for name in sys.modules if name.partition(".")[0] in heavy and "test" not in name]
-    hashes = {file: _hash((ROOT / file).read_text()) for file in core_files()}
+    hashes = known["hashes"] if names and known["tests"] else {file: layout(file) for file in core_files()}
     modules = sorted({*known["modules"], *modules})
     content = {"tests": kept | tracer.tests, "modules": modules, "hashes": hashes}
     target.write_text(json.dumps(content))
     print(f"{len(content['tests'])} tests, {sum(t['seconds'] for t in content['tests'].values()):.0f} s: {target}")
 
 
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+def layout(file: str) -> str:
+    """A hash of which statement stands on which line."""
+    places = [
+        (type(node).__name__, node.lineno)
+        for node in ast.walk(ast.parse((ROOT / file).read_text()))
+        if isinstance(node, ast.stmt)
+    ]
+    return hashlib.sha256(repr(places).encode()).hexdigest()[:12]
 
 
 # -- mutants -------------------------------------------------------------------------------------
@@ -392,7 +399,7 @@ def _address_space() -> int:
 def run(args: argparse.Namespace) -> None:
     """Test the mutants that have no result yet."""
     known = json.loads((store() / "trace.json").read_text())
-    stale = [file for file in core_files() if known["hashes"].get(file) != _hash((ROOT / file).read_text())]
+    stale = [file for file in core_files() if known["hashes"].get(file) != layout(file)]
     if stale:
         sys.exit(f"changed since the trace, lines may have moved: {', '.join(stale)}; run trace again")
     for name in known["modules"]:

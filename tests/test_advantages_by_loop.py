@@ -555,6 +555,23 @@ def test_a_shared_edge_has_the_mean_advantage_of_its_leaves(siblings):
     assert torch.equal(shared(tensor([1.0, 2.0]), plain, of=dr_grpo), dr_grpo(tensor([1.0, 2.0]), plain))
 
 
+@pytest.mark.parametrize("siblings", [False, True])
+def test_shared_edges_of_an_advantage_of_every_step(siblings):
+    """The same edge has another mean at each of its steps; what is taken off is the edge before at its last step."""
+    batch = tree([0, 1, 3], 2, 5)
+    each = [[math.cos(3 * i + 2 * k) for k in range(5)] for i in range(8)]
+    computed = shared(tensor(LEAVES), batch, of=lambda rewards, rollout: tensor(each), siblings=siblings)
+    spans, above = (4, 2, 2, 1, 1), (None, 0, 0, 2, 2)  # of each step: leaves of an edge, last step of the edge before
+
+    def edge(i, k):
+        return fmean([each[j][k] for j in range(8) if j // spans[k] == i // spans[k]])
+
+    for k in range(5):
+        for i in range(8):
+            before = edge(i, above[k]) if siblings and above[k] is not None else 0.0
+            assert float(computed[i, k]) == pytest.approx(edge(i, k) - before, abs=1e-12)
+
+
 def test_pruned_depths_stay_or_slide_to_the_first_edge():
     batch, every = tree([0, 1, 3], 2, 5), list(range(8))
 

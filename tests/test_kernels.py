@@ -9,7 +9,7 @@ from mmrl.dists import Score
 from mmrl.registry import describe
 from samplers import KERNELS
 from samplers.kernels import consistency, cps, dance_sde, ddim, flow_ddim, flow_sde, memoryless, ode, wan_sde
-from samplers.processes import Diffusion, Flow, noised
+from samplers.processes import Consistent, Diffusion, Flow, noised
 from samplers.solvers import ddim as ddim_solver
 from samplers.solvers import dpm
 
@@ -375,3 +375,37 @@ def test_a_wrong_drift_would_be_seen():
         return 2 * ode(x, v, t, s)[0] - right, std
 
     assert final_error(turned, 0.3, 2560, begin=0.9)[1] > 0.02
+
+
+@pytest.mark.parametrize("process", [Flow(), Diffusion()])
+def test_a_consistency_step_keeps_a_share_of_the_noise(process):
+    """At eta 0.6 it renews 0.36 of the variance and keeps 0.8 of the predicted noise."""
+    x, v = X.double(), V.double()
+    (alpha, sigma), clean, noise = process.scales(0.5, x), process.clean(x, v, 0.75), process.noise(x, v, 0.75)
+    mean, std = consistency(x, v, 0.75, 0.5, 0.6, process=process)
+    torch.testing.assert_close(mean, alpha * clean + sigma * 0.8 * noise)
+    torch.testing.assert_close(std, 0.6 * sigma)
+    if isinstance(process, Flow):
+        torch.testing.assert_close(mean, 0.5 * (x - 0.75 * v) + 0.4 * (x + 0.25 * v))
+
+
+def test_times_between_two_timesteps_are_those_of_the_later():
+    """So that uniform times look at every timestep equally often."""
+    time = torch.tensor([1e-9, 0.0004, 0.001, 0.5, 0.5001, 0.9999, 1.0], dtype=torch.float64)
+    assert Diffusion().snap(time).tolist() == pytest.approx([0.001, 0.001, 0.001, 0.5, 0.501, 1.0, 1.0], abs=1e-12)
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
+@pytest.mark.parametrize("scaling", [10.0, 0.01])
+def test_a_consistency_model_is_itself_at_the_first_timestep(prediction, scaling):
+    """c_skip x + c_out x_0 with tau = scaling i, d = 1/2; the gain is the derivative by the output."""
+    x, out, plain = X.double(), V.double(), Diffusion(prediction)
+    process = Consistent(prediction, scaling=scaling)
+    assert torch.equal(process.clean(x, out, 1 / 1000), x), "timestep 0"
+    for i in (20, 999):
+        t, tau = (i + 1) / 1000, scaling * i
+        wanted = 0.25 / (tau**2 + 0.25) * x + tau / math.sqrt(tau**2 + 0.25) * plain.clean(x, out, t)
+        torch.testing.assert_close(process.clean(x, out, t), wanted)
+        moved = process.clean(x, out + 1, t) - process.clean(x, out, t)
+        torch.testing.assert_close(moved.abs(), process.gain(t, x).expand_as(moved))
+    assert Consistent().scaling == 10.0

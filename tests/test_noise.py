@@ -81,6 +81,7 @@ def test_the_numbers_of_a_seed_do_not_change():
 
 
 GOLDEN = [[4115585100, 3658801050], [579983387, 488625181]]
+ORDER = [2, 6, 0, 1, 4, 5, 3, 7]
 
 
 def test_processes_name_their_rows_as_one_process_would():
@@ -156,3 +157,12 @@ def test_dtype():
     assert Rng.of(0).normal(rows, (3,)).dtype == torch.float32
     exact = Rng.of(0).normal(rows, (3,), dtype=torch.float64)
     assert torch.equal(Rng.of(0).normal(rows, (3,), dtype=torch.bfloat16), exact.to(torch.bfloat16))
+
+
+def test_a_permutation_sorts_by_its_words():
+    """The first word of 32 bits decides, the second among equal ones: an old run must find the same order."""
+    rng = Rng.of(7, "order")
+    words = rng.bits(torch.arange(50), 2, step=3).tolist()
+    wanted = sorted(range(50), key=lambda i: (words[i][0] << 31) ^ words[i][1])
+    assert rng.permutation(50, step=3).tolist() == wanted
+    assert Rng.of(0).permutation(8).tolist() == ORDER

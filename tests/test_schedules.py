@@ -170,8 +170,9 @@ def test_a_compressed_tail_keeps_the_curve():
     assert len(short) == 8 and torch.equal(short[:5], times[:5]) and short[-1] == 0 and short[5] == times[6]
     assert torch.equal(compressed(times, 4, 1.0), times) and torch.equal(compressed(times, 10, 0.4), times)
     assert len(compressed(times, 8, 0.4)) == 10  # at least one step
-    with pytest.raises(ValueError, match="must lie in"):
-        compressed(times, 4, 0.0)
+    for ratio in (0.0, 1.5):
+        with pytest.raises(ValueError, match="must lie in"):
+            compressed(times, 4, ratio)
 
 
 @pytest.mark.parametrize("wrong", [{"stop": 6}, {"start": 5}, {"start": 3, "stop": 3}, {"start": -6}, {"stop": 0}])
@@ -183,3 +184,22 @@ def test_impossible_windows_say_what_is_possible(wrong):
 def test_all_but_last_of_one_step():
     with pytest.raises(ValueError, match="at least 2 steps"):
         all_but_last(1)
+
+
+def test_windows_begin_at_the_first_iteration_and_first_place():
+    for name in ("progressive", "decay", "exp_decay"):
+        quick = {"progressive": {"every": 1}, "decay": {"longest": 1}, "exp_decay": {"every": 1}}[name]
+        for iteration in range(3):
+            wanted = [False] * iteration + [True] * 4 + [False] * (6 - iteration)
+            assert WINDOWS[name](10, iteration, **quick).tolist() == wanted
+        assert torch.equal(WINDOWS[name](10, **quick), WINDOWS[name](10, 0, **quick))
+    assert places("progressive", [0, 1, 2], steps=10, every=0) == [(0, 4), (1, 4), (2, 4)]  # at least one iteration
+    assert int(WINDOWS["random_steps"](9).sum()) == 1 and int(WINDOWS["random_window"](9).sum()) == 2
+
+
+@pytest.mark.parametrize("chosen", [{}, {"longest": 7, "shortest": 3}])
+def test_a_decaying_window_stays_on_a_line_from_longest_to_shortest(chosen):
+    longest, shortest = chosen.get("longest", 10), chosen.get("shortest", 1)
+    first = [place for place, _ in places("decay", range(200), **chosen)]
+    line = [int(longest * (1 - place / 23) + shortest * place / 23) for place in range(19)]  # 25 steps, stop -2
+    assert [first[: first.index(19)].count(place) for place in range(19)] == [max(shortest, n) for n in line]

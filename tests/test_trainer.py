@@ -314,6 +314,28 @@ def test_an_objective_adapts_after_every_iteration_and_data_are_watched_before()
     assert seen == [shown, (0, 2, means[0]), shown, (1, 4, means[1])]
 
 
+@pytest.mark.parametrize(("adjacent", "batch_size", "whole"), [(True, 16, True), (True, 4, False), (False, 16, False)])
+def test_policies_that_share_prefixes_get_whole_groups_where_they_fit(adjacent, batch_size, whole):
+    policy, groups = toys.make("causal"), []
+    policy.adjacent = adjacent
+    trainer = make_trainer(policy=policy, batch_size=batch_size, micro_batch=None)
+    points = trainer.objective.points
+    trainer.objective.points = lambda policy, rollout, rng: groups.append(rollout.group) or points(policy, rollout, rng)
+    trainer.iterate()
+    counts = torch.stack([group.bincount(minlength=8) for group in groups])
+    assert bool(torch.isin(counts, torch.tensor([0, 8])).all()) == whole and int(counts.sum()) % 64 == 0
+
+
+def test_a_policy_knows_the_iteration_and_the_width_of_passes():
+    trainer, seen = make_trainer(), []
+    rollout = trainer.policy.rollout
+    trainer.policy.rollout = lambda *given: seen.append(trainer.policy.iteration) or rollout(*given)
+    for _ in range(3):
+        trainer.iterate()
+    assert seen == [0, 1, 2] and trainer.policy.width == 16
+    assert make_trainer(policy=toys.make("flow", width=4)).policy.width == 4
+
+
 def test_answers_grow_longer_when_it_is_time():
     policy, limits = toys.make("causal"), []
     policy.limit = limits.append

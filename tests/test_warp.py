@@ -74,3 +74,23 @@ def test_gradients_are_those_of_the_truncated_distribution():
 def test_what_means_nothing_is_refused(options):
     with pytest.raises(ValueError, match="temperature must be"):
         Warp(**options)
+
+
+def test_greedy_keeps_the_first_of_the_largest():
+    logits = torch.tensor([[0.5, 2.0, -1.0, 2.0], [3.0, 2.0, 3.0, -4.0]])
+    assert Warp(0)(logits).isfinite().tolist() == [[False, True, False, False], [True, False, False, False]]
+    assert Warp(0, suppressed=(1,))(logits).isfinite().tolist() == [
+        [False, False, False, True],
+        [True, False, False, False],
+    ]
+
+
+@pytest.mark.parametrize("warp", WARPS, ids=str)
+def test_many_positions_are_warped_one_by_one(warp):
+    logits = LOGITS.view(4, 16, 23)
+    keep = logits.argmin(-1)
+    whole, kept = warp(logits), warp(logits, keep)
+    for b in range(4):
+        for t in range(16):
+            assert torch.equal(whole[b, t], warp(logits[b, t][None])[0])
+            assert torch.equal(kept[b, t], warp(logits[b, t][None], keep[b, t][None])[0])

@@ -115,5 +115,5 @@ def subset(mask: Tensor, fraction: float, rng: Rng | None, row: Tensor) -> Tenso
         order = rng.uniform(row, (mask.shape[1],))
     rank = torch.where(mask, order.double(), torch.inf).argsort(1).argsort(1)  # [B, K] place among the row's own
     count = mask.sum(1, keepdim=True)
-    keep = (count * fraction + 1e-9).floor().clamp_min(1)  # int(n * fraction) as published, despite 0.3 * 10 < 3
+    keep = (count.double() * fraction + 1e-9).floor().clamp_min(1)  # int(n * fraction), despite 0.3 * 10 < 3
     return mask & (rank < keep)
