@@ -12,7 +12,7 @@ from pathlib import Path
 
 # A thread of libgomp that waits for the others spins so often before it sleeps. libgomp's own 300,000 are
 # milliseconds, which a busy machine needs for the thread that is waited for.
-SPIN_IDLE, SPIN_BUSY = "20000", "2000"
+SPIN_IDLE, SPIN_BUSY = "5000", "1000"
 BUSY = 0.25  # share of all cores that others use
 STAT = Path("/proc/stat")
 CPUINFO = Path("/proc/cpuinfo")
