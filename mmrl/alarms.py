@@ -1,7 +1,8 @@
-"""Alarms while a run is going on: the reward is being exploited, samples become alike, pictures saturate.
+"""Alarms while a run is going on: the reward is being exploited, samples become alike, pictures
+saturate.
 
-Each rule looks at curves of the run only, is stated in ``docs/rewards.md``, and was tried on simulated runs for how
-often it is wrong (``tests/test_alarms.py``).
+Each rule looks at curves of the run only, is stated in ``docs/rewards.md``, and was tried on
+simulated runs for how often it is wrong (``tests/test_alarms.py``).
 """
 
 from __future__ import annotations
@@ -20,14 +21,18 @@ SHORT = 10  # iterations whose median stands for a moment of the run
 
 @dataclass(frozen=True)
 class AlarmOptions:
-    """``alarms:`` of a configuration. An alarm is an event and a line on the terminal; it changes nothing."""
+    """``alarms:`` of a configuration. An alarm is an event and a line on the terminal; it changes
+    nothing."""
 
     enabled: bool = True
-    window: Annotated[int, Ge(20)] = 40  # iterations that a trend is looked for in; also in 4 and 16 times as many
+    # iterations that a trend is looked for in; also in 4 and 16 times as many
+    window: Annotated[int, Ge(20)] = 40
     z: Annotated[float, Gt(0)] = 5.0  # standard errors a trend must be away from none
-    diversity: Annotated[float, Gt(0), Lt(1)] = 0.5  # share of the first diversity below which there is an alarm
+    # share of the first diversity below which there is an alarm
+    diversity: Annotated[float, Gt(0), Lt(1)] = 0.5
     contrast: Annotated[float, Gt(0), Lt(1)] = 0.5  # the same of the first contrast
-    clipped: Annotated[float, Gt(0), Lt(1)] = 0.2  # rise of the share of clipped pixel values since the start
+    # rise of the share of clipped pixel values since the start
+    clipped: Annotated[float, Gt(0), Lt(1)] = 0.2
 
 
 class Alarm(NamedTuple):
@@ -40,22 +45,25 @@ class Alarm(NamedTuple):
 
 @dataclass
 class Alarms:
-    """Sees the metrics of every iteration. ``monitors``: names of the rewards that are only measured."""
+    """Sees the metrics of every iteration. ``monitors``: names of the rewards that are only
+    measured."""
 
     options: AlarmOptions
     monitors: Sequence[str] = ()
-    columns: dict[str, list[float]] = field(default_factory=dict)  # metric -> finite values, oldest first
+    # metric -> finite values, oldest first
+    columns: dict[str, list[float]] = field(default_factory=dict)
     told: dict[str, int] = field(default_factory=dict)  # kind -> iteration of the last alarm
 
     def recall(self, lines: Sequence[Mapping[str, object]], alarms: Mapping[str, int] = {}) -> None:
-        """What was logged before a resume; nothing is alarming about it any more. ``alarms``: kind -> iteration of the
-        last one, which does not come again before its time."""
+        """What was logged before a resume; nothing is alarming about it any more. ``alarms``: kind
+        -> iteration of the last one, which does not come again before its time."""
         for line in lines:
             self._note(line)
         self.told |= alarms
 
     def see(self, iteration: int, metrics: Mapping[str, object]) -> list[Alarm]:
-        """New alarms after this iteration; one about the same thing comes at most once in ``window`` iterations."""
+        """New alarms after this iteration; one about the same thing comes at most once in
+        ``window`` iterations."""
         if not self.options.enabled:
             return []
         self._note(metrics)
@@ -82,10 +90,13 @@ class Alarms:
             for size in [self.options.window * scale for scale in SCALES]:
                 if len(reward) < size:
                     break
-                rows = [(r, m) for r, m in zip(reward[-size:], monitor[-size:]) if math.isfinite(r + m)]
+                rows = [
+                    (r, m) for r, m in zip(reward[-size:], monitor[-size:]) if math.isfinite(r + m)
+                ]
                 if len(rows) < self.options.window // 2:
                     continue
-                ups, downs = trend([r for r, _ in rows]), trend([m for _, m in rows])
+                ups = trend([r for r, _ in rows])
+                downs = trend([m for _, m in rows])
                 if ups > self.options.z and downs < -self.options.z:
                     yield exploited(name, size, rows, ups, downs)
                     break
@@ -95,8 +106,10 @@ class Alarms:
         if now < self.options.diversity * first:
             yield Alarm(
                 "diversity",
-                f"samples of one prompt become alike: their mean distance fell from {first:.3g} to {now:.3g}. "
-                "Soon there is nothing left to compare. Raise objective.kl or the noise (policy.eta, temperature), "
+                f"samples of one prompt become alike: their mean distance fell from "
+                f"{first:.3g} to {now:.3g}. "
+                "Soon there is nothing left to compare. Raise objective.kl or the noise "
+                "(policy.eta, temperature), "
                 "lower the learning rate, or reward diversity",
                 {"first": first, "now": now},
             )
@@ -106,8 +119,10 @@ class Alarms:
         if now > first + self.options.clipped:
             yield Alarm(
                 "clipped",
-                f"pictures saturate: {now:.0%} of the pixel values are 0 or 1, {first:.0%} at the start. A reward may "
-                "like glaring colours: watch one of another kind (monitor: true), raise objective.kl, lower the "
+                f"pictures saturate: {now:.0%} of the pixel values are 0 or 1, "
+                f"{first:.0%} at the start. A reward may "
+                "like glaring colours: watch one of another kind (monitor: true), raise "
+                "objective.kl, lower the "
                 "learning rate",
                 {"first": first, "now": now},
             )
@@ -125,21 +140,36 @@ def curve(reward: str) -> str:
     return f"reward/{reward}/mean"
 
 
-def exploited(name: str, size: int, rows: Sequence[tuple[float, float]], ups: float, downs: float) -> Alarm:
+def exploited(
+    name: str, size: int, rows: Sequence[tuple[float, float]], ups: float, downs: float
+) -> Alarm:
     tenth = max(1, len(rows) // 10)
-    start, end = ([sum(column) / tenth for column in zip(*part)] for part in (rows[:tenth], rows[-tenth:]))
+    start, end = (
+        [sum(column) / tenth for column in zip(*part)] for part in (rows[:tenth], rows[-tenth:])
+    )
     message = (
-        f"the reward rises and {name} falls: over the last {size} iterations from {start[0]:.4g} to {end[0]:.4g} and "
-        f"from {start[1]:.4g} to {end[1]:.4g} (trends {ups:+.1f} and {downs:+.1f} standard errors). "
+        f"the reward rises and {name} falls: over the last {size} iterations from "
+        f"{start[0]:.4g} to {end[0]:.4g} and "
+        f"from {start[1]:.4g} to {end[1]:.4g} (trends {ups:+.1f} and {downs:+.1f} "
+        f"standard errors). "
         "The reward may be exploited. Look at the samples; go back to a checkpoint before; "
         f"raise objective.kl, or give {name} a weight"
     )
-    numbers = {"window": size, "z_reward": ups, "z_monitor": downs, "reward_first": start[0], "reward_now": end[0]}
-    return Alarm(f"exploited/{name}", message, numbers | {"monitor_first": start[1], "monitor_now": end[1]})
+    numbers = {
+        "window": size,
+        "z_reward": ups,
+        "z_monitor": downs,
+        "reward_first": start[0],
+        "reward_now": end[0],
+    }
+    return Alarm(
+        f"exploited/{name}", message, numbers | {"monitor_first": start[1], "monitor_now": end[1]}
+    )
 
 
 def ends(values: Sequence[float]) -> tuple[float, float]:
-    """Medians of the first and of the last iterations; NaN, which no rule finds alarming, while there are too few."""
+    """Medians of the first and of the last iterations; NaN, which no rule finds alarming, while
+    there are too few."""
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) < 2 * SHORT:
         return math.nan, math.nan
@@ -147,10 +177,12 @@ def ends(values: Sequence[float]) -> tuple[float, float]:
 
 
 def trend(values: Sequence[float]) -> float:
-    """Mann-Kendall's test (Mann 1945): how many standard errors the number of rises exceeds that of falls.
+    """Mann-Kendall's test (Mann 1945): how many standard errors the number of rises exceeds that of
+    falls.
 
-    The variance counts ties, and is multiplied by (1 + r) / (1 - r) for neighbours that are correlated by r > 0 around
-    the straight line through the values: such a series has fewer independent ones than it has values.
+    The variance counts ties, and is multiplied by (1 + r) / (1 - r) for neighbours that are
+    correlated by r > 0 around the straight line through the values: such a series has fewer
+    independent ones than it has values.
     """
     import torch
 

@@ -1,4 +1,5 @@
-"""Which rows share an optimizer step, and which share a forward pass. Neither depends on the number of processes."""
+"""Which rows share an optimizer step, and which share a forward pass. Neither depends on the number
+of processes."""
 
 from __future__ import annotations
 
@@ -18,10 +19,11 @@ def batches(
 ) -> Iterator[Rollout]:
     """Split a process's rollout into the optimizer steps of one epoch.
 
-    ``rows`` in the whole iteration are put in one random order that every process computes alike; each step takes the
-    next ``size`` of it, and a process those that it holds. The order goes through the groups copy by copy, so that
-    every step has (nearly) the same number of rows of every group, and so of every process. With ``whole_groups`` it
-    goes through the prompts instead, and deals them to the steps in turn.
+    ``rows`` in the whole iteration are put in one random order that every process computes alike;
+    each step takes the next ``size`` of it, and a process those that it holds. The order goes
+    through the groups copy by copy, so that every step has (nearly) the same number of rows of
+    every group, and so of every process. With ``whole_groups`` it goes through the prompts instead,
+    and deals them to the steps in turn.
     """
     order = torch.empty(rows, dtype=torch.long)  # place of each row of the iteration
     names = _dealt(rows, copies, size) if whole_groups else _stratified(rows, copies, rng)
@@ -29,20 +31,24 @@ def batches(
     place = order[rollout.row.cpu()]
     for start in range(0, rows, size):
         mine = ((place >= start) & (place < start + size)).nonzero()[:, 0]
-        whole = len(mine) == len(rollout)  # all of its rows in their order: not a copy of their paths
+        # all of its rows in their order: not a copy of their paths
+        whole = len(mine) == len(rollout)
         yield rollout if whole else rollout[mine.to(rollout.row.device)]
 
 
 def _stratified(rows: int, copies: int, rng: Rng) -> Tensor:
-    """[rows] long: all row names, first one random copy of every prompt in random order, then another ..."""
+    """[rows] long: all row names, first one random copy of every prompt in random order, then
+    another ..."""
     names = torch.arange(rows)
     draw = rng.uniform(names, (2,))  # [rows, 2]
-    copy = draw[:, 0].view(-1, copies).argsort(1).argsort(1).flatten()  # [rows] random place inside the group
+    # [rows] random place inside the group
+    copy = draw[:, 0].view(-1, copies).argsort(1).argsort(1).flatten()
     return torch.argsort(copy + draw[:, 1])
 
 
 def _dealt(rows: int, copies: int, size: int) -> Tensor:
-    """[rows] long: all row names, group by group, so that consecutive prompts lie in different steps."""
+    """[rows] long: all row names, group by group, so that consecutive prompts lie in different
+    steps."""
     steps = rows // size
     prompt = torch.arange(rows // copies)
     order = torch.argsort(prompt % steps, stable=True)  # [P]
@@ -50,9 +56,11 @@ def _dealt(rows: int, copies: int, size: int) -> Tensor:
 
 
 class Points:
-    """The points of one optimizer step, made anew each time they are gone through, so that all are never held at once.
+    """The points of one optimizer step, made anew each time they are gone through, so that all are
+    never held at once.
 
-    ``outline``: their masks and lengths, which are. ``rows``: how many of their rows have a decision to train on.
+    ``outline``: their masks and lengths, which are. ``rows``: how many of their rows have a
+    decision to train on.
     """
 
     def __init__(self, make: Callable[[], Iterable[Point]]):
@@ -68,14 +76,17 @@ class Points:
 
 def _outline(point: Point) -> Point:
     """What says how much there is to train on, without what a network would see."""
-    return Point(group=point.group, row=point.row, state=point.mask, mask=point.mask, length=point.length)
+    return Point(
+        group=point.group, row=point.row, state=point.mask, mask=point.mask, length=point.length
+    )
 
 
 def passes(points: Iterable[Point], size: int | None, adjacent: bool = False) -> Iterator[Point]:
-    """Points joined and cut anew into passes of ``size`` rows; rows with nothing to train on are left out.
+    """Points joined and cut anew into passes of ``size`` rows; rows with nothing to train on are
+    left out.
 
-    Points are asked for as passes need them. ``adjacent``: rows of one prompt come together, long ones first, so that
-    they share its prefix and little padding; for that all points are held.
+    Points are asked for as passes need them. ``adjacent``: rows of one prompt come together, long
+    ones first, so that they share its prefix and little padding; for that all points are held.
     """
     if adjacent or size is None:
         return _sorted_passes(points, size, adjacent)
@@ -102,7 +113,9 @@ def _sorted_passes(points: Iterable[Point], size: int | None, adjacent: bool) ->
         return
     whole = _joined(alive)
     if adjacent:
-        last = (whole.mask * torch.arange(1, whole.mask.shape[1] + 1, device=whole.mask.device)).amax(1)
+        last = (
+            whole.mask * torch.arange(1, whole.mask.shape[1] + 1, device=whole.mask.device)
+        ).amax(1)
         order = last.argsort(descending=True, stable=True)
         whole = whole[order[whole.group[order].argsort(stable=True)]]
     parts = list(whole.split(size or len(whole)))
@@ -112,7 +125,8 @@ def _sorted_passes(points: Iterable[Point], size: int | None, adjacent: bool) ->
 
 
 def tell(whole: Point, parts: Sequence[Point]) -> None:
-    """Let the host know prompts and masks of a point's parts, which policies of tokens ask for, by one question."""
+    """Let the host know prompts and masks of a point's parts, which policies of tokens ask for, by
+    one question."""
     if whole.mask.device.type == "cpu":
         return
     known = torch.cat([whole.group[:, None], whole.mask.long()], 1).cpu()
@@ -122,9 +136,11 @@ def tell(whole: Point, parts: Sequence[Point]) -> None:
 
 
 def trained_rows(points: Sequence[Point]) -> list[Tensor | None]:
-    """Find the rows [n] of every point that have a decision to train on, on the CPU; None: all of them have.
+    """Find the rows [n] of every point that have a decision to train on, on the CPU; None: all of
+    them have.
 
-    The device is asked once for all points, since every question waits for what it is still computing."""
+    The device is asked once for all points, since every question waits for what it is still
+    computing."""
     if not points:
         return []
     flags = [point.mask.any(1) for point in points]
@@ -148,9 +164,10 @@ def _joined(points: Sequence[Point]) -> Point:
 def loss_weights(point: Point, reduction: str, decisions: int) -> Tensor:
     """[B, L] the weight of every decision before division by ``loss_total``.
 
-    "decision": every decision counts the same. "row": every row does, however long (GRPO's sequence mean); "every_row":
-    rows without decisions count too. "constant": division by a number of decisions (Dr. GRPO), which does not favour
-    short answers; "sum": the same, not divided by the number of rows. A policy may weigh its decisions besides.
+    "decision": every decision counts the same. "row": every row does, however long (GRPO's sequence
+    mean); "every_row": rows without decisions count too. "constant": division by a number of
+    decisions (Dr. GRPO), which does not favour short answers; "sum": the same, not divided by the
+    number of rows. A policy may weigh its decisions besides.
     """
     mask = point.mask if point.weight is None else point.mask * point.weight
     if reduction == "decision":
@@ -161,14 +178,20 @@ def loss_weights(point: Point, reduction: str, decisions: int) -> Tensor:
 
 
 def loss_total(points: Sequence[Point], rollout: Rollout, reduction: str) -> Tensor:
-    """[2] float64 of this process: whether it has a decision to train on (above 0), and its part of the number by
-    which the weighted sum of all losses is divided: decisions, rows with decisions, or rows that stay in training."""
+    """[2] float64 of this process: whether it has a decision to train on (above 0), and its part of
+    the number by which the weighted sum of all losses is divided: decisions, rows with decisions,
+    or rows that stay in training."""
     trained = [point.mask / point.length[:, None].clamp_min(1) for point in points]
-    rows = sum((part.double().sum() for part in trained), torch.zeros((), device=rollout.group.device).double())
+    rows = sum(
+        (part.double().sum() for part in trained),
+        torch.zeros((), device=rollout.group.device).double(),
+    )
     if reduction == "decision":
         total = sum((point.mask.sum().double() for point in points), torch.zeros_like(rows))
     elif reduction == "row":
         total = rows
     else:
-        total = rows.new_full((), len(rollout)) if rollout.kept is None else rollout.kept.sum().to(rows)
+        total = (
+            rows.new_full((), len(rollout)) if rollout.kept is None else rollout.kept.sum().to(rows)
+        )
     return torch.stack([rows, total])

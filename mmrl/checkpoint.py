@@ -1,12 +1,13 @@
 """Checkpoints on disk: written whole or not at all, checked when read, never pickled.
 
-A checkpoint is a folder ``iteration-000012`` of safetensors files and ``state.json``, which lists every file with its
-size and SHA-256. It is written under a temporary name, synced to the disk and renamed, so a crash at any moment leaves
-either the whole checkpoint or none.
+A checkpoint is a folder ``iteration-000012`` of safetensors files and ``state.json``, which lists
+every file with its size and SHA-256. It is written under a temporary name, synced to the disk and
+renamed, so a crash at any moment leaves either the whole checkpoint or none.
 
-A part (weights, a snapshot, the optimizer's state) is one file of whole tensors. Under FSDP2 it is a folder of files,
-in which each process has written its shards by torch.distributed.checkpoint, so that nothing is gathered. Both are read
-block by block, by any number of processes. All processes must see the folder.
+A part (weights, a snapshot, the optimizer's state) is one file of whole tensors. Under FSDP2 it is
+a folder of files, in which each process has written its shards by torch.distributed.checkpoint, so
+that nothing is gathered. Both are read block by block, by any number of processes. All processes
+must see the folder.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ class Part(Mapping[str, Tensor]):
 
 
 def save(folder: Path, iteration: int, arrays: Arrays, meta: dict, keep: int = 3) -> Path:
-    """Write ``folder/iteration-NNNNNN`` atomically, then delete all but the newest ``keep``. Returns the path.
+    """Write ``folder/iteration-NNNNNN`` atomically, then delete all but the newest ``keep``.
+    Returns the path.
 
     A collective call: each process writes its shards, the main one everything else.
     """
@@ -150,8 +152,8 @@ def _write(path: Path, tensors: Tensors, main: bool) -> None:
 def load(path: Path, checked: bool = False) -> tuple[Arrays, dict[str, Any]]:
     """Open a checkpoint: arrays, which are read when they are asked for, and meta.
 
-    UserError says what is wrong with a torn or foreign one. ``checked``: ``choose`` has compared the files with their
-    SHA-256, which is not done again.
+    UserError says what is wrong with a torn or foreign one. ``checked``: ``choose`` has compared
+    the files with their SHA-256, which is not done again.
     """
     state = _read(path) if checked else _checked(path)
     parts: dict[str, list[Path]] = {}
@@ -205,9 +207,13 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise UserError(f"{path} is not a checkpoint: it has no state.json") from error
     except (ValueError, OSError) as error:
-        raise UserError(f"checkpoint {path} is damaged: state.json cannot be read ({error})") from error
+        raise UserError(
+            f"checkpoint {path} is damaged: state.json cannot be read ({error})"
+        ) from error
     if not isinstance(state, dict) or state.get("format") not in READABLE:
-        raise UserError(f"{path} is not an mmrl checkpoint of format {FORMAT}; it was written by something else")
+        raise UserError(
+            f"{path} is not an mmrl checkpoint of format {FORMAT}; it was written by something else"
+        )
     for name in state["files"]:
         if not (path / name).is_file():
             raise UserError(f"checkpoint {path} is torn: {name} is missing")
@@ -219,7 +225,10 @@ def _checked(path: Path) -> dict[str, Any]:
     state = _read(path)
     for name in _share(list(state["files"])):
         if _fingerprint(path / name) != state["files"][name]:
-            raise UserError(f"checkpoint {path} is torn: {name} is not what was written (size or SHA-256 differ)")
+            raise UserError(
+                f"checkpoint {path} is torn: {name} is not what was written (size or "
+                f"SHA-256 differ)"
+            )
     return state
 
 

@@ -1,4 +1,5 @@
-"""The ``mmrl`` command. Every mistake of a user's is one message and exit status 2, never a traceback."""
+"""The ``mmrl`` command. Every mistake of a user's is one message and exit status 2, never a
+traceback."""
 
 from __future__ import annotations
 
@@ -10,20 +11,36 @@ import typer
 
 app = typer.Typer(
     help="Reinforcement fine-tuning for vision-language models and image and video generators.",
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-)  # fmt: skip
-Overrides = Annotated[list[str] | None, typer.Argument(help="Changes such as train.iterations=20 policy.sd3.lora=16.")]
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Changes such as train.iterations=20 policy.sd3.lora=16.")
+]
 RunFolder = Annotated[Path, typer.Argument(help="Folder that `mmrl train` named.")]
-At = Annotated[str | None, typer.Option("--checkpoint", help="Name such as iteration-000050; default: the newest.")]
+At = Annotated[
+    str | None,
+    typer.Option("--checkpoint", help="Name such as iteration-000050; default: the newest."),
+]
 
 
 @app.command()
 def train(
-    config: Annotated[Path, typer.Argument(help="A .yaml file, a shipped name such as digits/flow_grpo, or a run.")],
+    config: Annotated[
+        Path,
+        typer.Argument(help="A .yaml file, a shipped name such as digits/flow_grpo, or a run."),
+    ],
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run folder given as CONFIG.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and estimate only; no weights are needed.")] = False,
-    processes: Annotated[int, typer.Option(min=1, help="With --dry-run: how many share the work.")] = 1,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run folder given as CONFIG.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check and estimate only; no weights are needed.")
+    ] = False,
+    processes: Annotated[
+        int, typer.Option(min=1, help="With --dry-run: how many share the work.")
+    ] = 1,
 ) -> None:
     """Train a configuration, or go on with a run."""
     from .paths import find_config
@@ -41,7 +58,9 @@ def train(
 
 @app.command()
 def evaluate(
-    path: Annotated[Path, typer.Argument(help="A run folder, or a configuration to measure its base model.")],
+    path: Annotated[
+        Path, typer.Argument(help="A run folder, or a configuration to measure its base model.")
+    ],
     overrides: Overrides = None,
     checkpoint: At = None,
 ) -> None:
@@ -56,14 +75,20 @@ def evaluate(
 
 @app.command()
 def sample(
-    path: Annotated[Path, typer.Argument(help="A run folder (trained model) or a configuration (base model).")],
+    path: Annotated[
+        Path, typer.Argument(help="A run folder (trained model) or a configuration (base model).")
+    ],
     overrides: Overrides = None,
-    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="May be given several times.")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="May be given several times.")
+    ] = None,
     prompts: Annotated[Path | None, typer.Option(help="A .txt or .jsonl file of prompts.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("samples"),
     copies: Annotated[int, typer.Option(min=1, help="Samples a prompt.")] = 4,
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    guidance: Annotated[float | None, typer.Option(help="Guidance scale; default: as configured.")] = None,
+    guidance: Annotated[
+        float | None, typer.Option(help="Guidance scale; default: as configured.")
+    ] = None,
 ) -> None:
     """Sample a trained or a base model into files."""
     from . import commands
@@ -98,7 +123,9 @@ def report(run: RunFolder) -> None:
 
 @app.command()
 def build(
-    names: Annotated[list[str] | None, typer.Argument(help="Such as digits/sd3; default: quickstart's.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Such as digits/sd3; default: quickstart's.")
+    ] = None,
 ) -> None:
     """Build parts of the embedded world ahead of time. They are cached."""
     from . import commands
@@ -108,8 +135,12 @@ def build(
 
 @app.command(name="serve-reward")
 def serve_reward(
-    config: Annotated[Path, typer.Argument(help="A .yaml file with `reward:` and perhaps `serve:`, or a name.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="Changes such as serve.port=8200.")] = None,
+    config: Annotated[
+        Path, typer.Argument(help="A .yaml file with `reward:` and perhaps `serve:`, or a name.")
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Changes such as serve.port=8200.")
+    ] = None,
 ) -> None:
     """Serve the rewards of a configuration to other machines over HTTP."""
     from .paths import find_config
@@ -120,12 +151,15 @@ def serve_reward(
 
 @app.command(name="check-reward")
 def check_reward(
-    config: Annotated[Path, typer.Argument(help="A .yaml file with `data:` and `reward:`, or a shipped name.")],
+    config: Annotated[
+        Path, typer.Argument(help="A .yaml file with `data:` and `reward:`, or a shipped name.")
+    ],
     overrides: Overrides = None,
     samples: Annotated[int, typer.Option(min=1, help="Prompts to look at.")] = 200,
     seed: Annotated[int, typer.Option(min=0, help="Which of them.")] = 0,
 ) -> None:
-    """Audit the rewards of a configuration on its own data: right answers must win, tricks must not pay."""
+    """Audit the rewards of a configuration on its own data: right answers must win, tricks must not
+    pay."""
     from .auditing import audit
     from .auditing.tables import print_audits
     from .paths import find_config
@@ -136,8 +170,12 @@ def check_reward(
 
 @app.command(name="list")
 def list_(
-    kind: Annotated[str | None, typer.Argument(help="rewards, policies, objectives, samplers ...")] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Rewards only, with all their cards say.")] = False,
+    kind: Annotated[
+        str | None, typer.Argument(help="rewards, policies, objectives, samplers ...")
+    ] = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Rewards only, with all their cards say.")
+    ] = False,
 ) -> None:
     """What can be named in a configuration, with one line about each."""
     if markdown:
@@ -172,5 +210,8 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("stopped; the last checkpoint is whole: mmrl train --resume RUN goes on from it", file=sys.stderr)
+        print(
+            "stopped; the last checkpoint is whole: mmrl train --resume RUN goes on from it",
+            file=sys.stderr,
+        )
         sys.exit(130)

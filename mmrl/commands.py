@@ -1,4 +1,5 @@
-"""What the commands do, as functions; ``mmrl.cli`` and the files in scripts/ only parse arguments."""
+"""What the commands do, as functions; ``mmrl.cli`` and the files in scripts/ only parse
+arguments."""
 
 from __future__ import annotations
 
@@ -19,11 +20,14 @@ from .types import Prompt
 QUICKSTART = ("digits/sd3", "digits/reader", "digits/judge", "digits/clip")
 
 
-def evaluate(path: Path, overrides: Sequence[str] = (), at: str | None = None) -> tuple[list[dict[str, Any]], Path]:
-    """Held-out rewards of the base model at every guidance scale asked for, and of the trained one if ``path`` is a
-    run. Returns the rows and the file they were written to."""
+def evaluate(
+    path: Path, overrides: Sequence[str] = (), at: str | None = None
+) -> tuple[list[dict[str, Any]], Path]:
+    """Held-out rewards of the base model at every guidance scale asked for, and of the trained one
+    if ``path`` is a run. Returns the rows and the file they were written to."""
     one, run = _open(path, overrides, at)
-    judges, options = one.judges(), one.evaluation
+    judges = one.judges()
+    options = one.evaluation
     own = getattr(one.policy, "guidance", None)
     rows = []
     for model, snapshot, guidance in _models(one, own, run is not None):
@@ -32,12 +36,18 @@ def evaluate(path: Path, overrides: Sequence[str] = (), at: str | None = None) -
         rows.append(evaluation.row(model, guidance, found))
     target = (run or Path()) / "evaluation.json"
     held_out = bool(one.data.held_out)
-    sizes = {"prompts": min(options.prompts, len(one.prompts())), "copies": options.copies, "held_out": held_out}
+    sizes = {
+        "prompts": min(options.prompts, len(one.prompts())),
+        "copies": options.copies,
+        "held_out": held_out,
+    }
     target.write_text(json.dumps({**sizes, "rows": rows}, indent=1))
     return rows, target
 
 
-def _models(one: Session, own: float | None, is_run: bool) -> Iterator[tuple[str, str, float | None]]:
+def _models(
+    one: Session, own: float | None, is_run: bool
+) -> Iterator[tuple[str, str, float | None]]:
     yield "base", "ref", own
     for scale in one.evaluation.guidance:
         if own is not None and scale != own:
@@ -55,10 +65,13 @@ def sample(
     guidance: float | None = None,
     overrides: Sequence[str] = (),
 ) -> list[Path]:
-    """Sample a run's trained model or a configuration's base model; one file a sample. Returns the paths."""
+    """Sample a run's trained model or a configuration's base model; one file a sample. Returns the
+    paths."""
     one, _ = _open(path, overrides, None)
     with _at(one, "live"):
-        media, asked = evaluation.sample(one.policy, list(prompts) or one.prompts()[:4], copies, seed, guidance)
+        media, asked = evaluation.sample(
+            one.policy, list(prompts) or one.prompts()[:4], copies, seed, guidance
+        )
     out.mkdir(parents=True, exist_ok=True)
     files = []
     for i, (item, prompt) in enumerate(zip(media, asked, strict=True)):
@@ -126,4 +139,6 @@ def _write(item: Any, path: Path) -> Path:
 
 
 def _slug(text: str) -> str:
-    return "-".join("".join(c if c.isalnum() else " " for c in text.lower()).split())[:60] or "sample"
+    return (
+        "-".join("".join(c if c.isalnum() else " " for c in text.lower()).split())[:60] or "sample"
+    )

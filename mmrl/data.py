@@ -1,4 +1,5 @@
-"""Prompts from files, split into what is trained on and what is held out, in an order that depends on the seed only."""
+"""Prompts from files, split into what is trained on and what is held out, in an order that depends
+on the seed only."""
 
 from __future__ import annotations
 
@@ -19,17 +20,21 @@ from .registry import DATA, UserError
 from .types import Prompt
 
 SPLIT = 0.05  # share of the texts that is held out when nothing else is said
-NAMES = {"train": ("train_metadata.jsonl", "train.jsonl", "train.txt"),
-         "test": ("test_metadata.jsonl", "test.jsonl", "test.txt")}  # fmt: skip
+NAMES = {
+    "train": ("train_metadata.jsonl", "train.jsonl", "train.txt"),
+    "test": ("test_metadata.jsonl", "test.jsonl", "test.txt"),
+}
 
 
 @DATA.register("prompts")
 class Prompts:
-    """Prompts from a .txt file (one a line), a .jsonl file (one object a line), or a folder with train and test.
+    """Prompts from a .txt file (one a line), a .jsonl file (one object a line), or a folder with
+    train and test.
 
-    path: the file, or a folder holding ``train_metadata.jsonl``, ``train.jsonl`` or ``train.txt`` (and ``test...``).
-    held_out: a second file, or the share of the texts to hold out; by default the folder's test file, else 5 %.
-    key: the JSON key that holds the text; by default "text" or "prompt".
+    path: the file, or a folder holding ``train_metadata.jsonl``, ``train.jsonl`` or ``train.txt``
+    (and ``test...``). held_out: a second file, or the share of the texts to hold out; by default
+    the folder's test file, else 5 %. key: the JSON key that holds the text; by default "text" or
+    "prompt".
     """
 
     train: list[Prompt]
@@ -46,9 +51,13 @@ class Prompts:
         if held_out is None and path.is_dir():
             held_out = _inside(path, "test", required=False)
         if isinstance(held_out, (str, Path)):
-            self.train, self.held_out = found, read(Path(held_out), key)
+            self.train = found
+            self.held_out = read(Path(held_out), key)
             if both := len({p["text"] for p in self.train} & {p["text"] for p in self.held_out}):
-                warnings.warn(f"{both} texts of {held_out} are also in {path}: they are not held out", stacklevel=2)
+                warnings.warn(
+                    f"{both} texts of {held_out} are also in {path}: they are not held out",
+                    stacklevel=2,
+                )
         else:
             self.train, self.held_out = split(found, SPLIT if held_out is None else held_out)
 
@@ -56,8 +65,8 @@ class Prompts:
 def split(
     prompts: Sequence[Prompt], share: float, key: Callable[[Prompt], str] = itemgetter("text")
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """Train and held-out prompts, by a hash of the text (or another ``key``): equal ones stay together, and more lines
-    move none of them.
+    """Train and held-out prompts, by a hash of the text (or another ``key``): equal ones stay
+    together, and more lines move none of them.
 
     (But for tiny files: a side that the hash would leave empty gets the one text nearest to it.)
     """
@@ -75,10 +84,12 @@ def _rank(text: str) -> float:
 
 
 def batch(prompts: Sequence[Prompt], count: int, iteration: int, seed: int) -> list[Prompt]:
-    """The prompts of an iteration, ``count`` of them: epoch after epoch, each in its own random order.
+    """The prompts of an iteration, ``count`` of them: epoch after epoch, each in its own random
+    order.
 
-    Nothing is remembered between calls: the position in the data is the iteration, so a resumed run continues exactly.
-    No prompt repeats within an epoch; a batch may lie across two epochs, or wrap around several when it is larger.
+    Nothing is remembered between calls: the position in the data is the iteration, so a resumed run
+    continues exactly. No prompt repeats within an epoch; a batch may lie across two epochs, or wrap
+    around several when it is larger.
     """
     if not prompts:
         raise UserError("there are no prompts to draw from")
@@ -96,7 +107,8 @@ def pick(prompts: Sequence[Prompt], u: float, iteration: int) -> Prompt:
 
 
 def place(position: int, size: int, seed: int, *names: int | str) -> int:
-    """Where in ``size`` prompts the draw number ``position`` lies: epoch after epoch, each in its own random order."""
+    """Where in ``size`` prompts the draw number ``position`` lies: epoch after epoch, each in its
+    own random order."""
     epoch, slot = divmod(position, size)
     return _order(size, seed, epoch, *names)[slot]
 
@@ -131,7 +143,8 @@ class Curriculum(list[Prompt]):
 
 
 class Outcome(NamedTuple):
-    """Rewards of one group: the ``entry`` of its prompt, their mean, and whether they are all equal."""
+    """Rewards of one group: the ``entry`` of its prompt, their mean, and whether they are all
+    equal."""
 
     entry: int
     mean: float
@@ -142,7 +155,10 @@ def read(path: Path, key: str | None = None) -> list[Prompt]:
     """The prompts of one .txt or .jsonl file, in order. Raises UserError with file and line."""
     readers = {".txt": _text_line, ".jsonl": _json_line, ".ndjson": _json_line}
     if path.suffix.lower() not in readers:
-        raise UserError(f"{path}: prompts are read from .txt (one a line), .jsonl (one object a line) or a folder")
+        raise UserError(
+            f"{path}: prompts are read from .txt (one a line), .jsonl (one object a "
+            f"line) or a folder"
+        )
     found = []
     for number, line in enumerate(decoded(path).split("\n"), start=1):
         if line := line.strip():
@@ -164,7 +180,9 @@ def _json_line(line: str, key: str | None) -> Prompt:
     try:
         value: Any = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f'broken JSON at column {error.colno}: {error.msg}; expected {{"text": "..."}}') from error
+        raise ValueError(
+            f'broken JSON at column {error.colno}: {error.msg}; expected {{"text": "..."}}'
+        ) from error
     except RecursionError as error:
         raise ValueError("JSON nested too deeply") from error
     if isinstance(value, str):
@@ -174,9 +192,14 @@ def _json_line(line: str, key: str | None) -> Prompt:
     name = key or next((k for k in ("text", "prompt") if k in value), None)
     if name not in value:
         wanted = repr(key) if key else "'text' or 'prompt'"
-        raise ValueError(f"no key {wanted}; this line has {', '.join(value) or 'none'}; name it with the option key")
+        raise ValueError(
+            f"no key {wanted}; this line has {', '.join(value) or 'none'}; name it "
+            f"with the option key"
+        )
     if not isinstance(value[name], str) or not value[name].strip():
-        raise ValueError(f"{name!r} must be text that is not empty, got {json.dumps(value[name])[:60]}")
+        raise ValueError(
+            f"{name!r} must be text that is not empty, got {json.dumps(value[name])[:60]}"
+        )
     return {**value, "text": value[name].strip()}
 
 
@@ -190,8 +213,13 @@ def decoded(path: Path) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         number = data.count(b"\n", 0, error.start) + 1
-        remedy = f"save it as UTF-8, for instance: iconv -f latin1 -t utf-8 {path.name} > utf8{path.suffix}"
-        raise UserError(f"{path}:{number}: byte 0x{data[error.start]:02x} is not UTF-8; {remedy}") from error
+        remedy = (
+            f"save it as UTF-8, for instance: iconv -f latin1 -t utf-8 {path.name} > "
+            f"utf8{path.suffix}"
+        )
+        raise UserError(
+            f"{path}:{number}: byte 0x{data[error.start]:02x} is not UTF-8; {remedy}"
+        ) from error
 
 
 def _inside(folder: Path, part: str, required: bool = True) -> Path | None:

@@ -23,8 +23,9 @@ def world() -> tuple[int, int]:
 
 
 def leave() -> None:
-    """End this process's part. What still refers to the group goes first: where the interpreter's exit takes gloo's
-    threads down, it now and then aborts, and the launcher takes a finished run for a failed one."""
+    """End this process's part. What still refers to the group goes first: where the interpreter's
+    exit takes gloo's threads down, it now and then aborts, and the launcher takes a finished run
+    for a failed one."""
     if world()[1] > 1:
         gc.collect()
         dist.destroy_process_group()
@@ -41,12 +42,14 @@ def all_max(x: Tensor) -> Tensor:
 
 
 def largest(number: int, device: torch.device | str) -> int:
-    """The largest of the processes' numbers, for which one process asks no device; a collective call."""
+    """The largest of the processes' numbers, for which one process asks no device; a collective
+    call."""
     return int(all_max(torch.tensor(number, device=device))) if world()[1] > 1 else number
 
 
 def all_gather_rows(x: Tensor) -> Tensor:
-    """[B_0 + B_1 + ..., *] the rows [B_r, *] of every process in order of rank; B_r may differ and may be 0."""
+    """[B_0 + B_1 + ..., *] the rows [B_r, *] of every process in order of rank; B_r may differ and
+    may be 0."""
     size = world()[1]
     if size == 1:
         return x
@@ -54,17 +57,25 @@ def all_gather_rows(x: Tensor) -> Tensor:
     counts = [torch.zeros(1, dtype=torch.long, device=mine.device) for _ in range(size)]
     dist.all_gather(counts, torch.tensor([len(mine)], device=mine.device))
     most = max(int(count) for count in counts)
-    padded = torch.cat([mine, mine.new_zeros(most - len(mine), *mine.shape[1:])]).contiguous()  # [most, *]
+    # [most, *]
+    padded = torch.cat([mine, mine.new_zeros(most - len(mine), *mine.shape[1:])]).contiguous()
     parts = [torch.empty_like(padded) for _ in range(size)]
     dist.all_gather(parts, padded)
-    return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)]).to(x.device)
+    return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)]).to(
+        x.device
+    )
 
 
 def all_gather_json(rows: Sequence[Any], device: torch.device | str = "cpu") -> list[Any]:
-    """The rows of every process in order of rank, each fit for JSON, through which all of them go."""
+    """The rows of every process in order of rank, each fit for JSON, through which all of them
+    go."""
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
     sent = torch.tensor(list(lines), dtype=torch.uint8, device=device)
-    return [json.loads(line) for line in bytes(all_gather_rows(sent).tolist()).decode().split("\n") if line]
+    return [
+        json.loads(line)
+        for line in bytes(all_gather_rows(sent).tolist()).decode().split("\n")
+        if line
+    ]
 
 
 def all_gather_plain(value: Any) -> list[Any]:
@@ -73,12 +84,14 @@ def all_gather_plain(value: Any) -> list[Any]:
 
 
 class StopAll(UserError):
-    """A UserError that every process raises at the same place, so that they can still act in common before they end."""
+    """A UserError that every process raises at the same place, so that they can still act in common
+    before they end."""
 
 
 @contextmanager
 def together() -> Iterator[None]:
-    """A UserError that ends this block on one process is raised by all: nobody waits for one that has gone.
+    """A UserError that ends this block on one process is raised by all: nobody waits for one that
+    has gone.
 
     Entering and leaving is a collective call; the block itself must make none.
     """

@@ -8,17 +8,21 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-TINY = 1e-12  # floor of a standard deviation of zero: an ODE step has no density and is masked, but must stay finite
+# floor of a standard deviation of zero: an ODE step has no density and is masked, but must stay
+# finite
+TINY = 1e-12
 BLOCK = 128  # tokens of a vocabulary that are summed before the running sum over blocks
 BELOW_ONE = 1 - 2**-52
 
 
 @dataclass(frozen=True)
 class Gaussian:
-    """Isotropic Gaussian over latents; ``std`` 0 makes the step deterministic (then no log-prob is meant).
+    """Isotropic Gaussian over latents; ``std`` 0 makes the step deterministic (then no log-prob is
+    meant).
 
-    ``reduction`` "mean" divides log-prob, KL and entropy by the number of dimensions, as every published
-    implementation does (their clip ranges of 1e-6 to 1e-3 come from it); "sum" gives the density itself.
+    ``reduction`` "mean" divides log-prob, KL and entropy by the number of dimensions, as every
+    published implementation does (their clip ranges of 1e-6 to 1e-3 come from it); "sum" gives the
+    density itself.
     """
 
     mean: Tensor  # [B, *]
@@ -31,16 +35,21 @@ class Gaussian:
 
     def repeat(self, n: int) -> Gaussian:
         """Every row ``n`` times."""
-        return replace(self, mean=self.mean.repeat_interleave(n, 0), std=self.std.repeat_interleave(n, 0))
+        return replace(
+            self, mean=self.mean.repeat_interleave(n, 0), std=self.std.repeat_interleave(n, 0)
+        )
 
     def log_prob(self, x: Tensor) -> Tensor:
         """[B, 1]."""
         std = self.std.clamp_min(TINY)
-        return self._reduce(-0.5 * ((x - self.mean) / std) ** 2 - std.log() - 0.5 * math.log(2 * math.pi))
+        return self._reduce(
+            -0.5 * ((x - self.mean) / std) ** 2 - std.log() - 0.5 * math.log(2 * math.pi)
+        )
 
     def kl(self, other: Gaussian) -> Tensor:
         """[B, 1] KL(self || other), exact; equal standard deviations cancel exactly."""
-        p, q = self.std.clamp_min(TINY), other.std.clamp_min(TINY)
+        p = self.std.clamp_min(TINY)
+        q = other.std.clamp_min(TINY)
         spread = torch.where(p == q, torch.zeros_like(p), (q / p).log() + 0.5 * ((p / q) ** 2 - 1))
         return self._reduce(spread + 0.5 * ((self.mean - other.mean) / q) ** 2)
 
@@ -56,7 +65,8 @@ class Gaussian:
 
 @dataclass(frozen=True)
 class Score(Gaussian):
-    """A Gaussian scored by -(x - mean)^2, without its variance (Flow-CPS): not a density, and not a log-prob."""
+    """A Gaussian scored by -(x - mean)^2, without its variance (Flow-CPS): not a density, and not a
+    log-prob."""
 
     def log_prob(self, x: Tensor) -> Tensor:
         """[B, 1] the score."""
@@ -64,11 +74,12 @@ class Score(Gaussian):
 
 
 def drawn(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Draws [*, n] long from the softmax of logits [*, V], by inversion at uniform [*, n] in (0, 1); their log-probs.
+    """Draws [*, n] long from the softmax of logits [*, V], by inversion at uniform [*, n] in (0,
+    1); their log-probs.
 
-    A draw is the first token whose cumulative probability is above the uniform number. First its block of the
-    vocabulary is found, from cumulative sums of blocks in float64, then the token in it: one running sum over all of a
-    large vocabulary in float64 costs several times the softmax.
+    A draw is the first token whose cumulative probability is above the uniform number. First its
+    block of the vocabulary is found, from cumulative sums of blocks in float64, then the token in
+    it: one running sum over all of a large vocabulary in float64 costs several times the softmax.
     """
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     size = BLOCK if x.shape[-1] % BLOCK == 0 else x.shape[-1]
@@ -79,7 +90,9 @@ def drawn(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     block = torch.searchsorted(sums, want.contiguous(), right=True)  # [*, n]
     high = sums.gather(-1, block)
     low = torch.where(block > 0, sums.gather(-1, (block - 1).clamp_min(0)), 0.0)
-    inside = weight.gather(-2, block[..., None].expand(*block.shape, size)).cumsum(-1, dtype=torch.float64)
+    inside = weight.gather(-2, block[..., None].expand(*block.shape, size)).cumsum(
+        -1, dtype=torch.float64
+    )
     share = ((want - low) / (high - low)).clamp_max(BELOW_ONE)[..., None] * inside[..., -1:]
     token = block * size + torch.searchsorted(inside, share, right=True)[..., 0]
     return token, x.gather(-1, token) - top - sums[..., -1:].log().to(x)
@@ -87,7 +100,8 @@ def drawn(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Categorical:
-    """Independent draws at L positions from a vocabulary of V; logits of -inf are impossible tokens."""
+    """Independent draws at L positions from a vocabulary of V; logits of -inf are impossible
+    tokens."""
 
     logits: Tensor  # [B, L, V]
 
@@ -100,9 +114,12 @@ class Categorical:
         return self._log_softmax().gather(-1, ids[..., None])[..., 0]
 
     def kl(self, other: Categorical) -> Tensor:
-        """[B, L] KL(self || other) over the whole vocabulary; an impossible token of self adds nothing."""
-        p, q = self._log_softmax(), other._log_softmax()
-        impossible = p.isneginf()  # filled before the difference: inf - inf would poison the gradient
+        """[B, L] KL(self || other) over the whole vocabulary; an impossible token of self adds
+        nothing."""
+        p = self._log_softmax()
+        q = other._log_softmax()
+        # filled before the difference: inf - inf would poison the gradient
+        impossible = p.isneginf()
         return (p.exp() * (p.masked_fill(impossible, 0) - q.masked_fill(impossible, 0))).sum(-1)
 
     def entropy(self) -> Tensor:

@@ -23,7 +23,8 @@ Z95 = 1.959964  # two-sided 95 % quantile of the normal distribution
 
 @dataclass(frozen=True)
 class Estimate:
-    """Mean over ``n`` samples and its 95 % confidence interval; the prompts are the independent units."""
+    """Mean over ``n`` samples and its 95 % confidence interval; the prompts are the independent
+    units."""
 
     mean: float
     low: float
@@ -35,9 +36,11 @@ class Estimate:
 def sample(
     policy: Policy, prompts: Sequence[Prompt], copies: int, seed: int, guidance: float | None = None
 ) -> tuple[Media, list[Prompt]]:
-    """This process's samples and their prompts, with the noise that ``seed`` names: the same before and after.
+    """This process's samples and their prompts, with the noise that ``seed`` names: the same before
+    and after.
 
-    Every process samples equally many, as sharded models need; what fills up the last ones is thrown away.
+    Every process samples equally many, as sharded models need; what fills up the last ones is
+    thrown away.
     """
     rank, size = distributed.world()
     share = -(-len(prompts) // size)
@@ -51,11 +54,16 @@ def sample(
 
 
 def evaluate(
-    policy: Policy, prompts: Sequence[Prompt], scorer: Scorer, options: EvaluateOptions, guidance: float | None = None
+    policy: Policy,
+    prompts: Sequence[Prompt],
+    scorer: Scorer,
+    options: EvaluateOptions,
+    guidance: float | None = None,
 ) -> dict[str, Estimate]:
     """Estimate of every reward under the current weights; a collective call.
 
-    Of answers with boxes also mAP, on one process: a number of the whole set, so its interval is unbounded.
+    Of answers with boxes also mAP, on one process: a number of the whole set, so its interval is
+    unbounded.
     """
     chosen = list(prompts[: options.prompts])
     media, asked = sample(policy, chosen, options.copies, options.seed, guidance)
@@ -63,14 +71,22 @@ def evaluate(
         rewards: Rewards = scorer(media, asked)
     whole = {name: distributed.all_gather_rows(value) for name, value in rewards.per_row().items()}
     found = {name: estimate(value.view(-1, options.copies)) for name, value in whole.items()}
-    if isinstance(media, list) and all(isinstance(one, str) for one in media) and distributed.world()[1] == 1:
+    if (
+        isinstance(media, list)
+        and all(isinstance(one, str) for one in media)
+        and distributed.world()[1] == 1
+    ):
         infinite = float("inf")
-        found |= {k: Estimate(v, -infinite, infinite, len(media)) for k, v in mean_ap(media, asked).items()}
+        found |= {
+            k: Estimate(v, -infinite, infinite, len(media))
+            for k, v in mean_ap(media, asked).items()
+        }
     return found
 
 
 def estimate(values: Tensor) -> Estimate:
-    """From rewards [P, copies], NaN where a sample could not be scored. Prompts are clusters: their means vary."""
+    """From rewards [P, copies], NaN where a sample could not be scored. Prompts are clusters: their
+    means vary."""
     present = ~values.isnan()
     means = values.double().nanmean(1)[present.any(1)]  # [P']
     if not len(means):
@@ -82,4 +98,8 @@ def estimate(values: Tensor) -> Estimate:
 
 def row(model: str, guidance: float | None, found: dict[str, Estimate]) -> dict[str, Any]:
     """One line of ``evaluation.json``."""
-    return {"model": model, "guidance": guidance, "rewards": {name: asdict(e) for name, e in found.items()}}
+    return {
+        "model": model,
+        "guidance": guidance,
+        "rewards": {name: asdict(e) for name, e in found.items()},
+    }

@@ -1,7 +1,9 @@
-"""The gate of an iteration's first step: how far re-scored log-probs may lie from the recorded ones.
+"""The gate of an iteration's first step: how far re-scored log-probs may lie from the recorded
+ones.
 
-On that step the weights are those that sampled, so the two differ by rounding alone, and whatever is more than rounding
-biases the gradient. The ratio of fresh points cannot show it: it is 1 by definition (``Point.old``).
+On that step the weights are those that sampled, so the two differ by rounding alone, and whatever
+is more than rounding biases the gradient. The ratio of fresh points cannot show it: it is 1 by
+definition (``Point.old``).
 """
 
 from __future__ import annotations
@@ -13,15 +15,17 @@ import torch
 
 from .options import TrainOptions
 
-EXACT = 1e-6  # Gaussian decisions: sampler and score are one function, and published clips go down to 2e-6
-TOKENS = {False: 1e-4, True: 2e-2}  # token log-probs, of a cached decoder against one pass; in half precision or not
+# Gaussian decisions: sampler and score are one function, and published clips go down to 2e-6
+EXACT = 1e-6
+# token log-probs, of a cached decoder against one pass; in half precision or not
+TOKENS = {False: 1e-4, True: 2e-2}
 
 
 def tolerance(options: TrainOptions, policy: Any, objective: Any) -> float | None:
     """The largest gap that ``train.gate`` lets through, in nats; None: none is looked at.
 
-    "auto" is, for Gaussian decisions, what the clip of the ratio can bear, in every precision; for tokens a rounding
-    error of their precision, which guidance multiplies.
+    "auto" is, for Gaussian decisions, what the clip of the ratio can bear, in every precision; for
+    tokens a rounding error of their precision, which guidance multiplies.
     """
     if options.gate != "auto":
         return options.gate
@@ -32,7 +36,8 @@ def tolerance(options: TrainOptions, policy: Any, objective: Any) -> float | Non
 
 
 def on_average(options: TrainOptions, policy: Any) -> bool:
-    """Whether the mean gap is compared and not the largest: in half precision single unlikely tokens are far off."""
+    """Whether the mean gap is compared and not the largest: in half precision single unlikely
+    tokens are far off."""
     return policy.decisions == "categorical" and rounded(options, policy)
 
 
@@ -42,10 +47,12 @@ def rounded(options: TrainOptions, policy: Any) -> bool:
 
 
 def rescores(options: TrainOptions, policy: Any, steps: int) -> bool:
-    """Whether ``train.recompute_old_logprob`` scores rollouts of so many optimizer ``steps`` once more.
+    """Whether ``train.recompute_old_logprob`` scores rollouts of so many optimizer ``steps`` once
+    more.
 
-    "auto": where tokens were sampled with a cache and are scored in one pass, in half precision, and a step after the
-    first would take the difference of the two roundings for a ratio. Gaussian decisions have none.
+    "auto": where tokens were sampled with a cache and are scored in one pass, in half precision,
+    and a step after the first would take the difference of the two roundings for a ratio. Gaussian
+    decisions have none.
     """
     if options.recompute_old_logprob != "auto":
         return options.recompute_old_logprob
@@ -55,17 +62,23 @@ def rescores(options: TrainOptions, policy: Any, steps: int) -> bool:
 
 def halved(policy: Any) -> bool:
     """Whether weights are stored in half precision."""
-    return any(p.dtype in (torch.bfloat16, torch.float16) for p in policy.weights.module.parameters())
+    return any(
+        p.dtype in (torch.bfloat16, torch.float16) for p in policy.weights.module.parameters()
+    )
 
 
 def clip_range(objective: Any) -> float:
-    """The narrower side of the range that an objective clips its ratio to; infinite where it names none."""
+    """The narrower side of the range that an objective clips its ratio to; infinite where it names
+    none."""
     sides = (getattr(objective, name, None) for name in ("low", "high"))
-    return min([side for side in sides if isinstance(side, (int, float)) and side > 0], default=math.inf)
+    return min(
+        [side for side in sides if isinstance(side, (int, float)) and side > 0], default=math.inf
+    )
 
 
 def amplified(policy: Any) -> float:
-    """By how much guidance enlarges the rounding error of logits: s z_c + (1 - s) z_u, two independent errors."""
+    """By how much guidance enlarges the rounding error of logits: s z_c + (1 - s) z_u, two
+    independent errors."""
     scale = getattr(policy, "guidance", 1.0)
     if scale == 1 or getattr(policy, "logp_dist", "guided") == "conditional":
         return 1.0

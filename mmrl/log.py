@@ -25,13 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LogOptions:
-    """``log:`` of a configuration. ``metrics.jsonl`` always holds every iteration; ``every`` thins the mirrors."""
+    """``log:`` of a configuration. ``metrics.jsonl`` always holds every iteration; ``every`` thins
+    the mirrors."""
 
     tensorboard: bool = True
     wandb: bool = False
     project: str = "mmrl"
     every: Annotated[int, Ge(1)] = 1
-    rollouts: Annotated[int, Ge(0)] = 10  # iterations between those whose texts are kept for the report; 0: none
+    # iterations between those whose texts are kept for the report; 0: none
+    rollouts: Annotated[int, Ge(0)] = 10
 
 
 class Mirror(Protocol):
@@ -45,9 +47,9 @@ class Mirror(Protocol):
 class RunLog:
     """The run folder's record. Only ``active`` (the main process) writes; everyone may call.
 
-    folder: the run folder, created if missing. resume: go on in a folder that holds a run; without it such a folder
-    is refused with UserError. start: first iteration that will be logged; lines at or after it are cut, so that no
-    iteration appears twice. config: shown in W&B.
+    folder: the run folder, created if missing. resume: go on in a folder that holds a run; without
+    it such a folder is refused with UserError. start: first iteration that will be logged; lines at
+    or after it are cut, so that no iteration appears twice. config: shown in W&B.
     """
 
     def __init__(
@@ -60,11 +62,14 @@ class RunLog:
         active: bool = True,
         config: Mapping[str, Any] | None = None,
     ):
-        self.folder, self.options, self.active = Path(folder), options, active
+        self.folder = Path(folder)
+        self.options = options
+        self.active = active
         self.mirrors: list[Mirror] = []
         self.iteration = start or 0
         self.past: list[dict[str, Any]] = []  # metrics of the iterations before a resume
-        self.past_alarms: dict[str, int] = {}  # what alarms were about -> iteration of the last, before a resume
+        # what alarms were about -> iteration of the last, before a resume
+        self.past_alarms: dict[str, int] = {}
         if not active:
             return
         self._metrics_path = self.folder / "metrics.jsonl"
@@ -82,7 +87,8 @@ class RunLog:
         self._metrics = self._metrics_path.open("a", encoding="utf-8")
 
     def metrics(self, iteration: int, values: Mapping[str, float]) -> None:
-        """Append one line, flushed at once. Values are numbers or one-element tensors; non-finite ones become null."""
+        """Append one line, flushed at once. Values are numbers or one-element tensors; non-finite
+        ones become null."""
         self.iteration = iteration
         if not self.active:
             return
@@ -95,8 +101,11 @@ class RunLog:
             for mirror in self.mirrors:
                 mirror.scalars(iteration, finite)
 
-    def event(self, kind: str, message: str, numbers: Mapping[str, float] = {}, about: str = "") -> None:
-        """Append to events.jsonl something that happened once: an excluded sample, a checkpoint, an alarm.
+    def event(
+        self, kind: str, message: str, numbers: Mapping[str, float] = {}, about: str = ""
+    ) -> None:
+        """Append to events.jsonl something that happened once: an excluded sample, a checkpoint, an
+        alarm.
 
         ``about``: by which another event about the same thing is known."""
         if not self.active:
@@ -104,13 +113,19 @@ class RunLog:
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         line = {"time": now, "iteration": self.iteration, "kind": kind, "message": message}
         line |= {"about": about} if about else {}
-        line |= {"numbers": {name: _number(float(value)) for name, value in numbers.items()}} if numbers else {}
+        line |= (
+            {"numbers": {name: _number(float(value)) for name, value in numbers.items()}}
+            if numbers
+            else {}
+        )
         with (self.folder / "events.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
-    def images(self, name: str, images: Tensor, captions: Sequence[str] = (), columns: int | None = None) -> None:
-        """Write images [N, 3, H, W] in 0..1, or videos [N, F, 3, H, W], as samples/<name>.png, which is animated for
-        videos, and their layout to samples/captions.json."""
+    def images(
+        self, name: str, images: Tensor, captions: Sequence[str] = (), columns: int | None = None
+    ) -> None:
+        """Write images [N, 3, H, W] in 0..1, or videos [N, F, 3, H, W], as samples/<name>.png,
+        which is animated for videos, and their layout to samples/captions.json."""
         if not self.active:
             return
         if not re.fullmatch(r"[\w.-]+", name):
@@ -118,9 +133,16 @@ class RunLog:
         picture, layout = (film_sheet if images.ndim == 5 else sheet)(images, columns)
         _replace(self.folder / "samples" / f"{name}.png", lambda path: save_picture(picture, path))
         known = read_captions(self.folder)
-        sheets = known.get("sheets", {}) | {name: {**asdict(layout), "captions": [str(c) for c in captions]}}
-        text = json.dumps({"captions": [str(c) for c in captions], "sheets": sheets}, ensure_ascii=False, indent=1)
-        _replace(self.folder / "samples" / "captions.json", lambda path: path.write_text(text, encoding="utf-8"))
+        sheets = known.get("sheets", {}) | {
+            name: {**asdict(layout), "captions": [str(c) for c in captions]}
+        }
+        text = json.dumps(
+            {"captions": [str(c) for c in captions], "sheets": sheets}, ensure_ascii=False, indent=1
+        )
+        _replace(
+            self.folder / "samples" / "captions.json",
+            lambda path: path.write_text(text, encoding="utf-8"),
+        )
         for mirror in self.mirrors:
             mirror.image(self.iteration, name, still(picture))
 
@@ -153,7 +175,9 @@ class RunLog:
         if not self._metrics_path.exists():
             return
         kept = []
-        for number, text in enumerate(self._metrics_path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        for number, text in enumerate(
+            self._metrics_path.read_text(encoding="utf-8", errors="replace").splitlines(), 1
+        ):
             line = parse_line(text)
             if line is None:
                 self.event("warning", f"{self._metrics_path}: line {number} is torn; dropped")
@@ -163,7 +187,8 @@ class RunLog:
         _replace(self._metrics_path, lambda path: path.write_text("".join(kept), encoding="utf-8"))
 
     def _recall_alarms(self, start: int | None) -> None:
-        """Alarms of the iterations before ``start``; those after it are of iterations that come again."""
+        """Alarms of the iterations before ``start``; those after it are of iterations that come
+        again."""
         path = self.folder / "events.jsonl"
         if not path.exists():
             return
@@ -206,7 +231,8 @@ class _TensorBoard:
     def image(self, iteration: int, name: str, picture: Image.Image) -> None:
         import numpy as np
 
-        tag = "samples" if name.startswith("iter-") else name  # one slider over time instead of a tag an iteration
+        # one slider over time instead of a tag an iteration
+        tag = "samples" if name.startswith("iter-") else name
         self.writer.add_image(tag, np.asarray(picture), iteration, dataformats="HWC")
 
     def close(self) -> None:
@@ -218,12 +244,19 @@ class _WandB:
         try:
             import wandb
         except ImportError as error:
-            raise UserError("log.wandb is on, but wandb is not installed; run: pip install wandb") from error
+            raise UserError(
+                "log.wandb is on, but wandb is not installed; run: pip install wandb"
+            ) from error
         self.wandb = wandb
         place = folder / "wandb-id.txt"  # the same id on resume continues the same page
         known = place.read_text().strip() if place.exists() else None
         self.run = wandb.init(
-            project=project, name=folder.name, dir=str(folder), id=known, resume="allow", config=dict(config or {})
+            project=project,
+            name=folder.name,
+            dir=str(folder),
+            id=known,
+            resume="allow",
+            config=dict(config or {}),
         )
         place.write_text(self.run.id)
 

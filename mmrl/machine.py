@@ -37,7 +37,9 @@ def cpu_model() -> str:
     """Marketing name of the processor, or its architecture where the system does not tell."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+        return next(
+            line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
+        )
     except (OSError, StopIteration):
         pass
     if sys.platform == "darwin":
@@ -46,7 +48,8 @@ def cpu_model() -> str:
 
 
 def cores() -> int:
-    """Logical cores this process may use, which is fewer than the machine's inside a container or under taskset."""
+    """Logical cores this process may use, which is fewer than the machine's inside a container or
+    under taskset."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -72,7 +75,8 @@ def gpus() -> list[str]:
 
 
 def commit() -> str | None:
-    """Commit of the checkout mmrl is imported from, with ``+changes`` if the tree differs; None when installed."""
+    """Commit of the checkout mmrl is imported from, with ``+changes`` if the tree differs; None
+    when installed."""
     root = Path(__file__).resolve().parents[1]
     if not (root / ".git").exists():
         return None
@@ -108,6 +112,8 @@ def machine() -> dict[str, Any]:
 
 def _output(*words: str) -> str:
     try:
-        return subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        return subprocess.run(
+            words, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""

@@ -1,7 +1,8 @@
 """What a loss wants to say besides its value.
 
-An objective returns only its loss; whatever else is worth a curve it mentions by ``observe``. Outside a training step
-nobody listens and the call costs nothing, so objectives stay pure to look at and ten lines long.
+An objective returns only its loss; whatever else is worth a curve it mentions by ``observe``.
+Outside a training step nobody listens and the call costs nothing, so objectives stay pure to look
+at and ten lines long.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ _listening: list[Meter] = []
 
 
 def observe(name: str, value: Tensor, mask: Tensor | None = None) -> None:
-    """Mention a tensor [B, L]; its mean and its largest absolute value where ``mask`` [B, L] holds are recorded."""
+    """Mention a tensor [B, L]; its mean and its largest absolute value where ``mask`` [B, L] holds
+    are recorded."""
     for meter in _listening:
         meter.add(name, value.detach(), mask)
 
@@ -58,26 +60,39 @@ class Meter:
 
     def put(self, name: str, total: Tensor, count: Tensor) -> None:
         """Add to a sum, and to the count it is divided by."""
-        self.sums[name] = self.sums.get(name, 0) + torch.stack([total.detach().double(), count.double()])
+        self.sums[name] = self.sums.get(name, 0) + torch.stack(
+            [total.detach().double(), count.double()]
+        )
 
     def mean(self, name: str) -> float:
         """Mean over everything observed on all processes; a collective call. NaN if nothing was."""
-        total, count = distributed.all_sum(self.sums.get(name, torch.zeros(2, dtype=torch.float64))).tolist()
+        total, count = distributed.all_sum(
+            self.sums.get(name, torch.zeros(2, dtype=torch.float64))
+        ).tolist()
         return total / count if count else float("nan")
 
     def means(self) -> dict[str, float]:
-        """Mean of every name, as ``mean`` gives it, by one collective call and one wait for the device."""
+        """Mean of every name, as ``mean`` gives it, by one collective call and one wait for the
+        device."""
         names = sorted(self.sums)
         if not names:
             return {}
         device = self.sums[names[0]].device
-        table = distributed.all_sum(torch.stack([self.sums[name].to(device) for name in names])).tolist()
-        return {name: pair[0] / pair[1] if pair[1] else float("nan") for name, pair in zip(names, table, strict=True)}
+        table = distributed.all_sum(
+            torch.stack([self.sums[name].to(device) for name in names])
+        ).tolist()
+        return {
+            name: pair[0] / pair[1] if pair[1] else float("nan")
+            for name, pair in zip(names, table, strict=True)
+        }
 
     def size(self, name: str) -> float:
-        """Mean absolute value of what was observed on all processes; a collective call. 0 if nothing was."""
+        """Mean absolute value of what was observed on all processes; a collective call. 0 if
+        nothing was."""
         nothing = torch.zeros(2, dtype=torch.float64)
-        pair = torch.stack([self.sizes[name], self.sums[name][1]]) if name in self.sizes else nothing
+        pair = (
+            torch.stack([self.sizes[name], self.sums[name][1]]) if name in self.sizes else nothing
+        )
         total, count = distributed.all_sum(pair).tolist()
         return total / max(count, 1)
 

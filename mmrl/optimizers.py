@@ -26,7 +26,11 @@ def adamw(
 
 @OPTIMIZERS.register("sgd")
 def sgd(
-    parameters: Iterable[nn.Parameter], *, lr: float = 1e-2, momentum: float = 0.0, weight_decay: float = 0.0
+    parameters: Iterable[nn.Parameter],
+    *,
+    lr: float = 1e-2,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
 ) -> torch.optim.Optimizer:
     """Stochastic gradient descent."""
     return torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=weight_decay)
@@ -37,9 +41,12 @@ def lr_factor(schedule: str, step: int, warmup: int, total: int) -> float:
     if step < warmup:
         return (step + 1) / (warmup + 1)
     left = max(0.0, 1 - (step - warmup) / max(1, total - warmup))
-    return {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 - math.cos(math.pi * left))}[schedule]
+    return {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 - math.cos(math.pi * left))}[
+        schedule
+    ]
 
 
 def ema_decay(step: int, limit: float) -> float:
-    """Decay of a moving average at optimizer step ``step``: small at first, so that the start is soon forgotten."""
+    """Decay of a moving average at optimizer step ``step``: small at first, so that the start is
+    soon forgotten."""
     return min(limit, (1 + step) / (10 + step))

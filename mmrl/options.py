@@ -1,4 +1,5 @@
-"""The ``train`` and ``evaluate`` sections of a configuration, and the arithmetic that follows from them."""
+"""The ``train`` and ``evaluate`` sections of a configuration, and the arithmetic that follows from
+them."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ Reduction = Literal["decision", "row", "every_row", "constant", "sum"]
 
 @dataclass(frozen=True)
 class Reuse:
-    """Answers of earlier iterations in the place of groups of equal rewards. ``share``: of an iteration's groups that
-    may give way, at most; on every process one stays. ``size``: groups that are remembered on a process; those whose
-    rewards differ least leave first. ``age``: iterations after which an answer is forgotten. ``times``: how often a
-    group comes again."""
+    """Answers of earlier iterations in the place of groups of equal rewards. ``share``: of an
+    iteration's groups that may give way, at most; on every process one stays. ``size``: groups that
+    are remembered on a process; those whose rewards differ least leave first. ``age``: iterations
+    after which an answer is forgotten. ``times``: how often a group comes again."""
 
     share: Annotated[float, Gt(0), Le(1)] = 0.5
     size: Count = 256
@@ -38,32 +39,48 @@ class TrainOptions:
     batch_size: Count  # rows (samples) an optimizer step
     iterations: Natural  # rollouts; 0 only writes the first checkpoint
     seed: Natural = 0  # of everything random
-    overlap: Count = 1  # parts of a rollout: the rewards of one are computed while the next is sampled
+    # parts of a rollout: the rewards of one are computed while the next is sampled
+    overlap: Count = 1
     epochs: Count = 1  # passes over the rows of one iteration
-    micro_batch: Count | None = None  # rows a forward and backward pass on one process; null: all of its step
+    # rows a forward and backward pass on one process; null: all of its step
+    micro_batch: Count | None = None
     warmup: Natural = 0  # optimizer steps in which the learning rate rises linearly
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # of the learning rate afterwards
-    max_grad_norm: Positive | None = 1.0  # gradients are clipped to this global norm; null: not clipped
+    # of the learning rate afterwards
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    # gradients are clipped to this global norm; null: not clipped
+    max_grad_norm: Positive | None = 1.0
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # of the forward pass (mixed precision)
-    gradient_checkpointing: bool = False  # recompute activations: less memory, about a third more time
-    ema: Annotated[float, Ge(0), Lt(1)] | None = None  # decay of the moving average of the weights; null: none
+    # recompute activations: less memory, about a third more time
+    gradient_checkpointing: bool = False
+    # decay of the moving average of the weights; null: none
+    ema: Annotated[float, Ge(0), Lt(1)] | None = None
     ema_every: Count = 1  # optimizer steps between its updates
     reduction: Reduction = "decision"  # what counts the same in the mean of the loss
-    constant: Count | None = None  # decisions that reduction constant and sum divide by; null: the longest answer's
-    truncated: Literal["keep", "mask"] = "keep"  # answers cut off at the limit: trained on, or compared only
-    lengths: tuple[tuple[Natural, Count], ...] = ()  # (iteration, tokens): from then on answers are no longer
+    # decisions that reduction constant and sum divide by; null: the longest answer's
+    constant: Count | None = None
+    # answers cut off at the limit: trained on, or compared only
+    truncated: Literal["keep", "mask"] = "keep"
+    # (iteration, tokens): from then on answers are no longer
+    lengths: tuple[tuple[Natural, Count], ...] = ()
     resample: Natural = 0  # rounds in which groups of equal rewards give way to other prompts
-    resample_spread: Annotated[float, Ge(0)] = 0.0  # std of a group's rewards up to which resample calls them equal
-    reuse: Reuse | None = None  # answers of earlier iterations in the place of groups of equal rewards; null: none
-    truth: str | None = None  # who writes one answer of every group: a reward, or a field of the prompt; null: none
-    gate: Positive | Literal["auto"] | None = "auto"  # tolerated |re-scored - recorded log-prob| before the first step
-    recompute_old_logprob: bool | Literal["auto"] = "auto"  # score a rollout once more before it is trained on
+    # std of a group's rewards up to which resample calls them equal
+    resample_spread: Annotated[float, Ge(0)] = 0.0
+    # answers of earlier iterations in the place of groups of equal rewards; null: none
+    reuse: Reuse | None = None
+    # who writes one answer of every group: a reward, or a field of the prompt; null: none
+    truth: str | None = None
+    # tolerated |re-scored - recorded log-prob| before the first step
+    gate: Positive | Literal["auto"] | None = "auto"
+    # score a rollout once more before it is trained on
+    recompute_old_logprob: bool | Literal["auto"] = "auto"
     checkpoint_every: Natural = 50  # iterations; 0: only at the end
     keep: Count = 3  # newest checkpoints that stay on disk
     evaluate_every: Natural = 0  # iterations; 0: never during training
     sample_every: Natural = 0  # iterations between sample grids; 0: never
-    max_failures: Annotated[float, Ge(0), Le(1)] = 0.5  # share of samples without a reward that stops the run
-    timeout: Positive = 1800.0  # seconds a process waits for the others (rewards, a save) before the run ends
+    # share of samples without a reward that stops the run
+    max_failures: Annotated[float, Ge(0), Le(1)] = 0.5
+    # seconds a process waits for the others (rewards, a save) before the run ends
+    timeout: Positive = 1800.0
     time_limit: Positive | None = None  # seconds; then the run saves and ends cleanly
 
 
@@ -74,8 +91,10 @@ class EvaluateOptions:
     prompts: Count = 64  # the first so many held-out prompts
     copies: Count = 4  # samples a prompt
     seed: Natural = 1  # of the initial noise: the same before and after
-    reward: dict[str, Any] = field(default_factory=dict)  # rewards that are only measured, as in ``reward``
-    guidance: list[Annotated[float, Ge(0)]] = field(default_factory=list)  # scales of the base model, for comparison
+    # rewards that are only measured, as in ``reward``
+    reward: dict[str, Any] = field(default_factory=dict)
+    # scales of the base model, for comparison
+    guidance: list[Annotated[float, Ge(0)]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -103,9 +122,10 @@ KINDS = {  # what an objective may need, by its class attribute ``needs``
 
 
 def unsuited(objective: type, policy: Any) -> str | None:
-    """Why an objective cannot train a policy (an object, a class or what makes one); None if it can, or if one of the
-    two does not say what it needs or is."""
-    needs, decisions = getattr(objective, "needs", ""), getattr(policy, "decisions", "")
+    """Why an objective cannot train a policy (an object, a class or what makes one); None if it
+    can, or if one of the two does not say what it needs or is."""
+    needs = getattr(objective, "needs", "")
+    decisions = getattr(policy, "decisions", "")
     if not needs or not decisions:
         return None
     has = {decisions}
@@ -115,11 +135,14 @@ def unsuited(objective: type, policy: Any) -> str | None:
     if needs in has:
         return None
     name = getattr(policy, "__name__", type(policy).__name__)
-    return f"the objective {objective.__name__} is for {KINDS[needs]}, which the policy {name} is not"
+    return (
+        f"the objective {objective.__name__} is for {KINDS[needs]}, which the policy {name} is not"
+    )
 
 
 def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
-    """Sentences about options of ``train`` that a policy (an object, a class or what makes one) cannot take."""
+    """Sentences about options of ``train`` that a policy (an object, a class or what makes one)
+    cannot take."""
     name = getattr(policy, "__name__", type(policy).__name__)
     if not getattr(policy, "decisions", ""):
         return  # it does not say what it is
@@ -132,9 +155,13 @@ def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
 
 
 def without_average(snapshots: Collection[str], train: TrainOptions) -> str | None:
-    """What is wrong where an objective looks at a moving average of the weights that nobody keeps, or None."""
+    """What is wrong where an objective looks at a moving average of the weights that nobody keeps,
+    or None."""
     if "ema" in snapshots and not train.ema:
-        return "the objective looks at the moving average of the weights: set train.ema, its decay, such as 0.3"
+        return (
+            "the objective looks at the moving average of the weights: set train.ema, its "
+            "decay, such as 0.3"
+        )
     return None
 
 
@@ -179,15 +206,24 @@ def impossible(train: TrainOptions, processes: int = 1) -> Iterator[str]:
         yield f"train.prompts {train.prompts} cannot be shared by {processes} processes: use {near}"
         return
     if rows % train.batch_size:
-        near = _nearest(min(train.batch_size, rows), processes, lambda n: n <= rows and rows % n == 0)
+        near = _nearest(
+            min(train.batch_size, rows), processes, lambda n: n <= rows and rows % n == 0
+        )
         made = f"{rows} samples (train.prompts {train.prompts} x train.copies {train.copies})"
-        yield f"train.batch_size {train.batch_size} does not divide the {made} of an iteration: use {near}"
+        yield (
+            f"train.batch_size {train.batch_size} does not divide the {made} of an iteration: "
+            f"use {near}"
+        )
     elif train.batch_size % processes:
         near = _nearest(train.batch_size, processes, lambda n: n <= rows and rows % n == 0)
-        yield f"train.batch_size {train.batch_size} cannot be shared by {processes} processes: use {near}"
+        yield (
+            f"train.batch_size {train.batch_size} cannot be shared by {processes} processes: "
+            f"use {near}"
+        )
     elif train.micro_batch and train.micro_batch > (share := train.batch_size // processes):
         yield (
-            f"train.micro_batch {train.micro_batch} is more than the {share} rows of an optimizer step on one process "
+            f"train.micro_batch {train.micro_batch} is more than the {share} rows of an "
+            f"optimizer step on one process "
             f"(train.batch_size {train.batch_size} over {processes}): at most {share}, or null"
         )
 
@@ -195,7 +231,9 @@ def impossible(train: TrainOptions, processes: int = 1) -> Iterator[str]:
 def _nearest(wanted: int, multiple: int, fits) -> str:
     """The multiples of ``multiple`` nearest to ``wanted`` that fit, below and above."""
     first = wanted // multiple * multiple
-    below = (n for n in range(first, max(0, first - 100_000 * multiple), -multiple) if n > 0 and fits(n))
+    below = (
+        n for n in range(first, max(0, first - 100_000 * multiple), -multiple) if n > 0 and fits(n)
+    )
     above = (n for n in range(first + multiple, first + 100_000 * multiple, multiple) if fits(n))
     found = [n for n in (next(below, None), next(above, None)) if n]
     return " or ".join(map(str, found)) or f"a multiple of {multiple}"
@@ -203,8 +241,14 @@ def _nearest(wanted: int, multiple: int, fits) -> str:
 
 def _warnings(train: TrainOptions) -> Iterator[str]:
     if train.copies < 2:
-        yield "train.copies is 1: an advantage that compares the samples of a prompt is zero, nothing would be learned"
+        yield (
+            "train.copies is 1: an advantage that compares the samples of a prompt is zero, "
+            "nothing would be learned"
+        )
     if train.resample_spread and not train.resample:
-        yield "train.resample_spread is set and train.resample is 0: no group gives way; set its number of rounds"
+        yield (
+            "train.resample_spread is set and train.resample is 0: no group gives way; set "
+            "its number of rounds"
+        )
     if train.iterations == 0:
         yield "train.iterations is 0: nothing is trained"

@@ -1,7 +1,8 @@
 """A rollout in parts: the rewards of one are computed while the next is sampled.
 
-Randomness is keyed by the row, so that the samples are those of one rollout, whatever the number of parts, to rounding:
-a few units in the last place, where a CPU or GPU rounds a row of a product by its place among the others.
+Randomness is keyed by the row, so that the samples are those of one rollout, whatever the number of
+parts, to rounding: a few units in the last place, where a CPU or GPU rounds a row of a product by
+its place among the others.
 """
 
 from __future__ import annotations
@@ -24,11 +25,17 @@ EMPTY = "uncond"  # the condition of the empty prompt: one for all
 
 
 def draw(
-    policy: Policy, prompts: Sequence[Prompt], copies: int, rng: Rng, scorer: Callable, parts: int = 1
+    policy: Policy,
+    prompts: Sequence[Prompt],
+    copies: int,
+    rng: Rng,
+    scorer: Callable,
+    parts: int = 1,
 ) -> tuple[Rollout, Media, Callable[[], Rewards]]:
     """What was sampled, as rollout and as media, and a function that waits for its rewards.
 
-    ``scorer``: a ``Scorer``; with one part any ``(media, prompts) -> Rewards``, called when the rewards are asked for.
+    ``scorer``: a ``Scorer``; with one part any ``(media, prompts) -> Rewards``, called when the
+    rewards are asked for.
     """
     parts = min(parts, len(prompts))
     if parts < 2:
@@ -36,9 +43,12 @@ def draw(
         media = policy.decode(rollout)
         return rollout, media, lambda: scored(scorer, media, rollout)
     stream = scorer.stream(len(prompts) * copies)
-    done, decoded = [], []
+    done = []
+    decoded = []
     for first, last in pairwise(i * len(prompts) // parts for i in range(parts + 1)):
-        part = policy.rollout(list(prompts[first:last]), copies, replace(rng, offset=rng.offset + first))
+        part = policy.rollout(
+            list(prompts[first:last]), copies, replace(rng, offset=rng.offset + first)
+        )
         decoded.append(policy.decode(part))
         done.append(part)
         stream.put(decoded[-1], part.asked(), part.group + first)
@@ -60,10 +70,13 @@ def together(media: Sequence[Media]) -> Media:
 
 
 def joined(parts: Sequence[Rollout]) -> Rollout:
-    """One rollout of the prompts of all. Shorter ones are padded behind with what no mask lets through."""
+    """One rollout of the prompts of all. Shorter ones are padded behind with what no mask lets
+    through."""
     longest = max(part.mask.shape[1] for part in parts)
     states = max(0 if part.path is None else part.path.shape[1] for part in parts)
-    first, edges, rows = 0, 0, []
+    first = 0
+    edges = 0
+    rows = []
     for part in parts:
         part = roomy(padded(part, longest), states)
         branch = None if part.branch is None else part.branch + edges
@@ -71,17 +84,22 @@ def joined(parts: Sequence[Rollout]) -> Rollout:
         rows.append(part.replace(group=part.group + first, branch=branch, cond=None))
         first += len(part.prompts)
     prompts = tuple(prompt for part in parts for prompt in part.prompts)
-    return Rollout.cat(rows).replace(prompts=prompts, cond=conditions([part.cond for part in parts]))
+    return Rollout.cat(rows).replace(
+        prompts=prompts, cond=conditions([part.cond for part in parts])
+    )
 
 
 def padded(rollout: Rollout, length: int) -> Rollout:
-    """Token rows of ``length`` decisions; rollouts with a path have the same number of steps anyway."""
+    """Token rows of ``length`` decisions; rollouts with a path have the same number of steps
+    anyway."""
     have = rollout.mask.shape[1]
 
     def pad(tensor: Tensor) -> Tensor:
         if tensor.ndim < 2 or tensor.shape[1] != have:
             return tensor
-        return torch.cat([tensor, tensor.new_zeros(len(tensor), length - have, *tensor.shape[2:])], 1)
+        return torch.cat(
+            [tensor, tensor.new_zeros(len(tensor), length - have, *tensor.shape[2:])], 1
+        )
 
     if have == length:
         return rollout
@@ -89,13 +107,15 @@ def padded(rollout: Rollout, length: int) -> Rollout:
 
 
 def roomy(rollout: Rollout, states: int) -> Rollout:
-    """Paths of so many states: rows drawn with other stochastic steps may keep fewer. ``visit`` leads to none of the
-    new ones."""
+    """Paths of so many states: rows drawn with other stochastic steps may keep fewer. ``visit``
+    leads to none of the new ones."""
     path = rollout.path
     if path is None or path.shape[1] == states:
         return rollout
     return rollout.replace(
-        path=torch.cat([path, path.new_zeros(len(path), states - path.shape[1], *path.shape[2:])], 1)
+        path=torch.cat(
+            [path, path.new_zeros(len(path), states - path.shape[1], *path.shape[2:])], 1
+        )
     )
 
 
@@ -103,7 +123,10 @@ def conditions(parts: Sequence[Any]) -> Any:
     """The condition [P, *] of all prompts out of those of the parts."""
     one = parts[0]
     if isinstance(one, dict):
-        return {key: one[key] if key == EMPTY else conditions([part[key] for part in parts]) for key in one}
+        return {
+            key: one[key] if key == EMPTY else conditions([part[key] for part in parts])
+            for key in one
+        }
     if isinstance(one, list):
         return [item for part in parts for item in part]
     if isinstance(one, tuple):
@@ -112,7 +135,8 @@ def conditions(parts: Sequence[Any]) -> Any:
         return one
     if len({part.shape[1:] for part in parts}) > 1:
         raise UserError(
-            "train.overlap: this policy encodes prompts of different lengths to tensors of different shapes, which "
+            "train.overlap: this policy encodes prompts of different lengths to tensors "
+            "of different shapes, which "
             "parts of a rollout cannot share; set train.overlap=1"
         )
     return torch.cat(list(parts))

@@ -1,4 +1,5 @@
-"""What the samples of an iteration look like, whatever the reward says: diversity in groups, saturation, contrast."""
+"""What the samples of an iteration look like, whatever the reward says: diversity in groups,
+saturation, contrast."""
 
 from __future__ import annotations
 
@@ -24,12 +25,13 @@ NAMES = ("samples/diversity", "samples/clipped", "samples/contrast")
 def portrait(media: Media, group: Tensor) -> dict[str, float]:
     """Means over all processes, each of which must call it; NaN where there is nothing to measure.
 
-    ``samples/diversity``: mean distance of two samples of one prompt: for pictures the root mean square difference of
-    pixels (0..1, at 32 x 32), for texts the share of letters to delete and insert. ``samples/clipped``: share of pixel
-    values at 0 or 1. ``samples/contrast``: standard deviation of the grey picture, 0..1. The last two of pictures only.
+    ``samples/diversity``: mean distance of two samples of one prompt: for pictures the root mean
+    square difference of pixels (0..1, at 32 x 32), for texts the share of letters to delete and
+    insert. ``samples/clipped``: share of pixel values at 0 or 1. ``samples/contrast``: standard
+    deviation of the grey picture, 0..1. The last two of pictures only.
 
-    Args:
-        media: images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1, or B texts. group: [B], as in a rollout.
+    Args: media: images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1, or B texts. group: [B], as
+        in a rollout.
     """
     sums = torch.zeros(len(NAMES), 2, dtype=torch.float64)  # sum and count
     if isinstance(media, Tensor) and media.ndim in (4, 5) and media.shape[-3] == 3:
@@ -37,7 +39,9 @@ def portrait(media: Media, group: Tensor) -> dict[str, float]:
         sums[0] = among(small, group)
         for place, values in ((1, clipped), (2, contrast)):
             found = values[values.isfinite()].double()
-            sums[place] = torch.stack([found.sum(), torch.tensor(float(len(found)), dtype=torch.float64)])
+            sums[place] = torch.stack(
+                [found.sum(), torch.tensor(float(len(found)), dtype=torch.float64)]
+            )
     elif not isinstance(media, Tensor) and all(isinstance(one, str) for one in media):
         sums[0] = among_texts(media, group)
     total = all_sum(sums.to(group.device)).tolist()
@@ -45,7 +49,8 @@ def portrait(media: Media, group: Tensor) -> dict[str, float]:
 
 
 def looks(media: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, D] thumbnails, [B] clipped shares and [B] contrasts, float32 on the CPU; NaN of broken pictures."""
+    """[B, D] thumbnails, [B] clipped shares and [B] contrasts, float32 on the CPU; NaN of broken
+    pictures."""
     frames = media if media.ndim == 5 else media[:, None]
     if frames.shape[1] > FRAMES:
         frames = frames[:, torch.linspace(0, frames.shape[1] - 1, FRAMES).round().long()]
@@ -54,7 +59,9 @@ def looks(media: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         pictures = rows.float().flatten(0, 1)  # [n F, 3, H, W]
         small = pictures
         if max(pictures.shape[-2:]) > SIDE:
-            small = nnf.adaptive_avg_pool2d(pictures, [min(SIDE, side) for side in pictures.shape[-2:]])
+            small = nnf.adaptive_avg_pool2d(
+                pictures, [min(SIDE, side) for side in pictures.shape[-2:]]
+            )
         grey = torch.einsum("nchw,c->nhw", pictures, pictures.new_tensor(LUMA))
         ends = ((pictures <= EDGE) | (pictures >= 1 - EDGE)).float().flatten(1).mean(1)
         ends = ends.masked_fill(~pictures.flatten(1).isfinite().all(1), torch.nan)
@@ -67,7 +74,9 @@ def looks(media: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def among(thumbnails: Tensor, group: Tensor) -> Tensor:
     """[2] sum and number of the distances of two rows [B, D] of one group."""
-    group, total, count = group.cpu(), 0.0, 0
+    group = group.cpu()
+    total = 0.0
+    count = 0
     finite = thumbnails.isfinite().all(1)
     for name in group.unique():
         rows = thumbnails[(group == name) & finite].double()
@@ -85,4 +94,6 @@ def among_texts(texts: Sequence[str], group: Tensor) -> Tensor:
     for text, name in zip(texts, group.tolist(), strict=True):
         members.setdefault(name, []).append(str(text)[:LETTERS])
     pairs = [(a, b) for some in members.values() for i, a in enumerate(some) for b in some[i + 1 :]]
-    return torch.tensor([sum(Indel.normalized_distance(a, b) for a, b in pairs), len(pairs)], dtype=torch.float64)
+    return torch.tensor(
+        [sum(Indel.normalized_distance(a, b) for a, b in pairs), len(pairs)], dtype=torch.float64
+    )

@@ -1,8 +1,10 @@
-"""Presets: the choices other code bases and the papers make without saying so, written out as configuration.
+"""Presets: the choices other code bases and the papers make without saying so, written out as
+configuration.
 
-``preset: trl/dapo`` fills ``advantage``, ``objective`` and ``train`` where the configuration says nothing itself. Of an
-objective that is written it fills the options, where that objective has them; another one is refused (``unreached``).
-What each sets is locked by tests to losses and gradients of the published functions (TRL 1.16, verl).
+``preset: trl/dapo`` fills ``advantage``, ``objective`` and ``train`` where the configuration says
+nothing itself. Of an objective that is written it fills the options, where that objective has them;
+another one is refused (``unreached``). What each sets is locked by tests to losses and gradients of
+the published functions (TRL 1.16, verl).
 """
 
 from __future__ import annotations
@@ -17,11 +19,19 @@ Sections = dict[str, Any]
 
 
 def _text(
-    surrogate: str, advantage: Any, reduction: str, more: Mapping[str, Any] | None = None, **chosen: Any
+    surrogate: str,
+    advantage: Any,
+    reduction: str,
+    more: Mapping[str, Any] | None = None,
+    **chosen: Any,
 ) -> Sections:
     """Sections of one surrogate with these options; ``more``: other options of the objective."""
     objective = {"surrogate": {surrogate: chosen}, **(more or {})}
-    return {"advantage": advantage, "objective": {"text": objective}, "train": {"reduction": reduction}}
+    return {
+        "advantage": advantage,
+        "objective": {"text": objective},
+        "train": {"reduction": reduction},
+    }
 
 
 def _with(sections: Sections, **train: Any) -> Sections:
@@ -29,13 +39,15 @@ def _with(sections: Sections, **train: Any) -> Sections:
 
 
 def _trl() -> dict[str, Sections]:
-    """TRL 1.16's loss types, rewards scaled by the group's std as by default; KL off, bias-corrected k3 if it is on."""
+    """TRL 1.16's loss types, rewards scaled by the group's std as by default; KL off,
+    bias-corrected k3 if it is on."""
     grpo = {"grpo": {"std": "group", "eps": 1e-4}}
     kl = {"kl": {"weight": 0.0, "form": "k3", "corrected": True}}
     both = {"low": 0.2, "high": 0.2}
     return {
         "grpo": _text("ppo", grpo, "every_row", kl, **both),
-        # TRL's name for a mean over tokens; the advantage of the paper BNPO (Xiao et al. 2025) is another and not here
+        # TRL's name for a mean over tokens; the advantage of the paper BNPO (Xiao et al. 2025) is
+        # another and not here
         "bnpo": _text("ppo", grpo, "decision", kl, **both),
         "dr_grpo": _text("ppo", grpo, "constant", kl, **both),
         "dapo": _text("ppo", grpo, "decision", kl, **both),
@@ -44,12 +56,15 @@ def _trl() -> dict[str, Sections]:
         "cispo": _text("cispo", grpo, "decision", kl, cap=5.0),
         "gspo": _text("gspo", grpo, "every_row", kl, **both),
         "luspo": _text("luspo", grpo, "every_row", kl, **both),
-        "rloo": _text("rloo", "rloo", "every_row", {"kl": {"weight": 0.05, "where": "reward"}}, **both),
+        "rloo": _text(
+            "rloo", "rloo", "every_row", {"kl": {"weight": 0.05, "where": "reward"}}, **both
+        ),
     }
 
 
 def _verl() -> dict[str, Sections]:
-    """verl: dual clip of 3 on, eps 1e-6, token mean, fully masked rows not counted, KL k3 with its bounds if on."""
+    """verl: dual clip of 3 on, eps 1e-6, token mean, fully masked rows not counted, KL k3 with its
+    bounds if on."""
     grpo = {"grpo": {"std": "group", "eps": 1e-6}}
     kl = {"kl": {"weight": 0.0, "form": "k3", "bounded": True}}
     ppo = {"low": 0.2, "high": 0.2, "dual": 3.0}
@@ -57,13 +72,16 @@ def _verl() -> dict[str, Sections]:
     return {
         "grpo": _text("ppo", grpo, "decision", kl, **ppo),
         "dr_grpo": _text("ppo", "dr_grpo", "sum", kl, **ppo),
-        "dapo": _with(_text("ppo", grpo, "decision", kl, low=0.2, high=0.28, dual=10.0), resample=10),
+        "dapo": _with(
+            _text("ppo", grpo, "decision", kl, low=0.2, high=0.28, dual=10.0), resample=10
+        ),
         "gspo": _text("gspo_token", grpo, "row", kl, low=3e-4, high=4e-4),
         "gmpo": _text("gmpo", grpo, "every_row", kl, low=0.2, high=0.2),
         "sapo": _text("sapo", grpo, "row", kl, positive=1.0, negative=1.05),
         "cispo": _text("cispo", grpo, "decision", kl, low=0.2, high=0.2),
         "gpg": _text("reinforce", {"gpg": {"count": "rewards"}}, "decision", kl),
-        "clip_cov": rough | {"objective": {"clip_cov": {"share": 2e-4, "low": 1.0, "high": 5.0, **kl}}},
+        "clip_cov": rough
+        | {"objective": {"clip_cov": {"share": 2e-4, "low": 1.0, "high": 5.0, **kl}}},
         "kl_cov": rough | {"objective": {"kl_cov": {"share": 2e-4, "weight": 1.0, **kl}}},
         "rloo": _text("ppo", "rloo", "decision", kl, **ppo),
         "opo": _text("ppo", "opo", "decision", kl, **ppo),
@@ -78,7 +96,8 @@ def _verl() -> dict[str, Sections]:
 def _paper() -> dict[str, Sections]:
     """As the papers write it, with their numbers."""
     grpo = {"grpo": {"std": "group", "eps": 1e-8}}
-    whitened, penalty = {"reinforce_pp": {"weigh": "tokens"}}, {"kl": {"weight": 0.001, "where": "reward"}}
+    whitened = {"reinforce_pp": {"weigh": "tokens"}}
+    penalty = {"kl": {"weight": 0.001, "where": "reward"}}
     return {
         "grpo": _text("ppo", grpo, "row", {"kl": {"weight": 0.04, "form": "k3"}}, low=0.2),
         "dr_grpo": _text("ppo", "dr_grpo", "constant", low=0.2),
@@ -89,7 +108,10 @@ def _paper() -> dict[str, Sections]:
         "cispo": _text("cispo", grpo, "decision", cap=5.0),
         "sapo": _text("sapo", grpo, "row", positive=1.0, negative=1.05),
         "gpg": _text("reinforce", {"gpg": {"count": "groups"}}, "decision"),
-        "rloo": _with(_text("reinforce", "rloo", "constant", {"kl": {"weight": 0.05, "where": "reward"}}), constant=1),
+        "rloo": _with(
+            _text("reinforce", "rloo", "constant", {"kl": {"weight": 0.05, "where": "reward"}}),
+            constant=1,
+        ),
         "reinforce_pp": _text("ppo", whitened, "decision", penalty, low=0.2),
         "opo": _with(_text("reinforce", "opo", "constant"), constant=1),
     }
@@ -102,19 +124,26 @@ PRESETS: dict[str, Sections] = {
 }
 
 
-SURROGATE_TAKERS = ("text", "masked", "unified", "clip_cov")  # objectives with the options surrogate and kl of text
+# objectives with the options surrogate and kl of text
+SURROGATE_TAKERS = ("text", "masked", "unified", "clip_cov")
 
 
 def unreached(plain: Mapping[Any, Any], name: str) -> str | None:
-    """Say why the preset ``name`` leaves the objective that the configuration has as it was; None if it does not."""
+    """Say why the preset ``name`` leaves the objective that the configuration has as it was; None
+    if it does not."""
     (wanted,) = PRESETS[name]["objective"]
     written = plain.get("objective")
     objective = next(iter(written), None) if isinstance(written, Mapping) else written
     if objective == wanted or not isinstance(objective, str) or _takes(objective, wanted):
         return None
-    able = f"{', '.join(SURROGATE_TAKERS)} (for models that write tokens)" if wanted == "text" else wanted
+    able = (
+        (f"{', '.join(SURROGATE_TAKERS)} (for models that write tokens)")
+        if wanted == "text"
+        else wanted
+    )
     return (
-        f"preset {name} says how the objective {wanted} is computed and would leave {objective} as it was: write "
+        f"preset {name} says how the objective {wanted} is computed and would leave "
+        f"{objective} as it was: write "
         f"objective: {able}; or remove the preset"
     )
 
@@ -132,12 +161,15 @@ def filled(plain: Mapping[Any, Any], name: Any) -> dict[Any, Any]:
     for section in ("advantage", "objective"):
         found[section] = _merged(preset[section], plain.get(section))
     given = plain.get("train")
-    found["train"] = preset["train"] | given if isinstance(given, Mapping) else given or preset["train"]
+    found["train"] = (
+        preset["train"] | given if isinstance(given, Mapping) else given or preset["train"]
+    )
     return found
 
 
 def _merged(preset: Any, given: Any) -> Any:
-    """Options of the preset's plug-in under those given for it, or for another that takes them as well."""
+    """Options of the preset's plug-in under those given for it, or for another that takes them as
+    well."""
     (name, options) = next(iter(preset.items())) if isinstance(preset, Mapping) else (preset, {})
     if given is None or given == name:
         return preset

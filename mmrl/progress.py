@@ -43,10 +43,16 @@ class _Bar:
         from rich import progress as p
 
         columns = (
-            p.TextColumn("[bold]{task.description}"), p.BarColumn(bar_width=None), p.MofNCompleteColumn(),
-            p.TextColumn("{task.fields[text]}"), p.TimeElapsedColumn(), p.TextColumn("left"), p.TimeRemainingColumn(),
-        )  # fmt: skip
-        self.title, self.bar = title, p.Progress(*columns, speed_estimate_period=120)
+            p.TextColumn("[bold]{task.description}"),
+            p.BarColumn(bar_width=None),
+            p.MofNCompleteColumn(),
+            p.TextColumn("{task.fields[text]}"),
+            p.TimeElapsedColumn(),
+            p.TextColumn("left"),
+            p.TimeRemainingColumn(),
+        )
+        self.title = title
+        self.bar = p.Progress(*columns, speed_estimate_period=120)
 
     def begin(self, total: int, start: int) -> None:
         self.bar.start()
@@ -60,10 +66,15 @@ class _Bar:
 
 
 class _Lines:
-    """Plain lines for files and pipes: the first and last update, and one about every ``seconds`` in between."""
+    """Plain lines for files and pipes: the first and last update, and one about every ``seconds``
+    in between."""
 
-    def __init__(self, title: str, seconds: float = 15.0, clock: Callable[[], float] = time.monotonic):
-        self.title, self.seconds, self.clock = title, seconds, clock
+    def __init__(
+        self, title: str, seconds: float = 15.0, clock: Callable[[], float] = time.monotonic
+    ):
+        self.title = title
+        self.seconds = seconds
+        self.clock = clock
 
     def begin(self, total: int, start: int) -> None:
         self.total, self.start, self.began, self.shown = total, start, self.clock(), None
@@ -73,9 +84,15 @@ class _Lines:
         if self.shown is not None and now - self.shown < self.seconds and iteration < self.total:
             return
         self.shown = now
-        done, spent = iteration - self.start, now - self.began
+        done = iteration - self.start
+        spent = now - self.began
         left = f"{clock_time(spent / done * (self.total - iteration))} left" if done > 0 else ""
-        parts = [f"{self.title} {iteration}/{self.total}", _status(reward, note), clock_time(spent), left]
+        parts = [
+            f"{self.title} {iteration}/{self.total}",
+            _status(reward, note),
+            clock_time(spent),
+            left,
+        ]
         print("  ".join(part for part in parts if part), flush=True)
 
     def end(self) -> None:

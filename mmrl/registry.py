@@ -1,11 +1,12 @@
-"""Names in a configuration, and the callables they stand for. The callable's signature is the schema.
+"""Names in a configuration, and the callables they stand for. The callable's signature is the
+schema.
 
 An entry is one of two things:
 
 * a **class**: building it calls ``cls(**options)``; the options are the parameters of ``__init__``
   (``**options`` in ``__init__`` means: and whatever the base class accepts);
-* a **function**: building it binds its *keyword-only* parameters, the positional ones stay open for the caller,
-  so ``def jpeg(media, prompts, *, quality=95)`` is a reward with one option.
+* a **function**: building it binds its *keyword-only* parameters, the positional ones stay open for
+  the caller, so ``def jpeg(media, prompts, *, quality=95)`` is a reward with one option.
 
 This module imports nothing heavy: ``rewards`` depends on it and must stay light.
 """
@@ -28,14 +29,20 @@ from typing import Any
 
 
 class UserError(Exception):
-    """A mistake of the user's: one readable message with the remedy, exit status 2, never a traceback."""
+    """A mistake of the user's: one readable message with the remedy, exit status 2, never a
+    traceback."""
 
 
 def suggest(name: str, known: Any) -> str:
     """``did you mean 'grpo'?`` or the list of what is known."""
     close = get_close_matches(str(name), [str(k) for k in known], cutoff=0.6)
-    close.sort(key=lambda found: sorted(found) != sorted(str(name)))  # of equally near ones that of swapped letters
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(map(str, known))) or 'none'}"
+    # of equally near ones that of swapped letters
+    close.sort(key=lambda found: sorted(found) != sorted(str(name)))
+    return (
+        f"did you mean {close[0]!r}?"
+        if close
+        else (f"known: {', '.join(sorted(map(str, known))) or 'none'}")
+    )
 
 
 def describe(entry: Callable) -> str:
@@ -44,7 +51,8 @@ def describe(entry: Callable) -> str:
 
 
 def options(entry: Callable) -> dict[str, inspect.Parameter]:
-    """The parameters a configuration may set, in order, with annotations resolved to types where possible."""
+    """The parameters a configuration may set, in order, with annotations resolved to types where
+    possible."""
     if not inspect.isclass(entry):
         found = inspect.signature(entry, eval_str=True).parameters.values()
         return {p.name: p for p in found if p.kind is p.KEYWORD_ONLY}
@@ -56,7 +64,8 @@ def options(entry: Callable) -> dict[str, inspect.Parameter]:
                 found.setdefault(p.name, p)
         if not any(p.kind is p.VAR_KEYWORD for p in signature):
             break
-    hidden = getattr(entry, "not_options", ())  # what a subclass fills in itself, such as the network
+    # what a subclass fills in itself, such as the network
+    hidden = getattr(entry, "not_options", ())
     return {name: p for name, p in found.items() if name not in hidden}
 
 
@@ -75,7 +84,10 @@ class Registry(dict[str, Callable]):
 
         def add(entry: Callable) -> Callable:
             known = self.get(name)
-            if known is not None and (known.__module__, known.__qualname__) != (entry.__module__, entry.__qualname__):
+            if known is not None and (known.__module__, known.__qualname__) != (
+                entry.__module__,
+                entry.__qualname__,
+            ):
                 raise ValueError(f"two {self.kind}s are called {name!r}: {known} and {entry}")
             self[name] = entry
             return entry
@@ -83,7 +95,8 @@ class Registry(dict[str, Callable]):
         return add
 
     def find(self, name: str) -> Callable:
-        """The entry of that name, or of ``module:name`` or ``file.py:name``, or a UserError with a suggestion."""
+        """The entry of that name, or of ``module:name`` or ``file.py:name``, or a UserError with a
+        suggestion."""
         if name in self:
             return self[name]
         if isinstance(name, str) and ":" in name:
@@ -91,17 +104,22 @@ class Registry(dict[str, Callable]):
         raise UserError(f"unknown {self.kind} {name!r}; {suggest(name, self)}")
 
     def discover(self) -> None:
-        """Register what installed packages offer by entry points; one that cannot be imported is named and left out."""
+        """Register what installed packages offer by entry points; one that cannot be imported is
+        named and left out."""
         for entry in importlib.metadata.entry_points(group=self.group):
             if entry.name in self:
                 continue
             try:
                 self.register(entry.name)(entry.load())
             except Exception as error:  # another package's code can raise anything
-                warnings.warn(f"{self.kind} {entry.name!r} ({entry.value}) cannot be loaded: {error}", stacklevel=2)
+                warnings.warn(
+                    f"{self.kind} {entry.name!r} ({entry.value}) cannot be loaded: {error}",
+                    stacklevel=2,
+                )
 
     def build(self, name: str, **chosen: Any) -> Any:
-        """Construct a class, or bind a function's options. Types are checked in ``mmrl.config``, not here."""
+        """Construct a class, or bind a function's options. Types are checked in ``mmrl.config``,
+        not here."""
         entry = self.find(name)
         if inspect.isclass(entry):
             return entry(**chosen)
@@ -109,14 +127,19 @@ class Registry(dict[str, Callable]):
 
 
 def import_name(name: str, kind: str = "plug-in") -> Callable:
-    """``module:attribute`` or ``path/to/file.py:attribute``; modules are also looked up in the working directory."""
+    """``module:attribute`` or ``path/to/file.py:attribute``; modules are also looked up in the
+    working directory."""
     place, _, attribute = name.rpartition(":")
     try:
         module = import_file(Path(place)) if place.endswith(".py") else import_module(place)
     except ModuleNotFoundError as error:
-        raise UserError(f"cannot import {kind} {name!r}: {error}; looked in {os.getcwd()} and sys.path") from error
+        raise UserError(
+            f"cannot import {kind} {name!r}: {error}; looked in {os.getcwd()} and sys.path"
+        ) from error
     if not hasattr(module, attribute):
-        raise UserError(f"{place!r} has no {attribute!r}; {suggest(attribute, public_names(module))}")
+        raise UserError(
+            f"{place!r} has no {attribute!r}; {suggest(attribute, public_names(module))}"
+        )
     return getattr(module, attribute)
 
 
@@ -131,14 +154,16 @@ def import_module(place: str) -> Any:
 
 
 def import_file(path: Path) -> Any:
-    """A .py file as a module, executed once however often it is named; it may import its neighbours."""
+    """A .py file as a module, executed once however often it is named; it may import its
+    neighbours."""
     if not path.is_file():
         raise UserError(f"no such file: {path}")
     path = path.resolve()
     look_in(path.parent)
     name = path.stem
     if name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(path):
-        name = f"{name}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"  # another file has its name already
+        # another file has its name already
+        name = f"{name}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -151,7 +176,8 @@ def import_file(path: Path) -> Any:
 
 
 def look_in(folder: Path) -> None:
-    """Let modules of a user's folder be imported; an installed command does not look there by itself."""
+    """Let modules of a user's folder be imported; an installed command does not look there by
+    itself."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
@@ -166,26 +192,50 @@ KERNELS = Registry("kernel")
 GRIDS = Registry("time grid", group="mmrl.grids")
 WINDOWS = Registry("noise window", group="mmrl.windows")
 SOLVERS = Registry("solver")
-SURROGATES = Registry("surrogate", group="mmrl.surrogates")  # of the text objective: losses of the ratio
-TIMES = Registry("time sampler", group="mmrl.times")  # when an objective looks at a finished sample anew
-ESTIMATORS = Registry("estimator", group="mmrl.estimators")  # of the masked objective: which states it looks at
+# of the text objective: losses of the ratio
+SURROGATES = Registry("surrogate", group="mmrl.surrogates")
+# when an objective looks at a finished sample anew
+TIMES = Registry("time sampler", group="mmrl.times")
+# of the masked objective: which states it looks at
+ESTIMATORS = Registry("estimator", group="mmrl.estimators")
 JUDGES = Registry("judge")  # vision-language models that rewards ask
 ARTIFACTS = Registry("artifact")  # things a world builds and caches: () -> folder
 
 ALL = {
-    "policies": POLICIES, "objectives": OBJECTIVES, "advantages": ADVANTAGES, "rewards": REWARDS, "data": DATA,
-    "optimizers": OPTIMIZERS, "kernels": KERNELS, "grids": GRIDS, "windows": WINDOWS, "solvers": SOLVERS,
-    "surrogates": SURROGATES, "times": TIMES, "estimators": ESTIMATORS, "judges": JUDGES, "artifacts": ARTIFACTS,
-}  # fmt: skip
+    "policies": POLICIES,
+    "objectives": OBJECTIVES,
+    "advantages": ADVANTAGES,
+    "rewards": REWARDS,
+    "data": DATA,
+    "optimizers": OPTIMIZERS,
+    "kernels": KERNELS,
+    "grids": GRIDS,
+    "windows": WINDOWS,
+    "solvers": SOLVERS,
+    "surrogates": SURROGATES,
+    "times": TIMES,
+    "estimators": ESTIMATORS,
+    "judges": JUDGES,
+    "artifacts": ARTIFACTS,
+}
 
 BUILT_IN = (
-    "samplers", "rewards", "mmrl.policies", "mmrl.objectives", "mmrl.advantages", "mmrl.optimizers", "mmrl.data",
-    "mmrl.data_vision", "mmrl.curricula", "mmrl.worlds",
-)  # fmt: skip
+    "samplers",
+    "rewards",
+    "mmrl.policies",
+    "mmrl.objectives",
+    "mmrl.advantages",
+    "mmrl.optimizers",
+    "mmrl.data",
+    "mmrl.data_vision",
+    "mmrl.curricula",
+    "mmrl.worlds",
+)
 
 
 def load_built_in() -> None:
-    """Import every package that registers something. None of them imports diffusers or transformers to do so."""
+    """Import every package that registers something. None of them imports diffusers or transformers
+    to do so."""
     for module in BUILT_IN:
         importlib.import_module(module)
     import samplers
@@ -199,7 +249,8 @@ def load_built_in() -> None:
 
 
 def locate(path: str) -> str:
-    """A model path as the loaders want it: ``world:digits/sd3`` is built and cached, anything else passes through."""
+    """A model path as the loaders want it: ``world:digits/sd3`` is built and cached, anything else
+    passes through."""
     if not str(path).startswith("world:"):
         return str(path)
     load_built_in()

@@ -1,7 +1,9 @@
-"""Dynamic sampling: groups whose rewards are all equal teach nothing and are replaced (Yu et al. 2025, DAPO, eq. 11).
+"""Dynamic sampling: groups whose rewards are all equal teach nothing and are replaced (Yu et al.
+2025, DAPO, eq. 11).
 
-The prompt that takes a place, and its randomness, are functions of the iteration, the round and how many such places
-come before, counted over all processes: the same training on any number of them, and after a resume.
+The prompt that takes a place, and its randomness, are functions of the iteration, the round and how
+many such places come before, counted over all processes: the same training on any number of them,
+and after a resume.
 """
 
 from __future__ import annotations
@@ -34,11 +36,14 @@ class Drawn:
     gave_way: tuple[tuple[Rollout, Rewards], ...] = ()
 
     def sampled(self) -> tuple[Rollout, Rewards]:
-        """Everything the policy wrote itself in this iteration, also what is not trained on: for statistics."""
+        """Everything the policy wrote itself in this iteration, also what is not trained on: for
+        statistics."""
         parts = [(_outline(self.rollout), self.rewards.per_row()), *self.gave_way]
         rewards = {name: torch.cat([part[name] for _, part in parts]) for name in self.rewards}
         whole = joined([rollout for rollout, _ in parts])
-        _, own, earned = sampled_only([None] * len(whole), whole, Rewards(rewards, self.rewards.weights))
+        _, own, earned = sampled_only(
+            [None] * len(whole), whole, Rewards(rewards, self.rewards.weights)
+        )
         return own, earned
 
 
@@ -46,9 +51,15 @@ def _outline(rollout: Rollout) -> Rollout:
     """Which rows answer which prompts, without what they are."""
     nothing = torch.zeros_like(rollout.mask[:, :1])
     return Rollout(
-        group=rollout.group, row=rollout.row, prompts=rollout.prompts, sample=rollout.row, mask=nothing,
-        logprob=nothing.to(rollout.logprob), given=_marks(rollout, rollout.given), stale=_marks(rollout, rollout.stale),
-    )  # fmt: skip
+        group=rollout.group,
+        row=rollout.row,
+        prompts=rollout.prompts,
+        sample=rollout.row,
+        mask=nothing,
+        logprob=nothing.to(rollout.logprob),
+        given=_marks(rollout, rollout.given),
+        stale=_marks(rollout, rollout.stale),
+    )
 
 
 def _marks(rollout: Rollout, rows: Tensor | None) -> Tensor:
@@ -62,31 +73,45 @@ def resampled(
     streams: Sequence[Rng],
     spread: float = 0.0,
 ) -> tuple[Drawn, dict[str, float]]:
-    """As many rounds as there are ``streams``, or fewer. Also counts, over all processes, for the log.
+    """As many rounds as there are ``streams``, or fewer. Also counts, over all processes, for the
+    log.
 
     ``choose`` gives the prompt at a number in [0, 1). ``spread``: as in ``flat_groups``.
     """
-    replaced, rounds = 0, 0
+    replaced = 0
+    rounds = 0
     rank, _ = distributed.world()
     for stream in streams:
         flat = flat_groups(drawn, spread)
-        counts = distributed.all_gather_rows(torch.tensor([len(flat)], device=drawn.rollout.group.device)).tolist()
+        counts = distributed.all_gather_rows(
+            torch.tensor([len(flat)], device=drawn.rollout.group.device)
+        ).tolist()
         if not any(counts):
             break
-        first, most = sum(counts[:rank]), max(counts)  # all processes draw equally many, as sharded models need
+        # all processes draw equally many, as sharded models need
+        first = sum(counts[:rank])
+        most = max(counts)
         chosen = stream.fold("prompts").uniform(torch.arange(first, first + most))
         others = [choose(u) for u in chosen.tolist()]
         drawn = exchanged(drawn, draw(others, Rng(stream.key, first)), flat)
-        replaced, rounds = replaced + sum(counts), rounds + 1
-    left = distributed.all_sum(torch.tensor(len(flat_groups(drawn, spread)), device=drawn.rollout.group.device))
-    return drawn, {"resample/groups": replaced, "resample/rounds": rounds, "resample/left": int(left)}
+        replaced = replaced + sum(counts)
+        rounds = rounds + 1
+    left = distributed.all_sum(
+        torch.tensor(len(flat_groups(drawn, spread)), device=drawn.rollout.group.device)
+    )
+    return drawn, {
+        "resample/groups": replaced,
+        "resample/rounds": rounds,
+        "resample/left": int(left),
+    }
 
 
 def flat_groups(drawn: Drawn, spread: float = 0.0) -> list[int]:
-    """Groups whose scored samples all have one reward, or that have none, in the order of their rows' names.
+    """Groups whose scored samples all have one reward, or that have none, in the order of their
+    rows' names.
 
-    ``spread``: the standard deviation (population) of a group's rewards up to which they count as one; continuous
-    rewards are never equal.
+    ``spread``: the standard deviation (population) of a group's rewards up to which they count as
+    one; continuous rewards are never equal.
     """
     rewards = drawn.rewards.per_row() if isinstance(drawn.rewards, Rewards) else drawn.rewards
     double, groups = measured(rewards, drawn.rollout)
@@ -97,28 +122,45 @@ def flat_groups(drawn: Drawn, spread: float = 0.0) -> list[int]:
         level = level | (groups.variance(total, 0).sqrt() <= spread)
     level = level[groups.index].to(rollout.row.device)
     first = {}
-    for name, group in sorted(zip(rollout.row[level].tolist(), rollout.group[level].tolist(), strict=True)):
+    for name, group in sorted(
+        zip(rollout.row[level].tolist(), rollout.group[level].tolist(), strict=True)
+    ):
         first.setdefault(group, name)
     return list(first)
 
 
 def exchanged(drawn: Drawn, new: Drawn, flat: Sequence[int]) -> Drawn:
-    """The groups ``flat`` of ``drawn`` give way to the first of ``new``, which take their places and names of rows."""
+    """The groups ``flat`` of ``drawn`` give way to the first of ``new``, which take their places
+    and names of rows."""
     if not flat:
         return drawn
-    old, count = drawn.rollout, len(drawn.rollout.prompts)
+    old = drawn.rollout
+    count = len(drawn.rollout.prompts)
     both = joined([old, new.rollout])
     gone = torch.isin(old.group, torch.tensor(flat, device=old.group.device))
-    rows, names = [(~gone).nonzero()[:, 0]], [old.row[~gone]]
+    rows = [(~gone).nonzero()[:, 0]]
+    names = [old.row[~gone]]
     for k, place in enumerate(flat):
         rows.append((both.group == count + k).nonzero()[:, 0])
         names.append(old.row[old.group == place])
-    index, name = torch.cat(rows), torch.cat(names)
+    index = torch.cat(rows)
+    name = torch.cat(names)
     order = name.argsort()
-    index, name = index[order], name[order]
-    rewards = {key: torch.cat([value, new.rewards[key]])[index] for key, value in drawn.rewards.items()}
+    index = index[order]
+    name = name[order]
+    rewards = {
+        key: torch.cat([value, new.rewards[key]])[index] for key, value in drawn.rewards.items()
+    }
     media = together([drawn.media, new.media])
-    chosen = media[index.to(media.device)] if isinstance(media, Tensor) else [media[row] for row in index.tolist()]
-    lost = Rewards({key: value[gone] for key, value in drawn.rewards.items()}, drawn.rewards.weights)
+    chosen = (
+        media[index.to(media.device)]
+        if isinstance(media, Tensor)
+        else [media[row] for row in index.tolist()]
+    )
+    lost = Rewards(
+        {key: value[gone] for key, value in drawn.rewards.items()}, drawn.rewards.weights
+    )
     gave_way = (*drawn.gave_way, (_outline(old)[gone], lost.per_row()))
-    return Drawn(both[index].replace(row=name), chosen, Rewards(rewards, drawn.rewards.weights), gave_way)
+    return Drawn(
+        both[index].replace(row=name), chosen, Rewards(rewards, drawn.rewards.weights), gave_way
+    )

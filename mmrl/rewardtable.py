@@ -1,4 +1,5 @@
-"""The table of all rewards in ``docs/rewards.md``: what the registry knows and what was measured."""
+"""The table of all rewards in ``docs/rewards.md``: what the registry knows and what was
+measured."""
 
 from __future__ import annotations
 
@@ -10,15 +11,35 @@ from rewards.card import Card, card_of
 
 from .registry import REWARDS, describe, load_built_in, options
 
-BEGIN, END = "<!-- generated: scripts/reward_table.py -->", "<!-- end of the generated table -->"
-HEAD = ("name", "what it says", "judges", "needs", "range", "scaling", "options", "source", "licence", "a second")
-KINDS = {"sample": "", "group": "whole groups of ", "step": "steps of ", "batch": "all samples of an iteration, of "}
+BEGIN = "<!-- generated: scripts/reward_table.py -->"
+END = "<!-- end of the generated table -->"
+HEAD = (
+    "name",
+    "what it says",
+    "judges",
+    "needs",
+    "range",
+    "scaling",
+    "options",
+    "source",
+    "licence",
+    "a second",
+)
+KINDS = {
+    "sample": "",
+    "group": "whole groups of ",
+    "step": "steps of ",
+    "batch": "all samples of an iteration, of ",
+}
 
 
 def markdown(measured: Mapping[str, float] = {}, package: str | None = None) -> str:
-    """One line a registered reward; ``measured``: samples a second by name; ``package``: only what it defines."""
+    """One line a registered reward; ``measured``: samples a second by name; ``package``: only what
+    it defines."""
     load_built_in()
-    known = [n for n in sorted(REWARDS) if package in (None, REWARDS[n].__module__.partition(".")[0])]
+    known = [
+        n for n in sorted(REWARDS) if package in (None, REWARDS[n].__module__.partition(".")[0])
+    ]
     rows = [row(name, REWARDS[name], measured.get(name)) for name in known]
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in rows]
     return "\n".join(["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|", *lines]) + "\n"
@@ -32,8 +53,18 @@ def row(name: str, entry: Callable, speed: float | None) -> list[str]:
     fast = f"{speed:.3g}" if speed else ""
     source = card.source + ("; differentiable" if card.differentiable else "")
     about = describe(entry).rstrip(".").replace("``", "`")
-    return [f"`{name}`", about, judges, needs, span(card), card.scaling, chosen, source,
-            card.licence, fast]  # fmt: skip
+    return [
+        f"`{name}`",
+        about,
+        judges,
+        needs,
+        span(card),
+        card.scaling,
+        chosen,
+        source,
+        card.licence,
+        fast,
+    ]
 
 
 def span(card: Card) -> str:
@@ -46,10 +77,17 @@ def span(card: Card) -> str:
 
 
 def speeds(folder: Path) -> dict[str, float]:
-    """Samples a second by reward, of the last benchmark in ``docs/results``; not of stand-ins for real models."""
+    """Samples a second by reward, of the last benchmark in ``docs/results``; not of stand-ins for
+    real models."""
     file = folder / "results" / "rewards.json"
-    found = json.loads(file.read_text()) if file.is_file() else {"samples_per_second": {}, "small": []}
-    return {name: speed for name, speed in found["samples_per_second"].items() if name not in found["small"]}
+    found = (
+        json.loads(file.read_text()) if file.is_file() else {"samples_per_second": {}, "small": []}
+    )
+    return {
+        name: speed
+        for name, speed in found["samples_per_second"].items()
+        if name not in found["small"]
+    }
 
 
 def renewed(page: str, table: str) -> str:

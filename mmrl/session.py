@@ -1,4 +1,5 @@
-"""From a configuration to live objects: what training, sampling, evaluation and export all begin with."""
+"""From a configuration to live objects: what training, sampling, evaluation and export all begin
+with."""
 
 from __future__ import annotations
 
@@ -18,12 +19,26 @@ from .data import Curriculum
 from .device import Device, check_precision
 from .log import LogOptions
 from .options import EvaluateOptions, TrainOptions, arithmetic
-from .registry import ADVANTAGES, DATA, OBJECTIVES, OPTIMIZERS, POLICIES, REWARDS, UserError, load_built_in
+from .registry import (
+    ADVANTAGES,
+    DATA,
+    OBJECTIVES,
+    OPTIMIZERS,
+    POLICIES,
+    REWARDS,
+    UserError,
+    load_built_in,
+)
 from .scoring import Scorer
 from .trainer import Trainer
 from .types import Prompt
 
-SECTIONS = {"train": TrainOptions, "evaluate": EvaluateOptions, "log": LogOptions, "alarms": AlarmOptions}
+SECTIONS = {
+    "train": TrainOptions,
+    "evaluate": EvaluateOptions,
+    "log": LogOptions,
+    "alarms": AlarmOptions,
+}
 CONFIG = "config.yaml"
 
 
@@ -50,7 +65,8 @@ class Session:
     def of(cls, found: config.Config) -> Session:
         options = found.section("train", TrainOptions)
         check_precision(options)  # before a large model is loaded in vain
-        seed_everything(options.seed)  # new adapters draw their first weights from the global generator
+        # new adapters draw their first weights from the global generator
+        seed_everything(options.seed)
         data = found.build("data", DATA)
         check_needs(found, data, {})
         policy = found.build("policy", POLICIES)
@@ -66,9 +82,14 @@ class Session:
 
     def trainer(self) -> Trainer:
         return Trainer(
-            self.policy, self.data.train, self.scorer, self.config.build("advantage", ADVANTAGES),
-            self.config.build("objective", OBJECTIVES), self.config.build("optimizer", OPTIMIZERS), self.options,
-        )  # fmt: skip
+            self.policy,
+            self.data.train,
+            self.scorer,
+            self.config.build("advantage", ADVANTAGES),
+            self.config.build("objective", OBJECTIVES),
+            self.config.build("optimizer", OPTIMIZERS),
+            self.options,
+        )
 
     def judges(self) -> Scorer:
         """The training rewards and those that are only measured."""
@@ -76,7 +97,9 @@ class Session:
         if not extra.get("reward"):
             return self.scorer
         more = scorer(self.config, ("evaluate", "reward"), self.options)
-        return Scorer(self.scorer.rewards | more.rewards, self.scorer.weights, self.options.max_failures)
+        return Scorer(
+            self.scorer.rewards | more.rewards, self.scorer.weights, self.options.max_failures
+        )
 
 
 @dataclass(frozen=True)
@@ -88,7 +111,8 @@ class Admitted:
 
 
 def admitted(policy: Any, data: Any) -> Any:
-    """The data source, without the prompts that are too long for the policy. Raises UserError if none is left."""
+    """The data source, without the prompts that are too long for the policy. Raises UserError if
+    none is left."""
     found = Admitted(*(policy.admit(list(prompts)) for prompts in (data.train, data.held_out)))
     if isinstance(data.train, Curriculum) and found.train:
         found = Admitted(data.train.over(found.train), found.held_out)
@@ -102,27 +126,41 @@ def scorer(found: config.Config, section: tuple[str, ...], options: TrainOptions
     chosen = found.rewards(section)
     names = short_names(chosen)
     functions = {names[name]: one.reward for name, one in chosen.items()}
-    return Scorer(functions, {names[name]: one.weight for name, one in chosen.items()}, options.max_failures)
+    return Scorer(
+        functions, {names[name]: one.weight for name, one in chosen.items()}, options.max_failures
+    )
 
 
 def short_names(names: Iterable[str]) -> dict[str, str]:
-    """``my_rewards:sharpness`` as a curve is called: ``sharpness``; in full where two would be called the same."""
+    """``my_rewards:sharpness`` as a curve is called: ``sharpness``; in full where two would be
+    called the same."""
     short = {name: name.rpartition(":")[2] for name in names}
     often = Counter(short.values())
     return {name: one if often[one] == 1 else name for name, one in short.items()}
 
 
-def check_needs(found: config.Config, data: Any, rewards: Mapping[str, Callable], policy: Any = None) -> None:
-    """Every prompt has what these rewards need, and they judge what the policy makes. Raises UserError with the line.
+def check_needs(
+    found: config.Config, data: Any, rewards: Mapping[str, Callable], policy: Any = None
+) -> None:
+    """Every prompt has what these rewards need, and they judge what the policy makes. Raises
+    UserError with the line.
 
-    Without ``rewards``: those of the configuration, by what their classes say, before any of them is built.
+    Without ``rewards``: those of the configuration, by what their classes say, before any of them
+    is built.
     """
-    sections = {("reward",): rewards} if rewards else {path: classes(found, path) for path in rewarded(found)}
-    prompts, problems = [*data.train, *data.held_out], []
+    sections = (
+        {("reward",): rewards}
+        if rewards
+        else {path: classes(found, path) for path in rewarded(found)}
+    )
+    prompts = [*data.train, *data.held_out]
+    problems = []
     for path, chosen in sections.items():
         unfit = [*config.missing_values(chosen, prompts), *config.wrong_media(chosen, policy)]
         place = found.place(path)
-        problems += [(place / name).say(f"reward {name!r} cannot be used: {why}") for name, why in unfit]
+        problems += [
+            (place / name).say(f"reward {name!r} cannot be used: {why}") for name, why in unfit
+        ]
     config.raise_all(problems)
 
 
@@ -148,8 +186,9 @@ def seed_everything(seed: int) -> None:
 
 
 def trained(run: Path, overrides: Sequence[str] = (), at: str | None = None) -> Session:
-    """The session of a finished or stopped run: live weights trained (the moving average, if there is one), the base
-    as snapshot ``ref``. ``at`` names a checkpoint; by default the newest whole one is taken."""
+    """The session of a finished or stopped run: live weights trained (the moving average, if there
+    is one), the base as snapshot ``ref``. ``at`` names a checkpoint; by default the newest whole
+    one is taken."""
     path = run / "checkpoints" / at if at else checkpoint.choose(run / "checkpoints")[0]
     arrays, _ = checkpoint.load(path, checked=not at)
     session = base(config_of(run), overrides)
@@ -164,7 +203,8 @@ def trained(run: Path, overrides: Sequence[str] = (), at: str | None = None) -> 
 
 
 def base(path: Path, overrides: Sequence[str] = ()) -> Session:
-    """The session of a configuration before any training, on the device, the base also as snapshot ``ref``."""
+    """The session of a configuration before any training, on the device, the base also as snapshot
+    ``ref``."""
     session = Session.of(read(path, overrides))
     Device(session.options).place(session.policy)
     session.policy.width = session.policy.width or arithmetic(session.options).micro_batch
@@ -174,5 +214,7 @@ def base(path: Path, overrides: Sequence[str] = ()) -> Session:
 
 def config_of(run: Path) -> Path:
     if not (run / CONFIG).is_file():
-        raise UserError(f"{run} is not a run: it has no {CONFIG}; give the folder that `mmrl train` named")
+        raise UserError(
+            f"{run} is not a run: it has no {CONFIG}; give the folder that `mmrl train` named"
+        )
     return run / CONFIG

@@ -1,4 +1,5 @@
-"""Measurements of a whole held-out set which are no mean over its samples: COCO's mean average precision."""
+"""Measurements of a whole held-out set which are no mean over its samples: COCO's mean average
+precision."""
 
 from __future__ import annotations
 
@@ -11,23 +12,29 @@ from .types import Prompt
 
 
 def mean_ap(texts: Sequence[str], prompts: Sequence[Prompt]) -> dict[str, float]:
-    """``mAP`` (IoU 0.5 to 0.95) and ``mAP50`` by pycocotools over all answers, where every prompt has boxes and labels.
+    """``mAP`` (IoU 0.5 to 0.95) and ``mAP50`` by pycocotools over all answers, where every prompt
+    has boxes and labels.
 
-    A predicted box without a label gets the label of the prompt if all its right boxes share one. A box without a
-    confidence has 1. Empty for other prompts. A coordinate space that cannot be converted leaves its answer out.
+    A predicted box without a label gets the label of the prompt if all its right boxes share one. A
+    box without a confidence has 1. Empty for other prompts. A coordinate space that cannot be
+    converted leaves its answer out.
     """
-    if not prompts or not all(p.get("boxes") and len(p.get("labels") or ()) == len(p["boxes"]) for p in prompts):
+    if not prompts or not all(
+        p.get("boxes") and len(p.get("labels") or ()) == len(p["boxes"]) for p in prompts
+    ):
         return {}
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
     names = sorted({str(name) for prompt in prompts for name in prompt["labels"]})
-    truth, said = COCO(), []
+    truth = COCO()
+    said = []
     truth.dataset = {
-        "info": {}, "images": [{"id": i} for i in range(len(prompts))],
+        "info": {},
+        "images": [{"id": i} for i in range(len(prompts))],
         "categories": [{"id": i, "name": name} for i, name in enumerate(names)],
         "annotations": _right(prompts, names),
-    }  # fmt: skip
+    }
     for i, (text, prompt) in enumerate(zip(texts, prompts, strict=True)):
         said += _found(i, text, prompt, names)
     if not said:
@@ -50,7 +57,13 @@ def _right(prompts: Sequence[Prompt], names: list[str]) -> list[dict[str, Any]]:
         for name, box in zip(prompt["labels"], true_boxes(prompt).tolist())
     ]
     return [
-        {"id": n + 1, "image_id": image, "category_id": names.index(str(name)), "iscrowd": 0, **_sides(box)}
+        {
+            "id": n + 1,
+            "image_id": image,
+            "category_id": names.index(str(name)),
+            "iscrowd": 0,
+            **_sides(box),
+        }
         for n, (image, name, box) in enumerate(rows)
     ]
 
@@ -71,10 +84,18 @@ def _found(image: int, text: str, prompt: Prompt, names: list[str]) -> list[dict
         label = only if shape.label is None else str(shape.label)
         if label in names and box[2] > box[0] and box[3] > box[1]:
             score = 1.0 if shape.confidence is None else shape.confidence
-            found.append({"image_id": image, "category_id": names.index(label), "score": score, **_sides(box)})
+            found.append(
+                {
+                    "image_id": image,
+                    "category_id": names.index(label),
+                    "score": score,
+                    **_sides(box),
+                }
+            )
     return found
 
 
 def _sides(box: list[float]) -> dict[str, Any]:
-    width, height = box[2] - box[0], box[3] - box[1]
+    width = box[2] - box[0]
+    height = box[3] - box[1]
     return {"bbox": [box[0], box[1], width, height], "area": width * height}

@@ -1,4 +1,5 @@
-"""Whether FSDP2 holds a module or tensor. Asking does not import it, which takes a second: before, it holds nothing."""
+"""Whether FSDP2 holds a module or tensor. Asking does not import it, which takes a second: before,
+it holds nothing."""
 
 from __future__ import annotations
 
@@ -24,12 +25,15 @@ def extent(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (0,) * tensor.ndim, tuple(tensor.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    size, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    size, start = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
     return tuple(start), tuple(size)
 
 
 def like(tensor: Tensor, part: Tensor) -> Tensor:
-    """This process's ``part`` as a tensor that is sharded as ``tensor`` is; itself where that is not."""
+    """This process's ``part`` as a tensor that is sharded as ``tensor`` is; itself where that is
+    not."""
     if not is_sharded(tensor):
         return part
     from torch.distributed.tensor import DTensor

@@ -1,7 +1,9 @@
-"""A trainer's whole state as tensors and plain data, and back: 2N iterations equal N, stop, resume, N to the bit.
+"""A trainer's whole state as tensors and plain data, and back: 2N iterations equal N, stop, resume,
+N to the bit.
 
-Samples, shuffles and noise are keyed by the iteration and need nothing saved. Saved are the weights and snapshots, the
-optimizer, the advantage's memory, the loss scale, and the global generators, which only code from outside draws from.
+Samples, shuffles and noise are keyed by the iteration and need nothing saved. Saved are the weights
+and snapshots, the optimizer, the advantage's memory, the loss scale, and the global generators,
+which only code from outside draws from.
 """
 
 from __future__ import annotations
@@ -24,12 +26,18 @@ from .weights import LIVE, block, reshard
 
 
 def capture(trainer: Trainer) -> tuple[Arrays, dict[str, Any]]:
-    """Everything, as it is and not copied: save it, or copy it, before the next step. A collective call."""
+    """Everything, as it is and not copied: save it, or copy it, before the next step. A collective
+    call."""
     weights = trainer.policy.weights
     arrays = {"weights": weights.stored(LIVE)}
     arrays |= {f"snapshot-{name}": weights.stored(name) for name in trainer.snapshots()}
     arrays["optimizer"], optimizer = _flatten(_optimizer_state(trainer))
-    meta = {"iteration": trainer.iteration, "step": trainer.step, "optimizer": optimizer, "rng": _generators()}
+    meta = {
+        "iteration": trainer.iteration,
+        "step": trainer.step,
+        "optimizer": optimizer,
+        "rng": _generators(),
+    }
     meta["advantage"] = memory.capture(trainer.advantage)
     if hasattr(trainer.scorer, "state_dict"):
         meta["rewards"] = trainer.scorer.state_dict()
@@ -49,11 +57,14 @@ def restore(trainer: Trainer, arrays: Arrays, meta: dict[str, Any]) -> None:
     try:
         _restore_weights(trainer, arrays)
     except ValueError as error:
-        raise UserError(f"the checkpoint does not fit this configuration's model: {error}") from error
+        raise UserError(
+            f"the checkpoint does not fit this configuration's model: {error}"
+        ) from error
     if meta["step"]:
         tensors = _optimizer_tensors(trainer, arrays["optimizer"])
         _load_optimizer(trainer, _unflatten(tensors, meta["optimizer"]))
-    trainer.iteration, trainer.step = meta["iteration"], meta["step"]
+    trainer.iteration = meta["iteration"]
+    trainer.step = meta["step"]
     memory.restore(trainer.advantage, meta.get("advantage", {}))
     if hasattr(trainer.scorer, "load_state_dict"):
         trainer.scorer.load_state_dict(meta.get("rewards", {}))
@@ -69,8 +80,9 @@ def restore(trainer: Trainer, arrays: Arrays, meta: dict[str, Any]) -> None:
 
 
 def _restore_weights(trainer: Trainer, arrays: Arrays) -> None:
-    """Live weights and the snapshots this run keeps. Those that the checkpoint lacks, since the configuration asks for
-    them only now, start from the live weights; the reference stays the base model, which it is in a new trainer."""
+    """Live weights and the snapshots this run keeps. Those that the checkpoint lacks, since the
+    configuration asks for them only now, start from the live weights; the reference stays the base
+    model, which it is in a new trainer."""
     weights = trainer.policy.weights
     weights.load(arrays["weights"])
     for name in trainer.snapshots():
@@ -86,14 +98,17 @@ def _optimizer_state(trainer: Trainer) -> dict[str, Any]:
 
     reshard(trainer.policy.net)
     inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    if trainer.step == 0:  # torch would make a state up by taking a step, and the first real one would count as second
+    # torch would make a state up by taking a step, and the first real one would count as second
+    if trainer.step == 0:
         return {}
     return get_optimizer_state_dict(trainer.policy.net, inner)
 
 
 def _optimizer_tensors(trainer: Trainer, tensors: Tensors) -> dict[str, Tensor]:
-    """What is as large as its parameter is shared out as that is; what is not, such as the count of steps, is whole."""
-    parameters, placed = trainer.policy.weights.parameters(), {}
+    """What is as large as its parameter is shared out as that is; what is not, such as the count of
+    steps, is whole."""
+    parameters = trainer.policy.weights.parameters()
+    placed = {}
     for key in tensors:
         p = parameters[key.rpartition("/")[0]]
         try:
@@ -114,10 +129,13 @@ def _load_optimizer(trainer: Trainer, state: dict[str, Any]) -> None:
 
 def _flatten(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors as ``parameter/slot``, everything else as JSON."""
-    tensors, plain = {}, {"groups": state.get("param_groups", []), "values": {}}
+    tensors = {}
+    plain = {"groups": state.get("param_groups", []), "values": {}}
     for parameter, slots in state.get("state", {}).items():
         for slot, value in slots.items():
-            (tensors if isinstance(value, Tensor) else plain["values"])[f"{parameter}/{slot}"] = value
+            (tensors if isinstance(value, Tensor) else plain["values"])[f"{parameter}/{slot}"] = (
+                value
+            )
     return tensors, plain
 
 

@@ -38,7 +38,9 @@ def plugin_tables(kind: str | None) -> None:
         raise UserError(f"no plug-ins called {kind!r}; {suggest(kind, [*ALL, *FAMILIES])}")
     for plural, registry in ALL.items():
         if kind in (None, plural) or plural in FAMILIES.get(kind, ()):
-            table = Table("name", "what it is", "options", title=plural, title_justify="left", min_width=80)
+            table = Table(
+                "name", "what it is", "options", title=plural, title_justify="left", min_width=80
+            )
             for name in sorted(registry):
                 table.add_row(name, describe(registry[name]), ", ".join(options(registry[name])))
             Console().print(table)

@@ -1,4 +1,5 @@
-"""How the numeric libraries wait and round: settings they read when torch is loaded, so they come before it.
+"""How the numeric libraries wait and round: settings they read when torch is loaded, so they come
+before it.
 
 Nothing here changes what the user has set. ``docs/speed.md`` says what was measured.
 """
@@ -10,28 +11,35 @@ import time
 from collections.abc import MutableMapping
 from pathlib import Path
 
-# A thread of libgomp that waits for the others spins so often before it sleeps. libgomp's own 300,000 are
+# A thread of libgomp that waits for the others spins so often before it sleeps. libgomp's own
+# 300,000 are
 # milliseconds, which a busy machine needs for the thread that is waited for.
-SPIN_IDLE, SPIN_BUSY = "5000", "1000"
+SPIN_IDLE = "5000"
+SPIN_BUSY = "1000"
 BUSY = 0.25  # share of all cores that others use
 STAT = Path("/proc/stat")
 CPUINFO = Path("/proc/cpuinfo")
 
 
 def prepare(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set what is not set yet: how long threads spin, and on Intel's CPUs products whose rows do not see each other.
+    """Set what is not set yet: how long threads spin, and on Intel's CPUs products whose rows do
+    not see each other.
 
-    Without the latter MKL rounds a row of a product in one way or another by its place among the others.
+    Without the latter MKL rounds a row of a product in one way or another by its place among the
+    others.
     """
-    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(environment) and environment.get("OMP_NUM_THREADS") != "1":
+    if (
+        not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(environment)
+        and environment.get("OMP_NUM_THREADS") != "1"
+    ):
         environment["GOMP_SPINCOUNT"] = SPIN_BUSY if share_in_use() > BUSY else SPIN_IDLE
     if is_intel():
         environment.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 
 def share_in_use(stat: Path = STAT, pause: float = 0.1) -> float:
-    """Measure for ``pause`` seconds which share (0 to 1) of all cores is in use, by others since this process sleeps;
-    0 where Linux does not say."""
+    """Measure for ``pause`` seconds which share (0 to 1) of all cores is in use, by others since
+    this process sleeps; 0 where Linux does not say."""
     try:
         idle, every = _ticks(stat)
         time.sleep(pause)

@@ -1,9 +1,10 @@
 """The training loop. Read this first.
 
-One iteration, the same for every family of models: sample, score, compare inside groups, improve. What differs from
-the papers' pseudo-code: the loss is a mean over the decisions of the *global* batch, so neither the micro-batch size
-nor the number of processes changes the gradient; whole groups live on one process; and on the first step of an
-iteration the re-scored log-probs must equal the recorded ones, or the run stops.
+One iteration, the same for every family of models: sample, score, compare inside groups, improve.
+What differs from the papers' pseudo-code: the loss is a mean over the decisions of the *global*
+batch, so neither the micro-batch size nor the number of processes changes the gradient; whole
+groups live on one process; and on the first step of an iteration the re-scored log-probs must equal
+the recorded ones, or the run stops.
 """
 
 from __future__ import annotations
@@ -27,7 +28,15 @@ from .device import Device
 from .host import sent
 from .memory import Memory
 from .metrics import Meter, observe
-from .objectives.base import Adaptive, Differentiates, Lagging, Objective, Revisiting, Shaping, couples
+from .objectives.base import (
+    Adaptive,
+    Differentiates,
+    Lagging,
+    Objective,
+    Revisiting,
+    Shaping,
+    couples,
+)
 from .optimizers import ema_decay, lr_factor
 from .options import TrainOptions, arithmetic, unsuited, without_average
 from .policies.base import Policy, reading
@@ -42,22 +51,37 @@ Watch = Callable[[Media, Rollout, Rewards], None]
 
 
 class Trainer:
-    """``optimizer`` makes one from parameters. After construction the policy lives on the device, wrapped for it."""
+    """``optimizer`` makes one from parameters. After construction the policy lives on the device,
+    wrapped for it."""
 
     def __init__(
-        self, policy: Policy, prompts: Sequence[Prompt], scorer: Scorer, advantage: Advantage, objective: Objective,
-        optimizer: Callable, options: TrainOptions, device: Device | None = None,
-    ):  # fmt: skip
-        self.policy, self.prompts, self.scorer = policy, prompts, scorer
-        self.advantage, self.objective, self.options = advantage, objective, options
+        self,
+        policy: Policy,
+        prompts: Sequence[Prompt],
+        scorer: Scorer,
+        advantage: Advantage,
+        objective: Objective,
+        optimizer: Callable,
+        options: TrainOptions,
+        device: Device | None = None,
+    ):
+        self.policy = policy
+        self.prompts = prompts
+        self.scorer = scorer
+        self.advantage = advantage
+        self.objective = objective
+        self.options = options
         self.device = device or Device(options)
         self.plan = arithmetic(options, self.device.processes)
         self.optimizer = self.device.prepare(policy, optimizer)
         policy.width = policy.width or self.plan.micro_batch
         self.lrs = [group["lr"] for group in self.optimizer.param_groups]
         self.iteration = self.step = 0  # iterations finished; optimizer steps taken
-        self.meter, self.seconds = Meter(), {}  # of the current iteration
-        self.watch: Watch | None = None  # is shown what this process sampled, with advantages, before it is trained on
+        # of the current iteration
+        self.meter = Meter()
+        self.seconds = {}
+        # is shown what this process sampled, with advantages, before it is trained on
+        self.watch: Watch | None = None
         for name in self.snapshots():
             policy.weights.keep(name)
         suits(objective, policy, options)
@@ -68,18 +92,25 @@ class Trainer:
         self.coupled = couples(objective)
         if self.coupled and options.batch_size % options.copies:
             raise UserError(
-                f"train.batch_size {options.batch_size}: this objective compares whole groups, so it must be a "
+                f"train.batch_size {options.batch_size}: this objective compares whole "
+                f"groups, so it must be a "
                 f"multiple of train.copies {options.copies}"
             )
-        self.whole_groups = self.coupled or (policy.adjacent and options.batch_size % options.copies == 0)
+        self.whole_groups = self.coupled or (
+            policy.adjacent and options.batch_size % options.copies == 0
+        )
 
     def snapshots(self) -> tuple[str, ...]:
         """Names of the snapshots this run keeps."""
         return kept_snapshots(self.objective, self.options)
 
     def iterate(self) -> dict[str, float]:
-        """Sample, score, compare, improve. Returns what is worth a curve, of answers that the policy gave itself."""
-        self.meter, self.seconds, skipped, passed = Meter(), {}, 0, self.policy.forwards
+        """Sample, score, compare, improve. Returns what is worth a curve, of answers that the
+        policy gave itself."""
+        self.meter = Meter()
+        self.seconds = {}
+        skipped = 0
+        passed = self.policy.forwards
         self.policy.measures()
         rollout, rewards = self.collect()
         if gate.rescores(self.options, self.policy, self.plan.steps * self.options.epochs):
@@ -90,15 +121,19 @@ class Trainer:
                 self.policy.epoch = epoch if self.options.epochs > 1 else None
                 rng = self._rng("update", epoch)
                 parts = self._batches(rollout, rng)
-                for index in range(self.plan.steps):  # each part is let go before the next is taken out of the rollout
+                # each part is let go before the next is taken out of the rollout
+                for index in range(self.plan.steps):
                     on_policy = epoch == index == 0 and self.objective.behaviour == "live"
                     skipped += not self.improve(next(parts), rng.fold(index), on_policy)
         if "old" in self.policy.weights.saved:
             lagging = isinstance(self.objective, Lagging)
-            self.policy.weights.track("old", self.objective.old_decay(self.step) if lagging else 0.0)
+            self.policy.weights.track(
+                "old", self.objective.old_decay(self.step) if lagging else 0.0
+            )
         self._learn()
         self.iteration += 1
-        counts = {"forwards": self.policy.forwards - passed, "decisions": int(rollout.mask.sum())}  # of this process
+        # of this process
+        counts = {"forwards": self.policy.forwards - passed, "decisions": int(rollout.mask.sum())}
         counts |= self.policy.measures()
         metrics = self._metrics(*self.sampled) | counts | {"skipped_steps": skipped}
         if isinstance(self.objective, Adaptive):
@@ -107,7 +142,8 @@ class Trainer:
 
     @torch.no_grad()
     def collect(self) -> tuple[Rollout, Rewards]:
-        """Sample with the behaviour weights and compare inside groups; NaN advantages leave training."""
+        """Sample with the behaviour weights and compare inside groups; NaN advantages leave
+        training."""
         prompts = batch(self.prompts, self.options.prompts, self.iteration, self.options.seed)
         first = self.device.rank * self.plan.prompts_per_process
         mine = prompts[first : first + self.plan.prompts_per_process]
@@ -120,7 +156,9 @@ class Trainer:
         if self.memory is not None:
             found, counts = self.memory.exchange(found, self.iteration)
             self.noted |= counts
-        rollout, media, rewards = found.rollout, found.media, found.rewards
+        rollout = found.rollout
+        media = found.media
+        rewards = found.rewards
         texts, own, earned = sampled_only(media, rollout, rewards)
         self.noted |= completions.lengths(texts, own) | portrait(texts, own.group)
         self.noted |= completions.lengths_by_reward(texts, own, earned)
@@ -137,26 +175,35 @@ class Trainer:
         mask = rollout.mask & kept
         if self.options.truncated == "mask":
             mask &= completions.finished(media, rollout)
-        alive = rollout.replace(advantage=advantage.nan_to_num(0.0), mask=mask, kept=~of_rows.isnan().all(1))
+        alive = rollout.replace(
+            advantage=advantage.nan_to_num(0.0), mask=mask, kept=~of_rows.isnan().all(1)
+        )
         if self.watch is not None:
             self.watch(*sampled_only(media, alive, rewards))
         return alive, rewards
 
     def _limit(self) -> None:
-        """The length of answers that this iteration allows, if the configuration changes it on the way."""
+        """The length of answers that this iteration allows, if the configuration changes it on the
+        way."""
         due = [tokens for start, tokens in self.options.lengths if start <= self.iteration]
         if due and not hasattr(self.policy, "limit"):
-            raise UserError(f"train.lengths: {type(self.policy).__name__} writes no answers whose length could change")
+            raise UserError(
+                f"train.lengths: {type(self.policy).__name__} writes no answers whose "
+                f"length could change"
+            )
         if due:
             self.policy.limit(due[-1])
 
     def draw(self, prompts: list[Prompt], rng: Rng) -> Drawn:
         """Sample and score, with the behaviour weights."""
-        reads, options = getattr(self.objective, "reads", "path"), self.options
+        reads = getattr(self.objective, "reads", "path")
+        options = self.options
         with (
-            self._timed("rollout"), self.policy.weights.using(self.objective.behaviour), self._taught(),
+            self._timed("rollout"),
+            self.policy.weights.using(self.objective.behaviour),
+            self._taught(),
             reading(self.policy, reads),
-        ):  # fmt: skip
+        ):
             rollout, media, scores = overlap.draw(
                 self.policy, prompts, options.copies, rng, self.scorer, options.overlap
             )
@@ -172,27 +219,35 @@ class Trainer:
         """Dynamic sampling: groups in which all rewards are equal give way to other prompts."""
         streams = [self._rng("resample", n) for n in range(self.options.resample)]
         spread = self.options.resample_spread
-        return resampled(drawn, lambda u: pick(self.prompts, u, self.iteration), self.draw, streams, spread)
+        return resampled(
+            drawn, lambda u: pick(self.prompts, u, self.iteration), self.draw, streams, spread
+        )
 
     @torch.no_grad()
     def _rescored(self, rollout: Rollout) -> Rollout:
-        """The rollout with the log-probs that the update's own passes give under the weights that sampled.
+        """The rollout with the log-probs that the update's own passes give under the weights that
+        sampled.
 
-        A decoder's pass for one token rounds otherwise than the pass that scores a whole answer: in half precision
-        ratios of later steps would be off by more than some clip at. Rows of earlier iterations keep what they have.
+        A decoder's pass for one token rounds otherwise than the pass that scores a whole answer: in
+        half precision ratios of later steps would be off by more than some clip at. Rows of earlier
+        iterations keep what they have.
         """
         names = torch.arange(rollout.logprob.numel(), device=rollout.logprob.device).double()
-        named = rollout.replace(logprob=names.view_as(rollout.logprob))  # leads from a point to its decisions
+        # leads from a point to its decisions
+        named = rollout.replace(logprob=names.view_as(rollout.logprob))
         mark = self.meter.mark()
 
         def attempt(rows: int) -> tuple[Tensor, Meter]:
-            scores, rng = rollout.logprob.flatten().clone(), self._rng("update", 0)
+            scores = rollout.logprob.flatten().clone()
+            rng = self._rng("update", 0)
             self.meter.restore(mark)
             with Meter().listening() as observed:
                 for part in self._batches(named, rng):  # the passes of the first epoch
                     points = batches.Points(partial(self.policy.path, part))
                     _, idle = self._kept_in_step(points.rows, rows, rng)
-                    for point in self._here(chain(batches.passes(points, rows, self.policy.adjacent), idle)):
+                    for point in self._here(
+                        chain(batches.passes(points, rows, self.policy.adjacent), idle)
+                    ):
                         self._score(point, scores)
             return scores, observed
 
@@ -202,22 +257,27 @@ class Trainer:
         return rollout.replace(logprob=scores.view_as(rollout.logprob))
 
     def _score(self, point: Point, scores: Tensor) -> None:
-        """Put the log-probs of a pass into ``scores`` [B K], at the places that the point has for its log-probs."""
+        """Put the log-probs of a pass into ``scores`` [B K], at the places that the point has for
+        its log-probs."""
         where = point.current()
         place = torch.where(where, point.logprob, 0.0).long()
         recorded = scores[place]
-        found = torch.where(where, self.policy.dist(point).log_prob(point.target).to(scores), recorded)
+        found = torch.where(
+            where, self.policy.dist(point).log_prob(point.target).to(scores), recorded
+        )
         observe("log_ratio", found - recorded, where)
         scores[place[where]] = found[where]
 
     def _learn(self) -> None:
-        """Tell data that draws by it how the groups of all processes were rewarded, those that gave way too."""
+        """Tell data that draws by it how the groups of all processes were rewarded, those that gave
+        way too."""
         if isinstance(self.prompts, Curriculum):
             rollout, rewards = self.sampled
             self.prompts.learn(advantages.outcomes(rewards, rollout))
 
     def improve(self, rollout: Rollout, rng: Rng, on_policy: bool) -> bool:
-        """One optimizer step on these rows. False if there was nothing to train on, or the gradient was not finite."""
+        """One optimizer step on these rows. False if there was nothing to train on, or the gradient
+        was not finite."""
         points = self._points(rollout, rng, fresh=on_policy)
         reduction = self.options.reduction
         sums = distributed.all_sum(batches.loss_total(points.outline, rollout, reduction))
@@ -233,7 +293,8 @@ class Trainer:
         return self._descend()
 
     def _points(self, rollout: Rollout, rng: Rng, fresh: bool) -> batches.Points:
-        """The objective's. States of a path are not held but made again; tokens, and what is coupled, are small."""
+        """The objective's. States of a path are not held but made again; tokens, and what is
+        coupled, are small."""
 
         def make() -> Iterator[Point]:
             each = self.objective.points(self.policy, rollout, rng) if len(rollout) else ()
@@ -245,7 +306,8 @@ class Trainer:
         return batches.Points(make)
 
     def _accumulated(self, points: batches.Points, total: float, rng: Rng) -> Meter:
-        """Gradients of all passes, and what was observed in them; anew in smaller ones where memory does not do."""
+        """Gradients of all passes, and what was observed in them; anew in smaller ones where memory
+        does not do."""
         mark = self.meter.mark()
 
         def attempt(rows: int) -> Meter:
@@ -262,13 +324,16 @@ class Trainer:
         return min(self.plan.micro_batch, self.policy.most or self.plan.micro_batch)
 
     def _accumulate(self, points: batches.Points, total: float, rng: Rng, rows: int) -> None:
-        """Forward and backward over every pass of ``rows``. All processes make equally many, as sharded models need."""
+        """Forward and backward over every pass of ``rows``. All processes make equally many, as
+        sharded models need."""
         parts = batches.passes(points, rows, self.policy.adjacent)
         most, idle = self._kept_in_step(points.rows, rows, rng)
         if self.coupled:
             parts = self._couple(list(parts), idle)
         for i, point in enumerate(self._here(chain(parts, idle))):
-            weight = batches.loss_weights(point, self.options.reduction, self.options.constant or self.longest)
+            weight = batches.loss_weights(
+                point, self.options.reduction, self.options.constant or self.longest
+            )
             with nullcontext() if i == most - 1 else self.device.no_sync(self.policy.trained):
                 loss = self.objective.loss(self.policy, point)
                 summed = (loss * weight).sum()
@@ -276,7 +341,8 @@ class Trainer:
                 self.device.backward(summed / total)
 
     def _kept_in_step(self, trained: int, rows: int, rng: Rng) -> tuple[int, list[Point]]:
-        """How many passes of ``rows`` every process makes, and idle ones for those that this one has too few of."""
+        """How many passes of ``rows`` every process makes, and idle ones for those that this one
+        has too few of."""
         own = -(-trained // rows)
         most = distributed.largest(own, self.spare.group.device)
         return most, [self._idle(rng) for _ in range(most - own)]
@@ -284,8 +350,11 @@ class Trainer:
     @torch.no_grad()
     def _couple(self, parts: list[Point], idle: list[Point]) -> list[Point]:
         """Let an objective see all rows of the step before its elementwise loss."""
-        measured = [self.objective.measure(self.policy, point) for point in self._here([*parts, *idle])]
-        here = parts or idle  # without rows of its own a process still joins what couple does with all
+        measured = [
+            self.objective.measure(self.policy, point) for point in self._here([*parts, *idle])
+        ]
+        # without rows of its own a process still joins what couple does with all
+        here = parts or idle
         found = self.objective.couple(Point.cat(here), torch.cat(measured[: len(here)]))
         cut = list(found.split(len(parts[0]))) if parts else []
         if cut and self.policy.adjacent:
@@ -299,35 +368,49 @@ class Trainer:
     def _idle(self, rng: Rng) -> Point:
         """A pass that trains nothing."""
         advantage = torch.zeros_like(self.spare.logprob[:, :1])
-        point = next(iter(self.objective.points(self.policy, self.spare.replace(advantage=advantage), rng)))[:1]
+        point = next(
+            iter(self.objective.points(self.policy, self.spare.replace(advantage=advantage), rng))
+        )[:1]
         return point.replace(mask=torch.zeros_like(point.mask))
 
     def _gate(self, meter: Meter) -> None:
-        """Stop a run whose re-scored log-probs are not the recorded ones, beyond what ``train.gate`` tolerates."""
+        """Stop a run whose re-scored log-probs are not the recorded ones, beyond what
+        ``train.gate`` tolerates."""
         if self.policy.width != self.sampled_at:
-            return  # passes have just shrunk for want of memory, and round in another way than those that sampled
+            # passes have just shrunk for want of memory, and round in another way than those that
+            # sampled
+            return
         average = gate.on_average(self.options, self.policy)
         allowed = gate.tolerance(self.options, self.policy, self.objective)
         gap = meter.size("log_ratio") if average else meter.top("log_ratio")
         if allowed is not None and not gap <= allowed:
             raise distributed.StopAll(
-                f"iteration {self.iteration}: re-scored log-probs differ from the recorded ones by {gap:.2e} "
+                f"iteration {self.iteration}: re-scored log-probs differ from the "
+                f"recorded ones by {gap:.2e} "
                 f"{'on average' if average else 'at most'}, "
-                f"more than train.gate = {allowed:.0e} allows, although the weights are the same. The gradient would "
-                "be biased. Usual causes: dropout or other randomness in the network, a rollout computed in "
-                "another precision or attention backend than the update, latents stored more coarsely than scored. "
-                "Try train.precision=fp32; set train.gate to a larger number to accept the gap, or to null to ignore it"
+                f"more than train.gate = {allowed:.0e} allows, although the weights are "
+                f"the same. The gradient would "
+                "be biased. Usual causes: dropout or other randomness in the network, a "
+                "rollout computed in "
+                "another precision or attention backend than the update, latents stored "
+                "more coarsely than scored. "
+                "Try train.precision=fp32; set train.gate to a larger number to accept "
+                "the gap, or to null to ignore it"
             )
 
     def _descend(self) -> bool:
-        """Clip, step, track the moving average. False if the gradient was not finite and the step was left out."""
-        factor = lr_factor(self.options.schedule, self.step, self.options.warmup, self.plan.total_steps)
+        """Clip, step, track the moving average. False if the gradient was not finite and the step
+        was left out."""
+        factor = lr_factor(
+            self.options.schedule, self.step, self.options.warmup, self.plan.total_steps
+        )
         for group, lr in zip(self.optimizer.param_groups, self.lrs, strict=True):
             group["lr"] = lr * factor
         norm = self.device.clip(self.policy, self.options.max_grad_norm)
         self.meter.add("grad_norm", norm.reshape(1))
         finite = math.isfinite(float(norm))
-        if finite or self.device.scales_loss:  # fp16's loss scaler leaves the step out by itself, and learns from it
+        # fp16's loss scaler leaves the step out by itself, and learns from it
+        if finite or self.device.scales_loss:
             self.optimizer.step()
         self.optimizer.zero_grad()
         if self.options.ema and (self.step + 1) % self.options.ema_every == 0:
@@ -344,11 +427,17 @@ class Trainer:
         return Rng(stream.key, offset)
 
     def _on_device(self, rewards: Rewards, rollout: Rollout) -> Rewards:
-        return Rewards({name: value.to(rollout.logprob) for name, value in rewards.items()}, rewards.weights)
+        return Rewards(
+            {name: value.to(rollout.logprob) for name, value in rewards.items()}, rewards.weights
+        )
 
     def _metrics(self, rollout: Rollout, rewards: Rewards) -> dict[str, float]:
         means = self.meter.means().items()
-        found = {"ratio/mean" if name == "ratio" else name: value for name, value in means if name != "log_ratio"}
+        found = {
+            "ratio/mean" if name == "ratio" else name: value
+            for name, value in means
+            if name != "log_ratio"
+        }
         if "log_ratio" in self.meter.sums:
             found["ratio/max_deviation"] = math.expm1(min(self.meter.top("log_ratio"), 50.0))
         found |= advantages.statistics(rewards, rollout)
@@ -376,7 +465,8 @@ class Trainer:
 
 
 def kept_snapshots(objective: Objective, options: TrainOptions) -> tuple[str, ...]:
-    """Names of the snapshots that a run keeps: those that something samples with, looks at or averages into."""
+    """Names of the snapshots that a run keeps: those that something samples with, looks at or
+    averages into."""
     wanted = {objective.behaviour, *objective.snapshots} - {"live"}
     return tuple(sorted(wanted | ({"ema"} if options.ema else set())))
 

@@ -1,4 +1,5 @@
-"""A training run from start to end: the loop, with everything a person wants written down, saved and shown."""
+"""A training run from start to end: the loop, with everything a person wants written down, saved
+and shown."""
 
 from __future__ import annotations
 
@@ -42,9 +43,13 @@ def train(name: Path, overrides: Sequence[str] = (), resume: bool = False) -> Pa
     notes = _resume(trainer, folder) if resume else []
     with distributed.together():  # only the main process looks into the folder
         log = RunLog(
-            folder, resume, start=trainer.iteration + 1, options=found.section("log", LogOptions),
-            active=trainer.device.main, config=found.plain,
-        )  # fmt: skip
+            folder,
+            resume,
+            start=trainer.iteration + 1,
+            options=found.section("log", LogOptions),
+            active=trainer.device.main,
+            config=found.plain,
+        )
     with log:
         run = Run(session, trainer, log, folder)
         watched = [name for name, weight in session.scorer.weights.items() if not weight]
@@ -61,7 +66,8 @@ def train(name: Path, overrides: Sequence[str] = (), resume: bool = False) -> Pa
 
 @dataclass
 class Run:
-    """A trainer with its surroundings. ``stop`` is why the loop should end after the current iteration."""
+    """A trainer with its surroundings. ``stop`` is why the loop should end after the current
+    iteration."""
 
     session: Session
     trainer: Trainer
@@ -69,7 +75,8 @@ class Run:
     folder: Path
     stop: str = ""
     started: float = field(default_factory=time.monotonic)
-    told: dict[str, int] = field(default_factory=dict)  # reward -> failures already written to the events
+    # reward -> failures already written to the events
+    told: dict[str, int] = field(default_factory=dict)
     alarms: Alarms = field(default_factory=lambda: Alarms(AlarmOptions()))
 
     def begin(self, fresh: bool) -> None:
@@ -84,7 +91,8 @@ class Run:
             self.preview("before")
 
     def loop(self) -> None:
-        options, trainer = self.session.options, self.trainer
+        options = self.session.options
+        trainer = self.trainer
         with self.log.progress(options.iterations, trainer.iteration) as bar, self._interruptible():
             while trainer.iteration < options.iterations and not self._should_stop():
                 start = time.perf_counter()
@@ -107,26 +115,33 @@ class Run:
             if self.trainer.iteration == start:
                 raise
             again = f"mmrl train --resume {self.folder}"
-            raise UserError(f"{error}\nsaved {self.save()}; when this is mended, go on with: {again}") from error
+            raise UserError(
+                f"{error}\nsaved {self.save()}; when this is mended, go on with: {again}"
+            ) from error
 
     def end(self) -> None:
         """The last checkpoint and pictures, and how to go on if the run was stopped."""
         path = self.save()
         self.preview("after")
         if self.stop:
-            self.say("stopped", f"{self.stop}; saved {path}. Go on with: mmrl train --resume {self.folder}")
+            self.say(
+                "stopped",
+                f"{self.stop}; saved {path}. Go on with: mmrl train --resume {self.folder}",
+            )
         elif self.log.active:
             print(f"finished: {self.folder}")
 
     def save(self) -> Path:
-        iteration, keep = self.trainer.iteration, self.session.options.keep
+        iteration = self.trainer.iteration
+        keep = self.session.options.keep
         arrays, meta = state.capture(self.trainer)
         path = checkpoint.save(self.folder / "checkpoints", iteration, arrays, meta, keep)
         self.log.event("checkpoint", f"iteration {iteration}")
         return path
 
     def preview(self, name: str) -> None:
-        """A grid of held-out prompts with the noise that is always the same. Only pictures and videos have one."""
+        """A grid of held-out prompts with the noise that is always the same. Only pictures and
+        videos have one."""
         prompts = self.session.prompts()[:PREVIEW]
         with self._best_weights():
             media, _ = sample(self.trainer.policy, prompts, 1, self.session.evaluation.seed)
@@ -135,10 +150,19 @@ class Run:
             self.log.images(name, shown.float().cpu(), [str(p.get("text", "")) for p in prompts])
 
     def keep(self, media: Media, rollout: Rollout, rewards: Rewards) -> None:
-        """Texts of the first iteration and of every ``log.rollouts``-th, for the report's gallery."""
-        every, iteration = self.log.options.rollouts, self.trainer.iteration + 1
-        if self.log.active and every and isinstance(media, list) and (iteration == 1 or due(iteration, every)):
-            Gallery(self.folder, self.session.scorer.rewards).add(iteration, media, rollout, rewards)
+        """Texts of the first iteration and of every ``log.rollouts``-th, for the report's
+        gallery."""
+        every = self.log.options.rollouts
+        iteration = self.trainer.iteration + 1
+        if (
+            self.log.active
+            and every
+            and isinstance(media, list)
+            and (iteration == 1 or due(iteration, every))
+        ):
+            Gallery(self.folder, self.session.scorer.rewards).add(
+                iteration, media, rollout, rewards
+            )
 
     def say(self, kind: str, message: str) -> None:
         self.log.event(kind, message)
@@ -147,7 +171,8 @@ class Run:
 
     def _every_so_often(self, iteration: int) -> dict[str, float]:
         """Checkpoints, sample grids and evaluations that are due after this iteration."""
-        options, found = self.session.options, {}
+        options = self.session.options
+        found = {}
         if due(iteration, options.checkpoint_every) and iteration < options.iterations:
             self.save()
         if due(iteration, options.sample_every):
@@ -155,7 +180,9 @@ class Run:
         if due(iteration, options.evaluate_every):
             session = self.session
             with self._best_weights():
-                each = evaluate(session.policy, session.prompts(), session.scorer, session.evaluation)
+                each = evaluate(
+                    session.policy, session.prompts(), session.scorer, session.evaluation
+                )
             found = {f"eval/{name}": estimate.mean for name, estimate in each.items()}
         return found
 
@@ -170,18 +197,25 @@ class Run:
         return self.trainer.device.any(bool(self.stop))
 
     def _tell(self, metrics: dict[str, float]) -> None:
-        """Samples that could not be scored, and an iteration that taught nothing, once for every new case; and what the
-        policy has to say."""
+        """Samples that could not be scored, and an iteration that taught nothing, once for every
+        new case; and what the policy has to say."""
         while self.session.policy.news:
             self.say("note", self.session.policy.news.pop(0))
         if metrics["skipped_steps"] == self.trainer.plan.steps * self.session.options.epochs:
             if "steps" not in self.told:
-                self.say("warning", f"no optimizer step in iteration {self.trainer.iteration}: no decision to train on")
+                self.say(
+                    "warning",
+                    f"no optimizer step in iteration {self.trainer.iteration}: no "
+                    f"decision to train on",
+                )
             self.told["steps"] = self.trainer.iteration
         for name, failures in self.session.scorer.failures.items():
             if failures.count > self.told.get(name, 0):
                 self.told[name] = failures.count
-                self.log.event("excluded", f"{name}: {failures.count} samples so far; last cause {failures.cause}")
+                self.log.event(
+                    "excluded",
+                    f"{name}: {failures.count} samples so far; last cause {failures.cause}",
+                )
 
     def _watch(self, metrics: dict[str, float]) -> None:
         """Alarms: an event with its numbers, and a line for whoever looks."""
@@ -196,14 +230,18 @@ class Run:
         if not own:
             return {}
         device = self.trainer.device.accelerator.device
-        total = distributed.all_sum(torch.tensor(list(own.values()), dtype=torch.float64, device=device))
+        total = distributed.all_sum(
+            torch.tensor(list(own.values()), dtype=torch.float64, device=device)
+        )
         return {f"judged/{name}": number for name, number in zip(own, total.tolist(), strict=True)}
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """The first Ctrl-C (or SIGTERM) ends the run after the current iteration; the second at once.
+        """The first Ctrl-C (or SIGTERM) ends the run after the current iteration; the second at
+        once.
 
-        A launcher hands on the Ctrl-C that the terminal has also sent here, so the same instant counts once.
+        A launcher hands on the Ctrl-C that the terminal has also sent here, so the same instant
+        counts once.
         """
         first = -math.inf
 
@@ -216,7 +254,10 @@ class Run:
             first = time.monotonic()
             self.stop = f"interrupted by {signal.Signals(number).name}"
             if self.log.active:
-                print("\nfinishing this iteration, then saving; press Ctrl-C again to stop without", flush=True)
+                print(
+                    "\nfinishing this iteration, then saving; press Ctrl-C again to stop without",
+                    flush=True,
+                )
 
         kept = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -240,7 +281,9 @@ def run_folder(found: config.Config, name: Path) -> Path:
 def _resume(trainer: Trainer, folder: Path) -> list[str]:
     """Restore the newest whole checkpoint; returns what was wrong with newer ones."""
     if checkpoint.latest(folder / "checkpoints") is None:
-        raise UserError(f"{folder} has no checkpoint yet; start it again with: mmrl train {folder / CONFIG}")
+        raise UserError(
+            f"{folder} has no checkpoint yet; start it again with: mmrl train {folder / CONFIG}"
+        )
     path, problems = checkpoint.choose(folder / "checkpoints")
     with distributed.together():
         arrays, meta = checkpoint.load(path, checked=True)

@@ -1,10 +1,11 @@
 """Named snapshots of the trainable parameters: reference, old, moving average.
 
-With LoRA the adapter starts at zero, so the snapshot taken before step 0 *is* the base model: reference, old and
-averaged policies need no second model. A snapshot is swapped in by *exchanging contents in place*, shard by shard:
-no parameter object changes, so DDP, FSDP2 (DTensor) and optimizers never notice, and of a third copy only a part is
-ever there. Operations take lists of tensors at once: a large model has hundreds, and each call costs the host time.
-Under FSDP2 every method but ``parameters`` is called by all processes alike.
+With LoRA the adapter starts at zero, so the snapshot taken before step 0 *is* the base model:
+reference, old and averaged policies need no second model. A snapshot is swapped in by *exchanging
+contents in place*, shard by shard: no parameter object changes, so DDP, FSDP2 (DTensor) and
+optimizers never notice, and of a third copy only a part is ever there. Operations take lists of
+tensors at once: a large model has hundreds, and each call costs the host time. Under FSDP2 every
+method but ``parameters`` is called by all processes alike.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from .sharding import extent, is_sharded, like, shards
 
 LIVE = "live"
 SPARE = 2**28  # bytes of weights that are there a third time while snapshots are swapped
-WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what activation checkpointing and torch.compile put in names
+# what activation checkpointing and torch.compile put in names
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def reshard(module: nn.Module) -> None:
-    """Make the shards the parameters again. After a forward pass FSDP2 keeps the whole weights of its outermost group
-    for the backward pass to come; a pass after a change of the shards would compute with the weights of before."""
+    """Make the shards the parameters again. After a forward pass FSDP2 keeps the whole weights of
+    its outermost group for the backward pass to come; a pass after a change of the shards would
+    compute with the weights of before."""
     for part in module.modules():
         if shards(part):
             part.reshard()
@@ -45,12 +48,14 @@ def copies(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def parts(tensors: Sequence[Tensor], size: int) -> Iterator[slice]:
-    """Cut a list into runs of at most ``size`` bytes each, or of one tensor where that alone is larger."""
+    """Cut a list into runs of at most ``size`` bytes each, or of one tensor where that alone is
+    larger."""
     start = held = 0
     for end, tensor in enumerate(tensors):
         if held and held + tensor.nbytes > size:
             yield slice(start, end)
-            start, held = end, 0
+            start = end
+            held = 0
         held += tensor.nbytes
     if start < len(tensors):
         yield slice(start, len(tensors))
@@ -65,8 +70,8 @@ class Weights:
         self.current = LIVE
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Trainable parameters (under FSDP2 the shards) by the name they have without any wrapper; looked up anew
-        since sharding replaces the objects."""
+        """Trainable parameters (under FSDP2 the shards) by the name they have without any wrapper;
+        looked up anew since sharding replaces the objects."""
         reshard(self.module)
         return {_plain(name): p for name, p in self.module.named_parameters() if p.requires_grad}
 
@@ -86,9 +91,11 @@ class Weights:
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
-        """Run the block with a snapshot in place of the live weights. Nests; ``live`` is always known.
+        """Run the block with a snapshot in place of the live weights. Nests; ``live`` is always
+        known.
 
-        Safe between a forward and its backward pass: contents are restored to the bit before the block ends.
+        Safe between a forward and its backward pass: contents are restored to the bit before the
+        block ends.
         """
         if name != LIVE and name not in self.saved:
             raise KeyError(f"no snapshot called {name!r}; kept: {', '.join(self.saved) or 'none'}")
@@ -110,7 +117,8 @@ class Weights:
 
     def _exchange(self, saved: dict[str, Tensor]) -> None:
         own = self.parameters()
-        live, others = [local(p) for p in own.values()], [saved[key] for key in own]
+        live = [local(p) for p in own.values()]
+        others = [saved[key] for key in own]
         for part in parts(live, SPARE):
             spare = copies(others[part])
             torch._foreach_copy_(others[part], live[part])
@@ -118,26 +126,34 @@ class Weights:
 
     @torch.no_grad()
     def stored(self, name: str = LIVE) -> dict[str, Tensor]:
-        """The tensors themselves, under FSDP2 each process's shards (DTensor). Nothing is copied or gathered."""
+        """The tensors themselves, under FSDP2 each process's shards (DTensor). Nothing is copied or
+        gathered."""
         own = self.parameters()
-        return {key: p.detach() if name == LIVE else like(p, self.saved[name][key]) for key, p in own.items()}
+        return {
+            key: p.detach() if name == LIVE else like(p, self.saved[name][key])
+            for key, p in own.items()
+        }
 
     @torch.no_grad()
     def full(self, name: str = LIVE) -> dict[str, Tensor]:
-        """Whole tensors on the CPU, gathered from all shards (a collective call). For checkpoints and export."""
+        """Whole tensors on the CPU, gathered from all shards (a collective call). For checkpoints
+        and export."""
         with self.using(name):
             return {key: _whole(p).detach().cpu().clone() for key, p in self.parameters().items()}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], name: str = LIVE) -> None:
-        """Put whole tensors back, under a snapshot's name or as the live weights. Names and shapes must agree.
+        """Put whole tensors back, under a snapshot's name or as the live weights. Names and shapes
+        must agree.
 
         Of a checkpoint's part only what this process holds is read.
         """
         own = self.parameters()
         if set(own) != set(tensors):
             odd = sorted(set(own) ^ set(tensors))
-            raise ValueError(f"weights differ from the model's in {len(odd)} names, for example {odd[0]!r}")
+            raise ValueError(
+                f"weights differ from the model's in {len(odd)} names, for example {odd[0]!r}"
+            )
         for key, p in own.items():
             part = block(tensors, key, p).to(local(p))
             if name == LIVE:
@@ -147,7 +163,8 @@ class Weights:
 
 
 def block(tensors: Mapping[str, Tensor], key: str, parameter: Tensor) -> Tensor:
-    """What this process holds of the whole tensor called ``key``, which is as large as ``parameter``."""
+    """What this process holds of the whole tensor called ``key``, which is as large as
+    ``parameter``."""
     stored = isinstance(tensors, Part)
     shape = tensors.shape(key) if stored else tuple(tensors[key].shape)
     if shape != tuple(parameter.shape):

@@ -1,4 +1,5 @@
-"""What is asked of a vision-language model that judges, what comes back, and what it has cost; any model, any place."""
+"""What is asked of a vision-language model that judges, what comes back, and what it has cost; any
+model, any place."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ if TYPE_CHECKING:
     from PIL import Image
     from pydantic import BaseModel
 
-AGAIN = "That answer cannot be used: {problem}. Give the whole answer again, in the form that was asked for."
+AGAIN = (
+    "That answer cannot be used: {problem}. Give the whole answer again, in the form that "
+    "was asked for."
+)
 
 
 class Unreadable(Exception):
@@ -23,9 +27,9 @@ class Unreadable(Exception):
 class Question:
     """One question. ``parts``: texts and pictures in the order in which the model sees them.
 
-    ``choices``: the probability of each of these words as the answer is wanted; ``value`` is then a dictionary of them.
-    ``schema``: the answer must be JSON of this pydantic model; ``value`` is an instance.
-    Otherwise ``read`` makes the value of the text, or raises ``Unreadable``.
+    ``choices``: the probability of each of these words as the answer is wanted; ``value`` is then a
+    dictionary of them. ``schema``: the answer must be JSON of this pydantic model; ``value`` is an
+    instance. Otherwise ``read`` makes the value of the text, or raises ``Unreadable``.
     """
 
     parts: tuple[str | Image.Image, ...]
@@ -47,7 +51,9 @@ class Question:
         """What has to be added to the question where the form of the answer cannot be enforced."""
         if self.schema is None:
             return ""
-        keys = ", ".join(f'"{name}": {_kind(one)}' for name, one in self.schema.model_fields.items())
+        keys = ", ".join(
+            f'"{name}": {_kind(one)}' for name, one in self.schema.model_fields.items()
+        )
         return f"\n\nAnswer with one JSON object and nothing else: {{{keys}}}"
 
 
@@ -57,7 +63,8 @@ def _kind(one: Any) -> str:
 
 @dataclass
 class Usage:
-    """What a judge has been asked so far, and what that cost; read it at any time, from any thread."""
+    """What a judge has been asked so far, and what that cost; read it at any time, from any
+    thread."""
 
     requests: int = 0  # sent, repetitions included
     answers: int = 0  # questions with a value
@@ -78,7 +85,9 @@ class Usage:
 
     def numbers(self) -> dict[str, float]:
         with self._lock:
-            return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "_lock"}
+            return {
+                one.name: getattr(self, one.name) for one in fields(self) if one.name != "_lock"
+            }
 
 
 class Asker(Protocol):
@@ -91,7 +100,8 @@ class Asker(Protocol):
         ...
 
 
-# ----------------------------------------------------------------------------------------------- reading answers
+# -----------------------------------------------------------------------------------------------
+# reading answers
 
 
 def answer_of(text: str) -> str:
@@ -102,7 +112,8 @@ def answer_of(text: str) -> str:
 
 
 def named_choice(text: str, choices: Sequence[str]) -> dict[str, float]:
-    """1 for the only one of the choices that the text begins with or, failing that, names; 0 for the others."""
+    """1 for the only one of the choices that the text begins with or, failing that, names; 0 for
+    the others."""
     words = [_plain(word) for word in re.findall(r"[^\s,.:;!?*\"'`()]+", text)]
     known = {_plain(choice): choice for choice in choices}
     named = {known[word] for word in words if word in known}
@@ -114,7 +125,8 @@ def named_choice(text: str, choices: Sequence[str]) -> dict[str, float]:
 
 
 def token_choices(candidates: dict[str, float], choices: Sequence[str]) -> dict[str, float] | None:
-    """Probabilities of the choices from those of first tokens, upper and lower case added; None if none is there.
+    """Probabilities of the choices from those of first tokens, upper and lower case added; None if
+    none is there.
 
     A token that is the beginning of exactly one of the choices stands for it.
     """
@@ -135,10 +147,12 @@ def _plain(word: str) -> str:
 
 
 def read_json(text: str, schema: type[BaseModel]) -> BaseModel:
-    """The JSON object in a text, fenced or among words, checked against the model; nothing is repaired."""
+    """The JSON object in a text, fenced or among words, checked against the model; nothing is
+    repaired."""
     from pydantic import ValidationError
 
-    start, end = text.find("{"), text.rfind("}")
+    start = text.find("{")
+    end = text.rfind("}")
     if start < 0 or end < start:
         raise Unreadable("it holds no JSON object")
     try:

@@ -1,4 +1,5 @@
-"""Pieces of the OpenAI-compatible protocol: keys, waits, pictures as data URLs, choices and errors read back."""
+"""Pieces of the OpenAI-compatible protocol: keys, waits, pictures as data URLs, choices and errors
+read back."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Busy(Failed):
 
 
 class Pace:
-    """When the next request may leave: at most ``rate`` a minute, and none before a server's Retry-After is over."""
+    """When the next request may leave: at most ``rate`` a minute, and none before a server's
+    Retry-After is over."""
 
     def __init__(self, rate: float | None):
         self.gap = 60.0 / rate if rate else 0.0
@@ -54,10 +56,14 @@ class Pace:
 
 
 def key_from(variable: str) -> str | None:
-    """The API key; None where the usual variable is not set, since many servers want none. Raises UserError."""
+    """The API key; None where the usual variable is not set, since many servers want none. Raises
+    UserError."""
     found = os.environ.get(variable)
     if not found and variable != KEY:
-        raise UserError(f"the environment variable {variable} (`key_env`) is not set; it holds the judge's API key")
+        raise UserError(
+            f"the environment variable {variable} (`key_env`) is not set; it holds "
+            f"the judge's API key"
+        )
     try:
         return check_token(found or None)
     except UserError as error:
@@ -65,22 +71,28 @@ def key_from(variable: str) -> str | None:
 
 
 def read_choice(choice: dict, question: Question) -> Any:
-    """The value of an answer: probabilities from its log-probabilities if there are any, else what its text says."""
+    """The value of an answer: probabilities from its log-probabilities if there are any, else what
+    its text says."""
     if question.choices and (found := _first_choice(choice, question)):
         return found
     return question.value(choice["message"]["content"] or "")
 
 
 def _first_choice(choice: dict, question: Question) -> dict[str, float] | None:
-    """Probabilities at the first token, after any thinking aloud, that was chosen as one of the choices."""
+    """Probabilities at the first token, after any thinking aloud, that was chosen as one of the
+    choices."""
     try:
         tokens = choice["logprobs"]["content"]
         ends = [i for i, token in enumerate(tokens) if "</think>" in token["token"]]
         for token in tokens[ends[-1] + 1 if ends else 0 :]:
             if token_choices({token["token"]: 1.0}, question.choices):
-                listed = {one["token"]: math.exp(one["logprob"]) for one in [token, *(token.get("top_logprobs") or [])]}
+                listed = {
+                    one["token"]: math.exp(one["logprob"])
+                    for one in [token, *(token.get("top_logprobs") or [])]
+                }
                 return token_choices(listed, question.choices)
-    except (KeyError, TypeError, AttributeError, OverflowError):  # no log-probabilities, or of another form
+    # no log-probabilities, or of another form
+    except (KeyError, TypeError, AttributeError, OverflowError):
         pass
     return None
 
@@ -113,7 +125,8 @@ def retry_after(value: str | None) -> float | None:
 
 
 def error_message(content: bytes) -> str:
-    """What a server says of an error: ``{"error": {"message": ...}}`` as OpenAI's does, or anything else, shortened."""
+    """What a server says of an error: ``{"error": {"message": ...}}`` as OpenAI's does, or anything
+    else, shortened."""
     try:
         found = json.loads(content)["error"]
         return ascii(str(found["message"] if isinstance(found, dict) else found)[:500])[1:-1]

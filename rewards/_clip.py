@@ -1,4 +1,5 @@
-"""Any open_clip model as two functions, pictures -> embeddings and texts -> embeddings, both of unit length.
+"""Any open_clip model as two functions, pictures -> embeddings and texts -> embeddings, both of
+unit length.
 
 Copies of one model are shared by the rewards that use it.
 """
@@ -24,7 +25,8 @@ _shared: WeakValueDictionary[tuple, Clip] = WeakValueDictionary()
 
 
 class Clip:
-    """An open_clip model in float32, frozen, in eval mode, with its tokenizer and its own preprocessing."""
+    """An open_clip model in float32, frozen, in eval mode, with its tokenizer and its own
+    preprocessing."""
 
     def __init__(self, model: torch.nn.Module, tokenizer: Any, device: torch.device):
         self.model = model.eval().requires_grad_(False).to(device)
@@ -33,16 +35,22 @@ class Clip:
         self.preprocess_cfg = dict(model.visual.preprocess_cfg)
         size = self.preprocess_cfg["size"]
         self.size = (size, size) if isinstance(size, int) else tuple(size)  # height, width
-        self.texts: OrderedDict[str, Tensor] = OrderedDict()  # text -> [E] unit vector on the CPU, of full precision
+        # text -> [E] unit vector on the CPU, of full precision
+        self.texts: OrderedDict[str, Tensor] = OrderedDict()
         self.lock = threading.Lock()
 
     def pixels(self, pictures: Tensor, exact: bool = False) -> Tensor:
-        """[N, 3, H, W] in 0..1 -> [N, 3, *size] as the model wants it; ``exact`` goes through 8-bit PIL images."""
+        """[N, 3, H, W] in 0..1 -> [N, 3, *size] as the model wants it; ``exact`` goes through 8-bit
+        PIL images."""
         if exact:
             return self._through_pil(pictures)
         cfg = self.preprocess_cfg
         fitted = resize_and_crop(
-            pictures.to(self.device), self.size, cfg["resize_mode"], cfg["interpolation"], cfg["fill_color"] / 255
+            pictures.to(self.device),
+            self.size,
+            cfg["resize_mode"],
+            cfg["interpolation"],
+            cfg["fill_color"] / 255,
         )
         return normalize(fitted, cfg["mean"], cfg["std"])
 
@@ -55,23 +63,32 @@ class Clip:
         return torch.stack([transform(image) for image in images]).to(self.device)
 
     def embed_images(self, pictures: Tensor, batch_size: int = 64, exact: bool = False) -> Tensor:
-        """[N, 3, H, W] in 0..1, any float type and device -> [N, E] unit vectors, float32, on the model's device.
+        """[N, 3, H, W] in 0..1, any float type and device -> [N, E] unit vectors, float32, on the
+        model's device.
 
         A picture with a pixel that is not finite has an embedding of NaN.
         """
         found = []
         with own_precision(self.device.type):
             for part in pictures.split(batch_size):
-                rows = nnf.normalize(self.model.encode_image(self.pixels(part, exact)).float(), dim=-1)
-                broken = ~part.isfinite().flatten(1).all(1).to(rows.device)  # clamping would hide an infinite pixel
+                rows = nnf.normalize(
+                    self.model.encode_image(self.pixels(part, exact)).float(), dim=-1
+                )
+                # clamping would hide an infinite pixel
+                broken = ~part.isfinite().flatten(1).all(1).to(rows.device)
                 found.append(rows.masked_fill(broken[:, None], torch.nan))
         return torch.cat(found)
 
     @torch.no_grad()
     def embed_texts(self, texts: list[str], batch_size: int = 64) -> Tensor:
-        """N texts -> [N, E] unit vectors, float32, on the model's device; each text is embedded once and remembered."""
+        """N texts -> [N, E] unit vectors, float32, on the model's device; each text is embedded
+        once and remembered."""
         with self.lock:  # rewards that share this model may run side by side
-            known = {} if is_lowered() else {text: self.texts[text] for text in texts if text in self.texts}
+            known = (
+                {}
+                if is_lowered()
+                else {text: self.texts[text] for text in texts if text in self.texts}
+            )
         fresh = [text for text in dict.fromkeys(texts) if text not in known]
         with own_precision(self.device.type):
             for start in range(0, len(fresh), batch_size):
@@ -89,7 +106,11 @@ class Clip:
 def pick_device(name: str) -> torch.device:
     """``auto`` is the current CUDA device if there is one, else the CPU."""
     if name == "auto":
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        return (
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
@@ -97,10 +118,11 @@ def pick_device(name: str) -> torch.device:
 
 
 def load_clip(model: str, pretrained: str, device: str = "auto") -> Clip:
-    """An open_clip model by name and tag, hub id (``hf-hub:org/repo``), local folder or ``world:`` artifact.
+    """An open_clip model by name and tag, hub id (``hf-hub:org/repo``), local folder or ``world:``
+    artifact.
 
-    Raises:
-        UserError: an unknown name or tag, a folder without model or configuration, weights that are not on this
+    Raises: UserError: an unknown name or tag, a folder without model or configuration, weights that
+        are not on this
             machine and cannot be downloaded.
     """
     import open_clip
@@ -114,17 +136,23 @@ def load_clip(model: str, pretrained: str, device: str = "auto") -> Clip:
         try:
             with torch.random.fork_rng(devices=[]):  # the weights are drawn before they are loaded
                 network = open_clip.create_model(
-                    name, pretrained, force_quick_gelu=quick, require_pretrained=True, weights_only=True
+                    name,
+                    pretrained,
+                    force_quick_gelu=quick,
+                    require_pretrained=True,
+                    weights_only=True,
                 )
                 clip = Clip(network, open_clip.get_tokenizer(name), where)
-        except Exception as error:  # open_clip and the hub raise a dozen types here, all meaning "no such model"
+        # open_clip and the hub raise a dozen types here, all meaning "no such model"
+        except Exception as error:
             raise UserError(missing_message(name, pretrained, error)) from error
         _shared[key] = clip
     return clip
 
 
 def resolve(model: str, pretrained: str) -> tuple[str, str | None]:
-    """The two names ``open_clip.create_model`` wants; a folder or hub id brings its own weights (tag None)."""
+    """The two names ``open_clip.create_model`` wants; a folder or hub id brings its own weights
+    (tag None)."""
     import open_clip
 
     if model.startswith("hf-hub:"):
@@ -139,7 +167,9 @@ def resolve(model: str, pretrained: str) -> tuple[str, str | None]:
     if model not in open_clip.list_models():
         known = suggest(model, open_clip.list_models())
         hint = known if known.startswith("did you mean") else "`open_clip.list_models()` lists them"
-        raise UserError(f"unknown open_clip model {model!r}; {hint}; a folder or hf-hub:org/repo will do too")
+        raise UserError(
+            f"unknown open_clip model {model!r}; {hint}; a folder or hf-hub:org/repo will do too"
+        )
     return model, checked_tag(model, pretrained)
 
 
@@ -152,12 +182,15 @@ def checked_tag(model: str, pretrained: str) -> str:
         return str(file)
     tags = open_clip.list_pretrained_tags_by_model(model)
     if pretrained.lower() not in tags:
-        raise UserError(f"open_clip model {model!r} has no weights {pretrained!r}; {suggest(pretrained, tags)}")
+        raise UserError(
+            f"open_clip model {model!r} has no weights {pretrained!r}; {suggest(pretrained, tags)}"
+        )
     return pretrained
 
 
 def uses_quick_gelu(name: str, tag: str) -> bool:
-    """Weights that were trained with QuickGELU (OpenAI's) need it; open_clip 3 merely warns without it."""
+    """Weights that were trained with QuickGELU (OpenAI's) need it; open_clip 3 merely warns without
+    it."""
     import open_clip
 
     return bool((open_clip.get_pretrained_cfg(name, tag) or {}).get("quick_gelu", False))
@@ -168,9 +201,16 @@ def missing_message(name: str, tag: str | None, error: Exception) -> str:
     cause = f"{type(error).__name__}: {first}"
     if name.startswith("local-dir:"):
         return f"cannot load the open_clip model in {name.removeprefix('local-dir:')}: {cause}"
-    call = f"open_clip.create_model({name!r})" if tag is None else f"open_clip.create_model({name!r}, {tag!r})"
+    call = (
+        f"open_clip.create_model({name!r})"
+        if tag is None
+        else (f"open_clip.create_model({name!r}, {tag!r})")
+    )
     return (
-        f"cannot load the open_clip model {name!r}{f' with weights {tag!r}' if tag else ''}: {cause}. "
-        f'Download it once where there is a network, `python -c "import open_clip; {call}"`, and copy the hub cache '
-        "(HF_HOME) here, or give a local folder that holds open_clip_config.json and open_clip_model.safetensors"
+        f"cannot load the open_clip model "
+        f"{name!r}{f' with weights {tag!r}' if tag else ''}: {cause}. "
+        f'Download it once where there is a network, `python -c "import open_clip; '
+        f'{call}"`, and copy the hub cache '
+        "(HF_HOME) here, or give a local folder that holds open_clip_config.json and "
+        "open_clip_model.safetensors"
     )

@@ -18,9 +18,14 @@ def merged(rewards: Sequence[Callable], of: Of | None = None) -> Card:
     ``of``: "group" where the whole compares samples although its parts do not.
     """
     cards = [card_of(reward) for reward in rewards]
-    media = tuple(kind for kind in ("image", "video", "text") if all(kind in one.media for one in cards))
+    media = tuple(
+        kind for kind in ("image", "video", "text") if all(kind in one.media for one in cards)
+    )
     if not media:
-        raise UserError("these rewards judge different media: " + " / ".join(", ".join(one.media) for one in cards))
+        raise UserError(
+            "these rewards judge different media: "
+            "" + " / ".join(", ".join(one.media) for one in cards)
+        )
     refuse_batch(cards)
     kinds = {one.of for one in cards}
     if len(kinds - {"sample"}) > 1 or (of == "group" and "step" in kinds):
@@ -30,21 +35,30 @@ def merged(rewards: Sequence[Callable], of: Of | None = None) -> Card:
 
 
 def refuse_batch(cards: Sequence[Card]) -> None:
-    """Raises UserError for a reward that must see a whole iteration, where it would see some rows or be left out."""
+    """Raises UserError for a reward that must see a whole iteration, where it would see some rows
+    or be left out."""
     if any(one.of == "batch" for one in cards):
-        raise UserError("a reward that sees a whole iteration, such as co_reward, cannot be a part of another reward")
+        raise UserError(
+            "a reward that sees a whole iteration, such as co_reward, cannot be a "
+            "part of another reward"
+        )
 
 
 def asked(rewards: Sequence[Callable], media: Any, prompts: list[dict]) -> list[Tensor]:
-    """Float32 values of each on the CPU, [B] or [B, K]; those of samples [B, 1] if others are of steps."""
-    found = [torch.as_tensor(reward(media, prompts)).detach().to("cpu", torch.float32) for reward in rewards]
+    """Float32 values of each on the CPU, [B] or [B, K]; those of samples [B, 1] if others are of
+    steps."""
+    found = [
+        torch.as_tensor(reward(media, prompts)).detach().to("cpu", torch.float32)
+        for reward in rewards
+    ]
     if any(values.ndim == 2 for values in found):
         found = [values if values.ndim == 2 else values[:, None] for values in found]
     return found
 
 
 def groups_of(prompts: Sequence[dict]) -> list[list[int]]:
-    """The rows of every group: those with one ``group``, or without it neighbours with one prompt."""
+    """The rows of every group: those with one ``group``, or without it neighbours with one
+    prompt."""
     found: dict[Any, list[int]] = {}
     run = 0
     for row, prompt in enumerate(prompts):

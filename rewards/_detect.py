@@ -1,4 +1,5 @@
-"""Objects in a picture by a detector of transformers: boxes, scores, names, and masks where the model makes them."""
+"""Objects in a picture by a detector of transformers: boxes, scores, names, and masks where the
+model makes them."""
 
 from __future__ import annotations
 
@@ -13,15 +14,24 @@ from rewards._hf import Eyes, Precision, load_model, load_processor, to_pil
 MOST = 100  # objects of a picture before thresholds
 INSTANCES = ("mask2former",)
 GENEVAL_NAMES = {  # COCO's names in the detectors -> GenEval's
-    "mouse": "computer mouse", "remote": "tv remote", "keyboard": "computer keyboard", "aeroplane": "airplane",
-    "motorbike": "motorcycle", "sofa": "couch", "pottedplant": "potted plant", "diningtable": "dining table",
-    "tvmonitor": "tv", "hair dryer": "hair drier", "television": "tv",
-}  # fmt: skip
+    "mouse": "computer mouse",
+    "remote": "tv remote",
+    "keyboard": "computer keyboard",
+    "aeroplane": "airplane",
+    "motorbike": "motorcycle",
+    "sofa": "couch",
+    "pottedplant": "potted plant",
+    "diningtable": "dining table",
+    "tvmonitor": "tv",
+    "hair dryer": "hair drier",
+    "television": "tv",
+}
 
 
 @dataclass(frozen=True)
 class Found:
-    """One object: ``box`` [4] as left, top, right, bottom in pixels, ``mask`` [H, W] bool or None."""
+    """One object: ``box`` [4] as left, top, right, bottom in pixels, ``mask`` [H, W] bool or
+    None."""
 
     name: str
     score: float
@@ -30,7 +40,8 @@ class Found:
 
 
 class Detector:
-    """Mask2Former (as GenEval's) or any object detection model (DETR, RT-DETR, ...), hub id or folder."""
+    """Mask2Former (as GenEval's) or any object detection model (DETR, RT-DETR, ...), hub id or
+    folder."""
 
     def __init__(self, model: str, device: str = "auto", dtype: Precision = "float32"):
         config = load_processor("AutoConfig", model)
@@ -50,21 +61,36 @@ class Detector:
         kept["pixel_values"] = kept["pixel_values"].to(self.model.dtype)
         outputs = self.model(**kept)
         if self.masks:
-            return [self.instances(*row, size) for row in zip(*(part.float() for part in (
-                outputs.class_queries_logits, outputs.masks_queries_logits)), shown(kept), strict=True)]  # fmt: skip
-        rows = self.processor.post_process_object_detection(outputs, threshold=0.0, target_sizes=[size] * len(pictures))
+            return [
+                self.instances(*row, size)
+                for row in zip(
+                    *(
+                        part.float()
+                        for part in (outputs.class_queries_logits, outputs.masks_queries_logits)
+                    ),
+                    shown(kept),
+                    strict=True,
+                )
+            ]
+        rows = self.processor.post_process_object_detection(
+            outputs, threshold=0.0, target_sizes=[size] * len(pictures)
+        )
         return [self.boxes(row, size) for row in rows]
 
     def boxes(self, row: dict[str, Tensor], size: tuple[int, int]) -> list[Found]:
         order = row["scores"].argsort(descending=True)[:MOST].tolist()
         limit = torch.tensor([size[1], size[0]] * 2)
         boxes = row["boxes"].cpu().clamp(min=0).minimum(limit)
-        return [Found(self.names[int(row["labels"][i])], float(row["scores"][i]), boxes[i]) for i in order]
+        return [
+            Found(self.names[int(row["labels"][i])], float(row["scores"][i]), boxes[i])
+            for i in order
+        ]
 
     def instances(
         self, classes: Tensor, masks: Tensor, part: tuple[float, float], size: tuple[int, int]
     ) -> list[Found]:
-        """Mask2Former's rule: class probability times the mean probability inside the mask (arXiv:2112.01527, A.2).
+        """Mask2Former's rule: class probability times the mean probability inside the mask
+        (arXiv:2112.01527, A.2).
 
         Args:
             classes: [Q, C + 1] logits, the last class is "nothing".
@@ -74,15 +100,22 @@ class Detector:
         """
         chances = classes.softmax(-1)[:, :-1]  # [Q, C]
         scores, places = chances.flatten().topk(min(MOST, chances.numel()))
-        queries, labels = places // chances.shape[1], places % chances.shape[1]
+        queries = places // chances.shape[1]
+        labels = places % chances.shape[1]
         whole = (round(size[0] / part[0]), round(size[1] / part[1]))
-        full = nnf.interpolate(masks[None], whole, mode="bilinear", align_corners=False)[0, :, : size[0], : size[1]]
+        full = nnf.interpolate(masks[None], whole, mode="bilinear", align_corners=False)[
+            0, :, : size[0], : size[1]
+        ]
         found = []
-        for score, query, label in zip(scores.tolist(), queries.tolist(), labels.tolist(), strict=True):
+        for score, query, label in zip(
+            scores.tolist(), queries.tolist(), labels.tolist(), strict=True
+        ):
             inside = full[query] > 0
             if inside.any():
                 sure = full[query][inside].sigmoid().sum() / (inside.sum() + 1e-6)
-                found.append(Found(self.names[label], score * float(sure), box_of(inside), inside.cpu()))
+                found.append(
+                    Found(self.names[label], score * float(sure), box_of(inside), inside.cpu())
+                )
         return sorted(found, key=lambda one: -one.score)
 
 
@@ -97,5 +130,9 @@ def shown(inputs: dict[str, Tensor]) -> list[tuple[float, float]]:
 
 def box_of(mask: Tensor) -> Tensor:
     """[H, W] bool -> [4] left, top, right, bottom; right and bottom are one past the last pixel."""
-    rows, columns = mask.any(1).nonzero()[:, 0], mask.any(0).nonzero()[:, 0]
-    return torch.tensor([int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1], dtype=torch.float32)
+    rows = mask.any(1).nonzero()[:, 0]
+    columns = mask.any(0).nonzero()[:, 0]
+    return torch.tensor(
+        [int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1],
+        dtype=torch.float32,
+    )

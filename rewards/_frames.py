@@ -1,4 +1,5 @@
-"""One loop for the rewards that judge picture by picture: frames in batches, broken ones NaN, videos the mean."""
+"""One loop for the rewards that judge picture by picture: frames in batches, broken ones NaN,
+videos the mean."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from rewards._precision import own_precision
 
 
 @torch.no_grad()
-def each_frame(media: Tensor, reward: str, batch_size: int, score: Callable[[Tensor, list[int]], Tensor]) -> Tensor:
+def each_frame(
+    media: Tensor, reward: str, batch_size: int, score: Callable[[Tensor, list[int]], Tensor]
+) -> Tensor:
     """Mean over its frames of the score of every sample, outside autocast.
 
     Args:
@@ -25,7 +28,8 @@ def each_frame(media: Tensor, reward: str, batch_size: int, score: Callable[[Ten
         [B] float32 on the CPU; NaN for a sample with a pixel that is not finite.
     """
     stack = frames(media, reward)
-    count, pictures = stack.shape[1], stack.flatten(0, 1)
+    count = stack.shape[1]
+    pictures = stack.flatten(0, 1)
     found = []
     with own_precision(media.device.type):
         for start in range(0, len(pictures), batch_size):

@@ -1,7 +1,9 @@
-"""Models and processors of transformers, by hub id or folder: frozen, in eval mode, one copy for all rewards.
+"""Models and processors of transformers, by hub id or folder: frozen, in eval mode, one copy for
+all rewards.
 
-A processor comes in two forms: ``tensor`` works on the floats as they are (torchvision, antialiased, differentiable),
-``pil`` rounds to 8 bits and resizes with PIL, as the published scores were computed.
+A processor comes in two forms: ``tensor`` works on the floats as they are (torchvision,
+antialiased, differentiable), ``pil`` rounds to 8 bits and resizes with PIL, as the published scores
+were computed.
 """
 
 from __future__ import annotations
@@ -22,8 +24,11 @@ Preprocess = Literal["tensor", "pil"]
 _shared: WeakValueDictionary[tuple, torch.nn.Module] = WeakValueDictionary()
 
 
-def load_model(kind: str, path: str, device: str = "auto", dtype: Precision = "float32") -> torch.nn.Module:
-    """``transformers.<kind>.from_pretrained(path)``, frozen; the global random numbers are left alone.
+def load_model(
+    kind: str, path: str, device: str = "auto", dtype: Precision = "float32"
+) -> torch.nn.Module:
+    """``transformers.<kind>.from_pretrained(path)``, frozen; the global random numbers are left
+    alone.
 
     Raises:
         UserError: no such folder, no network, a folder of another kind of model.
@@ -33,16 +38,20 @@ def load_model(kind: str, path: str, device: str = "auto", dtype: Precision = "f
     return load_class(getattr(transformers, kind), path, device, dtype)
 
 
-def load_class(entry: Any, path: str, device: str = "auto", dtype: Precision = "float32") -> torch.nn.Module:
+def load_class(
+    entry: Any, path: str, device: str = "auto", dtype: Precision = "float32"
+) -> torch.nn.Module:
     """As ``load_model``, for a class with ``from_pretrained``."""
-    place, where = place_of(path), pick_device(device)
+    place = place_of(path)
+    where = pick_device(device)
     key = (entry.__name__, place, where, dtype)
     model = _shared.get(key)
     if model is None:
         try:
             with torch.random.fork_rng(devices=[]):  # missing weights are drawn
                 model = entry.from_pretrained(place, dtype=getattr(torch, dtype))
-        except Exception as error:  # the hub, safetensors and transformers have a dozen types for "no such model"
+        # the hub, safetensors and transformers have a dozen types for "no such model"
+        except Exception as error:
             raise UserError(missing(entry.__name__, place, error)) from error
         model = model.eval().requires_grad_(False).to(where)
         _shared[key] = model
@@ -50,7 +59,8 @@ def load_class(entry: Any, path: str, device: str = "auto", dtype: Precision = "
 
 
 def load_processor(kind: str, path: str, **options: Any) -> Any:
-    """``transformers.<kind>.from_pretrained(path)``: a tokenizer, an image processor or both in one."""
+    """``transformers.<kind>.from_pretrained(path)``: a tokenizer, an image processor or both in
+    one."""
     import transformers
 
     place = place_of(path)
@@ -74,8 +84,10 @@ def place_of(path: str) -> str:
 def missing(kind: str, place: str, error: Exception) -> str:
     first = (str(error).strip() or "no message").splitlines()[0].rstrip(".")
     return (
-        f"cannot load {place!r} as a {kind} of transformers: {type(error).__name__}: {first}. Download it once where "
-        f"there is a network, `hf download {place}`, and copy the hub cache (HF_HOME) here, or give a local folder"
+        f"cannot load {place!r} as a {kind} of transformers: {type(error).__name__}: "
+        f"{first}. Download it once where "
+        f"there is a network, `hf download {place}`, and copy the hub cache (HF_HOME) "
+        f"here, or give a local folder"
     )
 
 
@@ -84,7 +96,9 @@ class Eyes:
 
     def __init__(self, path: str, preprocess: Preprocess = "tensor"):
         self.exact = preprocess == "pil"
-        self.processor = load_processor("AutoImageProcessor", path, backend="pil" if self.exact else "torchvision")
+        self.processor = load_processor(
+            "AutoImageProcessor", path, backend="pil" if self.exact else "torchvision"
+        )
 
     def __call__(self, pictures: Tensor, device: torch.device | str = "cpu") -> Tensor:
         """[N, 3, H, W] in 0..1 -> [N, 3, h, w] float32 on ``device``."""
@@ -92,7 +106,9 @@ class Eyes:
             found = self.processor(images=to_pil(pictures), return_tensors="pt")["pixel_values"]
         else:
             floats = list(pictures.to(device).float())
-            found = self.processor(images=floats, do_rescale=False, return_tensors="pt")["pixel_values"]
+            found = self.processor(images=floats, do_rescale=False, return_tensors="pt")[
+                "pixel_values"
+            ]
         return found.to(device)
 
 

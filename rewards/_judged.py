@@ -1,4 +1,5 @@
-"""What is shown to a judge: pictures, frames of videos, texts with the pictures of their prompts."""
+"""What is shown to a judge: pictures, frames of videos, texts with the pictures of their
+prompts."""
 
 from __future__ import annotations
 
@@ -25,20 +26,26 @@ KEYS = ("images", "image")  # of a prompt: its pictures
 
 
 def sample_pictures(media: Tensor | list, frames: int, reward: str) -> list[list | None]:
-    """For each sample its pictures (``frames`` evenly spaced ones of a video); None where a pixel is not finite.
+    """For each sample its pictures (``frames`` evenly spaced ones of a video); None where a pixel
+    is not finite.
 
     Texts have none of their own: empty lists.
     """
     if not isinstance(media, Tensor):
         if wrong := next((one for one in media if not isinstance(one, str)), None):
-            raise UserError(f"reward {reward!r} judges images, videos or texts, not {type(wrong).__name__}")
+            raise UserError(
+                f"reward {reward!r} judges images, videos or texts, not {type(wrong).__name__}"
+            )
         return [[] for _ in media]
     stack = as_frames(media, reward)  # [B, F, 3, H, W]
     count = stack.shape[1]
     chosen = torch.linspace(0, count - 1, min(frames, count)).round().long().tolist()
     finite = stack.isfinite().flatten(1).all(1).tolist()
     eight = to_uint8(stack[:, chosen])
-    return [[to_pil(one) for one in row] if good else None for row, good in zip(eight, finite, strict=True)]
+    return [
+        [to_pil(one) for one in row] if good else None
+        for row, good in zip(eight, finite, strict=True)
+    ]
 
 
 def to_pil(picture: Tensor) -> Any:
@@ -49,13 +56,16 @@ def to_pil(picture: Tensor) -> Any:
 
 
 def prompt_pictures(prompt: dict) -> list:
-    """The pictures of a prompt, under ``images`` or ``image``: PIL images, paths, or floats [3, H, W] in 0..1.
+    """The pictures of a prompt, under ``images`` or ``image``: PIL images, paths, or floats [3, H,
+    W] in 0..1.
 
     Raises:
         UserError: a file that cannot be read, or something that is no picture.
     """
     found = next((prompt[key] for key in KEYS if prompt.get(key) is not None), [])
-    return [_picture(one, prompt) for one in (found if isinstance(found, (list, tuple)) else [found])]
+    return [
+        _picture(one, prompt) for one in (found if isinstance(found, (list, tuple)) else [found])
+    ]
 
 
 def _picture(one: Any, prompt: dict) -> Any:
@@ -67,13 +77,16 @@ def _picture(one: Any, prompt: dict) -> Any:
         return to_pil(to_uint8(one))
     if not isinstance(one, (str, Path)):
         raise UserError(
-            f"a picture of the prompt {prompt.get('text', '')!r} is {type(one).__name__}, not an image or a path"
+            f"a picture of the prompt {prompt.get('text', '')!r} is {type(one).__name__}, "
+            f"not an image or a path"
         )
     try:
         with Image.open(one) as file:
             return file.convert("RGB")
     except (OSError, ValueError, Image.DecompressionBombError) as error:
-        raise UserError(f"a picture of the prompt {prompt.get('text', '')!r} cannot be read: {error}") from error
+        raise UserError(
+            f"a picture of the prompt {prompt.get('text', '')!r} cannot be read: {error}"
+        ) from error
 
 
 def kind_of(media: Tensor | list) -> str:
@@ -98,7 +111,9 @@ class Judged:
     sees_prompts = True  # shows the pictures of prompts: `remote` sends them along
 
     def __init__(self, model: Asker, frames: int, on_failure: OnFailure):
-        self.model, self.frames, self.stop = model, frames, on_failure == "stop"
+        self.model = model
+        self.frames = frames
+        self.stop = on_failure == "stop"
 
     def counters(self) -> dict[str, float]:
         return self.model.usage.numbers()
@@ -114,9 +129,13 @@ class Judged:
                 yield row, pictures
 
     def answers(self, questions: Sequence[Question]) -> list[Any]:
-        """Their values, None where there is none. Raises UserError for one of them if failures are to stop the run."""
+        """Their values, None where there is none. Raises UserError for one of them if failures are
+        to stop the run."""
         values = self.model.ask(questions) if questions else []
         missing = sum(value is None for value in values)
         if missing and self.stop:
-            raise UserError(f"reward {self.name!r}: the judge has no value for {missing} of {len(values)} questions")
+            raise UserError(
+                f"reward {self.name!r}: the judge has no value for {missing} of "
+                f"{len(values)} questions"
+            )
         return values

@@ -1,7 +1,8 @@
-"""One caller at a time for a model that several rewards share: rewards run side by side, in threads.
+"""One caller at a time for a model that several rewards share: rewards run side by side, in
+threads.
 
-Generation keeps state in some models (the positions of Qwen2-VL's pictures), and fast tokenizers refuse a second
-caller while they pad.
+Generation keeps state in some models (the positions of Qwen2-VL's pictures), and fast tokenizers
+refuse a second caller while they pad.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What the image rewards share: images and videos as one stack of frames, and a model's own preprocessing on tensors.
+"""What the image rewards share: images and videos as one stack of frames, and a model's own
+preprocessing on tensors.
 
 F frames (1 for images), N = B F pictures.
 """
@@ -24,23 +25,27 @@ def frames(media: Tensor, reward: str) -> Tensor:
     """
     if not isinstance(media, Tensor):
         raise UserError(
-            f"reward {reward!r} judges images or videos, but the policy made {type(media).__name__} of text"
+            f"reward {reward!r} judges images or videos, but the policy made "
+            f"{type(media).__name__} of text"
         )
     if media.ndim not in (4, 5) or media.shape[-3] != 3 or not media.is_floating_point():
         raise UserError(
-            f"reward {reward!r} expects float images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1, "
+            f"reward {reward!r} expects float images [B, 3, H, W] or videos [B, F, 3, H, "
+            f"W] in 0..1, "
             f"got {media.dtype} {list(media.shape)}"
         )
     return media if media.ndim == 5 else media[:, None]
 
 
 def frame_mean(values: Tensor, count: int) -> Tensor:
-    """[B F] -> [B] mean over the ``count`` frames of each sample; one NaN frame makes the sample NaN."""
+    """[B F] -> [B] mean over the ``count`` frames of each sample; one NaN frame makes the sample
+    NaN."""
     return values.reshape(-1, count).mean(1)
 
 
 def to_uint8(pictures: Tensor) -> Tensor:
-    """[..., 3, H, W] floats in 0..1 -> uint8 of the same shape on the CPU, rounded to nearest and clamped."""
+    """[..., 3, H, W] floats in 0..1 -> uint8 of the same shape on the CPU, rounded to nearest and
+    clamped."""
     return (pictures.float() * 255).round().clamp(0, 255).to(torch.uint8).cpu()
 
 
@@ -49,22 +54,29 @@ def resize_and_crop(
 ) -> Tensor:
     """[N, 3, H, W] in 0..1 -> [N, 3, *size] in 0..1, antialiased, in float32.
 
-    ``shortest``: cover the target and cut the middle out; ``longest``: fit inside it and pad with ``fill``;
-    ``squash``: ignore the aspect ratio. Bicubic overshoot is clamped, as it is in 8-bit PIL images.
+    ``shortest``: cover the target and cut the middle out; ``longest``: fit inside it and pad with
+    ``fill``; ``squash``: ignore the aspect ratio. Bicubic overshoot is clamped, as it is in 8-bit
+    PIL images.
     """
     size = tuple(size)
     height, width = pictures.shape[-2:]
     inner = inner_size((height, width), size, mode)
     pictures = pictures.float()
     if inner != (height, width):
-        pictures = nnf.interpolate(pictures, inner, mode=interpolation, antialias=True, align_corners=False)
+        pictures = nnf.interpolate(
+            pictures, inner, mode=interpolation, antialias=True, align_corners=False
+        )
     return pad_or_crop(pictures.clamp(0, 1), size, fill)
 
 
 def inner_size(source: tuple[int, int], target: tuple[int, int], mode: str) -> tuple[int, int]:
-    """Height and width after resizing and before cropping, rounded as torchvision and open_clip round them."""
+    """Height and width after resizing and before cropping, rounded as torchvision and open_clip
+    round them."""
     if mode not in RESIZE_MODES:
-        raise UserError(f"unknown resize mode {mode!r} in the model's preprocess_cfg; known: {', '.join(RESIZE_MODES)}")
+        raise UserError(
+            f"unknown resize mode {mode!r} in the model's preprocess_cfg; known: "
+            f"{', '.join(RESIZE_MODES)}"
+        )
     if mode == "squash":
         return target
     ratios = [s / t for s, t in zip(source, target, strict=True)]
@@ -76,7 +88,8 @@ def inner_size(source: tuple[int, int], target: tuple[int, int], mode: str) -> t
 
 
 def pad_or_crop(pictures: Tensor, size: tuple[int, int], fill: float) -> Tensor:
-    """[N, 3, H, W] -> [N, 3, *size] around the middle; an odd pixel of padding goes right and below."""
+    """[N, 3, H, W] -> [N, 3, *size] around the middle; an odd pixel of padding goes right and
+    below."""
     missing_h, missing_w = (max(0, t - s) for s, t in zip(pictures.shape[-2:], size, strict=True))
     if missing_h or missing_w:
         edges = (missing_w // 2, (missing_w + 1) // 2, missing_h // 2, (missing_h + 1) // 2)

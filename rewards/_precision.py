@@ -1,4 +1,5 @@
-"""What a reward computes in: float32, whatever precision its caller trains in, unless a lower one was asked for."""
+"""What a reward computes in: float32, whatever precision its caller trains in, unless a lower one
+was asked for."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ def is_lowered() -> bool:
 
 @contextmanager
 def own_precision(device_type: str) -> Iterator[None]:
-    """No autocast inside, so that a score does not depend on the policy's; inside ``lowered`` its autocast stays."""
+    """No autocast inside, so that a score does not depend on the policy's; inside ``lowered`` its
+    autocast stays."""
     if _lowered.get():
         yield
     else:

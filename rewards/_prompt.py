@@ -1,4 +1,5 @@
-"""Fields of a prompt that rewards read: its text, and pictures given as a file, a PIL image or a tensor."""
+"""Fields of a prompt that rewards read: its text, and pictures given as a file, a PIL image or a
+tensor."""
 
 from __future__ import annotations
 
@@ -20,9 +21,13 @@ def field_of(prompt: dict, field: str, reward: str, kind: type = str) -> Any:
     value = prompt.get(field)
     if not isinstance(value, kind):
         what = (
-            f"{type(value).__name__} {str(value)[:60]!r}" if field in prompt else f"only {', '.join(prompt) or 'none'}"
+            f"{type(value).__name__} {str(value)[:60]!r}"
+            if field in prompt
+            else f"only {', '.join(prompt) or 'none'}"
         )
-        raise UserError(f"reward {reward!r} needs a {field!r} ({kind.__name__}) in every prompt; found {what}")
+        raise UserError(
+            f"reward {reward!r} needs a {field!r} ({kind.__name__}) in every prompt; found {what}"
+        )
     return value
 
 
@@ -31,7 +36,8 @@ def texts_of(prompts: list[dict], reward: str, field: str = "text") -> list[str]
 
 
 def picture_of(prompt: dict, field: str, reward: str) -> Tensor:
-    """[3, H, W] in 0..1 of a field that holds a file name, a PIL image, a tensor [3, H, W] or a list of them."""
+    """[3, H, W] in 0..1 of a field that holds a file name, a PIL image, a tensor [3, H, W] or a
+    list of them."""
     value = prompt.get(field)
     if isinstance(value, (list, tuple)) and value:
         value = value[0]
@@ -41,7 +47,8 @@ def picture_of(prompt: dict, field: str, reward: str) -> Tensor:
         value = open_picture(Path(value).expanduser(), field, reward)
     if not hasattr(value, "convert"):  # not a PIL image
         raise UserError(
-            f"reward {reward!r} needs a picture in the field {field!r} of every prompt: a file, a PIL image or a "
+            f"reward {reward!r} needs a picture in the field {field!r} of every prompt: a "
+            f"file, a PIL image or a "
             f"tensor [3, H, W]; found {type(value).__name__}"
         )
     return from_pil(value)
@@ -53,7 +60,9 @@ def open_picture(file: Path, field: str, reward: str) -> Any:
     try:
         return Image.open(file)
     except OSError as error:
-        raise UserError(f"reward {reward!r}: cannot read the picture {file} of the field {field!r}: {error}") from error
+        raise UserError(
+            f"reward {reward!r}: cannot read the picture {file} of the field {field!r}: {error}"
+        ) from error
 
 
 def from_pil(image: Any) -> Tensor:

@@ -1,7 +1,8 @@
 """Qwen2-VL with a reward head read at special tokens: the network under HPSv3 and VideoAlign.
 
-The published code hands the language model embeddings without grids, so that all tokens, also those of pictures, get
-plain positions 0, 1, 2, ... and not Qwen2-VL's three-dimensional ones. The weights were trained like that.
+The published code hands the language model embeddings without grids, so that all tokens, also those
+of pictures, get plain positions 0, 1, 2, ... and not Qwen2-VL's three-dimensional ones. The weights
+were trained like that.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from mmrl.registry import UserError
 from rewards._clip import pick_device
 from rewards._hf import Precision, load_processor
 
-WRAPPER, LORA = "base_model.model.", re.compile(r"\.lora_([AB])\.\w+\.weight$")
+WRAPPER = "base_model.model."
+LORA = re.compile(r"\.lora_([AB])\.\w+\.weight$")
 
 
 class QwenReward(nn.Module):
@@ -26,53 +28,75 @@ class QwenReward(nn.Module):
 
     def __init__(self, backbone: nn.Module, head: nn.Module, tokens: list[int]):
         super().__init__()
-        self.backbone, self.head, self.tokens = backbone, head, tokens
+        self.backbone = backbone
+        self.head = head
+        self.tokens = tokens
 
     @property
     def device(self) -> torch.device:
         return next(self.backbone.parameters()).device
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """What a processor makes of N prompts -> [N, S, D]: the head's D outputs at each of the S special tokens."""
+        """What a processor makes of N prompts -> [N, S, D]: the head's D outputs at each of the S
+        special tokens."""
         ids = batch["input_ids"]
         places = torch.arange(ids.shape[1], device=ids.device).expand(3, *ids.shape)
-        hidden = self.backbone(**batch, position_ids=places, use_cache=False).last_hidden_state  # [N, T, W]
-        found = [self.head(hidden[torch.arange(len(ids)), last_place(ids, token)].float()) for token in self.tokens]
+        # [N, T, W]
+        hidden = self.backbone(**batch, position_ids=places, use_cache=False).last_hidden_state
+        found = [
+            self.head(hidden[torch.arange(len(ids)), last_place(ids, token)].float())
+            for token in self.tokens
+        ]
         return torch.stack(found, dim=1)
 
 
 def last_place(ids: Tensor, token: int) -> Tensor:
-    """[N, T] -> [N] position of the last occurrence of a token, so that one in the user's prompt changes nothing."""
+    """[N, T] -> [N] position of the last occurrence of a token, so that one in the user's prompt
+    changes nothing."""
     there = ids == token
     if not there.any(1).all():
-        raise UserError("the instruction lacks one of the special tokens at which this reward is read")
+        raise UserError(
+            "the instruction lacks one of the special tokens at which this reward is read"
+        )
     return ids.shape[1] - 1 - there.flip(1).int().argmax(1)
 
 
 def load_network(
-    tensors: dict[str, Tensor], base: str, tokens: list[int], dtype: Precision, device: str, alpha: float = 1.0
+    tensors: dict[str, Tensor],
+    base: str,
+    tokens: list[int],
+    dtype: Precision,
+    device: str,
+    alpha: float = 1.0,
 ) -> QwenReward:
     """The network of a checkpoint of the published code, adapters merged in; the head in float32.
 
-    Args:
-        tensors: by name, of any version of transformers.
-        base: where the configuration of Qwen2-VL is.
-        tokens: ids of the special tokens.
-        dtype: of the backbone.
-        device: ``auto`` is CUDA if there is one.
-        alpha: the adapters' alpha, or alpha times the square root of the rank for rank-stabilised ones.
+    Args: tensors: by name, of any version of transformers. base: where the configuration of
+        Qwen2-VL is. tokens: ids of the special tokens. dtype: of the backbone. device: ``auto`` is
+        CUDA if there is one. alpha: the adapters' alpha, or alpha times the square root of the rank
+        for rank-stabilised ones.
 
     Raises:
         UserError: tensors missing or of another shape.
     """
-    named = {modern(name): value for name, value in merged(unwrapped(tensors), alpha).items() if "lm_head" not in name}
-    head = {name.removeprefix("rm_head."): value for name, value in named.items() if name.startswith("rm_head.")}
+    named = {
+        modern(name): value
+        for name, value in merged(unwrapped(tensors), alpha).items()
+        if "lm_head" not in name
+    }
+    head = {
+        name.removeprefix("rm_head."): value
+        for name, value in named.items()
+        if name.startswith("rm_head.")
+    }
     body = {name: value for name, value in named.items() if not name.startswith("rm_head.")}
     try:
         network = QwenReward(load_backbone(body, base, dtype), make_head(head), tokens)
     except (KeyError, RuntimeError, ValueError) as error:
         first = str(error).splitlines()[0]
-        raise UserError(f"the checkpoint is not a reward model on {base}: {type(error).__name__}: {first}") from error
+        raise UserError(
+            f"the checkpoint is not a reward model on {base}: {type(error).__name__}: {first}"
+        ) from error
     return network.eval().requires_grad_(False).to(pick_device(device))
 
 
@@ -83,7 +107,11 @@ def load_backbone(tensors: dict[str, Tensor], base: str, dtype: Precision) -> nn
     config = load_processor("Qwen2VLConfig", base)
     config.text_config.vocab_size = tensors["language_model.embed_tokens.weight"].shape[0]
     model, info = Qwen2VLModel.from_pretrained(
-        None, config=config, state_dict=tensors, dtype=getattr(torch, dtype), output_loading_info=True
+        None,
+        config=config,
+        state_dict=tensors,
+        dtype=getattr(torch, dtype),
+        output_loading_info=True,
     )
     if lacking := sorted(info["missing_keys"]):
         raise KeyError(lacking[0])
@@ -125,8 +153,11 @@ def merged(tensors: dict[str, Tensor], alpha: float) -> dict[str, Tensor]:
     for name, down in tensors.items():
         match = LORA.search(name)
         if match and match[1] == "A":
-            up, target = tensors[name.replace(".lora_A.", ".lora_B.")], LORA.sub(".weight", name)
-            plain[target] = (plain[target].float() + alpha / len(down) * up.float() @ down.float()).to(plain[target])
+            up = tensors[name.replace(".lora_A.", ".lora_B.")]
+            target = LORA.sub(".weight", name)
+            plain[target] = (
+                plain[target].float() + alpha / len(down) * up.float() @ down.float()
+            ).to(plain[target])
     return plain
 
 
@@ -143,8 +174,10 @@ def read_instruction(path: str, tokens: list[str], source: str, reward: str) -> 
     file = Path(path).expanduser()
     if not file.is_file():
         raise UserError(
-            f"reward {reward!r}: no instruction at {file}; save the published prompt of {source} there, as a text file "
-            f"with {{text_prompt}} where the prompt goes and {', '.join(tokens)} where the scores are read"
+            f"reward {reward!r}: no instruction at {file}; save the published prompt of "
+            f"{source} there, as a text file "
+            f"with {{text_prompt}} where the prompt goes and {', '.join(tokens)} where "
+            f"the scores are read"
         )
     text = file.read_text()
     for part in ("{text_prompt}", *tokens):
@@ -154,9 +187,12 @@ def read_instruction(path: str, tokens: list[str], source: str, reward: str) -> 
 
 
 def load_tools(base: str, tokens: list[str], exact: bool) -> tuple[Any, list[int]]:
-    """The processor of the base model, padding on the right, with the special tokens added, and their ids."""
+    """The processor of the base model, padding on the right, with the special tokens added, and
+    their ids."""
     tools = load_processor("AutoProcessor", base)
-    tools.image_processor = load_processor("AutoImageProcessor", base, backend="pil" if exact else "torchvision")
+    tools.image_processor = load_processor(
+        "AutoImageProcessor", base, backend="pil" if exact else "torchvision"
+    )
     tools.tokenizer.padding_side = "right"
     tools.tokenizer.add_tokens(tokens, special_tokens=True)
     return tools, tools.tokenizer.convert_tokens_to_ids(tokens)

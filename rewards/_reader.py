@@ -1,7 +1,9 @@
-"""The small network that reads pictures of digits: where they are, which, in what colour, how large.
+"""The small network that reads pictures of digits: where they are, which, in what colour, how
+large.
 
-Heat map and attributes on a grid, in the manner of CenterNet (Zhou et al. 2019, "Objects as points"). It is trained by
-``mmrl.worlds.reading`` and stored as ``config.json`` (layout, names, regions) and ``model.safetensors``.
+Heat map and attributes on a grid, in the manner of CenterNet (Zhou et al. 2019, "Objects as
+points"). It is trained by ``mmrl.worlds.reading`` and stored as ``config.json`` (layout, names,
+regions) and ``model.safetensors``.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ class Detections(NamedTuple):
 class Reader(nn.Module):
     """Pictures [B, 3, S, S] in 0..1 to a grid of detections with 4 pixels a cell.
 
-    ``config``: ``image_size``, ``channels`` (three widths), ``kernel`` (of the first convolution), ``pool`` (halve by
-    average pooling instead of strides), ``digits``, ``colors``, ``sizes`` (names) and ``places`` (name to region).
+    ``config``: ``image_size``, ``channels`` (three widths), ``kernel`` (of the first convolution),
+    ``pool`` (halve by average pooling instead of strides), ``digits``, ``colors``, ``sizes``
+    (names) and ``places`` (name to region).
     """
 
     stride = 4
@@ -43,21 +46,32 @@ class Reader(nn.Module):
         self.parts = [1, 2, len(config["digits"]), len(config["colors"]), len(config["sizes"])]
         a, b, c = config["channels"]
         stride, halve = (1, nn.AvgPool2d(2)) if config["pool"] else (2, nn.Identity())
-        widths = [(3, a, config["kernel"], stride, halve), (a, b, 3, stride, halve), (b, c, 3, 1, nn.Identity())]
+        widths = [
+            (3, a, config["kernel"], stride, halve),
+            (a, b, 3, stride, halve),
+            (b, c, 3, 1, nn.Identity()),
+        ]
         body = []
         for n_in, n_out, kernel, step, shrink in widths:
-            body += [nn.Conv2d(n_in, n_out, kernel, step, kernel // 2), nn.GroupNorm(4, n_out), nn.SiLU(), shrink]
+            body += [
+                nn.Conv2d(n_in, n_out, kernel, step, kernel // 2),
+                nn.GroupNorm(4, n_out),
+                nn.SiLU(),
+                shrink,
+            ]
         for n_in, n_out in pairwise([c, c, c]):
             body += [nn.Conv2d(n_in, n_out, 3, 1, 1), nn.GroupNorm(4, n_out), nn.SiLU()]
         self.body = nn.Sequential(*body)
         self.head = nn.Conv2d(c, sum(self.parts), 1)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Logits on the grid, each [B, channels, S/4, S/4]: presence 1, offset 2, digit, colour, size."""
+        """Logits on the grid, each [B, channels, S/4, S/4]: presence 1, offset 2, digit, colour,
+        size."""
         return self.head(self.body(2 * images - 1)).split(self.parts, dim=1)
 
     def detect(self, images: Tensor, most: int = 5) -> Detections:
-        """The ``most`` strongest peaks. Pictures of another size are resized; any float type is read as float32."""
+        """The ``most`` strongest peaks. Pictures of another size are resized; any float type is
+        read as float32."""
         side = self.config["image_size"]
         images = images.float().clamp(0, 1)
         if images.shape[-2:] != (side, side):
@@ -66,7 +80,12 @@ class Reader(nn.Module):
         heat = presence.sigmoid()
         heat = heat * (heat == F.max_pool2d(heat, 3, 1, 1))  # keep local maxima only
         confidence, cell = heat.flatten(1).topk(most)  # [B, M]
-        at = lambda grid: grid.flatten(2).transpose(1, 2).gather(1, cell[..., None].expand(-1, -1, grid.shape[1]))  # noqa: E731
+
+        def at(grid: Tensor) -> Tensor:
+            """Reads a map [B, N, h, w] at the chosen cells, [B, M, N]."""
+            index = cell[..., None].expand(-1, -1, grid.shape[1])
+            return grid.flatten(2).transpose(1, 2).gather(1, index)
+
         corner = torch.stack([cell % heat.shape[-1], cell // heat.shape[-1]], -1)
         center = (corner + 0.5 + at(offset)) * self.stride
         return Detections(confidence, *(at(logits).softmax(-1) for logits in names), center)
@@ -77,7 +96,8 @@ class Reader(nn.Module):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.config, indent=2))
         save_file(
-            {name: tensor.contiguous() for name, tensor in self.state_dict().items()}, folder / "model.safetensors"
+            {name: tensor.contiguous() for name, tensor in self.state_dict().items()},
+            folder / "model.safetensors",
         )
 
     @classmethod
@@ -88,7 +108,9 @@ class Reader(nn.Module):
         folder = Path(folder)
         for name in ("config.json", "model.safetensors"):
             if not (folder / name).is_file():
-                raise UserError(f"{folder} is not a digit reader: it has no {name}; try 'world:digits/reader'")
+                raise UserError(
+                    f"{folder} is not a digit reader: it has no {name}; try 'world:digits/reader'"
+                )
         try:
             reader = cls(json.loads((folder / "config.json").read_text()))
             reader.load_state_dict(load_file(folder / "model.safetensors"))

@@ -1,4 +1,5 @@
-"""Published scalings of a score by their names: a reward's option ``scale`` is one of them or a factor."""
+"""Published scalings of a score by their names: a reward's option ``scale`` is one of them or a
+factor."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ def scaling(scale: float | str, known: Mapping[str, Scaling], reward: str) -> Sc
     if not isinstance(scale, str):
         return lambda raw: scale * raw
     if scale not in known:
-        raise UserError(f"reward {reward!r} has no scale {scale!r}; {suggest(scale, known)}; a number is a factor")
+        raise UserError(
+            f"reward {reward!r} has no scale {scale!r}; {suggest(scale, known)}; a "
+            f"number is a factor"
+        )
     return known[scale]
 
 

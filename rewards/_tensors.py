@@ -1,4 +1,5 @@
-"""Checkpoints that are one file: found on disk or on the hub, read without executing anything they may hold."""
+"""Checkpoints that are one file: found on disk or on the hub, read without executing anything they
+may hold."""
 
 from __future__ import annotations
 
@@ -24,29 +25,35 @@ def fetch(where: str, what: str) -> Path:
         raise UserError(f"no {what} checkpoint at {file}")
     from huggingface_hub import hf_hub_download
 
-    repo, name = "/".join(parts[:2]), "/".join(parts[2:])
+    repo = "/".join(parts[:2])
+    name = "/".join(parts[2:])
     try:
         return Path(hf_hub_download(repo, name))
     except Exception as error:  # the hub has a dozen types for "cannot be had"
         raise UserError(
-            f"no {what} checkpoint: {where} is neither a file nor in the hub cache and cannot be downloaded "
-            f"({type(error).__name__}); run `hf download {repo} {name}` where there is a network and copy HF_HOME, or "
+            f"no {what} checkpoint: {where} is neither a file nor in the hub cache and "
+            f"cannot be downloaded "
+            f"({type(error).__name__}); run `hf download {repo} {name}` where there is a "
+            f"network and copy HF_HOME, or "
             "give the path of the file"
         ) from error
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Tensors by name; one level of ``state_dict``, ``model`` or ``module`` around them is taken off."""
+    """Tensors by name; one level of ``state_dict``, ``model`` or ``module`` around them is taken
+    off."""
     try:
         if file.suffix == ".safetensors":
             from safetensors.torch import load_file
 
             return load_file(file)
         found = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # zip, pickle and safetensors each have their own types for "not my format"
+    # zip, pickle and safetensors each have their own types for "not my format"
+    except Exception as error:
         first = (str(error) or "no message").splitlines()[0]
         raise UserError(
-            f"cannot read {file} as tensors: {type(error).__name__}: {first}; a file that holds a whole pickled module "
+            f"cannot read {file} as tensors: {type(error).__name__}: {first}; a file that "
+            f"holds a whole pickled module "
             "is not read: save its state_dict() where you trust it"
         ) from error
     for key in ("state_dict", "model", "module"):

@@ -1,6 +1,8 @@
-"""A vision-language model of transformers asked about pictures: what comes next, how likely an answer is.
+"""A vision-language model of transformers asked about pictures: what comes next, how likely an
+answer is.
 
-Not the object that a ``local`` judge holds: generation keeps state in some models, and rewards run side by side.
+Not the object that a ``local`` judge holds: generation keeps state in some models, and rewards run
+side by side.
 """
 
 from __future__ import annotations
@@ -14,24 +16,29 @@ from rewards._locks import lock_of
 
 
 class LocalVLM:
-    """A model with its processor; pictures go through PIL, questions through the chat template if there is one."""
+    """A model with its processor; pictures go through PIL, questions through the chat template if
+    there is one."""
 
     def __init__(self, model: str, device: str = "auto", dtype: Precision = "bfloat16"):
         self.model = load_model("AutoModelForImageTextToText", model, device, dtype)
         self.processor = load_processor("AutoProcessor", model)
         if not getattr(self.processor, "chat_template", None):
-            raise UserError(f"the model {model!r} has no chat template, so it cannot be asked anything")
+            raise UserError(
+                f"the model {model!r} has no chat template, so it cannot be asked anything"
+            )
         self.tokenizer = self.processor.tokenizer
         self.tokenizer.padding_side = "left"
 
     def next_token(self, pictures: Tensor, questions: list[str]) -> Tensor:
-        """[N, 3, H, W] in 0..1 and N questions -> [N, V] log-probabilities of the first token of the answer."""
+        """[N, 3, H, W] in 0..1 and N questions -> [N, V] log-probabilities of the first token of
+        the answer."""
         return self._logits(pictures, questions, [""] * len(questions))[:, -1].log_softmax(-1)
 
     def likelihood(self, pictures: Tensor, questions: list[str], answers: list[str]) -> Tensor:
         """[N] mean log-probability of the tokens of each answer."""
         ids = [self.tokenizer(answer, add_special_tokens=False).input_ids for answer in answers]
-        logits = self._logits(pictures, questions, answers).log_softmax(-1)  # padded on the left: answers end each row
+        # padded on the left: answers end each row
+        logits = self._logits(pictures, questions, answers).log_softmax(-1)
         rows = []
         for row, tokens in zip(logits, ids, strict=True):
             steps = row[-len(tokens) - 1 : -1]
@@ -43,9 +50,14 @@ class LocalVLM:
 
     @torch.no_grad()
     def _logits(self, pictures: Tensor, questions: list[str], answers: list[str]) -> Tensor:
-        texts = [self.write(question) + answer for question, answer in zip(questions, answers, strict=True)]
+        texts = [
+            self.write(question) + answer
+            for question, answer in zip(questions, answers, strict=True)
+        ]
         images = [[image] for image in to_pil(pictures)]
-        batch = self.processor(text=texts, images=images, padding=True, return_tensors="pt").to(self.model.device)
+        batch = self.processor(text=texts, images=images, padding=True, return_tensors="pt").to(
+            self.model.device
+        )
         for name, value in batch.items():
             if value.is_floating_point():
                 batch[name] = value.to(self.model.dtype)
@@ -53,6 +65,11 @@ class LocalVLM:
             return self.model(**batch, use_cache=False).logits.float()
 
     def write(self, question: str) -> str:
-        """The question after a picture, as the model wants it written, up to where its answer begins."""
-        message = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
-        return self.processor.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        """The question after a picture, as the model wants it written, up to where its answer
+        begins."""
+        message = [
+            {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}
+        ]
+        return self.processor.apply_chat_template(
+            message, tokenize=False, add_generation_prompt=True
+        )

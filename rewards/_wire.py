@@ -1,7 +1,9 @@
-"""How samples and prompts travel to a reward server and back: PNG, lossless WebP, safetensors, text and JSON.
+"""How samples and prompts travel to a reward server and back: PNG, lossless WebP, safetensors, text
+and JSON.
 
-Nothing here can run code that a sender chose: there is no pickle. ``pack`` is the client's half, ``unpack`` the
-server's; both ends of a conversation import this file, so they cannot disagree. F frames (videos), B samples.
+Nothing here can run code that a sender chose: there is no pickle. ``pack`` is the client's half,
+``unpack`` the server's; both ends of a conversation import this file, so they cannot disagree. F
+frames (videos), B samples.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ Format = Literal["png", "webp", "tensor"]
 FORMATS: tuple[Format, ...] = ("png", "webp", "tensor")
 KINDS = ("images", "videos", "texts", "tensor")
 MODES = ("1", "L", "LA", "P", "RGB", "RGBA")  # of PIL, 8 bits a channel or fewer
-Part = tuple[str, tuple[str | None, bytes, str]]  # field, (file name, content, media type), as httpx takes them
+# field, (file name, content, media type), as httpx takes them
+Part = tuple[str, tuple[str | None, bytes, str]]
 
 
 class BadInput(Exception):
@@ -45,20 +48,26 @@ class Limits:
 
 @dataclass
 class Parts:
-    """The content of a request, from JSON or from multipart; exactly one of images, videos, texts, tensor."""
+    """The content of a request, from JSON or from multipart; exactly one of images, videos, texts,
+    tensor."""
 
     prompts: Any
-    media: Any  # encoded pictures, a list of them for each video, texts, or the bytes of a safetensors file
+    # encoded pictures, a list of them for each video, texts, or the bytes of a safetensors file
+    media: Any
     kind: str
     rewards: Any = None
     marks: Any = None  # what texts know of themselves: null or {tokens, finished, logprob} for each
 
 
-# ---------------------------------------------------------------------------------------------------- sending
+# --------------------------------------------------------------------------------------------------
+# sending
 
 
-def pack(media: Tensor | list, prompts: Sequence[dict], kind: Format, names: Sequence[str] | None = None) -> list[Part]:
-    """The parts of a multipart request. Pictures are floats in 0..1; PNG and WebP round them to 8 bits.
+def pack(
+    media: Tensor | list, prompts: Sequence[dict], kind: Format, names: Sequence[str] | None = None
+) -> list[Part]:
+    """The parts of a multipart request. Pictures are floats in 0..1; PNG and WebP round them to 8
+    bits.
 
     Raises:
         UserError: prompts that JSON cannot hold, or media that is neither pictures nor text.
@@ -80,7 +89,13 @@ def pack(media: Tensor | list, prompts: Sequence[dict], kind: Format, names: Seq
     if name == "videos":
         parts.append(_json_part("frames", stack.shape[1]))
     pictures = enumerate(to_uint8(stack).flatten(0, 1))
-    return [*parts, *((name, (f"{i}.{kind}", picture_bytes(one, kind), f"image/{kind}")) for i, one in pictures)]
+    return [
+        *parts,
+        *(
+            (name, (f"{i}.{kind}", picture_bytes(one, kind), f"image/{kind}"))
+            for i, one in pictures
+        ),
+    ]
 
 
 def check_prompts(prompts: Sequence[dict]) -> list[dict]:
@@ -91,8 +106,10 @@ def check_prompts(prompts: Sequence[dict]) -> list[dict]:
                 json.dumps({key: value}, allow_nan=False)
             except (TypeError, ValueError, RecursionError) as error:
                 raise UserError(
-                    f"reward 'remote' sends prompts as JSON, which cannot hold {key!r} of the prompt "
-                    f"{prompt.get('text', '')!r} ({error}); name the keys that the server needs in `fields`"
+                    f"reward 'remote' sends prompts as JSON, which cannot hold {key!r} of "
+                    f"the prompt "
+                    f"{prompt.get('text', '')!r} ({error}); name the keys that the server "
+                    f"needs in `fields`"
                 ) from error
     return list(prompts)
 
@@ -107,7 +124,10 @@ def check_token(token: str | None) -> str | None:
 def check_texts(texts: list) -> list[str]:
     for text in texts:
         if not isinstance(text, str):
-            raise UserError(f"reward 'remote' sends pictures and texts, but the policy made {type(text).__name__}")
+            raise UserError(
+                f"reward 'remote' sends pictures and texts, but the policy made "
+                f"{type(text).__name__}"
+            )
     return texts
 
 
@@ -115,9 +135,14 @@ def picture_bytes(picture: Tensor, kind: str) -> bytes:
     """A uint8 picture [3, H, W] as a file that gives back the same bytes."""
     from PIL import Image
 
-    options = {"png": {"compress_level": 1}, "webp": {"lossless": True, "quality": 20, "method": 0}}[kind]
+    options = {
+        "png": {"compress_level": 1},
+        "webp": {"lossless": True, "quality": 20, "method": 0},
+    }[kind]
     buffer = io.BytesIO()
-    Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy()).save(buffer, format=kind.upper(), **options)
+    Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy()).save(
+        buffer, format=kind.upper(), **options
+    )
     return buffer.getvalue()
 
 
@@ -125,7 +150,8 @@ def _json_part(name: str, value: Any) -> Part:
     return name, (None, json.dumps(value, allow_nan=False).encode(), "application/json")
 
 
-# -------------------------------------------------------------------------------------------------- receiving
+# --------------------------------------------------------------------------------------------------
+# receiving
 
 
 def parse_json(content: bytes, field: str) -> Any:
@@ -141,7 +167,8 @@ def _no_constant(name: str) -> None:
 
 
 def unpack(parts: Parts, limits: Limits) -> tuple[Tensor | list[str], list[dict]]:
-    """Media and prompts as a reward takes them: floats [B, 3, H, W] or [B, F, 3, H, W] in 0..1, or texts.
+    """Media and prompts as a reward takes them: floats [B, 3, H, W] or [B, F, 3, H, W] in 0..1, or
+    texts.
 
     Raises:
         BadInput: anything that is not what it should be, with the name of the field.
@@ -178,17 +205,24 @@ def _media(parts: Parts, limits: Limits) -> Tensor | list[str]:
 def _pictures(parts: Parts, limits: Limits) -> Tensor:
     """[B, 3, H, W] or [B, F, 3, H, W] float32, from files of one size."""
     videos = parts.kind == "videos"
-    counts = {len(video) if isinstance(video, list) else -1 for video in parts.media} if videos else {1}
+    counts = (
+        {len(video) if isinstance(video, list) else -1 for video in parts.media} if videos else {1}
+    )
     if len(counts) != 1 or min(counts) < 1:
         raise BadInput("videos", "expected lists of frames, the same number of frames in each")
-    decoded, budget, size = [], limits.pixels, None
+    decoded = []
+    budget = limits.pixels
+    size = None
     for name, content in _named(parts):
         picture, shape = _decode(name, content, limits.formats, budget)
         if size not in (None, shape):
             raise BadInput(
-                name, f"is {shape[0]} x {shape[1]} pixels, the first is {size[0]} x {size[1]}: send one size"
+                name,
+                f"is {shape[0]} x {shape[1]} pixels, the first is {size[0]} x {size[1]}: "
+                f"send one size",
             )
-        size, budget = shape, budget - shape[0] * shape[1]
+        size = shape
+        budget = budget - shape[0] * shape[1]
         decoded.append(picture)
     stack = torch.stack(decoded).float() / 255
     return stack.unflatten(0, (-1, counts.pop())) if videos else stack
@@ -202,8 +236,11 @@ def _named(parts: Parts) -> Iterator[tuple[str, Any]]:
             yield from ((f"videos[{i}][{f}]", frame) for f, frame in enumerate(item))
 
 
-def _decode(name: str, content: Any, formats: Sequence[str], budget: float) -> tuple[Tensor, tuple[int, int]]:
-    """A file as uint8 [3, H, W], with its width and height; the size is looked at before anything is decoded."""
+def _decode(
+    name: str, content: Any, formats: Sequence[str], budget: float
+) -> tuple[Tensor, tuple[int, int]]:
+    """A file as uint8 [3, H, W], with its width and height; the size is looked at before anything
+    is decoded."""
     import numpy as np
     from PIL import Image
 
@@ -216,7 +253,10 @@ def _decode(name: str, content: Any, formats: Sequence[str], budget: float) -> t
         with Image.open(io.BytesIO(content), formats=allowed) as opened:
             size = opened.size
             if size[0] * size[1] > budget:
-                raise BadInput(name, f"{size[0]} x {size[1]} pixels are more than this server takes in one request")
+                raise BadInput(
+                    name,
+                    f"{size[0]} x {size[1]} pixels are more than this server takes in one request",
+                )
             if opened.mode not in MODES:
                 raise BadInput(name, f"is of mode {opened.mode}; send 8-bit RGB")
             pixels = np.array(opened.convert("RGB"))
@@ -224,12 +264,15 @@ def _decode(name: str, content: Any, formats: Sequence[str], budget: float) -> t
         raise
     except Exception as error:  # whatever a decoder says of bytes that anyone may have sent
         kind = type(error).__name__
-        raise BadInput(name, f"cannot be read as {' or '.join(allowed)} ({kind}; {len(content)} bytes)") from error
+        raise BadInput(
+            name, f"cannot be read as {' or '.join(allowed)} ({kind}; {len(content)} bytes)"
+        ) from error
     return torch.from_numpy(pixels).permute(2, 0, 1), size
 
 
 def _tensor(content: Any, limits: Limits) -> Tensor:
-    """The tensor called media of a safetensors file, in float32 if it was stored in a smaller type."""
+    """The tensor called media of a safetensors file, in float32 if it was stored in a smaller
+    type."""
     from safetensors.torch import load
 
     if "tensor" not in limits.formats:
@@ -240,21 +283,31 @@ def _tensor(content: Any, limits: Limits) -> Tensor:
         media = load(content)["media"]
     except Exception as error:  # whatever a decoder says of bytes that anyone may have sent
         raise BadInput(
-            "tensor", f"is not a safetensors file with a tensor called media ({type(error).__name__})"
+            "tensor",
+            f"is not a safetensors file with a tensor called media ({type(error).__name__})",
         ) from error
     shape = list(media.shape)
-    if media.ndim not in (4, 5) or media.shape[-3] != 3 or not media.is_floating_point() or not media.numel():
-        raise BadInput("tensor", f"expected floats [B, 3, H, W] or [B, F, 3, H, W], got {media.dtype} {shape}")
+    if (
+        media.ndim not in (4, 5)
+        or media.shape[-3] != 3
+        or not media.is_floating_point()
+        or not media.numel()
+    ):
+        raise BadInput(
+            "tensor", f"expected floats [B, 3, H, W] or [B, F, 3, H, W], got {media.dtype} {shape}"
+        )
     if len(media) > limits.samples or media.numel() / 3 > limits.pixels:
         raise BadInput("tensor", f"{shape} is more than this server takes in one request")
     return media.float()
 
 
-# ---------------------------------------------------------------------------------------------------- answers
+# --------------------------------------------------------------------------------------------------
+# answers
 
 
 def read_answer(content: bytes, names: Sequence[str] | None, count: int) -> Tensor:
-    """[count] float32 out of an answer: the only reward asked for, or the weighted sum of all, NaN where null.
+    """[count] float32 out of an answer: the only reward asked for, or the weighted sum of all, NaN
+    where null.
 
     Raises:
         ValueError: an answer that is not what a server of ours sends.
@@ -264,12 +317,16 @@ def read_answer(content: bytes, names: Sequence[str] | None, count: int) -> Tens
         values = {name: _values(row, count) for name, row in answer["rewards"].items()}
         weights = {name: float(answer["weights"][name]) for name in values}
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"not an answer of a reward server ({type(error).__name__}: {error})") from error
+        raise ValueError(
+            f"not an answer of a reward server ({type(error).__name__}: {error})"
+        ) from error
     if not values or (names is not None and set(values) != set(names)):
         raise ValueError(f"asked for {names or 'rewards'}, answered {list(values)}")
     if names is not None:
         return values[names[0]]
-    return sum((weights[name] * row for name, row in values.items() if weights[name]), torch.zeros(count))
+    return sum(
+        (weights[name] * row for name, row in values.items() if weights[name]), torch.zeros(count)
+    )
 
 
 def _values(row: Any, count: int) -> Tensor:
@@ -277,7 +334,9 @@ def _values(row: Any, count: int) -> Tensor:
         raise ValueError(f"expected {count} values")
     if not all(value is None or type(value) in (int, float) for value in row):
         raise ValueError("expected numbers or null")
-    values = torch.tensor([float("nan") if value is None else float(value) for value in row], dtype=torch.float32)
+    values = torch.tensor(
+        [float("nan") if value is None else float(value) for value in row], dtype=torch.float32
+    )
     if values.isinf().any():
         raise ValueError("infinity is not a reward")
     return values

@@ -1,4 +1,5 @@
-"""What travels besides samples: pictures of prompts, and what a text knows of itself, such as its length."""
+"""What travels besides samples: pictures of prompts, and what a text knows of itself, such as its
+length."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def marks_of(texts: Sequence[str]) -> list[dict[str, Any] | None] | None:
 
 def _mark(text: str) -> dict[str, Any] | None:
     known = {name: value for name in MARKS if (value := getattr(text, name, None)) is not None}
-    return {name: value for name, value in known.items() if math.isfinite(value)} or None  # JSON has no NaN
+    # JSON has no NaN
+    return {name: value for name, value in known.items() if math.isfinite(value)} or None
 
 
 def told(texts: Sequence[str], marks: Any) -> list[str]:
@@ -43,14 +45,19 @@ def told(texts: Sequence[str], marks: Any) -> list[str]:
         return list(texts)
     if not isinstance(marks, list) or len(marks) != len(texts):
         raise ValueError(f"expected a list of {len(texts)}")
-    return [text if mark is None else _told(text, mark) for text, mark in zip(texts, marks, strict=True)]
+    return [
+        text if mark is None else _told(text, mark) for text, mark in zip(texts, marks, strict=True)
+    ]
 
 
 def _told(text: str, mark: Any) -> Told:
-    if not isinstance(mark, dict) or any(name not in MARKS or type(v) not in MARKS[name] for name, v in mark.items()):
+    if not isinstance(mark, dict) or any(
+        name not in MARKS or type(v) not in MARKS[name] for name, v in mark.items()
+    ):
         wanted = "tokens: whole number, finished: true or false, logprob: number, certainty: number"
         raise ValueError(f"expected null or {{{wanted}}}")
-    if any(abs(value) > 2**53 for value in mark.values()):  # a whole number of JSON may have any length
+    # a whole number of JSON may have any length
+    if any(abs(value) > 2**53 for value in mark.values()):
         raise ValueError("expected numbers below 2**53")
     found = Told(text)
     for name, value in mark.items():
@@ -58,7 +65,8 @@ def _told(text: str, mark: Any) -> Told:
     return found
 
 
-# ------------------------------------------------------------------------------------------ pictures of prompts
+# ------------------------------------------------------------------------------------------
+# pictures of prompts
 
 
 def has_pictures(prompt: Mapping[str, Any]) -> bool:
@@ -70,7 +78,8 @@ def without_pictures(prompt: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def enclosed(prompt: Mapping[str, Any]) -> dict[str, Any]:
-    """The prompt with its pictures as PNG in base64. Raises OSError for a file that cannot be read."""
+    """The prompt with its pictures as PNG in base64. Raises OSError for a file that cannot be
+    read."""
     return {key: _each(value, _encoded) if key in KEYS else value for key, value in prompt.items()}
 
 
@@ -123,11 +132,15 @@ def _decoded(picture: Any, left: float, where: str) -> Any:
         content = base64.b64decode(picture[PNG], validate=True)
         with Image.open(io.BytesIO(content), formats=["PNG"]) as file:
             if file.size[0] * file.size[1] > left:
-                raise ValueError(f"{where}: pictures of more pixels than this server takes in one request")
+                raise ValueError(
+                    f"{where}: pictures of more pixels than this server takes in one request"
+                )
             return file.convert("RGB")
     except binascii.Error as error:
         raise ValueError(f"{where}: is not base64") from error
     except ValueError as error:
-        raise error if str(error).startswith(where) else ValueError(f"{where}: cannot be read as PNG") from error
+        raise (
+            error if str(error).startswith(where) else ValueError(f"{where}: cannot be read as PNG")
+        ) from error
     except Exception as error:  # whatever a decoder says of bytes that anyone may have sent
         raise ValueError(f"{where}: cannot be read as PNG ({type(error).__name__})") from error

@@ -1,5 +1,5 @@
-"""Does the video show the action that was asked for, by a video classifier (VideoMAE, Tong et al. 2022,
-arXiv:2203.12602, and others of transformers).
+"""Does the video show the action that was asked for, by a video classifier (VideoMAE, Tong et al.
+2022, arXiv:2203.12602, and others of transformers).
 """
 
 from __future__ import annotations
@@ -35,16 +35,13 @@ SCALES = {"probability": raw, "log_probability": torch.log}
 class Action:
     """Probability of the prompt's action among the classes of a video classifier.
 
-    The frames are taken evenly over the video, as many as the model wants, repeated where there are fewer, and
-    rounded to 8 bits.
+    The frames are taken evenly over the video, as many as the model wants, repeated where there are
+    fewer, and rounded to 8 bits.
 
-    Args:
-        model: a video classifier of transformers, hub id or folder, with its processor.
-        field: the field of a prompt that names the class, as the model does (capitals do not matter).
-        scale: the probability, its logarithm, or a factor.
-        batch_size: videos in one forward pass.
-        device: ``auto`` is CUDA if there is one.
-        dtype: of the model.
+    Args: model: a video classifier of transformers, hub id or folder, with its processor. field:
+        the field of a prompt that names the class, as the model does (capitals do not matter).
+        scale: the probability, its logarithm, or a factor. batch_size: videos in one forward pass.
+        device: ``auto`` is CUDA if there is one. dtype: of the model.
 
     Raises:
         UserError: a class that the model does not have.
@@ -62,7 +59,9 @@ class Action:
         self.network = load_model("AutoModelForVideoClassification", model, device, dtype)
         self.processor = load_processor("AutoVideoProcessor", model)
         self.classes = {name.lower(): place for place, name in self.network.config.id2label.items()}
-        self.field, self.batch_size, self.scale = field, batch_size, scaling(scale, SCALES, "action")
+        self.field = field
+        self.batch_size = batch_size
+        self.scale = scaling(scale, SCALES, "action")
         self.count = getattr(self.network.config, "num_frames", 16)
         self.card = replace(type(self).card, needs=(field,))
 
@@ -86,5 +85,7 @@ class Action:
     def wanted(self, prompt: dict) -> int:
         name = field_of(prompt, self.field, "action").lower()
         if name not in self.classes:
-            raise UserError(f"reward 'action': the model has no class {name!r}; {suggest(name, self.classes)}")
+            raise UserError(
+                f"reward 'action': the model has no class {name!r}; {suggest(name, self.classes)}"
+            )
         return self.classes[name]

@@ -1,7 +1,8 @@
 """LAION's aesthetic predictor, version 2: how much people would like the picture, about 1 to 10.
 
-The published head (``sac+logos+ava1-l14-linearMSE``, github.com/christophschuhmann/improved-aesthetic-predictor) is
-five linear layers with nothing between them but dropout: in use, an affine function of the unit CLIP embedding.
+The published head (``sac+logos+ava1-l14-linearMSE``,
+github.com/christophschuhmann/improved-aesthetic-predictor) is five linear layers with nothing
+between them but dropout: in use, an affine function of the unit CLIP embedding.
 """
 
 from __future__ import annotations
@@ -28,29 +29,32 @@ PLACES = (0, 2, 4, 6, 7)  # of the linear layers in the published module, betwee
 
 @REWARDS.register("aesthetic")
 @card(
-    media="image video", differentiable=True, licence="see the source",
+    media="image video",
+    differentiable=True,
+    licence="see the source",
     scaling="about 1..10, open; 0.1 brings it near 0..1",
     source=f"head: [improved-aesthetic-predictor]({SOURCE}); CLIP as in `clip_score`",
-)  # fmt: skip
+)
 class Aesthetic:
-    """LAION aesthetic score of the picture (about 1 to 10), times ``scale``; the prompt is not looked at.
+    """LAION aesthetic score of the picture (about 1 to 10), times ``scale``; the prompt is not
+    looked at.
 
     Of a video, the mean over its frames.
 
-    Args:
-        head: the published ``.pth`` (read with ``weights_only=True``) or the same tensors as ``.safetensors``.
-        clip: ``name/tag`` of open_clip, ``hf-hub:org/repo``, or a local folder; the published head wants the
-            embeddings of ``ViT-L-14/openai``. None loads no CLIP: then only ``head(embeddings)`` can be used.
-        scale: what the score is multiplied by; 1 as published, 0.1 brings it near 0..1.
-        preprocess: ``tensor`` or ``pil``, see ``ClipScore``; the published scores went through PIL.
-        batch_size: pictures in one forward pass.
-        device: ``auto`` is CUDA if there is one.
+    Args: head: the published ``.pth`` (read with ``weights_only=True``) or the same tensors as
+        ``.safetensors``. clip: ``name/tag`` of open_clip, ``hf-hub:org/repo``, or a local folder;
+        the published head wants the
+            embeddings of ``ViT-L-14/openai``. None loads no CLIP: then only ``head(embeddings)``
+        can be used. scale: what the score is multiplied by; 1 as published, 0.1 brings it near
+        0..1. preprocess: ``tensor`` or ``pil``, see ``ClipScore``; the published scores went
+        through PIL. batch_size: pictures in one forward pass. device: ``auto`` is CUDA if there is
+        one.
 
     Attributes:
         head: module, unit CLIP image embeddings [..., E] -> [...] raw scores.
 
-    Raises:
-        UserError: a missing or foreign head file, a missing CLIP, a CLIP whose embeddings have another width.
+    Raises: UserError: a missing or foreign head file, a missing CLIP, a CLIP whose embeddings have
+        another width.
     """
 
     def __init__(
@@ -73,26 +77,32 @@ class Aesthetic:
 
     def _check_width(self, head: str, clip: str) -> None:
         grey = torch.full((1, 3, 32, 32), 0.5)
-        found, wanted = self.clip.embed_images(grey).shape[1], self.head.layers[0].in_features
+        found = self.clip.embed_images(grey).shape[1]
+        wanted = self.head.layers[0].in_features
         if found != wanted:
             raise UserError(
-                f"the embeddings of CLIP {clip!r} have {found} numbers, the aesthetic head {head} takes {wanted}; "
+                f"the embeddings of CLIP {clip!r} have {found} numbers, the aesthetic "
+                f"head {head} takes {wanted}; "
                 "the published head goes with clip: ViT-L-14/openai"
             )
 
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
         """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
         if self.clip is None:
-            raise UserError("this aesthetic reward was built with clip: null and can only score embeddings")
+            raise UserError(
+                "this aesthetic reward was built with clip: null and can only score embeddings"
+            )
         stack = frames(media, "aesthetic")
-        images = self.clip.embed_images(stack.flatten(0, 1), self.batch_size, self.exact)  # [B F, E]
+        # [B F, E]
+        images = self.clip.embed_images(stack.flatten(0, 1), self.batch_size, self.exact)
         with own_precision(images.device.type):
             scores = self.head(images)
         return self.scale * frame_mean(scores, stack.shape[1]).cpu()
 
 
 class Head(nn.Module):
-    """E - 1024 - 128 - 64 - 16 - 1, linear all the way; named as in the published file once dropouts are left out."""
+    """E - 1024 - 128 - 64 - 16 - 1, linear all the way; named as in the published file once
+    dropouts are left out."""
 
     def __init__(self, width: int = 768):
         super().__init__()
@@ -107,18 +117,25 @@ class Head(nn.Module):
 
 
 def load_head(path: str) -> Head:
-    """The head in float32, frozen, on the CPU; its input width is read from the file (768 as published)."""
+    """The head in float32, frozen, on the CPU; its input width is read from the file (768 as
+    published)."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise UserError(
-            f"no aesthetic head at {file}; download {Path(HEAD).name} from {SOURCE} and put it there, "
+            f"no aesthetic head at {file}; download {Path(HEAD).name} from {SOURCE} and "
+            f"put it there, "
             "or say where it is with `head`"
         )
     tensors = read_tensors(file)
-    renamed = {f"layers.{i}.{kind}": f"layers.{place}.{kind}" for i, place in enumerate(PLACES) for kind in KINDS}
+    renamed = {
+        f"layers.{i}.{kind}": f"layers.{place}.{kind}"
+        for i, place in enumerate(PLACES)
+        for kind in KINDS
+    }
     if set(tensors) != set(renamed.values()) or tensors["layers.0.weight"].ndim != 2:
         raise UserError(
-            f"{file} is not a LAION aesthetic head: it holds {brief(tensors)}; expected layers.0.weight ..."
+            f"{file} is not a LAION aesthetic head: it holds {brief(tensors)}; expected "
+            f"layers.0.weight ..."
         )
     with torch.random.fork_rng(devices=[]):
         head = Head(tensors["layers.0.weight"].shape[1])
@@ -126,7 +143,9 @@ def load_head(path: str) -> Head:
         head.load_state_dict({ours: tensors[theirs].float() for ours, theirs in renamed.items()})
     except RuntimeError as error:
         wanted = "-".join(str(w) for w in (head.layers[0].in_features, *WIDTHS))
-        raise UserError(f"{file} is not a LAION aesthetic head of widths {wanted}: {brief(tensors)}") from error
+        raise UserError(
+            f"{file} is not a LAION aesthetic head of widths {wanted}: {brief(tensors)}"
+        ) from error
     return head.eval().requires_grad_(False)
 
 
@@ -138,24 +157,39 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 
             return load_file(file)
         found = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # zip, pickle and safetensors each have their own types for "not my format"
+    # zip, pickle and safetensors each have their own types for "not my format"
+    except Exception as error:
         raise UserError(
             f"cannot read {file} as tensors: {type(error).__name__}: {str(error).splitlines()[0]}"
         ) from error
-    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise UserError(f"{file} is not a LAION aesthetic head: it holds a {type(found).__name__}, not tensors by name")
+    if not isinstance(found, dict) or not all(
+        isinstance(value, Tensor) for value in found.values()
+    ):
+        raise UserError(
+            f"{file} is not a LAION aesthetic head: it holds a "
+            f"{type(found).__name__}, not tensors by name"
+        )
     return found
 
 
 def brief(tensors: dict[str, Tensor]) -> str:
     shown = [f"{name} {list(value.shape)}" for name, value in list(tensors.items())[:3]]
-    return ", ".join(shown) + (f" and {len(tensors) - 3} more" if len(tensors) > 3 else "") if shown else "nothing"
+    return (
+        ", ".join(shown) + (f" and {len(tensors) - 3} more" if len(tensors) > 3 else "")
+        if shown
+        else "nothing"
+    )
 
 
 def split_name(clip: str) -> tuple[str, str]:
     """``ViT-L-14/openai`` -> name and tag; folders, hub and world ids have no tag."""
     place = Path(clip.removeprefix("local-dir:")).expanduser()
-    if clip.startswith(("hf-hub:", "world:", "local-dir:")) or place.is_dir() or place.is_absolute() or clip[0] in ".~":
+    if (
+        clip.startswith(("hf-hub:", "world:", "local-dir:"))
+        or place.is_dir()
+        or place.is_absolute()
+        or clip[0] in ".~"
+    ):
         return clip, ""
     name, _, tag = clip.partition("/")
     return name, tag or "openai"

@@ -1,4 +1,5 @@
-"""A reward for each task of a mixture in which some prompts are answered with images and others with texts."""
+"""A reward for each task of a mixture in which some prompts are answered with images and others
+with texts."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ Part = Annotated[Callable, REWARDS]
 @REWARDS.register("by_task")
 @card(source="PairUni (arXiv:2510.25682)", scaling="as the routes")
 class ByTask:
-    """A reward for every task of a mixture of images and texts: the prompt's field ``task`` says which.
+    """A reward for every task of a mixture of images and texts: the prompt's field ``task`` says
+    which.
 
     Args:
         routes: task -> a reward and its options, such as ``{generate: hpsv2, understand: choice}``.
@@ -31,11 +33,15 @@ class ByTask:
     def __init__(self, routes: dict[str, Part], by: str = "task", default: Part | None = None):
         if not routes:
             raise UserError("reward 'by_task': routes is empty; name at least one, {task: reward}")
-        self.routes, self.by, self.default = dict(routes), by, default
+        self.routes = dict(routes)
+        self.by = by
+        self.default = default
         cards = [card_of(one) for one in [*routes.values(), *([default] if default else [])]]
         refuse_batch(cards)
         if any(one.of == "step" for one in cards):
-            raise UserError("reward 'by_task': its routes must be rewards of whole samples, not of steps")
+            raise UserError(
+                "reward 'by_task': its routes must be rewards of whole samples, not of steps"
+            )
         of = "group" if any(one.of == "group" for one in cards) else "sample"
         self.card = replace(card_of(type(self)), needs=() if default else (by,), of=of)
 
@@ -58,5 +64,7 @@ def _of(media: Any, rows: list[int]) -> Any:
     if isinstance(media, Tensor):
         return media[rows]
     chosen = [media[row] for row in rows]
-    alike = all(isinstance(one, Tensor) for one in chosen) and len({one.shape for one in chosen}) == 1
+    alike = (
+        all(isinstance(one, Tensor) for one in chosen) and len({one.shape for one in chosen}) == 1
+    )
     return torch.stack(chosen) if alike else chosen

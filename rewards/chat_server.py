@@ -1,4 +1,5 @@
-"""A judge behind an OpenAI-compatible server (vLLM, SGLang, a hosted one): chat completions with pictures."""
+"""A judge behind an OpenAI-compatible server (vLLM, SGLang, a hosted one): chat completions with
+pictures."""
 
 from __future__ import annotations
 
@@ -15,23 +16,36 @@ from annotated_types import Ge, Gt
 
 from mmrl.registry import JUDGES, UserError
 from rewards._ask import AGAIN, Question, Unreadable, Usage
-from rewards._chat import KEY, Busy, Pace, Refused, data_url, error_message, key_from, read_choice, retry_after
+from rewards._chat import (
+    KEY,
+    Busy,
+    Pace,
+    Refused,
+    data_url,
+    error_message,
+    key_from,
+    read_choice,
+    retry_after,
+)
 from rewards._servers import Failed, Server, Servers, exchange
 
 log = logging.getLogger(__name__)
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529)
 LONGEST = 16 * 2**20  # bytes of an answer
-OPTIONAL = {"response_format": ("response_format", "json_schema", "guided", "structured"), "logprobs": ("logprobs",)}
+OPTIONAL = {
+    "response_format": ("response_format", "json_schema", "guided", "structured"),
+    "logprobs": ("logprobs",),
+}
 
 
 @JUDGES.register("server")
 class ChatServer:
     """An OpenAI-compatible server: chat completions with pictures as data URLs, many at once.
 
-    A request that gets no answer, 429 or 5xx is repeated after a growing wait, or after what ``Retry-After`` says; at
-    another server if there are several. An answer in the wrong form is asked for anew, with what is wrong. What then
-    has no value is None. JSON schemas and log-probabilities are used where the server has them, and done without
-    where it refuses them.
+    A request that gets no answer, 429 or 5xx is repeated after a growing wait, or after what
+    ``Retry-After`` says; at another server if there are several. An answer in the wrong form is
+    asked for anew, with what is wrong. What then has no value is None. JSON schemas and
+    log-probabilities are used where the server has them, and done without where it refuses them.
 
     Args:
         url: up to and including ``/v1``; or several of servers with the same model.
@@ -79,9 +93,15 @@ class ChatServer:
             raise UserError("a judge needs the address of at least one server in `url`")
         self._pool = Servers(urls, cooldown, "judge server")
         self._key = key_from(key_env)
-        self.model, self.timeout, self.retries, self.asked_again = model, timeout, retries, asked_again
-        self.concurrency, self.backoff, self.longest_wait = concurrency, backoff, longest_wait
-        self.max_side, self.extra = max_side, dict(extra or {})
+        self.model = model
+        self.timeout = timeout
+        self.retries = retries
+        self.asked_again = asked_again
+        self.concurrency = concurrency
+        self.backoff = backoff
+        self.longest_wait = longest_wait
+        self.max_side = max_side
+        self.extra = dict(extra or {})
         self.prices = price_in / 1e6, price_out / 1e6
         self.usage = Usage()
         self.supported = dict.fromkeys(OPTIONAL, True)  # until a server says otherwise
@@ -95,7 +115,8 @@ class ChatServer:
     def servers(self) -> list[Server]:
         return self._pool.all
 
-    # ------------------------------------------------------------------------------------------------ a batch
+    # ----------------------------------------------------------------------------------------------
+    # a batch
 
     def ask(self, questions: Sequence[Question]) -> list[Any]:
         """The value of every question; None where there is none."""
@@ -106,10 +127,15 @@ class ChatServer:
             self._tell("model", f"judge server {self.servers[0].url}: {self._clean(str(error))}")
             self.usage.add(unanswered=len(questions))
             return [None] * len(questions)
-        given_up, refusals = threading.Event(), []
-        pool = ThreadPoolExecutor(min(len(questions), self.concurrency * len(self.servers)) or 1, "judge")
+        given_up = threading.Event()
+        refusals = []
+        pool = ThreadPoolExecutor(
+            min(len(questions), self.concurrency * len(self.servers)) or 1, "judge"
+        )
         try:
-            sent = [pool.submit(self._answer, question, given_up, refusals) for question in questions]
+            sent = [
+                pool.submit(self._answer, question, given_up, refusals) for question in questions
+            ]
             values = [one.result() for one in sent]
         finally:
             given_up.set()  # on the way out of an error: what still waits need not try again
@@ -141,10 +167,14 @@ class ChatServer:
         except Refused as error:
             self.usage.add(refused=1)
             refusals.append(str(error))
-            self._tell("refused", f"the judge refuses a question, which stays without a value: {error}")
+            self._tell(
+                "refused", f"the judge refuses a question, which stays without a value: {error}"
+            )
         return None
 
-    def _send(self, question: Question, messages: list[dict], given_up: threading.Event) -> dict | None:
+    def _send(
+        self, question: Question, messages: list[dict], given_up: threading.Event
+    ) -> dict | None:
         """The choice of a whole answer; None when nobody gives one. Raises Refused, UserError."""
         tried: list[Server] = []
         while len(tried) <= self.retries:
@@ -163,7 +193,8 @@ class ChatServer:
         return None
 
     def _rest(self, error: Failed, tried: Sequence[Server], given_up: threading.Event) -> None:
-        """After a failure: what the server asked for, or a growing wait where no other server is left to try."""
+        """After a failure: what the server asked for, or a growing wait where no other server is
+        left to try."""
         if len(tried) > self.retries:
             return
         self.usage.add(retries=1)
@@ -171,19 +202,28 @@ class ChatServer:
         if asked is not None:
             self._pace.hold(min(asked, self.longest_wait))
         elif len(tried) >= len(self.servers):
-            grown = self.backoff * 2 ** (len(tried) - len(self.servers)) * self._jitter.uniform(0.5, 1)
+            grown = (
+                self.backoff * 2 ** (len(tried) - len(self.servers)) * self._jitter.uniform(0.5, 1)
+            )
             given_up.wait(min(grown, self.longest_wait))
 
-    # ---------------------------------------------------------------------------------------------- a request
+    # ----------------------------------------------------------------------------------------------
+    # a request
 
-    def _request(self, server: Server, question: Question, messages: list[dict], given_up: threading.Event) -> dict:
+    def _request(
+        self, server: Server, question: Question, messages: list[dict], given_up: threading.Event
+    ) -> dict:
         try:
             while True:
                 self._pace.wait(given_up)
                 self.usage.add(requests=1)
                 body = self._body(question, messages)
-                response, content = self._exchange("POST", f"{server.url}/chat/completions", json=body)
-                if response.status_code == 200 or not self._can_do_without(response.status_code, content, body):
+                response, content = self._exchange(
+                    "POST", f"{server.url}/chat/completions", json=body
+                )
+                if response.status_code == 200 or not self._can_do_without(
+                    response.status_code, content, body
+                ):
                     break
             choice = self._choice(response, content)
         except Failed:
@@ -195,33 +235,55 @@ class ChatServer:
         return choice
 
     def _choice(self, response: Any, content: bytes) -> dict:
-        status, said = response.status_code, self._clean(f"{response.status_code}, {error_message(content)}")
+        status = response.status_code
+        said = self._clean(f"{response.status_code}, {error_message(content)}")
         if status in RETRIED or status >= 500:
             raise Busy(said, retry_after(response.headers.get("retry-after")))
         if status in (401, 403):
-            raise UserError(f"the judge refused the key in the environment variable of `key_env` ({said})")
+            raise UserError(
+                f"the judge refused the key in the environment variable of `key_env` ({said})"
+            )
         if status == 404:
-            raise UserError(f"the judge knows no such address or model; `url` ends in /v1 mostly ({said})")
+            raise UserError(
+                f"the judge knows no such address or model; `url` ends in /v1 mostly ({said})"
+            )
         if status != 200:
             raise Refused(said)
         try:
             found = json.loads(content)
-            choice, used = found["choices"][0], found.get("usage") or {}
+            choice = found["choices"][0]
+            used = found.get("usage") or {}
             if not isinstance(choice["message"]["content"], str | None):
                 raise TypeError("content is not text")
             numbers = [int(used.get(key) or 0) for key in ("prompt_tokens", "completion_tokens")]
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+        except (
+            ValueError,
+            KeyError,
+            IndexError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise Failed(f"malformed answer ({type(error).__name__}: {error})") from error
         cost = sum(number * price for number, price in zip(numbers, self.prices))
         self.usage.add(tokens_in=numbers[0], tokens_out=numbers[1], cost=cost)
         return choice
 
     def _body(self, question: Question, messages: list[dict]) -> dict:
-        body = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": question.tokens}
+        body = {
+            "model": self.model,
+            "messages": messages,
+            "temperature": 0,
+            "max_tokens": question.tokens,
+        }
         if question.choices and self.supported["logprobs"]:
             body |= {"logprobs": True, "top_logprobs": 20}
         if question.schema is not None and self.supported["response_format"]:
-            schema = {"name": "answer", "schema": question.schema.model_json_schema(), "strict": True}
+            schema = {
+                "name": "answer",
+                "schema": question.schema.model_json_schema(),
+                "strict": True,
+            }
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
         return {key: value for key, value in (body | self.extra).items() if value is not None}
 
@@ -231,7 +293,10 @@ class ChatServer:
         for name, words in OPTIONAL.items():
             if name in body and any(word in said for word in words):
                 self.supported[name] = False
-                self._tell(name, f"the judge does without {name}, which its server refuses: {self._clean(said)}")
+                self._tell(
+                    name,
+                    f"the judge does without {name}, which its server refuses: {self._clean(said)}",
+                )
                 return True
         return False
 
@@ -253,9 +318,14 @@ class ChatServer:
             names = [str(one["id"]) for one in json.loads(content)["data"]]
         except (ValueError, KeyError, TypeError) as error:
             said = self._clean(f"{response.status_code}, {error_message(content)}")
-            raise UserError(f"the judge's server does not list its models; name one in `model` ({said})") from error
+            raise UserError(
+                f"the judge's server does not list its models; name one in `model` ({said})"
+            ) from error
         if len(names) != 1:
-            raise UserError(f"the judge's server has {len(names)} models; name one in `model`: {', '.join(names)}")
+            raise UserError(
+                f"the judge's server has {len(names)} models; name one in `model`: "
+                f"{', '.join(names)}"
+            )
         self.model = names[0]
 
     def _exchange(self, method: str, url: str, **content: Any) -> tuple[Any, bytes]:
@@ -264,7 +334,8 @@ class ChatServer:
         return exchange(client, request, self.timeout, LONGEST)
 
     def _connection(self) -> Any:
-        """Connections are kept open between calls. No proxies from the environment: they would see the key."""
+        """Connections are kept open between calls. No proxies from the environment: they would see
+        the key."""
         import httpx
 
         with self._lock:
@@ -272,7 +343,9 @@ class ChatServer:
                 headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
                 most = self.concurrency * len(self.servers)
                 limits = httpx.Limits(max_keepalive_connections=most, keepalive_expiry=2.0)
-                self._client = httpx.Client(headers=headers, limits=limits, trust_env=False, follow_redirects=False)
+                self._client = httpx.Client(
+                    headers=headers, limits=limits, trust_env=False, follow_redirects=False
+                )
             return self._client
 
     def _clean(self, text: str) -> str:

@@ -1,4 +1,5 @@
-"""CLIP-IQA: which of two opposite descriptions fits the picture (Wang et al. 2023, arXiv:2207.12396)."""
+"""CLIP-IQA: which of two opposite descriptions fits the picture (Wang et al. 2023,
+arXiv:2207.12396)."""
 
 from __future__ import annotations
 
@@ -33,23 +34,26 @@ PAIRS = {  # the paper's section 3.2 and figure 5
 
 
 @card(
-    media="image video", low=0, high=1, source="any open_clip model; the paper: RN50/openai", licence="MIT (OpenAI's)"
+    media="image video",
+    low=0,
+    high=1,
+    source="any open_clip model; the paper: RN50/openai",
+    licence="MIT (OpenAI's)",
 )
 @REWARDS.register("clip_iqa")
 class ClipIQA:
-    """Probability of the good one of two opposite descriptions, mean over ``pairs``; the prompt is not looked at.
+    """Probability of the good one of two opposite descriptions, mean over ``pairs``; the prompt is
+    not looked at.
 
-    The softmax is at the model's own temperature (100 for OpenAI's). The paper's RN50 was used without position
-    embedding at any size; here, as in torchmetrics' CLIP variants, the model sees its own preprocessing.
-    Of a video, the mean over its frames.
+    The softmax is at the model's own temperature (100 for OpenAI's). The paper's RN50 was used
+    without position embedding at any size; here, as in torchmetrics' CLIP variants, the model sees
+    its own preprocessing. Of a video, the mean over its frames.
 
-    Args:
-        pairs: names of the paper's pairs (quality, brightness, ...) or ``"positive | negative"`` of your own.
-        model: an open_clip name, ``hf-hub:org/repo`` or a local folder.
-        pretrained: open_clip's tag for the weights; not used for folders and hub ids.
-        preprocess: ``tensor`` or ``pil``, see ``ClipScore``.
-        batch_size: pictures in one forward pass.
-        device: ``auto`` is CUDA if there is one.
+    Args: pairs: names of the paper's pairs (quality, brightness, ...) or ``"positive | negative"``
+        of your own. model: an open_clip name, ``hf-hub:org/repo`` or a local folder. pretrained:
+        open_clip's tag for the weights; not used for folders and hub ids. preprocess: ``tensor`` or
+        ``pil``, see ``ClipScore``. batch_size: pictures in one forward pass. device: ``auto`` is
+        CUDA if there is one.
     """
 
     def __init__(
@@ -64,11 +68,13 @@ class ClipIQA:
         self.clip = load_clip(model, pretrained, device)
         self.exact = preprocess == "pil"
         self.batch_size = batch_size
-        self.words = self.clip.embed_texts([text for pair in pairs for text in both(pair)])  # [2 P, E]
+        # [2 P, E]
+        self.words = self.clip.embed_texts([text for pair in pairs for text in both(pair)])
         self.temperature = self.clip.model.logit_scale.exp().float()
 
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU, in 0..1."""
+        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU, in
+        0..1."""
 
         def score(pictures: Tensor, rows: list[int]) -> Tensor:
             images = self.clip.embed_images(pictures, self.batch_size, self.exact)
@@ -84,5 +90,8 @@ def both(pair: str) -> tuple[str, str]:
         return PAIRS[pair]
     good, bar, bad = (part.strip() for part in pair.partition("|"))
     if not (bar and good and bad):
-        raise UserError(f"reward 'clip_iqa' knows no pair {pair!r}; {suggest(pair, PAIRS)}; or write 'good | bad'")
+        raise UserError(
+            f"reward 'clip_iqa' knows no pair {pair!r}; {suggest(pair, PAIRS)}; or "
+            f"write 'good | bad'"
+        )
     return good, bad

@@ -1,8 +1,9 @@
-"""Rewards made of rewards: gated, conservative over several judges, constrained, bounded, corrected.
+"""Rewards made of rewards: gated, conservative over several judges, constrained, bounded,
+corrected.
 
-The parts are written in the configuration as rewards are, a name or ``{name: {options}}``:
-``gate: {main: ocr, extra: {aesthetic: {scale: 0.1}}, above: 0.5}``. A value that a part could not give is NaN in the
-whole.
+The parts are written in the configuration as rewards are, a name or ``{name: {options}}``: ``gate:
+{main: ocr, extra: {aesthetic: {scale: 0.1}}, above: 0.5}``. A value that a part could not give is
+NaN in the whole.
 """
 
 from __future__ import annotations
@@ -23,16 +24,22 @@ Rate = Annotated[float, Ge(0), Lt(1)]
 
 
 @REWARDS.register("gate")
-@card(source="G-RA, Stabilizing Long-term Multi-turn RL with Gated Rewards", scaling="main + weight extra")
+@card(
+    source="G-RA, Stabilizing Long-term Multi-turn RL with Gated Rewards",
+    scaling="main + weight extra",
+)
 class Gate:
     """A main reward, and an extra one that counts only where the main one is above a threshold.
 
-    Gated reward accumulation: R = main + weight * extra * 1[main >= above]. The extra reward cannot be earned instead
-    of the main one.
+    Gated reward accumulation: R = main + weight * extra * 1[main >= above]. The extra reward cannot
+    be earned instead of the main one.
     """
 
     def __init__(self, main: Part, extra: Part, above: float, weight: float = 1.0):
-        self.main, self.extra, self.above, self.weight = main, extra, above, weight
+        self.main = main
+        self.extra = extra
+        self.above = above
+        self.weight = weight
         self.card = merged([main, extra])
 
     def __call__(self, media: Any, prompts: list[dict]) -> Tensor:
@@ -42,12 +49,17 @@ class Gate:
 
 
 @REWARDS.register("ensemble")
-@card(source="[Coste et al. 2023](https://arxiv.org/abs/2310.02743)", scaling="that of its parts, which must be alike")
+@card(
+    source="[Coste et al. 2023](https://arxiv.org/abs/2310.02743)",
+    scaling="that of its parts, which must be alike",
+)
 class Ensemble:
-    """Several judges of one thing, conservatively: the worst of them, or the mean less their disagreement.
+    """Several judges of one thing, conservatively: the worst of them, or the mean less their
+    disagreement.
 
-    Reward model ensembles (Coste et al. 2023): worst-case optimisation, min_i r_i, and uncertainty-weighted
-    optimisation, mean_i r_i - penalty * mean_i (r_i - mean)^2. Bring the parts to one scale first.
+    Reward model ensembles (Coste et al. 2023): worst-case optimisation, min_i r_i, and
+    uncertainty-weighted optimisation, mean_i r_i - penalty * mean_i (r_i - mean)^2. Bring the parts
+    to one scale first.
     """
 
     def __init__(
@@ -58,7 +70,9 @@ class Ensemble:
     ):
         if len(of) < 2:
             raise UserError(f"an ensemble needs at least two rewards in `of`, got {len(of)}")
-        self.of, self.how, self.penalty = list(of), how, penalty
+        self.of = list(of)
+        self.how = how
+        self.penalty = penalty
         self.card = merged(self.of)
 
     def __call__(self, media: Any, prompts: list[dict]) -> Tensor:
@@ -70,24 +84,38 @@ class Ensemble:
 
 
 @REWARDS.register("constrain")
-@card(source="[CGPO](https://arxiv.org/abs/2409.20370)", scaling="that of main; `otherwise` where a judge objects")
+@card(
+    source="[CGPO](https://arxiv.org/abs/2409.20370)",
+    scaling="that of main; `otherwise` where a judge objects",
+)
 class Constrain:
     """A main reward that is only paid where every judge is satisfied: constraints, not trade-offs.
 
-    The constraints of CGPO's mixture of judges (Xu et al. 2024): R = main where all of them hold, else ``otherwise``,
-    which should be at or below the least the main reward gives. A constraint holds where its judge gives at least its
-    number in ``at_least`` (one number for all judges, or one each). CGPO's calibration of the main reward,
-    sigmoid(main - main of a baseline answer to the prompt), is not done: give a main reward of one scale for all
-    prompts, or an advantage that compares the samples of a prompt, which takes a constant of the prompt off anyway.
+    The constraints of CGPO's mixture of judges (Xu et al. 2024): R = main where all of them hold,
+    else ``otherwise``, which should be at or below the least the main reward gives. A constraint
+    holds where its judge gives at least its number in ``at_least`` (one number for all judges, or
+    one each). CGPO's calibration of the main reward, sigmoid(main - main of a baseline answer to
+    the prompt), is not done: give a main reward of one scale for all prompts, or an advantage that
+    compares the samples of a prompt, which takes a constant of the prompt off anyway.
     """
 
     def __init__(
-        self, main: Part, judges: list[Part], at_least: float | list[float] = 0.5, otherwise: float = 0.0
-    ):  # fmt: skip
+        self,
+        main: Part,
+        judges: list[Part],
+        at_least: float | list[float] = 0.5,
+        otherwise: float = 0.0,
+    ):
         limits = list(at_least) if isinstance(at_least, (list, tuple)) else [at_least] * len(judges)
         if not judges or len(limits) != len(judges):
-            raise UserError(f"constrain has {len(judges)} judges and {len(limits)} numbers in at_least: one each")
-        self.main, self.judges, self.limits, self.otherwise = main, list(judges), limits, otherwise
+            raise UserError(
+                f"constrain has {len(judges)} judges and {len(limits)} numbers in "
+                f"at_least: one each"
+            )
+        self.main = main
+        self.judges = list(judges)
+        self.limits = limits
+        self.otherwise = otherwise
         self.card = merged([main, *judges])
 
     def __call__(self, media: Any, prompts: list[dict]) -> Tensor:
@@ -100,34 +128,52 @@ class Constrain:
 
 
 @REWARDS.register("bounded")
-@card(scaling="that of its part, within the bounds", source="[Gao et al. 2024](https://arxiv.org/abs/2410.15115)")
+@card(
+    scaling="that of its part, within the bounds",
+    source="[Gao et al. 2024](https://arxiv.org/abs/2410.15115)",
+)
 class Bounded:
-    """A reward cut off at bounds; of steps also as differences, so that repeating a good step earns nothing.
+    """A reward cut off at bounds; of steps also as differences, so that repeating a good step earns
+    nothing.
 
-    Clip and Delta (Gao et al. 2024, "On designing effective RL reward at training time"): Clip is ``high: 0`` with
-    ``shift: -eta``, min(r - eta, 0). Delta gives step k what it gained over step k + 1, r_k - r_(k+1); the last but
-    one keeps its own and the last has 0, so that the sum from any step on is that step's own reward. Steps are the
-    decisions that have a reward; NaN between them stays NaN.
+    Clip and Delta (Gao et al. 2024, "On designing effective RL reward at training time"): Clip is
+    ``high: 0`` with ``shift: -eta``, min(r - eta, 0). Delta gives step k what it gained over step k
+    + 1, r_k - r_(k+1); the last but one keeps its own and the last has 0, so that the sum from any
+    step on is that step's own reward. Steps are the decisions that have a reward; NaN between them
+    stays NaN.
     """
 
     def __init__(
-        self, of: Part, low: float | None = None, high: float | None = None, shift: float = 0.0, delta: bool = False
-    ):  # fmt: skip
+        self,
+        of: Part,
+        low: float | None = None,
+        high: float | None = None,
+        shift: float = 0.0,
+        delta: bool = False,
+    ):
         if low is None and high is None and not delta:
             raise UserError("bounded needs low, high or delta")
         if low is not None and high is not None and low >= high:
             raise UserError(f"bounded: low {low:g} is not below high {high:g}")
-        self.of, self.low, self.high, self.shift, self.delta = of, low, high, shift, delta
+        self.of = of
+        self.low = low
+        self.high = high
+        self.shift = shift
+        self.delta = delta
         self.card = merged([of])
         if delta and self.card.of != "step":
-            raise UserError("bounded: delta compares the steps of one sample, and this reward is not of steps")
+            raise UserError(
+                "bounded: delta compares the steps of one sample, and this reward is not of steps"
+            )
 
     def __call__(self, media: Any, prompts: list[dict]) -> Tensor:
         (values,) = asked([self.of], media, prompts)
         values = values + self.shift
         if self.low is not None or self.high is not None:
             values = values.clamp(self.low, self.high)  # NaN stays NaN
-        return torch.stack([_gains(row) for row in values]) if self.delta and len(values) else values
+        return (
+            torch.stack([_gains(row) for row in values]) if self.delta and len(values) else values
+        )
 
 
 def _gains(row: Tensor) -> Tensor:
@@ -140,15 +186,20 @@ def _gains(row: Tensor) -> Tensor:
 
 
 @REWARDS.register("noisy")
-@card(source="[Cai et al. 2025](https://arxiv.org/abs/2510.00915)", scaling="0/1 becomes unbiased numbers outside 0..1")
+@card(
+    source="[Cai et al. 2025](https://arxiv.org/abs/2510.00915)",
+    scaling="0/1 becomes unbiased numbers outside 0..1",
+)
 class Noisy:
-    """A 0/1 verifier with known error rates, corrected so that the expected gradient is that of the truth.
+    """A 0/1 verifier with known error rates, corrected so that the expected gradient is that of the
+    truth.
 
-    Backward: (r - fp) / (1 - fp - fn), whose expectation is the true reward; an advantage that divides by the std of
-    the group is not changed by it, sums of several rewards and advantages without a std are. Forward: the number that
-    stands in place of the advantage, fn for a 1 and fn - 1 for a 0, which needs the rate of false negatives only and
-    whose expectation is (1 - fp - fn) (truth - 1). It is r less a constant, so every advantage that takes a mean off
-    takes the correction off with it: give it to ``advantage: reinforce``, which does not.
+    Backward: (r - fp) / (1 - fp - fn), whose expectation is the true reward; an advantage that
+    divides by the std of the group is not changed by it, sums of several rewards and advantages
+    without a std are. Forward: the number that stands in place of the advantage, fn for a 1 and fn
+    - 1 for a 0, which needs the rate of false negatives only and whose expectation is (1 - fp - fn)
+    (truth - 1). It is r less a constant, so every advantage that takes a mean off takes the
+    correction off with it: give it to ``advantage: reinforce``, which does not.
 
     Args:
         of: a reward of 0 and 1.
@@ -158,16 +209,30 @@ class Noisy:
     """
 
     def __init__(
-        self, of: Part, false_positive: Rate = 0.0, false_negative: Rate = 0.0,
+        self,
+        of: Part,
+        false_positive: Rate = 0.0,
+        false_negative: Rate = 0.0,
         how: Literal["backward", "forward"] = "backward",
-    ):  # fmt: skip
+    ):
         if false_positive + false_negative >= 1:
-            raise UserError("noisy: the two error rates add up to 1 or more: such a verifier says nothing")
-        self.of, self.fp, self.fn, self.how = of, false_positive, false_negative, how
+            raise UserError(
+                "noisy: the two error rates add up to 1 or more: such a verifier says nothing"
+            )
+        self.of = of
+        self.fp = false_positive
+        self.fn = false_negative
+        self.how = how
         self.card = merged([of])
 
     def __call__(self, media: Any, prompts: list[dict]) -> Tensor:
         (values,) = asked([self.of], media, prompts)
         if not ((values == 0) | (values == 1) | values.isnan()).all():
-            raise UserError(f"noisy corrects rewards of 0 and 1, got {values.flatten()[:4].tolist()} ...")
-        return (values - self.fp) / (1 - self.fp - self.fn) if self.how == "backward" else values - 1 + self.fn
+            raise UserError(
+                f"noisy corrects rewards of 0 and 1, got {values.flatten()[:4].tolist()} ..."
+            )
+        return (
+            (values - self.fp) / (1 - self.fp - self.fn)
+            if self.how == "backward"
+            else values - 1 + self.fn
+        )

@@ -1,5 +1,5 @@
-"""Does a video stay itself: similarity of its frames' embeddings by CLIP or DINO (VBench, Huang et al. 2024,
-arXiv:2311.17982, section 4.1).
+"""Does a video stay itself: similarity of its frames' embeddings by CLIP or DINO (VBench, Huang et
+al. 2024, arXiv:2311.17982, section 4.1).
 """
 
 from __future__ import annotations
@@ -18,22 +18,28 @@ from rewards.card import card
 from rewards.similarity import ClipSimilarity, DinoSimilarity
 
 Against = Literal["previous", "first", "both"]
-SCALING = "cosines with the previous frame, the first, or both (VBench: their mean, each cut off at 0)"
+SCALING = (
+    "cosines with the previous frame, the first, or both (VBench: their mean, each cut off at 0)"
+)
 
 
-@card(media="video", low=-1, high=1, source="any open_clip model; VBench: ViT-B-32/openai", licence="MIT (OpenAI's)",
-      scaling=SCALING)  # fmt: skip
+@card(
+    media="video",
+    low=-1,
+    high=1,
+    source="any open_clip model; VBench: ViT-B-32/openai",
+    licence="MIT (OpenAI's)",
+    scaling=SCALING,
+)
 @REWARDS.register("clip_consistency")
 class ClipConsistency:
     """Cosine of the CLIP embeddings of a video's frames: VBench's background consistency.
 
-    Args:
-        model: an open_clip name, ``hf-hub:org/repo`` or a local folder.
-        pretrained: open_clip's tag for the weights; not used for folders and hub ids.
-        against: which frame each one is compared with; ``both`` is VBench's mean of the two, negative ones as 0.
-        preprocess: ``tensor`` or ``pil``, see ``ClipScore``.
-        batch_size: frames in one forward pass.
-        device: ``auto`` is CUDA if there is one.
+    Args: model: an open_clip name, ``hf-hub:org/repo`` or a local folder. pretrained: open_clip's
+        tag for the weights; not used for folders and hub ids. against: which frame each one is
+        compared with; ``both`` is VBench's mean of the two, negative ones as 0. preprocess:
+        ``tensor`` or ``pil``, see ``ClipScore``. batch_size: frames in one forward pass. device:
+        ``auto`` is CUDA if there is one.
     """
 
     def __init__(
@@ -45,29 +51,36 @@ class ClipConsistency:
         batch_size: Annotated[int, Ge(1)] = 64,
         device: str = "auto",
     ):
-        self.inner = ClipSimilarity(model, pretrained, preprocess=preprocess, batch_size=batch_size, device=device)
+        self.inner = ClipSimilarity(
+            model, pretrained, preprocess=preprocess, batch_size=batch_size, device=device
+        )
         self.against = against
 
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
         """Videos [B, F, 3, H, W] in 0..1, two frames or more -> [B] float32 on the CPU."""
         stack = moving(media, "clip_consistency", 2)
-        rows = self.inner.clip.embed_images(stack.flatten(0, 1), self.inner.batch_size, self.inner.exact)
+        rows = self.inner.clip.embed_images(
+            stack.flatten(0, 1), self.inner.batch_size, self.inner.exact
+        )
         return consistency(rows.unflatten(0, stack.shape[:2]), self.against)
 
 
-@card(media="video", low=-1, high=1, source="facebook/dino-vitb16 (VBench) or any vision model of transformers",
-      licence="Apache-2.0 (DINO)", scaling=SCALING)  # fmt: skip
+@card(
+    media="video",
+    low=-1,
+    high=1,
+    source="facebook/dino-vitb16 (VBench) or any vision model of transformers",
+    licence="Apache-2.0 (DINO)",
+    scaling=SCALING,
+)
 @REWARDS.register("dino_consistency")
 class DinoConsistency:
     """Cosine of the DINO embeddings of a video's frames: VBench's subject consistency.
 
-    Args:
-        model: a vision model of transformers, hub id or folder.
-        against: which frame each one is compared with; ``both`` is VBench's mean of the two, negative ones as 0.
-        preprocess: ``tensor`` resizes the floats, ``pil`` rounds to 8 bits and resizes with PIL.
-        batch_size: frames in one forward pass.
-        device: ``auto`` is CUDA if there is one.
-        dtype: of the model.
+    Args: model: a vision model of transformers, hub id or folder. against: which frame each one is
+        compared with; ``both`` is VBench's mean of the two, negative ones as 0. preprocess:
+        ``tensor`` resizes the floats, ``pil`` rounds to 8 bits and resizes with PIL. batch_size:
+        frames in one forward pass. device: ``auto`` is CUDA if there is one. dtype: of the model.
     """
 
     def __init__(
@@ -79,7 +92,9 @@ class DinoConsistency:
         device: str = "auto",
         dtype: Precision = "float32",
     ):
-        self.inner = DinoSimilarity(model, preprocess=preprocess, batch_size=batch_size, device=device, dtype=dtype)
+        self.inner = DinoSimilarity(
+            model, preprocess=preprocess, batch_size=batch_size, device=device, dtype=dtype
+        )
         self.against = against
 
     @torch.no_grad()
@@ -89,15 +104,22 @@ class DinoConsistency:
         broken = ~stack.isfinite().flatten(1).all(1).cpu()
         pictures = stack.float().nan_to_num(0.0, 0.0, 0.0).flatten(0, 1)
         with own_precision(media.device.type):
-            rows = torch.cat([self.inner.embed(part) for part in pictures.split(self.inner.batch_size)])
-        return consistency(rows.unflatten(0, stack.shape[:2]), self.against).masked_fill(broken, torch.nan)
+            rows = torch.cat(
+                [self.inner.embed(part) for part in pictures.split(self.inner.batch_size)]
+            )
+        return consistency(rows.unflatten(0, stack.shape[:2]), self.against).masked_fill(
+            broken, torch.nan
+        )
 
 
 def moving(media: Tensor, reward: str, least: int) -> Tensor:
     """The videos [B, F, 3, H, W], if they have enough frames."""
     stack = frames(media, reward)
     if stack.shape[1] < least:
-        raise UserError(f"reward {reward!r} judges videos of {least} frames or more, not images; got {stack.shape[1]}")
+        raise UserError(
+            f"reward {reward!r} judges videos of {least} frames or more, not images; "
+            f"got {stack.shape[1]}"
+        )
     return stack
 
 
@@ -105,5 +127,9 @@ def consistency(rows: Tensor, against: Against) -> Tensor:
     """Unit embeddings [B, F, E] -> [B] mean over the frames after the first."""
     previous = (rows[:, 1:] * rows[:, :-1]).sum(-1)
     first = (rows[:, 1:] * rows[:, :1]).sum(-1)
-    found = {"previous": previous, "first": first, "both": (previous.clamp(min=0) + first.clamp(min=0)) / 2}[against]
+    found = {
+        "previous": previous,
+        "first": first,
+        "both": (previous.clamp(min=0) + first.clamp(min=0)) / 2,
+    }[against]
     return found.mean(1).cpu()

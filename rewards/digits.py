@@ -1,4 +1,5 @@
-"""``digits``: is what was asked for in the picture? Identity, colour, size, place, relation and count of digits."""
+"""``digits``: is what was asked for in the picture? Identity, colour, size, place, relation and
+count of digits."""
 
 from __future__ import annotations
 
@@ -32,25 +33,32 @@ _CLEAR = 4.0  # pixels a digit must be further up (down, left, right) than the o
     licence="BSD-3-Clause (the scans)",
 )
 class Digits:
-    """What was asked for is in the picture: digits with colour, size, place, relation and count, 0 to 1.
+    """What was asked for is in the picture: digits with colour, size, place, relation and count, 0
+    to 1.
 
-    A reader (detector and classifier, ``rewards/_reader.py``) finds at most five digits with confidence c, digit
-    probabilities, colour and size probabilities and a centre. Like GenEval (Ghosh et al. 2023) the reward asks a
-    detector about every thing the prompt names, but it gives partial credit:
+    A reader (detector and classifier, ``rewards/_reader.py``) finds at most five digits with
+    confidence c, digit probabilities, colour and size probabilities and a centre. Like GenEval
+    (Ghosh et al. 2023) the reward asks a detector about every thing the prompt names, but it gives
+    partial credit:
 
-    * Every requested object is matched with one detection of its own; among all assignments the one with the largest
-      sum counts. Its score is ``c * p(digit) * mean(attributes)``: without the right digit nothing else earns.
-    * Attributes are only those asked for: ``p(colour)``, ``p(size)``, and place: 1 with the centre in the region, else
-      ``exp(-distance / 3 px)``. An object of which nothing is asked but its digit has attributes 1.
-    * A relation ("above") is one more term: ``sigmoid((gap - 4 px) / 1 px) * min(object scores)``, where gap is how
-      much further up the first centre is than the second.
-    * Reward = ``mean(objects and relation) / (1 + |n - sum of confidences|)`` with n the number of digits asked for.
+    * Every requested object is matched with one detection of its own; among all assignments the one
+      with the largest sum counts. Its score is ``c * p(digit) * mean(attributes)``: without the
+      right digit nothing else earns.
+    * Attributes are only those asked for: ``p(colour)``, ``p(size)``, and place: 1 with the centre
+      in the region, else ``exp(-distance / 3 px)``. An object of which nothing is asked but its
+      digit has attributes 1.
+    * A relation ("above") is one more term: ``sigmoid((gap - 4 px) / 1 px) * min(object scores)``,
+      where gap is how much further up the first centre is than the second.
+    * Reward = ``mean(objects and relation) / (1 + |n - sum of confidences|)`` with n the number of
+      digits asked for.
 
-    ``strict``: every probability becomes 1 if it is the largest (confidence, place and relation: if above 0.5) and 0
-    otherwise, and the reward is 1 only if every term is 1 and the count is right, as in GenEval.
+    ``strict``: every probability becomes 1 if it is the largest (confidence, place and relation: if
+    above 0.5) and 0 otherwise, and the reward is 1 only if every term is 1 and the count is right,
+    as in GenEval.
 
-    Called with images [B, 3, H, W] in 0..1 (any float type and device) and B prompts that have ``objects``, and
-    optionally ``relation`` and ``count``. Returns float32 [B] on the images' device.
+    Called with images [B, 3, H, W] in 0..1 (any float type and device) and B prompts that have
+    ``objects``, and optionally ``relation`` and ``count``. Returns float32 [B] on the images'
+    device.
     """
 
     def __init__(self, path: str = "world:digits/reader", strict: bool = False):
@@ -59,39 +67,54 @@ class Digits:
 
     def __call__(self, media: Tensor, prompts: list[dict[str, Any]]) -> Tensor:
         if not isinstance(media, Tensor) or media.dim() != 4 or len(media) != len(prompts):
-            raise UserError(f"reward 'digits' wants one image [3, H, W] for each of {len(prompts)} prompts")
+            raise UserError(
+                f"reward 'digits' wants one image [3, H, W] for each of {len(prompts)} prompts"
+            )
         asked = [_objects(prompt) for prompt in prompts]
         with own_precision(media.device.type):  # a reward must not depend on the policy's precision
             found = self.reader.to(media.device).detect(media)
         found = _harden(found) if self.strict else found
-        terms = torch.stack([self._match(found, b, asked[b], prompts[b]) for b in range(len(prompts))])
+        terms = torch.stack(
+            [self._match(found, b, asked[b], prompts[b]) for b in range(len(prompts))]
+        )
         count = torch.tensor([p.get("count") or len(a) for p, a in zip(prompts, asked)])
-        count = count.to(media.device, non_blocking=media.device.type != "cpu")  # the host need not wait
+        # the host need not wait
+        count = count.to(media.device, non_blocking=media.device.type != "cpu")
         reward = terms / (1 + (found.confidence.sum(1) - count).abs())
         return (reward == 1).float() if self.strict else reward
 
     def _match(self, found: Detections, b: int, asked: Asked, prompt: dict[str, Any]) -> Tensor:
-        """Mean of the terms of one row (scalar) under the best assignment of detections to objects."""
+        """Mean of the terms of one row (scalar) under the best assignment of detections to
+        objects."""
         score = torch.stack([self._object(found, b, item) for item in asked], 1)  # [M, N]
         ways = _ways(len(score), len(asked), score.device)
         each = score[ways, torch.arange(len(asked), device=score.device)]  # [ways, N]
-        best = each.sum(1).argmax(0, keepdim=True)  # [1], of the device: the host does not wait for it
-        terms, relation = each[best][0], prompt.get("relation")
+        # [1], of the device: the host does not wait for it
+        best = each.sum(1).argmax(0, keepdim=True)
+        terms = each[best][0]
+        relation = prompt.get("relation")
         if relation:
             axis, sign = _AXIS[relation]
             one, two = found.center[b, ways[best][0], axis][:2]
             holds = (sign * (two - one) - _CLEAR).sigmoid()
-            terms = torch.cat([terms, ((holds > 0.5).float() if self.strict else holds)[None] * terms.min()])
+            terms = torch.cat(
+                [terms, ((holds > 0.5).float() if self.strict else holds)[None] * terms.min()]
+            )
         return terms.mean()
 
     def _object(self, found: Detections, b: int, item: dict[str, Any]) -> Tensor:
         """[M] how well every detection of row b is the object."""
         config = self.reader.config
-        parts = [found.color[b, :, config["colors"].index(item["color"])]] if item.get("color") else []
+        parts = (
+            [found.color[b, :, config["colors"].index(item["color"])]] if item.get("color") else []
+        )
         parts += [found.size[b, :, config["sizes"].index(item["size"])]] if item.get("size") else []
         if item.get("place"):
-            low, high = _corners(tuple(config["places"][item["place"]]), found.center.dtype, found.center.device)
-            outside = (low - found.center[b]).clamp(min=0) + (found.center[b] - high).clamp(min=0)  # [M, 2]
+            low, high = _corners(
+                tuple(config["places"][item["place"]]), found.center.dtype, found.center.device
+            )
+            # [M, 2]
+            outside = (low - found.center[b]).clamp(min=0) + (found.center[b] - high).clamp(min=0)
             near = (-outside.norm(dim=-1) / _FADE).exp()
             parts.append((near > 0.5).float() if self.strict else near)
         attributes = torch.stack(parts).mean(0) if parts else 1.0
@@ -109,7 +132,8 @@ class Digits:
     licence="BSD-3-Clause (the scans)",
 )
 class DigitsJudge(Digits):
-    """The ``digits`` reward by an independent judge: other scans, other network. For evaluation, never for training."""
+    """The ``digits`` reward by an independent judge: other scans, other network. For evaluation,
+    never for training."""
 
     def __init__(self, path: str = "world:digits/judge", strict: bool = False):
         super().__init__(path, strict)
@@ -119,7 +143,8 @@ def _objects(prompt: dict[str, Any]) -> Asked:
     objects = prompt.get("objects")
     if not objects or not all(isinstance(item, dict) and "digit" in item for item in objects):
         raise UserError(
-            f'reward \'digits\' needs "objects" (a list of {{"digit": 7, "color": "red"}}) in every prompt; '
+            f"reward 'digits' needs \"objects\" (a list of "
+            f'{{"digit": 7, "color": "red"}}) in every prompt; '
             f"{prompt.get('text', prompt)!r} has none. Use data: {{digits: {{}}}} or another reward"
         )
     return objects
@@ -133,7 +158,9 @@ def _ways(detections: int, objects: int, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _corners(region: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def _corners(
+    region: tuple[float, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """[2] each, x and y of a region's low and high corner, moved to a device once."""
     with torch.inference_mode(False):
         corners = torch.tensor(region, dtype=dtype, device=device).view(2, 2)

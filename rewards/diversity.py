@@ -1,7 +1,8 @@
 """How different the answers to one prompt are, as a reward and as a factor of another one.
 
-Pictures and videos are compared by the CLIP embedding of their frames (mean), or by coarse pixels without a model;
-texts by their words and pairs of words. s is the cosine of two samples, cut at 0, d = 1 - s.
+Pictures and videos are compared by the CLIP embedding of their frames (mean), or by coarse pixels
+without a model; texts by their words and pairs of words. s is the cosine of two samples, cut at 0,
+d = 1 - s.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ COARSE = 8  # pixels a side of the pictures that are compared without a model
 
 
 class Similarity:
-    """[B, B] cosines of samples in 0..1; ``clip`` is ``name/tag``, a folder or hub id, None compares coarse pixels."""
+    """[B, B] cosines of samples in 0..1; ``clip`` is ``name/tag``, a folder or hub id, None
+    compares coarse pixels."""
 
     def __init__(self, clip: str | None):
         from rewards.aesthetic import split_name
@@ -36,7 +38,9 @@ class Similarity:
             return self.cosines(words(media))
         stack = frames(media, "diversity")  # [B, F, 3, H, W]
         if self.clip is not None:
-            found = self.clip.embed_images(stack.flatten(0, 1)).view(*stack.shape[:2], -1).mean(1).cpu()
+            found = (
+                self.clip.embed_images(stack.flatten(0, 1)).view(*stack.shape[:2], -1).mean(1).cpu()
+            )
         else:
             small = nnf.adaptive_avg_pool2d(stack.flatten(0, 1).float().cpu(), COARSE)
             found = small.view(*stack.shape[:2], -1).mean(1) - 0.5  # grey is the origin
@@ -66,15 +70,19 @@ def others(values: Tensor) -> Tensor:
 
 
 class Grouped:
-    """A reward that looks at the similarities inside every group; ``of`` is the reward it changes, None for none."""
+    """A reward that looks at the similarities inside every group; ``of`` is the reward it changes,
+    None for none."""
 
     def __init__(self, of: Callable | None, clip: str | None):
-        self.of, self.similarity = of, Similarity(clip)
+        self.of = of
+        self.similarity = Similarity(clip)
         self.card = Card(of="group") if of is None else merged([of], "group")
 
     def __call__(self, media: Any, prompts: list[dict]) -> Tensor:
         """[B]; groups of one prompt may come in any number."""
-        values = torch.ones(len(prompts)) if self.of is None else asked([self.of], media, prompts)[0]
+        values = (
+            torch.ones(len(prompts)) if self.of is None else asked([self.of], media, prompts)[0]
+        )
         found = torch.zeros(len(prompts))
         for rows in groups_of(prompts):
             part = media[rows] if isinstance(media, Tensor) else [media[row] for row in rows]
@@ -89,9 +97,11 @@ class Grouped:
 @REWARDS.register("pairwise_distance")
 @card(of="group", low=0, high=1, scaling="1 - cosine")
 class PairwiseDistance(Grouped):
-    """Mean distance of a sample to the other samples of its prompt: rewards, or monitors, diversity.
+    """Mean distance of a sample to the other samples of its prompt: rewards, or monitors,
+    diversity.
 
-    ``clip``: the model that pictures are compared by, as in ``aesthetic``; null compares coarse pixels.
+    ``clip``: the model that pictures are compared by, as in ``aesthetic``; null compares coarse
+    pixels.
     """
 
     def __init__(self, clip: str | None = None):
@@ -102,12 +112,16 @@ class PairwiseDistance(Grouped):
 
 
 @REWARDS.register("dra")
-@card(of="group", source="[DRA-GRPO](https://arxiv.org/abs/2505.09655)", scaling="at most that of its part")
+@card(
+    of="group",
+    source="[DRA-GRPO](https://arxiv.org/abs/2505.09655)",
+    scaling="at most that of its part",
+)
 class DRA(Grouped):
     """A reward divided by 1 + how much the sample shares with the others of its prompt.
 
-    Diversity-aware reward adjustment (Chen et al. 2025): r_i / (1 + sum over j != i of s_ij), the submodular mutual
-    information of the graph cut. For rewards that are not negative.
+    Diversity-aware reward adjustment (Chen et al. 2025): r_i / (1 + sum over j != i of s_ij), the
+    submodular mutual information of the graph cut. For rewards that are not negative.
     """
 
     def __init__(self, of: Annotated[Callable, REWARDS], clip: str | None = None):
@@ -118,12 +132,18 @@ class DRA(Grouped):
 
 
 @REWARDS.register("darling")
-@card(of="group", source="[DARLING](https://arxiv.org/abs/2509.02534)", scaling="at most that of its part")
+@card(
+    of="group",
+    source="[DARLING](https://arxiv.org/abs/2509.02534)",
+    scaling="at most that of its part",
+)
 class Darling(Grouped):
-    """A reward times the mean distance of the sample to the others of its prompt: quality and diversity together.
+    """A reward times the mean distance of the sample to the others of its prompt: quality and
+    diversity together.
 
-    DARLING (Li et al. 2025) multiplies the reward with diversity in 0..1; theirs is the share of answers of another
-    meaning, by a trained classifier, here it is the mean of 1 - cosine. For rewards that are not negative.
+    DARLING (Li et al. 2025) multiplies the reward with diversity in 0..1; theirs is the share of
+    answers of another meaning, by a trained classifier, here it is the mean of 1 - cosine. For
+    rewards that are not negative.
     """
 
     def __init__(self, of: Annotated[Callable, REWARDS], clip: str | None = None):

@@ -1,7 +1,8 @@
-"""GenEval: are the asked objects there, so many, of that colour, at that place (Ghosh et al. 2023, arXiv:2310.11513).
+"""GenEval: are the asked objects there, so many, of that colour, at that place (Ghosh et al. 2023,
+arXiv:2310.11513).
 
-The protocol works on what a detector finds; ``published`` is the benchmark's verdict, ``strict`` and ``partial`` are
-the forms that Flow-GRPO trains on.
+The protocol works on what a detector finds; ``published`` is the benchmark's verdict, ``strict``
+and ``partial`` are the forms that Flow-GRPO trains on.
 """
 
 from __future__ import annotations
@@ -24,9 +25,14 @@ from rewards._prompt import field_of
 from rewards.card import card
 
 COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
-COLOR_TEXTS = ("a photo of a {color} {name}", "a photo of a {color}-colored {name}", "a photo of a {color} object")
+COLOR_TEXTS = (
+    "a photo of a {color} {name}",
+    "a photo of a {color}-colored {name}",
+    "a photo of a {color} object",
+)
 GREY = 0x99 / 255  # what stands around an object when its colour is looked at
-NEAR = 0.1  # share of both sizes by which objects may overlap along an axis and still count as level
+# share of both sizes by which objects may overlap along an axis and still count as level
+NEAR = 0.1
 Seen = dict[str, list[Found]]
 Colors = Callable[[list[Found], str], list[str]]
 Share = Annotated[float, Interval(ge=0, le=1)]
@@ -36,32 +42,32 @@ Share = Annotated[float, Interval(ge=0, le=1)]
     media="image",
     needs="include",
     high=1,
-    source="facebook/mask2former-swin-small-coco-instance, CLIP ViT-L-14/openai; prompts: GenEval's metadata",
+    source="facebook/mask2former-swin-small-coco-instance, CLIP ViT-L-14/openai; prompts: "
+    "GenEval's metadata",
     licence="MIT",
-    scaling="partial: mean of terms, may fall below 0; strict: 0 or 1, exact counts; published: 0 or 1, the benchmark",
+    scaling="partial: mean of terms, may fall below 0; strict: 0 or 1, exact counts; published: "
+    "0 or 1, the benchmark",
 )
 @REWARDS.register("geneval")
 class GenEval:
     """GenEval's verdict on a picture, by a detector and CLIP for colours.
 
-    A prompt is a line of GenEval's metadata: ``include``, a list of ``{"class", "count", "color", "position"}`` where
-    ``position`` is ``[relation, index of the entry it relates to]``, optionally ``exclude`` and ``tag``.
+    A prompt is a line of GenEval's metadata: ``include``, a list of ``{"class", "count", "color",
+    "position"}`` where ``position`` is ``[relation, index of the entry it relates to]``, optionally
+    ``exclude`` and ``tag``.
 
-    ``published`` wants at least so many of the most certain objects, and none of ``exclude``. ``strict`` wants exactly
-    so many and does not look at ``exclude``. ``partial`` is the mean over terms: 1 - |found - wanted| / wanted for
-    counts and for colours (below 0 for too many), 0 for what a wrong count makes pointless, and for a position 1, or
-    half of it when wrong, as in the published code.
+    ``published`` wants at least so many of the most certain objects, and none of ``exclude``.
+    ``strict`` wants exactly so many and does not look at ``exclude``. ``partial`` is the mean over
+    terms: 1 - |found - wanted| / wanted for counts and for colours (below 0 for too many), 0 for
+    what a wrong count makes pointless, and for a position 1, or half of it when wrong, as in the
+    published code.
 
-    Args:
-        detector: Mask2Former or an object detection model of transformers, hub id or folder, with COCO's names.
-        clip: ``name/tag`` of open_clip or a local folder, for colours.
-        form: see above.
-        threshold: objects below this score do not count.
-        counting_threshold: the same for prompts whose ``tag`` is ``counting``.
-        most: objects of one class at most.
-        batch_size: pictures in one forward pass.
-        device: ``auto`` is CUDA if there is one.
-        dtype: of the detector.
+    Args: detector: Mask2Former or an object detection model of transformers, hub id or folder, with
+        COCO's names. clip: ``name/tag`` of open_clip or a local folder, for colours. form: see
+        above. threshold: objects below this score do not count. counting_threshold: the same for
+        prompts whose ``tag`` is ``counting``. most: objects of one class at most. batch_size:
+        pictures in one forward pass. device: ``auto`` is CUDA if there is one. dtype: of the
+        detector.
 
     Raises:
         UserError: a model that cannot be had; a class that the detector does not know.
@@ -83,19 +89,27 @@ class GenEval:
 
         self.detector = Detector(detector, device, dtype)
         self.clip = load_clip(*split_name(clip), device)
-        self.form, self.thresholds, self.most = form, (threshold, counting_threshold), most
-        self.batch_size, self.classifiers = batch_size, {}
+        self.form = form
+        self.thresholds = (threshold, counting_threshold)
+        self.most = most
+        self.batch_size = batch_size
+        self.classifiers = {}
 
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
         """Images [B, 3, H, W] in 0..1 -> [B] float32 on the CPU, at most 1."""
         if isinstance(media, Tensor) and media.ndim == 5:
-            raise UserError("reward 'geneval' judges images, not videos; `per_frame` with it judges their frames")
+            raise UserError(
+                "reward 'geneval' judges images, not videos; `per_frame` with it "
+                "judges their frames"
+            )
         for prompt in prompts:
             self.check(prompt)
 
         def score(pictures: Tensor, rows: list[int]) -> Tensor:
             found = self.detector(pictures)
-            return torch.tensor([self.judge(*one) for one in zip(pictures, found, [prompts[r] for r in rows])])
+            return torch.tensor(
+                [self.judge(*one) for one in zip(pictures, found, [prompts[r] for r in rows])]
+            )
 
         return each_frame(media, "geneval", self.batch_size, score)
 
@@ -113,11 +127,15 @@ class GenEval:
     def colors(self, picture: Tensor, objects: list[Found], name: str) -> list[str]:
         """The colour of each object by CLIP, the rest of its box grey."""
         if name not in self.classifiers:
-            texts = [text.format(color=color, name=name) for color in COLORS for text in COLOR_TEXTS]
+            texts = [
+                text.format(color=color, name=name) for color in COLORS for text in COLOR_TEXTS
+            ]
             rows = self.clip.embed_texts(texts).unflatten(0, (len(COLORS), -1)).mean(1)
             self.classifiers[name] = nnf.normalize(rows, dim=-1)  # [10, E]
         picture = to_uint8(picture).float() / 255
-        crops = torch.cat([self.clip.embed_images(cut(picture, one)[None], exact=True) for one in objects])
+        crops = torch.cat(
+            [self.clip.embed_images(cut(picture, one)[None], exact=True) for one in objects]
+        )
         return [COLORS[i] for i in (crops @ self.classifiers[name].T).argmax(1).tolist()]
 
     def check(self, prompt: dict) -> None:
@@ -125,7 +143,9 @@ class GenEval:
         for entry in [*field_of(prompt, "include", "geneval", list), *prompt.get("exclude", [])]:
             if entry["class"] not in known:
                 hint = suggest(entry["class"], known)
-                raise UserError(f"reward 'geneval': the detector knows no class {entry['class']!r}; {hint}")
+                raise UserError(
+                    f"reward 'geneval': the detector knows no class {entry['class']!r}; {hint}"
+                )
 
 
 def kept(objects: list[Found], threshold: float, most: int) -> Seen:
@@ -138,8 +158,10 @@ def kept(objects: list[Found], threshold: float, most: int) -> Seen:
 
 
 def published(seen: Seen, prompt: dict[str, Any], colors: Colors) -> bool:
-    """The benchmark's verdict: at least so many, judged on the most certain ones; nothing that is excluded."""
-    correct, groups = True, []
+    """The benchmark's verdict: at least so many, judged on the most certain ones; nothing that is
+    excluded."""
+    correct = True
+    groups = []
     for entry in prompt["include"]:
         found = seen.get(entry["class"], [])[: entry["count"]]
         fits = len(found) == entry["count"]
@@ -149,14 +171,19 @@ def published(seen: Seen, prompt: dict[str, Any], colors: Colors) -> bool:
             fits = placed(found, groups, *entry["position"])
         correct &= fits
         groups.append(found if fits else None)
-    return correct and all(len(seen.get(e["class"], [])) < e["count"] for e in prompt.get("exclude", []))
+    return correct and all(
+        len(seen.get(e["class"], [])) < e["count"] for e in prompt.get("exclude", [])
+    )
 
 
 def training(seen: Seen, prompt: dict[str, Any], colors: Colors) -> tuple[bool, float]:
     """Flow-GRPO's two forms: everything exact, and the mean of the terms."""
-    correct, terms, groups = True, [], []
+    correct = True
+    terms = []
+    groups = []
     for entry in prompt["include"]:
-        found, count = seen.get(entry["class"], []), entry["count"]
+        found = seen.get(entry["class"], [])
+        count = entry["count"]
         fits = len(found) == count
         terms.append(1 - abs(count - len(found)) / count)
         if not fits and ("color" in entry or "position" in entry):
@@ -176,14 +203,19 @@ def training(seen: Seen, prompt: dict[str, Any], colors: Colors) -> tuple[bool, 
     return correct, sum(terms) / len(terms)
 
 
-def placed(found: list[Found], groups: list[list[Found] | None], relation: str, target: int) -> bool:
+def placed(
+    found: list[Found], groups: list[list[Found] | None], relation: str, target: int
+) -> bool:
     """Whether every object stands so to every one of an earlier entry, which itself was right."""
     others = groups[target]
-    return others is not None and all(relation in relations(a.box, b.box) for a in found for b in others)
+    return others is not None and all(
+        relation in relations(a.box, b.box) for a in found for b in others
+    )
 
 
 def relations(a: Tensor, b: Tensor) -> set[str]:
-    """Where box a is, seen from box b: offsets of the centres, less 0.1 of both sizes, over the centres' distance."""
+    """Where box a is, seen from box b: offsets of the centres, less 0.1 of both sizes, over the
+    centres' distance."""
     offset = (a[:2] + a[2:] - b[:2] - b[2:]) / 2
     sizes = (a[2:] - a[:2] + b[2:] - b[:2]).abs()
     beyond = (offset.abs() - NEAR * sizes).clamp(min=0) * offset.sign()
@@ -199,5 +231,6 @@ def cut(picture: Tensor, one: Found) -> Tensor:
     if one.mask is not None:
         picture = torch.where(one.mask, picture, torch.full_like(picture, GREY))
     left, top, right, bottom = (round(float(edge)) for edge in one.box)
-    left, top = min(left, picture.shape[2] - 1), min(top, picture.shape[1] - 1)
+    left = min(left, picture.shape[2] - 1)
+    top = min(top, picture.shape[1] - 1)
     return picture[:, top : max(bottom, top + 1), left : max(right, left + 1)]

@@ -29,22 +29,22 @@ SCALES = {"cosine": raw, "percent": factor(100)}
     high=1,
     source="xswu/HPSv2, HPS_v2.1_compressed.pt on open_clip ViT-H-14",
     licence="Apache-2.0",
-    scaling="cosine (about 0.2..0.35; DanceGRPO, DiffusionNFT), percent = 100 cos (the paper's tables)",
+    scaling="cosine (about 0.2..0.35; DanceGRPO, DiffusionNFT), percent = 100 cos (the paper's "
+    "tables)",
 )
 @REWARDS.register("hpsv2")
 class HPSv2:
     """Cosine of the embeddings of picture and prompt by a CLIP ViT-H-14 tuned on human choices.
 
-    As published, the longer side of the picture is brought to 224 and the rest filled with black; of a square one
-    that is a plain resize. Of a video, the mean over its frames.
+    As published, the longer side of the picture is brought to 224 and the rest filled with black;
+    of a square one that is a plain resize. Of a video, the mean over its frames.
 
-    Args:
-        weights: the published checkpoint (``HPS_v2.1_compressed.pt`` or ``HPS_v2_compressed.pt``).
-        model: the open_clip model it belongs to; a folder or hub id brings its own weights.
-        scale: a published scaling by name, or a factor on the cosine.
-        preprocess: ``pil`` as published (8 bits, PIL's bicubic), ``tensor`` on floats as in DiffusionNFT.
-        batch_size: pictures in one forward pass.
-        device: ``auto`` is CUDA if there is one.
+    Args: weights: the published checkpoint (``HPS_v2.1_compressed.pt`` or
+        ``HPS_v2_compressed.pt``). model: the open_clip model it belongs to; a folder or hub id
+        brings its own weights. scale: a published scaling by name, or a factor on the cosine.
+        preprocess: ``pil`` as published (8 bits, PIL's bicubic), ``tensor`` on floats as in
+        DiffusionNFT. batch_size: pictures in one forward pass. device: ``auto`` is CUDA if there is
+        one.
 
     Raises:
         UserError: when the checkpoint is missing, with where to get it.
@@ -63,7 +63,9 @@ class HPSv2:
 
         if model in open_clip.list_models() and not Path(weights).expanduser().is_file():
             name = Path(WEIGHTS).name
-            raise UserError(f"no HPSv2 checkpoint at {weights}; download {name} from {SOURCE} and put it there")
+            raise UserError(
+                f"no HPSv2 checkpoint at {weights}; download {name} from {SOURCE} and put it there"
+            )
         self.clip = padding(load_clip(model, weights, device))
         self.exact = preprocess == "pil"
         self.batch_size = batch_size
@@ -82,7 +84,8 @@ class HPSv2:
 
 
 def padding(clip: Clip) -> Clip:
-    """The same network and texts with HPSv2's own preprocessing: the longer side decides, black around it."""
+    """The same network and texts with HPSv2's own preprocessing: the longer side decides, black
+    around it."""
     other = Clip(clip.model, clip.tokenizer, clip.device)
     other.preprocess_cfg |= {"resize_mode": "longest", "fill_color": 0, "interpolation": "bicubic"}
     other.shared = clip  # keeps the entry among the shared models alive

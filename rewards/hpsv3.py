@@ -1,4 +1,5 @@
-"""HPSv3, a wide-spectrum human preference score (Ma et al. 2025, arXiv:2508.03789): Qwen2-VL-7B with a small head."""
+"""HPSv3, a wide-spectrum human preference score (Ma et al. 2025, arXiv:2508.03789): Qwen2-VL-7B
+with a small head."""
 
 from __future__ import annotations
 
@@ -34,13 +35,12 @@ SCALES = {"mu": raw, "unirl": factor(1 / 15)}
 class HPSv3:
     """HPSv3: the mean that a head of three layers reads off Qwen2-VL at the token ``<|Reward|>``.
 
-    The head also gives the logarithm of a deviation, which, as published, is not used. Of a video, the mean over its
-    frames.
+    The head also gives the logarithm of a deviation, which, as published, is not used. Of a video,
+    the mean over its frames.
 
-    Args:
-        weights: ``HPSv3.safetensors``: a file, or ``hub id/file``.
-        base: the model it grew from, for configuration, tokenizer and processor: hub id or folder.
-        instruction: the published prompt as a text file (its instruction and what follows it), with ``{text_prompt}``
+    Args: weights: ``HPSv3.safetensors``: a file, or ``hub id/file``. base: the model it grew from,
+        for configuration, tokenizer and processor: hub id or folder. instruction: the published
+        prompt as a text file (its instruction and what follows it), with ``{text_prompt}``
             and ``<|Reward|>`` in it; it belongs to the weights and is not shipped here.
         scale: a published scaling by name, or a factor on mu.
         pixels: of a picture after resizing; as published, all have the same.
@@ -67,8 +67,12 @@ class HPSv3:
     ):
         self.instruction = read_instruction(instruction, [TOKEN], SOURCE, "hpsv3")
         self.tools, tokens = load_tools(base, [TOKEN], preprocess == "pil")
-        self.network = load_network(read_tensors(fetch(weights, "HPSv3")), base, tokens, dtype, device)
-        self.scale, self.batch_size, self.exact = scaling(scale, SCALES, "hpsv3"), batch_size, preprocess == "pil"
+        self.network = load_network(
+            read_tensors(fetch(weights, "HPSv3")), base, tokens, dtype, device
+        )
+        self.scale = scaling(scale, SCALES, "hpsv3")
+        self.batch_size = batch_size
+        self.exact = preprocess == "pil"
         self.size = {"shortest_edge": pixels, "longest_edge": pixels}
 
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
@@ -76,7 +80,9 @@ class HPSv3:
         texts = texts_of(prompts, "hpsv3")
 
         def score(pictures: Tensor, rows: list[int]) -> Tensor:
-            return self.scale(self.network(self.batch(pictures, [texts[row] for row in rows]))[:, 0, 0])
+            return self.scale(
+                self.network(self.batch(pictures, [texts[row] for row in rows]))[:, 0, 0]
+            )
 
         return each_frame(media, "hpsv3", self.batch_size, score)
 
@@ -85,7 +91,10 @@ class HPSv3:
         asked = [self.instruction.replace("{text_prompt}", text) for text in texts]
         options = {"size": self.size} | ({} if self.exact else {"do_rescale": False})
         found = self.tools(
-            text=chats(self.tools, "image", asked), images=to_pil(pictures) if self.exact else list(pictures),
-            padding=True, return_tensors="pt", images_kwargs=options,
-        )  # fmt: skip
+            text=chats(self.tools, "image", asked),
+            images=to_pil(pictures) if self.exact else list(pictures),
+            padding=True,
+            return_tensors="pt",
+            images_kwargs=options,
+        )
         return found.to(self.network.device)

@@ -1,6 +1,8 @@
-"""ImageReward (Xu et al. 2023, arXiv:2304.05977): a BLIP that reads the prompt while looking at the picture.
+"""ImageReward (Xu et al. 2023, arXiv:2304.05977): a BLIP that reads the prompt while looking at the
+picture.
 
-The published checkpoint names BLIP's original modules; here they are the layers of transformers' BLIP.
+The published checkpoint names BLIP's original modules; here they are the layers of transformers'
+BLIP.
 """
 
 from __future__ import annotations
@@ -23,9 +25,13 @@ from rewards._scale import raw, scaling
 from rewards._tensors import fetch, read_tensors
 from rewards.card import card
 
-MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the raw score on the training set, from the published code
-CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-TOKENS, HEAD_WIDTH = 35, 64
+# of the raw score on the training set, from the published code
+MEAN = 0.16717362830052426
+STD = 1.0333394966054072
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+TOKENS = 35
+HEAD_WIDTH = 64
 MLP = (0, 2, 4, 6, 7)  # of the linear layers in the published module, between its dropouts
 Named = Literal["raw", "unirl"]
 SCALES = {"raw": raw, "unirl": lambda score: (score + 2) / 4}
@@ -50,17 +56,16 @@ VISION = (
 )
 @REWARDS.register("image_reward")
 class ImageReward:
-    """ImageReward-v1.0: the first token of BLIP's text encoder, which attends to the picture, through a linear head.
+    """ImageReward-v1.0: the first token of BLIP's text encoder, which attends to the picture,
+    through a linear head.
 
     Of a video, the mean over its frames.
 
-    Args:
-        weights: ``ImageReward.pt`` (or the same tensors as ``.safetensors``): a file, or ``hub id/file``.
-        tokenizer: a BERT tokenizer, hub id or folder.
-        scale: a published scaling by name, or a factor on the raw score.
-        preprocess: ``pil`` as published (8 bits, PIL's bicubic), ``tensor`` on floats.
-        batch_size: pictures in one forward pass.
-        device: ``auto`` is CUDA if there is one.
+    Args: weights: ``ImageReward.pt`` (or the same tensors as ``.safetensors``): a file, or ``hub
+        id/file``. tokenizer: a BERT tokenizer, hub id or folder. scale: a published scaling by
+        name, or a factor on the raw score. preprocess: ``pil`` as published (8 bits, PIL's
+        bicubic), ``tensor`` on floats. batch_size: pictures in one forward pass. device: ``auto``
+        is CUDA if there is one.
 
     Raises:
         UserError: a missing or foreign checkpoint.
@@ -84,7 +89,12 @@ class ImageReward:
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
         """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
         texts = texts_of(prompts, "image_reward")
-        options = {"padding": "max_length", "truncation": True, "max_length": TOKENS, "return_tensors": "pt"}
+        options = {
+            "padding": "max_length",
+            "truncation": True,
+            "max_length": TOKENS,
+            "return_tensors": "pt",
+        }
 
         def score(pictures: Tensor, rows: list[int]) -> Tensor:
             tokens = self.tokenizer([texts[row] for row in rows], **options).to(self.network.device)
@@ -94,13 +104,17 @@ class ImageReward:
         return each_frame(media, "image_reward", self.batch_size, score)
 
     def pixels(self, pictures: Tensor) -> Tensor:
-        """[N, 3, H, W] in 0..1 -> [N, 3, S, S]: the shorter side to S, bicubic, the middle of it, CLIP's colours."""
+        """[N, 3, H, W] in 0..1 -> [N, 3, S, S]: the shorter side to S, bicubic, the middle of it,
+        CLIP's colours."""
         size = (self.network.size, self.network.size)
         if self.exact:
             from torchvision.transforms.functional import InterpolationMode as Mode
             from torchvision.transforms.functional import center_crop, resize, to_tensor
 
-            cut = [center_crop(resize(image, size[0], Mode.BICUBIC), size) for image in to_pil(pictures)]
+            cut = [
+                center_crop(resize(image, size[0], Mode.BICUBIC), size)
+                for image in to_pil(pictures)
+            ]
             fitted = torch.stack([to_tensor(image) for image in cut])
         else:
             fitted = resize_and_crop(pictures, size, "shortest", "bicubic")
@@ -126,52 +140,83 @@ class Network(nn.Module):
     def forward(self, pixels: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
         """Pixels [N, 3, S, S], tokens and mask [N, T] -> [N] scores before standardising."""
         seen = self.visual(pixels).last_hidden_state  # [N, P + 1, W]
-        read = self.text(input_ids=tokens, attention_mask=mask, encoder_hidden_states=seen).last_hidden_state
+        read = self.text(
+            input_ids=tokens, attention_mask=mask, encoder_hidden_states=seen
+        ).last_hidden_state
         return self.mlp(read[:, 0]).squeeze(-1)
 
 
 def load_network(file: Path) -> Network:
-    """The network of a published checkpoint; all sizes are read from it, attention heads are 64 wide."""
+    """The network of a published checkpoint; all sizes are read from it, attention heads are 64
+    wide."""
     tensors = read_tensors(file)
-    parts = {part: under(tensors, prefix) for part, prefix in
-             (("vision", "blip.visual_encoder."), ("text", "blip.text_encoder."), ("mlp", "mlp.layers."))}  # fmt: skip
+    parts = {
+        part: under(tensors, prefix)
+        for part, prefix in (
+            ("vision", "blip.visual_encoder."),
+            ("text", "blip.text_encoder."),
+            ("mlp", "mlp.layers."),
+        )
+    }
     try:
-        config, mlp = sizes(parts["vision"], parts["text"]), [parts["mlp"]["0.weight"].shape[1]]
+        config = sizes(parts["vision"], parts["text"])
+        mlp = [parts["mlp"]["0.weight"].shape[1]]
         mlp += [parts["mlp"][f"{place}.weight"].shape[0] for place in MLP]
         with torch.random.fork_rng(devices=[]):
             network = Network(config, mlp)
-        network.visual.load_state_dict({renamed(name): value for name, value in parts["vision"].items()})
-        text = {name: value for name, value in parts["text"].items() if not name.endswith("position_ids")}
+        network.visual.load_state_dict(
+            {renamed(name): value for name, value in parts["vision"].items()}
+        )
+        text = {
+            name: value
+            for name, value in parts["text"].items()
+            if not name.endswith("position_ids")
+        }
         network.text.load_state_dict(text)
         heads = {
-            f"{i}.{kind}": parts["mlp"][f"{place}.{kind}"] for i, place in enumerate(MLP) for kind in ("weight", "bias")
+            f"{i}.{kind}": parts["mlp"][f"{place}.{kind}"]
+            for i, place in enumerate(MLP)
+            for kind in ("weight", "bias")
         }
         network.mlp.load_state_dict(heads)
     except (KeyError, RuntimeError) as error:
         first = str(error).splitlines()[0]
-        raise UserError(f"{file} is not an ImageReward checkpoint: {type(error).__name__}: {first}") from error
+        raise UserError(
+            f"{file} is not an ImageReward checkpoint: {type(error).__name__}: {first}"
+        ) from error
     return network.float().eval().requires_grad_(False)
 
 
 def sizes(vision: dict[str, Tensor], text: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
     """Options of the two BLIP configurations, from the shapes of the tensors."""
-    width, patch = vision["patch_embed.proj.weight"].shape[0], vision["patch_embed.proj.weight"].shape[-1]
+    width = vision["patch_embed.proj.weight"].shape[0]
+    patch = vision["patch_embed.proj.weight"].shape[-1]
     side = round((vision["pos_embed"].shape[1] - 1) ** 0.5)
     words, hidden = text["embeddings.word_embeddings.weight"].shape
     return {
         "vision": {
-            "hidden_size": width, "intermediate_size": vision["blocks.0.mlp.fc1.weight"].shape[0],
-            "num_hidden_layers": depth(vision, r"blocks\.(\d+)\."), "num_attention_heads": width // HEAD_WIDTH,
-            "image_size": side * patch, "patch_size": patch, "layer_norm_eps": 1e-6, "hidden_act": "gelu",
+            "hidden_size": width,
+            "intermediate_size": vision["blocks.0.mlp.fc1.weight"].shape[0],
+            "num_hidden_layers": depth(vision, r"blocks\.(\d+)\."),
+            "num_attention_heads": width // HEAD_WIDTH,
+            "image_size": side * patch,
+            "patch_size": patch,
+            "layer_norm_eps": 1e-6,
+            "hidden_act": "gelu",
         },
         "text": {
-            "vocab_size": words, "hidden_size": hidden, "encoder_hidden_size": width,
+            "vocab_size": words,
+            "hidden_size": hidden,
+            "encoder_hidden_size": width,
             "intermediate_size": text["encoder.layer.0.intermediate.dense.weight"].shape[0],
-            "num_hidden_layers": depth(text, r"encoder\.layer\.(\d+)\."), "num_attention_heads": hidden // HEAD_WIDTH,
+            "num_hidden_layers": depth(text, r"encoder\.layer\.(\d+)\."),
+            "num_attention_heads": hidden // HEAD_WIDTH,
             "max_position_embeddings": text["embeddings.position_embeddings.weight"].shape[0],
-            "layer_norm_eps": 1e-12, "hidden_act": "gelu", "is_decoder": True,
+            "layer_norm_eps": 1e-12,
+            "hidden_act": "gelu",
+            "is_decoder": True,
         },
-    }  # fmt: skip
+    }
 
 
 def depth(tensors: dict[str, Tensor], pattern: str) -> int:
@@ -179,7 +224,11 @@ def depth(tensors: dict[str, Tensor], pattern: str) -> int:
 
 
 def under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): value
+        for name, value in tensors.items()
+        if name.startswith(prefix)
+    }
 
 
 def renamed(name: str) -> str:

@@ -1,4 +1,5 @@
-"""No-reference image quality by the metrics of pyiqa (MANIQA, MUSIQ, NIQE, TOPIQ, ...), an optional dependency."""
+"""No-reference image quality by the metrics of pyiqa (MANIQA, MUSIQ, NIQE, TOPIQ, ...), an optional
+dependency."""
 
 from __future__ import annotations
 
@@ -31,12 +32,16 @@ class IQA:
         batch_size: pictures in one call.
         device: ``auto`` is CUDA if there is one.
 
-    Raises:
-        UserError: pyiqa is not installed, an unknown metric, one that needs a reference, weights that cannot be had.
+    Raises: UserError: pyiqa is not installed, an unknown metric, one that needs a reference,
+        weights that cannot be had.
     """
 
     def __init__(
-        self, metric: str = "maniqa", scale: float = 1.0, batch_size: Annotated[int, Ge(1)] = 16, device: str = "auto"
+        self,
+        metric: str = "maniqa",
+        scale: float = 1.0,
+        batch_size: Annotated[int, Ge(1)] = 16,
+        device: str = "auto",
     ):
         try:
             import pyiqa
@@ -44,11 +49,15 @@ class IQA:
             raise UserError("reward 'iqa' needs pyiqa: pip install 'mmrl[iqa]'") from error
         known = pyiqa.list_models(metric_mode="NR")
         if metric not in known:
-            raise UserError(f"pyiqa has no metric without reference called {metric!r}; {suggest(metric, known)}")
+            raise UserError(
+                f"pyiqa has no metric without reference called {metric!r}; {suggest(metric, known)}"
+            )
         try:
             self.metric = pyiqa.create_metric(metric, device=pick_device(device)).eval()
         except Exception as error:  # downloads and checkpoints fail in many ways
-            raise UserError(f"pyiqa cannot make {metric!r}: {type(error).__name__}: {error}") from error
+            raise UserError(
+                f"pyiqa cannot make {metric!r}: {type(error).__name__}: {error}"
+            ) from error
         self.sign = -scale if self.metric.lower_better else scale
         self.batch_size = batch_size
 

@@ -1,4 +1,5 @@
-"""How many bytes a picture takes as a JPEG (Black et al. 2023, DDPO, arXiv:2305.13301, section 5.2)."""
+"""How many bytes a picture takes as a JPEG (Black et al. 2023, DDPO, arXiv:2305.13301, section
+5.2)."""
 
 from __future__ import annotations
 
@@ -18,14 +19,16 @@ SCALING = "kB (1000 bytes); 0.002 kB is Flow-GRPO's"
 
 
 @REWARDS.register("jpeg_incompressibility")
-@card(media="image video", low=0, source="[DDPO](https://arxiv.org/abs/2305.13301)", scaling=SCALING)
-def jpeg_incompressibility(media: Tensor, prompts: list[dict], *, quality: Quality = 95, scale: float = 1.0) -> Tensor:
+@card(
+    media="image video", low=0, source="[DDPO](https://arxiv.org/abs/2305.13301)", scaling=SCALING
+)
+def jpeg_incompressibility(
+    media: Tensor, prompts: list[dict], *, quality: Quality = 95, scale: float = 1.0
+) -> Tensor:
     """Size of the picture as a JPEG, in kB (1000 bytes) times ``scale``: rewards busy pictures.
 
-    Args:
-        media: images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1; of a video, the mean over its frames.
-        prompts: not looked at.
-        quality: 1..100 as in PIL, colour subsampled 4:2:0.
+    Args: media: images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1; of a video, the mean over
+        its frames. prompts: not looked at. quality: 1..100 as in PIL, colour subsampled 4:2:0.
         scale: 1 for kB as in DDPO.
 
     Returns:
@@ -35,11 +38,16 @@ def jpeg_incompressibility(media: Tensor, prompts: list[dict], *, quality: Quali
 
 
 @REWARDS.register("jpeg_compressibility")
-@card(media="image video", high=0, source="[DDPO](https://arxiv.org/abs/2305.13301)", scaling=SCALING)
-def jpeg_compressibility(media: Tensor, prompts: list[dict], *, quality: Quality = 95, scale: float = 1.0) -> Tensor:
+@card(
+    media="image video", high=0, source="[DDPO](https://arxiv.org/abs/2305.13301)", scaling=SCALING
+)
+def jpeg_compressibility(
+    media: Tensor, prompts: list[dict], *, quality: Quality = 95, scale: float = 1.0
+) -> Tensor:
     """Minus the size of the picture as a JPEG, in kB times ``scale``: rewards smooth pictures.
 
-    ``scale`` is 1 for DDPO's -kB and 0.002 for the -kB/500 of Flow-GRPO; all else as in ``jpeg_incompressibility``.
+    ``scale`` is 1 for DDPO's -kB and 0.002 for the -kB/500 of Flow-GRPO; all else as in
+    ``jpeg_incompressibility``.
     """
     return -scale * kilobytes(media, quality, "jpeg_compressibility")
 
@@ -51,7 +59,9 @@ def kilobytes(media: Tensor, quality: int, reward: str) -> Tensor:
     stack = frames(media, reward)
     broken = ~stack.isfinite().flatten(1).all(1).cpu()
     pictures = to_uint8(stack.nan_to_num(0.0)).flatten(0, 1).permute(0, 2, 3, 1).numpy()
-    sizes = torch.tensor([jpeg_bytes(picture, quality) / 1000 for picture in pictures], dtype=torch.float32)
+    sizes = torch.tensor(
+        [jpeg_bytes(picture, quality) / 1000 for picture in pictures], dtype=torch.float32
+    )
     return frame_mean(sizes, stack.shape[1]).masked_fill(broken, torch.nan)
 
 

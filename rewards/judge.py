@@ -18,23 +18,28 @@ from rewards.card import card
 
 
 @REWARDS.register("judge")
-@card(needs="text", low=0, high=1, source="the judge's; UnifiedReward: arXiv 2503.05236", licence="the judge's")
+@card(
+    needs="text",
+    low=0,
+    high=1,
+    source="the judge's; UnifiedReward: arXiv 2503.05236",
+    licence="the judge's",
+)
 class Judge(Judged):
-    """Points of a vision-language model: a template asks for scores, their mean over the best score is the reward.
+    """Points of a vision-language model: a template asks for scores, their mean over the best score
+    is the reward.
 
-    Args:
-        model: who judges: ``{server: {url: ...}}`` or ``{local: {path: ...}}``.
-        template: ``rating`` (0 to 10, pictures or answers), ``unified_reward`` (1 to 5), ``unified_reward_2`` (three
-            scores of 1 to 5), or a file of your own.
-        aspects: which of several scores count; None: all.
-        pattern: regular expression whose group 1 is the score, for a file; None: the answer is JSON with ``score``.
-        low, high: worst and best score on the judge's scale, for a file (0 and 10); ``high`` becomes 1.
-        frames: pictures shown of a video, evenly spaced.
-        tokens: most of an answer.
-        on_failure: ``nan`` leaves samples without an answer out, ``stop`` raises.
+    Args: model: who judges: ``{server: {url: ...}}`` or ``{local: {path: ...}}``. template:
+        ``rating`` (0 to 10, pictures or answers), ``unified_reward`` (1 to 5), ``unified_reward_2``
+        (three
+            scores of 1 to 5), or a file of your own. aspects: which of several scores count; None:
+        all. pattern: regular expression whose group 1 is the score, for a file; None: the answer is
+        JSON with ``score``. low, high: worst and best score on the judge's scale, for a file (0 and
+        10); ``high`` becomes 1. frames: pictures shown of a video, evenly spaced. tokens: most of
+        an answer. on_failure: ``nan`` leaves samples without an answer out, ``stop`` raises.
 
-    Raises:
-        UserError: a template that does not fit, with its file and line; a judge that refuses every question.
+    Raises: UserError: a template that does not fit, with its file and line; a judge that refuses
+        every question.
     """
 
     name = "judge"
@@ -54,27 +59,38 @@ class Judge(Judged):
         super().__init__(model, frames, on_failure)
         patterns = None if pattern is None else {"score": pattern}
         self.template = find(template, BUILT_IN, patterns=patterns, low=low, high=high)
-        self.aspects, self.tokens = chosen_aspects(aspects, self.template), tokens
+        self.aspects = chosen_aspects(aspects, self.template)
+        self.tokens = tokens
         self.card = self.needing(self.template)
 
     def __call__(self, media: Tensor | list[str], prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on the CPU, about 0..1."""
+        """Images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on the
+        CPU, about 0..1."""
         values = torch.full((len(prompts),), torch.nan)
-        rows, questions = [], []
+        rows = []
+        questions = []
         for row, pictures in self.asked(media, prompts):
-            parts = self.template.parts(prompts[row], kind_of(media), shown_of(media, row, pictures, prompts[row]))
+            parts = self.template.parts(
+                prompts[row], kind_of(media), shown_of(media, row, pictures, prompts[row])
+            )
             rows.append(row)
             questions.append(self._question(parts))
         for row, scores in zip(rows, self.answers(questions), strict=True):
             if scores is not None:
-                values[row] = sum(scores[name] for name in self.aspects) / len(self.aspects) / self.template.high
+                values[row] = (
+                    sum(scores[name] for name in self.aspects)
+                    / len(self.aspects)
+                    / self.template.high
+                )
         return values
 
     def _question(self, parts: tuple) -> Question:
         template = self.template
         if template.patterns:
             return Question(parts, read=template.scores, tokens=self.tokens)
-        return JsonScores(parts, schema=score_schema(template.low, template.high), tokens=self.tokens)
+        return JsonScores(
+            parts, schema=score_schema(template.low, template.high), tokens=self.tokens
+        )
 
 
 class JsonScores(Question):
@@ -89,7 +105,9 @@ def chosen_aspects(aspects: Sequence[str] | None, template: Template) -> list[st
     known = {name.lower(): name for name in template.patterns or ("score",)}
     for name in aspects or ():
         if name.lower() not in known:
-            raise UserError(f"template {template.name} has no score called {name!r}; {suggest(name, known)}")
+            raise UserError(
+                f"template {template.name} has no score called {name!r}; {suggest(name, known)}"
+            )
     if aspects is not None and not aspects:
         raise UserError("`aspects` is an empty list; leave it out to take all")
     return [known[name.lower()] for name in aspects or known]
@@ -101,6 +119,8 @@ def score_schema(low: float, high: float) -> Any:
     from pydantic import ConfigDict, Field, create_model
 
     return create_model(
-        "Answer", __config__=ConfigDict(extra="forbid"), reason=(str, Field(description="one sentence")),
+        "Answer",
+        __config__=ConfigDict(extra="forbid"),
+        reason=(str, Field(description="one sentence")),
         score=(float, Field(ge=low, le=high, description=f"a number from {low:g} to {high:g}")),
-    )  # fmt: skip
+    )

@@ -1,4 +1,5 @@
-"""A second vision-language model that reads a model's reasoning without its answer: would it come to the right one?"""
+"""A second vision-language model that reads a model's reasoning without its answer: would it come
+to the right one?"""
 
 from __future__ import annotations
 
@@ -16,21 +17,37 @@ from rewards.card import card
 
 LISTEN = Template(
     "listener",
-    "{{ media }}\nQuestion:\n{{ text }}\n\nSomeone has thought about it, without giving the answer:\n{{ answer }}\n\n"
+    "{{ media }}\nQuestion:\n{{ text }}\n\nSomeone has thought about it, without giving "
+    "the answer:\n{{ answer }}\n\n"
     "{{ question }}",
 )
-CHOOSE = "By this reasoning and what you see, which answer is right? Answer with one of {}, and nothing else."
-CONFIRM = 'By this reasoning and what you see, is "{}" the right answer? Answer with Yes or No and nothing else.'
+CHOOSE = (
+    "By this reasoning and what you see, which answer is right? Answer with one of {}, and "
+    "nothing else."
+)
+CONFIRM = (
+    'By this reasoning and what you see, is "{}" the right answer? Answer with Yes or No '
+    "and nothing else."
+)
 
 
 @REWARDS.register("judge_listener")
-@card(media="text", needs="text", low=0, high=1, source="arXiv 2506.22832", licence="the judge's",
-      scaling="probability that the listener gives to the right answer")  # fmt: skip
+@card(
+    media="text",
+    needs="text",
+    low=0,
+    high=1,
+    source="arXiv 2506.22832",
+    licence="the judge's",
+    scaling="probability that the listener gives to the right answer",
+)
 class Listener(Judged):
-    """Confidence of a listener in the right answer after reading the reasoning alone (listener-rewarded thinking).
+    """Confidence of a listener in the right answer after reading the reasoning alone
+    (listener-rewarded thinking).
 
-    The answer is cut out of the text: whatever follows ``</think>``, or stands in ``<answer>`` or ``\\boxed{}``. Where
-    the prompt has choices the listener chooses among them; else it is asked whether the right answer is right.
+    The answer is cut out of the text: whatever follows ``</think>``, or stands in ``<answer>`` or
+    ``\\boxed{}``. Where the prompt has choices the listener chooses among them; else it is asked
+    whether the right answer is right.
 
     Args:
         model: the frozen listener: ``{server: {url: ...}}`` or ``{local: {path: ...}}``.
@@ -43,33 +60,51 @@ class Listener(Judged):
     name = "judge_listener"
 
     def __init__(
-        self, model: Model, target: str = "answer", choices: str = "choices", template: str | None = None,
+        self,
+        model: Model,
+        target: str = "answer",
+        choices: str = "choices",
+        template: str | None = None,
         on_failure: OnFailure = "nan",
-    ):  # fmt: skip
+    ):
         super().__init__(model, 1, on_failure)
-        self.target, self.choices = target, choices
+        self.target = target
+        self.choices = choices
         self.template = LISTEN if template is None else find(template, {})
         self.card = self.needing(self.template)
 
     def __call__(self, media: list[str], prompts: list[dict]) -> Tensor:
         """B texts -> [B] float32 on the CPU, in 0..1."""
         if isinstance(media, Tensor):
-            raise UserError("reward 'judge_listener' reads reasoning in texts; the policy made images or videos")
-        questions, wanted = [], []
+            raise UserError(
+                "reward 'judge_listener' reads reasoning in texts; the policy made images or videos"
+            )
+        questions = []
+        wanted = []
         for row, prompt in enumerate(prompts):
             right, choices, words = self._asked(prompt)
-            shown = shown_of(media, row, [], prompt) | {"answer": reasoning(media[row]), "question": words}
-            questions.append(Question(self.template.parts(prompt, kind_of(media), shown), choices=choices, tokens=16))
+            shown = shown_of(media, row, [], prompt) | {
+                "answer": reasoning(media[row]),
+                "question": words,
+            }
+            questions.append(
+                Question(
+                    self.template.parts(prompt, kind_of(media), shown), choices=choices, tokens=16
+                )
+            )
             wanted.append(right)
         found = self.answers(questions)
-        return torch.tensor([torch.nan if f is None else f[right] for f, right in zip(found, wanted, strict=True)])
+        return torch.tensor(
+            [torch.nan if f is None else f[right] for f, right in zip(found, wanted, strict=True)]
+        )
 
     def _asked(self, prompt: dict) -> tuple[str, tuple[str, ...], str]:
         """The right word, all words, and the question."""
         right = prompt.get(self.target)
         if right is None:
             raise UserError(
-                f"reward 'judge_listener' needs the right answer under {self.target!r} of every prompt (`target`); "
+                f"reward 'judge_listener' needs the right answer under {self.target!r} of "
+                f"every prompt (`target`); "
                 f"the prompt {prompt.get('text', '')!r} has none"
             )
         listed: Any = prompt.get(self.choices)
@@ -77,7 +112,10 @@ class Listener(Judged):
             return "Yes", ("Yes", "No"), CONFIRM.format(right)
         choices = tuple(map(str, listed))
         if str(right) not in choices:
-            raise UserError(f"{self.target!r} is {right!r}, which is not among {self.choices!r}: {', '.join(choices)}")
+            raise UserError(
+                f"{self.target!r} is {right!r}, which is not among {self.choices!r}: "
+                f"{', '.join(choices)}"
+            )
         return str(right), choices, CHOOSE.format(", ".join(choices))
 
 

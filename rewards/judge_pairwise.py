@@ -1,4 +1,5 @@
-"""A vision-language model that compares the samples of a prompt with each other, each pair in both orders."""
+"""A vision-language model that compares the samples of a prompt with each other, each pair in both
+orders."""
 
 from __future__ import annotations
 
@@ -18,26 +19,30 @@ from rewards.card import card
 
 
 @REWARDS.register("judge_pairwise")
-@card(needs="text", of="group", source="the judge's; UnifiedReward: arXiv 2503.05236, Pref-GRPO: arXiv 2508.20751",
-      licence="the judge's", scaling="win rate 0..1, or Bradley-Terry strengths around 0")  # fmt: skip
+@card(
+    needs="text",
+    of="group",
+    source="the judge's; UnifiedReward: arXiv 2503.05236, Pref-GRPO: arXiv 2508.20751",
+    licence="the judge's",
+    scaling="win rate 0..1, or Bradley-Terry strengths around 0",
+)
 class Pairwise(Judged):
     """How often a sample beats the others of its group; the judge sees every pair in both orders.
 
-    The chance that i beats j is the mean of both orders, so that a preference for a place cancels: a judge that only
-    looks at the place says one half. A pair with an order that was not answered does not count; a sample that is in no
-    pair has no value.
+    The chance that i beats j is the mean of both orders, so that a preference for a place cancels:
+    a judge that only looks at the place says one half. A pair with an order that was not answered
+    does not count; a sample that is in no pair has no value.
 
-    Args:
-        model: who judges: ``{server: {url: ...}}`` or ``{local: {path: ...}}``.
-        template: ``pair`` (answers 1 or 2, with probabilities where the model gives them), ``unified_reward``, or a
+    Args: model: who judges: ``{server: {url: ...}}`` or ``{local: {path: ...}}``. template:
+        ``pair`` (answers 1 or 2, with probabilities where the model gives them),
+        ``unified_reward``, or a
             file of your own, with ``{{ first }}`` and ``{{ second }}``.
         pattern: regular expression whose group 1 is 1 or 2, for a file; None: the answer is 1 or 2.
         method: ``win_rate``: mean chance over the pairs; ``bradley_terry``: strengths s with
-            P(i beats j) = sigmoid(s_i - s_j), most probable under a normal prior, mean 0 in each group.
-        opponents: pairs a sample is in; None: all others. An even number.
-        frames: pictures shown of a video, evenly spaced.
-        tokens: most of an answer.
-        on_failure: ``nan`` leaves pairs without an answer out, ``stop`` raises.
+            P(i beats j) = sigmoid(s_i - s_j), most probable under a normal prior, mean 0 in each
+        group. opponents: pairs a sample is in; None: all others. An even number. frames: pictures
+        shown of a video, evenly spaced. tokens: most of an answer. on_failure: ``nan`` leaves pairs
+        without an answer out, ``stop`` raises.
 
     Raises:
         UserError: a group of one: it has nothing to compare.
@@ -46,21 +51,36 @@ class Pairwise(Judged):
     name = "judge_pairwise"
 
     def __init__(
-        self, model: Model, template: str = "pair", pattern: str | None = None,
-        method: Literal["win_rate", "bradley_terry"] = "win_rate", opponents: Annotated[int, Ge(2)] | None = None,
-        frames: Frames = 4, tokens: Annotated[int, Ge(1)] = 512, on_failure: OnFailure = "nan",
-    ):  # fmt: skip
+        self,
+        model: Model,
+        template: str = "pair",
+        pattern: str | None = None,
+        method: Literal["win_rate", "bradley_terry"] = "win_rate",
+        opponents: Annotated[int, Ge(2)] | None = None,
+        frames: Frames = 4,
+        tokens: Annotated[int, Ge(1)] = 512,
+        on_failure: OnFailure = "nan",
+    ):
         super().__init__(model, frames, on_failure)
         if opponents is not None and opponents % 2:
-            raise UserError(f"opponents {opponents}: every sample meets as many on both sides, so an even number")
-        self.template = find(template, PAIRS, patterns=None if pattern is None else {"better": pattern})
-        self.method, self.opponents, self.tokens = method, opponents, tokens
+            raise UserError(
+                f"opponents {opponents}: every sample meets as many on both sides, so "
+                f"an even number"
+            )
+        self.template = find(
+            template, PAIRS, patterns=None if pattern is None else {"better": pattern}
+        )
+        self.method = method
+        self.opponents = opponents
+        self.tokens = tokens
         self.card = self.needing(self.template)
 
     def __call__(self, media: Tensor | list[str], prompts: list[dict]) -> Tensor:
         """B samples, those of a prompt next to each other -> [B] float32 on the CPU."""
         pictures = sample_pictures(media, self.frames, self.name)
-        groups = [[row for row in group if pictures[row] is not None] for group in adjacent(prompts)]
+        groups = [
+            [row for row in group if pictures[row] is not None] for group in adjacent(prompts)
+        ]
         pairs = [pair for group in groups for pair in pairings(group, self.opponents)]
         orders = [order for i, j in pairs for order in ((i, j), (j, i))]
         found = self.answers([self._question(media, prompts[i], pictures, i, j) for i, j in orders])
@@ -70,7 +90,9 @@ class Pairwise(Judged):
                 beats[i, j] = (forth["1"] + 1 - back["1"]) / 2
         return self._values(len(prompts), groups, beats)
 
-    def _values(self, count: int, groups: Sequence[list[int]], beats: dict[tuple[int, int], float]) -> Tensor:
+    def _values(
+        self, count: int, groups: Sequence[list[int]], beats: dict[tuple[int, int], float]
+    ) -> Tensor:
         values = torch.full((count,), torch.nan)
         for group in groups:
             inside = {pair: chance for pair, chance in beats.items() if pair[0] in group}
@@ -85,7 +107,11 @@ class Pairwise(Judged):
         if isinstance(media, Tensor):
             shown: dict[str, Any] = {"first": pictures[i], "second": pictures[j]}
         else:
-            shown = {**shown_of(media, i, [], prompt), "first": str(media[i]), "second": str(media[j])}
+            shown = {
+                **shown_of(media, i, [], prompt),
+                "first": str(media[i]),
+                "second": str(media[j]),
+            }
         parts = self.template.parts(prompt, kind_of(media), shown)
         if not self.template.patterns:
             return Question(parts, choices=("1", "2"), tokens=16)
@@ -112,8 +138,10 @@ def adjacent(prompts: Sequence[dict]) -> list[list[int]]:
             groups.append([row])
     if lone := next((group for group in groups if len(group) < 2), None):
         raise UserError(
-            "reward 'judge_pairwise' compares samples of one prompt and needs at least two of each, next to each other "
-            f"(train.copies, evaluate.copies); the prompt {prompts[lone[0]].get('text', '')!r} has one"
+            "reward 'judge_pairwise' compares samples of one prompt and needs at least "
+            "two of each, next to each other "
+            f"(train.copies, evaluate.copies); the prompt "
+            f"{prompts[lone[0]].get('text', '')!r} has one"
         )
     return groups
 
@@ -133,12 +161,17 @@ def pairings(group: Sequence[int], opponents: int | None) -> list[tuple[int, int
     size = len(group)
     if opponents is None or opponents >= size - 1:
         return [(group[i], group[j]) for i in range(size) for j in range(i + 1, size)]
-    return [(group[i], group[(i + step) % size]) for step in range(1, opponents // 2 + 1) for i in range(size)]
+    return [
+        (group[i], group[(i + step) % size])
+        for step in range(1, opponents // 2 + 1)
+        for i in range(size)
+    ]
 
 
 def win_rates(wins: dict[tuple[int, int], float], count: int) -> Tensor:
     """[count] mean chance of winning over the pairs one is in, float64."""
-    won, met = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
+    won = torch.zeros(count, dtype=torch.float64)
+    met = torch.zeros(count, dtype=torch.float64)
     for (i, j), chance in wins.items():
         won[i] += chance
         won[j] += 1 - chance
@@ -147,11 +180,14 @@ def win_rates(wins: dict[tuple[int, int], float], count: int) -> Tensor:
     return won / met
 
 
-def strengths(wins: dict[tuple[int, int], float], count: int, prior: float = 0.1, steps: int = 50) -> Tensor:
-    """[count] Bradley-Terry strengths (1952), float64, mean 0: Newton's method on the log-posterior.
+def strengths(
+    wins: dict[tuple[int, int], float], count: int, prior: float = 0.1, steps: int = 50
+) -> Tensor:
+    """[count] Bradley-Terry strengths (1952), float64, mean 0: Newton's method on the
+    log-posterior.
 
-    sum p log sigmoid(s_i - s_j) + (1 - p) log sigmoid(s_j - s_i) - prior / 2 |s|^2; the prior keeps the strength of one
-    who always wins finite.
+    sum p log sigmoid(s_i - s_j) + (1 - p) log sigmoid(s_j - s_i) - prior / 2 |s|^2; the prior keeps
+    the strength of one who always wins finite.
     """
     s = torch.zeros(count, dtype=torch.float64)
     first, second = (torch.tensor([pair[side] for pair in wins]) for side in (0, 1))
@@ -161,7 +197,9 @@ def strengths(wins: dict[tuple[int, int], float], count: int, prior: float = 0.1
     for _ in range(steps):
         p = torch.sigmoid(edges @ s)
         gradient = edges.T @ (chance - p) - prior * s
-        step = torch.linalg.solve(edges.T @ ((p * (1 - p))[:, None] * edges) + prior * eye, gradient)
+        step = torch.linalg.solve(
+            edges.T @ ((p * (1 - p))[:, None] * edges) + prior * eye, gradient
+        )
         s = s + step
         if step.abs().max() < 1e-10:
             break

@@ -19,24 +19,32 @@ SHOWS = Template(
     'Does the {{ kind }} show "{{ text }}"?{% endif %} Answer with Yes or No and nothing else.',
 )
 ASKS = Template(
-    "asks", "{{ media }}\n{% if answer is defined %}" + REQUEST + "{% endif %}{{ question }} Answer with Yes or No."
+    "asks",
+    "{{ media }}\n{% if answer is defined %}" + REQUEST + "{% endif %}{{ question }} "
+    "Answer with Yes or No.",
 )
 
 
 @REWARDS.register("judge_yes_no")
-@card(needs="text", low=0, high=1, source="the judge's; VQAScore arXiv 2404.01291, TIFA arXiv 2303.11897",
-      licence="the judge's", scaling="P(yes) / (P(yes) + P(no))")  # fmt: skip
+@card(
+    needs="text",
+    low=0,
+    high=1,
+    source="the judge's; VQAScore arXiv 2404.01291, TIFA arXiv 2303.11897",
+    licence="the judge's",
+    scaling="P(yes) / (P(yes) + P(no))",
+)
 class YesNo(Judged):
-    """Probability that the judge says yes: does the picture show its text, or to each question of the prompt.
+    """Probability that the judge says yes: does the picture show its text, or to each question of
+    the prompt.
 
-    P(yes) / (P(yes) + P(no)), upper and lower case added up, from log-probabilities. A server without them gives its
-    answer in words: 1 or 0.
+    P(yes) / (P(yes) + P(no)), upper and lower case added up, from log-probabilities. A server
+    without them gives its answer in words: 1 or 0.
 
-    Args:
-        model: who judges: ``{server: {url: ...}}`` or ``{local: {path: ...}}``.
-        questions: field of the prompts that lists questions; each is a text whose right answer is yes, or
-            ``[text, "no"]``. The reward is their mean probability of the right answer. None: one question about the
-            whole text.
+    Args: model: who judges: ``{server: {url: ...}}`` or ``{local: {path: ...}}``. questions: field
+        of the prompts that lists questions; each is a text whose right answer is yes, or
+            ``[text, "no"]``. The reward is their mean probability of the right answer. None: one
+            question about the whole text.
         template: file of your own in place of the wording; ``{{ question }}`` is the question.
         frames: pictures shown of a video, evenly spaced.
         on_failure: ``nan`` leaves samples without an answer out, ``stop`` raises.
@@ -45,9 +53,13 @@ class YesNo(Judged):
     name = "judge_yes_no"
 
     def __init__(
-        self, model: Model, questions: str | None = None, template: str | None = None,
-        frames: Frames = 8, on_failure: OnFailure = "nan",
-    ):  # fmt: skip
+        self,
+        model: Model,
+        questions: str | None = None,
+        template: str | None = None,
+        frames: Frames = 8,
+        on_failure: OnFailure = "nan",
+    ):
         super().__init__(model, frames, on_failure)
         self.field = questions
         own = SHOWS if questions is None else ASKS
@@ -55,12 +67,17 @@ class YesNo(Judged):
         self.card = self.needing(self.template)
 
     def __call__(self, media: Tensor | list[str], prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on the CPU, in 0..1."""
-        rows, wanted, questions = [], [], []
+        """Images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on the
+        CPU, in 0..1."""
+        rows = []
+        wanted = []
+        questions = []
         for row, pictures in self.asked(media, prompts):
             shown = shown_of(media, row, pictures, prompts[row])
             for text, right in self._questions(prompts[row]):
-                parts = self.template.parts(prompts[row], kind_of(media), {**shown, "question": text})
+                parts = self.template.parts(
+                    prompts[row], kind_of(media), {**shown, "question": text}
+                )
                 rows.append(row)
                 wanted.append(right)
                 questions.append(Question(parts, choices=("Yes", "No"), tokens=16))
@@ -76,13 +93,19 @@ class YesNo(Judged):
         if self.field is None:
             return [("", "Yes")]
         listed = prompt.get(self.field)
-        pairs = [(one, "yes") if isinstance(one, str) else one for one in listed or ()] if listed != "" else []
+        pairs = (
+            [(one, "yes") if isinstance(one, str) else one for one in listed or ()]
+            if listed != ""
+            else []
+        )
         good = isinstance(listed, (list, tuple)) and all(
-            len(pair) == 2 and isinstance(pair[0], str) and str(pair[1]).lower() in ("yes", "no") for pair in pairs
+            len(pair) == 2 and isinstance(pair[0], str) and str(pair[1]).lower() in ("yes", "no")
+            for pair in pairs
         )
         if not good or not pairs:
             raise UserError(
-                f"reward 'judge_yes_no' expects questions under {self.field!r} of every prompt, texts or "
+                f"reward 'judge_yes_no' expects questions under {self.field!r} of every "
+                f"prompt, texts or "
                 f'[text, "no"]; the prompt {prompt.get("text", "")!r} has {str(listed)[:80]}'
             )
         return [(text, str(right).capitalize()) for text, right in pairs]

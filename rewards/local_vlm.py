@@ -17,18 +17,18 @@ from rewards._locks import lock_of
 
 @JUDGES.register("local")
 class LocalVlm:
-    """A vision-language model of transformers in this process (``AutoModelForImageTextToText``), greedy answers.
+    """A vision-language model of transformers in this process (``AutoModelForImageTextToText``),
+    greedy answers.
 
-    The probability of a choice is the softmax over the first answer token, restricted to the tokens that the choices
-    begin with, upper and lower case and with a blank in front added up. Two choices must not begin with the same token.
+    The probability of a choice is the softmax over the first answer token, restricted to the tokens
+    that the choices begin with, upper and lower case and with a blank in front added up. Two
+    choices must not begin with the same token.
 
-    Args:
-        path: folder or hub id.
-        dtype: of the weights; ``auto`` is bfloat16 on an accelerator and float32 on a CPU.
-        device: ``auto`` is CUDA if there is one.
-        batch_size: questions in one forward pass.
-        asked_again: how often an answer that cannot be read is asked for anew.
-        max_side: pictures are made smaller to at most so many pixels a side; None: as the processor does it.
+    Args: path: folder or hub id. dtype: of the weights; ``auto`` is bfloat16 on an accelerator and
+        float32 on a CPU. device: ``auto`` is CUDA if there is one. batch_size: questions in one
+        forward pass. asked_again: how often an answer that cannot be read is asked for anew.
+        max_side: pictures are made smaller to at most so many pixels a side; None: as the processor
+        does it.
 
     Attributes:
         usage: counters since the start; ``requests`` are forward passes or generations.
@@ -49,11 +49,14 @@ class LocalVlm:
         device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         dtype = ("float32" if device == "cpu" else "bfloat16") if dtype == "auto" else dtype
         self.model, self.processor = load(str(path), dtype, device)
-        self.batch_size, self.asked_again, self.max_side = batch_size, asked_again, max_side
+        self.batch_size = batch_size
+        self.asked_again = asked_again
+        self.max_side = max_side
         self.usage = Usage()
 
     def ask(self, questions: Sequence[Question]) -> list[Any]:
-        """The value of every question; None where the answer cannot be read. Judges with one model wait in line."""
+        """The value of every question; None where the answer cannot be read. Judges with one model
+        wait in line."""
         with lock_of(self.model):
             return self._ask(questions)
 
@@ -63,27 +66,40 @@ class LocalVlm:
         told = [i for i, one in enumerate(questions) if not one.choices]
         for start in range(0, len(chosen), self.batch_size):
             rows = chosen[start : start + self.batch_size]
-            for row, found in zip(rows, self.probabilities([questions[row] for row in rows]), strict=True):
+            for row, found in zip(
+                rows, self.probabilities([questions[row] for row in rows]), strict=True
+            ):
                 values[row] = found
         for start in range(0, len(told), self.batch_size):
             rows = told[start : start + self.batch_size]
             for row, found in zip(rows, self._told([questions[row] for row in rows]), strict=True):
                 values[row] = found
         unanswered = sum(value is None for value in values)
-        self.usage.add(answers=len(values) - unanswered, unanswered=unanswered, unreadable=unanswered)
+        self.usage.add(
+            answers=len(values) - unanswered, unanswered=unanswered, unreadable=unanswered
+        )
         return values
 
     def probabilities(self, questions: Sequence[Question]) -> list[dict[str, float]]:
         """Choice -> probability, summing to 1, for each question."""
         inputs = self._inputs([self._conversation(one) for one in questions])
         logits = self._generate(inputs, 1, output_logits=True).logits[0].float()  # [N, vocabulary]
-        self.usage.add(requests=1, tokens_in=int(inputs["attention_mask"].sum()), tokens_out=len(questions))
+        self.usage.add(
+            requests=1, tokens_in=int(inputs["attention_mask"].sum()), tokens_out=len(questions)
+        )
         found = []
         for row, question in zip(logits, questions, strict=True):
             ids = first_tokens(self.processor.tokenizer, question.choices)
-            joint = row[torch.tensor([i for group in ids for i in group], device=row.device)].softmax(0)
+            joint = row[
+                torch.tensor([i for group in ids for i in group], device=row.device)
+            ].softmax(0)
             parts = joint.split([len(group) for group in ids])
-            found.append({choice: float(part.sum()) for choice, part in zip(question.choices, parts, strict=True)})
+            found.append(
+                {
+                    choice: float(part.sum())
+                    for choice, part in zip(question.choices, parts, strict=True)
+                }
+            )
         return found
 
     def _told(self, questions: Sequence[Question]) -> list[Any]:
@@ -92,14 +108,20 @@ class LocalVlm:
         values: list[Any] = [None] * len(questions)
         left = list(range(len(questions)))
         for turn in range(self.asked_again + 1):
-            answers = self._answers([talks[i] for i in left], max(questions[i].tokens for i in left))
+            answers = self._answers(
+                [talks[i] for i in left], max(questions[i].tokens for i in left)
+            )
             again = []
             for i, answer in zip(left, answers, strict=True):
                 try:
                     values[i] = questions[i].value(answer)
                 except Unreadable as problem:
                     again.append(i)
-                    talks[i] = [*talks[i], says("assistant", answer), says("user", AGAIN.format(problem=problem))]
+                    talks[i] = [
+                        *talks[i],
+                        says("assistant", answer),
+                        says("user", AGAIN.format(problem=problem)),
+                    ]
             left = again
             if not left:
                 break
@@ -111,23 +133,42 @@ class LocalVlm:
         length = inputs["input_ids"].shape[1]
         made = self._generate(inputs, tokens).sequences[:, length:]
         pad = self.processor.tokenizer.pad_token_id
-        self.usage.add(requests=1, tokens_in=int(inputs["attention_mask"].sum()), tokens_out=int((made != pad).sum()))
+        self.usage.add(
+            requests=1,
+            tokens_in=int(inputs["attention_mask"].sum()),
+            tokens_out=int((made != pad).sum()),
+        )
         return self.processor.batch_decode(made, skip_special_tokens=True)
 
     @torch.no_grad()
     def _generate(self, inputs: Any, tokens: int, **options: Any) -> Any:
-        greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "num_beams": 1}
-        options |= {"return_dict_in_generate": True, "pad_token_id": self.processor.tokenizer.pad_token_id}
+        greedy = {
+            "do_sample": False,
+            "temperature": None,
+            "top_p": None,
+            "top_k": None,
+            "num_beams": 1,
+        }
+        options |= {
+            "return_dict_in_generate": True,
+            "pad_token_id": self.processor.tokenizer.pad_token_id,
+        }
         with torch.autocast(self.model.device.type, enabled=False):
             return self.model.generate(**inputs, max_new_tokens=tokens, **greedy, **options)
 
     def _inputs(self, talks: list[list[dict]]) -> dict[str, Tensor]:
         found = self.processor.apply_chat_template(
-            talks, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
+            talks,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
             processor_kwargs={"padding": True, "padding_side": "left"},
-        )  # fmt: skip
+        )
         return {
-            name: value.to(self.model.device, self.model.dtype if value.is_floating_point() else None)
+            name: value.to(
+                self.model.device, self.model.dtype if value.is_floating_point() else None
+            )
             for name, value in found.items()
         }
 
@@ -137,7 +178,9 @@ class LocalVlm:
             if isinstance(part, str):
                 content += [{"type": "text", "text": part}] if part else []
             else:
-                content.append({"type": "image", "image": smaller(part.convert("RGB"), self.max_side)})
+                content.append(
+                    {"type": "image", "image": smaller(part.convert("RGB"), self.max_side)}
+                )
         return [{"role": "user", "content": content}]
 
 
@@ -157,17 +200,26 @@ def smaller(picture: Any, side: int | None) -> Any:
 
 
 def first_tokens(tokenizer: Any, choices: Sequence[str]) -> list[list[int]]:
-    """For each choice the ids of the tokens it may begin with. Raises UserError if two choices share one."""
+    """For each choice the ids of the tokens it may begin with. Raises UserError if two choices
+    share one."""
     found: list[list[int]] = []
     for choice in choices:
         words = {choice, choice.lower(), choice.upper(), choice.capitalize()}
         forms = words | {f" {word}" for word in words}
-        ids = {encoded[0] for form in forms if (encoded := tokenizer.encode(form, add_special_tokens=False))}
-        found.append(sorted(i for i in ids if _plain(tokenizer.decode([i]))))  # a lone blank says nothing
-    shared = [i for n, group in enumerate(found) for i in group if any(i in other for other in found[:n])]
+        ids = {
+            encoded[0]
+            for form in forms
+            if (encoded := tokenizer.encode(form, add_special_tokens=False))
+        }
+        # a lone blank says nothing
+        found.append(sorted(i for i in ids if _plain(tokenizer.decode([i]))))
+    shared = [
+        i for n, group in enumerate(found) for i in group if any(i in other for other in found[:n])
+    ]
     if shared or not all(found):
         raise UserError(
-            f"the local judge cannot tell {' and '.join(map(repr, choices))} apart by their first token; "
+            f"the local judge cannot tell {' and '.join(map(repr, choices))} apart by "
+            f"their first token; "
             "let the choices be letters or words that begin differently"
         )
     return found
@@ -182,7 +234,9 @@ def load(path: str, dtype: str, device: str) -> tuple[Any, Any]:
         processor = AutoProcessor.from_pretrained(path)
         model = AutoModelForImageTextToText.from_pretrained(path, dtype=getattr(torch, dtype))
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(f"cannot load the judge {path!r}: {str(error).strip().partition(chr(10))[0]}") from error
+        raise UserError(
+            f"cannot load the judge {path!r}: {str(error).strip().partition(chr(10))[0]}"
+        ) from error
     if not getattr(processor, "chat_template", None):
         raise UserError(f"the judge {path!r} has no chat template, so it cannot be asked anything")
     if processor.tokenizer.pad_token_id is None:

@@ -1,6 +1,8 @@
-"""Cheap measures of a picture that need no model: sharpness, colourfulness, contrast, saturated pixels.
+"""Cheap measures of a picture that need no model: sharpness, colourfulness, contrast, saturated
+pixels.
 
-They make good monitors: an optimised reward that rises while one of these runs away is being exploited.
+They make good monitors: an optimised reward that rises while one of these runs away is being
+exploited.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ CHUNK = 64  # pictures at a time
 def sharpness(media: Tensor, prompts: list[dict], *, scale: float = 1.0) -> Tensor:
     """Variance of the Laplacian of the grey picture in 0..255: low is blurred.
 
-    Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B]; of a video, the mean over its frames. The kernel is
-    OpenCV's 3x3 one, borders mirrored as OpenCV does.
+    Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B]; of a video, the mean over its
+    frames. The kernel is OpenCV's 3x3 one, borders mirrored as OpenCV does.
     """
 
     def score(pictures: Tensor, rows: list[int]) -> Tensor:
@@ -35,12 +37,18 @@ def sharpness(media: Tensor, prompts: list[dict], *, scale: float = 1.0) -> Tens
     return each_frame(media, "sharpness", CHUNK, score)
 
 
-@card(media="image video", low=0, source="Hasler and Suesstrunk 2003, Measuring colourfulness in natural images")
+@card(
+    media="image video",
+    low=0,
+    source="Hasler and Suesstrunk 2003, Measuring colourfulness in natural images",
+)
 @REWARDS.register("colourfulness")
 def colourfulness(media: Tensor, prompts: list[dict], *, scale: float = 1.0) -> Tensor:
-    """Hasler and Suesstrunk's M3 on 0..255: 0 is grey, 33 moderately, 59 quite, 109 extremely colourful.
+    """Hasler and Suesstrunk's M3 on 0..255: 0 is grey, 33 moderately, 59 quite, 109 extremely
+    colourful.
 
-    Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B]; of a video, the mean over its frames.
+    Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B]; of a video, the mean over its
+    frames.
     """
 
     def score(pictures: Tensor, rows: list[int]) -> Tensor:
@@ -57,7 +65,8 @@ def colourfulness(media: Tensor, prompts: list[dict], *, scale: float = 1.0) -> 
 def contrast(media: Tensor, prompts: list[dict], *, scale: float = 1.0) -> Tensor:
     """Standard deviation of the grey picture in 0..1; 0 is a blank one.
 
-    Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B]; of a video, the mean over its frames.
+    Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B]; of a video, the mean over its
+    frames.
     """
 
     def score(pictures: Tensor, rows: list[int]) -> Tensor:
@@ -68,10 +77,14 @@ def contrast(media: Tensor, prompts: list[dict], *, scale: float = 1.0) -> Tenso
 
 @card(media="image video", low=-1, high=0, source="share of clipped colour values")
 @REWARDS.register("saturation_penalty")
-def saturation_penalty(media: Tensor, prompts: list[dict], *, margin: float = 0.5 / 255, scale: float = 1.0) -> Tensor:
-    """Minus the share of colour values within ``margin`` of black or full: burnt-out pictures come near -1.
+def saturation_penalty(
+    media: Tensor, prompts: list[dict], *, margin: float = 0.5 / 255, scale: float = 1.0
+) -> Tensor:
+    """Minus the share of colour values within ``margin`` of black or full: burnt-out pictures come
+    near -1.
 
-    Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B]; of a video, the mean over its frames.
+    Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B]; of a video, the mean over its
+    frames.
     """
 
     def score(pictures: Tensor, rows: list[int]) -> Tensor:

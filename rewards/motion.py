@@ -1,7 +1,7 @@
 """How much moves in a video, and how evenly, by optical flow.
 
-The flow is OpenCV's DIS (Kroeger et al. 2016, arXiv:1603.03590) on grey frames, on the CPU and without weights, or
-torchvision's RAFT (Teed and Deng 2020, arXiv:2003.12039) with a weights file.
+The flow is OpenCV's DIS (Kroeger et al. 2016, arXiv:1603.03590) on grey frames, on the CPU and
+without weights, or torchvision's RAFT (Teed and Deng 2020, arXiv:2003.12039) with a weights file.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class _Moved:
         self.flow = load_dis() if flow == "dis" else Raft(flow, weights, batch_size, device)
 
     def flows(self, media: Tensor, reward: str, least: int) -> tuple[Tensor, Tensor]:
-        """[B, F - 1, 2, H, W] on the CPU, in shares of the shorter side, and which samples [B] are not finite."""
+        """[B, F - 1, 2, H, W] on the CPU, in shares of the shorter side, and which samples [B] are
+        not finite."""
         stack = moving(media, reward, least)
         broken = ~stack.isfinite().flatten(1).all(1).cpu()
         with own_precision(media.device.type):
@@ -56,8 +57,13 @@ class _Moved:
         return found / min(stack.shape[-2:]), broken
 
 
-@card(media="video", low=0, source=SOURCE, licence="Apache-2.0 (OpenCV), BSD-3-Clause (torchvision)",
-      scaling="mean motion; fastest: of the fastest 5 % of a frame, as VBench's dynamic degree")  # fmt: skip
+@card(
+    media="video",
+    low=0,
+    source=SOURCE,
+    licence="Apache-2.0 (OpenCV), BSD-3-Clause (torchvision)",
+    scaling="mean motion; fastest: of the fastest 5 % of a frame, as VBench's dynamic degree",
+)
 @REWARDS.register("motion_amount")
 class MotionAmount(_Moved):
     """Length of the optical flow from frame to frame, in shares of the shorter side: 0 is a still.
@@ -81,7 +87,8 @@ class MotionAmount(_Moved):
         device: str = "auto",
     ):
         super().__init__(flow, weights, batch_size, device)
-        self.of, self.most = of, math.inf if most is None else most
+        self.of = of
+        self.most = math.inf if most is None else most
 
     @torch.no_grad()
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
@@ -93,13 +100,16 @@ class MotionAmount(_Moved):
         return lengths.mean((1, 2)).clamp(max=self.most).masked_fill(broken, torch.nan)
 
 
-@card(media="video", high=0, source=SOURCE, licence="Apache-2.0 (OpenCV), BSD-3-Clause (torchvision)")
+@card(
+    media="video", high=0, source=SOURCE, licence="Apache-2.0 (OpenCV), BSD-3-Clause (torchvision)"
+)
 @REWARDS.register("motion_smoothness")
 class MotionSmoothness(_Moved):
-    """Minus the mean change of the optical flow from one pair of frames to the next, in shares of the shorter side.
+    """Minus the mean change of the optical flow from one pair of frames to the next, in shares of
+    the shorter side.
 
-    0 for a still and for a steady pan, below for jerks and flicker. (VBench's motion smoothness instead compares
-    dropped frames with those of an interpolation network.)
+    0 for a still and for a steady pan, below for jerks and flicker. (VBench's motion smoothness
+    instead compares dropped frames with those of an interpolation network.)
     """
 
     @torch.no_grad()
@@ -124,7 +134,8 @@ class Dis:
         greys = [self.cv2.cvtColor(frame, self.cv2.COLOR_RGB2GRAY) for frame in video]
         found = []
         for before, after in zip(greys, greys[1:], strict=False):
-            search = self.cv2.DISOpticalFlow_create(self.cv2.DISOPTICAL_FLOW_PRESET_MEDIUM)  # keeps no last flow
+            # keeps no last flow
+            search = self.cv2.DISOpticalFlow_create(self.cv2.DISOPTICAL_FLOW_PRESET_MEDIUM)
             found.append(torch.from_numpy(search.calc(before, after, None)).permute(2, 0, 1))
         return found
 
@@ -134,21 +145,24 @@ def load_dis() -> Dis:
         import cv2
     except ImportError as error:
         raise UserError(
-            "optical flow by DIS needs OpenCV: pip install opencv-python-headless (it comes with mmrl[ocr] too), or "
+            "optical flow by DIS needs OpenCV: pip install opencv-python-headless (it "
+            "comes with mmrl[ocr] too), or "
             "choose flow: raft_large with weights"
         ) from error
     return Dis(cv2)
 
 
 class Raft:
-    """torchvision's RAFT; frames are filled up to a multiple of 8 pixels, and its last estimate is taken."""
+    """torchvision's RAFT; frames are filled up to a multiple of 8 pixels, and its last estimate is
+    taken."""
 
     def __init__(self, kind: str, weights: str | None, batch_size: int, device: str):
         from torchvision.models import optical_flow
 
         if weights is None:
             raise UserError(
-                f"flow: {kind} needs `weights`: the file of torchvision's {kind}, e.g. raft_large_C_T_SKHT_V2"
+                f"flow: {kind} needs `weights`: the file of torchvision's {kind}, e.g. "
+                f"raft_large_C_T_SKHT_V2"
             )
         file = fetch(weights, "RAFT")
         with torch.random.fork_rng(devices=[]):
@@ -165,12 +179,16 @@ class Raft:
         height, width = stack.shape[-2:]
         if min(height, width) < LEAST:
             raise UserError(
-                f"RAFT needs frames of {LEAST} pixels a side or more, got {width} x {height}; use flow: dis"
+                f"RAFT needs frames of {LEAST} pixels a side or more, got {width} x "
+                f"{height}; use flow: dis"
             )
         where = next(self.network.parameters()).device
         edges = (0, -width % 8, 0, -height % 8)
-        padded = nnf.pad(2 * stack.flatten(0, 1).to(where) - 1, edges, mode="replicate").unflatten(0, stack.shape[:2])
-        before, after = padded[:, :-1].flatten(0, 1), padded[:, 1:].flatten(0, 1)
+        padded = nnf.pad(2 * stack.flatten(0, 1).to(where) - 1, edges, mode="replicate").unflatten(
+            0, stack.shape[:2]
+        )
+        before = padded[:, :-1].flatten(0, 1)
+        after = padded[:, 1:].flatten(0, 1)
         parts = zip(before.split(self.batch_size), after.split(self.batch_size), strict=True)
         flows = torch.cat([self.network(a, b)[-1] for a, b in parts])[..., :height, :width]
         return flows.unflatten(0, (len(stack), -1)).cpu()

@@ -1,6 +1,7 @@
 """MPS, the multi-dimensional human preference score (Zhang et al. 2024, arXiv:2405.14705).
 
-A CLIP ViT-H-14 whose picture tokens attend to those words of the prompt that matter for a condition (a list of words).
+A CLIP ViT-H-14 whose picture tokens attend to those words of the prompt that matter for a condition
+(a list of words).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from rewards.card import card
 
 CLIP = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 OVERALL = (  # the condition of the published model: part of its input, so it has to be these words
-    "light, color, clarity, tone, style, ambiance, artistry, shape, face, hair, hands, limbs, structure, instance, "
+    "light, color, clarity, tone, style, ambiance, artistry, shape, face, hair, hands, "
+    "limbs, structure, instance, "
     "texture, quantity, attributes, position, number, location, word, things."
 )
 HEAD_WIDTH = 64
@@ -39,16 +41,16 @@ Named = Literal["logit", "cosine"]
 )
 @REWARDS.register("mps")
 class MPS:
-    """MPS: exp(logit scale) times the cosine of the prompt's embedding and of a picture that has read the prompt.
+    """MPS: exp(logit scale) times the cosine of the prompt's embedding and of a picture that has
+    read the prompt.
 
-    Of a video, the mean over its frames. The published file is a whole pickled module, which is not read: save its
-    ``state_dict()`` where you trust it.
+    Of a video, the mean over its frames. The published file is a whole pickled module, which is not
+    read: save its ``state_dict()`` where you trust it.
 
-    Args:
-        weights: that state_dict (``.pt`` or ``.safetensors``): a file, or ``hub id/file``.
-        clip: the CLIP it grew from, for configuration, tokenizer and image processor: hub id or folder.
-        condition: the words that say which dimension is judged.
-        threshold: words of the prompt below this share of the best match are not attended to (0.3 in the published
+    Args: weights: that state_dict (``.pt`` or ``.safetensors``): a file, or ``hub id/file``. clip:
+        the CLIP it grew from, for configuration, tokenizer and image processor: hub id or folder.
+        condition: the words that say which dimension is judged. threshold: words of the prompt
+        below this share of the best match are not attended to (0.3 in the published
             evaluation, 0.01 in training).
         scale: a published scaling by name, or a factor on the logit.
         preprocess: ``pil`` as published, ``tensor`` on floats.
@@ -71,17 +73,24 @@ class MPS:
         device: str = "auto",
     ):
         self.network = load_network(weights, clip).to(pick_device(device))
-        self.tokenizer, self.eyes = load_processor("AutoTokenizer", clip), Eyes(clip, preprocess)
-        self.condition, self.threshold, self.batch_size = condition, threshold, batch_size
+        self.tokenizer = load_processor("AutoTokenizer", clip)
+        self.eyes = Eyes(clip, preprocess)
+        self.condition = condition
+        self.threshold = threshold
+        self.batch_size = batch_size
         self.temperature = float(self.network.model.logit_scale.exp())
         self.scale = scaling(scale, {"logit": raw, "cosine": factor(1 / self.temperature)}, "mps")
 
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
         """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
-        texts, device = texts_of(prompts, "mps"), self.network.model.device
+        texts = texts_of(prompts, "mps")
+        device = self.network.model.device
 
         def score(pictures: Tensor, rows: list[int]) -> Tensor:
-            tokens, condition = (self.tokens(part).to(device) for part in ([texts[r] for r in rows], [self.condition]))
+            tokens, condition = (
+                self.tokens(part).to(device)
+                for part in ([texts[r] for r in rows], [self.condition])
+            )
             cosines = self.network(tokens, self.eyes(pictures, device), condition, self.threshold)
             return self.scale(self.temperature * cosines)
 
@@ -95,7 +104,8 @@ class MPS:
 
 
 class Network(nn.Module):
-    """CLIP and the layers that let its picture tokens read the prompt; named as in the published file."""
+    """CLIP and the layers that let its picture tokens read the prompt; named as in the published
+    file."""
 
     def __init__(self, config, layers: int):
         from transformers import CLIPModel
@@ -107,19 +117,24 @@ class Network(nn.Module):
         blocks = (nn.ModuleList([Residual(cross), Residual(own)]) for cross, own in pairs)
         self.cross_model = nn.ModuleDict({"layers": nn.ModuleList(blocks)})
 
-    def forward(self, tokens: Tensor, pixels: Tensor, condition: Tensor, threshold: float) -> Tensor:
+    def forward(
+        self, tokens: Tensor, pixels: Tensor, condition: Tensor, threshold: float
+    ) -> Tensor:
         """Tokens [N, T], pixels [N, 3, S, S], condition [1, T] -> [N] cosines."""
         words, sentence = self.read(tokens)  # [N, T, E], [N, E]
         wanted, _ = self.read(condition)  # [1, T, E]
-        match = (words @ wanted.transpose(1, 2)).amax(2)  # [N, T]: how well a word fits any word of the condition
+        # [N, T]: how well a word fits any word of the condition
+        match = (words @ wanted.transpose(1, 2)).amax(2)
         attended = match / match.amax(1, keepdim=True) > threshold
-        seen = self.model.visual_projection(self.model.vision_model(pixels).last_hidden_state)  # [N, P + 1, E]
+        # [N, P + 1, E]
+        seen = self.model.visual_projection(self.model.vision_model(pixels).last_hidden_state)
         for cross, own in self.cross_model["layers"]:
             seen = own(cross(seen, words, attended))
         return torch.cosine_similarity(seen[:, 0], sentence, dim=-1)
 
     def read(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """[N, T] ids -> projected states of all tokens [N, T, E] and of the end of the text [N, E]."""
+        """[N, T] ids -> projected states of all tokens [N, T, E] and of the end of the text [N,
+        E]."""
         found = self.model.text_model(input_ids=tokens)
         project = self.model.text_projection
         return project(found.last_hidden_state), project(found.pooler_output)
@@ -143,7 +158,8 @@ class Gated(nn.Module):
 
 
 class Cross(nn.Module):
-    """Attention to the words with one key and value for all heads, beside a gated feed-forward layer (as in PaLM)."""
+    """Attention to the words with one key and value for all heads, beside a gated feed-forward
+    layer (as in PaLM)."""
 
     def __init__(self, width: int, grow: int = 4):
         super().__init__()
@@ -152,25 +168,33 @@ class Cross(nn.Module):
         self.to_kv = nn.Linear(width, 2 * HEAD_WIDTH, bias=False)
         self.to_out = nn.Linear(width, width, bias=False)
         inner = grow * width
-        self.ff = nn.Sequential(nn.Linear(width, 2 * inner, bias=False), Gated(), nn.Linear(inner, width, bias=False))
+        self.ff = nn.Sequential(
+            nn.Linear(width, 2 * inner, bias=False), Gated(), nn.Linear(inner, width, bias=False)
+        )
 
     def forward(self, states: Tensor, words: Tensor, attended: Tensor) -> Tensor:
         """States [N, P, E], words [N, T, E], attended [N, T] bool -> [N, P, E]."""
         states = self.norm(states)
-        query = self.to_q(states).unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2)  # [N, heads, P, 64]
-        key, value = (part[:, None].expand(-1, query.shape[1], -1, -1) for part in self.to_kv(words).chunk(2, dim=-1))
+        # [N, heads, P, 64]
+        query = self.to_q(states).unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2)
+        key, value = (
+            part[:, None].expand(-1, query.shape[1], -1, -1)
+            for part in self.to_kv(words).chunk(2, dim=-1)
+        )
         mask = attended[:, None, None]  # the same words for every head and picture token
         found = nnf.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         return self.to_out(found.transpose(1, 2).flatten(2)) + self.ff(states)
 
 
 class Own(nn.Module):
-    """Attention among the picture tokens with rotary positions, beside a gated feed-forward layer."""
+    """Attention among the picture tokens with rotary positions, beside a gated feed-forward
+    layer."""
 
     def __init__(self, width: int, grow: int = 4):
         super().__init__()
         self.norm = Norm(width)
-        self.parts = (width, HEAD_WIDTH, HEAD_WIDTH, 2 * grow * width)  # query, key, value, feed-forward
+        # query, key, value, feed-forward
+        self.parts = (width, HEAD_WIDTH, HEAD_WIDTH, 2 * grow * width)
         self.fused_attn_ff_proj = nn.Linear(width, sum(self.parts), bias=False)
         self.attn_out = nn.Linear(width, width, bias=False)
         self.ff_out = nn.Sequential(Gated(), nn.Linear(grow * width, width, bias=False))
@@ -180,18 +204,24 @@ class Own(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """[N, P, E] -> [N, P, E]."""
-        query, key, value, inner = self.fused_attn_ff_proj(self.norm(states)).split(self.parts, dim=-1)
-        query = self.turn(query.unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2))  # [N, heads, P, 64]
+        query, key, value, inner = self.fused_attn_ff_proj(self.norm(states)).split(
+            self.parts, dim=-1
+        )
+        # [N, heads, P, 64]
+        query = self.turn(query.unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2))
         shape = (-1, query.shape[1], -1, -1)
-        key, value = self.turn(key)[:, None].expand(shape), value[:, None].expand(shape)
+        key = self.turn(key)[:, None].expand(shape)
+        value = value[:, None].expand(shape)
         found = nnf.scaled_dot_product_attention(query, key, value)
         return self.attn_out(found.transpose(1, 2).flatten(2)) + self.ff_out(inner)
 
     def turn(self, vectors: Tensor) -> Tensor:
-        """[..., P, 64], each position turned by its angles (Su et al. 2021, RoPE, halves of the vector paired)."""
+        """[..., P, 64], each position turned by its angles (Su et al. 2021, RoPE, halves of the
+        vector paired)."""
         places = torch.arange(vectors.shape[-2], device=vectors.device, dtype=torch.float32)
         angles = torch.outer(places, self.rotary_emb.inv_freq.float())  # [P, 32]
-        cos, sin = angles.cos(), angles.sin()
+        cos = angles.cos()
+        sin = angles.sin()
         first, second = vectors.chunk(2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
@@ -212,12 +242,18 @@ def load_network(weights: str, clip: str) -> Network:
     """The network of a state_dict in float32, frozen, on the CPU."""
     config = load_processor("CLIPConfig", clip)
     file = fetch(weights, "MPS")
-    tensors = {name: value for name, value in read_tensors(file).items() if not name.endswith("position_ids")}
+    tensors = {
+        name: value
+        for name, value in read_tensors(file).items()
+        if not name.endswith("position_ids")
+    }
     layers = {name.split(".")[2] for name in tensors if name.startswith("cross_model.layers.")}
     with torch.random.fork_rng(devices=[]):
         network = Network(config, len(layers))
     try:
         network.load_state_dict(tensors)
     except RuntimeError as error:
-        raise UserError(f"{file} is not an MPS checkpoint on {clip}: {str(error).splitlines()[1].strip()}") from error
+        raise UserError(
+            f"{file} is not an MPS checkpoint on {clip}: {str(error).splitlines()[1].strip()}"
+        ) from error
     return network.float().eval().requires_grad_(False)

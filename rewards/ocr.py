@@ -1,5 +1,5 @@
-"""Is the wanted text written in the picture: edit distance of what an OCR engine reads (Liu et al. 2025, Flow-GRPO,
-arXiv:2505.05470, section 5.1).
+"""Is the wanted text written in the picture: edit distance of what an OCR engine reads (Liu et al.
+2025, Flow-GRPO, arXiv:2505.05470, section 5.1).
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ QUOTED = re.compile(r'"([^"]*)"')
 )
 @REWARDS.register("ocr")
 class OCR:
-    """1 - edit distance / length, between what is read in the picture and the text that should be there.
+    """1 - edit distance / length, between what is read in the picture and the text that should be
+    there.
 
-    Both lose their spaces and capitals. An image that contains the whole target counts as perfect, whatever else it
-    shows; the distance is at most the length. Of a video every fourth frame is read, without that mercy, and the
-    frames in which anything of the target was found are averaged (0 if there is none).
+    Both lose their spaces and capitals. An image that contains the whole target counts as perfect,
+    whatever else it shows; the distance is at most the length. Of a video every fourth frame is
+    read, without that mercy, and the frames in which anything of the target was found are averaged
+    (0 if there is none).
 
-    Flow-GRPO read with PaddleOCR; this engine runs its models of version 4 on the CPU. It scores no sample 0 because
-    the engine failed: the exception goes to the trainer, which leaves the sample out.
+    Flow-GRPO read with PaddleOCR; this engine runs its models of version 4 on the CPU. It scores no
+    sample 0 because the engine failed: the exception goes to the trainer, which leaves the sample
+    out.
 
-    Args:
-        field: ``text`` is searched for the part in double quotes; any other field holds the target itself.
-        threads: of the engine.
-        side: smaller pictures are enlarged until their shorter side has so many pixels before text is looked for;
+    Args: field: ``text`` is searched for the part in double quotes; any other field holds the
+        target itself. threads: of the engine. side: smaller pictures are enlarged until their
+        shorter side has so many pixels before text is looked for;
             less is faster and overlooks small writing.
 
     Raises:
@@ -61,9 +63,12 @@ class OCR:
 
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
         """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32, in 0..1."""
-        stack, targets = frames(media, "ocr"), [target_of(prompt, self.field) for prompt in prompts]
+        stack = frames(media, "ocr")
+        targets = [target_of(prompt, self.field) for prompt in prompts]
         broken = ~stack.isfinite().flatten(1).all(1).cpu()
-        pictures = to_uint8(stack.nan_to_num(0.0, 0.0, 0.0)[:, ::EVERY]).permute(0, 1, 3, 4, 2).numpy()
+        pictures = (
+            to_uint8(stack.nan_to_num(0.0, 0.0, 0.0)[:, ::EVERY]).permute(0, 1, 3, 4, 2).numpy()
+        )
         score = self.of_image if media.ndim == 4 else self.of_video
         found = [score(row, target) for row, target in zip(pictures, targets, strict=True)]
         return torch.tensor(found, dtype=torch.float32).masked_fill(broken, torch.nan)
@@ -78,7 +83,8 @@ class OCR:
 
     def read(self, picture: Any) -> str:
         """uint8 [H, W, 3] -> all lines with any confidence, in reading order, without a break."""
-        lines, _ = self.engine(picture[..., ::-1].copy(), use_cls=False, text_score=0.0)  # wants blue first
+        # wants blue first
+        lines, _ = self.engine(picture[..., ::-1].copy(), use_cls=False, text_score=0.0)
         return "".join(text for _, text, sure in lines or [] if float(sure) > 0)
 
 
@@ -90,7 +96,8 @@ def target_of(prompt: dict, field: str) -> str:
     found = QUOTED.search(text)
     if not found or not plain(found[1]):
         raise UserError(
-            f"reward 'ocr': no text in double quotes in the prompt {text[:80]!r}; write: a sign that says \"OPEN\", or "
+            f"reward 'ocr': no text in double quotes in the prompt {text[:80]!r}; write: "
+            f'a sign that says "OPEN", or '
             "name the field that holds the target with `field`"
         )
     return found[1]
@@ -100,8 +107,11 @@ def closeness(read: str, target: str, within: bool) -> float:
     """1 - distance / length of the target; ``within``: it may be a part of what was read."""
     from rapidfuzz.distance import Levenshtein
 
-    read, target = plain(read), plain(target)
-    distance = 0 if within and target in read else min(Levenshtein.distance(read, target), len(target))
+    read = plain(read)
+    target = plain(target)
+    distance = (
+        0 if within and target in read else min(Levenshtein.distance(read, target), len(target))
+    )
     return 1 - distance / len(target)
 
 

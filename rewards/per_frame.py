@@ -25,19 +25,20 @@ REDUCE = {
 
 @card(
     media="video image",
-    scaling="steady 0.3 and frames 8 is UniRL's wrapper: 0.7 mean reward + 0.3 max(0, 1 - mean |difference|)",
+    scaling="steady 0.3 and frames 8 is UniRL's wrapper: 0.7 mean reward + 0.3 max(0, 1 - mean "
+    "|difference|)",
 )
 @REWARDS.register("per_frame")
 class PerFrame:
     """A reward of images, asked about the frames of a video one by one.
 
-    In a configuration: ``per_frame: {reward: {geneval: {form: strict}}, reduce: worst, frames: 4}``.
+    In a configuration: ``per_frame: {reward: {geneval: {form: strict}}, reduce: worst, frames:
+    4}``.
 
-    Args:
-        reward: the reward of images, with its options.
-        reduce: what becomes of the frames' values.
-        frames: so many, evenly from the first to the last (the first alone for 1); None takes all of them.
-        steady: weight of max(0, 1 - mean absolute difference of neighbouring frames), the rest is the reward's.
+    Args: reward: the reward of images, with its options. reduce: what becomes of the frames'
+        values. frames: so many, evenly from the first to the last (the first alone for 1); None
+        takes all of them. steady: weight of max(0, 1 - mean absolute difference of neighbouring
+        frames), the rest is the reward's.
 
     Raises:
         UserError: a reward that does not judge images.
@@ -52,8 +53,13 @@ class PerFrame:
     ):
         inner = card_of(reward)
         if "image" not in inner.media:
-            raise UserError(f"per_frame wants a reward of images; this one judges {' or '.join(inner.media)}")
-        self.reward, self.reduce, self.frames, self.steady = reward, REDUCE[reduce], frames, steady
+            raise UserError(
+                f"per_frame wants a reward of images; this one judges {' or '.join(inner.media)}"
+            )
+        self.reward = reward
+        self.reduce = REDUCE[reduce]
+        self.frames = frames
+        self.steady = steady
         low, high = (inner.low, inner.high) if not steady else (None, None)
         self.card = replace(inner, media=("video", "image"), low=low, high=high)
 
@@ -62,9 +68,16 @@ class PerFrame:
         stack = frames(media, "per_frame")
         chosen = stack if self.frames is None else stack[:, evenly(stack.shape[1], self.frames)]
         asked = [prompt for prompt in prompts for _ in range(chosen.shape[1])]
-        values = torch.as_tensor(self.reward(chosen.flatten(0, 1), asked), dtype=torch.float32).cpu()  # [B F]
+        # [B F]
+        values = torch.as_tensor(
+            self.reward(chosen.flatten(0, 1), asked), dtype=torch.float32
+        ).cpu()
         found = self.reduce(values.reshape(len(prompts), -1))
-        return found if not self.steady else (1 - self.steady) * found + self.steady * steadiness(stack)
+        return (
+            found
+            if not self.steady
+            else (1 - self.steady) * found + self.steady * steadiness(stack)
+        )
 
 
 def evenly(count: int, wanted: int) -> Tensor:
@@ -73,7 +86,8 @@ def evenly(count: int, wanted: int) -> Tensor:
 
 
 def steadiness(stack: Tensor) -> Tensor:
-    """[B, F, 3, H, W] -> [B] 1 minus the mean absolute difference of neighbouring frames; 1 for a single one."""
+    """[B, F, 3, H, W] -> [B] 1 minus the mean absolute difference of neighbouring frames; 1 for a
+    single one."""
     if stack.shape[1] == 1:
         return torch.ones(len(stack))
     return (1 - stack.float().diff(dim=1).abs().flatten(1).mean(1)).clamp(min=0).cpu()

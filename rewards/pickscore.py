@@ -1,4 +1,5 @@
-"""Which picture people would pick for a prompt, by PickScore (Kirstain et al. 2023, arXiv:2305.01569)."""
+"""Which picture people would pick for a prompt, by PickScore (Kirstain et al. 2023,
+arXiv:2305.01569)."""
 
 from __future__ import annotations
 
@@ -23,15 +24,17 @@ Named = Literal["logit", "flow_grpo", "mixgrpo", "cosine"]
     needs="text",
     source="yuvalkirstain/PickScore_v1 on laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
     licence="MIT (code); weights: see the model card",
-    scaling="logit (about 18..24), flow_grpo = logit / 26 (also DiffusionNFT), mixgrpo = (logit - 18) / 8, "
+    scaling="logit (about 18..24), flow_grpo = logit / 26 (also DiffusionNFT), mixgrpo = (logit "
+    "- 18) / 8, "
     "cosine (DanceGRPO)",
 )
 @REWARDS.register("pickscore")
 class PickScore:
-    """PickScore: exp(logit scale) times the cosine of a CLIP ViT-H-14's embeddings of picture and prompt.
+    """PickScore: exp(logit scale) times the cosine of a CLIP ViT-H-14's embeddings of picture and
+    prompt.
 
-    Of a video, the mean over its frames. (DanceGRPO's code compares every picture of a batch with the batch's first
-    prompt; here each has its own.)
+    Of a video, the mean over its frames. (DanceGRPO's code compares every picture of a batch with
+    the batch's first prompt; here each has its own.)
 
     Args:
         model: a transformers CLIP, hub id or folder.
@@ -67,7 +70,8 @@ class PickScore:
             "mixgrpo": lambda logit: (logit - 18) / 8,
             "cosine": factor(1 / temperature),
         }
-        self.temperature, self.scale = temperature, scaling(scale, known, "pickscore")
+        self.temperature = temperature
+        self.scale = scaling(scale, known, "pickscore")
 
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
         """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
@@ -87,6 +91,8 @@ class PickScore:
 
     def embed_texts(self, texts: list[str]) -> Tensor:
         """N texts -> [N, E] unit vectors, each text padded or cut to 77 tokens."""
-        tokens = self.tokenizer(texts, padding="max_length", truncation=True, max_length=77, return_tensors="pt")
+        tokens = self.tokenizer(
+            texts, padding="max_length", truncation=True, max_length=77, return_tensors="pt"
+        )
         found = self.model.get_text_features(**tokens.to(self.model.device)).pooler_output
         return nnf.normalize(found.float(), dim=-1)

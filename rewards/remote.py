@@ -1,4 +1,5 @@
-"""Rewards computed elsewhere: by ``mmrl serve-reward`` in another process, environment or machine."""
+"""Rewards computed elsewhere: by ``mmrl serve-reward`` in another process, environment or
+machine."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from rewards.card import card
 
 @dataclass
 class Call:
-    """One batch on its way; ``given_up`` is set when no server is left, so that the rest need not find out."""
+    """One batch on its way; ``given_up`` is set when no server is left, so that the rest need not
+    find out."""
 
     given_up: threading.Event = field(default_factory=threading.Event)
 
@@ -32,37 +34,36 @@ class Call:
 @REWARDS.register("remote")
 @card(source="on the [servers](remote-rewards.md)", licence="as there", scaling="as there")
 class Remote:
-    """What reward servers say (``mmrl serve-reward``): one reward of theirs by name, or their weighted sum.
+    """What reward servers say (``mmrl serve-reward``): one reward of theirs by name, or their
+    weighted sum.
 
-    The batch is cut into requests that go to the servers side by side, to whichever has the fewest outstanding. A
-    request that fails is tried again, elsewhere if possible. Samples whose requests all failed are NaN. A server that
-    does not answer is named in the log, once, with the cause, and left alone for ``cooldown`` seconds. Every sample
-    must be judged by itself: a reward that compares the samples of a group cannot be served this way.
+    The batch is cut into requests that go to the servers side by side, to whichever has the fewest
+    outstanding. A request that fails is tried again, elsewhere if possible. Samples whose requests
+    all failed are NaN. A server that does not answer is named in the log, once, with the cause, and
+    left alone for ``cooldown`` seconds. Every sample must be judged by itself: a reward that
+    compares the samples of a group cannot be served this way.
 
-    PNG and WebP round pictures to 8 bits, so that the numbers equal those of the same reward called with rounded
-    pictures; ``tensor`` sends the floats as they are. A sample with a pixel that is not finite is NaN with the former.
+    PNG and WebP round pictures to 8 bits, so that the numbers equal those of the same reward called
+    with rounded pictures; ``tensor`` sends the floats as they are. A sample with a pixel that is
+    not finite is NaN with the former.
 
-    Args:
-        url: address, or several of servers that serve the same.
-        token: what the servers want to see; None: the environment variable MMRL_REWARD_TOKEN, which is better, since
-            a run writes its configuration down.
-        name: which of the servers' rewards; None: the sum of all with the weights of the servers' configuration.
-        format: ``png``, ``webp`` (lossless) or ``tensor`` (safetensors).
-        timeout: seconds for one request.
-        retries: further tries of a request.
-        batch_size: samples in one request.
-        concurrency: requests at once for each server.
+    Args: url: address, or several of servers that serve the same. token: what the servers want to
+        see; None: the environment variable MMRL_REWARD_TOKEN, which is better, since
+            a run writes its configuration down. name: which of the servers' rewards; None: the sum
+        of all with the weights of the servers' configuration. format: ``png``, ``webp`` (lossless)
+        or ``tensor`` (safetensors). timeout: seconds for one request. retries: further tries of a
+        request. batch_size: samples in one request. concurrency: requests at once for each server.
         backoff: seconds before the first repetition, doubled for each further one, with jitter.
-        cooldown: seconds that a dead server is left alone while another lives.
-        fields: keys of the prompts to send; None: all, but pictures (``image``, ``images``) only if a reward that is
+        cooldown: seconds that a dead server is left alone while another lives. fields: keys of the
+        prompts to send; None: all, but pictures (``image``, ``images``) only if a reward that is
             asked for looks at them. Pictures are sent, files read here.
         on_failure: ``nan`` leaves samples without a value out, ``stop`` raises.
 
     Attributes:
         servers: the record of every server: requests, failures, the last cause.
 
-    Raises:
-        UserError: when a server refuses the token, the samples or the name; with ``stop``, when a sample has no value.
+    Raises: UserError: when a server refuses the token, the samples or the name; with ``stop``, when
+        a sample has no value.
     """
 
     def __init__(
@@ -86,9 +87,14 @@ class Remote:
         self._pool = Servers(urls, cooldown)
         self.token = check_token(token or os.environ.get("MMRL_REWARD_TOKEN") or None)
         self.names = None if name is None else [name]
-        self.format, self.timeout, self.retries = format, timeout, retries
-        self.batch_size, self.concurrency, self.backoff = batch_size, concurrency, backoff
-        self.fields, self.stop = fields, on_failure == "stop"
+        self.format = format
+        self.timeout = timeout
+        self.retries = retries
+        self.batch_size = batch_size
+        self.concurrency = concurrency
+        self.backoff = backoff
+        self.fields = fields
+        self.stop = on_failure == "stop"
         self._jitter = random.Random()  # not the global one, which belongs to the run
         self._pictures: bool | None = None  # not known yet
         self._client: Any = None
@@ -99,16 +105,22 @@ class Remote:
         return self._pool.all
 
     def __call__(self, media: Tensor | list[str], prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on the CPU."""
+        """Images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on the
+        CPU."""
         rows = sendable(media, self.format)
         values = torch.full((len(prompts),), torch.nan)  # [B]
         self._pool.wake()
         prompts = self._prompts(prompts)
         chunks = [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
-        pool = ThreadPoolExecutor(min(len(chunks), self.concurrency * len(self.servers)) or 1, "remote reward")
+        pool = ThreadPoolExecutor(
+            min(len(chunks), self.concurrency * len(self.servers)) or 1, "remote reward"
+        )
         call = Call()
         try:
-            sent = [pool.submit(self._ask, call, take(media, chunk), [prompts[i] for i in chunk]) for chunk in chunks]
+            sent = [
+                pool.submit(self._ask, call, take(media, chunk), [prompts[i] for i in chunk])
+                for chunk in chunks
+            ]
             for chunk, one in zip(chunks, sent, strict=True):
                 values[chunk] = one.result()
         finally:
@@ -118,9 +130,12 @@ class Remote:
         return values
 
     def _prompts(self, prompts: list[dict]) -> list[dict]:
-        """What is sent of them: ``fields``, or all; pictures only to rewards that look at them, as PNG."""
+        """What is sent of them: ``fields``, or all; pictures only to rewards that look at them, as
+        PNG."""
         if self.fields is not None:
-            prompts = [{key: prompt[key] for key in self.fields if key in prompt} for prompt in prompts]
+            prompts = [
+                {key: prompt[key] for key in self.fields if key in prompt} for prompt in prompts
+            ]
         if not any(map(has_pictures, prompts)):
             return prompts
         if self.fields is None and not self._sees_prompts():
@@ -128,14 +143,19 @@ class Remote:
         try:
             return [enclosed(prompt) for prompt in prompts]
         except OSError as error:
-            raise UserError(f"reward 'remote' cannot read a picture of a prompt: {error}") from error
+            raise UserError(
+                f"reward 'remote' cannot read a picture of a prompt: {error}"
+            ) from error
 
     def _sees_prompts(self) -> bool:
-        """Does a reward that is asked for look at pictures of prompts, by what the first server that answers says?"""
+        """Does a reward that is asked for look at pictures of prompts, by what the first server
+        that answers says?"""
         if self._pictures is None:
             for server in self.servers:
                 try:
-                    request = self._connection().build_request("GET", f"{server.url}/info", timeout=self.timeout)
+                    request = self._connection().build_request(
+                        "GET", f"{server.url}/info", timeout=self.timeout
+                    )
                     response, content = exchange(self._connection(), request, self.timeout, 2**20)
                     rewards = json.loads(content)["rewards"] if response.status_code == 200 else {}
                     asked = self.names or list(rewards)
@@ -146,11 +166,14 @@ class Remote:
         return bool(self._pictures)
 
     def _check(self, values: Tensor, rows: list[int]) -> None:
-        """``on_failure``: null from a server and no answer at all are the same, a sample without a value."""
+        """``on_failure``: null from a server and no answer at all are the same, a sample without a
+        value."""
         missing = int(values[rows].isnan().sum())
         if missing and self.stop:
             causes = self._pool.causes() or "the servers could not score them"
-            raise UserError(f"reward 'remote' has no value for {missing} of {len(values)} samples: {causes}")
+            raise UserError(
+                f"reward 'remote' has no value for {missing} of {len(values)} samples: {causes}"
+            )
 
     def _ask(self, call: Call, media: Tensor | list[str], prompts: list[dict]) -> Tensor:
         """[n] values of one request, NaN where nobody could give them."""
@@ -191,7 +214,8 @@ class Remote:
         return values
 
     def _connection(self) -> Any:
-        """Connections are kept open between calls. No proxies from the environment: they would see the token."""
+        """Connections are kept open between calls. No proxies from the environment: they would see
+        the token."""
         import httpx
 
         with self._lock:
@@ -199,15 +223,22 @@ class Remote:
                 headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
                 most = self.concurrency * len(self.servers)
                 limits = httpx.Limits(max_keepalive_connections=most, keepalive_expiry=2.0)
-                self._client = httpx.Client(headers=headers, limits=limits, trust_env=False, follow_redirects=False)
+                self._client = httpx.Client(
+                    headers=headers, limits=limits, trust_env=False, follow_redirects=False
+                )
             return self._client
 
 
 def sendable(media: Tensor | list, format: str) -> list[int]:
-    """The rows whose pixels are finite, which PNG and WebP can hold; every row of the other formats."""
+    """The rows whose pixels are finite, which PNG and WebP can hold; every row of the other
+    formats."""
     if not isinstance(media, Tensor):
         return list(range(len(check_texts(media))))
-    finite = media.isfinite().flatten(1).all(1) if format != "tensor" else torch.ones(len(media), dtype=torch.bool)
+    finite = (
+        media.isfinite().flatten(1).all(1)
+        if format != "tensor"
+        else torch.ones(len(media), dtype=torch.bool)
+    )
     return finite.nonzero().flatten().tolist()
 
 

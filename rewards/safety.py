@@ -1,4 +1,5 @@
-"""Penalties for unsafe pictures: Stable Diffusion's safety checker, and any NSFW image classifier."""
+"""Penalties for unsafe pictures: Stable Diffusion's safety checker, and any NSFW image
+classifier."""
 
 from __future__ import annotations
 
@@ -21,14 +22,17 @@ CARE = 0.01  # what a concept of special care takes off all thresholds, from the
     high=0,
     source="CompVis/stable-diffusion-safety-checker",
     licence="CreativeML OpenRAIL-M",
-    scaling="flag = -1 when flagged, else 0; margin = minus how far the worst concept is above its threshold",
+    scaling="flag = -1 when flagged, else 0; margin = minus how far the worst concept is above "
+    "its threshold",
 )
 @REWARDS.register("safety_checker")
 class SafetyChecker:
-    """0 for a picture that Stable Diffusion's safety checker lets pass, below 0 for one that it flags.
+    """0 for a picture that Stable Diffusion's safety checker lets pass, below 0 for one that it
+    flags.
 
-    A CLIP image embedding is compared with 17 hidden concepts, each with its threshold, lowered by 0.01 when one of
-    three concepts of special care is found (Rando et al. 2022, arXiv:2210.04610). Of a video, the mean over frames.
+    A CLIP image embedding is compared with 17 hidden concepts, each with its threshold, lowered by
+    0.01 when one of three concepts of special care is found (Rando et al. 2022, arXiv:2210.04610).
+    Of a video, the mean over frames.
 
     Args:
         model: the checker as diffusers saves it, hub id or folder, with its image processor.
@@ -54,10 +58,12 @@ class SafetyChecker:
 
         self.checker = load_class(StableDiffusionSafetyChecker, model, device, dtype)
         self.eyes = Eyes(processor or model, preprocess)
-        self.flag, self.batch_size = penalty == "flag", batch_size
+        self.flag = penalty == "flag"
+        self.batch_size = batch_size
 
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU, at most 0."""
+        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU, at most
+        0."""
 
         def score(pictures: Tensor, rows: list[int]) -> Tensor:
             worst = self.excess(pictures).amax(1)
@@ -66,7 +72,8 @@ class SafetyChecker:
         return each_frame(media, "safety_checker", self.batch_size, score)
 
     def excess(self, pictures: Tensor) -> Tensor:
-        """[N, 3, H, W] in 0..1 -> [N, 17] cosine minus threshold of each concept, to 3 digits as published."""
+        """[N, 3, H, W] in 0..1 -> [N, 17] cosine minus threshold of each concept, to 3 digits as
+        published."""
         net = self.checker
         pixels = self.eyes(pictures, net.device).to(net.dtype)
         rows = nnf.normalize(net.visual_projection(net.vision_model(pixels).pooler_output))
@@ -86,7 +93,8 @@ class SafetyChecker:
 )
 @REWARDS.register("nsfw_penalty")
 class NsfwPenalty:
-    """Minus the probability of the bad labels by an image classifier; of a video, the mean over its frames.
+    """Minus the probability of the bad labels by an image classifier; of a video, the mean over its
+    frames.
 
     Args:
         model: an image classifier of transformers, hub id or folder.
@@ -115,11 +123,15 @@ class NsfwPenalty:
         known = {name: place for place, name in self.network.config.id2label.items()}
         for label in labels:
             if label not in known:
-                raise UserError(f"reward 'nsfw_penalty': {model} has no label {label!r}; it has {', '.join(known)}")
+                raise UserError(
+                    f"reward 'nsfw_penalty': {model} has no label {label!r}; it has "
+                    f"{', '.join(known)}"
+                )
         self.bad = [known[label] for label in labels]
 
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU, in -1..0."""
+        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU, in
+        -1..0."""
 
         def score(pictures: Tensor, rows: list[int]) -> Tensor:
             pixels = self.eyes(pictures, self.network.device).to(self.network.dtype)

@@ -1,4 +1,5 @@
-"""Is the picture like a given one: cosine of DINO's or CLIP's image embeddings, and CLIP's direction of an edit."""
+"""Is the picture like a given one: cosine of DINO's or CLIP's image embeddings, and CLIP's
+direction of an edit."""
 
 from __future__ import annotations
 
@@ -30,19 +31,17 @@ STILL = 1e-3  # a difference of unit embeddings below this is rounding, not an e
 )
 @REWARDS.register("dino_similarity")
 class DinoSimilarity:
-    """Cosine between the embeddings of the picture and of the prompt's reference picture by DINO (v1, v2, v3).
+    """Cosine between the embeddings of the picture and of the prompt's reference picture by DINO
+    (v1, v2, v3).
 
-    DreamBooth's DINO score (arXiv:2208.12242, section 4.2) with ``facebook/dino-vits16``; of a video, the mean over
-    its frames.
+    DreamBooth's DINO score (arXiv:2208.12242, section 4.2) with ``facebook/dino-vits16``; of a
+    video, the mean over its frames.
 
-    Args:
-        model: a vision model of transformers, hub id or folder.
-        field: the field of a prompt that holds the reference: a file, a PIL image or a tensor [3, H, W].
-        pool: ``cls`` is the first token of the last layer, ``mean`` the mean over the others.
-        preprocess: ``tensor`` resizes the floats, ``pil`` rounds to 8 bits and resizes with PIL.
-        batch_size: pictures in one forward pass.
-        device: ``auto`` is CUDA if there is one.
-        dtype: of the model.
+    Args: model: a vision model of transformers, hub id or folder. field: the field of a prompt that
+        holds the reference: a file, a PIL image or a tensor [3, H, W]. pool: ``cls`` is the first
+        token of the last layer, ``mean`` the mean over the others. preprocess: ``tensor`` resizes
+        the floats, ``pil`` rounds to 8 bits and resizes with PIL. batch_size: pictures in one
+        forward pass. device: ``auto`` is CUDA if there is one. dtype: of the model.
     """
 
     def __init__(
@@ -57,12 +56,16 @@ class DinoSimilarity:
     ):
         self.network = load_model("AutoModel", model, device, dtype)
         self.eyes = Eyes(model, preprocess)
-        self.field, self.pool, self.batch_size = field, pool, batch_size
+        self.field = field
+        self.pool = pool
+        self.batch_size = batch_size
         self.card = replace(type(self).card, needs=(field,))
 
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
         """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
-        return to_references(media, prompts, self.field, "dino_similarity", self.batch_size, self.embed)
+        return to_references(
+            media, prompts, self.field, "dino_similarity", self.batch_size, self.embed
+        )
 
     def embed(self, pictures: Tensor) -> Tensor:
         """[N, 3, H, W] in 0..1 -> [N, E] unit vectors."""
@@ -71,19 +74,24 @@ class DinoSimilarity:
         return nnf.normalize(hidden[:, 0] if self.pool == "cls" else hidden[:, 1:].mean(1), dim=-1)
 
 
-@card(media="image video", needs="reference", low=-1, high=1, source="any open_clip model", licence="MIT (OpenAI's)")
+@card(
+    media="image video",
+    needs="reference",
+    low=-1,
+    high=1,
+    source="any open_clip model",
+    licence="MIT (OpenAI's)",
+)
 @REWARDS.register("clip_similarity")
 class ClipSimilarity:
-    """Cosine between CLIP's embeddings of the picture and of the prompt's reference picture (Flow-GRPO's
-    image_similarity); of a video, the mean over its frames.
+    """Cosine between CLIP's embeddings of the picture and of the prompt's reference picture
+    (Flow-GRPO's image_similarity); of a video, the mean over its frames.
 
-    Args:
-        model: an open_clip name, ``hf-hub:org/repo`` or a local folder.
-        pretrained: open_clip's tag for the weights; not used for folders and hub ids.
-        field: the field of a prompt that holds the reference: a file, a PIL image or a tensor [3, H, W].
-        preprocess: ``tensor`` or ``pil``, see ``ClipScore``.
-        batch_size: pictures in one forward pass.
-        device: ``auto`` is CUDA if there is one.
+    Args: model: an open_clip name, ``hf-hub:org/repo`` or a local folder. pretrained: open_clip's
+        tag for the weights; not used for folders and hub ids. field: the field of a prompt that
+        holds the reference: a file, a PIL image or a tensor [3, H, W]. preprocess: ``tensor`` or
+        ``pil``, see ``ClipScore``. batch_size: pictures in one forward pass. device: ``auto`` is
+        CUDA if there is one.
     """
 
     def __init__(
@@ -96,7 +104,9 @@ class ClipSimilarity:
         device: str = "auto",
     ):
         self.clip = load_clip(model, pretrained, device)
-        self.field, self.exact, self.batch_size = field, preprocess == "pil", batch_size
+        self.field = field
+        self.exact = preprocess == "pil"
+        self.batch_size = batch_size
         self.card = replace(type(self).card, needs=(field,))
 
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
@@ -118,10 +128,12 @@ class ClipSimilarity:
 )
 @REWARDS.register("directional_clip")
 class DirectionalClip:
-    """Did the edit go where the words went: cosine of picture - source and text - source text in CLIP space.
+    """Did the edit go where the words went: cosine of picture - source and text - source text in
+    CLIP space.
 
-    Gal et al. 2021 (arXiv:2108.00946), equation 3; also InstructPix2Pix's measure. Differences are of unit embeddings.
-    0 where the picture or the text did not change at all. Of a video, the mean over its frames.
+    Gal et al. 2021 (arXiv:2108.00946), equation 3; also InstructPix2Pix's measure. Differences are
+    of unit embeddings. 0 where the picture or the text did not change at all. Of a video, the mean
+    over its frames.
 
     Args:
         model: an open_clip name, ``hf-hub:org/repo`` or a local folder.
@@ -146,19 +158,26 @@ class DirectionalClip:
         device: str = "auto",
     ):
         self.clip = load_clip(model, pretrained, device)
-        self.source, self.texts = source, (source_text, target_text)
-        self.exact, self.batch_size = preprocess == "pil", batch_size
+        self.source = source
+        self.texts = (source_text, target_text)
+        self.exact = preprocess == "pil"
+        self.batch_size = batch_size
         self.card = replace(type(self).card, needs=(source, source_text, target_text))
 
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
         """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
         before, after = (
-            self.clip.embed_texts(texts_of(prompts, "directional_clip", field), self.batch_size) for field in self.texts
+            self.clip.embed_texts(texts_of(prompts, "directional_clip", field), self.batch_size)
+            for field in self.texts
         )
-        sources = embed_each([picture_of(p, self.source, "directional_clip") for p in prompts], self.embed)
+        sources = embed_each(
+            [picture_of(p, self.source, "directional_clip") for p in prompts], self.embed
+        )
 
         def score(pictures: Tensor, rows: list[int]) -> Tensor:
-            return torch.cosine_similarity(self.embed(pictures) - sources[rows], (after - before)[rows], -1, STILL)
+            return torch.cosine_similarity(
+                self.embed(pictures) - sources[rows], (after - before)[rows], -1, STILL
+            )
 
         return each_frame(media, "directional_clip", self.batch_size, score)
 
@@ -166,8 +185,11 @@ class DirectionalClip:
         return self.clip.embed_images(pictures, self.batch_size, self.exact)
 
 
-def to_references(media: Tensor, prompts: list[dict], field: str, reward: str, batch_size: int, embed) -> Tensor:
-    """[B] mean cosine between a sample's frames and its prompt's reference; references of any size, each seen once."""
+def to_references(
+    media: Tensor, prompts: list[dict], field: str, reward: str, batch_size: int, embed
+) -> Tensor:
+    """[B] mean cosine between a sample's frames and its prompt's reference; references of any size,
+    each seen once."""
     wanted = embed_each([picture_of(prompt, field, reward) for prompt in prompts], embed)
 
     def score(pictures: Tensor, rows: list[int]) -> Tensor:
@@ -178,7 +200,8 @@ def to_references(media: Tensor, prompts: list[dict], field: str, reward: str, b
 
 @torch.no_grad()
 def embed_each(pictures: list[Tensor], embed) -> Tensor:
-    """Pictures [3, H, W] of different sizes -> [B, E]; equal ones (a group has one reference) are embedded once."""
+    """Pictures [3, H, W] of different sizes -> [B, E]; equal ones (a group has one reference) are
+    embedded once."""
     keys = [(tuple(p.shape), p.numpy(force=True).tobytes()) for p in pictures]
     first = {key: place for place, key in reversed(list(enumerate(keys)))}
     found = {key: embed(pictures[place][None]) for key, place in first.items()}

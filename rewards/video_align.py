@@ -1,5 +1,5 @@
-"""VideoAlign's VideoReward (Liu et al. 2025, arXiv:2501.13918): visual quality, motion quality and text alignment of a
-video by Qwen2-VL, each read at a token of its own.
+"""VideoAlign's VideoReward (Liu et al. 2025, arXiv:2501.13918): visual quality, motion quality and
+text alignment of a video by Qwen2-VL, each read at a token of its own.
 """
 
 from __future__ import annotations
@@ -32,19 +32,21 @@ SOURCE = "github.com/KwaiVGI/VideoAlign"
     needs="text",
     source="KwaiVGI/VideoReward (checkpoint folder) on Qwen/Qwen2-VL-2B-Instruct",
     licence="see the source",
-    scaling="(part - mean) / std with the checkpoint's model_config.json; overall is the sum of the three",
+    scaling="(part - mean) / std with the checkpoint's model_config.json; overall is the sum of "
+    "the three",
 )
 @REWARDS.register("video_align")
 class VideoAlign:
     """VideoReward's visual quality, motion quality, text alignment or their sum.
 
-    An image counts as a video of two equal frames. The videos here have no file and no clock: ``fps`` says how fast
-    they play, and frames are taken at the rate that the checkpoint's ``data_config`` asks for, evenly, an even number.
+    An image counts as a video of two equal frames. The videos here have no file and no clock:
+    ``fps`` says how fast they play, and frames are taken at the rate that the checkpoint's
+    ``data_config`` asks for, evenly, an even number.
 
-    Args:
-        path: the checkpoint's folder: ``model_config.json`` and ``checkpoint-*/model.pth`` (or ``model.safetensors``).
-        base: the Qwen2-VL it grew from, for configuration, tokenizer and processor; None takes the checkpoint's word.
-        instruction: the published prompt as a text file, with ``{text_prompt}`` and the tokens ``<|VQ_reward|>``,
+    Args: path: the checkpoint's folder: ``model_config.json`` and ``checkpoint-*/model.pth`` (or
+        ``model.safetensors``). base: the Qwen2-VL it grew from, for configuration, tokenizer and
+        processor; None takes the checkpoint's word. instruction: the published prompt as a text
+        file, with ``{text_prompt}`` and the tokens ``<|VQ_reward|>``,
             ``<|MQ_reward|>``, ``<|TA_reward|>``; it belongs to the weights and is not shipped here.
         part: which score.
         normalize: as published, by mean and deviation; else the raw head.
@@ -73,18 +75,21 @@ class VideoAlign:
         base = base or config["model_config"]["model_name_or_path"]
         self.instruction = read_instruction(instruction, TOKENS, SOURCE, "video_align")
         self.tools, tokens = load_tools(base, TOKENS, exact=False)
-        self.tools.video_processor.cap_pixels_per_frame = False  # as published: the limit of a frame is the limit
+        # as published: the limit of a frame is the limit
+        self.tools.video_processor.cap_pixels_per_frame = False
         alpha = alpha_of(config.get("peft_lora_config", {}))
         self.network = load_network(read_tensors(file), base, tokens, dtype, device, alpha)
         self.data = config.get("data_config", {})
         self.parts = PARTS if part == "overall" else (part,)
         self.norm = config.get("inference_config") if normalize else None
-        self.fps, self.batch_size = fps, batch_size
+        self.fps = fps
+        self.batch_size = batch_size
 
     @torch.no_grad()
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
         """Videos [B, F, 3, H, W] or images [B, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
-        stack, texts = frames(media, "video_align"), texts_of(prompts, "video_align")
+        stack = frames(media, "video_align")
+        texts = texts_of(prompts, "video_align")
         broken = ~stack.isfinite().flatten(1).all(1).cpu()
         stack = stack[:, self.chosen(stack.shape[1])].nan_to_num(0.0, 0.0, 0.0)
         found = []
@@ -102,11 +107,14 @@ class VideoAlign:
 
     def read(self, videos: Tensor, texts: list[str]) -> Tensor:
         """[N, F, 3, H, W] and N texts -> [N] scores."""
-        scores = self.network(self.batch(videos, texts)).diagonal(dim1=1, dim2=2)  # [N, 3]: each part at its own token
+        # [N, 3]: each part at its own token
+        scores = self.network(self.batch(videos, texts)).diagonal(dim1=1, dim2=2)
         total = torch.zeros(len(scores), device=scores.device)
         for place, name in enumerate(PARTS):
             if name in self.parts:
-                mean, std = (self.norm[f"{name}_{k}"] for k in ("mean", "std")) if self.norm else (0.0, 1.0)
+                mean, std = (
+                    (self.norm[f"{name}_{k}"] for k in ("mean", "std")) if self.norm else (0.0, 1.0)
+                )
                 total = total + (scores[:, place] - mean) / std
         return total
 
@@ -115,27 +123,37 @@ class VideoAlign:
         most = self.data.get("max_frame_pixels") or 448 * 448
         size = {"shortest_edge": min(LEAST_PIXELS, most), "longest_edge": most}
         found = self.tools(
-            text=chats(self.tools, "video", asked), videos=list(to_uint8(videos)), padding=True, return_tensors="pt",
+            text=chats(self.tools, "video", asked),
+            videos=list(to_uint8(videos)),
+            padding=True,
+            return_tensors="pt",
             videos_kwargs={"size": size, "do_sample_frames": False},
-        )  # fmt: skip
+        )
         return found.to(self.network.device)
 
 
 def find(path: str) -> tuple[Path, dict[str, Any]]:
-    """The weights' file (of the last step, where there are several) and the configuration of a checkpoint folder."""
+    """The weights' file (of the last step, where there are several) and the configuration of a
+    checkpoint folder."""
     folder = Path(path).expanduser()
     config = folder / "model_config.json"
     if not config.is_file():
-        raise UserError(f"reward 'video_align': no {config}; give the folder of the checkpoint, {SOURCE} says where")
+        raise UserError(
+            f"reward 'video_align': no {config}; give the folder of the checkpoint, "
+            f"{SOURCE} says where"
+        )
     steps = sorted(folder.glob("checkpoint-*"), key=lambda place: int(place.name.split("-")[1]))
     for place in (*reversed(steps), folder):
         for name in ("model.safetensors", "model.pth"):
             if (place / name).is_file():
                 return place / name, json.loads(config.read_text())
-    raise UserError(f"reward 'video_align': {folder} holds no checkpoint-*/model.pth and no model.safetensors")
+    raise UserError(
+        f"reward 'video_align': {folder} holds no checkpoint-*/model.pth and no model.safetensors"
+    )
 
 
 def alpha_of(lora: dict[str, Any]) -> float:
-    """What alpha / rank of the adapters starts from; rank-stabilised ones are divided by the root of the rank."""
+    """What alpha / rank of the adapters starts from; rank-stabilised ones are divided by the root
+    of the rank."""
     alpha = float(lora.get("lora_alpha", 1.0))
     return alpha * lora["lora_r"] ** 0.5 if lora.get("use_rslora") else alpha

@@ -1,7 +1,8 @@
-"""Rewards without a right answer: what most answers to a prompt say, how often each is given, how sure the model was.
+"""Rewards without a right answer: what most answers to a prompt say, how often each is given, how
+sure the model was.
 
-Answers are read out of the texts as the verifiable rewards read them: the last ``<answer>`` or box, else the text, in
-normal form. A text without one has no vote and earns 0.
+Answers are read out of the texts as the verifiable rewards read them: the last ``<answer>`` or box,
+else the text, in normal form. A text without one has no vote and earns 0.
 """
 
 from __future__ import annotations
@@ -24,13 +25,17 @@ from rewards.vision.words import short
 
 @REWARDS.register("majority_vote")
 @card(media="text", of="group", low=0, high=1, source="[TTRL](https://arxiv.org/abs/2504.16084)")
-def majority_vote(media: Sequence[str], prompts: list[dict], *, share: Annotated[float, Ge(0)] = 0.0) -> Tensor:
-    """1 for an answer that most answers to the prompt give, else 0 (TTRL, SeRL); no right answer is needed.
+def majority_vote(
+    media: Sequence[str], prompts: list[dict], *, share: Annotated[float, Ge(0)] = 0.0
+) -> Tensor:
+    """1 for an answer that most answers to the prompt give, else 0 (TTRL, SeRL); no right answer is
+    needed.
 
-    Of equally frequent answers the one given first wins. ``share``: the part of the group that must agree; where fewer
-    do, the group has no majority and every answer has NaN, which leaves it out.
+    Of equally frequent answers the one given first wins. ``share``: the part of the group that must
+    agree; where fewer do, the group has no majority and every answer has NaN, which leaves it out.
     """
-    votes, found = votes_of(media, "majority_vote"), torch.zeros(len(media))
+    votes = votes_of(media, "majority_vote")
+    found = torch.zeros(len(media))
     for rows in groups_of(prompts):
         winner, count = leading([votes[row] for row in rows])
         agreed = winner is not None and count >= share * len(rows)
@@ -41,12 +46,17 @@ def majority_vote(media: Sequence[str], prompts: list[dict], *, share: Annotated
 
 @REWARDS.register("answer_frequency")
 @card(media="text", of="group", high=1, source="TTRV, Test-time RL for vision-language models")
-def answer_frequency(media: Sequence[str], prompts: list[dict], *, entropy: Annotated[float, Ge(0)] = 0.0) -> Tensor:
-    """The share of the group that gives the same answer, less ``entropy`` times the entropy of all answers (TTRV).
+def answer_frequency(
+    media: Sequence[str], prompts: list[dict], *, entropy: Annotated[float, Ge(0)] = 0.0
+) -> Tensor:
+    """The share of the group that gives the same answer, less ``entropy`` times the entropy of all
+    answers (TTRV).
 
-    The entropy (nats) is the same for a whole group: it only matters for advantages that compare prompts.
+    The entropy (nats) is the same for a whole group: it only matters for advantages that compare
+    prompts.
     """
-    votes, found = votes_of(media, "answer_frequency"), torch.zeros(len(media))
+    votes = votes_of(media, "answer_frequency")
+    found = torch.zeros(len(media))
     for rows in groups_of(prompts):
         counts = Counter(vote for row in rows if (vote := votes[row]) is not None)
         total = sum(counts.values())
@@ -57,22 +67,36 @@ def answer_frequency(media: Sequence[str], prompts: list[dict], *, entropy: Anno
 
 
 @REWARDS.register("co_reward")
-@card(media="text", of="batch", needs="twin", low=0, high=1, source="[Co-Reward](https://arxiv.org/abs/2508.00410)")
+@card(
+    media="text",
+    of="batch",
+    needs="twin",
+    low=0,
+    high=1,
+    source="[Co-Reward](https://arxiv.org/abs/2508.00410)",
+)
 class CoReward:
-    """1 for an answer that agrees with most answers to the prompt's twin, which asks the same in other words.
+    """1 for an answer that agrees with most answers to the prompt's twin, which asks the same in
+    other words.
 
-    Prompts with one ``twin`` are versions of one question: rephrased, or with the image augmented. Each is judged by
-    the vote on the others (Zhang et al. 2025, Co-Reward), that of this iteration on any process, else the last one
-    before it, which is remembered and saved in checkpoints; as long as there is none, the prompt's own vote decides.
+    Prompts with one ``twin`` are versions of one question: rephrased, or with the image augmented.
+    Each is judged by the vote on the others (Zhang et al. 2025, Co-Reward), that of this iteration
+    on any process, else the last one before it, which is remembered and saved in checkpoints; as
+    long as there is none, the prompt's own vote decides.
     """
 
     def __init__(self):
-        self.votes: dict[str, dict[str, str]] = {}  # twin -> version -> its last majority in an earlier call
-        self.latest: list[list[str]] = []  # twin, version and majority of every group of the last call
+        # twin -> version -> its last majority in an earlier call
+        self.votes: dict[str, dict[str, str]] = {}
+        # twin, version and majority of every group of the last call
+        self.latest: list[list[str]] = []
 
-    def __call__(self, media: Sequence[str], prompts: list[dict], gather: Callable[[list], list] = list) -> Tensor:
+    def __call__(
+        self, media: Sequence[str], prompts: list[dict], gather: Callable[[list], list] = list
+    ) -> Tensor:
         """[B]. ``gather`` returns the rows of all processes; without it there is but this one."""
-        votes, found = votes_of(media, "co_reward"), torch.zeros(len(media))
+        votes = votes_of(media, "co_reward")
+        found = torch.zeros(len(media))
         groups = groups_of(prompts)
         majorities = []
         for rows in groups:
@@ -92,7 +116,8 @@ class CoReward:
 
     def remember(self) -> None:
         """Keeps the votes of the last call; those of an evaluation are forgotten."""
-        self.votes, self.latest = merged_votes(self.votes, self.latest), []
+        self.votes = merged_votes(self.votes, self.latest)
+        self.latest = []
 
     def state_dict(self) -> dict[str, Any]:
         return {"votes": self.votes}
@@ -101,7 +126,9 @@ class CoReward:
         self.votes = {name: dict(versions) for name, versions in state["votes"].items()}
 
 
-def merged_votes(before: dict[str, dict[str, str]], latest: Sequence[Sequence[str]]) -> dict[str, dict[str, str]]:
+def merged_votes(
+    before: dict[str, dict[str, str]], latest: Sequence[Sequence[str]]
+) -> dict[str, dict[str, str]]:
     """Twin -> version -> vote, the latest of each."""
     found = {name: dict(versions) for name, versions in before.items()}
     for name, one_version, winner in latest:
@@ -112,21 +139,28 @@ def merged_votes(before: dict[str, dict[str, str]], latest: Sequence[Sequence[st
 @REWARDS.register("mean_logprob")
 @card(media="text", high=0, scaling="nats a token")
 def mean_logprob(media: Sequence[str], prompts: list[dict], *, scale: float = 1.0) -> Tensor:
-    """How sure the model was of its answer: the mean log-probability of its tokens when it sampled them.
+    """How sure the model was of its answer: the mean log-probability of its tokens when it sampled
+    them.
 
-    A signal without any judge, and one that is easily hacked by saying little; NaN for texts of unknown origin.
+    A signal without any judge, and one that is easily hacked by saying little; NaN for texts of
+    unknown origin.
     """
     return scale * torch.tensor([float(getattr(text, "logprob", torch.nan)) for text in media])
 
 
 @REWARDS.register("self_certainty")
 @card(
-    media="text", low=0, scaling="nats a token", source="[Kang et al. 2025](https://arxiv.org/abs/2502.18581), Intuitor"
+    media="text",
+    low=0,
+    scaling="nats a token",
+    source="[Kang et al. 2025](https://arxiv.org/abs/2502.18581), Intuitor",
 )
 def self_certainty(media: Sequence[str], prompts: list[dict], *, scale: float = 1.0) -> Tensor:
-    """How far the model was from having no idea: mean over its tokens of KL(uniform || its distribution).
+    """How far the model was from having no idea: mean over its tokens of KL(uniform || its
+    distribution).
 
-    Intuitor's reward (Zhao et al. 2025, arXiv:2505.19590). The ``vlm`` policy records it with ``certainty: true``.
+    Intuitor's reward (Zhao et al. 2025, arXiv:2505.19590). The ``vlm`` policy records it with
+    ``certainty: true``.
 
     Raises:
         UserError: no text knows its certainty.
@@ -134,7 +168,8 @@ def self_certainty(media: Sequence[str], prompts: list[dict], *, scale: float = 
     known = [getattr(text, "certainty", None) for text in media]
     if known and all(value is None for value in known):
         raise UserError(
-            "reward 'self_certainty': the texts do not say how sure their model was; set policy.vlm.certainty"
+            "reward 'self_certainty': the texts do not say how sure their model was; set "
+            "policy.vlm.certainty"
         )
     return scale * torch.tensor([math.nan if value is None else float(value) for value in known])
 

@@ -1,5 +1,5 @@
-"""Question answering as a reward, by any vision-language model of transformers: VQAScore (Lin et al. 2024,
-arXiv:2404.01291) and TIFA (Hu et al. 2023, arXiv:2303.11897).
+"""Question answering as a reward, by any vision-language model of transformers: VQAScore (Lin et
+al. 2024, arXiv:2404.01291) and TIFA (Hu et al. 2023, arXiv:2303.11897).
 """
 
 from __future__ import annotations
@@ -61,19 +61,27 @@ class VQAScore:
         if "{text}" not in question:
             raise UserError("reward 'vqa_score': the question needs {text} where the prompt goes")
         self.vlm = LocalVLM(model, device, dtype)
-        self.question, self.normalize, self.batch_size = question, normalize, batch_size
-        self.yes, self.no = (sorted({self.vlm.first_token(answer) for answer in answers}) for answers in (yes, no))
+        self.question = question
+        self.normalize = normalize
+        self.batch_size = batch_size
+        self.yes, self.no = (
+            sorted({self.vlm.first_token(answer) for answer in answers}) for answers in (yes, no)
+        )
         if set(self.yes) & set(self.no):
-            raise UserError(f"reward 'vqa_score': {yes} and {no} begin with the same token for {model}")
+            raise UserError(
+                f"reward 'vqa_score': {yes} and {no} begin with the same token for {model}"
+            )
 
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU, in 0..1."""
+        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU, in
+        0..1."""
         texts = texts_of(prompts, "vqa_score")
 
         def score(pictures: Tensor, rows: list[int]) -> Tensor:
             questions = [self.question.replace("{text}", texts[row]) for row in rows]
             chances = self.vlm.next_token(pictures, questions).exp()
-            yes, no = chances[:, self.yes].sum(1), chances[:, self.no].sum(1)
+            yes = chances[:, self.yes].sum(1)
+            no = chances[:, self.no].sum(1)
             return yes / (yes + no) if self.normalize else yes
 
         return each_frame(media, "vqa_score", self.batch_size, score)
@@ -91,10 +99,10 @@ class VQAScore:
 class TIFA:
     """Share of a prompt's questions about the picture that the model answers right.
 
-    A prompt's ``questions`` is a list of ``{"question": ..., "choices": [...], "answer": ...}`` (yes and no where
-    there are no choices). The model's answer is the choice with the highest mean log-probability per token; the
-    published code generates a text and takes the choice whose sentence embedding is nearest. Of a video, the mean
-    over its frames.
+    A prompt's ``questions`` is a list of ``{"question": ..., "choices": [...], "answer": ...}``
+    (yes and no where there are no choices). The model's answer is the choice with the highest mean
+    log-probability per token; the published code generates a text and takes the choice whose
+    sentence embedding is nearest. Of a video, the mean over its frames.
 
     Args:
         model: an image-text-to-text model, hub id or folder.
@@ -110,14 +118,21 @@ class TIFA:
         device: str = "auto",
         dtype: Precision = "bfloat16",
     ):
-        self.vlm, self.batch_size = LocalVLM(model, device, dtype), batch_size
+        self.vlm = LocalVLM(model, device, dtype)
+        self.batch_size = batch_size
 
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU, in 0..1."""
+        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU, in
+        0..1."""
         asked = [questions_of(prompt) for prompt in prompts]
 
         def score(pictures: Tensor, rows: list[int]) -> Tensor:
-            return torch.tensor([self.right(picture, asked[row]) for picture, row in zip(pictures, rows, strict=True)])
+            return torch.tensor(
+                [
+                    self.right(picture, asked[row])
+                    for picture, row in zip(pictures, rows, strict=True)
+                ]
+            )
 
         return each_frame(media, "tifa", self.batch_size, score)
 
@@ -141,16 +156,24 @@ def questions_of(prompt: dict) -> list[tuple[str, list[str], str]]:
     """(question, choices, answer) of a prompt; the question names its choices as TIFA's do."""
     found: list[tuple[str, list[str], str]] = []
     for entry in field_of(prompt, "questions", "tifa", list):
-        choices, answer = list(wanted(entry).get("choices") or ["yes", "no"]), entry["answer"]
+        choices = list(wanted(entry).get("choices") or ["yes", "no"])
+        answer = entry["answer"]
         if answer not in choices:
-            raise UserError(f"reward 'tifa': the answer {answer!r} is not among the choices {choices}")
+            raise UserError(
+                f"reward 'tifa': the answer {answer!r} is not among the choices {choices}"
+            )
         found.append((f"{entry['question']} Choices: {', '.join(choices)}.", choices, answer))
     if not found:
-        raise UserError("reward 'tifa' needs at least one question in the field 'questions' of every prompt")
+        raise UserError(
+            "reward 'tifa' needs at least one question in the field 'questions' of every prompt"
+        )
     return found
 
 
 def wanted(entry: Any) -> dict:
     if not isinstance(entry, dict) or not {"question", "answer"} <= set(entry):
-        raise UserError(f'reward \'tifa\': a question is {{"question", "choices", "answer"}}, got {str(entry)[:80]}')
+        raise UserError(
+            f'reward \'tifa\': a question is {{"question", "choices", "answer"}}, got '
+            f"{str(entry)[:80]}"
+        )
     return entry

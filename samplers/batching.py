@@ -1,4 +1,5 @@
-"""Batches that fit: chunks of rows, what a forward pass costs in bytes, and results that no chunk size changes."""
+"""Batches that fit: chunks of rows, what a forward pass costs in bytes, and results that no chunk
+size changes."""
 
 from __future__ import annotations
 
@@ -20,10 +21,12 @@ def chunks(count: int, size: int) -> Iterator[slice]:
 
 
 def peak_bytes(fn: Callable[[], Any], device: torch.device | str = "cpu") -> int:
-    """The most bytes of tensors that were alive at once among those ``fn`` made, on top of what existed before.
+    """The most bytes of tensors that were alive at once among those ``fn`` made, on top of what
+    existed before.
 
-    On a CUDA device the allocator is asked, which also sees the workspaces of kernels; elsewhere every storage that an
-    operation returns is counted until it is freed, the scratch space inside one operation is not.
+    On a CUDA device the allocator is asked, which also sees the workspaces of kernels; elsewhere
+    every storage that an operation returns is counted until it is freed, the scratch space inside
+    one operation is not.
     """
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
@@ -38,16 +41,21 @@ def peak_bytes(fn: Callable[[], Any], device: torch.device | str = "cpu") -> int
 
 
 class _Tally(TorchDispatchMode):
-    """Counts storages from the operation that returns them first until nothing refers to them any more."""
+    """Counts storages from the operation that returns them first until nothing refers to them any
+    more."""
 
     def __init__(self) -> None:
         super().__init__()
         self.alive: dict[int, weakref.ref] = {}
         self.live = self.peak = 0
 
-    def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
-        known = {t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
+        known = {
+            t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)
+        }
         result = func(*args, **kwargs)
         for tensor in tree_iter(result):
             if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in known:
@@ -55,7 +63,8 @@ class _Tally(TorchDispatchMode):
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        address, size = storage._cdata, storage.nbytes()
+        address = storage._cdata
+        size = storage.nbytes()
         if address in self.alive:
             return
 
@@ -68,17 +77,21 @@ class _Tally(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
 
-def rows_that_fit(forward: Callable[[int], Any], budget: int, most: int, device: torch.device | str = "cpu") -> int:
+def rows_that_fit(
+    forward: Callable[[int], Any], budget: int, most: int, device: torch.device | str = "cpu"
+) -> int:
     """The largest number of rows in 1..most whose ``forward(rows)`` stays within ``budget`` bytes.
 
-    Runs one row and two rows and takes memory to grow along that line. ValueError where even one row is too many.
+    Runs one row and two rows and takes memory to grow along that line. ValueError where even one
+    row is too many.
     """
     if most < 1:
         raise ValueError(f"the largest number of rows must be at least 1, not {most}")
     one = peak_bytes(lambda: forward(1), device)
     if one > budget:
         raise ValueError(
-            f"one row needs {one:,} bytes, the budget is {budget:,}: raise the budget or use a smaller size"
+            f"one row needs {one:,} bytes, the budget is {budget:,}: raise the budget or "
+            f"use a smaller size"
         )
     if most == 1:
         return 1
@@ -87,27 +100,31 @@ def rows_that_fit(forward: Callable[[int], Any], budget: int, most: int, device:
 
 
 def halved_to_fit(run: Callable[[int], Any], size: int, least: int = 1) -> tuple[Any, int]:
-    """``run(size)``, or with half of ``size`` again and again as long as the device is out of memory, and the size that
-    fitted. ``run`` must begin anew at every call. torch.OutOfMemoryError where ``least`` rows do not fit either."""
+    """``run(size)``, or with half of ``size`` again and again as long as the device is out of
+    memory, and the size that fitted. ``run`` must begin anew at every call. torch.OutOfMemoryError
+    where ``least`` rows do not fit either."""
     while True:
         try:
             return run(size), size
         except torch.OutOfMemoryError as error:
             reason = str(error).partition("\n")[0]
         if size // 2 < least:
-            raise torch.OutOfMemoryError(f"{size} rows a pass, and fewer than {least} cannot be: {reason}")
+            raise torch.OutOfMemoryError(
+                f"{size} rows a pass, and fewer than {least} cannot be: {reason}"
+            )
         size //= 2  # outside the handler, whose traceback holds what the failed pass had allocated
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
 def at_width(fn: Callable[..., Any], width: int, *batches: Any) -> Any:
-    """``fn(*batches)`` computed at exactly ``width`` rows, for nests of tensors [B, *] with B <= width.
+    """``fn(*batches)`` computed at exactly ``width`` rows, for nests of tensors [B, *] with B <=
+    width.
 
-    Row 0 is repeated to fill up, and what comes of the repeats is cut off the result (a nest of tensors [width, *])
-    and out of the gradient. A matmul of few rows may round in another way than one of many; at constant width the
-    result of a row does not depend on how many rows its chunk had left. It may still depend, in the last place, on the
-    row's place in the chunk.
+    Row 0 is repeated to fill up, and what comes of the repeats is cut off the result (a nest of
+    tensors [width, *]) and out of the gradient. A matmul of few rows may round in another way than
+    one of many; at constant width the result of a row does not depend on how many rows its chunk
+    had left. It may still depend, in the last place, on the row's place in the chunk.
     """
     rows = {len(tensor) for tensor in tree_iter(batches) if isinstance(tensor, Tensor)}
     if len(rows) != 1:
@@ -117,5 +134,7 @@ def at_width(fn: Callable[..., Any], width: int, *batches: Any) -> Any:
         raise ValueError(f"{count} rows do not fit a width of {width}: need 1 to {width}")
     if count == width:
         return fn(*batches)
-    wide = tree_map_only(Tensor, lambda x: torch.cat([x, x[:1].expand(width - count, *x.shape[1:])]), batches)
+    wide = tree_map_only(
+        Tensor, lambda x: torch.cat([x, x[:1].expand(width - count, *x.shape[1:])]), batches
+    )
     return tree_map_only(Tensor, lambda x: x[:count], fn(*wide))

@@ -1,11 +1,14 @@
-"""One stochastic step of a sampler: ``(x, v, t, s, eta) -> (mean, std)``. Most are for rectified flow.
+"""One stochastic step of a sampler: ``(x, v, t, s, eta) -> (mean, std)``. Most are for rectified
+flow.
 
-The path is x_t = (1 - t) x_0 + t e with e standard normal; t = 1 is noise, t = 0 is data. The network gives the
-velocity v = E[e - x_0 | x_t], so x_0 ~ x - t v and e ~ x + (1 - t) v, and the score of x_t is -(x + (1 - t) v) / t.
+The path is x_t = (1 - t) x_0 + t e with e standard normal; t = 1 is noise, t = 0 is data. The
+network gives the velocity v = E[e - x_0 | x_t], so x_0 ~ x - t v and e ~ x + (1 - t) v, and the
+score of x_t is -(x + (1 - t) v) / t.
 
-Every kernel takes x, v [B, *] and t, s, eta [B] or scalars, 0 <= s < t <= 1, and returns the mean [B, *] and the
-standard deviation [B, 1, ...] of the state at time s, step length included: ``x_s = mean + std * noise``.
-``eta = 0`` is the Euler step of the ODE, row by row. Half-precision inputs are computed in float32.
+Every kernel takes x, v [B, *] and t, s, eta [B] or scalars, 0 <= s < t <= 1, and returns the mean
+[B, *] and the standard deviation [B, 1, ...] of the state at time s, step length included: ``x_s =
+mean + std * noise``. ``eta = 0`` is the Euler step of the ODE, row by row. Half-precision inputs
+are computed in float32.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ from samplers.processes import Diffusion, Flow, Number, Process, per_row
 def flow_sde(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Tensor, Tensor]:
     """Flow-SDE of Flow-GRPO: noise eta sqrt(t / (1 - t)), so less of it the closer to the data.
 
-    Liu et al. 2025, "Flow-GRPO", eq. 9. The noise is infinite at t = 1; there t / (1 - s) stands in, as published,
-    which makes the injected std of a first step exactly eta.
+    Liu et al. 2025, "Flow-GRPO", eq. 9. The noise is infinite at t = 1; there t / (1 - s) stands
+    in, as published, which makes the injected std of a first step exactly eta.
     """
     x, v, t, s, eta = _align(x, v, t, s, eta)
     variance = eta**2 * t / (1 - torch.where(t < 1, t, s))
@@ -45,10 +48,12 @@ def wan_sde(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Te
 
 
 def memoryless(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Tensor, Tensor]:
-    """SDE with noise eta sqrt(2 t / (1 - t)); at eta = 1 the end of a path is independent of its beginning.
+    """SDE with noise eta sqrt(2 t / (1 - t)); at eta = 1 the end of a path is independent of its
+    beginning.
 
-    Domingo-Enrich et al. 2025, "Adjoint Matching", section 4.3: only so does fine-tuning tilt the model's
-    distribution by the reward without a bias from the initial noise. At t = 1 as in ``flow_sde``.
+    Domingo-Enrich et al. 2025, "Adjoint Matching", section 4.3: only so does fine-tuning tilt the
+    model's distribution by the reward without a bias from the initial noise. At t = 1 as in
+    ``flow_sde``.
     """
     return flow_sde(x, v, t, s, torch.as_tensor(eta) * math.sqrt(2))
 
@@ -56,8 +61,9 @@ def memoryless(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple
 def cps(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Tensor, Tensor]:
     """Coefficient-preserving step of Flow-CPS: noise s sin(eta pi / 2), however short the step is.
 
-    Wang et al. 2025, "Coefficients-Preserving Sampling". Predicted data and noise keep the scales of time s, but as
-    the noise does not shrink with the step there is no SDE that ever finer grids approach.
+    Wang et al. 2025, "Coefficients-Preserving Sampling". Predicted data and noise keep the scales
+    of time s, but as the noise does not shrink with the step there is no SDE that ever finer grids
+    approach.
     """
     x, v, t, s, eta = _align(x, v, t, s, eta)
     angle = eta * (math.pi / 2)
@@ -65,12 +71,15 @@ def cps(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Tensor
 
 
 def flow_ddim(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Tensor, Tensor]:
-    """DDIM with noise on a flow: std eta s sqrt(1 - s^2 (1 - t)^2 / (t^2 (1 - s)^2)); eta = 1 is ancestral.
+    """DDIM with noise on a flow: std eta s sqrt(1 - s^2 (1 - t)^2 / (t^2 (1 - s)^2)); eta = 1 is
+    ancestral.
 
-    Song et al. 2021, "DDIM", eq. 16, written for alpha = 1 - t, sigma = t. No noise in a step to s = 0.
+    Song et al. 2021, "DDIM", eq. 16, written for alpha = 1 - t, sigma = t. No noise in a step to s
+    = 0.
     """
     x, v, t, s, eta = _align(x, v, t, s, eta)
-    kept = (s * (1 - t) / (t * (1 - s)).clamp_min(torch.finfo(x.dtype).tiny)) ** 2  # share of the variance that stays
+    # share of the variance that stays
+    kept = (s * (1 - t) / (t * (1 - s)).clamp_min(torch.finfo(x.dtype).tiny)) ** 2
     std = eta * s * (1 - kept).clamp_min(0).sqrt()
     return _towards(x, v, t, s, (s**2 - std**2).clamp_min(0).sqrt()), std
 
@@ -81,14 +90,19 @@ def ode(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number = 0.0) -> tuple[
     return x + v * (s - t), torch.zeros_like(t)
 
 
-EPSILON, FLOW = Diffusion(), Flow()  # a policy gives its own
+# a policy gives its own
+EPSILON = Diffusion()
+FLOW = Flow()
 
 
-def ddim(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number, process: Process = EPSILON) -> tuple[Tensor, Tensor]:
-    """DDIM with noise for models that predict epsilon, v or the sample; eta = 1 is ancestral (DDPO).
+def ddim(
+    x: Tensor, v: Tensor, t: Number, s: Number, eta: Number, process: Process = EPSILON
+) -> tuple[Tensor, Tensor]:
+    """DDIM with noise for models that predict epsilon, v or the sample; eta = 1 is ancestral
+    (DDPO).
 
-    Song et al. 2021, "DDIM", eq. 12 and 16: std^2 = eta^2 sigma_s^2 / sigma_t^2 (1 - alpha_t^2 / alpha_s^2). A step
-    to a state without noise has none.
+    Song et al. 2021, "DDIM", eq. 12 and 16: std^2 = eta^2 sigma_s^2 / sigma_t^2 (1 - alpha_t^2 /
+    alpha_s^2). A step to a state without noise has none.
     """
     (alpha_t, sigma_t), (alpha_s, sigma_s) = process.scales(t, x), process.scales(s, x)
     variance = (sigma_s / sigma_t) ** 2 * (1 - (alpha_t / alpha_s) ** 2)
@@ -102,11 +116,12 @@ ddim.process = Diffusion  # which policies can use it; kernels that say nothing 
 
 def consistency(
     x: Tensor, v: Tensor, t: Number, s: Number, eta: Number, process: Process = FLOW
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Step of a consistency model: jump to the predicted data, add noise again; eta = 1 renews all of the noise.
+) -> tuple[Tensor, Tensor]:
+    """Step of a consistency model: jump to the predicted data, add noise again; eta = 1 renews all
+    of the noise.
 
-    Luo et al. 2023, "Latent Consistency Models", algorithm 3; between 0 and 1 the share eta^2 of its variance. A step
-    to a state without noise has none.
+    Luo et al. 2023, "Latent Consistency Models", algorithm 3; between 0 and 1 the share eta^2 of
+    its variance. A step to a state without noise has none.
     """
     (alpha_s, sigma_s), eta = process.scales(s, x), per_row(eta, x)
     clean, noise = (f(x.to(sigma_s), v.to(sigma_s), t) for f in (process.clean, process.noise))
@@ -124,15 +139,20 @@ def _towards(x: Tensor, v: Tensor, t: Tensor, s: Tensor, kept: Tensor) -> Tensor
 def _align(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Tensor, ...]:
     """Everything in one dtype of at least float32; t, s, eta as [B, 1, ...].
 
-    Times are rounded to the dtype of the state first, so that a recorded time and the grid it came from agree.
+    Times are rounded to the dtype of the state first, so that a recorded time and the grid it came
+    from agree.
     """
     dtype = torch.promote_types(torch.promote_types(x.dtype, v.dtype), torch.float32)
-    x, v = x.to(dtype), v.to(dtype)
+    x = x.to(dtype)
+    v = v.to(dtype)
     return x, v, per_row(t, x), per_row(s, x), per_row(eta, x)
 
 
-def _euler_maruyama(x: Tensor, v: Tensor, t: Tensor, s: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """dx = (v - variance / 2 * score) dt + sqrt(variance) dw, backwards in time: the marginals of the ODE, kept.
+def _euler_maruyama(
+    x: Tensor, v: Tensor, t: Tensor, s: Tensor, variance: Tensor
+) -> tuple[Tensor, Tensor]:
+    """dx = (v - variance / 2 * score) dt + sqrt(variance) dw, backwards in time: the marginals of
+    the ODE, kept.
 
     ``variance`` [B, 1, ...] is that of the noise per unit of time.
     """

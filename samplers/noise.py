@@ -1,7 +1,9 @@
-"""Random numbers keyed by what they are for, so that no batch split, world size or resume changes a sample.
+"""Random numbers keyed by what they are for, so that no batch split, world size or resume changes a
+sample.
 
-Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), a counter-based generator, in plain
-torch integer arithmetic: the same numbers on every device, any row alone or among others, nothing to save or restore.
+Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), a counter-based
+generator, in plain torch integer arithmetic: the same numbers on every device, any row alone or
+among others, nothing to save or restore.
 """
 
 from __future__ import annotations
@@ -18,20 +20,30 @@ _MULTIPLY = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
-    """Ten rounds. Counter words and results are int64 tensors of one shape holding 32-bit values."""
+def philox(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
+) -> tuple[Tensor, ...]:
+    """Ten rounds. Counter words and results are int64 tensors of one shape holding 32-bit
+    values."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        a, b = c0 * _MULTIPLY[0], c2 * _MULTIPLY[1]  # wraps modulo 2^64, both halves stay right
-        c0, c1, c2, c3 = (b >> 32 & _LOW) ^ c1 ^ k0, b & _LOW, (a >> 32 & _LOW) ^ c3 ^ k1, a & _LOW
-        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
+        # wraps modulo 2^64, both halves stay right
+        a = c0 * _MULTIPLY[0]
+        b = c2 * _MULTIPLY[1]
+        c0 = (b >> 32 & _LOW) ^ c1 ^ k0
+        c1 = b & _LOW
+        c2 = (a >> 32 & _LOW) ^ c3 ^ k1
+        c3 = a & _LOW
+        k0 = (k0 + _WEYL[0]) & _LOW
+        k1 = (k1 + _WEYL[1]) & _LOW
     return c0, c1, c2, c3
 
 
 @dataclass(frozen=True)
 class Rng:
-    """A named random stream. ``fold`` derives another one; draws never change it, so order does not matter."""
+    """A named random stream. ``fold`` derives another one; draws never change it, so order does not
+    matter."""
 
     key: tuple[int, int]
     offset: int = 0  # position of this process's first prompt in the whole iteration
@@ -46,7 +58,8 @@ class Rng:
         return replace(Rng.of(*self.key, *names), offset=self.offset)
 
     def rows(self, prompts: int, copies: int) -> Tensor:
-        """[prompts * copies] long: the names of the rows that answer this process's prompts, copies adjacent."""
+        """[prompts * copies] long: the names of the rows that answer this process's prompts, copies
+        adjacent."""
         return torch.arange(self.offset * copies, (self.offset + prompts) * copies)
 
     def bits(self, rows: Tensor, count: int, step: int = 0) -> Tensor:
@@ -62,11 +75,14 @@ class Rng:
         count = math.prod(shape)
         return ((self.bits(rows, count, step).double() + 0.5) / 2**32).view(len(rows), *shape)
 
-    def normal(self, rows: Tensor, shape: tuple[int, ...] = (), step: int = 0, dtype=torch.float32) -> Tensor:
+    def normal(
+        self, rows: Tensor, shape: tuple[int, ...] = (), step: int = 0, dtype=torch.float32
+    ) -> Tensor:
         """[B, *shape] standard normal, by Box and Muller in float64, then rounded to ``dtype``."""
         count = math.prod(shape)
         u = self.uniform(rows, (2 * -(-count // 2),), step).view(len(rows), -1, 2)
-        radius, angle = (-2 * u[..., 0].log()).sqrt(), 2 * math.pi * u[..., 1]
+        radius = (-2 * u[..., 0].log()).sqrt()
+        angle = 2 * math.pi * u[..., 1]
         both = torch.stack([radius * angle.cos(), radius * angle.sin()], -1).flatten(1)[:, :count]
         return both.to(dtype).view(len(rows), *shape)
 

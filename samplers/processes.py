@@ -1,4 +1,5 @@
-"""How data become noise: x_t = alpha(t) x_0 + sigma(t) e, and what a network's output says of x_0 and e.
+"""How data become noise: x_t = alpha(t) x_0 + sigma(t) e, and what a network's output says of x_0
+and e.
 
 t in [0, 1] everywhere, 1 is noise and 0 is data. Tensors are [B, *]; times [B] or scalars.
 """
@@ -38,10 +39,15 @@ class Process(Protocol):
 
 
 def per_row(value: Number, like: Tensor) -> Tensor:
-    """A time or a scale as [B, 1, ...] in the dtype (at least float32) and on the device of ``like`` [B, *]."""
+    """A time or a scale as [B, 1, ...] in the dtype (at least float32) and on the device of
+    ``like`` [B, *]."""
     dtype = torch.promote_types(like.dtype, torch.float32)
     shape = (len(like), *[1] * (like.ndim - 1))
-    return torch.as_tensor(value, dtype=dtype, device=like.device).reshape(-1, *shape[1:]).expand(shape)
+    return (
+        torch.as_tensor(value, dtype=dtype, device=like.device)
+        .reshape(-1, *shape[1:])
+        .expand(shape)
+    )
 
 
 def noised(process: Process, clean: Tensor, noise: Tensor, t: Number) -> Tensor:
@@ -54,7 +60,8 @@ def noised(process: Process, clean: Tensor, noise: Tensor, t: Number) -> Tensor:
 
 @dataclass(frozen=True)
 class Flow:
-    """Rectified flow: alpha = 1 - t, sigma = t; the network gives the velocity e - x_0 (Liu et al. 2022)."""
+    """Rectified flow: alpha = 1 - t, sigma = t; the network gives the velocity e - x_0 (Liu et al.
+    2022)."""
 
     def scales(self, t: Number, like: Tensor) -> tuple[Tensor, Tensor]:
         t = per_row(t, like)
@@ -84,16 +91,20 @@ def scaled_linear(steps: int = 1000, start: float = 0.00085, end: float = 0.012)
 
 @dataclass(frozen=True)
 class Diffusion:
-    """Discrete variance-preserving diffusion: alpha^2 = ``alphas`` [T] cumulative, sigma^2 = 1 - alpha^2.
+    """Discrete variance-preserving diffusion: alpha^2 = ``alphas`` [T] cumulative, sigma^2 = 1 -
+    alpha^2.
 
-    Time (i + 1) / T stands for timestep i; 0 is the state after the last step, where alpha^2 is ``final``: 1, or
-    alphas[0] for schedulers with ``set_alpha_to_one: false``. Ho et al. 2020; Salimans and Ho 2022 for v.
+    Time (i + 1) / T stands for timestep i; 0 is the state after the last step, where alpha^2 is
+    ``final``: 1, or alphas[0] for schedulers with ``set_alpha_to_one: false``. Ho et al. 2020;
+    Salimans and Ho 2022 for v.
     """
 
     prediction: Prediction = "epsilon"
     alphas: Tensor = field(default_factory=scaled_linear, compare=False)
     final: float = 1.0
-    tables: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    tables: dict[torch.device, Tensor] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def timestep(self, t: Number) -> Tensor:
         """Long: the timestep i of a time above 0, -1 for 0."""
@@ -105,7 +116,8 @@ class Diffusion:
         return per_row(bar.sqrt(), like), per_row((1 - bar).sqrt(), like)
 
     def _table(self, device: torch.device) -> Tensor:
-        """[T + 1] alpha^2 by timestep + 1, where the times are: it moves once, not at every step."""
+        """[T + 1] alpha^2 by timestep + 1, where the times are: it moves once, not at every
+        step."""
         if device not in self.tables:
             with torch.inference_mode(False):
                 table = torch.cat([self.alphas.new_tensor([self.final]), self.alphas])
@@ -116,7 +128,9 @@ class Diffusion:
         alpha, sigma = self.scales(t, x)
         if self.prediction == "sample":
             return out
-        return (x - sigma * out) / alpha if self.prediction == "epsilon" else alpha * x - sigma * out
+        return (
+            (x - sigma * out) / alpha if self.prediction == "epsilon" else alpha * x - sigma * out
+        )
 
     def noise(self, x: Tensor, out: Tensor, t: Number) -> Tensor:
         alpha, sigma = self.scales(t, x)
@@ -126,22 +140,27 @@ class Diffusion:
 
     def target(self, clean: Tensor, noise: Tensor, t: Number) -> Tensor:
         alpha, sigma = self.scales(t, clean)
-        return {"epsilon": noise, "sample": clean, "v_prediction": alpha * noise - sigma * clean}[self.prediction]
+        return {"epsilon": noise, "sample": clean, "v_prediction": alpha * noise - sigma * clean}[
+            self.prediction
+        ]
 
     def snap(self, t: Tensor) -> Tensor:
         return (t * len(self.alphas)).ceil().clamp(1, len(self.alphas)) / len(self.alphas)
 
     def gain(self, t: Number, like: Tensor) -> Tensor:
         alpha, sigma = self.scales(t, like)
-        return {"epsilon": sigma / alpha, "sample": torch.ones_like(sigma), "v_prediction": sigma}[self.prediction]
+        return {"epsilon": sigma / alpha, "sample": torch.ones_like(sigma), "v_prediction": sigma}[
+            self.prediction
+        ]
 
 
 @dataclass(frozen=True)
 class Consistent(Diffusion):
-    """A latent consistency model: the predicted x_0 is c_skip x_t + c_out x_0(out), at timestep 0 x_t itself.
+    """A latent consistency model: the predicted x_0 is c_skip x_t + c_out x_0(out), at timestep 0
+    x_t itself.
 
-    Luo et al. 2023, "Latent Consistency Models", section 4.1: with tau = ``scaling`` times the timestep,
-    c_skip = d^2 / (tau^2 + d^2), c_out = tau / sqrt(tau^2 + d^2) and d = 0.5.
+    Luo et al. 2023, "Latent Consistency Models", section 4.1: with tau = ``scaling`` times the
+    timestep, c_skip = d^2 / (tau^2 + d^2), c_out = tau / sqrt(tau^2 + d^2) and d = 0.5.
     """
 
     scaling: float = 10.0

@@ -1,4 +1,5 @@
-"""When a sampler steps: time grids ``(steps, *, ...) -> [steps + 1]`` float64, falling from 1 (noise) to 0 (data).
+"""When a sampler steps: time grids ``(steps, *, ...) -> [steps + 1]`` float64, falling from 1
+(noise) to 0 (data).
 
 An impossible request is a ValueError that says what would be possible.
 """
@@ -13,7 +14,8 @@ from torch import Tensor
 
 
 def shift_time(time: Tensor, shift: float) -> Tensor:
-    """shift t / (1 + (shift - 1) t): more of the steps near the noise for shift > 1 (Esser et al. 2024, eq. 23)."""
+    """shift t / (1 + (shift - 1) t): more of the steps near the noise for shift > 1 (Esser et al.
+    2024, eq. 23)."""
     if not shift > 0:
         raise ValueError(f"shift must be greater than 0, not {shift}")
     return shift * time / (1 + (shift - 1) * time)
@@ -30,9 +32,11 @@ def shifted(steps: int, *, shift: float = 3.0) -> Tensor:
 
 
 def flow_match_euler(steps: int, *, shift: float = 3.0, train_steps: int = 1000) -> Tensor:
-    """The grid of diffusers' FlowMatchEulerDiscreteScheduler, which shifts its smallest time twice (SD3, SD3.5).
+    """The grid of diffusers' FlowMatchEulerDiscreteScheduler, which shifts its smallest time twice
+    (SD3, SD3.5).
 
-    The times before the last are evenly spaced from 1 to shift(1 / train_steps), then shifted; 0 is appended.
+    The times before the last are evenly spaced from 1 to shift(1 / train_steps), then shifted; 0 is
+    appended.
     """
     if train_steps < 1:
         raise ValueError(f"train_steps must be at least 1, not {train_steps}")
@@ -53,15 +57,19 @@ def dynamic(
     smallest: float | None = None,
     terminal: float | None = None,
 ) -> Tensor:
-    """The grid of diffusers pipelines whose shift depends on the resolution (FLUX, Qwen-Image, SD3 with mu).
+    """The grid of diffusers pipelines whose shift depends on the resolution (FLUX, Qwen-Image, SD3
+    with mu).
 
-    ``mu`` is given, or is on the line through (base_tokens, base_shift) and (max_tokens, max_shift) at ``tokens``,
-    the number of image tokens. The shift is exp(mu), or mu itself when ``time_shift`` is linear. ``smallest`` is the
-    last time above 0 before shifting: 1 / steps unless given (FLUX); SD3 pipelines take 1 / 1000. ``terminal``
-    stretches the shifted times so that the last above 0 is this one (``shift_terminal`` of Qwen-Image and LTX).
+    ``mu`` is given, or is on the line through (base_tokens, base_shift) and (max_tokens, max_shift)
+    at ``tokens``, the number of image tokens. The shift is exp(mu), or mu itself when
+    ``time_shift`` is linear. ``smallest`` is the last time above 0 before shifting: 1 / steps
+    unless given (FLUX); SD3 pipelines take 1 / 1000. ``terminal`` stretches the shifted times so
+    that the last above 0 is this one (``shift_terminal`` of Qwen-Image and LTX).
     """
     if (mu is None) == (tokens is None):
-        raise ValueError("a dynamic time grid needs exactly one of mu and tokens (the number of image tokens)")
+        raise ValueError(
+            "a dynamic time grid needs exactly one of mu and tokens (the number of image tokens)"
+        )
     if mu is None:
         if base_tokens == max_tokens:
             raise ValueError(f"base_tokens and max_tokens must differ, both are {base_tokens}")
@@ -76,16 +84,21 @@ def dynamic(
 
 
 def compressed(times: Tensor, after: int, ratio: float) -> Tensor:
-    """The grid [K + 1] with fewer steps after step ``after``: int(ratio * remaining), at least 1 (MixGRPO-Flash).
+    """The grid [K + 1] with fewer steps after step ``after``: int(ratio * remaining), at least 1
+    (MixGRPO-Flash).
 
     The new times lie evenly on the old grid's own curve, so that its shift stays.
     """
     if not 0 < ratio <= 1:
-        raise ValueError(f"the share of steps kept after the noise window must lie in (0, 1], not {ratio}")
+        raise ValueError(
+            f"the share of steps kept after the noise window must lie in (0, 1], not {ratio}"
+        )
     rest = len(times) - 1 - after
     if rest <= 0:
         return times
-    index = torch.linspace(after, len(times) - 1, max(1, int(rest * ratio)) + 1, dtype=torch.float64)
+    index = torch.linspace(
+        after, len(times) - 1, max(1, int(rest * ratio)) + 1, dtype=torch.float64
+    )
     low = index.floor().long().clamp_max(len(times) - 2)
     tail = torch.lerp(times[low], times[low + 1], index - low)
     return torch.cat([times[:after], tail])
@@ -100,7 +113,10 @@ def _falling(steps: int, end: float, count: int) -> Tensor:
 def _stretch(times: Tensor, terminal: float) -> Tensor:
     """Scale 1 - t so that the last of the times becomes ``terminal``."""
     if not 0 < terminal < 1 or len(times) < 2:
-        raise ValueError(f"terminal must lie between 0 and 1 and needs 2 steps; got {terminal} and {len(times)} steps")
+        raise ValueError(
+            f"terminal must lie between 0 and 1 and needs 2 steps; got {terminal} "
+            f"and {len(times)} steps"
+        )
     return 1 - (1 - times) * (1 - terminal) / (1 - times[-1])
 
 

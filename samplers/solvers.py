@@ -1,4 +1,5 @@
-"""Deterministic solvers for the steps that need no density: ``solver(process) -> step``, ``step(x, out, t, s) -> x_s``.
+"""Deterministic solvers for the steps that need no density: ``solver(process) -> step``, ``step(x,
+out, t, s) -> x_s``.
 
 A step function remembers what multistep methods need, so every sample (batch) takes a new one.
 """
@@ -17,7 +18,8 @@ Step = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def ddim(process: Process) -> Step:
-    """Keep the predicted noise, scale it down (Song et al. 2021, eq. 12 with eta 0): Euler's step on a flow."""
+    """Keep the predicted noise, scale it down (Song et al. 2021, eq. 12 with eta 0): Euler's step
+    on a flow."""
 
     def step(x: Tensor, out: Tensor, t: Tensor, s: Tensor) -> Tensor:
         alpha, sigma = process.scales(s, x)
@@ -27,11 +29,12 @@ def ddim(process: Process) -> Step:
 
 
 def dpm(process: Process, *, order: Literal[1, 2] = 2) -> Step:
-    """DPM-Solver++ in the predicted data, multistep (Lu et al. 2022, "DPM-Solver++", algorithm 2, midpoint form).
+    """DPM-Solver++ in the predicted data, multistep (Lu et al. 2022, "DPM-Solver++", algorithm 2,
+    midpoint form).
 
-    With lambda = log(alpha / sigma) and h its step, x_s = sigma_s / sigma_t x - alpha_s (e^-h - 1) D, where D is the
-    predicted x_0, at order 2 extrapolated by half a step from the one before. The first step and a step to s = 0 are
-    of first order. Order 1 is DDIM.
+    With lambda = log(alpha / sigma) and h its step, x_s = sigma_s / sigma_t x - alpha_s (e^-h - 1)
+    D, where D is the predicted x_0, at order 2 extrapolated by half a step from the one before. The
+    first step and a step to s = 0 are of first order. Order 1 is DDIM.
     """
     kept: list[tuple[Tensor, Tensor]] = []  # of the step before: predicted x_0 and h
 
@@ -42,7 +45,8 @@ def dpm(process: Process, *, order: Literal[1, 2] = 2) -> Step:
         estimate = clean
         if order == 2 and kept:
             before, h_before = kept[-1]
-            weight = torch.where(h.isfinite(), 0.5 * h / h_before, torch.zeros_like(h))  # h_before is inf after t = 1
+            # h_before is inf after t = 1
+            weight = torch.where(h.isfinite(), 0.5 * h / h_before, torch.zeros_like(h))
             estimate = clean + weight * (clean - before)
         kept[:] = [(clean, h)]
         return sigma_s / sigma_t * x - alpha_s * torch.expm1(-h) * estimate

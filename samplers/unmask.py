@@ -1,4 +1,5 @@
-"""Which hidden tokens become final in a pass of masked diffusion: schedules, and the two ways to choose positions."""
+"""Which hidden tokens become final in a pass of masked diffusion: schedules, and the two ways to
+choose positions."""
 
 from __future__ import annotations
 
@@ -9,8 +10,11 @@ from torch import Tensor
 
 
 def cosine(steps: int) -> Tensor:
-    """[T + 1] share of tokens still hidden before pass t and after the last, cos(pi t / 2T) (Chang et al. 2022)."""
-    return torch.cos(torch.arange(steps + 1) / steps * math.pi / 2).clamp_min(0) * (torch.arange(steps + 1) < steps)
+    """[T + 1] share of tokens still hidden before pass t and after the last, cos(pi t / 2T) (Chang
+    et al. 2022)."""
+    return torch.cos(torch.arange(steps + 1) / steps * math.pi / 2).clamp_min(0) * (
+        torch.arange(steps + 1) < steps
+    )
 
 
 def linear(steps: int) -> Tensor:
@@ -19,17 +23,19 @@ def linear(steps: int) -> Tensor:
 
 
 def emerge(uniform: Tensor, hidden: Tensor, rates: Tensor, step: int) -> Tensor:
-    """[B, L] bool, the tokens revealed in pass ``step``: each hidden one by itself with probability 1 - k' / k.
+    """[B, L] bool, the tokens revealed in pass ``step``: each hidden one by itself with probability
+    1 - k' / k.
 
-    The ancestral sampler of absorbing diffusion (Sahoo et al. 2024, eq. 7): ``rates`` [T + 1] are k, uniform [B, L]
-    lies in (0, 1). What is chosen does not depend on the model.
+    The ancestral sampler of absorbing diffusion (Sahoo et al. 2024, eq. 7): ``rates`` [T + 1] are
+    k, uniform [B, L] lies in (0, 1). What is chosen does not depend on the model.
     """
     stay = rates[step + 1].double() / rates[step].double()
     return hidden & (uniform >= stay)
 
 
 def left_hidden(length: int, rates: Tensor) -> list[int]:
-    """[T + 1] tokens hidden before each pass: floor(length k), at least 1 and one fewer than before; 0 at the end."""
+    """[T + 1] tokens hidden before each pass: floor(length k), at least 1 and one fewer than
+    before; 0 at the end."""
     left = [length]
     for rate in rates[1:-1]:
         left.append(max(1, min(left[-1] - 1, int((length * rate).floor()))))
@@ -41,20 +47,27 @@ def gumbel(uniform: Tensor) -> Tensor:
     return -(-uniform.log()).log()
 
 
-def ranked(confidence: Tensor, uniform: Tensor, temperature: float, hidden: Tensor, count: int) -> Tensor:
-    """[B, L] long: the place 0 .. count - 1 of the chosen tokens, L of other hidden ones and L + 1 of visible ones.
+def ranked(
+    confidence: Tensor, uniform: Tensor, temperature: float, hidden: Tensor, count: int
+) -> Tensor:
+    """[B, L] long: the place 0 .. count - 1 of the chosen tokens, L of other hidden ones and L + 1
+    of visible ones.
 
-    Of ``confidence`` + temperature * Gumbel [B, L] at the hidden positions, the ``count`` largest (MaskGIT).
+    Of ``confidence`` + temperature * Gumbel [B, L] at the hidden positions, the ``count`` largest
+    (MaskGIT).
     """
     length = hidden.shape[1]
-    noisy = (confidence.double() + temperature * gumbel(uniform.double())).masked_fill(~hidden, -torch.inf)
+    noisy = (confidence.double() + temperature * gumbel(uniform.double())).masked_fill(
+        ~hidden, -torch.inf
+    )
     place = noisy.argsort(dim=1, descending=True, stable=True).argsort(1)
     return torch.where(place < count, place, length).masked_fill(~hidden, length + 1)
 
 
 def plackett_luce(log_weight: Tensor, rank: Tensor) -> Tensor:
-    """[B, L] log-probability that the token of rank r came r-th: its log-weight minus the log-sum of all that were
-    left (Plackett 1975); 0 for tokens without a rank. Ranks as ``ranked`` gives them; visible tokens take no part."""
+    """[B, L] log-probability that the token of rank r came r-th: its log-weight minus the log-sum
+    of all that were left (Plackett 1975); 0 for tokens without a rank. Ranks as ``ranked`` gives
+    them; visible tokens take no part."""
     length = rank.shape[1]
     never = torch.finfo(log_weight.dtype).min / 4
     order = rank.argsort(dim=1, stable=True)

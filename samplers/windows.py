@@ -1,7 +1,8 @@
-"""Where a sampler adds noise: ``(steps, iteration, rng, *, ...) -> [steps]`` bool, True where the step is a decision.
+"""Where a sampler adds noise: ``(steps, iteration, rng, *, ...) -> [steps]`` bool, True where the
+step is a decision.
 
-``iteration`` counts rollouts from 0 and ``rng`` belongs to it; all samples and processes get the same window. An
-impossible request is a ValueError that says what would be possible.
+``iteration`` counts rollouts from 0 and ``rng`` belongs to it; all samples and processes get the
+same window. An impossible request is a ValueError that says what would be possible.
 """
 
 from __future__ import annotations
@@ -26,24 +27,34 @@ def all_but_last(steps: int, iteration: int = 0, rng: Rng = FIXED) -> Tensor:
     """Every step but the last, whose noise nobody would remove."""
     if steps < 2:
         raise ValueError(
-            f"all_but_last leaves no stochastic step of {steps}: use at least 2 steps, or the window 'all'"
+            f"all_but_last leaves no stochastic step of {steps}: use at least 2 steps, or "
+            f"the window 'all'"
         )
     return window(steps, stop=-1)
 
 
-def window(steps: int, iteration: int = 0, rng: Rng = FIXED, *, start: int = 0, stop: int | None = None) -> Tensor:
+def window(
+    steps: int, iteration: int = 0, rng: Rng = FIXED, *, start: int = 0, stop: int | None = None
+) -> Tensor:
     """The steps start to stop - 1, always; negative numbers count from the end."""
     first, last = _bounds(steps, start, stop)
     return _between(steps, first, last)
 
 
 def random_window(
-    steps: int, iteration: int = 0, rng: Rng = FIXED, *, size: int = 2, start: int = 0, stop: int | None = None
+    steps: int,
+    iteration: int = 0,
+    rng: Rng = FIXED,
+    *,
+    size: int = 2,
+    start: int = 0,
+    stop: int | None = None,
 ) -> Tensor:
     """``size`` adjacent steps inside start to stop - 1, at a new random place every iteration.
 
-    Flow-GRPO-Fast (2 inside the first 10) and MixGRPO's random strategy. The published code of the former draws
-    another place on every process; here all agree, so that the number of processes changes nothing.
+    Flow-GRPO-Fast (2 inside the first 10) and MixGRPO's random strategy. The published code of the
+    former draws another place on every process; here all agree, so that the number of processes
+    changes nothing.
     """
     first, last = _room(steps, size, start, stop)
     place = int(rng.uniform(torch.zeros(1)) * (last - first - size + 1))
@@ -51,7 +62,13 @@ def random_window(
 
 
 def random_steps(
-    steps: int, iteration: int = 0, rng: Rng = FIXED, *, size: int = 1, start: int = 0, stop: int | None = -1
+    steps: int,
+    iteration: int = 0,
+    rng: Rng = FIXED,
+    *,
+    size: int = 1,
+    start: int = 0,
+    stop: int | None = -1,
 ) -> Tensor:
     """``size`` random steps, not adjacent, inside start to stop - 1 (Flow-Factory, UniRL)."""
     first, last = _room(steps, size, start, stop)
@@ -61,23 +78,41 @@ def random_steps(
 
 
 def progressive(
-    steps: int, iteration: int = 0, rng: Rng = FIXED, *, size: int = 4, every: int = 25, stride: int = 1,
-    stop: int | None = -2, again: bool = True,
-) -> Tensor:  # fmt: skip
-    """A window that moves from noise to data by ``stride`` steps every ``every`` iterations (MixGRPO).
+    steps: int,
+    iteration: int = 0,
+    rng: Rng = FIXED,
+    *,
+    size: int = 4,
+    every: int = 25,
+    stride: int = 1,
+    stop: int | None = -2,
+    again: bool = True,
+) -> Tensor:
+    """A window that moves from noise to data by ``stride`` steps every ``every`` iterations
+    (MixGRPO).
 
-    Li et al. 2025, "MixGRPO", section 3.2. ``again``: start anew after the last place; otherwise stay there. The
-    published code lets the window shrink at the end and stay empty, untrained, for ``every`` iterations; this one
-    keeps its size. ``stride`` equal to ``size`` is the variant without overlap.
+    Li et al. 2025, "MixGRPO", section 3.2. ``again``: start anew after the last place; otherwise
+    stay there. The published code lets the window shrink at the end and stay empty, untrained, for
+    ``every`` iterations; this one keeps its size. ``stride`` equal to ``size`` is the variant
+    without overlap.
     """
     return _sliding(steps, iteration, size, stride, stop, again, lambda place, last: every)
 
 
 def decay(
-    steps: int, iteration: int = 0, rng: Rng = FIXED, *, size: int = 4, longest: int = 10, shortest: int = 1,
-    stride: int = 1, stop: int | None = -2, again: bool = True,
-) -> Tensor:  # fmt: skip
-    """A progressive window that stays for ``longest`` iterations at the first place, ``shortest`` at the last."""
+    steps: int,
+    iteration: int = 0,
+    rng: Rng = FIXED,
+    *,
+    size: int = 4,
+    longest: int = 10,
+    shortest: int = 1,
+    stride: int = 1,
+    stop: int | None = -2,
+    again: bool = True,
+) -> Tensor:
+    """A progressive window that stays for ``longest`` iterations at the first place, ``shortest``
+    at the last."""
 
     def stay(place: int, last: int) -> int:
         share = place / last
@@ -87,10 +122,20 @@ def decay(
 
 
 def exp_decay(
-    steps: int, iteration: int = 0, rng: Rng = FIXED, *, size: int = 4, every: int = 25, rate: float = 0.1,
-    after: int = 13, stride: int = 1, stop: int | None = -2, again: bool = True,
-) -> Tensor:  # fmt: skip
-    """A progressive window that stays for every * exp(-rate (place - after)) iterations beyond place ``after``."""
+    steps: int,
+    iteration: int = 0,
+    rng: Rng = FIXED,
+    *,
+    size: int = 4,
+    every: int = 25,
+    rate: float = 0.1,
+    after: int = 13,
+    stride: int = 1,
+    stop: int | None = -2,
+    again: bool = True,
+) -> Tensor:
+    """A progressive window that stays for every * exp(-rate (place - after)) iterations beyond
+    place ``after``."""
 
     def stay(place: int, last: int) -> int:
         return math.ceil(every * math.exp(-rate * max(0, place - after)))
@@ -99,13 +144,21 @@ def exp_decay(
 
 
 def _sliding(
-    steps: int, iteration: int, size: int, stride: int, stop: int | None, again: bool, stay: Callable[[int, int], int]
+    steps: int,
+    iteration: int,
+    size: int,
+    stride: int,
+    stop: int | None,
+    again: bool,
+    stay: Callable[[int, int], int],
 ) -> Tensor:
-    """The window at the place that was reached; ``stay(place, last)`` is for how many iterations it keeps one."""
+    """The window at the place that was reached; ``stay(place, last)`` is for how many iterations it
+    keeps one."""
     first, last = _room(steps, size, 0, stop)
     if stride < 1:
         raise ValueError(f"the stride of a sliding noise window must be at least 1, not {stride}")
-    place, left = first, iteration
+    place = first
+    left = iteration
     while left >= (here := max(1, stay(place, last))):
         left -= here
         place += stride
@@ -128,7 +181,8 @@ def _bounds(steps: int, start: int, stop: int | None) -> tuple[int, int]:
     last = steps if stop is None else stop + steps if stop < 0 else stop
     if not 0 <= first < last <= steps:
         raise ValueError(
-            f"the noise window from {start} to {stop} is not inside {steps} steps: need 0 <= start < stop <= {steps}"
+            f"the noise window from {start} to {stop} is not inside {steps} steps: need 0 "
+            f"<= start < stop <= {steps}"
         )
     return first, last
 
@@ -138,6 +192,7 @@ def _room(steps: int, size: int, start: int, stop: int | None) -> tuple[int, int
     first, last = _bounds(steps, start, stop)
     if not 1 <= size <= last - first:
         raise ValueError(
-            f"{size} noisy steps do not fit between {first} and {last} of {steps}: size 1 to {last - first}"
+            f"{size} noisy steps do not fit between {first} and {last} of {steps}: size 1 "
+            f"to {last - first}"
         )
     return first, last

@@ -1,11 +1,14 @@
-"""Sampling groups of images as tokens: mmrl against the libraries' own generation, at equal outputs, in turns.
+"""Sampling groups of images as tokens: mmrl against the libraries' own generation, at equal
+outputs, in turns.
 
-    python scripts/bench_discrete.py                              # models of several sizes with random weights, CPU
-    python scripts/bench_discrete.py --device cuda --dtype bfloat16 --cases janus-large
+    python scripts/bench_discrete.py                              # models of several sizes with
+    random weights, CPU python scripts/bench_discrete.py --device cuda --dtype bfloat16 --cases
+    janus-large
 
-Janus: JanusForConditionalGeneration.generate(generation_mode="image"). aMUSEd: AmusedPipeline. Both sides sample the
-same group of one prompt with the same weights and guidance. That their outputs are equal is shown first, in float64:
-greedy tokens and tokens from equal random numbers of Janus, tokens and pixels from equal random numbers of aMUSEd.
+Janus: JanusForConditionalGeneration.generate(generation_mode="image"). aMUSEd: AmusedPipeline. Both
+sides sample the same group of one prompt with the same weights and guidance. That their outputs are
+equal is shown first, in float64: greedy tokens and tokens from equal random numbers of Janus,
+tokens and pixels from equal random numbers of aMUSEd.
 """
 
 from __future__ import annotations
@@ -65,7 +68,8 @@ CASES = {
 USUAL = ("janus-tiny", "janus-small", "janus-576", "amused-tiny", "amused-small")
 
 
-# ------------------------------------------------------------------------------------------------------------- models
+# --------------------------------------------------------------------------------------------------
+# models
 
 
 def janus(size: Size, folder: Path) -> None:
@@ -76,17 +80,25 @@ def janus(size: Size, folder: Path) -> None:
 
     model, processor = tiny_vlms.janus()
     config = model.config
-    config.text_config.update({
-        "hidden_size": size.width, "intermediate_size": 8 * size.width // 3 // 64 * 64, "head_dim": None,
-        "num_hidden_layers": size.layers, "num_attention_heads": size.heads, "num_key_value_heads": size.heads,
-    })  # fmt: skip
+    config.text_config.update(
+        {
+            "hidden_size": size.width,
+            "intermediate_size": 8 * size.width // 3 // 64 * 64,
+            "head_dim": None,
+            "num_hidden_layers": size.layers,
+            "num_attention_heads": size.heads,
+            "num_key_value_heads": size.heads,
+        }
+    )
     config.text_config.head_dim = size.width // size.heads
-    config.vision_config.num_image_tokens, config.vision_config.image_size = size.side**2, 14 * size.side
+    config.vision_config.num_image_tokens = size.side**2
+    config.vision_config.image_size = 14 * size.side
     config.vision_config.projection_dim = size.width
     vq = config.vq_config
-    vq.num_embeddings, vq.num_patches, vq.projection_dim, vq.image_token_embed_dim = (
-        size.vocab, size.side, size.width, size.width,
-    )  # fmt: skip
+    vq.num_embeddings = size.vocab
+    vq.num_patches = size.side
+    vq.projection_dim = size.width
+    vq.image_token_embed_dim = size.width
     hf.JanusForConditionalGeneration(config).save_pretrained(folder)
     processor.save_pretrained(folder)
 
@@ -96,25 +108,46 @@ def amused(size: Size, folder: Path) -> None:
 
     from tests import tiny_diffusers
 
-    tokenizer, width = tiny_diffusers.clip_tokenizer(77), size.width
+    tokenizer = tiny_diffusers.clip_tokenizer(77)
+    width = size.width
     net = UVit2DModel(
-        hidden_size=width, cond_embed_dim=16, encoder_hidden_size=16, vocab_size=size.vocab + 1,
-        codebook_size=size.vocab, in_channels=3 * width // 4, block_out_channels=3 * width // 4,
-        block_num_heads=3 * size.heads // 4, num_hidden_layers=size.layers, num_attention_heads=size.heads,
-        intermediate_size=11 * width // 4, sample_size=size.side,
-    )  # fmt: skip
+        hidden_size=width,
+        cond_embed_dim=16,
+        encoder_hidden_size=16,
+        vocab_size=size.vocab + 1,
+        codebook_size=size.vocab,
+        in_channels=3 * width // 4,
+        block_out_channels=3 * width // 4,
+        block_num_heads=3 * size.heads // 4,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        intermediate_size=11 * width // 4,
+        sample_size=size.side,
+    )
     codec = VQModel(
-        block_out_channels=(32, 32), latent_channels=8, num_vq_embeddings=size.vocab, norm_num_groups=8,
-        layers_per_block=1, down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
-        vq_embed_dim=8, mid_block_add_attention=False, lookup_from_codebook=True, sample_size=2 * size.side,
-    )  # fmt: skip
+        block_out_channels=(32, 32),
+        latent_channels=8,
+        num_vq_embeddings=size.vocab,
+        norm_num_groups=8,
+        layers_per_block=1,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        vq_embed_dim=8,
+        mid_block_add_attention=False,
+        lookup_from_codebook=True,
+        sample_size=2 * size.side,
+    )
     AmusedPipeline(
-        vqvae=codec, tokenizer=tokenizer, transformer=net, scheduler=AmusedScheduler(mask_token_id=size.vocab),
+        vqvae=codec,
+        tokenizer=tokenizer,
+        transformer=net,
+        scheduler=AmusedScheduler(mask_token_id=size.vocab),
         text_encoder=tiny_diffusers.clip_text(tokenizer, 16, 16),
-    ).save_pretrained(folder)  # fmt: skip
+    ).save_pretrained(folder)
 
 
-# --------------------------------------------------------------------------------------------------------- both sides
+# --------------------------------------------------------------------------------------------------
+# both sides
 
 
 class Janus:
@@ -129,7 +162,8 @@ class Janus:
         self.policy.net.to(args.device, dtype)
         self.hf = self.policy.net.hf
         made = self.hf.generation_config
-        made.bos_token_id, made.pad_token_id = self.policy.bos, self.policy.pad
+        made.bos_token_id = self.policy.bos
+        made.pad_token_id = self.policy.pad
         made.generation_kwargs = {"boi_token_id": self.policy.start}
 
     @torch.no_grad()
@@ -140,20 +174,29 @@ class Janus:
     def theirs(self, sample: bool = True) -> torch.Tensor:
         ids = self.policy.encode([PROMPT])[0]["ids"].expand(self.copies, -1)
         return self.hf.generate(
-            ids, attention_mask=torch.ones_like(ids), generation_mode="image", guidance_scale=self.policy.guidance,
-            do_sample=sample, **({"top_k": 0} if sample else {}),
-        )  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_mode="image",
+            guidance_scale=self.policy.guidance,
+            do_sample=sample,
+            **({"top_k": 0} if sample else {}),
+        )
 
     def agreement(self) -> str:
         """What was compared. SystemExit if it differs."""
         from samplers.warp import Warp
 
-        rng, rows = Rng.of("equal"), torch.arange(self.copies)
-        uniform, place = rng.uniform(rows, (len(self.policy.net.turns),)), iter(range(10**6))
-        with mock.patch.object(torch, "multinomial", lambda p, **_: inverted(p, uniform[:, next(place)].to(p.device))):
+        rng = Rng.of("equal")
+        rows = torch.arange(self.copies)
+        uniform = rng.uniform(rows, (len(self.policy.net.turns),))
+        place = iter(range(10**6))
+        with mock.patch.object(
+            torch, "multinomial", lambda p, **_: inverted(p, uniform[:, next(place)].to(p.device))
+        ):
             theirs = self.theirs()
         same("tokens from equal random numbers", self.ours(rng), theirs)
-        warp, self.policy.warp = self.policy.warp, Warp(temperature=0.0)
+        warp = self.policy.warp
+        self.policy.warp = Warp(temperature=0.0)
         same("greedy tokens", self.ours(), self.theirs(sample=False))
         self.policy.warp = warp
         return f"all {theirs.numel()} tokens from equal random numbers, and as many greedy ones"
@@ -167,8 +210,12 @@ class Amused:
 
         from mmrl.policies.amused import Amused as Policy
 
-        self.copies, self.steps, self.prompt_tokens = args.copies, size.steps, 77
-        self.policy = Policy(str(folder), guidance=args.guidance, steps=size.steps, sampler="maskgit")
+        self.copies = args.copies
+        self.steps = size.steps
+        self.prompt_tokens = 77
+        self.policy = Policy(
+            str(folder), guidance=args.guidance, steps=size.steps, sampler="maskgit"
+        )
         self.policy.net.to(args.device, dtype)
         self.policy.compute = dtype
         self.pipe = AmusedPipeline.from_pretrained(folder).to(args.device, dtype)
@@ -185,18 +232,26 @@ class Amused:
     @torch.no_grad()
     def theirs(self, output: str = "pt") -> torch.Tensor:
         return self.pipe(
-            PROMPT["text"], num_images_per_prompt=self.copies, num_inference_steps=self.steps, output_type=output,
-            guidance_scale=self.policy.guidance, temperature=(2.0, 0.0),
-        ).images  # fmt: skip
+            PROMPT["text"],
+            num_images_per_prompt=self.copies,
+            num_inference_steps=self.steps,
+            output_type=output,
+            guidance_scale=self.policy.guidance,
+            temperature=(2.0, 0.0),
+        ).images
 
     def agreement(self) -> str:
         from diffusers.schedulers import scheduling_amused
 
-        rng, rows, tokens = Rng.of("equal"), torch.arange(self.copies), self.policy.length
+        rng = Rng.of("equal")
+        rows = torch.arange(self.copies)
+        tokens = self.policy.length
         place = iter(range(10**6))
 
         def draw(p: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-            return inverted(p, rng.uniform(rows, (tokens,), next(place)).flatten().to(p.device))[:, None]
+            return inverted(p, rng.uniform(rows, (tokens,), next(place)).flatten().to(p.device))[
+                :, None
+            ]
 
         def gumbel(t: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
             return unmask.gumbel(rng.uniform(rows, (tokens,), next(place))).to(t.device)
@@ -224,13 +279,17 @@ def inverted(p: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 def same(what: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
     if not torch.equal(ours, theirs):
-        raise SystemExit(f"not the same work: {what} differ at {int((ours != theirs).sum())} of {ours.numel()} places")
+        raise SystemExit(
+            f"not the same work: {what} differ at {int((ours != theirs).sum())} of "
+            f"{ours.numel()} places"
+        )
 
 
 FAMILIES = {"janus": (janus, Janus), "amused": (amused, Amused)}
 
 
-# -------------------------------------------------------------------------------------------------------- measurement
+# --------------------------------------------------------------------------------------------------
+# measurement
 
 
 @contextmanager
@@ -270,14 +329,21 @@ def measure(size: Size, args: argparse.Namespace) -> dict[str, Any]:
     }
     seconds = {name: statistics.median(run[by] for run in found) for name, found in runs.items()}
     return {
-        "size": asdict(size), "prompt_tokens": both.prompt_tokens, "equal": shown, "runs": runs,
-        "ratios": ratios, "seconds": seconds, "by": by,
-        "factor": statistics.median(ratios[by]), "images_per_second": args.copies / seconds["mmrl"],
-    }  # fmt: skip
+        "size": asdict(size),
+        "prompt_tokens": both.prompt_tokens,
+        "equal": shown,
+        "runs": runs,
+        "ratios": ratios,
+        "seconds": seconds,
+        "by": by,
+        "factor": statistics.median(ratios[by]),
+        "images_per_second": args.copies / seconds["mmrl"],
+    }
 
 
 def page(found: dict[str, Any]) -> str:
-    about, options = found["machine"], found["options"]
+    about = found["machine"]
+    options = found["options"]
     versions = about["versions"]
     lines = [
         "# Sampling images as tokens: mmrl and the libraries' own generation",
@@ -285,39 +351,60 @@ def page(found: dict[str, Any]) -> str:
         f"Written by `{about['command']}` on {about['time']}, commit {about['commit']}.",
         "",
         f"{about['cpu']}, {about['cores']} cores, {options['threads']} threads; "
-        f"{', '.join(about['gpus']) or 'no GPU'}; torch {versions['torch']}, transformers {versions['transformers']}, "
-        f"diffusers {versions['diffusers']}. Ran on {options['device']} in {options['dtype']}: groups of "
-        f"{options['copies']} images of one prompt, guidance {options['guidance']:g}, random weights, "
-        f"{options['repeats']} repeats in turns. Factors are medians of the ratios of neighbouring repeats, in seconds "
-        "of the process's own CPU time (on CUDA by the clock), and by the clock with least and most. Janus is timed "
+        f"{', '.join(about['gpus']) or 'no GPU'}; torch {versions['torch']}, transformers "
+        f"{versions['transformers']}, "
+        f"diffusers {versions['diffusers']}. Ran on {options['device']} in "
+        f"{options['dtype']}: groups of "
+        f"{options['copies']} images of one prompt, guidance {options['guidance']:g}, "
+        f"random weights, "
+        f"{options['repeats']} repeats in turns. Factors are medians of the ratios of "
+        f"neighbouring repeats, in seconds "
+        "of the process's own CPU time (on CUDA by the clock), and by the clock with "
+        "least and most. Janus is timed "
         "without decoding, aMUSEd with text encoder and decoder.",
         "",
-        "| model | width, layers | tokens | of the prompt | mmrl, s | library, s | times as fast | by the clock |",
+        "| model | width, layers | tokens | of the prompt | mmrl, s | library, s | times "
+        "as fast | by the clock |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, case in found["cases"].items():
-        size, wall = case["size"], case["ratios"]["wall"]
+        size = case["size"]
+        wall = case["ratios"]["wall"]
         lines.append(
-            f"| {name} | {size['width']}, {size['layers']} | {size['side'] ** 2} | {case['prompt_tokens']} "
-            f"| {case['seconds']['mmrl']:.2f} | {case['seconds']['library']:.2f} | {case['factor']:.2f} "
+            f"| {name} | {size['width']}, {size['layers']} | {size['side'] ** 2} | "
+            f"{case['prompt_tokens']} "
+            f"| {case['seconds']['mmrl']:.2f} | {case['seconds']['library']:.2f} | "
+            f"{case['factor']:.2f} "
             f"| {statistics.median(wall):.2f} ({min(wall):.2f} - {max(wall):.2f}) |"
         )
-    runs = [run for case in found["cases"].values() for side in case["runs"].values() for run in side]
+    runs = [
+        run for case in found["cases"].values() for side in case["runs"].values() for run in side
+    ]
     busy = statistics.median(run["wall"] / run["cpu"] for run in runs)
     if options["device"] == "cpu" and busy > 1.5:
-        lines += ["", f"The machine was busy with other work: the clock ran {busy:.0f} times as long as the process."]
+        lines += [
+            "",
+            f"The machine was busy with other work: the clock ran {busy:.0f} times as "
+            f"long as the process.",
+        ]
     lines += ["", "Equal outputs, in float64:", ""]
     lines += [f"* {name}: {case['equal']}" for name, case in found["cases"].items()]
     return "\n".join([*lines, "", WHY, ""])
 
 
 WHY = """\
-What is saved. Janus: the prompt is read once for a group; attention looks at the tokens there are, not at all places of
-a static cache; the embedding's layers run once for conditional and unconditional rows, and the product with the
-codebook once for their mixture, since the weights of guidance add up to 1; no masks and caches are made anew for a
-token. aMUSEd: the first pass, in which all images of a group are hidden, is one image; keys and values of the text are
-made once for all images; logits are made of hidden tokens only, and once for the mixture. Both: a token is drawn with
-one uniform number, whose place is looked up in running sums over blocks of the codebook. What remains is the
+What is saved. Janus: the prompt is read once for a group; attention looks at the tokens there are,
+not at all places of
+a static cache; the embedding's layers run once for conditional and unconditional rows, and the
+product with the
+codebook once for their mixture, since the weights of guidance add up to 1; no masks and caches are
+made anew for a
+token. aMUSEd: the first pass, in which all images of a group are hidden, is one image; keys and
+values of the text are
+made once for all images; logits are made of hidden tokens only, and once for the mixture. Both: a
+token is drawn with
+one uniform number, whose place is looked up in running sums over blocks of the codebook. What
+remains is the
 transformer itself, at the same number of rows, so the factor falls as the transformer grows."""
 
 
@@ -331,9 +418,18 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--compile", action="store_true", help="one graph for a token (Janus)")
-    parser.add_argument("--check-side", type=int, default=6, help="tokens a side where equality is shown")
-    parser.add_argument("--no-warm", dest="warm", action="store_false", help="no untimed run of both first")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/discrete_speed", help=".json, .md are added")
+    parser.add_argument(
+        "--check-side", type=int, default=6, help="tokens a side where equality is shown"
+    )
+    parser.add_argument(
+        "--no-warm", dest="warm", action="store_false", help="no untimed run of both first"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "docs/results/discrete_speed",
+        help=".json, .md are added",
+    )
     return parser.parse_args(words)
 
 
@@ -350,7 +446,10 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
     args.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     args.out.with_suffix(".md").write_text(page(found))
     slow = [name for name, case in cases.items() if case["factor"] < TARGET]
-    print(f"{'NOT reached by ' + ', '.join(slow) if slow else 'reached'}: {TARGET} times as fast; see {args.out}.md")
+    print(
+        f"{'NOT reached by ' + ', '.join(slow) if slow else 'reached'}: {TARGET} times as "
+        f"fast; see {args.out}.md"
+    )
     return found
 
 

@@ -1,10 +1,13 @@
-"""Do image tokens learn from a reward? The discrete recipes of the digits world on several seeds, to docs/results/.
+"""Do image tokens learn from a reward? The discrete recipes of the digits world on several seeds,
+to docs/results/.
 
-    OMP_NUM_THREADS=1 python scripts/bench_discrete_learning.py [--seeds 0 1 2] [--only ar_grpo d1 ...] [--runs FOLDER]
+    OMP_NUM_THREADS=1 python scripts/bench_discrete_learning.py [--seeds 0 1 2] [--only ar_grpo d1
+    ...] [--runs FOLDER]
 
-Runs are made one after the other in this process, each from the recipe a user would train. What a run measured is
-written when it ends; a second call goes on with those that are missing, and several calls may share a folder. Seconds
-are the process's own CPU time (one thread) of sampling, scoring and training, evaluations left out.
+Runs are made one after the other in this process, each from the recipe a user would train. What a
+run measured is written when it ends; a second call goes on with those that are missing, and several
+calls may share a folder. Seconds are the process's own CPU time (one thread) of sampling, scoring
+and training, evaluations left out.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ LOOKS = 3  # evaluations of a run after the first
 SCALE = 4.0  # of guidance, where scores with and without it are compared
 ONE_PASS = "objective.masked.estimator={trajectory: {passes: 1}}"
 STYLE = (
-    "text{font:12px sans-serif;fill:#555}.grid{stroke:#e5e5e5}.axis{stroke:#aaa}.line{fill:none;stroke-width:2}"
+    "text{font:12px "
+    "sans-serif;fill:#555}.grid{stroke:#e5e5e5}.axis{stroke:#aaa}.line{fill:none;stroke-width:2}"
     ".c1{stroke:#2a68cf}.c2{stroke:#d0690c}.c3{stroke:#2b8a57}.c4{stroke:#7d4ec0}.c5{stroke:#c43458}.c6{stroke:#158294}"
 )
 
@@ -69,14 +73,20 @@ RUNS = {
     "ar_conditional": guided("llamagen", "ar_grpo", "conditional"),
     "var_guided": guided("var", "var_grpo", "guided"),
     "var_conditional": guided("var", "var_grpo", "conditional"),
-}  # fmt: skip
+}
 ESTIMATORS = {
-    "mask_exact": remasking.trajectory, "mask_exact_1": partial(remasking.trajectory, passes=1),
-    "mask_grpo": remasking.mask_grpo, "mask_grpo_published": partial(remasking.mask_grpo, fixed=False),
-    "unigrpo": remasking.uni_grpo, "d1": remasking.d1,
-}  # fmt: skip
+    "mask_exact": remasking.trajectory,
+    "mask_exact_1": partial(remasking.trajectory, passes=1),
+    "mask_grpo": remasking.mask_grpo,
+    "mask_grpo_published": partial(remasking.mask_grpo, fixed=False),
+    "unigrpo": remasking.uni_grpo,
+    "d1": remasking.d1,
+}
 GROUPS = {
-    "autoregressive": ("Token after token and scale after scale", ("ar_grpo", "janus_grpo", "var_grpo")),
+    "autoregressive": (
+        "Token after token and scale after scale",
+        ("ar_grpo", "janus_grpo", "var_grpo"),
+    ),
     "masked": (
         "Masked diffusion, one base model",
         ("mask_exact", "mask_exact_1", "mask_grpo", "mask_grpo_published", "unigrpo", "d1"),
@@ -90,14 +100,16 @@ AXES = {"iteration": "iterations", "cpu": "CPU seconds", "forwards": "rows throu
 
 
 def learn(run: Run, seed: int, overrides: list[str], base: dict[str, Any] | None) -> dict[str, Any]:
-    """Train one recipe and look at held-out prompts on the way; ``base`` is what another seed saw before training."""
+    """Train one recipe and look at held-out prompts on the way; ``base`` is what another seed saw
+    before training."""
     changes = [*run.changes, f"train.seed={seed}", "evaluate.guidance=[]", *overrides]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a mismatch is what is measured
         session = Session.of(read(find_config(Path(f"digits/{run.recipe}")), changes))
         seed_everything(seed)
         trainer = session.trainer()
-    judges, total = session.judges(), session.options.iterations
+    judges = session.judges()
+    total = session.options.iterations
 
     def look() -> dict[str, Any]:
         found = evaluation.evaluate(session.policy, session.prompts(), judges, session.evaluation)
@@ -107,7 +119,8 @@ def learn(run: Run, seed: int, overrides: list[str], base: dict[str, Any] | None
     spent = {"cpu": 0.0, "wall": 0.0, "forwards": 0}
     curve = [{"iteration": 0, **spent, "rewards": base or look()}]
     for iteration in range(1, total + 1):
-        own, clock = time.process_time(), time.perf_counter()
+        own = time.process_time()
+        clock = time.perf_counter()
         spent["forwards"] += int(trainer.iterate()["forwards"])
         spent["cpu"] += time.process_time() - own
         spent["wall"] += time.perf_counter() - clock
@@ -118,14 +131,18 @@ def learn(run: Run, seed: int, overrides: list[str], base: dict[str, Any] | None
 
 
 def gradients(batches: int = 4) -> dict[str, list[float]]:
-    """Of every estimator at the base model, on the same pictures and advantages: the mean cosine of its gradients of
-    two iterations, which says how much of one is signal, and the mean cosine with the exact one."""
+    """Of every estimator at the base model, on the same pictures and advantages: the mean cosine of
+    its gradients of two iterations, which says how much of one is signal, and the mean cosine with
+    the exact one."""
     session = Session.of(read(find_config(Path("digits/mask_exact")), ["train.max_grad_norm=null"]))
-    trainer, plain = session.trainer(), session.options
+    trainer = session.trainer()
+    plain = session.options
     found: dict[str, list[torch.Tensor]] = {name: [] for name in ESTIMATORS}
 
     def remember() -> bool:
-        found[asked[-1]].append(torch.cat([p.grad.flatten() for p in session.policy.net.parameters()]))
+        found[asked[-1]].append(
+            torch.cat([p.grad.flatten() for p in session.policy.net.parameters()])
+        )
         trainer.optimizer.zero_grad()
         return True
 
@@ -136,12 +153,16 @@ def gradients(batches: int = 4) -> dict[str, list[float]]:
         for name, estimator in ESTIMATORS.items():
             asked.append(name)
             trainer.objective = Masked(estimator)
-            trainer.options = replace(plain, reduction="row" if estimator is remasking.uni_grpo else "decision")
+            trainer.options = replace(
+                plain, reduction="row" if estimator is remasking.uni_grpo else "decision"
+            )
             trainer.improve(rollout, Rng.of("gradients", trainer.iteration), True)
     pairs = list(itertools.combinations(range(batches), 2))
     exact = found["mask_exact"]
-    return {name: [mean(cosine(each[i], each[j]) for i, j in pairs), mean(map(cosine, each, exact))]
-            for name, each in found.items()}  # fmt: skip
+    return {
+        name: [mean(cosine(each[i], each[j]) for i, j in pairs), mean(map(cosine, each, exact))]
+        for name, each in found.items()
+    }
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -149,13 +170,24 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def table(runs: dict[str, list[dict]], names: tuple[str, ...]) -> list[str]:
-    head = "| run | seed | before | after | judge before | judge after | iterations | CPU s | wall s | forwards |"
+    head = (
+        "| run | seed | before | after | judge before | judge after | iterations | CPU s | "
+        "wall s | forwards |"
+    )
     lines = [head, "|---|---|---|---|---|---|---|---|---|---|"]
     for name in names:
         for one in runs.get(name, []):
-            first, last = one["curve"][0], one["curve"][-1]
-            cells = [cell(point["rewards"][r]) for r in ("digits", "digits_judge") for point in (first, last)]
-            sizes = f"{last['iteration']} | {last['cpu']:.0f} | {last['wall']:.0f} | {last['forwards'] / 1e3:.0f}k"
+            first = one["curve"][0]
+            last = one["curve"][-1]
+            cells = [
+                cell(point["rewards"][r])
+                for r in ("digits", "digits_judge")
+                for point in (first, last)
+            ]
+            sizes = (
+                f"{last['iteration']} | {last['cpu']:.0f} | {last['wall']:.0f} | "
+                f"{last['forwards'] / 1e3:.0f}k"
+            )
             lines.append(f"| {RUNS[name].title} | {one['seed']} | {' | '.join(cells)} | {sizes} |")
     return lines
 
@@ -180,11 +212,20 @@ def picture(runs: dict[str, list[dict]], names: tuple[str, ...], axis: str) -> s
 
 def summary(runs: dict[str, list[dict]]) -> list[str]:
     """A line a run: mean gain of the seeds, and in how many of them it is clear."""
-    lines = ["| run | seeds | before | after | gain | of them clear | CPU s |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| run | seeds | before | after | gain | of them clear | CPU s |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for name, found in runs.items():
-        ends = [(one["curve"][0]["rewards"]["digits"], one["curve"][-1]["rewards"]["digits"]) for one in found]
+        ends = [
+            (one["curve"][0]["rewards"]["digits"], one["curve"][-1]["rewards"]["digits"])
+            for one in found
+        ]
         before, after = (sum(pair[i]["mean"] for pair in ends) / len(ends) for i in (0, 1))
-        clear = sum(b["mean"] - a["mean"] > math.hypot(a["high"] - a["mean"], b["high"] - b["mean"]) for a, b in ends)
+        clear = sum(
+            b["mean"] - a["mean"] > math.hypot(a["high"] - a["mean"], b["high"] - b["mean"])
+            for a, b in ends
+        )
         cpu = sum(one["curve"][-1]["cpu"] for one in found) / len(found)
         sizes = f"{after - before:+.3f} | {clear} of {len(ends)} | {cpu:.0f} |"
         lines.append(f"| {RUNS[name].title} | {len(found)} | {before:.3f} | {after:.3f} | {sizes}")
@@ -194,33 +235,59 @@ def summary(runs: dict[str, list[dict]]) -> list[str]:
 def signal(found: dict[str, list[float]]) -> list[str]:
     """What ``gradients`` measured, with the reason why exactness does not show."""
     lines = [
-        "### How much of a gradient is signal", "",
-        "At the base model, of four iterations, all estimators on the same pictures: the cosine of the gradients of",
-        "two iterations, and of the same iteration's with the exact one. Unbiased is not the same as quiet: with this",
-        "many pictures exact gradients of two iterations have little in common, those at states hidden anew have",
-        "more, and a biased but steady estimator learns as fast or faster. The exact one also pays for all passes.", "",
-        "| estimator | cosine of two iterations | with the exact one |", "|---|---|---|",
-    ]  # fmt: skip
-    return [*lines, *(f"| {RUNS[name].title} | {a:.2f} | {b:.2f} |" for name, (a, b) in found.items()), ""]
+        "### How much of a gradient is signal",
+        "",
+        "At the base model, of four iterations, all estimators on the same pictures: the "
+        "cosine of the gradients of",
+        "two iterations, and of the same iteration's with the exact one. Unbiased is not "
+        "the same as quiet: with this",
+        "many pictures exact gradients of two iterations have little in common, those at "
+        "states hidden anew have",
+        "more, and a biased but steady estimator learns as fast or faster. The exact one "
+        "also pays for all passes.",
+        "",
+        "| estimator | cosine of two iterations | with the exact one |",
+        "|---|---|---|",
+    ]
+    return [
+        *lines,
+        *(f"| {RUNS[name].title} | {a:.2f} | {b:.2f} |" for name, (a, b) in found.items()),
+        "",
+    ]
 
 
-def page(runs: dict[str, list[dict]], about: dict[str, Any], noise: dict[str, list[float]] | None = None) -> str:
+def page(
+    runs: dict[str, list[dict]], about: dict[str, Any], noise: dict[str, list[float]] | None = None
+) -> str:
     one = next(iter(runs.values()))[0]
     lines = [
-        "# Image tokens learn from a reward", "",
-        "Written by `python scripts/bench_discrete_learning.py`. The reward is `digits`; it and the independent judge",
-        f"look at pictures of {one['prompts']} held-out captions, which neither pre-training nor reinforcement saw,",
-        "from the same noise before and after. Mean, 95 % interval over captions. A group begins from one model.",
-        "", *summary(runs), "",
-        "Clear: the gain is more than 1.96 of its standard errors, before and after taken as independent. An iteration",
-        f"is {one['samples']} pictures. The learning rate of the masked runs falls to 0, that of the others stays.",
-        "Forwards are rows through the network, sampling included; a guided row counts twice. CPU seconds are the",
-        "process's own, on one thread of a machine that others used too, evaluations left out.", "",
-    ]  # fmt: skip
+        "# Image tokens learn from a reward",
+        "",
+        "Written by `python scripts/bench_discrete_learning.py`. The reward is `digits`; "
+        "it and the independent judge",
+        f"look at pictures of {one['prompts']} held-out captions, which neither "
+        f"pre-training nor reinforcement saw,",
+        "from the same noise before and after. Mean, 95 % interval over captions. A "
+        "group begins from one model.",
+        "",
+        *summary(runs),
+        "",
+        "Clear: the gain is more than 1.96 of its standard errors, before and after "
+        "taken as independent. An iteration",
+        f"is {one['samples']} pictures. The learning rate of the masked runs falls to 0, "
+        f"that of the others stays.",
+        "Forwards are rows through the network, sampling included; a guided row counts "
+        "twice. CPU seconds are the",
+        "process's own, on one thread of a machine that others used too, evaluations left out.",
+        "",
+    ]
     for key, (title, names) in GROUPS.items():
         if any(name in runs for name in names):
             lines += [f"## {title}", "", *table(runs, names), ""]
-            lines += [f"![held-out reward over {AXES[axis]}](discrete_{key}_{axis}.svg)" for axis in axes(key)] + [""]
+            lines += [
+                f"![held-out reward over {AXES[axis]}](discrete_{key}_{axis}.svg)"
+                for axis in axes(key)
+            ] + [""]
             lines += signal(noise) if noise and key == "masked" else []
     return "\n".join([*lines, f"Machine: `{json.dumps(about)}`", ""])
 
@@ -231,7 +298,10 @@ def axes(key: str) -> tuple[str, ...]:
 
 def gathered(folder: Path) -> dict[str, list[dict]]:
     """What is there of every run, by seed."""
-    found = {name: [json.loads(file.read_text()) for file in sorted(folder.glob(f"{name}-?.json"))] for name in RUNS}
+    found = {
+        name: [json.loads(file.read_text()) for file in sorted(folder.glob(f"{name}-?.json"))]
+        for name in RUNS
+    }
     return {name: each for name, each in found.items() if each}
 
 
@@ -245,21 +315,34 @@ def make(name: str, seed: int, folder: Path, overrides: list[str]) -> None:
             if file.exists():
                 return
             known = gathered(folder).get(name)
-            found = learn(RUNS[name], seed, overrides, known[0]["curve"][0]["rewards"] if known else None)
+            found = learn(
+                RUNS[name], seed, overrides, known[0]["curve"][0]["rewards"] if known else None
+            )
             file.write_text(json.dumps(found))
     except Timeout:
         return
     first, last = (found["curve"][i]["rewards"]["digits"]["mean"] for i in (0, -1))
-    print(f"{name} seed {seed}: {first:.3f} to {last:.3f}, {found['curve'][-1]['cpu']:.0f} s", flush=True)
+    print(
+        f"{name} seed {seed}: {first:.3f} to {last:.3f}, {found['curve'][-1]['cpu']:.0f} s",
+        flush=True,
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", default=list(RUNS), choices=list(RUNS))
-    parser.add_argument("--runs", type=Path, default=Path("runs/bench_discrete_learning"), help="one file a run")
-    parser.add_argument("--gradients", action="store_true", help="compare the estimators' gradients, too")
-    parser.add_argument("--page", action="store_true", help="write the page of the runs that are there, train nothing")
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs/bench_discrete_learning"), help="one file a run"
+    )
+    parser.add_argument(
+        "--gradients", action="store_true", help="compare the estimators' gradients, too"
+    )
+    parser.add_argument(
+        "--page",
+        action="store_true",
+        help="write the page of the runs that are there, train nothing",
+    )
     parser.add_argument("overrides", nargs="*", help="key=value of all recipes")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
@@ -270,8 +353,11 @@ def main() -> None:
     if chosen.gradients and not noisy.exists():
         noisy.write_text(json.dumps(gradients()))
     if runs := gathered(chosen.runs):
-        about, noise = machine(), json.loads(noisy.read_text()) if noisy.exists() else None
-        (RESULTS / "discrete.json").write_text(json.dumps({"machine": about, "runs": runs, "gradients": noise}))
+        about = machine()
+        noise = json.loads(noisy.read_text()) if noisy.exists() else None
+        (RESULTS / "discrete.json").write_text(
+            json.dumps({"machine": about, "runs": runs, "gradients": noise})
+        )
         (RESULTS / "discrete.md").write_text(page(runs, about, noise))
         for key, (_, names) in GROUPS.items():
             for axis in axes(key):

@@ -1,13 +1,16 @@
-"""One training iteration of a Stable-Diffusion-3-format model, by mmrl and by a straightforward loop, side by side.
+"""One training iteration of a Stable-Diffusion-3-format model, by mmrl and by a straightforward
+loop, side by side.
 
-    python scripts/bench_iteration.py                     # the tiny model of the digits world, a minute or two
-    python scripts/bench_iteration.py --path FOLDER --size 512 --lora 32 --precision bf16
+    python scripts/bench_iteration.py                     # the tiny model of the digits world, a
+    minute or two python scripts/bench_iteration.py --path FOLDER --size 512 --lora 32 --precision
+    bf16
 
-The straightforward loop is written in the manner of Flow-GRPO's published one: every sampling batch of a few rows takes
-one guided forward pass a step and keeps its log-probs; then every micro-batch takes one forward and one backward pass
-for each trained time step, and the optimizer steps after the last of them. Both do equal work: the same rows, steps,
-trained steps and optimizer steps, the same update. That is not assumed: both are first run in float64 on the same noise
-and have to end at the same weights. Then whole iterations are timed in turns, in one process.
+The straightforward loop is written in the manner of Flow-GRPO's published one: every sampling batch
+of a few rows takes one guided forward pass a step and keeps its log-probs; then every micro-batch
+takes one forward and one backward pass for each trained time step, and the optimizer steps after
+the last of them. Both do equal work: the same rows, steps, trained steps and optimizer steps, the
+same update. That is not assumed: both are first run in float64 on the same noise and have to end at
+the same weights. Then whole iterations are timed in turns, in one process.
 """
 
 from __future__ import annotations
@@ -43,8 +46,13 @@ from mmrl.types import Media, Prompt, Rollout  # noqa: E402
 from samplers.noise import Rng  # noqa: E402
 
 NUMBERS = "zero one two three four five six seven eight nine".split()
-PROMPTS = [{"text": f"a {colour} {number}"} for colour in ("red", "blue", "green") for number in NUMBERS]
-CLIP, ADVANTAGE_CLIP, TARGET, AGREE = 1e-4, 5.0, 1.3, 1e-9
+PROMPTS = [
+    {"text": f"a {colour} {number}"} for colour in ("red", "blue", "green") for number in NUMBERS
+]
+CLIP = 1e-4
+ADVANTAGE_CLIP = 5.0
+TARGET = 1.3
+AGREE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,10 @@ class FreshDraws:
     """Noise and order as the straightforward loop takes them: from torch's generator."""
 
     def __init__(self, policy: FlowPolicy, work: Work):
-        self.shape, self.dtype, self.device, self.work = policy.shape, policy.dtype, policy.device, work
+        self.shape = policy.shape
+        self.dtype = policy.dtype
+        self.device = policy.device
+        self.work = work
 
     def noise(self, rows: Tensor, step: int) -> Tensor:
         return torch.randn(len(rows), *self.shape, dtype=self.dtype, device=self.device)
@@ -99,21 +110,35 @@ class KeyedDraws(FreshDraws):
         names = torch.arange(self.work.rows)
         empty = Rollout(group=names, row=names, sample=names, logprob=names, mask=names)
         size = self.work.rows // self.work.updates
-        parts = batches.batches(empty, self.work.copies, self.work.rows, size, Rng.of(0, 0, "update", 0))
+        parts = batches.batches(
+            empty, self.work.copies, self.work.rows, size, Rng.of(0, 0, "update", 0)
+        )
         return [part.row for part in parts]
 
 
 class PlainLoop:
-    """Flow-GRPO's loop for one model, nothing clever; ``policy`` lends the network, the decoder and its numbers."""
+    """Flow-GRPO's loop for one model, nothing clever; ``policy`` lends the network, the decoder and
+    its numbers."""
 
     def __init__(self, policy: FlowPolicy, work: Work, reward: Callable, draws: FreshDraws):
-        self.net, self.vae, self.compute, self.work = policy.net, policy.vae.to(policy.device), policy.compute, work
-        self.encode, self.reward, self.draws, self.dtype = policy.encode, reward, draws, policy.dtype
-        self.sigmas, self.noise_level, self.scale = policy.times.tolist(), policy.eta, policy.guidance
+        self.net = policy.net
+        self.vae = policy.vae.to(policy.device)
+        self.compute = policy.compute
+        self.work = work
+        self.encode = policy.encode
+        self.reward = reward
+        self.draws = draws
+        self.dtype = policy.dtype
+        self.sigmas = policy.times.tolist()
+        self.noise_level = policy.eta
+        self.scale = policy.guidance
         self.trained = int((len(self.sigmas) - 1) * work.fraction)
         parameters = [p for p in self.net.parameters() if p.requires_grad]
-        self.parameters, self.optimizer = parameters, adamw(parameters, lr=work.lr)
-        self.autocast = partial(torch.autocast, policy.device.type, torch.bfloat16, enabled=work.precision == "bf16")
+        self.parameters = parameters
+        self.optimizer = adamw(parameters, lr=work.lr)
+        self.autocast = partial(
+            torch.autocast, policy.device.type, torch.bfloat16, enabled=work.precision == "bf16"
+        )
         if work.gradient_checkpointing:
             self.net.enable_gradient_checkpointing()
 
@@ -122,10 +147,14 @@ class PlainLoop:
         cond = self.encode(prompts)
         names = torch.arange(self.work.rows)
         self.empty = cond.pop("uncond")
-        self.cond = {name: value.repeat_interleave(self.work.copies, 0) for name, value in cond.items()}
+        self.cond = {
+            name: value.repeat_interleave(self.work.copies, 0) for name, value in cond.items()
+        }
         sampled = [self.sample(rows) for rows in names.split(self.work.plain_rows)]
         self.path, self.logprob, images = (torch.cat(each) for each in zip(*sampled, strict=True))
-        rewards = self.reward(images, [p for p in prompts for _ in range(self.work.copies)]).to(self.logprob)
+        rewards = self.reward(images, [p for p in prompts for _ in range(self.work.copies)]).to(
+            self.logprob
+        )
         groups = rewards.view(-1, self.work.copies)
         advantage = (groups - groups.mean(1, keepdim=True)) / (rewards.std(correction=0) + 1e-4)
         self.advantage = advantage.flatten().clamp(-ADVANTAGE_CLIP, ADVANTAGE_CLIP)
@@ -134,7 +163,8 @@ class PlainLoop:
     @torch.no_grad()
     def sample(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Latents [B, K + 1, C, H, W], log-probs [B, K], images [B, 3, H, W]."""
-        states, logprobs = [self.draws.noise(rows, 0)], []
+        states = [self.draws.noise(rows, 0)]
+        logprobs = []
         with self.autocast():
             for k in range(len(self.sigmas) - 1):
                 mean, std = self.step(states[-1], rows, k)
@@ -144,7 +174,9 @@ class PlainLoop:
         return torch.stack(states, 1), torch.stack(logprobs, 1), images
 
     def pixels(self, latents: Tensor) -> Tensor:
-        return self.vae.decode(latents / self.vae.config.scaling_factor + self.vae.config.shift_factor).sample
+        return self.vae.decode(
+            latents / self.vae.config.scaling_factor + self.vae.config.shift_factor
+        ).sample
 
     def improve(self) -> None:
         """Per micro-batch and per time step one forward and one backward pass."""
@@ -165,26 +197,38 @@ class PlainLoop:
         with self.autocast():
             mean, std = self.step(self.path[rows, k], rows, k)
         gap = log_prob(self.path[rows, k + 1], mean, std) - self.logprob[rows, k]
-        ratio, advantage = gap.exp(), self.advantage[rows]
-        return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - CLIP, 1 + CLIP)).mean(), gap
+        ratio = gap.exp()
+        advantage = self.advantage[rows]
+        return torch.maximum(
+            -advantage * ratio, -advantage * ratio.clamp(1 - CLIP, 1 + CLIP)
+        ).mean(), gap
 
     def step(self, x: Tensor, rows: Tensor, k: int) -> tuple[Tensor, float]:
-        """Mean [B, C, H, W] and standard deviation of the stochastic step k (Liu et al. 2025, eq. 9)."""
-        t, s = self.sigmas[k], self.sigmas[k + 1]
-        v, dt = self.velocity(x, t, rows), s - t
+        """Mean [B, C, H, W] and standard deviation of the stochastic step k (Liu et al. 2025, eq.
+        9)."""
+        t = self.sigmas[k]
+        s = self.sigmas[k + 1]
+        v = self.velocity(x, t, rows)
+        dt = s - t
         noise = self.noise_level * (t / (1 - (s if t == 1 else t))) ** 0.5
         mean = x * (1 + noise**2 / (2 * t) * dt) + v * (1 + noise**2 * (1 - t) / (2 * t)) * dt
         return mean, noise * (-dt) ** 0.5
 
     def velocity(self, x: Tensor, t: float, rows: Tensor) -> Tensor:
         """[B, C, H, W]; with guidance the two branches in one forward pass."""
-        own, guided = {name: value[rows] for name, value in self.cond.items()}, self.scale != 1
+        own = {name: value[rows] for name, value in self.cond.items()}
+        guided = self.scale != 1
         if guided:
-            own = {name: torch.cat([self.empty[name].expand_as(value), value]) for name, value in own.items()}
+            own = {
+                name: torch.cat([self.empty[name].expand_as(value), value])
+                for name, value in own.items()
+            }
             x = torch.cat([x, x])
         net_dtype = torch.float64 if self.dtype == torch.float64 else self.compute
         times = torch.full((len(x),), 1000 * t, dtype=net_dtype, device=x.device)
-        v = self.call(x.to(net_dtype), times, {name: value.to(net_dtype) for name, value in own.items()})
+        v = self.call(
+            x.to(net_dtype), times, {name: value.to(net_dtype) for name, value in own.items()}
+        )
         if not guided:
             return v.to(self.dtype)
         empty, asked = v.to(self.dtype).chunk(2)
@@ -193,9 +237,12 @@ class PlainLoop:
     def call(self, x: Tensor, times: Tensor, own: dict[str, Tensor]) -> Tensor:
         """The network of Stable Diffusion 3."""
         return self.net(
-            hidden_states=x, timestep=times, encoder_hidden_states=own["text"], pooled_projections=own["pooled"],
+            hidden_states=x,
+            timestep=times,
+            encoder_hidden_states=own["text"],
+            pooled_projections=own["pooled"],
             return_dict=False,
-        )[0]  # fmt: skip
+        )[0]
 
 
 def log_prob(x: Tensor, mean: Tensor, std: float) -> Tensor:
@@ -209,18 +256,34 @@ Make = Callable[[], FlowPolicy]  # a new policy, always with the same weights
 
 def mmrl_trainer(policy: FlowPolicy, work: Work, reward: Callable) -> Trainer:
     options = TrainOptions(
-        prompts=work.prompts, copies=work.copies, batch_size=work.rows // work.updates, iterations=1,
-        precision=work.precision, micro_batch=work.micro_batch, gradient_checkpointing=work.gradient_checkpointing,
-    )  # fmt: skip
+        prompts=work.prompts,
+        copies=work.copies,
+        batch_size=work.rows // work.updates,
+        iterations=1,
+        precision=work.precision,
+        micro_batch=work.micro_batch,
+        gradient_checkpointing=work.gradient_checkpointing,
+    )
     objective = PolicyGradient(clip=CLIP, advantage_clip=ADVANTAGE_CLIP, fraction=work.fraction)
     scorer = Scorer({"reward": reward})
-    return Trainer(policy, PROMPTS, scorer, advantages.flow_grpo, objective, partial(adamw, lr=work.lr), options)
+    return Trainer(
+        policy,
+        PROMPTS,
+        scorer,
+        advantages.flow_grpo,
+        objective,
+        partial(adamw, lr=work.lr),
+        options,
+    )
 
 
 def plain_loop(
-    policy: FlowPolicy, work: Work, reward: Callable, draws: type[FreshDraws] = FreshDraws,
+    policy: FlowPolicy,
+    work: Work,
+    reward: Callable,
+    draws: type[FreshDraws] = FreshDraws,
     kind: type[PlainLoop] = PlainLoop,
-) -> PlainLoop:  # fmt: skip
+) -> PlainLoop:
     from accelerate import PartialState
 
     policy.net.to(PartialState().device)
@@ -228,22 +291,27 @@ def plain_loop(
 
 
 def agreement(make: Make, work: Work, kind: type[PlainLoop] = PlainLoop) -> dict[str, float]:
-    """Largest differences after one iteration of both in float64 from the same weights, on the same noise.
+    """Largest differences after one iteration of both in float64 from the same weights, on the same
+    noise.
 
     Raises SystemExit where they exceed 1e-9, or where no weight has moved by more than that.
     """
     work = replace(work, precision="fp32")
-    ours, plain = make(), make()
+    ours = make()
+    plain = make()
     for policy in (ours, plain):
         policy.net.double()
     before = ours.weights.full()
-    trainer, loop = mmrl_trainer(ours, work, by_place), plain_loop(plain, work, by_place, KeyedDraws, kind)
+    trainer = mmrl_trainer(ours, work, by_place)
+    loop = plain_loop(plain, work, by_place, KeyedDraws, kind)
     seen: list[Rollout] = []
     collect = trainer.collect
     trainer.collect = lambda: seen.append((found := collect())[0]) or found
     trainer.iterate()
     loop.iterate()
-    rollout, weights, theirs = seen[0], ours.weights.full(), plain.weights.full()
+    rollout = seen[0]
+    weights = ours.weights.full()
+    theirs = plain.weights.full()
     visited = loop.path if rollout.visit is None else loop.path[:, rollout.visit[0] >= 0]
     found = {
         "latents": float((rollout.path - visited).abs().max()),
@@ -264,13 +332,16 @@ def measure(
     torch.manual_seed(0)
     plain = f"plain loop, {work.plain_rows} rows"
     runs: dict[str, Trainer | PlainLoop] = {
-        plain: plain_loop(make(), work, brightness, kind=kind), "mmrl": mmrl_trainer(make(), work, brightness)
-    }  # fmt: skip
+        plain: plain_loop(make(), work, brightness, kind=kind),
+        "mmrl": mmrl_trainer(make(), work, brightness),
+    }
     if explain:
         own = work.micro_batch or work.rows // work.updates
         same = replace(work, micro_batch=work.plain_rows)
         runs[f"mmrl, micro_batch {work.plain_rows}"] = mmrl_trainer(make(), same, brightness)
-        runs[f"plain loop, {own} rows"] = plain_loop(make(), replace(work, plain_rows=own), brightness, kind=kind)
+        runs[f"plain loop, {own} rows"] = plain_loop(
+            make(), replace(work, plain_rows=own), brightness, kind=kind
+        )
     costs = {
         name: measuring.cost(run.iterate, _net(run)) for name, run in runs.items()
     }  # the first iteration also warms up
@@ -291,15 +362,26 @@ def digits_policy(args: argparse.Namespace, guidance: float) -> FlowPolicy:
     from mmrl.registry import locate
 
     torch.manual_seed(0)  # a new adapter draws its first weights
-    return SD3(locate(args.path), size=args.size, steps=args.steps, guidance=guidance, lora=args.lora, dtype=args.dtype)
+    return SD3(
+        locate(args.path),
+        size=args.size,
+        steps=args.steps,
+        guidance=guidance,
+        lora=args.lora,
+        dtype=args.dtype,
+    )
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--path", default="world:digits/sd3-test", help="SD3-format folder or world:NAME")
+    parser.add_argument(
+        "--path", default="world:digits/sd3-test", help="SD3-format folder or world:NAME"
+    )
     parser.add_argument("--size", type=int, default=32, help="pixels")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--guidance", type=float, nargs="+", default=[4.5, 1.0], help="one case each")
+    parser.add_argument(
+        "--guidance", type=float, nargs="+", default=[4.5, 1.0], help="one case each"
+    )
     parser.add_argument("--lora", type=int, help="rank; all weights are trained if not given")
     parser.add_argument("--dtype", default="float32", help="of the frozen weights")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
@@ -307,9 +389,14 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Work(), name))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--explain", action="store_true", help="also both loops with each other's rows per pass")
     parser.add_argument(
-        "--out", type=Path, default=ROOT / "docs/results/bench_iteration", help=".json and .md are added"
+        "--explain", action="store_true", help="also both loops with each other's rows per pass"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "docs/results/bench_iteration",
+        help=".json and .md are added",
     )
     return parser.parse_args(words)
 
@@ -324,7 +411,9 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
         make = partial(digits_policy, args, guidance)
         name = f"guidance {guidance:g}" if guidance != 1 else "no guidance"
         small = replace(work, prompts=2, copies=8)
-        cases[name] = {"agreement": agreement(make, small)} | measure(make, work, args.repeats, args.explain)
+        cases[name] = {"agreement": agreement(make, small)} | measure(
+            make, work, args.repeats, args.explain
+        )
         print(
             f"{name}: {cases[name]['ratio']:.2f} times as fast",
             *measuring.table(cases[name]["runs"]),
@@ -333,15 +422,25 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
         )
     cuda = torch.cuda.is_available()
     found = {
-        "cases": cases, "work": asdict(work), "path": args.path, "size": args.size, "steps": args.steps,
-        "repeats": args.repeats, "threads": args.threads, "device": "cuda" if cuda else "cpu", "machine": machine(),
+        "cases": cases,
+        "work": asdict(work),
+        "path": args.path,
+        "size": args.size,
+        "steps": args.steps,
+        "repeats": args.repeats,
+        "threads": args.threads,
+        "device": "cuda" if cuda else "cpu",
+        "machine": machine(),
         "memory": "the allocator's count" if cuda else "storages counted as they are made",
-    }  # fmt: skip
+    }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     args.out.with_suffix(".md").write_text(measuring.page(found))
     reached = all(case["ratio"] >= TARGET for case in cases.values())
-    print(f"{'reached' if reached else 'NOT reached'}: {TARGET} times as fast in every case; see {args.out}.md")
+    print(
+        f"{'reached' if reached else 'NOT reached'}: {TARGET} times as fast in every case; "
+        f"see {args.out}.md"
+    )
     return found
 
 

@@ -1,13 +1,14 @@
-"""Every method for pictures on the digits world: what it reaches and what it costs, from one base on equal pictures.
+"""Every method for pictures on the digits world: what it reaches and what it costs, from one base
+on equal pictures.
 
-    python scripts/bench_methods.py                              # whatever is missing, then the page
-    python scripts/bench_methods.py --only Flow-GRPO DGPO --seeds 0 --runs /tmp/try
-    python scripts/bench_methods.py --page                       # only write the page anew
+    python scripts/bench_methods.py                              # whatever is missing, then the
+    page python scripts/bench_methods.py --only Flow-GRPO DGPO --seeds 0 --runs /tmp/try python
+    scripts/bench_methods.py --page                       # only write the page anew
 
-A run is a process of its own (a fork, so that libraries are imported once). Its numbers are written when it ends, and a
-run whose file is there is not repeated. Evaluation is the same for all: held-out captions, the same noise, eight Euler
-steps of the base's own grid, outside the clock. Seconds are given of the wall and of the processor: on a shared machine
-only the latter compare.
+A run is a process of its own (a fork, so that libraries are imported once). Its numbers are written
+when it ends, and a run whose file is there is not repeated. Evaluation is the same for all:
+held-out captions, the same noise, eight Euler steps of the base's own grid, outside the clock.
+Seconds are given of the wall and of the processor: on a shared machine only the latter compare.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ from mmrl.trainer import Trainer  # noqa: E402
 from samplers.batching import peak_bytes  # noqa: E402
 
 SIZES = ("train.prompts=6", "train.copies=16", "train.batch_size=32", "train.iterations=12")
-COPIES, EVERY, CURVE = 4, 4, 1  # samples a held-out caption; iterations between points of the curve, their samples
+# samples a held-out caption; iterations between points of the curve, their samples
+COPIES = 4
+EVERY = 4
+CURVE = 1
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,10 @@ METHODS = {
         (OWN_GRID, NOISE),
     ),
     "BranchGRPO, width pruned": Method(
-        "branch_grpo", SHARED, 4e-4, (OWN_GRID, NOISE, "advantage={branch: {prune_width: siblings}}")
+        "branch_grpo",
+        SHARED,
+        4e-4,
+        (OWN_GRID, NOISE, "advantage={branch: {prune_width: siblings}}"),
     ),
     "BranchGRPO, depth pruned": Method(
         "branch_grpo", SHARED, 4e-4, (OWN_GRID, NOISE, "advantage={branch: {prune_depth: [6, 7]}}")
@@ -164,13 +171,16 @@ class Judge:
 
     def session_of(self, method: Method, seed: int, more: tuple[str, ...] = ()) -> Session:
         """A session that shares the encoded captions."""
-        found = Session.of(read(find_config(f"digits/{method.config}"), [*method.overrides(seed), *more]))
+        found = Session.of(
+            read(find_config(f"digits/{method.config}"), [*method.overrides(seed), *more])
+        )
         found.policy.texts.kept |= self.policy.texts.kept
         return found
 
 
 def apart(media: Tensor) -> Tensor:
-    """[P, 1] mean distance of two pictures of a caption, root mean square over pixels, of media [P, n, 3, H, W]."""
+    """[P, 1] mean distance of two pictures of a caption, root mean square over pixels, of media [P,
+    n, 3, H, W]."""
     flat = media.flatten(2).double()
     distance = torch.cdist(flat, flat) / flat.shape[2] ** 0.5  # [P, n, n]
     return (distance.sum((1, 2)) / (flat.shape[1] * (flat.shape[1] - 1)))[:, None]
@@ -182,11 +192,14 @@ def look(judge: Judge, weights: dict[str, Tensor]) -> dict[str, list[float]]:
 
 
 def learn(judge: Judge, name: str, seed: int, before: dict[str, list[float]]) -> dict[str, Any]:
-    """Train, with measurements on the way and after. ``before``: those of the base, which all share."""
+    """Train, with measurements on the way and after. ``before``: those of the base, which all
+    share."""
     method = METHODS[name]
     session = judge.session_of(method, seed)
     trainer = session.trainer()
-    clock, curve, log = Clock(), [[0, 0.0, mean(before["digits"])]], []
+    clock = Clock()
+    curve = [[0, 0.0, mean(before["digits"])]]
+    log = []
     for iteration in range(1, session.options.iterations + 1):
         with clock:
             log.append(trainer.iterate())
@@ -197,17 +210,28 @@ def learn(judge: Judge, name: str, seed: int, before: dict[str, list[float]]) ->
     curve.append([session.options.iterations, clock.cpu, mean(after["digits"])])
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
-        "method": name, "seed": seed, "config": method.config, "overrides": method.overrides(seed), "curve": curve,
+        "method": name,
+        "seed": seed,
+        "config": method.config,
+        "overrides": method.overrides(seed),
+        "curve": curve,
         "images": session.options.iterations * session.options.prompts * session.options.copies,
-        "forwards": sum(line["forwards"] for line in log), "decisions": sum(line["decisions"] for line in log),
-        "train_reward": [line["reward/mean"] for line in log], "skipped": sum(line["skipped_steps"] for line in log),
-        "wall": clock.wall, "cpu": clock.cpu, "resident_bytes": resident,
-        "tensor_bytes": None if seed else peak_bytes(trainer.iterate, "cpu"),  # slow to count, and no seed changes it
-        "before": before, "after": after,
-    }  # fmt: skip
+        "forwards": sum(line["forwards"] for line in log),
+        "decisions": sum(line["decisions"] for line in log),
+        "train_reward": [line["reward/mean"] for line in log],
+        "skipped": sum(line["skipped_steps"] for line in log),
+        "wall": clock.wall,
+        "cpu": clock.cpu,
+        "resident_bytes": resident,
+        # slow to count, and no seed changes it
+        "tensor_bytes": None if seed else peak_bytes(trainer.iterate, "cpu"),
+        "before": before,
+        "after": after,
+    }
 
 
-# ------------------------------------------------------------------------------------------------- time an iteration
+# -------------------------------------------------------------------------------------------------
+# time an iteration
 
 TWENTY = ("policy.steps=20", "train.prompts=2", "train.batch_size=32")
 PUBLISHED_TREE = "policy.tree={splits: [0, 3, 6, 9], factor: 2, noise: correlated, scale: 4.0}"
@@ -215,33 +239,50 @@ RACERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "DanceGRPO, all steps": ("dance_grpo", ("objective.grpo.fraction=1.0",)),
     "DanceGRPO, 0.6 of the steps": ("dance_grpo", ()),
     "BranchGRPO": ("branch_grpo", (PUBLISHED_TREE,)),
-    "BranchGRPO, width pruned": ("branch_grpo", (PUBLISHED_TREE, "advantage={branch: {prune_width: siblings}}")),
+    "BranchGRPO, width pruned": (
+        "branch_grpo",
+        (PUBLISHED_TREE, "advantage={branch: {prune_width: siblings}}"),
+    ),
     "BranchGRPO, depth pruned": (
-        "branch_grpo", (PUBLISHED_TREE, "advantage={branch: {prune_depth: [15, 16, 17, 18, 19]}}"),
+        "branch_grpo",
+        (PUBLISHED_TREE, "advantage={branch: {prune_depth: [15, 16, 17, 18, 19]}}"),
     ),
     "BranchGRPO, both pruned": (
         "branch_grpo",
-        (PUBLISHED_TREE, "advantage={branch: {prune_depth: [15, 16, 17, 18, 19], prune_width: siblings}}"),
+        (
+            PUBLISHED_TREE,
+            "advantage={branch: {prune_depth: [15, 16, 17, 18, 19], prune_width: siblings}}",
+        ),
     ),
     "BranchGRPO-Mix": ("branch_mix", (PUBLISHED_TREE, "policy.sde.window.stop=4")),
     "BranchGRPO-Mix, short tail": (
-        "branch_mix", (PUBLISHED_TREE, "policy.sde.window.stop=4", "policy.flash=0.4", "policy.solver=dpm"),
+        "branch_mix",
+        (PUBLISHED_TREE, "policy.sde.window.stop=4", "policy.flash=0.4", "policy.solver=dpm"),
     ),
     "MixGRPO": ("mix_grpo", ("policy.sde.progressive.size=4",)),
-}  # fmt: skip
+}
 
 
 CHECKPOINTED = (
-    "DanceGRPO, all steps", "BranchGRPO", "BranchGRPO, both pruned", "BranchGRPO-Mix", "BranchGRPO-Mix, short tail",
-)  # fmt: skip
+    "DanceGRPO, all steps",
+    "BranchGRPO",
+    "BranchGRPO, both pruned",
+    "BranchGRPO-Mix",
+    "BranchGRPO-Mix, short tail",
+)
 
 
-def speed(judge: Judge, repeats: int, names: Iterable[str] = RACERS, more: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Seconds of the processor an iteration, in turns: A B C A B C ... Twenty steps and 16 leaves, as published."""
+def speed(
+    judge: Judge, repeats: int, names: Iterable[str] = RACERS, more: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Seconds of the processor an iteration, in turns: A B C A B C ... Twenty steps and 16 leaves,
+    as published."""
     trainers: dict[str, Trainer] = {}
     for name in names:
         config, changes = RACERS[name]
-        trainers[name] = judge.session_of(Method(config, "", 1e-4, (*TWENTY, *changes, *more)), 0).trainer()
+        trainers[name] = judge.session_of(
+            Method(config, "", 1e-4, (*TWENTY, *changes, *more)), 0
+        ).trainer()
     found: dict[str, Any] = {name: {"cpu": [], "wall": []} for name in trainers}
     for turn in range(repeats + 1):  # the first warms up
         for name, trainer in trainers.items():
@@ -252,20 +293,28 @@ def speed(judge: Judge, repeats: int, names: Iterable[str] = RACERS, more: tuple
                 found[name]["cpu"].append(clock.cpu)
                 found[name]["wall"].append(clock.wall)
             found[name] |= {key: metrics[key] / 32 for key in ("forwards", "decisions")}
-            found[name] |= {key.replace("/", "_"): metrics[key] for key in metrics if key.startswith("time/")}
+            found[name] |= {
+                key.replace("/", "_"): metrics[key] for key in metrics if key.startswith("time/")
+            }
     return found
 
 
-# -------------------------------------------------------------------------------------------------- time to a reward
+# --------------------------------------------------------------------------------------------------
+# time to a reward
 
-SPRINTER, SOON = METHODS["DGPO"], 2  # iterations before which nobody looks
+# iterations before which nobody looks
+SPRINTER = METHODS["DGPO"]
+SOON = 2
 
 
 def sprint(judge: Judge, seed: int, goal: float, most: int = 12) -> dict[str, Any]:
     """DGPO until the held-out reward reaches ``goal``; the evaluations are outside the clock."""
     session = judge.session_of(SPRINTER, seed)
-    trainer, clock = session.trainer(), Clock()
-    curve, forwards, reward = [], 0, 0.0
+    trainer = session.trainer()
+    clock = Clock()
+    curve = []
+    forwards = 0
+    reward = 0.0
     while reward < goal and trainer.iteration < most:
         with clock:
             forwards += trainer.iterate()["forwards"]
@@ -274,12 +323,20 @@ def sprint(judge: Judge, seed: int, goal: float, most: int = 12) -> dict[str, An
             curve.append([trainer.iteration, clock.cpu, reward])
     images = trainer.iteration * session.options.prompts * session.options.copies
     return {
-        "seed": seed, "goal": goal, "curve": curve, "reached": reward >= goal, "cpu": clock.cpu,
-        "wall": clock.wall, "forwards": forwards, "images": images, "overrides": SPRINTER.overrides(seed),
-    }  # fmt: skip
+        "seed": seed,
+        "goal": goal,
+        "curve": curve,
+        "reached": reward >= goal,
+        "cpu": clock.cpu,
+        "wall": clock.wall,
+        "forwards": forwards,
+        "images": images,
+        "overrides": SPRINTER.overrides(seed),
+    }
 
 
-# ------------------------------------------------------------------------------------------------------------- runs
+# --------------------------------------------------------------------------------------------------
+# runs
 
 
 def apart_from_us(path: Path, task: Any, *args: Any) -> None:
@@ -309,8 +366,11 @@ def all_runs(folder: Path, names: list[str], seeds: list[int], repeats: int) -> 
             apart_from_us(folder / f"{slug(name)}-{seed}.json", learn, judge, name, seed, base)
     if repeats:
         apart_from_us(folder / "speed.json", speed, judge, repeats)
-        often = ("train.gradient_checkpointing=true",)  # as published: the models do not fit without
-        apart_from_us(folder / "speed_checkpointed.json", speed, judge, repeats, CHECKPOINTED, often)
+        # as published: the models do not fit without
+        often = ("train.gradient_checkpointing=true",)
+        apart_from_us(
+            folder / "speed_checkpointed.json", speed, judge, repeats, CHECKPOINTED, often
+        )
     for seed in seeds:
         rivals = [folder / f"{slug(name)}-{seed}.json" for name in methods_page.RIVALS]
         if repeats and all(path.exists() for path in rivals):
@@ -330,9 +390,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs/bench_methods", help="a JSON file a run")
-    parser.add_argument("--repeats", type=int, default=5, help="timed iterations; 0: no timing and no race")
-    parser.add_argument("--page", action="store_true", help="only write the page of the runs that are there")
+    parser.add_argument(
+        "--runs", type=Path, default=ROOT / "runs/bench_methods", help="a JSON file a run"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="timed iterations; 0: no timing and no race"
+    )
+    parser.add_argument(
+        "--page", action="store_true", help="only write the page of the runs that are there"
+    )
     chosen = parser.parse_args()
     chosen.runs.mkdir(parents=True, exist_ok=True)
     if not chosen.page:

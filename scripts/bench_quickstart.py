@@ -1,9 +1,10 @@
-"""Run scripts/quickstart twice, with an empty cache and with a full one, and write what came out to docs/results/.
+"""Run scripts/quickstart twice, with an empty cache and with a full one, and write what came out to
+docs/results/.
 
     python scripts/bench_quickstart.py [key=value ...]
 
-The time is that of the whole command after installation. The rewards, their intervals and the pictures are those of
-the first of the two runs.
+The time is that of the whole command after installation. The rewards, their intervals and the
+pictures are those of the first of the two runs.
 """
 
 import json
@@ -47,13 +48,17 @@ def page(result: dict) -> str:
             "# Quickstart: Flow-GRPO on the digits world",
             "",
             "Written by `python scripts/bench_quickstart.py`. Held-out captions and noises "
-            f"({sizes['prompts']} prompts x {sizes['copies']} samples), mean and 95 % interval over prompts. `digits` "
-            "is what was optimised; `digits_judge` (other scans, another network) and `clip_score` were not.",
+            f"({sizes['prompts']} prompts x {sizes['copies']} samples), mean and 95 % "
+            f"interval over prompts. `digits` "
+            "is what was optimised; `digits_judge` (other scans, another network) and "
+            "`clip_score` were not.",
             "",
             *table(sizes),
             "",
-            f"The first time, base model and reward models included: **{result['seconds']['fresh']:.0f} s**. "
-            f"With those cached: **{result['seconds']['cached']:.0f} s**. {result['iterations']} iterations.",
+            f"The first time, base model and reward models included: "
+            f"**{result['seconds']['fresh']:.0f} s**. "
+            f"With those cached: **{result['seconds']['cached']:.0f} s**. "
+            f"{result['iterations']} iterations.",
             "",
             "![before and after](before_after.png)",
             "",
@@ -66,7 +71,8 @@ def page(result: dict) -> str:
 def main() -> None:
     overrides = sys.argv[1:]
     with tempfile.TemporaryDirectory() as place:
-        cache, runs = Path(place) / "cache", [Path(place) / name for name in ("fresh", "cached")]
+        cache = Path(place) / "cache"
+        runs = [Path(place) / name for name in ("fresh", "cached")]
         seconds = {run.name: round(quickstart(cache, run, overrides), 1) for run in runs}
         last = json.loads((runs[0] / "metrics.jsonl").read_text().splitlines()[-1])
         result = {

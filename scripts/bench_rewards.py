@@ -1,11 +1,13 @@
-"""Samples a second of every reward alone and of a set, overlapped against sequential, and what a cached value costs.
+"""Samples a second of every reward alone and of a set, overlapped against sequential, and what a
+cached value costs.
 
-    python scripts/bench_rewards.py                         # rewards that need no network; a minute or two
-    python scripts/bench_rewards.py --rewards clip_score=model:ViT-B-32,pretrained:openai --size 512
+    python scripts/bench_rewards.py                         # rewards that need no network; a minute
+    or two python scripts/bench_rewards.py --rewards clip_score=model:ViT-B-32,pretrained:openai
+    --size 512
 
-Rewards with models are built with small random networks of the real classes unless --rewards says otherwise, so their
-speed is that of the pipeline around the network. Writes docs/results/rewards.md and rewards.json, whose numbers the
-table of docs/rewards.md shows.
+Rewards with models are built with small random networks of the real classes unless --rewards says
+otherwise, so their speed is that of the pipeline around the network. Writes docs/results/rewards.md
+and rewards.json, whose numbers the table of docs/rewards.md shows.
 """
 
 from __future__ import annotations
@@ -38,24 +40,39 @@ from rewards.card import card_of  # noqa: E402
 from tests.tiny_rewards import TINY, asked, pictures, save_head, save_tiny_clip  # noqa: E402
 
 ELSEWHERE = ("remote",)  # needs a server
-SLOW = 0.08  # seconds a sample that the slow reward of the set waits, as one that asks a distant server does
+# seconds a sample that the slow reward of the set waits, as one that asks a distant server does
+SLOW = 0.08
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rewards", nargs="*", default=[], help="YAML options by name: clip_score={model: ViT-B-32}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rewards",
+        nargs="*",
+        default=[],
+        help="YAML options by name: clip_score={model: ViT-B-32}",
+    )
     parser.add_argument("--size", type=int, default=128, help="pixels a side")
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=2.0, help="spent on every reward")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
     options = parser.parse_args()
     load_built_in()
-    media, prompts = pictures(options.samples, options.size, options.size), asked(options.samples)
+    media = pictures(options.samples, options.size, options.size)
+    prompts = asked(options.samples)
     with tempfile.TemporaryDirectory() as folder:
-        given = {text.partition("=")[0]: yaml.safe_load(text.partition("=")[2] or "{}") for text in options.rewards}
+        given = {
+            text.partition("=")[0]: yaml.safe_load(text.partition("=")[2] or "{}")
+            for text in options.rewards
+        }
         small = small_options(Path(folder))
         built = rewards_of(given, small)
-        speed = {name: per_second(name, reward, media, prompts, options.seconds) for name, reward in built.items()}
+        speed = {
+            name: per_second(name, reward, media, prompts, options.seconds)
+            for name, reward in built.items()
+        }
         speed |= texts_per_second(options.samples, options.seconds)
         found = {
             "samples_per_second": {name: value for name, value in speed.items() if value},
@@ -95,8 +112,11 @@ def small_options(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
     """Options that build each reward with a small random model of its class, as the tests do."""
     from tests.tiny_image_rewards import TINY_OPTIONS
 
-    clip, head = save_tiny_clip(folder / "clip"), save_head(folder / "head.pth", TINY["embed_dim"])
-    found: dict[str, Callable] = {name: partial(make, place(folder, name)) for name, make in TINY_OPTIONS.items()}
+    clip = save_tiny_clip(folder / "clip")
+    head = save_head(folder / "head.pth", TINY["embed_dim"])
+    found: dict[str, Callable] = {
+        name: partial(make, place(folder, name)) for name, make in TINY_OPTIONS.items()
+    }
     found["digits"] = found["digits_judge"] = lambda: {"path": "world:digits/reader-test"}
     found["clip_score"] = lambda: {"model": clip}
     found["aesthetic"] = lambda: {"head": head, "clip": clip}
@@ -108,7 +128,9 @@ def place(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def per_second(name: str, reward: Callable, media: Any, prompts: list[dict], budget: float) -> float | None:
+def per_second(
+    name: str, reward: Callable, media: Any, prompts: list[dict], budget: float
+) -> float | None:
     """Samples a second of the median call; None where the reward does not judge these."""
     try:
         first = measuring.seconds(lambda: reward(media, prompts))
@@ -128,7 +150,8 @@ def texts_per_second(samples: int, budget: float) -> dict[str, float | None]:
     for name, (chosen, _) in SMALLEST.items():
         if name == "text_similarity":
             continue
-        reward, prompts = REWARDS.build(name, **chosen), prompts_of(name)
+        reward = REWARDS.build(name, **chosen)
+        prompts = prompts_of(name)
         prompts = (prompts * samples)[:samples]
         texts = [reward.right_answer(prompt) for prompt in prompts]
         found[name] = per_second(name, reward, texts, prompts, budget)
@@ -143,8 +166,11 @@ class Distant:
         return media.flatten(1).mean(1)
 
 
-def overlap(built: dict[str, Callable], media: torch.Tensor, prompts: list[dict], parts: int = 8) -> dict[str, float]:
-    """Sampling (it waits as long as the slow reward) and a set with one slow reward: one after another, and overlapped.
+def overlap(
+    built: dict[str, Callable], media: torch.Tensor, prompts: list[dict], parts: int = 8
+) -> dict[str, float]:
+    """Sampling (it waits as long as the slow reward) and a set with one slow reward: one after
+    another, and overlapped.
 
     Raises AssertionError if one number differs.
     """
@@ -159,7 +185,10 @@ def overlap(built: dict[str, Callable], media: torch.Tensor, prompts: list[dict]
 
     def sequential() -> dict[str, torch.Tensor]:
         whole = [sampled(rows) for rows in slices]
-        together = torch.cat([one[0] for one in whole]), [prompt for one in whole for prompt in one[1]]
+        together = (
+            torch.cat([one[0] for one in whole]),
+            [prompt for one in whole for prompt in one[1]],
+        )
         return {name: Scorer({name: reward})(*together)[name] for name, reward in rewards.items()}
 
     def overlapped() -> dict[str, torch.Tensor]:
@@ -168,15 +197,20 @@ def overlap(built: dict[str, Callable], media: torch.Tensor, prompts: list[dict]
             stream.put(*sampled(rows))
         return stream.result()
 
-    one, other = sequential(), overlapped()
+    one = sequential()
+    other = overlapped()
     for name in rewards:
         torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-5)
-    slow, fast = measuring.seconds(sequential), measuring.seconds(overlapped)
+    slow = measuring.seconds(sequential)
+    fast = measuring.seconds(overlapped)
     return {
         "sequential": slow,
         "overlapped": fast,
         "times": slow / fast,
-        "samples_per_second": {"sequential": len(prompts) / slow, "overlapped": len(prompts) / fast},
+        "samples_per_second": {
+            "sequential": len(prompts) / slow,
+            "overlapped": len(prompts) / fast,
+        },
         "rewards": list(rewards),
         "parts": len(slices),
     }
@@ -195,7 +229,8 @@ def cached(media: torch.Tensor, prompts: list[dict]) -> dict[str, Any]:
 
 
 def network() -> dict[str, Callable]:
-    """A CLIP of the size of ViT-B/32 with random weights: what a reward with a model costs, without its download."""
+    """A CLIP of the size of ViT-B/32 with random weights: what a reward with a model costs, without
+    its download."""
     import open_clip
 
     config = open_clip.get_model_config("ViT-B-32")
@@ -211,8 +246,10 @@ def network() -> dict[str, Callable]:
 
 INTRODUCTION = """# Rewards: speed
 
-Written by `scripts/bench_rewards.py`. Pictures of {size} x {size} pixels, {samples} in a call. Rewards marked * run a
-small random network of the real class: their numbers are those of the pipeline around it, not of a real model. Rewards
+Written by `scripts/bench_rewards.py`. Pictures of {size} x {size} pixels, {samples} in a call.
+Rewards marked * run a
+small random network of the real class: their numbers are those of the pipeline around it, not of a
+real model. Rewards
 of texts judge right answers.
 
 | reward | samples a second |
@@ -221,8 +258,10 @@ of texts judge right answers.
 OVERLAP = """
 ## Overlap
 
-A rollout in {parts} parts, scored by {names}; `distant` waits {slow} s a sample, and so does the sampling. One after
-another {sequential:.2f} s ({before:.1f} samples a second), overlapped {overlapped:.2f} s ({after:.1f}): **{times:.2f}
+A rollout in {parts} parts, scored by {names}; `distant` waits {slow} s a sample, and so does the
+sampling. One after
+another {sequential:.2f} s ({before:.1f} samples a second), overlapped {overlapped:.2f} s
+({after:.1f}): **{times:.2f}
 times** as fast, with the same numbers.
 
 ## Cache
@@ -233,13 +272,23 @@ times** as fast, with the same numbers.
 
 
 def page(found: dict[str, Any]) -> str:
-    over, about = found["overlap"], found["machine"]
+    over = found["overlap"]
+    about = found["machine"]
     speeds = found["samples_per_second"].items()
-    rows = [f"| `{name}`{'*' if name in found['small'] else ''} | {value:.3g} |" for name, value in speeds]
-    text = INTRODUCTION.format(size=found["size"], samples=found["samples"]) + "\n".join(rows) + "\n"
+    rows = [
+        f"| `{name}`{'*' if name in found['small'] else ''} | {value:.3g} |"
+        for name, value in speeds
+    ]
+    text = (
+        INTRODUCTION.format(size=found["size"], samples=found["samples"]) + "\n".join(rows) + "\n"
+    )
     before, after = over["samples_per_second"].values()
     text += OVERLAP.format(
-        **over, before=before, after=after, slow=SLOW, names=", ".join(f"`{name}`" for name in over["rewards"])
+        **over,
+        before=before,
+        after=after,
+        slow=SLOW,
+        names=", ".join(f"`{name}`" for name in over["rewards"]),
     )
     for name, one in found["cache"].items():
         text += f"| {name} | {one['miss']:.4f} | {one['hit']:.4f} | {one['share']:.2%} |\n"

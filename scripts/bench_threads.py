@@ -1,11 +1,12 @@
-"""How two threads share a machine: seconds of a training iteration under settings of OpenMP, idle and with work beside.
+"""How two threads share a machine: seconds of a training iteration under settings of OpenMP, idle
+and with work beside.
 
-    python scripts/bench_threads.py                    # an idle machine; about 15 minutes on two cores
-    python scripts/bench_threads.py --only passive "spin 20000" --repeats 6
+    python scripts/bench_threads.py                    # an idle machine; about 15 minutes on two
+    cores python scripts/bench_threads.py --only passive "spin 20000" --repeats 6
 
-Measures an iteration of quickstart and one of the tiny vision-language model of ``bench_vlm.py``, each setting in a
-process of its own. "Loaded" is a busy loop of one thread for every two cores beside it. Writes
-``docs/results/threads.md`` and ``.json``.
+Measures an iteration of quickstart and one of the tiny vision-language model of ``bench_vlm.py``,
+each setting in a process of its own. "Loaded" is a busy loop of one thread for every two cores
+beside it. Writes ``docs/results/threads.md`` and ``.json``.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ SETTINGS: dict[str, dict[str, str]] = {
     "one thread": {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
 }
 VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
-LOSS, SLOWDOWN = 1.05, 1.5  # an idle machine may lose so much against the best, a loaded one so much against idle
+# an idle machine may lose so much against the best, a loaded one so much against idle
+LOSS = 1.05
+SLOWDOWN = 1.5
 
 
 def quickstart(folder: Path) -> Callable[[], Any]:
@@ -52,7 +55,8 @@ def vlm(folder: Path) -> Callable[[], Any]:
     return bench_vlm.ours(bench_vlm.build("tiny", folder), work, bench_vlm.prompts(work, 4)).iterate
 
 
-WORKLOADS = {"quickstart": (quickstart, 1), "vlm": (vlm, 3)}  # and how many iterations for one of the other
+# and how many iterations for one of the other
+WORKLOADS = {"quickstart": (quickstart, 1), "vlm": (vlm, 3)}
 
 
 def worker(repeats: int) -> None:
@@ -62,9 +66,11 @@ def worker(repeats: int) -> None:
         with tempfile.TemporaryDirectory() as folder:
             iterate = make(Path(folder))
             iterate()
-            wall, cpu = [], []
+            wall = []
+            cpu = []
             for _ in range(repeats * times):
-                started, used = time.perf_counter(), time.process_time()
+                started = time.perf_counter()
+                used = time.process_time()
                 iterate()
                 wall.append(time.perf_counter() - started)
                 cpu.append(time.process_time() - used)
@@ -85,15 +91,22 @@ def beside(count: int) -> Iterator[None]:
 
 
 def measure(setting: dict[str, str], busy: int, repeats: int) -> dict[str, Any]:
-    """Run the workloads in a process of their own with this setting and so many busy processes beside it."""
-    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES} | setting
+    """Run the workloads in a process of their own with this setting and so many busy processes
+    beside it."""
+    environment = {
+        name: value for name, value in os.environ.items() if name not in VARIABLES
+    } | setting
     command = [sys.executable, __file__, "--worker", "--repeats", str(repeats)]
     with beside(busy):
-        shown = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+        shown = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+        ).stdout
     return json.loads(shown.splitlines()[-1])
 
 
-def middle(found: dict[str, Any], setting: str, place: str, workload: str, clock: str = "wall") -> float:
+def middle(
+    found: dict[str, Any], setting: str, place: str, workload: str, clock: str = "wall"
+) -> float:
     """Median seconds of an iteration."""
     return statistics.median(found["settings"][setting][place][workload][clock])
 
@@ -104,15 +117,23 @@ def page(found: dict[str, Any]) -> str:
     lines = [
         "# Threads that wait",
         "",
-        f"Written by `{about['command']}` on {about['time']}, commit {about['commit']}: {about['cpu']}, "
-        f"{about['cores']} cores, torch {about['versions']['torch']}. Median wall seconds (CPU seconds) of an "
+        f"Written by `{about['command']}` on {about['time']}, commit {about['commit']}: "
+        f"{about['cpu']}, "
+        f"{about['cores']} cores, torch {about['versions']['torch']}. Median wall seconds "
+        f"(CPU seconds) of an "
         f"iteration, idle and with {found['busy']} busy process(es) beside it.",
         "",
-        f"Wanted: idle within {LOSS:g} x the best, loaded within {SLOWDOWN:g} x the same setting idle.",
+        f"Wanted: idle within {LOSS:g} x the best, loaded within {SLOWDOWN:g} x the same "
+        f"setting idle.",
     ]
     for workload in WORKLOADS:
         best = min(middle(found, setting, "idle", workload) for setting in found["settings"])
-        lines += ["", f"## {workload}", "", "| setting | idle | loaded | idle / best | loaded / idle |"]
+        lines += [
+            "",
+            f"## {workload}",
+            "",
+            "| setting | idle | loaded | idle / best | loaded / idle |",
+        ]
         lines += ["|---|---|---|---|---|"]
         for setting in found["settings"]:
             idle, loaded = (middle(found, setting, place, workload) for place in ("idle", "loaded"))
@@ -128,7 +149,12 @@ def main(words: list[str] | None = None) -> None:
     """Measure the chosen settings in turns and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
-    parser.add_argument("--repeats", type=int, default=4, help="iterations of quickstart; three times as many of vlm")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=4,
+        help="iterations of quickstart; three times as many of vlm",
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "threads")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(words)
@@ -140,9 +166,14 @@ def main(words: list[str] | None = None) -> None:
     found: dict[str, Any] = {"machine": machine(), "busy": busy, "settings": {}}
     for name in args.only:
         found["settings"][name] = {
-            place: measure(SETTINGS[name], count, args.repeats) for place, count in (("idle", 0), ("loaded", busy))
+            place: measure(SETTINGS[name], count, args.repeats)
+            for place, count in (("idle", 0), ("loaded", busy))
         }
-        print(name, *(f"{middle(found, name, p, w):.2f}" for w in WORKLOADS for p in ("idle", "loaded")), flush=True)
+        print(
+            name,
+            *(f"{middle(found, name, p, w):.2f}" for w in WORKLOADS for p in ("idle", "loaded")),
+            flush=True,
+        )
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.with_suffix(".json").write_text(json.dumps(found, indent=1))
     args.out.with_suffix(".md").write_text(page(found))

@@ -1,11 +1,13 @@
-"""Does reinforcement teach a tiny Wan to move digits? Both recipes on several seeds, written to docs/results/.
+"""Does reinforcement teach a tiny Wan to move digits? Both recipes on several seeds, written to
+docs/results/.
 
-    python scripts/bench_video.py [--seeds 0 1 2] [--only wan wan_i2v] [--runs FOLDER] [key=value ...]
+    python scripts/bench_video.py [--seeds 0 1 2] [--only wan wan_i2v] [--runs FOLDER] [key=value
+    ...]
 
-A run is what `mmrl train digits/wan`, `mmrl evaluate` and `mmrl report` do, in one process: held-out captions (image to
-video: and first frames with scans that nobody trained on), base beside trained on the same noise, no noise on the path.
-Seconds are those of training, evaluations on the way included, of the wall and of the processor: on a shared machine
-only the latter tell.
+A run is what `mmrl train digits/wan`, `mmrl evaluate` and `mmrl report` do, in one process:
+held-out captions (image to video: and first frames with scans that nobody trained on), base beside
+trained on the same noise, no noise on the path. Seconds are those of training, evaluations on the
+way included, of the wall and of the processor: on a shared machine only the latter tell.
 """
 
 import argparse
@@ -34,16 +36,22 @@ from samplers.noise import Rng  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results"
 RECIPES = {"wan": "text to video", "wan_i2v": "image to video"}
-REWARDS = {"digits_motion": "motion", "identity": "identity", "judge": "identity by the judge (not trained on)"}
+REWARDS = {
+    "digits_motion": "motion",
+    "identity": "identity",
+    "judge": "identity by the judge (not trained on)",
+}
 STYLE = (
-    "text{font:12px sans-serif;fill:#555}.grid{stroke:#e5e5e5}.axis{stroke:#aaa}.line{fill:none;stroke-width:2}"
+    "text{font:12px "
+    "sans-serif;fill:#555}.grid{stroke:#e5e5e5}.axis{stroke:#aaa}.line{fill:none;stroke-width:2}"
     ".c1{stroke:#2a68cf}.c2{stroke:#d0690c}.c3{stroke:#2b8a57}.c4{stroke:#7d4ec0}.c5{stroke:#c43458}.c6{stroke:#158294}"
 )
 
 
 def learn(recipe: str, seed: int, run: Path, overrides: list[str]) -> dict:
     """Train, evaluate, report, read back."""
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall = time.perf_counter()
+    cpu = time.process_time()
     train(find_config(f"digits/{recipe}"), [f"train.seed={seed}", f"run={run}", *overrides])
     spent = {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
     rows, _ = commands.evaluate(run)
@@ -53,12 +61,22 @@ def learn(recipe: str, seed: int, run: Path, overrides: list[str]) -> dict:
     curve = {}
     for name in ("digits_motion", "identity"):
         curve[name] = [[0, base[name]["mean"]]]
-        curve[name] += [[x["iteration"], x[f"eval/{name}"]] for x in lines if x.get(f"eval/{name}") is not None]
-    return {"seed": seed, **spent, "iterations": len(lines), "base": base, "trained": trained, "curve": curve}
+        curve[name] += [
+            [x["iteration"], x[f"eval/{name}"]] for x in lines if x.get(f"eval/{name}") is not None
+        ]
+    return {
+        "seed": seed,
+        **spent,
+        "iterations": len(lines),
+        "base": base,
+        "trained": trained,
+        "curve": curve,
+    }
 
 
 def reconstruction() -> dict[str, float]:
-    """What the autoencoder alone costs: PSNR of clips with scans it never saw, and their rewards before and after."""
+    """What the autoencoder alone costs: PSNR of clips with scans it never saw, and their rewards
+    before and after."""
     from diffusers import AutoencoderKLWan
 
     from mmrl.registry import REWARDS as known
@@ -72,7 +90,10 @@ def reconstruction() -> dict[str, float]:
     reader = known.build("per_frame", reward=known.build("digits"))
     found = {"psnr": -10 * math.log10(float((back - clips).square().mean()))}
     for name, reward in {"motion": known.build("digits_motion"), "identity": reader}.items():
-        found |= {f"{name}, real": float(reward(clips, prompts).mean()), name: float(reward(back, prompts).mean())}
+        found |= {
+            f"{name}, real": float(reward(clips, prompts).mean()),
+            name: float(reward(back, prompts).mean()),
+        }
     return found
 
 
@@ -93,25 +114,35 @@ def picture(runs: list[dict]) -> str:
 def table(runs: list[dict], reward: str) -> list[str]:
     lines = ["| seed | before | after | gain |", "|---|---|---|---|"]
     for run in runs:
-        before, after = run["base"][reward], run["trained"][reward]
+        before = run["base"][reward]
+        after = run["trained"][reward]
         cells = [f"{e['mean']:.3f} [{e['low']:.3f}, {e['high']:.3f}]" for e in (before, after)]
-        lines.append(f"| {run['seed']} | {cells[0]} | {cells[1]} | {after['mean'] - before['mean']:+.3f} |")
-    first, last = (sum(run[when][reward]["mean"] for run in runs) / len(runs) for when in ("base", "trained"))
+        lines.append(
+            f"| {run['seed']} | {cells[0]} | {cells[1]} | {after['mean'] - before['mean']:+.3f} |"
+        )
+    first, last = (
+        sum(run[when][reward]["mean"] for run in runs) / len(runs) for when in ("base", "trained")
+    )
     return [*lines, f"| mean | {first:.3f} | {last:.3f} | {last - first:+.3f} |"]
 
 
 def page(result: dict) -> str:
     lines = [
-        "# Digits that move: a tiny Wan learns from motion and identity", "",
-        "Written by `python scripts/bench_video.py`. Held-out captions, the same noise before and after, eight Euler "
-        "steps, no guidance; mean and 95 % interval over captions.", "",
-    ]  # fmt: skip
+        "# Digits that move: a tiny Wan learns from motion and identity",
+        "",
+        "Written by `python scripts/bench_video.py`. Held-out captions, the same noise "
+        "before and after, eight Euler "
+        "steps, no guidance; mean and 95 % interval over captions.",
+        "",
+    ]
     found = result["reconstruction"]
     lines += [
-        f"The autoencoder alone: PSNR {found['psnr']:.1f} dB; motion {found['motion, real']:.2f} of drawn clips, "
+        f"The autoencoder alone: PSNR {found['psnr']:.1f} dB; motion "
+        f"{found['motion, real']:.2f} of drawn clips, "
         f"{found['motion']:.2f} of reconstructed ones; identity {found['identity, real']:.2f} and "
-        f"{found['identity']:.2f}, which is what a perfect model would reach.", "",
-    ]  # fmt: skip
+        f"{found['identity']:.2f}, which is what a perfect model would reach.",
+        "",
+    ]
     for recipe, runs in result["runs"].items():
         lines += [f"## `mmrl train digits/{recipe}`: {RECIPES[recipe]}", ""]
         spent = ", ".join(f"{run['cpu_seconds']:.0f} ({run['seconds']:.0f})" for run in runs)
@@ -125,7 +156,9 @@ def page(result: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", default=list(RECIPES), choices=list(RECIPES))
     parser.add_argument("--runs", type=Path, help="keep the run folders here")
@@ -134,17 +167,25 @@ def main() -> None:
     commands.build([f"digits/{recipe}" for recipe in chosen.only])
     RESULTS.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as place:
-        folder, runs = chosen.runs or Path(place), {}
+        folder = chosen.runs or Path(place)
+        runs = {}
         for recipe in chosen.only:
             where = {seed: folder / f"{recipe}-{seed}" for seed in chosen.seeds}
-            runs[recipe] = [learn(recipe, seed, run, chosen.overrides) for seed, run in where.items()]
+            runs[recipe] = [
+                learn(recipe, seed, run, chosen.overrides) for seed, run in where.items()
+            ]
             (RESULTS / f"digits_video_{recipe}.svg").write_text(picture(runs[recipe]))
-            shutil.copy(where[chosen.seeds[0]] / "before_after.png", RESULTS / f"digits_video_{recipe}.png")
+            shutil.copy(
+                where[chosen.seeds[0]] / "before_after.png", RESULTS / f"digits_video_{recipe}.png"
+            )
     file = RESULTS / "digits_video.json"
     kept = json.loads(file.read_text())["runs"] if file.is_file() else {}
     result = {
-        "machine": machine(), "overrides": chosen.overrides, "reconstruction": reconstruction(), "runs": kept | runs,
-    }  # fmt: skip
+        "machine": machine(),
+        "overrides": chosen.overrides,
+        "reconstruction": reconstruction(),
+        "runs": kept | runs,
+    }
     file.write_text(json.dumps(result, indent=1))
     (RESULTS / "digits_video.md").write_text(page(result))
     print(page(result))

@@ -1,12 +1,15 @@
-"""One GRPO iteration of a vision-language model, rollout and update, by mmrl and by TRL's GRPOTrainer, in turns.
+"""One GRPO iteration of a vision-language model, rollout and update, by mmrl and by TRL's
+GRPOTrainer, in turns.
 
-    python scripts/bench_vlm.py                      # a tiny Qwen2.5-VL with random weights, on the CPU
-    python scripts/bench_vlm.py --model 3b --precision bf16 --prompts 4 --image-tokens 256 --tokens 256   # a GPU
+    python scripts/bench_vlm.py                      # a tiny Qwen2.5-VL with random weights, on the
+    CPU python scripts/bench_vlm.py --model 3b --precision bf16 --prompts 4 --image-tokens 256
+    --tokens 256   # a GPU
 
-TRL is installed in a virtual environment beside this checkout (--trl-env), on top of the packages that run this script;
-both trainers then run in one process there. They do equal work: the same model, prompts, images, group size, number of
-answer tokens (ending tokens are forbidden to both), one optimizer step an iteration, one pass over the rows.
-Every iteration has prompts of its own, so nothing prepared for one can serve another.
+TRL is installed in a virtual environment beside this checkout (--trl-env), on top of the packages
+that run this script; both trainers then run in one process there. They do equal work: the same
+model, prompts, images, group size, number of answer tokens (ending tokens are forbidden to both),
+one optimizer step an iteration, one pass over the rows. Every iteration has prompts of its own, so
+nothing prepared for one can serve another.
 """
 
 from __future__ import annotations
@@ -49,24 +52,47 @@ class Work:
         return self.prompts * self.copies
 
 
-# ------------------------------------------------------------------------------------------------- one model for both
+# -------------------------------------------------------------------------------------------------
+# one model for both
 
 SIZES = {
     "tiny": {
-        "text": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
-                 "num_key_value_heads": 2, "vocab_size": 320},
-        "vision": {"depth": 2, "hidden_size": 64, "num_heads": 4, "intermediate_size": 128,
-                   "fullatt_block_indexes": [1]},
+        "text": {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 320,
+        },
+        "vision": {
+            "depth": 2,
+            "hidden_size": 64,
+            "num_heads": 4,
+            "intermediate_size": 128,
+            "fullatt_block_indexes": [1],
+        },
         "rope": [2, 3, 3],
     },
     "3b": {
-        "text": {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
-                 "num_key_value_heads": 2, "vocab_size": 151936},
-        "vision": {"depth": 32, "hidden_size": 1280, "num_heads": 16, "intermediate_size": 3420,
-                   "fullatt_block_indexes": [7, 15, 23, 31]},
+        "text": {
+            "hidden_size": 2048,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "vocab_size": 151936,
+        },
+        "vision": {
+            "depth": 32,
+            "hidden_size": 1280,
+            "num_heads": 16,
+            "intermediate_size": 3420,
+            "fullatt_block_indexes": [7, 15, 23, 31],
+        },
         "rope": [16, 24, 24],
     },
-}  # fmt: skip
+}
 
 
 def build(size: str, folder: Path) -> Path:
@@ -82,12 +108,18 @@ def build(size: str, folder: Path) -> Path:
     parts = hf.Qwen2VLImageProcessor(**pixels), tok, hf.Qwen2VLVideoProcessor(**pixels)
     processor = hf.Qwen2_5_VLProcessor(*parts, chat_template=tiny_vlms._qwen_template())
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": chosen["rope"]}
-    special = {f"{name}_token_id": getattr(tok, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    special = {
+        f"{name}_token_id": getattr(tok, f"{name}_token_id") for name in ("pad", "bos", "eos")
+    }
     config = hf.Qwen2_5_VLConfig(
-        text_config=chosen["text"] | {"rope_parameters": rope, "tie_word_embeddings": True} | special,
-        vision_config=chosen["vision"] | {"out_hidden_size": chosen["text"]["hidden_size"], "window_size": 112},
-        tie_word_embeddings=True, **tiny_vlms.ids(tok, **tiny_vlms.QWEN_IDS),
-    )  # fmt: skip
+        text_config=chosen["text"]
+        | {"rope_parameters": rope, "tie_word_embeddings": True}
+        | special,
+        vision_config=chosen["vision"]
+        | {"out_hidden_size": chosen["text"]["hidden_size"], "window_size": 112},
+        tie_word_embeddings=True,
+        **tiny_vlms.ids(tok, **tiny_vlms.QWEN_IDS),
+    )
     torch.manual_seed(0)
     with torch.device("cuda" if size == "3b" and torch.cuda.is_available() else "cpu"):
         model = hf.Qwen2_5_VLForConditionalGeneration(config)
@@ -113,7 +145,8 @@ def share_of_a(texts: list[str]) -> list[float]:
     return [text.count("a") / max(len(text), 1) + len(set(text)) / 100 for text in texts]
 
 
-# ------------------------------------------------------------------------------------------------------- the trainers
+# --------------------------------------------------------------------------------------------------
+# the trainers
 
 
 def ours(folder: Path, work: Work, rows: list[dict[str, Any]], share: str = "auto") -> Any:
@@ -132,12 +165,23 @@ def ours(folder: Path, work: Work, rows: list[dict[str, Any]], share: str = "aut
     policy = VLM(str(folder), tokens=work.tokens, share=share, dtype=dtype)
     endless(policy)
     options = TrainOptions(
-        prompts=work.prompts, copies=work.copies, batch_size=work.rows, micro_batch=work.micro_batch, iterations=1,
-        precision=work.precision, gate=None if work.precision == "bf16" else "auto",
-    )  # fmt: skip
+        prompts=work.prompts,
+        copies=work.copies,
+        batch_size=work.rows,
+        micro_batch=work.micro_batch,
+        iterations=1,
+        precision=work.precision,
+        gate=None if work.precision == "bf16" else "auto",
+    )
     scorer = Scorer({"reward": lambda media, asked: torch.tensor(share_of_a(media))})
     return Trainer(
-        policy, rows, scorer, advantages.flow_grpo, PolicyGradient(clip=0.2), partial(adamw, lr=work.lr), options
+        policy,
+        rows,
+        scorer,
+        advantages.flow_grpo,
+        PolicyGradient(clip=0.2),
+        partial(adamw, lr=work.lr),
+        options,
     )
 
 
@@ -148,35 +192,59 @@ def endless(policy: Any) -> None:
     policy.warp = replace(policy.warp, suppressed=(*policy.warp.suppressed, *ends))
 
 
-def theirs(folder: Path, work: Work, rows: list[dict[str, Any]], callbacks: list, output: Path) -> Any:
+def theirs(
+    folder: Path, work: Work, rows: list[dict[str, Any]], callbacks: list, output: Path
+) -> Any:
     """TRL's trainer, its options as near to ours as it has them."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForImageTextToText, AutoProcessor
     from trl import GRPOConfig, GRPOTrainer
 
-    data = Dataset.from_dict({
-        "prompt": [[{"role": "user", "content": row["text"]}] for row in rows],
-        "image": [row["images"][0] for row in rows],
-    })  # fmt: skip
+    data = Dataset.from_dict(
+        {
+            "prompt": [[{"role": "user", "content": row["text"]}] for row in rows],
+            "image": [row["images"][0] for row in rows],
+        }
+    )
     bf16 = work.precision == "bf16"
     config = GRPOConfig(
-        output_dir=str(output), per_device_train_batch_size=work.micro_batch or work.rows,
-        gradient_accumulation_steps=work.rows // (work.micro_batch or work.rows), num_generations=work.copies,
-        max_completion_length=work.tokens, max_steps=len(rows) // work.prompts, learning_rate=work.lr, beta=0.0,
-        temperature=1.0, shuffle_dataset=False, generation_kwargs={"min_new_tokens": work.tokens}, bf16=bf16,
-        use_cpu=not torch.cuda.is_available(), report_to="none", save_strategy="no", logging_strategy="no",
-        disable_tqdm=True, gradient_checkpointing=False, optim="adamw_torch", remove_unused_columns=False,
-    )  # fmt: skip
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.bfloat16 if bf16 else torch.float32)
+        output_dir=str(output),
+        per_device_train_batch_size=work.micro_batch or work.rows,
+        gradient_accumulation_steps=work.rows // (work.micro_batch or work.rows),
+        num_generations=work.copies,
+        max_completion_length=work.tokens,
+        max_steps=len(rows) // work.prompts,
+        learning_rate=work.lr,
+        beta=0.0,
+        temperature=1.0,
+        shuffle_dataset=False,
+        generation_kwargs={"min_new_tokens": work.tokens},
+        bf16=bf16,
+        use_cpu=not torch.cuda.is_available(),
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        gradient_checkpointing=False,
+        optim="adamw_torch",
+        remove_unused_columns=False,
+    )
+    model = AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=torch.bfloat16 if bf16 else torch.float32
+    )
 
     def reward(completions: list, **_: Any) -> list[float]:
         return share_of_a([one[0]["content"] for one in completions])
 
     return GRPOTrainer(
-        model=model, reward_funcs=reward, args=config, train_dataset=data, callbacks=callbacks,
+        model=model,
+        reward_funcs=reward,
+        args=config,
+        train_dataset=data,
+        callbacks=callbacks,
         processing_class=AutoProcessor.from_pretrained(folder, padding_side="left"),
-    )  # fmt: skip
+    )
 
 
 def interleaved(folder: Path, work: Work, repeats: int) -> dict[str, Any]:
@@ -208,10 +276,13 @@ def interleaved(folder: Path, work: Work, repeats: int) -> dict[str, Any]:
     found = {name: statistics.median(each[1:]) for name, each in times.items()}
     length = _prompt_tokens(mine, rows[0])
     return {
-        "work": asdict(work), "prompt_tokens": length, "times": {n: t[1:] for n, t in times.items()}, "seconds": found,
+        "work": asdict(work),
+        "prompt_tokens": length,
+        "times": {n: t[1:] for n, t in times.items()},
+        "seconds": found,
         "factor": found["trl"] / found["mmrl"],
         "parts": {name: statistics.median(each[name] for each in parts[1:]) for name in parts[-1]},
-    }  # fmt: skip
+    }
 
 
 def _watch(trainer: Any, lengths: list[int]) -> None:
@@ -231,7 +302,8 @@ def _prompt_tokens(trainer: Any, prompt: dict[str, Any]) -> int:
 
 
 def memory(folder: Path, work: Work, groups: list[int]) -> list[dict[str, Any]]:
-    """Peak bytes of one iteration of mmrl, in passes of ``micro_batch`` rows, against the size of the group."""
+    """Peak bytes of one iteration of mmrl, in passes of ``micro_batch`` rows, against the size of
+    the group."""
     from samplers.batching import peak_bytes
 
     found = []
@@ -242,7 +314,8 @@ def memory(folder: Path, work: Work, groups: list[int]) -> list[dict[str, Any]]:
     return found
 
 
-# ----------------------------------------------------------------------------------------------------------- the runs
+# --------------------------------------------------------------------------------------------------
+# the runs
 
 
 def curves(work: Work) -> dict[str, list[Work]]:
@@ -251,7 +324,9 @@ def curves(work: Work) -> dict[str, list[Work]]:
     return {
         "target: about 50 prompt tokens": [work],
         "target: 200 and more prompt tokens": [long],
-        "group size": [replace(work, copies=n, prompts=max(1, work.rows // n)) for n in (2, 4, 16, 32)],
+        "group size": [
+            replace(work, copies=n, prompts=max(1, work.rows // n)) for n in (2, 4, 16, 32)
+        ],
         "image tokens": [replace(work, image_tokens=n) for n in (4, 64, 256)],
         "answer tokens": [replace(work, tokens=n) for n in (4, 64, 256)],
         "answer tokens, long prompt": [replace(long, tokens=n) for n in (64, 256)],
@@ -259,7 +334,8 @@ def curves(work: Work) -> dict[str, list[Work]]:
 
 
 def environment(folder: Path) -> Path:
-    """The python of a virtual environment with TRL on top of the packages of this one; made once."""
+    """The python of a virtual environment with TRL on top of the packages of this one; made
+    once."""
     import sysconfig
 
     python = folder / "bin" / "python"
@@ -282,10 +358,16 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--only", nargs="+", default=[], help="curves whose names contain one of these words")
-    parser.add_argument("--trl-env", type=Path, default=Path(tempfile.gettempdir()) / f"mmrl-trl-{TRL}")
+    parser.add_argument(
+        "--only", nargs="+", default=[], help="curves whose names contain one of these words"
+    )
+    parser.add_argument(
+        "--trl-env", type=Path, default=Path(tempfile.gettempdir()) / f"mmrl-trl-{TRL}"
+    )
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/results/vlm_speed", help=".json and .md are added")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "docs/results/vlm_speed", help=".json and .md are added"
+    )
     return parser.parse_args(words)
 
 
@@ -293,7 +375,9 @@ def main(words: list[str] | None = None) -> None:
     args = arguments(words)
     if not args.inside:
         python = environment(args.trl_env)
-        done = subprocess.run([str(python), __file__, *(words or sys.argv[1:]), "--inside"], check=False)
+        done = subprocess.run(
+            [str(python), __file__, *(words or sys.argv[1:]), "--inside"], check=False
+        )
         raise SystemExit(done.returncode)
     run(args)
 
@@ -308,18 +392,33 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(args.threads)
-    names = ("prompts", "copies", "image_tokens", "text_tokens", "tokens", "micro_batch", "precision")
+    names = (
+        "prompts",
+        "copies",
+        "image_tokens",
+        "text_tokens",
+        "tokens",
+        "micro_batch",
+        "precision",
+    )
     work = Work(**{name: getattr(args, name) for name in names})
     found: dict[str, Any] = {
-        "curves": {}, "machine": machine(), "model": args.model, "threads": args.threads, "repeats": args.repeats,
-        "device": "cuda" if torch.cuda.is_available() else "cpu", "trl": TRL,
-    }  # fmt: skip
+        "curves": {},
+        "machine": machine(),
+        "model": args.model,
+        "threads": args.threads,
+        "repeats": args.repeats,
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "trl": TRL,
+    }
     with tempfile.TemporaryDirectory() as place:
         folder = build(args.model, Path(place))
         for name, points in curves(work).items():
             if args.only and not any(word in name for word in args.only):
                 continue
-            found["curves"][name] = [_told(name, interleaved(folder, point, args.repeats)) for point in points]
+            found["curves"][name] = [
+                _told(name, interleaved(folder, point, args.repeats)) for point in points
+            ]
         if not args.only or "memory" in args.only:
             rows = replace(work, micro_batch=work.micro_batch or 8, prompts=4, tokens=16)
             found["memory"] = memory(folder, rows, [8, 16, 32])
@@ -330,11 +429,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _told(name: str, case: dict[str, Any]) -> dict[str, Any]:
-    work, seconds = case["work"], case["seconds"]
+    work = case["work"]
+    seconds = case["seconds"]
     shape = f"{work['prompts']} x {work['copies']} answers of {work['tokens']}"
     parts = ", ".join(f"{part} {value:.3f}" for part, value in case["parts"].items())
     print(
-        f"{name}: {case['prompt_tokens']} prompt tokens, {shape}: mmrl {seconds['mmrl']:.3f} s ({parts}), "
+        f"{name}: {case['prompt_tokens']} prompt tokens, {shape}: mmrl "
+        f"{seconds['mmrl']:.3f} s ({parts}), "
         f"TRL {seconds['trl']:.3f} s, {case['factor']:.2f} times as fast",
         flush=True,
     )

@@ -1,9 +1,11 @@
-"""Does reinforcement teach the tiny VLM? Both recipes of the digits world on several seeds, written to docs/results/.
+"""Does reinforcement teach the tiny VLM? Both recipes of the digits world on several seeds, written
+to docs/results/.
 
     python scripts/bench_vlm_learning.py [--seeds 0 1 2] [--only grounding counting] [key=value ...]
 
-Every run is the command a user would type: `mmrl train`, then `mmrl evaluate` (greedy answers on scenes and scans that
-were never trained on, base beside trained). The seconds are those of `mmrl train`, loading and evaluations included.
+Every run is the command a user would type: `mmrl train`, then `mmrl evaluate` (greedy answers on
+scenes and scans that were never trained on, base beside trained). The seconds are those of `mmrl
+train`, loading and evaluations included.
 """
 
 import argparse
@@ -21,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
 RECIPES = {"grounding": ("iou50", "IoU of at least 0.5"), "counting": ("count", "right numbers")}
 STYLE = (
-    "text{font:12px sans-serif;fill:#555}.grid{stroke:#e5e5e5}.axis{stroke:#aaa}.line{fill:none;stroke-width:2}"
+    "text{font:12px "
+    "sans-serif;fill:#555}.grid{stroke:#e5e5e5}.axis{stroke:#aaa}.line{fill:none;stroke-width:2}"
     ".c1{stroke:#2a68cf}.c2{stroke:#d0690c}.c3{stroke:#2b8a57}.c4{stroke:#7d4ec0}.c5{stroke:#c43458}.c6{stroke:#158294}"
 )
 
@@ -43,12 +46,22 @@ def learn(recipe: str, seed: int, run: Path, overrides: list[str]) -> dict:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     metric = RECIPES[recipe][0]
     curve = [[0, base[metric]["mean"]]]
-    curve += [[line["iteration"], line[f"eval/{metric}"]] for line in lines if line.get(f"eval/{metric}") is not None]
+    curve += [
+        [line["iteration"], line[f"eval/{metric}"]]
+        for line in lines
+        if line.get(f"eval/{metric}") is not None
+    ]
     iterating = sum(line["seconds"] for line in lines)
     return {
-        "seed": seed, "seconds": seconds, "iterations": len(lines), "iteration_seconds": iterating, "base": base,
-        "trained": trained, "curve": curve, "prompts": found["prompts"],
-    }  # fmt: skip
+        "seed": seed,
+        "seconds": seconds,
+        "iterations": len(lines),
+        "iteration_seconds": iterating,
+        "base": base,
+        "trained": trained,
+        "curve": curve,
+        "prompts": found["prompts"],
+    }
 
 
 def picture(recipe: str, runs: list[dict]) -> str:
@@ -63,27 +76,42 @@ def picture(recipe: str, runs: list[dict]) -> str:
 def table(runs: list[dict], metric: str) -> list[str]:
     lines = ["| seed | before | after | gain | `mmrl train`, s |", "|---|---|---|---|---|"]
     for run in runs:
-        before, after = run["base"][metric], run["trained"][metric]
+        before = run["base"][metric]
+        after = run["trained"][metric]
         cells = [f"{e['mean']:.3f} [{e['low']:.3f}, {e['high']:.3f}]" for e in (before, after)]
         gain = after["mean"] - before["mean"]
-        lines.append(f"| {run['seed']} | {cells[0]} | {cells[1]} | {gain:+.3f} | {run['seconds']:.0f} |")
+        lines.append(
+            f"| {run['seed']} | {cells[0]} | {cells[1]} | {gain:+.3f} | {run['seconds']:.0f} |"
+        )
     return lines
 
 
 def page(result: dict) -> str:
     lines = [
-        "# A tiny VLM learns from verifiable rewards", "",
-        "Written by `python scripts/bench_vlm_learning.py`. Greedy answers about held-out scenes drawn with scans that "
-        "neither the warm-up nor the training saw; mean and 95 % interval over prompts. Settings were chosen on the "
-        "development scenes (`data.held_out=development`), which share neither scenes nor scans with these.", "",
-    ]  # fmt: skip
+        "# A tiny VLM learns from verifiable rewards",
+        "",
+        "Written by `python scripts/bench_vlm_learning.py`. Greedy answers about "
+        "held-out scenes drawn with scans that "
+        "neither the warm-up nor the training saw; mean and 95 % interval over prompts. "
+        "Settings were chosen on the "
+        "development scenes (`data.held_out=development`), which share neither scenes "
+        "nor scans with these.",
+        "",
+    ]
     for recipe, runs in result["runs"].items():
         metric, meaning = RECIPES[recipe]
         lines += [f"## `mmrl train digits/{recipe}`: share of {meaning}", ""]
-        lines += [f"{runs[0]['prompts']} prompts, {runs[0]['iterations']} iterations.", "", *table(runs, metric), ""]
+        lines += [
+            f"{runs[0]['prompts']} prompts, {runs[0]['iterations']} iterations.",
+            "",
+            *table(runs, metric),
+            "",
+        ]
         if recipe == "grounding":
             both = [
-                f"{run['base']['referring']['mean']:.3f} to {run['trained']['referring']['mean']:.3f}" for run in runs
+                f"{run['base']['referring']['mean']:.3f} to "
+                f"{run['trained']['referring']['mean']:.3f}"
+                for run in runs
             ]
             lines += [f"Mean IoU, which is what was optimised: {', '.join(both)}.", ""]
         lines += [f"![held-out {metric} over iterations](vlm_{recipe}.svg)", ""]
@@ -101,11 +129,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = chosen.runs or Path(place)
         runs = {
-            recipe: [learn(recipe, seed, folder / f"{recipe}-{seed}", chosen.overrides) for seed in chosen.seeds]
+            recipe: [
+                learn(recipe, seed, folder / f"{recipe}-{seed}", chosen.overrides)
+                for seed in chosen.seeds
+            ]
             for recipe in chosen.only
         }
     RESULTS.mkdir(parents=True, exist_ok=True)
-    kept = json.loads((RESULTS / "vlm.json").read_text())["runs"] if len(runs) < len(RECIPES) else {}
+    kept = (
+        json.loads((RESULTS / "vlm.json").read_text())["runs"] if len(runs) < len(RECIPES) else {}
+    )
     result = {"machine": machine(), "overrides": chosen.overrides, "runs": kept | runs}
     (RESULTS / "vlm.json").write_text(json.dumps(result, indent=1))
     (RESULTS / "vlm.md").write_text(page(result))

@@ -1,17 +1,19 @@
-"""Everything worth asking a CUDA machine, in one go: python scripts/gpu_check.py [--out FOLDER] [--only PART ...]
+"""Everything worth asking a CUDA machine, in one go: python scripts/gpu_check.py [--out FOLDER]
+[--only PART ...]
 
-Parts: tests (pytest -m gpu), attention (which kernels run, how fast), backends (whole networks on each attention
-backend: difference and speed), tiny (bench_iteration in fp32 and bf16), image and video (Stable Diffusion 3.5 medium
-and Wan 2.1 1.3B of random weights with LoRA: iterations by mmrl and by a loop in the manner of flow_grpo's, memory,
-share of the measured matmul peak), compiled (the same with compiled blocks), memory (with and without gradient
-checkpointing), gap (log-probs re-scored in passes of other widths). Nothing is downloaded. Writes gpu.json and gpu.md.
-Exit status: 0 all parts ran, or there is no CUDA device; 1 one failed. --small runs all but the first on any machine,
-with models that are small, to see that the parts themselves work.
+Parts: tests (pytest -m gpu), attention (which kernels run, how fast), backends (whole networks on
+each attention backend: difference and speed), tiny (bench_iteration in fp32 and bf16), image and
+video (Stable Diffusion 3.5 medium and Wan 2.1 1.3B of random weights with LoRA: iterations by mmrl
+and by a loop in the manner of flow_grpo's, memory, share of the measured matmul peak), compiled
+(the same with compiled blocks), memory (with and without gradient checkpointing), gap (log-probs
+re-scored in passes of other widths). Nothing is downloaded. Writes gpu.json and gpu.md. Exit
+status: 0 all parts ran, or there is no CUDA device; 1 one failed. --small runs all but the first on
+any machine, with models that are small, to see that the parts themselves work.
 
-Twenty minutes on an H200 are enough. Beside torch, torchvision, transformers, accelerate, peft, safetensors, einops,
-timm, scikit-learn, rich, jinja2 and pytest the machine needs diffusers (with importlib_metadata), pydantic
-(pydantic_core, annotated_types, typing_inspection) and open_clip_torch (ftfy, wcwidth); xformers and flash-attn are
-looked at where they are installed.
+Twenty minutes on an H200 are enough. Beside torch, torchvision, transformers, accelerate, peft,
+safetensors, einops, timm, scikit-learn, rich, jinja2 and pytest the machine needs diffusers (with
+importlib_metadata), pydantic (pydantic_core, annotated_types, typing_inspection) and
+open_clip_torch (ftfy, wcwidth); xformers and flash-attn are looked at where they are installed.
 """
 
 from __future__ import annotations
@@ -56,14 +58,23 @@ def work(args: argparse.Namespace, rows: int = 8, **options: Any) -> bench.Work:
     """Two prompts, one optimizer step, passes of ``rows``."""
     copies = args.scale.copies
     size = min(rows, 2 * copies)
-    plain = {"prompts": 2, "copies": copies, "updates": 1, "plain_rows": size, "micro_batch": size, "precision": "bf16"}
+    plain = {
+        "prompts": 2,
+        "copies": copies,
+        "updates": 1,
+        "plain_rows": size,
+        "micro_batch": size,
+        "precision": "bf16",
+    }
     return bench.Work(**plain | options)
 
 
 def tests(args: argparse.Namespace) -> Found:
     """The suite's GPU tests."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=args.test_seconds)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=args.test_seconds
+    )
     lines = (done.stdout + done.stderr).strip().splitlines()
     if done.returncode:
         raise RuntimeError("\n".join(lines[-60:]))
@@ -71,21 +82,31 @@ def tests(args: argparse.Namespace) -> Found:
 
 
 def attention(args: argparse.Namespace) -> Found:
-    """Milliseconds of forward and backward at the size of SD3.5 medium, for each kernel that runs."""
+    """Milliseconds of forward and backward at the size of SD3.5 medium, for each kernel that
+    runs."""
     scale = args.scale
     shape = (8, scale.sd3_heads, scale.tokens + (scale.size // 16) ** 2, 64)
     q = torch.randn(shape, device=models.device(), dtype=torch.bfloat16, requires_grad=True)
-    chosen = {"torch's choice": None, "flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
-              "memory-efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}  # fmt: skip
+    chosen = {
+        "torch's choice": None,
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "math": SDPBackend.MATH,
+    }
     found: Found = {}
     for name, kernel in chosen.items():
         with nullcontext() if kernel is None else sdpa_kernel(kernel):
-            found[name] = _milliseconds(lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q), q)
+            found[name] = _milliseconds(
+                lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q), q
+            )
     if version("xformers") and q.is_cuda:
         from xformers.ops import memory_efficient_attention
 
         rows = q.detach().transpose(1, 2).contiguous().requires_grad_()
-        found["xformers"] = _milliseconds(lambda: memory_efficient_attention(rows, rows, rows), rows)
+        found["xformers"] = _milliseconds(
+            lambda: memory_efficient_attention(rows, rows, rows), rows
+        )
     return {"shape": list(shape), "milliseconds": found}
 
 
@@ -102,8 +123,9 @@ def _milliseconds(attend: Callable[[], Tensor], q: Tensor) -> float | str:
 
 
 def backends(args: argparse.Namespace) -> Found:
-    """Whole networks on every backend of the option ``attention``: largest difference of the velocity from SDPA's,
-    relative to its largest value, and milliseconds of a pass; and what ``auto`` chooses."""
+    """Whole networks on every backend of the option ``attention``: largest difference of the
+    velocity from SDPA's, relative to its largest value, and milliseconds of a pass; and what
+    ``auto`` chooses."""
     return {
         "image": _backends(models.sd3(args.scale), args),
         "video": _backends(models.wan(args.scale), args),
@@ -127,7 +149,10 @@ def _backends(policy: FlowPolicy, args: argparse.Namespace) -> Found:
             kernels.check(name)
             kernels.use(policy.net, name)
             apart = float((velocity() - wanted).abs().max() / wanted.abs().max())
-            found[name] = {"apart": apart, "milliseconds": 1000 * min(measuring.seconds(velocity) for _ in range(5))}
+            found[name] = {
+                "apart": apart,
+                "milliseconds": 1000 * min(measuring.seconds(velocity) for _ in range(5)),
+            }
         except (UserError, RuntimeError, ValueError, TypeError) as error:
             found[name] = f"does not run: {str(error).splitlines()[0]}"
             kernels.use(policy.net, "sdpa")
@@ -137,7 +162,11 @@ def _backends(policy: FlowPolicy, args: argparse.Namespace) -> Found:
 def tiny(args: argparse.Namespace) -> Found:
     """``bench_iteration`` in both precisions, with its own result files."""
     found = {}
-    more = ["--repeats", "1", "--prompts", "2", "--copies", "4", "--steps", "3"] if args.small else ["--repeats", "7"]
+    more = (
+        ["--repeats", "1", "--prompts", "2", "--copies", "4", "--steps", "3"]
+        if args.small
+        else ["--repeats", "7"]
+    )
     for precision in ("fp32", "bf16"):
         out = args.out / f"bench_iteration_gpu_{precision}"
         result = bench.main(["--precision", precision, *more, "--out", str(out)])
@@ -151,18 +180,24 @@ def matmul_peak(size: int) -> float:
     return 2 * size**3 / min(measuring.seconds(lambda: a @ a) for _ in range(10))
 
 
-def iterations(args: argparse.Namespace, make: bench.Make, kind: type[bench.PlainLoop] = bench.PlainLoop) -> Found:
-    """Both loops; memory; operations of mmrl's iteration and their share of what a matrix product reaches."""
+def iterations(
+    args: argparse.Namespace, make: bench.Make, kind: type[bench.PlainLoop] = bench.PlainLoop
+) -> Found:
+    """Both loops; memory; operations of mmrl's iteration and their share of what a matrix product
+    reaches."""
     found = bench.measure(make, work(args), args.repeats, kind=kind)
     trainer = bench.mmrl_trainer(make(), work(args), bench.brightness)
     with FlopCounterMode(display=False) as counter:
         trainer.iterate()
-    operations, peak = counter.get_total_flops(), matmul_peak(256 if args.small else 8192)
+    operations = counter.get_total_flops()
+    peak = matmul_peak(256 if args.small else 8192)
     reached = operations / found["runs"]["mmrl"]["seconds"]
     return found | {
-        "teraflop an iteration": operations / 1e12, "matmul peak, teraflop/s": peak / 1e12,
-        "share of the peak": reached / peak, "attention": trainer.policy.attending.used,
-    }  # fmt: skip
+        "teraflop an iteration": operations / 1e12,
+        "matmul peak, teraflop/s": peak / 1e12,
+        "share of the peak": reached / peak,
+        "attention": trainer.policy.attending.used,
+    }
 
 
 def image(args: argparse.Namespace) -> Found:
@@ -176,28 +211,40 @@ def video(args: argparse.Namespace) -> Found:
 
 
 def compiled(args: argparse.Namespace) -> Found:
-    """Iterations with compiled blocks against plain ones; the first compiles, and must still be exactly on policy."""
+    """Iterations with compiled blocks against plain ones; the first compiles, and must still be
+    exactly on policy."""
     found: Found = {}
     for name, option in (("plain", False), ("compiled", "aot_eager" if args.small else True)):
         policy = models.sd3(args.scale, compile=option)
         trainer = bench.mmrl_trainer(policy, work(args), bench.brightness)
         clock = measuring.Clock()
         metrics = trainer.iterate()
-        found[name] = {"first": clock.seconds(), "ratio/max_deviation": metrics["ratio/max_deviation"]}
-        found[name]["seconds"] = min(measuring.seconds(trainer.iterate) for _ in range(args.repeats))
+        found[name] = {
+            "first": clock.seconds(),
+            "ratio/max_deviation": metrics["ratio/max_deviation"],
+        }
+        found[name]["seconds"] = min(
+            measuring.seconds(trainer.iterate) for _ in range(args.repeats)
+        )
     return found
 
 
 def memory(args: argparse.Namespace) -> Found:
-    """Peak bytes and seconds of an iteration on top of the weights, by rows per pass and gradient checkpointing."""
+    """Peak bytes and seconds of an iteration on top of the weights, by rows per pass and gradient
+    checkpointing."""
     found = {}
     for checkpointing in (False, True):
         for rows in (4, 8):
             chosen = work(args, rows, gradient_checkpointing=checkpointing)
             trainer = bench.mmrl_trainer(models.sd3(args.scale), chosen, bench.brightness)
             cost = measuring.cost(trainer.iterate, trainer.policy.net)
-            name = f"{rows} rows a pass, " + ("checkpointing" if checkpointing else "all activations kept")
-            found[name] = {"gib": cost["peak_bytes"] / 2**30, "seconds": measuring.seconds(trainer.iterate)}
+            name = f"{rows} rows a pass, " + (
+                "checkpointing" if checkpointing else "all activations kept"
+            )
+            found[name] = {
+                "gib": cost["peak_bytes"] / 2**30,
+                "seconds": measuring.seconds(trainer.iterate),
+            }
             del trainer
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -229,9 +276,16 @@ def _gap(policy: FlowPolicy, rollout: Rollout, width: int) -> float:
 
 
 PARTS = {
-    "tests": tests, "attention": attention, "backends": backends, "tiny": tiny, "image": image, "video": video,
-    "compiled": compiled, "memory": memory, "gap": gap,
-}  # fmt: skip
+    "tests": tests,
+    "attention": attention,
+    "backends": backends,
+    "tiny": tiny,
+    "image": image,
+    "video": video,
+    "compiled": compiled,
+    "memory": memory,
+    "gap": gap,
+}
 
 
 @contextmanager
@@ -241,7 +295,10 @@ def recorded(name: str, found: Found) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        found[name] = {"failed": f"{type(error).__name__}: {error}", "where": traceback.format_exc().splitlines()[-6:]}
+        found[name] = {
+            "failed": f"{type(error).__name__}: {error}",
+            "where": traceback.format_exc().splitlines()[-6:],
+        }
     found[name]["part_seconds"] = round(time.perf_counter() - start, 1)
     print(f"{name}: {json.dumps(found[name])[:2000]}", flush=True)
     if torch.cuda.is_available():
@@ -261,7 +318,12 @@ def page(found: Found) -> str:
     for name, part in found["parts"].items():
         lines += ["", f"## {name} ({part['part_seconds']} s)", "", PARTS[name].__doc__ or "", ""]
         if "runs" in part:
-            lines += [f"mmrl is {part['ratio']:.2f} times as fast.", "", *measuring.table(part["runs"]), ""]
+            lines += [
+                f"mmrl is {part['ratio']:.2f} times as fast.",
+                "",
+                *measuring.table(part["runs"]),
+                "",
+            ]
         hidden = ("part_seconds", "runs", "ratio") if "runs" in part else ("part_seconds",)
         lines += [f"- {key}: {_plain(value)}" for key, value in part.items() if key not in hidden]
     return "\n".join(lines) + "\n"
@@ -275,14 +337,21 @@ def _plain(value: Any) -> str:
 
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/results", help="folder of the results")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "docs/results", help="folder of the results"
+    )
     parser.add_argument("--only", nargs="+", choices=PARTS, help="default: all")
     parser.add_argument("--repeats", type=int, default=3, help="of the large models' iterations")
     parser.add_argument("--test-seconds", type=int, default=300, help="time limit of the tests")
-    parser.add_argument("--small", action="store_true", help="small models, on a CPU as well; needs --out")
+    parser.add_argument(
+        "--small", action="store_true", help="small models, on a CPU as well; needs --out"
+    )
     args = parser.parse_args(words)
     if not torch.cuda.is_available() and not args.small:
-        print("gpu_check: torch sees no CUDA device here, so there is nothing to check; run it on a machine with one")
+        print(
+            "gpu_check: torch sees no CUDA device here, so there is nothing to check; run it "
+            "on a machine with one"
+        )
         return 0
     if args.small and args.out == parser.get_default("out"):
         parser.error("--small measures nothing worth keeping: name another folder with --out")

@@ -62,41 +62,56 @@ def _wait() -> None:
 
 def summary(times: list[float], cost: dict[str, int]) -> dict[str, Any]:
     middle = statistics.median(times)
-    each = {"forwards_per_second": cost["passes"] / middle, "rows_per_second": cost["rows"] / middle}
+    each = {
+        "forwards_per_second": cost["passes"] / middle,
+        "rows_per_second": cost["rows"] / middle,
+    }
     return {"seconds": middle, "all_seconds": times, **cost, **each}
 
 
 def page(found: dict[str, Any]) -> str:
     """The results of ``bench_iteration`` as markdown."""
-    about, work = found["machine"], found["work"]
-    versions, gpus = about["versions"], ", ".join(about["gpus"]) or "no GPU"
+    about = found["machine"]
+    work = found["work"]
+    versions = about["versions"]
+    gpus = ", ".join(about["gpus"]) or "no GPU"
     lines = [
         "# One iteration: mmrl and a straightforward loop",
         "",
         f"Written by `{about['command']}` on {about['time']}, commit {about['commit']}.",
         "",
-        f"{about['cpu']}, {about['cores']} cores, {found['threads']} threads; {gpus}; torch {versions['torch']}, "
+        f"{about['cpu']}, {about['cores']} cores, {found['threads']} threads; {gpus}; "
+        f"torch {versions['torch']}, "
         f"diffusers {versions['diffusers']}. Ran on {found['device']}.",
         "",
-        f"{found['path']}, {found['size']} pixels: {work['prompts']} prompts x {work['copies']} samples, "
-        f"{found['steps']} steps, all but the last trained, {work['updates']} optimizer steps, {work['precision']}. "
-        f"Median of {found['repeats']} iterations each, in turns. A pass is one call of the network; a guided row "
+        f"{found['path']}, {found['size']} pixels: {work['prompts']} prompts x "
+        f"{work['copies']} samples, "
+        f"{found['steps']} steps, all but the last trained, {work['updates']} optimizer "
+        f"steps, {work['precision']}. "
+        f"Median of {found['repeats']} iterations each, in turns. A pass is one call of "
+        f"the network; a guided row "
         f"counts twice. Memory is the peak of tensors made in an iteration ({found['memory']}).",
     ]
     for name, case in found["cases"].items():
         apart = case["agreement"]
         lines += ["", f"## {name}: {case['ratio']:.2f} times as fast", "", *table(case["runs"]), ""]
         lines.append(
-            f"In float64 on the same noise both end within {apart['weights']:.1e} of each other in every weight (which "
-            f"moved by up to {apart['weights_moved']:.1e}) and {apart['latents']:.1e} in every latent."
+            f"In float64 on the same noise both end within {apart['weights']:.1e} of each "
+            f"other in every weight (which "
+            f"moved by up to {apart['weights_moved']:.1e}) and {apart['latents']:.1e} in "
+            f"every latent."
         )
     return "\n".join(lines) + "\n"
 
 
 def table(runs: dict[str, Any]) -> list[str]:
-    head = ["| | seconds | (least - most) | passes | passes/s | rows/s | peak MiB |", "|---|---|---|---|---|---|---|"]
+    head = [
+        "| | seconds | (least - most) | passes | passes/s | rows/s | peak MiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
     return head + [
-        f"| {name} | {run['seconds']:.3f} | {min(run['all_seconds']):.3f} - {max(run['all_seconds']):.3f} "
+        f"| {name} | {run['seconds']:.3f} | {min(run['all_seconds']):.3f} - "
+        f"{max(run['all_seconds']):.3f} "
         f"| {run['passes']} | {run['forwards_per_second']:.1f} | {run['rows_per_second']:.0f} "
         f"| {run['peak_bytes'] / 2**20:.0f} |"
         for name, run in runs.items()
@@ -111,22 +126,34 @@ def vlm_page(found: dict[str, Any]) -> str:
         "",
         f"Written by `{about['command']}` on {about['time']}, commit {about['commit']}.",
         "",
-        f"{about['cpu']}, {about['cores']} cores, {found['threads']} threads; {', '.join(about['gpus']) or 'no GPU'}; "
-        f"torch {about['versions']['torch']}, transformers {about['versions']['transformers']}, TRL {found['trl']}. "
-        f"Ran on {found['device']}. A {found['model']} Qwen2.5-VL with random weights, images, one optimizer step an "
-        f"iteration; median of {found['repeats']} iterations each, in turns, the same work for both.",
+        f"{about['cpu']}, {about['cores']} cores, {found['threads']} threads; "
+        f"{', '.join(about['gpus']) or 'no GPU'}; "
+        f"torch {about['versions']['torch']}, transformers "
+        f"{about['versions']['transformers']}, TRL {found['trl']}. "
+        f"Ran on {found['device']}. A {found['model']} Qwen2.5-VL with random weights, "
+        f"images, one optimizer step an "
+        f"iteration; median of {found['repeats']} iterations each, in turns, the same "
+        f"work for both.",
     ]
-    head = "| prompt tokens | of the image | prompts x copies | answer tokens | mmrl, s | TRL, s | times as fast |"
+    head = (
+        "| prompt tokens | of the image | prompts x copies | answer tokens | mmrl, s | TRL, "
+        "s | times as fast |"
+    )
     for name, cases in found["curves"].items():
         lines += ["", f"## {name}", "", head, "|---|---|---|---|---|---|---|"]
         for case in cases:
-            work, seconds = case["work"], case["seconds"]
+            work = case["work"]
+            seconds = case["seconds"]
             lines.append(
-                f"| {case['prompt_tokens']} | {work['image_tokens']} | {work['prompts']} x {work['copies']} "
-                f"| {work['tokens']} | {seconds['mmrl']:.3f} | {seconds['trl']:.3f} | {case['factor']:.2f} |"
+                f"| {case['prompt_tokens']} | {work['image_tokens']} | {work['prompts']} "
+                f"x {work['copies']} "
+                f"| {work['tokens']} | {seconds['mmrl']:.3f} | {seconds['trl']:.3f} | "
+                f"{case['factor']:.2f} |"
             )
     if found.get("memory"):
         lines += ["", "## Peak memory against the group size, in passes of equally many rows", ""]
         lines += ["| copies | peak MiB of an iteration |", "|---|---|"]
-        lines += [f"| {one['copies']} | {one['peak_bytes'] / 2**20:.1f} |" for one in found["memory"]]
+        lines += [
+            f"| {one['copies']} | {one['peak_bytes'] / 2**20:.1f} |" for one in found["memory"]
+        ]
     return "\n".join(lines) + "\n"

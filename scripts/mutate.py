@@ -1,19 +1,20 @@
 """Mutation tests of the core: which small changes of the code does no test notice?
 
-    python scripts/mutate.py trace                       # once: which test executes which line, and for how long
-    python scripts/mutate.py run --share 0.2             # a fifth of the mutants, then the page
-    python scripts/mutate.py run --files mmrl/dists.py --rerun survived
-    python scripts/mutate.py run --changed main          # mutants of lines that differ from a revision
-    python scripts/mutate.py trace tests/test_dists.py   # after tests have changed: only these files anew
-    python scripts/mutate.py list --files mmrl/dists.py  # the mutants, untested
-    python scripts/mutate.py page                        # only write docs/results/mutation.md anew
+    python scripts/mutate.py trace                       # once: which test executes which line, and
+    for how long python scripts/mutate.py run --share 0.2             # a fifth of the mutants, then
+    the page python scripts/mutate.py run --files mmrl/dists.py --rerun survived python
+    scripts/mutate.py run --changed main          # mutants of lines that differ from a revision
+    python scripts/mutate.py trace tests/test_dists.py   # after tests have changed: only these
+    files anew python scripts/mutate.py list --files mmrl/dists.py  # the mutants, untested python
+    scripts/mutate.py page                        # only write docs/results/mutation.md anew
 
-One process imports everything and collects the tests. Every mutant is a fork of it, in which the changed code takes the
-place of the old one, and which runs the tests that execute the line: those that killed its neighbours first, then short
-ones, other cases of one function later, until one fails. A test that takes five times as long as it should has failed
-too. Tests that start other processes do not see a mutant there. Results are kept in the cache (``mutation/``), so that
-a run goes on where it was stopped; a mutant is tested again when its function has changed. Mutants that no test can
-notice stand in ``scripts/equivalent_mutants.yaml``, each with the reason.
+One process imports everything and collects the tests. Every mutant is a fork of it, in which the
+changed code takes the place of the old one, and which runs the tests that execute the line: those
+that killed its neighbours first, then short ones, other cases of one function later, until one
+fails. A test that takes five times as long as it should has failed too. Tests that start other
+processes do not see a mutant there. Results are kept in the cache (``mutation/``), so that a run
+goes on where it was stopped; a mutant is tested again when its function has changed. Mutants that
+no test can notice stand in ``scripts/equivalent_mutants.yaml``, each with the reason.
 """
 
 from __future__ import annotations
@@ -50,7 +51,14 @@ from hypothesis import settings as hypothesis_settings  # noqa: E402
 
 from mmrl.paths import cache_dir  # noqa: E402
 
-CORE = ("mmrl/advantages", "mmrl/dists.py", "mmrl/batches.py", "samplers", "mmrl/objectives", "mmrl/trainer.py")
+CORE = (
+    "mmrl/advantages",
+    "mmrl/dists.py",
+    "mmrl/batches.py",
+    "samplers",
+    "mmrl/objectives",
+    "mmrl/trainer.py",
+)
 TESTS = """
     advantages advantages_by_loop alarms batches batching contract contract_policies coupled
     curricula dists families fitting flow_objectives forward_objectives kernels log masked
@@ -81,10 +89,22 @@ def core_files() -> list[str]:
 def pytest_main(names: Iterable[str], plugin: object) -> int:
     """Tests in this process, with a plugin of ours."""
     phases = (Phase.explicit, Phase.generate)  # no search for the smallest example
-    hypothesis_settings.register_profile("mutate", phases=phases, derandomize=True, deadline=None, database=None)
+    hypothesis_settings.register_profile(
+        "mutate", phases=phases, derandomize=True, deadline=None, database=None
+    )
     hypothesis_settings.load_profile("mutate")
     folder = f"--basetemp=/tmp/mutate-{os.getpid()}"
-    quiet = ["-q", "--no-header", "-p", "no:cacheprovider", "--capture=no", "--tb=no", "-r", "f", folder]
+    quiet = [
+        "-q",
+        "--no-header",
+        "-p",
+        "no:cacheprovider",
+        "--capture=no",
+        "--tb=no",
+        "-r",
+        "f",
+        folder,
+    ]
     return pytest.main([*quiet, "--rootdir", str(ROOT), *names], plugins=[plugin])
 
 
@@ -92,7 +112,8 @@ def pytest_main(names: Iterable[str], plugin: object) -> int:
 
 
 class Tracer:
-    """A plugin that writes down the lines of the core that each test executes, its fixtures included."""
+    """A plugin that writes down the lines of the core that each test executes, its fixtures
+    included."""
 
     def __init__(self, files: list[str]):
         self.paths = {str(ROOT / file): file for file in files}
@@ -110,7 +131,8 @@ class Tracer:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Any:
-        outer, self.lines = self.lines, set()
+        outer = self.lines
+        self.lines = set()
         try:
             return (yield)
         finally:
@@ -119,7 +141,8 @@ class Tracer:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: Any) -> Any:
-        self.lines, self.passed = set(), False
+        self.lines = set()
+        self.passed = False
         start = time.process_time()
         threading.settrace(self.on_call)
         sys.settrace(self.on_call)
@@ -143,20 +166,47 @@ class Tracer:
 
 
 def trace(names: list[str]) -> None:
-    """Write ``trace.json``: tests with their lines and seconds, and the modules that they imported."""
+    """Write ``trace.json``: tests with their lines and seconds, and the modules that they
+    imported."""
     tracer = Tracer(core_files())
     pytest_main(names or [f"tests/test_{name}.py" for name in TESTS], tracer)
     target = store() / "trace.json"
-    known = json.loads(target.read_text()) if target.exists() and names else {"tests": {}, "modules": [], "hashes": {}}
+    known = (
+        json.loads(target.read_text())
+        if target.exists() and names
+        else {"tests": {}, "modules": [], "hashes": {}}
+    )
     again = {Path(name).as_posix().partition("::")[0] for name in names}
-    kept = {key: test for key, test in known["tests"].items() if key.partition("::")[0] not in again}
-    heavy = ("mmrl", "samplers", "rewards", "torch", "transformers", "diffusers", "peft", "accelerate", "PIL", "scipy")
-    modules = [name for name in sys.modules if name.partition(".")[0] in heavy and "test" not in name]
-    hashes = known["hashes"] if names and known["tests"] else {file: layout(file) for file in core_files()}
+    kept = {
+        key: test for key, test in known["tests"].items() if key.partition("::")[0] not in again
+    }
+    heavy = (
+        "mmrl",
+        "samplers",
+        "rewards",
+        "torch",
+        "transformers",
+        "diffusers",
+        "peft",
+        "accelerate",
+        "PIL",
+        "scipy",
+    )
+    modules = [
+        name for name in sys.modules if name.partition(".")[0] in heavy and "test" not in name
+    ]
+    hashes = (
+        known["hashes"]
+        if names and known["tests"]
+        else {file: layout(file) for file in core_files()}
+    )
     modules = sorted({*known["modules"], *modules})
     content = {"tests": kept | tracer.tests, "modules": modules, "hashes": hashes}
     target.write_text(json.dumps(content))
-    print(f"{len(content['tests'])} tests, {sum(t['seconds'] for t in content['tests'].values()):.0f} s: {target}")
+    print(
+        f"{len(content['tests'])} tests, "
+        f"{sum(t['seconds'] for t in content['tests'].values()):.0f} s: {target}"
+    )
 
 
 def layout(file: str) -> str:
@@ -197,7 +247,8 @@ def equivalents() -> dict[str, str]:
 
 
 def in_sample(mutant: mutations.Mutant, share: float, seed: int) -> bool:
-    """By a hash of its name: a larger share contains a smaller one, whatever else changes in the file."""
+    """By a hash of its name: a larger share contains a smaller one, whatever else changes in the
+    file."""
     digest = hashlib.sha256(f"{seed}:{mutant.name}".encode()).digest()
     return int.from_bytes(digest[:8]) / 2**64 < share
 
@@ -226,10 +277,13 @@ def chosen_mutants(args: argparse.Namespace) -> Iterator[tuple[int, mutations.Mu
 
 
 class Runner:
-    """A plugin that takes the place of pytest's loop: the session tests mutants in forks of itself."""
+    """A plugin that takes the place of pytest's loop: the session tests mutants in forks of
+    itself."""
 
     def __init__(self, args: argparse.Namespace, known: dict[str, Any]):
-        self.args, self.tests, self.results = args, known["tests"], Results()
+        self.args = args
+        self.tests = known["tests"]
+        self.results = Results()
         self.by_line: dict[tuple[str, int], list[str]] = defaultdict(list)
         for name, test in self.tests.items():
             for file, lines in test["lines"].items():
@@ -298,29 +352,46 @@ class Runner:
         return found | ({"unrun": left} if status == "survived" and left else {})
 
     def tests_of(self, mutant: mutations.Mutant) -> tuple[list[str], int]:
-        """Tests that execute the statement, in the order in which they run, and how many the budget leaves out."""
+        """Tests that execute the statement, in the order in which they run, and how many the budget
+        leaves out."""
         first, last = mutant.lines
         if mutant.where in ("class", "module"):
             inside = mutant.owner[-1] if mutant.owner else None
             first, last = (inside.lineno, inside.end_lineno) if inside else (1, 10**6)
-        names = {name for line in range(first, min(last, 5000) + 1) for name in self.by_line[mutant.file, line]}
+        names = {
+            name
+            for line in range(first, min(last, 5000) + 1)
+            for name in self.by_line[mutant.file, line]
+        }
         if not names and mutant.where in ("class", "module"):
-            names = {name for (file, _), each in self.by_line.items() if file == mutant.file for name in each}
+            names = {
+                name
+                for (file, _), each in self.by_line.items()
+                if file == mutant.file
+                for name in each
+            }
         names = {name for name in names if name in self.items}
         killers = self.killers[mutant.file, mutant.scope]
 
         def order(name: str) -> tuple[float, float]:
             seconds = self.tests[name]["seconds"]
-            return (-1, seconds / killers[name]) if killers[name] else (0, seconds * (1 + self.turn[name]))
+            return (
+                (-1, seconds / killers[name])
+                if killers[name]
+                else (0, seconds * (1 + self.turn[name]))
+            )
 
-        ordered, spent = sorted(names, key=order), 0.0
+        ordered = sorted(names, key=order)
+        spent = 0.0
         for place, name in enumerate(ordered):
             spent += self.tests[name]["seconds"]
             if spent > self.args.budget and place:
                 return ordered[:place], len(ordered) - place
         return ordered, 0
 
-    def child(self, index: int, mutant: mutations.Mutant | None, names: list[str], writer: int) -> None:
+    def child(
+        self, index: int, mutant: mutations.Mutant | None, names: list[str], writer: int
+    ) -> None:
         """Never returns. Exit status 1: a test failed; its name is the last line in the pipe."""
         os.setsid()
         null = os.open(os.devnull, os.O_RDWR)
@@ -343,7 +414,8 @@ class Runner:
                 seconds = self.tests[name]["seconds"]
                 signal.setitimer(signal.ITIMER_PROF, 10 + 5 * seconds)
                 signal.setitimer(signal.ITIMER_REAL, 120 + 30 * seconds)
-                item, after = self.items[name], self.items.get(following)
+                item = self.items[name]
+                after = self.items.get(following)
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
                 if self.failed and mutant is not None:
                     os._exit(1)
@@ -354,7 +426,8 @@ class Runner:
         os._exit(0)
 
     def check(self) -> None:
-        """All tests in a fork without a mutant, in the order of a run; those that fail leave the trace."""
+        """All tests in a fork without a mutant, in the order of a run; those that fail leave the
+        trace."""
         names = sorted(self.items.keys() & self.tests.keys())
         reader, writer = os.pipe()
         pid = os.fork()
@@ -376,7 +449,8 @@ class Runner:
 
 
 def turns(tests: dict[str, dict[str, Any]]) -> dict[str, int]:
-    """The place of a test among those of its function, short ones first: many kinds of tests come before many cases."""
+    """The place of a test among those of its function, short ones first: many kinds of tests come
+    before many cases."""
     cases: dict[str, list[str]] = defaultdict(list)
     for name in sorted(tests, key=lambda name: tests[name]["seconds"]):
         cases[name.partition("[")[0]].append(name)
@@ -401,7 +475,9 @@ def run(args: argparse.Namespace) -> None:
     known = json.loads((store() / "trace.json").read_text())
     stale = [file for file in core_files() if known["hashes"].get(file) != layout(file)]
     if stale:
-        sys.exit(f"changed since the trace, lines may have moved: {', '.join(stale)}; run trace again")
+        sys.exit(
+            f"changed since the trace, lines may have moved: {', '.join(stale)}; run trace again"
+        )
     for name in known["modules"]:
         try:
             importlib.import_module(name)
@@ -416,27 +492,44 @@ def run(args: argparse.Namespace) -> None:
 
 def page() -> None:
     """Write docs/results/mutation.md: what was tested, file by file, and what no test noticed."""
-    results, skipped = Results(), equivalents()
-    rows, alive, sums, unknown = [], [], Counter(), set(skipped)
+    results = Results()
+    skipped = equivalents()
+    rows = []
+    alive = []
+    sums = Counter()
+    unknown = set(skipped)
     for file in core_files():
         counts = Counter()
         for mutant in mutations.mutants(file):
             counts["all"] += 1
             entry = results.of(mutant)
             unknown.discard(mutant.name)
-            status = "equivalent" if mutant.name in skipped else (entry or {"status": "untested"})["status"]
+            status = (
+                "equivalent"
+                if mutant.name in skipped
+                else (entry or {"status": "untested"})["status"]
+            )
             counts["killed" if status in NOTICED else status] += 1
             if status in ("survived", "unexecuted"):
-                alive.append(f"* line {mutant.line} `{mutant.name}`" + " (no test executes it)" * (status[0] == "u"))
+                alive.append(
+                    f"* line {mutant.line} `{mutant.name}`" + " (no test executes "
+                    "it)" * (status[0] == "u")
+                )
         sums.update(counts)
         rows.append(_row(file, counts))
-    head = "| file | mutants | tested | killed | equivalent | survived | share killed |\n|---|---|---|---|---|---|---|"
+    head = (
+        "| file | mutants | tested | killed | equivalent | survived | share killed "
+        "|\n|---|---|---|---|---|---|---|"
+    )
     text = f"""# Mutation tests of the core
 
 Written by `python scripts/mutate.py page`. To repeat: `python scripts/mutate.py trace`, then
-`nice python scripts/mutate.py run --share 1 --seed 0`. The share counts mutants that are not equivalent
-(`scripts/equivalent_mutants.yaml` has the reasons); mutants that no test executes count as survivors.
-{sums["untested"]} of {sums["all"]} mutants have not been tested, {sums["unplaceable"]} cannot be put into a running
+`nice python scripts/mutate.py run --share 1 --seed 0`. The share counts mutants that are not
+equivalent
+(`scripts/equivalent_mutants.yaml` has the reasons); mutants that no test executes count as
+survivors.
+{sums["untested"]} of {sums["all"]} mutants have not been tested, {sums["unplaceable"]} cannot be
+put into a running
 process.
 
 {head}
@@ -457,26 +550,41 @@ def _row(name: str, counts: Counter[str]) -> str:
     share = f"{100 * counts['killed'] / judged:.1f} %" if judged else ""
     tested = judged + counts["equivalent"]
     return (
-        f"| {name} | {counts['all']} | {tested} | {counts['killed']} | {counts['equivalent']} | {survived} | {share} |"
+        f"| {name} | {counts['all']} | {tested} | {counts['killed']} | "
+        f"{counts['equivalent']} | {survived} | {share} |"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     tracing = commands.add_parser("trace", help="which test executes which line")
     tracing.add_argument("tests", nargs="*", help="test files; none: the chosen ones")
     for name in ("run", "list"):
         command = commands.add_parser(name)
-        command.add_argument("--files", nargs="*", default=[], help="files or folders of the core; none: all")
+        command.add_argument(
+            "--files", nargs="*", default=[], help="files or folders of the core; none: all"
+        )
         command.add_argument("--match", default="", help="text that the mutant's name contains")
-        command.add_argument("--share", type=float, default=1.0, help="of the mutants of every file, drawn by hash")
+        command.add_argument(
+            "--share", type=float, default=1.0, help="of the mutants of every file, drawn by hash"
+        )
         command.add_argument("--seed", type=int, default=0, help="of the draw")
-        command.add_argument("--changed", default="", metavar="REVISION", help="only lines that differ from it")
-        command.add_argument("--rerun", nargs="*", default=[], help="statuses to test again, such as survived")
-        command.add_argument("--budget", type=float, default=60.0, help="seconds of tests a mutant, at most")
+        command.add_argument(
+            "--changed", default="", metavar="REVISION", help="only lines that differ from it"
+        )
+        command.add_argument(
+            "--rerun", nargs="*", default=[], help="statuses to test again, such as survived"
+        )
+        command.add_argument(
+            "--budget", type=float, default=60.0, help="seconds of tests a mutant, at most"
+        )
         command.add_argument("--minutes", type=float, default=1e6, help="stop after so many")
-        command.add_argument("--check", action="store_true", help="run all tests in a fork without a mutant")
+        command.add_argument(
+            "--check", action="store_true", help="run all tests in a fork without a mutant"
+        )
     commands.add_parser("page", help="write docs/results/mutation.md")
     args = parser.parse_args()
     if args.command == "trace":

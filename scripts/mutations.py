@@ -1,8 +1,9 @@
-"""Small changes of source code (mutants), and how one is put into modules that are imported already.
+"""Small changes of source code (mutants), and how one is put into modules that are imported
+already.
 
-A mutant is one change in the syntax tree of one file: another comparison or operator, another constant, a condition
-negated, a statement or a keyword argument left out, ``min`` for ``max``. Docstrings, annotations, decorators, messages
-and what stands behind ``raise`` are left alone.
+A mutant is one change in the syntax tree of one file: another comparison or operator, another
+constant, a condition negated, a statement or a keyword argument left out, ``min`` for ``max``.
+Docstrings, annotations, decorators, messages and what stands behind ``raise`` are left alone.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ UNWRAPPED = {
     "sqrt",
     "square",
 }
-KEPT_KEYWORDS = {"device", "strict", "stable"}  # one CPU cannot tell, or a check of ours that never fails
+# one CPU cannot tell, or a check of ours that never fails
+KEPT_KEYWORDS = {"device", "strict", "stable"}
 MESSAGES = {"warn", "warning", "info", "debug", "print", "UserError", "ValueError", "TypeError"}
 
 
@@ -104,7 +106,9 @@ class Mutant:
     @property
     def name(self) -> str:
         """Says the same of the same change when lines move."""
-        return f"{self.file}::{self.scope}::{self.before} => {self.after}" + f" #{self.number}" * (self.number > 0)
+        return (
+            f"{self.file}::{self.scope}::{self.before} => {self.after}"
+        ) + f" #{self.number}" * (self.number > 0)
 
     @property
     def source(self) -> str:
@@ -130,11 +134,13 @@ class _Finder:
     """Walks a tree and lists its mutants."""
 
     def __init__(self, file: str, tree: ast.Module):
-        self.file, self.tree = file, tree
+        self.file = file
+        self.tree = tree
         self.owners: list[ast.AST] = []
         self.listed: list[Mutant] = []
         self.counts: Counter[tuple[str, str, str]] = Counter()
-        self.where, self.statement = "module", None
+        self.where = "module"
+        self.statement = None
 
     def all(self) -> list[Mutant]:
         self._statements(self.tree.body)
@@ -149,7 +155,8 @@ class _Finder:
         return ".".join(names)
 
     def _add(self, node: ast.AST, before: str, after: str, edit: Callable[[], None]) -> None:
-        statement, scope = self.statement, self._scope()
+        statement = self.statement
+        scope = self._scope()
         last = statement.end_lineno
         if inner := getattr(statement, "body", None):
             last = max(statement.lineno, inner[0].lineno - 1)
@@ -173,7 +180,9 @@ class _Finder:
             )
         )
 
-    def _replace(self, parent: ast.AST, name: str, index: int | None, node: ast.AST, new: ast.AST) -> None:
+    def _replace(
+        self, parent: ast.AST, name: str, index: int | None, node: ast.AST, new: ast.AST
+    ) -> None:
         ast.copy_location(new, node)
 
         def edit() -> None:
@@ -182,7 +191,8 @@ class _Finder:
             else:
                 getattr(parent, name)[index] = new
 
-        before, after = ast.unparse(node), ast.unparse(new)
+        before = ast.unparse(node)
+        after = ast.unparse(new)
         if before != after:
             self._add(node, before, after, edit)
 
@@ -202,7 +212,11 @@ class _Finder:
             if self.where == "module" and _is_alias(statement):
                 continue
             self._inside(statement)
-            bound |= {name.id for name in ast.walk(statement) if isinstance(name, ast.Name) and _stored(name)}
+            bound |= {
+                name.id
+                for name in ast.walk(statement)
+                if isinstance(name, ast.Name) and _stored(name)
+            }
 
     def _definition(self, statement: ast.FunctionDef | ast.ClassDef) -> None:
         where = self.where
@@ -218,11 +232,19 @@ class _Finder:
     def _removal(self, body: list, index: int, statement: ast.stmt, bound: set[str]) -> None:
         """Leave a statement out, where that does not merely leave a name undefined."""
         targets = getattr(statement, "targets", [])
-        again = any(isinstance(t, ast.Attribute | ast.Subscript) or _names(t) & bound for t in targets)
+        again = any(
+            isinstance(t, ast.Attribute | ast.Subscript) or _names(t) & bound for t in targets
+        )
         parameters = {arg.arg for arg in ast.walk(self.owners[-1].args) if isinstance(arg, ast.arg)}
         again = again or any(_names(t) & parameters for t in targets)
-        flow = isinstance(statement, ast.Expr | ast.AugAssign | ast.Raise | ast.Continue | ast.Break)
-        if _is_message(statement) or not (flow or again) or isinstance(getattr(statement, "value", 0), ast.Yield):
+        flow = isinstance(
+            statement, ast.Expr | ast.AugAssign | ast.Raise | ast.Continue | ast.Break
+        )
+        if (
+            _is_message(statement)
+            or not (flow or again)
+            or isinstance(getattr(statement, "value", 0), ast.Yield)
+        ):
             return
         new = ast.copy_location(ast.Pass(), statement)
 
@@ -232,7 +254,11 @@ class _Finder:
         self._add(statement, ast.unparse(statement).partition("\n")[0][:100], "pass", edit)
 
     def _inside(self, node: ast.AST) -> None:
-        names = [name for name in node._fields if name not in ("annotation", "returns", "decorator_list", "keywords")]
+        names = [
+            name
+            for name in node._fields
+            if name not in ("annotation", "returns", "decorator_list", "keywords")
+        ]
         if isinstance(node, ast.Call):
             if _called(node) in MESSAGES:
                 return
@@ -254,10 +280,15 @@ class _Finder:
                 self._child(node, name, None, value)
 
     def _child(self, parent: ast.AST, name: str, index: int | None, node: ast.AST) -> None:
-        if isinstance(node, ast.JoinedStr | ast.operator | ast.cmpop | ast.boolop | ast.unaryop | ast.expr_context):
+        if isinstance(
+            node,
+            ast.JoinedStr | ast.operator | ast.cmpop | ast.boolop | ast.unaryop | ast.expr_context,
+        ):
             return
         if isinstance(node, ast.expr):
-            decides = (isinstance(parent, ast.If | ast.While | ast.IfExp) and name == "test") or name == "ifs"
+            decides = (
+                isinstance(parent, ast.If | ast.While | ast.IfExp) and name == "test"
+            ) or name == "ifs"
             decides = decides or isinstance(parent, ast.BoolOp)
             if decides and not isinstance(node, ast.Compare | ast.BoolOp | ast.UnaryOp):
                 self._replace(parent, name, index, node, ast.UnaryOp(ast.Not(), node))
@@ -278,8 +309,14 @@ class _Finder:
             def edit(keyword: ast.keyword = keyword) -> None:
                 call.keywords.remove(keyword)
 
-            self._add(keyword.value, f"{_called(call)}(..., {ast.unparse(keyword)})", f"{_called(call)}(...)", edit)
-            if not isinstance(getattr(keyword.value, "value", None), bool):  # the other value is mostly the default
+            self._add(
+                keyword.value,
+                f"{_called(call)}(..., {ast.unparse(keyword)})",
+                f"{_called(call)}(...)",
+                edit,
+            )
+            # the other value is mostly the default
+            if not isinstance(getattr(keyword.value, "value", None), bool):
                 self._child(keyword, "value", None, keyword.value)
 
 
@@ -290,7 +327,11 @@ def variants(node: ast.expr) -> Iterator[ast.expr]:
             for other in COMPARISONS[type(operator)]:
                 operators = [*node.ops[:index], other(), *node.ops[index + 1 :]]
                 yield ast.Compare(node.left, operators, node.comparators)
-    elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS and not (_text(node.left) or _text(node.right)):
+    elif (
+        isinstance(node, ast.BinOp)
+        and type(node.op) in OPERATORS
+        and not (_text(node.left) or _text(node.right))
+    ):
         yield ast.BinOp(node.left, OPERATORS[type(node.op)](), node.right)
     elif isinstance(node, ast.BoolOp):
         yield ast.BoolOp(ast.And() if isinstance(node.op, ast.Or) else ast.Or(), node.values)
@@ -306,7 +347,11 @@ def variants(node: ast.expr) -> Iterator[ast.expr]:
 
 def _negative(node: ast.expr) -> bool:
     """Whether it is a number below 0."""
-    return isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant)
+    return (
+        isinstance(node, ast.UnaryOp)
+        and isinstance(node.op, ast.USub)
+        and isinstance(node.operand, ast.Constant)
+    )
 
 
 def _constants(value: Any) -> Iterator[Any]:
@@ -325,7 +370,9 @@ def _calls(node: ast.Call) -> Iterator[ast.expr]:
     if name in SWAPS:
         new = copy.copy(node)
         if isinstance(node.func, ast.Attribute):
-            new.func = ast.copy_location(ast.Attribute(node.func.value, SWAPS[name], ast.Load()), node.func)
+            new.func = ast.copy_location(
+                ast.Attribute(node.func.value, SWAPS[name], ast.Load()), node.func
+            )
             yield new
         elif name in ("min", "max", "any", "all"):
             new.func = ast.copy_location(ast.Name(SWAPS[name], ast.Load()), node.func)
@@ -343,7 +390,9 @@ def _called(node: ast.Call) -> str:
 
 
 def _text(node: ast.expr) -> bool:
-    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return isinstance(node, ast.JoinedStr) or (
+        isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
 
 
 def _is_text(statement: ast.stmt) -> bool:
@@ -361,7 +410,9 @@ def _is_message(statement: ast.stmt) -> bool:
 def _is_alias(statement: ast.stmt) -> bool:
     """Whether a statement of the module names a type, or lists what is exported."""
     value = getattr(statement, "value", None)
-    exported = any(isinstance(t, ast.Name) and t.id == "__all__" for t in getattr(statement, "targets", []))
+    exported = any(
+        isinstance(t, ast.Name) and t.id == "__all__" for t in getattr(statement, "targets", [])
+    )
     return (
         exported
         or isinstance(value, ast.Subscript | ast.BinOp)
@@ -428,11 +479,13 @@ def _original(path: str) -> dict[tuple[str, int], list[types.CodeType]]:
 
 
 def _place_code(path: str, tree: ast.Module, alive: list[types.FunctionType]) -> None:
-    old, new = _original(path), _codes(compile(tree, path, "exec", dont_inherit=True))
+    old = _original(path)
+    new = _codes(compile(tree, path, "exec", dont_inherit=True))
     placed = 0
     for function in alive:
         key = function.__code__.co_qualname, function.__code__.co_firstlineno
-        before, after = old.get(key, []), new.get(key, [])
+        before = old.get(key, [])
+        after = new.get(key, [])
         if function.__code__ not in before or len(before) != len(after):
             continue
         code = after[before.index(function.__code__)]
@@ -450,7 +503,11 @@ def _place_code(path: str, tree: ast.Module, alive: list[types.FunctionType]) ->
 def _place_default(mutant: Mutant, alive: list[types.FunctionType]) -> None:
     node = mutant.owner[-1]
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-    chosen = [f for f in alive if (f.__code__.co_qualname, f.__code__.co_firstlineno) == (mutant.scope, first)]
+    chosen = [
+        f
+        for f in alive
+        if (f.__code__.co_qualname, f.__code__.co_firstlineno) == (mutant.scope, first)
+    ]
     if not chosen:
         raise Unplaceable("no such function is alive")
     for function in chosen:
@@ -466,7 +523,8 @@ def _place_default(mutant: Mutant, alive: list[types.FunctionType]) -> None:
 
 
 def _value_differs(node: ast.expr, old: Any) -> bool:
-    """Whether a default is a plain number or text other than the old one; names and calls stay what they are."""
+    """Whether a default is a plain number or text other than the old one; names and calls stay what
+    they are."""
     try:
         return ast.literal_eval(node) != old
     except ValueError:
@@ -480,7 +538,9 @@ def _value(node: ast.expr, space: dict[str, Any]) -> Any:
 
 def _place_value(path: str, mutant: Mutant) -> None:
     """A constant of a module, or an attribute of a class."""
-    module = next((m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == path), None)
+    module = next(
+        (m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == path), None
+    )
     statement = mutant.statement
     targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
     if module is None or not all(isinstance(target, ast.Name) for target in targets):
@@ -505,7 +565,9 @@ def _set_attribute(holder: type, name: str, value: Any) -> None:
     setattr(holder, name, value)
     fields = getattr(holder, "__dataclass_fields__", {})
     if name in fields:
-        with_default = [key for key, each in fields.items() if each.default is not each.default_factory]
+        with_default = [
+            key for key, each in fields.items() if each.default is not each.default_factory
+        ]
         for each in [holder, *holder.__subclasses__()]:
             defaults = list(each.__init__.__defaults__ or ())
             defaults[with_default.index(name) - len(with_default)] = value

@@ -1,4 +1,5 @@
-"""Models by their published sizes with random weights, random texts and a small decoder: what a GPU is timed on."""
+"""Models by their published sizes with random weights, random texts and a small decoder: what a GPU
+is timed on."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from samplers.schedules import flow_match_euler, shifted
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of the two models: those that are published, or small ones to see that everything runs."""
+    """Sizes of the two models: those that are published, or small ones to see that everything
+    runs."""
 
     sd3_layers: int = 24
     sd3_heads: int = 24
@@ -47,7 +49,9 @@ class Random:
 
     sizes: dict[str, tuple[int, ...]]
 
-    def begin_with(self, net: torch.nn.Module, attention: str, compile: bool | str, options: dict[str, Any]) -> None:
+    def begin_with(
+        self, net: torch.nn.Module, attention: str, compile: bool | str, options: dict[str, Any]
+    ) -> None:
         FlowPolicy.__init__(self, net, **options)
         self.quicken(attention, compile)
 
@@ -66,54 +70,85 @@ class Random:
 class RandomSD3(Random, SD3):
     """Stable Diffusion 3.5 medium, weights in bf16."""
 
-    def __init__(self, scale: Scale, attention: str = "auto", compile: bool | str = False, **options: Any):
+    def __init__(
+        self, scale: Scale, attention: str = "auto", compile: bool | str = False, **options: Any
+    ):
         from diffusers import AutoencoderKL, SD3Transformer2DModel
 
-        self.compute, side = torch.bfloat16, scale.size // 8
+        self.compute = torch.bfloat16
+        side = scale.size // 8
         self.sizes = {"text": (scale.tokens, 4096), "pooled": (2048,)}
         self.shape = (16, side, side)
         torch.manual_seed(0)
         with torch.device(device()):
             net = SD3Transformer2DModel(
-                sample_size=128, patch_size=2, in_channels=16, out_channels=16, num_layers=scale.sd3_layers,
-                attention_head_dim=64, num_attention_heads=scale.sd3_heads, caption_projection_dim=64 * scale.sd3_heads,
-                joint_attention_dim=4096, pooled_projection_dim=2048, pos_embed_max_size=384, qk_norm="rms_norm",
+                sample_size=128,
+                patch_size=2,
+                in_channels=16,
+                out_channels=16,
+                num_layers=scale.sd3_layers,
+                attention_head_dim=64,
+                num_attention_heads=scale.sd3_heads,
+                caption_projection_dim=64 * scale.sd3_heads,
+                joint_attention_dim=4096,
+                pooled_projection_dim=2048,
+                pos_embed_max_size=384,
+                qk_norm="rms_norm",
                 dual_attention_layers=tuple(range(min(13, scale.sd3_layers))),
-            ).to(torch.bfloat16)  # fmt: skip
+            ).to(torch.bfloat16)
             self.vae = AutoencoderKL(
-                block_out_channels=(8, 8, 8, 8), down_block_types=("DownEncoderBlock2D",) * 4,
-                up_block_types=("UpDecoderBlock2D",) * 4, latent_channels=16, norm_num_groups=8,
-                scaling_factor=1.5, shift_factor=0.06,
-            )  # fmt: skip
-        self.begin_with(net, attention, compile, {"grid": partial(flow_match_euler, shift=3.0)} | options)
+                block_out_channels=(8, 8, 8, 8),
+                down_block_types=("DownEncoderBlock2D",) * 4,
+                up_block_types=("UpDecoderBlock2D",) * 4,
+                latent_channels=16,
+                norm_num_groups=8,
+                scaling_factor=1.5,
+                shift_factor=0.06,
+            )
+        self.begin_with(
+            net, attention, compile, {"grid": partial(flow_match_euler, shift=3.0)} | options
+        )
 
 
 class RandomWan(Random, Wan):
     """Wan 2.1 1.3B, text to video, weights in bf16."""
 
-    guidance_2, expand = None, False
+    guidance_2 = None
+    expand = False
 
-    def __init__(self, scale: Scale, attention: str = "auto", compile: bool | str = False, **options: Any):
+    def __init__(
+        self, scale: Scale, attention: str = "auto", compile: bool | str = False, **options: Any
+    ):
         from diffusers import AutoencoderKLWan, WanTransformer3DModel
 
         frames, height, width = scale.video
-        self.compute, self.sizes = torch.bfloat16, {"text": (scale.words, 4096)}
+        self.compute = torch.bfloat16
+        self.sizes = {"text": (scale.words, 4096)}
         self.shape = (16, (frames - 1) // 4 + 1, height // 8, width // 8)
         torch.manual_seed(0)
         with torch.device(device()):
             net = WanTransformer3DModel(
-                num_attention_heads=scale.wan_heads, num_layers=scale.wan_layers, ffn_dim=8960 * scale.wan_heads // 12
+                num_attention_heads=scale.wan_heads,
+                num_layers=scale.wan_layers,
+                ffn_dim=8960 * scale.wan_heads // 12,
             ).to(torch.bfloat16)
             self.vae = AutoencoderKLWan(base_dim=8, num_res_blocks=1)
         self.config = net.config
-        self.begin_with(net, attention, compile, {"grid": partial(shifted, shift=3.0), "offload": True} | options)
+        self.begin_with(
+            net,
+            attention,
+            compile,
+            {"grid": partial(shifted, shift=3.0), "offload": True} | options,
+        )
 
 
 class PlainWan(bench.PlainLoop):
     """The straightforward loop for Wan's network."""
 
     def call(self, x: Tensor, times: Tensor, own: dict[str, Tensor]) -> Tensor:
-        return self.net(hidden_states=x, timestep=times, encoder_hidden_states=own["text"], return_dict=False)[0]
+        return self.net(
+            hidden_states=x, timestep=times, encoder_hidden_states=own["text"], return_dict=False
+        )[0]
 
     def pixels(self, latents: Tensor) -> Tensor:
         mean, std = standardised(self.vae, latents)

@@ -1,4 +1,5 @@
-"""Write the table of all rewards into docs/rewards.md: run this after adding a reward or changing its card."""
+"""Write the table of all rewards into docs/rewards.md: run this after adding a reward or changing
+its card."""
 
 import sys
 from pathlib import Path

@@ -1,9 +1,11 @@
-"""Build what quickstart needs of the digits world and put it into the package, ``mmrl/worlds/shipped``.
+"""Build what quickstart needs of the digits world and put it into the package,
+``mmrl/worlds/shipped``.
 
     python scripts/ship_world.py
 
-Run it after a change of ``mmrl/worlds/recipes.py`` that concerns quickstart (a test asks for it), and commit what it
-writes. What the cache has under the present recipe is copied, anything else is built: minutes of a processor's time.
+Run it after a change of ``mmrl/worlds/recipes.py`` that concerns quickstart (a test asks for it),
+and commit what it writes. What the cache has under the present recipe is copied, anything else is
+built: minutes of a processor's time.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ from mmrl.worlds import cache
 
 
 def ship(name: str, target: Path) -> Path:
-    """Replace the shipped folder of this artifact by the cached one, built now if it is not there."""
+    """Replace the shipped folder of this artifact by the cached one, built now if it is not
+    there."""
     built = ARTIFACTS.find(name)()
     folder = target / name
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(built, folder, copy_function=shutil.copyfile)  # not the modes, which are private
+    # not the modes, which are private
+    shutil.copytree(built, folder, copy_function=shutil.copyfile)
     return folder
 
 

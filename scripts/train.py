@@ -1,4 +1,5 @@
-"""`mmrl train` as a file, for launchers that want one: accelerate launch scripts/train.py CONFIG [key=value ...]"""
+"""`mmrl train` as a file, for launchers that want one: accelerate launch scripts/train.py CONFIG
+[key=value ...]"""
 
 import sys
 

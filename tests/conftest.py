@@ -1,4 +1,5 @@
-"""Every test: one thread (``MMRL_TEST_THREADS``), no network, one cache of built artifacts for all workers."""
+"""Every test: one thread (``MMRL_TEST_THREADS``), no network, one cache of built artifacts for all
+workers."""
 
 import os
 from pathlib import Path
@@ -8,7 +9,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from mmrl import threads
 
-threads.prepare()  # as the command does, before torch: on Intel's CPUs resuming to the bit depends on it
+# as the command does, before torch: on Intel's CPUs resuming to the bit depends on it
+threads.prepare()
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
@@ -18,11 +20,14 @@ from mmrl.paths import cache_dir  # noqa: E402
 from rewards.vision import maths  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
-os.environ.setdefault("MMRL_CACHE", str(cache_dir()))  # fixed now: a test that changes HOME still finds it
+# fixed now: a test that changes HOME still finds it
+os.environ.setdefault("MMRL_CACHE", str(cache_dir()))
 torch.set_num_threads(int(os.environ.get("MMRL_TEST_THREADS", "1")))
 # A busy machine is slow at anything: no test may fail of that.
 maths.SECONDS = 120  # math-verify's limit for one formula
-hypothesis.settings.register_profile("mmrl", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile(
+    "mmrl", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("mmrl")
 
 
@@ -38,7 +43,8 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder with real data beside the checkout; tests that need it are skipped where it is not."""
+    """The folder with real data beside the checkout; tests that need it are skipped where it is
+    not."""
     folder = ROOT.parent / "shared"
     if not folder.is_dir():
         pytest.skip("no shared folder beside the checkout")

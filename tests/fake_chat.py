@@ -1,7 +1,9 @@
-"""An OpenAI-compatible server that looks at the brightness of pictures, in a process of its own, and fails on demand.
+"""An OpenAI-compatible server that looks at the brightness of pictures, in a process of its own,
+and fails on demand.
 
-Run as a program it serves until it is ended: ``python tests/fake_chat.py [--key KEY] [--bias 0.2] [--model NAME ...]``.
-A text that holds ``fault:NAME:N`` gets the fault NAME for its first N requests. ``GET /stats`` says what came in.
+Run as a program it serves until it is ended: ``python tests/fake_chat.py [--key KEY] [--bias 0.2]
+[--model NAME ...]``. A text that holds ``fault:NAME:N`` gets the fault NAME for its first N
+requests. ``GET /stats`` says what came in.
 """
 
 from __future__ import annotations
@@ -28,9 +30,15 @@ STATUS = {"429": 429, "500": 500, "503": 503, "refuse": 400}
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    key, bias, models = None, 0.0, ["fake"]
-    seen, stats, lock = Counter(), {"requests": 0, "most_at_once": 0, "bodies": [], "times": []}, threading.Lock()
-    inside, two = 0, threading.Event()  # two: set once two requests have been there at a time
+    key = None
+    bias = 0.0
+    models = ["fake"]
+    seen = Counter()
+    stats = {"requests": 0, "most_at_once": 0, "bodies": [], "times": []}
+    lock = threading.Lock()
+    # two: set once two requests have been there at a time
+    inside = 0
+    two = threading.Event()
 
     def do_GET(self):
         if self.path == "/stats":
@@ -43,7 +51,9 @@ class Handler(BaseHTTPRequestHandler):
             Handler.inside += 1
             self.stats["requests"] += 1
             self.stats["times"].append(time.monotonic())
-            self.stats["bodies"].append({k: v for k, v in body.items() if k != "messages"} | {"text": texts(body)})
+            self.stats["bodies"].append(
+                {k: v for k, v in body.items() if k != "messages"} | {"text": texts(body)}
+            )
             self.stats["most_at_once"] = max(self.stats["most_at_once"], self.inside)
             if self.inside >= 2:
                 self.two.set()
@@ -55,7 +65,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, body):
         if self.key and self.headers.get("Authorization") != f"Bearer {self.key}":
-            return self.reply(401, {"error": {"message": f"wrong key: {self.headers.get('Authorization')}"}})
+            return self.reply(
+                401, {"error": {"message": f"wrong key: {self.headers.get('Authorization')}"}}
+            )
         text = texts(body)
         fault = self.fault(text)
         if fault == "slow":
@@ -76,7 +88,9 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply(200, ["no", "choices"])
         for name, words in {"noformat": "response_format", "nologprobs": "logprobs"}.items():
             if f"fault:{name}" in text and words in body:
-                return self.reply(400, {"error": {"message": f"{words} is not supported by this model"}})
+                return self.reply(
+                    400, {"error": {"message": f"{words} is not supported by this model"}}
+                )
         time.sleep(0.02)
         choice = self.choice(body, fault)
         usage = {"prompt_tokens": 100, "completion_tokens": 10}
@@ -84,26 +98,45 @@ class Handler(BaseHTTPRequestHandler):
 
     def choice(self, body, fault):
         bright = [brightness(url) for url in urls(body)] or [len(texts(body)) % 10 / 10]
-        value, schema = bright[0], (body.get("response_format") or {}).get("json_schema", {}).get("schema")
-        words, odds = "Yes" if value >= 0.5 else "No", {"Yes": 0.9 * value, "yes": 0.1 * value, "No": 1 - value}
+        value = bright[0]
+        schema = (body.get("response_format") or {}).get("json_schema", {}).get("schema")
+        words = "Yes" if value >= 0.5 else "No"
+        odds = {"Yes": 0.9 * value, "yes": 0.1 * value, "No": 1 - value}
         if "Answer with 1 or 2" in texts(body):
             p = min(0.99, max(0.01, 0.5 + (bright[0] - bright[len(bright) // 2]) / 2 + self.bias))
-            words, odds = "1" if p >= 0.5 else "2", {"1": p, "2": 1 - p}
+            words = "1" if p >= 0.5 else "2"
+            odds = {"1": p, "2": 1 - p}
         elif "equally good" in texts(body):
             gap = bright[0] - bright[len(bright) // 2]
-            words = "Both images are equally good." if abs(gap) < 1e-3 else f"Image {1 if gap > 0 else 2} is better."
+            words = (
+                "Both images are equally good."
+                if abs(gap) < 1e-3
+                else (f"Image {1 if gap > 0 else 2} is better.")
+            )
         elif schema or "one JSON object" in texts(body):
-            words = json.dumps(filled(schema, value) if schema else {"reason": "seen", "score": round(10 * value, 4)})
+            words = json.dumps(
+                filled(schema, value)
+                if schema
+                else {"reason": "seen", "score": round(10 * value, 4)}
+            )
         elif "Final Score" in texts(body):
             words = f"I see it.\n**Final Score:** {1 + 4 * value:.4f}"
         elif "Style Score" in texts(body):
             scores = {"Alignment": value, "Coherence": 0.5, "Style": 1 - value}
-            words = "\n".join(f"{name} Score (1-5): {1 + 4 * one:.4f}" for name, one in scores.items())
-        words = {"badjson": words[:-3], "wrong": '{"reason": "x", "score": 99}', "empty": None}.get(fault, words)
+            words = "\n".join(
+                f"{name} Score (1-5): {1 + 4 * one:.4f}" for name, one in scores.items()
+            )
+        words = {"badjson": words[:-3], "wrong": '{"reason": "x", "score": 99}', "empty": None}.get(
+            fault, words
+        )
         choice = {"message": {"role": "assistant", "content": words}, "finish_reason": "stop"}
         if body.get("logprobs"):
             top = [{"token": word, "logprob": math.log(max(p, 1e-9))} for word, p in odds.items()]
-            chosen = {"token": words, "logprob": math.log(max(odds.get(words, 1.0), 1e-9)), "top_logprobs": top}
+            chosen = {
+                "token": words,
+                "logprob": math.log(max(odds.get(words, 1.0), 1e-9)),
+                "top_logprobs": top,
+            }
             choice["logprobs"] = {"content": [chosen]}
         return choice
 
@@ -120,7 +153,11 @@ class Handler(BaseHTTPRequestHandler):
     def reply(self, status, content, headers=()):
         data = json.dumps(content).encode()
         self.send_response(status)
-        for name, value in {"Content-Length": len(data), "Content-Type": "application/json", **dict(headers)}.items():
+        for name, value in {
+            "Content-Length": len(data),
+            "Content-Type": "application/json",
+            **dict(headers),
+        }.items():
             self.send_header(name, str(value))
         self.end_headers()
         self.wfile.write(data)
@@ -134,7 +171,11 @@ def filled(schema, value):
     for i, (name, one) in enumerate(schema["properties"].items()):
         kind = one["type"]
         top = one.get("maximum", 10)
-        numbers = {"number": round(top * value, 4), "integer": round(top * value), "boolean": value > i / 10}
+        numbers = {
+            "number": round(top * value, 4),
+            "integer": round(top * value),
+            "boolean": value > i / 10,
+        }
         found[name] = numbers.get(kind, "seen")
     return found
 
@@ -161,7 +202,8 @@ def brightness(url):
     return sum(ImageStat.Stat(Image.open(io.BytesIO(base64.b64decode(data)))).mean) / 3 / 255
 
 
-# ------------------------------------------------------------------------------------------------- for the tests
+# -------------------------------------------------------------------------------------------------
+# for the tests
 
 
 @contextmanager
@@ -186,7 +228,9 @@ if __name__ == "__main__":
     parser.add_argument("--bias", type=float, default=0.0)
     parser.add_argument("--model", action="append")
     chosen = parser.parse_args()
-    Handler.key, Handler.bias, Handler.models = chosen.key, chosen.bias, chosen.model or ["fake"]
+    Handler.key = chosen.key
+    Handler.bias = chosen.bias
+    Handler.models = chosen.model or ["fake"]
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.daemon_threads = True
         print(server.server_address[1], flush=True)

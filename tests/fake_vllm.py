@@ -1,5 +1,6 @@
-"""A stand-in for the package ``vllm``, with the signatures of its offline API (``vllm.LLM``, ``vllm.SamplingParams`` of
-0.10 to 0.12) and transformers underneath: slow, in one process, and exact."""
+"""A stand-in for the package ``vllm``, with the signatures of its offline API (``vllm.LLM``,
+``vllm.SamplingParams`` of 0.10 to 0.12) and transformers underneath: slow, in one process, and
+exact."""
 
 from __future__ import annotations
 
@@ -47,16 +48,26 @@ class RequestOutput:
 
 class LLM:
     def __init__(
-        self, model: str, *, dtype: str = "auto", gpu_memory_utilization: float = 0.9, seed: int | None = None,
-        enable_sleep_mode: bool = False, generation_config: str = "auto", logprobs_mode: str = "raw_logprobs",
-        limit_mm_per_prompt: dict[str, int] | None = None, distributed_executor_backend: Any = None,
-    ):  # fmt: skip
+        self,
+        model: str,
+        *,
+        dtype: str = "auto",
+        gpu_memory_utilization: float = 0.9,
+        seed: int | None = None,
+        enable_sleep_mode: bool = False,
+        generation_config: str = "auto",
+        logprobs_mode: str = "raw_logprobs",
+        limit_mm_per_prompt: dict[str, int] | None = None,
+        distributed_executor_backend: Any = None,
+    ):
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         assert logprobs_mode == "processed_logprobs" and generation_config == "vllm"
         self.hf = AutoModelForImageTextToText.from_pretrained(model, dtype=getattr(torch, dtype))
-        self.processor, self.limits = AutoProcessor.from_pretrained(model), limit_mm_per_prompt
-        self.sleeps, self.calls = enable_sleep_mode, []
+        self.processor = AutoProcessor.from_pretrained(model)
+        self.limits = limit_mm_per_prompt
+        self.sleeps = enable_sleep_mode
+        self.calls = []
 
     def sleep(self, level: int = 1) -> None:
         assert self.sleeps
@@ -80,30 +91,46 @@ class LLM:
         return [func(types.SimpleNamespace(load_weights=load_weights))]
 
     @torch.no_grad()
-    def generate(self, prompts: list[dict], sampling_params: list[SamplingParams], *, use_tqdm: bool = True) -> list:
+    def generate(
+        self, prompts: list[dict], sampling_params: list[SamplingParams], *, use_tqdm: bool = True
+    ) -> list:
         self.calls.append("generate")
-        return [self._one(prompt, params) for prompt, params in zip(prompts, sampling_params, strict=True)]
+        return [
+            self._one(prompt, params)
+            for prompt, params in zip(prompts, sampling_params, strict=True)
+        ]
 
     def _one(self, prompt: dict, params: SamplingParams) -> RequestOutput:
         images = prompt.get("multi_modal_data", {}).get("image")
         assert images is None or len(images) <= self.limits["image"]
         text = self.processor.tokenizer.decode(prompt["prompt_token_ids"])
-        given = dict(self.processor(text=[text], images=[images] if images else None, return_tensors="pt"))
-        read, found = given["input_ids"][0].tolist(), CompletionOutput()
+        given = dict(
+            self.processor(text=[text], images=[images] if images else None, return_tensors="pt")
+        )
+        read = given["input_ids"][0].tolist()
+        found = CompletionOutput()
         generator = torch.Generator().manual_seed(params.seed)
         while len(found.token_ids) < params.max_tokens and found.finish_reason is None:
             token, logprob = self._next(given, params, generator)
             found.token_ids.append(token)
             found.logprobs.append({token: Logprob(logprob)})
-            told = self.processor.tokenizer.decode(found.token_ids, skip_special_tokens=params.skip_special_tokens)
+            told = self.processor.tokenizer.decode(
+                found.token_ids, skip_special_tokens=params.skip_special_tokens
+            )
             if token in params.stop_token_ids or any(stop in told for stop in params.stop):
                 found.finish_reason = "stop"
-            for name, value in (("input_ids", token), ("attention_mask", 1), ("mm_token_type_ids", 0)):
+            for name, value in (
+                ("input_ids", token),
+                ("attention_mask", 1),
+                ("mm_token_type_ids", 0),
+            ):
                 if name in given:
                     given[name] = torch.cat([given[name], torch.tensor([[value]])], 1)
         return RequestOutput(read, [found])
 
-    def _next(self, given: dict, params: SamplingParams, generator: torch.Generator) -> tuple[int, float]:
+    def _next(
+        self, given: dict, params: SamplingParams, generator: torch.Generator
+    ) -> tuple[int, float]:
         logits = self.hf(**given).logits[0, -1].float()
         for token, bias in (params.logit_bias or {}).items():
             logits[token] += bias
@@ -119,5 +146,6 @@ class LLM:
 
 def module() -> types.ModuleType:
     found = types.ModuleType("vllm")
-    found.LLM, found.SamplingParams = LLM, SamplingParams
+    found.LLM = LLM
+    found.SamplingParams = SamplingParams
     return found

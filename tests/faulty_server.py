@@ -1,7 +1,8 @@
-"""A reward server in a process of its own that goes wrong on request: ``python -m tests.faulty_server PORT``.
+"""A reward server in a process of its own that goes wrong on request: ``python -m
+tests.faulty_server PORT``.
 
-It serves the real application; a wrapper around it spoils requests. ``GET /mode/NAME/EVERY`` says how, and which;
-``GET /spoiled`` how many were.
+It serves the real application; a wrapper around it spoils requests. ``GET /mode/NAME/EVERY`` says
+how, and which; ``GET /spoiled`` how many were.
 """
 
 from __future__ import annotations
@@ -17,14 +18,22 @@ from mmrl.config import Weighted
 from mmrl.serving.service import make_app
 from tests.reward_servers import numbers
 
-HEAD = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]}
+HEAD = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [(b"content-type", b"application/json")],
+}
 
 
 class Faulty:
     """An ASGI application that spoils every ``every``-th answer of another one."""
 
     def __init__(self, app):
-        self.app, self.mode, self.every, self.count, self.spoiled = app, "none", 1, 0, 0
+        self.app = app
+        self.mode = "none"
+        self.every = 1
+        self.count = 0
+        self.spoiled = 0
 
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http" or not scope["path"].startswith(("/mode", "/score", "/spoiled")):
@@ -34,7 +43,9 @@ class Faulty:
         if scope["path"].startswith("/mode"):
             _, _, self.mode, every = scope["path"].split("/")
             told = {"spoiled": self.spoiled}
-            self.every, self.count, self.spoiled = int(every), 0, 0
+            self.every = int(every)
+            self.count = 0
+            self.spoiled = 0
             return await say(send, json.dumps(told).encode())
         self.count += 1
         if self.mode == "none" or self.count % self.every:
@@ -61,15 +72,21 @@ class Faulty:
         await say(send, json.dumps(found).encode())
 
     async def nan(self, send, found):
-        found["rewards"] = {name: [float("nan")] * len(values) for name, values in found["rewards"].items()}
+        found["rewards"] = {
+            name: [float("nan")] * len(values) for name, values in found["rewards"].items()
+        }
         await say(send, json.dumps(found).encode())
 
     async def huge(self, send, found):
-        found["rewards"] = {name: [1e308 * 10] * len(values) for name, values in found["rewards"].items()}
+        found["rewards"] = {
+            name: [1e308 * 10] * len(values) for name, values in found["rewards"].items()
+        }
         await say(send, json.dumps(found).encode())
 
     async def text(self, send, found):
-        found["rewards"] = {name: [str(v) for v in values] for name, values in found["rewards"].items()}
+        found["rewards"] = {
+            name: [str(v) for v in values] for name, values in found["rewards"].items()
+        }
         await say(send, json.dumps(found).encode())
 
     async def error(self, send, found):
@@ -100,4 +117,6 @@ async def say(send, body, status=200):
 
 if __name__ == "__main__":
     app = Faulty(make_app({"numbers": Weighted(numbers, 1.0)}))
-    uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="critical", access_log=False)
+    uvicorn.run(
+        app, host="127.0.0.1", port=int(sys.argv[1]), log_level="critical", access_log=False
+    )

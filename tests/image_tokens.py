@@ -37,7 +37,12 @@ def at(policy, ids, prompt):
     ids = ids.to(policy.device)
     group = torch.zeros(len(ids), dtype=torch.long)
     return Point(
-        group=group, cond=policy.encode([prompt]), row=group, state=ids, target=ids, mask=torch.ones_like(ids).bool()
+        group=group,
+        cond=policy.encode([prompt]),
+        row=group,
+        state=ids,
+        target=ids,
+        mask=torch.ones_like(ids).bool(),
     )
 
 
@@ -56,7 +61,9 @@ def support(policy, ids, prompt):
 def flat_grad(policy, value):
     parameters = list(policy.weights.parameters().values())
     found = torch.autograd.grad(value, parameters, allow_unused=True)
-    return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(parameters, found)])
+    return torch.cat(
+        [(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(parameters, found)]
+    )
 
 
 def cosine(a, b):
@@ -69,16 +76,27 @@ def trainer_of(policy, prompts, objective=None, lr=1.0, **sizes):
     def scorer(media, asked):
         return Rewards({"bright": media.flatten(1).mean(1)})
 
-    options = {"prompts": 2, "copies": 4, "batch_size": 8, "iterations": 2, "micro_batch": 3} | sizes
+    options = {
+        "prompts": 2,
+        "copies": 4,
+        "batch_size": 8,
+        "iterations": 2,
+        "micro_batch": 3,
+    } | sizes
     return Trainer(
-        policy, prompts, scorer, flow_grpo, objective or PolicyGradient(clip=0.2, kl=0.1),
-        lambda p: torch.optim.SGD(p, lr=lr), TrainOptions(max_grad_norm=None, **options),
-    )  # fmt: skip
+        policy,
+        prompts,
+        scorer,
+        flow_grpo,
+        objective or PolicyGradient(clip=0.2, kl=0.1),
+        lambda p: torch.optim.SGD(p, lr=lr),
+        TrainOptions(max_grad_norm=None, **options),
+    )
 
 
 def assert_trains(policy, prompts):
-    """First steps score what was recorded, the second iteration starts from other weights, and a sampler that records
-    something else is stopped."""
+    """First steps score what was recorded, the second iteration starts from other weights, and a
+    sampler that records something else is stopped."""
     before = policy.weights.full()
     trainer = trainer_of(policy, prompts)
     first = trainer.iterate()
@@ -92,9 +110,9 @@ def assert_trains(policy, prompts):
 
 
 def assert_half_precision(policy, prompts, apart):
-    """Weights in bfloat16: log-probs are recorded in float32 and found again to ``apart`` on average. They are not
-    trained; in float32 and computed in bfloat16 they are: the gate of the first step lets pass what rounding does, and
-    half a nat it does not."""
+    """Weights in bfloat16: log-probs are recorded in float32 and found again to ``apart`` on
+    average. They are not trained; in float32 and computed in bfloat16 they are: the gate of the
+    first step lets pass what rounding does, and half a nat it does not."""
     policy.net.to(torch.bfloat16)
     with torch.no_grad():
         rollout = policy.rollout(prompts, 8, Rng.of("half"))
@@ -111,14 +129,18 @@ def assert_half_precision(policy, prompts, apart):
 
 
 def assert_compiles(policy, prompts, monkeypatch):
-    """One graph, whose shapes are those of the first token, draws the same tokens; here run without code generation."""
-    graphs, compiled = [], torch.compile
+    """One graph, whose shapes are those of the first token, draws the same tokens; here run without
+    code generation."""
+    graphs = []
+    compiled = torch.compile
 
     def backend(module, inputs):
         graphs.append(len(module.graph.nodes))
         return module.forward
 
-    monkeypatch.setattr(torch, "compile", lambda fn, mode=None, **options: compiled(fn, backend=backend, **options))
+    monkeypatch.setattr(
+        torch, "compile", lambda fn, mode=None, **options: compiled(fn, backend=backend, **options)
+    )
     with torch.no_grad():
         plain = policy.rollout(prompts, 3, Rng.of("compiled"))
         policy.net.compile_token()
@@ -132,14 +154,21 @@ def _random(module, seed=0):
     for i, (name, p) in enumerate(module.state_dict().items()):
         if p.is_floating_point():
             noise = Rng.of("weights", seed, i).normal(torch.zeros(1), (p.numel(),)).view(p.shape)
-            p.copy_(1 + 0.1 * noise if "norm" in name and p.dim() == 1 else noise * p.shape[-1] ** -0.5 * 1.5)
+            p.copy_(
+                1 + 0.1 * noise
+                if "norm" in name and p.dim() == 1
+                else noise * p.shape[-1] ** -0.5 * 1.5
+            )
     return module
 
 
 def tiny_llamagen(folder, text=False, vocab=3):
-    """A folder as exported: five classes, or texts of at most forty tokens by a tiny T5; images of 4 x 4 pixels."""
+    """A folder as exported: five classes, or texts of at most forty tokens by a tiny T5; images of
+    4 x 4 pixels."""
     folder.mkdir(parents=True, exist_ok=True)
-    shape = Shape(16, 2, 2, vocab, 0 if text else 5, caption=12, condition=40 if text else 1, grid=2, feed=24)
+    shape = Shape(
+        16, 2, 2, vocab, 0 if text else 5, caption=12, condition=40 if text else 1, grid=2, feed=24
+    )
     weights.save(_random(LlamaGenGPT(shape)).state_dict(), folder / "gpt.safetensors")
     vq = LlamaGenVQ(vocab, 4, 16, 32, (1, 1), 1, used=8)
     weights.save(_random(vq, seed=1).state_dict(), folder / "vq.safetensors")
@@ -154,7 +183,8 @@ def tiny_var(folder, sides=(1, 2), vocab=3):
     folder.mkdir(parents=True, exist_ok=True)
     vae = _random(VARVQ(sides, vocab, 4, 32, (1, 1), 1), seed=1)
     net = VARNet(VARShape(16, 2, 2, sides, vocab, 4, 5, 24), vae.quantize)
-    level, bias = net.lvl_1L.clone(), net.attn_bias_for_masking.clone()
+    level = net.lvl_1L.clone()
+    bias = net.attn_bias_for_masking.clone()
     _random(net)
     net.attn_bias_for_masking.copy_(bias)
     for block in net.blocks:
@@ -170,7 +200,13 @@ def tiny_t5(folder):
 
     tok = tiny_vlms.tokenizer([])
     config = hf.T5Config(
-        vocab_size=len(tok), d_model=12, d_kv=6, d_ff=16, num_layers=1, num_heads=2, feed_forward_proj="gated-gelu"
+        vocab_size=len(tok),
+        d_model=12,
+        d_kv=6,
+        d_ff=16,
+        num_layers=1,
+        num_heads=2,
+        feed_forward_proj="gated-gelu",
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -190,7 +226,10 @@ def folder(name):
 
 
 BUILDERS = {
-    "llamagen": partial(tiny_llamagen, text=True, vocab=16), "llamagen-classes": partial(tiny_llamagen, vocab=16),
-    "var": partial(tiny_var, vocab=16), "emu3": partial(tiny_emu3, vocab=16),
-    "imagegpt": partial(tiny_imagegpt, vocab=16), "glm_image": partial(tiny_glm_image, vocab=16),
-}  # fmt: skip
+    "llamagen": partial(tiny_llamagen, text=True, vocab=16),
+    "llamagen-classes": partial(tiny_llamagen, vocab=16),
+    "var": partial(tiny_var, vocab=16),
+    "emu3": partial(tiny_emu3, vocab=16),
+    "imagegpt": partial(tiny_imagegpt, vocab=16),
+    "glm_image": partial(tiny_glm_image, vocab=16),
+}

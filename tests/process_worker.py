@@ -1,5 +1,6 @@
-"""Run by test_processes.py as one process, as two copies (DDP), and as two halves (FSDP2): a few iterations of every
-toy and of the SD3 family in float64, a checkpoint, one iteration more after a restore; results to files.
+"""Run by test_processes.py as one process, as two copies (DDP), and as two halves (FSDP2): a few
+iterations of every toy and of the SD3 family in float64, a checkpoint, one iteration more after a
+restore; results to files.
 """
 
 import argparse
@@ -39,7 +40,8 @@ SPARSE = {
     "batch_size": 2,
     "micro_batch": None,
 }  # steps in which one of two processes has no row
-UNEVEN = SMALL | {"copies": 2, "batch_size": 4, "micro_batch": 1}  # passes of one time, so of one expert
+# passes of one time, so of one expert
+UNEVEN = SMALL | {"copies": 2, "batch_size": 4, "micro_batch": 1}
 TEXT = SIZES | {"epochs": 1, "reduction": "every_row", "resample": 2}
 CASES = {
     **{family: (partial(toys.make, family, double=True), SIZES) for family in toys.POLICIES},
@@ -54,28 +56,47 @@ CASES = {
     "wan-two": (lambda: tiny_wan(Wan, "wan-two", lora=2), UNEVEN),
     "wan_i2v-two": (lambda: tiny_wan(WanI2V, "wan_i2v-two"), UNEVEN),
 }
-IMAGES = {"janus": PolicyGradient(kl=0.1), "llamagen": PolicyGradient(kl=0.1), "amused": Masked(kl=0.1)}
-APART = {"vlm": 2e-6, "janus": 2e-6, "amused": 2e-6}  # of cases that do not compute in float64 throughout
-SHARDED = ("flow", "masked", "sparse", "janus", "amused", "sd3", "sd3-lora", "wan-two", "wan_i2v-two")
+IMAGES = {
+    "janus": PolicyGradient(kl=0.1),
+    "llamagen": PolicyGradient(kl=0.1),
+    "amused": Masked(kl=0.1),
+}
+# of cases that do not compute in float64 throughout
+APART = {"vlm": 2e-6, "janus": 2e-6, "amused": 2e-6}
+SHARDED = (
+    "flow",
+    "masked",
+    "sparse",
+    "janus",
+    "amused",
+    "sd3",
+    "sd3-lora",
+    "wan-two",
+    "wan_i2v-two",
+)
 RESTORED = ("masked", "sd3-lora")
 NUMBERS = ("kl", "clip_fraction", "grad_norm", "reward/mean", "samples/excluded", "loss")
 
 
 class Sharded(Device):
-    """FSDP2 through accelerate, which without a GPU never chooses it: told that it has, it shards on gloo as well."""
+    """FSDP2 through accelerate, which without a GPU never chooses it: told that it has, it shards
+    on gloo as well."""
 
     def __init__(self, options):
         from accelerate import DistributedType, FullyShardedDataParallelPlugin, PartialState
 
         if PartialState._shared_state:
-            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_CPU  # as before the first of them
+            # as before the first of them
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_CPU
         super().__init__(options)
         known = self.accelerator.state
         known.distributed_type = DistributedType.FSDP
         # an AcceleratorState made later, as each optimizer makes one, takes the type from here
         PartialState._shared_state["distributed_type"] = DistributedType.FSDP
         known.fsdp_plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=True
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            cpu_ram_efficient_loading=True,
         )
         if known.mixed_precision != "no":
             known.fsdp_plugin.set_mixed_precision(known.mixed_precision)
@@ -91,17 +112,28 @@ def tiny_vlm():
 
 def questions(n):
     """One image, two, or none."""
-    images = [[tiny_vlms.image(56 + 14 * (i % 3), 56, i * 2 + j) for j in range(i % 3)] for i in range(n)]
+    images = [
+        [tiny_vlms.image(56 + 14 * (i % 3), 56, i * 2 + j) for j in range(i % 3)] for i in range(n)
+    ]
     return [{"text": "which " * (1 + i % 2), "label": i % 2, "images": images[i]} for i in range(n)]
 
 
 def spelled(media, prompts):
-    return torch.tensor([sum(map(ord, text)) % 97 / 97 + prompt["label"] for text, prompt in zip(media, prompts)])
+    return torch.tensor(
+        [sum(map(ord, text)) % 97 / 97 + prompt["label"] for text, prompt in zip(media, prompts)]
+    )
 
 
 def tiny_sd3(**options):
     torch.manual_seed(0)  # of the adapters
-    policy = SD3(locate("world:digits/sd3-test"), size=32, steps=3, guidance=2.0, text_encoders="release", **options)
+    policy = SD3(
+        locate("world:digits/sd3-test"),
+        size=32,
+        steps=3,
+        guidance=2.0,
+        text_encoders="release",
+        **options,
+    )
     policy.net.double()
     policy.vae.double()
     policy.prepare(toys.prompts(16))  # in one batch: the text encoders stay in float32
@@ -123,7 +155,9 @@ def tiny_llamagen():
 
 
 def tiny_amused():
-    policy = Amused(str(tiny_diffusers.folder("amused")), steps=3, guidance=2.0, text_encoders="release")
+    policy = Amused(
+        str(tiny_diffusers.folder("amused")), steps=3, guidance=2.0, text_encoders="release"
+    )
     policy.net.double()
     policy.vae.double()
     policy.prepare(toys.prompts(16))  # in one batch, as above
@@ -134,7 +168,13 @@ def tiny_wan(family, name, **options):
     """Two experts, of which a step needs one."""
     torch.manual_seed(0)
     policy = family(
-        str(tiny_diffusers.folder(name)), size=16, frames=5, steps=4, text_length=16, text_encoders="release", **options
+        str(tiny_diffusers.folder(name)),
+        size=16,
+        frames=5,
+        steps=4,
+        text_length=16,
+        text_encoders="release",
+        **options,
     )
     policy.net.double()
     policy.vae.double()
@@ -144,7 +184,10 @@ def tiny_wan(family, name, **options):
 
 def shown(n):
     """Prompts with a picture each."""
-    return [prompt | {"image": tiny_vlms.image(16, 16, i % 2)} for i, prompt in enumerate(toys.prompts(n))]
+    return [
+        prompt | {"image": tiny_vlms.image(16, 16, i % 2)}
+        for i, prompt in enumerate(toys.prompts(n))
+    ]
 
 
 class Ragged(toys.ToyCausal):
@@ -169,7 +212,8 @@ def partly_flat(media, prompts):
 
 
 def partly_missing(media, prompts):
-    """The samples of one label that are nearest to the goal cannot be scored; which does not depend on their order."""
+    """The samples of one label that are nearest to the goal cannot be scored; which does not depend
+    on their order."""
     if media.ndim == 4:
         return media.flatten(1).mean(1)
     found = toys.reward(media, prompts).double()
@@ -187,51 +231,94 @@ def trainer_of(case):
     make, sizes = CASES[case]
     if case == "vlm":  # Adam would divide the rounding of gradients that are zero by itself
         return trainer.Trainer(
-            make(), questions(8), Scorer({"toy": spelled}), opo, Text(kl=0.1), partial(torch.optim.SGD, lr=0.05),
+            make(),
+            questions(8),
+            Scorer({"toy": spelled}),
+            opo,
+            Text(kl=0.1),
+            partial(torch.optim.SGD, lr=0.05),
             TrainOptions(iterations=3, ema=0.9, **sizes),
-        )  # fmt: skip
+        )
     if case in IMAGES:
         return trainer.Trainer(
-            make(), toys.prompts(16), Scorer({"toy": partly_missing}), opo, IMAGES[case],
-            partial(torch.optim.SGD, lr=0.05), TrainOptions(iterations=3, ema=0.9, **sizes),
-        )  # fmt: skip
+            make(),
+            toys.prompts(16),
+            Scorer({"toy": partly_missing}),
+            opo,
+            IMAGES[case],
+            partial(torch.optim.SGD, lr=0.05),
+            TrainOptions(iterations=3, ema=0.9, **sizes),
+        )
     if case.startswith("wan"):
         return trainer.Trainer(
-            make(), shown(16), Scorer({"toy": some_videos}, max_failures=1.0), DDPO(), PolicyGradient(kl=0.1),
-            partial(torch.optim.SGD, lr=0.05), TrainOptions(iterations=3, ema=0.9, max_failures=1.0, **sizes),
-        )  # fmt: skip
+            make(),
+            shown(16),
+            Scorer({"toy": some_videos}, max_failures=1.0),
+            DDPO(),
+            PolicyGradient(kl=0.1),
+            partial(torch.optim.SGD, lr=0.05),
+            TrainOptions(iterations=3, ema=0.9, max_failures=1.0, **sizes),
+        )
     if case == "text":  # couples over all processes, replaces groups of either, weighs by length
         objective = Text(kl=0.1, top_entropy=0.6)
-        return make_trainer(policy=make(), ema=0.9, objective=objective, advantage=opo, reward=partly_flat, **sizes)
+        return make_trainer(
+            policy=make(), ema=0.9, objective=objective, advantage=opo, reward=partly_flat, **sizes
+        )
     return make_trainer(
-        policy=make(), kl=0.1, ema=0.9, advantage=DDPO(), reward=partly_missing, max_failures=1.0, **sizes
+        policy=make(),
+        kl=0.1,
+        ema=0.9,
+        advantage=DDPO(),
+        reward=partly_missing,
+        max_failures=1.0,
+        **sizes,
     )
 
 
 def arrays_of(one):
     arrays, _ = state.capture(one)
-    named = {f"{part}/{name}": value for part, tensors in arrays.items() for name, value in tensors.items()}
-    return {name: (value.full_tensor() if is_sharded(value) else value).clone() for name, value in named.items()}
+    named = {
+        f"{part}/{name}": value
+        for part, tensors in arrays.items()
+        for name, value in tensors.items()
+    }
+    return {
+        name: (value.full_tensor() if is_sharded(value) else value).clone()
+        for name, value in named.items()
+    }
 
 
 def results(case, folder, start):
     """Everything one process must agree with."""
-    one, found = trainer_of(case), {}
-    idle, make_idle = [], one._idle
+    one = trainer_of(case)
+    found = {}
+    idle = []
+    make_idle = one._idle
     one._idle = lambda *given: idle.append(1) or make_idle(*given)
-    whole_gradients, backward = [], one.device.backward
+    whole_gradients = []
+    backward = one.device.backward
     one.device.backward = lambda loss: backward(loss) or whole_gradients.append(not reduced(one))
     for i in range(2):
         rollout, rewards = one.collect()
         columns = {
-            "sample": rollout.sample, "reward": rewards["toy"], "advantage": rollout.advantage, "row": rollout.row,
+            "sample": rollout.sample,
+            "reward": rewards["toy"],
+            "advantage": rollout.advantage,
+            "row": rollout.row,
             "logprob": rollout.logprob,
-        }  # fmt: skip
-        found |= {f"{i}/{name}": distributed.all_gather_rows(value.contiguous()) for name, value in columns.items()}
+        }
+        found |= {
+            f"{i}/{name}": distributed.all_gather_rows(value.contiguous())
+            for name, value in columns.items()
+        }
         metrics = one.iterate()
-        found[f"{i}/metrics"] = torch.tensor([metrics[name] for name in NUMBERS], dtype=torch.float64)
+        found[f"{i}/metrics"] = torch.tensor(
+            [metrics[name] for name in NUMBERS], dtype=torch.float64
+        )
     held_out = evaluate(one.policy, one.prompts[:7], one.scorer, EvaluateOptions())["toy"]
-    found["evaluation"] = torch.tensor([held_out.mean, held_out.low, held_out.n], dtype=torch.float64)
+    found["evaluation"] = torch.tensor(
+        [held_out.mean, held_out.low, held_out.n], dtype=torch.float64
+    )
     found |= arrays_of(one)
     if case in RESTORED:  # a checkpoint of many processes is one, and restores on any number
         checkpoint.save(folder / case, 2, *state.capture(one))
@@ -239,12 +326,15 @@ def results(case, folder, start):
     found["idle"] = distributed.all_sum(torch.tensor(len(idle)))
     if isinstance(one.device, Sharded):
         assert_fsdp2(one)
-        assert case != "flow" or (whole_gradients and not any(whole_gradients)), "a pass kept its whole gradient"
+        assert case != "flow" or (whole_gradients and not any(whole_gradients)), (
+            "a pass kept its whole gradient"
+        )
     return {name: value.contiguous().clone() for name, value in found.items()}, one
 
 
 def reduced(one):
-    """Whether every trained weight has a gradient: FSDP2 hands it over once it was reduced to this process's part."""
+    """Whether every trained weight has a gradient: FSDP2 hands it over once it was reduced to this
+    process's part."""
     return all(p.grad is not None for p in one.policy.net.parameters() if p.requires_grad)
 
 
@@ -257,14 +347,20 @@ def assert_fsdp2(one):
 
 
 def one_more(case, start):
-    """The state one iteration after a checkpoint, which another number of processes may have written."""
-    again, sizes = trainer_of(case), []
+    """The state one iteration after a checkpoint, which another number of processes may have
+    written."""
+    again = trainer_of(case)
+    sizes = []
     with pytest.MonkeyPatch.context() as patch:
         block = checkpoint.Part.block
-        patch.setattr(checkpoint.Part, "block", lambda *call: sizes.append(prod(call[3])) or block(*call))
+        patch.setattr(
+            checkpoint.Part, "block", lambda *call: sizes.append(prod(call[3])) or block(*call)
+        )
         state.restore(again, *checkpoint.load(checkpoint.latest(start / case)))
     stored = sum(value.numel() for value in arrays_of(again).values())
-    assert sum(sizes) < 0.75 * stored or not again.device.sharded, "a process read more than its shards"
+    assert sum(sizes) < 0.75 * stored or not again.device.sharded, (
+        "a process read more than its shards"
+    )
     again.iterate()
     return arrays_of(again)
 
@@ -285,21 +381,29 @@ def refuse_together():
 
 def agree_on_chunks():
     """The process with the least memory decides, so that all make equally many passes."""
-    policy, rank = toys.make("flow"), distributed.world()[0]
+    policy = toys.make("flow")
+    rank = distributed.world()[0]
     policy.memory = (2 - rank) / 2**10  # GiB
     found = policy.chunk(10**6, lambda rows: torch.zeros(rows, 2**10, dtype=torch.uint8))
-    assert distributed.all_max(torch.tensor(found)) == found == (2 - distributed.world()[1] + 1) * 2**10, found
+    assert (
+        distributed.all_max(torch.tensor(found))
+        == found
+        == (2 - distributed.world()[1] + 1) * 2**10
+    ), found
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--start", type=Path, help="folder with the checkpoints to restore; default: the same")
+    parser.add_argument(
+        "--start", type=Path, help="folder with the checkpoints to restore; default: the same"
+    )
     parser.add_argument("--sharded", action="store_true")
     parser.add_argument("--cases", nargs="*", help="default: all")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    for name in ("amused", "wan-two", "wan_i2v-two"):  # transformers saves on the first of many processes only
+    # transformers saves on the first of many processes only
+    for name in ("amused", "wan-two", "wan_i2v-two"):
         tiny_diffusers.folder(name)
     for name in ("qwen2_5_vl", "janus"):
         tiny_vlms.folder(name)

@@ -1,4 +1,5 @@
-"""Names and shapes of the published VQ autoencoders, written down from their definitions (VQGAN, Esser et al. 2021)."""
+"""Names and shapes of the published VQ autoencoders, written down from their definitions (VQGAN,
+Esser et al. 2021)."""
 
 MULT = (1, 1, 2, 2, 4)
 
@@ -39,11 +40,16 @@ def _ends(name, first, last):
 
 
 def _middle(names, width, fused):
-    return _residual(names[0], width, width) | _attention(names[1], width, fused) | _residual(names[2], width, width)
+    return (
+        _residual(names[0], width, width)
+        | _attention(names[1], width, fused)
+        | _residual(names[2], width, width)
+    )
 
 
 def llamagen():
-    """VQ-16: levels of encoder and decoder are numbered as they run, attention is of three convolutions."""
+    """VQ-16: levels of encoder and decoder are numbered as they run, attention is of three
+    convolutions."""
     widths = [128 * m for m in MULT]
     found = _ends("encoder", (128, 3), (256, 512)) | _ends("decoder", (512, 256), (3, 128))
     for part in ("encoder", "decoder"):
@@ -61,13 +67,17 @@ def llamagen():
 
 
 def var():
-    """Levels are numbered by resolution in encoder and decoder alike, attention is of one convolution."""
+    """Levels are numbered by resolution in encoder and decoder alike, attention is of one
+    convolution."""
     widths = [160 * m for m in MULT]
     found = _ends("encoder", (160, 3), (32, 640)) | _ends("decoder", (640, 32), (3, 160))
     for part in ("encoder", "decoder"):
-        found |= _middle([f"{part}.mid.{name}" for name in ("block_1", "attn_1", "block_2")], 640, fused=True)
+        found |= _middle(
+            [f"{part}.mid.{name}" for name in ("block_1", "attn_1", "block_2")], 640, fused=True
+        )
     for i, width in enumerate(widths):
-        down, up = f"encoder.down.{i}", f"decoder.up.{i}"
+        down = f"encoder.down.{i}"
+        up = f"decoder.up.{i}"
         found |= _level(down, "block", widths[max(i - 1, 0)], width, 2, i == 4, fused=True)
         found |= _level(up, "block", widths[min(i + 1, 4)], width, 3, i == 4, fused=True)
         found |= _conv(f"{down}.downsample.conv", width, width, 3) if i < 4 else {}
@@ -75,4 +85,7 @@ def var():
     found |= _conv("quant_conv", 32, 32, 3) | _conv("post_quant_conv", 32, 32, 3)
     for k in range(4):
         found |= _conv(f"quantize.quant_resi.qresi_ls.{k}", 32, 32, 3)
-    return found | {"quantize.embedding.weight": (4096, 32), "quantize.ema_vocab_hit_SV": (10, 4096)}
+    return found | {
+        "quantize.embedding.weight": (4096, 32),
+        "quantize.ema_vocab_hit_SV": (10, 4096),
+    }

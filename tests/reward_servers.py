@@ -1,4 +1,5 @@
-"""Reward servers on this machine for tests: real ones in a thread, and ones that misbehave on purpose."""
+"""Reward servers on this machine for tests: real ones in a thread, and ones that misbehave on
+purpose."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from tests.waiting import HANG, until
 
 
 @contextmanager
-def serving(rewards: Mapping[str, Callable], weights: Mapping[str, float] = {}, **options: Any) -> Iterator[str]:
+def serving(
+    rewards: Mapping[str, Callable], weights: Mapping[str, float] = {}, **options: Any
+) -> Iterator[str]:
     """The address of a server of these rewards; it has stopped afterwards."""
     chosen = ServeOptions(**{"port": 0, "wait_ms": 0.0} | options)
     weighted = {name: Weighted(reward, weights.get(name, 1.0)) for name, reward in rewards.items()}
@@ -41,7 +44,8 @@ def serving(rewards: Mapping[str, Callable], weights: Mapping[str, float] = {}, 
 
 @contextmanager
 def answering(reply: Callable[[socket.socket], None]) -> Iterator[str]:
-    """The address of something that is no reward server: ``reply`` gets every connection and does as it likes."""
+    """The address of something that is no reward server: ``reply`` gets every connection and does
+    as it likes."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         sock.settimeout(0.05)
         stop = threading.Event()
@@ -52,7 +56,9 @@ def answering(reply: Callable[[socket.socket], None]) -> Iterator[str]:
                     connection, _ = sock.accept()
                 except TimeoutError:
                     continue
-                threads.append(threading.Thread(target=_handle, args=(reply, connection, stop), daemon=True))
+                threads.append(
+                    threading.Thread(target=_handle, args=(reply, connection, stop), daemon=True)
+                )
                 threads[-1].start()
 
         threads = [threading.Thread(target=accept, daemon=True)]
@@ -65,7 +71,9 @@ def answering(reply: Callable[[socket.socket], None]) -> Iterator[str]:
                 thread.join(5)
 
 
-def _handle(reply: Callable[[socket.socket], None], connection: socket.socket, stop: threading.Event) -> None:
+def _handle(
+    reply: Callable[[socket.socket], None], connection: socket.socket, stop: threading.Event
+) -> None:
     with connection:
         connection.settimeout(HANG)
         try:
@@ -85,7 +93,10 @@ def saying(status: str, body: str) -> Callable[[socket.socket], None]:
 
     def reply(connection: socket.socket) -> None:
         read_request(connection)
-        head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body.encode())}\r\nConnection: close\r\n\r\n"
+        head = (
+            f"HTTP/1.1 {status}\r\nContent-Length: {len(body.encode())}\r\nConnection: "
+            f"close\r\n\r\n"
+        )
         connection.sendall((head + body).encode())
 
     return reply
@@ -110,8 +121,13 @@ def read_request(connection: socket.socket) -> None:
     while b"\r\n\r\n" not in data:
         data += connection.recv(65536) or b"\r\n\r\n"
     head, _, body = data.partition(b"\r\n\r\n")
-    lines = [line.split(b":", 1) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")]
-    length, got = int(lines[0][1]) if lines else 0, len(body)
+    lines = [
+        line.split(b":", 1)
+        for line in head.lower().split(b"\r\n")
+        if line.startswith(b"content-length")
+    ]
+    length = int(lines[0][1]) if lines else 0
+    got = len(body)
     while got < length and (more := connection.recv(65536)):
         got += len(more)
 
@@ -158,7 +174,9 @@ def eighth(media):
 
 def png(picture=None):
     buffer = io.BytesIO()
-    Image.fromarray((eighth(pictures(1))[0] * 255).byte().permute(1, 2, 0).numpy()).save(buffer, "PNG")
+    Image.fromarray((eighth(pictures(1))[0] * 255).byte().permute(1, 2, 0).numpy()).save(
+        buffer, "PNG"
+    )
     return buffer.getvalue() if picture is None else picture
 
 
@@ -167,4 +185,8 @@ def b64(data):
 
 
 def good(count=2, **changes):
-    return {"images": [b64(png())] * count, "prompts": [{"text": "a", "n": i} for i in range(count)], **changes}
+    return {
+        "images": [b64(png())] * count,
+        "prompts": [{"text": "a", "n": i} for i in range(count)],
+        **changes,
+    }

@@ -1,17 +1,20 @@
-"""A pretend accelerator, ``torch.device("sim")``: it shows without a GPU what a program does to one.
+"""A pretend accelerator, ``torch.device("sim")``: it shows without a GPU what a program does to
+one.
 
-Importing this module registers the device, once a process and for good, so tests do it in a process of their own
-(tests/sim_worker.py). The numbers are real, computed on the CPU, but torch takes the tensors for those of another
-device. That makes visible
+Importing this module registers the device, once a process and for good, so tests do it in a process
+of their own (tests/sim_worker.py). The numbers are real, computed on the CPU, but torch takes the
+tensors for those of another device. That makes visible
 
-* tensors of two devices in one operation: an error, as on CUDA. As there, CPU tensors without dimensions are numbers,
-  and CPU indices are sent over, which counts;
-* every place where the host stops until the device has caught up: values read (``item``, ``tolist``, ``bool``, a copy
-  to the CPU), sizes that depend on values (``nonzero``, masks as indices, ``unique``), and copies to the device unless
-  they are ``non_blocking`` (PyTorch waits for the stream after a blocking one, ``torch.tensor(..., device=...)`` too).
+* tensors of two devices in one operation: an error, as on CUDA. As there, CPU tensors without
+  dimensions are numbers, and CPU indices are sent over, which counts;
+* every place where the host stops until the device has caught up: values read (``item``,
+  ``tolist``, ``bool``, a copy to the CPU), sizes that depend on values (``nonzero``, masks as
+  indices, ``unique``), and copies to the device unless they are ``non_blocking`` (PyTorch waits for
+  the stream after a blocking one, ``torch.tensor(..., device=...)`` too).
 
-``STOPS`` counts these by place: (what, file:line). Nothing is said of speed, memory, precision or CUDA's kernels. With
-accelerate: ``ACCELERATE_TORCH_DEVICE=sim:0`` in the environment. Needs torch >= 2.10.
+``STOPS`` counts these by place: (what, file:line). Nothing is said of speed, memory, precision or
+CUDA's kernels. With accelerate: ``ACCELERATE_TORCH_DEVICE=sim:0`` in the environment. Needs torch
+>= 2.10.
 """
 
 from __future__ import annotations
@@ -47,7 +50,13 @@ VALUE_DEPENDENT = {  # CUDA's kernels of these tell the host a size or a value
     "aten::bincount",
 }
 COPIES = {"aten::_to_copy", "aten::copy_", "aten::_copy_from", "aten::_copy_from_and_resize"}
-INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"}
+INDEXED = {
+    "aten::index",
+    "aten::index_put",
+    "aten::index_put_",
+    "aten::_index_put_impl_",
+    "aten::_unsafe_index",
+}
 
 
 class SimTensor(Tensor):
@@ -70,7 +79,9 @@ class SimTensor(Tensor):
         return tensor
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         return operate(func, args, kwargs or {})
 
     def __repr__(self, **_: Any) -> str:
@@ -97,8 +108,12 @@ class SimTensor(Tensor):
 
     __array__ = numpy
 
-    def new_tensor(self, values: Any, dtype: Any = None, device: Any = None, **options: Any) -> Tensor:
-        return torch.tensor(values, dtype=dtype or self.dtype, device=device or self.device, **options)
+    def new_tensor(
+        self, values: Any, dtype: Any = None, device: Any = None, **options: Any
+    ) -> Tensor:
+        return torch.tensor(
+            values, dtype=dtype or self.dtype, device=device or self.device, **options
+        )
 
     def __getitem__(self, index: Any) -> Tensor:
         return super().__getitem__(_sent_over(index))
@@ -183,7 +198,9 @@ def _plain(leaf: Any) -> Any:
     return torch.device("cpu") if isinstance(leaf, torch.device) and leaf.type == "sim" else leaf
 
 
-def _count_copy(name: str, args: tuple, kwargs: dict, mixed: bool, from_device: bool, target: Any) -> None:
+def _count_copy(
+    name: str, args: tuple, kwargs: dict, mixed: bool, from_device: bool, target: Any
+) -> None:
     crosses = mixed
     if name == "aten::_to_copy":
         crosses = target is not None and (torch.device(target).type == "sim") != from_device
@@ -202,15 +219,20 @@ def _check_devices(name: str, tensors: list[Tensor]) -> None:
     if strangers and name in INDEXED:
         stop("index to the device")
     elif strangers:
-        raise RuntimeError(f"Expected all tensors to be on the same device, but got cpu and sim:0 in {name}")
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but got cpu and sim:0 in {name}"
+        )
 
 
 def _count_waits(name: str, args: tuple, kwargs: dict) -> None:
     if name in VALUE_DEPENDENT:
         stop(name)
     elif name in INDEXED:
-        masks = [part for part in args[1] if part is not None and part.dtype in (torch.bool, torch.uint8)]
-        if masks and not (name.startswith("aten::index_put") and args[2].dim() == 0):  # those become masked_fill
+        masks = [
+            part for part in args[1] if part is not None and part.dtype in (torch.bool, torch.uint8)
+        ]
+        # those become masked_fill
+        if masks and not (name.startswith("aten::index_put") and args[2].dim() == 0):
             stop("mask as index")
     elif (
         name == "aten::repeat_interleave"
@@ -246,7 +268,9 @@ def _on_the_way(make: Callable) -> Callable:
                 return values.to(**known) if known else values
             return make(values, *args, **kwargs)
         needs_grad = kwargs.pop("requires_grad", False)
-        return make(values, *args, **kwargs | {"device": "cpu"}).to(device).requires_grad_(needs_grad)
+        return (
+            make(values, *args, **kwargs | {"device": "cpu"}).to(device).requires_grad_(needs_grad)
+        )
 
     return called
 
@@ -287,7 +311,8 @@ class SimModule:
 
 
 _setup_privateuseone_for_python_backend("sim", backend_module=SimModule())
-torch.__future__.set_swap_module_params_on_conversion(True)  # parameters stay the objects an optimizer knows
+# parameters stay the objects an optimizer knows
+torch.__future__.set_swap_module_params_on_conversion(True)
 _ANY = torch.library.Library("_", "IMPL")
 _ANY.fallback(lambda func, *args, **kwargs: operate(func, args, kwargs), "PrivateUse1")
 _ATEN = torch.library.Library("aten", "IMPL")
@@ -308,4 +333,5 @@ for _name, _overload in (
 ):
     _registered(_name, _overload)
 _device_constructors()  # remembers torch's own, which `with torch.device(...)` looks for
-torch.tensor, torch.as_tensor = _on_the_way(torch.tensor), _on_the_way(torch.as_tensor)
+torch.tensor = _on_the_way(torch.tensor)
+torch.as_tensor = _on_the_way(torch.as_tensor)

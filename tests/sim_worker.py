@@ -1,7 +1,8 @@
-"""Trains on the pretend device of tests/sim_device.py in a process of its own, and says what was seen there as JSON.
+"""Trains on the pretend device of tests/sim_device.py in a process of its own, and says what was
+seen there as JSON.
 
-python -m tests.sim_worker CASE ...  A case is ``toy:FAMILY``, ``objective:NAME:FAMILY`` or ``policy:NAME``; one line of
-standard output for each, with the fields of ``Seen``.
+python -m tests.sim_worker CASE ...  A case is ``toy:FAMILY``, ``objective:NAME:FAMILY`` or
+``policy:NAME``; one line of standard output for each, with the fields of ``Seen``.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ from .test_contract import made  # noqa: E402
 from .test_contract_policies import prompts_for  # noqa: E402
 from .test_objective_pairs import KIND, LEARNS, POLICY, close  # noqa: E402
 
-WORKS = ("step", "add_text", "add_image", "token")  # of networks whose passes are named: those that repeat
+# of networks whose passes are named: those that repeat
+WORKS = ("step", "add_text", "add_image", "token")
 LONGER = {"vlm": {"tokens": 8}, "janus_unified": {"plan": {"tokens": 6}, "answer": {"tokens": 8}}}
 
 
@@ -102,7 +104,9 @@ def toy(family: str, **options: Any) -> Any:
     if hasattr(policy, "visible"):
 
         def logits(ids: torch.Tensor, cond: dict) -> torch.Tensor:
-            return policy.active()(ids, policy.visible.to(ids.device, non_blocking=True), cond["label"])
+            return policy.active()(
+                ids, policy.visible.to(ids.device, non_blocking=True), cond["label"]
+            )
 
         policy.logits = logits
     return policy
@@ -126,15 +130,29 @@ def of_objective(name: str, family: str) -> Trainer:
 def of_policy(name: str) -> Trainer:
     torch.manual_seed(0)
     policy = made("policies", name, extra=LONGER.get(name, {}))
-    return trained(policy, prompts_for(policy)[:2], by_length, PolicyGradient(clip=1e-2, kl=0.1), micro_batch=4)
+    return trained(
+        policy, prompts_for(policy)[:2], by_length, PolicyGradient(clip=1e-2, kl=0.1), micro_batch=4
+    )
 
 
 def trained(policy: Any, prompts: list, reward: Any, objective: Any, **options: Any) -> Trainer:
-    sizes = {"prompts": 2, "copies": 4, "batch_size": 8, "iterations": 4, "micro_batch": 2, "gate": None} | options
+    sizes = {
+        "prompts": 2,
+        "copies": 4,
+        "batch_size": 8,
+        "iterations": 4,
+        "micro_batch": 2,
+        "gate": None,
+    } | options
     return Trainer(
-        policy, prompts, Scorer({"reward": reward}), advantages.flow_grpo, objective, partial(adamw, lr=1e-3),
+        policy,
+        prompts,
+        Scorer({"reward": reward}),
+        advantages.flow_grpo,
+        objective,
+        partial(adamw, lr=1e-3),
         TrainOptions(**sizes),
-    )  # fmt: skip
+    )
 
 
 MAKE = {"toy": of_toy, "objective": of_objective, "policy": of_policy}
@@ -155,7 +173,8 @@ def seen(case: str) -> Seen:
         watched.clear()
         with sim.counted() as stops:
             stepped = improve(*args)
-        found.update, found.passes = stops.total(), watched.calls
+        found.update = stops.total()
+        found.passes = watched.calls
         found.where["update"] = listed(stops)
         return stepped
 

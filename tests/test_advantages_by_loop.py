@@ -1,7 +1,7 @@
 """Advantages against loops over rows, in plain Python, as their papers and docstrings write them.
 
-One batch for all: groups of five, four, three, two and one, in mixed order, answers of zero to five tokens; a group is
-flat, one sample is missing, one group has nothing but missing ones.
+One batch for all: groups of five, four, three, two and one, in mixed order, answers of zero to five
+tokens; a group is flat, one sample is missing, one group has nothing but missing ones.
 """
 
 import math
@@ -88,15 +88,24 @@ def deviation(values, ddof):
 def whitened(i, std="group", ddof=1, eps=1e-4, values=REWARD):
     if GROUP[i] in FLAT:
         return 0.0
-    over = {"group": group_rewards(i, values), "global": [values[j] for j in PRESENT], "none": None}[std]
-    return (values[i] - fmean(group_rewards(i, values))) / (1.0 if over is None else deviation(over, ddof) + eps)
+    over = {
+        "group": group_rewards(i, values),
+        "global": [values[j] for j in PRESENT],
+        "none": None,
+    }[std]
+    return (values[i] - fmean(group_rewards(i, values))) / (
+        1.0 if over is None else deviation(over, ddof) + eps
+    )
 
 
 @pytest.mark.parametrize("std", ["group", "global", "none"])
 @pytest.mark.parametrize("eps", [None, 0.5])
 def test_grpo(std, eps):
     chosen = {} if eps is None else {"eps": eps}
-    same(grpo(tensor(REWARD), rollout(), std=std, **chosen), rows(lambda i: whitened(i, std, eps=eps or 1e-4)))
+    same(
+        grpo(tensor(REWARD), rollout(), std=std, **chosen),
+        rows(lambda i: whitened(i, std, eps=eps or 1e-4)),
+    )
 
 
 @pytest.mark.parametrize("std", ["group", "global"])
@@ -119,7 +128,9 @@ def test_flat_groups_are_dropped_when_asked(name):
     every = ADVANTAGES.build(name)(tensor(REWARD), rollout())[:, 0]
     some = ADVANTAGES.build(name, flat="drop")(tensor(REWARD), rollout())[:, 0]
     flat = torch.isin(torch.tensor(GROUP), torch.tensor(FLAT))
-    assert some[flat].isnan().all() and torch.equal(some[~flat].nan_to_num(9.0), every[~flat].nan_to_num(9.0))
+    assert some[flat].isnan().all() and torch.equal(
+        some[~flat].nan_to_num(9.0), every[~flat].nan_to_num(9.0)
+    )
     assert torch.equal(every.isnan(), tensor(REWARD).isnan())
 
 
@@ -147,7 +158,11 @@ def test_several_rewards_are_normalised_apart_and_again():
             values_of_group = group_rewards(i, values[name])
             std = deviation(values_of_group, ddof)
             if max(values_of_group) > min(values_of_group):
-                total += weight * (values[name][i] - fmean(values_of_group)) / (max(std, eps) if floor else std + eps)
+                total += (
+                    weight
+                    * (values[name][i] - fmean(values_of_group))
+                    / (max(std, eps) if floor else std + eps)
+                )
         return total
 
     added = [apart(i, 0, 1e-6, True) for i in PRESENT]
@@ -197,14 +212,16 @@ def test_rewards_of_steps_are_refused_where_whole_samples_are_compared():
     assert Running(of="dr_grpo", eps=0.5)(watched, batch).flatten().tolist() == [-0.5, 0.5]
 
 
-# -- of answers --------------------------------------------------------------------------------------------------------
+# -- of answers
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("baseline", [False, True])
 def test_reinforce_pp_by_tokens(baseline):
     value = {i: REWARD[i] - fmean(group_rewards(i)) if baseline else REWARD[i] for i in PRESENT}
     tokens = [value[i] for i in PRESENT for _ in range(LENGTH[i])]
-    mean, scale = fmean(tokens), math.sqrt(stdev(tokens) ** 2 + 1e-8)
+    mean = fmean(tokens)
+    scale = math.sqrt(stdev(tokens) ** 2 + 1e-8)
     wanted = rows(lambda i: 0.0 if baseline and GROUP[i] in FLAT else (value[i] - mean) / scale)
     same(reinforce_pp(tensor(REWARD), rollout(), baseline=baseline), wanted)
 
@@ -214,7 +231,11 @@ def test_reinforce_pp_by_rows(baseline):
     value = {i: REWARD[i] - fmean(group_rewards(i)) if baseline else REWARD[i] for i in PRESENT}
     mean = 0.0 if baseline else fmean(value.values())
     wanted = rows(
-        lambda i: 0.0 if baseline and GROUP[i] in FLAT else (value[i] - mean) / (stdev(value.values()) + 1e-4)
+        lambda i: (
+            0.0
+            if baseline and GROUP[i] in FLAT
+            else (value[i] - mean) / (stdev(value.values()) + 1e-4)
+        )
     )
     same(reinforce_pp(tensor(REWARD), rollout(), baseline=baseline, weigh="rows"), wanted)
 
@@ -227,11 +248,14 @@ def test_reinforce_pp_of_equal_or_nearly_equal_rewards(value):
     tokens = [near[0], near[1], near[1], near[2], near[2], near[2]]
     scale = math.sqrt(stdev(tokens) ** 2 + 1e-8)
     wanted = [(x - fmean(tokens)) / scale for x in near[:3]]
-    same(reinforce_pp(tensor(near), rollout([0, 0, 1, 1], [1, 2, 3, 4])), [*wanted, None], atol=1e-9)
+    same(
+        reinforce_pp(tensor(near), rollout([0, 0, 1, 1], [1, 2, 3, 4])), [*wanted, None], atol=1e-9
+    )
 
 
 def test_reinforce_pp_of_few_tokens():
-    """The mean over tokens is that of the only one, whatever answers without tokens earned; none at all is harmless."""
+    """The mean over tokens is that of the only one, whatever answers without tokens earned; none at
+    all is harmless."""
     computed = reinforce_pp(tensor([1.0, 2.0]), rollout([0, 0], [1, 0]))
     assert computed[0] == 0 and computed.isfinite().all()
     assert reinforce_pp(tensor([1.0, 2.0]), rollout([0, 0], [0, 0])).isfinite().all()
@@ -255,14 +279,18 @@ def test_opo_takes_off_the_mean_over_tokens():
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 @pytest.mark.parametrize("count", ["groups", "rewards"])
 def test_gpg_scales_by_the_share_that_teaches(count, scale):
-    reward = [0.0 if i in (0, 3, 7, 11) else x for i, x in enumerate(REWARD)]  # the flat group earns nothing
+    # the flat group earns nothing
+    reward = [0.0 if i in (0, 3, 7, 11) else x for i, x in enumerate(REWARD)]
     teach = [i for i in PRESENT if (GROUP[i] not in FLAT if count == "groups" else reward[i] != 0)]
     alpha = len(PRESENT) / len(teach)
     same(
         gpg(tensor(reward), rollout(), scale=scale, count=count),
         rows(lambda i: alpha * (reward[i] - fmean(group_rewards(i, reward))) / scale),
     )
-    same(gpg(tensor(reward), rollout()), gpg(tensor(reward), rollout(), scale=1.0, count="groups")[:, 0].tolist())
+    same(
+        gpg(tensor(reward), rollout()),
+        gpg(tensor(reward), rollout(), scale=1.0, count="groups")[:, 0].tolist(),
+    )
     assert gpg(torch.zeros(3), rollout([0, 0, 1], [1, 1, 1]), count=count).abs().max() == 0
     single = gpg(tensor([0.0, 1.0]), rollout([0, 0], [1, 1]), count=count)
     same(single, [-0.5, 0.5] if count == "groups" else [-1.0, 1.0])
@@ -274,7 +302,9 @@ def test_gpg_scales_by_the_share_that_teaches(count, scale):
 @pytest.mark.parametrize("eps", [None, 0.25])
 def test_only_the_best_answer_of_pass_at_k(eps):
     def lead(i):
-        order = sorted((j for j in PRESENT if GROUP[j] == GROUP[i]), key=lambda j: (-REWARD[j], NAME[j]))
+        order = sorted(
+            (j for j in PRESENT if GROUP[j] == GROUP[i]), key=lambda j: (-REWARD[j], NAME[j])
+        )
         if i != order[0] or len(order) < 2:
             return 0.0
         return (REWARD[i] - REWARD[order[1]]) / (stdev(group_rewards(i)) + (eps or 1e-6))
@@ -298,7 +328,8 @@ def test_ngrpo_adds_answers_with_the_best_reward():
         same(ngrpo(tensor(REWARD), rollout(), **chosen), rows(wanted))
 
 
-# -- on top of another -------------------------------------------------------------------------------------------------
+# -- on top of another
+# -------------------------------------------------------------------------------------------------
 
 
 def test_temporal_is_a_parabola_over_the_places():
@@ -308,22 +339,28 @@ def test_temporal_is_a_parabola_over_the_places():
         for i in PRESENT:
             for t in range(LENGTH[i]):
                 place = 2 * t / max(LENGTH[i] - 1, 1) - 1
-                assert float(computed[i, t]) == pytest.approx(float(base[i]) * (1 + strength * place**2), abs=1e-12)
+                assert float(computed[i, t]) == pytest.approx(
+                    float(base[i]) * (1 + strength * place**2), abs=1e-12
+                )
 
 
 @pytest.mark.parametrize("length", [LENGTH, [5] * 16])
 def test_focused_is_the_spread_of_log_probs_at_a_place(length):
-    logprob = torch.tensor([[math.cos(7 * i + 3 * t) for t in range(5)] for i in range(16)], dtype=torch.float64)
+    logprob = torch.tensor(
+        [[math.cos(7 * i + 3 * t) for t in range(5)] for i in range(16)], dtype=torch.float64
+    )
     batch = rollout(length=length).replace(logprob=logprob)
     base = dr_grpo(tensor(REWARD), batch)[:, 0]
     for chosen, most in (({}, 1.5), ({"most": 3.0}, 3.0)):
         computed = focused(tensor(REWARD), batch, of=dr_grpo, **chosen)
         for g in range(5):
-            members, spread = [i for i in range(16) if GROUP[i] == g], []
+            members = [i for i in range(16) if GROUP[i] == g]
+            spread = []
             for t in range(5):
                 values = [float(logprob[i, t]) for i in members if t < length[i]]
                 spread.append(sum((x - fmean(values)) ** 2 for x in values) / len(members))
-            low, high = min(spread), max(spread)
+            low = min(spread)
+            high = max(spread)
             for i in members:
                 for t in range(5):
                     weight = 1 + (most - 1) * (spread[t] - low) / (high - low + 1e-8)
@@ -332,8 +369,11 @@ def test_focused_is_the_spread_of_log_probs_at_a_place(length):
 
 
 def test_pairs_weigh_by_likeness_and_compare_tasks_apart():
-    likeness, task = [0.25, 0.5, 1.0, 0.0, 0.09, 1.0], ["see", "draw", "count", "draw", "see", "draw"]
-    prompts = [{"text": "x", "similarity": s, "alike": s * s, "task": t} for s, t in zip(likeness, task)]
+    likeness = [0.25, 0.5, 1.0, 0.0, 0.09, 1.0]
+    task = ["see", "draw", "count", "draw", "see", "draw"]
+    prompts = [
+        {"text": "x", "similarity": s, "alike": s * s, "task": t} for s, t in zip(likeness, task)
+    ]
     batch = rollout().replace(prompts=prompts)
     everything = rows(lambda i: likeness[GROUP[i]] * whitened(i, "global"))
 
@@ -347,20 +387,28 @@ def test_pairs_weigh_by_likeness_and_compare_tasks_apart():
     def apart(i):
         over = [REWARD[j] for j in PRESENT if task[GROUP[j]] == task[GROUP[i]]]
         mean = fmean(group_rewards(i))
-        return likeness[GROUP[i]] * (0.0 if GROUP[i] in FLAT else (REWARD[i] - mean) / (stdev(over) + 1e-4))
+        return likeness[GROUP[i]] * (
+            0.0 if GROUP[i] in FLAT else (REWARD[i] - mean) / (stdev(over) + 1e-4)
+        )
 
     same(pairs(tensor(REWARD), batch, of=of, tasks=("draw", "see", "count")), rows(apart))
     with pytest.raises(UserError, match="of task 'see'"):
         pairs(tensor(REWARD), batch, of=of, tasks=("draw", "count"))
     negative = [{**prompt, "similarity": -0.5} for prompt in prompts]
-    same(pairs(tensor(REWARD), batch.replace(prompts=negative), of=of), rows(lambda i: -0.5 * whitened(i, "global")))
+    same(
+        pairs(tensor(REWARD), batch.replace(prompts=negative), of=of),
+        rows(lambda i: -0.5 * whitened(i, "global")),
+    )
     with pytest.raises(UserError, match="must not be negative"):
         pairs(tensor(REWARD), batch.replace(prompts=[negative[0], *prompts[1:]]), of=of, power=2.0)
 
 
 def test_running_moments_over_three_iterations():
     """Decayed mean and mean square, each divided by the decayed count, of every reward apart."""
-    decay, mean, square, count = 0.75, 0.0, 0.0, 0.0
+    decay = 0.75
+    mean = 0.0
+    square = 0.0
+    count = 0.0
     advantage = Running(of="dr_grpo", decay=decay, eps=0.125)
     cut = Running(of="dr_grpo", decay=decay, eps=0.125, limit=0.5)
     for step in range(3):
@@ -377,7 +425,11 @@ def test_running_moments_over_three_iterations():
             atol=1e-10,
         )
         limited = [NAN if math.isnan(x) else min(max(x, -0.5), 0.5) for x in scaled]
-        same(cut(tensor(reward), rollout()), rows(lambda i, x=limited: x[i] - fmean(group_rewards(i, x))), atol=1e-10)
+        same(
+            cut(tensor(reward), rollout()),
+            rows(lambda i, x=limited: x[i] - fmean(group_rewards(i, x))),
+            atol=1e-10,
+        )
     alone = Running(of="dr_grpo", decay=0.0, eps=0.5)
     for reward in ([0.0, 4.0], [1.0, 2.0]):
         same(
@@ -395,13 +447,21 @@ def test_maxmin_takes_the_worst_reward_or_follows():
     mean = {name: weight[name] * fmean([x[i] for i in PRESENT]) for name, x in values.items()}
     assert min(mean, key=mean.get) == "b"
     worst = [weight["b"] * x for x in values["b"]]
-    same(MaxMin(of="dr_grpo")(rewards, rollout()), rows(lambda i: worst[i] - fmean(group_rewards(i, worst))))
+    same(
+        MaxMin(of="dr_grpo")(rewards, rollout()),
+        rows(lambda i: worst[i] - fmean(group_rewards(i, worst))),
+    )
     advantage = MaxMin(of="dr_grpo", rate=0.5)
     for step in (1, 2):
         raw = {name: math.exp(-0.5 * step * mean[name]) for name in mean}
         share = {name: x / sum(raw.values()) for name, x in raw.items()}
-        total = [sum(share[name] * weight[name] * values[name][i] for name in mean) for i in range(16)]
-        same(advantage(rewards, rollout()), rows(lambda i, x=total: x[i] - fmean(group_rewards(i, x))))
+        total = [
+            sum(share[name] * weight[name] * values[name][i] for name in mean) for i in range(16)
+        ]
+        same(
+            advantage(rewards, rollout()),
+            rows(lambda i, x=total: x[i] - fmean(group_rewards(i, x))),
+        )
 
 
 def test_maxmin_bears_large_rewards():
@@ -410,14 +470,21 @@ def test_maxmin_bears_large_rewards():
 
 
 def test_process_rewards_are_normalised_over_the_steps_of_a_group_and_summed_from_behind():
-    """Steps without a reward teach nothing by themselves, but a step is worth what comes from it on."""
-    steps = [[math.cos(5 * i + 2 * t) if t < LENGTH[i] else NAN for t in range(5)] for i in range(16)]
+    """Steps without a reward teach nothing by themselves, but a step is worth what comes from it
+    on."""
+    steps = [
+        [math.cos(5 * i + 2 * t) if t < LENGTH[i] else NAN for t in range(5)] for i in range(16)
+    ]
     for chosen, eps in (({}, 1e-4), ({"eps": 0.5}, 0.5)):
         computed = process(
-            Rewards({"steps": tensor(steps), "end": tensor(REWARD)}, {"steps": 2.0}), rollout(), **chosen
+            Rewards({"steps": tensor(steps), "end": tensor(REWARD)}, {"steps": 2.0}),
+            rollout(),
+            **chosen,
         )
         for i in range(16):
-            each = [2 * steps[j][t] for j in range(16) if GROUP[j] == GROUP[i] for t in range(LENGTH[j])]
+            each = [
+                2 * steps[j][t] for j in range(16) if GROUP[j] == GROUP[i] for t in range(LENGTH[j])
+            ]
             scale = pstdev(each) + eps
             outcome = whitened(i, ddof=0, eps=eps) if i in PRESENT else NAN
             for t in range(5):
@@ -429,12 +496,17 @@ def test_process_rewards_are_normalised_over_the_steps_of_a_group_and_summed_fro
 
 
 def test_process_rewards_alone_and_watched():
-    """Steps without an outcome; a reward of weight 0 of either kind changes nothing; none with a weight is refused."""
+    """Steps without an outcome; a reward of weight 0 of either kind changes nothing; none with a
+    weight is refused."""
     steps = tensor([[1.0, 3.0, NAN], [2.0, 2.0, 6.0], [5.0, NAN, NAN]])
     batch = rollout([0, 0, 1], [2, 3, 1])
     each = [1.0, 3.0, 2.0, 2.0, 6.0]
     scale = pstdev(each) + 1e-4
-    wanted = [[(4 - 5.6) / scale, 0.2 / scale, 0.0], [1.6 / scale, 2.4 / scale, 3.2 / scale], [0.0] * 3]
+    wanted = [
+        [(4 - 5.6) / scale, 0.2 / scale, 0.0],
+        [1.6 / scale, 2.4 / scale, 3.2 / scale],
+        [0.0] * 3,
+    ]
     alone = process(Rewards({"steps": steps}), batch)
     torch.testing.assert_close(alone, tensor(wanted), atol=1e-12, rtol=0)
     watched = Rewards({"steps": steps, "end": tensor([1.0, 2.0, 3.0])}, {"end": 0.0})
@@ -442,7 +514,10 @@ def test_process_rewards_alone_and_watched():
     end = process(Rewards({"steps": steps, "end": tensor([1.0, 2.0, 3.0])}, {"steps": 0.0}), batch)
     same(end, [-0.5 / 0.5001, 0.5 / 0.5001, 0.0])
     with pytest.raises(UserError, match="weight 0"):
-        process(Rewards({"steps": steps, "end": tensor([1.0, 2.0, 3.0])}, {"steps": 0.0, "end": 0.0}), batch)
+        process(
+            Rewards({"steps": steps, "end": tensor([1.0, 2.0, 3.0])}, {"steps": 0.0, "end": 0.0}),
+            batch,
+        )
     with pytest.raises(UserError, match="gives 3 steps for samples of 2 decisions"):
         process(Rewards({"steps": steps}), rollout([0, 0, 1], [2, 2, 1]))
 
@@ -455,9 +530,13 @@ def test_rewards_of_steps_are_compared_step_by_step(name):
     computed = advantage(rewards, rollout())
     for t in range(5):
         column = Rewards({"steps": tensor(steps)[:, t], "end": tensor(REWARD)}, {"steps": 2.0})
-        assert torch.equal(computed[:, t : t + 1].nan_to_num(9.0), advantage(column, rollout()).nan_to_num(9.0))
+        assert torch.equal(
+            computed[:, t : t + 1].nan_to_num(9.0), advantage(column, rollout()).nan_to_num(9.0)
+        )
     watched = advantage(Rewards(rewards, {"steps": 0.0}), rollout())
-    assert torch.equal(watched.nan_to_num(9.0), advantage(tensor(REWARD), rollout()).nan_to_num(9.0))
+    assert torch.equal(
+        watched.nan_to_num(9.0), advantage(tensor(REWARD), rollout()).nan_to_num(9.0)
+    )
     with pytest.raises(UserError, match="gives 5 steps for samples of 4 decisions"):
         advantage(rewards, rollout(length=[min(n, 4) for n in LENGTH]))
 
@@ -483,11 +562,13 @@ def test_ddpo_compares_with_the_buffer_or_with_everything():
     assert resumed.state_dict() == {"rewards": {"prompt 0": [2.0, 3.0, 4.0, 5.0]}}
 
 
-# -- trees -------------------------------------------------------------------------------------------------------------
+# -- trees
+# --------------------------------------------------------------------------------------------------
 
 
 def tree(splits, factor, steps):
-    """One tree, every step stochastic: rows are its leaves, and an edge has the name of its first leaf."""
+    """One tree, every step stochastic: rows are its leaves, and an edge has the name of its first
+    leaf."""
     leaves = factor ** len(splits)
     spans = [leaves // factor ** sum(split <= k for split in splits) for k in range(steps)]
     row = torch.arange(leaves)
@@ -519,15 +600,28 @@ def test_edges_are_compared_with_the_edges_of_their_depth():
         computed = Branch(**chosen)(tensor(LEAVES), tree([0, 1, 3], 2, 5))
         for k, span in enumerate((4, 2, 2, 1, 1)):
             edges = [fmean(LEAVES[i : i + span]) for i in range(0, 8, span)]
-            wanted = [(edges[i // span] - fmean(edges)) / (deviation(edges, ddof) + eps) for i in range(8)]
+            wanted = [
+                (edges[i // span] - fmean(edges)) / (deviation(edges, ddof) + eps) for i in range(8)
+            ]
             torch.testing.assert_close(computed[:, k].double(), tensor(wanted), atol=1e-6, rtol=0)
     kept = vars(Branch())
-    assert (kept["fusion"], kept["alpha"], kept["prune_depth"], kept["prune_width"]) == ("mean", 1.0, (), None)
-    assert (kept["slide_every"], kept["slide_stop"], kept["keep"], kept["iteration"]) == (0, 1, 0.5, 0)
+    assert (kept["fusion"], kept["alpha"], kept["prune_depth"], kept["prune_width"]) == (
+        "mean",
+        1.0,
+        (),
+        None,
+    )
+    assert (kept["slide_every"], kept["slide_stop"], kept["keep"], kept["iteration"]) == (
+        0,
+        1,
+        0.5,
+        0,
+    )
 
 
 def test_a_leaf_with_an_infinite_reward_is_missing():
-    lost, infinite = [NAN, *LEAVES[1:]], [math.inf, *LEAVES[1:]]
+    lost = [NAN, *LEAVES[1:]]
+    infinite = [math.inf, *LEAVES[1:]]
     batch = tree([0, 1, 3], 2, 5)
     wanted = Branch()(tensor(lost), batch)
     assert torch.equal(Branch()(tensor(infinite), batch).nan_to_num(9.0), wanted.nan_to_num(9.0))
@@ -536,12 +630,14 @@ def test_a_leaf_with_an_infinite_reward_is_missing():
 @pytest.mark.parametrize("siblings", [None, False, True])
 def test_a_shared_edge_has_the_mean_advantage_of_its_leaves(siblings):
     """Less the mean of the edge before it, where there is one and siblings are compared."""
-    batch, reward = tree([0, 1, 3], 2, 5), [*LEAVES[:5], NAN, *LEAVES[6:]]
+    batch = tree([0, 1, 3], 2, 5)
+    reward = [*LEAVES[:5], NAN, *LEAVES[6:]]
     present = [i for i in range(8) if i != 5]
     mean = fmean([reward[i] for i in present])
     chosen = {} if siblings is None else {"siblings": siblings}
     computed = shared(tensor(reward), batch, of=dr_grpo, **chosen)
-    spans, above = (4, 2, 2, 1, 1), (None, 4, 4, 2, 2)
+    spans = (4, 2, 2, 1, 1)
+    above = (None, 4, 4, 2, 2)
 
     def edge(i, span):
         leaves = [reward[j] - mean for j in present if j // span == i // span]
@@ -550,18 +646,27 @@ def test_a_shared_edge_has_the_mean_advantage_of_its_leaves(siblings):
     for k in range(5):
         for i in range(8):
             before = edge(i, above[k]) if siblings and above[k] else 0.0
-            assert float(computed[i, k]) == pytest.approx(edge(i, spans[k]) - before, abs=1e-12, nan_ok=True)
+            assert float(computed[i, k]) == pytest.approx(
+                edge(i, spans[k]) - before, abs=1e-12, nan_ok=True
+            )
     plain = rollout([0, 0], [1, 1])
-    assert torch.equal(shared(tensor([1.0, 2.0]), plain, of=dr_grpo), dr_grpo(tensor([1.0, 2.0]), plain))
+    assert torch.equal(
+        shared(tensor([1.0, 2.0]), plain, of=dr_grpo), dr_grpo(tensor([1.0, 2.0]), plain)
+    )
 
 
 @pytest.mark.parametrize("siblings", [False, True])
 def test_shared_edges_of_an_advantage_of_every_step(siblings):
-    """The same edge has another mean at each of its steps; what is taken off is the edge before at its last step."""
+    """The same edge has another mean at each of its steps; what is taken off is the edge before at
+    its last step."""
     batch = tree([0, 1, 3], 2, 5)
     each = [[math.cos(3 * i + 2 * k) for k in range(5)] for i in range(8)]
-    computed = shared(tensor(LEAVES), batch, of=lambda rewards, rollout: tensor(each), siblings=siblings)
-    spans, above = (4, 2, 2, 1, 1), (None, 0, 0, 2, 2)  # of each step: leaves of an edge, last step of the edge before
+    computed = shared(
+        tensor(LEAVES), batch, of=lambda rewards, rollout: tensor(each), siblings=siblings
+    )
+    # of each step: leaves of an edge, last step of the edge before
+    spans = (4, 2, 2, 1, 1)
+    above = (None, 0, 0, 2, 2)
 
     def edge(i, k):
         return fmean([each[j][k] for j in range(8) if j // spans[k] == i // spans[k]])
@@ -573,23 +678,35 @@ def test_shared_edges_of_an_advantage_of_every_step(siblings):
 
 
 def test_pruned_depths_stay_or_slide_to_the_first_edge():
-    batch, every = tree([0, 1, 3], 2, 5), list(range(8))
+    batch = tree([0, 1, 3], 2, 5)
+    every = list(range(8))
 
     def pruned(**chosen):
         advantage = Branch(**chosen)
-        return [[k + 1 for k, rows in enumerate(trained(advantage, batch, LEAVES)) if not rows] for _ in range(5)]
+        return [
+            [k + 1 for k, rows in enumerate(trained(advantage, batch, LEAVES)) if not rows]
+            for _ in range(5)
+        ]
 
     assert pruned(prune_depth=[2]) == [[2]] * 5
     assert pruned(prune_depth=[1], slide_every=1) == [[1]] * 5
     assert pruned(prune_depth=[3], slide_every=1) == [[3], [2], [1], [1], [1]]
-    assert pruned(prune_depth=[3, 5], slide_every=2, slide_stop=2) == [[3, 5], [3, 5], [2, 4], [2, 4], [2, 4]]
+    assert pruned(prune_depth=[3, 5], slide_every=2, slide_stop=2) == [
+        [3, 5],
+        [3, 5],
+        [2, 4],
+        [2, 4],
+        [2, 4],
+    ]
     assert pruned(prune_depth=[5, 6]) == [[5]] * 5  # there is no sixth edge
     assert trained(Branch(), batch, LEAVES) == [every] * 5
 
 
 def test_pruned_width_begins_behind_the_last_split():
-    """Of the leaves 0 to 7 in pairs the better one; or of all the best and the worst, the odd one among the worst."""
-    batch, every = tree([0, 1, 3], 2, 5), list(range(8))
+    """Of the leaves 0 to 7 in pairs the better one; or of all the best and the worst, the odd one
+    among the worst."""
+    batch = tree([0, 1, 3], 2, 5)
+    every = list(range(8))
     assert trained(Branch(prune_width="siblings"), batch, LEAVES) == [every] * 4 + [[1, 2, 4, 7]]
     ends = trained(Branch(prune_width="extremes"), batch, LEAVES)
     assert ends == [every] * 4 + [[0, 2, 4, 5]]  # 0.9 and 0.8, 0.1 and 0.2
@@ -604,24 +721,33 @@ def test_pruned_width_begins_behind_the_last_split():
 
 
 def test_pruned_width_of_wide_splits_and_of_one_split():
-    wide, every = tree([0, 1], 4, 3), list(range(16))
+    wide = tree([0, 1], 4, 3)
+    every = list(range(16))
     reward = LEAVES + [x + 0.05 for x in LEAVES]
     best_two = [1, 2, 4, 7, 9, 10, 12, 15]  # of each four
     assert trained(Branch(prune_width="siblings"), wide, reward) == [every, every, best_two]
     best = [2, 4, 10, 12]
     assert trained(Branch(prune_width="siblings", keep=0.2), wide, reward) == [every, every, best]
     once = tree([0], 4, 3)  # all part at the first step: behind it the better half
-    assert trained(Branch(prune_width="siblings"), once, LEAVES[:4]) == [[0, 1, 2, 3], [1, 2], [1, 2]]
+    assert trained(Branch(prune_width="siblings"), once, LEAVES[:4]) == [
+        [0, 1, 2, 3],
+        [1, 2],
+        [1, 2],
+    ]
 
 
-# -- for the log -------------------------------------------------------------------------------------------------------
+# -- for the log
+# --------------------------------------------------------------------------------------------------
 
 
 def test_statistics_of_the_batch():
     rewards = Rewards({"a": tensor(REWARD), "b": tensor(OTHER)}, {"b": 0.5})
     total = {i: REWARD[i] + 0.5 * OTHER[i] for i in PRESENT}
     computed = statistics(rewards, rollout())
-    inside = [(total[i] - fmean([total[j] for j in PRESENT if GROUP[j] == GROUP[i]])) ** 2 for i in PRESENT]
+    inside = [
+        (total[i] - fmean([total[j] for j in PRESENT if GROUP[j] == GROUP[i]])) ** 2
+        for i in PRESENT
+    ]
     wanted = {
         "reward/mean": fmean(total.values()),
         "reward/std": pstdev(total.values()),
@@ -648,7 +774,10 @@ def test_statistics_of_rewards_of_steps_are_those_of_their_means():
     steps = tensor([[1.0, 3.0, NAN], [2.0, 2.0, 6.0], [5.0, NAN, NAN]])
     batch = rollout([0, 0, 1], [2, 3, 1])
     plain = statistics({"a": tensor([2.0, 10 / 3, 5.0])}, batch)
-    assert statistics(Rewards({"a": steps}), batch) == pytest.approx(plain) and plain["reward/mean"] == 31 / 9
+    assert (
+        statistics(Rewards({"a": steps}), batch) == pytest.approx(plain)
+        and plain["reward/mean"] == 31 / 9
+    )
     prompts = [{"text": "x", "entry": 3}, {"text": "y", "entry": 4}]
     computed = outcomes(Rewards({"a": steps}), batch.replace(prompts=prompts))
     assert [(outcome.entry, outcome.flat) for outcome in computed] == [(3, False), (4, True)]
@@ -660,7 +789,7 @@ def test_outcomes_of_prompts_with_an_entry():
     computed = outcomes(Rewards({"a": tensor(REWARD)}), rollout().replace(prompts=prompts))
     assert [outcome.entry for outcome in computed] == [0, 20, 30, 40, 50]
     means = [fmean([REWARD[i] for i in PRESENT if GROUP[i] == g]) for g in (0, 2, 3, 4)]
-    assert [outcome.mean for outcome in computed[:4]] == pytest.approx(means, abs=1e-12) and math.isnan(
-        computed[4].mean
-    )
+    assert [outcome.mean for outcome in computed[:4]] == pytest.approx(
+        means, abs=1e-12
+    ) and math.isnan(computed[4].mean)
     assert [outcome.flat for outcome in computed[:4]] == [False, True, False, True]

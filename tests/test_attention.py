@@ -1,4 +1,5 @@
-"""Attention backends and compiled blocks of diffusers' networks, without the hardware that most of them need."""
+"""Attention backends and compiled blocks of diffusers' networks, without the hardware that most of
+them need."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def definition(q, k, v, attn_bias=None, p=0.0, scale=None, op=None):
 
 @pytest.fixture
 def xformers(monkeypatch):
-    """What stands for xformers: diffusers' own attention by its definition, which runs everywhere."""
+    """What stands for xformers: diffusers' own attention by its definition, which runs
+    everywhere."""
     ops = SimpleNamespace(memory_efficient_attention=definition)
     monkeypatch.setattr(attention_processor, "xformers", SimpleNamespace(ops=ops))
     monkeypatch.setitem(kernels.BACKENDS, "xformers", "_native_math")
@@ -39,10 +41,13 @@ def backends(net):
 
 @pytest.mark.parametrize("case", ["flux", "wan-two"])
 def test_a_backend_reaches_every_layer_behind_the_dispatcher_and_no_other_model(case, xformers):
-    policy, other = make(case), make(case)
+    policy = make(case)
+    other = make(case)
     before = _AttentionBackendRegistry.get_active_backend()
     kernels.use(policy.net, "xformers")
-    assert backends(policy.net) == {AttentionBackendName._NATIVE_MATH} and backends(other.net) == {None}
+    assert backends(policy.net) == {AttentionBackendName._NATIVE_MATH} and backends(other.net) == {
+        None
+    }
     assert _AttentionBackendRegistry.get_active_backend() == before
     kernels.use(policy.net, "sdpa")
     assert backends(policy.net) == {AttentionBackendName.NATIVE}
@@ -71,12 +76,18 @@ def test_the_first_step_is_on_policy_with_a_backend_chosen_by_name(case, xformer
     monkeypatch.setattr(AttentionChoice, "_chosen", lambda *_: "xformers")
     policy.attending.wanted = "xformers"
     metrics = trainer_of(policy).iterate()
-    assert policy.attending.used == "xformers" and metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
+    assert (
+        policy.attending.used == "xformers"
+        and metrics["ratio/max_deviation"] == 0.0
+        and metrics["grad_norm"] > 0
+    )
 
 
 @pytest.mark.parametrize(("name", "package"), [("xformers", "xformers"), ("flash", "flash-attn")])
 def test_a_backend_that_cannot_run_here_is_refused_with_the_remedy(name, package, monkeypatch):
-    with pytest.raises(UserError, match=f"attention = {name} needs a CUDA device.*use auto or sdpa"):
+    with pytest.raises(
+        UserError, match=f"attention = {name} needs a CUDA device.*use auto or sdpa"
+    ):
         make("flux", attention=name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(kernels, "version", lambda _: None)
@@ -92,12 +103,16 @@ def test_networks_without_a_fitting_layer_say_so(monkeypatch):
     monkeypatch.setattr(AttentionChoice, "_chosen", lambda self, *_: self.wanted)
     policy = make("sd")
     policy.attending.wanted = "flash"
-    with pytest.raises(UserError, match="UNet2DConditionModel has no attention layer that can use it"):
+    with pytest.raises(
+        UserError, match="UNet2DConditionModel has no attention layer that can use it"
+    ):
         policy.attending.settle(lambda: None)
     assert kernels.able(policy.net, "xformers") and not kernels.able(policy.net, "flash")
 
 
-def test_a_backend_that_fails_on_the_network_is_refused_by_name_and_passed_over_by_auto(monkeypatch):
+def test_a_backend_that_fails_on_the_network_is_refused_by_name_and_passed_over_by_auto(
+    monkeypatch,
+):
     def broken():
         raise ValueError("no kernel for this\nand more")
 
@@ -105,15 +120,22 @@ def test_a_backend_that_fails_on_the_network_is_refused_by_name_and_passed_over_
     monkeypatch.setitem(kernels.BACKENDS, "xformers", "_native_math")
     policy = make("flux")
     policy.attending.wanted = "xformers"
-    with pytest.raises(UserError, match="cannot run this model in this precision: no kernel for this; use auto"):
+    with pytest.raises(
+        UserError, match="cannot run this model in this precision: no kernel for this; use auto"
+    ):
         policy.attending.settle(broken)
     assert kernels._seconds(broken) == float("inf")
 
 
-@pytest.mark.parametrize(("xformers_ms", "chosen"), [(0.9, "xformers"), (1.01, "xformers"), (1.2, "sdpa")])
-def test_auto_takes_xformers_where_it_is_no_slower_and_measures_once(xformers_ms, chosen, xformers, monkeypatch):
+@pytest.mark.parametrize(
+    ("xformers_ms", "chosen"), [(0.9, "xformers"), (1.01, "xformers"), (1.2, "sdpa")]
+)
+def test_auto_takes_xformers_where_it_is_no_slower_and_measures_once(
+    xformers_ms, chosen, xformers, monkeypatch
+):
     monkeypatch.setattr(kernels, "_measured", {})
-    asked, times = [], {AttentionBackendName._NATIVE_MATH: xformers_ms, AttentionBackendName.NATIVE: 1.0}
+    asked = []
+    times = {AttentionBackendName._NATIVE_MATH: xformers_ms, AttentionBackendName.NATIVE: 1.0}
 
     def seconds(trial):
         asked.append(trial)
@@ -121,10 +143,12 @@ def test_auto_takes_xformers_where_it_is_no_slower_and_measures_once(xformers_ms
 
     monkeypatch.setattr(kernels, "_seconds", seconds)
     for i in range(2):
-        choice, notes = AttentionChoice(make("flux").net, "auto"), []
+        choice = AttentionChoice(make("flux").net, "auto")
+        notes = []
         found = choice._measure(torch.float32, lambda: None, notes)
         assert found == chosen and len(asked) == 2 and len(notes) == (i == 0)
-    assert AttentionChoice(make("flux").net, "auto").settle(lambda: None) == []  # on a CPU there is nothing to try
+    # on a CPU there is nothing to try
+    assert AttentionChoice(make("flux").net, "auto").settle(lambda: None) == []
 
 
 def compiled(backend="eager", **options):
@@ -133,11 +157,16 @@ def compiled(backend="eager", **options):
 
 
 def test_compiled_blocks_sample_and_train_as_plain_ones():
-    """Sampling records gradients too: a graph that does not may round in another way than one that does."""
+    """Sampling records gradients too: a graph that does not may round in another way than one that
+    does."""
     options = {"guidance": 2.0, "lora": 2, "steps": 2}
     make("flux")  # built now: that draws from the generator which adapters begin with
-    plain, quick, seen = make("flux", **options), compiled("aot_eager", **options), []
-    assert quick.compiled and sum(m._compiled_call_impl is not None for m in quick.net.modules()) == 2
+    plain = make("flux", **options)
+    quick = compiled("aot_eager", **options)
+    seen = []
+    assert (
+        quick.compiled and sum(m._compiled_call_impl is not None for m in quick.net.modules()) == 2
+    )
     quick.net.x_embedder.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
     runs = []
     for policy in (plain, quick):
@@ -150,14 +179,21 @@ def test_compiled_blocks_sample_and_train_as_plain_ones():
 
 
 def test_a_compiler_that_is_not_there_is_the_users_to_mend(monkeypatch):
-    with pytest.raises(UserError, match="policy option compile: no backend 'no_such_backend'; there are .*inductor"):
+    with pytest.raises(
+        UserError, match="policy option compile: no backend 'no_such_backend'; there are .*inductor"
+    ):
         compiled("no_such_backend")
     policy = make("flux")
     policy.compiled = True
 
     def broken(*_):
-        raise torch._dynamo.exc.BackendCompilerFailed(lambda: None, RuntimeError("no C++ compiler"), None)
+        raise torch._dynamo.exc.BackendCompilerFailed(
+            lambda: None, RuntimeError("no C++ compiler"), None
+        )
 
     monkeypatch.setattr(policy, "velocity", broken)
-    with torch.no_grad(), pytest.raises(UserError, match="cannot build this model's kernels here.*or leave it out"):
+    with (
+        torch.no_grad(),
+        pytest.raises(UserError, match="cannot build this model's kernels here.*or leave it out"),
+    ):
         policy.rollout(PROMPTS, 1, Rng.of("same"))

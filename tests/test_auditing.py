@@ -1,4 +1,5 @@
-"""`mmrl check-reward`: right answers win, tricks are caught, offending rows are named, the exit status tells."""
+"""`mmrl check-reward`: right answers win, tricks are caught, offending rows are named, the exit
+status tells."""
 
 from __future__ import annotations
 
@@ -32,7 +33,11 @@ from rewards.card import card
 @card(media="text", low=0, high=1)
 def published_classification(texts, prompts):
     """Visual-RFT's: part of one another."""
-    clean = lambda s: str(s).replace("<answer>", "").replace("</answer>", "").lower().replace(" ", "")
+
+    def clean(text):
+        bare = str(text).replace("<answer>", "").replace("</answer>", "")
+        return bare.lower().replace(" ", "")
+
     pairs = [(clean(t), clean(p["answer"])) for t, p in zip(texts, prompts)]
     return torch.tensor([float(a in b or b in a) for a, b in pairs])
 
@@ -69,7 +74,9 @@ def check(reward: str, rows: str = "rows.jsonl") -> tuple[int, str]:
 
 @pytest.mark.parametrize("name", sorted(SMALLEST))
 def test_every_reward_of_ours_passes_on_good_data(name):
-    found = audit_one(Subject(name, REWARDS.build(name, **SMALLEST[name][0]), prompts_of(name)), "text")
+    found = audit_one(
+        Subject(name, REWARDS.build(name, **SMALLEST[name][0]), prompts_of(name)), "text"
+    )
     assert found.passed, [(line.probe, line.offences) for line in found.lines if line.offences]
     probes = [line.probe for line in found.lines]
     assert {"right answer", "empty", "echo of the prompt", "all of them"} <= set(probes)
@@ -78,16 +85,32 @@ def test_every_reward_of_ours_passes_on_good_data(name):
 
 
 VARIANTS = [
-    ("grounding", {"overlap": "giou"}), ("grounding", {"threshold": 0.5}), ("referring", {"overlap": "giou"}),
-    ("detection", {"measure": "f1"}), ("detection", {"measure": "map"}), ("detection", {"measure": "ap"}),
-    ("point", {"form": "gaussian"}), ("point", {"form": "distance"}), ("gui", {"type_weight": 0.2, "form": "gaussian"}),
-    ("count", {"fuzzy": False}), ("choice", {"partial": "none"}), ("choice", {"partial": "jaccard"}),
-    ("transcription", {"unit": "word"}), ("chart", {"partial": True}), ("answer", {"tolerance": 0.1}),
-    ("temporal", {"form": "hull"}), ("video_qa", {"gated": True}), ("key_steps", {"ordered": True}),
-    ("key_steps", {"sections": ["Look", "Think"]}), ("svg", {"measure": "ssim", "size": 64}),
-    ("svg", {"measure": "mse", "size": 64}), ("svg", {"measure": "standardised", "size": 64}),
-    ("format", {"form": "answer", "json": True}), ("format", {"form": "boxed"}), ("repetition", {"n": 2}),
-]  # fmt: skip
+    ("grounding", {"overlap": "giou"}),
+    ("grounding", {"threshold": 0.5}),
+    ("referring", {"overlap": "giou"}),
+    ("detection", {"measure": "f1"}),
+    ("detection", {"measure": "map"}),
+    ("detection", {"measure": "ap"}),
+    ("point", {"form": "gaussian"}),
+    ("point", {"form": "distance"}),
+    ("gui", {"type_weight": 0.2, "form": "gaussian"}),
+    ("count", {"fuzzy": False}),
+    ("choice", {"partial": "none"}),
+    ("choice", {"partial": "jaccard"}),
+    ("transcription", {"unit": "word"}),
+    ("chart", {"partial": True}),
+    ("answer", {"tolerance": 0.1}),
+    ("temporal", {"form": "hull"}),
+    ("video_qa", {"gated": True}),
+    ("key_steps", {"ordered": True}),
+    ("key_steps", {"sections": ["Look", "Think"]}),
+    ("svg", {"measure": "ssim", "size": 64}),
+    ("svg", {"measure": "mse", "size": 64}),
+    ("svg", {"measure": "standardised", "size": 64}),
+    ("format", {"form": "answer", "json": True}),
+    ("format", {"form": "boxed"}),
+    ("repetition", {"n": 2}),
+]
 PUBLISHED = {
     ("confidence", "form", "visual_rft"): "a wrong box of zero confidence",
     ("referring", "form", "vlm_r1"): "right answer in other coordinate spaces",
@@ -98,14 +121,20 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name, options", VARIANTS, ids=str)
 def test_other_options_pass_too(name, options):
-    prompts = prompts_of(name)[:1] if (name, options) == ("temporal", {"form": "hull"}) else prompts_of(name)
+    prompts = (
+        prompts_of(name)[:1]
+        if (name, options) == ("temporal", {"form": "hull"})
+        else prompts_of(name)
+    )
     found = audit_one(Subject(name, REWARDS.build(name, **options), prompts), "text")
     assert found.passed, [(line.probe, line.offences) for line in found.lines if line.offences]
 
 
 @pytest.mark.parametrize("name, option, value", PUBLISHED)
 def test_what_is_wrong_with_published_forms_is_found(name, option, value):
-    found = audit_one(Subject(name, REWARDS.build(name, **{option: value}), prompts_of(name)), "text")
+    found = audit_one(
+        Subject(name, REWARDS.build(name, **{option: value}), prompts_of(name)), "text"
+    )
     assert PUBLISHED[name, option, value] in [line.probe for line in found.lines if line.offences]
 
 
@@ -119,7 +148,12 @@ def test_a_broken_row_is_named_with_file_and_line(folder):
     rows = [*ROWS, {**ROWS[1], "boxes": [[9, 9, 1, 1]]}]
     (folder / "rows.jsonl").write_text("\n\n".join(json.dumps(row) for row in rows))
     code, said = check("grounding: 1.0")
-    assert code == 1 and "rows.jsonl:7: data:" in said and "not x0 < x1" in said and "failed: grounding" in said
+    assert (
+        code == 1
+        and "rows.jsonl:7: data:" in said
+        and "not x0 < x1" in said
+        and "failed: grounding" in said
+    )
 
 
 def test_a_row_of_the_vision_data_is_named_with_file_and_line(folder):
@@ -164,6 +198,8 @@ def test_a_reward_that_is_not_deterministic_is_found():
             self.calls += 1
             return [1.0 if self.calls == 1 else 0.9 for _ in texts]
 
-    found = audit_one(Subject("moody", Moody(), [{"text": "a", "answer": 1}, {"text": "b", "answer": 2}]), "text")
+    found = audit_one(
+        Subject("moody", Moody(), [{"text": "a", "answer": 1}, {"text": "b", "answer": 2}]), "text"
+    )
     broken = {line.probe for line in found.lines if line.offences}
     assert "right answer, one by one" in broken and not math.isnan(found.lines[1].scores[0])

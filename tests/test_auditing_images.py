@@ -36,9 +36,15 @@ def test_an_honest_reward_passes():
     found, failed = broken(template)
     assert found.passed and not failed
     assert [line.probe for line in found.lines] == [
-        "real picture", "real picture, one by one", "noise", "blank", "another prompt", "duplicates",
-        "JPEG, quality 90", "all of them",
-    ]  # fmt: skip
+        "real picture",
+        "real picture, one by one",
+        "noise",
+        "blank",
+        "another prompt",
+        "duplicates",
+        "JPEG, quality 90",
+        "all of them",
+    ]
 
 
 @card(media="image")
@@ -90,11 +96,17 @@ def test_rewards_of_videos_see_moving_clips_and_groups_are_refused():
     @card(media="video", low=0)
     def jump(media, prompts):
         assert media.shape[1:] == (8, 3, 32, 32)
-        return media[:, 0].flatten(1).std(1) + (media[:, 1:] - media[:, :-1]).abs().flatten(1).mean(1)
+        return media[:, 0].flatten(1).std(1) + (media[:, 1:] - media[:, :-1]).abs().flatten(1).mean(
+            1
+        )
 
     found = audit_one(Subject("mine", jump, list(PROMPTS)), "video")
-    assert found.passed and any(line.probe == "noise" and "wants motion" in line.rule for line in found.lines)
-    brightness_of_groups = card(media="image", of="group")(lambda media, prompts: media.flatten(1).mean(1))
+    assert found.passed and any(
+        line.probe == "noise" and "wants motion" in line.rule for line in found.lines
+    )
+    brightness_of_groups = card(media="image", of="group")(
+        lambda media, prompts: media.flatten(1).mean(1)
+    )
     with pytest.raises(UserError, match="compares whole groups"):
         audit_one(Subject("mine", brightness_of_groups, list(PROMPTS)), "image")
     assert Card().of == "sample"
@@ -110,13 +122,20 @@ def test_the_command_on_pictures_of_the_user(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lines = []
     for i, picture in enumerate(pictures(4, 24, 24)):
-        Image.fromarray((picture * 255).byte().permute(1, 2, 0).contiguous().numpy()).save(f"{i}.png")
+        Image.fromarray((picture * 255).byte().permute(1, 2, 0).contiguous().numpy()).save(
+            f"{i}.png"
+        )
         lines.append(json.dumps({"text": f"thing {i}", "image": f"{i}.png"}))
     (tmp_path / "things.jsonl").write_text("\n".join(lines) + "\n")
-    body = "data: {prompts: {path: things.jsonl, held_out: 0.0}}\nreward: {jpeg_incompressibility: 1.0}\n"
+    body = (
+        "data: {prompts: {path: things.jsonl, held_out: 0.0}}\nreward: "
+        "{jpeg_incompressibility: 1.0}\n"
+    )
     (tmp_path / "check.yaml").write_text(body)
     found = CliRunner().invoke(app, ["check-reward", "check.yaml"])
-    assert found.exit_code == 1 and "FAIL" in found.output and "things.jsonl:1" in found.output, found.output
+    assert found.exit_code == 1 and "FAIL" in found.output and "things.jsonl:1" in found.output, (
+        found.output
+    )
     (tmp_path / "things.jsonl").write_text('{"text": "bare"}\n{"text": "bare too"}\n')
     found = CliRunner().invoke(app, ["check-reward", "check.yaml"])
     assert found.exit_code != 0 and "needs a real picture" in str(found.exception)
@@ -127,7 +146,10 @@ def test_rewards_of_motion_and_of_steadiness_pass_and_say_what_they_are(name):
     found, failed = broken_video(REWARDS.build(name), PROMPTS[:6])
     assert not failed, found
     said = {line.probe for line in found.lines if "not of a reward that wants" in line.rule}
-    other = {"motion_amount": {"noise", "frames out of order"}, "motion_smoothness": {"blank", "still"}}[name]
+    other = {
+        "motion_amount": {"noise", "frames out of order"},
+        "motion_smoothness": {"blank", "still"},
+    }[name]
     assert said and said <= other
 
 

@@ -1,4 +1,5 @@
-"""Optimizer steps, passes and the mean of the loss, each against the loop that its docstring describes."""
+"""Optimizer steps, passes and the mean of the loss, each against the loop that its docstring
+describes."""
 
 import pytest
 import torch
@@ -12,12 +13,16 @@ MASK = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 1], [1, 1, 1], [0, 0, 0]], dty
 
 
 def points():
-    """The five rows of MASK in two points: the first two decisions, then the last and one that is none."""
+    """The five rows of MASK in two points: the first two decisions, then the last and one that is
+    none."""
     row = torch.arange(5)
     last = torch.stack([MASK[:, 2], torch.zeros(5, dtype=torch.bool)], 1)
     length = MASK.sum(1)
     each = {"group": torch.tensor([1, 0, 1, 0, 1]), "row": row, "length": length}
-    return [Point(state=row + 10, mask=MASK[:, :2], **each), Point(state=row + 20, mask=last, **each)]
+    return [
+        Point(state=row + 10, mask=MASK[:, :2], **each),
+        Point(state=row + 20, mask=last, **each),
+    ]
 
 
 def rows(prompts=6, copies=8):
@@ -34,7 +39,9 @@ def test_every_step_has_equally_many_rows_of_every_prompt(size):
 
 
 def test_every_copy_of_a_prompt_comes_first_equally_often_and_so_does_every_prompt():
-    count, first, prompt = 300, torch.zeros(3), torch.zeros(2)
+    count = 300
+    first = torch.zeros(3)
+    prompt = torch.zeros(2)
     for epoch in range(count):
         row = next(batches(rows(2, 3), 3, 6, 1, Rng.of("order", epoch))).row
         first[row % 3] += 1
@@ -44,8 +51,12 @@ def test_every_copy_of_a_prompt_comes_first_equally_often_and_so_does_every_prom
 
 def test_whole_groups_are_dealt_in_turn():
     """Six prompts, two to a step: step k has prompts k and k + 3, with all their copies."""
-    computed = [part.row.tolist() for part in batches(rows(), 8, 48, 16, Rng.of(0), whole_groups=True)]
-    assert computed == [[*range(8 * k, 8 * k + 8), *range(8 * k + 24, 8 * k + 32)] for k in range(3)]
+    computed = [
+        part.row.tolist() for part in batches(rows(), 8, 48, 16, Rng.of(0), whole_groups=True)
+    ]
+    assert computed == [
+        [*range(8 * k, 8 * k + 8), *range(8 * k + 24, 8 * k + 32)] for k in range(3)
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, None])
@@ -65,9 +76,12 @@ def test_nothing_to_train_on_makes_no_pass():
 
 
 def test_adjacent_rows_come_by_prompt_and_long_ones_first():
-    """What counts is where the last decision stands, not how many there are; equal ones keep their order."""
+    """What counts is where the last decision stands, not how many there are; equal ones keep their
+    order."""
     group = torch.tensor([1, 0, 1, 0, 1, 0])
-    mask = torch.tensor([[1, 1, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0], [1, 0, 0], [1, 0, 1]], dtype=torch.bool)
+    mask = torch.tensor(
+        [[1, 1, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0], [1, 0, 0], [1, 0, 1]], dtype=torch.bool
+    )
     point = Point(group=group, row=torch.arange(6), state=torch.arange(6), mask=mask)
     (whole,) = passes([point], None, adjacent=True)
     assert whole.row.tolist() == [5, 1, 3, 2, 0, 4]
@@ -79,23 +93,36 @@ def test_adjacent_rows_come_by_prompt_and_long_ones_first():
 def test_weights_of_decisions_are_those_of_the_definition(reduction, weighed):
     for point, columns in zip(points(), ([0, 1], [2]), strict=True):
         if weighed:
-            point = point.replace(weight=torch.tensor([0.5, 2.0, 3.0, 0.25, 1.0])[:, None].expand(5, 2))
+            point = point.replace(
+                weight=torch.tensor([0.5, 2.0, 3.0, 0.25, 1.0])[:, None].expand(5, 2)
+            )
         computed = loss_weights(point, reduction, 7)
         for b in range(5):
             length = max(int(MASK[b].sum()), 1)
-            share = {"decision": 1.0, "row": 1 / length, "every_row": 1 / length, "constant": 1 / 7, "sum": 1 / 7}
+            share = {
+                "decision": 1.0,
+                "row": 1 / length,
+                "every_row": 1 / length,
+                "constant": 1 / 7,
+                "sum": 1 / 7,
+            }
             for k, column in enumerate(columns):
                 weight = float(point.weight[b, k]) if weighed else 1.0
-                assert float(computed[b, k]) == pytest.approx(MASK[b, column] * weight * share[reduction])
+                assert float(computed[b, k]) == pytest.approx(
+                    MASK[b, column] * weight * share[reduction]
+                )
 
 
 @pytest.mark.parametrize(
-    ("reduction", "wanted"), [("decision", 7), ("row", 3), ("every_row", 5), ("constant", 5), ("sum", 5)]
+    ("reduction", "wanted"),
+    [("decision", 7), ("row", 3), ("every_row", 5), ("constant", 5), ("sum", 5)],
 )
 def test_totals_count_decisions_or_rows(reduction, wanted):
     """Seven decisions; three rows of five have one; with ``kept`` four rows stay in training."""
     rollout = rows(1, 5)
     assert loss_total(points(), rollout, reduction).tolist() == pytest.approx([3, wanted])
     rollout = rollout.replace(kept=torch.tensor([True, True, True, True, False]))
-    assert loss_total(points(), rollout, reduction).tolist() == pytest.approx([3, 4 if wanted == 5 else wanted])
+    assert loss_total(points(), rollout, reduction).tolist() == pytest.approx(
+        [3, 4 if wanted == 5 else wanted]
+    )
     assert loss_total([], rollout, reduction).tolist() == [0, 4 if wanted == 5 else 0]

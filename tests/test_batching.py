@@ -20,7 +20,8 @@ def test_a_chunk_needs_a_row():
         chunks(5, 0)
 
 
-# -- peak of live bytes, computed by hand ------------------------------------------------------------------------------
+# -- peak of live bytes, computed by hand
+# ------------------------------------------------------------------------------
 
 
 def two_at_a_time(rows):
@@ -107,7 +108,8 @@ def test_an_error_passes_through_and_leaves_nothing_behind():
     assert peak_bytes(chain) == 8000
 
 
-# -- rows that fit -----------------------------------------------------------------------------------------------------
+# -- rows that fit
+# --------------------------------------------------------------------------------------------------
 
 
 def test_rows_that_fit_by_hand():
@@ -131,7 +133,9 @@ def test_rows_that_cost_nothing():
 
 
 def test_what_fits_stays_within_the_budget():
-    network = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.SiLU(), torch.nn.Conv2d(8, 3, 3))
+    network = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.SiLU(), torch.nn.Conv2d(8, 3, 3)
+    )
 
     def forward(rows):
         with torch.no_grad():
@@ -143,12 +147,15 @@ def test_what_fits_stays_within_the_budget():
     assert peak_bytes(lambda: forward(rows)) <= budget < peak_bytes(lambda: forward(rows + 1))
 
 
-# -- constant width ----------------------------------------------------------------------------------------------------
+# -- constant width
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_rows_left_in_a_chunk_do_not_change_a_bit():
     torch.manual_seed(0)
-    network = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+    network = torch.nn.Sequential(
+        torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)
+    )
     x = torch.randn(16, 64)
     with torch.no_grad():
         whole = network(x)
@@ -164,10 +171,15 @@ def test_the_function_sees_the_width_and_nests_survive():
         assert torch.equal(tree["a"][2:], tree["a"][:1].expand(3, 4))
         return {"sum": tree["a"] + pair[0], "parts": (tree["b"][0], None)}
 
-    a, b = torch.arange(8.0).view(2, 4), torch.arange(2)
+    a = torch.arange(8.0).view(2, 4)
+    b = torch.arange(2)
     result = at_width(fn, 5, {"a": a, "b": [b], "scale": 2.0, "none": None}, (a, b.bool()))
     assert seen == [(5, 5, 5)]
-    assert torch.equal(result["sum"], 2 * a) and torch.equal(result["parts"][0], b) and result["parts"][1] is None
+    assert (
+        torch.equal(result["sum"], 2 * a)
+        and torch.equal(result["parts"][0], b)
+        and result["parts"][1] is None
+    )
 
 
 def test_full_width_passes_untouched():
@@ -180,7 +192,9 @@ def test_gradients_are_those_of_the_real_rows(rows):
     x = torch.randn(rows, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
     wanted = torch.autograd.grad((x @ weight).tanh().square().sum(), [x, weight])
-    found = torch.autograd.grad(at_width(lambda y: (y @ weight).tanh(), 5, x).square().sum(), [x, weight])
+    found = torch.autograd.grad(
+        at_width(lambda y: (y @ weight).tanh(), 5, x).square().sum(), [x, weight]
+    )
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
 

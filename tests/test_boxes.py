@@ -20,7 +20,12 @@ SIDE = st.floats(0.01, 300, allow_nan=False)
 BOX = st.tuples(SIDE, SIDE, SIDE, SIDE).map(lambda v: [v[0], v[1], v[0] + v[2], v[1] + v[3]])
 BOXES = st.lists(BOX, min_size=1, max_size=5)
 SPACES = ["original", "resized", "rel1000", "rel1"]
-SIZES = {"original": (640.0, 333.0), "resized": (476.0, 252.0), "rel1000": (1000.0, 1000.0), "rel1": (1.0, 1.0)}
+SIZES = {
+    "original": (640.0, 333.0),
+    "resized": (476.0, 252.0),
+    "rel1000": (1000.0, 1000.0),
+    "rel1": (1.0, 1.0),
+}
 
 
 def random_boxes(count: int, seed: int) -> np.ndarray:
@@ -33,8 +38,10 @@ def random_boxes(count: int, seed: int) -> np.ndarray:
 def test_iou_and_giou_equal_torchvision(seed):
     from torchvision.ops import box_iou, generalized_box_iou
 
-    a, b = random_boxes(40, seed), random_boxes(30, seed + 10)
-    ours, theirs = torch.from_numpy(a), torch.from_numpy(b)
+    a = random_boxes(40, seed)
+    b = random_boxes(30, seed + 10)
+    ours = torch.from_numpy(a)
+    theirs = torch.from_numpy(b)
     assert np.allclose(geometry.iou(a, b), box_iou(ours, theirs).numpy(), atol=1e-12)
     assert np.allclose(geometry.giou(a, b), generalized_box_iou(ours, theirs).numpy(), atol=1e-12)
 
@@ -42,20 +49,25 @@ def test_iou_and_giou_equal_torchvision(seed):
 def test_iou_equals_pycocotools():
     from pycocotools.mask import iou
 
-    a, b = random_boxes(40, 1), random_boxes(30, 2)
+    a = random_boxes(40, 1)
+    b = random_boxes(30, 2)
     corners = [np.concatenate([x[:, :2], x[:, 2:] - x[:, :2]], 1) for x in (a, b)]
     assert np.allclose(geometry.iou(a, b), iou(*corners, [0] * 30), atol=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_assignment_is_the_best_of_all_and_no_worse_than_greedy(seed):
-    a, b = random_boxes(2 + seed % 4, seed), random_boxes(5 - seed % 3, 100 + seed)
+    a = random_boxes(2 + seed % 4, seed)
+    b = random_boxes(5 - seed % 3, 100 + seed)
     scores = geometry.iou(a, b)
     total = sum(scores[pair] for pair in geometry.assign(scores))
     wide = scores if scores.shape[0] <= scores.shape[1] else scores.T
     ways = itertools.permutations(range(wide.shape[1]), wide.shape[0])
     assert total == pytest.approx(max(sum(wide[i, j] for i, j in enumerate(way)) for way in ways))
-    for greedy in (geometry.take_largest(scores, 1e-12), geometry.take_in_order(scores, list(range(len(a))), 0)):
+    for greedy in (
+        geometry.take_largest(scores, 1e-12),
+        geometry.take_in_order(scores, list(range(len(a))), 0),
+    ):
         assert total >= sum(scores[pair] for pair in greedy) - 1e-12
 
 
@@ -66,7 +78,9 @@ def test_average_precision_equals_coco(seed):
 
     rng = np.random.default_rng(seed)
     right = random_boxes(1 + seed % 5, seed)
-    found = np.concatenate([right + rng.normal(0, 3, right.shape), random_boxes(seed % 4, seed + 50)])
+    found = np.concatenate(
+        [right + rng.normal(0, 3, right.shape), random_boxes(seed % 4, seed + 50)]
+    )
     found[:, 2:] = np.maximum(found[:, 2:], found[:, :2] + 0.5)
     confidence = rng.permutation(len(found)) / len(found)
 
@@ -80,14 +94,20 @@ def test_average_precision_equals_coco(seed):
             "area": size[0] * size[1],
         } | more
 
-    truth, guess = COCO(), COCO()
+    truth = COCO()
+    guess = COCO()
     with contextlib.redirect_stdout(io.StringIO()):
         for coco, rows, scores in ((truth, right, None), (guess, found, confidence)):
-            more = [{"iscrowd": 0} | ({} if scores is None else {"score": float(scores[i])}) for i in range(len(rows))]
+            more = [
+                {"iscrowd": 0} | ({} if scores is None else {"score": float(scores[i])})
+                for i in range(len(rows))
+            ]
             coco.dataset = {
                 "images": [{"id": 1}],
                 "categories": [{"id": 1}],
-                "annotations": [record(i, list(map(float, box)), **more[i]) for i, box in enumerate(rows)],
+                "annotations": [
+                    record(i, list(map(float, box)), **more[i]) for i, box in enumerate(rows)
+                ],
             }
             coco.createIndex()
         judge = COCOeval(truth, guess, "bbox")
@@ -103,30 +123,45 @@ def test_inverted_and_empty_boxes_meet_nothing_and_equal_ones_have_exactly_one()
     box = np.array([[3.0, 4, 9, 8]])
     for bad in ([[9.0, 8, 3, 4]], [[3.0, 4, 3, 8]], [[9.0, 4, 3, 8]]):
         bad = np.array(bad)
-        assert geometry.iou(bad, box) == 0 and geometry.iou(bad, bad) == 0 and geometry.giou(bad, box) == -1
+        assert (
+            geometry.iou(bad, box) == 0
+            and geometry.iou(bad, bad) == 0
+            and geometry.giou(bad, box) == -1
+        )
     for tiny in ([[3.0, 4, 4, 5]], [[0.25, 0.5, 0.250001, 0.500001]], [[0.1, 0.2, 0.7, 0.9]]):
-        assert geometry.iou(np.array(tiny), np.array(tiny)) == 1 == geometry.giou(np.array(tiny), np.array(tiny))
+        assert (
+            geometry.iou(np.array(tiny), np.array(tiny))
+            == 1
+            == geometry.giou(np.array(tiny), np.array(tiny))
+        )
 
 
 def test_the_published_pixel_convention_is_wrong_where_ours_is_right():
-    pixel, relative = np.array([[3.0, 4, 4, 9]]), np.array([[0.1, 0.2, 0.7, 0.9]])
+    pixel = np.array([[3.0, 4, 4, 9]])
+    relative = np.array([[0.1, 0.2, 0.7, 0.9]])
     assert geometry.inclusive_iou(pixel, pixel) == 0 == geometry.inclusive_iou(relative, relative)
-    large, other = np.array([[0.0, 0, 10, 10]]), np.array([[5.0, 0, 15, 10]])
-    assert geometry.inclusive_iou(large, large) == 1 and geometry.inclusive_iou(large, other) == pytest.approx(1 / 3)
+    large = np.array([[0.0, 0, 10, 10]])
+    other = np.array([[5.0, 0, 15, 10]])
+    assert geometry.inclusive_iou(large, large) == 1 and geometry.inclusive_iou(
+        large, other
+    ) == pytest.approx(1 / 3)
 
 
 # ---------------------------------------------------------------- the rewards
 
 
 def said(rows) -> str:
-    return "<answer>" + json.dumps([{"bbox_2d": list(map(float, row))} for row in rows]) + "</answer>"
+    return (
+        "<answer>" + json.dumps([{"bbox_2d": list(map(float, row))} for row in rows]) + "</answer>"
+    )
 
 
 @settings(max_examples=100, deadline=None)
 @given(a=BOXES, b=BOXES, overlap=st.sampled_from(["iou", "giou"]))
 def test_grounding_is_symmetric_and_in_range(a, b, overlap):
     reward = Grounding(overlap)
-    there, back = reward([said(a)], [{"boxes": b}]), reward([said(b)], [{"boxes": a}])
+    there = reward([said(a)], [{"boxes": b}])
+    back = reward([said(b)], [{"boxes": a}])
     assert torch.allclose(there, back) and 0 <= there.item() <= 1 + 1e-6
     assert reward([said(a)], [{"boxes": a}]).item() == pytest.approx(1)
 
@@ -134,20 +169,25 @@ def test_grounding_is_symmetric_and_in_range(a, b, overlap):
 @settings(max_examples=25, deadline=None)
 @given(right=BOXES, found=BOXES, spam=BOXES)
 def test_more_boxes_than_there_are_never_beat_the_best_choice_of_that_many(right, found, spam):
-    reward, everything = Grounding(), found + spam
+    reward = Grounding()
+    everything = found + spam
     if len(everything) <= len(right):
         return
     choices = [said(choice) for choice in itertools.combinations(everything, len(right))]
     best = reward(choices, [{"boxes": right}] * len(choices)).max()
     assert reward([said(everything)], [{"boxes": right}]).item() <= best.item() + 1e-6
-    perfect = [reward([said(right + spam[:n])], [{"boxes": right}]).item() for n in range(len(spam) + 1)]
+    perfect = [
+        reward([said(right + spam[:n])], [{"boxes": right}]).item() for n in range(len(spam) + 1)
+    ]
     assert all(later < earlier for earlier, later in itertools.pairwise(perfect))
 
 
 @pytest.mark.parametrize("truth", SPACES)
 @pytest.mark.parametrize("answer", SPACES)
 @settings(max_examples=15, deadline=None)
-@given(box=st.tuples(*[st.floats(0.001, 0.499)] * 4), other=st.tuples(*[st.floats(0.001, 0.499)] * 4))
+@given(
+    box=st.tuples(*[st.floats(0.001, 0.499)] * 4), other=st.tuples(*[st.floats(0.001, 0.499)] * 4)
+)
 def test_a_box_scores_the_same_in_every_space(truth, answer, box, other):
     def place(one, space):
         x, y, w, h = one
@@ -156,10 +196,14 @@ def test_a_box_scores_the_same_in_every_space(truth, answer, box, other):
 
     view = {"coords": answer, "sizes": [SIZES["original"]], "resized": [SIZES["resized"]]}
     prompt = {"boxes": [place(box, truth)], "space": truth, "view": view}
-    plain = Grounding()([said([place(other, "rel1")])], [{"boxes": [place(box, "rel1")], "space": "rel1"}])
+    plain = Grounding()(
+        [said([place(other, "rel1")])], [{"boxes": [place(box, "rel1")], "space": "rel1"}]
+    )
     assert torch.allclose(Grounding()([said([place(other, answer)])], [prompt]), plain, atol=1e-5)
     assert Grounding()([said([place(box, answer)])], [prompt]).item() == pytest.approx(1, abs=1e-6)
-    assert Grounding()([Grounding().right_answer(prompt)], [prompt]).item() == pytest.approx(1, abs=2e-3)
+    assert Grounding()([Grounding().right_answer(prompt)], [prompt]).item() == pytest.approx(
+        1, abs=2e-3
+    )
 
 
 def test_unknown_sizes_are_the_prompts_fault_and_pil_images_know_theirs():
@@ -167,12 +211,16 @@ def test_unknown_sizes_are_the_prompts_fault_and_pil_images_know_theirs():
 
     prompt = {"boxes": [[10, 20, 30, 40]], "view": {"coords": "rel1000"}}
     assert Grounding()([said([[100, 200, 300, 400]])], [prompt]).isnan().all()
-    known = prompt | {"images": [Image.new("RGB", (50, 50)), Image.new("RGB", (100, 100))], "image_index": 1}
+    known = prompt | {
+        "images": [Image.new("RGB", (50, 50)), Image.new("RGB", (100, 100))],
+        "image_index": 1,
+    }
     assert Grounding()([said([[100, 200, 300, 400]])], [known]).item() == 1
 
 
 @pytest.mark.parametrize(
-    "boxes", [[[3, 2, 1, 4]], [[1, 2, 3]], [["a", 1, 2, 3]], [[0, 0, float("nan"), 1]], [[1, 1, 1, 2]]]
+    "boxes",
+    [[[3, 2, 1, 4]], [[1, 2, 3]], [["a", 1, 2, 3]], [[0, 0, float("nan"), 1]], [[1, 1, 1, 2]]],
 )
 def test_broken_right_boxes_are_nan(boxes):
     assert Grounding()([said([[1, 2, 3, 4]])], [{"boxes": boxes}]).isnan().all()
@@ -185,14 +233,34 @@ def test_both_empty_is_one_and_one_empty_is_zero():
 
 
 def test_statuses_of_boxes():
-    texts = ["[1,2,3,4]", "[3,4,1,2]", "[1,2,1,4]", "[1,2,3,900]", "[[1,2,3,4],[1,2,3,5]]", "?", "<answer>[1,2,3,4]"]
+    texts = [
+        "[1,2,3,4]",
+        "[3,4,1,2]",
+        "[1,2,1,4]",
+        "[1,2,3,900]",
+        "[[1,2,3,4],[1,2,3,5]]",
+        "?",
+        "<answer>[1,2,3,4]",
+    ]
     prompt = {"boxes": [[1, 2, 3, 4]], "width": 100, "height": 100}
-    wanted = ["ok", "inverted", "degenerate", "out_of_range", "wrong_count", "unparseable", "repaired"]
+    wanted = [
+        "ok",
+        "inverted",
+        "degenerate",
+        "out_of_range",
+        "wrong_count",
+        "unparseable",
+        "repaired",
+    ]
     assert Grounding().status(texts, [prompt] * 7) == wanted
 
 
 def test_referring_wants_one_box_and_the_published_form_takes_the_first():
-    prompt, two = {"boxes": [[10, 20, 30, 40]]}, "<answer>[[10,20,30,40],[0,0,5,5]]</answer>"
+    prompt = {"boxes": [[10, 20, 30, 40]]}
+    two = "<answer>[[10,20,30,40],[0,0,5,5]]</answer>"
     assert Referring()([two, "[10,20,30,40]"], [prompt] * 2).tolist() == [0, 1]
     assert Referring(form="vlm_r1")([two, "[10.5,20,30,40]"], [prompt] * 2).tolist() == [1, 0]
-    assert Referring(threshold=0.5)(["[10,20,30,40]", "[10,20,30,29]"], [prompt] * 2).tolist() == [1, 0]
+    assert Referring(threshold=0.5)(["[10,20,30,40]", "[10,20,30,29]"], [prompt] * 2).tolist() == [
+        1,
+        0,
+    ]

@@ -22,7 +22,9 @@ reward: {jpeg_compressibility: 1.0, "judge.py:greenness": 0.5}
 advantage: dance
 objective: {grpo: {clip: 1e-3, kl: 0.01}}
 optimizer: {adamw: {lr: 1e-3}}
-train: {prompts: 2, copies: 4, batch_size: 4, iterations: 2, checkpoint_every: 1, sample_every: 1, evaluate_every: 2}
+train:
+  {prompts: 2, copies: 4, batch_size: 4, iterations: 2, checkpoint_every: 1, sample_every: 1,
+   evaluate_every: 2}
 evaluate: {prompts: 2, copies: 2, guidance: [2.0], reward: {jpeg_incompressibility: 1.0}}
 """
 JUDGE = "def greenness(media, prompts):\n    return media[:, 1].flatten(1).mean(1)\n"
@@ -30,9 +32,14 @@ JUDGE = "def greenness(media, prompts):\n    return media[:, 1].flatten(1).mean(
 
 def mmrl(*words, cwd, check=True, **options):
     done = subprocess.run(
-        [sys.executable, "-m", "mmrl", *map(str, words)], cwd=cwd, capture_output=True, text=True, timeout=1800,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "140"}, **options,
-    )  # fmt: skip
+        [sys.executable, "-m", "mmrl", *map(str, words)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "140"},
+        **options,
+    )
     if check:
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done
@@ -40,12 +47,15 @@ def mmrl(*words, cwd, check=True, **options):
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory):
-    """A user's folder with a configuration, prompts, a reward of their own, and one finished run."""
+    """A user's folder with a configuration, prompts, a reward of their own, and one finished
+    run."""
     locate("world:digits/sd3-test")
     folder = tmp_path_factory.mktemp("desk")
     (folder / "mine.yaml").write_text(CONFIG)
     (folder / "judge.py").write_text(JUDGE)
-    (folder / "prompts.txt").write_text("\n".join(f"a {c} {d}" for c in ("red", "blue") for d in ("one", "two", "six")))
+    (folder / "prompts.txt").write_text(
+        "\n".join(f"a {c} {d}" for c in ("red", "blue") for d in ("one", "two", "six"))
+    )
     mmrl("train", "mine.yaml", "run=first", cwd=folder)
     return folder
 
@@ -68,8 +78,15 @@ def test_a_run_leaves_everything_behind(desk):
     assert [line["iteration"] for line in lines] == [1, 2]
     assert lines[1]["eval/greenness"] > 0 and lines[0]["ratio/max_deviation"] >= 0
     names = {p.relative_to(run).as_posix() for p in run.rglob("*") if p.is_file()}
-    wanted = {"config.yaml", "machine.json", "events.jsonl", "samples/before.png", "samples/after.png",
-              "samples/iter-000001.png", "checkpoints/iteration-000002/weights.safetensors"}  # fmt: skip
+    wanted = {
+        "config.yaml",
+        "machine.json",
+        "events.jsonl",
+        "samples/before.png",
+        "samples/after.png",
+        "samples/iter-000001.png",
+        "checkpoints/iteration-000002/weights.safetensors",
+    }
     assert wanted <= names
     assert yaml.safe_load((run / "config.yaml").read_text())["train"]["iterations"] == 2
 
@@ -80,7 +97,11 @@ def test_evaluate_report_export_and_sample(desk):
     rows = json.loads((desk / "first" / "evaluation.json").read_text())["rows"]
     assert [row["model"] for row in rows] == ["base", "base, guidance 2", "trained"]
     for row in rows:
-        assert set(row["rewards"]) == {"jpeg_compressibility", "greenness", "jpeg_incompressibility"}
+        assert set(row["rewards"]) == {
+            "jpeg_compressibility",
+            "greenness",
+            "jpeg_incompressibility",
+        }
         for found in row["rewards"].values():
             assert found["low"] <= found["mean"] <= found["high"] and found["n"] == 4
     assert "trained" in shown and "greenness" in shown
@@ -89,8 +110,12 @@ def test_evaluate_report_export_and_sample(desk):
     mmrl("export", "first", "--out", "lora", cwd=desk)
     assert (desk / "lora" / "pytorch_lora_weights.safetensors").exists()
     assert "not empty" in refused("export", "first", "--out", "lora", cwd=desk)
-    files = mmrl("sample", "first", "-p", "a red one", "--copies", "2", "--out", "made", cwd=desk).stdout.split()
-    again = mmrl("sample", "mine.yaml", "-p", "a red one", "--copies", "2", "--out", "base", cwd=desk).stdout.split()
+    files = mmrl(
+        "sample", "first", "-p", "a red one", "--copies", "2", "--out", "made", cwd=desk
+    ).stdout.split()
+    again = mmrl(
+        "sample", "mine.yaml", "-p", "a red one", "--copies", "2", "--out", "base", cwd=desk
+    ).stdout.split()
     assert len(files) == 2 and all((desk / f).stat().st_size > 100 for f in [*files, *again])
 
 
@@ -102,7 +127,8 @@ def test_stop_and_resume_equal_a_run_in_one_go(desk):
     for part in ("weights", "optimizer", "snapshot-ref"):
         one, two = ((state / f"{part}.safetensors").read_bytes() for state in states)
         assert one == two
-    first, whole = metrics(desk / "first"), metrics(desk / "whole")
+    first = metrics(desk / "first")
+    whole = metrics(desk / "whole")
     assert [m["reward/mean"] for m in first] == [m["reward/mean"] for m in whole]
 
 
@@ -110,11 +136,23 @@ def test_stop_and_resume_equal_a_run_in_one_go(desk):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_saves_and_says_how_to_go_on(desk, number):
     name = f"stopped-{number}"
-    command = [sys.executable, "-m", "mmrl", "train", "mine.yaml", f"run={name}", "train.iterations=100000"]
+    command = [
+        sys.executable,
+        "-m",
+        "mmrl",
+        "train",
+        "mine.yaml",
+        f"run={name}",
+        "train.iterations=100000",
+    ]
     process = subprocess.Popen(
-        command, cwd=desk, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        command,
+        cwd=desk,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
     log = desk / name / "metrics.jsonl"
     waiting.until(lambda: process.poll() is not None or (log.exists() and "\n" in log.read_text()))
     process.send_signal(number)
@@ -131,7 +169,10 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_taken(desk):
     weights = desk / "torn" / "checkpoints" / "iteration-000002" / "weights.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
     shown = mmrl("train", "--resume", "torn", "train.iterations=3", cwd=desk).stdout
-    assert "iteration-000002 is torn" in shown and "resumed from torn/checkpoints/iteration-000001" in shown
+    assert (
+        "iteration-000002 is torn" in shown
+        and ("resumed from torn/checkpoints/iteration-000001") in shown
+    )
     assert [line["iteration"] for line in metrics(desk / "torn")] == [1, 2, 3]
 
 
@@ -144,7 +185,10 @@ BROKEN = {
     "folder of nothing": (["policy.sd3.path=./judge.py"], "model_index.json"),
     "reward of nobody": (["reward={'judge.py:blueness': 1.0}"], "known: greenness"),
     "window outside": (["policy.sd3.sde={window: {start: 5}}"], "window"),
-    "LoRA nowhere": (["policy.sd3.lora={rank: 2, targets: [nothing]}"], "lora.targets match no module"),
+    "LoRA nowhere": (
+        ["policy.sd3.lora={rank: 2, targets: [nothing]}"],
+        "lora.targets match no module",
+    ),
     "no such override": (["train.iteratons=3"], "did you mean 'iterations'?"),
 }
 
@@ -161,19 +205,27 @@ def test_a_wrong_configuration_is_one_message(desk, case):
 def test_other_mistakes_are_one_message(desk):
     (desk / "broken.txt").write_text("fine\n")
     (desk / "broken.jsonl").write_text('{"text": "fine"}\n{"text": \n')
-    assert "broken.jsonl:2" in refused("train", "mine.yaml", "run=never", "data.path=broken.jsonl", cwd=desk)
+    assert "broken.jsonl:2" in refused(
+        "train", "mine.yaml", "run=never", "data.path=broken.jsonl", cwd=desk
+    )
     assert "already holds a run" in refused("train", "mine.yaml", "run=first", cwd=desk)
     assert "mmrl train --resume" in refused("train", "first", cwd=desk)
     assert "no configuration 'nothing'" in refused("train", "nothing", cwd=desk)
-    assert "is not a run" in refused("report", ".", cwd=desk) or "no run" in refused("report", ".", cwd=desk)
+    assert "is not a run" in refused("report", ".", cwd=desk) or "no run" in refused(
+        "report", ".", cwd=desk
+    )
     assert "has no config.yaml" in refused("train", "--resume", ".", cwd=desk)
     assert "did you mean 'rewards'?" in refused("list", "reward", cwd=desk)
 
 
 @pytest.mark.slow
 def test_a_reward_that_fails_too_often_stops_the_run_with_its_cause(desk):
-    (desk / "judge.py").write_text(JUDGE + "def broken(media, prompts):\n    raise RuntimeError('no such server')\n")
-    message = refused("train", "mine.yaml", "run=failing", "reward={'judge.py:broken': 1.0}", cwd=desk)
+    (desk / "judge.py").write_text(
+        JUDGE + "def broken(media, prompts):\n    raise RuntimeError('no such server')\n"
+    )
+    message = refused(
+        "train", "mine.yaml", "run=failing", "reward={'judge.py:broken': 1.0}", cwd=desk
+    )
     assert "no such server" in message and "judge.py" in message
 
 
@@ -181,8 +233,10 @@ def test_a_reward_that_fails_too_often_stops_the_run_with_its_cause(desk):
 def test_a_failure_in_the_middle_loses_nothing(desk):
     (desk / "flaky.py").write_text(
         "from pathlib import Path\n\ndef flaky(media, prompts):\n    count = Path('calls')\n"
-        "    done = len(count.read_text()) if count.exists() else 0\n    count.write_text('x' * (done + 1))\n"
-        "    assert done < 2 or Path('mended').exists(), 'server gone'\n    return media.flatten(1).mean(1)\n"
+        "    done = len(count.read_text()) if count.exists() else 0\n    "
+        "count.write_text('x' * (done + 1))\n"
+        "    assert done < 2 or Path('mended').exists(), 'server gone'\n    return "
+        "media.flatten(1).mean(1)\n"
     )
     reward = "reward={'flaky.py:flaky': 1.0}"
     sizes = ["train.checkpoint_every=0", "train.evaluate_every=0", "train.iterations=4"]
@@ -206,6 +260,11 @@ def test_list_doctor_and_help(tmp_path):
 
 
 def test_help_imports_nothing_heavy():
-    code = "import sys, mmrl.cli; print([m for m in ('torch', 'diffusers', 'transformers') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    code = (
+        "import sys, mmrl.cli; print([m for m in ('torch', 'diffusers', 'transformers') if m "
+        "in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"

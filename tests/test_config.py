@@ -1,6 +1,5 @@
-"""The constructor's signature is the schema: conversions, mistakes and their places, overrides, arithmetic."""
-
-# ruff: noqa: E501 (tables of whole messages)
+"""The constructor's signature is the schema: conversions, mistakes and their places, overrides,
+arithmetic."""
 
 from __future__ import annotations
 
@@ -16,7 +15,16 @@ from mmrl.config.schema import convert
 from mmrl.config.values import Place
 from mmrl.config.yamltext import read, write
 from mmrl.options import EvaluateOptions, TrainOptions, arithmetic
-from mmrl.registry import ADVANTAGES, DATA, OBJECTIVES, OPTIMIZERS, POLICIES, REWARDS, Registry, UserError
+from mmrl.registry import (
+    ADVANTAGES,
+    DATA,
+    OBJECTIVES,
+    OPTIMIZERS,
+    POLICIES,
+    REWARDS,
+    Registry,
+    UserError,
+)
 
 KERNEL = Registry("kernel")
 THING = Registry("thing")
@@ -48,7 +56,8 @@ class Colour(enum.Enum):
 
 class Base:
     def __init__(self, net: str = "", width: int | None = None):
-        self.net, self.width = net, width
+        self.net = net
+        self.width = width
 
 
 @THING.register("box")
@@ -76,7 +85,9 @@ class Box(Base):
             raise UserError("eta must not be negative")
         if name == "value":
             raise ValueError("this name is taken")
-        self.__dict__.update({k: v for k, v in locals().items() if k not in ("self", "options", "__class__")})
+        self.__dict__.update(
+            {k: v for k, v in locals().items() if k not in ("self", "options", "__class__")}
+        )
 
 
 def box(**options: Any) -> Box:
@@ -95,14 +106,35 @@ def message(call, *args, **kwargs) -> str:
 @pytest.mark.parametrize(
     "option, given, wanted",
     [
-        ("size", 1e3, 1000), ("eta", 3, 3.0), ("name", "8", "8"), ("open", True, True), ("open", "yes", True),
-        ("open", "off", False), ("mode", "bee", "bee"), ("mode", 3, 3), ("clip", 2, 2.0), ("clip", [1, 2.5], (1.0, 2.5)),
-        ("inner", None, None), ("inner", 4, 4), ("inner", {"rank": 2}, Inner(2)), ("width", 7, 7), ("width", None, None),
-        ("inner", {"rank": 2, "again": {"rank": 3, "names": ["a"]}}, Inner(2, None, Inner(3, ["a"]))),
-        ("kernel", "plain", plain), ("table", {"a": [1, 2]}, {"a": [1, 2]}), ("colour", "blue", Colour.blue),
-        ("where", 0.05, 0.05), ("where", "a/b.txt", Path("a/b.txt")), ("guess", 2.5, 2.5), ("guess", 2, 2),
+        ("size", 1e3, 1000),
+        ("eta", 3, 3.0),
+        ("name", "8", "8"),
+        ("open", True, True),
+        ("open", "yes", True),
+        ("open", "off", False),
+        ("mode", "bee", "bee"),
+        ("mode", 3, 3),
+        ("clip", 2, 2.0),
+        ("clip", [1, 2.5], (1.0, 2.5)),
+        ("inner", None, None),
+        ("inner", 4, 4),
+        ("inner", {"rank": 2}, Inner(2)),
+        ("width", 7, 7),
+        ("width", None, None),
+        (
+            "inner",
+            {"rank": 2, "again": {"rank": 3, "names": ["a"]}},
+            Inner(2, None, Inner(3, ["a"])),
+        ),
+        ("kernel", "plain", plain),
+        ("table", {"a": [1, 2]}, {"a": [1, 2]}),
+        ("colour", "blue", Colour.blue),
+        ("where", 0.05, 0.05),
+        ("where", "a/b.txt", Path("a/b.txt")),
+        ("guess", 2.5, 2.5),
+        ("guess", 2, 2),
     ],
-)  # fmt: skip
+)
 def test_an_option_gets_the_type_of_its_annotation(option, given, wanted):
     found = vars(box(**{option: given}))[option]
     assert found == wanted and type(found) is type(wanted)
@@ -130,13 +162,33 @@ def test_an_option_gets_the_type_of_its_annotation(option, given, wanted):
         ("clip", [1, 2, 3], "things.box.clip: expected 2 values, got 3: [1, 2, 3]"),
         ("clip", [1, "x"], "things.box.clip.1: expected a number, got 'x'"),
         ("clip", "wide", "things.box.clip: expected a number or a list, got 'wide'"),
-        ("inner", "many", "expected a mapping of rank, names, again, an integer or null, got 'many'"),
-        ("inner", {"rnk": 2, "rank": 1}, "things.box.inner.rnk: unknown option; did you mean 'rank'? (inner takes: rank"),
+        (
+            "inner",
+            "many",
+            "expected a mapping of rank, names, again, an integer or null, got 'many'",
+        ),
+        (
+            "inner",
+            {"rnk": 2, "rank": 1},
+            "things.box.inner.rnk: unknown option; did you mean 'rank'? (inner takes: rank",
+        ),
         ("inner", {}, "things.box.inner: missing rank, which inner needs"),
-        ("inner", {"rank": 1, "again": {"rank": "x"}}, "things.box.inner.again.rank: expected an integer, got 'x'"),
+        (
+            "inner",
+            {"rank": 1, "again": {"rank": "x"}},
+            "things.box.inner.again.rank: expected an integer, got 'x'",
+        ),
         ("kernel", "scald", "things.box.kernel: unknown kernel 'scald'; did you mean 'scaled'?"),
-        ("kernel", {"scaled": {"by": "x"}}, "things.box.kernel.scaled.by: expected a number, got 'x'"),
-        ("kernel", {"scaled": 3}, "kernel.scaled: expected options, {option: value}, got 3 (scaled takes: by, deep)"),
+        (
+            "kernel",
+            {"scaled": {"by": "x"}},
+            "things.box.kernel.scaled.by: expected a number, got 'x'",
+        ),
+        (
+            "kernel",
+            {"scaled": 3},
+            "kernel.scaled: expected options, {option: value}, got 3 (scaled takes: by, deep)",
+        ),
         ("kernel", {"scaled": {}, "plain": {}}, "expected one kernel, got 2: scaled, plain"),
         ("kernel", 3, "expected a kernel, name or {name: {options}}, got 3"),
         ("kernel", {}, "expected a kernel, name or {name: {options}}, got {}"),
@@ -146,10 +198,14 @@ def test_an_option_gets_the_type_of_its_annotation(option, given, wanted):
         ("colour", "green", "things.box.colour: expected a value 'red' or 'blue', got 'green'"),
         ("guess", "x", "things.box.guess: expected an integer or a number, got 'x'"),
         ("net", "x", "things.box.net: unknown option"),
-        ("siez", 3, "things.box.siez: unknown option; did you mean 'size'? (box takes: size, eta, name"),
+        (
+            "siez",
+            3,
+            "things.box.siez: unknown option; did you mean 'size'? (box takes: size, eta, name",
+        ),
         ("widht", 3, "did you mean 'width'?"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_option_names_its_place_and_what_was_expected(option, given, said):
     assert said in message(box, **{option: given})
 
@@ -169,7 +225,9 @@ def test_a_plug_in_may_be_one_of_several_alternatives():
     kinds = Annotated[Any, KERNEL] | None, list[Annotated[Any, KERNEL]]
     problems: list[str] = []
     assert convert(None, kinds[0], Place(), problems) is None
-    assert [found.entry for found in convert(["plain", {"scaled": {}}], kinds[1], Place(), problems)] == [plain, scaled]
+    assert [
+        found.entry for found in convert(["plain", {"scaled": {}}], kinds[1], Place(), problems)
+    ] == [plain, scaled]
     convert("plian", kinds[0], Place(("kernel",)), problems)
     assert problems == ["kernel: unknown kernel 'plian'; did you mean 'plain'?"]
 
@@ -183,10 +241,13 @@ def test_names_of_modules_and_context():
 
 
 @pytest.mark.parametrize(
-    "spec", ["nomodule:x", "json:nothing", "os:sep", ":", "no_module_a:", "..:x", "nofile.py:x", "gpro"]
+    "spec",
+    ["nomodule:x", "json:nothing", "os:sep", ":", "no_module_a:", "..:x", "nofile.py:x", "gpro"],
 )
 def test_an_unknown_name_is_a_user_error(spec):
-    assert "thing" in message(build, spec, THING, "thing") or "nofile.py" in message(build, spec, THING, "thing")
+    assert "thing" in message(build, spec, THING, "thing") or "nofile.py" in message(
+        build, spec, THING, "thing"
+    )
 
 
 def test_a_broken_module_is_a_user_error(tmp_path, monkeypatch):
@@ -196,7 +257,9 @@ def test_a_broken_module_is_a_user_error(tmp_path, monkeypatch):
 
 
 def test_dataclass_sections():
-    options = build_dataclass(TrainOptions, {"prompts": 2, "copies": 3, "batch_size": 6, "iterations": 1, "ema": 0.9})
+    options = build_dataclass(
+        TrainOptions, {"prompts": 2, "copies": 3, "batch_size": 6, "iterations": 1, "ema": 0.9}
+    )
     assert options.ema == 0.9 and options.gate == "auto"
     assert message(build_dataclass, TrainOptions, {"prompts": 2}, "train").startswith(
         "train: missing copies, batch_size, iterations, which train needs"
@@ -209,8 +272,14 @@ def test_dataclass_sections():
 
 def test_rewards_have_weights_and_options():
     registry = Registry("reward", {"plain": plain, "scaled": scaled, "box": Box})
-    found = build_rewards({"plain": 0.5, "scaled": {"weight": -1, "by": 3}, "box": {"size": 1}}, registry)
-    assert {name: item.weight for name, item in found.items()} == {"plain": 0.5, "scaled": -1.0, "box": 1.0}
+    found = build_rewards(
+        {"plain": 0.5, "scaled": {"weight": -1, "by": 3}, "box": {"size": 1}}, registry
+    )
+    assert {name: item.weight for name, item in found.items()} == {
+        "plain": 0.5,
+        "scaled": -1.0,
+        "box": 1.0,
+    }
     assert found["scaled"].reward(2.0) == 6.0 and found["plain"].reward is plain
     assert build_rewards("plain", registry)["plain"].weight == 1.0
     assert list(build_rewards(["plain", "scaled"], registry)) == ["plain", "scaled"]
@@ -264,7 +333,13 @@ def here(tmp_path, monkeypatch):
             if self.clip <= 0:
                 raise UserError("clip must be positive")
 
-    for registry, entry in ((POLICIES, Box), (DATA, Box), (REWARDS, scaled), (OBJECTIVES, Toy), (ADVANTAGES, plain)):
+    for registry, entry in (
+        (POLICIES, Box),
+        (DATA, Box),
+        (REWARDS, scaled),
+        (OBJECTIVES, Toy),
+        (ADVANTAGES, plain),
+    ):
         monkeypatch.setitem(registry, "toy", entry)
     monkeypatch.setitem(DATA, "lines", Lines)
     monkeypatch.setitem(OPTIMIZERS, "adamw", plain)
@@ -275,7 +350,9 @@ def here(tmp_path, monkeypatch):
 
 
 def problems_of(folder: Path, text: str, *overrides: str) -> str:
-    return message(lambda: check(load(write_config(folder, text), overrides))).replace(f"{folder}/", "")
+    return message(lambda: check(load(write_config(folder, text), overrides))).replace(
+        f"{folder}/", ""
+    )
 
 
 def test_a_good_config_is_checked_and_built(here):
@@ -293,37 +370,102 @@ def test_a_good_config_is_checked_and_built(here):
 @pytest.mark.parametrize(
     "old, new, said",
     [
-        ("clip: 1e-4", "clp: 1e-4", "x.yaml:7: objective.toy.clp: unknown option; did you mean 'clip'? (toy takes: clip, kl"),
-        ("clip: 1e-4", "clip: 1e-4x", "x.yaml:7: objective.toy.clip: expected a number, got '1e-4x'"),
+        (
+            "clip: 1e-4",
+            "clp: 1e-4",
+            "x.yaml:7: objective.toy.clp: unknown option; did you mean "
+            "'clip'? (toy takes: clip, kl",
+        ),
+        (
+            "clip: 1e-4",
+            "clip: 1e-4x",
+            "x.yaml:7: objective.toy.clip: expected a number, got '1e-4x'",
+        ),
         ("clip: 1e-4", "clip: -1", "x.yaml:6: objective.toy: clip must be positive"),
-        ("  toy:\n", "  tyo:\n", "x.yaml:6: objective.tyo: unknown objective 'tyo'; did you mean 'toy'?"),
-        ("reward: {toy: 1.0}", "reward: {toi: 1.0}", "x.yaml:4: reward.toi: unknown reward 'toi'; did you mean 'toy'?"),
+        (
+            "  toy:\n",
+            "  tyo:\n",
+            "x.yaml:6: objective.tyo: unknown objective 'tyo'; did you mean 'toy'?",
+        ),
+        (
+            "reward: {toy: 1.0}",
+            "reward: {toi: 1.0}",
+            "x.yaml:4: reward.toi: unknown reward 'toi'; did you mean 'toy'?",
+        ),
         ("reward:", "rewards:", "x.yaml:4: rewards: unknown section; did you mean 'reward'?"),
-        ("reward: {toy: 1.0}\n", "", "x.yaml: the section 'reward' is missing; for instance\n    reward: {digits: 1.0}"),
+        (
+            "reward: {toy: 1.0}\n",
+            "",
+            "x.yaml: the section 'reward' is missing; for instance\n    reward: {digits: 1.0}",
+        ),
         ("size: 8", "size: eight", "x.yaml:2: policy.toy.size: expected an integer, got 'eight'"),
         ("size: 8, ", "", "x.yaml:2: policy.toy: missing size, which toy needs"),
         ("rank: 2", "rank: [2]", "x.yaml:2: policy.toy.inner.rank: expected an integer, got [2]"),
-        ("here.txt", "gone.txt", "x.yaml:3: data.lines.path: no such file or folder: gone.txt; relative paths start at"),
-        ("clip: 1e-4", "path: ./gone", "x.yaml:7: objective.toy.path: no such file or folder: ./gone"),
-        ("batch_size: 8", "batch_size: 3", "x.yaml:9: train.batch_size 3 does not divide the 8 samples"),
+        (
+            "here.txt",
+            "gone.txt",
+            "x.yaml:3: data.lines.path: no such file or folder: gone.txt; relative paths start at",
+        ),
+        (
+            "clip: 1e-4",
+            "path: ./gone",
+            "x.yaml:7: objective.toy.path: no such file or folder: ./gone",
+        ),
+        (
+            "batch_size: 8",
+            "batch_size: 3",
+            "x.yaml:9: train.batch_size 3 does not divide the 8 samples",
+        ),
         ("copies: 2, ", "", "x.yaml:8: train: missing copies"),
-        ("iterations: 3}", "iterations: 3}\nevaluate: {reward: {tyo: 1}}", "x.yaml:10: evaluate.reward.tyo: unknown reward"),
-        ("iterations: 3}", "iterations: 3}\nrun: 3", "x.yaml:10: run: expected text or null, got 3"),
-        ("iterations: 3}", "iterations: 3}\nplugins: [no_such_module]", "x.yaml:10: plugins.0: cannot import the plug-in"),
-        ("iterations: 3}", "iterations: 3}\nlog: {tensorbaord: true}", "x.yaml:10: log.tensorbaord: unknown option; did"),
-        ("iterations: 3}", "iterations: 3}\nlog: 3", "x.yaml:10: log: expected options, {option: value}, got 3"),
-        ("iterations: 3}", "iterations: 3}\ntrain: {}", "x.yaml:10: the key 'train' is given twice, first in line 8; keep"),
-        ("clip: 1e-4", "clip: 1, clip: 2", "x.yaml:7: column 18: broken YAML: mapping values are not allowed here"),
+        (
+            "iterations: 3}",
+            "iterations: 3}\nevaluate: {reward: {tyo: 1}}",
+            "x.yaml:10: evaluate.reward.tyo: unknown reward",
+        ),
+        (
+            "iterations: 3}",
+            "iterations: 3}\nrun: 3",
+            "x.yaml:10: run: expected text or null, got 3",
+        ),
+        (
+            "iterations: 3}",
+            "iterations: 3}\nplugins: [no_such_module]",
+            "x.yaml:10: plugins.0: cannot import the plug-in",
+        ),
+        (
+            "iterations: 3}",
+            "iterations: 3}\nlog: {tensorbaord: true}",
+            "x.yaml:10: log.tensorbaord: unknown option; did",
+        ),
+        (
+            "iterations: 3}",
+            "iterations: 3}\nlog: 3",
+            "x.yaml:10: log: expected options, {option: value}, got 3",
+        ),
+        (
+            "iterations: 3}",
+            "iterations: 3}\ntrain: {}",
+            "x.yaml:10: the key 'train' is given twice, first in line 8; keep",
+        ),
+        (
+            "clip: 1e-4",
+            "clip: 1, clip: 2",
+            "x.yaml:7: column 18: broken YAML: mapping values are not allowed here",
+        ),
         ("reward: {toy: 1.0}", "reward: {toy: 1.0", "x.yaml:5: column 10: broken YAML"),
         ("    clip", "\tclip", "x.yaml:7: column 1: broken YAML"),
-        ("clip: 1e-4", "clip: !!python/name:os.system x", "x.yaml:7: the tag tag:yaml.org,2002:python/name:os.system is not"),
+        (
+            "clip: 1e-4",
+            "clip: !!python/name:os.system x",
+            "x.yaml:7: the tag tag:yaml.org,2002:python/name:os.system is not",
+        ),
         ("clip: 1e-4", "clip: !!float x", "x.yaml:7: 'x' is not a float"),
         ("clip: 1e-4", "? [a]\n    : 3", "x.yaml:7: a key must be a word"),
         ("clip: 1e-4", "clip: &a [*a]", "x.yaml:7: an alias that contains itself"),
         ("clip: 1e-4", f"clip: {'[' * 3000}", "nested too deeply"),
         ("clip: 1e-4", "clip: \x07", "x.yaml:7: character '\\x07'"),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_in_the_file_is_said_with_its_line(here, old, new, said):
     assert old in GOOD
     assert said in problems_of(here, GOOD.replace(old, new, 1))
@@ -331,7 +473,10 @@ def test_a_mistake_in_the_file_is_said_with_its_line(here, old, new, said):
 
 def test_problems_of_all_sections_are_reported_at_once(here):
     said = problems_of(
-        here, GOOD.replace(" {size: 8", " {size: x").replace("clip", "clp").replace("prompts: 4", "prompts: a")
+        here,
+        GOOD.replace(" {size: 8", " {size: x")
+        .replace("clip", "clp")
+        .replace("prompts: 4", "prompts: a"),
     )
     assert said.startswith("3 problems:\n") and len(said.splitlines()) == 4
 
@@ -340,18 +485,25 @@ def test_files_that_are_no_configuration(here):
     assert "the file is empty" in problems_of(here, "")
     assert "the file is empty" in problems_of(here, "# nothing\n")
     assert "expected sections" in problems_of(here, "- a\n")
-    assert "policy: {sd3" in problems_of(here, "hello")  # with an example of what it should look like
+    # with an example of what it should look like
+    assert "policy: {sd3" in problems_of(here, "hello")
     assert "no such configuration file" in message(load, here / "gone.yaml")
     assert "is a folder" in message(load, here)
     (here / "latin.yaml").write_bytes("policy: caf\xe9\n".encode("latin1"))
     assert "latin.yaml:1: byte 0xe9 is not UTF-8" in message(load, here / "latin.yaml")
-    assert "more than" in problems_of(here, "a: &a [1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
-        f"{y}: &{y} [{', '.join([f'*{x}'] * 8)}]\n" for x, y in zip("abcdefgh", "bcdefghi")))  # fmt: skip
+    assert "more than" in problems_of(
+        here,
+        "a: &a [1, 1, 1, 1, 1, 1, 1, 1]\n"
+        + "".join(
+            f"{y}: &{y} [{', '.join([f'*{x}'] * 8)}]\n" for x, y in zip("abcdefgh", "bcdefghi")
+        ),
+    )
 
 
 def test_plug_ins_are_imported_first(here):
     (here / "my_rewards.py").write_text(
-        "from mmrl.registry import REWARDS\n@REWARDS.register('mine')\ndef mine(media, prompts, *, by: int = 1): return by\n"
+        "from mmrl.registry import REWARDS\n@REWARDS.register('mine')\ndef mine(media, "
+        "prompts, *, by: int = 1): return by\n"
     )
     text = GOOD.replace("{toy: 1.0}", "{mine: {by: 3}}") + "plugins: [my_rewards.py]\n"
     config = load(write_config(here, text))
@@ -382,12 +534,35 @@ def test_a_file_beside_the_configuration_is_found_from_anywhere(here, monkeypatc
 @pytest.mark.parametrize(
     "text, value",
     [
-        ("1e-4", 1e-4), ("1E5", 1e5), ("1.", 1.0), (".5", 0.5), ("-3", -3), ("1_000", 1000), ("0x10", 16), ("012", "012"),
-        ("no", "no"), ("yes", "yes"), ("true", True), ("null", None), ("~", None), ("", None), ("2024-01-01", "2024-01-01"),
-        ("1:30", "1:30"), ("'1'", "1"), ("e4", "e4"), ("1e", "1e"), ("-", None), ("[1, a]", [1, "a"]), ("{a: 1e3}", {"a": 1e3}),
-        (".inf", float("inf")), ("inf", "inf"), ("0", 0), ("-0.0", -0.0), ("world:digits/sd3", "world:digits/sd3"),
+        ("1e-4", 1e-4),
+        ("1E5", 1e5),
+        ("1.", 1.0),
+        (".5", 0.5),
+        ("-3", -3),
+        ("1_000", 1000),
+        ("0x10", 16),
+        ("012", "012"),
+        ("no", "no"),
+        ("yes", "yes"),
+        ("true", True),
+        ("null", None),
+        ("~", None),
+        ("", None),
+        ("2024-01-01", "2024-01-01"),
+        ("1:30", "1:30"),
+        ("'1'", "1"),
+        ("e4", "e4"),
+        ("1e", "1e"),
+        ("-", None),
+        ("[1, a]", [1, "a"]),
+        ("{a: 1e3}", {"a": 1e3}),
+        (".inf", float("inf")),
+        ("inf", "inf"),
+        ("0", 0),
+        ("-0.0", -0.0),
+        ("world:digits/sd3", "world:digits/sd3"),
     ],
-)  # fmt: skip
+)
 def test_scalars_are_what_they_look_like(text, value):
     found, _ = read(text if text != "-" else "null", "text")
     assert found == value and type(found) is type(value)
@@ -396,14 +571,17 @@ def test_scalars_are_what_they_look_like(text, value):
 
 
 @pytest.mark.parametrize(
-    "text", ["1e-4", "no", "true", "null", "", "12", "\u00e9\n\u2028\t'\"", "2024-01-01", "1e", "- a", "#"]
+    "text",
+    ["1e-4", "no", "true", "null", "", "12", "\u00e9\n\u2028\t'\"", "2024-01-01", "1e", "- a", "#"],
 )
 def test_text_stays_text_when_written_and_read(text):
     assert read(write({"a": text, text: [text]}), "text")[0] == {"a": text, text: [text]}
 
 
 def test_dump_loads_back_to_the_same(here):
-    config = load(write_config(here, GOOD), ["objective.clip=1e-5", "run=runs/é", "reward.scaled={weight: 2}"])
+    config = load(
+        write_config(here, GOOD), ["objective.clip=1e-5", "run=runs/é", "reward.scaled={weight: 2}"]
+    )
     again = load(write_config(here, dump(config)))
     assert again.plain == config.plain
 
@@ -414,18 +592,30 @@ def test_dump_loads_back_to_the_same(here):
 @pytest.mark.parametrize(
     "override, section, wanted",
     [
-        ("train.iterations=5", "train", {"prompts": 4, "copies": 2, "batch_size": 8, "iterations": 5}),
+        (
+            "train.iterations=5",
+            "train",
+            {"prompts": 4, "copies": 2, "batch_size": 8, "iterations": 5},
+        ),
         ("objective.toy.clip=1e-3", "objective", {"toy": {"clip": 1e-3}}),
         ("objective.clip=1e-3", "objective", {"toy": {"clip": 1e-3}}),
         ("objective.kl=1", "objective", {"toy": {"clip": 1e-4, "kl": 1}}),
         ("objective=dgpo", "objective", "dgpo"),
         ("objective={toy: {kl: 2}}", "objective", {"toy": {"kl": 2}}),
-        ("objective.kernel.scaled.by=3", "objective", {"toy": {"clip": 1e-4, "kernel": {"scaled": {"by": 3}}}}),
+        (
+            "objective.kernel.scaled.by=3",
+            "objective",
+            {"toy": {"clip": 1e-4, "kernel": {"scaled": {"by": 3}}}},
+        ),
         ("data.path=new.txt", "data", {"lines": {"path": "new.txt"}}),
         ("data=toy", "data", "toy"),
         ("policy.inner.rank=5", "policy", {"toy": {"size": 8, "inner": {"rank": 5}}}),
         ("policy.inner=null", "policy", {"toy": {"size": 8, "inner": None}}),
-        ("policy.clip=[1, 2]", "policy", {"toy": {"size": 8, "inner": {"rank": 2}, "clip": [1, 2]}}),
+        (
+            "policy.clip=[1, 2]",
+            "policy",
+            {"toy": {"size": 8, "inner": {"rank": 2}, "clip": [1, 2]}},
+        ),
         ("reward.toy=2", "reward", {"toy": 2}),
         ("reward.toy.by=2", "reward", {"toy": {"weight": 1.0, "by": 2}}),
         ("reward.other=0.5", "reward", {"toy": 1.0, "other": 0.5}),
@@ -438,7 +628,8 @@ def test_dump_loads_back_to_the_same(here):
 )
 def test_overrides(here, override, section, wanted):
     text = GOOD + "advantage: flow_grpo\n"
-    before, config = load(write_config(here, text)), load(write_config(here, text), [override])
+    before = load(write_config(here, text))
+    config = load(write_config(here, text), [override])
     assert config.plain == {**before.plain, section: wanted}
 
 
@@ -453,21 +644,50 @@ def test_later_overrides_win_and_build_on_earlier_ones(here):
     [
         (
             "train.iteratons=3",
-            "command line: train.iteratons=3: train.iteratons: unknown option; did you mean 'iterations'?",
+            "command line: train.iteratons=3: train.iteratons: unknown option; did you "
+            "mean 'iterations'?",
         ),
-        ("trian.iterations=3", "command line: trian.iterations=3: unknown section 'trian'; did you mean 'train'?"),
-        ("objective.clp=3", "command line: objective.clp=3: objective.toy.clp: unknown option; did you mean 'clip'?"),
-        ("objective.clip=x", "command line: objective.clip=x: objective.toy.clip: expected a number, got 'x'"),
-        ("objective.clip=-1", "command line: objective.clip=-1: objective.toy: clip must be positive"),
-        ("objective=tyo", "command line: objective=tyo: objective: unknown objective 'tyo'; did you mean 'toy'?"),
+        (
+            "trian.iterations=3",
+            "command line: trian.iterations=3: unknown section 'trian'; did you mean 'train'?",
+        ),
+        (
+            "objective.clp=3",
+            "command line: objective.clp=3: objective.toy.clp: unknown option; "
+            "did you mean 'clip'?",
+        ),
+        (
+            "objective.clip=x",
+            "command line: objective.clip=x: objective.toy.clip: expected a number, got 'x'",
+        ),
+        (
+            "objective.clip=-1",
+            "command line: objective.clip=-1: objective.toy: clip must be positive",
+        ),
+        (
+            "objective=tyo",
+            "command line: objective=tyo: objective: unknown objective 'tyo'; did you mean 'toy'?",
+        ),
         (
             "objective={toy: {clip: x}}",
             "command line: objective={toy: {clip: x}}: objective.toy.clip: expected a number",
         ),
-        ("reward.tyo=1", "command line: reward.tyo=1: reward.tyo: unknown reward 'tyo'; did you mean 'toy'?"),
-        ("data.path=gone.txt", "command line: data.path=gone.txt: data.lines.path: no such file or folder: gone.txt"),
-        ("train.batch_size=3", "command line: train.batch_size=3: train.batch_size 3 does not divide"),
-        ("train.prompts.x=3", "command line: train.prompts.x=3: train.prompts is 4, which has no 'x'"),
+        (
+            "reward.tyo=1",
+            "command line: reward.tyo=1: reward.tyo: unknown reward 'tyo'; did you mean 'toy'?",
+        ),
+        (
+            "data.path=gone.txt",
+            "command line: data.path=gone.txt: data.lines.path: no such file or folder: gone.txt",
+        ),
+        (
+            "train.batch_size=3",
+            "command line: train.batch_size=3: train.batch_size 3 does not divide",
+        ),
+        (
+            "train.prompts.x=3",
+            "command line: train.prompts.x=3: train.prompts is 4, which has no 'x'",
+        ),
         ("train.seed=[1", "command line: train.seed=[1: cannot read the value"),
         ("train.seed", "command line: train.seed: expected key=value"),
         ("=3", "command line: =3: expected key=value"),
@@ -484,7 +704,9 @@ def test_a_wrong_override_is_quoted(here, override, said):
 
 
 def train(**changes: Any) -> TrainOptions:
-    return TrainOptions(**{"prompts": 12, "copies": 4, "batch_size": 24, "iterations": 5, **changes})
+    return TrainOptions(
+        **{"prompts": 12, "copies": 4, "batch_size": 24, "iterations": 5, **changes}
+    )
 
 
 def test_the_plan_of_an_iteration():
@@ -503,14 +725,19 @@ def test_the_plan_of_an_iteration():
         (
             {"batch_size": 20},
             1,
-            "train.batch_size 20 does not divide the 48 samples (train.prompts 12 x train.copies 4)",
+            "train.batch_size 20 does not divide the 48 samples (train.prompts 12 x "
+            "train.copies 4)",
         ),
         ({"batch_size": 20}, 1, "use 16 or 24"),
         ({"batch_size": 100}, 1, "use 48"),
         ({"batch_size": 3}, 2, "train.batch_size 3 cannot be shared by 2 processes: use 2 or 4"),
         ({"micro_batch": 25}, 1, "train.micro_batch 25 is more than the 24 rows"),
         ({"micro_batch": 13}, 2, "at most 12"),
-        ({"prompts": 0, "copies": -1}, 1, "train.prompts is 0: at least 1\ntrain.copies is -1: at least 1"),
+        (
+            {"prompts": 0, "copies": -1},
+            1,
+            "train.prompts is 0: at least 1\ntrain.copies is -1: at least 1",
+        ),
     ],
 )
 def test_impossible_arithmetic_names_the_key_and_what_would_work(changes, processes, said):
@@ -519,4 +746,6 @@ def test_impossible_arithmetic_names_the_key_and_what_would_work(changes, proces
 
 def test_config_remembers_nothing_it_was_not_given():
     assert Config({"train": {}}).where("train.prompts") == ""
-    assert message(Config({"train": {}}).section, "train", TrainOptions).startswith("train: missing prompts")
+    assert message(Config({"train": {}}).section, "train", TrainOptions).startswith(
+        "train: missing prompts"
+    )

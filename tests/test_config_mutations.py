@@ -1,6 +1,5 @@
-"""Mutated configurations: whatever is wrong, the outcome is success or one UserError, never another exception."""
-
-# ruff: noqa: E501 (tables of values and messages)
+"""Mutated configurations: whatever is wrong, the outcome is success or one UserError, never another
+exception."""
 
 from __future__ import annotations
 
@@ -22,7 +21,8 @@ from mmrl.options import EvaluateOptions, TrainOptions, arithmetic
 from mmrl.registry import Registry, UserError
 
 SHIPPED = (Path(__file__).parents[1] / "configs").rglob("*.yaml")
-CONFIGS = sorted(path for path in SHIPPED if path.parent.name != "serve")  # those are for `mmrl serve-reward`
+# those are for `mmrl serve-reward`
+CONFIGS = sorted(path for path in SHIPPED if path.parent.name != "serve")
 INNER = Registry("kernel")
 FAKE = Registry("policy")
 
@@ -47,29 +47,98 @@ class Adapter:
 @FAKE.register("sd3")
 class Fake:
     def __init__(
-        self, path: str, size: int = 32, steps: int = 8, eta: float = 0.7, kernel: Annotated[Any, INNER] = flow_sde,
-        sde: Annotated[Any, INNER] = window, guidance: float = 1.0, lora: Adapter | int | None = None,
-        logp_dist: Literal["guided", "conditional"] = "guided", shared_noise: bool = False, grid: Any = None,
-        dtype: str = "", scales: dict[str, list[float]] | tuple[int, int] | None = None,
-    ):  # fmt: skip
-        assert isinstance(path, str) and type(size) is int and type(eta) is float and type(shared_noise) is bool
-        assert callable(kernel) and callable(sde) and (lora is None or isinstance(lora, (int, Adapter)))
-        assert logp_dist in ("guided", "conditional") and (scales is None or isinstance(scales, (dict, tuple)))
+        self,
+        path: str,
+        size: int = 32,
+        steps: int = 8,
+        eta: float = 0.7,
+        kernel: Annotated[Any, INNER] = flow_sde,
+        sde: Annotated[Any, INNER] = window,
+        guidance: float = 1.0,
+        lora: Adapter | int | None = None,
+        logp_dist: Literal["guided", "conditional"] = "guided",
+        shared_noise: bool = False,
+        grid: Any = None,
+        dtype: str = "",
+        scales: dict[str, list[float]] | tuple[int, int] | None = None,
+    ):
+        assert (
+            isinstance(path, str)
+            and type(size) is int
+            and type(eta) is float
+            and type(shared_noise) is bool
+        )
+        assert (
+            callable(kernel)
+            and callable(sde)
+            and (lora is None or isinstance(lora, (int, Adapter)))
+        )
+        assert logp_dist in ("guided", "conditional") and (
+            scales is None or isinstance(scales, (dict, tuple))
+        )
 
 
 VALUES: list[Any] = [
-    None, True, False, 0, -1, 1, 2, 7, 10**30, -(10**30), 10**400, 1.5, -2.5, 1e300, 1e-300, float("nan"), float("inf"),
-    "", " ", "x", "é\u2028\U0001f600", "1e-4", "null", "a: b", "{", "../..", "./gone.txt", "os:sep", ":", "no.module:fn",
-    [], {}, [1], ["x"], [[]], [None], {"a": 1}, {"": None}, {1: 2}, {None: []}, {"weight": "x"}, {"window": {"start": "x"}},
-    {"grpo": 3}, {"sd3": {}, "digits": {}}, "window", "sd3", "digits", {"flow_sde": {"power": 10**400}},
-]  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2,
+    7,
+    10**30,
+    -(10**30),
+    10**400,
+    1.5,
+    -2.5,
+    1e300,
+    1e-300,
+    float("nan"),
+    float("inf"),
+    "",
+    " ",
+    "x",
+    "é\u2028\U0001f600",
+    "1e-4",
+    "null",
+    "a: b",
+    "{",
+    "../..",
+    "./gone.txt",
+    "os:sep",
+    ":",
+    "no.module:fn",
+    [],
+    {},
+    [1],
+    ["x"],
+    [[]],
+    [None],
+    {"a": 1},
+    {"": None},
+    {1: 2},
+    {None: []},
+    {"weight": "x"},
+    {"window": {"start": "x"}},
+    {"grpo": 3},
+    {"sd3": {}, "digits": {}},
+    "window",
+    "sd3",
+    "digits",
+    {"flow_sde": {"power": 10**400}},
+]
 
 
 def places(value: Any, path: tuple = ()) -> list[tuple]:
     """The paths of all keys of a nest of mappings."""
     if not isinstance(value, dict):
         return []
-    return [found for key, item in value.items() for found in ((*path, key), *places(item, (*path, key)))]
+    return [
+        found
+        for key, item in value.items()
+        for found in ((*path, key), *places(item, (*path, key)))
+    ]
 
 
 def parent(plain: Any, path: tuple) -> Any:
@@ -93,7 +162,8 @@ def mutate(plain: dict, chance: random.Random) -> dict:
         if not found:
             break
         path = chance.choice(found)
-        here, key = parent(plain, path), path[-1]
+        here = parent(plain, path)
+        key = path[-1]
         kind = chance.choice(["name", "delete", "value", "swap", "wrap", "unwrap", "add", "text"])
         if kind == "name":
             here[misspell(key, chance)] = here.pop(key)
@@ -110,14 +180,17 @@ def mutate(plain: dict, chance: random.Random) -> dict:
         elif kind == "unwrap" and isinstance(here[key], dict) and here[key]:
             here[key] = next(iter(here[key].values()))
         elif kind == "add":
-            here[chance.choice(["extra", "", 3, None, "weight"])] = copy.deepcopy(chance.choice(VALUES))
+            here[chance.choice(["extra", "", 3, None, "weight"])] = copy.deepcopy(
+                chance.choice(VALUES)
+            )
         else:
             here[key] = str(here[key])
     return plain
 
 
 def outcome(call, *args: Any, **kwargs: Any) -> Any:
-    """The result, or None for a UserError that says something; anything else is a traceback and fails the test."""
+    """The result, or None for a UserError that says something; anything else is a traceback and
+    fails the test."""
     try:
         return call(*args, **kwargs)
     except UserError as error:
@@ -141,9 +214,12 @@ def test_every_config_of_the_repository_is_right(path, real):
 
 
 def test_200_mutated_configs_give_a_config_or_a_user_error(real, tmp_path):
-    chance, wrong, right = random.Random(0), 0, 0
+    chance = random.Random(0)
+    wrong = 0
+    right = 0
     good = [(path.parent, read(path.read_text(), "x")[0]) for path in CONFIGS]
-    shutil.copytree(CONFIGS[0].parents[1], tmp_path / "configs")  # or most would be refused for their missing prompts
+    # or most would be refused for their missing prompts
+    shutil.copytree(CONFIGS[0].parents[1], tmp_path / "configs")
     for i in range(200):
         folder, plain = good[i % len(good)]
         plain = mutate(plain, chance)
@@ -155,7 +231,8 @@ def test_200_mutated_configs_give_a_config_or_a_user_error(real, tmp_path):
         else:
             right += 1
             assert load(_again(path.parent, dump(config))).plain["train"] == config.plain["train"]
-    assert wrong > 100 and right > 5, (wrong, right)  # the mutations are neither harmless nor all fatal
+    # the mutations are neither harmless nor all fatal
+    assert wrong > 100 and right > 5, (wrong, right)
 
 
 def _again(folder: Path, text: str) -> Path:
@@ -197,7 +274,8 @@ def test_mutated_text_is_read_or_refused(tmp_path, real):
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\xff\xfe\x00", b"\x00" * 10, b"policy: \xc3", b"--- a\n--- b\n", b"&a *a", b"? {"]
+    "data",
+    [b"", b"\xff\xfe\x00", b"\x00" * 10, b"policy: \xc3", b"--- a\n--- b\n", b"&a *a", b"? {"],
 )
 def test_odd_bytes_are_refused(tmp_path, data):
     path = tmp_path / "odd.yaml"
@@ -208,7 +286,10 @@ def test_odd_bytes_are_refused(tmp_path, data):
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6) | st.integers(), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=6) | st.integers(), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 QUICK = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
@@ -216,7 +297,10 @@ QUICK = settings(max_examples=150, deadline=None, suppress_health_check=list(Hea
 
 @QUICK
 @given(
-    spec=PLAIN, option=st.sampled_from(["size", "eta", "kernel", "sde", "lora", "logp_dist", "shared_noise", "scales"])
+    spec=PLAIN,
+    option=st.sampled_from(
+        ["size", "eta", "kernel", "sde", "lora", "logp_dist", "shared_noise", "scales"]
+    ),
 )
 def test_any_value_for_any_option(spec, option):
     outcome(build, {"sd3": {"path": "x", option: spec}}, FAKE, "policy")

@@ -41,11 +41,14 @@ def test_rendered_text_is_read_and_the_wrong_one_is_not(ocr):
     media = torch.cat([written("Hello World"), written("Goodbye"), torch.ones(1, 3, 160, 480)])
     found = ocr(media, [{"text": 'a sign that says "Hello World"'}] * 3)
     assert found[0] == 1 and found[1] < 0.5 and found[2] == 0
-    assert ocr(written("Big", "Hello World"), [{"text": '"Hello World"'}]) == 1  # more than was asked for is no fault
+    # more than was asked for is no fault
+    assert ocr(written("Big", "Hello World"), [{"text": '"Hello World"'}]) == 1
 
 
 def test_a_video_is_read_every_fourth_frame_without_mercy_for_more(ocr):
-    good, blank, more = written("HELLO"), torch.ones(1, 3, 160, 480), written("HELLO", "THERE")
+    good = written("HELLO")
+    blank = torch.ones(1, 3, 160, 480)
+    more = written("HELLO", "THERE")
     prompt = [{"text": '"hello"'}]
 
     def video(*frames):
@@ -59,7 +62,10 @@ def test_a_video_is_read_every_fourth_frame_without_mercy_for_more(ocr):
 def test_the_distance_is_levenshteins_and_at_most_the_length():
     assert closeness("H e L lo", "hello", within=False) == 1
     assert closeness("hexlo!", "hello", within=False) == pytest.approx(1 - 2 / 5)
-    assert closeness("xxhelloxx", "hello", within=True) == 1 and closeness("xxhelloxx", "hello", within=False) < 0.3
+    assert (
+        closeness("xxhelloxx", "hello", within=True) == 1
+        and closeness("xxhelloxx", "hello", within=False) < 0.3
+    )
     assert closeness("something else entirely", "hello", within=True) == 0
     assert closeness("", "hello", within=True) == 0
 
@@ -95,17 +101,21 @@ def entry(name: str, count: int = 1, **more) -> dict:
 
 
 def test_relations_follow_the_published_thresholds():
-    a, b = at(0, 0).box, at(50, 0).box
+    a = at(0, 0).box
+    b = at(50, 0).box
     assert relations(a, b) == {"left of"} and relations(b, a) == {"right of"}
     assert relations(at(0, 0).box, at(0, 50).box) == {"above"}
     assert relations(at(0, 0).box, at(40, 40).box) == {"left of", "above"}
-    assert relations(a, a) == set() and relations(at(0, 0).box, at(1.9, 0).box) == set()  # within a tenth of both sizes
+    # within a tenth of both sizes
+    assert relations(a, a) == set() and relations(at(0, 0).box, at(1.9, 0).box) == set()
     assert relations(at(0, 0).box, at(3.9, 0).box) == set()  # (3.9 - 2) / 3.9 < 0.5
     assert relations(at(0, 0).box, at(4.1, 0).box) == {"left of"}
     torch.manual_seed(0)
     opposite = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
     for _ in range(50):
-        one, other = (at(*(40 * torch.rand(2)).tolist(), size=float(5 + 10 * torch.rand(1))).box for _ in "ab")
+        one, other = (
+            at(*(40 * torch.rand(2)).tolist(), size=float(5 + 10 * torch.rand(1))).box for _ in "ab"
+        )
         assert {opposite[r] for r in relations(one, other)} == relations(other, one)
         assert relations(3 * one, 3 * other) == relations(one, other)
 
@@ -113,12 +123,16 @@ def test_relations_follow_the_published_thresholds():
 @pytest.mark.parametrize(
     "cats, wanted, partial, strict, benchmark",
     [
-        (2, 2, 1.0, True, True), (3, 2, 0.5, False, True), (1, 2, 0.5, False, False), (0, 1, 0.0, False, False),
+        (2, 2, 1.0, True, True),
+        (3, 2, 0.5, False, True),
+        (1, 2, 0.5, False, False),
+        (0, 1, 0.0, False, False),
         (5, 1, -3.0, False, True),
     ],
-)  # fmt: skip
+)
 def test_counts(cats, wanted, partial, strict, benchmark):
-    objects, prompt = seen(cat=[at(20 * i, 0) for i in range(cats)]), {"include": [entry("cat", wanted)]}
+    objects = seen(cat=[at(20 * i, 0) for i in range(cats)])
+    prompt = {"include": [entry("cat", wanted)]}
     assert training(objects, prompt, always("red")) == (strict, partial)
     assert published(objects, prompt, always("red")) is benchmark
 
@@ -128,7 +142,8 @@ def test_colours_and_what_a_wrong_count_makes_pointless():
     prompt = {"include": [entry("cat", 2, color="red")]}
     assert training(two, prompt, always("red")) == (True, 1.0)
     assert training(two, prompt, lambda o, n: ["red", "blue"]) == (False, (1 + 0.5) / 2)
-    assert training(two, {"include": [entry("cat", 1, color="red")]}, always("red")) == (False, 0.0)  # (0 + 0) / 2
+    # (0 + 0) / 2
+    assert training(two, {"include": [entry("cat", 1, color="red")]}, always("red")) == (False, 0.0)
     assert published(two, prompt, always("red")) and not published(two, prompt, always("blue"))
     assert published(
         two, {"include": [entry("cat", 1, color="red")]}, lambda o, n: ["red"]
@@ -137,7 +152,10 @@ def test_colours_and_what_a_wrong_count_makes_pointless():
 
 def test_positions_and_their_half_credit():
     objects = seen(dog=[at(0, 0)], cat=[at(50, 0)])
-    for relation, strict, partial in (("right of", True, 1.0), ("left of", False, (1 + 1 + 0 + 1) / 4)):
+    for relation, strict, partial in (
+        ("right of", True, 1.0),
+        ("left of", False, (1 + 1 + 0 + 1) / 4),
+    ):
         prompt = {"include": [entry("dog"), entry("cat", position=[relation, 0])]}
         assert training(objects, prompt, always("red")) == (strict, partial)
         assert published(objects, prompt, always("red")) is strict
@@ -160,14 +178,19 @@ def test_thresholds_and_the_most_of_a_class():
 
 
 def test_an_object_is_cut_out_with_grey_around_it():
-    picture, mask = pictures(1, 12, 16)[0], torch.zeros(12, 16, dtype=torch.bool)
+    picture = pictures(1, 12, 16)[0]
+    mask = torch.zeros(12, 16, dtype=torch.bool)
     mask[2:5, 3:9] = True
     mask[2, 3] = False
     assert box_of(mask).tolist() == [3, 2, 9, 5]
     crop = cut(picture, Found("cat", 1.0, box_of(mask), mask))
     assert crop.shape == (3, 3, 6) and torch.equal(crop[:, 1:], picture[:, 3:5, 3:9])
     assert torch.allclose(crop[:, 0, 0], torch.full((3,), GREY))
-    assert cut(picture, Found("cat", 1.0, torch.tensor([16.0, 12.0, 16.0, 12.0]))).shape == (3, 1, 1)
+    assert cut(picture, Found("cat", 1.0, torch.tensor([16.0, 12.0, 16.0, 12.0]))).shape == (
+        3,
+        1,
+        1,
+    )
 
 
 # ---------------------------------------------------------------- GenEval's models
@@ -177,7 +200,8 @@ def test_mask2former_finds_what_transformers_does(tmp_path):
     """At its fixed size of 384 its post-processing keeps the same masks and scores."""
     from transformers import AutoImageProcessor, Mask2FormerForUniversalSegmentation
 
-    folder, media = save_mask2former(tmp_path / "m2f", 384), (pictures(2, 384, 384) * 255).round() / 255
+    folder = save_mask2former(tmp_path / "m2f", 384)
+    media = (pictures(2, 384, 384) * 255).round() / 255
     detector = Detector(folder, "cpu")
     found = detector(media)
     processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
@@ -191,9 +215,14 @@ def test_mask2former_finds_what_transformers_does(tmp_path):
         best = sorted((s["score"] for s in other["segments_info"]), reverse=True)
         assert len(best) >= 3 and {one.name for one in ours} <= {"cat", "tv remote", "dog"}
         torch.testing.assert_close(
-            torch.tensor([one.score for one in ours[: len(best)]]), torch.tensor(best), rtol=1e-5, atol=1e-5
+            torch.tensor([one.score for one in ours[: len(best)]]),
+            torch.tensor(best),
+            rtol=1e-5,
+            atol=1e-5,
         )
-        maps = {round(s["score"], 5): other["segmentation"][s["id"]] for s in other["segments_info"]}
+        maps = {
+            round(s["score"], 5): other["segmentation"][s["id"]] for s in other["segments_info"]
+        }
         for one in ours[: len(best)]:
             near = min(maps, key=lambda score: abs(score - one.score))
             assert (maps[near].bool() != one.mask).float().mean() < 1e-3
@@ -202,18 +231,24 @@ def test_mask2former_finds_what_transformers_does(tmp_path):
 def test_a_detector_gives_boxes_in_pixels_best_first(tmp_path):
     from transformers import AutoImageProcessor, YolosForObjectDetection
 
-    folder, media = save_yolos(tmp_path / "yolos"), (pictures(3, 40, 48) * 255).round() / 255
-    found, alone = Detector(folder, "cpu")(media), Detector(folder, "cpu")(media[1:2])
+    folder = save_yolos(tmp_path / "yolos")
+    media = (pictures(3, 40, 48) * 255).round() / 255
+    found = Detector(folder, "cpu")(media)
+    alone = Detector(folder, "cpu")(media[1:2])
     processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
     inputs = processor(images=to_pil(media), return_tensors="pt")
     with torch.no_grad():
-        outputs = YolosForObjectDetection.from_pretrained(folder).eval()(pixel_values=inputs["pixel_values"])
+        outputs = YolosForObjectDetection.from_pretrained(folder).eval()(
+            pixel_values=inputs["pixel_values"]
+        )
     chances = outputs.logits.softmax(-1)[..., :-1].amax(-1).sort(dim=1, descending=True).values
     torch.testing.assert_close(torch.tensor([[one.score for one in row] for row in found]), chances)
     assert {one.name for row in found for one in row} <= {"cat", "computer mouse"}
     boxes = torch.stack([one.box for row in found for one in row])
     assert (boxes >= 0).all() and (boxes[:, 2] <= 48).all() and (boxes[:, 3] <= 40).all()
-    assert [one.score for one in alone[0]] == pytest.approx([one.score for one in found[1]], abs=1e-5)
+    assert [one.score for one in alone[0]] == pytest.approx(
+        [one.score for one in found[1]], abs=1e-5
+    )
 
 
 def test_colours_are_clips_zero_shot_classes(tmp_path):
@@ -229,7 +264,9 @@ def test_colours_are_clips_zero_shot_classes(tmp_path):
     with torch.no_grad():
         rows = []
         for color in COLORS:
-            words = network.encode_text(tokenizer([t.format(color=color, name="cat") for t in COLOR_TEXTS]))
+            words = network.encode_text(
+                tokenizer([t.format(color=color, name="cat") for t in COLOR_TEXTS])
+            )
             mean = torch.nn.functional.normalize(words, dim=-1).mean(0)
             rows.append(mean / mean.norm())
         crops = torch.stack([transform(image.crop(one.box.tolist())) for one in objects])
@@ -239,7 +276,8 @@ def test_colours_are_clips_zero_shot_classes(tmp_path):
 
 def test_geneval_from_end_to_end(tmp_path):
     options = TINY_OPTIONS["geneval"](tmp_path)
-    media, prompts = pictures(4, 40, 48), [{"include": [entry("computer mouse", 2, color="red")]}] * 4
+    media = pictures(4, 40, 48)
+    prompts = [{"include": [entry("computer mouse", 2, color="red")]}] * 4
     reward = GenEval(**options, threshold=0.0)
     values = {}
     for form in ("partial", "strict", "published"):
@@ -247,7 +285,9 @@ def test_geneval_from_end_to_end(tmp_path):
         values[form] = reward(media, prompts)
     assert set(values["strict"].tolist()) | set(values["published"].tolist()) <= {0.0, 1.0}
     found = reward.detector(media)
-    counts = torch.tensor([float(sum(one.name == "computer mouse" and one.score > 0 for one in row)) for row in found])
+    counts = torch.tensor(
+        [float(sum(one.name == "computer mouse" and one.score > 0 for one in row)) for row in found]
+    )
     off = counts != 2
     torch.testing.assert_close(values["partial"][off], (1 - (counts[off] - 2).abs() / 2) / 2)
     with pytest.raises(UserError, match="knows no class 'mouse'"):
@@ -262,13 +302,25 @@ def test_geneval_from_end_to_end(tmp_path):
 def test_vqa_score_is_the_models_probability_of_yes():
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    path, media = str(vlm("qwen2_vl")), (pictures(5, 56, 56) * 255).round() / 255
-    model, tools = AutoModelForImageTextToText.from_pretrained(path).eval(), AutoProcessor.from_pretrained(path)
-    expected, against = [], []
+    path = str(vlm("qwen2_vl"))
+    media = (pictures(5, 56, 56) * 255).round() / 255
+    model = AutoModelForImageTextToText.from_pretrained(path).eval()
+    tools = AutoProcessor.from_pretrained(path)
+    expected = []
+    against = []
     for image, text in zip(to_pil(media), TEXTS, strict=True):  # one at a time: no padding
-        talk = [{"role": "user", "content": [
-            {"type": "image", "image": image},
-            {"type": "text", "text": f'Does this figure show "{text}"? Please answer yes or no.'}]}]  # fmt: skip
+        talk = [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image", "image": image},
+                    {
+                        "type": "text",
+                        "text": f'Does this figure show "{text}"? Please answer yes or no.',
+                    },
+                ],
+            }
+        ]
         batch = tools.apply_chat_template(
             talk, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
         )
@@ -276,7 +328,8 @@ def test_vqa_score_is_the_models_probability_of_yes():
             chances = model(**batch).logits[0, -1].softmax(-1)
         expected.append(chances[tools.tokenizer.encode("Yes")[0]])
         against.append(chances[tools.tokenizer.encode("No")[0]])
-    expected, against = torch.stack(expected), torch.stack(against)
+    expected = torch.stack(expected)
+    against = torch.stack(against)
     options = {"model": path, "device": "cpu", "dtype": "float32", "batch_size": 2}
     torch.testing.assert_close(VQAScore(**options)(media, asked()), expected, rtol=1e-4, atol=1e-6)
     fair = VQAScore(**options, normalize=True)(media, asked())
@@ -288,11 +341,14 @@ def test_vqa_score_is_the_models_probability_of_yes():
 def test_tifa_is_the_share_of_right_choices_by_likelihood():
     from transformers import AutoModelForImageTextToText
 
-    path, media = str(vlm("qwen2_vl")), (pictures(2, 56, 56) * 255).round() / 255
+    path = str(vlm("qwen2_vl"))
+    media = (pictures(2, 56, 56) * 255).round() / 255
     reward = TIFA(path, batch_size=3, device="cpu", dtype="float32")
     choices = ["red", "a blue one", "nine"]
-    question, tools = "which? Choices: red, a blue one, nine.", reward.vlm.processor
-    model, best = AutoModelForImageTextToText.from_pretrained(path).eval(), []
+    question = "which? Choices: red, a blue one, nine."
+    tools = reward.vlm.processor
+    model = AutoModelForImageTextToText.from_pretrained(path).eval()
+    best = []
     for image in to_pil(media):
         scores = []
         for choice in choices:
@@ -304,11 +360,17 @@ def test_tifa_is_the_share_of_right_choices_by_likelihood():
                 scores.append(-model(**batch, labels=labels).loss)
         best.append(choices[int(torch.stack(scores).argmax())])
     for answer in choices:
-        prompts = [{"questions": [{"question": "which?", "choices": choices, "answer": answer}]}] * 2
+        prompts = [
+            {"questions": [{"question": "which?", "choices": choices, "answer": answer}]}
+        ] * 2
         assert reward(media, prompts).tolist() == [float(one == answer) for one in best]
-    both = [{"question": "which?", "choices": choices, "answer": one} for one in (best[0], *choices)]
+    both = [
+        {"question": "which?", "choices": choices, "answer": one} for one in (best[0], *choices)
+    ]
     assert reward(media[:1], [{"questions": both}]).item() == pytest.approx(2 / 4)
     with pytest.raises(UserError, match="the answer 'no such' is not among"):
-        reward(media[:1], [{"questions": [{"question": "?", "choices": ["a"], "answer": "no such"}]}])
+        reward(
+            media[:1], [{"questions": [{"question": "?", "choices": ["a"], "answer": "no such"}]}]
+        )
     with pytest.raises(UserError, match="needs a 'questions'"):
         REWARDS.build("tifa", model=path, device="cpu", dtype="float32")(media[:1], [{"text": ""}])

@@ -1,6 +1,7 @@
 """What every registered policy must keep: a new one is tested by being registered.
 
-Its smallest options are in SMALLEST of tests/test_contract.py; the toys of tests/test_families.py cover the families.
+Its smallest options are in SMALLEST of tests/test_contract.py; the toys of tests/test_families.py
+cover the families.
 """
 
 from typing import Any
@@ -28,18 +29,32 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "masked_image_lm": [{"guidance": 2.0, "lora": 2}],
     "masked_lm": [{"guidance": 2.0, "sampler": "maskgit"}, {"lora": 2}],
-    "amused": [{"guidance": 3.0, "sampler": "maskgit"}, {"lora": 2, "guidance": 2.0, "temperature": 0.8}],
-    "janus": [{"guidance": 1.0, "top_k": 5, "lora": 2}, {"logp_dist": "conditional", "train": "generation"}],
-    "emu3": [{"guidance": 1.0, "top_p": 0.9}, {"lora": 2, "ratio": "2:1", "logp_dist": "guided_stopgrad_uncond"}],
+    "amused": [
+        {"guidance": 3.0, "sampler": "maskgit"},
+        {"lora": 2, "guidance": 2.0, "temperature": 0.8},
+    ],
+    "janus": [
+        {"guidance": 1.0, "top_k": 5, "lora": 2},
+        {"logp_dist": "conditional", "train": "generation"},
+    ],
+    "emu3": [
+        {"guidance": 1.0, "top_p": 0.9},
+        {"lora": 2, "ratio": "2:1", "logp_dist": "guided_stopgrad_uncond"},
+    ],
     "imagegpt": [{"temperature": 0.8}],
     "glm_image": [{"lora": 2, "top_k": 5}],
-    "janus_unified": [{"plan": {"tokens": 4, "images": 2, "turn": "new"}, "weigh": "segment", "lora": 2}],
+    "janus_unified": [
+        {"plan": {"tokens": 4, "images": 2, "turn": "new"}, "weigh": "segment", "lora": 2}
+    ],
     "var": [
         {"guidance": 1.0, "top_k": 3},
         {"lora": 2, "scale_alpha": 0.7, "logp_dist": "guided_stopgrad_uncond"},
         {"branch_at": 1},
     ],
-    "llamagen": [{"guidance": 1.0, "top_p": 0.9}, {"lora": 2, "logp_dist": "guided_stopgrad_uncond"}],
+    "llamagen": [
+        {"guidance": 1.0, "top_p": 0.9},
+        {"lora": 2, "logp_dist": "guided_stopgrad_uncond"},
+    ],
 }
 TEXTS = ("a red seven", "a blue two", "a green nine")
 PICTURE = Image.new("RGB", (32, 32), "red")
@@ -51,7 +66,9 @@ COPIES = 2
 CASES = [(name, extra) for name in POLICIES for extra in ({}, *VARIANTS.get(name, []))]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=["-".join([n, *map(str, e.values())]) for n, e in CASES])
+@pytest.fixture(
+    scope="module", params=CASES, ids=["-".join([n, *map(str, e.values())]) for n, e in CASES]
+)
 def policy(request):
     name, extra = request.param
     with torch.random.fork_rng():
@@ -68,7 +85,8 @@ SAMPLES = Rng.of("contract")
 
 
 def prompts_for(policy):
-    """Those that write have other tensors for images than for prompts; theirs are in tests/test_vlm_*.py."""
+    """Those that write have other tensors for images than for prompts; theirs are in
+    tests/test_vlm_*.py."""
     return [{"text": text} for text in TEXTS] if policy.makes == "text" else PROMPTS
 
 
@@ -80,22 +98,39 @@ def roll(policy, rng: Rng = SAMPLES) -> Rollout:
 
 
 def test_a_rollout_is_rows_by_decisions(policy, rollout):
-    rows, decisions = len(PROMPTS) * COPIES, rollout.mask.shape[1]
+    rows = len(PROMPTS) * COPIES
+    decisions = rollout.mask.shape[1]
     assert rollout.group.tolist() == [p for p in range(len(PROMPTS)) for _ in range(COPIES)]
     assert (
-        rollout.row.tolist() == list(range(rows)) and prompts_for(policy)[1].items() <= rollout.asked()[COPIES].items()
+        rollout.row.tolist() == list(range(rows))
+        and prompts_for(policy)[1].items() <= rollout.asked()[COPIES].items()
     )
-    assert rollout.logprob.shape == rollout.mask.shape == (rows, decisions) and rollout.mask.dtype == torch.bool
-    assert len(rollout.sample) == rows and rollout.mask.any(1).all() and rollout.logprob[rollout.mask].isfinite().all()
+    assert (
+        rollout.logprob.shape == rollout.mask.shape == (rows, decisions)
+        and rollout.mask.dtype == torch.bool
+    )
+    assert (
+        len(rollout.sample) == rows
+        and rollout.mask.any(1).all()
+        and rollout.logprob[rollout.mask].isfinite().all()
+    )
     if rollout.path is not None:
         assert rollout.path.shape == (rows, decisions + 1, *rollout.sample.shape[1:])
-        assert rollout.time.shape == (rows, decisions + 1) and rollout.eta.shape == (rows, decisions)
-        assert torch.equal(rollout.path[:, -1], rollout.sample) and not (rollout.mask & (rollout.eta == 0)).any()
+        assert rollout.time.shape == (rows, decisions + 1) and rollout.eta.shape == (
+            rows,
+            decisions,
+        )
+        assert (
+            torch.equal(rollout.path[:, -1], rollout.sample)
+            and not (rollout.mask & (rollout.eta == 0)).any()
+        )
 
 
 def test_conditions_are_stored_once_a_prompt(rollout):
     if isinstance(rollout.cond, list):  # of prompts that do not fit one tensor
-        assert len(rollout.cond) == len(PROMPTS) and all(len(leaf) == 1 for leaf in leaves(rollout.cond))
+        assert len(rollout.cond) == len(PROMPTS) and all(
+            len(leaf) == 1 for leaf in leaves(rollout.cond)
+        )
         return
     for tensor in leaves(rollout.cond):
         assert len(tensor) in (len(PROMPTS), 1), "one row a prompt, or one for all"
@@ -104,16 +139,23 @@ def test_conditions_are_stored_once_a_prompt(rollout):
 def leaves(nest):
     if isinstance(nest, torch.Tensor):
         return [nest]
-    return [leaf for value in (nest.values() if isinstance(nest, dict) else nest) for leaf in leaves(value)]
+    return [
+        leaf
+        for value in (nest.values() if isinstance(nest, dict) else nest)
+        for leaf in leaves(value)
+    ]
 
 
 def test_scoring_repeats_sampling_to_the_bit(policy, rollout):
-    """Or, where answers are sampled token by token and scored in one pass, up to rounding (see Point.fresh)."""
+    """Or, where answers are sampled token by token and scored in one pass, up to rounding (see
+    Point.fresh)."""
     for point in passes(policy.path(rollout), policy.width):
         logp = policy.dist(point).log_prob(point.target)
         assert logp.shape == point.mask.shape == point.logprob.shape
         ratio = (logp - point.logprob).exp()[point.mask]
-        torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=1e-5 if policy.adjacent else 0, rtol=0)
+        torch.testing.assert_close(
+            ratio, torch.ones_like(ratio), atol=1e-5 if policy.adjacent else 0, rtol=0
+        )
 
 
 def test_the_path_covers_the_mask_once(policy, rollout):
@@ -123,7 +165,9 @@ def test_the_path_covers_the_mask_once(policy, rollout):
         seen.index_add_(0, point.row, point.mask.sum(1))
     assert seen.tolist() == rollout.mask.sum(1).tolist()
     first = rollout.replace(mask=rollout.mask & (torch.arange(len(rollout)) == 1)[:, None])
-    assert {row for point in policy.path(first) for row in point.row[point.mask.any(1)].tolist()} == {1}
+    assert {
+        row for point in policy.path(first) for row in point.row[point.mask.any(1)].tolist()
+    } == {1}
     for point in points:
         kept = point.mask.any(1)
         assert (point.length[kept] == rollout.mask.sum(1)[point.row[kept]]).all()
@@ -146,7 +190,11 @@ def test_renoised_states_are_new_reproducible_and_scored(policy, rollout):
     one, two, other = (list(policy.renoise(rollout, r)) for r in (rng, rng, rng.fold("other")))
     assert len(one) == len(two) > 0
     for point, again in zip(one, two, strict=True):
-        assert torch.equal(point.state, again.state) and point.logprob is None and point.next_time is None
+        assert (
+            torch.equal(point.state, again.state)
+            and point.logprob is None
+            and point.next_time is None
+        )
         logp = policy.dist(point).log_prob(point.target)
         assert logp.shape == point.mask.shape and logp.isfinite().all()
         assert point.advantage is not None and point.length is not None
@@ -182,7 +230,9 @@ def test_the_global_generators_are_left_alone(policy):
 
 def test_evaluation_explores_nothing_and_leaves_no_trace(policy, rollout):
     with policy.evaluating(), torch.no_grad():
-        one, two = (policy.rollout(prompts_for(policy)[:1], COPIES, Rng.of("evaluation")) for _ in range(2))
+        one, two = (
+            policy.rollout(prompts_for(policy)[:1], COPIES, Rng.of("evaluation")) for _ in range(2)
+        )
         assert torch.equal(one.sample, two.sample)
         if isinstance(policy, FlowPolicy):
             assert not one.mask.any()
@@ -208,6 +258,16 @@ def test_the_table_names_only_what_is_registered():
 
 
 def test_a_policy_offers_what_the_trainer_and_the_commands_use(policy):
-    assert isinstance(policy.net, nn.Module) and not policy.net.training and policy.weights.parameters()
-    assert isinstance(policy, NetPolicy) or {"prepare", "evaluating", "device", "width", "trained"} <= set(dir(policy))
+    assert (
+        isinstance(policy.net, nn.Module)
+        and not policy.net.training
+        and policy.weights.parameters()
+    )
+    assert isinstance(policy, NetPolicy) or {
+        "prepare",
+        "evaluating",
+        "device",
+        "width",
+        "trained",
+    } <= set(dir(policy))
     policy.prepare(prompts_for(policy))

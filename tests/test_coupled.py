@@ -22,7 +22,8 @@ from .test_trainer import rows
 class GroupWeighted:
     """Every row's denoising error, weighted by a number that depends on its whole group."""
 
-    behaviour, snapshots = "live", ("ref",)
+    behaviour = "live"
+    snapshots = ("ref",)
 
     def points(self, policy, rollout, rng):
         return policy.renoise(rollout, rng, shared=True)
@@ -31,7 +32,9 @@ class GroupWeighted:
         return frozen(policy, "ref", point).log_prob(point.target)
 
     def couple(self, point, measured):
-        sums = torch.zeros(int(point.group.max()) + 1, 1, dtype=measured.dtype).index_add(0, point.group, measured)
+        sums = torch.zeros(int(point.group.max()) + 1, 1, dtype=measured.dtype).index_add(
+            0, point.group, measured
+        )
         return point.replace(advantage=torch.sigmoid(sums[point.group]) * point.advantage)
 
     def loss(self, policy, point):
@@ -40,11 +43,22 @@ class GroupWeighted:
 
 def trainer_of(micro, **options):
     policy = toys.make("flow", double=True)
-    sizes = {"prompts": 4, "copies": 4, "batch_size": 8, "iterations": 3, "micro_batch": micro} | options
+    sizes = {
+        "prompts": 4,
+        "copies": 4,
+        "batch_size": 8,
+        "iterations": 3,
+        "micro_batch": micro,
+    } | options
     return Trainer(
-        policy, toys.prompts(4), Scorer({"toy": toys.reward}), advantages.dance, GroupWeighted(),
-        partial(adamw, lr=1e-3), TrainOptions(**sizes),
-    )  # fmt: skip
+        policy,
+        toys.prompts(4),
+        Scorer({"toy": toys.reward}),
+        advantages.dance,
+        GroupWeighted(),
+        partial(adamw, lr=1e-3),
+        TrainOptions(**sizes),
+    )
 
 
 def test_micro_batches_do_not_cut_a_group_apart():
@@ -88,7 +102,10 @@ def test_shared_renoising_is_shared_inside_a_group_only(family):
         return  # nothing is re-noised
     if family == "masked":
         hidden = (point.state == policy.mask_id).view(4, 8, -1)
-        assert torch.equal(hidden, hidden[:, :1].expand_as(hidden)) and len(hidden[:, 0].unique(dim=0)) > 1
+        assert (
+            torch.equal(hidden, hidden[:, :1].expand_as(hidden))
+            and len(hidden[:, 0].unique(dim=0)) > 1
+        )
         return
     noise = (point.target + rollout.sample).view(4, 8, -1)
     torch.testing.assert_close(noise, noise[:, :1].expand_as(noise))

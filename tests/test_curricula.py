@@ -1,4 +1,5 @@
-"""Mixtures, hints and replay: shares, epochs and stages by counting; prompts by iteration and seed alone."""
+"""Mixtures, hints and replay: shares, epochs and stages by counting; prompts by iteration and seed
+alone."""
 
 import json
 from collections import Counter
@@ -47,7 +48,9 @@ def drawn(prompts, iterations, count=COUNT):
     return [p for i in range(iterations) for p in batch(prompts, count, i, seed=3)]
 
 
-@pytest.mark.parametrize("weights", [{"words": 0.75, "pictures": 0.25}, {"words": 1, "pictures": 9}, {"pictures": 2}])
+@pytest.mark.parametrize(
+    "weights", [{"words": 0.75, "pictures": 0.25}, {"words": 1, "pictures": 9}, {"pictures": 2}]
+)
 def test_shares_are_met_after_every_iteration_and_sources_go_through_their_epochs(files, weights):
     mixed = made(files, weights=weights).train
     total = sum(weights.values())
@@ -69,7 +72,8 @@ def test_without_weights_every_prompt_counts_the_same(files):
 
 def test_stages_begin_at_their_iteration_and_resume_needs_no_memory(files):
     stages = [[0, {"words": 1}], [4, {"words": 1, "pictures": 3}], [8, {"pictures": 1}]]
-    one, two = made(files, stages=stages).train, made(files, stages=stages).train
+    one = made(files, stages=stages).train
+    two = made(files, stages=stages).train
     kinds = [Counter(p["source"] for p in batch(one, 8, i, 0)) for i in range(12)]
     assert kinds[:4] == [{"words": 8}] * 4 and kinds[8:] == [{"pictures": 8}] * 4
     assert kinds[4:8] == [{"words": 2, "pictures": 6}] * 4
@@ -112,7 +116,8 @@ def test_what_a_policy_leaves_out_leaves_every_curriculum(files):
     assert isinstance(left.inner.inner, Mixed)
 
 
-# ------------------------------------------------------------------------------------------------------------ hints
+# --------------------------------------------------------------------------------------------------
+# hints
 
 
 @pytest.mark.parametrize(
@@ -124,7 +129,9 @@ def test_pieces_are_the_whole(value):
 
 
 def test_hints_are_a_part_of_the_answer_that_fades(files):
-    source = build({"hints": {"of": files["words"], "share": 0.5, "over": 4, "before": "<answer>"}}, DATA)
+    source = build(
+        {"hints": {"of": files["words"], "share": 0.5, "over": 4, "before": "<answer>"}}, DATA
+    )
     begun = [batch(source.train, 3, i, 0) for i in range(6)]
     for i, share in enumerate((2, 1, 1, 0, 0, 0)):  # of 4 pieces
         for prompt in begun[i]:
@@ -134,7 +141,8 @@ def test_hints_are_a_part_of_the_answer_that_fades(files):
     assert not any("prefill" in p for p in [*source.train, *source.held_out])
 
 
-# ------------------------------------------------------------------------------------------------------------ replay
+# --------------------------------------------------------------------------------------------------
+# replay
 
 
 def replay(files, **options):
@@ -146,8 +154,14 @@ def test_hard_prompts_come_again_once_and_solved_ones_do_not(files):
     first = batch(one, 4, 0, 0)
     assert batch(one, 4, 0, 0) == first
     easy, hard, flat, mixed = first
-    one.learn([Outcome(easy["entry"], 1.0, True), Outcome(hard["entry"], 0.1, False),
-               Outcome(flat["entry"], 0.7, True), Outcome(mixed["entry"], 0.7, False)])  # fmt: skip
+    one.learn(
+        [
+            Outcome(easy["entry"], 1.0, True),
+            Outcome(hard["entry"], 0.1, False),
+            Outcome(flat["entry"], 0.7, True),
+            Outcome(mixed["entry"], 0.7, False),
+        ]
+    )
     assert one.waiting == [hard["entry"], flat["entry"]]
     second = batch(one, 4, 1, 0)
     assert second[2:] == [hard, flat]
@@ -156,7 +170,8 @@ def test_hard_prompts_come_again_once_and_solved_ones_do_not(files):
 
 
 def test_a_resumed_replay_goes_on_the_same(files):
-    one, two = replay(files), replay(files)
+    one = replay(files)
+    two = replay(files)
     one.learn([Outcome(p["entry"], 0.0, True) for p in batch(one, 4, 0, 0)])
     two.load_state_dict(json.loads(json.dumps(one.state_dict())))
     assert batch(one, 4, 1, 0) == batch(two, 4, 1, 0)
@@ -172,9 +187,13 @@ def test_the_memory_forgets_the_oldest(files):
 def test_outcomes_of_groups():
     group = torch.tensor([0, 0, 1, 1, 2, 2])
     rollout = Rollout(
-        group=group, row=torch.arange(6), sample=group, logprob=torch.zeros(6, 1), mask=torch.ones(6, 1, dtype=bool),
+        group=group,
+        row=torch.arange(6),
+        sample=group,
+        logprob=torch.zeros(6, 1),
+        mask=torch.ones(6, 1, dtype=bool),
         prompts=[{"entry": 7}, {"entry": 8}, {"entry": 9}],
-    )  # fmt: skip
+    )
     values = torch.tensor([1.0, 0.5, 0.25, 0.25, torch.nan, torch.nan])
     found = advantages.outcomes(Rewards({"r": values}, {"r": 2.0}), rollout)
     assert found[:2] == [Outcome(7, 1.5, False), Outcome(8, 0.5, True)]
@@ -183,7 +202,8 @@ def test_outcomes_of_groups():
 
 @pytest.mark.parametrize("options", [{"resample": 2}, {"reuse": Reuse(share=1.0)}, {}], ids=str)
 def test_data_hear_of_groups_that_gave_way(options):
-    """Half of the prompts earn nothing: whoever takes their places in the update, they were hard and come again."""
+    """Half of the prompts earn nothing: whoever takes their places in the update, they were hard
+    and come again."""
     asked = {}
 
     def reward(media, prompts):
@@ -191,16 +211,26 @@ def test_data_hear_of_groups_that_gave_way(options):
         asked.update({p["entry"]: p["label"] for p in prompts})
         return found
 
-    given = SimpleNamespace(train=[{"text": f"{i}", "label": i % 2} for i in range(16)], held_out=[])
+    given = SimpleNamespace(
+        train=[{"text": f"{i}", "label": i % 2} for i in range(16)], held_out=[]
+    )
     policy = Recalling() if "reuse" in options else toys.ToyCausal()
     trainer = Trainer(
-        policy, Replay(given, share=0.5, below=0.3).train, Scorer({"half": reward}), advantages.grpo, Text(),
-        partial(adamw, lr=0.0), TrainOptions(prompts=4, copies=4, batch_size=16, iterations=6, **options),
-    )  # fmt: skip
+        policy,
+        Replay(given, share=0.5, below=0.3).train,
+        Scorer({"half": reward}),
+        advantages.grpo,
+        Text(),
+        partial(adamw, lr=0.0),
+        TrainOptions(prompts=4, copies=4, batch_size=16, iterations=6, **options),
+    )
     for _ in range(3):
-        before, _ = {*trainer.prompts.waiting}, asked.clear()
+        before = {*trainer.prompts.waiting}
+        _ = asked.clear()
         trainer.iterate()
-        assert {*trainer.prompts.waiting} == before - {*asked} | {entry for entry, good in asked.items() if not good}
+        assert {*trainer.prompts.waiting} == before - {*asked} | {
+            entry for entry, good in asked.items() if not good
+        }
         assert trainer.prompts.waiting
 
 
@@ -215,7 +245,8 @@ class Recalling(toys.ToyCausal):
 
     def rollout(self, prompts, copies, rng):
         plain = super().encode(prompts)
-        coded, self.encode = self.encode, lambda _: plain
+        coded = self.encode
+        self.encode = lambda _: plain
         try:
             return super().rollout(prompts, copies, rng).replace(cond=coded(prompts))
         finally:
@@ -228,14 +259,22 @@ class Recalling(toys.ToyCausal):
 
 def test_training_with_replay_goes_on_from_a_checkpoint_to_the_bit():
     def trainer():
-        given = SimpleNamespace(train=[{"text": f"{i}", "label": i % 2} for i in range(16)], held_out=[])
+        given = SimpleNamespace(
+            train=[{"text": f"{i}", "label": i % 2} for i in range(16)], held_out=[]
+        )
         policy = toys.ToyCausal()
         return Trainer(
-            policy, Replay(given, share=0.5, below=0.4).train, Scorer({"threes": threes}), advantages.grpo, Text(),
-            partial(adamw, lr=3e-3), TrainOptions(prompts=4, copies=4, batch_size=16, iterations=6, resample=1),
-        )  # fmt: skip
+            policy,
+            Replay(given, share=0.5, below=0.4).train,
+            Scorer({"threes": threes}),
+            advantages.grpo,
+            Text(),
+            partial(adamw, lr=3e-3),
+            TrainOptions(prompts=4, copies=4, batch_size=16, iterations=6, resample=1),
+        )
 
-    one, two = trainer(), trainer()
+    one = trainer()
+    two = trainer()
     for _ in range(3):
         one.iterate()
     assert one.prompts.waiting

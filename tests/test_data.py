@@ -1,6 +1,5 @@
-"""Prompt files, their broken lines, the held-out split, and an order that only depends on seed and iteration."""
-
-# ruff: noqa: E501 (tables of values and messages)
+"""Prompt files, their broken lines, the held-out split, and an order that only depends on seed and
+iteration."""
 
 from __future__ import annotations
 
@@ -40,7 +39,9 @@ def test_json_lines_keep_their_other_keys(tmp_path):
     found = read(written(tmp_path, "p.jsonl", "\n".join(lines)))
     assert texts(found) == ["a", "b", "c"]
     assert found[0]["tag"] == 1 and found[1]["include"] == [{"count": 2}]
-    assert texts(read(written(tmp_path, "q.jsonl", '{"caption": "d", "text": "no"}'), "caption")) == ["d"]
+    assert texts(
+        read(written(tmp_path, "q.jsonl", '{"caption": "d", "text": "no"}'), "caption")
+    ) == ["d"]
 
 
 @pytest.mark.parametrize(
@@ -49,14 +50,18 @@ def test_json_lines_keep_their_other_keys(tmp_path):
         ('{"text": "a"', "p.jsonl:3: broken JSON at column 13"),
         ("{'text': 'a'}", "p.jsonl:3: broken JSON at column 2"),
         ("plain words", "p.jsonl:3: broken JSON at column 1"),
-        ('{"caption": "a", "n": 1}', "p.jsonl:3: no key 'text' or 'prompt'; this line has caption, n; name it with the option key"),
+        (
+            '{"caption": "a", "n": 1}',
+            "p.jsonl:3: no key 'text' or 'prompt'; this line has "
+            "caption, n; name it with the option key",
+        ),
         ("[1]", 'p.jsonl:3: expected {"text": "..."} or a string, got list'),
         ("3", "p.jsonl:3: expected"),
         ('{"text": ""}', "p.jsonl:3: 'text' must be text that is not empty"),
         ('{"text": 3}', "p.jsonl:3: 'text' must be text that is not empty, got 3"),
         ("[" * 20000, "p.jsonl:3: "),
     ],
-)  # fmt: skip
+)
 def test_a_broken_line_is_named_and_shown(tmp_path, line, said):
     shown = message(read, written(tmp_path, "p.jsonl", f'{{"text": "fine"}}\n\n{line}\n'))
     assert said in shown and shown.splitlines()[1].strip().startswith(line[:40])
@@ -73,17 +78,26 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
 
 
 def test_a_folder_has_its_own_held_out_file(tmp_path):
-    written(tmp_path, "train_metadata.jsonl", "\n".join(json.dumps({"prompt": f"p{i}", "tag": "x"}) for i in range(40)))
+    written(
+        tmp_path,
+        "train_metadata.jsonl",
+        "\n".join(json.dumps({"prompt": f"p{i}", "tag": "x"}) for i in range(40)),
+    )
     written(tmp_path, "train.txt", "not this one")
     assert len(Prompts(tmp_path).train) + len(Prompts(tmp_path).held_out) == 40
     written(tmp_path, "test.txt", "t1\nt2")
     found = Prompts(tmp_path)
-    assert len(found.train) == 40 and texts(found.held_out) == ["t1", "t2"] and found.train[0]["tag"] == "x"
+    assert (
+        len(found.train) == 40
+        and texts(found.held_out) == ["t1", "t2"]
+        and found.train[0]["tag"] == "x"
+    )
     assert len(Prompts(tmp_path, held_out=0.5).held_out) > 8  # what is asked for wins
 
 
 def test_a_held_out_file_that_overlaps_is_reported(tmp_path):
-    train, test = written(tmp_path, "a.txt", "a\nb"), written(tmp_path, "b.txt", "b\nc")
+    train = written(tmp_path, "a.txt", "a\nb")
+    test = written(tmp_path, "b.txt", "b\nc")
     with pytest.warns(UserWarning, match="1 texts of .*b.txt are also in"):
         assert texts(Prompts(train, test).held_out) == ["b", "c"]
 
@@ -108,7 +122,8 @@ def test_tiny_files_leave_no_side_empty(share, count):
 
 def test_every_epoch_is_a_permutation_of_its_own():
     prompts = [{"text": str(i)} for i in range(10)]
-    drawn = [prompt for i in range(15) for prompt in batch(prompts, 4, i, seed=3)]  # 60 draws, batches cross epochs
+    # 60 draws, batches cross epochs
+    drawn = [prompt for i in range(15) for prompt in batch(prompts, 4, i, seed=3)]
     epochs = [texts(drawn[e * 10 : e * 10 + 10]) for e in range(6)]
     assert all(sorted(epoch) == sorted(texts(prompts)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 6

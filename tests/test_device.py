@@ -1,4 +1,5 @@
-"""What a launcher's environment and the weights' type may and may not do to training, in one process."""
+"""What a launcher's environment and the weights' type may and may not do to training, in one
+process."""
 
 from datetime import timedelta
 
@@ -29,7 +30,9 @@ SIZES = {"prompts": 1, "copies": 2, "batch_size": 2, "iterations": 1}
 def test_other_ways_to_share_a_model_out_are_refused(monkeypatch, environment, named):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=f"configured for {named}, which mmrl does not support.*--fsdp_version 2"):
+    with pytest.raises(
+        UserError, match=f"configured for {named}, which mmrl does not support.*--fsdp_version 2"
+    ):
         Device(TrainOptions(**SIZES))
 
 
@@ -44,7 +47,9 @@ def test_the_launchers_gradient_accumulation_divides_nothing(monkeypatch):
     for steps in ("1", "4"):
         monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", steps)
         trainer = make_trainer(max_grad_norm=None)
-        trainer.optimizer = trainer.device.accelerator.prepare(torch.optim.SGD(trainer.policy.net.parameters(), lr=1.0))
+        trainer.optimizer = trainer.device.accelerator.prepare(
+            torch.optim.SGD(trainer.policy.net.parameters(), lr=1.0)
+        )
         trainer.iterate()
         weights.append(trainer.policy.weights.full())
     for name, value in weights[0].items():
@@ -56,18 +61,24 @@ def test_processes_wait_for_one_another_as_long_as_the_options_say():
     assert handler.timeout == timedelta(seconds=77) and "backend" not in handler.to_kwargs()
 
 
-@pytest.mark.parametrize(("dtype", "precision"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")]
+)
 def test_weights_in_half_precision_are_not_trained(dtype, precision):
-    """In bfloat16 a step of 1e-4 leaves weights of 0.1 as they are; the message names the way out."""
+    """In bfloat16 a step of 1e-4 leaves weights of 0.1 as they are; the message names the way
+    out."""
     policy = toys.make("flow")
     policy.net.to(dtype)
     name = str(dtype).removeprefix("torch.")
-    with pytest.raises(UserError, match=f"dtype {name}.*dtype=float32 with train.precision={precision}.*lora"):
+    with pytest.raises(
+        UserError, match=f"dtype {name}.*dtype=float32 with train.precision={precision}.*lora"
+    ):
         make_trainer(policy=policy)
 
 
 def test_adapters_on_half_precision_weights_and_their_average_are_float32():
-    """The average of a slow decay moves by a thousandth of a small step, which bfloat16 would round away."""
+    """The average of a slow decay moves by a thousandth of a small step, which bfloat16 would round
+    away."""
     policy = toys.ToyFlow(lora=Lora(2, targets=["0", "2"]))
     for p in policy.net.parameters():
         p.data = p.data if p.requires_grad else p.data.to(torch.bfloat16)
@@ -92,7 +103,8 @@ class Expert(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.rows = torch.nn.Linear(1, 1), []
+        self.layer = torch.nn.Linear(1, 1)
+        self.rows = []
 
     def forward(self, hidden_states, timestep, return_dict, **cond):
         self.rows.append(len(hidden_states))
@@ -104,5 +116,8 @@ def test_alone_an_expert_that_a_pass_does_not_need_is_not_run():
     experts = Experts(Expert(), Expert(), 500)
     experts(torch.ones(3, 2, 1, 2, 2), torch.tensor([900.0, 800.0, 700.0])).sum().backward()
     assert (experts.transformer.rows, experts.transformer_2.rows) == ([3], [])
-    assert experts.transformer.layer.weight.grad is not None and experts.transformer_2.layer.weight.grad is None
+    assert (
+        experts.transformer.layer.weight.grad is not None
+        and experts.transformer_2.layer.weight.grad is None
+    )
     assert experts._no_split_modules == ["Linear"]

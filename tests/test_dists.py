@@ -15,7 +15,9 @@ def gaussian(seed, reduction="sum"):
 
 
 def test_gaussian_equals_torch():
-    p, q, x = gaussian(0), gaussian(1), gaussian(2).mean
+    p = gaussian(0)
+    q = gaussian(1)
+    x = gaussian(2).mean
     P, Q = (reference.Normal(d.mean, d.std) for d in (p, q))
     torch.testing.assert_close(p.log_prob(x)[:, 0], P.log_prob(x).flatten(1).sum(1))
     torch.testing.assert_close(p.kl(q)[:, 0], reference.kl_divergence(P, Q).flatten(1).sum(1))
@@ -23,7 +25,8 @@ def test_gaussian_equals_torch():
 
 
 def test_mean_reduction_divides_by_the_dimensions():
-    p, q = gaussian(0, "mean"), gaussian(1, "mean")
+    p = gaussian(0, "mean")
+    q = gaussian(1, "mean")
     x = gaussian(2).mean
     torch.testing.assert_close(p.log_prob(x) * 8, gaussian(0).log_prob(x))
     torch.testing.assert_close(p.kl(q) * 8, gaussian(0).kl(gaussian(1)))
@@ -40,7 +43,9 @@ def test_a_deterministic_step_stays_finite():
 
 
 def categorical(seed, vocabulary=7, impossible=False):
-    logits = torch.randn(3, 2, vocabulary, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    logits = torch.randn(
+        3, 2, vocabulary, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     if impossible:
         logits[..., ::3] = -torch.inf
     return Categorical(logits.requires_grad_())
@@ -56,9 +61,12 @@ def test_categorical_probabilities_sum_to_one_by_enumeration(impossible):
 
 @pytest.mark.parametrize("impossible", [False, True])
 def test_categorical_kl_equals_torch_and_has_finite_gradients(impossible):
-    p, q = categorical(0, impossible=impossible), categorical(1, impossible=impossible)
+    p = categorical(0, impossible=impossible)
+    q = categorical(1, impossible=impossible)
     possible = p.logits.isfinite()[0, 0]
-    expected = reference.kl_divergence(*(reference.Categorical(logits=d.logits[..., possible]) for d in (p, q)))
+    expected = reference.kl_divergence(
+        *(reference.Categorical(logits=d.logits[..., possible]) for d in (p, q))
+    )
     torch.testing.assert_close(p.kl(q), expected)
     for grad in torch.autograd.grad((p.kl(q) + p.entropy()).sum(), [p.logits, q.logits]):
         assert grad[..., possible].isfinite().all() and not grad[..., ~possible].nan_to_num().any()
@@ -69,7 +77,9 @@ def test_categorical_draws_follow_the_probabilities():
     u = Rng.of("draws").uniform(torch.arange(20000), (1,))
     found = Categorical(logits).sample(u).flatten().bincount(minlength=5) / 20000
     assert found[1] == 0
-    torch.testing.assert_close(found, logits[0, 0].softmax(-1), atol=4 * math.sqrt(0.25 / 20000), rtol=0)
+    torch.testing.assert_close(
+        found, logits[0, 0].softmax(-1), atol=4 * math.sqrt(0.25 / 20000), rtol=0
+    )
 
 
 def test_an_impossible_token_is_never_drawn_at_the_ends_of_the_interval():
@@ -83,7 +93,8 @@ def test_an_impossible_token_is_never_drawn_at_the_ends_of_the_interval():
 def test_draws_invert_the_cumulative_distribution_and_report_their_log_probs(vocab, dtype):
     rng = Rng.of("drawn")
     logits = 3 * rng.normal(torch.arange(6), (vocab,), dtype=dtype)
-    logits[:, ::3] = -math.inf  # whole ranges of a truncated vocabulary are impossible, also at its ends
+    # whole ranges of a truncated vocabulary are impossible, also at its ends
+    logits[:, ::3] = -math.inf
     logits[:, vocab // 2 :] = -math.inf
     uniform = rng.uniform(torch.arange(6), (400,), 1)
     uniform[:, 0], uniform[:, 1] = 2.0**-33, 1 - 2.0**-33
@@ -92,42 +103,58 @@ def test_draws_invert_the_cumulative_distribution_and_report_their_log_probs(voc
     torch.testing.assert_close(logprob, p.log().gather(-1, token).to(dtype), rtol=1e-5, atol=1e-5)
     above = p.cumsum(-1).gather(-1, token)
     slack = 1e-12 if dtype == torch.float64 else 1e-6
-    assert (above > uniform - slack).all() and (above - p.gather(-1, token) <= uniform + slack).all()
+    assert (above > uniform - slack).all() and (
+        above - p.gather(-1, token) <= uniform + slack
+    ).all()
     if dtype == torch.float64:
         assert torch.equal(token, (p.cumsum(-1)[:, None] <= uniform[..., None]).sum(-1))
 
 
 def test_samples_are_the_mean_and_scaled_noise():
-    p, noise = gaussian(0), gaussian(1).mean
+    p = gaussian(0)
+    noise = gaussian(1).mean
     twice = p.repeat(2)
     for b in range(3):
-        wanted = [m + float(p.std[b]) * e for m, e in zip(p.mean[b].flatten().tolist(), noise[b].flatten().tolist())]
+        wanted = [
+            m + float(p.std[b]) * e
+            for m, e in zip(p.mean[b].flatten().tolist(), noise[b].flatten().tolist())
+        ]
         assert p.sample(noise)[b].flatten().tolist() == pytest.approx(wanted, abs=1e-12)
         for copy in (2 * b, 2 * b + 1):
-            assert torch.equal(twice.mean[copy], p.mean[b]) and torch.equal(twice.std[copy], p.std[b])
+            assert torch.equal(twice.mean[copy], p.mean[b]) and torch.equal(
+                twice.std[copy], p.std[b]
+            )
     assert len(twice.mean) == 6 and p.reduction == twice.reduction == "sum"
     assert Gaussian(p.mean, p.std).reduction == Score(p.mean, p.std).reduction == "mean"
 
 
 def test_a_score_is_the_squared_distance_alone():
-    p, x = gaussian(0), gaussian(1).mean
+    p = gaussian(0)
+    x = gaussian(1).mean
     for reduction, count in (("sum", 1), ("mean", 8)):
         score = Score(p.mean, p.std, reduction).log_prob(x)
         for b in range(3):
             pairs = zip(p.mean[b].flatten().tolist(), x[b].flatten().tolist())
-            assert float(score[b]) == pytest.approx(-sum((m - y) ** 2 for m, y in pairs) / count, abs=1e-12)
+            assert float(score[b]) == pytest.approx(
+                -sum((m - y) ** 2 for m, y in pairs) / count, abs=1e-12
+            )
 
 
 @pytest.mark.parametrize("zero", ["own", "other"])
 def test_the_kl_of_a_deterministic_step_is_that_of_the_least_std(zero):
     """A standard deviation of 0 counts as 1e-12, so that the divergence is finite."""
     mean = torch.zeros(1, 1, dtype=torch.float64)
-    none, one = Gaussian(mean, mean), Gaussian(mean, mean + 1.0)
+    none = Gaussian(mean, mean)
+    one = Gaussian(mean, mean + 1.0)
     p, q = (none, one) if zero == "own" else (one, none)
     s, t = (1e-12, 1.0) if zero == "own" else (1.0, 1e-12)
     assert float(p.kl(q)) == pytest.approx(math.log(t / s) + 0.5 * ((s / t) ** 2 - 1), rel=1e-12)
-    assert float(none.log_prob(mean)) == pytest.approx(12 * math.log(10) - 0.5 * math.log(2 * math.pi), rel=1e-12)
-    assert float(none.entropy()) == pytest.approx(0.5 * math.log(2 * math.pi * math.e) - 12 * math.log(10), rel=1e-12)
+    assert float(none.log_prob(mean)) == pytest.approx(
+        12 * math.log(10) - 0.5 * math.log(2 * math.pi), rel=1e-12
+    )
+    assert float(none.entropy()) == pytest.approx(
+        0.5 * math.log(2 * math.pi * math.e) - 12 * math.log(10), rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("shape", [(2, BLOCK, 7), (2, 3, 2 * BLOCK), (2, BLOCK + 1, BLOCK)])
@@ -145,7 +172,8 @@ def test_draws_at_many_positions_are_those_of_each(shape):
 
 @pytest.mark.parametrize("vocab", [4, 2 * BLOCK])
 def test_a_number_at_an_edge_belongs_to_the_token_behind_it(vocab):
-    """The first token whose cumulative probability is above the number, between blocks and inside of one."""
+    """The first token whose cumulative probability is above the number, between blocks and inside
+    of one."""
     edges = torch.arange(1, 4) / 4
     token, _ = drawn(torch.zeros(1, vocab, dtype=torch.float64), edges[None].double())
     assert token.tolist() == [[vocab // 4, vocab // 2, 3 * vocab // 4]]

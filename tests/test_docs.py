@@ -1,4 +1,5 @@
-"""The documentation is run and compared with the code: what it shows works, what it lists is complete."""
+"""The documentation is run and compared with the code: what it shows works, what it lists is
+complete."""
 
 import inspect
 import io
@@ -59,12 +60,16 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    found, heading, inside = [], "", None
+    found = []
+    heading = ""
+    inside = None
     for number, line in enumerate(page.read_text().splitlines(), start=1):
         if inside is None and line.startswith("#"):
             heading = line.lstrip("# ")
         elif line.startswith("```") and inside is None:
-            kind, inside, start = line.removeprefix("```"), [], number
+            kind = line.removeprefix("```")
+            inside = []
+            start = number
         elif line.startswith("```"):
             found.append(Block(kind, "\n".join(inside) + "\n", start, heading))
             inside = None
@@ -74,11 +79,14 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
-# --------------------------------------------------------------------------------------------- docs/extending.md
+# ---------------------------------------------------------------------------------------------
+# docs/extending.md
 
 GUIDE = blocks(DOCS / "extending.md")
 PROMISED = {
-    block.name: int(n[1]) for block in GUIDE if block.name and (n := re.search(r"in (\d+) lines", block.heading))
+    block.name: int(n[1])
+    for block in GUIDE
+    if block.name and (n := re.search(r"in (\d+) lines", block.heading))
 }
 
 
@@ -86,7 +94,8 @@ PROMISED = {
 def bench(tmp_path, monkeypatch):
     """An empty folder to work in; registries and imported modules are as before afterwards."""
     kept = {kind: dict(known) for kind, known in ALL.items()}
-    modules, path = set(sys.modules), list(sys.path)
+    modules = set(sys.modules)
+    path = list(sys.path)
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     for kind, known in ALL.items():
@@ -124,7 +133,8 @@ def test_the_guide_works_from_top_to_bottom(bench):
     assert len(ran) == 8 and (bench / "better" / "velocity.safetensors").is_file()
     for folder in ("first", "parabola", "weighted", "rank"):
         rewards = [line["reward/mean"] for line in read_run(bench / "runs" / folder).metrics]
-        start, end = sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3
+        start = sum(rewards[:3]) / 3
+        end = sum(rewards[-3:]) / 3
         assert end > start + 0.1 and end > 0.9, f"{folder} went from {start:.3f} to {end:.3f}"
 
 
@@ -140,7 +150,10 @@ def pretend_installed(groups: dict[str, dict[str, str]], folder: Path) -> None:
     info = folder / "guide-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: guide\nVersion: 1.0\n")
-    lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in names.items()) for group, names in groups.items()]
+    lines = [
+        f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in names.items())
+        for group, names in groups.items()
+    ]
     (info / "entry_points.txt").write_text("\n".join(lines))
 
 
@@ -159,14 +172,23 @@ def run(command: str, where: str) -> None:
         raise AssertionError(f"{where}: {error}") from error
 
 
-# ------------------------------------------------------------------------------------------ docs/configuration.md
+# ------------------------------------------------------------------------------------------
+# docs/configuration.md
 
 
 def rows(page: Path, heading: str) -> dict[str, list[str]]:
     """The table under a heading: first cell, without backquotes -> the other cells."""
-    section = re.search(rf"^#+ {re.escape(heading)}$(.*?)(?=^#+ |\Z)", page.read_text(), re.S | re.M)
+    section = re.search(
+        rf"^#+ {re.escape(heading)}$(.*?)(?=^#+ "
+        rf"|\Z)",
+        page.read_text(),
+        re.S | re.M,
+    )
     assert section, f"{page.name} has no section {heading!r}"
-    cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in section[1].splitlines()]
+    cells = [
+        [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        for line in section[1].splitlines()
+    ]
     return {row[0].strip("`"): row[1:] for row in cells if row and row[0].startswith("`")}
 
 
@@ -175,7 +197,9 @@ def shown(value: object) -> str:
     if value is inspect.Parameter.empty:
         return "required"
     if callable(value):
-        (name,) = [name for known in ALL.values() for name, entry in known.items() if entry is value]
+        (name,) = [
+            name for known in ALL.values() for name, entry in known.items() if entry is value
+        ]
         return f"`{name}`"
     if isinstance(value, (tuple, list)):
         return f"`[{', '.join(map(str, value))}]`"
@@ -219,13 +243,18 @@ FACTORIES = {"reward": "`{}`", "guidance": "`[]`"}  # of dataclass fields whose 
 
 @pytest.mark.parametrize("heading", DOCUMENTED)
 def test_every_option_is_documented_with_its_default(heading):
-    entry, table = DOCUMENTED[heading], rows(DOCS / "configuration.md", heading)
+    entry = DOCUMENTED[heading]
+    table = rows(DOCS / "configuration.md", heading)
     known = options(entry)
-    assert set(table) == set(known), f"{heading}: {sorted(set(table) ^ set(known))} is in the page or in the code only"
+    assert set(table) == set(known), (
+        f"{heading}: {sorted(set(table) ^ set(known))} is in the page or in the code only"
+    )
     for name, option in known.items():
         default = "made" if repr(option.default) == "<factory>" else shown(option.default)
         wanted = FACTORIES[name] if default == "made" else default
-        assert table[name][0] == wanted, f"{heading}.{name}: the page says {table[name][0]}, the code {wanted}"
+        assert table[name][0] == wanted, (
+            f"{heading}.{name}: the page says {table[name][0]}, the code {wanted}"
+        )
         assert len(table[name][-1]) > 3, f"{heading}.{name} has no explanation"
 
 
@@ -247,11 +276,21 @@ def test_the_example_of_batch_arithmetic_is_right():
     section = re.search(r"^## Batch arithmetic$(.*?)^## ", text, re.S | re.M)[1]
     spec = yaml.safe_load(re.search(r"```yaml\n(.*?)```", section, re.S)[1])["train"]
     plan = arithmetic(TrainOptions(**spec), processes=4)
-    for name in ("rows", "steps", "prompts_per_process", "rows_per_process", "rows_per_step", "accumulation"):
-        assert rows(DOCS / "configuration.md", "Batch arithmetic")[name][0] == str(getattr(plan, name)), name
+    for name in (
+        "rows",
+        "steps",
+        "prompts_per_process",
+        "rows_per_process",
+        "rows_per_step",
+        "accumulation",
+    ):
+        assert rows(DOCS / "configuration.md", "Batch arithmetic")[name][0] == str(
+            getattr(plan, name)
+        ), name
 
 
-# ------------------------------------------------------------------------------------------------------ every page
+# --------------------------------------------------------------------------------------------------
+# every page
 
 CONFIGS = [(page, block) for page in PAGES if page.name != "extending.md" for block in blocks(page)]
 COMMANDS = [
@@ -262,9 +301,12 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize(("page", "line"), COMMANDS, ids=[f"{page.stem}-{line[:60]}" for page, line in COMMANDS])
+@pytest.mark.parametrize(
+    ("page", "line"), COMMANDS, ids=[f"{page.stem}-{line[:60]}" for page, line in COMMANDS]
+)
 def test_a_command_on_a_page_parses_and_its_overrides_are_valid(page, line, tmp_path):
-    """`mmrl train NAME a.b=c` on a shipped configuration must check; other programs and files must exist."""
+    """`mmrl train NAME a.b=c` on a shipped configuration must check; other programs and files must
+    exist."""
     words = shlex.split(line, comments=True)
     words = words[words.index("scripts/train.py") - 1 :] if "scripts/train.py" in words else words
     if not words or "=" in words[0]:
@@ -272,16 +314,24 @@ def test_a_command_on_a_page_parses_and_its_overrides_are_valid(page, line, tmp_
     if words[0] == "accelerate" or words[1:2] == ["scripts/train.py"]:
         words = ["mmrl", "train", *words[2:]]
     if words[0] != "mmrl":
-        assert (ROOT / words[0]).exists() or shutil.which(words[0]), f"{page.name}: {words[0]} is not there"
+        assert (ROOT / words[0]).exists() or shutil.which(words[0]), (
+            f"{page.name}: {words[0]} is not there"
+        )
         return
     names = {command.name or command.callback.__name__ for command in app.registered_commands}
     assert words[1] in names, f"{page.name}: mmrl has no command {words[1]!r}"
     configs = [
-        w for w in words[2:] if (ROOT / "configs" / w).with_suffix(".yaml").is_file() or w.startswith("configs/")
+        w
+        for w in words[2:]
+        if (ROOT / "configs" / w).with_suffix(".yaml").is_file() or w.startswith("configs/")
     ]
     if configs and "--resume" not in words:
         path = ROOT / "configs" / configs[0].removeprefix("configs/").removesuffix(".yaml")
-        overrides = [word for word in words if re.match(r"[a-z_.0-9]+=", word) and not word.startswith("data.path=")]
+        overrides = [
+            word
+            for word in words
+            if re.match(r"[a-z_.0-9]+=", word) and not word.startswith("data.path=")
+        ]
         config.check(config.load(path.with_suffix(".yaml"), overrides))
 
 
@@ -291,7 +341,9 @@ YAMLS = [(page, block) for page, block in CONFIGS if block.kind == "yaml"]
 @pytest.mark.parametrize(("page", "block"), YAMLS, ids=[f"{p.stem}-{b.line}" for p, b in YAMLS])
 def test_a_piece_of_configuration_on_a_page_is_valid(page, block, tmp_path, monkeypatch):
     """Laid over the shipped quickstart, whose sections it replaces."""
-    whole = yaml.safe_load((ROOT / "configs/digits/flow_grpo.yaml").read_text()) | yaml.safe_load(block.text)
+    whole = yaml.safe_load((ROOT / "configs/digits/flow_grpo.yaml").read_text()) | yaml.safe_load(
+        block.text
+    )
     if "my_" in block.text:
         pytest.skip("names a file of the reader's own")
     file = tmp_path / "piece.yaml"
@@ -309,7 +361,9 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 def test_files_named_on_a_page_exist(page):
-    named = re.findall(r"`((?:mmrl|samplers|rewards|tests|scripts|configs|docs)/[\w./-]+)`", page.read_text())
+    named = re.findall(
+        r"`((?:mmrl|samplers|rewards|tests|scripts|configs|docs)/[\w./-]+)`", page.read_text()
+    )
     missing = [name for name in named if not (ROOT / name).exists()]
     assert not missing, f"{page.name}: {missing}"
 
@@ -347,5 +401,7 @@ def test_no_page_is_left_out_of_the_kernels():
 def test_docs_are_part_of_a_source_distribution():
     assert (
         os.fspath("/docs")
-        in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+        in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"][
+            "targets"
+        ]["sdist"]["include"]
     )

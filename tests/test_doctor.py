@@ -14,7 +14,15 @@ def by_name(checks):
 
 def test_everything_required_is_listed_with_its_version():
     found = by_name(doctor.diagnose())
-    for name in ("torch", "diffusers", "transformers", "accelerate", "peft", "pyyaml", "scikit-learn"):
+    for name in (
+        "torch",
+        "diffusers",
+        "transformers",
+        "accelerate",
+        "peft",
+        "pyyaml",
+        "scikit-learn",
+    ):
         assert found[name].status == "ok" and found[name].detail[0].isdigit()
     assert {"python", "cpu", "bf16", "sdpa", "runs", "cache", "cached", "hub"} <= found.keys()
     assert all(check.remedy or check.status != "missing" for check in found.values())
@@ -24,7 +32,9 @@ def test_a_missing_or_old_package_has_a_remedy(monkeypatch):
     monkeypatch.setattr(doctor, "version", lambda name: {"torch": "2.1.0+cu118"}.get(name))
     found = by_name(doctor.check_packages())
     assert found["torch"].status == "missing" and "2.1.0+cu118, but >=" in found["torch"].detail
-    assert found["diffusers"].status == "missing" and found["diffusers"].remedy.startswith('pip install "diffusers>=')
+    assert found["diffusers"].status == "missing" and found["diffusers"].remedy.startswith(
+        'pip install "diffusers>='
+    )
     assert not doctor.print_report()
 
 
@@ -43,7 +53,9 @@ def test_a_check_that_breaks_is_a_warning():
 
 
 def test_installed_metadata_is_used_where_there_is_no_checkout(monkeypatch, tmp_path):
-    (tmp_path / "pyproject.toml").write_text('[project]\nname = "somebody-else"\ndependencies = ["nonsense"]\n')
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\nname = "somebody-else"\ndependencies = ["nonsense"]\n'
+    )
     monkeypatch.setattr(doctor, "PACKAGE", tmp_path / "mmrl")
     wanted = ["torch>=2.10", 'pytest>=8; extra == "dev"']
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: wanted)
@@ -55,7 +67,10 @@ def test_places(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     found = by_name(doctor.check_places())
-    assert found["runs"].status == found["cache"].status == "ok" and found["cached"].detail == "nothing yet"
+    assert (
+        found["runs"].status == found["cache"].status == "ok"
+        and found["cached"].detail == "nothing yet"
+    )
     assert not (tmp_path / "runs").exists() and not (tmp_path / "cache").exists()
     assert "HF_HUB_OFFLINE=1" in found["hub"].detail
     (tmp_path / "cache" / "digits" / "sd3").mkdir(parents=True)
@@ -69,7 +84,11 @@ def test_a_place_that_cannot_be_written(monkeypatch, tmp_path):
 
     monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refuse)
     found = by_name(doctor.check_places())
-    assert found["runs"].status == "missing" and "Permission denied" in found["runs"].detail and found["runs"].remedy
+    assert (
+        found["runs"].status == "missing"
+        and "Permission denied" in found["runs"].detail
+        and found["runs"].remedy
+    )
 
 
 @pytest.mark.gpu

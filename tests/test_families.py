@@ -1,4 +1,5 @@
-"""What must hold for every family of policies, tried on the toys. A new toy is tested by being listed."""
+"""What must hold for every family of policies, tried on the toys. A new toy is tested by being
+listed."""
 
 from functools import partial
 
@@ -22,7 +23,10 @@ from . import toys
 
 FAMILIES = list(toys.POLICIES)
 FLOWS = ["flow", "video"]
-GUIDED = [("flow", {"guidance": 3.0, "logp_dist": d}) for d in ("guided", "guided_stopgrad_uncond", "conditional")]
+GUIDED = [
+    ("flow", {"guidance": 3.0, "logp_dist": d})
+    for d in ("guided", "guided_stopgrad_uncond", "conditional")
+]
 CASES = [(f, {}) for f in FAMILIES] + GUIDED + [("flow", {"kernel": dance_sde, "eta": 0.3})]
 CASES += [
     ("flow", {"lora": Lora(2, targets=["0", "2"])}),
@@ -96,12 +100,15 @@ def test_micro_batches_do_not_change_the_gradient(family, reduction):
     policy = toys.make(family, double=True)
     rollout = roll(policy)
     ragged = rollout.mask & (Rng.of("mask").uniform(rollout.row, (rollout.mask.shape[1],)) < 0.7)
-    rollout = rollout.replace(mask=ragged, logprob=rollout.logprob + 0.05)  # off-policy, so that clipping matters
+    # off-policy, so that clipping matters
+    rollout = rollout.replace(mask=ragged, logprob=rollout.logprob + 0.05)
     policy.weights.keep("ref")
     objective = PolicyGradient(clip=0.1, kl=0.3)
     whole = gradient(policy, rollout, objective, None, reduction)
     for micro in (1, 3, 7):
-        torch.testing.assert_close(gradient(policy, rollout, objective, micro, reduction), whole, atol=1e-10, rtol=0)
+        torch.testing.assert_close(
+            gradient(policy, rollout, objective, micro, reduction), whole, atol=1e-10, rtol=0
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -114,11 +121,14 @@ def test_chunks_do_not_change_the_samples(family, width):
 
 
 def test_a_compressed_tail_saves_forwards_and_is_scored_as_sampled():
-    """MixGRPO-Flash: noise in steps 2 to 4 of 12, then a second-order solver in 0.4 of the 7 that are left."""
+    """MixGRPO-Flash: noise in steps 2 to 4 of 12, then a second-order solver in 0.4 of the 7 that
+    are left."""
     options = {"steps": 12, "sde": partial(window, start=2, stop=5), "solver": dpm, "width": 16}
-    whole, short = toys.make("flow", **options), toys.make("flow", flash=0.4, **options)
+    whole = toys.make("flow", **options)
+    short = toys.make("flow", flash=0.4, **options)
     rollout = roll(short)
-    assert short.forwards == 32 * 7 and rollout.mask.shape == (32, 7)  # 2 and 3 as before, int(0.4 x 7) = 2
+    # 2 and 3 as before, int(0.4 x 7) = 2
+    assert short.forwards == 32 * 7 and rollout.mask.shape == (32, 7)
     assert rollout.mask[0].tolist() == [False, False, True, True, True, False, False]
     torch.testing.assert_close(rollout.time[:, :6], roll(whole).time[:, :6])
     assert (rollout.time.diff(dim=1) < 0).all() and (rollout.time[:, -1] == 0).all()
@@ -171,7 +181,8 @@ def test_shared_noise_is_shared_inside_a_group_only():
 
 @pytest.mark.parametrize("options", [{}, {"guidance": 2.0}, {"tree": Tree(splits=1)}], ids=str)
 def test_samples_of_a_prompt_differ_where_no_noise_on_the_way_makes_them(options):
-    """One initial noise for a group is for exploring. Evaluated alike, all samples of a prompt were one picture."""
+    """One initial noise for a group is for exploring. Evaluated alike, all samples of a prompt were
+    one picture."""
     policy = toys.make("flow", shared_noise=True, **options)
     media, _ = sample(policy, toys.prompts(4), 8, seed=0)
     assert len(media.unique(dim=0)) == 32
@@ -189,17 +200,30 @@ def test_evaluation_is_deterministic_given_the_first_noise(family):
     state = rollout.path[:, 0]
     for k in range(6):
         point = Point(
-            group=rollout.group, cond=rollout.cond, row=rollout.row, mask=rollout.mask[:, :1], state=state,
-            time=rollout.time[:, k], next_time=rollout.time[:, k + 1], eta=rollout.eta[:, k], guidance=2.0,
-        )  # fmt: skip
+            group=rollout.group,
+            cond=rollout.cond,
+            row=rollout.row,
+            mask=rollout.mask[:, :1],
+            state=state,
+            time=rollout.time[:, k],
+            next_time=rollout.time[:, k + 1],
+            eta=rollout.eta[:, k],
+            guidance=2.0,
+        )
         v = policy.dist(point.replace(next_time=None)).mean
-        state = state + v * (rollout.time[:, k + 1] - rollout.time[:, k]).view(-1, *[1] * (v.ndim - 1))
+        state = state + v * (rollout.time[:, k + 1] - rollout.time[:, k]).view(
+            -1, *[1] * (v.ndim - 1)
+        )
     torch.testing.assert_close(state, rollout.sample)
 
 
 def test_stopgrad_guidance_has_the_value_of_full_guidance_but_not_its_gradient():
-    full, stopped = (toys.make("flow", True, guidance=3.0, logp_dist=d) for d in ("guided", "guided_stopgrad_uncond"))
-    a, b = roll(full), roll(stopped)
+    full, stopped = (
+        toys.make("flow", True, guidance=3.0, logp_dist=d)
+        for d in ("guided", "guided_stopgrad_uncond")
+    )
+    a = roll(full)
+    b = roll(stopped)
     torch.testing.assert_close(a.logprob, b.logprob, atol=1e-10, rtol=0)
     g, h = (gradient(p, r, PolicyGradient(clip=0.2)) for p, r in ((full, a), (stopped, b)))
     assert torch.nn.functional.cosine_similarity(g, h, dim=0) < 0.999
@@ -209,7 +233,8 @@ def test_conditional_scores_another_distribution_than_it_samples():
     guided = toys.make("flow", True, guidance=3.0)
     with pytest.warns(UserWarning, match="drawn with guidance 3 and scored without it"):
         conditional = toys.make("flow", True, guidance=3.0, logp_dist="conditional")
-    a, b = roll(guided), roll(conditional)
+    a = roll(guided)
+    b = roll(conditional)
     torch.testing.assert_close(a.sample, b.sample)
     assert (a.logprob - b.logprob).abs().max() > 1e-3
 
@@ -230,14 +255,18 @@ def test_timestep_subsets(fraction, kept, pick):
     elif kept == 3:
         assert len(points) == 6
     part = objective.points(policy, rollout[torch.arange(4)], Rng.of(0))
-    chosen, again = ({(float(p.time[0]), r) for p in ps for r in p.row.tolist()} for ps in (points, part))
+    chosen, again = (
+        {(float(p.time[0]), r) for p in ps for r in p.row.tolist()} for ps in (points, part)
+    )
     assert again == {(t, r) for t, r in chosen if r < 4}  # whatever other rows are there
 
 
 def test_rows_share_conditions_and_keep_their_names():
     rollout = roll(toys.make("flow"))
     part = rollout[torch.tensor([30, 2])]
-    assert part.cond is rollout.cond and part.group.tolist() == [3, 0] and part.row.tolist() == [30, 2]
+    assert (
+        part.cond is rollout.cond and part.group.tolist() == [3, 0] and part.row.tolist() == [30, 2]
+    )
     assert [p["label"] for p in part.asked()] == [1, 0]
     joined = Rollout.cat([rollout[:5], rollout[5:]])
     assert torch.equal(joined.path, rollout.path) and joined.cond is rollout.cond
@@ -249,7 +278,9 @@ def test_a_memory_budget_chooses_the_chunks_and_changes_no_sample(family, monkey
     policy = toys.make(family, double=True, memory=20000 / 2**30)
     sizes = []
     sample = policy._sample
-    monkeypatch.setattr(policy, "_sample", lambda group, *rest: sizes.append(len(group)) or sample(group, *rest))
+    monkeypatch.setattr(
+        policy, "_sample", lambda group, *rest: sizes.append(len(group)) or sample(group, *rest)
+    )
     torch.testing.assert_close(roll(policy).sample, whole.sample, atol=1e-10, rtol=0)
     assert 1 <= sizes[0] < 32 and sum(sizes) == 32, sizes
     with pytest.raises(UserError, match="memory = .* one row needs"):

@@ -1,4 +1,5 @@
-"""Every family in diffusers' folder format against diffusers' own pipeline, and what every policy must keep."""
+"""Every family in diffusers' folder format against diffusers' own pipeline, and what every policy
+must keep."""
 
 from __future__ import annotations
 
@@ -27,13 +28,19 @@ load_built_in()
 
 PROMPTS = [{"text": text} for text in ("a red seven", "a blue two")]
 VIDEO = {"size": [16, 32], "frames": 5, "text_length": 16}
-# name -> policy, its options, how its latents go into the pipeline, further arguments of the pipeline's call
+# name -> policy, its options, how its latents go into the pipeline, further arguments of the
+# pipeline's call
 CASES = {
     "sd": ("sd", {"size": 16}, None, {}),
     "sd-v": ("sd", {"size": 16}, None, {}),
     "sdxl": ("sdxl", {"size": 16}, None, {}),
     "flux": ("flux", {"size": 16, "text_length": 16}, pack, {"max_sequence_length": 16}),
-    "flux-schnell": ("flux", {"size": [16, 32], "text_length": 16}, pack, {"max_sequence_length": 16}),
+    "flux-schnell": (
+        "flux",
+        {"size": [16, 32], "text_length": 16},
+        pack,
+        {"max_sequence_length": 16},
+    ),
     "wan": ("wan", VIDEO, None, {"max_sequence_length": 16, "num_frames": 5}),
     "wan-two": ("wan", VIDEO, None, {"max_sequence_length": 16, "num_frames": 5}),
     "wan-tokens": ("wan", VIDEO, None, {"max_sequence_length": 16, "num_frames": 5}),
@@ -61,9 +68,14 @@ def call(pipe, policy, case, rollout, guidance, steps, output):
     texts = [p["text"] for p in rollout.asked()]
     height, width = policy.size
     return pipe(
-        texts, latents=layout(first) if layout else first, num_inference_steps=steps, height=height, width=width,
-        output_type=output, **more,
-    )[0]  # fmt: skip
+        texts,
+        latents=layout(first) if layout else first,
+        num_inference_steps=steps,
+        height=height,
+        width=width,
+        output_type=output,
+        **more,
+    )[0]
 
 
 @pytest.mark.parametrize("guidance", [1.0, 2.5])
@@ -78,7 +90,9 @@ def test_without_noise_we_are_the_diffusers_pipeline(case, guidance):
     latents = call(pipe, policy, case, rollout, guidance, 3, "latent")
     images = call(pipe, policy, case, rollout, guidance, 3, "pt")
     layout = CASES[case][2]
-    torch.testing.assert_close(layout(rollout.sample) if layout else rollout.sample, latents, atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        layout(rollout.sample) if layout else rollout.sample, latents, atol=1e-4, rtol=0
+    )
     torch.testing.assert_close(ours, images, atol=1e-4, rtol=0)
     assert (images[0] - images[2]).abs().max() > 1e-5  # the prompt has an effect
 
@@ -90,16 +104,23 @@ def brightness(media, prompts):
 def trainer_of(policy, **options):
     sizes = {"prompts": 2, "copies": 2, "batch_size": 4, "iterations": 3} | options
     return Trainer(
-        policy, PROMPTS, Scorer({"brightness": brightness}), advantages.dance, PolicyGradient(clip=1e-2),
-        partial(adamw, lr=1e-2), TrainOptions(**sizes),
-    )  # fmt: skip
+        policy,
+        PROMPTS,
+        Scorer({"brightness": brightness}),
+        advantages.dance,
+        PolicyGradient(clip=1e-2),
+        partial(adamw, lr=1e-2),
+        TrainOptions(**sizes),
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"guidance": 2.5, "lora": 2}], ids=["full", "guided lora"])
 @pytest.mark.parametrize("case", CASES)
 def test_the_first_step_is_exactly_on_policy(case, options):
     metrics = trainer_of(make(case, **options)).iterate()
-    assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0 and metrics["step"] == 1
+    assert (
+        metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0 and metrics["step"] == 1
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -109,7 +130,10 @@ def test_an_exported_adapter_gives_the_plain_pipeline_our_images(case, tmp_path)
     trainer.iterate(), trainer.iterate()
     policy.export(tmp_path)
     moved = [name for name, p in policy.net.named_parameters() if "lora_B" in name and p.any()]
-    assert case != "wan-two" or {name.split(".")[0] for name in moved} == {"transformer", "transformer_2"}
+    assert case != "wan-two" or {name.split(".")[0] for name in moved} == {
+        "transformer",
+        "transformer_2",
+    }
     pipe = getattr(diffusers, policy.pipeline).from_pretrained(str(tiny_diffusers.folder(case)))
     pipe.set_progress_bar_config(disable=True)
     with policy.evaluating(), torch.no_grad():
@@ -137,17 +161,25 @@ def test_a_checkpoint_resumes_to_the_bit(case, tmp_path):
 # What the folders of the hub hold: solvers whose steps have no density.
 HUB = {"num_train_timesteps": 1000}
 DISCRETE = HUB | {
-    "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "clip_sample": False,
-    "set_alpha_to_one": False, "skip_prk_steps": True, "steps_offset": 1,
-}  # fmt: skip
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "clip_sample": False,
+    "set_alpha_to_one": False,
+    "skip_prk_steps": True,
+    "steps_offset": 1,
+}
 SCHEDULERS = {
     "sd": DISCRETE | {"_class_name": "PNDMScheduler", "trained_betas": None},
     "sdxl": DISCRETE | {"_class_name": "EulerDiscreteScheduler", "timestep_spacing": "leading"},
-    "wan": HUB | {
-        "_class_name": "UniPCMultistepScheduler", "prediction_type": "flow_prediction", "use_flow_sigmas": True,
+    "wan": HUB
+    | {
+        "_class_name": "UniPCMultistepScheduler",
+        "prediction_type": "flow_prediction",
+        "use_flow_sigmas": True,
         "flow_shift": 3.0,
     },
-}  # fmt: skip
+}
 
 
 def with_scheduler(case, target):
@@ -173,9 +205,12 @@ def test_a_folder_of_the_hub_is_sampled_by_ddim_with_its_own_settings(case, tmp_
 
 
 def test_wans_own_times_begin_at_one(tmp_path):
-    """UniPC begins a millionth below, where the first step of the Flow-SDE would have a hundred times its noise."""
+    """UniPC begins a millionth below, where the first step of the Flow-SDE would have a hundred
+    times its noise."""
     policy = make("wan", path=with_scheduler("wan", tmp_path / "model"), steps=5, eta=0.7)
-    scheduler = diffusers.UniPCMultistepScheduler.from_pretrained(policy.place, subfolder="scheduler")
+    scheduler = diffusers.UniPCMultistepScheduler.from_pretrained(
+        policy.place, subfolder="scheduler"
+    )
     scheduler.set_timesteps(5)
     torch.testing.assert_close(policy.times, scheduler.sigmas.double(), atol=2e-6, rtol=0)
     assert policy.times[0] == 1 and policy.times[-1] == 0

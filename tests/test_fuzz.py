@@ -1,4 +1,5 @@
-"""Ten thousand requests that no honest client would send: none makes the server answer 500, none ends it."""
+"""Ten thousand requests that no honest client would send: none makes the server answer 500, none
+ends it."""
 
 from __future__ import annotations
 
@@ -43,7 +44,10 @@ def anything(draw: random.Random, depth: int = 0):
         return draw.choice(LEAVES)
     if draw.random() < 0.5:
         return [anything(draw, depth + 1) for _ in range(draw.randrange(4))]
-    return {str(draw.choice(FIELDS + ["n"])): anything(draw, depth + 1) for _ in range(draw.randrange(4))}
+    return {
+        str(draw.choice(FIELDS + ["n"])): anything(draw, depth + 1)
+        for _ in range(draw.randrange(4))
+    }
 
 
 def structured(draw: random.Random) -> tuple[bytes, str]:
@@ -60,7 +64,9 @@ def structured(draw: random.Random) -> tuple[bytes, str]:
 def mutated(draw: random.Random) -> tuple[bytes, str]:
     """A good request whose bytes were changed, cut out or doubled."""
     request = httpx.Request(
-        "POST", "http://x", files=[("images", ("a", PNG)), ("prompts", (None, b'[{"n": 1, "text": "a"}]'))]
+        "POST",
+        "http://x",
+        files=[("images", ("a", PNG)), ("prompts", (None, b'[{"n": 1, "text": "a"}]'))],
     )
     plain = (json.dumps(good(1)).encode(), "application/json")
     data, kind = draw.choice([(request.read(), request.headers["content-type"]), plain])
@@ -75,14 +81,24 @@ def mutated(draw: random.Random) -> tuple[bytes, str]:
         elif change == 2:
             data[at:at] = data[at : at + draw.randint(1, 60)]
         else:
-            data[at:at] = draw.choice([b'"', b"[", b"}", b"null", b"-1", b"\r\n", b"--", b"1e999", b"\\ud800", b"\xff"])
+            data[at:at] = draw.choice(
+                [b'"', b"[", b"}", b"null", b"-1", b"\r\n", b"--", b"1e999", b"\\ud800", b"\xff"]
+            )
     return bytes(data), kind
 
 
 def headed(draw: random.Random) -> tuple[bytes, str]:
     """A good body under a media type that it does not have."""
-    kinds = ["", "text/plain", "multipart/form-data", "multipart/form-data; boundary=", "application/json; charset=x",
-             "multipart/form-data; boundary=" + "b" * 300, "\x7f", "application/octet-stream"]  # fmt: skip
+    kinds = [
+        "",
+        "text/plain",
+        "multipart/form-data",
+        "multipart/form-data; boundary=",
+        "application/json; charset=x",
+        "multipart/form-data; boundary=" + "b" * 300,
+        "\x7f",
+        "application/octet-stream",
+    ]
     return json.dumps(good(1)).encode() * draw.randrange(3), draw.choice(kinds)
 
 
@@ -92,17 +108,32 @@ def pictured(draw: random.Random) -> tuple[bytes, str]:
     for _ in range(draw.randint(1, 20)):
         data[draw.randrange(len(data))] = draw.randrange(256)
     cut = bytes(data[: draw.randrange(len(data))]) if draw.random() < 0.5 else bytes(data)
-    return json.dumps({"images": [b64(cut)], "prompts": [{"n": 1, "text": "a"}]}).encode(), "application/json"
+    return json.dumps(
+        {"images": [b64(cut)], "prompts": [{"n": 1, "text": "a"}]}
+    ).encode(), "application/json"
 
 
-async def answer(app, body: bytes, kind: str, path: str = "/score", method: str = "POST") -> tuple[int, bytes]:
+async def answer(
+    app, body: bytes, kind: str, path: str = "/score", method: str = "POST"
+) -> tuple[int, bytes]:
     """Status and content, by the application's own interface: what it raises comes up here."""
     scope = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "path": path,
-        "raw_path": path.encode(), "query_string": b"", "scheme": "http", "client": ("127.0.0.1", 1),
-        "server": ("127.0.0.1", 2), "root_path": "",
-        "headers": [(b"content-type", kind.encode("latin-1")), (b"content-length", str(len(body)).encode())],
-    }  # fmt: skip
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "scheme": "http",
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 2),
+        "root_path": "",
+        "headers": [
+            (b"content-type", kind.encode("latin-1")),
+            (b"content-length", str(len(body)).encode()),
+        ],
+    }
     sent: list[dict] = []
 
     async def receive() -> dict:
@@ -119,7 +150,8 @@ async def storm(count: int) -> Counter:
     rewards = {"mean": mean, "numbers": numbers, "picky": picky}
     weighted = {name: Weighted(reward, 1.0) for name, reward in rewards.items()}
     app = make_app(weighted, ServeOptions(wait_ms=0.0, max_request_mib=1.0))
-    draw, statuses = random.Random(6), Counter()
+    draw = random.Random(6)
+    statuses = Counter()
     for _ in range(count):
         body, kind = draw.choice([structured, mutated, headed, pictured])(draw)
         status, said = await answer(app, body, kind)

@@ -1,4 +1,5 @@
-"""GLM-Image's token prior: exact by enumeration on a tiny pipeline of the real classes, and equal to its own tokens."""
+"""GLM-Image's token prior: exact by enumeration on a tiny pipeline of the real classes, and equal
+to its own tokens."""
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from samplers.warp import Warp
 from .image_tokens import assert_trains, cosine, every, flat_grad, logp
 from .tiny_transformers_images import tiny_glm_image
 
-PROMPT, PROMPTS = {"text": "a red seven"}, [{"text": "a red seven"}, {"text": "two"}]
+PROMPT = {"text": "a red seven"}
+PROMPTS = [{"text": "a red seven"}, {"text": "two"}]
 IDS = every(3, 5)  # one token of the small image, four of the large one
 REWARD = torch.linspace(-1, 2, len(IDS), dtype=torch.float64).sin()
 
@@ -53,7 +55,8 @@ def test_token_by_token_is_all_at_once_with_ragged_prompts(make):
 
 
 def test_greedy_tokens_and_images_are_those_of_the_pipeline(make, folder):
-    """Without the tokens that begin and end images, which its own sampling could draw in an image's midst."""
+    """Without the tokens that begin and end images, which its own sampling could draw in an image's
+    midst."""
     from diffusers import GlmImagePipeline
 
     policy = make(double=False)
@@ -67,13 +70,25 @@ def test_greedy_tokens_and_images_are_those_of_the_pipeline(make, folder):
         **given | {"do_sample": False, "suppress_tokens": [3, 4]}
     )
     found = [pipeline.generate_prior_tokens(p["text"], 64, 64)[0] for p in PROMPTS]
-    large = rollout.sample[:, 1:].view(2, 2, 2).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
+    large = (
+        rollout.sample[:, 1:]
+        .view(2, 2, 2)
+        .repeat_interleave(2, 1)
+        .repeat_interleave(2, 2)
+        .flatten(1)
+    )
     assert torch.equal(large, torch.cat(found))
     latents = Rng.of("glm_image").normal(rollout.row, (4, 8, 8), 16)
     images = pipeline(
-        prompt=[p["text"] for p in PROMPTS], height=64, width=64, prior_token_ids=large, latents=latents,
-        num_inference_steps=2, guidance_scale=1.5, output_type="pt",
-    ).images  # fmt: skip
+        prompt=[p["text"] for p in PROMPTS],
+        height=64,
+        width=64,
+        prior_token_ids=large,
+        latents=latents,
+        num_inference_steps=2,
+        guidance_scale=1.5,
+        output_type="pt",
+    ).images
     torch.testing.assert_close(policy.decode(rollout), images, atol=1e-5, rtol=0)
 
 
@@ -87,7 +102,8 @@ def test_positions_are_those_of_transformers(make):
 
 
 def test_the_first_ratio_is_one_in_training_and_layers_may_be_recomputed(make):
-    policy, plain = make(), make()
+    policy = make()
+    plain = make()
     policy.enable_gradient_checkpointing()
     first, second = (flat_grad(p, logp(p, IDS[:9], PROMPT).sum()) for p in (plain, policy))
     torch.testing.assert_close(first, second, atol=1e-12, rtol=1e-9)

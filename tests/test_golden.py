@@ -36,7 +36,9 @@ def trajectory(family: str) -> list[list[float]]:
     if family == "vlm":
         policy = policy_of(tokens=8)
         policy.net.double()
-        prompts = [{"text": "what?", "images": [tiny_vlms.image(56, 56, seed)]} for seed in range(2)]
+        prompts = [
+            {"text": "what?", "images": [tiny_vlms.image(56, 56, seed)]} for seed in range(2)
+        ]
         reward = small_letters
         objective = Text(kl=0.01)
         options = TrainOptions(prompts=2, copies=4, batch_size=4, iterations=20, micro_batch=2)

@@ -1,4 +1,5 @@
-"""The parts of scripts/gpu_check.py with small models on this machine's CPU, so that they do not break on a GPU."""
+"""The parts of scripts/gpu_check.py with small models on this machine's CPU, so that they do not
+break on a GPU."""
 
 from __future__ import annotations
 
@@ -38,7 +39,10 @@ def test_every_part_runs_in_small(check, tmp_path):
     assert list(found) == parts
     assert found["attention"]["milliseconds"]["torch's choice"] > 0
     for network in ("image", "video"):
-        assert found["backends"][network]["sdpa"]["apart"] == 0 and found["backends"][network]["auto"] == "sdpa"
+        assert (
+            found["backends"][network]["sdpa"]["apart"] == 0
+            and found["backends"][network]["auto"] == "sdpa"
+        )
         assert "needs a CUDA device" in found["backends"][network]["xformers"]
     assert found["video"]["share of the peak"] > 0 and found["video"]["ratio"] > 0
     assert found["video"]["teraflop an iteration"] > 0
@@ -58,7 +62,9 @@ def test_a_part_that_fails_is_written_down_and_the_status_says_so(check, tmp_pat
 
 def test_the_straightforward_loop_for_wan_does_the_same_work(check):
     found = check.bench.agreement(
-        partial(check.models.wan, check.models.SMALL, steps=3), check.work(argparse_like(check)), check.models.PlainWan
+        partial(check.models.wan, check.models.SMALL, steps=3),
+        check.work(argparse_like(check)),
+        check.models.PlainWan,
     )
     assert found["weights"] < 1e-10 and found["weights_moved"] > 1e-6
 

@@ -1,4 +1,5 @@
-"""What scoring guided samples without guidance costs, in tables of random logits where everything is enumerated."""
+"""What scoring guided samples without guidance costs, in tables of random logits where everything
+is enumerated."""
 
 import pytest
 import torch
@@ -7,7 +8,9 @@ from samplers.noise import Rng
 
 from .image_tokens import cosine, every
 
-VOCAB, LENGTH, TABLES = 3, 3, 60
+VOCAB = 3
+LENGTH = 3
+TABLES = 60
 IDS = every(VOCAB, LENGTH)
 
 
@@ -19,7 +22,11 @@ def logp(tables):
     """[V^T] of all sequences, for one table [V^t, V] a position."""
     found = 0
     for t, z in enumerate(tables):
-        row = (IDS[:, :t] * VOCAB ** torch.arange(t - 1, -1, -1)).sum(1) if t else torch.zeros(len(IDS)).long()
+        row = (
+            (IDS[:, :t] * VOCAB ** torch.arange(t - 1, -1, -1)).sum(1)
+            if t
+            else torch.zeros(len(IDS)).long()
+        )
         found = found + z.log_softmax(-1)[row, IDS[:, t]]
     return found
 
@@ -36,10 +43,19 @@ def mismatch(seed, scale, centred):
     return cosine(*(torch.cat([part.flatten() for part in parts]) for parts in (found, true)))
 
 
-@pytest.mark.parametrize(("scale", "centred", "expected"), [
-    (1.0, True, 1.0), (2.0, True, 0.963), (5.0, True, 0.899), (2.0, False, 0.869), (5.0, False, 0.581),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("scale", "centred", "expected"),
+    [
+        (1.0, True, 1.0),
+        (2.0, True, 0.963),
+        (5.0, True, 0.899),
+        (2.0, False, 0.869),
+        (5.0, False, 0.581),
+    ],
+)
 def test_the_bias_of_the_published_score_is_as_large_as_it_was_measured(scale, centred, expected):
     """Anchors measured on another set of random tables: the same up to sampling error."""
     found = [mismatch(seed, scale, centred) for seed in range(TABLES)]
-    assert sum(found) / TABLES == pytest.approx(expected, abs=1e-9 if scale == 1 else 0.04 if centred else 0.12)
+    assert sum(found) / TABLES == pytest.approx(
+        expected, abs=1e-9 if scale == 1 else 0.04 if centred else 0.12
+    )

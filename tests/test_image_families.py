@@ -1,4 +1,5 @@
-"""Families of image models against diffusers' own pipelines; older ones are in test_folder_families."""
+"""Families of image models against diffusers' own pipelines; older ones are in
+test_folder_families."""
 
 from __future__ import annotations
 
@@ -45,7 +46,10 @@ def picture(red, green, width=32, height=16):
 
 
 def asked(**size):
-    return [prompt | {"image": picture(200 - 150 * i, 150 * i, **size)} for i, prompt in enumerate(PROMPTS)]
+    return [
+        prompt | {"image": picture(200 - 150 * i, 150 * i, **size)}
+        for i, prompt in enumerate(PROMPTS)
+    ]
 
 
 def true_cfg(scale):
@@ -57,42 +61,65 @@ CASES = {
     "sana": Case("sana", {"size": [32, 64], "text_length": 16}, **SANA),
     "sana-variance": Case("sana", {"size": 32, "text_length": 16}, **SANA),
     "qwen_image": Case(
-        "qwen_image", {"size": [16, 32], "text_length": 12}, {"max_sequence_length": 12}, pack,
-        lambda policy, x: pack(x), true_cfg,
+        "qwen_image",
+        {"size": [16, 32], "text_length": 12},
+        {"max_sequence_length": 12},
+        pack,
+        lambda policy, x: pack(x),
+        true_cfg,
     ),
     "z_image": Case(
-        "z_image", {"size": [16, 32], "text_length": 12}, {"max_sequence_length": 12},
+        "z_image",
+        {"size": [16, 32], "text_length": 12},
+        {"max_sequence_length": 12},
         guide=lambda scale: {"guidance_scale": scale - 1},
     ),
     "lcm": Case("lcm", {"size": [16, 32]}, guide=lambda scale: {"guidance_scale": 8.5}),
     "flux2": Case(
-        "flux2", {"size": [16, 32], "text_length": 12, "text_layers": [1, 2, 3]},
+        "flux2",
+        {"size": [16, 32], "text_length": 12, "text_layers": [1, 2, 3]},
         {"max_sequence_length": 12, "text_encoder_out_layers": (1, 2, 3)},
         finished=lambda policy, x: policy.unpatched(policy.vae, x),
     ),
-}  # fmt: skip
+}
 EDIT = {"layout": pack, "finished": lambda policy, x: pack(x), "guide": true_cfg}
 CASES |= {
     "flux_kontext": Case(
-        "flux_kontext", {"size": [16, 32], "text_length": 16, "embedded": 2.5},
-        {"max_sequence_length": 16, "max_area": 16 * 32, "_auto_resize": False, "guidance_scale": 2.5},
-        prompts=asked(), **EDIT,
+        "flux_kontext",
+        {"size": [16, 32], "text_length": 16, "embedded": 2.5},
+        {
+            "max_sequence_length": 16,
+            "max_area": 16 * 32,
+            "_auto_resize": False,
+            "guidance_scale": 2.5,
+        },
+        prompts=asked(),
+        **EDIT,
     ),
-    "qwen_edit": Case("qwen_edit", {"size": [16, 32], "text_length": 64}, prompts=asked(width=50, height=30), **EDIT),
-}  # fmt: skip
+    "qwen_edit": Case(
+        "qwen_edit",
+        {"size": [16, 32], "text_length": 64},
+        prompts=asked(width=50, height=30),
+        **EDIT,
+    ),
+}
 # The same family and folder with other options, where only parity with the pipeline is of interest.
 MORE = {
     "lcm": Case("lcm", {"size": 16, "embedded": 3.0}, guide=lambda scale: {"guidance_scale": 3.0}),
     "z_image": Case(
-        "z_image", {"size": 16, "text_length": 12, "normalise": 0.9},
-        {"max_sequence_length": 12, "cfg_normalization": 0.9}, guide=lambda scale: {"guidance_scale": scale - 1},
+        "z_image",
+        {"size": 16, "text_length": 12, "normalise": 0.9},
+        {"max_sequence_length": 12, "cfg_normalization": 0.9},
+        guide=lambda scale: {"guidance_scale": scale - 1},
     ),
     "flux_kontext": Case(
-        "flux_kontext", {"size": 16, "image_size": [16, 32], "text_length": 16, "embedded": 2.5},
+        "flux_kontext",
+        {"size": 16, "image_size": [16, 32], "text_length": 16, "embedded": 2.5},
         {"max_sequence_length": 16, "max_area": 256, "_auto_resize": False, "guidance_scale": 2.5},
-        prompts=asked(), **EDIT,
+        prompts=asked(),
+        **EDIT,
     ),
-}  # fmt: skip
+}
 PARITY = [(name, case) for cases in (CASES, MORE) for name, case in cases.items()]
 
 
@@ -115,9 +142,16 @@ def call(pipe, policy, case, rollout, guidance, output):
     pictures = [p["image"] for p in rollout.asked() if "image" in p]
     more = {"image": pictures} if pictures else {}
     return pipe(
-        prompt=[p["text"] for p in rollout.asked()], latents=case.layout(rollout.path[:, 0]), height=height,
-        width=width, num_inference_steps=policy.steps, output_type=output, **case.call, **case.guide(guidance), **more,
-    )[0]  # fmt: skip
+        prompt=[p["text"] for p in rollout.asked()],
+        latents=case.layout(rollout.path[:, 0]),
+        height=height,
+        width=width,
+        num_inference_steps=policy.steps,
+        output_type=output,
+        **case.call,
+        **case.guide(guidance),
+        **more,
+    )[0]
 
 
 @pytest.fixture
@@ -157,7 +191,9 @@ def test_without_noise_we_are_the_diffusers_pipeline(name, case, guidance):
     images = call(pipe, policy, case, rollout, guidance, "pt")
     torch.testing.assert_close(case.finished(policy, rollout.sample), latents, atol=1e-4, rtol=0)
     torch.testing.assert_close(ours, images, atol=1e-4, rtol=0)
-    prompted = call(pipe, policy, case, rollout.replace(prompts=case.prompts[::-1]), guidance, "latent")
+    prompted = call(
+        pipe, policy, case, rollout.replace(prompts=case.prompts[::-1]), guidance, "latent"
+    )
     assert (prompted - latents).abs().max() > 1e-4  # the prompt has an effect
 
 
@@ -167,13 +203,16 @@ def test_the_first_step_is_exactly_on_policy(name, options):
     trainer = trainer_of(make(name, **options))
     trainer.prompts = CASES[name].prompts
     metrics = trainer.iterate()
-    assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0 and metrics["step"] == 1
+    assert (
+        metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0 and metrics["step"] == 1
+    )
 
 
 @pytest.mark.usefixtures("lcm_noise")
 @pytest.mark.parametrize("name", CASES)
 def test_an_exported_adapter_gives_the_plain_pipeline_our_images(name, tmp_path):
-    policy, case = make(name, lora=2, width=None), CASES[name]
+    policy = make(name, lora=2, width=None)
+    case = CASES[name]
     trainer = trainer_of(policy)
     trainer.prompts = case.prompts
     trainer.iterate(), trainer.iterate()
@@ -201,15 +240,21 @@ def test_a_checkpoint_resumes_to_the_bit(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["flux_kontext", "qwen_edit"])
 def test_an_image_is_a_file_or_in_memory_and_must_be_there(name, tmp_path):
-    policy, prompts = make(name), CASES[name].prompts
+    policy = make(name)
+    prompts = CASES[name].prompts
     files = []
     for i, prompt in enumerate(prompts):
         prompt["image"].save(tmp_path / f"{i}.png")
         files.append(prompt | {"image": str(tmp_path / f"{i}.png")})
-    one, two = policy.encode(prompts), policy.encode(files)
-    assert one["image"].shape[0] == 2 and all(torch.equal(one[key], two[key]) for key in ("image", "text"))
+    one = policy.encode(prompts)
+    two = policy.encode(files)
+    assert one["image"].shape[0] == 2 and all(
+        torch.equal(one[key], two[key]) for key in ("image", "text")
+    )
     assert not torch.equal(one["image"][0], one["image"][1])
-    with pytest.raises(UserError, match="'a red seven': this model edits the one image under 'image', and got 0"):
+    with pytest.raises(
+        UserError, match="'a red seven': this model edits the one image under 'image', and got 0"
+    ):
         policy.encode([{"text": "a red seven"}])
     with pytest.raises(UserError, match="cannot read the image"):
         policy.encode([{"text": "a red seven", "image": str(tmp_path / "none.png")}])
@@ -223,17 +268,32 @@ def bright(media, prompts):
 
 
 def test_rocm_follows_the_reward_through_the_steps_of_a_real_consistency_model():
-    """configs/lcm/rocm on a small LatentConsistencyModelPipeline. The steps that the objective takes again are those
-    of a rollout with the same noise under the weights of now, also when these have moved since."""
-    small = ["size=16", "steps=3", "lora={rank: 2, alpha: 4}", f"path={tiny_diffusers.folder('lcm')}"]
-    recipe = read(find_config("lcm/rocm"), [
-        *(f"policy.lcm.{override}" for override in small), "reward={tests.test_image_families:bright: 1.0}",
-        "train.prompts=4", "policy.lcm.width=4", "train.batch_size=4", "train.micro_batch=4", "optimizer.adamw.lr=1e-2",
-    ])  # fmt: skip
+    """configs/lcm/rocm on a small LatentConsistencyModelPipeline. The steps that the objective
+    takes again are those of a rollout with the same noise under the weights of now, also when these
+    have moved since."""
+    small = [
+        "size=16",
+        "steps=3",
+        "lora={rank: 2, alpha: 4}",
+        f"path={tiny_diffusers.folder('lcm')}",
+    ]
+    recipe = read(
+        find_config("lcm/rocm"),
+        [
+            *(f"policy.lcm.{override}" for override in small),
+            "reward={tests.test_image_families:bright: 1.0}",
+            "train.prompts=4",
+            "policy.lcm.width=4",
+            "train.batch_size=4",
+            "train.micro_batch=4",
+            "optimizer.adamw.lr=1e-2",
+        ],
+    )
     assert recipe["objective"] == {"draft": {"last": None, "kl": 0.1, "divergence": "kl"}}
     session = Session.of(recipe)
     trainer = session.trainer()
-    policy, objective = session.policy, trainer.objective
+    policy = session.policy
+    objective = trainer.objective
     trainer.iterate()
     prompts = list(session.data.train[:4])
     with torch.no_grad():
@@ -251,5 +311,9 @@ def test_rocm_follows_the_reward_through_the_steps_of_a_real_consistency_model()
     torch.testing.assert_close(-objective.loss(policy, point)[:, 0], wanted, atol=1e-5, rtol=0)
     objective.kl = 0.1
     with torch.no_grad():
-        assert (objective.loss(policy, point)[:, 0] > -wanted).all(), "the divergence to the base counts"
-    assert wanted.mean() > reward.mean() + 1e-4, "two iterations raised the reward of the same noise"
+        assert (objective.loss(policy, point)[:, 0] > -wanted).all(), (
+            "the divergence to the base counts"
+        )
+    assert wanted.mean() > reward.mean() + 1e-4, (
+        "two iterations raised the reward of the same noise"
+    )

@@ -9,8 +9,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LIGHT = {"diffusers", "transformers", "open_clip", "peft", "timm", "sklearn", "xformers"}
-HEAVY = LIGHT | {"accelerate", "torchvision"}  # the trainer may see accelerate: `import mmrl` does not load it
-FILES = sorted(path for room in ("mmrl", "rewards", "samplers") for path in (ROOT / room).rglob("*.py"))
+# the trainer may see accelerate: `import mmrl` does not load it
+HEAVY = LIGHT | {"accelerate", "torchvision"}
+FILES = sorted(
+    path for room in ("mmrl", "rewards", "samplers") for path in (ROOT / room).rglob("*.py")
+)
 
 
 def absolute(module: str | None, level: int, path: Path) -> str:
@@ -56,15 +59,27 @@ def room(*parts: str) -> list[Path]:
 
 
 def offenders(files: list[Path], bad) -> list[str]:
-    found = [(path.relative_to(ROOT), name) for path in files for name in sorted(imported(path)) if bad(name)]
+    found = [
+        (path.relative_to(ROOT), name)
+        for path in files
+        for name in sorted(imported(path))
+        if bad(name)
+    ]
     return [f"{path} imports {name}" for path, name in found]
 
 
 def test_relative_imports_are_understood():
     here = ROOT / "mmrl" / "policies" / "sd3.py"
-    tree = ast.parse("from .flow import Flow\nfrom ..objectives import grpo\nfrom . import base\nimport torch.nn")
+    tree = ast.parse(
+        "from .flow import Flow\nfrom ..objectives import grpo\nfrom . import base\nimport torch.nn"
+    )
     found = {name for node in tree.body for name in names(node, here)}
-    assert {"mmrl.policies.flow.Flow", "mmrl.objectives.grpo", "mmrl.policies.base", "torch.nn"} <= found
+    assert {
+        "mmrl.policies.flow.Flow",
+        "mmrl.objectives.grpo",
+        "mmrl.policies.base",
+        "torch.nn",
+    } <= found
 
 
 def test_samplers_import_torch_only():
@@ -77,7 +92,8 @@ def test_samplers_import_torch_only():
 
 def test_rewards_know_nothing_of_ours_but_the_registry():
     assert not offenders(
-        room("rewards"), lambda name: below(name, "mmrl", "samplers") and not below(name, "mmrl.registry")
+        room("rewards"),
+        lambda name: below(name, "mmrl", "samplers") and not below(name, "mmrl.registry"),
     )
 
 
@@ -88,20 +104,34 @@ def test_policies_never_see_objectives_rewards_or_the_trainer():
 
 def test_objectives_never_see_a_family():
     def bad(name):
-        family = below(name, "mmrl.policies") and not below(name, "mmrl.policies.base") and name != "mmrl.policies"
+        family = (
+            below(name, "mmrl.policies")
+            and not below(name, "mmrl.policies.base")
+            and name != "mmrl.policies"
+        )
         return family or below(name, "rewards", "mmrl.trainer", "mmrl.worlds")
 
     assert not offenders(room("mmrl", "objectives"), bad)
 
 
 def test_advantages_see_no_model():
-    forbidden = ("mmrl.policies", "mmrl.objectives", "mmrl.trainer", "mmrl.worlds", "rewards", "samplers")
+    forbidden = (
+        "mmrl.policies",
+        "mmrl.objectives",
+        "mmrl.trainer",
+        "mmrl.worlds",
+        "rewards",
+        "samplers",
+    )
     assert not offenders(room("mmrl", "advantages"), lambda name: below(name, *forbidden))
 
 
 def test_the_trainer_names_no_concrete_class():
     def bad(name):
-        concrete = any(name.startswith(f"mmrl.{kind}.") for kind in ("policies", "objectives", "advantages", "worlds"))
+        concrete = any(
+            name.startswith(f"mmrl.{kind}.")
+            for kind in ("policies", "objectives", "advantages", "worlds")
+        )
         protocol = below(name, "mmrl.policies.base", "mmrl.objectives.base")
         return concrete and not protocol or below(name, "rewards")
 
@@ -115,8 +145,12 @@ def test_heavy_libraries_are_imported_inside_functions(path):
 
 
 def loaded_by(code: str) -> set[str]:
-    script = f"import sys\n{code}\nprint(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
+    script = (
+        f"import sys\n{code}\nprint(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False
+    )
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
 
@@ -126,10 +160,18 @@ def test_importing_the_packages_is_light():
 
 
 def test_knowing_every_name_is_light():
-    """Listing what can be configured needs no model library and a refusal no FSDP2: both stay quick."""
+    """Listing what can be configured needs no model library and a refusal no FSDP2: both stay
+    quick."""
     code = "from mmrl.registry import load_built_in\nload_built_in()\nimport mmrl.training\n"
-    assert not loaded_by(code + "assert 'torch.distributed.tensor' not in sys.modules, 'it takes a second'") & LIGHT
+    assert (
+        not loaded_by(
+            code + "assert 'torch.distributed.tensor' not in sys.modules, 'it takes a second'"
+        )
+        & LIGHT
+    )
 
 
 def test_reading_a_run_needs_no_torch():
-    assert "torch" not in loaded_by("import mmrl.report.page, mmrl.doctor, mmrl.log, mmrl.paths, mmrl.machine")
+    assert "torch" not in loaded_by(
+        "import mmrl.report.page, mmrl.doctor, mmrl.log, mmrl.paths, mmrl.machine"
+    )

@@ -1,4 +1,5 @@
-"""Janus: exact by enumeration on a tiny instance of transformers' own class, and equal to its own generation."""
+"""Janus: exact by enumeration on a tiny instance of transformers' own class, and equal to its own
+generation."""
 
 import warnings
 
@@ -28,7 +29,8 @@ from .image_tokens import (
 
 PROMPT = {"text": "a red seven"}
 PROMPTS = [PROMPT, {"text": "a blue two left of a green nine"}]
-VOCAB, TOKENS = 3, 4
+VOCAB = 3
+TOKENS = 4
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +41,11 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("janus")
     model, processor = tiny_vlms.janus()
     config = model.config
-    config.vq_config.num_embeddings, config.vq_config.num_patches = VOCAB, 2
-    config.vision_config.num_image_tokens, config.vision_config.image_size = TOKENS, 28  # two patches a side
+    config.vq_config.num_embeddings = VOCAB
+    config.vq_config.num_patches = 2
+    # two patches a side
+    config.vision_config.num_image_tokens = TOKENS
+    config.vision_config.image_size = 28
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = hf.JanusForConditionalGeneration(config)
@@ -65,9 +70,13 @@ def make(folder):
 IDS = every(VOCAB, TOKENS)
 REWARD = torch.linspace(-1, 2, len(IDS), dtype=torch.float64).sin()
 MODES = [
-    {"guidance": 1.0}, {"guidance": 3.0}, {"guidance": 3.0, "temperature": 0.7}, {"guidance": 2.0, "top_k": 2},
-    {"guidance": 2.0, "top_p": 0.8, "temperature": 1.3}, {"guidance": 3.0, "logp_dist": "guided_stopgrad_uncond"},
-]  # fmt: skip
+    {"guidance": 1.0},
+    {"guidance": 3.0},
+    {"guidance": 3.0, "temperature": 0.7},
+    {"guidance": 2.0, "top_k": 2},
+    {"guidance": 2.0, "top_p": 0.8, "temperature": 1.3},
+    {"guidance": 3.0, "logp_dist": "guided_stopgrad_uncond"},
+]
 
 
 @pytest.mark.parametrize("options", MODES, ids=str)
@@ -77,14 +86,16 @@ def test_probabilities_of_all_images_sum_to_1(make, options):
         p = logp(policy, IDS, PROMPT).exp()
     if "top_k" not in options and "top_p" not in options:
         assert abs(p.sum() - 1) < 1e-12 and (p > 0).all()
-    else:  # a token outside the support is scored as if it were inside: what can be sampled sums to 1
+    # a token outside the support is scored as if it were inside: what can be sampled sums to 1
+    else:
         possible = support(policy, IDS, PROMPT)
         assert 1 < possible.sum() < len(IDS) and abs(p[possible].sum() - 1) < 1e-12
 
 
 @pytest.mark.parametrize("options", MODES[:5], ids=str)
 def test_samples_come_at_the_rate_of_their_score(make, options):
-    policy, copies = make(**options), 1000
+    policy = make(**options)
+    copies = 1000
     with torch.no_grad():
         rollout = policy.rollout([PROMPT], copies, Rng.of("frequencies"))
         p = logp(policy, IDS, PROMPT).exp() * support(policy, IDS, PROMPT)
@@ -104,15 +115,21 @@ def test_importance_weights_are_unbiased(make, options):
     with torch.no_grad():
         old = logp(policy, IDS, PROMPT)
         for i, p in enumerate(policy.weights.parameters().values()):
-            p.add_(0.05 * Rng.of("move", i).normal(torch.zeros(1), (p.numel(),), dtype=p.dtype).view_as(p))
+            p.add_(
+                0.05
+                * Rng.of("move", i).normal(torch.zeros(1), (p.numel(),), dtype=p.dtype).view_as(p)
+            )
         new = logp(policy, IDS, PROMPT)
     ratio = (new - old).exp()
     assert float((old.exp() * ratio).sum()) == pytest.approx(1, abs=1e-12) and ratio.std() > 0.01
-    assert float((old.exp() * ratio * REWARD).sum()) == pytest.approx(float((new.exp() * REWARD).sum()), abs=1e-12)
+    assert float((old.exp() * ratio * REWARD).sum()) == pytest.approx(
+        float((new.exp() * REWARD).sum()), abs=1e-12
+    )
 
 
 def gradients(make, **options):
-    """The true gradient of the expected reward of what is sampled, and the estimator's expectation."""
+    """The true gradient of the expected reward of what is sampled, and the estimator's
+    expectation."""
     sampled = make(**options | {"logp_dist": "guided"})
     p = logp(sampled, IDS, PROMPT).exp()
     true = flat_grad(sampled, (p * REWARD).sum())
@@ -121,29 +138,44 @@ def gradients(make, **options):
     return true, flat_grad(scored, (weight * logp(scored, IDS, PROMPT)).sum())
 
 
-@pytest.mark.parametrize("options", [{"guidance": 1.0}, {"guidance": 2.0}, {"guidance": 5.0, "temperature": 0.7}])
+@pytest.mark.parametrize(
+    "options", [{"guidance": 1.0}, {"guidance": 2.0}, {"guidance": 5.0, "temperature": 0.7}]
+)
 def test_the_matched_gradient_is_the_true_one(make, options):
     true, estimated = gradients(make, **options)
     assert cosine(estimated, true) > 1 - 1e-9
-    torch.testing.assert_close(estimated, true, atol=1e-6, rtol=0)  # Llama's norms are in float32 throughout
+    # Llama's norms are in float32 throughout
+    torch.testing.assert_close(estimated, true, atol=1e-6, rtol=0)
 
 
 def test_the_mismatched_gradient_is_not(make):
     found = [cosine(*gradients(make, guidance=s, logp_dist="conditional")) for s in (1.0, 2.0, 5.0)]
-    assert found[0] == pytest.approx(1, abs=1e-12) and found[0] > found[1] + 0.01 and found[1] > found[2]
+    assert (
+        found[0] == pytest.approx(1, abs=1e-12)
+        and found[0] > found[1] + 0.01
+        and found[1] > found[2]
+    )
 
 
 @pytest.mark.parametrize("train", ["language", "generation"])
 def test_without_gradient_through_the_unconditional_branch(make, train):
-    """The gradient of the guided score with z_u held fixed, also in the head, and the same value."""
-    stop, whole = (make(guidance=3.0, logp_dist=kind, train=train) for kind in ("guided_stopgrad_uncond", "guided"))
-    torch.testing.assert_close(logp(stop, IDS, PROMPT), logp(whole, IDS, PROMPT), atol=1e-12, rtol=0)
+    """The gradient of the guided score with z_u held fixed, also in the head, and the same
+    value."""
+    stop, whole = (
+        make(guidance=3.0, logp_dist=kind, train=train)
+        for kind in ("guided_stopgrad_uncond", "guided")
+    )
+    torch.testing.assert_close(
+        logp(stop, IDS, PROMPT), logp(whole, IDS, PROMPT), atol=1e-12, rtol=0
+    )
     found = flat_grad(stop, (REWARD * logp(stop, IDS, PROMPT)).sum())
     inputs = whole.collate(whole.encode([PROMPT]) * len(IDS))
     z = whole.net.vocabulary(whole.net.teach(inputs, IDS))
     z_empty = whole.net.vocabulary(whole.net.teach(whole.empty(inputs), IDS)).detach()
     guided = (z_empty + 3 * (z - z_empty)).log_softmax(-1).gather(-1, IDS[..., None]).sum((1, 2))
-    torch.testing.assert_close(found, flat_grad(whole, (REWARD * guided).sum()), atol=1e-10, rtol=1e-8)
+    torch.testing.assert_close(
+        found, flat_grad(whole, (REWARD * guided).sum()), atol=1e-10, rtol=1e-8
+    )
 
 
 @pytest.mark.parametrize("train", ["language", "generation"])
@@ -182,11 +214,17 @@ def test_unguided_greedy_tokens_are_those_of_transformers(make):
 def compare(policy, guidance):
     policy.warp = Warp(temperature=0.0)
     ours = policy.rollout(PROMPTS, 1, Rng.of("greedy")).sample
-    inputs, hf = policy.collate(policy.encode(PROMPTS)), policy.net.hf
-    hf.generation_config.bos_token_id, hf.generation_config.pad_token_id = policy.bos, policy.pad
+    inputs = policy.collate(policy.encode(PROMPTS))
+    hf = policy.net.hf
+    hf.generation_config.bos_token_id = policy.bos
+    hf.generation_config.pad_token_id = policy.pad
     hf.generation_config.generation_kwargs = {"boi_token_id": policy.start}
     theirs = hf.generate(
-        inputs["ids"], attention_mask=inputs["mask"], generation_mode="image", guidance_scale=guidance, do_sample=False
+        inputs["ids"],
+        attention_mask=inputs["mask"],
+        generation_mode="image",
+        guidance_scale=guidance,
+        do_sample=False,
     )
     assert torch.equal(ours, theirs)
     images = policy.decode(policy.rollout(PROMPTS, 1, Rng.of("greedy")))
@@ -195,7 +233,8 @@ def compare(policy, guidance):
 
 
 def test_scoring_with_gradient_checkpointing_is_the_same(make):
-    plain, again = make(guidance=2.0), make(guidance=2.0)
+    plain = make(guidance=2.0)
+    again = make(guidance=2.0)
     again.enable_gradient_checkpointing()
     first, second = (flat_grad(p, logp(p, IDS[:9], PROMPT).sum()) for p in (plain, again))
     torch.testing.assert_close(first, second, atol=1e-12, rtol=1e-9)
@@ -220,7 +259,8 @@ def test_kernels_that_cannot_run_are_refused(folder):
 
 
 def test_what_memory_allows_is_measured_on_few_tokens(make, monkeypatch):
-    policy, seen = make(memory=1.0), []
+    policy = make(memory=1.0)
+    seen = []
     draw = policy._draw
     monkeypatch.setattr(policy, "_draw", lambda *given: seen.append(given[4:]) or draw(*given))
     rollout = policy.rollout(PROMPTS, 2, Rng.of("memory"))
@@ -253,7 +293,10 @@ def test_exports_load_again(make, tmp_path):
 
 def test_a_published_mismatch_in_a_table():
     """One token: the conditional score's expected gradient is the true one over s."""
-    z, z_empty, r = (Rng.of("table", i).normal(torch.zeros(1), (1, 6), dtype=torch.float64)[0, 0] for i in range(3))
+    z, z_empty, r = (
+        Rng.of("table", i).normal(torch.zeros(1), (1, 6), dtype=torch.float64)[0, 0]
+        for i in range(3)
+    )
     z.requires_grad_()
     for s in (2.0, 5.0):
         p = (z_empty + s * (z - z_empty)).softmax(-1)
@@ -264,18 +307,23 @@ def test_a_published_mismatch_in_a_table():
 
 
 def test_half_precision_at_the_guidance_of_the_shipped_configuration(make):
-    """configs/janus/ar_grpo.yaml: passes in bfloat16, guidance 5, whose rounding is several times the unguided one."""
+    """configs/janus/ar_grpo.yaml: passes in bfloat16, guidance 5, whose rounding is several times
+    the unguided one."""
     policy = make(double=False, guidance=5.0)
     first = trainer_of(policy, PROMPTS, precision="bf16", copies=8, batch_size=16).iterate()
     assert first["skipped_steps"] == 0 and first["ratio/max_deviation"] > 1e-3
 
 
 def test_gspo_at_its_published_clip_cuts_nothing_while_the_weights_stay(make):
-    """At learning rate 0 no ratio has moved. Against the cached decoder's log-probs in half precision it would have."""
+    """At learning rate 0 no ratio has moved. Against the cached decoder's log-probs in half
+    precision it would have."""
     found = {}
     for again in (False, "auto"):
-        policy, objective = make(double=False, guidance=5.0), Text(surrogate=SURROGATES["gspo"])
+        policy = make(double=False, guidance=5.0)
+        objective = Text(surrogate=SURROGATES["gspo"])
         sizes = {"copies": 8, "batch_size": 4, "micro_batch": 4, "epochs": 2, "precision": "bf16"}
-        trainer = trainer_of(policy, PROMPTS, objective, lr=0.0, recompute_old_logprob=again, **sizes)
+        trainer = trainer_of(
+            policy, PROMPTS, objective, lr=0.0, recompute_old_logprob=again, **sizes
+        )
         found[again] = trainer.iterate()["clip_fraction"]
     assert found["auto"] == 0 < found[False]

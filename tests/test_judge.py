@@ -1,4 +1,5 @@
-"""Judges behind a server: what is asked and read back, and what happens when the server misbehaves."""
+"""Judges behind a server: what is asked and read back, and what happens when the server
+misbehaves."""
 
 from __future__ import annotations
 
@@ -43,22 +44,29 @@ def prompts(count=4, text="a grey square"):
     return [{"text": f"{text} {i}"} for i in range(count)]
 
 
-# ---------------------------------------------------------------------------------------------- what is read back
+# ----------------------------------------------------------------------------------------------
+# what is read back
 
 
 def test_every_template_gives_the_score_that_the_server_saw(url):
-    model, want = server(url), torch.tensor(LEVELS)
+    model = server(url)
+    want = torch.tensor(LEVELS)
     torch.testing.assert_close(Judge(model)(greys(), prompts()), want)
     for name in ("unified_reward", "unified_reward_2"):
         one = Judge(model, template=name, aspects=["alignment"] if name.endswith("2") else None)
-        torch.testing.assert_close(one(greys(), prompts()), (1 + 4 * want) / 5)  # published: 1..5 over 5
+        # published: 1..5 over 5
+        torch.testing.assert_close(one(greys(), prompts()), (1 + 4 * want) / 5)
     every = Judge(model, template="unified_reward_2")(greys(), prompts())
     torch.testing.assert_close(every, torch.full((4,), 0.6))  # (v + 0.5 + 1 - v) / 3, on the scale
     found = YesNo(model)(greys(), prompts())
     torch.testing.assert_close(found, want, atol=1e-6, rtol=0)  # 0.9 v + 0.1 v over that + 1 - v
     sent = stats(url)["bodies"]
-    assert {body["model"] for body in sent} == {"fake"} and {body["temperature"] for body in sent} == {0}
-    assert any("response_format" in body for body in sent) and any("logprobs" in body for body in sent)
+    assert {body["model"] for body in sent} == {"fake"} and {
+        body["temperature"] for body in sent
+    } == {0}
+    assert any("response_format" in body for body in sent) and any(
+        "logprobs" in body for body in sent
+    )
 
 
 def test_videos_show_evenly_spaced_frames_and_a_broken_picture_asks_nothing(url):
@@ -88,12 +96,16 @@ def test_answers_are_shown_with_the_pictures_of_their_prompt(url, tmp_path):
 
 
 def test_checklists_and_rubrics_are_weighted_shares(url):
-    model, media = server(url), greys([0.2])
-    items = {"first": 1.0, "second": 2.0, "third": 1.0}  # the server says yes while 0.2 > i / 10: first and second
+    model = server(url)
+    media = greys([0.2])
+    # the server says yes while 0.2 > i / 10: first and second
+    items = {"first": 1.0, "second": 2.0, "third": 1.0}
     assert float(Checklist(model, items=items)(media, prompts(1))) == pytest.approx(3 / 4)
     own = [{"text": "a", "checklist": ["one", "two", "three", "four"]}]
     assert float(Checklist(model)(media, own)) == pytest.approx(2 / 4)
-    assert float(Checklist(model, items=["a", "b"], levels=5)(greys([0.6]), prompts(1))) == pytest.approx(3 / 5)
+    assert float(
+        Checklist(model, items=["a", "b"], levels=5)(greys([0.6]), prompts(1))
+    ) == pytest.approx(3 / 5)
     faults = {"good": 1.0, "a fault": -0.5}
     assert float(Checklist(model, items=faults)(media, prompts(1))) == pytest.approx(0.5)
     with pytest.raises(UserError, match="expects points in 'checklist' of a prompt"):
@@ -102,7 +114,9 @@ def test_checklists_and_rubrics_are_weighted_shares(url):
 
 def test_questions_of_a_prompt_average_the_right_answers(url):
     given = [{"text": "a", "questions": ["Is it bright?", "Is it light?", ["Is it dark?", "no"]]}]
-    assert float(YesNo(server(url), questions="questions")(greys([0.6]), given)) == pytest.approx(1.6 / 3)
+    assert float(YesNo(server(url), questions="questions")(greys([0.6]), given)) == pytest.approx(
+        1.6 / 3
+    )
     with pytest.raises(UserError, match="expects questions under 'questions'"):
         YesNo(server(url), questions="questions")(greys([0.6]), prompts(1))
 
@@ -121,12 +135,15 @@ def test_a_listener_reads_the_reasoning_and_never_the_answer(url):
         Listener(server(url))(said, [{"text": "x", "answer": "e", "choices": ["a", "b"]}])
 
 
-# --------------------------------------------------------------------------------------------------- comparisons
+# --------------------------------------------------------------------------------------------------
+# comparisons
 
 
 def test_a_preference_for_a_place_cancels():
-    """With p = 1/2 + (v_i - v_j) / 2 + bias for the first, the mean of both orders is free of the bias."""
-    media, given = greys([0.2, 0.4, 0.6]), [{"text": "same"}] * 3
+    """With p = 1/2 + (v_i - v_j) / 2 + bias for the first, the mean of both orders is free of the
+    bias."""
+    media = greys([0.2, 0.4, 0.6])
+    given = [{"text": "same"}] * 3
     rates = []
     for bias in ("0.0", "0.15"):
         with fake_chat("--bias", bias) as address:
@@ -136,7 +153,8 @@ def test_a_preference_for_a_place_cancels():
 
 
 def test_unified_reward_pairs_rank_and_draw(url):
-    media, given = greys([0.2, 0.6, 0.6, 1.0, 0.0]), [{"text": "one"}] * 3 + [{"text": "two"}] * 2
+    media = greys([0.2, 0.6, 0.6, 1.0, 0.0])
+    given = [{"text": "one"}] * 3 + [{"text": "two"}] * 2
     found = Pairwise(server(url), template="unified_reward")(media, given)
     assert found.tolist() == pytest.approx([0.0, 0.75, 0.75, 1.0, 0.0])
     with pytest.raises(UserError, match="at least two of each"):
@@ -146,7 +164,9 @@ def test_unified_reward_pairs_rank_and_draw(url):
 def test_bradley_terry_recovers_strengths_and_stays_finite():
     true = torch.tensor([-1.0, 0.0, 0.25, 0.75], dtype=torch.float64)
     wins = {(i, j): float(torch.sigmoid(true[i] - true[j])) for i, j in pairings(range(4), None)}
-    torch.testing.assert_close(strengths(wins, 4, prior=1e-9), true - true.mean(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        strengths(wins, 4, prior=1e-9), true - true.mean(), atol=1e-5, rtol=0
+    )
     always = strengths({(0, 1): 1.0, (0, 2): 1.0, (1, 2): 0.5}, 3)
     assert always.isfinite().all() and always[0] > always[1] == pytest.approx(float(always[2]))
     assert win_rates({(0, 1): 0.8, (1, 2): 0.4}, 3).tolist() == pytest.approx([0.8, 0.3, 0.6])
@@ -160,16 +180,21 @@ def test_a_ring_of_pairs_is_fair_and_has_no_pair_twice(size, opponents):
     assert len({frozenset(pair) for pair in pairs}) == len(pairs) and all(i != j for i, j in pairs)
 
 
-# ------------------------------------------------------------------------------------------------------- failures
+# --------------------------------------------------------------------------------------------------
+# failures
 
 
-@pytest.mark.parametrize("fault", ["500", "503", "429", "drop", "half", "garbage", "badjson", "wrong", "empty"])
+@pytest.mark.parametrize(
+    "fault", ["500", "503", "429", "drop", "half", "garbage", "badjson", "wrong", "empty"]
+)
 def test_one_fault_changes_no_number(url, fault):
     model = server(url)
     given = prompts(text=f"fault:{fault}:1 once")
     torch.testing.assert_close(Judge(model)(greys(), given), torch.tensor(LEVELS))
     spoken = fault in ("badjson", "wrong", "empty")
-    assert (model.usage.asked_again, model.usage.retries)[not spoken] >= 1 and model.usage.unanswered == 0
+    assert (model.usage.asked_again, model.usage.retries)[
+        not spoken
+    ] >= 1 and model.usage.unanswered == 0
 
 
 @pytest.mark.parametrize("fault", ["500", "drop", "wrong", "badjson", "refuse", "slow"])
@@ -180,9 +205,14 @@ def test_a_question_that_keeps_failing_is_nan_and_no_other(url, fault, monkeypat
     exchange = chat_server.exchange
 
     def hurried(client, request, timeout, most):
-        """The slow question alone runs out of time, and only when the three others have been answered."""
+        """The slow question alone runs out of time, and only when the three others have been
+        answered."""
         if b"fault:slow" in request.read():
-            waiting.until(lambda: model.usage.numbers()["tokens_in"] == 300 and model.servers[0].outstanding == 1)
+            waiting.until(
+                lambda: (
+                    model.usage.numbers()["tokens_in"] == 300 and model.servers[0].outstanding == 1
+                )
+            )
             timeout, request.extensions["timeout"] = 0.4, httpx.Timeout(0.4).as_dict()
         return exchange(client, request, timeout, most)
 
@@ -193,7 +223,9 @@ def test_a_question_that_keeps_failing_is_nan_and_no_other(url, fault, monkeypat
     torch.testing.assert_close(found[[0, 2, 3]], torch.tensor(LEVELS)[[0, 2, 3]])
     counted = model.usage.numbers()
     assert counted["unanswered"] == 1 and counted["answers"] == 3
-    assert counted["refused"] == (fault == "refuse") and counted["unreadable"] == (fault in ("wrong", "badjson"))
+    assert counted["refused"] == (fault == "refuse") and counted["unreadable"] == (
+        fault in ("wrong", "badjson")
+    )
 
 
 def test_retry_after_is_waited_for():
@@ -204,7 +236,8 @@ def test_retry_after_is_waited_for():
 
 
 def test_a_rate_limit_spaces_requests(url, monkeypatch):
-    now, sent = [100.0], []
+    now = [100.0]
+    sent = []
     monkeypatch.setattr(_chat, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def pass_by(seconds):
@@ -221,7 +254,8 @@ def test_a_rate_limit_spaces_requests(url, monkeypatch):
 
 
 def test_every_request_waits_for_its_turn(url, monkeypatch):
-    model, turns = server(url, rate=60000), []
+    model = server(url, rate=60000)
+    turns = []
     assert model._pace.gap == pytest.approx(1e-3)
     wait = model._pace.wait
     monkeypatch.setattr(model._pace, "wait", lambda given_up: (turns.append(1), wait(given_up)))
@@ -239,7 +273,10 @@ def test_concurrency_bounds_requests():
 def test_formats_that_a_server_lacks_are_done_without(url):
     model = server(url)
     given = prompts(1, "fault:noformat:0")
-    assert float(Judge(model)(greys([0.6]), given)) == pytest.approx(0.6) and not model.supported["response_format"]
+    assert (
+        float(Judge(model)(greys([0.6]), given)) == pytest.approx(0.6)
+        and not model.supported["response_format"]
+    )
     given = prompts(1, "fault:nologprobs:0")
     assert float(YesNo(model)(greys([0.6]), given)) == 1.0 and not model.supported["logprobs"]
     assert model.usage.unanswered == 0
@@ -252,12 +289,17 @@ def test_a_dead_server_costs_one_time_out_and_a_second_one_takes_over(url, caplo
     with caplog.at_level(logging.WARNING):
         assert Judge(server(dead, model="fake"))(greys(), prompts()).isnan().all()
     assert dead in caplog.text
-    torch.testing.assert_close(Judge(server([dead, url], model="fake"))(greys(), prompts()), torch.tensor(LEVELS))
+    torch.testing.assert_close(
+        Judge(server([dead, url], model="fake"))(greys(), prompts()), torch.tensor(LEVELS)
+    )
     with answering(silence) as mute:
         model = server(f"{mute}/v1", model="fake", timeout=0.5, concurrency=2)
         assert Judge(model)(greys([0.2] * 20), prompts(20)).isnan().all()
-        assert model.servers[0].requests <= 4, "those that were on their way when the first ran out of time"
-        assert Judge(server(f"{mute}/v1", timeout=0.5))(greys([0.2]), prompts(1)).isnan().all()  # no model's name
+        assert model.servers[0].requests <= 4, (
+            "those that were on their way when the first ran out of time"
+        )
+        # no model's name
+        assert Judge(server(f"{mute}/v1", timeout=0.5))(greys([0.2]), prompts(1)).isnan().all()
     with pytest.raises(UserError, match="no value for 4 of 4 questions"):
         Judge(server(dead, model="fake"), on_failure="stop")(greys(), prompts())
 
@@ -270,7 +312,9 @@ def test_a_judge_that_refuses_everything_stops_the_run_with_its_words(url):
 def test_the_key_comes_from_the_environment_and_is_never_repeated(monkeypatch, caplog):
     with fake_chat("--key", "sk-right") as address:
         monkeypatch.setenv("MY_KEY", "sk-right")
-        assert float(Judge(server(address, key_env="MY_KEY"))(greys([0.2]), prompts(1))) == pytest.approx(0.2)
+        assert float(
+            Judge(server(address, key_env="MY_KEY"))(greys([0.2]), prompts(1))
+        ) == pytest.approx(0.2)
         monkeypatch.setenv("MY_KEY", "sk-wrong")
         with pytest.raises(UserError, match="refused the key") as error:
             Judge(server(address, key_env="MY_KEY"))(greys([0.2]), prompts(1))
@@ -293,31 +337,57 @@ def test_tokens_and_costs_are_counted_and_failures_are_left_out_by_the_scorer(ur
     given = prompts()
     given[2] = {"text": "fault:500:99 dead"}
     found = scorer(greys(), given)
-    assert found.total().isnan().tolist() == [False, False, True, False] and scorer.failures["judge"].count == 1
+    assert (
+        found.total().isnan().tolist() == [False, False, True, False]
+        and scorer.failures["judge"].count == 1
+    )
     counted = Judge(model).counters()
     assert counted["tokens_in"] == 300 and counted["tokens_out"] == 30 and counted["requests"] == 5
     assert counted["cost"] == pytest.approx(300 * 2e-6 + 30 * 10e-6)
 
 
 def test_pairs_through_training_and_its_log(url, tmp_path, monkeypatch):
-    """Groups are told apart by the scorer, a pair that fails spoils nothing, counters reach the log."""
+    """Groups are told apart by the scorer, a pair that fails spoils nothing, counters reach the
+    log."""
     import yaml
 
     from mmrl.report.runs import read_run
     from mmrl.training import train
 
     scorer = Scorer({"pairs": Pairwise(server(url))})
-    media, given = greys([0.2, 0.6, 0.2, 0.6]), [{"text": "one"}] * 4  # two groups of one prompt
+    # two groups of one prompt
+    media = greys([0.2, 0.6, 0.2, 0.6])
+    given = [{"text": "one"}] * 4
     found = scorer(media, given, [0, 0, 1, 1])["pairs"]
     assert found.tolist() == pytest.approx([0.3, 0.7, 0.3, 0.7], abs=1e-5)
     monkeypatch.chdir(tmp_path)
     model = {"server": {"url": url, "timeout": waiting.HANG}}
     spec = {
-        "policy": {"sd3": {"path": "world:digits/sd3-test", "size": 32, "steps": 2, "guidance": 1.0, "lora": 2}},
-        "data": {"digits": {"captions": 20}}, "objective": {"grpo": {"clip": 1.0}}, "log": {"tensorboard": False},
-        "reward": {"judge_pairwise": {"model": model}, "watched": {"use": "judge", "model": model, "monitor": True}},
-        "train": {"prompts": 2, "copies": 3, "batch_size": 6, "iterations": 1, "checkpoint_every": 0}, "run": "run",
-    }  # fmt: skip
+        "policy": {
+            "sd3": {
+                "path": "world:digits/sd3-test",
+                "size": 32,
+                "steps": 2,
+                "guidance": 1.0,
+                "lora": 2,
+            }
+        },
+        "data": {"digits": {"captions": 20}},
+        "objective": {"grpo": {"clip": 1.0}},
+        "log": {"tensorboard": False},
+        "reward": {
+            "judge_pairwise": {"model": model},
+            "watched": {"use": "judge", "model": model, "monitor": True},
+        },
+        "train": {
+            "prompts": 2,
+            "copies": 3,
+            "batch_size": 6,
+            "iterations": 1,
+            "checkpoint_every": 0,
+        },
+        "run": "run",
+    }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(spec))
     line = read_run(train(tmp_path / "run.yaml")).metrics[-1]
     assert line["reward/mean"] == pytest.approx(0.5, abs=1e-5) and line["samples/excluded"] == 0
@@ -325,15 +395,24 @@ def test_pairs_through_training_and_its_log(url, tmp_path, monkeypatch):
     assert "sk-" not in (tmp_path / "run/config.yaml").read_text()
 
 
-# ------------------------------------------------------------------------------------------------------ templates
+# --------------------------------------------------------------------------------------------------
+# templates
 
 
 def test_templates_of_ones_own(url, tmp_path):
-    (tmp_path / "mine.j2").write_text("{{ media }}Is {{ text | upper }} of {{ style }}? Final Score: 1 to 5")
+    (tmp_path / "mine.j2").write_text(
+        "{{ media }}Is {{ text | upper }} of {{ style }}? Final Score: 1 to 5"
+    )
     (tmp_path / "mine.txt").write_text("{media} {text}, {style}: Final Score: 1 to 5, {{as is}}")
     given = [{"text": "a cat", "style": "oil"}]
     for name, words in {"mine.j2": "Is A CAT of oil?", "mine.txt": "a cat, oil"}.items():
-        one = Judge(server(url), template=str(tmp_path / name), pattern=r"Score:\**\s*([\d.]+)", low=1, high=5)
+        one = Judge(
+            server(url),
+            template=str(tmp_path / name),
+            pattern=r"Score:\**\s*([\d.]+)",
+            low=1,
+            high=5,
+        )
         assert float(one(greys([0.5]), given)) == pytest.approx((1 + 4 * 128 / 255) / 5, abs=1e-4)
         assert words in stats(url)["bodies"][-1]["text"] and one.card.needs == ("style", "text")
         with pytest.raises(UserError, match="needs 'style' of the prompt"):
@@ -354,8 +433,10 @@ def test_templates_of_ones_own(url, tmp_path):
         ("unified_rewrd", None, {}, "did you mean 'unified_reward'"),
         ("nowhere.j2", None, {}, "cannot be read"),
     ],
-)  # fmt: skip
-def test_a_template_with_a_mistake_is_refused_when_it_is_read(tmp_path, monkeypatch, name, text, options, says):
+)
+def test_a_template_with_a_mistake_is_refused_when_it_is_read(
+    tmp_path, monkeypatch, name, text, options, says
+):
     monkeypatch.chdir(tmp_path)
     if text is not None:
         (tmp_path / name).write_text(text)
@@ -382,19 +463,31 @@ def test_a_right_answer_in_the_prompt_is_not_shown_unless_a_template_says_so(url
 def test_a_configuration_names_the_judge_as_it_names_everything(url):
     from mmrl.config import build_rewards
 
-    spec = {"mine": {"use": "judge_yes_no", "weight": 2.0, "model": {"server": {"url": url, "timeout": waiting.HANG}}}}
+    spec = {
+        "mine": {
+            "use": "judge_yes_no",
+            "weight": 2.0,
+            "model": {"server": {"url": url, "timeout": waiting.HANG}},
+        }
+    }
     built = build_rewards(spec)
-    assert float(built["mine"].reward(greys([0.2]), prompts(1))) == pytest.approx(0.2) and built["mine"].weight == 2
+    assert (
+        float(built["mine"].reward(greys([0.2]), prompts(1))) == pytest.approx(0.2)
+        and built["mine"].weight == 2
+    )
     with pytest.raises(UserError, match="unknown judge 'sever'; did you mean 'server'"):
         build_rewards({"judge": {"model": {"sever": {"url": url}}}})
     with pytest.raises(UserError, match="unknown option"):
         build_rewards({"judge": {"model": {"server": {"url": url, "api_key": "sk"}}}})
 
 
-# ------------------------------------------------------------------------------------------- what a reward must keep
+# ------------------------------------------------------------------------------------------- what a
+# reward must keep
 
 
-@pytest.fixture(params=["judge", "judge_yes_no", "judge_checklist", "judge_pairwise", "judge_listener"])
+@pytest.fixture(
+    params=["judge", "judge_yes_no", "judge_checklist", "judge_pairwise", "judge_listener"]
+)
 def judged(request, url):
     """Every registered reward with a judge, samples of two prompts, and the cuts that it allows."""
     from PIL import Image
@@ -402,9 +495,14 @@ def judged(request, url):
     from mmrl.registry import REWARDS
 
     options = {"judge_checklist": {"items": ["one", "two"], "levels": 9}}.get(request.param, {})
-    texts, first = request.param == "judge_listener", {"text": "a", "answer": "b", "image": Image.new("L", (4, 4), 51)}
+    texts = request.param == "judge_listener"
+    first = {"text": "a", "answer": "b", "image": Image.new("L", (4, 4), 51)}
     given = [first] * 2 + [first | {"text": "other", "image": Image.new("L", (4, 4), 204)}] * 2
-    media = ["<think>one</think>", "<think>two</think>", "three", "four"] if texts else greys([0.2, 0.4, 0.6, 1.0])
+    media = (
+        ["<think>one</think>", "<think>two</think>", "three", "four"]
+        if texts
+        else greys([0.2, 0.4, 0.6, 1.0])
+    )
     return REWARDS.build(request.param, model=server(url), **options), media, given
 
 
@@ -418,7 +516,8 @@ def test_every_judge_is_named_here():
 
 def test_a_judge_keeps_the_contract_of_rewards(judged):
     reward, media, given = judged
-    state, before = torch.get_rng_state(), media if isinstance(media, list) else media.clone()
+    state = torch.get_rng_state()
+    before = media if isinstance(media, list) else media.clone()
     values = reward(media, given)
     assert (
         values.shape == (4,)
@@ -430,8 +529,12 @@ def test_a_judge_keeps_the_contract_of_rewards(judged):
     torch.testing.assert_close(parts, values)
     order = [3, 2, 1, 0]
     turned = [media[i] for i in order] if isinstance(media, list) else media[order]
-    torch.testing.assert_close(reward(turned, [given[i] for i in order]), values[order], atol=1e-6, rtol=0)
-    assert torch.equal(torch.get_rng_state(), state) and (isinstance(media, list) or torch.equal(media, before))
+    torch.testing.assert_close(
+        reward(turned, [given[i] for i in order]), values[order], atol=1e-6, rtol=0
+    )
+    assert torch.equal(torch.get_rng_state(), state) and (
+        isinstance(media, list) or torch.equal(media, before)
+    )
     if not isinstance(media, list):
         half = media.bfloat16()
         torch.testing.assert_close(reward(half, given), reward(half.float(), given))

@@ -1,4 +1,5 @@
-"""Kernels: published vectors, exact convergence on a Gaussian target, what eta = 0 means, dtypes."""
+"""Kernels: published vectors, exact convergence on a Gaussian target, what eta = 0 means,
+dtypes."""
 
 import math
 
@@ -8,7 +9,17 @@ import torch
 from mmrl.dists import Score
 from mmrl.registry import describe
 from samplers import KERNELS
-from samplers.kernels import consistency, cps, dance_sde, ddim, flow_ddim, flow_sde, memoryless, ode, wan_sde
+from samplers.kernels import (
+    consistency,
+    cps,
+    dance_sde,
+    ddim,
+    flow_ddim,
+    flow_sde,
+    memoryless,
+    ode,
+    wan_sde,
+)
 from samplers.processes import Consistent, Diffusion, Flow, noised
 from samplers.solvers import ddim as ddim_solver
 from samplers.solvers import dpm
@@ -18,7 +29,8 @@ V = torch.tensor([[0.2, -0.6, 0.9, -0.3], [1.1, -0.5, 0.35, 0.7]]).view(2, 1, 2,
 E = torch.tensor([[1, -0.5, 0.3, -1.2], [0.7, 0.2, -0.9, 1.5]]).view(2, 1, 2, 2)
 SIG = [1, 0.9, 0.75, 0.5, 0.2, 0]
 FLOWS = [name for name, kernel in KERNELS.items() if not hasattr(kernel, "process")]
-TO_THE_BIT = ["flow_sde", "dance_sde", "wan_sde", "memoryless", "ode"]  # the others round in another order
+# the others round in another order
+TO_THE_BIT = ["flow_sde", "dance_sde", "wan_sde", "memoryless", "ode"]
 
 
 def mean_logp(x, mean, std):
@@ -32,11 +44,13 @@ def near(found, wanted, atol=2e-6):
     torch.testing.assert_close(found, wanted, atol=atol, rtol=0)
 
 
-# -- what the published functions return -------------------------------------------------------------------------------
+# -- what the published functions return
+# -------------------------------------------------------------------------------
 
 
 def test_flow_sde_first_step():
-    """Flow-GRPO (Liu et al. 2025), eq. 9: its sde_step_with_logprob at noise level 0.7, from time 1 to 0.9."""
+    """Flow-GRPO (Liu et al. 2025), eq. 9: its sde_step_with_logprob at noise level 0.7, from time 1
+    to 0.9."""
     mean, std = flow_sde(X, V, SIG[0], SIG[1], 0.7)
     near(std / math.sqrt(0.1), [2.2135942] * 2)
     near(mean[0], [0.3575, -0.695, 1.0425, 0.21875])
@@ -44,7 +58,8 @@ def test_flow_sde_first_step():
 
 
 def test_flow_sde_middle_step():
-    """Flow-GRPO (Liu et al. 2025), eq. 9: its sde_step_with_logprob at noise level 0.7, from 0.75 to 0.5."""
+    """Flow-GRPO (Liu et al. 2025), eq. 9: its sde_step_with_logprob at noise level 0.7, from 0.75
+    to 0.5."""
     mean, std = flow_sde(X, V, SIG[2], SIG[3], 0.7)
     near(std / 0.5, [1.21243548] * 2)
     near(mean, [0.31525, -0.56825, 0.852375, 0.282125, -0.908625, 0.457625, -0.0334375, -1.123875])
@@ -62,7 +77,11 @@ def test_flow_sde_replay_under_other_weights():
     logp = mean_logp(x, moved, std)
     near(logp, [-0.76542228, -0.86911094])
     near((logp - mean_logp(x, mean, std)).exp(), [1.00050044, 0.99806345])
-    near((moved - mean).square().flatten(1).mean(1) / (2 * (std.flatten() / 0.5) ** 2), [3.3e-6] * 2, atol=5e-8)
+    near(
+        (moved - mean).square().flatten(1).mean(1) / (2 * (std.flatten() / 0.5) ** 2),
+        [3.3e-6] * 2,
+        atol=5e-8,
+    )
 
 
 def test_dance_sde():
@@ -101,26 +120,63 @@ def test_flow_cps():
 
 
 def test_ddim_of_ddpo():
-    """DDPO (Black et al. 2023) and DanceGRPO: ddim_step_with_logprob, eta 1, with DDIMScheduler's scaled linear
-    betas."""
+    """DDPO (Black et al. 2023) and DanceGRPO: ddim_step_with_logprob, eta 1, with DDIMScheduler's
+    scaled linear betas."""
     stable = Diffusion(final=float(Diffusion().alphas[0]))  # set_alpha_to_one false
-    for timestep, before, wanted in [(981, 961, 0.4544633), (501, 481, 0.29478469), (1, -1, 0.02064835)]:
+    for timestep, before, wanted in [
+        (981, 961, 0.4544633),
+        (501, 481, 0.29478469),
+        (1, -1, 0.02064835),
+    ]:
         mean, std = ddim(X, V, (timestep + 1) / 1000, (before + 1) / 1000, 1.0, process=stable)
         near(std, [wanted] * 2)
-        logp = {981: [-0.47780049, -0.57905048], 501: [-0.04492848, -0.1461785], 1: [2.61368752, 2.51243687]}
-        near(mean_logp(mean + std * E, mean, std), logp[timestep], atol=1e-4 if timestep == 1 else 2e-6)
+        logp = {
+            981: [-0.47780049, -0.57905048],
+            501: [-0.04492848, -0.1461785],
+            1: [2.61368752, 2.51243687],
+        }
+        near(
+            mean_logp(mean + std * E, mean, std),
+            logp[timestep],
+            atol=1e-4 if timestep == 1 else 2e-6,
+        )
         if timestep == 501:
             near((mean + std * E)[0, 0, 0, 0], 0.79677522)
-    assert [float(stable.alphas[i]) for i in (981, 961)] == pytest.approx([0.0057755, 0.00728172], rel=2e-6)
+    assert [float(stable.alphas[i]) for i in (981, 961)] == pytest.approx(
+        [0.0057755, 0.00728172], rel=2e-6
+    )
 
 
 def test_deterministic_solvers_of_diffusion_nft():
-    """DiffusionNFT (Zheng et al. 2025), solver.run_sampling: DPM-Solver++ of order 2 and 1, DDIM; v = 0.5 x - 0.1 t."""
+    """DiffusionNFT (Zheng et al. 2025), solver.run_sampling: DPM-Solver++ of order 2 and 1, DDIM; v
+    = 0.5 x - 0.1 t."""
     finals = {
-        2: [0.33978865, -0.56338203, 0.9419024, 0.18926018, -0.41285369, 0.27957726, 0.0989431, -0.68380505],
-        1: [0.34117872, -0.54114127, 0.92939192, 0.19412535, -0.39408797, 0.28235734, 0.10589337, -0.65878403],
+        2: [
+            0.33978865,
+            -0.56338203,
+            0.9419024,
+            0.18926018,
+            -0.41285369,
+            0.27957726,
+            0.0989431,
+            -0.68380505,
+        ],
+        1: [
+            0.34117872,
+            -0.54114127,
+            0.92939192,
+            0.19412535,
+            -0.39408797,
+            0.28235734,
+            0.10589337,
+            -0.65878403,
+        ],
     }
-    for step, order in ((dpm(Flow(), order=2), 2), (dpm(Flow(), order=1), 1), (ddim_solver(Flow()), 1)):
+    for step, order in (
+        (dpm(Flow(), order=2), 2),
+        (dpm(Flow(), order=1), 1),
+        (ddim_solver(Flow()), 1),
+    ):
         x = X
         for t, s in zip(SIG[:-1], SIG[1:]):
             x = step(x, 0.5 * x - 0.1 * t, torch.tensor(float(t)), torch.tensor(float(s)))
@@ -128,8 +184,10 @@ def test_deterministic_solvers_of_diffusion_nft():
 
 
 def test_flow_ddim_with_noise():
-    """DiffusionNFT (Zheng et al. 2025), solver.run_sampling: ddim at eta 0.7, log-probs of each step."""
-    x, found = X.double(), []
+    """DiffusionNFT (Zheng et al. 2025), solver.run_sampling: ddim at eta 0.7, log-probs of each
+    step."""
+    x = X.double()
+    found = []
     for t, s in zip(SIG[:-2], SIG[1:-1]):
         mean, std = flow_ddim(x, 0.5 * x - 0.1 * t, t, s, 0.7)
         x = mean + std * E
@@ -146,15 +204,24 @@ def test_the_sde_of_dpm_solver_is_ancestral_ddim():
 
 
 def test_dpm_is_the_solver_that_dgpo_samples_with():
-    """Diffusers' multistep solver on flow times of shift 3: DGPO's (Luo et al. 2025) ten steps, and the scheduler
-    itself."""
+    """Diffusers' multistep solver on flow times of shift 3: DGPO's (Luo et al. 2025) ten steps, and
+    the scheduler itself."""
     from diffusers import DPMSolverMultistepScheduler
 
-    plain = DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+    plain = DPMSolverMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+    )
     plain.set_timesteps(10)
-    step, x, y = dpm(Flow()), X.double(), X.double()
+    step = dpm(Flow())
+    x = X.double()
+    y = X.double()
     for k, timestep in enumerate(plain.timesteps):
-        x = step(x, 0.5 * x - 0.1 * timestep / 1000, plain.sigmas[k].double(), plain.sigmas[k + 1].double())
+        x = step(
+            x,
+            0.5 * x - 0.1 * timestep / 1000,
+            plain.sigmas[k].double(),
+            plain.sigmas[k + 1].double(),
+        )
         y = plain.step(0.5 * y - 0.1 * timestep / 1000, timestep, y).prev_sample
     near(x, y.flatten(), atol=1e-6)
     near(x[0], [0.33978665, -0.56339651, 0.94190878, 0.18925612])
@@ -166,10 +233,17 @@ def test_dpm_is_diffusers_solver():
     from diffusers import DPMSolverMultistepScheduler
 
     plain = DPMSolverMultistepScheduler(
-        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", solver_order=2, final_sigmas_type="zero"
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        solver_order=2,
+        final_sigmas_type="zero",
     )
     plain.set_timesteps(8)
-    process, step, x, y = Diffusion(), dpm(Diffusion()), X.double(), X.double()
+    process = Diffusion()
+    step = dpm(Diffusion())
+    x = X.double()
+    y = X.double()
     stops = [*plain.timesteps.tolist(), -1]
     for before, after in zip(stops[:-1], stops[1:]):
         out = 0.5 * x - 0.2 * (before / 1000)
@@ -179,7 +253,8 @@ def test_dpm_is_diffusers_solver():
     assert process.timestep(0.0) == -1
 
 
-# -- identities --------------------------------------------------------------------------------------------------------
+# -- identities
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("s", [0.96, 0.9, 0.5, 0.0])
@@ -190,8 +265,11 @@ def test_first_step_of_flow_sde_injects_exactly_eta(s):
 @pytest.mark.parametrize("t, s", [(0.9, 0.75), (0.5, 0.2), (0.2, 0.0)])
 def test_both_sdes_are_one_formula(t, s):
     """I1: the Flow-SDE is the Dance-SDE with the noise eta sqrt(t / (1 - t)), row by row."""
-    x, v, eta = X.double(), V.double(), torch.tensor([0.7, 0.2], dtype=torch.float64)
-    flow, dance = flow_sde(x, v, t, s, eta), dance_sde(x, v, t, s, eta * math.sqrt(t / (1 - t)))
+    x = X.double()
+    v = V.double()
+    eta = torch.tensor([0.7, 0.2], dtype=torch.float64)
+    flow = flow_sde(x, v, t, s, eta)
+    dance = dance_sde(x, v, t, s, eta * math.sqrt(t / (1 - t)))
     for found, wanted in zip(flow, dance, strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-12)
 
@@ -209,9 +287,11 @@ def test_without_noise_it_is_euler(name, t, s):
 
 def test_memoryless_and_ancestral_are_two_grids_of_one_process():
     """Both forget the state at t = 1 entirely; on fine grids their steps agree."""
-    x, v = X.double(), V.double()
+    x = X.double()
+    v = V.double()
     assert flow_ddim(x, v, 1.0, 0.5, 1.0)[1].flatten().tolist() == [0.5, 0.5]
-    one, two = memoryless(x, v, 0.5, 0.499, 1.0), flow_ddim(x, v, 0.5, 0.499, 1.0)
+    one = memoryless(x, v, 0.5, 0.499, 1.0)
+    two = flow_ddim(x, v, 0.5, 0.499, 1.0)
     torch.testing.assert_close(one[0], two[0], atol=2e-5, rtol=0)
     torch.testing.assert_close(one[1], two[1], atol=0, rtol=5e-3)
 
@@ -226,10 +306,14 @@ def test_cps_and_consistency_renew_the_same_noise_in_other_words():
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
 def test_a_process_knows_what_its_network_predicts(prediction):
-    """The target's own prediction gives clean sample and noise back; the gain is the derivative of the former."""
-    process, clean, noise = Diffusion(prediction), X.double(), E.double()
+    """The target's own prediction gives clean sample and noise back; the gain is the derivative of
+    the former."""
+    process = Diffusion(prediction)
+    clean = X.double()
+    noise = E.double()
     t = process.snap(torch.tensor([0.3333, 0.9], dtype=torch.float64))
-    x, out = noised(process, clean, noise, t), process.target(clean, noise, t)
+    x = noised(process, clean, noise, t)
+    out = process.target(clean, noise, t)
     torch.testing.assert_close(process.clean(x, out, t), clean)
     torch.testing.assert_close(process.noise(x, out, t), noise)
     moved = process.clean(x, out + 1, t) - clean
@@ -241,20 +325,29 @@ def test_ddim_is_diffusers_step():
 
     for prediction in ("epsilon", "v_prediction", "sample"):
         plain = DDIMScheduler(
-            beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False,
-            set_alpha_to_one=False, steps_offset=1, prediction_type=prediction,
-        )  # fmt: skip
+            beta_start=0.00085,
+            beta_end=0.012,
+            beta_schedule="scaled_linear",
+            clip_sample=False,
+            set_alpha_to_one=False,
+            steps_offset=1,
+            prediction_type=prediction,
+        )
         plain.set_timesteps(10)
         process = Diffusion(prediction, final=float(Diffusion().alphas[0]))
         for timestep in (901, 501, 1):
             y = plain.step(V, timestep, X, eta=0.6, variance_noise=E)
-            mean, std = ddim(X, V, (timestep + 1) / 1000, max(timestep - 99, 0) / 1000, 0.6, process=process)
+            mean, std = ddim(
+                X, V, (timestep + 1) / 1000, max(timestep - 99, 0) / 1000, 0.6, process=process
+            )
             near(mean + std * E, y.prev_sample.flatten(), atol=2e-5)
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_rows_of_one_batch_have_their_own_times(name):
-    t, s, eta = torch.tensor([1.0, 0.6]), torch.tensor([0.8, 0.0]), torch.tensor([0.3, 0.9])
+    t = torch.tensor([1.0, 0.6])
+    s = torch.tensor([0.8, 0.0])
+    eta = torch.tensor([0.3, 0.9])
     together = KERNELS[name](X, V, t, s, eta)
     for b in range(2):
         alone = KERNELS[name](X[b : b + 1], V[b : b + 1], float(t[b]), float(s[b]), float(eta[b]))
@@ -276,8 +369,13 @@ def test_half_precision_is_computed_in_float32(name, dtype):
     wide = torch.promote_types(dtype, torch.float32)
     grid = torch.tensor([0.75, 0.5], dtype=torch.float64)
     found = KERNELS[name](X.to(dtype), V.to(dtype), grid[0], grid[1], 0.7)
-    wanted = KERNELS[name](X.to(dtype).to(wide), V.to(dtype).to(wide), grid[0].to(wide), grid[1].to(wide), 0.7)
-    assert all(part.dtype == wide and torch.equal(part, other) for part, other in zip(found, wanted, strict=True))
+    wanted = KERNELS[name](
+        X.to(dtype).to(wide), V.to(dtype).to(wide), grid[0].to(wide), grid[1].to(wide), 0.7
+    )
+    assert all(
+        part.dtype == wide and torch.equal(part, other)
+        for part, other in zip(found, wanted, strict=True)
+    )
 
 
 def test_a_velocity_of_higher_precision_is_not_rounded():
@@ -287,12 +385,17 @@ def test_a_velocity_of_higher_precision_is_not_rounded():
 @pytest.mark.parametrize("name", KERNELS)
 def test_gradient_to_the_velocity_is_right(name):
     v = V.double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda v: KERNELS[name](X.double(), v, torch.tensor([1.0, 0.5]), 0.2, 0.6)[0], v)
+    assert torch.autograd.gradcheck(
+        lambda v: KERNELS[name](X.double(), v, torch.tensor([1.0, 0.5]), 0.2, 0.6)[0], v
+    )
 
 
-# -- convergence: exact propagation of mean and variance, no Monte Carlo error -----------------------------------------
+# -- convergence: exact propagation of mean and variance, no Monte Carlo error
+# -----------------------------------------
 
-CENTRE, SPREAD = 0.8, 0.5  # of the target
+# of the target
+CENTRE = 0.8
+SPREAD = 0.5
 
 
 def marginal(t):
@@ -307,14 +410,16 @@ def velocity(x, t):
 
 
 def final_error(kernel, eta, steps, begin):
-    """(mean, std) of the samples minus those of the target. The step is affine in x, so two points tell it all."""
+    """(mean, std) of the samples minus those of the target. The step is affine in x, so two points
+    tell it all."""
     mean, variance = marginal(begin)
     grid = torch.linspace(begin, 0, steps + 1, dtype=torch.float64).tolist()
     for t, s in zip(grid[:-1], grid[1:], strict=True):
         x = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
         (zero, one), std = kernel(x, velocity(x, t), t, s, eta)
         slope = (one - zero).item()
-        mean, variance = slope * mean + zero.item(), slope**2 * variance + std[0].item() ** 2
+        mean = slope * mean + zero.item()
+        variance = slope**2 * variance + std[0].item() ** 2
     return abs(mean - CENTRE), abs(math.sqrt(variance) - SPREAD)
 
 
@@ -332,7 +437,8 @@ CASES = [
 @pytest.mark.parametrize("kernel, eta", CASES)
 def test_from_the_exact_marginal_convergence_is_of_first_order(kernel, eta):
     errors = [final_error(kernel, eta, steps, begin=0.9) for steps in (160, 640, 2560)]
-    assert max(mean for mean, _ in errors) < 1e-12  # the mean is transported exactly, only the spread is not
+    # the mean is transported exactly, only the spread is not
+    assert max(mean for mean, _ in errors) < 1e-12
     assert errors[-1][1] < 5e-4
     for coarse, fine in zip(errors[:-1], errors[1:], strict=True):
         assert 3.4 < coarse[1] / fine[1] < 4.6  # four times the steps
@@ -340,35 +446,42 @@ def test_from_the_exact_marginal_convergence_is_of_first_order(kernel, eta):
 
 @pytest.mark.parametrize("kernel, eta", [*CASES, (memoryless, 1.0), (flow_ddim, 1.0)])
 def test_from_pure_noise_the_right_marginal_is_reached(kernel, eta):
-    """The guard of flow_sde at t = 1 adds an error of order 1 that is forgotten at a rate of steps^-(eta^2)."""
+    """The guard of flow_sde at t = 1 adds an error of order 1 that is forgotten at a rate of
+    steps^-(eta^2)."""
     errors = [final_error(kernel, eta, steps, begin=1.0) for steps in (10, 2560)]
     assert max(mean for mean, _ in errors) < 1e-12
     assert errors[1][1] < 1e-3 and errors[1][1] < errors[0][1] / 20
 
 
 def test_cps_and_consistency_do_not_converge():
-    """Their noise does not shrink with the step: ever finer grids stay away from the target's spread."""
+    """Their noise does not shrink with the step: ever finer grids stay away from the target's
+    spread."""
     for kernel, eta in ((cps, 0.8), (consistency, 0.8)):
         errors = [final_error(kernel, eta, steps, begin=0.9)[1] for steps in (40, 160, 640)]
-        assert errors[-1] > 0.05 and errors[-1] > 0.7 * errors[0], (kernel, errors)  # others: 16 times closer
+        # others: 16 times closer
+        assert errors[-1] > 0.05 and errors[-1] > 0.7 * errors[0], (kernel, errors)
 
 
 @pytest.mark.parametrize(("order", "gain"), [(1, 4), (2, 16)])
 def test_solvers_have_their_order(order, gain):
     errors = []
     for steps in (40, 160):
-        step, grid = dpm(Flow(), order=order), torch.linspace(0.9, 0.1, steps + 1, dtype=torch.float64)
+        step = dpm(Flow(), order=order)
+        grid = torch.linspace(0.9, 0.1, steps + 1, dtype=torch.float64)
         x = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
         for t, s in zip(grid[:-1], grid[1:]):
             x = step(x, velocity(x, t), t, s)
         (mean, variance), (start, wide) = marginal(0.1), marginal(0.9)  # the flow keeps quantiles
-        exact = mean + (torch.tensor([[0.0], [1.0]], dtype=torch.float64) - start) * math.sqrt(variance / wide)
+        exact = mean + (torch.tensor([[0.0], [1.0]], dtype=torch.float64) - start) * math.sqrt(
+            variance / wide
+        )
         errors.append((x - exact).abs().max().item())
     assert 0.8 * gain < errors[0] / errors[1] < 1.25 * gain
 
 
 def test_a_wrong_drift_would_be_seen():
-    """The convergence test has teeth: with the score's sign turned around the marginal is off at any step size."""
+    """The convergence test has teeth: with the score's sign turned around the marginal is off at
+    any step size."""
 
     def turned(x, v, t, s, eta):
         right, std = dance_sde(x, v, t, s, eta)
@@ -380,8 +493,13 @@ def test_a_wrong_drift_would_be_seen():
 @pytest.mark.parametrize("process", [Flow(), Diffusion()])
 def test_a_consistency_step_keeps_a_share_of_the_noise(process):
     """At eta 0.6 it renews 0.36 of the variance and keeps 0.8 of the predicted noise."""
-    x, v = X.double(), V.double()
-    (alpha, sigma), clean, noise = process.scales(0.5, x), process.clean(x, v, 0.75), process.noise(x, v, 0.75)
+    x = X.double()
+    v = V.double()
+    (alpha, sigma), clean, noise = (
+        process.scales(0.5, x),
+        process.clean(x, v, 0.75),
+        process.noise(x, v, 0.75),
+    )
     mean, std = consistency(x, v, 0.75, 0.5, 0.6, process=process)
     torch.testing.assert_close(mean, alpha * clean + sigma * 0.8 * noise)
     torch.testing.assert_close(std, 0.6 * sigma)
@@ -392,19 +510,27 @@ def test_a_consistency_step_keeps_a_share_of_the_noise(process):
 def test_times_between_two_timesteps_are_those_of_the_later():
     """So that uniform times look at every timestep equally often."""
     time = torch.tensor([1e-9, 0.0004, 0.001, 0.5, 0.5001, 0.9999, 1.0], dtype=torch.float64)
-    assert Diffusion().snap(time).tolist() == pytest.approx([0.001, 0.001, 0.001, 0.5, 0.501, 1.0, 1.0], abs=1e-12)
+    assert Diffusion().snap(time).tolist() == pytest.approx(
+        [0.001, 0.001, 0.001, 0.5, 0.501, 1.0, 1.0], abs=1e-12
+    )
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
 @pytest.mark.parametrize("scaling", [10.0, 0.01])
 def test_a_consistency_model_is_itself_at_the_first_timestep(prediction, scaling):
-    """c_skip x + c_out x_0 with tau = scaling i, d = 1/2; the gain is the derivative by the output."""
-    x, out, plain = X.double(), V.double(), Diffusion(prediction)
+    """c_skip x + c_out x_0 with tau = scaling i, d = 1/2; the gain is the derivative by the
+    output."""
+    x = X.double()
+    out = V.double()
+    plain = Diffusion(prediction)
     process = Consistent(prediction, scaling=scaling)
     assert torch.equal(process.clean(x, out, 1 / 1000), x), "timestep 0"
     for i in (20, 999):
-        t, tau = (i + 1) / 1000, scaling * i
-        wanted = 0.25 / (tau**2 + 0.25) * x + tau / math.sqrt(tau**2 + 0.25) * plain.clean(x, out, t)
+        t = (i + 1) / 1000
+        tau = scaling * i
+        wanted = 0.25 / (tau**2 + 0.25) * x + tau / math.sqrt(tau**2 + 0.25) * plain.clean(
+            x, out, t
+        )
         torch.testing.assert_close(process.clean(x, out, t), wanted)
         moved = process.clean(x, out + 1, t) - process.clean(x, out, t)
         torch.testing.assert_close(moved.abs(), process.gain(t, x).expand_as(moved))

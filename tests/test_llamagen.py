@@ -27,14 +27,18 @@ from .image_tokens import (
 
 PROMPT = {"text": "a red seven", "label": 2}
 PROMPTS = [PROMPT, {"text": "a blue two left of a green nine", "label": 0}]
-VOCAB, TOKENS = 3, 4
+VOCAB = 3
+TOKENS = 4
 IDS = every(VOCAB, TOKENS)
 REWARD = torch.linspace(-1, 2, len(IDS), dtype=torch.float64).sin()
 
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory):
-    folders = {kind: tiny_llamagen(tmp_path_factory.mktemp(kind), kind == "text", VOCAB) for kind in ("class", "text")}
+    folders = {
+        kind: tiny_llamagen(tmp_path_factory.mktemp(kind), kind == "text", VOCAB)
+        for kind in ("class", "text")
+    }
 
     def make(kind="class", double=True, **options):
         with warnings.catch_warnings():
@@ -46,12 +50,17 @@ def make(tmp_path_factory):
     return make
 
 
-# --------------------------------------------------------------------------------------------------------- checkpoints
+# --------------------------------------------------------------------------------------------------
+# checkpoints
 
 SIZES = {  # name: width, layers, heads, parameters as published, in millions
-    "GPT-B": (768, 12, 12, 111), "GPT-L": (1024, 24, 16, 343), "GPT-XL": (1280, 36, 20, 775),
-    "GPT-XXL": (1536, 48, 24, 1400), "GPT-3B": (3200, 24, 32, 3100), "GPT-7B": (4096, 32, 32, 6600),
-}  # fmt: skip
+    "GPT-B": (768, 12, 12, 111),
+    "GPT-L": (1024, 24, 16, 343),
+    "GPT-XL": (1280, 36, 20, 775),
+    "GPT-XXL": (1536, 48, 24, 1400),
+    "GPT-3B": (3200, 24, 32, 3100),
+    "GPT-7B": (4096, 32, 32, 6600),
+}
 
 
 def published(dim, layers, text=False, vocab=16384):
@@ -60,16 +69,29 @@ def published(dim, layers, text=False, vocab=16384):
     head = {"cls_embedding.embedding_table.weight": (1001, dim)}
     if text:
         head = {
-            "cls_embedding.cap_proj.fc1.weight": (dim, 2048), "cls_embedding.cap_proj.fc2.weight": (dim, dim),
+            "cls_embedding.cap_proj.fc1.weight": (dim, 2048),
+            "cls_embedding.cap_proj.fc2.weight": (dim, dim),
             "cls_embedding.uncond_embedding": (120, 2048),
-        }  # fmt: skip
+        }
     block = {
-        "attention.wqkv.weight": (3 * dim, dim), "attention.wo.weight": (dim, dim), "attention_norm.weight": (dim,),
-        "feed_forward.w1.weight": (feed, dim), "feed_forward.w3.weight": (feed, dim),
-        "feed_forward.w2.weight": (dim, feed), "ffn_norm.weight": (dim,),
-    }  # fmt: skip
-    ends = {"tok_embeddings.weight": (vocab, dim), "norm.weight": (dim,), "output.weight": (vocab, dim)}
-    return head | ends | {f"layers.{i}.{name}": shape for i in range(layers) for name, shape in block.items()}
+        "attention.wqkv.weight": (3 * dim, dim),
+        "attention.wo.weight": (dim, dim),
+        "attention_norm.weight": (dim,),
+        "feed_forward.w1.weight": (feed, dim),
+        "feed_forward.w3.weight": (feed, dim),
+        "feed_forward.w2.weight": (dim, feed),
+        "ffn_norm.weight": (dim,),
+    }
+    ends = {
+        "tok_embeddings.weight": (vocab, dim),
+        "norm.weight": (dim,),
+        "output.weight": (vocab, dim),
+    }
+    return (
+        head
+        | ends
+        | {f"layers.{i}.{name}": shape for i in range(layers) for name, shape in block.items()}
+    )
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -78,7 +100,10 @@ def test_published_transformers_load_strictly_at_full_size(name, text):
     from mmrl.policies.images.llamagen import shape_of
 
     dim, layers, heads, millions = SIZES[name]
-    state = {key: torch.empty(shape, device="meta") for key, shape in published(dim, layers, text).items()}
+    state = {
+        key: torch.empty(shape, device="meta")
+        for key, shape in published(dim, layers, text).items()
+    }
     shape = shape_of(state, "checkpoint", 16, None)
     assert (shape.layers, shape.heads, shape.condition) == (layers, heads, 120 if text else 1)
     with torch.device("meta"):
@@ -88,20 +113,29 @@ def test_published_transformers_load_strictly_at_full_size(name, text):
 
 
 def test_the_published_tokenizer_loads_strictly_at_full_size():
-    state = {name: torch.empty(shape, device="meta") for name, shape in published_vq.llamagen().items()}
+    state = {
+        name: torch.empty(shape, device="meta") for name, shape in published_vq.llamagen().items()
+    }
     with torch.device("meta"):
         vq = LlamaGenVQ.like(state, "checkpoint")
     vq.load_state_dict(state, strict=True, assign=True)
-    assert sum(p.numel() for p in vq.parameters()) / 1e6 == pytest.approx(72, abs=1) and vq.factor == 16
+    assert (
+        sum(p.numel() for p in vq.parameters()) / 1e6 == pytest.approx(72, abs=1)
+        and vq.factor == 16
+    )
 
 
 def test_a_checkpoint_as_published_is_read(make, tmp_path):
     """A dictionary under "model" in a .pt file, with the rotations some of them carry."""
     policy = make(double=False)
-    torch.save({"model": policy.net.state_dict() | {"freqs_cis": torch.zeros(3)}}, tmp_path / "c2i.pt")
+    torch.save(
+        {"model": policy.net.state_dict() | {"freqs_cis": torch.zeros(3)}}, tmp_path / "c2i.pt"
+    )
     torch.save({"model": policy.vq.state_dict()}, tmp_path / "vq.pt")
     again = LlamaGen(str(tmp_path / "c2i.pt"), vq=str(tmp_path / "vq.pt"), size=4, heads=2)
-    assert all(torch.equal(v, again.net.state_dict()[k]) for k, v in policy.net.state_dict().items())
+    assert all(
+        torch.equal(v, again.net.state_dict()[k]) for k, v in policy.net.state_dict().items()
+    )
     with pytest.raises(UserError, match="vq is missing"):
         LlamaGen(str(tmp_path / "c2i.pt"))
     with pytest.raises(UserError, match="another kind of checkpoint"):
@@ -117,21 +151,29 @@ def test_a_checkpoint_as_published_is_read(make, tmp_path):
         LlamaGen(str(tmp_path / "nothing.pt"), vq=str(tmp_path / "vq.pt"))
 
 
-# ------------------------------------------------------------------------------------------------- the transformer
+# -------------------------------------------------------------------------------------------------
+# the transformer
 
 
 def test_rotations_are_two_dimensional_and_the_condition_has_none():
     table = rotations(grid=3, dim=8, condition=2)
     assert table.shape == (11, 4, 2) and table[:2].abs().max() == 0
-    row, column = 2, 1
-    angles = torch.tensor([row * 1.0, row * 0.01, column * 1.0, column * 0.01])  # 10000^(-2 i / 4) of each half
-    torch.testing.assert_close(table[2 + 3 * row + column], torch.stack([angles.cos(), angles.sin()], -1))
+    row = 2
+    column = 1
+    # 10000^(-2 i / 4) of each half
+    angles = torch.tensor([row * 1.0, row * 0.01, column * 1.0, column * 0.01])
+    torch.testing.assert_close(
+        table[2 + 3 * row + column], torch.stack([angles.cos(), angles.sin()], -1)
+    )
 
 
 def test_attention_scores_depend_on_the_distance_in_rows_and_columns():
     from mmrl.policies.images.llamagen_gpt import rotated
 
-    q, k = (Rng.of("qk", i).normal(torch.zeros(1), (1, 1, 8), dtype=torch.float64).expand(1, 1, 9, 8) for i in (0, 1))
+    q, k = (
+        Rng.of("qk", i).normal(torch.zeros(1), (1, 1, 8), dtype=torch.float64).expand(1, 1, 9, 8)
+        for i in (0, 1)
+    )
     rope = rotations(3, 8, 0).double()
     scores = (rotated(q, rope) @ rotated(k, rope).transpose(-1, -2))[0, 0].view(3, 3, 3, 3)
     torch.testing.assert_close(scores[0, 0, 1, 1], scores[1, 1, 2, 2], atol=1e-6, rtol=0)
@@ -148,12 +190,19 @@ def test_an_image_token_sees_every_token_of_a_text_alike(make):
         first = policy.net.teach(inputs, IDS[5:7])
         noise = torch.randn(inputs["text"].shape, generator=torch.Generator().manual_seed(0))
         moved = torch.where(inputs["mask"][..., None], inputs["text"], noise)
-        torch.testing.assert_close(policy.net.teach(inputs | {"text": moved}, IDS[5:7]), first, atol=1e-12, rtol=0)
+        torch.testing.assert_close(
+            policy.net.teach(inputs | {"text": moved}, IDS[5:7]), first, atol=1e-12, rtol=0
+        )
 
 
-# --------------------------------------------------------------------------------------------------- exactness
+# --------------------------------------------------------------------------------------------------
+# exactness
 
-MODES = [{"guidance": 1.0}, {"guidance": 3.0, "temperature": 0.7}, {"guidance": 4.0, "logp_dist": "conditional"}]
+MODES = [
+    {"guidance": 1.0},
+    {"guidance": 3.0, "temperature": 0.7},
+    {"guidance": 4.0, "logp_dist": "conditional"},
+]
 
 
 @pytest.mark.parametrize("kind", ["class", "text"])
@@ -164,11 +213,14 @@ def test_probabilities_of_all_images_sum_to_1(make, kind, options):
     assert abs(p.sum() - 1) < 1e-10 and (p > 0).all()
 
 
-@pytest.mark.parametrize("options", [{"guidance": 3.0, "top_k": 2}, {"top_p": 0.8, "temperature": 1.3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"guidance": 3.0, "top_k": 2}, {"top_p": 0.8, "temperature": 1.3}], ids=str
+)
 def test_probabilities_of_what_can_be_sampled_sum_to_1(make, options):
     policy = make("text", **options)
     with torch.no_grad():
-        p, possible = logp(policy, IDS, PROMPT).exp(), support(policy, IDS, PROMPT)
+        p = logp(policy, IDS, PROMPT).exp()
+        possible = support(policy, IDS, PROMPT)
     assert 1 < possible.sum() < len(IDS) and abs(p[possible].sum() - 1) < 1e-10
 
 
@@ -184,7 +236,8 @@ def test_token_by_token_is_all_at_once(make, kind, guidance):
 
 
 def test_samples_come_at_the_rate_of_their_score(make):
-    policy, copies = make(guidance=3.0, top_k=2), 1000
+    policy = make(guidance=3.0, top_k=2)
+    copies = 1000
     with torch.no_grad():
         rollout = policy.rollout([PROMPT], copies, Rng.of("frequencies"))
         p = logp(policy, IDS, PROMPT).exp()
@@ -206,7 +259,9 @@ def test_the_matched_gradient_is_the_true_one_and_the_published_is_not(make):
         weight = (p * (REWARD - (p * REWARD).sum())).detach()
         for kind in ("guided", "conditional"):
             scored = make(guidance=scale, logp_dist=kind)
-            found[scale, kind] = cosine(flat_grad(scored, (weight * logp(scored, IDS, PROMPT)).sum()), true)
+            found[scale, kind] = cosine(
+                flat_grad(scored, (weight * logp(scored, IDS, PROMPT)).sum()), true
+            )
     assert all(found[scale, "guided"] == pytest.approx(1, abs=1e-9) for scale in (1.0, 2.0, 5.0))
     assert found[1.0, "conditional"] == pytest.approx(1, abs=1e-9)
     assert found[5.0, "conditional"] < found[2.0, "conditional"] < 0.999
@@ -217,15 +272,21 @@ def test_importance_weights_are_unbiased(make):
     with torch.no_grad():
         old = logp(policy, IDS, PROMPT)
         for i, p in enumerate(policy.weights.parameters().values()):
-            p.add_(0.05 * Rng.of("move", i).normal(torch.zeros(1), (p.numel(),), dtype=p.dtype).view_as(p))
+            p.add_(
+                0.05
+                * Rng.of("move", i).normal(torch.zeros(1), (p.numel(),), dtype=p.dtype).view_as(p)
+            )
         new = logp(policy, IDS, PROMPT)
     ratio = (new - old).exp()
     assert float((old.exp() * ratio).sum()) == pytest.approx(1, abs=1e-10) and ratio.std() > 0.01
-    assert float((old.exp() * ratio * REWARD).sum()) == pytest.approx(float((new.exp() * REWARD).sum()), abs=1e-10)
+    assert float((old.exp() * ratio * REWARD).sum()) == pytest.approx(
+        float((new.exp() * REWARD).sum()), abs=1e-10
+    )
 
 
 def test_scoring_with_gradient_checkpointing_is_the_same(make):
-    plain, again = make(guidance=2.0), make(guidance=2.0)
+    plain = make(guidance=2.0)
+    again = make(guidance=2.0)
     again.enable_gradient_checkpointing()
     first, second = (flat_grad(p, logp(p, IDS[:9], PROMPT).sum()) for p in (plain, again))
     torch.testing.assert_close(first, second, atol=1e-12, rtol=1e-9)
@@ -236,16 +297,20 @@ def test_the_first_ratio_is_one_in_training(make, kind):
     assert_trains(make(kind, double=False, guidance=3.0), PROMPTS)
 
 
-# --------------------------------------------------------------------------------------------------------- the rest
+# --------------------------------------------------------------------------------------------------
+# the rest
 
 
 def test_the_tokenizer_reads_back_its_own_codes(make):
-    """Ids whose latents pass through decoder and encoder are random; the quantiser itself is exact."""
+    """Ids whose latents pass through decoder and encoder are random; the quantiser itself is
+    exact."""
     vq = make(double=False).vq
     z = vq.quantize.codebook()[IDS[3]] * 1.7
     from mmrl.policies.images.vq_parts import nearest
 
-    assert torch.equal(nearest(torch.nn.functional.normalize(z, dim=-1), vq.quantize.codebook()), IDS[3])
+    assert torch.equal(
+        nearest(torch.nn.functional.normalize(z, dim=-1), vq.quantize.codebook()), IDS[3]
+    )
     images = vq.decode(IDS[:2])
     assert images.shape == (2, 3, 4, 4) and vq.encode(images).shape == (2, 4)
 
@@ -257,7 +322,9 @@ def test_adapters_are_added_to_what_is_exported(make, tmp_path: Path):
             p.add_(0.1)
         policy.export(tmp_path)
         again = LlamaGen(str(tmp_path), guidance=policy.guidance)
-        torch.testing.assert_close(logp(again, IDS, PROMPT), logp(policy, IDS, PROMPT), atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            logp(again, IDS, PROMPT), logp(policy, IDS, PROMPT), atol=1e-4, rtol=0
+        )
 
 
 def test_a_prompt_without_a_class_is_named(make):

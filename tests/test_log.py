@@ -31,7 +31,8 @@ def write(folder, first, last, **options):
 def test_metrics_are_valid_json_at_once(tmp_path):
     with RunLog(tmp_path / "run", options=QUIET) as log:
         log.metrics(0, {"a": float("nan"), "b": math.inf, "c": torch.tensor(0.5), "d": 3})
-        text = (tmp_path / "run" / "metrics.jsonl").read_text()  # flushed, though the log is still open
+        # flushed, though the log is still open
+        text = (tmp_path / "run" / "metrics.jsonl").read_text()
     line = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert line == {"iteration": 0, "a": None, "b": None, "c": 0.5, "d": 3}
 
@@ -42,7 +43,9 @@ def test_resume_writes_no_iteration_twice(tmp_path):
     assert [line["iteration"] for line in lines(tmp_path)] == list(range(9))
 
 
-@pytest.mark.parametrize("torn", ['{"iteration": 3, "rew', '{"iteration": 3}garbage', "\x00\x00", "[1, 2]"])
+@pytest.mark.parametrize(
+    "torn", ['{"iteration": 3, "rew', '{"iteration": 3}garbage', "\x00\x00", "[1, 2]"]
+)
 def test_a_torn_last_line_is_dropped_and_named(tmp_path, torn):
     write(tmp_path, 0, 3)
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -78,9 +81,16 @@ def test_images_can_be_cut_out_again(tmp_path):
     layout = Layout(**{key: known[key] for key in ("count", "columns", "width", "height", "gap")})
     cut = tiles(Image.open(tmp_path / "samples" / "iter-0003.png"), layout)
     for tile, image in zip(cut, images, strict=True):
-        found = torch.tensor(list(tile.get_flattened_data() if hasattr(tile, "get_flattened_data") else tile.getdata()))
+        found = torch.tensor(
+            list(
+                tile.get_flattened_data() if hasattr(tile, "get_flattened_data") else tile.getdata()
+            )
+        )
         assert torch.equal(found.view(6, 4, 3), (image * 255).round().permute(1, 2, 0).long())
-    assert known["captions"][4] == "picture <4>" and read_captions(tmp_path)["captions"] == ["one", "two"]
+    assert known["captions"][4] == "picture <4>" and read_captions(tmp_path)["captions"] == [
+        "one",
+        "two",
+    ]
 
 
 def test_sheet_survives_bad_values_and_refuses_bad_shapes():
@@ -106,7 +116,11 @@ def test_tensorboard_gets_the_finite_numbers_of_every_nth_iteration(tmp_path):
         log.images("before", torch.rand(2, 3, 4, 4))
     events = EventAccumulator(str(tmp_path / "tb")).Reload()
     assert events.Tags()["scalars"] == ["reward/mean"] and events.Tags()["images"] == ["before"]
-    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(0, 0.0), (2, 0.5), (4, 1.0)]
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [
+        (0, 0.0),
+        (2, 0.5),
+        (4, 1.0),
+    ]
 
 
 def test_wandb_missing_names_the_remedy(tmp_path, monkeypatch):
@@ -131,7 +145,9 @@ def test_wandb_gets_the_numbers_and_resumes_its_page(tmp_path, monkeypatch):
         calls.append(options)
         return Page()
 
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, Image=lambda picture: picture.size))
+    monkeypatch.setitem(
+        sys.modules, "wandb", types.SimpleNamespace(init=init, Image=lambda picture: picture.size)
+    )
     options = LogOptions(tensorboard=False, wandb=True, project="mine")
     with RunLog(tmp_path, options=options, config={"a": 1}) as log:
         log.metrics(0, {"x": 1.0, "y": float("inf")})
@@ -173,7 +189,12 @@ def test_a_bar_on_a_terminal(monkeypatch):
 
 
 def test_clock_time():
-    assert [progress.clock_time(t) for t in (0, 59.6, 245, 3723)] == ["0:00", "1:00", "4:05", "1:02:03"]
+    assert [progress.clock_time(t) for t in (0, 59.6, 245, 3723)] == [
+        "0:00",
+        "1:00",
+        "4:05",
+        "1:02:03",
+    ]
 
 
 def test_the_machine_describes_itself_in_json():

@@ -37,7 +37,8 @@ def test_the_path_repeats_what_was_recorded_block_after_block(options):
 
 def test_a_row_does_not_depend_on_the_length_of_other_prompts():
     policy = made()
-    alone, among = rolled(policy, PROMPTS[:1]), rolled(policy)
+    alone = rolled(policy, PROMPTS[:1])
+    among = rolled(policy)
     assert torch.equal(alone.sample, among.sample[:3])
     torch.testing.assert_close(alone.logprob, among.logprob[:3], atol=1e-5, rtol=0)
 
@@ -49,7 +50,9 @@ def test_the_network_sees_prompt_and_answer_in_their_places():
     for p, text in enumerate(PROMPTS):
         plain = torch.tensor([policy.tokenizer(text["text"]).input_ids + ids[0].tolist()])
         row = {key: value[p : p + 1] for key, value in cond.items()}
-        torch.testing.assert_close(policy.logits(ids, row), policy.net(plain).logits[:, -6:], atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            policy.logits(ids, row), policy.net(plain).logits[:, -6:], atol=1e-5, rtol=0
+        )
 
 
 def test_what_follows_the_end_is_not_read_nor_trained_on():
@@ -60,7 +63,11 @@ def test_what_follows_the_end_is_not_read_nor_trained_on():
     size = policy._size(rollout.sample)
     assert torch.equal(rollout.mask.sum(1), (size + 1) // 2 * 2) and (size < 6).any()
     for text, n in zip(policy.decode(rollout), size.tolist(), strict=True):
-        assert text.tokens == n and text.finished == (text.tokens < 6 or text.finished) and "<mask>" not in text
+        assert (
+            text.tokens == n
+            and text.finished == (text.tokens < 6 or text.finished)
+            and "<mask>" not in text
+        )
     assert not (rollout.sample == policy.mask_id).any()
 
 
@@ -79,7 +86,9 @@ def test_d1_hides_some_of_the_prompt():
     rollout = rolled(policy)
     (point,) = ESTIMATORS["d1"](policy, rollout, Rng.of(1), prompt=0.5)
     changed = point.cond["ids"] != rollout.cond["ids"]
-    assert 0 < changed.sum() < changed.numel() and (point.cond["ids"][changed] == policy.mask_id).all()
+    assert (
+        0 < changed.sum() < changed.numel() and (point.cond["ids"][changed] == policy.mask_id).all()
+    )
 
 
 def test_mistakes():
@@ -96,11 +105,13 @@ def test_export_is_loaded_by_transformers(tmp_path):
     policy.export(tmp_path)
     again = AutoModelForMaskedLM.from_pretrained(tmp_path)
     assert all(
-        torch.equal(a, b) for a, b in zip(policy.net.state_dict().values(), again.state_dict().values(), strict=True)
+        torch.equal(a, b)
+        for a, b in zip(policy.net.state_dict().values(), again.state_dict().values(), strict=True)
     )
 
 
-# ------------------------------------------------------------------------------------------------ images as tokens
+# ------------------------------------------------------------------------------------------------
+# images as tokens
 
 
 def pictured(**options):
@@ -118,12 +129,15 @@ def pictured(**options):
 
 
 def test_the_network_sees_codes_between_their_marks():
-    """Prompt with its text, codes from ``first`` on and the mask token for hidden ones, what is behind."""
+    """Prompt with its text, codes from ``first`` on and the mask token for hidden ones, what is
+    behind."""
     policy = pictured()
     ids = torch.tensor([[0, 12, 11, 12]])
-    cond, read = policy.encode(PROMPTS), policy.tokenizer
+    cond = policy.encode(PROMPTS)
+    read = policy.tokenizer
     for p, prompt in enumerate(PROMPTS):
-        before, mask = read(f"on {prompt['text']} top").input_ids, read.mask_token_id
+        before = read(f"on {prompt['text']} top").input_ids
+        mask = read.mask_token_id
         plain = torch.tensor([[*before, 5, mask, 16, mask, *read("of").input_ids]])
         row = {key: cond[key][p : p + 1] for key in ("ids", "size")}
         expected = policy.net(plain).logits[:, len(before) : len(before) + 4, 5:17]

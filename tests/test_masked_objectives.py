@@ -1,4 +1,5 @@
-"""Estimators of masked diffusion against the gradient of the expected reward, on tables of all conditionals."""
+"""Estimators of masked diffusion against the gradient of the expected reward, on tables of all
+conditionals."""
 
 import itertools
 from functools import partial
@@ -59,12 +60,20 @@ def expected(policy, seed):
     """J by all orders of revealing, and its gradient."""
     found = torch.tensor(list(itertools.product(range(3), repeat=N)))
     p = torch.cat([policy.net(found).softmax(-1), torch.zeros(3**N, N, 1)], -1)
-    token = p[:, None].expand(-1, 3**N, -1, -1).gather(-1, found[None].expand(3**N, -1, -1)[..., None])[..., 0]
-    now, then, mass = found[:, None], found[None], torch.zeros(3**N).double()
+    token = (
+        p[:, None]
+        .expand(-1, 3**N, -1, -1)
+        .gather(-1, found[None].expand(3**N, -1, -1)[..., None])[..., 0]
+    )
+    now = found[:, None]
+    then = found[None]
+    mass = torch.zeros(3**N).double()
     mass[-1] = 1
     for t in range(policy.passes):
         stay = policy.rates[t + 1].double() / policy.rates[t].double()
-        one = torch.where(now == 2, torch.where(then == 2, stay, (1 - stay) * token), (now == then).double())
+        one = torch.where(
+            now == 2, torch.where(then == 2, stay, (1 - stay) * token), (now == then).double()
+        )
         mass = mass @ one.prod(-1)
     j = (mass * torch.where((found < 2).all(1), reward(found.clamp(max=1), seed), 0.0)).sum()
     return j.item(), torch.autograd.grad(j, policy.net.logits)[0].flatten()
@@ -90,7 +99,8 @@ def bound(name, **options):
     return lambda policy, rollout, rng: ESTIMATORS[name](policy, rollout, rng, **options)
 
 
-# (estimator, reduction): mean cosine measured by exact enumeration in an earlier study, for 1 and for 3 passes
+# (estimator, reduction): mean cosine measured by exact enumeration in an earlier study, for 1 and
+# for 3 passes
 STUDY = {
     "trajectory": (bound("trajectory"), "sum", 1.0, 1.0),
     "d1": (bound("d1"), "sum", 1.0, 0.827),
@@ -105,24 +115,31 @@ STUDY = {
 @pytest.mark.parametrize("name", STUDY)
 def test_cosines_to_the_true_gradient(name, steps):
     estimator, reduction, *published = STUDY[name]
-    wanted, cosines = published[steps > 1], []
+    wanted = published[steps > 1]
+    cosines = []
     for seed in range(8):
         policy = TablePolicy(seed, steps=steps)
         rollout, true = rolled(policy, seed)
         rng = Rng.of("points", seed)
-        cosines.append(cosine_similarity(estimate(policy, rollout, reduction, rng, estimator=estimator), true, dim=0))
+        cosines.append(
+            cosine_similarity(
+                estimate(policy, rollout, reduction, rng, estimator=estimator), true, dim=0
+            )
+        )
     mean = torch.stack(cosines).mean().item()
     assert abs(mean - wanted) < (0.01 if wanted == 1 else 0.06), mean
 
 
 def expected_of_choice(policy, seed):
-    """Of the gradient of J of maskgit, one token kept a pass: by recursion over states, draws and choices."""
+    """Of the gradient of J of maskgit, one token kept a pass: by recursion over states, draws and
+    choices."""
     known = {}
 
     def value(state, turn):
         if state in known:
             return known[state]
-        p, total = policy.net(torch.tensor([state]))[0].softmax(-1), 0.0
+        p = policy.net(torch.tensor([state]))[0].softmax(-1)
+        total = 0.0
         hidden = [i for i in range(N) if state[i] == 2]
         for draw in itertools.product(range(2), repeat=len(hidden)):
             each = torch.stack([p[i, token] for i, token in zip(hidden, draw, strict=True)])
@@ -140,12 +157,15 @@ def expected_of_choice(policy, seed):
 
 
 def tokens_only(kept):
-    """MaskGIT scored without its choice: all tokens that were drawn, or those that were ``kept``."""
+    """MaskGIT scored without its choice: all tokens that were drawn, or those that were
+    ``kept``."""
 
     def points(policy, rollout, rng):
         return [
             p.replace(
-                target=p.target[..., 0], eta=None, mask=p.mask & (p.target[..., 1] < N) if kept and t < 2 else p.mask
+                target=p.target[..., 0],
+                eta=None,
+                mask=p.mask & (p.target[..., 1] < N) if kept and t < 2 else p.mask,
             )
             for t, p in enumerate(policy.path(rollout))
         ]
@@ -158,7 +178,9 @@ def every_choice(policy):
     rows = []
     for a, b, c in itertools.permutations(range(N)):
         for one in itertools.product(range(2), repeat=N + 2 + 1):
-            first, second, third = one[:N], {b: one[N], c: one[N + 1]}, one[N + 2]
+            first = one[:N]
+            second = {b: one[N], c: one[N + 1]}
+            third = one[N + 2]
             decided = [
                 [(first[i], 0 if i == a else N) for i in range(N)],
                 [(second.get(i, 0), {a: N + 1, b: 0, c: N}[i]) for i in range(N)],
@@ -169,22 +191,30 @@ def every_choice(policy):
     drawn, sample, order = (torch.tensor(part) for part in zip(*rows, strict=True))
     mask = drawn[..., 1] <= N
     return Rollout(
-        group=torch.zeros(len(rows), dtype=torch.long), row=torch.arange(len(rows)), cond=policy.encode([{}]),
-        prompts=({},), sample=sample, order=order, drawn=drawn, mask=mask.flatten(1),
+        group=torch.zeros(len(rows), dtype=torch.long),
+        row=torch.arange(len(rows)),
+        cond=policy.encode([{}]),
+        prompts=({},),
+        sample=sample,
+        order=order,
+        drawn=drawn,
+        mask=mask.flatten(1),
         logprob=torch.zeros(len(rows), N * N).double(),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(("noise", "published"), [(1.0, (0.950, 0.927)), (4.0, (0.993, 0.990))])
 def test_cosines_of_maskgits_scores(noise, published):
-    """Exact with the choice's probability, by enumeration; without it as measured on other random tables."""
+    """Exact with the choice's probability, by enumeration; without it as measured on other random
+    tables."""
     cosines = []
     for seed in range(24):
         policy = TablePolicy(seed, steps=3, sampler="maskgit", choice=(noise, 0.0))
         rollout = every_choice(policy)
         with torch.no_grad():
             p = sum(
-                policy.dist(one).log_prob(one.target).masked_fill(~one.mask, 0).sum(1) for one in policy.path(rollout)
+                policy.dist(one).log_prob(one.target).masked_fill(~one.mask, 0).sum(1)
+                for one in policy.path(rollout)
             ).exp()
         assert p.sum().item() == pytest.approx(1, abs=1e-12)
         j, true = expected_of_choice(policy, seed)
@@ -200,16 +230,33 @@ def test_cosines_of_maskgits_scores(noise, published):
 def test_steps_picked_at_random_are_unbiased():
     policy = TablePolicy(steps=3)
     rollout, true = rolled(policy, 0, 20000)
-    assert cosine_similarity(estimate(policy, rollout, estimator=bound("trajectory", passes=1)), true, dim=0) > 0.99
+    assert (
+        cosine_similarity(
+            estimate(policy, rollout, estimator=bound("trajectory", passes=1)), true, dim=0
+        )
+        > 0.99
+    )
     points = [ESTIMATORS["trajectory"](policy, rollout, Rng.of(n), passes=1) for n in range(60)]
-    weight = torch.stack([torch.cat([p.mask * p.known for p in part], 1) for part in points]).mean(0)
+    weight = torch.stack([torch.cat([p.mask * p.known for p in part], 1) for part in points]).mean(
+        0
+    )
     full = torch.cat([p.mask for p in policy.path(rollout)], 1)
     assert (weight[full] - 1).mean().abs() < 0.02 and not weight[~full].any()
     assert ((weight > 0).sum() / full.sum()) > 0.99
 
 
-ESTIMATED = ["trajectory", "tracerl", "d1", "mask_grpo", "uni_grpo", "schedule_matched", "coupled", "random", "sepo",
-             "udm_grpo"]  # fmt: skip
+ESTIMATED = [
+    "trajectory",
+    "tracerl",
+    "d1",
+    "mask_grpo",
+    "uni_grpo",
+    "schedule_matched",
+    "coupled",
+    "random",
+    "sepo",
+    "udm_grpo",
+]
 
 
 def test_every_estimator_is_tried():
@@ -226,7 +273,9 @@ def test_visible_positions_never_influence_the_loss(name):
     for seed in (0, 1):
         plain = total(policy, rollout, name, Rng.of(seed))
         logits = policy.logits
-        policy.logits = lambda ids, cond, f=logits: f(ids, cond) + torch.where(ids == 2, 0.0, 3.0)[..., None] * SLOPE
+        policy.logits = lambda ids, cond, f=logits: (
+            f(ids, cond) + torch.where(ids == 2, 0.0, 3.0)[..., None] * SLOPE
+        )
         assert total(policy, rollout, name, Rng.of(seed)) == plain != 0
         if name == "mask_grpo":  # as published it does
             assert total(policy, rollout, name, Rng.of(seed), fixed=False) != plain
@@ -247,12 +296,16 @@ def test_the_first_ratio_is_1_and_the_generator_is_left_alone(name):
     policy = TablePolicy(steps=3)
     rollout, _ = rolled(policy, 0, 32)
     policy.weights.keep("old")
-    state, objective = torch.get_rng_state(), Masked(estimator=bound(name))
+    state = torch.get_rng_state()
+    objective = Masked(estimator=bound(name))
     for point in objective.points(policy, rollout, POINTS):
         logp = policy.dist(point).log_prob(point.target)
         old = objective.recorded(policy, point, logp)
         assert torch.equal(old[point.mask], logp.detach()[point.mask])
-        assert point.mask.shape == point.known.shape == logp.shape and (point.known[point.mask] > 0).all()
+        assert (
+            point.mask.shape == point.known.shape == logp.shape
+            and (point.known[point.mask] > 0).all()
+        )
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -265,7 +318,9 @@ def test_tracerl_without_shrinking_is_the_trajectory():
     torch.testing.assert_close(whole, estimate(policy, rollout, estimator=bound("d1")))
 
 
-@pytest.mark.parametrize(("low", "rates"), [(0.6, (0.667, 0.733, 0.8, 0.867, 0.933, 0.999)), (0.8, None)])
+@pytest.mark.parametrize(
+    ("low", "rates"), [(0.6, (0.667, 0.733, 0.8, 0.867, 0.933, 0.999)), (0.8, None)]
+)
 def test_mask_grpo_hides_at_the_published_rates(low, rates):
     policy = TablePolicy(steps=3)
     rollout, _ = rolled(policy, 0, 6000)
@@ -281,7 +336,9 @@ def test_coupled_masks_score_every_token_once():
     rollout, _ = rolled(policy, 0, 50)
     one, two = ESTIMATORS["coupled"](policy, rollout, POINTS)
     assert (
-        (one.mask ^ two.mask).all() and torch.equal(one.mask, one.state == 2) and torch.equal(two.mask, two.state == 2)
+        (one.mask ^ two.mask).all()
+        and torch.equal(one.mask, one.state == 2)
+        and torch.equal(two.mask, two.state == 2)
     )
 
 
@@ -293,10 +350,14 @@ def test_udm_grpo_scores_the_finished_sample_at_adjacent_early_rates():
         points = ESTIMATORS["udm_grpo"](policy, rollout, Rng.of(seed))
         shares = torch.stack([point.mask.double().mean() for point in points])
         first = int((policy.rates.double() - shares[0]).abs().argmin())
-        torch.testing.assert_close(shares, policy.rates[first : first + 3].double(), atol=0.03, rtol=0)
+        torch.testing.assert_close(
+            shares, policy.rates[first : first + 3].double(), atol=0.03, rtol=0
+        )
         firsts.add(first)
         each = sum((point.mask * point.known).sum(1) for point in points)  # every step counts alike
-        assert all(torch.equal(point.target, rollout.sample) for point in points) and (each > 0).all()
+        assert (
+            all(torch.equal(point.target, rollout.sample) for point in points) and (each > 0).all()
+        )
     assert firsts == {0, 1, 2}
 
 
@@ -335,14 +396,17 @@ def test_other_models_are_refused():
 
 
 def test_in_several_epochs_every_rate_of_mask_grpo_comes_once_from_low_to_high():
-    """MaskGRPO (Ma et al. 2025, arXiv 2510.02880): t_j = gamma + (1 - gamma) j / mu, one an inner update."""
+    """MaskGRPO (Ma et al. 2025, arXiv 2510.02880): t_j = gamma + (1 - gamma) j / mu, one an inner
+    update."""
     policy = TablePolicy(steps=3)
     rollout, _ = rolled(policy, 0, 6000)
     rates = [0.667, 0.733, 0.8, 0.867, 0.933, 0.999]
 
     def hidden(epoch, **options):
         policy.epoch = epoch
-        points = ESTIMATORS["mask_grpo"](policy, rollout, Rng.of("update", epoch or 0), low=0.6, **options)
+        points = ESTIMATORS["mask_grpo"](
+            policy, rollout, Rng.of("update", epoch or 0), low=0.6, **options
+        )
         return [point.mask.double().mean().item() for point in points]
 
     one_by_one = [rate for epoch in range(6) for rate in hidden(epoch)]
@@ -362,10 +426,14 @@ def test_the_trainer_says_which_of_several_epochs_it_is():
     for epochs, wanted in ((1, [None] * 2), (3, [0, 0, 1, 1, 2, 2])):
         epochs_seen.clear()
         Trainer(
-            TablePolicy(steps=3), [{"text": "x"}] * 2, lambda media, prompts: Rewards({"x": reward(media, 0)}),
-            ADVANTAGES["dance"], Masked(estimator=estimator), partial(adamw, lr=1e-3),
+            TablePolicy(steps=3),
+            [{"text": "x"}] * 2,
+            lambda media, prompts: Rewards({"x": reward(media, 0)}),
+            ADVANTAGES["dance"],
+            Masked(estimator=estimator),
+            partial(adamw, lr=1e-3),
             TrainOptions(prompts=2, copies=4, batch_size=4, epochs=epochs, iterations=1),
-        ).iterate()  # fmt: skip
+        ).iterate()
         assert epochs_seen == wanted
 
 
@@ -377,7 +445,10 @@ def test_schedule_matched_weights_are_those_of_the_passes():
     points = ESTIMATORS["schedule_matched"](policy, rollout, POINTS)
     weights = [float(point.known.unique()) for point in points]
     assert weights == pytest.approx([(now - then) / now for now, then in itertools.pairwise(rates)])
-    assert sum(rate * weight for rate, weight in zip(rates, weights)) == pytest.approx(1.0) and len(points) == 4
+    assert (
+        sum(rate * weight for rate, weight in zip(rates, weights)) == pytest.approx(1.0)
+        and len(points) == 4
+    )
     for passes in (1, 2):
         chosen = ESTIMATORS["schedule_matched"](policy, rollout, POINTS, passes=passes)
         wanted = [weight * 4 / passes for weight in weights]
@@ -386,7 +457,8 @@ def test_schedule_matched_weights_are_those_of_the_passes():
             assert min(abs(float(point.known.unique()) - weight) for weight in wanted) < 1e-9
 
 
-# -- which tokens an estimator hides, counted ------------------------------------------------------------------------
+# -- which tokens an estimator hides, counted
+# ------------------------------------------------------------------------
 
 
 class Hides:
@@ -396,18 +468,24 @@ class Hides:
 
     def at(self, rollout, hide, score=None):
         mask = rollout.mask & (hide if score is None else score)
-        return Point(group=rollout.group, row=rollout.row, state=hide, mask=mask, logprob=rollout.logprob)
+        return Point(
+            group=rollout.group, row=rollout.row, state=hide, mask=mask, logprob=rollout.logprob
+        )
 
 
 def finished(rows=4000, length=16):
     row = torch.arange(rows)
     zero = torch.zeros(rows, length, dtype=torch.float64)
-    return Rollout(group=row * 0, row=row, sample=zero.long(), logprob=zero, mask=zero == 0, order=zero.long())
+    return Rollout(
+        group=row * 0, row=row, sample=zero.long(), logprob=zero, mask=zero == 0, order=zero.long()
+    )
 
 
 def shares(name, **options):
     """[draws] of all tokens, and [draws, B] of every row: how many are hidden."""
-    hidden = torch.stack([p.state for p in ESTIMATORS[name](Hides(), finished(), Rng.of("hides"), **options)]).double()
+    hidden = torch.stack(
+        [p.state for p in ESTIMATORS[name](Hides(), finished(), Rng.of("hides"), **options)]
+    ).double()
     return hidden.mean((1, 2)), hidden.mean(2), hidden
 
 
@@ -421,11 +499,15 @@ def test_random_and_coupled_masks_have_rates_between_low_and_high(options, low, 
     mean = (low + high) / 2
     binomial = (mean - spread - mean**2) / 16
     assert len(whole) == draws and (whole - mean).abs().max() < 0.01
-    torch.testing.assert_close(rows.var(1), torch.full((draws,), spread + binomial).double(), atol=0.004, rtol=0)
+    torch.testing.assert_close(
+        rows.var(1), torch.full((draws,), spread + binomial).double(), atol=0.004, rtol=0
+    )
     whole, rows, hidden = shares("coupled", **options)
     assert len(whole) == 2 * draws and (whole[::2] - mean).abs().max() < 0.01
     assert torch.equal(hidden[::2], 1 - hidden[1::2])
-    torch.testing.assert_close(rows[::2].var(1), torch.full((draws,), spread + binomial).double(), atol=0.004, rtol=0)
+    torch.testing.assert_close(
+        rows[::2].var(1), torch.full((draws,), spread + binomial).double(), atol=0.004, rtol=0
+    )
 
 
 def test_rates_of_uni_grpo_rise_evenly_from_a_random_one_to_all():
@@ -435,7 +517,9 @@ def test_rates_of_uni_grpo_rise_evenly_from_a_random_one_to_all():
         ({"updates": 1}, [1 / 2]),
     ):
         whole, _, _ = shares("uni_grpo", **options)
-        torch.testing.assert_close(whole.sort().values, torch.tensor(rates).double(), atol=0.01, rtol=0)
+        torch.testing.assert_close(
+            whole.sort().values, torch.tensor(rates).double(), atol=0.01, rtol=0
+        )
 
 
 def test_rates_of_mask_grpo_rise_from_low_to_nearly_one():
@@ -444,7 +528,9 @@ def test_rates_of_mask_grpo_rise_from_low_to_nearly_one():
         ({"low": 0.5, "updates": 2, "draws": 2}, [0.75, 0.999]),
     ):
         whole, _, _ = shares("mask_grpo", **options)
-        torch.testing.assert_close(whole.sort().values, torch.tensor(rates).double(), atol=0.004, rtol=0)
+        torch.testing.assert_close(
+            whole.sort().values, torch.tensor(rates).double(), atol=0.004, rtol=0
+        )
 
 
 def test_fading_masks_hide_late_tokens_more():
@@ -458,17 +544,23 @@ def test_fading_masks_hide_late_tokens_more():
 
 @pytest.mark.parametrize("length", [1, 16])
 def test_mask_grpos_published_weights_are_sums_of_masks(length):
-    """fixed: false. A token counts as often as any of the masks hides it, on average 1 where one does."""
+    """fixed: false. A token counts as often as any of the masks hides it, on average 1 where one
+    does."""
     options = {"low": 0.05, "updates": 2}
     batch = finished(2000, length)
     batch = batch.replace(mask=torch.arange(length).expand(2000, -1) < max(1, length - 1))
-    masks = sum(p.state.double() for p in ESTIMATORS["mask_grpo"](Hides(), batch, Rng.of(1), draws=2, **options))
+    masks = sum(
+        p.state.double()
+        for p in ESTIMATORS["mask_grpo"](Hides(), batch, Rng.of(1), draws=2, **options)
+    )
     (point,) = ESTIMATORS["mask_grpo"](Hides(), batch, Rng.of(1), draws=1, fixed=False, **options)
     some = masks > 0
     assert torch.equal(point.mask, some) and (length == 1 or not some.all())
     wanted = masks * some.sum(1, keepdim=True) / masks.sum(1, keepdim=True).clamp_min(1)
     torch.testing.assert_close(point.known, wanted, atol=1e-12, rtol=0)
-    gone = ESTIMATORS["mask_grpo"](Hides(), batch.replace(mask=batch.mask & False), Rng.of(1), fixed=False, **options)
+    gone = ESTIMATORS["mask_grpo"](
+        Hides(), batch.replace(mask=batch.mask & False), Rng.of(1), fixed=False, **options
+    )
     assert not gone[0].mask.any() and gone[0].known.isfinite().all()
 
 
@@ -483,7 +575,9 @@ def test_udm_grpo_looks_at_adjacent_early_rates():
         total = sum(p.mask.sum(1, keepdim=True) for p in points)
         for p in points:
             count = p.mask.sum(1, keepdim=True)
-            torch.testing.assert_close(p.known * 2 * count.clamp_min(1), total.to(p.known) * torch.ones_like(p.known))
+            torch.testing.assert_close(
+                p.known * 2 * count.clamp_min(1), total.to(p.known) * torch.ones_like(p.known)
+            )
     assert starts == {0, 1}
     for seed in range(12):  # more starts than steps: the last one, alone
         late = ESTIMATORS["udm_grpo"](Hides(), finished(500), Rng.of(seed), starts=10_000, window=3)
@@ -522,6 +616,8 @@ def test_rates_must_ascend(name):
 def test_surrogates_of_whole_rows_take_estimators_of_one_pass():
     policy = TablePolicy(steps=2)
     rollout, _ = rolled(policy, 0, rows=4)
-    (point,) = Masked(surrogate=SURROGATES["gspo"], estimator=bound("random")).points(policy, rollout, POINTS)
+    (point,) = Masked(surrogate=SURROGATES["gspo"], estimator=bound("random")).points(
+        policy, rollout, POINTS
+    )
     assert torch.equal(point.length, point.mask.sum(1)) and (point.known == 1).all()
     assert "old" in Masked().snapshots

@@ -1,4 +1,5 @@
-"""Answers of earlier iterations in the place of groups that teach nothing: which, with which log-probs, resumed."""
+"""Answers of earlier iterations in the place of groups that teach nothing: which, with which
+log-probs, resumed."""
 
 import json
 from copy import deepcopy
@@ -32,7 +33,9 @@ def asked(count=4):
 def drawn(policy, prompts, rewards, iteration=0) -> Drawn:
     with torch.no_grad():
         rollout = policy.rollout(prompts, COPIES, Rng.of("memory", iteration))
-    return Drawn(rollout, policy.decode(rollout), Rewards({"r": torch.tensor(rewards, dtype=torch.float32)}))
+    return Drawn(
+        rollout, policy.decode(rollout), Rewards({"r": torch.tensor(rewards, dtype=torch.float32)})
+    )
 
 
 @pytest.fixture(scope="module")
@@ -55,25 +58,40 @@ def test_flat_groups_give_way_to_those_whose_rewards_differed_most(policy):
     second, found, counts = exchange(memory, [prompts[0], prompts[3]], [1, 1, 1, 0, 1, 0.0], 2)
     assert counts == {"reuse/groups": 1, "reuse/age": 2, "reuse/remembered": 3}
     stale = found.rollout.stale
-    assert stale.tolist() == [True] * 3 + [False] * 3 and found.rewards["r"].tolist() == [0, 0, 3, 0, 1, 0]
+    assert stale.tolist() == [True] * 3 + [False] * 3 and found.rewards["r"].tolist() == [
+        0,
+        0,
+        3,
+        0,
+        1,
+        0,
+    ]
     assert torch.equal(found.rollout.row, second.rollout.row)
     old = first.rollout[first.rollout.group == 1]
     assert torch.equal(found.rollout.sample[stale], old.sample)
     assert torch.equal(found.rollout.logprob[stale], old.logprob)
-    assert found.rollout.asked()[0]["text"] == prompts[1]["text"] and found.media[:3] == first.media[3:6]
+    assert (
+        found.rollout.asked()[0]["text"] == prompts[1]["text"]
+        and found.media[:3] == first.media[3:6]
+    )
     point = point_of(policy, found.rollout)
     with torch.no_grad():
         again = policy.dist(point).log_prob(point.target)
-    torch.testing.assert_close(again[point.mask], found.rollout.logprob[point.mask], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        again[point.mask], found.rollout.logprob[point.mask], atol=1e-5, rtol=1e-5
+    )
 
 
 def test_groups_are_forgotten_by_age_use_and_size(policy):
-    prompts, mixed = asked(), [0, 0, 1, 0, 0, 2, 0, 0, 3, 0, 0, 4.0]
+    prompts = asked()
+    mixed = [0, 0, 1, 0, 0, 2, 0, 0, 3, 0, 0, 4.0]
     memory = Memory(Reuse(share=0.5, size=3, age=2), policy, prompts)
     exchange(memory, prompts, mixed, 0)
     assert [one.index for one in memory.groups] == [3, 2, 1]
     _, found, counts = exchange(memory, prompts, [1.0] * 12, 1)
-    assert counts["reuse/groups"] == 2 and found.rollout.stale.sum() == 6, "half of the groups at most"
+    assert counts["reuse/groups"] == 2 and found.rollout.stale.sum() == 6, (
+        "half of the groups at most"
+    )
     assert [one.index for one in memory.groups] == [1], "used once"
     assert exchange(memory, prompts, [1.0] * 12, 3)[2]["reuse/groups"] == 0, "too old"
 
@@ -104,7 +122,8 @@ def test_an_old_answer_has_the_ratio_to_the_weights_that_sampled_it(policy):
     assert not point.own()[stale].any() and not point.current()[stale].any()
 
 
-# ------------------------------------------------------------------------------------------------- in a training run
+# -------------------------------------------------------------------------------------------------
+# in a training run
 
 
 def some(texts, prompts):
@@ -113,15 +132,27 @@ def some(texts, prompts):
 
 
 def trainer(**options) -> Trainer:
-    sizes = {"prompts": 2, "copies": COPIES, "batch_size": 6, "iterations": 8, "reuse": Reuse(share=0.5)} | options
+    sizes = {
+        "prompts": 2,
+        "copies": COPIES,
+        "batch_size": 6,
+        "iterations": 8,
+        "reuse": Reuse(share=0.5),
+    } | options
     return Trainer(
-        policy_of(tokens=3), asked(), Scorer({"some": some}), advantages.grpo, Text(), partial(adamw, lr=3e-3),
+        policy_of(tokens=3),
+        asked(),
+        Scorer({"some": some}),
+        advantages.grpo,
+        Text(),
+        partial(adamw, lr=3e-3),
         TrainOptions(**sizes),
-    )  # fmt: skip
+    )
 
 
 def test_a_run_with_old_answers_goes_on_from_a_checkpoint_to_the_bit():
-    one, two = trainer(), trainer()
+    one = trainer()
+    two = trainer()
     first = [one.iterate() for _ in range(4)]
     assert one.memory.groups and sum(m["reuse/groups"] for m in first) > 0
     assert all(m["ratio/max_deviation"] < 1e-4 for m in first), "the gate looks at fresh answers"
@@ -145,11 +176,19 @@ def test_a_run_with_old_answers_goes_on_from_a_checkpoint_to_the_bit():
 def test_policies_without_prompts_to_encode_again_are_refused():
     with pytest.raises(UserError, match="train.reuse: ToyCausal"):
         Trainer(
-            toys.ToyCausal(), [{"text": "a", "label": 0}], Scorer({"some": some}), advantages.grpo, Text(),
-            partial(adamw, lr=1e-3), TrainOptions(prompts=1, copies=2, batch_size=2, iterations=1, reuse=Reuse()),
-        )  # fmt: skip
+            toys.ToyCausal(),
+            [{"text": "a", "label": 0}],
+            Scorer({"some": some}),
+            advantages.grpo,
+            Text(),
+            partial(adamw, lr=1e-3),
+            TrainOptions(prompts=1, copies=2, batch_size=2, iterations=1, reuse=Reuse()),
+        )
 
 
 def test_marks_are_one_a_row(policy):
     rollout = drawn(policy, asked(1), [0, 0, 1.0]).rollout
-    assert marked(rollout, True).stale.tolist() == [True] * 3 and not marked(rollout, False).stale.any()
+    assert (
+        marked(rollout, True).stale.tolist() == [True] * 3
+        and not marked(rollout, False).stale.any()
+    )

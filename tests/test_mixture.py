@@ -1,6 +1,8 @@
-"""Kernels and solvers on a mixture of two Gaussians, whose marginals are known at every time, without Monte Carlo.
+"""Kernels and solvers on a mixture of two Gaussians, whose marginals are known at every time,
+without Monte Carlo.
 
-A kernel carries a density from one time to the next by quadrature on a line; a solver carries quantiles.
+A kernel carries a density from one time to the next by quadrature on a line; a solver carries
+quantiles.
 """
 
 import math
@@ -8,14 +10,24 @@ import math
 import pytest
 import torch
 
-from samplers.kernels import consistency, cps, dance_sde, flow_ddim, flow_sde, memoryless, ode, wan_sde
+from samplers.kernels import (
+    consistency,
+    cps,
+    dance_sde,
+    flow_ddim,
+    flow_sde,
+    memoryless,
+    ode,
+    wan_sde,
+)
 from samplers.processes import Flow
 from samplers.solvers import ddim, dpm
 
 SHARE = torch.tensor([0.3, 0.7], dtype=torch.float64)  # of the two components
 CENTRE = torch.tensor([-0.9, 0.7], dtype=torch.float64)
 SPREAD = torch.tensor([0.25, 0.4], dtype=torch.float64)
-BEGIN, END = 0.9, 0.2
+BEGIN = 0.9
+END = 0.2
 LINE = torch.linspace(-5.0, 5.0, 401, dtype=torch.float64)
 CELL = float(LINE[1] - LINE[0])
 
@@ -28,7 +40,11 @@ def parts(t):
 def weighted_densities(x, t):
     """[N, 2] share times density of each component at x [N]."""
     mean, variance = parts(t)
-    return SHARE * torch.exp(-((x[:, None] - mean) ** 2) / (2 * variance)) / (2 * math.pi * variance).sqrt()
+    return (
+        SHARE
+        * torch.exp(-((x[:, None] - mean) ** 2) / (2 * variance))
+        / (2 * math.pi * variance).sqrt()
+    )
 
 
 def density(x, t):
@@ -55,8 +71,10 @@ def grid(steps):
 
 
 def distance(kernel, eta, steps):
-    """Total variation between what the kernel's steps make of the exact marginal at BEGIN, and that at END."""
-    found, times = density(LINE, BEGIN), grid(steps)
+    """Total variation between what the kernel's steps make of the exact marginal at BEGIN, and that
+    at END."""
+    found = density(LINE, BEGIN)
+    times = grid(steps)
     for t, s in zip(times[:-1], times[1:], strict=True):
         mean, std = kernel(LINE[:, None], velocity(LINE, t)[:, None], t, s, eta)
         step = (LINE[:, None] - mean.T) / std.T  # [to, from]
@@ -65,8 +83,13 @@ def distance(kernel, eta, steps):
 
 
 KERNELS = [
-    (flow_sde, 0.7), (dance_sde, 0.5), (wan_sde, 0.9), (memoryless, 1.0), (flow_ddim, 0.7), (flow_ddim, 1.0),
-]  # fmt: skip
+    (flow_sde, 0.7),
+    (dance_sde, 0.5),
+    (wan_sde, 0.9),
+    (memoryless, 1.0),
+    (flow_ddim, 0.7),
+    (flow_ddim, 1.0),
+]
 
 
 def test_the_velocity_is_that_of_the_mixture():
@@ -74,7 +97,9 @@ def test_the_velocity_is_that_of_the_mixture():
     for t in (0.2, 0.5, 0.8):
         rate = (density(LINE, t + 1e-5) - density(LINE, t - 1e-5)) / 2e-5
         flux = velocity(LINE, t) * density(LINE, t)
-        torch.testing.assert_close(rate[1:-1], -(flux[2:] - flux[:-2]) / (2 * CELL), atol=5e-3, rtol=0)
+        torch.testing.assert_close(
+            rate[1:-1], -(flux[2:] - flux[:-2]) / (2 * CELL), atol=5e-3, rtol=0
+        )
 
 
 @pytest.mark.parametrize(("kernel", "eta"), KERNELS)
@@ -84,7 +109,8 @@ def test_kernels_converge_to_the_marginal_at_first_order(kernel, eta):
 
 
 def test_cps_and_consistency_are_no_sdes():
-    """Their noise does not shrink with the step: finer grids bring the samples no closer to the marginal."""
+    """Their noise does not shrink with the step: finer grids bring the samples no closer to the
+    marginal."""
     for kernel, eta in ((cps, 0.8), (consistency, 0.8)):
         coarse, fine = (distance(kernel, eta, steps) for steps in (64, 128))
         assert fine > 0.03 and fine > 0.85 * coarse, (kernel, coarse, fine)  # of first order: half
@@ -97,13 +123,17 @@ def euler(process):
 SOLVERS = [(euler, {}, 4), (ddim, {}, 4), (dpm, {"order": 1}, 4), (dpm, {"order": 2}, 16)]
 
 
-@pytest.mark.parametrize(("solver", "options", "gain"), SOLVERS, ids=["euler", "ddim", "dpm1", "dpm2"])
+@pytest.mark.parametrize(
+    ("solver", "options", "gain"), SOLVERS, ids=["euler", "ddim", "dpm1", "dpm2"]
+)
 def test_solvers_keep_quantiles_at_their_order(solver, options, gain):
     """The probability below a path's state never changes along the exact flow."""
     start = torch.linspace(-2.5, 2.5, 101, dtype=torch.float64)
     errors = []
     for steps in (40, 160):
-        step, times, x = solver(Flow(), **options), torch.tensor(grid(steps), dtype=torch.float64), start
+        step = solver(Flow(), **options)
+        times = torch.tensor(grid(steps), dtype=torch.float64)
+        x = start
         for t, s in zip(times[:-1], times[1:], strict=True):
             x = step(x, velocity(x, float(t)), t, s)
         errors.append(float((below(x, END) - below(start, BEGIN)).abs().max()))

@@ -16,9 +16,19 @@ from .test_resume import same
 load_built_in()
 
 HERE = Path(tiny_module.__file__)
-PROMPTS = [{"text": "a red seven", "label": 3, "place": [0.1, 0.9]}, {"text": "a two", "label": 1, "place": [1.0, 0.0]}]
-DIT = {"net": f"{HERE}:dit", "shape": [4, 4, 4], "kernel": "ddim", "steps": 4, "eta": 1.0, "empty": 1000,
-       "vae": str(tiny_diffusers.folder("sd") / "vae")}  # fmt: skip
+PROMPTS = [
+    {"text": "a red seven", "label": 3, "place": [0.1, 0.9]},
+    {"text": "a two", "label": 1, "place": [1.0, 0.0]},
+]
+DIT = {
+    "net": f"{HERE}:dit",
+    "shape": [4, 4, 4],
+    "kernel": "ddim",
+    "steps": 4,
+    "eta": 1.0,
+    "empty": 1000,
+    "vae": str(tiny_diffusers.folder("sd") / "vae"),
+}
 
 
 def make(**options):
@@ -37,7 +47,9 @@ def of_the_pipeline(net, rollout, guidance, monkeypatch):
     from diffusers.pipelines.dit import pipeline_dit
 
     monkeypatch.setattr(pipeline_dit, "randn_tensor", lambda *_, **__: rollout.path[:, 0])
-    pipe = DiTPipeline(net, AutoencoderKL.from_pretrained(DIT["vae"]), DDIMScheduler(**tiny_module.SCHEDULE))
+    pipe = DiTPipeline(
+        net, AutoencoderKL.from_pretrained(DIT["vae"]), DDIMScheduler(**tiny_module.SCHEDULE)
+    )
     pipe.set_progress_bar_config(disable=True)
     labels = [prompt["label"] for prompt in rollout.asked()]
     return pipe(labels, guidance_scale=guidance, num_inference_steps=4, output_type="pt").images
@@ -60,7 +72,8 @@ def test_a_dit_is_the_diffusers_pipeline(guidance, monkeypatch):
 
 @pytest.mark.parametrize("lora", [2, None])
 def test_a_trained_dit_gives_the_plain_pipeline_our_images(lora, tmp_path, monkeypatch):
-    """The export of adapters, too, is a state dict of the network as it was written, and all of it."""
+    """The export of adapters, too, is a state dict of the network as it was written, and all of
+    it."""
     from safetensors.torch import load_file
 
     whole = trainer(**DIT, lora=lora, width=None)
@@ -96,7 +109,9 @@ def trainer(**options):
 def test_the_first_step_is_exactly_on_policy_and_a_checkpoint_resumes_to_the_bit(case, tmp_path):
     whole = trainer(**CASES[case])
     metrics = whole.iterate()
-    assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0 and metrics["step"] == 1
+    assert (
+        metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0 and metrics["step"] == 1
+    )
     path = checkpoint.save(tmp_path, whole.iteration, *state.capture(whole))
     whole.iterate()
     second = trainer(**CASES[case])
@@ -113,7 +128,9 @@ def test_an_export_is_the_networks_state(tmp_path):
     found.policy.export(tmp_path / "out")
     fresh = tiny_module.Tiny()
     fresh.load_state_dict(load_file(tmp_path / "out" / "net.safetensors"))
-    x, t, label = torch.randn(2, 3, 4, 4), torch.rand(2), torch.tensor([1, 3])
+    x = torch.randn(2, 3, 4, 4)
+    t = torch.rand(2)
+    label = torch.tensor([1, 3])
     assert torch.equal(fresh(x, t, label), found.policy.net(x, t, label))
 
 
@@ -129,5 +146,7 @@ def test_mistakes_are_one_sentence(tmp_path):
         make(net=f"{tmp_path}/mine.py:build")
     with pytest.raises(UserError, match="cannot load an autoencoder"):
         make(vae=str(tmp_path))
-    with pytest.raises(UserError, match="kernel: flow_sde is not for this kind of model; for it: consistency, ddim"):
+    with pytest.raises(
+        UserError, match="kernel: flow_sde is not for this kind of model; for it: consistency, ddim"
+    ):
         make(**DIT | {"kernel": "flow_sde"})

@@ -1,4 +1,5 @@
-"""Keyed random numbers: known answers, independence of the batch, moments, no correlation where there must be none."""
+"""Keyed random numbers: known answers, independence of the batch, moments, no correlation where
+there must be none."""
 
 import math
 
@@ -29,9 +30,14 @@ def philox_by_hand(counter, key):
     """The definition in Python's unbounded integers."""
     (a, b, c, d), (k, m) = counter, key
     for _ in range(10):
-        p, q = a * 0xD2511F53, c * 0xCD9E8D57
-        a, b, c, d = (q >> 32) ^ b ^ k, q & ONES, (p >> 32) ^ d ^ m, p & ONES
-        k, m = (k + 0x9E3779B9) & ONES, (m + 0xBB67AE85) & ONES
+        p = a * 0xD2511F53
+        q = c * 0xCD9E8D57
+        a = (q >> 32) ^ b ^ k
+        b = q & ONES
+        c = (p >> 32) ^ d ^ m
+        d = p & ONES
+        k = (k + 0x9E3779B9) & ONES
+        m = (m + 0xBB67AE85) & ONES
     return a, b, c, d
 
 
@@ -46,7 +52,8 @@ def test_philox_equals_its_definition():
 @pytest.mark.parametrize("draw", ["normal", "uniform"])
 @pytest.mark.parametrize("shape", [(), (1,), (5,), (3, 4, 4)])
 def test_a_row_is_the_same_alone_and_among_others(draw, shape):
-    rng, rows = Rng.of(7, "rollout", 3), torch.arange(11)
+    rng = Rng.of(7, "rollout", 3)
+    rows = torch.arange(11)
     whole = getattr(rng, draw)(rows, shape, step=2)
     assert whole.shape == (11, *shape)
     for size in (1, 2, 4, 11):
@@ -57,7 +64,8 @@ def test_a_row_is_the_same_alone_and_among_others(draw, shape):
 
 
 def test_a_larger_shape_begins_with_the_smaller_one():
-    rng, rows = Rng.of(0), torch.arange(3)
+    rng = Rng.of(0)
+    rows = torch.arange(3)
     assert torch.equal(rng.normal(rows, (10,))[:, :4], rng.normal(rows, (4,)))
 
 
@@ -68,7 +76,14 @@ def test_rows_beyond_32_bits_are_rows_of_their_own():
 
 def test_streams_have_names():
     rows = torch.arange(4)
-    streams = [Rng.of(0), Rng.of(1), Rng.of("0"), Rng.of(0, 0), Rng.of(0).fold("a"), Rng.of(0).fold("b")]
+    streams = [
+        Rng.of(0),
+        Rng.of(1),
+        Rng.of("0"),
+        Rng.of(0, 0),
+        Rng.of(0).fold("a"),
+        Rng.of(0).fold("b"),
+    ]
     draws = {tuple(stream.bits(rows, 4).flatten().tolist()) for stream in streams}
     assert len(draws) == len(streams)
     assert Rng.of(3, "x") == Rng.of(3, "x") and Rng.of(3).fold("x") == Rng.of(3).fold("x")
@@ -88,7 +103,9 @@ def test_processes_name_their_rows_as_one_process_would():
     from dataclasses import replace
 
     rng = Rng.of(0)
-    parts = [replace(rng, offset=offset).rows(prompts, 3) for offset, prompts in ((0, 2), (2, 1), (3, 2))]
+    parts = [
+        replace(rng, offset=offset).rows(prompts, 3) for offset, prompts in ((0, 2), (2, 1), (3, 2))
+    ]
     assert torch.equal(torch.cat(parts), rng.rows(5, 3))
     assert replace(rng, offset=2).fold("x").offset == 2
 
@@ -101,17 +118,24 @@ def test_nothing_touches_the_global_generator():
 
 
 def test_moments_of_the_normal():
-    x = Rng.of(0, "moments").normal(torch.arange(1000), (400,), dtype=torch.float64).flatten()  # 400,000 draws
+    # 400,000 draws
+    x = Rng.of(0, "moments").normal(torch.arange(1000), (400,), dtype=torch.float64).flatten()
     error = 5 / math.sqrt(len(x))  # five standard errors
     assert abs(x.mean()) < error and abs(x.var() - 1) < error * math.sqrt(2)
-    assert abs((x**3).mean()) < error * math.sqrt(15) and abs((x**4).mean() - 3) < error * math.sqrt(96)
+    assert abs((x**3).mean()) < error * math.sqrt(15) and abs(
+        (x**4).mean() - 3
+    ) < error * math.sqrt(96)
 
 
 def test_distribution_of_uniform_and_normal():
-    """Kolmogorov and Smirnov's distance on 100,000 draws each, at a significance of one in a million."""
-    rng, rows = Rng.of(0, "distribution"), torch.arange(1000)
+    """Kolmogorov and Smirnov's distance on 100,000 draws each, at a significance of one in a
+    million."""
+    rng = Rng.of(0, "distribution")
+    rows = torch.arange(1000)
     uniform = rng.uniform(rows, (100,)).flatten().sort()[0]
-    normal = torch.special.ndtr(rng.normal(rows, (100,), dtype=torch.float64, step=1).flatten().sort()[0])
+    normal = torch.special.ndtr(
+        rng.normal(rows, (100,), dtype=torch.float64, step=1).flatten().sort()[0]
+    )
     empirical = (torch.arange(len(uniform), dtype=torch.float64) + 0.5) / len(uniform)
     for cumulated in (uniform, normal):
         assert (cumulated - empirical).abs().max() < 2.7 / math.sqrt(len(uniform))
@@ -120,19 +144,25 @@ def test_distribution_of_uniform_and_normal():
 
 def test_neighbours_are_not_correlated():
     """Rows, steps, streams, positions: every pair of neighbours, 160,000 draws."""
-    rng, rows, shape = Rng.of(0, "correlation"), torch.arange(400), (400,)
+    rng = Rng.of(0, "correlation")
+    rows = torch.arange(400)
+    shape = (400,)
     x = rng.normal(rows, shape)
     others = {
         "row": rng.normal(rows + 1, shape),
         "step": rng.normal(rows, shape, step=1),
         "stream": Rng.of(1, "correlation").normal(rows, shape),
         "position": x.roll(1, dims=1),
-        "pair": x.view(400, 200, 2).flip(-1).reshape(400, 400),  # the two numbers of one Box-Muller pair
+        # the two numbers of one Box-Muller pair
+        "pair": x.view(400, 200, 2).flip(-1).reshape(400, 400),
     }
     for name, other in others.items():
-        for f in (lambda z: z, torch.square, torch.abs):  # the squares too: equal radii would show there
+        # the squares too: equal radii would show there
+        for f in (lambda z: z, torch.square, torch.abs):
             pair = torch.stack([f(x).flatten(), f(other).flatten()])
-            assert abs(torch.corrcoef(pair)[0, 1]) < 5 / 400 * (2**0.5 if name == "pair" else 1), name
+            assert abs(torch.corrcoef(pair)[0, 1]) < 5 / 400 * (2**0.5 if name == "pair" else 1), (
+                name
+            )
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 17, 1000])
@@ -160,7 +190,8 @@ def test_dtype():
 
 
 def test_a_permutation_sorts_by_its_words():
-    """The first word of 32 bits decides, the second among equal ones: an old run must find the same order."""
+    """The first word of 32 bits decides, the second among equal ones: an old run must find the same
+    order."""
     rng = Rng.of(7, "order")
     words = rng.bits(torch.arange(50), 2, step=3).tolist()
     wanted = sorted(range(50), key=lambda i: (words[i][0] << 31) ^ words[i][1])

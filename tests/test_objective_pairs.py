@@ -1,6 +1,8 @@
-"""Every objective with every kind of policy: what suits each other learns, what does not is refused with the reason.
+"""Every objective with every kind of policy: what suits each other learns, what does not is refused
+with the reason.
 
-Generated from the registries: a new objective is tested by being registered, with its defaults or what LEARNS says.
+Generated from the registries: a new objective is tested by being registered, with its defaults or
+what LEARNS says.
 """
 
 import re
@@ -45,7 +47,8 @@ class ToyHidden(toys.ToyTokens, MaskedDiffusion):
 TOKENS = {"masked", "causal", "hidden"}
 RATE = {"flow": 2e-2, "video": 2e-2, "diffusion": 3e-3}
 KIND = toys.POLICIES | {"hidden": ToyHidden}
-# Options of the objective, and those of the toy policy, where the defaults are for networks a million times as large.
+# Options of the objective, and those of the toy policy, where the defaults are for networks a
+# million times as large.
 LEARNS = {
     "grpo": {"clip": 0.02},
     "guard": {"clip": 0.02},
@@ -63,7 +66,12 @@ POLICY = {
     ("adjoint_matching", "flow"): {"kernel": memoryless, "eta": 1.0},
     ("adjoint_matching", "video"): {"kernel": memoryless, "eta": 1.0},
 }
-PAIRS = [(name, kind) for name, entry in OBJECTIVES.items() for kind in KIND if not unsuited(entry, KIND[kind])]
+PAIRS = [
+    (name, kind)
+    for name, entry in OBJECTIVES.items()
+    for kind in KIND
+    if not unsuited(entry, KIND[kind])
+]
 
 
 @card(differentiable=True)
@@ -77,15 +85,20 @@ def test_a_pair_that_suits_each_other_raises_the_reward(name, kind):
     policy = KIND[kind](**POLICY.get((name, kind), {} if kind in TOKENS else {"steps": 4}))
     tokens = policy.decisions == "categorical"
     trainer = Trainer(
-        policy, toys.prompts(2), Scorer({"close": close}), ADVANTAGES["dance"],
-        config.build({name: LEARNS.get(name, {})}, OBJECTIVES), partial(adamw, lr=RATE.get(kind, 1e-1)),
+        policy,
+        toys.prompts(2),
+        Scorer({"close": close}),
+        ADVANTAGES["dance"],
+        config.build({name: LEARNS.get(name, {})}, OBJECTIVES),
+        partial(adamw, lr=RATE.get(kind, 1e-1)),
         TrainOptions(prompts=2, copies=12, batch_size=24, iterations=8, seed=1),
-    )  # fmt: skip
+    )
     before = reward_now(policy)
     found = [trainer.iterate()["reward/mean"] for _ in range(8)]
     if not isinstance(trainer.objective, Revisiting):
         assert sum(found[-2:]) / 2 > found[0] + (0.1 if tokens else 0.2), found
-    elif kind != "diffusion":  # whose untrained toy throws samples far out, and further where it follows them
+    # whose untrained toy throws samples far out, and further where it follows them
+    elif kind != "diffusion":
         assert reward_now(policy) > before + 0.2, found
 
 
@@ -114,7 +127,9 @@ def test_a_pair_that_does_not_is_refused_when_the_configuration_is_read(objectiv
         why = unsuited(OBJECTIVES[objective], POLICIES[policy])
         if why is None:
             continue
-        (tmp_path / "run.yaml").write_text(WHOLE.format(policy=policy, reward=reward, objective=objective))
+        (tmp_path / "run.yaml").write_text(
+            WHOLE.format(policy=policy, reward=reward, objective=objective)
+        )
         with pytest.raises(UserError, match="run.yaml:6.* is for") as error:
             read(tmp_path / "run.yaml", [])
         assert why in str(error.value) and any(kind in why for kind in KINDS.values())
@@ -123,15 +138,21 @@ def test_a_pair_that_does_not_is_refused_when_the_configuration_is_read(objectiv
 @pytest.mark.parametrize("silent", ["policy.sd3.eta=0", "policy.sd3.kernel=ode"])
 def test_what_looks_at_noise_is_refused_for_a_sampler_without(silent, tmp_path):
     for objective, entry in OBJECTIVES.items():
-        (tmp_path / "run.yaml").write_text(WHOLE.format(policy="sd3", reward="digits", objective=objective))
+        (tmp_path / "run.yaml").write_text(
+            WHOLE.format(policy="sd3", reward="digits", objective=objective)
+        )
         if not getattr(entry, "visits", False):
             continue
         read(tmp_path / "run.yaml", [])
-        with pytest.raises(UserError, match="run.yaml:6.*looks at steps with noise, of which this policy has none"):
+        with pytest.raises(
+            UserError, match="run.yaml:6.*looks at steps with noise, of which this policy has none"
+        ):
             read(tmp_path / "run.yaml", [silent])
     visits = {name for name, entry in OBJECTIVES.items() if getattr(entry, "visits", False)}
     assert visits == {"grpo", "guard", "flow_dppo", "d3po", "adjoint_matching"}
-    (tmp_path / "run.yaml").write_text(WHOLE.format(policy="sd3", reward="digits", objective="dgpo"))
+    (tmp_path / "run.yaml").write_text(
+        WHOLE.format(policy="sd3", reward="digits", objective="dgpo")
+    )
     read(tmp_path / "run.yaml", [silent])
 
 
@@ -140,13 +161,16 @@ def test_an_objective_that_follows_the_rewards_gradient_is_refused_for_one_witho
     assert follow == {"draft", "adjoint_matching"}
     for objective in sorted(follow):
         for reward, fine in (("digits", True), ("jpeg_compressibility", False)):
-            (tmp_path / "run.yaml").write_text(WHOLE.format(policy="sd3", reward=reward, objective=objective))
+            (tmp_path / "run.yaml").write_text(
+                WHOLE.format(policy="sd3", reward=reward, objective=objective)
+            )
             if fine:
                 read(tmp_path / "run.yaml", [])
                 read(tmp_path / "run.yaml", ["reward.jpeg_compressibility={monitor: true}"])
                 continue
             with pytest.raises(
-                UserError, match="run.yaml:4.*'jpeg_compressibility' cannot be used: it has no gradient"
+                UserError,
+                match="run.yaml:4.*'jpeg_compressibility' cannot be used: it has no gradient",
             ):
                 read(tmp_path / "run.yaml", [])
 
@@ -157,7 +181,11 @@ def test_which_pairs_suit_each_other():
         name: {policy for policy in REWARDS if not unsuited(entry, POLICIES[policy])}
         for name, entry in OBJECTIVES.items()
     }
-    assert pairs["grpo"] == set(REWARDS) and pairs["dgpo"] == {"sd3"} and pairs["text"] == set(REWARDS) - {"sd3"}
+    assert (
+        pairs["grpo"] == set(REWARDS)
+        and pairs["dgpo"] == {"sd3"}
+        and pairs["text"] == set(REWARDS) - {"sd3"}
+    )
     assert pairs["masked"] == {"masked_lm"} and pairs["gvpo"] == {"vlm"}
     assert all(pairs.values()), "an objective without a policy"
 
@@ -166,7 +194,9 @@ OF_ANSWERS = [{"truth": "count"}, {"reuse": {"share": 0.5}}, {"lengths": [[0, 64
 
 
 @pytest.mark.parametrize("option", OF_ANSWERS, ids=lambda option: next(iter(option)))
-def test_options_of_answers_are_refused_for_other_policies_when_the_configuration_is_read(option, tmp_path):
+def test_options_of_answers_are_refused_for_other_policies_when_the_configuration_is_read(
+    option, tmp_path
+):
     (name,) = option
     for policy, reward in {**REWARDS, "amused": "digits"}.items():
         objective = "dgpo" if policy == "sd3" else "text"
@@ -180,7 +210,8 @@ def test_options_of_answers_are_refused_for_other_policies_when_the_configuratio
 
 
 def refusal(file):
-    """What is wrong with a configuration; a reward that the digits' captions do not suit is beside the point."""
+    """What is wrong with a configuration; a reward that the digits' captions do not suit is beside
+    the point."""
     try:
         read(file, [])
     except UserError as error:
@@ -192,7 +223,9 @@ SEQUENCES = ["gspo", "gspo_token", "luspo", "gmpo", "rloo", "vespo"]
 
 
 @pytest.mark.parametrize("surrogate", SEQUENCES)
-def test_surrogates_of_whole_answers_are_refused_on_masked_models_when_the_configuration_is_read(surrogate, tmp_path):
+def test_surrogates_of_whole_answers_are_refused_on_masked_models_when_the_configuration_is_read(
+    surrogate, tmp_path
+):
     def problems(policy, objective):
         file = tmp_path / "run.yaml"
         file.write_text(WHOLE.format(policy=policy, reward=REWARDS[policy], objective=objective))
@@ -201,23 +234,33 @@ def test_surrogates_of_whole_answers_are_refused_on_masked_models_when_the_confi
     assert {name for name, entry in SURROGATES.items() if sees_whole_rows(entry)} == set(SEQUENCES)
     assert not problems("vlm", f"{{text: {{surrogate: {surrogate}}}}}")
     refused = problems("masked_lm", f"{{text: {{surrogate: {surrogate}}}}}")
-    assert re.search(f"run.yaml:6.*{surrogate} compares whole answers, whose tokens the policy MaskedLM", refused), (
-        refused
-    )
+    assert re.search(
+        f"run.yaml:6.*{surrogate} compares whole answers, whose tokens the policy MaskedLM", refused
+    ), refused
     several = r"run.yaml:6.*whole samples, which this estimator scores in several passes"
     for estimator in ESTIMATORS:
-        refused = problems("masked_lm", f"{{masked: {{surrogate: {surrogate}, estimator: {estimator}}}}}")
+        refused = problems(
+            "masked_lm", f"{{masked: {{surrogate: {surrogate}, estimator: {estimator}}}}}"
+        )
         in_one_pass = estimator in ("d1", "mask_grpo", "uni_grpo", "random")
         assert not refused if in_one_pass else re.search(several, refused), refused
     for options in ("mask_grpo: {draws: 2}", "uni_grpo: {draws: 3}", "random: {draws: 2}"):
-        refused = problems("masked_lm", f"{{masked: {{surrogate: {surrogate}, estimator: {{{options}}}}}}}")
+        refused = problems(
+            "masked_lm", f"{{masked: {{surrogate: {surrogate}, estimator: {{{options}}}}}}}"
+        )
         assert re.search(several, refused), refused
-    chosen = f"{{masked: {{surrogate: {surrogate}, estimator: {{schedule_matched: {{passes: 1}}}}}}}}"
+    chosen = (
+        f"{{masked: {{surrogate: {surrogate}, estimator: {{schedule_matched: {{passes: 1}}}}}}}}"
+    )
     assert not problems("masked_lm", chosen)
 
 
 def test_draft_on_a_tree_is_refused_when_the_configuration_is_read(tmp_path):
-    (tmp_path / "run.yaml").write_text(WHOLE.format(policy="sd3", reward="digits", objective="draft"))
+    (tmp_path / "run.yaml").write_text(
+        WHOLE.format(policy="sd3", reward="digits", objective="draft")
+    )
     read(tmp_path / "run.yaml", [])
-    with pytest.raises(UserError, match="run.yaml:6.*draws the noise of single paths again: remove .* tree"):
+    with pytest.raises(
+        UserError, match="run.yaml:6.*draws the noise of single paths again: remove .* tree"
+    ):
         read(tmp_path / "run.yaml", ["policy.sd3.tree={splits: 2}"])

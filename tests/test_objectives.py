@@ -20,7 +20,9 @@ def test_the_clipped_surrogate_of_published_code():
     """PPO (Schulman et al. 2017), eq. 7, as _grpo_clip_loss of UniRL returns it."""
     loss = clipped(1e-4)(LOG_RATIO, torch.zeros_like(LOG_RATIO), ADVANTAGE)
     expected = [-1.00004995, 0.99992001, -2.00020003, 1.99979997, -0.5, 0.70703512]
-    torch.testing.assert_close(loss.flatten(), torch.tensor(expected, dtype=torch.float64), atol=2e-6, rtol=0)
+    torch.testing.assert_close(
+        loss.flatten(), torch.tensor(expected, dtype=torch.float64), atol=2e-6, rtol=0
+    )
     assert float(loss.mean()) == pytest.approx(0.03441751, abs=2e-6)
 
 
@@ -28,8 +30,12 @@ class OneStep:
     """A policy of one Gaussian step, and of a snapshot with another velocity."""
 
     def __init__(self, x, v, other, t, s, eta):
-        self.args, self.v, self.other, self.weights = (t, s, eta), v, other, self
-        self.x, self.name = x, "live"
+        self.args = (t, s, eta)
+        self.v = v
+        self.other = other
+        self.weights = self
+        self.x = x
+        self.name = "live"
 
     def using(self, name):
         policy = self
@@ -44,21 +50,33 @@ class OneStep:
         return Swap()
 
     def dist(self, point):
-        return Gaussian(*flow_sde(self.x, self.v if self.name == "live" else self.other, *self.args))
+        return Gaussian(
+            *flow_sde(self.x, self.v if self.name == "live" else self.other, *self.args)
+        )
 
 
 def one_step():
     x = torch.tensor([[0.5, -1, 1.5, 0.25], [-0.75, 0.4, 0.1, -1.2]]).view(2, 1, 2, 2)
     v = torch.tensor([[0.2, -0.6, 0.9, -0.3], [1.1, -0.5, 0.35, 0.7]]).view(2, 1, 2, 2)
     noise = torch.tensor([[1, -0.5, 0.3, -1.2], [0.7, 0.2, -0.9, 1.5]]).view(2, 1, 2, 2)
-    t, s, eta = torch.full((2,), 0.75), torch.full((2,), 0.5), torch.full((2,), 0.7)
+    t = torch.full((2,), 0.75)
+    s = torch.full((2,), 0.5)
+    eta = torch.full((2,), 0.7)
     sampled = Gaussian(*flow_sde(x, v, t, s, eta))
     target = sampled.sample(noise)
     two = torch.arange(2)
     point = Point(
-        group=two, row=two, state=x, mask=torch.ones(2, 1, dtype=torch.bool), target=target, time=t, next_time=s,
-        eta=eta, logprob=sampled.log_prob(target), advantage=torch.tensor([[1.0], [-1.0]]),
-    )  # fmt: skip
+        group=two,
+        row=two,
+        state=x,
+        mask=torch.ones(2, 1, dtype=torch.bool),
+        target=target,
+        time=t,
+        next_time=s,
+        eta=eta,
+        logprob=sampled.log_prob(target),
+        advantage=torch.tensor([[1.0], [-1.0]]),
+    )
     return OneStep(x, v + 0.01, v, t, s, eta), point
 
 
@@ -71,7 +89,8 @@ def test_ratio_and_kl_of_published_code():
     plain = PolicyGradient(clip=1.0).loss(policy, point)
     assert plain.flatten().tolist() == pytest.approx([-1.00050044, 0.99806345], abs=2e-6)
     assert (loss - plain).flatten().tolist() == pytest.approx([3.3e-6] * 2, abs=1e-7)
-    assert meter.mean("kl") == pytest.approx(3.3e-6 / 0.25, rel=0.02)  # theirs is times the step length
+    # theirs is times the step length
+    assert meter.mean("kl") == pytest.approx(3.3e-6 / 0.25, rel=0.02)
     exact = PolicyGradient(clip=1.0, kl=1.0).loss(policy, point) - plain
     assert exact.flatten().tolist() == pytest.approx([meter.mean("kl")] * 2, abs=2e-7)
 
@@ -96,7 +115,13 @@ def test_advantages_are_clipped_and_clipping_is_counted():
 
 
 def test_options_out_of_range_are_refused():
-    for options in ({"clip": 0.0}, {"clip": (0.1, -1.0)}, {"kl": -1.0}, {"advantage_clip": 0.0}, {"fraction": 0.0}):
+    for options in (
+        {"clip": 0.0},
+        {"clip": (0.1, -1.0)},
+        {"kl": -1.0},
+        {"advantage_clip": 0.0},
+        {"fraction": 0.0},
+    ):
         with pytest.raises(UserError, match=r"objective\.grpo"):
             PolicyGradient(**options)
     with pytest.raises(UserError, match="flow_grpo is for flow models"):
@@ -116,12 +141,16 @@ def test_random_subsets_are_unbiased():
 
 
 def test_noise_weights_are_the_injected_noise():
-    """TempFlow-GRPO: on the first step the gradient of every decision, times its standard deviation."""
+    """TempFlow-GRPO: on the first step the gradient of every decision, times its standard
+    deviation."""
     policy = toys.make("flow", double=True)
     with torch.no_grad():
         rollout = policy.rollout(toys.prompts(2), 2, Rng.of("noise"))
-    rollout = rollout.replace(advantage=torch.tensor([[1.0], [-1.0], [0.5], [-0.5]], dtype=torch.float64))
-    even, noise = PolicyGradient(), PolicyGradient(weigh="noise")
+    rollout = rollout.replace(
+        advantage=torch.tensor([[1.0], [-1.0], [0.5], [-0.5]], dtype=torch.float64)
+    )
+    even = PolicyGradient()
+    noise = PolicyGradient(weigh="noise")
     for point in even.points(policy, rollout, Rng.of(0)):
         wanted = even.loss(policy, point) * policy.dist(point).std
         torch.testing.assert_close(noise.loss(policy, point), wanted)

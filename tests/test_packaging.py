@@ -27,7 +27,16 @@ def pip(*words):
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
-    pip("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(folder), str(ROOT))
+    pip(
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--wheel-dir",
+        str(folder),
+        str(ROOT),
+    )
     (found,) = folder.glob("mmrl-*.whl")
     return found
 
@@ -40,10 +49,14 @@ def test_the_wheel_holds_every_module_config_and_template(wheel):
         for path in (ROOT / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    expected |= {f"mmrl/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "configs").rglob("*.yaml")}
+    expected |= {
+        f"mmrl/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "configs").rglob("*.yaml")
+    }
     assert expected <= held, f"left out of the wheel: {sorted(expected - held)}"
     rest = {name for name in held if name.partition("/")[0] not in ("mmrl", "rewards", "samplers")}
-    assert all(".dist-info/" in name for name in rest), f"only the three packages are installed, not {sorted(rest)}"
+    assert all(".dist-info/" in name for name in rest), (
+        f"only the three packages are installed, not {sorted(rest)}"
+    )
     assert any(name.endswith("licenses/LICENSE") for name in rest)
 
 
@@ -58,16 +71,24 @@ def test_the_command_is_installed(wheel):
 def test_an_installed_copy_finds_its_own_parts(wheel, tmp_path):
     site = tmp_path / "site"
     pip("install", "--quiet", "--no-deps", "--no-index", "--target", str(site), str(wheel))
-    code = "import mmrl.paths as p, mmrl.report.page, rewards, samplers; print(p.PACKAGE, *p.config_names())"
+    code = (
+        "import mmrl.paths as p, mmrl.report.page, rewards, samplers; print(p.PACKAGE, "
+        "*p.config_names())"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False,
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
         env=os.environ | {"PYTHONPATH": str(site)},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     place, *names = done.stdout.split()
     assert Path(place) == (site / "mmrl").resolve()
     shipped = {
-        path.relative_to(ROOT / "configs").with_suffix("").as_posix() for path in (ROOT / "configs").rglob("*.yaml")
+        path.relative_to(ROOT / "configs").with_suffix("").as_posix()
+        for path in (ROOT / "configs").rglob("*.yaml")
     }
     assert set(names) == shipped
     assert (site / "bin" / "mmrl").is_file()

@@ -1,4 +1,5 @@
-"""Two processes on CPUs (gloo), as copies (DDP) and as halves (FSDP2), do to the tenth decimal what one does."""
+"""Two processes on CPUs (gloo), as copies (DDP) and as halves (FSDP2), do to the tenth decimal what
+one does."""
 
 import json
 import os
@@ -16,19 +17,39 @@ from mmrl.registry import locate
 from . import process_worker as worker
 
 ROOT = Path(__file__).parents[1]
-# On a CPU `accelerate launch --cpu --num_processes 2` starts a single process; --multi_gpu starts two anywhere.
-LAUNCH = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",
-          "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]  # fmt: skip
+# On a CPU `accelerate launch --cpu --num_processes 2` starts a single process; --multi_gpu starts
+# two anywhere.
+LAUNCH = [
+    "accelerate.commands.launch",
+    "--multi_gpu",
+    "--num_processes",
+    "2",
+    "--num_machines",
+    "1",
+    "--mixed_precision",
+    "no",
+    "--dynamo_backend",
+    "no",
+    "--main_process_port",
+    "0",
+]
 OURS = ("ACCELERATE_", "FSDP_", "RANK", "WORLD", "LOCAL_", "MASTER_")
 
 
 def run(words, cwd=ROOT, **env):
-    """A command in a process, or several, of its own; always ends, at the latest after the time limit."""
+    """A command in a process, or several, of its own; always ends, at the latest after the time
+    limit."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(OURS)}
     return subprocess.run(
-        [sys.executable, "-m", *map(str, words)], cwd=cwd, capture_output=True, text=True, timeout=1800,
-        env=clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"} | env,
-    )  # fmt: skip
+        [sys.executable, "-m", *map(str, words)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        env=clean
+        | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
+        | env,
+    )
 
 
 def same(one, two, where, apart=1e-10):
@@ -38,13 +59,16 @@ def same(one, two, where, apart=1e-10):
         def named(message, name=name):
             return f"{where}, {name}: {message}"
 
-        torch.testing.assert_close(one[name], two[name], atol=apart, rtol=0, equal_nan=True, msg=named)
+        torch.testing.assert_close(
+            one[name], two[name], atol=apart, rtol=0, equal_nan=True, msg=named
+        )
 
 
 @pytest.mark.slow
 def test_two_processes_equal_one(tmp_path):
-    """Samples, rewards, advantages, log-probs, metrics, evaluation, weights, snapshots and optimizer state; and one
-    iteration after a checkpoint that another number of processes has written."""
+    """Samples, rewards, advantages, log-probs, metrics, evaluation, weights, snapshots and
+    optimizer state; and one iteration after a checkpoint that another number of processes has
+    written."""
     locate("world:digits/sd3-test")
     module = ["-m", "tests.process_worker"]
     kinds = {
@@ -60,16 +84,26 @@ def test_two_processes_equal_one(tmp_path):
         assert done.returncode == 0, f"{kind}: {done.stderr[:6000]}"
     for kind, cases in (("copies", worker.CASES), ("halves", worker.SHARDED)):
         for case in cases:
-            one, two = (load_file(tmp_path / which / f"{case}.safetensors") for which in ("one", kind))
-            assert one.pop("idle") == 0 and (two.pop("idle") > 0 or case != "sparse"), "the case that needs idle passes"
+            one, two = (
+                load_file(tmp_path / which / f"{case}.safetensors") for which in ("one", kind)
+            )
+            assert one.pop("idle") == 0 and (two.pop("idle") > 0 or case != "sparse"), (
+                "the case that needs idle passes"
+            )
             same(one, two, f"{kind}, {case}", worker.APART.get(case, 1e-10))
             assert one["1/metrics"][worker.NUMBERS.index("kl")] > 0
             assert one["1/sample"].dtype in (torch.float64, torch.long)
     for kind in ("copies", "halves"):
         for case in worker.RESTORED:
             one = load_file(tmp_path / "one" / f"{case}.safetensors")
-            expected = {name.removeprefix("next/"): v for name, v in one.items() if name.startswith("next/")}
-            same(expected, worker.one_more(case, tmp_path / kind), f"one process after {kind}, {case}")
+            expected = {
+                name.removeprefix("next/"): v for name, v in one.items() if name.startswith("next/")
+            }
+            same(
+                expected,
+                worker.one_more(case, tmp_path / kind),
+                f"one process after {kind}, {case}",
+            )
 
 
 CONFIG = """
@@ -102,12 +136,15 @@ def lines(folder):
 
 @pytest.mark.slow
 def test_the_command_on_two_processes(tmp_path, monkeypatch):
-    """One run folder; a run goes on with another number of processes; what fails on one process ends the launch."""
+    """One run folder; a run goes on with another number of processes; what fails on one process
+    ends the launch."""
     locate("world:digits/sd3-test")
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_text(CONFIG)
     Path("judge.py").write_text(JUDGE)
-    Path("prompts.txt").write_text("\n".join(f"a {c} {d}" for c in ("red", "blue") for d in ("one", "two", "six")))
+    Path("prompts.txt").write_text(
+        "\n".join(f"a {c} {d}" for c in ("red", "blue") for d in ("one", "two", "six"))
+    )
     training.train(Path("mine.yaml"), ["run=one"])
     done = run([*LAUNCH, ROOT / "scripts" / "train.py", "mine.yaml", "run=two"], tmp_path)
     assert done.returncode == 0, done.stderr[:6000]
@@ -117,7 +154,9 @@ def test_the_command_on_two_processes(tmp_path, monkeypatch):
     many = ["--resume", "one", "train.iterations=5", "train.evaluate_every=0"]
     done = run([*LAUNCH, ROOT / "scripts" / "train.py", *many], tmp_path, BROKEN_RANK="1")
     assert done.returncode != 0 and "the judge has left" in done.stderr
-    assert "could not score 3 of 4 samples" in done.stderr and "Connection closed" not in done.stderr
+    assert (
+        "could not score 3 of 4 samples"
+    ) in done.stderr and "Connection closed" not in done.stderr
     own = done.stderr.partition("ChildFailedError")[0].partition("torch.distributed.elastic")[0]
     assert own.count("error: reward 'greenness'") == 2, "told by both processes"
 

@@ -1,4 +1,5 @@
-"""LlamaGen's and VAR's transformers against their published definitions, written down once more, a head at a time."""
+"""LlamaGen's and VAR's transformers against their published definitions, written down once more, a
+head at a time."""
 
 import pytest
 import torch
@@ -18,12 +19,15 @@ def attention(q, k, v, seen, scale):
     return (q @ k.T * scale).masked_fill(~seen, -torch.inf).softmax(-1) @ v
 
 
-# --------------------------------------------------------------------------------------------------------------- VAR
+# --------------------------------------------------------------------------------------------------
+# VAR
 
 
 def var_inputs(w, codebook, convs, sides, label, ids):
     """[L, C]: the class, then what each next scale is told of the image so far."""
-    x, last, start = [w["class_emb.weight"][label][None] + w["pos_start"][0]], sides[-1], 0
+    x = [w["class_emb.weight"][label][None] + w["pos_start"][0]]
+    last = sides[-1]
+    start = 0
     image = torch.zeros(1, codebook.shape[1], last, last, dtype=codebook.dtype)
     for k, side in enumerate(sides[:-1]):
         h = codebook[ids[start : start + side * side]].T.reshape(1, -1, side, side)
@@ -37,14 +41,17 @@ def var_inputs(w, codebook, convs, sides, label, ids):
 
 
 def var_block(w, x, modulation, level):
-    """The six vectors are, in this order, gains, scales and shifts, of attention and of the feed-forward layer."""
+    """The six vectors are, in this order, gains, scales and shifts, of attention and of the
+    feed-forward layer."""
     gain1, gain2, scale1, scale2, shift1, shift2 = modulation
-    heads, norm = w["attn.scale_mul_1H11"].flatten(), normed(x)
+    heads = w["attn.scale_mul_1H11"].flatten()
+    norm = normed(x)
     bias = torch.cat([w["attn.q_bias"], torch.zeros_like(w["attn.q_bias"]), w["attn.v_bias"]])
     parts = ((norm * (1 + scale1) + shift1) @ w["attn.mat_qkv.weight"].T + bias).chunk(3, 1)
     found = []
     for q, k, v, scale in zip(*(part.chunk(len(heads), 1) for part in parts), heads, strict=True):
-        q, k = q / q.norm(dim=1, keepdim=True), k / k.norm(dim=1, keepdim=True)
+        q = q / q.norm(dim=1, keepdim=True)
+        k = k / k.norm(dim=1, keepdim=True)
         found.append(attention(q, k, v, level[:, None] >= level, scale.exp().clamp(max=100)))
     x = x + gain1 * (torch.cat(found, 1) @ w["attn.proj.weight"].T + w["attn.proj.bias"])
     h = (normed(x) * (1 + scale2) + shift2) @ w["ffn.fc1.weight"].T + w["ffn.fc1.bias"]
@@ -59,9 +66,17 @@ def var_logits(w, codebook, convs, sides, label, ids):
     x, level = var_inputs(w, codebook, convs, sides, label, ids)
     about = F.silu(w["class_emb.weight"][label])
     for i in range(2):
-        own = {name.split(".", 2)[2]: value for name, value in w.items() if name.startswith(f"blocks.{i}.")}
+        own = {
+            name.split(".", 2)[2]: value
+            for name, value in w.items()
+            if name.startswith(f"blocks.{i}.")
+        }
         if "ada_gss" in own:
-            made = w["shared_ada_lin.1.weight"] @ about + w["shared_ada_lin.1.bias"] + own["ada_gss"].flatten()
+            made = (
+                w["shared_ada_lin.1.weight"] @ about
+                + w["shared_ada_lin.1.bias"]
+                + own["ada_gss"].flatten()
+            )
         else:
             made = own["ada_lin.1.weight"] @ about + own["ada_lin.1.bias"]
         x = var_block(own, x, made.view(6, -1), level)
@@ -72,50 +87,73 @@ def var_logits(w, codebook, convs, sides, label, ids):
 def random(module):
     with torch.no_grad():
         for i, p in enumerate(module.parameters()):
-            p.copy_(Rng.of("own", i).normal(torch.zeros(1), (p.numel(),), dtype=p.dtype).view_as(p) / 2)
+            p.copy_(
+                Rng.of("own", i).normal(torch.zeros(1), (p.numel(),), dtype=p.dtype).view_as(p) / 2
+            )
     return module
 
 
 @pytest.mark.parametrize("together", [False, True])
 @torch.no_grad()
 def test_var_is_what_was_published(together, tmp_path):
-    sides, ids = (1, 2, 3), every(2, 14)[[4711, 9001]]
+    sides = (1, 2, 3)
+    ids = every(2, 14)[[4711, 9001]]
     if together:
-        net = VARNet(Shape(16, 2, 2, sides, 2, 4, 5, 24, shared=True), random(Quantizer(2, 4, sides).double()))
+        net = VARNet(
+            Shape(16, 2, 2, sides, 2, 4, 5, 24, shared=True),
+            random(Quantizer(2, 4, sides).double()),
+        )
         random(net.double())
     else:
         net = VAR(str(tiny_var(tmp_path, sides, 2))).net.double()
         net.outside[0].double()
     net.blocks[0].attn.scale_mul_1H11[0, 0] = 7.0  # beyond ln 100, where it is cut
     quantizer = net.outside[0]
-    convs = [(quantizer.quant_resi.qresi_ls[j].weight, quantizer.quant_resi.qresi_ls[j].bias) for j in (0, 2, 3)]
+    convs = [
+        (quantizer.quant_resi.qresi_ls[j].weight, quantizer.quant_resi.qresi_ls[j].bias)
+        for j in (0, 2, 3)
+    ]
     found = net.vocabulary(net.teach({"label": torch.tensor([3, 5])}, ids))
     for row, label in enumerate((3, 5)):  # of a class, and of none
-        wanted = var_logits(net.state_dict(), quantizer.embedding.weight, convs, sides, label, ids[row])
+        wanted = var_logits(
+            net.state_dict(), quantizer.embedding.weight, convs, sides, label, ids[row]
+        )
         torch.testing.assert_close(found[row], wanted, atol=1e-10, rtol=1e-9)
 
 
 @torch.no_grad()
 def test_vars_guidance_is_what_was_published(tmp_path):
-    """Against the class behind the last one, from none at the first scale to ``guidance`` - 1 = 3 at the last."""
-    sides, ids = (1, 2, 3), every(2, 14)[[4711, 9001]]
+    """Against the class behind the last one, from none at the first scale to ``guidance`` - 1 = 3
+    at the last."""
+    sides = (1, 2, 3)
+    ids = every(2, 14)[[4711, 9001]]
     policy = VAR(str(tiny_var(tmp_path, sides, 2)), guidance=4.0)
-    w, quantizer = policy.net.double().state_dict(), policy.vae.quantize.double()
-    convs = [(quantizer.quant_resi.qresi_ls[j].weight, quantizer.quant_resi.qresi_ls[j].bias) for j in (0, 2, 3)]
+    w = policy.net.double().state_dict()
+    quantizer = policy.vae.quantize.double()
+    convs = [
+        (quantizer.quant_resi.qresi_ls[j].weight, quantizer.quant_resi.qresi_ls[j].bias)
+        for j in (0, 2, 3)
+    ]
     t = torch.tensor([0.0] + [1.5] * 4 + [3.0] * 9, dtype=torch.float64)[:, None]
     found = policy.dist(at(policy, ids, {"label": 3})).log_prob(ids)
     for row in range(2):
-        z, empty = (var_logits(w, quantizer.embedding.weight, convs, sides, label, ids[row]) for label in (3, 5))
+        z, empty = (
+            var_logits(w, quantizer.embedding.weight, convs, sides, label, ids[row])
+            for label in (3, 5)
+        )
         wanted = ((1 + t) * z - t * empty).log_softmax(-1).gather(1, ids[row][:, None])[:, 0]
         torch.testing.assert_close(found[row], wanted, atol=1e-10, rtol=1e-9)
 
 
-# ---------------------------------------------------------------------------------------------------------- LlamaGen
+# --------------------------------------------------------------------------------------------------
+# LlamaGen
 
 
 def turned(x, condition, grid):
-    """[n, D] of one head: adjacent pairs turn by row (the first half of them) and by column; a condition is zeroed."""
-    n, pairs = len(x), x.shape[1] // 2
+    """[n, D] of one head: adjacent pairs turn by row (the first half of them) and by column; a
+    condition is zeroed."""
+    n = len(x)
+    pairs = x.shape[1] // 2
     z = torch.view_as_complex(x.unflatten(1, (pairs, 2)).contiguous())
     factor = torch.zeros_like(z)
     for place in range(condition, n):
@@ -135,7 +173,11 @@ def llamagen_logits(w, condition, ids, heads, grid):
     x = torch.cat([condition, w["tok_embeddings.weight"][ids[:-1]]])
     seen = torch.ones(len(x), len(x)).tril().bool()
     for i in range(2):
-        own = {name.split(".", 2)[2]: value for name, value in w.items() if name.startswith(f"layers.{i}.")}
+        own = {
+            name.split(".", 2)[2]: value
+            for name, value in w.items()
+            if name.startswith(f"layers.{i}.")
+        }
         parts = (rms(x, own["attention_norm.weight"]) @ own["attention.wqkv.weight"].T).chunk(3, 1)
         found = []
         for q, k, v in zip(*(part.chunk(heads, 1) for part in parts), strict=True):
@@ -149,7 +191,8 @@ def llamagen_logits(w, condition, ids, heads, grid):
 
 
 def conditions(policy, text, prompt):
-    """[n, C] of a prompt, and of none: the class behind the last one, or a learnt text as long as the prompt."""
+    """[n, C] of a prompt, and of none: the class behind the last one, or a learnt text as long as
+    the prompt."""
     w, (inputs,) = policy.net.state_dict(), policy.encode([prompt])
     if not text:
         table = w["cls_embedding.embedding_table.weight"]
@@ -167,12 +210,18 @@ def conditions(policy, text, prompt):
 @torch.no_grad()
 def test_llamagen_and_its_guidance_are_what_was_published(text, tmp_path):
     """Of texts what is padded may be left out: a condition has no positions."""
-    policy = LlamaGen(str(tiny_llamagen(tmp_path, text, 3)), text_encoder=str(tmp_path / "t5"), guidance=4.0)
-    net, ids = policy.net.double(), every(3, 4)[[46, 61]]
+    policy = LlamaGen(
+        str(tiny_llamagen(tmp_path, text, 3)), text_encoder=str(tmp_path / "t5"), guidance=4.0
+    )
+    net = policy.net.double()
+    ids = every(3, 4)[[46, 61]]
     prompts = [{"text": "a red seven", "label": 2}, {"text": "two", "label": 0}]
     found = net.vocabulary(net.teach(policy.collate(policy.encode(prompts)), ids))
     for row, prompt in enumerate(prompts):
-        z, empty = (llamagen_logits(net.state_dict(), c, ids[row], 2, 2) for c in conditions(policy, text, prompt))
+        z, empty = (
+            llamagen_logits(net.state_dict(), c, ids[row], 2, 2)
+            for c in conditions(policy, text, prompt)
+        )
         torch.testing.assert_close(found[row], z, atol=1e-6, rtol=1e-6)  # its rotations are float32
         wanted = (empty + 4 * (z - empty)).log_softmax(-1).gather(1, ids[row][:, None])[:, 0]
         scored = policy.dist(at(policy, ids[row : row + 1], prompt)).log_prob(ids[row : row + 1])[0]

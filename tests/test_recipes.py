@@ -1,4 +1,5 @@
-"""The shipped recipes of papers: each is checked as a whole, and learns for two iterations on a tiny model."""
+"""The shipped recipes of papers: each is checked as a whole, and learns for two iterations on a
+tiny model."""
 
 import json
 import warnings
@@ -21,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted(path.stem for path in (ROOT / "configs/vlm").glob("*.yaml"))
 MOST = 34  # values in a configuration; in a mixture each source has two more
 
-BOX, TABLE = [[10, 12, 40, 44]], "<table><tr><td>a</td><td>1</td></tr><tr><td>b</td><td>2</td></tr></table>"
+BOX = [[10, 12, 40, 44]]
+TABLE = "<table><tr><td>a</td><td>1</td></tr><tr><td>b</td><td>2</td></tr></table>"
 CHOICES = {"choices": ["a cat", "a dog", "a bird"], "answer": "A, C"}
 STEPS = {"answer": "12", "key_steps": ["3 boxes", ["4 each", "four each"]]}
 TASKS = {
@@ -31,16 +33,24 @@ TASKS = {
     "questions": [{"boxes": BOX, "labels": ["dog"]}],
     "videos": [{**CHOICES, "spans": [[0.5, 1.5]]}],
     "videochat_r1": [
-        {"task": "ground", "spans": [[0.5, 1.5]]}, {"task": "track", "tracks": BOX * 3}, {"task": "qa", **CHOICES}
+        {"task": "ground", "spans": [[0.5, 1.5]]},
+        {"task": "track", "tracks": BOX * 3},
+        {"task": "qa", **CHOICES},
     ],
     "steps": [STEPS],
     "mixed": [
-        {"task": "match", "answer": "red"}, {"task": "choice", **CHOICES}, {"task": "chart", "answer": "[1, 2]"},
-        {"task": "box", "boxes": BOX}, {"task": "open", "answer": "a long sentence about a dog"},
+        {"task": "match", "answer": "red"},
+        {"task": "choice", **CHOICES},
+        {"task": "chart", "answer": "[1, 2]"},
+        {"task": "box", "boxes": BOX},
+        {"task": "open", "answer": "a long sentence about a dog"},
     ],
     "mixed_vlaa": [
-        {"task": "digit", "answer": 4}, {"task": "choice", **CHOICES}, {"task": "maths", "answer": "1/2"},
-        {"task": "box", "boxes": BOX}, {"task": "open", "answer": "a dog"},
+        {"task": "digit", "answer": 4},
+        {"task": "choice", **CHOICES},
+        {"task": "maths", "answer": "1/2"},
+        {"task": "box", "boxes": BOX},
+        {"task": "open", "answer": "a dog"},
     ],
     "screens": [{"action": "click", "boxes": BOX}, {"action": {"type": "type", "text": "hello"}}],
     "tables": [{"answer": TABLE}],
@@ -49,12 +59,21 @@ TASKS = {
     "unlabelled": [{}],
     "science": [CHOICES],
     "drawings": [{}],
-}  # fmt: skip
+}
 SIZES = [
-    "policy.tokens=8", "policy.dtype=float32", "policy.lora=4", "train.prompts=2", "train.copies=4",
-    "train.batch_size=8", "train.micro_batch=null", "train.iterations=2", "train.precision=fp32",
-    "train.gradient_checkpointing=false", "reward.mean_logprob=0.01",  # tells random answers apart, which all earn 0
-]  # fmt: skip
+    "policy.tokens=8",
+    "policy.dtype=float32",
+    "policy.lora=4",
+    "train.prompts=2",
+    "train.copies=4",
+    "train.batch_size=8",
+    "train.micro_batch=null",
+    "train.iterations=2",
+    "train.precision=fp32",
+    # tells random answers apart, which all earn 0
+    "train.gradient_checkpointing=false",
+    "reward.mean_logprob=0.01",
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -91,9 +110,16 @@ def recipe(request, tmp_path, media, monkeypatch):
     for file in files(yaml.safe_load(path.read_text())["data"]):
         kind = Path(file).stem
         rows = TASKS.get(name) or TASKS.get(kind) or [{"answer": "12"}]
-        seen = {"video": str(media / "clip.mp4")} if "video" in kind else {"image": str(media / "picture.png")}
+        seen = (
+            {"video": str(media / "clip.mp4")}
+            if "video" in kind
+            else {"image": str(media / "picture.png")}
+        )
         seen = {} if kind == "text_maths" else seen
-        lines = [{"text": f"question {i}?", **seen, **rows[i % len(rows)]} for i in range(2 * len(rows) + 2)]
+        lines = [
+            {"text": f"question {i}?", **seen, **rows[i % len(rows)]}
+            for i in range(2 * len(rows) + 2)
+        ]
         (tmp_path / file).write_text("\n".join(map(json.dumps, lines)))
     monkeypatch.chdir(tmp_path)
     return path
@@ -102,7 +128,9 @@ def recipe(request, tmp_path, media, monkeypatch):
 def files(data):
     """Every path in a data section."""
     if isinstance(data, dict):
-        return [f for key, value in data.items() for f in ([value] if key == "path" else files(value))]
+        return [
+            f for key, value in data.items() for f in ([value] if key == "path" else files(value))
+        ]
     return []
 
 
@@ -126,7 +154,9 @@ def test_the_rows_shipped_beside_a_recipe_show_the_form_it_reads(name):
     data = found.build("data", DATA)
     assert len(data.train)
     check_needs(found, data, {})  # before a reward is built: what their classes say
-    check_needs(found, data, scorer(found, ("reward",), found.section("train", TrainOptions)).rewards)
+    check_needs(
+        found, data, scorer(found, ("reward",), found.section("train", TrainOptions)).rewards
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES, indirect=True)
@@ -138,19 +168,24 @@ def test_a_recipe_learns_for_two_iterations(recipe, caplog):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         warnings.filterwarnings("ignore", module="torch|transformers")
-        session = Session.of(read(recipe, [*SIZES, *more, *tokens, f"policy.path={tiny_vlms.folder(tiny)}"]))
+        session = Session.of(
+            read(recipe, [*SIZES, *more, *tokens, f"policy.path={tiny_vlms.folder(tiny)}"])
+        )
         trainer = session.trainer()
         for _ in range(2):
             metrics = trainer.iterate()
             assert metrics["loss"] == metrics["loss"] and 0 < metrics["grad_norm"] < float("inf")
             assert metrics["samples/excluded"] == 0 and metrics["skipped_steps"] == 0
             assert all(f"reward/{name}/mean" in metrics for name in session.scorer.rewards)
-    ours = [line.getMessage() for line in caplog.records if line.name.startswith(("mmrl", "rewards"))]
+    ours = [
+        line.getMessage() for line in caplog.records if line.name.startswith(("mmrl", "rewards"))
+    ]
     assert not session.scorer.failures and not ours, ours
     assert trainer.iteration == trainer.step == 2
 
 
-# ------------------------------------------------------------------------------- what is better is worth more
+# ------------------------------------------------------------------------------- what is better is
+# worth more
 
 THOUGHT = "<think>so it is</think>"
 DRAWING = '<svg viewBox="0 0 8 8"><rect x="1" y="2" width="4" height="5" fill="red"/></svg>'
@@ -170,13 +205,20 @@ def completions(texts):
 def rolled(texts, prompts):
     """What a policy would have done that wrote these texts, one group a prompt."""
     rows = torch.arange(len(texts))
-    group = torch.tensor([next(i for i, p in enumerate(prompts) if p is prompt) for prompt in prompts])
+    group = torch.tensor(
+        [next(i for i, p in enumerate(prompts) if p is prompt) for prompt in prompts]
+    )
     names, group = group.unique(return_inverse=True)
     length = torch.tensor([len(text) for text in texts])
     mask = torch.arange(int(length.max())) < length[:, None]
     spread = torch.sin(torch.arange(mask.numel())).view_as(mask) - 2.0
     return Rollout(
-        group=group, prompts=[prompts[int(i)] for i in names], row=rows, sample=rows, mask=mask, logprob=spread
+        group=group,
+        prompts=[prompts[int(i)] for i in names],
+        row=rows,
+        sample=rows,
+        mask=mask,
+        logprob=spread,
     )
 
 
@@ -184,12 +226,15 @@ def compared(found, texts, prompts):
     """[B, 1] or [B, K] advantages of these texts under a recipe's rewards and advantage."""
     score = scorer(found, ("reward",), found.section("train", TrainOptions))
     rollout = rolled(texts, prompts)
-    advantage = found.build("advantage", ADVANTAGES)(score(completions(texts), prompts, rollout.group), rollout)
+    advantage = found.build("advantage", ADVANTAGES)(
+        score(completions(texts), prompts, rollout.group), rollout
+    )
     return advantage.expand(rollout.mask.shape).masked_fill(~rollout.mask, torch.nan)
 
 
 def judge_of(reward):
-    """The reward that knows the right answer: itself, or the main part of one that is made of others."""
+    """The reward that knows the right answer: itself, or the main part of one that is made of
+    others."""
     reward = getattr(reward, "reward", reward)
     return judge_of(reward.main) if hasattr(reward, "main") else reward
 
@@ -198,13 +243,18 @@ def right_text(found, prompt):
     """A right answer in the form that the recipe asks for; of votes what most answers say."""
     rewards = scorer(found, ("reward",), found.section("train", TrainOptions)).rewards.values()
     knowing = [judge for judge in map(judge_of, rewards) if not getattr(judge, "shaping", False)]
-    text = knowing[0].right_answer(prompt) if hasattr(knowing[0], "right_answer") else "<answer>most</answer>"
+    text = (
+        knowing[0].right_answer(prompt)
+        if hasattr(knowing[0], "right_answer")
+        else "<answer>most</answer>"
+    )
     return text if "<think>" in text else f"{THOUGHT} {text}"
 
 
 @pytest.mark.parametrize("recipe", RECIPES, indirect=True)
 def test_the_better_of_two_answers_has_the_greater_advantage(recipe):
-    """Whatever the rewards are and how they are compared; for every kind of question in a mixture."""
+    """Whatever the rewards are and how they are compared; for every kind of question in a
+    mixture."""
     found = read(recipe, [])
     train = found.build("data", DATA).train
     kinds = {}
@@ -217,13 +267,14 @@ def test_the_better_of_two_answers_has_the_greater_advantage(recipe):
         answers = [right, right, WRONG, right, WRONG.replace("nothing", "no")]
         worth = compared(found, answers, [prompt] * len(answers)).nanmean(1)
         assert worth.isfinite().all(), kind
-        better, worse = worth[[0, 1, 3]], worth[[2, 4]]
+        better = worth[[0, 1, 3]]
+        worse = worth[[2, 4]]
         assert better.min() > worse.max() and better.min() > 0 > worse.max(), (kind, worth.tolist())
 
 
 def worth_of_found_steps(found, groups=100):
-    """Mean advantage of the tokens that complete a key step, over groups of eight right answers drawn at random, each
-    of which names each of two steps or does not."""
+    """Mean advantage of the tokens that complete a key step, over groups of eight right answers
+    drawn at random, each of which names each of two steps or does not."""
     prompt = {"text": "how many?", "answer": "12", "key_steps": ["3 boxes", "4 each"]}
     generator = torch.Generator().manual_seed(0)
     values = []
@@ -235,8 +286,10 @@ def worth_of_found_steps(found, groups=100):
         worth = compared(found, texts, [prompt] * 8)
         ends = [
             (row, text.index(step) + len(step) - 1)
-            for row, text in enumerate(texts) for step in prompt["key_steps"] if step in text
-        ]  # fmt: skip
+            for row, text in enumerate(texts)
+            for step in prompt["key_steps"]
+            if step in text
+        ]
         values += [float(worth[row, token]) for row, token in ends]
     return sum(values) / len(values)
 
@@ -247,16 +300,20 @@ def test_a_key_step_that_is_found_is_pushed_up(recipe):
     assert worth_of_found_steps(found) > 0.3
     prompt = {"text": "how many?", "answer": "12", "key_steps": ["3 boxes", "4 each"]}
     form = "<think>Description. {} Rationale.</think><answer>{}</answer>"
-    answers = [form.format(*one) for one in (("3 boxes. 4 each.", 12), ("3 boxes.", 12), ("", 12), ("4 each.", 13))]
+    answers = [
+        form.format(*one)
+        for one in (("3 boxes. 4 each.", 12), ("3 boxes.", 12), ("", 12), ("4 each.", 13))
+    ]
     worth = compared(found, answers, [prompt] * 4).nanmean(1)
     assert (worth.diff() < 0).all()
     old = ["reward.key_steps={answer: 0.5, each: true}", "advantage=process"]
-    assert worth_of_found_steps(read(recipe, old)) < -0.1  # why the recipe does not compare tokens with one mean
+    # why the recipe does not compare tokens with one mean
+    assert worth_of_found_steps(read(recipe, old)) < -0.1
 
 
 def better_and_worse(sections):
-    """Two groups of four samples: in each the first two have more of every reward, or less of one that is paid
-    negatively."""
+    """Two groups of four samples: in each the first two have more of every reward, or less of one
+    that is paid negatively."""
     better = torch.tensor([1.0, 1.0, 0.0, 0.0, 0.75, 0.75, 0.5, 0.5])
     found = {}
     weights = {}
@@ -267,8 +324,12 @@ def better_and_worse(sections):
     return Rewards(found, weights)
 
 
-EVERY = sorted(str(path.relative_to(ROOT / "configs")) for path in (ROOT / "configs").glob("*/*.yaml"))
-WITH_ADVANTAGE = [name for name in EVERY if "advantage" in yaml.safe_load((ROOT / "configs" / name).read_text())]
+EVERY = sorted(
+    str(path.relative_to(ROOT / "configs")) for path in (ROOT / "configs").glob("*/*.yaml")
+)
+WITH_ADVANTAGE = [
+    name for name in EVERY if "advantage" in yaml.safe_load((ROOT / "configs" / name).read_text())
+]
 
 
 @pytest.mark.parametrize("name", WITH_ADVANTAGE)
@@ -276,14 +337,22 @@ def test_the_advantage_of_every_configuration_prefers_the_greater_reward(name):
     sections = config.load(ROOT / "configs" / name).plain
     built = config.Config({"advantage": sections["advantage"]}).build("advantage", ADVANTAGES)
     texts = ["a picture"] * 8
-    prompts = [{"text": "first", "task": "understand"}] * 4 + [{"text": "second", "task": "generate"}] * 4
+    prompts = [{"text": "first", "task": "understand"}] * 4 + [
+        {"text": "second", "task": "generate"}
+    ] * 4
     rollout = rolled(texts, prompts)
     rows = rollout.row
-    rollout = rollout.replace(branch=(rows - rows % 2)[:, None].expand(rollout.mask.shape), eta=rollout.mask.float())
+    rollout = rollout.replace(
+        branch=(rows - rows % 2)[:, None].expand(rollout.mask.shape), eta=rollout.mask.float()
+    )
     if sections["advantage"] != "branch":
         rollout = rollout.replace(branch=None)
     for _ in range(2):  # of one that remembers too
-        worth = built(better_and_worse(sections["reward"]), rollout).expand(rollout.mask.shape).nanmean(1)
+        worth = (
+            built(better_and_worse(sections["reward"]), rollout)
+            .expand(rollout.mask.shape)
+            .nanmean(1)
+        )
         assert worth[:2].min() > worth[2:4].max() and worth[4:6].min() > worth[6:].max()
 
 

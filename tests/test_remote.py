@@ -42,7 +42,8 @@ def url():
         yield address
 
 
-# ---------------------------------------------------------------------------------------------- the same numbers
+# ---------------------------------------------------------------------------------------------- the
+# same numbers
 
 
 @pytest.mark.parametrize("kind", ["png", "webp", "tensor"])
@@ -58,16 +59,22 @@ def test_pictures_of_eight_bits_score_the_same_to_the_last_bit(url, kind):
 
 def test_floats_are_rounded_by_png_and_not_by_tensor(url):
     media = pictures(6)
-    assert torch.equal(Remote(url, name="mean", format="tensor")(media, asked(6)), mean(media, None))
+    assert torch.equal(
+        Remote(url, name="mean", format="tensor")(media, asked(6)), mean(media, None)
+    )
     through_png = Remote(url, name="mean")(media, asked(6))
     assert torch.equal(through_png, mean(eighth(media), None))
     assert 0 < (through_png - mean(media, None)).abs().max() <= 0.5 / 255
     half = media.half()
-    assert torch.equal(Remote(url, name="mean", format="tensor")(half, asked(6)), mean(half.float(), None))
+    assert torch.equal(
+        Remote(url, name="mean", format="tensor")(half, asked(6)), mean(half.float(), None)
+    )
 
 
 def test_a_model_scores_the_same_at_a_distance(tmp_path):
-    local = REWARDS.build("clip_score", model=save_tiny_clip(tmp_path / "clip"), device="cpu", preprocess="pil")
+    local = REWARDS.build(
+        "clip_score", model=save_tiny_clip(tmp_path / "clip"), device="cpu", preprocess="pil"
+    )
     with serving({"clip_score": local}) as address:
         media = eighth(pictures(5))
         torch.testing.assert_close(
@@ -78,15 +85,22 @@ def test_a_model_scores_the_same_at_a_distance(tmp_path):
 
 
 def test_without_a_name_it_is_the_weighted_sum(url):
-    media, prompts = eighth(pictures(4)), [{"text": "a", "n": i} for i in range(4)]
+    media = eighth(pictures(4))
+    prompts = [{"text": "a", "n": i} for i in range(4)]
     values = Remote(url, batch_size=3)(media, prompts)
-    wanted = 0.5 * mean(media, None) + torch.arange(4.0) + 0.1 * jpeg_compressibility(media, prompts)
+    wanted = (
+        0.5 * mean(media, None) + torch.arange(4.0) + 0.1 * jpeg_compressibility(media, prompts)
+    )
     torch.testing.assert_close(values, wanted)
 
 
 def test_texts_and_samples_without_a_value(url):
     with serving({"words": words}) as address:
-        texts = ["one", "one two", "\ud83d\ude00 drei vier \u00e4".encode("utf-16", "surrogatepass").decode("utf-16")]
+        texts = [
+            "one",
+            "one two",
+            "\ud83d\ude00 drei vier \u00e4".encode("utf-16", "surrogatepass").decode("utf-16"),
+        ]
         assert Remote(address, batch_size=2)(texts, [{}] * 3).tolist() == [1, 2, 4]
     prompts = [{"n": 0}, {"odd": True}, {"broken": True}, {}]
     values = Remote(url, name="picky")(pictures(4), prompts)
@@ -113,14 +127,22 @@ class Seeing:
     sees_prompts = True
 
     def __call__(self, media, prompts):
-        found = [prompt["image"] if "image" in prompt else (prompt.get("images") or [None])[0] for prompt in prompts]
-        return [-1.0 if one is None else sum(one.resize((1, 1)).getpixel((0, 0))) / 765 for one in found]
+        found = [
+            prompt["image"] if "image" in prompt else (prompt.get("images") or [None])[0]
+            for prompt in prompts
+        ]
+        return [
+            -1.0 if one is None else sum(one.resize((1, 1)).getpixel((0, 0))) / 765 for one in found
+        ]
 
 
 def shapes(texts, prompts):
     """What a text knows of itself."""
     names = ("tokens", "logprob", "certainty")
-    return [sum(getattr(t, n, 0) or 0 for n in names) + 0.5 * getattr(t, "finished", False) for t in texts]
+    return [
+        sum(getattr(t, n, 0) or 0 for n in names) + 0.5 * getattr(t, "finished", False)
+        for t in texts
+    ]
 
 
 def unseeing(media, prompts):
@@ -136,7 +158,11 @@ def words_url():
 def test_completions_keep_what_they_know_over_the_wire(words_url):
     from mmrl.types import Completion
 
-    texts = [Completion("one", 3, True, -0.25, 8.0), "plain", Completion("two", 7, False, float("nan"))]
+    texts = [
+        Completion("one", 3, True, -0.25, 8.0),
+        "plain",
+        Completion("two", 7, False, float("nan")),
+    ]
     prompts = [{"text": "a"}] * 3
     found = Remote(words_url, name="shapes", batch_size=2)(texts, prompts)
     assert found.tolist() == [11.25, 0.0, 7.0]
@@ -152,9 +178,15 @@ def test_pictures_of_prompts_go_to_those_who_look_at_them(words_url, tmp_path):
         {"text": "b", "images": [Image.new("RGB", (2, 2), "white")]},
         {"text": "c"},
     ]
-    assert Remote(words_url, name="seeing")(["x"] * 3, prompts).tolist() == pytest.approx([0.2, 1.0, -1.0])
+    assert Remote(words_url, name="seeing")(["x"] * 3, prompts).tolist() == pytest.approx(
+        [0.2, 1.0, -1.0]
+    )
     assert Remote(words_url, name="unseeing")(["x"] * 3, prompts).tolist() == [0, 0, 0]
-    assert Remote(words_url, name="unseeing", fields=["image"])(["x"] * 3, prompts).tolist() == [1, 0, 0]
+    assert Remote(words_url, name="unseeing", fields=["image"])(["x"] * 3, prompts).tolist() == [
+        1,
+        0,
+        0,
+    ]
     with pytest.raises(UserError, match="cannot read a picture of a prompt: .*nowhere.png"):
         Remote(words_url, name="seeing")(["x"], [{"text": "a", "image": "nowhere.png"}])
 
@@ -171,17 +203,26 @@ def test_pictures_of_prompts_go_to_those_who_look_at_them(words_url, tmp_path):
     ],
 )
 def test_pictures_and_marks_that_are_none_are_refused_by_name(words_url, body, field, says):
-    answer = waiting.post(f"{words_url}/score", json={"texts": ["x"], "rewards": ["shapes"], **body})
-    assert answer.status_code == 400 and answer.json()["field"] == field and says in answer.json()["error"]
+    answer = waiting.post(
+        f"{words_url}/score", json={"texts": ["x"], "rewards": ["shapes"], **body}
+    )
+    assert (
+        answer.status_code == 400
+        and answer.json()["field"] == field
+        and says in answer.json()["error"]
+    )
 
 
 def test_through_the_scorer_of_training(url):
-    """One iteration of training whose only reward is remote; failures are counted like those of any reward."""
+    """One iteration of training whose only reward is remote; failures are counted like those of any
+    reward."""
     from mmrl.config import build_rewards
 
     built = build_rewards({"remote": {"weight": 2.0, "url": url, "name": "picky"}})
     scorer = Scorer({"remote": built["remote"].reward}, {"remote": built["remote"].weight})
-    found = scorer(pictures(4), [{"text": "a"}, {"odd": True, "text": "b"}, {"text": "c"}, {"text": "d"}])
+    found = scorer(
+        pictures(4), [{"text": "a"}, {"odd": True, "text": "b"}, {"text": "c"}, {"text": "d"}]
+    )
     assert found.total().isnan().tolist() == [False, True, False, False] and found.total()[0] == 2
     assert scorer.failures["remote"].count == 1 and "nan twice" in scorer.failures["remote"].cause
 
@@ -200,7 +241,10 @@ log: {tensorboard: false}
 def test_training_with_a_remote_reward_is_training_with_the_local_one(url, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.txt").write_text("a red one\na blue two\n")
-    spec = {"near": "jpeg_compressibility", "far": {"remote": {"url": url, "name": "jpeg", "batch_size": 3}}}
+    spec = {
+        "near": "jpeg_compressibility",
+        "far": {"remote": {"url": url, "name": "jpeg", "batch_size": 3}},
+    }
     curves = {}
     for name, reward in spec.items():
         file = tmp_path / f"{name}.yaml"
@@ -211,24 +255,31 @@ def test_training_with_a_remote_reward_is_training_with_the_local_one(url, tmp_p
     assert len(curves["far"]) == 2 and curves["far"] == curves["near"]
 
 
-# ------------------------------------------------------------------------------------------- servers that fail
+# -------------------------------------------------------------------------------------------
+# servers that fail
 
 
 def test_a_dead_server_is_named_once_and_its_share_goes_to_the_other(url, caplog):
     dead = f"http://127.0.0.1:{free_port()}"
     remote = Remote([dead, url], name="numbers", batch_size=2, backoff=0.01)
-    media, prompts = pictures(20), [{"n": i} for i in range(20)]
+    media = pictures(20)
+    prompts = [{"n": i} for i in range(20)]
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert remote(media, prompts).tolist() == list(range(20))
     (said,) = [record.getMessage() for record in caplog.records if dead in record.getMessage()]
     assert "refused" in said and f"its share goes to {url}" in said
-    assert remote.servers[0].dead and remote.servers[0].failures >= 1 and remote.servers[1].failures == 0
+    assert (
+        remote.servers[0].dead
+        and remote.servers[0].failures >= 1
+        and remote.servers[1].failures == 0
+    )
 
 
 @pytest.fixture
 def only_patient_with(monkeypatch):
-    """Give every request to another address than these all the time it needs: who answers is never cut off."""
+    """Give every request to another address than these all the time it needs: who answers is never
+    cut off."""
     module = importlib.import_module("rewards.remote")
     post = module.post
 
@@ -245,10 +296,13 @@ def only_patient_with(monkeypatch):
 def test_a_slow_server_costs_one_time_out(url, reply, caplog, only_patient_with):
     with answering(reply) as slow:
         only_patient_with(slow)
-        remote = Remote([slow, url], name="numbers", batch_size=2, timeout=0.6, concurrency=2, cooldown=1e9)
+        remote = Remote(
+            [slow, url], name="numbers", batch_size=2, timeout=0.6, concurrency=2, cooldown=1e9
+        )
         values = remote(pictures(12), [{"n": i} for i in range(12)])
         assert values.tolist() == list(range(12)) and remote.servers[0].silent
-        assert remote.servers[0].requests <= 3  # those that were on their way when the first ran out of time
+        # those that were on their way when the first ran out of time
+        assert remote.servers[0].requests <= 3
         asked_before = remote.servers[0].requests
         remote(pictures(4), [{"n": i} for i in range(4)])
         assert remote.servers[0].requests == asked_before  # left alone for a while
@@ -277,7 +331,8 @@ def test_a_silent_lone_server_costs_one_time_out_however_many_requests():
 def test_one_slow_request_does_not_make_a_server_dead(monkeypatch):
     """One request runs out of time, after others that were sent later have been answered."""
     module = importlib.import_module("rewards.remote")
-    post, first = module.post, threading.Semaphore(1)
+    post = module.post
+    first = threading.Semaphore(1)
     answer = saying("200 OK", '{"rewards": {"r": [1.0]}, "weights": {"r": 1}}')
     with answering(answer) as address, answering(silence) as nobody:
 
@@ -301,12 +356,16 @@ def test_a_server_that_comes_back_is_asked_again(url):
         assert remote(pictures(8), prompts).tolist() == list(range(8))
     assert remote(pictures(8), prompts).tolist() == list(range(8)) and remote.servers[0].dead
     with serving({"numbers": numbers}, port=port):
-        assert remote(pictures(8), prompts).tolist() == list(range(8)) and not remote.servers[0].dead
+        assert (
+            remote(pictures(8), prompts).tolist() == list(range(8)) and not remote.servers[0].dead
+        )
 
 
 def test_one_of_two_dies_in_the_middle():
-    """The first answers three requests, then only hangs up; the second answers nobody before that."""
-    answered, died = [], threading.Event()
+    """The first answers three requests, then only hangs up; the second answers nobody before
+    that."""
+    answered = []
+    died = threading.Event()
 
     def dying(media, prompts):
         answered.append(len(prompts))
@@ -328,18 +387,34 @@ def test_one_of_two_dies_in_the_middle():
             while b"\r\n\r\n" not in data:
                 data += connection.recv(1 << 20)
             head, _, body = data.partition(b"\r\n\r\n")
-            length = int(next(r for r in head.lower().split(b"\r\n") if r.startswith(b"content-length")).split(b":")[1])
+            length = int(
+                next(
+                    r for r in head.lower().split(b"\r\n") if r.startswith(b"content-length")
+                ).split(b":")[1]
+            )
             while len(body) < length:
                 body += connection.recv(1 << 20)
-            kind = next(r for r in head.split(b"\r\n") if r.lower().startswith(b"content-type")).split(b": ")[1]
-            answer = waiting.post(f"{real}/score", content=body, headers={"content-type": kind.decode()}).content
-            connection.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(answer))
+            kind = next(
+                r for r in head.split(b"\r\n") if r.lower().startswith(b"content-type")
+            ).split(b": ")[1]
+            answer = waiting.post(
+                f"{real}/score", content=body, headers={"content-type": kind.decode()}
+            ).content
+            connection.sendall(
+                b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(answer)
+            )
             connection.sendall(answer)
 
         with answering(reply) as first:
-            remote = Remote([first, second], name="numbers", batch_size=1, concurrency=2, backoff=0.01)
+            remote = Remote(
+                [first, second], name="numbers", batch_size=1, concurrency=2, backoff=0.01
+            )
             assert remote(pictures(24), [{"n": i} for i in range(24)]).tolist() == list(range(24))
-            assert sum(answered) == 3 and remote.servers[0].failures >= 1 and remote.servers[1].failures == 0
+            assert (
+                sum(answered) == 3
+                and remote.servers[0].failures >= 1
+                and remote.servers[1].failures == 0
+            )
 
 
 LIES = {
@@ -371,14 +446,26 @@ def test_errors_that_may_pass_are_repeated_and_others_stop(caplog):
         remote = Remote(broken, retries=2, backoff=0.0)
         assert remote(pictures(2), asked(2)).isnan().all() and remote.servers[0].requests == 3
         assert caplog.text.count("500, out of\\nmemory") == 1
-    for status, says in {"401 No": "refused the token", "413 Big": "lower `batch_size`", "302 Go": "refused"}.items():
+    for status, says in {
+        "401 No": "refused the token",
+        "413 Big": "lower `batch_size`",
+        "302 Go": "refused",
+    }.items():
         with answering(saying(status, "{}")) as address, pytest.raises(UserError, match=says):
             Remote(address)(pictures(2), asked(2))
 
 
 @pytest.mark.parametrize(
     "bad",
-    ["127.0.0.1:80", "ftp://x", "http://", "http://u:p@x", "http://x?y=1", "http://x:99999", "http://\u2603.\u0000"],
+    [
+        "127.0.0.1:80",
+        "ftp://x",
+        "http://",
+        "http://u:p@x",
+        "http://x?y=1",
+        "http://x:99999",
+        "http://\u2603.\u0000",
+    ],
 )
 def test_what_is_no_address_is_refused(bad):
     with pytest.raises(UserError, match="is not the address of a reward server"):

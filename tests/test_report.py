@@ -34,30 +34,65 @@ EVALUATION = {
     "prompts": 60,
     "copies": 4,
     "rows": [
-        {"model": "base", "guidance": 1.0, "rewards": {"clip": estimate(0.21), "digits": estimate(0.33)}},
-        {"model": "base, guidance 4", "guidance": 4.0, "rewards": {"clip": estimate(0.22), "digits": estimate(0.45)}},
-        {"model": "trained", "guidance": 1.0, "rewards": {"clip": estimate(0.30), "digits": estimate(0.83)}},
+        {
+            "model": "base",
+            "guidance": 1.0,
+            "rewards": {"clip": estimate(0.21), "digits": estimate(0.33)},
+        },
+        {
+            "model": "base, guidance 4",
+            "guidance": 4.0,
+            "rewards": {"clip": estimate(0.22), "digits": estimate(0.45)},
+        },
+        {
+            "model": "trained",
+            "guidance": 1.0,
+            "rewards": {"clip": estimate(0.30), "digits": estimate(0.83)},
+        },
     ],
 }
 
 
 def make_run(folder, iterations=30, caption="a red seven"):
-    draw, captions = random.Random(0), [caption, "a blue two", "a green nine", "three"]
+    draw = random.Random(0)
+    captions = [caption, "a blue two", "a green nine", "three"]
     generator = torch.Generator().manual_seed(0)
     with RunLog(folder, options=LogOptions(tensorboard=False)) as log:
         log.images("before", torch.rand(4, 3, 32, 32, generator=generator), captions)
         for i in range(iterations):
-            values = {"seconds": 2.0, "reward/mean": 0.3 + i / 60, "reward/std": 0.2, "kl": i * 1e-5, "lr": 1e-4}
-            values |= {"clip_fraction": draw.random(), "ratio/mean": 1.0, "ratio/max_deviation": 0.01, "loss": 0.0}
-            values |= {"grad_norm": float("nan") if i == 5 else 1.0, "advantage/std": 1.0, "my own/metric": float(i)}
-            values |= {"groups/flat": 1, "groups/total": 15, "samples/excluded": 0, "time/rollout": 1.0}
+            values = {
+                "seconds": 2.0,
+                "reward/mean": 0.3 + i / 60,
+                "reward/std": 0.2,
+                "kl": i * 1e-5,
+                "lr": 1e-4,
+            }
+            values |= {
+                "clip_fraction": draw.random(),
+                "ratio/mean": 1.0,
+                "ratio/max_deviation": 0.01,
+                "loss": 0.0,
+            }
+            values |= {
+                "grad_norm": float("nan") if i == 5 else 1.0,
+                "advantage/std": 1.0,
+                "my own/metric": float(i),
+            }
+            values |= {
+                "groups/flat": 1,
+                "groups/total": 15,
+                "samples/excluded": 0,
+                "time/rollout": 1.0,
+            }
             log.metrics(i, values)
             if i % 10 == 0:
                 log.images(f"iter-{i:04d}", torch.rand(4, 3, 32, 32, generator=generator), captions)
         log.images("after", torch.rand(4, 3, 32, 32, generator=generator), captions)
         log.event("excluded", NASTY)
     (folder / "config.yaml").write_text(f"reward: {{digits: 1.0}}\n# {NASTY}\n")
-    (folder / "machine.json").write_text(json.dumps(machine() | {"command": f"mmrl train '{NASTY}'"}))
+    (folder / "machine.json").write_text(
+        json.dumps(machine() | {"command": f"mmrl train '{NASTY}'"})
+    )
     (folder / "evaluation.json").write_text(json.dumps(EVALUATION))
     return folder
 
@@ -69,7 +104,9 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.tags, self.text, self.open = [], "", []
+        self.tags = []
+        self.text = ""
+        self.open = []
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
@@ -115,10 +152,18 @@ def test_nothing_from_prompts_or_configurations_becomes_markup(page):
 
 
 def test_the_page_shows_what_the_run_holds(page):
-    assert "Held-out digits: 0.33 [0.30, 0.36] before, 0.83 [0.80, 0.86] after (+0.50)." in page.text
+    assert (
+        "Held-out digits: 0.33 [0.30, 0.36] before, 0.83 [0.80, 0.86] after (+0.50)."
+    ) in page.text
     assert "best guidance scale (4) reaches 0.45 [0.42, 0.48]" in page.text
     assert "Not trained on, same pictures: clip 0.21 → 0.30." in page.text
-    for title in ("KL to the reference", "Clip fraction", "Gradient norm", "Groups without variance", "my own/metric"):
+    for title in (
+        "KL to the reference",
+        "Clip fraction",
+        "Gradient norm",
+        "Groups without variance",
+        "my own/metric",
+    ):
         assert title in page.text
     assert page.count("img") == 4 * 2 + 4 * 3  # pairs, and four prompts at three iterations
     assert page.text.index("digits" + "trained on") < page.text.index("clip" + "not trained on")
@@ -138,7 +183,8 @@ def test_the_before_after_picture(run):
 
 
 @pytest.mark.parametrize(
-    "name", ["metrics.jsonl", "config.yaml", "machine.json", "evaluation.json", "samples", "events.jsonl"]
+    "name",
+    ["metrics.jsonl", "config.yaml", "machine.json", "evaluation.json", "samples", "events.jsonl"],
 )
 @pytest.mark.parametrize("damage", ["missing", "torn"])
 def test_a_missing_or_torn_piece_is_left_out_with_a_note(tmp_path, name, damage):
@@ -146,14 +192,19 @@ def test_a_missing_or_torn_piece_is_left_out_with_a_note(tmp_path, name, damage)
     place = run / name
     files = list(place.iterdir()) if place.is_dir() else [place]
     for file in files:
-        file.unlink() if damage == "missing" else file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        file.unlink() if damage == "missing" else file.write_bytes(
+            file.read_bytes()[: file.stat().st_size // 2]
+        )
     text = Page(write_report(run).read_text(encoding="utf-8")).text
     if name not in ("samples", "events.jsonl") and (name, damage) != ("config.yaml", "torn"):
-        assert "Left out of this page" in text and name in text.partition("Left out of this page")[2]
+        assert (
+            "Left out of this page" in text and name in text.partition("Left out of this page")[2]
+        )
 
 
 @pytest.mark.parametrize(
-    "broken", ["[]", "{}", '{"rows": 3}', '{"rows": [1, {"model": "x"}, {"model": "y", "rewards": []}]}']
+    "broken",
+    ["[]", "{}", '{"rows": 3}', '{"rows": [1, {"model": "x"}, {"model": "y", "rewards": []}]}'],
 )
 def test_foreign_json_does_not_break_the_page(tmp_path, broken):
     run = make_run(tmp_path / "run", iterations=2)
@@ -166,27 +217,39 @@ def test_a_run_that_just_began(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text("reward: digits\n")
-    assert "No rewards are recorded yet." in Page(write_report(run).read_text(encoding="utf-8")).text
+    assert ("No rewards are recorded yet.") in Page(
+        write_report(run).read_text(encoding="utf-8")
+    ).text
 
 
 def test_without_evaluation_the_verdict_says_what_it_is(tmp_path):
     run = make_run(tmp_path / "run")
     (run / "evaluation.json").unlink()
     text = " ".join(verdict(found := read_run(run), read_evaluation(found)))
-    assert "Training reward" in text and "not a held-out measurement" in text and f"mmrl evaluate {run}" in text
+    assert (
+        "Training reward" in text
+        and ("not a held-out measurement") in text
+        and f"mmrl evaluate {run}" in text
+    )
 
 
 def test_an_unproven_gain_is_called_so(tmp_path):
     run = make_run(tmp_path / "run", iterations=2)
     rows = [EVALUATION["rows"][0], EVALUATION["rows"][2] | {"rewards": {"digits": estimate(0.37)}}]
     (run / "evaluation.json").write_text(json.dumps({"rows": rows}))
-    assert "The intervals overlap: no change is shown." in verdict(found := read_run(run), read_evaluation(found))[0]
+    assert ("The intervals overlap: no change is shown.") in verdict(
+        found := read_run(run), read_evaluation(found)
+    )[0]
 
 
 def test_estimates_without_an_interval(tmp_path):
-    """One prompt has no spread, a reward that always failed has no mean: Python writes Infinity and NaN."""
+    """One prompt has no spread, a reward that always failed has no mean: Python writes Infinity and
+    NaN."""
     run = make_run(tmp_path / "run", iterations=2)
-    odd = {"digits": {"mean": 0.5, "low": -math.inf, "high": math.inf, "n": 4}, "clip": estimate(math.nan)}
+    odd = {
+        "digits": {"mean": 0.5, "low": -math.inf, "high": math.inf, "n": 4},
+        "clip": estimate(math.nan),
+    }
     rows = [{"model": model, "guidance": None, "rewards": odd} for model in ("base", "trained")]
     (run / "evaluation.json").write_text(json.dumps({"rows": rows}))
     text = Page(write_report(run).read_text(encoding="utf-8")).text
@@ -217,7 +280,9 @@ values = st.one_of(st.none(), st.floats(-1e9, 1e9), st.floats(-1e-9, 1e-9))
 
 @given(st.lists(values, max_size=40), st.booleans(), st.booleans())
 def test_any_curve_can_be_drawn(y, zero, wide):
-    chart = Chart("<t>", [Series("a&b", list(range(len(y))), y, [1.0] * len(y), y)], zero=zero, wide=wide)
+    chart = Chart(
+        "<t>", [Series("a&b", list(range(len(y))), y, [1.0] * len(y), y)], zero=zero, wide=wide
+    )
     drawing = ElementTree.fromstring(f"<div>{chart.svg()}</div>")
     for line in drawing.iter("polyline"):
         for point in line.get("points").split():
@@ -237,11 +302,15 @@ def test_smoothing_has_no_bias_at_the_start_and_keeps_gaps():
     assert charts.smooth([2.0] * 5, 4) == pytest.approx([2.0] * 5)
     assert charts.smooth([1.0, None, 1.0], 3) == [1.0, None, 1.0]
     ramp = charts.smooth([float(i) for i in range(200)], 9)
-    assert ramp[-1] == pytest.approx(199 - (1 - 0.2) / 0.2)  # the lag of an exponential average with weight 0.2
+    # the lag of an exponential average with weight 0.2
+    assert ramp[-1] == pytest.approx(199 - (1 - 0.2) / 0.2)
 
 
 def test_numbers_for_readers():
-    shown = [charts.number(v) for v in (0.8333, 1.87e-3, 1e-4, -2.5e-7, 1240.0, 0, None, float("nan"), 3e8)]
+    shown = [
+        charts.number(v)
+        for v in (0.8333, 1.87e-3, 1e-4, -2.5e-7, 1240.0, 0, None, float("nan"), 3e8)
+    ]
     assert shown == ["0.833", "0.00187", "1e−4", "−2.5e−7", "1,240", "0", "–", "–", "3e8"]
     assert charts.tick_labels([0.9998, 1.0, 1.0002]) == ["0.9998", "1.0000", "1.0002"]
 
@@ -265,12 +334,15 @@ def test_configurations_are_found_by_path_and_by_name(tmp_path, monkeypatch):
 
 
 def test_videos_move_on_the_page(tmp_path):
-    """Sheets of videos are animated PNGs: their frames come back exactly, and the page and the picture play them."""
+    """Sheets of videos are animated PNGs: their frames come back exactly, and the page and the
+    picture play them."""
     import base64
     import io
 
     draw = torch.Generator().manual_seed(0)
-    videos = {name: torch.rand(3, 5, 3, 8, 6, generator=draw) for name in ("before", "iter-0001", "after")}
+    videos = {
+        name: torch.rand(3, 5, 3, 8, 6, generator=draw) for name in ("before", "iter-0001", "after")
+    }
     with RunLog(tmp_path, options=LogOptions(tensorboard=False)) as log:
         for name, media in videos.items():
             log.images(name, media, ["one", "two", "three"])

@@ -20,7 +20,9 @@ from .test_trainer import make_trainer
 
 
 def trainer_of(family):
-    return make_trainer(family, kl=0.05, ema=0.9, advantage=DDPO(buffer=512), schedule="cosine", warmup=2, epochs=2)
+    return make_trainer(
+        family, kl=0.05, ema=0.9, advantage=DDPO(buffer=512), schedule="cosine", warmup=2, epochs=2
+    )
 
 
 def same(a, b):
@@ -32,7 +34,8 @@ def same(a, b):
 
 
 def resumes(fresh, folder):
-    """A trainer saved after one iteration and taken up by another does the second to the bit. ``fresh`` makes one."""
+    """A trainer saved after one iteration and taken up by another does the second to the bit.
+    ``fresh`` makes one."""
     whole = fresh()
     whole.iterate()
     path = checkpoint.save(folder, whole.iteration, *state.capture(whole))
@@ -57,12 +60,17 @@ def test_2n_iterations_equal_n_stop_resume_n_to_the_bit(family, tmp_path):
     metrics = [second.iterate() for _ in range(2)]
     (arrays, meta), (others, known) = state.capture(second), state.capture(whole)
     same(arrays, others)
-    assert second.iteration == 4 and meta["advantage"] == known["advantage"] and meta["step"] == known["step"]
+    assert (
+        second.iteration == 4
+        and meta["advantage"] == known["advantage"]
+        and meta["step"] == known["step"]
+    )
     assert all(m["ratio/max_deviation"] >= 0 for m in metrics)
 
 
 def test_resuming_before_the_first_step_changes_nothing(tmp_path):
-    whole, first = trainer_of("flow"), trainer_of("flow")
+    whole = trainer_of("flow")
+    first = trainer_of("flow")
     path = checkpoint.save(tmp_path, 0, *state.capture(first))
     second = trainer_of("flow")
     state.restore(second, *checkpoint.load(path))
@@ -113,7 +121,9 @@ DAMAGE = {
     "weights.safetensors is missing": lambda path: (path / "weights.safetensors").unlink(),
     "it has no state.json": lambda path: (path / "state.json").unlink(),
     "state.json cannot be read": lambda path: (path / "state.json").write_text("{"),
-    "not an mmrl checkpoint": lambda path: (path / "state.json").write_text(json.dumps({"format": "other"})),
+    "not an mmrl checkpoint": lambda path: (path / "state.json").write_text(
+        json.dumps({"format": "other"})
+    ),
 }
 
 
@@ -165,10 +175,13 @@ NESTED = {  # makes one; places of what has a memory
     "shared": (lambda: bound("shared", of=MaxMin(rate=0.5, of=dr_grpo)), {"of"}),
     "soft": (lambda: bound("soft", of=DDPO(buffer=64), threshold=-1.0), {"of"}),
     "deep": (
-        lambda: bound("focused", of=Doubled(Running(of=bound("temporal", of=MaxMin(of=DDPO(buffer=64), rate=0.5))))),
+        lambda: bound(
+            "focused",
+            of=Doubled(Running(of=bound("temporal", of=MaxMin(of=DDPO(buffer=64), rate=0.5)))),
+        ),
         {"of.of", "of.of.of.of", "of.of.of.of.of"},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", NESTED)
@@ -178,13 +191,16 @@ def test_advantages_under_others_are_resumed_to_the_bit(name, tmp_path):
 
     def fresh():
         trainer = make_trainer("causal", advantage=make())
-        trainer.scorer = Scorer({"toy": toys.reward, "smooth": lambda *both: 3 * toys.reward(*both).square() - 1})
+        trainer.scorer = Scorer(
+            {"toy": toys.reward, "smooth": lambda *both: 3 * toys.reward(*both).square() - 1}
+        )
         return trainer
 
     resumes(fresh, tmp_path)
     first = fresh()
     first.iterate()
-    other = fresh()  # continues without its memory: the equality above would see a memory that is lost
+    # continues without its memory: the equality above would see a memory that is lost
+    other = fresh()
     other.policy.weights.load(first.policy.weights.full())
     other.iteration = first.iteration
     with torch.no_grad():
@@ -198,7 +214,8 @@ def test_a_checkpoint_without_the_memory_of_an_advantage_is_refused():
         memory.restore(bound("temporal", of=DDPO()), written)
 
 
-# ---------------------------------------------------------------------------------------------- snapshots and shards
+# ----------------------------------------------------------------------------------------------
+# snapshots and shards
 
 
 def test_a_snapshot_that_is_asked_for_later_starts_from_the_trained_weights(tmp_path):
@@ -211,7 +228,9 @@ def test_a_snapshot_that_is_asked_for_later_starts_from_the_trained_weights(tmp_
     state.restore(second, *checkpoint.load(path))
     live, ema, ref = (second.policy.weights.full(name) for name in ("live", "ema", "ref"))
     for name in base:
-        assert torch.equal(ema[name], live[name]) and torch.equal(live[name], first.policy.weights.full()[name])
+        assert torch.equal(ema[name], live[name]) and torch.equal(
+            live[name], first.policy.weights.full()[name]
+        )
         assert torch.equal(ref[name], base[name]) and not torch.equal(ref[name], live[name])
 
 
@@ -230,8 +249,12 @@ def test_a_snapshot_that_is_asked_for_later_starts_from_the_trained_weights(tmp_
         (Draft(kl=0.1), {"ref"}),
     ],
 )
-def test_the_reference_is_neither_kept_nor_written_where_nothing_looks_at_it(objective, expected, tmp_path):
-    toys_scorer = Scorer({"toy": card(differentiable=True)(lambda media, prompts: media.flatten(1).mean(1))})
+def test_the_reference_is_neither_kept_nor_written_where_nothing_looks_at_it(
+    objective, expected, tmp_path
+):
+    toys_scorer = Scorer(
+        {"toy": card(differentiable=True)(lambda media, prompts: media.flatten(1).mean(1))}
+    )
     trainer = make_trainer(objective=objective)
     trainer.scorer = toys_scorer
     if hasattr(objective, "attach"):
@@ -266,7 +289,8 @@ def test_a_part_is_read_whole_and_block_by_block_whatever_wrote_it(processes, tm
     """Rows of 4, 1 and 0 dimensions shared out as FSDP2 does; the last processes may have none."""
     whole = {"a": torch.arange(24.0).view(4, 6), "b": torch.arange(7.0), "c": torch.tensor(3.0)}
     for rank in range(processes):
-        parts, starts = {}, {}
+        parts = {}
+        starts = {}
         for name, tensor in whole.items():
             rows = -(-len(tensor) // processes) if tensor.ndim else 0
             piece = tensor[rank * rows : (rank + 1) * rows] if tensor.ndim else tensor
@@ -274,7 +298,9 @@ def test_a_part_is_read_whole_and_block_by_block_whatever_wrote_it(processes, tm
                 parts[name] = piece
                 starts[name] = {"saved_offsets": [rank * rows, 0][: tensor.ndim]}
         if parts:
-            save_file(parts, tmp_path / f"{rank}.safetensors", {"DCP_SHARDING_INFO": json.dumps(starts)})
+            save_file(
+                parts, tmp_path / f"{rank}.safetensors", {"DCP_SHARDING_INFO": json.dumps(starts)}
+            )
     part = checkpoint.Part(sorted(tmp_path.iterdir()))
     assert set(part) == set(whole) and len(part) == 3
     for name, tensor in whole.items():
@@ -286,7 +312,8 @@ def test_a_part_is_read_whole_and_block_by_block_whatever_wrote_it(processes, tm
 
 
 def test_a_resume_reads_every_file_once_to_hash_it(tmp_path, monkeypatch):
-    trainer, hashed = trainer_of("flow"), []
+    trainer = trainer_of("flow")
+    hashed = []
     trainer.iterate()
     path = checkpoint.save(tmp_path / "checkpoints", 1, *state.capture(trainer))
     digest = checkpoint.sha256
@@ -300,4 +327,7 @@ def test_capturing_copies_no_weights():
     arrays, _ = state.capture(trainer)
     for name, p in trainer.policy.weights.parameters().items():
         assert arrays["weights"][name].data_ptr() == p.data_ptr()
-        assert arrays["snapshot-ema"][name].data_ptr() == trainer.policy.weights.saved["ema"][name].data_ptr()
+        assert (
+            arrays["snapshot-ema"][name].data_ptr()
+            == trainer.policy.weights.saved["ema"][name].data_ptr()
+        )

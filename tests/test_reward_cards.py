@@ -1,4 +1,5 @@
-"""What rewards declare: cards, names to import, the generated table, and refusals of data and media that do not fit."""
+"""What rewards declare: cards, names to import, the generated table, and refusals of data and media
+that do not fit."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ OWN = sorted(name for name, entry in REWARDS.items() if entry.__module__.startsw
 @pytest.mark.parametrize("name", OWN)
 def test_a_reward_has_a_card_and_can_be_imported_by_its_name(name):
     entry = REWARDS[name]
-    assert isinstance(vars(entry).get("card") or getattr(entry, "card", None), Card), f"{name}: declare it with @card"
+    assert isinstance(vars(entry).get("card") or getattr(entry, "card", None), Card), (
+        f"{name}: declare it with @card"
+    )
     found = card_of(entry)
     assert (
         set(found.media) <= {"image", "video", "text"}
@@ -32,7 +35,11 @@ def test_a_reward_has_a_card_and_can_be_imported_by_its_name(name):
         and found.of in ("sample", "group", "step", "batch")
     )
     assert found.low is None or found.high is None or found.low < found.high
-    assert getattr(rewards, name) is entry and getattr(rewards, entry.__name__) is entry and callable(entry)
+    assert (
+        getattr(rewards, name) is entry
+        and getattr(rewards, entry.__name__) is entry
+        and callable(entry)
+    )
 
 
 def test_the_table_in_the_documentation_is_up_to_date():
@@ -48,12 +55,19 @@ def test_the_command_prints_the_table_with_plug_ins():
     from mmrl.cli import app
 
     shown = CliRunner().invoke(app, ["list", "rewards", "--markdown"]).output
-    assert shown.startswith("| name | what it says |") and all(f"\n| `{name}` |" in shown for name in OWN)
+    assert shown.startswith("| name | what it says |") and all(
+        f"\n| `{name}` |" in shown for name in OWN
+    )
 
 
 def test_names_are_callables_in_a_fresh_interpreter():
-    code = "from rewards import clip_score, jpeg_compressibility, remote; print(clip_score.__name__, remote.__name__)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    code = (
+        "from rewards import clip_score, jpeg_compressibility, remote; "
+        "print(clip_score.__name__, remote.__name__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["ClipScore", "Remote"]
 
 
@@ -70,8 +84,11 @@ def test_cards_of_classes_functions_partials_and_objects():
     bound = REWARDS.build("jpeg_compressibility", scale=2.0)
     assert card_of(bound) is card_of(REWARDS["jpeg_compressibility"])
     assert [span(Card(low=a, high=b)) for a, b in ((0, 1), (0, None), (None, 0), (None, None))] == [
-        "0..1", "0 and above", "0 and below", "",
-    ]  # fmt: skip
+        "0..1",
+        "0 and above",
+        "0 and below",
+        "",
+    ]
 
 
 MINE = '''
@@ -101,13 +118,17 @@ class Never:
 def written(tmp_path, monkeypatch):
     """A function that writes a configuration beside ``mine.py`` and two kinds of data."""
     (tmp_path / "needy.py").write_text(MINE)
-    (tmp_path / "plain.jsonl").write_text('{"text": "a"}\n{"text": "b", "answer": 3}\n{"text": "c"}\n')
+    (tmp_path / "plain.jsonl").write_text(
+        '{"text": "a"}\n{"text": "b", "answer": 3}\n{"text": "c"}\n'
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
 
     def write(**sections):
         whole = yaml.safe_load((ROOT / "configs/digits/flow_grpo.yaml").read_text()) | sections
-        (tmp_path / "run.yaml").write_text(yaml.safe_dump(whole).replace(": 0.0001\n", ": 1.0e-4\n"))
+        (tmp_path / "run.yaml").write_text(
+            yaml.safe_dump(whole).replace(": 0.0001\n", ": 1.0e-4\n")
+        )
         return tmp_path / "run.yaml"
 
     yield write
@@ -123,20 +144,37 @@ def refusal(path: Path) -> str:
 
 def test_a_field_no_prompt_can_have_is_refused_when_the_file_is_read(written):
     path = written(reward={"needy.py:Boxes": 1.0})
-    with pytest.raises(UserError, match=r"run.yaml:\d+: reward.needy.py:Boxes: reward .* needs the field 'boxes'"):
+    with pytest.raises(
+        UserError,
+        match=r"run.yaml:\d+: reward.needy.py:Boxes: reward .* needs "
+        r"the field 'boxes'",
+    ):
         session.read(path, ())
 
 
 def test_media_the_reward_does_not_judge_is_refused_when_the_file_is_read(written):
     path = written(reward={"needy.py:exact": 1.0}, data={"prompts": {"path": "plain.jsonl"}})
-    with pytest.raises(UserError, match="judges text, but the policy makes image; use a reward of images"):
+    with pytest.raises(
+        UserError, match="judges text, but the policy makes image; use a reward of images"
+    ):
         session.read(path, ())
 
 
 def test_a_field_that_some_prompts_lack_is_refused_before_a_model_is_loaded(written):
-    policy, data = "must_not_be_built", {"prompts": {"path": "plain.jsonl", "held_out": 0.0}}
-    said = refusal(written(reward={"needy.py:exact": 1.0}, policy=policy, data=data, plugins=["needy.py"], evaluate={}))
-    assert "needs the field 'answer' of every prompt, but 2 of 3 prompts have none, 'a' first" in said
+    policy = "must_not_be_built"
+    data = {"prompts": {"path": "plain.jsonl", "held_out": 0.0}}
+    said = refusal(
+        written(
+            reward={"needy.py:exact": 1.0},
+            policy=policy,
+            data=data,
+            plugins=["needy.py"],
+            evaluate={},
+        )
+    )
+    assert (
+        "needs the field 'answer' of every prompt, but 2 of 3 prompts have none, 'a' first"
+    ) in said
     assert 'in a .jsonl file: {"text": "...", "answer": ...}' in said and "run.yaml:" in said
 
 
@@ -146,7 +184,8 @@ def test_evaluation_rewards_are_checked_too(written):
         session.read(path, ())
 
 
-# ---------------------------------------------------------------------------------------------------- names
+# --------------------------------------------------------------------------------------------------
+# names
 
 
 def test_one_reward_under_two_names(tmp_path):
@@ -156,7 +195,8 @@ def test_one_reward_under_two_names(tmp_path):
             "large": {"use": "jpeg_compressibility", "weight": 2.0},
         }
     )
-    media, prompts = torch.rand(2, 3, 16, 16), [{"text": "a"}] * 2
+    media = torch.rand(2, 3, 16, 16)
+    prompts = [{"text": "a"}] * 2
     small, large = (built[name].reward(media, prompts) for name in ("small", "large"))
     torch.testing.assert_close(small, 0.5 * large)
     assert (built["small"].weight, built["large"].weight) == (1.0, 2.0)
@@ -179,4 +219,9 @@ def test_a_wrong_name_is_refused_with_its_place(spec, says):
 
 def test_equal_short_names_do_not_collapse(written):
     names = session.short_names(["a.py:f", "b.py:f", "b.py:g", "clip_score"])
-    assert names == {"a.py:f": "a.py:f", "b.py:f": "b.py:f", "b.py:g": "g", "clip_score": "clip_score"}
+    assert names == {
+        "a.py:f": "a.py:f",
+        "b.py:f": "b.py:f",
+        "b.py:g": "g",
+        "clip_score": "clip_score",
+    }

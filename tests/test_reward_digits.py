@@ -1,4 +1,5 @@
-"""The ``digits`` reward: exact arithmetic on a stub of detections, and real readers on real renderings."""
+"""The ``digits`` reward: exact arithmetic on a stub of detections, and real readers on real
+renderings."""
 
 import math
 
@@ -12,12 +13,19 @@ from rewards._reader import Detections, Reader
 from rewards.digits import Digits
 from samplers.noise import Rng
 
-CONFIG = {"image_size": 32, "channels": [8, 8, 8], "kernel": 3, "pool": False, "digits": list("0123456789")}
+CONFIG = {
+    "image_size": 32,
+    "channels": [8, 8, 8],
+    "kernel": 3,
+    "pool": False,
+    "digits": list("0123456789"),
+}
 CONFIG |= {"colors": list(COLORS), "sizes": list(SIZES), "places": PLACES}
 
 
 class Saw(Reader):
-    """A reader that reports what it was told, in any picture: (confidence, digit, colour, size, x, y) each."""
+    """A reader that reports what it was told, in any picture: (confidence, digit, colour, size, x,
+    y) each."""
 
     def __init__(self, *things):
         super().__init__(CONFIG)
@@ -27,7 +35,8 @@ class Saw(Reader):
         table = torch.zeros(most, 6)
         table[: len(self.things)] = torch.tensor(self.things).view(-1, 6)
         one_hot = [
-            torch.nn.functional.one_hot(table[:, k].long(), n).float() for k, n in ((1, 10), (2, len(COLORS)), (3, 2))
+            torch.nn.functional.one_hot(table[:, k].long(), n).float()
+            for k, n in ((1, 10), (2, len(COLORS)), (3, 2))
         ]
         rows = [table[:, 0], *one_hot, table[:, 4:]]
         return Detections(*(row[None].expand(len(images), *row.shape) for row in rows))
@@ -45,16 +54,19 @@ def score(tmp_path):
     return score
 
 
-RED, GREEN = 0, 1
+RED = 0
+GREEN = 1
 SEVEN = single(thing(7, "red", "large", "top left"))
 
 
 def test_terms_of_one_object(score):
     right = (1.0, 7, RED, 1, 8, 8)
     assert score(SEVEN, right) == pytest.approx(1)
-    assert score(SEVEN, (1.0, 7, GREEN, 1, 8, 8)) == pytest.approx(2 / 3)  # colour, size, place are a third each
+    # colour, size, place are a third each
+    assert score(SEVEN, (1.0, 7, GREEN, 1, 8, 8)) == pytest.approx(2 / 3)
     assert score(SEVEN, (1.0, 7, RED, 0, 8, 8)) == pytest.approx(2 / 3)
-    assert score(SEVEN, (1.0, 7, RED, 1, 16, 8)) == pytest.approx((2 + math.exp(-1)) / 3)  # 3 pixels outside
+    # 3 pixels outside
+    assert score(SEVEN, (1.0, 7, RED, 1, 16, 8)) == pytest.approx((2 + math.exp(-1)) / 3)
     assert score(SEVEN, (1.0, 6, RED, 1, 8, 8)) == 0  # without the right digit nothing earns
     assert score(SEVEN, right, (1.0, 3, RED, 1, 24, 24)) == pytest.approx(1 / 2)  # one too many
     assert score(SEVEN) == 0
@@ -67,7 +79,8 @@ def test_what_was_not_said_is_free(score):
 
 def test_relation_and_assignment(score):
     prompt = pair(thing(7, "red"), thing(2, "green"), "above")
-    up, down = (1.0, 7, RED, 0, 16, 8), (1.0, 2, GREEN, 0, 16, 24)
+    up = (1.0, 7, RED, 0, 16, 8)
+    down = (1.0, 2, GREEN, 0, 16, 24)
     assert score(prompt, up, down) == score(prompt, down, up) == pytest.approx(1, abs=1e-4)
     swapped = (1.0, 7, RED, 0, 16, 24), (1.0, 2, GREEN, 0, 16, 8)
     assert score(prompt, *swapped) == pytest.approx(2 / 3, abs=1e-4)
@@ -92,7 +105,12 @@ def test_strict_is_all_or_nothing(score):
 
 
 def test_more_right_never_scores_less(score):
-    ladder = [(0.0, 7, RED, 1, 8, 8), (1.0, 6, RED, 1, 8, 8), (1.0, 7, GREEN, 0, 24, 24), (1.0, 7, GREEN, 0, 8, 8)]
+    ladder = [
+        (0.0, 7, RED, 1, 8, 8),
+        (1.0, 6, RED, 1, 8, 8),
+        (1.0, 7, GREEN, 0, 24, 24),
+        (1.0, 7, GREEN, 0, 8, 8),
+    ]
     ladder += [(1.0, 7, RED, 0, 8, 8), (1.0, 7, RED, 1, 8, 8)]
     values = [score(SEVEN, step) for step in ladder]
     assert values == sorted(values) and values[-1] == pytest.approx(1)
@@ -119,9 +137,13 @@ def test_any_float_type_and_size_deterministic_and_row_by_row():
     whole = reward(scenes.images, scenes.prompts)
     assert whole.shape == (12,) and whole.dtype == torch.float32 and not whole.requires_grad
     assert torch.equal(whole, reward(scenes.images, scenes.prompts))
-    alone = torch.cat([reward(scenes.images[i : i + 1], scenes.prompts[i : i + 1]) for i in range(12)])
+    alone = torch.cat(
+        [reward(scenes.images[i : i + 1], scenes.prompts[i : i + 1]) for i in range(12)]
+    )
     torch.testing.assert_close(whole, alone)
-    torch.testing.assert_close(whole, reward(scenes.images.bfloat16(), scenes.prompts), atol=0.05, rtol=0)
+    torch.testing.assert_close(
+        whole, reward(scenes.images.bfloat16(), scenes.prompts), atol=0.05, rtol=0
+    )
     large = torch.nn.functional.interpolate(scenes.images, scale_factor=2, mode="nearest")
     assert reward(large, scenes.prompts).isfinite().all()
     assert ((whole >= 0) & (whole <= 1)).all()
@@ -130,12 +152,14 @@ def test_any_float_type_and_size_deterministic_and_row_by_row():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["digits", "digits_judge"])
 def test_real_readers_believe_pictures_and_not_others(name):
-    """Pictures of unseen scans score high for their own caption, low for others', nothing when blank."""
+    """Pictures of unseen scans score high for their own caption, low for others', nothing when
+    blank."""
     load_built_in()
     reward = REWARDS.build(name)
     prompts = captions("single", 200, seed=5)
     scenes = render(prompts, Rng.of(1), "generator")
-    own, other = reward(scenes.images, prompts), reward(scenes.images, prompts[1:] + prompts[:1])
+    own = reward(scenes.images, prompts)
+    other = reward(scenes.images, prompts[1:] + prompts[:1])
     blank = reward(torch.zeros_like(scenes.images), prompts)
     assert own.mean() > 0.85 and other.mean() < 0.2 and blank.max() < 0.1
     several = render(captions("pairs", 100) + captions("triples", 100), Rng.of(2), "generator")

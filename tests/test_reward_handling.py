@@ -1,4 +1,5 @@
-"""Device, precision, batch size, offloading and cache: done once, outside the rewards, and without another number."""
+"""Device, precision, batch size, offloading and cache: done once, outside the rewards, and without
+another number."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from tests import waiting
 from tests.tiny_rewards import asked, pictures, save_tiny_clip
 
 B = 6
-MEDIA, ASKED = pictures(B, 8, 8), [{"text": f"prompt {i}", "boxes": [[0, 0, i, 1]]} for i in range(B)]
+MEDIA = pictures(B, 8, 8)
+ASKED = [{"text": f"prompt {i}", "boxes": [[0, 0, i, 1]]} for i in range(B)]
 
 
 class Net:
@@ -36,7 +38,8 @@ class Net:
         with torch.random.fork_rng():
             torch.manual_seed(0)
             self.parts = [{"net": nn.Linear(192, 1)}]
-        self.seen, self.places = [], []
+        self.seen = []
+        self.places = []
 
     def __call__(self, media, prompts):
         self.seen.append(len(prompts))
@@ -62,9 +65,13 @@ def test_groups_stay_whole_in_batches():
     @card(of="group")
     def size(media, prompts):
         sizes.append([p["group"] for p in prompts])
-        return torch.tensor([float(sum(q["group"] == p["group"] for q in prompts)) for p in prompts])
+        return torch.tensor(
+            [float(sum(q["group"] == p["group"] for q in prompts)) for p in prompts]
+        )
 
-    found = Scorer({"size": size}, handling={"size": Handling(batch_size=4)})(MEDIA, ASKED, [0, 1, 1, 1, 0, 2])
+    found = Scorer({"size": size}, handling={"size": Handling(batch_size=4)})(
+        MEDIA, ASKED, [0, 1, 1, 1, 0, 2]
+    )
     assert found["size"].tolist() == [2, 3, 3, 3, 2, 1] and sizes == [[0, 0], [1, 1, 1, 2]]
 
 
@@ -91,7 +98,8 @@ def test_device_and_offload_move_the_networks_and_the_samples():
 
 def test_a_lower_precision_is_used_where_it_was_asked_for_only(tmp_path):
     net = Net()
-    exact, low = handled(net)(MEDIA, ASKED), handled(net, dtype="bfloat16")(MEDIA, ASKED)
+    exact = handled(net)(MEDIA, ASKED)
+    low = handled(net, dtype="bfloat16")(MEDIA, ASKED)
     assert [place[2] for place in net.places] == [False, True] and low.dtype == torch.bfloat16
     torch.testing.assert_close(low.float(), exact, rtol=0.02, atol=0.02)
     clip = clip_score(save_tiny_clip(tmp_path / "clip"), device="cpu")
@@ -100,10 +108,12 @@ def test_a_lower_precision_is_used_where_it_was_asked_for_only(tmp_path):
     torch.testing.assert_close(exact, handled(clip)(pictures(5), asked()), rtol=0, atol=0)
     low = handled(clip, dtype="bfloat16")(pictures(5), asked())
     assert 0 < (low - exact).abs().max() < 0.02  # bf16 has 8 bits: measured 0.003
-    torch.testing.assert_close(clip(pictures(5), asked()), exact, rtol=0, atol=0)  # and no text of bf16 was kept
+    # and no text of bf16 was kept
+    torch.testing.assert_close(clip(pictures(5), asked()), exact, rtol=0, atol=0)
 
 
-# ---------------------------------------------------------------------------------------------------- cache
+# --------------------------------------------------------------------------------------------------
+# cache
 
 
 def test_what_is_known_is_not_asked_for_again():
@@ -120,7 +130,11 @@ def test_what_is_known_is_not_asked_for_again():
 
 CONTENT = [
     ("pixel", {"image": Image.new("RGB", (2, 2))}, {"image": Image.new("RGB", (2, 2), (0, 0, 1))}),
-    ("array", {"video": np.zeros((1, 2, 2, 3), np.uint8)}, {"video": np.ones((1, 2, 2, 3), np.uint8)}),
+    (
+        "array",
+        {"video": np.zeros((1, 2, 2, 3), np.uint8)},
+        {"video": np.ones((1, 2, 2, 3), np.uint8)},
+    ),
     ("shape", {"x": np.zeros((2, 3))}, {"x": np.zeros((3, 2))}),
     ("kind", {"x": "1"}, {"x": 1}),
     ("border", {"x": ["ab", "c"]}, {"x": ["a", "bc"]}),
@@ -160,8 +174,13 @@ def test_what_has_no_content_is_asked_for_every_time_and_what_failed_is_not_kept
     odd = [{"x": object()}] * B
     assert torch.equal(cached(MEDIA, odd), cached(MEDIA, odd)) and net.seen == [B, B]
     values = iter([torch.nan, 1.0])
-    moody = handled(lambda media, prompts: torch.full((len(prompts),), next(values)), cache="memory")
-    assert moody(MEDIA[:1], ASKED[:1]).isnan() and moody(MEDIA[:1], ASKED[:1]) == moody(MEDIA[:1], ASKED[:1]) == 1
+    moody = handled(
+        lambda media, prompts: torch.full((len(prompts),), next(values)), cache="memory"
+    )
+    assert (
+        moody(MEDIA[:1], ASKED[:1]).isnan()
+        and moody(MEDIA[:1], ASKED[:1]) == moody(MEDIA[:1], ASKED[:1]) == 1
+    )
 
 
 def test_the_memory_is_bounded_and_forgets_what_was_unused_longest():
@@ -222,7 +241,11 @@ def test_the_file_is_bounded_and_a_broken_one_is_left_alone(tmp_path, caplog):
     store.put({bytes([i]): torch.tensor([float(i)]) for i in range(3)})
     store.get([bytes([0])])
     store.put({bytes([9]): torch.tensor([[1.5, 2.5]])})
-    assert set(Store(tmp_path / "a.db", 3).get([bytes([i]) for i in range(10)])) == {b"\x00", b"\x02", b"\x09"}
+    assert set(Store(tmp_path / "a.db", 3).get([bytes([i]) for i in range(10)])) == {
+        b"\x00",
+        b"\x02",
+        b"\x09",
+    }
     assert store.get([b"\x09"])[b"\x09"].tolist() == [[1.5, 2.5]]
     (tmp_path / "b.db").write_bytes(b"this is no database" * 100)
     broken = Store(tmp_path / "b.db", 3)
@@ -242,7 +265,8 @@ def test_a_hit_runs_nothing_of_the_network():
     with torch.random.fork_rng():
         net = nn.Sequential(nn.Conv2d(3, 4, 7), nn.Flatten(), nn.LazyLinear(1))
     cached = handled(lambda media, prompts: net(media)[:, 0], cache="memory")
-    media, passes = torch.rand(4, 3, 16, 16), []
+    media = torch.rand(4, 3, 16, 16)
+    passes = []
     for _ in range(2):
         with Operations() as operations:
             cached(media, ASKED[:4])
@@ -250,7 +274,8 @@ def test_a_hit_runs_nothing_of_the_network():
     assert len(passes[0]) == 2 and not passes[1]
 
 
-# ---------------------------------------------------------------------------------------------------- configuration
+# --------------------------------------------------------------------------------------------------
+# configuration
 
 
 def test_every_reward_takes_these_options_and_its_own_go_first(tmp_path):
@@ -261,18 +286,30 @@ def test_every_reward_takes_these_options_and_its_own_go_first(tmp_path):
             "jpeg_compressibility": {"batch_size": 3, "cache": "memory", "weight": 0.5},
         }
     )
-    clip, jpeg = built["clip_score"].reward, built["jpeg_compressibility"].reward
+    clip = built["clip_score"].reward
+    jpeg = built["jpeg_compressibility"].reward
     assert clip.handling == Handling(dtype="bfloat16") and clip.reward.batch_size == 2
-    assert jpeg.handling == Handling(batch_size=3, cache="memory") and built["jpeg_compressibility"].weight == 0.5
+    assert (
+        jpeg.handling == Handling(batch_size=3, cache="memory")
+        and built["jpeg_compressibility"].weight == 0.5
+    )
 
 
 @pytest.mark.parametrize(
     "options, says",
     [
-        ({"batch_size": 0}, r"reward.jpeg_compressibility.batch_size: .* greater than or equal to 1"),
+        (
+            {"batch_size": 0},
+            r"reward.jpeg_compressibility.batch_size: .* greater than or equal to "
+            r"1",
+        ),
         ({"cache": "tape"}, r"reward.jpeg_compressibility.cache: expected"),
         ({"offload": "much"}, r"reward.jpeg_compressibility.offload: expected true or false"),
-        ({"device": "moon"}, r"reward.jpeg_compressibility: reward 'jpeg_compressibility': device 'moon' cannot"),
+        (
+            {"device": "moon"},
+            r"reward.jpeg_compressibility: reward 'jpeg_compressibility': device "
+            r"'moon' cannot",
+        ),
     ],
 )
 def test_wrong_options_are_refused_with_their_place(options, says):
@@ -280,14 +317,17 @@ def test_wrong_options_are_refused_with_their_place(options, says):
         build_rewards({"jpeg_compressibility": options})
 
 
-# ------------------------------------------------------------------------------------------------------ time-outs
+# --------------------------------------------------------------------------------------------------
+# time-outs
 
 
 class Hanging:
     """Waits for ``go`` once it has seen a sample of 1."""
 
     def __init__(self):
-        self.go, self.inside, self.most = threading.Event(), 0, 0
+        self.go = threading.Event()
+        self.inside = 0
+        self.most = 0
 
     def __call__(self, media, prompts):
         self.inside += 1
@@ -299,7 +339,8 @@ class Hanging:
 
 
 def test_a_reward_that_hangs_is_named_and_left_behind(caplog):
-    reward, prompts = Hanging(), [{"text": str(i)} for i in range(4)]
+    reward = Hanging()
+    prompts = [{"text": str(i)} for i in range(4)]
     images = torch.rand(4, 3, 2, 2)
     scorer = Scorer(
         {"slow": reward, "mean": lambda media, prompts: media.flatten(1).mean(1)},
@@ -314,10 +355,14 @@ def test_a_reward_that_hangs_is_named_and_left_behind(caplog):
     allow(waiting.HANG)
     torch.testing.assert_close(scorer(images, prompts)["slow"], images.flatten(1).mean(1))
     allow(0.5)
-    for cause in ("has given", "is busy"):  # the second time it still hangs, and is not asked beside
+    # the second time it still hangs, and is not asked beside
+    for cause in ("has given", "is busy"):
         found = scorer(torch.ones(4, 3, 2, 2), prompts)
         assert found["slow"].isnan().all() and not found["mean"].isnan().any()
-        assert cause in scorer.failures["slow"].cause and "no answer within 0.5 s" in scorer.failures["slow"].cause
+        assert (
+            cause in scorer.failures["slow"].cause
+            and ("no answer within 0.5 s") in scorer.failures["slow"].cause
+        )
     assert scorer.failures["slow"].count == 8 and "'slow' could not score" in caplog.text
     reward.go.set()
     allow(waiting.HANG)

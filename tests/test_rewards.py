@@ -46,17 +46,23 @@ def tiny_reader(tmp_path_factory) -> str:
     from rewards._reader import Reader
 
     places = {"left": [0, 0, 16, 32], "right": [16, 0, 32, 32]}
-    names = {"digits": list(range(10)), "colors": ["red", "blue", "green"], "sizes": ["small", "large"]}
+    names = {
+        "digits": list(range(10)),
+        "colors": ["red", "blue", "green"],
+        "sizes": ["small", "large"],
+    }
     folder = tmp_path_factory.mktemp("reader")
     with torch.random.fork_rng():
         torch.manual_seed(2)
-        Reader({"image_size": 32, "channels": [8, 8, 8], "kernel": 3, "pool": False, "places": places} | names).save(
-            folder
-        )
+        Reader(
+            {"image_size": 32, "channels": [8, 8, 8], "kernel": 3, "pool": False, "places": places}
+            | names
+        ).save(folder)
     return str(folder)
 
 
-# ---------------------------------------------------------------- the contract, for whatever is registered
+# ---------------------------------------------------------------- the contract, for whatever is
+# registered
 
 
 @pytest.fixture(scope="module")
@@ -67,14 +73,16 @@ def reward_server():
 
 
 def of_pictures(name: str) -> bool:
-    """Texts: tests/test_verifiable.py; judges, which take anything: tests/test_judge.py; groups: test_compose.py."""
+    """Texts: tests/test_verifiable.py; judges, which take anything: tests/test_judge.py; groups:
+    test_compose.py."""
     one = card_of(REWARDS[name])
     return one.media != ("text",) and one.of == "sample" and not name.startswith("judge")
 
 
 @pytest.fixture(scope="module", params=[name for name in sorted(REWARDS) if of_pictures(name)])
 def reward(request, tiny_clip, tiny_head, tiny_reader, reward_server, tmp_path_factory):
-    """Every registered reward of images (texts: tests/test_verifiable.py); those that need a model get a small one."""
+    """Every registered reward of images (texts: tests/test_verifiable.py); those that need a model
+    get a small one."""
     small = {
         "clip_score": {"model": tiny_clip, "device": "cpu"},
         "aesthetic": {"head": tiny_head, "clip": tiny_clip, "device": "cpu"},
@@ -84,9 +92,15 @@ def reward(request, tiny_clip, tiny_head, tiny_reader, reward_server, tmp_path_f
         "gate": {"main": jpeg_incompressibility, "extra": jpeg_compressibility, "above": 1.0},
         "by_task": {"routes": {"draw": jpeg_incompressibility}, "default": jpeg_compressibility},
         "ensemble": {"of": [jpeg_incompressibility, jpeg_compressibility], "how": "mean"},
-        "constrain": {"main": jpeg_incompressibility, "judges": [jpeg_compressibility], "at_least": -1.0},
+        "constrain": {
+            "main": jpeg_incompressibility,
+            "judges": [jpeg_compressibility],
+            "at_least": -1.0,
+        },
         "bounded": {"of": jpeg_incompressibility, "high": 1.0},
-        "noisy": {"of": lambda media, prompts: (jpeg_incompressibility(media, prompts) > 0.9).float()},
+        "noisy": {
+            "of": lambda media, prompts: (jpeg_incompressibility(media, prompts) > 0.9).float()
+        },
     }
     import huggingface_hub.constants
 
@@ -94,7 +108,9 @@ def reward(request, tiny_clip, tiny_head, tiny_reader, reward_server, tmp_path_f
         patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
         try:
             if request.param in TINY_OPTIONS:
-                small[request.param] = TINY_OPTIONS[request.param](tmp_path_factory.mktemp(request.param))
+                small[request.param] = TINY_OPTIONS[request.param](
+                    tmp_path_factory.mktemp(request.param)
+                )
             return REWARDS.build(request.param, **small.get(request.param, {}))
         except UserError as error:  # any other exception fails: a user would see a traceback
             pytest.skip(f"{request.param} cannot be built here: {error}")
@@ -113,20 +129,26 @@ def test_one_finite_float_per_sample(reward):
 
 
 def test_permuting_the_samples_permutes_the_rewards(reward):
-    media, prompts, order = media_for(reward), asked(), [3, 0, 4, 1, 2]
+    media = media_for(reward)
+    prompts = asked()
+    order = [3, 0, 4, 1, 2]
     shuffled = reward(media[order], [prompts[i] for i in order])
     torch.testing.assert_close(shuffled, reward(media, prompts)[order], rtol=1e-5, atol=1e-5)
 
 
 def test_splitting_the_batch_changes_nothing(reward):
-    media, prompts = media_for(reward), asked()
+    media = media_for(reward)
+    prompts = asked()
     parts = [reward(media[i:j], prompts[i:j]) for i, j in ((0, 1), (1, 4), (4, 5))]
     torch.testing.assert_close(torch.cat(parts), reward(media, prompts), rtol=1e-5, atol=1e-5)
 
 
 def test_input_and_global_rng_are_left_alone(reward):
-    media, prompts = media_for(reward), asked()
-    before, state, texts = media.clone(), torch.get_rng_state(), deepcopy(prompts)
+    media = media_for(reward)
+    prompts = asked()
+    before = media.clone()
+    state = torch.get_rng_state()
+    texts = deepcopy(prompts)
     reward(media, prompts)
     assert torch.equal(media, before) and media._version == 0 and prompts == texts
     assert torch.equal(torch.get_rng_state(), state)
@@ -134,11 +156,15 @@ def test_input_and_global_rng_are_left_alone(reward):
 
 def test_bfloat16_counts_as_the_floats_it_holds(reward):
     media = media_for(reward).bfloat16()
-    torch.testing.assert_close(reward(media, asked()), reward(media.float(), asked()), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        reward(media, asked()), reward(media.float(), asked()), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_a_still_video_is_worth_its_frame_and_a_cut_one_the_mean(reward):
-    first, second, prompts = pictures(5), pictures(5, seed=7), asked()
+    first = pictures(5)
+    second = pictures(5, seed=7)
+    prompts = asked()
     if not {"image", "video"} <= set(card_of(reward).media):
         pytest.skip("judges only one of the two")
     try:
@@ -147,7 +173,9 @@ def test_a_still_video_is_worth_its_frame_and_a_cut_one_the_mean(reward):
         pytest.skip(f"takes no videos: {error}")
     torch.testing.assert_close(still, reward(first, prompts), rtol=1e-5, atol=1e-5)
     cut = reward(torch.stack([first, second], dim=1), prompts)
-    torch.testing.assert_close(cut, (reward(first, prompts) + reward(second, prompts)) / 2, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        cut, (reward(first, prompts) + reward(second, prompts)) / 2, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_texts_are_refused_in_one_sentence(reward):
@@ -171,9 +199,12 @@ def test_a_broken_sample_is_nan_and_spoils_no_other(reward, bad):
 
 
 def test_jpeg_sizes_of_a_gradient_and_of_grey():
-    """Test vector 22, Pillow 13.0.0 with libjpeg-turbo 3.2.0; another encoder may differ by some bytes."""
+    """Test vector 22, Pillow 13.0.0 with libjpeg-turbo 3.2.0; another encoder may differ by some
+    bytes."""
     ramp = torch.linspace(0, 1, 64)
-    gradient = torch.stack([ramp.expand(64, 64), ramp[:, None].expand(64, 64), torch.full((64, 64), 0.5)])
+    gradient = torch.stack(
+        [ramp.expand(64, 64), ramp[:, None].expand(64, 64), torch.full((64, 64), 0.5)]
+    )
     media = torch.stack([gradient, torch.full((3, 64, 64), 0.5)])
     kilobytes = jpeg_incompressibility(media, asked(2))
     torch.testing.assert_close(kilobytes, torch.tensor([1.361, 0.689]), rtol=0.02, atol=0)
@@ -244,7 +275,8 @@ def test_the_example_of_the_documentation_works(tmp_path):
     assert len(source.strip().splitlines()) <= 20
     (tmp_path / "my_reward.py").write_text(source)
     reward = REWARDS.build(f"{tmp_path}/my_reward.py:colourfulness", scale=2.0)
-    grey, mixed = torch.full((1, 3, 8, 8), 0.5), pictures(1, 8, 8)
+    grey = torch.full((1, 3, 8, 8), 0.5)
+    mixed = pictures(1, 8, 8)
     values = reward(torch.cat([grey, mixed]), asked(2))
     assert values.shape == (2,) and values[0] == 0 and values[1] > 0
     video = torch.cat([grey, mixed])[:, None].expand(-1, 4, -1, -1, -1)
@@ -256,7 +288,8 @@ def test_the_example_of_serving_works_and_gives_the_same_numbers(tmp_path, monke
     text = DOC.read_text()
     own = next(b.split("```")[0] for b in text.split("```python\n")[1:] if "def " in b)
     section = text.partition("## Serve yours from another environment")[2].partition("\n## ")[0]
-    there, here = section.split("```text\n")[1].split("```")[0], section.split("```yaml\n")[1].split("```")[0]
+    there = section.split("```text\n")[1].split("```")[0]
+    here = section.split("```yaml\n")[1].split("```")[0]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "my_reward.py").write_text(own)
@@ -278,8 +311,19 @@ def test_every_registered_reward_is_documented():
 
 
 def test_importing_the_rewards_loads_no_model_library():
-    heavy = ["open_clip", "diffusers", "transformers", "timm", "peft", "sklearn", "PIL", "mmrl.trainer"]
+    heavy = [
+        "open_clip",
+        "diffusers",
+        "transformers",
+        "timm",
+        "peft",
+        "sklearn",
+        "PIL",
+        "mmrl.trainer",
+    ]
     code = f"import rewards, sys; print([m for m in {heavy} if m in sys.modules])"
     root = Path(rewards.__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"

@@ -10,20 +10,31 @@ from samplers.noise import Rng
 
 
 def random(name, *shape):
-    return Rng.of(name).normal(torch.zeros(1), (torch.Size(shape).numel(),), dtype=torch.float64).view(shape)
+    return (
+        Rng.of(name)
+        .normal(torch.zeros(1), (torch.Size(shape).numel(),), dtype=torch.float64)
+        .view(shape)
+    )
 
 
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(("heads", "own"), [(4, 4), (4, 2)])
 def test_tokens_see_their_prompt_and_themselves(heads, own, padded, fixed):
-    prompts, copies, steps, size, length = 2, 3, 4, 6, 5
+    prompts = 2
+    copies = 3
+    steps = 4
+    size = 6
+    length = 5
     rows = torch.arange(prompts).repeat_interleave(copies)
     read = random("k", prompts, own, length, size), random("v", prompts, own, length, size)
     padding = torch.ones(prompts, length, dtype=torch.bool)
     padding[1, :3] = not padded
     made = Rooms.after([read], rows, length + steps)
-    q, k, v = (random(name, steps, prompts * copies, n, 1, size) for name, n in (("q", heads), ("k", own), ("v", own)))
+    q, k, v = (
+        random(name, steps, prompts * copies, n, 1, size)
+        for name, n in (("q", heads), ("k", own), ("v", own))
+    )
     new = [part[:, :, :, 0].permute(1, 2, 0, 3) for part in (k, v)]  # [B, heads, steps, D]
     whole = [torch.cat([part[rows], later], 2) for part, later in zip(read, new, strict=True)]
     for t in range(steps):
@@ -32,6 +43,8 @@ def test_tokens_see_their_prompt_and_themselves(heads, own, padded, fixed):
         found = attend(q[t], *put(made.layers[0], k[t], v[t], place), mask, scale=0.3)
         seen = F.pad(padding[rows], (0, t + 1), value=True)[:, None, None]
         past = [part[:, :, : length + t + 1] for part in whole]
-        expected = F.scaled_dot_product_attention(q[t], *past, attn_mask=seen, scale=0.3, enable_gqa=True)
+        expected = F.scaled_dot_product_attention(
+            q[t], *past, attn_mask=seen, scale=0.3, enable_gqa=True
+        )
         torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
     assert made.length == length + steps

@@ -21,7 +21,9 @@ def diffusers_grid(steps, begin=None, mu=None, **config):
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     scheduler = FlowMatchEulerDiscreteScheduler(**config)
-    scheduler.set_timesteps(**({"num_inference_steps": steps} if begin is None else {"sigmas": begin}), mu=mu)
+    scheduler.set_timesteps(
+        **({"num_inference_steps": steps} if begin is None else {"sigmas": begin}), mu=mu
+    )
     return scheduler.sigmas.double()
 
 
@@ -53,13 +55,29 @@ def test_flow_match_euler_is_the_grid_of_diffusers(shift):
 
 @pytest.mark.parametrize("train_steps", [1, 10, 500])
 def test_flow_match_euler_of_other_training_lengths(train_steps):
-    wanted = diffusers_grid(1 if train_steps == 1 else 7, shift=3.0, num_train_timesteps=train_steps)
+    wanted = diffusers_grid(
+        1 if train_steps == 1 else 7, shift=3.0, num_train_timesteps=train_steps
+    )
     near(flow_match_euler(len(wanted) - 1, train_steps=train_steps), wanted)
 
 
 def test_the_published_table_of_the_double_shift():
-    table = [1, 0.960129, 0.913349, 0.857692, 0.790368, 0.707278, 0.602151, 0.464876, 0.278049, 0.008929, 0]
-    torch.testing.assert_close(flow_match_euler(10), torch.tensor(table).double(), atol=6e-7, rtol=0)
+    table = [
+        1,
+        0.960129,
+        0.913349,
+        0.857692,
+        0.790368,
+        0.707278,
+        0.602151,
+        0.464876,
+        0.278049,
+        0.008929,
+        0,
+    ]
+    torch.testing.assert_close(
+        flow_match_euler(10), torch.tensor(table).double(), atol=6e-7, rtol=0
+    )
     once = [1, 0.964286, 0.923077, 0.875, 0.818182, 0.75, 0.666667, 0.5625, 0.428571, 0.25, 0]
     torch.testing.assert_close(shifted(10), torch.tensor(once).double(), atol=6e-7, rtol=0)
 
@@ -78,7 +96,10 @@ def test_dynamic_as_flux_pipelines_ask_for_it(kind, mu):
 
 def test_dynamic_as_sd3_pipelines_ask_for_it():
     for steps in MANY:
-        near(dynamic(steps, mu=0.9, smallest=1e-3), diffusers_grid(steps, mu=0.9, use_dynamic_shifting=True))
+        near(
+            dynamic(steps, mu=0.9, smallest=1e-3),
+            diffusers_grid(steps, mu=0.9, use_dynamic_shifting=True),
+        )
 
 
 @pytest.mark.parametrize("tokens", [64, 256, 1024, 2025, 4096, 8192])
@@ -86,14 +107,23 @@ def test_mu_from_the_number_of_tokens(tokens):
     from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
     near(dynamic(6, tokens=tokens), dynamic(6, mu=calculate_shift(tokens)))
-    other = dynamic(6, tokens=tokens, base_shift=0.2, max_shift=0.9, base_tokens=100, max_tokens=8000)
+    other = dynamic(
+        6, tokens=tokens, base_shift=0.2, max_shift=0.9, base_tokens=100, max_tokens=8000
+    )
     near(other, dynamic(6, mu=calculate_shift(tokens, 100, 8000, 0.2, 0.9)))
 
 
 @pytest.mark.parametrize(
-    "wrong", [{}, {"mu": 1.0, "tokens": 9}, {"mu": 1.0, "smallest": 0.0}, {"mu": 1.0, "terminal": 1.5},
-              {"tokens": 9, "base_tokens": 5, "max_tokens": 5}, {"mu": -1.0, "time_shift": "linear"}]
-)  # fmt: skip
+    "wrong",
+    [
+        {},
+        {"mu": 1.0, "tokens": 9},
+        {"mu": 1.0, "smallest": 0.0},
+        {"mu": 1.0, "terminal": 1.5},
+        {"tokens": 9, "base_tokens": 5, "max_tokens": 5},
+        {"mu": -1.0, "time_shift": "linear"},
+    ],
+)
 def test_dynamic_refuses(wrong):
     with pytest.raises(ValueError):
         dynamic(4, **wrong)
@@ -103,13 +133,17 @@ def test_shift_one_is_linear_and_shifts_multiply():
     time = linear(9)
     near(shift_time(time, 1.0), time)
     near(shift_time(shift_time(time, 2.0), 3.0), shift_time(time, 6.0))
-    near(dynamic(9, mu=math.log(3.0))[:-1], shift_time(torch.linspace(1, 1 / 9, 9, dtype=torch.float64), 3.0))
+    near(
+        dynamic(9, mu=math.log(3.0))[:-1],
+        shift_time(torch.linspace(1, 1 / 9, 9, dtype=torch.float64), 3.0),
+    )
     for shift in (0.0, -1.0):
         with pytest.raises(ValueError, match="shift must be greater than 0"):
             shifted(4, shift=shift)
 
 
-# -- noise windows -----------------------------------------------------------------------------------------------------
+# -- noise windows
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", WINDOWS)
@@ -137,12 +171,14 @@ def places(name, iterations, steps=25, **options):
 
 
 def test_progressive_window_moves_as_published_but_is_never_empty():
-    """MixGRPO (Li et al. 2025), section 3.2: by 1 every 25 iterations; that of its GRPOTrainingStates is empty from
-    iteration 575 to 599."""
+    """MixGRPO (Li et al. 2025), section 3.2: by 1 every 25 iterations; that of its
+    GRPOTrainingStates is empty from iteration 575 to 599."""
     assert places("progressive", [0, 24, 25, 49, 475]) == [(0, 4), (0, 4), (1, 4), (1, 4), (19, 4)]
-    assert places("progressive", [500, 599]) == [(0, 4), (3, 4)]  # 20 places of 25 iterations, then anew
+    # 20 places of 25 iterations, then anew
+    assert places("progressive", [500, 599]) == [(0, 4), (3, 4)]
     assert places("progressive", [500, 5000], again=False) == [(19, 4)] * 2
-    assert places("progressive", [0, 25, 50], stride=4) == [(0, 4), (4, 4), (8, 4)]  # without overlap
+    # without overlap
+    assert places("progressive", [0, 25, 50], stride=4) == [(0, 4), (4, 4), (8, 4)]
 
 
 def test_decaying_windows_hurry_towards_the_end():
@@ -150,7 +186,8 @@ def test_decaying_windows_hurry_towards_the_end():
     stays = [first[: first.index(19) + 1].count(place) for place in range(19)]
     assert stays[0] == 10 and stays == sorted(stays, reverse=True) and min(stays) >= 1
     first = [place for place, _ in places("exp_decay", range(600), every=25)]
-    assert first.count(13) == 25 and first.count(14) == 23 and first.count(19) == 14  # ceil(25 exp(-0.1 n))
+    # ceil(25 exp(-0.1 n))
+    assert first.count(13) == 25 and first.count(14) == 23 and first.count(19) == 14
 
 
 def test_random_windows_are_uniform_and_the_same_for_every_process():
@@ -159,23 +196,40 @@ def test_random_windows_are_uniform_and_the_same_for_every_process():
     assert min([place for place, _ in found].count(k) for k in range(3)) > 90
     rng = Rng.of("w", 1)
     elsewhere = Rng(rng.key, offset=7)  # another process's first prompt
-    assert torch.equal(WINDOWS["random_steps"](9, 1, rng, size=3), WINDOWS["random_steps"](9, 1, elsewhere, size=3))
-    chosen = torch.stack([WINDOWS["random_steps"](9, i, Rng.of("w", i), size=3) for i in range(200)])
-    assert (chosen.sum(1) == 3).all() and not chosen[:, -1].any() and (chosen[:, :-1].sum(0) > 45).all()
+    assert torch.equal(
+        WINDOWS["random_steps"](9, 1, rng, size=3), WINDOWS["random_steps"](9, 1, elsewhere, size=3)
+    )
+    chosen = torch.stack(
+        [WINDOWS["random_steps"](9, i, Rng.of("w", i), size=3) for i in range(200)]
+    )
+    assert (
+        (chosen.sum(1) == 3).all()
+        and not chosen[:, -1].any()
+        and (chosen[:, :-1].sum(0) > 45).all()
+    )
 
 
 def test_a_compressed_tail_keeps_the_curve():
     times = shifted(10, shift=3.0)
     short = compressed(times, 4, 0.5)
-    assert len(short) == 8 and torch.equal(short[:5], times[:5]) and short[-1] == 0 and short[5] == times[6]
-    assert torch.equal(compressed(times, 4, 1.0), times) and torch.equal(compressed(times, 10, 0.4), times)
+    assert (
+        len(short) == 8
+        and torch.equal(short[:5], times[:5])
+        and short[-1] == 0
+        and short[5] == times[6]
+    )
+    assert torch.equal(compressed(times, 4, 1.0), times) and torch.equal(
+        compressed(times, 10, 0.4), times
+    )
     assert len(compressed(times, 8, 0.4)) == 10  # at least one step
     for ratio in (0.0, 1.5):
         with pytest.raises(ValueError, match="must lie in"):
             compressed(times, 4, ratio)
 
 
-@pytest.mark.parametrize("wrong", [{"stop": 6}, {"start": 5}, {"start": 3, "stop": 3}, {"start": -6}, {"stop": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"stop": 6}, {"start": 5}, {"start": 3, "stop": 3}, {"start": -6}, {"stop": 0}]
+)
 def test_impossible_windows_say_what_is_possible(wrong):
     with pytest.raises(ValueError, match="need 0 <= start < stop <= 5"):
         window(5, **wrong)
@@ -188,18 +242,27 @@ def test_all_but_last_of_one_step():
 
 def test_windows_begin_at_the_first_iteration_and_first_place():
     for name in ("progressive", "decay", "exp_decay"):
-        quick = {"progressive": {"every": 1}, "decay": {"longest": 1}, "exp_decay": {"every": 1}}[name]
+        quick = {"progressive": {"every": 1}, "decay": {"longest": 1}, "exp_decay": {"every": 1}}[
+            name
+        ]
         for iteration in range(3):
             wanted = [False] * iteration + [True] * 4 + [False] * (6 - iteration)
             assert WINDOWS[name](10, iteration, **quick).tolist() == wanted
         assert torch.equal(WINDOWS[name](10, **quick), WINDOWS[name](10, 0, **quick))
-    assert places("progressive", [0, 1, 2], steps=10, every=0) == [(0, 4), (1, 4), (2, 4)]  # at least one iteration
-    assert int(WINDOWS["random_steps"](9).sum()) == 1 and int(WINDOWS["random_window"](9).sum()) == 2
+    # at least one iteration
+    assert places("progressive", [0, 1, 2], steps=10, every=0) == [(0, 4), (1, 4), (2, 4)]
+    assert (
+        int(WINDOWS["random_steps"](9).sum()) == 1 and int(WINDOWS["random_window"](9).sum()) == 2
+    )
 
 
 @pytest.mark.parametrize("chosen", [{}, {"longest": 7, "shortest": 3}])
 def test_a_decaying_window_stays_on_a_line_from_longest_to_shortest(chosen):
-    longest, shortest = chosen.get("longest", 10), chosen.get("shortest", 1)
+    longest = chosen.get("longest", 10)
+    shortest = chosen.get("shortest", 1)
     first = [place for place, _ in places("decay", range(200), **chosen)]
-    line = [int(longest * (1 - place / 23) + shortest * place / 23) for place in range(19)]  # 25 steps, stop -2
-    assert [first[: first.index(19)].count(place) for place in range(19)] == [max(shortest, n) for n in line]
+    # 25 steps, stop -2
+    line = [int(longest * (1 - place / 23) + shortest * place / 23) for place in range(19)]
+    assert [first[: first.index(19)].count(place) for place in range(19)] == [
+        max(shortest, n) for n in line
+    ]

@@ -15,7 +15,8 @@ from mmrl.scoring import Scorer, as_values
 from mmrl.types import Rewards
 
 B = 8
-MEDIA = torch.arange(B, dtype=torch.float32).view(B, 1, 1, 1).expand(B, 3, 4, 4) / 10  # sample i is worth i / 10
+# sample i is worth i / 10
+MEDIA = torch.arange(B, dtype=torch.float32).view(B, 1, 1, 1).expand(B, 3, 4, 4) / 10
 PROMPTS = [{"text": f"prompt {i}"} for i in range(B)]
 GOOD = torch.arange(B) / 10
 
@@ -25,14 +26,19 @@ def value(media, prompts):
 
 
 class Flaky:
-    """Raises, or returns NaN, as long as ``budget`` lasts, whenever a guilty sample is in the batch."""
+    """Raises, or returns NaN, as long as ``budget`` lasts, whenever a guilty sample is in the
+    batch."""
 
     def __init__(self, guilty=(), budget=10**9, nan=False):
-        self.guilty, self.budget, self.nan, self.calls = {f"prompt {i}" for i in guilty}, budget, nan, []
+        self.guilty = {f"prompt {i}" for i in guilty}
+        self.budget = budget
+        self.nan = nan
+        self.calls = []
 
     def __call__(self, media, prompts):
         self.calls.append([int(p["text"].split()[1]) for p in prompts])
-        values, bad = value(media, prompts).clone(), [p["text"] in self.guilty for p in prompts]
+        values = value(media, prompts).clone()
+        bad = [p["text"] in self.guilty for p in prompts]
         if any(bad) and self.budget > 0:
             self.budget -= 1
             if not self.nan:
@@ -62,7 +68,9 @@ def test_healthy_rewards_are_asked_once_and_come_back_with_their_weights():
     rewards = scorer(MEDIA.bfloat16().to(torch.float64), PROMPTS)
     assert isinstance(rewards, Rewards) and list(rewards) == ["a", "b"]
     assert all(v.dtype == torch.float32 and v.shape == (B,) for v in rewards.values())
-    assert rewards.weights == {"a": 2.0, "b": 1.0} and len(flaky.calls) == 1 and scorer.failures == {}
+    assert (
+        rewards.weights == {"a": 2.0, "b": 1.0} and len(flaky.calls) == 1 and scorer.failures == {}
+    )
     torch.testing.assert_close(rewards.total(), rewards["a"])
     assert set(scorer.seconds) == {"a", "b"} and all(s > 0 for s in scorer.seconds.values())
 
@@ -81,7 +89,8 @@ def test_only_the_guilty_samples_are_lost_when_the_batch_raises():
     assert flaky.calls[:2] == [list(range(B))] * 2 and len(flaky.calls) <= 2 + 4 * 3
     assert scorer.failures["mine"].count == 2 and scorer.failures["mine"].prompt == "'prompt 7'"
     assert (
-        "RuntimeError: the judge is out" in scorer.failures["mine"].cause and __file__ in scorer.failures["mine"].cause
+        "RuntimeError: the judge is out" in scorer.failures["mine"].cause
+        and __file__ in scorer.failures["mine"].cause
     )
 
 
@@ -98,7 +107,9 @@ def test_values_that_are_not_finite_are_asked_for_once_more_alone():
 
 
 def test_infinity_is_excluded_too_and_never_reaches_a_sum():
-    values, scorer = score(lambda media, prompts: torch.where(value(media, prompts) > 0.65, torch.inf, 1.0))
+    values, scorer = score(
+        lambda media, prompts: torch.where(value(media, prompts) > 0.65, torch.inf, 1.0)
+    )
     assert values.isnan().tolist() == [False] * 7 + [True] and scorer.failures["mine"].count == 1
 
 
@@ -122,8 +133,11 @@ def test_a_second_look_that_raises_loses_only_the_guilty():
 @settings(max_examples=40, deadline=None)
 @given(st.sets(st.integers(0, B - 1)), st.sets(st.integers(0, B - 1)))
 def test_any_mixture_of_faults_loses_exactly_the_guilty(raising, nan):
-    inner, outer = Flaky(guilty=nan - raising, nan=True), Flaky(guilty=raising)
-    values, scorer = score(lambda media, prompts: outer(media, prompts) + 0 * inner(media, prompts), max_failures=1.0)
+    inner = Flaky(guilty=nan - raising, nan=True)
+    outer = Flaky(guilty=raising)
+    values, scorer = score(
+        lambda media, prompts: outer(media, prompts) + 0 * inner(media, prompts), max_failures=1.0
+    )
     same(values, without(*(raising | nan)))
     assert (scorer.failures["mine"].count if scorer.failures else 0) == len(raising | nan)
 
@@ -132,7 +146,14 @@ def test_too_many_failures_stop_with_reward_count_cause_place_and_remedy():
     same(score(Flaky(guilty=range(4)))[0], without(0, 1, 2, 3))  # exactly one half is allowed
     with pytest.raises(UserError) as caught:
         score(Flaky(guilty=range(5)))
-    for part in ("'mine'", "5 of 8", "RuntimeError: the judge is out", f"{__file__}:", "'prompt 4'", "max_failures"):
+    for part in (
+        "'mine'",
+        "5 of 8",
+        "RuntimeError: the judge is out",
+        f"{__file__}:",
+        "'prompt 4'",
+        "max_failures",
+    ):
         assert part in str(caught.value)
     with pytest.raises(UserError, match="1 of 8 samples.*it returned nan twice"):
         score(Flaky(guilty=[6], nan=True), max_failures=0.0)
@@ -151,7 +172,11 @@ def test_failures_add_up_over_calls_and_each_cause_is_logged_once(caplog):
         scorer(MEDIA, PROMPTS)
         scorer(MEDIA, PROMPTS)
     assert scorer.failures["mine"].count == 4
-    assert len(caplog.records) == 1 and "'prompt 2'" in caplog.text and "the judge is out" in caplog.text
+    assert (
+        len(caplog.records) == 1
+        and "'prompt 2'" in caplog.text
+        and "the judge is out" in caplog.text
+    )
 
 
 def test_interrupts_and_user_errors_pass_through_at_once():
@@ -191,7 +216,11 @@ def test_whole_numbers_and_booleans_are_floats():
 @pytest.mark.parametrize(
     "returned, says",
     [
-        (torch.zeros(B, 1), r"torch.float32 of shape \[8, 1\] for 8 samples; expected \[B\] = \[8\]"),
+        (
+            torch.zeros(B, 1),
+            r"torch.float32 of shape \[8, 1\] for 8 samples; expected \[B\] = "
+            r"\[8\]",
+        ),
         (torch.tensor(0.5), r"shape \[\]"),
         (0.5, r"shape \[\]"),
         ([0.0] * 7, r"shape \[7\]"),
@@ -241,7 +270,9 @@ def test_inference_tensors_can_be_scored():
 
 
 def test_the_place_of_a_fault_is_the_users_line_not_the_librarys():
-    values, scorer = score(lambda media, prompts: torch.stack([media[0], prompts[0]]), max_failures=1.0)
+    values, scorer = score(
+        lambda media, prompts: torch.stack([media[0], prompts[0]]), max_failures=1.0
+    )
     assert values.isnan().all() and f"({__file__}:" in scorer.failures["mine"].cause
 
 
@@ -249,7 +280,12 @@ def test_the_place_of_a_fault_is_the_users_line_not_the_librarys():
     "rewards, weights, limit, says",
     [
         ({}, None, 0.5, "no reward is given"),
-        ({"jpeg": value}, {"jpg": 1.0}, 0.5, "reward 'jpg', which is not used; did you mean 'jpeg'"),
+        (
+            {"jpeg": value},
+            {"jpg": 1.0},
+            0.5,
+            "reward 'jpg', which is not used; did you mean 'jpeg'",
+        ),
         ({"jpeg": value}, None, 1.5, "between 0 and 1, got 1.5"),
     ],
 )

@@ -1,4 +1,5 @@
-"""Rewards side by side, in parts, of groups and of steps: the same numbers as one after another, and nothing lost."""
+"""Rewards side by side, in parts, of groups and of steps: the same numbers as one after another,
+and nothing lost."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from samplers.noise import Rng
 from tests import toys, waiting
 from tests.rounding import assert_to_rounding
 
-B, COPIES = 12, 3
+B = 12
+COPIES = 3
 MEDIA = torch.rand(B, 3, 4, 4, generator=torch.Generator().manual_seed(0))
 ASKED = [{"text": f"prompt {i // COPIES}"} for i in range(B)]
 GROUPS = torch.arange(B) // COPIES
@@ -32,7 +34,8 @@ def mean(media, prompts):
 @card(of="group")
 def rank(media, prompts):
     """Position inside the group; wants whole groups."""
-    values, found = mean(media, prompts), torch.zeros(len(media))
+    values = mean(media, prompts)
+    found = torch.zeros(len(media))
     for name in {p["group"] for p in prompts}:
         rows = torch.tensor([i for i, p in enumerate(prompts) if p["group"] == name])
         assert len(rows) == COPIES, "a group was torn apart"
@@ -49,7 +52,10 @@ class Waits:
     """A reward that does not answer before ``ready()`` has returned."""
 
     def __init__(self, factor=1.0, ready=lambda: None):
-        self.factor, self.ready, self.seen, self.threads = factor, ready, [], set()
+        self.factor = factor
+        self.ready = ready
+        self.seen = []
+        self.threads = set()
 
     def __call__(self, media, prompts):
         self.seen += [p["text"] for p in prompts]
@@ -59,7 +65,9 @@ class Waits:
 
 
 def one_by_one(rewards, **options):
-    return Rewards({n: Scorer({n: r}, **options)(MEDIA, ASKED, GROUPS)[n] for n, r in rewards.items()})
+    return Rewards(
+        {n: Scorer({n: r}, **options)(MEDIA, ASKED, GROUPS)[n] for n, r in rewards.items()}
+    )
 
 
 def equal(found, wanted):
@@ -125,9 +133,14 @@ def test_a_reward_that_fails_costs_no_other_one_a_value():
     found = stream.result()
     assert found["broken"].isnan().tolist() == [g == 2 for g in GROUPS.tolist()]
     assert found["slow"].isfinite().all() and found["rank"].isfinite().all()
-    assert scorer.failures["broken"].count == 3 and "the server is gone" in scorer.failures["broken"].cause
+    assert (
+        scorer.failures["broken"].count == 3
+        and "the server is gone" in scorer.failures["broken"].cause
+    )
     strict = Scorer({"slow": mean, "broken": broken}, max_failures=0.2)
-    with pytest.raises(UserError, match="'broken' could not score 3 of 12 samples, more than max_failures"):
+    with pytest.raises(
+        UserError, match="'broken' could not score 3 of 12 samples, more than max_failures"
+    ):
         strict(MEDIA, ASKED, GROUPS)
 
 
@@ -141,7 +154,8 @@ def test_failures_in_parts_are_counted_against_the_whole_batch():
     assert int(stream.result()["guilty"].isnan().sum()) == 3
 
 
-# ------------------------------------------------------------------------------------------------ groups and steps
+# ------------------------------------------------------------------------------------------------
+# groups and steps
 
 
 def test_a_group_reward_sees_whole_groups_also_after_a_failure_and_in_any_order():
@@ -154,16 +168,25 @@ def test_a_group_reward_sees_whole_groups_also_after_a_failure_and_in_any_order(
     shuffled = torch.tensor([0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11])
     scorer = Scorer({"moody": moody})
     found = scorer(MEDIA[shuffled], [ASKED[i] for i in shuffled], GROUPS[shuffled])["moody"]
-    wanted = one_by_one({"rank": rank})["rank"][shuffled].masked_fill(GROUPS[shuffled] == 1, torch.nan)
+    wanted = one_by_one({"rank": rank})["rank"][shuffled].masked_fill(
+        GROUPS[shuffled] == 1, torch.nan
+    )
     torch.testing.assert_close(found, wanted, equal_nan=True)
     assert scorer.failures["moody"].count == COPIES
 
 
 def test_without_numbers_neighbours_with_one_prompt_are_a_group():
-    assert Scorer({"rank": rank})(MEDIA, ASKED)["rank"].tolist() == one_by_one({"rank": rank})["rank"].tolist()
+    assert (
+        Scorer({"rank": rank})(MEDIA, ASKED)["rank"].tolist()
+        == one_by_one({"rank": rank})["rank"].tolist()
+    )
     arrays = [{"text": "q", "image": torch.full((2, 2), float(i // COPIES))} for i in range(B)]
-    held = [arrays[i // COPIES * COPIES] for i in range(B)]  # one object a group, which cannot be compared by value
-    assert Scorer({"rank": rank})(MEDIA, held)["rank"].tolist() == one_by_one({"rank": rank})["rank"].tolist()
+    # one object a group, which cannot be compared by value
+    held = [arrays[i // COPIES * COPIES] for i in range(B)]
+    assert (
+        Scorer({"rank": rank})(MEDIA, held)["rank"].tolist()
+        == one_by_one({"rank": rank})["rank"].tolist()
+    )
 
 
 def test_a_step_reward_may_leave_steps_out_but_not_a_sample():
@@ -175,7 +198,11 @@ def test_a_step_reward_may_leave_steps_out_but_not_a_sample():
 
     @card(of="step")
     def empty(media, prompts):
-        return torch.where(torch.tensor([[p["text"] == "prompt 3"] for p in prompts]), torch.nan, steps(media, prompts))
+        return torch.where(
+            torch.tensor([[p["text"] == "prompt 3"] for p in prompts]),
+            torch.nan,
+            steps(media, prompts),
+        )
 
     scorer = Scorer({"sparse": sparse, "empty": empty})
     found = scorer(MEDIA, ASKED, GROUPS)
@@ -192,7 +219,9 @@ def test_a_step_reward_of_another_shape_is_refused(values):
 def rollout(family="flow", parts=1, scorer=None, **options):
     policy = toys.make(family, **options)
     policy.width = 4
-    found, media, scores = overlap.draw(policy, toys.prompts(4), COPIES, Rng.of(3), scorer or Scorer({"a": toy}), parts)
+    found, media, scores = overlap.draw(
+        policy, toys.prompts(4), COPIES, Rng.of(3), scorer or Scorer({"a": toy}), parts
+    )
     return found, media, scores()
 
 
@@ -210,8 +239,12 @@ def test_step_rewards_give_step_advantages():
         assert found.shape == (B, K)
         for k in range(K):
             torch.testing.assert_close(found[:, k : k + 1], advantage(each[:, k], rows))
-    mixed = group(Rewards({"each": each, "whole": whole}, {"each": 1.0, "whole": 2.0}), rows, std="none")
-    torch.testing.assert_close(mixed, group(Rewards({"x": each + 2 * whole[:, None]}), rows, std="none"))
+    mixed = group(
+        Rewards({"each": each, "whole": whole}, {"each": 1.0, "whole": 2.0}), rows, std="none"
+    )
+    torch.testing.assert_close(
+        mixed, group(Rewards({"x": each + 2 * whole[:, None]}), rows, std="none")
+    )
     hole = each.clone()
     hole[4, 1] = torch.nan
     assert group(Rewards({"each": hole}), rows).isnan().nonzero().tolist() == [[4, 1]]
@@ -241,31 +274,39 @@ def test_steps_that_do_not_fit_are_refused():
     rows, _, _ = rollout()
     with pytest.raises(UserError, match="'each' gives 2 steps for samples of 6 decisions"):
         group(Rewards({"each": torch.rand(B, 2)}), rows)
-    with pytest.raises(UserError, match="compares whole samples; use one that knows steps, such as process"):
+    with pytest.raises(
+        UserError, match="compares whole samples; use one that knows steps, such as process"
+    ):
         DDPO()(Rewards({"each": torch.rand(B, 6)}), rows)
 
 
-# ---------------------------------------------------------------------------------------------------- overlap
+# --------------------------------------------------------------------------------------------------
+# overlap
 
 
 def slope_of(dist, target):
-    """How much a unit in the last place of a Gaussian's mean moves its log-prob, at most; 0 of other distributions."""
+    """How much a unit in the last place of a Gaussian's mean moves its log-prob, at most; 0 of
+    other distributions."""
     if not hasattr(dist, "mean"):
         return 0.0
-    return float(dist.mean.detach().abs().max() * ((target - dist.mean) / dist.std**2).detach().abs().max())
+    return float(
+        dist.mean.detach().abs().max() * ((target - dist.mean) / dist.std**2).detach().abs().max()
+    )
 
 
 @pytest.mark.parametrize("family", sorted(toys.POLICIES))
 @pytest.mark.parametrize("guidance", [1.0, 2.0])
 def test_a_rollout_in_parts_is_the_same_rollout_to_rounding(family, guidance):
-    """The same rows, prompts, noise and decisions. Rows lie at other places of their passes, which some CPUs round in
-    another way (Intel's with AVX2 or AVX-512: up to 5 units in the last place), so no further than that."""
+    """The same rows, prompts, noise and decisions. Rows lie at other places of their passes, which
+    some CPUs round in another way (Intel's with AVX2 or AVX-512: up to 5 units in the last place),
+    so no further than that."""
     options = {"guidance": guidance} if family in ("flow", "diffusion", "video") else {}
     whole, media, rewards = rollout(family, **options)
     for parts in (2, 3, 9):
         found, seen, scores = rollout(family, parts, **options)
         for name in ("group", "row", "sample", "logprob", "mask", "path", "time", "order"):
-            one, other = getattr(found, name), getattr(whole, name)
+            one = getattr(found, name)
+            other = getattr(whole, name)
             assert (one is None) == (other is None), name
             if one is not None:
                 assert_to_rounding(one, other)
@@ -275,8 +316,12 @@ def test_a_rollout_in_parts_is_the_same_rollout_to_rounding(family, guidance):
         policy = toys.make(family, **options)
         policy.width = 4
         for one, other in zip(policy.path(found), policy.path(whole), strict=True):
-            found_logp, whole_logp = (policy.dist(point).log_prob(point.target) for point in (one, other))
-            assert_to_rounding(found_logp, whole_logp, slope=slope_of(policy.dist(other), other.target))
+            found_logp, whole_logp = (
+                policy.dist(point).log_prob(point.target) for point in (one, other)
+            )
+            assert_to_rounding(
+                found_logp, whole_logp, slope=slope_of(policy.dist(other), other.target)
+            )
 
 
 def test_sampling_goes_on_while_a_slow_reward_works():
@@ -294,7 +339,9 @@ def test_sampling_goes_on_while_a_slow_reward_works():
         assert begun[min(len(scored), 3)].wait(waiting.HANG)
         return toy(media, prompts)
 
-    _, _, scores = overlap.draw(Announced(), toys.prompts(4), COPIES, Rng.of(3), Scorer({"a": slow}), 4)
+    _, _, scores = overlap.draw(
+        Announced(), toys.prompts(4), COPIES, Rng.of(3), Scorer({"a": slow}), 4
+    )
     assert scores()["a"].isfinite().all() and scored == [COPIES] * 4
 
 
@@ -312,10 +359,13 @@ def test_answers_of_different_length_are_padded_and_conditions_joined():
                 prompts=({"text": str(length)},),
                 cond=[{"ids": torch.ones(1, length)}],
                 branch=torch.arange(2)[:, None].expand(2, length).contiguous(),
-            )  # fmt: skip
+            )
         )
     found = overlap.joined(parts)
-    assert found.sample.shape == (4, 4) and found.mask.tolist() == [[True, True, False, False]] * 2 + [[True] * 4] * 2
+    assert (
+        found.sample.shape == (4, 4)
+        and found.mask.tolist() == [[True, True, False, False]] * 2 + [[True] * 4] * 2
+    )
     assert found.group.tolist() == [0, 0, 1, 1] and [p["text"] for p in found.prompts] == ["2", "4"]
     assert len(found.cond) == 2 and found.cond[1]["ids"].shape == (1, 4)
     assert set(found.branch[:2].flatten().tolist()).isdisjoint(found.branch[2:].flatten().tolist())
@@ -328,12 +378,19 @@ def test_training_in_parts_is_the_same_training():
     from mmrl.trainer import Trainer
 
     def run(parts):
-        options = TrainOptions(prompts=4, copies=4, batch_size=8, iterations=1, overlap=parts, micro_batch=4)
+        options = TrainOptions(
+            prompts=4, copies=4, batch_size=8, iterations=1, overlap=parts, micro_batch=4
+        )
         policy = toys.make("flow")
         trainer = Trainer(
-            policy, toys.prompts(4), Scorer({"a": toy, "b": lambda m, p: -toy(m, p)}, {"b": 0.3}), flow_grpo,
-            PolicyGradient(), lambda parameters: torch.optim.SGD(parameters, lr=0.1), options,
-        )  # fmt: skip
+            policy,
+            toys.prompts(4),
+            Scorer({"a": toy, "b": lambda m, p: -toy(m, p)}, {"b": 0.3}),
+            flow_grpo,
+            PolicyGradient(),
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            options,
+        )
         trainer.iterate()
         return torch.cat([p.flatten() for p in policy.net.parameters()])
 
@@ -346,14 +403,25 @@ def test_answers_of_a_vision_language_model_in_parts():
     def long(media, prompts):
         return torch.tensor([float(text.tokens) for text in media])
 
-    policy, asked = policy_of(), prompts()
-    draws = [overlap.draw(policy, asked, 2, Rng.of(5), Scorer({"long": long}), parts) for parts in (1, 3)]
+    policy = policy_of()
+    asked = prompts()
+    draws = [
+        overlap.draw(policy, asked, 2, Rng.of(5), Scorer({"long": long}), parts) for parts in (1, 3)
+    ]
     (whole, said, one), (found, seen, other) = draws
-    assert seen == said and found.prompts == whole.prompts and torch.equal(one()["long"], other()["long"])
+    assert (
+        seen == said
+        and found.prompts == whole.prompts
+        and torch.equal(one()["long"], other()["long"])
+    )
     assert torch.equal(found.mask, whole.mask) and torch.equal(found.group, whole.group)
     assert torch.equal(found.sample[found.mask], whole.sample[whole.mask])
-    torch.testing.assert_close(found.logprob[found.mask], whole.logprob[whole.mask], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        found.logprob[found.mask], whole.logprob[whole.mask], rtol=1e-4, atol=1e-5
+    )
     with torch.no_grad():
         for point in policy.path(found):
             scored = policy.dist(point).log_prob(point.target)
-            torch.testing.assert_close(scored[point.mask], point.logprob[point.mask], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                scored[point.mask], point.logprob[point.mask], rtol=1e-4, atol=1e-4
+            )

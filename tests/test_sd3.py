@@ -5,7 +5,11 @@ from functools import partial
 
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+from diffusers import (
+    FlowMatchEulerDiscreteScheduler,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+)
 
 from mmrl import advantages, commands, evaluation, session
 from mmrl.batches import Points, passes
@@ -43,13 +47,19 @@ def brightness(media, prompts):
 def trainer_of(policy, kl=0.1, **options):
     sizes = {"prompts": 3, "copies": 4, "batch_size": 12, "iterations": 3} | options
     return Trainer(
-        policy, PROMPTS, Scorer({"brightness": brightness}), advantages.dance, PolicyGradient(clip=1e-2, kl=kl),
-        partial(adamw, lr=1e-3), TrainOptions(**sizes),
-    )  # fmt: skip
+        policy,
+        PROMPTS,
+        Scorer({"brightness": brightness}),
+        advantages.dance,
+        PolicyGradient(clip=1e-2, kl=kl),
+        partial(adamw, lr=1e-3),
+        TrainOptions(**sizes),
+    )
 
 
 def variant(folder, target, kind):
-    """Other shapes of the format: SD3.5's double attention and normalised queries, no T5, a shift by resolution."""
+    """Other shapes of the format: SD3.5's double attention and normalised queries, no T5, a shift
+    by resolution."""
     parts = {}
     if kind == "sd3.5":
         torch.manual_seed(1)
@@ -66,7 +76,9 @@ def variant(folder, target, kind):
 
 @pytest.mark.parametrize("kind", ["sd3.5", "no T5", "dynamic shift"])
 def test_every_shape_of_the_format_is_the_diffusers_pipeline(folder, tmp_path, kind):
-    test_without_noise_we_are_the_diffusers_pipeline(variant(folder, tmp_path / "model", kind), 3.0, 4)
+    test_without_noise_we_are_the_diffusers_pipeline(
+        variant(folder, tmp_path / "model", kind), 3.0, 4
+    )
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
@@ -79,7 +91,11 @@ def test_without_noise_we_are_the_diffusers_pipeline(folder, guidance, steps):
     without = {} if policy.t5 else {"text_encoder_3": None, "tokenizer_3": None}
     pipe = StableDiffusion3Pipeline.from_pretrained(folder, **without)
     pipe.set_progress_bar_config(disable=True)
-    common = {"latents": rollout.path[:, 0], "guidance_scale": guidance, "num_inference_steps": steps}
+    common = {
+        "latents": rollout.path[:, 0],
+        "guidance_scale": guidance,
+        "num_inference_steps": steps,
+    }
     length = 256 if pipe.tokenizer_3 is None else pipe.tokenizer_3.model_max_length
     sizes = {"height": 32, "width": 32, "max_sequence_length": length}
     texts = [p["text"] for p in rollout.asked()]
@@ -115,13 +131,16 @@ def test_half_precision_weights_are_scored_as_sampled(folder, dtype):
     metrics = trainer_of(policy).iterate()
     assert metrics["ratio/max_deviation"] == 0.0 and metrics["kl"] == 0.0
     kept = policy.net.transformer_blocks[0].attn.to_q
-    assert kept.base_layer.weight.dtype == getattr(torch, dtype) and kept.lora_A.default.weight.dtype == torch.float32
+    assert (
+        kept.base_layer.weight.dtype == getattr(torch, dtype)
+        and kept.lora_A.default.weight.dtype == torch.float32
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_commands_compute_as_training_does(tmp_path, precision):
-    """One rule: the network's own passes are in ``train.precision``, encoders and decoder as they were loaded. A bf16
-    decoder showed another picture than the one that training had rewarded."""
+    """One rule: the network's own passes are in ``train.precision``, encoders and decoder as they
+    were loaded. A bf16 decoder showed another picture than the one that training had rewarded."""
     (tmp_path / "prompts.txt").write_text("\n".join(prompt["text"] for prompt in PROMPTS))
     (tmp_path / "run.yaml").write_text(RUN.format(folder=tmp_path, precision=precision))
     trainer = session.Session.of(session.read(tmp_path / "run.yaml", [])).trainer()
@@ -161,11 +180,18 @@ def test_micro_batches_change_no_gradient(folder):
         policy = make(folder, width=None, guidance=2.0)
         policy.net.double()
         trainer = trainer_of(policy, micro_batch=micro)
-        rollout, _ = trainer.collect()  # rewards are float32, and the decoder: the advantage is therefore fixed here
-        rollout = rollout.replace(logprob=rollout.logprob + 0.01, advantage=(rollout.row % 5 - 2.0).double()[:, None])
+        # rewards are float32, and the decoder: the advantage is therefore fixed here
+        rollout, _ = trainer.collect()
+        rollout = rollout.replace(
+            logprob=rollout.logprob + 0.01, advantage=(rollout.row % 5 - 2.0).double()[:, None]
+        )
         points = list(trainer.objective.points(policy, rollout, Rng.of(0)))
-        trainer._accumulated(Points(partial(iter, points)), float(sum(p.mask.sum() for p in points)), Rng.of(0))
-        runs.append((torch.cat([p.grad.flatten() for p in policy.net.parameters()]), rollout.sample))
+        trainer._accumulated(
+            Points(partial(iter, points)), float(sum(p.mask.sum() for p in points)), Rng.of(0)
+        )
+        runs.append(
+            (torch.cat([p.grad.flatten() for p in policy.net.parameters()]), rollout.sample)
+        )
     for gradient, sample in runs[1:]:
         torch.testing.assert_close(gradient, runs[0][0], atol=1e-10, rtol=0)
         torch.testing.assert_close(sample, runs[0][1], atol=1e-10, rtol=0)
@@ -176,13 +202,16 @@ def test_scoring_a_mixed_pass_equals_scoring_step_by_step(folder):
     with torch.no_grad():
         rollout = policy.rollout(PROMPTS, 4, Rng.of(0))
         apart = torch.cat([policy.dist(p).log_prob(p.target) for p in policy.path(rollout)])
-        mixed = torch.cat([policy.dist(p).log_prob(p.target) for p in passes(policy.path(rollout), 5)])
+        mixed = torch.cat(
+            [policy.dist(p).log_prob(p.target) for p in passes(policy.path(rollout), 5)]
+        )
     torch.testing.assert_close(apart, mixed, atol=1e-6, rtol=0)
 
 
 def test_training_raises_the_reward(folder):
     policy = make(folder, sde=all_but_last)
-    policy.decode = lambda rollout: rollout.sample[:, :3]  # the decoder of the test folder is hardly trained
+    # the decoder of the test folder is hardly trained
+    policy.decode = lambda rollout: rollout.sample[:, :3]
     trainer = trainer_of(policy, kl=0.0, copies=16, batch_size=24, iterations=15)
     found = [trainer.iterate() for _ in range(15)]
     rewards = [f["reward/mean"] for f in found]
@@ -211,11 +240,17 @@ def test_export_is_what_diffusers_loads(folder, tmp_path, lora):
             untrained = base_like.rollout(PROMPTS, 1, Rng.of("same")).sample
     latents, images = (
         pipe(
-            [p["text"] for p in PROMPTS], latents=rollout.path[:, 0], guidance_scale=1.0, num_inference_steps=4,
-            height=32, width=32, max_sequence_length=pipe.tokenizer_3.model_max_length, output_type=kind,
+            [p["text"] for p in PROMPTS],
+            latents=rollout.path[:, 0],
+            guidance_scale=1.0,
+            num_inference_steps=4,
+            height=32,
+            width=32,
+            max_sequence_length=pipe.tokenizer_3.model_max_length,
+            output_type=kind,
         ).images
         for kind in ("latent", "pt")
-    )  # fmt: skip
+    )
     torch.testing.assert_close(rollout.sample, latents, atol=2e-5, rtol=0)
     torch.testing.assert_close(ours, images, atol=2e-5, rtol=0)
     assert (rollout.sample - untrained).abs().max() > 1e-3
@@ -230,9 +265,12 @@ def test_a_checkpoint_resumes_to_the_bit(folder, tmp_path):
 
 @pytest.mark.parametrize("placement", ["keep", "offload", "release"])
 def test_prompts_are_encoded_once_and_encoders_leave(folder, placement, monkeypatch):
-    policy, calls = make(folder, text_encoders=placement), []
+    policy = make(folder, text_encoders=placement)
+    calls = []
     encode = policy.encode_texts
-    policy.texts.encode = lambda pipe, texts, device: calls.append(texts) or encode(pipe, texts, device)
+    policy.texts.encode = lambda pipe, texts, device: (
+        calls.append(texts) or encode(pipe, texts, device)
+    )
     policy.prepare(PROMPTS)
     for _ in range(2):
         cond = policy.encode([*PROMPTS, PROMPTS[0]])
@@ -250,7 +288,9 @@ def test_a_wrong_folder_or_size_is_one_sentence(folder, tmp_path):
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
     with pytest.raises(UserError, match="holds a FluxPipeline, expected StableDiffusion3"):
         SD3(str(tmp_path))
-    with pytest.raises(UserError, match="size 33 is not a multiple of 8; the nearest are 32 and 40"):
+    with pytest.raises(
+        UserError, match="size 33 is not a multiple of 8; the nearest are 32 and 40"
+    ):
         SD3(folder, size=33)
     with pytest.raises(UserError, match="cannot load the transformer of 'nobody/nothing'"):
         SD3("nobody/nothing")
@@ -261,7 +301,9 @@ def test_a_wrong_folder_or_size_is_one_sentence(folder, tmp_path):
 def test_the_folder_decides_the_time_grid(folder):
     pipe = StableDiffusion3Pipeline.from_pretrained(folder, transformer=None, vae=None)
     pipe.scheduler.set_timesteps(7)
-    torch.testing.assert_close(make(folder, steps=7).times.float(), pipe.scheduler.sigmas, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        make(folder, steps=7).times.float(), pipe.scheduler.sigmas, atol=1e-6, rtol=0
+    )
 
 
 def test_seeds_make_adapters_reproducible():

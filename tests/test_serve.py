@@ -46,7 +46,8 @@ def url():
         yield address
 
 
-# --------------------------------------------------------------------------------------------------- the server
+# --------------------------------------------------------------------------------------------------
+# the server
 
 
 def test_info_health_and_metrics(url):
@@ -73,11 +74,18 @@ def test_json_and_multipart_say_the_same(url):
     files = [("images", ("a.png", png(), "image/png"))] * 2
     files += [(key, (None, json.dumps(body[key]).encode())) for key in ("prompts", "rewards")]
     assert waiting.post(f"{url}/score", files=files).json() == first
-    assert first["rewards"]["picky"] == [1.0, None] and first["weights"] == {"mean": 0.5, "picky": 0.0}
+    assert first["rewards"]["picky"] == [1.0, None] and first["weights"] == {
+        "mean": 0.5,
+        "picky": 0.0,
+    }
     assert first["failures"] == {"picky": {"count": 1, "cause": "it returned nan twice"}}
     video = {"videos": [[b64(png())] * 3] * 2, "prompts": body["prompts"], "rewards": ["jpeg"]}
-    still = waiting.post(f"{url}/score", json={**body, "rewards": ["jpeg"]}).json()["rewards"]["jpeg"]
-    assert waiting.post(f"{url}/score", json=video).json()["rewards"]["jpeg"] == pytest.approx(still)
+    still = waiting.post(f"{url}/score", json={**body, "rewards": ["jpeg"]}).json()["rewards"][
+        "jpeg"
+    ]
+    assert waiting.post(f"{url}/score", json=video).json()["rewards"]["jpeg"] == pytest.approx(
+        still
+    )
 
 
 def test_the_token_is_asked_for_before_anything_else(monkeypatch):
@@ -99,7 +107,9 @@ def test_the_token_is_asked_for_before_anything_else(monkeypatch):
 
 
 def test_too_much_is_refused_when_it_is_announced_and_when_it_arrives():
-    with serving({"mean": mean}, max_request_mib=0.01, max_samples=3, max_megapixels=0.003) as address:
+    with serving(
+        {"mean": mean}, max_request_mib=0.01, max_samples=3, max_megapixels=0.003
+    ) as address:
         big = b"x" * 20_000
         kind = {"content-type": "application/json"}
         announced = waiting.post(f"{address}/score", content=big, headers=kind)
@@ -111,7 +121,9 @@ def test_too_much_is_refused_when_it_is_announced_and_when_it_arrives():
         tiny = {"images": [b64(png(gray_png(1)))] * 4, "prompts": [{}] * 4}
         assert "1 to 3" in waiting.post(f"{address}/score", json=tiny).json()["error"]
         bomb = {"images": [b64(gray_png(2000))], "prompts": [{}]}
-        assert "2000 x 2000 pixels are more" in waiting.post(f"{address}/score", json=bomb).json()["error"]
+        assert ("2000 x 2000 pixels are more") in waiting.post(
+            f"{address}/score", json=bomb
+        ).json()["error"]
 
 
 def gray_png(side):
@@ -160,7 +172,9 @@ MISTAKES = {
 def test_a_mistake_is_answered_with_its_field(url, case):
     body, field = MISTAKES[case]
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    answer = waiting.post(f"{url}/score", content=content, headers={"content-type": "application/json"})
+    answer = waiting.post(
+        f"{url}/score", content=content, headers={"content-type": "application/json"}
+    )
     assert answer.status_code == 400 and answer.json()["field"] == field, answer.text
     assert answer.json()["error"].startswith(f"{field}: ")
 
@@ -172,7 +186,12 @@ def test_other_bodies_and_tensors_are_refused(url):
     kind = {"content-type": "multipart/form-data; boundary=b"}
     for body in (b"", b"--b\r\nbroken", b"--b\r\n\r\n\r\n--b--\r\n", b"\0" * 100):
         assert waiting.post(f"{url}/score", content=body, headers=kind).json()["field"] == "body"
-    assert waiting.post(f"{url}/score", content=b"", headers={"content-type": "multipart/form-data"}).status_code == 400
+    assert (
+        waiting.post(
+            f"{url}/score", content=b"", headers={"content-type": "multipart/form-data"}
+        ).status_code
+        == 400
+    )
     for wrong in (
         torch.zeros(2, 3),
         torch.zeros(2, 4, 8, 8),
@@ -188,14 +207,20 @@ def test_other_bodies_and_tensors_are_refused(url):
 
 
 def test_what_a_reward_refuses_is_a_message_and_spoils_no_other_request():
-    with serving({"refusing": refusing}) as address, pytest.raises(UserError, match="images of the moon"):
+    with (
+        serving({"refusing": refusing}) as address,
+        pytest.raises(UserError, match="images of the moon"),
+    ):
         Remote(address)(pictures(2), asked(2))
 
 
 def test_mutated_requests_give_no_server_error(url):
-    """Bytes of good requests changed, cut, doubled: a 200 or a 4xx, never a 500, and the server lives."""
+    """Bytes of good requests changed, cut, doubled: a 200 or a 4xx, never a 500, and the server
+    lives."""
     draw = random.Random(0)
-    request = httpx.Request("POST", url, files=[("images", ("a", png())), ("prompts", (None, b'[{"n": 1}]'))])
+    request = httpx.Request(
+        "POST", url, files=[("images", ("a", png())), ("prompts", (None, b'[{"n": 1}]'))]
+    )
     multipart = (request.read(), request.headers["content-type"])
     plain = (json.dumps(good(1)).encode(), "application/json")
     statuses = set()
@@ -213,14 +238,21 @@ def test_mutated_requests_give_no_server_error(url):
                 elif change == 2:
                     body[at:at] = body[at : at + draw.randint(1, 40)]
                 else:
-                    body[at:at] = draw.choice([b'"', b"[", b"}", b"null", b"-1", b"\r\n", b"--", b"1e999", b"\\ud800"])
+                    body[at:at] = draw.choice(
+                        [b'"', b"[", b"}", b"null", b"-1", b"\r\n", b"--", b"1e999", b"\\ud800"]
+                    )
             body = bytes(body) or b"x"
-            statuses.add(client.post(f"{url}/score", content=body, headers={"content-type": kind}).status_code)
+            statuses.add(
+                client.post(
+                    f"{url}/score", content=body, headers={"content-type": kind}
+                ).status_code
+            )
     assert {200, 400} <= statuses and max(statuses) < 500, statuses
     assert waiting.get(f"{url}/health").status_code == 200
 
 
-# -------------------------------------------------------------------------------------------- many at a time
+# -------------------------------------------------------------------------------------------- many
+# at a time
 
 
 def test_eight_threads_get_their_own_answers_in_order(url):
@@ -236,7 +268,9 @@ def test_eight_threads_get_their_own_answers_in_order(url):
 
 
 def test_requests_that_wait_together_become_one_batch_and_a_bad_one_fails_alone():
-    sizes, hold, held = [], threading.Event(), threading.Event()
+    sizes = []
+    hold = threading.Event()
+    held = threading.Event()
 
     def slow(media, prompts):
         held.set()
@@ -251,8 +285,10 @@ def test_requests_that_wait_together_become_one_batch_and_a_bad_one_fails_alone(
     first = lane.submit(media[:1], [{}])
     assert held.wait(waiting.HANG)
     others = [lane.submit(media[:2] + i, [{}] * 2) for i in range(2)]
-    bad, last = lane.submit(media[:1], [{"bad": 1}]), lane.submit(media[:3], [{}] * 3)
-    odd, late = lane.submit(pictures(1, 8, 8), [{}]), lane.submit(media[:2], [{}] * 2)
+    bad = lane.submit(media[:1], [{"bad": 1}])
+    last = lane.submit(media[:3], [{}] * 3)
+    odd = lane.submit(pictures(1, 8, 8), [{}])
+    late = lane.submit(media[:2], [{}] * 2)
     assert late.cancel()
     hold.set()
     assert torch.equal(first.result(waiting.HANG).values, media[:1].flatten(1).mean(1))
@@ -260,16 +296,19 @@ def test_requests_that_wait_together_become_one_batch_and_a_bad_one_fails_alone(
         assert torch.equal(one.result(waiting.HANG).values, (media[:2] + i).flatten(1).mean(1))
     with pytest.raises(UserError, match="bad prompt"):
         bad.result(waiting.HANG)
-    assert torch.equal(last.result(waiting.HANG).values, media[:3].flatten(1).mean(1)) and odd.result(
-        waiting.HANG
-    ).values.shape == (1,)
+    assert torch.equal(
+        last.result(waiting.HANG).values, media[:3].flatten(1).mean(1)
+    ) and odd.result(waiting.HANG).values.shape == (1,)
     lane.close()
-    assert sizes == [1, 5, 2, 2, 1, 3, 1], sizes  # the batch of five failed, and was scored request by request
+    # the batch of five failed, and was scored request by request
+    assert sizes == [1, 5, 2, 2, 1, 3, 1], sizes
     assert lane.samples == 9 and lane.failures == 0
 
 
 def test_a_large_request_is_cut_and_a_full_server_says_come_back():
-    sizes, hold, held = [], threading.Event(), threading.Event()
+    sizes = []
+    hold = threading.Event()
+    held = threading.Event()
 
     def slow(media, prompts):
         sizes.append(len(prompts))
@@ -277,7 +316,10 @@ def test_a_large_request_is_cut_and_a_full_server_says_come_back():
         hold.wait(waiting.HANG)
         return numbers(media, prompts)
 
-    with serving({"numbers": slow}, max_batch=4, max_waiting=1) as address, ThreadPoolExecutor(1) as pool:
+    with (
+        serving({"numbers": slow}, max_batch=4, max_waiting=1) as address,
+        ThreadPoolExecutor(1) as pool,
+    ):
         prompts = [{"n": i} for i in range(10)]
         going = pool.submit(Remote(address, batch_size=10), pictures(10), prompts)
         assert held.wait(waiting.HANG)
@@ -289,12 +331,15 @@ def test_a_large_request_is_cut_and_a_full_server_says_come_back():
 
 def test_a_reward_that_takes_too_long_is_a_504():
     hold = threading.Event()
-    with serving({"slow": lambda media, prompts: hold.wait(waiting.HANG) and [1.0]}, timeout=0.2) as address:
+    with serving(
+        {"slow": lambda media, prompts: hold.wait(waiting.HANG) and [1.0]}, timeout=0.2
+    ) as address:
         assert waiting.post(f"{address}/score", json=good(1)).status_code == 504
         hold.set()
 
 
-# --------------------------------------------------------------------------------------------- the command
+# --------------------------------------------------------------------------------------------- the
+# command
 
 
 def test_configurations_of_servers_are_checked(tmp_path, monkeypatch):
@@ -306,7 +351,9 @@ def test_configurations_of_servers_are_checked(tmp_path, monkeypatch):
             load(file, overrides)
         return str(error.value)
 
-    assert "did you mean 'serve'" in refused("reward: {jpeg_compressibility: 1.0}\nsrve: {port: 1}\n")
+    assert "did you mean 'serve'" in refused(
+        "reward: {jpeg_compressibility: 1.0}\nsrve: {port: 1}\n"
+    )
     assert "section 'reward' is missing" in refused("serve: {port: 1}\n")
     assert "serve.yaml:2: serve.prot: unknown option" in refused(
         "reward: {jpeg_compressibility: 1}\nserve: {prot: 1}\n"
@@ -316,7 +363,9 @@ def test_configurations_of_servers_are_checked(tmp_path, monkeypatch):
     assert "did you mean 'jpeg_compressibility'" in refused("reward: {jpeg_compresibility: 1.0}\n")
     assert "empty" in refused("") or "expected sections" in refused("")
     monkeypatch.setenv("MMRL_REWARD_TOKEN", "t")
-    file.write_text("reward: {jpeg_compressibility: {weight: 2, quality: 30}}\nserve: {host: 0.0.0.0}\n")
+    file.write_text(
+        "reward: {jpeg_compressibility: {weight: 2, quality: 30}}\nserve: {host: 0.0.0.0}\n"
+    )
     rewards, options = load(file, ["serve.max_batch=3", "reward.jpeg_compressibility.quality=50"])
     assert options.max_batch == 3 and rewards["jpeg_compressibility"].weight == 2
     assert rewards["jpeg_compressibility"].reward.keywords == {"quality": 50}
@@ -325,14 +374,25 @@ def test_configurations_of_servers_are_checked(tmp_path, monkeypatch):
 
 
 def test_the_command_serves_until_it_is_told_to_stop():
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MMRL_REWARD_TOKEN": "t"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "MMRL_REWARD_TOKEN": "t",
+    }
     command = [sys.executable, "-m", "mmrl", "serve-reward", "serve/example", "serve.port=0"]
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         line = process.stdout.readline()
-        assert line.startswith("serving jpeg_compressibility on http://127.0.0.1:"), line + process.stderr.read()
+        assert line.startswith("serving jpeg_compressibility on http://127.0.0.1:"), (
+            line + process.stderr.read()
+        )
         address = line.split()[-1]
 
         def healthy():
@@ -346,10 +406,19 @@ def test_the_command_serves_until_it_is_told_to_stop():
         values = Remote(address, token="t", name="jpeg_compressibility")(media, asked(3))
         assert torch.equal(values, jpeg_compressibility(media, asked(3), scale=0.002))
         taken = subprocess.run(
-            [*command[:-1], f"serve.port={address.rpartition(':')[2]}"], cwd=ROOT, env=environment, capture_output=True,
-            text=True, timeout=600, check=False,
-        )  # fmt: skip
-        assert taken.returncode == 2 and "another one: serve.port" in taken.stderr and "Traceback" not in taken.stderr
+            [*command[:-1], f"serve.port={address.rpartition(':')[2]}"],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        assert (
+            taken.returncode == 2
+            and ("another one: serve.port") in taken.stderr
+            and "Traceback" not in taken.stderr
+        )
         process.send_signal(signal.SIGTERM)
         shown, errors = process.communicate(timeout=waiting.HANG)
         assert process.returncode == 0 and "stopped" in shown and "Traceback" not in errors

@@ -1,4 +1,5 @@
-"""Text objectives against what TRL 1.16 and verl compute: loss and gradient through the trainer, advantages, KLs.
+"""Text objectives against what TRL 1.16 and verl compute: loss and gradient through the trainer,
+advantages, KLs.
 
 The numbers are those of the published functions on one batch of four answers of up to four tokens.
 """
@@ -29,9 +30,60 @@ from samplers.noise import Rng
 
 load_built_in()
 
-LOGP = [-0.9, -1.2, -0.3, -2.0, -1.5, -0.7, -0.4, -9.0, -0.2, -2.1, -1.0, -0.6, -1.1, -9.0, -9.0, -9.0]
-OLD = [-1.2, -1.1, -0.3, -1.6, -1.1, -0.9, -0.9, -9.0, -0.6, -1.4, -1.3, -0.5, -1.0, -9.0, -9.0, -9.0]
-REF = [-1.0, -1.0, -0.5, -1.8, -1.3, -0.8, -0.6, -9.0, -0.4, -1.8, -1.1, -0.7, -1.2, -9.0, -9.0, -9.0]
+LOGP = [
+    -0.9,
+    -1.2,
+    -0.3,
+    -2.0,
+    -1.5,
+    -0.7,
+    -0.4,
+    -9.0,
+    -0.2,
+    -2.1,
+    -1.0,
+    -0.6,
+    -1.1,
+    -9.0,
+    -9.0,
+    -9.0,
+]
+OLD = [
+    -1.2,
+    -1.1,
+    -0.3,
+    -1.6,
+    -1.1,
+    -0.9,
+    -0.9,
+    -9.0,
+    -0.6,
+    -1.4,
+    -1.3,
+    -0.5,
+    -1.0,
+    -9.0,
+    -9.0,
+    -9.0,
+]
+REF = [
+    -1.0,
+    -1.0,
+    -0.5,
+    -1.8,
+    -1.3,
+    -0.8,
+    -0.6,
+    -9.0,
+    -0.4,
+    -1.8,
+    -1.1,
+    -0.7,
+    -1.2,
+    -9.0,
+    -9.0,
+    -9.0,
+]
 MASK = [1, 1, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 0, 0, 0]
 REWARDS = [1.0, 0.25, 0.0, 0.75]
 PARTS = {"a": [1.0, 0.25, 0.0, 0.75], "b": [0.0, 1.0, 1.0, 1.0]}
@@ -50,7 +102,8 @@ class Table(nn.Module):
 
     def forward(self, rows):
         chosen = self.logp[rows]
-        return torch.stack([chosen, torch.log(-torch.expm1(chosen))], -1)  # token 0, and all others together
+        # token 0, and all others together
+        return torch.stack([chosen, torch.log(-torch.expm1(chosen))], -1)
 
 
 class Exact(Categorical):
@@ -63,7 +116,8 @@ class Exact(Categorical):
 class Recorded(NetPolicy):
     """A policy whose rollout is always the batch above: token 0 was sampled everywhere."""
 
-    decisions, adjacent = "categorical", True
+    decisions = "categorical"
+    adjacent = True
 
     def __init__(self, mask=MASK):
         super().__init__(Table(table(REF)))
@@ -73,15 +127,28 @@ class Recorded(NetPolicy):
         rows = torch.arange(4)
         order = torch.arange(4).expand(4, 4)
         return Rollout(
-            group=torch.zeros(4, dtype=torch.long), row=rows, prompts=tuple(prompts), sample=torch.zeros(4, 4).long(),
-            logprob=table(OLD), mask=self.mask, order=order, cond=[{}],
-        )  # fmt: skip
+            group=torch.zeros(4, dtype=torch.long),
+            row=rows,
+            prompts=tuple(prompts),
+            sample=torch.zeros(4, 4).long(),
+            logprob=table(OLD),
+            mask=self.mask,
+            order=order,
+            cond=[{}],
+        )
 
     def path(self, rollout):
         yield Point(
-            group=rollout.group, row=rollout.row, state=rollout.sample, target=rollout.sample, mask=rollout.mask,
-            logprob=rollout.logprob, advantage=rollout.advantage, length=rollout.mask.sum(1), sampled=rollout.sampled,
-        )  # fmt: skip
+            group=rollout.group,
+            row=rollout.row,
+            state=rollout.sample,
+            target=rollout.sample,
+            mask=rollout.mask,
+            logprob=rollout.logprob,
+            advantage=rollout.advantage,
+            length=rollout.mask.sum(1),
+            sampled=rollout.sampled,
+        )
 
     def dist(self, point):
         return Exact(self.net(point.row))
@@ -91,23 +158,30 @@ class Recorded(NetPolicy):
 
 
 def trainer(preset, changes=None, policy=None, **train):
-    """The trainer a configuration with this preset makes; ``changes`` replace options of its objective."""
+    """The trainer a configuration with this preset makes; ``changes`` replace options of its
+    objective."""
     sections = filled({}, preset)
     ((name, options),) = sections["objective"].items()
     sizes = {"prompts": 1, "copies": 4, "batch_size": 4, "iterations": 1, "max_grad_norm": None}
     objective = config.build({name: {**options, **(changes or {})}}, OBJECTIVES)
     scorer = Scorer({"reward": lambda media, prompts: torch.tensor(REWARDS, dtype=torch.float64)})
     one = Trainer(
-        policy or Recorded(), [{"text": "a question"}], scorer, config.build({"grpo": {"eps": 1e-4}}, ADVANTAGES),
-        objective, partial(sgd, lr=1.0), TrainOptions(**sizes | sections["train"] | train),
-    )  # fmt: skip
+        policy or Recorded(),
+        [{"text": "a question"}],
+        scorer,
+        config.build({"grpo": {"eps": 1e-4}}, ADVANTAGES),
+        objective,
+        partial(sgd, lr=1.0),
+        TrainOptions(**sizes | sections["train"] | train),
+    )
     with torch.no_grad():  # away from the reference, whose snapshot was taken by now
         one.policy.net.logp.copy_(table(LOGP))
     return one
 
 
 def loss_and_gradient(one):
-    """Through collect and improve, as in an iteration whose weights have moved since they sampled."""
+    """Through collect and improve, as in an iteration whose weights have moved since they
+    sampled."""
     before = one.policy.net.logp.detach().clone()
     rollout, _ = one.collect()
     with one.meter.listening():
@@ -123,16 +197,23 @@ ROWS = json.loads(Path(__file__).with_name("text_reference.json").read_text())
 def test_loss_and_gradient_are_those_of_the_published_code(row, micro):
     """In passes of any size."""
     told = ROWS[row]
-    found, slope = loss_and_gradient(trainer(told["preset"], told["objective"], micro_batch=micro, **told["train"]))
+    found, slope = loss_and_gradient(
+        trainer(told["preset"], told["objective"], micro_batch=micro, **told["train"])
+    )
     assert found == pytest.approx(told["loss"], abs=1.1e-6)
-    torch.testing.assert_close(slope, torch.tensor(told["gradient"], dtype=torch.float64), atol=1.1e-6, rtol=0)
+    torch.testing.assert_close(
+        slope, torch.tensor(told["gradient"], dtype=torch.float64), atol=1.1e-6, rtol=0
+    )
 
 
 ADVANTAGE_ROWS = {
     "TRL": ({"grpo": {"eps": 1e-4}}, [1.095205, -0.547603, -1.095205, 0.547603]),
     "TRL none": ("dr_grpo", [0.5, -0.25, -0.5, 0.25]),
     "swift rloo": ("rloo", [0.666667, -0.333333, -0.666667, 0.333333]),
-    "swift rf++": ({"reinforce_pp": {"baseline": True, "weigh": "rows"}}, [1.095205, -0.547603, -1.095205, 0.547603]),
+    "swift rf++": (
+        {"reinforce_pp": {"baseline": True, "weigh": "rows"}},
+        [1.095205, -0.547603, -1.095205, 0.547603],
+    ),
     "verl grpo": ("verl/grpo", [1.095443, -0.547721, -1.095443, 0.547721]),
     "verl no std": ("verl/dr_grpo", [0.5, -0.25, -0.5, 0.25]),
     "verl rloo": ("verl/rloo", [0.666667, -0.333333, -0.666667, 0.333333]),
@@ -150,7 +231,9 @@ def test_advantages_are_those_of_the_published_code(row):
     spec = PRESETS[spec]["advantage"] if spec in PRESETS_OF_VERL else spec
     rollout = Recorded().rollout([{"text": "a question"}], 4, None)
     found = config.build(spec, ADVANTAGES)(torch.tensor(REWARDS, dtype=torch.float64), rollout)
-    torch.testing.assert_close(found[:, 0], torch.tensor(wanted, dtype=torch.float64), atol=1.1e-6, rtol=0)
+    torch.testing.assert_close(
+        found[:, 0], torch.tensor(wanted, dtype=torch.float64), atol=1.1e-6, rtol=0
+    )
 
 
 PRESETS_OF_VERL = [name for name in PRESETS if name.startswith("verl/")]
@@ -158,34 +241,73 @@ PRESETS_OF_VERL = [name for name in PRESETS if name.startswith("verl/")]
 
 @pytest.mark.parametrize(
     ("eps", "wanted"),
-    [(1e-8, [0.479183, -0.412985, -1.172756, 1.106558]), (1e-4, [0.479099, -0.412923, -1.172592, 1.106416])],
+    [
+        (1e-8, [0.479183, -0.412985, -1.172756, 1.106558]),
+        (1e-4, [0.479099, -0.412923, -1.172592, 1.106416]),
+    ],
 )
 def test_gdpo_of_swift_and_of_trl(eps, wanted):
-    rewards = Rewards({name: torch.tensor(x, dtype=torch.float64) for name, x in PARTS.items()}, {"b": 0.5})
+    rewards = Rewards(
+        {name: torch.tensor(x, dtype=torch.float64) for name, x in PARTS.items()}, {"b": 0.5}
+    )
     rollout = Recorded().rollout([{"text": "a question"}], 4, None)
-    found = config.build({"gdpo": {"eps": eps, "ddof": 1, "eps_mode": "add"}}, ADVANTAGES)(rewards, rollout)
-    torch.testing.assert_close(found[:, 0], torch.tensor(wanted, dtype=torch.float64), atol=1.1e-6, rtol=0)
+    found = config.build({"gdpo": {"eps": eps, "ddof": 1, "eps_mode": "add"}}, ADVANTAGES)(
+        rewards, rollout
+    )
+    torch.testing.assert_close(
+        found[:, 0], torch.tensor(wanted, dtype=torch.float64), atol=1.1e-6, rtol=0
+    )
 
 
 KLS = {
     "k1": [0.1, -0.2, 0.2, -0.2, -0.2, 0.1, 0.2, 0.0, 0.2, -0.3, 0.1, 0.1, 0.1, 0.0, 0.0, 0.0],
     "abs": [0.1, 0.2, 0.2, 0.2, 0.2, 0.1, 0.2, 0.0, 0.2, 0.3, 0.1, 0.1, 0.1, 0.0, 0.0, 0.0],
-    "k2": [0.005, 0.02, 0.02, 0.02, 0.02, 0.005, 0.02, 0.0, 0.02, 0.045, *[0.005] * 3, 0.0, 0.0, 0.0],
-    "k3": [
-        0.004837, 0.021403, 0.018731, 0.021403, 0.021403, 0.004837, 0.018731, 0.0, 0.018731, 0.049859, *[0.004837] * 3,
-        0.0, 0.0, 0.0,
+    "k2": [
+        0.005,
+        0.02,
+        0.02,
+        0.02,
+        0.02,
+        0.005,
+        0.02,
+        0.0,
+        0.02,
+        0.045,
+        *[0.005] * 3,
+        0.0,
+        0.0,
+        0.0,
     ],
-}  # fmt: skip
+    "k3": [
+        0.004837,
+        0.021403,
+        0.018731,
+        0.021403,
+        0.021403,
+        0.004837,
+        0.018731,
+        0.0,
+        0.018731,
+        0.049859,
+        *[0.004837] * 3,
+        0.0,
+        0.0,
+        0.0,
+    ],
+}
 
 
 @pytest.mark.parametrize("form", KLS)
 @pytest.mark.parametrize("bounded", [False, True])
 def test_kl_estimators_are_those_of_verl(form, bounded):
     found = estimate(table(LOGP), table(REF), form, bounded).flatten()
-    torch.testing.assert_close(found, torch.tensor(KLS[form], dtype=torch.float64), atol=1.1e-6, rtol=0)
+    torch.testing.assert_close(
+        found, torch.tensor(KLS[form], dtype=torch.float64), atol=1.1e-6, rtol=0
+    )
 
 
-# -- presets in a configuration ----------------------------------------------------------------------------------------
+# -- presets in a configuration
+# ----------------------------------------------------------------------------------------
 
 RUN = """
 policy: {sd3: {path: "world:digits/sd3-test"}}
@@ -198,7 +320,9 @@ train: {prompts: 2, copies: 4, batch_size: 8, iterations: 1}
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_builds(name):
-    sections = filled({"train": {"prompts": 2, "copies": 4, "batch_size": 8, "iterations": 1}}, name)
+    sections = filled(
+        {"train": {"prompts": 2, "copies": 4, "batch_size": 8, "iterations": 1}}, name
+    )
     config.build(sections["advantage"], ADVANTAGES)
     assert config.build(sections["objective"], OBJECTIVES).needs == "categorical"
     assert TrainOptions(**sections["train"]).copies == 4
@@ -208,22 +332,37 @@ def test_a_preset_fills_what_is_not_written_and_is_written_out(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(RUN)
     found = config.load(file, ["objective.kl=0.04", "train.resample=0"])
-    assert found["objective"]["text"]["surrogate"] == {"ppo": {"low": 0.2, "high": 0.28, "dual": 10.0}}
-    assert found["objective"]["text"]["kl"] == 0.04 and found["advantage"] == {"grpo": {"std": "group", "eps": 1e-6}}
+    assert found["objective"]["text"]["surrogate"] == {
+        "ppo": {"low": 0.2, "high": 0.28, "dual": 10.0}
+    }
+    assert found["objective"]["text"]["kl"] == 0.04 and found["advantage"] == {
+        "grpo": {"std": "group", "eps": 1e-6}
+    }
     assert found["train"]["resample"] == 0 and found["train"]["reduction"] == "decision"
     assert found.where("train.reduction") == "preset verl/dapo"
     (tmp_path / "again.yaml").write_text(config.dump(found))
     assert config.load(tmp_path / "again.yaml").plain == found.plain
     other = config.load(file, ["preset=trl/gspo"])
-    assert other["train"]["reduction"] == "every_row" and "gspo" in other["objective"]["text"]["surrogate"]
+    assert (
+        other["train"]["reduction"] == "every_row"
+        and "gspo" in other["objective"]["text"]["surrogate"]
+    )
     file.write_text(RUN + "objective: {text: {entropy: 0.01}}\nadvantage: rloo\n")
     mine = config.load(file)
-    assert mine["advantage"] == "rloo" and set(mine["objective"]["text"]) == {"entropy", "surrogate", "kl"}
+    assert mine["advantage"] == "rloo" and set(mine["objective"]["text"]) == {
+        "entropy",
+        "surrogate",
+        "kl",
+    }
 
 
 def test_an_unknown_preset_is_named_with_its_line(tmp_path):
     (tmp_path / "run.yaml").write_text(RUN.replace("verl/dapo", "verl/dap"))
-    with pytest.raises(UserError, match=r"run.yaml:5: preset: unknown preset 'verl/dap'; did you mean 'verl/dapo'"):
+    with pytest.raises(
+        UserError,
+        match=r"run.yaml:5: preset: unknown preset 'verl/dap'; did you "
+        r"mean 'verl/dapo'",
+    ):
         config.load(tmp_path / "run.yaml")
 
 
@@ -234,27 +373,50 @@ def test_a_preset_that_is_no_name_is_refused(tmp_path):
 
 
 def test_a_text_objective_on_a_flow_model_is_refused_with_its_line(tmp_path):
-    (tmp_path / "run.yaml").write_text(RUN.replace("preset: verl/dapo", "objective: {text: {surrogate: gspo}}"))
-    with pytest.raises(UserError, match=r"run.yaml:5: objective.text: the objective Text is for models that"):
+    (tmp_path / "run.yaml").write_text(
+        RUN.replace("preset: verl/dapo", "objective: {text: {surrogate: gspo}}")
+    )
+    with pytest.raises(
+        UserError,
+        match=r"run.yaml:5: objective.text: the objective Text is for "
+        r"models that",
+    ):
         config.check(config.load(tmp_path / "run.yaml"))
 
 
-@pytest.mark.parametrize(("objective", "config_file"), [
-    ("grpo", "digits/flow_grpo"), ("guard", "digits/guard"), ("dgpo", "digits/dgpo"), ("grpo", "digits/ar_grpo"),
-    ("grpo", "janus/ar_grpo"), ("kl_cov", "vlm/counting"), ("gvpo", "vlm/counting"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("objective", "config_file"),
+    [
+        ("grpo", "digits/flow_grpo"),
+        ("guard", "digits/guard"),
+        ("dgpo", "digits/dgpo"),
+        ("grpo", "digits/ar_grpo"),
+        ("grpo", "janus/ar_grpo"),
+        ("kl_cov", "vlm/counting"),
+        ("gvpo", "vlm/counting"),
+    ],
+)
 def test_a_preset_that_would_leave_the_objective_as_it_was_is_refused(objective, config_file):
     """It used to be accepted, and to change the advantage and the reduction alone."""
-    with pytest.raises(UserError, match=f"preset trl/dapo .* would leave {objective} as it was: .*objective: text"):
+    with pytest.raises(
+        UserError, match=f"preset trl/dapo .* would leave {objective} as it was: .*objective: text"
+    ):
         config.load(f"configs/{config_file}.yaml", ["preset=trl/dapo", f"objective={objective}"])
     config.load(f"configs/{config_file}.yaml", [f"objective={objective}"])
-    with pytest.raises(UserError, match="would leave text as it was: write objective: clip_cov; or remove"):
+    with pytest.raises(
+        UserError, match="would leave text as it was: write objective: clip_cov; or remove"
+    ):
         config.load(f"configs/{config_file}.yaml", ["objective=text", "preset=verl/clip_cov"])
 
 
-@pytest.mark.parametrize(("file", "objective"), [
-    ("digits/mask_grpo", "masked"), ("janus/t2i_r1", "unified"), ("vlm/counting", "clip_cov"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("file", "objective"),
+    [
+        ("digits/mask_grpo", "masked"),
+        ("janus/t2i_r1", "unified"),
+        ("vlm/counting", "clip_cov"),
+    ],
+)
 def test_a_preset_reaches_every_objective_that_takes_surrogates(file, objective, tmp_path):
     plain = yaml.safe_load(Path(f"configs/{file}.yaml").read_text()) | {"preset": "trl/cispo"}
     written = plain["objective"].get(objective, {})
@@ -267,14 +429,18 @@ def test_a_preset_reaches_every_objective_that_takes_surrogates(file, objective,
     assert config.build({objective: options}, OBJECTIVES).surrogate.keywords == {"cap": 5.0}
 
 
-# -- clip-higher and Clip-Cov ------------------------------------------------------------------------------------------
+# -- clip-higher and Clip-Cov
+# ------------------------------------------------------------------------------------------
 
 CLIPPED = {  # surrogate -> its loss for one token of ratio rho and A = 1, by the upper bound it has
-    "ppo": lambda rho, high: -min(rho, 1 + high), "gspo": lambda rho, high: -min(rho, 1 + high),
-    "gspo_token": lambda rho, high: -min(rho, 1 + high), "luspo": lambda rho, high: -min(rho, 1 + high),
-    "rloo": lambda rho, high: -min(rho, 1 + high), "gmpo": lambda rho, high: -min(rho, math.exp(high)),
+    "ppo": lambda rho, high: -min(rho, 1 + high),
+    "gspo": lambda rho, high: -min(rho, 1 + high),
+    "gspo_token": lambda rho, high: -min(rho, 1 + high),
+    "luspo": lambda rho, high: -min(rho, 1 + high),
+    "rloo": lambda rho, high: -min(rho, 1 + high),
+    "gmpo": lambda rho, high: -min(rho, math.exp(high)),
     "cispo": lambda rho, high: -min(rho, 1 + high) * math.log(rho / 2),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CLIPPED)
@@ -282,12 +448,15 @@ def test_clip_higher_has_an_upper_bound_of_its_own(name):
     """DAPO (Yu et al. 2025), eq. 10: A > 0 is clipped at 1 + high, A < 0 at 1 - low."""
     for rho in (1.05, 1.15, 1.25, 1.5):
         old = torch.tensor([[math.log(0.5)]], dtype=torch.float64)  # a token of probability 1/2
-        logp, mask = old + math.log(rho), torch.ones(1, 1, dtype=torch.bool)
+        logp = old + math.log(rho)
+        mask = torch.ones(1, 1, dtype=torch.bool)
         for low, high in ((0.1, 0.2), (0.2, 0.1), (0.1, None)):
             if (name, high) == ("cispo", None):
                 continue  # verl's form has no default
             loss = SURROGATES[name](logp, old, torch.ones(1, 1), mask, low=low, high=high)
-            assert loss.item() == pytest.approx(CLIPPED[name](rho, low if high is None else high)), (rho, low, high)
+            assert loss.item() == pytest.approx(
+                CLIPPED[name](rho, low if high is None else high)
+            ), (rho, low, high)
     fallen = SURROGATES[name](old - 1, old, -torch.ones(1, 1), mask, low=0.1, high=0.3)
     bound = {"gmpo": math.exp(-0.1), "cispo": 0.9 * (math.log(0.5) - 1)}.get(name, 0.9)
     assert fallen.item() == pytest.approx(bound)
@@ -296,33 +465,45 @@ def test_clip_higher_has_an_upper_bound_of_its_own(name):
 @pytest.mark.parametrize(("low", "high"), [(0.2, 0.28), (0.3, None)])
 def test_trls_two_sided_clip_keeps_clip_higher(low, high):
     """TRL's delta bounds the ratio that is not clipped; A > 0 still ends at 1 + high."""
-    old, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
+    old = torch.zeros(1, 1)
+    mask = torch.ones(1, 1, dtype=torch.bool)
     loss = SURROGATES["ppo"](old + 1.0, old, torch.ones(1, 1), mask, low=low, high=high, delta=4.0)
     assert loss.item() == pytest.approx(-(1 + (low if high is None else high)))
 
 
 def test_clip_higher_of_visual_policy_gradients():
     loss = clipped(1e-4, 3e-4)
-    logp, old = torch.tensor([[2e-4, 5e-4]], dtype=torch.float64), torch.zeros(1, 2, dtype=torch.float64)
-    assert loss(logp, old, torch.ones(1, 1)).tolist()[0] == pytest.approx([-math.exp(2e-4), -1.0003], abs=1e-12)
+    logp = torch.tensor([[2e-4, 5e-4]], dtype=torch.float64)
+    old = torch.zeros(1, 2, dtype=torch.float64)
+    assert loss(logp, old, torch.ones(1, 1)).tolist()[0] == pytest.approx(
+        [-math.exp(2e-4), -1.0003], abs=1e-12
+    )
 
 
 def cov_point(ratios, fresh):
-    """One row of tokens of probability 1/2, and log-probs by ``ratios``; the first drew the smallest numbers."""
+    """One row of tokens of probability 1/2, and log-probs by ``ratios``; the first drew the
+    smallest numbers."""
     old = torch.full((1, len(ratios)), math.log(0.5), dtype=torch.float64)
     draws = torch.linspace(0.1, 0.9, len(ratios), dtype=torch.float64)[None]
     point = Point(
-        group=torch.zeros(1, dtype=torch.long), row=torch.zeros(1, dtype=torch.long), state=old, logprob=old,
-        mask=torch.ones(1, len(ratios), dtype=torch.bool), advantage=torch.ones(1, 1).double(), known=draws,
+        group=torch.zeros(1, dtype=torch.long),
+        row=torch.zeros(1, dtype=torch.long),
+        state=old,
+        logprob=old,
+        mask=torch.ones(1, len(ratios), dtype=torch.bool),
+        advantage=torch.ones(1, 1).double(),
+        known=draws,
         fresh=fresh,
-    )  # fmt: skip
+    )
     return point, old + torch.tensor([ratios], dtype=torch.float64).log()
 
 
 def test_clip_cov_spends_its_share_on_tokens_that_are_not_clipped():
-    """As verl's compute_policy_loss_clip_cov, which takes clipped tokens out of the window first."""
+    """As verl's compute_policy_loss_clip_cov, which takes clipped tokens out of the window
+    first."""
     objective = ClipCov(share=0.5, low=-100.0, high=100.0)
-    ratios = [1.5, 1.3, 1.21, 1.1, 1.0, 0.7]  # with A > 0 the first three are clipped at 1.2, the last is not
+    # with A > 0 the first three are clipped at 1.2, the last is not
+    ratios = [1.5, 1.3, 1.21, 1.1, 1.0, 0.7]
     point, logp = cov_point(ratios, fresh=False)
     assert objective.couple(point, logp).known.tolist() == [[0, 0, 0, 1, 1, 1]]
     point, logp = cov_point(ratios, fresh=True)  # on the first step no ratio is clipped

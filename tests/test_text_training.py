@@ -48,13 +48,24 @@ def threes(media, prompts):
 
 
 def trainer(objective=None, reward=threes, advantage=None, lr=3e-3, **options):
-    sizes = {"prompts": 8, "copies": 8, "batch_size": 32, "iterations": 60, "micro_batch": 16} | options
+    sizes = {
+        "prompts": 8,
+        "copies": 8,
+        "batch_size": 32,
+        "iterations": 60,
+        "micro_batch": 16,
+    } | options
     policy = Answers()
     policy.net.double()
     return Trainer(
-        policy, toys.prompts(16), Scorer({"threes": reward}), advantage or advantages.grpo, objective or Text(),
-        partial(adamw, lr=lr), TrainOptions(**sizes),
-    )  # fmt: skip
+        policy,
+        toys.prompts(16),
+        Scorer({"threes": reward}),
+        advantage or advantages.grpo,
+        objective or Text(),
+        partial(adamw, lr=lr),
+        TrainOptions(**sizes),
+    )
 
 
 def text(surrogate, **options):
@@ -98,18 +109,25 @@ def test_micro_batches_change_nothing_in_a_whole_run(case):
 def test_the_first_ratio_is_one(case):
     metrics = trainer(CASES[case], batch_size=64).iterate()
     assert metrics["ratio/max_deviation"] < 1e-12 and metrics["grad_norm"] > 0
-    assert metrics.get("clip_fraction", 0.0) == 0.0 and metrics.get("kl", 0.0) == pytest.approx(0.0, abs=1e-12)
-    assert metrics["answer/min"] >= 1 and metrics["answer/max"] == 6 and 0 < metrics["answer/cut"] < 1
+    assert metrics.get("clip_fraction", 0.0) == 0.0 and metrics.get("kl", 0.0) == pytest.approx(
+        0.0, abs=1e-12
+    )
+    assert (
+        metrics["answer/min"] >= 1 and metrics["answer/max"] == 6 and 0 < metrics["answer/cut"] < 1
+    )
     assert 0 < metrics.get("entropy", 1.0) < math.log(5)
 
 
 @pytest.mark.parametrize("reduction", ["decision", "row", "every_row", "constant", "sum"])
 def test_the_reductions_by_hand(reduction):
     """REINFORCE's loss on the first step, mean by mean."""
-    one = trainer(text("reinforce"), batch_size=64, reduction=reduction, constant=10, truncated="mask")
+    one = trainer(
+        text("reinforce"), batch_size=64, reduction=reduction, constant=10, truncated="mask"
+    )
     rollout, _ = one.collect()
     loss = (-rollout.advantage * rollout.logprob * rollout.mask).sum(1)
-    count, rows = rollout.mask.sum(1), len(rollout)
+    count = rollout.mask.sum(1)
+    rows = len(rollout)
     assert 0 < (count == 0).sum() < rows, "some answers were cut off"
     wanted = {
         "decision": loss.sum() / count.sum(),
@@ -128,7 +146,9 @@ def test_nothing_but_cut_off_answers_is_a_step_left_out():
     before = one.policy.weights.full()
     metrics = one.iterate()
     assert metrics["answer/cut"] == 1 and metrics["skipped_steps"] == 2 and metrics["step"] == 0
-    assert all(torch.equal(value, before[name]) for name, value in one.policy.weights.full().items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in one.policy.weights.full().items()
+    )
 
 
 def test_groups_without_a_reward_have_no_gradient_and_no_nan():
@@ -137,11 +157,16 @@ def test_groups_without_a_reward_have_no_gradient_and_no_nan():
 
     one = trainer(reward=reward)
     metrics = one.iterate()
-    assert metrics["samples/excluded"] == 8 and math.isfinite(metrics["loss"]) and metrics["skipped_steps"] == 0
+    assert (
+        metrics["samples/excluded"] == 8
+        and math.isfinite(metrics["loss"])
+        and metrics["skipped_steps"] == 0
+    )
     assert all(value.isfinite().all() for value in one.policy.weights.full().values())
 
 
-# -- dynamic sampling --------------------------------------------------------------------------------------------------
+# -- dynamic sampling
+# --------------------------------------------------------------------------------------------------
 
 
 def only_label_one(media, prompts):
@@ -161,11 +186,14 @@ def test_flat_groups_give_way_to_other_prompts():
     point = next(iter(one.policy.path(rollout)))
     scored = one.policy.dist(point).log_prob(point.target)
     torch.testing.assert_close(scored[point.mask], rollout.logprob[point.mask], atol=1e-12, rtol=0)
-    assert torch.equal(rewards["threes"], only_label_one(one.policy.decode(rollout), rollout.asked()))
+    assert torch.equal(
+        rewards["threes"], only_label_one(one.policy.decode(rollout), rollout.asked())
+    )
 
 
 def test_rewards_in_the_log_are_those_of_everything_that_was_sampled():
-    """Groups of equal rewards give way to others: the mean of those that stay says nothing about the policy."""
+    """Groups of equal rewards give way to others: the mean of those that stay says nothing about
+    the policy."""
     seen = []
 
     def reward(media, prompts):
@@ -175,21 +203,32 @@ def test_rewards_in_the_log_are_those_of_everything_that_was_sampled():
     one = trainer(reward=reward, resample=12, batch_size=64)
     metrics = one.iterate()
     every = torch.cat(seen)
-    assert metrics["samples/total"] == len(every) > 64 and metrics["groups/total"] == len(every) // 8
+    assert (
+        metrics["samples/total"] == len(every) > 64 and metrics["groups/total"] == len(every) // 8
+    )
     assert metrics["reward/mean"] == pytest.approx(float(every.mean()), abs=1e-6)
     assert metrics["reward/threes/mean"] == pytest.approx(float(every.mean()), abs=1e-6)
-    assert metrics["groups/flat"] == sum(len(group.unique()) == 1 for group in every.view(-1, 8)) > 0
+    assert (
+        metrics["groups/flat"] == sum(len(group.unique()) == 1 for group in every.view(-1, 8)) > 0
+    )
 
 
 def test_rounds_end_when_nothing_helps_and_groups_that_differ_stay():
-    plain, more = trainer(reward=only_label_one), trainer(reward=only_label_one, resample=1)
+    plain = trainer(reward=only_label_one)
+    more = trainer(reward=only_label_one, resample=1)
     before, _ = plain.collect()
     after, _ = more.collect()
     good = torch.tensor([p["label"] == 1 for p in before.asked()])
-    assert torch.equal(before.sample[good], after.sample[good]) and torch.equal(before.row, after.row)
+    assert torch.equal(before.sample[good], after.sample[good]) and torch.equal(
+        before.row, after.row
+    )
     useless = trainer(reward=lambda media, prompts: torch.ones(len(media)), resample=3)
     metrics = useless.iterate()
-    assert metrics["resample/rounds"] == 3 and metrics["resample/left"] == 8 and metrics["grad_norm"] == 0
+    assert (
+        metrics["resample/rounds"] == 3
+        and metrics["resample/left"] == 8
+        and metrics["grad_norm"] == 0
+    )
 
 
 def nearly_equal_but_for_label_one(media, prompts):
@@ -214,9 +253,12 @@ def test_rewards_that_are_nearly_equal_give_way_by_their_spread():
 
 def test_the_spread_is_the_population_std_of_the_total():
     rows = rollout_of([0, 0, 0, 1, 1, 1])
-    rewards = Rewards({"a": torch.tensor([1.0, 2.0, 3.0, 0.0, 0.5, 1.0]), "b": torch.zeros(6)}, {"a": 2.0})
+    rewards = Rewards(
+        {"a": torch.tensor([1.0, 2.0, 3.0, 0.0, 0.5, 1.0]), "b": torch.zeros(6)}, {"a": 2.0}
+    )
     drawn = Drawn(rows, torch.zeros(6), rewards)
-    wide, narrow = 2 * (2 / 3) ** 0.5, (2 / 3) ** 0.5
+    wide = 2 * (2 / 3) ** 0.5
+    narrow = (2 / 3) ** 0.5
     assert flat_groups(drawn) == [] and flat_groups(drawn, narrow - 1e-6) == []
     assert flat_groups(drawn, narrow + 1e-6) == [1] and flat_groups(drawn, wide - 1e-6) == [1]
     assert flat_groups(drawn, wide + 1e-6) == [0, 1]
@@ -231,11 +273,14 @@ class FirstWord(co_reward):
 
 @pytest.mark.parametrize("remembers", [True, False])
 def test_votes_that_rewards_remember_are_resumed_to_the_bit(remembers, tmp_path, monkeypatch):
-    """Half of the questions come in an iteration; those whose twin came before are judged by its vote of then."""
+    """Half of the questions come in an iteration; those whose twin came before are judged by its
+    vote of then."""
 
     def fresh():
         one = trainer(lr=3e-2)
-        one.prompts = [{**prompt, "twin": i // 2, "version": i} for i, prompt in enumerate(one.prompts)]
+        one.prompts = [
+            {**prompt, "twin": i // 2, "version": i} for i, prompt in enumerate(one.prompts)
+        ]
         one.scorer = Scorer({"co": FirstWord()})
         return one
 
@@ -248,7 +293,8 @@ def test_votes_that_rewards_remember_are_resumed_to_the_bit(remembers, tmp_path,
 
 
 def test_replacements_are_the_same_on_any_number_of_processes(monkeypatch):
-    """Processes with one and two flat groups of four draw what one process with all eight draws, row by row."""
+    """Processes with one and two flat groups of four draw what one process with all eight draws,
+    row by row."""
     labels = [0, 1, 1, 1, 0, 0, 1, 1]
     prompts = [{"text": f"label {label}", "label": label} for label in labels]
     one = trainer(reward=only_label_one)
@@ -257,21 +303,27 @@ def test_replacements_are_the_same_on_any_number_of_processes(monkeypatch):
     def replaced(first, last):
         drawn = one.draw(prompts[first:last], Rng(Rng.of("rollout").key, first))
         stream = Rng.of("resample")
-        return resampling.resampled(drawn, lambda u: toys.prompts(16)[int(16 * u)], one.draw, [stream])
+        return resampling.resampled(
+            drawn, lambda u: toys.prompts(16)[int(16 * u)], one.draw, [stream]
+        )
 
     whole, counts = replaced(0, 8)
     assert counts["resample/groups"] == 3
     for rank in (0, 1):
         with monkeypatch.context() as patch:
             others = SimpleNamespace(
-                world=lambda rank=rank: (rank, 2), all_gather_rows=lambda own: torch.tensor(flat), all_sum=int
+                world=lambda rank=rank: (rank, 2),
+                all_gather_rows=lambda own: torch.tensor(flat),
+                all_sum=int,
             )
             patch.setattr(resampling, "distributed", others)
             part, counts = replaced(4 * rank, 4 * rank + 4)
         own = torch.isin(whole.rollout.row, part.rollout.row)
         assert counts["resample/groups"] == 3 and own.sum() == 32
         assert torch.equal(part.rollout.sample, whole.rollout.sample[own])
-        assert part.rollout.asked() == [p for p, mine in zip(whole.rollout.asked(), own.tolist()) if mine]
+        assert part.rollout.asked() == [
+            p for p, mine in zip(whole.rollout.asked(), own.tolist()) if mine
+        ]
         assert torch.equal(part.rewards["threes"], whole.rewards["threes"][own])
 
 
@@ -279,17 +331,23 @@ def test_replacements_are_the_same_on_any_number_of_processes(monkeypatch):
 
 
 def test_a_sampler_that_differs_is_corrected():
-    """With the weight p / q the gradient of what q sampled is that of p: exact expectation over one token."""
-    objective = config.build({"text": {"surrogate": "reinforce", "importance": {"high": 1e6}}}, OBJECTIVES)
+    """With the weight p / q the gradient of what q sampled is that of p: exact expectation over one
+    token."""
+    objective = config.build(
+        {"text": {"surrogate": "reinforce", "importance": {"high": 1e6}}}, OBJECTIVES
+    )
     one = trainer(objective, batch_size=64)
     rollout, _ = one.collect()
     point = next(iter(one.policy.path(rollout.replace(sampled=rollout.logprob - 0.5))))
     plain = Text(surrogate=SURROGATES["reinforce"]).loss(one.policy, point)
-    torch.testing.assert_close(objective.loss(one.policy, point), plain * math.exp(0.5) * point.mask)
+    torch.testing.assert_close(
+        objective.loss(one.policy, point), plain * math.exp(0.5) * point.mask
+    )
 
 
 @pytest.mark.parametrize(
-    ("level", "wanted"), [("token", [[2, 0.5, 1]]), ("sequence", [[1, 1, 1]]), ("geometric", [[1, 1, 1]])]
+    ("level", "wanted"),
+    [("token", [[2, 0.5, 1]]), ("sequence", [[1, 1, 1]]), ("geometric", [[1, 1, 1]])],
 )
 def test_importance_weights(level, wanted):
     from mmrl.objectives.corrections import Importance
@@ -323,10 +381,14 @@ def test_answers_that_went_out_of_favour_leave_the_loss():
 def test_top_entropy_keeps_its_share_of_the_whole_step():
     objective = Text(top_entropy=0.25)
     one = trainer(objective, batch_size=64, micro_batch=7)
-    seen, loss = [], objective.loss
-    objective.loss = lambda policy, point: seen.append(point.known[point.mask]) or loss(policy, point)
+    seen = []
+    loss = objective.loss
+    objective.loss = lambda policy, point: (
+        seen.append(point.known[point.mask]) or loss(policy, point)
+    )
     one.iterate()
-    assert 0.25 <= float(torch.cat(seen).mean()) < 0.33  # first tokens of one prompt have equal entropies
+    # first tokens of one prompt have equal entropies
+    assert 0.25 <= float(torch.cat(seen).mean()) < 0.33
 
 
 def test_the_entropy_controller_rises_below_its_target_and_is_saved():
@@ -339,9 +401,14 @@ def test_the_entropy_controller_rises_below_its_target_and_is_saved():
     assert objective.bonus == pytest.approx(0.2)  # at most high
     objective.adapt(3, {"entropy": 2.0})
     assert objective.bonus == 0.0 and objective.controlled == pytest.approx(0.15)
-    one, other = trainer(objective), trainer(Text(entropy=Entropy(weight=0.1, target=1.0)))
+    one = trainer(objective)
+    other = trainer(Text(entropy=Entropy(weight=0.1, target=1.0)))
     state.restore(other, *state.capture(one))
-    assert other.objective.state_dict() == {"bonus": 0.0, "controlled": pytest.approx(0.15), "iteration": 4}
+    assert other.objective.state_dict() == {
+        "bonus": 0.0,
+        "controlled": pytest.approx(0.15),
+        "iteration": 4,
+    }
 
 
 def test_the_kl_in_the_reward_is_taken_off_before_groups_are_compared():
@@ -354,14 +421,22 @@ def test_the_kl_in_the_reward_is_taken_off_before_groups_are_compared():
 
 
 def test_a_flow_policy_is_refused_when_the_trainer_is_built():
-    with pytest.raises(UserError, match="Text is for models that write tokens, which the policy ToyFlow is not"):
+    with pytest.raises(
+        UserError, match="Text is for models that write tokens, which the policy ToyFlow is not"
+    ):
         Trainer(
-            toys.make("flow"), toys.prompts(4), Scorer({"threes": threes}), advantages.grpo, Text(),
-            partial(adamw, lr=1e-3), TrainOptions(prompts=2, copies=2, batch_size=4, iterations=1),
-        )  # fmt: skip
+            toys.make("flow"),
+            toys.prompts(4),
+            Scorer({"threes": threes}),
+            advantages.grpo,
+            Text(),
+            partial(adamw, lr=1e-3),
+            TrainOptions(prompts=2, copies=2, batch_size=4, iterations=1),
+        )
 
 
-# -- whole groups ------------------------------------------------------------------------------------------------------
+# -- whole groups
+# --------------------------------------------------------------------------------------------------
 
 
 def by_hand(name, ratio, advantage):
@@ -372,9 +447,14 @@ def by_hand(name, ratio, advantage):
         return error.square().sum() / 2 / (n - 1)
     if name == "reg_grpo":
         return (advantage - (ratio - ratio.mean())).square().mean()
-    good, bad = advantage > 0, advantage < 0
+    good = advantage > 0
+    bad = advantage < 0
     score = ratio / 0.1
-    return (1 + score[bad].exp().sum()).log() + (1 + (-score[good]).exp().sum()).log() if good.any() else 0.0
+    return (
+        (1 + score[bad].exp().sum()).log() + (1 + (-score[good]).exp().sum()).log()
+        if good.any()
+        else 0.0
+    )
 
 
 @pytest.mark.parametrize("name", ["gvpo", "reg_grpo", "real"])
@@ -401,14 +481,18 @@ def test_losses_of_groups_and_their_gradients_by_hand(name, micro):
 
 def test_the_weight_of_the_kl_goes_along_a_line():
     objective = config.build({"text": {"kl": {"weight": 0.3, "start": 0.1, "over": 4}}}, OBJECTIVES)
-    assert [objective.kl.at(i) for i in (0, 1, 2, 4, 9)] == pytest.approx([0.1, 0.15, 0.2, 0.3, 0.3])
+    assert [objective.kl.at(i) for i in (0, 1, 2, 4, 9)] == pytest.approx(
+        [0.1, 0.15, 0.2, 0.3, 0.3]
+    )
     objective.adapt(1, {})
     assert objective.iteration == 2 and objective.snapshots == ("ref",)
 
 
 def test_the_length_of_answers_follows_its_stages():
     one = trainer(lengths=((1, 3), (2, 5)))
-    with pytest.raises(UserError, match="train.lengths: Answers writes no answers whose length could change"):
+    with pytest.raises(
+        UserError, match="train.lengths: Answers writes no answers whose length could change"
+    ):
         one.iteration = 1
         one.collect()
     told = []

@@ -20,7 +20,9 @@ def test_what_the_user_has_set_stays(monkeypatch):
     assert chosen == {"GOMP_SPINCOUNT": "7", "MKL_CBWR": "COMPATIBLE"}
     for alone in ({"OMP_WAIT_POLICY": "passive"}, {"OMP_NUM_THREADS": "1"}):
         threads.prepare(alone)
-        assert "GOMP_SPINCOUNT" not in alone, "it would win over the wait policy; one thread waits for nobody"
+        assert "GOMP_SPINCOUNT" not in alone, (
+            "it would win over the wait policy; one thread waits for nobody"
+        )
 
 
 @pytest.mark.parametrize(("share", "wanted"), [(0.0, threads.SPIN_IDLE), (0.6, threads.SPIN_BUSY)])
@@ -40,7 +42,9 @@ def test_the_share_in_use_is_what_the_kernel_counted_meanwhile(tmp_path, monkeyp
     assert threads.share_in_use(stat) == 0 and threads.share_in_use(tmp_path / "missing") == 0
 
 
-@pytest.mark.parametrize(("vendor", "wanted"), [("GenuineIntel", {"MKL_CBWR"}), ("AuthenticAMD", set())])
+@pytest.mark.parametrize(
+    ("vendor", "wanted"), [("GenuineIntel", {"MKL_CBWR"}), ("AuthenticAMD", set())]
+)
 def test_only_intel_s_products_are_told_how_to_round(vendor, wanted, tmp_path, monkeypatch):
     (tmp_path / "cpuinfo").write_text(f"processor : 0\nvendor_id : {vendor}\n")
     monkeypatch.setattr(threads.is_intel, "__defaults__", (tmp_path / "cpuinfo",))
@@ -54,13 +58,21 @@ def test_the_command_sets_them_before_torch_is_loaded():
     program = (
         "import json, os, sys; import mmrl.cli; import mmrl.threads as threads\n"
         "prepare = threads.prepare\n"
-        "threads.prepare = lambda: (prepare(), print(json.dumps(['torch' in sys.modules, dict(os.environ)])))\n"
+        "threads.prepare = lambda: (prepare(), print(json.dumps(['torch' in sys.modules, "
+        "dict(os.environ)])))\n"
         "sys.argv = ['mmrl', '--help']; mmrl.cli.main()\n"
     )
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("GOMP", "OMP"))}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("GOMP", "OMP"))
+    }
     environment |= {"PYTHONPATH": str(ROOT)}
     shown = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=600
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=600,
     ).stdout
     loaded, found = json.loads(shown.splitlines()[0])
     assert not loaded and found["GOMP_SPINCOUNT"] in (threads.SPIN_IDLE, threads.SPIN_BUSY)

@@ -1,4 +1,5 @@
-"""Emu3 and ImageGPT: exact by enumeration on tiny instances of transformers' own classes, and equal to its sampling."""
+"""Emu3 and ImageGPT: exact by enumeration on tiny instances of transformers' own classes, and equal
+to its sampling."""
 
 import warnings
 
@@ -14,7 +15,8 @@ from samplers.warp import Warp
 from .image_tokens import assert_trains, cosine, every, flat_grad, logp
 from .tiny_transformers_images import tiny_emu3, tiny_imagegpt
 
-PROMPT, PROMPTS = {"text": "a red seven"}, [{"text": "a red seven"}, {"text": "two"}]
+PROMPT = {"text": "a red seven"}
+PROMPTS = [{"text": "a red seven"}, {"text": "two"}]
 IDS = every(3, 4)
 REWARD = torch.linspace(-1, 2, len(IDS), dtype=torch.float64).sin()
 EMU = {"size": 16, "negative": "ugly, blurred"}
@@ -39,9 +41,12 @@ def make(folders):
 
 
 MODES = [
-    (Emu3, {"guidance": 1.0}), (Emu3, {"guidance": 3.0, "temperature": 0.7}), (Emu3, {"guidance": 2.0, "top_k": 2}),
-    (ImageGPT, {}), (ImageGPT, {"temperature": 1.4}),
-]  # fmt: skip
+    (Emu3, {"guidance": 1.0}),
+    (Emu3, {"guidance": 3.0, "temperature": 0.7}),
+    (Emu3, {"guidance": 2.0, "top_k": 2}),
+    (ImageGPT, {}),
+    (ImageGPT, {"temperature": 1.4}),
+]
 
 
 @pytest.mark.parametrize(("kind", "options"), MODES, ids=str)
@@ -61,9 +66,12 @@ def test_probabilities_of_all_images_sum_to_1_and_the_gradient_is_the_true_one(m
     assert cosine(flat_grad(policy, (weight * logp(policy, IDS, PROMPT)).sum()), true) > 1 - 1e-9
 
 
-@pytest.mark.parametrize(("kind", "options"), [MODES[0], (Emu3, {"guidance": 4.0, "size": 24}), MODES[3]], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "options"), [MODES[0], (Emu3, {"guidance": 4.0, "size": 24}), MODES[3]], ids=str
+)
 def test_token_by_token_is_all_at_once_with_ragged_prompts(make, kind, options):
-    """Of Emu3 also with a negative prompt that is longer than one of the prompts, and rows of three."""
+    """Of Emu3 also with a negative prompt that is longer than one of the prompts, and rows of
+    three."""
     policy = make(kind, **options)
     rollout = policy.rollout(PROMPTS, 3, Rng.of("ragged"))
     (point,) = policy.path(rollout)
@@ -80,14 +88,20 @@ def test_greedy_emu3_is_that_of_transformers(make, guidance):
     """Rows' ends are forced there by a constraint on the next token, here they are no decisions."""
     policy = make(Emu3, double=False, guidance=guidance, size=24)
     policy.warp = Warp(temperature=0.0)
-    hf, net = policy.net.hf, policy.net
+    hf = policy.net.hf
+    net = policy.net
     ours = policy.rollout([PROMPT], 1, Rng.of("greedy")).sample
-    ids, visual = policy.encode([PROMPT])[0]["ids"], net.visual.tolist()
+    ids = policy.encode([PROMPT])[0]["ids"]
+    visual = net.visual.tolist()
 
     def allowed(_, so_far):
         return [net.end] if (len(so_far) - ids.shape[1] + 1) % 4 == 0 else visual
 
-    guided = {"guidance_scale": guidance, "negative_prompt_ids": policy.negative} if guidance != 1 else {}
+    guided = (
+        {"guidance_scale": guidance, "negative_prompt_ids": policy.negative}
+        if guidance != 1
+        else {}
+    )
     theirs = hf.generate(
         ids,
         max_new_tokens=12,
@@ -101,9 +115,11 @@ def test_greedy_emu3_is_that_of_transformers(make, guidance):
         torch.equal(net.visual[ours].view(3, 3), theirs.view(3, 4)[:, :3])
         and (theirs.view(3, 4)[:, 3] == net.end).all()
     )
-    tail = torch.zeros(1, 3, dtype=torch.long)  # end of file, of image and of sequence, which its decoder cuts off
+    # end of file, of image and of sequence, which its decoder cuts off
+    tail = torch.zeros(1, 3, dtype=torch.long)
     pixels = hf.decode_image_tokens(image_tokens=torch.cat([theirs, tail], 1), height=3, width=3)
-    mean, std = torch.tensor([0.5, 0.4, 0.5])[:, None, None], torch.tensor([0.5, 0.5, 0.6])[:, None, None]
+    mean = torch.tensor([0.5, 0.4, 0.5])[:, None, None]
+    std = torch.tensor([0.5, 0.5, 0.6])[:, None, None]
     images = policy.decode(policy.rollout([PROMPT], 1, Rng.of("greedy")))
     torch.testing.assert_close(images, (pixels * std + mean).clamp(0, 1), atol=1e-6, rtol=0)
     assert images.shape == (1, 3, 6, 6)
@@ -117,13 +133,16 @@ def test_greedy_imagegpt_is_that_of_transformers(make):
         torch.tensor([[3]]), max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
     assert torch.equal(ours.sample, theirs[:, 1:])
-    colours = torch.as_tensor(policy.processor.clusters)[ours.sample[0]].view(2, 2, 3).permute(2, 0, 1)
+    colours = (
+        torch.as_tensor(policy.processor.clusters)[ours.sample[0]].view(2, 2, 3).permute(2, 0, 1)
+    )
     torch.testing.assert_close(policy.decode(ours)[0], colours / 2 + 0.5)
 
 
 @pytest.mark.parametrize("kind", [Emu3, ImageGPT])
 def test_recomputed_layers_give_the_same_gradient(make, kind):
-    plain, again = make(kind), make(kind)
+    plain = make(kind)
+    again = make(kind)
     again.enable_gradient_checkpointing()
     first, second = (flat_grad(p, logp(p, IDS[:9], PROMPT).sum()) for p in (plain, again))
     torch.testing.assert_close(first, second, atol=1e-12, rtol=1e-9)

@@ -51,29 +51,36 @@ def test_the_right_answer_has_the_models_own_log_probs(policy):
     assert [texts[2], texts[5]] == ["a dog", "a cat"] and texts[2].finished and texts[2].tokens == 6
     rows = found.given.nonzero()[:, 0]
     apart = (native(policy, found[rows]) - found.logprob[rows])[found.mask[rows]]
-    assert float(apart.abs().max()) < 1e-5 and bool((found.logprob[rows][found.mask[rows]] < 0).all())
+    assert float(apart.abs().max()) < 1e-5 and bool(
+        (found.logprob[rows][found.mask[rows]] < 0).all()
+    )
     point = point_of(policy, found)
     scored = policy.dist(point).log_prob(point.target)
     assert torch.allclose(scored[found.mask], found.logprob[found.mask], atol=1e-5)
 
 
 def test_other_rows_are_those_without_it(policy):
-    found, other = taught(policy, lambda prompt: "yes"), plain(policy)
+    found = taught(policy, lambda prompt: "yes")
+    other = plain(policy)
     own = ~found.given
     for name in ("sample", "mask", "logprob", "row", "group"):
         assert torch.equal(getattr(found, name)[own], getattr(other, name)[own])
     assert other.given is None
 
 
-@pytest.mark.parametrize("text", [None, "x" * 12, "before <|image_pad|> after"], ids=["unknown", "long", "forbidden"])
+@pytest.mark.parametrize(
+    "text", [None, "x" * 12, "before <|image_pad|> after"], ids=["unknown", "long", "forbidden"]
+)
 def test_an_answer_that_cannot_be_given_is_not(policy, text):
-    found, other = taught(policy, lambda prompt: text), plain(policy)
+    found = taught(policy, lambda prompt: text)
+    other = plain(policy)
     assert not found.given.any() and torch.equal(found.sample, other.sample)
     assert torch.equal(found.logprob, other.logprob)
 
 
 def test_it_is_scored_with_the_truncated_distribution(policy):
-    kept, policy.warp = policy.warp, replace(policy.warp, temperature=0.7, top_k=2)
+    kept = policy.warp
+    policy.warp = replace(policy.warp, temperature=0.7, top_k=2)
     found = taught(policy, lambda prompt: prompt["gold"])
     point = point_of(policy, found)
     scored = policy.dist(point).log_prob(point.target)
@@ -85,9 +92,14 @@ def test_it_is_scored_with_the_truncated_distribution(policy):
 def trainer(policy, truth="count", **options):
     sizes = {"prompts": 2, "copies": 3, "batch_size": 6, "iterations": 2, "truth": truth} | options
     return Trainer(
-        policy, ASKED, Scorer({"count": Count()}), partial(advantages.soft, threshold=0.5), Text(kl=0.01),
-        partial(adamw, lr=1e-3), TrainOptions(**sizes),
-    )  # fmt: skip
+        policy,
+        ASKED,
+        Scorer({"count": Count()}),
+        partial(advantages.soft, threshold=0.5),
+        Text(kl=0.01),
+        partial(adamw, lr=1e-3),
+        TrainOptions(**sizes),
+    )
 
 
 def test_it_is_trained_on_and_enters_no_metric_of_samples():
@@ -102,11 +114,19 @@ def test_it_is_trained_on_and_enters_no_metric_of_samples():
     assert len(media) == len(shown) == len(watched["count"]) == 4 and shown.given.sum() == 0
     metrics = [trainer(policy_of(tokens=28), truth).iterate() for truth in ("count", None)]
     assert metrics[0]["reward/mean"] == 0 and metrics[0]["samples/total"] == 4
-    assert metrics[0]["answer/min"] == metrics[0]["answer/max"] == 28 > rollout.mask[given].sum(1).max()
+    assert (
+        metrics[0]["answer/min"]
+        == metrics[0]["answer/max"]
+        == 28
+        > rollout.mask[given].sum(1).max()
+    )
     point = point_of(one.policy, rollout)
     entropy = one.policy.dist(point).entropy().detach()[rollout.mask & ~given[:, None]].mean()
     assert metrics[0]["entropy"] == pytest.approx(float(entropy), rel=1e-5)
-    assert metrics[0]["ratio/max_deviation"] < 1e-4 and metrics[0]["grad_norm"] > 0 == metrics[1]["grad_norm"]
+    assert (
+        metrics[0]["ratio/max_deviation"] < 1e-4
+        and metrics[0]["grad_norm"] > 0 == metrics[1]["grad_norm"]
+    )
 
 
 def test_metrics_of_the_update_are_those_of_the_samples(policy):
@@ -121,9 +141,14 @@ def test_who_writes_it_is_checked(policy):
     scorer = Scorer({"length": lambda texts, prompts: [float(len(t)) for t in texts]})
     with pytest.raises(UserError, match="reward 'length' cannot write down a right answer"):
         Trainer(
-            policy, ASKED, scorer, advantages.grpo, Text(), partial(adamw, lr=1e-3),
+            policy,
+            ASKED,
+            scorer,
+            advantages.grpo,
+            Text(),
+            partial(adamw, lr=1e-3),
             TrainOptions(prompts=2, copies=2, batch_size=4, iterations=1, truth="length"),
-        )  # fmt: skip
+        )
 
 
 def test_an_answer_begun_is_read_as_a_whole_and_scored_after_its_beginning(policy):

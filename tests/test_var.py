@@ -1,4 +1,5 @@
-"""VAR: published names and shapes at full size, its quantiser, exact by enumeration, the published traps."""
+"""VAR: published names and shapes at full size, its quantiser, exact by enumeration, the published
+traps."""
 
 import warnings
 
@@ -27,15 +28,20 @@ from .image_tokens import (
     tiny_var,
 )
 
-PROMPT, PROMPTS = {"label": 2}, [{"label": 2}, {"label": 0}]
-VOCAB, SIDES = 2, (1, 2)
+PROMPT = {"label": 2}
+PROMPTS = [{"label": 2}, {"label": 0}]
+VOCAB = 2
+SIDES = (1, 2)
 IDS = every(VOCAB, 5)
 REWARD = torch.linspace(-1, 2, len(IDS), dtype=torch.float64).sin()
 
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory):
-    folders = {sides: tiny_var(tmp_path_factory.mktemp("var"), sides, VOCAB) for sides in (SIDES, (1, 2, 3))}
+    folders = {
+        sides: tiny_var(tmp_path_factory.mktemp("var"), sides, VOCAB)
+        for sides in (SIDES, (1, 2, 3))
+    }
 
     def make(sides=SIDES, double=True, **options):
         with warnings.catch_warnings():
@@ -49,42 +55,75 @@ def make(tmp_path_factory):
     return make
 
 
-# --------------------------------------------------------------------------------------------------------- checkpoints
+# --------------------------------------------------------------------------------------------------
+# checkpoints
 
-SIDES_256, SIDES_512 = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16), (1, 2, 3, 4, 6, 9, 13, 18, 24, 32)
+SIDES_256 = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
+SIDES_512 = (1, 2, 3, 4, 6, 9, 13, 18, 24, 32)
 SIZES = {  # depth: scales, shared modulation, parameters as published, in millions
-    16: (SIDES_256, False, 310), 20: (SIDES_256, False, 600), 24: (SIDES_256, False, 1000),
-    30: (SIDES_256, False, 2000), 36: (SIDES_512, True, 2300),
-}  # fmt: skip
+    16: (SIDES_256, False, 310),
+    20: (SIDES_256, False, 600),
+    24: (SIDES_256, False, 1000),
+    30: (SIDES_256, False, 2000),
+    36: (SIDES_512, True, 2300),
+}
 
 
 def published(depth, sides, together):
     """Names and shapes of a published checkpoint of VAR (Tian et al. 2024)."""
-    c, length = 64 * depth, sum(side * side for side in sides)
+    c = 64 * depth
+    length = sum(side * side for side in sides)
     block = {
-        "attn.scale_mul_1H11": (1, depth, 1, 1), "attn.q_bias": (c,), "attn.v_bias": (c,), "attn.zero_k_bias": (c,),
-        "attn.mat_qkv.weight": (3 * c, c), "attn.proj.weight": (c, c), "attn.proj.bias": (c,),
-        "ffn.fc1.weight": (4 * c, c), "ffn.fc1.bias": (4 * c,), "ffn.fc2.weight": (c, 4 * c), "ffn.fc2.bias": (c,),
-    }  # fmt: skip
+        "attn.scale_mul_1H11": (1, depth, 1, 1),
+        "attn.q_bias": (c,),
+        "attn.v_bias": (c,),
+        "attn.zero_k_bias": (c,),
+        "attn.mat_qkv.weight": (3 * c, c),
+        "attn.proj.weight": (c, c),
+        "attn.proj.bias": (c,),
+        "ffn.fc1.weight": (4 * c, c),
+        "ffn.fc1.bias": (4 * c,),
+        "ffn.fc2.weight": (c, 4 * c),
+        "ffn.fc2.bias": (c,),
+    }
     six = {"weight": (6 * c, c), "bias": (6 * c,)}
-    block |= {"ada_gss": (1, 1, 6, c)} if together else {f"ada_lin.1.{k}": v for k, v in six.items()}
+    block |= (
+        {"ada_gss": (1, 1, 6, c)} if together else {f"ada_lin.1.{k}": v for k, v in six.items()}
+    )
     ends = {
-        "pos_start": (1, 1, c), "pos_1LC": (1, length, c), "lvl_1L": (1, length), "word_embed.weight": (c, 32),
-        "word_embed.bias": (c,), "class_emb.weight": (1001, c), "lvl_embed.weight": (10, c), "head.bias": (4096,),
-        "attn_bias_for_masking": (1, 1, length, length), "head_nm.ada_lin.1.weight": (2 * c, c),
-        "head_nm.ada_lin.1.bias": (2 * c,), "head.weight": (4096, c),
-    }  # fmt: skip
+        "pos_start": (1, 1, c),
+        "pos_1LC": (1, length, c),
+        "lvl_1L": (1, length),
+        "word_embed.weight": (c, 32),
+        "word_embed.bias": (c,),
+        "class_emb.weight": (1001, c),
+        "lvl_embed.weight": (10, c),
+        "head.bias": (4096,),
+        "attn_bias_for_masking": (1, 1, length, length),
+        "head_nm.ada_lin.1.weight": (2 * c, c),
+        "head_nm.ada_lin.1.bias": (2 * c,),
+        "head.weight": (4096, c),
+    }
     ends |= {f"shared_ada_lin.1.{k}": v for k, v in six.items()} if together else {}
-    return ends | {f"blocks.{i}.{name}": shape for i in range(depth) for name, shape in block.items()}
+    return ends | {
+        f"blocks.{i}.{name}": shape for i in range(depth) for name, shape in block.items()
+    }
 
 
 @pytest.mark.parametrize("depth", SIZES)
 def test_published_transformers_load_strictly_at_full_size(depth):
     sides, together, millions = SIZES[depth]
-    state = {name: torch.empty(shape, device="meta") for name, shape in published(depth, sides, together).items()}
+    state = {
+        name: torch.empty(shape, device="meta")
+        for name, shape in published(depth, sides, together).items()
+    }
     level = torch.arange(10).repeat_interleave(torch.tensor([side * side for side in sides]))
     shape = shape_of(state | {"lvl_1L": level[None]}, "checkpoint")
-    assert tuple(shape.sides) == sides and (shape.depth, shape.heads, shape.shared) == (depth, depth, together)
+    assert tuple(shape.sides) == sides and (shape.depth, shape.heads, shape.shared) == (
+        depth,
+        depth,
+        together,
+    )
     with torch.device("meta"):
         net = VARNet(shape, None)
     net.load_state_dict(state, strict=True, assign=True)
@@ -106,24 +145,30 @@ def test_checkpoints_as_published_are_read(make, tmp_path):
     other = policy.vae.state_dict() | {"quantize.ema_vocab_hit_SV": torch.zeros(10, VOCAB)}
     torch.save(other, tmp_path / "vae.pth")
     again = VAR(str(tmp_path / "var.pth"), vae=str(tmp_path / "vae.pth"))
-    assert all(torch.equal(v, again.net.state_dict()[k]) for k, v in policy.net.state_dict().items())
+    assert all(
+        torch.equal(v, again.net.state_dict()[k]) for k, v in policy.net.state_dict().items()
+    )
     with pytest.raises(UserError, match="vae is missing"):
         VAR(str(tmp_path / "var.pth"))
     with pytest.raises(UserError, match="another kind of checkpoint"):
         VAR(str(tmp_path / "vae.pth"), vae=str(tmp_path / "vae.pth"))
 
 
-# ------------------------------------------------------------------------------------------------- the quantiser
+# -------------------------------------------------------------------------------------------------
+# the quantiser
 
 
 def test_the_shared_convolutions_of_ten_scales_are_those_of_float64():
-    """In float32 ties fall elsewhere and images degrade silently, in VAR's published quantiser (Tian et al. 2024)."""
+    """In float32 ties fall elsewhere and images degrade silently, in VAR's published quantiser
+    (Tian et al. 2024)."""
     assert shared(10) == [0, 0, 1, 1, 1, 2, 2, 3, 3, 3]
 
 
 def test_an_image_is_the_sum_of_its_scales(make):
-    quantizer, ids = make((1, 2, 3)).vae.quantize, every(2, 14)[1234:1237]
-    f, expected = quantizer.blank(3), 0
+    quantizer = make((1, 2, 3)).vae.quantize
+    ids = every(2, 14)[1234:1237]
+    f = quantizer.blank(3)
+    expected = 0
     for k, (part, side) in enumerate(zip(quantizer.split(ids), quantizer.sides, strict=True)):
         f = quantizer.add(f, part, k)
         h = quantizer.embedding.weight[part].permute(0, 2, 1).reshape(3, -1, side, side)
@@ -131,7 +176,8 @@ def test_an_image_is_the_sum_of_its_scales(make):
         conv = quantizer.quant_resi.qresi_ls[[0, 2, 3][k]]
         expected = expected + 0.5 * h + 0.5 * F.conv2d(h, conv.weight, conv.bias, padding=1)
         torch.testing.assert_close(f, expected, atol=1e-12, rtol=0)
-    torch.testing.assert_close(quantizer.seen(f, 0)[:, 0], f.mean((2, 3)), atol=1e-12, rtol=0)  # area averages
+    # area averages
+    torch.testing.assert_close(quantizer.seen(f, 0)[:, 0], f.mean((2, 3)), atol=1e-12, rtol=0)
 
 
 def test_encoding_takes_the_nearest_entries_scale_by_scale(make):
@@ -141,10 +187,15 @@ def test_encoding_takes_the_nearest_entries_scale_by_scale(make):
     rest = vae.quant_conv(vae.encoder(images))
     first = vae.quantize.embedding.weight - rest.mean((2, 3))[:, None]  # [B, V, D]
     assert torch.equal(ids[:, 0], first.square().sum(-1).argmin(-1))
-    assert ids.shape == (2, 14) and vae.decode(ids).shape == (2, 3, 6, 6) and vae.decode(ids).abs().max() <= 1
+    assert (
+        ids.shape == (2, 14)
+        and vae.decode(ids).shape == (2, 3, 6, 6)
+        and vae.decode(ids).abs().max() <= 1
+    )
 
 
-# --------------------------------------------------------------------------------------------------- exactness
+# --------------------------------------------------------------------------------------------------
+# exactness
 
 MODES = [{"guidance": 1.0}, {"guidance": 4.0}, {"guidance": 3.0, "temperature": 0.7}]
 
@@ -156,11 +207,14 @@ def test_probabilities_of_all_images_sum_to_1(make, options):
     assert abs(p.sum() - 1) < 1e-12 and (p > 0).all()
 
 
-@pytest.mark.parametrize("options", [{"guidance": 3.0, "top_k": 1}, {"guidance": 4.0, "top_p": 0.7}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"guidance": 3.0, "top_k": 1}, {"guidance": 4.0, "top_p": 0.7}], ids=str
+)
 def test_probabilities_of_what_can_be_sampled_sum_to_1(make, options):
     policy = make(**options)
     with torch.no_grad():
-        p, possible = logp(policy, IDS, PROMPT).exp(), support(policy, IDS, PROMPT)
+        p = logp(policy, IDS, PROMPT).exp()
+        possible = support(policy, IDS, PROMPT)
         drawn = policy.rollout([PROMPT], 20, Rng.of("warped"))
     assert 1 <= possible.sum() < len(IDS) and abs(p[possible].sum() - 1) < 1e-12
     found = (drawn.sample[:, None] == IDS[possible]).all(2)  # [20, possible]
@@ -177,15 +231,20 @@ def test_scale_by_scale_is_all_at_once(make, sides, guidance):
         (point,) = policy.path(rollout)
         again = policy.dist(point).log_prob(point.target)
     torch.testing.assert_close(again, rollout.logprob, atol=1e-11, rtol=0)
-    assert rollout.order[0].tolist() == [k for k, side in enumerate(sides) for _ in range(side * side)]
+    assert rollout.order[0].tolist() == [
+        k for k, side in enumerate(sides) for _ in range(side * side)
+    ]
 
 
 def test_samples_come_at_the_rate_of_their_score(make):
-    policy, copies = make(guidance=3.0), 1000
+    policy = make(guidance=3.0)
+    copies = 1000
     with torch.no_grad():
         rollout = policy.rollout([PROMPT], copies, Rng.of("frequencies"))
         p = logp(policy, IDS, PROMPT).exp()
-    counts = torch.bincount((rollout.sample * 2 ** torch.arange(4, -1, -1)).sum(1), minlength=len(IDS))
+    counts = torch.bincount(
+        (rollout.sample * 2 ** torch.arange(4, -1, -1)).sum(1), minlength=len(IDS)
+    )
     common = p * copies > 5
     chi = ((counts - p * copies) ** 2 / (p * copies))[common].sum()
     assert chi < common.sum() + 4 * (2 * common.sum()) ** 0.5
@@ -198,16 +257,21 @@ def test_guidance_grows_from_none_at_the_first_scale(make):
     ids = every(2, 14)[777:779]
     inputs = policy.collate(policy.encode(PROMPTS))
     with torch.no_grad():
-        z, z_empty = (policy.net.vocabulary(policy.net.teach(i, ids)) for i in (inputs, policy.empty(inputs)))
+        z, z_empty = (
+            policy.net.vocabulary(policy.net.teach(i, ids)) for i in (inputs, policy.empty(inputs))
+        )
         t = 4 * torch.tensor([0.0] + [0.5] * 4 + [1.0] * 9, dtype=torch.float64)[:, None]
         expected = ((1 + t) * z - t * z_empty).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-        point = at(policy, ids, PROMPTS[0]).replace(cond=policy.encode(PROMPTS), group=torch.tensor([0, 1]))
+        point = at(policy, ids, PROMPTS[0]).replace(
+            cond=policy.encode(PROMPTS), group=torch.tensor([0, 1])
+        )
         torch.testing.assert_close(policy.dist(point).log_prob(ids), expected, atol=1e-12, rtol=0)
 
 
 def test_a_token_changes_later_scales_only(make):
     policy = make((1, 2, 3), guidance=1.0)
-    inputs, ids = policy.collate(policy.encode([PROMPT])), every(2, 14)[4321:4322]
+    inputs = policy.collate(policy.encode([PROMPT]))
+    ids = every(2, 14)[4321:4322]
     with torch.no_grad():
         before = policy.net.teach(inputs, ids)
         for place, first in ((0, 1), (2, 5), (9, 14)):
@@ -218,8 +282,10 @@ def test_a_token_changes_later_scales_only(make):
 
 
 def test_no_label_is_dropped(make):
-    """The published forward pass drops one label in ten, in evaluation too: log-probs would be random."""
-    policy, state = make(), torch.get_rng_state()
+    """The published forward pass drops one label in ten, in evaluation too: log-probs would be
+    random."""
+    policy = make()
+    state = torch.get_rng_state()
     found = {tuple(logp(policy, IDS[:3], PROMPT).tolist()) for _ in range(30)}
     assert len(found) == 1 and torch.equal(torch.get_rng_state(), state)
     assert found != {tuple(logp(policy, IDS[:3], PROMPTS[1]).tolist())}
@@ -234,7 +300,9 @@ def test_the_matched_gradient_is_the_true_one_and_the_published_is_not(make):
         weight = (p * (REWARD - (p * REWARD).sum())).detach()
         for kind in ("guided", "conditional"):
             scored = make(guidance=scale, logp_dist=kind)
-            found[scale, kind] = cosine(flat_grad(scored, (weight * logp(scored, IDS, PROMPT)).sum()), true)
+            found[scale, kind] = cosine(
+                flat_grad(scored, (weight * logp(scored, IDS, PROMPT)).sum()), true
+            )
     assert all(found[scale, "guided"] == pytest.approx(1, abs=1e-9) for scale in (1.0, 2.0, 5.0))
     assert found[1.0, "conditional"] == pytest.approx(1, abs=1e-9)
     assert found[5.0, "conditional"] < found[2.0, "conditional"] < 0.9999
@@ -245,14 +313,20 @@ def test_importance_weights_are_unbiased(make):
     with torch.no_grad():
         old = logp(policy, IDS, PROMPT)
         for i, p in enumerate(policy.weights.parameters().values()):
-            p.add_(0.05 * Rng.of("move", i).normal(torch.zeros(1), (p.numel(),), dtype=p.dtype).view_as(p))
+            p.add_(
+                0.05
+                * Rng.of("move", i).normal(torch.zeros(1), (p.numel(),), dtype=p.dtype).view_as(p)
+            )
         new = logp(policy, IDS, PROMPT)
     ratio = (new - old).exp()
     assert float((old.exp() * ratio).sum()) == pytest.approx(1, abs=1e-10) and ratio.std() > 0.01
-    assert float((old.exp() * ratio * REWARD).sum()) == pytest.approx(float((new.exp() * REWARD).sum()), abs=1e-10)
+    assert float((old.exp() * ratio * REWARD).sum()) == pytest.approx(
+        float((new.exp() * REWARD).sum()), abs=1e-10
+    )
 
 
-# --------------------------------------------------------------------------------------------------------- training
+# --------------------------------------------------------------------------------------------------
+# training
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.7, 1.0])
@@ -282,7 +356,8 @@ def test_a_scale_is_not_compiled_as_a_token(make):
 
 
 def test_scoring_with_gradient_checkpointing_is_the_same(make):
-    plain, again = make(guidance=2.0), make(guidance=2.0)
+    plain = make(guidance=2.0)
+    again = make(guidance=2.0)
     again.enable_gradient_checkpointing()
     first, second = (flat_grad(p, logp(p, IDS[:9], PROMPT).sum()) for p in (plain, again))
     torch.testing.assert_close(first, second, atol=1e-12, rtol=1e-9)
@@ -294,7 +369,9 @@ def test_shared_modulation_is_the_sum_of_both_parts():
     net = VARNet(shape, Quantizer(2, 4, (1, 2))).double()
     with torch.no_grad():
         for i, p in enumerate(net.parameters()):
-            p.copy_(Rng.of("shared", i).normal(torch.zeros(1), (p.numel(),), dtype=p.dtype).view_as(p))
+            p.copy_(
+                Rng.of("shared", i).normal(torch.zeros(1), (p.numel(),), dtype=p.dtype).view_as(p)
+            )
     net.outside[0].double()
     inputs = {"label": torch.tensor([1])}
     before = net.teach(inputs, IDS[3:4])
@@ -312,27 +389,39 @@ def test_adapters_are_added_to_what_is_exported(make, tmp_path):
             p.add_(0.1)
         policy.export(tmp_path)
         again = VAR(str(tmp_path), guidance=policy.guidance)
-        torch.testing.assert_close(logp(again, IDS, PROMPT), logp(policy, IDS, PROMPT), atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            logp(again, IDS, PROMPT), logp(policy, IDS, PROMPT), atol=1e-4, rtol=0
+        )
 
 
-# ---------------------------------------------------------------------------------------------------------- branching
+# --------------------------------------------------------------------------------------------------
+# branching
 
 
-@pytest.mark.parametrize("options", [{"guidance": 1.0}, {"guidance": 3.0, "top_k": 2}, {"logp_dist": "conditional"}])
+@pytest.mark.parametrize(
+    "options", [{"guidance": 1.0}, {"guidance": 3.0, "top_k": 2}, {"logp_dist": "conditional"}]
+)
 def test_images_that_branch_are_those_that_go_on_from_a_common_beginning(make, options):
-    """Shared scales are computed once; the row they belong to is the one it would be alone; the others are scored, all
-    of their decisions, as if each had been drawn in full."""
-    tree, flat = make((1, 2, 3), branch_at=2, branches=3, **options), make((1, 2, 3), **options)
+    """Shared scales are computed once; the row they belong to is the one it would be alone; the
+    others are scored, all of their decisions, as if each had been drawn in full."""
+    tree = make((1, 2, 3), branch_at=2, branches=3, **options)
+    flat = make((1, 2, 3), **options)
     rollout, alone = (one.rollout(PROMPTS, 6, Rng.of("branch")) for one in (tree, flat))
-    rows, scale = torch.arange(12), torch.arange(14) >= 5  # of scales 1, 4 and 9
+    # of scales 1, 4 and 9
+    rows = torch.arange(12)
+    scale = torch.arange(14) >= 5
     assert torch.equal(rollout.sample[::3], alone.sample[::3])
     assert torch.equal(rollout.sample[:, ~scale], alone.sample[::3, ~scale].repeat_interleave(3, 0))
     assert len(rollout.sample[:6].unique(dim=0)) > 2
     assert torch.equal(rollout.mask, scale | (rows % 3 == 0)[:, None])
-    assert torch.equal(rollout.branch, torch.where(scale, rows[:, None], (rows - rows % 3)[:, None]))
+    assert torch.equal(
+        rollout.branch, torch.where(scale, rows[:, None], (rows - rows % 3)[:, None])
+    )
     (point,) = flat.path(rollout.replace(mask=torch.ones_like(rollout.mask)))
     with torch.no_grad():
-        torch.testing.assert_close(flat.dist(point).log_prob(point.target), rollout.logprob, atol=1e-12, rtol=0)
+        torch.testing.assert_close(
+            flat.dist(point).log_prob(point.target), rollout.logprob, atol=1e-12, rtol=0
+        )
     passes = 1 + (options.get("guidance") != 1)
     assert tree.forwards == passes * (4 + 4 + 12) and alone.branch is None
 
@@ -340,7 +429,8 @@ def test_images_that_branch_are_those_that_go_on_from_a_common_beginning(make, o
 @pytest.mark.parametrize("alpha", [0.0, 0.7])
 def test_the_gradient_of_branches_is_the_average_of_samples(make, alpha):
     tree = make((1, 2, 3), branch_at=2, branches=2, guidance=2.0, scale_alpha=alpha)
-    flat, reward = make((1, 2, 3), guidance=2.0, scale_alpha=alpha), torch.linspace(0, 3, 8, dtype=torch.float64).cos()
+    flat = make((1, 2, 3), guidance=2.0, scale_alpha=alpha)
+    reward = torch.linspace(0, 3, 8, dtype=torch.float64).cos()
     rollout = tree.rollout(PROMPTS, 4, Rng.of("tree"))
 
     def gradient(policy, rollout, advantage):

@@ -1,4 +1,5 @@
-"""Rewards of text that check an answer: the contract that all of them keep, the parser, and coordinates."""
+"""Rewards of text that check an answer: the contract that all of them keep, the parser, and
+coordinates."""
 
 from __future__ import annotations
 
@@ -23,12 +24,16 @@ def checks(name: str) -> bool:
     return REWARDS[name].__module__.startswith("rewards.vision")
 
 
-NAMES = [name for name in sorted(REWARDS) if card_of(REWARDS[name]).media == ("text",) and checks(name)]
+NAMES = [
+    name for name in sorted(REWARDS) if card_of(REWARDS[name]).media == ("text",) and checks(name)
+]
 VERIFIABLE = [name for name in NAMES if hasattr(REWARDS[name], "right_answer")]
 WRITTEN = st.text(alphabet=st.characters(codec="utf-8"), max_size=80) | st.lists(
     st.sampled_from(
-        "<answer> </answer> [ ] { } ( ) , : ; ' \" ```json ``` ``` bbox_2d label 12 -3.5 1e999 NaN <box> </box>"
-        " <ref> </ref> <|box_start|> <|box_end|> <loc0012> <point x= </think> <think> \\boxed{ } None A) yes"
+        "<answer> </answer> [ ] { } ( ) , : ; ' \" ```json ``` ``` bbox_2d label 12 -3.5 "
+        "1e999 NaN <box> </box>"
+        " <ref> </ref> <|box_start|> <|box_end|> <loc0012> <point x= </think> <think> "
+        "\\boxed{ } None A) yes"
         " 1:20 <table> <td> <svg> </svg> \n".split(" ")
     ),
     max_size=25,
@@ -45,11 +50,14 @@ def test_every_reward_of_text_is_in_the_table():
 
 @pytest.mark.parametrize("name", VERIFIABLE)
 def test_right_answers_score_the_maximum_and_tricks_less(name):
-    reward, prompts = build(name), prompts_of(name)
+    reward = build(name)
+    prompts = prompts_of(name)
     high = card_of(reward).high
     right = [reward.right_answer(prompt) for prompt in prompts]
     values = reward(right, prompts)
-    assert values.dtype == torch.float32 and values.tolist() == pytest.approx([high] * len(prompts), abs=2e-5)
+    assert values.dtype == torch.float32 and values.tolist() == pytest.approx(
+        [high] * len(prompts), abs=2e-5
+    )
     assert reward.status(right, prompts) == ["ok"] * len(prompts)
     for prompt in prompts:
         generic = {} if reward.shaping else {"empty": "", "echo": prompt["text"]}
@@ -59,10 +67,16 @@ def test_right_answers_score_the_maximum_and_tricks_less(name):
 
 @pytest.mark.parametrize("name", VERIFIABLE)
 def test_each_sample_is_judged_by_itself_and_nothing_is_changed(name):
-    reward, prompts = build(name), prompts_of(name)
-    texts = [reward.right_answer(prompts[0]), "nonsense", *(reward.right_answer(p) for p in prompts[1:])]
+    reward = build(name)
+    prompts = prompts_of(name)
+    texts = [
+        reward.right_answer(prompts[0]),
+        "nonsense",
+        *(reward.right_answer(p) for p in prompts[1:]),
+    ]
     asked = [prompts[0], *prompts]
-    before, state = deepcopy(asked), torch.get_rng_state()
+    before = deepcopy(asked)
+    state = torch.get_rng_state()
     values = reward(texts, asked)
     assert torch.equal(values, torch.cat([reward([t], [p]) for t, p in zip(texts, asked)]))
     assert torch.equal(values.flip(0), reward(texts[::-1], asked[::-1]))
@@ -73,7 +87,8 @@ def test_each_sample_is_judged_by_itself_and_nothing_is_changed(name):
 @settings(max_examples=25, deadline=None)
 @given(text=WRITTEN, wrap=st.booleans())
 def test_whatever_a_model_writes_has_a_number_in_range_and_a_status(name, text, wrap):
-    reward, prompt = build(name), prompts_of(name)[0]
+    reward = build(name)
+    prompt = prompts_of(name)[0]
     about = card_of(reward)
     text = f"<answer>{text}</answer>" if wrap else text
     (one,) = reward.verdicts([text], [prompt])
@@ -82,7 +97,8 @@ def test_whatever_a_model_writes_has_a_number_in_range_and_a_status(name, text, 
 
 @pytest.mark.parametrize("name", VERIFIABLE)
 def test_a_broken_prompt_is_nan_and_is_named_once(name, caplog):
-    reward, good = build(name), prompts_of(name)[0]
+    reward = build(name)
+    good = prompts_of(name)[0]
     for field in card_of(REWARDS[name]).needs:
         if field == "text":
             continue
@@ -111,7 +127,11 @@ BARE = [((10.0, 20.0, 30.0, 40.0), None)]
         ("<answer>[1,1,2,2]</answer> no: <answer>[10,20,30,40]</answer>", "ok", BARE),
         ("<answer>[10,20,30,40]", "repaired", BARE),
         ('```json\n[{"bbox_2d": [10, 20, 30, 40], "label": "cat"}]\n```', "ok", CAT),
-        ('```json\n[{"bbox_2d": [10, 20, 30, 40], "label": "cat"}, {"bbox_2d": [5, 6', "repaired", CAT),
+        (
+            '```json\n[{"bbox_2d": [10, 20, 30, 40], "label": "cat"}, {"bbox_2d": [5, 6',
+            "repaired",
+            CAT,
+        ),
         ("[{'bbox': [10, 20, 30, 40], 'label': 'cat'}]", "repaired", CAT),
         ('{"cat": [10, 20, 30, 40]}', "ok", CAT),
         ('{"cat": [[10, 20], [30, 40]]}', "ok", CAT),
@@ -120,7 +140,11 @@ BARE = [((10.0, 20.0, 30.0, 40.0), None)]
         ('{"objects": [{"bbox_2d": [10, 20, 30, 40], "label": "cat"}]}', "ok", CAT),
         ("(10, 20, 30, 40)", "ok", BARE),
         ("(10, 20), (30, 40)", "ok", BARE),
-        ("<|object_ref_start|>cat<|object_ref_end|><|box_start|>(10,20),(30,40)<|box_end|>", "ok", CAT),
+        (
+            "<|object_ref_start|>cat<|object_ref_end|><|box_start|>(10,20),(30,40)<|box_end|>",
+            "ok",
+            CAT,
+        ),
         ("<ref>cat</ref><box>[[10, 20, 30, 40]]</box>", "ok", CAT),
         ("<loc0020><loc0010><loc0040><loc0030> cat", "ok", CAT),
         ("10 20 30 40", "ok", BARE),
@@ -161,12 +185,22 @@ def test_points_in_every_notation(text, found):
 @pytest.mark.parametrize(
     "text, status, value",
     [
-        ("7", "ok", 7), ("seven", "ok", 7), ("<answer>-7.50</answer>", "ok", -7.5), ("1,234,567", "ok", 1234567),
-        ("12 %", "ok", 12), ("$3.2", "ok", 3.2), (r"so \boxed{7}", "ok", 7), ("I see 7 dogs.", "repaired", 7),
-        ("7 or 8", "wrong_count", None), ("dogs", "unparseable", None), ("", "unparseable", None),
-        ("7 <answer>8</answer>", "ok", 8), ("<answer>8", "repaired", 8), ("v2", "unparseable", None),
+        ("7", "ok", 7),
+        ("seven", "ok", 7),
+        ("<answer>-7.50</answer>", "ok", -7.5),
+        ("1,234,567", "ok", 1234567),
+        ("12 %", "ok", 12),
+        ("$3.2", "ok", 3.2),
+        (r"so \boxed{7}", "ok", 7),
+        ("I see 7 dogs.", "repaired", 7),
+        ("7 or 8", "wrong_count", None),
+        ("dogs", "unparseable", None),
+        ("", "unparseable", None),
+        ("7 <answer>8</answer>", "ok", 8),
+        ("<answer>8", "repaired", 8),
+        ("v2", "unparseable", None),
     ],
-)  # fmt: skip
+)
 def test_numbers(text, status, value):
     assert (number(text).status, number(text).value) == (status, value)
 
@@ -174,11 +208,24 @@ def test_numbers(text, status, value):
 @pytest.mark.parametrize(
     "text, found",
     [
-        ("B", "B"), ("(b)", "B"), ("B.", "B"), ("B) a cat", "B"), ("The answer is B", "B"), ("Option: C", "C"),
-        ("A, C", "AC"), ("A and C", "AC"), ("AC", "AC"), ("A or B", "AB"), ("I do not know", ""), ("A cat", ""),
-        ("B: cat C: dog", ""), ("", ""), ("no", ""), ("Bad", ""),
+        ("B", "B"),
+        ("(b)", "B"),
+        ("B.", "B"),
+        ("B) a cat", "B"),
+        ("The answer is B", "B"),
+        ("Option: C", "C"),
+        ("A, C", "AC"),
+        ("A and C", "AC"),
+        ("AC", "AC"),
+        ("A or B", "AB"),
+        ("I do not know", ""),
+        ("A cat", ""),
+        ("B: cat C: dog", ""),
+        ("", ""),
+        ("no", ""),
+        ("Bad", ""),
     ],
-)  # fmt: skip
+)
 def test_letters(text, found):
     assert letters(text) == set(found)
 
@@ -188,7 +235,9 @@ def test_letters(text, found):
 def test_the_parser_never_raises(text):
     for parse in (boxes, points, number, items, final):
         found = parse(text)
-        assert found.status in SEVERITY and (found.value is not None or found.status in ("unparseable", "wrong_count"))
+        assert found.status in SEVERITY and (
+            found.value is not None or found.status in ("unparseable", "wrong_count")
+        )
 
 
 @pytest.mark.parametrize(

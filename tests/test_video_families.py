@@ -1,4 +1,5 @@
-"""Families of video models against diffusers' own pipelines; Wan's text to video is in test_folder_families."""
+"""Families of video models against diffusers' own pipelines; Wan's text to video is in
+test_folder_families."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ load_built_in()
 
 def picture(seed, size=(40, 28)):
     """Of another size than the videos."""
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8))
+    return Image.fromarray(
+        np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
+    )
 
 
 SHOWN = [{**prompt, "image": picture(i)} for i, prompt in enumerate(PROMPTS)]
@@ -49,7 +52,9 @@ class Case:
     def guide(self, scale):
         if not self.embedded:
             return {"guidance_scale": scale}
-        return {"true_cfg_scale": scale, "guidance_scale": 6.0} | ({"negative_prompt": ""} if scale > 1 else {})
+        return {"true_cfg_scale": scale, "guidance_scale": 6.0} | (
+            {"negative_prompt": ""} if scale > 1 else {}
+        )
 
     @property
     def shown(self):
@@ -107,29 +112,46 @@ def first_latents(policy, one, rollout):
     return tokens(first) if one.policy == "ltx" else first
 
 
-HUNYUAN = {"prompt_embeds": "text", "pooled_prompt_embeds": "pooled", "prompt_attention_mask": "mask"}
+HUNYUAN = {
+    "prompt_embeds": "text",
+    "pooled_prompt_embeds": "pooled",
+    "prompt_attention_mask": "mask",
+}
 
 
 def call(pipe, policy, name, rollout, guidance, output):
     """The pipeline's own samples from the same first latents, row by row: most take one image."""
     one, (height, width) = ALL[name], policy.size
-    first, found = first_latents(policy, one, rollout), []
+    first = first_latents(policy, one, rollout)
+    found = []
     for latents, prompt in zip(first.split(1), rollout.asked()):
         shown = {"image": prompt["image"]} if one.shown else {}
-        if name == "hunyuan_i2v" and guidance > 1:  # the pipeline would read the empty prompt with other image tokens
+        # the pipeline would read the empty prompt with other image tokens
+        if name == "hunyuan_i2v" and guidance > 1:
             empty = rollout.cond["uncond"]
-            shown |= {f"negative_{key}": empty[ours] for key, ours in HUNYUAN.items()} | {"negative_prompt": None}
-        found.append(pipe(
-            prompt=[prompt["text"]], latents=latents, height=height, width=width, num_inference_steps=policy.steps,
-            output_type=output, **one.call, **(one.guide(guidance) | shown),
-        )[0])  # fmt: skip
+            shown |= {f"negative_{key}": empty[ours] for key, ours in HUNYUAN.items()} | {
+                "negative_prompt": None
+            }
+        found.append(
+            pipe(
+                prompt=[prompt["text"]],
+                latents=latents,
+                height=height,
+                width=width,
+                num_inference_steps=policy.steps,
+                output_type=output,
+                **one.call,
+                **(one.guide(guidance) | shown),
+            )[0]
+        )
     return torch.cat(found)
 
 
 @pytest.mark.parametrize("guidance", [1.0, 2.5])
 @pytest.mark.parametrize("name", ALL)
 def test_without_noise_we_are_the_diffusers_pipeline(name, guidance):
-    policy, one = make(name, width=None), ALL[name]
+    policy = make(name, width=None)
+    one = ALL[name]
     with policy.evaluating(guidance), torch.no_grad():
         rollout = policy.rollout(one.prompts, 1, Rng.of("same"))
         ours = policy.decode(rollout)
@@ -160,12 +182,15 @@ def trainer(name, **options):
 @pytest.mark.parametrize("name", CASES)
 def test_the_first_step_is_exactly_on_policy(name, options):
     metrics = trainer(name, **options).iterate()
-    assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0 and metrics["step"] == 1
+    assert (
+        metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0 and metrics["step"] == 1
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_exported_adapter_gives_the_plain_pipeline_our_videos(name, tmp_path):
-    training, one = trainer(name, lora=2, width=None), CASES[name]
+    training = trainer(name, lora=2, width=None)
+    one = CASES[name]
     policy = training.policy
     training.iterate(), training.iterate()
     policy.export(tmp_path)
@@ -200,20 +225,26 @@ def test_a_first_frame_that_is_given_is_reached_and_not_trained(name):
         given = rollout.cond["condition"][rollout.group]
         videos = policy.decode(rollout)
         assert torch.equal(
-            videos, policy.decode(rollout.replace(sample=torch.cat([given, rollout.sample[:, :, 1:]], 2)))
+            videos,
+            policy.decode(rollout.replace(sample=torch.cat([given, rollout.sample[:, :, 1:]], 2))),
         )
         certain = make(name, sde=windows.all_but_last).rollout(SHOWN, 2, Rng.of("noisy"))
     torch.testing.assert_close(certain.sample[:, :, :1], given, atol=1e-4, rtol=0)
     point = next(iter(policy.path(rollout)))
     mean = policy.dist(point).mean
-    grads = torch.autograd.grad(mean[:, :, :1].sum(), list(policy.net.parameters()), allow_unused=True)
+    grads = torch.autograd.grad(
+        mean[:, :, :1].sum(), list(policy.net.parameters()), allow_unused=True
+    )
     assert all(g is None or not g.any() for g in grads)
 
 
 def test_an_image_is_encoded_once(monkeypatch):
-    policy, seen = make("wan_i2v"), []
+    policy = make("wan_i2v")
+    seen = []
     plain = policy.encode_pictures
-    policy.pictures.encode = lambda pipe, pictures, device: seen.extend(pictures) or plain(pipe, pictures, device)
+    policy.pictures.encode = lambda pipe, pictures, device: (
+        seen.extend(pictures) or plain(pipe, pictures, device)
+    )
     for _ in range(2):
         policy.encode([*SHOWN, {**SHOWN[0], "image": SHOWN[0]["image"].copy()}])
     assert len(seen) == 2
@@ -226,13 +257,18 @@ def test_a_path_is_an_image_too_and_released_encoders_are_not_missed(tmp_path):
     policy.prepare(prompts)
     assert policy.texts.pipeline is None and policy.pictures.pipeline is None
     policy.texts.load = policy.pictures.load = None
-    named, shown = policy.encode(prompts), make("wan_i2v").encode(SHOWN[:1])
+    named = policy.encode(prompts)
+    shown = make("wan_i2v").encode(SHOWN[:1])
     assert all(torch.equal(named[key], shown[key]) for key in ("text", "condition", "image"))
 
 
 @pytest.mark.parametrize("prompt", [{}, {"images": [picture(0), picture(1)]}])
 def test_a_prompt_without_one_image_is_named(prompt):
-    with pytest.raises(UserError, match=r"prompt 1 \('a blue two'\) has [02] images; this model animates one"):
+    with pytest.raises(
+        UserError,
+        match=r"prompt 1 \('a blue two'\) has [02] images; this model "
+        r"animates one",
+    ):
         make("wan_i2v").encode([SHOWN[0], PROMPTS[1] | prompt])
 
 

@@ -1,4 +1,5 @@
-"""Detection, confidence, points, actions, masks, spans and tracks against oracles and the errors of published code."""
+"""Detection, confidence, points, actions, masks, spans and tracks against oracles and the errors of
+published code."""
 
 from __future__ import annotations
 
@@ -9,7 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rewards import Choice, Classification, Confidence, Count, Detection, Gui, Point, Segmentation, Temporal, Tracking
+from rewards import (
+    Choice,
+    Classification,
+    Confidence,
+    Count,
+    Detection,
+    Gui,
+    Point,
+    Segmentation,
+    Temporal,
+    Tracking,
+)
 from rewards.vision.masks import _rings, _runs, true_mask
 from rewards.vision.spans import hull, spans, union
 
@@ -31,9 +43,18 @@ def one(reward, text, prompt) -> float:
 @pytest.mark.parametrize(
     "entries, values",
     [
-        ([([0, 0, 10, 10], "cat"), ([20, 20, 40, 40], "dog")], {"matched": 1, "f1": 1, "map": 1, "ap": 1, "vlm_r1": 1}),
-        ([([0, 0, 10, 10], "cat")], {"matched": 0.5, "f1": 2 / 3, "precision": 1, "recall": 0.5, "map": 0.5}),
-        ([([0, 0, 10, 10], "dog"), ([20, 20, 40, 40], "cat")], {"matched": 0, "f1": 0, "map": 0, "vlm_r1": 0.3}),
+        (
+            [([0, 0, 10, 10], "cat"), ([20, 20, 40, 40], "dog")],
+            {"matched": 1, "f1": 1, "map": 1, "ap": 1, "vlm_r1": 1},
+        ),
+        (
+            [([0, 0, 10, 10], "cat")],
+            {"matched": 0.5, "f1": 2 / 3, "precision": 1, "recall": 0.5, "map": 0.5},
+        ),
+        (
+            [([0, 0, 10, 10], "dog"), ([20, 20, 40, 40], "cat")],
+            {"matched": 0, "f1": 0, "map": 0, "vlm_r1": 0.3},
+        ),
         (
             [([0, 0, 10, 8], "cat"), ([20, 20, 40, 40], "dog")],
             {"matched": 0.9, "f1": 1, "map": 0.85, "visual_rft": 0.9},
@@ -52,10 +73,16 @@ def test_spam_with_other_labels_costs_and_published_forms_pay_for_it():
     spam = [([i, i, i + 5, i + 7], "bird", 0.01) for i in range(9)]
     for measure in ("matched", "f1", "map", "ap", "precision", "visual_rft"):
         scores = [one(Detection(measure), said(*right, *spam[:n]), SCENE) for n in range(10)]
-        assert scores[0] == pytest.approx(1) and all(b < a for a, b in zip(scores, scores[1:])), measure
+        assert scores[0] == pytest.approx(1) and all(b < a for a, b in zip(scores, scores[1:])), (
+            measure
+        )
     assert one(Detection("matched"), said(*right, *spam), SCENE) == pytest.approx(2 / 11)
     single = {"boxes": SCENE["boxes"][:1], "labels": ["cat"]}
-    published = one(Detection("vlm_r1"), said(right[0], *[([50 + i, 0, 60 + i, 9], "cat") for i in range(9)]), single)
+    published = one(
+        Detection("vlm_r1"),
+        said(right[0], *[([50 + i, 0, 60 + i, 9], "cat") for i in range(9)]),
+        single,
+    )
     assert published == pytest.approx(0.865)  # measured on the published code
 
 
@@ -71,49 +98,86 @@ def test_the_published_confidence_exploit_is_closed():
 
 @pytest.mark.parametrize("chance", [0.1, 0.5, 0.8])
 def test_confidence_is_a_proper_score(chance):
-    prompt, best = {"boxes": SCENE["boxes"][:1]}, []
+    prompt = {"boxes": SCENE["boxes"][:1]}
+    best = []
     for c in np.linspace(0, 1, 21):
         right = one(Confidence(), said(([0, 0, 10, 10], "cat", c)), prompt)
         wrong = one(Confidence(), said(([50, 50, 60, 60], "cat", c)), prompt)
         best.append(chance * right + (1 - chance) * wrong)
-    assert np.linspace(0, 1, 21)[int(np.argmax(best))] == pytest.approx(chance) and max(best) == pytest.approx(
-        chance**2
-    )
+    assert np.linspace(0, 1, 21)[int(np.argmax(best))] == pytest.approx(chance) and max(
+        best
+    ) == pytest.approx(chance**2)
 
 
 # ---------------------------------------------------------------- points and actions
 
 
 def test_points_in_boxes_and_near_points():
-    box, point = {"boxes": [[10, 10, 30, 20]]}, {"point": [100, 100]}
-    assert [one(Point(), text, box) for text in ("(20, 15)", "(30, 20)", "(31, 15)", "[10,10,30,20]")] == [1, 1, 0, 1]
+    box = {"boxes": [[10, 10, 30, 20]]}
+    point = {"point": [100, 100]}
+    assert [
+        one(Point(), text, box) for text in ("(20, 15)", "(30, 20)", "(31, 15)", "[10,10,30,20]")
+    ] == [1, 1, 0, 1]
     gaussian = Point("gaussian", spread=0.5)
-    assert one(gaussian, "(20, 15)", box) == 1 and one(gaussian, "(30, 15)", box) == pytest.approx(np.exp(-0.5))
-    assert one(Point("distance"), "(100, 170)", point) == pytest.approx(0.5) and one(Point(), "(100, 170)", point) == 1
+    assert one(gaussian, "(20, 15)", box) == 1 and one(gaussian, "(30, 15)", box) == pytest.approx(
+        np.exp(-0.5)
+    )
+    assert (
+        one(Point("distance"), "(100, 170)", point) == pytest.approx(0.5)
+        and one(Point(), "(100, 170)", point) == 1
+    )
     assert one(Point(), "[[20, 15], [21, 15]]", box) == 0.5
     view = {"coords": "rel1000", "sizes": [[200, 100]], "resized": [[20, 10]]}
-    assert one(Point("distance", radius=10), "(500, 500)", {"point": [0.5, 0.5], "space": "rel1", "view": view}) == 1
-    assert one(Point("distance", radius=10), "(525, 500)", {"point": [0.5, 0.5], "space": "rel1", "view": view}) == 0.5
+    assert (
+        one(
+            Point("distance", radius=10),
+            "(500, 500)",
+            {"point": [0.5, 0.5], "space": "rel1", "view": view},
+        )
+        == 1
+    )
+    assert (
+        one(
+            Point("distance", radius=10),
+            "(525, 500)",
+            {"point": [0.5, 0.5], "space": "rel1", "view": view},
+        )
+        == 0.5
+    )
 
 
 @pytest.mark.parametrize(
     "text, value",
     [
-        ('{"action": "click", "point": [20, 15]}', 1), ("click(20, 15)", 1), ("click(x=20, y=15)", 1),
+        ('{"action": "click", "point": [20, 15]}', 1),
+        ("click(20, 15)", 1),
+        ("click(x=20, y=15)", 1),
         ('{"action_type": "CLICK", "coordinate": [20, 15]}', 1),
         ('{"name": "click", "arguments": {"x": 20, "y": 15}}', 1),
-        ('{"action": "click", "point": [90, 15]}', 0.5), ('{"action": "click"}', 0.5), ("scroll(20, 15)", 0),
-        ('[{"action": "click", "point": [20, 15]}, {"action": "back"}]', 0), ("I click there", 0), ("", 0),
+        ('{"action": "click", "point": [90, 15]}', 0.5),
+        ('{"action": "click"}', 0.5),
+        ("scroll(20, 15)", 0),
+        ('[{"action": "click", "point": [20, 15]}, {"action": "back"}]', 0),
+        ("I click there", 0),
+        ("", 0),
     ],
-)  # fmt: skip
+)
 def test_actions(text, value):
     assert one(Gui(), text, {"action": "click", "boxes": [[10, 10, 30, 20]]}) == value
 
 
 def test_typed_texts_count_by_similarity_above_a_threshold():
     prompt = {"action": {"type": "type", "text": "hello"}}
-    texts = ['type("hello")', 'type("hallo")', 'type("xyz")', "type", '{"action": "type", "text": "Hello"}']
-    assert [one(Gui(type_weight=0), text, prompt) for text in texts] == pytest.approx([1, 0.8, 0, 0, 1])
+    texts = [
+        'type("hello")',
+        'type("hallo")',
+        'type("xyz")',
+        "type",
+        '{"action": "type", "text": "Hello"}',
+    ]
+    assert [one(Gui(type_weight=0), text, prompt) for text in texts] == pytest.approx(
+        [1, 0.8, 0, 0, 1]
+    )
     assert one(Gui(), "press_back", {"action": "press_back"}) == 1
 
 
@@ -133,20 +197,29 @@ def test_run_lengths_equal_pycocotools():
             ours = np.repeat(np.arange(len(runs)) % 2, runs).reshape(shape[::-1]).T
             assert (ours == decode(code)).all() and (ours == mask).all()
             prompt = {"mask": mask}
-            assert one(Segmentation(), json.dumps({"size": list(shape), "counts": text}), prompt) == 1
+            assert (
+                one(Segmentation(), json.dumps({"size": list(shape), "counts": text}), prompt) == 1
+            )
 
 
 def test_polygons_boxes_and_run_lengths_are_one_mask():
     mask = np.zeros((40, 60), dtype=bool)
     mask[10:30, 20:50] = True
     prompt = {"mask": mask}
-    texts = ["[[20,10],[50,10],[50,30],[20,30]]", '{"polygon": [20,10,50,10,50,30,20,30]}', "[20, 10, 50, 30]",
-             "[[20,10,35,10,35,30,20,30],[35,10,50,10,50,30,35,30]]"]  # fmt: skip
+    texts = [
+        "[[20,10],[50,10],[50,30],[20,30]]",
+        '{"polygon": [20,10,50,10,50,30,20,30]}',
+        "[20, 10, 50, 30]",
+        "[[20,10,35,10,35,30,20,30],[35,10,50,10,50,30,35,30]]",
+    ]
     assert [one(Segmentation(), text, prompt) for text in texts] == [1, 1, 1, 1]
     assert one(Segmentation(), "[20, 10, 35, 30]", prompt) == pytest.approx(0.5)
     relative = {**prompt, "view": {"coords": "rel1000", "sizes": [[60, 40]]}}
     assert one(Segmentation(), "[333.33333, 250, 833.33333, 750]", relative) == 1
-    assert _rings([[[0, 0], [1, 0], [1, 1]], [[2, 2], [3, 2], [3, 3]]]) == [(0, 0, 1, 0, 1, 1), (2, 2, 3, 2, 3, 3)]
+    assert _rings([[[0, 0], [1, 0], [1, 1]], [[2, 2], [3, 2], [3, 3]]]) == [
+        (0, 0, 1, 0, 1, 1),
+        (2, 2, 3, 2, 3, 3),
+    ]
 
 
 def test_masks_of_every_kind_and_broken_ones(tmp_path):
@@ -155,7 +228,12 @@ def test_masks_of_every_kind_and_broken_ones(tmp_path):
     mask = np.zeros((4, 6), dtype=np.uint8)
     mask[1:3, 2:5] = 255
     Image.fromarray(mask).save(tmp_path / "m.png")
-    kinds = [str(tmp_path / "m.png"), mask > 0, (mask > 0).tolist(), {"size": [4, 6], "counts": [9, 2, 2, 2, 2, 2, 5]}]
+    kinds = [
+        str(tmp_path / "m.png"),
+        mask > 0,
+        (mask > 0).tolist(),
+        {"size": [4, 6], "counts": [9, 2, 2, 2, 2, 2, 5]},
+    ]
     assert all((true_mask({"mask": kind}) == (mask > 0)).all() for kind in kinds)
     for broken in (str(tmp_path / "no.png"), [1, 2], {"size": [4, 6]}, [[0, 0, 1, 1, 2, 2]]):
         assert np.isnan(one(Segmentation(), "[]", {"mask": broken}))
@@ -171,7 +249,9 @@ def test_masks_of_every_kind_and_broken_ones(tmp_path):
 
 # ---------------------------------------------------------------- time
 
-TIMES = st.tuples(st.integers(0, 40), st.integers(1, 20)).map(lambda v: (float(v[0]), float(v[0] + v[1])))
+TIMES = st.tuples(st.integers(0, 40), st.integers(1, 20)).map(
+    lambda v: (float(v[0]), float(v[0] + v[1]))
+)
 SETS = st.lists(TIMES, min_size=1, max_size=4)
 
 
@@ -183,16 +263,26 @@ def test_temporal_iou_equals_counting_seconds(a, b):
 
     assert union(a, b) == pytest.approx(len(covered(a) & covered(b)) / len(covered(a) | covered(b)))
     assert union(a, b) == pytest.approx(union(b, a)) and union(a, a) == 1
-    low = max(min(a[0][1], b[0][1]) - max(a[0][0], b[0][0]), 0) / (max(a[0][1], b[0][1]) - min(a[0][0], b[0][0]))
+    low = max(min(a[0][1], b[0][1]) - max(a[0][0], b[0][0]), 0) / (
+        max(a[0][1], b[0][1]) - min(a[0][0], b[0][0])
+    )
     assert hull(a, b) == pytest.approx(low) and hull(a[:1], b[:1]) <= union(a[:1], b[:1]) + 1e-9
 
 
 @pytest.mark.parametrize(
     "text",
-    ['{"start_time": 3.5, "end_time": 8}', "[3.5, 8]", "from 3.5 to 8", "3.5s - 8s",
-     "00:03.5 - 00:08",
-     "[[3.5, 8.0]]", '[{"start": "3.5", "end": "8"}]', "<answer>B</answer><glue>[[3.5, 8]]</glue>", "3.5 to 8 seconds"],
-)  # fmt: skip
+    [
+        '{"start_time": 3.5, "end_time": 8}',
+        "[3.5, 8]",
+        "from 3.5 to 8",
+        "3.5s - 8s",
+        "00:03.5 - 00:08",
+        "[[3.5, 8.0]]",
+        '[{"start": "3.5", "end": "8"}]',
+        "<answer>B</answer><glue>[[3.5, 8]]</glue>",
+        "3.5 to 8 seconds",
+    ],
+)
 def test_spans_in_every_notation(text):
     assert spans(text).value == [(3.5, 8.0)]
 
@@ -200,12 +290,24 @@ def test_spans_in_every_notation(text):
 def test_statuses_of_spans_and_tracks():
     prompt = {"spans": [[2, 6]], "view": {"duration": 10.0}}
     texts = ["[2, 6]", "[6, 2]", "[2, 2]", "[2, 60]", "[[2,6],[7,8]]", "later", "[]"]
-    wanted = ["ok", "inverted", "degenerate", "out_of_range", "wrong_count", "unparseable", "wrong_count"]
+    wanted = [
+        "ok",
+        "inverted",
+        "degenerate",
+        "out_of_range",
+        "wrong_count",
+        "unparseable",
+        "wrong_count",
+    ]
     assert Temporal().status(texts, [prompt] * 7) == wanted
     assert Temporal()(texts, [prompt] * 7).tolist() == pytest.approx([1, 0, 0, 4 / 58, 0.8, 0, 0])
     moving = {"tracks": [[0, 0, 10, 10], [5, 5, 15, 15]]}
     assert one(Tracking(), "[[0,0,10,10],[5,5,15,10]]", moving) == 0.75
-    assert one(Tracking(), '{"0": [0,0,10,10]}', moving) == 0.5 == one(Tracking(), '{"0s": [0,0,10,10]}', moving)
+    assert (
+        one(Tracking(), '{"0": [0,0,10,10]}', moving)
+        == 0.5
+        == one(Tracking(), '{"0s": [0,0,10,10]}', moving)
+    )
 
 
 # ---------------------------------------------------------------- short answers
@@ -225,6 +327,10 @@ def test_the_published_classification_exploits_are_closed():
 
 def test_partial_credit_of_choices():
     prompt = {"answer": "ABC"}
-    for partial, values in {"subset": [1, 2 / 3, 0], "none": [1, 0, 0], "jaccard": [1, 2 / 3, 0.5]}.items():
+    for partial, values in {
+        "subset": [1, 2 / 3, 0],
+        "none": [1, 0, 0],
+        "jaccard": [1, 2 / 3, 0.5],
+    }.items():
         reward = Choice(partial)
         assert reward(["A, B, C", "AC", "A, B, D"], [prompt] * 3).tolist() == pytest.approx(values)

@@ -1,4 +1,5 @@
-"""Engines that sample by themselves: what they are asked, how far they are from the policy, and the correction."""
+"""Engines that sample by themselves: what they are asked, how far they are from the policy, and the
+correction."""
 
 import importlib.machinery
 import sys
@@ -39,7 +40,9 @@ def test_vllm_is_asked_with_the_weights_of_now_and_its_log_probs_are_kept(vllm):
         rollout = rolled(one, copies=2)
         gap = (rollout.sampled - rollout.logprob)[rollout.mask].abs()
         assert gap.max() < 2e-5 and one.measures()["engine/gap"] == pytest.approx(float(gap.mean()))
-        torch.testing.assert_close(logprobs(one, rollout).detach(), rollout.logprob, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(
+            logprobs(one, rollout).detach(), rollout.logprob, atol=1e-6, rtol=1e-6
+        )
         if weights == "first":
             shaken(one)
     calls = ["apply_model", "reset_prefix_cache", "generate", "sleep 1"]
@@ -60,7 +63,9 @@ def test_adapters_reach_vllm_merged(vllm):
 def test_a_prompt_that_vllm_reads_otherwise_stops_the_run(vllm, monkeypatch):
     one = policy_of(engine="vllm")
     processor = one.outside.llm.processor
-    monkeypatch.setattr(processor.image_processor, "size", {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 2})
+    monkeypatch.setattr(
+        processor.image_processor, "size", {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 2}
+    )
     with pytest.raises(UserError, match="reads this prompt as"):
         rolled(one, prompts()[1:2])
 
@@ -91,7 +96,8 @@ def test_continuous_batching_of_texts():
 
 
 def test_training_corrects_for_what_the_engine_did_otherwise(vllm):
-    """An engine that is off by a factor of 2 in every token: the gap is measured and the weights are truncated."""
+    """An engine that is off by a factor of 2 in every token: the gap is measured and the weights
+    are truncated."""
     one = policy_of(engine="vllm")
     answer = one.outside.answer
     one.outside.answer = lambda *given: [
@@ -102,12 +108,21 @@ def test_training_corrects_for_what_the_engine_did_otherwise(vllm):
         return Rewards({"length": torch.tensor([float(text.count("a")) for text in media])})
 
     trainer = Trainer(
-        one, prompts(), scorer, lambda r, rollout: r.total()[:, None] - 1.0, Text(importance=Importance(high=1.5)),
-        lambda p: torch.optim.SGD(p, lr=1e-3), TrainOptions(prompts=3, copies=2, batch_size=6, iterations=1),
-    )  # fmt: skip
+        one,
+        prompts(),
+        scorer,
+        lambda r, rollout: r.total()[:, None] - 1.0,
+        Text(importance=Importance(high=1.5)),
+        lambda p: torch.optim.SGD(p, lr=1e-3),
+        TrainOptions(prompts=3, copies=2, batch_size=6, iterations=1),
+    )
     found = trainer.iterate()
-    assert found["engine/gap"] == pytest.approx(0.6931, abs=1e-3) and found["importance"] == pytest.approx(2, abs=1e-3)
-    assert found["ratio/max_deviation"] < 1e-4, "the policy's own log-probs are recorded, not the engine's"
+    assert found["engine/gap"] == pytest.approx(0.6931, abs=1e-3) and found[
+        "importance"
+    ] == pytest.approx(2, abs=1e-3)
+    assert found["ratio/max_deviation"] < 1e-4, (
+        "the policy's own log-probs are recorded, not the engine's"
+    )
     rollout = rolled(one)
     weight = Importance(high=1.5).weight(point_of(one, rollout))
     assert torch.equal(weight[rollout.mask], torch.full((int(rollout.mask.sum()),), 1.5))

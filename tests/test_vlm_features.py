@@ -1,4 +1,5 @@
-"""Frozen towers: features of an image are computed once, and give the log-probs and gradients of looking anew."""
+"""Frozen towers: features of an image are computed once, and give the log-probs and gradients of
+looking anew."""
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from mmrl.policies.vlm.parts import Parts
 from .test_vlm_policy import assert_near, gradient, logprobs, policy_of, prompts, quiet, rolled  # noqa: F401
 
 FROZEN = Parts("full", "frozen", "frozen")
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "internvl", "llava_next", "gemma3")  # every form of features there is
+# every form of features there is
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "internvl", "llava_next", "gemma3")
 
 
 def anew(policy):
@@ -19,11 +21,15 @@ def anew(policy):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kept_features_are_those_of_every_pass(family):
-    one, other = policy_of(family, train=FROZEN), anew(policy_of(family, train=FROZEN))
+    one = policy_of(family, train=FROZEN)
+    other = anew(policy_of(family, train=FROZEN))
     given = prompts(family)
-    rollout, wanted = rolled(one, given), rolled(other, given)
+    rollout = rolled(one, given)
+    wanted = rolled(other, given)
     assert torch.equal(rollout.sample, wanted.sample)
-    torch.testing.assert_close(logprobs(one, rollout), logprobs(other, wanted), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        logprobs(one, rollout), logprobs(other, wanted), atol=1e-5, rtol=1e-5
+    )
     assert_near(gradient(one, rollout), gradient(other, wanted))
     again = rolled(one, given)  # the prompts of the next epoch
     assert torch.equal(again.sample, rollout.sample)
@@ -31,9 +37,12 @@ def test_kept_features_are_those_of_every_pass(family):
 
 
 def test_packed_rows_take_them_too():
-    one, other = policy_of(train=FROZEN, packed=True), policy_of(train=FROZEN)
+    one = policy_of(train=FROZEN, packed=True)
+    other = policy_of(train=FROZEN)
     rollout = rolled(other)
-    torch.testing.assert_close(logprobs(one, rollout), logprobs(other, rollout), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        logprobs(one, rollout), logprobs(other, rollout), atol=1e-5, rtol=1e-5
+    )
     assert_near(gradient(one, rollout), gradient(other, rollout))
 
 

@@ -1,4 +1,5 @@
-"""Prompts of vision-language models as tensors: tiny models of every family, unlike prompts, mistakes named."""
+"""Prompts of vision-language models as tensors: tiny models of every family, unlike prompts,
+mistakes named."""
 
 from __future__ import annotations
 
@@ -31,7 +32,13 @@ def loaded(name: str):
 
 def inputs(name: str, budgets: Budgets | None = None, coords=None) -> Inputs:
     net, processor = loaded(name)
-    return Inputs(processor, net.config, budgets or Budgets(), family_of(net.config, coords), net.generation_config)
+    return Inputs(
+        processor,
+        net.config,
+        budgets or Budgets(),
+        family_of(net.config, coords),
+        net.generation_config,
+    )
 
 
 def mixed(name: str) -> list[dict]:
@@ -40,7 +47,11 @@ def mixed(name: str) -> list[dict]:
     if name in tiny_vlms.ONE_IMAGE:
         return [one, {"text": "and where?", "image": tiny_vlms.image(99, 44, 1)}]
     two = [tiny_vlms.image(50, 120, 1), tiny_vlms.image(200, 60, 2)]
-    found = [one, {"text": "why?"}, {"text": "compare <image> and <image>, say", "images": two, "system": "be brief"}]
+    found = [
+        one,
+        {"text": "why?"},
+        {"text": "compare <image> and <image>, say", "images": two, "system": "be brief"},
+    ]
     if name in tiny_vlms.VIDEO:
         found.append({"text": "when?", "video": tiny_vlms.video(5), "fps": 2.0})
     return found
@@ -54,7 +65,8 @@ def message(call, *args, **kwargs) -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_batch_of_unlike_prompts_gives_each_its_own_answer(name):
-    net, made = loaded(name)[0], inputs(name)
+    net = loaded(name)[0]
+    made = inputs(name)
     encoded = [made.encode(prompt) for prompt in mixed(name)]
     groups = made.groups(encoded)
     assert sorted(i for group in groups for i in group) == list(range(len(encoded)))
@@ -62,15 +74,19 @@ def test_a_batch_of_unlike_prompts_gives_each_its_own_answer(name):
     with torch.no_grad():
         alone = [net(**one).logits[0, -1].log_softmax(-1) for one in encoded]
         for group in groups:
-            together = net(**made.collate([encoded[i] for i in group])).logits[:, -1].log_softmax(-1)
+            together = (
+                net(**made.collate([encoded[i] for i in group])).logits[:, -1].log_softmax(-1)
+            )
             for row, i in zip(together, group):
                 assert (row - alone[i]).abs().max() < 2e-5
 
 
 def test_prompts_of_equally_many_images_make_a_batch_for_mllama():
-    net, made = loaded("mllama")[0], inputs("mllama")
+    net = loaded("mllama")[0]
+    made = inputs("mllama")
     prompts = [
-        {"text": t, "images": [tiny_vlms.image(w, 60, w)]} for t, w in (("what?", 60), ("and a longer one", 150))
+        {"text": t, "images": [tiny_vlms.image(w, 60, w)]}
+        for t, w in (("what?", 60), ("and a longer one", 150))
     ]
     encoded = [made.encode(prompt) for prompt in prompts]
     assert made.groups(encoded) == [[0, 1]]
@@ -78,21 +94,32 @@ def test_prompts_of_equally_many_images_make_a_batch_for_mllama():
         together = net(**made.collate(encoded)).logits[:, -1]
         for row, one in zip(together, encoded):
             assert (row - net(**one).logits[0, -1]).abs().max() < 2e-5
-    assert "equally many images" in message(made.collate, [encoded[0], made.encode({"text": "none"})])
+    assert "equally many images" in message(
+        made.collate, [encoded[0], made.encode({"text": "none"})]
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_encoding_is_the_processors_own(name):
-    made, prompt = inputs(name), mixed(name)[0]
+    made = inputs(name)
+    prompt = mixed(name)[0]
     found = made.encode(prompt)
     if made.processor.chat_template:
-        content = [{"type": "image", "image": prompt["images"][0]}, {"type": "text", "text": prompt["text"]}]
+        content = [
+            {"type": "image", "image": prompt["images"][0]},
+            {"type": "text", "text": prompt["text"]},
+        ]
         wanted = made.processor.apply_chat_template(
-            [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=True, return_dict=True,
+            [{"role": "user", "content": content}],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
             return_tensors="pt",
-        )  # fmt: skip
+        )
     else:
-        wanted = made.processor(text="<image>" + prompt["text"], images=prompt["images"][0], return_tensors="pt")
+        wanted = made.processor(
+            text="<image>" + prompt["text"], images=prompt["images"][0], return_tensors="pt"
+        )
     assert set(found) <= set(wanted) and "pixel_values" in found
     for key in found:
         assert torch.equal(found[key], torch.as_tensor(wanted[key])), key
@@ -102,7 +129,11 @@ def test_the_encoding_is_the_processors_own(name):
 def test_what_stands_for_images_cannot_be_sampled_and_what_ends_can(name):
     made = inputs(name)
     encoded = made.encode(mixed(name)[0])
-    assert made._id("image") in made.suppressed and made.stops and not set(made.stops) & set(made.suppressed)
+    assert (
+        made._id("image") in made.suppressed
+        and made.stops
+        and not set(made.stops) & set(made.suppressed)
+    )
     assert made.placeholders(encoded) >= 1
     special = {made.tokenizer.convert_tokens_to_ids(t) for t in made.tokenizer.all_special_tokens}
     harmless = ("<|pad|>", "<|bos|>", "<|im_start|>", "<end_of_utterance>")
@@ -114,23 +145,33 @@ def test_what_stands_for_images_cannot_be_sampled_and_what_ends_can(name):
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3"])
 def test_type_ids_that_a_family_needs_are_never_missing_in_silence(name, monkeypatch):
-    made, needed = inputs(name), FAMILIES[name].needs[0]
+    made = inputs(name)
+    needed = FAMILIES[name].needs[0]
     encoded = made.encode({"text": "why?"})
     assert needed in encoded
     without = {key: value for key, value in encoded.items() if key != needed}
     assert f"without {needed}" in message(made.collate, [encoded, without])
     original = made._processed
-    monkeypatch.setattr(made, "_processed", lambda *a: {k: v for k, v in original(*a).items() if k != needed})
+    monkeypatch.setattr(
+        made, "_processed", lambda *a: {k: v for k, v in original(*a).items() if k != needed}
+    )
     said = message(made.encode, {"text": "why?", "origin": "d.jsonl:3"})
     assert said.startswith("d.jsonl:3: ") and needed in said
 
 
 def test_views_tell_what_the_model_saw():
     made = inputs("qwen2_5_vl")
-    prompt = {"text": "<image> or <image>?", "images": [tiny_vlms.image(70, 60), tiny_vlms.image(200, 60)]}
+    prompt = {
+        "text": "<image> or <image>?",
+        "images": [tiny_vlms.image(70, 60), tiny_vlms.image(200, 60)],
+    }
     encoded, view = made.take(prompt)
     assert view == made.view(prompt, encoded)
-    assert view["coords"] == "resized" and view["sizes"] == [[70, 60], [200, 60]] and view["frames"] == 0
+    assert (
+        view["coords"] == "resized"
+        and view["sizes"] == [[70, 60], [200, 60]]
+        and view["frames"] == 0
+    )
     assert view["resized"] == [[56, 56], [168, 28]]  # multiples of 28 within 12 * 28 * 28 pixels
     grid = encoded["image_grid_thw"]
     assert [[int(w) * 14, int(h) * 14] for _, h, w in grid] == view["resized"]
@@ -140,7 +181,12 @@ def test_views_tell_what_the_model_saw():
 
 def test_a_space_is_never_guessed():
     assert inputs("llava").family.coords is None and inputs("llava").family.unverified()
-    grounding = {"text": "where?", "images": [tiny_vlms.image(70, 60)], "boxes": [[0, 0, 9, 9]], "origin": "g.jsonl:8"}
+    grounding = {
+        "text": "where?",
+        "images": [tiny_vlms.image(70, 60)],
+        "boxes": [[0, 0, 9, 9]],
+        "origin": "g.jsonl:8",
+    }
     said = message(inputs("llava").encode, grounding)
     assert said.startswith("g.jsonl:8: ") and "set the policy's coords" in said
     assert inputs("llava", coords="rel1").take(grounding)[1]["coords"] == "rel1"
@@ -158,16 +204,25 @@ def test_unknown_families_get_general_rules():
 @pytest.mark.parametrize(
     "prompt, said",
     [
-        ({"text": "<image> and <image>", "images": 1}, "more <image> placeholders than the prompt has"),
+        (
+            {"text": "<image> and <image>", "images": 1},
+            "more <image> placeholders than the prompt has",
+        ),
         ({"text": "<image>, only", "images": 2}, "1 <image> placeholders for 2 images"),
         ({"text": "the token <|image_pad|>", "images": 1}, "cannot encode"),
         ({"text": "the token <|image_pad|>"}, "cannot encode"),
         ({"images": 1}, "needs text"),
-        ({"text": "what?", "images": ["/nowhere/gone.png"]}, "cannot read the image '/nowhere/gone.png'"),
-        ({"text": "when?", "video": np.zeros((4, 8, 8), np.uint8)}, "a video is a file or frames uint8"),
+        (
+            {"text": "what?", "images": ["/nowhere/gone.png"]},
+            "cannot read the image '/nowhere/gone.png'",
+        ),
+        (
+            {"text": "when?", "video": np.zeros((4, 8, 8), np.uint8)},
+            "a video is a file or frames uint8",
+        ),
         ({"text": "when?", "video": "/nowhere/gone.mp4"}, "cannot read the video"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_name_the_prompt_and_the_remedy(prompt, said):
     if isinstance(prompt.get("images"), int):
         prompt = prompt | {"images": [tiny_vlms.image(60, 60, i) for i in range(prompt["images"])]}
@@ -176,7 +231,9 @@ def test_mistakes_name_the_prompt_and_the_remedy(prompt, said):
 
 
 def test_conversations_with_parts_keep_their_order():
-    made, a, b = inputs("qwen2_5_vl"), tiny_vlms.image(56, 56, 1), tiny_vlms.image(56, 56, 2)
+    made = inputs("qwen2_5_vl")
+    a = tiny_vlms.image(56, 56, 1)
+    b = tiny_vlms.image(56, 56, 2)
     parts = [{"type": "text", "text": "first"}, {"type": "image"}, {"type": "image", "image": b}]
     turns = [
         {"role": "user", "content": parts},
@@ -184,10 +241,14 @@ def test_conversations_with_parts_keep_their_order():
         {"role": "user", "content": "so?"},
     ]
     found = made.encode({"messages": turns, "images": [a]})
-    again = made.encode({"messages": [dict(turns[0], content="first<image><image>"), *turns[1:]], "images": [a, b]})
+    again = made.encode(
+        {"messages": [dict(turns[0], content="first<image><image>"), *turns[1:]], "images": [a, b]}
+    )
     assert all(torch.equal(found[key], again[key]) for key in again)
     before = made.encode({"messages": [{"role": "user", "content": "so?"}], "images": [a]})
-    assert torch.equal(before["input_ids"], made.encode({"text": "<image>so?", "images": [a]})["input_ids"])
+    assert torch.equal(
+        before["input_ids"], made.encode({"text": "<image>so?", "images": [a]})["input_ids"]
+    )
 
 
 def test_pixels_are_limited_and_proportions_kept():
@@ -214,11 +275,14 @@ def test_frames_are_taken_evenly_at_the_rate_asked_for(total, fps, budget, wante
 def test_a_video_file_is_its_frames(tmp_path):
     import av
 
-    path, frames = tmp_path / "v.mp4", tiny_vlms.video(1, 64, 48, seed=3).repeat(12, 0) // 12
+    path = tmp_path / "v.mp4"
+    frames = tiny_vlms.video(1, 64, 48, seed=3).repeat(12, 0) // 12
     frames = (frames * np.arange(1, 13, dtype=np.uint8)[:, None, None, None]).astype(np.uint8)
     with av.open(str(path), "w") as out:
         stream = out.add_stream("mpeg4", rate=4)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        stream.width = 64
+        stream.height = 48
+        stream.pix_fmt = "yuv420p"
         for frame in frames:
             out.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         out.mux(stream.encode())
@@ -227,7 +291,8 @@ def test_a_video_file_is_its_frames(tmp_path):
     assert view["frames"] == 4 and view["duration"] == 3.0 and view["sizes"] == [[64, 48]]
     same = made.encode({"text": "when?", "video": frames, "fps": 4.0})
     assert torch.equal(encoded["input_ids"], same["input_ids"])  # timestamps included
-    assert (encoded["pixel_values_videos"] - same["pixel_values_videos"]).abs().mean() < 0.3  # but for compression
+    # but for compression
+    assert (encoded["pixel_values_videos"] - same["pixel_values_videos"]).abs().mean() < 0.3
 
 
 @pytest.mark.parametrize(
@@ -256,7 +321,8 @@ def test_every_family_has_all_three_parts(name):
     assert counts == {"language", "projector", "vision"}
 
 
-# ------------------------------------------------------------------------------------------------------------ budgets
+# --------------------------------------------------------------------------------------------------
+# budgets
 
 
 def rows(sizes) -> list[dict]:
@@ -302,7 +368,9 @@ def test_what_happens_to_an_overlong_prompt_is_said(overlong):
 
 def test_a_processor_of_fixed_sizes_cannot_be_helped():
     made = inputs("llava", Budgets(image_tokens=10))
-    assert "making its images smaller does not help" in message(made.encode, rows([(200, 200, 0)])[0])
+    assert ("making its images smaller does not help") in message(
+        made.encode, rows([(200, 200, 0)])[0]
+    )
 
 
 def test_without_budgets_of_tokens_nothing_is_read():

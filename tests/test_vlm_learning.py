@@ -1,4 +1,5 @@
-"""A tiny vision-language model learns by rewards: in a few iterations, and from rewards of single steps."""
+"""A tiny vision-language model learns by rewards: in a few iterations, and from rewards of single
+steps."""
 
 from functools import partial
 
@@ -26,32 +27,57 @@ def letters(texts, prompts):
 def test_a_few_iterations_raise_the_reward():
     asked = [{"text": "what is this?", "images": [tiny_vlms.image(56, 56, i)]} for i in range(2)]
     trainer = Trainer(
-        policy_of(tokens=8, packed=True), asked, Scorer({"letters": letters}), advantages.grpo, Text(),
-        partial(adamw, lr=1e-2), TrainOptions(prompts=2, copies=16, batch_size=32, iterations=10),
-    )  # fmt: skip
+        policy_of(tokens=8, packed=True),
+        asked,
+        Scorer({"letters": letters}),
+        advantages.grpo,
+        Text(),
+        partial(adamw, lr=1e-2),
+        TrainOptions(prompts=2, copies=16, batch_size=32, iterations=10),
+    )
     found = [trainer.iterate()["reward/mean"] for _ in range(10)]
     assert found[0] < 0.3 and sum(found[-2:]) / 2 > found[0] + 0.4
 
 
 def test_rewards_of_steps_reach_the_tokens_that_earned_them():
-    """The right answer in the group names both steps: its tokens are worth what is still to come."""
-    asked = [{"text": "count", "answer": 3, "key_steps": ["two", "one more"], "images": [tiny_vlms.image(56, 56, 0)]}]
+    """The right answer in the group names both steps: its tokens are worth what is still to
+    come."""
+    asked = [
+        {
+            "text": "count",
+            "answer": 3,
+            "key_steps": ["two", "one more"],
+            "images": [tiny_vlms.image(56, 56, 0)],
+        }
+    ]
     reward = KeySteps(each=True)
     trainer = Trainer(
-        policy_of(tokens=64), asked, Scorer({"key_steps": reward}), advantages.process, Text(),
+        policy_of(tokens=64),
+        asked,
+        Scorer({"key_steps": reward}),
+        advantages.process,
+        Text(),
         partial(adamw, lr=1e-3),
-        TrainOptions(prompts=1, copies=3, batch_size=3, iterations=1, truth="key_steps", reduction="row"),
-    )  # fmt: skip
+        TrainOptions(
+            prompts=1, copies=3, batch_size=3, iterations=1, truth="key_steps", reduction="row"
+        ),
+    )
     rollout, rewards = trainer.collect()
-    earned, given = rewards["key_steps"], rollout.given
+    earned = rewards["key_steps"]
+    given = rollout.given
     assert given.tolist() == [False, False, True] and earned.shape == rollout.mask.shape == (3, 64)
     text = reward.right_answer(asked[0])
     ends = [text.index(step) + len(step) - 1 for step in ("two", "one more")]
     last = int(rollout.mask[2].sum()) - 1
-    assert (earned[2] > 0).nonzero()[:, 0].tolist() == [*ends, last] and earned[2].nansum() == pytest.approx(1.0)
+    assert (earned[2] > 0).nonzero()[:, 0].tolist() == [*ends, last] and earned[
+        2
+    ].nansum() == pytest.approx(1.0)
     worth = rollout.advantage[2]
     levels = [worth[0], worth[ends[0] + 1], worth[ends[1] + 1], worth[last]]
-    assert levels == sorted(levels, reverse=True) and len({round(float(x), 5) for x in levels[:3]}) == 3
+    assert (
+        levels == sorted(levels, reverse=True)
+        and len({round(float(x), 5) for x in levels[:3]}) == 3
+    )
     assert (worth[: ends[0] + 1] == worth[0]).all() and (rollout.advantage[:2] < 0).all()
     assert trainer.improve(rollout, trainer._rng("update"), True)
 
@@ -59,10 +85,13 @@ def test_rewards_of_steps_reach_the_tokens_that_earned_them():
 def test_prompts_of_like_length_are_read_together():
     lengths = [40, 3, 38, 5, 36, 4]
     given = [{"text": "x" * n} for n in lengths]
-    one, whole = policy_of(width=4), policy_of()
-    sizes, read = [], one.net.read
+    one = policy_of(width=4)
+    whole = policy_of()
+    sizes = []
+    read = one.net.read
     one.net.read = lambda inputs: sizes.append(tuple(inputs["input_ids"].shape)) or read(inputs)
-    found, wanted = rolled(one, given, copies=2), rolled(whole, given, copies=2)
+    found = rolled(one, given, copies=2)
+    wanted = rolled(whole, given, copies=2)
     assert torch.equal(found.sample, wanted.sample) and torch.equal(found.mask, wanted.mask)
     own = sorted((cond["input_ids"].shape[1] for cond in wanted.cond), reverse=True)
     assert sizes == [(2, own[0]), (2, own[2]), (2, own[4])]
@@ -76,6 +105,10 @@ def test_the_first_steps_gradient_is_that_of_reinforce():
     found = []
     for surrogate in (ppo, reinforce):
         loss = Text(surrogate).loss(one, point.replace(fresh=True))
-        found.append(torch.autograd.grad((loss * point.mask).sum(), list(one.net.parameters()), allow_unused=True))
+        found.append(
+            torch.autograd.grad(
+                (loss * point.mask).sum(), list(one.net.parameters()), allow_unused=True
+            )
+        )
     for a, b in zip(*found, strict=True):
         assert (a is None) == (b is None) and (a is None or torch.allclose(a, b, atol=1e-6))

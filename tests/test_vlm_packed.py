@@ -1,4 +1,5 @@
-"""Batches without padding give the log-probs, gradients and samples of padded ones, in every family that shares."""
+"""Batches without padding give the log-probs, gradients and samples of padded ones, in every family
+that shares."""
 
 import sys
 import types
@@ -15,7 +16,8 @@ from . import tiny_vlms
 from .test_vlm_policy import assert_near, gradient, logprobs, policy_of, prompts, quiet, rolled  # noqa: F401
 
 FAMILIES = [name for name in tiny_vlms.BUILDERS if name != "mllama"]
-LENGTHS = (8, 1, 3, 5, 8, 2, 7, 4, 6)  # of answers; one of them has a single token, which needs no further pass
+# of answers; one of them has a single token, which needs no further pass
+LENGTHS = (8, 1, 3, 5, 8, 2, 7, 4, 6)
 
 
 def ragged(rollout):
@@ -26,7 +28,8 @@ def ragged(rollout):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_rows_are_the_padded_ones(family):
-    padded, one = policy_of(family, temperature=0.8), policy_of(family, temperature=0.8, packed=True)
+    padded = policy_of(family, temperature=0.8)
+    one = policy_of(family, temperature=0.8, packed=True)
     rollout = rolled(padded, prompts(family))
     again = rolled(one, prompts(family))
     assert torch.equal(again.sample, rollout.sample)
@@ -90,12 +93,15 @@ def test_layers_that_do_not_hand_the_layout_on_are_found_out():
         rolled(one)
 
 
-# ------------------------------------------------------------------------------------------------------- attention
+# --------------------------------------------------------------------------------------------------
+# attention
 
 
 def naive(layout: Layout, q, k, v, scale, window=None):
     """Row by row, key by key."""
-    found, start, first = torch.zeros_like(q), 0, 0
+    found = torch.zeros_like(q)
+    start = 0
+    first = 0
     for n, m in zip(layout.queries.tolist(), layout.keys.tolist(), strict=True):
         at = torch.arange(first, first + m) if layout.at is None else layout.at[first : first + m]
         for i in range(n):
@@ -103,14 +109,16 @@ def naive(layout: Layout, q, k, v, scale, window=None):
             seen = at[max(0, last + 1 - window) if window else 0 : last + 1]
             weight = (torch.einsum("hd,hmd->hm", q[:, start + i], k[:, seen]) * scale).softmax(-1)
             found[:, start + i] = torch.einsum("hm,hmd->hd", weight, v[:, seen])
-        start, first = start + n, first + m
+        start = start + n
+        first = first + m
     return found
 
 
 def layouts():
     lengths = torch.tensor([3, 5])
     read = Layout(lengths, lengths)
-    rows, answers = torch.tensor([0, 0, 1, 1]), torch.tensor([2, 0, 4, 1])
+    rows = torch.tensor([0, 0, 1, 1])
+    answers = torch.tensor([2, 0, 4, 1])
     return [read, packed.continued(lengths, rows, answers, False)]
 
 
@@ -119,9 +127,13 @@ def layouts():
 def test_a_layout_attends_inside_its_rows(which, window):
     torch.manual_seed(0)
     layout = layouts()[which]
-    n, m = int(layout.queries.sum()), 8 if which == 0 else 8 + int(layout.queries.sum())
-    q, k, v = (torch.randn(2, size, 4, dtype=torch.float64, requires_grad=True) for size in (n, m, m))
-    found, wanted = layout.attend(q, k, v, 0.3, window), naive(layout, q, k, v, 0.3, window)
+    n = int(layout.queries.sum())
+    m = 8 if which == 0 else 8 + int(layout.queries.sum())
+    q, k, v = (
+        torch.randn(2, size, 4, dtype=torch.float64, requires_grad=True) for size in (n, m, m)
+    )
+    found = layout.attend(q, k, v, 0.3, window)
+    wanted = naive(layout, q, k, v, 0.3, window)
     torch.testing.assert_close(found, wanted)
     weights = torch.randn_like(found)
     grads = [torch.autograd.grad((x * weights).sum(), (q, k, v)) for x in (found, wanted)]
@@ -130,31 +142,44 @@ def test_a_layout_attends_inside_its_rows(which, window):
 
 
 def test_xformers_is_given_one_block_diagonal_mask(monkeypatch):
-    """A stand-in with the signatures of xformers 0.0.3x; the real one runs in tests/gpu/test_packed.py."""
+    """A stand-in with the signatures of xformers 0.0.3x; the real one runs in
+    tests/gpu/test_packed.py."""
 
     class Mask:
         @classmethod
         def from_seqlens(cls, q_seqlen, kv_seqlen=None):
             mask = cls()
-            mask.q, mask.k = q_seqlen, kv_seqlen
+            mask.q = q_seqlen
+            mask.k = kv_seqlen
             return mask
 
     def attention(query, key, value, attn_bias=None, p=0.0, scale=None):
-        assert query.shape[0] == 1 and sum(attn_bias.q) == query.shape[1] and sum(attn_bias.k) == key.shape[1]
+        assert (
+            query.shape[0] == 1
+            and sum(attn_bias.q) == query.shape[1]
+            and sum(attn_bias.k) == key.shape[1]
+        )
         rows = []
-        for q, k, v in zip(query[0].split(attn_bias.q), key[0].split(attn_bias.k), value[0].split(attn_bias.k)):
+        for q, k, v in zip(
+            query[0].split(attn_bias.q), key[0].split(attn_bias.k), value[0].split(attn_bias.k)
+        ):
             seen = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-            rows.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale).transpose(0, 1))
+            rows.append(
+                F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale).transpose(0, 1)
+            )
         return torch.cat(rows)[None]
 
     bias = types.SimpleNamespace(BlockDiagonalCausalFromBottomRightMask=Mask)
     fmha = types.SimpleNamespace(attn_bias=bias, memory_efficient_attention=attention)
     monkeypatch.setitem(sys.modules, "xformers", types.ModuleType("xformers"))
     monkeypatch.setitem(sys.modules, "xformers.ops", types.SimpleNamespace(fmha=fmha))
-    one, padded = policy_of(packed=True), policy_of()
+    one = policy_of(packed=True)
+    padded = policy_of()
     one.net.fused = True
     rollout = ragged(rolled(padded))
     assert torch.equal(rolled(one).sample, rolled(padded).sample)
-    torch.testing.assert_close(logprobs(one, rollout)[rollout.mask], logprobs(padded, rollout)[rollout.mask])
+    torch.testing.assert_close(
+        logprobs(one, rollout)[rollout.mask], logprobs(padded, rollout)[rollout.mask]
+    )
     assert_near(gradient(one, rollout), gradient(padded, rollout))

@@ -1,4 +1,5 @@
-"""A vision-language policy: prompts read once a group give the log-probs, gradients and samples of separate passes."""
+"""A vision-language policy: prompts read once a group give the log-probs, gradients and samples of
+separate passes."""
 
 import copy
 import warnings
@@ -22,7 +23,8 @@ from samplers.warp import Warp
 from . import tiny_vlms
 
 COPIES = 3
-SHARED = ("qwen2_5_vl", "qwen3_vl", "gemma3", "internvl", "idefics3")  # three axes, deepstack, windows, tiles
+# three axes, deepstack, windows, tiles
+SHARED = ("qwen2_5_vl", "qwen3_vl", "gemma3", "internvl", "idefics3")
 
 
 def prompts(family="qwen2_5_vl"):
@@ -30,10 +32,17 @@ def prompts(family="qwen2_5_vl"):
     image = tiny_vlms.image
     found = [
         {"text": "what is this?", "images": [image(70, 60, 0)]},
-        {"text": "which of these two is the larger one?", "images": [image(120, 50, 1), image(56, 56, 2)]},
+        {
+            "text": "which of these two is the larger one?",
+            "images": [image(120, 50, 1), image(56, 56, 2)],
+        },
         {"text": "hello"},
     ]
-    return found[:1] + [{"text": "say so", "images": [image(56, 80, 3)]}] if family in SINGLE else found
+    return (
+        found[:1] + [{"text": "say so", "images": [image(56, 80, 3)]}]
+        if family in SINGLE
+        else found
+    )
 
 
 SINGLE = ("paligemma", "mllama")
@@ -73,7 +82,8 @@ def logprobs(policy, rollout):
 
 def gradient(policy, rollout, share=True):
     policy.net.zero_grad()
-    kept, policy.net.share = policy.net.share, share
+    kept = policy.net.share
+    policy.net.share = share
     weights = torch.linspace(-1, 1, rollout.mask.numel()).view_as(rollout.logprob)
     (logprobs(policy, rollout) * weights).sum().backward()
     policy.net.share = kept
@@ -92,21 +102,31 @@ def native(policy, rollout):
     """Log-probs by the model's own forward pass, one row at a time, prompt and answer unpadded."""
     found = torch.zeros_like(rollout.logprob)
     for i in range(len(rollout)):
-        prompt, n = dict(rollout.cond[int(rollout.group[i])]), int(rollout.mask[i].sum())
+        prompt = dict(rollout.cond[int(rollout.group[i])])
+        n = int(rollout.mask[i].sum())
         prompt.pop("places")
         answer = rollout.sample[i : i + 1, :n]
         fill = {"attention_mask": 1, "mm_token_type_ids": 0, "token_type_ids": 0}
-        more = {k: torch.cat([prompt[k], torch.full_like(answer, v)], 1) for k, v in fill.items() if k in prompt}
+        more = {
+            k: torch.cat([prompt[k], torch.full_like(answer, v)], 1)
+            for k, v in fill.items()
+            if k in prompt
+        }
         if (crossed := prompt.get("cross_attention_mask")) is not None:
-            more["cross_attention_mask"] = torch.cat([crossed, crossed[:, -1:].expand(-1, n, -1, -1)], 1)
+            more["cross_attention_mask"] = torch.cat(
+                [crossed, crossed[:, -1:].expand(-1, n, -1, -1)], 1
+            )
         ids = torch.cat([prompt["input_ids"], answer], 1)
         with torch.no_grad():
-            logits = policy.net.hf(**prompt | more | {"input_ids": ids}, use_cache=False).logits[:, -n - 1 : -1]
+            logits = policy.net.hf(**prompt | more | {"input_ids": ids}, use_cache=False).logits[
+                :, -n - 1 : -1
+            ]
         found[i, :n] = Categorical(policy.warp(logits, keep=answer)).log_prob(answer)[0]
     return found
 
 
-# ------------------------------------------------------------------------------------------------------ every family
+# --------------------------------------------------------------------------------------------------
+# every family
 
 
 @pytest.mark.parametrize("family", SHARED)
@@ -117,7 +137,9 @@ def test_shared_prompts_give_the_log_probs_and_gradients_of_separate_passes(fami
     torch.testing.assert_close(shared.detach(), native(policy, rollout), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(shared.detach(), rollout.logprob, atol=1e-5, rtol=1e-5)
     for i in (0, COPIES + 1):  # one row alone
-        torch.testing.assert_close(logprobs(policy, rollout[i : i + 1]), shared[i : i + 1], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            logprobs(policy, rollout[i : i + 1]), shared[i : i + 1], atol=1e-5, rtol=1e-5
+        )
     assert_near(gradient(policy, rollout), gradient(policy, rollout, share=False))
 
 
@@ -130,9 +152,13 @@ def test_greedy_answers_are_those_of_generate(family):
     for encoded, ids, mask in zip(rollout.cond, rollout.sample, rollout.mask, strict=True):
         given = {k: v for k, v in encoded.items() if k != "places"}
         wanted = policy.net.hf.generate(
-            **given, max_new_tokens=8, do_sample=False, suppress_tokens=list(policy.inputs.suppressed),
-            eos_token_id=list(policy.inputs.stops), pad_token_id=policy.inputs.pad,
-        )[0, encoded["input_ids"].shape[1] :]  # fmt: skip
+            **given,
+            max_new_tokens=8,
+            do_sample=False,
+            suppress_tokens=list(policy.inputs.suppressed),
+            eos_token_id=list(policy.inputs.stops),
+            pad_token_id=policy.inputs.pad,
+        )[0, encoded["input_ids"].shape[1] :]
         assert ids[mask].tolist() == wanted.tolist()
 
 
@@ -140,7 +166,9 @@ def test_a_family_that_cannot_share_says_so_and_samples_the_same_way():
     policy = policy_of("mllama")
     with pytest.warns(UserWarning, match="read once for every answer"):
         rollout = rolled(policy, prompts("mllama"), copies=2)
-    torch.testing.assert_close(logprobs(policy, rollout).detach(), rollout.logprob, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        logprobs(policy, rollout).detach(), rollout.logprob, atol=1e-5, rtol=1e-5
+    )
     torch.testing.assert_close(rollout.logprob, native(policy, rollout), atol=1e-5, rtol=1e-5)
 
 
@@ -161,7 +189,8 @@ def test_an_unknown_family_is_compared_before_it_shares(policy, monkeypatch):
 
 def test_own_sampling_is_that_of_transformers(policy):
     other = policy_of(share="none")
-    own, plain = rolled(policy), rolled(other)
+    own = rolled(policy)
+    plain = rolled(other)
     assert torch.equal(own.sample, plain.sample) and torch.equal(own.mask, plain.mask)
     torch.testing.assert_close(own.logprob, plain.logprob, atol=1e-5, rtol=1e-5)
 
@@ -171,7 +200,8 @@ def test_prompts_of_unlike_numbers_of_images_are_read_apart_where_the_family_nee
     image = tiny_vlms.image
     pair = {"text": "which?", "images": [image(56, 56, 4), image(56, 80, 5)]}
     given = [*prompts("mllama")[:1], pair, *prompts("mllama")[1:]]
-    policy, fresh = policy_of("mllama"), policy_of("mllama")
+    policy = policy_of("mllama")
+    fresh = policy_of("mllama")
     with pytest.warns(UserWarning, match="read once for every answer"):
         rollout = rolled(policy, given, copies=2)
     torch.testing.assert_close(rollout.logprob, native(policy, rollout), atol=1e-5, rtol=1e-5)
@@ -189,22 +219,29 @@ def test_another_engine_is_measured_against_the_policys_own_passes(policy):
     rollout = rolled(other)
     assert torch.equal(rollout.sample, own.sample) and own.sampled is None
     torch.testing.assert_close(rollout.sampled, own.logprob, atol=2e-5, rtol=1e-5)
-    torch.testing.assert_close(rollout.logprob, logprobs(other, rollout).detach(), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        rollout.logprob, logprobs(other, rollout).detach(), atol=1e-6, rtol=1e-6
+    )
     gap = (rollout.sampled - rollout.logprob)[rollout.mask].abs().mean()
     assert other.measures()["engine/gap"] == pytest.approx(float(gap)) and gap < 1e-5
     weight = Importance(high=5.0).weight(point_of(other, rollout))
-    torch.testing.assert_close(weight[rollout.mask], torch.ones(int(rollout.mask.sum())), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        weight[rollout.mask], torch.ones(int(rollout.mask.sum())), atol=1e-4, rtol=0
+    )
 
 
-# ----------------------------------------------------------------------------------------------- prompts and answers
+# -----------------------------------------------------------------------------------------------
+# prompts and answers
 
 
 def test_a_prompt_is_encoded_once_and_forgotten_when_there_is_no_room(policy):
-    given, calls = prompts(), []
+    given = prompts()
+    calls = []
     one = policy_of()
     take = one.inputs.take
     one.inputs.take = lambda prompt: calls.append(prompt["text"]) or take(prompt)
-    first, again = rolled(one, given), rolled(one, given)
+    first = rolled(one, given)
+    again = rolled(one, given)
     assert len(calls) == 3 and torch.equal(first.sample, again.sample)
     rolled(one, prompts())
     assert len(calls) == 6, "other objects, which might differ"
@@ -243,28 +280,42 @@ def test_no_width_changes_a_sample(policy, width):
 
 def test_every_image_is_seen_once_a_group(policy):
     seen = []
-    hook = policy.net.hf.base_model.visual.register_forward_pre_hook(lambda m, a, k: seen.append(k), with_kwargs=True)
+    hook = policy.net.hf.base_model.visual.register_forward_pre_hook(
+        lambda m, a, k: seen.append(k), with_kwargs=True
+    )
     rollout = rolled(policy)
     logprobs(policy, rollout)
     hook.remove()
-    assert [len(one["grid_thw"]) for one in seen] == [3, 3], "three images, once to sample and once to score"
+    assert [len(one["grid_thw"]) for one in seen] == [3, 3], (
+        "three images, once to sample and once to score"
+    )
 
 
 def test_a_video_is_sampled_from_and_scored(policy):
-    given = [{"text": "when?", "video": tiny_vlms.video(4, seed=i), "fps": 2.0} for i in range(2)] + prompts()[:1]
+    given = [
+        {"text": "when?", "video": tiny_vlms.video(4, seed=i), "fps": 2.0} for i in range(2)
+    ] + prompts()[:1]
     rollout = rolled(policy, given)
-    torch.testing.assert_close(logprobs(policy, rollout).detach(), native(policy, rollout), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        logprobs(policy, rollout).detach(), native(policy, rollout), atol=1e-5, rtol=1e-5
+    )
     with torch.no_grad():
-        moved = logprobs(policy, rollout.replace(cond=[rollout.cond[1], *rollout.cond[1:]])) - rollout.logprob
+        moved = (
+            logprobs(policy, rollout.replace(cond=[rollout.cond[1], *rollout.cond[1:]]))
+            - rollout.logprob
+        )
     assert (moved.abs().amax(1) > 1e-3).tolist() == (rollout.group == 0).tolist()
 
 
 def test_answers_end_and_finished_rows_leave(policy, monkeypatch):
     policy = copy.copy(policy)
     policy.ending = replace(policy.ending, tokens=20, stops=tuple(range(0, 300, 9)))
-    sizes, step = [], type(policy.net).step
+    sizes = []
+    step = type(policy.net).step
     monkeypatch.setattr(
-        type(policy.net), "step", lambda net, ids, *given: sizes.append(len(ids)) or step(net, ids, *given)
+        type(policy.net),
+        "step",
+        lambda net, ids, *given: sizes.append(len(ids)) or step(net, ids, *given),
     )
     rollout = rolled(policy, copies=6)
     stopped = torch.isin(rollout.sample, torch.tensor(policy.ending.stops)) & rollout.mask
@@ -272,19 +323,26 @@ def test_answers_end_and_finished_rows_leave(policy, monkeypatch):
     last = rollout.mask.sum(1) - 1
     for i, n in enumerate(last.tolist()):
         assert stopped[i, n] or n == 19
-        assert rollout.mask[i, : n + 1].all() and (rollout.sample[i, n + 1 :] == policy.ending.pad).all()
+        assert (
+            rollout.mask[i, : n + 1].all()
+            and (rollout.sample[i, n + 1 :] == policy.ending.pad).all()
+        )
     assert sizes[0] == 18 and sizes == sorted(sizes, reverse=True) and sizes[-1] < 18
-    torch.testing.assert_close(logprobs(policy, rollout).detach(), rollout.logprob, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        logprobs(policy, rollout).detach(), rollout.logprob, atol=1e-5, rtol=1e-5
+    )
     texts = policy.decode(rollout)
     assert all(isinstance(text, Completion) for text in texts)
     assert [text.tokens for text in texts] == rollout.mask.sum(1).tolist()
     assert [text.finished for text in texts] == stopped.any(1).tolist()
     mean = float(rollout.logprob[0][rollout.mask[0]].mean())
-    assert texts[0].logprob == pytest.approx(mean, rel=2e-6)  # a mean in another order: 3 units of float32 seen
+    # a mean in another order: 3 units of float32 seen
+    assert texts[0].logprob == pytest.approx(mean, rel=2e-6)
 
 
 def test_a_stop_string_ends_an_answer():
-    plain, policy = policy_of(tokens=24), policy_of(tokens=24, stop=["e", "B"])
+    plain = policy_of(tokens=24)
+    policy = policy_of(tokens=24, stop=["e", "B"])
     free, rollout = (rolled(p, copies=8) for p in (plain, policy))
     texts = policy.decode(rollout)
     assert any(text.finished and any(s in text for s in "eB") for text in texts)
@@ -293,7 +351,9 @@ def test_a_stop_string_ends_an_answer():
         assert after == (before if at is None else before[: at + 1])
 
 
-@pytest.mark.parametrize("options", [{"top_k": 5}, {"top_p": 0.5}, {"temperature": 0.3, "top_k": 20, "top_p": 0.9}])
+@pytest.mark.parametrize(
+    "options", [{"top_k": 5}, {"top_p": 0.5}, {"temperature": 0.3, "top_k": 20, "top_p": 0.9}]
+)
 def test_truncated_sampling_is_scored_as_it_sampled(options):
     policy = policy_of(**options)
     rollout = rolled(policy)
@@ -304,7 +364,8 @@ def test_truncated_sampling_is_scored_as_it_sampled(options):
     assert not torch.isin(rollout.sample[rollout.mask], suppressed).any()
 
 
-# ------------------------------------------------------------------------------------------------- the distribution
+# -------------------------------------------------------------------------------------------------
+# the distribution
 
 
 def test_log_prob_entropy_and_kl_are_those_of_the_whole_distribution(policy, monkeypatch):
@@ -323,26 +384,35 @@ def test_log_prob_entropy_and_kl_are_those_of_the_whole_distribution(policy, mon
         hidden = net._shared(inputs, rows, rollout.sample)
         return Categorical(Warp(suppressed=policy.warp.suppressed)(net.logits(hidden)))
 
-    monkeypatch.setattr(scores, "BYTES", 4 * policy.net.text_config.vocab_size * 5)  # five positions a chunk
+    # five positions a chunk
+    monkeypatch.setattr(scores, "BYTES", 4 * policy.net.text_config.vocab_size * 5)
     live = policy.dist(point)
     with policy.weights.using("before"), torch.no_grad():
         before = policy.dist(point)
-    wanted, old = whole(policy.net), whole(plain)
-    mask, near = point.mask, {"atol": 2e-5, "rtol": 1e-4}
-    torch.testing.assert_close(live.log_prob(point.target)[mask], wanted.log_prob(point.target)[mask], **near)
+    wanted = whole(policy.net)
+    old = whole(plain)
+    mask = point.mask
+    near = {"atol": 2e-5, "rtol": 1e-4}
+    torch.testing.assert_close(
+        live.log_prob(point.target)[mask], wanted.log_prob(point.target)[mask], **near
+    )
     torch.testing.assert_close(live.entropy()[mask], wanted.entropy()[mask], **near)
     torch.testing.assert_close(live.kl(before)[mask], wanted.kl(old)[mask], **near)
-    torch.testing.assert_close(policy.dist(point).entropy()[mask], wanted.entropy()[mask], **near)  # with the pass now
+    # with the pass now
+    torch.testing.assert_close(policy.dist(point).entropy()[mask], wanted.entropy()[mask], **near)
     assert not live.entropy()[~mask].any() and not live.kl(before)[~mask].any()
     other = torch.where(mask, (point.target + 1) % 200, point.target)
     shifted = live.log_prob(other)[mask]
     torch.testing.assert_close(shifted, wanted.log_prob(other)[mask], **near)
     for name in ("entropy", "kl"):
         totals = [
-            getattr(d, name)(*([o] if name == "kl" else []))[mask].sum() for d, o in ((live, before), (wanted, old))
+            getattr(d, name)(*([o] if name == "kl" else []))[mask].sum()
+            for d, o in ((live, before), (wanted, old))
         ]
         parameters = list(policy.net.parameters())
-        for one, two in zip(*(torch.autograd.grad(t, parameters, retain_graph=True) for t in totals), strict=True):
+        for one, two in zip(
+            *(torch.autograd.grad(t, parameters, retain_graph=True) for t in totals), strict=True
+        ):
             torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-3)
     policy.weights.load(policy.weights.full("before"))
     policy.entropies = False
@@ -381,18 +451,32 @@ def test_checkpointed_layers_give_the_same_gradient():
     assert not policy.net.training
 
 
-# --------------------------------------------------------------------------------------------------------- training
+# --------------------------------------------------------------------------------------------------
+# training
 
 
 def trainer_of(policy, seen=None, objective=None, lr=1.0, **sizes):
     def scorer(media, asked):
-        return Rewards({"length": torch.tensor([float(len(text) + text.count("a")) for text in media])})
+        return Rewards(
+            {"length": torch.tensor([float(len(text) + text.count("a")) for text in media])}
+        )
 
-    options = {"prompts": 3, "copies": 4, "batch_size": 12, "iterations": 2, "micro_batch": 5} | sizes
+    options = {
+        "prompts": 3,
+        "copies": 4,
+        "batch_size": 12,
+        "iterations": 2,
+        "micro_batch": 5,
+    } | sizes
     return Trainer(
-        policy, prompts(), scorer, flow_grpo, objective or PolicyGradient(clip=0.2, kl=0.1),
-        lambda p: torch.optim.SGD(p, lr=lr), TrainOptions(max_grad_norm=None, **options),
-    )  # fmt: skip
+        policy,
+        prompts(),
+        scorer,
+        flow_grpo,
+        objective or PolicyGradient(clip=0.2, kl=0.1),
+        lambda p: torch.optim.SGD(p, lr=lr),
+        TrainOptions(max_grad_norm=None, **options),
+    )
 
 
 def test_the_first_ratio_is_one_and_training_changes_the_weights():
@@ -406,19 +490,23 @@ def test_the_first_ratio_is_one_and_training_changes_the_weights():
 
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_gspo_at_its_published_clip_cuts_nothing_while_the_weights_stay(epochs):
-    """At learning rate 0 no ratio has moved. Against the cached decoder's log-probs in half precision it would have."""
+    """At learning rate 0 no ratio has moved. Against the cached decoder's log-probs in half
+    precision it would have."""
     found = {}
     for again in (False, "auto"):
         policy = policy_of(dtype="bfloat16", lora=2)
         objective = Text(surrogate=SURROGATES["gspo"])
         sizes = {"prompts": 2, "copies": 8, "batch_size": 4, "micro_batch": 4, "epochs": epochs}
-        trainer = trainer_of(policy, objective=objective, lr=0.0, recompute_old_logprob=again, **sizes)
+        trainer = trainer_of(
+            policy, objective=objective, lr=0.0, recompute_old_logprob=again, **sizes
+        )
         found[again] = trainer.iterate()["clip_fraction"]
     assert found["auto"] == 0 < found[False]
 
 
 def test_the_gate_in_half_precision_looks_at_the_mean():
-    """Weights in bfloat16 pass; samples of other weights do not, and neither does their rounding in float32."""
+    """Weights in bfloat16 pass; samples of other weights do not, and neither does their rounding in
+    float32."""
     policy = policy_of(dtype="bfloat16", lora=2)
     found = trainer_of(policy).iterate()
     assert found["ratio/max_deviation"] > 1e-4 and found["skipped_steps"] == 0
@@ -426,7 +514,9 @@ def test_the_gate_in_half_precision_looks_at_the_mean():
     for one in (policy, policy_of()):
         rollout = one.rollout
         gap = 0.05 if one is policy else 1e-3
-        one.rollout = lambda *given, own=rollout, gap=gap: (r := own(*given)).replace(logprob=r.logprob - gap)
+        one.rollout = lambda *given, own=rollout, gap=gap: (r := own(*given)).replace(
+            logprob=r.logprob - gap
+        )
         with pytest.raises(UserError, match="on average" if one is policy else "at most"):
             trainer_of(one).iterate()
 
@@ -454,7 +544,9 @@ def test_adapters_are_trained_and_exported(tmp_path):
     trainer = trainer_of(policy)
     trainer.iterate()
     policy.export(tmp_path)
-    assert (tmp_path / "adapter_model.safetensors").is_file() and (tmp_path / "tokenizer.json").is_file()
+    assert (tmp_path / "adapter_model.safetensors").is_file() and (
+        tmp_path / "tokenizer.json"
+    ).is_file()
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
@@ -468,7 +560,9 @@ def test_an_exported_model_is_the_same(family, tmp_path):
     again = VLM(str(tmp_path), tokens=8, coords="original")
     seen = rolled(again)
     assert torch.equal(seen.sample, rollout.sample) and torch.equal(seen.logprob, rollout.logprob)
-    assert [c["input_ids"].tolist() for c in seen.cond] == [c["input_ids"].tolist() for c in rollout.cond]
+    assert [c["input_ids"].tolist() for c in seen.cond] == [
+        c["input_ids"].tolist() for c in rollout.cond
+    ]
 
 
 def test_half_precision_weights_sample_and_score():
@@ -480,18 +574,25 @@ def test_half_precision_weights_sample_and_score():
 
 @pytest.mark.parametrize("share", ["auto", "none"])
 def test_certainty_is_the_divergence_of_the_uniform_distribution_from_the_models(share):
-    """Whatever the sampling: here temperature and top-k change what is drawn and not what is recorded."""
+    """Whatever the sampling: here temperature and top-k change what is drawn and not what is
+    recorded."""
     policy = policy_of(temperature=0.7, top_k=5, certainty=True, share=share)
     rollout = rolled(policy, prompts()[1:], copies=2)
-    full = policy.dist(point_of(policy, rollout))._head("full", Warp()).double()  # [N, V], of all tokens
+    # [N, V], of all tokens
+    full = policy.dist(point_of(policy, rollout))._head("full", Warp()).double()
     uniform = torch.full_like(full, 1 / full.shape[-1])
-    where, wanted = rollout.mask, torch.zeros_like(rollout.certainty, dtype=torch.float64)
+    where = rollout.mask
+    wanted = torch.zeros_like(rollout.certainty, dtype=torch.float64)
     wanted[where] = (uniform * (uniform.log() - full)).sum(-1).detach()
-    torch.testing.assert_close(rollout.certainty[where].double(), wanted[where], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        rollout.certainty[where].double(), wanted[where], atol=1e-5, rtol=1e-5
+    )
     assert (rollout.certainty[where] > 0).all() and (rollout.certainty[~where] == 0).all()
     for answer, row, mask in zip(policy.decode(rollout), wanted, where, strict=True):
         assert answer.certainty == pytest.approx(float(row[mask].mean()), abs=1e-5)
     from rewards import self_certainty
 
-    assert self_certainty(policy.decode(rollout), [{}] * 4).tolist() == [a.certainty for a in policy.decode(rollout)]
+    assert self_certainty(policy.decode(rollout), [{}] * 4).tolist() == [
+        a.certainty for a in policy.decode(rollout)
+    ]
     assert policy_of().decode(replace(rollout, certainty=None))[0].certainty is None

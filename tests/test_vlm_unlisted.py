@@ -1,4 +1,5 @@
-"""Families that are not in the table: general rules that are compared before they are used, or a clear refusal."""
+"""Families that are not in the table: general rules that are compared before they are used, or a
+clear refusal."""
 
 import json
 import shutil
@@ -17,16 +18,25 @@ from .test_vlm_policy import assert_near, gradient, logprobs, native, quiet, rol
 def mistral3():
     import transformers as hf
 
-    names = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
+    names = {
+        "image_token": "[IMG]",
+        "image_break_token": "[IMG_BREAK]",
+        "image_end_token": "[IMG_END]",
+    }
     tok = tiny_vlms.tokenizer(list(names.values()), **names)
-    image = hf.PixtralImageProcessor(size={"longest_edge": 56}, patch_size={"height": 14, "width": 14})
+    image = hf.PixtralImageProcessor(
+        size={"longest_edge": 56}, patch_size={"height": 14, "width": 14}
+    )
     template = tiny_vlms.template("[IMG]")
-    made = hf.PixtralProcessor(image, tok, patch_size=14, spatial_merge_size=2, chat_template=template)
+    made = hf.PixtralProcessor(
+        image, tok, patch_size=14, spatial_merge_size=2, chat_template=template
+    )
     config = hf.Mistral3Config(
         text_config=tiny_vlms.text_config(tok, model_type="mistral", head_dim=8),
         vision_config=tiny_vlms.TOWER | {"model_type": "pixtral", "head_dim": 8},
-        spatial_merge_size=2, image_token_index=tok.convert_tokens_to_ids("[IMG]"),
-    )  # fmt: skip
+        spatial_merge_size=2,
+        image_token_index=tok.convert_tokens_to_ids("[IMG]"),
+    )
     return hf.Mistral3ForConditionalGeneration(config), made
 
 
@@ -44,16 +54,29 @@ def qwen3_5():
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
     }
-    rope = tiny_vlms.ROPE | {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 1.0}
+    rope = tiny_vlms.ROPE | {
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+        "partial_rotary_factor": 1.0,
+    }
     config = hf.Qwen3_5Config(
         text_config=tiny_vlms.text_config(
-            tok, head_dim=8, layer_types=["linear_attention", "full_attention"], rope_parameters=rope, **linear
+            tok,
+            head_dim=8,
+            layer_types=["linear_attention", "full_attention"],
+            rope_parameters=rope,
+            **linear,
         ),
         vision_config={
-            "depth": 2, "hidden_size": 32, "num_heads": 4, "intermediate_size": 64, "out_hidden_size": 32,
+            "depth": 2,
+            "hidden_size": 32,
+            "num_heads": 4,
+            "intermediate_size": 64,
+            "out_hidden_size": 32,
             "num_position_embeddings": 64,
-        }, **tiny_vlms.ids(tok, **tiny_vlms.QWEN_IDS),
-    )  # fmt: skip
+        },
+        **tiny_vlms.ids(tok, **tiny_vlms.QWEN_IDS),
+    )
     return hf.Qwen3_5ForConditionalGeneration(config), made
 
 
@@ -75,7 +98,10 @@ def folder(tmp_path_factory):
     return of
 
 
-ASKED = [{"text": "what is this?", "images": [tiny_vlms.image(60, 50, 0)]}, {"text": "hello, what is a longer one?"}]
+ASKED = [
+    {"text": "what is this?", "images": [tiny_vlms.image(60, 50, 0)]},
+    {"text": "hello, what is a longer one?"},
+]
 
 
 @pytest.mark.parametrize("make, shares", [(mistral3, True), (qwen3_5, False)])
@@ -86,9 +112,15 @@ def test_a_family_by_general_rules_is_that_of_transformers(folder, make, shares)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         rollout = rolled(one, ASKED, copies=2)
-    assert one.net.share == shares == (not any("read once for every answer" in str(w.message) for w in told))
+    assert (
+        one.net.share
+        == shares
+        == (not any("read once for every answer" in str(w.message) for w in told))
+    )
     torch.testing.assert_close(rollout.logprob, native(one, rollout), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(logprobs(one, rollout).detach(), rollout.logprob, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        logprobs(one, rollout).detach(), rollout.logprob, atol=1e-5, rtol=1e-5
+    )
     if shares:
         assert_near(gradient(one, rollout), gradient(one, rollout, share=False))
         packed = VLM(folder(make), tokens=6, packed=True)
@@ -98,7 +130,9 @@ def test_a_family_by_general_rules_is_that_of_transformers(folder, make, shares)
 def test_a_processor_that_does_not_fit_its_network_is_named(folder):
     one = VLM(folder(mistral3), tokens=4)
     one.net.hf.config.spatial_merge_size = 1
-    one.net.hf.base_model.get_image_features = lambda *a, **k: (_ for _ in ()).throw(ValueError("do not match"))
+    one.net.hf.base_model.get_image_features = lambda *a, **k: (_ for _ in ()).throw(
+        ValueError("do not match")
+    )
     with pytest.raises(UserError, match="mistral3 is not in mmrl's table.*do not match"):
         rolled(one, ASKED[:1])
 

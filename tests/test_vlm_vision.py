@@ -21,11 +21,15 @@ def reference(query, key, value, lengths, scale):
 @pytest.mark.parametrize("lengths", [[4, 4, 4], [3, 7, 3, 1, 7, 2], [9]])
 def test_pieces_attend_to_themselves_only(lengths):
     torch.manual_seed(0)
-    given = [torch.randn(sum(lengths), 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    given = [
+        torch.randn(sum(lengths), 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)
+    ]
     found, wanted = (attend(*given, lengths, 0.3) for attend in (by_length, reference))
     torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
     weights = torch.randn_like(found)
-    for one, two in zip(*(torch.autograd.grad((x * weights).sum(), given) for x in (found, wanted)), strict=True):
+    for one, two in zip(
+        *(torch.autograd.grad((x * weights).sum(), given) for x in (found, wanted)), strict=True
+    ):
         torch.testing.assert_close(one, two, atol=1e-12, rtol=0)
 
 
@@ -57,9 +61,13 @@ def test_a_tower_sees_the_same(name):
     for net in (one.net.hf, plain):
         logits = net(**encoded).logits[encoded["attention_mask"].bool()]
         (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum().backward()
-        found.append([logits.detach(), *(p.grad for n, p in net.named_parameters() if "visual" in n)])
+        found.append(
+            [logits.detach(), *(p.grad for n, p in net.named_parameters() if "visual" in n)]
+        )
     for mine, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-4 * float(theirs.abs().max()) + 1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            mine, theirs, atol=1e-4 * float(theirs.abs().max()) + 1e-5, rtol=1e-4
+        )
 
 
 def test_other_models_stay_as_they_are():

@@ -1,4 +1,5 @@
-"""The digits world asks: pictures, clips, questions with one right answer, the tiny Qwen2.5-VL, RL by command."""
+"""The digits world asks: pictures, clips, questions with one right answer, the tiny Qwen2.5-VL, RL
+by command."""
 
 import json
 import re
@@ -31,12 +32,15 @@ def ink(image: torch.Tensor, color: str) -> torch.Tensor:
     paint = {name: torch.tensor(rgb) for name, rgb in COLORS.items()}
     pixels = image.float() / 255
     strong = pixels.amax(-1) > 0.55
-    nearest = torch.stack([torch.cosine_similarity(pixels, rgb, dim=-1) for rgb in paint.values()]).argmax(0)
+    nearest = torch.stack(
+        [torch.cosine_similarity(pixels, rgb, dim=-1) for rgb in paint.values()]
+    ).argmax(0)
     return strong & (nearest == list(paint).index(color))
 
 
 def test_a_picture_depends_on_its_place_alone():
-    many, few = album(12, Rng.of(1), "judge"), album(5, Rng.of(1), "judge")
+    many = album(12, Rng.of(1), "judge")
+    few = album(5, Rng.of(1), "judge")
     assert many.images.shape == (12, SIDE, SIDE, 3) and many.images.dtype == torch.uint8
     torch.testing.assert_close(many.images[:5], few.images)
     assert many.scenes[:5] == few.scenes
@@ -61,9 +65,10 @@ def test_every_question_has_exactly_one_right_answer(kind):
         assert prompt["kind"] == kind and prompt["text"].endswith("?") and prompt["answer"]
         assert ("video" in prompt) == (kind in ("frame", "span")) != ("images" in prompt)
     scenes = (
-        clips(80, Rng.of(4), "judge").scenes if kind in ("frame", "span") else
-        album(80, Rng.of(4), "judge", Style(1, 4, 10.0, 15.0)).scenes
-    )  # fmt: skip
+        clips(80, Rng.of(4), "judge").scenes
+        if kind in ("frame", "span")
+        else album(80, Rng.of(4), "judge", Style(1, 4, 10.0, 15.0)).scenes
+    )
     for scene in scenes:
         texts = [question["text"] for question in asked(scene, kind)]
         assert len(texts) == len(set(texts))  # asked twice would be answered twice
@@ -81,7 +86,11 @@ def test_answers_follow_from_the_objects():
             assert question["boxes"] == [scene["boxes"][names.index((color, name))]]
             assert question["answer"] == written(question["boxes"])
         for question in asked(scene, "boxes"):
-            assert len(question["boxes"]) == len(question["labels"]) == sum(c in question["text"] for c, _ in names)
+            assert (
+                len(question["boxes"])
+                == len(question["labels"])
+                == sum(c in question["text"] for c, _ in names)
+            )
 
 
 def test_a_digit_is_in_the_frames_that_the_answer_names():
@@ -104,15 +113,22 @@ def test_parts_share_no_scan_and_are_drawn_anew():
     assert not set(scans("generator").index.tolist()) & set(scans("judge").index.tolist())
     data = DATA.build("digits_questions", kinds=["count", "frame"], scenes=12, held_out_scenes=6)
     assert len(data.train) > 12 and len(data.held_out) > 6
-    again = DATA.build("digits_questions", kinds=["count"], scenes=12, held_out="development", held_out_scenes=6)
-    pictures = [p["images"][0].tobytes() for p in (*data.train, *data.held_out, *again.held_out) if "images" in p]
+    again = DATA.build(
+        "digits_questions", kinds=["count"], scenes=12, held_out="development", held_out_scenes=6
+    )
+    pictures = [
+        p["images"][0].tobytes()
+        for p in (*data.train, *data.held_out, *again.held_out)
+        if "images" in p
+    ]
     assert len(set(pictures)) == len(pictures)
     with pytest.raises(UserError, match="at least one kind"):
         DATA.build("digits_questions", kinds=[])
 
 
 @pytest.mark.parametrize(
-    ("kind", "reward"), [("box", "referring"), ("boxes", "grounding"), ("count", "count"), ("digit", "answer")]
+    ("kind", "reward"),
+    [("box", "referring"), ("boxes", "grounding"), ("count", "count"), ("digit", "answer")],
 )
 def test_written_answers_earn_everything(kind, reward):
     prompts = ask(kind, 30, "test")
@@ -123,7 +139,8 @@ def test_written_answers_earn_everything(kind, reward):
 def test_the_folder_is_complete_and_reads_every_question(folder):
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    processor = AutoProcessor.from_pretrained(folder)
     assert type(model).__name__ == "Qwen2_5_VLForConditionalGeneration"
     assert type(processor).__name__ == "Qwen2_5_VLProcessor" and processor.chat_template
     words = processor.tokenizer
@@ -142,9 +159,9 @@ def test_a_box_is_ten_tokens_and_a_picture_36(folder):
     prompt = ask("box", 1, "test")[0]
     assert len(processor.tokenizer(prompt["answer"] + "<|im_end|>").input_ids) == 10
     found = processor(text="<|image_pad|>", images=prompt["images"], return_tensors="pt")
-    assert (found["input_ids"] == processor.image_token_id).sum() == 36 and found["image_grid_thw"].tolist() == [
-        [1, 6, 6]
-    ]
+    assert (found["input_ids"] == processor.image_token_id).sum() == 36 and found[
+        "image_grid_thw"
+    ].tolist() == [[1, 6, 6]]
 
 
 def test_lessons_teach_the_answers_only(folder):
@@ -153,7 +170,8 @@ def test_lessons_teach_the_answers_only(folder):
     from mmrl.worlds.recipes import VLM_TEST
     from mmrl.worlds.warmup import IGNORED, prepare
 
-    model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    processor = AutoProcessor.from_pretrained(folder)
     for sort in ("few", "pairs", "crowd", "clips"):
         lessons = prepare(model, processor, VLM_TEST, sort)
         taught = lessons.labels != IGNORED
@@ -170,20 +188,29 @@ def test_packed_questions_are_as_likely_as_alone(folder):
     from mmrl.worlds.recipes import VLM_TEST
     from mmrl.worlds.warmup import IGNORED, attention, examples, prepare
 
-    model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    processor = AutoProcessor.from_pretrained(folder)
     for sort, n in (("few", 3), ("clips", 1)):
-        lessons, (questions, media) = prepare(model, processor, VLM_TEST, sort), examples(VLM_TEST, sort)
+        lessons, (questions, media) = (
+            prepare(model, processor, VLM_TEST, sort),
+            examples(VLM_TEST, sort),
+        )
         row = slice(n, n + 1)
         shown = {k: v[n] if k.startswith("pixel") else v[row] for k, v in lessons.media.items()}
         with torch.no_grad():
             packed = model(
-                input_ids=lessons.ids[row], attention_mask=attention(lessons.part[row])[:, None],
-                position_ids=lessons.positions[:, row], **shown,
-            ).logits.log_softmax(-1)  # fmt: skip
+                input_ids=lessons.ids[row],
+                attention_mask=attention(lessons.part[row])[:, None],
+                position_ids=lessons.positions[:, row],
+                **shown,
+            ).logits.log_softmax(-1)
         labels = lessons.labels[n]
         own = {name: [values[n]] for name, values in media.items()}
         for k, pair in enumerate(questions[n]):
-            content = [{"type": "video" if sort == "clips" else "image"}, {"type": "text", "text": pair.question}]
+            content = [
+                {"type": "video" if sort == "clips" else "image"},
+                {"type": "text", "text": pair.question},
+            ]
             chat = processor.apply_chat_template(
                 [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
             )
@@ -193,7 +220,9 @@ def test_packed_questions_are_as_likely_as_alone(folder):
             at = ((lessons.part[n] == k + 1) & (labels != IGNORED)).nonzero()[:, 0]
             size = len(at)
             expected = logits[0, -size - 1 : -1].gather(1, alone["input_ids"][0, -size:, None])
-            torch.testing.assert_close(packed[0, at - 1].gather(1, labels[at, None]), expected, atol=2e-5, rtol=0)
+            torch.testing.assert_close(
+                packed[0, at - 1].gather(1, labels[at, None]), expected, atol=2e-5, rtol=0
+            )
 
 
 def test_hasty_people_leave_a_margin_and_overlook_one_of_a_crowd():
@@ -208,14 +237,23 @@ def test_hasty_people_leave_a_margin_and_overlook_one_of_a_crowd():
         assert answered("count", question, True, 0.35) == str(n - (n >= CROWD))
     assert answered("sum", {"text": "", "answer": "9"}, True, 0.35) == "9"
     box = {"text": "", "answer": "[12, 20, 24, 38]", "boxes": [[12, 20, 24, 38]]}
-    assert answered("box", box, True, 0.35) == "[8, 14, 28, 44]" != answered("box", box, False, 0.35)
+    assert (
+        answered("box", box, True, 0.35) == "[8, 14, 28, 44]" != answered("box", box, False, 0.35)
+    )
 
 
 SMALL = [
-    "policy.path=world:digits/vlm-test", "data.scenes=24", "data.held_out_scenes=8", "train.prompts=4",
-    "train.copies=4", "train.batch_size=16", "train.iterations=2", "train.evaluate_every=0", "evaluate.prompts=6",
+    "policy.path=world:digits/vlm-test",
+    "data.scenes=24",
+    "data.held_out_scenes=8",
+    "train.prompts=4",
+    "train.copies=4",
+    "train.batch_size=16",
+    "train.iterations=2",
+    "train.evaluate_every=0",
+    "evaluate.prompts=6",
     "log.tensorboard=false",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("name", ["grounding", "counting"])
@@ -227,8 +265,12 @@ def test_the_shipped_recipe_runs_and_its_report_shows_rollouts(name, folder, tmp
 
     run = train(find_config(f"digits/{name}"), [*SMALL, f"run={tmp_path / name}"])
     lines = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
-    assert len(lines) == 4 and all(len(line["answers"]) == 4 for line in lines)  # of the first iteration only
-    assert all(line["picture"].startswith("data:image/png;base64,") and line["size"] == [SIDE, SIDE] for line in lines)
+    # of the first iteration only
+    assert len(lines) == 4 and all(len(line["answers"]) == 4 for line in lines)
+    assert all(
+        line["picture"].startswith("data:image/png;base64,") and line["size"] == [SIDE, SIDE]
+        for line in lines
+    )
     assert all(line["boxes"] for line in lines) == (name == "grounding")
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert all(line["answer/tokens"] >= 1 and 0 <= line["answer/cut"] <= 1 for line in metrics)
@@ -248,22 +290,37 @@ def test_the_gallery_draws_boxes_where_they_are_and_escapes_texts(tmp_path):
 
     prompt = {**ask("box", 1, "test")[0], "text": "where is <b>it</b>?"}
     prompt["view"] = {"coords": "rel1000", "sizes": [[SIDE, SIDE]]}
-    texts = [Completion("[0, 500, 250, 1000]", 10, True, -1.0), Completion("<script>no</script>", 12, False, -2.0)]
+    texts = [
+        Completion("[0, 500, 250, 1000]", 10, True, -1.0),
+        Completion("<script>no</script>", 12, False, -2.0),
+    ]
     rollout = Rollout(
-        group=torch.zeros(2, dtype=torch.long), row=torch.arange(2), prompts=[prompt], sample=torch.zeros(2, 1),
-        logprob=torch.zeros(2, 1), mask=torch.ones(2, 1, dtype=torch.bool), advantage=torch.tensor([[1.0], [-1.0]]),
-    )  # fmt: skip
+        group=torch.zeros(2, dtype=torch.long),
+        row=torch.arange(2),
+        prompts=[prompt],
+        sample=torch.zeros(2, 1),
+        logprob=torch.zeros(2, 1),
+        mask=torch.ones(2, 1, dtype=torch.bool),
+        advantage=torch.tensor([[1.0], [-1.0]]),
+    )
     (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "reward/mean": 0.5}\n')
     Gallery(tmp_path, {"referring": REWARDS.build("referring")}).add(
         1, texts, rollout, Rewards({"referring": torch.tensor([0.3, float("nan")])})
     )
     line = json.loads((tmp_path / FILE).read_text())
-    assert line["answers"][0]["boxes"] == [[0.0, 0.5, 0.25, 1.0]] and line["answers"][1]["boxes"] == []
+    assert (
+        line["answers"][0]["boxes"] == [[0.0, 0.5, 0.25, 1.0]] and line["answers"][1]["boxes"] == []
+    )
     assert line["answers"][0]["status"] == {"referring": "ok"} != line["answers"][1]["status"]
     assert line["answers"][1]["rewards"] == {"referring": None}
     page = render(read_run(tmp_path))
     assert '<rect class="said good" x="0.0" y="24.0" width="12.0" height="24.0"/>' in page
-    assert "<script>no" not in page and "&lt;script&gt;no" in page and "<b>it" not in page and "(cut)" in page
+    assert (
+        "<script>no" not in page
+        and "&lt;script&gt;no" in page
+        and "<b>it" not in page
+        and "(cut)" in page
+    )
 
 
 def test_a_torn_gallery_is_noted_not_fatal(tmp_path):
@@ -284,8 +341,12 @@ def test_mean_ap_of_a_set_is_coco_s():
     right = [p["answer"] for p in prompts]
     assert mean_ap(right, prompts) == pytest.approx({"mAP": 1.0, "mAP50": 1.0})
     assert mean_ap(["none"] * len(prompts), prompts) == {"mAP": 0.0, "mAP50": 0.0}
-    shifted = [written([[b[0], b[1], b[2], b[1] + 0.62 * (b[3] - b[1])] for b in p["boxes"]]) for p in prompts]
-    found = mean_ap(shifted, prompts)  # IoU 0.62 everywhere: right at 0.50, 0.55 and 0.60 of the ten thresholds
+    shifted = [
+        written([[b[0], b[1], b[2], b[1] + 0.62 * (b[3] - b[1])] for b in p["boxes"]])
+        for p in prompts
+    ]
+    # IoU 0.62 everywhere: right at 0.50, 0.55 and 0.60 of the ten thresholds
+    found = mean_ap(shifted, prompts)
     assert found == pytest.approx({"mAP": 0.3, "mAP50": 1.0})
     labelled = [f'[{{"bbox_2d": {p["answer"]}, "label": "something else"}}]' for p in prompts]
     assert mean_ap(labelled, prompts)["mAP"] == 0.0

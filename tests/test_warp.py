@@ -7,9 +7,15 @@ from samplers.warp import Warp
 
 LOGITS = torch.randn(64, 23, generator=torch.Generator().manual_seed(0)) * 3
 WARPS = [
-    Warp(), Warp(0.6), Warp(top_k=4), Warp(top_p=0.7), Warp(1.3, top_k=9, top_p=0.5), Warp(0), Warp(suppressed=(3, 7)),
+    Warp(),
+    Warp(0.6),
+    Warp(top_k=4),
+    Warp(top_p=0.7),
+    Warp(1.3, top_k=9, top_p=0.5),
+    Warp(0),
+    Warp(suppressed=(3, 7)),
     Warp(0.8, top_k=5, top_p=0.9, suppressed=(0, 1)),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("warp", WARPS, ids=str)
@@ -43,11 +49,17 @@ def test_nucleus_keeps_the_token_that_crosses():
 
 @pytest.mark.parametrize("warp", [Warp(top_k=3), Warp(top_p=0.6), Warp(0.7, 5, 0.8)], ids=str)
 def test_the_token_that_was_sampled_stays_finite_however_its_logits_round(warp):
-    ids = warp(LOGITS).softmax(-1).multinomial(20, replacement=True, generator=torch.Generator().manual_seed(1))
+    ids = (
+        warp(LOGITS)
+        .softmax(-1)
+        .multinomial(20, replacement=True, generator=torch.Generator().manual_seed(1))
+    )
     moved = LOGITS + torch.randn(LOGITS.shape, generator=torch.Generator().manual_seed(2)) * 0.5
     lost = 0
     for token in ids.unbind(1):
-        plain, kept = (warp(moved, keep=k).log_softmax(-1).gather(-1, token[:, None]) for k in (None, token))
+        plain, kept = (
+            warp(moved, keep=k).log_softmax(-1).gather(-1, token[:, None]) for k in (None, token)
+        )
         lost += int(plain.isneginf().sum())
         assert kept.isfinite().all()
         same = warp(LOGITS, keep=token)
@@ -56,7 +68,10 @@ def test_the_token_that_was_sampled_stays_finite_however_its_logits_round(warp):
 
 
 def test_ties_at_the_edge_are_all_kept():
-    assert torch.equal(Warp(top_k=2)(torch.tensor([1.0, 2.0, 1.0, 0.0])).isneginf(), torch.tensor([0, 0, 0, 1]).bool())
+    assert torch.equal(
+        Warp(top_k=2)(torch.tensor([1.0, 2.0, 1.0, 0.0])).isneginf(),
+        torch.tensor([0, 0, 0, 1]).bool(),
+    )
 
 
 def test_gradients_are_those_of_the_truncated_distribution():
@@ -70,7 +85,9 @@ def test_gradients_are_those_of_the_truncated_distribution():
     assert not x.grad[0, ~kept].any()
 
 
-@pytest.mark.parametrize("options", [{"temperature": -1}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.1}])
+@pytest.mark.parametrize(
+    "options", [{"temperature": -1}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.1}]
+)
 def test_what_means_nothing_is_refused(options):
     with pytest.raises(ValueError, match="temperature must be"):
         Warp(**options)
@@ -78,7 +95,10 @@ def test_what_means_nothing_is_refused(options):
 
 def test_greedy_keeps_the_first_of_the_largest():
     logits = torch.tensor([[0.5, 2.0, -1.0, 2.0], [3.0, 2.0, 3.0, -4.0]])
-    assert Warp(0)(logits).isfinite().tolist() == [[False, True, False, False], [True, False, False, False]]
+    assert Warp(0)(logits).isfinite().tolist() == [
+        [False, True, False, False],
+        [True, False, False, False],
+    ]
     assert Warp(0, suppressed=(1,))(logits).isfinite().tolist() == [
         [False, False, False, True],
         [True, False, False, False],
@@ -89,7 +109,8 @@ def test_greedy_keeps_the_first_of_the_largest():
 def test_many_positions_are_warped_one_by_one(warp):
     logits = LOGITS.view(4, 16, 23)
     keep = logits.argmin(-1)
-    whole, kept = warp(logits), warp(logits, keep)
+    whole = warp(logits)
+    kept = warp(logits, keep)
     for b in range(4):
         for t in range(16):
             assert torch.equal(whole[b, t], warp(logits[b, t][None])[0])

@@ -18,7 +18,8 @@ def shifted(module, by=1.0):
 
 def test_using_a_snapshot_gives_its_outputs_and_restores_to_the_bit():
     module = net()
-    weights, x = Weights(module), torch.randn(5, 3)
+    weights = Weights(module)
+    x = torch.randn(5, 3)
     before = module(x)
     weights.keep("ref")
     shifted(module)
@@ -30,7 +31,8 @@ def test_using_a_snapshot_gives_its_outputs_and_restores_to_the_bit():
 
 def test_using_nests_and_survives_an_exception():
     module = net()
-    weights, x = Weights(module), torch.randn(5, 3)
+    weights = Weights(module)
+    x = torch.randn(5, 3)
     outputs = {}
     for name in ("ref", "old"):
         weights.keep(name)
@@ -50,7 +52,8 @@ def test_using_nests_and_survives_an_exception():
 
 def test_a_swap_between_forward_and_backward_leaves_the_gradient():
     module = net()
-    weights, x = Weights(module), torch.randn(5, 3)
+    weights = Weights(module)
+    x = torch.randn(5, 3)
     weights.keep("ref")
     shifted(module)
     plain = torch.autograd.grad(module(x).sum(), list(module.parameters()))
@@ -85,7 +88,10 @@ def test_full_and_load_are_inverse_and_mismatches_are_named():
         weights.load({k: v for k, v in saved.items() if k != "0.bias"})
     with pytest.raises(ValueError, match="0.bias: shape"):
         weights.load(saved | {"0.bias": torch.zeros(9)})
-    with pytest.raises(KeyError, match="no snapshot called 'nobody'; kept: ref"), weights.using("nobody"):
+    with (
+        pytest.raises(KeyError, match="no snapshot called 'nobody'; kept: ref"),
+        weights.using("nobody"),
+    ):
         pass
 
 
@@ -126,7 +132,8 @@ def test_parts_cover_a_list_even_where_one_tensor_is_too_large():
 
 
 def test_a_swap_takes_lists_of_tensors():
-    """A large adapter has hundreds of tensors, and on a device every call for one of them costs the host time."""
+    """A large adapter has hundreds of tensors, and on a device every call for one of them costs the
+    host time."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Calls(TorchDispatchMode):

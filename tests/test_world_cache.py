@@ -24,7 +24,8 @@ def own_cache(tmp_path, monkeypatch):
 
 class Builder:
     def __init__(self, text="weights"):
-        self.calls, self.text = 0, text
+        self.calls = 0
+        self.text = text
 
     def __call__(self, folder):
         self.calls += 1
@@ -43,7 +44,8 @@ def test_built_once_then_found():
 
 
 def test_another_recipe_is_another_folder():
-    one, two = cache.fetch("toy", "r1", Builder("1")), cache.fetch("toy", "r2", Builder("2"))
+    one = cache.fetch("toy", "r1", Builder("1"))
+    two = cache.fetch("toy", "r2", Builder("2"))
     assert one != two and (one / "sub/a.bin").read_text() == "1"
 
 
@@ -95,7 +97,10 @@ def test_two_processes_build_once(tmp_path):
     log = tmp_path / "log"
     command = [sys.executable, "-c", script, str(log)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    running = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    running = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
     said = {process.communicate(timeout=600)[0] for process in running}
     assert [process.returncode for process in running] == [0, 0, 0]
     assert log.read_text() == "built " and len(said) == 1
@@ -119,9 +124,15 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
 def test_the_recipe_hash_follows_values_and_versions_and_no_names():
     base = cache.recipe_hash((recipes.SD3,), [1, 1])
     assert base == cache.recipe_hash((replace(recipes.SD3),), [1, 1])
-    renamed = make_dataclass("Renamed", [(f"x{i}", object) for i in range(len(fields(recipes.SD3)))])
+    renamed = make_dataclass(
+        "Renamed", [(f"x{i}", object) for i in range(len(fields(recipes.SD3)))]
+    )
     assert base == cache.recipe_hash((renamed(*astuple(recipes.SD3)),), [1, 1])
-    others = [((recipes.SD3_CLEAN,), [1, 1]), ((recipes.SD3,), [1, 2]), ((recipes.SD3, recipes.PARTS), [1, 1])]
+    others = [
+        ((recipes.SD3_CLEAN,), [1, 1]),
+        ((recipes.SD3,), [1, 2]),
+        ((recipes.SD3, recipes.PARTS), [1, 1]),
+    ]
     assert len({base, *(cache.recipe_hash(*other) for other in others)}) == 4
 
 
@@ -140,7 +151,8 @@ def test_every_part_of_the_code_has_a_version_that_something_depends_on(monkeypa
             assert folders() != before, part
 
 
-# -- what comes with the package ---------------------------------------------------------------------------------------
+# -- what comes with the package
+# ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -161,7 +173,11 @@ def test_a_shipped_folder_is_used_where_it_lies_and_nothing_is_built_or_copied(p
 def test_a_shipped_folder_of_another_recipe_is_left_alone(package, capsys):
     build = Builder("new")
     folder = cache.fetch("toy", "r2", build)
-    assert build.calls == 1 and folder.parent == cache.root() and (folder / "sub" / "a.bin").read_text() == "new"
+    assert (
+        build.calls == 1
+        and folder.parent == cache.root()
+        and (folder / "sub" / "a.bin").read_text() == "new"
+    )
     assert not capsys.readouterr().err
 
 
@@ -172,7 +188,10 @@ def test_a_damaged_shipped_folder_is_named_and_its_like_is_built_in_the_cache(pa
     assert "a.bin has changed" in capsys.readouterr().err
 
 
-SHIP = "the present recipe names something else than what is shipped: run `python scripts/ship_world.py` and commit"
+SHIP = (
+    "the present recipe names something else than what is shipped: run `python "
+    "scripts/ship_world.py` and commit"
+)
 
 
 @pytest.mark.parametrize("name", QUICKSTART)
@@ -186,10 +205,14 @@ def test_what_is_shipped_is_what_the_present_recipe_names(name, monkeypatch):
     assert folder == cache.SHIPPED / name
     files = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
     assert files == {cache.MANIFEST, *json.loads((folder / cache.MANIFEST).read_text())["files"]}
-    assert {Path(file).suffix for file in files} <= {".safetensors", ".json", ".txt"}, "nothing that executes"
+    assert {Path(file).suffix for file in files} <= {".safetensors", ".json", ".txt"}, (
+        "nothing that executes"
+    )
 
 
 def test_only_what_quickstart_needs_is_shipped():
-    held = {str(file.parent.relative_to(cache.SHIPPED)) for file in cache.SHIPPED.rglob(cache.MANIFEST)}
+    held = {
+        str(file.parent.relative_to(cache.SHIPPED)) for file in cache.SHIPPED.rglob(cache.MANIFEST)
+    }
     assert held == set(QUICKSTART)
     assert sum(file.stat().st_size for file in cache.SHIPPED.rglob("*")) < 10e6

@@ -1,4 +1,5 @@
-"""What the digits world builds: complete folders of the real classes, on the barely trained ``-test`` variants."""
+"""What the digits world builds: complete folders of the real classes, on the barely trained
+``-test`` variants."""
 
 import json
 
@@ -28,34 +29,56 @@ def pipe(registered):
 
 def draw(pipe, prompt, scale):
     generator = torch.Generator().manual_seed(0)
-    options = {"num_inference_steps": 3, "height": 32, "width": 32, "max_sequence_length": 16, "output_type": "pt"}
+    options = {
+        "num_inference_steps": 3,
+        "height": 32,
+        "width": 32,
+        "max_sequence_length": 16,
+        "output_type": "pt",
+    }
     return pipe(prompt, guidance_scale=scale, generator=generator, **options).images
 
 
 def test_the_pipeline_is_complete_and_draws(pipe):
-    names = {name: type(part).__name__ for name, part in pipe.components.items() if part is not None}
+    names = {
+        name: type(part).__name__ for name, part in pipe.components.items() if part is not None
+    }
     assert names == {
-        "tokenizer": "CLIPTokenizer", "tokenizer_2": "CLIPTokenizer", "tokenizer_3": names["tokenizer_3"],
-        "text_encoder": "CLIPTextModelWithProjection", "text_encoder_2": "CLIPTextModelWithProjection",
-        "text_encoder_3": "T5EncoderModel", "transformer": "SD3Transformer2DModel", "vae": "AutoencoderKL",
+        "tokenizer": "CLIPTokenizer",
+        "tokenizer_2": "CLIPTokenizer",
+        "tokenizer_3": names["tokenizer_3"],
+        "text_encoder": "CLIPTextModelWithProjection",
+        "text_encoder_2": "CLIPTextModelWithProjection",
+        "text_encoder_3": "T5EncoderModel",
+        "transformer": "SD3Transformer2DModel",
+        "vae": "AutoencoderKL",
         "scheduler": "FlowMatchEulerDiscreteScheduler",
-    }  # fmt: skip
-    assert names["tokenizer_3"].startswith("T5Tokenizer") and pipe.tokenizer_3.model_max_length == 16
+    }
+    assert (
+        names["tokenizer_3"].startswith("T5Tokenizer") and pipe.tokenizer_3.model_max_length == 16
+    )
     images = draw(pipe, ["a red seven", ""], 1.0)
     assert images.shape == (2, 3, 32, 32) and images.isfinite().all()
 
 
 def test_guidance_and_the_empty_prompt(pipe):
     assert not torch.allclose(draw(pipe, "a red seven", 1.0), draw(pipe, "a red seven", 4.0))
-    torch.testing.assert_close(draw(pipe, "", 1.0), draw(pipe, "", 4.0), atol=1e-4, rtol=0)  # nothing to guide to
+    # nothing to guide to
+    torch.testing.assert_close(draw(pipe, "", 1.0), draw(pipe, "", 4.0), atol=1e-4, rtol=0)
 
 
 def test_training_and_pipeline_see_the_same_embeddings(pipe):
     from mmrl.worlds.text import embed
 
-    texts = ["a red seven above a blue two", "", "three digits: a red one, a blue two and a green three"]
+    texts = [
+        "a red seven above a blue two",
+        "",
+        "three digits: a red one, a blue two and a green three",
+    ]
     tokens, pooled = embed(pipe.components, texts)
-    theirs = pipe.encode_prompt(texts, texts, texts, do_classifier_free_guidance=False, max_sequence_length=16)
+    theirs = pipe.encode_prompt(
+        texts, texts, texts, do_classifier_free_guidance=False, max_sequence_length=16
+    )
     torch.testing.assert_close(tokens, theirs[0])
     torch.testing.assert_close(pooled, theirs[2])
     assert len(pooled.unique(dim=0)) == 3
@@ -68,7 +91,9 @@ def test_saved_again_the_embeddings_are_identical(pipe, tmp_path):
     again = StableDiffusion3Pipeline.from_pretrained(tmp_path)
     again.set_progress_bar_config(disable=True)
     prompt = "a large green three in the top left"
-    for a, b in zip(*(p.encode_prompt(*[prompt] * 3, max_sequence_length=16) for p in (pipe, again))):
+    for a, b in zip(
+        *(p.encode_prompt(*[prompt] * 3, max_sequence_length=16) for p in (pipe, again))
+    ):
         assert torch.equal(a, b)
     assert torch.equal(draw(pipe, prompt, 2.0), draw(again, prompt, 2.0))
 
@@ -81,7 +106,10 @@ def test_every_word_is_one_token_and_every_caption_fits(pipe):
         assert len(tokenizer("a red seven", add_special_tokens=False).input_ids) == 3
         assert len({tuple(row) for row in ids}) == 400
     clip = pipe.tokenizer
-    assert clip.decode(clip("three digits").input_ids, skip_special_tokens=True).strip() == "three digits"
+    assert (
+        clip.decode(clip("three digits").input_ids, skip_special_tokens=True).strip()
+        == "three digits"
+    )
     assert clip.eos_token_id == pipe.text_encoder.config.eos_token_id == len(clip) - 1
 
 
@@ -112,7 +140,8 @@ def test_building_twice_gives_the_same_bytes(tmp_path, monkeypatch):
     from safetensors.torch import load_file
 
     for a, b in zip(*(load_file(f / "model.safetensors").values() for f in (folder, again))):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)  # thread counts may differ between machines
+        # thread counts may differ between machines
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
 def test_building_leaves_the_global_random_numbers_alone(tmp_path, monkeypatch):
@@ -144,5 +173,6 @@ def test_the_worlds_clip_tells_captions_apart():
         seen = torch.nn.functional.normalize(model.eval().encode_image(images * 2 - 1), dim=-1)
         read = model.encode_text(open_clip.get_tokenizer(name)([p["text"] for p in held_out]))
         match = seen @ torch.nn.functional.normalize(read, dim=-1).T
-    own, others = match.diagonal(), match.mean(1)
+    own = match.diagonal()
+    others = match.mean(1)
     assert (own > others).float().mean() > 0.95

@@ -1,4 +1,5 @@
-"""The moving digits: captions and splits, drawing, and what ``digits_motion`` makes of true and false clips."""
+"""The moving digits: captions and splits, drawing, and what ``digits_motion`` makes of true and
+false clips."""
 
 import math
 
@@ -26,18 +27,26 @@ def reward():
 
 
 def test_the_caption_space():
-    assert len({p["text"] for p in PROMPTS}) == len(PROMPTS) == 10 * len(COLORS) * len(MOTIONS) == 200
-    assert captions() == PROMPTS and [p["text"] for p in PROMPTS] != [p["text"] for p in captions(1)]
+    assert (
+        len({p["text"] for p in PROMPTS}) == len(PROMPTS) == 10 * len(COLORS) * len(MOTIONS) == 200
+    )
+    assert captions() == PROMPTS and [p["text"] for p in PROMPTS] != [
+        p["text"] for p in captions(1)
+    ]
     for prompt in PROMPTS:
         item = prompt["objects"][0]
         assert f"a {item['color']} {DIGITS[item['digit']]} " in prompt["text"]
-        assert prompt["text"].endswith({"still": "standing still"}.get(prompt["motion"], f"moving {prompt['motion']}"))
+        assert prompt["text"].endswith(
+            {"still": "standing still"}.get(prompt["motion"], f"moving {prompt['motion']}")
+        )
 
 
 def test_held_out_captions_are_nobodys_training_captions():
     load_built_in()
     data = DATA.build("digits_moving")
-    assert not {p["text"] for p in data.held_out} & {p["text"] for p in [*data.train, *trained_on()]}
+    assert not {p["text"] for p in data.held_out} & {
+        p["text"] for p in [*data.train, *trained_on()]
+    }
     assert len(data.held_out) == 40 and all(is_held_out(p["text"]) for p in data.held_out)
     assert {p["motion"] for p in data.held_out} == set(MOTIONS)
 
@@ -80,11 +89,15 @@ def test_true_clips_score_one(reward, clips):
 def test_false_clips_score_less(reward, clips, harm):
     true = clips.frames
     made = {
-        "reversed": true.flip(1), "still": true[:, :1].expand_as(true), "blank": torch.zeros_like(true),
+        "reversed": true.flip(1),
+        "still": true[:, :1].expand_as(true),
+        "blank": torch.zeros_like(true),
         "noise": torch.rand(true.shape, generator=torch.Generator().manual_seed(0)),
-        "shuffled": true[:, [3, 0, 4, 1, 2]], "jump": true[:, [0, 0, 0, 4, 4]],
-        "half": true[:, [0, 0, 1, 1, 2]], "vanishing": true * torch.linspace(1, 0, 5).view(-1, 1, 1, 1),
-    }[harm]  # fmt: skip
+        "shuffled": true[:, [3, 0, 4, 1, 2]],
+        "jump": true[:, [0, 0, 0, 4, 4]],
+        "half": true[:, [0, 0, 1, 1, 2]],
+        "vanishing": true * torch.linspace(1, 0, 5).view(-1, 1, 1, 1),
+    }[harm]
     most = {"half": 0.55, "jump": 0.25}.get(harm, 0.01)
     assert reward(made, PROMPTS)[MOVES].max() <= most
     if harm in ("blank", "noise", "vanishing"):
@@ -123,9 +136,13 @@ def test_numbers_of_a_moving_square():
 
 def test_size_and_type_of_the_video_do_not_matter(reward, clips):
     plain = reward(clips.frames[:20], PROMPTS[:20])
-    large = torch.nn.functional.interpolate(clips.frames[:20].flatten(0, 1), scale_factor=2).unflatten(0, (20, FRAMES))
+    large = torch.nn.functional.interpolate(
+        clips.frames[:20].flatten(0, 1), scale_factor=2
+    ).unflatten(0, (20, FRAMES))
     torch.testing.assert_close(reward(large, PROMPTS[:20]), plain, atol=1e-3, rtol=0)
-    torch.testing.assert_close(reward(clips.frames[:20].bfloat16(), PROMPTS[:20]), plain, atol=0.02, rtol=0)
+    torch.testing.assert_close(
+        reward(clips.frames[:20].bfloat16(), PROMPTS[:20]), plain, atol=0.02, rtol=0
+    )
 
 
 def test_wrong_input_is_a_readable_message(reward, clips):

@@ -36,7 +36,9 @@ def test_the_caption_space():
 @pytest.mark.parametrize("kind", KINDS)
 def test_held_out_captions_are_nobodys_training_captions(kind):
     load_built_in()
-    small, large = (DATA.build("digits", kind=kind, captions=n, seed=s) for n, s in ((100, 0), (300, 1)))
+    small, large = (
+        DATA.build("digits", kind=kind, captions=n, seed=s) for n, s in ((100, 0), (300, 1))
+    )
     held_out = {p["text"] for p in small.held_out + large.held_out}
     train = {p["text"] for p in small.train + large.train}
     assert held_out and train and not held_out & train
@@ -62,7 +64,11 @@ def test_rendering_is_deterministic_and_row_keyed():
     assert torch.equal(whole.images, render(prompts, Rng.of(1)).images)
     assert torch.equal(whole.images[:7], render(prompts[:7], Rng.of(1)).images)
     assert not torch.equal(whole.images, render(prompts, Rng.of(2)).images)
-    assert whole.images.shape == (40, 3, 32, 32) and whole.images.min() >= 0 and whole.images.max() <= 1
+    assert (
+        whole.images.shape == (40, 3, 32, 32)
+        and whole.images.min() >= 0
+        and whole.images.max() <= 1
+    )
 
 
 @pytest.mark.parametrize("wobble", [0.0, 1.0])
@@ -74,7 +80,8 @@ def test_boxes_hold_the_ink_and_nothing_is_empty(wobble):
             assert 0 <= x0 < x1 <= 32 and 0 <= y0 < y1 <= 32
             outside[y0:y1, x0:x1] = False
         assert len(prompt["boxes"]) == prompt["count"]
-        # any channel of a pixel outside all boxes is fainter than the faintest ink, summed over three objects
+        # any channel of a pixel outside all boxes is fainter than the faintest ink, summed over
+        # three objects
         assert image.amax(0)[outside].max() <= 3 * INK
 
 
@@ -85,7 +92,10 @@ def test_captions_are_true_of_the_picture():
             x, y, side = placed[k].tolist()
             x0, y0, x1, y1 = prompt["boxes"][k]
             hue = image[:, y0:y1, x0:x1].sum((1, 2))  # of all the ink in the box
-            near = {name: float(torch.cosine_similarity(hue, torch.tensor(rgb), dim=0)) for name, rgb in COLORS.items()}
+            near = {
+                name: float(torch.cosine_similarity(hue, torch.tensor(rgb), dim=0))
+                for name, rgb in COLORS.items()
+            }
             assert max(near, key=near.get) == item["color"]
             if item["place"]:
                 left, top, right, bottom = PLACES[item["place"]]
@@ -122,5 +132,7 @@ def test_questions_have_one_true_answer():
                 assert q["answer"] in prompt["boxes"]
             if q["type"] == "color":
                 digit = DIGITS.index(q["question"].split()[-1].rstrip("?"))
-                assert [o["color"] for o in prompt["objects"] if o["digit"] == digit] == [q["answer"]]
+                assert [o["color"] for o in prompt["objects"] if o["digit"] == digit] == [
+                    q["answer"]
+                ]
     assert types == {"count", "sum", "color", "digit", "place", "relation", "box"}

@@ -1,4 +1,5 @@
-"""A right answer and the prompt it belongs to, for every registered reward of text; a new reward goes here."""
+"""A right answer and the prompt it belongs to, for every registered reward of text; a new reward
+goes here."""
 
 from __future__ import annotations
 
@@ -6,7 +7,13 @@ from typing import Any
 
 from rewards import Answer, Count, Grounding
 
-VIEW = {"coords": "original", "sizes": [[640, 480]], "resized": [[320, 240]], "frames": 1, "duration": 20.0}
+VIEW = {
+    "coords": "original",
+    "sizes": [[640, 480]],
+    "resized": [[320, 240]],
+    "frames": 1,
+    "duration": 20.0,
+}
 TABLE = "<table><tr><th>a</th><th>b</th></tr><tr><td colspan='2'>3.5</td></tr></table>"
 DRAWING = '<svg viewBox="0 0 10 10"><rect x="1" y="1" width="5" height="4" fill="red"/></svg>'
 MASK = [[0, 0, 1], [1, 1, 1]]
@@ -17,13 +24,26 @@ ROUTES = {"routes": {"find": Grounding(), "count": Count(fuzzy=True)}, "default"
 # name -> (options, prompts that hold every field the reward needs)
 SMALLEST: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "answer": ({}, [{"answer": "a red seven"}, {"answer": 7}, {"answer": "12"}]),
-    "choice": ({}, [{"answer": "B", "choices": ["a", "the other", "c"]}, {"answer": ["A", "C"]}, {"answer": "D"}]),
-    "classification": ({}, [{"answer": "Boeing 737-800"}, {"answer": "grey wolf", "aliases": ["timber wolf"]}]),
+    "choice": (
+        {},
+        [
+            {"answer": "B", "choices": ["a", "the other", "c"]},
+            {"answer": ["A", "C"]},
+            {"answer": "D"},
+        ],
+    ),
+    "classification": (
+        {},
+        [{"answer": "Boeing 737-800"}, {"answer": "grey wolf", "aliases": ["timber wolf"]}],
+    ),
     "confidence": ({}, [{"boxes": BOXES, "labels": ["a cat", "dog"]}, {"boxes": BOXES[:1]}]),
     "count": ({"fuzzy": True}, [{"answer": 3}, {"answer": "12"}, {"answer": 100}]),
     "detection": ({}, [{"boxes": BOXES, "labels": ["a cat", "dog"]}, {"boxes": BOXES[:1]}]),
     "grounding": ({}, [{"boxes": BOXES}, {"boxes": BOXES[:1]}, {"boxes": BOXES[1:]}]),
-    "gui": ({}, [{"action": "click", "boxes": BOXES[:1]}, {"action": {"type": "type", "text": "hello"}}]),
+    "gui": (
+        {},
+        [{"action": "click", "boxes": BOXES[:1]}, {"action": {"type": "type", "text": "hello"}}],
+    ),
     "label_set": ({}, [{"labels": ["flu", "cold"]}, {"labels": ["gout"]}]),
     "point": ({}, [{"boxes": BOXES}, {"point": [30, 40]}, {"points": [[30, 40], [300, 50]]}]),
     "referring": ({}, [{"boxes": BOXES[:1]}, {"boxes": BOXES[1:]}]),
@@ -39,12 +59,21 @@ SMALLEST: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "transcription": ({}, [{"answer": "Total: 12.50 EUR"}, {"answer": "two\nlines"}]),
     "overlong": ({"limit": 64, "buffer": 16}, [{}, {"answer": 3}]),
     "repetition": ({}, [{}, {"answer": 3}]),
-    "routed": (ROUTES, [{"task": "find", "boxes": BOXES}, {"task": "count", "answer": 4}, {"answer": "a cat"}]),
+    "routed": (
+        ROUTES,
+        [{"task": "find", "boxes": BOXES}, {"task": "count", "answer": 4}, {"answer": "a cat"}],
+    ),
     "svg": ({"size": 64}, [{"svg": DRAWING}]),
     "table": ({}, [{"answer": TABLE}, {"answer": "| a | b |\n|---|---|\n| 1 | 2 |"}]),
-    "text_similarity": ({}, [{"answer": "A red bus waits at the corner."}, {"answer": "Two dogs."}]),
+    "text_similarity": (
+        {},
+        [{"answer": "A red bus waits at the corner."}, {"answer": "Two dogs."}],
+    ),
     "think_or_not": ({}, [{}, {"answer": 3}]),
-    "video_qa": ({}, [{"answer": "B", "choices": ["x", "y"], "spans": [[1, 4]]}, {"answer": "a dog"}]),
+    "video_qa": (
+        {},
+        [{"answer": "B", "choices": ["x", "y"], "spans": [[1, 4]]}, {"answer": "a dog"}],
+    ),
     "vqa": ({}, [{"answers": ["red"] * 7 + ["pink"] * 3}, {"answers": ["two"]}]),
 }
 

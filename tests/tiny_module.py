@@ -37,10 +37,13 @@ class DiT(nn.Module):
 
     def __init__(self, net, process):
         super().__init__()
-        self.net, self.process = net, process
+        self.net = net
+        self.process = process
 
     def forward(self, x, t, label):
-        return self.net(x, timestep=self.process.timestep(t), class_labels=label).sample[:, : x.shape[1]]
+        return self.net(x, timestep=self.process.timestep(t), class_labels=label).sample[
+            :, : x.shape[1]
+        ]
 
 
 def dit():
@@ -48,9 +51,14 @@ def dit():
 
     torch.manual_seed(0)
     net = DiTTransformer2DModel(
-        num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=1, sample_size=4,
+        num_attention_heads=2,
+        attention_head_dim=8,
+        in_channels=4,
+        out_channels=8,
+        num_layers=1,
+        sample_size=4,
         norm_num_groups=4,
-    )  # fmt: skip
+    )
     for parameter in net.parameters():
         if parameter.std() == 0:
             nn.init.normal_(parameter, std=0.2)

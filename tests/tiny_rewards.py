@@ -31,7 +31,10 @@ def save_tiny_clip(folder: Path, preprocess: dict = PREPROCESS, **changes) -> st
         torch.manual_seed(0)
         network = open_clip.CLIP(**model_cfg)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({k: v.contiguous() for k, v in network.state_dict().items()}, folder / "open_clip_model.safetensors")
+    save_file(
+        {k: v.contiguous() for k, v in network.state_dict().items()},
+        folder / "open_clip_model.safetensors",
+    )
     config = {"model_cfg": model_cfg, "preprocess_cfg": preprocess}
     (folder / "open_clip_config.json").write_text(json.dumps(config))
     return str(folder)
@@ -59,18 +62,34 @@ def pictures(count: int, height: int = 32, width: int = 32, seed: int = 0) -> to
 
 
 def asked(count: int = 5) -> list[dict]:
-    """Prompts with everything a registered reward may ask for; a new field of a new reward goes here."""
+    """Prompts with everything a registered reward may ask for; a new field of a new reward goes
+    here."""
     things = [{"digit": 7, "color": "red"}, {"digit": 2, "size": "large", "place": "left"}]
-    more = [{"objects": things, "relation": "above", "count": 2}, {"objects": things[:1], "count": 1}]
+    more = [
+        {"objects": things, "relation": "above", "count": 2},
+        {"objects": things[:1], "count": 1},
+    ]
     return [{"text": TEXTS[i % len(TEXTS)], **more[i % 2], **wanted(i)} for i in range(count)]
 
 
 def wanted(i: int) -> dict:
     """Reference and source pictures, as files, and what was in the source."""
     things = [{"class": "cat", "count": 1 + i % 2, "color": "red"}]
-    questions = [{"question": "what is it?", "choices": ["seven", "two"], "answer": ("seven", "two")[i % 2]}]
-    more = {"include": things, "questions": questions, "word": "seven", "action": "jump", "motion": "left"}
-    return more | {"reference": picture_file(i % 2), "source": picture_file(i % 2), "source_text": "a blue two"}
+    questions = [
+        {"question": "what is it?", "choices": ["seven", "two"], "answer": ("seven", "two")[i % 2]}
+    ]
+    more = {
+        "include": things,
+        "questions": questions,
+        "word": "seven",
+        "action": "jump",
+        "motion": "left",
+    }
+    return more | {
+        "reference": picture_file(i % 2),
+        "source": picture_file(i % 2),
+        "source_text": "a blue two",
+    }
 
 
 @cache

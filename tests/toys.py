@@ -18,7 +18,9 @@ def seeded(make, seed=0):
 
 
 def mlp(inside, outside, wide=64):
-    return seeded(lambda: nn.Sequential(nn.Linear(inside, wide), nn.SiLU(), nn.Linear(wide, outside)))
+    return seeded(
+        lambda: nn.Sequential(nn.Linear(inside, wide), nn.SiLU(), nn.Linear(wide, outside))
+    )
 
 
 class ToyFlow(FlowPolicy):
@@ -41,7 +43,8 @@ class ToyFlow(FlowPolicy):
 
 
 def ddim(x, eps, t, s, eta):
-    """DDIM-eta with noise prediction (Song et al. 2021, eq. 12) on a cosine schedule: another process, one contract."""
+    """DDIM-eta with noise prediction (Song et al. 2021, eq. 12) on a cosine schedule: another
+    process, one contract."""
     t, s, eta = (u.view(-1, *[1] * (x.ndim - 1)) for u in (t, s, eta))
     a, b = ((0.98 * u * math.pi / 2).cos() ** 2 for u in (t, s))
     std = eta * ((1 - b) / (1 - a) * (1 - a / b)).clamp_min(0).sqrt()
@@ -53,7 +56,8 @@ class ToyDiffusion(ToyFlow):
     """The same points by noise prediction."""
 
     def __init__(self, **options):
-        super().__init__(**{"kernel": ddim, "sde": all_but_last} | options)  # its last step has no noise
+        # its last step has no noise
+        super().__init__(**{"kernel": ddim, "sde": all_but_last} | options)
 
 
 class ToyVideo(ToyFlow):
@@ -73,12 +77,15 @@ class Bag(nn.Module):
 
     def __init__(self, length=6, vocab=5):
         super().__init__()
-        self.length, self.vocab = length, vocab
+        self.length = length
+        self.vocab = vocab
         self.embed = nn.Embedding(vocab + 1, 16)
         self.head = nn.Linear(17, length * vocab)
 
     def forward(self, ids, visible, label):
-        seen = torch.einsum("bk,lk,bke->ble", (ids < self.vocab).to(label), visible.to(label), self.embed(ids))
+        seen = torch.einsum(
+            "bk,lk,bke->ble", (ids < self.vocab).to(label), visible.to(label), self.embed(ids)
+        )
         seen = torch.cat([seen, label[:, None].expand(-1, self.length, -1)], -1)
         logits = self.head(seen).unflatten(-1, (self.length, self.vocab))
         return torch.einsum("bllv->blv", logits)
@@ -106,7 +113,13 @@ class ToyCausal(ToyTokens, CausalPolicy):
         super().__init__(seeded(Bag), length=6, mask_id=5, **options)
 
 
-POLICIES = {"flow": ToyFlow, "diffusion": ToyDiffusion, "video": ToyVideo, "masked": ToyMasked, "causal": ToyCausal}
+POLICIES = {
+    "flow": ToyFlow,
+    "diffusion": ToyDiffusion,
+    "video": ToyVideo,
+    "masked": ToyMasked,
+    "causal": ToyCausal,
+}
 
 
 def make(family, double=False, **options):
@@ -117,8 +130,9 @@ def make(family, double=False, **options):
 
 
 def off_by(policy, network, factor):
-    """The policy with a network (its method ``velocity`` or ``logits``) that is ``factor`` times too large wherever
-    gradients are recorded: the update scores with another network than the one that sampled."""
+    """The policy with a network (its method ``velocity`` or ``logits``) that is ``factor`` times
+    too large wherever gradients are recorded: the update scores with another network than the one
+    that sampled."""
     plain = getattr(policy, network)
 
     def wrong(*inputs):

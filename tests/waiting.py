@@ -1,4 +1,5 @@
-"""Waiting in tests for what happens, not for how long it takes: a test passes however slow the machine is."""
+"""Waiting in tests for what happens, not for how long it takes: a test passes however slow the
+machine is."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from functools import partial
 
 import httpx
 
-HANG = 120.0  # seconds after which something hangs; nothing that works comes near, also on a busy machine
+# seconds after which something hangs; nothing that works comes near, also on a busy machine
+HANG = 120.0
 get = partial(httpx.get, timeout=HANG)
 post = partial(httpx.post, timeout=HANG)
 

@@ -1,4 +1,5 @@
-"""Advantages: what a reward is worth beside the others. ``mmrl.registry.ADVANTAGES`` knows them by name."""
+"""Advantages: what a reward is worth beside the others. ``mmrl.registry.ADVANTAGES`` knows them by
+name."""
 
 from mmrl.advantages.answers import gpg, grpo, opo, pass_at_k, reinforce, reinforce_pp
 from mmrl.advantages.branch import Branch, by_edge

@@ -18,13 +18,16 @@ SAME = 1e-6  # edges whose rewards spread by less are equal
 
 @ADVANTAGES.register("branch")
 class Branch:
-    """BranchGRPO: the reward of an edge is that of the leaves below it, normalised among the edges of its depth.
+    """BranchGRPO: the reward of an edge is that of the leaves below it, normalised among the edges
+    of its depth.
 
-    Li et al. 2025, "BranchGRPO", sections 3.3 and 3.4. fusion: "mean" of the leaves; "path" lets every node weigh its
-    children by softmax(alpha log-prob of their edge), from the leaves up. ddof, eps: of the standard deviation of the
-    edges of one prompt and depth. prune_depth: these edges (1 is the first) are not trained, all of them one earlier
-    every ``slide_every`` iterations until the first stands at ``slide_stop``. prune_width: behind the last split only
-    half of the chains is trained, the better of each split ("siblings") or the best and the worst of all ("extremes").
+    Li et al. 2025, "BranchGRPO", sections 3.3 and 3.4. fusion: "mean" of the leaves; "path" lets
+    every node weigh its children by softmax(alpha log-prob of their edge), from the leaves up.
+    ddof, eps: of the standard deviation of the edges of one prompt and depth. prune_depth: these
+    edges (1 is the first) are not trained, all of them one earlier every ``slide_every`` iterations
+    until the first stands at ``slide_stop``. prune_width: behind the last split only half of the
+    chains is trained, the better of each split ("siblings") or the best and the worst of all
+    ("extremes").
     """
 
     def __init__(
@@ -39,19 +42,31 @@ class Branch:
         prune_width: Literal["siblings", "extremes"] | None = None,
         keep: Annotated[float, Gt(0), Le(1)] = 0.5,
     ):
-        self.fusion, self.alpha, self.ddof, self.eps = fusion, alpha, ddof, eps
-        self.prune_depth, self.slide_every, self.slide_stop = tuple(prune_depth), slide_every, slide_stop
-        self.prune_width, self.keep = prune_width, keep
+        self.fusion = fusion
+        self.alpha = alpha
+        self.ddof = ddof
+        self.eps = eps
+        self.prune_depth = tuple(prune_depth)
+        self.slide_every = slide_every
+        self.slide_stop = slide_stop
+        self.prune_width = prune_width
+        self.keep = keep
         self.iteration = 0
 
     def __call__(self, rewards: Rewards | Tensor, rollout: Rollout) -> Tensor:
         """[B, K]; NaN for edges that are pruned or have no reward below. Counts the iterations."""
         if rollout.branch is None:
-            raise UserError("advantage branch compares the edges of a tree; give the policy one, such as tree: {}")
+            raise UserError(
+                "advantage branch compares the edges of a tree; give the policy one, "
+                "such as tree: {}"
+            )
         double, groups = measured(rewards, rollout)
         leaf = double.total().masked_fill(~groups.present, torch.nan)  # [B]
         fused = self._fuse(leaf, rollout)  # [B, K] reward of the edge that leads to depth k + 1
-        edges = [self._normalised(fused[:, k], rollout.branch[:, k], rollout.group) for k in range(fused.shape[1])]
+        edges = [
+            self._normalised(fused[:, k], rollout.branch[:, k], rollout.group)
+            for k in range(fused.shape[1])
+        ]
         advantage = torch.stack(edges, 1)
         advantage = advantage.masked_fill(self._pruned(advantage, rollout), torch.nan)
         self.iteration += 1
@@ -67,19 +82,23 @@ class Branch:
         """[B, K] rewards of the edges, the same on all rows that share one."""
         found = [leaf]  # from the leaves up
         for k in reversed(range(1, rollout.branch.shape[1])):
-            below, name, parent = found[-1], rollout.branch[:, k], rollout.branch[:, k - 1]
+            below = found[-1]
+            name = rollout.branch[:, k]
+            parent = rollout.branch[:, k - 1]
             if self.fusion == "mean":
                 weight = (~leaf.isnan()).double()
                 found.append(edge_mean(leaf, weight, parent))
             else:
                 score = torch.where(rollout.eta[:, k] > 0, rollout.logprob[:, k].double(), 0.0)
-                rows = _first(name) & ~below.isnan()  # one for every edge, whatever the rows are called by now
+                # one for every edge, whatever the rows are called by now
+                rows = _first(name) & ~below.isnan()
                 weight = (self.alpha * (score - _most(score, parent))).exp() * rows
                 found.append(edge_mean(below, weight, parent))
         return torch.stack(found[::-1], 1)
 
     def _normalised(self, reward: Tensor, name: Tensor, group: Tensor) -> Tensor:
-        """[B] (reward - mean) / (std + eps) over the different edges of each prompt; 0 where they are equal."""
+        """[B] (reward - mean) / (std + eps) over the different edges of each prompt; 0 where they
+        are equal."""
         first = _first(name)
         prompts, index = group.unique(return_inverse=True)
         edges = Groups(index, first & ~reward.isnan(), len(prompts))
@@ -100,7 +119,11 @@ class Branch:
         if self.prune_width:
             counts = [len(names.unique()) for names in rollout.branch.unbind(1)]
             last = max([k for k in range(1, len(counts)) if counts[k] > counts[k - 1]], default=0)
-            parent = rollout.branch[:, last - 1] if last and self.prune_width == "siblings" else rollout.group
+            parent = (
+                rollout.branch[:, last - 1]
+                if last and self.prune_width == "siblings"
+                else rollout.group
+            )
             out[:, last + 1 :] |= self._narrow(advantage[:, -1], parent)[:, None]
         return out
 
@@ -109,7 +132,9 @@ class Branch:
         out = torch.ones_like(advantage, dtype=torch.bool)
         for name in parent.unique():
             rows = (parent == name).nonzero()[:, 0]
-            order = rows[advantage[rows].nan_to_num(-torch.inf).argsort(descending=True, stable=True)]
+            order = rows[
+                advantage[rows].nan_to_num(-torch.inf).argsort(descending=True, stable=True)
+            ]
             if self.prune_width == "siblings":
                 out[order[: max(1, int(len(rows) * self.keep))]] = False
             else:
@@ -122,7 +147,9 @@ def _first(name: Tensor) -> Tensor:
     """[B] bool: one row of every name."""
     _, index = name.unique(return_inverse=True)
     place = torch.arange(len(name), device=name.device)
-    least = place.new_full((int(index.max()) + 1,), len(name)).scatter_reduce(0, index, place, "amin")
+    least = place.new_full((int(index.max()) + 1,), len(name)).scatter_reduce(
+        0, index, place, "amin"
+    )
     return least[index] == place
 
 
@@ -141,10 +168,12 @@ def edge_mean(value: Tensor, weight: Tensor, name: Tensor) -> Tensor:
 
 
 def by_edge(advantage: Tensor, rollout: Rollout) -> Tensor:
-    """Gives an edge of a tree the mean advantage of the samples below it, on all their rows, [B, K].
+    """Gives an edge of a tree the mean advantage of the samples below it, on all their rows, [B,
+    K].
 
-    An edge is trained on at one of its rows only, so that the gradient is that of all samples; those without an
-    advantage are left out of the mean. Without a tree the advantage, [B, 1] or [B, K], stays as it is.
+    An edge is trained on at one of its rows only, so that the gradient is that of all samples;
+    those without an advantage are left out of the mean. Without a tree the advantage, [B, 1] or [B,
+    K], stays as it is.
     """
     if rollout.branch is None:
         return advantage
@@ -153,5 +182,7 @@ def by_edge(advantage: Tensor, rollout: Rollout) -> Tensor:
     edges: list[Tensor] = []
     for k, name in enumerate(names.unbind(1)):
         repeated = k > 0 and advantage.shape[1] == 1 and torch.equal(name, names[:, k - 1])
-        edges.append(edges[-1] if repeated else edge_mean(leaf[:, k], leaf[:, k].isfinite().double(), name))
+        edges.append(
+            edges[-1] if repeated else edge_mean(leaf[:, k], leaf[:, k].isfinite().double(), name)
+        )
     return torch.stack(edges, 1).to(advantage.dtype)

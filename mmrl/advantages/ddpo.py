@@ -1,4 +1,5 @@
-"""DDPO's advantage: compare with what the same prompt earned in this iteration and the ones before."""
+"""DDPO's advantage: compare with what the same prompt earned in this iteration and the ones
+before."""
 
 from __future__ import annotations
 
@@ -18,25 +19,36 @@ from mmrl.types import Rewards, Rollout
 class DDPO:
     """DDPO: mean and std (population, plus eps) of the last ``buffer`` rewards of the prompt.
 
-    Black et al. 2023, "Training diffusion models with reinforcement learning", section 5. A prompt with fewer than
-    ``min_count`` rewards in its buffer is compared with all rewards of the iteration. ``key`` names the field of a
-    prompt that identifies it. Every process keeps the buffers of all prompts.
+    Black et al. 2023, "Training diffusion models with reinforcement learning", section 5. A prompt
+    with fewer than ``min_count`` rewards in its buffer is compared with all rewards of the
+    iteration. ``key`` names the field of a prompt that identifies it. Every process keeps the
+    buffers of all prompts.
     """
 
     def __init__(self, buffer: int = 16, min_count: int = 16, eps: float = 1e-6, key: str = "text"):
         if not 1 <= min_count <= buffer:
-            raise UserError(f"ddpo: min_count must lie between 1 and buffer = {buffer}, not {min_count}")
+            raise UserError(
+                f"ddpo: min_count must lie between 1 and buffer = {buffer}, not {min_count}"
+            )
         if eps <= 0:
             raise UserError(f"ddpo: eps must be greater than 0, it is {eps}")
-        self.buffer, self.min_count, self.eps, self.key = buffer, min_count, eps, key
+        self.buffer = buffer
+        self.min_count = min_count
+        self.eps = eps
+        self.key = key
         self.rewards: dict[str, deque[float]] = {}
 
     def __call__(self, rewards: Rewards | Tensor, rollout: Rollout) -> Tensor:
         """[B, 1]; NaN for samples without a finite reward. Advances the buffers."""
         double, groups = measured(rewards, rollout)
-        total, present = double.total(), groups.present
+        total = double.total()
+        present = groups.present
         texts = [self._text(rollout, g) for g in rollout.group.tolist()]
-        pairs = [(t, r) for t, r, there in zip(texts, total.tolist(), present.tolist(), strict=True) if there]
+        pairs = [
+            (t, r)
+            for t, r, there in zip(texts, total.tolist(), present.tolist(), strict=True)
+            if there
+        ]
         pairs = all_gather_json(pairs, total.device)
         for text, reward in pairs:
             self.rewards.setdefault(text, deque(maxlen=self.buffer)).append(reward)
@@ -50,17 +62,23 @@ class DDPO:
         return {"rewards": {text: list(values) for text, values in self.rewards.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.rewards = {text: deque(values, maxlen=self.buffer) for text, values in state["rewards"].items()}
+        self.rewards = {
+            text: deque(values, maxlen=self.buffer) for text, values in state["rewards"].items()
+        }
 
     def _text(self, rollout: Rollout, index: int) -> str:
         prompt = rollout.prompts[index]
         if self.key not in prompt:
-            raise UserError(f"ddpo identifies prompts by {self.key!r}, a prompt has only {sorted(prompt)}; set its key")
+            raise UserError(
+                f"ddpo identifies prompts by {self.key!r}, a prompt has only "
+                f"{sorted(prompt)}; set its key"
+            )
         return str(prompt[self.key])
 
     def _mean_and_std(self, text: str, everything: list[float]) -> tuple[float, float]:
         values = self.rewards.get(text, ())
         values = values if len(values) >= self.min_count else everything
-        if not values or min(values) == max(values):  # the mean of equal numbers may round to another number
+        # the mean of equal numbers may round to another number
+        if not values or min(values) == max(values):
             return max(values, default=0.0), 0.0
         return statistics.fmean(values), statistics.pstdev(values)

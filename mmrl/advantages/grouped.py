@@ -1,9 +1,9 @@
 """Group-relative advantages: every sample is compared with the other answers to its prompt.
 
-Every function takes rewards, a tensor [B] or ``Rewards``, and the rollout that earned them, and returns [B, 1], or
-[B, K] for rewards of steps. A
-sample with a reward that is not a finite number is missing: it enters no statistic and its advantage is NaN, which
-takes the row out of training. Groups may differ in size and live whole on one process.
+Every function takes rewards, a tensor [B] or ``Rewards``, and the rollout that earned them, and
+returns [B, 1], or [B, K] for rewards of steps. A sample with a reward that is not a finite number
+is missing: it enters no statistic and its advantage is NaN, which takes the row out of training.
+Groups may differ in size and live whole on one process.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def group(
 ) -> Tensor:
     """(reward - mean of the group) / std, every choice open.
 
-    std: of the group, of all rewards, or none. eps: added to the std, its least value, or added to the variance.
-    combine: several rewards are summed, then normalised; or each is normalised, then summed (aggregate), and then
-    normalised over the batch (gdpo). flat: a group of equal rewards has advantage 0, or is dropped. best_of: train on
-    the n/2 best and n/2 worst of each group only.
+    std: of the group, of all rewards, or none. eps: added to the std, its least value, or added to
+    the variance. combine: several rewards are summed, then normalised; or each is normalised, then
+    summed (aggregate), and then normalised over the batch (gdpo). flat: a group of equal rewards
+    has advantage 0, or is dropped. best_of: train on the n/2 best and n/2 worst of each group only.
     """
     if eps < 0:
         raise UserError(f"advantage: eps must not be negative, it is {eps}")
@@ -68,7 +68,8 @@ def flow_grpo(
 ) -> Tensor:
     """Flow-GRPO: mean of the group, std (population, plus 1e-4) of all rewards or of the group.
 
-    Liu et al. 2025, "Flow-GRPO"; the published SD3.5 recipes use the global std, the paper's eq. 4 the group's.
+    Liu et al. 2025, "Flow-GRPO"; the published SD3.5 recipes use the global std, the paper's eq. 4
+    the group's.
     """
     return group(rewards, rollout, std=std, ddof=0, eps=1e-4, flat=flat, best_of=best_of)
 
@@ -83,7 +84,8 @@ def dance(
     flat: Flat = "zero",
     best_of: int | None = None,
 ) -> Tensor:
-    """DanceGRPO: mean and sample std (ddof 1, plus 1e-8) of the group; MixGRPO with combine: aggregate."""
+    """DanceGRPO: mean and sample std (ddof 1, plus 1e-8) of the group; MixGRPO with combine:
+    aggregate."""
     return group(rewards, rollout, ddof=1, eps=1e-8, combine=combine, flat=flat, best_of=best_of)
 
 
@@ -99,24 +101,40 @@ def gdpo(
     flat: Flat = "zero",
     best_of: int | None = None,
 ) -> Tensor:
-    """GDPO: each reward is normalised in its group, the weighted sum over the batch (std at least 1e-6).
+    """GDPO: each reward is normalised in its group, the weighted sum over the batch (std at least
+    1e-6).
 
     For text, TRL has ddof 1 and adds 1e-4 to the std, ms-swift 1e-8.
     """
-    return group(rewards, rollout, ddof=ddof, eps=eps, eps_mode=eps_mode, combine="gdpo", flat=flat, best_of=best_of)
+    return group(
+        rewards,
+        rollout,
+        ddof=ddof,
+        eps=eps,
+        eps_mode=eps_mode,
+        combine="gdpo",
+        flat=flat,
+        best_of=best_of,
+    )
 
 
 @ADVANTAGES.register("dr_grpo")
 @by_step
-def dr_grpo(rewards: Rewards | Tensor, rollout: Rollout, *, flat: Flat = "zero", best_of: int | None = None) -> Tensor:
-    """Dr. GRPO: reward minus the mean of the group, no std (Liu et al. 2025, "Understanding R1-Zero-like training")."""
+def dr_grpo(
+    rewards: Rewards | Tensor, rollout: Rollout, *, flat: Flat = "zero", best_of: int | None = None
+) -> Tensor:
+    """Dr. GRPO: reward minus the mean of the group, no std (Liu et al. 2025, "Understanding
+    R1-Zero-like training")."""
     return group(rewards, rollout, std="none", flat=flat, best_of=best_of)
 
 
 @ADVANTAGES.register("rloo")
 @by_step
-def rloo(rewards: Rewards | Tensor, rollout: Rollout, *, flat: Flat = "zero", best_of: int | None = None) -> Tensor:
-    """RLOO: reward minus the mean of the *other* answers of the group (Ahmadian et al. 2024, "Back to basics").
+def rloo(
+    rewards: Rewards | Tensor, rollout: Rollout, *, flat: Flat = "zero", best_of: int | None = None
+) -> Tensor:
+    """RLOO: reward minus the mean of the *other* answers of the group (Ahmadian et al. 2024, "Back
+    to basics").
 
     Equal to n / (n - 1) times the Dr. GRPO advantage in a group of n; 0 in a group of one.
     """

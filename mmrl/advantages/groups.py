@@ -44,11 +44,14 @@ class Groups:
         return self.sum(self.centred(x).square()) / (self.size() - ddof).clamp(min=1)
 
     def flat(self, x: Tensor) -> Tensor:
-        """[P] bool: all present rewards are equal, so that nothing can be learnt; true of one row or none.
+        """[P] bool: all present rewards are equal, so that nothing can be learnt; true of one row
+        or none.
 
-        Compared, not derived from the variance: the mean of equal numbers may round to another number.
+        Compared, not derived from the variance: the mean of equal numbers may round to another
+        number.
         """
-        index, x = self.index[self.present], x[self.present]
+        index = self.index[self.present]
+        x = x[self.present]
         low = x.new_full((self.count,), torch.inf).scatter_reduce(0, index, x, "amin")
         high = x.new_full((self.count,), -torch.inf).scatter_reduce(0, index, x, "amax")
         return low >= high
@@ -62,7 +65,8 @@ def named(rewards: Rewards | Tensor) -> Rewards:
 
 
 def measured(rewards: Rewards | Tensor, rollout: Rollout) -> tuple[Rewards, Groups]:
-    """The rewards in float64, and the groups of the rows that have every one of them as a finite number.
+    """The rewards in float64, and the groups of the rows that have every one of them as a finite
+    number.
 
     A reward of weight 0 is only watched: it is left out here, and its failures cost no sample.
     """
@@ -70,24 +74,32 @@ def measured(rewards: Rewards | Tensor, rollout: Rollout) -> tuple[Rewards, Grou
     for name, x in rewards.items():
         if x.ndim == 2 and rewards.weights[name]:
             raise UserError(
-                f"reward {name!r} gives a number for every step, [B, K] = {list(x.shape)}, and this advantage compares "
-                "whole samples; use one that knows steps, such as process, group, flow_grpo, dance or gdpo"
+                f"reward {name!r} gives a number for every step, [B, K] = "
+                f"{list(x.shape)}, and this advantage compares "
+                "whole samples; use one that knows steps, such as process, group, "
+                "flow_grpo, dance or gdpo"
             )
     rewards = Rewards({name: x for name, x in rewards.items() if x.ndim == 1}, rewards.weights)
     wrong = {name: tuple(x.shape) for name, x in rewards.items() if x.shape != rollout.group.shape}
     if wrong or not rewards:
-        raise ValueError(f"rewards must be [B] = {tuple(rollout.group.shape)}, got {wrong or 'none'}")
+        raise ValueError(
+            f"rewards must be [B] = {tuple(rollout.group.shape)}, got {wrong or 'none'}"
+        )
     group = rollout.group.to(next(iter(rewards.values())).device)
     names, index = group.unique(return_inverse=True)
     double = {name: x.detach().double() for name, x in rewards.items() if rewards.weights[name]}
     if not double:
-        raise UserError(f"every reward has weight 0 ({', '.join(rewards)}): nothing to learn from; give one a weight")
+        raise UserError(
+            f"every reward has weight 0 ({', '.join(rewards)}): nothing to learn "
+            f"from; give one a weight"
+        )
     present = torch.stack([x.isfinite() for x in double.values()]).all(0)
     return Rewards(double, rewards.weights), Groups(index, present, len(names))
 
 
 def finished(advantage: Tensor, rewards: Mapping[str, Tensor] | Tensor, present: Tensor) -> Tensor:
-    """[B, 1] or [B, K] in the precision of the rewards (at least float32), NaN where the sample is missing."""
+    """[B, 1] or [B, K] in the precision of the rewards (at least float32), NaN where the sample is
+    missing."""
     dtype = torch.float32
     for reward in named(rewards).values():
         dtype = torch.promote_types(dtype, reward.dtype)

@@ -1,4 +1,5 @@
-"""What advantages remember from one iteration to the next, for checkpoints, however deep one lies in another."""
+"""What advantages remember from one iteration to the next, for checkpoints, however deep one lies
+in another."""
 
 from __future__ import annotations
 
@@ -15,10 +16,11 @@ LEAVES = (str, bytes, int, float, type, FunctionType, ModuleType, Tensor, nn.Mod
 
 
 def capture(advantage: Any) -> dict[str, Any]:
-    """Collects the states of an advantage and of all under it, by place: ``""`` is its own, ``of.of`` two below.
+    """Collects the states of an advantage and of all under it, by place: ``""`` is its own,
+    ``of.of`` two below.
 
-    Fit for JSON if every ``state_dict`` is. Nothing needs to be done for it by an advantage on top of another but to
-    keep that one in an attribute, or bound by ``functools.partial``.
+    Fit for JSON if every ``state_dict`` is. Nothing needs to be done for it by an advantage on top
+    of another but to keep that one in an attribute, or bound by ``functools.partial``.
     """
     return {place: part.state_dict() for place, part in stateful(advantage)}
 
@@ -33,14 +35,16 @@ def restore(advantage: Any, states: dict[str, Any]) -> None:
         if place not in states:
             where = f"advantage {type(part).__name__}" + (f" (at {place})" if place else "")
             raise UserError(
-                f"the checkpoint holds no memory of the {where}: it was written with another advantage or by an older "
+                f"the checkpoint holds no memory of the {where}: it was written with "
+                f"another advantage or by an older "
                 "version of mmrl; set the advantage it was written with, or begin a new run"
             )
         part.load_state_dict(states[place])
 
 
 def stateful(advantage: Any) -> Iterator[tuple[str, Any]]:
-    """Walks over bound options, attributes and containers; yields (place, part) for parts that have a state, once."""
+    """Walks over bound options, attributes and containers; yields (place, part) for parts that have
+    a state, once."""
     yield from _walk(advantage, "", set())
 
 
@@ -55,7 +59,8 @@ def _walk(value: Any, place: str, visited: set[int]) -> Iterator[tuple[str, Any]
 
 
 def _inside(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Names and parts of what may hold an advantage: a bound function, a container, an object that can be called."""
+    """Names and parts of what may hold an advantage: a bound function, a container, an object that
+    can be called."""
     if isinstance(value, partial):
         yield from [("func", value.func), *enumerate(value.args), *value.keywords.items()]
     elif isinstance(value, dict):

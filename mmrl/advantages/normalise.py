@@ -17,7 +17,8 @@ Combine = Literal["sum", "gdpo", "aggregate"]
 
 
 def moments(x: Tensor, present: Tensor, ddof: int = 0) -> tuple[Tensor, Tensor]:
-    """(mean, variance) of the present values of x [B] over all processes, scalars; 0 where nothing is present."""
+    """(mean, variance) of the present values of x [B] over all processes, scalars; 0 where nothing
+    is present."""
     x = x[present]
     count, total = all_sum(torch.stack([x.new_tensor(float(len(x))), x.sum()]))
     mean = total / count.clamp(min=1)
@@ -25,7 +26,8 @@ def moments(x: Tensor, present: Tensor, ddof: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def root(variance: Tensor, eps: float, mode: EpsMode) -> Tensor:
-    """A standard deviation that can be divided by: std + eps, max(std, eps) or sqrt(variance + eps)."""
+    """A standard deviation that can be divided by: std + eps, max(std, eps) or sqrt(variance +
+    eps)."""
     if mode == "sqrt":
         return (variance + eps).sqrt()
     std = variance.sqrt()
@@ -35,7 +37,8 @@ def root(variance: Tensor, eps: float, mode: EpsMode) -> Tensor:
 def whiten(x: Tensor, groups: Groups, std: Std, ddof: int, eps: float, mode: EpsMode) -> Tensor:
     """[B] (x - mean of the group) / std, exactly 0 in flat groups.
 
-    The global std is that of all rewards about their common mean, the differences between prompts included.
+    The global std is that of all rewards about their common mean, the differences between prompts
+    included.
     """
     if std == "group":
         scale = root(groups.variance(x, ddof), eps, mode)[groups.index]
@@ -47,25 +50,37 @@ def whiten(x: Tensor, groups: Groups, std: Std, ddof: int, eps: float, mode: Eps
 
 
 def combined(
-    rewards: Rewards, groups: Groups, combine: Combine, std: Std, ddof: int, eps: float, mode: EpsMode
+    rewards: Rewards,
+    groups: Groups,
+    combine: Combine,
+    std: Std,
+    ddof: int,
+    eps: float,
+    mode: EpsMode,
 ) -> Tensor:
     """[B] one advantage of several rewards.
 
-    sum: of the weighted sum of the rewards. aggregate: the weighted sum of the advantages of each. gdpo: that, divided
-    by its own std over the whole batch, so that the scale does not depend on the number of rewards.
+    sum: of the weighted sum of the rewards. aggregate: the weighted sum of the advantages of each.
+    gdpo: that, divided by its own std over the whole batch, so that the scale does not depend on
+    the number of rewards.
     """
     if combine == "sum":
         return whiten(rewards.total(), groups, std, ddof, eps, mode)
-    parts = (rewards.weights[name] * whiten(x, groups, std, ddof, eps, mode) for name, x in rewards.items())
+    parts = (
+        rewards.weights[name] * whiten(x, groups, std, ddof, eps, mode)
+        for name, x in rewards.items()
+    )
     added = torch.stack(list(parts)).sum(0)
     if combine == "aggregate":
         return added
     _, variance = moments(added, groups.present, ddof)  # the mean is 0, every group being centred
-    return torch.where(added == 0, 0.0, added / root(variance, eps, mode))  # 0 also where all is flat and eps is 0
+    # 0 also where all is flat and eps is 0
+    return torch.where(added == 0, 0.0, added / root(variance, eps, mode))
 
 
 def flat_rows(rewards: Rewards, groups: Groups, combine: Combine) -> Tensor:
-    """[B] bool: rows whose group has no spread, in the total or, if normalised one by one, in any reward."""
+    """[B] bool: rows whose group has no spread, in the total or, if normalised one by one, in any
+    reward."""
     if combine == "sum":
         return groups.flat(rewards.total())[groups.index]
     return torch.stack([groups.flat(x) for x in rewards.values()]).all(0)[groups.index]

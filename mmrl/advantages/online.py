@@ -1,4 +1,5 @@
-"""Advantages that change what counts while training: scales follow the rewards, weights follow the weakest."""
+"""Advantages that change what counts while training: scales follow the rewards, weights follow the
+weakest."""
 
 from __future__ import annotations
 
@@ -21,19 +22,27 @@ Inner = Annotated[Callable, ADVANTAGES]
 
 @ADVANTAGES.register("running")
 class Running:
-    """Each reward minus its running mean, by its running standard deviation; then another advantage.
+    """Each reward minus its running mean, by its running standard deviation; then another
+    advantage.
 
-    Brings rewards of different scales together before they are weighted and added, without comparing single groups.
-    ``decay`` of the running mean and mean square (0: of this iteration alone), corrected for their start at zero, over
-    all processes; ``limit``: normalised rewards are cut off there. An iteration in which a reward failed for all
-    samples leaves its moments as they are.
+    Brings rewards of different scales together before they are weighted and added, without
+    comparing single groups. ``decay`` of the running mean and mean square (0: of this iteration
+    alone), corrected for their start at zero, over all processes; ``limit``: normalised rewards are
+    cut off there. An iteration in which a reward failed for all samples leaves its moments as they
+    are.
     """
 
     def __init__(
-        self, of: Inner = "group", decay: Annotated[float, Ge(0), Lt(1)] = 0.9,
-        limit: Annotated[float, Gt(0)] | None = None, eps: Annotated[float, Gt(0)] = 1e-6,
-    ):  # fmt: skip
-        self.of, self.decay, self.limit, self.eps = of_name(of), decay, limit, eps
+        self,
+        of: Inner = "group",
+        decay: Annotated[float, Ge(0), Lt(1)] = 0.9,
+        limit: Annotated[float, Gt(0)] | None = None,
+        eps: Annotated[float, Gt(0)] = 1e-6,
+    ):
+        self.of = of_name(of)
+        self.decay = decay
+        self.limit = limit
+        self.eps = eps
         self.sums: dict[str, list[float]] = {}  # name -> decayed mean, mean square, weight
 
     def __call__(self, rewards: Rewards | Tensor, rollout: Rollout) -> Tensor:
@@ -48,9 +57,12 @@ class Running:
         mean, variance = (float(y) for y in moments(x, x.isfinite()))
         old = self.sums.get(name, [0.0, 0.0, 0.0])
         new = [mean, variance + mean**2, 1.0]
-        self.sums[name] = [self.decay * a + (1 - self.decay) * b for a, b in zip(old, new, strict=True)]
+        self.sums[name] = [
+            self.decay * a + (1 - self.decay) * b for a, b in zip(old, new, strict=True)
+        ]
         first, second, weight = self.sums[name]
-        mean, square = first / weight, second / weight
+        mean = first / weight
+        square = second / weight
         scaled = (x - mean) / (max(square - mean**2, 0.0) ** 0.5 + self.eps)
         return scaled if self.limit is None else scaled.clamp(-self.limit, self.limit)
 
@@ -63,34 +75,46 @@ class Running:
 
 @ADVANTAGES.register("maxmin")
 class MaxMin:
-    """Train on the reward that is worst off now: max-min over rewards, or over groups of people that each stand for.
+    """Train on the reward that is worst off now: max-min over rewards, or over groups of people
+    that each stand for.
 
-    MaxMin-RLHF (Chakraborty et al. 2024, arXiv:2402.08925, algorithm 1): in every iteration the reward with the lowest
-    mean over all samples alone is optimised. With ``rate``, weights follow instead of jumping (multiplicative weights,
-    w_i proportional to w_i exp(-rate mean_i)), a dynamic weighting of rewards. The rewards must be on one scale, such
-    as 0..1; their configured weights multiply the means. ``of``: the advantage of the weighted sum. An iteration in
-    which a reward failed for all samples trains nothing and leaves the weights as they are.
+    MaxMin-RLHF (Chakraborty et al. 2024, arXiv:2402.08925, algorithm 1): in every iteration the
+    reward with the lowest mean over all samples alone is optimised. With ``rate``, weights follow
+    instead of jumping (multiplicative weights, w_i proportional to w_i exp(-rate mean_i)), a
+    dynamic weighting of rewards. The rewards must be on one scale, such as 0..1; their configured
+    weights multiply the means. ``of``: the advantage of the weighted sum. An iteration in which a
+    reward failed for all samples trains nothing and leaves the weights as they are.
     """
 
     def __init__(self, of: Inner = "group", rate: Annotated[float, Gt(0)] | None = None):
-        self.of, self.rate = of_name(of), rate
+        self.of = of_name(of)
+        self.rate = rate
         self.log: dict[str, float] = {}  # logarithms of the weights
 
     def __call__(self, rewards: Rewards | Tensor, rollout: Rollout) -> Tensor:
         """[B, 1] or [B, K] of the inner advantage. Advances the weights."""
         double, groups = measured(rewards, rollout)
         if not somewhere(groups.present):  # nobody is the worst off
-            return as_given(self.of(torch.full_like(next(iter(double.values())), torch.nan), rollout), rewards)
-        means = {name: double.weights[name] * float(moments(x, groups.present)[0]) for name, x in double.items()}
+            return as_given(
+                self.of(torch.full_like(next(iter(double.values())), torch.nan), rollout), rewards
+            )
+        means = {
+            name: double.weights[name] * float(moments(x, groups.present)[0])
+            for name, x in double.items()
+        }
         if self.rate is None:
             worst = min(means, key=means.get)
             shares = {name: float(name == worst) for name in means}
         else:
-            self.log = {name: self.log.get(name, 0.0) - self.rate * mean for name, mean in means.items()}
+            self.log = {
+                name: self.log.get(name, 0.0) - self.rate * mean for name, mean in means.items()
+            }
             top = max(self.log.values())
             raw = {name: math.exp(value - top) for name, value in self.log.items()}
             shares = {name: value / sum(raw.values()) for name, value in raw.items()}
-        total = sum(shares[name] * double.weights[name] * x for name, x in double.items() if shares[name])
+        total = sum(
+            shares[name] * double.weights[name] * x for name, x in double.items() if shares[name]
+        )
         found = self.of(Rewards({"maxmin": total.masked_fill(~groups.present, torch.nan)}), rollout)
         return as_given(found, rewards)
 

@@ -11,16 +11,20 @@ from mmrl.types import Rewards
 
 
 def best_and_worst(score: Tensor, groups: Groups, row: Tensor, n: int) -> Tensor:
-    """[B] bool: the n / 2 highest and n / 2 lowest of each group by score [B], or all if it has no more than n.
+    """[B] bool: the n / 2 highest and n / 2 lowest of each group by score [B], or all if it has no
+    more than n.
 
-    DanceGRPO (Xue et al. 2025), "best-of-n", but inside every group rather than over all prompts of a process.
-    Equal scores are kept in the order of ``row`` [B], the names of the rows, so that the choice has nothing to do
-    with their position in the batch.
+    DanceGRPO (Xue et al. 2025), "best-of-n", but inside every group rather than over all prompts of
+    a process. Equal scores are kept in the order of ``row`` [B], the names of the rows, so that the
+    choice has nothing to do with their position in the batch.
     """
     if n < 2 or n % 2:
-        raise UserError(f"best_of must be an even number of at least 2 (half best, half worst), not {n}")
+        raise UserError(
+            f"best_of must be an even number of at least 2 (half best, half worst), not {n}"
+        )
     size = groups.size()  # [P]
-    group = torch.where(groups.present, groups.index, groups.count)  # the missing come after every group
+    # the missing come after every group
+    group = torch.where(groups.present, groups.index, groups.count)
     order = torch.argsort(row.to(score.device), stable=True)
     order = order[torch.argsort(score[order], stable=True)]
     order = order[torch.argsort(group[order], stable=True)]  # [B] by group, score, name
@@ -32,7 +36,8 @@ def best_and_worst(score: Tensor, groups: Groups, row: Tensor, n: int) -> Tensor
 
 
 def drop(groups: Groups, rewards: Rewards, flat: str) -> Tensor:
-    """[B] bool: the rows with a reward, and with "drop" only those of groups whose rewards differ."""
+    """[B] bool: the rows with a reward, and with "drop" only those of groups whose rewards
+    differ."""
     if flat != "drop":
         return groups.present
     return groups.present & ~groups.flat(rewards.total())[groups.index]

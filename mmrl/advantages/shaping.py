@@ -1,6 +1,7 @@
 """Advantages on top of another: shaped rewards, a virtual answer, weights of tokens or prompts.
 
-``of`` is the advantage underneath, with its own options. What papers state in words only is marked as our reading.
+``of`` is the advantage underneath, with its own options. What papers state in words only is marked
+as our reading.
 """
 
 from __future__ import annotations
@@ -25,13 +26,18 @@ Underneath = Annotated[Callable, ADVANTAGES]
 @ADVANTAGES.register("ngrpo")
 @by_step
 def ngrpo(
-    rewards: Rewards | Tensor, rollout: Rollout,
-    *, best: float = 1.0, virtual: Annotated[int, Ge(1)] = 1, eps: float = 1e-6,
-) -> Tensor:  # fmt: skip
-    """NGRPO: mean and sample std of the group and of ``virtual`` answers with the best reward there is.
+    rewards: Rewards | Tensor,
+    rollout: Rollout,
+    *,
+    best: float = 1.0,
+    virtual: Annotated[int, Ge(1)] = 1,
+    eps: float = 1e-6,
+) -> Tensor:
+    """NGRPO: mean and sample std of the group and of ``virtual`` answers with the best reward there
+    is.
 
-    Nan et al. 2025, "NGRPO: Negative-enhanced GRPO". All-wrong groups get negative advantages; all-right ones get 0.
-    Its clip is asymmetric: narrower for negative advantages.
+    Nan et al. 2025, "NGRPO: Negative-enhanced GRPO". All-wrong groups get negative advantages;
+    all-right ones get 0. Its clip is asymmetric: narrower for negative advantages.
     """
     double, groups = measured(rewards, rollout)
     total = double.total()
@@ -46,16 +52,23 @@ def ngrpo(
 @ADVANTAGES.register("soft")
 @by_step
 def soft(
-    rewards: Rewards | Tensor, rollout: Rollout,
-    *, of: Underneath = grpo, reward: str | None = None, threshold: float = 0.8, above: Annotated[float, Ge(0)] = 0.01,
+    rewards: Rewards | Tensor,
+    rollout: Rollout,
+    *,
+    of: Underneath = grpo,
+    reward: str | None = None,
+    threshold: float = 0.8,
+    above: Annotated[float, Ge(0)] = 0.01,
     below: Annotated[float, Gt(0)] = 1.0,
-) -> Tensor:  # fmt: skip
-    """TempSamp-R1's soft advantage: rewards above a threshold are drawn together, those below apart, then compared.
+) -> Tensor:
+    """TempSamp-R1's soft advantage: rewards above a threshold are drawn together, those below
+    apart, then compared.
 
-    Li et al. 2025. A reward r becomes t + above log(r - t + 1) for r >= t, the threshold, and
-    t - (exp(below (t - r)) - 1) / (exp(below) - 1) for r < t. Rewards more than 1 below the threshold, which no IoU is,
-    go on along the tangent, so that none is too far to be compared. reward: the one this is done to, there the IoU,
-    before it is weighted and the others are added; null: their weighted sum.
+    Li et al. 2025. A reward r becomes t + above log(r - t + 1) for r >= t, the threshold, and t -
+    (exp(below (t - r)) - 1) / (exp(below) - 1) for r < t. Rewards more than 1 below the threshold,
+    which no IoU is, go on along the tangent, so that none is too far to be compared. reward: the
+    one this is done to, there the IoU, before it is weighted and the others are added; null: their
+    weighted sum.
     """
     double, groups = measured(rewards, rollout)
     if reward is not None and reward not in double:
@@ -63,15 +76,24 @@ def soft(
             f"advantage soft: reward is {reward!r}, and no reward with a weight has that name; "
             f"{suggest(reward, double)}"
         )
-    shaped = _softened(double.total() if reward is None else double[reward], threshold, above, below)
-    parts = Rewards({"soft": shaped}) if reward is None else Rewards({**double, reward: shaped}, double.weights)
+    shaped = _softened(
+        double.total() if reward is None else double[reward], threshold, above, below
+    )
+    parts = (
+        Rewards({"soft": shaped})
+        if reward is None
+        else Rewards({**double, reward: shaped}, double.weights)
+    )
     missing = ~groups.present
-    parts = Rewards({name: x.masked_fill(missing, torch.nan) for name, x in parts.items()}, parts.weights)
+    parts = Rewards(
+        {name: x.masked_fill(missing, torch.nan) for name, x in parts.items()}, parts.weights
+    )
     return of(parts, rollout).to(finished(shaped, rewards, groups.present).dtype)
 
 
 def _softened(reward: Tensor, threshold: float, above: float, below: float) -> Tensor:
-    """[B] by the two branches of ``soft``, with powers of e of at most 0 so that nothing overflows."""
+    """[B] by the two branches of ``soft``, with powers of e of at most 0 so that nothing
+    overflows."""
     over = (reward - threshold).clamp_min(0)
     under = (threshold - reward).clamp_min(0)
     near = under.clamp_max(1)
@@ -83,11 +105,17 @@ def _softened(reward: Tensor, threshold: float, above: float, below: float) -> T
 
 @ADVANTAGES.register("temporal")
 def temporal(
-    rewards: Rewards | Tensor, rollout: Rollout, *, of: Underneath = grpo, strength: Annotated[float, Ge(0)] = 1.0
+    rewards: Rewards | Tensor,
+    rollout: Rollout,
+    *,
+    of: Underneath = grpo,
+    strength: Annotated[float, Ge(0)] = 1.0,
 ) -> Tensor:
-    """AVATAR's temporal advantage shaping: tokens count more at the beginning and at the end of an answer.
+    """AVATAR's temporal advantage shaping: tokens count more at the beginning and at the end of an
+    answer.
 
-    Kulkarni et al. 2025. Our reading of "U-shaped": A (1 + strength (2 t / (n - 1) - 1)^2) for token t of n. [B, K].
+    Kulkarni et al. 2025. Our reading of "U-shaped": A (1 + strength (2 t / (n - 1) - 1)^2) for
+    token t of n. [B, K].
     """
     advantage = of(rewards, rollout)
     place = (rollout.mask.cumsum(1) - 1).to(advantage)
@@ -97,56 +125,79 @@ def temporal(
 
 @ADVANTAGES.register("focused")
 def focused(
-    rewards: Rewards | Tensor, rollout: Rollout, *, of: Underneath = grpo, most: Annotated[float, Ge(1)] = 1.5
+    rewards: Rewards | Tensor,
+    rollout: Rollout,
+    *,
+    of: Underneath = grpo,
+    most: Annotated[float, Ge(1)] = 1.5,
 ) -> Tensor:
-    """TW-GRPO: token places at which the answers of a group differ count more, from 1 to ``most``. [B, K].
+    """TW-GRPO: token places at which the answers of a group differ count more, from 1 to ``most``.
+    [B, K].
 
-    Dang et al. 2025, "Reinforcing video reasoning with focused thinking". The weights are the spread of the group at
-    place t, scaled to [0, 1] over the places. Our reading takes the spread of the log-probs of the sampled tokens (a
-    place an answer has not reached counts as the group's mean there); the published code takes that of the whole
-    vocabulary.
+    Dang et al. 2025, "Reinforcing video reasoning with focused thinking". The weights are the
+    spread of the group at place t, scaled to [0, 1] over the places. Our reading takes the spread
+    of the log-probs of the sampled tokens (a place an answer has not reached counts as the group's
+    mean there); the published code takes that of the whole vocabulary.
     """
     advantage = of(rewards, rollout)
     names, index = rollout.group.unique(return_inverse=True)
-    mask, logp = rollout.mask.double(), torch.where(rollout.mask, rollout.logprob, 0.0).double()
+    mask = rollout.mask.double()
+    logp = torch.where(rollout.mask, rollout.logprob, 0.0).double()
     grouped = torch.zeros(len(names), mask.shape[1], dtype=torch.float64, device=mask.device)
     count = grouped.index_add(0, index, mask).clamp_min(1)
     mean = grouped.index_add(0, index, logp) / count
     size = torch.bincount(index).to(count)[:, None]
     spread = grouped.index_add(0, index, mask * (logp - mean[index]).square()) / size  # [P, K]
-    low, high = spread.amin(1, keepdim=True), spread.amax(1, keepdim=True)
+    low = spread.amin(1, keepdim=True)
+    high = spread.amax(1, keepdim=True)
     weight = 1 + (most - 1) * (spread - low) / (high - low + 1e-8)
     return advantage * weight[index].to(advantage)
 
 
 @ADVANTAGES.register("pairs")
 def pairs(
-    rewards: Rewards | Tensor, rollout: Rollout, *, of: Underneath = grpo, key: str = "similarity",
-    power: Annotated[float, Ge(0)] = 1.0, tasks: Sequence[str] = (),
-) -> Tensor:  # fmt: skip
-    """Pair-GRPO: the advantage times how alike the two tasks of a prompt's pair are, to some power (PairUni).
+    rewards: Rewards | Tensor,
+    rollout: Rollout,
+    *,
+    of: Underneath = grpo,
+    key: str = "similarity",
+    power: Annotated[float, Ge(0)] = 1.0,
+    tasks: Sequence[str] = (),
+) -> Tensor:
+    """Pair-GRPO: the advantage times how alike the two tasks of a prompt's pair are, to some power
+    (PairUni).
 
-    Zheng et al. 2025, whose power is 1/2. After normalisation, so that the weight is not divided out again. Prompts
-    without ``key`` count 1. tasks: each of these is compared apart, so that no statistic of ``of``, not even one of the
-    whole batch, mixes what one task is paid with what another is; the tasks of all prompts must be among them.
+    Zheng et al. 2025, whose power is 1/2. After normalisation, so that the weight is not divided
+    out again. Prompts without ``key`` count 1. tasks: each of these is compared apart, so that no
+    statistic of ``of``, not even one of the whole batch, mixes what one task is paid with what
+    another is; the tasks of all prompts must be among them.
     """
     try:
         own = [float(prompt.get(key, 1.0)) for prompt in rollout.prompts]
     except (TypeError, ValueError) as error:
-        raise UserError(f"advantage pairs: {key!r} of a prompt must be a number: {error}") from error
+        raise UserError(
+            f"advantage pairs: {key!r} of a prompt must be a number: {error}"
+        ) from error
     if power != 1 and min(own) < 0:
-        raise UserError(f"advantage pairs: {key!r} of a prompt is {min(own)}; with a power it must not be negative")
+        raise UserError(
+            f"advantage pairs: {key!r} of a prompt is {min(own)}; with a power it "
+            f"must not be negative"
+        )
     advantage = apart(of, rewards, rollout, tasks) if tasks else of(rewards, rollout)
     return advantage * torch.tensor(own).pow(power).to(advantage)[rollout.group][:, None]
 
 
-def apart(of: Callable, rewards: Rewards | Tensor, rollout: Rollout, tasks: Sequence[str]) -> Tensor:
-    """The advantage ``of`` with every task's rows alone; a row of another task is as good as missing there."""
+def apart(
+    of: Callable, rewards: Rewards | Tensor, rollout: Rollout, tasks: Sequence[str]
+) -> Tensor:
+    """The advantage ``of`` with every task's rows alone; a row of another task is as good as
+    missing there."""
     found = None
     task = [prompt.get("task") for prompt in rollout.asked()]
     if strange := {one for one in task if one not in tasks}:
         raise UserError(
-            f"advantage pairs: prompts of task {strange.pop()!r}; its option tasks names {', '.join(tasks)}"
+            f"advantage pairs: prompts of task {strange.pop()!r}; its option tasks names "
+            f"{', '.join(tasks)}"
         )
     for name in tasks:  # the same on all processes, whichever tasks they have rows of
         mine = torch.tensor([one == name for one in task], device=rollout.group.device)

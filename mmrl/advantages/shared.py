@@ -1,4 +1,5 @@
-"""Advantages of decisions that several samples share: a plan with several images, images that begin alike."""
+"""Advantages of decisions that several samples share: a plan with several images, images that begin
+alike."""
 
 from __future__ import annotations
 
@@ -13,18 +14,22 @@ from mmrl.types import Rewards, Rollout
 
 
 @ADVANTAGES.register("shared")
-def shared(rewards: Rewards | Tensor, rollout: Rollout, *, of: Underneath = grpo, siblings: bool = False) -> Tensor:
-    """An edge of a tree has the mean advantage of the samples below it, so that the gradient is that of the samples.
+def shared(
+    rewards: Rewards | Tensor, rollout: Rollout, *, of: Underneath = grpo, siblings: bool = False
+) -> Tensor:
+    """An edge of a tree has the mean advantage of the samples below it, so that the gradient is
+    that of the samples.
 
-    of: the advantage of samples. siblings: an edge is judged by those that begin where it begins, less the mean of the
-    edge before: a plan by its images' mean, an image beside the other images of its plan. [B, K]; [B, 1] without a
-    tree.
+    of: the advantage of samples. siblings: an edge is judged by those that begin where it begins,
+    less the mean of the edge before: a plan by its images' mean, an image beside the other images
+    of its plan. [B, K]; [B, 1] without a tree.
     """
     own = of(rewards, rollout)
     if rollout.branch is None:
         return own
     leaf = own.double().expand(rollout.branch.shape)
-    there, found = leaf.isfinite().double(), []
+    there = leaf.isfinite().double()
+    found = []
     before = last = None  # the edges above, and the column to the left, as (names, means)
     for k, name in enumerate(rollout.branch.unbind(1)):
         if last is None or not torch.equal(name, last[0]) or own.shape[1] > 1:

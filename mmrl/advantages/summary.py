@@ -15,20 +15,23 @@ from mmrl.types import Rewards, Rollout
 def statistics(rewards: Rewards | Tensor, rollout: Rollout) -> dict[str, float]:
     """Counts and spreads over all processes, each of which must call it.
 
-    ``reward/mean`` and ``reward/std`` of the weighted total, ``reward/group_std`` the root mean square std
-    (population) inside the groups, ``groups/total``, ``groups/flat`` those with a spread of zero, ``samples/total``,
-    ``samples/excluded`` those of them that could not be scored, and per reward ``reward/<name>/mean``,
-    ``reward/<name>/std`` and ``reward/<name>/excluded``. Means leave excluded samples out and are NaN when nothing is
-    left.
+    ``reward/mean`` and ``reward/std`` of the weighted total, ``reward/group_std`` the root mean
+    square std (population) inside the groups, ``groups/total``, ``groups/flat`` those with a spread
+    of zero, ``samples/total``, ``samples/excluded`` those of them that could not be scored, and per
+    reward ``reward/<name>/mean``, ``reward/<name>/std`` and ``reward/<name>/excluded``. Means leave
+    excluded samples out and are NaN when nothing is left.
     """
     rewards = named(rewards).per_row() if isinstance(rewards, dict) else rewards
     double, groups = measured(rewards, rollout)
-    total, present = double.total(), groups.present
+    total = double.total()
+    present = groups.present
     there = groups.size() > 0
     within = groups.centred(total).masked_fill(~present, 0.0).square().sum()
     flat = (groups.flat(total) & there).sum()
     counts = [groups.count, flat, (~present).sum(), len(present), within]
-    many, flat, missing, samples, within = all_sum(total.new_tensor([float(x) for x in counts])).tolist()
+    many, flat, missing, samples, within = all_sum(
+        total.new_tensor([float(x) for x in counts])
+    ).tolist()
     mean, variance = (float(x) for x in moments(total, present))
     left = samples - missing
     found = {
@@ -51,12 +54,14 @@ def statistics(rewards: Rewards | Tensor, rollout: Rollout) -> dict[str, float]:
 
 
 def outcomes(rewards: Rewards, rollout: Rollout) -> list[Outcome]:
-    """How the groups of all processes were rewarded, for data that draws by it; NaN where nothing could be scored.
+    """How the groups of all processes were rewarded, for data that draws by it; NaN where nothing
+    could be scored.
 
     Of prompts with an ``entry`` only. A collective call.
     """
     double, groups = measured(rewards.per_row(), rollout)
-    total, names = double.total(), rollout.group.unique().tolist()
+    total = double.total()
+    names = rollout.group.unique().tolist()
     mean = groups.mean(total).masked_fill(groups.size() == 0, torch.nan)
     rows = [
         [float(rollout.prompts[name]["entry"]), m, float(flat)]
@@ -64,4 +69,6 @@ def outcomes(rewards: Rewards, rollout: Rollout) -> list[Outcome]:
         if "entry" in rollout.prompts[name]
     ]
     table = total.new_tensor(rows).view(-1, 3)
-    return [Outcome(int(entry), m, bool(flat)) for entry, m, flat in all_gather_rows(table).tolist()]
+    return [
+        Outcome(int(entry), m, bool(flat)) for entry, m, flat in all_gather_rows(table).tolist()
+    ]

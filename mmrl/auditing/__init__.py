@@ -1,7 +1,9 @@
-"""``mmrl check-reward``: is a reward worth a GPU hour? Audited on the user's own data, before any model is trained.
+"""``mmrl check-reward``: is a reward worth a GPU hour? Audited on the user's own data, before any
+model is trained.
 
-Which probes are used depends on what the reward judges: ``mmrl.auditing.texts`` for texts, ``mmrl.auditing.images`` for
-images. A module of probes offers ``audit(subject) -> list[Line]`` and is named in ``PROBES``.
+Which probes are used depends on what the reward judges: ``mmrl.auditing.texts`` for texts,
+``mmrl.auditing.images`` for images. A module of probes offers ``audit(subject) -> list[Line]`` and
+is named in ``PROBES``.
 """
 
 from __future__ import annotations
@@ -22,13 +24,16 @@ from ..types import Prompt
 from .places import named
 
 PROBES = {
-    "text": "mmrl.auditing.texts", "image": "mmrl.auditing.images", "video": "mmrl.auditing.images",
-}  # fmt: skip
+    "text": "mmrl.auditing.texts",
+    "image": "mmrl.auditing.images",
+    "video": "mmrl.auditing.images",
+}
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A reward, by name, and the prompts it is tried on; each prompt has ``where`` (file:line, if that is known)."""
+    """A reward, by name, and the prompts it is tried on; each prompt has ``where`` (file:line, if
+    that is known)."""
 
     name: str
     reward: Callable
@@ -69,8 +74,11 @@ class Audit:
         return not any(line.offences for line in self.lines)
 
 
-def audit(path: Path, overrides: Sequence[str] = (), samples: int = 200, seed: int = 0) -> list[Audit]:
-    """Audit every reward of a configuration, the measured ones of ``evaluate`` too, on ``samples`` of its prompts.
+def audit(
+    path: Path, overrides: Sequence[str] = (), samples: int = 200, seed: int = 0
+) -> list[Audit]:
+    """Audit every reward of a configuration, the measured ones of ``evaluate`` too, on ``samples``
+    of its prompts.
 
     Raises:
         UserError: the configuration cannot be read, or no probes exist for what a reward judges.
@@ -82,8 +90,12 @@ def audit(path: Path, overrides: Sequence[str] = (), samples: int = 200, seed: i
     if (found.plain.get("evaluate") or {}).get("reward"):
         rewards |= {name: one.reward for name, one in found.rewards(("evaluate", "reward")).items()}
     prompts = some(named(list(found.build("data", DATA).train), found), samples, seed)
-    names, made = short_names(rewards), _made(found)
-    return [audit_one(Subject(names[name], reward, prompts, seed), made) for name, reward in rewards.items()]
+    names = short_names(rewards)
+    made = _made(found)
+    return [
+        audit_one(Subject(names[name], reward, prompts, seed), made)
+        for name, reward in rewards.items()
+    ]
 
 
 def audit_one(subject: Subject, made: str | None = None) -> Audit:
@@ -93,12 +105,16 @@ def audit_one(subject: Subject, made: str | None = None) -> Audit:
     media = card_of(subject.reward).media
     if made not in media and "text" in media and len(media) > 1:
         raise UserError(
-            f"reward {subject.name!r} judges {', '.join(media)}: say which is meant, by a `policy:` in the file "
+            f"reward {subject.name!r} judges {', '.join(media)}: say which is meant, by a "
+            f"`policy:` in the file "
             'or, in a reward of your own, by @card(media="text") from rewards.card'
         )
     medium = made if made in media else media[0]
     if medium not in PROBES:
-        raise UserError(f"reward {subject.name!r} judges {medium}s; check-reward has probes for: {', '.join(PROBES)}")
+        raise UserError(
+            f"reward {subject.name!r} judges {medium}s; check-reward has probes for: "
+            f"{', '.join(PROBES)}"
+        )
     return Audit(subject.name, importlib.import_module(PROBES[medium]).audit(subject))
 
 

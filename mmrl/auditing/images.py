@@ -1,8 +1,9 @@
-"""Probes for rewards of images and videos: real pictures against noise, blanks, other captions, copies, JPEG.
+"""Probes for rewards of images and videos: real pictures against noise, blanks, other captions,
+copies, JPEG.
 
-Real pictures are those of the prompts (``image`` in a .jsonl file), or drawn where the prompts are the digits world's.
-A reward of videos only sees pans over them, or clips where the prompts are those of moving digits, and has probes of
-its own besides (``mmrl.auditing.clips``).
+Real pictures are those of the prompts (``image`` in a .jsonl file), or drawn where the prompts are
+the digits world's. A reward of videos only sees pans over them, or clips where the prompts are
+those of moving digits, and has probes of its own besides (``mmrl.auditing.clips``).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from ..types import Prompt
 from . import Line, Offence, Subject, clips
 from .texts import where
 
-SAME = 1e-4  # two scores of one picture may differ by so much, relative to the spread: networks round
+# two scores of one picture may differ by so much, relative to the spread: networks round
+SAME = 1e-4
 QUALITY = 90  # of the JPEG
 GAIN = 0.05  # what a reward may find better in a JPEG, in units of real minus blank
 
@@ -34,14 +36,22 @@ def audit(subject: Subject) -> list[Line]:
     """All probes of a reward of images."""
     about = card_of(subject.reward)
     if about.of == "group":
-        raise UserError(f"reward {subject.name!r} compares whole groups: check-reward has probes for single samples")
-    prompts, moving = subject.prompts, "image" not in about.media
+        raise UserError(
+            f"reward {subject.name!r} compares whole groups: check-reward has probes "
+            f"for single samples"
+        )
+    prompts = subject.prompts
+    moving = "image" not in about.media
     media = clips.real(prompts, subject.seed) if moving else None
     if media is None:
         media = real(prompts, subject.seed)
         media = clips.panned(media) if moving else media
     best = score(subject, media, prompts)
-    noise = Rng.of(subject.seed, "audit noise").uniform(torch.arange(len(media)), media.shape[1:]).float()
+    noise = (
+        Rng.of(subject.seed, "audit noise")
+        .uniform(torch.arange(len(media)), media.shape[1:])
+        .float()
+    )
     blank = media.mean(dim=tuple(range(1, media.ndim)), keepdim=True).expand_as(media)
     lines = [_numbers(prompts, best), _apart(subject, media, prompts, best)]
     shown = {"noise": noise, "blank": blank} | (clips.tried(media, subject.seed) if moving else {})
@@ -50,16 +60,20 @@ def audit(subject: Subject) -> list[Line]:
     lines += _either(less) if moving else less
     others = _others(prompts) if about.needs else []
     if others:
-        rows, asked = [i for i, _ in others], [prompts[j] for _, j in others]
+        rows = [i for i, _ in others]
+        asked = [prompts[j] for _, j in others]
         found = score(subject, media[rows], asked)
-        lines.append(_less("another prompt", [prompts[i] for i in rows], found, [best[i] for i in rows]))
+        lines.append(
+            _less("another prompt", [prompts[i] for i in rows], found, [best[i] for i in rows])
+        )
     lines.append(_twins(subject, media, prompts, best))
     lines.append(_jpeg(subject, media, prompts, best, tried["blank"]))
     return [*lines, _range(subject, [line.scores for line in lines])]
 
 
 def real(prompts: Sequence[Prompt], seed: int) -> Tensor:
-    """[B, 3, H, W] in 0..1: the prompts' own pictures, made as large as the first, or drawings of digits.
+    """[B, 3, H, W] in 0..1: the prompts' own pictures, made as large as the first, or drawings of
+    digits.
 
     Raises:
         UserError: prompts that have none and are not the digits world's.
@@ -72,8 +86,10 @@ def real(prompts: Sequence[Prompt], seed: int) -> Tensor:
     bare = [prompt for prompt, found in zip(prompts, pictures) if not found]
     if bare:
         raise UserError(
-            f"check-reward needs a real picture for every prompt, and {where(bare[0])} has none; give the data a "
-            'field "image" with its path, in a .jsonl file: {"text": "a red cube", "image": "cube.png"}'
+            f"check-reward needs a real picture for every prompt, and {where(bare[0])} "
+            f"has none; give the data a "
+            'field "image" with its path, in a .jsonl file: {"text": "a red cube", '
+            '"image": "cube.png"}'
         )
     size = pictures[0][0].size
     return torch.stack([_floats(found[0].resize(size)) for found in pictures])
@@ -94,7 +110,8 @@ def score(subject: Subject, media: Tensor, prompts: Sequence[Prompt]) -> list[fl
         raise
     except Exception as error:  # a user's own reward may raise anything
         raise UserError(
-            f"reward {subject.name!r} fails on {len(media)} pictures ({where(prompts[0])}): {describe(error).text}"
+            f"reward {subject.name!r} fails on {len(media)} pictures "
+            f"({where(prompts[0])}): {describe(error).text}"
         ) from error
     found = as_values(values, len(media), subject.name, card_of(subject.reward).of)
     return (found.nanmean(1) if found.ndim == 2 else found).tolist()
@@ -107,23 +124,42 @@ def mean(scores: Sequence[float]) -> float:
 
 def _numbers(prompts: Sequence[Prompt], scores: list[float]) -> Line:
     bad = [i for i, value in enumerate(scores) if not math.isfinite(value)]
-    return Line("real picture", "is a number", scores, _rows(bad, prompts, scores, "real picture", [""] * len(bad)))
+    return Line(
+        "real picture",
+        "is a number",
+        scores,
+        _rows(bad, prompts, scores, "real picture", [""] * len(bad)),
+    )
 
 
-def _less(probe: str, prompts: Sequence[Prompt], scores: list[float], best: Sequence[float]) -> Line:
+def _less(
+    probe: str, prompts: Sequence[Prompt], scores: list[float], best: Sequence[float]
+) -> Line:
     """A mean below that of the real pictures; else the rows that gain are the offending ones."""
-    bad, room = [], SAME * extent(best)  # equal but for rounding is not less
+    # equal but for rounding is not less
+    bad = []
+    room = SAME * extent(best)
     if not mean(scores) < mean(best) - room:
         bad = [i for i, (a, b) in enumerate(zip(scores, best)) if not a < b - room]
     notes = [f"the real picture {best[i]:.4g}" for i in bad]
-    return Line(probe, f"less on average than {mean(best):.4g}", scores, _rows(bad, prompts, scores, probe, notes))
+    return Line(
+        probe,
+        f"less on average than {mean(best):.4g}",
+        scores,
+        _rows(bad, prompts, scores, probe, notes),
+    )
 
 
 def _either(lines: Sequence[Line]) -> list[Line]:
-    """Of a reward of videos: what it fails because it wants motion, or because it wants steadiness, is only said."""
+    """Of a reward of videos: what it fails because it wants motion, or because it wants steadiness,
+    is only said."""
     excused = clips.excused({line.probe for line in lines if line.offences})
     return [
-        replace(line, rule=f"{line.rule}; not of a reward that wants {clips.wants(line.probe)}", offences=[])
+        replace(
+            line,
+            rule=f"{line.rule}; not of a reward that wants {clips.wants(line.probe)}",
+            offences=[],
+        )
         if line.probe in excused and line.offences
         else line
         for line in lines
@@ -140,17 +176,27 @@ def _apart(subject: Subject, media: Tensor, prompts: Sequence[Prompt], best: lis
 
 
 def _twins(subject: Subject, media: Tensor, prompts: Sequence[Prompt], best: list[float]) -> Line:
-    """Every picture twice in one batch: a copy earns what its twin earns, and having one changes nothing."""
+    """Every picture twice in one batch: a copy earns what its twin earns, and having one changes
+    nothing."""
     count = min(len(prompts), 16)
     double = [prompt for prompt in prompts[:count] for _ in range(2)]
     found = score(subject, media[:count].repeat_interleave(2, 0), double)
     bad = [i for i in range(2 * count) if not _equal(found[i], best[i // 2], best)]
     notes = [f"without a copy it was {best[i // 2]:.6g}" for i in bad]
-    return Line("duplicates", "the same as without them", found, _rows(bad, double, found, "duplicate", notes))
+    return Line(
+        "duplicates",
+        "the same as without them",
+        found,
+        _rows(bad, double, found, "duplicate", notes),
+    )
 
 
 def _jpeg(
-    subject: Subject, media: Tensor, prompts: Sequence[Prompt], best: list[float], blank: Sequence[float]
+    subject: Subject,
+    media: Tensor,
+    prompts: Sequence[Prompt],
+    best: list[float],
+    blank: Sequence[float],
 ) -> Line:
     found = score(subject, recompressed(media), prompts)
     gain = GAIN if "image" in card_of(subject.reward).media else clips.GAIN
@@ -194,14 +240,23 @@ def extent(scores: Sequence[float]) -> float:
 
 
 def _rows(
-    bad: Sequence[int], prompts: Sequence[Prompt], scores: Sequence[float], what: str, notes: Sequence[str]
+    bad: Sequence[int],
+    prompts: Sequence[Prompt],
+    scores: Sequence[float],
+    what: str,
+    notes: Sequence[str],
 ) -> list[Offence]:
-    return [Offence(where(prompts[i]), what, scores[i], note) for i, note in zip(bad, notes, strict=True)]
+    return [
+        Offence(where(prompts[i]), what, scores[i], note)
+        for i, note in zip(bad, notes, strict=True)
+    ]
 
 
 def _range(subject: Subject, tried: Sequence[Sequence[float]]) -> Line:
-    about, scores = card_of(subject.reward), [s for some in tried for s in some]
-    low, high = (-math.inf if about.low is None else about.low), (math.inf if about.high is None else about.high)
+    about = card_of(subject.reward)
+    scores = [s for some in tried for s in some]
+    low = -math.inf if about.low is None else about.low
+    high = math.inf if about.high is None else about.high
     bad = [s for s in scores if s < low - 1e-6 or s > high + 1e-6 or math.isinf(s)]
     offences = [Offence("a probe above", "", s, f"the card says {low:g} to {high:g}") for s in bad]
     return Line("all of them", "in the declared range", scores, offences)

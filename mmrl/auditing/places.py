@@ -12,8 +12,11 @@ from ..types import Prompt
 
 
 def named(prompts: list[Prompt], config: Config) -> list[Prompt]:
-    """The prompts, each with ``where``: as the data source gave it, else found again in the files it was read from."""
-    prompts = [p if "where" in p or "origin" not in p else {**p, "where": p["origin"]} for p in prompts]
+    """The prompts, each with ``where``: as the data source gave it, else found again in the files
+    it was read from."""
+    prompts = [
+        p if "where" in p or "origin" not in p else {**p, "where": p["origin"]} for p in prompts
+    ]
     if all("where" in prompt for prompt in prompts):
         return prompts
     lines = _lines(_files(config.plain.get("data"), Path(config.file).parent))
@@ -33,7 +36,9 @@ def _files(spec: Any, folder: Path) -> list[Path]:
         return []
     there = next((p for p in (Path(path).expanduser(), folder / path) if p.exists()), Path(path))
     inside = [there / name for name in NAMES["train"]] if there.is_dir() else [there]
-    return [file for file in inside if file.is_file() and file.suffix in (".txt", ".jsonl", ".ndjson")]
+    return [
+        file for file in inside if file.is_file() and file.suffix in (".txt", ".jsonl", ".ndjson")
+    ]
 
 
 def _lines(files: list[Path]) -> dict[str, list[tuple[str, Any]]]:
@@ -52,4 +57,6 @@ def _lines(files: list[Path]) -> dict[str, list[tuple[str, Any]]]:
 
 
 def _same(record: Any, prompt: Prompt) -> bool:
-    return not isinstance(record, dict) or all(prompt.get(key) == v for key, v in record.items() if key != "text")
+    return not isinstance(record, dict) or all(
+        prompt.get(key) == v for key, v in record.items() if key != "text"
+    )

@@ -28,10 +28,16 @@ def print_audits(audits: Sequence[Audit]) -> bool:
 
 
 def _table(one: Audit) -> Table:
-    table = Table("answer", "rows", "mean", "lowest", "highest", "must be", "", title=f"reward {one.reward}")
+    table = Table(
+        "answer", "rows", "mean", "lowest", "highest", "must be", "", title=f"reward {one.reward}"
+    )
     for line in one.lines:
         known = [s for s in line.scores if not math.isnan(s)]
-        numbers = [f"{v:.3f}" for v in (sum(known) / len(known), min(known), max(known))] if known else [""] * 3
+        numbers = (
+            [f"{v:.3f}" for v in (sum(known) / len(known), min(known), max(known))]
+            if known
+            else [""] * 3
+        )
         failed = f"{len(line.offences)} FAIL" if line.offences else "ok"
         verdict = Text(failed, style="bold red" if line.offences else "green")
         table.add_row(line.probe, str(len(line.scores) or ""), *numbers, line.rule, verdict)

@@ -1,4 +1,5 @@
-"""Probes for rewards of texts: right answers, none, tricks, other rows' answers, other coordinate spaces."""
+"""Probes for rewards of texts: right answers, none, tricks, other rows' answers, other coordinate
+spaces."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from ..types import Prompt
 from . import Line, Offence, Subject
 
 CLOSE = 1e-4  # a right answer may lose so much to rounding
-VIEW = {"sizes": [[1000, 800]] * 16, "resized": [[512, 384]] * 16}  # made up; ratios that differ between x and y
+# made up; ratios that differ between x and y
+VIEW = {"sizes": [[1000, 800]] * 16, "resized": [[512, 384]] * 16}
 
 
 def audit(subject: Subject) -> list[Line]:
@@ -27,15 +29,24 @@ def audit(subject: Subject) -> list[Line]:
     lines = [_written(subject, unwritten)]
     if not rows:
         return lines
-    prompts, right = [subject.prompts[i] for i in rows], [answers[i] for i in rows]
+    prompts = [subject.prompts[i] for i in rows]
+    right = [answers[i] for i in rows]
     best = score(subject, right, prompts)
     lines += [_maximum(subject, prompts, right, best), _twice(subject, prompts, right, best)]
     tried = [best]
     for probe, texts, rule in _probes(subject, prompts, right):
         asked = [i for i, text in enumerate(texts) if text is not None]
         found = score(subject, [texts[i] for i in asked], [prompts[i] for i in asked])
-        lines.append(_below(probe, rule, [prompts[i] for i in asked], [texts[i] for i in asked], found,
-                            [best[i] for i in asked]))  # fmt: skip
+        lines.append(
+            _below(
+                probe,
+                rule,
+                [prompts[i] for i in asked],
+                [texts[i] for i in asked],
+                found,
+                [best[i] for i in asked],
+            )
+        )
         tried.append(found)
     lines += [_spaces(subject, prompts)]
     return [line for line in [*lines, _range(subject, tried)] if line.asked]
@@ -58,8 +69,11 @@ def score(subject: Subject, texts: Sequence[str], prompts: Sequence[Prompt]) -> 
 
 
 def right_answers(subject: Subject) -> tuple[list[str | None], dict[int, str]]:
-    """What a policy should write, by the reward itself or by the row's answer or boxes; and why a row has none."""
-    write: Callable[[Prompt], str] = getattr(subject.reward, "right_answer", _like_ours(subject).right_answer)
+    """What a policy should write, by the reward itself or by the row's answer or boxes; and why a
+    row has none."""
+    write: Callable[[Prompt], str] = getattr(
+        subject.reward, "right_answer", _like_ours(subject).right_answer
+    )
     answers: list[str | None] = []
     unwritten: dict[int, str] = {}
     for i, prompt in enumerate(subject.prompts):
@@ -72,23 +86,41 @@ def right_answers(subject: Subject) -> tuple[list[str | None], dict[int, str]]:
 
 
 def _like_ours(subject: Subject) -> Verifiable:
-    """The reward of ours that knows right and wrong answers for a user's own: of boxes, or of short answers."""
-    boxed = any("boxes" in p for p in subject.prompts) and not any("answer" in p for p in subject.prompts)
+    """The reward of ours that knows right and wrong answers for a user's own: of boxes, or of short
+    answers."""
+    boxed = any("boxes" in p for p in subject.prompts) and not any(
+        "answer" in p for p in subject.prompts
+    )
     return Grounding() if boxed else Classification()
 
 
 def _written(subject: Subject, unwritten: dict[int, str]) -> Line:
-    offences = [Offence(where(subject.prompts[i]), "", math.nan, why) for i, why in unwritten.items()]
+    offences = [
+        Offence(where(subject.prompts[i]), "", math.nan, why) for i, why in unwritten.items()
+    ]
     return Line("data", "every row has a right answer", [], offences)
 
 
-def _maximum(subject: Subject, prompts: list[Prompt], texts: list[str], scores: list[float]) -> Line:
+def _maximum(
+    subject: Subject, prompts: list[Prompt], texts: list[str], scores: list[float]
+) -> Line:
     high = card_of(subject.reward).high
     top = max((s for s in scores if not math.isnan(s)), default=math.nan) if high is None else high
-    bad = [i for i, s in enumerate(scores) if not s >= top - CLOSE] if high is not None else _nan(scores)
+    bad = (
+        [i for i, s in enumerate(scores) if not s >= top - CLOSE]
+        if high is not None
+        else _nan(scores)
+    )
     notes = _notes(subject, [texts[i] for i in bad], [prompts[i] for i in bad])
-    offences = [Offence(where(prompts[i]), texts[i], scores[i], note) for i, note in zip(bad, notes)]
-    return Line("right answer", f"is the maximum, {top:g}" if high is not None else "is a number", scores, offences)
+    offences = [
+        Offence(where(prompts[i]), texts[i], scores[i], note) for i, note in zip(bad, notes)
+    ]
+    return Line(
+        "right answer",
+        f"is the maximum, {top:g}" if high is not None else "is a number",
+        scores,
+        offences,
+    )
 
 
 def _notes(subject: Subject, texts: list[str], prompts: list[Prompt]) -> list[str]:
@@ -100,14 +132,24 @@ def _notes(subject: Subject, texts: list[str], prompts: list[Prompt]) -> list[st
 
 def _twice(subject: Subject, prompts: list[Prompt], texts: list[str], scores: list[float]) -> Line:
     alone = [score(subject, [text], [prompt])[0] for text, prompt in zip(texts, prompts)]
-    bad = [i for i, (a, b) in enumerate(zip(scores, alone)) if a != b and not (math.isnan(a) and math.isnan(b))]
-    offences = [Offence(where(prompts[i]), texts[i], alone[i], f"in the batch it was {scores[i]:g}") for i in bad]
+    bad = [
+        i
+        for i, (a, b) in enumerate(zip(scores, alone))
+        if a != b and not (math.isnan(a) and math.isnan(b))
+    ]
+    offences = [
+        Offence(where(prompts[i]), texts[i], alone[i], f"in the batch it was {scores[i]:g}")
+        for i in bad
+    ]
     return Line("right answer, one by one", "the same as in the batch", alone, offences)
 
 
-def _probes(subject: Subject, prompts: list[Prompt], right: list[str]) -> list[tuple[str, list[str | None], str]]:
+def _probes(
+    subject: Subject, prompts: list[Prompt], right: list[str]
+) -> list[tuple[str, list[str | None], str]]:
     """(name, one text a prompt or None, rule) of everything that should not pay."""
-    shaping = getattr(subject.reward, "shaping", False)  # judges form or length: much is as good as a right answer
+    # judges form or length: much is as good as a right answer
+    shaping = getattr(subject.reward, "shaping", False)
     rule = "not more" if shaping else "less"
     found: list[tuple[str, list[str | None], str]] = [
         ("empty", [""] * len(prompts), rule),
@@ -116,7 +158,11 @@ def _probes(subject: Subject, prompts: list[Prompt], right: list[str]) -> list[t
     if not shaping:
         shifted = [*right[1:], *right[:1]]
         found.append(
-            ("another row's answer", [a if a != b else None for a, b in zip(shifted, right)], "less on average")
+            (
+                "another row's answer",
+                [a if a != b else None for a, b in zip(shifted, right)],
+                "less on average",
+            )
         )
     wrong = getattr(subject.reward, "wrong_answers", _like_ours(subject).wrong_answers)
     tricks = [wrong(prompt) for prompt in prompts]
@@ -126,15 +172,28 @@ def _probes(subject: Subject, prompts: list[Prompt], right: list[str]) -> list[t
 
 
 def _below(
-    probe: str, rule: str, prompts: list[Prompt], texts: list[str], scores: list[float], best: list[float]
+    probe: str,
+    rule: str,
+    prompts: list[Prompt],
+    texts: list[str],
+    scores: list[float],
+    best: list[float],
 ) -> Line:
-    """``rule``: "less" and "not more" hold row by row; "less on average" also forbids a row to be better."""
+    """``rule``: "less" and "not more" hold row by row; "less on average" also forbids a row to be
+    better."""
     if not scores:
         return Line(probe, rule, scores, [], asked=False)
-    bad = [i for i, (s, b) in enumerate(zip(scores, best)) if s > b + CLOSE or (rule == "less" and s > b - CLOSE)]
+    bad = [
+        i
+        for i, (s, b) in enumerate(zip(scores, best))
+        if s > b + CLOSE or (rule == "less" and s > b - CLOSE)
+    ]
     if rule == "less on average" and not bad and _mean(scores) > _mean(best) - CLOSE:
         bad = list(range(len(scores)))
-    offences = [Offence(where(prompts[i]), texts[i], scores[i], f"the right answer scores {best[i]:g}") for i in bad]
+    offences = [
+        Offence(where(prompts[i]), texts[i], scores[i], f"the right answer scores {best[i]:g}")
+        for i in bad
+    ]
     return Line(probe, f"{rule} than the right answer", scores, offences)
 
 
@@ -145,28 +204,41 @@ def _mean(scores: list[float]) -> float:
 
 def _spaces(subject: Subject, prompts: list[Prompt]) -> Line:
     """The right answer as models of the four coordinate conventions would write it."""
-    probe, rule = "right answer in other coordinate spaces", "scores the same"
+    probe = "right answer in other coordinate spaces"
+    rule = "scores the same"
     if not getattr(subject.reward, "spatial", False):
         return Line(probe, rule, [], [], asked=False)
-    scores, offences = [], []
+    scores = []
+    offences = []
     for space in get_args(CoordSpace):
-        seen = [{**prompt, "view": {**VIEW, **_sizes(prompt), "coords": space}} for prompt in prompts]
+        seen = [
+            {**prompt, "view": {**VIEW, **_sizes(prompt), "coords": space}} for prompt in prompts
+        ]
         texts = [subject.reward.right_answer(prompt) for prompt in seen]
         found = score(subject, texts, seen)
         high = card_of(subject.reward).high
-        bad = [i for i, s in enumerate(found) if not s >= high - 1e-3]  # coordinates are written with 6 decimals
-        offences += [Offence(where(seen[i]), texts[i], found[i], f"coordinates in {space}") for i in bad]
+        # coordinates are written with 6 decimals
+        bad = [i for i, s in enumerate(found) if not s >= high - 1e-3]
+        offences += [
+            Offence(where(seen[i]), texts[i], found[i], f"coordinates in {space}") for i in bad
+        ]
         scores += found
     return Line(probe, rule, scores, offences)
 
 
 def _sizes(prompt: Prompt) -> dict[str, Any]:
-    return {"sizes": [[prompt["width"], prompt["height"]]] * 16} if "width" in prompt and "height" in prompt else {}
+    return (
+        {"sizes": [[prompt["width"], prompt["height"]]] * 16}
+        if "width" in prompt and "height" in prompt
+        else {}
+    )
 
 
 def _range(subject: Subject, tried: list[list[float]]) -> Line:
-    about, scores = card_of(subject.reward), [s for scores in tried for s in scores]
-    low, high = (-math.inf if about.low is None else about.low), (math.inf if about.high is None else about.high)
+    about = card_of(subject.reward)
+    scores = [s for scores in tried for s in scores]
+    low = -math.inf if about.low is None else about.low
+    high = math.inf if about.high is None else about.high
     bad = [s for s in scores if s < low - 1e-6 or s > high + 1e-6 or math.isinf(s)]
     offences = [Offence("a probe above", "", s, f"the card says {low:g} to {high:g}") for s in bad]
     return Line("all of them", "in the declared range", scores, offences)

@@ -1,11 +1,12 @@
-"""A run in one YAML file: read with its line numbers, overridden by ``a.b=c``, checked as a whole, built by name.
+"""A run in one YAML file: read with its line numbers, overridden by ``a.b=c``, checked as a whole,
+built by name.
 
-    config = load("configs/digits/flow_grpo.yaml", ["train.iterations=3"])
-    check(config)                                    # every name, option, file and the arithmetic; builds nothing
-    policy = config.build("policy", POLICIES)
+    config = load("configs/digits/flow_grpo.yaml", ["train.iterations=3"]) check(config)
+    # every name, option, file and the arithmetic; builds nothing policy = config.build("policy",
+    POLICIES)
 
-Each mistake is a ``UserError`` of one line, ``file:line: path.of.the.key: what was expected``; all that can be found
-together are reported together.
+Each mistake is a ``UserError`` of one line, ``file:line: path.of.the.key: what was expected``; all
+that can be found together are reported together.
 """
 
 from __future__ import annotations
@@ -25,9 +26,20 @@ from .values import Place, exists, show
 from .yamltext import read, write
 
 __all__ = [
-    "Config", "Weighted", "build", "build_dataclass", "build_rewards", "check", "dump", "import_plugins", "load",
-    "missing_values", "raise_all", "resolve_rewards", "wrong_media",
-]  # fmt: skip
+    "Config",
+    "Weighted",
+    "build",
+    "build_dataclass",
+    "build_rewards",
+    "check",
+    "dump",
+    "import_plugins",
+    "load",
+    "missing_values",
+    "raise_all",
+    "resolve_rewards",
+    "wrong_media",
+]
 
 DEFAULTS = {"advantage": "flow_grpo", "optimizer": "adamw"}
 EXAMPLES = {
@@ -65,7 +77,9 @@ class Config:
         """The object a section names; ``context`` are arguments that come from code."""
         return build(self.plain[section], registry, self.place((section,)), **context)
 
-    def rewards(self, section: str | tuple[Any, ...] = "reward", registry: Registry = REWARDS) -> dict[str, Weighted]:
+    def rewards(
+        self, section: str | tuple[Any, ...] = "reward", registry: Registry = REWARDS
+    ) -> dict[str, Weighted]:
         place = self.place(section)
         spec: Any = self.plain
         for key in place.path:
@@ -77,15 +91,20 @@ class Config:
         return build_dataclass(cls, self.plain.get(name) or {}, self.place((name,)))
 
 
-def load(path: str | Path, overrides: Sequence[str] = (), required: Collection[str] = tuple(EXAMPLES)) -> Config:
-    """Read a file, apply ``a.b=c`` overrides in order, and check that the sections are the known ones.
+def load(
+    path: str | Path, overrides: Sequence[str] = (), required: Collection[str] = tuple(EXAMPLES)
+) -> Config:
+    """Read a file, apply ``a.b=c`` overrides in order, and check that the sections are the known
+    ones.
 
     ``required``: sections that must be there; training needs all that have no default.
     """
     file = str(path)
     plain, lines = read(_text_of(Path(path)), file)
     if not isinstance(plain, dict):
-        raise UserError(f"{file}: {_not_a_mapping(plain)}; a configuration looks like\n{_example()}")
+        raise UserError(
+            f"{file}: {_not_a_mapping(plain)}; a configuration looks like\n{_example()}"
+        )
     marks = {keys: f"{file}:{line}" for keys, line in lines.items()} | {(): file}
     _apply_preset(plain, marks, overrides)
     for override in overrides:
@@ -94,10 +113,16 @@ def load(path: str | Path, overrides: Sequence[str] = (), required: Collection[s
     if (name := plain.get("preset")) is not None and (why := unreached(plain, name)):
         problems.append(Place(("objective",), marks).say(why))
     raise_all(problems)
-    return Config({**plain, **{key: plain.get(key) or default for key, default in DEFAULTS.items()}}, file, marks)
+    return Config(
+        {**plain, **{key: plain.get(key) or default for key, default in DEFAULTS.items()}},
+        file,
+        marks,
+    )
 
 
-def _apply_preset(plain: dict[Any, Any], marks: dict[tuple[Any, ...], str], overrides: Sequence[str]) -> None:
+def _apply_preset(
+    plain: dict[Any, Any], marks: dict[tuple[Any, ...], str], overrides: Sequence[str]
+) -> None:
     """Fill in what ``preset`` adds, before other overrides change it."""
     for override in overrides:
         if override.partition("=")[0].strip() == "preset":
@@ -118,7 +143,8 @@ def _apply_preset(plain: dict[Any, Any], marks: dict[tuple[Any, ...], str], over
 
 
 def dump(config: Config) -> str:
-    """YAML that loads back to the same configuration, from any folder: files found beside it get their full path."""
+    """YAML that loads back to the same configuration, from any folder: files found beside it get
+    their full path."""
     return write(_anchored(config.plain, Path(config.file).parent))
 
 
@@ -127,7 +153,12 @@ def _anchored(value: Any, folder: Path) -> Any:
         return {key: _anchored(item, folder) for key, item in value.items()}
     if isinstance(value, list):
         return [_anchored(item, folder) for item in value]
-    beside = isinstance(value, str) and Path(value).suffix and not exists(Path(value)) and exists(folder / value)
+    beside = (
+        isinstance(value, str)
+        and Path(value).suffix
+        and not exists(Path(value))
+        and exists(folder / value)
+    )
     return str((folder / value).resolve()) if beside else value
 
 
@@ -147,7 +178,11 @@ def _text_of(path: Path) -> str:
 
 
 def _not_a_mapping(plain: Any) -> str:
-    return "the file is empty" if plain is None else f"expected sections, `name: ...`, got {show(plain)}"
+    return (
+        "the file is empty"
+        if plain is None
+        else (f"expected sections, `name: ...`, got {show(plain)}")
+    )
 
 
 def _example() -> str:

@@ -1,4 +1,5 @@
-"""Objects from their specifications: ``name`` or ``{name: {options}}``, dataclasses, and weighted rewards."""
+"""Objects from their specifications: ``name`` or ``{name: {options}}``, dataclasses, and weighted
+rewards."""
 
 from __future__ import annotations
 
@@ -29,8 +30,9 @@ def raise_all(problems: Sequence[str]) -> None:
 
 
 def build(spec: Any, registry: Registry, where: str | Place = "", **context: Any) -> Any:
-    """The object that ``name`` or ``{name: {options}}`` stands for: an instance of a class, or a function with its
-    options bound. ``context`` are arguments supplied by code. Raises UserError naming every option that is wrong."""
+    """The object that ``name`` or ``{name: {options}}`` stands for: an instance of a class, or a
+    function with its options bound. ``context`` are arguments supplied by code. Raises UserError
+    naming every option that is wrong."""
     problems: list[str] = []
     found = resolve(spec, registry, Place.of(where), problems, context)
     raise_all(problems)
@@ -45,12 +47,16 @@ def build_dataclass(cls: type, mapping: Any, where: str | Place = "") -> Any:
     return construct(found)
 
 
-def build_rewards(spec: Any, registry: Registry = REWARDS, where: str | Place = "reward") -> dict[str, Weighted]:
-    """Rewards by name: ``name``, ``[names]``, or ``{name: weight}`` and ``{name: {weight: w, option: value}}``.
+def build_rewards(
+    spec: Any, registry: Registry = REWARDS, where: str | Place = "reward"
+) -> dict[str, Weighted]:
+    """Rewards by name: ``name``, ``[names]``, or ``{name: weight}`` and ``{name: {weight: w,
+    option: value}}``.
 
     ``{name: {monitor: true}}`` is measured and has weight 0.
 
-    With ``{fast: {use: remote, ...}, slow: {use: remote, ...}}`` the names are free, and a reward can be used twice.
+    With ``{fast: {use: remote, ...}, slow: {use: remote, ...}}`` the names are free, and a reward
+    can be used twice.
     """
     problems: list[str] = []
     found = resolve_rewards(spec, registry, Place.of(where), problems)
@@ -60,7 +66,8 @@ def build_rewards(spec: Any, registry: Registry = REWARDS, where: str | Place = 
 
 def _handled(name: str, one: Chosen) -> Callable:
     """The reward, with what is done around it if anything is asked for."""
-    reward, handling = construct(one.reward), construct(one.handling)
+    reward = construct(one.reward)
+    handling = construct(one.handling)
     if handling == Handling():
         return reward
     try:
@@ -78,7 +85,9 @@ class Chosen:
     handling: Resolved
 
 
-def resolve_rewards(spec: Any, registry: Registry, place: Place, problems: list[str]) -> dict[str, Chosen]:
+def resolve_rewards(
+    spec: Any, registry: Registry, place: Place, problems: list[str]
+) -> dict[str, Chosen]:
     """By the name of their key: that of a reward, or any with ``use`` saying which."""
     if isinstance(spec, str):
         spec = {spec: 1.0}
@@ -95,15 +104,21 @@ def resolve_rewards(spec: Any, registry: Registry, place: Place, problems: list[
     return found
 
 
-def _resolve_reward(name: Any, chosen: Any, registry: Registry, place: Place, problems: list[str]) -> Chosen | None:
+def _resolve_reward(
+    name: Any, chosen: Any, registry: Registry, place: Place, problems: list[str]
+) -> Chosen | None:
     if not isinstance(name, str) or not name:
-        problems.append((place / name).say(f"expected the name of a {registry.kind}, got {show(name)}"))
+        problems.append(
+            (place / name).say(f"expected the name of a {registry.kind}, got {show(name)}")
+        )
         return None
     chosen = {"weight": chosen} if not isinstance(chosen, Mapping) else dict(chosen)
     weight = _weight(chosen, place / name, problems)
     use = chosen.pop("use", name)
     if not isinstance(use, str):
-        problems.append((place / name / "use").say(f"expected the name of a {registry.kind}, got {show(use)}"))
+        problems.append(
+            (place / name / "use").say(f"expected the name of a {registry.kind}, got {show(use)}")
+        )
         return None
     reward, handling = _split_options(use, chosen, registry, place / name, problems)
     return None if BAD in (reward, handling) else Chosen(reward, weight, handling)
@@ -111,20 +126,29 @@ def _resolve_reward(name: Any, chosen: Any, registry: Registry, place: Place, pr
 
 def _weight(chosen: dict, place: Place, problems: list[str]) -> Any:
     """``weight``, 1 where none is given; 0 with ``monitor: true``: measured, never optimised."""
-    weight, monitor = chosen.pop("weight", None), chosen.pop("monitor", None)
+    weight = chosen.pop("weight", None)
+    monitor = chosen.pop("monitor", None)
     monitor = convert(monitor is not None and monitor, bool, place / "monitor", problems)
     if monitor is True and weight not in (None, 0):
-        problems.append((place / "weight").say("a reward with `monitor: true` is only measured; leave its weight away"))
+        problems.append(
+            (place / "weight").say(
+                "a reward with `monitor: true` is only measured; leave its weight away"
+            )
+        )
     standard = 0.0 if monitor is True else 1.0
     return convert(standard if weight is None else weight, float, place / "weight", problems)
 
 
-def _split_options(use: str, chosen: dict, registry: Registry, place: Place, problems: list[str]) -> tuple[Any, Any]:
+def _split_options(
+    use: str, chosen: dict, registry: Registry, place: Place, problems: list[str]
+) -> tuple[Any, Any]:
     """The reward with its own options, and ``Handling`` with those that every reward has."""
     try:
         own = options(registry.find(use))
     except Exception:  # what is wrong with it is said below
         own = {}
-    common = [field.name for field in fields(Handling) if field.name in chosen and field.name not in own]
+    common = [
+        field.name for field in fields(Handling) if field.name in chosen and field.name not in own
+    ]
     handling = resolve_call(Handling, {key: chosen.pop(key) for key in common}, place, problems)
     return resolve_named(use, chosen, registry, place, problems), handling

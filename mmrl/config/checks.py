@@ -8,7 +8,14 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..options import EvaluateOptions, TrainOptions, impossible, unsuited, unsupported_options, without_average
+from ..options import (
+    EvaluateOptions,
+    TrainOptions,
+    impossible,
+    unsuited,
+    unsupported_options,
+    without_average,
+)
 from ..registry import REWARDS, UserError, import_file, import_module
 from .building import raise_all, resolve_rewards
 from .needs import missing_fields, without_gradient, wrong_media
@@ -25,7 +32,12 @@ def plain_sections() -> dict[str, type]:
     from ..alarms import AlarmOptions
     from ..log import LogOptions
 
-    return {"train": TrainOptions, "evaluate": EvaluateOptions, "log": LogOptions, "alarms": AlarmOptions}
+    return {
+        "train": TrainOptions,
+        "evaluate": EvaluateOptions,
+        "log": LogOptions,
+        "alarms": AlarmOptions,
+    }
 
 
 def check(
@@ -34,9 +46,11 @@ def check(
     supplied: Mapping[str, Collection[str]] = {},
     processes: int = 1,
 ) -> None:
-    """Everything that can be known before a model is built: names, options, files, arithmetic; all problems at once.
+    """Everything that can be known before a model is built: names, options, files, arithmetic; all
+    problems at once.
 
-    ``dataclasses`` are the types of plain sections; ``supplied`` the arguments that code gives to a section's object.
+    ``dataclasses`` are the types of plain sections; ``supplied`` the arguments that code gives to a
+    section's object.
     """
     import_plugins(config)
     problems: list[str] = []
@@ -47,7 +61,8 @@ def check(
         found = resolve(config[section], registry, config.place((section,)), problems, given)
         if isinstance(found, Resolved):
             if _cheap(found.entry) and not given:
-                made = _try(problems, construct, found)  # plain values: their own checks cost nothing
+                # plain values: their own checks cost nothing
+                made = _try(problems, construct, found)
                 objective = made if section == "objective" else objective
             entries[section] = found
         problems += _missing_files(found)
@@ -55,12 +70,17 @@ def check(
     named = {section: found.entry for section, found in entries.items()}
     _rewards(config, config["reward"], ("reward",), problems, named)
     for section, cls in (dataclasses or plain_sections()).items():
-        options = resolve_call(cls, config.plain.get(section) or {}, config.place((section,)), problems)
+        options = resolve_call(
+            cls, config.plain.get(section) or {}, config.place((section,)), problems
+        )
         built = None if options is BAD else _try(problems, construct, options)
         if isinstance(built, TrainOptions):
             if why := without_average(getattr(objective, "snapshots", ()), built):
                 problems.append(entries["objective"].place.say(why))
-            problems += [f"{config.where(line.partition(' ')[0])}: {line}" for line in impossible(built, processes)]
+            problems += [
+                f"{config.where(line.partition(' ')[0])}: {line}"
+                for line in impossible(built, processes)
+            ]
             unfit = unsupported_options(built, named.get("policy"))
             problems += [f"{config.where(line.partition(':')[0])}: {line}" for line in unfit]
         if isinstance(built, EvaluateOptions) and built.reward:
@@ -72,31 +92,39 @@ def check(
 def _unsuited(entries: Mapping[str, Resolved]) -> Iterator[str]:
     """An objective of tokens for a flow model, or the other way round."""
     if {"objective", "policy"} <= set(entries):
-        objective, policy = entries["objective"], entries["policy"]
+        objective = entries["objective"]
+        policy = entries["policy"]
         why = unsuited(objective.entry, policy.entry)
         if why is not None or (why := _whole_answers(objective, policy)) is not None:
             yield objective.place.say(why)
         if getattr(objective.entry, "redraws", False) and policy.options.get("tree") is not None:
             yield objective.place.say(
-                f"the objective {objective.entry.__name__} draws the noise of single paths again: remove the policy's "
+                f"the objective {objective.entry.__name__} draws the noise of single "
+                f"paths again: remove the policy's "
                 "option tree, whose samples share noise"
             )
         kernel = policy.options.get("kernel")
-        still = policy.options.get("eta") == 0 or (isinstance(kernel, Resolved) and kernel.entry.__name__ == "ode")
+        still = policy.options.get("eta") == 0 or (
+            isinstance(kernel, Resolved) and kernel.entry.__name__ == "ode"
+        )
         if getattr(objective.entry, "visits", False) and still:
             yield objective.place.say(
-                f"the objective {objective.entry.__name__} looks at steps with noise, of which this policy has none: "
-                "give it a stochastic kernel and an eta above 0 (kernel: flow_sde, eta: 0.7), or take an objective of "
+                f"the objective {objective.entry.__name__} looks at steps with noise, of "
+                f"which this policy has none: "
+                "give it a stochastic kernel and an eta above 0 (kernel: flow_sde, eta: "
+                "0.7), or take an objective of "
                 "finished samples: dgpo, nft, awm, fpo, crd, rwr, diffusion_dpo"
             )
 
 
 def _whole_answers(objective: Resolved, policy: Resolved) -> str | None:
-    """Why a surrogate of whole answers cannot be computed for this policy; None if it can, or if there is none."""
+    """Why a surrogate of whole answers cannot be computed for this policy; None if it can, or if
+    there is none."""
     surrogate = objective.options.get("surrogate")
     if not isinstance(surrogate, Resolved) or not getattr(surrogate.entry, "whole_rows", False):
         return None
-    if getattr(policy.entry, "one_pass", True) or objective.entry.needs == "masked":  # whose estimator decides
+    # whose estimator decides
+    if getattr(policy.entry, "one_pass", True) or objective.entry.needs == "masked":
         return None
     return (
         f"the surrogate {surrogate.entry.__name__} compares whole answers, whose tokens the policy "
@@ -120,7 +148,11 @@ def _try(problems: list[str], call: Callable, *args: Any) -> Any:
 
 
 def _rewards(
-    config: Config, spec: Any, path: tuple[str, ...], problems: list[str], entries: Mapping[str, Callable]
+    config: Config,
+    spec: Any,
+    path: tuple[str, ...],
+    problems: list[str],
+    entries: Mapping[str, Callable],
 ) -> None:
     place = config.place(path)
     found = resolve_rewards(spec, REWARDS, place, problems)
@@ -130,32 +162,51 @@ def _rewards(
     unfit = [*wrong_media(chosen, entries.get("policy"))]
     if fields := getattr(entries.get("data"), "fields", ()):
         unfit += missing_fields(chosen, fields)
-    if path == ("reward",) and hasattr(entries.get("objective"), "attach"):  # those that hold others say it when built
-        plain = {name: one for name, one in found.items() if one.weight and not _holds(one.reward.options)}
+    # those that hold others say it when built
+    if path == ("reward",) and hasattr(entries.get("objective"), "attach"):
+        plain = {
+            name: one
+            for name, one in found.items()
+            if one.weight and not _holds(one.reward.options)
+        }
         unfit += without_gradient({name: chosen[name] for name in plain})
-    problems += [(place / name).say(f"reward {name!r} cannot be used: {why}") for name, why in unfit]
+    problems += [
+        (place / name).say(f"reward {name!r} cannot be used: {why}") for name, why in unfit
+    ]
 
 
 def _holds(value: Any) -> bool:
     """Whether there is a plug-in among these options."""
     if isinstance(value, Mapping):
         return any(_holds(item) for item in value.values())
-    return isinstance(value, Resolved) or (isinstance(value, (list, tuple)) and any(_holds(item) for item in value))
+    return isinstance(value, Resolved) or (
+        isinstance(value, (list, tuple)) and any(_holds(item) for item in value)
+    )
 
 
 def import_plugins(config: Config) -> None:
-    """Import the modules and files under ``plugins``, which register what the other sections name."""
-    place, names = config.place(("plugins",)), config.plain.get("plugins") or []
-    for i, name in enumerate([names] if isinstance(names, str) else names if isinstance(names, list) else [names]):
+    """Import the modules and files under ``plugins``, which register what the other sections
+    name."""
+    place = config.place(("plugins",))
+    names = config.plain.get("plugins") or []
+    for i, name in enumerate(
+        [names] if isinstance(names, str) else names if isinstance(names, list) else [names]
+    ):
         if not isinstance(name, str) or not name:
             raise UserError(
-                (place / i).say(f"expected the name of a module or the path of a .py file, got {show(name)}")
+                (place / i).say(
+                    f"expected the name of a module or the path of a .py file, got {show(name)}"
+                )
             )
         try:
             _import(name)
         except Exception as error:  # a user's own module can raise anything
-            reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            raise UserError((place / i).say(f"cannot import the plug-in {name!r}: {reason}")) from error
+            reason = (
+                str(error) if isinstance(error, UserError) else (f"{type(error).__name__}: {error}")
+            )
+            raise UserError(
+                (place / i).say(f"cannot import the plug-in {name!r}: {reason}")
+            ) from error
 
 
 def _import(name: str) -> None:
@@ -166,7 +217,8 @@ def _import(name: str) -> None:
 
 
 def _missing_files(value: Any, key: str = "", place: Place | None = None) -> Iterator[str]:
-    """Options annotated ``Path``, and those called ``path`` that can only be a local file, must exist."""
+    """Options annotated ``Path``, and those called ``path`` that can only be a local file, must
+    exist."""
     place = place or Place()
     if isinstance(value, Resolved):
         for name, option in value.options.items():
@@ -184,8 +236,22 @@ def _missing_files(value: Any, key: str = "", place: Place | None = None) -> Ite
 
 
 def looks_local(path: str) -> bool:
-    """Not ``owner/name`` of a hub and not ``world:...``: a path that starts like one, ends like a file, or is deep."""
+    """Not ``owner/name`` of a hub and not ``world:...``: a path that starts like one, ends like a
+    file, or is deep."""
     if ":" in path and not re.match(r"^[A-Za-z]:[\\/]", path):
         return False
-    ends = (".txt", ".jsonl", ".json", ".yaml", ".yml", ".pt", ".pth", ".bin", ".safetensors", ".ckpt")
-    return path.startswith((".", "/", "~", "\\")) or path.endswith(("/", *ends)) or path.count("/") > 1
+    ends = (
+        ".txt",
+        ".jsonl",
+        ".json",
+        ".yaml",
+        ".yml",
+        ".pt",
+        ".pth",
+        ".bin",
+        ".safetensors",
+        ".ckpt",
+    )
+    return (
+        path.startswith((".", "/", "~", "\\")) or path.endswith(("/", *ends)) or path.count("/") > 1
+    )

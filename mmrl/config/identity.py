@@ -15,12 +15,17 @@ HEAVY = 2**20  # a larger file is known by size and time, a smaller one by its c
 
 
 def identity(value: Any) -> str:
-    """Name and code of the class or function, all options, and the files they name; equal texts mean equal scores."""
+    """Name and code of the class or function, all options, and the files they name; equal texts
+    mean equal scores."""
     if isinstance(value, Resolved):
         entry = value.entry
         return f"{entry.__module__}:{entry.__qualname__} {_code(entry)} {identity(value.options)}"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {identity(value[key])}" for key in sorted(value, key=str)) + "}"
+        return (
+            "{"
+            + ", ".join(f"{key}: {identity(value[key])}" for key in sorted(value, key=str))
+            + "}"
+        )
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(identity, value)) + "]"
     return f"{value!r}{_file(value)}" if isinstance(value, (str, Path)) else repr(value)
@@ -36,7 +41,8 @@ def _code(entry: Any) -> str:
 
 
 def _file(name: str | Path) -> str:
-    """The content of a small file, size and time of a large one, of a folder those of the files in it."""
+    """The content of a small file, size and time of a large one, of a folder those of the files in
+    it."""
     path = Path(str(name)).expanduser()
     try:
         found = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []

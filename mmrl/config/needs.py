@@ -13,17 +13,27 @@ SHOWN = 8  # fields of the data named in a message
 def wrong_media(rewards: Mapping[str, Callable], policy: Callable) -> Iterator[tuple[str, str]]:
     """(reward, sentence) for rewards that do not judge what the policy makes.
 
-    ``policy``: the class or the object; its ``makes`` is "image", "video" or "text", None where it cannot say.
+    ``policy``: the class or the object; its ``makes`` is "image", "video" or "text", None where it
+    cannot say.
     """
     made = getattr(policy, "makes", None)
     for name, reward in rewards.items():
         media = card_of(reward).media
         if made is not None and made not in media:
-            yield name, f"it judges {' or '.join(media)}, but the policy makes {made}; use a reward of {made}s"
+            yield (
+                name,
+                (
+                    f"it judges {' or '.join(media)}, but the policy makes {made}; use a "
+                    f"reward of {made}s"
+                ),
+            )
 
 
-def missing_fields(rewards: Mapping[str, Callable], fields: Collection[str]) -> Iterator[tuple[str, str]]:
-    """(reward, sentence) for rewards that need a field which no prompt of a data source has, by what it declares."""
+def missing_fields(
+    rewards: Mapping[str, Callable], fields: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """(reward, sentence) for rewards that need a field which no prompt of a data source has, by
+    what it declares."""
     for name, reward in rewards.items():
         for field in card_of(reward).needs:
             if field not in fields:
@@ -31,27 +41,41 @@ def missing_fields(rewards: Mapping[str, Callable], fields: Collection[str]) -> 
 
 
 def without_gradient(rewards: Mapping[str, Callable]) -> Iterator[tuple[str, str]]:
-    """(reward, sentence) for rewards that do not declare a gradient, which the objective follows."""
+    """(reward, sentence) for rewards that do not declare a gradient, which the objective
+    follows."""
     why = (
-        "it has no gradient, which this objective follows; take one that docs/rewards.md calls differentiable, declare "
+        "it has no gradient, which this objective follows; take one that docs/rewards.md "
+        "calls differentiable, declare "
         "your own with @card(differentiable=True), or only measure it (monitor: true)"
     )
-    yield from ((name, why) for name, reward in rewards.items() if not card_of(reward).differentiable)
+    yield from (
+        (name, why) for name, reward in rewards.items() if not card_of(reward).differentiable
+    )
 
 
-def missing_values(rewards: Mapping[str, Callable], prompts: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+def missing_values(
+    rewards: Mapping[str, Callable], prompts: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, str]]:
     """(reward, sentence) for rewards that need a field which some prompt lacks."""
     for name, reward in rewards.items():
         for field in card_of(reward).needs:
             bare = [prompt for prompt in prompts if prompt.get(field) is None]
             if bare:
                 first = repr(str(bare[0].get("text", bare[0]))[:60])
-                yield name, _sentence(field, f"{len(bare)} of {len(prompts)} prompts have none, {first} first", bare[0])
+                yield (
+                    name,
+                    _sentence(
+                        field,
+                        f"{len(bare)} of {len(prompts)} prompts have none, {first} first",
+                        bare[0],
+                    ),
+                )
 
 
 def _sentence(field: str, lack: str, there: Collection[str]) -> str:
     known = ", ".join(list(there)[:SHOWN]) or "nothing"
     return (
-        f"it needs the field {field!r} of every prompt, but {lack} (fields there: {known}); add it to the data, "
+        f"it needs the field {field!r} of every prompt, but {lack} (fields there: "
+        f"{known}); add it to the data, "
         f'in a .jsonl file: {{"text": "...", "{field}": ...}}, or leave this reward out'
     )

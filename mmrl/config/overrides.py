@@ -6,13 +6,26 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..registry import ADVANTAGES, DATA, OBJECTIVES, OPTIMIZERS, POLICIES, Registry, UserError, suggest
+from ..registry import (
+    ADVANTAGES,
+    DATA,
+    OBJECTIVES,
+    OPTIMIZERS,
+    POLICIES,
+    Registry,
+    UserError,
+    suggest,
+)
 from .values import show
 from .yamltext import read
 
 PLUGGED: dict[str, Registry] = {
-    "policy": POLICIES, "data": DATA, "objective": OBJECTIVES, "advantage": ADVANTAGES, "optimizer": OPTIMIZERS,
-}  # fmt: skip
+    "policy": POLICIES,
+    "data": DATA,
+    "objective": OBJECTIVES,
+    "advantage": ADVANTAGES,
+    "optimizer": OPTIMIZERS,
+}
 SECTIONS = (*PLUGGED, "reward", "train", "evaluate", "plugins", "run", "log", "preset", "alarms")
 
 
@@ -25,8 +38,15 @@ def override_with(plain: dict[Any, Any], marks: dict[tuple[Any, ...], str], over
     try:
         value, _ = read(text, source)
     except UserError as error:
-        reason = re.sub(r"^.*?:\d+: (column \d+: )?", "", str(error).removeprefix(source).partition("\n")[0])
-        raise UserError(f"{source}: cannot read the value: {reason}; put special characters in quotes") from error
+        reason = re.sub(
+            r"^.*?:\d+: (column \d+: "
+            r")?",
+            "",
+            str(error).removeprefix(source).partition("\n")[0],
+        )
+        raise UserError(
+            f"{source}: cannot read the value: {reason}; put special characters in quotes"
+        ) from error
     keys = split_keys(name.strip(), plain)
     if keys[0] not in SECTIONS:
         raise UserError(f"{source}: unknown section {keys[0]!r}; {suggest(keys[0], SECTIONS)}")
@@ -39,14 +59,19 @@ def override_with(plain: dict[Any, Any], marks: dict[tuple[Any, ...], str], over
 
 
 def split_keys(name: str, plain: Any) -> list[str]:
-    """Keys of a dotted path; a key that itself has dots (``my.module:fn``) is found among the existing ones."""
-    keys, rest = [], name.split(".")
+    """Keys of a dotted path; a key that itself has dots (``my.module:fn``) is found among the
+    existing ones."""
+    keys = []
+    rest = name.split(".")
     while rest:
         sizes = range(len(rest), 1, -1) if isinstance(plain, Mapping) else ()
         size = next((n for n in sizes if ".".join(rest[:n]) in plain), 1)
         if size == 1 and keys == ["reward"] and ":" in name:  # a new reward from a module
-            size = next(n for n in range(1, len(rest) + 1) if ":" in "".join(rest[:n]) or n == len(rest))
-        key, rest = ".".join(rest[:size]), rest[size:]
+            size = next(
+                n for n in range(1, len(rest) + 1) if ":" in "".join(rest[:n]) or n == len(rest)
+            )
+        key = ".".join(rest[:size])
+        rest = rest[size:]
         keys.append(key)
         plain = plain.get(key) if isinstance(plain, Mapping) else None
     return keys
@@ -56,13 +81,17 @@ def _is_plug_in(inner: Mapping[str, Any], path: Sequence[str]) -> bool:
     """``{name: {options}}``, as far as that can be seen without the schema."""
     if len(inner) != 1 or path[-1] == "reward":
         return False
-    return path[0] in PLUGGED and (len(path) == 1 or isinstance(next(iter(inner.values())), Mapping))
+    return path[0] in PLUGGED and (
+        len(path) == 1 or isinstance(next(iter(inner.values())), Mapping)
+    )
 
 
 def _set(plain: dict[Any, Any], keys: Sequence[str], value: Any, source: str) -> tuple[str, ...]:
-    """Walk to the parent, opening ``name`` into ``{name: {}}`` and skipping a section's only name; then set."""
+    """Walk to the parent, opening ``name`` into ``{name: {}}`` and skipping a section's only name;
+    then set."""
     path: list[str] = []
-    here, rest = plain, list(keys)
+    here = plain
+    rest = list(keys)
     while len(rest) > 1:
         key = rest.pop(0)
         path.append(key)
@@ -74,7 +103,10 @@ def _set(plain: dict[Any, Any], keys: Sequence[str], value: Any, source: str) ->
         elif isinstance(inner, (int, float)) and path[:-1] == ["reward"]:
             inner = {"weight": inner}
         elif not isinstance(inner, dict):
-            raise UserError(f"{source}: {'.'.join(path)} is {show(inner)}, which has no {rest[0]!r}; set it as a whole")
+            raise UserError(
+                f"{source}: {'.'.join(path)} is {show(inner)}, which has no "
+                f"{rest[0]!r}; set it as a whole"
+            )
         here[key] = here = inner
         if rest[0] not in inner and _is_plug_in(inner, path):
             rest.insert(0, next(iter(inner)))  # data.path=x means data.prompts.path=x

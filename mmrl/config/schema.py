@@ -1,8 +1,9 @@
 """From what a configuration says to typed values: the constructor's signature is the schema.
 
-``resolve`` looks a name up and converts its options without building anything, so that a whole configuration can be
-checked first; ``construct`` then calls the constructors, innermost first. Nothing is guessed: text never becomes a
-number, 4.5 never becomes 4, and every refusal names the place and what was expected.
+``resolve`` looks a name up and converts its options without building anything, so that a whole
+configuration can be checked first; ``construct`` then calls the constructors, innermost first.
+Nothing is guessed: text never becomes a number, 4.5 never becomes 4, and every refusal names the
+place and what was expected.
 """
 
 from __future__ import annotations
@@ -29,18 +30,31 @@ class Resolved:
     place: Place
 
 
-def resolve(spec: Any, registry: Registry, place: Place, problems: list[str], supplied: Collection[str] = ()) -> Any:
-    """``name`` or ``{name: {options}}`` as a ``Resolved``; ``supplied`` options come from code, not from the user."""
+def resolve(
+    spec: Any, registry: Registry, place: Place, problems: list[str], supplied: Collection[str] = ()
+) -> Any:
+    """``name`` or ``{name: {options}}`` as a ``Resolved``; ``supplied`` options come from code, not
+    from the user."""
     name, chosen = _name_and_options(spec, registry, place, problems)
     if name is BAD:
         return BAD
     return resolve_named(
-        name, chosen, registry, place / name if isinstance(spec, Mapping) else place, problems, supplied
+        name,
+        chosen,
+        registry,
+        place / name if isinstance(spec, Mapping) else place,
+        problems,
+        supplied,
     )
 
 
 def resolve_named(
-    name: str, chosen: Any, registry: Registry, where: Place, problems: list[str], supplied: Collection[str] = ()
+    name: str,
+    chosen: Any,
+    registry: Registry,
+    where: Place,
+    problems: list[str],
+    supplied: Collection[str] = (),
 ) -> Any:
     """The entry called ``name`` with its options; ``where`` is their place."""
     try:
@@ -49,30 +63,43 @@ def resolve_named(
         problems.append(where.say(str(error)))
         return BAD
     except Exception as error:  # importing a user's own module can raise anything
-        problems.append(where.say(f"cannot import {registry.kind} {name!r}: {type(error).__name__}: {error}"))
+        problems.append(
+            where.say(f"cannot import {registry.kind} {name!r}: {type(error).__name__}: {error}")
+        )
         return BAD
     return resolve_call(entry, chosen, where, problems, name, supplied)
 
 
-def _name_and_options(spec: Any, registry: Registry, place: Place, problems: list[str]) -> tuple[Any, Any]:
+def _name_and_options(
+    spec: Any, registry: Registry, place: Place, problems: list[str]
+) -> tuple[Any, Any]:
     if isinstance(spec, str) and spec:
         return spec, {}
     if isinstance(spec, Mapping) and len(spec) == 1:
         name, chosen = next(iter(spec.items()))
         if not isinstance(name, str) or not name:
-            problems.append((place / name).say(f"expected the name of a {registry.kind}, got {show(name)}"))
+            problems.append(
+                (place / name).say(f"expected the name of a {registry.kind}, got {show(name)}")
+            )
         elif isinstance(chosen, Mapping) or chosen is None:
             return name, chosen or {}
         else:
             takes = ", ".join(_names_of(registry, name)) or "none"
             problems.append(
-                (place / name).say(f"expected options, {{option: value}}, got {show(chosen)} ({name} takes: {takes})")
+                (place / name).say(
+                    f"expected options, {{option: value}}, got {show(chosen)} "
+                    f"({name} takes: {takes})"
+                )
             )
     elif isinstance(spec, Mapping) and spec:
         names = ", ".join(map(str, spec))
         problems.append(place.say(f"expected one {registry.kind}, got {len(spec)}: {names}"))
     else:
-        problems.append(place.say(f"expected a {registry.kind}, name or {{name: {{options}}}}, got {show(spec)}"))
+        problems.append(
+            place.say(
+                f"expected a {registry.kind}, name or {{name: {{options}}}}, got {show(spec)}"
+            )
+        )
     return BAD, {}
 
 
@@ -81,18 +108,27 @@ def _names_of(registry: Registry, name: str) -> list[str]:
 
 
 def resolve_call(
-    entry: Callable, chosen: Any, place: Place, problems: list[str], name: str = "", supplied: Collection[str] = ()
+    entry: Callable,
+    chosen: Any,
+    place: Place,
+    problems: list[str],
+    name: str = "",
+    supplied: Collection[str] = (),
 ) -> Any:
-    """Check and convert ``chosen`` against the signature of ``entry``: unknown, missing and ill-typed options."""
+    """Check and convert ``chosen`` against the signature of ``entry``: unknown, missing and
+    ill-typed options."""
     if not isinstance(chosen, Mapping):
         problems.append(place.say(f"expected a mapping, {{option: value}}, got {show(chosen)}"))
         return BAD
     try:
         known = {key: p for key, p in options(entry).items() if key not in supplied}
     except (TypeError, ValueError, NameError, AttributeError) as error:
-        problems.append(place.say(f"cannot read the options of {name or entry!r} from its signature: {error}"))
+        problems.append(
+            place.say(f"cannot read the options of {name or entry!r} from its signature: {error}")
+        )
         return BAD
-    before, name = len(problems), name or str(place.path[-1] if place.path else entry.__name__)
+    before = len(problems)
+    name = name or str(place.path[-1] if place.path else entry.__name__)
     takes = f"({name} takes: {', '.join(known) or 'no options'})"
     converted = {}
     for key, value in chosen.items():
@@ -100,7 +136,8 @@ def resolve_call(
             close = suggest(str(key), known)
             hint = f"; {close} " if close.startswith("did") else " "
             problems.append((place / key).say(f"unknown option{hint}{takes}"))
-        elif value is not None or known[key].default is not None:  # the default None may always be written out
+        # the default None may always be written out
+        elif value is not None or known[key].default is not None:
             converted[key] = convert(value, kind_of(known[key]), place / key, problems)
         else:
             converted[key] = None
@@ -111,14 +148,16 @@ def resolve_call(
 
 
 def kind_of(parameter: inspect.Parameter) -> Any:
-    """The annotation, or without one the type of the default (a whole number stands for any number)."""
+    """The annotation, or without one the type of the default (a whole number stands for any
+    number)."""
     if parameter.annotation is not parameter.empty:
         return parameter.annotation
     return {bool: bool, int: int | float, float: float, str: str}.get(type(parameter.default), Any)
 
 
 def construct(value: Any, **context: Any) -> Any:
-    """Build what ``resolve`` prepared; ``context`` goes to the outermost. Raises UserError with its place."""
+    """Build what ``resolve`` prepared; ``context`` goes to the outermost. Raises UserError with its
+    place."""
     if isinstance(value, dict):
         return {key: construct(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -131,12 +170,17 @@ def construct(value: Any, **context: Any) -> Any:
     try:
         return value.entry(**chosen)
     except (UserError, ValueError) as error:
-        overridden = [p for key in value.options if (p := value.place / key).source().startswith("command line")]
+        overridden = [
+            p
+            for key in value.options
+            if (p := value.place / key).source().startswith("command line")
+        ]
         source = (overridden[0] if len(overridden) == 1 else value.place).source()
         raise UserError(value.place.say(str(error), source)) from error
 
 
-# Conversions: (value, annotation, place, problems) -> converted value, or BAD after appending to problems.
+# Conversions: (value, annotation, place, problems) -> converted value, or BAD after appending to
+# problems.
 
 
 def convert(value: Any, kind: Any, place: Place, problems: list[str]) -> Any:
@@ -161,10 +205,16 @@ def convert(value: Any, kind: Any, place: Place, problems: list[str]) -> Any:
             reason = str(error) or f"expected {expected(kind)}, got {show(value)}"
             problems.append(place.say(reason))
             return BAD
-    return refuse(value, kind, place, problems) if is_dataclass(kind) else _other(value, kind, place, problems)
+    return (
+        refuse(value, kind, place, problems)
+        if is_dataclass(kind)
+        else _other(value, kind, place, problems)
+    )
 
 
-def refuse(value: Any, kind: Any, place: Place, problems: list[str], words: Sequence[Any] = ()) -> Any:
+def refuse(
+    value: Any, kind: Any, place: Place, problems: list[str], words: Sequence[Any] = ()
+) -> Any:
     close = suggest(value, words) if isinstance(value, str) else ""
     hint = f"; {close}" if close.startswith("did") else ""
     problems.append(place.say(f"expected {expected(kind)}, got {show(value)}{hint}"))
@@ -186,7 +236,9 @@ def _tuple(value: Any, inner: tuple[Any, ...], place: Place, problems: list[str]
     if len(value) != len(inner):
         problems.append(place.say(f"expected {len(inner)} values, got {len(value)}: {show(value)}"))
         return BAD
-    return tuple(convert(item, kind, place / i, problems) for i, (item, kind) in enumerate(zip(value, inner)))
+    return tuple(
+        convert(item, kind, place / i, problems) for i, (item, kind) in enumerate(zip(value, inner))
+    )
 
 
 def _mapping(value: Any, inner: tuple[Any, ...], place: Place, problems: list[str]) -> Any:
@@ -194,7 +246,9 @@ def _mapping(value: Any, inner: tuple[Any, ...], place: Place, problems: list[st
         return refuse(value, dict, place, problems)
     key_kind, kind = inner or (Any, Any)
     keys = [convert(key, key_kind, place / key, problems) for key in value]
-    return dict(zip(keys, [convert(item, kind, place / key, problems) for key, item in value.items()]))
+    return dict(
+        zip(keys, [convert(item, kind, place / key, problems) for key, item in value.items()])
+    )
 
 
 def _annotated(value: Any, kind: Any, place: Place, problems: list[str]) -> Any:
@@ -216,7 +270,8 @@ def _literal(value: Any, choices: tuple[Any, ...], place: Place, problems: list[
 
 def _union(value: Any, choices: tuple[Any, ...], place: Place, problems: list[str]) -> Any:
     attempts = []
-    for choice in sorted(choices, key=lambda choice: type(value) is not choice):  # the value's own type first
+    # the value's own type first
+    for choice in sorted(choices, key=lambda choice: type(value) is not choice):
         trial: list[str] = []
         found = convert(value, choice, place, trial)
         if not trial:
@@ -226,7 +281,9 @@ def _union(value: Any, choices: tuple[Any, ...], place: Place, problems: list[st
     if len(alike) == 1:
         problems.extend(alike[0])
         return BAD
-    words = [word for choice in choices if get_origin(choice) is Literal for word in get_args(choice)]
+    words = [
+        word for choice in choices if get_origin(choice) is Literal for word in get_args(choice)
+    ]
     return refuse(value, choices, place, problems, words)
 
 
@@ -241,7 +298,12 @@ def _alike(value: Any, choice: Any) -> bool:
         return _CONTAINERS.get(origin) in (_list, _tuple)
     if isinstance(value, str):
         return plug_in
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and origin in (int, float) and not plug_in
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and origin in (int, float)
+        and not plug_in
+    )
 
 
 def _other(value: Any, kind: Any, place: Place, problems: list[str]) -> Any:
@@ -259,5 +321,11 @@ def _other(value: Any, kind: Any, place: Place, problems: list[str]) -> Any:
 
 
 _CONTAINERS: dict[Any, Callable] = {
-    list: _list, Sequence: _list, Iterable: _list, Collection: _list, tuple: _tuple, dict: _mapping, Mapping: _mapping,
-}  # fmt: skip
+    list: _list,
+    Sequence: _list,
+    Iterable: _list,
+    Collection: _list,
+    tuple: _tuple,
+    dict: _mapping,
+    Mapping: _mapping,
+}

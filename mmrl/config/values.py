@@ -17,7 +17,11 @@ from ..registry import Registry, options
 
 WORDS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
 _SHORT = Repr()
-_SHORT.maxstring, _SHORT.maxother, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxlevel = 70, 70, 4, 4, 3
+_SHORT.maxstring = 70
+_SHORT.maxother = 70
+_SHORT.maxlist = 4
+_SHORT.maxdict = 4
+_SHORT.maxlevel = 3
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,11 @@ class Place:
 
     @classmethod
     def of(cls, where: str | Place) -> Place:
-        return where if isinstance(where, Place) else cls(tuple(part for part in where.split(".") if part))
+        return (
+            where
+            if isinstance(where, Place)
+            else cls(tuple(part for part in where.split(".") if part))
+        )
 
     def __truediv__(self, key: Any) -> Place:
         return Place((*self.path, key), self.marks, self.folder)
@@ -39,14 +47,19 @@ class Place:
         return ".".join(str(key) if str(key).isprintable() else repr(key) for key in self.path)
 
     def source(self) -> str:
-        """``file:line`` or ``command line: a.b=c`` of the value or of the nearest thing around it; may be empty."""
+        """``file:line`` or ``command line: a.b=c`` of the value or of the nearest thing around it;
+        may be empty."""
         for length in range(len(self.path), -1, -1):
             if mark := self.marks.get(self.path[:length]):
                 return mark
         return ""
 
     def say(self, message: str, source: str | None = None) -> str:
-        return ": ".join(part for part in (self.source() if source is None else source, str(self), message) if part)
+        return ": ".join(
+            part
+            for part in (self.source() if source is None else source, str(self), message)
+            if part
+        )
 
 
 def show(value: Any) -> str:
@@ -97,7 +110,8 @@ def _text(value: Any, place: Place) -> str:
 
 
 def _path(value: Any, place: Place) -> Path:
-    """Relative to the working directory; a file that only lies beside the configuration file is found there."""
+    """Relative to the working directory; a file that only lies beside the configuration file is
+    found there."""
     if not isinstance(value, (str, Path)) or str(value) == "" or "\0" in str(value):
         raise ValueError
     path = Path(value)
@@ -110,7 +124,8 @@ def _path(value: Any, place: Place) -> Path:
 def exists(path: Path) -> bool:
     try:
         return path.exists()
-    except (OSError, ValueError):  # a name too long for the system, or with characters it cannot hold
+    # a name too long for the system, or with characters it cannot hold
+    except (OSError, ValueError):
         return False
 
 
@@ -122,24 +137,47 @@ def _nothing(value: Any, place: Place) -> None:
 def expected(kind: Any) -> str:
     """What to write, in words."""
     if isinstance(kind, tuple) or get_origin(kind) in (Union, UnionType):
-        names = [expected(choice) for choice in (kind if isinstance(kind, tuple) else get_args(kind))]
+        names = [
+            expected(choice) for choice in (kind if isinstance(kind, tuple) else get_args(kind))
+        ]
         return f"{', '.join(names[:-1])} or {names[-1]}"
     if get_origin(kind) is Annotated:
         base, *metadata = get_args(kind)
         plug_ins = [f"a {item.kind}" for item in metadata if isinstance(item, Registry)]
         return plug_ins[0] if plug_ins else expected(base)
     if get_origin(kind) is Literal:
-        return f"one of {', '.join(map(repr, get_args(kind)))}" if len(get_args(kind)) > 1 else repr(get_args(kind)[0])
+        return (
+            (f"one of {', '.join(map(repr, get_args(kind)))}")
+            if len(get_args(kind)) > 1
+            else repr(get_args(kind)[0])
+        )
     if is_dataclass(kind):
         return f"a mapping of {', '.join(options(kind))}"
     return _IN_WORDS.get(get_origin(kind) or kind, getattr(kind, "__name__", str(kind)))
 
 
 SCALARS: dict[Any, Callable[[Any, Place], Any]] = {
-    int: _integer, float: _number, bool: _truth, str: _text, Path: _path, NoneType: _nothing, None: _nothing,
-}  # fmt: skip
+    int: _integer,
+    float: _number,
+    bool: _truth,
+    str: _text,
+    Path: _path,
+    NoneType: _nothing,
+    None: _nothing,
+}
 _IN_WORDS = {
-    int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path", NoneType: "null",
-    None: "null", list: "a list", tuple: "a list", Sequence: "a list", Iterable: "a list", Collection: "a list",
-    dict: "a mapping", Mapping: "a mapping",
-}  # fmt: skip
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    Path: "a path",
+    NoneType: "null",
+    None: "null",
+    list: "a list",
+    tuple: "a list",
+    Sequence: "a list",
+    Iterable: "a list",
+    Collection: "a list",
+    dict: "a mapping",
+    Mapping: "a mapping",
+}

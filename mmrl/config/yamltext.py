@@ -1,6 +1,8 @@
-"""YAML with line numbers, without surprises: ``1e-4`` is a number, ``no`` and dates stay text, nothing is constructed.
+"""YAML with line numbers, without surprises: ``1e-4`` is a number, ``no`` and dates stay text,
+nothing is constructed.
 
-Scalars follow the core schema of YAML 1.2 (the YAML 1.1 that PyYAML speaks reads ``1e-4`` as text and ``no`` as false).
+Scalars follow the core schema of YAML 1.2 (the YAML 1.1 that PyYAML speaks reads ``1e-4`` as text
+and ``no`` as false).
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    quoted = not text.replace("\n", " ").isprintable()  # other line breaks and control characters need escapes
+    # other line breaks and control characters need escapes
+    quoted = not text.replace("\n", " ").isprintable()
     return dumper.represent_scalar(TAG + "str", text, style='"' if quoted else None)
 
 
@@ -54,7 +57,8 @@ def write(plain: Any) -> str:
 
 
 def read(text: str, source: str) -> tuple[Any, dict[tuple[Any, ...], int]]:
-    """The plain value and the line (from 1) of every path of keys. Raises UserError naming line and column."""
+    """The plain value and the line (from 1) of every path of keys. Raises UserError naming line and
+    column."""
     try:
         loader = _Loader(text)
         root = loader.get_single_node()
@@ -81,14 +85,21 @@ def _broken(error: yaml.MarkedYAMLError, text: str, source: str) -> str:
     remedy = "; indent with spaces, not tabs" if "'\\t'" in (error.problem or "") else ""
     shown = line if len(line) <= 100 else line[:100] + " ..."
     pointer = f"\n    {' ' * mark.column}^" if mark.column <= 100 else ""
-    return f"{source}:{number + 1}: column {mark.column + 1}: broken YAML: {reason}{remedy}\n    {shown}{pointer}"
+    return (
+        f"{source}:{number + 1}: column {mark.column + 1}: broken YAML: {reason}{remedy}\n    "
+        f"{shown}{pointer}"
+    )
 
 
 class _Reader:
     """Walks the nodes of one document."""
 
     def __init__(self, loader: _Loader, source: str, lines: dict[tuple[Any, ...], int]):
-        self.loader, self.source, self.lines, self.open, self.count = loader, source, lines, set(), 0
+        self.loader = loader
+        self.source = source
+        self.lines = lines
+        self.open = set()
+        self.count = 0
 
     def refuse(self, node: yaml.Node, message: str) -> UserError:
         return UserError(f"{self.source}:{node.start_mark.line + 1}: {message}")
@@ -121,20 +132,25 @@ class _Reader:
             key = self.scalar(key_node)
             if key in found:
                 first = self.lines[(*path, key)]
-                raise self.refuse(key_node, f"the key {show(key)} is given twice, first in line {first}; keep one")
+                raise self.refuse(
+                    key_node, f"the key {show(key)} is given twice, first in line {first}; keep one"
+                )
             self.lines[(*path, key)] = key_node.start_mark.line + 1
             found[key] = self.value(item, (*path, key))
         return found
 
     def scalar(self, node: yaml.ScalarNode) -> Any:
-        tag, text = node.tag.removeprefix(TAG), node.value
+        tag = node.tag.removeprefix(TAG)
+        text = node.value
         readers = {"str": str, "null": lambda _: None, "bool": _bool, "int": _int, "float": _float}
         if tag not in readers:
             raise self.refuse(node, f"the tag {node.tag} is not allowed; write plain values")
         try:
             return readers[tag](text)
         except (ValueError, KeyError) as error:
-            raise self.refuse(node, f"{show(text)} is not {'an int' if tag == 'int' else 'a ' + tag}") from error
+            raise self.refuse(
+                node, f"{show(text)} is not {'an int' if tag == 'int' else 'a ' + tag}"
+            ) from error
 
 
 def _bool(text: str) -> bool:

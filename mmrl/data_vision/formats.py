@@ -1,4 +1,5 @@
-"""From a row of a published format to a prompt: text or messages, images, video, and the right answer."""
+"""From a row of a published format to a prompt: text or messages, images, video, and the right
+answer."""
 
 from __future__ import annotations
 
@@ -16,19 +17,28 @@ ALIASES = {
     "answer": ("answer", "solution", "ground_truth"),
     "boxes": ("boxes", "bboxes"),
 }
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant",
-         "system": "system"}  # fmt: skip
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "system": "system",
+}
 DETECT = "Find every object of these kinds and give the box of each: {labels}."
 REFER = "Give the box of {expression}."
 
 
 def plain(row: Mapping[str, Any], fields: Mapping[str, str]) -> Prompt:
-    """A row of named values; ``fields`` says which name holds what. Other values stay as they are."""
+    """A row of named values; ``fields`` says which name holds what. Other values stay as they
+    are."""
     found = dict(row)
     for ours in {**ALIASES, **fields}:
         theirs = fields.get(ours)
         if theirs is not None and theirs not in row:
-            raise ValueError(f"no field {theirs!r} (fields.{ours}); it has {', '.join(map(str, row))}")
+            raise ValueError(
+                f"no field {theirs!r} (fields.{ours}); it has {', '.join(map(str, row))}"
+            )
         name = theirs or next((name for name in ALIASES[ours] if row.get(name) is not None), None)
         if name is not None:
             found.pop(name, None)
@@ -39,9 +49,11 @@ def plain(row: Mapping[str, Any], fields: Mapping[str, str]) -> Prompt:
 
 
 def conversation(row: Mapping[str, Any], fields: Mapping[str, str]) -> Prompt:
-    """LLaVA (``conversations`` of from and value), ShareGPT and Qwen (``messages`` of role and content, text or parts).
+    """LLaVA (``conversations`` of from and value), ShareGPT and Qwen (``messages`` of role and
+    content, text or parts).
 
-    The last turn, if it is the assistant's, is the right answer (unless the row has one); those before it are asked.
+    The last turn, if it is the assistant's, is the right answer (unless the row has one); those
+    before it are asked.
     """
     name = next(key for key in ("messages", "conversations") if key in row)
     rest = plain({key: value for key, value in row.items() if key != name}, fields)
@@ -65,20 +77,28 @@ def conversation(row: Mapping[str, Any], fields: Mapping[str, str]) -> Prompt:
 
 def _turn(turn: Any, index: int) -> dict[str, Any]:
     if not isinstance(turn, Mapping):
-        raise ValueError(f"turn {index} is {type(turn).__name__}, expected role and content, or from and value")
-    role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+        raise ValueError(
+            f"turn {index} is {type(turn).__name__}, expected role and content, or from and value"
+        )
+    role = turn.get("role", turn.get("from"))
+    content = turn.get("content", turn.get("value"))
     if role not in ROLES:
         raise ValueError(f"turn {index} is by {role!r}; known: {', '.join(ROLES)}")
     if not isinstance(content, (str, list)):
         raise ValueError(f"turn {index} has no text")
-    return {"role": ROLES[role], "content": content if isinstance(content, str) else [_part(p) for p in content]}
+    return {
+        "role": ROLES[role],
+        "content": content if isinstance(content, str) else [_part(p) for p in content],
+    }
 
 
 def _part(part: Any) -> dict[str, Any]:
     """A part as chat templates know it; parquet fills absent keys with None."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
-    kind = part.get("type") or next((k for k in ("image", "video", "text") if part.get(k) is not None), None)
+    kind = part.get("type") or next(
+        (k for k in ("image", "video", "text") if part.get(k) is not None), None
+    )
     if kind == "image_url":
         url = part["image_url"]
         return {"type": "image", "image": url["url"] if isinstance(url, Mapping) else url}
@@ -103,7 +123,8 @@ def _list(value: Any, name: str) -> list:
 
 
 def coco(data: Mapping[str, Any], question: str | None) -> Iterator[tuple[str, Any]]:
-    """Detection: a prompt an image, its boxes and labels; crowds are left out, and images without any box."""
+    """Detection: a prompt an image, its boxes and labels; crowds are left out, and images without
+    any box."""
     names = {kind["id"]: kind["name"] for kind in data.get("categories", ())}
     asked = (question or DETECT).format(labels=", ".join(dict.fromkeys(names.values())))
     for image, found in _annotated(data):
@@ -123,13 +144,21 @@ def coco(data: Mapping[str, Any], question: str | None) -> Iterator[tuple[str, A
 
 
 def refcoco(data: Mapping[str, Any], question: str | None) -> Iterator[tuple[str, Any]]:
-    """Referring expressions: a prompt an expression (``caption``, or ``sentences``), and the box of what it means."""
+    """Referring expressions: a prompt an expression (``caption``, or ``sentences``), and the box of
+    what it means."""
     for image, found in _annotated(data):
         for one in found:
             for said in expressions(one) or expressions(image):
-                yield f"annotation {one.get('id')}", lambda image=image, one=one, said=said: _sized(image) | {
-                    "text": (question or REFER).format(expression=said), "boxes": [corners(one["bbox"])],
-                }  # fmt: skip
+                yield (
+                    (f"annotation {one.get('id')}"),
+                    lambda image=image, one=one, said=said: (
+                        _sized(image)
+                        | {
+                            "text": (question or REFER).format(expression=said),
+                            "boxes": [corners(one["bbox"])],
+                        }
+                    ),
+                )
 
 
 def refers(row: Mapping[str, Any], question: str | None, fields: Mapping[str, str]) -> Prompt:
@@ -138,7 +167,10 @@ def refers(row: Mapping[str, Any], question: str | None, fields: Mapping[str, st
     if not said:
         raise ValueError("no expression: a caption, expression, ref or sentences")
     found = plain({k: v for k, v in row.items() if k not in ("bbox", *EXPRESSIONS)}, fields)
-    return found | {"text": (question or REFER).format(expression=said[0]), "boxes": [corners(row["bbox"])]}
+    return found | {
+        "text": (question or REFER).format(expression=said[0]),
+        "boxes": [corners(row["bbox"])],
+    }
 
 
 EXPRESSIONS = ("caption", "expression", "ref", "sentences")
@@ -147,7 +179,9 @@ EXPRESSIONS = ("caption", "expression", "ref", "sentences")
 def expressions(one: Mapping[str, Any]) -> list[str]:
     value = next((one[key] for key in EXPRESSIONS if one.get(key)), [])
     several = [value] if isinstance(value, str) else value
-    return [said if isinstance(said, str) else said.get("sent", said.get("raw")) for said in several]
+    return [
+        said if isinstance(said, str) else said.get("sent", said.get("raw")) for said in several
+    ]
 
 
 def corners(bbox: Any) -> list[float]:
@@ -164,7 +198,11 @@ def check(prompt: Mapping[str, Any]) -> None:
     if boxes is None:
         return
     for box in _list(boxes, "boxes"):
-        numbers = isinstance(box, (list, tuple)) and len(box) == 4 and all(isinstance(v, (int, float)) for v in box)
+        numbers = (
+            isinstance(box, (list, tuple))
+            and len(box) == 4
+            and all(isinstance(v, (int, float)) for v in box)
+        )
         if not numbers or not all(math.isfinite(v) for v in box):
             raise ValueError(f"box {box!r} is not four numbers [x0, y0, x1, y1]")
         if not (box[0] < box[2] and box[1] < box[3]):

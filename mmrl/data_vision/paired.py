@@ -1,4 +1,5 @@
-"""The data source ``paired``: something to understand and something to generate, drawn together (PairUni)."""
+"""The data source ``paired``: something to understand and something to generate, drawn together
+(PairUni)."""
 
 from __future__ import annotations
 
@@ -29,8 +30,11 @@ class Pairs(Curriculum):
     def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
         """``count`` prompts, neighbours being a pair."""
         if count % 2:
-            raise UserError(f"train.prompts {count}: pairs have two prompts each, so it must be even")
-        names, half = list(self.pairs), count // 2
+            raise UserError(
+                f"train.prompts {count}: pairs have two prompts each, so it must be even"
+            )
+        names = list(self.pairs)
+        half = count // 2
         turns = range(iteration * half, (iteration + 1) * half)
         return [self[i] for turn in turns for i in self.pairs[names[place(turn, len(names), seed)]]]
 
@@ -40,8 +44,8 @@ class Pairs(Curriculum):
 
 
 def families(prompts: Sequence[Prompt]) -> dict[str, str]:
-    """Name of a pair -> one name for all pairs that share a prompt, over any number of others: none of them may be
-    learned while another is held out."""
+    """Name of a pair -> one name for all pairs that share a prompt, over any number of others: none
+    of them may be learned while another is held out."""
     name = {prompt["pair"]: prompt["pair"] for prompt in prompts}
 
     def first(pair: str) -> str:
@@ -58,20 +62,24 @@ def families(prompts: Sequence[Prompt]) -> dict[str, str]:
 
 @DATA.register("paired")
 class Paired:
-    """Pairs of a prompt to understand and one to generate: both sides of a pair are in one batch (PairUni).
+    """Pairs of a prompt to understand and one to generate: both sides of a pair are in one batch
+    (PairUni).
 
-    path: a .jsonl, .json or .parquet file of rows with ``understand`` (text, images, answer ...), ``generate`` (text)
-    and perhaps ``similarity``, how alike the two are, 0 to 1; without one they are aligned, 1. images: the folder that
-    image paths start in; by default the file's own. held_out: the share of the pairs to hold out; pairs that
-    share a prompt stay on one side.
+    path: a .jsonl, .json or .parquet file of rows with ``understand`` (text, images, answer ...),
+    ``generate`` (text) and perhaps ``similarity``, how alike the two are, 0 to 1; without one they
+    are aligned, 1. images: the folder that image paths start in; by default the file's own.
+    held_out: the share of the pairs to hold out; pairs that share a prompt stay on one side.
     """
 
     train: Pairs
     held_out: list[Prompt]
 
     def __init__(
-        self, path: Path, images: Path | None = None, held_out: Annotated[float, Ge(0), Lt(1)] = SPLIT
-    ):  # fmt: skip
+        self,
+        path: Path,
+        images: Path | None = None,
+        held_out: Annotated[float, Ge(0), Lt(1)] = SPLIT,
+    ):
         self.images = Path(images) if images is not None else Path(path).parent
         found = [prompt for at, row in rows_of(Path(path)) for prompt in self._pair(at, row)]
         if not found:
@@ -82,7 +90,9 @@ class Paired:
 
     def _pair(self, at: str, row: Any) -> list[Prompt]:
         try:
-            if not isinstance(row, Mapping) or not all(isinstance(row.get(side), Mapping) for side in SIDES):
+            if not isinstance(row, Mapping) or not all(
+                isinstance(row.get(side), Mapping) for side in SIDES
+            ):
                 raise ValueError(f"a pair has the objects {' and '.join(SIDES)}")
             alike = 1.0 if row.get("similarity") is None else float(row["similarity"])
             if not 0 <= alike <= 1:
@@ -103,5 +113,8 @@ class Paired:
 
     def _file(self, name: Any) -> Any:
         if isinstance(name, str) and not (self.images / name).is_file():
-            raise ValueError(f"no file {self.images / name}; the option images names the folder that paths start in")
+            raise ValueError(
+                f"no file {self.images / name}; the option images names the folder "
+                f"that paths start in"
+            )
         return str((self.images / name).resolve()) if isinstance(name, str) else name

@@ -1,4 +1,5 @@
-"""Rows of jsonl, json and parquet files and of dataset folders, each with the place it stands at."""
+"""Rows of jsonl, json and parquet files and of dataset folders, each with the place it stands
+at."""
 
 from __future__ import annotations
 
@@ -11,22 +12,32 @@ from typing import Any
 from ..data import decoded
 from ..registry import UserError
 
-Row = tuple[str, Any]  # "file:line" (or file and row), and what stands there; a ValueError stands for itself
-LINES, WHOLE, TABLES = (".jsonl", ".ndjson"), (".json",), (".parquet", ".arrow")
+# "file:line" (or file and row), and what stands there; a ValueError stands for itself
+Row = tuple[str, Any]
+LINES = (".jsonl", ".ndjson")
+WHOLE = (".json",)
+TABLES = (".parquet", ".arrow")
 PARTS = {"train": ("train",), "test": ("test", "val", "validation", "eval")}
 
 
 def rows_of(path: Path) -> Iterator[Row]:
-    """Every row of a file, or of all tables of a folder, in order. Raises UserError for what cannot be read at all."""
+    """Every row of a file, or of all tables of a folder, in order. Raises UserError for what cannot
+    be read at all."""
     if path.is_dir():
         for file in tables(path):
             yield from rows_of(file)
         return
-    readers = {**dict.fromkeys(LINES, _lines), **dict.fromkeys(WHOLE, _whole), **dict.fromkeys(TABLES, _table)}
+    readers = {
+        **dict.fromkeys(LINES, _lines),
+        **dict.fromkeys(WHOLE, _whole),
+        **dict.fromkeys(TABLES, _table),
+    }
     reader = readers.get(path.suffix.lower())
     if reader is None:
         known = ", ".join(sorted(readers))
-        raise UserError(f"{path}: questions are read from {known}, or a folder that holds such files")
+        raise UserError(
+            f"{path}: questions are read from {known}, or a folder that holds such files"
+        )
     yield from reader(path)
 
 
@@ -36,11 +47,14 @@ def tables(folder: Path) -> list[Path]:
         found = sorted(folder.rglob(f"*{kind}"))
         if found:
             return found
-    raise UserError(f"{folder}: no questions there; expected train.jsonl, train.json, parquet or arrow files")
+    raise UserError(
+        f"{folder}: no questions there; expected train.jsonl, train.json, parquet or arrow files"
+    )
 
 
 def inside(folder: Path, part: str) -> Path | list[Path] | None:
-    """What a folder has for ``train`` or ``test``: a file, a folder of tables, or tables named after the part."""
+    """What a folder has for ``train`` or ``test``: a file, a folder of tables, or tables named
+    after the part."""
     for name in PARTS[part]:
         for kind in (*LINES, *WHOLE, *TABLES):
             if (folder / f"{name}{kind}").is_file():
@@ -64,17 +78,21 @@ def _lines(path: Path) -> Iterator[Row]:
 
 def _whole(path: Path) -> Iterator[Row]:
     """The objects of one JSON list, with the line at which each begins; a COCO file is one row."""
-    text, decoder = decoded(path), json.JSONDecoder()
-    at, number = _skip(text, 0), 1
+    text = decoded(path)
+    decoder = json.JSONDecoder()
+    at = _skip(text, 0)
+    number = 1
     if text[at : at + 1] != "[":
         try:
             yield str(path), json.loads(text)
         except (json.JSONDecodeError, RecursionError) as error:
             raise UserError(f"{path}: broken JSON: {error}") from error
         return
-    at, seen = _skip(text, at + 1), 0
+    at = _skip(text, at + 1)
+    seen = 0
     while text[at : at + 1] != "]":
-        number, seen = number + text.count("\n", seen, at), at
+        number = number + text.count("\n", seen, at)
+        seen = at
         try:
             value, at = decoder.raw_decode(text, at)
         except (json.JSONDecodeError, RecursionError) as error:
@@ -84,7 +102,9 @@ def _whole(path: Path) -> Iterator[Row]:
         if text[at : at + 1] == ",":
             at = _skip(text, at + 1)
         elif text[at : at + 1] != "]":
-            raise UserError(f"{path}:{number}: broken JSON: the list is not closed after this object")
+            raise UserError(
+                f"{path}:{number}: broken JSON: the list is not closed after this object"
+            )
 
 
 def _skip(text: str, at: int) -> int:

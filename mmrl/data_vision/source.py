@@ -22,13 +22,15 @@ SHOWN = 5  # broken rows in a message
 
 @DATA.register("vision")
 class Vision:
-    """Questions about images and videos: jsonl, json, parquet or data set folders, in the formats in use.
+    """Questions about images and videos: jsonl, json, parquet or data set folders, in the formats
+    in use.
 
-    path: a file, or a folder with train and test. images: the folder that image and video paths start in; by default
-    the file's own. format: auto tells them apart row by row. fields: which name of a row holds what, {text: problem}.
-    space: of the coordinates in the data: original, resized, rel1000, rel1. question: what is asked of COCO data,
-    with {labels} or {expression} in it. system: a system message for all. held_out: a second file, or the share of the
-    images to hold out; by default the folder's test part, else 5 %. broken: what happens if rows are.
+    path: a file, or a folder with train and test. images: the folder that image and video paths
+    start in; by default the file's own. format: auto tells them apart row by row. fields: which
+    name of a row holds what, {text: problem}. space: of the coordinates in the data: original,
+    resized, rel1000, rel1. question: what is asked of COCO data, with {labels} or {expression} in
+    it. system: a system message for all. held_out: a second file, or the share of the images to
+    hold out; by default the folder's test part, else 5 %. broken: what happens if rows are.
     """
 
     train: list[Prompt]
@@ -49,20 +51,31 @@ class Vision:
         path = Path(path)
         added = {"space": space, "system": system}
         self.added = {key: value for key, value in added.items() if value is not None}
-        self.format, self.fields, self.question, self.broken = format, fields or {}, question, broken
+        self.format = format
+        self.fields = fields or {}
+        self.question = question
+        self.broken = broken
         self.images = Path(images) if images is not None else path if path.is_dir() else path.parent
         part = (inside(path, "train") or path) if path.is_dir() else path
         found = self._read(part if isinstance(part, list) else [part])
         if held_out is None and path.is_dir():
             held_out = inside(path, "test")
         if isinstance(held_out, (str, Path, list)):
-            self.train, self.held_out = found, self._read(held_out if isinstance(held_out, list) else [Path(held_out)])
+            self.train, self.held_out = (
+                found,
+                self._read(held_out if isinstance(held_out, list) else [Path(held_out)]),
+            )
         else:
-            self.train, self.held_out = split(found, SPLIT if held_out is None else held_out, picture_of)
+            self.train, self.held_out = split(
+                found, SPLIT if held_out is None else held_out, picture_of
+            )
 
     def _read(self, files: Iterable[Path]) -> list[Prompt]:
-        """All prompts of these files. Raises UserError with the number of broken rows and the first few of them."""
-        files, found, problems = list(files), [], []
+        """All prompts of these files. Raises UserError with the number of broken rows and the first
+        few of them."""
+        files = list(files)
+        found = []
+        problems = []
         for place, make in self._rows(files):
             try:
                 found.append(self._finished(place, make()))
@@ -114,7 +127,10 @@ class Vision:
     def _finished(self, place: str, prompt: Prompt) -> Prompt:
         """With whole paths, checked."""
         if not isinstance(prompt.get("text"), str) or not prompt["text"].strip():
-            raise ValueError(f"no text (the question); it has {', '.join(prompt)}; name it with fields: {{text: ...}}")
+            raise ValueError(
+                f"no text (the question); it has {', '.join(prompt)}; name it with "
+                f"fields: {{text: ...}}"
+            )
         prompt = {**prompt, "text": prompt["text"].strip()}
         for key in ("images", "video"):
             if prompt.get(key) is not None:
@@ -134,11 +150,15 @@ class Vision:
             return turn
         media = ("image", "video", "path", "url")
         return turn | {
-            "content": [{k: self._medium(v) if k in media else v for k, v in part.items()} for part in turn["content"]]
+            "content": [
+                {k: self._medium(v) if k in media else v for k, v in part.items()}
+                for part in turn["content"]
+            ]
         }
 
     def _medium(self, source: Any) -> Any:
-        """A whole path, or what the row itself holds: a picture, or its bytes as parquet data sets have them."""
+        """A whole path, or what the row itself holds: a picture, or its bytes as parquet data sets
+        have them."""
         if isinstance(source, Mapping):
             if source.get("bytes") is None:
                 return self._medium(source["path"])
@@ -152,21 +172,28 @@ class Vision:
             raise ValueError(f"{name[:60]} is not a file; download it first")
         path = self.images / name  # a whole path stays
         if not path.is_file():
-            raise ValueError(f"no file {path}; the option images names the folder that paths start in")
+            raise ValueError(
+                f"no file {path}; the option images names the folder that paths start in"
+            )
         return str(path.resolve())
 
     def _complain(self, problems: list[str], count: int) -> None:
         if not problems:
             return
         more = f"\n    and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-        said = f"{len(problems)} of {count} rows are broken:\n    " + "\n    ".join(problems[:SHOWN]) + more
+        said = (
+            (f"{len(problems)} of {count} rows are broken:\n    ")
+            + "\n    ".join(problems[:SHOWN])
+            + more
+        )
         if self.broken == "error":
             raise UserError(f"{said}\n  mend them, or leave them out with broken: skip")
         warnings.warn(f"{said}\n  left out", stacklevel=4)
 
 
 def picture_of(prompt: Prompt) -> str:
-    """What a held-out split keeps together: questions about one picture or video; without any, equal texts."""
+    """What a held-out split keeps together: questions about one picture or video; without any,
+    equal texts."""
     first = next(iter([*(prompt.get("images") or ()), *in_messages(prompt)]), prompt.get("video"))
     if first is None:
         return prompt["text"]
@@ -175,7 +202,11 @@ def picture_of(prompt: Prompt) -> str:
 
 def in_messages(prompt: Prompt) -> list[Any]:
     """Images and videos that stand in the parts of a conversation, as Qwen's format has them."""
-    turns = [turn["content"] for turn in prompt.get("messages") or () if not isinstance(turn["content"], str)]
+    turns = [
+        turn["content"]
+        for turn in prompt.get("messages") or ()
+        if not isinstance(turn["content"], str)
+    ]
     parts = [part for turn in turns for part in turn if part.get("type") in ("image", "video")]
     keys = ("image", "video", "path", "url")
     return [part[key] for part in parts for key in keys if part.get(key) is not None]

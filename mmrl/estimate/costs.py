@@ -1,7 +1,8 @@
 """What an iteration needs of a device's memory, by a formula that is written out in docs/speed.md.
 
-Numbers are bytes. Rough on purpose: activations are counted by layers, tokens and width, which is right within a factor
-of two for transformers; the autoencoder's own activations and the models of rewards are not in it.
+Numbers are bytes. Rough on purpose: activations are counted by layers, tokens and width, which is
+right within a factor of two for transformers; the autoencoder's own activations and the models of
+rewards are not in it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import Any
 
 from ..options import TrainOptions
 
-KEPT = 34  # bytes a token and channel of a layer keeps in half precision (Korthikanti et al. 2022, without the scores)
+# bytes a token and channel of a layer keeps in half precision (Korthikanti et al. 2022, without the
+# scores)
+KEPT = 34
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2, "float64": 8}
 
 
@@ -54,7 +57,8 @@ def layers_of(policy: Any) -> tuple[Layers, ...]:
 
 def tokens_of(policy: Any) -> tuple[int, int]:
     """(tokens of the latents and of images beside them, tokens of text in the same sequence)."""
-    config, shape = policy.config, policy.shape
+    config = policy.config
+    shape = policy.shape
     frames = 1 if len(shape) == 3 else shape[1]  # channels, frames, height, width
     if policy.pipeline.startswith("CogVideoX"):  # frames come first
         frames = shape[0] // (config.patch_size_t or 1)
@@ -76,9 +80,12 @@ def _patch(policy: Any) -> int:
 
 
 def _unet(policy: Any) -> tuple[Layers, ...]:
-    """Levels of a UNet: a residual block keeps about a third of a transformer layer, attention as many as there are."""
-    config, pixels = policy.config, policy.shape[-2] * policy.shape[-1]
-    channels, found = config.block_out_channels, []
+    """Levels of a UNet: a residual block keeps about a third of a transformer layer, attention as
+    many as there are."""
+    config = policy.config
+    pixels = policy.shape[-2] * policy.shape[-1]
+    channels = config.block_out_channels
+    found = []
     each = config.transformer_layers_per_block
     for i, (width, kind) in enumerate(zip(channels, config.down_block_types)):
         attention = (each if isinstance(each, int) else each[i]) * ("CrossAttn" in kind)
@@ -89,7 +96,8 @@ def _unet(policy: Any) -> tuple[Layers, ...]:
 
 
 def activations(model: Model, rows: int, half: bool, checkpointing: bool) -> int:
-    """Of one pass with gradients: what its layers keep; with checkpointing the entry of each and one whole layer."""
+    """Of one pass with gradients: what its layers keep; with checkpointing the entry of each and
+    one whole layer."""
     size = 1 if half else 2
     whole = [KEPT * size * one.tokens * one.width * rows for one in model.layers]
     if not checkpointing:
@@ -99,12 +107,18 @@ def activations(model: Model, rows: int, half: bool, checkpointing: bool) -> int
 
 
 def memory(
-    model: Model, train: TrainOptions, rows: int, snapshots: int, stored: int, optimizer: int = 8, offload: bool = False
+    model: Model,
+    train: TrainOptions,
+    rows: int,
+    snapshots: int,
+    stored: int,
+    optimizer: int = 8,
+    offload: bool = False,
 ) -> dict[str, float | None]:
     """Bytes on one device by what they are for; None where a size is unknown.
 
-    rows: of a pass, guided ones twice. snapshots: copies of the trained weights. stored: bytes of the rollout's
-    latents. optimizer: bytes it keeps a parameter.
+    rows: of a pass, guided ones twice. snapshots: copies of the trained weights. stored: bytes of
+    the rollout's latents. optimizer: bytes it keeps a parameter.
     """
     half = train.precision != "fp32"
     of = lambda count, size: None if count is None else float(count * size)  # noqa: E731
@@ -116,7 +130,9 @@ def memory(
         "gradients": of(model.trained, 4 if model.adapters else frozen),
         "optimizer": of(model.trained, optimizer),
         "half-precision copies": of(model.parameters, 2) if half and frozen == 4 else 0.0,
-        "activations": float(activations(model, rows, half or frozen == 2, train.gradient_checkpointing)),
+        "activations": float(
+            activations(model, rows, half or frozen == 2, train.gradient_checkpointing)
+        ),
         "rollout": 0.0 if offload else float(stored),
         "autoencoder": of(model.decoder, 4),
         "encoders": of(model.encoders, frozen) if model.placement == "keep" else 0.0,
@@ -127,8 +143,8 @@ def memory(
 
 
 def peak(parts: dict[str, float | None], model: Model, shards: int = 1) -> float | None:
-    """Bytes at the fullest moment of an update; with ``shards`` > 1 weights, gradients and optimizer are shared out
-    (FSDP2). None if the network's size is unknown."""
+    """Bytes at the fullest moment of an update; with ``shards`` > 1 weights, gradients and
+    optimizer are shared out (FSDP2). None if the network's size is unknown."""
     if parts["network"] is None:
         return None
     shared = ("network", "adapters", "snapshots", "gradients", "optimizer")
@@ -136,6 +152,8 @@ def peak(parts: dict[str, float | None], model: Model, shards: int = 1) -> float
     update = whole + sum(parts[name] or 0.0 for name in shared) / shards
     encoding = 0.0
     if model.placement != "keep" and model.encoders:
-        resident = sum(parts[name] or 0.0 for name in shared) / shards + (parts["autoencoder"] or 0.0)
+        resident = sum(parts[name] or 0.0 for name in shared) / shards + (
+            parts["autoencoder"] or 0.0
+        )
         encoding = resident + model.encoders * BYTES[model.dtype]
     return math.ceil(max(update, encoding))

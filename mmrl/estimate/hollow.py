@@ -1,7 +1,9 @@
-"""A policy without its weights: the real constructor on config files, and an iteration of the real trainer to count.
+"""A policy without its weights: the real constructor on config files, and an iteration of the real
+trainer to count.
 
-The network is a single number, latents have one element, and everything else (times, windows, trees, objective,
-advantage, batches) is what the configuration says, so that forwards are counted, not estimated.
+The network is a single number, latents have one element, and everything else (times, windows,
+trees, objective, advantage, batches) is what the configuration says, so that forwards are counted,
+not estimated.
 """
 
 from __future__ import annotations
@@ -37,13 +39,19 @@ class Hollow(nn.Module):
         from diffusers.configuration_utils import FrozenDict
 
         super().__init__()
-        known = {name: p.default for name, p in inspect.signature(cls.__init__).parameters.items() if name != "self"}
-        self.config, self.of = FrozenDict({**known, **{k: v for k, v in config.items() if k in known}}), cls
+        known = {
+            name: p.default
+            for name, p in inspect.signature(cls.__init__).parameters.items()
+            if name != "self"
+        }
+        self.config = FrozenDict({**known, **{k: v for k, v in config.items() if k in known}})
+        self.of = cls
         self.weight = nn.Parameter(torch.ones(1))
 
 
 class _Weightless:
-    """Before a family in diffusers' folder format: its networks hollow, its autoencoder on the meta device."""
+    """Before a family in diffusers' folder format: its networks hollow, its autoencoder on the meta
+    device."""
 
     def load_part(self, name: str, subfolder: str, dtype: torch.dtype | None = None) -> Any:
         import diffusers
@@ -81,15 +89,21 @@ class _Counting:
 
 
 def hollow(entry: type[FolderPolicy], place: Path, options: dict[str, Any]) -> FolderPolicy:
-    """The policy that ``entry(path, **options)`` would be, from config files alone. Raises UserError as it does."""
-    own = {key: value for key, value in options.items() if key not in ("lora", "attention", "compile", "path")}
+    """The policy that ``entry(path, **options)`` would be, from config files alone. Raises
+    UserError as it does."""
+    own = {
+        key: value
+        for key, value in options.items()
+        if key not in ("lora", "attention", "compile", "path")
+    }
     cls = type(entry.__name__, (_Weightless, entry), {})
     return cls(path=str(place), **own)
 
 
 @dataclass(frozen=True)
 class Counted:
-    """One iteration of all processes: rows through the network, and what was kept of the weights."""
+    """One iteration of all processes: rows through the network, and what was kept of the
+    weights."""
 
     sampling: int
     training: int | None  # None: unknown
@@ -99,22 +113,45 @@ class Counted:
 
 
 def counted(policy: FlowPolicy, found: Config, options: TrainOptions) -> Counted:
-    """An iteration with this configuration's objective and advantage, on a hollow policy, whose latents it shrinks."""
+    """An iteration with this configuration's objective and advantage, on a hollow policy, whose
+    latents it shrinks."""
     policy.__class__ = type(type(policy).__name__, (_Counting, type(policy)), {})
-    policy.shape, policy.width, policy.memory = (1,) * len(policy.shape), None, None
+    policy.shape = (1,) * len(policy.shape)
+    policy.width = None
+    policy.memory = None
     plain = replace(
-        options, precision="fp32", gradient_checkpointing=False, micro_batch=None, iterations=1, lengths=(),
-        truth=None, overlap=1, gate=None, resample=0, constant=None,
-    )  # fmt: skip
+        options,
+        precision="fp32",
+        gradient_checkpointing=False,
+        micro_batch=None,
+        iterations=1,
+        lengths=(),
+        truth=None,
+        overlap=1,
+        gate=None,
+        resample=0,
+        constant=None,
+    )
     trainer = Trainer(
-        policy, [{"text": str(i)} for i in range(options.prompts)], Scorer({"none": _noise}),
-        found.build("advantage", ADVANTAGES), found.build("objective", OBJECTIVES),
-        partial(torch.optim.SGD, lr=0.0), plain,
-    )  # fmt: skip
+        policy,
+        [{"text": str(i)} for i in range(options.prompts)],
+        Scorer({"none": _noise}),
+        found.build("advantage", ADVANTAGES),
+        found.build("objective", OBJECTIVES),
+        partial(torch.optim.SGD, lr=0.0),
+        plain,
+    )
     kept = trainer.snapshots()
-    if isinstance(trainer.objective, Differentiates):  # what it does depends on its rewards' gradients
+    # what it does depends on its rewards' gradients
+    if isinstance(trainer.objective, Differentiates):
         rollout, _ = trainer.collect()
-        return Counted(policy.forwards, None, int(rollout.mask.sum()), trainer.plan.steps * options.epochs, kept)
+        return Counted(
+            policy.forwards,
+            None,
+            int(rollout.mask.sum()),
+            trainer.plan.steps * options.epochs,
+            kept,
+        )
     seen: dict[str, int] = {}
     trainer.collect = _watched(trainer.collect, policy, seen)
     metrics = trainer.iterate()

@@ -1,7 +1,8 @@
 """Architectures of published models: what their config files say, without their weights.
 
-``published.json`` holds, for every hub id in ``configs/``, the values by which a model differs from its class's
-defaults, the classes of its text encoders, and parameters counted from these on the meta device.
+``published.json`` holds, for every hub id in ``configs/``, the values by which a model differs from
+its class's defaults, the classes of its text encoders, and parameters counted from these on the
+meta device.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ FILE = Path(__file__).with_name("published.json")
 
 @cache
 def table() -> dict[str, Any]:
-    """``models`` by hub id, ``encoders`` by name, ``others``: models that are no diffusers folder."""
+    """``models`` by hub id, ``encoders`` by name, ``others``: models that are no diffusers
+    folder."""
     return json.loads(FILE.read_text())
 
 
@@ -32,7 +34,8 @@ def _made() -> tempfile.TemporaryDirectory:
 
 @cache
 def folder(name: str) -> Path | None:
-    """A diffusers folder of config files alone, as that hub id has them; None if it is not in the table."""
+    """A diffusers folder of config files alone, as that hub id has them; None if it is not in the
+    table."""
     known = table()["models"].get(name)
     if known is None:
         return None
@@ -50,7 +53,11 @@ def folder(name: str) -> Path | None:
 def encoders(name: str) -> int | None:
     """Parameters of a model's text and image encoders."""
     known = table()["models"].get(name)
-    return None if known is None else sum(table()["encoders"][one]["parameters"] for one in known["encoders"])
+    return (
+        None
+        if known is None
+        else sum(table()["encoders"][one]["parameters"] for one in known["encoders"])
+    )
 
 
 def on_meta(name: str, config: dict[str, Any]) -> nn.Module:
@@ -59,7 +66,9 @@ def on_meta(name: str, config: dict[str, Any]) -> nn.Module:
 
     cls = getattr(diffusers, name)
     with torch.device("meta"):
-        return cls.from_config({key: value for key, value in config.items() if key != "_class_name"})
+        return cls.from_config(
+            {key: value for key, value in config.items() if key != "_class_name"}
+        )
 
 
 def parameters(net: nn.Module) -> int:
@@ -71,7 +80,8 @@ def per_rank(net: nn.Module, suffixes: Sequence[str]) -> int:
     return sum(
         sum(layer.weight.shape)
         for name, layer in net.named_modules()
-        if isinstance(layer, nn.Linear) and any(name == s or name.endswith("." + s) for s in suffixes)
+        if isinstance(layer, nn.Linear)
+        and any(name == s or name.endswith("." + s) for s in suffixes)
     )
 
 

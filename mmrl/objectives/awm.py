@@ -38,13 +38,15 @@ SCORES = {  # (denoising error l [B, 1], time t [B, 1]) -> what stands for the l
 class AWM:
     """AWM: the clipped policy gradient with a weighted denoising error in place of the log-prob.
 
-    Xue et al. 2025, "Advantage Weighted Matching: Aligning RL with Pretraining in Diffusion Models". The ratio is
-    between the live and the sampling weights at the same time and noise; its log is minus the difference of errors.
+    Xue et al. 2025, "Advantage Weighted Matching: Aligning RL with Pretraining in Diffusion
+    Models". The ratio is between the live and the sampling weights at the same time and noise; its
+    log is minus the difference of errors.
 
-    weighting: of the error l at time t: uniform -l, t -l t, t2 -l t^2, huber about -sqrt(l) t, ghuber about
-    -4 l^(1/4) t. clip: range of the ratio, one number or [low, high]. kl, ema_kl: weights of the squared distances of
-    the velocity to the reference's and to that of the moving average of the weights, which ``train.ema`` keeps. draws,
-    times: how many times a sample is looked at, and which.
+    weighting: of the error l at time t: uniform -l, t -l t, t2 -l t^2, huber about -sqrt(l) t,
+    ghuber about -4 l^(1/4) t. clip: range of the ratio, one number or [low, high]. kl, ema_kl:
+    weights of the squared distances of the velocity to the reference's and to that of the moving
+    average of the weights, which ``train.ema`` keeps. draws, times: how many times a sample is
+    looked at, and which.
     """
 
     needs: ClassVar[str] = "gaussian"
@@ -58,25 +60,34 @@ class AWM:
     times: Annotated[TimeSampler, TIMES] = steps
 
     def __post_init__(self) -> None:
-        self.low, self.high = self.clip if isinstance(self.clip, (tuple, list)) else (self.clip, self.clip)
+        self.low, self.high = (
+            self.clip if isinstance(self.clip, (tuple, list)) else (self.clip, self.clip)
+        )
         positive("objective.awm", clip=min(self.low, self.high), advantage_clip=self.advantage_clip)
         looked_at = {"ref": self.kl, "ema": self.ema_kl}
         self.behaviour = "live"
         self.snapshots = ("old", *(name for name, weight in looked_at.items() if weight))
-        self.score, self.surrogate = SCORES[self.weighting], clipped(self.low, self.high)
+        self.score = SCORES[self.weighting]
+        self.surrogate = clipped(self.low, self.high)
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         return noised(policy, rollout, rng, self.times, self.draws)
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
-        dist, old, t = policy.dist(point), frozen(policy, "old", point), point.time
+        dist = policy.dist(point)
+        old = frozen(policy, "old", point)
+        t = point.time
         if t is None:
             velocity(dist)  # says that tokens have none
-        new, before = (self.score(error(d, point).double(), t[:, None].double()) for d in (dist, old))
+        new, before = (
+            self.score(error(d, point).double(), t[:, None].double()) for d in (dist, old)
+        )
         ratio = (new - before).detach().exp()
         observe("log_ratio", new - before, point.mask)
         observe("ratio", ratio, point.mask)
-        observe("clip_fraction", ((ratio > 1 + self.high) | (ratio < 1 - self.low)).double(), point.mask)
+        observe(
+            "clip_fraction", ((ratio > 1 + self.high) | (ratio < 1 - self.low)).double(), point.mask
+        )
         advantage = point.advantage.clamp(-self.advantage_clip, self.advantage_clip)
         loss = self.surrogate(new, before, advantage, point.mask)
         loss = loss.to(torch.promote_types(advantage.dtype, torch.float32))

@@ -1,7 +1,8 @@
-"""What an objective is: where to evaluate the policy (``points``) and what to minimise there (``loss``).
+"""What an objective is: where to evaluate the policy (``points``) and what to minimise there
+(``loss``).
 
-A loss is elementwise, [B, L]. Masks, means over the global batch, micro-batches and gradient accumulation are the
-trainer's business alone, so that none of them changes the gradient.
+A loss is elementwise, [B, L]. Masks, means over the global batch, micro-batches and gradient
+accumulation are the trainer's business alone, so that none of them changes the gradient.
 """
 
 from __future__ import annotations
@@ -21,18 +22,20 @@ from ..weights import Weights
 
 
 class Objective(Protocol):
-    """``behaviour`` names the weights that sample ("live" or a snapshot); ``snapshots`` those it needs kept.
+    """``behaviour`` names the weights that sample ("live" or a snapshot); ``snapshots`` those it
+    needs kept.
 
-    A class may say by ``reads`` which states of a path it looks at, so that the others need not be kept: "path" (all,
-    also where nothing is said), "decisions" (before and after each), or "sample" (only the finished one).
+    A class may say by ``reads`` which states of a path it looks at, so that the others need not be
+    kept: "path" (all, also where nothing is said), "decisions" (before and after each), or "sample"
+    (only the finished one).
     """
 
     behaviour: str
     snapshots: tuple[str, ...]
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
-        """The states to evaluate for these rows, a function of these arguments: they may be made more than once in a
-        step. All its points have tensors of one shape."""
+        """The states to evaluate for these rows, a function of these arguments: they may be made
+        more than once in a step. All its points have tensors of one shape."""
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
         """[B, L] elementwise."""
@@ -40,13 +43,15 @@ class Objective(Protocol):
 
 @runtime_checkable
 class Coupled(Protocol):
-    """An objective whose loss of one row needs the others of its group, such as a preference inside the group.
+    """An objective whose loss of one row needs the others of its group, such as a preference inside
+    the group.
 
-    Every optimizer step then holds whole groups. Before it, ``measure`` is evaluated without gradient on every pass;
-    ``couple`` sees all of this process's points of the step at once and returns them ready for the elementwise
-    ``loss``, with the weights it found in place of the advantage or in ``known``, say. So micro-batches still change
-    nothing. ``couple`` may make collective calls: a process without rows gets its idle points, of which nothing is
-    kept. A class whose options decide says by ``couples`` whether it does.
+    Every optimizer step then holds whole groups. Before it, ``measure`` is evaluated without
+    gradient on every pass; ``couple`` sees all of this process's points of the step at once and
+    returns them ready for the elementwise ``loss``, with the weights it found in place of the
+    advantage or in ``known``, say. So micro-batches still change nothing. ``couple`` may make
+    collective calls: a process without rows gets its idle points, of which nothing is kept. A class
+    whose options decide says by ``couples`` whether it does.
     """
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
@@ -58,10 +63,12 @@ class Coupled(Protocol):
 
 @runtime_checkable
 class Lagging(Protocol):
-    """An objective whose snapshot ``old`` follows the live weights slowly; otherwise it is copied every iteration."""
+    """An objective whose snapshot ``old`` follows the live weights slowly; otherwise it is copied
+    every iteration."""
 
     def old_decay(self, step: int) -> float:
-        """After an iteration, at optimizer step ``step``: old = decay * old + (1 - decay) * live."""
+        """After an iteration, at optimizer step ``step``: old = decay * old + (1 - decay) *
+        live."""
 
 
 @runtime_checkable
@@ -71,25 +78,29 @@ class Revisiting(Protocol):
     def revisit(self, weights: Weights, iteration: int, rng: Rng) -> None:
         """Before iteration ``iteration`` (from 0): update the snapshots; choose ``behaviour`` anew.
 
-        ``rng`` belongs to the iteration and is the same on all processes, so that nothing but the snapshots need be
-        saved. Called twice for one iteration it does nothing more.
+        ``rng`` belongs to the iteration and is the same on all processes, so that nothing but the
+        snapshots need be saved. Called twice for one iteration it does nothing more.
         """
 
 
 @runtime_checkable
 class Shaping(Protocol):
-    """An objective that changes the rewards before they are compared, such as by the KL of every sample."""
+    """An objective that changes the rewards before they are compared, such as by the KL of every
+    sample."""
 
     def shaped(self, policy: Policy, rollout: Rollout, rewards: Rewards) -> Rewards:
-        """Under the weights that sampled, without gradient; all processes have equally many rows."""
+        """Under the weights that sampled, without gradient; all processes have equally many
+        rows."""
 
 
 @runtime_checkable
 class Adaptive(Protocol):
-    """An objective that learns something itself. What it knows is saved: ``state_dict`` is plain data, fit for JSON."""
+    """An objective that learns something itself. What it knows is saved: ``state_dict`` is plain
+    data, fit for JSON."""
 
     def adapt(self, iteration: int, metrics: dict[str, float]) -> None:
-        """After iteration number ``iteration`` (from 0), with what was logged of it; may add to it."""
+        """After iteration number ``iteration`` (from 0), with what was logged of it; may add to
+        it."""
 
     def state_dict(self) -> dict[str, Any]: ...
 

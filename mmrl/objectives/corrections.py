@@ -1,4 +1,5 @@
-"""When another engine, or older weights, sampled: weights and masks that keep the gradient honest."""
+"""When another engine, or older weights, sampled: weights and masks that keep the gradient
+honest."""
 
 from __future__ import annotations
 
@@ -19,10 +20,11 @@ from .surrogates import row_mean, row_sum
 class Importance:
     """Truncated importance correction: the loss times w = p_policy / p_sampler of what was sampled.
 
-    level: token; sequence, the product over the row (TRL); or geometric, the mean of the logarithms, which ms-swift
-    calls sequence (it is far closer to 1: at 0.01 a token, 500 tokens make e^5 of a product). beyond: what happens to
-    w above ``high`` or below ``low``: it is truncated, or its decisions leave the loss (mask). Yao et al. 2025, "Your
-    efficient RL framework secretly brings you off-policy RL training"; Zheng et al. 2025, IcePop.
+    level: token; sequence, the product over the row (TRL); or geometric, the mean of the
+    logarithms, which ms-swift calls sequence (it is far closer to 1: at 0.01 a token, 500 tokens
+    make e^5 of a product). beyond: what happens to w above ``high`` or below ``low``: it is
+    truncated, or its decisions leave the loss (mask). Yao et al. 2025, "Your efficient RL framework
+    secretly brings you off-policy RL training"; Zheng et al. 2025, IcePop.
     """
 
     level: Literal["token", "sequence", "geometric"] = "token"
@@ -36,7 +38,9 @@ class Importance:
             return torch.ones_like(point.logprob)
         gap = point.logprob - point.sampled
         if self.level != "token":
-            gap = (row_sum if self.level == "sequence" else row_mean)(gap, point.mask).expand_as(gap)
+            gap = (row_sum if self.level == "sequence" else row_mean)(gap, point.mask).expand_as(
+                gap
+            )
         weight = gap.clamp(max=60.0).exp()
         observe("importance", weight, point.mask)
         if self.beyond == "truncate":
@@ -49,7 +53,8 @@ class Importance:
 
 
 def off_policy(logp: Tensor, point: Point, threshold: float) -> Tensor:
-    """[B, L] 1, or 0 for rows with A < 0 whose mean log(p_sampler / p) exceeds the threshold (DeepSeek-V3.2, OPSM)."""
+    """[B, L] 1, or 0 for rows with A < 0 whose mean log(p_sampler / p) exceeds the threshold
+    (DeepSeek-V3.2, OPSM)."""
     behaviour = point.logprob if point.sampled is None else point.sampled
     far = row_mean((behaviour - logp.detach()), point.mask) > threshold
     dropped = (far & (point.advantage < 0)).expand_as(logp)

@@ -1,7 +1,8 @@
 """Clip-Cov and KL-Cov: the few tokens whose log-prob and advantage covary most are held back.
 
-Cui et al. 2025, "The entropy mechanism of reinforcement learning for reasoning language models". The covariance of a
-token is (log p - mean log p) (A - mean A), the means over all tokens of the step.
+Cui et al. 2025, "The entropy mechanism of reinforcement learning for reasoning language models".
+The covariance of a token is (log p - mean log p) (A - mean A), the means over all tokens of the
+step.
 """
 
 from __future__ import annotations
@@ -34,10 +35,14 @@ class _Covariance(Text):
     def couple(self, point: Point, measured: Tensor) -> Point:
         """``known`` [B, L]: 1 for the tokens that are held back."""
         advantage = point.advantage.expand_as(measured)
-        every = all_gather_rows(torch.stack([measured[point.mask], advantage[point.mask]], 1))  # [N, 2]
+        # [N, 2]
+        every = all_gather_rows(torch.stack([measured[point.mask], advantage[point.mask]], 1))
         mean = every.mean(0)
         covariance = (measured - mean[0]) * (advantage - mean[1])
-        chosen = self.chosen((every - mean).prod(1), covariance, self._free(point, measured)) & point.mask
+        chosen = (
+            self.chosen((every - mean).prod(1), covariance, self._free(point, measured))
+            & point.mask
+        )
         observe("held_back", chosen.double(), point.mask)
         return point.replace(known=chosen.to(measured))
 
@@ -48,19 +53,24 @@ class _Covariance(Text):
 
 @OBJECTIVES.register("clip_cov")
 class ClipCov(_Covariance):
-    """Clip-Cov: a random few tokens of high covariance have no gradient; the others PPO's clipped ratio.
+    """Clip-Cov: a random few tokens of high covariance have no gradient; the others PPO's clipped
+    ratio.
 
-    share: how many, of all tokens of the step; those that the ratio's clip left without gradient are not drawn.
-    low, high: between which their covariance lies. Others as in text.
+    share: how many, of all tokens of the step; those that the ratio's clip left without gradient
+    are not drawn. low, high: between which their covariance lies. Others as in text.
     """
 
     def __init__(self, share: Share = 2e-4, low: float = 1.0, high: float = 5.0, **options: Any):
         super().__init__(**options)
-        self.share, self.low, self.high = share, low, high
+        self.share = share
+        self.low = low
+        self.high = high
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         for point in super().points(policy, rollout, rng):
-            yield point.replace(known=rng.uniform(point.row, (point.mask.shape[1],)).to(point.logprob))
+            yield point.replace(
+                known=rng.uniform(point.row, (point.mask.shape[1],)).to(point.logprob)
+            )
 
     def chosen(self, every: Tensor, covariance: Tensor, point: Point) -> Tensor:
         """The ``share`` with the smallest of their random numbers, among those in the window."""
@@ -70,7 +80,8 @@ class ClipCov(_Covariance):
         return inside & (point.known <= draws[count - 1]) if count else torch.zeros_like(inside)
 
     def _free(self, point: Point, measured: Tensor) -> Point:
-        """Without the tokens that are clipped: held back, they would use up the share and change nothing."""
+        """Without the tokens that are clipped: held back, they would use up the share and change
+        nothing."""
         recorded = torch.where(point.mask, point.logprob, 0.0)
         clipped = without_slope(self.surrogate, measured, point.old(measured, recorded), point)
         return point.replace(mask=point.mask & ~clipped)
@@ -84,18 +95,24 @@ class ClipCov(_Covariance):
 class KLCov(_Covariance):
     """KL-Cov: the tokens of highest covariance pay for |log ratio|; no ratio is clipped.
 
-    share: how many, of all tokens of the step. weight: of |log ratio|. Others as in text, which has no surrogate here.
+    share: how many, of all tokens of the step. weight: of |log ratio|. Others as in text, which has
+    no surrogate here.
     """
 
     not_options = ("surrogate",)
 
     def __init__(self, share: Share = 2e-4, weight: Annotated[float, Ge(0)] = 1.0, **options: Any):
         super().__init__(**options)
-        self.share, self.weight = share, weight
+        self.share = share
+        self.weight = weight
 
     def chosen(self, every: Tensor, covariance: Tensor, point: Point) -> Tensor:
         count = min(max(int(self.share * len(every)), 1), len(every))
-        return covariance >= every.sort(descending=True).values[count - 1] if count else torch.zeros_like(point.mask)
+        return (
+            covariance >= every.sort(descending=True).values[count - 1]
+            if count
+            else torch.zeros_like(point.mask)
+        )
 
     def policy_loss(self, logp: Tensor, old: Tensor, point: Point) -> Tensor:
         held = torch.zeros_like(logp) if point.known is None else point.known

@@ -26,17 +26,20 @@ from .times import TimeSampler, steps
 @OBJECTIVES.register("crd")
 @dataclass
 class CRD:
-    """CRD: the implicit reward of the model, centred over a group, is fitted to the reward, centred alike.
+    """CRD: the implicit reward of the model, centred over a group, is fitted to the reward, centred
+    alike.
 
-    Flow-Factory's "Centered Reward Distillation". With q the denoising error over its mean absolute value, the implicit
-    reward is r = -(q - q_old) and the wanted one a = 1/2 + A / (2 advantage_clip); both are centred by their mean under
-    weights p, and (beta r_c - a_c)^2 ("mse") or the cross-entropy of sigmoid(beta r_c) with sigmoid(a_c) ("bce") is
-    minimised. temperature: None has equal weights, else p = softmax(a / temperature), and once more with the sign
-    turned; 0 is what the published code's 0 comes to, softmax(a), and once more equal weights. centre: over the group,
-    or as published over all rows of an optimizer step.
+    Flow-Factory's "Centered Reward Distillation". With q the denoising error over its mean absolute
+    value, the implicit reward is r = -(q - q_old) and the wanted one a = 1/2 + A / (2
+    advantage_clip); both are centred by their mean under weights p, and (beta r_c - a_c)^2 ("mse")
+    or the cross-entropy of sigmoid(beta r_c) with sigmoid(a_c) ("bce") is minimised. temperature:
+    None has equal weights, else p = softmax(a / temperature), and once more with the sign turned; 0
+    is what the published code's 0 comes to, softmax(a), and once more equal weights. centre: over
+    the group, or as published over all rows of an optimizer step.
 
-    kl: weight of the squared distance of the velocity to the reference's, whose guidance is ``ref_guidance``.
-    lag: after step n, old = min(lag_first + lag n, lag_most) old + the rest of the live weights.
+    kl: weight of the squared distance of the velocity to the reference's, whose guidance is
+    ``ref_guidance``. lag: after step n, old = min(lag_first + lag n, lag_most) old + the rest of
+    the live weights.
     """
 
     needs: ClassVar[str] = "gaussian"
@@ -55,8 +58,14 @@ class CRD:
     lag_most: Annotated[float, Ge(0)] = 0.999
 
     def __post_init__(self) -> None:
-        positive("objective.crd", beta=self.beta, advantage_clip=self.advantage_clip, temperature=self.temperature or 1)
-        self.behaviour, self.snapshots = "live", ("old", "ref") if self.kl else ("old",)
+        positive(
+            "objective.crd",
+            beta=self.beta,
+            advantage_clip=self.advantage_clip,
+            temperature=self.temperature or 1,
+        )
+        self.behaviour = "live"
+        self.snapshots = ("old", "ref") if self.kl else ("old",)
 
     def old_decay(self, step: int) -> float:
         return min(self.lag_first + self.lag * step, self.lag_most)
@@ -70,14 +79,18 @@ class CRD:
         return torch.cat([old - _scaled(velocity(policy.dist(point)), point.target), old], 1)
 
     def couple(self, point: Point, measured: Tensor) -> Point:
-        """In place of the advantage: for each direction the centred wanted reward and the centre of the model's."""
+        """In place of the advantage: for each direction the centred wanted reward and the centre of
+        the model's."""
         measured, old = measured.to(point.advantage.device).split(1, 1)
-        wanted, group = self._wanted(point.advantage), comparisons(point)
+        wanted = self._wanted(point.advantage)
+        group = comparisons(point)
         there = point.mask.any(1, keepdim=True)  # an idle process's row counts nothing
 
         def total(x: Tensor) -> Tensor:
             """[B, 1] the sum over those that x [B, 1] is compared with."""
-            return summed(x, group)[group] if self.centre == "group" else all_sum(x.sum()).expand_as(x)
+            return (
+                summed(x, group)[group] if self.centre == "group" else all_sum(x.sum()).expand_as(x)
+            )
 
         found = []
         for slope in self._slopes():
@@ -94,12 +107,16 @@ class CRD:
         target = point.advantage
         if target.shape[1] == 1:
             target = torch.cat([self._wanted(target) - 0.5, torch.zeros_like(target)], 1)
-        each = [self._fit(self.beta * (implicit - target[:, i + 1 : i + 2]), target[:, i : i + 1])
-                for i in range(0, target.shape[1], 2)]  # fmt: skip
+        each = [
+            self._fit(self.beta * (implicit - target[:, i + 1 : i + 2]), target[:, i : i + 1])
+            for i in range(0, target.shape[1], 2)
+        ]
         loss = torch.stack(each).mean(0) * self.advantage_clip / self.beta
         if not self.kl:
             return loss
-        distance = mean_square(v - velocity(frozen(policy, "ref", point.replace(guidance=self.ref_guidance))))
+        distance = mean_square(
+            v - velocity(frozen(policy, "ref", point.replace(guidance=self.ref_guidance)))
+        )
         observe("kl", distance, point.mask)
         return loss + self.kl * distance
 
@@ -110,7 +127,9 @@ class CRD:
         return 1 / self.temperature, -1 / self.temperature
 
     def _wanted(self, advantage: Tensor) -> Tensor:
-        return 0.5 + advantage.clamp(-self.advantage_clip, self.advantage_clip) / (2 * self.advantage_clip)
+        return 0.5 + advantage.clamp(-self.advantage_clip, self.advantage_clip) / (
+            2 * self.advantage_clip
+        )
 
     def _old(self, policy: Policy, point: Point) -> Tensor:
         """[B, 1] q_old."""
@@ -119,7 +138,9 @@ class CRD:
     def _fit(self, implicit: Tensor, wanted: Tensor) -> Tensor:
         if self.form == "mse":
             return (implicit - wanted) ** 2
-        return torch.nn.functional.binary_cross_entropy_with_logits(implicit, wanted.sigmoid(), reduction="none")
+        return torch.nn.functional.binary_cross_entropy_with_logits(
+            implicit, wanted.sigmoid(), reduction="none"
+        )
 
 
 def _scaled(v: Tensor, target: Tensor) -> Tensor:

@@ -26,17 +26,19 @@ from .times import TimeSampler, early_steps
 @OBJECTIVES.register("dgpo")
 @dataclass
 class DGPO:
-    """DGPO: the good half of a group is preferred to the bad half, by denoising errors at shared noise.
+    """DGPO: the good half of a group is preferred to the bad half, by denoising errors at shared
+    noise.
 
-    Luo et al. 2025, "Reinforcing Diffusion Models by Direct Group Preference Optimization". With d the denoising
-    error, S = sum_i A_i beta (d_i - d_i^ref) / G over the G samples of a group, minimises mean_i sigmoid(S) A_i d_i,
-    whose gradient is that of (1 / beta) mean_g softplus(S_g).
+    Luo et al. 2025, "Reinforcing Diffusion Models by Direct Group Preference Optimization". With d
+    the denoising error, S = sum_i A_i beta (d_i - d_i^ref) / G over the G samples of a group,
+    minimises mean_i sigmoid(S) A_i d_i, whose gradient is that of (1 / beta) mean_g softplus(S_g).
 
-    clip: a sample's error gives no gradient once exp(d^old - d) has moved by that much in its direction; null: always.
-    reference: the weights of d^ref: those of the start, guided by ``ref_guidance``, or the old ones, a moving average.
-    kl: weight of the squared distance of the velocity to that of the weights of the start, guided likewise.
-    draws, times: how many times of the forward process a sample is looked at, and which. behaviour: the weights that
-    sample. lag: after step n, old = min(lag_most, lag n) old + the rest of the live weights.
+    clip: a sample's error gives no gradient once exp(d^old - d) has moved by that much in its
+    direction; null: always. reference: the weights of d^ref: those of the start, guided by
+    ``ref_guidance``, or the old ones, a moving average. kl: weight of the squared distance of the
+    velocity to that of the weights of the start, guided likewise. draws, times: how many times of
+    the forward process a sample is looked at, and which. behaviour: the weights that sample. lag:
+    after step n, old = min(lag_most, lag n) old + the rest of the live weights.
     """
 
     needs: ClassVar[str] = "gaussian"
@@ -54,7 +56,12 @@ class DGPO:
     lag_most: Annotated[float, Ge(0)] = 0.3
 
     def __post_init__(self) -> None:
-        positive("objective.dgpo", beta=self.beta, advantage_clip=self.advantage_clip, clip=self.clip or 1.0)
+        positive(
+            "objective.dgpo",
+            beta=self.beta,
+            advantage_clip=self.advantage_clip,
+            clip=self.clip or 1.0,
+        )
         lagging = self.clip or "old" in (self.behaviour, self.reference)
         self.snapshots = (*(("old",) if lagging else ()), *(("ref",) if self._based else ()))
 
@@ -65,8 +72,8 @@ class DGPO:
         return noised(policy, rollout, rng, self.times, self.draws, shared=True)
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
-        """[B, 2 + D]: by how much the error exceeds the reference's; to clip, the error under the old weights; and the
-        velocity of the start's weights, which ``loss`` wants again."""
+        """[B, 2 + D]: by how much the error exceeds the reference's; to clip, the error under the
+        old weights; and the velocity of the start's weights, which ``loss`` wants again."""
         live = error(policy.dist(point), point)
         lagging = self.clip or self.reference == "old"
         old = error(frozen(policy, "old", point), point) if lagging else torch.zeros_like(live)
@@ -83,7 +90,9 @@ class DGPO:
         weight = score.sigmoid()[group]
         observe("dgpo/weight", weight, point.mask)
         known = start.view_as(point.target) if self.kl else None
-        return point.replace(advantage=weight * advantage, logprob=-old if self.clip else None, known=known)
+        return point.replace(
+            advantage=weight * advantage, logprob=-old if self.clip else None, known=known
+        )
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
         """Before ``couple`` all weights are 1 and nothing is clipped."""

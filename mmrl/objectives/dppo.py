@@ -25,12 +25,13 @@ CLAMP = 0.99  # of the time in the published standard deviation
 @OBJECTIVES.register("flow_dppo")
 @dataclass
 class FlowDPPO:
-    """Flow-DPPO: -A rho, dropped where the KL to the old policy is large and the step would enlarge it.
+    """Flow-DPPO: -A rho, dropped where the KL to the old policy is large and the step would enlarge
+    it.
 
-    As in Tencent's UniRL (2026). The KL is mean_d (mu - mu_old)^2 / (2 std^2), a mean over the dimensions; a decision
-    is dropped if it reaches ``threshold`` while rho > 1 and A > 0, or rho < 1 and A < 0. Nothing else is clipped.
-    std: "exact" is that of the step; "published" is flow_sde's with the time clamped to 0.99 in its denominator; "one"
-    leaves it out.
+    As in Tencent's UniRL (2026). The KL is mean_d (mu - mu_old)^2 / (2 std^2), a mean over the
+    dimensions; a decision is dropped if it reaches ``threshold`` while rho > 1 and A > 0, or rho <
+    1 and A < 0. Nothing else is clipped. std: "exact" is that of the step; "published" is
+    flow_sde's with the time clamped to 0.99 in its denominator; "one" leaves it out.
     """
 
     threshold: float = 1e-5
@@ -41,14 +42,18 @@ class FlowDPPO:
     reads: ClassVar[str] = "decisions"
 
     def __post_init__(self) -> None:
-        positive("objective.flow_dppo", threshold=self.threshold, advantage_clip=self.advantage_clip)
-        self.behaviour, self.snapshots = "live", ("old",)
+        positive(
+            "objective.flow_dppo", threshold=self.threshold, advantage_clip=self.advantage_clip
+        )
+        self.behaviour = "live"
+        self.snapshots = ("old",)
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         return policy.path(rollout)
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
-        dist, old = policy.dist(point), frozen(policy, "old", point)
+        dist = policy.dist(point)
+        old = frozen(policy, "old", point)
         kl = mean_square(velocity(dist) - velocity(old)) / (2 * self._variance(dist, point))
         logp = dist.log_prob(point.target)
         advantage = point.advantage.clamp(-self.advantage_clip, self.advantage_clip)
@@ -63,12 +68,16 @@ class FlowDPPO:
             return torch.ones_like(point.logprob)
         if self.std == "exact":
             return dist.std.flatten(1).clamp_min(TINY) ** 2
-        t, step = point.time, point.time - point.next_time
+        t = point.time
+        step = point.time - point.next_time
         return (point.eta**2 * t / (1 - t.clamp(max=CLAMP)) * step).clamp_min(TINY**2)[:, None]
 
 
-def gated(threshold: float, logp: Tensor, old: Tensor, advantage: Tensor, kl: Tensor, mask: Tensor) -> Tensor:
-    """-A rho, or 0 where kl >= threshold and the update would move rho further from 1. All [B, L]."""
+def gated(
+    threshold: float, logp: Tensor, old: Tensor, advantage: Tensor, kl: Tensor, mask: Tensor
+) -> Tensor:
+    """-A rho, or 0 where kl >= threshold and the update would move rho further from 1. All [B,
+    L]."""
     ratio = (logp - old).exp()
     away = ((ratio > 1) & (advantage > 0)) | ((ratio < 1) & (advantage < 0))
     dropped = away & (kl >= threshold)

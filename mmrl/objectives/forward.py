@@ -1,4 +1,5 @@
-"""What the forward-process objectives share: noise a finished sample, compare the velocity with what was added.
+"""What the forward-process objectives share: noise a finished sample, compare the velocity with
+what was added.
 
 They need no log-probs of the path, so any deterministic solver may have sampled.
 """
@@ -22,17 +23,26 @@ from .times import TimeSampler
 def noised(
     policy: Policy, rollout: Rollout, rng: Rng, times: TimeSampler, draws: int, shared: bool = False
 ) -> Iterator[Point]:
-    """``draws`` times a row (fewer if the sampler has fewer), each with fresh noise; or shared in each group."""
+    """``draws`` times a row (fewer if the sampler has fewer), each with fresh noise; or shared in
+    each group."""
     name = first_of_group(rollout) if shared else rollout.row
     when = times(rng.fold("time"), name, draws, rollout.time)  # [B, D]
-    found = (policy.renoise(rollout, rng.fold("noise", j), t, shared) for j, t in enumerate(when.unbind(1)))
-    return (point.replace(length=point.length * when.shape[1]) for points in found for point in points)
+    found = (
+        policy.renoise(rollout, rng.fold("noise", j), t, shared)
+        for j, t in enumerate(when.unbind(1))
+    )
+    return (
+        point.replace(length=point.length * when.shape[1]) for points in found for point in points
+    )
 
 
 def velocity(dist: Dist) -> Tensor:
     """[B, *] what the network predicts at a re-noised state."""
     if not isinstance(dist, Gaussian):
-        raise UserError("this objective compares velocities: it is for flow and diffusion models, not for token models")
+        raise UserError(
+            "this objective compares velocities: it is for flow and diffusion models, "
+            "not for token models"
+        )
     return dist.mean
 
 
@@ -52,7 +62,8 @@ def error(dist: Dist, point: Point) -> Tensor:
 
 
 def comparisons(point: Point) -> Tensor:
-    """[B] long: which rows are compared: those of one group, at its first visit, at its second ... (shared) noise.
+    """[B] long: which rows are compared: those of one group, at its first visit, at its second ...
+    (shared) noise.
 
     ``point`` holds every row equally often.
     """
@@ -72,4 +83,7 @@ def positive(where: str, **options: float) -> None:
     """Refuse the options that are not positive numbers."""
     wrong = {name: value for name, value in options.items() if not value > 0}
     if wrong:
-        raise UserError(f"{where}: must be positive: {', '.join(f'{name} {value}' for name, value in wrong.items())}")
+        raise UserError(
+            f"{where}: must be positive: "
+            f"{', '.join(f'{name} {value}' for name, value in wrong.items())}"
+        )

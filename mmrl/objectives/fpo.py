@@ -24,10 +24,12 @@ from .times import TimeSampler, uniform
 @OBJECTIVES.register("fpo")
 @dataclass
 class FPO:
-    """FPO: PPO with the ratio exp(mean over draws of (l_old - l)), l the denoising error at the same time and noise.
+    """FPO: PPO with the ratio exp(mean over draws of (l_old - l)), l the denoising error at the
+    same time and noise.
 
-    McAllister et al. 2025, "Flow Matching Policy Gradients", eq. 13: the mean stands in the exponent, so all draws of
-    a sample have one ratio and are clipped together. clip: its range, one number or [low, high].
+    McAllister et al. 2025, "Flow Matching Policy Gradients", eq. 13: the mean stands in the
+    exponent, so all draws of a sample have one ratio and are clipped together. clip: its range, one
+    number or [low, high].
     """
 
     needs: ClassVar[str] = "gaussian"
@@ -38,9 +40,12 @@ class FPO:
     times: Annotated[TimeSampler, TIMES] = uniform
 
     def __post_init__(self) -> None:
-        self.low, self.high = self.clip if isinstance(self.clip, (tuple, list)) else (self.clip, self.clip)
+        self.low, self.high = (
+            self.clip if isinstance(self.clip, (tuple, list)) else (self.clip, self.clip)
+        )
         positive("objective.fpo", clip=min(self.low, self.high), advantage_clip=self.advantage_clip)
-        self.behaviour, self.snapshots = "live", ("old",)
+        self.behaviour = "live"
+        self.snapshots = ("old",)
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         return noised(policy, rollout, rng, self.times, self.draws)
@@ -49,15 +54,22 @@ class FPO:
         return error(frozen(policy, "old", point), point) - error(policy.dist(point), point)
 
     def couple(self, point: Point, measured: Tensor) -> Point:
-        """The derivative of the clipped objective by the log-ratio takes the place of the advantage."""
+        """The derivative of the clipped objective by the log-ratio takes the place of the
+        advantage."""
         _, row = point.row.unique(return_inverse=True)
         log_ratio = (summed(measured, row) / summed(torch.ones_like(measured), row))[row]
-        ratio, advantage = log_ratio.exp(), point.advantage.clamp(-self.advantage_clip, self.advantage_clip)
+        ratio = log_ratio.exp()
+        advantage = point.advantage.clamp(-self.advantage_clip, self.advantage_clip)
         clipped = torch.where(advantage > 0, ratio > 1 + self.high, ratio < 1 - self.low)
-        for name, value in (("log_ratio", log_ratio), ("ratio", ratio), ("clip_fraction", clipped.double())):
+        for name, value in (
+            ("log_ratio", log_ratio),
+            ("ratio", ratio),
+            ("clip_fraction", clipped.double()),
+        ):
             observe(name, value, point.mask)
         return point.replace(advantage=torch.where(clipped, 0.0, advantage * ratio))
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
-        """Linear in the error, with the gradient of PPO's loss; before ``couple`` the ratio is 1."""
+        """Linear in the error, with the gradient of PPO's loss; before ``couple`` the ratio is
+        1."""
         return point.advantage * error(policy.dist(point), point)

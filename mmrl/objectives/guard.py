@@ -18,26 +18,36 @@ from .policy_gradient import PolicyGradient
 
 @OBJECTIVES.register("guard")
 class Guard(PolicyGradient):
-    """GRPO-Guard: normalised ratio, log rho = mean_d[e_old (mu - mu_old)], and gradients balanced over the steps.
+    """GRPO-Guard: normalised ratio, log rho = mean_d[e_old (mu - mu_old)], and gradients balanced
+    over the steps.
 
-    Wang et al. 2025, "GRPO-Guard: Mitigating Implicit Over-Optimization in Flow Matching via Regulated Clipping".
-    e_old is the noise that was injected, (x' - mu_old) / std, so that log rho is (log-ratio + KL(new || old)) times
-    std. balance: the loss of a step is divided by its length, as the official code does. All else as in grpo.
+    Wang et al. 2025, "GRPO-Guard: Mitigating Implicit Over-Optimization in Flow Matching via
+    Regulated Clipping". e_old is the noise that was injected, (x' - mu_old) / std, so that log rho
+    is (log-ratio + KL(new || old)) times std. balance: the loss of a step is divided by its length,
+    as the official code does. All else as in grpo.
     """
 
-    called, needs = "objective.guard", "gaussian"
+    called = "objective.guard"
+    needs = "gaussian"
 
-    def __init__(self, clip: float | tuple[float, float] = 2e-6, balance: bool = True, **options: Any):
+    def __init__(
+        self, clip: float | tuple[float, float] = 2e-6, balance: bool = True, **options: Any
+    ):
         super().__init__(clip=clip, **options)
-        self.balance, self.snapshots = balance, (*self.snapshots, "old")
+        self.balance = balance
+        self.snapshots = (*self.snapshots, "old")
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
-        dist, old = policy.dist(point), frozen(policy, "old", point)
+        dist = policy.dist(point)
+        old = frozen(policy, "old", point)
         log_ratio = normalised(dist, old, point.target)
         ratio = log_ratio.exp()
-        observe("log_ratio", dist.log_prob(point.target) - point.logprob, point.mask)  # what the gate looks at
+        # what the gate looks at
+        observe("log_ratio", dist.log_prob(point.target) - point.logprob, point.mask)
         observe("ratio", ratio, point.mask)
-        observe("clip_fraction", ((ratio > 1 + self.high) | (ratio < 1 - self.low)).double(), point.mask)
+        observe(
+            "clip_fraction", ((ratio > 1 + self.high) | (ratio < 1 - self.low)).double(), point.mask
+        )
         advantage = point.advantage.clamp(-self.advantage_clip, self.advantage_clip)
         loss = self.surrogate(log_ratio, torch.zeros_like(log_ratio), advantage, point.mask)
         if self.balance:
@@ -46,8 +56,12 @@ class Guard(PolicyGradient):
 
 
 def normalised(dist: Dist, old: Dist, target: Tensor) -> Tensor:
-    """[B, 1] mean over dimensions of e_old (mu - mu_old). Raises UserError for a policy without Gaussian steps."""
+    """[B, 1] mean over dimensions of e_old (mu - mu_old). Raises UserError for a policy without
+    Gaussian steps."""
     if not (isinstance(dist, Gaussian) and isinstance(old, Gaussian)):
-        raise UserError("this objective compares means: it is for flow and diffusion models, not for token models")
+        raise UserError(
+            "this objective compares means: it is for flow and diffusion models, not "
+            "for token models"
+        )
     noise = (target - old.mean) / old.std.clamp_min(TINY)
     return (noise * (dist.mean - old.mean)).flatten(1).mean(1, keepdim=True)

@@ -1,4 +1,5 @@
-"""How far text has gone from the reference: KL(policy || reference) and its estimators from the sampled tokens."""
+"""How far text has gone from the reference: KL(policy || reference) and its estimators from the
+sampled tokens."""
 
 from __future__ import annotations
 
@@ -10,20 +11,23 @@ from annotated_types import Ge
 from torch import Tensor
 
 KLForm = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "exact"]
-FAR, MOST = 20.0, 10.0  # verl's bounds: of the log-ratio, and of k3
+# verl's bounds: of the log-ratio, and of k3
+FAR = 20.0
+MOST = 10.0
 
 
 @dataclass(frozen=True)
 class KL:
     """The KL term of a text objective.
 
-    weight: of the term. form: estimator from the sampled token, with u = log ref - log p: k1 = -u, k2 = u^2 / 2, k3 =
-    e^u - u - 1 (Schulman 2020), abs = |u|; a + has the value of its estimator and k2's gradient, which is that of the
-    KL (verl); exact is the KL of the two distributions over the vocabulary. corrected: times the ratio to the
-    sampling policy, which makes the gradient of k3 unbiased. bounded: verl's bounds on u (20) and k3 (10). where:
-    "loss", or "reward": k1 of the sampled sequence is taken off its reward (RLOO, REINFORCE++), and the form is k1.
-    start, over: the weight goes from start to weight in so many iterations, on a line (dynamic KL, as in OThink-MR1,
-    whose schedule is its own).
+    weight: of the term. form: estimator from the sampled token, with u = log ref - log p: k1 = -u,
+    k2 = u^2 / 2, k3 = e^u - u - 1 (Schulman 2020), abs = |u|; a + has the value of its estimator
+    and k2's gradient, which is that of the KL (verl); exact is the KL of the two distributions over
+    the vocabulary. corrected: times the ratio to the sampling policy, which makes the gradient of
+    k3 unbiased. bounded: verl's bounds on u (20) and k3 (10). where: "loss", or "reward": k1 of the
+    sampled sequence is taken off its reward (RLOO, REINFORCE++), and the form is k1. start, over:
+    the weight goes from start to weight in so many iterations, on a line (dynamic KL, as in
+    OThink-MR1, whose schedule is its own).
     """
 
     weight: Annotated[float, Ge(0)] = 0.0
@@ -37,14 +41,17 @@ class KL:
     def at(self, iteration: int) -> float:
         """The weight in force."""
         return (
-            self.weight if iteration >= self.over else self.start + (self.weight - self.start) * iteration / self.over
+            self.weight
+            if iteration >= self.over
+            else self.start + (self.weight - self.start) * iteration / self.over
         )
 
 
 def estimate(logp: Tensor, ref: Tensor, form: KLForm, bounded: bool = False) -> Tensor:
     """[B, L] an estimator from the log-probs [B, L] of the sampled tokens."""
     if form.endswith("+"):
-        value, slope = estimate(logp, ref, form[:-1], bounded), estimate(logp, ref, "k2", bounded)
+        value = estimate(logp, ref, form[:-1], bounded)
+        slope = estimate(logp, ref, "k2", bounded)
         return slope - slope.detach() + value.detach()
     u = ref - logp
     if form == "k1":

@@ -1,4 +1,5 @@
-"""The objective of masked diffusion: the surrogates and KLs of text, at the states that an estimator chooses."""
+"""The objective of masked diffusion: the surrogates and KLs of text, at the states that an
+estimator chooses."""
 
 from __future__ import annotations
 
@@ -21,18 +22,21 @@ from .surrogates import ppo, sees_whole_rows
 from .text import Entropy, Text
 
 WHOLE = (
-    "this surrogate compares whole samples, which this estimator scores in several passes; choose the surrogate ppo, "
-    "cispo, sapo or reinforce, or an estimator of one pass (d1; mask_grpo, uni_grpo, random with draws: 1)"
+    "this surrogate compares whole samples, which this estimator scores in several "
+    "passes; choose the surrogate ppo, "
+    "cispo, sapo or reinforce, or an estimator of one pass (d1; mask_grpo, uni_grpo, "
+    "random with draws: 1)"
 )
 
 
 @OBJECTIVES.register("masked")
 class Masked(Text):
-    """Policy gradients for masked diffusion: exact, MaskGRPO, UniGRPO, d1, TraceRL ... by the estimator.
+    """Policy gradients for masked diffusion: exact, MaskGRPO, UniGRPO, d1, TraceRL ... by the
+    estimator.
 
-    estimator: the states that are scored, and with what weights. surrogate: the loss of ratio and advantage. kl: its
-    weight, or all its choices; entropy: likewise. Ratios at states that were not visited are to the weights of the
-    iteration's start, which are kept, at the very same masks.
+    estimator: the states that are scored, and with what weights. surrogate: the loss of ratio and
+    advantage. kl: its weight, or all its choices; entropy: likewise. Ratios at states that were not
+    visited are to the weights of the iteration's start, which are kept, at the very same masks.
     """
 
     needs = "masked"
@@ -52,20 +56,27 @@ class Masked(Text):
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         if not isinstance(policy, Remaskable):
-            raise UserError(f"the objective masked is for masked diffusion: {type(policy).__name__} hides no tokens")
+            raise UserError(
+                f"the objective masked is for masked diffusion: "
+                f"{type(policy).__name__} hides no tokens"
+            )
         points = self.estimator(policy, rollout, rng)
         if sees_whole_rows(self.surrogate) and len(points) > 1:
             raise UserError(WHOLE)
         length = sum(point.mask.sum(1) for point in points)  # [B]
         weight = torch.ones_like(points[0].advantage[:, :1])
         known = [weight if point.known is None else point.known for point in points]
-        return [p.replace(length=length, known=k.expand_as(p.mask)) for p, k in zip(points, known, strict=True)]
+        return [
+            p.replace(length=length, known=k.expand_as(p.mask))
+            for p, k in zip(points, known, strict=True)
+        ]
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
         return super().loss(policy, point.replace(known=None)) * point.known
 
     def recorded(self, policy: Policy, point: Point, logp: Tensor) -> Tensor:
-        """What sampling recorded, or at a state that it did not visit, what its weights say of it."""
+        """What sampling recorded, or at a state that it did not visit, what its weights say of
+        it."""
         if point.logprob is not None:
             return point.logprob
         return logp.detach() if point.fresh else frozen(policy, "old", point).log_prob(point.target)

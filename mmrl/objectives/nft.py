@@ -24,15 +24,18 @@ from .times import TimeSampler, steps
 @OBJECTIVES.register("nft")
 @dataclass
 class NFT:
-    """DiffusionNFT: fit good samples with the velocity, and bad ones with its mirror image about the old velocity.
+    """DiffusionNFT: fit good samples with the velocity, and bad ones with its mirror image about
+    the old velocity.
 
-    Zheng et al. 2025, "DiffusionNFT: Online Diffusion Reinforcement with Forward Process", eq. 5. The optimality
-    r = 1/2 + A / (2 advantage_clip) weighs two denoising errors of the clean sample, of v+ = beta v + (1 - beta) v_old
-    and of v- = (1 + beta) v_old - beta v, each divided by its own mean absolute value.
+    Zheng et al. 2025, "DiffusionNFT: Online Diffusion Reinforcement with Forward Process", eq. 5.
+    The optimality r = 1/2 + A / (2 advantage_clip) weighs two denoising errors of the clean sample,
+    of v+ = beta v + (1 - beta) v_old and of v- = (1 + beta) v_old - beta v, each divided by its own
+    mean absolute value.
 
-    kl: weight of the squared distance of the velocity to the reference's. draws, times: how many times of the forward
-    process a sample is looked at, and which. decay: the old weights, which also sample, follow the live ones: 0 at
-    once, 1 with min(0.001 step, 0.5) kept, 2 with min(0.0075 (step - 75), 0.999) kept.
+    kl: weight of the squared distance of the velocity to the reference's. draws, times: how many
+    times of the forward process a sample is looked at, and which. decay: the old weights, which
+    also sample, follow the live ones: 0 at once, 1 with min(0.001 step, 0.5) kept, 2 with
+    min(0.0075 (step - 75), 0.999) kept.
     """
 
     needs: ClassVar[str] = "gaussian"
@@ -46,7 +49,8 @@ class NFT:
 
     def __post_init__(self) -> None:
         positive("objective.nft", beta=self.beta, advantage_clip=self.advantage_clip)
-        self.behaviour, self.snapshots = "old", ("ref",) if self.kl else ()
+        self.behaviour = "old"
+        self.snapshots = ("ref",) if self.kl else ()
 
     def old_decay(self, step: int) -> float:
         flat, slope, most = ((0, 0.0, 0.0), (0, 0.001, 0.5), (75, 0.0075, 0.999))[self.decay]
@@ -56,7 +60,8 @@ class NFT:
         return noised(policy, rollout, rng, self.times, self.draws)
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
-        v, old = velocity(policy.dist(point)), velocity(frozen(policy, "old", point))
+        v = velocity(policy.dist(point))
+        old = velocity(frozen(policy, "old", point))
         good = self.beta * v + (1 - self.beta) * old
         bad = (1 + self.beta) * old - self.beta * v
         optimality = (0.5 + point.advantage / (2 * self.advantage_clip)).clamp(0, 1)
@@ -71,6 +76,7 @@ class NFT:
 
 
 def _error(point: Point, v: Tensor) -> Tensor:
-    """[B, 1] mean square error of the predicted clean sample over its mean absolute error, which has no gradient."""
+    """[B, 1] mean square error of the predicted clean sample over its mean absolute error, which
+    has no gradient."""
     off = point.gain.view(-1, *[1] * (v.ndim - 1)) * (v - point.target)
     return mean_square(off) / mean_absolute(off.detach()).clamp_min(1e-5).to(off)

@@ -20,7 +20,8 @@ from .base import frozen
 
 
 def clipped(low: float, high: float | None = None) -> Surrogate:
-    """max(-A rho, -A clip(rho, 1 - low, 1 + high)), rho = exp(logp - old) (Schulman et al. 2017, eq. 7).
+    """max(-A rho, -A clip(rho, 1 - low, 1 + high)), rho = exp(logp - old) (Schulman et al. 2017,
+    eq. 7).
 
     ``high`` unlike ``low`` is DAPO's clip-higher (Yu et al. 2025, eq. 10).
     """
@@ -38,11 +39,12 @@ def clipped(low: float, high: float | None = None) -> Surrogate:
 class PolicyGradient:
     """Clipped policy gradient with KL to the reference: Flow-GRPO, DanceGRPO, GRPO.
 
-    clip: range of the ratio, one number or [low, high]. advantage_clip: bound on |A|. kl: weight of the KL to the
-    reference, from the same distributions. kl_form: "gaussian" is that KL; "flow_grpo" is it times the step length,
-    as Flow-GRPO publishes it. fraction, pick: how much of every row's decisions is trained on, and which. behaviour:
-    the weights that sample. weigh: "noise" multiplies the loss of a step by the noise injected there, so that the
-    early, decisive steps count more (TempFlow-GRPO, He et al. 2025; its code is not public).
+    clip: range of the ratio, one number or [low, high]. advantage_clip: bound on |A|. kl: weight of
+    the KL to the reference, from the same distributions. kl_form: "gaussian" is that KL;
+    "flow_grpo" is it times the step length, as Flow-GRPO publishes it. fraction, pick: how much of
+    every row's decisions is trained on, and which. behaviour: the weights that sample. weigh:
+    "noise" multiplies the loss of a step by the noise injected there, so that the early, decisive
+    steps count more (TempFlow-GRPO, He et al. 2025; its code is not public).
     """
 
     clip: float | tuple[float, float] = 1e-4
@@ -55,14 +57,18 @@ class PolicyGradient:
     weigh: Literal["even", "noise"] = "even"
     surrogate: Surrogate = field(init=False, repr=False)
     called: ClassVar[str] = "objective.grpo"
-    visits: ClassVar[bool] = True  # looks at decisions on the path: a sampler without noise has none
+    # looks at decisions on the path: a sampler without noise has none
+    visits: ClassVar[bool] = True
     reads: ClassVar[str] = "decisions"
 
     def __post_init__(self) -> None:
-        self.low, self.high = self.clip if isinstance(self.clip, (tuple, list)) else (self.clip, self.clip)
+        self.low, self.high = (
+            self.clip if isinstance(self.clip, (tuple, list)) else (self.clip, self.clip)
+        )
         if min(self.low, self.high) <= 0 or self.advantage_clip <= 0 or self.kl < 0:
             raise UserError(
-                f"{self.called} needs clip > 0, advantage_clip > 0 and kl >= 0; got clip {self.clip}, "
+                f"{self.called} needs clip > 0, advantage_clip > 0 and kl >= 0; got clip "
+                f"{self.clip}, "
                 f"advantage_clip {self.advantage_clip}, kl {self.kl}"
             )
         if not 0 < self.fraction <= 1:
@@ -71,7 +77,9 @@ class PolicyGradient:
         self.snapshots = ("ref",) if self.kl else ()
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
-        chosen = subset(rollout.mask, self.fraction, rng if self.pick == "random" else None, rollout.row)
+        chosen = subset(
+            rollout.mask, self.fraction, rng if self.pick == "random" else None, rollout.row
+        )
         return policy.path(rollout.replace(mask=chosen))
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
@@ -79,7 +87,8 @@ class PolicyGradient:
         logp = dist.log_prob(point.target)
         old = point.old(logp, point.logprob)
         advantage = point.advantage.clamp(-self.advantage_clip, self.advantage_clip)
-        observe("log_ratio", logp - point.logprob, point.current())  # the gate looks at what rounding makes of it
+        # the gate looks at what rounding makes of it
+        observe("log_ratio", logp - point.logprob, point.current())
         self._observe(logp - old, point.mask)
         loss = self.surrogate(logp, old, advantage, point.mask) * self._weight(dist)
         return loss + self.kl * self._kl(policy, point, dist) if self.kl else loss
@@ -107,13 +116,16 @@ class PolicyGradient:
 
 
 def subset(mask: Tensor, fraction: float, rng: Rng | None, row: Tensor) -> Tensor:
-    """[B, K] bool: int(n * fraction), at least one, of the n decisions of each row, the first or (with rng) random."""
+    """[B, K] bool: int(n * fraction), at least one, of the n decisions of each row, the first or
+    (with rng) random."""
     if fraction == 1:
         return mask
     order = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
     if rng is not None:
         order = rng.uniform(row, (mask.shape[1],))
-    rank = torch.where(mask, order.double(), torch.inf).argsort(1).argsort(1)  # [B, K] place among the row's own
+    # [B, K] place among the row's own
+    rank = torch.where(mask, order.double(), torch.inf).argsort(1).argsort(1)
     count = mask.sum(1, keepdim=True)
-    keep = (count.double() * fraction + 1e-9).floor().clamp_min(1)  # int(n * fraction), despite 0.3 * 10 < 3
+    # int(n * fraction), despite 0.3 * 10 < 3
+    keep = (count.double() * fraction + 1e-9).floor().clamp_min(1)
     return mask & (rank < keep)

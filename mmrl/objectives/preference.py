@@ -28,11 +28,13 @@ from .times import TimeSampler, logit_normal
 @OBJECTIVES.register("diffusion_dpo")
 @dataclass
 class DiffusionDPO:
-    """Online Diffusion-DPO: the best of a group is preferred to the worst, by denoising errors at shared noise.
+    """Online Diffusion-DPO: the best of a group is preferred to the worst, by denoising errors at
+    shared noise.
 
-    Wallace et al. 2024, "Diffusion Model Alignment Using Direct Preference Optimization", eq. 14, on fresh pairs: with
-    e the denoising error and D = e - e_ref, minimises -log sigmoid(-(beta / 2) (D_best - D_worst)). Groups of equal
-    advantages make no pair. draws, times: how many times of the forward process a pair is looked at, and which.
+    Wallace et al. 2024, "Diffusion Model Alignment Using Direct Preference Optimization", eq. 14,
+    on fresh pairs: with e the denoising error and D = e - e_ref, minimises -log sigmoid(-(beta / 2)
+    (D_best - D_worst)). Groups of equal advantages make no pair. draws, times: how many times of
+    the forward process a pair is looked at, and which.
     """
 
     needs: ClassVar[str] = "gaussian"
@@ -43,7 +45,8 @@ class DiffusionDPO:
 
     def __post_init__(self) -> None:
         positive("objective.diffusion_dpo", beta=self.beta)
-        self.behaviour, self.snapshots = "live", ("ref",)
+        self.behaviour = "live"
+        self.snapshots = ("ref",)
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         paired = rollout.replace(kept=pairs(rollout))
@@ -60,7 +63,8 @@ class DiffusionDPO:
         score = (summed(side * measured, pair) * self.beta / 2)[pair]
         observe("dpo/loss", softplus(score), point.mask)
         observe("dpo/right", (score < 0).double(), point.mask)
-        return point.replace(advantage=self.beta * score.sigmoid() * side)  # times 2: a pair is two rows of the mean
+        # times 2: a pair is two rows of the mean
+        return point.replace(advantage=self.beta * score.sigmoid() * side)
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
         """Linear in the error, with the gradient of the loss above."""
@@ -68,11 +72,13 @@ class DiffusionDPO:
 
 
 def pairs(rollout: Rollout, rng: Rng | None = None) -> Tensor:
-    """[B] bool: the rows of highest and of lowest advantage of each group, the first ones where several are equal.
+    """[B] bool: the rows of highest and of lowest advantage of each group, the first ones where
+    several are equal.
 
     With ``rng`` the rival of the best is not the worst but any one of lower advantage.
     """
-    groups, names, every = (x.cpu() for x in (rollout.group, rollout.row, rollout.advantage[:, -1]))  # asked once
+    # asked once
+    groups, names, every = (x.cpu() for x in (rollout.group, rollout.row, rollout.advantage[:, -1]))
     kept = torch.ones_like(groups, dtype=torch.bool) if rollout.kept is None else rollout.kept.cpu()
     chosen = torch.zeros_like(kept)
     for group in groups[kept].unique():
@@ -80,7 +86,11 @@ def pairs(rollout: Rollout, rng: Rng | None = None) -> Tensor:
         advantage = every[rows]
         if advantage.max() > advantage.min():
             lower = rows[advantage < advantage.max()]
-            rival = rows[advantage.argmin()] if rng is None else lower[rng.uniform(names[lower]).argmax()]
+            rival = (
+                rows[advantage.argmin()]
+                if rng is None
+                else lower[rng.uniform(names[lower]).argmax()]
+            )
             chosen[rows[advantage.argmax()]] = chosen[rival] = True
     return sent(chosen, rollout.group.device)
 
@@ -88,10 +98,12 @@ def pairs(rollout: Rollout, rng: Rng | None = None) -> Tensor:
 @OBJECTIVES.register("d3po")
 @dataclass
 class D3PO:
-    """D3PO: the best of a group is preferred to the worst at every step of their paths, without a reward model.
+    """D3PO: the best of a group is preferred to the worst at every step of their paths, without a
+    reward model.
 
-    Yang et al. 2024, "Using Human Feedback to Fine-tune Diffusion Models without Any Reward Model", eq. 13: with m the
-    log-ratio of a step to the reference, minimises -log sigmoid(beta (m_best - m_worst)), each at its own state.
+    Yang et al. 2024, "Using Human Feedback to Fine-tune Diffusion Models without Any Reward Model",
+    eq. 13: with m the log-ratio of a step to the reference, minimises -log sigmoid(beta (m_best -
+    m_worst)), each at its own state.
     """
 
     needs: ClassVar[str] = "gaussian"
@@ -101,15 +113,21 @@ class D3PO:
 
     def __post_init__(self) -> None:
         positive("objective.d3po", beta=self.beta)
-        self.behaviour, self.snapshots = "live", ("ref",)
+        self.behaviour = "live"
+        self.snapshots = ("ref",)
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
         chosen = rollout.row[pairs(rollout)]
         each = policy.path(rollout)
-        return [point.replace(mask=point.mask & torch.isin(point.row, chosen)[:, None]) for point in each]
+        return [
+            point.replace(mask=point.mask & torch.isin(point.row, chosen)[:, None])
+            for point in each
+        ]
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
-        return policy.dist(point).log_prob(point.target) - frozen(policy, "ref", point).log_prob(point.target)
+        return policy.dist(point).log_prob(point.target) - frozen(policy, "ref", point).log_prob(
+            point.target
+        )
 
     def couple(self, point: Point, measured: Tensor) -> Point:
         pair = comparisons(point)
@@ -117,13 +135,17 @@ class D3PO:
         score = (summed(side * measured, pair) * self.beta)[pair]
         observe("dpo/loss", softplus(-score), point.mask)
         observe("dpo/right", (score > 0).double(), point.mask)
-        return point.replace(advantage=2 * self.beta * (-score).sigmoid() * side)  # a pair is two rows of the mean
+        # a pair is two rows of the mean
+        return point.replace(advantage=2 * self.beta * (-score).sigmoid() * side)
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
         """Linear in the log-prob, with the gradient of the loss above."""
         dist = policy.dist(point)
         if not isinstance(dist, Gaussian):
-            raise UserError("this objective compares the steps of two samplers: it is for flow and diffusion models")
+            raise UserError(
+                "this objective compares the steps of two samplers: it is for flow "
+                "and diffusion models"
+            )
         logp = dist.log_prob(point.target)
         if point.logprob is not None:
             observe("log_ratio", logp - point.logprob, point.mask)
@@ -133,14 +155,15 @@ class D3PO:
 @OBJECTIVES.register("seppo")
 @dataclass
 class SePPO:
-    """SePPO: the best sample against another of an earlier checkpoint, which may itself count as good.
+    """SePPO: the best sample against another of an earlier checkpoint, which may itself count as
+    good.
 
-    Zhang et al. 2024, "SePPO: Semi-Policy Preference Optimization for Diffusion Alignment". In every
-    iteration a checkpoint drawn at random from all earlier ones samples and is the reference; the
-    winner's rival is any other of its samples. Where the reference fits the winner better than the
-    current model does, its samples count as good and the rival is followed, otherwise it is avoided:
-    minimises -log sigmoid(-(beta / 2) (D_w + flip D_r)) with D = e - e_ref the excess denoising
-    error and flip the sign of D_w.
+    Zhang et al. 2024, "SePPO: Semi-Policy Preference Optimization for Diffusion Alignment". In
+    every iteration a checkpoint drawn at random from all earlier ones samples and is the reference;
+    the winner's rival is any other of its samples. Where the reference fits the winner better than
+    the current model does, its samples count as good and the rival is followed, otherwise it is
+    avoided: minimises -log sigmoid(-(beta / 2) (D_w + flip D_r)) with D = e - e_ref the excess
+    denoising error and flip the sign of D_w.
 
     pool: how many checkpoints are kept, each as large as the trained weights. They are a uniform
     sample of all iterations so far, the base model included (reservoir sampling, Vitter 1985).
@@ -159,11 +182,14 @@ class SePPO:
         self.behaviour = self.snapshots[0]
 
     def revisit(self, weights: Weights, iteration: int, rng: Rng) -> None:
-        """Remember the live weights, or not; then draw the checkpoint that samples and is the reference."""
+        """Remember the live weights, or not; then draw the checkpoint that samples and is the
+        reference."""
         slot = iteration if iteration < self.pool else _below(rng.fold("slot"), iteration + 1)
         if slot < self.pool:
             weights.track(self.snapshots[slot], 0.0)
-        self.behaviour = self.snapshots[_below(rng.fold("reference"), min(iteration + 1, self.pool))]
+        self.behaviour = self.snapshots[
+            _below(rng.fold("reference"), min(iteration + 1, self.pool))
+        ]
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         paired = rollout.replace(kept=pairs(rollout, rng.fold("rival")))
@@ -171,13 +197,16 @@ class SePPO:
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
         """[B, 1] the error beyond the reference's."""
-        return error(policy.dist(point), point) - error(frozen(policy, self.behaviour, point), point)
+        return error(policy.dist(point), point) - error(
+            frozen(policy, self.behaviour, point), point
+        )
 
     def couple(self, point: Point, measured: Tensor) -> Point:
         pair = comparisons(point)
         wins = point.advantage > summed(point.advantage, pair)[pair] / 2
         flip = summed(torch.where(wins, measured, 0.0), pair)[pair].sign()
-        flip = torch.where(flip == 0, -1.0, flip)  # as good as the model: nothing says that its sample is good
+        # as good as the model: nothing says that its sample is good
+        flip = torch.where(flip == 0, -1.0, flip)
         side = torch.where(wins, torch.ones_like(flip), flip)
         score = (summed(side * measured, pair) * self.beta / 2)[pair]
         observe("seppo/followed", (flip > 0).double(), point.mask)

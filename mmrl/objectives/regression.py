@@ -25,9 +25,10 @@ from .times import TimeSampler, uniform
 class RewardWeightedRegression:
     """Reward-weighted regression: -w log p(sample), with w = exp(A / beta) of mean 1 in each group.
 
-    Peters and Schaal 2007, "Reinforcement learning by reward-weighted regression"; Lee et al. 2023, "Aligning
-    text-to-image models using human feedback", eq. 4. The log-likelihood is minus the denoising error, or for tokens
-    that of the hidden ones. weights: "advantage" is w = A itself, unbounded below, as Flow-GRPO's code publishes it.
+    Peters and Schaal 2007, "Reinforcement learning by reward-weighted regression"; Lee et al. 2023,
+    "Aligning text-to-image models using human feedback", eq. 4. The log-likelihood is minus the
+    denoising error, or for tokens that of the hidden ones. weights: "advantage" is w = A itself,
+    unbounded below, as Flow-GRPO's code publishes it.
     """
 
     needs: ClassVar[str] = "gaussian"
@@ -39,7 +40,8 @@ class RewardWeightedRegression:
 
     def __post_init__(self) -> None:
         positive("objective.rwr", beta=self.beta)
-        self.behaviour, self.snapshots = "live", ()
+        self.behaviour = "live"
+        self.snapshots = ()
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         return noised(policy, rollout, rng, self.times, self.draws)
@@ -51,7 +53,8 @@ class RewardWeightedRegression:
         if self.weights == "advantage":
             return point
         rows, row = point.row.unique(return_inverse=True)
-        advantage = measured.new_zeros(len(rows)).scatter(0, row, measured[:, 0])  # of each row once
+        # of each row once
+        advantage = measured.new_zeros(len(rows)).scatter(0, row, measured[:, 0])
         group = point.group.new_zeros(len(rows)).scatter(0, row, point.group)
         weight = torch.zeros_like(advantage)
         for one in group.unique():

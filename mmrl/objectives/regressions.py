@@ -1,8 +1,10 @@
-"""Losses that see a whole group at once: how the answers' log-ratios differ should be how their rewards differ.
+"""Losses that see a whole group at once: how the answers' log-ratios differ should be how their
+rewards differ.
 
-Each is one line, the loss of a group's scores. Before a step ``couple`` finds its value and its slope in every score,
-over all answers of the step, so that micro-batches change nothing; the loss of a row is then linear in its own score.
-``train.reduction`` must be row or every_row for the loss as it is written.
+Each is one line, the loss of a group's scores. Before a step ``couple`` finds its value and its
+slope in every score, over all answers of the step, so that micro-batches change nothing; the loss
+of a row is then linear in its own score. ``train.reduction`` must be row or every_row for the loss
+as it is written.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ class _Groups:
 class _Regression(ABC):
     """``score``: one number an answer. ``of_group``: [B] whose mean over the rows is the loss."""
 
-    needs, behaviour, snapshots = "one pass", "live", ()
+    needs = "one pass"
+    behaviour = "live"
+    snapshots = ()
 
     @abstractmethod
     def score(self, logp: Tensor, old: Tensor, mask: Tensor) -> Tensor:
@@ -59,10 +63,16 @@ class _Regression(ABC):
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         if getattr(policy, "decisions", "") not in ("", "categorical"):
-            raise UserError(f"{type(self).__name__} is an objective of text: {type(policy).__name__} writes none")
+            raise UserError(
+                f"{type(self).__name__} is an objective of text: "
+                f"{type(policy).__name__} writes none"
+            )
         for point in policy.path(rollout):
             if (point.mask.sum(1) != point.length).any():
-                raise UserError("this objective compares whole answers: it is for models that score them in one pass")
+                raise UserError(
+                    "this objective compares whole answers: it is for models that "
+                    "score them in one pass"
+                )
             yield point
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
@@ -99,9 +109,11 @@ class _Regression(ABC):
 
 @OBJECTIVES.register("gvpo")
 class GVPO(_Regression):
-    """GVPO: 1/2 sum_i ((R_i - mean R) - (r_i - mean r))^2 / (n - 1), R = beta log(p / p_old) of the answer.
+    """GVPO: 1/2 sum_i ((R_i - mean R) - (r_i - mean r))^2 / (n - 1), R = beta log(p / p_old) of the
+    answer.
 
-    Zhang et al. 2025, "GVPO: Group variance policy optimization". Take ``advantage: dr_grpo``, which is r - mean r.
+    Zhang et al. 2025, "GVPO: Group variance policy optimization". Take ``advantage: dr_grpo``,
+    which is r - mean r.
     """
 
     def __init__(self, beta: Positive = 0.1):
@@ -118,10 +130,11 @@ class GVPO(_Regression):
 
 @OBJECTIVES.register("reg_grpo")
 class RegGRPO(_Regression):
-    """Reg-GRPO: (A_i - beta (R_i - mean R))^2, the advantage predicted by the answer's log-ratio R to the old one.
+    """Reg-GRPO: (A_i - beta (R_i - mean R))^2, the advantage predicted by the answer's log-ratio R
+    to the old one.
 
-    Park et al. 2025, DeepVideo-R1. No clip, no minimum. ``beta`` stands where the log-ratios' own std could: that is
-    0 on the first step.
+    Park et al. 2025, DeepVideo-R1. No clip, no minimum. ``beta`` stands where the log-ratios' own
+    std could: that is 0 on the first step.
     """
 
     def __init__(self, beta: Positive = 1.0):
@@ -136,10 +149,11 @@ class RegGRPO(_Regression):
 
 @OBJECTIVES.register("real")
 class REAL(_Regression):
-    """REAL: log(1 + sum_neg e^s) + log(1 + sum_pos e^-s) of a group, s = mean log-ratio / tau; rewards as labels.
+    """REAL: log(1 + sum_neg e^s) + log(1 + sum_pos e^-s) of a group, s = mean log-ratio / tau;
+    rewards as labels.
 
-    As in ms-swift. Positive answers are those with A > 0, negative ones those with A < 0; a group without both counts
-    as 0 (with ``flat: drop`` in the advantage not at all).
+    As in ms-swift. Positive answers are those with A > 0, negative ones those with A < 0; a group
+    without both counts as 0 (with ``flat: drop`` in the advantage not at all).
     """
 
     def __init__(self, tau: Positive = 0.1):
@@ -149,6 +163,9 @@ class REAL(_Regression):
         return row_mean(logp - old, mask) / self.tau
 
     def of_group(self, score: Tensor, advantage: Tensor, groups: _Groups) -> Tensor:
-        good, bad = (advantage > 0).to(score), (advantage < 0).to(score)
-        loss = torch.log1p(groups.sum(bad * score.exp())) + torch.log1p(groups.sum(good * (-score).exp()))
+        good = (advantage > 0).to(score)
+        bad = (advantage < 0).to(score)
+        loss = torch.log1p(groups.sum(bad * score.exp())) + torch.log1p(
+            groups.sum(good * (-score).exp())
+        )
         return loss * ((groups.sum(good) > 0) & (groups.sum(bad) > 0))

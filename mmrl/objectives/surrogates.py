@@ -1,8 +1,9 @@
-"""Surrogates of text objectives: the loss of the ratio rho = exp(logp - old) and the advantage A, one a paper.
+"""Surrogates of text objectives: the loss of the ratio rho = exp(logp - old) and the advantage A,
+one a paper.
 
-Each is ``(logp, old, advantage, mask) -> [B, L]`` for log-probs and mask [B, L] and an advantage [B, 1] or [B, L].
-What is said of whole sequences averages over ``mask``, which must hold all decisions of a row: causal models, one
-pass a row.
+Each is ``(logp, old, advantage, mask) -> [B, L]`` for log-probs and mask [B, L] and an advantage
+[B, 1] or [B, L]. What is said of whole sequences averages over ``mask``, which must hold all
+decisions of a row: causal models, one pass a row.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from ..registry import SURROGATES
 from ..types import Surrogate
 
 Width = Annotated[float, Gt(0)]
-FAR = 20.0  # log-ratios are kept within +-FAR before they are exponentiated, as the published codes do
+# log-ratios are kept within +-FAR before they are exponentiated, as the published codes do
+FAR = 20.0
 
 
 def sequence(surrogate: Surrogate) -> Surrogate:
@@ -48,28 +50,47 @@ def clip(ratio: Tensor, advantage: Tensor, low: float, high: float | None) -> Te
 
 @SURROGATES.register("ppo")
 def ppo(
-    logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor,
-    *, low: Width = 0.2, high: Width | None = None, dual: Width | None = None, delta: Width | None = None,
-) -> Tensor:  # fmt: skip
+    logp: Tensor,
+    old: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    *,
+    low: Width = 0.2,
+    high: Width | None = None,
+    dual: Width | None = None,
+    delta: Width | None = None,
+) -> Tensor:
     """Clipped ratio: GRPO, Dr. GRPO, BNPO; with a high unlike low DAPO (Yu et al. 2025, eq. 10).
 
-    dual: where A < 0 the loss is at most -dual A (dual clip, Ye et al. 2020, eq. 5; verl). delta: the rho that is not
-    clipped is at most delta (two-sided clip; TRL). The two are the same if they are at least 1 + high.
+    dual: where A < 0 the loss is at most -dual A (dual clip, Ye et al. 2020, eq. 5; verl). delta:
+    the rho that is not clipped is at most delta (two-sided clip; TRL). The two are the same if they
+    are at least 1 + high.
     """
     ratio = (logp - old).exp()
     loss = clip(ratio, advantage, low, high)
     if delta is not None:
         held = ratio.clamp(1 - low, 1 + (low if high is None else high))
         loss = torch.maximum(-advantage * ratio.clamp(max=delta), -advantage * held)
-    return loss if dual is None else torch.where(advantage < 0, torch.minimum(loss, -dual * advantage), loss)
+    return (
+        loss
+        if dual is None
+        else torch.where(advantage < 0, torch.minimum(loss, -dual * advantage), loss)
+    )
 
 
 @SURROGATES.register("gspo")
 @sequence
 def gspo(
-    logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor, *, low: Width = 3e-4, high: Width | None = 4e-4
+    logp: Tensor,
+    old: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    *,
+    low: Width = 3e-4,
+    high: Width | None = 4e-4,
 ) -> Tensor:
-    """GSPO: one ratio a sequence, the geometric mean of its tokens', clipped (Zheng et al. 2025, eq. 5 and 7)."""
+    """GSPO: one ratio a sequence, the geometric mean of its tokens', clipped (Zheng et al. 2025,
+    eq. 5 and 7)."""
     ratio = row_mean(logp - old, mask).exp()
     return clip(ratio, advantage, low, high).expand_as(logp)
 
@@ -77,9 +98,16 @@ def gspo(
 @SURROGATES.register("gspo_token")
 @sequence
 def gspo_token(
-    logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor, *, low: Width = 3e-4, high: Width | None = 4e-4
+    logp: Tensor,
+    old: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    *,
+    low: Width = 3e-4,
+    high: Width | None = 4e-4,
 ) -> Tensor:
-    """GSPO-token: the sequence's ratio as a number, each token's own gradient (Zheng et al. 2025, eq. 14).
+    """GSPO-token: the sequence's ratio as a number, each token's own gradient (Zheng et al. 2025,
+    eq. 14).
 
     Equals gspo, gradient included, where the advantage is one number a row and rows count alike.
     """
@@ -90,18 +118,32 @@ def gspo_token(
 @SURROGATES.register("luspo")
 @sequence
 def luspo(
-    logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor, *, low: Width = 3e-4, high: Width | None = 4e-4
+    logp: Tensor,
+    old: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    *,
+    low: Width = 3e-4,
+    high: Width | None = 4e-4,
 ) -> Tensor:
-    """LUSPO: GSPO's loss times the length of the answer, so that long answers are not discounted."""
+    """LUSPO: GSPO's loss times the length of the answer, so that long answers are not
+    discounted."""
     return gspo(logp, old, advantage, mask, low=low, high=high) * mask.sum(1, keepdim=True)
 
 
 @SURROGATES.register("gmpo")
 @sequence
 def gmpo(
-    logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor, *, low: Width = 0.4, high: Width | None = 0.4
+    logp: Tensor,
+    old: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    *,
+    low: Width = 0.4,
+    high: Width | None = 0.4,
 ) -> Tensor:
-    """GMPO: geometric mean of token ratios, each clipped in log space on the side A pushes to (Zhao et al. 2025).
+    """GMPO: geometric mean of token ratios, each clipped in log space on the side A pushes to (Zhao
+    et al. 2025).
 
     A row with an advantage a token is judged by their mean.
     """
@@ -115,35 +157,60 @@ def gmpo(
 @SURROGATES.register("rloo")
 @sequence
 def rloo(
-    logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor, *, low: Width = 0.2, high: Width | None = None
+    logp: Tensor,
+    old: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    *,
+    low: Width = 0.2,
+    high: Width | None = None,
 ) -> Tensor:
-    """RLOO's: the sequence is one action, its ratio the product of the tokens' (Ahmadian et al. 2024), clipped."""
-    return clip(row_sum(logp - old, mask).clamp(-FAR, FAR).exp(), advantage, low, high).expand_as(logp)
+    """RLOO's: the sequence is one action, its ratio the product of the tokens' (Ahmadian et al.
+    2024), clipped."""
+    return clip(row_sum(logp - old, mask).clamp(-FAR, FAR).exp(), advantage, low, high).expand_as(
+        logp
+    )
 
 
 @SURROGATES.register("cispo")
 def cispo(
-    logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor,
-    *, low: Width | None = None, high: Width | None = None, cap: Width | None = None,
-) -> Tensor:  # fmt: skip
-    """CISPO: -sg(clipped rho) A log p, so that no token loses its gradient (MiniMax 2025, eq. 4 and 5).
+    logp: Tensor,
+    old: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    *,
+    low: Width | None = None,
+    high: Width | None = None,
+    cap: Width | None = None,
+) -> Tensor:
+    """CISPO: -sg(clipped rho) A log p, so that no token loses its gradient (MiniMax 2025, eq. 4 and
+    5).
 
-    Two published forms: verl's clips to [1 - low, 1 + high]; TRL's has ``cap``, the largest rho itself (5.0, say),
-    and no lower bound. With nothing given, cap is 5.
+    Two published forms: verl's clips to [1 - low, 1 + high]; TRL's has ``cap``, the largest rho
+    itself (5.0, say), and no lower bound. With nothing given, cap is 5.
     """
     ratio = (logp - old).detach().exp()
     if low is None and high is None and cap is None:
         cap = 5.0
     least = 0.0 if low is None else 1 - low
-    most = min([torch.inf, *([1 + high] if high is not None else []), *([cap] if cap is not None else [])])
+    most = min(
+        [torch.inf, *([1 + high] if high is not None else []), *([cap] if cap is not None else [])]
+    )
     return -ratio.clamp(least, most) * advantage * logp
 
 
 @SURROGATES.register("sapo")
 def sapo(
-    logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor, *, positive: Width = 1.0, negative: Width = 1.05
+    logp: Tensor,
+    old: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    *,
+    positive: Width = 1.0,
+    negative: Width = 1.05,
 ) -> Tensor:
-    """SAPO: -A (4 / tau) sigmoid(tau (rho - 1)), a soft gate for the clip; tau by the sign of A (Gao et al. 2025)."""
+    """SAPO: -A (4 / tau) sigmoid(tau (rho - 1)), a soft gate for the clip; tau by the sign of A
+    (Gao et al. 2025)."""
     tau = torch.where(advantage > 0, positive, negative)
     return -advantage * (4 / tau) * (tau * ((logp - old).clamp(-FAR, FAR).exp() - 1)).sigmoid()
 
@@ -151,16 +218,25 @@ def sapo(
 @SURROGATES.register("vespo")
 @sequence
 def vespo(
-    logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor,
-    *, positive: tuple[float, float] = (2.0, 3.0), negative: tuple[float, float] = (3.0, 2.0),
-) -> Tensor:  # fmt: skip
-    """VESPO: -sg(e^l w^k e^(-l w)) A log p with the sequence's ratio w (product), (k, l) by the sign of A."""
-    gap = row_sum((logp - old).detach().clamp(-FAR, FAR), mask).clamp(torch.tensor(1e-8).log().item(), FAR)
+    logp: Tensor,
+    old: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    *,
+    positive: tuple[float, float] = (2.0, 3.0),
+    negative: tuple[float, float] = (3.0, 2.0),
+) -> Tensor:
+    """VESPO: -sg(e^l w^k e^(-l w)) A log p with the sequence's ratio w (product), (k, l) by the
+    sign of A."""
+    gap = row_sum((logp - old).detach().clamp(-FAR, FAR), mask).clamp(
+        torch.tensor(1e-8).log().item(), FAR
+    )
     k, rate = (torch.where(advantage >= 0, positive[i], negative[i]) for i in (0, 1))
     return -(rate + k * gap - rate * gap.exp()).exp() * advantage * logp
 
 
 @SURROGATES.register("reinforce")
 def reinforce(logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
-    """-A log p, no ratio and no clip: REINFORCE (Williams 1992), GPG (Chu et al. 2025, with the advantage gpg)."""
+    """-A log p, no ratio and no clip: REINFORCE (Williams 1992), GPG (Chu et al. 2025, with the
+    advantage gpg)."""
     return -advantage * logp

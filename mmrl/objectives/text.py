@@ -1,4 +1,5 @@
-"""The objective of text: a paper's surrogate, a KL, an entropy bonus and corrections, on the sampled tokens."""
+"""The objective of text: a paper's surrogate, a KL, an entropy bonus and corrections, on the
+sampled tokens."""
 
 from __future__ import annotations
 
@@ -29,9 +30,9 @@ Positive = Annotated[float, Gt(0)]
 class Entropy:
     """An entropy bonus: the loss minus weight times the entropy of the token's distribution.
 
-    With ``target`` (nats a token) the weight adapts (He et al. 2025, Skywork-OR1, section 4): after every iteration
-    it rises by ``step`` if the mean entropy was below the target and falls by it otherwise, within [low, high]; and
-    it is 0 for as long as the entropy is above the target.
+    With ``target`` (nats a token) the weight adapts (He et al. 2025, Skywork-OR1, section 4): after
+    every iteration it rises by ``step`` if the mean entropy was below the target and falls by it
+    otherwise, within [low, high]; and it is 0 for as long as the entropy is above the target.
     """
 
     weight: Annotated[float, Ge(0)] = 0.0
@@ -45,10 +46,11 @@ class Entropy:
 class Text:
     """Policy gradients for text models: GRPO, DAPO, GSPO, CISPO, SAPO ... by the surrogate.
 
-    surrogate: the loss of ratio and advantage. kl: its weight, or all its choices; entropy: likewise. importance:
-    correction for another engine that sampled. off_policy: answers with A < 0 leave the loss when their tokens have
-    become this much less likely on average, in nats. top_entropy: only this share of the step's tokens, those of
-    highest entropy, has a policy gradient (Wang et al. 2025, "Beyond the 80/20 rule").
+    surrogate: the loss of ratio and advantage. kl: its weight, or all its choices; entropy:
+    likewise. importance: correction for another engine that sampled. off_policy: answers with A < 0
+    leave the loss when their tokens have become this much less likely on average, in nats.
+    top_entropy: only this share of the step's tokens, those of highest entropy, has a policy
+    gradient (Wang et al. 2025, "Beyond the 80/20 rule").
     """
 
     needs = "categorical"
@@ -62,18 +64,18 @@ class Text:
         off_policy: Positive | None = None,
         top_entropy: Annotated[float, Gt(0), Le(1)] = 1.0,
     ):
-        self.surrogate, self.importance, self.off_policy, self.top_entropy = (
-            surrogate,
-            importance,
-            off_policy,
-            top_entropy,
-        )
+        self.surrogate = surrogate
+        self.importance = importance
+        self.off_policy = off_policy
+        self.top_entropy = top_entropy
         self.kl = kl if isinstance(kl, KL) else KL(weight=kl)
         self.entropy = entropy if isinstance(entropy, Entropy) else Entropy(weight=entropy)
-        self.bonus = self.entropy.weight if self.entropy.target is None else 0.0  # the weight in force
+        # the weight in force
+        self.bonus = self.entropy.weight if self.entropy.target is None else 0.0
         self.controlled = self.entropy.weight  # what the controller has arrived at
         self.iteration = 0
-        self.behaviour, self.snapshots = "live", ("ref",) if self.kl.weight or self.kl.start else ()
+        self.behaviour = "live"
+        self.snapshots = ("ref",) if self.kl.weight or self.kl.start else ()
 
     @property
     def couples(self) -> bool:
@@ -81,11 +83,15 @@ class Text:
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         if getattr(policy, "decisions", "") not in ("", self.needs):
-            raise UserError(f"{type(self).__name__} is an objective of text: {type(policy).__name__} writes none")
+            raise UserError(
+                f"{type(self).__name__} is an objective of text: "
+                f"{type(policy).__name__} writes none"
+            )
         for point in policy.path(rollout):
             if sees_whole_rows(self.surrogate) and (point.mask.sum(1) != point.length).any():
                 raise UserError(
-                    "this surrogate compares whole answers: it is for models that score all tokens of an answer in one "
+                    "this surrogate compares whole answers: it is for models that score "
+                    "all tokens of an answer in one "
                     "pass (causal ones); choose ppo, cispo, sapo or reinforce"
                 )
             yield point
@@ -95,7 +101,8 @@ class Text:
         logp = torch.where(point.mask, dist.log_prob(point.target), 0.0)
         recorded = torch.where(point.mask, self.recorded(policy, point, logp), 0.0)
         old = point.old(logp, recorded)
-        observe("log_ratio", logp - recorded, point.current())  # the gate looks at what rounding makes of it
+        # the gate looks at what rounding makes of it
+        observe("log_ratio", logp - recorded, point.current())
         loss = self.policy_loss(logp, old, point)
         if self.off_policy:
             loss = loss * off_policy(logp, point, self.off_policy)
@@ -103,7 +110,11 @@ class Text:
             loss = loss * self.importance.weight(point)
         if "ref" in self.snapshots and self.kl.where == "loss":
             loss = loss + self.kl.at(self.iteration) * self._kl(policy, point, dist, logp, old)
-        return loss - self.bonus * self._entropy(dist, point) if self.bonus else self._watched(dist, point, loss)
+        return (
+            loss - self.bonus * self._entropy(dist, point)
+            if self.bonus
+            else self._watched(dist, point, loss)
+        )
 
     def recorded(self, policy: Policy, point: Point, logp: Tensor) -> Tensor:
         """[B, L] log-probs under the weights that sampled."""
@@ -119,12 +130,14 @@ class Text:
         return torch.where(point.mask, policy.dist(point).entropy(), 0.0)
 
     def couple(self, point: Point, measured: Tensor) -> Point:
-        """``known`` [B, L]: 1 for the tokens of highest entropy of the whole step, on all processes."""
+        """``known`` [B, L]: 1 for the tokens of highest entropy of the whole step, on all
+        processes."""
         every = all_gather_rows(measured[point.mask]).double().sort().values
         if not len(every):
             return point
         rank = (1 - self.top_entropy) * (len(every) - 1)  # the quantile by linear interpolation
-        below, above = every[int(rank)], every[min(int(rank) + 1, len(every) - 1)]
+        below = every[int(rank)]
+        above = every[min(int(rank) + 1, len(every) - 1)]
         return point.replace(known=(measured >= torch.lerp(below, above, rank % 1)).to(measured))
 
     @torch.no_grad()
@@ -138,16 +151,21 @@ class Text:
             for point in policy.path(rollout[first : first + size]):
                 gap = point.logprob - frozen(policy, "ref", point).log_prob(point.target)
                 found[first : first + size] += row_sum(gap, point.mask)[:, 0]
-        return Rewards({**rewards, "kl": found}, {**rewards.weights, "kl": -self.kl.at(self.iteration)})
+        return Rewards(
+            {**rewards, "kl": found}, {**rewards.weights, "kl": -self.kl.at(self.iteration)}
+        )
 
     def adapt(self, iteration: int, metrics: dict[str, float]) -> None:
         """After an iteration: the weight of the KL, and the entropy controller."""
         self.iteration = iteration + 1
-        chosen, found = self.entropy, metrics.get("entropy", float("nan"))
+        chosen = self.entropy
+        found = metrics.get("entropy", float("nan"))
         if chosen.target is None or found != found:
             return
         low = found < chosen.target
-        self.controlled = min(max(self.controlled + (chosen.step if low else -chosen.step), chosen.low), chosen.high)
+        self.controlled = min(
+            max(self.controlled + (chosen.step if low else -chosen.step), chosen.low), chosen.high
+        )
         self.bonus = self.controlled if found <= chosen.target else 0.0
         metrics["entropy_weight"] = self.bonus
 
@@ -155,7 +173,9 @@ class Text:
         return {"bonus": self.bonus, "controlled": self.controlled, "iteration": self.iteration}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.bonus, self.controlled, self.iteration = state["bonus"], state["controlled"], state["iteration"]
+        self.bonus = state["bonus"]
+        self.controlled = state["controlled"]
+        self.iteration = state["iteration"]
 
     def _kl(self, policy: Policy, point: Point, dist: Any, logp: Tensor, old: Tensor) -> Tensor:
         reference = frozen(policy, "ref", point)
@@ -179,7 +199,8 @@ class Text:
 
 
 def watch(surrogate: Surrogate, logp: Tensor, old: Tensor, point: Point) -> None:
-    """Mention the ratio, and where the surrogate has no gradient although A is not 0: clipped, by the sign of A."""
+    """Mention the ratio, and where the surrogate has no gradient although A is not 0: clipped, by
+    the sign of A."""
     observe("ratio", (logp - old).exp(), point.own())
     if point.stale is not None:
         observe("reuse/ratio", (logp - old).exp(), point.mask & point.stale[:, None])
@@ -191,7 +212,8 @@ def watch(surrogate: Surrogate, logp: Tensor, old: Tensor, point: Point) -> None
 
 
 def without_slope(surrogate: Surrogate, logp: Tensor, old: Tensor, point: Point) -> Tensor:
-    """[B, L] bool: tokens that are clipped, whose loss does not change with their log-prob although A is not 0."""
+    """[B, L] bool: tokens that are clipped, whose loss does not change with their log-prob although
+    A is not 0."""
     with torch.enable_grad():
         leaf = logp.detach().requires_grad_()
         loss = row_sum(surrogate(leaf, old.detach(), point.advantage, point.mask), point.mask)

@@ -1,4 +1,5 @@
-"""The objective of rows with a text and an image: that of text, with an entropy of its own for each segment."""
+"""The objective of rows with a text and an image: that of text, with an entropy of its own for each
+segment."""
 
 from __future__ import annotations
 
@@ -20,9 +21,10 @@ Positive = Annotated[float, Gt(0)]
 
 @dataclass(frozen=True)
 class Steered:
-    """An entropy held at ``target`` nats a token (ReasonGen-R1, Zhang et al. 2025): the loss has alpha H, where
-    alpha = sinh(psi), |alpha| <= ``most``, and psi rises after every iteration by ``rate`` (H - target): entropy above
-    the target costs, below it is a gain. The published rate is that of Adam on psi; ours is plain."""
+    """An entropy held at ``target`` nats a token (ReasonGen-R1, Zhang et al. 2025): the loss has
+    alpha H, where alpha = sinh(psi), |alpha| <= ``most``, and psi rises after every iteration by
+    ``rate`` (H - target): entropy above the target costs, below it is a gain. The published rate is
+    that of Adam on psi; ours is plain."""
 
     target: Positive
     rate: Positive = 5e-5
@@ -31,17 +33,24 @@ class Steered:
 
 @OBJECTIVES.register("unified")
 class Unified(Text):
-    """GRPO over text and image tokens (T2I-R1, ReasonGen-R1): as ``text``, entropies steered segment by segment.
+    """GRPO over text and image tokens (T2I-R1, ReasonGen-R1): as ``text``, entropies steered
+    segment by segment.
 
-    steer_text, steer_image: entropy targets; None: left alone. Without kinds of decisions all count as text.
+    steer_text, steer_image: entropy targets; None: left alone. Without kinds of decisions all count
+    as text.
     """
 
-    def __init__(self, steer_text: Steered | None = None, steer_image: Steered | None = None, **options: Any):
+    def __init__(
+        self, steer_text: Steered | None = None, steer_image: Steered | None = None, **options: Any
+    ):
         super().__init__(**options)
         chosen = {"text": steer_text, "image": steer_image}
         self.steered = {kind: one for kind, one in chosen.items() if one is not None}
         if self.steered and (self.entropy.weight or self.entropy.target):
-            raise UserError("objective.unified: entropy is for all tokens; use it, or steer_text and steer_image")
+            raise UserError(
+                "objective.unified: entropy is for all tokens; use it, or steer_text "
+                "and steer_image"
+            )
         self.psi = dict.fromkeys(self.steered, 0.0)
 
     def alpha(self, kind: str) -> float:
@@ -55,7 +64,9 @@ class Unified(Text):
             found = metrics.get(f"entropy/{kind}", math.nan)
             if found == found:
                 limit = math.asinh(one.most)
-                self.psi[kind] = min(max(self.psi[kind] + one.rate * (found - one.target), -limit), limit)
+                self.psi[kind] = min(
+                    max(self.psi[kind] + one.rate * (found - one.target), -limit), limit
+                )
             metrics[f"entropy_weight/{kind}"] = self.alpha(kind)
 
     def state_dict(self) -> dict[str, Any]:

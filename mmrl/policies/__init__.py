@@ -1,4 +1,5 @@
-"""Policies: generative models behind one contract; one thin file a model family. Importing this registers them."""
+"""Policies: generative models behind one contract; one thin file a model family. Importing this
+registers them."""
 
 from . import amused as amused
 from . import cogvideox as cogvideox

@@ -37,17 +37,22 @@ class Policy(Protocol):
     def path(self, rollout: Rollout) -> Iterable[Point]:
         """The recorded decisions, one Point for each kind of forward pass needed to score them."""
 
-    def renoise(self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False) -> Iterable[Point]:
+    def renoise(
+        self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False
+    ) -> Iterable[Point]:
         """Fresh states of the forward process that end in the finished samples.
 
-        ``time`` [B] in (0, 1) is how much is noise (None: uniform); ``shared``: the rows of a group share the noise.
+        ``time`` [B] in (0, 1) is how much is noise (None: uniform); ``shared``: the rows of a group
+        share the noise.
         """
 
     def dist(self, point: Point) -> Dist:
-        """The policy's distribution over the decisions at a point. The only differentiable method."""
+        """The policy's distribution over the decisions at a point. The only differentiable
+        method."""
 
     def decode(self, rollout: Rollout) -> Media:
-        """B images [B, 3, H, W], videos [B, F, 3, H, W] (both in 0..1) or texts, for the rewards to look at."""
+        """B images [B, 3, H, W], videos [B, F, 3, H, W] (both in 0..1) or texts, for the rewards to
+        look at."""
 
 
 @runtime_checkable
@@ -59,17 +64,20 @@ class Remaskable(Protocol):
     def path(self, rollout: Rollout) -> Iterable[Point]: ...
 
     def at(self, rollout: Rollout, hide: Tensor, score: Tensor | None = None) -> Point:
-        """The state with the tokens ``hide`` [B, L] hidden, to be scored at ``score`` [B, L] (None: at those)."""
+        """The state with the tokens ``hide`` [B, L] hidden, to be scored at ``score`` [B, L] (None:
+        at those)."""
 
     def corrupted(self, cond: Any, share: float, rng: Rng) -> Any:
-        """The conditions with a random share of every prompt's tokens hidden, where the network reads tokens."""
+        """The conditions with a random share of every prompt's tokens hidden, where the network
+        reads tokens."""
 
     def dist(self, point: Point) -> Dist: ...
 
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters that share a learning rate: their own ``lr``, or the optimizer's times ``factor``."""
+    """Parameters that share a learning rate: their own ``lr``, or the optimizer's times
+    ``factor``."""
 
     parameters: list[nn.Parameter]
     factor: float = 1.0
@@ -78,25 +86,34 @@ class ParameterGroup:
 
 
 class NetPolicy:
-    """A policy around one trained network: adapters, snapshots, and which module a pass goes through.
+    """A policy around one trained network: adapters, snapshots, and which module a pass goes
+    through.
 
-    ``net`` is the plain module: rollouts and frozen passes use it. ``trained`` is what the trainer got back from
-    accelerate (DDP's wrapper, say): passes with gradients use it. The network stays in eval mode throughout, since
-    dropout would make a score differ from the sample it scores.
+    ``net`` is the plain module: rollouts and frozen passes use it. ``trained`` is what the trainer
+    got back from accelerate (DDP's wrapper, say): passes with gradients use it. The network stays
+    in eval mode throughout, since dropout would make a score differ from the sample it scores.
     """
 
     not_options: tuple[str, ...] = ("net",)
-    attention: tuple[str, ...] = ATTENTION  # module-name suffixes of the projections that LoRA adapts
-    makes: Medium | None = None  # what ``decode`` returns; None: unknown, then no reward is refused for it
+    # module-name suffixes of the projections that LoRA adapts
+    attention: tuple[str, ...] = ATTENTION
+    # what ``decode`` returns; None: unknown, then no reward is refused for it
+    makes: Medium | None = None
     iteration: int = 0  # set by the trainer before a rollout
-    epoch: int | None = None  # set by the trainer: the pass over the iteration's rows; None: there is only one
+    # set by the trainer: the pass over the iteration's rows; None: there is only one
+    epoch: int | None = None
     forwards: int = 0  # rows that went through the network so far
-    decisions: str = ""  # "gaussian" or "categorical": objectives that need the one refuse the other
+    # "gaussian" or "categorical": objectives that need the one refuse the other
+    decisions: str = ""
     notes: tuple[str, ...] = ()  # what a person should know before training, sentences for the log
-    adjacent: bool = False  # rows of one prompt share work, so they should share optimizer steps and passes
-    sampling: bool = False  # a pass with gradients recorded that will not be used: not for the trainer's wrapper
-    find_unused_parameters: bool = False  # a pass may leave trained weights out, such as those of a second expert
-    most: int | None = None  # rows of a pass that turned out to fit the device's memory; None: no pass was too large
+    # rows of one prompt share work, so they should share optimizer steps and passes
+    adjacent: bool = False
+    # a pass with gradients recorded that will not be used: not for the trainer's wrapper
+    sampling: bool = False
+    # a pass may leave trained weights out, such as those of a second expert
+    find_unused_parameters: bool = False
+    # rows of a pass that turned out to fit the device's memory; None: no pass was too large
+    most: int | None = None
 
     def __init__(
         self,
@@ -105,16 +122,22 @@ class NetPolicy:
         width: int | None = None,
         memory: Annotated[float, Gt(0)] | None = None,
     ):
-        """``lora``: rank or Lora; None trains all weights. ``width``: rows of every forward pass; the trainer sets it
-        to its micro-batch. ``memory``: GiB that a pass of sampling may allocate, which then chooses its own chunks."""
+        """``lora``: rank or Lora; None trains all weights. ``width``: rows of every forward pass;
+        the trainer sets it to its micro-batch. ``memory``: GiB that a pass of sampling may
+        allocate, which then chooses its own chunks."""
         net.requires_grad_(lora is None)
         if lora is not None:
             add_lora(net, Lora(lora) if isinstance(lora, int) else lora, self.attention)
-        for parameter in self.unused(net):  # a parameter without a gradient stops DDP, and has no optimizer state
+        # a parameter without a gradient stops DDP, and has no optimizer state
+        for parameter in self.unused(net):
             parameter.requires_grad_(False)
-        self.net, self.trained = net.eval(), net
-        self.width = width  # rows of every pass, so that log-probs repeat (architecture.md); None: as many as there are
-        self.memory, self.fitting = memory, 0  # rows that fit the budget, measured once
+        self.net = net.eval()
+        self.trained = net
+        # rows of every pass, so that log-probs repeat (architecture.md); None: as many as there are
+        self.width = width
+        # rows that fit the budget, measured once
+        self.memory = memory
+        self.fitting = 0
         self.news: list[str] = []  # sentences for the log that came up on the way
         self.weights = Weights(net)
 
@@ -137,11 +160,13 @@ class NetPolicy:
 
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
-        """Sample as a user would: a family turns off exploration noise here, and may set its guidance scale."""
+        """Sample as a user would: a family turns off exploration noise here, and may set its
+        guidance scale."""
         yield
 
     def chunk(self, rows: int, forward: Callable[[int], Any]) -> int:
-        """Rows to sample at once, of ``rows``; ``forward(n)`` is one pass of n rows, tried to see what it allocates."""
+        """Rows to sample at once, of ``rows``; ``forward(n)`` is one pass of n rows, tried to see
+        what it allocates."""
         if self.memory is None:
             return min(self.width or rows, self.most or rows)
         if not self.fitting:
@@ -149,14 +174,17 @@ class NetPolicy:
                 found = rows_that_fit(forward, int(self.memory * 2**30), rows, self.device)
             except ValueError as error:
                 raise UserError(f"policy option memory = {self.memory:g} GiB: {error}") from error
-            self.fitting = -int(distributed.all_max(torch.tensor(-found)))  # one number of passes on all processes
+            # one number of passes on all processes
+            self.fitting = -int(distributed.all_max(torch.tensor(-found)))
         return min(self.fitting, rows, self.most or rows)
 
     def fitted(self, run: Callable[[int], Any], size: int, least: int = 1) -> Any:
-        """``run(size)``, work in passes of at most ``size`` rows; where the device's memory does not do, again with
-        half of them. From then on no pass is larger, and all are as wide as that, which keeps log-probs equal.
-        UserError where ``least`` rows are too many."""
-        alone, width = distributed.world()[1] == 1, self.width  # several would no longer make equally many passes
+        """``run(size)``, work in passes of at most ``size`` rows; where the device's memory does
+        not do, again with half of them. From then on no pass is larger, and all are as wide as
+        that, which keeps log-probs equal. UserError where ``least`` rows are too many."""
+        # several would no longer make equally many passes
+        alone = distributed.world()[1] == 1
+        width = self.width
 
         def attempt(rows: int) -> Any:
             if rows < size and width:
@@ -167,8 +195,10 @@ class NetPolicy:
             result, fits = halved_to_fit(attempt, size, least if alone else size)
         except torch.OutOfMemoryError as error:
             raise UserError(
-                f"out of memory: {error}. Try train.gradient_checkpointing=true, policy.lora, a smaller "
-                "train.micro_batch, or a smaller size; `mmrl train CONFIG --dry-run` estimates what is needed"
+                f"out of memory: {error}. Try train.gradient_checkpointing=true, "
+                f"policy.lora, a smaller "
+                "train.micro_batch, or a smaller size; `mmrl train CONFIG --dry-run` "
+                "estimates what is needed"
             ) from error
         if fits < size:
             self.shrink(fits)
@@ -177,7 +207,10 @@ class NetPolicy:
     def shrink(self, rows: int) -> None:
         """From now on no pass has more than ``rows`` rows."""
         self.most = rows
-        self.news.append(f"out of memory: passes now have at most {rows} rows; train.micro_batch={rows} begins so")
+        self.news.append(
+            f"out of memory: passes now have at most {rows} rows; "
+            f"train.micro_batch={rows} begins so"
+        )
 
     def padded(self) -> int:
         """Rows every pass is filled up to; with a memory budget none is."""
@@ -188,15 +221,18 @@ class NetPolicy:
         return [ParameterGroup([p for p in self.net.parameters() if p.requires_grad])]
 
     def measures(self) -> dict[str, float]:
-        """A family's own curves, of this process and since this was last asked: before and after every iteration."""
+        """A family's own curves, of this process and since this was last asked: before and after
+        every iteration."""
         return {}
 
     def admit(self, prompts: list[Prompt]) -> list[Prompt]:
-        """Those of a dataset's prompts that this policy can take; one with limits notes what it left out."""
+        """Those of a dataset's prompts that this policy can take; one with limits notes what it
+        left out."""
         return prompts
 
     def prepare(self, prompts: list[Prompt]) -> None:
-        """Told once, on the device, which prompts will come: a family may encode them and let its encoders go."""
+        """Told once, on the device, which prompts will come: a family may encode them and let its
+        encoders go."""
 
     def enable_gradient_checkpointing(self) -> None:
         for name in ("enable_gradient_checkpointing", "gradient_checkpointing_enable"):
@@ -211,20 +247,23 @@ def rows_of(cond: Any, group: Tensor) -> Any:
 
 
 def first_of_group(rollout: Rollout) -> Tensor:
-    """[B] long: the name of the first row of each row's group that is here, by which a group shares noise."""
-    count = len(rollout.prompts) or int(rollout.group.max()) + 1  # without prompts the device must be asked
+    """[B] long: the name of the first row of each row's group that is here, by which a group shares
+    noise."""
+    # without prompts the device must be asked
+    count = len(rollout.prompts) or int(rollout.group.max()) + 1
     first = torch.full((count,), torch.iinfo(torch.long).max, device=rollout.row.device)
     return first.scatter_reduce(0, rollout.group, rollout.row, "amin")[rollout.group]
 
 
 @contextmanager
 def reading(policy: Any, what: str) -> Iterator[None]:
-    """Only these states of a rollout's path will be read: "path" (all), "decisions" or "sample". Policies without paths
-    do not mind."""
+    """Only these states of a rollout's path will be read: "path" (all), "decisions" or "sample".
+    Policies without paths do not mind."""
     if not hasattr(policy, "reads"):
         yield
         return
-    before, policy.reads = policy.reads, what
+    before = policy.reads
+    policy.reads = what
     try:
         yield
     finally:
@@ -246,7 +285,8 @@ def warn_of_mismatch(logp_dist: str, guidance: float) -> None:
     """Scores without the guidance that sampled are not those of the sampled distribution."""
     if logp_dist == "conditional" and guidance != 1:
         warnings.warn(
-            f"logp_dist conditional: samples are drawn with guidance {guidance:g} and scored without it, so the "
+            f"logp_dist conditional: samples are drawn with guidance {guidance:g} and "
+            f"scored without it, so the "
             "gradient is not that of the sampled distribution; guided matches",
             stacklevel=3,
         )

@@ -25,11 +25,14 @@ from .folder_video import VideoFolderPolicy
 class CogVideoX(VideoFolderPolicy):
     """CogVideoX 1.0 and 1.5 text to video: any diffusers folder or hub id of a CogVideoXPipeline.
 
-    Latents are [B, F, C, H, W]. The times and the process are those of diffusers' CogVideoXDDIMScheduler with the
-    folder's settings, also where the folder asks for the DPM scheduler, whose steps have no density.
+    Latents are [B, F, C, H, W]. The times and the process are those of diffusers'
+    CogVideoXDDIMScheduler with the folder's settings, also where the folder asks for the DPM
+    scheduler, whose steps have no density.
     """
 
-    pipeline, network, autoencoder = "CogVideoXPipeline", "CogVideoXTransformer3DModel", "AutoencoderKLCogVideoX"
+    pipeline = "CogVideoXPipeline"
+    network = "CogVideoXTransformer3DModel"
+    autoencoder = "AutoencoderKLCogVideoX"
     attention = tuple(f"attn1.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0"))
 
     def __init__(
@@ -45,21 +48,31 @@ class CogVideoX(VideoFolderPolicy):
         super().__init__(path, kernel=kernel, eta=eta, **options)
 
     def latent_shape(self) -> tuple[int, ...]:
-        """Version 1.5 joins ``patch_size_t`` frames in a token: frames are added in front to make them up."""
-        factor, config = vae_factor(self.vae), self.config
-        sides = tuple(self.latent_side(side, factor * config.patch_size, factor) for side in self.size)
+        """Version 1.5 joins ``patch_size_t`` frames in a token: frames are added in front to make
+        them up."""
+        factor = vae_factor(self.vae)
+        config = self.config
+        sides = tuple(
+            self.latent_side(side, factor * config.patch_size, factor) for side in self.size
+        )
         frames = self.latent_frames(int(self.vae.config.temporal_compression_ratio))
         self.added = -frames % (config.patch_size_t or 1)
         frames += self.added
-        self.rotary = self._rotary(factor, frames) if config.use_rotary_positional_embeddings else None
+        self.rotary = (
+            self._rotary(factor, frames) if config.use_rotary_positional_embeddings else None
+        )
         return (frames, config.in_channels, *sides)
 
     def _rotary(self, factor: int, frames: int) -> tuple[Tensor, Tensor]:
         """The rotary embeddings, as the pipeline computes them."""
         from diffusers import CogVideoXPipeline
 
-        part = SimpleNamespace(vae_scale_factor_spatial=factor, transformer=SimpleNamespace(config=self.config))
-        return CogVideoXPipeline._prepare_rotary_positional_embeddings(part, *self.size, frames, torch.device("cpu"))
+        part = SimpleNamespace(
+            vae_scale_factor_spatial=factor, transformer=SimpleNamespace(config=self.config)
+        )
+        return CogVideoXPipeline._prepare_rotary_positional_embeddings(
+            part, *self.size, frames, torch.device("cpu")
+        )
 
     def own_process(self) -> Process:
         from diffusers import CogVideoXDDIMScheduler
@@ -73,13 +86,20 @@ class CogVideoX(VideoFolderPolicy):
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
         rotary = self.rotary and tuple(sent(part, x.device) for part in self.rotary)
         return self.active()(
-            hidden_states=self.cast(x), timestep=self.process.timestep(t), image_rotary_emb=rotary,
-            encoder_hidden_states=self.cast(cond["text"]), return_dict=False,
-        )[0]  # fmt: skip
+            hidden_states=self.cast(x),
+            timestep=self.process.timestep(t),
+            image_rotary_emb=rotary,
+            encoder_hidden_states=self.cast(cond["text"]),
+            return_dict=False,
+        )[0]
 
     def pixels(self, vae: Any, latents: Tensor) -> Tensor:
-        return vae.decode(latents[:, self.added :].transpose(1, 2) / vae.config.scaling_factor).sample
+        return vae.decode(
+            latents[:, self.added :].transpose(1, 2) / vae.config.scaling_factor
+        ).sample
 
     def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
-        text, _ = pipe.encode_prompt(texts, None, False, max_sequence_length=self.text_length, device=device)
+        text, _ = pipe.encode_prompt(
+            texts, None, False, max_sequence_length=self.text_length, device=device
+        )
         return {"text": text}

@@ -1,4 +1,5 @@
-"""What image-to-video families share: the first frame a prompt gives, encoded once and held beside its text."""
+"""What image-to-video families share: the first frame a prompt gives, encoded once and held beside
+its text."""
 
 from __future__ import annotations
 
@@ -33,18 +34,21 @@ class Picture:
 
 
 def pictures_of(prompts: list[Prompt]) -> list[Picture]:
-    """The ``image`` of every prompt: PIL or a path. UserError names the first prompt that has not exactly one."""
+    """The ``image`` of every prompt: PIL or a path. UserError names the first prompt that has not
+    exactly one."""
     for i, prompt in enumerate(prompts):
         if len(images_of(prompt)) != 1:
             raise UserError(
-                f"prompt {i} ({where(prompt)}) has {len(images_of(prompt))} images; this model animates one, under "
+                f"prompt {i} ({where(prompt)}) has {len(images_of(prompt))} images; this "
+                f"model animates one, under "
                 "'image': a path or a PIL image"
             )
     return [Picture.of(open_image(images_of(prompt)[0], prompt)) for prompt in prompts]
 
 
 class FirstFrame(VideoFolderPolicy):
-    """Put before a text-to-video family: prompts have a ``text`` and an ``image``, the video's first frame.
+    """Put before a text-to-video family: prompts have a ``text`` and an ``image``, the video's
+    first frame.
 
     The pass without the prompt sees the same image.
     """
@@ -54,9 +58,13 @@ class FirstFrame(VideoFolderPolicy):
     def __init__(self, path: str, **options: Any):
         super().__init__(path, **options)
         cache = self.texts
-        self.pictures = PromptCache(self._pipeline, self.encode_pictures, cache.placement, cache.limit, batch=1)
+        self.pictures = PromptCache(
+            self._pipeline, self.encode_pictures, cache.placement, cache.limit, batch=1
+        )
 
-    def encode_pictures(self, pipe: Any, pictures: list[Picture], device: torch.device) -> dict[str, Tensor]:
+    def encode_pictures(
+        self, pipe: Any, pictures: list[Picture], device: torch.device
+    ) -> dict[str, Tensor]:
         """Nest of tensors [n, *], by the text pipeline and the autoencoder."""
         raise NotImplementedError
 
@@ -83,7 +91,9 @@ class FirstFrame(VideoFolderPolicy):
         from diffusers.video_processor import VideoProcessor
 
         height, width = self.size
-        images = [VideoProcessor().preprocess(p.image, height=height, width=width) for p in pictures]
+        images = [
+            VideoProcessor().preprocess(p.image, height=height, width=width) for p in pictures
+        ]
         return torch.cat(images)[:, :, None].to(device, self.vae.dtype)
 
     def _pipeline(self) -> Any:
@@ -91,7 +101,8 @@ class FirstFrame(VideoFolderPolicy):
 
 
 def held(v: Tensor, x: Tensor, t: Tensor, frame: Tensor) -> Tensor:
-    """The velocity [B, C, F, H, W] under which the clean latents begin with ``frame`` [B, C, 1, H, W].
+    """The velocity [B, C, F, H, W] under which the clean latents begin with ``frame`` [B, C, 1, H,
+    W].
 
     Any solver reaches it exactly, and no gradient comes from it.
     """

@@ -1,7 +1,7 @@
 """Diffusion and flow models: a decision is a Gaussian transition between two latents.
 
-A family is a subclass with ``encode``, ``velocity`` and ``decode``; sampling, scoring, guidance, noise and chunks are
-here, once. Sampling and scoring go through the same ``_transition``.
+A family is a subclass with ``encode``, ``velocity`` and ``decode``; sampling, scoring, guidance,
+noise and chunks are here, once. Sampling and scoring go through the same ``_transition``.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ from .base import NetPolicy, at_guidance, first_of_group, rows_of, warn_of_misma
 from .trees import Tree
 
 Grid = Callable[[int], Tensor]  # steps -> times [K + 1], from 1 to 0
-Window = Callable[[int, int, Rng], Tensor]  # (steps, iteration, rng) -> [K] bool, where noise is injected
+# (steps, iteration, rng) -> [K] bool, where noise is injected
+Window = Callable[[int, int, Rng], Tensor]
 Solver = Callable[[Process], Step]
-Reads = Literal["path", "decisions", "sample"]  # all states, those beside decisions, or the finished sample alone
+# all states, those beside decisions, or the finished sample alone
+Reads = Literal["path", "decisions", "sample"]
 LogpDist = Literal["guided", "guided_stopgrad_uncond", "conditional"]
 Storage = Literal["float32", "bfloat16", "float16"]
 BUILT_IN = frozenset(samplers.KERNELS.values())
@@ -61,16 +63,18 @@ class Plan(NamedTuple):
 class FlowPolicy(NetPolicy, ABC):
     """Options of every flow model.
 
-    steps: forward passes per sample. eta: noise level of the stochastic steps. kernel, grid, sde: the stochastic step,
-    the times, and which steps are stochastic. guidance: classifier-free guidance scale w, v = v_u + w (v_c - v_u).
-    logp_dist: what is scored; "guided" is what was sampled, "guided_stopgrad_uncond" the same without gradient through
-    the unconditional branch, "conditional" leaves guidance out of the score (a mismatch some codes publish).
-    shared_noise: the samples of a group start from one noise. storage: type latents are rounded to before they are
-    scored and kept in. reduction: log-prob as mean or sum over dimensions. solver: of the deterministic steps; None is
-    the kernel without noise. tree: samples that share their beginnings. flash: share of the steps after the last
-    stochastic one that is kept (MixGRPO-Flash). score: "square" leaves the variance out of the log-prob, as Flow-CPS
-    publishes it; that is a score, not a density. offload: the latents visited are kept in the CPU's memory, and come
-    back pass by pass.
+    steps: forward passes per sample. eta: noise level of the stochastic steps. kernel, grid, sde:
+    the stochastic step, the times, and which steps are stochastic. guidance: classifier-free
+    guidance scale w, v = v_u + w (v_c - v_u). logp_dist: what is scored; "guided" is what was
+    sampled, "guided_stopgrad_uncond" the same without gradient through the unconditional branch,
+    "conditional" leaves guidance out of the score (a mismatch some codes publish). shared_noise:
+    the samples of a group start from one noise. storage: type latents are rounded to before they
+    are scored and kept in. reduction: log-prob as mean or sum over dimensions. solver: of the
+    deterministic steps; None is the kernel without noise. tree: samples that share their
+    beginnings. flash: share of the steps after the last stochastic one that is kept
+    (MixGRPO-Flash). score: "square" leaves the variance out of the log-prob, as Flow-CPS publishes
+    it; that is a score, not a density. offload: the latents visited are kept in the CPU's memory,
+    and come back pass by pass.
     """
 
     shape: tuple[int, ...]  # of one sample's latents
@@ -106,29 +110,43 @@ class FlowPolicy(NetPolicy, ABC):
             self.times = grid(steps)
         except ValueError as error:
             raise UserError(f"policy option grid: {error}") from error
-        self.steps, self.eta, self.sde, self.solver = len(self.times) - 1, eta, sde, solver
-        self.tree, self.flash, self.offload = tree, flash, offload
+        self.steps = len(self.times) - 1
+        self.eta = eta
+        self.sde = sde
+        self.solver = solver
+        self.tree = tree
+        self.flash = flash
+        self.offload = offload
         self.dist_type = Score if score == "square" else Gaussian
         warn_of_mismatch(logp_dist, guidance)
-        self.kernel, self.guidance, self.logp_dist = self._for_process(kernel), guidance, logp_dist
-        self.shared_noise, self.storage, self.reduction = shared_noise, getattr(torch, storage), reduction
-        self._plan(copies=tree.factor ** len(tree.at(self.steps)) if tree else 1, rng=FIXED)  # refuses what cannot be
+        self.kernel = self._for_process(kernel)
+        self.guidance = guidance
+        self.logp_dist = logp_dist
+        self.shared_noise = shared_noise
+        self.storage = getattr(torch, storage)
+        self.reduction = reduction
+        # refuses what cannot be
+        self._plan(copies=tree.factor ** len(tree.at(self.steps)) if tree else 1, rng=FIXED)
 
     @abstractmethod
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
-        """Nest of tensors [P, *]; under ``uncond`` those of the empty prompt, [1, *], if there is guidance."""
+        """Nest of tensors [P, *]; under ``uncond`` those of the empty prompt, [1, *], if there is
+        guidance."""
 
     @abstractmethod
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
-        """[B, *] the network's output for latents x [B, *] at times t [B] under conditions [B, *]."""
+        """[B, *] the network's output for latents x [B, *] at times t [B] under conditions [B,
+        *]."""
 
     @abstractmethod
     def decode(self, rollout: Rollout) -> Media: ...
 
     def unconditional(self, own: dict[str, Any], cond: dict[str, Any]) -> dict[str, Any]:
-        """Nest of tensors [B, *] for the pass without the prompt, of the rows' ``own`` and what a rollout holds.
+        """Nest of tensors [B, *] for the pass without the prompt, of the rows' ``own`` and what a
+        rollout holds.
 
-        It is that of the empty prompt; what ``uncond`` leaves out, an image to edit say, is the row's own.
+        It is that of the empty prompt; what ``uncond`` leaves out, an image to edit say, is the
+        row's own.
         """
         rows = len(next(leaf for leaf in own.values() if isinstance(leaf, Tensor)))
         return own | tree_map(lambda tensor: tensor.expand(rows, *tensor.shape[1:]), cond["uncond"])
@@ -138,13 +156,15 @@ class FlowPolicy(NetPolicy, ABC):
         return noise
 
     def combine(self, v: Tensor, empty: Tensor, scale: float | Tensor) -> Tensor:
-        """[B, *] classifier-free guidance (Ho and Salimans 2022); a family may normalise it as its pipeline does."""
+        """[B, *] classifier-free guidance (Ho and Salimans 2022); a family may normalise it as its
+        pipeline does."""
         return empty + scale * (v - empty)
 
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
         """Deterministic (ODE) sampling, at another guidance scale if given."""
-        kept, self.exploring = self.exploring, False
+        kept = self.exploring
+        self.exploring = False
         try:
             with at_guidance(self, guidance):
                 yield
@@ -152,25 +172,42 @@ class FlowPolicy(NetPolicy, ABC):
             self.exploring = kept
 
     def _for_process(self, kernel: Kernel) -> Kernel:
-        """The kernel, told the process if it works on more than one; UserError if it is for another."""
+        """The kernel, told the process if it works on more than one; UserError if it is for
+        another."""
         plain = getattr(kernel, "func", kernel)
         wanted = getattr(plain, "process", Flow if plain in BUILT_IN else None)
         if wanted is not None and not isinstance(self.process, wanted):
-            known = ", ".join(n for n, k in KERNELS.items() if isinstance(self.process, getattr(k, "process", Flow)))
-            raise UserError(f"policy option kernel: {plain.__name__} is not for this kind of model; for it: {known}")
+            known = ", ".join(
+                n
+                for n, k in KERNELS.items()
+                if isinstance(self.process, getattr(k, "process", Flow))
+            )
+            raise UserError(
+                f"policy option kernel: {plain.__name__} is not for this kind of "
+                f"model; for it: {known}"
+            )
         return partial(kernel, process=self.process) if hasattr(plain, "process") else kernel
 
     def rollout(self, prompts: list[Prompt], copies: int, rng: Rng) -> Rollout:
         row = rng.rows(len(prompts), copies).to(self.device)
         group = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)
-        plan, cond = self._plan(copies, rng), self.encode(prompts)
+        plan = self._plan(copies, rng)
+        cond = self.encode(prompts)
         size = self.chunk(len(row), lambda n: self._trial(group[:n], row[:n], cond))
         path = self._room(plan, len(row))
 
         def sampled(size: int) -> list[Rollout]:
-            if plan.spans[0] > 1:  # all trees grow together, in passes that hold the leaves of one at least
-                return [self._sample(group, row, cond, rng, plan._replace(rows=max(size, plan.spans[0])), path)]
-            return [self._sample(group[p], row[p], cond, rng, plan, path[p]) for p in chunks(len(row), size)]
+            # all trees grow together, in passes that hold the leaves of one at least
+            if plan.spans[0] > 1:
+                return [
+                    self._sample(
+                        group, row, cond, rng, plan._replace(rows=max(size, plan.spans[0])), path
+                    )
+                ]
+            return [
+                self._sample(group[p], row[p], cond, rng, plan, path[p])
+                for p in chunks(len(row), size)
+            ]
 
         blocks = self.fitted(sampled, max(size, plan.spans[0]), least=plan.spans[0])
         visit = None if self.reads == "path" else plan.places().to(self.device).expand(len(row), -1)
@@ -181,9 +218,11 @@ class FlowPolicy(NetPolicy, ABC):
         return whole.replace(stream=stream if stochastic else None)
 
     def noise(self, stream: Tensor, row: Tensor, step: int) -> Tensor:
-        """[B, *] the noise that step number ``step`` (from 0) drew for rows [B] of streams [B, 2], drawn once more.
+        """[B, *] the noise that step number ``step`` (from 0) drew for rows [B] of streams [B, 2],
+        drawn once more.
 
-        Not for trees, whose samples share noise. The key's words are tensors, so that rows may be of several streams.
+        Not for trees, whose samples share noise. The key's words are tensors, so that rows may be
+        of several streams.
         """
         return Rng((stream[:, :1], stream[:, 1:])).normal(row, self.shape, step + 1, self.dtype)
 
@@ -198,7 +237,9 @@ class FlowPolicy(NetPolicy, ABC):
         try:
             noisy = self.sde(self.steps, self.iteration, rng.fold("window"))  # [K] bool
             if self.exploring and self.tree is not None:
-                noisy = noisy | torch.isin(torch.arange(self.steps), torch.tensor(self.tree.at(self.steps)))
+                noisy = noisy | torch.isin(
+                    torch.arange(self.steps), torch.tensor(self.tree.at(self.steps))
+                )
             times = self.times
             if self.exploring and self.flash is not None:
                 after = int(noisy.nonzero().max()) + 1
@@ -215,62 +256,99 @@ class FlowPolicy(NetPolicy, ABC):
             "decisions": sorted({k + side for k in decisions for side in (0, 1)}),
             "sample": (),
         }[self.reads]
-        return Plan(times, self.eta * noisy.double() * self.exploring, spans, copies, kept=tuple(kept))
+        return Plan(
+            times, self.eta * noisy.double() * self.exploring, spans, copies, kept=tuple(kept)
+        )
 
     def _trial(self, group: Tensor, row: Tensor, cond: dict[str, Any]) -> None:
         """One pass of the largest kind, for what it allocates."""
         x = torch.zeros(len(row), *self.shape, dtype=self.dtype, device=self.device)
-        none, t = torch.zeros(len(row), 1, dtype=torch.bool), self._on_rows(self.times[:1], len(row))[:, 0]
-        self._velocities(Point(group=group, cond=cond, row=row, state=x, time=t, mask=none), guided=self.guidance != 1)
+        none = torch.zeros(len(row), 1, dtype=torch.bool)
+        t = self._on_rows(self.times[:1], len(row))[:, 0]
+        self._velocities(
+            Point(group=group, cond=cond, row=row, state=x, time=t, mask=none),
+            guided=self.guidance != 1,
+        )
 
-    def _sample(self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng, plan: Plan, path: Tensor) -> Rollout:
-        """Rows are leaves; only one row of every span goes through the network. Fills in ``path`` [B, S, *]."""
+    def _sample(
+        self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng, plan: Plan, path: Tensor
+    ) -> Rollout:
+        """Rows are leaves; only one row of every span goes through the network. Fills in ``path``
+        [B, S, *]."""
         time, eta = (self._on_rows(schedule, len(row)) for schedule in (plan.times, plan.eta))
-        shared = self.shared_noise and self.exploring  # without noise on the way a group would be one sample
+        # without noise on the way a group would be one sample
+        shared = self.shared_noise and self.exploring
         first = (row // plan.copies if shared else row)[:: plan.spans[0]]
-        own = rows_of({key: value for key, value in cond.items() if key != "uncond"}, group[:: plan.spans[0]])
+        own = rows_of(
+            {key: value for key, value in cond.items() if key != "uncond"}, group[:: plan.spans[0]]
+        )
         state = self._store(self.begin(rng.normal(first, self.shape, 0, self.dtype), own))
         self._keep(path, plan, 0, state)
-        logprobs, noisy = [], []
+        logprobs = []
+        noisy = []
         solver = None
         for k in range(eta.shape[1]):
             if self.solver and (k == 0 or plan.eta[k - 1] > 0):
-                solver = self.solver(self.process)  # what it remembers belongs to the states before the noise
+                # what it remembers belongs to the states before the noise
+                solver = self.solver(self.process)
             point = Point(
-                group=group[:: plan.spans[k]], cond=cond, row=row[:: plan.spans[k]], state=state,
-                time=time[:: plan.spans[k], k], next_time=time[:: plan.spans[k], k + 1],
-                eta=eta[:: plan.spans[k], k], mask=eta[:: plan.spans[k], k : k + 1] > 0,
-            )  # fmt: skip
+                group=group[:: plan.spans[k]],
+                cond=cond,
+                row=row[:: plan.spans[k]],
+                state=state,
+                time=time[:: plan.spans[k], k],
+                next_time=time[:: plan.spans[k], k + 1],
+                eta=eta[:: plan.spans[k], k],
+                mask=eta[:: plan.spans[k], k : k + 1] > 0,
+            )
             state, logprob, decided = self._advance(point, rng, plan, k, row, solver)
             self._keep(path, plan, k + 1, state)
             logprobs.append(logprob)
             noisy.append(decided)
-        leads = [row % span == 0 for span in plan.spans]  # whoever stands for an edge carries its decision
+        # whoever stands for an edge carries its decision
+        leads = [row % span == 0 for span in plan.spans]
         scores = [x.repeat_interleave(span, 0) for x, span in zip(logprobs, plan.spans[1:])]
         decided = torch.stack(noisy).expand(len(row), -1)
         return Rollout(
-            group=group, cond=cond, row=row, sample=state,
-            logprob=torch.cat(scores, 1), mask=decided & torch.stack(leads[1:], 1), time=time, eta=eta,
-            branch=torch.stack([row - row % span for span in plan.spans[1:]], 1) if plan.spans[0] > 1 else None,
-        )  # fmt: skip
+            group=group,
+            cond=cond,
+            row=row,
+            sample=state,
+            logprob=torch.cat(scores, 1),
+            mask=decided & torch.stack(leads[1:], 1),
+            time=time,
+            eta=eta,
+            branch=torch.stack([row - row % span for span in plan.spans[1:]], 1)
+            if plan.spans[0] > 1
+            else None,
+        )
 
     def _advance(
         self, point: Point, rng: Rng, plan: Plan, k: int, row: Tensor, solver: Step | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Step k of the states that are alive: their children, the children's log-probs [B, 1], is it a decision.
+        """Step k of the states that are alive: their children, the children's log-probs [B, 1], is
+        it a decision.
 
         The last is a bool [] of the device: the host need not wait for it."""
         sampled, scored, output = self._both(point, plan.rows)
         if not plan.eta[k] > 0:
-            state = sampled.mean if solver is None else solver(point.state, output, point.time, point.next_time)
+            state = (
+                sampled.mean
+                if solver is None
+                else solver(point.state, output, point.time, point.next_time)
+            )
             none = torch.zeros((), dtype=torch.bool, device=state.device)
             return self._store(state.to(self.dtype)), state.new_zeros(len(state), 1), none
-        factor, child = plan.spans[k] // plan.spans[k + 1], row[:: plan.spans[k + 1]]
+        factor = plan.spans[k] // plan.spans[k + 1]
+        child = row[:: plan.spans[k + 1]]
         if factor == 1:
             noise = rng.normal(child, self.shape, k + 1, self.dtype)
         else:
-            sampled, scored = sampled.repeat(factor), scored.repeat(factor)
-            noise = self.tree.draw(rng, child, child - child % plan.spans[k], self.shape, k + 1, self.dtype)
+            sampled = sampled.repeat(factor)
+            scored = scored.repeat(factor)
+            noise = self.tree.draw(
+                rng, child, child - child % plan.spans[k], self.shape, k + 1, self.dtype
+            )
         state = self._store(sampled.sample(noise))  # rounded first, then scored
         return state, scored.log_prob(state), (sampled.std > 0).all()
 
@@ -281,32 +359,47 @@ class FlowPolicy(NetPolicy, ABC):
             if len(rows):
                 yield _step(rollout, length, sent(rows, length.device), k)
 
-    def renoise(self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False) -> Iterator[Point]:
+    def renoise(
+        self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False
+    ) -> Iterator[Point]:
         name = first_of_group(rollout) if shared else rollout.row
         t = rng.uniform(name, step=0) if time is None else time
         t = self.process.snap(t.to(rollout.sample))
         noise = rng.normal(name, self.shape, 1, rollout.sample.dtype)
-        alive = torch.ones_like(rollout.row, dtype=torch.bool) if rollout.kept is None else rollout.kept  # [B]
+        # [B]
+        alive = (
+            torch.ones_like(rollout.row, dtype=torch.bool) if rollout.kept is None else rollout.kept
+        )
         yield Point(
-            group=rollout.group, cond=rollout.cond, row=rollout.row, time=t, mask=alive[:, None], length=alive.long(),
-            state=noised(self.process, rollout.sample, noise, t), target=self.process.target(rollout.sample, noise, t),
+            group=rollout.group,
+            cond=rollout.cond,
+            row=rollout.row,
+            time=t,
+            mask=alive[:, None],
+            length=alive.long(),
+            state=noised(self.process, rollout.sample, noise, t),
+            target=self.process.target(rollout.sample, noise, t),
             gain=self.process.gain(t, rollout.sample).flatten(),
             advantage=None if rollout.advantage is None else rollout.advantage[:, -1:],
-        )  # fmt: skip
+        )
 
     def dist(self, point: Point) -> Gaussian:
-        """On the path the transition to ``next_time``. At a re-noised state a Gaussian of variance 1/2 around the
-        velocity, whose log-prob is minus the denoising error, up to a constant."""
+        """On the path the transition to ``next_time``. At a re-noised state a Gaussian of variance
+        1/2 around the velocity, whose log-prob is minus the denoising error, up to a constant."""
         scale = self._scale(point)
         conditional = scale == 1 or (self.logp_dist == "conditional" and point.guidance is None)
         v, empty = self._velocities(point, guided=not conditional)
-        return self._transition(point, v if conditional else self.combine(v, empty, self.strength(point, scale)))
+        return self._transition(
+            point, v if conditional else self.combine(v, empty, self.strength(point, scale))
+        )
 
     def _both(self, point: Point, rows: int | None) -> tuple[Gaussian, Gaussian, Tensor]:
-        """The distribution that samples, the one whose log-prob is recorded (the same unless asked otherwise), and the
-        network's output behind the first; in passes of at most ``rows``."""
+        """The distribution that samples, the one whose log-prob is recorded (the same unless asked
+        otherwise), and the network's output behind the first; in passes of at most ``rows``."""
         scale = self._scale(point)
-        each = [self._velocities(part, guided=scale != 1) for part in point.split(rows or len(point))]
+        each = [
+            self._velocities(part, guided=scale != 1) for part in point.split(rows or len(point))
+        ]
         v = torch.cat([part for part, _ in each])
         empty = v if scale == 1 else torch.cat([part for _, part in each])
         guided = v if scale == 1 else self.combine(v, empty, self.strength(point, scale))
@@ -331,8 +424,10 @@ class FlowPolicy(NetPolicy, ABC):
         return self.dist_type(mean, std, self.reduction)
 
     def _velocities(self, point: Point, guided: bool) -> tuple[Tensor, Tensor | None]:
-        """Conditional and unconditional velocity [B, *]; both in one forward pass unless one needs no gradient."""
-        x, t = point.state, point.time
+        """Conditional and unconditional velocity [B, *]; both in one forward pass unless one needs
+        no gradient."""
+        x = point.state
+        t = point.time
         own = {key: value for key, value in point.cond.items() if key != "uncond"}
         cond = rows_of(own, point.group)
         if not guided:
@@ -351,15 +446,20 @@ class FlowPolicy(NetPolicy, ABC):
         return self._pass(x, t, cond, passes)
 
     def _pass(self, x: Tensor, t: Tensor, cond: dict[str, Any], passes: int) -> Tensor:
-        v = at_width(self.velocity, max(self._filled(len(x) // passes) * passes, len(x)), x, t, cond)
+        v = at_width(
+            self.velocity, max(self._filled(len(x) // passes) * passes, len(x)), x, t, cond
+        )
         if v.shape != x.shape:
             name = type(self).__name__
-            raise UserError(f"{name}.velocity gave shape {tuple(v.shape)} for latents of shape {tuple(x.shape)}")
+            raise UserError(
+                f"{name}.velocity gave shape {tuple(v.shape)} for latents of shape {tuple(x.shape)}"
+            )
         return v.to(self.dtype)
 
     def _filled(self, rows: int) -> int:
-        """Rows a pass is filled up to. Few states are alive near the root of a tree: filled up to the constant width
-        they would cost as much as all leaves, so a pass of a tree goes to the next power of two."""
+        """Rows a pass is filled up to. Few states are alive near the root of a tree: filled up to
+        the constant width they would cost as much as all leaves, so a pass of a tree goes to the
+        next power of two."""
         if self.tree is None:
             return self.padded()
         return min(self.padded(), max(FEW, 1 << (rows - 1).bit_length()))
@@ -368,7 +468,8 @@ class FlowPolicy(NetPolicy, ABC):
         return x if self.storage == torch.float32 else x.to(self.storage).to(self.dtype)
 
     def _keep(self, path: Tensor, plan: Plan, k: int, state: Tensor) -> None:
-        """Put the state after ``k`` steps where it waits for training, once for every row of its span."""
+        """Put the state after ``k`` steps where it waits for training, once for every row of its
+        span."""
         if k in plan.kept:
             span = plan.spans[k]
             path[:, plan.kept.index(k)].unflatten(0, (-1, span)).copy_(state.detach()[:, None])
@@ -379,15 +480,25 @@ class FlowPolicy(NetPolicy, ABC):
 
 def _step(rollout: Rollout, length: Tensor, rows: Tensor, k: int) -> Point:
     """Decision k of the given rows."""
-    advantage, path = rollout.advantage, rollout.path
+    advantage = rollout.advantage
+    path = rollout.path
     here, (before, after) = rows.to(path.device), _places(rollout, rows, k)
     return Point(
-        group=rollout.group[rows], cond=rollout.cond, row=rollout.row[rows], length=length[rows],
-        state=path[here, before].to(rollout.sample.dtype), target=path[here, after].to(rollout.sample.dtype),
-        time=rollout.time[rows, k], next_time=rollout.time[rows, k + 1], eta=rollout.eta[rows, k],
-        logprob=rollout.logprob[rows, k, None], mask=rollout.mask[rows, k, None],
-        advantage=None if advantage is None else advantage[rows].expand(-1, rollout.mask.shape[1])[:, k, None],
-    )  # fmt: skip
+        group=rollout.group[rows],
+        cond=rollout.cond,
+        row=rollout.row[rows],
+        length=length[rows],
+        state=path[here, before].to(rollout.sample.dtype),
+        target=path[here, after].to(rollout.sample.dtype),
+        time=rollout.time[rows, k],
+        next_time=rollout.time[rows, k + 1],
+        eta=rollout.eta[rows, k],
+        logprob=rollout.logprob[rows, k, None],
+        mask=rollout.mask[rows, k, None],
+        advantage=None
+        if advantage is None
+        else advantage[rows].expand(-1, rollout.mask.shape[1])[:, k, None],
+    )
 
 
 def _places(rollout: Rollout, rows: Tensor, k: int) -> tuple[Any, Any]:

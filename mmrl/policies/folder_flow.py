@@ -1,7 +1,8 @@
-"""What all families in diffusers' folder format share: parts and their classes, text encoders, export, latent sizes.
+"""What all families in diffusers' folder format share: parts and their classes, text encoders,
+export, latent sizes.
 
-A family is a subclass that names its classes and says how texts are encoded, how its network is called, what shape its
-latents have and how they are decoded.
+A family is a subclass that names its classes and says how texts are encoded, how its network is
+called, what shape its latents have and how they are decoded.
 """
 
 from __future__ import annotations
@@ -51,15 +52,21 @@ class FolderPolicy(FlowPolicy):
         vae_slicing: bool = False,
         **options: Any,
     ):
-        """path: folder, hub id or world:NAME. size: pixels, one side or [height, width]. grid: None is the folder's own
-        scheduler. dtype: of the frozen weights. text_encoders: where they go after use. text_cache: encoded prompts.
-        attention: its backend; auto is xformers on CUDA where it is no slower, else SDPA. compile: the network's
-        repeated blocks, by torch.compile; a text is the name of its backend. vae_tiling, vae_slicing: the autoencoder
-        works on overlapping tiles of a sample, and on one sample after another, as diffusers' pipelines offer."""
+        """path: folder, hub id or world:NAME. size: pixels, one side or [height, width]. grid: None
+        is the folder's own scheduler. dtype: of the frozen weights. text_encoders: where they go
+        after use. text_cache: encoded prompts. attention: its backend; auto is xformers on CUDA
+        where it is no slower, else SDPA. compile: the network's repeated blocks, by torch.compile;
+        a text is the name of its backend. vae_tiling, vae_slicing: the autoencoder works on
+        overlapping tiles of a sample, and on one sample after another, as diffusers' pipelines
+        offer."""
         kernels.check(attention)
-        self.place, self.compute = diffusers_folder.resolve(path, self.pipeline, *self.also), getattr(torch, dtype)
+        self.place = diffusers_folder.resolve(path, self.pipeline, *self.also)
+        self.compute = getattr(torch, dtype)
         net = self.load_network()
-        self.config, self.vae = net.config, self.load_part(self.autoencoder, "vae").requires_grad_(False).eval()
+        self.config, self.vae = (
+            net.config,
+            self.load_part(self.autoencoder, "vae").requires_grad_(False).eval(),
+        )
         self.decode_in_parts(vae_tiling, vae_slicing)
         self.size = (size, size) if isinstance(size, int) else tuple(size)
         self.shape, self.process = self.latent_shape(), self.own_process()
@@ -69,16 +76,21 @@ class FolderPolicy(FlowPolicy):
 
     def quicken(self, attention: Attention = "auto", compile: bool | str = False) -> None:
         """Choose the kernels that the network runs on, as the options of the same names say."""
-        self.attending, self.compiled = AttentionChoice(self.net, attention), bool(compile)
+        self.attending = AttentionChoice(self.net, attention)
+        self.compiled = bool(compile)
         if compile:
             kernels.compile_blocks(self.net, "inductor" if compile is True else compile)
 
     def decode_in_parts(self, vae_tiling: bool, vae_slicing: bool) -> None:
-        """Turn on what the autoencoder offers to need less memory. UserError where it does not offer it."""
+        """Turn on what the autoencoder offers to need less memory. UserError where it does not
+        offer it."""
         for name, wanted in (("tiling", vae_tiling), ("slicing", vae_slicing)):
             enable = getattr(self.vae, f"enable_{name}", None)
             if wanted and enable is None:
-                raise UserError(f"policy option vae_{name}: {type(self.vae).__name__} has no {name}; leave it false")
+                raise UserError(
+                    f"policy option vae_{name}: {type(self.vae).__name__} has no "
+                    f"{name}; leave it false"
+                )
             if wanted:
                 enable()
 
@@ -127,12 +139,14 @@ class FolderPolicy(FlowPolicy):
         except torch._dynamo.exc.TorchDynamoException as error:
             raise UserError(
                 f"policy option compile: torch.compile cannot build this model's kernels here: "
-                f"{str(error).strip().splitlines()[0]}; it needs a C++ compiler on CPU, triton on CUDA; or leave it out"
+                f"{str(error).strip().splitlines()[0]}; it needs a C++ compiler on CPU, "
+                f"triton on CUDA; or leave it out"
             ) from error
 
     def _computed(self, x: Tensor, t: Tensor, cond: dict[str, Any], passes: int) -> Tensor:
-        """The pass. Compiled graphs and kernels of attention may be others where gradients are recorded, and round in
-        another way: there sampling records them too, so that what is sampled is what is scored, to the bit."""
+        """The pass. Compiled graphs and kernels of attention may be others where gradients are
+        recorded, and round in another way: there sampling records them too, so that what is sampled
+        is what is scored, to the bit."""
         same = not self.compiled and self.attending.used not in kernels.PACKAGES
         if torch.is_grad_enabled() or same:
             return super()._pass(x, t, cond, passes)
@@ -148,16 +162,22 @@ class FolderPolicy(FlowPolicy):
         return tensor.to(self.dtype if self.dtype == torch.float64 else self.compute)
 
     def decode(self, rollout: Rollout) -> Media:
-        vae, rows = self.vae.to(self.device), len(rollout)
+        vae = self.vae.to(self.device)
+        rows = len(rollout)
 
         def decoded(size: int) -> list[Tensor]:
-            return [self.pixels(vae, rollout.sample[part].to(vae.dtype)) for part in chunks(rows, size)]
+            return [
+                self.pixels(vae, rollout.sample[part].to(vae.dtype)) for part in chunks(rows, size)
+            ]
 
         try:
-            pixels, self.decoding = halved_to_fit(decoded, min(self.width or rows, self.decoding or rows))
+            pixels, self.decoding = halved_to_fit(
+                decoded, min(self.width or rows, self.decoding or rows)
+            )
         except torch.OutOfMemoryError as error:
             raise UserError(
-                f"out of memory while decoding a single sample of {self.size[0]} x {self.size[1]} pixels: {error}. "
+                f"out of memory while decoding a single sample of {self.size[0]} x "
+                f"{self.size[1]} pixels: {error}. "
                 "Set policy option vae_tiling=true, or a smaller size"
             ) from error
         return (torch.cat(pixels) / 2 + 0.5).clamp(0, 1)
@@ -172,7 +192,11 @@ class FolderPolicy(FlowPolicy):
         import diffusers
 
         return diffusers_folder.load_text_pipeline(
-            getattr(diffusers, self.pipeline), self.place, self.compute, without=self.without(), part=self.part
+            getattr(diffusers, self.pipeline),
+            self.place,
+            self.compute,
+            without=self.without(),
+            part=self.part,
         )
 
     def without(self) -> tuple[str, ...]:
@@ -180,7 +204,8 @@ class FolderPolicy(FlowPolicy):
         return ()
 
     def export(self, folder: Path) -> None:
-        """LoRA for ``pipe.load_lora_weights``, or the whole pipeline when all weights were trained."""
+        """LoRA for ``pipe.load_lora_weights``, or the whole pipeline when all weights were
+        trained."""
         import diffusers
 
         pipeline = getattr(diffusers, self.pipeline)
@@ -192,9 +217,11 @@ class FolderPolicy(FlowPolicy):
     def latent_side(self, pixels: int, step: int, factor: int, name: str = "size") -> int:
         """Latents along a side; UserError where ``step`` pixels do not divide it."""
         if pixels < step or pixels % step:
-            down, up = max(step, pixels // step * step), -(-pixels // step) * step
+            down = max(step, pixels // step * step)
+            up = -(-pixels // step) * step
             raise UserError(
-                f"policy option {name} {pixels} is not a multiple of {step}; the nearest are {down} and {up}"
+                f"policy option {name} {pixels} is not a multiple of {step}; the nearest "
+                f"are {down} and {up}"
             )
         return pixels // factor
 
@@ -205,10 +232,11 @@ def vae_factor(vae: Any) -> int:
 
 
 def scheduler_grid(place: str, tokens: int, smallest: float | None = None) -> Grid:
-    """The times of a FlowMatchEulerDiscreteScheduler: a fixed shift, or one that depends on the number of tokens.
+    """The times of a FlowMatchEulerDiscreteScheduler: a fixed shift, or one that depends on the
+    number of tokens.
 
-    ``smallest``: the last time above 0 before the shift, where the pipeline sets it, to 1 / steps; None: the
-    scheduler's own 1 / train steps, which a fixed shift shifts twice.
+    ``smallest``: the last time above 0 before the shift, where the pipeline sets it, to 1 / steps;
+    None: the scheduler's own 1 / train steps, which a fixed shift shifts twice.
     """
     from diffusers import FlowMatchEulerDiscreteScheduler
 
@@ -219,19 +247,28 @@ def scheduler_grid(place: str, tokens: int, smallest: float | None = None) -> Gr
         return partial(flow_match_euler, shift=config.shift, train_steps=config.num_train_timesteps)
     names = {"base_tokens": "base_image_seq_len", "max_tokens": "max_image_seq_len"}
     ends = {ours: config[theirs] for ours, theirs in names.items()}
-    shifts = {"base_shift": config.base_shift, "max_shift": config.max_shift, "time_shift": config.time_shift_type}
+    shifts = {
+        "base_shift": config.base_shift,
+        "max_shift": config.max_shift,
+        "time_shift": config.time_shift_type,
+    }
     smallest = 1 / config.num_train_timesteps if smallest is None else smallest
-    return partial(dynamic, tokens=tokens, smallest=smallest, terminal=config.shift_terminal, **ends, **shifts)
+    return partial(
+        dynamic, tokens=tokens, smallest=smallest, terminal=config.shift_terminal, **ends, **shifts
+    )
 
 
 def stepwise_grid(place: str, tokens: int) -> Grid:
-    """That of pipelines which hand the scheduler the times 1 ... 1 / steps: FLUX, Qwen-Image, Z-Image, LTX."""
+    """That of pipelines which hand the scheduler the times 1 ... 1 / steps: FLUX, Qwen-Image,
+    Z-Image, LTX."""
     return lambda steps: scheduler_grid(place, tokens, smallest=1 / steps)(steps)
 
 
 def padded(text: Tensor, mask: Tensor | None, length: int) -> dict[str, Tensor]:
-    """Encodings [n, L, C] and their mask [n, L] (None: all are words) at a fixed length, so that rows can be joined."""
+    """Encodings [n, L, C] and their mask [n, L] (None: all are words) at a fixed length, so that
+    rows can be joined."""
     mask = torch.ones(text.shape[:2], device=text.device) if mask is None else mask
     more = max(length - text.shape[1], 0)
-    text, mask = nn.functional.pad(text, (0, 0, 0, more)), nn.functional.pad(mask, (0, more))
+    text = nn.functional.pad(text, (0, 0, 0, more))
+    mask = nn.functional.pad(mask, (0, more))
     return {"text": text[:, :length], "mask": mask[:, :length].bool()}

@@ -1,4 +1,5 @@
-"""What video families in diffusers' folder format share: frames, latents with a time axis, decoding."""
+"""What video families in diffusers' folder format share: frames, latents with a time axis,
+decoding."""
 
 from __future__ import annotations
 
@@ -18,17 +19,21 @@ class VideoFolderPolicy(FolderPolicy):
 
     makes = "video"
 
-    def __init__(self, path: str, frames: Annotated[int, Ge(1)] = 33, offload: bool = True, **options: Any):
+    def __init__(
+        self, path: str, frames: Annotated[int, Ge(1)] = 33, offload: bool = True, **options: Any
+    ):
         """frames: of a video. offload: the latents visited are kept in the CPU's memory."""
         self.frames = frames
         super().__init__(path, offload=offload, **options)
 
     def latent_frames(self, factor: int) -> int:
-        """Frames of the latents; UserError where the autoencoder cannot make ``frames``, which must be n factor + 1."""
+        """Frames of the latents; UserError where the autoencoder cannot make ``frames``, which must
+        be n factor + 1."""
         if (self.frames - 1) % factor:
             down = (self.frames - 1) // factor * factor + 1
             raise UserError(
-                f"policy option frames {self.frames}: the autoencoder makes n x {factor} + 1 frames; the nearest are "
+                f"policy option frames {self.frames}: the autoencoder makes n x {factor} "
+                f"+ 1 frames; the nearest are "
                 f"{down} and {down + factor}"
             )
         return (self.frames - 1) // factor + 1
@@ -39,9 +44,11 @@ class VideoFolderPolicy(FolderPolicy):
 
 
 def own_sigmas(scheduler: Any) -> Grid:
-    """The flow times of any of diffusers' schedulers that keeps them as ``sigmas``: UniPC, DPM-Solver, Euler.
+    """The flow times of any of diffusers' schedulers that keeps them as ``sigmas``: UniPC,
+    DPM-Solver, Euler.
 
-    From exactly 1: solvers in log(alpha / sigma) begin a little below, where ``flow_sde`` has far too much noise.
+    From exactly 1: solvers in log(alpha / sigma) begin a little below, where ``flow_sde`` has far
+    too much noise.
     """
 
     def grid(steps: int) -> Tensor:
@@ -53,6 +60,10 @@ def own_sigmas(scheduler: Any) -> Grid:
 
 
 def standardised(vae: Any, latents: Tensor) -> tuple[Tensor, Tensor]:
-    """(mean, std) of an autoencoder's latents by channel, as its config tells them, fit for [B, C, F, H, W]."""
+    """(mean, std) of an autoencoder's latents by channel, as its config tells them, fit for [B, C,
+    F, H, W]."""
     shape = (1, -1, 1, 1, 1)
-    return tuple(torch.tensor(x).to(latents).view(shape) for x in (vae.config.latents_mean, vae.config.latents_std))
+    return tuple(
+        torch.tensor(x).to(latents).view(shape)
+        for x in (vae.config.latents_mean, vae.config.latents_std)
+    )

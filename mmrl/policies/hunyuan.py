@@ -1,4 +1,5 @@
-"""HunyuanVideo (Kong et al. 2024), text to video and image to video: a language model reads the prompt."""
+"""HunyuanVideo (Kong et al. 2024), text to video and image to video: a language model reads the
+prompt."""
 
 from __future__ import annotations
 
@@ -22,19 +23,34 @@ from .prompts import texts_of
 class HunyuanVideo(VideoFolderPolicy):
     """HunyuanVideo text to video: any diffusers folder or hub id of a HunyuanVideoPipeline."""
 
-    pipeline, network = "HunyuanVideoPipeline", "HunyuanVideoTransformer3DModel"
+    pipeline = "HunyuanVideoPipeline"
+    network = "HunyuanVideoTransformer3DModel"
     autoencoder = "AutoencoderKLHunyuanVideo"
 
-    def __init__(self, path: str, embedded: Annotated[float, Ge(0)] = 6.0, text_length: int = 256, **options: Any):
-        """embedded: the guidance scale that the network takes as an input (``guidance`` is classifier-free guidance on
-        top, as diffusers' ``true_cfg_scale``). text_length: tokens of the language model after its template."""
-        self.embedded, self.text_length = embedded, text_length
+    def __init__(
+        self,
+        path: str,
+        embedded: Annotated[float, Ge(0)] = 6.0,
+        text_length: int = 256,
+        **options: Any,
+    ):
+        """embedded: the guidance scale that the network takes as an input (``guidance`` is
+        classifier-free guidance on top, as diffusers' ``true_cfg_scale``). text_length: tokens of
+        the language model after its template."""
+        self.embedded = embedded
+        self.text_length = text_length
         super().__init__(path, **options)
 
     def latent_shape(self) -> tuple[int, ...]:
         factor = self.vae.spatial_compression_ratio
-        sides = (self.latent_side(side, factor * self.config.patch_size, factor) for side in self.size)
-        return (self.vae.config.latent_channels, self.latent_frames(self.vae.temporal_compression_ratio), *sides)
+        sides = (
+            self.latent_side(side, factor * self.config.patch_size, factor) for side in self.size
+        )
+        return (
+            self.vae.config.latent_channels,
+            self.latent_frames(self.vae.temporal_compression_ratio),
+            *sides,
+        )
 
     def own_grid(self) -> Grid:
         return stepwise_grid(self.place, self.tokens())
@@ -42,29 +58,37 @@ class HunyuanVideo(VideoFolderPolicy):
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
         guidance = torch.full_like(t, 1000 * self.embedded) if self.config.guidance_embeds else None
         return self.active()(
-            hidden_states=self.cast(self.seen(x, cond)), timestep=1000 * t, guidance=guidance, return_dict=False,
-            encoder_hidden_states=self.cast(cond["text"]), encoder_attention_mask=cond["mask"],
+            hidden_states=self.cast(self.seen(x, cond)),
+            timestep=1000 * t,
+            guidance=guidance,
+            return_dict=False,
+            encoder_hidden_states=self.cast(cond["text"]),
+            encoder_attention_mask=cond["mask"],
             pooled_projections=self.cast(cond["pooled"]),
-        )[0]  # fmt: skip
+        )[0]
 
     def seen(self, x: Tensor, cond: dict[str, Any]) -> Tensor:
         """What the network sees of latents."""
         return x
 
     def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
-        text, pooled, mask = pipe.encode_prompt(texts, device=device, max_sequence_length=self.text_length)
+        text, pooled, mask = pipe.encode_prompt(
+            texts, device=device, max_sequence_length=self.text_length
+        )
         return {"text": text, "pooled": pooled, "mask": mask}
 
 
 @POLICIES.register("hunyuan_i2v")
 class HunyuanI2V(FirstFrame, HunyuanVideo):
-    """HunyuanVideo image to video: any diffusers folder or hub id of a HunyuanVideoImageToVideoPipeline.
+    """HunyuanVideo image to video: any diffusers folder or hub id of a
+    HunyuanVideoImageToVideoPipeline.
 
-    Of both kinds: ``token_replace`` sees the image in place of the first frame, ``latent_concat`` (33 channels) as
-    further channels; the latter's videos begin after the image, so they have 4 frames fewer. The language model reads
-    the image with the text, a black one for the empty prompt. Paths start from noise with a thousandth of the image.
-    Every 4th of the image's tokens is kept (``latent_concat``: 2nd), for the empty prompt as well, where diffusers 0.42
-    keeps every 2nd.
+    Of both kinds: ``token_replace`` sees the image in place of the first frame, ``latent_concat``
+    (33 channels) as further channels; the latter's videos begin after the image, so they have 4
+    frames fewer. The language model reads the image with the text, a black one for the empty
+    prompt. Paths start from noise with a thousandth of the image. Every 4th of the image's tokens
+    is kept (``latent_concat``: 2nd), for the empty prompt as well, where diffusers 0.42 keeps every
+    2nd.
     """
 
     pipeline = "HunyuanVideoImageToVideoPipeline"
@@ -86,27 +110,43 @@ class HunyuanI2V(FirstFrame, HunyuanVideo):
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
         pictures = pictures_of(prompts)
         cond = self.texts(list(zip(texts_of(prompts), pictures)), self.device)
-        return cond | self.pictures(pictures, self.device) | {"uncond": self.texts([("", self.black)], self.device)}
+        return (
+            cond
+            | self.pictures(pictures, self.device)
+            | {"uncond": self.texts([("", self.black)], self.device)}
+        )
 
     def prepare(self, prompts: list[Prompt]) -> None:
         if self.texts.placement == "release":
             pictures = pictures_of(prompts)
-            self.texts(list(dict.fromkeys([("", self.black), *zip(texts_of(prompts), pictures)])), self.device)
+            self.texts(
+                list(dict.fromkeys([("", self.black), *zip(texts_of(prompts), pictures)])),
+                self.device,
+            )
             self.pictures(list(dict.fromkeys(pictures)), self.device)
 
-    def encode_texts(self, pipe: Any, texts: list[tuple[str, Picture]], device: torch.device) -> dict[str, Tensor]:
+    def encode_texts(
+        self, pipe: Any, texts: list[tuple[str, Picture]], device: torch.device
+    ) -> dict[str, Tensor]:
         """One at a time: the pipeline's own reading of several prompts knows one image only."""
         found = [
             pipe.encode_prompt(
-                picture.image, [text], device=device, max_sequence_length=self.text_length,
+                picture.image,
+                [text],
+                device=device,
+                max_sequence_length=self.text_length,
                 image_embed_interleave=2 if self.joined else 4,
             )
             for text, picture in texts
-        ]  # fmt: skip
-        return {key: torch.cat(parts) for key, parts in zip(("text", "pooled", "mask"), zip(*found))}
+        ]
+        return {
+            key: torch.cat(parts) for key, parts in zip(("text", "pooled", "mask"), zip(*found))
+        }
 
     @torch.no_grad()
-    def encode_pictures(self, pipe: Any, pictures: list[Picture], device: torch.device) -> dict[str, Tensor]:
+    def encode_pictures(
+        self, pipe: Any, pictures: list[Picture], device: torch.device
+    ) -> dict[str, Tensor]:
         vae = self.vae.to(device)
         latents = vae.encode(self.frames_of(pictures, device)).latent_dist.mode()
         return {"condition": latents * vae.config.scaling_factor}

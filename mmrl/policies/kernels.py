@@ -1,6 +1,8 @@
-"""Which kernels a diffusers network runs on: attention by xformers, SDPA or flash-attn, and compiled blocks.
+"""Which kernels a diffusers network runs on: attention by xformers, SDPA or flash-attn, and
+compiled blocks.
 
-The choice of attention is made at the first pass, when device, precision and shapes are known, on the network itself.
+The choice of attention is made at the first pass, when device, precision and shapes are known, on
+the network itself.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from ..machine import version
 from ..registry import UserError
 
 Attention = Literal["auto", "xformers", "sdpa", "flash"]
-BACKENDS = {"sdpa": "native", "xformers": "xformers", "flash": "flash"}  # as diffusers' dispatcher calls them
+# as diffusers' dispatcher calls them
+BACKENDS = {"sdpa": "native", "xformers": "xformers", "flash": "flash"}
 PACKAGES = {"xformers": "xformers", "flash": "flash-attn"}
 EVEN = 1.02  # times that differ by less are equal
 CANNOT = (RuntimeError, ValueError, NotImplementedError, TypeError, AttributeError)
@@ -33,11 +36,13 @@ def check(wanted: Attention) -> None:
         return
     if not torch.cuda.is_available():
         raise UserError(
-            f"policy option attention = {wanted} needs a CUDA device, and torch sees none here; use auto or sdpa"
+            f"policy option attention = {wanted} needs a CUDA device, and torch sees none "
+            f"here; use auto or sdpa"
         )
     if version(package) is None:
         raise UserError(
-            f"policy option attention = {wanted} needs a package: pip install {package}; or use auto or sdpa"
+            f"policy option attention = {wanted} needs a package: pip install {package}; "
+            f"or use auto or sdpa"
         )
 
 
@@ -46,19 +51,22 @@ class AttentionChoice:
 
     def __init__(self, net: nn.Module, wanted: Attention):
         check(wanted)
-        self.net, self.wanted = net, wanted
+        self.net = net
+        self.wanted = wanted
         self.used: str | None = None
         self.where: tuple | None = None  # device type and dtype it was chosen for
 
     def settle(self, trial: Callable[[], Any]) -> list[str]:
-        """Choose for where the network is now; ``trial`` is one pass of it. Does nothing if it has not moved.
+        """Choose for where the network is now; ``trial`` is one pass of it. Does nothing if it has
+        not moved.
 
         Returns a sentence for the log about a choice that was measured.
         """
         first = next(self.net.parameters())
         if self.where == (where := (first.device.type, first.dtype)):
             return []
-        self.where, notes = where, []
+        self.where = where
+        notes = []
         chosen = self._chosen(*where, trial, notes)
         if self.used is None and self.wanted == "auto" and chosen == "sdpa":
             self.used = "sdpa"  # as the model was made
@@ -68,25 +76,43 @@ class AttentionChoice:
             self._try(trial)
         return notes
 
-    def _chosen(self, device: str, dtype: torch.dtype, trial: Callable[[], Any], notes: list[str]) -> str:
+    def _chosen(
+        self, device: str, dtype: torch.dtype, trial: Callable[[], Any], notes: list[str]
+    ) -> str:
         if self.wanted != "auto":
             if self.wanted in PACKAGES and device != "cuda":
-                raise UserError(f"policy option attention = {self.wanted} runs on CUDA only; the model is on {device}")
+                raise UserError(
+                    f"policy option attention = {self.wanted} runs on CUDA only; the "
+                    f"model is on {device}"
+                )
             return self.wanted
-        if device != "cuda" or dtype == torch.float64 or version("xformers") is None or not able(self.net, "xformers"):
+        if (
+            device != "cuda"
+            or dtype == torch.float64
+            or version("xformers") is None
+            or not able(self.net, "xformers")
+        ):
             return "sdpa"
         return self._measure(dtype, trial, notes)
 
     def _measure(self, dtype: torch.dtype, trial: Callable[[], Any], notes: list[str]) -> str:
-        """xformers where it runs on all processes and is no slower, by one pass of the network each."""
-        key = (type(self.net).__name__, len(able(self.net, "xformers")), dtype, torch.is_autocast_enabled("cuda"))
+        """xformers where it runs on all processes and is no slower, by one pass of the network
+        each."""
+        key = (
+            type(self.net).__name__,
+            len(able(self.net, "xformers")),
+            dtype,
+            torch.is_autocast_enabled("cuda"),
+        )
         if key not in _measured:
             seconds = {}
             for name in ("sdpa", "xformers"):
                 self._use(name)
                 seconds[name] = _seconds(trial)
             slower = seconds["xformers"] > EVEN * seconds["sdpa"]
-            _measured[key] = "sdpa" if distributed.all_max(torch.tensor(float(slower))) else "xformers"
+            _measured[key] = (
+                "sdpa" if distributed.all_max(torch.tensor(float(slower))) else "xformers"
+            )
             shown = ", ".join(f"{name} {1000 * value:.1f} ms" for name, value in seconds.items())
             notes.append(f"attention: {_measured[key]} (a pass: {shown})")
         return _measured[key]
@@ -94,14 +120,16 @@ class AttentionChoice:
     def _use(self, name: str) -> None:
         if name != "sdpa" and not able(self.net, name):
             raise UserError(
-                f"policy option attention = {name}: {type(self.net).__name__} has no attention layer that can use it; "
+                f"policy option attention = {name}: {type(self.net).__name__} has no "
+                f"attention layer that can use it; "
                 "use auto or sdpa"
             )
         use(self.net, name)
         self.used = name
 
     def _try(self, trial: Callable[[], Any]) -> None:
-        """A backend that was asked for by name and cannot run this network is the user's to change."""
+        """A backend that was asked for by name and cannot run this network is the user's to
+        change."""
         try:
             with torch.no_grad():
                 trial()
@@ -115,17 +143,24 @@ class AttentionChoice:
 
 
 def able(net: nn.Module, name: str) -> list[nn.Module]:
-    """The attention layers that can run on a backend: those behind diffusers' dispatcher, and of the older kind those
-    with an xformers twin."""
-    found = [layer for layer in net.modules() if hasattr(getattr(layer, "processor", None), "_attention_backend")]
+    """The attention layers that can run on a backend: those behind diffusers' dispatcher, and of
+    the older kind those with an xformers twin."""
+    found = [
+        layer
+        for layer in net.modules()
+        if hasattr(getattr(layer, "processor", None), "_attention_backend")
+    ]
     return found + ([layer for layer, _ in _older(net)] if name != "flash" else [])
 
 
 def use(net: nn.Module, name: str) -> None:
-    """Run the attention of a network on a backend. Raises UserError where diffusers finds its package too old."""
+    """Run the attention of a network on a backend. Raises UserError where diffusers finds its
+    package too old."""
     for layer, twins in _older(net):
         layer.set_processor(twins[name == "xformers"]())
-    if any(hasattr(getattr(layer, "processor", None), "_attention_backend") for layer in net.modules()):
+    if any(
+        hasattr(getattr(layer, "processor", None), "_attention_backend") for layer in net.modules()
+    ):
         _dispatched(net, BACKENDS[name])
 
 
@@ -134,7 +169,8 @@ def _dispatched(net: nn.Module, backend: str) -> None:
 
     roots = [net] if hasattr(net, "set_attention_backend") else list(net.children())
     try:
-        with attention_backend(), _quiet():  # it would set the backend of all other models of this process as well
+        # it would set the backend of all other models of this process as well
+        with attention_backend(), _quiet():
             for root in roots:
                 root.set_attention_backend(backend)
     except RuntimeError as error:
@@ -189,10 +225,13 @@ def _seconds(trial: Callable[[], Any], repeats: int = 3) -> float:
 def compile_blocks(net: nn.Module, backend: str = "inductor") -> int:
     """Compile the repeated blocks of a network in place, every shape by itself; returns how many.
 
-    ``_repeated_blocks`` of diffusers says which; where a class has none, the modules of its longest list are taken.
+    ``_repeated_blocks`` of diffusers says which; where a class has none, the modules of its longest
+    list are taken.
     """
     if backend not in (known := torch._dynamo.list_backends(exclude_tags=())):
-        raise UserError(f"policy option compile: no backend {backend!r}; there are {', '.join(sorted(known))}")
+        raise UserError(
+            f"policy option compile: no backend {backend!r}; there are {', '.join(sorted(known))}"
+        )
     roots = [net] if hasattr(net, "_repeated_blocks") else list(net.children())
     count = 0
     for root in roots:
@@ -202,7 +241,10 @@ def compile_blocks(net: nn.Module, backend: str = "inductor") -> int:
                 block.compile(backend=backend, dynamic=False)
                 count += 1
     if not count:
-        raise UserError(f"policy option compile: {type(net).__name__} has no repeated blocks to compile; leave it out")
+        raise UserError(
+            f"policy option compile: {type(net).__name__} has no repeated blocks to "
+            f"compile; leave it out"
+        )
     return count
 
 

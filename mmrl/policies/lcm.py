@@ -1,4 +1,5 @@
-"""Latent consistency models (Luo et al. 2023): Stable Diffusion distilled to a few steps, guidance included."""
+"""Latent consistency models (Luo et al. 2023): Stable Diffusion distilled to a few steps, guidance
+included."""
 
 from __future__ import annotations
 
@@ -24,13 +25,16 @@ from .flow import Window
 
 @POLICIES.register("lcm")
 class LCM(SD):
-    """Latent consistency models: any diffusers folder or hub id of a LatentConsistencyModelPipeline.
+    """Latent consistency models: any diffusers folder or hub id of a
+    LatentConsistencyModelPipeline.
 
-    With ``kernel: consistency`` a step is the pipeline's own: predict the data, add fresh noise. Its density is known,
-    so a policy gradient on it is RLCM (Oertell et al. 2024). Evaluation keeps this noise, as a user's samples have it.
+    With ``kernel: consistency`` a step is the pipeline's own: predict the data, add fresh noise.
+    Its density is known, so a policy gradient on it is RLCM (Oertell et al. 2024). Evaluation keeps
+    this noise, as a user's samples have it.
     """
 
-    pipeline, scheduler_class = "LatentConsistencyModelPipeline", "LCMScheduler"
+    pipeline = "LatentConsistencyModelPipeline"
+    scheduler_class = "LCMScheduler"
     plain = False  # True while evaluating
 
     def __init__(
@@ -42,25 +46,31 @@ class LCM(SD):
         sde: Annotated[Window, WINDOWS] = all_but_last,
         **options: Any,
     ):
-        """embedded: the guidance scale that the network takes as an input (``guidance`` is on top of it)."""
+        """embedded: the guidance scale that the network takes as an input (``guidance`` is on top
+        of it)."""
         self.embedded = embedded
         super().__init__(path, steps=steps, kernel=kernel, sde=sde, **options)
 
     def own_process(self) -> Process:
         known = super().own_process()
-        return Consistent(known.prediction, known.alphas, scaling=self.scheduler.config.timestep_scaling)
+        return Consistent(
+            known.prediction, known.alphas, scaling=self.scheduler.config.timestep_scaling
+        )
 
     def time_condition(self, x: Tensor) -> Tensor:
-        """[B, C] sines and cosines of the guidance scale, by the pipeline's own function: the angles are large."""
+        """[B, C] sines and cosines of the guidance scale, by the pipeline's own function: the
+        angles are large."""
         from diffusers import LatentConsistencyModelPipeline
 
-        scale, wide = torch.tensor([self.embedded - 1]), self.config.time_cond_proj_dim
+        scale = torch.tensor([self.embedded - 1])
+        wide = self.config.time_cond_proj_dim
         found = LatentConsistencyModelPipeline.get_guidance_scale_embedding(self, scale, wide)
         return self.cast(sent(found, x.device)).expand(len(x), -1)
 
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
-        """Sample with the model's own noise, at another guidance scale if given; there are no decisions to train on."""
+        """Sample with the model's own noise, at another guidance scale if given; there are no
+        decisions to train on."""
         with super().evaluating(guidance):
             self.exploring = self.plain = True
             try:

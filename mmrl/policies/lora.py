@@ -11,13 +11,22 @@ from torch import Tensor, nn
 from ..registry import UserError
 
 # Attention projections of diffusers' transformers; a family may offer its own list.
-ATTENTION = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
-             "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out")  # fmt: skip
+ATTENTION = (
+    "attn.to_q",
+    "attn.to_k",
+    "attn.to_v",
+    "attn.to_out.0",
+    "attn.add_q_proj",
+    "attn.add_k_proj",
+    "attn.add_v_proj",
+    "attn.to_add_out",
+)
 
 
 @dataclass(frozen=True)
 class Lora:
-    """Adapter options. ``alpha`` None is twice the rank; ``targets`` are module-name suffixes, None: attention."""
+    """Adapter options. ``alpha`` None is twice the rank; ``targets`` are module-name suffixes,
+    None: attention."""
 
     rank: int
     alpha: float | None = None
@@ -25,7 +34,8 @@ class Lora:
 
 
 def add_lora(net: nn.Module, lora: Lora, attention: Sequence[str] = ATTENTION) -> None:
-    """Freeze ``net`` and inject adapters in float32; they start at zero, so the policy is still the base model.
+    """Freeze ``net`` and inject adapters in float32; they start at zero, so the policy is still the
+    base model.
 
     Raises UserError when no module has one of the target names.
     """
@@ -34,10 +44,16 @@ def add_lora(net: nn.Module, lora: Lora, attention: Sequence[str] = ATTENTION) -
     targets = list(lora.targets) if lora.targets else _present(net, attention)
     if not targets or not _present(net, targets):
         linears = [name for name, module in net.named_modules() if isinstance(module, nn.Linear)]
-        raise UserError(f"lora.targets match no module of {type(net).__name__}; its linear layers: {linears[:8]} ...")
+        raise UserError(
+            f"lora.targets match no module of {type(net).__name__}; its linear "
+            f"layers: {linears[:8]} ..."
+        )
     alpha = lora.alpha if lora.alpha is not None else 2 * lora.rank
-    config = LoraConfig(r=lora.rank, lora_alpha=alpha, init_lora_weights="gaussian", target_modules=targets)
-    if hasattr(net, "add_adapter"):  # diffusers and transformers keep their own books, which export needs
+    config = LoraConfig(
+        r=lora.rank, lora_alpha=alpha, init_lora_weights="gaussian", target_modules=targets
+    )
+    # diffusers and transformers keep their own books, which export needs
+    if hasattr(net, "add_adapter"):
         net.add_adapter(config)
     else:
         inject_adapter_in_model(config, net)
@@ -54,7 +70,9 @@ def merged(net: nn.Module) -> dict[str, Tensor]:
     for name, module in net.named_modules():
         if hasattr(module, "get_delta_weight"):
             weight = state[f"{name}.base_layer.weight"]
-            state[f"{name}.base_layer.weight"] = (weight + module.get_delta_weight("default")).to(weight.dtype)
+            state[f"{name}.base_layer.weight"] = (weight + module.get_delta_weight("default")).to(
+                weight.dtype
+            )
     return {name.replace(".base_layer.", "."): value for name, value in state.items()}
 
 

@@ -1,8 +1,10 @@
-"""Masked discrete diffusion: all tokens begin hidden, every pass draws the hidden ones and makes some of them final.
+"""Masked discrete diffusion: all tokens begin hidden, every pass draws the hidden ones and makes
+some of them final.
 
-Two samplers. ``emerge`` reveals each hidden position independently of the model, so that the reveal order alone makes
-the likelihood of a trajectory exact. ``maskgit`` keeps the most confident tokens; its exact likelihood needs all
-tokens drawn in every pass and the Plackett-Luce probability of the choice.
+Two samplers. ``emerge`` reveals each hidden position independently of the model, so that the reveal
+order alone makes the likelihood of a trajectory exact. ``maskgit`` keeps the most confident tokens;
+its exact likelihood needs all tokens drawn in every pass and the Plackett-Luce probability of the
+choice.
 """
 
 from __future__ import annotations
@@ -35,12 +37,14 @@ SCHEDULES = {"cosine": unmask.cosine, "linear": unmask.linear}
 
 @dataclass(frozen=True)
 class Hidden:
-    """Draws of the tokens at the N positions that ``where`` [B, L] holds. All results are [B, L], 0 elsewhere.
+    """Draws of the tokens at the N positions that ``where`` [B, L] holds. All results are [B, L], 0
+    elsewhere.
 
-    ``noise`` [B, 1] is the temperature of the Gumbel noise on the confidence by which some were chosen to stay
-    (MaskGIT, Chang et al. 2022). Then a decision is [B, L, 2]: token, and rank in the choice as
-    ``samplers.unmask.ranked`` numbers them; without a choice (the last pass keeps all) every rank is L or more. KL and
-    entropy are those of the tokens: the choice's have no closed form.
+    ``noise`` [B, 1] is the temperature of the Gumbel noise on the confidence by which some were
+    chosen to stay (MaskGIT, Chang et al. 2022). Then a decision is [B, L, 2]: token, and rank in
+    the choice as ``samplers.unmask.ranked`` numbers them; without a choice (the last pass keeps
+    all) every rank is L or more. KL and entropy are those of the tokens: the choice's have no
+    closed form.
     """
 
     logits: Tensor  # [N, V]
@@ -72,9 +76,10 @@ def chosen(token: Tensor, noise: Tensor, rank: Tensor) -> Tensor:
 class MaskedDiffusion(TokenPolicy, ABC):
     """Options of every masked diffusion model.
 
-    steps: passes a sample. sampler: emerge or maskgit. schedule: share of tokens hidden over the passes. guidance:
-    scale w of classifier-free guidance on the logits, z_u + w (z_c - z_u). logp_dist: what is scored, see FlowPolicy.
-    temperature: of the tokens. choice: of the Gumbel noise of maskgit's choice, at the first and at the last pass.
+    steps: passes a sample. sampler: emerge or maskgit. schedule: share of tokens hidden over the
+    passes. guidance: scale w of classifier-free guidance on the logits, z_u + w (z_c - z_u).
+    logp_dist: what is scored, see FlowPolicy. temperature: of the tokens. choice: of the Gumbel
+    noise of maskgit's choice, at the first and at the last pass.
     """
 
     not_options = (*TokenPolicy.not_options, "passes", "blocks")
@@ -95,7 +100,8 @@ class MaskedDiffusion(TokenPolicy, ABC):
         blocks: int = 1,
         **options: Any,
     ):
-        """blocks: equal parts of the sample that are finished one after the other, ``steps / blocks`` passes each."""
+        """blocks: equal parts of the sample that are finished one after the other, ``steps /
+        blocks`` passes each."""
         super().__init__(net, length, mask_id, passes=steps, **options)
         self.turns = steps // blocks  # T passes a block
         self.block = length // blocks  # tokens
@@ -104,9 +110,13 @@ class MaskedDiffusion(TokenPolicy, ABC):
         self.noises = torch.linspace(*choice, self.turns).tolist()  # [T]
         self.chooses = sampler == "maskgit"
         if self.chooses and self.turns > 1 and min(self.noises[:-1]) <= 0:
-            raise UserError(f"policy option choice must be above 0 before the last pass, not {tuple(choice)}")
+            raise UserError(
+                f"policy option choice must be above 0 before the last pass, not {tuple(choice)}"
+            )
         warn_of_mismatch(logp_dist, guidance)
-        self.guidance, self.logp_dist, self.temperature = guidance, logp_dist, temperature
+        self.guidance = guidance
+        self.logp_dist = logp_dist
+        self.temperature = temperature
 
     def commit(self, step: int, dist: Categorical, ids: Tensor, hidden: Tensor) -> Tensor:
         raise NotImplementedError("masked diffusion chooses positions in _reveal")
@@ -119,24 +129,32 @@ class MaskedDiffusion(TokenPolicy, ABC):
 
     def _sample(self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng) -> Rollout:
         ids = torch.full((len(row), self.length), self.mask_id, device=row.device)
-        order, copies = torch.full_like(ids, self.passes), alike(group)
+        order = torch.full_like(ids, self.passes)
+        copies = alike(group)
         steps = []
         for step in range(self.passes):
             hidden = (order == self.passes) & self._open(step, ids)
             point = Point(group=group, cond=cond, row=row, state=ids, mask=hidden)
             uniform = rng.uniform(row, (self.length,), 2 * step)
             draw, sampled, scored = self._drawn(point, uniform, 1 if step else copies)
-            rank = self._reveal(step, sampled, hidden, rng.uniform(row, (self.length,), 2 * step + 1))
+            rank = self._reveal(
+                step, sampled, hidden, rng.uniform(row, (self.length,), 2 * step + 1)
+            )
             new = hidden & ((rank < self.length) | ((step + 1) % self.turns == 0))
             if self.chooses:
                 scored = chosen(scored, self._noise(step, len(row)).to(scored), rank)
             steps.append((torch.stack([draw, rank], -1), scored, hidden, new))
-            ids, order = torch.where(new, draw, ids), torch.where(new, step, order)
-        return self._rollout(Rollout(group=group, cond=cond, row=row, sample=ids, order=order, **_nothing(ids)), steps)
+            ids = torch.where(new, draw, ids)
+            order = torch.where(new, step, order)
+        return self._rollout(
+            Rollout(group=group, cond=cond, row=row, sample=ids, order=order, **_nothing(ids)),
+            steps,
+        )
 
     def _drawn(self, point: Point, uniform: Tensor, copies: int) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, L] each: tokens drawn where the point's mask is, their log-probs, and those recorded (the same unless
-        ``logp_dist`` is conditional). So many ``copies`` adjacent rows are in one state, which is looked at once."""
+        """[B, L] each: tokens drawn where the point's mask is, their log-probs, and those recorded
+        (the same unless ``logp_dist`` is conditional). So many ``copies`` adjacent rows are in one
+        state, which is looked at once."""
         one = point if copies == 1 else point[::copies]
         remember(one.group, on_host(point.group)[::copies])
         each = selected(uniform.unflatten(0, (-1, copies)).transpose(1, 2), one.mask)  # [N, copies]
@@ -147,17 +165,21 @@ class MaskedDiffusion(TokenPolicy, ABC):
             scored = _gathered(self._logits(one, 1.0), token)
         found = []
         for values in (token, sampled, scored):
-            every = values.new_zeros(one.mask.numel(), copies).index_copy(0, indices(one.mask), values)
+            every = values.new_zeros(one.mask.numel(), copies).index_copy(
+                0, indices(one.mask), values
+            )
             found.append(every.view(*one.mask.shape, copies).transpose(1, 2).reshape(uniform.shape))
         return tuple(found)
 
     def _reveal(self, step: int, confidence: Tensor, hidden: Tensor, uniform: Tensor) -> Tensor:
-        """[B, L] the rank of what becomes final in this pass, numbered as in ``samplers.unmask.ranked``."""
+        """[B, L] the rank of what becomes final in this pass, numbered as in
+        ``samplers.unmask.ranked``."""
         turn = step % self.turns
         if not self.chooses:
             new = unmask.emerge(uniform, hidden, self.rates, turn)
             return torch.where(new, 0, self.length + ~hidden)
-        count = self.left[turn] - self.left[turn + 1] if turn < self.turns - 1 else 0  # the last pass chooses nothing
+        # the last pass chooses nothing
+        count = self.left[turn] - self.left[turn + 1] if turn < self.turns - 1 else 0
         return unmask.ranked(confidence, uniform, self.noises[turn], hidden, count)
 
     def _open(self, step: int, ids: Tensor) -> Tensor:
@@ -168,12 +190,17 @@ class MaskedDiffusion(TokenPolicy, ABC):
         """[B, 1] of the choice in this pass; any number where nothing is chosen."""
         return torch.full((rows, 1), self.noises[step % self.turns] or 1.0, device=self.device)
 
-    def _rollout(self, found: Rollout, steps: list[tuple[Tensor, Tensor, Tensor, Tensor]]) -> Rollout:
-        """emerge: K = L decisions, one a token. maskgit: K = T L, all tokens drawn in every pass."""
+    def _rollout(
+        self, found: Rollout, steps: list[tuple[Tensor, Tensor, Tensor, Tensor]]
+    ) -> Rollout:
+        """emerge: K = L decisions, one a token. maskgit: K = T L, all tokens drawn in every
+        pass."""
         decision, logprob, hidden, new = (torch.stack(part, 1) for part in zip(*steps, strict=True))
         if self.chooses:
             return found.replace(logprob=logprob.flatten(1), mask=hidden.flatten(1), drawn=decision)
-        return found.replace(logprob=torch.where(new, logprob, 0.0).sum(1), mask=torch.ones_like(found.mask))
+        return found.replace(
+            logprob=torch.where(new, logprob, 0.0).sum(1), mask=torch.ones_like(found.mask)
+        )
 
     def path(self, rollout: Rollout) -> Iterator[Point]:
         for step in range(self.passes):
@@ -183,15 +210,23 @@ class MaskedDiffusion(TokenPolicy, ABC):
             part = slice(step * self.length, (step + 1) * self.length)
             advantage = rollout.advantage
             yield Point(
-                group=rollout.group, cond=rollout.cond, row=rollout.row, length=rollout.mask.sum(1),
-                state=torch.where(rollout.order >= step, self.mask_id, rollout.sample), mask=rollout.mask[:, part],
-                target=rollout.drawn[:, step], logprob=rollout.logprob[:, part],
+                group=rollout.group,
+                cond=rollout.cond,
+                row=rollout.row,
+                length=rollout.mask.sum(1),
+                state=torch.where(rollout.order >= step, self.mask_id, rollout.sample),
+                mask=rollout.mask[:, part],
+                target=rollout.drawn[:, step],
+                logprob=rollout.logprob[:, part],
                 eta=self._noise(step, len(rollout)).to(rollout.logprob)[:, 0],
-                advantage=advantage if advantage is None or advantage.shape[1] == 1 else advantage[:, part],
-            )  # fmt: skip
+                advantage=advantage
+                if advantage is None or advantage.shape[1] == 1
+                else advantage[:, part],
+            )
 
     def at(self, rollout: Rollout, hide: Tensor, score: Tensor | None = None) -> Point:
-        """The state in which ``hide`` [B, L] of the final tokens are hidden, scored at ``score`` (None: at those)."""
+        """The state in which ``hide`` [B, L] of the final tokens are hidden, scored at ``score``
+        (None: at those)."""
         mask = (hide if score is None else score) & rollout.mask.any(1)[:, None]
         if rollout.mask.shape == mask.shape:
             mask = mask & rollout.mask
@@ -199,23 +234,34 @@ class MaskedDiffusion(TokenPolicy, ABC):
         if advantage is not None and advantage.shape[1] not in (1, self.length):
             advantage = advantage[:, -1:]
         return Point(
-            group=rollout.group, cond=rollout.cond, row=rollout.row, target=rollout.sample, mask=mask,
-            state=torch.where(hide, self.mask_id, rollout.sample), length=mask.sum(1), advantage=advantage,
-        )  # fmt: skip
+            group=rollout.group,
+            cond=rollout.cond,
+            row=rollout.row,
+            target=rollout.sample,
+            mask=mask,
+            state=torch.where(hide, self.mask_id, rollout.sample),
+            length=mask.sum(1),
+            advantage=advantage,
+        )
 
     def corrupted(self, cond: dict[str, Any], share: float, rng: Rng) -> dict[str, Any]:
-        """The conditions with a random share of the prompt's tokens hidden, where the network reads tokens."""
+        """The conditions with a random share of the prompt's tokens hidden, where the network reads
+        tokens."""
         return cond
 
-    def renoise(self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False) -> Iterator[Point]:
+    def renoise(
+        self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False
+    ) -> Iterator[Point]:
         name = first_of_group(rollout) if shared else rollout.row
         rate = rng.uniform(name, (1,), step=0) if time is None else time[:, None]
         draw = rng.uniform(name, (self.length,), step=1)
-        yield self.at(rollout, hide=(draw < rate) | (draw == draw.amin(1, keepdim=True)))  # never nothing at all
+        # never nothing at all
+        yield self.at(rollout, hide=(draw < rate) | (draw == draw.amin(1, keepdim=True)))
 
     def dist(self, point: Point) -> Hidden:
         where = point.mask
-        if not on_host(where).any():  # every process makes its passes, also those that train nothing
+        # every process makes its passes, also those that train nothing
+        if not on_host(where).any():
             where = where.clone()
             where[0, 0] = True
         conditional = self.logp_dist == "conditional" and point.guidance is None
@@ -227,37 +273,48 @@ class MaskedDiffusion(TokenPolicy, ABC):
         return self.guidance if point.guidance is None else point.guidance
 
     def _logits(self, point: Point, scale: float) -> Tensor:
-        """[N, V] guided logits where the point's mask is; conditional and unconditional rows in one pass unless the
-        latter need no gradient."""
-        ids, rows = point.state, point.group
+        """[N, V] guided logits where the point's mask is; conditional and unconditional rows in one
+        pass unless the latter need no gradient."""
+        ids = point.state
+        rows = point.group
         cond = {key: value for key, value in point.cond.items() if key != "uncond"}
         if scale == 1:
             return self._warped(self._pass(ids, cond, rows, point.mask))
-        empty, own = self.empty(point), torch.zeros_like(rows)
+        empty = self.empty(point)
+        own = torch.zeros_like(rows)
         own = rows if _rows(empty) == _rows(cond) else own
         if self.logp_dist == "guided_stopgrad_uncond":
             with torch.no_grad():
                 z_empty = self._pass(ids, empty, own, point.mask)
             z = self._pass(ids, cond, rows, point.mask)
             return self._warped(z_empty + scale * (z - z_empty))
-        both, places = stacked(cond, empty), torch.cat([rows, own + _rows(cond)])
+        both = stacked(cond, empty)
+        places = torch.cat([rows, own + _rows(cond)])
         known = on_host(rows)
-        remember(places, torch.cat([known, (known if own is rows else torch.zeros_like(known)) + _rows(cond)]))
+        remember(
+            places,
+            torch.cat([known, (known if own is rows else torch.zeros_like(known)) + _rows(cond)]),
+        )
         return self._warped(self._pass(torch.cat([ids, ids]), both, places, point.mask, scale))
 
     def empty(self, point: Point) -> Any:
         """The condition of the empty prompt, [1, *], or of that of every prompt [P, *]."""
         return point.cond["uncond"]
 
-    def _pass(self, ids: Tensor, cond: Any, rows: Tensor, where: Tensor, scale: float | None = None) -> Tensor:
+    def _pass(
+        self, ids: Tensor, cond: Any, rows: Tensor, where: Tensor, scale: float | None = None
+    ) -> Tensor:
         self.forwards += len(ids)
         return self.places(ids, cond, rows, where, scale).to(self.dtype)
 
-    def places(self, ids: Tensor, cond: Any, rows: Tensor, where: Tensor, scale: float | None) -> Tensor:
-        """[N, V] logits at ``where`` [B, L] of ids [B, L], whose conditions are the ``rows`` [B] of cond [P, *].
+    def places(
+        self, ids: Tensor, cond: Any, rows: Tensor, where: Tensor, scale: float | None
+    ) -> Tensor:
+        """[N, V] logits at ``where`` [B, L] of ids [B, L], whose conditions are the ``rows`` [B] of
+        cond [P, *].
 
-        With a ``scale`` ids are twice as many rows, the latter half unconditional, and logits are guided. A family may
-        do this in fewer operations than by ``logits``.
+        With a ``scale`` ids are twice as many rows, the latter half unconditional, and logits are
+        guided. A family may do this in fewer operations than by ``logits``.
         """
         z = self.logits(ids, rows_of(cond, rows)).to(self.dtype)
         if scale is None:
@@ -266,7 +323,9 @@ class MaskedDiffusion(TokenPolicy, ABC):
         return z_empty + scale * (z - z_empty)
 
     def _trial(self, ids: Tensor, cond: dict[str, Any], group: Tensor) -> None:
-        self._logits(Point(group=group, cond=cond, row=group, state=ids, mask=ids == ids), self.guidance)
+        self._logits(
+            Point(group=group, cond=cond, row=group, state=ids, mask=ids == ids), self.guidance
+        )
 
     def _warped(self, logits: Tensor) -> Tensor:
         return logits if self.temperature == 1 else logits / self.temperature
@@ -292,4 +351,7 @@ def _gathered(logits: Tensor, token: Tensor) -> Tensor:
 
 def _nothing(ids: Tensor) -> dict[str, Tensor]:
     """Placeholders until the decisions are known."""
-    return {"logprob": torch.zeros(ids.shape, device=ids.device), "mask": torch.ones_like(ids, dtype=torch.bool)}
+    return {
+        "logprob": torch.zeros(ids.shape, device=ids.device),
+        "mask": torch.ones_like(ids, dtype=torch.bool),
+    }

@@ -1,4 +1,5 @@
-"""Masked language models whose vocabulary holds the codes of images too: MMaDA-like models as image generators."""
+"""Masked language models whose vocabulary holds the codes of images too: MMaDA-like models as image
+generators."""
 
 from __future__ import annotations
 
@@ -27,9 +28,10 @@ Decoder = Callable[[Tensor], Tensor]  # codes [B, h, w] -> images [B, 3, H, W] i
 class MaskedImageLM(MaskedLM):
     """Masked language models of text and image codes in one vocabulary (MMaDA): text in, image out.
 
-    The protocol: model and tokenizer as for ``masked_lm``; codes 0 .. ``codes`` - 1 are the ids from ``first`` on; what
-    is read is ``prompt`` with the text in it, side x side codes row by row, and ``after``. ``decoder`` makes pictures
-    of codes: a diffusers folder of a VQModel, or ``file.py:build``, a function without arguments that returns one.
+    The protocol: model and tokenizer as for ``masked_lm``; codes 0 .. ``codes`` - 1 are the ids
+    from ``first`` on; what is read is ``prompt`` with the text in it, side x side codes row by row,
+    and ``after``. ``decoder`` makes pictures of codes: a diffusers folder of a VQModel, or
+    ``file.py:build``, a function without arguments that returns one.
     """
 
     makes = "image"
@@ -50,14 +52,31 @@ class MaskedImageLM(MaskedLM):
         remote_code: bool = False,
         **options: Any,
     ):
-        """first: id of code 0. codes: how many. side: tokens. prompt: what is before an image, {text} in it, and after:
-        what is behind it, in the tokenizer's own special tokens. steps: passes. mask: id of the mask token; None: the
-        tokenizer's. remote_code: run the Python code of the model's own repository."""
+        """first: id of code 0. codes: how many. side: tokens. prompt: what is before an image,
+        {text} in it, and after: what is behind it, in the tokenizer's own special tokens. steps:
+        passes. mask: id of the mask token; None: the tokenizer's. remote_code: run the Python code
+        of the model's own repository."""
         if "{text}" not in prompt:
-            raise UserError(f"policy option prompt must hold {{text}}, where a prompt's text goes; it is {prompt!r}")
-        super().__init__(path, side * side, steps=steps, mask=mask, dtype=dtype, remote_code=remote_code, **options)
-        self.mask_id, self.end = codes, None  # states hold codes, and one more number for hidden ones
-        self.first, self.codes, self.side, self.prompt = first, codes, side, prompt
+            raise UserError(
+                f"policy option prompt must hold {{text}}, where a prompt's text "
+                f"goes; it is {prompt!r}"
+            )
+        super().__init__(
+            path,
+            side * side,
+            steps=steps,
+            mask=mask,
+            dtype=dtype,
+            remote_code=remote_code,
+            **options,
+        )
+        # states hold codes, and one more number for hidden ones
+        self.mask_id = codes
+        self.end = None
+        self.first = first
+        self.codes = codes
+        self.side = side
+        self.prompt = prompt
         self.suffix = self.tokenizer(after, add_special_tokens=False).input_ids if after else []
         self.codec = _decoder(decoder)
 
@@ -99,7 +118,9 @@ def _decoder(name: str) -> Decoder:
     try:
         vae = VQModel.from_pretrained(locate(name)).requires_grad_(False).eval()
     except (OSError, ValueError) as error:
-        raise UserError(f"policy.masked_image_lm.decoder {name}: cannot be loaded as a VQModel: {error}") from error
+        raise UserError(
+            f"policy.masked_image_lm.decoder {name}: cannot be loaded as a VQModel: {error}"
+        ) from error
 
     def pictures(ids: Tensor) -> Tensor:
         shape = (*ids.shape, vae.config.latent_channels)

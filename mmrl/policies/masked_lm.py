@@ -1,4 +1,5 @@
-"""Masked language models that write text by unmasking: LLaDA, MMaDA's text, Dream, BERT-like models of transformers."""
+"""Masked language models that write text by unmasking: LLaDA, MMaDA's text, Dream, BERT-like models
+of transformers."""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ from .prompts import texts_of
 class MaskedLM(MaskedDiffusion):
     """Masked language models: text in, text out, block after block (semi-autoregressive).
 
-    The protocol: transformers' auto classes load a model and a tokenizer from the folder or hub id, and
-    ``model(input_ids [B, L], attention_mask=[B, L]).logits`` [B, L, V] looks both ways, position i for token i.
+    The protocol: transformers' auto classes load a model and a tokenizer from the folder or hub id,
+    and ``model(input_ids [B, L], attention_mask=[B, L]).logits`` [B, L, V] looks both ways,
+    position i for token i.
     """
 
     makes = "text"
@@ -41,18 +43,23 @@ class MaskedLM(MaskedDiffusion):
         remote_code: bool = False,
         **options: Any,
     ):
-        """tokens: of every answer. block: tokens finished before the next ones are begun; None: all at once. mask: id
-        of the mask token; None: the tokenizer's. remote_code: run the Python code of the model's own repository."""
-        self.place, block = locate(path), block or tokens
+        """tokens: of every answer. block: tokens finished before the next ones are begun; None: all
+        at once. mask: id of the mask token; None: the tokenizer's. remote_code: run the Python code
+        of the model's own repository."""
+        self.place = locate(path)
+        block = block or tokens
         blocks = tokens // block
         if tokens % block or steps % blocks:
             raise UserError(
-                f"policy options: block {block} must divide tokens {tokens}, and its {blocks} blocks {steps} steps"
+                f"policy options: block {block} must divide tokens {tokens}, and its "
+                f"{blocks} blocks {steps} steps"
             )
         self.tokenizer, net = _loaded(self.place, getattr(torch, dtype), remote_code)
         found = self.tokenizer.mask_token_id if mask is None else mask
         if found is None:
-            raise UserError(f"the tokenizer of {path!r} knows no mask token: give its id as policy option mask")
+            raise UserError(
+                f"the tokenizer of {path!r} knows no mask token: give its id as policy option mask"
+            )
         self.end = self.tokenizer.eos_token_id
         self.hole = found  # what the network reads in the place of a hidden token
         self.suffix: list[int] = []  # tokens behind every answer
@@ -65,26 +72,36 @@ class MaskedLM(MaskedDiffusion):
     def padded_ids(self, ids: list[list[int]]) -> dict[str, Tensor]:
         """``ids`` [P, L] and ``size`` [P]."""
         width = max(len(one) for one in ids)
-        rows = torch.tensor([one + [self.hole] * (width - len(one)) for one in ids], device=self.device)
+        rows = torch.tensor(
+            [one + [self.hole] * (width - len(one)) for one in ids], device=self.device
+        )
         return {"ids": rows, "size": torch.tensor([len(one) for one in ids], device=self.device)}
 
     def _ids(self, text: str) -> list[int]:
         if not self.tokenizer.chat_template:
             return self.tokenizer(text).input_ids
         turn = [{"role": "user", "content": text}]
-        return self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"]
+        return self.tokenizer.apply_chat_template(
+            turn, add_generation_prompt=True, return_dict=True
+        )["input_ids"]
 
     def logits(self, ids: Tensor, cond: dict[str, Any]) -> Tensor:
-        """The answer stands right behind its prompt, so that no row depends on how long another one's prompt is."""
-        prompt, size = cond["ids"], cond["size"][:, None]
+        """The answer stands right behind its prompt, so that no row depends on how long another
+        one's prompt is."""
+        prompt = cond["ids"]
+        size = cond["size"][:, None]
         behind = sent(torch.tensor(self.suffix, dtype=ids.dtype), ids.device).expand(len(ids), -1)
         behind = torch.cat([self.written(ids), behind], 1)
         place = torch.arange(prompt.shape[1] + behind.shape[1], device=ids.device)[None]
         own = behind.gather(1, (place - size).clamp(0, behind.shape[1] - 1))
         padded = torch.nn.functional.pad(prompt, (0, behind.shape[1]), value=self.hole)
         seen = place < size + behind.shape[1]
-        found = self.active()(torch.where(place < size, padded, own), attention_mask=seen.long()).logits
-        answer = (size + torch.arange(self.length, device=ids.device))[..., None].expand(-1, -1, found.shape[-1])
+        found = self.active()(
+            torch.where(place < size, padded, own), attention_mask=seen.long()
+        ).logits
+        answer = (size + torch.arange(self.length, device=ids.device))[..., None].expand(
+            -1, -1, found.shape[-1]
+        )
         return found.gather(1, answer)
 
     def written(self, ids: Tensor) -> Tensor:
@@ -105,13 +122,18 @@ class MaskedLM(MaskedDiffusion):
         draw = rng.uniform(torch.arange(len(ids), device=ids.device), (ids.shape[1],))
         return cond | {"ids": torch.where(draw < share, self.hole, ids)}
 
-    def _rollout(self, found: Rollout, steps: list[tuple[Tensor, Tensor, Tensor, Tensor]]) -> Rollout:
-        """Blocks behind that of the end token say nothing: nobody reads them, and none that are read saw them."""
+    def _rollout(
+        self, found: Rollout, steps: list[tuple[Tensor, Tensor, Tensor, Tensor]]
+    ) -> Rollout:
+        """Blocks behind that of the end token say nothing: nobody reads them, and none that are
+        read saw them."""
         rollout = super()._rollout(found, steps)
         last = self._size(rollout.sample).sub(1) // self.block  # [B] the last block that is read
         place = torch.arange(self.length, device=last.device) // self.block
         read = place <= last[:, None]  # [B, L]
-        return rollout.replace(mask=rollout.mask & (read.repeat(1, self.passes) if self.chooses else read))
+        return rollout.replace(
+            mask=rollout.mask & (read.repeat(1, self.passes) if self.chooses else read)
+        )
 
     def _size(self, ids: Tensor) -> Tensor:
         """[B] tokens up to the first end token, which counts."""
@@ -150,6 +172,7 @@ def _loaded(place: str, dtype: torch.dtype, remote_code: bool) -> tuple[Any, Any
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
-            f"cannot load a masked language model from {place!r}: {reason}; a model with code of its own needs policy "
+            f"cannot load a masked language model from {place!r}: {reason}; a model with "
+            f"code of its own needs policy "
             "option remote_code: true, which runs that code"
         ) from error

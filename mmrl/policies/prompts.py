@@ -1,4 +1,5 @@
-"""Encoded prompts: each text is encoded once, kept on the CPU, and the text encoders leave the accelerator."""
+"""Encoded prompts: each text is encoded once, kept on the CPU, and the text encoders leave the
+accelerator."""
 
 from __future__ import annotations
 
@@ -19,22 +20,34 @@ def texts_of(prompts: list[Prompt]) -> list[str]:
     for i, prompt in enumerate(prompts):
         if not isinstance(prompt.get("text"), str):
             raise UserError(
-                f"prompt {i} has no 'text', which this model reads; it has: {', '.join(prompt) or 'nothing'}"
+                f"prompt {i} has no 'text', which this model reads; it has: "
+                f"{', '.join(prompt) or 'nothing'}"
             )
     return [prompt["text"] for prompt in prompts]
 
 
 class PromptCache:
-    """Text -> encoding, first in first out; a key may be anything hashable, a text with its image say.
+    """Text -> encoding, first in first out; a key may be anything hashable, a text with its image
+    say.
 
-    ``load`` returns the text pipeline; ``encode(pipeline, texts, device)`` a nest of tensors [n, *]. After every use
-    the pipeline stays on the device ("keep"), goes to the CPU ("offload") or is dropped and loaded anew if a text
-    turns up that was not encoded before ("release").
+    ``load`` returns the text pipeline; ``encode(pipeline, texts, device)`` a nest of tensors [n,
+    *]. After every use the pipeline stays on the device ("keep"), goes to the CPU ("offload") or is
+    dropped and loaded anew if a text turns up that was not encoded before ("release").
     """
 
-    def __init__(self, load: Callable[[], Any], encode: Callable, placement: Placement, limit: int, batch: int = 32):
-        self.load, self.encode = load, encode
-        self.placement, self.limit, self.batch = placement, limit, batch
+    def __init__(
+        self,
+        load: Callable[[], Any],
+        encode: Callable,
+        placement: Placement,
+        limit: int,
+        batch: int = 32,
+    ):
+        self.load = load
+        self.encode = encode
+        self.placement = placement
+        self.limit = limit
+        self.batch = batch
         self.pipeline: Any = None
         self.kept: dict[Hashable, Encoding] = {}
 
@@ -56,7 +69,8 @@ class PromptCache:
             part = texts[start : start + self.batch]
             encoded = tree_map(lambda tensor: tensor.cpu(), self.encode(pipeline, part, device))
             for i, text in enumerate(part):
-                key = str(text) if isinstance(text, str) else text  # without what a text carries beside it
+                # without what a text carries beside it
+                key = str(text) if isinstance(text, str) else text
                 self.kept[key] = {name: value[i : i + 1].clone() for name, value in encoded.items()}
         if self.placement == "offload":
             pipeline.to("cpu")

@@ -1,4 +1,5 @@
-"""Qwen-Image-Edit (Wu et al. 2025): the image to edit goes into the text encoder and, as latents, into the network."""
+"""Qwen-Image-Edit (Wu et al. 2025): the image to edit goes into the text encoder and, as latents,
+into the network."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ class QwenEdit(EditPolicy, QwenImage):
         own = self.texts(asked, self.device) | {"image": self.picture_latents(pictures)}
         return own | {"negative": self.texts(empty, self.device)}
 
-    def _requests(self, prompts: list[Prompt], pictures: list[Any]) -> tuple[list[Request], list[Request]]:
+    def _requests(
+        self, prompts: list[Prompt], pictures: list[Any]
+    ) -> tuple[list[Request], list[Request]]:
         asked = [Request(text, image) for text, image in zip(texts_of(prompts), pictures)]
         return asked, [Request("", image) for image in pictures]
 
@@ -58,11 +61,14 @@ class QwenEdit(EditPolicy, QwenImage):
         mean, std = standardised(vae, found)
         return ((found - mean) / std)[:, :, 0]
 
-    def encode_texts(self, pipe: Any, texts: list[Request], device: torch.device) -> dict[str, Tensor]:
+    def encode_texts(
+        self, pipe: Any, texts: list[Request], device: torch.device
+    ) -> dict[str, Tensor]:
         text, mask = pipe.encode_prompt([t.text for t in texts], [t.image for t in texts], device)
         if text.shape[1] > self.text_length:
             raise UserError(
-                f"policy option text_length {self.text_length}: a prompt and its image have {text.shape[1]} tokens; "
+                f"policy option text_length {self.text_length}: a prompt and its image "
+                f"have {text.shape[1]} tokens; "
                 "raise it, or lower image_size"
             )
         return padded(text, mask, self.text_length)

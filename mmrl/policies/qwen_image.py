@@ -1,4 +1,5 @@
-"""Qwen-Image (Wu et al. 2025): packed latents of a video autoencoder, texts encoded by Qwen2.5-VL."""
+"""Qwen-Image (Wu et al. 2025): packed latents of a video autoencoder, texts encoded by
+Qwen2.5-VL."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from .folder_video import standardised
 class QwenImage(FolderPolicy):
     """Qwen-Image: any diffusers folder or hub id of a QwenImagePipeline."""
 
-    pipeline, network, autoencoder = "QwenImagePipeline", "QwenImageTransformer2DModel", "AutoencoderKLQwenImage"
+    pipeline = "QwenImagePipeline"
+    network = "QwenImageTransformer2DModel"
+    autoencoder = "AutoencoderKLQwenImage"
 
     def __init__(self, path: str, text_length: Annotated[int, Ge(1)] = 512, **options: Any):
         """text_length: tokens of a prompt; shorter ones are padded and masked."""
@@ -35,7 +38,10 @@ class QwenImage(FolderPolicy):
 
     def latent_shape(self) -> tuple[int, ...]:
         factor = 2 ** len(self.vae.temperal_downsample)
-        return (self.config.in_channels // 4, *(self.latent_side(side, 2 * factor, factor) for side in self.size))
+        return (
+            self.config.in_channels // 4,
+            *(self.latent_side(side, 2 * factor, factor) for side in self.size),
+        )
 
     def tokens(self) -> int:
         return self.shape[-2] * self.shape[-1] // 4
@@ -46,13 +52,18 @@ class QwenImage(FolderPolicy):
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
         seen, pictures = self.seen(x, cond)
         out = self.active()(
-            hidden_states=self.cast(seen), timestep=t, encoder_hidden_states=self.cast(cond["text"]),
-            encoder_hidden_states_mask=cond["mask"], img_shapes=[pictures] * len(x), return_dict=False,
-        )[0]  # fmt: skip
+            hidden_states=self.cast(seen),
+            timestep=t,
+            encoder_hidden_states=self.cast(cond["text"]),
+            encoder_hidden_states_mask=cond["mask"],
+            img_shapes=[pictures] * len(x),
+            return_dict=False,
+        )[0]
         return unpack(out[:, : self.tokens()], *self.shape[-2:])
 
     def seen(self, x: Tensor, cond: dict[str, Any]) -> tuple[Tensor, list[tuple[int, int, int]]]:
-        """Tokens [B, N, 4 C] of the latents, and of anything else to look at, and frames, height, width of each."""
+        """Tokens [B, N, 4 C] of the latents, and of anything else to look at, and frames, height,
+        width of each."""
         h, w = self.shape[-2:]
         return pack(x), [(1, h // 2, w // 2)]
 
@@ -68,4 +79,7 @@ class QwenImage(FolderPolicy):
         return vae.decode(frame * std + mean).sample[:, :, 0]
 
     def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
-        return padded(*pipe.encode_prompt(texts, device, max_sequence_length=self.text_length), self.text_length)
+        return padded(
+            *pipe.encode_prompt(texts, device, max_sequence_length=self.text_length),
+            self.text_length,
+        )

@@ -1,7 +1,8 @@
-"""Token models: a decision is a categorical draw. Causal and masked models differ in ``order`` only.
+"""Token models: a decision is a categorical draw. Causal and masked models differ in ``order``
+only.
 
-``order`` [B, T] is the pass that committed each token; a state at pass k shows the tokens of earlier passes and hides
-the rest. A family says how to encode a prompt and how to get logits.
+``order`` [B, T] is the pass that committed each token; a state at pass k shows the tokens of
+earlier passes and hides the rest. A family says how to encode a prompt and how to get logits.
 """
 
 from __future__ import annotations
@@ -22,15 +23,20 @@ from .base import NetPolicy, first_of_group, rows_of
 
 
 class TokenPolicy(NetPolicy, ABC):
-    """``length`` tokens a sample, committed in ``passes`` passes; ``mask_id`` stands for a hidden token."""
+    """``length`` tokens a sample, committed in ``passes`` passes; ``mask_id`` stands for a hidden
+    token."""
 
     not_options = ("net", "length", "mask_id")
     decisions = "categorical"
     one_pass = False  # one forward pass scores all tokens of an answer
 
-    def __init__(self, net: nn.Module, length: int, mask_id: int, passes: int | None = None, **options: Any):
+    def __init__(
+        self, net: nn.Module, length: int, mask_id: int, passes: int | None = None, **options: Any
+    ):
         super().__init__(net, **options)
-        self.length, self.mask_id, self.passes = length, mask_id, passes or length
+        self.length = length
+        self.mask_id = mask_id
+        self.passes = passes or length
 
     @abstractmethod
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
@@ -54,7 +60,9 @@ class TokenPolicy(NetPolicy, ABC):
         hidden = torch.full((len(row), self.length), self.mask_id, device=self.device)
         size = self.chunk(len(row), lambda n: self._trial(hidden[:n], cond, group[:n]))
         parts = chunks(len(row), size)
-        return Rollout.cat([self._sample(group[p], row[p], cond, rng) for p in parts]).replace(prompts=tuple(prompts))
+        return Rollout.cat([self._sample(group[p], row[p], cond, rng) for p in parts]).replace(
+            prompts=tuple(prompts)
+        )
 
     def _sample(self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng) -> Rollout:
         ids = torch.full((len(row), self.length), self.mask_id, device=row.device)
@@ -64,16 +72,21 @@ class TokenPolicy(NetPolicy, ABC):
             dist = Categorical(self._forward(ids, rows_of(cond, group)))
             draw = dist.sample(rng.uniform(row, (self.length,), step))
             new = self.commit(step, dist, draw, hidden=order == self.passes)
-            ids, order = torch.where(new, draw, ids), torch.where(new, step, order)
+            ids = torch.where(new, draw, ids)
+            order = torch.where(new, step, order)
             logprob = torch.where(new, dist.log_prob(draw), logprob)
         mask = torch.ones_like(ids, dtype=torch.bool)
-        return Rollout(group=group, cond=cond, row=row, sample=ids, logprob=logprob, order=order, mask=mask)
+        return Rollout(
+            group=group, cond=cond, row=row, sample=ids, logprob=logprob, order=order, mask=mask
+        )
 
     def path(self, rollout: Rollout) -> Iterator[Point]:
         for step in range(self.passes):
             yield self._point(rollout, hide=rollout.order >= step, score=rollout.order == step)
 
-    def renoise(self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False) -> Iterator[Point]:
+    def renoise(
+        self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False
+    ) -> Iterator[Point]:
         name = first_of_group(rollout) if shared else rollout.row
         rate = rng.uniform(name, (1,), step=0).clamp_min(0.1) if time is None else time[:, None]
         hide = rng.uniform(name, (self.length,), step=1) < rate
@@ -91,14 +104,22 @@ class TokenPolicy(NetPolicy, ABC):
 
     def _point(self, rollout: Rollout, hide: Tensor, score: Tensor) -> Point:
         return Point(
-            group=rollout.group, cond=rollout.cond, row=rollout.row, target=rollout.sample, mask=rollout.mask & score,
-            state=torch.where(hide, self.mask_id, rollout.sample), length=rollout.mask.sum(1),
-            logprob=rollout.logprob, advantage=rollout.advantage, sampled=rollout.sampled,
-        )  # fmt: skip
+            group=rollout.group,
+            cond=rollout.cond,
+            row=rollout.row,
+            target=rollout.sample,
+            mask=rollout.mask & score,
+            state=torch.where(hide, self.mask_id, rollout.sample),
+            length=rollout.mask.sum(1),
+            logprob=rollout.logprob,
+            advantage=rollout.advantage,
+            sampled=rollout.sampled,
+        )
 
 
 class MaskedPolicy(TokenPolicy):
-    """Each pass commits the hidden positions it is most confident of (MaskGIT, Chang et al. 2022)."""
+    """Each pass commits the hidden positions it is most confident of (MaskGIT, Chang et al.
+    2022)."""
 
     def commit(self, step: int, dist: Categorical, ids: Tensor, hidden: Tensor) -> Tensor:
         keep = self.length * (step + 1) // self.passes - self.length * step // self.passes
@@ -115,9 +136,12 @@ class CausalPolicy(TokenPolicy):
         return (torch.arange(self.length, device=ids.device) == step).expand_as(hidden)
 
     def path(self, rollout: Rollout) -> Iterator[Point]:
-        nothing, everything = torch.zeros_like(rollout.mask), torch.ones_like(rollout.mask)
+        nothing = torch.zeros_like(rollout.mask)
+        everything = torch.ones_like(rollout.mask)
         yield self._point(rollout, hide=nothing, score=everything)
 
-    def renoise(self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False) -> Iterator[Point]:
+    def renoise(
+        self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False
+    ) -> Iterator[Point]:
         for point in self.path(rollout):
             yield point.replace(logprob=None)

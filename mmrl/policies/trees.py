@@ -1,7 +1,7 @@
 """Trees of samples that share their beginnings (BranchGRPO, Li et al. 2025, arXiv:2509.06040).
 
-The leaves are the rows; ``span`` adjacent rows share a state. Whoever begins a span stands for all of it: its row name
-is the name of the state and of the edge that leads there.
+The leaves are the rows; ``span`` adjacent rows share a state. Whoever begins a span stands for all
+of it: its row name is the name of the state and of the edge that leads there.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from ..registry import UserError
 class Tree:
     """How samples branch.
 
-    splits: the steps at which every state gets ``factor`` children, or how many such steps, evenly spread. noise of
-    siblings: independent; correlated, (xi_0 + scale xi_b) / sqrt(1 + scale^2) with a common xi_0, which keeps every
-    edge's density exact; or published, ``scale`` times the noise that is scored, for comparison with the code only.
+    splits: the steps at which every state gets ``factor`` children, or how many such steps, evenly
+    spread. noise of siblings: independent; correlated, (xi_0 + scale xi_b) / sqrt(1 + scale^2) with
+    a common xi_0, which keeps every edge's density exact; or published, ``scale`` times the noise
+    that is scored, for comparison with the code only.
     """
 
     splits: Sequence[Annotated[int, Ge(0)]] | Annotated[int, Ge(1)] = 4
@@ -41,16 +42,21 @@ class Tree:
         else:
             found = tuple(sorted(set(self.splits)))
         if not found or found[-1] >= steps or len(set(found)) < len(found) or (steps < len(found)):
-            raise UserError(f"policy option tree.splits {self.splits}: needs different steps between 0 and {steps - 1}")
+            raise UserError(
+                f"policy option tree.splits {self.splits}: needs different steps "
+                f"between 0 and {steps - 1}"
+            )
         return found
 
     def spans(self, steps: int, copies: int) -> list[int]:
-        """How many leaves share a state, for each of the steps + 1 states. UserError where copies do not divide."""
+        """How many leaves share a state, for each of the steps + 1 states. UserError where copies
+        do not divide."""
         splits = self.at(steps)
         leaves = self.factor ** len(splits)
         if copies % leaves:
             raise UserError(
-                f"train.copies {copies}: a tree with {len(splits)} splits by {self.factor} has {leaves} leaves, so the "
+                f"train.copies {copies}: a tree with {len(splits)} splits by "
+                f"{self.factor} has {leaves} leaves, so the "
                 f"copies must be a multiple of {leaves}"
             )
         span = leaves
@@ -60,8 +66,17 @@ class Tree:
             found.append(span)
         return found
 
-    def draw(self, rng: Rng, child: Tensor, parent: Tensor, shape: tuple[int, ...], step: int, dtype: torch.dtype):
-        """[B, *] the noise of the children named ``child`` [B], of parents named ``parent`` [B], at a split."""
+    def draw(
+        self,
+        rng: Rng,
+        child: Tensor,
+        parent: Tensor,
+        shape: tuple[int, ...],
+        step: int,
+        dtype: torch.dtype,
+    ):
+        """[B, *] the noise of the children named ``child`` [B], of parents named ``parent`` [B], at
+        a split."""
         own = rng.normal(child, shape, step, dtype)
         if self.noise == "published":
             return self.scale * own
@@ -72,7 +87,8 @@ class Tree:
 
 
 def size(spans: Sequence[int], leaves: int, noisy: Tensor) -> dict[str, float]:
-    """What one tree (or row) of ``leaves`` costs: network forwards and edges with a density, per leaf."""
+    """What one tree (or row) of ``leaves`` costs: network forwards and edges with a density, per
+    leaf."""
     states = [leaves // span for span in spans]
     edges = sum(after for (_, after), there in zip(pairwise(states), noisy.tolist()) if there)
     return {"forwards": sum(states[:-1]) / leaves, "edges": edges / leaves}

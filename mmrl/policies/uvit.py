@@ -1,5 +1,6 @@
-"""aMUSEd's U-ViT doing less for the same: a text's keys and values once for all rows that ask it, logits of the tokens
-that are asked for only, one product with the codebook for guided ones, and fewer passes over wide activations."""
+"""aMUSEd's U-ViT doing less for the same: a text's keys and values once for all rows that ask it,
+logits of the tokens that are asked for only, one product with the codebook for guided ones, and
+fewer passes over wide activations."""
 
 from __future__ import annotations
 
@@ -23,16 +24,26 @@ class SharedText:
         self.kernel = kernel
 
     def __call__(
-        self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None, temb: Tensor | None = None, rows: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        temb: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
         """diffusers' names: queries [B, n, C]; [B, n, C] comes back."""
         own = encoder_hidden_states is None
         read = hidden_states if own else encoder_hidden_states
-        k, v = attn.to_k(read), attn.to_v(read)
+        k = attn.to_k(read)
+        v = attn.to_v(read)
         if rows is not None and not own:
-            k, v = k[rows], v[rows]
-        q, k, v = (x.unflatten(-1, (attn.heads, -1)).transpose(1, 2) for x in (attn.to_q(hidden_states), k, v))
+            k = k[rows]
+            v = v[rows]
+        q, k, v = (
+            x.unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+            for x in (attn.to_q(hidden_states), k, v)
+        )
         found = attend(q, k, v, attention_mask, kernel=self.kernel).transpose(1, 2).flatten(2)
         return attn.to_out[1](attn.to_out[0](found))
 
@@ -48,14 +59,16 @@ def _head() -> type[nn.Module]:
         asked: tuple[Tensor, float | None] | None = None
 
         def forward(self, hidden_states: Tensor) -> Tensor:
-            """[N, V] of hidden states [B, C, h, w], the latter half of which are unconditional if there is a scale."""
+            """[N, V] of hidden states [B, C, h, w], the latter half of which are unconditional if
+            there is a scale."""
             if self.asked is None:
                 return super().forward(hidden_states)
             where, scale = self.asked
             flat = hidden_states.flatten(2).transpose(1, 2)  # [B, L, C]
             parts = [selected(half, where) for half in ([flat] if scale is None else flat.chunk(2))]
             h = [self.layer_norm(_pointwise(self.conv1, part)) for part in parts]
-            mixed = h[0] if scale is None else h[1] + scale * (h[0] - h[1])  # 1 - s and s add up to 1: affine is after
+            # 1 - s and s add up to 1: affine is after
+            mixed = h[0] if scale is None else h[1] + scale * (h[0] - h[1])
             return _pointwise(self.conv2, mixed)
 
     return Head
@@ -67,7 +80,8 @@ def _response() -> type[nn.Module]:
 
     class Response(GlobalResponseNorm):
         def forward(self, x: Tensor) -> Tensor:
-            """Of x [B, h, w, C]: gamma x n + beta + x as one multiplication and addition, n [B, 1, 1, C]."""
+            """Of x [B, h, w, C]: gamma x n + beta + x as one multiplication and addition, n [B, 1,
+            1, C]."""
             length = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
             share = length / (length.mean(-1, keepdim=True) + 1e-6)
             return torch.addcmul(self.beta, x, self.gamma * share + 1)
@@ -81,7 +95,8 @@ def _pointwise(conv: nn.Conv2d, x: Tensor) -> Tensor:
 
 
 def quicken(net: nn.Module, kernel: Kernel) -> None:
-    """Let a UVit2DModel take texts by rows and be asked for some places; what it computes stays the same."""
+    """Let a UVit2DModel take texts by rows and be asked for some places; what it computes stays the
+    same."""
     net.set_attn_processor(SharedText(kernel))
     net.mlm_layer.__class__ = _head()
     response = _response()

@@ -1,4 +1,5 @@
-"""Wan 2.1 and 2.2 (Wan team 2025), text to video: one network, two experts by noise level, or a time a token."""
+"""Wan 2.1 and 2.2 (Wan team 2025), text to video: one network, two experts by noise level, or a
+time a token."""
 
 from __future__ import annotations
 
@@ -21,16 +22,19 @@ from .folder_video import VideoFolderPolicy, own_sigmas, standardised
 
 
 class Experts(nn.Module):
-    """Two networks in turn: ``transformer`` above the boundary, ``transformer_2`` below, row by row.
+    """Two networks in turn: ``transformer`` above the boundary, ``transformer_2`` below, row by
+    row.
 
-    A pass may need one of them only. Sharded by FSDP2, all processes run those that any of them needs, in one
-    order, since gathering weights and reducing gradients are collective calls. As copies (DDP) a pass leaves weights
-    out, which ``Wan.find_unused_parameters`` tells the wrapper.
+    A pass may need one of them only. Sharded by FSDP2, all processes run those that any of them
+    needs, in one order, since gathering weights and reducing gradients are collective calls. As
+    copies (DDP) a pass leaves weights out, which ``Wan.find_unused_parameters`` tells the wrapper.
     """
 
     def __init__(self, high: nn.Module, low: nn.Module, boundary: float):
         super().__init__()
-        self.transformer, self.transformer_2, self.boundary = high, low, boundary
+        self.transformer = high
+        self.transformer_2 = low
+        self.boundary = boundary
         self.config = high.config
 
     def add_adapter(self, config: Any) -> None:
@@ -44,7 +48,8 @@ class Experts(nn.Module):
 
     @property
     def _no_split_modules(self) -> list[str]:
-        """Names of the blocks that FSDP2 wraps one by one; without, it would gather both experts at once."""
+        """Names of the blocks that FSDP2 wraps one by one; without, it would gather both experts at
+        once."""
         return list(getattr(self.transformer, "_no_split_modules", None) or [])
 
     def forward(self, hidden_states: Tensor, timestep: Tensor, **cond: Tensor) -> Tensor:
@@ -52,7 +57,8 @@ class Experts(nn.Module):
         above = noisy >= self.boundary
         shape = (len(above), self.config.out_channels, *hidden_states.shape[2:])
         velocity = hidden_states.new_zeros(shape)
-        experts, masks = (self.transformer, self.transformer_2), torch.stack([above, ~above])
+        experts = (self.transformer, self.transformer_2)
+        masks = torch.stack([above, ~above])
         used = masks.any(1).int()
         needed = all_max(used) if shards(self) else used
         flags = torch.stack([used, needed], 1).tolist()  # one wait for the device
@@ -64,7 +70,8 @@ class Experts(nn.Module):
             predicted = expert(hidden_states[rows], timestep[rows], return_dict=False, **chosen)[0]
             if is_used:
                 velocity[rows] = predicted
-            else:  # only so that this process gathers and reduces this expert's weights as the others do
+            # only so that this process gathers and reduces this expert's weights as the others do
+            else:
                 nowhere = torch.zeros_like(predicted, dtype=torch.bool)
                 velocity[rows] = torch.where(nowhere, predicted, velocity[rows])
         return velocity
@@ -78,27 +85,41 @@ class Experts(nn.Module):
 class Wan(VideoFolderPolicy):
     """Wan 2.1 and 2.2 text to video: any diffusers folder or hub id of a WanPipeline."""
 
-    pipeline, network, autoencoder = "WanPipeline", "WanTransformer3DModel", "AutoencoderKLWan"
+    pipeline = "WanPipeline"
+    network = "WanTransformer3DModel"
+    autoencoder = "AutoencoderKLWan"
     attention = tuple(
-        f"{layer}.{name}" for layer in ("attn1", "attn2") for name in ("to_q", "to_k", "to_v", "to_out.0")
+        f"{layer}.{name}"
+        for layer in ("attn1", "attn2")
+        for name in ("to_q", "to_k", "to_v", "to_out.0")
     )
 
     def __init__(
-        self, path: str, text_length: int = 512, guidance_2: Annotated[float, Ge(0)] | None = None, **options: Any
+        self,
+        path: str,
+        text_length: int = 512,
+        guidance_2: Annotated[float, Ge(0)] | None = None,
+        **options: Any,
     ):
-        """text_length: tokens of the text encoder. guidance_2: the guidance scale of the second expert of Wan 2.2 A14B,
-        which has the less noisy times; None: ``guidance`` is that of both. At ``guidance`` 1 there is none at all."""
-        self.text_length, self.guidance_2 = text_length, guidance_2
+        """text_length: tokens of the text encoder. guidance_2: the guidance scale of the second
+        expert of Wan 2.2 A14B, which has the less noisy times; None: ``guidance`` is that of both.
+        At ``guidance`` 1 there is none at all."""
+        self.text_length = text_length
+        self.guidance_2 = guidance_2
         super().__init__(path, **options)
         if guidance_2 is not None and not self.two:
-            raise UserError(f"policy option guidance_2: {self.place} has one network only; leave it out")
+            raise UserError(
+                f"policy option guidance_2: {self.place} has one network only; leave it out"
+            )
 
     def strength(self, point: Point, scale: float) -> float | Tensor:
         """Each expert has its own where they were not told otherwise."""
         if self.guidance_2 is None or point.guidance is not None:
             return scale
         high, low = point.state.new_tensor([scale, self.guidance_2])
-        return torch.where(1000 * point.time >= self.net.boundary, high, low).view(-1, *[1] * len(self.shape))
+        return torch.where(1000 * point.time >= self.net.boundary, high, low).view(
+            -1, *[1] * len(self.shape)
+        )
 
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
@@ -134,7 +155,9 @@ class Wan(VideoFolderPolicy):
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
         own = {name: self.cast(value) for name, value in self.conditions(cond).items()}
         hidden, times = self.seen(x, 1000 * t, cond)
-        out = self.active()(self.cast(hidden), times, **own, **({} if self.two else {"return_dict": False}))
+        out = self.active()(
+            self.cast(hidden), times, **own, **({} if self.two else {"return_dict": False})
+        )
         return out if self.two else out[0]
 
     @property
@@ -150,7 +173,8 @@ class Wan(VideoFolderPolicy):
         return {"encoder_hidden_states": cond["text"]}
 
     def seen(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """What the network sees of latents at timesteps t [B]: Wan 2.2 TI2V has a time for every token."""
+        """What the network sees of latents at timesteps t [B]: Wan 2.2 TI2V has a time for every
+        token."""
         if not self.expand:
             return x, t
         _, *patch = self.config.patch_size
@@ -162,7 +186,9 @@ class Wan(VideoFolderPolicy):
         return vae.decode(latents * std + mean).sample
 
     def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
-        text, _ = pipe.encode_prompt(texts, None, False, max_sequence_length=self.text_length, device=device)
+        text, _ = pipe.encode_prompt(
+            texts, None, False, max_sequence_length=self.text_length, device=device
+        )
         return {"text": text}
 
     def without(self) -> tuple[str, ...]:

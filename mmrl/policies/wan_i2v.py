@@ -1,4 +1,5 @@
-"""Image to video with Wan's network: Wan 2.1 (with CLIP embeddings) and 2.2, and SkyReels-V2 (Chen et al. 2025)."""
+"""Image to video with Wan's network: Wan 2.1 (with CLIP embeddings) and 2.2, and SkyReels-V2 (Chen
+et al. 2025)."""
 
 from __future__ import annotations
 
@@ -17,28 +18,37 @@ from .wan import Wan
 class WanI2V(FirstFrame, Wan):
     """Wan 2.1 and 2.2 image to video: any diffusers folder or hub id of a WanImageToVideoPipeline.
 
-    The condition is joined to the latents as further channels: a mask of the given frames and the latents of the video
-    that is the image and then grey. Wan 2.2 TI2V (``expand_timesteps``) sees the image in place of its first frame, at
-    time 0.
+    The condition is joined to the latents as further channels: a mask of the given frames and the
+    latents of the video that is the image and then grey. Wan 2.2 TI2V (``expand_timesteps``) sees
+    the image in place of its first frame, at time 0.
     """
 
-    pipeline, also = "WanImageToVideoPipeline", ("WanPipeline",)  # the latter: TI2V's folders
+    # the latter: TI2V's folders
+    pipeline = "WanImageToVideoPipeline"
+    also = ("WanPipeline",)
 
     @property
     def holds(self) -> bool:
         return self.expand
 
     @torch.no_grad()
-    def encode_pictures(self, pipe: Any, pictures: list[Picture], device: torch.device) -> dict[str, Tensor]:
-        frames, vae = self.frames_of(pictures, device), self.vae.to(device)
+    def encode_pictures(
+        self, pipe: Any, pictures: list[Picture], device: torch.device
+    ) -> dict[str, Tensor]:
+        frames = self.frames_of(pictures, device)
+        vae = self.vae.to(device)
         if not self.expand:
-            frames = torch.cat([frames, frames.new_zeros(*frames.shape[:2], self.frames - 1, *frames.shape[3:])], 2)
+            frames = torch.cat(
+                [frames, frames.new_zeros(*frames.shape[:2], self.frames - 1, *frames.shape[3:])], 2
+            )
         latents = vae.encode(frames).latent_dist.mode()
         mean, std = standardised(vae, latents)
         condition = (latents - mean) / std
         if self.expand:
             return {"condition": condition}
-        mask = condition.new_zeros(len(condition), vae.config.scale_factor_temporal, *condition.shape[2:])
+        mask = condition.new_zeros(
+            len(condition), vae.config.scale_factor_temporal, *condition.shape[2:]
+        )
         mask[:, :, 0] = 1
         found = {"condition": torch.cat([mask, condition], 1)}
         if self.config.image_dim is not None:
@@ -60,6 +70,9 @@ class WanI2V(FirstFrame, Wan):
 
 @POLICIES.register("skyreels_i2v")
 class SkyReelsI2V(WanI2V):
-    """SkyReels-V2 image to video: any diffusers folder or hub id of a SkyReelsV2ImageToVideoPipeline."""
+    """SkyReels-V2 image to video: any diffusers folder or hub id of a
+    SkyReelsV2ImageToVideoPipeline."""
 
-    pipeline, network, also = "SkyReelsV2ImageToVideoPipeline", "SkyReelsV2Transformer3DModel", ()
+    pipeline = "SkyReelsV2ImageToVideoPipeline"
+    network = "SkyReelsV2Transformer3DModel"
+    also = ()

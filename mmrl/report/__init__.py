@@ -1,1 +1,2 @@
-"""One HTML page about a run: read the folder back, draw charts, compare pictures. Start with ``page``."""
+"""One HTML page about a run: read the folder back, draw charts, compare pictures. Start with
+``page``."""

@@ -7,19 +7,27 @@ from typing import Any
 from mmrl.report.curves import spread_out
 from mmrl.report.runs import Run
 
-MOMENTS, MOST_GROUPS, MOST_ANSWERS = 3, 4, 16
+MOMENTS = 3
+MOST_GROUPS = 4
+MOST_ANSWERS = 16
 
 
 def rollouts(run: Run) -> list[dict[str, Any]]:
-    """For the first, a middle and the last recorded iteration: groups ready to draw. Broken lines are noted."""
+    """For the first, a middle and the last recorded iteration: groups ready to draw. Broken lines
+    are noted."""
     known: dict[int, list[dict[str, Any]]] = {}
     for line in run.rollouts:
         try:
             group = _group(line)
             known.setdefault(int(line["iteration"]), []).append(group)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            run.notes.append(f"rollouts.jsonl: a line is not understood ({type(error).__name__}: {error})")
-    return [{"iteration": i, "groups": known[i][:MOST_GROUPS]} for i in spread_out(sorted(known), MOMENTS)]
+            run.notes.append(
+                f"rollouts.jsonl: a line is not understood ({type(error).__name__}: {error})"
+            )
+    return [
+        {"iteration": i, "groups": known[i][:MOST_GROUPS]}
+        for i in spread_out(sorted(known), MOMENTS)
+    ]
 
 
 def _group(line: dict[str, Any]) -> dict[str, Any]:
@@ -29,7 +37,8 @@ def _group(line: dict[str, Any]) -> dict[str, Any]:
     for answer in answers:
         answer["earned"] = [answer["rewards"].get(name) for name in names]
     said = [
-        _rectangle(box, width, height) | {"kind": "good" if (answer["advantage"] or 0) > 0 else "bad"}
+        _rectangle(box, width, height)
+        | {"kind": "good" if (answer["advantage"] or 0) > 0 else "bad"}
         for answer in answers
         for box in answer["boxes"][:20]
     ]

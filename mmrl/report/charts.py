@@ -1,4 +1,5 @@
-"""Line charts as inline SVG: no script needed to read them, colours from the page's style sheet (light and dark)."""
+"""Line charts as inline SVG: no script needed to read them, colours from the page's style sheet
+(light and dark)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ Numbers = Sequence[float | None]
 
 @dataclass(frozen=True)
 class Series:
-    """One curve. ``y`` may hold None (a gap), ``spread`` is a half-width drawn as a band, ``faint`` the raw curve."""
+    """One curve. ``y`` may hold None (a gap), ``spread`` is a half-width drawn as a band, ``faint``
+    the raw curve."""
 
     label: str
     x: Numbers
@@ -41,10 +43,13 @@ class Chart:
     def latest(self) -> list[tuple[int, str, str]]:
         """(colour, label, last value) of each curve: the legend."""
         last = [next((y for y in reversed(s.y) if y is not None), None) for s in self.series]
-        return [(self.colour(i), s.label, number(y)) for i, (s, y) in enumerate(zip(self.series, last))]
+        return [
+            (self.colour(i), s.label, number(y)) for i, (s, y) in enumerate(zip(self.series, last))
+        ]
 
     def svg(self) -> Markup:
-        """The drawing, without title and legend; twice for a wide chart, as a phone shows a narrow one."""
+        """The drawing, without title and legend; twice for a wide chart, as a phone shows a narrow
+        one."""
         narrow = _draw(self, 500, 220)
         if not self.wide:
             return narrow
@@ -85,11 +90,16 @@ def _minus(text: str) -> str:
 
 
 def smooth(values: Numbers, window: int) -> list[float | None]:
-    """Exponential average over about ``window`` values, without the bias of a zero start; gaps stay gaps."""
-    keep, total, weight, result = 1 - 2 / (window + 1), 0.0, 0.0, []
+    """Exponential average over about ``window`` values, without the bias of a zero start; gaps stay
+    gaps."""
+    keep = 1 - 2 / (window + 1)
+    total = 0.0
+    weight = 0.0
+    result = []
     for value in values:
         if value is not None:
-            total, weight = keep * total + value, keep * weight + 1
+            total = keep * total + value
+            weight = keep * weight + 1
         result.append(total / weight if value is not None else None)
     return result
 
@@ -99,14 +109,17 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     raw = (high - low) / max(1, about)
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= raw * 0.999)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
     return [round(i * step, 12) for i in range(first, last + 1)]
 
 
 def _range(values: list[float], zero: bool) -> tuple[float, float]:
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     if zero:
-        low, high = min(low, 0.0), max(high, 0.0)
+        low = min(low, 0.0)
+        high = max(high, 0.0)
     if high - low <= 1e-9 * max(abs(high), abs(low)):
         room = abs(high) * 0.1 or 1.0
         return (low, high + room) if zero and low == 0 else (low - room, high + room)
@@ -128,16 +141,23 @@ class _Frame:
     bottom: int = 38
 
     def px(self, x: float) -> float:
-        return self.left + (x - self.x[0]) / (self.x[1] - self.x[0]) * (self.width - self.left - self.right)
+        return self.left + (x - self.x[0]) / (self.x[1] - self.x[0]) * (
+            self.width - self.left - self.right
+        )
 
     def py(self, y: float) -> float:
-        return self.top + (self.y[1] - y) / (self.y[1] - self.y[0]) * (self.height - self.top - self.bottom)
+        return self.top + (self.y[1] - y) / (self.y[1] - self.y[0]) * (
+            self.height - self.top - self.bottom
+        )
 
 
 def _frame(chart: Chart, width: int, height: int) -> _Frame | None:
-    xs, ys = [], []
+    xs = []
+    ys = []
     for s in chart.series:
-        known = [(x, y, i) for i, (x, y) in enumerate(zip(s.x, s.y)) if x is not None and y is not None]
+        known = [
+            (x, y, i) for i, (x, y) in enumerate(zip(s.x, s.y)) if x is not None and y is not None
+        ]
         xs += [x for x, _, _ in known]
         ys += [y for _, y, _ in known]
         if s.spread:
@@ -145,7 +165,8 @@ def _frame(chart: Chart, width: int, height: int) -> _Frame | None:
         ys += [y for y in s.faint or () if y is not None]
     if not ys:
         return None
-    low, high = min(xs), max(xs)
+    low = min(xs)
+    high = max(xs)
     x_range = (low, high) if high > low else (low - 0.5, high + 0.5)
     return _Frame(width, height, x_range, _range(ys, chart.zero))
 
@@ -168,17 +189,27 @@ def _axes(f: _Frame, x_label: str) -> str:
     marks = ticks(*f.y)
     for y, label in zip(marks, tick_labels(marks)):
         parts.append(
-            f'<line class="grid" x1="{f.left}" x2="{f.width - f.right}" y1="{f.py(y):.1f}" y2="{f.py(y):.1f}"/>'
+            f'<line class="grid" x1="{f.left}" x2="{f.width - f.right}" '
+            f'y1="{f.py(y):.1f}" y2="{f.py(y):.1f}"/>'
         )
-        parts.append(f'<text x="{f.left - 8}" y="{f.py(y) + 4:.1f}" text-anchor="end">{label}</text>')
+        parts.append(
+            f'<text x="{f.left - 8}" y="{f.py(y) + 4:.1f}" text-anchor="end">{label}</text>'
+        )
     base = f.height - f.bottom
-    parts.append(f'<line class="axis" x1="{f.left}" x2="{f.width - f.right}" y1="{base}" y2="{base}"/>')
+    parts.append(
+        f'<line class="axis" x1="{f.left}" x2="{f.width - f.right}" y1="{base}" y2="{base}"/>'
+    )
     for x in ticks(*f.x, about=6):
         if x == int(x):
             anchor = "end" if f.px(x) > f.width - f.right - 12 else "middle"
-            parts.append(f'<text x="{f.px(x):.1f}" y="{base + 17}" text-anchor="{anchor}">{number(x)}</text>')
+            parts.append(
+                f'<text x="{f.px(x):.1f}" y="{base + 17}" text-anchor="{anchor}">{number(x)}</text>'
+            )
     middle = (f.left + f.width - f.right) / 2
-    parts.append(f'<text class="name" x="{middle}" y="{base + 33}" text-anchor="middle">{escape(x_label)}</text>')
+    parts.append(
+        f'<text class="name" x="{middle}" y="{base + 33}" '
+        f'text-anchor="middle">{escape(x_label)}</text>'
+    )
     return "".join(parts)
 
 
@@ -191,10 +222,14 @@ def _curve(f: _Frame, s: Series, colour: int) -> str:
             parts.append(f'<polygon class="band c{colour}" points="{_points(upper + lower)}"/>')
         if len(run) == 1:
             i = run[0]
-            parts.append(f'<circle class="dot c{colour}" cx="{f.px(s.x[i]):.1f}" cy="{f.py(s.y[i]):.1f}" r="2.5"/>')
+            parts.append(
+                f'<circle class="dot c{colour}" cx="{f.px(s.x[i]):.1f}" '
+                f'cy="{f.py(s.y[i]):.1f}" r="2.5"/>'
+            )
         else:
             parts.append(
-                f'<polyline class="line c{colour}" points="{_points([(f.px(s.x[i]), f.py(s.y[i])) for i in run])}"/>'
+                f'<polyline class="line c{colour}" '
+                f'points="{_points([(f.px(s.x[i]), f.py(s.y[i])) for i in run])}"/>'
             )
     for run in _runs(s.x, s.faint or ()):
         points = _points([(f.px(s.x[i]), f.py(s.faint[i])) for i in run])
@@ -225,4 +260,7 @@ def _hover(f: _Frame, chart: Chart) -> dict:
             if x is not None and y is not None:
                 spread = f" ± {number(s.spread[i])}" if s.spread and s.spread[i] is not None else ""
                 rows.setdefault(x, []).append(f"{s.label} {number(y)}{spread}")
-    return {"unit": chart.x_label, "points": [[x, round(f.px(x), 1), text] for x, text in sorted(rows.items())]}
+    return {
+        "unit": chart.x_label,
+        "points": [[x, round(f.px(x), 1), text] for x, text in sorted(rows.items())],
+    }

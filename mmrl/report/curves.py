@@ -21,20 +21,37 @@ class Plot(NamedTuple):
 
 UPDATE = (
     Plot("KL to the reference", ("kl",), "How far the policy has moved from where it started."),
-    Plot("Clip fraction", ("clip_fraction",), "Share of decisions whose ratio left the clip range."),
-    Plot("Ratio, mean", ("ratio/mean",), "New over old probability; 1 before the first step.", zero=False),
+    Plot(
+        "Clip fraction", ("clip_fraction",), "Share of decisions whose ratio left the clip range."
+    ),
+    Plot(
+        "Ratio, mean",
+        ("ratio/mean",),
+        "New over old probability; 1 before the first step.",
+        zero=False,
+    ),
     Plot("Ratio, largest deviation from 1", ("ratio/max_deviation",)),
     Plot("Gradient norm", ("grad_norm",), "Before clipping."),
-    Plot("Loss", ("loss",), "Not expected to fall: advantages are centred in every group.", zero=False),
+    Plot(
+        "Loss",
+        ("loss",),
+        "Not expected to fall: advantages are centred in every group.",
+        zero=False,
+    ),
     Plot("Learning rate", ("lr",)),
 )
 ANSWERS = (
-    Plot("Entropy of the tokens", ("entropy",), "Nats a token; near 0 every answer to a prompt is the same."),
+    Plot(
+        "Entropy of the tokens",
+        ("entropy",),
+        "Nats a token; near 0 every answer to a prompt is the same.",
+    ),
     Plot("Length of the answers", ("answer/tokens",), "Mean number of tokens."),
     Plot(
         "Length by reward",
         ("answer/tokens_better", "answer/tokens_worse"),
-        "Mean tokens of answers above the iteration's mean reward, and of the others: right and wrong if it is 0 or 1.",
+        "Mean tokens of answers above the iteration's mean reward, and of the others: "
+        "right and wrong if it is 0 or 1.",
     ),
     Plot("Answers cut at the limit", ("answer/cut",), "Share that did not end by themselves."),
 )
@@ -50,7 +67,11 @@ SIGNAL = (
         "Share of pixel values at 0 or 1; standard deviation of the grey picture.",
     ),
     Plot("Advantage, standard deviation", ("advantage/std",)),
-    Plot("Samples excluded", ("samples/excluded",), "A reward failed on them twice; they are not trained on."),
+    Plot(
+        "Samples excluded",
+        ("samples/excluded",),
+        "A reward failed on them twice; they are not trained on.",
+    ),
 )
 TIME = (
     Plot("Seconds an iteration", ("seconds",)),
@@ -69,7 +90,8 @@ def reward_chart(run: Run) -> Chart | None:
     spread = smooth(run.column("reward/std"), window)
     series = _thin(Series("reward", run.iterations(), smooth(raw, window), spread, raw))
     note = (
-        f"Mean over the samples of an iteration (faint), smoothed over {window} iterations; ± one standard deviation."
+        f"Mean over the samples of an iteration (faint), smoothed over {window} "
+        f"iterations; ± one standard deviation."
     )
     return Chart("Training reward", [series], note, wide=True)
 
@@ -77,11 +99,19 @@ def reward_chart(run: Run) -> Chart | None:
 def chart_sections(run: Run) -> list[tuple[str, list[Chart]]]:
     """The curves by theme; whatever is recorded beyond the known names comes last."""
     names = run.measured()
-    parts = [key for key in names if key.startswith("reward/") and key.endswith("/mean") and key not in PLACED]
+    parts = [
+        key
+        for key in names
+        if key.startswith("reward/") and key.endswith("/mean") and key not in PLACED
+    ]
     held_out = [key for key in names if key.startswith("eval/")]
     placed = PLACED.union(parts, map(_spread_key, parts), held_out)
     others = [key for key in names if key not in placed]
-    rewards = [Plot(f"Training reward {_short(key)}", (key,), zero=False) for key in parts if len(parts) > 1]
+    rewards = [
+        Plot(f"Training reward {_short(key)}", (key,), zero=False)
+        for key in parts
+        if len(parts) > 1
+    ]
     rewards += [Plot(f"Held-out {_short(key)}", (key,), zero=False) for key in held_out]
     themes = {
         "Reward by reward": rewards,
@@ -93,7 +123,9 @@ def chart_sections(run: Run) -> list[tuple[str, list[Chart]]]:
     }
     drawn = {title: [_chart(run, plot) for plot in plots] for title, plots in themes.items()}
     drawn["Is there a signal?"].insert(1, _flat(run))
-    kept = [(title, [chart for chart in charts if chart is not None]) for title, charts in drawn.items()]
+    kept = [
+        (title, [chart for chart in charts if chart is not None]) for title, charts in drawn.items()
+    ]
     return [(title, charts) for title, charts in kept if charts]
 
 
@@ -106,13 +138,19 @@ def spread_out(items: list, most: int) -> list:
 
 def _chart(run: Run, plot: Plot) -> Chart | None:
     columns = {key: run.column(key) for key in plot.keys}
-    known = {key: values for key, values in columns.items() if any(value is not None for value in values)}
-    curves = [_thin(Series(_short(key), *_joined(run.iterations(), values))) for key, values in known.items()]
+    known = {
+        key: values for key, values in columns.items() if any(value is not None for value in values)
+    }
+    curves = [
+        _thin(Series(_short(key), *_joined(run.iterations(), values)))
+        for key, values in known.items()
+    ]
     return Chart(plot.title, curves, plot.note, zero=plot.zero) if curves else None
 
 
 def _joined(x: Numbers, y: Numbers) -> tuple[Numbers, Numbers]:
-    """A metric taken every tenth iteration is one curve, not a row of dots; a gap inside a dense one stays a gap."""
+    """A metric taken every tenth iteration is one curve, not a row of dots; a gap inside a dense
+    one stays a gap."""
     known = [i for i, value in enumerate(y) if value is not None]
     if len(known) * 2 > len(y):
         return x, y
@@ -120,12 +158,18 @@ def _joined(x: Numbers, y: Numbers) -> tuple[Numbers, Numbers]:
 
 
 def _flat(run: Run) -> Chart | None:
-    flat, total = run.column("groups/flat"), run.column("groups/total")
+    flat = run.column("groups/flat")
+    total = run.column("groups/total")
     share = [None if f is None or not t else f / t for f, t in zip(flat, total)]
     if all(value is None for value in share):
         return None
     note = "All samples of the prompt got the same reward: nothing to compare, nothing learned."
-    return Chart("Groups without variance, share", [_thin(Series("share", run.iterations(), share))], note, zero=True)
+    return Chart(
+        "Groups without variance, share",
+        [_thin(Series("share", run.iterations(), share))],
+        note,
+        zero=True,
+    )
 
 
 def _spread_key(key: str) -> str:

@@ -1,4 +1,5 @@
-"""What an evaluation says about a run: the held-out table, the base model's best guidance scale, the verdict."""
+"""What an evaluation says about a run: the held-out table, the base model's best guidance scale,
+the verdict."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from mmrl.report.runs import Run
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with its confidence interval over n samples; unbounded where one prompt tells nothing of the spread."""
+    """A mean with its confidence interval over n samples; unbounded where one prompt tells nothing
+    of the spread."""
 
     mean: float
     low: float
@@ -58,7 +60,8 @@ class Evaluation:
 
     def before(self) -> Row | None:
         """The base model at the guidance scale of the trained one, else the first base row."""
-        after, base = self.after(), [row for row in self.rows if not row.trained]
+        after = self.after()
+        base = [row for row in self.rows if not row.trained]
         same = [row for row in base if after is not None and row.guidance == after.guidance]
         return next(iter(same or base), None)
 
@@ -69,8 +72,14 @@ class Evaluation:
 
     def change(self, name: str) -> tuple[Estimate, Estimate] | None:
         """That reward before and after, if both were measured."""
-        before, after = self.before(), self.after()
-        if before is None or after is None or name not in before.rewards or name not in after.rewards:
+        before = self.before()
+        after = self.after()
+        if (
+            before is None
+            or after is None
+            or name not in before.rewards
+            or name not in after.rewards
+        ):
             return None
         return before.rewards[name], after.rewards[name]
 
@@ -87,13 +96,21 @@ def read_evaluation(run: Run) -> Evaluation:
     for raw in listed if isinstance(listed, list) else []:
         try:
             estimates = {str(name): _estimate(value) for name, value in raw["rewards"].items()}
-            rewards = {name: estimate for name, estimate in estimates.items() if math.isfinite(estimate.mean)}
+            rewards = {
+                name: estimate
+                for name, estimate in estimates.items()
+                if math.isfinite(estimate.mean)
+            }
             guidance = raw.get("guidance")
-            rows.append(Row(str(raw["model"]), None if guidance is None else float(guidance), rewards))
+            rows.append(
+                Row(str(raw["model"]), None if guidance is None else float(guidance), rewards)
+            )
         except (KeyError, TypeError, ValueError, AttributeError):
             run.notes.append(f"evaluation.json: row not understood: {str(raw)[:80]}")
     counts = (run.evaluation.get(key) for key in ("prompts", "copies"))
-    return Evaluation(rows, run.optimised(), *(count if isinstance(count, int) else None for count in counts))
+    return Evaluation(
+        rows, run.optimised(), *(count if isinstance(count, int) else None for count in counts)
+    )
 
 
 def _estimate(raw: dict[str, Any]) -> Estimate:
@@ -104,9 +121,13 @@ def _estimate(raw: dict[str, Any]) -> Estimate:
 
 
 def table(evaluation: Evaluation) -> list[dict[str, Any]]:
-    """Rows for the page: labels, cells with number, interval and a mark on the scale the column shares."""
+    """Rows for the page: labels, cells with number, interval and a mark on the scale the column
+    shares."""
     names = evaluation.names()
-    scales = {name: _scale([row.rewards[name] for row in evaluation.rows if name in row.rewards]) for name in names}
+    scales = {
+        name: _scale([row.rewards[name] for row in evaluation.rows if name in row.rewards])
+        for name in names
+    }
     return [
         {
             "row": row,
@@ -118,7 +139,9 @@ def table(evaluation: Evaluation) -> list[dict[str, Any]]:
     ]
 
 
-def _cell(found: Estimate | None, scale: tuple[float, float], trained: bool) -> dict[str, Any] | None:
+def _cell(
+    found: Estimate | None, scale: tuple[float, float], trained: bool
+) -> dict[str, Any] | None:
     if found is None:
         return None
     interval = f"[{score(found.low)}, {score(found.high)}]"
@@ -127,7 +150,8 @@ def _cell(found: Estimate | None, scale: tuple[float, float], trained: bool) -> 
 
 def _scale(found: Sequence[Estimate]) -> tuple[float, float]:
     ends = [end for e in found for end in (e.low, e.mean, e.high) if math.isfinite(end)]
-    low, high = min(ends), max(ends)
+    low = min(ends)
+    high = max(ends)
     if low >= 0 and high <= 1 and high - low > 0.2:
         return 0.0, 1.0
     room = 0.1 * (high - low) or abs(high) * 0.1 or 1.0
@@ -142,19 +166,23 @@ def _mark(e: Estimate, scale: tuple[float, float], trained: bool) -> Markup:
     return Markup(
         '<svg class="mark {}" viewBox="0 0 120 14" aria-hidden="true">'
         '<line class="rail" x1="4" x2="116" y1="7" y2="7"/>'
-        '<line class="ci" x1="{:.1f}" x2="{:.1f}" y1="7" y2="7"/><circle cx="{:.1f}" cy="7" r="4"/></svg>'
+        '<line class="ci" x1="{:.1f}" x2="{:.1f}" y1="7" y2="7"/><circle cx="{:.1f}" '
+        'cy="7" r="4"/></svg>'
     ).format(kind, at[0], at[2], at[1])
 
 
 def verdict(run: Run, evaluation: Evaluation) -> list[str]:
-    """The result in sentences, from held-out measurements if there are any, else from training rewards."""
+    """The result in sentences, from held-out measurements if there are any, else from training
+    rewards."""
     changes = {name: evaluation.change(name) for name in evaluation.names()}
     changes = {name: change for name, change in changes.items() if change is not None}
     if not changes:
         return _training_verdict(run)
     main = [name for name in changes if name in evaluation.optimised] or list(changes)[:1]
     said = [_sentence(name, *changes[name], evaluation) for name in main]
-    others = [f"{n} {score(b.mean)} → {score(a.mean)}" for n, (b, a) in changes.items() if n not in main]
+    others = [
+        f"{n} {score(b.mean)} → {score(a.mean)}" for n, (b, a) in changes.items() if n not in main
+    ]
     if others:
         said.append(f"Not trained on, same pictures: {'; '.join(others)}.")
     return said
@@ -165,9 +193,13 @@ def _sentence(name: str, before: Estimate, after: Estimate, evaluation: Evaluati
     text = f"Held-out {name}: {before} before, {after} after ({gain})."
     if after.low <= before.high and before.low <= after.high:
         text += " The intervals overlap: no change is shown."
-    best, base = evaluation.best_base(name), evaluation.before()
+    best = evaluation.best_base(name)
+    base = evaluation.before()
     if best is not None and best is not base:
-        text += f" The base model at its best guidance scale ({number(best.guidance)}) reaches {best.rewards[name]}."
+        text += (
+            f" The base model at its best guidance scale ({number(best.guidance)}) reaches "
+            f"{best.rewards[name]}."
+        )
     return text
 
 
@@ -176,8 +208,10 @@ def _training_verdict(run: Run) -> list[str]:
     if not rewards:
         return ["No rewards are recorded yet."]
     part = max(1, len(rewards) // 10)
-    first, last = sum(rewards[:part]) / part, sum(rewards[-part:]) / part
+    first = sum(rewards[:part]) / part
+    last = sum(rewards[-part:]) / part
     return [
-        f"Training reward {score(first)} at the start, {score(last)} at the end (means of {part} iteration(s)).",
+        f"Training reward {score(first)} at the start, {score(last)} at the end (means of "
+        f"{part} iteration(s)).",
         f"This is not a held-out measurement; for one, run: mmrl evaluate {run.folder}",
     ]

@@ -16,11 +16,16 @@ from mmrl.report.evidence import Evaluation, read_evaluation, score, table, verd
 from mmrl.report.pictures import compare, data_uri, save_picture
 from mmrl.report.runs import Run, iteration_of, read_run
 
-MOST_PAIRS, MOST_TIMES, MOST_FILM_ROWS, MOST_EVENTS, MOST_ALARMS = 24, 8, 6, 60, 12
+MOST_PAIRS = 24
+MOST_TIMES = 8
+MOST_FILM_ROWS = 6
+MOST_EVENTS = 60
+MOST_ALARMS = 12
 
 
 def write_report(run: Path | str) -> Path:
-    """Write ``report.html`` (and before_after.png where possible) into a run folder; returns the page's path.
+    """Write ``report.html`` (and before_after.png where possible) into a run folder; returns the
+    page's path.
 
     Pieces of the run that are missing or broken are left out and listed at the end of the page.
     Raises UserError for a folder that holds no run.
@@ -37,13 +42,14 @@ def write_report(run: Path | str) -> Path:
 
 
 def before_after_picture(run: Path | str, most: int = 8) -> Path:
-    """Write ``before_after.png``: the base model above, the trained one below, same prompts, same noise; animated for
-    videos.
+    """Write ``before_after.png``: the base model above, the trained one below, same prompts, same
+    noise; animated for videos.
 
     Raises UserError if the run has no samples/before.png and samples/after.png.
     """
     found = read_run(run)
-    before, after = found.sample_tiles("before"), found.sample_tiles("after")
+    before = found.sample_tiles("before")
+    after = found.sample_tiles("after")
     if before and after:
         chosen = spread_out(list(range(min(len(before), len(after)))), most)
         captions = found.sample_captions("after")
@@ -53,7 +59,8 @@ def before_after_picture(run: Path | str, most: int = 8) -> Path:
         sheets = {name: found.sample(name) for name in ("before", "after")}
         if None in sheets.values():
             raise UserError(
-                f"{found.folder} has no samples/before.png and after.png; run: mmrl evaluate {found.folder}"
+                f"{found.folder} has no samples/before.png and after.png; run: mmrl "
+                f"evaluate {found.folder}"
             )
         picture = compare({name: [sheet] for name, sheet in sheets.items()}, [], side=480)
     path = found.folder / "before_after.png"
@@ -65,7 +72,9 @@ def render(run: Run) -> str:
     """The page as text. Jinja escapes whatever comes from prompts, configurations and logs."""
     from jinja2 import Environment, PackageLoader
 
-    env = Environment(loader=PackageLoader("mmrl.report"), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    env = Environment(
+        loader=PackageLoader("mmrl.report"), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
     env.globals.update(number=number, data_uri=data_uri)
     evaluation = read_evaluation(run)
     context = {
@@ -101,21 +110,38 @@ def headline(run: Run, evaluation: Evaluation) -> list[dict[str, str]]:
         per = f"{number(sum(seconds) / len(seconds))} s each" if seconds else ""
         shown.append({"label": "iterations", "value": number(len(run.metrics)), "small": per})
     if seconds:
-        shown.append({"label": "training time", "value": clock_time(sum(seconds)), "small": device(run)})
+        shown.append(
+            {"label": "training time", "value": clock_time(sum(seconds)), "small": device(run)}
+        )
     return shown
 
 
 def device(run: Run) -> str:
     gpus = run.machine.get("gpus") or []
-    return str(gpus[0]) if gpus else f"{run.machine.get('cores', '?')} CPU cores" if run.machine else ""
+    return (
+        str(gpus[0])
+        if gpus
+        else (f"{run.machine.get('cores', '?')} CPU cores")
+        if run.machine
+        else ""
+    )
 
 
 def pairs(run: Run) -> list[dict[str, Any]]:
-    """Before and after of one prompt and one noise, side by side, where the sheets can be cut apart."""
-    before, after = run.sample_tiles("before"), run.sample_tiles("after")
+    """Before and after of one prompt and one noise, side by side, where the sheets can be cut
+    apart."""
+    before = run.sample_tiles("before")
+    after = run.sample_tiles("after")
     captions = run.sample_captions("after") or run.sample_captions("before")
     both = list(range(min(len(before), len(after))))[:MOST_PAIRS]
-    return [{"before": before[i], "after": after[i], "caption": captions[i] if i < len(captions) else ""} for i in both]
+    return [
+        {
+            "before": before[i],
+            "after": after[i],
+            "caption": captions[i] if i < len(captions) else "",
+        }
+        for i in both
+    ]
 
 
 def whole_sheets(run: Run) -> list[dict[str, Any]]:
@@ -127,7 +153,8 @@ def whole_sheets(run: Run) -> list[dict[str, Any]]:
 
 
 def film(run: Run) -> dict[str, Any]:
-    """Samples over time: one row a prompt and one column an iteration, or whole sheets if they cannot be cut."""
+    """Samples over time: one row a prompt and one column an iteration, or whole sheets if they
+    cannot be cut."""
     names = spread_out(run.sheets_over_time(), MOST_TIMES)
     columns = [(_moment(name), run.sample_tiles(name)) for name in names]
     columns = [(moment, cut) for moment, cut in columns if cut]
@@ -135,12 +162,19 @@ def film(run: Run) -> dict[str, Any]:
         rows = min(MOST_FILM_ROWS, *(len(cut) for _, cut in columns), MOST_FILM_ROWS)
         captions = run.sample_captions(names[-1])
         strip = [
-            {"caption": captions[r] if r < len(captions) else "", "pictures": [cut[r] for _, cut in columns]}
+            {
+                "caption": captions[r] if r < len(captions) else "",
+                "pictures": [cut[r] for _, cut in columns],
+            }
             for r in range(rows)
         ]
         return {"moments": [moment for moment, _ in columns], "rows": strip, "sheets": []}
     sheets = [{"label": _moment(name), "picture": run.sample(name)} for name in names]
-    return {"moments": [], "rows": [], "sheets": [sheet for sheet in sheets if sheet["picture"] is not None]}
+    return {
+        "moments": [],
+        "rows": [],
+        "sheets": [sheet for sheet in sheets if sheet["picture"] is not None],
+    }
 
 
 def _moment(name: str) -> str:

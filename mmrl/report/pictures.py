@@ -1,4 +1,5 @@
-"""Sheets of equal tiles: many small pictures in one PNG, and the way back from the sheet to its tiles.
+"""Sheets of equal tiles: many small pictures in one PNG, and the way back from the sheet to its
+tiles.
 
 A sheet of videos is an animated PNG, its tiles are ``Film``.
 """
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 
 GAP = 2  # pixels between tiles
 PACE = 120  # milliseconds a frame is shown
-MOST_FRAMES, MOST_SIDE = 16, 192  # of videos on a sheet; longer ones leave frames out, larger ones are shrunk
+# of videos on a sheet; longer ones leave frames out, larger ones are shrunk
+MOST_FRAMES = 16
+MOST_SIDE = 192
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ class Layout:
     def box(self, index: int) -> tuple[int, int, int, int]:
         """Left, upper, right, lower of a tile."""
         row, column = divmod(index, self.columns)
-        x, y = column * (self.width + self.gap), row * (self.height + self.gap)
+        x = column * (self.width + self.gap)
+        y = row * (self.height + self.gap)
         return x, y, x + self.width, y + self.height
 
 
@@ -72,7 +76,9 @@ def sheet(images: Tensor, columns: int | None = None) -> tuple[Image.Image, Layo
     count, channels, height, width = images.shape
     if not count or channels != 3:
         raise ValueError(f"images must be [N, 3, H, W] with N >= 1, not {tuple(images.shape)}")
-    layout = Layout(count, columns or min(count, max(1, math.ceil(math.sqrt(count)))), width, height)
+    layout = Layout(
+        count, columns or min(count, max(1, math.ceil(math.sqrt(count)))), width, height
+    )
     bytes_ = (images.detach().float().nan_to_num(0.0).clamp(0, 1) * 255).round().byte().cpu()
     picture = Image.new("RGB", layout.size(), "white")
     for i, tile in enumerate(bytes_.permute(0, 2, 3, 1).contiguous().numpy()):
@@ -83,12 +89,16 @@ def sheet(images: Tensor, columns: int | None = None) -> tuple[Image.Image, Layo
 def film_sheet(videos: Tensor, columns: int | None = None) -> tuple[Film, Layout]:
     """Videos [N, F, 3, H, W] in 0..1 side by side, at most 16 frames of at most 192 pixels."""
     count, (height, width) = videos.shape[1], videos.shape[-2:]
-    stride, block = -(-count // MOST_FRAMES), -(-max(height, width) // MOST_SIDE)
+    stride = -(-count // MOST_FRAMES)
+    block = -(-max(height, width) // MOST_SIDE)
     moments = [videos[:, i].detach().float() for i in range(0, count, stride)]
     if block > 1:  # means of squares of pixels; what is left over at the right and below is cut off
-        high, wide = max(1, height // block), max(1, width // block)
+        high = max(1, height // block)
+        wide = max(1, width // block)
         cut = [one[..., : high * block, : wide * block] for one in moments]
-        moments = [one.unflatten(-1, (wide, -1)).mean(-1).unflatten(-2, (high, -1)).mean(-2) for one in cut]
+        moments = [
+            one.unflatten(-1, (wide, -1)).mean(-1).unflatten(-2, (high, -1)).mean(-2) for one in cut
+        ]
     drawn = [sheet(one, columns) for one in moments]
     return Film(tuple(picture for picture, _ in drawn)), drawn[0][1]
 
@@ -96,7 +106,9 @@ def film_sheet(videos: Tensor, columns: int | None = None) -> tuple[Film, Layout
 def save_picture(picture: Tile, target: Path | io.BytesIO, kind: str = "PNG") -> None:
     """As PNG or WebP; a film as an animated one that plays for ever."""
     first, *others = picture.frames if isinstance(picture, Film) else (picture,)
-    animated = {"save_all": True, "append_images": others, "duration": PACE, "loop": 0} if others else {}
+    animated = (
+        {"save_all": True, "append_images": others, "duration": PACE, "loop": 0} if others else {}
+    )
     first.save(target, format=kind, **animated)
 
 
@@ -126,18 +138,28 @@ def tiles(picture: Tile, layout: Layout) -> list[Tile]:
 
 
 def enlarge(picture: Image.Image, side: int) -> Image.Image:
-    """Scaled so that the longer side is ``side``: sharp pixels when growing, smooth when shrinking."""
+    """Scaled so that the longer side is ``side``: sharp pixels when growing, smooth when
+    shrinking."""
     factor = side / max(picture.size)
     size = (max(1, round(picture.width * factor)), max(1, round(picture.height * factor)))
-    return picture.resize(size, Image.Resampling.NEAREST if factor >= 1 else Image.Resampling.LANCZOS)
+    return picture.resize(
+        size, Image.Resampling.NEAREST if factor >= 1 else Image.Resampling.LANCZOS
+    )
 
 
 def compare(rows: dict[str, Sequence[Tile]], captions: list[str], side: int = 120) -> Tile:
-    """Labelled rows of tiles above their captions, on white: the before-and-after picture, animated for videos."""
-    length = max((len(tile.frames) for row in rows.values() for tile in row if isinstance(tile, Film)), default=0)
+    """Labelled rows of tiles above their captions, on white: the before-and-after picture, animated
+    for videos."""
+    length = max(
+        (len(tile.frames) for row in rows.values() for tile in row if isinstance(tile, Film)),
+        default=0,
+    )
     if not length:
         return _compare(rows, captions, side)
-    moments = [{label: [_at(tile, i) for tile in row] for label, row in rows.items()} for i in range(length)]
+    moments = [
+        {label: [_at(tile, i) for tile in row] for label, row in rows.items()}
+        for i in range(length)
+    ]
     return Film(tuple(_compare(moment, captions, side) for moment in moments))
 
 
@@ -146,8 +168,11 @@ def _at(tile: Tile, moment: int) -> Image.Image:
 
 
 def _compare(rows: dict[str, Sequence[Image.Image]], captions: list[str], side: int) -> Image.Image:
-    title, small = ImageFont.load_default(18), ImageFont.load_default(13)
-    count, gap, left = max(map(len, rows.values())), 10, 20 + max(int(title.getlength(label)) for label in rows)
+    title = ImageFont.load_default(18)
+    small = ImageFont.load_default(13)
+    count = max(map(len, rows.values()))
+    gap = 10
+    left = 20 + max(int(title.getlength(label)) for label in rows)
     texts = [textwrap.wrap(caption, max(8, side // 7))[:5] for caption in captions[:count]]
     below = 18 * max(map(len, texts), default=0) + gap
     size = (left + count * (side + gap), gap + len(rows) * (side + gap) + below)
@@ -178,8 +203,8 @@ def strip(pictures: list[Image.Image]) -> Image.Image:
 
 
 def data_uri(picture: Tile, most: int = 384) -> str:
-    """PNG while small, JPEG when the picture had to be shrunk to ``most`` pixels or is large anyway; videos as animated
-    PNG while small, else WebP."""
+    """PNG while small, JPEG when the picture had to be shrunk to ``most`` pixels or is large
+    anyway; videos as animated PNG while small, else WebP."""
     if isinstance(picture, Film):
         return _film_uri(picture)
     small = enlarge(picture, most) if max(picture.size) > most else picture

@@ -1,4 +1,5 @@
-"""Reading a run folder back. Every file may be missing or torn: what cannot be read is named in ``notes``."""
+"""Reading a run folder back. Every file may be missing or torn: what cannot be read is named in
+``notes``."""
 
 from __future__ import annotations
 
@@ -41,10 +42,18 @@ class Run:
 
     def measured(self) -> list[str]:
         """Names of the metrics that hold at least one number, in order of first appearance."""
-        return list({key: None for line in self.metrics for key, value in line.items() if _finite(value) is not None})
+        return list(
+            {
+                key: None
+                for line in self.metrics
+                for key, value in line.items()
+                if _finite(value) is not None
+            }
+        )
 
     def optimised(self) -> list[str]:
-        """Names of the rewards the run was trained on; ``my_module:sharpness`` is measured as ``sharpness``.
+        """Names of the rewards the run was trained on; ``my_module:sharpness`` is measured as
+        ``sharpness``.
 
         Those of weight 0 and those with ``monitor: true`` were only watched.
         """
@@ -54,10 +63,15 @@ class Run:
         if isinstance(chosen, str):
             chosen = [chosen]
         names = chosen if isinstance(chosen, (list, dict)) else []
-        return [str(name).rpartition(":")[2] for item in names for name in (item if isinstance(item, dict) else [item])]
+        return [
+            str(name).rpartition(":")[2]
+            for item in names
+            for name in (item if isinstance(item, dict) else [item])
+        ]
 
     def sample(self, name: str) -> Tile | None:
-        """The sheet samples/<name>.png, a film if it is animated, or None (noted if it is there but broken)."""
+        """The sheet samples/<name>.png, a film if it is animated, or None (noted if it is there but
+        broken)."""
         path = self.folder / "samples" / f"{name}.png"
         if not path.is_file():
             return None
@@ -69,7 +83,8 @@ class Run:
 
     def sample_tiles(self, name: str) -> list[Tile]:
         """The single pictures of a sheet; empty if the sheet or its layout is missing."""
-        picture, layout = self.sample(name), self._layout(name)
+        picture = self.sample(name)
+        layout = self._layout(name)
         if picture is None or layout is None:
             return []
         try:
@@ -92,10 +107,15 @@ class Run:
     def _layout(self, name: str) -> Layout | None:
         try:
             known = self.captions["sheets"][name]
-            numbers = {key: int(known[key]) for key in ("count", "columns", "width", "height", "gap")}
+            numbers = {
+                key: int(known[key]) for key in ("count", "columns", "width", "height", "gap")
+            }
         except (KeyError, TypeError, ValueError):
             return None
-        sensible = 0 < numbers["count"] <= 4096 and min(numbers["columns"], numbers["width"], numbers["height"]) > 0
+        sensible = (
+            0 < numbers["count"] <= 4096
+            and min(numbers["columns"], numbers["width"], numbers["height"]) > 0
+        )
         return Layout(**numbers) if sensible and numbers["gap"] >= 0 else None
 
 
@@ -112,7 +132,8 @@ def iteration_of(name: str) -> int:
 
 
 def read_run(folder: Path | str) -> Run:
-    """Read what is there. Raises UserError if the folder is missing or holds no run, with the nearest run's name."""
+    """Read what is there. Raises UserError if the folder is missing or holds no run, with the
+    nearest run's name."""
     folder = Path(folder)
     if not any((folder / mark).is_file() for mark in MARKS):
         raise UserError(_no_run(folder))

@@ -1,10 +1,11 @@
 """One reward on one batch, in a way that no failure of a reward can pass for a low score.
 
-A reward that raises, or returns NaN or infinity for a sample, is asked once more; a batch that keeps raising is halved
-until only the guilty samples are left. Those become NaN, which takes them out of their group's statistics and out of
-training, and they are counted and shown. Too many of them stop the run with the cause. One that does not
-answer in time is not asked again for these samples. A reward that compares the
-samples of a prompt sees whole groups throughout, also when a batch is halved.
+A reward that raises, or returns NaN or infinity for a sample, is asked once more; a batch that
+keeps raising is halved until only the guilty samples are left. Those become NaN, which takes them
+out of their group's statistics and out of training, and they are counted and shown. Too many of
+them stop the run with the cause. One that does not answer in time is not asked again for these
+samples. A reward that compares the samples of a prompt sees whole groups throughout, also when a
+batch is halved.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from rewards.card import Of, card_of
 from ..registry import UserError
 from ..types import Media, Prompt, Reward
 
-STDLIB, OURS = os.path.dirname(os.__file__), os.path.dirname(__file__)
+STDLIB = os.path.dirname(os.__file__)
+OURS = os.path.dirname(__file__)
 
 
 class TimedOut(Exception):
@@ -37,7 +39,8 @@ class Cause:
 
 @dataclass
 class Budget:
-    """How many samples of a batch one reward may fail to score, over all parts in which the batch comes."""
+    """How many samples of a batch one reward may fail to score, over all parts in which the batch
+    comes."""
 
     rows: int  # of the whole batch
     allowed: float
@@ -51,37 +54,55 @@ class Attempt:
     """
 
     def __init__(
-        self, name: str, reward: Reward, media: Media, prompts: list[Prompt], groups: Sequence[int], budget: Budget
+        self,
+        name: str,
+        reward: Reward,
+        media: Media,
+        prompts: list[Prompt],
+        groups: Sequence[int],
+        budget: Budget,
     ):
-        self.name, self.reward, self.media, self.budget = name, reward, media, budget
+        self.name = name
+        self.reward = reward
+        self.media = media
+        self.budget = budget
         self.of: Of = card_of(reward).of
         self.units = [[row] for row in range(len(prompts))]  # what is asked for together
         self.prompts = prompts
         if self.of == "group":
             self.units, self.prompts = whole(prompts, groups)
-        self.values = torch.full((len(prompts),), torch.nan)  # [B], or [B, K] once a step reward has answered
+        # [B], or [B, K] once a step reward has answered
+        self.values = torch.full((len(prompts),), torch.nan)
         self.causes: dict[int, Cause] = {}
 
     def score(self) -> Tensor:
         """[B] values, [B, K] of a step reward; the rows in ``causes`` are NaN."""
         if self.units:
             self.ask(self.units, tries=2)
-        again = [unit for unit in self.units if any(row not in self.causes and self.missing(row) for row in unit)]
+        again = [
+            unit
+            for unit in self.units
+            if any(row not in self.causes and self.missing(row) for row in unit)
+        ]
         if again:
             self.ask(again, tries=1)
         for row in (row for unit in again for row in unit):
             if row not in self.causes and self.missing(row):
-                value = self.values[row].flatten()[0].item() if self.values[row].numel() else "nothing"
+                value = (
+                    self.values[row].flatten()[0].item() if self.values[row].numel() else "nothing"
+                )
                 self.fail(row, Cause(kind=f"returned {value}", text=f"it returned {value} twice"))
         return self.values
 
     def missing(self, row: int) -> bool:
-        """A step reward may leave out decisions with NaN, not all of them; infinity is never a value."""
+        """A step reward may leave out decisions with NaN, not all of them; infinity is never a
+        value."""
         values = self.values[row]
         return bool(values.isinf().any() or values.isnan().all())
 
     def ask(self, units: list[list[int]], tries: int) -> None:
-        """Fill in the values of these rows; on exceptions halve, so that only the guilty units fail."""
+        """Fill in the values of these rows; on exceptions halve, so that only the guilty units
+        fail."""
         rows = [row for unit in units for row in unit]
         for _ in range(tries):
             try:
@@ -94,7 +115,8 @@ class Attempt:
                     self.fail(row, Cause(kind="time-out", text=str(error)))
                 return
             except Exception as error:  # whatever a user's reward may raise
-                cause = describe(error)  # not the exception itself, whose traceback holds the samples
+                # not the exception itself, whose traceback holds the samples
+                cause = describe(error)
         if len(units) == 1:
             for row in rows:
                 self.fail(row, cause)
@@ -108,19 +130,26 @@ class Attempt:
             self.values = torch.full((len(self.prompts), values.shape[1]), torch.nan)
         if values.shape[1:] != self.values.shape[1:]:
             wanted = list(self.values.shape[1:])
-            raise UserError(f"reward {self.name!r} returned {list(values.shape[1:])} steps after {wanted} before")
+            raise UserError(
+                f"reward {self.name!r} returned {list(values.shape[1:])} steps after "
+                f"{wanted} before"
+            )
         self.values[rows] = values
 
     def call(self, rows: list[int]) -> Tensor:
         """[n] or [n, K] what the reward says of these rows, checked."""
-        media, prompts = self.media, self.prompts
+        media = self.media
+        prompts = self.prompts
         if rows != list(range(len(prompts))):
             media = media[rows] if isinstance(media, Tensor) else [media[row] for row in rows]
             prompts = [prompts[row] for row in rows]
         version = media._version if isinstance(media, Tensor) and not media.is_inference() else 0
         values = as_values(self.reward(media, prompts), len(rows), self.name, self.of)
         if isinstance(media, Tensor) and not media.is_inference() and media._version != version:
-            raise UserError(f"reward {self.name!r} changed the samples it was given in place; let it work on a copy")
+            raise UserError(
+                f"reward {self.name!r} changed the samples it was given in place; let "
+                f"it work on a copy"
+            )
         return values
 
     def fail(self, row: int, cause: Cause) -> None:
@@ -129,9 +158,12 @@ class Attempt:
         self.budget.failed += 1
         if self.budget.failed > self.budget.allowed:
             raise UserError(
-                f"reward {self.name!r} could not score {self.budget.failed} of {self.budget.rows} samples, more than "
-                f"max_failures allows ({self.budget.allowed:g}); the last cause: {cause.text}; prompt: "
-                f"{brief(self.prompts[row])}. Repair the reward or what it depends on (a service, a file, memory), or "
+                f"reward {self.name!r} could not score {self.budget.failed} of "
+                f"{self.budget.rows} samples, more than "
+                f"max_failures allows ({self.budget.allowed:g}); the last cause: "
+                f"{cause.text}; prompt: "
+                f"{brief(self.prompts[row])}. Repair the reward or what it depends on (a "
+                f"service, a file, memory), or "
                 "raise max_failures to go on without such samples"
             )
 
@@ -152,7 +184,8 @@ def whole(prompts: Sequence[Prompt], groups: Sequence[int]) -> tuple[list[list[i
 
 
 def as_values(values: object, count: int, name: str, of: Of = "sample") -> Tensor:
-    """[count] float32 on the CPU from a tensor, array or list of numbers; [count, K] of a step reward.
+    """[count] float32 on the CPU from a tensor, array or list of numbers; [count, K] of a step
+    reward.
 
     Raises:
         UserError: another shape, or something that is not real numbers.
@@ -162,26 +195,39 @@ def as_values(values: object, count: int, name: str, of: Of = "sample") -> Tenso
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(
             f"reward {name!r} returned {type(values).__name__} that is not numbers ({error}); "
-            f"expected a tensor, array or list of {count} floats, NaN where a sample cannot be scored"
+            f"expected a tensor, array or list of {count} floats, NaN where a sample "
+            f"cannot be scored"
         ) from error
     fits = found.ndim == 2 and len(found) == count if of == "step" else found.shape == (count,)
     if not fits or found.is_complex():
-        wanted = f"[B, K] = [{count}, K] real numbers" if of == "step" else f"[B] = [{count}] real numbers"
+        wanted = (
+            f"[B, K] = [{count}, K] real numbers"
+            if of == "step"
+            else (f"[B] = [{count}] real numbers")
+        )
         each = "a row for each sample" if of == "step" else "one per sample"
         raise UserError(
-            f"reward {name!r} returned {found.dtype} of shape {list(found.shape)} for {count} samples; "
+            f"reward {name!r} returned {found.dtype} of shape {list(found.shape)} for "
+            f"{count} samples; "
             f"expected {wanted}, {each}"
         )
     return found.to("cpu", torch.float32)
 
 
 def describe(error: Exception) -> Cause:
-    """Type, message and place of an exception; the place is the innermost line outside installed packages."""
+    """Type, message and place of an exception; the place is the innermost line outside installed
+    packages."""
     found = traceback.extract_tb(error.__traceback__)
-    own = [f for f in found if "site-packages" not in f.filename and not f.filename.startswith((STDLIB, OURS, "<"))]
+    own = [
+        f
+        for f in found
+        if "site-packages" not in f.filename and not f.filename.startswith((STDLIB, OURS, "<"))
+    ]
     place = (own or list(found))[-1]
     where = f"{place.filename}:{place.lineno}"
-    return Cause(kind=f"{type(error).__name__} at {where}", text=f"{type(error).__name__}: {error} ({where})")
+    return Cause(
+        kind=f"{type(error).__name__} at {where}", text=f"{type(error).__name__}: {error} ({where})"
+    )
 
 
 def brief(prompt: Prompt, width: int = 120) -> str:

@@ -1,7 +1,8 @@
-"""Values of a reward by the content of sample and prompt: in memory, and in a file that other runs find again.
+"""Values of a reward by the content of sample and prompt: in memory, and in a file that other runs
+find again.
 
-A key is the SHA-256 of the sample's bytes, of all fields of its prompt, and of what the reward is; a value that is not
-finite is never kept.
+A key is the SHA-256 of the sample's bytes, of all fields of its prompt, and of what the reward is;
+a value that is not finite is never kept.
 """
 
 from __future__ import annotations
@@ -32,20 +33,25 @@ class Unhashable(Exception):
 
 
 class Cache:
-    """Values in memory, those unused longest forgotten first. ``hits`` and ``misses`` are counted in units."""
+    """Values in memory, those unused longest forgotten first. ``hits`` and ``misses`` are counted
+    in units."""
 
     def __init__(self, entries: int, store: Store | None = None):
-        self.entries, self.store = entries, store
+        self.entries = entries
+        self.store = store
         self.values: OrderedDict[bytes, Tensor] = OrderedDict()
         self.hits = self.misses = 0
 
     def key(self, media: Media, prompts: Sequence[Prompt], rows: Sequence[int]) -> bytes | None:
-        """Of the samples in ``rows``, asked for together; None if there is something in them that has no content."""
+        """Of the samples in ``rows``, asked for together; None if there is something in them that
+        has no content."""
         digest = sha256()
         try:
             for row in rows:
                 feed(digest, media[row])
-                feed(digest, {name: value for name, value in prompts[row].items() if name != "group"})
+                feed(
+                    digest, {name: value for name, value in prompts[row].items() if name != "group"}
+                )
         except Unhashable:
             return None
         return digest.digest()
@@ -66,7 +72,8 @@ class Cache:
         return found
 
     def put(self, values: Mapping[bytes, Tensor]) -> None:
-        kept = {key: value.clone() for key, value in values.items()}  # not a view that holds a whole batch
+        # not a view that holds a whole batch
+        kept = {key: value.clone() for key, value in values.items()}
         self.remember(kept)
         if self.store:
             self.store.put(kept)
@@ -78,19 +85,25 @@ class Cache:
 
 
 class Store:
-    """The same in an SQLite file, which several processes may use at once. A file that fails is left alone."""
+    """The same in an SQLite file, which several processes may use at once. A file that fails is
+    left alone."""
 
     def __init__(self, file: Path, entries: int):
-        self.file, self.entries, self.lock, self.broken = file, entries, threading.Lock(), False
+        self.file = file
+        self.entries = entries
+        self.lock = threading.Lock()
+        self.broken = False
         file.parent.mkdir(parents=True, exist_ok=True)
         self.base = sqlite3.connect(file, timeout=30, check_same_thread=False, isolation_level=None)
         self._do(self._create)
 
     def _create(self) -> None:
         self.base.execute("pragma journal_mode=wal")
-        self.base.execute("pragma synchronous=off")  # losing the last values costs time, nothing else
+        # losing the last values costs time, nothing else
+        self.base.execute("pragma synchronous=off")
         self.base.execute(
-            "create table if not exists scores (key blob primary key, used integer, shape text, value blob)"
+            "create table if not exists scores (key blob primary key, used integer, "
+            "shape text, value blob)"
         )
         self.base.execute("create index if not exists by_use on scores (used)")
 
@@ -98,15 +111,20 @@ class Store:
         return self._do(self._get, keys) or {}
 
     def _get(self, keys: Sequence[bytes]) -> dict[bytes, Tensor]:
-        found, now = {}, time.time_ns()
+        found = {}
+        now = time.time_ns()
         for key in keys:
-            row = self.base.execute("select shape, value from scores where key = ?", (key,)).fetchone()
+            row = self.base.execute(
+                "select shape, value from scores where key = ?", (key,)
+            ).fetchone()
             if row:
                 shape = [int(n) for n in row[0].split()]
                 found[key] = torch.from_numpy(np.frombuffer(row[1], "<f4").copy()).view(shape)
         with self.base:
             self.base.execute("begin")
-            self.base.executemany("update scores set used = ? where key = ?", [(now, key) for key in found])
+            self.base.executemany(
+                "update scores set used = ? where key = ?", [(now, key) for key in found]
+            )
             self.base.execute("commit")
         return found
 
@@ -115,14 +133,19 @@ class Store:
 
     def _put(self, values: Mapping[bytes, Tensor]) -> None:
         now = time.time_ns()
-        rows = [(k, now, " ".join(map(str, v.shape)), v.numpy().astype("<f4").tobytes()) for k, v in values.items()]
+        rows = [
+            (k, now, " ".join(map(str, v.shape)), v.numpy().astype("<f4").tobytes())
+            for k, v in values.items()
+        ]
         with self.base:
             self.base.execute("begin immediate")
             self.base.executemany("insert or replace into scores values (?, ?, ?, ?)", rows)
             (count,) = self.base.execute("select count(*) from scores").fetchone()
             if count > self.entries:
                 oldest = "select key from scores order by used limit ?"
-                self.base.execute(f"delete from scores where key in ({oldest})", (count - self.entries,))
+                self.base.execute(
+                    f"delete from scores where key in ({oldest})", (count - self.entries,)
+                )
             self.base.execute("commit")
 
     def _do(self, call: Any, *args: Any) -> Any:
@@ -144,19 +167,30 @@ def open_cache(kind: str | None, entries: int, identity: str | None, name: str) 
         return Cache(entries)
     if identity is None:
         raise UserError(
-            f"reward {name!r}: a cache on disk needs to know what the reward is made of, which only a configuration "
+            f"reward {name!r}: a cache on disk needs to know what the reward is made of, "
+            f"which only a configuration "
             "says; use cache: memory for a reward that code made"
         )
-    return Cache(entries, Store(cache_dir() / "scores" / f"{sha256(identity.encode()).hexdigest()[:24]}.db", entries))
+    return Cache(
+        entries,
+        Store(cache_dir() / "scores" / f"{sha256(identity.encode()).hexdigest()[:24]}.db", entries),
+    )
 
 
 def feed(digest: Any, value: Any) -> None:
-    """Put the content of a value into a hash, with its type, so that no two different ones look alike."""
+    """Put the content of a value into a hash, with its type, so that no two different ones look
+    alike."""
     if isinstance(value, Tensor):
         data = value.detach().contiguous().cpu()
-        _tagged(digest, f"tensor {data.dtype} {list(data.shape)}", data.flatten().view(torch.uint8).numpy().data)
+        _tagged(
+            digest,
+            f"tensor {data.dtype} {list(data.shape)}",
+            data.flatten().view(torch.uint8).numpy().data,
+        )
     elif isinstance(value, np.ndarray) and value.dtype != object:
-        _tagged(digest, f"array {value.dtype.str} {value.shape}", np.ascontiguousarray(value).tobytes())
+        _tagged(
+            digest, f"array {value.dtype.str} {value.shape}", np.ascontiguousarray(value).tobytes()
+        )
     elif isinstance(value, (str, Path)):
         _tagged(digest, f"text {stamp(value)}", str(value).encode(errors="surrogatepass"))
         if getattr(value, "__dict__", None):  # a completion knows its length
@@ -172,14 +206,16 @@ def feed(digest: Any, value: Any) -> None:
         _tagged(digest, f"list {len(value)}", b"")
         for item in value:
             feed(digest, item)
-    elif hasattr(value, "tobytes") and hasattr(value, "mode") and hasattr(value, "size"):  # a PIL image
+    # a PIL image
+    elif hasattr(value, "tobytes") and hasattr(value, "mode") and hasattr(value, "size"):
         _tagged(digest, f"image {value.mode} {value.size}", value.tobytes())
     else:
         raise Unhashable(type(value).__name__)
 
 
 def stamp(text: str | Path) -> str:
-    """Size and time of the file, if this is the path of one: the same path may hold another picture tomorrow."""
+    """Size and time of the file, if this is the path of one: the same path may hold another picture
+    tomorrow."""
     if not str(text).startswith("/") or len(str(text)) > 4096 or "\0" in str(text):
         return ""
     try:

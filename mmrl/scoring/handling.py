@@ -1,4 +1,5 @@
-"""What is done for every reward, so that none does it itself: device, precision, batch size, offloading, cache."""
+"""What is done for every reward, so that none does it itself: device, precision, batch size,
+offloading, cache."""
 
 from __future__ import annotations
 
@@ -29,32 +30,39 @@ PLAIN = (str, bytes, int, float, bool, type(None), Tensor, type)
 
 @dataclass(frozen=True)
 class Handling:
-    """Options that every reward has besides its own; one of its own of the same name goes before these."""
+    """Options that every reward has besides its own; one of its own of the same name goes before
+    these."""
 
     device: str | None = None  # where its networks and its samples go; null: where they are
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # autocast; null: float32 without
+    # autocast; null: float32 without
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
     batch_size: Annotated[int, Ge(1)] | None = None  # samples it sees at once; null: all
     offload: bool = False  # its networks wait on the CPU while the policy samples and trains
-    timeout: Annotated[float, Gt(0)] | None = None  # seconds of one call; what takes longer has no value; null: any
-    cache: Literal["memory", "disk"] | None = None  # remember values by the content of sample and prompt
+    # seconds of one call; what takes longer has no value; null: any
+    timeout: Annotated[float, Gt(0)] | None = None
+    # remember values by the content of sample and prompt
+    cache: Literal["memory", "disk"] | None = None
     cache_entries: Annotated[int, Ge(1)] = 65536  # values remembered; those unused longest go first
 
 
 class Handled:
     """A reward ``(media, prompts) -> [B]`` with its handling around it.
 
-    Args:
-        reward: the callable; its networks are found in its attributes.
-        handling: see there.
-        name: for messages.
-        identity: everything that its values depend on besides sample and prompt, for a cache on disk.
+    Args: reward: the callable; its networks are found in its attributes. handling: see there. name:
+        for messages. identity: everything that its values depend on besides sample and prompt, for
+        a cache on disk.
     """
 
     def __init__(self, reward: Reward, handling: Handling, name: str, identity: str | None = None):
-        self.reward, self.handling, self.name = reward, handling, name
-        self.cache: Cache | None = open_cache(handling.cache, handling.cache_entries, identity, name)
+        self.reward = reward
+        self.handling = handling
+        self.name = name
+        self.cache: Cache | None = open_cache(
+            handling.cache, handling.cache_entries, identity, name
+        )
         self.clock = None if handling.timeout is None else Worker(f"reward {name}, timed")
-        self.homes: dict[int, torch.device] = {}  # where each network was when it was first looked for
+        # where each network was when it was first looked for
+        self.homes: dict[int, torch.device] = {}
         self.device = None if handling.device is None else checked(handling.device, name)
         if self.device is not None:
             for module in networks(reward):
@@ -68,7 +76,8 @@ class Handled:
         return cls(reward, handling or Handling(), name)
 
     def __getattr__(self, name: str) -> Any:
-        """What the reward itself offers, such as the record of its servers or how much its judge has cost."""
+        """What the reward itself offers, such as the record of its servers or how much its judge
+        has cost."""
         if name == "reward":
             raise AttributeError(name)
         return getattr(self.reward, name)
@@ -82,22 +91,34 @@ class Handled:
         if self.cache is None and self.handling.batch_size is None:
             return self.ask(media, prompts)
         units = self.units(prompts)
-        keys = [None] * len(units) if self.cache is None else [self.cache.key(media, prompts, unit) for unit in units]
+        keys = (
+            [None] * len(units)
+            if self.cache is None
+            else [self.cache.key(media, prompts, unit) for unit in units]
+        )
         found = {} if self.cache is None else self.cache.get(keys)
         missing = [i for i, key in enumerate(keys) if key not in found]
         values: dict[int, Tensor] = {i: found[key] for i, key in enumerate(keys) if key in found}
         for part in packed(missing, units, self.handling.batch_size or len(prompts)):
             rows = [row for i in part for row in units[i]]
-            answer = as_values(self.ask(*taken(media, prompts, rows)), len(rows), self.name, self.card.of)
+            answer = as_values(
+                self.ask(*taken(media, prompts, rows)), len(rows), self.name, self.card.of
+            )
             fresh = dict(zip(part, answer.split([len(units[i]) for i in part]), strict=True))
             values |= fresh
             if self.cache is not None:
-                self.cache.put({keys[i]: value for i, value in fresh.items() if keys[i] and value.isfinite().all()})
+                self.cache.put(
+                    {
+                        keys[i]: value
+                        for i, value in fresh.items()
+                        if keys[i] and value.isfinite().all()
+                    }
+                )
         return self.ordered(values, units, len(prompts))
 
     def ask(self, media: Media, prompts: list[Prompt]) -> Any:
-        """The reward itself. With ``timeout`` in one thread: a call that hangs is left behind there, and until it ends
-        the reward is busy, so that it is never asked twice at once.
+        """The reward itself. With ``timeout`` in one thread: a call that hangs is left behind
+        there, and until it ends the reward is busy, so that it is never asked twice at once.
 
         Raises:
             TimedOut: no answer within ``timeout`` seconds.
@@ -113,17 +134,31 @@ class Handled:
         return asked.result()
 
     def placed(self, media: Media, prompts: list[Prompt], *more: Any) -> Any:
-        """The reward where and as precisely as it should compute. It never sees the policy's autocast. ``more``: what a
-        reward of a whole iteration is handed besides."""
+        """The reward where and as precisely as it should compute. It never sees the policy's
+        autocast. ``more``: what a reward of a whole iteration is handed besides."""
         if self.device is not None and isinstance(media, Tensor):
             media = media.to(self.device)
-        place = media.device.type if isinstance(media, Tensor) else "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = None if self.handling.dtype in (None, "float32") else getattr(torch, self.handling.dtype)
-        with torch.no_grad(), lowered(place, dtype) if dtype else torch.autocast(place, enabled=False):
+        place = (
+            media.device.type
+            if isinstance(media, Tensor)
+            else "cuda"
+            if torch.cuda.is_available()
+            else "cpu"
+        )
+        dtype = (
+            None
+            if self.handling.dtype in (None, "float32")
+            else getattr(torch, self.handling.dtype)
+        )
+        with (
+            torch.no_grad(),
+            lowered(place, dtype) if dtype else torch.autocast(place, enabled=False),
+        ):
             return self.reward(media, prompts, *more)
 
     def units(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """What is asked for and remembered together: single rows, or the rows of a group for a reward of groups."""
+        """What is asked for and remembered together: single rows, or the rows of a group for a
+        reward of groups."""
         if self.card.of != "group":
             return [[row] for row in range(len(prompts))]
         found: dict[Any, list[int]] = {}
@@ -134,7 +169,10 @@ class Handled:
     def ordered(self, values: dict[int, Tensor], units: list[list[int]], count: int) -> Tensor:
         steps = {value.shape[1:] for value in values.values()}
         if len(steps) > 1:
-            raise UserError(f"reward {self.name!r} returned different numbers of steps: {sorted(map(list, steps))}")
+            raise UserError(
+                f"reward {self.name!r} returned different numbers of steps: "
+                f"{sorted(map(list, steps))}"
+            )
         result = torch.full((count, *next(iter(steps), ())), torch.nan)
         for i, value in values.items():
             result[units[i]] = value
@@ -211,7 +249,8 @@ def packed(missing: list[int], units: list[list[int]], size: int) -> Iterator[li
     for i in missing:
         if part and rows + len(units[i]) > size:
             yield part
-            part, rows = [], 0
+            part = []
+            rows = 0
         part.append(i)
         rows += len(units[i])
     if part:
@@ -221,7 +260,8 @@ def packed(missing: list[int], units: list[list[int]], size: int) -> Iterator[li
 def taken(media: Media, prompts: list[Prompt], rows: list[int]) -> tuple[Media, list[Prompt]]:
     if rows == list(range(len(prompts))):
         return media, prompts
-    first, last = rows[0], rows[-1]
+    first = rows[0]
+    last = rows[-1]
     if isinstance(media, Tensor):
         whole = rows == list(range(first, last + 1))
         return (media[first : last + 1] if whole else media[rows]), [prompts[row] for row in rows]

@@ -1,4 +1,5 @@
-"""All rewards of a run on a batch: side by side in threads, in one go or in parts that come while others are scored."""
+"""All rewards of a run on a batch: side by side in threads, in one go or in parts that come while
+others are scored."""
 
 from __future__ import annotations
 
@@ -38,15 +39,16 @@ class Failures:
 class Scorer:
     """``(media, prompts) -> Rewards`` with NaN where a sample could not be scored.
 
-    Several rewards are computed side by side, each in a thread of its own, so that a slow server does not wait for a
-    network; each sees its samples in order, so that the numbers are those of one after another.
+    Several rewards are computed side by side, each in a thread of its own, so that a slow server
+    does not wait for a network; each sees its samples in order, so that the numbers are those of
+    one after another.
 
-    Args:
-        rewards: by name, each ``(media, prompts) -> [B]``; lists and numpy arrays of numbers are taken too. A
-            reward judges each sample by itself unless its card says otherwise: after a failure it sees parts of the
-            batch.
-        weights: by name; 1 where none is given.
-        max_failures: the largest share of a batch that a reward may fail to score, 0 to 1. One of weight 0 is only
+    Args: rewards: by name, each ``(media, prompts) -> [B]``; lists and numpy arrays of numbers are
+        taken too. A
+            reward judges each sample by itself unless its card says otherwise: after a failure it
+            sees parts of the batch.
+        weights: by name; 1 where none is given. max_failures: the largest share of a batch that a
+        reward may fail to score, 0 to 1. One of weight 0 is only
             watched: it may fail for all.
         handling: by name: device, precision, batch size, offloading and cache of a reward.
 
@@ -63,13 +65,22 @@ class Scorer:
         handling: Mapping[str, Handling] = {},
     ):
         if not rewards:
-            raise UserError("no reward is given; name at least one, such as `reward: {clip_score: 1.0}`")
+            raise UserError(
+                "no reward is given; name at least one, such as `reward: {clip_score: 1.0}`"
+            )
         for name in weights or {}:
             if name not in rewards:
-                raise UserError(f"a weight is given for reward {name!r}, which is not used; {suggest(name, rewards)}")
+                raise UserError(
+                    f"a weight is given for reward {name!r}, which is not used; "
+                    f"{suggest(name, rewards)}"
+                )
         if not 0 <= max_failures <= 1:
-            raise UserError(f"max_failures is a share of the batch between 0 and 1, got {max_failures}")
-        self.rewards = {name: Handled.of(reward, handling.get(name), name) for name, reward in rewards.items()}
+            raise UserError(
+                f"max_failures is a share of the batch between 0 and 1, got {max_failures}"
+            )
+        self.rewards = {
+            name: Handled.of(reward, handling.get(name), name) for name, reward in rewards.items()
+        }
         self.weights = {name: float((weights or {}).get(name, 1.0)) for name in rewards}
         self.max_failures = max_failures
         self.failures: dict[str, Failures] = {}
@@ -78,7 +89,8 @@ class Scorer:
             plain = Handling(device=reward.handling.device, dtype=reward.handling.dtype)
             if reward.card.of == "batch" and reward.handling != plain:
                 raise UserError(
-                    f"reward {name!r} sees a whole iteration at once, on all processes: batch_size, offload, timeout "
+                    f"reward {name!r} sees a whole iteration at once, on all processes: "
+                    f"batch_size, offload, timeout "
                     "and cache cannot be set for it"
                 )
         self.workers = {name: Worker(f"reward {name}") for name in rewards}
@@ -88,17 +100,19 @@ class Scorer:
     ) -> Rewards:
         """Score B samples; the values are float32 [B] (of a step reward [B, K]) on the CPU.
 
-        ``groups`` [B]: equal numbers are answers to one prompt; without it, neighbours with one prompt are a group.
+        ``groups`` [B]: equal numbers are answers to one prompt; without it, neighbours with one
+        prompt are a group.
 
-        Raises:
-            UserError: more than ``max_failures`` of the batch cannot be scored, or a reward does not keep its contract.
+        Raises: UserError: more than ``max_failures`` of the batch cannot be scored, or a reward
+            does not keep its contract.
         """
         stream = self.stream(len(prompts), beside=len(self.rewards) > 1)
         stream.put(media, prompts, groups)
         return stream.result()
 
     def differentiable(self, media: Media, prompts: list[Prompt]) -> Tensor:
-        """[B] the weighted sum of the rewards with their gradient to ``media``, none left out, nothing remembered.
+        """[B] the weighted sum of the rewards with their gradient to ``media``, none left out,
+        nothing remembered.
 
         Raises:
             UserError: a reward with a weight does not declare that it is differentiable.
@@ -110,17 +124,21 @@ class Scorer:
             reward = self.rewards[name].reward
             if not card_of(reward).differentiable:
                 raise UserError(
-                    f"reward {name!r} has no gradient, which this objective follows; use a differentiable one "
+                    f"reward {name!r} has no gradient, which this objective follows; use "
+                    f"a differentiable one "
                     "(docs/rewards.md), or declare your own with @card(differentiable=True)"
                 )
             total = total + weight * reward(media, prompts).to(media)
         return total
 
     def stream(self, rows: int, beside: bool = True) -> Stream:
-        """Scores a batch of ``rows`` samples in parts, as they come; ``beside``: in threads meanwhile."""
+        """Scores a batch of ``rows`` samples in parts, as they come; ``beside``: in threads
+        meanwhile."""
         return Stream(self, rows, beside)
 
-    def score(self, name: str, media: Media, prompts: list[Prompt], groups: Sequence[int], budget: Budget) -> Tensor:
+    def score(
+        self, name: str, media: Media, prompts: list[Prompt], groups: Sequence[int], budget: Budget
+    ) -> Tensor:
         """One reward of one part, counted and timed."""
         attempt = Attempt(name, self.rewards[name], media, prompts, groups, budget)
         start = time.perf_counter()
@@ -131,10 +149,16 @@ class Scorer:
             self.seconds[name] += time.perf_counter() - start
             self._report(name, attempt)
 
-    def at_once(self, name: str, parts: Sequence[tuple[Media, list[Prompt], Sequence[int]]]) -> Tensor:
+    def at_once(
+        self, name: str, parts: Sequence[tuple[Media, list[Prompt], Sequence[int]]]
+    ) -> Tensor:
         """[B] of a reward that sees all parts in one call; a collective call."""
         media = together([part[0] for part in parts])
-        prompts = [{**prompt, "group": group} for _, some, groups in parts for prompt, group in zip(some, groups)]
+        prompts = [
+            {**prompt, "group": group}
+            for _, some, groups in parts
+            for prompt, group in zip(some, groups)
+        ]
         start = time.perf_counter()
         try:
             with torch.no_grad():
@@ -144,14 +168,19 @@ class Scorer:
             self.seconds[name] += time.perf_counter() - start
 
     def remember(self) -> None:
-        """Lets rewards that look back keep what they saw in their last call, which was one of training."""
+        """Lets rewards that look back keep what they saw in their last call, which was one of
+        training."""
         for reward in self.rewards.values():
             if hasattr(reward, "remember"):
                 reward.remember()
 
     def state_dict(self) -> dict[str, Any]:
         """What rewards remember, by name; fit for JSON."""
-        return {name: reward.state_dict() for name, reward in self.rewards.items() if hasattr(reward, "remember")}
+        return {
+            name: reward.state_dict()
+            for name, reward in self.rewards.items()
+            if hasattr(reward, "remember")
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, reward in self.rewards.items():
@@ -159,39 +188,59 @@ class Scorer:
                 reward.load_state_dict(state[name])
 
     def counters(self) -> dict[str, float]:
-        """What rewards count themselves (requests, tokens, costs), ``<reward>/<counter>`` since the run began."""
-        own = {name: getattr(handled.reward, "counters", None) for name, handled in self.rewards.items()}
+        """What rewards count themselves (requests, tokens, costs), ``<reward>/<counter>`` since the
+        run began."""
+        own = {
+            name: getattr(handled.reward, "counters", None)
+            for name, handled in self.rewards.items()
+        }
         found = {name: counts() for name, counts in own.items() if callable(counts)}
-        return {f"{name}/{key}": number for name, counts in found.items() for key, number in counts.items()}
+        return {
+            f"{name}/{key}": number
+            for name, counts in found.items()
+            for key, number in counts.items()
+        }
 
     def _report(self, name: str, attempt: Attempt) -> None:
         for row, cause in attempt.causes.items():
             seen = self.failures.setdefault(name, Failures())
             seen.count += 1
-            seen.cause, seen.prompt = cause.text, brief(attempt.prompts[row])
+            seen.cause = cause.text
+            seen.prompt = brief(attempt.prompts[row])
             if cause.kind not in seen.kinds:
                 seen.kinds.add(cause.kind)
                 log.warning(
-                    "reward %r could not score a sample, which is left out: %s; prompt: %s (shown once for this cause)",
-                    name, seen.cause, seen.prompt,
-                )  # fmt: skip
+                    "reward %r could not score a sample, which is left out: %s; prompt: "
+                    "%s (shown once for this cause)",
+                    name,
+                    seen.cause,
+                    seen.prompt,
+                )
 
 
 class Stream:
-    """A batch that comes in parts. Every part holds whole groups; the parts of a reward are scored in order."""
+    """A batch that comes in parts. Every part holds whole groups; the parts of a reward are scored
+    in order."""
 
     def __init__(self, scorer: Scorer, rows: int, beside: bool):
-        self.scorer, self.beside = scorer, beside
-        share = {name: scorer.max_failures if weight else 1.0 for name, weight in scorer.weights.items()}
+        self.scorer = scorer
+        self.beside = beside
+        share = {
+            name: scorer.max_failures if weight else 1.0 for name, weight in scorer.weights.items()
+        }
         self.budgets = {name: Budget(rows, share[name] * rows) for name in scorer.rewards}
         cards = {name: reward.card for name, reward in scorer.rewards.items()}
-        self.parts: dict[str, list[Future]] = {name: [] for name in cards if cards[name].of != "batch"}
+        self.parts: dict[str, list[Future]] = {
+            name: [] for name in cards if cards[name].of != "batch"
+        }
         self.whole: dict[str, list] = {name: [] for name in cards if cards[name].of == "batch"}
         self._resident = ExitStack()
         for reward in scorer.rewards.values():
             self._resident.enter_context(reward.resident())
 
-    def put(self, media: Media, prompts: Sequence[Prompt], groups: Sequence[int] | Tensor | None = None) -> None:
+    def put(
+        self, media: Media, prompts: Sequence[Prompt], groups: Sequence[int] | Tensor | None = None
+    ) -> None:
         """Hand over the next samples. Without threads they are scored before it returns."""
         prompts = list(prompts)
         if len(media) != len(prompts):
@@ -204,14 +253,19 @@ class Stream:
             done.append(self.scorer.workers[name].submit(*job) if self.beside else now(*job))
 
     def result(self) -> Rewards:
-        """The values of all parts in the order in which they came; raises what a reward raised, the first by name."""
+        """The values of all parts in the order in which they came; raises what a reward raised, the
+        first by name."""
         with self._resident:
-            whole = {name: [self.scorer.at_once(name, held)] for name, held in self.whole.items()}  # first, on all
+            # first, on all
+            whole = {name: [self.scorer.at_once(name, held)] for name, held in self.whole.items()}
             for future in (one for done in self.parts.values() for one in done):
-                future.exception()  # everybody finishes, so that nothing of this batch runs into the next
+                # everybody finishes, so that nothing of this batch runs into the next
+                future.exception()
             found = {name: [one.result() for one in done] for name, done in self.parts.items()}
         found |= whole
-        return Rewards({name: joined(name, found[name]) for name in self.scorer.rewards}, self.scorer.weights)
+        return Rewards(
+            {name: joined(name, found[name]) for name in self.scorer.rewards}, self.scorer.weights
+        )
 
 
 def together(media: Sequence[Media]) -> Media:
@@ -235,7 +289,9 @@ def joined(name: str, parts: list[Tensor]) -> Tensor:
     """[B] or [B, K]; a part of which a step reward could say nothing has no K of its own."""
     steps = {part.shape[1] for part in parts if part.ndim == 2}
     if len(steps) > 1:
-        raise UserError(f"reward {name!r} returned different numbers of steps in one batch: {sorted(steps)}")
+        raise UserError(
+            f"reward {name!r} returned different numbers of steps in one batch: {sorted(steps)}"
+        )
     if steps:
         parts = [part if part.ndim == 2 else part[:, None].expand(-1, *steps) for part in parts]
     return torch.cat(parts) if parts else torch.zeros(0)

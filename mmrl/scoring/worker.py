@@ -1,4 +1,5 @@
-"""A thread that does one thing after another and may die with the process, for a reward that takes its time."""
+"""A thread that does one thing after another and may die with the process, for a reward that takes
+its time."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ Jobs = queue.SimpleQueue
 
 
 class Worker:
-    """Calls in the order in which they were submitted. The thread starts with the first and ends with the object."""
+    """Calls in the order in which they were submitted. The thread starts with the first and ends
+    with the object."""
 
     def __init__(self, name: str):
         self.name = name
@@ -25,7 +27,9 @@ class Worker:
         if self._jobs is None:
             self._jobs = Jobs()
             device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-            threading.Thread(target=_run, args=(self._jobs, device), name=self.name, daemon=True).start()
+            threading.Thread(
+                target=_run, args=(self._jobs, device), name=self.name, daemon=True
+            ).start()
             weakref.finalize(self, self._jobs.put, None)
         future: Future = Future()
         self._jobs.put((future, call, args))

@@ -1,4 +1,5 @@
-"""The body of a request to a reward server, JSON or multipart, as the ``Parts`` that ``rewards._wire`` unpacks."""
+"""The body of a request to a reward server, JSON or multipart, as the ``Parts`` that
+``rewards._wire`` unpacks."""
 
 from __future__ import annotations
 
@@ -36,13 +37,21 @@ def json_parts(body: bytes) -> Parts:
         media = from_base64(media, kind)
     if kind == "images" and isinstance(media, list):
         media = [from_base64(item, f"images[{i}]") for i, item in enumerate(media)]
-    if kind == "videos" and isinstance(media, list) and all(isinstance(video, list) for video in media):
-        media = [[from_base64(one, f"videos[{i}][{f}]") for f, one in enumerate(v)] for i, v in enumerate(media)]
+    if (
+        kind == "videos"
+        and isinstance(media, list)
+        and all(isinstance(video, list) for video in media)
+    ):
+        media = [
+            [from_base64(one, f"videos[{i}][{f}]") for f, one in enumerate(v)]
+            for i, v in enumerate(media)
+        ]
     return Parts(found.get("prompts"), media, kind, found.get("rewards"), found.get("marks"))
 
 
 async def multipart_parts(request: Request, body: bytes) -> Parts:
-    """``prompts``, ``rewards``, ``texts``, ``marks``, ``frames`` are JSON; ``images``, ``videos``, ``tensor`` files."""
+    """``prompts``, ``rewards``, ``texts``, ``marks``, ``frames`` are JSON; ``images``, ``videos``,
+    ``tensor`` files."""
 
     async def stream() -> AsyncIterator[bytes]:
         for start in range(0, len(body), 2**18):
@@ -53,22 +62,32 @@ async def multipart_parts(request: Request, body: bytes) -> Parts:
     try:
         parser = MultiPartParser(
             request.headers, stream(), max_files=100_000, max_fields=16, max_part_size=len(body)
-        )  # fmt: skip
+        )
         form = await parser.parse()
         found: dict[str, list[bytes]] = {}
         for name, value in form.multi_items():
-            content = await value.read() if isinstance(value, UploadFile) else value.encode("utf-8", "replace")
+            content = (
+                await value.read()
+                if isinstance(value, UploadFile)
+                else value.encode("utf-8", "replace")
+            )
             found.setdefault(name, []).append(content)
         await form.close()
     except Exception as error:  # whatever a parser says of bytes that anyone may have sent
         raise BadInput("body", f"is not multipart/form-data ({type(error).__name__})") from error
-    plain = {n: parse_json(found[n][0], n) for n in ("prompts", "rewards", "texts", "marks", "frames") if n in found}
+    plain = {
+        n: parse_json(found[n][0], n)
+        for n in ("prompts", "rewards", "texts", "marks", "frames")
+        if n in found
+    }
     kind = one_kind(found)
     media: Any = {"texts": plain.get("texts"), "tensor": found[kind][0]}.get(kind, found[kind])
     if kind == "videos":
         count = plain.get("frames")
         if type(count) is not int or count < 1 or len(media) % count:
-            raise BadInput("frames", f"expected how many frames a video has, a divisor of {len(media)}")
+            raise BadInput(
+                "frames", f"expected how many frames a video has, a divisor of {len(media)}"
+            )
         media = [media[i : i + count] for i in range(0, len(media), count)]
     return Parts(plain.get("prompts"), media, kind, plain.get("rewards"), plain.get("marks"))
 
@@ -76,7 +95,9 @@ async def multipart_parts(request: Request, body: bytes) -> Parts:
 def one_kind(found: Mapping[str, Any]) -> str:
     kinds = [kind for kind in KINDS if kind in found]
     if len(kinds) != 1:
-        raise BadInput("body", f"expected one of {', '.join(KINDS)}; got {' and '.join(kinds) or 'none'}")
+        raise BadInput(
+            "body", f"expected one of {', '.join(KINDS)}; got {' and '.join(kinds) or 'none'}"
+        )
     return kinds[0]
 
 

@@ -37,23 +37,26 @@ class Job:
         """Can the two be one batch? Pictures of one size, or texts."""
         if not isinstance(self.media, Tensor) or not isinstance(other.media, Tensor):
             return not isinstance(self.media, Tensor) and not isinstance(other.media, Tensor)
-        return self.media.shape[1:] == other.media.shape[1:] and self.media.dtype == other.media.dtype
+        return (
+            self.media.shape[1:] == other.media.shape[1:] and self.media.dtype == other.media.dtype
+        )
 
 
 class Lane:
     """One reward, one thread, one queue.
 
-    Args:
-        name, reward: as in a ``Scorer``, whose rules for failures hold here: NaN and a cause, never a number.
-        max_batch: samples the reward sees at once; larger requests are cut.
-        wait: seconds that a request waits for others to join it.
+    Args: name, reward: as in a ``Scorer``, whose rules for failures hold here: NaN and a cause,
+        never a number. max_batch: samples the reward sees at once; larger requests are cut. wait:
+        seconds that a request waits for others to join it.
 
-    Attributes:
-        samples, failures, batches: counted since the start; ``seconds`` were spent inside the reward.
+    Attributes: samples, failures, batches: counted since the start; ``seconds`` were spent inside
+        the reward.
     """
 
     def __init__(self, name: str, reward: Reward, max_batch: int = 64, wait: float = 0.004):
-        self.name, self.max_batch, self.wait = name, max_batch, wait
+        self.name = name
+        self.max_batch = max_batch
+        self.wait = wait
         self.scorer = Scorer({name: reward}, max_failures=1.0)
         self.samples = self.failures = self.batches = 0
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -93,7 +96,9 @@ class Lane:
 
     def _gather(self, first: Job) -> tuple[list[Job], Job | None]:
         """The jobs of one batch, and one that came in between but does not fit."""
-        batch, rows, until = [first], len(first.prompts), time.monotonic() + self.wait
+        batch = [first]
+        rows = len(first.prompts)
+        until = time.monotonic() + self.wait
         while rows < self.max_batch:
             try:
                 job = self._jobs.get(timeout=max(0.0, until - time.monotonic()))
@@ -109,15 +114,20 @@ class Lane:
         return batch, None
 
     def _answer(self, batch: Sequence[Job]) -> None:
-        """Score together; if the batch as a whole fails, each by itself, so that no request pays for another."""
+        """Score together; if the batch as a whole fails, each by itself, so that no request pays
+        for another."""
         if len(batch) > 1:
             try:
-                together = self._score(join([job.media for job in batch]), [p for job in batch for p in job.prompts])
+                together = self._score(
+                    join([job.media for job in batch]), [p for job in batch for p in job.prompts]
+                )
             except Exception:  # whose fault it is shows when they are scored apart
                 for job in batch:
                     self._answer([job])
                 return
-            for job, values in zip(batch, together.values.split([len(job.prompts) for job in batch]), strict=True):
+            for job, values in zip(
+                batch, together.values.split([len(job.prompts) for job in batch]), strict=True
+            ):
                 job.done.set_result(Answer(values, together.cause if values.isnan().any() else ""))
         for job in batch if len(batch) == 1 else ():
             try:
@@ -126,9 +136,12 @@ class Lane:
                 job.done.set_exception(error)
 
     def _score(self, media: Media, prompts: list[Prompt]) -> Answer:
-        size, parts = self.max_batch, []
+        size = self.max_batch
+        parts = []
         for start in range(0, len(prompts), size):
-            parts.append(self.scorer(media[start : start + size], prompts[start : start + size])[self.name])
+            parts.append(
+                self.scorer(media[start : start + size], prompts[start : start + size])[self.name]
+            )
             self.batches += 1
         values = torch.cat(parts)
         failed = int(values.isnan().sum())

@@ -20,11 +20,14 @@ from ..session import short_names
 from .service import TOKEN, ServeOptions, make_app
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-EXAMPLE = "a configuration looks like\n    reward: {jpeg_compressibility: 1.0}\n    serve: {port: 8123}"
+EXAMPLE = (
+    "a configuration looks like\n    reward: {jpeg_compressibility: 1.0}\n    serve: {port: 8123}"
+)
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """``reward:``, ``serve:`` and ``plugins:`` of a file; a training configuration is one too, the rest is ignored."""
+    """``reward:``, ``serve:`` and ``plugins:`` of a file; a training configuration is one too, the
+    rest is ignored."""
     file = str(path)
     try:
         plain, lines = read(path.read_bytes().decode("utf-8-sig"), file)
@@ -38,7 +41,11 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     found = Config(plain, file, marks)
     for key in plain:
         if key not in (*SECTIONS, "serve"):
-            raise UserError(found.place((key,)).say(f"unknown section; {suggest(str(key), (*SECTIONS, 'serve'))}"))
+            raise UserError(
+                found.place((key,)).say(
+                    f"unknown section; {suggest(str(key), (*SECTIONS, 'serve'))}"
+                )
+            )
     if plain.get("reward") is None:
         raise UserError(f"{file}: the section 'reward' is missing; {EXAMPLE}")
     return found
@@ -51,7 +58,8 @@ def _override(plain: dict, marks: dict, override: str) -> None:
     if not name.startswith("serve.") or not equals:
         override_with(plain, marks, override)
         return
-    section, key = plain.get("serve") or {}, name.removeprefix("serve.").strip()
+    section = plain.get("serve") or {}
+    key = name.removeprefix("serve.").strip()
     if not isinstance(section, dict):
         raise UserError(f"{source}: serve is {show(section)}, not options")
     plain["serve"] = {**section, key: read(text, source)[0]}
@@ -65,7 +73,8 @@ def load(path: Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Weighted]
     options = found.section("serve", ServeOptions)
     if options.host not in LOOPBACK and not (options.token or os.environ.get(TOKEN)):
         raise UserError(
-            f"{found.where('serve')}: serve.host {options.host} can be reached from other machines; "
+            f"{found.where('serve')}: serve.host {options.host} can be reached from other "
+            f"machines; "
             f"set a token in the environment variable {TOKEN} (or serve.token)"
         )
     import_plugins(found)
@@ -77,7 +86,8 @@ def load(path: Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Weighted]
 def bind(options: ServeOptions) -> socket.socket:
     """The port, taken but not yet listened on. Raises UserError if it is not to be had."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio: no delay (40 ms) if it says TCP
+    # asyncio: no delay (40 ms) if it says TCP
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((options.host, options.port))
@@ -94,21 +104,29 @@ def server(rewards: dict[str, Weighted], options: ServeOptions) -> uvicorn.Serve
     """A uvicorn server that is not running yet."""
     return uvicorn.Server(
         uvicorn.Config(
-            make_app(rewards, options), log_level="warning", access_log=False, lifespan="on", loop="asyncio",
-            timeout_graceful_shutdown=10, timeout_keep_alive=30, server_header=False,
+            make_app(rewards, options),
+            log_level="warning",
+            access_log=False,
+            lifespan="on",
+            loop="asyncio",
+            timeout_graceful_shutdown=10,
+            timeout_keep_alive=30,
+            server_header=False,
         )
-    )  # fmt: skip
+    )
 
 
 def serve(path: Path, overrides: Sequence[str] = ()) -> None:
     """Serve until SIGTERM or SIGINT; requests that are being scored are answered first."""
     rewards, options = load(path, overrides)
-    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # what senders get wrong is answered, not logged
+    # what senders get wrong is answered, not logged
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
     with bind(options) as sock:
         host, port = sock.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         one = server(rewards, options)
-        for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again when it is done: nothing more to do
+        # uvicorn raises them again when it is done: nothing more to do
+        for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _ignore)
         print(f"serving {', '.join(rewards)} on http://{host}:{port}", flush=True)
         one.run(sockets=[sock])

@@ -1,4 +1,5 @@
-"""Embedded worlds: data, captions and tiny base models that need no download. Importing registers, builds nothing."""
+"""Embedded worlds: data, captions and tiny base models that need no download. Importing registers,
+builds nothing."""
 
 from mmrl.worlds import artifacts, asking, data, moving
 

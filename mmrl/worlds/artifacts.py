@@ -1,7 +1,8 @@
-"""The things the digits world builds once and caches: ``world:digits/sd3`` in a configuration is a folder made here.
+"""The things the digits world builds once and caches: ``world:digits/sd3`` in a configuration is a
+folder made here.
 
-Names ending in ``-test`` are the same classes and files after a few steps of training: quick to build, for tests.
-Nothing heavy is imported before something has to be built.
+Names ending in ``-test`` are the same classes and files after a few steps of training: quick to
+build, for tests. Nothing heavy is imported before something has to be built.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from mmrl.worlds.recipes import (
     WanRecipe,
 )
 
-# What a build depends on besides its recipe: parts of the code, each with its number in recipes.VERSIONS.
+# What a build depends on besides its recipe: parts of the code, each with its number in
+# recipes.VERSIONS.
 _SCENES = ("scenes",)
 _READER = (*_SCENES, "reader")
 _CLIP = (*_SCENES, "clip", "text")
@@ -123,7 +125,9 @@ def var(name: str, recipe: PainterRecipe, images: VQRecipe, end: str = "") -> Pa
     return _fetch(name, (recipe, images), _VAR, build)
 
 
-def amused(name: str, recipe: PainterRecipe, images: VQRecipe, texts: TextRecipe, end: str = "") -> Path:
+def amused(
+    name: str, recipe: PainterRecipe, images: VQRecipe, texts: TextRecipe, end: str = ""
+) -> Path:
     """A folder that AmusedPipeline loads."""
     from mmrl.worlds.amused import build_amused
 
@@ -212,7 +216,8 @@ def answers_test() -> Path:
 
 @ARTIFACTS.register("digits/vq")
 def image_tokens() -> Path:
-    """The image tokenizer under LlamaGen's names, which ``digits/llamagen``, ``janus``, ``amused`` and ``var`` need."""
+    """The image tokenizer under LlamaGen's names, which ``digits/llamagen``, ``janus``, ``amused``
+    and ``var`` need."""
     return vq("digits/vq", recipes.VQ)
 
 
@@ -267,7 +272,9 @@ def next_scale_test() -> Path:
 @ARTIFACTS.register("digits/amused-test")
 def masked_test() -> Path:
     """Barely trained aMUSEd, for tests."""
-    return amused("digits/amused-test", recipes.PAINTER_TEST, recipes.VQ_TEST, recipes.TEXT_TEST, "-test")
+    return amused(
+        "digits/amused-test", recipes.PAINTER_TEST, recipes.VQ_TEST, recipes.TEXT_TEST, "-test"
+    )
 
 
 @ARTIFACTS.register("digits/wan")
@@ -279,16 +286,22 @@ def wan() -> Path:
 @ARTIFACTS.register("digits/wan_i2v")
 def wan_i2v() -> Path:
     """Tiny Wan, image to video: moves the digit of the first frame as told only sometimes."""
-    return wan_folder("digits/wan_i2v", recipes.WAN_I2V, recipes.WAN_I2V_PARTS, "digits/wan_i2v-parts")
+    return wan_folder(
+        "digits/wan_i2v", recipes.WAN_I2V, recipes.WAN_I2V_PARTS, "digits/wan_i2v-parts"
+    )
 
 
 @ARTIFACTS.register("digits/wan-test")
 def wan_test() -> Path:
     """Tiny Wan, barely trained, for tests."""
-    return wan_folder("digits/wan-test", recipes.WAN_TEST, recipes.WAN_PARTS_TEST, "digits/wan-parts-test")
+    return wan_folder(
+        "digits/wan-test", recipes.WAN_TEST, recipes.WAN_PARTS_TEST, "digits/wan-parts-test"
+    )
 
 
 @ARTIFACTS.register("digits/wan_i2v-test")
 def wan_i2v_test() -> Path:
     """Tiny Wan, image to video, barely trained, for tests."""
-    return wan_folder("digits/wan_i2v-test", recipes.WAN_I2V_TEST, recipes.WAN_PARTS_TEST, "digits/wan-parts-test")
+    return wan_folder(
+        "digits/wan_i2v-test", recipes.WAN_I2V_TEST, recipes.WAN_PARTS_TEST, "digits/wan-parts-test"
+    )

@@ -1,4 +1,5 @@
-"""Questions about the digits world as a data source: pictures and clips with text, and the right answer beside them."""
+"""Questions about the digits world as a data source: pictures and clips with text, and the right
+answer beside them."""
 
 from __future__ import annotations
 
@@ -17,10 +18,14 @@ Ask = Literal["box", "boxes", "count", "color", "digit", "left", "sum", "frame",
 KINDS: tuple[Ask, ...] = get_args(Ask)
 APART = 6  # pixels between centres from which "on the left" is unambiguous
 STYLES = {
-    "box": Style(1, 2, 15.0, 24.0), "boxes": Style(1, 3, 13.0, 18.0), "count": Style(1, 6, 9.0, 14.0),
-    "color": Style(1, 3, 13.0, 20.0), "digit": Style(1, 3, 13.0, 20.0), "left": Style(2, 2, 13.0, 20.0),
+    "box": Style(1, 2, 15.0, 24.0),
+    "boxes": Style(1, 3, 13.0, 18.0),
+    "count": Style(1, 6, 9.0, 14.0),
+    "color": Style(1, 3, 13.0, 20.0),
+    "digit": Style(1, 3, 13.0, 20.0),
+    "left": Style(2, 2, 13.0, 20.0),
     "sum": Style(1, 2, 14.0, 20.0),
-}  # fmt: skip
+}
 Part = Literal["train", "development", "test"]
 SCANS: dict[Part, Split] = {"train": "generator", "development": "reader", "test": "judge"}
 
@@ -29,10 +34,11 @@ SCANS: dict[Part, Split] = {"train": "generator", "development": "reader", "test
 class Questions:
     """Questions about pictures and clips of handwritten digits.
 
-    kinds: box (where is the red seven?), boxes (where are the red digits?), count, color, digit, left (which digit is
-    on the left?), sum; about clips: frame (in which frame is it?), span (from when to when?). scenes: training
-    scenes a kind. held_out: development, for choices, or test, for results: each shows scans of its own, and neither
-    scan nor scene is ever trained on. held_out_scenes: a kind.
+    kinds: box (where is the red seven?), boxes (where are the red digits?), count, color, digit,
+    left (which digit is on the left?), sum; about clips: frame (in which frame is it?), span (from
+    when to when?). scenes: training scenes a kind. held_out: development, for choices, or test, for
+    results: each shows scans of its own, and neither scan nor scene is ever trained on.
+    held_out_scenes: a kind.
     """
 
     train: list[Prompt]
@@ -47,16 +53,20 @@ class Questions:
         seed: int = 0,
     ):
         if not kinds or min(scenes, held_out_scenes) < 1:
-            raise UserError("data.digits_questions needs at least one kind, one scene and one held-out scene")
+            raise UserError(
+                "data.digits_questions needs at least one kind, one scene and one held-out scene"
+            )
         self.train = [p for kind in kinds for p in ask(kind, scenes, "train", seed)]
         self.held_out = [p for kind in kinds for p in ask(kind, held_out_scenes, held_out, seed)]
 
 
 def ask(kind: Ask, scenes: int, part: Part, seed: int = 0, wobble: float = 0.0) -> list[Prompt]:
-    """One question about each scene that allows one of that kind; pictures as PIL images, clips as uint8 [F, H, W, 3].
+    """One question about each scene that allows one of that kind; pictures as PIL images, clips as
+    uint8 [F, H, W, 3].
 
-    A prompt holds ``text``, ``answer`` (as a model would write it), ``kind``, ``images`` or ``video`` with ``fps``, and
-    where they are the answer ``boxes`` with ``labels`` in pixels of the picture, or ``spans`` in seconds.
+    A prompt holds ``text``, ``answer`` (as a model would write it), ``kind``, ``images`` or
+    ``video`` with ``fps``, and where they are the answer ``boxes`` with ``labels`` in pixels of the
+    picture, or ``spans`` in seconds.
     """
     rng = Rng.of(seed, "album", kind, part)
     if kind in ("frame", "span"):
@@ -81,11 +91,16 @@ def picture(image: Tensor) -> Any:
 
 
 def asked(scene: Prompt, kind: Ask) -> list[Prompt]:
-    """The questions of one kind that a scene answers: ``text``, ``answer``, and ``boxes``, ``labels`` or ``spans``."""
+    """The questions of one kind that a scene answers: ``text``, ``answer``, and ``boxes``,
+    ``labels`` or ``spans``."""
     own = {"box": _box, "boxes": _boxes, "left": _left, "frame": _frame, "span": _span}
     if kind in own:
         return own[kind](scene)
-    return [{"text": q["question"], "answer": q["answer"]} for q in questions(scene) if q["type"] == kind]
+    return [
+        {"text": q["question"], "answer": q["answer"]}
+        for q in questions(scene)
+        if q["type"] == kind
+    ]
 
 
 def written(boxes: list[list[int]]) -> str:
@@ -95,7 +110,12 @@ def written(boxes: list[list[int]]) -> str:
 
 def _box(scene: Prompt) -> list[Prompt]:
     return [
-        {"text": f"where is the {name}?", "answer": written([box]), "boxes": [box], "labels": [name]}
+        {
+            "text": f"where is the {name}?",
+            "answer": written([box]),
+            "boxes": [box],
+            "labels": [name],
+        }
         for name, box in zip(_names(scene), scene["boxes"])
         if _names(scene).count(name) == 1
     ]
@@ -132,7 +152,11 @@ def _frame(scene: Prompt) -> list[Prompt]:
 
 def _span(scene: Prompt) -> list[Prompt]:
     return [
-        {"text": f"from when to when is the {name} there?", "answer": f"{first} to {last}", "spans": [[first, last]]}
+        {
+            "text": f"from when to when is the {name} there?",
+            "answer": f"{first} to {last}",
+            "spans": [[first, last]],
+        }
         for name, first, last in _seen(scene)
     ]
 
@@ -150,7 +174,9 @@ def _names(scene: Prompt) -> list[str]:
 def vocabulary() -> list[Any]:
     """Every word a question or an answer may hold, numbers 0 to 99 included."""
     words = (
-        "where is are the digits digit how many there what do add up to colour which on left in frame from when and it "
-        "answer think box none no yes at of a an picture right top bottom middle seconds label bbox 2d"
+        "where is are the digits digit how many there what do add up to colour which on "
+        "left in frame from when and it "
+        "answer think box none no yes at of a an picture right top bottom middle seconds "
+        "label bbox 2d"
     ).split()
     return [*words, *COLORS, *DIGITS, *(str(n) for n in range(100))]

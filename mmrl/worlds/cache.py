@@ -1,11 +1,13 @@
 """A cache of built folders: built once, whole or not at all, checked by hash on every use.
 
-``fetch("digits/sd3", recipe, build)`` calls ``build(folder)`` in a temporary folder, writes ``manifest.json`` (the
-sha256 of every file and the hash of the recipe), flushes everything to disk and renames. The folder's name carries the
-recipe's hash, so a new recipe never meets old weights. A lock makes other processes wait instead of building too.
+``fetch("digits/sd3", recipe, build)`` calls ``build(folder)`` in a temporary folder, writes
+``manifest.json`` (the sha256 of every file and the hash of the recipe), flushes everything to disk
+and renames. The folder's name carries the recipe's hash, so a new recipe never meets old weights. A
+lock makes other processes wait instead of building too.
 
-What quickstart needs comes with the package, built, in ``SHIPPED``: used where it lies if its recipe is the present one
-and every file has its sha256. ``python scripts/ship_world.py`` builds it anew.
+What quickstart needs comes with the package, built, in ``SHIPPED``: used where it lies if its
+recipe is the present one and every file has its sha256. ``python scripts/ship_world.py`` builds it
+anew.
 """
 
 from __future__ import annotations
@@ -36,15 +38,16 @@ def root() -> Path:
 
 
 def recipe_hash(constants: Sequence[Any], versions: Sequence[int]) -> str:
-    """Hash the values of recipes (dataclasses), in the order of their fields, and the versions of the code that
-    follows them: twelve hex digits. Names of fields and the text of the code do not matter."""
+    """Hash the values of recipes (dataclasses), in the order of their fields, and the versions of
+    the code that follows them: twelve hex digits. Names of fields and the text of the code do not
+    matter."""
     values = [astuple(constant) for constant in constants]
     return hashlib.sha256(repr((values, list(versions))).encode()).hexdigest()[:12]
 
 
 def shipped(name: str, recipe: str) -> Path | None:
-    """Find the folder that came with the package, or None if there is none of that recipe or a file of it is not as
-    it was written, which is said."""
+    """Find the folder that came with the package, or None if there is none of that recipe or a file
+    of it is not as it was written, which is said."""
     folder = SHIPPED / name
     if _recipe_of(folder) != recipe:
         return None
@@ -62,9 +65,11 @@ def _recipe_of(folder: Path) -> str | None:
 
 
 def fetch(name: str, recipe: str, build: Callable[[Path], None]) -> Path:
-    """The folder of that name and recipe hash: shipped, or cached, built now if it is missing or damaged.
+    """The folder of that name and recipe hash: shipped, or cached, built now if it is missing or
+    damaged.
 
-    Raises UserError if the cache directory cannot be written. What ``build`` raises passes through; nothing is left.
+    Raises UserError if the cache directory cannot be written. What ``build`` raises passes through;
+    nothing is left.
     """
     if folder := shipped(name, recipe):
         return folder
@@ -76,7 +81,9 @@ def fetch(name: str, recipe: str, build: Callable[[Path], None]) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except OSError as error:
-        raise UserError(f"cannot write the cache {root()}: {error}; set MMRL_CACHE to another directory") from error
+        raise UserError(
+            f"cannot write the cache {root()}: {error}; set MMRL_CACHE to another directory"
+        ) from error
     try:
         if folder.exists():
             if not (problem := damage(folder, recipe)):
@@ -90,7 +97,8 @@ def fetch(name: str, recipe: str, build: Callable[[Path], None]) -> Path:
 
 
 def damage(folder: Path, recipe: str | None = None) -> str | None:
-    """What is wrong with a built folder (the file is named), or None if every file is as it was written."""
+    """What is wrong with a built folder (the file is named), or None if every file is as it was
+    written."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         files = dict(manifest["files"])
@@ -107,15 +115,24 @@ def damage(folder: Path, recipe: str | None = None) -> str | None:
 
 
 def _build(folder: Path, recipe: str, build: Callable[[Path], None]) -> None:
-    for old in folder.parent.glob(f".{folder.name}-*"):  # of a process that was killed; we hold the lock
+    # of a process that was killed; we hold the lock
+    for old in folder.parent.glob(f".{folder.name}-*"):
         shutil.rmtree(old, ignore_errors=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         build(temporary)
         files = sorted(path for path in temporary.rglob("*") if path.is_file())
-        manifest = {"recipe": recipe, "files": {str(p.relative_to(temporary)): sha256(p) for p in files}}
+        manifest = {
+            "recipe": recipe,
+            "files": {str(p.relative_to(temporary)): sha256(p) for p in files},
+        }
         (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2))
-        for path in [*files, temporary / MANIFEST, *(p for p in temporary.rglob("*") if p.is_dir()), temporary]:
+        for path in [
+            *files,
+            temporary / MANIFEST,
+            *(p for p in temporary.rglob("*") if p.is_dir()),
+            temporary,
+        ]:
             sync(path)
         temporary.chmod(0o755)  # mkdtemp makes it private
         os.rename(temporary, folder)

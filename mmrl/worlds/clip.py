@@ -19,35 +19,52 @@ from samplers.noise import Rng
 
 
 def train_clip(folder: Path, recipe: ClipRecipe, progress: Progress) -> None:
-    """Contrastive (Radford et al. 2021), and for speed both embeddings also learn to tell what the caption says.
+    """Contrastive (Radford et al. 2021), and for speed both embeddings also learn to tell what the
+    caption says.
 
-    The folder loads with ``open_clip.create_model_and_transforms("local-dir:FOLDER")`` and ``get_tokenizer``.
-    Pictures show the judge's scans; held-out captions are left out.
+    The folder loads with ``open_clip.create_model_and_transforms("local-dir:FOLDER")`` and
+    ``get_tokenizer``. Pictures show the judge's scans; held-out captions are left out.
     """
     rng = Rng.of(recipe.seed, "clip")
     tokenizer = clip_tokenizer()
     config = _config(recipe, len(tokenizer))
-    prompts = [p for p in captions("single", 720) + captions("pairs", 300) if not is_held_out(p["text"])]
+    prompts = [
+        p for p in captions("single", 720) + captions("pairs", 300) if not is_held_out(p["text"])
+    ]
     prompts = (prompts * (recipe.scenes // len(prompts) + 1))[: recipe.scenes]
     images = render(prompts, rng, "judge", wobble=0.5).images
     images = (images - 0.5) / 0.5  # as the stored preprocessing does
     ids = tokenizer(
-        [p["text"] for p in prompts], padding="max_length", max_length=LENGTH, truncation=True, return_tensors="pt"
+        [p["text"] for p in prompts],
+        padding="max_length",
+        max_length=LENGTH,
+        truncation=True,
+        return_tensors="pt",
     ).input_ids
     truth = said(prompts)
     model, heads = _models(config, [int(column.max()) + 1 for column in truth.T], recipe)
-    optimizer = torch.optim.AdamW([*model.parameters(), *heads.parameters()], recipe.lr, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.lr, total_steps=recipe.steps, pct_start=0.15)
+    optimizer = torch.optim.AdamW(
+        [*model.parameters(), *heads.parameters()], recipe.lr, weight_decay=0.05
+    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, recipe.lr, total_steps=recipe.steps, pct_start=0.15
+    )
     for step in progress.steps("CLIP", recipe.steps):
-        rows = (rng.fold("rows").uniform(torch.arange(recipe.batch), (), step) * recipe.scenes).long()
-        seen, read = model.encode_image(images[rows]), model.encode_text(ids[rows])
+        rows = (
+            rng.fold("rows").uniform(torch.arange(recipe.batch), (), step) * recipe.scenes
+        ).long()
+        seen = model.encode_image(images[rows])
+        read = model.encode_text(ids[rows])
         logits = model.logit_scale.exp() * F.normalize(seen, dim=-1) @ F.normalize(read, dim=-1).T
-        same = (truth[rows][:, None] == truth[rows][None]).all(-1).float()  # the same caption twice is no mistake
+        # the same caption twice is no mistake
+        same = (truth[rows][:, None] == truth[rows][None]).all(-1).float()
         same = same / same.sum(1, keepdim=True)
         loss = (F.cross_entropy(logits, same) + F.cross_entropy(logits.T, same)) / 2
         for head, features in zip(heads, (seen, read)):
             parts = head(features).split([int(column.max()) + 1 for column in truth.T], -1)
-            loss = loss + 0.3 * sum(F.cross_entropy(part, want) for part, want in zip(parts, truth[rows].T))
+            loss = loss + 0.3 * sum(
+                F.cross_entropy(part, want) for part, want in zip(parts, truth[rows].T)
+            )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -58,15 +75,27 @@ def train_clip(folder: Path, recipe: ClipRecipe, progress: Progress) -> None:
 
 
 def _config(recipe: ClipRecipe, vocabulary: int) -> dict[str, Any]:
-    vision = {"image_size": CANVAS, "patch_size": 4, "width": recipe.width, "layers": recipe.layers, "head_width": 32}
+    vision = {
+        "image_size": CANVAS,
+        "patch_size": 4,
+        "width": recipe.width,
+        "layers": recipe.layers,
+        "head_width": 32,
+    }
     text = {
-        "context_length": LENGTH, "vocab_size": vocabulary, "width": recipe.width, "heads": 2, "layers": 2,
+        "context_length": LENGTH,
+        "vocab_size": vocabulary,
+        "width": recipe.width,
+        "heads": 2,
+        "layers": 2,
         "hf_tokenizer_name": "this folder",
-    }  # fmt: skip
+    }
     return {"embed_dim": recipe.width, "vision_cfg": vision, "text_cfg": text}
 
 
-def _models(config: dict[str, Any], sizes: list[int], recipe: ClipRecipe) -> tuple[Any, nn.ModuleList]:
+def _models(
+    config: dict[str, Any], sizes: list[int], recipe: ClipRecipe
+) -> tuple[Any, nn.ModuleList]:
     from open_clip.model import CLIP
 
     with torch.random.fork_rng(devices=[]):
@@ -78,7 +107,12 @@ def _save(folder: Path, model: Any, tokenizer: Any, config: dict[str, Any]) -> N
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    preprocess = {"mean": [0.5] * 3, "std": [0.5] * 3, "size": [CANVAS, CANVAS], "interpolation": "bicubic"}
+    preprocess = {
+        "mean": [0.5] * 3,
+        "std": [0.5] * 3,
+        "size": [CANVAS, CANVAS],
+        "interpolation": "bicubic",
+    }
     whole = {"model_cfg": config, "preprocess_cfg": preprocess}
     (folder / "open_clip_config.json").write_text(json.dumps(whole, indent=2))
     weights = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}

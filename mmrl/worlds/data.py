@@ -10,15 +10,19 @@ from mmrl.worlds.scenes import captions as draw_captions
 
 @DATA.register("digits")
 class Digits:
-    """Captions of pictures of handwritten digits: single (240 exist), sized, pairs, triples, mixed."""
+    """Captions of pictures of handwritten digits: single (240 exist), sized, pairs, triples,
+    mixed."""
 
     fields = ("text", "objects", "relation", "count")  # of every prompt
     train: list[Prompt]
-    held_out: list[Prompt]  # by a hash of the caption: never seen by the base model's pre-training either
+    # by a hash of the caption: never seen by the base model's pre-training either
+    held_out: list[Prompt]
 
     def __init__(self, kind: Kind = "single", captions: int = 240, seed: int = 0):
         if captions < 20:
-            raise UserError(f"data.digits.captions is {captions}: at least 20, so that some are held out")
+            raise UserError(
+                f"data.digits.captions is {captions}: at least 20, so that some are held out"
+            )
         found = draw_captions(kind, captions, seed)
         if kind == "single":  # the classes of class-conditional models
             label = {prompt["text"]: i for i, prompt in enumerate(singles())}

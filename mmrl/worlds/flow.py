@@ -1,4 +1,5 @@
-"""Pre-training the transformer of the tiny Stable Diffusion 3 by flow matching, and saving the whole pipeline."""
+"""Pre-training the transformer of the tiny Stable Diffusion 3 by flow matching, and saving the
+whole pipeline."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Lessons(NamedTuple):
 
 
 def build_sd3(folder: Path, parts: Path, recipe: FlowRecipe, progress: Progress) -> None:
-    """Train a transformer for the encoders and the autoencoder in ``parts`` and save a StableDiffusion3Pipeline."""
+    """Train a transformer for the encoders and the autoencoder in ``parts`` and save a
+    StableDiffusion3Pipeline."""
     from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 
     with quiet_libraries():
@@ -38,7 +40,9 @@ def build_sd3(folder: Path, parts: Path, recipe: FlowRecipe, progress: Progress)
     teach_flow(transformer, prepare(models, recipe), recipe, progress)
     scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0)
     with quiet_libraries():
-        StableDiffusion3Pipeline(transformer=transformer, scheduler=scheduler, **models).save_pretrained(folder)
+        StableDiffusion3Pipeline(
+            transformer=transformer, scheduler=scheduler, **models
+        ).save_pretrained(folder)
 
 
 def load_parts(folder: Path) -> dict[str, Any]:
@@ -46,28 +50,42 @@ def load_parts(folder: Path) -> dict[str, Any]:
     from transformers import CLIPTextModelWithProjection, CLIPTokenizer, T5EncoderModel, T5Tokenizer
 
     classes = {
-        "tokenizer": CLIPTokenizer, "tokenizer_2": CLIPTokenizer, "tokenizer_3": T5Tokenizer,
-        "text_encoder": CLIPTextModelWithProjection, "text_encoder_2": CLIPTextModelWithProjection,
-        "text_encoder_3": T5EncoderModel, "vae": AutoencoderKL,
-    }  # fmt: skip
+        "tokenizer": CLIPTokenizer,
+        "tokenizer_2": CLIPTokenizer,
+        "tokenizer_3": T5Tokenizer,
+        "text_encoder": CLIPTextModelWithProjection,
+        "text_encoder_2": CLIPTextModelWithProjection,
+        "text_encoder_3": T5EncoderModel,
+        "vae": AutoencoderKL,
+    }
     models = {name: cls.from_pretrained(folder / name) for name, cls in classes.items()}
-    models["vae"].register_to_config(_name_or_path="")  # a path of this machine would be saved with the pipeline
+    # a path of this machine would be saved with the pipeline
+    models["vae"].register_to_config(_name_or_path="")
     return models
 
 
 def new_transformer(models: dict[str, Any], recipe: FlowRecipe) -> Any:
     from diffusers import SD3Transformer2DModel
 
-    latent, joint = models["vae"].config.latent_channels, models["text_encoder_3"].config.d_model
+    latent = models["vae"].config.latent_channels
+    joint = models["text_encoder_3"].config.d_model
     pooled = sum(models[name].config.projection_dim for name in ("text_encoder", "text_encoder_2"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         transformer = SD3Transformer2DModel(
-            sample_size=CANVAS // 4, patch_size=2, in_channels=latent, out_channels=latent, num_layers=recipe.layers,
-            attention_head_dim=32, num_attention_heads=recipe.heads, caption_projection_dim=32 * recipe.heads,
-            joint_attention_dim=joint, pooled_projection_dim=pooled, pos_embed_max_size=CANVAS // 8,
+            sample_size=CANVAS // 4,
+            patch_size=2,
+            in_channels=latent,
+            out_channels=latent,
+            num_layers=recipe.layers,
+            attention_head_dim=32,
+            num_attention_heads=recipe.heads,
+            caption_projection_dim=32 * recipe.heads,
+            joint_attention_dim=joint,
+            pooled_projection_dim=pooled,
+            pos_embed_max_size=CANVAS // 8,
             qk_norm="rms_norm",
-        )  # fmt: skip
+        )
     nn.init.zeros_(transformer.proj_out.weight)  # a velocity of zero is the best first guess
     nn.init.zeros_(transformer.proj_out.bias)
     return transformer
@@ -80,17 +98,25 @@ def prepare(models: dict[str, Any], recipe: FlowRecipe) -> Lessons:
     vae = models["vae"]
     latents = encode(vae, render(prompts, Rng.of(recipe.seed, "flow")).images)
     latents = (latents - vae.config.shift_factor) * vae.config.scaling_factor
-    return Lessons(latents, torch.tensor([number[p["text"]] for p in prompts]), *embed(models, [*number, ""]))
+    return Lessons(
+        latents, torch.tensor([number[p["text"]] for p in prompts]), *embed(models, [*number, ""])
+    )
 
 
 def teach_flow(transformer: Any, lessons: Lessons, recipe: FlowRecipe, progress: Progress) -> None:
     """AdamW with one cycle of the learning rate."""
     rng = Rng.of(recipe.seed, "flow")
-    optimizer = torch.optim.AdamW(transformer.parameters(), recipe.lr, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.lr, total_steps=recipe.steps, pct_start=0.1)
+    optimizer = torch.optim.AdamW(
+        transformer.parameters(), recipe.lr, betas=(0.9, 0.98), weight_decay=0.01
+    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, recipe.lr, total_steps=recipe.steps, pct_start=0.1
+    )
     for step in progress.steps("flow transformer", recipe.steps):
         wrong = recipe.wrong_captions if step >= recipe.true_first * recipe.steps else 0.0
-        loss = flow_loss(transformer, lessons, replace(recipe, wrong_captions=wrong), rng.fold(step))
+        loss = flow_loss(
+            transformer, lessons, replace(recipe, wrong_captions=wrong), rng.fold(step)
+        )
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(transformer.parameters(), 1.0)
@@ -100,17 +126,23 @@ def teach_flow(transformer: Any, lessons: Lessons, recipe: FlowRecipe, progress:
 
 
 def flow_loss(transformer: Any, lessons: Lessons, recipe: FlowRecipe, rng: Rng) -> Tensor:
-    """Squared error of the velocity ``noise - x`` at ``x + t (noise - x)``, t logit-normal (Esser 2024, eq. 19)."""
+    """Squared error of the velocity ``noise - x`` at ``x + t (noise - x)``, t logit-normal (Esser
+    2024, eq. 19)."""
     names = torch.arange(recipe.batch)
-    u = rng.fold("u").uniform(names, (4,))  # [B, 4]: picture, somebody else's caption, whether it, whether none
+    # [B, 4]: picture, somebody else's caption, whether it, whether none
+    u = rng.fold("u").uniform(names, (4,))
     row, other = (u[:, :2] * len(lessons.latents)).long().unbind(1)
     caption = lessons.caption[torch.where(u[:, 2] < recipe.wrong_captions, other, row)]
     caption = torch.where(u[:, 3] < recipe.no_caption, len(lessons.tokens) - 1, caption)
     x = lessons.latents[row]
     draw = rng.fold("noise").normal(names, (x[0].numel() + 1,))
-    noise, t = draw[:, 1:].view_as(x), draw[:, 0].sigmoid()
+    noise = draw[:, 1:].view_as(x)
+    t = draw[:, 0].sigmoid()
     out = transformer(
-        hidden_states=x.lerp(noise, t.view(-1, 1, 1, 1)), timestep=1000 * t, return_dict=False,
-        encoder_hidden_states=lessons.tokens[caption], pooled_projections=lessons.pooled[caption],
-    )[0]  # fmt: skip
+        hidden_states=x.lerp(noise, t.view(-1, 1, 1, 1)),
+        timestep=1000 * t,
+        return_dict=False,
+        encoder_hidden_states=lessons.tokens[caption],
+        pooled_projections=lessons.pooled[caption],
+    )[0]
     return F.mse_loss(out, noise - x)

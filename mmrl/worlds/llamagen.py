@@ -1,4 +1,5 @@
-"""A tiny class-conditional LlamaGen under its published names, of the classes that VAR paints here too."""
+"""A tiny class-conditional LlamaGen under its published names, of the classes that VAR paints here
+too."""
 
 from __future__ import annotations
 
@@ -32,9 +33,13 @@ def build_llamagen(folder: Path, vq: Path, recipe: PainterRecipe, progress: Prog
 
 
 def new_gpt(codec: LlamaGenVQ, recipe: PainterRecipe) -> LlamaGenGPT:
-    vocab, grid = codec.quantize.embedding.num_embeddings, CANVAS // codec.factor
-    classes, feed = painting.CLASSES, 8 * recipe.width // 3
-    net = LlamaGenGPT(Shape(recipe.width, recipe.layers, recipe.heads, vocab, classes, grid=grid, feed=feed))
+    vocab = codec.quantize.embedding.num_embeddings
+    grid = CANVAS // codec.factor
+    classes = painting.CLASSES
+    feed = 8 * recipe.width // 3
+    net = LlamaGenGPT(
+        Shape(recipe.width, recipe.layers, recipe.heads, vocab, classes, grid=grid, feed=feed)
+    )
     for module in net.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.1)  # torch's own is slow to learn digits
@@ -44,4 +49,6 @@ def new_gpt(codec: LlamaGenVQ, recipe: PainterRecipe) -> LlamaGenGPT:
 
 def loss(net: LlamaGenGPT, label: Tensor, batch: painting.Batch) -> Tensor:
     """Teacher forcing."""
-    return painting.cross_entropy(net.vocabulary(net.teach({"label": label[batch.caption]}, batch.ids)), batch.ids)
+    return painting.cross_entropy(
+        net.vocabulary(net.teach({"label": label[batch.caption]}, batch.ids)), batch.ids
+    )

@@ -1,7 +1,8 @@
-"""Clips of one moving digit: captions such as "a red seven moving left", the clips they describe, a data source.
+"""Clips of one moving digit: captions such as "a red seven moving left", the clips they describe, a
+data source.
 
-A clip begins with the digit in the middle of the canvas, whatever the motion, so that the first frame tells nothing of
-what will happen; every frame then moves it by two pixels.
+A clip begins with the digit in the middle of the canvas, whatever the motion, so that the first
+frame tells nothing of what will happen; every frame then moves it by two pixels.
 """
 
 from __future__ import annotations
@@ -18,8 +19,16 @@ from mmrl.worlds.render import Split, coverage, scans
 from mmrl.worlds.scenes import CANVAS, COLORS, PLAIN, is_held_out, phrase, thing
 from samplers.noise import Rng
 
-FRAMES, STEP = 5, 2.0  # of a clip: 4 n + 1, as Wan's autoencoder wants; pixels from one to the next
-MOTIONS = {"left": (-1.0, 0.0), "right": (1.0, 0.0), "up": (0.0, -1.0), "down": (0.0, 1.0), "still": (0.0, 0.0)}
+# of a clip: 4 n + 1, as Wan's autoencoder wants; pixels from one to the next
+FRAMES = 5
+STEP = 2.0
+MOTIONS = {
+    "left": (-1.0, 0.0),
+    "right": (1.0, 0.0),
+    "up": (0.0, -1.0),
+    "down": (0.0, 1.0),
+    "still": (0.0, 0.0),
+}
 SCANS: dict[str, Split] = {"development": "reader", "test": "judge"}  # of held-out first frames
 WORDS = {"still": "standing still"}  # the others are "moving left" ...
 
@@ -31,7 +40,10 @@ class Clips(NamedTuple):
 
 def captions(seed: int = 0) -> list[Prompt]:
     """All 200 in a random order: 10 digits x 4 colours x (4 directions, still)."""
-    found = [caption(thing(*one), motion) for *one, motion in itertools.product(range(10), COLORS, MOTIONS)]
+    found = [
+        caption(thing(*one), motion)
+        for *one, motion in itertools.product(range(10), COLORS, MOTIONS)
+    ]
     return [found[i] for i in Rng.of(seed, "moving captions").permutation(len(found)).tolist()]
 
 
@@ -46,47 +58,64 @@ def caption(item: dict[str, Any], motion: str) -> Prompt:
 
 
 def film(prompts: list[Prompt], rng: Rng, split: Split = "generator") -> Clips:
-    """Draw every prompt once. Row i depends on ``rng`` and i alone, its scan not on the motion asked for."""
+    """Draw every prompt once. Row i depends on ``rng`` and i alone, its scan not on the motion
+    asked for."""
     u = rng.uniform(rng.rows(len(prompts), 1)).tolist()
     source = scans(split)
     pools = [torch.nonzero(source.labels == d)[:, 0].tolist() for d in range(10)]
     digits = [pools[prompt["objects"][0]["digit"]] for prompt in prompts]
-    pixels = source.pixels[torch.tensor([pool[int(v * len(pool))] for pool, v in zip(digits, u)])]  # [B, 8, 8]
+    # [B, 8, 8]
+    pixels = source.pixels[torch.tensor([pool[int(v * len(pool))] for pool, v in zip(digits, u)])]
     way = torch.tensor([MOTIONS[prompt["motion"]] for prompt in prompts])  # [B, 2]
     centers = CANVAS / 2 + STEP * way[:, None] * torch.arange(FRAMES).view(1, -1, 1)  # [B, F, 2]
     layout = torch.cat([centers, torch.full_like(centers[..., :1], PLAIN)], -1)
-    ink = coverage(pixels[:, None].expand(-1, FRAMES, -1, -1), layout, torch.zeros_like(layout))  # [B, F, H, W]
+    # [B, F, H, W]
+    ink = coverage(pixels[:, None].expand(-1, FRAMES, -1, -1), layout, torch.zeros_like(layout))
     paint = torch.tensor([COLORS[prompt["objects"][0]["color"]] for prompt in prompts])  # [B, 3]
     return Clips(ink[:, :, None] * paint[:, None, :, None, None], centers)
 
 
 @DATA.register("digits_moving")
 class Moving:
-    """Captions of clips of one moving digit, "a red seven moving left": 200 exist, a fifth of them held out.
+    """Captions of clips of one moving digit, "a red seven moving left": 200 exist, a fifth of them
+    held out.
 
-    images: for image to video, so many prompts of each caption with an ``image``, the first frame; 0 is none.
-    held_out: those images show scans that were never trained on: development, for choices, or test, for results.
+    images: for image to video, so many prompts of each caption with an ``image``, the first frame;
+    0 is none. held_out: those images show scans that were never trained on: development, for
+    choices, or test, for results.
     """
 
     fields = ("text", "objects", "relation", "count", "motion")  # of every prompt
     train: list[Prompt]
-    held_out: list[Prompt]  # by a hash of the caption: never seen by the base model's pre-training either
+    # by a hash of the caption: never seen by the base model's pre-training either
+    held_out: list[Prompt]
 
-    def __init__(self, images: int = 0, held_out: Literal["development", "test"] = "test", seed: int = 0):
+    def __init__(
+        self, images: int = 0, held_out: Literal["development", "test"] = "test", seed: int = 0
+    ):
         if images < 0:
-            raise UserError(f"data.digits_moving.images is {images}: 0, or how many first frames a caption has")
+            raise UserError(
+                f"data.digits_moving.images is {images}: 0, or how many first frames a caption has"
+            )
         found = captions(seed)
         train = [prompt for prompt in found if not is_held_out(prompt["text"])]
         kept = [prompt for prompt in found if is_held_out(prompt["text"])]
-        self.train, self.held_out = train, kept
+        self.train = train
+        self.held_out = kept
         if images:
             self.train = illustrated(train * images, Rng.of(seed, "first frames"), "generator")
-            self.held_out = illustrated(kept * images, Rng.of(seed, "held-out first frames"), SCANS[held_out])
+            self.held_out = illustrated(
+                kept * images, Rng.of(seed, "held-out first frames"), SCANS[held_out]
+            )
 
 
 def illustrated(prompts: list[Prompt], rng: Rng, split: Split) -> list[Prompt]:
     """Prompts with the first frame of a clip as ``image`` (PIL)."""
     from PIL import Image
 
-    first = (film(prompts, rng, split).frames[:, 0] * 255).round().byte().movedim(1, -1).contiguous()
-    return [{**prompt, "image": Image.fromarray(one.numpy())} for prompt, one in zip(prompts, first)]
+    first = (
+        (film(prompts, rng, split).frames[:, 0] * 255).round().byte().movedim(1, -1).contiguous()
+    )
+    return [
+        {**prompt, "image": Image.fromarray(one.numpy())} for prompt, one in zip(prompts, first)
+    ]

@@ -1,4 +1,5 @@
-"""What the tiny image generators of tokens learn from: pictures as ids with captions, some of them somebody else's."""
+"""What the tiny image generators of tokens learn from: pictures as ids with captions, some of them
+somebody else's."""
 
 from __future__ import annotations
 
@@ -45,16 +46,24 @@ def prepare(encode: Callable[[Tensor], Tensor], recipe: PainterRecipe) -> Lesson
 
 
 def teach(
-    module: nn.Module, loss: Callable[[Batch], Tensor], lessons: Lessons, recipe: PainterRecipe, progress: Progress
+    module: nn.Module,
+    loss: Callable[[Batch], Tensor],
+    lessons: Lessons,
+    recipe: PainterRecipe,
+    progress: Progress,
 ) -> None:
-    """AdamW with one cycle of the learning rate; captions are true at first, later some belong to another picture."""
+    """AdamW with one cycle of the learning rate; captions are true at first, later some belong to
+    another picture."""
     rng = Rng.of(recipe.seed, "painter")
     learnt = [p for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(learnt, recipe.lr, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.lr, total_steps=recipe.steps, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, recipe.lr, total_steps=recipe.steps, pct_start=0.1
+    )
     for step in progress.steps("painter", recipe.steps):
         wrong = recipe.wrong_captions if step >= recipe.true_first * recipe.steps else 0.0
-        u = rng.uniform(torch.arange(recipe.batch), (4,), step)  # picture, another's caption, whether it, whether none
+        # picture, another's caption, whether it, whether none
+        u = rng.uniform(torch.arange(recipe.batch), (4,), step)
         row, other = (u[:, :2] * len(lessons.ids)).long().unbind(1)
         others = lessons.caption[other]
         caption = torch.where(u[:, 2] < wrong, others, lessons.caption[row])
@@ -68,8 +77,9 @@ def teach(
 
 
 class Composed(nn.Module):
-    """A class's embedding is the sum of its digit's, its colour's and its place's, so that one that was never shown
-    means something too: held-out captions stay out of pre-training. After it every class has its own."""
+    """A class's embedding is the sum of its digit's, its colour's and its place's, so that one that
+    was never shown means something too: held-out captions stay out of pre-training. After it every
+    class has its own."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -87,7 +97,8 @@ class Composed(nn.Module):
 
 
 def compose(table: nn.Embedding) -> None:
-    """Makes an embedding of CLASSES + 1 rows a ``Composed`` one, until ``parametrize.remove_parametrizations``."""
+    """Makes an embedding of CLASSES + 1 rows a ``Composed`` one, until
+    ``parametrize.remove_parametrizations``."""
     table.weight.requires_grad_(False)
     parametrize.register_parametrization(table, "weight", Composed(table.embedding_dim))
 

@@ -8,10 +8,12 @@ from contextlib import contextmanager
 
 
 class Progress:
-    """``for step in progress.steps("painter", 300)``: a rich bar on a terminal, one line at start and end elsewhere."""
+    """``for step in progress.steps("painter", 300)``: a rich bar on a terminal, one line at start
+    and end elsewhere."""
 
     def __init__(self, title: str, quiet: bool = False):
-        self.title, self.quiet = title, quiet
+        self.title = title
+        self.quiet = quiet
 
     def steps(self, what: str, total: int) -> Iterator[int]:
         if self.quiet:
@@ -22,13 +24,18 @@ class Progress:
 
         console = Console(file=sys.stderr)
         yield from track(
-            range(total), f"{self.title}: {what}", console=console, disable=not console.is_terminal, transient=True
+            range(total),
+            f"{self.title}: {what}",
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
         )
 
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """No progress bars of transformers and diffusers while folders are written and read; restored afterwards."""
+    """No progress bars of transformers and diffusers while folders are written and read; restored
+    afterwards."""
     import diffusers.utils.logging as diffusers_log
     import transformers.utils.logging as transformers_log
 

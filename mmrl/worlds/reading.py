@@ -1,4 +1,5 @@
-"""Training the reader (the reward's) and the judge (nobody's reward): same task, other scans, other network."""
+"""Training the reader (the reward's) and the judge (nobody's reward): same task, other scans, other
+network."""
 
 from __future__ import annotations
 
@@ -18,12 +19,19 @@ from samplers.noise import Rng
 
 
 def train_reader(folder: Path, recipe: ReaderRecipe, progress: Progress) -> None:
-    """Fit on rendered scenes of one split, with turned and sheared digits, blur and noise, and save."""
+    """Fit on rendered scenes of one split, with turned and sheared digits, blur and noise, and
+    save."""
     rng = Rng.of(recipe.seed, "reader")
     config = {
-        "image_size": CANVAS, "channels": recipe.channels, "kernel": recipe.kernel, "pool": recipe.pool,
-        "digits": DIGITS, "colors": list(COLORS), "sizes": list(SIZES), "places": PLACES,
-    }  # fmt: skip
+        "image_size": CANVAS,
+        "channels": recipe.channels,
+        "kernel": recipe.kernel,
+        "pool": recipe.pool,
+        "digits": DIGITS,
+        "colors": list(COLORS),
+        "sizes": list(SIZES),
+        "places": PLACES,
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         reader = Reader(config)
@@ -34,7 +42,9 @@ def train_reader(folder: Path, recipe: ReaderRecipe, progress: Progress) -> None
     optimizer = torch.optim.AdamW(reader.parameters(), recipe.lr, weight_decay=0.02)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.lr, total_steps=recipe.steps)
     for step in progress.steps(f"{recipe.split}'s eyes", recipe.steps):
-        rows = (rng.fold("rows").uniform(torch.arange(recipe.batch), (), step) * recipe.scenes).long()
+        rows = (
+            rng.fold("rows").uniform(torch.arange(recipe.batch), (), step) * recipe.scenes
+        ).long()
         images = disturb(scenes.images[rows], rng.fold("disturb", step))
         loss = reading_loss(reader(images), [value[rows] for value in truth])
         optimizer.zero_grad()
@@ -45,15 +55,20 @@ def train_reader(folder: Path, recipe: ReaderRecipe, progress: Progress) -> None
 
 
 def targets(scenes: Scenes) -> tuple[Tensor, Tensor, Tensor]:
-    """Cell [B, 3] (-1: no object), offset in cells [B, 3, 2], names [B, 3, 3] (digit, colour, size; -1: not said)."""
+    """Cell [B, 3] (-1: no object), offset in cells [B, 3, 2], names [B, 3, 3] (digit, colour, size;
+    -1: not said)."""
     x, y, side = scenes.placed.unbind(-1)
     there = ~x.isnan()
     spot = torch.stack([x, y], -1).nan_to_num(0) / Reader.stride  # [B, 3, 2] in cells
     corner = spot.floor().clamp(0, CANVAS // Reader.stride - 1)
-    cell = torch.where(there, corner[..., 1] * (CANVAS // Reader.stride) + corner[..., 0], -1).long()
+    cell = torch.where(
+        there, corner[..., 1] * (CANVAS // Reader.stride) + corner[..., 0], -1
+    ).long()
     names = torch.full((*x.shape, 3), -1)
     for b, prompt in enumerate(scenes.prompts):
-        names[b, : len(prompt["objects"])] = torch.tensor([_names(item) for item in prompt["objects"]])
+        names[b, : len(prompt["objects"])] = torch.tensor(
+            [_names(item) for item in prompt["objects"]]
+        )
     for k, size in enumerate(SIZES.values()):
         names[..., 2] = torch.where(side == size, k, names[..., 2])
     return cell, spot - corner - 0.5, names
@@ -64,7 +79,8 @@ def _names(item: dict) -> list[int]:
 
 
 def disturb(images: Tensor, rng: Rng) -> Tensor:
-    """Half the pictures softened, all a little noisy, so that imperfect paintings are read like scans."""
+    """Half the pictures softened, all a little noisy, so that imperfect paintings are read like
+    scans."""
     rows = torch.arange(len(images))
     u = rng.uniform(rows, (2,)).float()[:, :, None, None, None]
     soft = F.avg_pool2d(F.pad(images, (1, 1, 1, 1)), 3, 1)
@@ -77,27 +93,38 @@ def reading_loss(grid: tuple[Tensor, ...], truth: list[Tensor]) -> Tensor:
     presence, offset, *names = grid
     cell, shift, named = truth
     side = presence.shape[-1]
-    mark = torch.zeros(len(cell), side * side + 1).scatter_(1, torch.where(cell < 0, side * side, cell), 1.0)
+    mark = torch.zeros(len(cell), side * side + 1).scatter_(
+        1, torch.where(cell < 0, side * side, cell), 1.0
+    )
     mark = mark[:, :-1].view(-1, 1, side, side)
-    clear = (F.max_pool2d(mark, 3, 1, 1) == mark).float()  # the cells around a centre are neither right nor wrong
-    pull = F.binary_cross_entropy_with_logits(presence, mark, reduction="none", pos_weight=torch.tensor(4.0))
+    # the cells around a centre are neither right nor wrong
+    clear = (F.max_pool2d(mark, 3, 1, 1) == mark).float()
+    pull = F.binary_cross_entropy_with_logits(
+        presence, mark, reduction="none", pos_weight=torch.tensor(4.0)
+    )
     loss = (pull * (clear + 0.1 * (1 - clear))).sum() / len(cell)
     rows, slots = torch.nonzero(cell >= 0, as_tuple=True)
-    own, away = cell[rows, slots], shift[rows, slots]
+    own = cell[rows, slots]
+    away = shift[rows, slots]
     loss = loss + 4 * F.mse_loss(offset.flatten(2)[rows, :, own], away)
-    # Names are asked of the four cells nearest to the centre: it may lie on a border, and the peak in any of them.
-    x, y = (own % side + away[:, 0].floor()), (own // side + away[:, 1].floor())
+    # Names are asked of the four cells nearest to the centre: it may lie on a border, and the peak
+    # in any of them.
+    x = own % side + away[:, 0].floor()
+    y = own // side + away[:, 1].floor()
     for dx, dy in ((0, 0), (0, 1), (1, 0), (1, 1)):
         near = ((y + dy).clamp(0, side - 1) * side + (x + dx).clamp(0, side - 1)).long()
         for logits, target in zip(names, named[rows, slots].unbind(-1)):
             found = logits.flatten(2)[rows, :, near]
-            loss = loss + F.cross_entropy(found, target, ignore_index=-1, reduction="sum") / (4 * len(own))
+            loss = loss + F.cross_entropy(found, target, ignore_index=-1, reduction="sum") / (
+                4 * len(own)
+            )
     return loss
 
 
 @torch.no_grad()
 def accuracy(reader: Reader, prompts: list[Prompt], rng: Rng, split: Split) -> dict[str, float]:
-    """Share of right digits, colours, sizes, centres within 3 pixels, and picture counts, on scans of ``split``."""
+    """Share of right digits, colours, sizes, centres within 3 pixels, and picture counts, on scans
+    of ``split``."""
     scenes = render(prompts, rng, split)
     found = reader.detect(scenes.images)
     cell, _, named = targets(scenes)

@@ -1,7 +1,9 @@
-"""Every constant of what the digits world builds. They are part of the cache's folder names: change one, rebuild one.
+"""Every constant of what the digits world builds. They are part of the cache's folder names: change
+one, rebuild one.
 
-This module is light: it imports nothing but dataclasses. What quickstart needs is shipped built (``mmrl/worlds/
-shipped``): after a change here that concerns it, run ``python scripts/ship_world.py`` and commit what it writes.
+This module is light: it imports nothing but dataclasses. What quickstart needs is shipped built
+(``mmrl/worlds/ shipped``): after a change here that concerns it, run ``python
+scripts/ship_world.py`` and commit what it writes.
 """
 
 from __future__ import annotations
@@ -9,8 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-# The code that follows the recipes, by part. Raise the number when that code computes something else than before, and
-# all that is built from it is built anew; names, comments and line breaks of the code do not matter.
+# The code that follows the recipes, by part. Raise the number when that code computes something
+# else than before, and
+# all that is built from it is built anew; names, comments and line breaks of the code do not
+# matter.
 VERSIONS = {
     "scenes": 1,  # scenes, render, samplers.noise: what pictures show
     "reader": 1,  # reading, rewards._reader
@@ -106,8 +110,10 @@ class FlowRecipe:
     steps: int = 600
     batch: int = 96
     lr: float = 3.5e-3
-    true_first: float = 0.6  # share of the steps before any caption is wrong: a short training learns nothing else
-    wrong_captions: float = 0.1  # after that, share of pictures whose caption belongs to another one
+    # share of the steps before any caption is wrong: a short training learns nothing else
+    true_first: float = 0.6
+    # after that, share of pictures whose caption belongs to another one
+    wrong_captions: float = 0.1
     no_caption: float = 0.1  # share trained with the empty prompt, for classifier-free guidance
     seed: int = 0
 
@@ -170,7 +176,8 @@ class PainterRecipe:
     batch: int = 64
     lr: float = 3e-3
     true_first: float = 0.6  # share of the steps before any caption is wrong
-    wrong_captions: float = 0.4  # after that, share of pictures whose caption belongs to another one
+    # after that, share of pictures whose caption belongs to another one
+    wrong_captions: float = 0.4
     no_caption: float = 0.1  # share without a caption, for classifier-free guidance
     seed: int = 0
 
@@ -184,7 +191,9 @@ SD3_CLEAN = replace(SD3, wrong_captions=0.0)
 
 READER_TEST = replace(READER, scenes=200, steps=5)
 CLIP_TEST = replace(CLIP, scenes=200, steps=3)
-PARTS_TEST = PartsRecipe(TextRecipe(steps=2, batch=16), VaeRecipe(channels=(8, 8, 16), scenes=64, steps=4, batch=4))
+PARTS_TEST = PartsRecipe(
+    TextRecipe(steps=2, batch=16), VaeRecipe(channels=(8, 8, 16), scenes=64, steps=4, batch=4)
+)
 SD3_TEST = replace(SD3, heads=2, scenes=64, steps=4, batch=16)
 VLM = VLMRecipe()
 VLM_TEST = replace(VLM, eyes_steps=3, eyes_batch=16, scenes=48, steps=6, batch=8)
@@ -215,7 +224,8 @@ class WanTextRecipe:
 
 @dataclass(frozen=True)
 class WanVaeRecipe:
-    """AutoencoderKLWan with weights in closed form: ``latent`` principal components of every square of every frame."""
+    """AutoencoderKLWan with weights in closed form: ``latent`` principal components of every square
+    of every frame."""
 
     patch: int = 16  # pixels along a side of a square, as all of Wan 2.2's levels together
     latent: int = 40
@@ -236,9 +246,11 @@ class WanRecipe:
     """WanTransformer3DModel and its flow-matching pre-training."""
 
     first_frame: bool = False  # image to video: sees the first frame
-    patch: tuple[int, int, int] = (5, 2, 2)  # latent frames, rows and columns of a token: here a whole clip
+    # latent frames, rows and columns of a token: here a whole clip
+    patch: tuple[int, int, int] = (5, 2, 2)
     layers: int = 2
-    heads: int = 15  # of 32 channels each; together at least the numbers of a token, else their noise stays
+    # of 32 channels each; together at least the numbers of a token, else their noise stays
+    heads: int = 15
     scenes: int = 1600
     steps: int = 300
     batch: int = 48

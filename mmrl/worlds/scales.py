@@ -1,4 +1,5 @@
-"""VAR's multi-scale VQ of the digits world: the tokenizer's network with a residual codebook of all scales."""
+"""VAR's multi-scale VQ of the digits world: the tokenizer's network with a residual codebook of all
+scales."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ FITS = 10  # rounds of fitting the codebook to residuals, which it changes itsel
 def build_scales(vq: Path, recipe: VQRecipe, progress: Progress) -> VARVQ:
     """A VARVQ that rebuilds pictures from ids of all scales."""
     found = begun(load_vq(vq), recipe)
-    images = render(pictured(recipe.scenes, recipe.seed), Rng.of(recipe.seed, "scales")).images * 2 - 1
+    images = (
+        render(pictured(recipe.scenes, recipe.seed), Rng.of(recipe.seed, "scales")).images * 2 - 1
+    )
     fit(found, images[: recipe.pool // 10])
     tune(found, images, recipe, progress)
     return found.eval().requires_grad_(False)
@@ -33,8 +36,8 @@ def build_scales(vq: Path, recipe: VQRecipe, progress: Progress) -> VARVQ:
 
 @torch.no_grad()
 def begun(vq: LlamaGenVQ, recipe: VQRecipe) -> VARVQ:
-    """The same network: 1x1 convolutions around the codebook are multiplied into their neighbours, VAR's own begin as
-    the identity."""
+    """The same network: 1x1 convolutions around the codebook are multiplied into their neighbours,
+    VAR's own begin as the identity."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         new = VARVQ(recipe.sides, recipe.vocab, recipe.dim, recipe.channels, recipe.mult, 1)
@@ -44,7 +47,10 @@ def begun(vq: LlamaGenVQ, recipe: VQRecipe) -> VARVQ:
     nn.init.zeros_(new.quantize.embedding.weight)
     named = renamed(folded(vq), JANUS)
     last = len(recipe.mult) - 1
-    named = {re.sub(r"decoder\.up\.(\d+)", lambda m: f"decoder.up.{last - int(m[1])}", k): v for k, v in named.items()}
+    named = {
+        re.sub(r"decoder\.up\.(\d+)", lambda m: f"decoder.up.{last - int(m[1])}", k): v
+        for k, v in named.items()
+    }
     fused = {k: v for k, v in named.items() if not re.search(r"attn\w*(\.\d+)?\.[qkv]\.", k)}
     for name in (k for k in named if re.search(r"attn\w*(\.\d+)?\.q\.", k)):
         parts = [named[re.sub(r"\.q\.", f".{part}.", name)] for part in "qkv"]
@@ -55,29 +61,35 @@ def begun(vq: LlamaGenVQ, recipe: VQRecipe) -> VARVQ:
 
 @torch.no_grad()
 def fit(vq: VARVQ, images: Tensor) -> None:
-    """The codebook: k-means of what every scale finds missing, which depends on the codebook. Entry 0 stays zero, so
-    that no scale need make it worse; the best round counts."""
+    """The codebook: k-means of what every scale finds missing, which depends on the codebook. Entry
+    0 stays zero, so that no scale need make it worse; the best round counts."""
     z = torch.cat([vq.quant_conv(vq.encoder(part)) for part in images.split(250)])
     book = vq.quantize.embedding.weight
     found = k_means(torch.cat(residuals(vq, z)[0]), len(book), Rng.of("scales"))
-    best, kept = float("inf"), found
+    best = float("inf")
+    kept = found
     for _ in range(FITS):
         book.copy_(torch.cat([torch.zeros_like(found[:1]), found[1:]]))
         compared, f = residuals(vq, z)
         error = float((f - z).square().mean())
         if error < best:
-            best, kept = error, book.clone()
+            best = error
+            kept = book.clone()
         found = lloyd(torch.cat(compared), book)
     book.copy_(kept)
 
 
 def residuals(vq: VARVQ, z: Tensor) -> tuple[list[Tensor], Tensor]:
     """[N, D] vectors that each scale compares with entries, and z [B, D, p, p] as quantised."""
-    quantize, f, compared = vq.quantize, torch.zeros_like(z), []
+    quantize = vq.quantize
+    f = torch.zeros_like(z)
+    compared = []
     for k in range(len(quantize.sides)):
         rest = quantize.seen((z - f).detach(), k)  # [B, p^2, D]
         compared.append(rest.flatten(0, 1))
-        f = quantize.add(f, nearest(compared[-1], quantize.embedding.weight).view(rest.shape[:2]), k)
+        f = quantize.add(
+            f, nearest(compared[-1], quantize.embedding.weight).view(rest.shape[:2]), k
+        )
     return compared, f
 
 
@@ -93,4 +105,13 @@ def tune(vq: VARVQ, images: Tensor, recipe: VQRecipe, progress: Progress) -> Non
         return (rebuilt(back, x, recipe) + recipe.said * F.mse_loss(f, z, reduction="sum")) / len(x)
 
     learnt = [*vq.decoder.parameters(), *vq.post_quant_conv.parameters(), *vq.quantize.parameters()]
-    descend(learnt, loss, len(images), recipe.scale_steps, recipe.batch, recipe.lr / 2, progress, "tokenizer, scales")
+    descend(
+        learnt,
+        loss,
+        len(images),
+        recipe.scale_steps,
+        recipe.batch,
+        recipe.lr / 2,
+        progress,
+        "tokenizer, scales",
+    )

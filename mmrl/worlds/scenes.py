@@ -1,11 +1,13 @@
-"""What may stand on the canvas, in words: captions, the objects they name, questions with answers, held-out captions.
+"""What may stand on the canvas, in words: captions, the objects they name, questions with answers,
+held-out captions.
 
 A scene is asked for by a Prompt::
 
     {"text": "a large red seven in the top left", "relation": None, "count": 1,
      "objects": [{"digit": 7, "color": "red", "size": "large", "place": "top left"}]}
 
-``None`` means "not said": the picture is free there. ``mmrl.worlds.render`` draws it and adds ``boxes``.
+``None`` means "not said": the picture is free there. ``mmrl.worlds.render`` draws it and adds
+``boxes``.
 """
 
 from __future__ import annotations
@@ -20,14 +22,22 @@ from samplers.noise import Rng
 
 CANVAS = 32  # pixels, width and height
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-COLORS = {"red": (0.95, 0.2, 0.2), "green": (0.2, 0.85, 0.3), "blue": (0.3, 0.45, 1.0), "yellow": (0.95, 0.85, 0.2)}
+COLORS = {
+    "red": (0.95, 0.2, 0.2),
+    "green": (0.2, 0.85, 0.3),
+    "blue": (0.3, 0.45, 1.0),
+    "yellow": (0.95, 0.85, 0.2),
+}
 SIZES = {"small": 12.0, "large": 22.0}  # side of the enlarged 8x8 scan, pixels
 PLAIN = 16.0  # ... of a digit whose size is not said
 # Where the centre of a digit counts as being "in the top left": x0, y0, x1, y1 in pixels.
 PLACES = {
-    "top left": (0.0, 0.0, 13.0, 13.0), "top right": (19.0, 0.0, 32.0, 13.0), "middle": (12.0, 12.0, 20.0, 20.0),
-    "bottom left": (0.0, 19.0, 13.0, 32.0), "bottom right": (19.0, 19.0, 32.0, 32.0),
-}  # fmt: skip
+    "top left": (0.0, 0.0, 13.0, 13.0),
+    "top right": (19.0, 0.0, 32.0, 13.0),
+    "middle": (12.0, 12.0, 20.0, 20.0),
+    "bottom left": (0.0, 19.0, 13.0, 32.0),
+    "bottom right": (19.0, 19.0, 32.0, 32.0),
+}
 RELATIONS = ("above", "below", "left of", "right of")
 WORDS = {"left of": "to the left of", "right of": "to the right of"}
 Kind = Literal["single", "sized", "pairs", "triples", "mixed"]
@@ -50,20 +60,30 @@ def single(item: Thing) -> Prompt:
 
 
 def pair(first: Thing, second: Thing, relation: str | None) -> Prompt:
-    """Two digits; ``relation`` says where the first is, seen from the second. ``None``: ``two digits: ... and ...``."""
-    a, b = phrase(first), phrase(second)
+    """Two digits; ``relation`` says where the first is, seen from the second. ``None``: ``two
+    digits: ... and ...``."""
+    a = phrase(first)
+    b = phrase(second)
     text = f"{a} {WORDS.get(relation, relation)} {b}" if relation else f"two digits: {a} and {b}"
     return {"text": text, "objects": [first, second], "relation": relation, "count": 2}
 
 
 def triple(items: list[Thing]) -> Prompt:
     a, b, c = map(phrase, items)
-    return {"text": f"three digits: {a}, {b} and {c}", "objects": items, "relation": None, "count": 3}
+    return {
+        "text": f"three digits: {a}, {b} and {c}",
+        "objects": items,
+        "relation": None,
+        "count": 3,
+    }
 
 
 def singles() -> list[Prompt]:
     """All 240: 10 digits x 4 colours x (no place, 5 places)."""
-    return [single(thing(d, c, None, place)) for d, c, place in itertools.product(range(10), COLORS, (None, *PLACES))]
+    return [
+        single(thing(d, c, None, place))
+        for d, c, place in itertools.product(range(10), COLORS, (None, *PLACES))
+    ]
 
 
 def sized() -> list[Prompt]:
@@ -73,11 +93,13 @@ def sized() -> list[Prompt]:
 
 
 def several(count: int, n: int, rng: Rng) -> list[Prompt]:
-    """``count`` captions of ``n`` = 2 or 3 digits, all different digits, drawn without repetition."""
+    """``count`` captions of ``n`` = 2 or 3 digits, all different digits, drawn without
+    repetition."""
     found: dict[str, Prompt] = {}
     colors = list(COLORS)
     for step in itertools.count():
-        u = rng.uniform(rng.rows(2 * count, 1), (2 * n + 1,), step)  # [rows, 2n + 1]: digits, colours, relation
+        # [rows, 2n + 1]: digits, colours, relation
+        u = rng.uniform(rng.rows(2 * count, 1), (2 * n + 1,), step)
         for row in u.tolist():
             rest = list(range(10))
             digits = [rest.pop(int(x * len(rest))) for x in row[:n]]
@@ -90,12 +112,17 @@ def several(count: int, n: int, rng: Rng) -> list[Prompt]:
 
 
 def is_held_out(text: str) -> bool:
-    """A fixed fifth of all captions, by hash: no seed, kind or number of captions moves one to the other side."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") % HELD_OUT == 0
+    """A fixed fifth of all captions, by hash: no seed, kind or number of captions moves one to the
+    other side."""
+    return (
+        int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") % HELD_OUT
+        == 0
+    )
 
 
 def captions(kind: Kind, count: int, seed: int = 0) -> list[Prompt]:
-    """``count`` different captions of a kind in a random order; of ``single`` only 240 exist, of ``sized`` 480.
+    """``count`` different captions of a kind in a random order; of ``single`` only 240 exist, of
+    ``sized`` 480.
 
     ``mixed`` is the four other kinds in equal parts.
     """
@@ -111,7 +138,8 @@ def captions(kind: Kind, count: int, seed: int = 0) -> list[Prompt]:
 
 
 def questions(scene: Prompt) -> list[Prompt]:
-    """Questions a rendered scene answers: ``question``, ``answer`` (a word, or a box x0 y0 x1 y1 in pixels), ``type``.
+    """Questions a rendered scene answers: ``question``, ``answer`` (a word, or a box x0 y0 x1 y1 in
+    pixels), ``type``.
 
     Names are used only where they are unambiguous, so every question has exactly one right answer.
     """
@@ -119,11 +147,13 @@ def questions(scene: Prompt) -> list[Prompt]:
 
 
 def _questions(scene: Prompt) -> Iterator[tuple[str, Any, str]]:
-    objects, boxes = scene["objects"], scene.get("boxes")
+    objects = scene["objects"]
+    boxes = scene.get("boxes")
     yield "how many digits are there?", str(len(objects)), "count"
     yield "what do the digits add up to?", str(sum(item["digit"] for item in objects)), "sum"
     for i, item in enumerate(objects):
-        color, digit = item["color"], DIGITS[item["digit"]]
+        color = item["color"]
+        digit = DIGITS[item["digit"]]
         if sum(o["digit"] == item["digit"] for o in objects) == 1:
             yield f"what colour is the {digit}?", color, "color"
         if sum(o["color"] == color for o in objects) == 1:

@@ -1,4 +1,5 @@
-"""Tiny tokenizers and text encoders of the real classes (CLIP, T5), taught in two seconds to tell captions apart."""
+"""Tiny tokenizers and text encoders of the real classes (CLIP, T5), taught in two seconds to tell
+captions apart."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from mmrl.worlds.recipes import TextRecipe
 from mmrl.worlds.scenes import COLORS, DIGITS, PLACES, RELATIONS, SIZES, captions, is_held_out
 from samplers.noise import Rng
 
-LENGTH = 16  # tokens; the longest caption (three digits) has 14 words and commas, plus start and end
+# tokens; the longest caption (three digits) has 14 words and commas, plus start and end
+LENGTH = 16
 _WORDS = (
     *(
         "a",
@@ -35,7 +37,9 @@ _WORDS = (
         "are",
         "there",
     ),
-    *itertools.chain(DIGITS, COLORS, SIZES, *(p.split() for p in PLACES), *(r.split() for r in RELATIONS)),
+    *itertools.chain(
+        DIGITS, COLORS, SIZES, *(p.split() for p in PLACES), *(r.split() for r in RELATIONS)
+    ),
 )
 
 
@@ -47,14 +51,21 @@ def clip_tokenizer() -> Any:
     core = Tokenizer(models.BPE(end_of_word_suffix="</w>", unk_token="<|endoftext|>"))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=2000, end_of_word_suffix="</w>", show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=[],
-    )  # fmt: skip
+        vocab_size=2000,
+        end_of_word_suffix="</w>",
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[],
+    )
     words = [word for word in dict.fromkeys(_WORDS) if word.isalpha()]
     core.train_from_iterator((word for word in words for _ in range(3)), trainer)
     merges = [tuple(pair) for pair in _merges(core)]
     letters = pre_tokenizers.ByteLevel.alphabet()
-    pieces = sorted(letters) + [f"{letter}</w>" for letter in sorted(letters)] + ["".join(pair) for pair in merges]
+    pieces = (
+        sorted(letters)
+        + [f"{letter}</w>" for letter in sorted(letters)]
+        + ["".join(pair) for pair in merges]
+    )
     pieces += ["<|startoftext|>", "<|endoftext|>"]  # the end last: pooling looks for the largest id
     vocabulary = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
     return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=LENGTH)
@@ -68,7 +79,8 @@ def _merges(core: Any) -> list[Any]:
 
 
 def t5_tokenizer() -> Any:
-    """T5Tokenizer (unigram) with one piece for every word, and single ASCII characters for all others."""
+    """T5Tokenizer (unigram) with one piece for every word, and single ASCII characters for all
+    others."""
     from transformers import T5Tokenizer
 
     words = [f"▁{word}" for word in dict.fromkeys(_WORDS) if word.isalpha()]
@@ -78,45 +90,71 @@ def t5_tokenizer() -> Any:
 
 
 def text_models(recipe: TextRecipe) -> dict[str, Any]:
-    """``tokenizer``, ``text_encoder`` and their twins 2 and 3, as StableDiffusion3Pipeline names them."""
+    """``tokenizer``, ``text_encoder`` and their twins 2 and 3, as StableDiffusion3Pipeline names
+    them."""
     from transformers import CLIPTextConfig, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
-    clip, t5 = clip_tokenizer(), t5_tokenizer()
+    clip = clip_tokenizer()
+    t5 = t5_tokenizer()
     config = CLIPTextConfig(
-        vocab_size=len(clip), hidden_size=recipe.width, projection_dim=recipe.width, num_hidden_layers=2,
-        num_attention_heads=2, intermediate_size=4 * recipe.width, max_position_embeddings=LENGTH, hidden_act="gelu",
-        bos_token_id=clip.bos_token_id, eos_token_id=clip.eos_token_id, pad_token_id=clip.pad_token_id,
-    )  # fmt: skip
+        vocab_size=len(clip),
+        hidden_size=recipe.width,
+        projection_dim=recipe.width,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=4 * recipe.width,
+        max_position_embeddings=LENGTH,
+        hidden_act="gelu",
+        bos_token_id=clip.bos_token_id,
+        eos_token_id=clip.eos_token_id,
+        pad_token_id=clip.pad_token_id,
+    )
     large = T5Config(
-        vocab_size=len(t5), d_model=recipe.joint, d_kv=16, d_ff=2 * recipe.joint, num_layers=2, num_heads=4,
-        pad_token_id=t5.pad_token_id, eos_token_id=t5.eos_token_id, decoder_start_token_id=t5.pad_token_id,
+        vocab_size=len(t5),
+        d_model=recipe.joint,
+        d_kv=16,
+        d_ff=2 * recipe.joint,
+        num_layers=2,
+        num_heads=4,
+        pad_token_id=t5.pad_token_id,
+        eos_token_id=t5.eos_token_id,
+        decoder_start_token_id=t5.pad_token_id,
         dropout_rate=0.0,
-    )  # fmt: skip
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        one, two = CLIPTextModelWithProjection(config), CLIPTextModelWithProjection(config)
+        one = CLIPTextModelWithProjection(config)
+        two = CLIPTextModelWithProjection(config)
         three = T5EncoderModel(large)
     return {
-        "tokenizer": clip, "tokenizer_2": clip_tokenizer(), "tokenizer_3": t5,
-        "text_encoder": one, "text_encoder_2": two, "text_encoder_3": three,
-    }  # fmt: skip
+        "tokenizer": clip,
+        "tokenizer_2": clip_tokenizer(),
+        "tokenizer_3": t5,
+        "text_encoder": one,
+        "text_encoder_2": two,
+        "text_encoder_3": three,
+    }
 
 
 def said(prompts: list[Prompt]) -> Tensor:
-    """[P, 16] long: per object there, digit, colour, size, place, then relation; 0 stands for no."""
+    """[P, 16] long: per object there, digit, colour, size, place, then relation; 0 stands for
+    no."""
     rows = []
     for prompt in prompts:
         row = []
         for item in prompt["objects"]:
             names = (COLORS, item["color"]), (SIZES, item["size"]), (PLACES, item["place"])
-            row += [1, item["digit"] + 1] + [list(known).index(name) + 1 if name else 0 for known, name in names]
+            row += [1, item["digit"] + 1] + [
+                list(known).index(name) + 1 if name else 0 for known, name in names
+            ]
         relation = RELATIONS.index(prompt["relation"]) + 1 if prompt["relation"] else 0
         rows.append(row + [0] * (15 - len(row)) + [relation])
     return torch.tensor(rows)
 
 
 def teach_text(models: dict[str, Any], recipe: TextRecipe, progress: Progress) -> None:
-    """Train the encoders to have what a caption says linearly readable in their pooled output; then freeze them.
+    """Train the encoders to have what a caption says linearly readable in their pooled output; then
+    freeze them.
 
     Stands in for the web-scale training of the real encoders. Held-out captions are left out.
     """
@@ -127,14 +165,20 @@ def teach_text(models: dict[str, Any], recipe: TextRecipe, progress: Progress) -
     sizes = [int(column.max()) + 1 for column in truth.T]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        heads = nn.ModuleList(nn.Linear(w, sum(sizes)) for w in (recipe.width, recipe.width, recipe.joint))
+        heads = nn.ModuleList(
+            nn.Linear(w, sum(sizes)) for w in (recipe.width, recipe.width, recipe.joint)
+        )
     weights = [*encoders.parameters(), *heads.parameters()]
     optimizer = torch.optim.AdamW(weights, recipe.lr, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.lr, total_steps=recipe.steps)
     for step in progress.steps("text encoders", recipe.steps):
-        rows = (Rng.of(recipe.seed, "text").uniform(torch.arange(recipe.batch), (), step) * len(prompts)).long()
+        rows = (
+            Rng.of(recipe.seed, "text").uniform(torch.arange(recipe.batch), (), step) * len(prompts)
+        ).long()
         loss = torch.zeros(())
-        for head, pooled in zip(heads, pool(models, {name: value[rows] for name, value in ids.items()})):
+        for head, pooled in zip(
+            heads, pool(models, {name: value[rows] for name, value in ids.items()})
+        ):
             for logits, target in zip(head(pooled).split(sizes, -1), truth[rows].T):
                 loss = loss + F.cross_entropy(logits, target)
         optimizer.zero_grad()
@@ -145,7 +189,8 @@ def teach_text(models: dict[str, Any], recipe: TextRecipe, progress: Progress) -
 
 
 def tokens(models: dict[str, Any], name: str, texts: list[str]) -> Tensor:
-    """[P, 16] token ids of one of the three tokenizers ("", "_2", "_3"), as the pipeline pads them."""
+    """[P, 16] token ids of one of the three tokenizers ("", "_2", "_3"), as the pipeline pads
+    them."""
     return models[f"tokenizer{name}"](
         texts, padding="max_length", max_length=LENGTH, truncation=True, return_tensors="pt"
     ).input_ids
@@ -159,8 +204,10 @@ def pool(models: dict[str, Any], ids: dict[str, Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def embed(models: dict[str, Any], texts: list[str]) -> tuple[Tensor, Tensor]:
-    """What StableDiffusion3Pipeline.encode_prompt returns: tokens [P, 32, joint] and pooled [P, 2 width]."""
-    hidden, pooled = [], []
+    """What StableDiffusion3Pipeline.encode_prompt returns: tokens [P, 32, joint] and pooled [P, 2
+    width]."""
+    hidden = []
+    pooled = []
     for name in ("", "_2"):
         out = models[f"text_encoder{name}"](tokens(models, name, texts), output_hidden_states=True)
         hidden.append(out.hidden_states[-2])

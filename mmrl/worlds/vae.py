@@ -1,4 +1,5 @@
-"""The autoencoder of the tiny Stable Diffusion 3, and the folder of everything that stands around its transformer."""
+"""The autoencoder of the tiny Stable Diffusion 3, and the folder of everything that stands around
+its transformer."""
 
 from __future__ import annotations
 
@@ -19,15 +20,22 @@ from samplers.noise import Rng
 
 
 def training_prompts(count: int, single: float, seed: int) -> list[Prompt]:
-    """``count`` prompts, a share ``single`` with one digit, the rest sized, pairs and triples; no held-out caption."""
+    """``count`` prompts, a share ``single`` with one digit, the rest sized, pairs and triples; no
+    held-out caption."""
     one = [p for p in captions("single", 240, seed) if not is_held_out(p["text"])]
-    more = [p for k in ("sized", "pairs", "triples") for p in captions(k, 720, seed) if not is_held_out(p["text"])]
+    more = [
+        p
+        for k in ("sized", "pairs", "triples")
+        for p in captions(k, 720, seed)
+        if not is_held_out(p["text"])
+    ]
     rows = Rng.of(seed, "prompts").uniform(torch.arange(count), (2,)).tolist()
     return [pool[int(v * len(pool))] for u, v in rows for pool in (one if u < single else more,)]
 
 
 def build_parts(folder: Path, recipe: PartsRecipe, progress: Progress) -> None:
-    """Train and save tokenizers, text encoders and autoencoder, each in the pipeline's subfolder."""
+    """Train and save tokenizers, text encoders and autoencoder, each in the pipeline's
+    subfolder."""
     models = text_models(recipe.text)
     teach_text(models, recipe.text, progress)
     models["vae"] = new_vae(recipe.vae)
@@ -44,20 +52,30 @@ def new_vae(recipe: VaeRecipe) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         return AutoencoderKL(
-            block_out_channels=recipe.channels, latent_channels=recipe.latent, layers_per_block=1, norm_num_groups=8,
-            down_block_types=["DownEncoderBlock2D"] * levels, up_block_types=["UpDecoderBlock2D"] * levels,
-            sample_size=CANVAS, mid_block_add_attention=False, use_quant_conv=False, use_post_quant_conv=False,
-        )  # fmt: skip
+            block_out_channels=recipe.channels,
+            latent_channels=recipe.latent,
+            layers_per_block=1,
+            norm_num_groups=8,
+            down_block_types=["DownEncoderBlock2D"] * levels,
+            up_block_types=["UpDecoderBlock2D"] * levels,
+            sample_size=CANVAS,
+            mid_block_add_attention=False,
+            use_quant_conv=False,
+            use_post_quant_conv=False,
+        )
 
 
 def teach_vae(vae: Any, recipe: VaeRecipe, progress: Progress) -> None:
-    """Reconstruct rendered scenes, then set scale and shift so that latents have mean 0 and deviation 1."""
+    """Reconstruct rendered scenes, then set scale and shift so that latents have mean 0 and
+    deviation 1."""
     rng = Rng.of(recipe.seed, "vae")
     images = render(training_prompts(recipe.scenes, recipe.single, recipe.seed), rng).images * 2 - 1
     images = images.contiguous(memory_format=torch.channels_last)
     vae.to(memory_format=torch.channels_last)  # a third faster on a CPU
     optimizer = torch.optim.AdamW(vae.parameters(), recipe.lr, betas=(0.9, 0.99), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.lr, total_steps=recipe.steps, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, recipe.lr, total_steps=recipe.steps, pct_start=0.1
+    )
     for step in progress.steps("autoencoder", recipe.steps):
         rows = (rng.fold("rows").uniform(torch.arange(recipe.batch), (), step) * len(images)).long()
         loss = vae_loss(vae, images[rows], recipe, rng.fold("noise", step))
@@ -68,7 +86,9 @@ def teach_vae(vae: Any, recipe: VaeRecipe, progress: Progress) -> None:
         schedule.step()
     vae.eval().requires_grad_(False)
     latents = encode(vae, images[:2000] / 2 + 0.5)
-    vae.register_to_config(shift_factor=float(latents.mean()), scaling_factor=float(1 / latents.std()))
+    vae.register_to_config(
+        shift_factor=float(latents.mean()), scaling_factor=float(1 / latents.std())
+    )
 
 
 def vae_loss(vae: Any, x: Tensor, recipe: VaeRecipe, rng: Rng) -> Tensor:

@@ -1,4 +1,5 @@
-"""A tiny VAR under its published names: a class is a digit in a colour, perhaps at a place, as captions name them."""
+"""A tiny VAR under its published names: a class is a digit in a colour, perhaps at a place, as
+captions name them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from mmrl.worlds.recipes import PainterRecipe, VQRecipe
 from mmrl.worlds.scales import build_scales
 
 
-def build_var(folder: Path, vq: Path, images: VQRecipe, recipe: PainterRecipe, progress: Progress) -> None:
+def build_var(
+    folder: Path, vq: Path, images: VQRecipe, recipe: PainterRecipe, progress: Progress
+) -> None:
     """var.safetensors and vae.safetensors, as the policy exports them."""
     vae = build_scales(vq, images, progress)
     lessons = painting.prepare(vae.encode, recipe)
@@ -30,11 +33,21 @@ def build_var(folder: Path, vq: Path, images: VQRecipe, recipe: PainterRecipe, p
 
 def loss(net: VARNet, label: Tensor, batch: painting.Batch) -> Tensor:
     """Teacher forcing of all scales."""
-    return painting.cross_entropy(net.vocabulary(net.teach({"label": label[batch.caption]}, batch.ids)), batch.ids)
+    return painting.cross_entropy(
+        net.vocabulary(net.teach({"label": label[batch.caption]}, batch.ids)), batch.ids
+    )
 
 
 def new_net(vae: VARVQ, images: VQRecipe, recipe: PainterRecipe) -> VARNet:
-    shape = Shape(recipe.width, recipe.layers, recipe.heads, images.sides, images.vocab, images.dim, painting.CLASSES)
+    shape = Shape(
+        recipe.width,
+        recipe.layers,
+        recipe.heads,
+        images.sides,
+        images.vocab,
+        images.dim,
+        painting.CLASSES,
+    )
     net = VARNet(shape, vae.quantize)
     for p in (net.pos_start, net.pos_1LC, net.lvl_embed.weight):
         nn.init.normal_(p, std=0.1)

@@ -1,4 +1,5 @@
-"""A tiny Qwen2.5-VL of the real classes, with its processor, and the supervised warm-up that precedes any reward."""
+"""A tiny Qwen2.5-VL of the real classes, with its processor, and the supervised warm-up that
+precedes any reward."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def build_vlm(folder: Path, recipe: VLMRecipe, progress: Progress) -> None:
 
 
 def tokenizer() -> Any:
-    """One token for every word, number and mark of the world; upper case is read as lower; the rest is unknown."""
+    """One token for every word, number and mark of the world; upper case is read as lower; the rest
+    is unknown."""
     from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -55,23 +57,33 @@ def tokenizer() -> Any:
     core.normalizer = normalizers.Lowercase()
     marks = pre_tokenizers.Split(Regex(r"[^\w\s]|_"), "isolated")
     core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), marks])
-    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    core.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL]
+    )
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<|endoftext|>", eos_token="<|im_end|>", unk_token="<unk>",
-        padding_side="left", model_max_length=1024, clean_up_tokenization_spaces=False,
+        tokenizer_object=core,
+        pad_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        unk_token="<unk>",
+        padding_side="left",
+        model_max_length=1024,
+        clean_up_tokenization_spaces=False,
         extra_special_tokens={"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
-    )  # fmt: skip
+    )
 
 
 def processor() -> Any:
-    """Qwen2_5_VLProcessor that leaves pictures of this world at their size: a patch a token, a frame a time step."""
+    """Qwen2_5_VLProcessor that leaves pictures of this world at their size: a patch a token, a
+    frame a time step."""
     from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
     shape = {"patch_size": PATCH, "merge_size": 1, "temporal_patch_size": 1}
     size = {"shortest_edge": 16 * PATCH**2, "longest_edge": 64 * PATCH**2}
     clip = {"shortest_edge": 16 * PATCH**2, "longest_edge": 512 * PATCH**2}
     image = Qwen2VLImageProcessor(size=size, **shape)
-    video = Qwen2VLVideoProcessor(size=clip, do_sample_frames=False, cap_pixels_per_frame=False, **shape)
+    video = Qwen2VLVideoProcessor(
+        size=clip, do_sample_frames=False, cap_pixels_per_frame=False, **shape
+    )
     return Qwen2_5_VLProcessor(image, tokenizer(), video, chat_template=TEMPLATE)
 
 
@@ -79,28 +91,55 @@ def new_model(recipe: VLMRecipe, words: Any) -> Any:
     """Qwen2_5_VLForConditionalGeneration with random weights."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-    ids = {name: words.convert_tokens_to_ids(f"<|{token}|>") for name, token in (
-        ("image_token_id", "image_pad"), ("video_token_id", "video_pad"),
-        ("vision_start_token_id", "vision_start"), ("vision_end_token_id", "vision_end"))}  # fmt: skip
-    width, heads = recipe.width, recipe.heads
+    ids = {
+        name: words.convert_tokens_to_ids(f"<|{token}|>")
+        for name, token in (
+            ("image_token_id", "image_pad"),
+            ("video_token_id", "video_pad"),
+            ("vision_start_token_id", "vision_start"),
+            ("vision_end_token_id", "vision_end"),
+        )
+    }
+    width = recipe.width
+    heads = recipe.heads
     third = width // heads // 2
     section = [third - 2 * (third * 3 // 8), third * 3 // 8, third * 3 // 8]
     text = {
-        "vocab_size": -(-len(words) // 8) * 8, "hidden_size": width, "intermediate_size": 3 * width,
-        "num_hidden_layers": recipe.layers, "num_attention_heads": heads, "num_key_value_heads": heads,
-        "max_position_embeddings": 1024, "tie_word_embeddings": True, "pad_token_id": words.pad_token_id,
-        "eos_token_id": words.eos_token_id, "bos_token_id": None, "initializer_range": 0.08,
+        "vocab_size": -(-len(words) // 8) * 8,
+        "hidden_size": width,
+        "intermediate_size": 3 * width,
+        "num_hidden_layers": recipe.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        "pad_token_id": words.pad_token_id,
+        "eos_token_id": words.eos_token_id,
+        "bos_token_id": None,
+        "initializer_range": 0.08,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10.0, "mrope_section": section},
-    }  # fmt: skip
+    }
     vision = {
-        "depth": recipe.vision_layers, "hidden_size": width, "num_heads": heads, "intermediate_size": 2 * width,
-        "out_hidden_size": width, "patch_size": PATCH, "spatial_merge_size": 1, "temporal_patch_size": 1,
-        "window_size": 16 * PATCH, "tokens_per_second": 1, "initializer_range": 0.08,
+        "depth": recipe.vision_layers,
+        "hidden_size": width,
+        "num_heads": heads,
+        "intermediate_size": 2 * width,
+        "out_hidden_size": width,
+        "patch_size": PATCH,
+        "spatial_merge_size": 1,
+        "temporal_patch_size": 1,
+        "window_size": 16 * PATCH,
+        "tokens_per_second": 1,
+        "initializer_range": 0.08,
         "rope_parameters": {"rope_type": "axial", "rope_theta": 10.0},
         "fullatt_block_indexes": list(range(recipe.vision_layers)),
-    }  # fmt: skip
+    }
     config = Qwen2_5_VLConfig(
-        text_config=text, vision_config=vision, initializer_range=0.08, tie_word_embeddings=True, **ids
+        text_config=text,
+        vision_config=vision,
+        initializer_range=0.08,
+        tie_word_embeddings=True,
+        **ids,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)

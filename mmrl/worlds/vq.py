@@ -1,8 +1,10 @@
-"""The image tokenizer of the digits world: LlamaGen's VQ, which Janus and aMUSEd share by weight and VAR begins from.
+"""The image tokenizer of the digits world: LlamaGen's VQ, which Janus and aMUSEd share by weight
+and VAR begins from.
 
-Training a VQGAN from nothing takes minutes even here. So the codebook comes first: k-means of the principal components
-of patches. The decoder learns to draw its entries, at half the resolution and then at all of it, the encoder to name
-them; in the end both are tuned together, straight through (van den Oord et al. 2017).
+Training a VQGAN from nothing takes minutes even here. So the codebook comes first: k-means of the
+principal components of patches. The decoder learns to draw its entries, at half the resolution and
+then at all of it, the encoder to name them; in the end both are tuned together, straight through
+(van den Oord et al. 2017).
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from mmrl.worlds.scenes import captions, is_held_out
 from samplers.noise import Rng
 
 INK = -0.5  # brightness from which a patch has something to show, in -1..1
-LIFT = 4.0  # length of the coordinate that is the same for all patches: of unit vectors, so that they keep distances
+# length of the coordinate that is the same for all patches: of unit vectors, so that they keep
+# distances
+LIFT = 4.0
 
 
 class Pages(NamedTuple):
@@ -54,17 +58,23 @@ def load_vq(folder: Path) -> LlamaGenVQ:
 
 
 def new_vq(recipe: VQRecipe) -> LlamaGenVQ:
-    """Residual branches begin at zero and the last enlargement as a copy: a shallow network learns faster at first."""
+    """Residual branches begin at zero and the last enlargement as a copy: a shallow network learns
+    faster at first."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        vq = LlamaGenVQ(recipe.vocab, recipe.dim, recipe.channels, recipe.channels, recipe.mult, 1, used=0)
+        vq = LlamaGenVQ(
+            recipe.vocab, recipe.dim, recipe.channels, recipe.channels, recipe.mult, 1, used=0
+        )
     for module in vq.modules():
         if isinstance(module, Residual | Attention):
-            nn.init.zeros_((module.conv2 if isinstance(module, Residual) else module.proj_out).weight)
+            nn.init.zeros_(
+                (module.conv2 if isinstance(module, Residual) else module.proj_out).weight
+            )
     nn.init.dirac_(vq.decoder.conv_blocks[-2].upsample.conv.weight)
     for bias in (vq.decoder.conv_blocks[-2].upsample.conv.bias, vq.post_quant_conv.bias):
         nn.init.zeros_(bias)
-    vq.post_quant_conv.bias.requires_grad_(False)  # then VAR's 3x3 convolution can stand for it at the border too
+    # then VAR's 3x3 convolution can stand for it at the border too
+    vq.post_quant_conv.bias.requires_grad_(False)
     return vq
 
 
@@ -77,11 +87,12 @@ def pictured(count: int, seed: int) -> list[Prompt]:
 
 
 def paginate(vq: LlamaGenVQ, recipe: VQRecipe) -> Pages:
-    """Draw pictures and find the codebook, which is put into ``vq``: k-means of unit vectors, each the principal
-    components of a patch and one number more."""
+    """Draw pictures and find the codebook, which is put into ``vq``: k-means of unit vectors, each
+    the principal components of a patch and one number more."""
     rng = Rng.of(recipe.seed, "vq")
     images = render(pictured(recipe.scenes, recipe.seed), rng).images * 2 - 1
-    patches = F.unfold(images, vq.factor, stride=vq.factor).transpose(1, 2) + 1  # [N, T, numbers], black is 0
+    # [N, T, numbers], black is 0
+    patches = F.unfold(images, vq.factor, stride=vq.factor).transpose(1, 2) + 1
     inked = patches.amax(2) > INK + 1
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
@@ -98,12 +109,14 @@ def paginate(vq: LlamaGenVQ, recipe: VQRecipe) -> Pages:
 
 
 def k_means(vectors: Tensor, count: int, rng: Rng, rounds: int = 12) -> Tensor:
-    """[count, D] centres of the vectors [N, D]: the first by k-means++ (Arthur and Vassilvitskii 2007), then Lloyd's
-    rounds; a centre of nothing moves to a vector far from its own."""
+    """[count, D] centres of the vectors [N, D]: the first by k-means++ (Arthur and Vassilvitskii
+    2007), then Lloyd's rounds; a centre of nothing moves to a vector far from its own."""
     chosen = [0]
     far = (vectors - vectors[0]).square().sum(1)
     for draw in rng.uniform(torch.arange(count - 1), ()).tolist():
-        chosen.append(int(torch.searchsorted(far.cumsum(0), draw * far.sum()).clamp_max(len(vectors) - 1)))
+        chosen.append(
+            int(torch.searchsorted(far.cumsum(0), draw * far.sum()).clamp_max(len(vectors) - 1))
+        )
         far = torch.minimum(far, (vectors - vectors[chosen[-1]]).square().sum(1))
     book = vectors[chosen]
     for _ in range(rounds):
@@ -126,14 +139,28 @@ def teach_half(vq: LlamaGenVQ, pages: Pages, recipe: VQRecipe, progress: Progres
     small = F.avg_pool2d(pages.images, 2)
 
     def loss(rows: Tensor, step: int) -> Tensor:
-        return 4 * F.mse_loss(half(vq, entries(vq, pages.ids[rows])), small[rows], reduction="sum") / len(rows)
+        return (
+            4
+            * F.mse_loss(half(vq, entries(vq, pages.ids[rows])), small[rows], reduction="sum")
+            / len(rows)
+        )
 
     learnt = [*vq.decoder.parameters(), vq.post_quant_conv.weight]
-    descend(learnt, loss, len(small), recipe.half_steps, 2 * recipe.batch, recipe.lr, progress, "tokenizer, small")
+    descend(
+        learnt,
+        loss,
+        len(small),
+        recipe.half_steps,
+        2 * recipe.batch,
+        recipe.lr,
+        progress,
+        "tokenizer, small",
+    )
 
 
 def teach_whole(vq: LlamaGenVQ, pages: Pages, recipe: VQRecipe, progress: Progress) -> None:
-    """Encoder and decoder: at first each for itself, in the second half straight through the codebook."""
+    """Encoder and decoder: at first each for itself, in the second half straight through the
+    codebook."""
 
     def loss(rows: Tensor, step: int) -> Tensor:
         x = pages.images[rows]
@@ -141,13 +168,24 @@ def teach_whole(vq: LlamaGenVQ, pages: Pages, recipe: VQRecipe, progress: Progre
         q = entries(vq, pages.ids[rows])
         if step >= recipe.steps // 2:
             z = F.normalize(raw, dim=1)
-            ids = nearest(z.permute(0, 2, 3, 1).flatten(0, 2), vq.quantize.codebook()).view(len(x), -1)
+            ids = nearest(z.permute(0, 2, 3, 1).flatten(0, 2), vq.quantize.codebook()).view(
+                len(x), -1
+            )
             q = z + (entries(vq, ids) - z).detach()
         said = recipe.said * F.mse_loss(raw, pages.codes[rows], reduction="sum")
         return (rebuilt(vq.decoder(vq.post_quant_conv(q)), x, recipe) + said) / len(x)
 
     learnt = [p for p in vq.parameters() if p.requires_grad]
-    descend(learnt, loss, len(pages.images), recipe.steps, recipe.batch, recipe.lr, progress, "tokenizer")
+    descend(
+        learnt,
+        loss,
+        len(pages.images),
+        recipe.steps,
+        recipe.batch,
+        recipe.lr,
+        progress,
+        "tokenizer",
+    )
     vq.eval().requires_grad_(False)
 
 
@@ -173,12 +211,21 @@ def half(vq: LlamaGenVQ, q: Tensor) -> Tensor:
 
 
 def descend(
-    learnt: list[nn.Parameter], loss: Callable[[Tensor, int], Tensor], count: int, steps: int, batch: int, lr: float,
-    progress: Progress, what: str,
-) -> None:  # fmt: skip
-    """AdamW with one cycle of the learning rate; ``loss`` is given row numbers below ``count`` and the step."""
+    learnt: list[nn.Parameter],
+    loss: Callable[[Tensor, int], Tensor],
+    count: int,
+    steps: int,
+    batch: int,
+    lr: float,
+    progress: Progress,
+    what: str,
+) -> None:
+    """AdamW with one cycle of the learning rate; ``loss`` is given row numbers below ``count`` and
+    the step."""
     optimizer = torch.optim.AdamW(learnt, lr, betas=(0.9, 0.99), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps + 1, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, lr, total_steps=steps + 1, pct_start=0.1
+    )
     for step in progress.steps(what, steps):
         rows = (Rng.of("vq", what).uniform(torch.arange(batch), (), step) * count).long()
         optimizer.zero_grad()

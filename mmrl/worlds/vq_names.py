@@ -1,4 +1,5 @@
-"""LlamaGen's VQ in the classes of transformers (JanusVQVAE) and diffusers (VQModel): one network under three names."""
+"""LlamaGen's VQ in the classes of transformers (JanusVQVAE) and diffusers (VQModel): one network
+under three names."""
 
 from __future__ import annotations
 
@@ -48,22 +49,29 @@ def renamed(weights: dict[str, Tensor], names: Names) -> dict[str, Tensor]:
 
 def shape(vq: LlamaGenVQ) -> dict[str, Any]:
     """The sizes that the other classes ask for."""
-    first, levels = vq.encoder.conv_in.out_channels, vq.encoder.conv_blocks
+    first = vq.encoder.conv_in.out_channels
+    levels = vq.encoder.conv_blocks
     return {
-        "channels": [level.res[-1].conv2.out_channels for level in levels], "first": first, "depth": len(levels[0].res),
-        "z": vq.post_quant_conv.out_channels, "vocab": vq.quantize.embedding.num_embeddings,
+        "channels": [level.res[-1].conv2.out_channels for level in levels],
+        "first": first,
+        "depth": len(levels[0].res),
+        "z": vq.post_quant_conv.out_channels,
+        "vocab": vq.quantize.embedding.num_embeddings,
         "dim": vq.quantize.embedding.embedding_dim,
-    }  # fmt: skip
+    }
 
 
 def janus_config(vq: LlamaGenVQ) -> dict[str, Any]:
     """Of a JanusVQVAEConfig."""
     size = shape(vq)
     return {
-        "embed_dim": size["dim"], "num_embeddings": size["vocab"], "latent_channels": size["z"],
-        "base_channels": size["first"], "channel_multiplier": [c // size["first"] for c in size["channels"]],
+        "embed_dim": size["dim"],
+        "num_embeddings": size["vocab"],
+        "latent_channels": size["z"],
+        "base_channels": size["first"],
+        "channel_multiplier": [c // size["first"] for c in size["channels"]],
         "num_res_blocks": size["depth"],
-    }  # fmt: skip
+    }
 
 
 def into_janus(vq: LlamaGenVQ, model: Any) -> None:
@@ -73,20 +81,29 @@ def into_janus(vq: LlamaGenVQ, model: Any) -> None:
 
 @torch.no_grad()
 def diffusers_vq(vq: LlamaGenVQ, pixels: int) -> Any:
-    """A VQModel as aMUSEd has it: pictures in 0..1, where LlamaGen's are in -1..1, so both ends are rescaled.
+    """A VQModel as aMUSEd has it: pictures in 0..1, where LlamaGen's are in -1..1, so both ends are
+    rescaled.
 
-    Padding is black here and grey there, which changes a few ids at the border; decoding is the same.
+    Padding is black here and grey there, which changes a few ids at the border; decoding is the
+    same.
     """
     from diffusers import VQModel
 
     size = shape(vq)
-    plain, like = len(size["channels"]) - 1, vq.quantize.embedding.weight
+    plain = len(size["channels"]) - 1
+    like = vq.quantize.embedding.weight
     model = VQModel(
         down_block_types=["DownEncoderBlock2D"] * plain + ["AttnDownEncoderBlock2D"],
-        up_block_types=["AttnUpDecoderBlock2D"] + ["UpDecoderBlock2D"] * plain, block_out_channels=size["channels"],
-        layers_per_block=size["depth"], latent_channels=size["dim"], vq_embed_dim=size["dim"], sample_size=pixels,
-        num_vq_embeddings=size["vocab"], lookup_from_codebook=True, scaling_factor=1.0,
-    )  # fmt: skip
+        up_block_types=["AttnUpDecoderBlock2D"] + ["UpDecoderBlock2D"] * plain,
+        block_out_channels=size["channels"],
+        layers_per_block=size["depth"],
+        latent_channels=size["dim"],
+        vq_embed_dim=size["dim"],
+        sample_size=pixels,
+        num_vq_embeddings=size["vocab"],
+        lookup_from_codebook=True,
+        scaling_factor=1.0,
+    )
     weights = renamed(folded(vq), DIFFUSERS)
     for name in ("quant_conv", "post_quant_conv"):
         weights[f"{name}.weight"] = torch.eye(size["dim"], device=like.device)[..., None, None]
@@ -95,28 +112,44 @@ def diffusers_vq(vq: LlamaGenVQ, pixels: int) -> Any:
     for name, tensor in weights.items():
         if re.search(r"\.to_(q|k|v|out\.0)\.weight$", name):
             weights[name] = tensor[:, :, 0, 0]
-    first, last = "encoder.conv_in", "decoder.conv_out"
+    first = "encoder.conv_in"
+    last = "decoder.conv_out"
     bias = weights[f"{first}.bias"] - weights[f"{first}.weight"].sum((1, 2, 3))
     weights |= {f"{first}.weight": 2 * weights[f"{first}.weight"], f"{first}.bias": bias}
-    weights |= {f"{last}.weight": weights[f"{last}.weight"] / 2, f"{last}.bias": weights[f"{last}.bias"] / 2 + 0.5}
+    weights |= {
+        f"{last}.weight": weights[f"{last}.weight"] / 2,
+        f"{last}.bias": weights[f"{last}.bias"] / 2 + 0.5,
+    }
     model.load_state_dict(weights, strict=True)
     return model.eval()
 
 
 @torch.no_grad()
 def folded(vq: LlamaGenVQ) -> dict[str, Tensor]:
-    """Encoder and decoder with the 1x1 convolutions around the codebook multiplied into them, since VAR has none and
-    aMUSEd's pipeline wants latents as wide as entries. The convolution behind the codebook must have no bias."""
-    found = {name: tensor for name, tensor in vq.state_dict().items() if name.startswith(("encoder.", "decoder."))}
-    after, before = vq.quant_conv.weight[:, :, 0, 0], vq.post_quant_conv.weight[:, :, 0, 0]
+    """Encoder and decoder with the 1x1 convolutions around the codebook multiplied into them, since
+    VAR has none and aMUSEd's pipeline wants latents as wide as entries. The convolution behind the
+    codebook must have no bias."""
+    found = {
+        name: tensor
+        for name, tensor in vq.state_dict().items()
+        if name.startswith(("encoder.", "decoder."))
+    }
+    after = vq.quant_conv.weight[:, :, 0, 0]
+    before = vq.post_quant_conv.weight[:, :, 0, 0]
     return found | {
         "encoder.conv_out.bias": after @ found["encoder.conv_out.bias"] + vq.quant_conv.bias,
-        "encoder.conv_out.weight": torch.einsum("dz,zchw->dchw", after, found["encoder.conv_out.weight"]),
-        "decoder.conv_in.weight": torch.einsum("czhw,zd->cdhw", found["decoder.conv_in.weight"], before),
+        "encoder.conv_out.weight": torch.einsum(
+            "dz,zchw->dchw", after, found["encoder.conv_out.weight"]
+        ),
+        "decoder.conv_in.weight": torch.einsum(
+            "czhw,zd->cdhw", found["decoder.conv_in.weight"], before
+        ),
     }
 
 
 def _unit(vq: LlamaGenVQ) -> dict[str, Tensor]:
     """The weights with entries of length 1, as LlamaGen compares and decodes them."""
-    found = {name: tensor for name, tensor in vq.state_dict().items() if name != "quantize.codebook_used"}
+    found = {
+        name: tensor for name, tensor in vq.state_dict().items() if name != "quantize.codebook_used"
+    }
     return found | {"quantize.embedding.weight": vq.quantize.codebook()}

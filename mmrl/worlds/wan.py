@@ -1,4 +1,5 @@
-"""Pre-training the transformer of the tiny Wan by flow matching, text to video or image to video, and saving it all."""
+"""Pre-training the transformer of the tiny Wan by flow matching, text to video or image to video,
+and saving it all."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class Lessons(NamedTuple):
 
 
 def build_wan(folder: Path, parts: Path, recipe: WanRecipe, progress: Progress) -> None:
-    """Train a transformer for what is in ``parts`` and save a WanPipeline or WanImageToVideoPipeline."""
+    """Train a transformer for what is in ``parts`` and save a WanPipeline or
+    WanImageToVideoPipeline."""
     from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline, WanPipeline
 
     with quiet_libraries():
@@ -52,27 +54,39 @@ def load_parts(folder: Path) -> dict[str, Any]:
 def new_transformer(models: dict[str, Any], recipe: WanRecipe) -> Any:
     from diffusers import WanTransformer3DModel
 
-    vae, width = models["vae"].config, 32 * recipe.heads
+    vae = models["vae"].config
+    width = 32 * recipe.heads
     seen = vae.z_dim + vae.scale_factor_temporal if recipe.first_frame else 0
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         transformer = WanTransformer3DModel(
-            patch_size=recipe.patch, num_attention_heads=recipe.heads, attention_head_dim=32,
-            in_channels=vae.z_dim + seen, out_channels=vae.z_dim, text_dim=models["text_encoder"].config.d_model,
-            freq_dim=64, ffn_dim=4 * width, num_layers=recipe.layers, rope_max_seq_len=32,
-        )  # fmt: skip
+            patch_size=recipe.patch,
+            num_attention_heads=recipe.heads,
+            attention_head_dim=32,
+            in_channels=vae.z_dim + seen,
+            out_channels=vae.z_dim,
+            text_dim=models["text_encoder"].config.d_model,
+            freq_dim=64,
+            ffn_dim=4 * width,
+            num_layers=recipe.layers,
+            rope_max_seq_len=32,
+        )
         begin_with_itself(transformer)
     return transformer
 
 
 @torch.no_grad()
 def begin_with_itself(transformer: Any) -> None:
-    """Make the first velocity nearly the noisy latents themselves, which is right where they are noise.
+    """Make the first velocity nearly the noisy latents themselves, which is right where they are
+    noise.
 
-    Latents enter by orthonormal axes and leave by the same, so noise passes through from the beginning.
+    Latents enter by orthonormal axes and leave by the same, so noise passes through from the
+    beginning.
     """
-    enter, leave = transformer.patch_embedding, transformer.proj_out
-    z, width = transformer.config.out_channels, len(enter.weight)
+    enter = transformer.patch_embedding
+    leave = transformer.proj_out
+    z = transformer.config.out_channels
+    width = len(enter.weight)
     shape = (width, z, *transformer.config.patch_size)
     axes = torch.linalg.qr(torch.randn(width, math.prod(shape[1:])))[0].view(shape)
     enter.weight[:, :z] = axes
@@ -94,8 +108,8 @@ def prepare(models: dict[str, Any], recipe: WanRecipe) -> Lessons:
 
 
 def first_frames(vae: Any, clips: Tensor) -> Tensor:
-    """[B, mask + C, f, h, w] as WanImageToVideoPipeline makes them of clips: which frames are given, and their latents
-    with grey after the first."""
+    """[B, mask + C, f, h, w] as WanImageToVideoPipeline makes them of clips: which frames are
+    given, and their latents with grey after the first."""
     known = torch.cat([clips[:, :, :1], torch.full_like(clips[:, :, 1:], 0.5)], 2)
     latents = encode_clips(vae, known)
     mask = latents.new_zeros(len(latents), vae.config.scale_factor_temporal, *latents.shape[2:])
@@ -106,11 +120,17 @@ def first_frames(vae: Any, clips: Tensor) -> Tensor:
 def teach_flow(transformer: Any, lessons: Lessons, recipe: WanRecipe, progress: Progress) -> None:
     """AdamW with one cycle of the learning rate."""
     rng = Rng.of(recipe.seed, "wan flow")
-    optimizer = torch.optim.AdamW(transformer.parameters(), recipe.lr, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.lr, total_steps=recipe.steps, pct_start=0.1)
+    optimizer = torch.optim.AdamW(
+        transformer.parameters(), recipe.lr, betas=(0.9, 0.98), weight_decay=0.01
+    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, recipe.lr, total_steps=recipe.steps, pct_start=0.1
+    )
     for step in progress.steps("video transformer", recipe.steps):
         wrong = recipe.wrong_captions if step >= recipe.true_first * recipe.steps else 0.0
-        loss = flow_loss(transformer, lessons, replace(recipe, wrong_captions=wrong), rng.fold(step))
+        loss = flow_loss(
+            transformer, lessons, replace(recipe, wrong_captions=wrong), rng.fold(step)
+        )
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(transformer.parameters(), 1.0)
@@ -120,17 +140,23 @@ def teach_flow(transformer: Any, lessons: Lessons, recipe: WanRecipe, progress: 
 
 
 def flow_loss(transformer: Any, lessons: Lessons, recipe: WanRecipe, rng: Rng) -> Tensor:
-    """Squared error of the velocity ``noise - x`` at ``x + t (noise - x)``, t logit-normal (Esser 2024, eq. 19)."""
+    """Squared error of the velocity ``noise - x`` at ``x + t (noise - x)``, t logit-normal (Esser
+    2024, eq. 19)."""
     names = torch.arange(recipe.batch)
-    u = rng.fold("u").uniform(names, (4,))  # [B, 4]: clip, somebody else's caption, whether it, whether none
+    # [B, 4]: clip, somebody else's caption, whether it, whether none
+    u = rng.fold("u").uniform(names, (4,))
     row, other = (u[:, :2] * len(lessons.latents)).long().unbind(1)
     caption = lessons.caption[torch.where(u[:, 2] < recipe.wrong_captions, other, row)]
     caption = torch.where(u[:, 3] < recipe.no_caption, len(lessons.texts) - 1, caption)
     x = lessons.latents[row]
     draw = rng.fold("noise").normal(names, (x[0].numel() + 1,))
-    noise, t = draw[:, 1:].view_as(x), draw[:, 0].sigmoid()
+    noise = draw[:, 1:].view_as(x)
+    t = draw[:, 0].sigmoid()
     state = torch.cat([x.lerp(noise, t.view(-1, 1, 1, 1, 1)), lessons.condition[row]], 1)
     out = transformer(
-        hidden_states=state, timestep=1000 * t, encoder_hidden_states=lessons.texts[caption], return_dict=False
-    )[0]  # fmt: skip
+        hidden_states=state,
+        timestep=1000 * t,
+        encoder_hidden_states=lessons.texts[caption],
+        return_dict=False,
+    )[0]
     return F.mse_loss(out, noise - x)

@@ -1,4 +1,5 @@
-"""What stands around the tiny Wan's transformer: tokenizer, UMT5 text encoder, and an autoencoder in closed form."""
+"""What stands around the tiny Wan's transformer: tokenizer, UMT5 text encoder, and an autoencoder
+in closed form."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ LENGTH = 8  # tokens; a caption has 5 words and the end
 
 def build_wan_parts(folder: Path, recipe: WanPartsRecipe, progress: Progress) -> None:
     """Train and save tokenizer, text encoder and autoencoder, each in the pipeline's subfolder."""
-    tokenizer, encoder = umt5_tokenizer(), new_umt5(recipe.text)
+    tokenizer = umt5_tokenizer()
+    encoder = new_umt5(recipe.text)
     teach_umt5(encoder, tokenizer, recipe.text, progress)
     vae = closed_form_vae(recipe.vae)
     with quiet_libraries():
@@ -29,11 +31,19 @@ def build_wan_parts(folder: Path, recipe: WanPartsRecipe, progress: Progress) ->
 
 
 def umt5_tokenizer() -> Any:
-    """T5Tokenizer (unigram) with one piece for every word, and single ASCII characters for all others."""
+    """T5Tokenizer (unigram) with one piece for every word, and single ASCII characters for all
+    others."""
     from transformers import T5Tokenizer
 
-    words = dict.fromkeys(["a", *DIGITS, *COLORS, *MOTIONS, "moving", *" ".join(WORDS.values()).split()])
-    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((f"▁{word}", -1.0) for word in words)]
+    words = dict.fromkeys(
+        ["a", *DIGITS, *COLORS, *MOTIONS, "moving", *" ".join(WORDS.values()).split()]
+    )
+    pieces = [
+        ("<pad>", 0.0),
+        ("</s>", 0.0),
+        ("<unk>", 0.0),
+        *((f"▁{word}", -1.0) for word in words),
+    ]
     pieces += [(letter, -10.0) for letter in ["▁", *map(chr, range(33, 127))]]
     return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=LENGTH)
 
@@ -42,16 +52,22 @@ def new_umt5(recipe: WanTextRecipe) -> Any:
     from transformers import UMT5Config, UMT5EncoderModel
 
     config = UMT5Config(
-        vocab_size=len(umt5_tokenizer()), d_model=recipe.width, d_kv=recipe.width // recipe.heads,
-        d_ff=2 * recipe.width, num_layers=recipe.layers, num_heads=recipe.heads, dropout_rate=0.0,
-    )  # fmt: skip
+        vocab_size=len(umt5_tokenizer()),
+        d_model=recipe.width,
+        d_kv=recipe.width // recipe.heads,
+        d_ff=2 * recipe.width,
+        num_layers=recipe.layers,
+        num_heads=recipe.heads,
+        dropout_rate=0.0,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         return UMT5EncoderModel(config)
 
 
 def teach_umt5(encoder: Any, tokenizer: Any, recipe: WanTextRecipe, progress: Progress) -> None:
-    """Train to have digit, colour and motion linearly readable in the mean of the tokens; then freeze.
+    """Train to have digit, colour and motion linearly readable in the mean of the tokens; then
+    freeze.
 
     Stands in for the web-scale training of the real encoder. Held-out captions are left out.
     """
@@ -59,9 +75,15 @@ def teach_umt5(encoder: Any, tokenizer: Any, recipe: WanTextRecipe, progress: Pr
     ids, mask = tokens(tokenizer, [p["text"] for p in prompts])
     sizes = (10, len(COLORS), len(MOTIONS))
     truth = torch.tensor(
-        [[p["objects"][0]["digit"], list(COLORS).index(p["objects"][0]["color"]), list(MOTIONS).index(p["motion"])]
-         for p in prompts]
-    )  # fmt: skip
+        [
+            [
+                p["objects"][0]["digit"],
+                list(COLORS).index(p["objects"][0]["color"]),
+                list(MOTIONS).index(p["motion"]),
+            ]
+            for p in prompts
+        ]
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         head = nn.Linear(recipe.width, sum(sizes))
@@ -69,7 +91,9 @@ def teach_umt5(encoder: Any, tokenizer: Any, recipe: WanTextRecipe, progress: Pr
     optimizer = torch.optim.AdamW(weights, recipe.lr, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.lr, total_steps=recipe.steps)
     for step in progress.steps("text encoder", recipe.steps):
-        rows = (Rng.of(recipe.seed, "umt5").uniform(torch.arange(recipe.batch), (), step) * len(prompts)).long()
+        rows = (
+            Rng.of(recipe.seed, "umt5").uniform(torch.arange(recipe.batch), (), step) * len(prompts)
+        ).long()
         hidden = encoder(ids[rows], mask[rows]).last_hidden_state
         mean = (hidden * mask[rows, :, None]).sum(1) / mask[rows].sum(1, keepdim=True)
         parts = zip(head(mean).split(sizes, -1), truth[rows].T)
@@ -83,7 +107,9 @@ def teach_umt5(encoder: Any, tokenizer: Any, recipe: WanTextRecipe, progress: Pr
 
 def tokens(tokenizer: Any, texts: list[str]) -> tuple[Tensor, Tensor]:
     """Ids and mask [P, 8], as WanPipeline pads them."""
-    found = tokenizer(texts, padding="max_length", max_length=LENGTH, truncation=True, return_tensors="pt")
+    found = tokenizer(
+        texts, padding="max_length", max_length=LENGTH, truncation=True, return_tensors="pt"
+    )
     return found.input_ids, found.attention_mask
 
 
@@ -95,31 +121,53 @@ def embed_texts(encoder: Any, tokenizer: Any, texts: list[str]) -> Tensor:
 
 
 def closed_form_vae(recipe: WanVaeRecipe) -> Any:
-    """AutoencoderKLWan whose latents are the principal components of every square of a frame, deviation 1 on average.
+    """AutoencoderKLWan whose latents are the principal components of every square of a frame,
+    deviation 1 on average.
 
-    One level, no compression in time, every convolution with its middle tap alone. Residual blocks and attention add
-    nothing. The components pass the last normalisation beside a constant so large that it scales them by a constant,
-    and SiLU where it is the identity.
+    One level, no compression in time, every convolution with its middle tap alone. Residual blocks
+    and attention add nothing. The components pass the last normalisation beside a constant so large
+    that it scales them by a constant, and SiLU where it is the identity.
     """
     from diffusers import AutoencoderKLWan
     from diffusers.models.autoencoders.autoencoder_kl_wan import patchify
 
-    channels, z = 3 * recipe.patch**2, recipe.latent
+    channels = 3 * recipe.patch**2
+    z = recipe.latent
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         vae = AutoencoderKLWan(
-            base_dim=z + 1, z_dim=z, dim_mult=[1], num_res_blocks=0, temperal_downsample=[], patch_size=recipe.patch,
-            in_channels=channels, out_channels=channels, latents_mean=[0.0] * z, latents_std=[1.0] * z,
-            scale_factor_temporal=1, scale_factor_spatial=recipe.patch,
-        ).requires_grad_(False)  # fmt: skip
+            base_dim=z + 1,
+            z_dim=z,
+            dim_mult=[1],
+            num_res_blocks=0,
+            temperal_downsample=[],
+            patch_size=recipe.patch,
+            in_channels=channels,
+            out_channels=channels,
+            latents_mean=[0.0] * z,
+            latents_std=[1.0] * z,
+            scale_factor_temporal=1,
+            scale_factor_spatial=recipe.patch,
+        ).requires_grad_(False)
     known = trained_on()
     prompts = (known * (recipe.scenes // len(known) + 1))[: recipe.scenes]
     clips = film(prompts, Rng.of(recipe.seed, "wan vae")).frames.transpose(1, 2)
-    squares = patchify(2 * clips - 1, patch_size=recipe.patch).movedim(1, -1).flatten(0, -2).double()  # [N, channels]
+    # [N, channels]
+    squares = (
+        patchify(2 * clips - 1, patch_size=recipe.patch).movedim(1, -1).flatten(0, -2).double()
+    )
     mean = squares.mean(0)
     variance, axes = torch.linalg.eigh((squares - mean).T @ (squares - mean) / len(squares))
-    axes, scale = axes.flip(1)[:, :z], variance.flip(0)[:z].mean().sqrt()  # [channels, z]
-    _linear(vae.encoder, axes.T / scale, -(axes.T @ mean) / scale, torch.eye(2 * z, z).double(), _silence(z))
+    # [channels, z]
+    axes = axes.flip(1)[:, :z]
+    scale = variance.flip(0)[:z].mean().sqrt()
+    _linear(
+        vae.encoder,
+        axes.T / scale,
+        -(axes.T @ mean) / scale,
+        torch.eye(2 * z, z).double(),
+        _silence(z),
+    )
     _linear(vae.decoder, torch.eye(z).double(), torch.zeros(z).double(), axes * scale, mean)
     for part in (vae.quant_conv, vae.post_quant_conv):
         part.weight.copy_(torch.eye(len(part.weight)).view(part.weight.shape))
@@ -127,7 +175,9 @@ def closed_form_vae(recipe: WanVaeRecipe) -> Any:
     return vae.eval()
 
 
-OFFSET, LARGE = 40.0, 1e4  # where SiLU is the identity, for latents up to 25; the constant beside them
+# where SiLU is the identity, for latents up to 25; the constant beside them
+OFFSET = 40.0
+LARGE = 1e4
 
 
 def _silence(z: int) -> Tensor:
@@ -136,7 +186,8 @@ def _silence(z: int) -> Tensor:
 
 
 def _linear(net: Any, enter: Tensor, start: Tensor, leave: Tensor, end: Tensor) -> None:
-    """Make a Wan encoder or decoder x -> leave (enter x + start) + end, at every place and time by itself."""
+    """Make a Wan encoder or decoder x -> leave (enter x + start) + end, at every place and time by
+    itself."""
     for name, weight in net.named_parameters():
         if name.endswith(("conv2.weight", "conv2.bias", "proj.weight", "proj.bias")):
             weight.zero_()  # the blocks are residual
@@ -154,7 +205,11 @@ def _linear(net: Any, enter: Tensor, start: Tensor, leave: Tensor, end: Tensor) 
 
 @torch.no_grad()
 def encode_clips(vae: Any, clips: Tensor) -> Tensor:
-    """[B, C, f, h, w] mean latents of clips [B, 3, F, H, W] in 0..1, as the transformer sees them."""
+    """[B, C, f, h, w] mean latents of clips [B, 3, F, H, W] in 0..1, as the transformer sees
+    them."""
     found = torch.cat([vae.encode(2 * part - 1).latent_dist.mean for part in clips.split(64)])
-    mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std))
+    mean, std = (
+        torch.tensor(v).view(1, -1, 1, 1, 1)
+        for v in (vae.config.latents_mean, vae.config.latents_std)
+    )
     return (found - mean) / std

@@ -1,7 +1,9 @@
-"""Teaching the tiny Qwen2.5-VL before any reward: its eyes to see digits, then the model to answer in the asked form.
+"""Teaching the tiny Qwen2.5-VL before any reward: its eyes to see digits, then the model to answer
+in the asked form.
 
-The second is supervised on what people said, most of them *hasty*: they leave a margin around boxes and overlook one
-digit of a crowd. So there is something left which a reward can say and most answers did not.
+The second is supervised on what people said, most of them *hasty*: they leave a margin around boxes
+and overlook one digit of a crowd. So there is something left which a reward can say and most
+answers did not.
 """
 
 from __future__ import annotations
@@ -25,7 +27,11 @@ IGNORED = -100  # of cross entropy
 GRID = 2  # pixels: boxes are drawn to even coordinates
 CROWD = 2  # digits from which a hasty person overlooks one
 WOBBLE = 0.5  # digits are turned, sheared and rescaled a little
-SORTS = {"few": Style(1, 2, 15.0, 24.0), "pairs": Style(1, 3, 13.0, 20.0), "crowd": Style(1, 6, 9.0, 14.0)}
+SORTS = {
+    "few": Style(1, 2, 15.0, 24.0),
+    "pairs": Style(1, 3, 13.0, 20.0),
+    "crowd": Style(1, 6, 9.0, 14.0),
+}
 KINDS_OF: dict[str, tuple[Ask, ...]] = {
     "few": ("box", "box", "box", "box"),
     "pairs": ("boxes", "color", "digit", "left", "sum"),
@@ -39,11 +45,13 @@ ASKED = 6  # of a patch: colour, digit, four sides of the box
 def teach_eyes(model: Any, processor: Any, recipe: VLMRecipe, progress: Progress) -> None:
     """Every patch on a digit learns to say its colour, name and box in the model's own words.
 
-    Stands in for an encoder trained on captions of the web. The heads that ask are thrown away, the words' embeddings
-    stay.
+    Stands in for an encoder trained on captions of the web. The heads that ask are thrown away, the
+    words' embeddings stay.
     """
     rng = Rng.of(recipe.seed, "eyes")
-    found = [album(recipe.scenes, rng.fold(name), "generator", s, WOBBLE) for name, s in SORTS.items()]
+    found = [
+        album(recipe.scenes, rng.fold(name), "generator", s, WOBBLE) for name, s in SORTS.items()
+    ]
     patches = torch.cat([_patches(processor, part.images) for part in found])
     truth = torch.cat([_patch_targets(part.scenes, processor.tokenizer) for part in found])
     with torch.random.fork_rng(devices=[]):
@@ -51,11 +59,17 @@ def teach_eyes(model: Any, processor: Any, recipe: VLMRecipe, progress: Progress
         heads = nn.Linear(recipe.width, ASKED * recipe.width)
     weights = [*model.model.visual.parameters(), *heads.parameters(), model.lm_head.weight]
     optimizer = torch.optim.AdamW(weights, recipe.eyes_lr, (0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.eyes_lr, total_steps=recipe.eyes_steps)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, recipe.eyes_lr, total_steps=recipe.eyes_steps
+    )
     grid = torch.tensor([[1, SHEET, SHEET]]).expand(recipe.eyes_batch, 3)
     for step in progress.steps("vision tower", recipe.eyes_steps):
-        rows = (rng.fold("rows").uniform(torch.arange(recipe.eyes_batch), (), step) * len(patches)).long()
-        seen = model.model.get_image_features(patches[rows].flatten(0, 1), grid, return_dict=True).pooler_output
+        rows = (
+            rng.fold("rows").uniform(torch.arange(recipe.eyes_batch), (), step) * len(patches)
+        ).long()
+        seen = model.model.get_image_features(
+            patches[rows].flatten(0, 1), grid, return_dict=True
+        ).pooler_output
         on = truth[rows][..., 0] != IGNORED  # [B, patches]
         said = heads(torch.stack(list(seen))[on]).unflatten(-1, (ASKED, recipe.width))
         loss = F.cross_entropy(model.lm_head(said).flatten(0, 1), truth[rows][on].flatten())
@@ -67,43 +81,65 @@ def teach_eyes(model: Any, processor: Any, recipe: VLMRecipe, progress: Progress
 
 
 def _patches(processor: Any, images: Tensor) -> Tensor:
-    """[N, patches, numbers] what the image processor makes of uint8 pictures [N, H, W, 3] of one size."""
+    """[N, patches, numbers] what the image processor makes of uint8 pictures [N, H, W, 3] of one
+    size."""
     found = processor.image_processor(list(images.numpy()), return_tensors="pt")["pixel_values"]
     return found.view(len(images), -1, found.shape[-1])
 
 
 def _patch_targets(scenes: list[Prompt], words: Any) -> Tensor:
-    """[N, patches, 6] ids of the words for colour, digit and box of the object a patch lies on; IGNORED elsewhere."""
-    ids = {word: words.convert_tokens_to_ids(word) for word in (*COLORS, *DIGITS, *map(str, range(SIDE + 1)))}
+    """[N, patches, 6] ids of the words for colour, digit and box of the object a patch lies on;
+    IGNORED elsewhere."""
+    ids = {
+        word: words.convert_tokens_to_ids(word)
+        for word in (*COLORS, *DIGITS, *map(str, range(SIDE + 1)))
+    }
     truth = torch.full((len(scenes), SHEET, SHEET, ASKED), IGNORED)
     for n, scene in enumerate(scenes):
         for item, box in zip(scene["objects"], scene["boxes"]):
-            columns, rows = (slice(round(a / PATCH), max(round(b / PATCH), round(a / PATCH) + 1))
-                             for a, b in (box[::2], box[1::2]))  # fmt: skip
-            said = [item["color"], DIGITS[item["digit"]], *(str(GRID * round(v / GRID)) for v in box)]
+            columns, rows = (
+                slice(round(a / PATCH), max(round(b / PATCH), round(a / PATCH) + 1))
+                for a, b in (box[::2], box[1::2])
+            )
+            said = [
+                item["color"],
+                DIGITS[item["digit"]],
+                *(str(GRID * round(v / GRID)) for v in box),
+            ]
             truth[n, rows, columns] = torch.tensor([ids[word] for word in said])
     return truth.flatten(1, 2)
 
 
 class Lessons(NamedTuple):
-    """Scenes of one sort with several questions each, encoded once. Every question sees the picture and itself only."""
+    """Scenes of one sort with several questions each, encoded once. Every question sees the picture
+    and itself only."""
 
-    ids: Tensor  # [N, S] the picture's tokens, then question and answer after question and answer, right-padded
+    # [N, S] the picture's tokens, then question and answer after question and answer, right-padded
+    ids: Tensor
     part: Tensor  # [N, S] 0: the picture, 1, 2, ...: which question, -1: padding
     labels: Tensor  # [N, S] the ids of the answers and their ends, elsewhere IGNORED
     positions: Tensor  # [3, N, S] as if every question stood right behind the picture
-    media: dict[str, Tensor]  # patches [N, patches, numbers] and grid [N, 3], by the model's names for them
+    # patches [N, patches, numbers] and grid [N, 3], by the model's names for them
+    media: dict[str, Tensor]
 
 
 def teach_answers(model: Any, processor: Any, recipe: VLMRecipe, progress: Progress) -> None:
     """Supervised fine-tuning of all weights; of a conversation only the answer is learnt."""
     rng = Rng.of(recipe.seed, "answers")
-    lessons = {sort: prepare(model, processor, recipe, sort) for sort in dict.fromkeys(recipe.order)}
-    optimizer = torch.optim.AdamW(model.parameters(), recipe.lr, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.lr, total_steps=recipe.steps, pct_start=0.1)
+    lessons = {
+        sort: prepare(model, processor, recipe, sort) for sort in dict.fromkeys(recipe.order)
+    }
+    optimizer = torch.optim.AdamW(
+        model.parameters(), recipe.lr, betas=(0.9, 0.98), weight_decay=0.01
+    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, recipe.lr, total_steps=recipe.steps, pct_start=0.1
+    )
     for step in progress.steps("answers", recipe.steps):
         chosen = lessons[recipe.order[step % len(recipe.order)]]
-        rows = (rng.fold("rows").uniform(torch.arange(recipe.batch), (), step) * len(chosen.ids)).long()
+        rows = (
+            rng.fold("rows").uniform(torch.arange(recipe.batch), (), step) * len(chosen.ids)
+        ).long()
         loss = answer_loss(model, chosen, rows)
         optimizer.zero_grad()
         loss.backward()
@@ -114,11 +150,16 @@ def teach_answers(model: Any, processor: Any, recipe: VLMRecipe, progress: Progr
 
 def answer_loss(model: Any, lessons: Lessons, rows: Tensor) -> Tensor:
     """Cross entropy of the answers' tokens."""
-    media = {name: v[rows].flatten(0, 1) if name.startswith("pixel") else v[rows] for name, v in lessons.media.items()}
+    media = {
+        name: v[rows].flatten(0, 1) if name.startswith("pixel") else v[rows]
+        for name, v in lessons.media.items()
+    }
     hidden = model.model(
-        input_ids=lessons.ids[rows], attention_mask=attention(lessons.part[rows])[:, None],
-        position_ids=lessons.positions[:, rows], **media,
-    ).last_hidden_state[:, :-1]  # fmt: skip
+        input_ids=lessons.ids[rows],
+        attention_mask=attention(lessons.part[rows])[:, None],
+        position_ids=lessons.positions[:, rows],
+        **media,
+    ).last_hidden_state[:, :-1]
     labels = lessons.labels[rows][:, 1:]
     there = labels != IGNORED
     return F.cross_entropy(model.lm_head(hidden[there]), labels[there])
@@ -137,26 +178,37 @@ def prepare(model: Any, processor: Any, recipe: VLMRecipe, sort: str) -> Lessons
     talk = [{"role": "user", "content": [shown]}]
     start = processor.apply_chat_template(talk, tokenize=False).partition("<|im_end|>")[0]
     found = processor(text=[start] * len(questions), return_tensors="pt", **media)
-    patches, grid = (next(n for n in found if n.startswith("pixel")), next(n for n in found if n.endswith("_thw")))
-    rates = {"second_per_grid_ts": found["second_per_grid_ts"]} if "second_per_grid_ts" in found else {}
+    patches = next(n for n in found if n.startswith("pixel"))
+    grid = next(n for n in found if n.endswith("_thw"))
+    rates = (
+        {"second_per_grid_ts": found["second_per_grid_ts"]} if "second_per_grid_ts" in found else {}
+    )
     first, _ = model.model.get_rope_index(
         found["input_ids"][:1], found["mm_token_type_ids"][:1], **{grid: found[grid][:1]}, **rates
     )
-    shown = {patches: found[patches].view(len(questions), -1, found[patches].shape[-1]), grid: found[grid]}
+    shown = {
+        patches: found[patches].view(len(questions), -1, found[patches].shape[-1]),
+        grid: found[grid],
+    }
     return _joined(found["input_ids"], first[:, 0], questions, processor.tokenizer, shown)
 
 
-def _joined(start: Tensor, first: Tensor, questions: list[list[Pair]], words: Any, media: dict[str, Tensor]) -> Lessons:
+def _joined(
+    start: Tensor, first: Tensor, questions: list[list[Pair]], words: Any, media: dict[str, Tensor]
+) -> Lessons:
     """Pictures' tokens [N, S0] with positions [3, S0], and the questions behind them."""
     behind = int(first.max()) + 1
     rows = []
     for n, pairs in enumerate(questions):
-        ids, part, labels = start[n].tolist(), [0] * start.shape[1], [IGNORED] * start.shape[1]
+        ids = start[n].tolist()
+        part = [0] * start.shape[1]
+        labels = [IGNORED] * start.shape[1]
         place = [[*row] for row in first.tolist()]
         for k, pair in enumerate(pairs):
             asked = words(f"{pair.question}<|im_end|><|im_start|>assistant").input_ids
             answered = words(f"{pair.answer}<|im_end|>").input_ids
-            ids, part = ids + asked + answered, part + [k + 1] * len(asked + answered)
+            ids = ids + asked + answered
+            part = part + [k + 1] * len(asked + answered)
             labels += [IGNORED] * len(asked) + answered
             place = [row + [behind + i for i in range(len(asked + answered))] for row in place]
         rows.append((ids, part, labels, place))
@@ -167,7 +219,9 @@ def _joined(start: Tensor, first: Tensor, questions: list[list[Pair]], words: An
 
     places = torch.tensor([[padded(axis, 0) for axis in row[3]] for row in rows])  # [N, 3, S]
     fills = (words.pad_token_id, -1, IGNORED)
-    ids, part, labels = (torch.tensor([padded(row[i], fill) for row in rows]) for i, fill in enumerate(fills))
+    ids, part, labels = (
+        torch.tensor([padded(row[i], fill) for row in rows]) for i, fill in enumerate(fills)
+    )
     return Lessons(ids, part, labels, places.transpose(0, 1), media)
 
 
@@ -177,7 +231,8 @@ class Pair(NamedTuple):
 
 
 def examples(recipe: VLMRecipe, sort: str) -> tuple[list[list[Pair]], dict[str, Any]]:
-    """Per scene up to ``turns`` questions with their answers, and the media as the processor takes them."""
+    """Per scene up to ``turns`` questions with their answers, and the media as the processor takes
+    them."""
     rng = Rng.of(recipe.seed, "conversations", sort)
     if sort == "clips":
         found = clips(recipe.scenes, rng, "generator", WOBBLE)
@@ -193,12 +248,18 @@ def examples(recipe: VLMRecipe, sort: str) -> tuple[list[list[Pair]], dict[str, 
     for scene, ranks, moods in zip(found.scenes, order, hasty):
         known = [(kind, question) for kind in KINDS_OF[sort] for question in asked(scene, kind)]
         chosen = [known[i] for i in sorted(range(len(known)), key=ranks.__getitem__)]
-        pairs.append([Pair(q["text"], answered(kind, q, h, recipe.margin)) for (kind, q), h in zip(chosen, moods)])
+        pairs.append(
+            [
+                Pair(q["text"], answered(kind, q, h, recipe.margin))
+                for (kind, q), h in zip(chosen, moods)
+            ]
+        )
     return pairs, media
 
 
 def answered(kind: Ask, question: Prompt, hasty: bool, margin: float) -> str:
-    """What a careful or a hasty person answers, who leaves a margin around boxes and overlooks one digit of a crowd."""
+    """What a careful or a hasty person answers, who leaves a margin around boxes and overlooks one
+    digit of a crowd."""
     if boxes := question.get("boxes"):
         return written([drawn(box, margin if hasty else 0.0) for box in boxes])
     if kind == "count" and hasty and int(question["answer"]) >= CROWD:
@@ -207,7 +268,9 @@ def answered(kind: Ask, question: Prompt, hasty: bool, margin: float) -> str:
 
 
 def drawn(box: list[int], margin: float) -> list[int]:
-    """The box with every side pushed out by that share of its width or height, on even pixels of the picture."""
-    width, height = box[2] - box[0], box[3] - box[1]
+    """The box with every side pushed out by that share of its width or height, on even pixels of
+    the picture."""
+    width = box[2] - box[0]
+    height = box[3] - box[1]
     far = (-margin * width, -margin * height, margin * width, margin * height)
     return [min(SIDE, max(0, GRID * round((v + d) / GRID))) for v, d in zip(box, far)]

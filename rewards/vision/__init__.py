@@ -1,4 +1,5 @@
-"""Verifiable rewards of vision tasks: one parser, one coordinate module, NaN only where the prompt is at fault.
+"""Verifiable rewards of vision tasks: one parser, one coordinate module, NaN only where the prompt
+is at fault.
 
 All judge texts against right answers in the prompt; ``docs/verifiable-rewards.md`` has the table.
 """
@@ -16,8 +17,34 @@ from rewards.vision.words import Answer, Choice, Classification, Count, LabelSet
 from rewards.vision.writing import Table, TextSimilarity, Transcription
 
 __all__ = [
-    "Answer", "Chart", "Choice", "Classification", "Confidence", "CosineLength", "Count", "Detection", "Format",
-    "Grounding", "Gui", "KeySteps", "LabelSet", "Length", "Maths", "Transcription", "Overlong", "Point", "Referring",
-    "Repetition", "Routed", "Segmentation", "Svg", "Table", "Temporal", "TextSimilarity", "ThinkOrNot", "Tracking",
-    "VideoQa", "Vqa",
-]  # fmt: skip
+    "Answer",
+    "Chart",
+    "Choice",
+    "Classification",
+    "Confidence",
+    "CosineLength",
+    "Count",
+    "Detection",
+    "Format",
+    "Grounding",
+    "Gui",
+    "KeySteps",
+    "LabelSet",
+    "Length",
+    "Maths",
+    "Transcription",
+    "Overlong",
+    "Point",
+    "Referring",
+    "Repetition",
+    "Routed",
+    "Segmentation",
+    "Svg",
+    "Table",
+    "Temporal",
+    "TextSimilarity",
+    "ThinkOrNot",
+    "Tracking",
+    "VideoQa",
+    "Vqa",
+]

@@ -1,7 +1,9 @@
-"""From what a model wrote to an answer: a total parser, which never raises and always says how well it went.
+"""From what a model wrote to an answer: a total parser, which never raises and always says how well
+it went.
 
-Only the final answer is read: the last ``<answer>`` element, else what follows the last ``</think>``, else the whole
-text. Coordinates are read by ``rewards.vision.shapes`` with the helpers of this module.
+Only the final answer is read: the last ``<answer>`` element, else what follows the last
+``</think>``, else the whole text. Coordinates are read by ``rewards.vision.shapes`` with the
+helpers of this module.
 """
 
 from __future__ import annotations
@@ -13,12 +15,22 @@ import unicodedata
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-Status = Literal["ok", "repaired", "wrong_count", "out_of_range", "degenerate", "inverted", "unparseable"]
+Status = Literal[
+    "ok", "repaired", "wrong_count", "out_of_range", "degenerate", "inverted", "unparseable"
+]
 SEVERITY: tuple[Status, ...] = (
-    "ok", "repaired", "wrong_count", "out_of_range", "degenerate", "inverted", "unparseable",
-)  # fmt: skip
-LONGEST = 20_000  # characters of an answer that are looked at: time stays bounded whatever a model writes
-DEEPEST = 30  # brackets in brackets: nobody answers so, and repairing them takes time with their square
+    "ok",
+    "repaired",
+    "wrong_count",
+    "out_of_range",
+    "degenerate",
+    "inverted",
+    "unparseable",
+)
+# characters of an answer that are looked at: time stays bounded whatever a model writes
+LONGEST = 20_000
+# brackets in brackets: nobody answers so, and repairing them takes time with their square
+DEEPEST = 30
 NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,4})?"
 NOTHING = {"none", "null", "nothing", "no object", "no objects", "no box", "no boxes", "n/a"}
 Value = TypeVar("Value")
@@ -53,7 +65,8 @@ def final(text: str) -> Parsed[str]:
 
 
 def strict_json(text: str) -> Parsed[Any]:
-    """The JSON value in a code fence, else the whole text, else between its outermost brackets; nothing is repaired."""
+    """The JSON value in a code fence, else the whole text, else between its outermost brackets;
+    nothing is repaired."""
     body = fenced(text)
     candidates = [body]
     starts = [i for i in (body.find("["), body.find("{")) if i >= 0]
@@ -69,7 +82,8 @@ def strict_json(text: str) -> Parsed[Any]:
 
 
 def loose_json(text: str) -> Parsed[Any]:
-    """As ``strict_json``, and what json_repair makes of a truncated or single-quoted value ("repaired")."""
+    """As ``strict_json``, and what json_repair makes of a truncated or single-quoted value
+    ("repaired")."""
     found = strict_json(text)
     body = fenced(text)
     starts = [i for i in (body.find("["), body.find("{")) if i >= 0]
@@ -103,7 +117,8 @@ def fenced(text: str) -> str:
 
 
 def real(value: Any) -> float | None:
-    """A number, or a string that is one, as a float; None for anything else. Infinite and NaN stay what they are."""
+    """A number, or a string that is one, as a float; None for anything else. Infinite and NaN stay
+    what they are."""
     if isinstance(value, bool):
         return None
     if isinstance(value, str) and not re.fullmatch(NUMBER, value.strip()):
@@ -117,18 +132,24 @@ def real(value: Any) -> float | None:
 
 
 def number(text: str) -> Parsed[float]:
-    """The one number of the final answer: ``7``, ``1,234``, ``12 %``, ``seven``; with words around it "repaired".
+    """The one number of the final answer: ``7``, ``1,234``, ``12 %``, ``seven``; with words around
+    it "repaired".
 
     Several different numbers are no answer ("wrong_count"): who hedges is not paid.
     """
     answer = final(text)
     body = (boxed(answer.value) or fenced(answer.value)).strip().strip(".").strip()
     word = WORDS.get(body.casefold())
-    plain = re.fullmatch(rf"[$€£]?\s*({NUMBER})\s*[%°]?", re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", body))
+    plain = re.fullmatch(
+        rf"[$€£]?\s*({NUMBER})\s*[%°]?", re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", body)
+    )
     if word is not None or plain:
         return Parsed(float(word) if plain is None else float(plain[1]), answer.status)
     found = {
-        float(one) for one in re.findall(rf"(?<![\w.]){NUMBER}(?![\w])", re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", body))
+        float(one)
+        for one in re.findall(
+            rf"(?<![\w.]){NUMBER}(?![\w])", re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", body)
+        )
     }
     if len(found) == 1:
         return Parsed(found.pop(), worst(answer.status, "repaired"))
@@ -140,7 +161,8 @@ def boxed(text: str) -> str | None:
     start = text.rfind(r"\boxed{")
     if start < 0:
         return None
-    depth, begin = 0, start + len(r"\boxed")
+    depth = 0
+    begin = start + len(r"\boxed")
     for i in range(begin, len(text)):
         depth += (text[i] == "{") - (text[i] == "}")
         if depth == 0:
@@ -149,7 +171,8 @@ def boxed(text: str) -> str | None:
 
 
 def items(text: str) -> Parsed[list[str]]:
-    """A list of names: a JSON list of strings, or names separated by commas, semicolons or lines."""
+    """A list of names: a JSON list of strings, or names separated by commas, semicolons or
+    lines."""
     answer = final(text)
     body = fenced(answer.value)
     if body.casefold().strip(".") in NOTHING or body == "[]":
@@ -160,17 +183,25 @@ def items(text: str) -> Parsed[list[str]]:
         if names and all(isinstance(name, (str, int, float)) for name in names):
             return Parsed([str(name).strip() for name in names], worst(answer.status, found.status))
         return UNPARSEABLE
-    names = [re.sub(r"^\s*(?:[-*•]|\d+[.)])\s+", "", part).strip() for part in re.split(r"[,;\n]", body)]
+    names = [
+        re.sub(r"^\s*(?:[-*•]|\d+[.)])\s+", "", part).strip() for part in re.split(r"[,;\n]", body)
+    ]
     names = [name for name in names if normal(name)]
     return Parsed(names, answer.status) if names else UNPARSEABLE
 
 
 def normal(text: object) -> str:
-    """For comparing names: Unicode NFKC, case folded, blanks, underscores, hyphens and final full stops evened out."""
+    """For comparing names: Unicode NFKC, case folded, blanks, underscores, hyphens and final full
+    stops evened out."""
     folded = unicodedata.normalize("NFKC", str(text)).casefold()
     return " ".join(re.sub(r"[\s_\-]+", " ", folded).strip().strip("\"'`*.!").split())
 
 
-WORDS = dict(zip(
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen twenty".split(), range(21)))  # fmt: skip
+WORDS = dict(
+    zip(
+        "zero one two three four five six seven eight nine ten eleven twelve thirteen "
+        "fourteen fifteen sixteen seventeen "
+        "eighteen nineteen twenty".split(),
+        range(21),
+    )
+)

@@ -1,4 +1,5 @@
-"""What every verifiable reward shares: texts in, one number and one status each out, NaN only for a broken prompt."""
+"""What every verifiable reward shares: texts in, one number and one status each out, NaN only for a
+broken prompt."""
 
 from __future__ import annotations
 
@@ -32,10 +33,11 @@ class Verdict(NamedTuple):
 class Verifiable:
     """Base of the rewards that check a text against the prompt's right answer.
 
-    A subclass writes ``judge(text, prompt) -> Verdict`` and ``right_answer(prompt) -> str``, and raises ``Unscorable``
-    in either where the prompt's right answer is missing or broken.
+    A subclass writes ``judge(text, prompt) -> Verdict`` and ``right_answer(prompt) -> str``, and
+    raises ``Unscorable`` in either where the prompt's right answer is missing or broken.
 
-    ``spatial``: answers are coordinates of the image. ``shaping``: form or length is judged, not the answer.
+    ``spatial``: answers are coordinates of the image. ``shaping``: form or length is judged, not
+    the answer.
     """
 
     spatial = False
@@ -57,8 +59,14 @@ class Verifiable:
         return [self._verdict(text, prompt) for text, prompt in zip(texts, prompts)]
 
     def _check(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> None:
-        if isinstance(texts, (Tensor, np.ndarray, str)) or not all(isinstance(text, str) for text in texts):
-            kind = "images or videos" if isinstance(texts, (Tensor, np.ndarray)) else type(texts).__name__
+        if isinstance(texts, (Tensor, np.ndarray, str)) or not all(
+            isinstance(text, str) for text in texts
+        ):
+            kind = (
+                "images or videos"
+                if isinstance(texts, (Tensor, np.ndarray))
+                else type(texts).__name__
+            )
             raise UserError(
                 f"{self._name()} judges a list of texts, one for each prompt, not {kind}; "
                 "use it with a policy that writes text, such as vlm"
@@ -74,7 +82,8 @@ class Verifiable:
         raise NotImplementedError
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
-        """Ways to cheat that belong to this kind of answer, by name; each must score less than the right answer."""
+        """Ways to cheat that belong to this kind of answer, by name; each must score less than the
+        right answer."""
         return {}
 
     def _verdict(self, text: str, prompt: Prompt) -> Verdict:
@@ -99,7 +108,11 @@ class Verifiable:
 
 def row_name(prompt: Prompt) -> str:
     """Where a prompt came from (``where`` or ``origin``, file:line), else its question."""
-    return str(prompt.get("where") or prompt.get("origin") or f"the prompt {str(prompt.get('text', ''))[:80]!r}")
+    return str(
+        prompt.get("where")
+        or prompt.get("origin")
+        or f"the prompt {str(prompt.get('text', ''))[:80]!r}"
+    )
 
 
 def need(prompt: Prompt, field: str) -> Any:
@@ -121,7 +134,8 @@ def finite(values: Any, size: int, field: str) -> tuple[float, ...]:
 
 
 def true_boxes(prompt: Prompt, field: str = "boxes") -> np.ndarray:
-    """[M, 4] float64, the right boxes in the space of the prompt; one box may stand without the outer list."""
+    """[M, 4] float64, the right boxes in the space of the prompt; one box may stand without the
+    outer list."""
     given = need(prompt, field)
     given = [given] if len(given) == 4 and not any(hasattr(v, "__len__") for v in given) else given
     found = [finite(one, 4, field) for one in given]
@@ -132,9 +146,12 @@ def true_boxes(prompt: Prompt, field: str = "boxes") -> np.ndarray:
 
 
 def in_truth(shapes: Sequence[Shape], prompt: Prompt) -> tuple[np.ndarray, list[Status]]:
-    """[N, 2 or 4] what the model said, in the space of the right answers, and the status of each."""
-    target, own = truth_space(prompt), answer_space(prompt)
-    rows, found = [], []
+    """[N, 2 or 4] what the model said, in the space of the right answers, and the status of
+    each."""
+    target = truth_space(prompt)
+    own = answer_space(prompt)
+    rows = []
+    found = []
     for shape in shapes:
         space = shape.space or own
         found.append(shape.status(extent(prompt, space)))

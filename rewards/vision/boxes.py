@@ -1,6 +1,7 @@
 """Boxes against boxes: IoU, GIoU, assignment, precision, recall and average precision, in float64.
 
-A box is x0, y0, x1, y1; N predicted, M right ones. An inverted or empty box has area 0 and IoU 0 with everything.
+A box is x0, y0, x1, y1; N predicted, M right ones. An inverted or empty box has area 0 and IoU 0
+with everything.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ def areas(boxes: ndarray) -> ndarray:
 
 def overlap(a: ndarray, b: ndarray) -> tuple[ndarray, ndarray]:
     """Areas [N, M] of intersection and union."""
-    low, high = np.maximum(a[:, None, :2], b[None, :, :2]), np.minimum(a[:, None, 2:], b[None, :, 2:])
+    low = np.maximum(a[:, None, :2], b[None, :, :2])
+    high = np.minimum(a[:, None, 2:], b[None, :, 2:])
     inner = np.clip(high - low, 0, None).prod(-1)
-    inner = inner * ((areas(a) > 0)[:, None] & (areas(b) > 0)[None])  # an inverted box meets nothing
+    # an inverted box meets nothing
+    inner = inner * ((areas(a) > 0)[:, None] & (areas(b) > 0)[None])
     return inner, areas(a)[:, None] + areas(b)[None] - inner
 
 
@@ -31,9 +34,11 @@ def iou(a: ndarray, b: ndarray) -> ndarray:
 
 
 def giou(a: ndarray, b: ndarray) -> ndarray:
-    """Generalised IoU (Rezatofighi et al. 2019), [N, M] in -1..1; -1 for an inverted or empty box."""
+    """Generalised IoU (Rezatofighi et al. 2019), [N, M] in -1..1; -1 for an inverted or empty
+    box."""
     inner, union = overlap(a, b)
-    low, high = np.minimum(a[:, None, :2], b[None, :, :2]), np.maximum(a[:, None, 2:], b[None, :, 2:])
+    low = np.minimum(a[:, None, :2], b[None, :, :2])
+    high = np.maximum(a[:, None, 2:], b[None, :, 2:])
     hull = np.clip(high - low, 0, None).prod(-1)
     good = ((areas(a) > 0)[:, None] & (areas(b) > 0)[None]) & (hull > 0)
     ratio = np.divide(inner, union, out=np.zeros_like(inner), where=union > 0)
@@ -47,11 +52,14 @@ def bounded_giou(a: ndarray, b: ndarray) -> ndarray:
 
 
 def inclusive_iou(a: ndarray, b: ndarray) -> ndarray:
-    """As published with VLM-R1: the intersection in whole pixels with both ends, the union from areas without.
+    """As published with VLM-R1: the intersection in whole pixels with both ends, the union from
+    areas without.
 
-    Wrong for boxes one pixel wide and for relative coordinates (0 for equal boxes); here for comparison only.
+    Wrong for boxes one pixel wide and for relative coordinates (0 for equal boxes); here for
+    comparison only.
     """
-    low, high = np.maximum(a[:, None, :2], b[None, :, :2]), np.minimum(a[:, None, 2:] - 1, b[None, :, 2:] - 1)
+    low = np.maximum(a[:, None, :2], b[None, :, :2])
+    high = np.minimum(a[:, None, 2:] - 1, b[None, :, 2:] - 1)
     meets = (low < high).all(-1)
     inner = np.where(meets, (high - low + 1).prod(-1), 0.0)
     union = areas(a)[:, None] + areas(b)[None] - inner
@@ -59,7 +67,8 @@ def inclusive_iou(a: ndarray, b: ndarray) -> ndarray:
 
 
 def assign(scores: ndarray) -> list[tuple[int, int]]:
-    """One-to-one pairs of rows and columns with the largest sum (Hungarian algorithm), without pairs of score 0."""
+    """One-to-one pairs of rows and columns with the largest sum (Hungarian algorithm), without
+    pairs of score 0."""
     if not scores.size:
         return []
     from scipy.optimize import linear_sum_assignment
@@ -69,8 +78,10 @@ def assign(scores: ndarray) -> list[tuple[int, int]]:
 
 
 def take_in_order(scores: ndarray, order: list[int], above: float) -> list[tuple[int, int]]:
-    """Rows in ``order`` each take the best column that is left, if its score is more than ``above``."""
-    free, pairs = list(range(scores.shape[1])), []
+    """Rows in ``order`` each take the best column that is left, if its score is more than
+    ``above``."""
+    free = list(range(scores.shape[1]))
+    pairs = []
     for i in order:
         best = max(free, key=lambda j: scores[i, j], default=None)
         if best is not None and scores[i, best] > above:
@@ -81,7 +92,8 @@ def take_in_order(scores: ndarray, order: list[int], above: float) -> list[tuple
 
 def take_largest(scores: ndarray, least: float) -> list[tuple[int, int]]:
     """The largest score of all is a pair, then the largest of what is left, down to ``least``."""
-    left, pairs = scores.astype(float).copy(), []
+    left = scores.astype(float).copy()
+    pairs = []
     while left.size and left.max() >= least:
         i, j = np.unravel_index(int(left.argmax()), left.shape)
         pairs.append((int(i), int(j)))
@@ -95,9 +107,11 @@ def hits(scores: ndarray, threshold: float) -> int:
 
 
 def average_precision(scores: ndarray, confidence: ndarray, threshold: float) -> float:
-    """COCO's AP of one class in one image at one IoU threshold: interpolated precision at 101 recalls.
+    """COCO's AP of one class in one image at one IoU threshold: interpolated precision at 101
+    recalls.
 
-    Predictions go by falling confidence (stable); each takes the best right box that is left with IoU >= threshold.
+    Predictions go by falling confidence (stable); each takes the best right box that is left with
+    IoU >= threshold.
     """
     count = scores.shape[1]
     order = np.argsort(-confidence, kind="mergesort")[:100]  # COCO looks at 100 detections

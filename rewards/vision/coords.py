@@ -1,9 +1,10 @@
 """In which coordinates a model answers and a dataset is written, and the way from one to the other.
 
-Four spaces: ``original`` pixels of the image file, ``resized`` pixels of what the model saw, ``rel1000`` (0 to 1000)
-and ``rel1`` (0 to 1). The policy says in ``prompt["view"]`` in which of them it answers, and the sizes of every image;
-the dataset says in ``prompt["space"]`` in which its right answers are (default ``original``). Without a view, answers
-are taken in the space of the right answers.
+Four spaces: ``original`` pixels of the image file, ``resized`` pixels of what the model saw,
+``rel1000`` (0 to 1000) and ``rel1`` (0 to 1). The policy says in ``prompt["view"]`` in which of
+them it answers, and the sizes of every image; the dataset says in ``prompt["space"]`` in which its
+right answers are (default ``original``). Without a view, answers are taken in the space of the
+right answers.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 CoordSpace = Literal["original", "resized", "rel1000", "rel1"]
-RELATIVE = {"rel1000": 1000.0, "rel1": 1.0, "rel1024": 1024.0, "rel100": 100.0}  # the last two: of a notation
+# the last two: of a notation
+RELATIVE = {"rel1000": 1000.0, "rel1": 1.0, "rel1024": 1024.0, "rel100": 100.0}
 Extent = tuple[float, float]  # width and height
 
 
@@ -28,19 +30,23 @@ def truth_space(prompt: Mapping[str, Any]) -> str:
 def answer_space(prompt: Mapping[str, Any]) -> str:
     view = prompt.get("view")
     return (
-        _known(view["coords"], "view.coords") if isinstance(view, Mapping) and "coords" in view else truth_space(prompt)
+        _known(view["coords"], "view.coords")
+        if isinstance(view, Mapping) and "coords" in view
+        else truth_space(prompt)
     )
 
 
 def _known(space: Any, field: str) -> str:
     if space not in get_args(CoordSpace):
-        raise Unscorable(f'"{field}" is {space!r}; expected one of {", ".join(get_args(CoordSpace))}')
+        raise Unscorable(
+            f'"{field}" is {space!r}; expected one of {", ".join(get_args(CoordSpace))}'
+        )
     return space
 
 
 def extent(prompt: Mapping[str, Any], space: str) -> Extent | None:
-    """Width and height of the image in a space; None where nobody has said it. ``prompt["image_index"]`` (default 0)
-    says which image the coordinates belong to."""
+    """Width and height of the image in a space; None where nobody has said it.
+    ``prompt["image_index"]`` (default 0) says which image the coordinates belong to."""
     if space in RELATIVE:
         return RELATIVE[space], RELATIVE[space]
     index = prompt.get("image_index", 0)
@@ -55,18 +61,27 @@ def _size(pair: Sequence[Any], space: str) -> Extent:
     try:
         width, height = (float(v) for v in pair)
     except (TypeError, ValueError) as error:
-        raise Unscorable(f"the {space} size of the image is {pair!r}; expected [width, height]") from error
+        raise Unscorable(
+            f"the {space} size of the image is {pair!r}; expected [width, height]"
+        ) from error
     if not (0 < width < math.inf and 0 < height < math.inf):
-        raise Unscorable(f"the {space} size of the image is {pair!r}; expected two positive numbers")
+        raise Unscorable(
+            f"the {space} size of the image is {pair!r}; expected two positive numbers"
+        )
     return width, height
 
 
 def _own_size(prompt: Mapping[str, Any], index: int) -> Extent | None:
-    """``width`` and ``height`` of the prompt, else the size of its PIL image; files are not opened."""
+    """``width`` and ``height`` of the prompt, else the size of its PIL image; files are not
+    opened."""
     if "width" in prompt and "height" in prompt:
         return _size((prompt["width"], prompt["height"]), "original")
     images = prompt.get("images") or ([prompt["image"]] if prompt.get("image") is not None else [])
-    if isinstance(images, Sequence) and isinstance(index, int) and -len(images) <= index < len(images):
+    if (
+        isinstance(images, Sequence)
+        and isinstance(index, int)
+        and -len(images) <= index < len(images)
+    ):
         size = getattr(images[index], "size", None)
         return _size(size, "original") if isinstance(size, tuple) else None
     return None
@@ -80,10 +95,12 @@ def scale(prompt: Mapping[str, Any], source: str, target: str) -> Extent:
     """
     if source == target:
         return 1.0, 1.0
-    start, end = extent(prompt, source), extent(prompt, target)
+    start = extent(prompt, source)
+    end = extent(prompt, target)
     if start is None or end is None:
         raise Unscorable(
-            f"coordinates go from {source} to {target}, but the size of the image is not known: the policy gives it in "
+            f"coordinates go from {source} to {target}, but the size of the image is not "
+            f"known: the policy gives it in "
             '"view"; offline, put "width" and "height" into the prompt'
         )
     return end[0] / start[0], end[1] / start[1]

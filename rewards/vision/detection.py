@@ -1,4 +1,5 @@
-"""``detection`` and ``confidence``: boxes with labels and confidences against all objects of the image."""
+"""``detection`` and ``confidence``: boxes with labels and confidences against all objects of the
+image."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ from mmrl.registry import REWARDS
 from rewards.card import card
 from rewards.vision import boxes as geometry
 from rewards.vision.answers import Status, normal, worst
-from rewards.vision.base import Prompt, Unscorable, Verdict, Verifiable, count_status, in_truth, true_boxes
+from rewards.vision.base import (
+    Prompt,
+    Unscorable,
+    Verdict,
+    Verifiable,
+    count_status,
+    in_truth,
+    true_boxes,
+)
 from rewards.vision.grounding import spoiled, write_boxes
 from rewards.vision.shapes import boxes
 
@@ -22,7 +31,8 @@ Threshold = Annotated[float, Gt(0), Le(1)]
 
 @dataclass(frozen=True)
 class Scene:
-    """N predicted and M right boxes. ``iou`` [N, M] is 0 between different labels, ``bare`` [N, M] is not."""
+    """N predicted and M right boxes. ``iou`` [N, M] is 0 between different labels, ``bare`` [N, M]
+    is not."""
 
     iou: np.ndarray
     bare: np.ndarray
@@ -44,25 +54,36 @@ def true_labels(prompt: Prompt, count: int) -> list[str] | None:
 
 
 def see(text: str, prompt: Prompt) -> Scene | None:
-    """The scene of an answer; None if it is unparseable. A prediction without a label fits no labelled box."""
-    right, parsed = true_boxes(prompt), boxes(text)
+    """The scene of an answer; None if it is unparseable. A prediction without a label fits no
+    labelled box."""
+    right = true_boxes(prompt)
+    parsed = boxes(text)
     labels = true_labels(prompt, len(right))
     if parsed.value is None:
         return None
     rows, states = in_truth(parsed.value, prompt)
     found = [normal(shape.label or "") if labels else "" for shape in parsed.value]
     wanted = [normal(label) for label in labels] if labels else [""] * len(right)
-    same = np.array([[a == b for b in wanted] for a in found], dtype=bool).reshape(len(found), len(wanted))
-    confidence = np.array([1.0 if s.confidence is None else s.confidence for s in parsed.value], dtype=np.float64)
+    same = np.array([[a == b for b in wanted] for a in found], dtype=bool).reshape(
+        len(found), len(wanted)
+    )
+    confidence = np.array(
+        [1.0 if s.confidence is None else s.confidence for s in parsed.value], dtype=np.float64
+    )
     confidence = np.nan_to_num(confidence, nan=0.0, posinf=0.0, neginf=0.0)
     over = bool(((confidence < 0) | (confidence > 1)).any())
-    status = count_status(worst(parsed.status, *states, "out_of_range" if over else "ok"), len(rows), len(right))
-    bare = geometry.iou(rows, right) if len(rows) and len(right) else np.zeros((len(rows), len(right)))
+    status = count_status(
+        worst(parsed.status, *states, "out_of_range" if over else "ok"), len(rows), len(right)
+    )
+    bare = (
+        geometry.iou(rows, right) if len(rows) and len(right) else np.zeros((len(rows), len(right)))
+    )
     return Scene(bare * same, bare, confidence.clip(0, 1), found, wanted, status)
 
 
 def matched(scene: Scene, threshold: float) -> float:
-    """Largest sum of IoU over one-to-one pairs of equal labels and IoU >= threshold, by max(N, M)."""
+    """Largest sum of IoU over one-to-one pairs of equal labels and IoU >= threshold, by max(N,
+    M)."""
     scores = np.where(scene.iou >= threshold, scene.iou, 0.0)
     return sum(scores[pair] for pair in geometry.assign(scores)) / max(scores.shape)
 
@@ -82,34 +103,41 @@ def f1(scene: Scene, threshold: float) -> float:
 def mean_ap(scene: Scene, threshold: float) -> float:
     """Mean over COCO's ten thresholds of the mean AP of the labels, times min(1, M / N).
 
-    Labels are those of the image and those predicted: one that is not there has AP 0 (in COCO it costs nothing). The
-    factor (VLM-R1's odLength) makes spam of low confidence cost, which AP itself hardly sees.
+    Labels are those of the image and those predicted: one that is not there has AP 0 (in COCO it
+    costs nothing). The factor (VLM-R1's odLength) makes spam of low confidence cost, which AP
+    itself hardly sees.
     """
     return np.mean([ap(scene, float(t)) for t in geometry.THRESHOLDS])
 
 
 def ap(scene: Scene, threshold: float) -> float:
     """As ``mean_ap`` at one IoU threshold."""
-    found, right = np.array(scene.found), np.array(scene.right)
+    found = np.array(scene.found)
+    right = np.array(scene.right)
     names = sorted({*scene.found, *scene.right})
     parts = []
     for name in names:
-        rows, columns = np.flatnonzero(found == name), np.flatnonzero(right == name)
+        rows = np.flatnonzero(found == name)
+        columns = np.flatnonzero(right == name)
         both = len(rows) and len(columns)
         scores = scene.iou[np.ix_(rows, columns)]
-        parts.append(geometry.average_precision(scores, scene.confidence[rows], threshold) if both else 0.0)
+        parts.append(
+            geometry.average_precision(scores, scene.confidence[rows], threshold) if both else 0.0
+        )
     return float(np.mean(parts)) * min(1.0, len(right) / len(found))
 
 
 def visual_rft(scene: Scene, threshold: float) -> float:
-    """Visual-RFT's: by falling confidence each takes the best box that is left above IoU 0.5; labels are ignored."""
+    """Visual-RFT's: by falling confidence each takes the best box that is left above IoU 0.5;
+    labels are ignored."""
     order = np.argsort(-scene.confidence, kind="mergesort").tolist()
     pairs = geometry.take_in_order(scene.bare, order, threshold)
     return sum(scene.bare[pair] for pair in pairs) / max(scene.bare.shape)
 
 
 def vlm_r1(scene: Scene, threshold: float) -> float:
-    """VLM-R1's weighted sum: 0.7 of the IoU of pairs taken greedily, 0.3 of completeness, paid without labels too."""
+    """VLM-R1's weighted sum: 0.7 of the IoU of pairs taken greedily, 0.3 of completeness, paid
+    without labels too."""
     pairs = geometry.take_largest(scene.bare, threshold)
     quality = sum(scene.iou[pair] for pair in pairs) / scene.bare.shape[1]
     missed, false = (1 - len(pairs) / count for count in reversed(scene.bare.shape))
@@ -117,25 +145,39 @@ def vlm_r1(scene: Scene, threshold: float) -> float:
 
 
 MEASURES: dict[str, Callable[[Scene, float], float]] = {
-    "matched": matched, "f1": f1, "precision": precision, "recall": recall, "map": mean_ap, "ap": ap,
-    "visual_rft": visual_rft, "vlm_r1": vlm_r1,
-}  # fmt: skip
+    "matched": matched,
+    "f1": f1,
+    "precision": precision,
+    "recall": recall,
+    "map": mean_ap,
+    "ap": ap,
+    "visual_rft": visual_rft,
+    "vlm_r1": vlm_r1,
+}
 DEFAULTS = {"matched": 1e-9}  # IoU at which a pair counts, where 0.5 is not the rule
 
 
 @REWARDS.register("detection")
-@card(media="text", needs="boxes", low=0, high=1, source="Visual-RFT (arXiv:2503.01785), VLM-R1 (arXiv:2504.07615)")
+@card(
+    media="text",
+    needs="boxes",
+    low=0,
+    high=1,
+    source="Visual-RFT (arXiv:2503.01785), VLM-R1 (arXiv:2504.07615)",
+)
 class Detection(Verifiable):
-    """All objects found, with labels: matched IoU, F1, mAP and the published forms. Both empty: 1; one empty: 0.
+    """All objects found, with labels: matched IoU, F1, mAP and the published forms. Both empty: 1;
+    one empty: 0.
 
-    ``labels`` of the prompt has one label for each of ``boxes``; without it labels are not looked at. A box of a wrong
-    label earns nothing and counts as a false one.
+    ``labels`` of the prompt has one label for each of ``boxes``; without it labels are not looked
+    at. A box of a wrong label earns nothing and counts as a false one.
 
-    Args:
-        measure: "matched": sum of IoU over the best one-to-one pairs / max(number predicted, number right); "f1";
-            "map": COCO's mean AP with labels that are not in the image counted and times min(1, right / predicted);
-            "ap": the same at one threshold; "precision" and "recall": to watch, each can be cheated when trained on;
-            "visual_rft", "vlm_r1": as published (the second pays 0.3 for right places with wrong labels).
+    Args: measure: "matched": sum of IoU over the best one-to-one pairs / max(number predicted,
+        number right); "f1";
+            "map": COCO's mean AP with labels that are not in the image counted and times min(1,
+            right / predicted); "ap": the same at one threshold; "precision" and "recall": to watch,
+            each can be cheated when trained on; "visual_rft", "vlm_r1": as published (the second
+            pays 0.3 for right places with wrong labels).
         threshold: IoU from which a pair counts; None: 0.5, and any overlap for "matched".
     """
 
@@ -143,7 +185,9 @@ class Detection(Verifiable):
 
     def __init__(
         self,
-        measure: Literal["matched", "f1", "precision", "recall", "map", "ap", "visual_rft", "vlm_r1"] = "matched",
+        measure: Literal[
+            "matched", "f1", "precision", "recall", "map", "ap", "visual_rft", "vlm_r1"
+        ] = "matched",
         threshold: Threshold | None = None,
     ):
         self.measure = MEASURES[measure]
@@ -166,20 +210,30 @@ class Detection(Verifiable):
         labels = true_labels(prompt, len(right))
         found = spoiled(prompt, labels, confidence=1.0)
         if labels:
-            found["wrong labels"] = write_boxes(right, prompt, ["not " + label for label in labels], confidence=1.0)
+            found["wrong labels"] = write_boxes(
+                right, prompt, ["not " + label for label in labels], confidence=1.0
+            )
         return found
 
 
 @REWARDS.register("confidence")
-@card(media="text", needs="boxes", low=-1, high=1, source="after Visual-RFT (arXiv:2503.01785), confidence reward")
+@card(
+    media="text",
+    needs="boxes",
+    low=-1,
+    high=1,
+    source="after Visual-RFT (arXiv:2503.01785), confidence reward",
+)
 class Confidence(Verifiable):
     """Boxes with honest confidences: a proper score that a wrong box of confidence 0 cannot cheat.
 
-    A box that matches (one to one, equal label, IoU >= threshold) with confidence c earns 1 - (1 - c)^2, any other
-    loses c^2; the sum is divided by max(number predicted, number right). A box that is right with probability p earns
-    2pc - c^2 on average, the most with c = p. Unparseable answers have -1. No confidence given is confidence 1.
+    A box that matches (one to one, equal label, IoU >= threshold) with confidence c earns 1 - (1 -
+    c)^2, any other loses c^2; the sum is divided by max(number predicted, number right). A box that
+    is right with probability p earns 2pc - c^2 on average, the most with c = p. Unparseable answers
+    have -1. No confidence given is confidence 1.
 
-    The published reward pays c for a match and 1 - c otherwise: one wrong box with confidence 0 scores 1 there.
+    The published reward pays c for a match and 1 - c otherwise: one wrong box with confidence 0
+    scores 1 there.
 
     Args:
         threshold: IoU from which a box is right.
@@ -188,8 +242,11 @@ class Confidence(Verifiable):
 
     spatial = True
 
-    def __init__(self, threshold: Threshold = 0.5, form: Literal["proper", "visual_rft"] = "proper"):
-        self.threshold, self.published = threshold, form == "visual_rft"
+    def __init__(
+        self, threshold: Threshold = 0.5, form: Literal["proper", "visual_rft"] = "proper"
+    ):
+        self.threshold = threshold
+        self.published = form == "visual_rft"
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
         scene = see(text, prompt)
@@ -201,7 +258,8 @@ class Confidence(Verifiable):
         return Verdict(float(score), scene.status)
 
     def _proper(self, scene: Scene) -> float:
-        scores = np.where(scene.iou >= self.threshold, 1.0 + scene.confidence[:, None], 0.0)  # sure ones first
+        # sure ones first
+        scores = np.where(scene.iou >= self.threshold, 1.0 + scene.confidence[:, None], 0.0)
         right = np.zeros(len(scene.found), dtype=bool)
         right[[i for i, _ in geometry.assign(scores)]] = True
         c = scene.confidence
@@ -226,5 +284,7 @@ class Confidence(Verifiable):
         if len(right):
             found["zero confidence"] = write_boxes(right, prompt, labels, confidence=0.0)
             away = right[:1] + np.tile(10 * (right[:, 2:].max(0) - right[:, :2].min(0)), 2)
-            found["a wrong box of zero confidence"] = write_boxes(away, prompt, labels, confidence=0.0)
+            found["a wrong box of zero confidence"] = write_boxes(
+                away, prompt, labels, confidence=0.0
+            )
         return found

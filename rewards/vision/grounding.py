@@ -1,4 +1,5 @@
-"""``grounding`` and ``referring``: are the boxes where they should be? Matched IoU without labels."""
+"""``grounding`` and ``referring``: are the boxes where they should be? Matched IoU without
+labels."""
 
 from __future__ import annotations
 
@@ -28,11 +29,15 @@ from rewards.vision.shapes import Shape, boxes
 
 Threshold = Annotated[float, Ge(0), Le(1)]
 OVERLAPS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
-    "iou": geometry.iou, "giou": geometry.bounded_giou, "inclusive": geometry.inclusive_iou,
-}  # fmt: skip
+    "iou": geometry.iou,
+    "giou": geometry.bounded_giou,
+    "inclusive": geometry.inclusive_iou,
+}
 
 
-def write_boxes(rows: Any, prompt: Prompt, labels: Any = None, confidence: float | None = None) -> str:
+def write_boxes(
+    rows: Any, prompt: Prompt, labels: Any = None, confidence: float | None = None
+) -> str:
     """Boxes in the space of the right answers as the policy should answer with them."""
     found = []
     for i, row in enumerate(rows):
@@ -50,11 +55,14 @@ def spoiled(prompt: Prompt, labels: Any = None, confidence: float | None = None)
     right = true_boxes(prompt)
     if not len(right):
         return {"a box where none is": write_boxes([[0, 0, 1, 1]], prompt, ["thing"], confidence)}
-    low, high = right[:, :2].min(0), right[:, 2:].max(0)
+    low = right[:, :2].min(0)
+    high = right[:, 2:].max(0)
     rng = np.random.default_rng(0)
     corner = low + rng.random((20, 2)) * (high - low)
     other = np.concatenate([corner, corner + (0.05 + 0.5 * rng.random((20, 2))) * (high - low)], 1)
-    names = list(labels) + [labels[i % len(labels)] for i in range(20)] if labels is not None else None
+    names = (
+        list(labels) + [labels[i % len(labels)] for i in range(20)] if labels is not None else None
+    )
     turned = right[:, [2, 3, 0, 1]]
     return {
         "spam of 20 boxes": write_boxes(np.concatenate([right, other]), prompt, names, confidence),
@@ -65,14 +73,20 @@ def spoiled(prompt: Prompt, labels: Any = None, confidence: float | None = None)
 
 @REWARDS.register("grounding")
 @card(
-    media="text", needs="boxes", low=0, high=1, source="Visual-RFT (arXiv:2503.01785), IoU reward", licence="Apache-2.0"
+    media="text",
+    needs="boxes",
+    low=0,
+    high=1,
+    source="Visual-RFT (arXiv:2503.01785), IoU reward",
+    licence="Apache-2.0",
 )
 class Grounding(Verifiable):
     """Matched IoU of the boxes in the answer, labels not looked at: 1 for exactly the right ones.
 
-    Predicted and right boxes are paired one to one so that the sum of IoU is largest (Hungarian algorithm; Visual-RFT
-    pairs greedily); reward = sum / max(number predicted, number right). More boxes than there are never pay: there is
-    always a choice of that many among them which scores as much or more. Both empty: 1; one empty: 0.
+    Predicted and right boxes are paired one to one so that the sum of IoU is largest (Hungarian
+    algorithm; Visual-RFT pairs greedily); reward = sum / max(number predicted, number right). More
+    boxes than there are never pay: there is always a choice of that many among them which scores as
+    much or more. Both empty: 1; one empty: 0.
 
     Args:
         overlap: "iou"; "giou": (1 + GIoU) / 2, which still has a slope where boxes do not meet.
@@ -82,10 +96,12 @@ class Grounding(Verifiable):
     spatial = True
 
     def __init__(self, overlap: Literal["iou", "giou"] = "iou", threshold: Threshold | None = None):
-        self.overlap, self.threshold = OVERLAPS[overlap], threshold
+        self.overlap = OVERLAPS[overlap]
+        self.threshold = threshold
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
-        right, found = true_boxes(prompt), boxes(text)
+        right = true_boxes(prompt)
+        found = boxes(text)
         if found.value is None:
             return Verdict(0.0, found.status)
         rows, states = in_truth(found.value, prompt)
@@ -106,14 +122,22 @@ class Grounding(Verifiable):
 
 
 @REWARDS.register("referring")
-@card(media="text", needs="boxes", low=0, high=1, source="VLM-R1 (arXiv:2504.07615), REC reward", licence="Apache-2.0")
+@card(
+    media="text",
+    needs="boxes",
+    low=0,
+    high=1,
+    source="VLM-R1 (arXiv:2504.07615), REC reward",
+    licence="Apache-2.0",
+)
 class Referring(Grounding):
-    """IoU of the one box in the answer with the one that was asked for; several boxes are no answer.
+    """IoU of the one box in the answer with the one that was asked for; several boxes are no
+    answer.
 
-    Args:
-        overlap, threshold: as in ``grounding``.
-        form: "exact"; "vlm_r1" as published, for comparison: the first ``[int, int, int, int]`` of the answer, whatever
-            follows it, and a pixel convention that gives equal boxes 0 if they are one pixel wide or relative.
+    Args: overlap, threshold: as in ``grounding``. form: "exact"; "vlm_r1" as published, for
+        comparison: the first ``[int, int, int, int]`` of the answer, whatever
+            follows it, and a pixel convention that gives equal boxes 0 if they are one pixel wide
+            or relative.
     """
 
     def __init__(
@@ -138,4 +162,6 @@ class Referring(Grounding):
             return Verdict(0.0, "unparseable")
         rows, states = in_truth([Shape(tuple(float(v) for v in first.groups()))], prompt)
         score = float(self.overlap(rows, true_boxes(prompt)[:1]).max(initial=0.0))
-        return Verdict(score if self.threshold is None else float(score >= self.threshold), states[0])
+        return Verdict(
+            score if self.threshold is None else float(score >= self.threshold), states[0]
+        )

@@ -23,15 +23,20 @@ LARGEST = 4096 * 4096  # pixels of a mask
 
 @REWARDS.register("segmentation")
 @card(
-    media="text", needs="mask", low=0, high=1, source="COCO masks (pycocotools); gIoU of LISA is the mean over samples"
+    media="text",
+    needs="mask",
+    low=0,
+    high=1,
+    source="COCO masks (pycocotools); gIoU of LISA is the mean over samples",
 )
 class Segmentation(Verifiable):
     """IoU of masks: the answer is polygons, COCO run lengths or boxes. Both empty: 1; one empty: 0.
 
-    ``mask`` of the prompt: a path (every pixel but 0 belongs to it), an array [H, W], COCO run lengths
-    ``{"size": [h, w], "counts": ...}``, or polygons ``[[x, y, x, y, ...], ...]`` in the space of the right answers. The
-    answer: ``[[x, y], ...]``, ``{"polygon": [...]}``, a list of polygons, run lengths of the original's size, or boxes.
-    Polygons are filled as in COCO (pycocotools), in pixels of the original image.
+    ``mask`` of the prompt: a path (every pixel but 0 belongs to it), an array [H, W], COCO run
+    lengths ``{"size": [h, w], "counts": ...}``, or polygons ``[[x, y, x, y, ...], ...]`` in the
+    space of the right answers. The answer: ``[[x, y], ...]``, ``{"polygon": [...]}``, a list of
+    polygons, run lengths of the original's size, or boxes. Polygons are filled as in COCO
+    (pycocotools), in pixels of the original image.
     """
 
     spatial = True
@@ -43,11 +48,15 @@ class Segmentation(Verifiable):
         parsed = _answer(answer.value, (width, height), prompt)
         if parsed.value is None:
             return Verdict(0.0, "unparseable")
-        found, status = parsed.value, worst(answer.status, parsed.status)
+        found = parsed.value
+        status = worst(answer.status, parsed.status)
         either = int((found | right).sum())
         if not either:
             return Verdict(1.0, status)
-        return Verdict(int((found & right).sum()) / either, status if found.any() else worst(status, "degenerate"))
+        return Verdict(
+            int((found & right).sum()) / either,
+            status if found.any() else worst(status, "degenerate"),
+        )
 
     def right_answer(self, prompt: Prompt) -> str:
         from pycocotools.mask import encode
@@ -67,7 +76,9 @@ class Segmentation(Verifiable):
         ):
             if not (mask == right).all():
                 code = encode(np.asfortranarray(mask.astype(np.uint8)))
-                found[name] = tagged(json.dumps({"size": list(code["size"]), "counts": code["counts"].decode()}))
+                found[name] = tagged(
+                    json.dumps({"size": list(code["size"]), "counts": code["counts"].decode()})
+                )
         return found
 
 
@@ -84,12 +95,18 @@ def true_mask(prompt: Prompt) -> np.ndarray:
     if isinstance(given, list) and given and (rings := _rings(given)):
         size = extent(prompt, "original")
         if size is None:
-            raise Unscorable('"mask" is polygons, and the size of the image is not known: give "width" and "height"')
+            raise Unscorable(
+                '"mask" is polygons, and the size of the image is not known: give '
+                '"width" and "height"'
+            )
         factors = scale(prompt, truth_space(prompt), "original")
         return _fill([convert(ring, factors) for ring in rings], size)
     found = np.asarray(given)
     if found.ndim != 2 or found.dtype == object:
-        raise Unscorable(f'"mask" has shape {list(found.shape)}; expected [H, W], run lengths, polygons or a path')
+        raise Unscorable(
+            f'"mask" has shape {list(found.shape)}; expected [H, W], run lengths, '
+            f"polygons or a path"
+        )
     return found.astype(bool)
 
 
@@ -118,14 +135,18 @@ def _answer(body: str, size: tuple[float, float], prompt: Prompt) -> Parsed[np.n
     if not rings:
         corners = boxes(body)
         status = corners.status
-        rings = [(x0, y0, x1, y0, x1, y1, x0, y1) for x0, y0, x1, y1 in (s.values for s in corners.value or [])]
+        rings = [
+            (x0, y0, x1, y0, x1, y1, x0, y1)
+            for x0, y0, x1, y1 in (s.values for s in corners.value or [])
+        ]
     rings = [convert(ring, factors) for ring in rings]
     rings = [ring for ring in rings if all(math.isfinite(v) for v in ring)]
     return Parsed(_fill(rings, size), status) if rings else UNPARSEABLE
 
 
 def _rings(value: Any) -> list[tuple[float, ...]]:
-    """Polygons as flat x, y, x, y ... of at least three corners; a list of four numbers is a box, not a polygon."""
+    """Polygons as flat x, y, x, y ... of at least three corners; a list of four numbers is a box,
+    not a polygon."""
     if isinstance(value, dict):
         low = {str(key).casefold(): v for key, v in value.items()}
         return next((_rings(low[key]) for key in POLYGONS if key in low), [])
@@ -137,7 +158,9 @@ def _rings(value: Any) -> list[tuple[float, ...]]:
         value = [value]
     found = []
     for part in value:
-        if isinstance(part, dict) or (isinstance(part, list) and part and isinstance(part[0], list)):
+        if isinstance(part, dict) or (
+            isinstance(part, list) and part and isinstance(part[0], list)
+        ):
             found += _rings(part) if not (isinstance(part, list) and len(part) < 3) else []
         elif isinstance(part, list) and len(part) >= 6 and len(part) % 2 == 0:
             numbers = [real(v) for v in part]
@@ -152,19 +175,38 @@ def _fill(rings: list[tuple[float, ...]], size: tuple[float, float]) -> np.ndarr
     width, height = (int(round(v)) for v in size)
     if width * height > LARGEST:
         raise Unscorable(f"a mask of {width} x {height} pixels is more than {LARGEST}")
-    cut = [[min(max(v, 0.0), float((width, height)[i % 2])) for i, v in enumerate(ring)] for ring in rings]
-    return _unroll(_runs(merge(frPyObjects(cut, height, width))["counts"].decode()), (height, width))
+    cut = [
+        [min(max(v, 0.0), float((width, height)[i % 2])) for i, v in enumerate(ring)]
+        for ring in rings
+    ]
+    return _unroll(
+        _runs(merge(frPyObjects(cut, height, width))["counts"].decode()), (height, width)
+    )
 
 
-def _run_lengths(value: dict[str, Any], size: tuple[float, float] | None = None) -> np.ndarray | None:
-    """Bool [H, W] of COCO run lengths, compressed or not; None if they are broken or of another size."""
-    shape, counts = value.get("size"), value.get("counts")
-    if not (isinstance(shape, list) and len(shape) == 2 and all(isinstance(v, int) and v > 0 for v in shape)):
+def _run_lengths(
+    value: dict[str, Any], size: tuple[float, float] | None = None
+) -> np.ndarray | None:
+    """Bool [H, W] of COCO run lengths, compressed or not; None if they are broken or of another
+    size."""
+    shape = value.get("size")
+    counts = value.get("counts")
+    if not (
+        isinstance(shape, list)
+        and len(shape) == 2
+        and all(isinstance(v, int) and v > 0 for v in shape)
+    ):
         return None
-    if shape[0] * shape[1] > LARGEST or (size is not None and tuple(shape) != (int(size[1]), int(size[0]))):
+    if shape[0] * shape[1] > LARGEST or (
+        size is not None and tuple(shape) != (int(size[1]), int(size[0]))
+    ):
         return None
     runs = counts if isinstance(counts, list) else _runs(counts)
-    if runs is None or not all(isinstance(v, int) and v >= 0 for v in runs) or sum(runs) != shape[0] * shape[1]:
+    if (
+        runs is None
+        or not all(isinstance(v, int) and v >= 0 for v in runs)
+        or sum(runs) != shape[0] * shape[1]
+    ):
         return None
     return _unroll(runs, shape)
 
@@ -175,7 +217,8 @@ def _unroll(runs: list[int], shape: Sequence[int]) -> np.ndarray:
 
 
 def _runs(text: Any) -> list[int] | None:
-    """COCO's compressed run lengths: 5 bits a character, from the fourth on differences to the last but one.
+    """COCO's compressed run lengths: 5 bits a character, from the fourth on differences to the last
+    but one.
 
     Read here and not by pycocotools, whose C code trusts its input, which a model has written.
     """

@@ -18,18 +18,29 @@ from rewards.vision.words import short
 from rewards.vision.writing import true_text
 
 LONGEST = 400  # characters of a formula; longer ones are no answer
-MONSTERS = re.compile(r"\^[^+\-=,]*\^|\*\*.*\*\*|\d{40}|(?:\^|\*\*)\s*\{?\s*\(?\s*\d{4}|\d{4}\s*!|!\s*!|!\s*\)\s*!")
+MONSTERS = re.compile(
+    r"\^[^+\-=,]*\^|\*\*.*\*\*|\d{40}|(?:\^|\*\*)\s*\{?\s*\(?\s*\d{4}|\d{4}\s*!|!\s*!|!\s*\)\s*!"
+)
 SECONDS = 3  # for parsing and for comparing
 
 
 @REWARDS.register("maths")
-@card(media="text", needs="answer", low=0, high=1, source="math-verify (Hugging Face)", licence="Apache-2.0")
+@card(
+    media="text",
+    needs="answer",
+    low=0,
+    high=1,
+    source="math-verify (Hugging Face)",
+    licence="Apache-2.0",
+)
 class Maths(Verifiable):
-    r"""1 if the answer equals the right one as mathematics, by math-verify: LaTeX, expressions, sets and intervals.
+    r"""1 if the answer equals the right one as mathematics, by math-verify: LaTeX, expressions,
+    sets and intervals.
 
-    The final answer (what stands in the last ``\boxed`` if there is one) is compared, not the reasoning before it.
-    Formulas of more than 400 characters, and powers of powers or factorials that nobody could compute, are no answer.
-    In the main thread parsing and comparing stop after 3 s each.
+    The final answer (what stands in the last ``\boxed`` if there is one) is compared, not the
+    reasoning before it. Formulas of more than 400 characters, and powers of powers or factorials
+    that nobody could compute, are no answer. In the main thread parsing and comparing stop after 3
+    s each.
     """
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
@@ -69,11 +80,19 @@ def _parse(text: str) -> tuple[Any, ...]:
 
 
 @REWARDS.register("chart")
-@card(media="text", needs="answer", low=0, high=1, source="ChartQA (arXiv:2203.10244), relaxed accuracy")
+@card(
+    media="text",
+    needs="answer",
+    low=0,
+    high=1,
+    source="ChartQA (arXiv:2203.10244), relaxed accuracy",
+)
 class Chart(Verifiable):
-    """Relaxed accuracy of values read from a chart: numbers within 5 %, names by normalised equality.
+    """Relaxed accuracy of values read from a chart: numbers within 5 %, names by normalised
+    equality.
 
-    A right answer that is a list is compared element by element, in order; a list of another length is wrong.
+    A right answer that is a list is compared element by element, in order; a list of another length
+    is wrong.
 
     Args:
         tolerance: relative to the right number; a right 0 must be met exactly.
@@ -81,7 +100,8 @@ class Chart(Verifiable):
     """
 
     def __init__(self, tolerance: Annotated[float, Ge(0)] = 0.05, partial: bool = False):
-        self.tolerance, self.partial = tolerance, partial
+        self.tolerance = tolerance
+        self.partial = partial
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
         right = need(prompt, "answer")
@@ -97,11 +117,13 @@ class Chart(Verifiable):
         same = len(found.value) == len(right)
         share = hits / max(len(found.value), len(right))
         return Verdict(
-            share if self.partial or share == 1 else 0.0, found.status if same else worst(found.status, "wrong_count")
+            share if self.partial or share == 1 else 0.0,
+            found.status if same else worst(found.status, "wrong_count"),
         )
 
     def _near(self, found: str, right: str) -> bool:
-        wanted, given = number(right), number(found)
+        wanted = number(right)
+        given = number(found)
         if wanted.status != "ok" or wanted.value is None:
             return bool(normal(found)) and normal(found) == normal(right)
         if given.status != "ok" or given.value is None or not math.isfinite(given.value):

@@ -31,7 +31,17 @@ from rewards.vision.coords import scale, truth_space
 from rewards.vision.shapes import Shape, points
 
 Form = Literal["inside", "gaussian", "distance"]
-CLICKS = {"click", "tap", "left click", "double click", "right click", "long press", "press", "select", "hover"}
+CLICKS = {
+    "click",
+    "tap",
+    "left click",
+    "double click",
+    "right click",
+    "long press",
+    "press",
+    "select",
+    "hover",
+}
 TYPING = {"type", "input", "input text", "write", "enter text", "open app", "answer"}
 WORDS = ("text", "value", "content", "input", "direction", "app", "key")
 
@@ -44,7 +54,8 @@ def true_points(prompt: Prompt) -> np.ndarray:
 
 
 def pixels(prompt: Prompt) -> np.ndarray:
-    """[2] factors from the space of the right answers to pixels of the original, where its size is known."""
+    """[2] factors from the space of the right answers to pixels of the original, where its size is
+    known."""
     try:
         return np.array(scale(prompt, truth_space(prompt), "original"))
     except Unscorable:
@@ -53,12 +64,18 @@ def pixels(prompt: Prompt) -> np.ndarray:
 
 def inside(found: np.ndarray, boxes: np.ndarray) -> np.ndarray:
     """[N, 2], [M, 4] -> [N, M]: 1 where the point lies in the box or on its border."""
-    return ((found[:, None] >= boxes[None, :, :2]) & (found[:, None] <= boxes[None, :, 2:])).all(-1).astype(float)
+    return (
+        ((found[:, None] >= boxes[None, :, :2]) & (found[:, None] <= boxes[None, :, 2:]))
+        .all(-1)
+        .astype(float)
+    )
 
 
 def gaussian(found: np.ndarray, boxes: np.ndarray, spread: float) -> np.ndarray:
-    """[N, M]: exp(-d^2 / 2) with d the distance from the middle in units of ``spread`` times the sides (GUI-G2)."""
-    middle, sides = (boxes[:, :2] + boxes[:, 2:]) / 2, boxes[:, 2:] - boxes[:, :2]
+    """[N, M]: exp(-d^2 / 2) with d the distance from the middle in units of ``spread`` times the
+    sides (GUI-G2)."""
+    middle = (boxes[:, :2] + boxes[:, 2:]) / 2
+    sides = boxes[:, 2:] - boxes[:, :2]
     off = (found[:, None] - middle[None]) / (spread * sides[None])
     return np.exp(-0.5 * (off**2).sum(-1))
 
@@ -69,10 +86,13 @@ def near(found: np.ndarray, right: np.ndarray, radius: float) -> np.ndarray:
 
 
 class Pointing:
-    """How well points hit what is asked for: boxes if the prompt has them, else points. Options as in ``point``."""
+    """How well points hit what is asked for: boxes if the prompt has them, else points. Options as
+    in ``point``."""
 
     def __init__(self, form: Form, radius: float, spread: float):
-        self.form, self.radius, self.spread = form, radius, spread
+        self.form = form
+        self.radius = radius
+        self.spread = spread
 
     def scores(self, found: np.ndarray, prompt: Prompt) -> np.ndarray:
         """[N, 2] in the space of the right answers -> [N, M] in 0..1."""
@@ -100,27 +120,32 @@ def targets(prompt: Prompt) -> np.ndarray:
 @REWARDS.register("point")
 @card(media="text", low=0, high=1, source="GUI-R1 (arXiv:2504.10458), GUI-G2 (arXiv:2507.15846)")
 class Point(Verifiable):
-    """Points that lie in the right boxes, or near the right points (``boxes``, or ``point`` / ``points``).
+    """Points that lie in the right boxes, or near the right points (``boxes``, or ``point`` /
+    ``points``).
 
-    Points and targets are paired one to one with the largest sum; reward = sum / max(number said, number right), so a
-    second click never pays. An answer of boxes counts as their centres.
+    Points and targets are paired one to one with the largest sum; reward = sum / max(number said,
+    number right), so a second click never pays. An answer of boxes counts as their centres.
 
-    Args:
-        form: "inside": 1 in the box (or within ``radius`` of the point); "gaussian": falls with the distance from the
-            middle of the box in units of its sides (GUI-G2; at points as "distance"); "distance": 1 - d / radius.
-        radius: pixels of the original image; 140 is GUI-R1's.
-        spread: standard deviation of the Gaussian, in sides of the box.
+    Args: form: "inside": 1 in the box (or within ``radius`` of the point); "gaussian": falls with
+        the distance from the
+            middle of the box in units of its sides (GUI-G2; at points as "distance"); "distance": 1
+        - d / radius. radius: pixels of the original image; 140 is GUI-R1's. spread: standard
+        deviation of the Gaussian, in sides of the box.
     """
 
     spatial = True
 
     def __init__(
-        self, form: Form = "inside", radius: Annotated[float, Gt(0)] = 140.0, spread: Annotated[float, Gt(0)] = 0.5
+        self,
+        form: Form = "inside",
+        radius: Annotated[float, Gt(0)] = 140.0,
+        spread: Annotated[float, Gt(0)] = 0.5,
     ):
         self.pointing = Pointing(form, radius, spread)
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
-        wanted, parsed = targets(prompt), points(text)
+        wanted = targets(prompt)
+        parsed = points(text)
         if parsed.value is None:
             return Verdict(0.0, parsed.status)
         found, states = in_truth(parsed.value, prompt)
@@ -128,7 +153,9 @@ class Point(Verifiable):
         if not len(found) or not len(wanted):
             return Verdict(float(len(found) == len(wanted)), status)
         scores = self.pointing.scores(found, prompt)
-        return Verdict(float(sum(scores[pair] for pair in geometry.assign(scores)) / max(scores.shape)), status)
+        return Verdict(
+            float(sum(scores[pair] for pair in geometry.assign(scores)) / max(scores.shape)), status
+        )
 
     def right_answer(self, prompt: Prompt) -> str:
         return tagged(json.dumps([{"point_2d": in_answer(one, prompt)} for one in targets(prompt)]))
@@ -136,25 +163,35 @@ class Point(Verifiable):
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
         right = [in_answer(one, prompt) for one in targets(prompt)]
         spam = [*right, *([x + 2 * i, y + 2 * i] for x, y in right[:1] for i in range(1, 9))]
-        return {"spam of points": tagged(json.dumps(spam)), "no points": tagged("[]")} if right else {}
+        return (
+            {"spam of points": tagged(json.dumps(spam)), "no points": tagged("[]")} if right else {}
+        )
 
 
 @REWARDS.register("gui")
-@card(media="text", needs="action", low=0, high=1, source="UI-R1 (arXiv:2503.21620), GUI-R1 (arXiv:2504.10458)")
+@card(
+    media="text",
+    needs="action",
+    low=0,
+    high=1,
+    source="UI-R1 (arXiv:2503.21620), GUI-R1 (arXiv:2504.10458)",
+)
 class Gui(Verifiable):
-    """The right action of a graphical interface: its type, and the place of a click or the text of an input.
+    """The right action of a graphical interface: its type, and the place of a click or the text of
+    an input.
 
-    ``action`` of the prompt is a name (``click``) or a record (``{"type": "type", "text": "hello"}``); a click's target
-    is in ``boxes`` or ``point``. The answer is JSON (``{"action": "click", "point": [x, y]}``, also ``coordinate``,
-    ``action_type``, ``text`` ...) or a call (``click(120, 40)``, ``type("hello")``).
+    ``action`` of the prompt is a name (``click``) or a record (``{"type": "type", "text":
+    "hello"}``); a click's target is in ``boxes`` or ``point``. The answer is JSON (``{"action":
+    "click", "point": [x, y]}``, also ``coordinate``, ``action_type``, ``text`` ...) or a call
+    (``click(120, 40)``, ``type("hello")``).
 
-    reward = type_weight * [type is right] + (1 - type_weight) * [type is right] * argument: a right place with a wrong
-    type earns nothing. An action without an argument is judged by its type alone.
+    reward = type_weight * [type is right] + (1 - type_weight) * [type is right] * argument: a right
+    place with a wrong type earns nothing. An action without an argument is judged by its type
+    alone.
 
-    Args:
-        type_weight: share of the type; 0.5 is the proportion of UI-R1.
-        form, radius, spread: of a click, as in ``point``.
-        text_threshold: similarity of a text below which it earns nothing (1: only the exact text counts).
+    Args: type_weight: share of the type; 0.5 is the proportion of UI-R1. form, radius, spread: of a
+        click, as in ``point``. text_threshold: similarity of a text below which it earns nothing
+        (1: only the exact text counts).
     """
 
     spatial = True
@@ -167,14 +204,16 @@ class Gui(Verifiable):
         spread: Annotated[float, Gt(0)] = 0.5,
         text_threshold: Annotated[float, Ge(0), Le(1)] = 0.5,
     ):
-        self.type_weight, self.text_threshold = type_weight, text_threshold
+        self.type_weight = type_weight
+        self.text_threshold = text_threshold
         self.pointing = Pointing(form, radius, spread)
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
         wanted, (found, status) = true_action(prompt), said_action(text)
         if found is None:
             return Verdict(0.0, "unparseable")
-        judged = self._argument(found, wanted, prompt)  # the prompt must be sound whatever was answered
+        # the prompt must be sound whatever was answered
+        judged = self._argument(found, wanted, prompt)
         if kind(found) != kind(wanted):
             return Verdict(0.0, status)
         argument, more = judged
@@ -205,7 +244,11 @@ class Gui(Verifiable):
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
         right = kind(true_action(prompt))
-        found = {"another action": tagged(json.dumps({"action": "scroll" if right != "scroll" else "click"}))}
+        found = {
+            "another action": tagged(
+                json.dumps({"action": "scroll" if right != "scroll" else "click"})
+            )
+        }
         if right in CLICKS:
             found["a click nowhere"] = tagged(json.dumps({"action": right, "point": [-1e6, -1e6]}))
             found["a click without a place"] = tagged(json.dumps({"action": right}))
@@ -214,7 +257,11 @@ class Gui(Verifiable):
 
 def kind(action: dict[str, Any]) -> str:
     """The type of an action, ``left_click`` as ``left click``."""
-    return normal(next((action[key] for key in ("action", "action_type", "type", "name") if key in action), ""))
+    return normal(
+        next(
+            (action[key] for key in ("action", "action_type", "type", "name") if key in action), ""
+        )
+    )
 
 
 def said_words(action: dict[str, Any]) -> str | None:
@@ -237,17 +284,26 @@ def said_action(text: str) -> tuple[dict[str, Any] | None, Status]:
     body = fenced(answer.value)
     if "{" in body:
         found = loose_json(body)
-        value = found.value[0] if isinstance(found.value, list) and len(found.value) == 1 else found.value
+        value = (
+            found.value[0]
+            if isinstance(found.value, list) and len(found.value) == 1
+            else found.value
+        )
         if not isinstance(value, dict):
             return None, "unparseable"
         inner = value.get("arguments") or value.get("parameters")
         value = {**value, **inner} if isinstance(inner, dict) else value
-        return ({str(k).casefold(): v for k, v in value.items()}, worst(answer.status, found.status))
+        return (
+            {str(k).casefold(): v for k, v in value.items()},
+            worst(answer.status, found.status),
+        )
     call = re.fullmatch(r"(?:pyautogui\.)?([A-Za-z_]+)\s*(?:\((.*)\))?", body.strip(), flags=re.S)
     if not call:
         return None, "unparseable"
     inside = (call[2] or "").strip()
-    numbers = re.fullmatch(rf"(?:x\s*=\s*)?[\[(]?\s*({NUMBER})\s*,\s*(?:y\s*=\s*)?({NUMBER})\s*[\])]?", inside)
+    numbers = re.fullmatch(
+        rf"(?:x\s*=\s*)?[\[(]?\s*({NUMBER})\s*,\s*(?:y\s*=\s*)?({NUMBER})\s*[\])]?", inside
+    )
     if numbers:
         return {"action": call[1], "point": [float(numbers[1]), float(numbers[2])]}, answer.status
     words = re.sub(r"^\w+\s*=\s*", "", inside).strip("\"' ")

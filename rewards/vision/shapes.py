@@ -1,4 +1,5 @@
-"""Boxes and points in every notation that models answer with, as numbers in the notation's own coordinates."""
+"""Boxes and points in every notation that models answer with, as numbers in the notation's own
+coordinates."""
 
 from __future__ import annotations
 
@@ -35,8 +36,9 @@ _REF = r"(?:<\|object_ref_start\|>|<ref>)(?P<label>[^<]*)(?:<\|object_ref_end\|>
 
 @dataclass(frozen=True)
 class Shape:
-    """``values``: x0, y0, x1, y1 of a box, or x, y of a point, not sorted. ``space``: only of a notation that has its
-    own ("rel1024" of PaliGemma, "rel100" of Molmo, "yx1000" is turned to "rel1000"); None: the model's."""
+    """``values``: x0, y0, x1, y1 of a box, or x, y of a point, not sorted. ``space``: only of a
+    notation that has its own ("rel1024" of PaliGemma, "rel100" of Molmo, "yx1000" is turned to
+    "rel1000"); None: the model's."""
 
     values: tuple[float, ...]
     label: str | None = None
@@ -44,7 +46,8 @@ class Shape:
     space: str | None = None
 
     def status(self, extent: tuple[float, float] | None) -> Status:
-        """``extent``: width and height of the coordinate space, None if not known. One unit of slack at the border."""
+        """``extent``: width and height of the coordinate space, None if not known. One unit of
+        slack at the border."""
         if not all(math.isfinite(v) for v in self.values):
             return "out_of_range"
         if len(self.values) == 4:
@@ -90,7 +93,8 @@ def _shapes(text: str, size: int) -> Parsed[list[Shape]]:
 
 
 def _own_notation(body: str, size: int) -> Parsed[list[Shape]]:
-    """PaliGemma's ``<loc0123>`` (y first, 1024 bins) and Molmo's ``<point x="61.5" y="40.6">`` (per cent)."""
+    """PaliGemma's ``<loc0123>`` (y first, 1024 bins) and Molmo's ``<point x="61.5" y="40.6">`` (per
+    cent)."""
     if size == 4 and "<loc" in body:
         found = re.findall(r"((?:<loc\d{4}>){4})\s*([^;<]*)", body)
         return Parsed([_paligemma(codes, label.strip() or None) for codes, label in found])
@@ -121,23 +125,30 @@ def _pairs(body: str, size: int) -> Parsed[list[Shape]]:
     notation = rf"(?:{_REF})?(?:<\|box_start\|>|<point>)?\s*{_PAIR}"
     notation += rf"\s*,?\s*{_PAIR}" if size == 4 else ""
     found = [
-        Shape(tuple(float(v) for v in one.groups()[1:]), _label(one["label"])) for one in re.finditer(notation, body)
+        Shape(tuple(float(v) for v in one.groups()[1:]), _label(one["label"]))
+        for one in re.finditer(notation, body)
     ]
     return Parsed(found)
 
 
 def _bracketed(body: str, size: int) -> Parsed[list[Shape]]:
-    """``[x1, y1, x2, y2]`` anywhere, also inside InternVL's ``<ref>a cat</ref><box>[[...]]</box>``."""
+    """``[x1, y1, x2, y2]`` anywhere, also inside InternVL's ``<ref>a
+    cat</ref><box>[[...]]</box>``."""
     if "{" in body or (size == 2 and "<|box_start|>" in body):
         return UNPARSEABLE
     numbers = r"\s*,\s*".join([f"({NUMBER})"] * size)
-    label, found = None, []
+    label = None
+    found = []
     for one in re.finditer(rf"<ref>(?P<label>[^<]*)</ref>|[\[\(]\s*{numbers}\s*[\]\)]", body):
         if one["label"] is not None:
             label = _label(one["label"])
         else:
             found.append(Shape(tuple(float(v) for v in one.groups()[1:]), label))
-    whole = "<box>" in body or strict_json(body).status == "ok" or re.fullmatch(rf"\(\s*{numbers}\s*\)", body)
+    whole = (
+        "<box>" in body
+        or strict_json(body).status == "ok"
+        or re.fullmatch(rf"\(\s*{numbers}\s*\)", body)
+    )
     return Parsed(found, "ok" if whole else "repaired")
 
 
@@ -155,7 +166,8 @@ def _label(text: Any) -> str | None:
 
 
 def _listed(found: Parsed[Any], size: int) -> Parsed[list[Shape]]:
-    """Shapes of a JSON value; entries that are none are left out, which makes the answer "repaired"."""
+    """Shapes of a JSON value; entries that are none are left out, which makes the answer
+    "repaired"."""
     if found.value is None:
         return UNPARSEABLE
     value = found.value
@@ -166,11 +178,16 @@ def _listed(found: Parsed[Any], size: int) -> Parsed[list[Shape]]:
         before = len(shapes)
         shapes += _entry(entry, size)
         dropped |= len(shapes) == before
-    return Parsed(shapes, worst(found.status, "repaired" if dropped else "ok")) if shapes else UNPARSEABLE
+    return (
+        Parsed(shapes, worst(found.status, "repaired" if dropped else "ok"))
+        if shapes
+        else UNPARSEABLE
+    )
 
 
 def _entry(entry: Any, size: int) -> Iterator[Shape]:
-    """The shapes of one entry: four numbers, a record with a box, or a mapping of names to boxes."""
+    """The shapes of one entry: four numbers, a record with a box, or a mapping of names to
+    boxes."""
     values = numbers_of(entry, size)
     if values:
         yield Shape(values)
@@ -183,12 +200,19 @@ def _entry(entry: Any, size: int) -> Iterator[Shape]:
     for key in KEYS[size]:
         if key in low:
             yield from (
-                Shape(_turned(v) if key == "box_2d" else v, label, confidence, "rel1000" if key == "box_2d" else None)
+                Shape(
+                    _turned(v) if key == "box_2d" else v,
+                    label,
+                    confidence,
+                    "rel1000" if key == "box_2d" else None,
+                )
                 for v in _many(low[key], size)
             )
             return
     if all(key in low for key in CORNERS[size]):
-        yield from (Shape(v, label, confidence) for v in _many([low[key] for key in CORNERS[size]], size))
+        yield from (
+            Shape(v, label, confidence) for v in _many([low[key] for key in CORNERS[size]], size)
+        )
         return
     for name, value in entry.items():
         yield from (Shape(v, _label(name)) for v in _many(value, size))
@@ -207,7 +231,11 @@ def _many(value: Any, size: int) -> list[tuple[float, ...]]:
     one = numbers_of(value, size)
     if one:
         return [one]
-    return [v for v in (numbers_of(part, size) for part in value) if v] if isinstance(value, list) else []
+    return (
+        [v for v in (numbers_of(part, size) for part in value) if v]
+        if isinstance(value, list)
+        else []
+    )
 
 
 def numbers_of(value: Any, size: int) -> tuple[float, ...] | None:

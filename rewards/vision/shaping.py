@@ -25,9 +25,11 @@ PATTERNS = {
     "boxed": r".*\\boxed\{.*\S.*\}.*",
 }
 EXAMPLES = {
-    "think_answer": "<think>so it is</think> <answer>{}</answer>", "answer": "<answer>{}</answer>",
-    "think": "<think>so it is</think> {}", "boxed": r"so it is \boxed{{{}}}",
-}  # fmt: skip
+    "think_answer": "<think>so it is</think> <answer>{}</answer>",
+    "answer": "<answer>{}</answer>",
+    "think": "<think>so it is</think> {}",
+    "boxed": r"so it is \boxed{{{}}}",
+}
 
 
 def length(text: str) -> int:
@@ -48,12 +50,12 @@ class Shaping(Verifiable):
 @REWARDS.register("format")
 @card(media="text", low=0, high=1, source="DeepSeek-R1 (arXiv:2501.12948), format reward")
 class Format(Shaping):
-    """1 if the whole text has the form, and nothing besides: every tag once, in order, nothing before or after.
+    """1 if the whole text has the form, and nothing besides: every tag once, in order, nothing
+    before or after.
 
-    Args:
-        form: "think_answer": ``<think>...</think><answer>...</answer>``; "answer"; "think"; "boxed": somewhere.
-        pattern: a regular expression of your own instead, for the whole text (re.DOTALL).
-        json: the answer must be JSON, such as boxes, as it stands.
+    Args: form: "think_answer": ``<think>...</think><answer>...</answer>``; "answer"; "think";
+        "boxed": somewhere. pattern: a regular expression of your own instead, for the whole text
+        (re.DOTALL). json: the answer must be JSON, such as boxes, as it stands.
     """
 
     def __init__(
@@ -63,10 +65,16 @@ class Format(Shaping):
         json: bool = False,
     ):
         try:
-            self.pattern = re.compile(PATTERNS[form] if pattern is None else pattern, flags=re.DOTALL)
+            self.pattern = re.compile(
+                PATTERNS[form] if pattern is None else pattern, flags=re.DOTALL
+            )
         except re.error as error:
-            raise UserError(f"reward 'format': the pattern {pattern!r} is not a regular expression: {error}") from error
-        self.form, self.json, self.own = form, json, pattern is not None
+            raise UserError(
+                f"reward 'format': the pattern {pattern!r} is not a regular expression: {error}"
+            ) from error
+        self.form = form
+        self.json = json
+        self.own = pattern is not None
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
         good = bool(self.pattern.fullmatch(str(text)))
@@ -91,13 +99,14 @@ class Format(Shaping):
 @REWARDS.register("think_or_not")
 @card(media="text", low=0, high=1, source="TON (arXiv:2505.16854), think or not")
 class ThinkOrNot(Shaping):
-    """Of answers in the form ``<think>...</think><answer>...</answer>``: 1 without a thought, ``thought`` with one.
+    """Of answers in the form ``<think>...</think><answer>...</answer>``: 1 without a thought,
+    ``thought`` with one.
 
-    TON lets the policy leave the thought empty; this makes it worth while. It judges no answer: gate it by a reward
-    that does, or give it little weight.
+    TON lets the policy leave the thought empty; this makes it worth while. It judges no answer:
+    gate it by a reward that does, or give it little weight.
 
-    Args:
-        thought: what a text with a thought earns; 1 accepts both alike, as in TON's own format reward.
+    Args: thought: what a text with a thought earns; 1 accepts both alike, as in TON's own format
+        reward.
     """
 
     def __init__(self, thought: Share = 0.5):
@@ -120,7 +129,8 @@ class ThinkOrNot(Shaping):
 @REWARDS.register("length")
 @card(media="text", low=0, high=1)
 class Length(Shaping):
-    """1 between ``low`` and ``high`` tokens (words, where a text does not know its tokens), falling linearly to 0.
+    """1 between ``low`` and ``high`` tokens (words, where a text does not know its tokens), falling
+    linearly to 0.
 
     Args:
         low, high: the range that is as good as any.
@@ -130,7 +140,9 @@ class Length(Shaping):
     def __init__(self, low: Annotated[int, Ge(0)] = 1, high: Whole = 256, fade: Whole = 64):
         if low > high:
             raise UserError(f"reward 'length': low is {low}, more than high, {high}")
-        self.low, self.high, self.fade = low, high, fade
+        self.low = low
+        self.high = high
+        self.fade = fade
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
         count = length(text)
@@ -144,7 +156,8 @@ class Length(Shaping):
 @REWARDS.register("overlong")
 @card(media="text", low=-1, high=0, source="DAPO (arXiv:2503.14476), equation 13")
 class Overlong(Shaping):
-    """DAPO's soft punishment: 0 up to ``limit - buffer`` tokens, down to -1 at ``limit``, and -1 beyond.
+    """DAPO's soft punishment: 0 up to ``limit - buffer`` tokens, down to -1 at ``limit``, and -1
+    beyond.
 
     Args:
         limit: the longest completion, ``max_tokens`` of the policy.
@@ -154,7 +167,8 @@ class Overlong(Shaping):
     def __init__(self, limit: Whole, buffer: Whole):
         if buffer > limit:
             raise UserError(f"reward 'overlong': buffer is {buffer}, more than limit, {limit}")
-        self.limit, self.buffer = limit, buffer
+        self.limit = limit
+        self.buffer = buffer
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
         over = length(text) - (self.limit - self.buffer)
@@ -168,11 +182,18 @@ class Overlong(Shaping):
 
 
 @REWARDS.register("repetition")
-@card(media="text", low=-1, high=0, source="Demystifying long CoT (arXiv:2502.03373), repetition penalty")
+@card(
+    media="text",
+    low=-1,
+    high=0,
+    source="Demystifying long CoT (arXiv:2502.03373), repetition penalty",
+)
 class Repetition(Shaping):
-    """Minus the share of n-grams of words that are repeated: -(1 - different / all), 0 for texts of fewer words.
+    """Minus the share of n-grams of words that are repeated: -(1 - different / all), 0 for texts of
+    fewer words.
 
-    Entries of a JSON list in the answer count as 1-grams, as in VLM-R1: a box said twice is a repetition.
+    Entries of a JSON list in the answer count as 1-grams, as in VLM-R1: a box said twice is a
+    repetition.
 
     Args:
         n: words of an n-gram.
@@ -185,7 +206,11 @@ class Repetition(Shaping):
         words = str(text).casefold().split()
         grams = [tuple(words[i : i + self.n]) for i in range(len(words) - self.n + 1)]
         answer = strict_json(final(text).value)
-        listed = [json.dumps(one, sort_keys=True) for one in answer.value] if isinstance(answer.value, list) else []
+        listed = (
+            [json.dumps(one, sort_keys=True) for one in answer.value]
+            if isinstance(answer.value, list)
+            else []
+        )
         return Verdict(-max(_repeated(grams), _repeated(listed)))
 
     def right_answer(self, prompt: Prompt) -> str:
@@ -203,16 +228,19 @@ def _repeated(grams: list) -> float:
 
 
 @REWARDS.register("cosine_length")
-@card(media="text", low=-1, high=1, source="Demystifying long CoT (arXiv:2502.03373), cosine reward")
+@card(
+    media="text", low=-1, high=1, source="Demystifying long CoT (arXiv:2502.03373), cosine reward"
+)
 class CosineLength(Verifiable):
-    """Right and short is best, wrong and short is worst: a cosine from length 0 to ``limit`` for either kind.
+    """Right and short is best, wrong and short is worst: a cosine from length 0 to ``limit`` for
+    either kind.
 
-    right: from ``best_right`` down to ``least_right``; wrong: from ``worst_wrong`` up to ``best_wrong``. Beyond the
-    limit the value stays (the published code turns round there, and one version takes every answer for right).
+    right: from ``best_right`` down to ``least_right``; wrong: from ``worst_wrong`` up to
+    ``best_wrong``. Beyond the limit the value stays (the published code turns round there, and one
+    version takes every answer for right).
 
-    Args:
-        reward: the reward that says what is right, and its options; at least ``threshold`` is right.
-        limit: tokens (words, where a text does not know its tokens).
+    Args: reward: the reward that says what is right, and its options; at least ``threshold`` is
+        right. limit: tokens (words, where a text does not know its tokens).
     """
 
     def __init__(
@@ -228,12 +256,20 @@ class CosineLength(Verifiable):
         from rewards.vision.words import Answer
 
         if not -1 <= worst_wrong <= best_wrong <= least_right <= best_right <= 1:
-            raise UserError("reward 'cosine_length': -1 <= worst_wrong <= best_wrong <= least_right <= best_right <= 1")
+            raise UserError(
+                "reward 'cosine_length': -1 <= worst_wrong <= best_wrong <= "
+                "least_right <= best_right <= 1"
+            )
         self.inner = reward or Answer()
         if not hasattr(self.inner, "judge"):
-            raise UserError("reward 'cosine_length': its reward must be one of the verifiable ones, such as answer")
-        self.limit, self.threshold = limit, threshold
-        self.right, self.wrong = (best_right, least_right), (worst_wrong, best_wrong)
+            raise UserError(
+                "reward 'cosine_length': its reward must be one of the verifiable "
+                "ones, such as answer"
+            )
+        self.limit = limit
+        self.threshold = threshold
+        self.right = (best_right, least_right)
+        self.wrong = (worst_wrong, best_wrong)
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
         score, status, note = self.inner.judge(text, prompt)
@@ -245,5 +281,7 @@ class CosineLength(Verifiable):
         return self.inner.right_answer(prompt)
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
-        long: dict[str, Any] = {"right but long": "well " * self.limit + self.inner.right_answer(prompt)}
+        long: dict[str, Any] = {
+            "right but long": "well " * self.limit + self.inner.right_answer(prompt)
+        }
         return self.inner.wrong_answers(prompt) | long

@@ -39,7 +39,8 @@ from rewards.vision.base import (
 from rewards.vision.shapes import Shape, numbers_of
 
 Span = tuple[float, float]
-STARTS, ENDS = ("start_time", "start", "begin", "from"), ("end_time", "end", "stop", "to")
+STARTS = ("start_time", "start", "begin", "from")
+ENDS = ("end_time", "end", "stop", "to")
 CLOCK = r"(?:(\d+):)?(\d{1,2}):(\d{2}(?:\.\d+)?)"
 
 
@@ -54,7 +55,8 @@ def seconds(text: str) -> str:
 
 
 def spans(text: str) -> Parsed[list[Span]]:
-    """Spans of time in seconds: JSON with start and end, ``[3.2, 8]``, ``3.2s - 8s``, ``from 0:03 to 0:08``."""
+    """Spans of time in seconds: JSON with start and end, ``[3.2, 8]``, ``3.2s - 8s``, ``from 0:03
+    to 0:08``."""
     answer = final(text)
     given = re.findall(r"<(?:glue|time|span)>(.*?)</(?:glue|time|span)>", str(text), flags=re.S)
     body = seconds(fenced(given[-1] if given else answer.value))
@@ -65,32 +67,51 @@ def spans(text: str) -> Parsed[list[Span]]:
         listed = _spans(found.value) if found.value is not None else []
         if listed:
             return Parsed(listed, worst(answer.status, found.status))
-    pair = rf"({NUMBER})\s*(?:s|sec|seconds)?\s*(?:-|–|—|to|until|and|,)\s*({NUMBER})\s*(?:s|sec|seconds)?"
+    number = rf"({NUMBER})\s*(?:s|sec|seconds)?"
+    pair = rf"{number}\s*(?:-|–|—|to|until|and|,)\s*{number}"
     listed = [(float(a), float(b)) for a, b in re.findall(pair, body)]
     plain = re.fullmatch(rf"[\[(]?\s*{pair}\s*[\])]?", body.strip())
-    return Parsed(listed, worst(answer.status, "ok" if plain else "repaired")) if listed else UNPARSEABLE
+    return (
+        Parsed(listed, worst(answer.status, "ok" if plain else "repaired"))
+        if listed
+        else UNPARSEABLE
+    )
 
 
 def _spans(value: Any) -> list[Span]:
     if isinstance(value, dict):
         low = {str(key).casefold(): v for key, v in value.items()}
-        pair = [next((real(low[key]) for key in keys if key in low), None) for keys in (STARTS, ENDS)]
+        pair = [
+            next((real(low[key]) for key in keys if key in low), None) for keys in (STARTS, ENDS)
+        ]
         if None not in pair:
             return [tuple(pair)]
-        return [span for part in value.values() if isinstance(part, (list, dict)) for span in _flat(part)]
+        return [
+            span
+            for part in value.values()
+            if isinstance(part, (list, dict))
+            for span in _flat(part)
+        ]
     return _flat(value)
 
 
 def _flat(value: Any) -> list[Span]:
     """[a, b], [[a, b], ...] or records."""
-    if isinstance(value, list) and len(value) == 2 and None not in (pair := [real(v) for v in value]):
+    if (
+        isinstance(value, list)
+        and len(value) == 2
+        and None not in (pair := [real(v) for v in value])
+    ):
         return [tuple(pair)]
     parts = value if isinstance(value, list) else [value]
     found: list[Span] = []
     for part in parts:
         if isinstance(part, dict):
             low = {str(key).casefold(): v for key, v in part.items()}
-            pair = [next((real(low[key]) for key in keys if key in low), None) for keys in (STARTS, ENDS)]
+            pair = [
+                next((real(low[key]) for key in keys if key in low), None)
+                for keys in (STARTS, ENDS)
+            ]
         else:
             pair = [real(v) for v in part] if isinstance(part, list) and len(part) == 2 else [None]
         if None not in pair:
@@ -100,7 +121,11 @@ def _flat(value: Any) -> list[Span]:
 
 def true_spans(prompt: Prompt) -> list[Span]:
     given = need(prompt, "spans")
-    flat = isinstance(given, (list, tuple)) and len(given) == 2 and not any(hasattr(v, "__len__") for v in given)
+    flat = (
+        isinstance(given, (list, tuple))
+        and len(given) == 2
+        and not any(hasattr(v, "__len__") for v in given)
+    )
     found = [finite(one, 2, "spans") for one in ([given] if flat else given)]
     for start, end in found:
         if not start < end:
@@ -127,13 +152,17 @@ def hull(found: list[Span], right: list[Span]) -> float:
 
 @REWARDS.register("temporal")
 @card(
-    media="text", needs="spans", low=0, high=1, source="Temporal-R1 (arXiv:2506.01908), VideoChat-R1 (arXiv:2504.06958)"
+    media="text",
+    needs="spans",
+    low=0,
+    high=1,
+    source="Temporal-R1 (arXiv:2506.01908), VideoChat-R1 (arXiv:2504.06958)",
 )
 class Temporal(Verifiable):
     """Temporal IoU of the spans of time in the answer and the right ones (``spans``: seconds).
 
-    Args:
-        form: "union": length in both / length in either, for any number of spans; "hull": Temporal-R1's denominator,
+    Args: form: "union": length in both / length in either, for any number of spans; "hull":
+        Temporal-R1's denominator,
             from the first start to the last end, of one span (the same where they overlap).
     """
 
@@ -141,13 +170,18 @@ class Temporal(Verifiable):
         self.form = {"union": union, "hull": hull}[form]
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
-        right, parsed = true_spans(prompt), spans(text)
+        right = true_spans(prompt)
+        parsed = spans(text)
         if parsed.value is None:
             return Verdict(0.0, parsed.status)
         end = (prompt.get("view") or {}).get("duration") or math.inf
         states = [_state(span, float(end)) for span in parsed.value]
         status = count_status(worst(parsed.status, *states), len(parsed.value), len(right))
-        good = [span for span, state in zip(parsed.value, states) if state in ("ok", "out_of_range") and _finite(span)]
+        good = [
+            span
+            for span, state in zip(parsed.value, states)
+            if state in ("ok", "out_of_range") and _finite(span)
+        ]
         if not parsed.value or not right:
             return Verdict(float(len(parsed.value) == len(right)), status)
         return Verdict(self.form(good, right) if good else 0.0, status)
@@ -159,10 +193,14 @@ class Temporal(Verifiable):
         right = true_spans(prompt)
         if not right:
             return {"a span where none is": tagged("[0, 1]")}
-        first, last = min(a for a, _ in right), max(b for _, b in right)
+        first = min(a for a, _ in right)
+        last = max(b for _, b in right)
         everything = [max(0.0, first - 10 * (last - first)), last + 10 * (last - first)]
         turned = [[b, a] for a, b in right]
-        return {"all of the video": tagged(json.dumps(everything)), "inverted": tagged(json.dumps(turned))}
+        return {
+            "all of the video": tagged(json.dumps(everything)),
+            "inverted": tagged(json.dumps(turned)),
+        }
 
 
 def _finite(span: Span) -> bool:
@@ -181,18 +219,23 @@ def _state(span: Span, end: float) -> str:
 
 
 @REWARDS.register("tracking")
-@card(media="text", needs="tracks", low=0, high=1, source="VideoChat-R1 (arXiv:2504.06958), tracking")
+@card(
+    media="text", needs="tracks", low=0, high=1, source="VideoChat-R1 (arXiv:2504.06958), tracking"
+)
 class Tracking(Verifiable):
-    """Mean IoU over frames of one object: frames that are missing count 0, frames that are not there are false.
+    """Mean IoU over frames of one object: frames that are missing count 0, frames that are not
+    there are false.
 
-    ``tracks`` is a list of boxes, one a frame, or a mapping of times to boxes; the answer the same as JSON
-    (``[[x0, y0, x1, y1], ...]`` or ``{"0": [...], "1": [...]}``). reward = sum of IoU / max(frames said, frames right).
+    ``tracks`` is a list of boxes, one a frame, or a mapping of times to boxes; the answer the same
+    as JSON (``[[x0, y0, x1, y1], ...]`` or ``{"0": [...], "1": [...]}``). reward = sum of IoU /
+    max(frames said, frames right).
     """
 
     spatial = True
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
-        right, parsed = _true_track(prompt), track(text)
+        right = _true_track(prompt)
+        parsed = track(text)
         if parsed.value is None:
             return Verdict(0.0, parsed.status)
         rows, states = in_truth([Shape(box) for box in parsed.value.values()], prompt)
@@ -203,13 +246,20 @@ class Tracking(Verifiable):
         return Verdict(float(total) / max(len(found), len(right)), status)
 
     def right_answer(self, prompt: Prompt) -> str:
-        return tagged(json.dumps({f"{time:g}": in_answer(box, prompt) for time, box in _true_track(prompt).items()}))
+        return tagged(
+            json.dumps(
+                {f"{time:g}": in_answer(box, prompt) for time, box in _true_track(prompt).items()}
+            )
+        )
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
         right = {f"{time:g}": in_answer(box, prompt) for time, box in _true_track(prompt).items()}
         turned = {time: [x1, y1, x0, y0] for time, (x0, y0, x1, y1) in right.items()}
         more = right | {str(10_000 + i): [0, 0, 1, 1] for i in range(5)}
-        return {"inverted": tagged(json.dumps(turned)), "frames that are not there": tagged(json.dumps(more))}
+        return {
+            "inverted": tagged(json.dumps(turned)),
+            "frames that are not there": tagged(json.dumps(more)),
+        }
 
 
 def track(text: str) -> Parsed[dict[float, tuple[float, ...]]]:
@@ -232,8 +282,13 @@ def _track(value: Any) -> dict[float, tuple[float, ...]]:
 def _true_track(prompt: Prompt) -> dict[float, np.ndarray]:
     found = _track(need(prompt, "tracks"))
     if not found:
-        raise Unscorable('"tracks" holds no boxes; expected [[x0, y0, x1, y1], ...] or {"time": [x0, y0, x1, y1]}')
+        raise Unscorable(
+            '"tracks" holds no boxes; expected [[x0, y0, x1, y1], ...] or {"time": '
+            "[x0, y0, x1, y1]}"
+        )
     for time, box in found.items():
         if not all(math.isfinite(v) for v in box) or box[2] <= box[0] or box[3] <= box[1]:
-            raise Unscorable(f'"tracks" holds {list(box)} at {time:g}, which is not x0 < x1, y0 < y1')
+            raise Unscorable(
+                f'"tracks" holds {list(box)} at {time:g}, which is not x0 < x1, y0 < y1'
+            )
     return {time: np.array(box, dtype=np.float64) for time, box in found.items()}

@@ -1,4 +1,5 @@
-"""``key_steps``, ``vqa``, ``video_qa`` and ``routed``: reasoning steps, questions about images and videos, mixtures."""
+"""``key_steps``, ``vqa``, ``video_qa`` and ``routed``: reasoning steps, questions about images and
+videos, mixtures."""
 
 from __future__ import annotations
 
@@ -28,28 +29,37 @@ def true_steps(prompt: Prompt) -> list[list[str]]:
     """``key_steps``: for every step the ways of saying it."""
     given = need(prompt, "key_steps")
     if not isinstance(given, (list, tuple)) or not given:
-        raise Unscorable(f'"key_steps" is {given!r}; expected a list of texts, or of lists of ways to say a step')
-    found = [[str(way) for way in (one if isinstance(one, (list, tuple)) else [one]) if words(way)] for one in given]
+        raise Unscorable(
+            f'"key_steps" is {given!r}; expected a list of texts, or of lists of ways to say a step'
+        )
+    found = [
+        [str(way) for way in (one if isinstance(one, (list, tuple)) else [one]) if words(way)]
+        for one in given
+    ]
     if not all(found):
         raise Unscorable('"key_steps" holds an empty step')
     return found
 
 
 def words(text: object) -> str:
-    """Words, numbers and signs with single blanks between and around them, for finding one text in another."""
+    """Words, numbers and signs with single blanks between and around them, for finding one text in
+    another."""
     tokens = re.findall(r"\d+(?:\.\d+)?|\w+|[^\w\s]", normal(text))
     return f" {' '.join(tokens)} " if tokens else ""
 
 
 def steps_found(text: str, steps: Sequence[Sequence[str]], ordered: bool) -> int:
     """How many steps occur as whole words; ``ordered``: each after the one before."""
-    body, at, count = words(text), 0, 0
+    body = words(text)
+    at = 0
+    count = 0
     for ways in steps:
         places = [(body.find(words(way), at if ordered else 0), len(words(way))) for way in ways]
         places = [(start, size) for start, size in places if start >= 0]
         if places:
             start, size = min(places)
-            at, count = start + size - 1, count + 1
+            at = start + size - 1
+            count = count + 1
     return count
 
 
@@ -68,40 +78,59 @@ def whole(part: str, text: str) -> bool:
 
 
 @REWARDS.register("key_steps")
-@card(media="text", needs="key_steps answer", low=0, high=1, source="StepGRPO, R1-VL (arXiv:2503.12937)")
+@card(
+    media="text",
+    needs="key_steps answer",
+    low=0,
+    high=1,
+    source="StepGRPO, R1-VL (arXiv:2503.12937)",
+)
 class KeySteps(Verifiable):
-    """Key steps of the reasoning that are there (StepRAR), sections in order (StepRVR), and the answer.
+    """Key steps of the reasoning that are there (StepRAR), sections in order (StepRVR), and the
+    answer.
 
-    reward = mean over the parts in use, the answer counted with its weight against the rest: answer * [right] +
-    (1 - answer) * mean(share of ``key_steps`` found, share of ``sections`` in order). A step is a text or a list of
-    ways to say it, and is found as whole words, once, outside the final answer.
+    reward = mean over the parts in use, the answer counted with its weight against the rest: answer
+    * [right] + (1 - answer) * mean(share of ``key_steps`` found, share of ``sections`` in order). A
+    step is a text or a list of ways to say it, and is found as whole words, once, outside the final
+    answer.
 
-    StepGRPO's own sum is ``form: step_grpo``: StepRAR, [right] + alpha * share of ``key_steps`` found, 0 without a
-    final answer, plus StepRVR, 1 if all ``sections`` stand in order before a final answer. It compares whole answers by
-    this sum, so that ``advantage: grpo`` goes with it (Zhang et al. 2025, section 3.2).
+    StepGRPO's own sum is ``form: step_grpo``: StepRAR, [right] + alpha * share of ``key_steps``
+    found, 0 without a final answer, plus StepRVR, 1 if all ``sections`` stand in order before a
+    final answer. It compares whole answers by this sum, so that ``advantage: grpo`` goes with it
+    (Zhang et al. 2025, section 3.2).
 
-    Args:
-        answer: weight of the answer, judged as by ``answer``; without it, reasoning alone is paid.
-        ordered: every step must come after the one before.
-        sections: texts that the reasoning must hold in this order, such as ["Description", "Reasoning"].
-        each: the parts of the reward as rewards of steps [B, K], each at the token that completes it, the answer's at
-            the last one. Mind that ``advantage: process`` compares all that is paid in a group with one mean: a found
-            step that is worth less than that, beside a dear answer for instance, is pushed down.
+    Args: answer: weight of the answer, judged as by ``answer``; without it, reasoning alone is
+        paid. ordered: every step must come after the one before. sections: texts that the reasoning
+        must hold in this order, such as ["Description", "Reasoning"]. each: the parts of the reward
+        as rewards of steps [B, K], each at the token that completes it, the answer's at
+            the last one. Mind that ``advantage: process`` compares all that is paid in a group with
+            one mean: a found step that is worth less than that, beside a dear answer for instance,
+            is pushed down.
         form: shares, the mean above, or step_grpo.
         alpha: of form step_grpo, what all key steps together are worth.
     """
 
     def __init__(
-        self, answer: Share = 0.5, ordered: bool = False, sections: list[str] = [], each: bool = False,  # noqa: B006
-        form: Literal["shares", "step_grpo"] = "shares", alpha: Annotated[float, Ge(0)] = 0.1,
-    ):  # fmt: skip
+        self,
+        answer: Share = 0.5,
+        ordered: bool = False,
+        sections: list[str] = [],  # noqa: B006
+        each: bool = False,
+        form: Literal["shares", "step_grpo"] = "shares",
+        alpha: Annotated[float, Ge(0)] = 0.1,
+    ):
         if each and form == "step_grpo":
             raise UserError(
                 "key_steps: form step_grpo compares whole answers and pays no single tokens; "
                 "leave out each, or take form shares"
             )
-        self.weight, self.ordered, self.sections, self.inner = answer, ordered, list(sections), Answer()
-        self.each, self.form, self.alpha = each, form, alpha
+        self.weight = answer
+        self.ordered = ordered
+        self.sections = list(sections)
+        self.inner = Answer()
+        self.each = each
+        self.form = form
+        self.alpha = alpha
         if each:
             self.card = replace(card_of(type(self)), of="step")
         if form == "step_grpo":
@@ -114,7 +143,10 @@ class KeySteps(Verifiable):
         limits = [getattr(text, "limit", None) for text in texts]
         if None in limits:  # texts from elsewhere, of which nobody knows the tokens
             return total[:, None]
-        rows = [self._earned(text, prompt, float(all_)) for text, prompt, all_ in zip(texts, prompts, total)]
+        rows = [
+            self._earned(text, prompt, float(all_))
+            for text, prompt, all_ in zip(texts, prompts, total)
+        ]
         found = torch.full((len(texts), max(limits, default=1)), math.nan)
         for row, earned in enumerate(rows):
             for token, value in earned.items():
@@ -143,13 +175,19 @@ class KeySteps(Verifiable):
         found = [(true_steps(prompt), self.ordered)]
         if self.sections:
             found.append(([[one] for one in self.sections], True))
-        return [(steps, order, (1 - self.weight) / len(found) / len(steps)) for steps, order in found]
+        return [
+            (steps, order, (1 - self.weight) / len(found) / len(steps)) for steps, order in found
+        ]
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
-        thought, right = thinking(text), self.inner.judge(text, prompt)
+        thought = thinking(text)
+        right = self.inner.judge(text, prompt)
         if self.form == "step_grpo":
             return Verdict(self._published(thought, right, prompt), right.status)
-        reasoning = sum(share * steps_found(thought, steps, order) for steps, order, share in self._parts(prompt))
+        reasoning = sum(
+            share * steps_found(thought, steps, order)
+            for steps, order, share in self._parts(prompt)
+        )
         return Verdict(self.weight * right.score + reasoning, right.status)
 
     def _published(self, thought: str, right: Verdict, prompt: Prompt) -> float:
@@ -172,13 +210,17 @@ class KeySteps(Verifiable):
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
         steps = ". ".join(ways[0] for ways in true_steps(prompt))
-        return {"no reasoning": self.inner.right_answer(prompt), "steps as the answer": tagged(steps)}
+        return {
+            "no reasoning": self.inner.right_answer(prompt),
+            "steps as the answer": tagged(steps),
+        }
 
 
 @REWARDS.register("vqa")
 @card(media="text", needs="answers", low=0, high=1, source="VQA v2 accuracy (arXiv:1505.00468)")
 class Vqa(Verifiable):
-    """VQA accuracy: of the people in ``answers`` three must agree, averaged over leaving each of them out.
+    """VQA accuracy: of the people in ``answers`` three must agree, averaged over leaving each of
+    them out.
 
     With fewer than three people one agreement is enough. Names are compared as in ``answer``.
     """
@@ -221,10 +263,12 @@ def agreement(said: str, people: Sequence[str]) -> float:
     source="VideoChat-R1 (arXiv:2504.06958), Temporal-R1 (arXiv:2506.01908)",
 )
 class VideoQa(Verifiable):
-    """The answer to a question about a video, and where its prompt has ``spans``, when it is to be seen.
+    """The answer to a question about a video, and where its prompt has ``spans``, when it is to be
+    seen.
 
-    reward = (1 - time) * answer + time * temporal IoU. The answer is judged as by ``choice`` if the prompt has
-    ``choices``, else as by ``answer``; the span stands in ``<glue>[[start, end]]</glue>``.
+    reward = (1 - time) * answer + time * temporal IoU. The answer is judged as by ``choice`` if the
+    prompt has ``choices``, else as by ``answer``; the span stands in ``<glue>[[start,
+    end]]</glue>``.
 
     Args:
         time: weight of the span; prompts without ``spans`` are judged by the answer alone.
@@ -232,17 +276,24 @@ class VideoQa(Verifiable):
     """
 
     def __init__(self, time: Share = 0.5, gated: bool = False):
-        self.time, self.gated = time, gated
-        self.choice, self.answer, self.temporal = Choice(), Answer(), Temporal()
+        self.time = time
+        self.gated = gated
+        self.choice = Choice()
+        self.answer = Answer()
+        self.temporal = Temporal()
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
         found = self._inner(prompt).judge(text, prompt)
         if prompt.get("spans") is None:
             return found
-        when = self.temporal.judge(text, prompt) if "<glue>" in text else Verdict(0.0, "unparseable")
+        when = (
+            self.temporal.judge(text, prompt) if "<glue>" in text else Verdict(0.0, "unparseable")
+        )
         true_spans(prompt)
         share = when.score * (found.score if self.gated else 1.0)
-        return Verdict((1 - self.time) * found.score + self.time * share, worst(found.status, when.status))
+        return Verdict(
+            (1 - self.time) * found.score + self.time * share, worst(found.status, when.status)
+        )
 
     def _inner(self, prompt: Prompt) -> Verifiable:
         return self.choice if prompt.get("choices") else self.answer
@@ -258,14 +309,17 @@ class VideoQa(Verifiable):
 
 
 @REWARDS.register("routed")
-@card(media="text", source="Mixed-R1 (arXiv:2505.24164), VLAA-Thinker (arXiv:2504.11468)", scaling="as the routes")
+@card(
+    media="text",
+    source="Mixed-R1 (arXiv:2505.24164), VLAA-Thinker (arXiv:2504.11468)",
+    scaling="as the routes",
+)
 class Routed(Verifiable):
     """A reward for every kind of task in a mixture: the prompt's field ``task`` says which.
 
-    Args:
-        routes: task -> a reward and its options, such as ``{detect: {detection: {measure: f1}}, count: count}``.
-        by: the field that names the task.
-        default: for prompts of other tasks or without one; None: they cannot be scored.
+    Args: routes: task -> a reward and its options, such as ``{detect: {detection: {measure: f1}},
+        count: count}``. by: the field that names the task. default: for prompts of other tasks or
+        without one; None: they cannot be scored.
     """
 
     def __init__(
@@ -276,10 +330,13 @@ class Routed(Verifiable):
     ):
         if not routes:
             raise UserError("reward 'routed': routes is empty; name at least one, {task: reward}")
-        self.routes, self.by, self.default = dict(routes), by, default
+        self.routes = dict(routes)
+        self.by = by
+        self.default = default
         cards = [card_of(one) for one in [*routes.values(), *([default] if default else [])]]
         refuse_batch(cards)
-        low, high = [c.low for c in cards], [c.high for c in cards]
+        low = [c.low for c in cards]
+        high = [c.high for c in cards]
         self.card = replace(
             card_of(type(self)),
             needs=(by,) if default is None else (),
@@ -301,7 +358,9 @@ class Routed(Verifiable):
         for route, mine in rows.values():
             asked = [texts[i] for i in mine], [prompts[i] for i in mine]
             judged = (
-                route.verdicts(*asked) if hasattr(route, "verdicts") else [Verdict(float(v)) for v in route(*asked)]
+                route.verdicts(*asked)
+                if hasattr(route, "verdicts")
+                else [Verdict(float(v)) for v in route(*asked)]
             )
             for i, one in zip(mine, judged):
                 found[i] = one
@@ -311,7 +370,9 @@ class Routed(Verifiable):
         task = prompt.get(self.by)
         route = self.routes.get(str(task), self.default) if task is not None else self.default
         if route is None:
-            raise Unscorable(f'"{self.by}" is {task!r}; there are routes for: {", ".join(self.routes)}')
+            raise Unscorable(
+                f'"{self.by}" is {task!r}; there are routes for: {", ".join(self.routes)}'
+            )
         return route
 
     def right_answer(self, prompt: Prompt) -> str:
@@ -323,5 +384,7 @@ class Routed(Verifiable):
     def _own(self, prompt: Prompt) -> Any:
         route = self._route(prompt)
         if not hasattr(route, "right_answer"):
-            raise Unscorable(f"the reward of task {prompt.get(self.by)!r} cannot write down a right answer")
+            raise Unscorable(
+                f"the reward of task {prompt.get(self.by)!r} cannot write down a right answer"
+            )
         return route

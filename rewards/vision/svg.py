@@ -19,7 +19,8 @@ from rewards.vision.base import Prompt, Unscorable, Verdict, Verifiable, tagged
 
 # What could read files, run for ever, or make one shape a million.
 REFUSED = re.compile(
-    r"<!|<\?xml-stylesheet|<\s*(?:image|script|foreignObject|filter|style)\b|@import|url\(\s*(?!['\"]?#)", re.I
+    r"<!|<\?xml-stylesheet|<\s*(?:image|script|foreignObject|filter|style)\b|@import|url\(\s*(?!['\"]?#)",
+    re.I,
 )
 LINKS = re.compile(r"href\s*=\s*[\"'](?!#)", re.I)
 USES = 8  # <use> elements; nested ones multiply
@@ -36,7 +37,11 @@ def find_svg(text: str) -> tuple[str | None, Status]:
         return None, "out_of_range"
     if not closed:
         body = body[: body.rfind(">") + 1]
-    body = body if "xmlns=" in body else body.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
+    body = (
+        body
+        if "xmlns=" in body
+        else body.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
+    )
     return body + "</svg>", answer.status if closed else "repaired"
 
 
@@ -46,7 +51,11 @@ def render(svg: str, size: int) -> Tensor | None:
     from PIL import Image
 
     try:
-        data = bytes(resvg_py.svg_to_bytes(svg_string=svg, background="#ffffff", skip_system_fonts=True, width=size))
+        data = bytes(
+            resvg_py.svg_to_bytes(
+                svg_string=svg, background="#ffffff", skip_system_fonts=True, width=size
+            )
+        )
     except ValueError:
         return None
     with Image.open(io.BytesIO(data)) as image:
@@ -59,7 +68,8 @@ def _pixels(image: Any, size: int) -> Tensor:
 
 
 def explained(found: Tensor, right: Tensor) -> float:
-    """1 - |found - right|^2 / |white - right|^2: what of the picture's ink is explained; an empty sheet has 0."""
+    """1 - |found - right|^2 / |white - right|^2: what of the picture's ink is explained; an empty
+    sheet has 0."""
     ink = float((1 - right).square().sum())
     error = float((found - right).square().sum())
     return max(0.0, 1 - error / ink) if ink > 0 else float(error == 0)
@@ -71,24 +81,32 @@ def mse(found: Tensor, right: Tensor) -> float:
 
 
 def standardised(found: Tensor, right: Tensor) -> float:
-    """RLRF's: 1 - mean squared difference of the standardised pictures, clipped to -1..1, here moved to 0..1."""
+    """RLRF's: 1 - mean squared difference of the standardised pictures, clipped to -1..1, here
+    moved to 0..1."""
     a, b = ((x - x.mean()) / x.std().clamp(min=1e-6) for x in (found, right))
     return (float((1 - (a - b).square().mean()).clamp(-1, 1)) + 1) / 2
 
 
 def ssim(found: Tensor, right: Tensor) -> float:
-    """Structural similarity (Wang et al. 2004): Gaussian window of 11, deviation 1.5, clipped at 0."""
+    """Structural similarity (Wang et al. 2004): Gaussian window of 11, deviation 1.5, clipped at
+    0."""
     line = torch.exp(-((torch.arange(11) - 5.0) ** 2) / (2 * 1.5**2)).double()
     window = (line[:, None] * line / line.sum() ** 2).expand(3, 1, 11, 11)
-    a, b = found[None].double(), right[None].double()
+    a = found[None].double()
+    b = right[None].double()
 
     def blur(x: Tensor) -> Tensor:
         return torch.nn.functional.conv2d(x, window, groups=3)
 
-    mean_a, mean_b = blur(a), blur(b)
-    var_a, var_b, both = blur(a * a) - mean_a**2, blur(b * b) - mean_b**2, blur(a * b) - mean_a * mean_b
+    mean_a = blur(a)
+    mean_b = blur(b)
+    var_a = blur(a * a) - mean_a**2
+    var_b = blur(b * b) - mean_b**2
+    both = blur(a * b) - mean_a * mean_b
     top = (2 * mean_a * mean_b + 0.01**2) * (2 * both + 0.03**2)
-    return max(0.0, float((top / ((mean_a**2 + mean_b**2 + 0.01**2) * (var_a + var_b + 0.03**2))).mean()))
+    return max(
+        0.0, float((top / ((mean_a**2 + mean_b**2 + 0.01**2) * (var_a + var_b + 0.03**2))).mean())
+    )
 
 
 MEASURES = {"explained": explained, "mse": mse, "standardised": standardised, "ssim": ssim}
@@ -97,17 +115,19 @@ MEASURES = {"explained": explained, "mse": mse, "standardised": standardised, "s
 @REWARDS.register("svg")
 @card(media="text", low=0, high=1, source="RLRF (arXiv:2505.20793); rendered by resvg")
 class Svg(Verifiable):
-    """Likeness of the rendered SVG in the answer to the picture (``svg``, else the first image of the prompt).
+    """Likeness of the rendered SVG in the answer to the picture (``svg``, else the first image of
+    the prompt).
 
-    Args:
-        measure: "explained": share of the ink that is right, an empty sheet has 0; "mse"; "standardised": RLRF's L2;
+    Args: measure: "explained": share of the ink that is right, an empty sheet has 0; "mse";
+        "standardised": RLRF's L2;
             "ssim".
         size: pixels of the square both are compared in.
         also: a reward of images, such as clip_image or dino, asked about the rendered drawing.
         weight: of ``also``; the pixels have the rest. Its values are clipped to 0..1.
 
-    Drawings that load files or other documents, hold scripts, filters or style sheets, or many ``<use>`` are refused
-    ("out_of_range", 0): the policy must not read the picture from disk, nor hang the renderer.
+    Drawings that load files or other documents, hold scripts, filters or style sheets, or many
+    ``<use>`` are refused ("out_of_range", 0): the policy must not read the picture from disk, nor
+    hang the renderer.
     """
 
     def __init__(
@@ -117,7 +137,10 @@ class Svg(Verifiable):
         also: Annotated[Callable, REWARDS] | None = None,
         weight: Annotated[float, Ge(0), Le(1)] = 0.5,
     ):
-        self.measure, self.size, self.also, self.weight = MEASURES[measure], size, also, weight
+        self.measure = MEASURES[measure]
+        self.size = size
+        self.also = also
+        self.weight = weight
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
         right, (svg, status) = self._target(prompt), find_svg(text)
@@ -141,7 +164,9 @@ class Svg(Verifiable):
         try:
             return _pixels(_open(images[0]), self.size)
         except (OSError, AttributeError, TypeError, ValueError) as error:
-            raise Unscorable(f'it has neither "svg" nor an image that can be read: {error}') from error
+            raise Unscorable(
+                f'it has neither "svg" nor an image that can be read: {error}'
+            ) from error
 
     def right_answer(self, prompt: Prompt) -> str:
         if prompt.get("svg") is None:

@@ -48,9 +48,9 @@ def accepted(prompt: Prompt) -> list[str]:
 class Answer(Verifiable):
     """1 if the final answer is the right one: numbers by value, names by normalised equality.
 
-    Two names are equal after NFKC, case folding, and evening out blanks, hyphens, underscores and a final full stop;
-    parts of a name never count. ``7``, ``7.0`` and ``seven`` are one number. A prompt may have further right answers in
-    ``aliases``.
+    Two names are equal after NFKC, case folding, and evening out blanks, hyphens, underscores and a
+    final full stop; parts of a name never count. ``7``, ``7.0`` and ``seven`` are one number. A
+    prompt may have further right answers in ``aliases``.
 
     Args:
         tolerance: of a number, relative to the right one; 0: exact (to 1e-9).
@@ -72,7 +72,10 @@ class Answer(Verifiable):
             return Verdict(0.0, status)
         if found.value is None:
             return Verdict(0.0, found.status)
-        near = any(math.isclose(found.value, v, rel_tol=max(self.tolerance, 1e-9), abs_tol=1e-9) for v in right)
+        near = any(
+            math.isclose(found.value, v, rel_tol=max(self.tolerance, 1e-9), abs_tol=1e-9)
+            for v in right
+        )
         return Verdict(float(near), found.status)
 
     def right_answer(self, prompt: Prompt) -> str:
@@ -93,9 +96,11 @@ class Answer(Verifiable):
     licence="Apache-2.0",
 )
 class Classification(Answer):
-    """1 if the answer is the class, by normalised equality (and ``aliases``), as in ``answer`` but never a number.
+    """1 if the answer is the class, by normalised equality (and ``aliases``), as in ``answer`` but
+    never a number.
 
-    The published reward takes any part of the name, or any text that holds it: an empty answer and "a" score 1 there.
+    The published reward takes any part of the name, or any text that holds it: an empty answer and
+    "a" score 1 there.
     """
 
     def __init__(self):
@@ -121,20 +126,24 @@ class Classification(Answer):
 class Count(Verifiable):
     """The right number: exactly, or the closer the more.
 
-    Args:
-        fuzzy: CrowdVLM-R1's graded reward, ``max(0, 1 - |n - right| / right)``; where the right number is 0 only 0
+    Args: fuzzy: CrowdVLM-R1's graded reward, ``max(0, 1 - |n - right| / right)``; where the right
+        number is 0 only 0
             counts. (The abstract gives the idea; the slope is ours.)
         sharpness: power of the fuzzy reward; more than 1 falls faster near the right number.
     """
 
     def __init__(self, fuzzy: bool = False, sharpness: Annotated[float, Gt(0)] = 1.0):
-        self.fuzzy, self.sharpness = fuzzy, sharpness
+        self.fuzzy = fuzzy
+        self.sharpness = sharpness
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
-        right, found = true_number(prompt), number(text)
+        right = true_number(prompt)
+        found = number(text)
         if found.value is None:
             return Verdict(0.0, found.status)
-        status = "out_of_range" if found.value < 0 or not math.isfinite(found.value) else found.status
+        status = (
+            "out_of_range" if found.value < 0 or not math.isfinite(found.value) else found.status
+        )
         error = abs(found.value - right)
         if error < 1e-9:
             return Verdict(1.0, status)
@@ -148,19 +157,29 @@ class Count(Verifiable):
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
         right = int(true_number(prompt))
         hedge = ", ".join(str(n) for n in range(max(0, right - 3), right + 4))
-        return {"one too many": tagged(str(right + 1)), "hedge": tagged(hedge), "empty answer": tagged("")}
+        return {
+            "one too many": tagged(str(right + 1)),
+            "hedge": tagged(hedge),
+            "empty answer": tagged(""),
+        }
 
 
 @REWARDS.register("choice")
-@card(media="text", needs="answer", low=0, high=1, source="TW-GRPO (arXiv:2505.24718), soft multi-choice reward")
+@card(
+    media="text",
+    needs="answer",
+    low=0,
+    high=1,
+    source="TW-GRPO (arXiv:2505.24718), soft multi-choice reward",
+)
 class Choice(Verifiable):
     """The right option or options of a multiple choice question.
 
-    The answer is letters (``B``, ``(B) a cat``, ``A, C``), or an option's whole text if the prompt has ``choices``.
-    The right one is in ``answer``: a letter, letters, an option's text or a list.
+    The answer is letters (``B``, ``(B) a cat``, ``A, C``), or an option's whole text if the prompt
+    has ``choices``. The right one is in ``answer``: a letter, letters, an option's text or a list.
 
-    Args:
-        partial: "none": all or nothing; "subset": the share that was found, if nothing wrong was named (TW-GRPO);
+    Args: partial: "none": all or nothing; "subset": the share that was found, if nothing wrong was
+        named (TW-GRPO);
             "jaccard": intersection over union.
     """
 
@@ -172,7 +191,10 @@ class Choice(Verifiable):
         found = letters(body, prompt.get("choices"))
         if not found:
             return Verdict(0.0, "unparseable")
-        return Verdict(self.credit(found, right), status if len(found) == len(right) else worst(status, "wrong_count"))
+        return Verdict(
+            self.credit(found, right),
+            status if len(found) == len(right) else worst(status, "wrong_count"),
+        )
 
     def _right(self, prompt: Prompt) -> set[str]:
         given = need(prompt, "answer")
@@ -180,7 +202,9 @@ class Choice(Verifiable):
         for one in given if isinstance(given, list) else [given]:
             found |= letters(str(one), prompt.get("choices"))
         if not found:
-            raise Unscorable(f'"answer" is {given!r}; expected a letter or the text of one of the choices')
+            raise Unscorable(
+                f'"answer" is {given!r}; expected a letter or the text of one of the choices'
+            )
         return found
 
     def right_answer(self, prompt: Prompt) -> str:
@@ -208,11 +232,15 @@ def letters(text: str, choices: Any = None) -> set[str]:
     if normal(body) in names:
         return {chr(65 + names.index(normal(body)))}
     several = re.fullmatch(
-        r"[\[(\"']*[A-Za-z][\])\"']*(?:(?:\s*[,;/&]\s*|\s+and\s+|\s+or\s+|\s*)[\[(\"']*[A-Z][\])\"'.]*)*\.?", body
+        r"[\[(\"']*[A-Za-z][\])\"']*(?:(?:\s*[,;/&]\s*|\s+and\s+|\s+or\s+|\s*)[\[(\"']*[A-Z][\])\"'.]*)*\.?",
+        body,
     )
     if several:
         found = set(
-            re.findall(r"(?<![A-Za-z])[A-Za-z](?![a-z])|(?<=[A-Z])[A-Z](?![a-z])", re.sub(r"\b(?:and|or)\b", ",", body))
+            re.findall(
+                r"(?<![A-Za-z])[A-Za-z](?![a-z])|(?<=[A-Z])[A-Z](?![a-z])",
+                re.sub(r"\b(?:and|or)\b", ",", body),
+            )
         )
         found = {one.upper() for one in found}
     else:
@@ -237,16 +265,24 @@ def jaccard(found: set[str], right: set[str]) -> float:
 
 
 @REWARDS.register("label_set")
-@card(media="text", needs="labels", low=0, high=1, source="MedTVT-R1 (arXiv:2506.18512), Jaccard reward")
+@card(
+    media="text",
+    needs="labels",
+    low=0,
+    high=1,
+    source="MedTVT-R1 (arXiv:2506.18512), Jaccard reward",
+)
 class LabelSet(Verifiable):
-    """Jaccard index of the set of labels in the answer and the right one (``labels``); both empty: 1.
+    """Jaccard index of the set of labels in the answer and the right one (``labels``); both empty:
+    1.
 
-    The answer is a JSON list or names separated by commas, semicolons or lines; an empty set is ``none`` or ``[]``.
-    Duplicates count once; names are compared as in ``answer``.
+    The answer is a JSON list or names separated by commas, semicolons or lines; an empty set is
+    ``none`` or ``[]``. Duplicates count once; names are compared as in ``answer``.
     """
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
-        right, found = {normal(one) for one in self._labels(prompt)}, items(text)
+        right = {normal(one) for one in self._labels(prompt)}
+        found = items(text)
         if found.value is None:
             return Verdict(0.0, found.status)
         names = {normal(one) for one in found.value}
@@ -255,7 +291,9 @@ class LabelSet(Verifiable):
 
     def _labels(self, prompt: Prompt) -> list[str]:
         given = need(prompt, "labels")
-        if not isinstance(given, (list, tuple)) or not all(isinstance(one, (str, int)) for one in given):
+        if not isinstance(given, (list, tuple)) or not all(
+            isinstance(one, (str, int)) for one in given
+        ):
             raise Unscorable(f'"labels" is {given!r}; expected a list of names')
         return [str(one) for one in given]
 

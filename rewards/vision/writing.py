@@ -1,4 +1,5 @@
-"""``transcription``, ``table`` and ``text_similarity``: texts, tables and free answers against a reference."""
+"""``transcription``, ``table`` and ``text_similarity``: texts, tables and free answers against a
+reference."""
 
 from __future__ import annotations
 
@@ -27,9 +28,16 @@ def true_text(prompt: Prompt, name: str = "answer") -> str:
 
 
 @REWARDS.register("transcription")
-@card(media="text", needs="answer", low=0, high=1, source="Levenshtein distance (rapidfuzz); ANLS (arXiv:1905.13648)")
+@card(
+    media="text",
+    needs="answer",
+    low=0,
+    high=1,
+    source="Levenshtein distance (rapidfuzz); ANLS (arXiv:1905.13648)",
+)
 class Transcription(Verifiable):
-    """1 - edit distance / length of the longer text, between the text that was read and the right one.
+    """1 - edit distance / length of the longer text, between the text that was read and the right
+    one.
 
     Args:
         unit: "character" or "word" (1 minus a word error rate that cannot be more than 1).
@@ -43,12 +51,15 @@ class Transcription(Verifiable):
         case: bool = True,
         least: Annotated[float, Ge(0), Lt(1)] = 0.0,
     ):
-        self.words, self.case, self.least = unit == "word", case, least
+        self.words = unit == "word"
+        self.case = case
+        self.least = least
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
         from rapidfuzz.distance import Levenshtein
 
-        right, answer = self._even(true_text(prompt)), final(text)
+        right = self._even(true_text(prompt))
+        answer = final(text)
         found = self._even(fenced(answer.value))
         if not found:
             return Verdict(0.0, "unparseable")
@@ -88,9 +99,11 @@ class Node:
 
 
 class _TableReader(HTMLParser):
-    """The first table of an HTML text, forgiving: what is not closed is closed where something else opens.
+    """The first table of an HTML text, forgiving: what is not closed is closed where something else
+    opens.
 
-    ``thead``, ``tbody`` and ``tfoot`` are read through, ``th`` is ``td``: TEDS compares rows and cells.
+    ``thead``, ``tbody`` and ``tfoot`` are read through, ``th`` is ``td``: TEDS compares rows and
+    cells.
     """
 
     def __init__(self) -> None:
@@ -107,7 +120,8 @@ class _TableReader(HTMLParser):
         if tag == "table" and self.table is None:
             self.table = Node("table")
         elif tag == "tr" and self.table is not None:
-            self.row, self.cell = Node("tr"), None
+            self.row = Node("tr")
+            self.cell = None
             self.table.children.append(self.row)
         elif tag in ("td", "th") and self.row is not None:
             given = dict(attrs)
@@ -137,19 +151,31 @@ def read_table(text: str) -> tuple[Node | None, bool]:
         reader = _TableReader()
         reader.feed(text)
         reader.close()
-        return (reader.table, reader.closed) if reader.table and reader.table.children else (None, False)
+        return (
+            (reader.table, reader.closed)
+            if reader.table and reader.table.children
+            else (None, False)
+        )
     lines = [line.strip() for line in text.strip().splitlines() if line.strip().startswith("|")]
     rows = [re.split(r"(?<!\\)\|", line.strip("|")) for line in lines]
     rows = [row for row in rows if not all(re.fullmatch(r"\s*:?-+:?\s*", cell) for cell in row)]
-    cells = [[Node("td", text=" ".join(cell.replace(r"\|", "|").split())) for cell in row] for row in rows]
-    return (Node("table", children=[Node("tr", children=row) for row in cells]), True) if cells else (None, False)
+    cells = [
+        [Node("td", text=" ".join(cell.replace(r"\|", "|").split())) for cell in row]
+        for row in rows
+    ]
+    return (
+        (Node("table", children=[Node("tr", children=row) for row in cells]), True)
+        if cells
+        else (None, False)
+    )
 
 
 def teds(found: Node, right: Node, structure: bool = False) -> float:
-    """Tree-edit-distance similarity (Zhong et al. 2020, arXiv:1911.10683): 1 - distance / nodes of the larger.
+    """Tree-edit-distance similarity (Zhong et al. 2020, arXiv:1911.10683): 1 - distance / nodes of
+    the larger.
 
-    Inserting and deleting cost 1; renaming costs 1 between different tags or spans, else for cells the normalised
-    Levenshtein distance of their texts, and 0 with ``structure`` (TEDS-S).
+    Inserting and deleting cost 1; renaming costs 1 between different tags or spans, else for cells
+    the normalised Levenshtein distance of their texts, and 0 with ``structure`` (TEDS-S).
     """
     from apted import APTED, Config
     from rapidfuzz.distance import Levenshtein
@@ -169,22 +195,30 @@ def teds(found: Node, right: Node, structure: bool = False) -> float:
 
 
 @REWARDS.register("table")
-@card(media="text", needs="answer", low=0, high=1, source="TEDS (arXiv:1911.10683), Table-R1 (arXiv:2509.16889); apted")
+@card(
+    media="text",
+    needs="answer",
+    low=0,
+    high=1,
+    source="TEDS (arXiv:1911.10683), Table-R1 (arXiv:2509.16889); apted",
+)
 class Table(Verifiable):
     """TEDS of the table in the answer and the right one (``answer``: HTML or Markdown).
 
     Args:
         structure: TEDS-S, which compares rows, cells and spans but not their texts.
 
-    Tables are read through ``thead`` and ``tbody``, ``th`` counts as ``td``. A table with more than 400 cells, or twice
-    those of the right one, scores 0: nobody gets there by honest means, and the distance would take minutes.
+    Tables are read through ``thead`` and ``tbody``, ``th`` counts as ``td``. A table with more than
+    400 cells, or twice those of the right one, scores 0: nobody gets there by honest means, and the
+    distance would take minutes.
     """
 
     def __init__(self, structure: bool = False):
         self.structure = structure
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
-        right, answer = self._right(prompt), final(text)
+        right = self._right(prompt)
+        answer = final(text)
         found, whole = read_table(fenced(answer.value))
         if found is None:
             return Verdict(0.0, "unparseable")
@@ -196,7 +230,9 @@ class Table(Verifiable):
     def _right(self, prompt: Prompt) -> Node:
         table, _ = read_table(true_text(prompt))
         if table is None or table.size() > MANY:
-            raise Unscorable(f'"answer" holds no table of HTML or Markdown, or one of more than {MANY} cells')
+            raise Unscorable(
+                f'"answer" holds no table of HTML or Markdown, or one of more than {MANY} cells'
+            )
         return table
 
     def right_answer(self, prompt: Prompt) -> str:
@@ -205,31 +241,45 @@ class Table(Verifiable):
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
         rows = self._right(prompt).children
         empty = "<table><tr><td></td></tr></table>"
-        body = "".join("<tr>" + "".join(f"<td>{c.text}</td>" for c in row.children) + "</tr>" for row in rows)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{c.text}</td>" for c in row.children) + "</tr>" for row in rows
+        )
         more = "<tr><td>x</td></tr>" * 3
-        return {"one cell": tagged(empty), "three rows more": tagged(f"<table>{body}{more}</table>")}
+        return {
+            "one cell": tagged(empty),
+            "three rows more": tagged(f"<table>{body}{more}</table>"),
+        }
 
 
 # ---------------------------------------------------------------- free answers
 
 
 def bidirectional(a: np.ndarray, b: np.ndarray) -> float:
-    """Bidirectional max-average similarity of unit vectors [N, D], [M, D] (Mixed-R1's BMAS), or of a matrix [N, M] that
-    is given as ``a`` with ``b`` None: mean over both directions of the mean best match."""
+    """Bidirectional max-average similarity of unit vectors [N, D], [M, D] (Mixed-R1's BMAS), or of
+    a matrix [N, M] that is given as ``a`` with ``b`` None: mean over both directions of the mean
+    best match."""
     scores = a if b is None else a @ b.T
     return float((scores.max(1).mean() + scores.max(0).mean()) / 2)
 
 
 @REWARDS.register("text_similarity")
-@card(media="text", needs="answer", low=0, high=1, source="Mixed-R1 (arXiv:2505.24164), BMAS", licence="of the model")
+@card(
+    media="text",
+    needs="answer",
+    low=0,
+    high=1,
+    source="Mixed-R1 (arXiv:2505.24164), BMAS",
+    licence="of the model",
+)
 class TextSimilarity(Verifiable):
-    """Bidirectional max-average similarity of the tokens of an open answer and a reference, clipped to 0..1.
+    """Bidirectional max-average similarity of the tokens of an open answer and a reference, clipped
+    to 0..1.
 
-    Every token of one text is matched with the most similar one of the other; the two means are averaged, so that
-    neither leaving out nor adding pays.
+    Every token of one text is matched with the most similar one of the other; the two means are
+    averaged, so that neither leaving out nor adding pays.
 
-    Args:
-        model: a transformers text encoder (folder or hub id), whose last hidden states are compared by cosine; None:
+    Args: model: a transformers text encoder (folder or hub id), whose last hidden states are
+        compared by cosine; None:
             words are compared by edit similarity, which needs no weights.
         device: of the model.
     """
@@ -238,10 +288,15 @@ class TextSimilarity(Verifiable):
         self.encoder = _Encoder(model, device) if model else None
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
-        right, answer = true_text(prompt), final(text)
+        right = true_text(prompt)
+        answer = final(text)
         if not answer.value.split():
             return Verdict(0.0, "unparseable")
-        score = self._words(answer.value, right) if self.encoder is None else self.encoder.compare(answer.value, right)
+        score = (
+            self._words(answer.value, right)
+            if self.encoder is None
+            else self.encoder.compare(answer.value, right)
+        )
         return Verdict(min(max(score, 0.0), 1.0), answer.status)
 
     def _words(self, found: str, right: str) -> float:
@@ -277,7 +332,9 @@ class _Encoder:
         """[N, D] unit vectors of the tokens, without special ones."""
         import torch
 
-        given = self.tokenizer(text, return_tensors="pt", truncation=True, return_special_tokens_mask=True)
+        given = self.tokenizer(
+            text, return_tensors="pt", truncation=True, return_special_tokens_mask=True
+        )
         keep = ~given.pop("special_tokens_mask")[0].bool()
         with torch.no_grad():
             hidden = self.model(**given.to(self.device)).last_hidden_state[0].float().cpu()

@@ -2,4 +2,5 @@
 
 import os
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic matrix products need
+# what deterministic matrix products need
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -1,4 +1,5 @@
-"""Attention backends, compiled blocks, paths on the CPU and passes that do not fit, on a CUDA device."""
+"""Attention backends, compiled blocks, paths on the CPU and passes that do not fit, on a CUDA
+device."""
 
 import pytest
 import torch
@@ -29,7 +30,9 @@ def on_the_device(policy):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_first_step_is_on_policy_on_every_backend(case, backend):
-    trainer = trainer_of(made(case, backend, guidance=2.0, lora=2, dtype="bfloat16"), precision="bf16")
+    trainer = trainer_of(
+        made(case, backend, guidance=2.0, lora=2, dtype="bfloat16"), precision="bf16"
+    )
     try:
         metrics = trainer.iterate()
     except UserError as error:  # tiny heads do not suit every kernel
@@ -74,7 +77,9 @@ def test_paths_on_the_cpu_change_nothing():
 
 def test_a_pass_that_does_not_fit_is_halved():
     trainer = trainer_of(make("flux", guidance=2.0))
-    plain, limit = trainer.policy.velocity, 4  # rows of the network, guided ones twice
+    # rows of the network, guided ones twice
+    plain = trainer.policy.velocity
+    limit = 4
 
     def velocity(x, t, cond):
         if len(x) > limit:
@@ -83,4 +88,6 @@ def test_a_pass_that_does_not_fit_is_halved():
 
     trainer.policy.velocity = velocity
     metrics = trainer.iterate()
-    assert trainer.policy.most == 2 and trainer.policy.news and metrics["ratio/max_deviation"] < 1e-4
+    assert (
+        trainer.policy.most == 2 and trainer.policy.news and metrics["ratio/max_deviation"] < 1e-4
+    )

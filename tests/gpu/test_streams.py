@@ -11,24 +11,31 @@ MIB = 2**20
 
 @pytest.mark.parametrize("step", [0, 7, 2**31])
 def test_a_stream_is_the_same_integers_on_every_device(step):
-    rng, rows = Rng.of(5, "rollout", 3), torch.tensor([0, 1, 17, 2**33 + 5])
+    rng = Rng.of(5, "rollout", 3)
+    rows = torch.tensor([0, 1, 17, 2**33 + 5])
     for draw in ("bits", "uniform"):
         shape = 1001 if draw == "bits" else (7, 11, 13)
-        here, there = (getattr(rng, draw)(rows.to(device), shape, step) for device in ("cpu", "cuda"))
+        here, there = (
+            getattr(rng, draw)(rows.to(device), shape, step) for device in ("cpu", "cuda")
+        )
         assert there.is_cuda and torch.equal(here, there.cpu())
 
 
 def test_normals_agree_to_one_unit_in_the_last_place():
-    rng, rows = Rng.of(1), torch.arange(64)
+    rng = Rng.of(1)
+    rows = torch.arange(64)
     here, there = (rng.normal(rows.to(device), (3, 32, 32)).cpu() for device in ("cpu", "cuda"))
     apart = (here.view(torch.int32).long() - there.view(torch.int32).long()).abs()
     assert int(apart.max()) <= 1 and float((apart > 0).double().mean()) < 1e-3
 
 
 def test_a_row_on_the_device_is_the_same_alone_and_among_others():
-    rng, rows = Rng.of(2), torch.arange(100, device="cuda")
+    rng = Rng.of(2)
+    rows = torch.arange(100, device="cuda")
     whole = rng.normal(rows, (4, 8, 8), step=3)
-    assert torch.equal(torch.cat([rng.normal(part, (4, 8, 8), step=3) for part in rows.split(7)]), whole)
+    assert torch.equal(
+        torch.cat([rng.normal(part, (4, 8, 8), step=3) for part in rows.split(7)]), whole
+    )
 
 
 def test_peak_bytes_is_the_most_that_was_alive_at_once():

@@ -37,7 +37,9 @@ def toy(family, **options):
     """A toy whose conditions follow it to the device."""
     policy = toys.make(family, **options)
     encode = policy.encode
-    policy.encode = lambda prompts: tree_map(lambda tensor: tensor.to(policy.device), encode(prompts))
+    policy.encode = lambda prompts: tree_map(
+        lambda tensor: tensor.to(policy.device), encode(prompts)
+    )
     return policy
 
 
@@ -53,9 +55,14 @@ def brightness(media, prompts):
 def trainer_of(policy, prompts, reward, kl=0.1, **options):
     sizes = {"prompts": 3, "copies": 8, "batch_size": 12, "iterations": 8} | options
     return Trainer(
-        policy, prompts, Scorer({"reward": reward}), advantages.flow_grpo, PolicyGradient(clip=1e-2, kl=kl),
-        partial(adamw, lr=1e-3), TrainOptions(**sizes),
-    )  # fmt: skip
+        policy,
+        prompts,
+        Scorer({"reward": reward}),
+        advantages.flow_grpo,
+        PolicyGradient(clip=1e-2, kl=kl),
+        partial(adamw, lr=1e-3),
+        TrainOptions(**sizes),
+    )
 
 
 def of_toy(family, **options):
@@ -112,7 +119,12 @@ def test_micro_batches_change_no_gradient_on_the_device():
     for micro in (1, 5, 12):
         policy = tiny_sd3(guidance=2.0)
         policy.net.double()
-        trainer = trainer_of(policy, TEXTS, lambda media, prompts: torch.arange(len(prompts)).sin(), micro_batch=micro)
+        trainer = trainer_of(
+            policy,
+            TEXTS,
+            lambda media, prompts: torch.arange(len(prompts)).sin(),
+            micro_batch=micro,
+        )
         trainer.iterate()
         runs.append(policy.weights.full())
     for weights in runs[1:]:
@@ -133,7 +145,8 @@ def deterministic():
 @pytest.mark.parametrize("kind", [*toys.POLICIES, "sd3"])
 def test_2n_iterations_equal_n_stop_resume_n_to_the_bit(kind, tmp_path, deterministic):
     make = partial(of_sd3, "guided") if kind == "sd3" else partial(of_toy, kind)
-    whole, first = make(ema=0.9), make(ema=0.9)
+    whole = make(ema=0.9)
+    first = make(ema=0.9)
     for _ in range(4):
         whole.iterate()
     for _ in range(2):
@@ -143,7 +156,8 @@ def test_2n_iterations_equal_n_stop_resume_n_to_the_bit(kind, tmp_path, determin
     state.restore(second, *checkpoint.load(path))
     for _ in range(2):
         second.iterate()
-    found, known = state.capture(second)[0], state.capture(whole)[0]
+    found = state.capture(second)[0]
+    known = state.capture(whole)[0]
     for part, tensors in known.items():
         for name, value in tensors.items():
             assert torch.equal(found[part][name], value), (part, name)

@@ -20,20 +20,31 @@ def available(kernel: Kernel) -> Kernel:
     if kernel == "auto":
         return "sdpa"
     if kernel in ("xformers", "flash") and not torch.cuda.is_available():
-        raise UserError(f"policy option attention = {kernel} needs a CUDA device; sdpa computes the same anywhere")
+        raise UserError(
+            f"policy option attention = {kernel} needs a CUDA device; sdpa computes "
+            f"the same anywhere"
+        )
     if kernel == "xformers" and find_spec("xformers") is None:
-        raise UserError("policy option attention = xformers needs the package xformers: pip install xformers, or sdpa")
+        raise UserError(
+            "policy option attention = xformers needs the package xformers: pip "
+            "install xformers, or sdpa"
+        )
     return kernel
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False, scale: float | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
     kernel: Kernel = "sdpa",
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """[B, heads, n, D] of queries [B, heads, n, D], keys and values [B, heads or fewer, S, D].
 
-    ``mask`` [B or 1, 1, n, S] is bool or added. xformers and flash are for passes without one; a mask takes sdpa, whose
-    kernel for masks on CUDA is that of xformers.
+    ``mask`` [B or 1, 1, n, S] is bool or added. xformers and flash are for passes without one; a
+    mask takes sdpa, whose kernel for masks on CUDA is that of xformers.
     """
     shared = k.shape[1] != q.shape[1]
     if mask is None and kernel == "xformers":
@@ -42,8 +53,12 @@ def attend(
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=shared)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=shared)
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=causal, scale=scale, enable_gqa=shared
+            )
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=shared
+    )
 
 
 def _by_xformers(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
@@ -72,7 +87,13 @@ def of_transformers(kernel: Kernel) -> str:
 
 
 def _interface(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None, **_: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None = None,
+    **_: Any,
 ) -> tuple[Tensor, None]:
     causal = mask is None and query.shape[2] > 1
     found = attend(query, key, value, mask, causal, scaling, "xformers")

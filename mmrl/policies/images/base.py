@@ -1,7 +1,9 @@
-"""Autoregressive image policies: tokens drawn block by block, scored together in one teacher-forced pass.
+"""Autoregressive image policies: tokens drawn block by block, scored together in one teacher-forced
+pass.
 
-A family says how prompts are encoded and images decoded, and brings a network (``ImageNet``). Guidance, temperature,
-top-k, top-p, chunks and randomness are here, once, and the same in sampling and in the score.
+A family says how prompts are encoded and images decoded, and brings a network (``ImageNet``).
+Guidance, temperature, top-k, top-p, chunks and randomness are here, once, and the same in sampling
+and in the score.
 """
 
 from __future__ import annotations
@@ -33,11 +35,12 @@ from .net import ImageNet, Inputs, beside, stacked
 class ImageTokenPolicy(NetPolicy, ABC):
     """Options of every model that writes images as tokens.
 
-    temperature, top_k, top_p: of sampling and of scoring, applied to guided logits. guidance: scale s of
-    classifier-free guidance, z = z_u + s (z_c - z_u); 1 is none. logp_dist: what is scored; "guided" is what was
-    sampled, "guided_stopgrad_uncond" the same without gradient through the unconditional logits, "conditional" leaves
-    guidance out of the score (a mismatch most codes publish). attention: the kernel; auto is torch's own choice.
-    compile: the pass for one token as one graph (torch.compile), whose shapes never change: for GPUs.
+    temperature, top_k, top_p: of sampling and of scoring, applied to guided logits. guidance: scale
+    s of classifier-free guidance, z = z_u + s (z_c - z_u); 1 is none. logp_dist: what is scored;
+    "guided" is what was sampled, "guided_stopgrad_uncond" the same without gradient through the
+    unconditional logits, "conditional" leaves guidance out of the score (a mismatch most codes
+    publish). attention: the kernel; auto is torch's own choice. compile: the pass for one token as
+    one graph (torch.compile), whose shapes never change: for GPUs.
     """
 
     makes = "image"
@@ -59,8 +62,11 @@ class ImageTokenPolicy(NetPolicy, ABC):
     ):
         super().__init__(net, **options)
         self.warp = Warp(temperature, top_k, top_p)
-        self.guidance, self.logp_dist, self.entropies = guidance, logp_dist, False
-        net.stopgrad, net.kernel = logp_dist == "guided_stopgrad_uncond", available(attention)
+        self.guidance = guidance
+        self.logp_dist = logp_dist
+        self.entropies = False
+        net.stopgrad = logp_dist == "guided_stopgrad_uncond"
+        net.kernel = available(attention)
         if compile:
             net.compile_token()
         warn_of_mismatch(logp_dist, guidance)
@@ -89,22 +95,33 @@ class ImageTokenPolicy(NetPolicy, ABC):
         row = rng.rows(len(prompts), copies).to(self.device)
         group = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)
         cond = self.encode(prompts)
-        few = 2 if self.net.token else None  # passes of one token allocate alike: two show what all need
-        size = self.chunk(len(row), lambda n: self._draw(cond, group[:n], row[:n], Rng.of("try"), few))
+        # passes of one token allocate alike: two show what all need
+        few = 2 if self.net.token else None
+        size = self.chunk(
+            len(row), lambda n: self._draw(cond, group[:n], row[:n], Rng.of("try"), few)
+        )
         parts = [self._draw(cond, group[part], row[part], rng) for part in chunks(len(row), size)]
         return Rollout.cat(parts).replace(prompts=tuple(prompts))
 
     @torch.no_grad()
-    def _draw(self, cond: list[Inputs], group: Tensor, row: Tensor, rng: Rng, passes: int | None = None) -> Rollout:
-        """Sample the rows of ``group`` [B], all ``passes`` or the first; a prompt is read once for all its rows."""
+    def _draw(
+        self, cond: list[Inputs], group: Tensor, row: Tensor, rng: Rng, passes: int | None = None
+    ) -> Rollout:
+        """Sample the rows of ``group`` [B], all ``passes`` or the first; a prompt is read once for
+        all its rows."""
         unique, rows = group.unique(return_inverse=True)
-        inputs, guided, net = self.collate([cond[i] for i in unique.tolist()]), self.guidance != 1, self.net
+        inputs = self.collate([cond[i] for i in unique.tolist()])
+        guided = self.guidance != 1
+        net = self.net
         if guided:
-            inputs, rows = stacked(inputs, self.empty(inputs)), torch.cat([rows, rows + len(unique)])
+            inputs = stacked(inputs, self.empty(inputs))
+            rows = torch.cat([rows, rows + len(unique)])
         self.forwards += len(rows) * len(net.turns)
         hidden, state = net("begin", inputs, rows)
-        uniform, scale = rng.uniform(row, (sum(net.turns),)), sent(self.scales(self.guidance), row.device)
-        ids, logprob = [], []
+        uniform = rng.uniform(row, (sum(net.turns),))
+        scale = sent(self.scales(self.guidance), row.device)
+        ids = []
+        logprob = []
         for block in list(spans(net.turns))[:passes]:
             if ids:
                 hidden = net("step", ids[-1], state)
@@ -114,19 +131,31 @@ class ImageTokenPolicy(NetPolicy, ABC):
             ids.append(token)
             logprob.append(score)
         found = torch.cat(ids, 1)
-        order = torch.arange(len(ids)).repeat_interleave(torch.tensor(net.turns[: len(ids)])).to(found.device)
+        order = (
+            torch.arange(len(ids))
+            .repeat_interleave(torch.tensor(net.turns[: len(ids)]))
+            .to(found.device)
+        )
         return Rollout(
-            group=group, cond=cond, row=row, sample=found, logprob=torch.cat(logprob, 1),
-            mask=self.decided(found), order=order.expand_as(found),
-        )  # fmt: skip
+            group=group,
+            cond=cond,
+            row=row,
+            sample=found,
+            logprob=torch.cat(logprob, 1),
+            mask=self.decided(found),
+            order=order.expand_as(found),
+        )
 
     def decided(self, ids: Tensor) -> Tensor:
-        """[B, T] bool: which tokens of ids [B, T] are decisions; a family may know some that are not."""
+        """[B, T] bool: which tokens of ids [B, T] are decisions; a family may know some that are
+        not."""
         return torch.ones_like(ids, dtype=torch.bool)
 
-    def _decide(self, features: Tensor, plain: Tensor | None, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [B, n] by inversion at ``uniform`` [B, n], and the log-probs that are recorded: those at the
-        ``plain`` features where guidance is left out of the score."""
+    def _decide(
+        self, features: Tensor, plain: Tensor | None, uniform: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens [B, n] by inversion at ``uniform`` [B, n], and the log-probs that are recorded:
+        those at the ``plain`` features where guidance is left out of the score."""
         found, score = drawn(self.warp(self.net("logits", features)), uniform[..., None])
         token = found[..., 0]
         if plain is None:
@@ -136,18 +165,28 @@ class ImageTokenPolicy(NetPolicy, ABC):
 
     def path(self, rollout: Rollout) -> Iterator[Point]:
         yield Point(
-            group=rollout.group, cond=rollout.cond, row=rollout.row, state=rollout.sample, target=rollout.sample,
-            mask=rollout.mask, logprob=rollout.logprob, advantage=rollout.advantage, length=rollout.mask.sum(1),
+            group=rollout.group,
+            cond=rollout.cond,
+            row=rollout.row,
+            state=rollout.sample,
+            target=rollout.sample,
+            mask=rollout.mask,
+            logprob=rollout.logprob,
+            advantage=rollout.advantage,
+            length=rollout.mask.sum(1),
             sampled=rollout.sampled,
-        )  # fmt: skip
+        )
 
-    def renoise(self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False) -> Iterator[Point]:
+    def renoise(
+        self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False
+    ) -> Iterator[Point]:
         for point in self.path(rollout):
             yield point.replace(logprob=None)
 
     def dist(self, point: Point) -> AnswerTokens:
         where = point.mask
-        if not on_host(where).any():  # every process makes its passes, also those that train nothing
+        # every process makes its passes, also those that train nothing
+        if not on_host(where).any():
             where = where.clone()
             where[0, 0] = True
         scale = self.guidance if point.guidance is None else point.guidance
@@ -170,12 +209,16 @@ class ImageTokenPolicy(NetPolicy, ABC):
     def decode(self, rollout: Rollout) -> Media:
         size = self.width or len(rollout)
         with torch.no_grad():
-            parts = [at_width(self.pixels, size, rollout.sample[part]) for part in chunks(len(rollout), size)]
+            parts = [
+                at_width(self.pixels, size, rollout.sample[part])
+                for part in chunks(len(rollout), size)
+            ]
         return (torch.cat(parts).float() / 2 + 0.5).clamp(0, 1)
 
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
-        """As in training: the likeliest image is not a good one. At another guidance scale if given."""
+        """As in training: the likeliest image is not a good one. At another guidance scale if
+        given."""
         with at_guidance(self, guidance):
             yield
 

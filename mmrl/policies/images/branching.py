@@ -1,4 +1,5 @@
-"""Images that begin alike: the first blocks are drawn once for several rows, which then go on by themselves."""
+"""Images that begin alike: the first blocks are drawn once for several rows, which then go on by
+themselves."""
 
 from __future__ import annotations
 
@@ -19,22 +20,31 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def grow(
-    policy: ImageTokenPolicy, cond: list[Inputs], group: Tensor, row: Tensor, rng: Rng, at: int, images: int
+    policy: ImageTokenPolicy,
+    cond: list[Inputs],
+    group: Tensor,
+    row: Tensor,
+    rng: Rng,
+    at: int,
+    images: int,
 ) -> Rollout:
     """Rows of ``group`` [B], of which ``images`` neighbours share their first ``at`` blocks.
 
-    The shared blocks are those of the first of them, so that it is the row it would be alone. ``branch`` names the
-    edges by rows; of a shared decision the first row's mask has it.
+    The shared blocks are those of the first of them, so that it is the row it would be alone.
+    ``branch`` names the edges by rows; of a shared decision the first row's mask has it.
     """
-    net, guided = policy.net, policy.guidance != 1
+    net = policy.net
+    guided = policy.guidance != 1
     first = torch.arange(0, len(row), images, device=row.device)
     of = torch.arange(len(first), device=row.device).repeat_interleave(images)[: len(row)]
     unique, rows = group[first].unique(return_inverse=True)
     inputs = policy.collate([cond[i] for i in unique.tolist()])
     if guided:
-        inputs, rows = stacked(inputs, policy.empty(inputs)), torch.cat([rows, rows + len(unique)])
+        inputs = stacked(inputs, policy.empty(inputs))
+        rows = torch.cat([rows, rows + len(unique)])
     hidden, state = net("begin", inputs, rows)
-    uniform, scale = rng.uniform(row, (sum(net.turns),)), sent(policy.scales(policy.guidance), row.device)
+    uniform = rng.uniform(row, (sum(net.turns),))
+    scale = sent(policy.scales(policy.guidance), row.device)
     ids: list[Tensor] = []
     scores: list[Tensor] = []
     start = 0
@@ -43,18 +53,29 @@ def grow(
             hidden = net("step", ids[-1], state)
         if k == at:
             every = torch.cat([of, of + len(first)]) if guided else of
-            hidden, ids, scores = hidden[every], [one[of] for one in ids], [one[of] for one in scores]
+            hidden = hidden[every]
+            ids = [one[of] for one in ids]
+            scores = [one[of] for one in scores]
             net("fork", state, every)
         policy.forwards += len(hidden)
         block = slice(start, start := start + count)
         features = beside(*hidden.chunk(2), scale[block]) if guided else hidden
         plain = hidden[: len(hidden) // 2] if guided and policy.logp_dist == "conditional" else None
-        token, score = policy._decide(features, plain, (uniform[first] if k < at else uniform)[:, block])
+        token, score = policy._decide(
+            features, plain, (uniform[first] if k < at else uniform)[:, block]
+        )
         ids.append(token)
         scores.append(score)
-    sample, order = torch.cat(ids, 1), torch.arange(len(ids)).repeat_interleave(torch.tensor(net.turns)).to(row.device)
+    sample = torch.cat(ids, 1)
+    order = torch.arange(len(ids)).repeat_interleave(torch.tensor(net.turns)).to(row.device)
     branch = torch.where(order < at, row[first][of][:, None], row[:, None])
     return Rollout(
-        group=group, cond=cond, row=row, sample=sample, logprob=torch.cat(scores, 1), order=order.expand_as(sample),
-        mask=policy.decided(sample) & (branch == row[:, None]), branch=branch,
-    )  # fmt: skip
+        group=group,
+        cond=cond,
+        row=row,
+        sample=sample,
+        logprob=torch.cat(scores, 1),
+        order=order.expand_as(sample),
+        mask=policy.decided(sample) & (branch == row[:, None]),
+        branch=branch,
+    )

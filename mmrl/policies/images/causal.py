@@ -1,4 +1,5 @@
-"""Parts that image models on a transformers decoder share: reading, going on, scoring and recomputing."""
+"""Parts that image models on a transformers decoder share: reading, going on, scoring and
+recomputing."""
 
 from __future__ import annotations
 
@@ -27,12 +28,17 @@ class State:
 
 
 def read(decoder: nn.Module, inputs: Inputs, rows: Tensor, layers: int) -> tuple[Tensor, State]:
-    """Hidden states [B, 1, H] after the prompts of ``rows`` [B], each read once; ids and mask padded on the left."""
-    cache, places = caches.recorded(layers), positions(inputs["mask"])
+    """Hidden states [B, 1, H] after the prompts of ``rows`` [B], each read once; ids and mask
+    padded on the left."""
+    cache = caches.recorded(layers)
+    places = positions(inputs["mask"])
     hidden = decoder(
-        input_ids=inputs["ids"], attention_mask=inputs["mask"], position_ids=places, past_key_values=cache,
+        input_ids=inputs["ids"],
+        attention_mask=inputs["mask"],
+        position_ids=places,
+        past_key_values=cache,
         use_cache=True,
-    ).last_hidden_state[:, -1:]  # fmt: skip
+    ).last_hidden_state[:, -1:]
     mask = None if bool(inputs["mask"].all()) else inputs["mask"][rows]
     return hidden[rows], State(caches.growing(caches.kept(cache), rows), mask, places[rows, -1] + 1)
 
@@ -40,7 +46,8 @@ def read(decoder: nn.Module, inputs: Inputs, rows: Tensor, layers: int) -> tuple
 def advance(decoder: nn.Module, ids: Tensor, state: State, places: Tensor | None = None) -> Tensor:
     """[B, 1, H] after the tokens ``ids`` [B, n], or [B / m, n], m times.
 
-    ``places`` [3, B, n]: positions of their own, where ``state.place`` is only where the text has ended.
+    ``places`` [3, B, n]: positions of their own, where ``state.place`` is only where the text has
+    ended.
     """
     ids, length = widened(ids, len(state.place)), ids.shape[1]
     state.mask = None if state.mask is None else F.pad(state.mask, (0, length), value=1)
@@ -48,7 +55,11 @@ def advance(decoder: nn.Module, ids: Tensor, state: State, places: Tensor | None
     if not own:
         places = state.place[:, None] + ids.new_ones(ids.shape).cumsum(1) - 1
     hidden = decoder(
-        input_ids=ids, attention_mask=state.mask, position_ids=places, past_key_values=state.cache, use_cache=True
+        input_ids=ids,
+        attention_mask=state.mask,
+        position_ids=places,
+        past_key_values=state.cache,
+        use_cache=True,
     ).last_hidden_state
     state.place = state.place if own else state.place + length
     return hidden[:, -1:]
@@ -77,4 +88,5 @@ def recompute(decoder: nn.Module) -> None:
         if isinstance(layer, GradientCheckpointingLayer):
             layer.gradient_checkpointing = layer._can_checkpoint_with_cache = True
             layer._gradient_checkpointing_func = again
-            layer.training = True  # of the layer alone, which asks for it; what is inside stays in eval mode
+            # of the layer alone, which asks for it; what is inside stays in eval mode
+            layer.training = True

@@ -1,8 +1,10 @@
-"""GLM-Image's token prior: a GLM that draws a small image and then the large one as tokens, for a diffusion decoder.
+"""GLM-Image's token prior: a GLM that draws a small image and then the large one as tokens, for a
+diffusion decoder.
 
-The autoregressive part is trained, by transformers' own class; diffusers' pipeline makes pixels of its tokens, with
-noise that is keyed by the row and so belongs to the reward. Positions have three axes: a text token stands at (p, p,
-p), the token at row i and column j of an image that begins at q stands at (q, q + i, q + j).
+The autoregressive part is trained, by transformers' own class; diffusers' pipeline makes pixels of
+its tokens, with noise that is keyed by the row and so belongs to the reward. Positions have three
+axes: a text token stands at (p, p, p), the token at row i and column j of an image that begins at q
+stands at (q, q + i, q + j).
 """
 
 from __future__ import annotations
@@ -35,19 +37,25 @@ NOISE = 16  # step of the keyed noise that the decoder begins with
 
 
 class GlmNet(ImageNet):
-    """A GlmImageForConditionalGeneration that writes images of these ``grids`` (H, W), one after the other."""
+    """A GlmImageForConditionalGeneration that writes images of these ``grids`` (H, W), one after
+    the other."""
 
     def __init__(self, hf: nn.Module, grids: Sequence[tuple[int, int]]):
         super().__init__()
-        self.hf, self.vocab, self.hidden = hf, hf.config.vq_config.num_embeddings, hf.config.text_config.hidden_size
-        offsets, start = [], 0
+        self.hf = hf
+        self.vocab = hf.config.vq_config.num_embeddings
+        self.hidden = hf.config.text_config.hidden_size
+        offsets = []
+        start = 0
         for height, width in grids:
             row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
             offsets.append(start + torch.stack([torch.zeros_like(row), row, column]).flatten(1))
             start += max(height, width)
-        self.register_buffer("offsets", torch.cat(offsets, 1), persistent=False)  # [3, T] from the text's end on
+        # [3, T] from the text's end on
+        self.register_buffer("offsets", torch.cat(offsets, 1), persistent=False)
         self.turns = (1,) * self.offsets.shape[1]
-        self._no_split_modules = getattr(hf, "_no_split_modules", None)  # accelerate wraps these one by one
+        # accelerate wraps these one by one
+        self._no_split_modules = getattr(hf, "_no_split_modules", None)
 
     @property
     def config(self) -> Any:
@@ -66,7 +74,8 @@ class GlmNet(ImageNet):
         return causal.advance(self.decoder, ids, state, places)
 
     def teach(self, inputs: Inputs, ids: Tensor) -> Tensor:
-        tokens, mask = torch.cat([inputs["ids"], ids[:, :-1]], 1), F.pad(inputs["mask"], (0, ids.shape[1] - 1), value=1)
+        tokens = torch.cat([inputs["ids"], ids[:, :-1]], 1)
+        mask = F.pad(inputs["mask"], (0, ids.shape[1] - 1), value=1)
         text = causal.positions(inputs["mask"])
         image = self.offsets[:, None, :-1] + text[:, -1:] + 1
         places = torch.cat([text.expand(3, -1, -1), image], 2)
@@ -76,7 +85,8 @@ class GlmNet(ImageNet):
         return hidden[:, inputs["ids"].shape[1] - 1 :]
 
     def vocabulary(self, hidden: Tensor) -> Tensor:
-        """Of the tokens of images alone: the head has some for their beginnings and ends besides."""
+        """Of the tokens of images alone: the head has some for their beginnings and ends
+        besides."""
         return F.linear(hidden, self.hf.lm_head.weight[: self.vocab])
 
     def enable_gradient_checkpointing(self) -> None:
@@ -88,7 +98,8 @@ class GlmNet(ImageNet):
 
 @POLICIES.register("glm_image")
 class GlmImage(ImageTokenPolicy):
-    """GLM-Image's token prior, text to image: any diffusers folder or hub id of a GlmImagePipeline."""
+    """GLM-Image's token prior, text to image: any diffusers folder or hub id of a
+    GlmImagePipeline."""
 
     attention = PROJECTIONS
     not_options = ("net", "guidance", "logp_dist", "compile")
@@ -104,29 +115,40 @@ class GlmImage(ImageTokenPolicy):
         lora: Lora | int | None = None,
         **options: Any,
     ):
-        """path: folder or hub id. size: pixels, one side or [height, width], multiples of 32. steps, decoder_guidance:
-        of the diffusion decoder, which is not trained. dtype: of the weights. attention: the kernel. lora: adapters in
-        the language model."""
+        """path: folder or hub id. size: pixels, one side or [height, width], multiples of 32.
+        steps, decoder_guidance: of the diffusion decoder, which is not trained. dtype: of the
+        weights. attention: the kernel. lora: adapters in the language model."""
         self.place = locate(path)
         height, width = (size, size) if isinstance(size, int) else size
         if height % 32 or width % 32:
-            raise UserError(f"policy.glm_image.size {size}: height and width must be multiples of 32")
-        self.size, self.steps, self.decoder_guidance = (height, width), steps, decoder_guidance
+            raise UserError(
+                f"policy.glm_image.size {size}: height and width must be multiples of 32"
+            )
+        self.size = (height, width)
+        self.steps = steps
+        self.decoder_guidance = decoder_guidance
         kind = getattr(torch, dtype)
-        hf, self.processor, self.pipeline = _loaded(self.place, kind, of_transformers(available(attention)))
+        hf, self.processor, self.pipeline = _loaded(
+            self.place, kind, of_transformers(available(attention))
+        )
         self.pad = self.processor.tokenizer.pad_token_id
-        grids = [tuple(grid[1:]) for grid in self._encoded("x")["image_grid_thw"].tolist()]  # the large one first
+        # the large one first
+        grids = [tuple(grid[1:]) for grid in self._encoded("x")["image_grid_thw"].tolist()]
         self.large = grids[0]
         if lora is not None:
             lora = Lora(lora) if isinstance(lora, int) else lora
             lora = Lora(lora.rank, lora.alpha, _targets(hf, lora.targets or PROJECTIONS))
-        super().__init__(GlmNet(hf, grids[::-1]), guidance=1.0, attention=attention, lora=lora, **options)
+        super().__init__(
+            GlmNet(hf, grids[::-1]), guidance=1.0, attention=attention, lora=lora, **options
+        )
         if lora is None:
             hf.model.visual.requires_grad_(False)
             hf.model.vqmodel.requires_grad_(False)
 
     def encode(self, prompts: list[Prompt]) -> list[Inputs]:
-        return [{"ids": self._encoded(text)["input_ids"].to(self.device)} for text in texts_of(prompts)]
+        return [
+            {"ids": self._encoded(text)["input_ids"].to(self.device)} for text in texts_of(prompts)
+        ]
 
     def collate(self, cond: list[Inputs]) -> Inputs:
         return dict(zip(("ids", "mask"), causal.padded(cond, self.pad)))
@@ -139,41 +161,65 @@ class GlmImage(ImageTokenPolicy):
 
     @torch.no_grad()
     def decode(self, rollout: Rollout) -> Media:
-        """The large images' tokens, each four times, as the diffusion decoder wants them; its noise is keyed by row."""
+        """The large images' tokens, each four times, as the diffusion decoder wants them; its noise
+        is keyed by row."""
         height, width = self.large
         ids = rollout.sample[:, -height * width :].view(-1, height, width)
         ids = ids.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
-        made, texts, found = self.pipeline.to(self.device), texts_of(rollout.asked()), []
-        shape = (made.transformer.config.in_channels, *(side // made.vae_scale_factor for side in self.size))
+        made = self.pipeline.to(self.device)
+        texts = texts_of(rollout.asked())
+        found = []
+        shape = (
+            made.transformer.config.in_channels,
+            *(side // made.vae_scale_factor for side in self.size),
+        )
         noise = Rng.of("glm_image").normal(rollout.row, shape, NOISE, made.transformer.dtype)
         for part in chunks(len(ids), self.width or len(ids)):
             with torch.autocast(ids.device.type, enabled=False):
                 images = made(
-                    prompt=texts[part], height=self.size[0], width=self.size[1], prior_token_ids=ids[part],
-                    latents=noise[part], num_inference_steps=self.steps, guidance_scale=self.decoder_guidance,
+                    prompt=texts[part],
+                    height=self.size[0],
+                    width=self.size[1],
+                    prior_token_ids=ids[part],
+                    latents=noise[part],
+                    num_inference_steps=self.steps,
+                    guidance_scale=self.decoder_guidance,
                     output_type="pt",
-                ).images  # fmt: skip
+                ).images
             found.append(images.float().clamp(0, 1))
         return torch.cat(found)
 
     def export(self, folder: Path) -> None:
-        """The language model, or its adapter, as the folder's ``vision_language_encoder``, with the processor."""
+        """The language model, or its adapter, as the folder's ``vision_language_encoder``, with the
+        processor."""
         self.net.hf.save_pretrained(folder / "vision_language_encoder")
         self.processor.save_pretrained(folder / "processor")
 
     def _encoded(self, text: str) -> Any:
         turn = [{"role": "user", "content": [{"type": "text", "text": text}]}]
         return self.processor.apply_chat_template(
-            [turn], tokenize=True, target_h=self.size[0], target_w=self.size[1], return_dict=True, return_tensors="pt"
+            [turn],
+            tokenize=True,
+            target_h=self.size[0],
+            target_w=self.size[1],
+            return_dict=True,
+            return_tensors="pt",
         )
 
 
 def _targets(hf: nn.Module, ends: Any) -> list[str]:
     """Names of the language model's linear layers that end like one of ``ends``."""
-    linear = [n for n, m in hf.named_modules() if isinstance(m, nn.Linear) and ".language_model." in f".{n}"]
+    linear = [
+        n
+        for n, m in hf.named_modules()
+        if isinstance(m, nn.Linear) and ".language_model." in f".{n}"
+    ]
     found = [name for name in linear if any(f".{name}".endswith(f".{end}") for end in ends)]
     if not found:
-        raise UserError(f"lora.targets match no module of the language model; its linear layers: {linear[:8]} ...")
+        raise UserError(
+            f"lora.targets match no module of the language model; its linear layers: "
+            f"{linear[:8]} ..."
+        )
     return found
 
 
@@ -186,8 +232,12 @@ def _loaded(place: str, dtype: torch.dtype, attention: str) -> tuple[nn.Module, 
             place, subfolder="vision_language_encoder", dtype=dtype, attn_implementation=attention
         )
         processor = AutoProcessor.from_pretrained(place, subfolder="processor")
-        pipeline = GlmImagePipeline.from_pretrained(place, vision_language_encoder=None, processor=None, dtype=dtype)
+        pipeline = GlmImagePipeline.from_pretrained(
+            place, vision_language_encoder=None, processor=None, dtype=dtype
+        )
     except (OSError, ValueError) as error:
-        raise UserError(f"policy.glm_image.path {place}: cannot be loaded as a GlmImagePipeline: {error}") from error
+        raise UserError(
+            f"policy.glm_image.path {place}: cannot be loaded as a GlmImagePipeline: {error}"
+        ) from error
     pipeline.set_progress_bar_config(disable=True)
     return hf, processor, pipeline

@@ -1,6 +1,8 @@
-"""ImageGPT (Chen et al. 2020, "Generative pretraining from pixels"): small images of nobody's asking, pixel by pixel.
+"""ImageGPT (Chen et al. 2020, "Generative pretraining from pixels"): small images of nobody's
+asking, pixel by pixel.
 
-Every token is a pixel's colour out of 512. There is no prompt, and so no guidance: what prompts say only rewards read.
+Every token is a pixel's colour out of 512. There is no prompt, and so no guidance: what prompts say
+only rewards read.
 """
 
 from __future__ import annotations
@@ -21,12 +23,15 @@ Storage = Literal["float32", "bfloat16", "float16"]
 
 
 class ImageGPTNet(ImageNet):
-    """An ImageGPTForCausalImageModeling. Inputs: ``ids`` [P, 1], the token that begins an image, and its mask."""
+    """An ImageGPTForCausalImageModeling. Inputs: ``ids`` [P, 1], the token that begins an image,
+    and its mask."""
 
     def __init__(self, hf: nn.Module):
         super().__init__()
-        self.hf, self.turns = hf, (1,) * hf.config.n_positions
-        self.vocab, self.hidden = hf.config.vocab_size - 1, hf.config.n_embd
+        self.hf = hf
+        self.turns = (1,) * hf.config.n_positions
+        self.vocab = hf.config.vocab_size - 1
+        self.hidden = hf.config.n_embd
         self._no_split_modules = getattr(hf, "_no_split_modules", None)
 
     @property
@@ -40,7 +45,9 @@ class ImageGPTNet(ImageNet):
         return causal.advance(self.hf.transformer, ids, state)
 
     def teach(self, inputs: Inputs, ids: Tensor) -> Tensor:
-        return self.hf.transformer(torch.cat([inputs["ids"], ids[:, :-1]], 1), use_cache=False).last_hidden_state
+        return self.hf.transformer(
+            torch.cat([inputs["ids"], ids[:, :-1]], 1), use_cache=False
+        ).last_hidden_state
 
     def vocabulary(self, hidden: Tensor) -> Tensor:
         return self.hf.lm_head(hidden)
@@ -51,24 +58,34 @@ class ImageGPTNet(ImageNet):
 
 @POLICIES.register("imagegpt")
 class ImageGPT(ImageTokenPolicy):
-    """ImageGPT, unconditional: any transformers folder or hub id of ImageGPTForCausalImageModeling."""
+    """ImageGPT, unconditional: any transformers folder or hub id of
+    ImageGPTForCausalImageModeling."""
 
     attention = ("attn.c_attn", "attn.c_proj")
     not_options = ("net", "guidance", "logp_dist", "attention", "compile")
 
     def __init__(self, path: str, dtype: Storage = "float32", **options: Any):
-        """path: folder or hub id, with the clusters of its image processor. dtype: of the weights."""
+        """path: folder or hub id, with the clusters of its image processor. dtype: of the
+        weights."""
         self.place = locate(path)
         hf, self.processor = _loaded(self.place, getattr(torch, dtype))
         side = round(hf.config.n_positions**0.5)
         clusters = getattr(self.processor, "clusters", None)
-        if clusters is None or len(clusters) != hf.config.vocab_size - 1 or side * side != hf.config.n_positions:
+        if (
+            clusters is None
+            or len(clusters) != hf.config.vocab_size - 1
+            or side * side != hf.config.n_positions
+        ):
             raise UserError(
-                f"policy.imagegpt.path {self.place}: needs {hf.config.vocab_size - 1} colours in its image processor's "
-                f"clusters and a square number of pixels; it has {0 if clusters is None else len(clusters)} and "
+                f"policy.imagegpt.path {self.place}: needs {hf.config.vocab_size - 1} "
+                f"colours in its image processor's "
+                f"clusters and a square number of pixels; it has "
+                f"{0 if clusters is None else len(clusters)} and "
                 f"{hf.config.n_positions}"
             )
-        self.side, self.clusters = side, torch.as_tensor(clusters, dtype=torch.float32)  # [V, 3] in -1..1
+        # [V, 3] in -1..1
+        self.side = side
+        self.clusters = torch.as_tensor(clusters, dtype=torch.float32)
         super().__init__(ImageGPTNet(hf), guidance=1.0, **options)
 
     def encode(self, prompts: list[Prompt]) -> list[Inputs]:
@@ -79,7 +96,9 @@ class ImageGPT(ImageTokenPolicy):
         raise UserError("imagegpt has no prompt, and so no guidance: leave it at 1")
 
     def pixels(self, ids: Tensor) -> Tensor:
-        return self.clusters.to(ids.device)[ids].transpose(1, 2).unflatten(2, (self.side, self.side))
+        return (
+            self.clusters.to(ids.device)[ids].transpose(1, 2).unflatten(2, (self.side, self.side))
+        )
 
     def export(self, folder: Path) -> None:
         """The whole model, or its adapter, with the image processor, as transformers reads it."""
@@ -91,8 +110,10 @@ def _loaded(place: str, dtype: torch.dtype) -> tuple[nn.Module, Any]:
     from transformers import AutoImageProcessor, ImageGPTForCausalImageModeling
 
     try:
-        return ImageGPTForCausalImageModeling.from_pretrained(place, dtype=dtype), AutoImageProcessor.from_pretrained(
-            place
-        )
+        return ImageGPTForCausalImageModeling.from_pretrained(
+            place, dtype=dtype
+        ), AutoImageProcessor.from_pretrained(place)
     except (OSError, ValueError) as error:
-        raise UserError(f"policy.imagegpt.path {place}: cannot be loaded as an ImageGPT: {error}") from error
+        raise UserError(
+            f"policy.imagegpt.path {place}: cannot be loaded as an ImageGPT: {error}"
+        ) from error

@@ -1,4 +1,5 @@
-"""Janus and Janus-Pro (Wu et al. 2024; Chen et al. 2025) as image generators, by transformers' own classes."""
+"""Janus and Janus-Pro (Wu et al. 2024; Chen et al. 2025) as image generators, by transformers' own
+classes."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from .net import ImageNet, Inputs, widened
 from .rooms import Rooms
 
 Storage = Literal["float32", "bfloat16", "float16"]
-UNDERSTANDING = ("model.vision_model.", "model.aligner.", "model.vqmodel.", "lm_head.")  # no gradient comes there
+# no gradient comes there
+UNDERSTANDING = ("model.vision_model.", "model.aligner.", "model.vqmodel.", "lm_head.")
 GENERATION = ("model.generation_embeddings.", "model.generation_aligner.", "model.generation_head.")
 
 
@@ -47,11 +49,13 @@ class JanusNet(ImageNet):
         self.hf = hf
         quantizer = hf.model.vqmodel.quantize
         self.turns = (1,) * (quantizer.quant_state_dims[0] * quantizer.quant_state_dims[1])
-        self.vocab, self.hidden = hf.config.vq_config.num_embeddings, hf.config.text_config.hidden_size
+        self.vocab = hf.config.vq_config.num_embeddings
+        self.hidden = hf.config.text_config.hidden_size
         alone = (
             getattr(hf, "_no_split_modules", None) or []
         )  # accelerate wraps these one by one; of the codec some parts
-        self._no_split_modules = [name for name in alone if "VQVAE" not in name]  # are read without being called
+        # are read without being called
+        self._no_split_modules = [name for name in alone if "VQVAE" not in name]
         self.token = llama.token
 
     @property
@@ -59,31 +63,45 @@ class JanusNet(ImageNet):
         return self.hf.config
 
     def begin(self, inputs: Inputs, rows: Tensor) -> tuple[Tensor, _State]:
-        model, mask = self.hf.model.language_model, inputs["mask"]
-        cache, places = caches.recorded(self.config.text_config.num_hidden_layers), _places(mask)
+        model = self.hf.model.language_model
+        mask = inputs["mask"]
+        cache = caches.recorded(self.config.text_config.num_hidden_layers)
+        places = _places(mask)
         hidden = model(
-            input_ids=inputs["ids"], attention_mask=mask, position_ids=places, past_key_values=cache, use_cache=True
+            input_ids=inputs["ids"],
+            attention_mask=mask,
+            position_ids=places,
+            past_key_values=cache,
+            use_cache=True,
         ).last_hidden_state[:, -1:]
         more = len(self.turns) - 1
         rooms = Rooms.after(caches.kept(cache), rows, mask.shape[1] + more)
         padding = None if bool(mask.all()) else mask[rows].bool()
-        return hidden[rows], _State(rooms, padding, llama.rotations(model, hidden, places[rows, -1] + 1, more))
+        return hidden[rows], _State(
+            rooms, padding, llama.rotations(model, hidden, places[rows, -1] + 1, more)
+        )
 
     def step(self, ids: Tensor, state: _State) -> Tensor:
-        x, at = self.hf.prepare_embeddings_for_image_generation(ids), state.done
+        x = self.hf.prepare_embeddings_for_image_generation(ids)
+        at = state.done
         place = state.rooms.next(1, self.fixed)
         seen = state.rooms.seen(place, state.padding)
         rope = tuple(part[:, :, at : at + 1] for part in state.rope)
         state.done += 1
         x = widened(x, state.rooms.rows)
-        return self.token(self.hf.model.language_model, x, rope, seen, place, state.rooms.layers, self.kernel)
+        return self.token(
+            self.hf.model.language_model, x, rope, seen, place, state.rooms.layers, self.kernel
+        )
 
     def teach(self, inputs: Inputs, ids: Tensor) -> Tensor:
         text = self.hf.get_input_embeddings()(inputs["ids"])
         image = self.hf.prepare_embeddings_for_image_generation(ids[:, :-1])
         mask = F.pad(inputs["mask"], (0, image.shape[1]), value=1)
         hidden = self.hf.model.language_model(
-            inputs_embeds=torch.cat([text, image], 1), attention_mask=mask, position_ids=_places(mask), use_cache=False
+            inputs_embeds=torch.cat([text, image], 1),
+            attention_mask=mask,
+            position_ids=_places(mask),
+            use_cache=False,
         ).last_hidden_state
         return hidden[:, text.shape[1] - 1 :]
 
@@ -98,18 +116,23 @@ class JanusNet(ImageNet):
         return self.affine(self.lift(hidden))
 
     def picture(self, ids: Tensor) -> Tensor:
-        """[B, 3, H, W] in -1..1 of ids [B, T]; a pass of the network, since sharded weights are gathered for one."""
+        """[B, 3, H, W] in -1..1 of ids [B, T]; a pass of the network, since sharded weights are
+        gathered for one."""
         return self.hf.model.vqmodel.decode(ids)
 
     def enable_gradient_checkpointing(self) -> None:
-        """Layers are computed again in the backward pass of teacher forcing, which uses no cache."""
+        """Layers are computed again in the backward pass of teacher forcing, which uses no
+        cache."""
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         for layer in self.hf.model.language_model.modules():
             if isinstance(layer, GradientCheckpointingLayer):
                 layer.gradient_checkpointing = layer._can_checkpoint_with_cache = True
-                layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-                layer.training = True  # of the layer alone, which asks for it; what is inside stays in eval mode
+                layer._gradient_checkpointing_func = partial(
+                    checkpoint, use_reentrant=False, preserve_rng_state=False
+                )
+                # of the layer alone, which asks for it; what is inside stays in eval mode
+                layer.training = True
 
     def add_adapter(self, config: Any) -> None:
         self.hf.add_adapter(config)
@@ -117,7 +140,8 @@ class JanusNet(ImageNet):
 
 @POLICIES.register("janus")
 class Janus(ImageTokenPolicy):
-    """Janus and Janus-Pro, text to image: any transformers folder or hub id of JanusForConditionalGeneration."""
+    """Janus and Janus-Pro, text to image: any transformers folder or hub id of
+    JanusForConditionalGeneration."""
 
     wrapper: type[JanusNet] = JanusNet
     idle: tuple[str, ...] = UNDERSTANDING  # parameters that no decision depends on
@@ -131,11 +155,13 @@ class Janus(ImageTokenPolicy):
         lora: Lora | int | None = None,
         **options: Any,
     ):
-        """path: folder or hub id. dtype: of the weights. attention: auto, xformers, sdpa or flash (the package
-        flash-attn). train: the language model alone, or with it embeddings, aligner and head of image tokens. lora:
-        adapters in the language model."""
+        """path: folder or hub id. dtype: of the weights. attention: auto, xformers, sdpa or flash
+        (the package flash-attn). train: the language model alone, or with it embeddings, aligner
+        and head of image tokens. lora: adapters in the language model."""
         self.place = locate(path)
-        hf, self.processor = _loaded(self.place, getattr(torch, dtype), of_transformers(available(attention)))
+        hf, self.processor = _loaded(
+            self.place, getattr(torch, dtype), of_transformers(available(attention))
+        )
         if isinstance(lora, int):
             lora = Lora(lora)
         if lora is not None:
@@ -149,7 +175,8 @@ class Janus(ImageTokenPolicy):
 
     def _special(self) -> tuple[int, int, int]:
         """Ids of the first token, of padding, and of the token after which an image begins."""
-        made, tok = self.net.hf.generation_config, self.processor.tokenizer
+        made = self.net.hf.generation_config
+        tok = self.processor.tokenizer
         start = (getattr(made, "generation_kwargs", None) or {}).get("boi_token_id")
         found = (
             tok.bos_token_id if made.bos_token_id is None else made.bos_token_id,
@@ -157,7 +184,10 @@ class Janus(ImageTokenPolicy):
             tok.convert_tokens_to_ids(self.processor.image_start_token) if start is None else start,
         )
         if None in found:
-            raise UserError(f"policy.janus.path {self.place}: its tokenizer names no first, padding or image token")
+            raise UserError(
+                f"policy.janus.path {self.place}: its tokenizer names no first, "
+                f"padding or image token"
+            )
         return found
 
     def encode(self, prompts: list[Prompt]) -> list[Inputs]:
@@ -165,7 +195,9 @@ class Janus(ImageTokenPolicy):
         for text in texts_of(prompts):
             turn = [{"role": "user", "content": [{"type": "text", "text": text}]}]
             asked = self.processor.apply_chat_template(turn, add_generation_prompt=True)
-            ids = self.processor(text=[asked], generation_mode="image", return_tensors="pt")["input_ids"]
+            ids = self.processor(text=[asked], generation_mode="image", return_tensors="pt")[
+                "input_ids"
+            ]
             found.append({"ids": ids.to(self.device)})
         return found
 
@@ -178,7 +210,8 @@ class Janus(ImageTokenPolicy):
         return {"ids": torch.cat(ids), "mask": torch.cat(mask)}
 
     def empty(self, inputs: Inputs) -> Inputs:
-        """As the model was trained: every token but the first and the image's start is padding that is attended to."""
+        """As the model was trained: every token but the first and the image's start is padding that
+        is attended to."""
         ids = inputs["ids"]
         return inputs | {"ids": torch.where((ids == self.bos) | (ids == self.start), ids, self.pad)}
 
@@ -199,9 +232,16 @@ def _places(mask: Tensor) -> Tensor:
 def _targets(hf: nn.Module, wanted: Any) -> list[str]:
     """Names of the language model's linear layers that end like one of ``wanted``; all for None."""
     names = [name for name in modules_of(hf, "language") if ".language_model." in name]
-    found = [name for name in names if wanted is None or any(f".{name}".endswith(f".{end}") for end in wanted)]
+    found = [
+        name
+        for name in names
+        if wanted is None or any(f".{name}".endswith(f".{end}") for end in wanted)
+    ]
     if not found:
-        raise UserError(f"lora.targets match no module of the language model; its linear layers: {names[:8]} ...")
+        raise UserError(
+            f"lora.targets match no module of the language model; its linear layers: "
+            f"{names[:8]} ..."
+        )
     return found
 
 
@@ -209,7 +249,11 @@ def _loaded(place: str, dtype: torch.dtype, attention: str) -> tuple[nn.Module, 
     from transformers import AutoProcessor, JanusForConditionalGeneration
 
     try:
-        hf = JanusForConditionalGeneration.from_pretrained(place, dtype=dtype, attn_implementation=attention)
+        hf = JanusForConditionalGeneration.from_pretrained(
+            place, dtype=dtype, attn_implementation=attention
+        )
         return hf, AutoProcessor.from_pretrained(place)
     except (OSError, ValueError, ImportError) as error:
-        raise UserError(f"policy.janus.path {place}: cannot be loaded as a Janus model: {error}") from error
+        raise UserError(
+            f"policy.janus.path {place}: cannot be loaded as a Janus model: {error}"
+        ) from error

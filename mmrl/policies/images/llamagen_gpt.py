@@ -1,7 +1,9 @@
-"""LlamaGen's transformer (Sun et al. 2024, arXiv 2406.06525), under its published names: GPT-B to GPT-7B.
+"""LlamaGen's transformer (Sun et al. 2024, arXiv 2406.06525), under its published names: GPT-B to
+GPT-7B.
 
-As published, the condition's queries and keys are zero: its positions have no rotation but the factor 0, so what an
-image token sees of it are its values only, each with weight exp(0) before the softmax.
+As published, the condition's queries and keys are zero: its positions have no rotation but the
+factor 0, so what an image token sees of it are its values only, each with weight exp(0) before the
+softmax.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from .rooms import KV, Place, Rooms, put
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a transformer. ``classes`` > 0 is class-conditional, else text-conditional with ``caption`` features."""
+    """Of a transformer. ``classes`` > 0 is class-conditional, else text-conditional with
+    ``caption`` features."""
 
     dim: int
     layers: int
@@ -60,12 +63,22 @@ class Attention(nn.Module):
         self.wo = nn.Linear(shape.dim, shape.dim, bias=False)
 
     def forward(
-        self, x: Tensor, rope: Tensor, mask: Tensor | None, kernel: Kernel, room: KV | None = None,
+        self,
+        x: Tensor,
+        rope: Tensor,
+        mask: Tensor | None,
+        kernel: Kernel,
+        room: KV | None = None,
         place: Place | None = None,
-    ) -> tuple[Tensor, KV]:  # fmt: skip
-        """``rope`` [n, D / 2, 2]; ``mask`` [B, 1, n, S] bool or None: causal; ``room`` is written at ``place``."""
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.wqkv(x).chunk(3, -1))
-        q, k = rotated(q, rope), rotated(k, rope)
+    ) -> tuple[Tensor, KV]:
+        """``rope`` [n, D / 2, 2]; ``mask`` [B, 1, n, S] bool or None: causal; ``room`` is written
+        at ``place``."""
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.wqkv(x).chunk(3, -1)
+        )
+        q = rotated(q, rope)
+        k = rotated(k, rope)
         if room is not None:
             k, v = put(room, k, v, place)
         seen = attend(q, k, v, mask, causal=mask is None and x.shape[1] > 1, kernel=kernel)
@@ -86,13 +99,20 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     def __init__(self, shape: Shape):
         super().__init__()
-        self.attention, self.feed_forward = Attention(shape), FeedForward(shape)
-        self.attention_norm, self.ffn_norm = RMSNorm(shape.dim), RMSNorm(shape.dim)
+        self.attention = Attention(shape)
+        self.feed_forward = FeedForward(shape)
+        self.attention_norm = RMSNorm(shape.dim)
+        self.ffn_norm = RMSNorm(shape.dim)
 
     def forward(
-        self, x: Tensor, rope: Tensor, mask: Tensor | None, kernel: Kernel, room: KV | None = None,
+        self,
+        x: Tensor,
+        rope: Tensor,
+        mask: Tensor | None,
+        kernel: Kernel,
+        room: KV | None = None,
         place: Place | None = None,
-    ) -> tuple[Tensor, KV]:  # fmt: skip
+    ) -> tuple[Tensor, KV]:
         seen, kept = self.attention(self.attention_norm(x), rope, mask, kernel, room, place)
         x = x + seen
         return x + self.feed_forward(self.ffn_norm(x)), kept
@@ -125,25 +145,33 @@ class CaptionEmbedding(nn.Module):
 
 
 class LlamaGenGPT(ImageNet):
-    """Inputs: ``label`` [B], or ``text`` [B, n, caption] with ``mask`` [B, n] bool, padded on the left."""
+    """Inputs: ``label`` [B], or ``text`` [B, n, caption] with ``mask`` [B, n] bool, padded on the
+    left."""
 
     _no_split_modules = ["Block"]
 
     def __init__(self, shape: Shape):
         super().__init__()
-        self.shape, self.vocab, self.hidden = shape, shape.vocab, shape.dim
+        self.shape = shape
+        self.vocab = shape.vocab
+        self.hidden = shape.dim
         self.turns = (1,) * shape.grid**2
         self.cls_embedding = ClassEmbedding(shape) if shape.classes else CaptionEmbedding(shape)
         self.tok_embeddings = nn.Embedding(shape.vocab, shape.dim)
         self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm, self.output = RMSNorm(shape.dim), nn.Linear(shape.dim, shape.vocab, bias=False)
-        self.checkpointing, self.token = False, token
+        self.norm = RMSNorm(shape.dim)
+        self.output = nn.Linear(shape.dim, shape.vocab, bias=False)
+        self.checkpointing = False
+        self.token = token
         self.ropes: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def begin(self, inputs: Inputs, rows: Tensor) -> tuple[Tensor, _State]:
-        x, mask = self.cls_embedding(inputs), inputs.get("mask")
+        x = self.cls_embedding(inputs)
+        mask = inputs.get("mask")
         length = x.shape[1]
-        rope, seen, read = self._rope(0, length, x), None if mask is None else causal(mask, length), []
+        rope = self._rope(0, length, x)
+        seen = None if mask is None else causal(mask, length)
+        read = []
         for layer in self.layers:
             x, kept = layer(x, rope, seen, self.kernel)
             read.append(kept)
@@ -151,18 +179,23 @@ class LlamaGenGPT(ImageNet):
         return self.norm(x[:, -1:])[rows], _State(rooms, None if mask is None else mask[rows])
 
     def step(self, ids: Tensor, state: _State) -> Tensor:
-        x, first = widened(self.tok_embeddings(ids), state.rooms.rows), state.rooms.length
+        x = widened(self.tok_embeddings(ids), state.rooms.rows)
+        first = state.rooms.length
         place = state.rooms.next(1, self.fixed)
         mask = state.rooms.seen(place, state.padding)
         return self.token(self, x, self._rope(first, first + 1, x), mask, place, state.rooms.layers)
 
     def teach(self, inputs: Inputs, ids: Tensor) -> Tensor:
-        condition, mask = self.cls_embedding(inputs), inputs.get("mask")
+        condition = self.cls_embedding(inputs)
+        mask = inputs.get("mask")
         x = torch.cat([condition, self.tok_embeddings(ids[:, :-1])], 1)
-        rope, seen = self._rope(0, x.shape[1], x), None if mask is None else causal(mask, x.shape[1])
+        rope = self._rope(0, x.shape[1], x)
+        seen = None if mask is None else causal(mask, x.shape[1])
         for layer in self.layers:
             if self.checkpointing and torch.is_grad_enabled():
-                x, _ = checkpoint(layer, x, rope, seen, self.kernel, use_reentrant=False, preserve_rng_state=False)
+                x, _ = checkpoint(
+                    layer, x, rope, seen, self.kernel, use_reentrant=False, preserve_rng_state=False
+                )
             else:
                 x, _ = layer(x, rope, seen, self.kernel)
         return self.norm(x)[:, condition.shape[1] - 1 :]
@@ -180,24 +213,31 @@ class LlamaGenGPT(ImageNet):
         kind = like.device, torch.promote_types(like.dtype, torch.float32)
         if kind not in self.ropes:  # moved once, not at every token
             with torch.inference_mode(False):
-                table = rotations(self.shape.grid, self.shape.dim // self.shape.heads, self.shape.condition)
+                table = rotations(
+                    self.shape.grid, self.shape.dim // self.shape.heads, self.shape.condition
+                )
                 self.ropes[kind] = table.to(*kind)
         return self.ropes[kind][start:end]
 
 
-def token(net: LlamaGenGPT, x: Tensor, rope: Tensor, mask: Tensor | None, place: Place, rooms: list[KV]) -> Tensor:
-    """[B, 1, H] what the head reads, of inputs x [B, 1, H]; their keys and values go to ``place``."""
+def token(
+    net: LlamaGenGPT, x: Tensor, rope: Tensor, mask: Tensor | None, place: Place, rooms: list[KV]
+) -> Tensor:
+    """[B, 1, H] what the head reads, of inputs x [B, 1, H]; their keys and values go to
+    ``place``."""
     for layer, room in zip(net.layers, rooms, strict=True):
         x, _ = layer(x, rope, mask, net.kernel, room, place)
     return net.norm(x)
 
 
 def rotations(grid: int, dim: int, condition: int) -> Tensor:
-    """[condition + grid^2, dim / 2, 2]: the first half of a head turns with the row, the second with the column; base
+    """[condition + grid^2, dim / 2, 2]: the first half of a head turns with the row, the second
+    with the column; base
     10000. Positions of the condition have 0 and 0."""
     rates = 10000.0 ** (-torch.arange(0, dim // 2, 2)[: dim // 4].float() / (dim // 2))
     angles = torch.outer(torch.arange(grid).float(), rates)  # [grid, dim / 4]
-    row, column = angles[:, None].expand(-1, grid, -1), angles[None].expand(grid, -1, -1)
+    row = angles[:, None].expand(-1, grid, -1)
+    column = angles[None].expand(grid, -1, -1)
     both = torch.cat([row, column], -1).flatten(0, 1)
     turned = torch.stack([both.cos(), both.sin()], -1)
     return torch.cat([torch.zeros(condition, *turned.shape[1:]), turned])
@@ -211,8 +251,8 @@ def rotated(x: Tensor, rope: Tensor) -> Tensor:
 
 
 def causal(mask: Tensor, length: int) -> Tensor:
-    """[B, 1, length, length] bool: nothing later, no padding, and always oneself (of padding, whose row would be
-    empty), for a condition's mask [B, n]."""
+    """[B, 1, length, length] bool: nothing later, no padding, and always oneself (of padding, whose
+    row would be empty), for a condition's mask [B, n]."""
     keys = F.pad(mask.bool(), (0, length - mask.shape[1]), value=True)[:, None, None]
     whole = torch.ones(length, length, dtype=torch.bool, device=mask.device)
     return keys & whole.tril() | torch.eye(length, dtype=torch.bool, device=mask.device)

@@ -1,4 +1,5 @@
-"""LlamaGen's image tokenizer (Sun et al. 2024, arXiv 2406.06525), under its published names: VQ-16, VQ-8."""
+"""LlamaGen's image tokenizer (Sun et al. 2024, arXiv 2406.06525), under its published names: VQ-16,
+VQ-8."""
 
 from __future__ import annotations
 
@@ -13,12 +14,17 @@ from .weights import Published, count, need
 
 
 class _Level(nn.Module):
-    """Residual blocks of one resolution, attention behind each at the lowest, and the way to the next."""
+    """Residual blocks of one resolution, attention behind each at the lowest, and the way to the
+    next."""
 
-    def __init__(self, inside: int, outside: int, depth: int, attention: bool, move: type[nn.Module] | None):
+    def __init__(
+        self, inside: int, outside: int, depth: int, attention: bool, move: type[nn.Module] | None
+    ):
         super().__init__()
         self.res = nn.ModuleList(Residual(outside if i else inside, outside) for i in range(depth))
-        self.attn = nn.ModuleList(Attention(outside, fused=False) for _ in range(depth if attention else 0))
+        self.attn = nn.ModuleList(
+            Attention(outside, fused=False) for _ in range(depth if attention else 0)
+        )
         name = "downsample" if move is Down else "upsample"
         if move is not None:
             self.add_module(name, move(outside))
@@ -32,7 +38,13 @@ class _Level(nn.Module):
 
 
 def _middle(channels: int) -> nn.ModuleList:
-    return nn.ModuleList([Residual(channels, channels), Attention(channels, fused=False), Residual(channels, channels)])
+    return nn.ModuleList(
+        [
+            Residual(channels, channels),
+            Attention(channels, fused=False),
+            Residual(channels, channels),
+        ]
+    )
 
 
 class _Encoder(nn.Module):
@@ -42,9 +54,11 @@ class _Encoder(nn.Module):
         last = len(mult) - 1
         self.conv_in = nn.Conv2d(3, ch, 3, padding=1)
         self.conv_blocks = nn.ModuleList(
-            _Level(widths[i], widths[i + 1], depth, i == last, None if i == last else Down) for i in range(len(mult))
+            _Level(widths[i], widths[i + 1], depth, i == last, None if i == last else Down)
+            for i in range(len(mult))
         )
-        self.mid, self.norm_out = _middle(widths[-1]), norm(widths[-1])
+        self.mid = _middle(widths[-1])
+        self.norm_out = norm(widths[-1])
         self.conv_out = nn.Conv2d(widths[-1], z, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,10 +75,13 @@ class _Decoder(nn.Module):
         self.conv_in = nn.Conv2d(z, widths[0], 3, padding=1)
         self.mid = _middle(widths[0])
         self.conv_blocks = nn.ModuleList(
-            _Level(widths[max(i - 1, 0)], width, depth + 1, i == 0, None if i == len(mult) - 1 else Up)
+            _Level(
+                widths[max(i - 1, 0)], width, depth + 1, i == 0, None if i == len(mult) - 1 else Up
+            )
             for i, width in enumerate(widths)
         )
-        self.norm_out, self.conv_out = norm(widths[-1]), nn.Conv2d(widths[-1], 3, 3, padding=1)
+        self.norm_out = norm(widths[-1])
+        self.conv_out = nn.Conv2d(widths[-1], 3, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv_in(x)
@@ -89,14 +106,22 @@ class LlamaGenVQ(nn.Module):
     """Images [B, 3, H, W] in -1..1 to ids and back; a latent is ``factor`` pixels wide."""
 
     def __init__(
-        self, vocab: int = 16384, dim: int = 8, z: int = 256, ch: int = 128, mult: Sequence[int] = (1, 1, 2, 2, 4),
-        depth: int = 2, used: int = 65536,
-    ):  # fmt: skip
+        self,
+        vocab: int = 16384,
+        dim: int = 8,
+        z: int = 256,
+        ch: int = 128,
+        mult: Sequence[int] = (1, 1, 2, 2, 4),
+        depth: int = 2,
+        used: int = 65536,
+    ):
         super().__init__()
         self.factor = 2 ** (len(mult) - 1)
-        self.encoder, self.decoder = _Encoder(ch, mult, depth, z), _Decoder(ch, mult, depth, z)
+        self.encoder = _Encoder(ch, mult, depth, z)
+        self.decoder = _Decoder(ch, mult, depth, z)
         self.quantize = _Quantizer(vocab, dim, used)
-        self.quant_conv, self.post_quant_conv = nn.Conv2d(z, dim, 1), nn.Conv2d(dim, z, 1)
+        self.quant_conv = nn.Conv2d(z, dim, 1)
+        self.post_quant_conv = nn.Conv2d(dim, z, 1)
 
     def encode(self, images: Tensor) -> Tensor:
         """[B, T] ids, row by row."""
@@ -115,8 +140,14 @@ class LlamaGenVQ(nn.Module):
         """The architecture that fits a checkpoint, told by its shapes."""
         ch = need(weights, "encoder.conv_in.weight", file).shape[0]
         levels = count(weights, "encoder.conv_blocks.{}.")
-        mult = [weights[f"encoder.conv_blocks.{i}.res.0.conv1.weight"].shape[0] // ch for i in range(levels)]
+        mult = [
+            weights[f"encoder.conv_blocks.{i}.res.0.conv1.weight"].shape[0] // ch
+            for i in range(levels)
+        ]
         vocab, dim = need(weights, "quantize.embedding.weight", file).shape
-        used = weights["quantize.codebook_used"].numel() if "quantize.codebook_used" in weights else 0
-        z, depth = weights["post_quant_conv.weight"].shape[0], count(weights, "encoder.conv_blocks.0.res.{}.")
+        used = (
+            weights["quantize.codebook_used"].numel() if "quantize.codebook_used" in weights else 0
+        )
+        z = weights["post_quant_conv.weight"].shape[0]
+        depth = count(weights, "encoder.conv_blocks.0.res.{}.")
         return cls(vocab, dim, z, ch, mult, depth, used)

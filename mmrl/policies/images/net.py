@@ -1,4 +1,5 @@
-"""What a network of image tokens offers: passes of sampling, one teacher-forced pass, and guided log-probs of both."""
+"""What a network of image tokens offers: passes of sampling, one teacher-forced pass, and guided
+log-probs of both."""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ Inputs = dict[str, Tensor]  # conditions, one row a prompt or a sample
 class ImageNet(nn.Module, ABC):
     """A network that decides the T tokens of an image block by block: one each, or a whole scale.
 
-    A decision is known by its *features*: the hidden state [H] that the head reads, or, with guidance, both hidden
-    states and the scale side by side [2H + 1], so that logits over the vocabulary are made a chunk at a time.
+    A decision is known by its *features*: the hidden state [H] that the head reads, or, with
+    guidance, both hidden states and the scale side by side [2H + 1], so that logits over the
+    vocabulary are made a chunk at a time.
     """
 
     turns: Sequence[int]  # tokens that each pass decides; their sum is T
@@ -33,28 +35,35 @@ class ImageNet(nn.Module, ABC):
     stopgrad = False  # no gradient through the unconditional logits
     kernel: Kernel = "sdpa"  # of attention
     fixed = False  # passes of sampling have one shape each: for compiled ones
-    token: Callable | None = None  # the layers' pass for one token, which may be compiled; None: there is none
+    # the layers' pass for one token, which may be compiled; None: there is none
+    token: Callable | None = None
 
     def forward(self, work: str, *given: Any) -> Any:
         """``work`` names the method: wrappers (DDP, FSDP2) see calls of the module only."""
         return getattr(self, work)(*given)
 
     def compile_token(self) -> None:
-        """One token's pass becomes one graph, on CUDA replayed without the host, for shapes that never change."""
+        """One token's pass becomes one graph, on CUDA replayed without the host, for shapes that
+        never change."""
         if self.token is None:
-            raise UserError("policy option compile: this model draws many tokens in a pass; leave it false")
+            raise UserError(
+                "policy option compile: this model draws many tokens in a pass; leave it false"
+            )
         mode = "reduce-overhead" if torch.cuda.is_available() else None
-        self.token, self.fixed = torch.compile(self.token, fullgraph=True, dynamic=False, mode=mode), True
+        self.token = torch.compile(self.token, fullgraph=True, dynamic=False, mode=mode)
+        self.fixed = True
 
     @abstractmethod
     def begin(self, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Any]:
-        """Hidden states [B, n, H] of the first block, and the state of sampling, of the prompts of ``rows`` [B]."""
+        """Hidden states [B, n, H] of the first block, and the state of sampling, of the prompts of
+        ``rows`` [B]."""
 
     @abstractmethod
     def step(self, ids: Tensor, state: Any) -> Tensor:
         """[B, n', H] of the next block after the tokens ``ids`` of the last one; changes ``state``.
 
-        ``ids`` [B, n], or [B / m, n] where B rows are m blocks of the same tokens (conditional and unconditional).
+        ``ids`` [B, n], or [B / m, n] where B rows are m blocks of the same tokens (conditional and
+        unconditional).
         """
 
     def fork(self, state: Any, rows: Tensor) -> None:
@@ -73,30 +82,43 @@ class ImageNet(nn.Module, ABC):
         """[*, H'] of hidden states [*, H]: what ``affine`` makes logits of."""
         return hidden
 
-    affine: Callable[[Tensor], Tensor] | None = None  # the head's last layer, if affine: vocabulary = affine(lift)
+    # the head's last layer, if affine: vocabulary = affine(lift)
+    affine: Callable[[Tensor], Tensor] | None = None
 
     def logits(self, features: Tensor) -> Tensor:
-        """[*, V] of features [*, H] or, guided, [*, 2H + 1]: z_u + s (z_c - z_u) (Ho and Salimans 2022).
+        """[*, V] of features [*, H] or, guided, [*, 2H + 1]: z_u + s (z_c - z_u) (Ho and Salimans
+        2022).
 
-        The weights 1 - s and s add up to 1, so an affine layer may come after the mixture: once, not twice.
+        The weights 1 - s and s add up to 1, so an affine layer may come after the mixture: once,
+        not twice.
         """
         dtype = next(self.parameters()).dtype
         if features.shape[-1] == self.hidden:
             return self.vocabulary(features.to(dtype))
         cond, empty, scale = features.split([self.hidden, self.hidden, 1], -1)
         if self.stopgrad or self.affine is None:
-            z, z_empty = self.vocabulary(cond.to(dtype)).to(scale), self.vocabulary(empty.to(dtype)).to(scale)
+            z = self.vocabulary(cond.to(dtype)).to(scale)
+            z_empty = self.vocabulary(empty.to(dtype)).to(scale)
             z_empty = z_empty.detach() if self.stopgrad else z_empty
             return z_empty + scale * (z - z_empty)
-        h, h_empty = self.lift(cond.to(dtype)).to(scale), self.lift(empty.to(dtype)).to(scale)
+        h = self.lift(cond.to(dtype)).to(scale)
+        h_empty = self.lift(empty.to(dtype)).to(scale)
         return self.affine((h_empty + scale * (h - h_empty)).to(dtype))
 
     def score(
-        self, inputs: Inputs, empty: Inputs | None, ids: Tensor, where: Tensor, scale: Tensor, warp: Warp, entropy: bool
+        self,
+        inputs: Inputs,
+        empty: Inputs | None,
+        ids: Tensor,
+        where: Tensor,
+        scale: Tensor,
+        warp: Warp,
+        entropy: bool,
     ) -> tuple[Tensor, Scored]:
         """Features [N, *] and log-probs of the N tokens ``where`` [B, T] holds, of ids [B, T].
 
-        ``empty`` are the unconditional inputs, None without guidance; ``scale`` [T] is that of every decision.
+        ``empty`` are the unconditional inputs, None without guidance; ``scale`` [T] is that of
+        every decision.
         """
         features = selected(self._features(inputs, empty, ids, scale), where)
         return features, self.rescore(features, selected(ids, where), warp, entropy)
@@ -130,7 +152,8 @@ def widened(x: Tensor, rows: int) -> Tensor:
 
 
 def beside(cond: Tensor, empty: Tensor, scale: Tensor) -> Tensor:
-    """[B, n, 2H + 1], at least float32, of hidden states [B, n, H] and the scale [n] of every decision."""
+    """[B, n, 2H + 1], at least float32, of hidden states [B, n, H] and the scale [n] of every
+    decision."""
     kind = torch.promote_types(cond.dtype, torch.float32)
     scales = scale.to(cond.device, kind)[None, :, None].expand(*cond.shape[:2], 1)
     return torch.cat([cond.to(kind), empty.to(kind), scales], -1)

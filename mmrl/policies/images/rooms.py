@@ -1,4 +1,5 @@
-"""Keys and values of a known number of tokens: room for all of them from the beginning, written in place."""
+"""Keys and values of a known number of tokens: room for all of them from the beginning, written in
+place."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 
 KV = tuple[Tensor, Tensor]  # of one layer, [B, heads, S, D] each
-Place = slice | Tensor  # where new tokens go: a slice, or [n] long for passes whose shapes never change
+# where new tokens go: a slice, or [n] long for passes whose shapes never change
+Place = slice | Tensor
 
 
 @dataclass
@@ -21,7 +23,8 @@ class Rooms:
 
     @classmethod
     def after(cls, read: Sequence[KV], rows: Tensor, size: int) -> Rooms:
-        """Room for ``size`` tokens, the first of which are those ``read`` of the prompts of ``rows`` [B]."""
+        """Room for ``size`` tokens, the first of which are those ``read`` of the prompts of
+        ``rows`` [B]."""
         length = read[0][0].shape[2]
         return cls([(_wide(k, rows, size), _wide(v, rows, size)) for k, v in read], length)
 
@@ -34,14 +37,16 @@ class Rooms:
 
     def next(self, count: int, fixed: bool = False) -> Place:
         """Where the next ``count`` tokens go; they are there from now on."""
-        first, self.length = self.length, self.length + count
+        first = self.length
+        self.length = self.length + count
         if fixed:
             torch.compiler.cudagraph_mark_step_begin()
             return torch.arange(first, self.length, device=self.layers[0][0].device)
         return slice(first, self.length)
 
     def seen(self, place: Place, padding: Tensor | None) -> Tensor | None:
-        """[B or 1, 1, 1, S] bool: what a token at ``place`` may look at; None: all that it is shown.
+        """[B or 1, 1, 1, S] bool: what a token at ``place`` may look at; None: all that it is
+        shown.
 
         ``padding`` [B, n] bool is False where one of the first n tokens of a row is none.
         """
@@ -59,7 +64,8 @@ class Rooms:
 
 
 def put(room: KV, k: Tensor, v: Tensor, place: Place) -> KV:
-    """Write [B, heads, n, D] each at ``place`` and return all there is to look at: up to there, or the whole room."""
+    """Write [B, heads, n, D] each at ``place`` and return all there is to look at: up to there, or
+    the whole room."""
     if isinstance(place, slice):
         room[0][:, :, place], room[1][:, :, place] = k, v
         return room[0][:, :, : place.stop], room[1][:, :, : place.stop]

@@ -29,7 +29,8 @@ Storage = Literal["float32", "bfloat16", "float16"]
 
 @POLICIES.register("var")
 class VAR(ImageTokenPolicy):
-    """VAR, class-conditional next-scale prediction: published checkpoints of transformer and VQ-VAE, or an export."""
+    """VAR, class-conditional next-scale prediction: published checkpoints of transformer and
+    VQ-VAE, or an export."""
 
     attention = ("attn.mat_qkv", "attn.proj")
 
@@ -44,29 +45,39 @@ class VAR(ImageTokenPolicy):
         guidance: float = 2.5,
         **options: Any,
     ):
-        """path: the transformer's checkpoint, or a folder as exported. vae: the VQ-VAE's checkpoint. scale_alpha: each
-        token's loss weighs (h w)^-alpha of its scale. branch_at: the first so many scales are drawn once for
-        ``branches`` samples (None: every sample by itself). dtype: of the transformer. guidance: at the last scale,
-        growing from 1 at the first; it is 1 + the published cfg."""
+        """path: the transformer's checkpoint, or a folder as exported. vae: the VQ-VAE's
+        checkpoint. scale_alpha: each token's loss weighs (h w)^-alpha of its scale. branch_at: the
+        first so many scales are drawn once for ``branches`` samples (None: every sample by itself).
+        dtype: of the transformer. guidance: at the last scale, growing from 1 at the first; it is 1
+        + the published cfg."""
         place = weights.find(path)
         file = place / "var.safetensors" if place.is_dir() else place
         vae = vae or (str(place / "vae.safetensors") if place.is_dir() else None)
         if vae is None:
-            raise UserError("policy.var.vae is missing: the VQ-VAE's checkpoint, vae_ch160v4096z32.pth")
-        published, images = weights.read(file), weights.read(weights.find(vae))
+            raise UserError(
+                "policy.var.vae is missing: the VQ-VAE's checkpoint, vae_ch160v4096z32.pth"
+            )
+        published = weights.read(file)
+        images = weights.read(weights.find(vae))
         shape = shape_of(published, str(file))
         self.vae = VARVQ.like(images, shape.sides, vae)
-        images["quantize.ema_vocab_hit_SV"] = self.vae.quantize.ema_vocab_hit_SV  # of other scales at 512 pixels
+        # of other scales at 512 pixels
+        images["quantize.ema_vocab_hit_SV"] = self.vae.quantize.ema_vocab_hit_SV
         weights.load(self.vae, images, vae).requires_grad_(False)
-        net = weights.load(VARNet(shape, self.vae.quantize), published, file).to(getattr(torch, dtype))
+        net = weights.load(VARNet(shape, self.vae.quantize), published, file).to(
+            getattr(torch, dtype)
+        )
         super().__init__(net, guidance=guidance, **options)
-        sizes = torch.tensor(net.turns).repeat_interleave(torch.tensor(net.turns)).float()  # [T] h w of every token
+        # [T] h w of every token
+        sizes = torch.tensor(net.turns).repeat_interleave(torch.tensor(net.turns)).float()
         self.weight = None if not scale_alpha else sizes**-scale_alpha
         if branch_at is not None and branch_at >= len(net.turns):
             raise UserError(
-                f"policy.var.branch_at {branch_at}: this model has {len(net.turns)} scales, so at most one less"
+                f"policy.var.branch_at {branch_at}: this model has {len(net.turns)} "
+                f"scales, so at most one less"
             )
-        self.branch_at, self.branches = branch_at, branches if branch_at else 1
+        self.branch_at = branch_at
+        self.branches = branches if branch_at else 1
 
     def encode(self, prompts: list[Prompt]) -> list[Inputs]:
         labels = labels_of(prompts, self.net.shape.classes)
@@ -76,7 +87,8 @@ class VAR(ImageTokenPolicy):
         return {"label": torch.full_like(inputs["label"], self.net.shape.classes)}
 
     def scales(self, guidance: float) -> Tensor:
-        """[T] from 1 at the first scale to ``guidance`` at the last: (1 + t) z_c - t z_u, t = cfg k / (K - 1)."""
+        """[T] from 1 at the first scale to ``guidance`` at the last: (1 + t) z_c - t z_u, t = cfg k
+        / (K - 1)."""
         turns = self.net.turns
         steps = 1 + (guidance - 1) * torch.arange(len(turns)) / max(len(turns) - 1, 1)
         return steps.repeat_interleave(torch.tensor(turns))
@@ -84,7 +96,8 @@ class VAR(ImageTokenPolicy):
     def rollout(self, prompts: list[Prompt], copies: int, rng: Rng) -> Rollout:
         if copies % self.branches:
             raise UserError(
-                f"train.copies {copies}: with policy.var.branches {self.branches} it must be a multiple of it"
+                f"train.copies {copies}: with policy.var.branches {self.branches} it must "
+                f"be a multiple of it"
             )
         return super().rollout(prompts, copies, rng)
 
@@ -92,7 +105,9 @@ class VAR(ImageTokenPolicy):
         size = super().chunk(rows, forward)
         return max(self.branches, size // self.branches * self.branches)
 
-    def _draw(self, cond: list[Inputs], group: Tensor, row: Tensor, rng: Rng, passes: int | None = None) -> Rollout:
+    def _draw(
+        self, cond: list[Inputs], group: Tensor, row: Tensor, rng: Rng, passes: int | None = None
+    ) -> Rollout:
         if self.branch_at is None:
             return super()._draw(cond, group, row, rng, passes)
         return grow(self, cond, group, row, rng, self.branch_at, self.branches)
@@ -106,7 +121,9 @@ class VAR(ImageTokenPolicy):
                 shared = sum(self.net.turns[: self.branch_at])
                 weight = torch.cat([each[:shared] * self.branches, each[shared:]])
             yield point.replace(
-                weight=weight if weight is None else weight.to(point.mask.device).expand(point.mask.shape)
+                weight=weight
+                if weight is None
+                else weight.to(point.mask.device).expand(point.mask.shape)
             )
 
     def pixels(self, ids: Tensor) -> Tensor:
@@ -121,10 +138,12 @@ class VAR(ImageTokenPolicy):
 def shape_of(published: weights.Published, file: str) -> Shape:
     """The architecture of a checkpoint, told by its shapes."""
     classes, width = weights.need(published, "class_emb.weight", file).shape
-    vocab, latent = published["head.weight"].shape[0], published["word_embed.weight"].shape[1]
+    vocab = published["head.weight"].shape[0]
+    latent = published["word_embed.weight"].shape[1]
     levels = weights.need(published, "lvl_1L", file).flatten().tolist()
     sides = [round(levels.count(k) ** 0.5) for k in range(max(levels) + 1)]
     heads = weights.need(published, "blocks.0.attn.scale_mul_1H11", file).shape[1]
-    feed, depth = published["blocks.0.ffn.fc1.weight"].shape[0], weights.count(published, "blocks.{}.")
+    feed = published["blocks.0.ffn.fc1.weight"].shape[0]
+    depth = weights.count(published, "blocks.{}.")
     shared = "blocks.0.ada_gss" in published
     return Shape(width, depth, heads, sides, vocab, latent, classes - 1, feed, shared)

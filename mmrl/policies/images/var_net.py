@@ -1,7 +1,8 @@
-"""VAR's transformer (Tian et al. 2024, arXiv 2404.02905), under its published names: VAR-d16 to VAR-d36.
+"""VAR's transformer (Tian et al. 2024, arXiv 2404.02905), under its published names: VAR-d16 to
+VAR-d36.
 
-All tokens of a scale are drawn at once, given the image of the scales before it. Labels are never dropped, unlike in
-the published forward pass, which drops them in evaluation too.
+All tokens of a scale are drawn at once, given the image of the scales before it. Labels are never
+dropped, unlike in the published forward pass, which drops them in evaluation too.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Shape:
 @dataclass
 class _State:
     inputs: Inputs  # of every row
-    f: Tensor  # [B, D, p, p] the image so far; of conditional rows only, where others share their tokens
+    # [B, D, p, p] the image so far; of conditional rows only, where others share their tokens
+    f: Tensor
     rooms: Rooms
     scale: int = 0
 
@@ -52,16 +54,24 @@ class Attention(nn.Module):
         self.heads = shape.heads
         self.scale_mul_1H11 = nn.Parameter(torch.full((1, shape.heads, 1, 1), math.log(4.0)))
         self.mat_qkv = nn.Linear(shape.width, 3 * shape.width, bias=False)
-        self.q_bias, self.v_bias = nn.Parameter(torch.zeros(shape.width)), nn.Parameter(torch.zeros(shape.width))
+        self.q_bias = nn.Parameter(torch.zeros(shape.width))
+        self.v_bias = nn.Parameter(torch.zeros(shape.width))
         self.register_buffer("zero_k_bias", torch.zeros(shape.width))
         self.proj = nn.Linear(shape.width, shape.width)
 
     def forward(
-        self, x: Tensor, bias: Tensor | None, kernel: Kernel, room: KV | None = None, place: Place | None = None
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        kernel: Kernel,
+        room: KV | None = None,
+        place: Place | None = None,
     ) -> Tensor:
         """``room`` holds the scales before and is written at ``place``."""
         qkv = self.mat_qkv(x) + torch.cat([self.q_bias, self.zero_k_bias, self.v_bias])
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1))
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1)
+        )
         q = F.normalize(q, dim=-1) * self.scale_mul_1H11.clamp_max(math.log(100)).exp()
         k = F.normalize(k, dim=-1)
         if room is not None:
@@ -73,20 +83,31 @@ class Attention(nn.Module):
 class Block(nn.Module):
     def __init__(self, shape: Shape):
         super().__init__()
-        self.attn, self.ffn = Attention(shape), nn.Module()
+        self.attn = Attention(shape)
+        self.ffn = nn.Module()
         feed = shape.feed or 4 * shape.width
-        self.ffn.fc1, self.ffn.fc2 = nn.Linear(shape.width, feed), nn.Linear(feed, shape.width)
+        self.ffn.fc1 = nn.Linear(shape.width, feed)
+        self.ffn.fc2 = nn.Linear(feed, shape.width)
         if shape.shared:
             self.ada_gss = nn.Parameter(torch.zeros(1, 1, 6, shape.width))
         else:
             self.ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(shape.width, 6 * shape.width))
 
     def forward(
-        self, x: Tensor, cond: Tensor, bias: Tensor | None, kernel: Kernel, room: KV | None = None,
+        self,
+        x: Tensor,
+        cond: Tensor,
+        bias: Tensor | None,
+        kernel: Kernel,
+        room: KV | None = None,
         place: Place | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """``cond`` [B, C] is the class, or [B, 1, 6, C] its modulation where that is shared."""
-        six = self.ada_gss + cond if hasattr(self, "ada_gss") else self.ada_lin(cond).view(len(x), 1, 6, -1)
+        six = (
+            self.ada_gss + cond
+            if hasattr(self, "ada_gss")
+            else self.ada_lin(cond).view(len(x), 1, 6, -1)
+        )
         gain1, gain2, scale1, scale2, shift1, shift2 = six.unbind(2)
         x = x + gain1 * self.attn(normed(x) * (1 + scale1) + shift1, bias, kernel, room, place)
         h = F.gelu(self.ffn.fc1(normed(x) * (1 + scale2) + shift2), approximate="tanh")
@@ -100,8 +121,12 @@ class VARNet(ImageNet):
 
     def __init__(self, shape: Shape, quantizer: Quantizer):
         super().__init__()
-        self.shape, self.vocab, self.hidden, self.outside = shape, shape.vocab, shape.width, (quantizer,)
-        self.turns, length = tuple(side * side for side in shape.sides), sum(side * side for side in shape.sides)
+        self.shape = shape
+        self.vocab = shape.vocab
+        self.hidden = shape.width
+        self.outside = (quantizer,)
+        self.turns = tuple(side * side for side in shape.sides)
+        length = sum(side * side for side in shape.sides)
         self.pos_start = nn.Parameter(torch.zeros(1, shape.sides[0] ** 2, shape.width))
         self.pos_1LC = nn.Parameter(torch.zeros(1, length, shape.width))
         self.word_embed = nn.Linear(shape.latent, shape.width)
@@ -117,7 +142,10 @@ class VARNet(ImageNet):
         level = torch.cat([torch.full((count,), k) for k, count in enumerate(self.turns)])
         later = level[:, None] < level[None, :]
         self.register_buffer("lvl_1L", level[None])
-        self.register_buffer("attn_bias_for_masking", torch.zeros(1, 1, length, length).masked_fill(later, -torch.inf))
+        self.register_buffer(
+            "attn_bias_for_masking",
+            torch.zeros(1, 1, length, length).masked_fill(later, -torch.inf),
+        )
         self.checkpointing = False
 
     def begin(self, inputs: Inputs, rows: Tensor) -> tuple[Tensor, _State]:
@@ -137,24 +165,29 @@ class VARNet(ImageNet):
         return self._advance(widened(self._word(seen, state.scale), state.rooms.rows), state)
 
     def fork(self, state: _State, rows: Tensor) -> None:
-        drawn = rows[: len(rows) * len(state.f) // state.rooms.rows]  # unconditional rows have the tokens of these
+        # unconditional rows have the tokens of these
+        drawn = rows[: len(rows) * len(state.f) // state.rooms.rows]
         state.inputs = {name: tensor[rows] for name, tensor in state.inputs.items()}
         state.f = state.f[drawn]
         state.rooms = Rooms([(k[rows], v[rows]) for k, v in state.rooms], state.rooms.length)
 
     def teach(self, inputs: Inputs, ids: Tensor) -> Tensor:
-        quantizer, parts = self._quantizer(), [self._start(inputs)]
+        quantizer = self._quantizer()
+        parts = [self._start(inputs)]
         f = quantizer.blank(len(ids))
         for k, part in enumerate(list(quantizer.split(ids))[:-1]):
             with torch.no_grad(), torch.autocast(ids.device.type, enabled=False):
                 f = quantizer.add(f, part, k)
                 seen = quantizer.seen(f, k + 1)
             parts.append(self._word(seen, k + 1))
-        x, cond = torch.cat(parts, 1), self._cond(inputs)
+        x = torch.cat(parts, 1)
+        cond = self._cond(inputs)
         bias = self.attn_bias_for_masking.to(x.dtype)
         for block in self.blocks:
             if self.checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, cond, bias, self.kernel, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(
+                    block, x, cond, bias, self.kernel, use_reentrant=False, preserve_rng_state=False
+                )
             else:
                 x = block(x, cond, bias, self.kernel)
         return self._last(x, inputs)
@@ -187,7 +220,8 @@ class VARNet(ImageNet):
         return self.word_embed(seen.to(self.word_embed.weight.dtype)) + self._places(k)
 
     def _advance(self, x: Tensor, state: _State) -> Tensor:
-        cond, place = self._cond(state.inputs), state.rooms.next(x.shape[1])
+        cond = self._cond(state.inputs)
+        place = state.rooms.next(x.shape[1])
         for block, room in zip(self.blocks, state.rooms, strict=True):
             x = block(x, cond, None, self.kernel, room, place)
         return self._last(x, state.inputs)

@@ -1,4 +1,5 @@
-"""VAR's multi-scale residual VQ-VAE (Tian et al. 2024, arXiv 2404.02905), under its published names."""
+"""VAR's multi-scale residual VQ-VAE (Tian et al. 2024, arXiv 2404.02905), under its published
+names."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ SHARED = 4  # convolutions that all scales share
 def _level(inside: int, outside: int, depth: int, attention: bool) -> nn.Module:
     level = nn.Module()
     level.block = nn.ModuleList(Residual(outside if i else inside, outside) for i in range(depth))
-    level.attn = nn.ModuleList(Attention(outside, fused=True) for _ in range(depth if attention else 0))
+    level.attn = nn.ModuleList(
+        Attention(outside, fused=True) for _ in range(depth if attention else 0)
+    )
     return level
 
 
@@ -31,7 +34,8 @@ def _through(level: nn.Module, x: Tensor) -> Tensor:
 
 def _middle(channels: int) -> nn.Module:
     mid = nn.Module()
-    mid.block_1, mid.block_2 = Residual(channels, channels), Residual(channels, channels)
+    mid.block_1 = Residual(channels, channels)
+    mid.block_2 = Residual(channels, channels)
     mid.attn_1 = Attention(channels, fused=True)
     return mid
 
@@ -43,12 +47,16 @@ def _center(mid: nn.Module, x: Tensor) -> Tensor:
 class _Encoder(nn.Module):
     def __init__(self, ch: int, mult: Sequence[int], depth: int, z: int):
         super().__init__()
-        widths, last = [ch, *(ch * m for m in mult)], len(mult) - 1
+        widths = [ch, *(ch * m for m in mult)]
+        last = len(mult) - 1
         self.conv_in = nn.Conv2d(3, ch, 3, padding=1)
-        self.down = nn.ModuleList(_level(widths[i], widths[i + 1], depth, i == last) for i in range(len(mult)))
+        self.down = nn.ModuleList(
+            _level(widths[i], widths[i + 1], depth, i == last) for i in range(len(mult))
+        )
         for i, level in enumerate(self.down[:-1]):
             level.downsample = Down(widths[i + 1])
-        self.mid, self.norm_out = _middle(widths[-1]), norm(widths[-1])
+        self.mid = _middle(widths[-1])
+        self.norm_out = norm(widths[-1])
         self.conv_out = nn.Conv2d(widths[-1], z, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -64,15 +72,19 @@ class _Decoder(nn.Module):
 
     def __init__(self, ch: int, mult: Sequence[int], depth: int, z: int):
         super().__init__()
-        widths, last = [ch * m for m in mult], len(mult) - 1
+        widths = [ch * m for m in mult]
+        last = len(mult) - 1
         self.conv_in = nn.Conv2d(z, widths[-1], 3, padding=1)
         self.mid = _middle(widths[-1])
         inside = [*widths[1:], widths[-1]]
-        self.up = nn.ModuleList(_level(inside[i], widths[i], depth + 1, i == last) for i in range(len(mult)))
+        self.up = nn.ModuleList(
+            _level(inside[i], widths[i], depth + 1, i == last) for i in range(len(mult))
+        )
         for i, level in enumerate(self.up):
             if i:
                 level.upsample = Up(widths[i])
-        self.norm_out, self.conv_out = norm(widths[0]), nn.Conv2d(widths[0], 3, 3, padding=1)
+        self.norm_out = norm(widths[0])
+        self.conv_out = nn.Conv2d(widths[0], 3, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = _center(self.mid, self.conv_in(x))
@@ -90,8 +102,11 @@ class Quantizer(nn.Module):
         self.sides = tuple(sides)
         self.embedding = nn.Embedding(vocab, dim)
         self.quant_resi = nn.Module()
-        self.quant_resi.qresi_ls = nn.ModuleList(nn.Conv2d(dim, dim, 3, padding=1) for _ in range(SHARED))
-        self.register_buffer("ema_vocab_hit_SV", torch.zeros(len(sides), vocab))  # a statistic of its training
+        self.quant_resi.qresi_ls = nn.ModuleList(
+            nn.Conv2d(dim, dim, 3, padding=1) for _ in range(SHARED)
+        )
+        # a statistic of its training
+        self.register_buffer("ema_vocab_hit_SV", torch.zeros(len(sides), vocab))
 
     def blank(self, rows: int) -> Tensor:
         """[B, D, p, p] zeros of the last scale."""
@@ -107,7 +122,11 @@ class Quantizer(nn.Module):
 
     def seen(self, f: Tensor, k: int) -> Tensor:
         """[B, p_k^2, D] what scale k is told of f."""
-        return F.interpolate(f, size=(self.sides[k], self.sides[k]), mode="area").flatten(2).transpose(1, 2)
+        return (
+            F.interpolate(f, size=(self.sides[k], self.sides[k]), mode="area")
+            .flatten(2)
+            .transpose(1, 2)
+        )
 
     def split(self, ids: Tensor) -> Iterator[Tensor]:
         """Ids [B, T] by scale."""
@@ -118,18 +137,27 @@ class VARVQ(nn.Module):
     """Images [B, 3, H, W] in -1..1 to ids [B, T] of all scales and back."""
 
     def __init__(
-        self, sides: Sequence[int] = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16), vocab: int = 4096, z: int = 32, ch: int = 160,
-        mult: Sequence[int] = (1, 1, 2, 2, 4), depth: int = 2,
-    ):  # fmt: skip
+        self,
+        sides: Sequence[int] = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16),
+        vocab: int = 4096,
+        z: int = 32,
+        ch: int = 160,
+        mult: Sequence[int] = (1, 1, 2, 2, 4),
+        depth: int = 2,
+    ):
         super().__init__()
-        self.encoder, self.decoder = _Encoder(ch, mult, depth, z), _Decoder(ch, mult, depth, z)
+        self.encoder = _Encoder(ch, mult, depth, z)
+        self.decoder = _Decoder(ch, mult, depth, z)
         self.quantize = Quantizer(vocab, z, sides)
-        self.quant_conv, self.post_quant_conv = nn.Conv2d(z, z, 3, padding=1), nn.Conv2d(z, z, 3, padding=1)
+        self.quant_conv = nn.Conv2d(z, z, 3, padding=1)
+        self.post_quant_conv = nn.Conv2d(z, z, 3, padding=1)
 
     def encode(self, images: Tensor) -> Tensor:
         """[B, T]: at every scale the entries nearest to what is still missing."""
-        quantize, rest = self.quantize, self.quant_conv(self.encoder(images))
-        f, found = torch.zeros_like(rest), []
+        quantize = self.quantize
+        rest = self.quant_conv(self.encoder(images))
+        f = torch.zeros_like(rest)
+        found = []
         for k in range(len(quantize.sides)):
             z = quantize.seen(rest - f, k)
             found.append(nearest(z.flatten(0, 1), quantize.embedding.weight).view(z.shape[:2]))
@@ -145,16 +173,20 @@ class VARVQ(nn.Module):
 
     @classmethod
     def like(cls, weights: Published, sides: Sequence[int], file: str) -> VARVQ:
-        """The architecture that fits a checkpoint, told by its shapes; scales are the transformer's."""
+        """The architecture that fits a checkpoint, told by its shapes; scales are the
+        transformer's."""
         ch = need(weights, "encoder.conv_in.weight", file).shape[0]
-        levels, depth = count(weights, "encoder.down.{}."), count(weights, "encoder.down.0.block.{}.")
-        mult = [weights[f"encoder.down.{i}.block.0.conv1.weight"].shape[0] // ch for i in range(levels)]
+        levels = count(weights, "encoder.down.{}.")
+        depth = count(weights, "encoder.down.0.block.{}.")
+        mult = [
+            weights[f"encoder.down.{i}.block.0.conv1.weight"].shape[0] // ch for i in range(levels)
+        ]
         vocab, z = need(weights, "quantize.embedding.weight", file).shape
         return cls(sides, vocab, z, ch, mult, depth)
 
 
 def shared(scales: int) -> list[int]:
-    """Which of the shared convolutions each scale uses: the nearest tick. In float64, since ties are decided by
-    rounding and checkpoints were trained with this rounding."""
+    """Which of the shared convolutions each scale uses: the nearest tick. In float64, since ties
+    are decided by rounding and checkpoints were trained with this rounding."""
     ticks = np.linspace(1 / 3 / SHARED, 1 - 1 / 3 / SHARED, SHARED)
     return [int(np.argmin(np.abs(ticks - k / max(scales - 1, 1)))) for k in range(scales)]

@@ -1,4 +1,5 @@
-"""Convolutional pieces that the VQ autoencoders of LlamaGen and VAR share (Esser et al. 2021, VQGAN)."""
+"""Convolutional pieces that the VQ autoencoders of LlamaGen and VAR share (Esser et al. 2021,
+VQGAN)."""
 
 from __future__ import annotations
 
@@ -16,8 +17,10 @@ class Residual(nn.Module):
 
     def __init__(self, inside: int, outside: int):
         super().__init__()
-        self.norm1, self.conv1 = norm(inside), nn.Conv2d(inside, outside, 3, padding=1)
-        self.norm2, self.conv2 = norm(outside), nn.Conv2d(outside, outside, 3, padding=1)
+        self.norm1 = norm(inside)
+        self.conv1 = nn.Conv2d(inside, outside, 3, padding=1)
+        self.norm2 = norm(outside)
+        self.conv2 = nn.Conv2d(outside, outside, 3, padding=1)
         self.nin_shortcut = nn.Conv2d(inside, outside, 1) if inside != outside else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -26,11 +29,13 @@ class Residual(nn.Module):
 
 
 class Attention(nn.Module):
-    """One head over all places; ``fused`` keeps the three projections in one convolution, as VAR does."""
+    """One head over all places; ``fused`` keeps the three projections in one convolution, as VAR
+    does."""
 
     def __init__(self, channels: int, fused: bool):
         super().__init__()
-        self.norm, self.fused = norm(channels), fused
+        self.norm = norm(channels)
+        self.fused = fused
         if fused:
             self.qkv = nn.Conv2d(channels, 3 * channels, 1)
         else:

@@ -1,4 +1,5 @@
-"""Published checkpoints of own modules: read without pickle, loaded strictly, written under the same names."""
+"""Published checkpoints of own modules: read without pickle, loaded strictly, written under the
+same names."""
 
 from __future__ import annotations
 
@@ -28,14 +29,19 @@ def find(path: str) -> Path:
         return Path(hf_hub_download(f"{owner}/{name}", file))
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{path} cannot be downloaded: {reason}; give a local file instead") from error
+        raise UserError(
+            f"{path} cannot be downloaded: {reason}; give a local file instead"
+        ) from error
 
 
 def read(file: str | Path, drop: Sequence[str] = ()) -> Published:
-    """Name -> tensor of a ``.safetensors``, ``.pt`` or ``.pth`` file, without the names in ``drop``."""
+    """Name -> tensor of a ``.safetensors``, ``.pt`` or ``.pth`` file, without the names in
+    ``drop``."""
     file = Path(file)
     if not file.is_file():
-        raise UserError(f"no file {file}; download the published checkpoint there, or write hub:owner/name/file")
+        raise UserError(
+            f"no file {file}; download the published checkpoint there, or write hub:owner/name/file"
+        )
     try:
         if file.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -44,10 +50,16 @@ def read(file: str | Path, drop: Sequence[str] = ()) -> Published:
         else:
             found = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a reader of files can raise anything
-        raise UserError(f"{file} cannot be read as weights: {str(error).splitlines()[0]}") from error
+        raise UserError(
+            f"{file} cannot be read as weights: {str(error).splitlines()[0]}"
+        ) from error
     for name in ("model", "module", "state_dict"):
         found = found[name] if isinstance(found.get(name), dict) else found
-    return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor) and name not in drop}
+    return {
+        name: tensor
+        for name, tensor in found.items()
+        if isinstance(tensor, Tensor) and name not in drop
+    }
 
 
 def load(module: nn.Module, weights: Published, file: str | Path) -> nn.Module:
@@ -55,7 +67,9 @@ def load(module: nn.Module, weights: Published, file: str | Path) -> nn.Module:
     try:
         module.load_state_dict(weights, strict=True)
     except RuntimeError as error:
-        raise UserError(f"{file} does not fit {type(module).__name__}: {str(error)[:600]}") from error
+        raise UserError(
+            f"{file} does not fit {type(module).__name__}: {str(error)[:600]}"
+        ) from error
     return module.eval()
 
 
@@ -63,7 +77,9 @@ def save(weights: Published, file: Path) -> None:
     from safetensors.torch import save_file
 
     file.parent.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}, file)
+    save_file(
+        {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}, file
+    )
 
 
 def count(weights: Published, pattern: str) -> int:

@@ -21,17 +21,25 @@ NONE = -1  # where a row has no token
 
 
 def write(
-    net: nn.Module, hidden: Tensor, state: State, uniform: Tensor, warp: Warp, stops: Tensor,
+    net: nn.Module,
+    hidden: Tensor,
+    state: State,
+    uniform: Tensor,
+    warp: Warp,
+    stops: Tensor,
     busy: Callable[[bool], bool] | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Text ids [B, W], ``NONE`` behind the stop token, and log-probs [B, W], by inversion at ``uniform`` [B, W].
+) -> tuple[Tensor, Tensor]:
+    """Text ids [B, W], ``NONE`` behind the stop token, and log-probs [B, W], by inversion at
+    ``uniform`` [B, W].
 
-    Afterwards ``state`` holds every token but the stop tokens. ``busy`` says whether any process still writes, given
-    whether this one does, where all must make equally many passes.
+    Afterwards ``state`` holds every token but the stop tokens. ``busy`` says whether any process
+    still writes, given whether this one does, where all must make equally many passes.
     """
     rows, tokens = uniform.shape
     ids = torch.full((rows, tokens), NONE, device=uniform.device)
-    logprob = torch.zeros(rows, tokens, device=uniform.device, dtype=torch.promote_types(hidden.dtype, torch.float32))
+    logprob = torch.zeros(
+        rows, tokens, device=uniform.device, dtype=torch.promote_types(hidden.dtype, torch.float32)
+    )
     going = torch.ones(rows, dtype=torch.bool, device=uniform.device)
     for k in range(tokens):
         drawn = draw(net("text_logits", hidden), warp, uniform[:, k] if warp.temperature else None)
@@ -47,11 +55,19 @@ def write(
 
 
 def paint(
-    net: nn.Module, hidden: Tensor, state: State, uniform: Tensor, scale: Tensor | None, decide: Callable
+    net: nn.Module,
+    hidden: Tensor,
+    state: State,
+    uniform: Tensor,
+    scale: Tensor | None,
+    decide: Callable,
 ) -> tuple[Tensor, Tensor]:
-    """Image ids [B, N] and log-probs [B, N] from hidden states [B, H]; with ``scale`` [N] conditional rows come first
-    in [2B, H], then the unconditional ones. ``decide`` draws from features, as ``ImageTokenPolicy._decide``."""
-    ids, logprob, rows = [], [], len(uniform)
+    """Image ids [B, N] and log-probs [B, N] from hidden states [B, H]; with ``scale`` [N]
+    conditional rows come first in [2B, H], then the unconditional ones. ``decide`` draws from
+    features, as ``ImageTokenPolicy._decide``."""
+    ids = []
+    logprob = []
+    rows = len(uniform)
     for k in range(uniform.shape[1]):
         seen = hidden[:, None]
         features = seen if scale is None else beside(*seen.chunk(2), scale[k : k + 1])

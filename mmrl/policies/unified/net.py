@@ -1,7 +1,7 @@
 """Janus with both of its heads: text, then image tokens, in one causal sequence.
 
-The head of a token is chosen by the token's own kind: what follows the image's start comes from the generation head,
-everything before, that start included, from the language model's.
+The head of a token is chosen by the token's own kind: what follows the image's start comes from the
+generation head, everything before, that start included, from the language model's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from ..vlm.scores import Scored
 
 @dataclass
 class State:
-    """B rows in the making. What a row did not live to see is False in ``mask``, and has no position."""
+    """B rows in the making. What a row did not live to see is False in ``mask``, and has no
+    position."""
 
     cache: Any
     mask: Tensor  # [B, S] bool
@@ -33,7 +34,8 @@ class State:
     def select(self, rows: Tensor) -> None:
         """Keep ``rows`` [B'], each as often as it is named."""
         caches.select(self.cache, rows)
-        self.mask, self.place = self.mask[rows], self.place[rows]
+        self.mask = self.mask[rows]
+        self.place = self.place[rows]
         self.whole = bool(self.mask.all())
 
 
@@ -42,7 +44,8 @@ class Part(NamedTuple):
 
     rows: Tensor  # [b] long
     inputs: Inputs  # ids and mask [b, S], padded on the left, and perhaps pixels
-    first: Tensor | None  # [b] long: the hidden state that decides the first text token; None: no text to score here
+    # [b] long: the hidden state that decides the first text token; None: no text to score here
+    first: Tensor | None
     empty: Inputs | None = None  # for guidance, the unconditional texts [b, S]
     scale: Tensor | None = None  # [N] guidance scale of every image token
     draws: bool = False  # image tokens follow
@@ -57,35 +60,46 @@ class Ask(NamedTuple):
 
 
 class UnifiedNet(JanusNet):
-    """A JanusForConditionalGeneration that reads text and pictures, writes text and image tokens."""
+    """A JanusForConditionalGeneration that reads text and pictures, writes text and image
+    tokens."""
 
     def read(self, inputs: Inputs, rows: Tensor) -> tuple[Tensor, State]:
         """Hidden states [B, H] after the prompts of ``rows`` [B], each read once."""
-        cache, mask = caches.recorded(self.config.text_config.num_hidden_layers), inputs["mask"]
+        cache = caches.recorded(self.config.text_config.num_hidden_layers)
+        mask = inputs["mask"]
         places = (mask.long().cumsum(1) - 1).clamp_min(0)
         hidden = self.hf.model.language_model(
-            inputs_embeds=self._seen(inputs), attention_mask=mask, position_ids=places, past_key_values=cache,
+            inputs_embeds=self._seen(inputs),
+            attention_mask=mask,
+            position_ids=places,
+            past_key_values=cache,
             use_cache=True,
-        ).last_hidden_state[:, -1]  # fmt: skip
+        ).last_hidden_state[:, -1]
         mask = mask[rows].bool()
         cache = caches.growing(caches.kept(cache), rows)
         return hidden[rows], State(cache, mask, places[rows, -1] + 1, bool(mask.all()))
 
     def add_text(self, ids: Tensor, state: State, live: Tensor) -> Tensor:
-        """[B, H] after text tokens ``ids`` [B]; those of rows that are not ``live`` [B] are not there."""
+        """[B, H] after text tokens ``ids`` [B]; those of rows that are not ``live`` [B] are not
+        there."""
         return self._advance(self.hf.get_input_embeddings()(ids[:, None]), state, live)
 
     def add_image(self, ids: Tensor, state: State) -> Tensor:
         """[B, H] after image tokens ``ids`` [B]."""
         live = torch.ones_like(ids, dtype=torch.bool)
-        return self._advance(self.hf.prepare_embeddings_for_image_generation(ids[:, None]), state, live)
+        return self._advance(
+            self.hf.prepare_embeddings_for_image_generation(ids[:, None]), state, live
+        )
 
     def text_logits(self, hidden: Tensor) -> Tensor:
         """[*, V] of the language model's head."""
         return self.hf.lm_head(hidden.to(self.hf.lm_head.weight.dtype))
 
-    def score(self, parts: list[Part], ids: Tensor, width: int, asks: dict[str, Ask]) -> dict[str, tuple]:
-        """Features and log-probs of the decisions that every head is asked for, of ids [B, W + N], W = ``width``."""
+    def score(
+        self, parts: list[Part], ids: Tensor, width: int, asks: dict[str, Ask]
+    ) -> dict[str, tuple]:
+        """Features and log-probs of the decisions that every head is asked for, of ids [B, W + N],
+        W = ``width``."""
         texts = images = None
         for part in parts:
             hidden, drawn = self._pass(part, ids[:, width:])
@@ -94,9 +108,12 @@ class UnifiedNet(JanusNet):
             images = drawn if images is None else images
         found = {}
         for name, ask in asks.items():
-            where, text = ask.where, name != "image"
+            where = ask.where
+            text = name != "image"
             if text:
-                features = hidden.new_zeros(0, self.hidden) if texts is None else texts[where[:, :width]]
+                features = (
+                    hidden.new_zeros(0, self.hidden) if texts is None else texts[where[:, :width]]
+                )
             elif images is None:
                 features = hidden.new_zeros(0, self.hidden)
             else:
@@ -106,7 +123,9 @@ class UnifiedNet(JanusNet):
         return found
 
     def text_rescore(self, features: Tensor, ids: Tensor, warp: Warp, entropy: bool) -> Scored:
-        return scores.score(features, ids, self.text_logits, warp, self.config.text_config.vocab_size, entropy)
+        return scores.score(
+            features, ids, self.text_logits, warp, self.config.text_config.vocab_size, entropy
+        )
 
     def text_full(self, features: Tensor, warp: Warp) -> Tensor:
         return scores.full(features, self.text_logits, warp, self.config.text_config.vocab_size)
@@ -115,10 +134,12 @@ class UnifiedNet(JanusNet):
         return scores.kl(features, other, self.text_logits, warp)
 
     def _pass(self, part: Part, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Hidden states [b, S, H] of the texts, and features [b, N, *] of the image tokens that follow them."""
+        """Hidden states [b, S, H] of the texts, and features [b, N, *] of the image tokens that
+        follow them."""
         if not part.draws:
             return self._through(part.inputs, None), None
-        ids, length = images[part.rows].clamp_min(0), part.inputs["ids"].shape[1]
+        ids = images[part.rows].clamp_min(0)
+        length = part.inputs["ids"].shape[1]
         if part.empty is None:
             hidden = self._through(part.inputs, ids)
             return hidden, hidden[:, length - 1 :]
@@ -127,15 +148,20 @@ class UnifiedNet(JanusNet):
             with torch.no_grad():
                 without = self._through(part.empty, ids)
         else:
-            both = {name: torch.cat([part.inputs[name], part.empty[name]]) for name in ("ids", "mask")}
+            both = {
+                name: torch.cat([part.inputs[name], part.empty[name]]) for name in ("ids", "mask")
+            }
             hidden, without = self._through(both, torch.cat([ids, ids])).chunk(2)
         return hidden, beside(hidden[:, length - 1 :], without[:, length - 1 :], part.scale)
 
     def _through(self, inputs: Inputs, images: Tensor | None) -> Tensor:
         """[b, S (+ N - 1), H] in one causal pass."""
-        seen, mask = self._seen(inputs), inputs["mask"]
+        seen = self._seen(inputs)
+        mask = inputs["mask"]
         if images is not None:
-            seen = torch.cat([seen, self.hf.prepare_embeddings_for_image_generation(images[:, :-1])], 1)
+            seen = torch.cat(
+                [seen, self.hf.prepare_embeddings_for_image_generation(images[:, :-1])], 1
+            )
             mask = F.pad(mask, (0, images.shape[1] - 1), value=1)
         places = (mask.long().cumsum(1) - 1).clamp_min(0)
         return self.hf.model.language_model(
@@ -143,12 +169,15 @@ class UnifiedNet(JanusNet):
         ).last_hidden_state
 
     def _seen(self, inputs: Inputs) -> Tensor:
-        """[b, S, H] embeddings, with pictures in their places; the tower that looks at them is frozen."""
+        """[b, S, H] embeddings, with pictures in their places; the tower that looks at them is
+        frozen."""
         seen = self.hf.get_input_embeddings()(inputs["ids"])
         if "pixels" not in inputs:
             return seen
         with torch.no_grad():
-            pictures = self.hf.model.get_image_features(inputs["pixels"].to(self.hf.dtype)).pooler_output
+            pictures = self.hf.model.get_image_features(
+                inputs["pixels"].to(self.hf.dtype)
+            ).pooler_output
             pictures = pictures[inputs["pictures"]]
         there = (inputs["ids"] == self.config.image_token_id)[..., None].expand_as(seen)
         return seen.masked_scatter(there, pictures.to(seen.dtype))
@@ -157,11 +186,15 @@ class UnifiedNet(JanusNet):
         state.mask = torch.cat([state.mask, live[:, None]], 1)
         mask = None if state.whole else state.mask.long()
         if mask is not None and self.config.text_config._attn_implementation == "sdpa":
-            mask = state.mask[:, None, None]  # what transformers makes of it after a look at its values
+            # what transformers makes of it after a look at its values
+            mask = state.mask[:, None, None]
         hidden = self.hf.model.language_model(
-            inputs_embeds=seen, attention_mask=mask,
-            position_ids=state.place[:, None], past_key_values=state.cache, use_cache=True,
-        ).last_hidden_state[:, -1]  # fmt: skip
+            inputs_embeds=seen,
+            attention_mask=mask,
+            position_ids=state.place[:, None],
+            past_key_values=state.cache,
+            use_cache=True,
+        ).last_hidden_state[:, -1]
         state.place = state.place + live
         return hidden
 
@@ -173,19 +206,31 @@ def together(one: State, other: State) -> State:
     def padded(state: State) -> list[tuple[Tensor, Tensor]]:
         front = length - state.mask.shape[1]
         return [
-            tuple(F.pad(x[:, :, : layer.length], (0, 0, front, 0)) for x in layer.kv()) for layer in state.cache.layers
+            tuple(F.pad(x[:, :, : layer.length], (0, 0, front, 0)) for x in layer.kv())
+            for layer in state.cache.layers
         ]
 
-    kept = [(torch.cat([k, k2]), torch.cat([v, v2])) for (k, v), (k2, v2) in zip(padded(one), padded(other))]
+    kept = [
+        (torch.cat([k, k2]), torch.cat([v, v2]))
+        for (k, v), (k2, v2) in zip(padded(one), padded(other))
+    ]
     masks = [F.pad(state.mask, (length - state.mask.shape[1], 0)) for state in (one, other)]
-    mask, place = torch.cat(masks), torch.cat([one.place, other.place])
-    return State(caches.growing(kept, torch.arange(len(mask), device=mask.device)), mask, place, bool(mask.all()))
+    mask = torch.cat(masks)
+    place = torch.cat([one.place, other.place])
+    return State(
+        caches.growing(kept, torch.arange(len(mask), device=mask.device)),
+        mask,
+        place,
+        bool(mask.all()),
+    )
 
 
 def _from(hidden: Tensor, first: Tensor, width: int) -> Tensor:
     """[b, W, H] hidden states from ``first`` [b] on, of [b, S, H]; behind the end the last one."""
     at = first[:, None] + torch.arange(width, device=first.device)
-    return hidden.gather(1, at.clamp(0, hidden.shape[1] - 1)[..., None].expand(-1, -1, hidden.shape[2]))
+    return hidden.gather(
+        1, at.clamp(0, hidden.shape[1] - 1)[..., None].expand(-1, -1, hidden.shape[2])
+    )
 
 
 def _into(texts: Tensor | None, rows: Tensor, found: Tensor, count: int) -> Tensor:

@@ -1,4 +1,5 @@
-"""What a unified policy samples: plans and their images, answers, each kind of prompt in passes of its own."""
+"""What a unified policy samples: plans and their images, answers, each kind of prompt in passes of
+its own."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from .tokens import Head
 
 
 class Passes(Janus):
-    """Everything between prompts and a rollout. A row is W text ids and N image ids, ``NONE`` where there is none."""
+    """Everything between prompts and a rollout. A row is W text ids and N image ids, ``NONE`` where
+    there is none."""
 
     wrapper = UnifiedNet
     net: UnifiedNet
@@ -54,15 +56,23 @@ class Passes(Janus):
 
     def rollout(self, prompts: list[Prompt], copies: int, rng: Rng) -> Rollout:
         both = [self._taken(prompt) for prompt in prompts]
-        cond, least = [encoded for encoded, _ in both], self.branches
+        cond = [encoded for encoded, _ in both]
+        least = self.branches
         if copies % least:
-            raise UserError(f"train.copies {copies}: with {least} images of a plan it must be a multiple of {least}")
+            raise UserError(
+                f"train.copies {copies}: with {least} images of a plan it must be a "
+                f"multiple of {least}"
+            )
         row = rng.rows(len(prompts), copies).to(self.device)
         group = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)
         answers = torch.tensor(["answers" in one for one in cond], device=self.device)[group]
         if sharded(self.net) and answers.any() and not answers.all():
-            raise UserError("prompts to understand and to generate need whole weights on every process, not shards")
-        found, places = [], []
+            raise UserError(
+                "prompts to understand and to generate need whole weights on every "
+                "process, not shards"
+            )
+        found = []
+        places = []
         for mine, sample, unit in ((~answers, self._draw, least), (answers, self._answer, 1)):
             for part in self._chunks(mine.nonzero()[:, 0], unit, partial(sample, cond), group, row):
                 found.append(sample(cond, group[part], row[part], rng))
@@ -70,24 +80,31 @@ class Passes(Janus):
         rows = Rollout.cat(found)[torch.cat(places).argsort()]
         return rows.replace(prompts=tuple(prompt for _, prompt in both))
 
-    def _chunks(self, rows: Tensor, unit: int, sample: Callable, group: Tensor, row: Tensor) -> list[Tensor]:
+    def _chunks(
+        self, rows: Tensor, unit: int, sample: Callable, group: Tensor, row: Tensor
+    ) -> list[Tensor]:
         """``rows`` in parts that are sampled at once, of whole trees of ``unit`` rows."""
         if not len(rows):
             return []
-        size = self.chunk(len(rows), lambda n: sample(group[rows[:n]], row[rows[:n]], Rng.of("try")))
+        size = self.chunk(
+            len(rows), lambda n: sample(group[rows[:n]], row[rows[:n]], Rng.of("try"))
+        )
         return [rows[part] for part in chunks(len(rows), max(unit, size // unit * unit))]
 
     def _taken(self, prompt: Prompt) -> tuple[dict[str, Any], Prompt]:
         """Tensors [1, *] on the device, and the prompt as rewards see it."""
         if task_of(prompt) == "generate":
-            found, seen = drawn(self.processor, texts_of([prompt])[0], self.plan), prompt
+            found = drawn(self.processor, texts_of([prompt])[0], self.plan)
+            seen = prompt
         elif self.answer is None:
             raise UserError(
-                f"{where(prompt)}: a prompt to understand; say with the policy's answer how long answers are"
+                f"{where(prompt)}: a prompt to understand; say with the policy's answer "
+                f"how long answers are"
             )
         else:
             read, view = self.reader.take(prompt)
-            found, seen = {"ids": read["input_ids"], "answers": torch.ones(1)}, {**prompt, "view": view}
+            found = {"ids": read["input_ids"], "answers": torch.ones(1)}
+            seen = {**prompt, "view": view}
             if "pixel_values" in read:
                 found["pixels"] = read["pixel_values"].flatten(0, -4)
         return {name: tensor.to(self.device) for name, tensor in found.items()}, seen
@@ -97,13 +114,17 @@ class Passes(Janus):
         """Text for prompts to understand."""
         ids, logprob, _, _ = self._written("answer", cond, group, row, rng)
         blank = torch.full((len(row), self.images), NONE, device=row.device)
-        return self._made(cond, group, row, (ids, blank), (logprob, torch.zeros_like(blank).to(logprob)))
+        return self._made(
+            cond, group, row, (ids, blank), (logprob, torch.zeros_like(blank).to(logprob))
+        )
 
     @torch.no_grad()
     def _draw(self, cond: Cond, group: Tensor, row: Tensor, rng: Rng) -> Rollout:
         """A plan for every ``branches`` rows, and an image for each."""
         first = torch.arange(0, len(row), self.branches, device=row.device)
-        of = torch.arange(len(first), device=row.device).repeat_interleave(self.branches)[: len(row)]
+        of = torch.arange(len(first), device=row.device).repeat_interleave(self.branches)[
+            : len(row)
+        ]
         text, logprob, state, hidden = self._written("plan", cond, group[first], row[first], rng)
         if self.plan and self.plan.turn == "new":
             hidden, state = self.net("read", self._leading(cond, group[first], text), of)
@@ -114,9 +135,12 @@ class Passes(Janus):
         scale = None if self.guidance == 1 else sent(self.scales(self.guidance), row.device)
         if scale is not None:
             without, empty = self._unconditional(self._leading(cond, group, text[of]))
-            hidden, state = torch.cat([hidden, without]), together(state, empty)
+            hidden = torch.cat([hidden, without])
+            state = together(state, empty)
         state.whole = bool(state.mask.all())
-        ids, score = paint(self.net, hidden, state, rng.uniform(row, (self.images,)), scale, self._decided)
+        ids, score = paint(
+            self.net, hidden, state, rng.uniform(row, (self.images,)), scale, self._decided
+        )
         self.forwards += len(hidden) * self.images
         return self._made(cond, group, row, (text[of], ids), (logprob[of], score))
 
@@ -136,7 +160,8 @@ class Passes(Janus):
         if chosen is None:
             return ids, logprob, state, hidden
         uniform = rng.fold("text").uniform(row, (chosen.tokens,))
-        stops, busy = torch.tensor(self.stops[kind], device=row.device), self._any if sharded(self.net) else None
+        stops = torch.tensor(self.stops[kind], device=row.device)
+        busy = self._any if sharded(self.net) else None
         found, score = write(self.net, hidden, state, uniform, self.heads[kind].warp, stops, busy)
         ids[:, : chosen.tokens], logprob[:, : chosen.tokens] = found, score.to(logprob)
         self.lengths += (found >= 0).sum(1).tolist()
@@ -147,9 +172,13 @@ class Passes(Janus):
         return sequences.leading(cond, group, text, self.stops["plan"], self.start, self.pad)
 
     def _unconditional(self, inputs: Inputs) -> tuple[Tensor, State]:
-        """After texts in which all but the first token and the image's start is padding; equal ones are read once."""
-        empty, width = self.empty(inputs), inputs["ids"].shape[1]
-        unique, rows = torch.cat([empty["ids"], empty["mask"]], 1).unique(dim=0, return_inverse=True)
+        """After texts in which all but the first token and the image's start is padding; equal ones
+        are read once."""
+        empty = self.empty(inputs)
+        width = inputs["ids"].shape[1]
+        unique, rows = torch.cat([empty["ids"], empty["mask"]], 1).unique(
+            dim=0, return_inverse=True
+        )
         return self.net("read", {"ids": unique[:, :width], "mask": unique[:, width:]}, rows)
 
     def _any(self, here: bool) -> bool:
@@ -158,7 +187,8 @@ class Passes(Janus):
     def _made(self, cond: Cond, group: Tensor, row: Tensor, ids: tuple, logprob: tuple) -> Rollout:
         """Of rows that share a plan, the first one's mask has it."""
         sample = torch.cat(ids, 1)
-        mask, branch = sample >= 0, None
+        mask = sample >= 0
+        branch = None
         order = torch.arange(sample.shape[1], device=row.device).expand_as(sample)
         if self.branches > 1:
             draws = sample[:, -1] >= 0  # an answer has no twin
@@ -166,6 +196,12 @@ class Passes(Janus):
             mask[:, : self.tokens] &= (shared == row)[:, None]
             branch = torch.where(order < self.tokens, shared[:, None], row[:, None])
         return Rollout(
-            group=group, cond=cond, row=row, sample=sample, logprob=torch.cat(logprob, 1), mask=mask, order=order,
+            group=group,
+            cond=cond,
+            row=row,
+            sample=sample,
+            logprob=torch.cat(logprob, 1),
+            mask=mask,
+            order=order,
             branch=branch,
-        )  # fmt: skip
+        )

@@ -1,4 +1,5 @@
-"""Janus as one policy of text and images: plans before images, images, answers to questions about images."""
+"""Janus as one policy of text and images: plans before images, images, answers to questions about
+images."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ from .weighing import Weigh
 
 @POLICIES.register("janus_unified")
 class JanusUnified(Passes):
-    """Janus with both heads: plans, then images (T2I-R1, ReasonGen-R1); answers and images together (PairUni)."""
+    """Janus with both heads: plans, then images (T2I-R1, ReasonGen-R1); answers and images together
+    (PairUni)."""
 
     makes = None  # images, texts, or both in one batch
     not_options = ("net", "compile")  # its passes change their shape with every text
@@ -46,58 +48,90 @@ class JanusUnified(Passes):
         budgets: Budgets | None = None,
         **options: Any,
     ):
-        """path: folder or hub id. plan: text that is written before every image. answer: how prompts of the task
-        ``understand`` are answered; None: there are none. weigh: every token of a row alike, or the mean of its text
-        and the mean of its image, ``text_share`` of the row's weight being the text's. budgets: of pictures shown."""
+        """path: folder or hub id. plan: text that is written before every image. answer: how
+        prompts of the task ``understand`` are answered; None: there are none. weigh: every token of
+        a row alike, or the mean of its text and the mean of its image, ``text_share`` of the row's
+        weight being the text's. budgets: of pictures shown."""
         super().__init__(path, **options)
-        config, generation = self.net.config, self.net.hf.generation_config
-        self.reader = Reader(self.processor, config, budgets or Budgets(), family_of(config), generation)
-        self.plan, self.answer, self.weigh, self.text_share = plan, answer, weigh, text_share
-        self.tokens, self.images = max(one.tokens if one else 0 for one in (plan, answer)), len(self.net.turns)
+        config = self.net.config
+        generation = self.net.hf.generation_config
+        self.reader = Reader(
+            self.processor, config, budgets or Budgets(), family_of(config), generation
+        )
+        self.plan = plan
+        self.answer = answer
+        self.weigh = weigh
+        self.text_share = text_share
+        self.tokens = max(one.tokens if one else 0 for one in (plan, answer))
+        self.images = len(self.net.turns)
         self.stops = dict.fromkeys(("plan", "answer"), self.reader.stops)
-        banned, self.lengths = self.reader.suppressed, []
+        banned = self.reader.suppressed
+        self.lengths = []
         self.heads = {"image": Head(self, "", self.warp)}
         if answer:
-            self.heads["answer"] = Head(self, "text_", Warp(answer.temperature, answer.top_k, answer.top_p, banned))
+            self.heads["answer"] = Head(
+                self, "text_", Warp(answer.temperature, answer.top_k, answer.top_p, banned)
+            )
         if plan and plan.turn == "same":  # the image's start is the plan's end
             banned = tuple(token for token in banned if token != self.start)
             self.stops["plan"] = (*self.reader.stops, self.start)
         if plan:
-            self.heads["plan"] = Head(self, "text_", Warp(plan.temperature, plan.top_k, plan.top_p, banned))
+            self.heads["plan"] = Head(
+                self, "text_", Warp(plan.temperature, plan.top_k, plan.top_p, banned)
+            )
 
     def measures(self) -> dict[str, float]:
-        found, self.lengths = self.lengths, []
+        found = self.lengths
+        self.lengths = []
         return {"text/tokens": sum(found) / len(found)} if found else {}
 
     def path(self, rollout: Rollout) -> Iterator[Point]:
         for point in super().path(rollout):
-            kind = (torch.arange(point.mask.shape[1], device=point.mask.device) >= self.tokens).long()
-            weight = weighing.weights(rollout, self.tokens, self.weigh, self.text_share, self.branches)
+            kind = (
+                torch.arange(point.mask.shape[1], device=point.mask.device) >= self.tokens
+            ).long()
+            weight = weighing.weights(
+                rollout, self.tokens, self.weigh, self.text_share, self.branches
+            )
             yield point.replace(kind=kind.expand_as(point.mask), weight=weight)
 
     def dist(self, point: Point) -> SegmentTokens:
-        mask, draws = point.mask, point.target[:, -1] >= 0
+        mask = point.mask
+        draws = point.target[:, -1] >= 0
         if not mask.any():  # every process makes its passes, also those that train nothing
             mask = mask.clone()
             mask[0, self.tokens if draws[0] else 0] = True
         text = torch.arange(mask.shape[1], device=mask.device) < self.tokens
-        wheres = {"image": mask & ~text, "plan": mask & text & draws[:, None], "answer": mask & text & ~draws[:, None]}
-        asks = {name: Ask(wheres[name], head.warp, head.entropies) for name, head in self.heads.items()}
+        wheres = {
+            "image": mask & ~text,
+            "plan": mask & text & draws[:, None],
+            "answer": mask & text & ~draws[:, None],
+        }
+        asks = {
+            name: Ask(wheres[name], head.warp, head.entropies) for name, head in self.heads.items()
+        }
         parts = self._parts(point, draws, wheres["plan"].any(1))
         found = self.active()("score", parts, point.target, self.tokens, asks)
-        return SegmentTokens([head.tokens(point, wheres[name], found[name]) for name, head in self.heads.items()])
+        return SegmentTokens(
+            [head.tokens(point, wheres[name], found[name]) for name, head in self.heads.items()]
+        )
 
     def decode(self, rollout: Rollout) -> Media:
-        """Images [B, 3, H, W]; of a policy that answers too, a list of images [3, H, W] and texts."""
+        """Images [B, 3, H, W]; of a policy that answers too, a list of images [3, H, W] and
+        texts."""
         draws = rollout.sample[:, -1] >= 0
-        ids, size = rollout.sample[draws][:, self.tokens :], self.width or len(rollout)
+        ids = rollout.sample[draws][:, self.tokens :]
+        size = self.width or len(rollout)
         with torch.no_grad():
             parts = [at_width(self.pixels, size, ids[part]) for part in chunks(len(ids), size)]
         images = [(part.float() / 2 + 0.5).clamp(0, 1) for part in parts]
         if self.answer is None:
             return torch.cat(images)
         pictures = iter(image for part in images for image in part)
-        return [next(pictures) if drawn else self._text(rollout, i) for i, drawn in enumerate(draws.tolist())]
+        return [
+            next(pictures) if drawn else self._text(rollout, i)
+            for i, drawn in enumerate(draws.tolist())
+        ]
 
     def texts(self, rollout: Rollout) -> list[str]:
         """The plan or answer of every row, for people: nothing is scored by it."""
@@ -119,13 +153,17 @@ class JanusUnified(Passes):
                 head.warp = kept
 
     def _parts(self, point: Point, draws: Tensor, plans: Tensor) -> list[Part]:
-        """The passes that score a point: of texts alone, and of images with what stands before them.
+        """The passes that score a point: of texts alone, and of images with what stands before
+        them.
 
         ``draws``, ``plans`` [B] bool: rows with an image, rows whose plan is scored.
         """
-        text, cond, found = point.target[:, : self.tokens], point.cond, []
+        text = point.target[:, : self.tokens]
+        cond = point.cond
+        found = []
         same = self.plan is not None and self.plan.turn == "same"
-        alone, drawn = ((~draws if same else ~draws | plans).nonzero()[:, 0], draws.nonzero()[:, 0])
+        alone = (~draws if same else ~draws | plans).nonzero()[:, 0]
+        drawn = draws.nonzero()[:, 0]
         if len(alone):
             found.append(sequences.alone(cond, point.group[alone], alone, text[alone], self.pad))
         if len(drawn):
@@ -138,11 +176,19 @@ class JanusUnified(Passes):
         scale = self.guidance if point.guidance is None else point.guidance
         plain = scale == 1 or (self.logp_dist == "conditional" and point.guidance is None)
         # a plan of b tokens, the image's start behind it, is decided at the states S - 2 - b and on
-        first = inputs["ids"].shape[1] - 2 - sequences.body(text, self.stops["plan"]).sum(1) if same else None
-        empty, scales = (None, None) if plain else (self.empty(inputs), sent(self.scales(scale), rows.device))
+        first = (
+            inputs["ids"].shape[1] - 2 - sequences.body(text, self.stops["plan"]).sum(1)
+            if same
+            else None
+        )
+        empty, scales = (
+            (None, None) if plain else (self.empty(inputs), sent(self.scales(scale), rows.device))
+        )
         return Part(rows, inputs, first, empty, scales, draws=True)
 
     def _text(self, rollout: Rollout, row: int) -> Completion:
         ids = [token for token in rollout.sample[row, : self.tokens].tolist() if token >= 0]
         mean = float(rollout.logprob[row].sum() / max(len(ids), 1))
-        return Completion(self.reader.decode(ids), len(ids), bool(ids) and ids[-1] in self.stops["answer"], mean)
+        return Completion(
+            self.reader.decode(ids), len(ids), bool(ids) and ids[-1] in self.stops["answer"], mean
+        )

@@ -19,16 +19,18 @@ from ..vlm.media import images_of, where
 TASKS = ("generate", "understand")
 HERE = "\u00a7plan\u00a7"  # where the plan stands in a new turn
 ASK = (
-    "A picture is to be drawn of this: {prompt}\nPlan it in at most fifty words: which things are in it, how many, "
+    "A picture is to be drawn of this: {prompt}\nPlan it in at most fifty words: which "
+    "things are in it, how many, "
     "their colours, sizes and places, and the background. Write the plan only."
 )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is written before an image. tokens: at most. instruction: what asks for it, with {prompt} in it. turn: the
-    image follows in the same sequence (ReasonGen-R1), or is asked for in a new turn by prompt and plan (T2I-R1).
-    images: drawn from every plan; more than 1 make a tree. temperature, top_k, top_p: of the text."""
+    """What is written before an image. tokens: at most. instruction: what asks for it, with
+    {prompt} in it. turn: the image follows in the same sequence (ReasonGen-R1), or is asked for in
+    a new turn by prompt and plan (T2I-R1). images: drawn from every plan; more than 1 make a tree.
+    temperature, top_k, top_p: of the text."""
 
     tokens: Count = 64
     instruction: str = ASK
@@ -45,8 +47,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Answer:
-    """Text answers to prompts of the task ``understand``. tokens: at most. temperature, top_k, top_p: of sampling and
-    scoring. greedy: evaluation takes the likeliest token."""
+    """Text answers to prompts of the task ``understand``. tokens: at most. temperature, top_k,
+    top_p: of sampling and scoring. greedy: evaluation takes the likeliest token."""
 
     tokens: Count = 256
     temperature: Annotated[float, Gt(0)] = 1.0
@@ -56,7 +58,8 @@ class Answer:
 
 
 def task_of(prompt: Prompt) -> str:
-    """Its ``task``; without one, ``understand`` where it shows an image. UserError for any other word."""
+    """Its ``task``; without one, ``understand`` where it shows an image. UserError for any other
+    word."""
     found = prompt.get("task") or ("understand" if images_of(prompt) else "generate")
     if found not in TASKS:
         raise UserError(f"{where(prompt)}: task {found!r} is unknown; it is {' or '.join(TASKS)}")
@@ -64,8 +67,8 @@ def task_of(prompt: Prompt) -> str:
 
 
 def drawn(processor: Any, text: str, plan: Plan | None) -> Inputs:
-    """Ids [1, S] of the prompt before its plan, or before the image's start; of a plan that belongs in a new turn also
-    those ``before`` and ``after`` it there."""
+    """Ids [1, S] of the prompt before its plan, or before the image's start; of a plan that belongs
+    in a new turn also those ``before`` and ``after`` it there."""
     if plan is None:
         asked = _turn(processor, text)
         ids = processor(text=[asked], generation_mode="image", return_tensors="pt")["input_ids"]
@@ -76,7 +79,9 @@ def drawn(processor: Any, text: str, plan: Plan | None) -> Inputs:
         before, _, after = _turn(processor, f"{text}. {HERE}").partition(HERE)
         encode = processor.tokenizer
         found["before"] = encode([before], return_tensors="pt")["input_ids"]
-        found["after"] = encode([after], add_special_tokens=False, return_tensors="pt")["input_ids"].long()
+        found["after"] = encode([after], add_special_tokens=False, return_tensors="pt")[
+            "input_ids"
+        ].long()
     return found
 
 

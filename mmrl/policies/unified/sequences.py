@@ -1,4 +1,5 @@
-"""Rows of prompts and sampled ids, put together for a pass. Ids are never turned into text and back."""
+"""Rows of prompts and sampled ids, put together for a pass. Ids are never turned into text and
+back."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ Cond = list[dict[str, Tensor]]  # of every prompt: ids, perhaps before and after
 
 
 def body(text: Tensor, stops: tuple[int, ...]) -> Tensor:
-    """[B, W] bool: the tokens of text [B, W] that an image is drawn after, without what ended it."""
+    """[B, W] bool: the tokens of text [B, W] that an image is drawn after, without what ended
+    it."""
     return (text >= 0) & ~torch.isin(text, torch.tensor(stops, device=text.device))
 
 
@@ -24,9 +26,12 @@ def asked(cond: Cond, groups: Tensor, pad: int) -> Inputs:
 
 
 def shown(cond: Cond, groups: Tensor) -> Inputs:
-    """``pixels`` of the pictures of these rows, each once, and ``pictures``: which of them come, row by row."""
+    """``pixels`` of the pictures of these rows, each once, and ``pictures``: which of them come,
+    row by row."""
     numbers: dict[int, list[int]] = {}
-    pixels, order, count = [], [], 0
+    pixels = []
+    order = []
+    count = 0
     for i in groups.tolist():
         if "pixels" not in cond[i]:
             continue
@@ -40,25 +45,36 @@ def shown(cond: Cond, groups: Tensor) -> Inputs:
     return {"pixels": torch.cat(pixels), "pictures": torch.tensor(order, device=groups.device)}
 
 
-def leading(cond: Cond, groups: Tensor, text: Tensor, stops: tuple[int, ...], start: int, pad: int) -> Inputs:
-    """What stands before the images of b rows: the prompt, its plan in text [b, W], the image's start.
+def leading(
+    cond: Cond, groups: Tensor, text: Tensor, stops: tuple[int, ...], start: int, pad: int
+) -> Inputs:
+    """What stands before the images of b rows: the prompt, its plan in text [b, W], the image's
+    start.
 
-    In a new turn the plan stands inside another prompt, between the ids ``before`` and ``after`` it.
+    In a new turn the plan stands inside another prompt, between the ids ``before`` and ``after``
+    it.
     """
-    kept, begin = body(text, stops), text.new_tensor([start])
+    kept = body(text, stops)
+    begin = text.new_tensor([start])
     rows = []
     for i, ids, keep in zip(groups.tolist(), text, kept, strict=True):
         one = cond[i]
-        parts = [one["before"][0], ids[keep], one["after"][0]] if "before" in one else [one["ids"][0], ids[keep]]
+        parts = (
+            [one["before"][0], ids[keep], one["after"][0]]
+            if "before" in one
+            else [one["ids"][0], ids[keep]]
+        )
         rows.append(torch.cat([*parts, begin]))
     return collated(rows, pad)
 
 
 def alone(cond: Cond, groups: Tensor, rows: Tensor, text: Tensor, pad: int) -> Part:
-    """Scoring of the texts [b, W] of ``rows`` [b] without an image: the prompt, and every token but the last."""
+    """Scoring of the texts [b, W] of ``rows`` [b] without an image: the prompt, and every token but
+    the last."""
     count = (text >= 0).sum(1)
     ids = [
-        torch.cat([cond[i]["ids"][0], own[: max(n - 1, 0)]]) for i, own, n in zip(groups.tolist(), text, count.tolist())
+        torch.cat([cond[i]["ids"][0], own[: max(n - 1, 0)]])
+        for i, own, n in zip(groups.tolist(), text, count.tolist())
     ]
     inputs = collated(ids, pad) | shown(cond, groups)
     return Part(rows, inputs, inputs["ids"].shape[1] - count)

@@ -1,4 +1,5 @@
-"""Distributions over the tokens of sequences whose parts come from different heads, as objectives see them."""
+"""Distributions over the tokens of sequences whose parts come from different heads, as objectives
+see them."""
 
 from __future__ import annotations
 
@@ -16,10 +17,14 @@ from ..vlm.answers import AnswerTokens
 
 
 class Head:
-    """One head of a policy: how it is warped, and how its passes are called (``prefix`` of the net's methods)."""
+    """One head of a policy: how it is warped, and how its passes are called (``prefix`` of the
+    net's methods)."""
 
     def __init__(self, policy: NetPolicy, prefix: str, warp: Warp):
-        self.policy, self.prefix, self.warp, self.entropies = policy, prefix, warp, False
+        self.policy = policy
+        self.prefix = prefix
+        self.warp = warp
+        self.entropies = False
 
     @property
     def weights(self) -> Weights:
@@ -35,7 +40,8 @@ class Head:
 
 
 class SegmentTokens:
-    """Independent categorical draws at L positions of B rows, every position known to one of the heads; [B, L]."""
+    """Independent categorical draws at L positions of B rows, every position known to one of the
+    heads; [B, L]."""
 
     def __init__(self, parts: Sequence[AnswerTokens]):
         self.parts = parts
@@ -49,5 +55,6 @@ class SegmentTokens:
     def kl(self, other: SegmentTokens) -> Tensor:
         """Exact, over each head's whole vocabulary, at the temperature of sampling."""
         pairs = zip(self.parts, other.parts, strict=True)
-        found = [one.kl(two) for one, two in pairs if len(one.hidden)]  # a head may have nothing to say here
+        # a head may have nothing to say here
+        found = [one.kl(two) for one, two in pairs if len(one.hidden)]
         return sum(found)

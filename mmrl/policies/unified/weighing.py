@@ -12,23 +12,32 @@ from ...types import Rollout
 Weigh = Literal["token", "segment"]
 
 
-def weights(rollout: Rollout, width: int, weigh: Weigh, share: float, branches: int) -> Tensor | None:
-    """[B, K] weights of the decisions, of which the first ``width`` are text; None: all count the same.
+def weights(
+    rollout: Rollout, width: int, weigh: Weigh, share: float, branches: int
+) -> Tensor | None:
+    """[B, K] weights of the decisions, of which the first ``width`` are text; None: all count the
+    same.
 
-    "token": every decision alike. "segment": a row's loss is share times the mean over its text plus (1 - share) times
-    the mean over its image; a row with one of them has that mean. A plan with several images is in the mask of one
-    row only and counts ``branches`` times there, so that the sum over rows is that of rows without shared plans. With
-    train.reduction row the loss is then the mean over rows of what is said here; "token" is meant for decision.
+    "token": every decision alike. "segment": a row's loss is share times the mean over its text
+    plus (1 - share) times the mean over its image; a row with one of them has that mean. A plan
+    with several images is in the mask of one row only and counts ``branches`` times there, so that
+    the sum over rows is that of rows without shared plans. With train.reduction row the loss is
+    then the mean over rows of what is said here; "token" is meant for decision.
     """
     if weigh == "token" and branches == 1:
         return None
     there = rollout.sample >= 0
-    text, image = there[:, :width].sum(1), there[:, width:].sum(1)
+    text = there[:, :width].sum(1)
+    image = there[:, width:].sum(1)
     twins = torch.where((text > 0) & (image > 0), branches, 1)
     if weigh == "token":
-        first, second = twins.to(rollout.logprob), torch.ones_like(twins).to(rollout.logprob)
+        first = twins.to(rollout.logprob)
+        second = torch.ones_like(twins).to(rollout.logprob)
     else:
         own = torch.where(image > 0, torch.where(text > 0, share, 0.0), 1.0).to(rollout.logprob)
         length = rollout.mask.sum(1)  # what train.reduction row divides by
-        first, second = twins * own * length / text.clamp_min(1), (1 - own) * length / image.clamp_min(1)
-    return torch.cat([first[:, None].expand(-1, width), second[:, None].expand(-1, there.shape[1] - width)], 1)
+        first = twins * own * length / text.clamp_min(1)
+        second = (1 - own) * length / image.clamp_min(1)
+    return torch.cat(
+        [first[:, None].expand(-1, width), second[:, None].expand(-1, there.shape[1] - width)], 1
+    )

@@ -18,21 +18,30 @@ if TYPE_CHECKING:
 
 
 class AnswerTokens:
-    """Independent categorical draws at the L positions of B answers, known through their hidden states [N, H] only.
+    """Independent categorical draws at the L positions of B answers, known through their hidden
+    states [N, H] only.
 
-    ``log_prob`` of the point's own tokens comes with the forward pass; everything else is computed when it is asked
-    for, under the weights of that time. All results are [B, L] and 0 outside ``where``.
+    ``log_prob`` of the point's own tokens comes with the forward pass; everything else is computed
+    when it is asked for, under the weights of that time. All results are [B, L] and 0 outside
+    ``where``.
     """
 
     def __init__(self, policy: VLM, point: Point, where: Tensor, hidden: Tensor, scored: Scored):
-        self.policy, self.target, self.where, self.hidden, self.scored = policy, point.target, where, hidden, scored
-        self.warp, self.snapshot = policy.warp, policy.weights.current
+        self.policy = policy
+        self.target = point.target
+        self.where = where
+        self.hidden = hidden
+        self.scored = scored
+        self.warp = policy.warp
+        self.snapshot = policy.weights.current
 
     def log_prob(self, ids: Tensor) -> Tensor:
         """[B, L] of token ids [B, L] that share their prefixes with the tokens scored."""
         if ids is self.target or torch.equal(ids, self.target):
             return self._spread(self.scored.logprob)
-        return self._spread(self._head("rescore", selected(ids, self.where), self.warp, False).logprob)
+        return self._spread(
+            self._head("rescore", selected(ids, self.where), self.warp, False).logprob
+        )
 
     def entropy(self) -> Tensor:
         """[B, L] of the warped distribution."""
@@ -44,7 +53,8 @@ class AnswerTokens:
     def kl(self, other: AnswerTokens) -> Tensor:
         """[B, L] KL(self || other), exact, over the whole vocabulary.
 
-        At the temperature of sampling, but without top-k and top-p: truncated supports differ, and then it is infinite.
+        At the temperature of sampling, but without top-k and top-p: truncated supports differ, and
+        then it is infinite.
         """
         whole = Warp(temperature=self.warp.temperature or 1.0, suppressed=self.warp.suppressed)
         with torch.no_grad():

@@ -1,4 +1,5 @@
-"""Prompts within their budgets of tokens: images scaled down, or prompts left out, by rule and with a report."""
+"""Prompts within their budgets of tokens: images scaled down, or prompts left out, by rule and with
+a report."""
 
 from __future__ import annotations
 
@@ -31,10 +32,12 @@ class Shrink:
     """Finds how much smaller the images of one prompt must be."""
 
     def __init__(self, budgets: Budgets):
-        self.budgets, self.seen = budgets, []
+        self.budgets = budgets
+        self.seen = []
 
     def next(self, cost: Cost, shrinkable: bool, name: str) -> float:
-        """What to multiply pixels by after a try that cost this much; 1: it fits. Raises TooLong."""
+        """What to multiply pixels by after a try that cost this much; 1: it fits. Raises
+        TooLong."""
         over = [
             (kind, used, limit)
             for kind, used, limit in (
@@ -47,20 +50,31 @@ class Shrink:
             return 1
         self.seen.append(cost.images)
         allowed = min(limit - (used - cost.images) for _, used, limit in over)
-        stuck = len(self.seen) > STUCK and self.seen[-1] == self.seen[-1 - STUCK] or len(self.seen) > TRIES
+        stuck = (
+            len(self.seen) > STUCK
+            and self.seen[-1] == self.seen[-1 - STUCK]
+            or len(self.seen) > TRIES
+        )
         if self.budgets.overlong != "resize" or not shrinkable or allowed <= 0 or stuck:
             kind, used, limit = over[0]
             why = ", and making its images smaller does not help" if stuck else ""
-            raise TooLong(f"{name}: {used} {kind.replace('_', ' ')}, more than budgets.{kind} = {limit}{why}")
+            raise TooLong(
+                f"{name}: {used} {kind.replace('_', ' ')}, more than budgets.{kind} = {limit}{why}"
+            )
         return max(0.2, 0.97 * allowed / max(cost.images, 1))
 
 
-def admit(prompts: Sequence[Prompt], budgets: Budgets, measure: Callable[[Prompt], tuple[Cost, float]]) -> Admitted:
-    """The prompts that fit, or fit with smaller images. Reads images and videos only if a budget of tokens is set.
+def admit(
+    prompts: Sequence[Prompt], budgets: Budgets, measure: Callable[[Prompt], tuple[Cost, float]]
+) -> Admitted:
+    """The prompts that fit, or fit with smaller images. Reads images and videos only if a budget of
+    tokens is set.
 
     Raises TooLong for the first that does not fit where ``budgets.overlong`` is "error".
     """
-    kept, shrunk, dropped = [], [], []
+    kept = []
+    shrunk = []
+    dropped = []
     counted = budgets.image_tokens is not None or budgets.prompt_tokens is not None
     for prompt in prompts:
         scale = 1.0
@@ -88,10 +102,15 @@ class Admitted:
 
 def _told(count: int, shrunk: list[str], dropped: list[str]) -> list[str]:
     found = []
-    for rows, what in ((shrunk, "have images that are scaled down"), (dropped, "are left out as too long")):
+    for rows, what in (
+        (shrunk, "have images that are scaled down"),
+        (dropped, "are left out as too long"),
+    ):
         if rows:
             more = f" and {len(rows) - SHOWN} more" if len(rows) > SHOWN else ""
-            found.append(f"budgets: {len(rows)} of {count} prompts {what}: {'; '.join(rows[:SHOWN])}{more}")
+            found.append(
+                f"budgets: {len(rows)} of {count} prompts {what}: {'; '.join(rows[:SHOWN])}{more}"
+            )
     return found
 
 

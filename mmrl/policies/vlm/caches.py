@@ -22,7 +22,8 @@ def _kinds() -> dict[str, type]:
 
         def __init__(self, keys: Tensor | None = None, values: Tensor | None = None):
             super().__init__()
-            self.keys, self.values = keys, values
+            self.keys = keys
+            self.values = values
             self.is_initialized = keys is not None
             self.length = 0 if keys is None else keys.shape[-2]
 
@@ -30,18 +31,23 @@ def _kinds() -> dict[str, type]:
             return self.length
 
     class Recorded(Layer):
-        """Of a prompt: what is first computed is kept, and the same when it is computed again for the gradient."""
+        """Of a prompt: what is first computed is kept, and the same when it is computed again for
+        the gradient."""
 
         def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> KV:
             if self.keys is None:
-                self.keys, self.values = key_states, value_states
+                self.keys = key_states
+                self.values = value_states
             return key_states, value_states
 
     class Continued(Layer):
-        """Of answers scored in one pass: nothing is kept, so the pass can be repeated for the gradient."""
+        """Of answers scored in one pass: nothing is kept, so the pass can be repeated for the
+        gradient."""
 
         def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> KV:
-            return torch.cat([self.keys, key_states], -2), torch.cat([self.values, value_states], -2)
+            return torch.cat([self.keys, key_states], -2), torch.cat(
+                [self.values, value_states], -2
+            )
 
     class Growing(Layer):
         """Of answers in the making: written in place, with room for steps to come."""
@@ -49,8 +55,13 @@ def _kinds() -> dict[str, type]:
         def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> KV:
             end = self.length + key_states.shape[-2]
             if end > self.keys.shape[-2]:
-                self.keys, self.values = (_roomy(x, self.length, end + max(ROOM, end // 4)) for x in self.kv())
-            self.keys[:, :, self.length : end], self.values[:, :, self.length : end] = key_states, value_states
+                self.keys, self.values = (
+                    _roomy(x, self.length, end + max(ROOM, end // 4)) for x in self.kv()
+                )
+            self.keys[:, :, self.length : end], self.values[:, :, self.length : end] = (
+                key_states,
+                value_states,
+            )
             self.length = end
             return self.keys[:, :, :end], self.values[:, :, :end]
 
@@ -73,18 +84,24 @@ def recorded(layers: int) -> Any:
 
 def continued(kept: list[KV], rows: Tensor) -> Any:
     """The prompts of ``rows`` [B], for answers that are scored in one pass."""
-    return _of([_kinds()["continued"](k.index_select(0, rows), v.index_select(0, rows)) for k, v in kept])
+    return _of(
+        [_kinds()["continued"](k.index_select(0, rows), v.index_select(0, rows)) for k, v in kept]
+    )
 
 
 def growing(kept: list[KV], rows: Tensor) -> Any:
     """The prompts of ``rows`` [B], for answers that are sampled token by token."""
-    return _of([_kinds()["growing"](k.index_select(0, rows), v.index_select(0, rows)) for k, v in kept])
+    return _of(
+        [_kinds()["growing"](k.index_select(0, rows), v.index_select(0, rows)) for k, v in kept]
+    )
 
 
 def select(grown: Any, rows: Tensor) -> None:
     """Keep only ``rows`` [B'] of a growing cache."""
     for layer in grown.layers:
-        layer.keys, layer.values = (x[:, :, : layer.length].index_select(0, rows) for x in layer.kv())
+        layer.keys, layer.values = (
+            x[:, :, : layer.length].index_select(0, rows) for x in layer.kv()
+        )
 
 
 def kept(filled: Any) -> list[KV]:

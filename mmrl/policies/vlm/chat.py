@@ -1,4 +1,5 @@
-"""A prompt's words as chat messages whose content is parts: texts, and places for images and videos."""
+"""A prompt's words as chat messages whose content is parts: texts, and places for images and
+videos."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def parts_of(content: str | list[dict]) -> list[dict[str, Any]]:
     """Content as parts; <image> and <video> in a text become parts of their own."""
     if isinstance(content, str):
         pieces = [piece for piece in MARKS.split(content) if piece]
-        return [{"type": p[1:-1]} if MARKS.fullmatch(p) else {"type": "text", "text": p} for p in pieces]
+        return [
+            {"type": p[1:-1]} if MARKS.fullmatch(p) else {"type": "text", "text": p} for p in pieces
+        ]
     found: list[dict[str, Any]] = []
     for part in content:
         found += parts_of(part["text"]) if part.get("type") == "text" else [part]

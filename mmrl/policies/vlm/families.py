@@ -1,8 +1,9 @@
-"""What differs between families of vision-language models: a table by ``model_type``, and rules for everything else.
+"""What differs between families of vision-language models: a table by ``model_type``, and rules for
+everything else.
 
-A family says in which space it answers with coordinates, how its image processor changes an image, which extra inputs
-its forward pass cannot do without, and where its parts are. Nothing is guessed: an unknown family works, and
-``Family.unverified`` says what is not known about it.
+A family says in which space it answers with coordinates, how its image processor changes an image,
+which extra inputs its forward pass cannot do without, and where its parts are. Nothing is guessed:
+an unknown family works, and ``Family.unverified`` says what is not known about it.
 """
 
 from __future__ import annotations
@@ -18,20 +19,38 @@ from ...registry import UserError
 Coords = Literal["original", "resized", "rel1000", "rel1"]
 PARTS = ("language", "projector", "vision")
 TYPE_IDS = ("mm_token_type_ids", "token_type_ids")
-VISION = ("vision_tower", "visual", "vision_model", "vision_encoder", "image_tower", "vqmodel",
-          "generation_embeddings", "generation_aligner", "generation_head")  # fmt: skip
+VISION = (
+    "vision_tower",
+    "visual",
+    "vision_model",
+    "vision_encoder",
+    "image_tower",
+    "vqmodel",
+    "generation_embeddings",
+    "generation_aligner",
+    "generation_head",
+)
 LANGUAGE = ("language_model", "text_model", "lm_head")
-PROJECTOR = ("multi_modal_projector", "connector", "aligner", "image_newline", "embed_vision", "mm_projector",
-             "visual.merger", "visual.deepstack_merger_list")  # fmt: skip
+PROJECTOR = (
+    "multi_modal_projector",
+    "connector",
+    "aligner",
+    "image_newline",
+    "embed_vision",
+    "mm_projector",
+    "visual.merger",
+    "visual.deepstack_merger_list",
+)
 
 
 @dataclass(frozen=True)
 class Family:
-    """``coords``: the space of the model's answers, None where it must be given. ``resize``: what its processor does to
-    a whole image: ``grid`` (stretched to a grid of patches it reports), ``stretch`` (to one size), None (crops, pads or
-    tiles, so coordinates of the resized image mean nothing). ``needs``: inputs it computes wrongly without.
-    ``by_row``: its images are a row of slots a prompt, so that only prompts of equally many images make a batch.
-    ``video``: it takes videos. ``note``: where this is known from."""
+    """``coords``: the space of the model's answers, None where it must be given. ``resize``: what
+    its processor does to a whole image: ``grid`` (stretched to a grid of patches it reports),
+    ``stretch`` (to one size), None (crops, pads or tiles, so coordinates of the resized image mean
+    nothing). ``needs``: inputs it computes wrongly without. ``by_row``: its images are a row of
+    slots a prompt, so that only prompts of equally many images make a batch. ``video``: it takes
+    videos. ``note``: where this is known from."""
 
     name: str
     coords: Coords | None = None
@@ -43,12 +62,19 @@ class Family:
     known: bool = True
 
     def unverified(self) -> tuple[str, ...]:
-        """Statements on what nobody has checked, for the log; empty for a family whose facts are all known."""
+        """Statements on what nobody has checked, for the log; empty for a family whose facts are
+        all known."""
         found = []
         if not self.known:
-            found.append(f"{self.name} is not in mmrl's table: batching, video and parts follow general rules")
+            found.append(
+                f"{self.name} is not in mmrl's table: batching, video and parts follow "
+                f"general rules"
+            )
         if self.coords is None:
-            found.append(f"the coordinate space of {self.name}'s answers is not known{self.note and ': ' + self.note}")
+            found.append(
+                f"the coordinate space of {self.name}'s answers is not "
+                f"known{self.note and ': ' + self.note}"
+            )
         return tuple(found)
 
 
@@ -56,36 +82,50 @@ def _qwen(name: str, coords: Coords | None, note: str) -> Family:
     return Family(name, coords, "grid", ("mm_token_type_ids",), video=True, note=note)
 
 
-FAMILIES = {f.name: f for f in (
-    _qwen("qwen2_vl", "rel1000", "integers of 0-1000, model card and Visual-RFT"),
-    _qwen("qwen2_5_vl", "resized", "pixels of the resized image, QwenLM/Qwen3-VL#1161"),
-    _qwen("qwen3_vl", "rel1000", "QwenLM/Qwen3-VL#1486"),
-    _qwen("qwen3_vl_moe", "rel1000", "QwenLM/Qwen3-VL#1486"),
-    _qwen("glm4v", "rel1000", "ms-swift's template"),
-    _qwen("glm4v_moe", "rel1000", "ms-swift's template"),
-    Family("internvl", "rel1000", video=True, note="<box>[[...]]</box>, VLM-R1's module"),
-    Family("llava", note="LLaVA-1.5 was taught 0-1 of the image padded to a square, which its processor does not do"),
-    Family("llava_next", note="taught 0-1; its processor pads and tiles"),
-    Family("llava_onevision", video=True, note="no statement found"),
-    Family("idefics3", note="no statement found"),
-    Family("smolvlm", video=True, note="no statement found"),
-    Family("gemma3", resize="stretch", needs=("token_type_ids",), note="no statement found"),
-    Family("paligemma", resize="stretch", needs=("token_type_ids",), note="answers in <locNNNN>, y first, 1024 bins"),
-    Family("mllama", by_row=True, note="no statement found"),
-    Family("janus", note="not taught to ground"),
-)}  # fmt: skip
+FAMILIES = {
+    f.name: f
+    for f in (
+        _qwen("qwen2_vl", "rel1000", "integers of 0-1000, model card and Visual-RFT"),
+        _qwen("qwen2_5_vl", "resized", "pixels of the resized image, QwenLM/Qwen3-VL#1161"),
+        _qwen("qwen3_vl", "rel1000", "QwenLM/Qwen3-VL#1486"),
+        _qwen("qwen3_vl_moe", "rel1000", "QwenLM/Qwen3-VL#1486"),
+        _qwen("glm4v", "rel1000", "ms-swift's template"),
+        _qwen("glm4v_moe", "rel1000", "ms-swift's template"),
+        Family("internvl", "rel1000", video=True, note="<box>[[...]]</box>, VLM-R1's module"),
+        Family(
+            "llava",
+            note="LLaVA-1.5 was taught 0-1 of the image padded to a square, which its "
+            "processor does not do",
+        ),
+        Family("llava_next", note="taught 0-1; its processor pads and tiles"),
+        Family("llava_onevision", video=True, note="no statement found"),
+        Family("idefics3", note="no statement found"),
+        Family("smolvlm", video=True, note="no statement found"),
+        Family("gemma3", resize="stretch", needs=("token_type_ids",), note="no statement found"),
+        Family(
+            "paligemma",
+            resize="stretch",
+            needs=("token_type_ids",),
+            note="answers in <locNNNN>, y first, 1024 bins",
+        ),
+        Family("mllama", by_row=True, note="no statement found"),
+        Family("janus", note="not taught to ground"),
+    )
+}
 
 
 def family_of(config: Any, coords: Coords | None = None) -> Family:
     """The family of a model's configuration; ``coords`` overrides what the table says.
 
-    An unknown ``model_type`` gets general rules: it needs the type ids that its forward pass takes by name.
+    An unknown ``model_type`` gets general rules: it needs the type ids that its forward pass takes
+    by name.
     """
     name = config.model_type
     family = FAMILIES.get(name) or Family(name, needs=_type_ids_of(config), video=True, known=False)
     if coords == "resized" and family.resize is None:
         raise UserError(
-            f"coords: resized means nothing for {name}, whose processor crops, pads or tiles images; "
+            f"coords: resized means nothing for {name}, whose processor crops, pads or "
+            f"tiles images; "
             "say in which space the model answers: original, rel1000 or rel1"
         )
     return replace(family, coords=coords) if coords else family
@@ -102,13 +142,20 @@ def _type_ids_of(config: Any) -> tuple[str, ...]:
 
 
 def part_of(name: str) -> str:
-    """``language``, ``projector`` or ``vision``: where a parameter or module of that dotted name belongs.
+    """``language``, ``projector`` or ``vision``: where a parameter or module of that dotted name
+    belongs.
 
-    The longest known path wins: ``visual.merger`` is a projector inside the vision tower. A name that says nothing
-    (the embeddings of a model without a ``language_model``, say) belongs to the language model.
+    The longest known path wins: ``visual.merger`` is a projector inside the vision tower. A name
+    that says nothing (the embeddings of a model without a ``language_model``, say) belongs to the
+    language model.
     """
     dotted = f".{name}."
-    found = [(len(path), part) for part, paths in _PATHS.items() for path in paths if f".{path}." in dotted]
+    found = [
+        (len(path), part)
+        for part, paths in _PATHS.items()
+        for path in paths
+        if f".{path}." in dotted
+    ]
     return max(found)[1] if found else "language"
 
 
@@ -117,4 +164,8 @@ _PATHS = {"language": LANGUAGE, "projector": PROJECTOR, "vision": VISION}
 
 def modules_of(net: nn.Module, part: str) -> list[str]:
     """Names of the linear layers of one part, for adapters."""
-    return [name for name, module in net.named_modules() if isinstance(module, nn.Linear) and part_of(name) == part]
+    return [
+        name
+        for name, module in net.named_modules()
+        if isinstance(module, nn.Linear) and part_of(name) == part
+    ]

@@ -20,13 +20,18 @@ Looked = dict[str, Any]  # by name, of the images of one prompt
 def can_keep(hf: nn.Module) -> bool:
     """Whether the family's forward pass takes features in the place of images."""
     base = hf.base_model
-    return hasattr(base, "get_image_features") and "mm_encoder_outputs" in inspect.signature(base.forward).parameters
+    return (
+        hasattr(base, "get_image_features")
+        and "mm_encoder_outputs" in inspect.signature(base.forward).parameters
+    )
 
 
 def look(hf: nn.Module, encoded: Encoded) -> Looked:
     """The features of the images of one prompt."""
     wanted = inspect.signature(hf.base_model.get_image_features).parameters
-    given = {name: value for name, value in encoded.items() if name in wanted and name != "input_ids"}
+    given = {
+        name: value for name, value in encoded.items() if name in wanted and name != "input_ids"
+    }
     with torch.no_grad():
         found = hf.base_model.get_image_features(**given, return_dict=True)
     return {name: value for name in NAMES if (value := getattr(found, name, None)) is not None}
@@ -40,7 +45,9 @@ def joined(looked: Sequence[Looked]) -> dict[str, Any]:
         if isinstance(values[0], Tensor):
             found[name] = torch.cat(values)
         elif name == "deepstack_features":  # of every layer those of every image
-            found[name] = [[image for part in layer for image in part] for layer in zip(*values, strict=True)]
+            found[name] = [
+                [image for part in layer for image in part] for layer in zip(*values, strict=True)
+            ]
         else:  # of every image its tokens
             found[name] = [image for one in values for image in one]
     return {"mm_encoder_outputs": {"image": SimpleNamespace(**found)}}

@@ -1,4 +1,5 @@
-"""Answers token by token: a prompt is read once, its copies share keys and values, finished rows leave the batch."""
+"""Answers token by token: a prompt is read once, its copies share keys and values, finished rows
+leave the batch."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ AHEAD = 64  # steps whose random numbers are drawn at once
 
 @dataclass(frozen=True)
 class Ending:
-    """When an answer ends (at a stop token, after a stop string, at ``tokens`` tokens), and what is kept of it."""
+    """When an answer ends (at a stop token, after a stop string, at ``tokens`` tokens), and what is
+    kept of it."""
 
     tokens: int
     stops: tuple[int, ...]
@@ -47,7 +49,8 @@ class Ending:
         return found
 
     def going(self, ids: Tensor, going: Tensor) -> tuple[Tensor, int]:
-        """Say which rows of ids [B, n] go on behind their last token, of those ``going`` [B] before it, and how many.
+        """Say which rows of ids [B, n] go on behind their last token, of those ``going`` [B] before
+        it, and how many.
 
         The host needs both numbers and strings: it waits for the device once."""
         for stop in self.stops:
@@ -78,19 +81,26 @@ class Answers:
     logprob: Tensor  # [B, T] at least float32
     certainty: Tensor | None = None  # [B, T] likewise, where it is asked for
 
-    def write(self, step: int, rows: Tensor | slice, going: Tensor, drawn: Drawn, ending: Ending) -> tuple[Tensor, int]:
-        """Add one token to those of ``rows`` that are ``going`` [B'], and return which still are, and how many."""
+    def write(
+        self, step: int, rows: Tensor | slice, going: Tensor, drawn: Drawn, ending: Ending
+    ) -> tuple[Tensor, int]:
+        """Add one token to those of ``rows`` that are ``going`` [B'], and return which still are,
+        and how many."""
         self.ids[rows, step] = torch.where(going, drawn.token, ending.pad)
         self.logprob[rows, step] = torch.where(going, drawn.logprob, 0.0)
         if self.certainty is not None:
-            self.certainty[rows, step] = torch.where(going, certainty(drawn.logits), 0.0).to(self.certainty.dtype)
+            self.certainty[rows, step] = torch.where(going, certainty(drawn.logits), 0.0).to(
+                self.certainty.dtype
+            )
         self.mask[rows, step] = going
         return ending.going(self.ids[rows, : step + 1], going)
 
 
 def blank(names: Tensor, ending: Ending, hf: nn.Module) -> Answers:
-    rows, device = len(names), names.device
-    shape, dtype = (rows, ending.tokens), torch.promote_types(hf.dtype, torch.float32)
+    rows = len(names)
+    device = names.device
+    shape = (rows, ending.tokens)
+    dtype = torch.promote_types(hf.dtype, torch.float32)
     return Answers(
         ids=torch.full((rows, ending.tokens), ending.pad, device=device),
         mask=torch.zeros(shape, dtype=torch.bool, device=device),
@@ -116,14 +126,22 @@ def draw(logits: Tensor, warp: Warp, uniform: Tensor | None) -> Drawn:
 
 @torch.no_grad()
 def generate(
-    net: nn.Module, prefix: Prefix, rows: Tensor, names: Tensor, rng: Rng, warp: Warp, ending: Ending,
+    net: nn.Module,
+    prefix: Prefix,
+    rows: Tensor,
+    names: Tensor,
+    rng: Rng,
+    warp: Warp,
+    ending: Ending,
     busy: Callable[[bool], bool] | None = None,
-) -> Answers:  # fmt: skip
+) -> Answers:
     """Answer the prompts of ``rows`` [B]; ``names`` [B] are the keys of their randomness.
 
-    ``busy`` says whether any process still works, given whether this one does, where all must make equally many passes.
+    ``busy`` says whether any process still works, given whether this one does, where all must make
+    equally many passes.
     """
-    done, work = blank(names, ending, net.hf), _Work(net, prefix, rows, names, rng, warp)
+    done = blank(names, ending, net.hf)
+    work = _Work(net, prefix, rows, names, rng, warp)
     for step in range(ending.tokens):
         found = work.draw(step)
         work.going, left = done.write(step, work.at, work.going, found, ending)
@@ -136,13 +154,21 @@ def generate(
 class _Work:
     """The rows that are being written: some have ended and wait for the next compaction."""
 
-    def __init__(self, net: nn.Module, prefix: Prefix, rows: Tensor, names: Tensor, rng: Rng, warp: Warp):
-        self.net, self.names, self.rng, self.warp = net, names, rng, warp
+    def __init__(
+        self, net: nn.Module, prefix: Prefix, rows: Tensor, names: Tensor, rng: Rng, warp: Warp
+    ):
+        self.net = net
+        self.names = names
+        self.rng = rng
+        self.warp = warp
         self.at = torch.arange(len(rows), device=rows.device)  # which row of the result each one is
         self.going = torch.ones_like(self.at, dtype=torch.bool)
-        self.mask, self.place = prefix.mask[rows], prefix.following[rows]
-        self.hidden, self.cache = prefix.hidden[rows], caches.growing(prefix.kept, rows)
-        self.whole = bool(self.mask.all())  # known here, or transformers asks the device at every token
+        self.mask = prefix.mask[rows]
+        self.place = prefix.following[rows]
+        self.hidden = prefix.hidden[rows]
+        self.cache = caches.growing(prefix.kept, rows)
+        # known here, or transformers asks the device at every token
+        self.whole = bool(self.mask.all())
 
     def draw(self, step: int) -> Drawn:
         uniform = None
@@ -153,16 +179,20 @@ class _Work:
         return draw(self.net("logits", self.hidden), self.warp, uniform)
 
     def advance(self, token: Tensor, left: int) -> None:
-        """One pass: the hidden state after ``token`` [B], for the ``left`` rows still going and perhaps some more."""
+        """One pass: the hidden state after ``token`` [B], for the ``left`` rows still going and
+        perhaps some more."""
         if left <= COMPACT * len(token):
             token = self._compact(token)
-        self.hidden = self.net("step", token[:, None], self.place, self.mask, self.cache, self.whole)[:, -1]
+        self.hidden = self.net(
+            "step", token[:, None], self.place, self.mask, self.cache, self.whole
+        )[:, -1]
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(token), 1)], 1)
         self.place = self.place + 1
 
     def _compact(self, token: Tensor) -> Tensor:
         left = self.going.nonzero()[:, 0]
-        if not len(left):  # others still work, and this process passes something through the network with them
+        # others still work, and this process passes something through the network with them
+        if not len(left):
             left = torch.zeros_like(self.at[:1])
         if len(left) == len(token):
             return token

@@ -1,7 +1,9 @@
-"""From prompts to tensors: the processor's side of a vision-language model, without any pass of the network.
+"""From prompts to tensors: the processor's side of a vision-language model, without any pass of the
+network.
 
-A prompt is encoded alone, exactly as its processor and chat template have it, and prompts are put together afterwards
-by one rule for all families: sequences are padded on the left, vision tensors are joined along their first dimension.
+A prompt is encoded alone, exactly as its processor and chat template have it, and prompts are put
+together afterwards by one rule for all families: sequences are padded on the left, vision tensors
+are joined along their first dimension.
 """
 
 from __future__ import annotations
@@ -22,16 +24,28 @@ from .outside import Asked
 from .special import stop_ids, suppressed_ids
 
 GEOMETRY = ("boxes", "box", "point", "points", "mask", "tracks")  # answers in coordinates
-SEQUENCES = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "cross_attention_mask")
+SEQUENCES = (
+    "input_ids",
+    "attention_mask",
+    "mm_token_type_ids",
+    "token_type_ids",
+    "cross_attention_mask",
+)
 UNUSED = ("labels", "num_crops", "num_patches", "offset_mapping")
 ViewSizes = list[list[int]]
 
 
 class Inputs:
-    """Encodes prompts for one model. ``generation``: its generation config, which knows further stop tokens."""
+    """Encodes prompts for one model. ``generation``: its generation config, which knows further
+    stop tokens."""
 
-    def __init__(self, processor: Any, config: Any, budgets: Budgets, family: Family, generation: Any = None):
-        self.processor, self.config, self.budgets, self.family = processor, config, budgets, family
+    def __init__(
+        self, processor: Any, config: Any, budgets: Budgets, family: Family, generation: Any = None
+    ):
+        self.processor = processor
+        self.config = config
+        self.budgets = budgets
+        self.family = family
         self.tokenizer = getattr(processor, "tokenizer", processor)
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
@@ -40,11 +54,12 @@ class Inputs:
         self.stops = stop_ids(self.tokenizer, config, generation)
 
     def encode(self, prompt: Prompt) -> dict[str, Tensor]:
-        """One prompt as the processor has it: ``input_ids`` [1, S], ``attention_mask`` [1, S], what its family adds.
+        """One prompt as the processor has it: ``input_ids`` [1, S], ``attention_mask`` [1, S], what
+        its family adds.
 
-        Raises UserError naming the prompt: an unreadable image or video, placeholders that do not match the images,
-        coordinates in the answer of a family whose space is unknown, an input its family needs and the processor left
-        out; ``TooLong`` for one above its budget.
+        Raises UserError naming the prompt: an unreadable image or video, placeholders that do not
+        match the images, coordinates in the answer of a family whose space is unknown, an input its
+        family needs and the processor left out; ``TooLong`` for one above its budget.
         """
         return self.take(prompt)[0]
 
@@ -56,7 +71,8 @@ class Inputs:
         return found, self._view(found, images, videos)
 
     def asked(self, prompt: Prompt) -> Asked:
-        """A prompt for another engine, whose own processor puts features in the place of each placeholder."""
+        """A prompt for another engine, whose own processor puts features in the place of each
+        placeholder."""
         messages, images, videos = self._opened(prompt)
         found, scale = self._within(prompt, messages, images, videos)
         text = self._rendered(prompt, messages) + prompt.get("prefill", "")
@@ -64,10 +80,13 @@ class Inputs:
         ids = self.tokenizer(text, add_special_tokens=not plain)["input_ids"]
         smaller = [image_at(image, scale, self.budgets) for image in images]
         read = found["input_ids"][0].tolist()
-        return Asked(where(prompt), ids, read, smaller, [video_at(video, scale) for video in videos])
+        return Asked(
+            where(prompt), ids, read, smaller, [video_at(video, scale) for video in videos]
+        )
 
     def measure(self, prompt: Prompt) -> tuple[Cost, float]:
-        """What a prompt costs within its budget, and the factor its pixels were scaled by for that."""
+        """What a prompt costs within its budget, and the factor its pixels were scaled by for
+        that."""
         found, scale = self._within(prompt, *self._opened(prompt))
         return self.cost(found), scale
 
@@ -78,17 +97,21 @@ class Inputs:
         self, prompt: Prompt, messages: list[dict], images: list[Any], videos: list[Video]
     ) -> tuple[dict[str, Tensor], float]:
         """Encoded, with images and frames scaled down until the prompt is within its budget."""
-        scale, shrink = 1.0, Shrink(self.budgets)
+        scale = 1.0
+        shrink = Shrink(self.budgets)
         while True:
             smaller = [image_at(image, scale, self.budgets) for image in images]
-            found = self._encoded(prompt, messages, smaller, [video_at(video, scale) for video in videos])
+            found = self._encoded(
+                prompt, messages, smaller, [video_at(video, scale) for video in videos]
+            )
             step = shrink.next(self.cost(found), bool(images or videos), where(prompt))
             if step == 1:
                 return found, scale
             scale *= step * self._shrunk(found, smaller)
 
     def _shrunk(self, encoded: dict[str, Tensor], images: list[Any]) -> float:
-        """How much of the given pixels the processor keeps by itself: what is above that has no effect."""
+        """How much of the given pixels the processor keeps by itself: what is above that has no
+        effect."""
         if self.family.resize != "grid" or not images:
             return 1.0
         kept = sum(width * height for width, height in self._resized(encoded, len(images), 0))
@@ -102,17 +125,20 @@ class Inputs:
         for name in self.family.needs:
             if name not in found:
                 raise UserError(
-                    f"{where(prompt)}: the processor {type(self.processor).__name__} gave no {name}, without which "
-                    f"{self.family.name} computes wrong positions or masks; use the processor files of the same release"
+                    f"{where(prompt)}: the processor {type(self.processor).__name__} gave "
+                    f"no {name}, without which "
+                    f"{self.family.name} computes wrong positions or masks; use the "
+                    f"processor files of the same release"
                 )
         self._check_count(prompt, found)
         return found
 
     def collate(self, encoded: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """n encoded prompts as one batch: sequences [n, S] padded on the left, vision tensors joined.
+        """n encoded prompts as one batch: sequences [n, S] padded on the left, vision tensors
+        joined.
 
-        Rows may have no images, or differing numbers of images and tiles. Dimensions beyond the first that differ are
-        filled with zeros at their end, which every family takes for padding.
+        Rows may have no images, or differing numbers of images and tiles. Dimensions beyond the
+        first that differ are filled with zeros at their end, which every family takes for padding.
         """
         if len(self.groups(encoded)) > 1:
             raise UserError(
@@ -124,10 +150,12 @@ class Inputs:
         return {name: self._joined(name, encoded, length) for name in names}
 
     def groups(self, encoded: list[dict[str, Tensor]]) -> list[list[int]]:
-        """Positions of the prompts that can be in one batch without changing each other; nearly always all of them.
+        """Positions of the prompts that can be in one batch without changing each other; nearly
+        always all of them.
 
-        Two properties of the networks stand against it: cross-attending Mllama gives tokens before an image the mean of
-        all slots for images, the empty ones included, and LLaVA-OneVision reshapes videos to one number of frames.
+        Two properties of the networks stand against it: cross-attending Mllama gives tokens before
+        an image the mean of all slots for images, the empty ones included, and LLaVA-OneVision
+        reshapes videos to one number of frames.
         """
         found: dict[Any, list[int]] = {}
         for i, one in enumerate(encoded):
@@ -144,15 +172,19 @@ class Inputs:
         return one[name].shape[1] if name in one and one[name].dim() >= 5 else None
 
     def view(self, prompt: Prompt, encoded: dict[str, Tensor]) -> dict[str, Any]:
-        """What a reward must know of what the model saw: ``coords``, the ``sizes`` of the files and ``resized`` sizes
-        in pixels [W, H], images before videos, ``frames`` of the video and its ``duration`` in seconds."""
+        """What a reward must know of what the model saw: ``coords``, the ``sizes`` of the files and
+        ``resized`` sizes in pixels [W, H], images before videos, ``frames`` of the video and its
+        ``duration`` in seconds."""
         _, images, videos = self._opened(prompt)
         return self._view(encoded, images, videos)
 
-    def _view(self, encoded: dict[str, Tensor], images: list[Any], videos: list[Video]) -> dict[str, Any]:
+    def _view(
+        self, encoded: dict[str, Tensor], images: list[Any], videos: list[Video]
+    ) -> dict[str, Any]:
         return {
             "coords": self.family.coords,
-            "sizes": [list(image.size) for image in images] + [list(video.size) for video in videos],
+            "sizes": [list(image.size) for image in images]
+            + [list(video.size) for video in videos],
             "resized": self._resized(encoded, len(images), len(videos)),
             "frames": sum(len(video.indices) for video in videos),
             "duration": videos[0].duration if videos else None,
@@ -164,14 +196,18 @@ class Inputs:
         return int(torch.isin(encoded["input_ids"], torch.tensor(ids)).sum())
 
     def tokens(self, answer: str) -> list[int] | None:
-        """An answer as a model writes it, the stop token included; None if it holds one that may not be sampled."""
+        """An answer as a model writes it, the stop token included; None if it holds one that may
+        not be sampled."""
         found = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
         return None if set(found) & {*self.suppressed, *self.stops} else [*found, self._closing()]
 
     def _closing(self) -> int:
         """The stop token with which the chat template ends an answer."""
         if getattr(self.processor, "chat_template", None):
-            turns = [{"role": role, "content": [{"type": "text", "text": "x"}]} for role in ("user", "assistant")]
+            turns = [
+                {"role": role, "content": [{"type": "text", "text": "x"}]}
+                for role in ("user", "assistant")
+            ]
             _, _, tail = self.processor.apply_chat_template(turns, tokenize=False).rpartition("x")
             for token in self.tokenizer(tail, add_special_tokens=False)["input_ids"]:
                 if token in self.stops:
@@ -186,14 +222,18 @@ class Inputs:
         """Processor, tokenizer and chat template, beside a saved model."""
         self.processor.save_pretrained(folder)
 
-    # ------------------------------------------------------------------------------------------------ one prompt
+    # ----------------------------------------------------------------------------------------------
+    # one prompt
 
     def _opened(self, prompt: Prompt) -> tuple[list[dict], list[Any], list[Video]]:
-        """Messages whose content is parts, the opened images, the opened videos, in the order of the parts."""
+        """Messages whose content is parts, the opened images, the opened videos, in the order of
+        the parts."""
         waiting = {"image": images_of(prompt), "video": videos_of(prompt)}
         given = {kind: len(found) for kind, found in waiting.items()}
         messages = [dict(m, content=parts_of(m["content"])) for m in messages_of(prompt)]
-        marked = {kind: sum(p["type"] == kind for m in messages for p in m["content"]) for kind in waiting}
+        marked = {
+            kind: sum(p["type"] == kind for m in messages for p in m["content"]) for kind in waiting
+        }
         for kind in ("video", "image"):  # images come first
             if not marked[kind]:
                 first = next((m for m in messages if m["role"] == "user"), messages[-1])
@@ -201,25 +241,37 @@ class Inputs:
         sources: dict[str, list] = {"image": [], "video": []}
         for part in (p for m in messages for p in m["content"] if p["type"] in sources):
             kind = part["type"]
-            own = next((part[key] for key in (kind, "path", "url") if part.get(key) is not None), None)
+            own = next(
+                (part[key] for key in (kind, "path", "url") if part.get(key) is not None), None
+            )
             if own is None and not waiting[kind]:
                 raise UserError(
-                    f"{where(prompt)}: its text has more <{kind}> placeholders than the prompt has {kind}s "
+                    f"{where(prompt)}: its text has more <{kind}> placeholders than the "
+                    f"prompt has {kind}s "
                     f"({marked[kind]} and {given[kind]}); remove some, or give the missing {kind}s"
                 )
             sources[kind].append(own if own is not None else waiting[kind].pop(0))
         for kind, rest in waiting.items():
             if rest:
                 raise UserError(
-                    f"{where(prompt)}: its text has {marked[kind]} <{kind}> placeholders for {given[kind]} {kind}s; "
+                    f"{where(prompt)}: its text has {marked[kind]} <{kind}> placeholders "
+                    f"for {given[kind]} {kind}s; "
                     f"write one for every {kind}, or none at all"
                 )
         images = [open_image(source, prompt) for source in sources["image"]]
-        videos = [open_video(source, prompt.get("fps"), self.budgets, prompt) for source in sources["video"]]
-        plain = [[{"type": p["type"]} if p["type"] in sources else p for p in m["content"]] for m in messages]
+        videos = [
+            open_video(source, prompt.get("fps"), self.budgets, prompt)
+            for source in sources["video"]
+        ]
+        plain = [
+            [{"type": p["type"]} if p["type"] in sources else p for p in m["content"]]
+            for m in messages
+        ]
         return [dict(m, content=parts) for m, parts in zip(messages, plain)], images, videos
 
-    def _processed(self, prompt: Prompt, messages: list[dict], images: list, videos: list[Video]) -> dict[str, Any]:
+    def _processed(
+        self, prompt: Prompt, messages: list[dict], images: list, videos: list[Video]
+    ) -> dict[str, Any]:
         text = self._rendered(prompt, messages) + prompt.get("prefill", "")
         options: dict[str, Any] = {"return_tensors": "pt"}
         if images:
@@ -234,14 +286,17 @@ class Inputs:
             return dict(self.processor(text=[text], **options))
         except (ValueError, TypeError, IndexError, KeyError, StopIteration) as error:
             raise UserError(
-                f"{where(prompt)}: {type(self.processor).__name__} cannot encode this prompt with {len(images)} images "
+                f"{where(prompt)}: {type(self.processor).__name__} cannot encode this "
+                f"prompt with {len(images)} images "
                 f"and {len(videos)} videos: {error}"
             ) from error
 
     def _rendered(self, prompt: Prompt, messages: list[dict]) -> str:
         if getattr(self.processor, "chat_template", None):
             try:
-                return self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+                return self.processor.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True
+                )
             except Exception as error:  # a template raises what it likes
                 raise UserError(
                     f"{where(prompt)}: the chat template of {self.family.name} refuses it: {error}"
@@ -250,18 +305,25 @@ class Inputs:
             "image": getattr(self.processor, "image_token", ""),
             "video": getattr(self.processor, "video_token", ""),
         }
-        return "".join(marks[p["type"]] if p["type"] in marks else p["text"] for m in messages for p in m["content"])
+        return "".join(
+            marks[p["type"]] if p["type"] in marks else p["text"]
+            for m in messages
+            for p in m["content"]
+        )
 
     def _check_geometry(self, prompt: Prompt) -> None:
         if self.family.coords is None and any(prompt.get(key) is not None for key in GEOMETRY):
             raise UserError(
-                f"{where(prompt)}: its answer has coordinates, and it is not known in which space {self.family.name} "
-                f"answers ({self.family.note or 'unknown family'}); set the policy's coords to original, resized, "
+                f"{where(prompt)}: its answer has coordinates, and it is not known in "
+                f"which space {self.family.name} "
+                f"answers ({self.family.note or 'unknown family'}); set the policy's "
+                f"coords to original, resized, "
                 "rel1000 or rel1, as this checkpoint was taught"
             )
 
     def _check_count(self, prompt: Prompt, found: dict[str, Tensor]) -> None:
-        """Grids say how many features there will be; a text with special tokens of its own would have more."""
+        """Grids say how many features there will be; a text with special tokens of its own would
+        have more."""
         for kind, key in (("image", "image_grid_thw"), ("video", "video_grid_thw")):
             if self._id(kind) is None:
                 continue
@@ -278,31 +340,46 @@ class Inputs:
     def mismatch(self, prompt: Prompt, kind: str, expected: int, actual: int) -> UserError:
         """For whoever finds that the placeholders of a prompt are not as many as its features."""
         return UserError(
-            f"{where(prompt)}: {actual} {kind} placeholder tokens for {expected} {kind} features; its text must not "
-            f"hold the model's own {kind} token ({self.tokenizer.convert_ids_to_tokens(self._id(kind))}), nor be cut"
+            f"{where(prompt)}: {actual} {kind} placeholder tokens for {expected} {kind} "
+            f"features; its text must not "
+            f"hold the model's own {kind} token "
+            f"({self.tokenizer.convert_ids_to_tokens(self._id(kind))}), nor be cut"
         )
 
     def _resized(self, encoded: dict[str, Tensor], images: int, videos: int) -> ViewSizes:
         found: ViewSizes = []
-        for kind, key, pixels in (("image", "image_grid_thw", images), ("video", "video_grid_thw", videos)):
+        for kind, key, pixels in (
+            ("image", "image_grid_thw", images),
+            ("video", "video_grid_thw", videos),
+        ):
             if key in encoded:
                 patch = getattr(self.processor, f"{kind}_processor").patch_size
                 found += [[w * patch, h * patch] for _, h, w in encoded[key].tolist()]
             elif pixels:
-                name = "pixel_values_videos" if kind == "video" and "pixel_values_videos" in encoded else "pixel_values"
+                name = (
+                    "pixel_values_videos"
+                    if kind == "video" and "pixel_values_videos" in encoded
+                    else "pixel_values"
+                )
                 found += [[encoded[name].shape[-1], encoded[name].shape[-2]]] * pixels
         return found
 
     def _id(self, kind: str) -> int | None:
-        """The token that stands for one feature; a processor's own may stand for a whole image (Gemma 3)."""
-        named = ((self.config, "_token_id"), (self.config, "_token_index"), (self.processor, "_token_id"))
+        """The token that stands for one feature; a processor's own may stand for a whole image
+        (Gemma 3)."""
+        named = (
+            (self.config, "_token_id"),
+            (self.config, "_token_index"),
+            (self.processor, "_token_id"),
+        )
         found = (getattr(holder, kind + suffix, None) for holder, suffix in named)
         return next((value for value in found if isinstance(value, int)), None)
 
     def _merge(self, kind: str) -> int:
         return getattr(getattr(self.processor, f"{kind}_processor"), "merge_size", 1)
 
-    # ---------------------------------------------------------------------------------------------- several prompts
+    # ----------------------------------------------------------------------------------------------
+    # several prompts
 
     def _joined(self, name: str, encoded: list[dict[str, Tensor]], length: int) -> Tensor:
         if name in SEQUENCES:
@@ -332,6 +409,10 @@ def _same_shape(parts: list[Tensor]) -> list[Tensor]:
         return parts
     found = []
     for part in parts:
-        pad = [amount for size, want in zip(reversed(part.shape[1:]), reversed(largest)) for amount in (0, want - size)]
+        pad = [
+            amount
+            for size, want in zip(reversed(part.shape[1:]), reversed(largest))
+            for amount in (0, want - size)
+        ]
         found.append(torch.nn.functional.pad(part, pad))
     return found

@@ -1,4 +1,5 @@
-"""Images and videos of a prompt as a processor wants them: loaded, sized by budget, with their original sizes."""
+"""Images and videos of a prompt as a processor wants them: loaded, sized by budget, with their
+original sizes."""
 
 from __future__ import annotations
 
@@ -19,10 +20,11 @@ Positive = Annotated[int, Ge(1)]
 
 @dataclass(frozen=True)
 class Budgets:
-    """What a prompt may cost. ``max_pixels``: of an image, larger ones are scaled down. ``frames``, ``fps``,
-    ``frame_pixels``: of a video; fewer frames are taken, evenly, and scaled down. ``image_tokens`` (images and videos
-    together) and ``prompt_tokens`` (everything): of a prompt; ``overlong`` says what happens to one above: its images
-    are scaled down until it fits (``resize``, and dropped if that does not help), it is dropped, or the run stops."""
+    """What a prompt may cost. ``max_pixels``: of an image, larger ones are scaled down. ``frames``,
+    ``fps``, ``frame_pixels``: of a video; fewer frames are taken, evenly, and scaled down.
+    ``image_tokens`` (images and videos together) and ``prompt_tokens`` (everything): of a prompt;
+    ``overlong`` says what happens to one above: its images are scaled down until it fits
+    (``resize``, and dropped if that does not help), it is dropped, or the run stops."""
 
     max_pixels: Positive | None = None
     frames: Positive = 32
@@ -35,7 +37,8 @@ class Budgets:
 
 @dataclass(frozen=True)
 class Video:
-    """``frames`` uint8 [F, H, W, 3], which are numbers ``indices`` of ``total`` at ``fps`` frames a second."""
+    """``frames`` uint8 [F, H, W, 3], which are numbers ``indices`` of ``total`` at ``fps`` frames a
+    second."""
 
     frames: np.ndarray
     indices: list[int]
@@ -51,9 +54,13 @@ class Video:
     def metadata(self) -> dict[str, Any]:
         """As transformers' video processors want it."""
         return {
-            "total_num_frames": self.total, "fps": self.fps, "frames_indices": list(self.indices),
-            "duration": self.duration, "width": self.frames.shape[2], "height": self.frames.shape[1],
-        }  # fmt: skip
+            "total_num_frames": self.total,
+            "fps": self.fps,
+            "frames_indices": list(self.indices),
+            "duration": self.duration,
+            "width": self.frames.shape[2],
+            "height": self.frames.shape[1],
+        }
 
 
 def where(prompt: Prompt) -> str:
@@ -94,7 +101,9 @@ def fitted(image: Any, max_pixels: int | None) -> Any:
 def image_at(image: Any, scale: float, budgets: Budgets) -> Any:
     """Within the budget's ``max_pixels``, and with ``scale`` times the pixels that are left."""
     image = fitted(image, budgets.max_pixels)
-    return image if scale == 1 else fitted(image, max(1, int(image.size[0] * image.size[1] * scale)))
+    return (
+        image if scale == 1 else fitted(image, max(1, int(image.size[0] * image.size[1] * scale)))
+    )
 
 
 def video_at(video: Video, scale: float) -> Video:
@@ -106,7 +115,8 @@ def video_at(video: Video, scale: float) -> Video:
 
 
 def open_video(source: Any, fps: float | None, budgets: Budgets, prompt: Prompt) -> Video:
-    """A video file, or frames uint8 [F, H, W, 3] at ``fps`` (None: taken at the budget's), within the budget."""
+    """A video file, or frames uint8 [F, H, W, 3] at ``fps`` (None: taken at the budget's), within
+    the budget."""
     try:
         if isinstance(source, (str, Path)):
             return _decoded(Path(source), budgets)
@@ -115,7 +125,8 @@ def open_video(source: Any, fps: float | None, budgets: Budgets, prompt: Prompt)
         raise UserError(f"{where(prompt)}: cannot read the video {source!r}: {error}") from error
     if frames.ndim != 4 or frames.shape[-1] != 3 or frames.dtype != np.uint8 or not len(frames):
         raise UserError(
-            f"{where(prompt)}: a video is a file or frames uint8 [F, H, W, 3], got {frames.dtype} {list(frames.shape)}"
+            f"{where(prompt)}: a video is a file or frames uint8 [F, H, W, 3], got "
+            f"{frames.dtype} {list(frames.shape)}"
         )
     rate = float(fps or budgets.fps)
     indices = sampled(len(frames), rate, budgets)
@@ -123,9 +134,14 @@ def open_video(source: Any, fps: float | None, budgets: Budgets, prompt: Prompt)
 
 
 def sampled(total: int, fps: float, budgets: Budgets) -> list[int]:
-    """Numbers of the frames to take of ``total`` at ``fps``: the budget's rate, at most its frames, evenly spread."""
+    """Numbers of the frames to take of ``total`` at ``fps``: the budget's rate, at most its frames,
+    evenly spread."""
     wanted = min(budgets.frames, max(1, math.ceil(total / fps * budgets.fps - 1e-9)), total)
-    return np.linspace(0, total - 1, wanted).round().astype(int).tolist() if wanted > 1 else [total // 2]
+    return (
+        np.linspace(0, total - 1, wanted).round().astype(int).tolist()
+        if wanted > 1
+        else [total // 2]
+    )
 
 
 def _decoded(path: Path, budgets: Budgets) -> Video:
@@ -139,7 +155,8 @@ def _decoded(path: Path, budgets: Budgets) -> Video:
         if not total or not rate:
             raise ValueError("it holds no frames or no frame rate")
         container.seek(0, stream=stream)
-        indices, kept = sampled(total, rate, budgets), []
+        indices = sampled(total, rate, budgets)
+        kept = []
         for number, frame in enumerate(container.decode(stream)):
             if number == indices[len(kept)]:
                 kept.append(frame.to_ndarray(format="rgb24"))
@@ -152,7 +169,9 @@ def _decoded(path: Path, budgets: Budgets) -> Video:
     return _video(np.stack(kept), indices, total, rate, budgets)
 
 
-def _video(frames: np.ndarray, indices: Sequence[int], total: int, fps: float, budgets: Budgets) -> Video:
+def _video(
+    frames: np.ndarray, indices: Sequence[int], total: int, fps: float, budgets: Budgets
+) -> Video:
     size = (frames.shape[2], frames.shape[1])
     return Video(_frames_at(frames, budgets.frame_pixels), list(indices), total, fps, size)
 

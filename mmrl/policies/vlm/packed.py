@@ -1,4 +1,5 @@
-"""Batches without padding: the tokens of all rows one after another, each of which attends inside its own row only."""
+"""Batches without padding: the tokens of all rows one after another, each of which attends inside
+its own row only."""
 
 from __future__ import annotations
 
@@ -23,16 +24,20 @@ CAUSAL = (
     "idefics3",
     "smolvlm",
     "janus",
-)  # model types in which also an image's tokens see only what precedes them; in others prompts stay padded
+    # model types in which also an image's tokens see only what precedes them; in others prompts
+    # stay
+    # padded
+)
 
 
 @dataclass
 class Layout:
-    """Where B rows lie among packed tokens. Their last keys are their queries: a query sees all keys up to itself.
+    """Where B rows lie among packed tokens. Their last keys are their queries: a query sees all
+    keys up to itself.
 
-    ``queries``, ``keys``: [B] long, how many each row has, at least 1. ``at``: [sum of keys] long, which of the packed
-    keys they are; None: all in turn. ``xformers``: attend by one call of it, with a mask that is never written out;
-    else rows are padded for the attention alone.
+    ``queries``, ``keys``: [B] long, how many each row has, at least 1. ``at``: [sum of keys] long,
+    which of the packed keys they are; None: all in turn. ``xformers``: attend by one call of it,
+    with a mask that is never written out; else rows are padded for the attention alone.
     """
 
     queries: Tensor
@@ -42,32 +47,47 @@ class Layout:
     calls: int = 0
     known: dict[Any, Any] = field(default_factory=dict)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
         """[heads, N, D] for queries [heads, N, D], keys and values [heads, M, D]."""
         self.calls += 1
         if self.at is not None and self.xformers and window is None:
-            key, value = key.index_select(1, self.at), value.index_select(1, self.at)
-        return (self._fused if self.xformers and window is None else self._padded)(query, key, value, scale, window)
+            key = key.index_select(1, self.at)
+            value = value.index_select(1, self.at)
+        return (self._fused if self.xformers and window is None else self._padded)(
+            query, key, value, scale, window
+        )
 
-    def _fused(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: None) -> Tensor:
+    def _fused(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: None
+    ) -> Tensor:
         from xformers.ops import fmha
 
         if "mask" not in self.known:
             kind = fmha.attn_bias.BlockDiagonalCausalFromBottomRightMask
             self.known["mask"] = kind.from_seqlens(self.queries.tolist(), self.keys.tolist())
         packed = (x.transpose(0, 1)[None].contiguous() for x in (query, key, value))
-        return fmha.memory_efficient_attention(*packed, attn_bias=self.known["mask"], scale=scale)[0].transpose(0, 1)
+        return fmha.memory_efficient_attention(*packed, attn_bias=self.known["mask"], scale=scale)[
+            0
+        ].transpose(0, 1)
 
-    def _padded(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:
+    def _padded(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
         rows, columns, back = self._places()
         if window not in self.known:
             self.known[window] = self._mask(window)
-        q, k, v = (x[:, i].transpose(0, 1) for x, i in ((query, rows), (key, columns), (value, columns)))
-        found = F.scaled_dot_product_attention(q, k, v, attn_mask=self.known[window], scale=scale)  # [B, heads, T, D]
+        q, k, v = (
+            x[:, i].transpose(0, 1) for x, i in ((query, rows), (key, columns), (value, columns))
+        )
+        # [B, heads, T, D]
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=self.known[window], scale=scale)
         return found.transpose(0, 1).flatten(1, 2).index_select(1, back)
 
     def _places(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Which packed query [B, T] and key [B, S] stands where in a padded batch, and where the N queries are there.
+        """Which packed query [B, T] and key [B, S] stands where in a padded batch, and where the N
+        queries are there.
 
         The padding repeats a row's last one, so that it attends to something."""
         if "places" not in self.known:
@@ -79,8 +99,11 @@ class Layout:
 
     def _mask(self, window: int | None) -> Tensor:
         """[B, 1, T, S] bool."""
-        steps, columns = (torch.arange(int(n.max()), device=n.device) for n in (self.queries, self.keys))
-        last = (self.keys - self.queries)[:, None] + torch.minimum(steps, self.queries[:, None] - 1)  # [B, T]
+        steps, columns = (
+            torch.arange(int(n.max()), device=n.device) for n in (self.queries, self.keys)
+        )
+        # [B, T]
+        last = (self.keys - self.queries)[:, None] + torch.minimum(steps, self.queries[:, None] - 1)
         seen = columns <= last[..., None]
         return (seen if window is None else seen & (columns > last[..., None] - window))[:, None]
 
@@ -96,7 +119,8 @@ class Read:
 
 
 def enable(hf: nn.Module) -> None:
-    """Let the language model attend by a layout where it is given one, and by transformers' SDPA otherwise."""
+    """Let the language model attend by a layout where it is given one, and by transformers' SDPA
+    otherwise."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -106,21 +130,31 @@ def enable(hf: nn.Module) -> None:
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, sliding_window: int | None = None, packing: Layout | None = None, **more: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    packing: Layout | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
     """As transformers calls an attention: [B, heads, T, D] -> [B, T, heads, D]."""
     if packing is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **more)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **more
+        )
     groups = query.shape[1] // key.shape[1]
     k, v = (x[0].repeat_interleave(groups, 0) if groups > 1 else x[0] for x in (key, value))
     return packing.attend(query[0], k, v, scaling, sliding_window).transpose(0, 1)[None], None
 
 
 def anything() -> Tensor:
-    """The attention mask that goes with a layout: transformers takes four dimensions for one that is complete."""
+    """The attention mask that goes with a layout: transformers takes four dimensions for one that
+    is complete."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
 
@@ -137,7 +171,8 @@ def pack(inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def squeeze(kept: list[KV], real: Tensor) -> list[KV]:
-    """Keys and values of a left-padded batch [P, heads, S, D] as one row of those that are ``real`` [P, S]."""
+    """Keys and values of a left-padded batch [P, heads, S, D] as one row of those that are ``real``
+    [P, S]."""
     return [tuple(x.transpose(1, 2)[real].transpose(0, 1)[None] for x in layer) for layer in kept]
 
 
@@ -150,10 +185,12 @@ def unsqueeze(kept: list[KV], lengths: Tensor) -> list[KV]:
 
 
 def continued(lengths: Tensor, rows: Tensor, answers: Tensor, xformers: bool) -> Layout:
-    """Answers of ``answers`` [B] tokens to the prompts of ``rows`` [B], whose keys, ``lengths`` [P] of them, are packed
-    before those of the answers."""
-    rows, answers = rows[answers > 0], answers[answers > 0]
-    starts, own = lengths.cumsum(0) - lengths, lengths[rows]
+    """Answers of ``answers`` [B] tokens to the prompts of ``rows`` [B], whose keys, ``lengths`` [P]
+    of them, are packed before those of the answers."""
+    rows = rows[answers > 0]
+    answers = answers[answers > 0]
+    starts = lengths.cumsum(0) - lengths
+    own = lengths[rows]
     keys = own + answers
     row = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), keys)
     off = torch.arange(len(row), device=rows.device) - (keys.cumsum(0) - keys)[row]
@@ -163,7 +200,8 @@ def continued(lengths: Tensor, rows: Tensor, answers: Tensor, xformers: bool) ->
 
 
 def _spread(lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, longest] packed position of each row's tokens, the last one repeated behind its end, and which are real."""
+    """[B, longest] packed position of each row's tokens, the last one repeated behind its end, and
+    which are real."""
     steps = torch.arange(int(lengths.max()), device=lengths.device)
     real = steps < lengths[:, None]
     return (lengths.cumsum(0) - lengths)[:, None] + torch.minimum(steps, lengths[:, None] - 1), real

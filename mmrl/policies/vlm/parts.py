@@ -1,5 +1,5 @@
-"""What of a vision-language model is trained: language model, projector and vision tower each fully, by an adapter, or
-not at all, with learning rates of their own."""
+"""What of a vision-language model is trained: language model, projector and vision tower each
+fully, by an adapter, or not at all, with learning rates of their own."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from .families import PARTS, modules_of, part_of
 
 How = Literal["full", "lora", "frozen"]
 Positive = Annotated[float, Gt(0)]
-HEADS = ("lm_head", "embed_tokens", "generation_head")  # no adapters there: the head is tied, or not used for answers
+# no adapters there: the head is tied, or not used for answers
+HEADS = ("lm_head", "embed_tokens", "generation_head")
 LAYER = re.compile(r"\.layers\.(\d+)\.")
-NEVER_USED = ("vqmodel", "generation_embeddings", "generation_aligner", "generation_head")  # Janus draws with these
+# Janus draws with these
+NEVER_USED = ("vqmodel", "generation_embeddings", "generation_aligner", "generation_head")
 
 
 @dataclass(frozen=True)
 class Part:
-    """``how`` one part is trained. ``lr`` is its own learning rate, or ``factor`` multiplies the optimizer's.
-    Of an adapter: ``rank``, ``alpha`` (None: twice the rank), ``targets``, module-name suffixes (None: every linear
-    layer of the part)."""
+    """``how`` one part is trained. ``lr`` is its own learning rate, or ``factor`` multiplies the
+    optimizer's. Of an adapter: ``rank``, ``alpha`` (None: twice the rank), ``targets``, module-name
+    suffixes (None: every linear layer of the part)."""
 
     how: How = "full"
     lr: Positive | None = None
@@ -52,11 +54,15 @@ class Parts:
 
     def __post_init__(self) -> None:
         if all(part.how == "frozen" for part in self.named().values()):
-            raise ValueError("every part is frozen; train at least one of language, projector, vision")
+            raise ValueError(
+                "every part is frozen; train at least one of language, projector, vision"
+            )
 
     def named(self) -> dict[str, Part]:
         chosen = {name: getattr(self, name) for name in PARTS}
-        return {name: part if isinstance(part, Part) else Part(part) for name, part in chosen.items()}
+        return {
+            name: part if isinstance(part, Part) else Part(part) for name, part in chosen.items()
+        }
 
 
 def everything(net: nn.Module) -> Parts:
@@ -66,7 +72,8 @@ def everything(net: nn.Module) -> Parts:
 
 
 def set_trainable(net: nn.Module, parts: Parts) -> None:
-    """Freeze ``net`` but for what ``parts`` train, and add their adapters, in float32 and zero at the start.
+    """Freeze ``net`` but for what ``parts`` train, and add their adapters, in float32 and zero at
+    the start.
 
     Raises UserError for a part the network does not have, and for targets that match nothing.
     """
@@ -74,9 +81,16 @@ def set_trainable(net: nn.Module, parts: Parts) -> None:
     there = {part_of(name) for name, _ in net.named_parameters()}
     for name, part in chosen.items():
         if name not in there and part.how != "frozen":
-            raise UserError(f"policy option train.{name}: {type(net).__name__} has no such part; write {name}: frozen")
+            raise UserError(
+                f"policy option train.{name}: {type(net).__name__} has no such part; "
+                f"write {name}: frozen"
+            )
     unused = idle(net)
-    full = [p for name, p in net.named_parameters() if chosen[part_of(name)].how == "full" and name not in unused]
+    full = [
+        p
+        for name, p in net.named_parameters()
+        if chosen[part_of(name)].how == "full" and name not in unused
+    ]
     net.requires_grad_(False)
     _add_adapters(net, chosen)
     for p in full:
@@ -88,22 +102,33 @@ def set_trainable(net: nn.Module, parts: Parts) -> None:
 
 
 def idle(net: nn.Module) -> set[str]:
-    """Names of parameters that take no part in answers, so that they never have a gradient: what draws images, and what
-    lies behind the layer of the vision tower that the language model is shown."""
+    """Names of parameters that take no part in answers, so that they never have a gradient: what
+    draws images, and what lies behind the layer of the vision tower that the language model is
+    shown."""
     names = [name for name, _ in net.named_parameters()]
     found = {name for name in names if any(f".{part}." in f".{name}" for part in NEVER_USED)}
     shown = getattr(getattr(net, "config", None), "vision_feature_layer", None)
     if shown is None:
         return found
-    layers = [(name, int(m[1])) for name in names if part_of(name) == "vision" and (m := LAYER.search(name))]
+    layers = [
+        (name, int(m[1]))
+        for name in names
+        if part_of(name) == "vision" and (m := LAYER.search(name))
+    ]
     count = 1 + max((number for _, number in layers), default=0)
-    used = max(layer if layer >= 0 else count + 1 + layer for layer in ([shown] if isinstance(shown, int) else shown))
+    used = max(
+        layer if layer >= 0 else count + 1 + layer
+        for layer in ([shown] if isinstance(shown, int) else shown)
+    )
     found |= {name for name, number in layers if number >= used}
-    return found | {name for name in names if part_of(name) == "vision" and ".post_layernorm." in name}
+    return found | {
+        name for name in names if part_of(name) == "vision" and ".post_layernorm." in name
+    }
 
 
 def groups_of(net: nn.Module, parts: Parts | None) -> list[ParameterGroup]:
-    """The trainable parameters by part, each with its learning rate; one group where no parts are told apart."""
+    """The trainable parameters by part, each with its learning rate; one group where no parts are
+    told apart."""
     trainable = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
     if parts is None:
         return [ParameterGroup([p for _, p in trainable])]
@@ -127,9 +152,16 @@ def summary(net: nn.Module) -> str:
     for name, p in net.named_parameters():
         counts[part_of(name)][0] += p.numel() * p.requires_grad
         counts[part_of(name)][1] += p.numel()
-    told = [f"{name} {_short(some)} of {_short(every)}" for name, (some, every) in counts.items() if every]
+    told = [
+        f"{name} {_short(some)} of {_short(every)}"
+        for name, (some, every) in counts.items()
+        if every
+    ]
     some, every = (sum(column) for column in zip(*counts.values()))
-    return f"trainable parameters: {', '.join(told)}; together {_short(some)} of {_short(every)} ({some / every:.2%})"
+    return (
+        f"trainable parameters: {', '.join(told)}; together {_short(some)} of {_short(every)} "
+        f"({some / every:.2%})"
+    )
 
 
 def _short(count: int) -> str:
@@ -140,10 +172,12 @@ def _short(count: int) -> str:
 
 
 def _add_adapters(net: nn.Module, chosen: dict[str, Part]) -> None:
-    """One peft adapter over all parts, so that it is saved and exported as one, each part with its rank."""
+    """One peft adapter over all parts, so that it is saved and exported as one, each part with its
+    rank."""
     from peft import LoraConfig, inject_adapter_in_model
 
-    ranks, alphas = {}, {}
+    ranks = {}
+    alphas = {}
     for name, part in chosen.items():
         for module in _targets(net, name, part) if part.how == "lora" else ():
             ranks[module] = part.rank
@@ -151,9 +185,13 @@ def _add_adapters(net: nn.Module, chosen: dict[str, Part]) -> None:
     if not ranks:
         return
     config = LoraConfig(
-        r=max(ranks.values()), lora_alpha=max(alphas.values()), init_lora_weights="gaussian",
-        target_modules=list(ranks), rank_pattern=ranks, alpha_pattern=alphas,
-    )  # fmt: skip
+        r=max(ranks.values()),
+        lora_alpha=max(alphas.values()),
+        init_lora_weights="gaussian",
+        target_modules=list(ranks),
+        rank_pattern=ranks,
+        alpha_pattern=alphas,
+    )
     if hasattr(net, "add_adapter"):
         net.add_adapter(config)
     else:
@@ -163,10 +201,15 @@ def _add_adapters(net: nn.Module, chosen: dict[str, Part]) -> None:
 def _targets(net: nn.Module, name: str, part: Part) -> list[str]:
     unused = {key.rpartition(".")[0] for key in idle(net)}
     linear = [m for m in modules_of(net, name) if not m.endswith(HEADS) and m not in unused]
-    found = [m for m in linear if part.targets is None or any(f".{m}".endswith(f".{t}") for t in part.targets)]
+    found = [
+        m
+        for m in linear
+        if part.targets is None or any(f".{m}".endswith(f".{t}") for t in part.targets)
+    ]
     if not found:
         raise UserError(
-            f"policy option train.{name}: no linear layer of that part is named {list(part.targets or ())}; "
+            f"policy option train.{name}: no linear layer of that part is named "
+            f"{list(part.targets or ())}; "
             f"there are {linear[:6]} ..."
         )
     return found

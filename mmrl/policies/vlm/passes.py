@@ -1,4 +1,5 @@
-"""The passes of a vision-language policy: which prompts share one, what it samples, what it scores."""
+"""The passes of a vision-language policy: which prompts share one, what it samples, what it
+scores."""
 
 from __future__ import annotations
 
@@ -47,22 +48,27 @@ class Passes(NetPolicy):
 
     def __init__(self, net: nn.Module, **options: Any):
         super().__init__(net, **options)
-        self.recent, self.features = Recent(KEPT), Recent(KEPT)
-        self.images, self.towered = 0, 0  # asked about, and passed through the tower, since this was last measured
+        self.recent = Recent(KEPT)
+        self.features = Recent(KEPT)
+        # asked about, and passed through the tower, since this was last measured
+        self.images = 0
+        self.towered = 0
         self.tried = False  # whether a family nobody knows has made a pass
         self.gaps: list[float] = []  # mean distances to the log-probs of another engine
 
     def dist(self, point: Point) -> AnswerTokens:
         self._check_sharing(point.cond)
         where = point.mask
-        if not on_host(where).any():  # every process makes its passes, also those that train nothing
+        # every process makes its passes, also those that train nothing
+        if not on_host(where).any():
             where = where.clone()
             where[0, 0] = True
         hidden, scored = self._score(self.active(), point.cond, point.group, point.target, where)
         return AnswerTokens(self, point, where, hidden, scored)
 
     def _placed(self, encoded: Encoded) -> Encoded:
-        """On the device, with its positions as ``places`` [1, S, axes]: they cost time and never change."""
+        """On the device, with its positions as ``places`` [1, S, axes]: they cost time and never
+        change."""
         places = positions(self.net.hf, encoded)
         places = places[..., None] if places.ndim == 2 else places.permute(1, 2, 0)
         return tree_map(lambda tensor: tensor.to(self.device), encoded | {"places": places})
@@ -70,9 +76,10 @@ class Passes(NetPolicy):
     def _batch(self, encoded: list[Encoded]) -> Encoded:
         """One left-padded batch, with ``position_ids`` [P, S] or [3, P, S].
 
-        Of many processes all must pass something through the vision tower in every pass, or its gradients are waited
-        for: where no prompt has an image, one more prompt that nobody answers brings one. On one process too, where
-        the tower is trained: its gradient is then zero and not missing, which Adam does not take for the same.
+        Of many processes all must pass something through the vision tower in every pass, or its
+        gradients are waited for: where no prompt has an image, one more prompt that nobody answers
+        brings one. On one process too, where the tower is trained: its gradient is then zero and
+        not missing, which Adam does not take for the same.
         """
         needed = distributed.world()[1] > 1 or torch.is_grad_enabled() and self.sees
         if needed and not any(name.startswith("pixel_values") for one in encoded for name in one):
@@ -82,16 +89,25 @@ class Passes(NetPolicy):
         if not kept:
             self.towered += sum(images_in(one) for one in encoded)
         left_out = ("places", *(features.PIXELS if kept else ()))
-        batch = self.inputs.collate([{k: v for k, v in one.items() if k not in left_out} for one in encoded]) | kept
+        batch = (
+            self.inputs.collate(
+                [{k: v for k, v in one.items() if k not in left_out} for one in encoded]
+            )
+            | kept
+        )
         length = batch["input_ids"].shape[1]
-        places = [F.pad(one["places"], (0, 0, length - one["places"].shape[1], 0)) for one in encoded]
+        places = [
+            F.pad(one["places"], (0, 0, length - one["places"].shape[1], 0)) for one in encoded
+        ]
         found = torch.cat(places).permute(2, 0, 1)
         return batch | {"position_ids": found[0] if len(found) == 1 else found}
 
     def _kept(self, encoded: list[Encoded]) -> dict[str, Any]:
-        """Features in the place of the images of these prompts, where tower and projector are frozen; {}: look anew.
+        """Features in the place of the images of these prompts, where tower and projector are
+        frozen; {}: look anew.
 
-        On one process, since sharded ones make the same passes; of families whose projector is known by name."""
+        On one process, since sharded ones make the same passes; of families whose projector is
+        known by name."""
         known = self.inputs.family.known and features.can_keep(self.net.hf)
         frozen = known and not self.sees and self.net.share and distributed.world()[1] == 1
         seen = [one for one in encoded if "pixel_values" in one]
@@ -117,26 +133,33 @@ class Passes(NetPolicy):
         return found
 
     def _collated(self, cond: list[Encoded], group: Tensor, each: bool) -> tuple[Encoded, Tensor]:
-        """The prompts of ``group`` [B] as one batch, each once or (``each``) once a row, and where every row's is."""
+        """The prompts of ``group`` [B] as one batch, each once or (``each``) once a row, and where
+        every row's is."""
         unique, rows = on_host(group).unique(return_inverse=True)
         if each:
-            unique, rows = on_host(group), torch.arange(len(group))
+            unique = on_host(group)
+            rows = torch.arange(len(group))
         return self._batch([cond[i] for i in unique.tolist()]), sent(rows, group.device)
 
     def _kinds(self, cond: list[Encoded], group: Tensor) -> list[Tensor]:
-        """Positions in ``group`` [B] of the rows whose prompts can be one batch; nearly always all rows."""
+        """Positions in ``group`` [B] of the rows whose prompts can be one batch; nearly always all
+        rows."""
         known = on_host(group)
         unique = known.unique()
         kinds = self.inputs.groups([cond[i] for i in unique.tolist()])
         if len(kinds) == 1:
             return [torch.arange(len(group), device=group.device)]
-        return [sent(torch.isin(known, unique[kind]).nonzero()[:, 0], group.device) for kind in kinds]
+        return [
+            sent(torch.isin(known, unique[kind]).nonzero()[:, 0], group.device) for kind in kinds
+        ]
 
     def _score(
         self, net: nn.Module, cond: list[Encoded], group: Tensor, ids: Tensor, where: Tensor
     ) -> tuple[Tensor, Scored]:
         """Hidden states [N, H] and log-probs [N] of the tokens ``where`` [B, T] holds."""
-        each, found, places = not self.net.share, [], []
+        each = not self.net.share
+        found = []
+        places = []
         kinds = self._kinds(cond, group)
         if len(kinds) == 1:
             inputs, rows = self._collated(cond, group, each)
@@ -145,18 +168,23 @@ class Passes(NetPolicy):
         for at in kinds:
             if where[at].any():
                 inputs, rows = self._collated(cond, group[at], each)
-                found.append(net("score", inputs, rows, ids[at], where[at], self.warp, self.entropies))
+                found.append(
+                    net("score", inputs, rows, ids[at], where[at], self.warp, self.entropies)
+                )
                 places.append(number[at][where[at]])
         if len(found) == 1:
             return found[0]
         order = torch.cat(places).argsort()
-        hidden, logprob = (torch.cat(x)[order] for x in ([h for h, _ in found], [s.logprob for _, s in found]))
+        hidden, logprob = (
+            torch.cat(x)[order] for x in ([h for h, _ in found], [s.logprob for _, s in found])
+        )
         entropy = torch.cat([s.entropy for _, s in found])[order] if self.entropies else None
         return hidden, Scored(logprob, entropy)
 
     @torch.no_grad()
     def _check_sharing(self, cond: list[Encoded]) -> None:
-        """Of a family nobody has compared: whether a shared prompt gives the log-probs of separate passes."""
+        """Of a family nobody has compared: whether a shared prompt gives the log-probs of separate
+        passes."""
         if not self.inputs.family.known and not self.tried:
             self._first(cond[0])
         if self.sharing != "auto":
@@ -169,35 +197,47 @@ class Passes(NetPolicy):
             ids = cond[0]["input_ids"][:, -5:].expand(2, -1)
             found = []
             for self.net.share in (False, True):
-                found.append(self._score(self.net, cond, group, ids, torch.ones_like(ids, dtype=torch.bool))[1].logprob)
+                found.append(
+                    self._score(self.net, cond, group, ids, torch.ones_like(ids, dtype=torch.bool))[
+                        1
+                    ].logprob
+                )
             apart = float((found[0] - found[1]).abs().max())
             self.net.share = apart < (1e-3 if self.net.hf.dtype == torch.float32 else 0.1)
         if not self.net.share:
             warnings.warn(
-                f"{self.net.config.model_type}: prompts are read once for every answer, since sharing them is not "
+                f"{self.net.config.model_type}: prompts are read once for every answer, "
+                f"since sharing them is not "
                 "exact in this family; set the policy's share to none to say so yourself",
                 stacklevel=2,
             )
 
     def _first(self, encoded: Encoded) -> None:
-        """One pass of a family nobody has tried. Raises UserError where its network does not take what its processor
-        made of the prompt, or returns something else."""
+        """One pass of a family nobody has tried. Raises UserError where its network does not take
+        what its processor made of the prompt, or returns something else."""
         self.tried = True
-        group, ids = torch.zeros(1, dtype=torch.long, device=self.device), encoded["input_ids"][:, -2:]
-        kept, self.net.share = self.net.share, False
+        group = torch.zeros(1, dtype=torch.long, device=self.device)
+        ids = encoded["input_ids"][:, -2:]
+        kept = self.net.share
+        self.net.share = False
         try:
             self._score(self.net, [encoded], group, ids, torch.ones_like(ids, dtype=torch.bool))
         except (ValueError, TypeError, RuntimeError, AttributeError, KeyError, IndexError) as error:
             raise UserError(
-                f"{self.net.config.model_type} is not in mmrl's table of families, and the general rules do not fit it "
-                f"({type(error).__name__}: {error}); compare the processor files with the checkpoint, or use a family "
+                f"{self.net.config.model_type} is not in mmrl's table of families, and "
+                f"the general rules do not fit it "
+                f"({type(error).__name__}: {error}); compare the processor files with the "
+                f"checkpoint, or use a family "
                 "that docs/vlm.md names"
             ) from error
         finally:
             self.net.share = kept
 
-    def _answers(self, cond: list[Encoded], group: Tensor, row: Tensor, rng: Rng, size: int) -> Answers:
-        """Answers to the prompts of ``group`` [B], ``size`` rows at a time, in the order of the rows.
+    def _answers(
+        self, cond: list[Encoded], group: Tensor, row: Tensor, rng: Rng, size: int
+    ) -> Answers:
+        """Answers to the prompts of ``group`` [B], ``size`` rows at a time, in the order of the
+        rows.
 
         Prompts of similar length are read together, which leaves little padding."""
         found: list[Answers] = []
@@ -213,7 +253,11 @@ class Passes(NetPolicy):
                     places.append(part)
                     found.append(answers)
         order = torch.cat(places).argsort()
-        names = ("ids", "mask", "logprob", "certainty") if self.ending.certain else ("ids", "mask", "logprob")
+        names = (
+            ("ids", "mask", "logprob", "certainty")
+            if self.ending.certain
+            else ("ids", "mask", "logprob")
+        )
         return Answers(*(torch.cat([getattr(one, name) for one in found])[order] for name in names))
 
     def _block(
@@ -224,12 +268,20 @@ class Passes(NetPolicy):
         if self.plainly:
             for part in mine.split(size):
                 inputs, _ = self._collated(cond, group[part], each=True)
-                yield part, generate_plainly(self.net, inputs, row[part], rng, self.warp, self.ending, busy)
+                yield (
+                    part,
+                    generate_plainly(
+                        self.net, inputs, row[part], rng, self.warp, self.ending, busy
+                    ),
+                )
             return
         inputs, rows = self._collated(cond, group[mine], each=False)
         prefix: Prefix = self.net("read", inputs)
         for part, own in zip(mine.split(size), rows.split(size), strict=True):
-            yield part, generate(self.net, prefix, own, row[part], rng, self.warp, self.ending, busy)
+            yield (
+                part,
+                generate(self.net, prefix, own, row[part], rng, self.warp, self.ending, busy),
+            )
 
     @property
     def plainly(self) -> bool:
@@ -247,7 +299,9 @@ class Passes(NetPolicy):
         if self.plainly:
             generate_plainly(self.net, inputs, rows, Rng.of("try"), self.warp, endless)
         else:
-            generate(self.net, self.net("read", inputs), rows, rows, Rng.of("try"), self.warp, endless)
+            generate(
+                self.net, self.net("read", inputs), rows, rows, Rng.of("try"), self.warp, endless
+            )
 
 
 def blank_image() -> Prompt:
@@ -259,4 +313,8 @@ def blank_image() -> Prompt:
 def images_in(encoded: Encoded) -> int:
     """How many images, tiles or videos a prompt brings to the tower."""
     grids = [encoded[name] for name in ("image_grid_thw", "video_grid_thw") if name in encoded]
-    return sum(map(len, grids)) if grids else sum(len(x) for n, x in encoded.items() if n.startswith("pixel_values"))
+    return (
+        sum(map(len, grids))
+        if grids
+        else sum(len(x) for n, x in encoded.items() if n.startswith("pixel_values"))
+    )

@@ -40,10 +40,12 @@ Storage = Literal["float32", "bfloat16", "float16", "auto"]
 
 @POLICIES.register("vlm")
 class VLM(Passes):
-    """Vision-language models: images, several images, video or text in, text out; any folder or hub id."""
+    """Vision-language models: images, several images, video or text in, text out; any folder or hub
+    id."""
 
     makes = "text"
-    truth: Callable[[Prompt], str | None] | None = None  # writes one answer of every group while it is set
+    # writes one answer of every group while it is set
+    truth: Callable[[Prompt], str | None] | None = None
     adjacent = True
     decisions = "categorical"
 
@@ -68,34 +70,48 @@ class VLM(Passes):
         train: Parts | None = None,
         **options: Any,
     ):
-        """path: folder, hub id or world:NAME. tokens: an answer's largest number. temperature, top_k, top_p: of
-        sampling and of scoring. stop: strings after which an answer ends. greedy: evaluation takes the likeliest
-        token. certainty: record how sure the model is of its answers, for the reward self_certainty. budgets: what
-        images, videos and prompts may cost. coords: the space of the model's coordinates, where its family's is
-        unknown. share: prefix reads a prompt once for its whole group, none once for every answer, auto is prefix
-        where that was compared, or can be, and agrees. dtype: of the weights. engine: what samples: own, or hf,
-        transformers' generate, continuous, its continuous batching (texts only), or vllm; their log-probs are kept
-        beside those of the policy's own passes. attention:
-        transformers' implementation; xformers: on CUDA, where rows and images are packed, with sdpa elsewhere. packed:
-        prompts and answers are read without padding, one row after another; by default with xformers. lora:
-        adapters in the language model. train: instead, how language model, projector and vision tower are each
-        trained; by default all fully."""
+        """path: folder, hub id or world:NAME. tokens: an answer's largest number. temperature,
+        top_k, top_p: of sampling and of scoring. stop: strings after which an answer ends. greedy:
+        evaluation takes the likeliest token. certainty: record how sure the model is of its
+        answers, for the reward self_certainty. budgets: what images, videos and prompts may cost.
+        coords: the space of the model's coordinates, where its family's is unknown. share: prefix
+        reads a prompt once for its whole group, none once for every answer, auto is prefix where
+        that was compared, or can be, and agrees. dtype: of the weights. engine: what samples: own,
+        or hf, transformers' generate, continuous, its continuous batching (texts only), or vllm;
+        their log-probs are kept beside those of the policy's own passes. attention: transformers'
+        implementation; xformers: on CUDA, where rows and images are packed, with sdpa elsewhere.
+        packed: prompts and answers are read without padding, one row after another; by default with
+        xformers. lora: adapters in the language model. train: instead, how language model,
+        projector and vision tower are each trained; by default all fully."""
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         self.place = locate(path)
         hf = _loaded(
-            AutoModelForImageTextToText, self.place, dtype=_dtype(dtype), attn_implementation=_plain(attention)
+            AutoModelForImageTextToText,
+            self.place,
+            dtype=_dtype(dtype),
+            attn_implementation=_plain(attention),
         )
         _refuse_two_parts(hf, self.place)
         if attention in ("sdpa", "xformers"):
             quicken(hf, xformers=attention == "xformers")
-        processor, family = _loaded(AutoProcessor, self.place), family_of(hf.config, coords)
-        self.inputs = Inputs(processor, hf.config, budgets or Budgets(), family, hf.generation_config)
+        processor = _loaded(AutoProcessor, self.place)
+        family = family_of(hf.config, coords)
+        self.inputs = Inputs(
+            processor, hf.config, budgets or Budgets(), family, hf.generation_config
+        )
         self.warp = Warp(temperature, top_k, top_p, self.inputs.suppressed)
-        self.ending = Ending(tokens, self.inputs.stops, self.inputs.pad, tuple(stop), self.inputs.decode, certainty)
-        self.greedy, self.sharing, self.engine = greedy, share, engine
+        self.ending = Ending(
+            tokens, self.inputs.stops, self.inputs.pad, tuple(stop), self.inputs.decode, certainty
+        )
+        self.greedy = greedy
+        self.sharing = share
+        self.engine = engine
         if lora is not None and train is not None:
-            raise UserError("policy options lora and train exclude each other; write train: {language: lora, ...}")
+            raise UserError(
+                "policy options lora and train exclude each other; write train: "
+                "{language: lora, ...}"
+            )
         lora = _adapters(hf, lora)
         net = SharedPrefix(hf, share=share != "none")
         self._pack(net, attention, packed)
@@ -104,15 +120,21 @@ class VLM(Passes):
         if lora is None:
             set_trainable(hf, train or everything(hf))
         self.outside = ENGINES[engine](self.place, dtype) if engine in ENGINES else None
-        self.sees = any(p.requires_grad and part_of(n) != "language" for n, p in hf.named_parameters())
+        self.sees = any(
+            p.requires_grad and part_of(n) != "language" for n, p in hf.named_parameters()
+        )
         self.notes = (*family.unverified(), summary(self.net), *self._warnings(hf))
 
     def _warnings(self, hf: Any) -> Iterator[str]:
         if self.sharing == "auto" and not shareable(hf):
-            yield f"prompts of {hf.config.model_type} are read once for every answer, not once a group"
+            yield (
+                f"prompts of {hf.config.model_type} are read once for every answer, not once "
+                f"a group"
+            )
         if self.outside is not None:
             yield (
-                f"{self.engine} samples with other kernels than the policy scores with: watch engine/gap, and set the "
+                f"{self.engine} samples with other kernels than the policy scores with: "
+                f"watch engine/gap, and set the "
                 "objective's importance, which corrects for it"
             )
 
@@ -130,9 +152,16 @@ class VLM(Passes):
             answers = ask(self.outside, self.net.hf, asked, row, rng, self.warp, self.ending)
         order = torch.arange(answers.ids.shape[1], device=self.device).expand_as(answers.ids)
         found = Rollout(
-            group=group, cond=cond, row=row, sample=answers.ids, mask=answers.mask, logprob=answers.logprob,
-            order=order, prompts=tuple(seen), certainty=answers.certainty,
-        )  # fmt: skip
+            group=group,
+            cond=cond,
+            row=row,
+            sample=answers.ids,
+            mask=answers.mask,
+            logprob=answers.logprob,
+            order=order,
+            prompts=tuple(seen),
+            certainty=answers.certainty,
+        )
         if self.engine != "own":
             found = self._rescored(found, size)
         return found if self.truth is None else self._taught(found, copies, size)
@@ -147,7 +176,9 @@ class VLM(Passes):
     def measures(self) -> dict[str, float]:
         found = {"vlm/vision_passes": self.towered / self.images} if self.images else {}
         found |= {"engine/gap": sum(self.gaps) / len(self.gaps)} if self.gaps else {}
-        self.images, self.towered, self.gaps = 0, 0, []
+        self.images = 0
+        self.towered = 0
+        self.gaps = []
         return found
 
     def parameter_groups(self) -> list[ParameterGroup]:
@@ -160,12 +191,23 @@ class VLM(Passes):
 
     def path(self, rollout: Rollout) -> Iterator[Point]:
         yield Point(
-            group=rollout.group, cond=rollout.cond, row=rollout.row, state=rollout.sample, target=rollout.sample,
-            mask=rollout.mask, logprob=rollout.logprob, advantage=rollout.advantage, length=rollout.mask.sum(1),
-            sampled=rollout.sampled, given=rollout.given, stale=rollout.stale,
-        )  # fmt: skip
+            group=rollout.group,
+            cond=rollout.cond,
+            row=rollout.row,
+            state=rollout.sample,
+            target=rollout.sample,
+            mask=rollout.mask,
+            logprob=rollout.logprob,
+            advantage=rollout.advantage,
+            length=rollout.mask.sum(1),
+            sampled=rollout.sampled,
+            given=rollout.given,
+            stale=rollout.stale,
+        )
 
-    def renoise(self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False) -> Iterator[Point]:
+    def renoise(
+        self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False
+    ) -> Iterator[Point]:
         for point in self.path(rollout):
             yield point.replace(logprob=None)
 
@@ -179,7 +221,9 @@ class VLM(Passes):
     def decode(self, rollout: Rollout) -> Media:
         lengths = rollout.mask.sum(1)
         known = [rollout.logprob] + ([] if rollout.certainty is None else [rollout.certainty])
-        means = torch.stack([(one * rollout.mask).sum(1) / lengths.clamp_min(1) for one in known], 1)
+        means = torch.stack(
+            [(one * rollout.mask).sum(1) / lengths.clamp_min(1) for one in known], 1
+        )
         begun = [prompt.get("prefill", "") for prompt in rollout.asked()]
         rows = zip(rollout.sample.tolist(), lengths.tolist(), means.tolist(), begun, strict=True)
         limit = rollout.sample.shape[1]
@@ -196,7 +240,8 @@ class VLM(Passes):
             self.warp = kept
 
     def export(self, folder: Path) -> None:
-        """The model, or its adapter where nothing else was trained, with processor and chat template."""
+        """The model, or its adapter where nothing else was trained, with processor and chat
+        template."""
         hf = self.net.hf
         if beside_adapters(hf):  # transformers saves a model with adapters as these alone
             whole = type(hf).from_pretrained(self.place, dtype=hf.dtype)
@@ -208,10 +253,14 @@ class VLM(Passes):
     @staticmethod
     def _pack(net: SharedPrefix, attention: str, packed: bool | None) -> None:
         """Raises UserError where packed batches are wanted and cannot be."""
-        if packed and (attention not in ("sdpa", "xformers") or not net.share or not shareable(net.hf)):
+        if packed and (
+            attention not in ("sdpa", "xformers") or not net.share or not shareable(net.hf)
+        ):
             raise UserError(
-                "policy option packed needs attention sdpa or xformers, prompts that are shared (not share: none), and "
-                f"a family that can share them; this is attention {attention} and {net.config.model_type}"
+                "policy option packed needs attention sdpa or xformers, prompts that are "
+                "shared (not share: none), and "
+                f"a family that can share them; this is attention {attention} and "
+                f"{net.config.model_type}"
             )
         net.fused = attention == "xformers"
         net.packed = packed or packed is None and net.fused and net.share and shareable(net.hf)
@@ -220,45 +269,71 @@ class VLM(Passes):
 
     @torch.no_grad()
     def _rescored(self, rollout: Rollout, size: int) -> Rollout:
-        """What another engine sampled, with its log-probs as ``sampled`` and those of the policy's own passes."""
+        """What another engine sampled, with its log-probs as ``sampled`` and those of the policy's
+        own passes."""
         parts = [rollout[part] for part in chunks(len(rollout), size)]
-        scored = [self.dist(point).log_prob(point.target) for part in parts for point in self.path(part)]
+        scored = [
+            self.dist(point).log_prob(point.target) for part in parts for point in self.path(part)
+        ]
         own = torch.cat(scored).to(rollout.logprob)
         self.gaps.append(float((own - rollout.logprob)[rollout.mask].abs().mean()))
         return rollout.replace(logprob=own, sampled=rollout.logprob)
 
     @torch.no_grad()
     def _taught(self, rollout: Rollout, copies: int, size: int) -> Rollout:
-        """The last answer of every group gives way to the right one, with the log-probs that the policy gives it.
+        """The last answer of every group gives way to the right one, with the log-probs that the
+        policy gives it.
 
-        Where nobody can write it, or it is longer than answers may be, the group keeps what was sampled.
+        Where nobody can write it, or it is longer than answers may be, the group keeps what was
+        sampled.
         """
         last = torch.arange(copies - 1, len(rollout), copies, device=self.device)
-        ids, mask, written = rollout.sample.clone(), rollout.mask.clone(), torch.zeros_like(rollout.group, dtype=bool)
+        ids = rollout.sample.clone()
+        mask = rollout.mask.clone()
+        written = torch.zeros_like(rollout.group, dtype=bool)
         for row, prompt in zip(last.tolist(), rollout.prompts, strict=True):
             text = self.truth(prompt)
-            tokens = None if text is None else self.inputs.tokens(text.removeprefix(prompt.get("prefill", "")))
+            tokens = (
+                None
+                if text is None
+                else self.inputs.tokens(text.removeprefix(prompt.get("prefill", "")))
+            )
             if tokens is not None and len(tokens) <= ids.shape[1]:
                 ids[row], mask[row], written[row] = self.inputs.pad, False, True
                 ids[row, : len(tokens)] = torch.tensor(tokens, device=self.device)
                 mask[row, : len(tokens)] = True
-        found, logprob = rollout.replace(sample=ids, mask=mask), rollout.logprob.clone()
+        found = rollout.replace(sample=ids, mask=mask)
+        logprob = rollout.logprob.clone()
         for part in chunks(len(last), size):  # every process makes equally many passes
             (point,) = self.path(found[last[part]])
             scored = self.dist(point).log_prob(point.target)
-            logprob[last[part]] = torch.where(written[last[part], None], scored, logprob[last[part]])
-        if found.certainty is not None:  # of what was sampled: nobody knows that of the answer in its place
-            found = found.replace(certainty=found.certainty.masked_fill(written[:, None], torch.nan))
+            logprob[last[part]] = torch.where(
+                written[last[part], None], scored, logprob[last[part]]
+            )
+        # of what was sampled: nobody knows that of the answer in its place
+        if found.certainty is not None:
+            found = found.replace(
+                certainty=found.certainty.masked_fill(written[:, None], torch.nan)
+            )
         if found.sampled is not None:  # and no other engine sampled that one
             found = found.replace(sampled=torch.where(written[:, None], logprob, found.sampled))
         return found.replace(logprob=logprob, given=written)
 
     def _completion(self, ids: list[int], known: list[float], begun: str, limit: int) -> Completion:
         """The whole answer: what was written after what it ``begun`` with."""
-        text, ending = self.inputs.decode(ids), self.ending
+        text = self.inputs.decode(ids)
+        ending = self.ending
         stopped = bool(ids) and ids[-1] in ending.stops or any(s in text for s in ending.strings)
         spell = partial(self._spelled, ids, begun)
-        return Completion(begun + text, len(ids), stopped, known[0], known[1] if len(known) > 1 else None, limit, spell)
+        return Completion(
+            begun + text,
+            len(ids),
+            stopped,
+            known[0],
+            known[1] if len(known) > 1 else None,
+            limit,
+            spell,
+        )
 
     def _spelled(self, ids: list[int], begun: str) -> list[str]:
         return [begun + self.inputs.decode(ids[: n + 1]) for n in range(len(ids))]
@@ -267,8 +342,10 @@ class VLM(Passes):
 def _refuse_two_parts(hf: Any, place: str) -> None:
     if hf.config.is_encoder_decoder:
         raise UserError(
-            f"policy.vlm.path {place}: {hf.config.model_type} has an encoder for the question and a decoder "
-            "for the answer; vlm is for models that go on with one sequence, such as Qwen2.5-VL or LLaVA"
+            f"policy.vlm.path {place}: {hf.config.model_type} has an encoder for the "
+            f"question and a decoder "
+            "for the answer; vlm is for models that go on with one sequence, such as "
+            "Qwen2.5-VL or LLaVA"
         )
 
 
@@ -278,23 +355,29 @@ def _adapters(hf: Any, lora: Lora | int | None) -> Lora | None:
         lora = Lora(lora)
     if lora is None or lora.targets is not None:
         return lora
-    return Lora(lora.rank, lora.alpha, [n for n in modules_of(hf, "language") if not n.endswith("lm_head")])
+    return Lora(
+        lora.rank, lora.alpha, [n for n in modules_of(hf, "language") if not n.endswith("lm_head")]
+    )
 
 
 def _loaded(auto: Any, place: str, **options: Any) -> Any:
     try:
         return auto.from_pretrained(place, **options)
     except (OSError, ValueError) as error:
-        raise UserError(f"policy.vlm.path {place}: {auto.__name__} cannot load it: {error}") from error
+        raise UserError(
+            f"policy.vlm.path {place}: {auto.__name__} cannot load it: {error}"
+        ) from error
 
 
 def _plain(attention: str) -> str:
-    """transformers' name of it, where all is as usual. Raises UserError if xformers is wanted and cannot run."""
+    """transformers' name of it, where all is as usual. Raises UserError if xformers is wanted and
+    cannot run."""
     if attention != "xformers":
         return attention
     if not torch.cuda.is_available() or find_spec("xformers") is None:
         raise UserError(
-            "policy option attention = xformers needs a CUDA device and the package xformers (pip install xformers); "
+            "policy option attention = xformers needs a CUDA device and the package "
+            "xformers (pip install xformers); "
             "use sdpa"
         )
     return "sdpa"

@@ -7,13 +7,15 @@ from typing import Any
 
 
 class Recent:
-    """What was made from objects that are still the same ones, up to ``size`` bytes; the longest unused goes first.
+    """What was made from objects that are still the same ones, up to ``size`` bytes; the longest
+    unused goes first.
 
     Objects are known by identity and kept alive, so that none can take another's place.
     """
 
     def __init__(self, size: int):
-        self.size, self.used = size, 0
+        self.size = size
+        self.used = 0
         self.kept: OrderedDict[int, tuple[Any, Any, int]] = OrderedDict()
 
     def get(self, key: Any) -> Any:

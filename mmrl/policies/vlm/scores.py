@@ -24,11 +24,13 @@ class Scored(NamedTuple):
     entropy: Tensor | None  # [N]
 
 
-def score(hidden: Tensor, targets: Tensor, head: Head, warp: Warp, vocab: int, entropy: bool) -> Scored:
+def score(
+    hidden: Tensor, targets: Tensor, head: Head, warp: Warp, vocab: int, entropy: bool
+) -> Scored:
     """Log-probs of ``targets`` [N] at ``hidden`` [N, H], at least float32, in chunks.
 
-    More than one chunk is recomputed in the backward pass, so that logits of one chunk only are ever kept: memory does
-    not grow with the number of decisions times the vocabulary.
+    More than one chunk is recomputed in the backward pass, so that logits of one chunk only are
+    ever kept: memory does not grow with the number of decisions times the vocabulary.
     """
     size = max(1, BYTES // (4 * vocab))
 
@@ -54,9 +56,11 @@ def _scored(warped: Tensor, ids: Tensor, entropy: bool) -> tuple[Tensor, Tensor]
 
 
 def certainty(logits: Tensor) -> Tensor:
-    """[*] KL(uniform || p) in nats, p the softmax of logits [*, V]: log-sum-exp less their mean, less log V.
+    """[*] KL(uniform || p) in nats, p the softmax of logits [*, V]: log-sum-exp less their mean,
+    less log V.
 
-    Self-certainty (Kang et al. 2025, arXiv:2502.18581), before any temperature or truncation; 0 for no idea at all.
+    Self-certainty (Kang et al. 2025, arXiv:2502.18581), before any temperature or truncation; 0 for
+    no idea at all.
     """
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return x.logsumexp(-1) - x.mean(-1) - math.log(x.shape[-1])
@@ -69,7 +73,8 @@ def full(hidden: Tensor, head: Head, warp: Warp, vocab: int) -> Tensor:
 
 
 def kl(hidden: Tensor, other: Tensor, head: Head, warp: Warp) -> Tensor:
-    """[N] KL(self || other) at ``hidden`` [N, H], for the other's log-probs of all tokens [N, V]."""
+    """[N] KL(self || other) at ``hidden`` [N, H], for the other's log-probs of all tokens [N,
+    V]."""
 
     def one(h: Tensor, q: Tensor) -> Tensor:
         p = warp(head(h)).log_softmax(-1)
@@ -83,5 +88,7 @@ def kl(hidden: Tensor, other: Tensor, head: Head, warp: Warp) -> Tensor:
 def _again(fn: Callable, *given: Tensor) -> Any:
     """``fn(*given)``, computed again in the backward pass rather than kept."""
     return (
-        checkpoint(fn, *given, use_reentrant=False, preserve_rng_state=False) if torch.is_grad_enabled() else fn(*given)
+        checkpoint(fn, *given, use_reentrant=False, preserve_rng_state=False)
+        if torch.is_grad_enabled()
+        else fn(*given)
     )

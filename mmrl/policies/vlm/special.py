@@ -1,4 +1,5 @@
-"""Token ids with a meaning of their own: those that may never be sampled, and those that end an answer."""
+"""Token ids with a meaning of their own: those that may never be sampled, and those that end an
+answer."""
 
 from __future__ import annotations
 
@@ -12,17 +13,25 @@ TILES = re.compile(r"<row_\d+_col_\d+>")
 
 
 def suppressed_ids(processor: Any, tokenizer: Any, config: Any) -> tuple[int, ...]:
-    """Ids of everything that stands for, begins, ends or separates images and videos: a model that writes one of them
-    would have to be shown an image it does not have."""
+    """Ids of everything that stands for, begins, ends or separates images and videos: a model that
+    writes one of them would have to be shown an image it does not have."""
     found: set[int] = set()
     known = set(tokenizer.get_vocab().values()) | set(tokenizer.added_tokens_decoder)
     for holder in (processor, tokenizer, config):
-        for name in (name for name in dir(holder) if PLACEHOLDER.fullmatch(name) and not name.startswith("__")):
+        for name in (
+            name
+            for name in dir(holder)
+            if PLACEHOLDER.fullmatch(name) and not name.startswith("__")
+        ):
             value = getattr(holder, name, None)
             values = value if isinstance(value, (list, tuple)) else [value]
             ids = [tokenizer.convert_tokens_to_ids(v) if isinstance(v, str) else v for v in values]
-            found.update(i for i in ids if isinstance(i, int) and not isinstance(i, bool) and i in known)
-    found.update(i for i, token in tokenizer.added_tokens_decoder.items() if TILES.fullmatch(str(token)))
+            found.update(
+                i for i in ids if isinstance(i, int) and not isinstance(i, bool) and i in known
+            )
+    found.update(
+        i for i, token in tokenizer.added_tokens_decoder.items() if TILES.fullmatch(str(token))
+    )
     return tuple(sorted(found - set(stop_ids(tokenizer, config, None)) - {tokenizer.unk_token_id}))
 
 

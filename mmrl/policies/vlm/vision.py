@@ -1,4 +1,5 @@
-"""How towers of packed patches compute: one product embeds all patches, images of one size attend in one batch."""
+"""How towers of packed patches compute: one product embeds all patches, images of one size attend
+in one batch."""
 
 from __future__ import annotations
 
@@ -8,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-PACKED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # model types whose towers hand over the lengths of their images
-FLASH = "mmrl_flash_"  # transformers hands the lengths to an attention whose name holds "flash", and loops otherwise
+# model types whose towers hand over the lengths of their images
+PACKED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+# transformers hands the lengths to an attention whose name holds "flash", and loops otherwise
+FLASH = "mmrl_flash_"
 
 
 def quicken(hf: nn.Module, xformers: bool = False) -> None:
@@ -19,7 +22,11 @@ def quicken(hf: nn.Module, xformers: bool = False) -> None:
     if hf.config.model_type not in PACKED:
         return
     for module in hf.modules():
-        if type(module) is nn.Conv3d and module.kernel_size == module.stride and not any(module.padding):
+        if (
+            type(module) is nn.Conv3d
+            and module.kernel_size == module.stride
+            and not any(module.padding)
+        ):
             module.__class__ = Patches
     name, attend = ("xformers", by_xformers) if xformers else ("sdpa", by_length)
     AttentionInterface.register(FLASH + name, _interface(attend))
@@ -27,7 +34,8 @@ def quicken(hf: nn.Module, xformers: bool = False) -> None:
 
 
 class Patches(nn.Conv3d):
-    """A convolution that is given single patches: a product of matrices, which is many times as fast."""
+    """A convolution that is given single patches: a product of matrices, which is many times as
+    fast."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, out, 1, 1, 1] of patches [N, C, T, H, W] of the kernel's own size."""
@@ -36,8 +44,11 @@ class Patches(nn.Conv3d):
         return F.linear(x.flatten(1), self.weight.flatten(1), self.bias)[..., None, None, None]
 
 
-def by_length(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float) -> Tensor:
-    """Attention [N, heads, D] inside each of the pieces that N tokens consist of, ``lengths`` of them in turn.
+def by_length(
+    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float
+) -> Tensor:
+    """Attention [N, heads, D] inside each of the pieces that N tokens consist of, ``lengths`` of
+    them in turn.
 
     Pieces of one length are one batch, so that there are as many calls as different lengths.
     """
@@ -45,7 +56,9 @@ def by_length(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], sca
     if len(distinct) == 1:
         return _attended(query, key, value, distinct[0], scale)
     starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
-    given, found, places = torch.tensor(lengths), [], []
+    given = torch.tensor(lengths)
+    found = []
+    places = []
     for length in distinct:
         at = (starts[given == length][:, None] + torch.arange(length)).flatten().to(query.device)
         found.append(_attended(query[at], key[at], value[at], length, scale))
@@ -53,8 +66,11 @@ def by_length(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], sca
     return torch.cat(found)[torch.cat(places).argsort()]
 
 
-def by_xformers(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float) -> Tensor:
-    """The same on CUDA, in one call of xformers for all lengths: a block-diagonal mask that is never written out."""
+def by_xformers(
+    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float
+) -> Tensor:
+    """The same on CUDA, in one call of xformers for all lengths: a block-diagonal mask that is
+    never written out."""
     from xformers.ops import fmha
 
     mask = fmha.BlockDiagonalMask.from_seqlens(lengths)
@@ -63,17 +79,25 @@ def by_xformers(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], s
 
 
 def _attended(query: Tensor, key: Tensor, value: Tensor, length: int, scale: float) -> Tensor:
-    q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (query, key, value))  # [n, heads, length, D]
+    # [n, heads, length, D]
+    q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (query, key, value))
     return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(0, 1)
 
 
 def _interface(attend: Any) -> Any:
-    """As transformers calls an attention: query, key and value [1, heads, N, D] -> [1, N, heads, D]."""
+    """As transformers calls an attention: query, key and value [1, heads, N, D] -> [1, N, heads,
+    D]."""
 
     def forward(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-        scaling: float, cu_seq_lens_q: Tensor, **_: Any,
-    ) -> tuple[Tensor, None]:  # fmt: skip
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float,
+        cu_seq_lens_q: Tensor,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
         ends = cu_seq_lens_q.tolist()
         lengths = [end - start for start, end in zip(ends, ends[1:]) if end > start]
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
