@@ -46,8 +46,15 @@ def suggest(name: str, known: Any) -> str:
 
 
 def describe(entry: Callable) -> str:
-    """First line of the docstring."""
-    return (inspect.getdoc(entry) or "").partition("\n")[0]
+    """Return the first sentence or paragraph of the docstring, in one line, to show in tables."""
+    lines = []
+    for line in (inspect.getdoc(entry) or "").split("\n"):
+        if not line.strip():
+            break
+        lines.append(line.strip())
+        if line.rstrip().endswith(".") and not line.rstrip().endswith("et al."):
+            break
+    return " ".join(lines)
 
 
 def options(entry: Callable) -> dict[str, inspect.Parameter]:

@@ -24,6 +24,7 @@ from mmrl.registry import (
     REWARDS,
     Registry,
     UserError,
+    describe,
 )
 
 KERNEL = Registry("kernel")
@@ -749,3 +750,20 @@ def test_config_remembers_nothing_it_was_not_given():
     assert message(Config({"train": {}}).section, "train", TrainOptions).startswith(
         "train: missing prompts"
     )
+
+
+def test_a_first_sentence_over_two_lines_is_described_in_one():
+    def plug_in(*, option=1):
+        """Reads what is asked
+        of it. Then more.
+
+        And a paragraph.
+        """
+
+    def short():
+        """One sentence.
+        More of it.
+        """
+
+    assert describe(plug_in) == "Reads what is asked of it. Then more."
+    assert describe(short) == "One sentence."
