@@ -31,9 +31,7 @@ STEPS = {
     "policy:z_image": 4,  # diffusers' own network indexes by masks
 }
 ROLLOUT = 24  # of one rollout besides: prompts, encoders, first passes
-# of an optimizer step of any number of passes, besides PASS for each of its passes; points are made
-# twice
-UPDATE = 16
+UPDATE = 12  # of an optimizer step of any number of passes, besides PASS for each of its passes
 # of one pass with gradients of a real network: transformers and diffusers ask in their own code
 LIBRARY = 2
 PASS = {  # where it is otherwise; many decide by values what to compute

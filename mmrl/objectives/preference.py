@@ -77,9 +77,11 @@ def pairs(rollout: Rollout, rng: Rng | None = None) -> Tensor:
 
     With ``rng`` the rival of the best is not the worst but any one of lower advantage.
     """
-    # asked once
-    groups, names, every = (x.cpu() for x in (rollout.group, rollout.row, rollout.advantage[:, -1]))
-    kept = torch.ones_like(groups, dtype=torch.bool) if rollout.kept is None else rollout.kept.cpu()
+    alive = torch.ones_like(rollout.group) if rollout.kept is None else rollout.kept.long()
+    # every transfer waits for the device: one for all whole numbers
+    groups, names, alive = torch.stack([rollout.group, rollout.row, alive]).cpu()
+    every = rollout.advantage[:, -1].cpu()
+    kept = alive.bool()
     chosen = torch.zeros_like(kept)
     for group in groups[kept].unique():
         rows = ((groups == group) & kept).nonzero()[:, 0]
