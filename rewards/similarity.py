@@ -84,8 +84,9 @@ class DinoSimilarity:
 )
 @REWARDS.register("clip_similarity")
 class ClipSimilarity:
-    """Cosine between CLIP's embeddings of the picture and of the prompt's reference picture
-    (Flow-GRPO's image_similarity); of a video, the mean over its frames.
+    """Compare CLIP's embeddings of the picture and of the prompt's reference picture by cosine.
+
+    Flow-GRPO calls it image_similarity. Of a video, the mean over its frames.
 
     Args: model: an open_clip name, ``hf-hub:org/repo`` or a local folder. pretrained: open_clip's
         tag for the weights; not used for folders and hub ids. field: the field of a prompt that

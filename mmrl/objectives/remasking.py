@@ -50,8 +50,9 @@ def trajectory(
 
 @ESTIMATORS.register("tracerl")
 def tracerl(policy: Remaskable, rollout: Rollout, rng: Rng, *, shrink: Count = 8) -> list[Point]:
-    """TraceRL (Wang et al. 2025): slices of the stored reveal order, ``shrink`` passes each; a
-    slice's tokens are scored where it and all later ones are hidden. With shrink 1 it is
+    """Score slices of the stored reveal order, ``shrink`` passes each (TraceRL, Wang et al. 2025).
+
+    A slice's tokens are scored where it and all later ones are hidden. With shrink 1 it is
     ``trajectory`` of the emerge sampler."""
     part = rollout.order // shrink
     return [policy.at(rollout, hide=part >= s, score=part == s) for s in range(int(part.max()) + 1)]
@@ -114,9 +115,10 @@ def mask_grpo(
 def uni_grpo(
     policy: Remaskable, rollout: Rollout, rng: Rng, *, updates: Count = 4, draws: Count = 1
 ) -> list[Point]:
-    """UniGRPO (Yang et al. 2025, MMaDA): the mean over hidden tokens at a rate uniform in (0, 1),
-    or one of those evenly spaced from there to 1, ``updates`` in all; ``draws`` random ones of them
-    in each optimizer step."""
+    """Average over tokens hidden at random rates (UniGRPO of MMaDA, Yang et al. 2025).
+
+    A rate is uniform in (0, 1), or one of those evenly spaced from there to 1, ``updates`` in all;
+    ``draws`` random ones of them in each optimizer step."""
     first = rng.fold("first").uniform(rollout.row)  # [B]
     rates = [
         first + (1 - first) * n / max(updates - 1, 1)
@@ -133,9 +135,10 @@ def uni_grpo(
 def schedule_matched(
     policy: Remaskable, rollout: Rollout, rng: Rng, *, passes: Count | None = None
 ) -> list[Point]:
-    """Tokens hidden at the sampler's own rates k_t, weighted (k_t - k_t+1) / k_t: what the passes
-    would score if the order were drawn from its prior. ``passes``: so many random ones, weighted T
-    / passes."""
+    """Score tokens hidden at the sampler's own rates k_t, weighted (k_t - k_t+1) / k_t.
+
+    It is what the passes would score if the order were drawn from its prior. ``passes``: so many
+    random ones, weighted T / passes."""
     steps = len(policy.rates) - 1
     chosen = range(steps) if passes is None else rng.permutation(steps, step=1)[:passes].tolist()
     found = []
