@@ -109,7 +109,7 @@ class Alarms:
                 f"samples of one prompt become alike: their mean distance fell from "
                 f"{first:.3g} to {now:.3g}. "
                 "Soon there is nothing left to compare. Raise objective.kl or the noise "
-                "(policy.eta, temperature), "
+                "(policy.noise_level, temperature), "
                 "lower the learning rate, or reward diversity",
                 {"first": first, "now": now},
             )

@@ -38,7 +38,7 @@ def evaluate(
     held_out = bool(one.data.held_out)
     sizes = {
         "prompts": min(options.prompts, len(one.prompts())),
-        "copies": options.copies,
+        "copies": options.num_samples,
         "held_out": held_out,
     }
     target.write_text(json.dumps({**sizes, "rows": rows}, indent=1))

@@ -66,11 +66,11 @@ def evaluate(
     unbounded.
     """
     chosen = list(prompts[: options.prompts])
-    media, asked = sample(policy, chosen, options.copies, options.seed, guidance)
+    media, asked = sample(policy, chosen, options.num_samples, options.seed, guidance)
     with distributed.together():
         rewards: Rewards = scorer(media, asked)
     whole = {name: distributed.all_gather_rows(value) for name, value in rewards.per_row().items()}
-    found = {name: estimate(value.view(-1, options.copies)) for name, value in whole.items()}
+    found = {name: estimate(value.view(-1, options.num_samples)) for name, value in whole.items()}
     if (
         isinstance(media, list)
         and all(isinstance(one, str) for one in media)

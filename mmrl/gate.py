@@ -22,15 +22,15 @@ TOKENS = {False: 1e-4, True: 2e-2}
 
 
 def tolerance(options: TrainOptions, policy: Any, objective: Any) -> float | None:
-    """The largest gap that ``train.gate`` lets through, in nats; None: none is looked at.
+    """The largest gap that ``train.logprob_tolerance`` lets through, in nats; None: none is looked at.
 
     "auto" is, for Gaussian decisions, what the clip of the ratio can bear, in every precision; for
     tokens a rounding error of their precision, which guidance multiplies.
     """
-    if options.gate != "auto":
-        return options.gate
+    if options.logprob_tolerance != "auto":
+        return options.logprob_tolerance
     if policy.decisions == "gaussian":
-        summed = math.prod(policy.shape) if policy.reduction == "sum" else 1
+        summed = math.prod(policy.shape) if policy.logprob_reduction == "sum" else 1
         return min(EXACT * summed, clip_range(objective) / 10)
     return TOKENS[rounded(options, policy)] * amplified(policy)
 

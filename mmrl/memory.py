@@ -53,7 +53,7 @@ class Memory:
     def __post_init__(self) -> None:
         if not hasattr(self.policy, "recall"):
             raise UserError(
-                f"train.reuse: {type(self.policy).__name__} cannot be shown old answers "
+                f"train.replay_buffer: {type(self.policy).__name__} cannot be shown old answers "
                 f"again; it is for vlm"
             )
         self.places = {id(prompt): i for i, prompt in enumerate(self.prompts)}

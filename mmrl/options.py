@@ -34,19 +34,19 @@ class Reuse:
 class TrainOptions:
     """Sizes are global: they mean the same training on any number of processes."""
 
-    prompts: Count  # prompts an iteration
-    copies: Count  # samples a prompt: the group that advantages compare
-    batch_size: Count  # rows (samples) an optimizer step
+    prompts_per_iteration: Count  # prompts an iteration
+    group_size: Count  # samples a prompt: the group that advantages compare
+    train_batch_size: Count  # rows (samples) an optimizer step
     iterations: Natural  # rollouts; 0 only writes the first checkpoint
     seed: Natural = 0  # of everything random
     # parts of a rollout: the rewards of one are computed while the next is sampled
-    overlap: Count = 1
+    reward_overlap_chunks: Count = 1
     epochs: Count = 1  # passes over the rows of one iteration
     # rows a forward and backward pass on one process; null: all of its step
-    micro_batch: Count | None = None
-    warmup: Natural = 0  # optimizer steps in which the learning rate rises linearly
+    micro_batch_size: Count | None = None
+    warmup_steps: Natural = 0  # optimizer steps in which the learning rate rises linearly
     # of the learning rate afterwards
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     # gradients are clipped to this global norm; null: not clipped
     max_grad_norm: Positive | None = 1.0
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # of the forward pass (mixed precision)
@@ -54,31 +54,33 @@ class TrainOptions:
     gradient_checkpointing: bool = False
     # decay of the moving average of the weights; null: none
     ema: Annotated[float, Ge(0), Lt(1)] | None = None
-    ema_every: Count = 1  # optimizer steps between its updates
-    reduction: Reduction = "decision"  # what counts the same in the mean of the loss
+    ema_update_interval: Count = 1  # optimizer steps between its updates
+    loss_agg_mode: Reduction = "decision"  # what counts the same in the mean of the loss
     # decisions that reduction constant and sum divide by; null: the longest answer's
-    constant: Count | None = None
+    loss_denominator: Count | None = None
     # answers cut off at the limit: trained on, or compared only
     truncated: Literal["keep", "mask"] = "keep"
     # (iteration, tokens): from then on answers are no longer
-    lengths: tuple[tuple[Natural, Count], ...] = ()
-    resample: Natural = 0  # rounds in which groups of equal rewards give way to other prompts
+    max_new_tokens_schedule: tuple[tuple[Natural, Count], ...] = ()
+    dynamic_sampling_rounds: Natural = (
+        0  # rounds in which groups of equal rewards give way to other prompts
+    )
     # std of a group's rewards up to which resample calls them equal
-    resample_spread: Annotated[float, Ge(0)] = 0.0
+    dynamic_sampling_min_std: Annotated[float, Ge(0)] = 0.0
     # answers of earlier iterations in the place of groups of equal rewards; null: none
-    reuse: Reuse | None = None
+    replay_buffer: Reuse | None = None
     # who writes one answer of every group: a reward, or a field of the prompt; null: none
-    truth: str | None = None
+    ground_truth_rollout: str | None = None
     # tolerated |re-scored - recorded log-prob| before the first step
-    gate: Positive | Literal["auto"] | None = "auto"
+    logprob_tolerance: Positive | Literal["auto"] | None = "auto"
     # score a rollout once more before it is trained on
     recompute_old_logprob: bool | Literal["auto"] = "auto"
-    checkpoint_every: Natural = 50  # iterations; 0: only at the end
-    keep: Count = 3  # newest checkpoints that stay on disk
+    save_every: Natural = 50  # iterations; 0: only at the end
+    save_total_limit: Count = 3  # newest checkpoints that stay on disk
     evaluate_every: Natural = 0  # iterations; 0: never during training
     sample_every: Natural = 0  # iterations between sample grids; 0: never
     # share of samples without a reward that stops the run
-    max_failures: Annotated[float, Ge(0), Le(1)] = 0.5
+    max_reward_failure_rate: Annotated[float, Ge(0), Le(1)] = 0.5
     # seconds a process waits for the others (rewards, a save) before the run ends
     timeout: Positive = 1800.0
     time_limit: Positive | None = None  # seconds; then the run saves and ends cleanly
@@ -89,7 +91,7 @@ class EvaluateOptions:
     """Evaluation on held-out prompts."""
 
     prompts: Count = 64  # the first so many held-out prompts
-    copies: Count = 4  # samples a prompt
+    num_samples: Count = 4  # samples a prompt
     seed: Natural = 1  # of the initial noise: the same before and after
     # rewards that are only measured, as in ``reward``
     reward: dict[str, Any] = field(default_factory=dict)
@@ -146,12 +148,12 @@ def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
     name = getattr(policy, "__name__", type(policy).__name__)
     if not getattr(policy, "decisions", ""):
         return  # it does not say what it is
-    if train.truth is not None and not hasattr(policy, "truth"):
-        yield f"train.truth: {name} takes no answers of others; it is for vlm"
-    if train.reuse is not None and not hasattr(policy, "recall"):
-        yield f"train.reuse: {name} cannot be shown old answers again; it is for vlm"
-    if train.lengths and not hasattr(policy, "limit"):
-        yield f"train.lengths: {name} writes no answers whose length could change; it is for vlm"
+    if train.ground_truth_rollout is not None and not hasattr(policy, "truth"):
+        yield f"train.ground_truth_rollout: {name} takes no answers of others; it is for vlm"
+    if train.replay_buffer is not None and not hasattr(policy, "recall"):
+        yield f"train.replay_buffer: {name} cannot be shown old answers again; it is for vlm"
+    if train.max_new_tokens_schedule and not hasattr(policy, "limit"):
+        yield f"train.max_new_tokens_schedule: {name} writes no answers whose length could change; it is for vlm"
 
 
 def without_average(snapshots: Collection[str], train: TrainOptions) -> str | None:
@@ -173,15 +175,15 @@ def arithmetic(train: TrainOptions, processes: int = 1) -> Plan:
     problems = list(impossible(train, processes))
     if problems:
         raise UserError("\n".join(problems))
-    rows = train.prompts * train.copies
-    rows_per_step = train.batch_size // processes
-    micro_batch = train.micro_batch or rows_per_step
+    rows = train.prompts_per_iteration * train.group_size
+    rows_per_step = train.train_batch_size // processes
+    micro_batch = train.micro_batch_size or rows_per_step
     return Plan(
         rows=rows,
-        steps=rows // train.batch_size,
-        total_steps=rows // train.batch_size * train.epochs * train.iterations,
+        steps=rows // train.train_batch_size,
+        total_steps=rows // train.train_batch_size * train.epochs * train.iterations,
         processes=processes,
-        prompts_per_process=train.prompts // processes,
+        prompts_per_process=train.prompts_per_iteration // processes,
         rows_per_process=rows // processes,
         rows_per_step=rows_per_step,
         micro_batch=micro_batch,
@@ -192,7 +194,7 @@ def arithmetic(train: TrainOptions, processes: int = 1) -> Plan:
 
 def impossible(train: TrainOptions, processes: int = 1) -> Iterator[str]:
     """Sentences, each beginning with the key, about sizes that do not divide."""
-    rows = train.prompts * train.copies
+    rows = train.prompts_per_iteration * train.group_size
     unfit = False
     for key in ("prompts", "copies", "batch_size", "epochs", "micro_batch"):
         value = vars(train)[key]
@@ -201,30 +203,32 @@ def impossible(train: TrainOptions, processes: int = 1) -> Iterator[str]:
             yield f"train.{key} is {value}: at least 1"
     if unfit:
         return
-    if train.prompts % processes:
-        near = _nearest(train.prompts, processes, lambda n: True)
-        yield f"train.prompts {train.prompts} cannot be shared by {processes} processes: use {near}"
+    if train.prompts_per_iteration % processes:
+        near = _nearest(train.prompts_per_iteration, processes, lambda n: True)
+        yield f"train.prompts_per_iteration {train.prompts_per_iteration} cannot be shared by {processes} processes: use {near}"
         return
-    if rows % train.batch_size:
+    if rows % train.train_batch_size:
         near = _nearest(
-            min(train.batch_size, rows), processes, lambda n: n <= rows and rows % n == 0
+            min(train.train_batch_size, rows), processes, lambda n: n <= rows and rows % n == 0
         )
-        made = f"{rows} samples (train.prompts {train.prompts} x train.copies {train.copies})"
+        made = f"{rows} samples (train.prompts_per_iteration {train.prompts_per_iteration} x train.group_size {train.group_size})"
         yield (
-            f"train.batch_size {train.batch_size} does not divide the {made} of an iteration: "
+            f"train.train_batch_size {train.train_batch_size} does not divide the {made} of an iteration: "
             f"use {near}"
         )
-    elif train.batch_size % processes:
-        near = _nearest(train.batch_size, processes, lambda n: n <= rows and rows % n == 0)
+    elif train.train_batch_size % processes:
+        near = _nearest(train.train_batch_size, processes, lambda n: n <= rows and rows % n == 0)
         yield (
-            f"train.batch_size {train.batch_size} cannot be shared by {processes} processes: "
+            f"train.train_batch_size {train.train_batch_size} cannot be shared by {processes} processes: "
             f"use {near}"
         )
-    elif train.micro_batch and train.micro_batch > (share := train.batch_size // processes):
+    elif train.micro_batch_size and train.micro_batch_size > (
+        share := train.train_batch_size // processes
+    ):
         yield (
-            f"train.micro_batch {train.micro_batch} is more than the {share} rows of an "
+            f"train.micro_batch_size {train.micro_batch_size} is more than the {share} rows of an "
             f"optimizer step on one process "
-            f"(train.batch_size {train.batch_size} over {processes}): at most {share}, or null"
+            f"(train.train_batch_size {train.train_batch_size} over {processes}): at most {share}, or null"
         )
 
 
@@ -240,14 +244,14 @@ def _nearest(wanted: int, multiple: int, fits) -> str:
 
 
 def _warnings(train: TrainOptions) -> Iterator[str]:
-    if train.copies < 2:
+    if train.group_size < 2:
         yield (
-            "train.copies is 1: an advantage that compares the samples of a prompt is zero, "
+            "train.group_size is 1: an advantage that compares the samples of a prompt is zero, "
             "nothing would be learned"
         )
-    if train.resample_spread and not train.resample:
+    if train.dynamic_sampling_min_std and not train.dynamic_sampling_rounds:
         yield (
-            "train.resample_spread is set and train.resample is 0: no group gives way; set "
+            "train.dynamic_sampling_min_std is set and train.dynamic_sampling_rounds is 0: no group gives way; set "
             "its number of rounds"
         )
     if train.iterations == 0:

@@ -30,7 +30,7 @@ def _text(
     return {
         "advantage": advantage,
         "objective": {"text": objective},
-        "train": {"reduction": reduction},
+        "train": {"loss_agg_mode": reduction},
     }
 
 
@@ -68,7 +68,7 @@ def _verl() -> dict[str, Sections]:
     grpo = {"grpo": {"std": "group", "eps": 1e-6}}
     kl = {"kl": {"weight": 0.0, "form": "k3", "bounded": True}}
     ppo = {"low": 0.2, "high": 0.2, "dual": 3.0}
-    rough = {"advantage": grpo, "train": {"reduction": "decision"}}
+    rough = {"advantage": grpo, "train": {"loss_agg_mode": "token_mean"}}
     return {
         "grpo": _text("ppo", grpo, "decision", kl, **ppo),
         "dr_grpo": _text("ppo", "dr_grpo", "sum", kl, **ppo),

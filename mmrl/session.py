@@ -98,7 +98,9 @@ class Session:
             return self.scorer
         more = scorer(self.config, ("evaluate", "reward"), self.options)
         return Scorer(
-            self.scorer.rewards | more.rewards, self.scorer.weights, self.options.max_failures
+            self.scorer.rewards | more.rewards,
+            self.scorer.weights,
+            self.options.max_reward_failure_rate,
         )
 
 
@@ -127,7 +129,9 @@ def scorer(found: config.Config, section: tuple[str, ...], options: TrainOptions
     names = short_names(chosen)
     functions = {names[name]: one.reward for name, one in chosen.items()}
     return Scorer(
-        functions, {names[name]: one.weight for name, one in chosen.items()}, options.max_failures
+        functions,
+        {names[name]: one.weight for name, one in chosen.items()},
+        options.max_reward_failure_rate,
     )
 
 

@@ -74,7 +74,7 @@ class Trainer:
         self.device = device or Device(options)
         self.plan = arithmetic(options, self.device.processes)
         self.optimizer = self.device.prepare(policy, optimizer)
-        policy.width = policy.width or self.plan.micro_batch
+        policy.fixed_batch_rows = policy.fixed_batch_rows or self.plan.micro_batch
         self.lrs = [group["lr"] for group in self.optimizer.param_groups]
         self.iteration = self.step = 0  # iterations finished; optimizer steps taken
         # of the current iteration
@@ -87,17 +87,23 @@ class Trainer:
         suits(objective, policy, options)
         if isinstance(objective, Differentiates):
             objective.attach(scorer.differentiable)
-        self.truth = writer(options.truth, scorer.rewards, policy) if options.truth else None
-        self.memory = Memory(options.reuse, policy, prompts) if options.reuse else None
+        self.truth = (
+            writer(options.ground_truth_rollout, scorer.rewards, policy)
+            if options.ground_truth_rollout
+            else None
+        )
+        self.memory = (
+            Memory(options.replay_buffer, policy, prompts) if options.replay_buffer else None
+        )
         self.coupled = couples(objective)
-        if self.coupled and options.batch_size % options.copies:
+        if self.coupled and options.train_batch_size % options.group_size:
             raise UserError(
-                f"train.batch_size {options.batch_size}: this objective compares whole "
+                f"train.train_batch_size {options.train_batch_size}: this objective compares whole "
                 f"groups, so it must be a "
-                f"multiple of train.copies {options.copies}"
+                f"multiple of train.group_size {options.group_size}"
             )
         self.whole_groups = self.coupled or (
-            policy.adjacent and options.batch_size % options.copies == 0
+            policy.adjacent and options.train_batch_size % options.group_size == 0
         )
 
     def snapshots(self) -> tuple[str, ...]:
@@ -123,7 +129,7 @@ class Trainer:
                 parts = self._batches(rollout, rng)
                 # each part is let go before the next is taken out of the rollout
                 for index in range(self.plan.steps):
-                    on_policy = epoch == index == 0 and self.objective.behaviour == "live"
+                    on_policy = epoch == index == 0 and self.objective.behavior_policy == "live"
                     skipped += not self.improve(next(parts), rng.fold(index), on_policy)
         if "old" in self.policy.weights.saved:
             lagging = isinstance(self.objective, Lagging)
@@ -144,7 +150,9 @@ class Trainer:
     def collect(self) -> tuple[Rollout, Rewards]:
         """Sample with the behaviour weights and compare inside groups; NaN advantages leave
         training."""
-        prompts = batch(self.prompts, self.options.prompts, self.iteration, self.options.seed)
+        prompts = batch(
+            self.prompts, self.options.prompts_per_iteration, self.iteration, self.options.seed
+        )
         first = self.device.rank * self.plan.prompts_per_process
         mine = prompts[first : first + self.plan.prompts_per_process]
         self.policy.iteration = self.iteration
@@ -152,7 +160,9 @@ class Trainer:
             self.objective.revisit(self.policy.weights, self.iteration, self._rng("checkpoints"))
         self._limit()
         drawn = self.draw(mine, self._rng("rollout", offset=first))
-        found, self.noted = self._resampled(drawn) if self.options.resample else (drawn, {})
+        found, self.noted = (
+            self._resampled(drawn) if self.options.dynamic_sampling_rounds else (drawn, {})
+        )
         if self.memory is not None:
             found, counts = self.memory.exchange(found, self.iteration)
             self.noted |= counts
@@ -185,10 +195,14 @@ class Trainer:
     def _limit(self) -> None:
         """The length of answers that this iteration allows, if the configuration changes it on the
         way."""
-        due = [tokens for start, tokens in self.options.lengths if start <= self.iteration]
+        due = [
+            tokens
+            for start, tokens in self.options.max_new_tokens_schedule
+            if start <= self.iteration
+        ]
         if due and not hasattr(self.policy, "limit"):
             raise UserError(
-                f"train.lengths: {type(self.policy).__name__} writes no answers whose "
+                f"train.max_new_tokens_schedule: {type(self.policy).__name__} writes no answers whose "
                 f"length could change"
             )
         if due:
@@ -200,12 +214,17 @@ class Trainer:
         options = self.options
         with (
             self._timed("rollout"),
-            self.policy.weights.using(self.objective.behaviour),
+            self.policy.weights.using(self.objective.behavior_policy),
             self._taught(),
             reading(self.policy, reads),
         ):
             rollout, media, scores = overlap.draw(
-                self.policy, prompts, options.copies, rng, self.scorer, options.overlap
+                self.policy,
+                prompts,
+                options.group_size,
+                rng,
+                self.scorer,
+                options.reward_overlap_chunks,
             )
         with self._timed("reward"), distributed.together():
             drawn = Drawn(rollout, media, self._on_device(scores(), rollout))
@@ -217,8 +236,8 @@ class Trainer:
 
     def _resampled(self, drawn: Drawn) -> tuple[Drawn, dict[str, float]]:
         """Dynamic sampling: groups in which all rewards are equal give way to other prompts."""
-        streams = [self._rng("resample", n) for n in range(self.options.resample)]
-        spread = self.options.resample_spread
+        streams = [self._rng("resample", n) for n in range(self.options.dynamic_sampling_rounds)]
+        spread = self.options.dynamic_sampling_min_std
         return resampled(
             drawn, lambda u: pick(self.prompts, u, self.iteration), self.draw, streams, spread
         )
@@ -251,7 +270,7 @@ class Trainer:
                         self._score(point, scores)
             return scores, observed
 
-        with self.policy.weights.using(self.objective.behaviour):
+        with self.policy.weights.using(self.objective.behavior_policy):
             scores, observed = self.policy.fitted(attempt, self._most_rows())
         self._gate(observed)
         return rollout.replace(logprob=scores.view_as(rollout.logprob))
@@ -279,7 +298,7 @@ class Trainer:
         """One optimizer step on these rows. False if there was nothing to train on, or the gradient
         was not finite."""
         points = self._points(rollout, rng, fresh=on_policy)
-        reduction = self.options.reduction
+        reduction = self.options.loss_agg_mode
         sums = distributed.all_sum(batches.loss_total(points.outline, rollout, reduction))
         there, total = sums.tolist()  # one wait for both
         if not there > 0:
@@ -332,7 +351,7 @@ class Trainer:
             parts = self._couple(list(parts), idle)
         for i, point in enumerate(self._here(chain(parts, idle))):
             weight = batches.loss_weights(
-                point, self.options.reduction, self.options.constant or self.longest
+                point, self.options.loss_agg_mode, self.options.loss_denominator or self.longest
             )
             with nullcontext() if i == most - 1 else self.device.no_sync(self.policy.trained):
                 loss = self.objective.loss(self.policy, point)
@@ -375,7 +394,7 @@ class Trainer:
 
     def _gate(self, meter: Meter) -> None:
         """Stop a run whose re-scored log-probs are not the recorded ones, beyond what
-        ``train.gate`` tolerates."""
+        ``train.logprob_tolerance`` tolerates."""
         if self.policy.width != self.sampled_at:
             # passes have just shrunk for want of memory, and round in another way than those that
             # sampled
@@ -388,13 +407,13 @@ class Trainer:
                 f"iteration {self.iteration}: re-scored log-probs differ from the "
                 f"recorded ones by {gap:.2e} "
                 f"{'on average' if average else 'at most'}, "
-                f"more than train.gate = {allowed:.0e} allows, although the weights are "
+                f"more than train.logprob_tolerance = {allowed:.0e} allows, although the weights are "
                 f"the same. The gradient would "
                 "be biased. Usual causes: dropout or other randomness in the network, a "
                 "rollout computed in "
                 "another precision or attention backend than the update, latents stored "
                 "more coarsely than scored. "
-                "Try train.precision=fp32; set train.gate to a larger number to accept "
+                "Try train.precision=fp32; set train.logprob_tolerance to a larger number to accept "
                 "the gap, or to null to ignore it"
             )
 
@@ -402,7 +421,7 @@ class Trainer:
         """Clip, step, track the moving average. False if the gradient was not finite and the step
         was left out."""
         factor = lr_factor(
-            self.options.schedule, self.step, self.options.warmup, self.plan.total_steps
+            self.options.lr_schedule, self.step, self.options.warmup_steps, self.plan.total_steps
         )
         for group, lr in zip(self.optimizer.param_groups, self.lrs, strict=True):
             group["lr"] = lr * factor
@@ -413,13 +432,13 @@ class Trainer:
         if finite or self.device.scales_loss:
             self.optimizer.step()
         self.optimizer.zero_grad()
-        if self.options.ema and (self.step + 1) % self.options.ema_every == 0:
+        if self.options.ema and (self.step + 1) % self.options.ema_update_interval == 0:
             self.policy.weights.track("ema", ema_decay(self.step, self.options.ema))
         self.step += 1
         return finite
 
     def _batches(self, rollout: Rollout, rng: Rng) -> Iterator[Rollout]:
-        sizes = self.options.copies, self.plan.rows, self.options.batch_size
+        sizes = self.options.group_size, self.plan.rows, self.options.train_batch_size
         return batches.batches(rollout, *sizes, rng, whole_groups=self.whole_groups)
 
     def _rng(self, *names: int | str, offset: int = 0) -> Rng:
@@ -467,7 +486,7 @@ class Trainer:
 def kept_snapshots(objective: Objective, options: TrainOptions) -> tuple[str, ...]:
     """Names of the snapshots that a run keeps: those that something samples with, looks at or
     averages into."""
-    wanted = {objective.behaviour, *objective.snapshots} - {"live"}
+    wanted = {objective.behavior_policy, *objective.snapshots} - {"live"}
     return tuple(sorted(wanted | ({"ema"} if options.ema else set())))
 
 

@@ -133,7 +133,7 @@ class Run:
 
     def save(self) -> Path:
         iteration = self.trainer.iteration
-        keep = self.session.options.keep
+        keep = self.session.options.save_total_limit
         arrays, meta = state.capture(self.trainer)
         path = checkpoint.save(self.folder / "checkpoints", iteration, arrays, meta, keep)
         self.log.event("checkpoint", f"iteration {iteration}")
@@ -173,7 +173,7 @@ class Run:
         """Checkpoints, sample grids and evaluations that are due after this iteration."""
         options = self.session.options
         found = {}
-        if due(iteration, options.checkpoint_every) and iteration < options.iterations:
+        if due(iteration, options.save_every) and iteration < options.iterations:
             self.save()
         if due(iteration, options.sample_every):
             self.preview(f"iter-{iteration:06d}")

@@ -140,7 +140,7 @@ def adjacent(prompts: Sequence[dict]) -> list[list[int]]:
         raise UserError(
             "reward 'judge_pairwise' compares samples of one prompt and needs at least "
             "two of each, next to each other "
-            f"(train.copies, evaluate.copies); the prompt "
+            f"(train.group_size, evaluate.num_samples); the prompt "
             f"{prompts[lone[0]].get('text', '')!r} has one"
         )
     return groups

@@ -169,7 +169,7 @@ def self_certainty(media: Sequence[str], prompts: list[dict], *, scale: float = 
     if known and all(value is None for value in known):
         raise UserError(
             "reward 'self_certainty': the texts do not say how sure their model was; set "
-            "policy.vlm.certainty"
+            "policy.vlm.record_self_certainty"
         )
     return scale * torch.tensor([math.nan if value is None else float(value) for value in known])
 

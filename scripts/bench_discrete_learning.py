@@ -126,7 +126,7 @@ def learn(run: Run, seed: int, overrides: list[str], base: dict[str, Any] | None
         spent["wall"] += time.perf_counter() - clock
         if any(iteration == round(total * (i + 1) / LOOKS) for i in range(LOOKS)):
             curve.append({"iteration": iteration, **spent, "rewards": look()})
-    samples = session.options.prompts * session.options.copies
+    samples = session.options.prompts_per_iteration * session.options.group_size
     return {"seed": seed, "curve": curve, "samples": samples, "prompts": len(session.prompts())}
 
 

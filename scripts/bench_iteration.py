@@ -130,8 +130,8 @@ class PlainLoop:
         self.draws = draws
         self.dtype = policy.dtype
         self.sigmas = policy.times.tolist()
-        self.noise_level = policy.eta
-        self.scale = policy.guidance
+        self.noise_level = policy.noise_level
+        self.scale = policy.guidance_scale
         self.trained = int((len(self.sigmas) - 1) * work.fraction)
         parameters = [p for p in self.net.parameters() if p.requires_grad]
         self.parameters = parameters
@@ -256,12 +256,12 @@ Make = Callable[[], FlowPolicy]  # a new policy, always with the same weights
 
 def mmrl_trainer(policy: FlowPolicy, work: Work, reward: Callable) -> Trainer:
     options = TrainOptions(
-        prompts=work.prompts,
-        copies=work.copies,
-        batch_size=work.rows // work.updates,
+        prompts_per_iteration=work.prompts,
+        group_size=work.copies,
+        train_batch_size=work.rows // work.updates,
         iterations=1,
         precision=work.precision,
-        micro_batch=work.micro_batch,
+        micro_batch_size=work.micro_batch,
         gradient_checkpointing=work.gradient_checkpointing,
     )
     objective = PolicyGradient(clip=CLIP, advantage_clip=ADVANTAGE_CLIP, fraction=work.fraction)

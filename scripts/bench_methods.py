@@ -40,7 +40,12 @@ from mmrl.session import Session, read  # noqa: E402
 from mmrl.trainer import Trainer  # noqa: E402
 from samplers.batching import peak_bytes  # noqa: E402
 
-SIZES = ("train.prompts=6", "train.copies=16", "train.batch_size=32", "train.iterations=12")
+SIZES = (
+    "train.prompts_per_iteration=6",
+    "train.group_size=16",
+    "train.train_batch_size=32",
+    "train.iterations=12",
+)
 # samples a held-out caption; iterations between points of the curve, their samples
 COPIES = 4
 EVERY = 4
@@ -60,8 +65,8 @@ class Method:
         return [*SIZES, *self.changes, f"optimizer.adamw.lr={self.lr}", f"train.seed={seed}"]
 
 
-OWN_GRID = "policy.grid.shifted.shift=1.0"  # of the base, by which all are evaluated; FLUX has 3
-NOISE = "policy.eta=0.5"  # in few long steps 0.3, as published, explores little
+OWN_GRID = "policy.timestep_schedule.shifted.shift=1.0"  # of the base, by which all are evaluated; FLUX has 3
+NOISE = "policy.noise_level=0.5"  # in few long steps 0.3, as published, explores little
 PATH, SHARED, NOISED, PAIRS, GRADIENT = methods_page.FAMILIES
 METHODS = {
     "Flow-GRPO": Method("flow_grpo", PATH, 4e-4),
@@ -69,7 +74,11 @@ METHODS = {
         "flow_grpo",
         PATH,
         4e-4,
-        ("policy.sde=all_but_last", "objective.grpo.kl=0.04", "objective.grpo.kl_form=flow_grpo"),
+        (
+            "policy.noise_window=all_but_last",
+            "objective.grpo.kl=0.04",
+            "objective.grpo.kl_form=flow_grpo",
+        ),
     ),
     "DanceGRPO": Method(
         "dance_grpo",
@@ -83,8 +92,10 @@ METHODS = {
     "DDPO": Method("ddpo", PATH, 1.5e-4),
     "RLCM": Method("rlcm", PATH, 1.5e-4),
     "Flow-GRPO-Fast": Method("flow_grpo_fast", SHARED, 4e-4),
-    "MixGRPO": Method("mix_grpo", SHARED, 4e-4, ("policy.sde.progressive.every=3",)),
-    "MixGRPO-Flash": Method("mix_grpo_flash", SHARED, 4e-4, ("policy.sde.progressive.every=3",)),
+    "MixGRPO": Method("mix_grpo", SHARED, 4e-4, ("policy.noise_window.progressive.every=3",)),
+    "MixGRPO-Flash": Method(
+        "mix_grpo_flash", SHARED, 4e-4, ("policy.noise_window.progressive.every=3",)
+    ),
     "BranchGRPO": Method(
         "branch_grpo",
         SHARED,
@@ -112,19 +123,24 @@ METHODS = {
         4e-4,
         (OWN_GRID, NOISE),
     ),
-    "DGPO": Method("dgpo", NOISED, 4e-4, ("objective.dgpo.draws=2",)),
-    "DiffusionNFT": Method("nft", NOISED, 4e-4, ("objective.nft.draws=3",)),
-    "AWM": Method("awm", NOISED, 2e-4, ("objective.awm.draws=3",)),
-    "FPO": Method("fpo", NOISED, 4e-4, ("objective.fpo.draws=3",)),
-    "CRD": Method("crd", NOISED, 4e-4, ("objective.crd.draws=2",)),
-    "RWR": Method("rwr", NOISED, 1.5e-4, ("objective.rwr.draws=3",)),
+    "DGPO": Method("dgpo", NOISED, 4e-4, ("objective.dgpo.num_noise_draws=2",)),
+    "DiffusionNFT": Method("nft", NOISED, 4e-4, ("objective.nft.num_noise_draws=3",)),
+    "AWM": Method("awm", NOISED, 2e-4, ("objective.awm.num_noise_draws=3",)),
+    "FPO": Method("fpo", NOISED, 4e-4, ("objective.fpo.num_noise_draws=3",)),
+    "CRD": Method("crd", NOISED, 4e-4, ("objective.crd.num_noise_draws=2",)),
+    "RWR": Method("rwr", NOISED, 1.5e-4, ("objective.rwr.num_noise_draws=3",)),
     "Diffusion-DPO, online": Method("diffusion_dpo", PAIRS, 4e-4),
-    "D3PO": Method("d3po", PAIRS, 2e-4, ("train.batch_size=48",)),
+    "D3PO": Method("d3po", PAIRS, 2e-4, ("train.train_batch_size=48",)),
     "SePPO": Method(
         "seppo",
         PAIRS,
         2e-4,
-        ("objective.seppo.draws=4", "train.prompts=24", "train.copies=4", "train.batch_size=48"),
+        (
+            "objective.seppo.num_noise_draws=4",
+            "train.prompts_per_iteration=24",
+            "train.group_size=4",
+            "train.train_batch_size=48",
+        ),
     ),
     "DRaFT": Method("draft", GRADIENT, 3e-4),
     "DRaFT-2, KL": Method("draft_divergence", GRADIENT, 3e-4, ("objective.draft.divergence=kl",)),
@@ -215,7 +231,9 @@ def learn(judge: Judge, name: str, seed: int, before: dict[str, list[float]]) ->
         "config": method.config,
         "overrides": method.overrides(seed),
         "curve": curve,
-        "images": session.options.iterations * session.options.prompts * session.options.copies,
+        "images": session.options.iterations
+        * session.options.prompts_per_iteration
+        * session.options.group_size,
         "forwards": sum(line["forwards"] for line in log),
         "decisions": sum(line["decisions"] for line in log),
         "train_reward": [line["reward/mean"] for line in log],
@@ -233,10 +251,10 @@ def learn(judge: Judge, name: str, seed: int, before: dict[str, list[float]]) ->
 # -------------------------------------------------------------------------------------------------
 # time an iteration
 
-TWENTY = ("policy.steps=20", "train.prompts=2", "train.batch_size=32")
+TWENTY = ("policy.steps=20", "train.prompts_per_iteration=2", "train.train_batch_size=32")
 PUBLISHED_TREE = "policy.tree={splits: [0, 3, 6, 9], factor: 2, noise: correlated, scale: 4.0}"
 RACERS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "DanceGRPO, all steps": ("dance_grpo", ("objective.grpo.fraction=1.0",)),
+    "DanceGRPO, all steps": ("dance_grpo", ("objective.grpo.timestep_fraction=1.0",)),
     "DanceGRPO, 0.6 of the steps": ("dance_grpo", ()),
     "BranchGRPO": ("branch_grpo", (PUBLISHED_TREE,)),
     "BranchGRPO, width pruned": (
@@ -254,12 +272,17 @@ RACERS: dict[str, tuple[str, tuple[str, ...]]] = {
             "advantage={branch: {prune_depth: [15, 16, 17, 18, 19], prune_width: siblings}}",
         ),
     ),
-    "BranchGRPO-Mix": ("branch_mix", (PUBLISHED_TREE, "policy.sde.window.stop=4")),
+    "BranchGRPO-Mix": ("branch_mix", (PUBLISHED_TREE, "policy.noise_window.window.stop=4")),
     "BranchGRPO-Mix, short tail": (
         "branch_mix",
-        (PUBLISHED_TREE, "policy.sde.window.stop=4", "policy.flash=0.4", "policy.solver=dpm"),
+        (
+            PUBLISHED_TREE,
+            "policy.noise_window.window.stop=4",
+            "policy.flash_step_ratio=0.4",
+            "policy.solver=dpm",
+        ),
     ),
-    "MixGRPO": ("mix_grpo", ("policy.sde.progressive.size=4",)),
+    "MixGRPO": ("mix_grpo", ("policy.noise_window.progressive.size=4",)),
 }
 
 
@@ -321,7 +344,7 @@ def sprint(judge: Judge, seed: int, goal: float, most: int = 12) -> dict[str, An
         if trainer.iteration >= SOON:
             reward = float(judge(session.policy.weights.full(), COPIES)["digits"].mean())
             curve.append([trainer.iteration, clock.cpu, reward])
-    images = trainer.iteration * session.options.prompts * session.options.copies
+    images = trainer.iteration * session.options.prompts_per_iteration * session.options.group_size
     return {
         "seed": seed,
         "goal": goal,

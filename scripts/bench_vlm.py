@@ -165,13 +165,13 @@ def ours(folder: Path, work: Work, rows: list[dict[str, Any]], share: str = "aut
     policy = VLM(str(folder), tokens=work.tokens, share=share, dtype=dtype)
     endless(policy)
     options = TrainOptions(
-        prompts=work.prompts,
-        copies=work.copies,
-        batch_size=work.rows,
-        micro_batch=work.micro_batch,
+        prompts_per_iteration=work.prompts,
+        group_size=work.copies,
+        train_batch_size=work.rows,
+        micro_batch_size=work.micro_batch,
         iterations=1,
         precision=work.precision,
-        gate=None if work.precision == "bf16" else "auto",
+        logprob_tolerance=None if work.precision == "bf16" else "auto",
     )
     scorer = Scorer({"reward": lambda media, asked: torch.tensor(share_of_a(media))})
     return Trainer(

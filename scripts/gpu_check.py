@@ -263,14 +263,14 @@ def gap(args: argparse.Namespace) -> Found:
     for name, make in makers.items():
         policy = make()
         policy.net.to(models.device())
-        policy.width = 8
+        policy.fixed_batch_rows = 8
         rollout = policy.rollout(bench.PROMPTS[:2], args.scale.copies, Rng.of(0))
         found[name] = {width: _gap(policy, rollout, width) for width in (1, 2, 4, 8, 16)}
     return found
 
 
 def _gap(policy: FlowPolicy, rollout: Rollout, width: int) -> float:
-    policy.width = width
+    policy.fixed_batch_rows = width
     parts = [part.to(models.device()) for part in passes(policy.path(rollout), width)]
     return max(float((policy.dist(p).log_prob(p.target) - p.logprob).abs().max()) for p in parts)
 

@@ -257,7 +257,7 @@ def trainer_of(case):
             DDPO(),
             PolicyGradient(kl=0.1),
             partial(torch.optim.SGD, lr=0.05),
-            TrainOptions(iterations=3, ema=0.9, max_failures=1.0, **sizes),
+            TrainOptions(iterations=3, ema=0.9, max_reward_failure_rate=1.0, **sizes),
         )
     if case == "text":  # couples over all processes, replaces groups of either, weighs by length
         objective = Text(kl=0.1, top_entropy=0.6)
@@ -383,7 +383,7 @@ def agree_on_chunks():
     """The process with the least memory decides, so that all make equally many passes."""
     policy = toys.make("flow")
     rank = distributed.world()[0]
-    policy.memory = (2 - rank) / 2**10  # GiB
+    policy.sampling_memory_gib = (2 - rank) / 2**10  # GiB
     found = policy.chunk(10**6, lambda rows: torch.zeros(rows, 2**10, dtype=torch.uint8))
     assert (
         distributed.all_max(torch.tensor(found))

@@ -182,7 +182,7 @@ def seen(case: str) -> Seen:
     trainer.iterate()
     del trainer.improve
     watched.clear()
-    policy.width = None  # one pass holds all rows
+    policy.fixed_batch_rows = None  # one pass holds all rows
     with sim.counted() as stops, torch.no_grad():
         rollout = policy.rollout(trainer.prompts, 2, Rng.of("again"))
     found.rollout, (found.steps, between) = stops.total(), watched.between()

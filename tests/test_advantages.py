@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mmrl.advantages  # registers
-from mmrl.advantages import DDPO, dance, dr_grpo, flow_grpo, gdpo, group, rloo, statistics
+from mmrl.advantages import DDPO, dance_grpo, dr_grpo, flow_grpo, gdpo, group, rloo, statistics
 from mmrl.registry import ADVANTAGES, UserError, options
 from mmrl.types import Rewards, Rollout
 
@@ -72,7 +72,7 @@ def test_standard_deviations_of_dance_grpo_flow_grpo_and_unirl():
     UniRL (global, ddof 1)."""
     rows = rollout(G8)
     near(
-        dance(R8, rows),
+        dance_grpo(R8, rows),
         [-1.019049, 0, 1.358732, -0.339683, 0, 0, 0, 0, -1.154878, -0.182349, 1.276444, 0.060783],
     )
     ddof0 = [
@@ -106,7 +106,7 @@ def test_several_rewards_of_gdpo_flow_factory_and_mix_grpo():
     both = [-1.244203, -0.673955, 1.498472, 0.419686, -0.569596, 0.569596, -0.569596, 0.569596]
     near(gdpo(rewards, rows), [*both, -1.190299, 0.08899, 2.007923, -0.906613])
     near(
-        dance(rewards, rows, combine="aggregate"),
+        dance_grpo(rewards, rows, combine="aggregate"),
         [-0.945857, -0.512348, 1.139155, 0.319049, -0.433013],
     )
 
@@ -331,8 +331,8 @@ def test_a_group_flat_in_one_reward_only_stays_when_normalised_apart():
 def test_best_of_keeps_both_ends_of_every_group():
     reward = torch.tensor([5.0, 1, 4, 2, 3, 0, NAN, 10, 30, 20, 7, 7])
     index = [0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 2, 2]
-    every = dance(reward, rollout(index))[:, 0]
-    some = dance(reward, rollout(index), best_of=2)[:, 0]
+    every = dance_grpo(reward, rollout(index))[:, 0]
+    some = dance_grpo(reward, rollout(index), best_of=2)[:, 0]
     kept = some.isfinite()
     assert kept.nonzero()[:, 0].tolist() == [0, 5, 7, 8, 10, 11]
     assert torch.equal(some[kept], every[kept])  # not normalised again
@@ -572,7 +572,7 @@ def test_every_std_of_grpo():
     )
 
 
-@pytest.mark.parametrize("make", [flow_grpo, dance, gdpo, dr_grpo, rloo])
+@pytest.mark.parametrize("make", [flow_grpo, dance_grpo, gdpo, dr_grpo, rloo])
 def test_best_of_and_flat_reach_the_grouped_advantages(make):
     """Of each group of four two are left, of the flat one none."""
     assert make(R8, rollout(G8), best_of=2).isfinite().sum() == 6

@@ -15,10 +15,10 @@ from mmrl.advantages import (
     Branch,
     MaxMin,
     Running,
-    dance,
+    dance_grpo,
     dr_grpo,
     flow_grpo,
-    focused,
+    focal,
     gdpo,
     gpg,
     group,
@@ -31,7 +31,7 @@ from mmrl.advantages import (
     process,
     reinforce_pp,
     rloo,
-    shared,
+    tree_mean,
     statistics,
     temporal,
 )
@@ -114,7 +114,7 @@ def test_options_of_the_grouped_kind_default_to_what_is_published(std):
     same(group(tensor(REWARD), rollout()), rows(lambda i: whitened(i, ddof=0)))
     same(flow_grpo(tensor(REWARD), rollout(), std=std), rows(lambda i: whitened(i, std, ddof=0)))
     same(flow_grpo(tensor(REWARD), rollout()), rows(lambda i: whitened(i, "global", ddof=0)))
-    same(dance(tensor(REWARD), rollout()), rows(lambda i: whitened(i, eps=1e-8)))
+    same(dance_grpo(tensor(REWARD), rollout()), rows(lambda i: whitened(i, eps=1e-8)))
     same(dr_grpo(tensor(REWARD), rollout()), rows(lambda i: whitened(i, "none")))
     with pytest.raises(UserError, match="eps must not be negative"):
         group(tensor(REWARD), rollout(), eps=-1e-9)
@@ -171,7 +171,10 @@ def test_several_rewards_are_normalised_apart_and_again():
     added = [apart(i, 1, 0.5, False) for i in PRESENT]
     computed = gdpo(rewards, rollout(), eps=0.5, ddof=1, eps_mode="add")
     same(computed, rows(lambda i: apart(i, 1, 0.5, False) / (stdev(added) + 0.5)))
-    same(dance(rewards, rollout(), combine="aggregate"), rows(lambda i: apart(i, 1, 1e-8, False)))
+    same(
+        dance_grpo(rewards, rollout(), combine="aggregate"),
+        rows(lambda i: apart(i, 1, 1e-8, False)),
+    )
     assert gdpo(torch.ones(4), rollout([0, 0, 1, 1], [1] * 4), eps=0.0).abs().max() == 0
     broad = gdpo(rewards, rollout(), eps=10.0)  # no std is as large: the least value counts, twice
     same(broad, rows(lambda i: apart(i, 0, 10.0, True) / 10.0))
@@ -352,7 +355,7 @@ def test_focused_is_the_spread_of_log_probs_at_a_place(length):
     batch = rollout(length=length).replace(logprob=logprob)
     base = dr_grpo(tensor(REWARD), batch)[:, 0]
     for chosen, most in (({}, 1.5), ({"most": 3.0}, 3.0)):
-        computed = focused(tensor(REWARD), batch, of=dr_grpo, **chosen)
+        computed = focal(tensor(REWARD), batch, of=dr_grpo, **chosen)
         for g in range(5):
             members = [i for i in range(16) if GROUP[i] == g]
             spread = []
@@ -635,7 +638,7 @@ def test_a_shared_edge_has_the_mean_advantage_of_its_leaves(siblings):
     present = [i for i in range(8) if i != 5]
     mean = fmean([reward[i] for i in present])
     chosen = {} if siblings is None else {"siblings": siblings}
-    computed = shared(tensor(reward), batch, of=dr_grpo, **chosen)
+    computed = tree_mean(tensor(reward), batch, of=dr_grpo, **chosen)
     spans = (4, 2, 2, 1, 1)
     above = (None, 4, 4, 2, 2)
 
@@ -651,7 +654,7 @@ def test_a_shared_edge_has_the_mean_advantage_of_its_leaves(siblings):
             )
     plain = rollout([0, 0], [1, 1])
     assert torch.equal(
-        shared(tensor([1.0, 2.0]), plain, of=dr_grpo), dr_grpo(tensor([1.0, 2.0]), plain)
+        tree_mean(tensor([1.0, 2.0]), plain, of=dr_grpo), dr_grpo(tensor([1.0, 2.0]), plain)
     )
 
 
@@ -661,7 +664,7 @@ def test_shared_edges_of_an_advantage_of_every_step(siblings):
     its last step."""
     batch = tree([0, 1, 3], 2, 5)
     each = [[math.cos(3 * i + 2 * k) for k in range(5)] for i in range(8)]
-    computed = shared(
+    computed = tree_mean(
         tensor(LEAVES), batch, of=lambda rewards, rollout: tensor(each), siblings=siblings
     )
     # of each step: leaves of an edge, last step of the edge before

@@ -16,16 +16,16 @@ from tests import waiting
 
 ROOT = Path(__file__).parents[1]
 CONFIG = """
-policy: {sd3: {path: "world:digits/sd3-test", size: 32, steps: 3, sde: all_but_last, lora: 2}}
+policy: {sd3: {path: "world:digits/sd3-test", size: 32, steps: 3, noise_window: all_but_last, lora: 2}}
 data: {prompts: {path: prompts.txt, held_out: 0.3}}
 reward: {jpeg_compressibility: 1.0, "judge.py:greenness": 0.5}
-advantage: dance
-objective: {grpo: {clip: 1e-3, kl: 0.01}}
+advantage: dance_grpo
+objective: {grpo: {clip_range: 1e-3, kl: 0.01}}
 optimizer: {adamw: {lr: 1e-3}}
 train:
-  {prompts: 2, copies: 4, batch_size: 4, iterations: 2, checkpoint_every: 1, sample_every: 1,
+  {prompts_per_iteration: 2, group_size: 4, train_batch_size: 4, iterations: 2, save_every: 1, sample_every: 1,
    evaluate_every: 2}
-evaluate: {prompts: 2, copies: 2, guidance: [2.0], reward: {jpeg_incompressibility: 1.0}}
+evaluate: {prompts: 2, num_samples: 2, guidance: [2.0], reward: {jpeg_incompressibility: 1.0}}
 """
 JUDGE = "def greenness(media, prompts):\n    return media[:, 1].flatten(1).mean(1)\n"
 
@@ -181,10 +181,13 @@ BROKEN = {
     "wrong type": (["policy.sd3.steps=eight"], "policy.sd3.steps"),
     "unknown name": (["objective=gpro"], "unknown objective 'gpro'; did you mean 'grpo'?"),
     "missing file": (["data.prompts.path=nowhere.txt"], "nowhere.txt"),
-    "impossible batches": (["train.batch_size=3"], "train.batch_size 3 does not divide"),
+    "impossible batches": (
+        ["train.train_batch_size=3"],
+        "train.train_batch_size 3 does not divide",
+    ),
     "folder of nothing": (["policy.sd3.path=./judge.py"], "model_index.json"),
     "reward of nobody": (["reward={'judge.py:blueness': 1.0}"], "known: greenness"),
-    "window outside": (["policy.sd3.sde={window: {start: 5}}"], "window"),
+    "window outside": (["policy.sd3.noise_window={window: {start: 5}}"], "window"),
     "LoRA nowhere": (
         ["policy.sd3.lora={rank: 2, targets: [nothing]}"],
         "lora.targets match no module",
@@ -239,7 +242,7 @@ def test_a_failure_in_the_middle_loses_nothing(desk):
         "media.flatten(1).mean(1)\n"
     )
     reward = "reward={'flaky.py:flaky': 1.0}"
-    sizes = ["train.checkpoint_every=0", "train.evaluate_every=0", "train.iterations=4"]
+    sizes = ["train.save_every=0", "train.evaluate_every=0", "train.iterations=4"]
     message = refused("train", "mine.yaml", "run=flaky", reward, *sizes, cwd=desk)
     assert "server gone" in message and "mmrl train --resume flaky" in message
     assert (desk / "flaky" / "checkpoints" / "iteration-000002" / "state.json").exists()

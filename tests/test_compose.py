@@ -395,7 +395,7 @@ def test_self_certainty_is_what_was_recorded():
     texts = [Completion("a", 3, True, -0.25, 4.0), Completion("b", 3, True, -2.0), "unknown"]
     found = self_certainty(texts, [{}] * 3, scale=0.5)
     assert found[0] == 2 and found[1:].isnan().all()
-    with pytest.raises(UserError, match="policy.vlm.certainty"):
+    with pytest.raises(UserError, match="policy.vlm.record_self_certainty"):
         self_certainty(texts[1:], [{}] * 2)
 
 

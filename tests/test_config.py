@@ -309,7 +309,7 @@ objective:
   toy:
     clip: 1e-4
 train:
-  {prompts: 4, copies: 2, batch_size: 8, iterations: 3}
+  {prompts_per_iteration: 4, group_size: 2, train_batch_size: 8, iterations: 3}
 """
 
 
@@ -415,7 +415,7 @@ def test_a_good_config_is_checked_and_built(here):
         (
             "batch_size: 8",
             "batch_size: 3",
-            "x.yaml:9: train.batch_size 3 does not divide the 8 samples",
+            "x.yaml:9: train.train_batch_size 3 does not divide the 8 samples",
         ),
         ("copies: 2, ", "", "x.yaml:8: train: missing copies"),
         (
@@ -581,7 +581,8 @@ def test_text_stays_text_when_written_and_read(text):
 
 def test_dump_loads_back_to_the_same(here):
     config = load(
-        write_config(here, GOOD), ["objective.clip=1e-5", "run=runs/é", "reward.scaled={weight: 2}"]
+        write_config(here, GOOD),
+        ["objective.clip_range=1e-5", "run=runs/é", "reward.scaled={weight: 2}"],
     )
     again = load(write_config(here, dump(config)))
     assert again.plain == config.plain
@@ -599,7 +600,7 @@ def test_dump_loads_back_to_the_same(here):
             {"prompts": 4, "copies": 2, "batch_size": 8, "iterations": 5},
         ),
         ("objective.toy.clip=1e-3", "objective", {"toy": {"clip": 1e-3}}),
-        ("objective.clip=1e-3", "objective", {"toy": {"clip": 1e-3}}),
+        ("objective.clip_range=1e-3", "objective", {"toy": {"clip": 1e-3}}),
         ("objective.kl=1", "objective", {"toy": {"clip": 1e-4, "kl": 1}}),
         ("objective=dgpo", "objective", "dgpo"),
         ("objective={toy: {kl: 2}}", "objective", {"toy": {"kl": 2}}),
@@ -658,12 +659,12 @@ def test_later_overrides_win_and_build_on_earlier_ones(here):
             "did you mean 'clip'?",
         ),
         (
-            "objective.clip=x",
-            "command line: objective.clip=x: objective.toy.clip: expected a number, got 'x'",
+            "objective.clip_range=x",
+            "command line: objective.clip_range=x: objective.toy.clip: expected a number, got 'x'",
         ),
         (
-            "objective.clip=-1",
-            "command line: objective.clip=-1: objective.toy: clip must be positive",
+            "objective.clip_range=-1",
+            "command line: objective.clip_range=-1: objective.toy: clip must be positive",
         ),
         (
             "objective=tyo",
@@ -682,12 +683,12 @@ def test_later_overrides_win_and_build_on_earlier_ones(here):
             "command line: data.path=gone.txt: data.lines.path: no such file or folder: gone.txt",
         ),
         (
-            "train.batch_size=3",
-            "command line: train.batch_size=3: train.batch_size 3 does not divide",
+            "train.train_batch_size=3",
+            "command line: train.train_batch_size=3: train.train_batch_size 3 does not divide",
         ),
         (
-            "train.prompts.x=3",
-            "command line: train.prompts.x=3: train.prompts is 4, which has no 'x'",
+            "train.prompts_per_iteration.x=3",
+            "command line: train.prompts_per_iteration.x=3: train.prompts_per_iteration is 4, which has no 'x'",
         ),
         ("train.seed=[1", "command line: train.seed=[1: cannot read the value"),
         ("train.seed", "command line: train.seed: expected key=value"),
@@ -722,22 +723,30 @@ def test_the_plan_of_an_iteration():
 @pytest.mark.parametrize(
     "changes, processes, said",
     [
-        ({"prompts": 7}, 3, "train.prompts 7 cannot be shared by 3 processes: use 6 or 9"),
+        (
+            {"prompts": 7},
+            3,
+            "train.prompts_per_iteration 7 cannot be shared by 3 processes: use 6 or 9",
+        ),
         (
             {"batch_size": 20},
             1,
-            "train.batch_size 20 does not divide the 48 samples (train.prompts 12 x "
-            "train.copies 4)",
+            "train.train_batch_size 20 does not divide the 48 samples (train.prompts_per_iteration 12 x "
+            "train.group_size 4)",
         ),
         ({"batch_size": 20}, 1, "use 16 or 24"),
         ({"batch_size": 100}, 1, "use 48"),
-        ({"batch_size": 3}, 2, "train.batch_size 3 cannot be shared by 2 processes: use 2 or 4"),
-        ({"micro_batch": 25}, 1, "train.micro_batch 25 is more than the 24 rows"),
+        (
+            {"batch_size": 3},
+            2,
+            "train.train_batch_size 3 cannot be shared by 2 processes: use 2 or 4",
+        ),
+        ({"micro_batch": 25}, 1, "train.micro_batch_size 25 is more than the 24 rows"),
         ({"micro_batch": 13}, 2, "at most 12"),
         (
             {"prompts": 0, "copies": -1},
             1,
-            "train.prompts is 0: at least 1\ntrain.copies is -1: at least 1",
+            "train.prompts_per_iteration is 0: at least 1\ntrain.copies is -1: at least 1",
         ),
     ],
 )
@@ -746,7 +755,7 @@ def test_impossible_arithmetic_names_the_key_and_what_would_work(changes, proces
 
 
 def test_config_remembers_nothing_it_was_not_given():
-    assert Config({"train": {}}).where("train.prompts") == ""
+    assert Config({"train": {}}).where("train.prompts_per_iteration") == ""
     assert message(Config({"train": {}}).section, "train", TrainOptions).startswith(
         "train: missing prompts"
     )

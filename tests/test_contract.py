@@ -373,7 +373,7 @@ def toy_points(
     policy = toys.make(family, double=True)
     if isinstance(objective, Differentiates):
         objective.attach(toys.smooth_reward)
-    for name in {"ref", objective.behaviour, *objective.snapshots} - {"live"}:
+    for name in {"ref", objective.behavior_policy, *objective.snapshots} - {"live"}:
         policy.weights.keep(name)
     with torch.no_grad():
         rollout = policy.rollout(toys.prompts(4), 4, Rng.of("rollout"))
@@ -394,7 +394,7 @@ def objective(request):
 
 
 def test_an_objective_names_its_weights(objective):
-    assert isinstance(objective.behaviour, str) and all(
+    assert isinstance(objective.behavior_policy, str) and all(
         isinstance(name, str) for name in objective.snapshots
     )
 

@@ -54,7 +54,7 @@ def trainer_of(micro, **options):
         policy,
         toys.prompts(4),
         Scorer({"toy": toys.reward}),
-        advantages.dance,
+        advantages.dance_grpo,
         GroupWeighted(),
         partial(adamw, lr=1e-3),
         TrainOptions(**sizes),
@@ -75,7 +75,9 @@ def test_micro_batches_do_not_cut_a_group_apart():
 
 
 def test_a_batch_size_that_cuts_groups_is_refused():
-    with pytest.raises(UserError, match=r"train.batch_size 2.*multiple of train.copies 4"):
+    with pytest.raises(
+        UserError, match=r"train.train_batch_size 2.*multiple of train.group_size 4"
+    ):
         trainer_of(None, batch_size=2)
 
 

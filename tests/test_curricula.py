@@ -222,7 +222,9 @@ def test_data_hear_of_groups_that_gave_way(options):
         advantages.grpo,
         Text(),
         partial(adamw, lr=0.0),
-        TrainOptions(prompts=4, copies=4, batch_size=16, iterations=6, **options),
+        TrainOptions(
+            prompts_per_iteration=4, group_size=4, train_batch_size=16, iterations=6, **options
+        ),
     )
     for _ in range(3):
         before = {*trainer.prompts.waiting}
@@ -270,7 +272,13 @@ def test_training_with_replay_goes_on_from_a_checkpoint_to_the_bit():
             advantages.grpo,
             Text(),
             partial(adamw, lr=3e-3),
-            TrainOptions(prompts=4, copies=4, batch_size=16, iterations=6, resample=1),
+            TrainOptions(
+                prompts_per_iteration=4,
+                group_size=4,
+                train_batch_size=16,
+                iterations=6,
+                dynamic_sampling_rounds=1,
+            ),
         )
 
     one = trainer()

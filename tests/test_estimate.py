@@ -37,7 +37,13 @@ def test_every_configuration_of_the_repository_can_be_looked_at_without_weights(
     if "world:" not in path.read_text():  # small, and not published
         monkeypatch.setattr(published, "on_meta", no_networks)
     found = dry_run(
-        path, ["train.prompts=8", "train.batch_size=64", "train.copies=16", "train.micro_batch=1"]
+        path,
+        [
+            "train.prompts_per_iteration=8",
+            "train.train_batch_size=64",
+            "train.group_size=16",
+            "train.micro_batch_size=1",
+        ],
     )
     text = "\n".join(lines(found))
     assert "batches     8 prompts x 16 copies = 128 rows" in text and found.plan.steps == 2

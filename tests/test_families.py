@@ -195,8 +195,8 @@ def test_evaluation_is_deterministic_given_the_first_noise(family):
     policy = toys.make(family)
     with policy.evaluating(guidance=2.0):
         rollout = roll(policy)
-        assert policy.guidance == 2.0
-    assert policy.guidance == 1.0 and not rollout.mask.any()
+        assert policy.guidance_scale == 2.0
+    assert policy.guidance_scale == 1.0 and not rollout.mask.any()
     state = rollout.path[:, 0]
     for k in range(6):
         point = Point(

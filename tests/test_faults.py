@@ -14,7 +14,7 @@ import httpx
 import pytest
 import torch
 
-from mmrl.advantages import dance
+from mmrl.advantages import dance_grpo
 from mmrl.registry import UserError
 from mmrl.scoring import Scorer
 from rewards import remote
@@ -128,8 +128,8 @@ def test_no_wrong_number_enters_a_group(faulty, fault, request):
     assert torch.equal(found["far"][~missing], TRUE[~missing]) and found["near"].isfinite().all()
     assert 0 < missing.sum() < B
     rows = rollout(GROUPS.tolist())
-    advantage = dance(found["far"], rows)[:, 0]
-    kept = dance(TRUE[~missing], rollout(GROUPS[~missing].tolist()))[:, 0]
+    advantage = dance_grpo(found["far"], rows)[:, 0]
+    kept = dance_grpo(TRUE[~missing], rollout(GROUPS[~missing].tolist()))[:, 0]
     assert torch.equal(advantage.isnan(), missing)
     torch.testing.assert_close(advantage[~missing], kept)
     assert server.servers[0].failures == spoiled and server.servers[0].cause, (

@@ -75,7 +75,7 @@ def trainer(rows=None, gradient=False, **options):
         policy,
         toys.prompts(4),
         Scorer({"reward": lambda media, prompts: -media.square().sum(1)}),
-        advantages.dance,
+        advantages.dance_grpo,
         PolicyGradient(clip=1e-2, kl=0.1),
         partial(adamw, lr=1e-2),
         TrainOptions(**sizes),
@@ -90,7 +90,7 @@ def test_a_run_out_of_memory_goes_on_in_smaller_passes_to_the_same_weights(gradi
         wanted = whole.iterate()
         found = small.iterate()
     assert small.policy.most == 4 and small.policy.width == 4 and len(small.policy.news) == 1
-    assert "at most 4 rows; train.micro_batch=4" in small.policy.news[0]
+    assert "at most 4 rows; train.micro_batch_size=4" in small.policy.news[0]
     assert found["ratio/max_deviation"] < 1e-12
     # a pass that failed has left nothing behind
     for name in ("loss", "kl", "clip_fraction", "grad_norm"):
@@ -122,7 +122,12 @@ def test_decoding_halves_by_itself_and_leaves_training_alone():
 
         policy.pixels = pixels
         torch.testing.assert_close(policy.decode(rollout), wanted, atol=1e-5, rtol=0)
-    assert policy.decoding == 1 and policy.width == 4 and policy.most is None and not policy.news
+    assert (
+        policy.decoding == 1
+        and policy.fixed_batch_rows == 4
+        and policy.most is None
+        and not policy.news
+    )
 
 
 def test_one_sample_that_cannot_be_decoded_is_the_users_to_mend():
@@ -215,10 +220,16 @@ def wide(objective, batch_size=16, **options):
         Wide(**options),
         toys.prompts(4),
         Scorer({"reward": lambda media, prompts: -media.square().mean(1)}),
-        advantages.dance,
+        advantages.dance_grpo,
         objective,
         partial(adamw, lr=1e-2),
-        TrainOptions(prompts=4, copies=4, batch_size=batch_size, micro_batch=2, iterations=3),
+        TrainOptions(
+            prompts_per_iteration=4,
+            group_size=4,
+            train_batch_size=batch_size,
+            micro_batch_size=2,
+            iterations=3,
+        ),
     )
 
 
@@ -330,6 +341,6 @@ def test_each_expert_of_wan_has_its_own_guidance_as_in_the_pipeline(high, low):
     torch.testing.assert_close(rollout.sample, wanted, atol=1e-4, rtol=0)
     with policy.evaluating(low), torch.no_grad():  # a scale that is asked for is that of both
         both = policy.rollout(PROMPTS, 1, Rng.of("same")).sample
-    assert policy.guidance_2 == low and (both - rollout.sample).abs().max() > 1e-4
+    assert policy.guidance_scale_2 == low and (both - rollout.sample).abs().max() > 1e-4
     with pytest.raises(UserError, match="guidance_2: .* has one network only"):
         make("wan", guidance_2=2.0)

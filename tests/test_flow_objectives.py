@@ -223,7 +223,7 @@ def test_seppos_reference_is_drawn_evenly_from_all_earlier_checkpoints_of_a_boun
                 net.bias.fill_(iteration)
             for _ in range(2 if seed < 20 else 1):  # a second call changes nothing
                 objective.revisit(weights, iteration, Rng.of(seed, iteration))
-            drawn = int(weights.saved[objective.behaviour]["bias"])
+            drawn = int(weights.saved[objective.behavior_policy]["bias"])
             assert len(weights.saved) == 3 and drawn <= iteration
         counts[drawn] += 1
     expected = 240 / 12
@@ -238,7 +238,7 @@ def seppo_trainer(pool=2, **options):
         toys.make("flow", double=True),
         toys.prompts(),
         Scorer({"smooth": smooth}),
-        advantages.dance,
+        advantages.dance_grpo,
         SePPO(beta=5.0, pool=pool),
         partial(adamw, lr=3e-3),
         TrainOptions(**sizes),
@@ -281,7 +281,7 @@ def test_draft_is_the_gradient_through_the_sampler(options, last, moved):
     x = rollout.path[:, first]
     for k in range(first, steps):
         v = policy._velocities(point.replace(state=x, time=rollout.time[:, k]), guided=False)[0]
-        mean, std = policy.kernel(
+        mean, std = policy.sde_type(
             x, v, rollout.time[:, k], rollout.time[:, k + 1], rollout.eta[:, k]
         )
         x = mean + std * Rng.of("rollout").normal(rollout.row, (2,), k + 1, torch.float64)
@@ -376,7 +376,7 @@ def test_each_raises_the_toy_reward(name):
         policy,
         toys.prompts(),
         Scorer({"smooth": smooth}),
-        advantages.dance,
+        advantages.dance_grpo,
         objective(),
         partial(adamw, lr=3e-3),
         TrainOptions(**sizes),
@@ -391,10 +391,10 @@ def test_a_reward_without_gradient_is_refused_by_name():
         toys.make("flow"),
         toys.prompts(),
         scorer := Scorer({"plain": toys.smooth_reward}),
-        advantages.dance,
+        advantages.dance_grpo,
         objective,
         partial(adamw, lr=1e-3),
-        TrainOptions(prompts=4, copies=2, batch_size=8, iterations=1),
+        TrainOptions(prompts_per_iteration=4, group_size=2, train_batch_size=8, iterations=1),
     )
     with pytest.raises(UserError, match="'plain' has no gradient"):
         scorer.differentiable(torch.zeros(2, 2), toys.prompts(2))

@@ -60,7 +60,7 @@ def call(pipe, policy, case, rollout, guidance, steps, output):
     _, _, layout, more = CASES[case]
     first = rollout.path[:, 0]
     if case in GUIDED:
-        more = more | {GUIDED[case]: guidance, "guidance_scale": policy.embedded}
+        more = more | {GUIDED[case]: guidance, "guidance_scale": policy.embedded_guidance}
         if guidance > 1:
             more |= {"negative_prompt": [""] * len(first)}
     else:
@@ -107,7 +107,7 @@ def trainer_of(policy, **options):
         policy,
         PROMPTS,
         Scorer({"brightness": brightness}),
-        advantages.dance,
+        advantages.dance_grpo,
         PolicyGradient(clip=1e-2),
         partial(adamw, lr=1e-2),
         TrainOptions(**sizes),

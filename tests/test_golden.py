@@ -41,14 +41,26 @@ def trajectory(family: str) -> list[list[float]]:
         ]
         reward = small_letters
         objective = Text(kl=0.01)
-        options = TrainOptions(prompts=2, copies=4, batch_size=4, iterations=20, micro_batch=2)
+        options = TrainOptions(
+            prompts_per_iteration=2,
+            group_size=4,
+            train_batch_size=4,
+            iterations=20,
+            micro_batch_size=2,
+        )
     else:
         policy = toys.make(family, double=True)
         prompts = toys.prompts(16)
         reward = toys.reward
         gaussian = policy.decisions == "gaussian"
         objective = PolicyGradient(clip=0.2, kl=0.01) if gaussian else Text(kl=0.01)
-        options = TrainOptions(prompts=4, copies=4, batch_size=8, iterations=20, micro_batch=4)
+        options = TrainOptions(
+            prompts_per_iteration=4,
+            group_size=4,
+            train_batch_size=8,
+            iterations=20,
+            micro_batch_size=4,
+        )
     trainer = Trainer(
         policy,
         prompts,

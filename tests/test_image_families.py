@@ -282,10 +282,10 @@ def test_rocm_follows_the_reward_through_the_steps_of_a_real_consistency_model()
         [
             *(f"policy.lcm.{override}" for override in small),
             "reward={tests.test_image_families:bright: 1.0}",
-            "train.prompts=4",
-            "policy.lcm.width=4",
-            "train.batch_size=4",
-            "train.micro_batch=4",
+            "train.prompts_per_iteration=4",
+            "policy.lcm.fixed_batch_rows=4",
+            "train.train_batch_size=4",
+            "train.micro_batch_size=4",
             "optimizer.adamw.lr=1e-2",
         ],
     )

@@ -321,7 +321,7 @@ def test_adapters_are_added_to_what_is_exported(make, tmp_path: Path):
         for p in policy.weights.parameters().values():
             p.add_(0.1)
         policy.export(tmp_path)
-        again = LlamaGen(str(tmp_path), guidance=policy.guidance)
+        again = LlamaGen(str(tmp_path), guidance=policy.guidance_scale)
         torch.testing.assert_close(
             logp(again, IDS, PROMPT), logp(policy, IDS, PROMPT), atol=1e-4, rtol=0
         )

@@ -432,7 +432,13 @@ def test_the_trainer_says_which_of_several_epochs_it_is():
             ADVANTAGES["dance"],
             Masked(estimator=estimator),
             partial(adamw, lr=1e-3),
-            TrainOptions(prompts=2, copies=4, batch_size=4, epochs=epochs, iterations=1),
+            TrainOptions(
+                prompts_per_iteration=2,
+                group_size=4,
+                train_batch_size=4,
+                epochs=epochs,
+                iterations=1,
+            ),
         ).iterate()
         assert epochs_seen == wanted
 

@@ -174,7 +174,7 @@ def test_a_run_with_old_answers_goes_on_from_a_checkpoint_to_the_bit():
 
 
 def test_policies_without_prompts_to_encode_again_are_refused():
-    with pytest.raises(UserError, match="train.reuse: ToyCausal"):
+    with pytest.raises(UserError, match="train.replay_buffer: ToyCausal"):
         Trainer(
             toys.ToyCausal(),
             [{"text": "a", "label": 0}],
@@ -182,7 +182,13 @@ def test_policies_without_prompts_to_encode_again_are_refused():
             advantages.grpo,
             Text(),
             partial(adamw, lr=1e-3),
-            TrainOptions(prompts=1, copies=2, batch_size=2, iterations=1, reuse=Reuse()),
+            TrainOptions(
+                prompts_per_iteration=1,
+                group_size=2,
+                train_batch_size=2,
+                iterations=1,
+                replay_buffer=Reuse(),
+            ),
         )
 
 

@@ -91,7 +91,9 @@ def test_a_pair_that_suits_each_other_raises_the_reward(name, kind):
         ADVANTAGES["dance"],
         config.build({name: LEARNS.get(name, {})}, OBJECTIVES),
         partial(adamw, lr=RATE.get(kind, 1e-1)),
-        TrainOptions(prompts=2, copies=12, batch_size=24, iterations=8, seed=1),
+        TrainOptions(
+            prompts_per_iteration=2, group_size=12, train_batch_size=24, iterations=8, seed=1
+        ),
     )
     before = reward_now(policy)
     found = [trainer.iterate()["reward/mean"] for _ in range(8)]
@@ -135,7 +137,7 @@ def test_a_pair_that_does_not_is_refused_when_the_configuration_is_read(objectiv
         assert why in str(error.value) and any(kind in why for kind in KINDS.values())
 
 
-@pytest.mark.parametrize("silent", ["policy.sd3.eta=0", "policy.sd3.kernel=ode"])
+@pytest.mark.parametrize("silent", ["policy.sd3.noise_level=0", "policy.sd3.sde_type=ode"])
 def test_what_looks_at_noise_is_refused_for_a_sampler_without(silent, tmp_path):
     for objective, entry in OBJECTIVES.items():
         (tmp_path / "run.yaml").write_text(

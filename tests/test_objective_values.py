@@ -174,20 +174,20 @@ def answers(gap, advantage=None, mask=None):
 def test_importance_at_and_beyond_its_bounds(beyond):
     ratios = [0.25, 0.5, 1.0, 2.0, 8.0]
     point = answers([[math.log(ratio) for ratio in ratios]])
-    weight = Importance(beyond=beyond, low=0.4, high=3.0).weight(point)[0]
+    weight = Importance(mode=beyond, floor=0.4, cap=3.0).weight(point)[0]
     inside = {"truncate": [0.4, 0.5, 1.0, 2.0, 3.0], "mask": [0.0, 0.5, 1.0, 2.0, 0.0]}[beyond]
     assert weight.tolist() == pytest.approx(inside, abs=1e-12)
     same = answers([[0.0]])
     for low, high in ((1.0, 2.0), (0.5, 1.0)):  # a ratio of 1 lies inside both
-        assert Importance(beyond=beyond, low=low, high=high).weight(same).item() == 1.0
-    default = Importance(beyond=beyond).weight(point)[0].tolist()
+        assert Importance(mode=beyond, floor=low, cap=high).weight(same).item() == 1.0
+    default = Importance(mode=beyond).weight(point)[0].tolist()
     assert default == pytest.approx([*ratios[:4], 3.0 if beyond == "truncate" else 0.0], abs=1e-12)
 
 
 def test_importance_of_rows():
     """The product of a row, or its mean's, over what is trained on."""
     point = answers([[math.log(2.0), math.log(3.0), 5.0]], mask=[[1, 1, 0]])
-    assert Importance(level="sequence", high=9.0).weight(point)[0, :2].tolist() == pytest.approx(
+    assert Importance(level="sequence", cap=9.0).weight(point)[0, :2].tolist() == pytest.approx(
         [6.0, 6.0]
     )
     assert Importance(level="geometric").weight(point)[0, :2].tolist() == pytest.approx(
@@ -200,7 +200,7 @@ def test_importance_of_rows():
 def test_importance_bounds_must_differ():
     for low in (3.0, 4.0):
         with pytest.raises(UserError, match="must be less than high"):
-            Importance(low=low)
+            Importance(floor=low)
 
 
 def test_off_policy_answers_are_dropped_only_where_they_are_bad_and_far():
@@ -819,7 +819,7 @@ def spoken(width=None):
         for name in ("live", "ref", "old")
     }
     policy = Spoken(**tables)
-    policy.width = width
+    policy.fixed_batch_rows = width
     row = torch.arange(4)
     mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]], dtype=torch.bool)
     rollout = Rollout(

@@ -107,14 +107,14 @@ def test_two_processes_equal_one(tmp_path):
 
 
 CONFIG = """
-policy: {sd3: {path: "world:digits/sd3-test", size: 32, steps: 3, sde: all_but_last, lora: 2}}
+policy: {sd3: {path: "world:digits/sd3-test", size: 32, steps: 3, noise_window: all_but_last, lora: 2}}
 data: {prompts: {path: prompts.txt, held_out: 0.3}}
 reward: {"judge.py:greenness": 1.0}
-advantage: dance
-objective: {grpo: {clip: 1e-3, kl: 0.01}}
+advantage: dance_grpo
+objective: {grpo: {clip_range: 1e-3, kl: 0.01}}
 optimizer: {adamw: {lr: 1e-3}}
-train: {prompts: 2, copies: 4, batch_size: 4, iterations: 2, checkpoint_every: 1, evaluate_every: 2}
-evaluate: {prompts: 3, copies: 2}
+train: {prompts_per_iteration: 2, group_size: 4, train_batch_size: 4, iterations: 2, save_every: 1, evaluate_every: 2}
+evaluate: {prompts: 3, num_samples: 2}
 """
 JUDGE = """
 import os

@@ -61,13 +61,13 @@ TASKS = {
     "drawings": [{}],
 }
 SIZES = [
-    "policy.tokens=8",
+    "policy.max_new_tokens=8",
     "policy.dtype=float32",
     "policy.lora=4",
-    "train.prompts=2",
-    "train.copies=4",
-    "train.batch_size=8",
-    "train.micro_batch=null",
+    "train.prompts_per_iteration=2",
+    "train.group_size=4",
+    "train.train_batch_size=8",
+    "train.micro_batch_size=null",
     "train.iterations=2",
     "train.precision=fp32",
     # tells random answers apart, which all earn 0
@@ -162,8 +162,10 @@ def test_the_rows_shipped_beside_a_recipe_show_the_form_it_reads(name):
 @pytest.mark.parametrize("recipe", RECIPES, indirect=True)
 def test_a_recipe_learns_for_two_iterations(recipe, caplog):
     torch.manual_seed(0)
-    more = ["train.lengths=[[0,6],[1,8]]"] if "lengths" in recipe.read_text() else []
-    tokens = ["policy.tokens=64"] if "truth:" in recipe.read_text() else []
+    more = (
+        ["train.max_new_tokens_schedule=[[0,6],[1,8]]"] if "lengths" in recipe.read_text() else []
+    )
+    tokens = ["policy.max_new_tokens=64"] if "truth:" in recipe.read_text() else []
     tiny = "internvl" if "InternVL" in recipe.read_text() else "qwen2_5_vl"
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)

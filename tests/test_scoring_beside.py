@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mmrl import overlap
-from mmrl.advantages import dance, flow_grpo, gdpo, group, process, rloo, statistics
+from mmrl.advantages import dance_grpo, flow_grpo, gdpo, group, process, rloo, statistics
 from mmrl.advantages.ddpo import DDPO
 from mmrl.options import TrainOptions
 from mmrl.registry import UserError
@@ -218,7 +218,7 @@ def test_a_step_reward_of_another_shape_is_refused(values):
 
 def rollout(family="flow", parts=1, scorer=None, **options):
     policy = toys.make(family, **options)
-    policy.width = 4
+    policy.fixed_batch_rows = 4
     found, media, scores = overlap.draw(
         policy, toys.prompts(4), COPIES, Rng.of(3), scorer or Scorer({"a": toy}), parts
     )
@@ -234,7 +234,7 @@ def test_step_rewards_give_step_advantages():
     K = rows.mask.shape[1]
     each = torch.rand(B, K, generator=torch.Generator().manual_seed(1))
     whole = torch.rand(B, generator=torch.Generator().manual_seed(2))
-    for advantage in (group, flow_grpo, dance, rloo, gdpo):
+    for advantage in (group, flow_grpo, dance_grpo, rloo, gdpo):
         found = advantage(Rewards({"each": each}), rows)
         assert found.shape == (B, K)
         for k in range(K):
@@ -314,7 +314,7 @@ def test_a_rollout_in_parts_is_the_same_rollout_to_rounding(family, guidance):
         assert_to_rounding(scores["a"], rewards["a"])
         assert found.prompts == whole.prompts
         policy = toys.make(family, **options)
-        policy.width = 4
+        policy.fixed_batch_rows = 4
         for one, other in zip(policy.path(found), policy.path(whole), strict=True):
             found_logp, whole_logp = (
                 policy.dist(point).log_prob(point.target) for point in (one, other)
@@ -369,7 +369,7 @@ def test_answers_of_different_length_are_padded_and_conditions_joined():
     assert found.group.tolist() == [0, 0, 1, 1] and [p["text"] for p in found.prompts] == ["2", "4"]
     assert len(found.cond) == 2 and found.cond[1]["ids"].shape == (1, 4)
     assert set(found.branch[:2].flatten().tolist()).isdisjoint(found.branch[2:].flatten().tolist())
-    with pytest.raises(UserError, match="set train.overlap=1"):
+    with pytest.raises(UserError, match="set train.reward_overlap_chunks=1"):
         overlap.conditions([torch.ones(1, 2), torch.ones(1, 3)])
 
 
@@ -379,7 +379,12 @@ def test_training_in_parts_is_the_same_training():
 
     def run(parts):
         options = TrainOptions(
-            prompts=4, copies=4, batch_size=8, iterations=1, overlap=parts, micro_batch=4
+            prompts_per_iteration=4,
+            group_size=4,
+            train_batch_size=8,
+            iterations=1,
+            reward_overlap_chunks=parts,
+            micro_batch_size=4,
         )
         policy = toys.make("flow")
         trainer = Trainer(

@@ -50,7 +50,7 @@ def trainer_of(policy, kl=0.1, **options):
         policy,
         PROMPTS,
         Scorer({"brightness": brightness}),
-        advantages.dance,
+        advantages.dance_grpo,
         PolicyGradient(clip=1e-2, kl=kl),
         partial(adamw, lr=1e-3),
         TrainOptions(**sizes),
@@ -156,7 +156,7 @@ RUN = """
 policy: {{sd3: {{path: "world:digits/sd3-test", size: 32, steps: 3, sde: all_but_last}}}}
 data: {{prompts: {{path: "{folder}/prompts.txt"}}}}
 reward: {{jpeg_compressibility: 1.0}}
-advantage: dance
+advantage: dance_grpo
 objective: {{grpo: {{clip: 1e-3}}}}
 optimizer: {{adamw: {{lr: 1e-3}}}}
 train: {{prompts: 2, copies: 4, batch_size: 4, iterations: 2, precision: {precision}}}

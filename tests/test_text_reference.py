@@ -314,24 +314,32 @@ policy: {sd3: {path: "world:digits/sd3-test"}}
 data: digits
 reward: {digits: 1.0}
 preset: verl/dapo
-train: {prompts: 2, copies: 4, batch_size: 8, iterations: 1}
+train: {prompts_per_iteration: 2, group_size: 4, train_batch_size: 8, iterations: 1}
 """
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_builds(name):
     sections = filled(
-        {"train": {"prompts": 2, "copies": 4, "batch_size": 8, "iterations": 1}}, name
+        {
+            "train": {
+                "prompts_per_iteration": 2,
+                "group_size": 4,
+                "train_batch_size": 8,
+                "iterations": 1,
+            }
+        },
+        name,
     )
     config.build(sections["advantage"], ADVANTAGES)
     assert config.build(sections["objective"], OBJECTIVES).needs == "categorical"
-    assert TrainOptions(**sections["train"]).copies == 4
+    assert TrainOptions(**sections["train"]).group_size == 4
 
 
 def test_a_preset_fills_what_is_not_written_and_is_written_out(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(RUN)
-    found = config.load(file, ["objective.kl=0.04", "train.resample=0"])
+    found = config.load(file, ["objective.kl=0.04", "train.dynamic_sampling_rounds=0"])
     assert found["objective"]["text"]["surrogate"] == {
         "ppo": {"low": 0.2, "high": 0.28, "dual": 10.0}
     }
@@ -339,7 +347,7 @@ def test_a_preset_fills_what_is_not_written_and_is_written_out(tmp_path):
         "grpo": {"std": "group", "eps": 1e-6}
     }
     assert found["train"]["resample"] == 0 and found["train"]["reduction"] == "decision"
-    assert found.where("train.reduction") == "preset verl/dapo"
+    assert found.where("train.loss_agg_mode") == "preset verl/dapo"
     (tmp_path / "again.yaml").write_text(config.dump(found))
     assert config.load(tmp_path / "again.yaml").plain == found.plain
     other = config.load(file, ["preset=trl/gspo"])

@@ -247,8 +247,17 @@ def test_rewards_that_are_nearly_equal_give_way_by_their_spread():
     assert one.noted["resample/groups"] >= 4
     for group in rollout.group.unique():
         assert rewards["threes"][rollout.group == group].std(correction=0) > 0.01
-    with_none = TrainOptions(prompts=2, copies=2, batch_size=4, iterations=1, resample_spread=0.1)
-    assert any("train.resample is 0" in sentence for sentence in arithmetic(with_none).warnings)
+    with_none = TrainOptions(
+        prompts_per_iteration=2,
+        group_size=2,
+        train_batch_size=4,
+        iterations=1,
+        dynamic_sampling_min_std=0.1,
+    )
+    assert any(
+        "train.dynamic_sampling_rounds is 0" in sentence
+        for sentence in arithmetic(with_none).warnings
+    )
 
 
 def test_the_spread_is_the_population_std_of_the_total():
@@ -358,11 +367,11 @@ def test_importance_weights(level, wanted):
     mask = torch.tensor([[True, True, False]])
     row = torch.zeros(1, dtype=torch.long)
     point = Point(group=row, row=row, state=zero, mask=mask, logprob=gap, sampled=zero)
-    found = Importance(level=level, high=1e3).weight(point)
+    found = Importance(level=level, cap=1e3).weight(point)
     torch.testing.assert_close(found[mask], torch.tensor(wanted)[mask].float())
-    cut = Importance(level=level, high=1.5).weight(point)
+    cut = Importance(level=level, cap=1.5).weight(point)
     assert cut[mask].max() <= 1.5
-    assert (Importance(level=level, beyond="mask", high=1.5).weight(point)[mask] <= 1.5).all()
+    assert (Importance(level=level, mode="mask", cap=1.5).weight(point)[mask] <= 1.5).all()
     long = point.replace(mask=torch.ones(1, 3, dtype=torch.bool), logprob=torch.full((1, 3), 0.1))
     whole = {"token": 0.1, "sequence": 0.3, "geometric": 0.1}[level]
     assert Importance(level=level).weight(long).unique().item() == pytest.approx(math.exp(whole))
@@ -431,7 +440,7 @@ def test_a_flow_policy_is_refused_when_the_trainer_is_built():
             advantages.grpo,
             Text(),
             partial(adamw, lr=1e-3),
-            TrainOptions(prompts=2, copies=2, batch_size=4, iterations=1),
+            TrainOptions(prompts_per_iteration=2, group_size=2, train_batch_size=4, iterations=1),
         )
 
 
@@ -491,7 +500,8 @@ def test_the_weight_of_the_kl_goes_along_a_line():
 def test_the_length_of_answers_follows_its_stages():
     one = trainer(lengths=((1, 3), (2, 5)))
     with pytest.raises(
-        UserError, match="train.lengths: Answers writes no answers whose length could change"
+        UserError,
+        match="train.max_new_tokens_schedule: Answers writes no answers whose length could change",
     ):
         one.iteration = 1
         one.collect()

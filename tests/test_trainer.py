@@ -91,7 +91,7 @@ def test_the_gate_stops_a_run_whose_network_is_random():
     policy.net.train()
     with pytest.raises(
         UserError,
-        match=r"iteration 0: re-scored log-probs differ .* train.gate = "
+        match=r"iteration 0: re-scored log-probs differ .* train.logprob_tolerance = "
         r"1e-06",
     ) as error:
         make_trainer(policy=policy).iterate()
@@ -152,16 +152,18 @@ def test_the_gate_of_tokens_grows_with_guidance_as_their_rounding_does():
     """z_u + s (z_c - z_u) has two rounding errors, s and 1 - s times as large; conditional scores
     have one."""
     half, whole = (
-        TrainOptions(prompts=1, copies=2, batch_size=2, iterations=1, precision=p)
+        TrainOptions(
+            prompts_per_iteration=1, group_size=2, train_batch_size=2, iterations=1, precision=p
+        )
         for p in ("bf16", "fp32")
     )
     policy = toys.make("causal")
     assert gate.tolerance(half, policy, PolicyGradient()) == 2e-2
     assert gate.tolerance(whole, policy, PolicyGradient()) == 1e-4
-    policy.guidance = 5.0
-    policy.logp_dist = "guided"
+    policy.guidance_scale = 5.0
+    policy.logprob_guidance = "guided"
     assert gate.tolerance(half, policy, PolicyGradient()) == pytest.approx(2e-2 * 41**0.5)
-    policy.logp_dist = "conditional"
+    policy.logprob_guidance = "conditional"
     assert gate.tolerance(half, policy, PolicyGradient()) == 2e-2
 
 
@@ -291,7 +293,7 @@ def test_the_moving_average_waits_its_turn():
 
 def test_the_old_snapshot_samples_when_asked():
     trainer = make_trainer()
-    trainer.objective.behaviour = "old"
+    trainer.objective.behavior_policy = "old"
     trainer.policy.weights.keep("old")
     trainer.iterate()
     old, live = (trainer.policy.weights.full(name) for name in ("old", "live"))
@@ -553,7 +555,9 @@ def test_the_meter_hears_only_what_is_masked_in():
 def test_a_rollout_is_scored_again_only_where_two_roundings_would_meet():
     """Tokens sampled with a cache, in half precision, with steps after the first; or when it is
     said."""
-    options = TrainOptions(prompts=2, copies=4, batch_size=4, iterations=1, precision="bf16")
+    options = TrainOptions(
+        prompts_per_iteration=2, group_size=4, train_batch_size=4, iterations=1, precision="bf16"
+    )
     causal, masked, flow = (toys.make(family) for family in ("causal", "masked", "flow"))
     assert gate.rescores(options, causal, steps=2) and not gate.rescores(options, causal, steps=1)
     assert not gate.rescores(options, masked, steps=2) and not gate.rescores(options, flow, steps=2)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mmrl.advantages import Branch, by_edge, dr_grpo, shared
+from mmrl.advantages import Branch, by_edge, dr_grpo, tree_mean
 from mmrl.dists import Gaussian
 from mmrl.overlap import joined
 from mmrl.policies.trees import Tree, size
@@ -393,7 +393,7 @@ def test_a_shared_edge_has_the_mean_advantage_of_its_leaves_under_any_advantage(
 def test_advantages_that_know_trees_are_left_as_they_are():
     rollout, _ = stick(TREE, 4)
     reward = torch.tensor([0.1, 0.5, 0.9, 0.3])
-    for advantage in (Branch()(reward, rollout), shared(reward, rollout, siblings=True)):
+    for advantage in (Branch()(reward, rollout), tree_mean(reward, rollout, siblings=True)):
         assert torch.equal(by_edge(advantage, rollout), advantage)
     flat = rollout.replace(branch=None)
     assert torch.equal(by_edge(dr_grpo(reward, flat), flat), dr_grpo(reward, flat))

@@ -147,7 +147,13 @@ def test_who_writes_it_is_checked(policy):
             advantages.grpo,
             Text(),
             partial(adamw, lr=1e-3),
-            TrainOptions(prompts=2, copies=2, batch_size=4, iterations=1, truth="length"),
+            TrainOptions(
+                prompts_per_iteration=2,
+                group_size=2,
+                train_batch_size=4,
+                iterations=1,
+                ground_truth_rollout="length",
+            ),
         )
 
 

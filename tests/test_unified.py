@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from mmrl.advantages import dr_grpo, flow_grpo, grpo, pairs, shared
+from mmrl.advantages import dr_grpo, flow_grpo, grpo, pairs, tree_mean
 from mmrl.batches import loss_weights
 from mmrl.data_vision import Paired
 from mmrl.objectives import Unified
@@ -213,7 +213,7 @@ KINDS = [
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
 def test_token_by_token_is_all_at_once_with_ragged_prompts_of_both_tasks(make, options):
-    policy = make(answer=Answer(tokens=4), **options)
+    policy = make(answer=Answer(max_new_tokens=4), **options)
     rollout = policy.rollout(MIXED, 4, Rng.of("ragged"))
     (point,) = policy.path(rollout)
     with torch.no_grad():
@@ -227,7 +227,10 @@ def test_token_by_token_is_all_at_once_with_ragged_prompts_of_both_tasks(make, o
         )
     torch.testing.assert_close(alone, torch.where(some.mask, some.logprob, 0.0), atol=1e-12, rtol=0)
     assert len({one["ids"].shape for one in rollout.cond}) == 4
-    assert rollout.mask[:8, policy.tokens :].all() and not rollout.mask[8:, policy.tokens :].any()
+    assert (
+        rollout.mask[:8, policy.max_new_tokens :].all()
+        and not rollout.mask[8:, policy.max_new_tokens :].any()
+    )
 
 
 def test_without_a_plan_it_is_janus(make, folder):
@@ -235,13 +238,13 @@ def test_without_a_plan_it_is_janus(make, folder):
     plain = Janus(folder, guidance=3.0)
     plain.net.to(torch.float64)
     found, wanted = (one.rollout(TEXTS, 3, Rng.of("same")) for one in (policy, plain))
-    assert torch.equal(found.sample, wanted.sample) and policy.tokens == 0
+    assert torch.equal(found.sample, wanted.sample) and policy.max_new_tokens == 0
     torch.testing.assert_close(found.logprob, wanted.logprob, atol=1e-12, rtol=0)
     assert torch.equal(policy.decode(found), plain.decode(wanted))
 
 
 def test_answers_are_those_of_the_vlm_policy(make, folder):
-    policy = make(plan=None, answer=Answer(tokens=5))
+    policy = make(plan=None, answer=Answer(max_new_tokens=5))
     vlm = VLM(folder, tokens=5)
     vlm.net.to(torch.float64)
     rollout = policy.rollout([ASKED, MIXED[3]], 2, Rng.of("answers"))
@@ -338,7 +341,11 @@ def losses(policy, rollout, advantage, reduction="row"):
 @pytest.mark.parametrize("share", [0.5, 0.2])
 def test_a_segment_counts_by_its_mean(make, share):
     policy = make(
-        guidance=1.0, weigh="segment", text_share=share, plan={"tokens": 7}, answer=Answer(tokens=3)
+        guidance=1.0,
+        weigh="segment",
+        text_share=share,
+        plan={"tokens": 7},
+        answer=Answer(max_new_tokens=3),
     )
     rollout = policy.rollout([TEXT, ASKED], 3, Rng.of("segments"))
     terms = torch.arange(6 * 11, dtype=torch.float64).view(6, 11).sin()
@@ -370,7 +377,7 @@ def test_the_gradient_of_a_tree_is_the_average_of_its_samples(make, weigh, turn)
         rollout.branch[:, -1], rows
     )
     reduction = "sum" if weigh == "token" else "row"
-    found, _, _ = losses(tree, rollout, shared(reward, rollout, of=dr_grpo).double(), reduction)
+    found, _, _ = losses(tree, rollout, tree_mean(reward, rollout, of=dr_grpo).double(), reduction)
     wanted, _, _ = losses(flat, samples, dr_grpo(reward, samples).double(), reduction)
     # Llama's norms are in float32 throughout
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
@@ -380,10 +387,10 @@ def test_the_gradient_of_a_tree_is_the_average_of_its_samples(make, weigh, turn)
 def test_images_may_be_judged_beside_those_of_their_plan(make):
     reward = torch.tensor([0.0, 1.0, 3.0, 3.0])
     rollout = make(plan={"tokens": 2, "images": 2}).rollout([TEXT], 4, Rng.of("advantage"))
-    found = shared(reward, rollout, of=dr_grpo, siblings=True)
+    found = tree_mean(reward, rollout, of=dr_grpo, siblings=True)
     torch.testing.assert_close(found[:, 0], torch.tensor([-1.25, -1.25, 1.25, 1.25]))
     torch.testing.assert_close(found[:, -1], torch.tensor([-0.5, 0.5, 0.0, 0.0]))
-    whole = shared(reward.index_fill(0, torch.tensor([0]), torch.nan), rollout, of=dr_grpo)
+    whole = tree_mean(reward.index_fill(0, torch.tensor([0]), torch.nan), rollout, of=dr_grpo)
     # the plan is judged by the image that has a reward
     assert whole[0, -1].isnan() and whole[0, 0].isfinite()
 
@@ -417,14 +424,19 @@ def score(media, prompts):
 def test_both_tasks_train_in_one_batch(make, options):
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        policy = make(double=False, guidance=3.0, answer=Answer(tokens=4), **options)
+        policy = make(double=False, guidance=3.0, answer=Answer(max_new_tokens=4), **options)
     before = policy.weights.full()
     objective = Unified(kl=0.1, steer_text=Steered(target=2.0), steer_image=Steered(target=0.5))
     sizes = TrainOptions(
-        prompts=2, copies=4, batch_size=8, iterations=2, micro_batch=3, max_grad_norm=None
+        prompts_per_iteration=2,
+        group_size=4,
+        train_batch_size=8,
+        iterations=2,
+        micro_batch_size=3,
+        max_grad_norm=None,
     )
     trainer = Trainer(
-        policy, MIXED[1:3], score, shared, objective, lambda p: torch.optim.SGD(p, lr=0.5), sizes
+        policy, MIXED[1:3], score, tree_mean, objective, lambda p: torch.optim.SGD(p, lr=0.5), sizes
     )
     first = trainer.iterate()
     assert first["clip_fraction"] == 0 and first["ratio/max_deviation"] < 1e-4

@@ -388,7 +388,7 @@ def test_adapters_are_added_to_what_is_exported(make, tmp_path):
         for p in policy.weights.parameters().values():
             p.add_(0.1)
         policy.export(tmp_path)
-        again = VAR(str(tmp_path), guidance=policy.guidance)
+        again = VAR(str(tmp_path), guidance=policy.guidance_scale)
         torch.testing.assert_close(
             logp(again, IDS, PROMPT), logp(policy, IDS, PROMPT), atol=1e-4, rtol=0
         )
@@ -438,7 +438,7 @@ def test_the_gradient_of_branches_is_the_average_of_samples(make, alpha):
         loss = -point.advantage * policy.dist(point).log_prob(point.target)
         return flat_grad(policy, (loss * loss_weights(point, "sum", 1)).sum())
 
-    found = gradient(tree, rollout, advantages.shared(reward, rollout, of=advantages.dr_grpo))
+    found = gradient(tree, rollout, advantages.tree_mean(reward, rollout, of=advantages.dr_grpo))
     rows = rollout.replace(mask=torch.ones_like(rollout.mask), branch=None)
     wanted = gradient(flat, rows, advantages.dr_grpo(reward, rows))
     torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-9)

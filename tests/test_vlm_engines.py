@@ -112,9 +112,9 @@ def test_training_corrects_for_what_the_engine_did_otherwise(vllm):
         prompts(),
         scorer,
         lambda r, rollout: r.total()[:, None] - 1.0,
-        Text(importance=Importance(high=1.5)),
+        Text(importance=Importance(cap=1.5)),
         lambda p: torch.optim.SGD(p, lr=1e-3),
-        TrainOptions(prompts=3, copies=2, batch_size=6, iterations=1),
+        TrainOptions(prompts_per_iteration=3, group_size=2, train_batch_size=6, iterations=1),
     )
     found = trainer.iterate()
     assert found["engine/gap"] == pytest.approx(0.6931, abs=1e-3) and found[
@@ -124,5 +124,5 @@ def test_training_corrects_for_what_the_engine_did_otherwise(vllm):
         "the policy's own log-probs are recorded, not the engine's"
     )
     rollout = rolled(one)
-    weight = Importance(high=1.5).weight(point_of(one, rollout))
+    weight = Importance(cap=1.5).weight(point_of(one, rollout))
     assert torch.equal(weight[rollout.mask], torch.full((int(rollout.mask.sum()),), 1.5))

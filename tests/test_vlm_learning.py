@@ -33,7 +33,7 @@ def test_a_few_iterations_raise_the_reward():
         advantages.grpo,
         Text(),
         partial(adamw, lr=1e-2),
-        TrainOptions(prompts=2, copies=16, batch_size=32, iterations=10),
+        TrainOptions(prompts_per_iteration=2, group_size=16, train_batch_size=32, iterations=10),
     )
     found = [trainer.iterate()["reward/mean"] for _ in range(10)]
     assert found[0] < 0.3 and sum(found[-2:]) / 2 > found[0] + 0.4
@@ -59,7 +59,12 @@ def test_rewards_of_steps_reach_the_tokens_that_earned_them():
         Text(),
         partial(adamw, lr=1e-3),
         TrainOptions(
-            prompts=1, copies=3, batch_size=3, iterations=1, truth="key_steps", reduction="row"
+            prompts_per_iteration=1,
+            group_size=3,
+            train_batch_size=3,
+            iterations=1,
+            ground_truth_rollout="key_steps",
+            loss_agg_mode="row",
         ),
     )
     rollout, rewards = trainer.collect()

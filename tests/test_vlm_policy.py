@@ -208,7 +208,7 @@ def test_prompts_of_unlike_numbers_of_images_are_read_apart_where_the_family_nee
     with pytest.warns(UserWarning, match="read once for every answer"):
         scored = logprobs(fresh, rollout)
     torch.testing.assert_close(scored.detach(), rollout.logprob, atol=1e-5, rtol=1e-5)
-    policy.width = 3
+    policy.fixed_batch_rows = 3
     assert torch.equal(rolled(policy, given, copies=2).sample, rollout.sample)
 
 
@@ -224,7 +224,7 @@ def test_another_engine_is_measured_against_the_policys_own_passes(policy):
     )
     gap = (rollout.sampled - rollout.logprob)[rollout.mask].abs().mean()
     assert other.measures()["engine/gap"] == pytest.approx(float(gap)) and gap < 1e-5
-    weight = Importance(high=5.0).weight(point_of(other, rollout))
+    weight = Importance(cap=5.0).weight(point_of(other, rollout))
     torch.testing.assert_close(
         weight[rollout.mask], torch.ones(int(rollout.mask.sum())), atol=1e-4, rtol=0
     )
@@ -271,9 +271,9 @@ def test_a_text_among_images_is_itself(policy):
 @pytest.mark.parametrize("width", [1, 2, 4, 7])
 def test_no_width_changes_a_sample(policy, width):
     whole = rolled(policy)
-    policy.width = width
+    policy.fixed_batch_rows = width
     parts = rolled(policy)
-    policy.width = None
+    policy.fixed_batch_rows = None
     assert torch.equal(whole.sample, parts.sample) and torch.equal(whole.mask, parts.mask)
     torch.testing.assert_close(whole.logprob, parts.logprob, atol=1e-5, rtol=1e-5)
 

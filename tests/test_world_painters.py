@@ -296,13 +296,13 @@ def test_the_benchmark_goes_on_with_what_is_missing(tmp_path, monkeypatch):
     judge = 'evaluate.reward={digits_judge: {path: "world:digits/reader-test"}}'
     small = [
         "policy.var.path=world:digits/var-test",
-        "train.micro_batch=8",
-        "train.prompts=2",
-        "train.copies=4",
-        "train.batch_size=8",
+        "train.micro_batch_size=8",
+        "train.prompts_per_iteration=2",
+        "train.group_size=4",
+        "train.train_batch_size=8",
         "train.iterations=3",
         "evaluate.prompts=3",
-        "evaluate.copies=1",
+        "evaluate.num_samples=1",
         "reward.digits.path=world:digits/reader-test",
         judge,
     ]

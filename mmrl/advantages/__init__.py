@@ -4,10 +4,10 @@ name."""
 from mmrl.advantages.answers import gpg, grpo, opo, pass_at_k, reinforce, reinforce_pp
 from mmrl.advantages.branch import Branch, by_edge
 from mmrl.advantages.ddpo import DDPO
-from mmrl.advantages.grouped import dance, dr_grpo, flow_grpo, gdpo, group, rloo
+from mmrl.advantages.grouped import dance_grpo, dr_grpo, flow_grpo, gdpo, group, rloo
 from mmrl.advantages.online import MaxMin, Running
-from mmrl.advantages.shaping import focused, ngrpo, pairs, soft, temporal
-from mmrl.advantages.shared import shared
+from mmrl.advantages.shaping import focal, ngrpo, pairs, soft, temporal
+from mmrl.advantages.shared import tree_mean
 from mmrl.advantages.steps import process
 from mmrl.advantages.summary import outcomes, statistics
 
@@ -17,10 +17,10 @@ __all__ = [
     "MaxMin",
     "Running",
     "by_edge",
-    "dance",
+    "dance_grpo",
     "dr_grpo",
     "flow_grpo",
-    "focused",
+    "focal",
     "gdpo",
     "gpg",
     "group",
@@ -34,7 +34,7 @@ __all__ = [
     "reinforce",
     "reinforce_pp",
     "rloo",
-    "shared",
+    "tree_mean",
     "soft",
     "statistics",
     "temporal",

@@ -32,7 +32,7 @@ def grpo(
     *,
     std: Std = "group",
     eps: float = 1e-4,
-    flat: Flat = "zero",
+    zero_variance_groups: Flat = "zero",
     best_of: int | None = None,
 ) -> Tensor:
     """GRPO for text: mean and sample std (ddof 1, plus eps) of the group (Shao et al. 2024,
@@ -41,7 +41,9 @@ def grpo(
     eps: 1e-4 in TRL, ms-swift and VLM-R1, 1e-6 in verl. std: global is TRL's and ms-swift's
     "batch", the "PPO-lite" of Liu et al. 2025 ("Tricks or traps?").
     """
-    return group(rewards, rollout, std=std, ddof=1, eps=eps, flat=flat, best_of=best_of)
+    return group(
+        rewards, rollout, std=std, ddof=1, eps=eps, flat=zero_variance_groups, best_of=best_of
+    )
 
 
 @ADVANTAGES.register("reinforce")
@@ -64,7 +66,7 @@ def reinforce_pp(
     *,
     baseline: bool = False,
     weigh: Literal["tokens", "rows"] = "tokens",
-    flat: Flat = "zero",
+    zero_variance_groups: Flat = "zero",
 ) -> Tensor:
     """REINFORCE++: rewards whitened over the whole batch (Hu et al. 2025); baseline: less the
     group's mean first.
@@ -81,7 +83,9 @@ def reinforce_pp(
     else:
         whitened = _by_tokens(value, rollout.mask.sum(1).to(value), groups)
     return finished(
-        _unless_equal(whitened, double, groups, baseline), rewards, drop(groups, double, flat)
+        _unless_equal(whitened, double, groups, baseline),
+        rewards,
+        drop(groups, double, zero_variance_groups),
     )
 
 
@@ -110,7 +114,9 @@ def _unless_equal(whitened: Tensor, double: Rewards, groups: Groups, baseline: b
 
 @ADVANTAGES.register("opo")
 @by_step
-def opo(rewards: Rewards | Tensor, rollout: Rollout, *, flat: Flat = "zero") -> Tensor:
+def opo(
+    rewards: Rewards | Tensor, rollout: Rollout, *, zero_variance_groups: Flat = "zero"
+) -> Tensor:
     """OPO: reward minus the group's mean weighted by length, the variance-optimal baseline (Hao et
     al. 2025, eq. 9)."""
     double, groups = measured(rewards, rollout)
@@ -121,7 +127,7 @@ def opo(rewards: Rewards | Tensor, rollout: Rollout, *, flat: Flat = "zero") -> 
         length
     ).clamp_min(1)
     advantage = (centred - mean[groups.index]).masked_fill(groups.flat(total)[groups.index], 0.0)
-    return finished(advantage, rewards, drop(groups, double, flat))
+    return finished(advantage, rewards, drop(groups, double, zero_variance_groups))
 
 
 @ADVANTAGES.register("gpg")
@@ -132,7 +138,7 @@ def gpg(
     *,
     scale: float = 1.0,
     count: Literal["groups", "rewards"] = "groups",
-    flat: Flat = "zero",
+    zero_variance_groups: Flat = "zero",
 ) -> Tensor:
     """GPG: alpha (reward - mean of the group) / scale, alpha = samples / samples that teach (Chu et
     al. 2025).
@@ -150,13 +156,17 @@ def gpg(
     advantage = (
         groups.centred(total).masked_fill(level, 0.0) * samples / useful.clamp_min(1) / scale
     )
-    return finished(advantage, rewards, drop(groups, double, flat))
+    return finished(advantage, rewards, drop(groups, double, zero_variance_groups))
 
 
 @ADVANTAGES.register("pass_at_k")
 @by_step
 def pass_at_k(
-    rewards: Rewards | Tensor, rollout: Rollout, *, eps: float = 1e-6, flat: Flat = "zero"
+    rewards: Rewards | Tensor,
+    rollout: Rollout,
+    *,
+    eps: float = 1e-6,
+    zero_variance_groups: Flat = "zero",
 ) -> Tensor:
     """Only the best answer of a group: (its reward - the second's) / (sample std + eps), as verl's
     pass@k estimator.
@@ -180,4 +190,4 @@ def pass_at_k(
     advantage = torch.zeros_like(total).index_copy(
         0, first, torch.where(groups.flat(total), 0.0, lead)
     )
-    return finished(advantage, rewards, drop(groups, double, flat))
+    return finished(advantage, rewards, drop(groups, double, zero_variance_groups))

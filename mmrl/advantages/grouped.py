@@ -34,7 +34,7 @@ def group(
     eps: float = 1e-4,
     eps_mode: EpsMode = "add",
     combine: Combine = "sum",
-    flat: Flat = "zero",
+    zero_variance_groups: Flat = "zero",
     best_of: int | None = None,
 ) -> Tensor:
     """(reward - mean of the group) / std, every choice open.
@@ -51,7 +51,7 @@ def group(
     keep = groups.present
     if best_of is not None:
         keep = best_and_worst(advantage, groups, rollout.row, best_of)
-    if flat == "drop":
+    if zero_variance_groups == "drop":
         keep = keep & ~flat_rows(double, groups, combine)
     return finished(advantage, rewards, keep)
 
@@ -63,7 +63,7 @@ def flow_grpo(
     rollout: Rollout,
     *,
     std: Std = "global",
-    flat: Flat = "zero",
+    zero_variance_groups: Flat = "zero",
     best_of: int | None = None,
 ) -> Tensor:
     """Flow-GRPO: mean of the group, std (population, plus 1e-4) of all rewards or of the group.
@@ -71,22 +71,32 @@ def flow_grpo(
     Liu et al. 2025, "Flow-GRPO"; the published SD3.5 recipes use the global std, the paper's eq. 4
     the group's.
     """
-    return group(rewards, rollout, std=std, ddof=0, eps=1e-4, flat=flat, best_of=best_of)
+    return group(
+        rewards, rollout, std=std, ddof=0, eps=1e-4, flat=zero_variance_groups, best_of=best_of
+    )
 
 
 @ADVANTAGES.register("dance")
 @by_step
-def dance(
+def dance_grpo(
     rewards: Rewards | Tensor,
     rollout: Rollout,
     *,
     combine: Combine = "sum",
-    flat: Flat = "zero",
+    zero_variance_groups: Flat = "zero",
     best_of: int | None = None,
 ) -> Tensor:
     """DanceGRPO: mean and sample std (ddof 1, plus 1e-8) of the group; MixGRPO with combine:
     aggregate."""
-    return group(rewards, rollout, ddof=1, eps=1e-8, combine=combine, flat=flat, best_of=best_of)
+    return group(
+        rewards,
+        rollout,
+        ddof=1,
+        eps=1e-8,
+        combine=combine,
+        flat=zero_variance_groups,
+        best_of=best_of,
+    )
 
 
 @ADVANTAGES.register("gdpo")
@@ -98,7 +108,7 @@ def gdpo(
     eps: float = 1e-6,
     ddof: Literal[0, 1] = 0,
     eps_mode: EpsMode = "floor",
-    flat: Flat = "zero",
+    zero_variance_groups: Flat = "zero",
     best_of: int | None = None,
 ) -> Tensor:
     """GDPO: each reward is normalised in its group, the weighted sum over the batch (std at least
@@ -113,7 +123,7 @@ def gdpo(
         eps=eps,
         eps_mode=eps_mode,
         combine="gdpo",
-        flat=flat,
+        flat=zero_variance_groups,
         best_of=best_of,
     )
 
@@ -121,17 +131,25 @@ def gdpo(
 @ADVANTAGES.register("dr_grpo")
 @by_step
 def dr_grpo(
-    rewards: Rewards | Tensor, rollout: Rollout, *, flat: Flat = "zero", best_of: int | None = None
+    rewards: Rewards | Tensor,
+    rollout: Rollout,
+    *,
+    zero_variance_groups: Flat = "zero",
+    best_of: int | None = None,
 ) -> Tensor:
     """Dr. GRPO: reward minus the mean of the group, no std (Liu et al. 2025, "Understanding
     R1-Zero-like training")."""
-    return group(rewards, rollout, std="none", flat=flat, best_of=best_of)
+    return group(rewards, rollout, std="none", flat=zero_variance_groups, best_of=best_of)
 
 
 @ADVANTAGES.register("rloo")
 @by_step
 def rloo(
-    rewards: Rewards | Tensor, rollout: Rollout, *, flat: Flat = "zero", best_of: int | None = None
+    rewards: Rewards | Tensor,
+    rollout: Rollout,
+    *,
+    zero_variance_groups: Flat = "zero",
+    best_of: int | None = None,
 ) -> Tensor:
     """RLOO: reward minus the mean of the *other* answers of the group (Ahmadian et al. 2024, "Back
     to basics").
@@ -140,5 +158,7 @@ def rloo(
     """
     double, groups = measured(rewards, rollout)
     size = groups.size()[groups.index]  # [B]
-    centred = dr_grpo(Rewards(double, double.weights), rollout, flat=flat, best_of=best_of)[:, 0]
+    centred = dr_grpo(
+        Rewards(double, double.weights), rollout, flat=zero_variance_groups, best_of=best_of
+    )[:, 0]
     return finished(centred * size / (size - 1).clamp(min=1), rewards, torch.isfinite(centred))

@@ -34,12 +34,12 @@ class Running:
 
     def __init__(
         self,
-        of: Inner = "group",
+        base: Inner = "group",
         decay: Annotated[float, Ge(0), Lt(1)] = 0.9,
         limit: Annotated[float, Gt(0)] | None = None,
         eps: Annotated[float, Gt(0)] = 1e-6,
     ):
-        self.of = of_name(of)
+        self.base = of_name(base)
         self.decay = decay
         self.limit = limit
         self.eps = eps
@@ -49,7 +49,7 @@ class Running:
         """[B, 1] or [B, K] of the inner advantage. Advances the running moments."""
         double, _ = measured(rewards, rollout)
         scaled = {name: self._scaled(name, x) for name, x in double.items()}
-        return as_given(self.of(Rewards(scaled, double.weights), rollout), rewards)
+        return as_given(self.base(Rewards(scaled, double.weights), rollout), rewards)
 
     def _scaled(self, name: str, x: Tensor) -> Tensor:
         if not somewhere(x.isfinite()):
@@ -86,8 +86,8 @@ class MaxMin:
     reward failed for all samples trains nothing and leaves the weights as they are.
     """
 
-    def __init__(self, of: Inner = "group", rate: Annotated[float, Gt(0)] | None = None):
-        self.of = of_name(of)
+    def __init__(self, base: Inner = "group", rate: Annotated[float, Gt(0)] | None = None):
+        self.base = of_name(base)
         self.rate = rate
         self.log: dict[str, float] = {}  # logarithms of the weights
 
@@ -96,7 +96,7 @@ class MaxMin:
         double, groups = measured(rewards, rollout)
         if not somewhere(groups.present):  # nobody is the worst off
             return as_given(
-                self.of(torch.full_like(next(iter(double.values())), torch.nan), rollout), rewards
+                self.base(torch.full_like(next(iter(double.values())), torch.nan), rollout), rewards
             )
         means = {
             name: double.weights[name] * float(moments(x, groups.present)[0])
@@ -115,7 +115,9 @@ class MaxMin:
         total = sum(
             shares[name] * double.weights[name] * x for name, x in double.items() if shares[name]
         )
-        found = self.of(Rewards({"maxmin": total.masked_fill(~groups.present, torch.nan)}), rollout)
+        found = self.base(
+            Rewards({"maxmin": total.masked_fill(~groups.present, torch.nan)}), rollout
+        )
         return as_given(found, rewards)
 
     def state_dict(self) -> dict[str, Any]:

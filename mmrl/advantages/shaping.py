@@ -55,7 +55,7 @@ def soft(
     rewards: Rewards | Tensor,
     rollout: Rollout,
     *,
-    of: Underneath = grpo,
+    base: Underneath = grpo,
     reward: str | None = None,
     threshold: float = 0.8,
     above: Annotated[float, Ge(0)] = 0.01,
@@ -88,7 +88,7 @@ def soft(
     parts = Rewards(
         {name: x.masked_fill(missing, torch.nan) for name, x in parts.items()}, parts.weights
     )
-    return of(parts, rollout).to(finished(shaped, rewards, groups.present).dtype)
+    return base(parts, rollout).to(finished(shaped, rewards, groups.present).dtype)
 
 
 def _softened(reward: Tensor, threshold: float, above: float, below: float) -> Tensor:
@@ -108,7 +108,7 @@ def temporal(
     rewards: Rewards | Tensor,
     rollout: Rollout,
     *,
-    of: Underneath = grpo,
+    base: Underneath = grpo,
     strength: Annotated[float, Ge(0)] = 1.0,
 ) -> Tensor:
     """AVATAR's temporal advantage shaping: tokens count more at the beginning and at the end of an
@@ -117,18 +117,18 @@ def temporal(
     Kulkarni et al. 2025. Our reading of "U-shaped": A (1 + strength (2 t / (n - 1) - 1)^2) for
     token t of n. [B, K].
     """
-    advantage = of(rewards, rollout)
+    advantage = base(rewards, rollout)
     place = (rollout.mask.cumsum(1) - 1).to(advantage)
     last = (rollout.mask.sum(1, keepdim=True) - 1).clamp_min(1)
     return advantage * (1 + strength * (2 * place / last - 1).square())
 
 
 @ADVANTAGES.register("focused")
-def focused(
+def focal(
     rewards: Rewards | Tensor,
     rollout: Rollout,
     *,
-    of: Underneath = grpo,
+    base: Underneath = grpo,
     most: Annotated[float, Ge(1)] = 1.5,
 ) -> Tensor:
     """TW-GRPO: token places at which the answers of a group differ count more, from 1 to ``most``.
@@ -139,7 +139,7 @@ def focused(
     of the log-probs of the sampled tokens (a place an answer has not reached counts as the group's
     mean there); the published code takes that of the whole vocabulary.
     """
-    advantage = of(rewards, rollout)
+    advantage = base(rewards, rollout)
     names, index = rollout.group.unique(return_inverse=True)
     mask = rollout.mask.double()
     logp = torch.where(rollout.mask, rollout.logprob, 0.0).double()
@@ -159,7 +159,7 @@ def pairs(
     rewards: Rewards | Tensor,
     rollout: Rollout,
     *,
-    of: Underneath = grpo,
+    base: Underneath = grpo,
     key: str = "similarity",
     power: Annotated[float, Ge(0)] = 1.0,
     tasks: Sequence[str] = (),
@@ -183,7 +183,7 @@ def pairs(
             f"advantage pairs: {key!r} of a prompt is {min(own)}; with a power it "
             f"must not be negative"
         )
-    advantage = apart(of, rewards, rollout, tasks) if tasks else of(rewards, rollout)
+    advantage = apart(base, rewards, rollout, tasks) if tasks else base(rewards, rollout)
     return advantage * torch.tensor(own).pow(power).to(advantage)[rollout.group][:, None]
 
 

@@ -14,8 +14,8 @@ from mmrl.types import Rewards, Rollout
 
 
 @ADVANTAGES.register("shared")
-def shared(
-    rewards: Rewards | Tensor, rollout: Rollout, *, of: Underneath = grpo, siblings: bool = False
+def tree_mean(
+    rewards: Rewards | Tensor, rollout: Rollout, *, base: Underneath = grpo, siblings: bool = False
 ) -> Tensor:
     """An edge of a tree has the mean advantage of the samples below it, so that the gradient is
     that of the samples.
@@ -24,7 +24,7 @@ def shared(
     less the mean of the edge before: a plan by its images' mean, an image beside the other images
     of its plan. [B, K]; [B, 1] without a tree.
     """
-    own = of(rewards, rollout)
+    own = base(rewards, rollout)
     if rollout.branch is None:
         return own
     leaf = own.double().expand(rollout.branch.shape)

@@ -77,7 +77,7 @@ def _of_folder(report: Report, resolved: Resolved, found: configs.Config) -> Rep
         policy = hollow(resolved.entry, place, options)
     except (UserError, ValueError) as error:
         raise UserError(resolved.place.say(str(error))) from error
-    plan = policy._plan(report.train.copies, FIXED)
+    plan = policy._plan(report.train.group_size, FIXED)
     layers = costs.layers_of(policy)
     shape = policy.shape
     unet = hasattr(policy.config, "block_out_channels")
@@ -101,18 +101,20 @@ def _of_folder(report: Report, resolved: Resolved, found: configs.Config) -> Rep
     )
     tokens = None if unet else costs.tokens_of(policy)
     with reading(policy, getattr(found.build("objective", OBJECTIVES), "reads", "path")):
-        states = len(policy._plan(report.train.copies, FIXED).kept)
-    stored = report.plan.rows_per_process * states * math.prod(shape) * policy.storage.itemsize
+        states = len(policy._plan(report.train.group_size, FIXED).kept)
+    stored = (
+        report.plan.rows_per_process * states * math.prod(shape) * policy.trajectory_dtype.itemsize
+    )
     return replace(
         report,
         shape=shape,
         tokens=tokens,
         steps=len(plan.times) - 1,
         noisy=int((plan.eta > 0).sum()),
-        guided=policy.guidance != 1,
+        guided=policy.guidance_scale != 1,
         model=model,
         stored=stored,
-        offload=policy.offload,
+        offload=policy.offload_trajectory,
         unknown=unknown,
         counted=counted(policy, found, report.train),
     )

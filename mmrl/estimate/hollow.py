@@ -117,8 +117,8 @@ def counted(policy: FlowPolicy, found: Config, options: TrainOptions) -> Counted
     latents it shrinks."""
     policy.__class__ = type(type(policy).__name__, (_Counting, type(policy)), {})
     policy.shape = (1,) * len(policy.shape)
-    policy.width = None
-    policy.memory = None
+    policy.fixed_batch_rows = None
+    policy.sampling_memory_gib = None
     plain = replace(
         options,
         precision="fp32",
@@ -134,7 +134,7 @@ def counted(policy: FlowPolicy, found: Config, options: TrainOptions) -> Counted
     )
     trainer = Trainer(
         policy,
-        [{"text": str(i)} for i in range(options.prompts)],
+        [{"text": str(i)} for i in range(options.prompts_per_iteration)],
         Scorer({"none": _noise}),
         found.build("advantage", ADVANTAGES),
         found.build("objective", OBJECTIVES),

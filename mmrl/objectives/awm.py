@@ -52,26 +52,28 @@ class AWM:
     needs: ClassVar[str] = "gaussian"
     reads: ClassVar[str] = "sample"
     weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = "ghuber"
-    clip: float | tuple[float, float] = 1.0
+    clip_range: float | tuple[float, float] = 1.0
     advantage_clip: float = 1.0
     kl: Annotated[float, Ge(0)] = 1e-4
     ema_kl: Annotated[float, Ge(0)] = 0.0
-    draws: Count = 6
-    times: Annotated[TimeSampler, TIMES] = steps
+    num_noise_draws: Count = 6
+    timestep_sampler: Annotated[TimeSampler, TIMES] = steps
 
     def __post_init__(self) -> None:
         self.low, self.high = (
-            self.clip if isinstance(self.clip, (tuple, list)) else (self.clip, self.clip)
+            self.clip_range
+            if isinstance(self.clip_range, (tuple, list))
+            else (self.clip_range, self.clip_range)
         )
         positive("objective.awm", clip=min(self.low, self.high), advantage_clip=self.advantage_clip)
         looked_at = {"ref": self.kl, "ema": self.ema_kl}
-        self.behaviour = "live"
+        self.behavior_policy = "live"
         self.snapshots = ("old", *(name for name, weight in looked_at.items() if weight))
         self.score = SCORES[self.weighting]
         self.surrogate = clipped(self.low, self.high)
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
-        return noised(policy, rollout, rng, self.times, self.draws)
+        return noised(policy, rollout, rng, self.timestep_sampler, self.num_noise_draws)
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
         dist = policy.dist(point)

@@ -30,7 +30,7 @@ class Objective(Protocol):
     (only the finished one).
     """
 
-    behaviour: str
+    behavior_policy: str
     snapshots: tuple[str, ...]
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:

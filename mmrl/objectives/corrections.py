@@ -28,9 +28,9 @@ class Importance:
     """
 
     level: Literal["token", "sequence", "geometric"] = "token"
-    beyond: Literal["truncate", "mask"] = "truncate"
-    high: Annotated[float, Gt(0)] = 3.0
-    low: Annotated[float, Ge(0)] = 0.0
+    mode: Literal["truncate", "mask"] = "truncate"
+    cap: Annotated[float, Gt(0)] = 3.0
+    floor: Annotated[float, Ge(0)] = 0.0
 
     def weight(self, point: Point) -> Tensor:
         """[B, L]; 1 where the policy sampled by itself."""
@@ -43,13 +43,13 @@ class Importance:
             )
         weight = gap.clamp(max=60.0).exp()
         observe("importance", weight, point.mask)
-        if self.beyond == "truncate":
-            return weight.clamp(self.low, self.high)
-        return torch.where((weight >= self.low) & (weight <= self.high), weight, 0.0)
+        if self.mode == "truncate":
+            return weight.clamp(self.floor, self.cap)
+        return torch.where((weight >= self.floor) & (weight <= self.cap), weight, 0.0)
 
     def __post_init__(self) -> None:
-        if not self.low < self.high:
-            raise UserError(f"importance: low {self.low} must be less than high {self.high}")
+        if not self.floor < self.cap:
+            raise UserError(f"importance: low {self.floor} must be less than high {self.cap}")
 
 
 def off_policy(logp: Tensor, point: Point, threshold: float) -> Tensor:

@@ -51,11 +51,11 @@ class CRD:
     advantage_clip: float = 5.0
     kl: Annotated[float, Ge(0)] = 0.1
     ref_guidance: Annotated[float, Ge(0)] = 1.0
-    draws: Count = 4
-    times: Annotated[TimeSampler, TIMES] = steps
-    lag_first: Annotated[float, Ge(0)] = 0.25
-    lag: Annotated[float, Ge(0)] = 0.005
-    lag_most: Annotated[float, Ge(0)] = 0.999
+    num_noise_draws: Count = 4
+    timestep_sampler: Annotated[TimeSampler, TIMES] = steps
+    old_decay_min: Annotated[float, Ge(0)] = 0.25
+    old_decay_rate: Annotated[float, Ge(0)] = 0.005
+    old_decay_max: Annotated[float, Ge(0)] = 0.999
 
     def __post_init__(self) -> None:
         positive(
@@ -64,14 +64,16 @@ class CRD:
             advantage_clip=self.advantage_clip,
             temperature=self.temperature or 1,
         )
-        self.behaviour = "live"
+        self.behavior_policy = "live"
         self.snapshots = ("old", "ref") if self.kl else ("old",)
 
     def old_decay(self, step: int) -> float:
-        return min(self.lag_first + self.lag * step, self.lag_most)
+        return min(self.old_decay_min + self.old_decay_rate * step, self.old_decay_max)
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
-        return noised(policy, rollout, rng, self.times, self.draws, shared=True)
+        return noised(
+            policy, rollout, rng, self.timestep_sampler, self.num_noise_draws, shared=True
+        )
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
         """[B, 2]: the model's implicit reward, and q_old, which ``loss`` wants again."""

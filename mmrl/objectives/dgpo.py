@@ -44,38 +44,40 @@ class DGPO:
     needs: ClassVar[str] = "gaussian"
     reads: ClassVar[str] = "sample"
     beta: float = 100.0
-    clip: float | None = 1e-2
+    clip_range: float | None = 1e-2
     advantage_clip: float = 5.0
     kl: Annotated[float, Ge(0)] = 0.02
     reference: Literal["ref", "old"] = "ref"
     ref_guidance: Annotated[float, Ge(0)] = 1.0
-    draws: Count = 4
-    times: Annotated[TimeSampler, TIMES] = early_steps
-    behaviour: Literal["live", "old"] = "live"
-    lag: Annotated[float, Ge(0)] = 0.001
-    lag_most: Annotated[float, Ge(0)] = 0.3
+    num_noise_draws: Count = 4
+    timestep_sampler: Annotated[TimeSampler, TIMES] = early_steps
+    behavior_policy: Literal["live", "old"] = "live"
+    old_decay_rate: Annotated[float, Ge(0)] = 0.001
+    old_decay_max: Annotated[float, Ge(0)] = 0.3
 
     def __post_init__(self) -> None:
         positive(
             "objective.dgpo",
             beta=self.beta,
             advantage_clip=self.advantage_clip,
-            clip=self.clip or 1.0,
+            clip=self.clip_range or 1.0,
         )
-        lagging = self.clip or "old" in (self.behaviour, self.reference)
+        lagging = self.clip_range or "old" in (self.behavior_policy, self.reference)
         self.snapshots = (*(("old",) if lagging else ()), *(("ref",) if self._based else ()))
 
     def old_decay(self, step: int) -> float:
-        return min(self.lag_most, self.lag * step)
+        return min(self.old_decay_max, self.old_decay_rate * step)
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
-        return noised(policy, rollout, rng, self.times, self.draws, shared=True)
+        return noised(
+            policy, rollout, rng, self.timestep_sampler, self.num_noise_draws, shared=True
+        )
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
         """[B, 2 + D]: by how much the error exceeds the reference's; to clip, the error under the
         old weights; and the velocity of the start's weights, which ``loss`` wants again."""
         live = error(policy.dist(point), point)
-        lagging = self.clip or self.reference == "old"
+        lagging = self.clip_range or self.reference == "old"
         old = error(frozen(policy, "old", point), point) if lagging else torch.zeros_like(live)
         start = velocity(self._start(policy, point)) if self._based else point.target
         gap = live - (old if self.reference == "old" else mean_square(start - point.target))
@@ -91,16 +93,18 @@ class DGPO:
         observe("dgpo/weight", weight, point.mask)
         known = start.view_as(point.target) if self.kl else None
         return point.replace(
-            advantage=weight * advantage, logprob=-old if self.clip else None, known=known
+            advantage=weight * advantage, logprob=-old if self.clip_range else None, known=known
         )
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
         """Before ``couple`` all weights are 1 and nothing is clipped."""
         dist = policy.dist(point)
         found = error(dist, point)
-        if self.clip and point.logprob is not None:
+        if self.clip_range and point.logprob is not None:
             ratio = (-found.detach() - point.logprob).exp()
-            far = torch.where(point.advantage > 0, ratio > 1 + self.clip, ratio < 1 - self.clip)
+            far = torch.where(
+                point.advantage > 0, ratio > 1 + self.clip_range, ratio < 1 - self.clip_range
+            )
             observe("ratio", ratio, point.mask)
             observe("clip_fraction", far.double(), point.mask)
             found = torch.where(far, found.detach(), found)

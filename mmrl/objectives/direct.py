@@ -51,7 +51,7 @@ class Draft:
     divergence: Literal["kl", "hellinger", "total_variation", "chi2"] = "kl"
 
     def __post_init__(self) -> None:
-        self.behaviour = "live"
+        self.behavior_policy = "live"
         self.snapshots = ("ref",) if self.kl else ()
         self.reward: Differentiable | None = None
 
@@ -117,7 +117,7 @@ class AdjointMatching:
     strength: Annotated[float, Ge(0)] = 1.0
 
     def __post_init__(self) -> None:
-        self.behaviour = "live"
+        self.behavior_policy = "live"
         self.snapshots = ("ref",)
         self.reward: Differentiable | None = None
 

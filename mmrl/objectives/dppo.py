@@ -45,7 +45,7 @@ class FlowDPPO:
         positive(
             "objective.flow_dppo", threshold=self.threshold, advantage_clip=self.advantage_clip
         )
-        self.behaviour = "live"
+        self.behavior_policy = "live"
         self.snapshots = ("old",)
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:

@@ -34,21 +34,23 @@ class FPO:
 
     needs: ClassVar[str] = "gaussian"
     reads: ClassVar[str] = "sample"
-    clip: float | tuple[float, float] = 0.05
+    clip_range: float | tuple[float, float] = 0.05
     advantage_clip: float = 5.0
-    draws: Count = 8
-    times: Annotated[TimeSampler, TIMES] = uniform
+    num_noise_draws: Count = 8
+    timestep_sampler: Annotated[TimeSampler, TIMES] = uniform
 
     def __post_init__(self) -> None:
         self.low, self.high = (
-            self.clip if isinstance(self.clip, (tuple, list)) else (self.clip, self.clip)
+            self.clip_range
+            if isinstance(self.clip_range, (tuple, list))
+            else (self.clip_range, self.clip_range)
         )
         positive("objective.fpo", clip=min(self.low, self.high), advantage_clip=self.advantage_clip)
-        self.behaviour = "live"
+        self.behavior_policy = "live"
         self.snapshots = ("old",)
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
-        return noised(policy, rollout, rng, self.times, self.draws)
+        return noised(policy, rollout, rng, self.timestep_sampler, self.num_noise_draws)
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
         return error(frozen(policy, "old", point), point) - error(policy.dist(point), point)

@@ -27,13 +27,13 @@ class Guard(PolicyGradient):
     as the official code does. All else as in grpo.
     """
 
-    called = "objective.guard"
+    called = "objective.grpo_guard"
     needs = "gaussian"
 
     def __init__(
-        self, clip: float | tuple[float, float] = 2e-6, balance: bool = True, **options: Any
+        self, clip_range: float | tuple[float, float] = 2e-6, balance: bool = True, **options: Any
     ):
-        super().__init__(clip=clip, **options)
+        super().__init__(clip=clip_range, **options)
         self.balance = balance
         self.snapshots = (*self.snapshots, "old")
 

@@ -43,13 +43,13 @@ class NFT:
     beta: float = 1.0
     advantage_clip: float = 5.0
     kl: Annotated[float, Ge(0)] = 1e-4
-    draws: Count = 9
-    times: Annotated[TimeSampler, TIMES] = steps
+    num_noise_draws: Count = 9
+    timestep_sampler: Annotated[TimeSampler, TIMES] = steps
     decay: Literal[0, 1, 2] = 1
 
     def __post_init__(self) -> None:
         positive("objective.nft", beta=self.beta, advantage_clip=self.advantage_clip)
-        self.behaviour = "old"
+        self.behavior_policy = "old"
         self.snapshots = ("ref",) if self.kl else ()
 
     def old_decay(self, step: int) -> float:
@@ -57,7 +57,7 @@ class NFT:
         return min(max(0, step - flat) * slope, most)
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
-        return noised(policy, rollout, rng, self.times, self.draws)
+        return noised(policy, rollout, rng, self.timestep_sampler, self.num_noise_draws)
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
         v = velocity(policy.dist(point))

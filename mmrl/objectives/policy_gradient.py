@@ -47,14 +47,14 @@ class PolicyGradient:
     steps count more (TempFlow-GRPO, He et al. 2025; its code is not public).
     """
 
-    clip: float | tuple[float, float] = 1e-4
+    clip_range: float | tuple[float, float] = 1e-4
     advantage_clip: float = 5.0
     kl: float = 0.0
     kl_form: Literal["gaussian", "flow_grpo"] = "gaussian"
-    fraction: float = 1.0
-    pick: Literal["first", "random"] = "first"
-    behaviour: str = "live"
-    weigh: Literal["even", "noise"] = "even"
+    timestep_fraction: float = 1.0
+    timestep_selection: Literal["first", "random"] = "first"
+    behavior_policy: str = "live"
+    timestep_weighting: Literal["even", "noise"] = "even"
     surrogate: Surrogate = field(init=False, repr=False)
     called: ClassVar[str] = "objective.grpo"
     # looks at decisions on the path: a sampler without noise has none
@@ -63,22 +63,29 @@ class PolicyGradient:
 
     def __post_init__(self) -> None:
         self.low, self.high = (
-            self.clip if isinstance(self.clip, (tuple, list)) else (self.clip, self.clip)
+            self.clip_range
+            if isinstance(self.clip_range, (tuple, list))
+            else (self.clip_range, self.clip_range)
         )
         if min(self.low, self.high) <= 0 or self.advantage_clip <= 0 or self.kl < 0:
             raise UserError(
                 f"{self.called} needs clip > 0, advantage_clip > 0 and kl >= 0; got clip "
-                f"{self.clip}, "
+                f"{self.clip_range}, "
                 f"advantage_clip {self.advantage_clip}, kl {self.kl}"
             )
-        if not 0 < self.fraction <= 1:
-            raise UserError(f"{self.called}.fraction must lie in (0, 1], not {self.fraction}")
+        if not 0 < self.timestep_fraction <= 1:
+            raise UserError(
+                f"{self.called}.fraction must lie in (0, 1], not {self.timestep_fraction}"
+            )
         self.surrogate = clipped(self.low, self.high)
         self.snapshots = ("ref",) if self.kl else ()
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         chosen = subset(
-            rollout.mask, self.fraction, rng if self.pick == "random" else None, rollout.row
+            rollout.mask,
+            self.timestep_fraction,
+            rng if self.timestep_selection == "random" else None,
+            rollout.row,
         )
         return policy.path(rollout.replace(mask=chosen))
 
@@ -94,7 +101,7 @@ class PolicyGradient:
         return loss + self.kl * self._kl(policy, point, dist) if self.kl else loss
 
     def _weight(self, dist: Dist) -> Tensor | float:
-        if self.weigh == "even":
+        if self.timestep_weighting == "even":
             return 1.0
         if not isinstance(dist, Gaussian):
             raise UserError(f"{self.called}.weigh noise is for flow and diffusion models; use even")

@@ -40,17 +40,17 @@ class DiffusionDPO:
     needs: ClassVar[str] = "gaussian"
     reads: ClassVar[str] = "sample"
     beta: float = 100.0
-    draws: Count = 1
-    times: Annotated[TimeSampler, TIMES] = logit_normal
+    num_noise_draws: Count = 1
+    timestep_sampler: Annotated[TimeSampler, TIMES] = logit_normal
 
     def __post_init__(self) -> None:
         positive("objective.diffusion_dpo", beta=self.beta)
-        self.behaviour = "live"
+        self.behavior_policy = "live"
         self.snapshots = ("ref",)
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         paired = rollout.replace(kept=pairs(rollout))
-        return noised(policy, paired, rng, self.times, self.draws, shared=True)
+        return noised(policy, paired, rng, self.timestep_sampler, self.num_noise_draws, shared=True)
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
         return error(policy.dist(point), point) - error(frozen(policy, "ref", point), point)
@@ -115,7 +115,7 @@ class D3PO:
 
     def __post_init__(self) -> None:
         positive("objective.d3po", beta=self.beta)
-        self.behaviour = "live"
+        self.behavior_policy = "live"
         self.snapshots = ("ref",)
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
@@ -174,14 +174,14 @@ class SePPO:
     needs: ClassVar[str] = "gaussian"
     reads: ClassVar[str] = "sample"
     beta: float = 100.0
-    draws: Count = 1
-    times: Annotated[TimeSampler, TIMES] = logit_normal
+    num_noise_draws: Count = 1
+    timestep_sampler: Annotated[TimeSampler, TIMES] = logit_normal
     pool: Count = 4
 
     def __post_init__(self) -> None:
         positive("objective.seppo", beta=self.beta)
         self.snapshots = tuple(f"earlier-{slot}" for slot in range(self.pool))
-        self.behaviour = self.snapshots[0]
+        self.behavior_policy = self.snapshots[0]
 
     def revisit(self, weights: Weights, iteration: int, rng: Rng) -> None:
         """Remember the live weights, or not; then draw the checkpoint that samples and is the
@@ -189,18 +189,18 @@ class SePPO:
         slot = iteration if iteration < self.pool else _below(rng.fold("slot"), iteration + 1)
         if slot < self.pool:
             weights.track(self.snapshots[slot], 0.0)
-        self.behaviour = self.snapshots[
+        self.behavior_policy = self.snapshots[
             _below(rng.fold("reference"), min(iteration + 1, self.pool))
         ]
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         paired = rollout.replace(kept=pairs(rollout, rng.fold("rival")))
-        return noised(policy, paired, rng, self.times, self.draws, shared=True)
+        return noised(policy, paired, rng, self.timestep_sampler, self.num_noise_draws, shared=True)
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
         """[B, 1] the error beyond the reference's."""
         return error(policy.dist(point), point) - error(
-            frozen(policy, self.behaviour, point), point
+            frozen(policy, self.behavior_policy, point), point
         )
 
     def couple(self, point: Point, measured: Tensor) -> Point:

@@ -35,16 +35,16 @@ class RewardWeightedRegression:
     reads: ClassVar[str] = "sample"
     beta: float = 1.0
     weights: Literal["exp", "advantage"] = "exp"
-    draws: Count = 1
-    times: Annotated[TimeSampler, TIMES] = uniform
+    num_noise_draws: Count = 1
+    timestep_sampler: Annotated[TimeSampler, TIMES] = uniform
 
     def __post_init__(self) -> None:
         positive("objective.rwr", beta=self.beta)
-        self.behaviour = "live"
+        self.behavior_policy = "live"
         self.snapshots = ()
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
-        return noised(policy, rollout, rng, self.times, self.draws)
+        return noised(policy, rollout, rng, self.timestep_sampler, self.num_noise_draws)
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
         return point.advantage[:, -1:]

@@ -55,9 +55,9 @@ def ppo(
     advantage: Tensor,
     mask: Tensor,
     *,
-    low: Width = 0.2,
-    high: Width | None = None,
-    dual: Width | None = None,
+    clip_low: Width = 0.2,
+    clip_high: Width | None = None,
+    dual_clip: Width | None = None,
     delta: Width | None = None,
 ) -> Tensor:
     """Clipped ratio: GRPO, Dr. GRPO, BNPO; with a high unlike low DAPO (Yu et al. 2025, eq. 10).
@@ -67,14 +67,14 @@ def ppo(
     are at least 1 + high.
     """
     ratio = (logp - old).exp()
-    loss = clip(ratio, advantage, low, high)
+    loss = clip(ratio, advantage, clip_low, clip_high)
     if delta is not None:
-        held = ratio.clamp(1 - low, 1 + (low if high is None else high))
+        held = ratio.clamp(1 - clip_low, 1 + (clip_low if clip_high is None else clip_high))
         loss = torch.maximum(-advantage * ratio.clamp(max=delta), -advantage * held)
     return (
         loss
-        if dual is None
-        else torch.where(advantage < 0, torch.minimum(loss, -dual * advantage), loss)
+        if dual_clip is None
+        else torch.where(advantage < 0, torch.minimum(loss, -dual_clip * advantage), loss)
     )
 
 
@@ -86,13 +86,13 @@ def gspo(
     advantage: Tensor,
     mask: Tensor,
     *,
-    low: Width = 3e-4,
-    high: Width | None = 4e-4,
+    clip_low: Width = 3e-4,
+    clip_high: Width | None = 4e-4,
 ) -> Tensor:
     """GSPO: one ratio a sequence, the geometric mean of its tokens', clipped (Zheng et al. 2025,
     eq. 5 and 7)."""
     ratio = row_mean(logp - old, mask).exp()
-    return clip(ratio, advantage, low, high).expand_as(logp)
+    return clip(ratio, advantage, clip_low, clip_high).expand_as(logp)
 
 
 @SURROGATES.register("gspo_token")
@@ -103,8 +103,8 @@ def gspo_token(
     advantage: Tensor,
     mask: Tensor,
     *,
-    low: Width = 3e-4,
-    high: Width | None = 4e-4,
+    clip_low: Width = 3e-4,
+    clip_high: Width | None = 4e-4,
 ) -> Tensor:
     """GSPO-token: the sequence's ratio as a number, each token's own gradient (Zheng et al. 2025,
     eq. 14).
@@ -112,7 +112,9 @@ def gspo_token(
     Equals gspo, gradient included, where the advantage is one number a row and rows count alike.
     """
     whole = row_mean(logp - old, mask).detach()
-    return clip((whole + logp - logp.detach()).clamp(max=10.0).exp(), advantage, low, high)
+    return clip(
+        (whole + logp - logp.detach()).clamp(max=10.0).exp(), advantage, clip_low, clip_high
+    )
 
 
 @SURROGATES.register("luspo")
@@ -123,12 +125,14 @@ def luspo(
     advantage: Tensor,
     mask: Tensor,
     *,
-    low: Width = 3e-4,
-    high: Width | None = 4e-4,
+    clip_low: Width = 3e-4,
+    clip_high: Width | None = 4e-4,
 ) -> Tensor:
     """LUSPO: GSPO's loss times the length of the answer, so that long answers are not
     discounted."""
-    return gspo(logp, old, advantage, mask, low=low, high=high) * mask.sum(1, keepdim=True)
+    return gspo(logp, old, advantage, mask, low=clip_low, high=clip_high) * mask.sum(
+        1, keepdim=True
+    )
 
 
 @SURROGATES.register("gmpo")
@@ -139,8 +143,8 @@ def gmpo(
     advantage: Tensor,
     mask: Tensor,
     *,
-    low: Width = 0.4,
-    high: Width | None = 0.4,
+    clip_low: Width = 0.4,
+    clip_high: Width | None = 0.4,
 ) -> Tensor:
     """GMPO: geometric mean of token ratios, each clipped in log space on the side A pushes to (Zhao
     et al. 2025).
@@ -149,7 +153,7 @@ def gmpo(
     """
     advantage = row_mean(advantage.expand_as(logp), mask)
     gap = logp - old
-    held = gap.clamp(-low, low if high is None else high)
+    held = gap.clamp(-clip_low, clip_low if clip_high is None else clip_high)
     gap = torch.where(advantage > 0, torch.minimum(gap, held), torch.maximum(gap, held))
     return (-advantage * row_mean(gap, mask).exp()).expand_as(logp)
 
@@ -162,14 +166,14 @@ def rloo(
     advantage: Tensor,
     mask: Tensor,
     *,
-    low: Width = 0.2,
-    high: Width | None = None,
+    clip_low: Width = 0.2,
+    clip_high: Width | None = None,
 ) -> Tensor:
     """RLOO's: the sequence is one action, its ratio the product of the tokens' (Ahmadian et al.
     2024), clipped."""
-    return clip(row_sum(logp - old, mask).clamp(-FAR, FAR).exp(), advantage, low, high).expand_as(
-        logp
-    )
+    return clip(
+        row_sum(logp - old, mask).clamp(-FAR, FAR).exp(), advantage, clip_low, clip_high
+    ).expand_as(logp)
 
 
 @SURROGATES.register("cispo")
@@ -179,8 +183,8 @@ def cispo(
     advantage: Tensor,
     mask: Tensor,
     *,
-    low: Width | None = None,
-    high: Width | None = None,
+    clip_low: Width | None = None,
+    clip_high: Width | None = None,
     cap: Width | None = None,
 ) -> Tensor:
     """CISPO: -sg(clipped rho) A log p, so that no token loses its gradient (MiniMax 2025, eq. 4 and
@@ -190,11 +194,15 @@ def cispo(
     itself (5.0, say), and no lower bound. With nothing given, cap is 5.
     """
     ratio = (logp - old).detach().exp()
-    if low is None and high is None and cap is None:
+    if clip_low is None and clip_high is None and cap is None:
         cap = 5.0
-    least = 0.0 if low is None else 1 - low
+    least = 0.0 if clip_low is None else 1 - clip_low
     most = min(
-        [torch.inf, *([1 + high] if high is not None else []), *([cap] if cap is not None else [])]
+        [
+            torch.inf,
+            *([1 + clip_high] if clip_high is not None else []),
+            *([cap] if cap is not None else []),
+        ]
     )
     return -ratio.clamp(least, most) * advantage * logp
 

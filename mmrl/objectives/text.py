@@ -60,12 +60,12 @@ class Text:
         surrogate: Annotated[Surrogate, SURROGATES] = ppo,
         kl: Annotated[float, Ge(0)] | KL = 0.0,
         entropy: Annotated[float, Ge(0)] | Entropy = 0.0,
-        importance: Importance | None = None,
+        importance_sampling: Importance | None = None,
         off_policy: Positive | None = None,
         top_entropy: Annotated[float, Gt(0), Le(1)] = 1.0,
     ):
         self.surrogate = surrogate
-        self.importance = importance
+        self.importance_sampling = importance_sampling
         self.off_policy = off_policy
         self.top_entropy = top_entropy
         self.kl = kl if isinstance(kl, KL) else KL(weight=kl)
@@ -74,7 +74,7 @@ class Text:
         self.bonus = self.entropy.weight if self.entropy.target is None else 0.0
         self.controlled = self.entropy.weight  # what the controller has arrived at
         self.iteration = 0
-        self.behaviour = "live"
+        self.behavior_policy = "live"
         self.snapshots = ("ref",) if self.kl.weight or self.kl.start else ()
 
     @property
@@ -106,8 +106,8 @@ class Text:
         loss = self.policy_loss(logp, old, point)
         if self.off_policy:
             loss = loss * off_policy(logp, point, self.off_policy)
-        if self.importance:
-            loss = loss * self.importance.weight(point)
+        if self.importance_sampling:
+            loss = loss * self.importance_sampling.weight(point)
         if "ref" in self.snapshots and self.kl.where == "loss":
             loss = loss + self.kl.at(self.iteration) * self._kl(policy, point, dist, logp, old)
         return (

@@ -45,7 +45,7 @@ class Amused(MaskedDiffusion):
         schedule: Literal["cosine", "linear"] | None = None,
         aesthetic: Annotated[float, Ge(0)] = 6.0,
         dtype: Precision = "float32",
-        text_encoders: Placement = "offload",
+        text_encoder_placement: Placement = "offload",
         text_cache: int = 20000,
         attention: Kernel = "auto",
         **options: Any,
@@ -65,7 +65,9 @@ class Amused(MaskedDiffusion):
         scheduler = diffusers_folder.load_part(AmusedScheduler, self.place, "scheduler").config
         self.grid = self._grid(net.config, size)  # [h, w] tokens
         self.aesthetic = aesthetic
-        self.texts = PromptCache(self.load_texts, self.encode_texts, text_encoders, text_cache)
+        self.texts = PromptCache(
+            self.load_texts, self.encode_texts, text_encoder_placement, text_cache
+        )
         length = self.grid[0] * self.grid[1]
         schedule = schedule or scheduler.masking_schedule
         super().__init__(net, length, scheduler.mask_token_id, schedule=schedule, **options)
@@ -142,7 +144,7 @@ class Amused(MaskedDiffusion):
     def decode(self, rollout: Rollout) -> Media:
         """[B, 3, H, W] in 0..1."""
         vae = self.vae.to(self.device)
-        parts = chunks(len(rollout), self.width or len(rollout))
+        parts = chunks(len(rollout), self.fixed_batch_rows or len(rollout))
         return torch.cat([self._pixels(vae, rollout.sample[part]) for part in parts])
 
     def _pixels(self, vae: Any, ids: Tensor) -> Tensor:

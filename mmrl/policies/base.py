@@ -119,8 +119,8 @@ class NetPolicy:
         self,
         net: nn.Module,
         lora: Lora | int | None = None,
-        width: int | None = None,
-        memory: Annotated[float, Gt(0)] | None = None,
+        fixed_batch_rows: int | None = None,
+        sampling_memory_gib: Annotated[float, Gt(0)] | None = None,
     ):
         """``lora``: rank or Lora; None trains all weights. ``width``: rows of every forward pass;
         the trainer sets it to its micro-batch. ``memory``: GiB that a pass of sampling may
@@ -134,9 +134,9 @@ class NetPolicy:
         self.net = net.eval()
         self.trained = net
         # rows of every pass, so that log-probs repeat (architecture.md); None: as many as there are
-        self.width = width
+        self.fixed_batch_rows = fixed_batch_rows
         # rows that fit the budget, measured once
-        self.memory = memory
+        self.sampling_memory_gib = sampling_memory_gib
         self.fitting = 0
         self.news: list[str] = []  # sentences for the log that came up on the way
         self.weights = Weights(net)
@@ -167,13 +167,17 @@ class NetPolicy:
     def chunk(self, rows: int, forward: Callable[[int], Any]) -> int:
         """Rows to sample at once, of ``rows``; ``forward(n)`` is one pass of n rows, tried to see
         what it allocates."""
-        if self.memory is None:
-            return min(self.width or rows, self.most or rows)
+        if self.sampling_memory_gib is None:
+            return min(self.fixed_batch_rows or rows, self.most or rows)
         if not self.fitting:
             try:
-                found = rows_that_fit(forward, int(self.memory * 2**30), rows, self.device)
+                found = rows_that_fit(
+                    forward, int(self.sampling_memory_gib * 2**30), rows, self.device
+                )
             except ValueError as error:
-                raise UserError(f"policy option memory = {self.memory:g} GiB: {error}") from error
+                raise UserError(
+                    f"policy option memory = {self.sampling_memory_gib:g} GiB: {error}"
+                ) from error
             # one number of passes on all processes
             self.fitting = -int(distributed.all_max(torch.tensor(-found)))
         return min(self.fitting, rows, self.most or rows)
@@ -184,11 +188,13 @@ class NetPolicy:
         that, which keeps log-probs equal. UserError where ``least`` rows are too many."""
         # several would no longer make equally many passes
         alone = distributed.world()[1] == 1
-        width = self.width
+        width = self.fixed_batch_rows
 
         def attempt(rows: int) -> Any:
             if rows < size and width:
-                self.width = min(width, rows)  # or passes would be filled up to what did not fit
+                self.fixed_batch_rows = min(
+                    width, rows
+                )  # or passes would be filled up to what did not fit
             return run(rows)
 
         try:
@@ -197,7 +203,7 @@ class NetPolicy:
             raise UserError(
                 f"out of memory: {error}. Try train.gradient_checkpointing=true, "
                 f"policy.lora, a smaller "
-                "train.micro_batch, or a smaller size; `mmrl train CONFIG --dry-run` "
+                "train.micro_batch_size, or a smaller size; `mmrl train CONFIG --dry-run` "
                 "estimates what is needed"
             ) from error
         if fits < size:
@@ -209,12 +215,12 @@ class NetPolicy:
         self.most = rows
         self.news.append(
             f"out of memory: passes now have at most {rows} rows; "
-            f"train.micro_batch={rows} begins so"
+            f"train.micro_batch_size={rows} begins so"
         )
 
     def padded(self) -> int:
         """Rows every pass is filled up to; with a memory budget none is."""
-        return 0 if self.memory is not None else self.width or 0
+        return 0 if self.sampling_memory_gib is not None else self.fixed_batch_rows or 0
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """What is trained, by learning rate."""
@@ -273,12 +279,12 @@ def reading(policy: Any, what: str) -> Iterator[None]:
 @contextmanager
 def at_guidance(policy: Any, guidance: float | None) -> Iterator[None]:
     """The policy at another classifier-free guidance scale; None: at its own."""
-    kept = policy.guidance
-    policy.guidance = kept if guidance is None else guidance
+    kept = policy.guidance_scale
+    policy.guidance_scale = kept if guidance is None else guidance
     try:
         yield
     finally:
-        policy.guidance = kept
+        policy.guidance_scale = kept
 
 
 def warn_of_mismatch(logp_dist: str, guidance: float) -> None:

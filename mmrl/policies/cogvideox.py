@@ -38,14 +38,14 @@ class CogVideoX(VideoFolderPolicy):
     def __init__(
         self,
         path: str,
-        kernel: Annotated[Kernel, KERNELS] = ddim,
-        eta: float = 1.0,
+        sde_type: Annotated[Kernel, KERNELS] = ddim,
+        noise_level: float = 1.0,
         text_length: int = 226,
         **options: Any,
     ):
         """eta: 1 is ancestral sampling, 0 DDIM without noise. text_length: T5 tokens."""
         self.text_length = text_length
-        super().__init__(path, kernel=kernel, eta=eta, **options)
+        super().__init__(path, kernel=sde_type, eta=noise_level, **options)
 
     def latent_shape(self) -> tuple[int, ...]:
         """Version 1.5 joins ``patch_size_t`` frames in a token: frames are added in front to make

@@ -31,10 +31,14 @@ class UNetPolicy(FolderPolicy):
     )
 
     def __init__(
-        self, path: str, kernel: Annotated[Kernel, KERNELS] = ddim, eta: float = 1.0, **options: Any
+        self,
+        path: str,
+        sde_type: Annotated[Kernel, KERNELS] = ddim,
+        noise_level: float = 1.0,
+        **options: Any,
     ):
         """eta: 1 is ancestral sampling (DDPO), 0 DDIM without noise."""
-        super().__init__(path, kernel=kernel, eta=eta, **options)
+        super().__init__(path, kernel=sde_type, eta=noise_level, **options)
 
     def latent_shape(self) -> tuple[int, ...]:
         factor = vae_factor(self.vae)

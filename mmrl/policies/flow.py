@@ -87,44 +87,46 @@ class FlowPolicy(NetPolicy, ABC):
         self,
         net: nn.Module,
         steps: int = 10,
-        eta: float = 0.7,
-        kernel: Annotated[Kernel, KERNELS] = flow_sde,
-        grid: Annotated[Grid, GRIDS] = linear,
-        sde: Annotated[Window, WINDOWS] = all_steps,
-        guidance: float = 1.0,
-        logp_dist: LogpDist = "guided",
-        shared_noise: bool = False,
-        storage: Storage = "float32",
-        reduction: Literal["mean", "sum"] = "mean",
+        noise_level: float = 0.7,
+        sde_type: Annotated[Kernel, KERNELS] = flow_sde,
+        timestep_schedule: Annotated[Grid, GRIDS] = linear,
+        noise_window: Annotated[Window, WINDOWS] = all_steps,
+        guidance_scale: float = 1.0,
+        logprob_guidance: LogpDist = "guided",
+        same_initial_noise: bool = False,
+        trajectory_dtype: Storage = "float32",
+        logprob_reduction: Literal["mean", "sum"] = "mean",
         solver: Annotated[Solver, SOLVERS] | None = None,
         tree: Tree | None = None,
-        flash: float | None = None,
-        score: Literal["density", "square"] = "density",
-        offload: bool = False,
+        flash_step_ratio: float | None = None,
+        logprob_type: Literal["density", "square"] = "density",
+        offload_trajectory: bool = False,
         **options: Any,
     ):
         super().__init__(net, **options)
-        if steps < 1 or eta < 0:
-            raise UserError(f"steps must be at least 1 and eta at least 0, not {steps} and {eta}")
+        if steps < 1 or noise_level < 0:
+            raise UserError(
+                f"steps must be at least 1 and eta at least 0, not {steps} and {noise_level}"
+            )
         try:
-            self.times = grid(steps)
+            self.times = timestep_schedule(steps)
         except ValueError as error:
             raise UserError(f"policy option grid: {error}") from error
         self.steps = len(self.times) - 1
-        self.eta = eta
-        self.sde = sde
+        self.noise_level = noise_level
+        self.noise_window = noise_window
         self.solver = solver
         self.tree = tree
-        self.flash = flash
-        self.offload = offload
-        self.dist_type = Score if score == "square" else Gaussian
-        warn_of_mismatch(logp_dist, guidance)
-        self.kernel = self._for_process(kernel)
-        self.guidance = guidance
-        self.logp_dist = logp_dist
-        self.shared_noise = shared_noise
-        self.storage = getattr(torch, storage)
-        self.reduction = reduction
+        self.flash_step_ratio = flash_step_ratio
+        self.offload_trajectory = offload_trajectory
+        self.dist_type = Score if logprob_type == "square" else Gaussian
+        warn_of_mismatch(logprob_guidance, guidance_scale)
+        self.sde_type = self._for_process(sde_type)
+        self.guidance_scale = guidance_scale
+        self.logprob_guidance = logprob_guidance
+        self.same_initial_noise = same_initial_noise
+        self.trajectory_dtype = getattr(torch, trajectory_dtype)
+        self.logprob_reduction = logprob_reduction
         # refuses what cannot be
         self._plan(copies=tree.factor ** len(tree.at(self.steps)) if tree else 1, rng=FIXED)
 
@@ -228,22 +230,22 @@ class FlowPolicy(NetPolicy, ABC):
 
     def _room(self, plan: Plan, rows: int) -> Tensor:
         """[B, S, *] for the states of paths that are kept, which sampling fills in."""
-        place = "cpu" if self.offload else self.device
-        stored = self.dtype if self.storage == torch.float32 else self.storage
+        place = "cpu" if self.offload_trajectory else self.device
+        stored = self.dtype if self.trajectory_dtype == torch.float32 else self.trajectory_dtype
         return torch.empty(rows, len(plan.kept), *self.shape, dtype=stored, device=place)
 
     def _plan(self, copies: int, rng: Rng) -> Plan:
         """What the sampler does in this iteration: times, noise levels, branching."""
         try:
-            noisy = self.sde(self.steps, self.iteration, rng.fold("window"))  # [K] bool
+            noisy = self.noise_window(self.steps, self.iteration, rng.fold("window"))  # [K] bool
             if self.exploring and self.tree is not None:
                 noisy = noisy | torch.isin(
                     torch.arange(self.steps), torch.tensor(self.tree.at(self.steps))
                 )
             times = self.times
-            if self.exploring and self.flash is not None:
+            if self.exploring and self.flash_step_ratio is not None:
                 after = int(noisy.nonzero().max()) + 1
-                times = compressed(times, after, self.flash)
+                times = compressed(times, after, self.flash_step_ratio)
                 noisy = torch.cat([noisy[:after], noisy.new_zeros(len(times) - 1 - after)])
         except ValueError as error:
             raise UserError(f"policy option sde or flash: {error}") from error
@@ -257,7 +259,11 @@ class FlowPolicy(NetPolicy, ABC):
             "sample": (),
         }[self.reads]
         return Plan(
-            times, self.eta * noisy.double() * self.exploring, spans, copies, kept=tuple(kept)
+            times,
+            self.noise_level * noisy.double() * self.exploring,
+            spans,
+            copies,
+            kept=tuple(kept),
         )
 
     def _trial(self, group: Tensor, row: Tensor, cond: dict[str, Any]) -> None:
@@ -267,7 +273,7 @@ class FlowPolicy(NetPolicy, ABC):
         t = self._on_rows(self.times[:1], len(row))[:, 0]
         self._velocities(
             Point(group=group, cond=cond, row=row, state=x, time=t, mask=none),
-            guided=self.guidance != 1,
+            guided=self.guidance_scale != 1,
         )
 
     def _sample(
@@ -277,7 +283,7 @@ class FlowPolicy(NetPolicy, ABC):
         [B, S, *]."""
         time, eta = (self._on_rows(schedule, len(row)) for schedule in (plan.times, plan.eta))
         # without noise on the way a group would be one sample
-        shared = self.shared_noise and self.exploring
+        shared = self.same_initial_noise and self.exploring
         first = (row // plan.copies if shared else row)[:: plan.spans[0]]
         own = rows_of(
             {key: value for key, value in cond.items() if key != "uncond"}, group[:: plan.spans[0]]
@@ -387,7 +393,9 @@ class FlowPolicy(NetPolicy, ABC):
         """On the path the transition to ``next_time``. At a re-noised state a Gaussian of variance
         1/2 around the velocity, whose log-prob is minus the denoising error, up to a constant."""
         scale = self._scale(point)
-        conditional = scale == 1 or (self.logp_dist == "conditional" and point.guidance is None)
+        conditional = scale == 1 or (
+            self.logprob_guidance == "conditional" and point.guidance is None
+        )
         v, empty = self._velocities(point, guided=not conditional)
         return self._transition(
             point, v if conditional else self.combine(v, empty, self.strength(point, scale))
@@ -404,7 +412,7 @@ class FlowPolicy(NetPolicy, ABC):
         empty = v if scale == 1 else torch.cat([part for _, part in each])
         guided = v if scale == 1 else self.combine(v, empty, self.strength(point, scale))
         sampled = self._transition(point, guided)
-        mismatch = scale != 1 and self.logp_dist == "conditional"
+        mismatch = scale != 1 and self.logprob_guidance == "conditional"
         return sampled, self._transition(point, v) if mismatch else sampled, guided
 
     def strength(self, point: Point, scale: float) -> float | Tensor:
@@ -414,14 +422,14 @@ class FlowPolicy(NetPolicy, ABC):
     def _scale(self, point: Point) -> float:
         if point.guidance is not None:
             return point.guidance
-        return self.guidance if point.next_time is not None else 1.0
+        return self.guidance_scale if point.next_time is not None else 1.0
 
     def _transition(self, point: Point, v: Tensor) -> Gaussian:
         if point.next_time is None:
             half = v.new_full((len(v), *[1] * len(self.shape)), 0.5**0.5)
-            return Gaussian(v, half, self.reduction)
-        mean, std = self.kernel(point.state, v, point.time, point.next_time, point.eta)
-        return self.dist_type(mean, std, self.reduction)
+            return Gaussian(v, half, self.logprob_reduction)
+        mean, std = self.sde_type(point.state, v, point.time, point.next_time, point.eta)
+        return self.dist_type(mean, std, self.logprob_reduction)
 
     def _velocities(self, point: Point, guided: bool) -> tuple[Tensor, Tensor | None]:
         """Conditional and unconditional velocity [B, *]; both in one forward pass unless one needs
@@ -433,7 +441,7 @@ class FlowPolicy(NetPolicy, ABC):
         if not guided:
             return self._forward(x, t, cond), None
         empty = self.unconditional(cond, point.cond)
-        if self.logp_dist == "guided_stopgrad_uncond":
+        if self.logprob_guidance == "guided_stopgrad_uncond":
             with torch.no_grad():
                 v_empty = self._forward(x, t, empty)
             return self._forward(x, t, cond), v_empty
@@ -465,7 +473,11 @@ class FlowPolicy(NetPolicy, ABC):
         return min(self.padded(), max(FEW, 1 << (rows - 1).bit_length()))
 
     def _store(self, x: Tensor) -> Tensor:
-        return x if self.storage == torch.float32 else x.to(self.storage).to(self.dtype)
+        return (
+            x
+            if self.trajectory_dtype == torch.float32
+            else x.to(self.trajectory_dtype).to(self.dtype)
+        )
 
     def _keep(self, path: Tensor, plan: Plan, k: int, state: Tensor) -> None:
         """Put the state after ``k`` steps where it waits for training, once for every row of its

@@ -24,14 +24,14 @@ class Flux(FolderPolicy):
     def __init__(
         self,
         path: str,
-        embedded: Annotated[float, Ge(0)] = 3.5,
+        embedded_guidance: Annotated[float, Ge(0)] = 3.5,
         text_length: int = 512,
         **options: Any,
     ):
         """embedded: the guidance scale that FLUX.1-dev takes as an input (``guidance`` is
         classifier-free guidance on top, as diffusers' ``true_cfg_scale``). text_length: T5
         tokens."""
-        self.embedded = embedded
+        self.embedded_guidance = embedded_guidance
         self.text_length = text_length
         super().__init__(path, **options)
 
@@ -50,7 +50,9 @@ class Flux(FolderPolicy):
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
         text, (seen, positions) = cond["text"], self.seen(x, cond)
-        guidance = torch.full_like(t, self.embedded) if self.config.guidance_embeds else None
+        guidance = (
+            torch.full_like(t, self.embedded_guidance) if self.config.guidance_embeds else None
+        )
         out = self.active()(
             hidden_states=self.cast(seen),
             timestep=t,

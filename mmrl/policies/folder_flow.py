@@ -42,9 +42,9 @@ class FolderPolicy(FlowPolicy):
         self,
         path: str,
         size: int | tuple[int, int] = 512,
-        grid: Annotated[Grid, GRIDS] | None = None,
+        timestep_schedule: Annotated[Grid, GRIDS] | None = None,
         dtype: Storage = "float32",
-        text_encoders: Placement = "offload",
+        text_encoder_placement: Placement = "offload",
         text_cache: int = 20000,
         attention: Attention = "auto",
         compile: bool | str = False,
@@ -70,8 +70,10 @@ class FolderPolicy(FlowPolicy):
         self.decode_in_parts(vae_tiling, vae_slicing)
         self.size = (size, size) if isinstance(size, int) else tuple(size)
         self.shape, self.process = self.latent_shape(), self.own_process()
-        self.texts = PromptCache(self.load_texts, self.encode_texts, text_encoders, text_cache)
-        super().__init__(net, grid=grid or self.own_grid(), **options)
+        self.texts = PromptCache(
+            self.load_texts, self.encode_texts, text_encoder_placement, text_cache
+        )
+        super().__init__(net, timestep_schedule=timestep_schedule or self.own_grid(), **options)
         self.quicken(attention, compile)
 
     def quicken(self, attention: Attention = "auto", compile: bool | str = False) -> None:
@@ -172,7 +174,7 @@ class FolderPolicy(FlowPolicy):
 
         try:
             pixels, self.decoding = halved_to_fit(
-                decoded, min(self.width or rows, self.decoding or rows)
+                decoded, min(self.fixed_batch_rows or rows, self.decoding or rows)
             )
         except torch.OutOfMemoryError as error:
             raise UserError(

@@ -20,11 +20,15 @@ class VideoFolderPolicy(FolderPolicy):
     makes = "video"
 
     def __init__(
-        self, path: str, frames: Annotated[int, Ge(1)] = 33, offload: bool = True, **options: Any
+        self,
+        path: str,
+        frames: Annotated[int, Ge(1)] = 33,
+        offload_trajectory: bool = True,
+        **options: Any,
     ):
         """frames: of a video. offload: the latents visited are kept in the CPU's memory."""
         self.frames = frames
-        super().__init__(path, offload=offload, **options)
+        super().__init__(path, offload=offload_trajectory, **options)
 
     def latent_frames(self, factor: int) -> int:
         """Frames of the latents; UserError where the autoencoder cannot make ``frames``, which must

@@ -30,14 +30,14 @@ class HunyuanVideo(VideoFolderPolicy):
     def __init__(
         self,
         path: str,
-        embedded: Annotated[float, Ge(0)] = 6.0,
+        embedded_guidance: Annotated[float, Ge(0)] = 6.0,
         text_length: int = 256,
         **options: Any,
     ):
         """embedded: the guidance scale that the network takes as an input (``guidance`` is
         classifier-free guidance on top, as diffusers' ``true_cfg_scale``). text_length: tokens of
         the language model after its template."""
-        self.embedded = embedded
+        self.embedded_guidance = embedded_guidance
         self.text_length = text_length
         super().__init__(path, **options)
 
@@ -56,7 +56,11 @@ class HunyuanVideo(VideoFolderPolicy):
         return stepwise_grid(self.place, self.tokens())
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
-        guidance = torch.full_like(t, 1000 * self.embedded) if self.config.guidance_embeds else None
+        guidance = (
+            torch.full_like(t, 1000 * self.embedded_guidance)
+            if self.config.guidance_embeds
+            else None
+        )
         return self.active()(
             hidden_states=self.cast(self.seen(x, cond)),
             timestep=1000 * t,

@@ -40,16 +40,16 @@ class LCM(SD):
     def __init__(
         self,
         path: str,
-        embedded: Annotated[float, Ge(1)] = 8.5,
+        embedded_guidance: Annotated[float, Ge(1)] = 8.5,
         steps: int = 4,
-        kernel: Annotated[Kernel, KERNELS] = consistency,
-        sde: Annotated[Window, WINDOWS] = all_but_last,
+        sde_type: Annotated[Kernel, KERNELS] = consistency,
+        noise_window: Annotated[Window, WINDOWS] = all_but_last,
         **options: Any,
     ):
         """embedded: the guidance scale that the network takes as an input (``guidance`` is on top
         of it)."""
-        self.embedded = embedded
-        super().__init__(path, steps=steps, kernel=kernel, sde=sde, **options)
+        self.embedded_guidance = embedded_guidance
+        super().__init__(path, steps=steps, kernel=sde_type, sde=noise_window, **options)
 
     def own_process(self) -> Process:
         known = super().own_process()
@@ -62,7 +62,7 @@ class LCM(SD):
         angles are large."""
         from diffusers import LatentConsistencyModelPipeline
 
-        scale = torch.tensor([self.embedded - 1])
+        scale = torch.tensor([self.embedded_guidance - 1])
         wide = self.config.time_cond_proj_dim
         found = LatentConsistencyModelPipeline.get_guidance_scale_embedding(self, scale, wide)
         return self.cast(sent(found, x.device)).expand(len(x), -1)

@@ -93,8 +93,8 @@ class MaskedDiffusion(TokenPolicy, ABC):
         steps: Count = 12,
         sampler: Literal["emerge", "maskgit"] = "emerge",
         schedule: Literal["cosine", "linear"] = "cosine",
-        guidance: Annotated[float, Ge(0)] = 1.0,
-        logp_dist: LogpDist = "guided",
+        guidance_scale: Annotated[float, Ge(0)] = 1.0,
+        logprob_guidance: LogpDist = "guided",
         temperature: Annotated[float, Gt(0)] = 1.0,
         choice: tuple[float, float] = (2.0, 0.0),
         blocks: int = 1,
@@ -113,9 +113,9 @@ class MaskedDiffusion(TokenPolicy, ABC):
             raise UserError(
                 f"policy option choice must be above 0 before the last pass, not {tuple(choice)}"
             )
-        warn_of_mismatch(logp_dist, guidance)
-        self.guidance = guidance
-        self.logp_dist = logp_dist
+        warn_of_mismatch(logprob_guidance, guidance_scale)
+        self.guidance_scale = guidance_scale
+        self.logprob_guidance = logprob_guidance
         self.temperature = temperature
 
     def commit(self, step: int, dist: Categorical, ids: Tensor, hidden: Tensor) -> Tensor:
@@ -158,10 +158,10 @@ class MaskedDiffusion(TokenPolicy, ABC):
         one = point if copies == 1 else point[::copies]
         remember(one.group, on_host(point.group)[::copies])
         each = selected(uniform.unflatten(0, (-1, copies)).transpose(1, 2), one.mask)  # [N, copies]
-        logits = self._logits(one, self.guidance)
+        logits = self._logits(one, self.guidance_scale)
         token, _ = drawn(logits, each)
         sampled = scored = _gathered(logits, token)  # as scores are computed, to the bit
-        if self.logp_dist == "conditional" and self.guidance != 1:
+        if self.logprob_guidance == "conditional" and self.guidance_scale != 1:
             scored = _gathered(self._logits(one, 1.0), token)
         found = []
         for values in (token, sampled, scored):
@@ -264,13 +264,13 @@ class MaskedDiffusion(TokenPolicy, ABC):
         if not on_host(where).any():
             where = where.clone()
             where[0, 0] = True
-        conditional = self.logp_dist == "conditional" and point.guidance is None
+        conditional = self.logprob_guidance == "conditional" and point.guidance is None
         logits = self._logits(point.replace(mask=where), 1.0 if conditional else self._scale(point))
         ranked = point.target is not None and point.target.ndim == 3
         return Hidden(logits, where, point.eta[:, None] if ranked else None)
 
     def _scale(self, point: Point) -> float:
-        return self.guidance if point.guidance is None else point.guidance
+        return self.guidance_scale if point.guidance is None else point.guidance
 
     def _logits(self, point: Point, scale: float) -> Tensor:
         """[N, V] guided logits where the point's mask is; conditional and unconditional rows in one
@@ -283,7 +283,7 @@ class MaskedDiffusion(TokenPolicy, ABC):
         empty = self.empty(point)
         own = torch.zeros_like(rows)
         own = rows if _rows(empty) == _rows(cond) else own
-        if self.logp_dist == "guided_stopgrad_uncond":
+        if self.logprob_guidance == "guided_stopgrad_uncond":
             with torch.no_grad():
                 z_empty = self._pass(ids, empty, own, point.mask)
             z = self._pass(ids, cond, rows, point.mask)
@@ -324,7 +324,8 @@ class MaskedDiffusion(TokenPolicy, ABC):
 
     def _trial(self, ids: Tensor, cond: dict[str, Any], group: Tensor) -> None:
         self._logits(
-            Point(group=group, cond=cond, row=group, state=ids, mask=ids == ids), self.guidance
+            Point(group=group, cond=cond, row=group, state=ids, mask=ids == ids),
+            self.guidance_scale,
         )
 
     def _warped(self, logits: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class MaskedLM(MaskedDiffusion):
     def __init__(
         self,
         path: str,
-        tokens: Count = 256,
+        max_new_tokens: Count = 256,
         block: Count | None = None,
         steps: Count = 128,
         mask: int | None = None,
@@ -47,11 +47,11 @@ class MaskedLM(MaskedDiffusion):
         at once. mask: id of the mask token; None: the tokenizer's. remote_code: run the Python code
         of the model's own repository."""
         self.place = locate(path)
-        block = block or tokens
-        blocks = tokens // block
-        if tokens % block or steps % blocks:
+        block = block or max_new_tokens
+        blocks = max_new_tokens // block
+        if max_new_tokens % block or steps % blocks:
             raise UserError(
-                f"policy options: block {block} must divide tokens {tokens}, and its "
+                f"policy options: block {block} must divide tokens {max_new_tokens}, and its "
                 f"{blocks} blocks {steps} steps"
             )
         self.tokenizer, net = _loaded(self.place, getattr(torch, dtype), remote_code)
@@ -63,7 +63,7 @@ class MaskedLM(MaskedDiffusion):
         self.end = self.tokenizer.eos_token_id
         self.hole = found  # what the network reads in the place of a hidden token
         self.suffix: list[int] = []  # tokens behind every answer
-        super().__init__(net, tokens, found, steps=steps, blocks=blocks, **options)
+        super().__init__(net, max_new_tokens, found, steps=steps, blocks=blocks, **options)
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
         """Prompts padded at the right [P, L] and how long they are [P]."""

@@ -69,7 +69,7 @@ class Module(FlowPolicy):
             else None
         )
         super().__init__(made, **options)
-        if self.guidance != 1 and (empty is None or field is None):
+        if self.guidance_scale != 1 and (empty is None or field is None):
             raise UserError(
                 "policy option guidance needs empty, the value of field that stands for no prompt"
             )
@@ -112,7 +112,8 @@ class Module(FlowPolicy):
         pixels = rollout.sample
         if self.vae is not None:
             parts = [
-                rollout.sample[part] for part in chunks(len(rollout), self.width or len(rollout))
+                rollout.sample[part]
+                for part in chunks(len(rollout), self.fixed_batch_rows or len(rollout))
             ]
             pixels = torch.cat([self._pixels(part) for part in parts])
         return (pixels / 2 + 0.5).clamp(0, 1)

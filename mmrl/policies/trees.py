@@ -55,7 +55,7 @@ class Tree:
         leaves = self.factor ** len(splits)
         if copies % leaves:
             raise UserError(
-                f"train.copies {copies}: a tree with {len(splits)} splits by "
+                f"train.group_size {copies}: a tree with {len(splits)} splits by "
                 f"{self.factor} has {leaves} leaves, so the "
                 f"copies must be a multiple of {leaves}"
             )

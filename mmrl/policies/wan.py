@@ -98,25 +98,25 @@ class Wan(VideoFolderPolicy):
         self,
         path: str,
         text_length: int = 512,
-        guidance_2: Annotated[float, Ge(0)] | None = None,
+        guidance_scale_2: Annotated[float, Ge(0)] | None = None,
         **options: Any,
     ):
         """text_length: tokens of the text encoder. guidance_2: the guidance scale of the second
         expert of Wan 2.2 A14B, which has the less noisy times; None: ``guidance`` is that of both.
         At ``guidance`` 1 there is none at all."""
         self.text_length = text_length
-        self.guidance_2 = guidance_2
+        self.guidance_scale_2 = guidance_scale_2
         super().__init__(path, **options)
-        if guidance_2 is not None and not self.two:
+        if guidance_scale_2 is not None and not self.two:
             raise UserError(
                 f"policy option guidance_2: {self.place} has one network only; leave it out"
             )
 
     def strength(self, point: Point, scale: float) -> float | Tensor:
         """Each expert has its own where they were not told otherwise."""
-        if self.guidance_2 is None or point.guidance is not None:
+        if self.guidance_scale_2 is None or point.guidance is not None:
             return scale
-        high, low = point.state.new_tensor([scale, self.guidance_2])
+        high, low = point.state.new_tensor([scale, self.guidance_scale_2])
         return torch.where(1000 * point.time >= self.net.boundary, high, low).view(
             -1, *[1] * len(self.shape)
         )
@@ -124,13 +124,13 @@ class Wan(VideoFolderPolicy):
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
         """As every family; a guidance scale that is given is that of both experts."""
-        kept = self.guidance_2
-        self.guidance_2 = kept if guidance is None else None
+        kept = self.guidance_scale_2
+        self.guidance_scale_2 = kept if guidance is None else None
         try:
             with super().evaluating(guidance):
                 yield
         finally:
-            self.guidance_2 = kept
+            self.guidance_scale_2 = kept
 
     def latent_shape(self) -> tuple[int, ...]:
         config, (_, *patch) = self.vae.config, self.config.patch_size

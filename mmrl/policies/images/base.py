@@ -54,22 +54,22 @@ class ImageTokenPolicy(NetPolicy, ABC):
         temperature: Annotated[float, Gt(0)] = 1.0,
         top_k: Count | None = None,
         top_p: Annotated[float, Gt(0), Le(1)] = 1.0,
-        guidance: float = 5.0,
-        logp_dist: LogpDist = "guided",
+        guidance_scale: float = 5.0,
+        logprob_guidance: LogpDist = "guided",
         attention: Kernel = "auto",
         compile: bool = False,
         **options: Any,
     ):
         super().__init__(net, **options)
         self.warp = Warp(temperature, top_k, top_p)
-        self.guidance = guidance
-        self.logp_dist = logp_dist
+        self.guidance_scale = guidance_scale
+        self.logprob_guidance = logprob_guidance
         self.entropies = False
-        net.stopgrad = logp_dist == "guided_stopgrad_uncond"
+        net.stopgrad = logprob_guidance == "guided_stopgrad_uncond"
         net.kernel = available(attention)
         if compile:
             net.compile_token()
-        warn_of_mismatch(logp_dist, guidance)
+        warn_of_mismatch(logprob_guidance, guidance_scale)
 
     @abstractmethod
     def encode(self, prompts: list[Prompt]) -> list[Inputs]:
@@ -111,7 +111,7 @@ class ImageTokenPolicy(NetPolicy, ABC):
         all its rows."""
         unique, rows = group.unique(return_inverse=True)
         inputs = self.collate([cond[i] for i in unique.tolist()])
-        guided = self.guidance != 1
+        guided = self.guidance_scale != 1
         net = self.net
         if guided:
             inputs = stacked(inputs, self.empty(inputs))
@@ -119,14 +119,16 @@ class ImageTokenPolicy(NetPolicy, ABC):
         self.forwards += len(rows) * len(net.turns)
         hidden, state = net("begin", inputs, rows)
         uniform = rng.uniform(row, (sum(net.turns),))
-        scale = sent(self.scales(self.guidance), row.device)
+        scale = sent(self.scales(self.guidance_scale), row.device)
         ids = []
         logprob = []
         for block in list(spans(net.turns))[:passes]:
             if ids:
                 hidden = net("step", ids[-1], state)
             features = beside(*hidden.chunk(2), scale[block]) if guided else hidden
-            plain = hidden[: len(row)] if guided and self.logp_dist == "conditional" else None
+            plain = (
+                hidden[: len(row)] if guided and self.logprob_guidance == "conditional" else None
+            )
             token, score = self._decide(features, plain, uniform[:, block])
             ids.append(token)
             logprob.append(score)
@@ -189,8 +191,10 @@ class ImageTokenPolicy(NetPolicy, ABC):
         if not on_host(where).any():
             where = where.clone()
             where[0, 0] = True
-        scale = self.guidance if point.guidance is None else point.guidance
-        conditional = scale == 1 or (self.logp_dist == "conditional" and point.guidance is None)
+        scale = self.guidance_scale if point.guidance is None else point.guidance
+        conditional = scale == 1 or (
+            self.logprob_guidance == "conditional" and point.guidance is None
+        )
         inputs = self.collate([point.cond[i] for i in on_host(point.group).tolist()])
         empty = None if conditional else self.empty(inputs)
         self.forwards += len(where) * (1 if conditional else 2)
@@ -207,7 +211,7 @@ class ImageTokenPolicy(NetPolicy, ABC):
         return AnswerTokens(self, point, where, hidden, scored)
 
     def decode(self, rollout: Rollout) -> Media:
-        size = self.width or len(rollout)
+        size = self.fixed_batch_rows or len(rollout)
         with torch.no_grad():
             parts = [
                 at_width(self.pixels, size, rollout.sample[part])

@@ -34,7 +34,7 @@ def grow(
     ``branch`` names the edges by rows; of a shared decision the first row's mask has it.
     """
     net = policy.net
-    guided = policy.guidance != 1
+    guided = policy.guidance_scale != 1
     first = torch.arange(0, len(row), images, device=row.device)
     of = torch.arange(len(first), device=row.device).repeat_interleave(images)[: len(row)]
     unique, rows = group[first].unique(return_inverse=True)
@@ -44,7 +44,7 @@ def grow(
         rows = torch.cat([rows, rows + len(unique)])
     hidden, state = net("begin", inputs, rows)
     uniform = rng.uniform(row, (sum(net.turns),))
-    scale = sent(policy.scales(policy.guidance), row.device)
+    scale = sent(policy.scales(policy.guidance_scale), row.device)
     ids: list[Tensor] = []
     scores: list[Tensor] = []
     start = 0
@@ -60,7 +60,11 @@ def grow(
         policy.forwards += len(hidden)
         block = slice(start, start := start + count)
         features = beside(*hidden.chunk(2), scale[block]) if guided else hidden
-        plain = hidden[: len(hidden) // 2] if guided and policy.logp_dist == "conditional" else None
+        plain = (
+            hidden[: len(hidden) // 2]
+            if guided and policy.logprob_guidance == "conditional"
+            else None
+        )
         token, score = policy._decide(
             features, plain, (uniform[first] if k < at else uniform)[:, block]
         )

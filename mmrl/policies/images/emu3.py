@@ -114,7 +114,7 @@ class Emu3(ImageTokenPolicy):
         dtype: Storage = "float32",
         attention: Kernel = "auto",
         lora: Lora | int | None = None,
-        guidance: float = 3.0,
+        guidance_scale: float = 3.0,
         **options: Any,
     ):
         """path: folder or hub id. size: pixels, the square root of the area. ratio: width to
@@ -140,7 +140,11 @@ class Emu3(ImageTokenPolicy):
             lora = Lora(lora) if isinstance(lora, int) else lora
             lora = Lora(lora.rank, lora.alpha, _targets(hf, lora.targets or PROJECTIONS))
         super().__init__(
-            Emu3Net(hf, self.grid), lora=lora, guidance=guidance, attention=attention, **options
+            Emu3Net(hf, self.grid),
+            lora=lora,
+            guidance_scale=guidance_scale,
+            attention=attention,
+            **options,
         )
         if lora is None:
             hf.model.vqmodel.requires_grad_(False)
@@ -153,7 +157,7 @@ class Emu3(ImageTokenPolicy):
 
     def collate(self, cond: list[Inputs]) -> Inputs:
         # so that both prompts share a pass
-        least = self.negative.shape[1] if self.guidance != 1 else 0
+        least = self.negative.shape[1] if self.guidance_scale != 1 else 0
         return dict(zip(("ids", "mask"), causal.padded(cond, self.pad, least)))
 
     def empty(self, inputs: Inputs) -> Inputs:

@@ -139,7 +139,7 @@ class GlmImage(ImageTokenPolicy):
             lora = Lora(lora) if isinstance(lora, int) else lora
             lora = Lora(lora.rank, lora.alpha, _targets(hf, lora.targets or PROJECTIONS))
         super().__init__(
-            GlmNet(hf, grids[::-1]), guidance=1.0, attention=attention, lora=lora, **options
+            GlmNet(hf, grids[::-1]), guidance_scale=1.0, attention=attention, lora=lora, **options
         )
         if lora is None:
             hf.model.visual.requires_grad_(False)
@@ -174,7 +174,7 @@ class GlmImage(ImageTokenPolicy):
             *(side // made.vae_scale_factor for side in self.size),
         )
         noise = Rng.of("glm_image").normal(rollout.row, shape, NOISE, made.transformer.dtype)
-        for part in chunks(len(ids), self.width or len(ids)):
+        for part in chunks(len(ids), self.fixed_batch_rows or len(ids)):
             with torch.autocast(ids.device.type, enabled=False):
                 images = made(
                     prompt=texts[part],

@@ -86,7 +86,7 @@ class ImageGPT(ImageTokenPolicy):
         # [V, 3] in -1..1
         self.side = side
         self.clusters = torch.as_tensor(clusters, dtype=torch.float32)
-        super().__init__(ImageGPTNet(hf), guidance=1.0, **options)
+        super().__init__(ImageGPTNet(hf), guidance_scale=1.0, **options)
 
     def encode(self, prompts: list[Prompt]) -> list[Inputs]:
         start = torch.tensor([[self.net.vocab]], device=self.device)

@@ -38,9 +38,9 @@ class LlamaGen(ImageTokenPolicy):
         size: int | None = None,
         heads: int | None = None,
         text_encoder: str = "google/flan-t5-xl",
-        text_encoders: Placement = "offload",
+        text_encoder_placement: Placement = "offload",
         dtype: Storage = "float32",
-        guidance: float = 4.0,
+        guidance_scale: float = 4.0,
         **options: Any,
     ):
         """path: the transformer's checkpoint, or a folder as exported. vq: the tokenizer's
@@ -70,9 +70,9 @@ class LlamaGen(ImageTokenPolicy):
         net = LlamaGenGPT(shape_of(published, str(file), size // self.vq.factor, heads))
         weights.load(net, published, file).to(getattr(torch, dtype))
         self.texts = PromptCache(
-            lambda: _T5(text_encoder), self._encode_texts, text_encoders, 20000
+            lambda: _T5(text_encoder), self._encode_texts, text_encoder_placement, 20000
         )
-        super().__init__(net, guidance=guidance, **options)
+        super().__init__(net, guidance_scale=guidance_scale, **options)
 
     def encode(self, prompts: list[Prompt]) -> list[Inputs]:
         if self.net.shape.classes:

@@ -42,7 +42,7 @@ class VAR(ImageTokenPolicy):
         branch_at: Count | None = None,
         branches: Annotated[int, Ge(2)] = 2,
         dtype: Storage = "float32",
-        guidance: float = 2.5,
+        guidance_scale: float = 2.5,
         **options: Any,
     ):
         """path: the transformer's checkpoint, or a folder as exported. vae: the VQ-VAE's
@@ -67,7 +67,7 @@ class VAR(ImageTokenPolicy):
         net = weights.load(VARNet(shape, self.vae.quantize), published, file).to(
             getattr(torch, dtype)
         )
-        super().__init__(net, guidance=guidance, **options)
+        super().__init__(net, guidance_scale=guidance_scale, **options)
         # [T] h w of every token
         sizes = torch.tensor(net.turns).repeat_interleave(torch.tensor(net.turns)).float()
         self.weight = None if not scale_alpha else sizes**-scale_alpha
@@ -96,7 +96,7 @@ class VAR(ImageTokenPolicy):
     def rollout(self, prompts: list[Prompt], copies: int, rng: Rng) -> Rollout:
         if copies % self.branches:
             raise UserError(
-                f"train.copies {copies}: with policy.var.branches {self.branches} it must "
+                f"train.group_size {copies}: with policy.var.branches {self.branches} it must "
                 f"be a multiple of it"
             )
         return super().rollout(prompts, copies, rng)

@@ -60,7 +60,7 @@ class Passes(Janus):
         least = self.branches
         if copies % least:
             raise UserError(
-                f"train.copies {copies}: with {least} images of a plan it must be a "
+                f"train.group_size {copies}: with {least} images of a plan it must be a "
                 f"multiple of {least}"
             )
         row = rng.rows(len(prompts), copies).to(self.device)

@@ -62,7 +62,7 @@ class JanusUnified(Passes):
         self.answer = answer
         self.weigh = weigh
         self.text_share = text_share
-        self.tokens = max(one.tokens if one else 0 for one in (plan, answer))
+        self.tokens = max(one.max_new_tokens if one else 0 for one in (plan, answer))
         self.images = len(self.net.turns)
         self.stops = dict.fromkeys(("plan", "answer"), self.reader.stops)
         banned = self.reader.suppressed
@@ -143,7 +143,7 @@ class JanusUnified(Passes):
         """Plans and images as in training, answers the likeliest if so chosen."""
         head = self.heads.get("answer")
         kept = head and head.warp
-        if head and self.answer.greedy:
+        if head and self.answer.greedy_evaluation:
             head.warp = replace(kept, temperature=0.0)
         try:
             with super().evaluating(guidance):

@@ -32,7 +32,7 @@ class Plan:
     a new turn by prompt and plan (T2I-R1). images: drawn from every plan; more than 1 make a tree.
     temperature, top_k, top_p: of the text."""
 
-    tokens: Count = 64
+    max_new_tokens: Count = 64
     instruction: str = ASK
     turn: Literal["same", "new"] = "same"
     images: Count = 1
@@ -50,11 +50,11 @@ class Answer:
     """Text answers to prompts of the task ``understand``. tokens: at most. temperature, top_k,
     top_p: of sampling and scoring. greedy: evaluation takes the likeliest token."""
 
-    tokens: Count = 256
+    max_new_tokens: Count = 256
     temperature: Annotated[float, Gt(0)] = 1.0
     top_k: Count | None = None
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
-    greedy: bool = True
+    greedy_evaluation: bool = True
 
 
 def task_of(prompt: Prompt) -> str:

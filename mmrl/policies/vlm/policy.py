@@ -52,20 +52,20 @@ class VLM(Passes):
     def __init__(
         self,
         path: str,
-        tokens: Count = 512,
+        max_new_tokens: Count = 512,
         temperature: Annotated[float, Gt(0)] = 1.0,
         top_k: Count | None = None,
         top_p: Annotated[float, Gt(0), Le(1)] = 1.0,
         stop: Sequence[str] = (),
-        greedy: bool = True,
-        certainty: bool = False,
+        greedy_evaluation: bool = True,
+        record_self_certainty: bool = False,
         budgets: Budgets | None = None,
-        coords: Coords | None = None,
-        share: Literal["auto", "prefix", "none"] = "auto",
+        coordinate_space: Coords | None = None,
+        prefix_sharing: Literal["auto", "prefix", "none"] = "auto",
         dtype: Storage = "float32",
         engine: Literal["own", "hf", "continuous", "vllm"] = "own",
         attention: Literal["sdpa", "eager", "flash_attention_2", "xformers"] = "sdpa",
-        packed: bool | None = None,
+        remove_padding: bool | None = None,
         lora: Lora | int | None = None,
         train: Parts | None = None,
         **options: Any,
@@ -96,16 +96,21 @@ class VLM(Passes):
         if attention in ("sdpa", "xformers"):
             quicken(hf, xformers=attention == "xformers")
         processor = _loaded(AutoProcessor, self.place)
-        family = family_of(hf.config, coords)
+        family = family_of(hf.config, coordinate_space)
         self.inputs = Inputs(
             processor, hf.config, budgets or Budgets(), family, hf.generation_config
         )
         self.warp = Warp(temperature, top_k, top_p, self.inputs.suppressed)
         self.ending = Ending(
-            tokens, self.inputs.stops, self.inputs.pad, tuple(stop), self.inputs.decode, certainty
+            max_new_tokens,
+            self.inputs.stops,
+            self.inputs.pad,
+            tuple(stop),
+            self.inputs.decode,
+            record_self_certainty,
         )
-        self.greedy = greedy
-        self.sharing = share
+        self.greedy_evaluation = greedy_evaluation
+        self.sharing = prefix_sharing
         self.engine = engine
         if lora is not None and train is not None:
             raise UserError(
@@ -113,8 +118,8 @@ class VLM(Passes):
                 "{language: lora, ...}"
             )
         lora = _adapters(hf, lora)
-        net = SharedPrefix(hf, share=share != "none")
-        self._pack(net, attention, packed)
+        net = SharedPrefix(hf, share=prefix_sharing != "none")
+        self._pack(net, attention, remove_padding)
         super().__init__(net, lora=lora, **options)
         self.parts = train
         if lora is None:
@@ -232,7 +237,7 @@ class VLM(Passes):
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
         kept = self.warp
-        if self.greedy:
+        if self.greedy_evaluation:
             self.warp = Warp(temperature=0.0, suppressed=kept.suppressed)
         try:
             yield
