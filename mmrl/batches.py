@@ -77,7 +77,11 @@ class Points:
 def _outline(point: Point) -> Point:
     """What says how much there is to train on, without what a network would see."""
     return Point(
-        group=point.group, row=point.row, state=point.mask, mask=point.mask, length=point.length
+        group=point.group,
+        row_id=point.row,
+        state=point.mask,
+        mask=point.mask,
+        num_decisions=point.length,
     )
 
 
@@ -161,23 +165,23 @@ def _joined(points: Sequence[Point]) -> Point:
     return points[0] if len(points) == 1 else Point.cat(points)
 
 
-def loss_weights(point: Point, reduction: str, decisions: int) -> Tensor:
+def loss_weights(point: Point, loss_agg_mode: str, decisions: int) -> Tensor:
     """[B, L] the weight of every decision before division by ``loss_total``.
 
-    "decision": every decision counts the same. "row": every row does, however long (GRPO's sequence
-    mean); "every_row": rows without decisions count too. "constant": division by a number of
-    decisions (Dr. GRPO), which does not favour short answers; "sum": the same, not divided by the
+    "token_mean": every decision counts the same. "seq_mean_token_mean": every row does, however long (GRPO's sequence
+    mean); "seq_mean_token_mean_all": rows without decisions count too. "seq_mean_token_sum_norm": division by a number of
+    decisions (Dr. GRPO), which does not favour short answers; "token_sum": the same, not divided by the
     number of rows. A policy may weigh its decisions besides.
     """
     mask = point.mask if point.weight is None else point.mask * point.weight
-    if reduction == "decision":
+    if loss_agg_mode == "token_mean":
         return mask.float()
-    if reduction in ("row", "every_row"):
+    if loss_agg_mode in ("seq_mean_token_mean", "seq_mean_token_mean_all"):
         return mask / point.length[:, None].clamp_min(1)
     return mask / decisions
 
 
-def loss_total(points: Sequence[Point], rollout: Rollout, reduction: str) -> Tensor:
+def loss_total(points: Sequence[Point], rollout: Rollout, loss_agg_mode: str) -> Tensor:
     """[2] float64 of this process: whether it has a decision to train on (above 0), and its part of
     the number by which the weighted sum of all losses is divided: decisions, rows with decisions,
     or rows that stay in training."""
@@ -186,9 +190,9 @@ def loss_total(points: Sequence[Point], rollout: Rollout, reduction: str) -> Ten
         (part.double().sum() for part in trained),
         torch.zeros((), device=rollout.group.device).double(),
     )
-    if reduction == "decision":
+    if loss_agg_mode == "token_mean":
         total = sum((point.mask.sum().double() for point in points), torch.zeros_like(rows))
-    elif reduction == "row":
+    elif loss_agg_mode == "seq_mean_token_mean":
         total = rows
     else:
         total = (

@@ -84,7 +84,8 @@ def sample(
     ] = None,
     prompts: Annotated[Path | None, typer.Option(help="A .txt or .jsonl file of prompts.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("samples"),
-    copies: Annotated[int, typer.Option(min=1, help="Samples a prompt.")] = 4,
+    num_samples: Annotated[int, typer.Option(min=1, help="Samples a prompt.")] = 4,
+    copies: Annotated[int | None, typer.Option(hidden=True)] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     guidance: Annotated[
         float | None, typer.Option(help="Guidance scale; default: as configured.")
@@ -93,9 +94,13 @@ def sample(
     """Sample a trained or a base model into files."""
     from . import commands
     from .data import read
+    from .registry import UserError
+
+    if copies is not None:
+        raise UserError("--copies is now --num-samples")
 
     asked = [{"text": text} for text in prompt or []] + (read(prompts) if prompts else [])
-    for file in commands.sample(path, asked, out, copies, seed, guidance, overrides or []):
+    for file in commands.sample(path, asked, out, num_samples, seed, guidance, overrides or []):
         print(file)
 
 

@@ -28,7 +28,7 @@ def evaluate(
     one, run = _open(path, overrides, at)
     judges = one.judges()
     options = one.evaluation
-    own = getattr(one.policy, "guidance", None)
+    own = getattr(one.policy, "guidance_scale", None)
     rows = []
     for model, snapshot, guidance in _models(one, own, run is not None):
         with _at(one, snapshot):

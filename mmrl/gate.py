@@ -79,7 +79,7 @@ def clip_range(objective: Any) -> float:
 def amplified(policy: Any) -> float:
     """By how much guidance enlarges the rounding error of logits: s z_c + (1 - s) z_u, two
     independent errors."""
-    scale = getattr(policy, "guidance", 1.0)
-    if scale == 1 or getattr(policy, "logp_dist", "guided") == "conditional":
+    scale = getattr(policy, "guidance_scale", 1.0)
+    if scale == 1 or getattr(policy, "logprob_guidance", "guided") == "conditional":
         return 1.0
     return math.hypot(scale, 1 - scale)

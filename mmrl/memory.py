@@ -24,7 +24,16 @@ from .resampling import Drawn, exchanged, flat_groups
 from .types import Media, Prompt, Rewards, Rollout
 
 # what is kept of a rollout
-ROWS = ("row", "sample", "logprob", "mask", "order", "certainty", "sampled", "given")
+ROWS = (
+    "row_id",
+    "sample",
+    "logprob",
+    "mask",
+    "commit_step",
+    "self_certainty",
+    "sampler_logprob",
+    "is_ground_truth",
+)
 
 
 @dataclass
@@ -175,4 +184,4 @@ class Memory:
 
 
 def marked(rollout: Rollout, stale: bool) -> Rollout:
-    return rollout.replace(stale=torch.full_like(rollout.group, stale, dtype=torch.bool))
+    return rollout.replace(is_replayed=torch.full_like(rollout.group, stale, dtype=torch.bool))

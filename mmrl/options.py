@@ -14,7 +14,13 @@ from .registry import UserError
 Count = Annotated[int, Ge(1)]
 Natural = Annotated[int, Ge(0)]
 Positive = Annotated[float, Gt(0)]
-Reduction = Literal["decision", "row", "every_row", "constant", "sum"]
+LossAggMode = Literal[
+    "token_mean",
+    "seq_mean_token_mean",
+    "seq_mean_token_mean_all",
+    "seq_mean_token_sum_norm",
+    "token_sum",
+]
 
 
 @dataclass(frozen=True)
@@ -55,11 +61,11 @@ class TrainOptions:
     # decay of the moving average of the weights; null: none
     ema: Annotated[float, Ge(0), Lt(1)] | None = None
     ema_update_interval: Count = 1  # optimizer steps between its updates
-    loss_agg_mode: Reduction = "decision"  # what counts the same in the mean of the loss
+    loss_agg_mode: LossAggMode = "token_mean"  # what counts the same in the mean of the loss
     # decisions that reduction constant and sum divide by; null: the longest answer's
     loss_denominator: Count | None = None
-    # answers cut off at the limit: trained on, or compared only
-    truncated: Literal["keep", "mask"] = "keep"
+    # answers cut off at the limit are compared, not trained on
+    mask_truncated_completions: bool = False
     # (iteration, tokens): from then on answers are no longer
     max_new_tokens_schedule: tuple[tuple[Natural, Count], ...] = ()
     dynamic_sampling_rounds: Natural = (
@@ -196,7 +202,13 @@ def impossible(train: TrainOptions, processes: int = 1) -> Iterator[str]:
     """Sentences, each beginning with the key, about sizes that do not divide."""
     rows = train.prompts_per_iteration * train.group_size
     unfit = False
-    for key in ("prompts", "copies", "batch_size", "epochs", "micro_batch"):
+    for key in (
+        "prompts_per_iteration",
+        "group_size",
+        "train_batch_size",
+        "epochs",
+        "micro_batch_size",
+    ):
         value = vars(train)[key]
         if value is not None and value < 1:
             unfit = True

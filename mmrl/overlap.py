@@ -81,7 +81,7 @@ def joined(parts: Sequence[Rollout]) -> Rollout:
         part = roomy(padded(part, longest), states)
         branch = None if part.branch is None else part.branch + edges
         edges = edges if branch is None else int(branch.max()) + 1
-        rows.append(part.replace(group=part.group + first, branch=branch, cond=None))
+        rows.append(part.replace(group=part.group + first, edge_id=branch, cond=None))
         first += len(part.prompts)
     prompts = tuple(prompt for part in parts for prompt in part.prompts)
     return Rollout.cat(rows).replace(

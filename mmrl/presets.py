@@ -30,7 +30,7 @@ def _text(
     return {
         "advantage": advantage,
         "objective": {"text": objective},
-        "train": {"loss_agg_mode": reduction},
+        "train": {"loss_agg_mode": loss_agg_mode},
     }
 
 
@@ -43,19 +43,19 @@ def _trl() -> dict[str, Sections]:
     bias-corrected k3 if it is on."""
     grpo = {"grpo": {"std": "group", "eps": 1e-4}}
     kl = {"kl": {"weight": 0.0, "form": "k3", "corrected": True}}
-    both = {"low": 0.2, "high": 0.2}
+    both = {"clip_low": 0.2, "clip_high": 0.2}
     return {
-        "grpo": _text("ppo", grpo, "every_row", kl, **both),
+        "grpo": _text("ppo", grpo, "seq_mean_token_mean_all", kl, **both),
         # TRL's name for a mean over tokens; the advantage of the paper BNPO (Xiao et al. 2025) is
         # another and not here
-        "bnpo": _text("ppo", grpo, "decision", kl, **both),
-        "dr_grpo": _text("ppo", grpo, "constant", kl, **both),
-        "dapo": _text("ppo", grpo, "decision", kl, **both),
-        "sapo": _text("sapo", grpo, "every_row", kl, positive=1.0, negative=1.05),
-        "vespo": _text("vespo", grpo, "decision", kl, positive=[2.0, 3.0], negative=[3.0, 2.0]),
-        "cispo": _text("cispo", grpo, "decision", kl, cap=5.0),
-        "gspo": _text("gspo", grpo, "every_row", kl, **both),
-        "luspo": _text("luspo", grpo, "every_row", kl, **both),
+        "bnpo": _text("ppo", grpo, "token_mean", kl, **both),
+        "dr_grpo": _text("ppo", grpo, "seq_mean_token_sum_norm", kl, **both),
+        "dapo": _text("ppo", grpo, "token_mean", kl, **both),
+        "sapo": _text("sapo", grpo, "seq_mean_token_mean_all", kl, positive=1.0, negative=1.05),
+        "vespo": _text("vespo", grpo, "token_mean", kl, positive=[2.0, 3.0], negative=[3.0, 2.0]),
+        "cispo": _text("cispo", grpo, "token_mean", kl, cap=5.0),
+        "gspo": _text("gspo", grpo, "seq_mean_token_mean_all", kl, **both),
+        "luspo": _text("luspo", grpo, "seq_mean_token_mean_all", kl, **both),
         "rloo": _text(
             "rloo", "rloo", "every_row", {"kl": {"weight": 0.05, "where": "reward"}}, **both
         ),
@@ -67,29 +67,32 @@ def _verl() -> dict[str, Sections]:
     bounds if on."""
     grpo = {"grpo": {"std": "group", "eps": 1e-6}}
     kl = {"kl": {"weight": 0.0, "form": "k3", "bounded": True}}
-    ppo = {"low": 0.2, "high": 0.2, "dual": 3.0}
+    ppo = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
     rough = {"advantage": grpo, "train": {"loss_agg_mode": "token_mean"}}
     return {
-        "grpo": _text("ppo", grpo, "decision", kl, **ppo),
-        "dr_grpo": _text("ppo", "dr_grpo", "sum", kl, **ppo),
+        "grpo": _text("ppo", grpo, "token_mean", kl, **ppo),
+        "dr_grpo": _text("ppo", "dr_grpo", "token_sum", kl, **ppo),
         "dapo": _with(
-            _text("ppo", grpo, "decision", kl, low=0.2, high=0.28, dual=10.0), resample=10
+            _text("ppo", grpo, "token_mean", kl, clip_low=0.2, clip_high=0.28, dual_clip=10.0),
+            dynamic_sampling_rounds=10,
         ),
-        "gspo": _text("gspo_token", grpo, "row", kl, low=3e-4, high=4e-4),
-        "gmpo": _text("gmpo", grpo, "every_row", kl, low=0.2, high=0.2),
-        "sapo": _text("sapo", grpo, "row", kl, positive=1.0, negative=1.05),
-        "cispo": _text("cispo", grpo, "decision", kl, low=0.2, high=0.2),
-        "gpg": _text("reinforce", {"gpg": {"count": "rewards"}}, "decision", kl),
+        "gspo": _text("gspo_token", grpo, "seq_mean_token_mean", kl, clip_low=3e-4, clip_high=4e-4),
+        "gmpo": _text("gmpo", grpo, "seq_mean_token_mean_all", kl, clip_low=0.2, clip_high=0.2),
+        "sapo": _text("sapo", grpo, "seq_mean_token_mean", kl, positive=1.0, negative=1.05),
+        "cispo": _text("cispo", grpo, "token_mean", kl, clip_low=0.2, clip_high=0.2),
+        "gpg": _text("reinforce", {"gpg": {"count": "rewards"}}, "token_mean", kl),
         "clip_cov": rough
         | {"objective": {"clip_cov": {"share": 2e-4, "low": 1.0, "high": 5.0, **kl}}},
         "kl_cov": rough | {"objective": {"kl_cov": {"share": 2e-4, "weight": 1.0, **kl}}},
-        "rloo": _text("ppo", "rloo", "decision", kl, **ppo),
-        "opo": _text("ppo", "opo", "decision", kl, **ppo),
-        "reinforce_pp": _text("ppo", {"reinforce_pp": {"weigh": "tokens"}}, "decision", kl, **ppo),
-        "reinforce_pp_baseline": _text(
-            "ppo", {"reinforce_pp": {"baseline": True, "weigh": "tokens"}}, "decision", kl, **ppo
+        "rloo": _text("ppo", "rloo", "token_mean", kl, **ppo),
+        "opo": _text("ppo", "opo", "token_mean", kl, **ppo),
+        "reinforce_pp": _text(
+            "ppo", {"reinforce_pp": {"weigh": "tokens"}}, "token_mean", kl, **ppo
         ),
-        "pass_at_k": _text("ppo", {"pass_at_k": {"eps": 1e-6}}, "decision", kl, **ppo),
+        "reinforce_pp_baseline": _text(
+            "ppo", {"reinforce_pp": {"baseline": True, "weigh": "tokens"}}, "token_mean", kl, **ppo
+        ),
+        "pass_at_k": _text("ppo", {"pass_at_k": {"eps": 1e-6}}, "token_mean", kl, **ppo),
     }
 
 
@@ -99,21 +102,33 @@ def _paper() -> dict[str, Sections]:
     whitened = {"reinforce_pp": {"weigh": "tokens"}}
     penalty = {"kl": {"weight": 0.001, "where": "reward"}}
     return {
-        "grpo": _text("ppo", grpo, "row", {"kl": {"weight": 0.04, "form": "k3"}}, low=0.2),
-        "dr_grpo": _text("ppo", "dr_grpo", "constant", low=0.2),
-        "dapo": _with(_text("ppo", grpo, "decision", low=0.2, high=0.28), resample=10),
-        "gspo": _text("gspo", grpo, "row", low=3e-4, high=4e-4),
-        "gspo_token": _text("gspo_token", grpo, "row", low=3e-4, high=4e-4),
-        "gmpo": _text("gmpo", grpo, "row", low=0.4, high=0.4),
-        "cispo": _text("cispo", grpo, "decision", cap=5.0),
-        "sapo": _text("sapo", grpo, "row", positive=1.0, negative=1.05),
-        "gpg": _text("reinforce", {"gpg": {"count": "groups"}}, "decision"),
-        "rloo": _with(
-            _text("reinforce", "rloo", "constant", {"kl": {"weight": 0.05, "where": "reward"}}),
-            constant=1,
+        "grpo": _text(
+            "ppo", grpo, "seq_mean_token_mean", {"kl": {"weight": 0.04, "form": "k3"}}, clip_low=0.2
         ),
-        "reinforce_pp": _text("ppo", whitened, "decision", penalty, low=0.2),
-        "opo": _with(_text("reinforce", "opo", "constant"), constant=1),
+        "dr_grpo": _text("ppo", "dr_grpo", "seq_mean_token_sum_norm", clip_low=0.2),
+        "dapo": _with(
+            _text("ppo", grpo, "token_mean", clip_low=0.2, clip_high=0.28),
+            dynamic_sampling_rounds=10,
+        ),
+        "gspo": _text("gspo", grpo, "seq_mean_token_mean", clip_low=3e-4, clip_high=4e-4),
+        "gspo_token": _text(
+            "gspo_token", grpo, "seq_mean_token_mean", clip_low=3e-4, clip_high=4e-4
+        ),
+        "gmpo": _text("gmpo", grpo, "seq_mean_token_mean", clip_low=0.4, clip_high=0.4),
+        "cispo": _text("cispo", grpo, "token_mean", cap=5.0),
+        "sapo": _text("sapo", grpo, "seq_mean_token_mean", positive=1.0, negative=1.05),
+        "gpg": _text("reinforce", {"gpg": {"count": "groups"}}, "token_mean"),
+        "rloo": _with(
+            _text(
+                "reinforce",
+                "rloo",
+                "seq_mean_token_sum_norm",
+                {"kl": {"weight": 0.05, "where": "reward"}},
+            ),
+            loss_denominator=1,
+        ),
+        "reinforce_pp": _text("ppo", whitened, "token_mean", penalty, clip_low=0.2),
+        "opo": _with(_text("reinforce", "opo", "seq_mean_token_sum_norm"), loss_denominator=1),
     }
 
 

@@ -195,14 +195,14 @@ ADVANTAGES = Registry("advantage")
 REWARDS = Registry("reward")
 DATA = Registry("data source", group="mmrl.data")
 OPTIMIZERS = Registry("optimizer")
-KERNELS = Registry("kernel")
-GRIDS = Registry("time grid", group="mmrl.grids")
-WINDOWS = Registry("noise window", group="mmrl.windows")
+KERNELS = Registry("SDE type", group="mmrl.sde_types")
+GRIDS = Registry("timestep schedule", group="mmrl.timestep_schedules")
+WINDOWS = Registry("noise window", group="mmrl.noise_windows")
 SOLVERS = Registry("solver")
 # of the text objective: losses of the ratio
 SURROGATES = Registry("surrogate", group="mmrl.surrogates")
 # when an objective looks at a finished sample anew
-TIMES = Registry("time sampler", group="mmrl.times")
+TIMES = Registry("timestep sampler", group="mmrl.timestep_samplers")
 # of the masked objective: which states it looks at
 ESTIMATORS = Registry("estimator", group="mmrl.estimators")
 JUDGES = Registry("judge")  # vision-language models that rewards ask
@@ -215,12 +215,12 @@ ALL = {
     "rewards": REWARDS,
     "data": DATA,
     "optimizers": OPTIMIZERS,
-    "kernels": KERNELS,
-    "grids": GRIDS,
-    "windows": WINDOWS,
+    "sde_types": KERNELS,
+    "timestep_schedules": GRIDS,
+    "noise_windows": WINDOWS,
     "solvers": SOLVERS,
     "surrogates": SURROGATES,
-    "times": TIMES,
+    "timestep_samplers": TIMES,
     "estimators": ESTIMATORS,
     "judges": JUDGES,
     "artifacts": ARTIFACTS,

@@ -52,13 +52,13 @@ def _outline(rollout: Rollout) -> Rollout:
     nothing = torch.zeros_like(rollout.mask[:, :1])
     return Rollout(
         group=rollout.group,
-        row=rollout.row,
+        row_id=rollout.row,
         prompts=rollout.prompts,
         sample=rollout.row,
         mask=nothing,
         logprob=nothing.to(rollout.logprob),
-        given=_marks(rollout, rollout.given),
-        stale=_marks(rollout, rollout.stale),
+        is_ground_truth=_marks(rollout, rollout.given),
+        is_replayed=_marks(rollout, rollout.stale),
     )
 
 
@@ -162,5 +162,5 @@ def exchanged(drawn: Drawn, new: Drawn, flat: Sequence[int]) -> Drawn:
     )
     gave_way = (*drawn.gave_way, (_outline(old)[gone], lost.per_row()))
     return Drawn(
-        both[index].replace(row=name), chosen, Rewards(rewards, drawn.rewards.weights), gave_way
+        both[index].replace(row_id=name), chosen, Rewards(rewards, drawn.rewards.weights), gave_way
     )

@@ -8,9 +8,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from .config import renamed
 from .registry import ALL, UserError, describe, load_built_in, options, suggest
 
-FAMILIES = {"samplers": ("kernels", "grids", "windows")}
+FAMILIES = {"samplers": ("sde_types", "timestep_schedules", "noise_windows")}
 
 
 def evaluation_table(rows: list[dict[str, Any]]) -> None:
@@ -35,6 +36,8 @@ def plugin_tables(kind: str | None) -> None:
     """Name, options and first docstring line of every registered plug-in."""
     load_built_in()
     if kind is not None and kind not in [*ALL, *FAMILIES]:
+        if kind in renamed.KINDS:
+            raise UserError(f"`mmrl list {kind}` is now `mmrl list {renamed.KINDS[kind]}`")
         raise UserError(f"no plug-ins called {kind!r}; {suggest(kind, [*ALL, *FAMILIES])}")
     for plural, registry in ALL.items():
         if kind in (None, plural) or plural in FAMILIES.get(kind, ()):

@@ -183,10 +183,10 @@ class Trainer:
         self.longest = distributed.largest(rollout.mask.shape[1], rollout.group.device)
         kept = ~advantage.isnan()
         mask = rollout.mask & kept
-        if self.options.truncated == "mask":
+        if self.options.mask_truncated_completions:
             mask &= completions.finished(media, rollout)
         alive = rollout.replace(
-            advantage=advantage.nan_to_num(0.0), mask=mask, kept=~of_rows.isnan().all(1)
+            advantage=advantage.nan_to_num(0.0), mask=mask, trainable=~of_rows.isnan().all(1)
         )
         if self.watch is not None:
             self.watch(*sampled_only(media, alive, rewards))
@@ -303,7 +303,7 @@ class Trainer:
         there, total = sums.tolist()  # one wait for both
         if not there > 0:
             return False
-        total = 1.0 if reduction == "sum" else total
+        total = 1.0 if reduction == "token_sum" else total
         share = sums.new_full((), total / self.device.processes)
         self.meter.put("loss", torch.zeros_like(share), share)
         observed = self._accumulated(points, total, rng)
@@ -317,7 +317,7 @@ class Trainer:
 
         def make() -> Iterator[Point]:
             each = self.objective.points(self.policy, rollout, rng) if len(rollout) else ()
-            return (point.replace(fresh=fresh) for point in each)
+            return (point.replace(on_policy=fresh) for point in each)
 
         if self.policy.adjacent or self.coupled:
             held = list(make())

@@ -154,7 +154,10 @@ def gradients(batches: int = 4) -> dict[str, list[float]]:
             asked.append(name)
             trainer.objective = Masked(estimator)
             trainer.options = replace(
-                plain, reduction="row" if estimator is remasking.uni_grpo else "decision"
+                plain,
+                loss_agg_mode="seq_mean_token_mean"
+                if estimator is remasking.uni_grpo
+                else "decision",
             )
             trainer.improve(rollout, Rng.of("gradients", trainer.iteration), True)
     pairs = list(itertools.combinations(range(batches), 2))

@@ -108,7 +108,7 @@ class KeyedDraws(FreshDraws):
 
     def order(self) -> list[Tensor]:
         names = torch.arange(self.work.rows)
-        empty = Rollout(group=names, row=names, sample=names, logprob=names, mask=names)
+        empty = Rollout(group=names, row_id=names, sample=names, logprob=names, mask=names)
         size = self.work.rows // self.work.updates
         parts = batches.batches(
             empty, self.work.copies, self.work.rows, size, Rng.of(0, 0, "update", 0)

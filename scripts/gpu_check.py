@@ -163,7 +163,7 @@ def tiny(args: argparse.Namespace) -> Found:
     """``bench_iteration`` in both precisions, with its own result files."""
     found = {}
     more = (
-        ["--repeats", "1", "--prompts", "2", "--copies", "4", "--steps", "3"]
+        ["--repeats", "1", "--prompts", "2", "--num-samples", "4", "--steps", "3"]
         if args.small
         else ["--repeats", "7"]
     )

@@ -39,7 +39,7 @@ def at(policy, ids, prompt):
     return Point(
         group=group,
         cond=policy.encode([prompt]),
-        row=group,
+        row_id=group,
         state=ids,
         target=ids,
         mask=torch.ones_like(ids).bool(),

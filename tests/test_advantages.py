@@ -29,7 +29,7 @@ def rollout(index, prompts=None):
     zero = torch.zeros(len(index), 1)
     rows = torch.arange(len(index))
     return Rollout(
-        group=index, prompts=prompts, row=rows, sample=zero, logprob=zero, mask=zero == 0
+        group=index, prompts=prompts, row_id=rows, sample=zero, logprob=zero, mask=zero == 0
     )
 
 

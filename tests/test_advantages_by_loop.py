@@ -52,7 +52,7 @@ def rollout(group=GROUP, length=LENGTH, name=None, **changes):
     mask = torch.arange(max(length)) < torch.tensor(length)[:, None]
     return Rollout(
         group=torch.tensor(group),
-        row=torch.tensor(name or NAME[: len(group)]),
+        row_id=torch.tensor(name or NAME[: len(group)]),
         sample=torch.zeros(len(group), 1),
         prompts=[{"text": f"prompt {p}"} for p in range(max(group) + 1)],
         logprob=torch.zeros(mask.shape),
@@ -579,11 +579,11 @@ def tree(splits, factor, steps):
     ones = torch.ones(leaves, steps)
     return Rollout(
         group=row * 0,
-        row=row,
+        row_id=row,
         sample=row,
         logprob=0 * ones,
         mask=ones > 0,
-        branch=branch,
+        edge_id=branch,
         eta=ones,
         prompts=[{"text": "a tree"}],
     )

@@ -28,7 +28,7 @@ def points():
 def rows(prompts=6, copies=8):
     row = torch.arange(prompts * copies)
     empty = torch.zeros(len(row), 1)
-    return Rollout(group=row // copies, row=row, sample=empty, logprob=empty, mask=empty == 0)
+    return Rollout(group=row // copies, row_id=row, sample=empty, logprob=empty, mask=empty == 0)
 
 
 @pytest.mark.parametrize("size", [6, 12, 24])
@@ -82,7 +82,7 @@ def test_adjacent_rows_come_by_prompt_and_long_ones_first():
     mask = torch.tensor(
         [[1, 1, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0], [1, 0, 0], [1, 0, 1]], dtype=torch.bool
     )
-    point = Point(group=group, row=torch.arange(6), state=torch.arange(6), mask=mask)
+    point = Point(group=group, row_id=torch.arange(6), state=torch.arange(6), mask=mask)
     (whole,) = passes([point], None, adjacent=True)
     assert whole.row.tolist() == [5, 1, 3, 2, 0, 4]
     assert list(passes([point], None))[0].row.tolist() == list(range(6))
@@ -121,7 +121,7 @@ def test_totals_count_decisions_or_rows(reduction, wanted):
     """Seven decisions; three rows of five have one; with ``kept`` four rows stay in training."""
     rollout = rows(1, 5)
     assert loss_total(points(), rollout, reduction).tolist() == pytest.approx([3, wanted])
-    rollout = rollout.replace(kept=torch.tensor([True, True, True, True, False]))
+    rollout = rollout.replace(trainable=torch.tensor([True, True, True, True, False]))
     assert loss_total(points(), rollout, reduction).tolist() == pytest.approx(
         [3, 4 if wanted == 5 else wanted]
     )

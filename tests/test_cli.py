@@ -111,10 +111,10 @@ def test_evaluate_report_export_and_sample(desk):
     assert (desk / "lora" / "pytorch_lora_weights.safetensors").exists()
     assert "not empty" in refused("export", "first", "--out", "lora", cwd=desk)
     files = mmrl(
-        "sample", "first", "-p", "a red one", "--copies", "2", "--out", "made", cwd=desk
+        "sample", "first", "-p", "a red one", "--num-samples", "2", "--out", "made", cwd=desk
     ).stdout.split()
     again = mmrl(
-        "sample", "mine.yaml", "-p", "a red one", "--copies", "2", "--out", "base", cwd=desk
+        "sample", "mine.yaml", "-p", "a red one", "--num-samples", "2", "--out", "base", cwd=desk
     ).stdout.split()
     assert len(files) == 2 and all((desk / f).stat().st_size > 100 for f in [*files, *again])
 

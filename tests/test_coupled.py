@@ -22,7 +22,7 @@ from .test_trainer import rows
 class GroupWeighted:
     """Every row's denoising error, weighted by a number that depends on its whole group."""
 
-    behaviour = "live"
+    behavior_policy = "live"
     snapshots = ("ref",)
 
     def points(self, policy, rollout, rng):

@@ -188,7 +188,7 @@ def test_outcomes_of_groups():
     group = torch.tensor([0, 0, 1, 1, 2, 2])
     rollout = Rollout(
         group=group,
-        row=torch.arange(6),
+        row_id=torch.arange(6),
         sample=group,
         logprob=torch.zeros(6, 1),
         mask=torch.ones(6, 1, dtype=bool),

@@ -43,7 +43,7 @@ def roll(policy, n=4, copies=8, seed=0):
     return rollout.replace(advantage=advantages.flow_grpo(reward, rollout).to(rollout.logprob))
 
 
-def gradient(policy, rollout, objective, micro=None, reduction="decision"):
+def gradient(policy, rollout, objective, micro=None, loss_agg_mode="token_mean"):
     points = list(objective.points(policy, rollout, Rng.of("points")))
     _, total = loss_total(points, rollout, reduction)
     policy.net.zero_grad()
@@ -202,7 +202,7 @@ def test_evaluation_is_deterministic_given_the_first_noise(family):
         point = Point(
             group=rollout.group,
             cond=rollout.cond,
-            row=rollout.row,
+            row_id=rollout.row,
             mask=rollout.mask[:, :1],
             state=state,
             time=rollout.time[:, k],

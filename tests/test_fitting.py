@@ -174,7 +174,7 @@ def test_paths_are_kept_off_the_device_and_come_back_for_a_pass():
     away = torch.zeros(3, 2, device="meta")
     point = Point(
         group=torch.arange(3),
-        row=torch.arange(3),
+        row_id=torch.arange(3),
         state=away,
         mask=torch.ones(3, 1, dtype=torch.bool),
     )

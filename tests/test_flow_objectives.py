@@ -71,7 +71,7 @@ def test_crds_losses_are_those_of_published_code():
     rt = torch.tensor([-0.02, 0.01, 0.03, -0.01], dtype=torch.float64)[:, None]
     point = Point(
         group=torch.zeros(4, dtype=torch.long),
-        row=torch.arange(4),
+        row_id=torch.arange(4),
         state=rt,
         mask=rt > -9,
         advantage=(a - 0.5) * 10,
@@ -101,7 +101,7 @@ def test_crd_centred_over_the_batch_sees_one_group():
     mask = torch.tensor([True] * 6 + [False])[:, None]
     point = Point(
         group=torch.tensor([0, 0, 0, 1, 1, 2, 2]),
-        row=torch.arange(7),
+        row_id=torch.arange(7),
         state=a,
         mask=mask,
         advantage=a,

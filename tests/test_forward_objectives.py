@@ -64,13 +64,13 @@ def off_by(*rows, t=0.6, target=0.5, **more):
     target = torch.full_like(miss, target)
     point = Point(
         group=torch.arange(n) // 2,
-        row=torch.arange(n),
+        row_id=torch.arange(n),
         state=torch.zeros_like(miss),
         target=target,
         mask=torch.ones(n, 1, dtype=torch.bool),
-        length=torch.ones(n, dtype=torch.long),
+        num_decisions=torch.ones(n, dtype=torch.long),
         time=torch.full((n,), t, dtype=torch.float64),
-        gain=torch.full((n,), t, dtype=torch.float64),
+        x0_per_output=torch.full((n,), t, dtype=torch.float64),
         **more,
     )
     return point, target + miss
@@ -464,7 +464,7 @@ def test_pairs_are_the_best_and_the_worst_that_are_left():
     _, rollout = sampled()
     advantage = column(0.1, 3, -1, 2, *[0.5] * 4, 5, -5, 1, 0)
     kept = torch.tensor([True] * 8 + [False, True, True, True])
-    chosen = pairs(rollout.replace(advantage=advantage, kept=kept))
+    chosen = pairs(rollout.replace(advantage=advantage, trainable=kept))
     assert chosen.nonzero()[:, 0].tolist() == [1, 2, 9, 10], (
         "no pair in a group of equals; an excluded row is in none"
     )
@@ -629,7 +629,7 @@ def test_old_weights_are_what_each_method_says():
     for name, value in old.items():
         torch.testing.assert_close(value, 0.999 * before[name] + 0.001 * live[name])
     assert [DGPO().old_decay(step) for step in (0, 100, 1000)] == pytest.approx([0, 0.1, 0.3])
-    assert isinstance(DGPO(), Coupled) and DGPO(behaviour="old").behaviour == "old"
+    assert isinstance(DGPO(), Coupled) and DGPO(behavior_policy="old").behavior_policy == "old"
 
 
 def test_flat_groups_teach_dgpo_nothing_when_dropped():

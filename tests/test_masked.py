@@ -340,7 +340,7 @@ def whole(policy, sample, mask, **fields):
     rows = len(sample)
     return Rollout(
         group=torch.zeros(rows, dtype=torch.long),
-        row=torch.arange(rows),
+        row_id=torch.arange(rows),
         cond=policy.encode(PROMPTS[:1]),
         prompts=PROMPTS[:1],
         sample=sample,

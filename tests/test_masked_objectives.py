@@ -86,12 +86,12 @@ def rolled(policy, seed, rows=ROWS):
     return rollout.replace(advantage=(reward(rollout.sample, seed) - j)[:, None]), true
 
 
-def estimate(policy, rollout, reduction="sum", rng=POINTS, **options):
+def estimate(policy, rollout, loss_agg_mode="token_sum", rng=POINTS, **options):
     objective = Masked(surrogate=SURROGATES["reinforce"], **options)
     policy.net.zero_grad()
     for point in objective.points(policy, rollout, rng):
-        weight = loss_weights(point.replace(fresh=True), reduction, 1)
-        (-objective.loss(policy, point.replace(fresh=True)) * weight).sum().backward()
+        weight = loss_weights(point.replace(on_policy=True), reduction, 1)
+        (-objective.loss(policy, point.replace(on_policy=True)) * weight).sum().backward()
     return policy.net.logits.grad.flatten()
 
 
@@ -192,11 +192,11 @@ def every_choice(policy):
     mask = drawn[..., 1] <= N
     return Rollout(
         group=torch.zeros(len(rows), dtype=torch.long),
-        row=torch.arange(len(rows)),
+        row_id=torch.arange(len(rows)),
         cond=policy.encode([{}]),
         prompts=({},),
         sample=sample,
-        order=order,
+        commit_step=order,
         drawn=drawn,
         mask=mask.flatten(1),
         logprob=torch.zeros(len(rows), N * N).double(),
@@ -288,7 +288,10 @@ SLOPE = torch.tensor([0.0, 1.0]).double()
 def total(policy, rollout, name, rng, **options):
     objective = Masked(estimator=bound(name, **options))
     points = objective.points(policy, rollout, rng)
-    return sum((objective.loss(policy, p) * loss_weights(p, "row", 1)).sum().item() for p in points)
+    return sum(
+        (objective.loss(policy, p) * loss_weights(p, "seq_mean_token_mean", 1)).sum().item()
+        for p in points
+    )
 
 
 @pytest.mark.parametrize("name", ESTIMATED)
@@ -475,7 +478,7 @@ class Hides:
     def at(self, rollout, hide, score=None):
         mask = rollout.mask & (hide if score is None else score)
         return Point(
-            group=rollout.group, row=rollout.row, state=hide, mask=mask, logprob=rollout.logprob
+            group=rollout.group, row_id=rollout.row, state=hide, mask=mask, logprob=rollout.logprob
         )
 
 
@@ -483,7 +486,12 @@ def finished(rows=4000, length=16):
     row = torch.arange(rows)
     zero = torch.zeros(rows, length, dtype=torch.float64)
     return Rollout(
-        group=row * 0, row=row, sample=zero.long(), logprob=zero, mask=zero == 0, order=zero.long()
+        group=row * 0,
+        row_id=row,
+        sample=zero.long(),
+        logprob=zero,
+        mask=zero == 0,
+        commit_step=zero.long(),
     )
 
 

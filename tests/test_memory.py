@@ -112,7 +112,9 @@ def test_an_old_answer_has_the_ratio_to_the_weights_that_sampled_it(policy):
             p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
     advantage = torch.linspace(-1, 1, 6)[:, None]
     stale = torch.tensor([False] * 3 + [True] * 3)
-    point = point_of(one, found.replace(advantage=advantage, stale=stale)).replace(fresh=True)
+    point = point_of(one, found.replace(advantage=advantage, is_replayed=stale)).replace(
+        on_policy=True
+    )
     loss = Text().loss(one, point)
     now = one.dist(point).log_prob(point.target).detach()
     ratio = torch.where(stale[:, None], (now - found.logprob).exp(), torch.ones_like(now))

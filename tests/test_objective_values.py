@@ -85,13 +85,13 @@ def renoised(advantage, t=0.5):
     name = torch.arange(rows)
     return Point(
         group=name * 0,
-        row=name,
+        row_id=name,
         state=torch.zeros(rows, 4, dtype=torch.float64),
         target=torch.zeros(rows, 4, dtype=torch.float64),
         mask=torch.ones(rows, 1, dtype=torch.bool),
-        length=torch.ones(rows, dtype=torch.long),
+        num_decisions=torch.ones(rows, dtype=torch.long),
         time=torch.full((rows,), t, dtype=torch.float64),
-        gain=torch.full((rows,), t, dtype=torch.float64),
+        x0_per_output=torch.full((rows,), t, dtype=torch.float64),
         advantage=advantage,
     )
 
@@ -161,11 +161,11 @@ def answers(gap, advantage=None, mask=None):
     )
     return Point(
         group=name * 0,
-        row=name,
+        row_id=name,
         state=gap,
         mask=mask,
         logprob=gap - 1,
-        sampled=torch.full_like(gap, -1.0),
+        sampler_logprob=torch.full_like(gap, -1.0),
         advantage=advantage,
     )
 
@@ -193,7 +193,7 @@ def test_importance_of_rows():
     assert Importance(level="geometric").weight(point)[0, :2].tolist() == pytest.approx(
         [math.sqrt(6.0)] * 2
     )
-    alone = Importance().weight(point.replace(sampled=None))
+    alone = Importance().weight(point.replace(sampler_logprob=None))
     assert torch.equal(alone, torch.ones(1, 3, dtype=torch.float64))
 
 
@@ -215,7 +215,7 @@ def test_off_policy_answers_are_dropped_only_where_they_are_bad_and_far():
         kept = off_policy(logp, point, 0.25)
     assert kept.tolist() == [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]
     assert meter.mean("off_policy") == pytest.approx(0.2)
-    recorded = off_policy(logp, point.replace(sampled=None, logprob=point.sampled), 0.25)
+    recorded = off_policy(logp, point.replace(sampler_logprob=None, logprob=point.sampled), 0.25)
     assert torch.equal(recorded, kept)
 
 
@@ -390,7 +390,7 @@ def test_dgpo_as_published_and_what_it_keeps_and_refuses():
     }
     for snapshots, chosen in kept.items():
         assert DGPO(**chosen).snapshots == snapshots
-    assert DGPO(clip=None, behaviour="old").snapshots == ("old", "ref")
+    assert DGPO(clip=None, behavior_policy="old").snapshots == ("old", "ref")
     assert DGPO(reference="old").snapshots == ("old", "ref")
     for wrong in ({"beta": 0.0}, {"advantage_clip": 0.0}, {"clip": -1.0}):
         with pytest.raises(UserError, match="must be positive"):
@@ -423,7 +423,7 @@ def transitions(policy, rollout, name):
             state = Point(
                 group=rollout.group,
                 cond=rollout.cond,
-                row=rollout.row,
+                row_id=rollout.row,
                 state=rollout.path[:, k],
                 time=rollout.time[:, k],
                 next_time=rollout.time[:, k + 1],
@@ -499,7 +499,7 @@ def test_adjoint_matchings_loss_step_by_step(strength, sde):
             state = Point(
                 group=rollout.group,
                 cond=rollout.cond,
-                row=rollout.row,
+                row_id=rollout.row,
                 state=x,
                 time=rollout.time[:, k],
                 next_time=rollout.time[:, k + 1],
@@ -749,7 +749,7 @@ class Parts:
 
     def path(self, rollout):
         point = answers([[0.0, 0.0], [0.0, 0.0]], advantage=column(1.0, 1.0))
-        yield point.replace(length=torch.tensor([2, 3]))
+        yield point.replace(num_decisions=torch.tensor([2, 3]))
 
 
 @pytest.mark.parametrize("objective", [Text(surrogate=gspo), REAL(), GVPO(), RegGRPO()])
@@ -802,13 +802,13 @@ class Spoken:
     def path(self, rollout):
         yield Point(
             group=rollout.group,
-            row=rollout.row,
+            row_id=rollout.row,
             state=rollout.sample,
             target=rollout.sample,
             mask=rollout.mask,
             logprob=rollout.logprob,
             advantage=rollout.advantage,
-            length=rollout.mask.sum(1),
+            num_decisions=rollout.mask.sum(1),
         )
 
 
@@ -824,7 +824,7 @@ def spoken(width=None):
     mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]], dtype=torch.bool)
     rollout = Rollout(
         group=row // 2,
-        row=row,
+        row_id=row,
         sample=torch.zeros(4, 3, dtype=torch.long),
         mask=mask,
         logprob=tables["old"].log_softmax(-1)[..., 0],

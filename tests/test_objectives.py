@@ -67,7 +67,7 @@ def one_step():
     two = torch.arange(2)
     point = Point(
         group=two,
-        row=two,
+        row_id=two,
         state=x,
         mask=torch.ones(2, 1, dtype=torch.bool),
         target=target,

@@ -217,7 +217,7 @@ def rolled(texts, prompts):
     return Rollout(
         group=group,
         prompts=[prompts[int(i)] for i in names],
-        row=rows,
+        row_id=rows,
         sample=rows,
         mask=mask,
         logprob=spread,
@@ -345,10 +345,10 @@ def test_the_advantage_of_every_configuration_prefers_the_greater_reward(name):
     rollout = rolled(texts, prompts)
     rows = rollout.row
     rollout = rollout.replace(
-        branch=(rows - rows % 2)[:, None].expand(rollout.mask.shape), eta=rollout.mask.float()
+        edge_id=(rows - rows % 2)[:, None].expand(rollout.mask.shape), eta=rollout.mask.float()
     )
     if sections["advantage"] != "branch":
-        rollout = rollout.replace(branch=None)
+        rollout = rollout.replace(edge_id=None)
     for _ in range(2):  # of one that remembers too
         worth = (
             built(better_and_worse(sections["reward"]), rollout)

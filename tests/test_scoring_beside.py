@@ -352,13 +352,13 @@ def test_answers_of_different_length_are_padded_and_conditions_joined():
         parts.append(
             overlap.Rollout(
                 group=torch.zeros(2, dtype=torch.long),
-                row=torch.arange(2),
+                row_id=torch.arange(2),
                 sample=ones.long(),
                 logprob=ones,
                 mask=ones.bool(),
                 prompts=({"text": str(length)},),
                 cond=[{"ids": torch.ones(1, length)}],
-                branch=torch.arange(2)[:, None].expand(2, length).contiguous(),
+                edge_id=torch.arange(2)[:, None].expand(2, length).contiguous(),
             )
         )
     found = overlap.joined(parts)

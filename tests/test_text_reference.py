@@ -128,26 +128,26 @@ class Recorded(NetPolicy):
         order = torch.arange(4).expand(4, 4)
         return Rollout(
             group=torch.zeros(4, dtype=torch.long),
-            row=rows,
+            row_id=rows,
             prompts=tuple(prompts),
             sample=torch.zeros(4, 4).long(),
             logprob=table(OLD),
             mask=self.mask,
-            order=order,
+            commit_step=order,
             cond=[{}],
         )
 
     def path(self, rollout):
         yield Point(
             group=rollout.group,
-            row=rollout.row,
+            row_id=rollout.row,
             state=rollout.sample,
             target=rollout.sample,
             mask=rollout.mask,
             logprob=rollout.logprob,
             advantage=rollout.advantage,
-            length=rollout.mask.sum(1),
-            sampled=rollout.sampled,
+            num_decisions=rollout.mask.sum(1),
+            sampler_logprob=rollout.sampled,
         )
 
     def dist(self, point):
@@ -495,13 +495,13 @@ def cov_point(ratios, fresh):
     draws = torch.linspace(0.1, 0.9, len(ratios), dtype=torch.float64)[None]
     point = Point(
         group=torch.zeros(1, dtype=torch.long),
-        row=torch.zeros(1, dtype=torch.long),
+        row_id=torch.zeros(1, dtype=torch.long),
         state=old,
         logprob=old,
         mask=torch.ones(1, len(ratios), dtype=torch.bool),
         advantage=torch.ones(1, 1).double(),
         known=draws,
-        fresh=fresh,
+        on_policy=fresh,
     )
     return point, old + torch.tensor([ratios], dtype=torch.float64).log()
 

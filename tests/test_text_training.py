@@ -74,7 +74,9 @@ def text(surrogate, **options):
 
 @pytest.mark.parametrize("name", SURROGATES)
 def test_every_surrogate_raises_the_reward(name):
-    one = trainer(text(name), batch_size=32, micro_batch=None, lr=3e-2, reduction="row")
+    one = trainer(
+        text(name), batch_size=32, micro_batch=None, lr=3e-2, loss_agg_mode="seq_mean_token_mean"
+    )
     rewards = [one.iterate()["reward/mean"] for _ in range(8)]
     assert sum(rewards[-2:]) / 2 > rewards[0] + 0.15, rewards
 
@@ -97,7 +99,7 @@ CASES = {
 def test_micro_batches_change_nothing_in_a_whole_run(case):
     runs = []
     for micro in (9, 32):
-        one = trainer(CASES[case], micro_batch=micro, reduction="every_row")
+        one = trainer(CASES[case], micro_batch=micro, loss_agg_mode="seq_mean_token_mean_all")
         runs.append(([one.iterate()["reward/mean"] for _ in range(2)], one.policy.weights.full()))
     (rewards, weights), (others, same) = runs
     assert rewards == pytest.approx(others, abs=1e-10)
@@ -347,7 +349,7 @@ def test_a_sampler_that_differs_is_corrected():
     )
     one = trainer(objective, batch_size=64)
     rollout, _ = one.collect()
-    point = next(iter(one.policy.path(rollout.replace(sampled=rollout.logprob - 0.5))))
+    point = next(iter(one.policy.path(rollout.replace(sampler_logprob=rollout.logprob - 0.5))))
     plain = Text(surrogate=SURROGATES["reinforce"]).loss(one.policy, point)
     torch.testing.assert_close(
         objective.loss(one.policy, point), plain * math.exp(0.5) * point.mask
@@ -366,7 +368,7 @@ def test_importance_weights(level, wanted):
     gap = torch.tensor([[math.log(2), -math.log(2), 5.0]])
     mask = torch.tensor([[True, True, False]])
     row = torch.zeros(1, dtype=torch.long)
-    point = Point(group=row, row=row, state=zero, mask=mask, logprob=gap, sampled=zero)
+    point = Point(group=row, row_id=row, state=zero, mask=mask, logprob=gap, sampler_logprob=zero)
     found = Importance(level=level, cap=1e3).weight(point)
     torch.testing.assert_close(found[mask], torch.tensor(wanted)[mask].float())
     cut = Importance(level=level, cap=1.5).weight(point)
@@ -471,7 +473,9 @@ def by_hand(name, ratio, advantage):
 def test_losses_of_groups_and_their_gradients_by_hand(name, micro):
     from samplers.noise import Rng
 
-    one = trainer(CASES[name], batch_size=64, micro_batch=micro, reduction="row")
+    one = trainer(
+        CASES[name], batch_size=64, micro_batch=micro, loss_agg_mode="seq_mean_token_mean"
+    )
     rollout, _ = one.collect()
     one.iterate()  # away from the weights that sampled
     point = next(iter(one.policy.path(rollout)))

@@ -139,7 +139,9 @@ def test_the_gate_of_gaussian_decisions_is_what_the_clip_can_bear(clip):
         options, toys.make("flow"), PolicyGradient(clip=[2e-6, 1e-3])
     ) == pytest.approx(2e-7)
     assert (
-        gate.tolerance(options, toys.make("flow", reduction="sum"), PolicyGradient(clip=0.2))
+        gate.tolerance(
+            options, toys.make("flow", loss_agg_mode="token_sum"), PolicyGradient(clip=0.2)
+        )
         == 2e-6
     )
     assert (
@@ -513,7 +515,7 @@ def rows(first=0, prompts=6, copies=8):
     row = torch.arange(first * copies, (first + prompts) * copies)
     empty = torch.zeros(len(row), 1)
     return Rollout(
-        group=(row // copies) - first, row=row, sample=empty, logprob=empty, mask=empty > 0
+        group=(row // copies) - first, row_id=row, sample=empty, logprob=empty, mask=empty > 0
     )
 
 

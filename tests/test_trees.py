@@ -38,7 +38,7 @@ def stick(tree, steps):
     mask = torch.stack([row % span == 0 for span in spans[1:]], 1)
     ones = torch.ones(mask.shape)
     return Rollout(
-        group=row * 0, row=row, sample=row, logprob=0 * ones, mask=mask, branch=branch, eta=ones
+        group=row * 0, row_id=row, sample=row, logprob=0 * ones, mask=mask, edge_id=branch, eta=ones
     ), spans
 
 
@@ -110,7 +110,7 @@ def test_a_solver_forgets_what_lies_before_the_noise():
             first = Point(
                 group=rollout.group,
                 cond=rollout.cond,
-                row=rollout.row,
+                row_id=rollout.row,
                 state=rollout.path[:, 3],
                 time=rollout.time[:, 3],
                 next_time=rollout.time[:, 4],
@@ -395,13 +395,13 @@ def test_advantages_that_know_trees_are_left_as_they_are():
     reward = torch.tensor([0.1, 0.5, 0.9, 0.3])
     for advantage in (Branch()(reward, rollout), tree_mean(reward, rollout, siblings=True)):
         assert torch.equal(by_edge(advantage, rollout), advantage)
-    flat = rollout.replace(branch=None)
+    flat = rollout.replace(edge_id=None)
     assert torch.equal(by_edge(dr_grpo(reward, flat), flat), dr_grpo(reward, flat))
 
 
 def test_edges_of_two_prompts_with_one_name_are_two():
     rollout, _ = stick(TREE, 4)
-    rollout = rollout.replace(branch=rollout.branch * 0, group=torch.tensor([0, 0, 1, 1]))
+    rollout = rollout.replace(edge_id=rollout.branch * 0, group=torch.tensor([0, 0, 1, 1]))
     found = by_edge(torch.tensor([[1.0], [2.0], [5.0], [6.0]]), rollout)
     assert found.tolist() == [[1.5] * 4] * 2 + [[5.5] * 4] * 2
     each = torch.tensor([[1.0, 0, 0, 3], [2, 0, 0, 5], [4, 0, 0, 7], [6, 0, 0, 9]])

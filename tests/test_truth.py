@@ -134,7 +134,7 @@ def test_metrics_of_the_update_are_those_of_the_samples(policy):
     found = taught(policy, lambda prompt: prompt["gold"])
     point = point_of(policy, found)
     assert torch.equal(point.own(), found.mask & ~found.given[:, None])
-    assert torch.equal(point.replace(given=None).own(), found.mask)
+    assert torch.equal(point.replace(is_ground_truth=None).own(), found.mask)
 
 
 def test_who_writes_it_is_checked(policy):

@@ -99,7 +99,7 @@ def at(policy, ids, prompt):
     group = torch.zeros(len(ids), dtype=torch.long)
     mask = ids >= 0
     return Point(
-        group=group, cond=policy.encode([prompt]), row=group, state=ids, target=ids, mask=mask
+        group=group, cond=policy.encode([prompt]), row_id=group, state=ids, target=ids, mask=mask
     )
 
 
@@ -252,7 +252,7 @@ def test_answers_are_those_of_the_vlm_policy(make, folder):
     point = Point(
         group=rollout.group,
         cond=[vlm._taken(p)[0] for p in (ASKED, MIXED[3])],
-        row=rollout.row,
+        row_id=rollout.row,
         state=ids.clamp_min(0),
         target=ids.clamp_min(0),
         mask=rollout.mask[:, :5],
@@ -330,7 +330,7 @@ def test_a_new_turn_holds_the_plans_ids_between_its_words(make):
 # segments and trees
 
 
-def losses(policy, rollout, advantage, reduction="row"):
+def losses(policy, rollout, advantage, loss_agg_mode="seq_mean_token_mean"):
     """The gradient of the trainer's weighted sum of REINFORCE losses, and its terms [B, K]."""
     (point,) = policy.path(rollout.replace(advantage=advantage))
     terms = -point.advantage * policy.dist(point).log_prob(point.target)
@@ -350,7 +350,7 @@ def test_a_segment_counts_by_its_mean(make, share):
     rollout = policy.rollout([TEXT, ASKED], 3, Rng.of("segments"))
     terms = torch.arange(6 * 11, dtype=torch.float64).view(6, 11).sin()
     (point,) = policy.path(rollout)
-    found = (terms * loss_weights(point, "row", 1)).sum(1)
+    found = (terms * loss_weights(point, "seq_mean_token_mean", 1)).sum(1)
     length = rollout.mask[:, :7].sum(1)
     assert len(length[:3].unique()) > 1
     for row in range(6):
@@ -369,7 +369,7 @@ def test_the_gradient_of_a_tree_is_the_average_of_its_samples(make, weigh, turn)
     tree = make(weigh=weigh, guidance=2.0, plan=plan | {"images": 2})
     rollout = tree.rollout(TEXTS, 4, Rng.of("tree"))
     flat = make(weigh=weigh, guidance=2.0, plan=plan)
-    samples = rollout.replace(mask=rollout.sample >= 0, branch=None)
+    samples = rollout.replace(mask=rollout.sample >= 0, edge_id=None)
     rows = torch.arange(8)
     assert torch.equal(rollout.sample[::2, :5], rollout.sample[1::2, :5])
     assert not rollout.mask[1::2, :5].any() and rollout.mask[::2, 0].all()
@@ -531,7 +531,12 @@ def test_no_statistic_mixes_tasks():
     group = torch.arange(2).repeat_interleave(4)
     zero = torch.zeros(8, 1)
     rows = Rollout(
-        group=group, row=torch.arange(8), prompts=prompts, sample=zero, logprob=zero, mask=zero == 0
+        group=group,
+        row_id=torch.arange(8),
+        prompts=prompts,
+        sample=zero,
+        logprob=zero,
+        mask=zero == 0,
     )
     reward = torch.tensor([0.0, 1, 1, 0, 0.3, 0.1, 0.2, 0.4])
     chosen = {

@@ -334,7 +334,7 @@ def test_scales_are_weighed(make, alpha):
     """alpha 0 is the sum over tokens, alpha 1 the sum of the scales' means."""
     policy = make((1, 2, 3), scale_alpha=alpha)
     (point,) = policy.path(policy.rollout(PROMPTS, 2, Rng.of("weights")))
-    found = loss_weights(point, "decision", 1)
+    found = loss_weights(point, "token_mean", 1)
     each = torch.tensor([1.0] + [4.0] * 4 + [9.0] * 9)
     torch.testing.assert_close(found, (each**-alpha).expand(4, -1), atol=1e-6, rtol=0)
     if alpha == 1:
@@ -436,10 +436,10 @@ def test_the_gradient_of_branches_is_the_average_of_samples(make, alpha):
     def gradient(policy, rollout, advantage):
         (point,) = policy.path(rollout.replace(advantage=advantage.double()))
         loss = -point.advantage * policy.dist(point).log_prob(point.target)
-        return flat_grad(policy, (loss * loss_weights(point, "sum", 1)).sum())
+        return flat_grad(policy, (loss * loss_weights(point, "token_sum", 1)).sum())
 
     found = gradient(tree, rollout, advantages.tree_mean(reward, rollout, of=advantages.dr_grpo))
-    rows = rollout.replace(mask=torch.ones_like(rollout.mask), branch=None)
+    rows = rollout.replace(mask=torch.ones_like(rollout.mask), edge_id=None)
     wanted = gradient(flat, rows, advantages.dr_grpo(reward, rows))
     torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-9)
     assert wanted.abs().max() > 0.01

@@ -64,7 +64,7 @@ def test_rewards_of_steps_reach_the_tokens_that_earned_them():
             train_batch_size=3,
             iterations=1,
             ground_truth_rollout="key_steps",
-            loss_agg_mode="row",
+            loss_agg_mode="seq_mean_token_mean",
         ),
     )
     rollout, rewards = trainer.collect()
@@ -109,7 +109,7 @@ def test_the_first_steps_gradient_is_that_of_reinforce():
     (point,) = one.path(rollout.replace(advantage=advantage))
     found = []
     for surrogate in (ppo, reinforce):
-        loss = Text(surrogate).loss(one, point.replace(fresh=True))
+        loss = Text(surrogate).loss(one, point.replace(on_policy=True))
         found.append(
             torch.autograd.grad(
                 (loss * point.mask).sum(), list(one.net.parameters()), allow_unused=True

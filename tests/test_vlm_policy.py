@@ -595,4 +595,4 @@ def test_certainty_is_the_divergence_of_the_uniform_distribution_from_the_models
     assert self_certainty(policy.decode(rollout), [{}] * 4).tolist() == [
         a.certainty for a in policy.decode(rollout)
     ]
-    assert policy_of().decode(replace(rollout, certainty=None))[0].certainty is None
+    assert policy_of().decode(replace(rollout, self_certainty=None))[0].certainty is None

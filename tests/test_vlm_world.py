@@ -296,7 +296,7 @@ def test_the_gallery_draws_boxes_where_they_are_and_escapes_texts(tmp_path):
     ]
     rollout = Rollout(
         group=torch.zeros(2, dtype=torch.long),
-        row=torch.arange(2),
+        row_id=torch.arange(2),
         prompts=[prompt],
         sample=torch.zeros(2, 1),
         logprob=torch.zeros(2, 1),

@@ -258,7 +258,7 @@ def test_what_the_masked_model_minimises_is_what_the_policy_scores():
     point = Point(
         group=group,
         cond=cond,
-        row=group,
+        row_id=group,
         state=torch.where(hidden, 16, ids),
         target=ids,
         mask=hidden,

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmrl.advantages.grouped import Flat, group
+from mmrl.advantages.grouped import ZeroVariance, group
 from mmrl.advantages.groups import Groups, finished, measured
 from mmrl.advantages.normalise import Std, moments
 from mmrl.advantages.select import drop
@@ -32,7 +32,7 @@ def grpo(
     *,
     std: Std = "group",
     eps: float = 1e-4,
-    zero_variance_groups: Flat = "zero",
+    zero_variance_groups: ZeroVariance = "keep",
     best_of: int | None = None,
 ) -> Tensor:
     """GRPO for text: mean and sample std (ddof 1, plus eps) of the group (Shao et al. 2024,
@@ -66,7 +66,7 @@ def reinforce_pp(
     *,
     baseline: bool = False,
     weigh: Literal["tokens", "rows"] = "tokens",
-    zero_variance_groups: Flat = "zero",
+    zero_variance_groups: ZeroVariance = "keep",
 ) -> Tensor:
     """REINFORCE++: rewards whitened over the whole batch (Hu et al. 2025); baseline: less the
     group's mean first.
@@ -115,7 +115,7 @@ def _unless_equal(whitened: Tensor, double: Rewards, groups: Groups, baseline: b
 @ADVANTAGES.register("opo")
 @by_step
 def opo(
-    rewards: Rewards | Tensor, rollout: Rollout, *, zero_variance_groups: Flat = "zero"
+    rewards: Rewards | Tensor, rollout: Rollout, *, zero_variance_groups: ZeroVariance = "keep"
 ) -> Tensor:
     """OPO: reward minus the group's mean weighted by length, the variance-optimal baseline (Hao et
     al. 2025, eq. 9)."""
@@ -138,7 +138,7 @@ def gpg(
     *,
     scale: float = 1.0,
     count: Literal["groups", "rewards"] = "groups",
-    zero_variance_groups: Flat = "zero",
+    zero_variance_groups: ZeroVariance = "keep",
 ) -> Tensor:
     """GPG: alpha (reward - mean of the group) / scale, alpha = samples / samples that teach (Chu et
     al. 2025).
@@ -166,7 +166,7 @@ def pass_at_k(
     rollout: Rollout,
     *,
     eps: float = 1e-6,
-    zero_variance_groups: Flat = "zero",
+    zero_variance_groups: ZeroVariance = "keep",
 ) -> Tensor:
     """Only the best answer of a group: (its reward - the second's) / (sample std + eps), as verl's
     pass@k estimator.

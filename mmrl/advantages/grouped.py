@@ -20,7 +20,7 @@ from mmrl.advantages.steps import by_step
 from mmrl.registry import ADVANTAGES, UserError
 from mmrl.types import Rewards, Rollout
 
-Flat = Literal["zero", "drop"]
+ZeroVariance = Literal["keep", "drop"]
 
 
 @ADVANTAGES.register("group")
@@ -34,14 +34,14 @@ def group(
     eps: float = 1e-4,
     eps_mode: EpsMode = "add",
     combine: Combine = "sum",
-    zero_variance_groups: Flat = "zero",
+    zero_variance_groups: ZeroVariance = "keep",
     best_of: int | None = None,
 ) -> Tensor:
     """(reward - mean of the group) / std, every choice open.
 
     std: of the group, of all rewards, or none. eps: added to the std, its least value, or added to
     the variance. combine: several rewards are summed, then normalised; or each is normalised, then
-    summed (aggregate), and then normalised over the batch (gdpo). flat: a group of equal rewards
+    summed (aggregate), and then normalised over the batch (gdpo). zero_variance_groups: a group of equal rewards
     has advantage 0, or is dropped. best_of: train on the n/2 best and n/2 worst of each group only.
     """
     if eps < 0:
@@ -63,7 +63,7 @@ def flow_grpo(
     rollout: Rollout,
     *,
     std: Std = "global",
-    zero_variance_groups: Flat = "zero",
+    zero_variance_groups: ZeroVariance = "keep",
     best_of: int | None = None,
 ) -> Tensor:
     """Flow-GRPO: mean of the group, std (population, plus 1e-4) of all rewards or of the group.
@@ -76,14 +76,14 @@ def flow_grpo(
     )
 
 
-@ADVANTAGES.register("dance")
+@ADVANTAGES.register("dance_grpo")
 @by_step
 def dance_grpo(
     rewards: Rewards | Tensor,
     rollout: Rollout,
     *,
     combine: Combine = "sum",
-    zero_variance_groups: Flat = "zero",
+    zero_variance_groups: ZeroVariance = "keep",
     best_of: int | None = None,
 ) -> Tensor:
     """DanceGRPO: mean and sample std (ddof 1, plus 1e-8) of the group; MixGRPO with combine:
@@ -108,7 +108,7 @@ def gdpo(
     eps: float = 1e-6,
     ddof: Literal[0, 1] = 0,
     eps_mode: EpsMode = "floor",
-    zero_variance_groups: Flat = "zero",
+    zero_variance_groups: ZeroVariance = "keep",
     best_of: int | None = None,
 ) -> Tensor:
     """GDPO: each reward is normalised in its group, the weighted sum over the batch (std at least
@@ -134,7 +134,7 @@ def dr_grpo(
     rewards: Rewards | Tensor,
     rollout: Rollout,
     *,
-    zero_variance_groups: Flat = "zero",
+    zero_variance_groups: ZeroVariance = "keep",
     best_of: int | None = None,
 ) -> Tensor:
     """Dr. GRPO: reward minus the mean of the group, no std (Liu et al. 2025, "Understanding
@@ -148,7 +148,7 @@ def rloo(
     rewards: Rewards | Tensor,
     rollout: Rollout,
     *,
-    zero_variance_groups: Flat = "zero",
+    zero_variance_groups: ZeroVariance = "keep",
     best_of: int | None = None,
 ) -> Tensor:
     """RLOO: reward minus the mean of the *other* answers of the group (Ahmadian et al. 2024, "Back

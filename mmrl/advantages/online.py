@@ -82,7 +82,7 @@ class MaxMin:
     reward with the lowest mean over all samples alone is optimised. With ``rate``, weights follow
     instead of jumping (multiplicative weights, w_i proportional to w_i exp(-rate mean_i)), a
     dynamic weighting of rewards. The rewards must be on one scale, such as 0..1; their configured
-    weights multiply the means. ``of``: the advantage of the weighted sum. An iteration in which a
+    weights multiply the means. ``base``: the advantage of the weighted sum. An iteration in which a
     reward failed for all samples trains nothing and leaves the weights as they are.
     """
 

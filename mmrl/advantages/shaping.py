@@ -123,7 +123,7 @@ def temporal(
     return advantage * (1 + strength * (2 * place / last - 1).square())
 
 
-@ADVANTAGES.register("focused")
+@ADVANTAGES.register("focal")
 def focal(
     rewards: Rewards | Tensor,
     rollout: Rollout,
@@ -169,7 +169,7 @@ def pairs(
 
     Zheng et al. 2025, whose power is 1/2. After normalisation, so that the weight is not divided
     out again. Prompts without ``key`` count 1. tasks: each of these is compared apart, so that no
-    statistic of ``of``, not even one of the whole batch, mixes what one task is paid with what
+    statistic of ``base``, not even one of the whole batch, mixes what one task is paid with what
     another is; the tasks of all prompts must be among them.
     """
     try:

@@ -13,14 +13,14 @@ from mmrl.registry import ADVANTAGES
 from mmrl.types import Rewards, Rollout
 
 
-@ADVANTAGES.register("shared")
+@ADVANTAGES.register("tree_mean")
 def tree_mean(
     rewards: Rewards | Tensor, rollout: Rollout, *, base: Underneath = grpo, siblings: bool = False
 ) -> Tensor:
     """An edge of a tree has the mean advantage of the samples below it, so that the gradient is
     that of the samples.
 
-    of: the advantage of samples. siblings: an edge is judged by those that begin where it begins,
+    base: the advantage of samples. siblings: an edge is judged by those that begin where it begins,
     less the mean of the edge before: a plan by its images' mean, an image beside the other images
     of its plan. [B, K]; [B, 1] without a tree.
     """

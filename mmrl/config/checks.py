@@ -103,8 +103,8 @@ def _unsuited(entries: Mapping[str, Resolved]) -> Iterator[str]:
                 f"paths again: remove the policy's "
                 "option tree, whose samples share noise"
             )
-        kernel = policy.options.get("kernel")
-        still = policy.options.get("eta") == 0 or (
+        kernel = policy.options.get("sde_type")
+        still = policy.options.get("noise_level") == 0 or (
             isinstance(kernel, Resolved) and kernel.entry.__name__ == "ode"
         )
         if getattr(objective.entry, "visits", False) and still:

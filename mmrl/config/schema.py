@@ -16,6 +16,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from ..registry import Registry, UserError, options, suggest
+from . import renamed
 from .values import SCALARS, Place, expected, show
 
 BAD = object()  # what a conversion returns after it has reported a problem
@@ -60,7 +61,7 @@ def resolve_named(
     try:
         entry = registry.find(name)
     except UserError as error:
-        problems.append(where.say(str(error)))
+        problems.append(where.say(renamed.plug_in(registry.kind, name) or str(error)))
         return BAD
     except Exception as error:  # importing a user's own module can raise anything
         problems.append(
@@ -132,7 +133,9 @@ def resolve_call(
     takes = f"({name} takes: {', '.join(known) or 'no options'})"
     converted = {}
     for key, value in chosen.items():
-        if key not in known:
+        if key not in known and (new := renamed.option(place.path, key, known)):
+            problems.append((place / key).now_called(new))
+        elif key not in known:
             close = suggest(str(key), known)
             hint = f"; {close} " if close.startswith("did") else " "
             problems.append((place / key).say(f"unknown option{hint}{takes}"))
@@ -217,6 +220,7 @@ def refuse(
 ) -> Any:
     close = suggest(value, words) if isinstance(value, str) else ""
     hint = f"; {close}" if close.startswith("did") else ""
+    hint = f"; {renamed.value(place.path, value)}" if renamed.value(place.path, value) else hint
     problems.append(place.say(f"expected {expected(kind)}, got {show(value)}{hint}"))
     return BAD
 

@@ -97,7 +97,7 @@ def _of_folder(report: Report, resolved: Resolved, found: configs.Config) -> Rep
         encoders,
         options.get("dtype", "float32"),
         lora is not None,
-        options.get("text_encoders", "offload"),
+        options.get("text_encoder_placement", "offload"),
     )
     tokens = None if unet else costs.tokens_of(policy)
     with reading(policy, getattr(found.build("objective", OBJECTIVES), "reads", "path")):

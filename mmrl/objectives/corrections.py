@@ -22,7 +22,7 @@ class Importance:
 
     level: token; sequence, the product over the row (TRL); or geometric, the mean of the
     logarithms, which ms-swift calls sequence (it is far closer to 1: at 0.01 a token, 500 tokens
-    make e^5 of a product). beyond: what happens to w above ``high`` or below ``low``: it is
+    make e^5 of a product). mode: what happens to w above ``cap`` or below ``floor``: it is
     truncated, or its decisions leave the loss (mask). Yao et al. 2025, "Your efficient RL framework
     secretly brings you off-policy RL training"; Zheng et al. 2025, IcePop.
     """

@@ -176,9 +176,9 @@ def whole_paths(rollout: Rollout, last: int | None) -> list[Point]:
         Point(
             group=rollout.group,
             cond=rollout.cond,
-            row=rollout.row,
+            row_id=rollout.row,
             mask=alive[:, None],
-            length=alive.long(),
+            num_decisions=alive.long(),
             state=rollout.path[:, first:].to(rollout.sample.dtype),
             time=rollout.time,
             eta=rollout.eta,
@@ -214,7 +214,7 @@ def rewarded(reward: Differentiable | None, policy: Policy, point: Point, sample
     rollout = Rollout(
         group=point.group,
         cond=point.cond,
-        row=point.row,
+        row_id=point.row,
         sample=sample,
         prompts=point.asked,
         logprob=point.mask.to(sample),

@@ -32,7 +32,9 @@ def noised(
         for j, t in enumerate(when.unbind(1))
     )
     return (
-        point.replace(length=point.length * when.shape[1]) for points in found for point in points
+        point.replace(num_decisions=point.length * when.shape[1])
+        for points in found
+        for point in points
     )
 
 

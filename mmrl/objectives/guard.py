@@ -16,7 +16,7 @@ from .base import frozen
 from .policy_gradient import PolicyGradient
 
 
-@OBJECTIVES.register("guard")
+@OBJECTIVES.register("grpo_guard")
 class Guard(PolicyGradient):
     """GRPO-Guard: normalised ratio, log rho = mean_d[e_old (mu - mu_old)], and gradients balanced
     over the steps.

@@ -67,7 +67,7 @@ class Masked(Text):
         weight = torch.ones_like(points[0].advantage[:, :1])
         known = [weight if point.known is None else point.known for point in points]
         return [
-            p.replace(length=length, known=k.expand_as(p.mask))
+            p.replace(num_decisions=length, known=k.expand_as(p.mask))
             for p, k in zip(points, known, strict=True)
         ]
 

@@ -33,7 +33,7 @@ class DiffusionDPO:
 
     Wallace et al. 2024, "Diffusion Model Alignment Using Direct Preference Optimization", eq. 14,
     on fresh pairs: with e the denoising error and D = e - e_ref, minimises -log sigmoid(-(beta / 2)
-    (D_best - D_worst)). Groups of equal advantages make no pair. draws, times: how many times of
+    (D_best - D_worst)). Groups of equal advantages make no pair. num_noise_draws, timestep_sampler: how many times of
     the forward process a pair is looked at, and which.
     """
 
@@ -49,7 +49,7 @@ class DiffusionDPO:
         self.snapshots = ("ref",)
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
-        paired = rollout.replace(kept=pairs(rollout))
+        paired = rollout.replace(trainable=pairs(rollout))
         return noised(policy, paired, rng, self.timestep_sampler, self.num_noise_draws, shared=True)
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
@@ -194,7 +194,7 @@ class SePPO:
         ]
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
-        paired = rollout.replace(kept=pairs(rollout, rng.fold("rival")))
+        paired = rollout.replace(trainable=pairs(rollout, rng.fold("rival")))
         return noised(policy, paired, rng, self.timestep_sampler, self.num_noise_draws, shared=True)
 
     def measure(self, policy: Policy, point: Point) -> Tensor:

@@ -50,7 +50,7 @@ class _Regression(ABC):
     """``score``: one number an answer. ``of_group``: [B] whose mean over the rows is the loss."""
 
     needs = "one pass"
-    behaviour = "live"
+    behavior_policy = "live"
     snapshots = ()
 
     @abstractmethod

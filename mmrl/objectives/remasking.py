@@ -233,7 +233,7 @@ def sepo(policy: Remaskable, rollout: Rollout, rng: Rng) -> list[Point]:
         for i in range(length)
     ]
     with torch.no_grad():
-        size = getattr(policy, "width", None) or len(rollout)
+        size = getattr(policy, "fixed_batch_rows", None) or len(rollout)
         own = [
             torch.cat([policy.dist(p).log_prob(p.target)[:, i] for p in point.split(size)])
             for i, point in enumerate(points)

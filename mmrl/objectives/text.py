@@ -47,7 +47,7 @@ class Text:
     """Policy gradients for text models: GRPO, DAPO, GSPO, CISPO, SAPO ... by the surrogate.
 
     surrogate: the loss of ratio and advantage. kl: its weight, or all its choices; entropy:
-    likewise. importance: correction for another engine that sampled. off_policy: answers with A < 0
+    likewise. importance_sampling: correction for another engine that sampled. off_policy: answers with A < 0
     leave the loss when their tokens have become this much less likely on average, in nats.
     top_entropy: only this share of the step's tokens, those of highest entropy, has a policy
     gradient (Wang et al. 2025, "Beyond the 80/20 rule").
@@ -146,7 +146,7 @@ class Text:
         if "ref" not in self.snapshots or self.kl.where != "reward":
             return rewards
         found = rollout.logprob.new_zeros(len(rollout))
-        size = getattr(policy, "width", None) or len(rollout)
+        size = getattr(policy, "fixed_batch_rows", None) or len(rollout)
         for first in range(0, len(rollout), size):
             for point in policy.path(rollout[first : first + size]):
                 gap = point.logprob - frozen(policy, "ref", point).log_prob(point.target)

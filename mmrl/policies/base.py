@@ -122,8 +122,8 @@ class NetPolicy:
         fixed_batch_rows: int | None = None,
         sampling_memory_gib: Annotated[float, Gt(0)] | None = None,
     ):
-        """``lora``: rank or Lora; None trains all weights. ``width``: rows of every forward pass;
-        the trainer sets it to its micro-batch. ``memory``: GiB that a pass of sampling may
+        """``lora``: rank or Lora; None trains all weights. ``fixed_batch_rows``: rows of every forward pass;
+        the trainer sets it to its micro-batch. ``sampling_memory_gib``: GiB that a pass of sampling may
         allocate, which then chooses its own chunks."""
         net.requires_grad_(lora is None)
         if lora is not None:
@@ -176,7 +176,7 @@ class NetPolicy:
                 )
             except ValueError as error:
                 raise UserError(
-                    f"policy option memory = {self.sampling_memory_gib:g} GiB: {error}"
+                    f"policy option sampling_memory_gib = {self.sampling_memory_gib:g} GiB: {error}"
                 ) from error
             # one number of passes on all processes
             self.fitting = -int(distributed.all_max(torch.tensor(-found)))
@@ -291,7 +291,7 @@ def warn_of_mismatch(logp_dist: str, guidance: float) -> None:
     """Scores without the guidance that sampled are not those of the sampled distribution."""
     if logp_dist == "conditional" and guidance != 1:
         warnings.warn(
-            f"logp_dist conditional: samples are drawn with guidance {guidance:g} and "
+            f"logprob_guidance conditional: samples are drawn with guidance {guidance:g} and "
             f"scored without it, so the "
             "gradient is not that of the sampled distribution; guided matches",
             stacklevel=3,

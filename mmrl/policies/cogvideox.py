@@ -43,7 +43,7 @@ class CogVideoX(VideoFolderPolicy):
         text_length: int = 226,
         **options: Any,
     ):
-        """eta: 1 is ancestral sampling, 0 DDIM without noise. text_length: T5 tokens."""
+        """noise_level: 1 is ancestral sampling, 0 DDIM without noise. text_length: T5 tokens."""
         self.text_length = text_length
         super().__init__(path, kernel=sde_type, eta=noise_level, **options)
 

@@ -37,7 +37,7 @@ class UNetPolicy(FolderPolicy):
         noise_level: float = 1.0,
         **options: Any,
     ):
-        """eta: 1 is ancestral sampling (DDPO), 0 DDIM without noise."""
+        """noise_level: 1 is ancestral sampling (DDPO), 0 DDIM without noise."""
         super().__init__(path, kernel=sde_type, eta=noise_level, **options)
 
     def latent_shape(self) -> tuple[int, ...]:

@@ -63,17 +63,17 @@ class Plan(NamedTuple):
 class FlowPolicy(NetPolicy, ABC):
     """Options of every flow model.
 
-    steps: forward passes per sample. eta: noise level of the stochastic steps. kernel, grid, sde:
-    the stochastic step, the times, and which steps are stochastic. guidance: classifier-free
-    guidance scale w, v = v_u + w (v_c - v_u). logp_dist: what is scored; "guided" is what was
+    steps: forward passes per sample. noise_level: noise level of the stochastic steps. sde_type, timestep_schedule, noise_window:
+    the stochastic step, the times, and which steps are stochastic. guidance_scale: classifier-free
+    guidance scale w, v = v_u + w (v_c - v_u). logprob_guidance: what is scored; "guided" is what was
     sampled, "guided_stopgrad_uncond" the same without gradient through the unconditional branch,
-    "conditional" leaves guidance out of the score (a mismatch some codes publish). shared_noise:
-    the samples of a group start from one noise. storage: type latents are rounded to before they
-    are scored and kept in. reduction: log-prob as mean or sum over dimensions. solver: of the
+    "conditional" leaves guidance out of the score (a mismatch some codes publish). same_initial_noise:
+    the samples of a group start from one noise. trajectory_dtype: type latents are rounded to before they
+    are scored and kept in. logprob_reduction: log-prob as mean or sum over dimensions. solver: of the
     deterministic steps; None is the kernel without noise. tree: samples that share their
-    beginnings. flash: share of the steps after the last stochastic one that is kept
-    (MixGRPO-Flash). score: "square" leaves the variance out of the log-prob, as Flow-CPS publishes
-    it; that is a score, not a density. offload: the latents visited are kept in the CPU's memory,
+    beginnings. flash_step_ratio: share of the steps after the last stochastic one that is kept
+    (MixGRPO-Flash). logprob_type: "square" leaves the variance out of the log-prob, as Flow-CPS publishes
+    it; that is a score, not a density. offload_trajectory: the latents visited are kept in the CPU's memory,
     and come back pass by pass.
     """
 
@@ -106,12 +106,12 @@ class FlowPolicy(NetPolicy, ABC):
         super().__init__(net, **options)
         if steps < 1 or noise_level < 0:
             raise UserError(
-                f"steps must be at least 1 and eta at least 0, not {steps} and {noise_level}"
+                f"steps must be at least 1 and noise_level at least 0, not {steps} and {noise_level}"
             )
         try:
             self.times = timestep_schedule(steps)
         except ValueError as error:
-            raise UserError(f"policy option grid: {error}") from error
+            raise UserError(f"policy option timestep_schedule: {error}") from error
         self.steps = len(self.times) - 1
         self.noise_level = noise_level
         self.noise_window = noise_window
@@ -185,7 +185,7 @@ class FlowPolicy(NetPolicy, ABC):
                 if isinstance(self.process, getattr(k, "process", Flow))
             )
             raise UserError(
-                f"policy option kernel: {plain.__name__} is not for this kind of "
+                f"policy option sde_type: {plain.__name__} is not for this kind of "
                 f"model; for it: {known}"
             )
         return partial(kernel, process=self.process) if hasattr(plain, "process") else kernel
@@ -248,7 +248,7 @@ class FlowPolicy(NetPolicy, ABC):
                 times = compressed(times, after, self.flash_step_ratio)
                 noisy = torch.cat([noisy[:after], noisy.new_zeros(len(times) - 1 - after)])
         except ValueError as error:
-            raise UserError(f"policy option sde or flash: {error}") from error
+            raise UserError(f"policy option noise_window or flash_step_ratio: {error}") from error
         steps = len(times) - 1
         branching = self.exploring and self.tree is not None
         spans = self.tree.spans(steps, copies) if branching else [1] * (steps + 1)
@@ -272,7 +272,7 @@ class FlowPolicy(NetPolicy, ABC):
         none = torch.zeros(len(row), 1, dtype=torch.bool)
         t = self._on_rows(self.times[:1], len(row))[:, 0]
         self._velocities(
-            Point(group=group, cond=cond, row=row, state=x, time=t, mask=none),
+            Point(group=group, cond=cond, row_id=row, state=x, time=t, mask=none),
             guided=self.guidance_scale != 1,
         )
 
@@ -300,7 +300,7 @@ class FlowPolicy(NetPolicy, ABC):
             point = Point(
                 group=group[:: plan.spans[k]],
                 cond=cond,
-                row=row[:: plan.spans[k]],
+                row_id=row[:: plan.spans[k]],
                 state=state,
                 time=time[:: plan.spans[k], k],
                 next_time=time[:: plan.spans[k], k + 1],
@@ -318,13 +318,13 @@ class FlowPolicy(NetPolicy, ABC):
         return Rollout(
             group=group,
             cond=cond,
-            row=row,
+            row_id=row,
             sample=state,
             logprob=torch.cat(scores, 1),
             mask=decided & torch.stack(leads[1:], 1),
             time=time,
             eta=eta,
-            branch=torch.stack([row - row % span for span in plan.spans[1:]], 1)
+            edge_id=torch.stack([row - row % span for span in plan.spans[1:]], 1)
             if plan.spans[0] > 1
             else None,
         )
@@ -379,13 +379,13 @@ class FlowPolicy(NetPolicy, ABC):
         yield Point(
             group=rollout.group,
             cond=rollout.cond,
-            row=rollout.row,
+            row_id=rollout.row,
             time=t,
             mask=alive[:, None],
-            length=alive.long(),
+            num_decisions=alive.long(),
             state=noised(self.process, rollout.sample, noise, t),
             target=self.process.target(rollout.sample, noise, t),
-            gain=self.process.gain(t, rollout.sample).flatten(),
+            x0_per_output=self.process.gain(t, rollout.sample).flatten(),
             advantage=None if rollout.advantage is None else rollout.advantage[:, -1:],
         )
 
@@ -498,8 +498,8 @@ def _step(rollout: Rollout, length: Tensor, rows: Tensor, k: int) -> Point:
     return Point(
         group=rollout.group[rows],
         cond=rollout.cond,
-        row=rollout.row[rows],
-        length=length[rows],
+        row_id=rollout.row[rows],
+        num_decisions=length[rows],
         state=path[here, before].to(rollout.sample.dtype),
         target=path[here, after].to(rollout.sample.dtype),
         time=rollout.time[rows, k],

@@ -28,7 +28,7 @@ class Flux(FolderPolicy):
         text_length: int = 512,
         **options: Any,
     ):
-        """embedded: the guidance scale that FLUX.1-dev takes as an input (``guidance`` is
+        """embedded_guidance: the guidance scale that FLUX.1-dev takes as an input (``guidance`` is
         classifier-free guidance on top, as diffusers' ``true_cfg_scale``). text_length: T5
         tokens."""
         self.embedded_guidance = embedded_guidance

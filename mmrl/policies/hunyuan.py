@@ -34,7 +34,7 @@ class HunyuanVideo(VideoFolderPolicy):
         text_length: int = 256,
         **options: Any,
     ):
-        """embedded: the guidance scale that the network takes as an input (``guidance`` is
+        """embedded_guidance: the guidance scale that the network takes as an input (``guidance`` is
         classifier-free guidance on top, as diffusers' ``true_cfg_scale``). text_length: tokens of
         the language model after its template."""
         self.embedded_guidance = embedded_guidance

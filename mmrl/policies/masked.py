@@ -77,8 +77,8 @@ class MaskedDiffusion(TokenPolicy, ABC):
     """Options of every masked diffusion model.
 
     steps: passes a sample. sampler: emerge or maskgit. schedule: share of tokens hidden over the
-    passes. guidance: scale w of classifier-free guidance on the logits, z_u + w (z_c - z_u).
-    logp_dist: what is scored, see FlowPolicy. temperature: of the tokens. choice: of the Gumbel
+    passes. guidance_scale: scale w of classifier-free guidance on the logits, z_u + w (z_c - z_u).
+    logprob_guidance: what is scored, see FlowPolicy. temperature: of the tokens. choice: of the Gumbel
     noise of maskgit's choice, at the first and at the last pass.
     """
 
@@ -134,7 +134,7 @@ class MaskedDiffusion(TokenPolicy, ABC):
         steps = []
         for step in range(self.passes):
             hidden = (order == self.passes) & self._open(step, ids)
-            point = Point(group=group, cond=cond, row=row, state=ids, mask=hidden)
+            point = Point(group=group, cond=cond, row_id=row, state=ids, mask=hidden)
             uniform = rng.uniform(row, (self.length,), 2 * step)
             draw, sampled, scored = self._drawn(point, uniform, 1 if step else copies)
             rank = self._reveal(
@@ -147,13 +147,15 @@ class MaskedDiffusion(TokenPolicy, ABC):
             ids = torch.where(new, draw, ids)
             order = torch.where(new, step, order)
         return self._rollout(
-            Rollout(group=group, cond=cond, row=row, sample=ids, order=order, **_nothing(ids)),
+            Rollout(
+                group=group, cond=cond, row_id=row, sample=ids, commit_step=order, **_nothing(ids)
+            ),
             steps,
         )
 
     def _drawn(self, point: Point, uniform: Tensor, copies: int) -> tuple[Tensor, Tensor, Tensor]:
         """[B, L] each: tokens drawn where the point's mask is, their log-probs, and those recorded
-        (the same unless ``logp_dist`` is conditional). So many ``copies`` adjacent rows are in one
+        (the same unless ``logprob_guidance`` is conditional). So many ``copies`` adjacent rows are in one
         state, which is looked at once."""
         one = point if copies == 1 else point[::copies]
         remember(one.group, on_host(point.group)[::copies])
@@ -212,8 +214,8 @@ class MaskedDiffusion(TokenPolicy, ABC):
             yield Point(
                 group=rollout.group,
                 cond=rollout.cond,
-                row=rollout.row,
-                length=rollout.mask.sum(1),
+                row_id=rollout.row,
+                num_decisions=rollout.mask.sum(1),
                 state=torch.where(rollout.order >= step, self.mask_id, rollout.sample),
                 mask=rollout.mask[:, part],
                 target=rollout.drawn[:, step],
@@ -236,11 +238,11 @@ class MaskedDiffusion(TokenPolicy, ABC):
         return Point(
             group=rollout.group,
             cond=rollout.cond,
-            row=rollout.row,
+            row_id=rollout.row,
             target=rollout.sample,
             mask=mask,
             state=torch.where(hide, self.mask_id, rollout.sample),
-            length=mask.sum(1),
+            num_decisions=mask.sum(1),
             advantage=advantage,
         )
 
@@ -324,7 +326,7 @@ class MaskedDiffusion(TokenPolicy, ABC):
 
     def _trial(self, ids: Tensor, cond: dict[str, Any], group: Tensor) -> None:
         self._logits(
-            Point(group=group, cond=cond, row=group, state=ids, mask=ids == ids),
+            Point(group=group, cond=cond, row_id=group, state=ids, mask=ids == ids),
             self.guidance_scale,
         )
 

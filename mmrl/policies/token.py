@@ -77,7 +77,13 @@ class TokenPolicy(NetPolicy, ABC):
             logprob = torch.where(new, dist.log_prob(draw), logprob)
         mask = torch.ones_like(ids, dtype=torch.bool)
         return Rollout(
-            group=group, cond=cond, row=row, sample=ids, logprob=logprob, order=order, mask=mask
+            group=group,
+            cond=cond,
+            row_id=row,
+            sample=ids,
+            logprob=logprob,
+            commit_step=order,
+            mask=mask,
         )
 
     def path(self, rollout: Rollout) -> Iterator[Point]:
@@ -106,14 +112,14 @@ class TokenPolicy(NetPolicy, ABC):
         return Point(
             group=rollout.group,
             cond=rollout.cond,
-            row=rollout.row,
+            row_id=rollout.row,
             target=rollout.sample,
             mask=rollout.mask & score,
             state=torch.where(hide, self.mask_id, rollout.sample),
-            length=rollout.mask.sum(1),
+            num_decisions=rollout.mask.sum(1),
             logprob=rollout.logprob,
             advantage=rollout.advantage,
-            sampled=rollout.sampled,
+            sampler_logprob=rollout.sampled,
         )
 
 

@@ -101,7 +101,7 @@ class Wan(VideoFolderPolicy):
         guidance_scale_2: Annotated[float, Ge(0)] | None = None,
         **options: Any,
     ):
-        """text_length: tokens of the text encoder. guidance_2: the guidance scale of the second
+        """text_length: tokens of the text encoder. guidance_scale_2: the guidance scale of the second
         expert of Wan 2.2 A14B, which has the less noisy times; None: ``guidance`` is that of both.
         At ``guidance`` 1 there is none at all."""
         self.text_length = text_length
@@ -109,7 +109,7 @@ class Wan(VideoFolderPolicy):
         super().__init__(path, **options)
         if guidance_scale_2 is not None and not self.two:
             raise UserError(
-                f"policy option guidance_2: {self.place} has one network only; leave it out"
+                f"policy option guidance_scale_2: {self.place} has one network only; leave it out"
             )
 
     def strength(self, point: Point, scale: float) -> float | Tensor:

@@ -35,8 +35,8 @@ from .net import ImageNet, Inputs, beside, stacked
 class ImageTokenPolicy(NetPolicy, ABC):
     """Options of every model that writes images as tokens.
 
-    temperature, top_k, top_p: of sampling and of scoring, applied to guided logits. guidance: scale
-    s of classifier-free guidance, z = z_u + s (z_c - z_u); 1 is none. logp_dist: what is scored;
+    temperature, top_k, top_p: of sampling and of scoring, applied to guided logits. guidance_scale: scale
+    s of classifier-free guidance, z = z_u + s (z_c - z_u); 1 is none. logprob_guidance: what is scored;
     "guided" is what was sampled, "guided_stopgrad_uncond" the same without gradient through the
     unconditional logits, "conditional" leaves guidance out of the score (a mismatch most codes
     publish). attention: the kernel; auto is torch's own choice. compile: the pass for one token as
@@ -141,11 +141,11 @@ class ImageTokenPolicy(NetPolicy, ABC):
         return Rollout(
             group=group,
             cond=cond,
-            row=row,
+            row_id=row,
             sample=found,
             logprob=torch.cat(logprob, 1),
             mask=self.decided(found),
-            order=order.expand_as(found),
+            commit_step=order.expand_as(found),
         )
 
     def decided(self, ids: Tensor) -> Tensor:
@@ -169,14 +169,14 @@ class ImageTokenPolicy(NetPolicy, ABC):
         yield Point(
             group=rollout.group,
             cond=rollout.cond,
-            row=rollout.row,
+            row_id=rollout.row,
             state=rollout.sample,
             target=rollout.sample,
             mask=rollout.mask,
             logprob=rollout.logprob,
             advantage=rollout.advantage,
-            length=rollout.mask.sum(1),
-            sampled=rollout.sampled,
+            num_decisions=rollout.mask.sum(1),
+            sampler_logprob=rollout.sampled,
         )
 
     def renoise(

@@ -76,10 +76,10 @@ def grow(
     return Rollout(
         group=group,
         cond=cond,
-        row=row,
+        row_id=row,
         sample=sample,
         logprob=torch.cat(scores, 1),
-        order=order.expand_as(sample),
+        commit_step=order.expand_as(sample),
         mask=policy.decided(sample) & (branch == row[:, None]),
-        branch=branch,
+        edge_id=branch,
     )

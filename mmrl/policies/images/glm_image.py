@@ -102,7 +102,7 @@ class GlmImage(ImageTokenPolicy):
     GlmImagePipeline."""
 
     attention = PROJECTIONS
-    not_options = ("net", "guidance", "logp_dist", "compile")
+    not_options = ("net", "guidance_scale", "logprob_guidance", "compile")
 
     def __init__(
         self,

@@ -62,7 +62,7 @@ class ImageGPT(ImageTokenPolicy):
     ImageGPTForCausalImageModeling."""
 
     attention = ("attn.c_attn", "attn.c_proj")
-    not_options = ("net", "guidance", "logp_dist", "attention", "compile")
+    not_options = ("net", "guidance_scale", "logprob_guidance", "attention", "compile")
 
     def __init__(self, path: str, dtype: Storage = "float32", **options: Any):
         """path: folder or hub id, with the clusters of its image processor. dtype: of the

@@ -132,7 +132,9 @@ class Passes(Janus):
             state.select(of)
             ones = torch.ones_like(row, dtype=torch.bool)
             hidden = self.net("add_text", torch.full_like(row, self.start), state, ones)
-        scale = None if self.guidance == 1 else sent(self.scales(self.guidance), row.device)
+        scale = (
+            None if self.guidance_scale == 1 else sent(self.scales(self.guidance_scale), row.device)
+        )
         if scale is not None:
             without, empty = self._unconditional(self._leading(cond, group, text[of]))
             hidden = torch.cat([hidden, without])
@@ -145,7 +147,7 @@ class Passes(Janus):
         return self._made(cond, group, row, (text[of], ids), (logprob[of], score))
 
     def _decided(self, features: Tensor, plain: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        conditional = self.guidance != 1 and self.logp_dist == "conditional"
+        conditional = self.guidance_scale != 1 and self.logprob_guidance == "conditional"
         return self._decide(features, plain if conditional else None, uniform)
 
     def _written(
@@ -198,10 +200,10 @@ class Passes(Janus):
         return Rollout(
             group=group,
             cond=cond,
-            row=row,
+            row_id=row,
             sample=sample,
             logprob=torch.cat(logprob, 1),
             mask=mask,
-            order=order,
-            branch=branch,
+            commit_step=order,
+            edge_id=branch,
         )

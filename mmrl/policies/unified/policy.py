@@ -93,7 +93,7 @@ class JanusUnified(Passes):
             weight = weighing.weights(
                 rollout, self.tokens, self.weigh, self.text_share, self.branches
             )
-            yield point.replace(kind=kind.expand_as(point.mask), weight=weight)
+            yield point.replace(modality=kind.expand_as(point.mask), weight=weight)
 
     def dist(self, point: Point) -> SegmentTokens:
         mask = point.mask
@@ -173,8 +173,8 @@ class JanusUnified(Passes):
 
     def _drawing(self, point: Point, rows: Tensor, text: Tensor, same: bool) -> Part:
         inputs = self._leading(point.cond, point.group[rows], text)
-        scale = self.guidance if point.guidance is None else point.guidance
-        plain = scale == 1 or (self.logp_dist == "conditional" and point.guidance is None)
+        scale = self.guidance_scale if point.guidance is None else point.guidance
+        plain = scale == 1 or (self.logprob_guidance == "conditional" and point.guidance is None)
         # a plan of b tokens, the image's start behind it, is decided at the states S - 2 - b and on
         first = (
             inputs["ids"].shape[1] - 2 - sequences.body(text, self.stops["plan"]).sum(1)

@@ -27,7 +27,7 @@ ASK = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What is written before an image. tokens: at most. instruction: what asks for it, with
+    """What is written before an image. max_new_tokens: at most. instruction: what asks for it, with
     {prompt} in it. turn: the image follows in the same sequence (ReasonGen-R1), or is asked for in
     a new turn by prompt and plan (T2I-R1). images: drawn from every plan; more than 1 make a tree.
     temperature, top_k, top_p: of the text."""
@@ -47,8 +47,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Answer:
-    """Text answers to prompts of the task ``understand``. tokens: at most. temperature, top_k,
-    top_p: of sampling and scoring. greedy: evaluation takes the likeliest token."""
+    """Text answers to prompts of the task ``understand``. max_new_tokens: at most. temperature, top_k,
+    top_p: of sampling and scoring. greedy_evaluation: evaluation takes the likeliest token."""
 
     max_new_tokens: Count = 256
     temperature: Annotated[float, Gt(0)] = 1.0

@@ -124,7 +124,7 @@ def family_of(config: Any, coords: Coords | None = None) -> Family:
     family = FAMILIES.get(name) or Family(name, needs=_type_ids_of(config), video=True, known=False)
     if coords == "resized" and family.resize is None:
         raise UserError(
-            f"coords: resized means nothing for {name}, whose processor crops, pads or "
+            f"coordinate_space: resized means nothing for {name}, whose processor crops, pads or "
             f"tiles images; "
             "say in which space the model answers: original, rel1000 or rel1"
         )

@@ -70,17 +70,17 @@ class VLM(Passes):
         train: Parts | None = None,
         **options: Any,
     ):
-        """path: folder, hub id or world:NAME. tokens: an answer's largest number. temperature,
-        top_k, top_p: of sampling and of scoring. stop: strings after which an answer ends. greedy:
-        evaluation takes the likeliest token. certainty: record how sure the model is of its
+        """path: folder, hub id or world:NAME. max_new_tokens: an answer's largest number. temperature,
+        top_k, top_p: of sampling and of scoring. stop: strings after which an answer ends. greedy_evaluation:
+        evaluation takes the likeliest token. record_self_certainty: record how sure the model is of its
         answers, for the reward self_certainty. budgets: what images, videos and prompts may cost.
-        coords: the space of the model's coordinates, where its family's is unknown. share: prefix
+        coordinate_space: the space of the model's coordinates, where its family's is unknown. prefix_sharing: prefix
         reads a prompt once for its whole group, none once for every answer, auto is prefix where
         that was compared, or can be, and agrees. dtype: of the weights. engine: what samples: own,
         or hf, transformers' generate, continuous, its continuous batching (texts only), or vllm;
         their log-probs are kept beside those of the policy's own passes. attention: transformers'
         implementation; xformers: on CUDA, where rows and images are packed, with sdpa elsewhere.
-        packed: prompts and answers are read without padding, one row after another; by default with
+        remove_padding: prompts and answers are read without padding, one row after another; by default with
         xformers. lora: adapters in the language model. train: instead, how language model,
         projector and vision tower are each trained; by default all fully."""
         from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -159,13 +159,13 @@ class VLM(Passes):
         found = Rollout(
             group=group,
             cond=cond,
-            row=row,
+            row_id=row,
             sample=answers.ids,
             mask=answers.mask,
             logprob=answers.logprob,
-            order=order,
+            commit_step=order,
             prompts=tuple(seen),
-            certainty=answers.certainty,
+            self_certainty=answers.certainty,
         )
         if self.engine != "own":
             found = self._rescored(found, size)
@@ -198,16 +198,16 @@ class VLM(Passes):
         yield Point(
             group=rollout.group,
             cond=rollout.cond,
-            row=rollout.row,
+            row_id=rollout.row,
             state=rollout.sample,
             target=rollout.sample,
             mask=rollout.mask,
             logprob=rollout.logprob,
             advantage=rollout.advantage,
-            length=rollout.mask.sum(1),
-            sampled=rollout.sampled,
-            given=rollout.given,
-            stale=rollout.stale,
+            num_decisions=rollout.mask.sum(1),
+            sampler_logprob=rollout.sampled,
+            is_ground_truth=rollout.given,
+            is_replayed=rollout.stale,
         )
 
     def renoise(
@@ -262,7 +262,7 @@ class VLM(Passes):
             attention not in ("sdpa", "xformers") or not net.share or not shareable(net.hf)
         ):
             raise UserError(
-                "policy option packed needs attention sdpa or xformers, prompts that are "
+                "policy option remove_padding needs attention sdpa or xformers, prompts that are "
                 "shared (not share: none), and "
                 f"a family that can share them; this is attention {attention} and "
                 f"{net.config.model_type}"
@@ -282,7 +282,7 @@ class VLM(Passes):
         ]
         own = torch.cat(scored).to(rollout.logprob)
         self.gaps.append(float((own - rollout.logprob)[rollout.mask].abs().mean()))
-        return rollout.replace(logprob=own, sampled=rollout.logprob)
+        return rollout.replace(logprob=own, sampler_logprob=rollout.logprob)
 
     @torch.no_grad()
     def _taught(self, rollout: Rollout, copies: int, size: int) -> Rollout:
@@ -318,11 +318,13 @@ class VLM(Passes):
         # of what was sampled: nobody knows that of the answer in its place
         if found.certainty is not None:
             found = found.replace(
-                certainty=found.certainty.masked_fill(written[:, None], torch.nan)
+                self_certainty=found.certainty.masked_fill(written[:, None], torch.nan)
             )
         if found.sampled is not None:  # and no other engine sampled that one
-            found = found.replace(sampled=torch.where(written[:, None], logprob, found.sampled))
-        return found.replace(logprob=logprob, given=written)
+            found = found.replace(
+                sampler_logprob=torch.where(written[:, None], logprob, found.sampled)
+            )
+        return found.replace(logprob=logprob, is_ground_truth=written)
 
     def _completion(self, ids: list[int], known: list[float], begun: str, limit: int) -> Completion:
         """The whole answer: what was written after what it ``begun`` with."""

@@ -277,7 +277,7 @@ class SharedPrefix(nn.Module):
         found = work(attention_mask=packed.anything().to(device), packing=layout, **given)
         if layout.calls < self.text_config.num_hidden_layers:
             raise UserError(
-                f"policy option packed: the layers of {self.config.model_type} attend in "
+                f"policy option remove_padding: the layers of {self.config.model_type} attend in "
                 f"a way of their own, which "
                 "needs padding; set it to false"
             )
