@@ -28,12 +28,12 @@ def batches(
     order = torch.empty(rows, dtype=torch.long)  # place of each row of the iteration
     names = _dealt(rows, copies, size) if whole_groups else _stratified(rows, copies, rng)
     order[names] = torch.arange(rows)
-    place = order[rollout.row.cpu()]
+    place = order[rollout.row_id.cpu()]
     for start in range(0, rows, size):
         mine = ((place >= start) & (place < start + size)).nonzero()[:, 0]
         # all of its rows in their order: not a copy of their paths
         whole = len(mine) == len(rollout)
-        yield rollout if whole else rollout[mine.to(rollout.row.device)]
+        yield rollout if whole else rollout[mine.to(rollout.row_id.device)]
 
 
 def _stratified(rows: int, copies: int, rng: Rng) -> Tensor:
@@ -78,10 +78,10 @@ def _outline(point: Point) -> Point:
     """What says how much there is to train on, without what a network would see."""
     return Point(
         group=point.group,
-        row_id=point.row,
+        row_id=point.row_id,
         state=point.mask,
         mask=point.mask,
-        num_decisions=point.length,
+        num_decisions=point.num_decisions,
     )
 
 
@@ -177,7 +177,7 @@ def loss_weights(point: Point, loss_agg_mode: str, decisions: int) -> Tensor:
     if loss_agg_mode == "token_mean":
         return mask.float()
     if loss_agg_mode in ("seq_mean_token_mean", "seq_mean_token_mean_all"):
-        return mask / point.length[:, None].clamp_min(1)
+        return mask / point.num_decisions[:, None].clamp_min(1)
     return mask / decisions
 
 
@@ -185,7 +185,7 @@ def loss_total(points: Sequence[Point], rollout: Rollout, loss_agg_mode: str) ->
     """[2] float64 of this process: whether it has a decision to train on (above 0), and its part of
     the number by which the weighted sum of all losses is divided: decisions, rows with decisions,
     or rows that stay in training."""
-    trained = [point.mask / point.length[:, None].clamp_min(1) for point in points]
+    trained = [point.mask / point.num_decisions[:, None].clamp_min(1) for point in points]
     rows = sum(
         (part.double().sum() for part in trained),
         torch.zeros((), device=rollout.group.device).double(),
@@ -196,6 +196,8 @@ def loss_total(points: Sequence[Point], rollout: Rollout, loss_agg_mode: str) ->
         total = rows
     else:
         total = (
-            rows.new_full((), len(rollout)) if rollout.kept is None else rollout.kept.sum().to(rows)
+            rows.new_full((), len(rollout))
+            if rollout.trainable is None
+            else rollout.trainable.sum().to(rows)
         )
     return torch.stack([rows, total])

@@ -50,7 +50,7 @@ def sample(
     with policy.evaluating(guidance), reading(policy, "sample"):  # nobody will train on these
         rng = Rng(Rng.of(seed, "evaluation").key, first)
         rollout = policy.rollout([*mine, *[prompts[0]] * (share - len(mine))], copies, rng)
-        return policy.decode(rollout)[:rows], rollout.asked()[:rows]
+        return policy.decode(rollout)[:rows], rollout.prompt_per_row()[:rows]
 
 
 def evaluate(

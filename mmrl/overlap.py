@@ -51,15 +51,15 @@ def draw(
         )
         decoded.append(policy.decode(part))
         done.append(part)
-        stream.put(decoded[-1], part.asked(), part.group + first)
+        stream.put(decoded[-1], part.prompt_per_row(), part.group + first)
     return joined(done), together(decoded), stream.result
 
 
 def scored(scorer: Callable, media: Media, rollout: Rollout) -> Rewards:
     """A ``Scorer`` is told which rows are a group; any other function guesses."""
     if hasattr(scorer, "stream"):
-        return scorer(media, rollout.asked(), rollout.group)
-    return scorer(media, rollout.asked())
+        return scorer(media, rollout.prompt_per_row(), rollout.group)
+    return scorer(media, rollout.prompt_per_row())
 
 
 def together(media: Sequence[Media]) -> Media:
@@ -79,7 +79,7 @@ def joined(parts: Sequence[Rollout]) -> Rollout:
     rows = []
     for part in parts:
         part = roomy(padded(part, longest), states)
-        branch = None if part.branch is None else part.branch + edges
+        branch = None if part.edge_id is None else part.edge_id + edges
         edges = edges if branch is None else int(branch.max()) + 1
         rows.append(part.replace(group=part.group + first, edge_id=branch, cond=None))
         first += len(part.prompts)

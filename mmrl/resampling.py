@@ -52,13 +52,13 @@ def _outline(rollout: Rollout) -> Rollout:
     nothing = torch.zeros_like(rollout.mask[:, :1])
     return Rollout(
         group=rollout.group,
-        row_id=rollout.row,
+        row_id=rollout.row_id,
         prompts=rollout.prompts,
-        sample=rollout.row,
+        sample=rollout.row_id,
         mask=nothing,
         logprob=nothing.to(rollout.logprob),
-        is_ground_truth=_marks(rollout, rollout.given),
-        is_replayed=_marks(rollout, rollout.stale),
+        is_ground_truth=_marks(rollout, rollout.is_ground_truth),
+        is_replayed=_marks(rollout, rollout.is_replayed),
     )
 
 
@@ -120,10 +120,10 @@ def flat_groups(drawn: Drawn, spread: float = 0.0) -> list[int]:
     level = groups.flat(total)
     if spread:
         level = level | (groups.variance(total, 0).sqrt() <= spread)
-    level = level[groups.index].to(rollout.row.device)
+    level = level[groups.index].to(rollout.row_id.device)
     first = {}
     for name, group in sorted(
-        zip(rollout.row[level].tolist(), rollout.group[level].tolist(), strict=True)
+        zip(rollout.row_id[level].tolist(), rollout.group[level].tolist(), strict=True)
     ):
         first.setdefault(group, name)
     return list(first)
@@ -139,10 +139,10 @@ def exchanged(drawn: Drawn, new: Drawn, flat: Sequence[int]) -> Drawn:
     both = joined([old, new.rollout])
     gone = torch.isin(old.group, torch.tensor(flat, device=old.group.device))
     rows = [(~gone).nonzero()[:, 0]]
-    names = [old.row[~gone]]
+    names = [old.row_id[~gone]]
     for k, place in enumerate(flat):
         rows.append((both.group == count + k).nonzero()[:, 0])
-        names.append(old.row[old.group == place])
+        names.append(old.row_id[old.group == place])
     index = torch.cat(rows)
     name = torch.cat(names)
     order = name.argsort()

@@ -56,7 +56,11 @@ def sampled_only(
 ) -> tuple[Media, Rollout, Rewards]:
     """Without the answers that were given, and those of earlier iterations: what metrics look
     at."""
-    others = [rows for rows in (rollout.given, rollout.stale) if rows is not None and rows.any()]
+    others = [
+        rows
+        for rows in (rollout.is_ground_truth, rollout.is_replayed)
+        if rows is not None and rows.any()
+    ]
     if not others:
         return media, rollout, rewards
     own = ~torch.stack(others).any(0)

@@ -132,19 +132,19 @@ class Rollout(Rows):
     """What a policy did. A *decision* is one sampled value whose probability is known."""
 
     prompts: Sequence[Prompt] = ()  # P
-    row: Tensor  # [B] long: name of the row in the whole iteration, the key of its randomness
+    row_id: Tensor  # [B] long: name of the row in the whole iteration, the key of its randomness
     sample: Tensor  # [B, *] final latents or token ids
     logprob: Tensor  # [B, K] of each decision under the weights that sampled it
     mask: Tensor  # [B, K] bool: the only gate; False is never trained on
     # [B, K] tokens: KL(uniform || distribution), nats; None: not recorded
-    certainty: Tensor | None = None
+    self_certainty: Tensor | None = None
     # [B, K] log-prob another engine sampled with, where it is not the policy's own
-    sampled: Tensor | None = None
+    sampler_logprob: Tensor | None = None
     # [B] bool: right answers that were put in the place of samples; None: none
-    given: Tensor | None = None
+    is_ground_truth: Tensor | None = None
     # [B] bool: sampled in an earlier iteration, by other weights; None: none
-    stale: Tensor | None = None
-    order: Tensor | None = None  # [B, K] long, tokens: the pass that committed each token
+    is_replayed: Tensor | None = None
+    commit_step: Tensor | None = None  # [B, K] long, tokens: the pass that committed each token
     # [B, T, L, 2] long, maskgit: every pass's tokens and their rank in its choice
     drawn: Tensor | None = None
     # [B, S, *] latents visited, in the type they are stored in; None: none are read again
@@ -156,11 +156,13 @@ class Rollout(Rows):
     # [B, 2] long, with a path: the key of its noise; None: there is none after the first
     stream: Tensor | None = None
     # [B, K] long, trees: name of the edge, shared by the rows that share it
-    branch: Tensor | None = None
+    edge_id: Tensor | None = None
     advantage: Tensor | None = None  # [B, 1] or [B, K]
-    kept: Tensor | None = None  # [B] bool: rows that stay in training, decisions or not; None: all
+    trainable: Tensor | None = (
+        None  # [B] bool: rows that stay in training, decisions or not; None: all
+    )
 
-    def asked(self) -> list[Prompt]:
+    def prompt_per_row(self) -> list[Prompt]:
         """The prompt of every row, B of them."""
         return [self.prompts[g] for g in self.group.tolist()]
 
@@ -169,7 +171,7 @@ class Rollout(Rows):
 class Point(Rows):
     """One forward pass: a state, and the decisions to be scored there."""
 
-    row: Tensor  # [B] long, as in Rollout
+    row_id: Tensor  # [B] long, as in Rollout
     state: Tensor  # [B, *] what the network sees
     mask: Tensor  # [B, L] bool
     time: Tensor | None = None  # [B]
@@ -179,44 +181,48 @@ class Point(Rows):
     logprob: Tensor | None = None  # [B, L] recorded at sampling; None for a re-noised state
     advantage: Tensor | None = None  # [B, 1] or [B, L]
     # [B] decisions of the row that are trained on, over all its points
-    length: Tensor | None = None
+    num_decisions: Tensor | None = None
     weight: Tensor | None = None  # [B, L] of every decision in the loss; None: all alike
-    sampled: Tensor | None = None  # [B, L] as in Rollout
-    given: Tensor | None = None  # [B] as in Rollout
-    stale: Tensor | None = None  # [B] as in Rollout
+    sampler_logprob: Tensor | None = None  # [B, L] as in Rollout
+    is_ground_truth: Tensor | None = None  # [B] as in Rollout
+    is_replayed: Tensor | None = None  # [B] as in Rollout
     # [B] re-noised states: how far the predicted clean sample moves with the output
-    gain: Tensor | None = None
+    x0_per_output: Tensor | None = None
     # [B, L] long: 0 text, 1 image, where a row has both; None: all are of one kind
-    kind: Tensor | None = None
+    modality: Tensor | None = None
     # [B, *] what an objective has found out about the rows for its own loss
     known: Tensor | None = None
     asked: Sequence[Prompt] = ()  # P, for objectives that ask a reward
     # the weights are those that sampled: the ratio is 1, what differs from it is rounding
-    fresh: bool = False
+    on_policy: bool = False
     # guidance scale; None is the policy's own on the path, 1 on re-noised states
     guidance: float | None = None
 
     def own(self) -> Tensor:
         """[B, L] bool, what metrics look at: ``mask`` without the rows that the policy did not
         sample just now."""
-        found = self.mask if self.given is None else self.mask & ~self.given[:, None]
-        return found if self.stale is None else found & ~self.stale[:, None]
+        found = (
+            self.mask
+            if self.is_ground_truth is None
+            else self.mask & ~self.is_ground_truth[:, None]
+        )
+        return found if self.is_replayed is None else found & ~self.is_replayed[:, None]
 
     def current(self) -> Tensor:
         """[B, L] bool: ``mask`` without rows of earlier iterations, whose log-probs are those of
         other weights."""
-        return self.mask if self.stale is None else self.mask & ~self.stale[:, None]
+        return self.mask if self.is_replayed is None else self.mask & ~self.is_replayed[:, None]
 
     def old(self, logp: Tensor, recorded: Tensor) -> Tensor:
         """[B, L] log-probs that a ratio divides by: on fresh points the row's own without their
         gradient, since what differs from the ``recorded`` ones is rounding; and always the recorded
         ones of rows of earlier iterations."""
-        if not self.fresh:
+        if not self.on_policy:
             return recorded
         return (
             logp.detach()
-            if self.stale is None
-            else torch.where(self.stale[:, None], recorded, logp.detach())
+            if self.is_replayed is None
+            else torch.where(self.is_replayed[:, None], recorded, logp.detach())
         )
 
 
@@ -228,7 +234,7 @@ class Completion(str):
     finished: bool  # it ended by itself; False: it was cut at the limit
     logprob: float  # mean over its tokens under the sampling distribution
     # mean over its tokens of KL(uniform || the model's distribution); None: not recorded
-    certainty: float | None
+    self_certainty: float | None
     # tokens that any answer of its batch may have: decisions K of a row; None: not known
     limit: int | None
     spell: Callable[[], list[str]] | None  # the texts up to each of its tokens; None: not known
@@ -247,7 +253,7 @@ class Completion(str):
         found.tokens = tokens
         found.finished = finished
         found.logprob = logprob
-        found.certainty = certainty
+        found.self_certainty = certainty
         found.limit = limit
         found.spell = spell
         return found

@@ -113,7 +113,7 @@ class KeyedDraws(FreshDraws):
         parts = batches.batches(
             empty, self.work.copies, self.work.rows, size, Rng.of(0, 0, "update", 0)
         )
-        return [part.row for part in parts]
+        return [part.row_id for part in parts]
 
 
 class PlainLoop:
@@ -264,7 +264,9 @@ def mmrl_trainer(policy: FlowPolicy, work: Work, reward: Callable) -> Trainer:
         micro_batch_size=work.micro_batch,
         gradient_checkpointing=work.gradient_checkpointing,
     )
-    objective = PolicyGradient(clip=CLIP, advantage_clip=ADVANTAGE_CLIP, fraction=work.fraction)
+    objective = PolicyGradient(
+        clip_range=CLIP, advantage_clip=ADVANTAGE_CLIP, timestep_fraction=work.fraction
+    )
     scorer = Scorer({"reward": reward})
     return Trainer(
         policy,
@@ -337,7 +339,7 @@ def measure(
     }
     if explain:
         own = work.micro_batch or work.rows // work.updates
-        same = replace(work, micro_batch=work.plain_rows)
+        same = replace(work, micro_batch_size=work.plain_rows)
         runs[f"mmrl, micro_batch {work.plain_rows}"] = mmrl_trainer(make(), same, brightness)
         runs[f"plain loop, {own} rows"] = plain_loop(
             make(), replace(work, plain_rows=own), brightness, kind=kind
@@ -366,7 +368,7 @@ def digits_policy(args: argparse.Namespace, guidance: float) -> FlowPolicy:
         locate(args.path),
         size=args.size,
         steps=args.steps,
-        guidance=guidance,
+        guidance_scale=guidance,
         lora=args.lora,
         dtype=args.dtype,
     )

@@ -162,7 +162,7 @@ def ours(folder: Path, work: Work, rows: list[dict[str, Any]], share: str = "aut
     from mmrl.trainer import Trainer
 
     dtype = "bfloat16" if work.precision == "bf16" else "float32"
-    policy = VLM(str(folder), tokens=work.tokens, share=share, dtype=dtype)
+    policy = VLM(str(folder), max_new_tokens=work.tokens, prefix_sharing=share, dtype=dtype)
     endless(policy)
     options = TrainOptions(
         prompts_per_iteration=work.prompts,
@@ -179,7 +179,7 @@ def ours(folder: Path, work: Work, rows: list[dict[str, Any]], share: str = "aut
         rows,
         scorer,
         advantages.flow_grpo,
-        PolicyGradient(clip=0.2),
+        PolicyGradient(clip_range=0.2),
         partial(adamw, lr=work.lr),
         options,
     )
@@ -310,7 +310,9 @@ def memory(folder: Path, work: Work, groups: list[int]) -> list[dict[str, Any]]:
     for copies in groups:
         one = ours(folder, replace(work, copies=copies), prompts(work, 8))
         one.iterate()
-        found.append({"copies": copies, "peak_bytes": peak_bytes(one.iterate, one.policy.device)})
+        found.append(
+            {"group_size": copies, "peak_bytes": peak_bytes(one.iterate, one.policy.device)}
+        )
     return found
 
 
@@ -420,7 +422,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 _told(name, interleaved(folder, point, args.repeats)) for point in points
             ]
         if not args.only or "memory" in args.only:
-            rows = replace(work, micro_batch=work.micro_batch or 8, prompts=4, tokens=16)
+            rows = replace(
+                work, micro_batch_size=work.micro_batch or 8, prompts_per_iteration=4, tokens=16
+            )
             found["memory"] = memory(folder, rows, [8, 16, 32])
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")

@@ -156,8 +156,8 @@ class PlainWan(bench.PlainLoop):
 
 
 def sd3(scale: Scale, **options: Any) -> FolderPolicy:
-    return RandomSD3(scale, **{"steps": 4, "guidance": 4.5, "lora": 32} | options)
+    return RandomSD3(scale, **{"steps": 4, "guidance_scale": 4.5, "lora": 32} | options)
 
 
 def wan(scale: Scale, **options: Any) -> FolderPolicy:
-    return RandomWan(scale, **{"steps": 4, "guidance": 4.5, "lora": 32} | options)
+    return RandomWan(scale, **{"steps": 4, "guidance_scale": 4.5, "lora": 32} | options)

@@ -77,18 +77,18 @@ def trainer_of(policy, prompts, objective=None, lr=1.0, **sizes):
         return Rewards({"bright": media.flatten(1).mean(1)})
 
     options = {
-        "prompts": 2,
-        "copies": 4,
-        "batch_size": 8,
+        "prompts_per_iteration": 2,
+        "group_size": 4,
+        "train_batch_size": 8,
         "iterations": 2,
-        "micro_batch": 3,
+        "micro_batch_size": 3,
     } | sizes
     return Trainer(
         policy,
         prompts,
         scorer,
         flow_grpo,
-        objective or PolicyGradient(clip=0.2, kl=0.1),
+        objective or PolicyGradient(clip_range=0.2, kl=0.1),
         lambda p: torch.optim.SGD(p, lr=lr),
         TrainOptions(max_grad_norm=None, **options),
     )

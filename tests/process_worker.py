@@ -32,17 +32,26 @@ from mmrl.sharding import is_sharded
 from . import image_tokens, tiny_diffusers, tiny_vlms, toys
 from .test_trainer import make_trainer
 
-SIZES = {"batch_size": 16, "micro_batch": 5, "epochs": 2, "reduction": "row"}
-SMALL = {"prompts": 4, "copies": 4, "batch_size": 8, "micro_batch": 3}
+SIZES = {
+    "train_batch_size": 16,
+    "micro_batch_size": 5,
+    "epochs": 2,
+    "loss_agg_mode": "seq_mean_token_mean",
+}
+SMALL = {"prompts_per_iteration": 4, "group_size": 4, "train_batch_size": 8, "micro_batch_size": 3}
 SPARSE = {
-    "prompts": 4,
-    "copies": 2,
-    "batch_size": 2,
-    "micro_batch": None,
+    "prompts_per_iteration": 4,
+    "group_size": 2,
+    "train_batch_size": 2,
+    "micro_batch_size": None,
 }  # steps in which one of two processes has no row
 # passes of one time, so of one expert
-UNEVEN = SMALL | {"copies": 2, "batch_size": 4, "micro_batch": 1}
-TEXT = SIZES | {"epochs": 1, "reduction": "every_row", "resample": 2}
+UNEVEN = SMALL | {"group_size": 2, "train_batch_size": 4, "micro_batch_size": 1}
+TEXT = SIZES | {
+    "epochs": 1,
+    "loss_agg_mode": "seq_mean_token_mean_all",
+    "dynamic_sampling_rounds": 2,
+}
 CASES = {
     **{family: (partial(toys.make, family, double=True), SIZES) for family in toys.POLICIES},
     "text": (lambda: ragged(), TEXT),
@@ -52,7 +61,7 @@ CASES = {
     "llamagen": (lambda: tiny_llamagen(), SMALL),
     "amused": (lambda: tiny_amused(), SMALL),
     "sd3": (lambda: tiny_sd3(), SMALL),
-    "sd3-lora": (lambda: tiny_sd3(lora=4, logp_dist="guided_stopgrad_uncond"), SMALL),
+    "sd3-lora": (lambda: tiny_sd3(lora=4, logprob_guidance="guided_stopgrad_uncond"), SMALL),
     "wan-two": (lambda: tiny_wan(Wan, "wan-two", lora=2), UNEVEN),
     "wan_i2v-two": (lambda: tiny_wan(WanI2V, "wan_i2v-two"), UNEVEN),
 }
@@ -105,7 +114,7 @@ class Sharded(Device):
 
 def tiny_vlm():
     """Its tower and norms round to float32 on the way, whatever the weights are."""
-    policy = VLM(str(tiny_vlms.folder("qwen2_5_vl")), tokens=6)
+    policy = VLM(str(tiny_vlms.folder("qwen2_5_vl")), max_new_tokens=6)
     policy.net.double()
     return policy
 
@@ -130,8 +139,8 @@ def tiny_sd3(**options):
         locate("world:digits/sd3-test"),
         size=32,
         steps=3,
-        guidance=2.0,
-        text_encoders="release",
+        guidance_scale=2.0,
+        text_encoder_placement="release",
         **options,
     )
     policy.net.double()
@@ -141,14 +150,14 @@ def tiny_sd3(**options):
 
 
 def tiny_janus():
-    policy = Janus(str(tiny_vlms.folder("janus")), guidance=2.0)
+    policy = Janus(str(tiny_vlms.folder("janus")), guidance_scale=2.0)
     policy.net.double()
     return policy
 
 
 def tiny_llamagen():
     folder = str(image_tokens.folder("llamagen-classes"))
-    policy = LlamaGen(folder, guidance=2.0, logp_dist="guided_stopgrad_uncond")
+    policy = LlamaGen(folder, guidance_scale=2.0, logprob_guidance="guided_stopgrad_uncond")
     policy.net.double()
     policy.vq.double()
     return policy
@@ -156,7 +165,10 @@ def tiny_llamagen():
 
 def tiny_amused():
     policy = Amused(
-        str(tiny_diffusers.folder("amused")), steps=3, guidance=2.0, text_encoders="release"
+        str(tiny_diffusers.folder("amused")),
+        steps=3,
+        guidance_scale=2.0,
+        text_encoder_placement="release",
     )
     policy.net.double()
     policy.vae.double()
@@ -173,7 +185,7 @@ def tiny_wan(family, name, **options):
         frames=5,
         steps=4,
         text_length=16,
-        text_encoders="release",
+        text_encoder_placement="release",
         **options,
     )
     policy.net.double()
@@ -270,7 +282,7 @@ def trainer_of(case):
         ema=0.9,
         advantage=DDPO(),
         reward=partly_missing,
-        max_failures=1.0,
+        max_reward_failure_rate=1.0,
         **sizes,
     )
 
@@ -304,7 +316,7 @@ def results(case, folder, start):
             "sample": rollout.sample,
             "reward": rewards["toy"],
             "advantage": rollout.advantage,
-            "row": rollout.row,
+            "row": rollout.row_id,
             "logprob": rollout.logprob,
         }
         found |= {

@@ -118,7 +118,9 @@ def by_length(media: Any, prompts: list) -> torch.Tensor:
 
 
 def of_toy(family: str) -> Trainer:
-    return trained(toy(family), toys.prompts(2), toys.reward, PolicyGradient(clip=1e-2, kl=0.1))
+    return trained(
+        toy(family), toys.prompts(2), toys.reward, PolicyGradient(clip_range=1e-2, kl=0.1)
+    )
 
 
 def of_objective(name: str, family: str) -> Trainer:
@@ -131,18 +133,22 @@ def of_policy(name: str) -> Trainer:
     torch.manual_seed(0)
     policy = made("policies", name, extra=LONGER.get(name, {}))
     return trained(
-        policy, prompts_for(policy)[:2], by_length, PolicyGradient(clip=1e-2, kl=0.1), micro_batch=4
+        policy,
+        prompts_for(policy)[:2],
+        by_length,
+        PolicyGradient(clip_range=1e-2, kl=0.1),
+        micro_batch_size=4,
     )
 
 
 def trained(policy: Any, prompts: list, reward: Any, objective: Any, **options: Any) -> Trainer:
     sizes = {
-        "prompts": 2,
-        "copies": 4,
-        "batch_size": 8,
+        "prompts_per_iteration": 2,
+        "group_size": 4,
+        "train_batch_size": 8,
         "iterations": 4,
-        "micro_batch": 2,
-        "gate": None,
+        "micro_batch_size": 2,
+        "logprob_tolerance": None,
     } | options
     return Trainer(
         policy,

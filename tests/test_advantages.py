@@ -318,14 +318,14 @@ def test_rloo_is_unbiased_where_dr_grpo_is_short_by_one_over_n():
 
 
 def test_flat_groups_can_be_dropped():
-    found = group(R8, rollout(G8), flat="drop")[:, 0]
+    found = group(R8, rollout(G8), zero_variance_groups="drop")[:, 0]
     assert found[4:8].isnan().all() and found[:4].isfinite().all() and found[8:].isfinite().all()
 
 
 def test_a_group_flat_in_one_reward_only_stays_when_normalised_apart():
     rewards = Rewards({"a": R8, "b": R9})
-    assert gdpo(rewards, rollout(G8), flat="drop").isfinite().all()
-    assert dr_grpo(Rewards({"a": R8}), rollout(G8), flat="drop")[4:8].isnan().all()
+    assert gdpo(rewards, rollout(G8), zero_variance_groups="drop").isfinite().all()
+    assert dr_grpo(Rewards({"a": R8}), rollout(G8), zero_variance_groups="drop")[4:8].isnan().all()
 
 
 def test_best_of_keeps_both_ends_of_every_group():

@@ -201,7 +201,7 @@ def test_a_group_whose_sum_is_flat_is_dropped_unless_its_rewards_are_compared_ap
     rewards = Rewards({"a": tensor([1.0, 0.0, 1.0, 0.0]), "b": tensor([0.0, 1.0, 0.0, 0.0])})
     batch = rollout([0, 0, 1, 1], [1, 1, 1, 1])
     for combine, dropped in (("sum", 2), ("aggregate", 0), ("gdpo", 0)):
-        computed = group(rewards, batch, combine=combine, flat="drop")
+        computed = group(rewards, batch, combine=combine, zero_variance_groups="drop")
         assert computed.isnan()[:, 0].tolist() == [True] * dropped + [False] * (4 - dropped)
 
 
@@ -212,7 +212,7 @@ def test_rewards_of_steps_are_refused_where_whole_samples_are_compared():
         with pytest.raises(UserError, match="gives a number for every step"):
             advantage(Rewards({"steps": steps, "end": tensor([1.0, 2.0])}), batch)
     watched = Rewards({"steps": steps, "end": tensor([1.0, 2.0])}, {"steps": 0.0})
-    assert Running(of="dr_grpo", eps=0.5)(watched, batch).flatten().tolist() == [-0.5, 0.5]
+    assert Running(base="dr_grpo", eps=0.5)(watched, batch).flatten().tolist() == [-0.5, 0.5]
 
 
 # -- of answers
@@ -338,7 +338,7 @@ def test_ngrpo_adds_answers_with_the_best_reward():
 def test_temporal_is_a_parabola_over_the_places():
     base = dr_grpo(tensor(REWARD), rollout())[:, 0]
     for chosen, strength in (({}, 1.0), ({"strength": 0.5}, 0.5)):
-        computed = temporal(tensor(REWARD), rollout(), of=dr_grpo, **chosen)
+        computed = temporal(tensor(REWARD), rollout(), base=dr_grpo, **chosen)
         for i in PRESENT:
             for t in range(LENGTH[i]):
                 place = 2 * t / max(LENGTH[i] - 1, 1) - 1
@@ -355,7 +355,7 @@ def test_focused_is_the_spread_of_log_probs_at_a_place(length):
     batch = rollout(length=length).replace(logprob=logprob)
     base = dr_grpo(tensor(REWARD), batch)[:, 0]
     for chosen, most in (({}, 1.5), ({"most": 3.0}, 3.0)):
-        computed = focal(tensor(REWARD), batch, of=dr_grpo, **chosen)
+        computed = focal(tensor(REWARD), batch, base=dr_grpo, **chosen)
         for g in range(5):
             members = [i for i in range(16) if GROUP[i] == g]
             spread = []
@@ -383,9 +383,9 @@ def test_pairs_weigh_by_likeness_and_compare_tasks_apart():
     def of(rewards, batch):
         return grpo(rewards, batch, std="global")
 
-    same(pairs(tensor(REWARD), batch, of=of), everything)
-    same(pairs(tensor(REWARD), batch, of=of, key="alike", power=0.5), everything)
-    same(pairs(tensor(REWARD), batch, of=of, key="none"), rows(lambda i: whitened(i, "global")))
+    same(pairs(tensor(REWARD), batch, base=of), everything)
+    same(pairs(tensor(REWARD), batch, base=of, key="alike", power=0.5), everything)
+    same(pairs(tensor(REWARD), batch, base=of, key="none"), rows(lambda i: whitened(i, "global")))
 
     def apart(i):
         over = [REWARD[j] for j in PRESENT if task[GROUP[j]] == task[GROUP[i]]]
@@ -394,16 +394,18 @@ def test_pairs_weigh_by_likeness_and_compare_tasks_apart():
             0.0 if GROUP[i] in FLAT else (REWARD[i] - mean) / (stdev(over) + 1e-4)
         )
 
-    same(pairs(tensor(REWARD), batch, of=of, tasks=("draw", "see", "count")), rows(apart))
+    same(pairs(tensor(REWARD), batch, base=of, tasks=("draw", "see", "count")), rows(apart))
     with pytest.raises(UserError, match="of task 'see'"):
-        pairs(tensor(REWARD), batch, of=of, tasks=("draw", "count"))
+        pairs(tensor(REWARD), batch, base=of, tasks=("draw", "count"))
     negative = [{**prompt, "similarity": -0.5} for prompt in prompts]
     same(
-        pairs(tensor(REWARD), batch.replace(prompts=negative), of=of),
+        pairs(tensor(REWARD), batch.replace(prompts=negative), base=of),
         rows(lambda i: -0.5 * whitened(i, "global")),
     )
     with pytest.raises(UserError, match="must not be negative"):
-        pairs(tensor(REWARD), batch.replace(prompts=[negative[0], *prompts[1:]]), of=of, power=2.0)
+        pairs(
+            tensor(REWARD), batch.replace(prompts=[negative[0], *prompts[1:]]), base=of, power=2.0
+        )
 
 
 def test_running_moments_over_three_iterations():
@@ -412,8 +414,8 @@ def test_running_moments_over_three_iterations():
     mean = 0.0
     square = 0.0
     count = 0.0
-    advantage = Running(of="dr_grpo", decay=decay, eps=0.125)
-    cut = Running(of="dr_grpo", decay=decay, eps=0.125, limit=0.5)
+    advantage = Running(base="dr_grpo", decay=decay, eps=0.125)
+    cut = Running(base="dr_grpo", decay=decay, eps=0.125, limit=0.5)
     for step in range(3):
         reward = [(step + 1) * x / 4 + step for x in REWARD]
         values = [reward[i] for i in PRESENT]
@@ -433,7 +435,7 @@ def test_running_moments_over_three_iterations():
             rows(lambda i, x=limited: x[i] - fmean(group_rewards(i, x))),
             atol=1e-10,
         )
-    alone = Running(of="dr_grpo", decay=0.0, eps=0.5)
+    alone = Running(base="dr_grpo", decay=0.0, eps=0.5)
     for reward in ([0.0, 4.0], [1.0, 2.0]):
         same(
             alone(tensor(reward), rollout([0, 0], [1, 1])),
@@ -451,10 +453,10 @@ def test_maxmin_takes_the_worst_reward_or_follows():
     assert min(mean, key=mean.get) == "b"
     worst = [weight["b"] * x for x in values["b"]]
     same(
-        MaxMin(of="dr_grpo")(rewards, rollout()),
+        MaxMin(base="dr_grpo")(rewards, rollout()),
         rows(lambda i: worst[i] - fmean(group_rewards(i, worst))),
     )
-    advantage = MaxMin(of="dr_grpo", rate=0.5)
+    advantage = MaxMin(base="dr_grpo", rate=0.5)
     for step in (1, 2):
         raw = {name: math.exp(-0.5 * step * mean[name]) for name in mean}
         share = {name: x / sum(raw.values()) for name, x in raw.items()}
@@ -469,7 +471,7 @@ def test_maxmin_takes_the_worst_reward_or_follows():
 
 def test_maxmin_bears_large_rewards():
     rewards = Rewards({"good": tensor([0.0, 1.0]), "bad": tensor([-2000.0, -2001.0])})
-    same(MaxMin(of="dr_grpo", rate=1.0)(rewards, rollout([0, 0], [1, 1])), [0.5, -0.5])
+    same(MaxMin(base="dr_grpo", rate=1.0)(rewards, rollout([0, 0], [1, 1])), [0.5, -0.5])
 
 
 def test_process_rewards_are_normalised_over_the_steps_of_a_group_and_summed_from_behind():
@@ -638,7 +640,7 @@ def test_a_shared_edge_has_the_mean_advantage_of_its_leaves(siblings):
     present = [i for i in range(8) if i != 5]
     mean = fmean([reward[i] for i in present])
     chosen = {} if siblings is None else {"siblings": siblings}
-    computed = tree_mean(tensor(reward), batch, of=dr_grpo, **chosen)
+    computed = tree_mean(tensor(reward), batch, base=dr_grpo, **chosen)
     spans = (4, 2, 2, 1, 1)
     above = (None, 4, 4, 2, 2)
 
@@ -654,7 +656,7 @@ def test_a_shared_edge_has_the_mean_advantage_of_its_leaves(siblings):
             )
     plain = rollout([0, 0], [1, 1])
     assert torch.equal(
-        tree_mean(tensor([1.0, 2.0]), plain, of=dr_grpo), dr_grpo(tensor([1.0, 2.0]), plain)
+        tree_mean(tensor([1.0, 2.0]), plain, base=dr_grpo), dr_grpo(tensor([1.0, 2.0]), plain)
     )
 
 
@@ -665,7 +667,7 @@ def test_shared_edges_of_an_advantage_of_every_step(siblings):
     batch = tree([0, 1, 3], 2, 5)
     each = [[math.cos(3 * i + 2 * k) for k in range(5)] for i in range(8)]
     computed = tree_mean(
-        tensor(LEAVES), batch, of=lambda rewards, rollout: tensor(each), siblings=siblings
+        tensor(LEAVES), batch, base=lambda rewards, rollout: tensor(each), siblings=siblings
     )
     # of each step: leaves of an edge, last step of the edge before
     spans = (4, 2, 2, 1, 1)

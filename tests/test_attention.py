@@ -72,7 +72,7 @@ def sd3():
 
 @pytest.mark.parametrize("case", ["flux", "sd"])
 def test_the_first_step_is_on_policy_with_a_backend_chosen_by_name(case, xformers, monkeypatch):
-    policy = make(case, guidance=2.0)
+    policy = make(case, guidance_scale=2.0)
     monkeypatch.setattr(AttentionChoice, "_chosen", lambda *_: "xformers")
     policy.attending.wanted = "xformers"
     metrics = trainer_of(policy).iterate()
@@ -159,7 +159,7 @@ def compiled(backend="eager", **options):
 def test_compiled_blocks_sample_and_train_as_plain_ones():
     """Sampling records gradients too: a graph that does not may round in another way than one that
     does."""
-    options = {"guidance": 2.0, "lora": 2, "steps": 2}
+    options = {"guidance_scale": 2.0, "lora": 2, "steps": 2}
     make("flux")  # built now: that draws from the generator which adapters begin with
     plain = make("flux", **options)
     quick = compiled("aot_eager", **options)

@@ -8,7 +8,13 @@ from mmrl.batches import batches, loss_total, loss_weights, passes
 from mmrl.types import Point, Rollout
 from samplers.noise import Rng
 
-REDUCTIONS = ("decision", "row", "every_row", "constant", "sum")
+REDUCTIONS = (
+    "token_mean",
+    "seq_mean_token_mean",
+    "seq_mean_token_mean_all",
+    "seq_mean_token_sum_norm",
+    "token_sum",
+)
 MASK = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 1], [1, 1, 1], [0, 0, 0]], dtype=torch.bool)
 
 
@@ -43,7 +49,7 @@ def test_every_copy_of_a_prompt_comes_first_equally_often_and_so_does_every_prom
     first = torch.zeros(3)
     prompt = torch.zeros(2)
     for epoch in range(count):
-        row = next(batches(rows(2, 3), 3, 6, 1, Rng.of("order", epoch))).row
+        row = next(batches(rows(2, 3), 3, 6, 1, Rng.of("order", epoch))).row_id
         first[row % 3] += 1
         prompt[row // 3] += 1
     assert (first / count - 1 / 3).abs().max() < 0.1 and (prompt / count - 1 / 2).abs().max() < 0.1
@@ -52,7 +58,7 @@ def test_every_copy_of_a_prompt_comes_first_equally_often_and_so_does_every_prom
 def test_whole_groups_are_dealt_in_turn():
     """Six prompts, two to a step: step k has prompts k and k + 3, with all their copies."""
     computed = [
-        part.row.tolist() for part in batches(rows(), 8, 48, 16, Rng.of(0), whole_groups=True)
+        part.row_id.tolist() for part in batches(rows(), 8, 48, 16, Rng.of(0), whole_groups=True)
     ]
     assert computed == [
         [*range(8 * k, 8 * k + 8), *range(8 * k + 24, 8 * k + 32)] for k in range(3)
@@ -84,8 +90,8 @@ def test_adjacent_rows_come_by_prompt_and_long_ones_first():
     )
     point = Point(group=group, row_id=torch.arange(6), state=torch.arange(6), mask=mask)
     (whole,) = passes([point], None, adjacent=True)
-    assert whole.row.tolist() == [5, 1, 3, 2, 0, 4]
-    assert list(passes([point], None))[0].row.tolist() == list(range(6))
+    assert whole.row_id.tolist() == [5, 1, 3, 2, 0, 4]
+    assert list(passes([point], None))[0].row_id.tolist() == list(range(6))
 
 
 @pytest.mark.parametrize("weighed", [False, True])
@@ -115,7 +121,7 @@ def test_weights_of_decisions_are_those_of_the_definition(reduction, weighed):
 
 @pytest.mark.parametrize(
     ("reduction", "wanted"),
-    [("decision", 7), ("row", 3), ("every_row", 5), ("constant", 5), ("sum", 5)],
+    [("token_mean", 7), ("row", 3), ("seq_mean_token_mean_all", 5), ("constant", 5), ("sum", 5)],
 )
 def test_totals_count_decisions_or_rows(reduction, wanted):
     """Seven decisions; three rows of five have one; with ``kept`` four rows stay in training."""

@@ -32,7 +32,7 @@ ARGS = bench.arguments(["--steps", "3"])
 @pytest.mark.parametrize("micro_batch", [None, 3])
 def test_both_loops_end_at_the_same_weights(guidance, micro_batch):
     found = bench.agreement(
-        partial(bench.digits_policy, ARGS, guidance), replace(WORK, micro_batch=micro_batch)
+        partial(bench.digits_policy, ARGS, guidance), replace(WORK, micro_batch_size=micro_batch)
     )
     assert found["weights"] < 1e-10 and found["latents"] < 1e-10 and found["weights_moved"] > 1e-5
 

@@ -261,7 +261,9 @@ def test_the_whole_is_written_as_a_configuration():
     wanted = torch.where(-kb / 2 >= -1, -kb / 2 + kb, -kb / 2)
     torch.testing.assert_close(built["guarded"].reward(media, PROMPTS[:4]), wanted)
     with pytest.raises(UserError, match=r"reward.gate.extra: unknown reward 'jpg'"):
-        build_rewards({"gate": {"main": "jpeg_compressibility", "extra": "jpg", "above": 0}})
+        build_rewards(
+            {"logprob_tolerance": {"main": "jpeg_compressibility", "extra": "jpg", "above": 0}}
+        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -513,14 +515,14 @@ WORDS = ROWS.replace(mask=torch.ones(6, 3, dtype=torch.bool), logprob=torch.zero
 
 @pytest.mark.parametrize("make", [Running, MaxMin])
 def test_an_advantage_of_decisions_keeps_all_of_them(make):
-    of = partial(temporal, of=dr_grpo, strength=2.0)
+    of = partial(temporal, base=dr_grpo, strength=2.0)
     found = make(of=of)(LOW, WORDS)
     middle = make(of=dr_grpo)(LOW, WORDS)
     torch.testing.assert_close(found, middle * torch.tensor([3.0, 1.0, 3.0]))
 
 
 def test_running_moments_skip_an_iteration_in_which_a_reward_failed():
-    advantage = Running(of=dr_grpo)
+    advantage = Running(base=dr_grpo)
     failed = torch.full((6,), torch.nan)
     assert (
         advantage(Rewards({"a": failed, "b": HIGH}), ROWS).isnan().all()
@@ -539,7 +541,7 @@ def test_running_moments_skip_an_iteration_in_which_a_reward_failed():
 
 @pytest.mark.parametrize("rate", [None, 0.5])
 def test_a_reward_that_failed_everywhere_is_not_the_worst_off(rate):
-    advantage = MaxMin(of=dr_grpo, rate=rate)
+    advantage = MaxMin(base=dr_grpo, rate=rate)
     failed = torch.full((6,), torch.nan)
     for _ in range(2):
         advantage(Rewards({"a": LOW, "b": HIGH}), ROWS)

@@ -259,10 +259,17 @@ def test_a_broken_module_is_a_user_error(tmp_path, monkeypatch):
 
 def test_dataclass_sections():
     options = build_dataclass(
-        TrainOptions, {"prompts": 2, "copies": 3, "batch_size": 6, "iterations": 1, "ema": 0.9}
+        TrainOptions,
+        {
+            "prompts_per_iteration": 2,
+            "group_size": 3,
+            "train_batch_size": 6,
+            "iterations": 1,
+            "ema": 0.9,
+        },
     )
     assert options.ema == 0.9 and options.gate == "auto"
-    assert message(build_dataclass, TrainOptions, {"prompts": 2}, "train").startswith(
+    assert message(build_dataclass, TrainOptions, {"prompts_per_iteration": 2}, "train").startswith(
         "train: missing copies, batch_size, iterations, which train needs"
     )
     said = message(build_dataclass, EvaluateOptions, {"guidance": [1, -2], "seed": -1}, "evaluate")
@@ -597,7 +604,7 @@ def test_dump_loads_back_to_the_same(here):
         (
             "train.iterations=5",
             "train",
-            {"prompts": 4, "copies": 2, "batch_size": 8, "iterations": 5},
+            {"prompts_per_iteration": 4, "group_size": 2, "train_batch_size": 8, "iterations": 5},
         ),
         ("objective.toy.clip=1e-3", "objective", {"toy": {"clip": 1e-3}}),
         ("objective.clip_range=1e-3", "objective", {"toy": {"clip": 1e-3}}),
@@ -623,7 +630,7 @@ def test_dump_loads_back_to_the_same(here):
         ("reward.other=0.5", "reward", {"toy": 1.0, "other": 0.5}),
         ("reward.my.module:fn=0.5", "reward", {"toy": 1.0, "my.module:fn": 0.5}),
         ("advantage.std=group", "advantage", {"flow_grpo": {"std": "group"}}),
-        ("evaluate.prompts=3", "evaluate", {"prompts": 3}),
+        ("evaluate.prompts=3", "evaluate", {"prompts_per_iteration": 3}),
         ("run=a=b", "run", "a=b"),
         ("plugins=[a]", "plugins", ["a"]),
     ],
@@ -707,44 +714,50 @@ def test_a_wrong_override_is_quoted(here, override, said):
 
 def train(**changes: Any) -> TrainOptions:
     return TrainOptions(
-        **{"prompts": 12, "copies": 4, "batch_size": 24, "iterations": 5, **changes}
+        **{
+            "prompts_per_iteration": 12,
+            "group_size": 4,
+            "train_batch_size": 24,
+            "iterations": 5,
+            **changes,
+        }
     )
 
 
 def test_the_plan_of_an_iteration():
-    plan = arithmetic(train(micro_batch=5, epochs=2), processes=2)
+    plan = arithmetic(train(micro_batch_size=5, epochs=2), processes=2)
     assert (plan.rows, plan.steps, plan.total_steps) == (48, 2, 20)
     assert (plan.prompts_per_process, plan.rows_per_process, plan.rows_per_step) == (6, 24, 12)
     assert (plan.micro_batch, plan.accumulation) == (5, 3)
     assert arithmetic(train()).micro_batch == 24 and not arithmetic(train()).warnings
-    assert "copies" in arithmetic(train(copies=1, batch_size=12)).warnings[0]
+    assert "copies" in arithmetic(train(group_size=1, train_batch_size=12)).warnings[0]
 
 
 @pytest.mark.parametrize(
     "changes, processes, said",
     [
         (
-            {"prompts": 7},
+            {"prompts_per_iteration": 7},
             3,
             "train.prompts_per_iteration 7 cannot be shared by 3 processes: use 6 or 9",
         ),
         (
-            {"batch_size": 20},
+            {"train_batch_size": 20},
             1,
             "train.train_batch_size 20 does not divide the 48 samples (train.prompts_per_iteration 12 x "
             "train.group_size 4)",
         ),
-        ({"batch_size": 20}, 1, "use 16 or 24"),
-        ({"batch_size": 100}, 1, "use 48"),
+        ({"train_batch_size": 20}, 1, "use 16 or 24"),
+        ({"train_batch_size": 100}, 1, "use 48"),
         (
-            {"batch_size": 3},
+            {"train_batch_size": 3},
             2,
             "train.train_batch_size 3 cannot be shared by 2 processes: use 2 or 4",
         ),
-        ({"micro_batch": 25}, 1, "train.micro_batch_size 25 is more than the 24 rows"),
-        ({"micro_batch": 13}, 2, "at most 12"),
+        ({"micro_batch_size": 25}, 1, "train.micro_batch_size 25 is more than the 24 rows"),
+        ({"micro_batch_size": 13}, 2, "at most 12"),
         (
-            {"prompts": 0, "copies": -1},
+            {"prompts_per_iteration": 0, "group_size": -1},
             1,
             "train.prompts_per_iteration is 0: at least 1\ntrain.copies is -1: at least 1",
         ),

@@ -23,22 +23,22 @@ from .test_contract import made
 # Options under which a policy must keep the contract too, besides its smallest.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "sd3": [
-        {"guidance": 3.0},
-        {"lora": 2, "guidance": 3.0, "kernel": "dance_sde", "eta": 0.3},
-        {"sde": "all_but_last"},
+        {"guidance_scale": 3.0},
+        {"lora": 2, "guidance_scale": 3.0, "sde_type": "dance_sde", "noise_level": 0.3},
+        {"noise_window": "all_but_last"},
     ],
-    "masked_image_lm": [{"guidance": 2.0, "lora": 2}],
+    "masked_image_lm": [{"guidance_scale": 2.0, "lora": 2}],
     "masked_lm": [{"guidance": 2.0, "sampler": "maskgit"}, {"lora": 2}],
     "amused": [
         {"guidance": 3.0, "sampler": "maskgit"},
-        {"lora": 2, "guidance": 2.0, "temperature": 0.8},
+        {"lora": 2, "guidance_scale": 2.0, "temperature": 0.8},
     ],
     "janus": [
-        {"guidance": 1.0, "top_k": 5, "lora": 2},
+        {"guidance_scale": 1.0, "top_k": 5, "lora": 2},
         {"logp_dist": "conditional", "train": "generation"},
     ],
     "emu3": [
-        {"guidance": 1.0, "top_p": 0.9},
+        {"guidance_scale": 1.0, "top_p": 0.9},
         {"lora": 2, "ratio": "2:1", "logp_dist": "guided_stopgrad_uncond"},
     ],
     "imagegpt": [{"temperature": 0.8}],
@@ -47,13 +47,13 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"plan": {"tokens": 4, "images": 2, "turn": "new"}, "weigh": "segment", "lora": 2}
     ],
     "var": [
-        {"guidance": 1.0, "top_k": 3},
+        {"guidance_scale": 1.0, "top_k": 3},
         {"lora": 2, "scale_alpha": 0.7, "logp_dist": "guided_stopgrad_uncond"},
         {"branch_at": 1},
     ],
     "llamagen": [
-        {"guidance": 1.0, "top_p": 0.9},
-        {"lora": 2, "logp_dist": "guided_stopgrad_uncond"},
+        {"guidance_scale": 1.0, "top_p": 0.9},
+        {"lora": 2, "logprob_guidance": "guided_stopgrad_uncond"},
     ],
 }
 TEXTS = ("a red seven", "a blue two", "a green nine")

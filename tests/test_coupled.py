@@ -44,11 +44,11 @@ class GroupWeighted:
 def trainer_of(micro, **options):
     policy = toys.make("flow", double=True)
     sizes = {
-        "prompts": 4,
-        "copies": 4,
-        "batch_size": 8,
+        "prompts_per_iteration": 4,
+        "group_size": 4,
+        "train_batch_size": 8,
         "iterations": 3,
-        "micro_batch": micro,
+        "micro_batch_size": micro,
     } | options
     return Trainer(
         policy,
@@ -78,17 +78,17 @@ def test_a_batch_size_that_cuts_groups_is_refused():
     with pytest.raises(
         UserError, match=r"train.train_batch_size 2.*multiple of train.group_size 4"
     ):
-        trainer_of(None, batch_size=2)
+        trainer_of(None, train_batch_size=2)
 
 
 @pytest.mark.parametrize("size", [8, 16, 24, 48])
 def test_whole_groups_share_a_step_on_any_number_of_processes(size):
     deal = partial(batches, copies=8, rows=48, size=size, rng=Rng.of(0), whole_groups=True)
-    whole = [b.row.tolist() for b in deal(rows())]
+    whole = [b.row_id.tolist() for b in deal(rows())]
     assert sorted(sum(whole, [])) == list(range(48)) and all(len(b) == size for b in whole)
     for step in whole:
         assert all(sum(r // 8 == group for r in step) in (0, 8) for group in range(6))
-    halves = [[b.row.tolist() for b in deal(rows(first, 3))] for first in (0, 3)]
+    halves = [[b.row_id.tolist() for b in deal(rows(first, 3))] for first in (0, 3)]
     for one, left, right in zip(whole, *halves):
         assert set(one) == set(left) | set(right)
 

@@ -200,7 +200,9 @@ def test_outcomes_of_groups():
     assert found[2].entry == 9 and found[2].mean != found[2].mean
 
 
-@pytest.mark.parametrize("options", [{"resample": 2}, {"reuse": Reuse(share=1.0)}, {}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"dynamic_sampling_rounds": 2}, {"replay_buffer": Reuse(share=1.0)}, {}], ids=str
+)
 def test_data_hear_of_groups_that_gave_way(options):
     """Half of the prompts earn nothing: whoever takes their places in the update, they were hard
     and come again."""

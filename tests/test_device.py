@@ -15,7 +15,7 @@ from mmrl.registry import UserError
 from . import toys
 from .test_trainer import make_trainer
 
-SIZES = {"prompts": 1, "copies": 2, "batch_size": 2, "iterations": 1}
+SIZES = {"prompts_per_iteration": 1, "group_size": 2, "train_batch_size": 2, "iterations": 1}
 
 
 @pytest.mark.parametrize(

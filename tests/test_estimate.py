@@ -139,10 +139,10 @@ def tiny(case, tmp_path, objective="grpo: {clip: 1e-2, kl: 0.1}", **policy):
 @pytest.mark.parametrize(
     ("case", "options"),
     [
-        ("flux", {"guidance": 2.0}),
-        ("sd", {"eta": 1.0}),
+        ("flux", {"guidance_scale": 2.0}),
+        ("sd", {"noise_level": 1.0}),
         ("flux", {"tree": {"splits": 2, "factor": 2}}),
-        ("wan-two", {"frames": 5, "guidance": 2.0, "guidance_2": 1.5, "lora": 2}),
+        ("wan-two", {"frames": 5, "guidance_scale": 2.0, "guidance_scale_2": 1.5, "lora": 2}),
     ],
 )
 def test_counted_forwards_are_those_of_the_run(case, options, tmp_path):
@@ -162,7 +162,7 @@ def test_counted_forwards_are_those_of_the_run(case, options, tmp_path):
 
 
 def test_activations_are_within_a_factor_of_two_of_what_is_counted():
-    policy = make("flux", size=[64, 64], steps=2, width=2)
+    policy = make("flux", size=[64, 64], steps=2, fixed_batch_rows=2)
     wide = {
         "num_attention_heads": 8,
         "attention_head_dim": 32,

@@ -24,14 +24,16 @@ from . import toys
 FAMILIES = list(toys.POLICIES)
 FLOWS = ["flow", "video"]
 GUIDED = [
-    ("flow", {"guidance": 3.0, "logp_dist": d})
+    ("flow", {"guidance_scale": 3.0, "logprob_guidance": d})
     for d in ("guided", "guided_stopgrad_uncond", "conditional")
 ]
-CASES = [(f, {}) for f in FAMILIES] + GUIDED + [("flow", {"kernel": dance_sde, "eta": 0.3})]
+CASES = (
+    [(f, {}) for f in FAMILIES] + GUIDED + [("flow", {"sde_type": dance_sde, "noise_level": 0.3})]
+)
 CASES += [
     ("flow", {"lora": Lora(2, targets=["0", "2"])}),
-    ("video", {"shared_noise": True}),
-    ("flow", {"storage": "bfloat16"}),
+    ("video", {"same_initial_noise": True}),
+    ("flow", {"trajectory_dtype": "bfloat16"}),
 ]
 IDS = ["-".join([f, *map(str, o)]) for f, o in CASES]
 
@@ -55,7 +57,7 @@ def gradient(policy, rollout, objective, micro=None, loss_agg_mode="token_mean")
 
 @pytest.mark.parametrize(("family", "options"), CASES, ids=IDS)
 def test_scoring_repeats_sampling_to_the_bit(family, options):
-    policy = toys.make(family, width=16, **options)
+    policy = toys.make(family, fixed_batch_rows=16, **options)
     rollout = roll(policy)
     for point in passes(policy.path(rollout), 16):
         again = policy.dist(point).log_prob(point.target)
@@ -64,7 +66,7 @@ def test_scoring_repeats_sampling_to_the_bit(family, options):
 
 @pytest.mark.parametrize(("family", "options"), CASES, ids=IDS)
 def test_scoring_in_bfloat16_repeats_sampling_to_the_bit(family, options):
-    policy = toys.make(family, width=16, **options)
+    policy = toys.make(family, fixed_batch_rows=16, **options)
     with torch.autocast("cpu", torch.bfloat16):
         rollout = roll(policy)
         for point in passes(policy.path(rollout), 16):
@@ -85,7 +87,7 @@ def test_first_gradient_is_reinforce(family, options):
     if options.get("logp_dist") == "guided_stopgrad_uncond":
         pytest.skip("by its definition not the gradient of a log-prob")
     rollout = roll(policy)
-    ours = gradient(policy, rollout, PolicyGradient(clip=0.2))
+    ours = gradient(policy, rollout, PolicyGradient(clip_range=0.2))
     policy.net.zero_grad()
     points = list(policy.path(rollout))
     score = sum((policy.dist(p).log_prob(p.target) * p.advantage * p.mask).sum() for p in points)
@@ -94,7 +96,9 @@ def test_first_gradient_is_reinforce(family, options):
     torch.testing.assert_close(ours, reinforce, atol=1e-12, rtol=1e-10)
 
 
-@pytest.mark.parametrize("reduction", ["decision", "row", "constant"])
+@pytest.mark.parametrize(
+    "reduction", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_micro_batches_do_not_change_the_gradient(family, reduction):
     policy = toys.make(family, double=True)
@@ -103,7 +107,7 @@ def test_micro_batches_do_not_change_the_gradient(family, reduction):
     # off-policy, so that clipping matters
     rollout = rollout.replace(mask=ragged, logprob=rollout.logprob + 0.05)
     policy.weights.keep("ref")
-    objective = PolicyGradient(clip=0.1, kl=0.3)
+    objective = PolicyGradient(clip_range=0.1, kl=0.3)
     whole = gradient(policy, rollout, objective, None, reduction)
     for micro in (1, 3, 7):
         torch.testing.assert_close(
@@ -114,7 +118,7 @@ def test_micro_batches_do_not_change_the_gradient(family, reduction):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("width", [1, 3, 8, 64])
 def test_chunks_do_not_change_the_samples(family, width):
-    whole, parts = (roll(toys.make(family, double=True, width=w)) for w in (None, width))
+    whole, parts = (roll(toys.make(family, double=True, fixed_batch_rows=w)) for w in (None, width))
     torch.testing.assert_close(whole.sample, parts.sample, atol=1e-10, rtol=0)
     torch.testing.assert_close(whole.logprob, parts.logprob, atol=1e-10, rtol=0)
     assert torch.equal(whole.row, parts.row) and torch.equal(whole.mask, parts.mask)
@@ -123,9 +127,14 @@ def test_chunks_do_not_change_the_samples(family, width):
 def test_a_compressed_tail_saves_forwards_and_is_scored_as_sampled():
     """MixGRPO-Flash: noise in steps 2 to 4 of 12, then a second-order solver in 0.4 of the 7 that
     are left."""
-    options = {"steps": 12, "sde": partial(window, start=2, stop=5), "solver": dpm, "width": 16}
+    options = {
+        "steps": 12,
+        "noise_window": partial(window, start=2, stop=5),
+        "solver": dpm,
+        "fixed_batch_rows": 16,
+    }
     whole = toys.make("flow", **options)
-    short = toys.make("flow", flash=0.4, **options)
+    short = toys.make("flow", flash_step_ratio=0.4, **options)
     rollout = roll(short)
     # 2 and 3 as before, int(0.4 x 7) = 2
     assert short.forwards == 32 * 7 and rollout.mask.shape == (32, 7)
@@ -173,17 +182,19 @@ def test_renoised_points_are_scored_and_reproducible(family):
 
 
 def test_shared_noise_is_shared_inside_a_group_only():
-    first = roll(toys.make("flow", shared_noise=True)).path[:, 0].view(4, 8, 2)
+    first = roll(toys.make("flow", same_initial_noise=True)).path[:, 0].view(4, 8, 2)
     assert torch.equal(first, first[:, :1].expand_as(first))
     assert len(first[:, 0].unique(dim=0)) == 4
     assert len(roll(toys.make("flow")).path[:, 0].unique(dim=0)) == 32
 
 
-@pytest.mark.parametrize("options", [{}, {"guidance": 2.0}, {"tree": Tree(splits=1)}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"guidance_scale": 2.0}, {"tree": Tree(splits=1)}], ids=str
+)
 def test_samples_of_a_prompt_differ_where_no_noise_on_the_way_makes_them(options):
     """One initial noise for a group is for exploring. Evaluated alike, all samples of a prompt were
     one picture."""
-    policy = toys.make("flow", shared_noise=True, **options)
+    policy = toys.make("flow", same_initial_noise=True, **options)
     media, _ = sample(policy, toys.prompts(4), 8, seed=0)
     assert len(media.unique(dim=0)) == 32
     plain, _ = sample(toys.make("flow", **options), toys.prompts(4), 8, seed=0)
@@ -219,20 +230,20 @@ def test_evaluation_is_deterministic_given_the_first_noise(family):
 
 def test_stopgrad_guidance_has_the_value_of_full_guidance_but_not_its_gradient():
     full, stopped = (
-        toys.make("flow", True, guidance=3.0, logp_dist=d)
+        toys.make("flow", True, guidance_scale=3.0, logprob_guidance=d)
         for d in ("guided", "guided_stopgrad_uncond")
     )
     a = roll(full)
     b = roll(stopped)
     torch.testing.assert_close(a.logprob, b.logprob, atol=1e-10, rtol=0)
-    g, h = (gradient(p, r, PolicyGradient(clip=0.2)) for p, r in ((full, a), (stopped, b)))
+    g, h = (gradient(p, r, PolicyGradient(clip_range=0.2)) for p, r in ((full, a), (stopped, b)))
     assert torch.nn.functional.cosine_similarity(g, h, dim=0) < 0.999
 
 
 def test_conditional_scores_another_distribution_than_it_samples():
-    guided = toys.make("flow", True, guidance=3.0)
+    guided = toys.make("flow", True, guidance_scale=3.0)
     with pytest.warns(UserWarning, match="drawn with guidance 3 and scored without it"):
-        conditional = toys.make("flow", True, guidance=3.0, logp_dist="conditional")
+        conditional = toys.make("flow", True, guidance_scale=3.0, logprob_guidance="conditional")
     a = roll(guided)
     b = roll(conditional)
     torch.testing.assert_close(a.sample, b.sample)
@@ -244,7 +255,7 @@ def test_conditional_scores_another_distribution_than_it_samples():
 def test_timestep_subsets(fraction, kept, pick):
     policy = toys.make("flow")
     rollout = roll(policy)
-    objective = PolicyGradient(fraction=fraction, pick=pick)
+    objective = PolicyGradient(timestep_fraction=fraction, timestep_selection=pick)
     points = list(objective.points(policy, rollout, Rng.of(0)))
     counts = torch.zeros(32, dtype=torch.long)
     for point in points:
@@ -275,7 +286,7 @@ def test_rows_share_conditions_and_keep_their_names():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_memory_budget_chooses_the_chunks_and_changes_no_sample(family, monkeypatch):
     whole = roll(toys.make(family, double=True))
-    policy = toys.make(family, double=True, memory=20000 / 2**30)
+    policy = toys.make(family, double=True, sampling_memory_gib=20000 / 2**30)
     sizes = []
     sample = policy._sample
     monkeypatch.setattr(
@@ -284,4 +295,4 @@ def test_a_memory_budget_chooses_the_chunks_and_changes_no_sample(family, monkey
     torch.testing.assert_close(roll(policy).sample, whole.sample, atol=1e-10, rtol=0)
     assert 1 <= sizes[0] < 32 and sum(sizes) == 32, sizes
     with pytest.raises(UserError, match="memory = .* one row needs"):
-        roll(toys.make(family, memory=1e-9))
+        roll(toys.make(family, sampling_memory_gib=1e-9))

@@ -61,7 +61,7 @@ def test_half_and_half_again_until_it_fits():
 
 def trainer(rows=None, gradient=False, **options):
     """``rows``: a pass of more runs out of memory; ``gradient``: only one of training does."""
-    policy = toys.make("flow", double=True, guidance=2.0)
+    policy = toys.make("flow", double=True, guidance_scale=2.0)
     plain = policy.velocity
 
     def velocity(x, t, cond):
@@ -70,13 +70,18 @@ def trainer(rows=None, gradient=False, **options):
         return plain(x, t, cond)
 
     policy.velocity = velocity
-    sizes = {"prompts": 4, "copies": 4, "batch_size": 16, "iterations": 3} | options
+    sizes = {
+        "prompts_per_iteration": 4,
+        "group_size": 4,
+        "train_batch_size": 16,
+        "iterations": 3,
+    } | options
     return Trainer(
         policy,
         toys.prompts(4),
         Scorer({"reward": lambda media, prompts: -media.square().sum(1)}),
         advantages.dance_grpo,
-        PolicyGradient(clip=1e-2, kl=0.1),
+        PolicyGradient(clip_range=1e-2, kl=0.1),
         partial(adamw, lr=1e-2),
         TrainOptions(**sizes),
     )
@@ -109,7 +114,7 @@ def test_one_row_that_does_not_fit_is_the_users_to_mend():
 
 
 def test_decoding_halves_by_itself_and_leaves_training_alone():
-    policy = make("flux", width=4)
+    policy = make("flux", fixed_batch_rows=4)
     with torch.no_grad():
         rollout = policy.rollout(PROMPTS, 2, Rng.of("same"))
         wanted = policy.decode(rollout)
@@ -131,7 +136,7 @@ def test_decoding_halves_by_itself_and_leaves_training_alone():
 
 
 def test_one_sample_that_cannot_be_decoded_is_the_users_to_mend():
-    policy = make("flux", width=4)
+    policy = make("flux", fixed_batch_rows=4)
 
     def pixels(vae, latents):
         raise torch.OutOfMemoryError("no room")
@@ -163,7 +168,7 @@ def test_the_autoencoder_works_in_parts_where_it_is_asked_to():
 
 def test_paths_are_kept_off_the_device_and_come_back_for_a_pass():
     plain = toys.make("flow")
-    kept = toys.make("flow", offload=True)
+    kept = toys.make("flow", offload_trajectory=True)
     ours, theirs = (p.rollout(toys.prompts(2), 2, Rng.of(1)) for p in (kept, plain))
     assert torch.equal(ours.path, theirs.path) and torch.equal(ours.sample, theirs.sample)
     plan = plain._plan(2, Rng.of(1))
@@ -179,13 +184,13 @@ def test_paths_are_kept_off_the_device_and_come_back_for_a_pass():
         mask=torch.ones(3, 1, dtype=torch.bool),
     )
     part = point[torch.tensor([2, 0])]
-    assert part.state.shape == (2, 2) and part.state.is_meta and part.row.tolist() == [2, 0]
+    assert part.state.shape == (2, 2) and part.state.is_meta and part.row_id.tolist() == [2, 0]
     assert make("wan").offload and not make("flux").offload
 
 
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16"])
 def test_latents_are_rounded_before_they_are_scored_and_scored_in_float32(storage):
-    policy = make("flux", dtype="bfloat16", lora=2, storage=storage)
+    policy = make("flux", dtype="bfloat16", lora=2, trajectory_dtype=storage)
     with torch.no_grad():
         rollout = policy.rollout(PROMPTS, 2, Rng.of("same"))
         assert (
@@ -249,7 +254,7 @@ def test_an_update_in_steps_holds_one_steps_rows_and_one_noise_at_a_time():
     whole = 16 * 21 * 4096 * 4
     for objective, options, most in (
         (PolicyGradient(), {}, 0.8),
-        (NFT(draws=9), {"eta": 0.0}, 0.6),
+        (NFT(num_noise_draws=9), {"noise_level": 0.0}, 0.6),
     ):
         trainer = wide(objective, batch_size=8, **options)
         collected = trainer.collect()
@@ -265,13 +270,13 @@ def moving(steps, iteration, rng):
     ("objective", "options", "states"),
     [
         (PolicyGradient(), {}, 21),
-        (PolicyGradient(), {"sde": moving}, 3),
-        (PolicyGradient(), {"sde": partial(random_steps, size=2)}, 4),
-        (FlowDPPO(), {"sde": moving}, 3),
-        (D3PO(), {"sde": moving}, 3),
-        (Draft(), {"sde": moving}, 21),
+        (PolicyGradient(), {"noise_window": moving}, 3),
+        (PolicyGradient(), {"noise_window": partial(random_steps, size=2)}, 4),
+        (FlowDPPO(), {"noise_window": moving}, 3),
+        (D3PO(), {"noise_window": moving}, 3),
+        (Draft(), {"noise_window": moving}, 21),
         *(
-            (make(), {"eta": 0.0}, 0)
+            (make(), {"noise_level": 0.0}, 0)
             for make in (NFT, AWM, DGPO, CRD, FPO, DiffusionDPO, RewardWeightedRegression)
         ),
     ],
@@ -319,7 +324,7 @@ def test_evaluating_keeps_no_paths():
 
 @pytest.mark.parametrize(("high", "low"), [(2.5, 1.5), (1.5, 3.0)])
 def test_each_expert_of_wan_has_its_own_guidance_as_in_the_pipeline(high, low):
-    policy = make("wan-two", guidance=high, guidance_2=low, width=None)
+    policy = make("wan-two", guidance_scale=high, guidance_scale_2=low, fixed_batch_rows=None)
     with policy.evaluating(), torch.no_grad():
         rollout = policy.rollout(PROMPTS, 1, Rng.of("same"))
     # the second expert has its turn
@@ -343,4 +348,4 @@ def test_each_expert_of_wan_has_its_own_guidance_as_in_the_pipeline(high, low):
         both = policy.rollout(PROMPTS, 1, Rng.of("same")).sample
     assert policy.guidance_scale_2 == low and (both - rollout.sample).abs().max() > 1e-4
     with pytest.raises(UserError, match="guidance_2: .* has one network only"):
-        make("wan", guidance_2=2.0)
+        make("wan", guidance_scale_2=2.0)

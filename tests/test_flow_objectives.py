@@ -117,7 +117,7 @@ def test_crd_centred_over_the_batch_sees_one_group():
 
 
 def test_fpo_is_ppo_with_the_mean_in_the_exponent():
-    objective = FPO(clip=0.002, draws=3)
+    objective = FPO(clip_range=0.002, num_noise_draws=3)
     policy, rollout = setting(objective)
     found, whole = coupled(objective, policy, rollout)
 
@@ -127,7 +127,7 @@ def test_fpo_is_ppo_with_the_mean_in_the_exponent():
     with policy.weights.using("old"), torch.no_grad():
         old = errors(policy.dist(whole))
     gap = old - errors(policy.dist(whole))
-    log_ratio = torch.stack([gap[whole.row == r].mean() for r in range(12)])
+    log_ratio = torch.stack([gap[whole.row_id == r].mean() for r in range(12)])
     ratio = log_ratio.exp()
     advantage = rollout.advantage[:, 0].clamp(-5, 5)
     loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.998, 1.002)).mean()
@@ -153,7 +153,7 @@ def test_d3po_prefers_the_best_at_every_step():
     for best, worst in best_and_worst(rollout):
         for k in range(rollout.mask.shape[1]):
             at = [
-                ((whole.row == r) & (whole.time == rollout.time[r, k])).nonzero()[0, 0]
+                ((whole.row_id == r) & (whole.time == rollout.time[r, k])).nonzero()[0, 0]
                 for r in (best, worst)
             ]
             margin = (live[at[0]] - ref[at[0]]) - (live[at[1]] - ref[at[1]])
@@ -166,7 +166,7 @@ def test_d3po_prefers_the_best_at_every_step():
 def test_seppo_follows_a_reference_that_beats_the_current_model_on_the_winner():
     """SePPO (Zhang et al. 2024): the anchor is the current model; elsewhere the loss is that of
     DPO."""
-    objective = SePPO(beta=3.0, draws=4)
+    objective = SePPO(beta=3.0, num_noise_draws=4)
     policy, rollout = setting(objective, moved=0.1)
     with policy.weights.using("ref"), torch.no_grad():  # the base model has no say in it
         list(policy.net.parameters())[-1].add_(3.0)
@@ -177,12 +177,12 @@ def test_seppo_follows_a_reference_that_beats_the_current_model_on_the_winner():
     losses = []
     followed = []
     for group in range(3):
-        pair = whole.row[whole.group == group].unique()
+        pair = whole.row_id[whole.group == group].unique()
         rival, best = (int(row) for row in pair[rollout.advantage[pair, 0].argsort()])
         assert rollout.advantage[best] == rollout.advantage[rollout.group == group].max()
-        for t in whole.time[whole.row == best]:
+        for t in whole.time[whole.row_id == best]:
             w, r = (
-                excess[((whole.row == row) & (whole.time == t)).nonzero()[0, 0]]
+                excess[((whole.row_id == row) & (whole.time == t)).nonzero()[0, 0]]
                 for row in (best, rival)
             )
             # the reference denoises the winner better than the current model
@@ -197,7 +197,7 @@ def test_seppo_follows_a_reference_that_beats_the_current_model_on_the_winner():
 
 
 def test_seppo_takes_a_reference_as_good_as_the_current_model_for_the_loser():
-    objective = SePPO(beta=3.0, draws=2)
+    objective = SePPO(beta=3.0, num_noise_draws=2)
     policy, rollout = setting(objective, moved=0.0)
     whole = Point.cat(list(objective.points(policy, rollout, Rng.of("points"))))
     whole = whole[whole.mask.any(1)]
@@ -233,7 +233,13 @@ def test_seppos_reference_is_drawn_evenly_from_all_earlier_checkpoints_of_a_boun
 
 
 def seppo_trainer(pool=2, **options):
-    sizes = {"prompts": 4, "copies": 4, "batch_size": 8, "iterations": 8, "seed": 3} | options
+    sizes = {
+        "prompts_per_iteration": 4,
+        "group_size": 4,
+        "train_batch_size": 8,
+        "iterations": 8,
+        "seed": 3,
+    } | options
     return Trainer(
         toys.make("flow", double=True),
         toys.prompts(),
@@ -265,7 +271,12 @@ def test_seppos_pool_comes_through_a_checkpoint_to_the_bit():
 
 
 @pytest.mark.parametrize(
-    "options", [{"kernel": ode}, {"sde": all_but_last}, {"kernel": consistency, "eta": 1.0}]
+    "options",
+    [
+        {"sde_type": ode},
+        {"noise_window": all_but_last},
+        {"sde_type": consistency, "noise_level": 1.0},
+    ],
 )
 @pytest.mark.parametrize("last", [None, 2])
 @pytest.mark.parametrize("moved", [0.0, 0.05])
@@ -314,7 +325,7 @@ def test_divergences_against_quadrature(name):
 def test_a_regulariser_keeps_the_policy_near_the_reference():
     for divergence in DIVERGENCES:
         objective = Draft(last=2, kl=1.0, divergence=divergence)
-        policy, rollout = setting(objective, sde=all_but_last)
+        policy, rollout = setting(objective, noise_window=all_but_last)
         (point,) = objective.points(policy, rollout, Rng.of(0))
         plain = Draft(last=2)
         plain.attach(toys.smooth_reward)
@@ -324,7 +335,7 @@ def test_a_regulariser_keeps_the_policy_near_the_reference():
 
 def test_adjoints_are_the_gradient_through_the_base_sampler():
     objective = AdjointMatching(strength=2.0)
-    policy, rollout = setting(objective, kernel=memoryless, eta=1.0)
+    policy, rollout = setting(objective, kernel=memoryless, noise_level=1.0)
     (point,) = objective.points(policy, rollout, Rng.of(0))
     from mmrl.objectives.direct import steps_of
 
@@ -342,7 +353,7 @@ def test_adjoints_are_the_gradient_through_the_base_sampler():
 
 def test_adjoint_matching_starts_at_the_rewards_gradient_and_without_reward_at_rest():
     objective = AdjointMatching(strength=0.0)
-    policy, rollout = setting(objective, moved=0.0, kernel=memoryless, eta=1.0)
+    policy, rollout = setting(objective, moved=0.0, kernel=memoryless, noise_level=1.0)
     (point,) = objective.points(policy, rollout, Rng.of(0))
     assert objective.loss(policy, point).abs().max() < 1e-20
 
@@ -357,11 +368,11 @@ LEARNING = {
     "fpo": (lambda: FPO(), {}),
     "d3po": (lambda: D3PO(beta=5.0), {}),
     "seppo": (lambda: SePPO(beta=5.0), {}),
-    "draft": (lambda: Draft(last=3), {"kernel": ode}),
-    "rocm": (lambda: Draft(last=None, kl=0.01), {"kernel": consistency, "eta": 1.0}),
+    "draft": (lambda: Draft(last=3), {"sde_type": ode}),
+    "rocm": (lambda: Draft(last=None, kl=0.01), {"sde_type": consistency, "noise_level": 1.0}),
     "adjoint_matching": (
         lambda: AdjointMatching(strength=10.0),
-        {"kernel": memoryless, "eta": 1.0, "sde": all_but_last},
+        {"sde_type": memoryless, "noise_level": 1.0, "noise_window": all_but_last},
     ),
     "dpo": (lambda: DiffusionDPO(beta=5.0), {}),
 }
@@ -371,7 +382,13 @@ LEARNING = {
 def test_each_raises_the_toy_reward(name):
     objective, options = LEARNING[name]
     policy = toys.make("flow", **options)
-    sizes = {"prompts": 4, "copies": 8, "batch_size": 32, "iterations": 40, "seed": 1}
+    sizes = {
+        "prompts_per_iteration": 4,
+        "group_size": 8,
+        "train_batch_size": 32,
+        "iterations": 40,
+        "seed": 1,
+    }
     trainer = Trainer(
         policy,
         toys.prompts(),
@@ -403,7 +420,7 @@ def test_a_reward_without_gradient_is_refused_by_name():
 def test_crds_reference_has_a_guidance_of_its_own():
     """The distance is of the plain velocity to the reference's guided one, v_u + w (v_c - v_u)."""
     policy, rollout = setting(CRD(), moved=0.05)
-    (point,) = CRD(draws=1).points(policy, rollout, Rng.of("points"))
+    (point,) = CRD(num_noise_draws=1).points(policy, rollout, Rng.of("points"))
     with policy.weights.using("ref"), torch.no_grad():
         conditional, empty = policy._velocities(point, guided=True)
     assert (conditional - empty).abs().max() > 0.1
@@ -421,7 +438,9 @@ def test_the_shipped_adjoint_matching_takes_the_rewards_gradient_at_a_clean_samp
     policy = read(find_config("digits/adjoint_matching"), []).plain["policy"]["sd3"]
     assert WINDOWS[policy["sde"]](policy["steps"]).tolist() == [True] * 7 + [False]
     objective = AdjointMatching(strength=2.0)
-    policy, rollout = setting(objective, kernel=memoryless, eta=1.0, sde=all_but_last)
+    policy, rollout = setting(
+        objective, kernel=memoryless, noise_level=1.0, noise_window=all_but_last
+    )
     assert rollout.mask[0].tolist() == [True] * (rollout.mask.shape[1] - 1) + [False]
     (point,) = objective.points(policy, rollout, Rng.of(0))
     # the step without noise alone: nothing to control

@@ -81,7 +81,7 @@ def call(pipe, policy, case, rollout, guidance, steps, output):
 @pytest.mark.parametrize("guidance", [1.0, 2.5])
 @pytest.mark.parametrize("case", CASES)
 def test_without_noise_we_are_the_diffusers_pipeline(case, guidance):
-    policy = make(case, width=None)
+    policy = make(case, fixed_batch_rows=None)
     with policy.evaluating(guidance), torch.no_grad():
         rollout = policy.rollout(PROMPTS, 2, Rng.of("same"))
         ours = policy.decode(rollout)
@@ -102,19 +102,26 @@ def brightness(media, prompts):
 
 
 def trainer_of(policy, **options):
-    sizes = {"prompts": 2, "copies": 2, "batch_size": 4, "iterations": 3} | options
+    sizes = {
+        "prompts_per_iteration": 2,
+        "group_size": 2,
+        "train_batch_size": 4,
+        "iterations": 3,
+    } | options
     return Trainer(
         policy,
         PROMPTS,
         Scorer({"brightness": brightness}),
         advantages.dance_grpo,
-        PolicyGradient(clip=1e-2),
+        PolicyGradient(clip_range=1e-2),
         partial(adamw, lr=1e-2),
         TrainOptions(**sizes),
     )
 
 
-@pytest.mark.parametrize("options", [{}, {"guidance": 2.5, "lora": 2}], ids=["full", "guided lora"])
+@pytest.mark.parametrize(
+    "options", [{}, {"guidance_scale": 2.5, "lora": 2}], ids=["full", "guided lora"]
+)
 @pytest.mark.parametrize("case", CASES)
 def test_the_first_step_is_exactly_on_policy(case, options):
     metrics = trainer_of(make(case, **options)).iterate()
@@ -125,7 +132,7 @@ def test_the_first_step_is_exactly_on_policy(case, options):
 
 @pytest.mark.parametrize("case", CASES)
 def test_an_exported_adapter_gives_the_plain_pipeline_our_images(case, tmp_path):
-    policy = make(case, lora=2, width=None)
+    policy = make(case, lora=2, fixed_batch_rows=None)
     trainer = trainer_of(policy)
     trainer.iterate(), trainer.iterate()
     policy.export(tmp_path)
@@ -153,7 +160,7 @@ def test_an_exported_adapter_gives_the_plain_pipeline_our_images(case, tmp_path)
 @pytest.mark.parametrize("case", CASES)
 def test_a_checkpoint_resumes_to_the_bit(case, tmp_path):
     def fresh():
-        return trainer_of(make(case, lora=2, guidance=2.5, steps=2))
+        return trainer_of(make(case, lora=2, guidance_scale=2.5, steps=2))
 
     resumes(fresh, tmp_path)
 
@@ -194,7 +201,7 @@ def with_scheduler(case, target):
 @pytest.mark.parametrize("case", ["sd", "sdxl"])
 def test_a_folder_of_the_hub_is_sampled_by_ddim_with_its_own_settings(case, tmp_path):
     place = with_scheduler(case, tmp_path / "model")
-    policy = make(case, path=place, width=None, steps=4)
+    policy = make(case, path=place, fixed_batch_rows=None, steps=4)
     with policy.evaluating(2.5), torch.no_grad():
         rollout = policy.rollout(PROMPTS, 1, Rng.of("same"))
     pipe = getattr(diffusers, policy.pipeline).from_pretrained(place)
@@ -207,7 +214,7 @@ def test_a_folder_of_the_hub_is_sampled_by_ddim_with_its_own_settings(case, tmp_
 def test_wans_own_times_begin_at_one(tmp_path):
     """UniPC begins a millionth below, where the first step of the Flow-SDE would have a hundred
     times its noise."""
-    policy = make("wan", path=with_scheduler("wan", tmp_path / "model"), steps=5, eta=0.7)
+    policy = make("wan", path=with_scheduler("wan", tmp_path / "model"), steps=5, noise_level=0.7)
     scheduler = diffusers.UniPCMultistepScheduler.from_pretrained(
         policy.place, subfolder="scheduler"
     )

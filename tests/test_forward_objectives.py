@@ -47,10 +47,10 @@ FORWARD = {
     "dgpo": partial(DGPO, beta=5.0, kl=0.001),
     "nft": NFT,
     "awm": AWM,
-    "diffusion_dpo": partial(DiffusionDPO, beta=10.0, draws=4),
-    "rwr": partial(RewardWeightedRegression, beta=0.3, draws=2),
+    "diffusion_dpo": partial(DiffusionDPO, beta=10.0, num_noise_draws=4),
+    "rwr": partial(RewardWeightedRegression, beta=0.3, num_noise_draws=2),
 }
-ON_PATH = {"guard": partial(Guard, clip=1e-2), "flow_dppo": partial(FlowDPPO, threshold=1e-2)}
+ON_PATH = {"guard": partial(Guard, clip_range=1e-2), "flow_dppo": partial(FlowDPPO, threshold=1e-2)}
 
 
 def column(*values):
@@ -217,7 +217,7 @@ def test_dgpo_stops_the_gradient_of_samples_that_moved_far():
     point, v = off_by(*miss, advantage=column(1.0, -1, 1, -1))
     old = point.target + 0.2
     policy = Velocities(live=v.requires_grad_(), ref=old, old=old)
-    objective = DGPO(beta=1.0, clip=1e-2, kl=0.0)
+    objective = DGPO(beta=1.0, clip_range=1e-2, kl=0.0)
     with torch.no_grad():
         coupled = objective.couple(point, objective.measure(policy, point))
     loss = objective.loss(policy, coupled)
@@ -302,7 +302,8 @@ def test_awms_ratio_is_to_the_sampling_weights_and_clipped():
     policy = Velocities(live=v, old=point.target + 0.25, ref=v + 0.5)
     ratio = torch.tensor(0.6 * (0.0625 - 0.003225), dtype=torch.float64).exp()
     wide, narrow = (
-        AWM(weighting="t", clip=clip, kl=0.0).loss(policy, point) for clip in (1.0, (0.01, 0.02))
+        AWM(weighting="t", clip_range=clip, kl=0.0).loss(policy, point)
+        for clip in (1.0, (0.01, 0.02))
     )
     torch.testing.assert_close(wide, column(-ratio, ratio))
     torch.testing.assert_close(narrow, column(-1.02, ratio))
@@ -365,7 +366,7 @@ def test_reward_weights_have_mean_one_in_every_group():
 
 
 def sampled(eta=0.0, **options):
-    policy = toys.make("flow", double=True, eta=eta, **options)
+    policy = toys.make("flow", double=True, noise_level=eta, **options)
     for name in ("ref", "old"):
         policy.weights.keep(name)
     with torch.no_grad():
@@ -417,7 +418,7 @@ def test_other_times_have_the_distribution_asked_for():
 def test_a_group_shares_times_and_noise(times):
     policy, rollout = sampled()
     points = list(noised(policy, rollout, Rng.of("points"), times, 3, shared=True))
-    assert len(points) == 3 and all((point.length == 3).all() for point in points)
+    assert len(points) == 3 and all((point.num_decisions == 3).all() for point in points)
     for point in points:
         noise = (point.target + rollout.sample).view(3, 4, -1)
         torch.testing.assert_close(noise, noise[:, :1].expand_as(noise))
@@ -491,9 +492,9 @@ def test_a_beta_that_is_not_positive_is_refused(make):
     with pytest.raises(UserError, match=r"objective\.\w+: must be positive: beta 0"):
         make(beta=0)
     with pytest.raises(UserError, match=r"objective\.guard needs clip > 0"):
-        Guard(clip=0.0)
+        Guard(clip_range=0.0)
     with pytest.raises(UserError, match=r"objective\.awm: must be positive: clip -1"):
-        AWM(clip=(0.5, -1.0))
+        AWM(clip_range=(0.5, -1.0))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -513,9 +514,11 @@ def test_guards_two_forms_agree_and_steps_are_balanced():
             dist.log_prob(point.target) - old.log_prob(point.target) + dist.kl(old)
         ) * dist.std.flatten(1)
         torch.testing.assert_close(normalised(dist, old, point.target), both, atol=1e-12, rtol=1e-9)
-        plain, balanced = (Guard(clip=0.1, balance=b).loss(policy, point) for b in (False, True))
+        plain, balanced = (
+            Guard(clip_range=0.1, balance=b).loss(policy, point) for b in (False, True)
+        )
         torch.testing.assert_close(balanced, plain * 5)
-        with_kl = Guard(clip=0.1, balance=False, kl=2.0).loss(policy, point)
+        with_kl = Guard(clip_range=0.1, balance=False, kl=2.0).loss(policy, point)
         torch.testing.assert_close(with_kl - plain, 2 * dist.kl(frozen(policy, "ref", point)))
 
 
@@ -546,14 +549,14 @@ def test_flow_dppos_divergence_in_its_three_forms():
 
 def trainer_of(make, family, lr=3e-3, eta=0.0, policy=None, **options):
     sizes = {
-        "prompts": 8,
-        "copies": 16,
-        "batch_size": 64,
+        "prompts_per_iteration": 8,
+        "group_size": 16,
+        "train_batch_size": 64,
         "iterations": 40,
-        "micro_batch": 64,
+        "micro_batch_size": 64,
     } | options
     return Trainer(
-        policy or toys.make(family, eta=eta),
+        policy or toys.make(family, noise_level=eta),
         toys.prompts(16),
         Scorer({"toy": toys.reward}),
         advantages.flow_grpo,
@@ -569,7 +572,7 @@ def test_training_raises_the_reward(name, family):
     """Those of the forward process from deterministic samples, which have no decisions on their
     path."""
     forward = name in FORWARD
-    trainer = trainer_of((FORWARD | ON_PATH)[name], family, eta=0.0 if forward else 0.7)
+    trainer = trainer_of((FORWARD | ON_PATH)[name], family, noise_level=0.0 if forward else 0.7)
     assert bool(trainer.collect()[0].mask.any()) is not forward
     rewards = [trainer.iterate()["reward/mean"] for _ in range(40)]
     start = sum(rewards[:3]) / 3
@@ -581,8 +584,10 @@ def test_training_raises_the_reward(name, family):
 def test_micro_batches_change_nothing(name):
     runs = []
     for micro in (64, 24, 5):
-        policy = toys.make("flow", double=True, eta=0.0 if name in FORWARD else 0.7)
-        trainer = trainer_of((FORWARD | ON_PATH)[name], "flow", policy=policy, micro_batch=micro)
+        policy = toys.make("flow", double=True, noise_level=0.0 if name in FORWARD else 0.7)
+        trainer = trainer_of(
+            (FORWARD | ON_PATH)[name], "flow", policy=policy, micro_batch_size=micro
+        )
         for _ in range(2):
             trainer.iterate()
         runs.append(trainer.policy.weights.full())
@@ -595,7 +600,9 @@ def test_micro_batches_change_nothing(name):
 def test_a_process_without_rows_can_keep_step(name):
     """It passes one row through the network that trains nothing, and so takes part in every
     collective call."""
-    trainer = trainer_of((FORWARD | ON_PATH)[name], "flow", eta=0.0 if name in FORWARD else 0.7)
+    trainer = trainer_of(
+        (FORWARD | ON_PATH)[name], "flow", noise_level=0.0 if name in FORWARD else 0.7
+    )
     trainer.collect()
     idle = trainer._idle(Rng.of("idle"))
     if trainer.coupled:
@@ -609,7 +616,9 @@ def test_a_process_without_rows_can_keep_step(name):
 def test_the_first_step_is_on_policy(name, precision):
     make = (FORWARD | ON_PATH)[name]
     eta = 0.0 if name in FORWARD else 0.7
-    metrics = trainer_of(make, "flow", eta=eta, batch_size=128, precision=precision).iterate()
+    metrics = trainer_of(
+        make, "flow", noise_level=eta, train_batch_size=128, precision=precision
+    ).iterate()
     assert metrics["ratio/mean"] == 1 and metrics["clip_fraction"] == 0 and metrics["grad_norm"] > 0
     assert (
         metrics.get("kl", 0) == 0
@@ -635,5 +644,5 @@ def test_old_weights_are_what_each_method_says():
 def test_flat_groups_teach_dgpo_nothing_when_dropped():
     trainer = trainer_of(DGPO, "flow")
     trainer.scorer = Scorer({"toy": lambda media, prompts: torch.ones(len(media))})
-    trainer.advantage = partial(advantages.flow_grpo, flat="drop")
+    trainer.advantage = partial(advantages.flow_grpo, zero_variance_groups="drop")
     assert trainer.iterate()["skipped_steps"] == 2

@@ -34,7 +34,7 @@ def small_letters(texts, prompts):
 def trajectory(family: str) -> list[list[float]]:
     """Trains one family and returns loss, gradient norm and mean reward of every iteration."""
     if family == "vlm":
-        policy = policy_of(tokens=8)
+        policy = policy_of(max_new_tokens=8)
         policy.net.double()
         prompts = [
             {"text": "what?", "images": [tiny_vlms.image(56, 56, seed)]} for seed in range(2)
@@ -53,7 +53,7 @@ def trajectory(family: str) -> list[list[float]]:
         prompts = toys.prompts(16)
         reward = toys.reward
         gaussian = policy.decisions == "gaussian"
-        objective = PolicyGradient(clip=0.2, kl=0.01) if gaussian else Text(kl=0.01)
+        objective = PolicyGradient(clip_range=0.2, kl=0.01) if gaussian else Text(kl=0.01)
         options = TrainOptions(
             prompts_per_iteration=4,
             group_size=4,

@@ -105,7 +105,9 @@ CASES |= {
 }
 # The same family and folder with other options, where only parity with the pipeline is of interest.
 MORE = {
-    "lcm": Case("lcm", {"size": 16, "embedded": 3.0}, guide=lambda scale: {"guidance_scale": 3.0}),
+    "lcm": Case(
+        "lcm", {"size": 16, "embedded_guidance": 3.0}, guide=lambda scale: {"guidance_scale": 3.0}
+    ),
     "z_image": Case(
         "z_image",
         {"size": 16, "text_length": 12, "normalise": 0.9},
@@ -182,7 +184,7 @@ def small_pictures(monkeypatch):
 def test_without_noise_we_are_the_diffusers_pipeline(name, case, guidance):
     if name == "lcm" and guidance != 1:
         pytest.skip("its pipeline has no guidance but what the network takes as an input")
-    policy = make(name, case, width=None)
+    policy = make(name, case, fixed_batch_rows=None)
     with policy.evaluating(guidance), torch.no_grad():
         rollout = policy.rollout(case.prompts, 2, Rng.of("same"))
         ours = policy.decode(rollout)
@@ -197,7 +199,9 @@ def test_without_noise_we_are_the_diffusers_pipeline(name, case, guidance):
     assert (prompted - latents).abs().max() > 1e-4  # the prompt has an effect
 
 
-@pytest.mark.parametrize("options", [{}, {"guidance": 2.5, "lora": 2}], ids=["full", "guided lora"])
+@pytest.mark.parametrize(
+    "options", [{}, {"guidance_scale": 2.5, "lora": 2}], ids=["full", "guided lora"]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_the_first_step_is_exactly_on_policy(name, options):
     trainer = trainer_of(make(name, **options))
@@ -211,7 +215,7 @@ def test_the_first_step_is_exactly_on_policy(name, options):
 @pytest.mark.usefixtures("lcm_noise")
 @pytest.mark.parametrize("name", CASES)
 def test_an_exported_adapter_gives_the_plain_pipeline_our_images(name, tmp_path):
-    policy = make(name, lora=2, width=None)
+    policy = make(name, lora=2, fixed_batch_rows=None)
     case = CASES[name]
     trainer = trainer_of(policy)
     trainer.prompts = case.prompts
@@ -231,7 +235,7 @@ def test_an_exported_adapter_gives_the_plain_pipeline_our_images(name, tmp_path)
 @pytest.mark.parametrize("name", CASES)
 def test_a_checkpoint_resumes_to_the_bit(name, tmp_path):
     def fresh():
-        trainer = trainer_of(make(name, lora=2, guidance=2.5, steps=2))
+        trainer = trainer_of(make(name, lora=2, guidance_scale=2.5, steps=2))
         trainer.prompts = CASES[name].prompts
         return trainer
 

@@ -70,12 +70,12 @@ def make(folder):
 IDS = every(VOCAB, TOKENS)
 REWARD = torch.linspace(-1, 2, len(IDS), dtype=torch.float64).sin()
 MODES = [
-    {"guidance": 1.0},
-    {"guidance": 3.0},
-    {"guidance": 3.0, "temperature": 0.7},
-    {"guidance": 2.0, "top_k": 2},
-    {"guidance": 2.0, "top_p": 0.8, "temperature": 1.3},
-    {"guidance": 3.0, "logp_dist": "guided_stopgrad_uncond"},
+    {"guidance_scale": 1.0},
+    {"guidance_scale": 3.0},
+    {"guidance_scale": 3.0, "temperature": 0.7},
+    {"guidance_scale": 2.0, "top_k": 2},
+    {"guidance_scale": 2.0, "top_p": 0.8, "temperature": 1.3},
+    {"guidance_scale": 3.0, "logprob_guidance": "guided_stopgrad_uncond"},
 ]
 
 
@@ -130,7 +130,7 @@ def test_importance_weights_are_unbiased(make, options):
 def gradients(make, **options):
     """The true gradient of the expected reward of what is sampled, and the estimator's
     expectation."""
-    sampled = make(**options | {"logp_dist": "guided"})
+    sampled = make(**options | {"logprob_guidance": "guided"})
     p = logp(sampled, IDS, PROMPT).exp()
     true = flat_grad(sampled, (p * REWARD).sum())
     scored = make(**options)
@@ -139,7 +139,8 @@ def gradients(make, **options):
 
 
 @pytest.mark.parametrize(
-    "options", [{"guidance": 1.0}, {"guidance": 2.0}, {"guidance": 5.0, "temperature": 0.7}]
+    "options",
+    [{"guidance_scale": 1.0}, {"guidance_scale": 2.0}, {"guidance_scale": 5.0, "temperature": 0.7}],
 )
 def test_the_matched_gradient_is_the_true_one(make, options):
     true, estimated = gradients(make, **options)
@@ -149,7 +150,10 @@ def test_the_matched_gradient_is_the_true_one(make, options):
 
 
 def test_the_mismatched_gradient_is_not(make):
-    found = [cosine(*gradients(make, guidance=s, logp_dist="conditional")) for s in (1.0, 2.0, 5.0)]
+    found = [
+        cosine(*gradients(make, guidance_scale=s, logprob_guidance="conditional"))
+        for s in (1.0, 2.0, 5.0)
+    ]
     assert (
         found[0] == pytest.approx(1, abs=1e-12)
         and found[0] > found[1] + 0.01
@@ -162,7 +166,7 @@ def test_without_gradient_through_the_unconditional_branch(make, train):
     """The gradient of the guided score with z_u held fixed, also in the head, and the same
     value."""
     stop, whole = (
-        make(guidance=3.0, logp_dist=kind, train=train)
+        make(guidance_scale=3.0, logprob_guidance=kind, train=train)
         for kind in ("guided_stopgrad_uncond", "guided")
     )
     torch.testing.assert_close(
@@ -189,7 +193,7 @@ def test_what_is_trained_gets_a_gradient(make, train):
 
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
 def test_token_by_token_is_all_at_once_with_ragged_prompts(make, guidance):
-    policy = make(guidance=guidance)
+    policy = make(guidance_scale=guidance)
     rollout = policy.rollout(PROMPTS, 3, Rng.of("ragged"))
     assert len({one["ids"].shape for one in rollout.cond}) == 2
     (point,) = policy.path(rollout)
@@ -203,12 +207,12 @@ def test_token_by_token_is_all_at_once_with_ragged_prompts(make, guidance):
 @pytest.mark.parametrize("guidance", [2.0, 5.0])
 def test_greedy_tokens_are_those_of_transformers(make, guidance):
     """Its own generation crashes at guidance 1, so the unguided case is compared at 1 + 1e-6."""
-    policy = make(double=False, guidance=guidance)
+    policy = make(double=False, guidance_scale=guidance)
     compare(policy, guidance)
 
 
 def test_unguided_greedy_tokens_are_those_of_transformers(make):
-    compare(make(double=False, guidance=1.0), 1 + 1e-6)
+    compare(make(double=False, guidance_scale=1.0), 1 + 1e-6)
 
 
 def compare(policy, guidance):
@@ -233,23 +237,23 @@ def compare(policy, guidance):
 
 
 def test_scoring_with_gradient_checkpointing_is_the_same(make):
-    plain = make(guidance=2.0)
-    again = make(guidance=2.0)
+    plain = make(guidance_scale=2.0)
+    again = make(guidance_scale=2.0)
     again.enable_gradient_checkpointing()
     first, second = (flat_grad(p, logp(p, IDS[:9], PROMPT).sum()) for p in (plain, again))
     torch.testing.assert_close(first, second, atol=1e-12, rtol=1e-9)
 
 
 def test_the_first_ratio_is_one_in_training(make):
-    assert_trains(make(double=False, guidance=3.0, top_k=2), PROMPTS)
+    assert_trains(make(double=False, guidance_scale=3.0, top_k=2), PROMPTS)
 
 
 def test_half_precision(make):
-    assert_half_precision(make(double=False, guidance=3.0), PROMPTS, apart=2e-2)
+    assert_half_precision(make(double=False, guidance_scale=3.0), PROMPTS, apart=2e-2)
 
 
 def test_a_compiled_token_is_the_same(make, monkeypatch):
-    assert_compiles(make(guidance=3.0), PROMPTS, monkeypatch)
+    assert_compiles(make(guidance_scale=3.0), PROMPTS, monkeypatch)
 
 
 def test_kernels_that_cannot_run_are_refused(folder):
@@ -259,7 +263,7 @@ def test_kernels_that_cannot_run_are_refused(folder):
 
 
 def test_what_memory_allows_is_measured_on_few_tokens(make, monkeypatch):
-    policy = make(memory=1.0)
+    policy = make(sampling_memory_gib=1.0)
     seen = []
     draw = policy._draw
     monkeypatch.setattr(policy, "_draw", lambda *given: seen.append(given[4:]) or draw(*given))
@@ -269,7 +273,7 @@ def test_what_memory_allows_is_measured_on_few_tokens(make, monkeypatch):
 
 def test_a_mismatch_is_named(folder):
     with pytest.warns(UserWarning, match="drawn with guidance 5 and scored without"):
-        Janus(folder, logp_dist="conditional")
+        Janus(folder, logprob_guidance="conditional")
 
 
 def test_another_model_is_refused(tmp_path):
@@ -309,8 +313,10 @@ def test_a_published_mismatch_in_a_table():
 def test_half_precision_at_the_guidance_of_the_shipped_configuration(make):
     """configs/janus/ar_grpo.yaml: passes in bfloat16, guidance 5, whose rounding is several times
     the unguided one."""
-    policy = make(double=False, guidance=5.0)
-    first = trainer_of(policy, PROMPTS, precision="bf16", copies=8, batch_size=16).iterate()
+    policy = make(double=False, guidance_scale=5.0)
+    first = trainer_of(
+        policy, PROMPTS, precision="bf16", group_size=8, train_batch_size=16
+    ).iterate()
     assert first["skipped_steps"] == 0 and first["ratio/max_deviation"] > 1e-3
 
 
@@ -319,9 +325,15 @@ def test_gspo_at_its_published_clip_cuts_nothing_while_the_weights_stay(make):
     precision it would have."""
     found = {}
     for again in (False, "auto"):
-        policy = make(double=False, guidance=5.0)
+        policy = make(double=False, guidance_scale=5.0)
         objective = Text(surrogate=SURROGATES["gspo"])
-        sizes = {"copies": 8, "batch_size": 4, "micro_batch": 4, "epochs": 2, "precision": "bf16"}
+        sizes = {
+            "group_size": 8,
+            "train_batch_size": 4,
+            "micro_batch_size": 4,
+            "epochs": 2,
+            "precision": "bf16",
+        }
         trainer = trainer_of(
             policy, PROMPTS, objective, lr=0.0, recompute_old_logprob=again, **sizes
         )

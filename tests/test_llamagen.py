@@ -199,9 +199,9 @@ def test_an_image_token_sees_every_token_of_a_text_alike(make):
 # exactness
 
 MODES = [
-    {"guidance": 1.0},
-    {"guidance": 3.0, "temperature": 0.7},
-    {"guidance": 4.0, "logp_dist": "conditional"},
+    {"guidance_scale": 1.0},
+    {"guidance_scale": 3.0, "temperature": 0.7},
+    {"guidance_scale": 4.0, "logprob_guidance": "conditional"},
 ]
 
 
@@ -214,7 +214,7 @@ def test_probabilities_of_all_images_sum_to_1(make, kind, options):
 
 
 @pytest.mark.parametrize(
-    "options", [{"guidance": 3.0, "top_k": 2}, {"top_p": 0.8, "temperature": 1.3}], ids=str
+    "options", [{"guidance_scale": 3.0, "top_k": 2}, {"top_p": 0.8, "temperature": 1.3}], ids=str
 )
 def test_probabilities_of_what_can_be_sampled_sum_to_1(make, options):
     policy = make("text", **options)
@@ -227,7 +227,7 @@ def test_probabilities_of_what_can_be_sampled_sum_to_1(make, options):
 @pytest.mark.parametrize("kind", ["class", "text"])
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
 def test_token_by_token_is_all_at_once(make, kind, guidance):
-    policy = make(kind, guidance=guidance)
+    policy = make(kind, guidance_scale=guidance)
     with torch.no_grad():
         rollout = policy.rollout(PROMPTS, 3, Rng.of("once"))
         (point,) = policy.path(rollout)
@@ -236,7 +236,7 @@ def test_token_by_token_is_all_at_once(make, kind, guidance):
 
 
 def test_samples_come_at_the_rate_of_their_score(make):
-    policy = make(guidance=3.0, top_k=2)
+    policy = make(guidance_scale=3.0, top_k=2)
     copies = 1000
     with torch.no_grad():
         rollout = policy.rollout([PROMPT], copies, Rng.of("frequencies"))
@@ -253,12 +253,12 @@ def test_samples_come_at_the_rate_of_their_score(make):
 def test_the_matched_gradient_is_the_true_one_and_the_published_is_not(make):
     found = {}
     for scale in (1.0, 2.0, 5.0):
-        sampled = make(guidance=scale)
+        sampled = make(guidance_scale=scale)
         p = logp(sampled, IDS, PROMPT).exp()
         true = flat_grad(sampled, (p * REWARD).sum())
         weight = (p * (REWARD - (p * REWARD).sum())).detach()
         for kind in ("guided", "conditional"):
-            scored = make(guidance=scale, logp_dist=kind)
+            scored = make(guidance_scale=scale, logprob_guidance=kind)
             found[scale, kind] = cosine(
                 flat_grad(scored, (weight * logp(scored, IDS, PROMPT)).sum()), true
             )
@@ -268,7 +268,7 @@ def test_the_matched_gradient_is_the_true_one_and_the_published_is_not(make):
 
 
 def test_importance_weights_are_unbiased(make):
-    policy = make(guidance=2.0)
+    policy = make(guidance_scale=2.0)
     with torch.no_grad():
         old = logp(policy, IDS, PROMPT)
         for i, p in enumerate(policy.weights.parameters().values()):
@@ -285,8 +285,8 @@ def test_importance_weights_are_unbiased(make):
 
 
 def test_scoring_with_gradient_checkpointing_is_the_same(make):
-    plain = make(guidance=2.0)
-    again = make(guidance=2.0)
+    plain = make(guidance_scale=2.0)
+    again = make(guidance_scale=2.0)
     again.enable_gradient_checkpointing()
     first, second = (flat_grad(p, logp(p, IDS[:9], PROMPT).sum()) for p in (plain, again))
     torch.testing.assert_close(first, second, atol=1e-12, rtol=1e-9)
@@ -294,7 +294,7 @@ def test_scoring_with_gradient_checkpointing_is_the_same(make):
 
 @pytest.mark.parametrize("kind", ["class", "text"])
 def test_the_first_ratio_is_one_in_training(make, kind):
-    assert_trains(make(kind, double=False, guidance=3.0), PROMPTS)
+    assert_trains(make(kind, double=False, guidance_scale=3.0), PROMPTS)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -321,7 +321,7 @@ def test_adapters_are_added_to_what_is_exported(make, tmp_path: Path):
         for p in policy.weights.parameters().values():
             p.add_(0.1)
         policy.export(tmp_path)
-        again = LlamaGen(str(tmp_path), guidance=policy.guidance_scale)
+        again = LlamaGen(str(tmp_path), guidance_scale=policy.guidance_scale)
         torch.testing.assert_close(
             logp(again, IDS, PROMPT), logp(policy, IDS, PROMPT), atol=1e-4, rtol=0
         )
@@ -334,12 +334,12 @@ def test_a_prompt_without_a_class_is_named(make):
 
 @pytest.mark.parametrize("kind", ["class", "text"])
 def test_half_precision(make, kind):
-    assert_half_precision(make(kind, double=False, guidance=3.0), PROMPTS, apart=2e-2)
+    assert_half_precision(make(kind, double=False, guidance_scale=3.0), PROMPTS, apart=2e-2)
 
 
 @pytest.mark.parametrize("kind", ["class", "text"])
 def test_a_compiled_token_is_the_same(make, kind, monkeypatch):
-    assert_compiles(make(kind, guidance=3.0), PROMPTS, monkeypatch)
+    assert_compiles(make(kind, guidance_scale=3.0), PROMPTS, monkeypatch)
 
 
 def test_shapes_are_told_by_width():

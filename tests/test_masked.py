@@ -112,7 +112,7 @@ def test_maskgit_is_the_pipeline(guidance, choice, monkeypatch):
             path := str(tiny_diffusers.folder("amused")),
             steps=5,
             sampler="maskgit",
-            guidance=guidance,
+            guidance_scale=guidance,
             choice=choice,
         ),
         double=False,
@@ -195,7 +195,12 @@ def test_export_is_loaded_by_the_pipeline(lora, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"guidance": 3.0}, {"guidance": 3.0, "logp_dist": "guided_stopgrad_uncond"}]
+    "options",
+    [
+        {},
+        {"guidance_scale": 3.0},
+        {"guidance_scale": 3.0, "logprob_guidance": "guided_stopgrad_uncond"},
+    ],
 )
 def test_asking_for_some_places_is_a_part_of_all(options):
     """Shared texts, logits of some tokens and the mixture before the codebook give the same,
@@ -260,7 +265,7 @@ def test_the_quickened_network_is_that_of_diffusers():
 
 
 def test_the_first_pass_looks_at_one_image_a_prompt(monkeypatch):
-    policy = Amused(str(tiny_diffusers.folder("amused")), steps=3, guidance=2.0)
+    policy = Amused(str(tiny_diffusers.folder("amused")), steps=3, guidance_scale=2.0)
     rows = []
     places = policy.places
     monkeypatch.setattr(
@@ -282,7 +287,7 @@ def test_half_precision():
     """bfloat16 weights: log-probs are recorded in float32 and found again to 0.02 on average; the
     gate lets that pass, and not half a nat."""
     policy = Amused(
-        str(tiny_diffusers.folder("amused")), steps=3, guidance=2.0, dtype="bfloat16", lora=2
+        str(tiny_diffusers.folder("amused")), steps=3, guidance_scale=2.0, dtype="bfloat16", lora=2
     )
     with torch.no_grad():
         rollout = policy.rollout(PROMPTS, 4, Rng.of("half"))
@@ -361,7 +366,7 @@ def log_prob(policy, rollout):
 EVERY = {"emerge": every_emerge, "maskgit": every_maskgit}
 CASES = [
     ("emerge", {}),
-    ("emerge", {"guidance": 2.5, "temperature": 0.7, "steps": 3}),
+    ("emerge", {"guidance_scale": 2.5, "temperature": 0.7, "steps": 3}),
     ("maskgit", {"choice": (1.5, 0.0)}),
     ("maskgit", {"guidance": 2.5, "choice": (0.4, 0.0)}),
 ]
@@ -457,7 +462,7 @@ def gradient(policy, loss):
     return torch.cat([p.grad.flatten() for p in policy.net.parameters() if p.grad is not None])
 
 
-@pytest.mark.parametrize("options", [{}, {"guidance": 2.5, "temperature": 0.7, "steps": 3}])
+@pytest.mark.parametrize("options", [{}, {"guidance_scale": 2.5, "temperature": 0.7, "steps": 3}])
 def test_the_gradient_is_that_of_the_expected_reward(options):
     policy = small(**options)
     rollout, prior = every_emerge(policy)
@@ -505,22 +510,22 @@ def test_the_gradient_of_a_choice_is_that_of_the_expected_reward(options):
 
 def test_conditional_scores_give_another_gradient():
     with pytest.warns(UserWarning, match="guided matches"):
-        policy = small(guidance=5.0, logp_dist="conditional")
+        policy = small(guidance_scale=5.0, logprob_guidance="conditional")
     rollout, prior = every_emerge(policy)
     logp = log_prob(policy, rollout)
-    matched = small(guidance=5.0)
+    matched = small(guidance_scale=5.0)
     with torch.no_grad():
         weight = (log_prob(matched, rollout) + prior).exp()
     true = gradient(matched, true_return(matched))
     ours = gradient(policy, (weight * reward(rollout.sample) * logp).sum())
     assert torch.nn.functional.cosine_similarity(ours, true, dim=0) < 0.99
-    stopped = small(guidance=5.0, logp_dist="guided_stopgrad_uncond")
+    stopped = small(guidance_scale=5.0, logprob_guidance="guided_stopgrad_uncond")
     torch.testing.assert_close(log_prob(stopped, rollout), log_prob(matched, rollout))
 
 
 def test_without_gradient_through_the_unconditional_logits():
     """That of the guided score with z_u held fixed, by the network called directly."""
-    policy = small(guidance=5.0, logp_dist="guided_stopgrad_uncond")
+    policy = small(guidance_scale=5.0, logprob_guidance="guided_stopgrad_uncond")
     rollout, _ = every_emerge(policy)
     weight = reward(rollout.sample)
     found = gradient(policy, (weight * log_prob(policy, rollout)).sum())

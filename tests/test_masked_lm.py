@@ -25,7 +25,7 @@ def rolled(policy, prompts=PROMPTS, copies=3):
     return rollout.replace(advantage=torch.ones(len(rollout), 1))
 
 
-@pytest.mark.parametrize("options", [{}, {"sampler": "maskgit"}, {"guidance": 3.0}])
+@pytest.mark.parametrize("options", [{}, {"sampler": "maskgit"}, {"guidance_scale": 3.0}])
 def test_the_path_repeats_what_was_recorded_block_after_block(options):
     policy = made(**options)
     rollout = rolled(policy)

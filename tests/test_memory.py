@@ -40,7 +40,7 @@ def drawn(policy, prompts, rewards, iteration=0) -> Drawn:
 
 @pytest.fixture(scope="module")
 def policy():
-    return policy_of(tokens=5)
+    return policy_of(max_new_tokens=5)
 
 
 def exchange(memory, prompts, rewards, iteration):
@@ -54,10 +54,13 @@ def test_flat_groups_give_way_to_those_whose_rewards_differed_most(policy):
     memory = Memory(Reuse(share=1.0), policy, prompts)
     first, same, counts = exchange(memory, prompts, [0, 0, 1, 0, 0, 3, 1, 1, 1, 0, 0, 2.0], 0)
     assert counts == {"reuse/groups": 0, "reuse/age": 0, "reuse/remembered": 3}
-    assert torch.equal(same.rollout.sample, first.rollout.sample) and not same.rollout.stale.any()
+    assert (
+        torch.equal(same.rollout.sample, first.rollout.sample)
+        and not same.rollout.is_replayed.any()
+    )
     second, found, counts = exchange(memory, [prompts[0], prompts[3]], [1, 1, 1, 0, 1, 0.0], 2)
     assert counts == {"reuse/groups": 1, "reuse/age": 2, "reuse/remembered": 3}
-    stale = found.rollout.stale
+    stale = found.rollout.is_replayed
     assert stale.tolist() == [True] * 3 + [False] * 3 and found.rewards["r"].tolist() == [
         0,
         0,
@@ -66,12 +69,12 @@ def test_flat_groups_give_way_to_those_whose_rewards_differed_most(policy):
         1,
         0,
     ]
-    assert torch.equal(found.rollout.row, second.rollout.row)
+    assert torch.equal(found.rollout.row_id, second.rollout.row_id)
     old = first.rollout[first.rollout.group == 1]
     assert torch.equal(found.rollout.sample[stale], old.sample)
     assert torch.equal(found.rollout.logprob[stale], old.logprob)
     assert (
-        found.rollout.asked()[0]["text"] == prompts[1]["text"]
+        found.rollout.prompt_per_row()[0]["text"] == prompts[1]["text"]
         and found.media[:3] == first.media[3:6]
     )
     point = point_of(policy, found.rollout)
@@ -89,7 +92,7 @@ def test_groups_are_forgotten_by_age_use_and_size(policy):
     exchange(memory, prompts, mixed, 0)
     assert [one.index for one in memory.groups] == [3, 2, 1]
     _, found, counts = exchange(memory, prompts, [1.0] * 12, 1)
-    assert counts["reuse/groups"] == 2 and found.rollout.stale.sum() == 6, (
+    assert counts["reuse/groups"] == 2 and found.rollout.is_replayed.sum() == 6, (
         "half of the groups at most"
     )
     assert [one.index for one in memory.groups] == [1], "used once"
@@ -105,7 +108,7 @@ def test_what_is_not_in_the_data_is_not_remembered(policy):
 
 def test_an_old_answer_has_the_ratio_to_the_weights_that_sampled_it(policy):
     """And its gradient is that of the surrogate at this ratio, on the first step too."""
-    one = policy_of(tokens=5)
+    one = policy_of(max_new_tokens=5)
     found = drawn(one, asked(2), [0, 0, 1, 0, 0, 1.0]).rollout
     with torch.no_grad():
         for p in one.net.parameters():
@@ -135,14 +138,14 @@ def some(texts, prompts):
 
 def trainer(**options) -> Trainer:
     sizes = {
-        "prompts": 2,
-        "copies": COPIES,
-        "batch_size": 6,
+        "prompts_per_iteration": 2,
+        "group_size": COPIES,
+        "train_batch_size": 6,
         "iterations": 8,
-        "reuse": Reuse(share=0.5),
+        "replay_buffer": Reuse(share=0.5),
     } | options
     return Trainer(
-        policy_of(tokens=3),
+        policy_of(max_new_tokens=3),
         asked(),
         Scorer({"some": some}),
         advantages.grpo,
@@ -197,6 +200,6 @@ def test_policies_without_prompts_to_encode_again_are_refused():
 def test_marks_are_one_a_row(policy):
     rollout = drawn(policy, asked(1), [0, 0, 1.0]).rollout
     assert (
-        marked(rollout, True).stale.tolist() == [True] * 3
-        and not marked(rollout, False).stale.any()
+        marked(rollout, True).is_replayed.tolist() == [True] * 3
+        and not marked(rollout, False).is_replayed.any()
     )

@@ -63,7 +63,7 @@ def sampled(policy):
 
 @pytest.mark.parametrize("guidance", [1.0, 2.5])
 def test_a_dit_is_the_diffusers_pipeline(guidance, monkeypatch):
-    policy = make(**DIT, guidance=guidance, width=None)
+    policy = make(**DIT, guidance_scale=guidance, fixed_batch_rows=None)
     rollout, ours = sampled(policy)
     theirs = of_the_pipeline(policy.net.net, rollout, guidance, monkeypatch)
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
@@ -76,7 +76,7 @@ def test_a_trained_dit_gives_the_plain_pipeline_our_images(lora, tmp_path, monke
     it."""
     from safetensors.torch import load_file
 
-    whole = trainer(**DIT, lora=lora, width=None)
+    whole = trainer(**DIT, lora=lora, fixed_batch_rows=None)
     whole.iterate(), whole.iterate()
     whole.policy.export(tmp_path)
     rollout, ours = sampled(whole.policy)
@@ -94,7 +94,7 @@ CASES = {
     "embedding": {"net": f"{HERE}:Embedded", "field": "place"},
     "nothing": {"net": f"{HERE}:Embedded", "field": None},
     "dit": DIT,
-    "dit-lora": DIT | {"lora": 2, "guidance": 2.5},
+    "dit-lora": DIT | {"lora": 2, "guidance_scale": 2.5},
 }
 
 
@@ -140,7 +140,7 @@ def test_mistakes_are_one_sentence(tmp_path):
     with pytest.raises(UserError, match="must be a number, or numbers of one count"):
         make(field="place").encode([{"place": [1.0]}, {"place": [1.0, 2.0]}])
     with pytest.raises(UserError, match="guidance needs empty"):
-        make(guidance=2.0)
+        make(guidance_scale=2.0)
     with pytest.raises(UserError, match="must return an nn.Module, not list"):
         (tmp_path / "mine.py").write_text("build = list")
         make(net=f"{tmp_path}/mine.py:build")
@@ -149,4 +149,4 @@ def test_mistakes_are_one_sentence(tmp_path):
     with pytest.raises(
         UserError, match="kernel: flow_sde is not for this kind of model; for it: consistency, ddim"
     ):
-        make(**DIT | {"kernel": "flow_sde"})
+        make(**DIT | {"sde_type": "flow_sde"})

@@ -50,21 +50,21 @@ KIND = toys.POLICIES | {"hidden": ToyHidden}
 # Options of the objective, and those of the toy policy, where the defaults are for networks a
 # million times as large.
 LEARNS = {
-    "grpo": {"clip": 0.02},
-    "guard": {"clip": 0.02},
+    "grpo": {"clip_range": 0.02},
+    "guard": {"clip_range": 0.02},
     "flow_dppo": {"threshold": 0.01},
     "dgpo": {"beta": 5.0, "kl": 0.001},
     "crd": {"kl": 0.0},
-    "diffusion_dpo": {"beta": 5.0, "draws": 4},
+    "diffusion_dpo": {"beta": 5.0, "num_noise_draws": 4},
     "d3po": {"beta": 5.0},
-    "seppo": {"beta": 50.0, "draws": 8},
-    "rwr": {"beta": 0.3, "draws": 4},
+    "seppo": {"beta": 50.0, "num_noise_draws": 8},
+    "rwr": {"beta": 0.3, "num_noise_draws": 4},
     "draft": {"last": 3},
     "adjoint_matching": {"strength": 20.0},
 }
 POLICY = {
-    ("adjoint_matching", "flow"): {"kernel": memoryless, "eta": 1.0},
-    ("adjoint_matching", "video"): {"kernel": memoryless, "eta": 1.0},
+    ("adjoint_matching", "flow"): {"sde_type": memoryless, "noise_level": 1.0},
+    ("adjoint_matching", "video"): {"sde_type": memoryless, "noise_level": 1.0},
 }
 PAIRS = [
     (name, kind)
@@ -192,7 +192,7 @@ def test_which_pairs_suit_each_other():
     assert all(pairs.values()), "an objective without a policy"
 
 
-OF_ANSWERS = [{"truth": "count"}, {"reuse": {"share": 0.5}}, {"lengths": [[0, 64]]}]
+OF_ANSWERS = [{"truth": "count"}, {"replay_buffer": {"share": 0.5}}, {"lengths": [[0, 64]]}]
 
 
 @pytest.mark.parametrize("option", OF_ANSWERS, ids=lambda option: next(iter(option)))

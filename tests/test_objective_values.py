@@ -123,7 +123,7 @@ def test_awm_counts_the_ratios_beyond_its_clip_on_either_side():
     ):
         meter = Meter()
         with meter.listening():
-            loss = AWM(weighting="t", clip=clip, kl=0.0).loss(policy, renoised(advantage))
+            loss = AWM(weighting="t", clip_range=clip, kl=0.0).loss(policy, renoised(advantage))
         assert meter.mean("clip_fraction") == pytest.approx(fraction)
         ratio = [math.exp(0.025), 1.0, math.exp(-0.02)]
         low, high = clip if isinstance(clip, tuple) else (clip, clip)
@@ -215,7 +215,9 @@ def test_off_policy_answers_are_dropped_only_where_they_are_bad_and_far():
         kept = off_policy(logp, point, 0.25)
     assert kept.tolist() == [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]
     assert meter.mean("off_policy") == pytest.approx(0.2)
-    recorded = off_policy(logp, point.replace(sampler_logprob=None, logprob=point.sampled), 0.25)
+    recorded = off_policy(
+        logp, point.replace(sampler_logprob=None, logprob=point.sampler_logprob), 0.25
+    )
     assert torch.equal(recorded, kept)
 
 
@@ -344,7 +346,7 @@ def test_dgpo_row_by_row(reference, clip, kl):
     ]
     tables = {name: torch.tensor(table, dtype=torch.float64) for name, table in tables.items()}
     live = tables.pop("live").requires_grad_()
-    objective = DGPO(beta=beta, clip=clip, kl=kl, reference=reference)
+    objective = DGPO(beta=beta, clip_range=clip, kl=kl, reference=reference)
     policy = Velocities(live=live, **tables)
     point = renoised(column(*ADVANTAGE)).replace(group=torch.tensor(group))
     meter = Meter()
@@ -390,7 +392,7 @@ def test_dgpo_as_published_and_what_it_keeps_and_refuses():
     }
     for snapshots, chosen in kept.items():
         assert DGPO(**chosen).snapshots == snapshots
-    assert DGPO(clip=None, behavior_policy="old").snapshots == ("old", "ref")
+    assert DGPO(clip_range=None, behavior_policy="old").snapshots == ("old", "ref")
     assert DGPO(reference="old").snapshots == ("old", "ref")
     for wrong in ({"beta": 0.0}, {"advantage_clip": 0.0}, {"clip": -1.0}):
         with pytest.raises(UserError, match="must be positive"):
@@ -714,12 +716,12 @@ def test_surrogates_by_bounds_and_small_advantages():
     mask = torch.ones(1, 1, dtype=torch.bool)
     assert gspo(column(1.0), old, column(1.0), mask).item() == pytest.approx(-(1 + 4e-4), abs=1e-12)
     assert gspo(column(-1.0), old, column(-1.0), mask).item() == pytest.approx(1 - 3e-4, abs=1e-12)
-    assert gmpo(column(1.0), old, column(0.5), mask, low=0.1, high=None).item() == pytest.approx(
-        -0.5 * math.exp(0.1)
-    )
-    assert gmpo(column(1.0), old, column(0.5), mask, low=0.1, high=0.2).item() == pytest.approx(
-        -0.5 * math.exp(0.2)
-    )
+    assert gmpo(
+        column(1.0), old, column(0.5), mask, clip_low=0.1, clip_high=None
+    ).item() == pytest.approx(-0.5 * math.exp(0.1))
+    assert gmpo(
+        column(1.0), old, column(0.5), mask, clip_low=0.1, clip_high=0.2
+    ).item() == pytest.approx(-0.5 * math.exp(0.2))
     assert gmpo(column(1.0), old, column(-0.5), mask).item() == pytest.approx(0.5 * math.e), (
         "the other side is free"
     )
@@ -948,7 +950,7 @@ def test_ratios_beyond_the_clip_are_counted_on_both_sides(shift):
     ):
         meter = Meter()
         with meter.listening():
-            PolicyGradient(clip=clip).loss(policy, point)
+            PolicyGradient(clip_range=clip).loss(policy, point)
         assert meter.mean("clip_fraction") == fraction
 
 
@@ -1108,7 +1110,7 @@ def test_fpo_clips_ratio_and_advantage_row_by_row():
     measured = column(0.2, 0.2, 0.0, -0.2, 0.1, 0.1, 0.02, 0.0)
     meter = Meter()
     with meter.listening():
-        ready = FPO(clip=(0.05, 0.12)).couple(twice, measured).advantage[:, 0]
+        ready = FPO(clip_range=(0.05, 0.12)).couple(twice, measured).advantage[:, 0]
     mean = [0.15, 0.15, 0.01, -0.1]
     far = [True, False, False, True]
     wanted = [
@@ -1131,7 +1133,7 @@ def test_d3po_is_seen_by_the_gate_and_wants_gaussian_steps():
     with pytest.raises(UserError, match="flow and diffusion models"):
         D3PO().loss(policy, point)
     with pytest.raises(UserError, match="weigh noise is for flow"):
-        PolicyGradient(weigh="noise").loss(policy, point)
+        PolicyGradient(timestep_weighting="noise").loss(policy, point)
     with pytest.raises(UserError, match="compares means"):
         normalised(
             Gaussian(torch.zeros(1, 2), torch.ones(1, 1)),

@@ -85,13 +85,13 @@ def test_ratio_and_kl_of_published_code():
     policy, point = one_step()
     meter = Meter()
     with meter.listening():
-        loss = PolicyGradient(clip=1.0, kl=1.0, kl_form="flow_grpo").loss(policy, point)
-    plain = PolicyGradient(clip=1.0).loss(policy, point)
+        loss = PolicyGradient(clip_range=1.0, kl=1.0, kl_form="flow_grpo").loss(policy, point)
+    plain = PolicyGradient(clip_range=1.0).loss(policy, point)
     assert plain.flatten().tolist() == pytest.approx([-1.00050044, 0.99806345], abs=2e-6)
     assert (loss - plain).flatten().tolist() == pytest.approx([3.3e-6] * 2, abs=1e-7)
     # theirs is times the step length
     assert meter.mean("kl") == pytest.approx(3.3e-6 / 0.25, rel=0.02)
-    exact = PolicyGradient(clip=1.0, kl=1.0).loss(policy, point) - plain
+    exact = PolicyGradient(clip_range=1.0, kl=1.0).loss(policy, point) - plain
     assert exact.flatten().tolist() == pytest.approx([meter.mean("kl")] * 2, abs=2e-7)
 
 
@@ -109,7 +109,7 @@ def test_advantages_are_clipped_and_clipping_is_counted():
     big = point.replace(advantage=torch.tensor([[50.0], [-1.0]]))
     meter = Meter()
     with meter.listening():
-        loss = PolicyGradient(clip=1e-3, advantage_clip=5.0).loss(policy, big)
+        loss = PolicyGradient(clip_range=1e-3, advantage_clip=5.0).loss(policy, big)
     assert float(loss[0]) == pytest.approx(-5 * 1.00050044, abs=1e-4)
     assert meter.mean("clip_fraction") == 0.5  # |0.998 - 1| > 1e-3, |1.0005 - 1| < 1e-3
 
@@ -150,7 +150,7 @@ def test_noise_weights_are_the_injected_noise():
         advantage=torch.tensor([[1.0], [-1.0], [0.5], [-0.5]], dtype=torch.float64)
     )
     even = PolicyGradient()
-    noise = PolicyGradient(weigh="noise")
+    noise = PolicyGradient(timestep_weighting="noise")
     for point in even.points(policy, rollout, Rng.of(0)):
         wanted = even.loss(policy, point) * policy.dist(point).std
         torch.testing.assert_close(noise.loss(policy, point), wanted)

@@ -127,7 +127,7 @@ def test_vars_guidance_is_what_was_published(tmp_path):
     at the last."""
     sides = (1, 2, 3)
     ids = every(2, 14)[[4711, 9001]]
-    policy = VAR(str(tiny_var(tmp_path, sides, 2)), guidance=4.0)
+    policy = VAR(str(tiny_var(tmp_path, sides, 2)), guidance_scale=4.0)
     w = policy.net.double().state_dict()
     quantizer = policy.vae.quantize.double()
     convs = [
@@ -211,7 +211,7 @@ def conditions(policy, text, prompt):
 def test_llamagen_and_its_guidance_are_what_was_published(text, tmp_path):
     """Of texts what is padded may be left out: a condition has no positions."""
     policy = LlamaGen(
-        str(tiny_llamagen(tmp_path, text, 3)), text_encoder=str(tmp_path / "t5"), guidance=4.0
+        str(tiny_llamagen(tmp_path, text, 3)), text_encoder=str(tmp_path / "t5"), guidance_scale=4.0
     )
     net = policy.net.double()
     ids = every(3, 4)[[46, 61]]

@@ -343,7 +343,7 @@ def test_the_advantage_of_every_configuration_prefers_the_greater_reward(name):
         {"text": "second", "task": "generate"}
     ] * 4
     rollout = rolled(texts, prompts)
-    rows = rollout.row
+    rows = rollout.row_id
     rollout = rollout.replace(
         edge_id=(rows - rows % 2)[:, None].expand(rollout.mask.shape), eta=rollout.mask.float()
     )

@@ -21,7 +21,13 @@ from .test_trainer import make_trainer
 
 def trainer_of(family):
     return make_trainer(
-        family, kl=0.05, ema=0.9, advantage=DDPO(buffer=512), schedule="cosine", warmup=2, epochs=2
+        family,
+        kl=0.05,
+        ema=0.9,
+        advantage=DDPO(buffer=512),
+        lr_schedule="cosine",
+        warmup_steps=2,
+        epochs=2,
     )
 
 
@@ -170,14 +176,16 @@ class Doubled:
 
 
 NESTED = {  # makes one; places of what has a memory
-    "alone": (lambda: Running(of=dr_grpo), {""}),
-    "temporal": (lambda: bound("temporal", of=Running(of=dr_grpo)), {"of"}),
-    "shared": (lambda: bound("shared", of=MaxMin(rate=0.5, of=dr_grpo)), {"of"}),
-    "soft": (lambda: bound("soft", of=DDPO(buffer=64), threshold=-1.0), {"of"}),
+    "alone": (lambda: Running(base=dr_grpo), {""}),
+    "temporal": (lambda: bound("temporal", base=Running(base=dr_grpo)), {"of"}),
+    "shared": (lambda: bound("shared", base=MaxMin(rate=0.5, base=dr_grpo)), {"of"}),
+    "soft": (lambda: bound("soft", base=DDPO(buffer=64), threshold=-1.0), {"of"}),
     "deep": (
         lambda: bound(
             "focused",
-            of=Doubled(Running(of=bound("temporal", of=MaxMin(of=DDPO(buffer=64), rate=0.5)))),
+            base=Doubled(
+                Running(base=bound("temporal", base=MaxMin(base=DDPO(buffer=64), rate=0.5)))
+            ),
         ),
         {"of.of", "of.of.of.of", "of.of.of.of.of"},
     ),
@@ -208,10 +216,10 @@ def test_advantages_under_others_are_resumed_to_the_bit(name, tmp_path):
 
 
 def test_a_checkpoint_without_the_memory_of_an_advantage_is_refused():
-    written = memory.capture(bound("temporal", of=grpo))
+    written = memory.capture(bound("temporal", base=grpo))
     assert written == {}
     with pytest.raises(UserError, match=r"no memory of the advantage DDPO \(at of\)"):
-        memory.restore(bound("temporal", of=DDPO()), written)
+        memory.restore(bound("temporal", base=DDPO()), written)
 
 
 # ----------------------------------------------------------------------------------------------
@@ -237,8 +245,8 @@ def test_a_snapshot_that_is_asked_for_later_starts_from_the_trained_weights(tmp_
 @pytest.mark.parametrize(
     ("objective", "expected"),
     [
-        (PolicyGradient(clip=0.2), set()),
-        (PolicyGradient(clip=0.2, kl=0.1), {"ref"}),
+        (PolicyGradient(clip_range=0.2), set()),
+        (PolicyGradient(clip_range=0.2, kl=0.1), {"ref"}),
         (NFT(kl=0.0), {"old"}),
         (NFT(), {"old", "ref"}),
         (AWM(kl=0.0), {"old"}),

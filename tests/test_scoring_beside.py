@@ -300,7 +300,7 @@ def test_a_rollout_in_parts_is_the_same_rollout_to_rounding(family, guidance):
     """The same rows, prompts, noise and decisions. Rows lie at other places of their passes, which
     some CPUs round in another way (Intel's with AVX2 or AVX-512: up to 5 units in the last place),
     so no further than that."""
-    options = {"guidance": guidance} if family in ("flow", "diffusion", "video") else {}
+    options = {"guidance_scale": guidance} if family in ("flow", "diffusion", "video") else {}
     whole, media, rewards = rollout(family, **options)
     for parts in (2, 3, 9):
         found, seen, scores = rollout(family, parts, **options)
@@ -368,7 +368,9 @@ def test_answers_of_different_length_are_padded_and_conditions_joined():
     )
     assert found.group.tolist() == [0, 0, 1, 1] and [p["text"] for p in found.prompts] == ["2", "4"]
     assert len(found.cond) == 2 and found.cond[1]["ids"].shape == (1, 4)
-    assert set(found.branch[:2].flatten().tolist()).isdisjoint(found.branch[2:].flatten().tolist())
+    assert set(found.edge_id[:2].flatten().tolist()).isdisjoint(
+        found.edge_id[2:].flatten().tolist()
+    )
     with pytest.raises(UserError, match="set train.reward_overlap_chunks=1"):
         overlap.conditions([torch.ones(1, 2), torch.ones(1, 3)])
 

@@ -45,13 +45,18 @@ def brightness(media, prompts):
 
 
 def trainer_of(policy, kl=0.1, **options):
-    sizes = {"prompts": 3, "copies": 4, "batch_size": 12, "iterations": 3} | options
+    sizes = {
+        "prompts_per_iteration": 3,
+        "group_size": 4,
+        "train_batch_size": 12,
+        "iterations": 3,
+    } | options
     return Trainer(
         policy,
         PROMPTS,
         Scorer({"brightness": brightness}),
         advantages.dance_grpo,
-        PolicyGradient(clip=1e-2, kl=kl),
+        PolicyGradient(clip_range=1e-2, kl=kl),
         partial(adamw, lr=1e-3),
         TrainOptions(**sizes),
     )
@@ -106,13 +111,18 @@ def test_without_noise_we_are_the_diffusers_pipeline(folder, guidance, steps):
 
 
 CASES = {
-    "flow_sde": {"kernel": flow_sde},
-    "dance_sde": {"kernel": dance_sde, "eta": 0.3, "sde": all_but_last},
-    "guided": {"guidance": 3.0},
-    "stopgrad": {"guidance": 3.0, "logp_dist": "guided_stopgrad_uncond"},
-    "conditional": {"guidance": 3.0, "logp_dist": "conditional"},
+    "flow_sde": {"sde_type": flow_sde},
+    "dance_sde": {"sde_type": dance_sde, "noise_level": 0.3, "noise_window": all_but_last},
+    "guided": {"guidance_scale": 3.0},
+    "stopgrad": {"guidance_scale": 3.0, "logprob_guidance": "guided_stopgrad_uncond"},
+    "conditional": {"guidance_scale": 3.0, "logprob_guidance": "conditional"},
     "lora": {"lora": Lora(4)},
-    "lora guided dance": {"lora": 4, "guidance": 3.0, "kernel": dance_sde, "eta": 0.3},
+    "lora guided dance": {
+        "lora": 4,
+        "guidance_scale": 3.0,
+        "sde_type": dance_sde,
+        "noise_level": 0.3,
+    },
 }
 
 
@@ -127,7 +137,7 @@ def test_the_first_step_is_exactly_on_policy(folder, case, precision):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_weights_are_scored_as_sampled(folder, dtype):
-    policy = make(folder, dtype=dtype, lora=4, storage=dtype)
+    policy = make(folder, dtype=dtype, lora=4, trajectory_dtype=dtype)
     metrics = trainer_of(policy).iterate()
     assert metrics["ratio/max_deviation"] == 0.0 and metrics["kl"] == 0.0
     kept = policy.net.transformer_blocks[0].attn.to_q
@@ -177,13 +187,13 @@ def test_gradient_checkpointing_changes_no_gradient(folder):
 def test_micro_batches_change_no_gradient(folder):
     runs = []
     for micro in (1, 3, 12):
-        policy = make(folder, width=None, guidance=2.0)
+        policy = make(folder, fixed_batch_rows=None, guidance_scale=2.0)
         policy.net.double()
-        trainer = trainer_of(policy, micro_batch=micro)
+        trainer = trainer_of(policy, micro_batch_size=micro)
         # rewards are float32, and the decoder: the advantage is therefore fixed here
         rollout, _ = trainer.collect()
         rollout = rollout.replace(
-            logprob=rollout.logprob + 0.01, advantage=(rollout.row % 5 - 2.0).double()[:, None]
+            logprob=rollout.logprob + 0.01, advantage=(rollout.row_id % 5 - 2.0).double()[:, None]
         )
         points = list(trainer.objective.points(policy, rollout, Rng.of(0)))
         trainer._accumulated(
@@ -198,7 +208,7 @@ def test_micro_batches_change_no_gradient(folder):
 
 
 def test_scoring_a_mixed_pass_equals_scoring_step_by_step(folder):
-    policy = make(folder, guidance=2.0)
+    policy = make(folder, guidance_scale=2.0)
     with torch.no_grad():
         rollout = policy.rollout(PROMPTS, 4, Rng.of(0))
         apart = torch.cat([policy.dist(p).log_prob(p.target) for p in policy.path(rollout)])
@@ -209,10 +219,10 @@ def test_scoring_a_mixed_pass_equals_scoring_step_by_step(folder):
 
 
 def test_training_raises_the_reward(folder):
-    policy = make(folder, sde=all_but_last)
+    policy = make(folder, noise_window=all_but_last)
     # the decoder of the test folder is hardly trained
     policy.decode = lambda rollout: rollout.sample[:, :3]
-    trainer = trainer_of(policy, kl=0.0, copies=16, batch_size=24, iterations=15)
+    trainer = trainer_of(policy, kl=0.0, group_size=16, train_batch_size=24, iterations=15)
     found = [trainer.iterate() for _ in range(15)]
     rewards = [f["reward/mean"] for f in found]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 2 * found[0]["reward/std"]
@@ -258,14 +268,14 @@ def test_export_is_what_diffusers_loads(folder, tmp_path, lora):
 
 def test_a_checkpoint_resumes_to_the_bit(folder, tmp_path):
     def fresh():
-        return trainer_of(make(folder, lora=4, guidance=3.0, steps=2))
+        return trainer_of(make(folder, lora=4, guidance_scale=3.0, steps=2))
 
     resumes(fresh, tmp_path)
 
 
 @pytest.mark.parametrize("placement", ["keep", "offload", "release"])
 def test_prompts_are_encoded_once_and_encoders_leave(folder, placement, monkeypatch):
-    policy = make(folder, text_encoders=placement)
+    policy = make(folder, text_encoder_placement=placement)
     calls = []
     encode = policy.encode_texts
     policy.texts.encode = lambda pipe, texts, device: (

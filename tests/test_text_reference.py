@@ -162,7 +162,13 @@ def trainer(preset, changes=None, policy=None, **train):
     objective."""
     sections = filled({}, preset)
     ((name, options),) = sections["objective"].items()
-    sizes = {"prompts": 1, "copies": 4, "batch_size": 4, "iterations": 1, "max_grad_norm": None}
+    sizes = {
+        "prompts_per_iteration": 1,
+        "group_size": 4,
+        "train_batch_size": 4,
+        "iterations": 1,
+        "max_grad_norm": None,
+    }
     objective = config.build({name: {**options, **(changes or {})}}, OBJECTIVES)
     scorer = Scorer({"reward": lambda media, prompts: torch.tensor(REWARDS, dtype=torch.float64)})
     one = Trainer(
@@ -198,7 +204,7 @@ def test_loss_and_gradient_are_those_of_the_published_code(row, micro):
     """In passes of any size."""
     told = ROWS[row]
     found, slope = loss_and_gradient(
-        trainer(told["preset"], told["objective"], micro_batch=micro, **told["train"])
+        trainer(told["preset"], told["objective"], micro_batch_size=micro, **told["train"])
     )
     assert found == pytest.approx(told["loss"], abs=1.1e-6)
     torch.testing.assert_close(
@@ -341,7 +347,7 @@ def test_a_preset_fills_what_is_not_written_and_is_written_out(tmp_path):
     file.write_text(RUN)
     found = config.load(file, ["objective.kl=0.04", "train.dynamic_sampling_rounds=0"])
     assert found["objective"]["text"]["surrogate"] == {
-        "ppo": {"low": 0.2, "high": 0.28, "dual": 10.0}
+        "ppo": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0}
     }
     assert found["objective"]["text"]["kl"] == 0.04 and found["advantage"] == {
         "grpo": {"std": "group", "eps": 1e-6}

@@ -49,11 +49,11 @@ def threes(media, prompts):
 
 def trainer(objective=None, reward=threes, advantage=None, lr=3e-3, **options):
     sizes = {
-        "prompts": 8,
-        "copies": 8,
-        "batch_size": 32,
+        "prompts_per_iteration": 8,
+        "group_size": 8,
+        "train_batch_size": 32,
         "iterations": 60,
-        "micro_batch": 16,
+        "micro_batch_size": 16,
     } | options
     policy = Answers()
     policy.net.double()
@@ -75,7 +75,11 @@ def text(surrogate, **options):
 @pytest.mark.parametrize("name", SURROGATES)
 def test_every_surrogate_raises_the_reward(name):
     one = trainer(
-        text(name), batch_size=32, micro_batch=None, lr=3e-2, loss_agg_mode="seq_mean_token_mean"
+        text(name),
+        train_batch_size=32,
+        micro_batch_size=None,
+        lr=3e-2,
+        loss_agg_mode="seq_mean_token_mean",
     )
     rewards = [one.iterate()["reward/mean"] for _ in range(8)]
     assert sum(rewards[-2:]) / 2 > rewards[0] + 0.15, rewards
@@ -99,7 +103,7 @@ CASES = {
 def test_micro_batches_change_nothing_in_a_whole_run(case):
     runs = []
     for micro in (9, 32):
-        one = trainer(CASES[case], micro_batch=micro, loss_agg_mode="seq_mean_token_mean_all")
+        one = trainer(CASES[case], micro_batch_size=micro, loss_agg_mode="seq_mean_token_mean_all")
         runs.append(([one.iterate()["reward/mean"] for _ in range(2)], one.policy.weights.full()))
     (rewards, weights), (others, same) = runs
     assert rewards == pytest.approx(others, abs=1e-10)
@@ -109,7 +113,7 @@ def test_micro_batches_change_nothing_in_a_whole_run(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_first_ratio_is_one(case):
-    metrics = trainer(CASES[case], batch_size=64).iterate()
+    metrics = trainer(CASES[case], train_batch_size=64).iterate()
     assert metrics["ratio/max_deviation"] < 1e-12 and metrics["grad_norm"] > 0
     assert metrics.get("clip_fraction", 0.0) == 0.0 and metrics.get("kl", 0.0) == pytest.approx(
         0.0, abs=1e-12
@@ -120,11 +124,24 @@ def test_the_first_ratio_is_one(case):
     assert 0 < metrics.get("entropy", 1.0) < math.log(5)
 
 
-@pytest.mark.parametrize("reduction", ["decision", "row", "every_row", "constant", "sum"])
+@pytest.mark.parametrize(
+    "reduction",
+    [
+        "token_mean",
+        "seq_mean_token_mean",
+        "seq_mean_token_mean_all",
+        "seq_mean_token_sum_norm",
+        "token_sum",
+    ],
+)
 def test_the_reductions_by_hand(reduction):
     """REINFORCE's loss on the first step, mean by mean."""
     one = trainer(
-        text("reinforce"), batch_size=64, reduction=reduction, constant=10, truncated="mask"
+        text("reinforce"),
+        train_batch_size=64,
+        loss_agg_mode=reduction,
+        loss_denominator=10,
+        truncated="mask",
     )
     rollout, _ = one.collect()
     loss = (-rollout.advantage * rollout.logprob * rollout.mask).sum(1)
@@ -177,10 +194,10 @@ def only_label_one(media, prompts):
 
 
 def test_flat_groups_give_way_to_other_prompts():
-    one = trainer(reward=only_label_one, resample=12)
+    one = trainer(reward=only_label_one, dynamic_sampling_rounds=12)
     rollout, rewards = one.collect()
-    assert {p["label"] for p in rollout.asked()} == {1}
-    assert sorted(rollout.row.tolist()) == list(range(64)) and one.noted["resample/left"] == 0
+    assert {p["label"] for p in rollout.prompt_per_row()} == {1}
+    assert sorted(rollout.row_id.tolist()) == list(range(64)) and one.noted["resample/left"] == 0
     assert one.noted["resample/groups"] >= 4 and one.noted["resample/rounds"] <= 12
     for group in rollout.group.unique():
         own = rollout.group == group
@@ -189,7 +206,7 @@ def test_flat_groups_give_way_to_other_prompts():
     scored = one.policy.dist(point).log_prob(point.target)
     torch.testing.assert_close(scored[point.mask], rollout.logprob[point.mask], atol=1e-12, rtol=0)
     assert torch.equal(
-        rewards["threes"], only_label_one(one.policy.decode(rollout), rollout.asked())
+        rewards["threes"], only_label_one(one.policy.decode(rollout), rollout.prompt_per_row())
     )
 
 
@@ -202,7 +219,7 @@ def test_rewards_in_the_log_are_those_of_everything_that_was_sampled():
         seen.append(only_label_one(media, prompts))
         return seen[-1]
 
-    one = trainer(reward=reward, resample=12, batch_size=64)
+    one = trainer(reward=reward, dynamic_sampling_rounds=12, train_batch_size=64)
     metrics = one.iterate()
     every = torch.cat(seen)
     assert (
@@ -217,14 +234,16 @@ def test_rewards_in_the_log_are_those_of_everything_that_was_sampled():
 
 def test_rounds_end_when_nothing_helps_and_groups_that_differ_stay():
     plain = trainer(reward=only_label_one)
-    more = trainer(reward=only_label_one, resample=1)
+    more = trainer(reward=only_label_one, dynamic_sampling_rounds=1)
     before, _ = plain.collect()
     after, _ = more.collect()
-    good = torch.tensor([p["label"] == 1 for p in before.asked()])
+    good = torch.tensor([p["label"] == 1 for p in before.prompt_per_row()])
     assert torch.equal(before.sample[good], after.sample[good]) and torch.equal(
-        before.row, after.row
+        before.row_id, after.row_id
     )
-    useless = trainer(reward=lambda media, prompts: torch.ones(len(media)), resample=3)
+    useless = trainer(
+        reward=lambda media, prompts: torch.ones(len(media)), dynamic_sampling_rounds=3
+    )
     metrics = useless.iterate()
     assert (
         metrics["resample/rounds"] == 3
@@ -240,12 +259,18 @@ def nearly_equal_but_for_label_one(media, prompts):
 
 
 def test_rewards_that_are_nearly_equal_give_way_by_their_spread():
-    exact = trainer(reward=nearly_equal_but_for_label_one, resample=12)
+    exact = trainer(reward=nearly_equal_but_for_label_one, dynamic_sampling_rounds=12)
     rollout, _ = exact.collect()
-    assert exact.noted["resample/groups"] == 0 and {p["label"] for p in rollout.asked()} == {0, 1}
-    one = trainer(reward=nearly_equal_but_for_label_one, resample=12, resample_spread=0.01)
+    assert exact.noted["resample/groups"] == 0 and {
+        p["label"] for p in rollout.prompt_per_row()
+    } == {0, 1}
+    one = trainer(
+        reward=nearly_equal_but_for_label_one,
+        dynamic_sampling_rounds=12,
+        dynamic_sampling_min_std=0.01,
+    )
     rollout, rewards = one.collect()
-    assert {p["label"] for p in rollout.asked()} == {1} and one.noted["resample/left"] == 0
+    assert {p["label"] for p in rollout.prompt_per_row()} == {1} and one.noted["resample/left"] == 0
     assert one.noted["resample/groups"] >= 4
     for group in rollout.group.unique():
         assert rewards["threes"][rollout.group == group].std(correction=0) > 0.01
@@ -329,11 +354,11 @@ def test_replacements_are_the_same_on_any_number_of_processes(monkeypatch):
             )
             patch.setattr(resampling, "distributed", others)
             part, counts = replaced(4 * rank, 4 * rank + 4)
-        own = torch.isin(whole.rollout.row, part.rollout.row)
+        own = torch.isin(whole.rollout.row_id, part.rollout.row_id)
         assert counts["resample/groups"] == 3 and own.sum() == 32
         assert torch.equal(part.rollout.sample, whole.rollout.sample[own])
-        assert part.rollout.asked() == [
-            p for p, mine in zip(whole.rollout.asked(), own.tolist()) if mine
+        assert part.rollout.prompt_per_row() == [
+            p for p, mine in zip(whole.rollout.prompt_per_row(), own.tolist()) if mine
         ]
         assert torch.equal(part.rewards["threes"], whole.rewards["threes"][own])
 
@@ -345,9 +370,9 @@ def test_a_sampler_that_differs_is_corrected():
     """With the weight p / q the gradient of what q sampled is that of p: exact expectation over one
     token."""
     objective = config.build(
-        {"text": {"surrogate": "reinforce", "importance": {"high": 1e6}}}, OBJECTIVES
+        {"text": {"surrogate": "reinforce", "importance_sampling": {"cap": 1e6}}}, OBJECTIVES
     )
-    one = trainer(objective, batch_size=64)
+    one = trainer(objective, train_batch_size=64)
     rollout, _ = one.collect()
     point = next(iter(one.policy.path(rollout.replace(sampler_logprob=rollout.logprob - 0.5))))
     plain = Text(surrogate=SURROGATES["reinforce"]).loss(one.policy, point)
@@ -380,7 +405,7 @@ def test_importance_weights(level, wanted):
 
 
 def test_answers_that_went_out_of_favour_leave_the_loss():
-    one = trainer(batch_size=64)
+    one = trainer(train_batch_size=64)
     rollout, _ = one.collect()
     point = next(iter(one.policy.path(rollout.replace(logprob=rollout.logprob + 0.3))))
     masked, plain = (Text(off_policy=limit).loss(one.policy, point) for limit in (0.2, None))
@@ -391,7 +416,7 @@ def test_answers_that_went_out_of_favour_leave_the_loss():
 
 def test_top_entropy_keeps_its_share_of_the_whole_step():
     objective = Text(top_entropy=0.25)
-    one = trainer(objective, batch_size=64, micro_batch=7)
+    one = trainer(objective, train_batch_size=64, micro_batch_size=7)
     seen = []
     loss = objective.loss
     objective.loss = lambda policy, point: (
@@ -423,7 +448,7 @@ def test_the_entropy_controller_rises_below_its_target_and_is_saved():
 
 
 def test_the_kl_in_the_reward_is_taken_off_before_groups_are_compared():
-    one = trainer(CASES["reward kl"], batch_size=64, lr=0.05)
+    one = trainer(CASES["reward kl"], train_batch_size=64, lr=0.05)
     one.iterate()
     metrics = one.iterate()
     assert metrics["reward/kl/mean"] > 0
@@ -474,7 +499,10 @@ def test_losses_of_groups_and_their_gradients_by_hand(name, micro):
     from samplers.noise import Rng
 
     one = trainer(
-        CASES[name], batch_size=64, micro_batch=micro, loss_agg_mode="seq_mean_token_mean"
+        CASES[name],
+        train_batch_size=64,
+        micro_batch_size=micro,
+        loss_agg_mode="seq_mean_token_mean",
     )
     rollout, _ = one.collect()
     one.iterate()  # away from the weights that sampled
@@ -502,7 +530,7 @@ def test_the_weight_of_the_kl_goes_along_a_line():
 
 
 def test_the_length_of_answers_follows_its_stages():
-    one = trainer(lengths=((1, 3), (2, 5)))
+    one = trainer(max_new_tokens_schedule=((1, 3), (2, 5)))
     with pytest.raises(
         UserError,
         match="train.max_new_tokens_schedule: Answers writes no answers whose length could change",

@@ -35,18 +35,18 @@ def make_trainer(
     **options,
 ):
     sizes = {
-        "prompts": 8,
-        "copies": 8,
-        "batch_size": 32,
+        "prompts_per_iteration": 8,
+        "group_size": 8,
+        "train_batch_size": 32,
         "iterations": 60,
-        "micro_batch": 16,
+        "micro_batch_size": 16,
     } | options
     return Trainer(
         policy or toys.make(family),
         toys.prompts(16),
         Scorer({"toy": reward}),
         advantage or advantages.flow_grpo,
-        objective or PolicyGradient(clip=clip, kl=kl),
+        objective or PolicyGradient(clip_range=clip, kl=kl),
         partial(adamw, lr=lr),
         TrainOptions(**sizes),
     )
@@ -54,7 +54,7 @@ def make_trainer(
 
 @pytest.mark.parametrize("family", toys.POLICIES)
 def test_training_raises_the_reward_of_every_family(family):
-    trainer = make_trainer(family, copies=16, batch_size=64)
+    trainer = make_trainer(family, group_size=16, train_batch_size=64)
     rewards = [trainer.iterate()["reward/mean"] for _ in range(40)]
     start = sum(rewards[:3]) / 3
     end = sum(rewards[-3:]) / 3
@@ -64,7 +64,7 @@ def test_training_raises_the_reward_of_every_family(family):
 @pytest.mark.parametrize("family", toys.POLICIES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_first_step_is_on_policy(family, precision):
-    metrics = make_trainer(family, kl=0.1, batch_size=64, precision=precision).iterate()
+    metrics = make_trainer(family, kl=0.1, train_batch_size=64, precision=precision).iterate()
     assert metrics["ratio/max_deviation"] == 0.0
     assert metrics["clip_fraction"] == 0.0 and metrics["kl"] == 0.0 and metrics["grad_norm"] > 0
 
@@ -74,7 +74,7 @@ def test_micro_batch_changes_nothing_in_a_whole_run(family):
     runs = []
     for micro in (4, 32):
         trainer = make_trainer(
-            family, kl=0.1, micro_batch=micro, policy=toys.make(family, double=True)
+            family, kl=0.1, micro_batch_size=micro, policy=toys.make(family, double=True)
         )
         runs.append(
             ([trainer.iterate()["reward/mean"] for _ in range(3)], trainer.policy.weights.full())
@@ -96,7 +96,7 @@ def test_the_gate_stops_a_run_whose_network_is_random():
     ) as error:
         make_trainer(policy=policy).iterate()
     assert "dropout" in str(error.value)
-    make_trainer(policy=policy, gate=None).iterate()
+    make_trainer(policy=policy, logprob_tolerance=None).iterate()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -120,7 +120,10 @@ def test_the_gate_stops_an_update_whose_network_is_another_than_the_samplers(
     with pytest.raises(UserError, match="re-scored log-probs differ"):
         trainer.iterate()
     trainer = make_trainer(
-        family, policy=toys.off_by(toys.make(family), network, 1.1), batch_size=64, gate=None
+        family,
+        policy=toys.off_by(toys.make(family), network, 1.1),
+        train_batch_size=64,
+        logprob_tolerance=None,
     )
     metrics = trainer.iterate()
     assert metrics["ratio/mean"] == 1.0 and metrics["ratio/max_deviation"] > 1e-3
@@ -136,16 +139,20 @@ def test_the_gate_of_gaussian_decisions_is_what_the_clip_can_bear(clip):
         assert allowed == pytest.approx(min(1e-6, clip / 10))
     options = trainer.options
     assert gate.tolerance(
-        options, toys.make("flow"), PolicyGradient(clip=[2e-6, 1e-3])
+        options, toys.make("flow"), PolicyGradient(clip_range=[2e-6, 1e-3])
     ) == pytest.approx(2e-7)
     assert (
         gate.tolerance(
-            options, toys.make("flow", loss_agg_mode="token_sum"), PolicyGradient(clip=0.2)
+            options, toys.make("flow", loss_agg_mode="token_sum"), PolicyGradient(clip_range=0.2)
         )
         == 2e-6
     )
     assert (
-        gate.tolerance(replace(options, gate=0.5), toys.make("flow"), PolicyGradient(clip=clip))
+        gate.tolerance(
+            replace(options, logprob_tolerance=0.5),
+            toys.make("flow"),
+            PolicyGradient(clip_range=clip),
+        )
         == 0.5
     )
 
@@ -205,7 +212,7 @@ def test_an_excluded_sample_changes_no_other_gradient():
 
 
 def test_nothing_to_learn_skips_the_step():
-    everything = partial(advantages.group, flat="drop")
+    everything = partial(advantages.group, zero_variance_groups="drop")
     metrics = make_trainer(
         reward=lambda media, prompts: torch.ones(len(media)), advantage=everything
     ).iterate()
@@ -259,7 +266,9 @@ def test_the_moving_average_is_flow_grpos():
 def test_the_moving_average_follows_the_steps_that_were_taken(every):
     """The average again from the weights after each optimizer step: decay min(limit, (1 + n) / (10
     + n)) at step n."""
-    trainer = make_trainer(ema=0.25, ema_every=every, policy=toys.make("flow", double=True))
+    trainer = make_trainer(
+        ema=0.25, ema_update_interval=every, policy=toys.make("flow", double=True)
+    )
     average = trainer.policy.weights.full()
     history = []
     step = trainer.optimizer.step
@@ -283,7 +292,7 @@ def test_the_moving_average_follows_the_steps_that_were_taken(every):
 
 
 def test_the_moving_average_waits_its_turn():
-    trainer = make_trainer(ema=0.5, ema_every=3)
+    trainer = make_trainer(ema=0.5, ema_update_interval=3)
     base = trainer.policy.weights.full()
     trainer.iterate()  # two steps
     ema = trainer.policy.weights.full("ema")
@@ -326,7 +335,7 @@ def by_hand(trainer, reduction, constant):
     for point in policy.path(rollout):
         logp = policy.dist(point).log_prob(point.target)
         share = 1.0 if reduction == "decision" else 1 / (constant or rollout.mask.shape[1])
-        if reduction in ("row", "every_row"):
+        if reduction in ("seq_mean_token_mean", "seq_mean_token_mean_all"):
             share = 1 / point.length[:, None]
         surrogate = -point.advantage.clamp(-5, 5) * (logp - logp.detach()).exp()
         loss = loss + torch.where(point.mask, surrogate * share, 0.0).sum() / total[reduction]
@@ -350,9 +359,9 @@ def shifted(rewards, rollout):
 @pytest.mark.parametrize(
     ("reduction", "constant"),
     [
-        ("decision", None),
+        ("token_mean", None),
         ("row", None),
-        ("every_row", None),
+        ("seq_mean_token_mean_all", None),
         ("constant", None),
         ("constant", 3),
         ("sum", None),
@@ -361,10 +370,10 @@ def shifted(rewards, rollout):
 def test_an_iteration_is_one_step_down_the_mean_loss(family, reduction, constant):
     """By hand from what was sampled: the loss, its gradient, clipped, and the learning rate."""
     options = {
-        "batch_size": 64,
-        "micro_batch": 5,
-        "reduction": reduction,
-        "constant": constant,
+        "train_batch_size": 64,
+        "micro_batch_size": 5,
+        "loss_agg_mode": reduction,
+        "loss_denominator": constant,
         "max_grad_norm": 0.01,
     }
     expected, trained = (
@@ -373,9 +382,11 @@ def test_an_iteration_is_one_step_down_the_mean_loss(family, reduction, constant
             toys.prompts(16),
             Scorer({"toy": toys.reward}),
             shifted,
-            PolicyGradient(clip=0.2),
+            PolicyGradient(clip_range=0.2),
             partial(sgd, lr=0.5),
-            TrainOptions(**{"prompts": 8, "copies": 8, "iterations": 60} | options),
+            TrainOptions(
+                **{"prompts_per_iteration": 8, "group_size": 8, "iterations": 60} | options
+            ),
         )
         for _ in range(2)
     )
@@ -401,7 +412,7 @@ def test_an_iteration_is_one_step_down_the_mean_loss(family, reduction, constant
 
 
 def test_the_learning_rate_follows_its_schedule_step_by_step():
-    trainer = make_trainer(lr=0.01, warmup=3, schedule="linear", iterations=4)
+    trainer = make_trainer(lr=0.01, warmup_steps=3, lr_schedule="linear", iterations=4)
     rates = [trainer.iterate()["lr"] for _ in range(4)]
     assert rates == pytest.approx([0.01 * lr_factor("linear", step, 3, 8) for step in (1, 3, 5, 7)])
     assert trainer.step == 8 and len(set(rates)) == 4
@@ -444,7 +455,7 @@ def test_policies_that_share_prefixes_get_whole_groups_where_they_fit(adjacent, 
     policy = toys.make("causal")
     groups = []
     policy.adjacent = adjacent
-    trainer = make_trainer(policy=policy, batch_size=batch_size, micro_batch=None)
+    trainer = make_trainer(policy=policy, train_batch_size=batch_size, micro_batch_size=None)
     points = trainer.objective.points
     trainer.objective.points = lambda policy, rollout, rng: (
         groups.append(rollout.group) or points(policy, rollout, rng)
@@ -465,18 +476,18 @@ def test_a_policy_knows_the_iteration_and_the_width_of_passes():
     for _ in range(3):
         trainer.iterate()
     assert seen == [0, 1, 2] and trainer.policy.width == 16
-    assert make_trainer(policy=toys.make("flow", width=4)).policy.width == 4
+    assert make_trainer(policy=toys.make("flow", fixed_batch_rows=4)).policy.width == 4
 
 
 def test_answers_grow_longer_when_it_is_time():
     policy = toys.make("causal")
     limits = []
     policy.limit = limits.append
-    trainer = make_trainer(policy=policy, lengths=((1, 5), (3, 7)))
+    trainer = make_trainer(policy=policy, max_new_tokens_schedule=((1, 5), (3, 7)))
     for _ in range(5):
         trainer.iterate()
     assert limits == [5, 5, 7, 7]
-    trainer = make_trainer(lengths=((1, 5),))
+    trainer = make_trainer(max_new_tokens_schedule=((1, 5),))
     trainer.iterate()
     with pytest.raises(UserError, match=r"train\.lengths: ToyFlow writes no answers"):
         trainer.iterate()
@@ -492,7 +503,7 @@ def test_a_row_stays_when_one_of_its_decisions_does():
 
     trainer = make_trainer(advantage=partly)
     rollout, _ = trainer.collect()
-    assert rollout.kept.tolist() == [False] + [True] * 63
+    assert rollout.trainable.tolist() == [False] + [True] * 63
     mask = torch.ones(64, rollout.mask.shape[1], dtype=torch.bool)
     mask[0], mask[1, 2:], mask[2, 0] = False, False, False
     stochastic = rollout.mask[3]
@@ -522,10 +533,10 @@ def rows(first=0, prompts=6, copies=8):
 @pytest.mark.parametrize("size", [1, 6, 12, 24, 48])
 def test_batches_partition_the_rows_alike_on_any_number_of_processes(size):
     rng = Rng.of("shuffle")
-    whole = [b.row.tolist() for b in batches(rows(), 8, 48, size, rng)]
+    whole = [b.row_id.tolist() for b in batches(rows(), 8, 48, size, rng)]
     assert sorted(sum(whole, [])) == list(range(48)) and all(len(b) == size for b in whole)
     halves = [
-        [b.row.tolist() for b in batches(rows(first, 3), 8, 48, size, rng)] for first in (0, 3)
+        [b.row_id.tolist() for b in batches(rows(first, 3), 8, 48, size, rng)] for first in (0, 3)
     ]
     for one, left, right in zip(whole, *halves, strict=True):
         assert set(one) == set(left) | set(right)
@@ -535,7 +546,8 @@ def test_batches_partition_the_rows_alike_on_any_number_of_processes(size):
 
 def test_batches_differ_between_epochs():
     first, second = (
-        [b.row.tolist() for b in batches(rows(), 8, 48, 12, Rng.of("shuffle", e))] for e in (0, 1)
+        [b.row_id.tolist() for b in batches(rows(), 8, 48, 12, Rng.of("shuffle", e))]
+        for e in (0, 1)
     )
     assert [set(b) for b in first] != [set(b) for b in second]
 
@@ -576,7 +588,7 @@ def test_every_decision_is_scored_again_in_its_own_place(family):
     on keeps its own."""
     wrong = toys.misremembers(toys.make(family), 0.25)
     trainer = make_trainer(
-        family, policy=wrong, recompute_old_logprob=True, gate=1.0, batch_size=64
+        family, policy=wrong, recompute_old_logprob=True, logprob_tolerance=1.0, train_batch_size=64
     )
     rollout, _ = trainer.collect()
     mask = rollout.mask.clone()
@@ -588,6 +600,6 @@ def test_every_decision_is_scored_again_in_its_own_place(family):
         metrics["ratio/max_deviation"] == pytest.approx(math.expm1(0.25), abs=1e-4)
         and metrics["time/old_log_prob"]
     )
-    trainer.options = replace(trainer.options, gate="auto")
+    trainer.options = replace(trainer.options, logprob_tolerance="auto")
     with pytest.raises(UserError, match="re-scored log-probs differ"):
         trainer.iterate()

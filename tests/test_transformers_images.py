@@ -41,9 +41,9 @@ def make(folders):
 
 
 MODES = [
-    (Emu3, {"guidance": 1.0}),
-    (Emu3, {"guidance": 3.0, "temperature": 0.7}),
-    (Emu3, {"guidance": 2.0, "top_k": 2}),
+    (Emu3, {"guidance_scale": 1.0}),
+    (Emu3, {"guidance_scale": 3.0, "temperature": 0.7}),
+    (Emu3, {"guidance_scale": 2.0, "top_k": 2}),
     (ImageGPT, {}),
     (ImageGPT, {"temperature": 1.4}),
 ]
@@ -67,7 +67,7 @@ def test_probabilities_of_all_images_sum_to_1_and_the_gradient_is_the_true_one(m
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [MODES[0], (Emu3, {"guidance": 4.0, "size": 24}), MODES[3]], ids=str
+    ("kind", "options"), [MODES[0], (Emu3, {"guidance_scale": 4.0, "size": 24}), MODES[3]], ids=str
 )
 def test_token_by_token_is_all_at_once_with_ragged_prompts(make, kind, options):
     """Of Emu3 also with a negative prompt that is longer than one of the prompts, and rows of
@@ -86,7 +86,7 @@ def test_token_by_token_is_all_at_once_with_ragged_prompts(make, kind, options):
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_greedy_emu3_is_that_of_transformers(make, guidance):
     """Rows' ends are forced there by a constraint on the next token, here they are no decisions."""
-    policy = make(Emu3, double=False, guidance=guidance, size=24)
+    policy = make(Emu3, double=False, guidance_scale=guidance, size=24)
     policy.warp = Warp(temperature=0.0)
     hf = policy.net.hf
     net = policy.net

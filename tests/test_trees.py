@@ -80,7 +80,7 @@ def test_the_network_sees_shared_states_once():
 def test_few_states_do_not_cost_a_whole_pass():
     """Three trees of 16 leaves in passes of 32 rows: near the root 8 rows go through the network,
     not 32."""
-    policy = toys.make("flow", tree=Tree(splits=[0, 1, 2, 3]), steps=6, width=32)
+    policy = toys.make("flow", tree=Tree(splits=[0, 1, 2, 3]), steps=6, fixed_batch_rows=32)
     seen = []
     velocity = policy.velocity
     policy.velocity = lambda x, t, cond: seen.append(len(x)) or velocity(x, t, cond)
@@ -101,7 +101,10 @@ def test_a_solver_forgets_what_lies_before_the_noise():
     from samplers.solvers import dpm
     from samplers.windows import window
 
-    options = {"sde": lambda steps, i=0, rng=None: window(steps, start=2, stop=3), "steps": 6}
+    options = {
+        "noise_window": lambda steps, i=0, rng=None: window(steps, start=2, stop=3),
+        "steps": 6,
+    }
     for tree in (None, Tree(splits=[2], factor=4)):
         policy = toys.make("flow", double=True, solver=dpm, tree=tree, **options)
         with torch.no_grad():
@@ -135,7 +138,7 @@ def test_scoring_repeats_sampling_and_every_edge_once(noise):
 
 def test_batch_splits_and_widths_change_no_tree():
     _, whole = grown()
-    _, parts = grown(width=4)
+    _, parts = grown(fixed_batch_rows=4)
     torch.testing.assert_close(whole.path, parts.path, atol=1e-12, rtol=0)
     assert torch.equal(whole.branch, parts.branch) and torch.equal(whole.mask, parts.mask)
 
@@ -180,7 +183,7 @@ def test_outside_the_window_steps_are_deterministic_but_splits_never(monkeypatch
     """The Mix variant: the window of steps 0 and 1, and the split at 2."""
     from samplers.windows import window
 
-    _, rollout = grown(sde=lambda steps, iteration=0, rng=None: window(steps, stop=2))
+    _, rollout = grown(noise_window=lambda steps, iteration=0, rng=None: window(steps, stop=2))
     assert (rollout.eta[0] > 0).tolist() == [True, True, True, False]
     assert not rollout.mask[:, 3].any() and rollout.logprob[:, 3].abs().max() == 0
 
@@ -193,7 +196,7 @@ def test_a_shared_ode_prefix_then_a_branch():
     policy, rollout = grown(
         copies=6,
         tree=Tree(splits=[2], factor=6),
-        sde=lambda steps, i=0, rng=None: window(steps, start=2, stop=3),
+        noise_window=lambda steps, i=0, rng=None: window(steps, start=2, stop=3),
     )
     assert policy.forwards == 3 * (1 + 1 + 1 + 6)
     assert (
@@ -373,7 +376,7 @@ def test_a_shared_edge_has_the_mean_advantage_of_its_leaves_under_any_advantage(
         )
 
     policy = toys.make("flow", tree=TREE, steps=4)
-    trainer = make_trainer(policy=policy, advantage=dr_grpo, copies=4, batch_size=32)
+    trainer = make_trainer(policy=policy, advantage=dr_grpo, group_size=4, train_batch_size=32)
     trainer.scorer = score
     rollout, rewards = trainer.collect()
     own = dr_grpo(rewards, rollout)[:, 0]
@@ -381,12 +384,12 @@ def test_a_shared_edge_has_the_mean_advantage_of_its_leaves_under_any_advantage(
     # the other below its edges has a reward
     assert rollout.mask[4, :2].all() and not rollout.mask[4, 2:].any()
     for row, k in rollout.mask.nonzero().tolist():
-        below = (rollout.branch[:, k] == rollout.branch[row, k]) & (
+        below = (rollout.edge_id[:, k] == rollout.edge_id[row, k]) & (
             rollout.group == rollout.group[row]
         )
         assert float(values[row, k]) == pytest.approx(float(own[below].nanmean()), abs=1e-6)
     assert (values[:, 0] - own.nan_to_num(0.0)).abs().max() > 0.01
-    assert not rollout.kept[4] and rollout.kept.sum() == 31
+    assert not rollout.trainable[4] and rollout.trainable.sum() == 31
     assert trainer.iterate()["grad_norm"] > 0
 
 
@@ -401,7 +404,7 @@ def test_advantages_that_know_trees_are_left_as_they_are():
 
 def test_edges_of_two_prompts_with_one_name_are_two():
     rollout, _ = stick(TREE, 4)
-    rollout = rollout.replace(edge_id=rollout.branch * 0, group=torch.tensor([0, 0, 1, 1]))
+    rollout = rollout.replace(edge_id=rollout.edge_id * 0, group=torch.tensor([0, 0, 1, 1]))
     found = by_edge(torch.tensor([[1.0], [2.0], [5.0], [6.0]]), rollout)
     assert found.tolist() == [[1.5] * 4] * 2 + [[5.5] * 4] * 2
     each = torch.tensor([[1.0, 0, 0, 3], [2, 0, 0, 5], [4, 0, 0, 7], [6, 0, 0, 9]])

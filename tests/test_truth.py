@@ -28,7 +28,7 @@ COPIES = 3
 
 @pytest.fixture(scope="module")
 def policy():
-    return policy_of(tokens=12)
+    return policy_of(max_new_tokens=12)
 
 
 def taught(policy, truth, prompts=ASKED, copies=COPIES):
@@ -90,7 +90,13 @@ def test_it_is_scored_with_the_truncated_distribution(policy):
 
 
 def trainer(policy, truth="count", **options):
-    sizes = {"prompts": 2, "copies": 3, "batch_size": 6, "iterations": 2, "truth": truth} | options
+    sizes = {
+        "prompts_per_iteration": 2,
+        "group_size": 3,
+        "train_batch_size": 6,
+        "iterations": 2,
+        "ground_truth_rollout": truth,
+    } | options
     return Trainer(
         policy,
         ASKED,
@@ -103,16 +109,16 @@ def trainer(policy, truth="count", **options):
 
 
 def test_it_is_trained_on_and_enters_no_metric_of_samples():
-    one = trainer(policy_of(tokens=28))
+    one = trainer(policy_of(max_new_tokens=28))
     seen = []
     one.watch = lambda media, rollout, rewards: seen.append((media, rollout, rewards))
     rollout, rewards = one.collect()
-    given = rollout.given
+    given = rollout.is_ground_truth
     assert given.tolist() == [False, False, True] * 2 and rewards["count"][given].tolist() == [1, 1]
     assert (rollout.advantage[given] > 0).all() and (rollout.advantage[~given] < 0).all()
     (media, shown, watched) = seen[0]
     assert len(media) == len(shown) == len(watched["count"]) == 4 and shown.given.sum() == 0
-    metrics = [trainer(policy_of(tokens=28), truth).iterate() for truth in ("count", None)]
+    metrics = [trainer(policy_of(max_new_tokens=28), truth).iterate() for truth in ("count", None)]
     assert metrics[0]["reward/mean"] == 0 and metrics[0]["samples/total"] == 4
     assert (
         metrics[0]["answer/min"]

@@ -109,10 +109,10 @@ def logp(policy, ids, prompt=TEXT):
 
 REWARD = torch.linspace(-2, 5, 7 * 16, dtype=torch.float64).sin()
 MODES = [
-    {"guidance": 1.0},
-    {"guidance": 3.0, "temperature": 0.7},
-    {"guidance": 3.0, "plan": {"tokens": WORDS, "turn": "new", "temperature": 1.4}},
-    {"guidance": 2.0, "logp_dist": "guided_stopgrad_uncond"},
+    {"guidance_scale": 1.0},
+    {"guidance_scale": 3.0, "temperature": 0.7},
+    {"guidance_scale": 3.0, "plan": {"tokens": WORDS, "turn": "new", "temperature": 1.4}},
+    {"guidance_scale": 2.0, "logprob_guidance": "guided_stopgrad_uncond"},
 ]
 
 
@@ -128,7 +128,7 @@ def test_probabilities_of_all_plans_and_images_sum_to_1(make, options):
 
 
 @pytest.mark.parametrize(
-    "options", [{"guidance": 2.0, "top_k": 2}, {"guidance": 2.0, "top_p": 0.8}], ids=str
+    "options", [{"guidance_scale": 2.0, "top_k": 2}, {"guidance_scale": 2.0, "top_p": 0.8}], ids=str
 )
 def test_what_can_be_sampled_sums_to_1(make, options):
     policy = make(words="ab", **options, plan={"tokens": WORDS, "top_k": 2})
@@ -173,19 +173,19 @@ def test_importance_weights_are_unbiased_and_the_gradient_is_the_true_one(make, 
 
 def test_without_a_gradient_through_the_unconditional_rows_it_is_janus(make, folder):
     ids = every(VOCAB, 4)
-    options = {"guidance": 3.0, "logp_dist": "guided_stopgrad_uncond"}
+    options = {"guidance_scale": 3.0, "logprob_guidance": "guided_stopgrad_uncond"}
     policy = make(plan=None, **options)
     plain = Janus(folder, **options)
     plain.net.to(torch.float64)
     weight = torch.linspace(-1, 2, len(ids), dtype=torch.float64).sin()
     found, wanted = (flat_grad(one, (weight * logp(one, ids)).sum()) for one in (policy, plain))
     torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-9)
-    whole = make(plan=None, guidance=3.0)
+    whole = make(plan=None, guidance_scale=3.0)
     assert cosine(flat_grad(whole, (weight * logp(whole, ids)).sum()), found) < 0.999
 
 
 def test_samples_come_at_the_rate_of_their_score(make):
-    policy = make(words="ab", guidance=2.0)
+    policy = make(words="ab", guidance_scale=2.0)
     copies = 1000
     ids = sequences(policy)
     with torch.no_grad():
@@ -202,12 +202,12 @@ def test_samples_come_at_the_rate_of_their_score(make):
 
 MIXED = [*TEXTS, ASKED, {"text": "and what is 3 and 4?", "task": "understand", "answer": "7"}]
 KINDS = [
-    {"guidance": 1.0},
-    {"guidance": 3.0, "plan": {"tokens": 6, "images": 2}},
-    {"guidance": 2.0, "plan": None},
-    {"guidance": 3.0, "plan": {"tokens": 6, "turn": "new", "images": 2}},
-    {"guidance": 2.0, "logp_dist": "conditional"},
-    {"guidance": 2.0, "logp_dist": "guided_stopgrad_uncond", "plan": {"tokens": 5}},
+    {"guidance_scale": 1.0},
+    {"guidance_scale": 3.0, "plan": {"tokens": 6, "images": 2}},
+    {"guidance_scale": 2.0, "plan": None},
+    {"guidance_scale": 3.0, "plan": {"tokens": 6, "turn": "new", "images": 2}},
+    {"guidance_scale": 2.0, "logprob_guidance": "conditional"},
+    {"guidance_scale": 2.0, "logprob_guidance": "guided_stopgrad_uncond", "plan": {"tokens": 5}},
 ]
 
 
@@ -234,8 +234,8 @@ def test_token_by_token_is_all_at_once_with_ragged_prompts_of_both_tasks(make, o
 
 
 def test_without_a_plan_it_is_janus(make, folder):
-    policy = make(plan=None, guidance=3.0)
-    plain = Janus(folder, guidance=3.0)
+    policy = make(plan=None, guidance_scale=3.0)
+    plain = Janus(folder, guidance_scale=3.0)
     plain.net.to(torch.float64)
     found, wanted = (one.rollout(TEXTS, 3, Rng.of("same")) for one in (policy, plain))
     assert torch.equal(found.sample, wanted.sample) and policy.max_new_tokens == 0
@@ -245,7 +245,7 @@ def test_without_a_plan_it_is_janus(make, folder):
 
 def test_answers_are_those_of_the_vlm_policy(make, folder):
     policy = make(plan=None, answer=Answer(max_new_tokens=5))
-    vlm = VLM(folder, tokens=5)
+    vlm = VLM(folder, max_new_tokens=5)
     vlm.net.to(torch.float64)
     rollout = policy.rollout([ASKED, MIXED[3]], 2, Rng.of("answers"))
     ids = rollout.sample[:, :5]
@@ -270,7 +270,7 @@ def test_answers_are_those_of_the_vlm_policy(make, folder):
 def test_the_head_is_that_of_the_next_token(make):
     """By hand: every word and the image's start come from lm_head, image tokens from the generation
     head."""
-    policy = make(words="ab", guidance=1.0)
+    policy = make(words="ab", guidance_scale=1.0)
     a = policy.processor.tokenizer.convert_tokens_to_ids("a")
     stop = policy.start
     ids = torch.tensor([[a, stop, 0, 1, 1, 0]])
@@ -295,7 +295,7 @@ def test_the_head_is_that_of_the_next_token(make):
 def test_sampled_ids_are_never_spelt_again(make):
     """Random bytes are no text: their spelling has other ids, and the score is that of the ids that
     were drawn."""
-    policy = make(guidance=2.0, plan={"tokens": 8})
+    policy = make(guidance_scale=2.0, plan={"tokens": 8})
     rollout = policy.rollout([TEXT], 6, Rng.of("bytes"))
     spelt = policy.processor.tokenizer(policy.texts(rollout), add_special_tokens=False)["input_ids"]
     kept = [[token for token in row if token >= 0] for row in rollout.sample[:, :8].tolist()]
@@ -307,7 +307,7 @@ def test_sampled_ids_are_never_spelt_again(make):
 
 
 def test_a_new_turn_holds_the_plans_ids_between_its_words(make):
-    policy = make(plan={"tokens": 4, "turn": "new"}, guidance=1.0)
+    policy = make(plan={"tokens": 4, "turn": "new"}, guidance_scale=1.0)
     text = torch.tensor([[7, 8, policy.stops["plan"][0], -1], [5, 6, 7, 8]])
     cond = policy.encode([TEXT])
     found = policy._leading(cond, torch.tensor([0, 0]), text)
@@ -341,7 +341,7 @@ def losses(policy, rollout, advantage, loss_agg_mode="seq_mean_token_mean"):
 @pytest.mark.parametrize("share", [0.5, 0.2])
 def test_a_segment_counts_by_its_mean(make, share):
     policy = make(
-        guidance=1.0,
+        guidance_scale=1.0,
         weigh="segment",
         text_share=share,
         plan={"tokens": 7},
@@ -366,9 +366,9 @@ def test_the_gradient_of_a_tree_is_the_average_of_its_samples(make, weigh, turn)
     in full."""
     plan = {"tokens": 5, "turn": turn}
     reward = torch.tensor([0.3, 1.0, -0.4, 0.0, 0.7, 0.1, 0.0, 0.9])
-    tree = make(weigh=weigh, guidance=2.0, plan=plan | {"images": 2})
+    tree = make(weigh=weigh, guidance_scale=2.0, plan=plan | {"images": 2})
     rollout = tree.rollout(TEXTS, 4, Rng.of("tree"))
-    flat = make(weigh=weigh, guidance=2.0, plan=plan)
+    flat = make(weigh=weigh, guidance_scale=2.0, plan=plan)
     samples = rollout.replace(mask=rollout.sample >= 0, edge_id=None)
     rows = torch.arange(8)
     assert torch.equal(rollout.sample[::2, :5], rollout.sample[1::2, :5])
@@ -377,7 +377,9 @@ def test_the_gradient_of_a_tree_is_the_average_of_its_samples(make, weigh, turn)
         rollout.branch[:, -1], rows
     )
     reduction = "sum" if weigh == "token" else "row"
-    found, _, _ = losses(tree, rollout, tree_mean(reward, rollout, of=dr_grpo).double(), reduction)
+    found, _, _ = losses(
+        tree, rollout, tree_mean(reward, rollout, base=dr_grpo).double(), reduction
+    )
     wanted, _, _ = losses(flat, samples, dr_grpo(reward, samples).double(), reduction)
     # Llama's norms are in float32 throughout
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
@@ -387,10 +389,10 @@ def test_the_gradient_of_a_tree_is_the_average_of_its_samples(make, weigh, turn)
 def test_images_may_be_judged_beside_those_of_their_plan(make):
     reward = torch.tensor([0.0, 1.0, 3.0, 3.0])
     rollout = make(plan={"tokens": 2, "images": 2}).rollout([TEXT], 4, Rng.of("advantage"))
-    found = tree_mean(reward, rollout, of=dr_grpo, siblings=True)
+    found = tree_mean(reward, rollout, base=dr_grpo, siblings=True)
     torch.testing.assert_close(found[:, 0], torch.tensor([-1.25, -1.25, 1.25, 1.25]))
     torch.testing.assert_close(found[:, -1], torch.tensor([-0.5, 0.5, 0.0, 0.0]))
-    whole = tree_mean(reward.index_fill(0, torch.tensor([0]), torch.nan), rollout, of=dr_grpo)
+    whole = tree_mean(reward.index_fill(0, torch.tensor([0]), torch.nan), rollout, base=dr_grpo)
     # the plan is judged by the image that has a reward
     assert whole[0, -1].isnan() and whole[0, 0].isfinite()
 
@@ -424,7 +426,7 @@ def score(media, prompts):
 def test_both_tasks_train_in_one_batch(make, options):
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        policy = make(double=False, guidance=3.0, answer=Answer(max_new_tokens=4), **options)
+        policy = make(double=False, guidance_scale=3.0, answer=Answer(max_new_tokens=4), **options)
     before = policy.weights.full()
     objective = Unified(kl=0.1, steer_text=Steered(target=2.0), steer_image=Steered(target=0.5))
     sizes = TrainOptions(
@@ -466,7 +468,7 @@ def test_steered_entropies_follow_their_targets(make):
     again = Unified(steer_text=Steered(target=2.0), steer_image=Steered(target=1.0, most=0.01))
     again.load_state_dict(objective.state_dict())
     assert again.alpha("text") == objective.alpha("text")
-    policy = make(guidance=2.0, words="ab")
+    policy = make(guidance_scale=2.0, words="ab")
     rollout = policy.rollout([TEXT], 3, Rng.of("entropy")).replace(advantage=torch.zeros(3, 1))
     (point,) = policy.path(rollout)
     found = flat_grad(policy, (objective.loss(policy, point) * point.mask).sum())
@@ -552,7 +554,7 @@ def test_no_statistic_mixes_tasks():
     torch.testing.assert_close(found, torch.cat([0.5 * alone[0], alone[1]]))
     scaled = pairs(torch.cat([1000 * reward[:4], reward[4:]]), rows, **chosen)
     torch.testing.assert_close(scaled[4:], found[4:])
-    assert not torch.allclose(pairs(reward, rows, of=chosen["of"])[4:], found[4:])
+    assert not torch.allclose(pairs(reward, rows, base=chosen["of"])[4:], found[4:])
     plain = [p | {"similarity": 1.0} for p in prompts]
     assert torch.equal(pairs(reward, rows.replace(prompts=plain), power=0.5), grpo(reward, rows))
     with pytest.raises(UserError, match="prompts of task 'generate'"):

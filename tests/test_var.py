@@ -197,7 +197,11 @@ def test_encoding_takes_the_nearest_entries_scale_by_scale(make):
 # --------------------------------------------------------------------------------------------------
 # exactness
 
-MODES = [{"guidance": 1.0}, {"guidance": 4.0}, {"guidance": 3.0, "temperature": 0.7}]
+MODES = [
+    {"guidance_scale": 1.0},
+    {"guidance_scale": 4.0},
+    {"guidance_scale": 3.0, "temperature": 0.7},
+]
 
 
 @pytest.mark.parametrize("options", MODES, ids=str)
@@ -208,7 +212,7 @@ def test_probabilities_of_all_images_sum_to_1(make, options):
 
 
 @pytest.mark.parametrize(
-    "options", [{"guidance": 3.0, "top_k": 1}, {"guidance": 4.0, "top_p": 0.7}], ids=str
+    "options", [{"guidance_scale": 3.0, "top_k": 1}, {"guidance_scale": 4.0, "top_p": 0.7}], ids=str
 )
 def test_probabilities_of_what_can_be_sampled_sum_to_1(make, options):
     policy = make(**options)
@@ -225,7 +229,7 @@ def test_probabilities_of_what_can_be_sampled_sum_to_1(make, options):
 @pytest.mark.parametrize("sides", [SIDES, (1, 2, 3)])
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
 def test_scale_by_scale_is_all_at_once(make, sides, guidance):
-    policy = make(sides, guidance=guidance)
+    policy = make(sides, guidance_scale=guidance)
     with torch.no_grad():
         rollout = policy.rollout(PROMPTS, 3, Rng.of("once"))
         (point,) = policy.path(rollout)
@@ -237,7 +241,7 @@ def test_scale_by_scale_is_all_at_once(make, sides, guidance):
 
 
 def test_samples_come_at_the_rate_of_their_score(make):
-    policy = make(guidance=3.0)
+    policy = make(guidance_scale=3.0)
     copies = 1000
     with torch.no_grad():
         rollout = policy.rollout([PROMPT], copies, Rng.of("frequencies"))
@@ -252,7 +256,7 @@ def test_samples_come_at_the_rate_of_their_score(make):
 
 def test_guidance_grows_from_none_at_the_first_scale(make):
     """z = (1 + t) z_c - t z_u with t = cfg k / (K - 1), cfg = guidance - 1."""
-    policy = make((1, 2, 3), guidance=5.0)
+    policy = make((1, 2, 3), guidance_scale=5.0)
     assert policy.scales(5.0).tolist() == [1.0] + [3.0] * 4 + [5.0] * 9
     ids = every(2, 14)[777:779]
     inputs = policy.collate(policy.encode(PROMPTS))
@@ -269,7 +273,7 @@ def test_guidance_grows_from_none_at_the_first_scale(make):
 
 
 def test_a_token_changes_later_scales_only(make):
-    policy = make((1, 2, 3), guidance=1.0)
+    policy = make((1, 2, 3), guidance_scale=1.0)
     inputs = policy.collate(policy.encode([PROMPT]))
     ids = every(2, 14)[4321:4322]
     with torch.no_grad():
@@ -294,12 +298,12 @@ def test_no_label_is_dropped(make):
 def test_the_matched_gradient_is_the_true_one_and_the_published_is_not(make):
     found = {}
     for scale in (1.0, 2.0, 5.0):
-        sampled = make(guidance=scale)
+        sampled = make(guidance_scale=scale)
         p = logp(sampled, IDS, PROMPT).exp()
         true = flat_grad(sampled, (p * REWARD).sum())
         weight = (p * (REWARD - (p * REWARD).sum())).detach()
         for kind in ("guided", "conditional"):
-            scored = make(guidance=scale, logp_dist=kind)
+            scored = make(guidance_scale=scale, logprob_guidance=kind)
             found[scale, kind] = cosine(
                 flat_grad(scored, (weight * logp(scored, IDS, PROMPT)).sum()), true
             )
@@ -309,7 +313,7 @@ def test_the_matched_gradient_is_the_true_one_and_the_published_is_not(make):
 
 
 def test_importance_weights_are_unbiased(make):
-    policy = make(guidance=2.0)
+    policy = make(guidance_scale=2.0)
     with torch.no_grad():
         old = logp(policy, IDS, PROMPT)
         for i, p in enumerate(policy.weights.parameters().values()):
@@ -343,11 +347,11 @@ def test_scales_are_weighed(make, alpha):
 
 @pytest.mark.parametrize("alpha", [0.0, 0.7])
 def test_the_first_ratio_is_one_in_training(make, alpha):
-    assert_trains(make(double=False, guidance=3.0, scale_alpha=alpha), PROMPTS)
+    assert_trains(make(double=False, guidance_scale=3.0, scale_alpha=alpha), PROMPTS)
 
 
 def test_half_precision(make):
-    assert_half_precision(make(double=False, guidance=3.0), PROMPTS, apart=2e-2)
+    assert_half_precision(make(double=False, guidance_scale=3.0), PROMPTS, apart=2e-2)
 
 
 def test_a_scale_is_not_compiled_as_a_token(make):
@@ -356,8 +360,8 @@ def test_a_scale_is_not_compiled_as_a_token(make):
 
 
 def test_scoring_with_gradient_checkpointing_is_the_same(make):
-    plain = make(guidance=2.0)
-    again = make(guidance=2.0)
+    plain = make(guidance_scale=2.0)
+    again = make(guidance_scale=2.0)
     again.enable_gradient_checkpointing()
     first, second = (flat_grad(p, logp(p, IDS[:9], PROMPT).sum()) for p in (plain, again))
     torch.testing.assert_close(first, second, atol=1e-12, rtol=1e-9)
@@ -388,7 +392,7 @@ def test_adapters_are_added_to_what_is_exported(make, tmp_path):
         for p in policy.weights.parameters().values():
             p.add_(0.1)
         policy.export(tmp_path)
-        again = VAR(str(tmp_path), guidance=policy.guidance_scale)
+        again = VAR(str(tmp_path), guidance_scale=policy.guidance_scale)
         torch.testing.assert_close(
             logp(again, IDS, PROMPT), logp(policy, IDS, PROMPT), atol=1e-4, rtol=0
         )
@@ -399,7 +403,12 @@ def test_adapters_are_added_to_what_is_exported(make, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [{"guidance": 1.0}, {"guidance": 3.0, "top_k": 2}, {"logp_dist": "conditional"}]
+    "options",
+    [
+        {"guidance_scale": 1.0},
+        {"guidance_scale": 3.0, "top_k": 2},
+        {"logprob_guidance": "conditional"},
+    ],
 )
 def test_images_that_branch_are_those_that_go_on_from_a_common_beginning(make, options):
     """Shared scales are computed once; the row they belong to is the one it would be alone; the
@@ -428,8 +437,8 @@ def test_images_that_branch_are_those_that_go_on_from_a_common_beginning(make, o
 
 @pytest.mark.parametrize("alpha", [0.0, 0.7])
 def test_the_gradient_of_branches_is_the_average_of_samples(make, alpha):
-    tree = make((1, 2, 3), branch_at=2, branches=2, guidance=2.0, scale_alpha=alpha)
-    flat = make((1, 2, 3), guidance=2.0, scale_alpha=alpha)
+    tree = make((1, 2, 3), branch_at=2, branches=2, guidance_scale=2.0, scale_alpha=alpha)
+    flat = make((1, 2, 3), guidance_scale=2.0, scale_alpha=alpha)
     reward = torch.linspace(0, 3, 8, dtype=torch.float64).cos()
     rollout = tree.rollout(PROMPTS, 4, Rng.of("tree"))
 
@@ -438,7 +447,7 @@ def test_the_gradient_of_branches_is_the_average_of_samples(make, alpha):
         loss = -point.advantage * policy.dist(point).log_prob(point.target)
         return flat_grad(policy, (loss * loss_weights(point, "token_sum", 1)).sum())
 
-    found = gradient(tree, rollout, advantages.tree_mean(reward, rollout, of=advantages.dr_grpo))
+    found = gradient(tree, rollout, advantages.tree_mean(reward, rollout, base=advantages.dr_grpo))
     rows = rollout.replace(mask=torch.ones_like(rollout.mask), edge_id=None)
     wanted = gradient(flat, rows, advantages.dr_grpo(reward, rows))
     torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-9)

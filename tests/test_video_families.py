@@ -77,9 +77,9 @@ CASES = {
     "skyreels_i2v": case("skyreels_i2v", 5, 16),
     "ltx": case("ltx", 5, 16, {"size": [32, 64]}),
     "cogvideox": case("cogvideox", 9, 16, {"steps": 4}),
-    "hunyuan_video": case("hunyuan_video", 5, 64, embedded=True),
-    "hunyuan_i2v": case("hunyuan_i2v", 5, 96, embedded=True),
-    "hunyuan_i2v-joined": case("hunyuan_i2v", 9, 96, embedded=True, drop=1),
+    "hunyuan_video": case("hunyuan_video", 5, 64, embedded_guidance=True),
+    "hunyuan_i2v": case("hunyuan_i2v", 5, 96, embedded_guidance=True),
+    "hunyuan_i2v-joined": case("hunyuan_i2v", 9, 96, embedded_guidance=True, drop=1),
 }
 # The same families where only parity with the pipeline is of interest.
 MORE = {
@@ -150,7 +150,7 @@ def call(pipe, policy, name, rollout, guidance, output):
 @pytest.mark.parametrize("guidance", [1.0, 2.5])
 @pytest.mark.parametrize("name", ALL)
 def test_without_noise_we_are_the_diffusers_pipeline(name, guidance):
-    policy = make(name, width=None)
+    policy = make(name, fixed_batch_rows=None)
     one = ALL[name]
     with policy.evaluating(guidance), torch.no_grad():
         rollout = policy.rollout(one.prompts, 1, Rng.of("same"))
@@ -178,7 +178,9 @@ def trainer(name, **options):
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"guidance": 2.5, "lora": 2}], ids=["full", "guided lora"])
+@pytest.mark.parametrize(
+    "options", [{}, {"guidance_scale": 2.5, "lora": 2}], ids=["full", "guided lora"]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_the_first_step_is_exactly_on_policy(name, options):
     metrics = trainer(name, **options).iterate()
@@ -189,7 +191,7 @@ def test_the_first_step_is_exactly_on_policy(name, options):
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_exported_adapter_gives_the_plain_pipeline_our_videos(name, tmp_path):
-    training = trainer(name, lora=2, width=None)
+    training = trainer(name, lora=2, fixed_batch_rows=None)
     one = CASES[name]
     policy = training.policy
     training.iterate(), training.iterate()
@@ -212,7 +214,7 @@ def test_an_exported_adapter_gives_the_plain_pipeline_our_videos(name, tmp_path)
 @pytest.mark.parametrize("name", CASES)
 def test_a_checkpoint_resumes_to_the_bit(name, tmp_path):
     def fresh():
-        return trainer(name, lora=2, guidance=2.5, steps=2)
+        return trainer(name, lora=2, guidance_scale=2.5, steps=2)
 
     resumes(fresh, tmp_path)
 
@@ -228,7 +230,7 @@ def test_a_first_frame_that_is_given_is_reached_and_not_trained(name):
             videos,
             policy.decode(rollout.replace(sample=torch.cat([given, rollout.sample[:, :, 1:]], 2))),
         )
-        certain = make(name, sde=windows.all_but_last).rollout(SHOWN, 2, Rng.of("noisy"))
+        certain = make(name, noise_window=windows.all_but_last).rollout(SHOWN, 2, Rng.of("noisy"))
     torch.testing.assert_close(certain.sample[:, :, :1], given, atol=1e-4, rtol=0)
     point = next(iter(policy.path(rollout)))
     mean = policy.dist(point).mean
@@ -252,7 +254,7 @@ def test_an_image_is_encoded_once(monkeypatch):
 
 def test_a_path_is_an_image_too_and_released_encoders_are_not_missed(tmp_path):
     SHOWN[0]["image"].save(tmp_path / "first.png")
-    policy = make("wan_i2v", text_encoders="release")
+    policy = make("wan_i2v", text_encoder_placement="release")
     prompts = [{"text": "a red seven", "image": tmp_path / "first.png"}]
     policy.prepare(prompts)
     assert policy.texts.pipeline is None and policy.pictures.pipeline is None
@@ -274,7 +276,7 @@ def test_a_prompt_without_one_image_is_named(prompt):
 
 @pytest.mark.parametrize("name", ["hunyuan_i2v"])
 def test_released_encoders_have_read_prompts_with_their_images(name):
-    policy = make(name, text_encoders="release")
+    policy = make(name, text_encoder_placement="release")
     policy.prepare(SHOWN)
     policy.texts.load = policy.pictures.load = None
     assert policy.encode(SHOWN[1:])["condition"].shape[0] == 1

@@ -77,7 +77,7 @@ def test_without_vllm_it_says_what_to_install():
 
 def test_an_engine_does_not_say_how_sure_the_model_was(vllm):
     with pytest.raises(UserError, match="certainty"):
-        rolled(policy_of(engine="vllm", certainty=True))
+        rolled(policy_of(engine="vllm", record_self_certainty=True))
 
 
 def test_continuous_batching_of_texts():
@@ -112,7 +112,7 @@ def test_training_corrects_for_what_the_engine_did_otherwise(vllm):
         prompts(),
         scorer,
         lambda r, rollout: r.total()[:, None] - 1.0,
-        Text(importance=Importance(cap=1.5)),
+        Text(importance_sampling=Importance(cap=1.5)),
         lambda p: torch.optim.SGD(p, lr=1e-3),
         TrainOptions(prompts_per_iteration=3, group_size=2, train_batch_size=6, iterations=1),
     )

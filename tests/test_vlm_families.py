@@ -30,7 +30,7 @@ def policy(name: str) -> VLM:
 
     hf.logging.set_verbosity_error()
     hf.logging.disable_progress_bar()
-    return VLM(str(tiny_vlms.folder(name)), tokens=TOKENS, temperature=1.3)
+    return VLM(str(tiny_vlms.folder(name)), max_new_tokens=TOKENS, temperature=1.3)
 
 
 def prompts(name: str) -> list[dict]:
@@ -179,7 +179,7 @@ def test_what_is_saved_answers_the_same(name, tmp_path):
     one = policy(name)
     rollout = rolled(name)
     one.export(tmp_path)
-    again = VLM(str(tmp_path), tokens=TOKENS, temperature=1.3)
+    again = VLM(str(tmp_path), max_new_tokens=TOKENS, temperature=1.3)
     found = again.rollout(prompts(name), COPIES, Rng.of("families", name))
     # processor and chat template come along
     for new, old in zip(found.cond, rollout.cond, strict=True):

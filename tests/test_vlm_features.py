@@ -37,7 +37,7 @@ def test_kept_features_are_those_of_every_pass(family):
 
 
 def test_packed_rows_take_them_too():
-    one = policy_of(train=FROZEN, packed=True)
+    one = policy_of(train=FROZEN, remove_padding=True)
     other = policy_of(train=FROZEN)
     rollout = rolled(other)
     torch.testing.assert_close(

@@ -27,7 +27,7 @@ def letters(texts, prompts):
 def test_a_few_iterations_raise_the_reward():
     asked = [{"text": "what is this?", "images": [tiny_vlms.image(56, 56, i)]} for i in range(2)]
     trainer = Trainer(
-        policy_of(tokens=8, packed=True),
+        policy_of(max_new_tokens=8, remove_padding=True),
         asked,
         Scorer({"letters": letters}),
         advantages.grpo,
@@ -52,7 +52,7 @@ def test_rewards_of_steps_reach_the_tokens_that_earned_them():
     ]
     reward = KeySteps(each=True)
     trainer = Trainer(
-        policy_of(tokens=64),
+        policy_of(max_new_tokens=64),
         asked,
         Scorer({"key_steps": reward}),
         advantages.process,
@@ -69,7 +69,7 @@ def test_rewards_of_steps_reach_the_tokens_that_earned_them():
     )
     rollout, rewards = trainer.collect()
     earned = rewards["key_steps"]
-    given = rollout.given
+    given = rollout.is_ground_truth
     assert given.tolist() == [False, False, True] and earned.shape == rollout.mask.shape == (3, 64)
     text = reward.right_answer(asked[0])
     ends = [text.index(step) + len(step) - 1 for step in ("two", "one more")]
@@ -90,7 +90,7 @@ def test_rewards_of_steps_reach_the_tokens_that_earned_them():
 def test_prompts_of_like_length_are_read_together():
     lengths = [40, 3, 38, 5, 36, 4]
     given = [{"text": "x" * n} for n in lengths]
-    one = policy_of(width=4)
+    one = policy_of(fixed_batch_rows=4)
     whole = policy_of()
     sizes = []
     read = one.net.read

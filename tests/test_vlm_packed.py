@@ -29,7 +29,7 @@ def ragged(rollout):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_rows_are_the_padded_ones(family):
     padded = policy_of(family, temperature=0.8)
-    one = policy_of(family, temperature=0.8, packed=True)
+    one = policy_of(family, temperature=0.8, remove_padding=True)
     rollout = rolled(padded, prompts(family))
     again = rolled(one, prompts(family))
     assert torch.equal(again.sample, rollout.sample)
@@ -41,7 +41,7 @@ def test_packed_rows_are_the_padded_ones(family):
 
 
 def test_no_padding_reaches_the_language_model():
-    one = policy_of(packed=True)
+    one = policy_of(remove_padding=True)
     rollout = ragged(rolled(one))
     shapes = []
     hook = one.net.hf.base_model.language_model.layers[0].mlp.register_forward_pre_hook(
@@ -54,7 +54,7 @@ def test_no_padding_reaches_the_language_model():
 
 
 def test_layers_computed_again_give_the_same_gradient():
-    one = policy_of(packed=True)
+    one = policy_of(remove_padding=True)
     rollout = ragged(rolled(one))
     plain = gradient(one, rollout)
     one.enable_gradient_checkpointing()
@@ -62,13 +62,13 @@ def test_layers_computed_again_give_the_same_gradient():
 
 
 def test_what_is_exported_knows_nothing_of_it(tmp_path):
-    one = policy_of(packed=True)
+    one = policy_of(remove_padding=True)
     one.export(tmp_path)
     assert packed.NAME not in (tmp_path / "config.json").read_text()
 
 
 def test_adapters_train_packed():
-    one, padded = (policy_of(lora=2, packed=p) for p in (True, False))
+    one, padded = (policy_of(lora=2, remove_padding=p) for p in (True, False))
     rollout = ragged(rolled(padded))
     with torch.no_grad():
         for p in (one, padded):
@@ -81,13 +81,13 @@ def test_adapters_train_packed():
 def test_what_cannot_be_packed_is_refused():
     for options in ({"share": "none"}, {"attention": "eager"}):
         with pytest.raises(UserError, match="packed needs"):
-            policy_of(packed=True, **options)
+            policy_of(remove_padding=True, **options)
     with pytest.raises(UserError, match="mllama"):
-        policy_of("mllama", packed=True)
+        policy_of("mllama", remove_padding=True)
 
 
 def test_layers_that_do_not_hand_the_layout_on_are_found_out():
-    one = policy_of(packed=True)
+    one = policy_of(remove_padding=True)
     one.net.hf.config.get_text_config()._attn_implementation = "sdpa"
     with pytest.raises(UserError, match="attend in a way of their own"):
         rolled(one)
@@ -174,7 +174,7 @@ def test_xformers_is_given_one_block_diagonal_mask(monkeypatch):
     fmha = types.SimpleNamespace(attn_bias=bias, memory_efficient_attention=attention)
     monkeypatch.setitem(sys.modules, "xformers", types.ModuleType("xformers"))
     monkeypatch.setitem(sys.modules, "xformers.ops", types.SimpleNamespace(fmha=fmha))
-    one = policy_of(packed=True)
+    one = policy_of(remove_padding=True)
     padded = policy_of()
     one.net.fused = True
     rollout = ragged(rolled(padded))

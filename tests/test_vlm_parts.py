@@ -149,17 +149,17 @@ def test_learning_rates_go_to_their_parts():
 def trainer() -> Trainer:
     torch.manual_seed(0)  # of the adapters
     parts = Parts(Part("lora", rank=2), "full", Part(factor=0.1))
-    policy = VLM(str(tiny_vlms.folder("qwen2_5_vl")), tokens=4, train=parts)
+    policy = VLM(str(tiny_vlms.folder("qwen2_5_vl")), max_new_tokens=4, train=parts)
     asked = [
         {"text": f"what is {i}?", "images": [tiny_vlms.image(60 + 30 * i, 60, i)]} for i in range(2)
     ]
     sizes = {
-        "prompts": 2,
-        "copies": 4,
-        "batch_size": 8,
-        "micro_batch": 4,
+        "prompts_per_iteration": 2,
+        "group_size": 4,
+        "train_batch_size": 8,
+        "micro_batch_size": 4,
         "iterations": 4,
-        "schedule": "linear",
+        "lr_schedule": "linear",
     }
     rewards = Scorer(
         {
@@ -177,7 +177,7 @@ def trainer() -> Trainer:
         ],
         rewards,
         advantages.flow_grpo,
-        PolicyGradient(clip=0.2),
+        PolicyGradient(clip_range=0.2),
         partial(adamw, lr=1e-2),
         TrainOptions(**sizes),
     )
@@ -213,7 +213,7 @@ def test_what_is_trained_beside_adapters_is_exported_with_them(tmp_path):
     one = trainer()
     one.iterate()
     one.policy.export(tmp_path)
-    again = VLM(str(tmp_path), tokens=4)
+    again = VLM(str(tmp_path), max_new_tokens=4)
     asked = [one.policy.inputs.encode(prompt) for prompt in one.prompts]
     with torch.no_grad():
         for encoded in asked:
@@ -223,7 +223,9 @@ def test_what_is_trained_beside_adapters_is_exported_with_them(tmp_path):
 
 
 def test_prompts_above_a_budget_leave_the_data():
-    policy = VLM(str(tiny_vlms.folder("qwen2_5_vl")), tokens=4, budgets=Budgets(prompt_tokens=40))
+    policy = VLM(
+        str(tiny_vlms.folder("qwen2_5_vl")), max_new_tokens=4, budgets=Budgets(prompt_tokens=40)
+    )
     data = SimpleNamespace(
         train=[{"text": "short"}, {"text": "long" * 20, "origin": "d.jsonl:2"}], held_out=[]
     )

@@ -59,7 +59,10 @@ def quiet():
 def policy_of(family="qwen2_5_vl", **options):
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return VLM(str(tiny_vlms.folder(family)), **{"tokens": 8, "coords": "original"} | options)
+        return VLM(
+            str(tiny_vlms.folder(family)),
+            **{"max_new_tokens": 8, "coordinate_space": "original"} | options,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +191,7 @@ def test_an_unknown_family_is_compared_before_it_shares(policy, monkeypatch):
 
 
 def test_own_sampling_is_that_of_transformers(policy):
-    other = policy_of(share="none")
+    other = policy_of(prefix_sharing="none")
     own = rolled(policy)
     plain = rolled(other)
     assert torch.equal(own.sample, plain.sample) and torch.equal(own.mask, plain.mask)
@@ -341,8 +344,8 @@ def test_answers_end_and_finished_rows_leave(policy, monkeypatch):
 
 
 def test_a_stop_string_ends_an_answer():
-    plain = policy_of(tokens=24)
-    policy = policy_of(tokens=24, stop=["e", "B"])
+    plain = policy_of(max_new_tokens=24)
+    policy = policy_of(max_new_tokens=24, stop=["e", "B"])
     free, rollout = (rolled(p, copies=8) for p in (plain, policy))
     texts = policy.decode(rollout)
     assert any(text.finished and any(s in text for s in "eB") for text in texts)
@@ -462,18 +465,18 @@ def trainer_of(policy, seen=None, objective=None, lr=1.0, **sizes):
         )
 
     options = {
-        "prompts": 3,
-        "copies": 4,
-        "batch_size": 12,
+        "prompts_per_iteration": 3,
+        "group_size": 4,
+        "train_batch_size": 12,
         "iterations": 2,
-        "micro_batch": 5,
+        "micro_batch_size": 5,
     } | sizes
     return Trainer(
         policy,
         prompts(),
         scorer,
         flow_grpo,
-        objective or PolicyGradient(clip=0.2, kl=0.1),
+        objective or PolicyGradient(clip_range=0.2, kl=0.1),
         lambda p: torch.optim.SGD(p, lr=lr),
         TrainOptions(max_grad_norm=None, **options),
     )
@@ -496,7 +499,13 @@ def test_gspo_at_its_published_clip_cuts_nothing_while_the_weights_stay(epochs):
     for again in (False, "auto"):
         policy = policy_of(dtype="bfloat16", lora=2)
         objective = Text(surrogate=SURROGATES["gspo"])
-        sizes = {"prompts": 2, "copies": 8, "batch_size": 4, "micro_batch": 4, "epochs": epochs}
+        sizes = {
+            "prompts_per_iteration": 2,
+            "group_size": 8,
+            "train_batch_size": 4,
+            "micro_batch_size": 4,
+            "epochs": epochs,
+        }
         trainer = trainer_of(
             policy, objective=objective, lr=0.0, recompute_old_logprob=again, **sizes
         )
@@ -522,7 +531,7 @@ def test_the_gate_in_half_precision_looks_at_the_mean():
 
 
 def test_images_pass_the_tower_once_to_sample_once_to_score_once_for_the_reference():
-    found = trainer_of(policy_of(), micro_batch=None).iterate()
+    found = trainer_of(policy_of(), micro_batch_size=None).iterate()
     assert found["vlm/vision_passes"] == 3
 
 
@@ -531,7 +540,7 @@ def test_no_micro_batch_changes_the_gradient():
     for micro_batch in (12, 5, 1):
         policy = policy_of()
         before = policy.weights.full()
-        trainer_of(policy, micro_batch=micro_batch).iterate()
+        trainer_of(policy, micro_batch_size=micro_batch).iterate()
         after = policy.weights.full()
         found.append({name: before[name] - after[name] for name in before})  # the gradient
     for other in found[1:]:
@@ -557,7 +566,7 @@ def test_an_exported_model_is_the_same(family, tmp_path):
             p.mul_(1.1)
     rollout = rolled(policy)
     policy.export(tmp_path)
-    again = VLM(str(tmp_path), tokens=8, coords="original")
+    again = VLM(str(tmp_path), max_new_tokens=8, coordinate_space="original")
     seen = rolled(again)
     assert torch.equal(seen.sample, rollout.sample) and torch.equal(seen.logprob, rollout.logprob)
     assert [c["input_ids"].tolist() for c in seen.cond] == [
@@ -576,7 +585,7 @@ def test_half_precision_weights_sample_and_score():
 def test_certainty_is_the_divergence_of_the_uniform_distribution_from_the_models(share):
     """Whatever the sampling: here temperature and top-k change what is drawn and not what is
     recorded."""
-    policy = policy_of(temperature=0.7, top_k=5, certainty=True, share=share)
+    policy = policy_of(temperature=0.7, top_k=5, record_self_certainty=True, prefix_sharing=share)
     rollout = rolled(policy, prompts()[1:], copies=2)
     # [N, V], of all tokens
     full = policy.dist(point_of(policy, rollout))._head("full", Warp()).double()

@@ -106,7 +106,7 @@ ASKED = [
 
 @pytest.mark.parametrize("make, shares", [(mistral3, True), (qwen3_5, False)])
 def test_a_family_by_general_rules_is_that_of_transformers(folder, make, shares):
-    one = VLM(folder(make), tokens=6)
+    one = VLM(folder(make), max_new_tokens=6)
     assert any("is not in mmrl's table" in note for note in one.notes)
     assert any("coordinate space" in note for note in one.notes)
     with warnings.catch_warnings(record=True) as told:
@@ -123,12 +123,12 @@ def test_a_family_by_general_rules_is_that_of_transformers(folder, make, shares)
     )
     if shares:
         assert_near(gradient(one, rollout), gradient(one, rollout, share=False))
-        packed = VLM(folder(make), tokens=6, packed=True)
+        packed = VLM(folder(make), max_new_tokens=6, remove_padding=True)
         assert_near(gradient(packed, rollout), gradient(one, rollout))
 
 
 def test_a_processor_that_does_not_fit_its_network_is_named(folder):
-    one = VLM(folder(mistral3), tokens=4)
+    one = VLM(folder(mistral3), max_new_tokens=4)
     one.net.hf.config.spatial_merge_size = 1
     one.net.hf.base_model.get_image_features = lambda *a, **k: (_ for _ in ()).throw(
         ValueError("do not match")

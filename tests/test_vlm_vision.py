@@ -53,7 +53,7 @@ def test_a_tower_sees_the_same(name):
     """Images and a video of unlike sizes in one batch: features and gradients."""
     from mmrl.policies.vlm.policy import VLM
 
-    one = VLM(str(tiny_vlms.folder(name)), tokens=2, coords="original")
+    one = VLM(str(tiny_vlms.folder(name)), max_new_tokens=2, coordinate_space="original")
     plain = loaded(name)[0]
     assert "flash" in one.net.hf.config.vision_config._attn_implementation
     encoded = one.inputs.collate([one.inputs.encode(prompt) for prompt in mixed(name)])

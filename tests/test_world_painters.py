@@ -169,7 +169,7 @@ def test_no_held_out_caption_is_pictured():
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_policy_loads_the_folder_and_paints(name):
-    policy = make(name, guidance=2.0)
+    policy = make(name, guidance_scale=2.0)
     prompts = Digits().held_out[:2]
     with torch.no_grad():
         rollout = policy.rollout(prompts, 2, Rng.of(0))
@@ -216,7 +216,7 @@ def test_what_training_minimises_is_what_the_policy_scores(name, absent):
     import importlib
 
     world = importlib.import_module(f"mmrl.worlds.{name}")
-    policy = make(name, guidance=1.0)
+    policy = make(name, guidance_scale=1.0)
     prompts = Digits().train[:3]
     net = policy.net
     vocab = policy.net.vocab

@@ -57,7 +57,7 @@ class ToyDiffusion(ToyFlow):
 
     def __init__(self, **options):
         # its last step has no noise
-        super().__init__(**{"kernel": ddim, "sde": all_but_last} | options)
+        super().__init__(**{"sde_type": ddim, "noise_window": all_but_last} | options)
 
 
 class ToyVideo(ToyFlow):

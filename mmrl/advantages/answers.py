@@ -176,7 +176,7 @@ def pass_at_k(
     double, groups = measured(rewards, rollout)
     total = double.total()
     best = total.masked_fill(~groups.present, -torch.inf)
-    order = torch.argsort(rollout.row.to(best.device), stable=True)
+    order = torch.argsort(rollout.row_id.to(best.device), stable=True)
     order = order[torch.argsort(best[order], descending=True, stable=True)]
     # by group, best first, then by name
     order = order[torch.argsort(groups.index[order], stable=True)]

@@ -55,7 +55,7 @@ class Branch:
 
     def __call__(self, rewards: Rewards | Tensor, rollout: Rollout) -> Tensor:
         """[B, K]; NaN for edges that are pruned or have no reward below. Counts the iterations."""
-        if rollout.branch is None:
+        if rollout.edge_id is None:
             raise UserError(
                 "advantage branch compares the edges of a tree; give the policy one, "
                 "such as tree: {}"
@@ -64,7 +64,7 @@ class Branch:
         leaf = double.total().masked_fill(~groups.present, torch.nan)  # [B]
         fused = self._fuse(leaf, rollout)  # [B, K] reward of the edge that leads to depth k + 1
         edges = [
-            self._normalised(fused[:, k], rollout.branch[:, k], rollout.group)
+            self._normalised(fused[:, k], rollout.edge_id[:, k], rollout.group)
             for k in range(fused.shape[1])
         ]
         advantage = torch.stack(edges, 1)
@@ -81,10 +81,10 @@ class Branch:
     def _fuse(self, leaf: Tensor, rollout: Rollout) -> Tensor:
         """[B, K] rewards of the edges, the same on all rows that share one."""
         found = [leaf]  # from the leaves up
-        for k in reversed(range(1, rollout.branch.shape[1])):
+        for k in reversed(range(1, rollout.edge_id.shape[1])):
             below = found[-1]
-            name = rollout.branch[:, k]
-            parent = rollout.branch[:, k - 1]
+            name = rollout.edge_id[:, k]
+            parent = rollout.edge_id[:, k - 1]
             if self.fusion == "mean":
                 weight = (~leaf.isnan()).double()
                 found.append(edge_mean(leaf, weight, parent))
@@ -117,10 +117,10 @@ class Branch:
                 if depth - slid <= out.shape[1]:
                     out[:, depth - slid - 1] = True
         if self.prune_width:
-            counts = [len(names.unique()) for names in rollout.branch.unbind(1)]
+            counts = [len(names.unique()) for names in rollout.edge_id.unbind(1)]
             last = max([k for k in range(1, len(counts)) if counts[k] > counts[k - 1]], default=0)
             parent = (
-                rollout.branch[:, last - 1]
+                rollout.edge_id[:, last - 1]
                 if last and self.prune_width == "siblings"
                 else rollout.group
             )
@@ -175,10 +175,10 @@ def by_edge(advantage: Tensor, rollout: Rollout) -> Tensor:
     those without an advantage are left out of the mean. Without a tree the advantage, [B, 1] or [B,
     K], stays as it is.
     """
-    if rollout.branch is None:
+    if rollout.edge_id is None:
         return advantage
-    leaf = advantage.double().expand(rollout.branch.shape)
-    names = rollout.branch + rollout.group[:, None] * (int(rollout.branch.max()) + 1)
+    leaf = advantage.double().expand(rollout.edge_id.shape)
+    names = rollout.edge_id + rollout.group[:, None] * (int(rollout.edge_id.max()) + 1)
     edges: list[Tensor] = []
     for k, name in enumerate(names.unbind(1)):
         repeated = k > 0 and advantage.shape[1] == 1 and torch.equal(name, names[:, k - 1])

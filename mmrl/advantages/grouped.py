@@ -50,7 +50,7 @@ def group(
     advantage = combined(double, groups, combine, std, ddof, eps, eps_mode)
     keep = groups.present
     if best_of is not None:
-        keep = best_and_worst(advantage, groups, rollout.row, best_of)
+        keep = best_and_worst(advantage, groups, rollout.row_id, best_of)
     if zero_variance_groups == "drop":
         keep = keep & ~flat_rows(double, groups, combine)
     return finished(advantage, rewards, keep)

@@ -193,7 +193,7 @@ def apart(
     """The advantage ``of`` with every task's rows alone; a row of another task is as good as
     missing there."""
     found = None
-    task = [prompt.get("task") for prompt in rollout.asked()]
+    task = [prompt.get("task") for prompt in rollout.prompt_per_row()]
     if strange := {one for one in task if one not in tasks}:
         raise UserError(
             f"advantage pairs: prompts of task {strange.pop()!r}; its option tasks names "

@@ -25,13 +25,13 @@ def tree_mean(
     of its plan. [B, K]; [B, 1] without a tree.
     """
     own = base(rewards, rollout)
-    if rollout.branch is None:
+    if rollout.edge_id is None:
         return own
-    leaf = own.double().expand(rollout.branch.shape)
+    leaf = own.double().expand(rollout.edge_id.shape)
     there = leaf.isfinite().double()
     found = []
     before = last = None  # the edges above, and the column to the left, as (names, means)
-    for k, name in enumerate(rollout.branch.unbind(1)):
+    for k, name in enumerate(rollout.edge_id.unbind(1)):
         if last is None or not torch.equal(name, last[0]) or own.shape[1] > 1:
             mean = edge_mean(leaf[:, k], there[:, k], name)
             before = last if last is not None and not torch.equal(name, last[0]) else before

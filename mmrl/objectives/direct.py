@@ -60,7 +60,7 @@ class Draft:
         self.reward = reward
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
-        if rollout.branch is not None:
+        if rollout.edge_id is not None:
             raise UserError(
                 "objective draft follows single paths, whose noise it draws again: leave "
                 "out policy option tree"
@@ -76,7 +76,7 @@ class Draft:
             far.append(self._distance(policy, step.replace(state=x), dist) if self.kl else 0.0)
             x = dist.mean
             if point.known is not None:
-                x = x + dist.std * policy.noise(point.known, point.row, k)
+                x = x + dist.std * policy.noise(point.known, point.row_id, k)
         reward = rewarded(self.reward, policy, point, x)
         observe("reward/differentiated", reward, point.mask)
         loss = -reward
@@ -171,12 +171,16 @@ def whole_paths(rollout: Rollout, last: int | None) -> list[Point]:
             "models, not for tokens"
         )
     first = 0 if last is None else max(0, rollout.eta.shape[1] - last)
-    alive = torch.ones_like(rollout.row, dtype=torch.bool) if rollout.kept is None else rollout.kept
+    alive = (
+        torch.ones_like(rollout.row_id, dtype=torch.bool)
+        if rollout.trainable is None
+        else rollout.trainable
+    )
     return [
         Point(
             group=rollout.group,
             cond=rollout.cond,
-            row_id=rollout.row,
+            row_id=rollout.row_id,
             mask=alive[:, None],
             num_decisions=alive.long(),
             state=rollout.path[:, first:].to(rollout.sample.dtype),
@@ -214,13 +218,13 @@ def rewarded(reward: Differentiable | None, policy: Policy, point: Point, sample
     rollout = Rollout(
         group=point.group,
         cond=point.cond,
-        row_id=point.row,
+        row_id=point.row_id,
         sample=sample,
         prompts=point.asked,
         logprob=point.mask.to(sample),
         mask=point.mask,
     )
-    found = reward(policy.decode(rollout), rollout.asked())
+    found = reward(policy.decode(rollout), rollout.prompt_per_row())
     if not found.requires_grad and torch.is_grad_enabled():
         raise UserError(
             "the reward gives no gradient: this objective needs differentiable rewards "

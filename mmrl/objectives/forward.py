@@ -25,14 +25,14 @@ def noised(
 ) -> Iterator[Point]:
     """``draws`` times a row (fewer if the sampler has fewer), each with fresh noise; or shared in
     each group."""
-    name = first_of_group(rollout) if shared else rollout.row
+    name = first_of_group(rollout) if shared else rollout.row_id
     when = times(rng.fold("time"), name, draws, rollout.time)  # [B, D]
     found = (
         policy.renoise(rollout, rng.fold("noise", j), t, shared)
         for j, t in enumerate(when.unbind(1))
     )
     return (
-        point.replace(num_decisions=point.length * when.shape[1])
+        point.replace(num_decisions=point.num_decisions * when.shape[1])
         for points in found
         for point in points
     )
@@ -69,8 +69,8 @@ def comparisons(point: Point) -> Tensor:
 
     ``point`` holds every row equally often.
     """
-    visits = len(point) // len(point.row.unique())
-    order = point.row.argsort(stable=True)
+    visits = len(point) // len(point.row_id.unique())
+    order = point.row_id.argsort(stable=True)
     visit = torch.empty_like(order)
     visit[order] = torch.arange(len(order), device=order.device) % visits
     return point.group * visits + visit

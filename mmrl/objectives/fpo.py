@@ -58,7 +58,7 @@ class FPO:
     def couple(self, point: Point, measured: Tensor) -> Point:
         """The derivative of the clipped objective by the log-ratio takes the place of the
         advantage."""
-        _, row = point.row.unique(return_inverse=True)
+        _, row = point.row_id.unique(return_inverse=True)
         log_ratio = (summed(measured, row) / summed(torch.ones_like(measured), row))[row]
         ratio = log_ratio.exp()
         advantage = point.advantage.clamp(-self.advantage_clip, self.advantage_clip)

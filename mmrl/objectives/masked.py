@@ -79,4 +79,8 @@ class Masked(Text):
         it."""
         if point.logprob is not None:
             return point.logprob
-        return logp.detach() if point.fresh else frozen(policy, "old", point).log_prob(point.target)
+        return (
+            logp.detach()
+            if point.on_policy
+            else frozen(policy, "old", point).log_prob(point.target)
+        )

@@ -85,7 +85,7 @@ class PolicyGradient:
             rollout.mask,
             self.timestep_fraction,
             rng if self.timestep_selection == "random" else None,
-            rollout.row,
+            rollout.row_id,
         )
         return policy.path(rollout.replace(mask=chosen))
 

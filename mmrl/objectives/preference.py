@@ -77,9 +77,11 @@ def pairs(rollout: Rollout, rng: Rng | None = None) -> Tensor:
 
     With ``rng`` the rival of the best is not the worst but any one of lower advantage.
     """
-    alive = torch.ones_like(rollout.group) if rollout.kept is None else rollout.kept.long()
+    alive = (
+        torch.ones_like(rollout.group) if rollout.trainable is None else rollout.trainable.long()
+    )
     # every transfer waits for the device: one for all whole numbers
-    groups, names, alive = torch.stack([rollout.group, rollout.row, alive]).cpu()
+    groups, names, alive = torch.stack([rollout.group, rollout.row_id, alive]).cpu()
     every = rollout.advantage[:, -1].cpu()
     kept = alive.bool()
     chosen = torch.zeros_like(kept)
@@ -119,10 +121,10 @@ class D3PO:
         self.snapshots = ("ref",)
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
-        chosen = rollout.row[pairs(rollout)]
+        chosen = rollout.row_id[pairs(rollout)]
         each = policy.path(rollout)
         return [
-            point.replace(mask=point.mask & torch.isin(point.row, chosen)[:, None])
+            point.replace(mask=point.mask & torch.isin(point.row_id, chosen)[:, None])
             for point in each
         ]
 

@@ -52,7 +52,7 @@ class RewardWeightedRegression:
     def couple(self, point: Point, measured: Tensor) -> Point:
         if self.weights == "advantage":
             return point
-        rows, row = point.row.unique(return_inverse=True)
+        rows, row = point.row_id.unique(return_inverse=True)
         # of each row once
         advantage = measured.new_zeros(len(rows)).scatter(0, row, measured[:, 0])
         group = point.group.new_zeros(len(rows)).scatter(0, row, point.group)

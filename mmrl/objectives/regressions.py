@@ -68,7 +68,7 @@ class _Regression(ABC):
                 f"{type(policy).__name__} writes none"
             )
         for point in policy.path(rollout):
-            if (point.mask.sum(1) != point.length).any():
+            if (point.mask.sum(1) != point.num_decisions).any():
                 raise UserError(
                     "this objective compares whole answers: it is for models that "
                     "score them in one pass"

@@ -38,7 +38,7 @@ def trajectory(
     points = list(policy.path(rollout))
     if passes is None or passes >= len(points):
         return points
-    chosen = rng.uniform(rollout.row, (len(points),)).argsort(1).argsort(1) < passes  # [B, T]
+    chosen = rng.uniform(rollout.row_id, (len(points),)).argsort(1).argsort(1) < passes  # [B, T]
     return [
         p.replace(
             mask=p.mask & chosen[:, t, None],
@@ -54,7 +54,7 @@ def tracerl(policy: Remaskable, rollout: Rollout, rng: Rng, *, shrink: Count = 8
 
     A slice's tokens are scored where it and all later ones are hidden. With shrink 1 it is
     ``trajectory`` of the emerge sampler."""
-    part = rollout.order // shrink
+    part = rollout.commit_step // shrink
     return [policy.at(rollout, hide=part >= s, score=part == s) for s in range(int(part.max()) + 1)]
 
 
@@ -72,7 +72,9 @@ def d1(
         policy.corrupted(rollout.cond, prompt, rng.fold("prompt")) if prompt > 0 else rollout.cond
     )
     return [
-        policy.at(rollout.replace(cond=cond), hide=torch.ones_like(rollout.order, dtype=torch.bool))
+        policy.at(
+            rollout.replace(cond=cond), hide=torch.ones_like(rollout.commit_step, dtype=torch.bool)
+        )
     ]
 
 
@@ -119,7 +121,7 @@ def uni_grpo(
 
     A rate is uniform in (0, 1), or one of those evenly spaced from there to 1, ``updates`` in all;
     ``draws`` random ones of them in each optimizer step."""
-    first = rng.fold("first").uniform(rollout.row)  # [B]
+    first = rng.fold("first").uniform(rollout.row_id)  # [B]
     rates = [
         first + (1 - first) * n / max(updates - 1, 1)
         for n in rng.permutation(updates, step=1)[:draws].tolist()
@@ -166,7 +168,7 @@ def coupled(
     _ascending("coupled", low, high)
     found = []
     for n in range(draws):
-        rate = low + (high - low) * rng.fold("rate", n).uniform(rollout.row)
+        rate = low + (high - low) * rng.fold("rate", n).uniform(rollout.row_id)
         hide = _hidden(rng.fold("mask", n), rollout, rate)
         found += [policy.at(rollout, hide), policy.at(rollout, ~hide)]
     return found
@@ -184,7 +186,7 @@ def random(
 ) -> list[Point]:
     """Random masks at a rate between ``low`` and ``high``, the plain counterpart of ``coupled``."""
     _ascending("random", low, high)
-    rates = [low + (high - low) * rng.fold("rate", n).uniform(rollout.row) for n in range(draws)]
+    rates = [low + (high - low) * rng.fold("rate", n).uniform(rollout.row_id) for n in range(draws)]
     return [
         policy.at(rollout, _hidden(rng.fold("mask", n), rollout, rate))
         for n, rate in enumerate(rates)
@@ -225,10 +227,11 @@ def sepo(policy: Remaskable, rollout: Rollout, rng: Rng) -> list[Point]:
     neighbours and x itself that is sum_i w_i grad log q_i with w_i = (1 / q_i) / (1 + sum_j (1 /
     q_j - 1)): no neighbour need be sampled.
     """
-    length = rollout.order.shape[1]
+    length = rollout.commit_step.shape[1]
     points = [
         policy.at(
-            rollout, torch.arange(length, device=rollout.row.device).expand_as(rollout.order) == i
+            rollout,
+            torch.arange(length, device=rollout.row_id.device).expand_as(rollout.commit_step) == i,
         )
         for i in range(length)
     ]
@@ -258,7 +261,7 @@ def _ascending(name: str, low: float, high: float) -> None:
 
 def _hidden(rng: Rng, rollout: Rollout, rate: Tensor, field: Fields = "uniform") -> Tensor:
     """[B, L] bool: hidden at a rate [] or [B], the same whatever weights look at it."""
-    draw = rng.uniform(rollout.row, (rollout.order.shape[1],))
+    draw = rng.uniform(rollout.row_id, (rollout.commit_step.shape[1],))
     rate = rate.to(draw)
     return draw > fading(rate, draw.shape[1]) if field == "fading" else draw < rate.reshape(-1, 1)
 

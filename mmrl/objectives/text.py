@@ -88,7 +88,7 @@ class Text:
                 f"{type(policy).__name__} writes none"
             )
         for point in policy.path(rollout):
-            if sees_whole_rows(self.surrogate) and (point.mask.sum(1) != point.length).any():
+            if sees_whole_rows(self.surrogate) and (point.mask.sum(1) != point.num_decisions).any():
                 raise UserError(
                     "this surrogate compares whole answers: it is for models that score "
                     "all tokens of an answer in one "
@@ -202,8 +202,8 @@ def watch(surrogate: Surrogate, logp: Tensor, old: Tensor, point: Point) -> None
     """Mention the ratio, and where the surrogate has no gradient although A is not 0: clipped, by
     the sign of A."""
     observe("ratio", (logp - old).exp(), point.own())
-    if point.stale is not None:
-        observe("reuse/ratio", (logp - old).exp(), point.mask & point.stale[:, None])
+    if point.is_replayed is not None:
+        observe("reuse/ratio", (logp - old).exp(), point.mask & point.is_replayed[:, None])
     advantage = point.advantage.expand_as(logp)
     clipped = without_slope(surrogate, logp, old, point).double()
     observe("clip_fraction", clipped, point.own())

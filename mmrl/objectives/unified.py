@@ -80,8 +80,8 @@ class Unified(Text):
         with torch.set_grad_enabled(torch.is_grad_enabled() and any(map(self.alpha, self.steered))):
             entropy = self._entropy(dist, point)
         for number, kind in enumerate(("text", "image")):
-            mine = point.mask if point.kind is None else point.mask & (point.kind == number)
-            if point.kind is None and kind == "image":
+            mine = point.mask if point.modality is None else point.mask & (point.modality == number)
+            if point.modality is None and kind == "image":
                 continue
             observe(f"entropy/{kind}", entropy.detach(), mine & point.own())
             if kind in self.steered and self.alpha(kind):

@@ -257,8 +257,8 @@ def first_of_group(rollout: Rollout) -> Tensor:
     noise."""
     # without prompts the device must be asked
     count = len(rollout.prompts) or int(rollout.group.max()) + 1
-    first = torch.full((count,), torch.iinfo(torch.long).max, device=rollout.row.device)
-    return first.scatter_reduce(0, rollout.group, rollout.row, "amin")[rollout.group]
+    first = torch.full((count,), torch.iinfo(torch.long).max, device=rollout.row_id.device)
+    return first.scatter_reduce(0, rollout.group, rollout.row_id, "amin")[rollout.group]
 
 
 @contextmanager

@@ -368,18 +368,20 @@ class FlowPolicy(NetPolicy, ABC):
     def renoise(
         self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False
     ) -> Iterator[Point]:
-        name = first_of_group(rollout) if shared else rollout.row
+        name = first_of_group(rollout) if shared else rollout.row_id
         t = rng.uniform(name, step=0) if time is None else time
         t = self.process.snap(t.to(rollout.sample))
         noise = rng.normal(name, self.shape, 1, rollout.sample.dtype)
         # [B]
         alive = (
-            torch.ones_like(rollout.row, dtype=torch.bool) if rollout.kept is None else rollout.kept
+            torch.ones_like(rollout.row_id, dtype=torch.bool)
+            if rollout.trainable is None
+            else rollout.trainable
         )
         yield Point(
             group=rollout.group,
             cond=rollout.cond,
-            row_id=rollout.row,
+            row_id=rollout.row_id,
             time=t,
             mask=alive[:, None],
             num_decisions=alive.long(),
@@ -498,7 +500,7 @@ def _step(rollout: Rollout, length: Tensor, rows: Tensor, k: int) -> Point:
     return Point(
         group=rollout.group[rows],
         cond=rollout.cond,
-        row_id=rollout.row[rows],
+        row_id=rollout.row_id[rows],
         num_decisions=length[rows],
         state=path[here, before].to(rollout.sample.dtype),
         target=path[here, after].to(rollout.sample.dtype),

@@ -207,16 +207,18 @@ class MaskedDiffusion(TokenPolicy, ABC):
     def path(self, rollout: Rollout) -> Iterator[Point]:
         for step in range(self.passes):
             if not self.chooses:
-                yield self._point(rollout, hide=rollout.order >= step, score=rollout.order == step)
+                yield self._point(
+                    rollout, hide=rollout.commit_step >= step, score=rollout.commit_step == step
+                )
                 continue
             part = slice(step * self.length, (step + 1) * self.length)
             advantage = rollout.advantage
             yield Point(
                 group=rollout.group,
                 cond=rollout.cond,
-                row_id=rollout.row,
+                row_id=rollout.row_id,
                 num_decisions=rollout.mask.sum(1),
-                state=torch.where(rollout.order >= step, self.mask_id, rollout.sample),
+                state=torch.where(rollout.commit_step >= step, self.mask_id, rollout.sample),
                 mask=rollout.mask[:, part],
                 target=rollout.drawn[:, step],
                 logprob=rollout.logprob[:, part],
@@ -238,7 +240,7 @@ class MaskedDiffusion(TokenPolicy, ABC):
         return Point(
             group=rollout.group,
             cond=rollout.cond,
-            row_id=rollout.row,
+            row_id=rollout.row_id,
             target=rollout.sample,
             mask=mask,
             state=torch.where(hide, self.mask_id, rollout.sample),
@@ -254,7 +256,7 @@ class MaskedDiffusion(TokenPolicy, ABC):
     def renoise(
         self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False
     ) -> Iterator[Point]:
-        name = first_of_group(rollout) if shared else rollout.row
+        name = first_of_group(rollout) if shared else rollout.row_id
         rate = rng.uniform(name, (1,), step=0) if time is None else time[:, None]
         draw = rng.uniform(name, (self.length,), step=1)
         # never nothing at all

@@ -88,12 +88,14 @@ class TokenPolicy(NetPolicy, ABC):
 
     def path(self, rollout: Rollout) -> Iterator[Point]:
         for step in range(self.passes):
-            yield self._point(rollout, hide=rollout.order >= step, score=rollout.order == step)
+            yield self._point(
+                rollout, hide=rollout.commit_step >= step, score=rollout.commit_step == step
+            )
 
     def renoise(
         self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False
     ) -> Iterator[Point]:
-        name = first_of_group(rollout) if shared else rollout.row
+        name = first_of_group(rollout) if shared else rollout.row_id
         rate = rng.uniform(name, (1,), step=0).clamp_min(0.1) if time is None else time[:, None]
         hide = rng.uniform(name, (self.length,), step=1) < rate
         yield self._point(rollout, hide, score=hide).replace(logprob=None)
@@ -112,14 +114,14 @@ class TokenPolicy(NetPolicy, ABC):
         return Point(
             group=rollout.group,
             cond=rollout.cond,
-            row_id=rollout.row,
+            row_id=rollout.row_id,
             target=rollout.sample,
             mask=rollout.mask & score,
             state=torch.where(hide, self.mask_id, rollout.sample),
             num_decisions=rollout.mask.sum(1),
             logprob=rollout.logprob,
             advantage=rollout.advantage,
-            sampler_logprob=rollout.sampled,
+            sampler_logprob=rollout.sampler_logprob,
         )
 
 

@@ -17,7 +17,7 @@ BACKENDS = ["auto", "sdpa", "xformers", "flash"]
 
 def made(case, backend, **options):
     try:
-        return make(case, attention=backend, width=4, **options)
+        return make(case, attention=backend, fixed_batch_rows=4, **options)
     except UserError as error:
         pytest.skip(str(error))
 
@@ -54,7 +54,9 @@ def test_backends_agree_with_sdpa(case):
     torch.testing.assert_close(samples["xformers"], samples["sdpa"], atol=2e-3, rtol=2e-3)
 
 
-@pytest.mark.parametrize("options", [{"guidance": 2.0}, {"lora": 2}], ids=["full guided", "lora"])
+@pytest.mark.parametrize(
+    "options", [{"guidance_scale": 2.0}, {"lora": 2}], ids=["full guided", "lora"]
+)
 def test_compiled_blocks_are_on_policy(options):
     torch._dynamo.reset()
     metrics = trainer_of(make("flux", compile=True, **options)).iterate()
@@ -64,7 +66,7 @@ def test_compiled_blocks_are_on_policy(options):
 def test_paths_on_the_cpu_change_nothing():
     runs = []
     for offload in (False, True):
-        trainer = trainer_of(make("wan", offload=offload, guidance=2.0))
+        trainer = trainer_of(make("wan", offload_trajectory=offload, guidance_scale=2.0))
         with torch.no_grad():
             rollout = trainer.policy.rollout(PROMPTS, 2, Rng.of("same"))
         assert rollout.path.is_cuda != offload and rollout.sample.is_cuda
@@ -76,7 +78,7 @@ def test_paths_on_the_cpu_change_nothing():
 
 
 def test_a_pass_that_does_not_fit_is_halved():
-    trainer = trainer_of(make("flux", guidance=2.0))
+    trainer = trainer_of(make("flux", guidance_scale=2.0))
     # rows of the network, guided ones twice
     plain = trainer.policy.velocity
     limit = 4

@@ -24,11 +24,11 @@ from .. import toys
 TEXTS = [{"text": text} for text in ("a red seven", "a blue two", "a green zero")]
 SD3_CASES = {
     "plain": {},
-    "guided": {"guidance": 3.0},
-    "stopgrad": {"guidance": 3.0, "logp_dist": "guided_stopgrad_uncond"},
-    "dance": {"kernel": dance_sde, "eta": 0.3},
+    "guided": {"guidance_scale": 3.0},
+    "stopgrad": {"guidance_scale": 3.0, "logprob_guidance": "guided_stopgrad_uncond"},
+    "dance": {"sde_type": dance_sde, "noise_level": 0.3},
     "lora": {"lora": 4},
-    "lora guided": {"lora": 4, "guidance": 3.0},
+    "lora guided": {"lora": 4, "guidance_scale": 3.0},
     "half weights": {"dtype": "bfloat16", "lora": 4},
 }
 
@@ -53,13 +53,18 @@ def brightness(media, prompts):
 
 
 def trainer_of(policy, prompts, reward, kl=0.1, **options):
-    sizes = {"prompts": 3, "copies": 8, "batch_size": 12, "iterations": 8} | options
+    sizes = {
+        "prompts_per_iteration": 3,
+        "group_size": 8,
+        "train_batch_size": 12,
+        "iterations": 8,
+    } | options
     return Trainer(
         policy,
         prompts,
         Scorer({"reward": reward}),
         advantages.flow_grpo,
-        PolicyGradient(clip=1e-2, kl=kl),
+        PolicyGradient(clip_range=1e-2, kl=kl),
         partial(adamw, lr=1e-3),
         TrainOptions(**sizes),
     )
@@ -117,13 +122,13 @@ def test_the_device_takes_the_decisions_of_the_cpu(family):
 def test_micro_batches_change_no_gradient_on_the_device():
     runs = []
     for micro in (1, 5, 12):
-        policy = tiny_sd3(guidance=2.0)
+        policy = tiny_sd3(guidance_scale=2.0)
         policy.net.double()
         trainer = trainer_of(
             policy,
             TEXTS,
             lambda media, prompts: torch.arange(len(prompts)).sin(),
-            micro_batch=micro,
+            micro_batch_size=micro,
         )
         trainer.iterate()
         runs.append(policy.weights.full())

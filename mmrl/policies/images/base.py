@@ -169,14 +169,14 @@ class ImageTokenPolicy(NetPolicy, ABC):
         yield Point(
             group=rollout.group,
             cond=rollout.cond,
-            row_id=rollout.row,
+            row_id=rollout.row_id,
             state=rollout.sample,
             target=rollout.sample,
             mask=rollout.mask,
             logprob=rollout.logprob,
             advantage=rollout.advantage,
             num_decisions=rollout.mask.sum(1),
-            sampler_logprob=rollout.sampled,
+            sampler_logprob=rollout.sampler_logprob,
         )
 
     def renoise(

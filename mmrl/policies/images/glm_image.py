@@ -167,13 +167,13 @@ class GlmImage(ImageTokenPolicy):
         ids = rollout.sample[:, -height * width :].view(-1, height, width)
         ids = ids.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
         made = self.pipeline.to(self.device)
-        texts = texts_of(rollout.asked())
+        texts = texts_of(rollout.prompt_per_row())
         found = []
         shape = (
             made.transformer.config.in_channels,
             *(side // made.vae_scale_factor for side in self.size),
         )
-        noise = Rng.of("glm_image").normal(rollout.row, shape, NOISE, made.transformer.dtype)
+        noise = Rng.of("glm_image").normal(rollout.row_id, shape, NOISE, made.transformer.dtype)
         for part in chunks(len(ids), self.fixed_batch_rows or len(ids)):
             with torch.autocast(ids.device.type, enabled=False):
                 images = made(

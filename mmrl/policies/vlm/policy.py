@@ -198,16 +198,16 @@ class VLM(Passes):
         yield Point(
             group=rollout.group,
             cond=rollout.cond,
-            row_id=rollout.row,
+            row_id=rollout.row_id,
             state=rollout.sample,
             target=rollout.sample,
             mask=rollout.mask,
             logprob=rollout.logprob,
             advantage=rollout.advantage,
             num_decisions=rollout.mask.sum(1),
-            sampler_logprob=rollout.sampled,
-            is_ground_truth=rollout.given,
-            is_replayed=rollout.stale,
+            sampler_logprob=rollout.sampler_logprob,
+            is_ground_truth=rollout.is_ground_truth,
+            is_replayed=rollout.is_replayed,
         )
 
     def renoise(
@@ -225,11 +225,13 @@ class VLM(Passes):
 
     def decode(self, rollout: Rollout) -> Media:
         lengths = rollout.mask.sum(1)
-        known = [rollout.logprob] + ([] if rollout.certainty is None else [rollout.certainty])
+        known = [rollout.logprob] + (
+            [] if rollout.self_certainty is None else [rollout.self_certainty]
+        )
         means = torch.stack(
             [(one * rollout.mask).sum(1) / lengths.clamp_min(1) for one in known], 1
         )
-        begun = [prompt.get("prefill", "") for prompt in rollout.asked()]
+        begun = [prompt.get("prefill", "") for prompt in rollout.prompt_per_row()]
         rows = zip(rollout.sample.tolist(), lengths.tolist(), means.tolist(), begun, strict=True)
         limit = rollout.sample.shape[1]
         return [self._completion(ids[:n], mean, start, limit) for ids, n, mean, start in rows]
@@ -316,13 +318,13 @@ class VLM(Passes):
                 written[last[part], None], scored, logprob[last[part]]
             )
         # of what was sampled: nobody knows that of the answer in its place
-        if found.certainty is not None:
+        if found.self_certainty is not None:
             found = found.replace(
-                self_certainty=found.certainty.masked_fill(written[:, None], torch.nan)
+                self_certainty=found.self_certainty.masked_fill(written[:, None], torch.nan)
             )
-        if found.sampled is not None:  # and no other engine sampled that one
+        if found.sampler_logprob is not None:  # and no other engine sampled that one
             found = found.replace(
-                sampler_logprob=torch.where(written[:, None], logprob, found.sampled)
+                sampler_logprob=torch.where(written[:, None], logprob, found.sampler_logprob)
             )
         return found.replace(logprob=logprob, is_ground_truth=written)
 
