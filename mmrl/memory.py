@@ -135,7 +135,7 @@ class Memory:
         for n, one in enumerate(plain):
             if one["index"] < len(self.prompts):
                 rows = {name: tensors[f"{n}/{name}"] for name in ROWS if f"{n}/{name}" in tensors}
-                rollout = Rollout(group=torch.zeros_like(rows["row"]), prompts=(), **rows)
+                rollout = Rollout(group=torch.zeros_like(rows["row_id"]), prompts=(), **rows)
                 rewards = {name: tensors[f"{n}/reward/{name}"] for name in one["weights"]}
                 self.groups.append(
                     Remembered(

@@ -211,7 +211,9 @@ def base(path: Path, overrides: Sequence[str] = ()) -> Session:
     ``ref``."""
     session = Session.of(read(path, overrides))
     Device(session.options).place(session.policy)
-    session.policy.width = session.policy.width or arithmetic(session.options).micro_batch
+    session.policy.fixed_batch_rows = (
+        session.policy.fixed_batch_rows or arithmetic(session.options).micro_batch
+    )
     session.policy.weights.keep("ref")
     return session
 

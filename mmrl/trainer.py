@@ -178,7 +178,7 @@ class Trainer:
         self.sampled = (found if found.gave_way else replace(found, rewards=rewards)).sampled()
         of_rows = self.advantage(rewards, rollout).to(rollout.logprob)
         advantage = advantages.by_edge(of_rows, rollout)
-        self.sampled_at = self.policy.width  # rows of the passes that sampled
+        self.sampled_at = self.policy.fixed_batch_rows  # rows of the passes that sampled
         self.spare = rollout[:1]  # what a process without rows passes through the network
         self.longest = distributed.largest(rollout.mask.shape[1], rollout.group.device)
         kept = ~advantage.isnan()
@@ -395,7 +395,7 @@ class Trainer:
     def _gate(self, meter: Meter) -> None:
         """Stop a run whose re-scored log-probs are not the recorded ones, beyond what
         ``train.logprob_tolerance`` tolerates."""
-        if self.policy.width != self.sampled_at:
+        if self.policy.fixed_batch_rows != self.sampled_at:
             # passes have just shrunk for want of memory, and round in another way than those that
             # sampled
             return

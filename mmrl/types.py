@@ -245,7 +245,7 @@ class Completion(str):
         tokens: int,
         finished: bool,
         logprob: float,
-        certainty: float | None = None,
+        self_certainty: float | None = None,
         limit: int | None = None,
         spell: Callable[[], list[str]] | None = None,
     ) -> Completion:
@@ -253,7 +253,7 @@ class Completion(str):
         found.tokens = tokens
         found.finished = finished
         found.logprob = logprob
-        found.self_certainty = certainty
+        found.self_certainty = self_certainty
         found.limit = limit
         found.spell = spell
         return found

@@ -21,10 +21,15 @@ class Told(str):
     tokens: int
     finished: bool
     logprob: float
-    certainty: float
+    self_certainty: float
 
 
-MARKS = {"tokens": (int,), "finished": (bool,), "logprob": (int, float), "certainty": (int, float)}
+MARKS = {
+    "tokens": (int,),
+    "finished": (bool,),
+    "logprob": (int, float),
+    "self_certainty": (int, float),
+}
 
 
 def marks_of(texts: Sequence[str]) -> list[dict[str, Any] | None] | None:
@@ -54,7 +59,9 @@ def _told(text: str, mark: Any) -> Told:
     if not isinstance(mark, dict) or any(
         name not in MARKS or type(v) not in MARKS[name] for name, v in mark.items()
     ):
-        wanted = "tokens: whole number, finished: true or false, logprob: number, certainty: number"
+        wanted = (
+            "tokens: whole number, finished: true or false, logprob: number, self_certainty: number"
+        )
         raise ValueError(f"expected null or {{{wanted}}}")
     # a whole number of JSON may have any length
     if any(abs(value) > 2**53 for value in mark.values()):

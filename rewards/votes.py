@@ -160,12 +160,12 @@ def self_certainty(media: Sequence[str], prompts: list[dict], *, scale: float = 
     distribution).
 
     Intuitor's reward (Zhao et al. 2025, arXiv:2505.19590). The ``vlm`` policy records it with
-    ``certainty: true``.
+    ``record_self_certainty: true``.
 
     Raises:
         UserError: no text knows its certainty.
     """
-    known = [getattr(text, "certainty", None) for text in media]
+    known = [getattr(text, "self_certainty", None) for text in media]
     if known and all(value is None for value in known):
         raise UserError(
             "reward 'self_certainty': the texts do not say how sure their model was; set "

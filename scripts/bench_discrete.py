@@ -157,7 +157,7 @@ class Janus:
         from mmrl.policies.images.janus import Janus as Policy
 
         self.copies = args.copies
-        self.policy = Policy(str(folder), guidance=args.guidance, compile=args.compile)
+        self.policy = Policy(str(folder), guidance_scale=args.guidance, compile=args.compile)
         self.prompt_tokens = self.policy.encode([PROMPT])[0]["ids"].shape[1]
         self.policy.net.to(args.device, dtype)
         self.hf = self.policy.net.hf
@@ -177,7 +177,7 @@ class Janus:
             ids,
             attention_mask=torch.ones_like(ids),
             generation_mode="image",
-            guidance_scale=self.policy.guidance,
+            guidance_scale=self.policy.guidance_scale,
             do_sample=sample,
             **({"top_k": 0} if sample else {}),
         )
@@ -214,7 +214,7 @@ class Amused:
         self.steps = size.steps
         self.prompt_tokens = 77
         self.policy = Policy(
-            str(folder), guidance=args.guidance, steps=size.steps, sampler="maskgit"
+            str(folder), guidance_scale=args.guidance, steps=size.steps, sampler="maskgit"
         )
         self.policy.net.to(args.device, dtype)
         self.policy.compute = dtype
@@ -236,7 +236,7 @@ class Amused:
             num_images_per_prompt=self.copies,
             num_inference_steps=self.steps,
             output_type=output,
-            guidance_scale=self.policy.guidance,
+            guidance_scale=self.policy.guidance_scale,
             temperature=(2.0, 0.0),
         ).images
 

@@ -106,7 +106,10 @@ class RandomSD3(Random, SD3):
                 shift_factor=0.06,
             )
         self.begin_with(
-            net, attention, compile, {"grid": partial(flow_match_euler, shift=3.0)} | options
+            net,
+            attention,
+            compile,
+            {"timestep_schedule": partial(flow_match_euler, shift=3.0)} | options,
         )
 
 
@@ -138,7 +141,8 @@ class RandomWan(Random, Wan):
             net,
             attention,
             compile,
-            {"grid": partial(shifted, shift=3.0), "offload": True} | options,
+            {"timestep_schedule": partial(shifted, shift=3.0), "offload_trajectory": True}
+            | options,
         )
 
 

@@ -94,7 +94,11 @@ def test_a_run_out_of_memory_goes_on_in_smaller_passes_to_the_same_weights(gradi
     for _ in range(2):
         wanted = whole.iterate()
         found = small.iterate()
-    assert small.policy.most == 4 and small.policy.width == 4 and len(small.policy.news) == 1
+    assert (
+        small.policy.most == 4
+        and small.policy.fixed_batch_rows == 4
+        and len(small.policy.news) == 1
+    )
     assert "at most 4 rows; train.micro_batch_size=4" in small.policy.news[0]
     assert found["ratio/max_deviation"] < 1e-12
     # a pass that failed has left nothing behind

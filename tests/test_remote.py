@@ -138,7 +138,7 @@ class Seeing:
 
 def shapes(texts, prompts):
     """What a text knows of itself."""
-    names = ("tokens", "logprob", "certainty")
+    names = ("tokens", "logprob", "self_certainty")
     return [
         sum(getattr(t, n, 0) or 0 for n in names) + 0.5 * getattr(t, "finished", False)
         for t in texts

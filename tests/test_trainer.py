@@ -475,8 +475,8 @@ def test_a_policy_knows_the_iteration_and_the_width_of_passes():
     trainer.policy.rollout = lambda *given: seen.append(trainer.policy.iteration) or rollout(*given)
     for _ in range(3):
         trainer.iterate()
-    assert seen == [0, 1, 2] and trainer.policy.width == 16
-    assert make_trainer(policy=toys.make("flow", fixed_batch_rows=4)).policy.width == 4
+    assert seen == [0, 1, 2] and trainer.policy.fixed_batch_rows == 16
+    assert make_trainer(policy=toys.make("flow", fixed_batch_rows=4)).policy.fixed_batch_rows == 4
 
 
 def test_answers_grow_longer_when_it_is_time():

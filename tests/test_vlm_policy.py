@@ -591,14 +591,14 @@ def test_certainty_is_the_divergence_of_the_uniform_distribution_from_the_models
     full = policy.dist(point_of(policy, rollout))._head("full", Warp()).double()
     uniform = torch.full_like(full, 1 / full.shape[-1])
     where = rollout.mask
-    wanted = torch.zeros_like(rollout.certainty, dtype=torch.float64)
+    wanted = torch.zeros_like(rollout.self_certainty, dtype=torch.float64)
     wanted[where] = (uniform * (uniform.log() - full)).sum(-1).detach()
     torch.testing.assert_close(
-        rollout.certainty[where].double(), wanted[where], atol=1e-5, rtol=1e-5
+        rollout.self_certainty[where].double(), wanted[where], atol=1e-5, rtol=1e-5
     )
-    assert (rollout.certainty[where] > 0).all() and (rollout.certainty[~where] == 0).all()
+    assert (rollout.self_certainty[where] > 0).all() and (rollout.self_certainty[~where] == 0).all()
     for answer, row, mask in zip(policy.decode(rollout), wanted, where, strict=True):
-        assert answer.certainty == pytest.approx(float(row[mask].mean()), abs=1e-5)
+        assert answer.self_certainty == pytest.approx(float(row[mask].mean()), abs=1e-5)
     from rewards import self_certainty
 
     assert self_certainty(policy.decode(rollout), [{}] * 4).tolist() == [

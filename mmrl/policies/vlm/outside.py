@@ -74,7 +74,7 @@ def ask(
     says of it."""
     if ending.certain:
         raise UserError(
-            "policy options engine and certainty: another engine does not say how "
+            "policy options engine and record_self_certainty: another engine does not say how "
             "sure the model was"
         )
     engine.refresh(hf)
