@@ -1,3 +1,3 @@
-from .cli import main
+from mmrl.cli.app import main
 
 main()

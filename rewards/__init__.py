@@ -9,7 +9,7 @@ when a reward is constructed, never here.
 import importlib
 import pkgutil
 
-from mmrl.registry import REWARDS
+from mmrl.core.registry import REWARDS
 
 for _found in pkgutil.iter_modules(__path__):
     if not _found.name.startswith("_"):

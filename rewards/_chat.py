@@ -13,7 +13,7 @@ import time
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from mmrl.registry import UserError
+from mmrl.core.errors import UserError
 from rewards._ask import Question, token_choices
 from rewards._servers import Failed
 from rewards._wire import check_token, message_of

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from mmrl.registry import UserError, locate, suggest
+from mmrl.core.errors import UserError, suggest
+from mmrl.core.registry import locate
 from rewards._media import normalize, resize_and_crop, to_uint8
 from rewards._precision import is_lowered, own_precision
 

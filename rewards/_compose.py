@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl.registry import UserError
+from mmrl.core.errors import UserError
 from rewards.card import Card, Of, card_of
 
 

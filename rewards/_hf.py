@@ -15,7 +15,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from mmrl.registry import UserError, locate
+from mmrl.core.errors import UserError
+from mmrl.core.registry import locate
 from rewards._clip import pick_device
 from rewards._media import to_uint8
 

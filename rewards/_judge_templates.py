@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmrl.registry import UserError, suggest
+from mmrl.core.errors import UserError, suggest
 from rewards._ask import Unreadable
 
 if TYPE_CHECKING:

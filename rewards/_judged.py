@@ -12,7 +12,8 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from mmrl.registry import JUDGES, UserError
+from mmrl.core.errors import UserError
+from mmrl.core.registry import JUDGES
 from rewards._ask import Asker, Question
 from rewards._judge_templates import Template
 from rewards._media import frames as as_frames

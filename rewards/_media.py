@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from mmrl.registry import UserError
+from mmrl.core.errors import UserError
 
 RESIZE_MODES = ("shortest", "longest", "squash")
 

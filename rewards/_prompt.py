@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl.registry import UserError
+from mmrl.core.errors import UserError
 
 
 def field_of(prompt: dict, field: str, reward: str, kind: type = str) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmrl.registry import UserError
+from mmrl.core.errors import UserError
 from rewards._clip import pick_device
 from rewards._hf import Precision, load_processor
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmrl.registry import UserError
+from mmrl.core.errors import UserError
 
 
 class Detections(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from mmrl.registry import UserError, suggest
+from mmrl.core.errors import UserError, suggest
 
 Scaling = Callable[[Tensor], Tensor]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from mmrl.registry import UserError
+from mmrl.core.errors import UserError
 from rewards._wire import Part, message_of
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mmrl.registry import UserError
+from mmrl.core.errors import UserError
 
 
 def fetch(where: str, what: str) -> Path:

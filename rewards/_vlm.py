@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmrl.registry import UserError
+from mmrl.core.errors import UserError
 from rewards._hf import Precision, load_model, load_processor, to_pil
 from rewards._locks import lock_of
 

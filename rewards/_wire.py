@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mmrl.registry import UserError
+from mmrl.core.errors import UserError
 from rewards._media import frames, to_uint8
 from rewards._wire_prompts import marks_of, opened, told
 

@@ -16,7 +16,7 @@ PNG = "png"  # {"png": "<base64>"} stands for a picture
 
 
 class Told(str):
-    """A text with what its policy knew of it (``mmrl.types.Completion``)."""
+    """A text with what its policy knew of it (``mmrl.core.types.Completion``)."""
 
     tokens: int
     finished: bool

@@ -11,7 +11,8 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from mmrl.registry import REWARDS, UserError, suggest
+from mmrl.core.errors import UserError, suggest
+from mmrl.core.registry import REWARDS
 from rewards._hf import Precision, load_model, load_processor
 from rewards._media import frames, to_uint8
 from rewards._precision import own_precision

@@ -14,7 +14,8 @@ import torch
 from annotated_types import Ge
 from torch import Tensor, nn
 
-from mmrl.registry import REWARDS, UserError
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS
 from rewards._clip import load_clip
 from rewards._media import frame_mean, frames
 from rewards._precision import own_precision

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from mmrl.registry import REWARDS, UserError
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS
 from rewards._compose import refuse_batch
 from rewards.card import card, card_of
 

@@ -14,7 +14,8 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Gt
 
-from mmrl.registry import JUDGES, UserError
+from mmrl.core.errors import UserError
+from mmrl.core.registry import JUDGES
 from rewards._ask import AGAIN, Question, Unreadable, Usage
 from rewards._chat import (
     KEY,

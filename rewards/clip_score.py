@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 from torch import Tensor
 
-from mmrl.registry import REWARDS, UserError
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS
 from rewards._clip import load_clip
 from rewards._media import frame_mean, frames
 from rewards._scale import factor, raw, scaling

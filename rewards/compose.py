@@ -15,7 +15,8 @@ import torch
 from annotated_types import Ge, Lt
 from torch import Tensor
 
-from mmrl.registry import REWARDS, UserError
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS
 from rewards._compose import asked, merged
 from rewards.card import card
 

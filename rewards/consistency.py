@@ -10,7 +10,8 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from mmrl.registry import REWARDS, UserError
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS
 from rewards._hf import Precision, Preprocess
 from rewards._media import frames
 from rewards._precision import own_precision

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl.registry import REWARDS, UserError, locate
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS, locate
 from rewards._precision import own_precision
 from rewards._reader import Detections, Reader
 from rewards.card import card

@@ -9,7 +9,8 @@ import torch
 from annotated_types import Gt
 from torch import Tensor
 
-from mmrl.registry import REWARDS, UserError
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS
 from rewards.card import card
 from rewards.consistency import moving
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from mmrl.registry import REWARDS
+from mmrl.core.registry import REWARDS
 from rewards._clip import load_clip
 from rewards._compose import asked, groups_of, merged
 from rewards._media import frames

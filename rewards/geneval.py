@@ -15,7 +15,8 @@ import torch.nn.functional as nnf
 from annotated_types import Ge, Interval
 from torch import Tensor
 
-from mmrl.registry import REWARDS, UserError, suggest
+from mmrl.core.errors import UserError, suggest
+from mmrl.core.registry import REWARDS
 from rewards._clip import load_clip
 from rewards._detect import Detector, Found
 from rewards._frames import each_frame

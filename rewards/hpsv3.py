@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 from torch import Tensor
 
-from mmrl.registry import REWARDS
+from mmrl.core.registry import REWARDS
 from rewards._frames import each_frame
 from rewards._hf import Precision, Preprocess, to_pil
 from rewards._prompt import texts_of

@@ -8,7 +8,8 @@ from typing import Annotated
 from annotated_types import Ge
 from torch import Tensor
 
-from mmrl.registry import REWARDS, UserError, suggest
+from mmrl.core.errors import UserError, suggest
+from mmrl.core.registry import REWARDS
 from rewards._clip import pick_device
 from rewards._frames import each_frame
 from rewards.card import card

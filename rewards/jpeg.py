@@ -10,7 +10,8 @@ import torch
 from annotated_types import Ge, Le
 from torch import Tensor
 
-from mmrl.registry import REWARDS, UserError
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS
 from rewards._media import frame_mean, frames, to_uint8
 from rewards.card import card
 

@@ -10,7 +10,8 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from mmrl.registry import REWARDS, UserError, suggest
+from mmrl.core.errors import UserError, suggest
+from mmrl.core.registry import REWARDS
 from rewards._ask import Question
 from rewards._judge_templates import BUILT_IN, Template, find
 from rewards._judged import Frames, Judged, Model, OnFailure, kind_of, shown_of

@@ -11,7 +11,8 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from mmrl.registry import REWARDS, UserError
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS
 from rewards._ask import Question, Unreadable
 from rewards._judge_templates import PAIRS, find
 from rewards._judged import Frames, Judged, Model, OnFailure, kind_of, sample_pictures, shown_of

@@ -10,7 +10,8 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from mmrl.registry import JUDGES, UserError
+from mmrl.core.errors import UserError
+from mmrl.core.registry import JUDGES
 from rewards._ask import AGAIN, Question, Unreadable, Usage, _plain
 from rewards._locks import lock_of
 

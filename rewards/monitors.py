@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from mmrl.registry import REWARDS
+from mmrl.core.registry import REWARDS
 from rewards._frames import each_frame
 from rewards.card import card
 

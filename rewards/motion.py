@@ -14,7 +14,8 @@ import torch.nn.functional as nnf
 from annotated_types import Ge
 from torch import Tensor
 
-from mmrl.registry import REWARDS, UserError
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS
 from rewards._clip import pick_device
 from rewards._media import to_uint8
 from rewards._precision import own_precision

@@ -13,7 +13,8 @@ import torch.nn.functional as nnf
 from annotated_types import Ge
 from torch import Tensor, nn
 
-from mmrl.registry import REWARDS, UserError
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS
 from rewards._clip import pick_device
 from rewards._frames import each_frame
 from rewards._hf import Eyes, Preprocess, load_processor

@@ -10,7 +10,8 @@ import torch
 from annotated_types import Ge, Interval
 from torch import Tensor
 
-from mmrl.registry import REWARDS, UserError
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS
 from rewards._media import frames
 from rewards.card import card, card_of
 

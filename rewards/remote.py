@@ -16,7 +16,8 @@ import torch
 from annotated_types import Ge, Gt
 from torch import Tensor
 
-from mmrl.registry import REWARDS, UserError
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS
 from rewards._servers import Failed, Server, Servers, exchange, post
 from rewards._wire import Format, check_texts, check_token, pack, read_answer
 from rewards._wire_prompts import enclosed, has_pictures, without_pictures

@@ -9,7 +9,8 @@ import torch.nn.functional as nnf
 from annotated_types import Ge
 from torch import Tensor
 
-from mmrl.registry import REWARDS, UserError
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS
 from rewards._frames import each_frame
 from rewards._hf import Eyes, Precision, Preprocess, load_class, load_model
 from rewards.card import card

@@ -11,7 +11,7 @@ import torch.nn.functional as nnf
 from annotated_types import Ge
 from torch import Tensor
 
-from mmrl.registry import REWARDS
+from mmrl.core.registry import REWARDS
 from rewards._clip import load_clip
 from rewards._frames import each_frame
 from rewards._hf import Eyes, Precision, Preprocess, load_model

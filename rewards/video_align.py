@@ -12,7 +12,8 @@ import torch
 from annotated_types import Ge, Gt
 from torch import Tensor
 
-from mmrl.registry import REWARDS, UserError
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS
 from rewards._hf import Precision
 from rewards._media import frames, to_uint8
 from rewards._precision import own_precision

@@ -16,7 +16,8 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from mmrl.registry import REWARDS, UserError
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS
 from rewards._compose import groups_of
 from rewards.card import card
 from rewards.vision.answers import normal

@@ -10,7 +10,8 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from mmrl.registry import REWARDS, UserError
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS
 from rewards._frames import each_frame
 from rewards._hf import Precision
 from rewards._prompt import field_of, texts_of

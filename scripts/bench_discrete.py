@@ -34,7 +34,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch  # noqa: E402
 
-from mmrl.machine import machine  # noqa: E402
+from mmrl.utils.machine import machine  # noqa: E402
 from samplers import unmask  # noqa: E402
 from samplers.noise import Rng  # noqa: E402
 
@@ -154,7 +154,7 @@ class Janus:
     """``ours`` and ``theirs`` draw the tokens of a group of images of one prompt."""
 
     def __init__(self, folder: Path, args: argparse.Namespace, size: Size, dtype: torch.dtype):
-        from mmrl.policies.images.janus import Janus as Policy
+        from mmrl.policies.image_tokens.models.janus import Janus as Policy
 
         self.copies = args.copies
         self.policy = Policy(str(folder), guidance_scale=args.guidance, compile=args.compile)
@@ -208,7 +208,7 @@ class Amused:
     def __init__(self, folder: Path, args: argparse.Namespace, size: Size, dtype: torch.dtype):
         from diffusers import AmusedPipeline
 
-        from mmrl.policies.amused import Amused as Policy
+        from mmrl.policies.masked.amused import Amused as Policy
 
         self.copies = args.copies
         self.steps = size.steps

@@ -26,13 +26,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mmrl import evaluation
-from mmrl.machine import machine
-from mmrl.objectives import remasking
+from mmrl.monitoring.report.charts import Chart, Series
+from mmrl.objectives import mask_estimators
 from mmrl.objectives.masked import Masked
-from mmrl.paths import find_config
-from mmrl.report.charts import Chart, Series
-from mmrl.session import Session, read, seed_everything
+from mmrl.run import evaluation
+from mmrl.run.build import Session, read, seed_everything
+from mmrl.utils.machine import machine
+from mmrl.utils.paths import find_config
 from samplers.noise import Rng
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -75,12 +75,12 @@ RUNS = {
     "var_conditional": guided("var", "var_grpo", "conditional"),
 }
 ESTIMATORS = {
-    "mask_exact": remasking.trajectory,
-    "mask_exact_1": partial(remasking.trajectory, passes=1),
-    "mask_grpo": remasking.mask_grpo,
-    "mask_grpo_published": partial(remasking.mask_grpo, fixed=False),
-    "unigrpo": remasking.uni_grpo,
-    "d1": remasking.d1,
+    "mask_exact": mask_estimators.trajectory,
+    "mask_exact_1": partial(mask_estimators.trajectory, passes=1),
+    "mask_grpo": mask_estimators.mask_grpo,
+    "mask_grpo_published": partial(mask_estimators.mask_grpo, fixed=False),
+    "unigrpo": mask_estimators.uni_grpo,
+    "d1": mask_estimators.d1,
 }
 GROUPS = {
     "autoregressive": (
@@ -156,7 +156,7 @@ def gradients(batches: int = 4) -> dict[str, list[float]]:
             trainer.options = replace(
                 plain,
                 loss_agg_mode="seq_mean_token_mean"
-                if estimator is remasking.uni_grpo
+                if estimator is mask_estimators.uni_grpo
                 else "decision",
             )
             trainer.improve(rollout, Rng.of("gradients", trainer.iteration), True)

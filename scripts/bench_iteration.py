@@ -34,15 +34,17 @@ import measuring  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from mmrl import advantages, batches, data  # noqa: E402
-from mmrl.machine import machine  # noqa: E402
+from mmrl import advantages
+from mmrl.config.options import TrainOptions  # noqa: E402
+from mmrl.core.types import Media, Prompt, Rollout  # noqa: E402
+from mmrl.data import prompts
 from mmrl.objectives import PolicyGradient  # noqa: E402
-from mmrl.optimizers import adamw  # noqa: E402
-from mmrl.options import TrainOptions  # noqa: E402
-from mmrl.policies.flow import FlowPolicy  # noqa: E402
+from mmrl.policies.diffusion.flow_policy import FlowPolicy  # noqa: E402
 from mmrl.scoring import Scorer  # noqa: E402
-from mmrl.trainer import Trainer  # noqa: E402
-from mmrl.types import Media, Prompt, Rollout  # noqa: E402
+from mmrl.train import minibatches  # noqa: E402
+from mmrl.train.optimizers import adamw  # noqa: E402
+from mmrl.train.trainer import Trainer  # noqa: E402
+from mmrl.utils.machine import machine  # noqa: E402
 from samplers.noise import Rng  # noqa: E402
 
 NUMBERS = "zero one two three four five six seven eight nine".split()
@@ -110,7 +112,7 @@ class KeyedDraws(FreshDraws):
         names = torch.arange(self.work.rows)
         empty = Rollout(group=names, row_id=names, sample=names, logprob=names, mask=names)
         size = self.work.rows // self.work.updates
-        parts = batches.batches(
+        parts = minibatches.batches(
             empty, self.work.copies, self.work.rows, size, Rng.of(0, 0, "update", 0)
         )
         return [part.row_id for part in parts]
@@ -143,7 +145,7 @@ class PlainLoop:
             self.net.enable_gradient_checkpointing()
 
     def iterate(self) -> None:
-        prompts = data.batch(PROMPTS, self.work.prompts, 0, 0)
+        prompts = prompts.batch(PROMPTS, self.work.prompts, 0, 0)
         cond = self.encode(prompts)
         names = torch.arange(self.work.rows)
         self.empty = cond.pop("uncond")
@@ -360,8 +362,8 @@ def _net(run: Trainer | PlainLoop) -> torch.nn.Module:
 
 
 def digits_policy(args: argparse.Namespace, guidance: float) -> FlowPolicy:
-    from mmrl.policies.sd3 import SD3
-    from mmrl.registry import locate
+    from mmrl.core.registry import locate
+    from mmrl.policies.diffusion.models.sd3 import SD3
 
     torch.manual_seed(0)  # a new adapter draws its first weights
     return SD3(

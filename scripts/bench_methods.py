@@ -33,11 +33,11 @@ import methods_page  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from mmrl import evaluation  # noqa: E402
-from mmrl.machine import machine  # noqa: E402
-from mmrl.paths import find_config  # noqa: E402
-from mmrl.session import Session, read  # noqa: E402
-from mmrl.trainer import Trainer  # noqa: E402
+from mmrl.run import evaluation  # noqa: E402
+from mmrl.run.build import Session, read  # noqa: E402
+from mmrl.train.trainer import Trainer  # noqa: E402
+from mmrl.utils.machine import machine  # noqa: E402
+from mmrl.utils.paths import find_config  # noqa: E402
 from samplers.batching import peak_bytes  # noqa: E402
 
 SIZES = (

@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from mmrl.machine import machine
+from mmrl.utils.machine import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"

@@ -31,11 +31,12 @@ import measuring  # noqa: E402
 import torch  # noqa: E402
 import yaml  # noqa: E402
 
+from mmrl.cli.reward_table import markdown, renewed, speeds  # noqa: E402
 from mmrl.config import build_rewards  # noqa: E402
-from mmrl.machine import machine  # noqa: E402
-from mmrl.registry import REWARDS, UserError, load_built_in  # noqa: E402
-from mmrl.rewardtable import markdown, renewed, speeds  # noqa: E402
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS, load_built_in  # noqa: E402
 from mmrl.scoring import Handling, Scorer  # noqa: E402
+from mmrl.utils.machine import machine  # noqa: E402
 from rewards.card import card_of  # noqa: E402
 from tests.tiny_rewards import TINY, asked, pictures, save_head, save_tiny_clip  # noqa: E402
 

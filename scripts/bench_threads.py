@@ -41,10 +41,10 @@ SLOWDOWN = 1.5
 
 def quickstart(folder: Path) -> Callable[[], Any]:
     """Return a function that does one training iteration of the quickstart."""
-    from mmrl import session
-    from mmrl.paths import find_config
+    from mmrl.run import build
+    from mmrl.utils.paths import find_config
 
-    return session.base(find_config("digits/flow_grpo"), [f"run={folder}"]).trainer().iterate
+    return build.base(find_config("digits/flow_grpo"), [f"run={folder}"]).trainer().iterate
 
 
 def vlm(folder: Path) -> Callable[[], Any]:
@@ -160,7 +160,7 @@ def main(words: list[str] | None = None) -> None:
     args = parser.parse_args(words)
     if args.worker:
         return worker(args.repeats)
-    from mmrl.machine import cores, machine
+    from mmrl.utils.machine import cores, machine
 
     busy = max(1, (cores() or 2) // 2)
     found: dict[str, Any] = {"machine": machine(), "busy": busy, "settings": {}}

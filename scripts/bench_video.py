@@ -24,13 +24,13 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from mmrl import commands  # noqa: E402
-from mmrl.machine import machine  # noqa: E402
-from mmrl.paths import find_config  # noqa: E402
-from mmrl.registry import locate  # noqa: E402
-from mmrl.report.charts import Chart, Series  # noqa: E402
-from mmrl.report.page import write_report  # noqa: E402
-from mmrl.training import train  # noqa: E402
+from mmrl.cli import commands  # noqa: E402
+from mmrl.core.registry import locate  # noqa: E402
+from mmrl.monitoring.report.charts import Chart, Series  # noqa: E402
+from mmrl.monitoring.report.page import write_report  # noqa: E402
+from mmrl.run.lifecycle import train  # noqa: E402
+from mmrl.utils.machine import machine  # noqa: E402
+from mmrl.utils.paths import find_config  # noqa: E402
 from mmrl.worlds.moving import captions, film  # noqa: E402
 from samplers.noise import Rng  # noqa: E402
 
@@ -79,7 +79,7 @@ def reconstruction() -> dict[str, float]:
     before and after."""
     from diffusers import AutoencoderKLWan
 
-    from mmrl.registry import REWARDS as known
+    from mmrl.core.registry import REWARDS as known
 
     vae = AutoencoderKLWan.from_pretrained(locate("world:digits/wan"), subfolder="vae")
     prompts = captions()

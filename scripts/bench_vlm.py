@@ -154,12 +154,12 @@ def ours(folder: Path, work: Work, rows: list[dict[str, Any]], share: str = "aut
     import torch
 
     from mmrl import advantages
+    from mmrl.config.options import TrainOptions
     from mmrl.objectives import PolicyGradient
-    from mmrl.optimizers import adamw
-    from mmrl.options import TrainOptions
     from mmrl.policies.vlm.policy import VLM
     from mmrl.scoring import Scorer
-    from mmrl.trainer import Trainer
+    from mmrl.train.optimizers import adamw
+    from mmrl.train.trainer import Trainer
 
     dtype = "bfloat16" if work.precision == "bf16" else "float32"
     policy = VLM(str(folder), max_new_tokens=work.tokens, prefix_sharing=share, dtype=dtype)
@@ -389,7 +389,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     import torch
     import transformers
 
-    from mmrl.machine import machine
+    from mmrl.utils.machine import machine
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

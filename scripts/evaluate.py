@@ -2,7 +2,7 @@
 
 import sys
 
-from mmrl.cli import main
+from mmrl.cli.app import main
 
 if __name__ == "__main__":
     sys.argv.insert(1, "evaluate")

@@ -43,12 +43,12 @@ from torch import Tensor  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
-from mmrl.batches import passes  # noqa: E402
-from mmrl.machine import machine, version  # noqa: E402
-from mmrl.policies import kernels  # noqa: E402
-from mmrl.policies.flow import FlowPolicy  # noqa: E402
-from mmrl.registry import UserError  # noqa: E402
-from mmrl.types import Rollout  # noqa: E402
+from mmrl.core.errors import UserError  # noqa: E402
+from mmrl.core.types import Rollout  # noqa: E402
+from mmrl.policies.diffusion import attention_backends  # noqa: E402
+from mmrl.policies.diffusion.flow_policy import FlowPolicy  # noqa: E402
+from mmrl.train.minibatches import passes  # noqa: E402
+from mmrl.utils.machine import machine, version  # noqa: E402
 from samplers.noise import Rng  # noqa: E402
 
 Found = dict[str, Any]
@@ -142,12 +142,12 @@ def _backends(policy: FlowPolicy, args: argparse.Namespace) -> Found:
         return policy._velocities(point, guided=True)[0]
 
     found: Found = {"auto": policy.attending.used}
-    kernels.use(policy.net, "sdpa")
+    attention_backends.use(policy.net, "sdpa")
     wanted = velocity()
-    for name in kernels.BACKENDS:
+    for name in attention_backends.BACKENDS:
         try:
-            kernels.check(name)
-            kernels.use(policy.net, name)
+            attention_backends.check(name)
+            attention_backends.use(policy.net, name)
             apart = float((velocity() - wanted).abs().max() / wanted.abs().max())
             found[name] = {
                 "apart": apart,
@@ -155,7 +155,7 @@ def _backends(policy: FlowPolicy, args: argparse.Namespace) -> Found:
             }
         except (UserError, RuntimeError, ValueError, TypeError) as error:
             found[name] = f"does not run: {str(error).splitlines()[0]}"
-            kernels.use(policy.net, "sdpa")
+            attention_backends.use(policy.net, "sdpa")
     return found
 
 

@@ -12,8 +12,8 @@ import torch
 from bench_vlm_learning import STYLE
 from markupsafe import escape
 
-from mmrl.evaluation import Z95
-from mmrl.report.charts import Chart, Series
+from mmrl.monitoring.report.charts import Chart, Series
+from mmrl.run.evaluation import Z95
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"

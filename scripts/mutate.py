@@ -2,10 +2,10 @@
 
     python scripts/mutate.py trace                       # once: which test executes which line, and
     for how long python scripts/mutate.py run --share 0.2             # a fifth of the mutants, then
-    the page python scripts/mutate.py run --files mmrl/dists.py --rerun survived python
+    the page python scripts/mutate.py run --files mmrl/core/distributions.py --rerun survived python
     scripts/mutate.py run --changed main          # mutants of lines that differ from a revision
     python scripts/mutate.py trace tests/test_dists.py   # after tests have changed: only these
-    files anew python scripts/mutate.py list --files mmrl/dists.py  # the mutants, untested python
+    files anew python scripts/mutate.py list --files mmrl/core/distributions.py  # the mutants, untested python
     scripts/mutate.py page                        # only write docs/results/mutation.md anew
 
 One process imports everything and collects the tests. Every mutant is a fork of it, in which the
@@ -49,15 +49,15 @@ import yaml  # noqa: E402
 from hypothesis import Phase  # noqa: E402
 from hypothesis import settings as hypothesis_settings  # noqa: E402
 
-from mmrl.paths import cache_dir  # noqa: E402
+from mmrl.utils.paths import cache_dir  # noqa: E402
 
 CORE = (
     "mmrl/advantages",
-    "mmrl/dists.py",
-    "mmrl/batches.py",
+    "mmrl/core/distributions.py",
+    "mmrl/train/minibatches.py",
     "samplers",
     "mmrl/objectives",
-    "mmrl/trainer.py",
+    "mmrl/train/trainer.py",
 )
 TESTS = """
     advantages advantages_by_loop alarms batches batching contract contract_policies coupled

@@ -11,12 +11,12 @@ import bench_iteration as bench
 import torch
 from torch import Tensor
 
-from mmrl.policies.flow import FlowPolicy
-from mmrl.policies.folder_flow import FolderPolicy
-from mmrl.policies.folder_video import standardised
-from mmrl.policies.sd3 import SD3
-from mmrl.policies.wan import Wan
-from mmrl.types import Prompt
+from mmrl.core.types import Prompt
+from mmrl.policies.diffusion.flow_policy import FlowPolicy
+from mmrl.policies.diffusion.models.sd3 import SD3
+from mmrl.policies.diffusion.models.wan import Wan
+from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
+from mmrl.policies.diffusion.video_pipeline import standardised
 from samplers.noise import Rng
 from samplers.schedules import flow_match_euler, shifted
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from mmrl.commands import QUICKSTART
-from mmrl.registry import ARTIFACTS, load_built_in
+from mmrl.cli.commands import QUICKSTART
+from mmrl.core.registry import ARTIFACTS, load_built_in
 from mmrl.worlds import cache
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from mmrl import threads
+from mmrl.utils import threads
 
 # as the command does, before torch: on Intel's CPUs resuming to the bit depends on it
 threads.prepare()
@@ -16,7 +16,7 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from mmrl.paths import cache_dir  # noqa: E402
+from mmrl.utils.paths import cache_dir  # noqa: E402
 from rewards.vision import maths  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]

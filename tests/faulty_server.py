@@ -15,7 +15,7 @@ import sys
 import uvicorn
 
 from mmrl.config import Weighted
-from mmrl.serving.service import make_app
+from mmrl.remote.service import make_app
 from tests.reward_servers import numbers
 
 HEAD = {

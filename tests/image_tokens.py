@@ -10,17 +10,17 @@ import torch
 from torch.nn import functional as F
 
 from mmrl.advantages import flow_grpo
+from mmrl.config.options import TrainOptions
+from mmrl.core.errors import UserError
+from mmrl.core.types import Point, Rewards
 from mmrl.objectives import PolicyGradient
-from mmrl.options import TrainOptions
-from mmrl.policies.images import weights
-from mmrl.policies.images.llamagen_gpt import LlamaGenGPT, Shape
-from mmrl.policies.images.llamagen_vq import LlamaGenVQ
-from mmrl.policies.images.var_net import Shape as VARShape
-from mmrl.policies.images.var_net import VARNet
-from mmrl.policies.images.var_vq import VARVQ
-from mmrl.registry import UserError
-from mmrl.trainer import Trainer
-from mmrl.types import Point, Rewards
+from mmrl.policies.image_tokens import checkpoints
+from mmrl.policies.image_tokens.models.llamagen_gpt import LlamaGenGPT, Shape
+from mmrl.policies.image_tokens.models.llamagen_vq import LlamaGenVQ
+from mmrl.policies.image_tokens.models.var_net import Shape as VARShape
+from mmrl.policies.image_tokens.models.var_net import VARNet
+from mmrl.policies.image_tokens.models.var_vq import VARVQ
+from mmrl.train.trainer import Trainer
 from samplers.noise import Rng
 
 from . import tiny_vlms, toys
@@ -169,9 +169,9 @@ def tiny_llamagen(folder, text=False, vocab=3):
     shape = Shape(
         16, 2, 2, vocab, 0 if text else 5, caption=12, condition=40 if text else 1, grid=2, feed=24
     )
-    weights.save(_random(LlamaGenGPT(shape)).state_dict(), folder / "gpt.safetensors")
+    checkpoints.save(_random(LlamaGenGPT(shape)).state_dict(), folder / "gpt.safetensors")
     vq = LlamaGenVQ(vocab, 4, 16, 32, (1, 1), 1, used=8)
-    weights.save(_random(vq, seed=1).state_dict(), folder / "vq.safetensors")
+    checkpoints.save(_random(vq, seed=1).state_dict(), folder / "vq.safetensors")
     (folder / "config.json").write_text('{"size": 4, "heads": 2}')
     if text:
         tiny_t5(folder / "t5")
@@ -190,8 +190,8 @@ def tiny_var(folder, sides=(1, 2), vocab=3):
     for block in net.blocks:
         block.attn.zero_k_bias.zero_()
     assert (net.lvl_1L == level).all()
-    weights.save(net.state_dict(), folder / "var.safetensors")
-    weights.save(vae.state_dict(), folder / "vae.safetensors")
+    checkpoints.save(net.state_dict(), folder / "var.safetensors")
+    checkpoints.save(vae.state_dict(), folder / "vae.safetensors")
     return folder
 
 

@@ -12,22 +12,25 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mmrl import checkpoint, distributed, state, trainer
 from mmrl.advantages import DDPO, opo
-from mmrl.device import Device
-from mmrl.evaluation import evaluate
+from mmrl.config.options import EvaluateOptions, TrainOptions
+from mmrl.core import distributed
+from mmrl.core.errors import UserError
+from mmrl.core.registry import locate
+from mmrl.core.sharding import is_sharded
 from mmrl.objectives import Masked, PolicyGradient, Text
-from mmrl.options import EvaluateOptions, TrainOptions
-from mmrl.policies.amused import Amused
-from mmrl.policies.images.janus import Janus
-from mmrl.policies.images.llamagen import LlamaGen
-from mmrl.policies.sd3 import SD3
+from mmrl.policies.diffusion.models.sd3 import SD3
+from mmrl.policies.diffusion.models.wan import Wan
+from mmrl.policies.diffusion.models.wan_i2v import WanI2V
+from mmrl.policies.image_tokens.models.janus import Janus
+from mmrl.policies.image_tokens.models.llamagen import LlamaGen
+from mmrl.policies.masked.amused import Amused
 from mmrl.policies.vlm.policy import VLM
-from mmrl.policies.wan import Wan
-from mmrl.policies.wan_i2v import WanI2V
-from mmrl.registry import UserError, locate
+from mmrl.run import checkpoint, state
+from mmrl.run.evaluation import evaluate
 from mmrl.scoring import Scorer
-from mmrl.sharding import is_sharded
+from mmrl.train import trainer
+from mmrl.train.device import Device
 
 from . import image_tokens, tiny_diffusers, tiny_vlms, toys
 from .test_trainer import make_trainer

@@ -15,8 +15,8 @@ from typing import Any
 from PIL import Image
 
 from mmrl.config import Weighted
-from mmrl.registry import UserError
-from mmrl.serving.server import ServeOptions, bind, server
+from mmrl.core.errors import UserError
+from mmrl.remote.server import ServeOptions, bind, server
 from tests.tiny_rewards import pictures
 from tests.waiting import HANG, until
 

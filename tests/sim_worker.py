@@ -26,14 +26,17 @@ import torch
 
 torch.set_num_threads(1)
 
-from mmrl import advantages, checkpoint, config, registry, state  # noqa: E402
+from mmrl import advantages, config
+from mmrl.config.options import TrainOptions  # noqa: E402
+from mmrl.core import registry
+from mmrl.core.errors import UserError
+from mmrl.core.registry import OBJECTIVES  # noqa: E402
+from mmrl.core.types import tree_map  # noqa: E402
 from mmrl.objectives import PolicyGradient  # noqa: E402
-from mmrl.optimizers import adamw  # noqa: E402
-from mmrl.options import TrainOptions  # noqa: E402
-from mmrl.registry import OBJECTIVES, UserError  # noqa: E402
+from mmrl.run import checkpoint, state  # noqa: E402
 from mmrl.scoring import Scorer  # noqa: E402
-from mmrl.trainer import Trainer  # noqa: E402
-from mmrl.types import tree_map  # noqa: E402
+from mmrl.train.optimizers import adamw  # noqa: E402
+from mmrl.train.trainer import Trainer  # noqa: E402
 from samplers.noise import Rng  # noqa: E402
 
 from . import sim_device as sim  # noqa: E402  before what asks which accelerators there are

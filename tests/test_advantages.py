@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 import mmrl.advantages  # registers
 from mmrl.advantages import DDPO, dance_grpo, dr_grpo, flow_grpo, gdpo, group, rloo, statistics
-from mmrl.registry import ADVANTAGES, UserError, options
-from mmrl.types import Rewards, Rollout
+from mmrl.core.errors import UserError
+from mmrl.core.registry import ADVANTAGES, options
+from mmrl.core.types import Rewards, Rollout
 
 NAN = math.nan
 R8 = torch.tensor([0.2, 0.5, 0.9, 0.4, 1, 1, 1, 1, -0.3, 0.1, 0.7, 0.2])
@@ -431,9 +432,9 @@ WORKER = """
 import json, os, sys, torch, torch.distributed as dist
 import mmrl.advantages
 from mmrl.advantages import statistics
-from mmrl.distributed import all_gather_rows, all_max, all_sum, world
-from mmrl.registry import ADVANTAGES
-from mmrl.types import Rewards
+from mmrl.core.distributed import all_gather_rows, all_max, all_sum, world
+from mmrl.core.registry import ADVANTAGES
+from mmrl.core.types import Rewards
 from tests.test_advantages import COUNTS, iteration
 torch.set_num_threads(1)
 if "RANK" in os.environ:

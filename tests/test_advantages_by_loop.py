@@ -31,12 +31,13 @@ from mmrl.advantages import (
     process,
     reinforce_pp,
     rloo,
-    tree_mean,
     statistics,
     temporal,
+    tree_mean,
 )
-from mmrl.registry import ADVANTAGES, UserError
-from mmrl.types import Rewards, Rollout
+from mmrl.core.errors import UserError
+from mmrl.core.registry import ADVANTAGES
+from mmrl.core.types import Rewards, Rollout
 
 NAN = math.nan
 GROUP = [0, 1, 0, 2, 1, 0, 3, 2, 0, 1, 4, 2, 3, 0, 1, 5]

@@ -11,15 +11,15 @@ import pytest
 import torch
 import yaml
 
-from mmrl.alarms import AlarmOptions, Alarms, trend
 from mmrl.config import build_rewards
-from mmrl.log import LogOptions, RunLog
-from mmrl.portrait import portrait
-from mmrl.registry import UserError
-from mmrl.report.page import render
-from mmrl.report.runs import read_run
+from mmrl.core.errors import UserError
+from mmrl.monitoring.alarms import AlarmOptions, Alarms, trend
+from mmrl.monitoring.diversity import portrait
+from mmrl.monitoring.log import LogOptions, RunLog
+from mmrl.monitoring.report.page import render
+from mmrl.monitoring.report.runs import read_run
+from mmrl.run.lifecycle import train
 from mmrl.scoring import Scorer
-from mmrl.training import train
 from tests.tiny_rewards import pictures
 
 

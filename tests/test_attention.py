@@ -10,10 +10,11 @@ import torch
 from diffusers.models import attention_processor
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
-from mmrl.policies import kernels
-from mmrl.policies.kernels import AttentionChoice
-from mmrl.policies.sd3 import SD3
-from mmrl.registry import UserError, locate
+from mmrl.core.errors import UserError
+from mmrl.core.registry import locate
+from mmrl.policies.diffusion import attention_backends
+from mmrl.policies.diffusion.attention_backends import AttentionChoice
+from mmrl.policies.diffusion.models.sd3 import SD3
 from samplers.noise import Rng
 
 from .test_folder_families import PROMPTS, make, trainer_of
@@ -31,7 +32,7 @@ def xformers(monkeypatch):
     everywhere."""
     ops = SimpleNamespace(memory_efficient_attention=definition)
     monkeypatch.setattr(attention_processor, "xformers", SimpleNamespace(ops=ops))
-    monkeypatch.setitem(kernels.BACKENDS, "xformers", "_native_math")
+    monkeypatch.setitem(attention_backends.BACKENDS, "xformers", "_native_math")
 
 
 def backends(net):
@@ -44,12 +45,12 @@ def test_a_backend_reaches_every_layer_behind_the_dispatcher_and_no_other_model(
     policy = make(case)
     other = make(case)
     before = _AttentionBackendRegistry.get_active_backend()
-    kernels.use(policy.net, "xformers")
+    attention_backends.use(policy.net, "xformers")
     assert backends(policy.net) == {AttentionBackendName._NATIVE_MATH} and backends(other.net) == {
         None
     }
     assert _AttentionBackendRegistry.get_active_backend() == before
-    kernels.use(policy.net, "sdpa")
+    attention_backends.use(policy.net, "sdpa")
     assert backends(policy.net) == {AttentionBackendName.NATIVE}
 
 
@@ -58,9 +59,9 @@ def test_samples_are_the_same_on_every_backend(case, xformers):
     policy = sd3() if case == "sd3" else make(case)
     with torch.no_grad():
         plain = policy.rollout(PROMPTS, 1, Rng.of("same")).sample
-        kernels.use(policy.net, "xformers")
+        attention_backends.use(policy.net, "xformers")
         other = policy.rollout(PROMPTS, 1, Rng.of("same")).sample
-        kernels.use(policy.net, "sdpa")
+        attention_backends.use(policy.net, "sdpa")
         again = policy.rollout(PROMPTS, 1, Rng.of("same")).sample
     torch.testing.assert_close(other, plain, atol=1e-4, rtol=1e-4)
     assert not torch.equal(other, plain) and torch.equal(again, plain)
@@ -90,10 +91,10 @@ def test_a_backend_that_cannot_run_here_is_refused_with_the_remedy(name, package
     ):
         make("flux", attention=name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(kernels, "version", lambda _: None)
+    monkeypatch.setattr(attention_backends, "version", lambda _: None)
     with pytest.raises(UserError, match=f"pip install {package}"):
-        kernels.check(name)
-    monkeypatch.setattr(kernels, "version", lambda _: "1")
+        attention_backends.check(name)
+    monkeypatch.setattr(attention_backends, "version", lambda _: "1")
     choice = AttentionChoice(make("flux").net, name)
     with pytest.raises(UserError, match="runs on CUDA only; the model is on cpu"):
         choice.settle(lambda: None)
@@ -107,7 +108,9 @@ def test_networks_without_a_fitting_layer_say_so(monkeypatch):
         UserError, match="UNet2DConditionModel has no attention layer that can use it"
     ):
         policy.attending.settle(lambda: None)
-    assert kernels.able(policy.net, "xformers") and not kernels.able(policy.net, "flash")
+    assert attention_backends.able(policy.net, "xformers") and not attention_backends.able(
+        policy.net, "flash"
+    )
 
 
 def test_a_backend_that_fails_on_the_network_is_refused_by_name_and_passed_over_by_auto(
@@ -117,14 +120,14 @@ def test_a_backend_that_fails_on_the_network_is_refused_by_name_and_passed_over_
         raise ValueError("no kernel for this\nand more")
 
     monkeypatch.setattr(AttentionChoice, "_chosen", lambda self, *_: self.wanted)
-    monkeypatch.setitem(kernels.BACKENDS, "xformers", "_native_math")
+    monkeypatch.setitem(attention_backends.BACKENDS, "xformers", "_native_math")
     policy = make("flux")
     policy.attending.wanted = "xformers"
     with pytest.raises(
         UserError, match="cannot run this model in this precision: no kernel for this; use auto"
     ):
         policy.attending.settle(broken)
-    assert kernels._seconds(broken) == float("inf")
+    assert attention_backends._seconds(broken) == float("inf")
 
 
 @pytest.mark.parametrize(
@@ -133,7 +136,7 @@ def test_a_backend_that_fails_on_the_network_is_refused_by_name_and_passed_over_
 def test_auto_takes_xformers_where_it_is_no_slower_and_measures_once(
     xformers_ms, chosen, xformers, monkeypatch
 ):
-    monkeypatch.setattr(kernels, "_measured", {})
+    monkeypatch.setattr(attention_backends, "_measured", {})
     asked = []
     times = {AttentionBackendName._NATIVE_MATH: xformers_ms, AttentionBackendName.NATIVE: 1.0}
 
@@ -141,7 +144,7 @@ def test_auto_takes_xformers_where_it_is_no_slower_and_measures_once(
         asked.append(trial)
         return times[next(iter(backends(choice.net)))]
 
-    monkeypatch.setattr(kernels, "_seconds", seconds)
+    monkeypatch.setattr(attention_backends, "_seconds", seconds)
     for i in range(2):
         choice = AttentionChoice(make("flux").net, "auto")
         notes = []

@@ -10,12 +10,13 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from mmrl.auditing import Subject, audit, audit_one
-from mmrl.auditing.places import named
-from mmrl.auditing.texts import where
-from mmrl.cli import app
-from mmrl.data_vision import Vision
-from mmrl.registry import REWARDS, UserError, load_built_in
+from mmrl.audit import Subject, audit, audit_one
+from mmrl.audit.places import named
+from mmrl.audit.texts import where
+from mmrl.cli.app import app
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS, load_built_in
+from mmrl.data.vision import Vision
 from rewards.card import card_of
 from rewards.vision.base import row_name
 from tests.text_rewards import SMALLEST, prompts_of

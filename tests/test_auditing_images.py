@@ -9,10 +9,11 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-from mmrl.auditing import Subject, audit_one
-from mmrl.auditing.images import real, recompressed
-from mmrl.cli import app
-from mmrl.registry import REWARDS, UserError
+from mmrl.audit import Subject, audit_one
+from mmrl.audit.images import real, recompressed
+from mmrl.cli.app import app
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS
 from mmrl.worlds.data import Digits
 from rewards.card import Card, card
 from tests.tiny_rewards import pictures

@@ -4,8 +4,8 @@ describes."""
 import pytest
 import torch
 
-from mmrl.batches import batches, loss_total, loss_weights, passes
-from mmrl.types import Point, Rollout
+from mmrl.core.types import Point, Rollout
+from mmrl.train.minibatches import batches, loss_total, loss_weights, passes
 from samplers.noise import Rng
 
 REDUCTIONS = (

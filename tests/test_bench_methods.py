@@ -14,9 +14,9 @@ sys.path.insert(0, str(SCRIPTS))
 import bench_methods  # noqa: E402
 import methods_page  # noqa: E402
 
-from mmrl.paths import find_config  # noqa: E402
-from mmrl.registry import OBJECTIVES, POLICIES, load_built_in  # noqa: E402
-from mmrl.session import read  # noqa: E402
+from mmrl.core.registry import OBJECTIVES, POLICIES, load_built_in  # noqa: E402
+from mmrl.run.build import read  # noqa: E402
+from mmrl.utils.paths import find_config  # noqa: E402
 
 load_built_in()
 

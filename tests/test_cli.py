@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from mmrl.registry import locate
+from mmrl.core.registry import locate
 from tests import waiting
 
 ROOT = Path(__file__).parents[1]
@@ -264,7 +264,7 @@ def test_list_doctor_and_help(tmp_path):
 
 def test_help_imports_nothing_heavy():
     code = (
-        "import sys, mmrl.cli; print([m for m in ('torch', 'diffusers', 'transformers') if m "
+        "import sys, mmrl.cli.app; print([m for m in ('torch', 'diffusers', 'transformers') if m "
         "in sys.modules])"
     )
     done = subprocess.run(

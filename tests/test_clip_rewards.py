@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mmrl.registry import UserError
+from mmrl.core.errors import UserError
 from rewards import Aesthetic, ClipScore, _clip
 from rewards._media import resize_and_crop
 from rewards.aesthetic import load_head

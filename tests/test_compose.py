@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from mmrl.advantages import dr_grpo, group, reinforce, temporal
 from mmrl.advantages.online import MaxMin, Running
 from mmrl.config import build_rewards
-from mmrl.registry import REWARDS, UserError
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS
+from mmrl.core.types import Completion, Rewards
 from mmrl.scoring import Handling, Scorer
-from mmrl.types import Completion, Rewards
 from rewards import (
     KeySteps,
     answer_frequency,

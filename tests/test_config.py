@@ -11,11 +11,12 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from mmrl.config import Config, build, build_dataclass, build_rewards, check, dump, load
+from mmrl.config.options import EvaluateOptions, TrainOptions, arithmetic
 from mmrl.config.schema import convert
 from mmrl.config.values import Place
 from mmrl.config.yamltext import read, write
-from mmrl.options import EvaluateOptions, TrainOptions, arithmetic
-from mmrl.registry import (
+from mmrl.core.errors import UserError
+from mmrl.core.registry import (
     ADVANTAGES,
     DATA,
     OBJECTIVES,
@@ -23,7 +24,6 @@ from mmrl.registry import (
     POLICIES,
     REWARDS,
     Registry,
-    UserError,
     describe,
 )
 
@@ -510,7 +510,7 @@ def test_files_that_are_no_configuration(here):
 
 def test_plug_ins_are_imported_first(here):
     (here / "my_rewards.py").write_text(
-        "from mmrl.registry import REWARDS\n@REWARDS.register('mine')\ndef mine(media, "
+        "from mmrl.core.registry import REWARDS\n@REWARDS.register('mine')\ndef mine(media, "
         "prompts, *, by: int = 1): return by\n"
     )
     text = GOOD.replace("{toy: 1.0}", "{mine: {by: 3}}") + "plugins: [my_rewards.py]\n"

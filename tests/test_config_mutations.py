@@ -14,11 +14,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mmrl import registry
 from mmrl.config import build, build_dataclass, build_rewards, check, dump, load
+from mmrl.config.options import EvaluateOptions, TrainOptions, arithmetic
 from mmrl.config.yamltext import read, write
-from mmrl.options import EvaluateOptions, TrainOptions, arithmetic
-from mmrl.registry import Registry, UserError
+from mmrl.core import registry
+from mmrl.core.errors import UserError
+from mmrl.core.registry import Registry
 
 SHIPPED = (Path(__file__).parents[1] / "configs").rglob("*.yaml")
 # those are for `mmrl serve-reward`

@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from mmrl.registry import REWARDS, UserError
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS
 from rewards import OCR, TIFA, GenEval, VQAScore
 from rewards._detect import Detector, Found, box_of
 from rewards._hf import to_pil

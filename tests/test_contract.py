@@ -16,22 +16,13 @@ import torch
 from torch import nn
 
 import samplers
-from mmrl import registry
 from mmrl.config import build
-from mmrl.metrics import Meter
+from mmrl.core import registry
+from mmrl.core.errors import UserError
+from mmrl.core.metrics import Meter
+from mmrl.core.registry import ALL, DATA, GRIDS, KERNELS, OBJECTIVES, OPTIMIZERS, WINDOWS, describe
+from mmrl.core.types import Point
 from mmrl.objectives import Differentiates, Objective
-from mmrl.registry import (
-    ALL,
-    DATA,
-    GRIDS,
-    KERNELS,
-    OBJECTIVES,
-    OPTIMIZERS,
-    WINDOWS,
-    UserError,
-    describe,
-)
-from mmrl.types import Point
 from samplers.noise import Rng
 from samplers.processes import Diffusion
 

@@ -11,11 +11,11 @@ import torch
 from PIL import Image
 from torch import nn
 
-from mmrl.batches import passes
+from mmrl.core.registry import POLICIES
+from mmrl.core.types import Rollout
 from mmrl.policies.base import NetPolicy
-from mmrl.policies.flow import FlowPolicy
-from mmrl.registry import POLICIES
-from mmrl.types import Rollout
+from mmrl.policies.diffusion.flow_policy import FlowPolicy
+from mmrl.train.minibatches import passes
 from samplers.noise import Rng
 
 from .test_contract import made

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from mmrl import advantages
-from mmrl.batches import batches
+from mmrl.config.options import TrainOptions
+from mmrl.core.errors import UserError
 from mmrl.objectives import Coupled, frozen
-from mmrl.optimizers import adamw
-from mmrl.options import TrainOptions
-from mmrl.registry import UserError
 from mmrl.scoring import Scorer
-from mmrl.trainer import Trainer
+from mmrl.train.minibatches import batches
+from mmrl.train.optimizers import adamw
+from mmrl.train.trainer import Trainer
 from samplers.noise import Rng
 
 from . import toys

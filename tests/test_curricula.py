@@ -11,18 +11,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mmrl import advantages, config, state
+from mmrl import advantages, config
 from mmrl.config import build
-from mmrl.curricula import Mixed, Replay, pieces
-from mmrl.data import Outcome, batch, pick
+from mmrl.config.options import Reuse, TrainOptions
+from mmrl.core.errors import UserError
+from mmrl.core.registry import DATA, load_built_in
+from mmrl.core.types import Rewards, Rollout
+from mmrl.data.curriculum import Mixed, Replay, pieces
+from mmrl.data.prompts import Outcome, batch, pick
 from mmrl.objectives import Text
-from mmrl.optimizers import adamw
-from mmrl.options import Reuse, TrainOptions
-from mmrl.registry import DATA, UserError, load_built_in
+from mmrl.run import state
+from mmrl.run.build import admitted
 from mmrl.scoring import Scorer
-from mmrl.session import admitted
-from mmrl.trainer import Trainer
-from mmrl.types import Rewards, Rollout
+from mmrl.train.optimizers import adamw
+from mmrl.train.trainer import Trainer
 
 from . import toys
 

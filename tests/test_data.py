@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from mmrl.config import build
-from mmrl.data import Prompts, batch, read, split
-from mmrl.registry import DATA, UserError
+from mmrl.core.errors import UserError
+from mmrl.core.registry import DATA
+from mmrl.data.prompts import Prompts, batch, read, split
 
 
 def texts(prompts) -> list[str]:

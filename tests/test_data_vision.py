@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from mmrl.config import build
-from mmrl.data_vision import Vision
-from mmrl.data_vision.source import in_messages
-from mmrl.registry import DATA, UserError
+from mmrl.core.errors import UserError
+from mmrl.core.registry import DATA
+from mmrl.data.vision import Vision
+from mmrl.data.vision.source import in_messages
 
 from . import tiny_vlms
 

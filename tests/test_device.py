@@ -6,11 +6,11 @@ from datetime import timedelta
 import pytest
 import torch
 
-from mmrl.device import Device
-from mmrl.options import TrainOptions
+from mmrl.config.options import TrainOptions
+from mmrl.core.errors import UserError
+from mmrl.policies.diffusion.models.wan import Experts
 from mmrl.policies.lora import Lora
-from mmrl.policies.wan import Experts
-from mmrl.registry import UserError
+from mmrl.train.device import Device
 
 from . import toys
 from .test_trainer import make_trainer

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import distributions as reference
 
-from mmrl.dists import BLOCK, Categorical, Gaussian, Score, drawn
+from mmrl.core.distributions import BLOCK, Categorical, Gaussian, Score, drawn
 from samplers.noise import Rng
 
 

@@ -18,20 +18,28 @@ import pytest
 import yaml
 
 from mmrl import config
-from mmrl.alarms import AlarmOptions
-from mmrl.cli import app
+from mmrl.cli.app import app
+from mmrl.config.options import EvaluateOptions, Reuse, TrainOptions, arithmetic
 from mmrl.config.overrides import SECTIONS
-from mmrl.log import LogOptions
-from mmrl.objectives.corrections import Importance
+from mmrl.core.registry import (
+    ALL,
+    KERNELS,
+    OBJECTIVES,
+    OPTIMIZERS,
+    POLICIES,
+    load_built_in,
+    options,
+)
+from mmrl.monitoring.alarms import AlarmOptions
+from mmrl.monitoring.log import LogOptions
+from mmrl.monitoring.report.runs import read_run
+from mmrl.objectives.importance_sampling import Importance
 from mmrl.objectives.kl import KL
 from mmrl.objectives.text import Entropy
-from mmrl.options import EvaluateOptions, Reuse, TrainOptions, arithmetic
+from mmrl.policies.diffusion.trees import Tree
 from mmrl.policies.lora import Lora
-from mmrl.policies.trees import Tree
 from mmrl.policies.vlm.media import Budgets
 from mmrl.policies.vlm.parts import Part
-from mmrl.registry import ALL, KERNELS, OBJECTIVES, OPTIMIZERS, POLICIES, load_built_in, options
-from mmrl.report.runs import read_run
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

@@ -5,7 +5,7 @@ import importlib.util
 
 import pytest
 
-from mmrl import doctor
+from mmrl.cli import doctor
 
 
 def by_name(checks):

@@ -11,15 +11,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mmrl import session
-from mmrl.cli import app
+from mmrl.cli.app import app
+from mmrl.config.options import TrainOptions
 from mmrl.config.yamltext import write
-from mmrl.estimate import costs, published
-from mmrl.estimate.dryrun import dry_run
-from mmrl.estimate.page import lines
-from mmrl.options import TrainOptions
-from mmrl.policies.folder_flow import FolderPolicy
-from mmrl.registry import POLICIES, UserError, load_built_in
+from mmrl.core.errors import UserError
+from mmrl.core.registry import POLICIES, load_built_in
+from mmrl.dry_run import costs, published
+from mmrl.dry_run.dryrun import dry_run
+from mmrl.dry_run.page import lines
+from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
+from mmrl.run import build
 from samplers.batching import peak_bytes
 from samplers.noise import Rng
 
@@ -148,7 +149,7 @@ def tiny(case, tmp_path, objective="grpo: {clip: 1e-2, kl: 0.1}", **policy):
 def test_counted_forwards_are_those_of_the_run(case, options, tmp_path):
     path = tiny(case, tmp_path, **options)
     found = dry_run(path)
-    one = session.Session.of(session.read(path, []))
+    one = build.Session.of(build.read(path, []))
     trainer = one.trainer()
     metrics = trainer.iterate()
     assert found.counted.sampling + found.counted.training == metrics["forwards"]

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from mmrl import advantages
-from mmrl.batches import loss_total, loss_weights, passes
-from mmrl.evaluation import sample
+from mmrl.core.errors import UserError
+from mmrl.core.types import Point, Rollout
 from mmrl.objectives import PolicyGradient
+from mmrl.policies.diffusion.trees import Tree
 from mmrl.policies.lora import Lora
-from mmrl.policies.trees import Tree
-from mmrl.registry import UserError
-from mmrl.types import Point, Rollout
+from mmrl.run.evaluation import sample
+from mmrl.train.minibatches import loss_total, loss_weights, passes
 from samplers.kernels import dance_sde
 from samplers.noise import Rng
 from samplers.solvers import dpm

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mmrl.advantages import dance_grpo
-from mmrl.registry import UserError
+from mmrl.core.errors import UserError
 from mmrl.scoring import Scorer
 from rewards import remote
 from tests import waiting

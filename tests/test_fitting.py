@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from mmrl import advantages
-from mmrl.evaluation import sample
+from mmrl.config.options import TrainOptions
+from mmrl.core.errors import UserError
+from mmrl.core.types import Point
 from mmrl.objectives import (
     AWM,
     CRD,
@@ -25,14 +27,12 @@ from mmrl.objectives import (
     PolicyGradient,
     RewardWeightedRegression,
 )
-from mmrl.optimizers import adamw
-from mmrl.options import TrainOptions
-from mmrl.overlap import joined
-from mmrl.policies.flow import FlowPolicy
-from mmrl.registry import UserError
+from mmrl.policies.diffusion.flow_policy import FlowPolicy
+from mmrl.rollout.collect import joined
+from mmrl.run.evaluation import sample
 from mmrl.scoring import Scorer
-from mmrl.trainer import Trainer
-from mmrl.types import Point
+from mmrl.train.optimizers import adamw
+from mmrl.train.trainer import Trainer
 from samplers.batching import halved_to_fit, peak_bytes
 from samplers.noise import Rng
 from samplers.windows import random_steps, random_window

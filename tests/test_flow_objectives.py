@@ -6,19 +6,21 @@ from functools import partial
 import pytest
 import torch
 
-from mmrl import advantages, state
-from mmrl.dists import Gaussian
+from mmrl import advantages
+from mmrl.config.options import TrainOptions
+from mmrl.core.distributions import Gaussian
+from mmrl.core.errors import UserError
+from mmrl.core.registry import WINDOWS
+from mmrl.core.types import Point
+from mmrl.core.weights import Weights
 from mmrl.objectives import CRD, D3PO, FPO, AdjointMatching, DiffusionDPO, Draft, SePPO
-from mmrl.objectives.direct import DIVERGENCES
-from mmrl.optimizers import adamw
-from mmrl.options import TrainOptions
-from mmrl.paths import find_config
-from mmrl.registry import WINDOWS, UserError
+from mmrl.objectives.reward_gradient import DIVERGENCES
+from mmrl.run import state
+from mmrl.run.build import read
 from mmrl.scoring import Scorer
-from mmrl.session import read
-from mmrl.trainer import Trainer
-from mmrl.types import Point
-from mmrl.weights import Weights
+from mmrl.train.optimizers import adamw
+from mmrl.train.trainer import Trainer
+from mmrl.utils.paths import find_config
 from rewards.card import card
 from samplers.kernels import consistency, memoryless, ode
 from samplers.noise import Rng
@@ -337,7 +339,7 @@ def test_adjoints_are_the_gradient_through_the_base_sampler():
     objective = AdjointMatching(strength=2.0)
     policy, rollout = setting(objective, kernel=memoryless, noise_level=1.0)
     (point,) = objective.points(policy, rollout, Rng.of(0))
-    from mmrl.objectives.direct import steps_of
+    from mmrl.objectives.reward_gradient import steps_of
 
     steps = steps_of(point)
     found = objective._adjoints(policy, point, steps)

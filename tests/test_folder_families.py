@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from mmrl import advantages
+from mmrl.config.options import TrainOptions
+from mmrl.core.registry import POLICIES, load_built_in
 from mmrl.objectives import PolicyGradient
-from mmrl.optimizers import adamw
-from mmrl.options import TrainOptions
-from mmrl.policies.flux import pack
-from mmrl.registry import POLICIES, load_built_in
+from mmrl.policies.diffusion.models.flux import pack
 from mmrl.scoring import Scorer
-from mmrl.trainer import Trainer
+from mmrl.train.optimizers import adamw
+from mmrl.train.trainer import Trainer
 from samplers.noise import Rng
 
 from . import tiny_diffusers

@@ -12,8 +12,12 @@ import torch
 from torch.nn.functional import logsigmoid, softplus
 
 from mmrl import advantages
-from mmrl.dists import Gaussian
-from mmrl.metrics import Meter
+from mmrl.config.options import TrainOptions
+from mmrl.core.distributions import Gaussian
+from mmrl.core.errors import UserError
+from mmrl.core.metrics import Meter
+from mmrl.core.registry import TIMES
+from mmrl.core.types import Point
 from mmrl.objectives import (
     AWM,
     DGPO,
@@ -27,18 +31,15 @@ from mmrl.objectives import (
     clipped,
     frozen,
 )
-from mmrl.objectives.awm import SCORES
-from mmrl.objectives.dppo import gated
-from mmrl.objectives.forward import comparisons, error, noised
-from mmrl.objectives.guard import normalised
+from mmrl.objectives.forward_process.awm import SCORES
+from mmrl.objectives.forward_process.base import comparisons, error, noised
+from mmrl.objectives.grpo_guard import normalised
 from mmrl.objectives.preference import pairs
-from mmrl.objectives.times import early_steps, logit_normal, steps, uniform
-from mmrl.optimizers import adamw
-from mmrl.options import TrainOptions
-from mmrl.registry import TIMES, UserError
+from mmrl.objectives.timestep_samplers import early_steps, logit_normal, steps, uniform
+from mmrl.objectives.trust_region import gated
 from mmrl.scoring import Scorer
-from mmrl.trainer import Trainer
-from mmrl.types import Point
+from mmrl.train.optimizers import adamw
+from mmrl.train.trainer import Trainer
 from samplers.noise import Rng
 
 from . import toys

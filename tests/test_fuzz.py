@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from mmrl.config import Weighted
-from mmrl.serving.service import ServeOptions, make_app
+from mmrl.remote.service import ServeOptions, make_app
 from tests.reward_servers import b64, good, mean, numbers, picky, png
 
 REQUESTS = 10_000

@@ -4,8 +4,8 @@ to its own tokens."""
 import pytest
 import torch
 
-from mmrl.policies.images.glm_image import GlmImage
-from mmrl.registry import UserError
+from mmrl.core.errors import UserError
+from mmrl.policies.image_tokens.models.glm_image import GlmImage
 from samplers.noise import Rng
 from samplers.warp import Warp
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from mmrl import advantages
+from mmrl.config.options import TrainOptions
 from mmrl.objectives import PolicyGradient, Text
-from mmrl.optimizers import sgd
-from mmrl.options import TrainOptions
 from mmrl.scoring import Scorer
-from mmrl.trainer import Trainer
+from mmrl.train.optimizers import sgd
+from mmrl.train.trainer import Trainer
 
 from . import tiny_vlms, toys
 from .test_vlm_policy import policy_of

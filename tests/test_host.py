@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mmrl.host import indices, on_host, selected, spread
+from mmrl.core.host import indices, on_host, selected, spread
 
 MASKS = {
     "some": torch.tensor([[True, False, True], [False, False, True]]),

@@ -12,10 +12,11 @@ import pytest
 import torch
 from PIL import Image
 
-from mmrl.paths import find_config
-from mmrl.policies.flux import pack
-from mmrl.registry import POLICIES, UserError, load_built_in
-from mmrl.session import Session, read
+from mmrl.core.errors import UserError
+from mmrl.core.registry import POLICIES, load_built_in
+from mmrl.policies.diffusion.models.flux import pack
+from mmrl.run.build import Session, read
+from mmrl.utils.paths import find_config
 from rewards.card import card
 from samplers.noise import Rng
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.nn import functional as nnf
 
-from mmrl.registry import REWARDS, UserError
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS
 from rewards import (
     ClipIQA,
     ClipScore,

@@ -75,7 +75,7 @@ def test_relative_imports_are_understood():
     )
     found = {name for node in tree.body for name in names(node, here)}
     assert {
-        "mmrl.policies.flow.Flow",
+        "mmrl.policies.diffusion.flow_policy.Flow",
         "mmrl.objectives.grpo",
         "mmrl.policies.base",
         "torch.nn",
@@ -93,12 +93,12 @@ def test_samplers_import_torch_only():
 def test_rewards_know_nothing_of_ours_but_the_registry():
     assert not offenders(
         room("rewards"),
-        lambda name: below(name, "mmrl", "samplers") and not below(name, "mmrl.registry"),
+        lambda name: below(name, "mmrl", "samplers") and not below(name, "mmrl.core.registry"),
     )
 
 
 def test_policies_never_see_objectives_rewards_or_the_trainer():
-    forbidden = ("mmrl.objectives", "mmrl.advantages", "mmrl.trainer", "rewards")
+    forbidden = ("mmrl.objectives", "mmrl.advantages", "mmrl.train.trainer", "rewards")
     assert not offenders(room("mmrl", "policies"), lambda name: below(name, *forbidden))
 
 
@@ -109,7 +109,7 @@ def test_objectives_never_see_a_family():
             and not below(name, "mmrl.policies.base")
             and name != "mmrl.policies"
         )
-        return family or below(name, "rewards", "mmrl.trainer", "mmrl.worlds")
+        return family or below(name, "rewards", "mmrl.train.trainer", "mmrl.worlds")
 
     assert not offenders(room("mmrl", "objectives"), bad)
 
@@ -118,7 +118,7 @@ def test_advantages_see_no_model():
     forbidden = (
         "mmrl.policies",
         "mmrl.objectives",
-        "mmrl.trainer",
+        "mmrl.train.trainer",
         "mmrl.worlds",
         "rewards",
         "samplers",
@@ -162,7 +162,9 @@ def test_importing_the_packages_is_light():
 def test_knowing_every_name_is_light():
     """Listing what can be configured needs no model library and a refusal no FSDP2: both stay
     quick."""
-    code = "from mmrl.registry import load_built_in\nload_built_in()\nimport mmrl.training\n"
+    code = (
+        "from mmrl.core.registry import load_built_in\nload_built_in()\nimport mmrl.run.lifecycle\n"
+    )
     assert (
         not loaded_by(
             code + "assert 'torch.distributed.tensor' not in sys.modules, 'it takes a second'"
@@ -173,5 +175,5 @@ def test_knowing_every_name_is_light():
 
 def test_reading_a_run_needs_no_torch():
     assert "torch" not in loaded_by(
-        "import mmrl.report.page, mmrl.doctor, mmrl.log, mmrl.paths, mmrl.machine"
+        "import mmrl.monitoring.report.page, mmrl.cli.doctor, mmrl.monitoring.log, mmrl.utils.paths, mmrl.utils.machine"
     )

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from mmrl.core.errors import UserError
+from mmrl.core.registry import SURROGATES
 from mmrl.objectives import Text
-from mmrl.policies.images.base import ImageTokenPolicy
-from mmrl.policies.images.janus import Janus
-from mmrl.registry import SURROGATES, UserError
+from mmrl.policies.image_tokens.models.janus import Janus
+from mmrl.policies.image_tokens.policy import ImageTokenPolicy
 from samplers.noise import Rng
 from samplers.warp import Warp
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import torch
 
-from mmrl.registry import UserError
+from mmrl.core.errors import UserError
 from mmrl.scoring import Scorer
 from rewards import _chat, chat_server
 from rewards.chat_server import ChatServer
@@ -351,8 +351,8 @@ def test_pairs_through_training_and_its_log(url, tmp_path, monkeypatch):
     log."""
     import yaml
 
-    from mmrl.report.runs import read_run
-    from mmrl.training import train
+    from mmrl.monitoring.report.runs import read_run
+    from mmrl.run.lifecycle import train
 
     scorer = Scorer({"pairs": Pairwise(server(url))})
     # two groups of one prompt
@@ -492,7 +492,7 @@ def judged(request, url):
     """Every registered reward with a judge, samples of two prompts, and the cuts that it allows."""
     from PIL import Image
 
-    from mmrl.registry import REWARDS
+    from mmrl.core.registry import REWARDS
 
     options = {"judge_checklist": {"items": ["one", "two"], "levels": 9}}.get(request.param, {})
     texts = request.param == "judge_listener"
@@ -507,7 +507,7 @@ def judged(request, url):
 
 
 def test_every_judge_is_named_here():
-    from mmrl.registry import REWARDS, load_built_in
+    from mmrl.core.registry import REWARDS, load_built_in
 
     load_built_in()
     named = {"judge", "judge_yes_no", "judge_checklist", "judge_pairwise", "judge_listener"}

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from mmrl.dists import Score
-from mmrl.registry import describe
+from mmrl.core.distributions import Score
+from mmrl.core.registry import describe
 from samplers import KERNELS
 from samplers.kernels import (
     consistency,

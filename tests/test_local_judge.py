@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from mmrl.registry import UserError
+from mmrl.core.errors import UserError
 from rewards._ask import Question, Unreadable, answer_of, named_choice, token_choices
 from rewards.judge import Judge
 from rewards.judge_checklist import Checklist

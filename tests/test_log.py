@@ -9,11 +9,11 @@ import pytest
 import torch
 from PIL import Image
 
-from mmrl import progress
-from mmrl.log import LogOptions, RunLog, read_captions
-from mmrl.machine import machine
-from mmrl.registry import UserError
-from mmrl.report.pictures import Layout, sheet, tiles
+from mmrl.core.errors import UserError
+from mmrl.monitoring import progress
+from mmrl.monitoring.log import LogOptions, RunLog, read_captions
+from mmrl.monitoring.report.pictures import Layout, sheet, tiles
+from mmrl.utils.machine import machine
 
 QUIET = LogOptions(tensorboard=False)
 

@@ -8,12 +8,12 @@ from functools import partial
 import pytest
 import torch
 
+from mmrl.core.errors import UserError
+from mmrl.core.types import Rollout
 from mmrl.objectives import Masked
-from mmrl.policies.amused import Amused
-from mmrl.policies.masked import Hidden, MaskedDiffusion, alike
-from mmrl.policies.uvit import asking, quicken
-from mmrl.registry import UserError
-from mmrl.types import Rollout
+from mmrl.policies.masked.amused import Amused
+from mmrl.policies.masked.policy import Hidden, MaskedDiffusion, alike
+from mmrl.policies.masked.uvit import asking, quicken
 from samplers import unmask
 from samplers.noise import Rng
 
@@ -149,7 +149,7 @@ def test_sizes_and_temperatures_that_cannot_be(tmp_path):
     with pytest.raises(UserError, match="choice must be above 0"):
         Amused(path, sampler="maskgit", choice=(0.0, 0.0))
     with pytest.raises(UserError, match="holds a AmusedPipeline, expected"):
-        from mmrl.policies.sd3 import SD3
+        from mmrl.policies.diffusion.models.sd3 import SD3
 
         SD3(path)
     assert Amused(path, size=[4, 12]).grid == (2, 6)

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from mmrl.core.errors import UserError
+from mmrl.core.registry import ESTIMATORS
 from mmrl.objectives import Masked
-from mmrl.policies.masked_image_lm import MaskedImageLM
-from mmrl.policies.masked_lm import MaskedLM
-from mmrl.registry import ESTIMATORS, UserError
+from mmrl.policies.masked.masked_image_lm import MaskedImageLM
+from mmrl.policies.masked.masked_lm import MaskedLM
 from samplers.noise import Rng
 
 from . import tiny_diffusers

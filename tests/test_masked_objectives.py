@@ -9,16 +9,17 @@ import torch
 from torch import nn
 from torch.nn.functional import cosine_similarity
 
-from mmrl.batches import loss_weights
+from mmrl.config.options import TrainOptions
+from mmrl.core.errors import UserError
+from mmrl.core.registry import ADVANTAGES, ESTIMATORS, SURROGATES
+from mmrl.core.types import Point, Rewards, Rollout
 from mmrl.objectives import Masked
-from mmrl.objectives.remasking import fading
-from mmrl.optimizers import adamw
-from mmrl.options import TrainOptions
+from mmrl.objectives.mask_estimators import fading
 from mmrl.policies.base import Remaskable
-from mmrl.policies.masked import MaskedDiffusion
-from mmrl.registry import ADVANTAGES, ESTIMATORS, SURROGATES, UserError
-from mmrl.trainer import Trainer
-from mmrl.types import Point, Rewards, Rollout
+from mmrl.policies.masked.policy import MaskedDiffusion
+from mmrl.train.minibatches import loss_weights
+from mmrl.train.optimizers import adamw
+from mmrl.train.trainer import Trainer
 from samplers.noise import Rng
 
 from . import toys

@@ -8,16 +8,17 @@ from functools import partial
 import pytest
 import torch
 
-from mmrl import advantages, state
-from mmrl.memory import Memory, marked
+from mmrl import advantages
+from mmrl.config.options import Reuse, TrainOptions
+from mmrl.core.errors import UserError
+from mmrl.core.types import Rewards
 from mmrl.objectives.text import Text
-from mmrl.optimizers import adamw
-from mmrl.options import Reuse, TrainOptions
-from mmrl.registry import UserError
-from mmrl.resampling import Drawn
+from mmrl.rollout.dynamic_sampling import Drawn
+from mmrl.rollout.replay_buffer import Memory, marked
+from mmrl.run import state
 from mmrl.scoring import Scorer
-from mmrl.trainer import Trainer
-from mmrl.types import Rewards
+from mmrl.train.optimizers import adamw
+from mmrl.train.trainer import Trainer
 from samplers.noise import Rng
 
 from . import tiny_vlms, toys

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmrl import checkpoint, state
-from mmrl.registry import POLICIES, UserError, load_built_in
+from mmrl.core.errors import UserError
+from mmrl.core.registry import POLICIES, load_built_in
+from mmrl.run import checkpoint, state
 from samplers.noise import Rng
 
 from . import tiny_diffusers, tiny_module

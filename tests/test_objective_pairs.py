@@ -12,16 +12,18 @@ import pytest
 import torch
 import yaml
 
-from mmrl import config, registry
+from mmrl import config
+from mmrl.config.options import KINDS, TrainOptions, unsuited
+from mmrl.core import registry
+from mmrl.core.errors import UserError
+from mmrl.core.registry import ADVANTAGES, ESTIMATORS, OBJECTIVES, POLICIES, SURROGATES
 from mmrl.objectives import Revisiting
 from mmrl.objectives.surrogates import sees_whole_rows
-from mmrl.optimizers import adamw
-from mmrl.options import KINDS, TrainOptions, unsuited
-from mmrl.policies.masked import MaskedDiffusion
-from mmrl.registry import ADVANTAGES, ESTIMATORS, OBJECTIVES, POLICIES, SURROGATES, UserError
+from mmrl.policies.masked.policy import MaskedDiffusion
+from mmrl.run.build import read
 from mmrl.scoring import Scorer
-from mmrl.session import read
-from mmrl.trainer import Trainer
+from mmrl.train.optimizers import adamw
+from mmrl.train.trainer import Trainer
 from rewards.card import card
 from samplers.kernels import memoryless
 from samplers.noise import Rng

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mmrl.dists import Categorical, Gaussian
-from mmrl.metrics import Meter
+from mmrl.core.distributions import Categorical, Gaussian
+from mmrl.core.errors import UserError
+from mmrl.core.metrics import Meter
+from mmrl.core.types import Point, Rewards, Rollout
 from mmrl.objectives import (
     AWM,
     CRD,
@@ -31,18 +33,16 @@ from mmrl.objectives import (
     SePPO,
     Text,
 )
-from mmrl.objectives.awm import SCORES
-from mmrl.objectives.corrections import Importance, off_policy
-from mmrl.objectives.direct import DIVERGENCES
-from mmrl.objectives.dppo import gated
-from mmrl.objectives.guard import normalised
+from mmrl.objectives.forward_process.awm import SCORES
+from mmrl.objectives.group_regression import _Groups
+from mmrl.objectives.grpo_guard import normalised
+from mmrl.objectives.importance_sampling import Importance, off_policy
 from mmrl.objectives.kl import KL, estimate
 from mmrl.objectives.policy_gradient import subset
-from mmrl.objectives.regressions import _Groups
+from mmrl.objectives.reward_gradient import DIVERGENCES
 from mmrl.objectives.surrogates import gmpo, gspo, row_mean, sapo, vespo
 from mmrl.objectives.text import Entropy
-from mmrl.registry import UserError
-from mmrl.types import Point, Rewards, Rollout
+from mmrl.objectives.trust_region import gated
 from samplers.kernels import flow_sde, memoryless, ode
 from samplers.noise import Rng
 from samplers.windows import all_but_last, all_steps

@@ -1,12 +1,12 @@
 import pytest
 import torch
 
-from mmrl.dists import Gaussian
-from mmrl.metrics import Meter
+from mmrl.core.distributions import Gaussian
+from mmrl.core.errors import UserError
+from mmrl.core.metrics import Meter
+from mmrl.core.types import Point
 from mmrl.objectives import PolicyGradient, clipped
 from mmrl.objectives.policy_gradient import subset
-from mmrl.registry import UserError
-from mmrl.types import Point
 from samplers.kernels import flow_sde
 from samplers.noise import Rng
 

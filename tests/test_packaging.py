@@ -65,14 +65,14 @@ def test_the_command_is_installed(wheel):
     (name,) = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
     points = configparser.ConfigParser()
     points.read_string(archive.read(name).decode())
-    assert dict(points["console_scripts"]) == {"mmrl": "mmrl.cli:main"}
+    assert dict(points["console_scripts"]) == {"mmrl": "mmrl.cli.app:main"}
 
 
 def test_an_installed_copy_finds_its_own_parts(wheel, tmp_path):
     site = tmp_path / "site"
     pip("install", "--quiet", "--no-deps", "--no-index", "--target", str(site), str(wheel))
     code = (
-        "import mmrl.paths as p, mmrl.report.page, rewards, samplers; print(p.PACKAGE, "
+        "import mmrl.utils.paths as p, mmrl.monitoring.report.page, rewards, samplers; print(p.PACKAGE, "
         "*p.config_names())"
     )
     done = subprocess.run(

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mmrl import training
-from mmrl.registry import locate
+from mmrl.core.registry import locate
+from mmrl.run import lifecycle
 
 from . import process_worker as worker
 
@@ -145,11 +145,11 @@ def test_the_command_on_two_processes(tmp_path, monkeypatch):
     Path("prompts.txt").write_text(
         "\n".join(f"a {c} {d}" for c in ("red", "blue") for d in ("one", "two", "six"))
     )
-    training.train(Path("mine.yaml"), ["run=one"])
+    lifecycle.train(Path("mine.yaml"), ["run=one"])
     done = run([*LAUNCH, ROOT / "scripts" / "train.py", "mine.yaml", "run=two"], tmp_path)
     assert done.returncode == 0, done.stderr[:6000]
     assert done.stdout.count("finished: two") == 1
-    training.train(Path("two"), ["train.iterations=3"], resume=True)
+    lifecycle.train(Path("two"), ["train.iterations=3"], resume=True)
 
     many = ["--resume", "one", "train.iterations=5", "train.evaluate_every=0"]
     done = run([*LAUNCH, ROOT / "scripts" / "train.py", *many], tmp_path, BROKEN_RANK="1")

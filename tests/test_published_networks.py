@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mmrl.policies.images.llamagen import LlamaGen
-from mmrl.policies.images.var import VAR
-from mmrl.policies.images.var_net import Shape, VARNet
-from mmrl.policies.images.var_vq import Quantizer
+from mmrl.policies.image_tokens.models.llamagen import LlamaGen
+from mmrl.policies.image_tokens.models.var import VAR
+from mmrl.policies.image_tokens.models.var_net import Shape, VARNet
+from mmrl.policies.image_tokens.models.var_vq import Quantizer
 from samplers.noise import Rng
 
 from .image_tokens import at, every, tiny_llamagen, tiny_var

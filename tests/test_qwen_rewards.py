@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mmrl.registry import UserError
+from mmrl.core.errors import UserError
 from rewards import HPSv3, VideoAlign
 from rewards._hf import to_pil
 from rewards._qwen_reward import load_network, merged, modern, unwrapped

@@ -11,10 +11,10 @@ import torch
 import yaml
 
 from mmrl import config
-from mmrl.options import TrainOptions
-from mmrl.registry import ADVANTAGES, DATA
-from mmrl.session import SECTIONS, Session, check_needs, read, scorer
-from mmrl.types import Completion, Rewards, Rollout
+from mmrl.config.options import TrainOptions
+from mmrl.core.registry import ADVANTAGES, DATA
+from mmrl.core.types import Completion, Rewards, Rollout
+from mmrl.run.build import SECTIONS, Session, check_needs, read, scorer
 
 from . import tiny_vlms
 

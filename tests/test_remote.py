@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmrl.registry import REWARDS, UserError
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS
+from mmrl.run.lifecycle import train
 from mmrl.scoring import Scorer
-from mmrl.training import train
 from rewards import Remote, jpeg_compressibility
 from tests import waiting
 from tests.reward_servers import (
@@ -156,7 +157,7 @@ def words_url():
 
 
 def test_completions_keep_what_they_know_over_the_wire(words_url):
-    from mmrl.types import Completion
+    from mmrl.core.types import Completion
 
     texts = [
         Completion("one", 3, True, -0.25, 8.0),

@@ -13,15 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from mmrl.log import LogOptions, RunLog
-from mmrl.machine import machine
-from mmrl.paths import config_names, find_config
-from mmrl.registry import UserError
-from mmrl.report import charts
-from mmrl.report.charts import Chart, Series
-from mmrl.report.evidence import read_evaluation, verdict
-from mmrl.report.page import before_after_picture, write_report
-from mmrl.report.runs import read_run
+from mmrl.core.errors import UserError
+from mmrl.monitoring.log import LogOptions, RunLog
+from mmrl.monitoring.report import charts
+from mmrl.monitoring.report.charts import Chart, Series
+from mmrl.monitoring.report.evidence import read_evaluation, verdict
+from mmrl.monitoring.report.page import before_after_picture, write_report
+from mmrl.monitoring.report.runs import read_run
+from mmrl.utils.machine import machine
+from mmrl.utils.paths import config_names, find_config
 
 NASTY = "<script>alert('x')</script> & \"quoted\" </figcaption>"
 
@@ -362,7 +362,7 @@ def test_videos_move_on_the_page(tmp_path):
 
 
 def test_long_and_large_videos_are_shrunk():
-    from mmrl.report.pictures import data_uri, film_sheet, tiles
+    from mmrl.monitoring.report.pictures import data_uri, film_sheet, tiles
 
     video = torch.linspace(0, 1, 33).view(1, 33, 1, 1, 1).expand(2, 33, 3, 400, 601)
     film, layout = film_sheet(video)

@@ -8,10 +8,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mmrl import checkpoint, state, training
 from mmrl.advantages import DDPO, MaxMin, Running, dr_grpo, grpo, memory
+from mmrl.core.errors import UserError
+from mmrl.core.registry import ADVANTAGES
 from mmrl.objectives import AWM, CRD, NFT, Draft, PolicyGradient
-from mmrl.registry import ADVANTAGES, UserError
+from mmrl.run import checkpoint, lifecycle, state
 from mmrl.scoring import Scorer
 from rewards.card import card
 
@@ -326,7 +327,7 @@ def test_a_resume_reads_every_file_once_to_hash_it(tmp_path, monkeypatch):
     path = checkpoint.save(tmp_path / "checkpoints", 1, *state.capture(trainer))
     digest = checkpoint.sha256
     monkeypatch.setattr(checkpoint, "sha256", lambda file: hashed.append(file.name) or digest(file))
-    training._resume(trainer_of("flow"), tmp_path)
+    lifecycle._resume(trainer_of("flow"), tmp_path)
     assert sorted(hashed) == sorted(file.name for file in path.glob("*.safetensors"))
 
 

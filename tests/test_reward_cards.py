@@ -12,9 +12,11 @@ import torch
 import yaml
 
 import rewards
-from mmrl import config, session
-from mmrl.registry import REWARDS, UserError, load_built_in
-from mmrl.rewardtable import BEGIN, END, markdown, renewed, span, speeds
+from mmrl import config
+from mmrl.cli.reward_table import BEGIN, END, markdown, renewed, span, speeds
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS, load_built_in
+from mmrl.run import build
 from rewards.card import Card, card, card_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -52,7 +54,7 @@ def test_the_table_in_the_documentation_is_up_to_date():
 def test_the_command_prints_the_table_with_plug_ins():
     from typer.testing import CliRunner
 
-    from mmrl.cli import app
+    from mmrl.cli.app import app
 
     shown = CliRunner().invoke(app, ["list", "rewards", "--markdown"]).output
     assert shown.startswith("| name | what it says |") and all(
@@ -93,7 +95,7 @@ def test_cards_of_classes_functions_partials_and_objects():
 
 MINE = '''
 import torch
-from mmrl.registry import DATA, POLICIES
+from mmrl.core.registry import DATA, POLICIES
 from rewards.card import card
 
 @card(media="text", needs="answer")
@@ -132,13 +134,13 @@ def written(tmp_path, monkeypatch):
         return tmp_path / "run.yaml"
 
     yield write
-    session.POLICIES.pop("must_not_be_built", None)
+    build.POLICIES.pop("must_not_be_built", None)
     sys.modules.pop("needy", None)
 
 
 def refusal(path: Path) -> str:
     with pytest.raises(UserError) as caught:
-        session.Session.of(session.read(path, ()))
+        build.Session.of(build.read(path, ()))
     return str(caught.value)
 
 
@@ -149,7 +151,7 @@ def test_a_field_no_prompt_can_have_is_refused_when_the_file_is_read(written):
         match=r"run.yaml:\d+: reward.needy.py:Boxes: reward .* needs "
         r"the field 'boxes'",
     ):
-        session.read(path, ())
+        build.read(path, ())
 
 
 def test_media_the_reward_does_not_judge_is_refused_when_the_file_is_read(written):
@@ -157,7 +159,7 @@ def test_media_the_reward_does_not_judge_is_refused_when_the_file_is_read(writte
     with pytest.raises(
         UserError, match="judges text, but the policy makes image; use a reward of images"
     ):
-        session.read(path, ())
+        build.read(path, ())
 
 
 def test_a_field_that_some_prompts_lack_is_refused_before_a_model_is_loaded(written):
@@ -181,7 +183,7 @@ def test_a_field_that_some_prompts_lack_is_refused_before_a_model_is_loaded(writ
 def test_evaluation_rewards_are_checked_too(written):
     path = written(evaluate={"reward": {"needy.py:Boxes": 1.0}})
     with pytest.raises(UserError, match="'boxes'"):
-        session.read(path, ())
+        build.read(path, ())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -218,7 +220,7 @@ def test_a_wrong_name_is_refused_with_its_place(spec, says):
 
 
 def test_equal_short_names_do_not_collapse(written):
-    names = session.short_names(["a.py:f", "b.py:f", "b.py:g", "clip_score"])
+    names = build.short_names(["a.py:f", "b.py:f", "b.py:g", "clip_score"])
     assert names == {
         "a.py:f": "a.py:f",
         "b.py:f": "b.py:f",

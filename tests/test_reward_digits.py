@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from mmrl.registry import REWARDS, UserError, load_built_in
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS, load_built_in
 from mmrl.worlds.render import render
 from mmrl.worlds.scenes import COLORS, PLACES, SIZES, captions, pair, single, thing, triple
 from rewards._reader import Detections, Reader

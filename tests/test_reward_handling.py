@@ -16,11 +16,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmrl.config import build_rewards
-from mmrl.registry import UserError
+from mmrl.core.errors import UserError
+from mmrl.core.types import Completion
 from mmrl.scoring import Handling, Scorer
 from mmrl.scoring.cache import Cache, Store
 from mmrl.scoring.handling import Handled, networks
-from mmrl.types import Completion
 from rewards import clip_score
 from rewards.card import card
 from tests import waiting

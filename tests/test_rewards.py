@@ -13,8 +13,9 @@ import yaml
 
 import rewards
 from mmrl.config import build_rewards
-from mmrl.registry import REWARDS, UserError
-from mmrl.serving.server import load
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS
+from mmrl.remote.server import load
 from rewards import jpeg_compressibility, jpeg_incompressibility
 from rewards.card import card_of
 from tests.reward_servers import eighth, serving
@@ -319,7 +320,7 @@ def test_importing_the_rewards_loads_no_model_library():
         "peft",
         "sklearn",
         "PIL",
-        "mmrl.trainer",
+        "mmrl.train.trainer",
     ]
     code = f"import rewards, sys; print([m for m in {heavy} if m in sys.modules])"
     root = Path(rewards.__file__).parents[1]

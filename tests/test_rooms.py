@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mmrl.policies.images.attention import attend
-from mmrl.policies.images.rooms import Rooms, put
+from mmrl.policies.image_tokens.attention import attend
+from mmrl.policies.image_tokens.kv_cache import Rooms, put
 from samplers.noise import Rng
 
 

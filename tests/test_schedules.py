@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 
-from mmrl.registry import describe, options
+from mmrl.core.registry import describe, options
 from samplers import GRIDS, WINDOWS
 from samplers.noise import Rng
 from samplers.schedules import compressed, dynamic, flow_match_euler, linear, shift_time, shifted

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrl.registry import UserError
+from mmrl.core.errors import UserError
+from mmrl.core.types import Rewards
 from mmrl.scoring import Scorer, as_values
-from mmrl.types import Rewards
 
 B = 8
 # sample i is worth i / 10

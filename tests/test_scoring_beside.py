@@ -8,13 +8,13 @@ import threading
 import pytest
 import torch
 
-from mmrl import overlap
 from mmrl.advantages import dance_grpo, flow_grpo, gdpo, group, process, rloo, statistics
 from mmrl.advantages.ddpo import DDPO
-from mmrl.options import TrainOptions
-from mmrl.registry import UserError
+from mmrl.config.options import TrainOptions
+from mmrl.core.errors import UserError
+from mmrl.core.types import Rewards
+from mmrl.rollout import collect
 from mmrl.scoring import Scorer
-from mmrl.types import Rewards
 from rewards.card import card
 from samplers.noise import Rng
 from tests import toys, waiting
@@ -219,7 +219,7 @@ def test_a_step_reward_of_another_shape_is_refused(values):
 def rollout(family="flow", parts=1, scorer=None, **options):
     policy = toys.make(family, **options)
     policy.fixed_batch_rows = 4
-    found, media, scores = overlap.draw(
+    found, media, scores = collect.draw(
         policy, toys.prompts(4), COPIES, Rng.of(3), scorer or Scorer({"a": toy}), parts
     )
     return found, media, scores()
@@ -339,7 +339,7 @@ def test_sampling_goes_on_while_a_slow_reward_works():
         assert begun[min(len(scored), 3)].wait(waiting.HANG)
         return toy(media, prompts)
 
-    _, _, scores = overlap.draw(
+    _, _, scores = collect.draw(
         Announced(), toys.prompts(4), COPIES, Rng.of(3), Scorer({"a": slow}), 4
     )
     assert scores()["a"].isfinite().all() and scored == [COPIES] * 4
@@ -350,7 +350,7 @@ def test_answers_of_different_length_are_padded_and_conditions_joined():
     for length in (2, 4):
         ones = torch.ones(2, length)
         parts.append(
-            overlap.Rollout(
+            collect.Rollout(
                 group=torch.zeros(2, dtype=torch.long),
                 row_id=torch.arange(2),
                 sample=ones.long(),
@@ -361,7 +361,7 @@ def test_answers_of_different_length_are_padded_and_conditions_joined():
                 edge_id=torch.arange(2)[:, None].expand(2, length).contiguous(),
             )
         )
-    found = overlap.joined(parts)
+    found = collect.joined(parts)
     assert (
         found.sample.shape == (4, 4)
         and found.mask.tolist() == [[True, True, False, False]] * 2 + [[True] * 4] * 2
@@ -372,12 +372,12 @@ def test_answers_of_different_length_are_padded_and_conditions_joined():
         found.edge_id[2:].flatten().tolist()
     )
     with pytest.raises(UserError, match="set train.reward_overlap_chunks=1"):
-        overlap.conditions([torch.ones(1, 2), torch.ones(1, 3)])
+        collect.conditions([torch.ones(1, 2), torch.ones(1, 3)])
 
 
 def test_training_in_parts_is_the_same_training():
     from mmrl.objectives import PolicyGradient
-    from mmrl.trainer import Trainer
+    from mmrl.train.trainer import Trainer
 
     def run(parts):
         options = TrainOptions(
@@ -413,7 +413,7 @@ def test_answers_of_a_vision_language_model_in_parts():
     policy = policy_of()
     asked = prompts()
     draws = [
-        overlap.draw(policy, asked, 2, Rng.of(5), Scorer({"long": long}), parts) for parts in (1, 3)
+        collect.draw(policy, asked, 2, Rng.of(5), Scorer({"long": long}), parts) for parts in (1, 3)
     ]
     (whole, said, one), (found, seen, other) = draws
     assert (

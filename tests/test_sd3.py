@@ -11,16 +11,19 @@ from diffusers import (
     StableDiffusion3Pipeline,
 )
 
-from mmrl import advantages, commands, evaluation, session
-from mmrl.batches import Points, passes
+from mmrl import advantages
+from mmrl.cli import commands
+from mmrl.config.options import TrainOptions
+from mmrl.core.errors import UserError
+from mmrl.core.registry import locate
 from mmrl.objectives import PolicyGradient
-from mmrl.optimizers import adamw
-from mmrl.options import TrainOptions
+from mmrl.policies.diffusion.models.sd3 import SD3
 from mmrl.policies.lora import Lora
-from mmrl.policies.sd3 import SD3
-from mmrl.registry import UserError, locate
+from mmrl.run import build, evaluation
 from mmrl.scoring import Scorer
-from mmrl.trainer import Trainer
+from mmrl.train.minibatches import Points, passes
+from mmrl.train.optimizers import adamw
+from mmrl.train.trainer import Trainer
 from samplers.kernels import dance_sde, flow_sde
 from samplers.noise import Rng
 from samplers.windows import all_but_last
@@ -153,8 +156,8 @@ def test_commands_compute_as_training_does(tmp_path, precision):
     were loaded. A bf16 decoder showed another picture than the one that training had rewarded."""
     (tmp_path / "prompts.txt").write_text("\n".join(prompt["text"] for prompt in PROMPTS))
     (tmp_path / "run.yaml").write_text(RUN.format(folder=tmp_path, precision=precision))
-    trainer = session.Session.of(session.read(tmp_path / "run.yaml", [])).trainer()
-    one = session.base(tmp_path / "run.yaml")
+    trainer = build.Session.of(build.read(tmp_path / "run.yaml", [])).trainer()
+    one = build.base(tmp_path / "run.yaml")
     found = []
     for policy in (trainer.policy, one.policy):
         with commands._at(one, "live") if policy is one.policy else torch.no_grad():
@@ -317,7 +320,7 @@ def test_the_folder_decides_the_time_grid(folder):
 
 
 def test_seeds_make_adapters_reproducible():
-    session.seed_everything(3)
+    build.seed_everything(3)
     one = torch.nn.Linear(3, 3).weight
-    session.seed_everything(3)
+    build.seed_everything(3)
     assert torch.equal(torch.nn.Linear(3, 3).weight, one)

@@ -18,9 +18,9 @@ import pytest
 import torch
 from PIL import Image
 
-from mmrl.registry import UserError
-from mmrl.serving.lanes import Lane
-from mmrl.serving.server import load
+from mmrl.core.errors import UserError
+from mmrl.remote.lanes import Lane
+from mmrl.remote.server import load
 from rewards import Remote, jpeg_compressibility
 from tests import waiting
 from tests.reward_servers import (

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from mmrl import registry
-from mmrl.registry import POLICIES
+from mmrl.core import registry
+from mmrl.core.registry import POLICIES
 
 from . import toys
 from .test_objective_pairs import PAIRS

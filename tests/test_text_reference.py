@@ -15,17 +15,18 @@ import yaml
 from torch import nn
 
 from mmrl import config
-from mmrl.dists import Categorical
+from mmrl.config.options import TrainOptions
+from mmrl.config.presets import PRESETS, filled
+from mmrl.core.distributions import Categorical
+from mmrl.core.errors import UserError
+from mmrl.core.registry import ADVANTAGES, OBJECTIVES, SURROGATES, load_built_in
+from mmrl.core.types import Point, Rewards, Rollout
 from mmrl.objectives import ClipCov, clipped
 from mmrl.objectives.kl import estimate
-from mmrl.optimizers import sgd
-from mmrl.options import TrainOptions
 from mmrl.policies.base import NetPolicy
-from mmrl.presets import PRESETS, filled
-from mmrl.registry import ADVANTAGES, OBJECTIVES, SURROGATES, UserError, load_built_in
 from mmrl.scoring import Scorer
-from mmrl.trainer import Trainer
-from mmrl.types import Point, Rewards, Rollout
+from mmrl.train.optimizers import sgd
+from mmrl.train.trainer import Trainer
 from samplers.noise import Rng
 
 load_built_in()

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmrl import config
-from mmrl.registry import UserError
-from mmrl.types import Completion
+from mmrl.core.errors import UserError
+from mmrl.core.types import Completion
 from rewards import (
     Chart,
     CosineLength,

@@ -7,16 +7,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mmrl import advantages, config, registry, resampling, state
+from mmrl import advantages, config
+from mmrl.config.options import TrainOptions, arithmetic
+from mmrl.core import registry
+from mmrl.core.errors import UserError
+from mmrl.core.registry import OBJECTIVES, SURROGATES
+from mmrl.core.types import Completion, Rewards
 from mmrl.objectives import GVPO, REAL, RegGRPO, Text
 from mmrl.objectives.text import Entropy
-from mmrl.optimizers import adamw
-from mmrl.options import TrainOptions, arithmetic
-from mmrl.registry import OBJECTIVES, SURROGATES, UserError
-from mmrl.resampling import Drawn, flat_groups
+from mmrl.rollout import dynamic_sampling
+from mmrl.rollout.dynamic_sampling import Drawn, flat_groups
+from mmrl.run import state
 from mmrl.scoring import Scorer
-from mmrl.trainer import Trainer
-from mmrl.types import Completion, Rewards
+from mmrl.train.optimizers import adamw
+from mmrl.train.trainer import Trainer
 from rewards import co_reward
 from samplers.noise import Rng
 
@@ -339,7 +343,7 @@ def test_replacements_are_the_same_on_any_number_of_processes(monkeypatch):
     def replaced(first, last):
         drawn = one.draw(prompts[first:last], Rng(Rng.of("rollout").key, first))
         stream = Rng.of("resample")
-        return resampling.resampled(
+        return dynamic_sampling.resampled(
             drawn, lambda u: toys.prompts(16)[int(16 * u)], one.draw, [stream]
         )
 
@@ -352,7 +356,7 @@ def test_replacements_are_the_same_on_any_number_of_processes(monkeypatch):
                 all_gather_rows=lambda own: torch.tensor(flat),
                 all_sum=int,
             )
-            patch.setattr(resampling, "distributed", others)
+            patch.setattr(dynamic_sampling, "distributed", others)
             part, counts = replaced(4 * rank, 4 * rank + 4)
         own = torch.isin(whole.rollout.row_id, part.rollout.row_id)
         assert counts["resample/groups"] == 3 and own.sum() == 32
@@ -386,8 +390,8 @@ def test_a_sampler_that_differs_is_corrected():
     [("token", [[2, 0.5, 1]]), ("sequence", [[1, 1, 1]]), ("geometric", [[1, 1, 1]])],
 )
 def test_importance_weights(level, wanted):
-    from mmrl.objectives.corrections import Importance
-    from mmrl.types import Point
+    from mmrl.core.types import Point
+    from mmrl.objectives.importance_sampling import Importance
 
     zero = torch.zeros(1, 3)
     gap = torch.tensor([[math.log(2), -math.log(2), 5.0]])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mmrl import threads
+from mmrl.utils import threads
 
 ROOT = Path(__file__).parents[1]
 
@@ -56,11 +56,11 @@ def test_only_intel_s_products_are_told_how_to_round(vendor, wanted, tmp_path, m
 
 def test_the_command_sets_them_before_torch_is_loaded():
     program = (
-        "import json, os, sys; import mmrl.cli; import mmrl.threads as threads\n"
+        "import json, os, sys; import mmrl.cli.app; import mmrl.utils.threads as threads\n"
         "prepare = threads.prepare\n"
         "threads.prepare = lambda: (prepare(), print(json.dumps(['torch' in sys.modules, "
         "dict(os.environ)])))\n"
-        "sys.argv = ['mmrl', '--help']; mmrl.cli.main()\n"
+        "sys.argv = ['mmrl', '--help']; mmrl.cli.app.main()\n"
     )
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("GOMP", "OMP"))

@@ -7,17 +7,19 @@ import pytest
 import torch
 from torch import nn
 
-from mmrl import advantages, distributed, gate
-from mmrl.batches import batches
-from mmrl.metrics import Meter, observe
+from mmrl import advantages
+from mmrl.config.options import TrainOptions
+from mmrl.core import distributed
+from mmrl.core.errors import UserError
+from mmrl.core.metrics import Meter, observe
+from mmrl.core.types import Rollout
+from mmrl.core.weights import Weights
 from mmrl.objectives import PolicyGradient
-from mmrl.optimizers import adamw, ema_decay, lr_factor, sgd
-from mmrl.options import TrainOptions
-from mmrl.registry import UserError
 from mmrl.scoring import Scorer
-from mmrl.trainer import Trainer
-from mmrl.types import Rollout
-from mmrl.weights import Weights
+from mmrl.train import logprob_gate
+from mmrl.train.minibatches import batches
+from mmrl.train.optimizers import adamw, ema_decay, lr_factor, sgd
+from mmrl.train.trainer import Trainer
 from samplers.noise import Rng
 
 from . import toys
@@ -135,20 +137,20 @@ def test_the_gate_of_gaussian_decisions_is_what_the_clip_can_bear(clip):
     are these."""
     for precision in ("fp32", "bf16"):
         trainer = make_trainer("flow", clip=clip, precision=precision)
-        allowed = gate.tolerance(trainer.options, trainer.policy, trainer.objective)
+        allowed = logprob_gate.tolerance(trainer.options, trainer.policy, trainer.objective)
         assert allowed == pytest.approx(min(1e-6, clip / 10))
     options = trainer.options
-    assert gate.tolerance(
+    assert logprob_gate.tolerance(
         options, toys.make("flow"), PolicyGradient(clip_range=[2e-6, 1e-3])
     ) == pytest.approx(2e-7)
     assert (
-        gate.tolerance(
+        logprob_gate.tolerance(
             options, toys.make("flow", loss_agg_mode="token_sum"), PolicyGradient(clip_range=0.2)
         )
         == 2e-6
     )
     assert (
-        gate.tolerance(
+        logprob_gate.tolerance(
             replace(options, logprob_tolerance=0.5),
             toys.make("flow"),
             PolicyGradient(clip_range=clip),
@@ -167,13 +169,13 @@ def test_the_gate_of_tokens_grows_with_guidance_as_their_rounding_does():
         for p in ("bf16", "fp32")
     )
     policy = toys.make("causal")
-    assert gate.tolerance(half, policy, PolicyGradient()) == 2e-2
-    assert gate.tolerance(whole, policy, PolicyGradient()) == 1e-4
+    assert logprob_gate.tolerance(half, policy, PolicyGradient()) == 2e-2
+    assert logprob_gate.tolerance(whole, policy, PolicyGradient()) == 1e-4
     policy.guidance_scale = 5.0
     policy.logprob_guidance = "guided"
-    assert gate.tolerance(half, policy, PolicyGradient()) == pytest.approx(2e-2 * 41**0.5)
+    assert logprob_gate.tolerance(half, policy, PolicyGradient()) == pytest.approx(2e-2 * 41**0.5)
     policy.logprob_guidance = "conditional"
-    assert gate.tolerance(half, policy, PolicyGradient()) == 2e-2
+    assert logprob_gate.tolerance(half, policy, PolicyGradient()) == 2e-2
 
 
 def test_unscored_samples_leave_training_and_flat_groups_teach_nothing():
@@ -573,13 +575,17 @@ def test_a_rollout_is_scored_again_only_where_two_roundings_would_meet():
         prompts_per_iteration=2, group_size=4, train_batch_size=4, iterations=1, precision="bf16"
     )
     causal, masked, flow = (toys.make(family) for family in ("causal", "masked", "flow"))
-    assert gate.rescores(options, causal, steps=2) and not gate.rescores(options, causal, steps=1)
-    assert not gate.rescores(options, masked, steps=2) and not gate.rescores(options, flow, steps=2)
-    assert not gate.rescores(replace(options, precision="fp32"), causal, steps=2)
-    assert not gate.rescores(replace(options, recompute_old_logprob=False), causal, steps=2)
-    assert gate.rescores(replace(options, recompute_old_logprob=True), flow, steps=1)
+    assert logprob_gate.rescores(options, causal, steps=2) and not logprob_gate.rescores(
+        options, causal, steps=1
+    )
+    assert not logprob_gate.rescores(options, masked, steps=2) and not logprob_gate.rescores(
+        options, flow, steps=2
+    )
+    assert not logprob_gate.rescores(replace(options, precision="fp32"), causal, steps=2)
+    assert not logprob_gate.rescores(replace(options, recompute_old_logprob=False), causal, steps=2)
+    assert logprob_gate.rescores(replace(options, recompute_old_logprob=True), flow, steps=1)
     causal.net.to(torch.bfloat16)
-    assert gate.rescores(replace(options, precision="fp32"), causal, steps=2)
+    assert logprob_gate.rescores(replace(options, precision="fp32"), causal, steps=2)
 
 
 @pytest.mark.parametrize("family", toys.POLICIES)

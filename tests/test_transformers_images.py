@@ -6,9 +6,9 @@ import warnings
 import pytest
 import torch
 
-from mmrl.policies.images.emu3 import Emu3
-from mmrl.policies.images.imagegpt import ImageGPT
-from mmrl.registry import UserError
+from mmrl.core.errors import UserError
+from mmrl.policies.image_tokens.models.emu3 import Emu3
+from mmrl.policies.image_tokens.models.imagegpt import ImageGPT
 from samplers.noise import Rng
 from samplers.warp import Warp
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from mmrl.advantages import Branch, by_edge, dr_grpo, tree_mean
-from mmrl.dists import Gaussian
-from mmrl.overlap import joined
-from mmrl.policies.trees import Tree, size
-from mmrl.registry import UserError
-from mmrl.resampling import Drawn, exchanged
-from mmrl.types import Point, Rewards, Rollout
+from mmrl.core.distributions import Gaussian
+from mmrl.core.errors import UserError
+from mmrl.core.types import Point, Rewards, Rollout
+from mmrl.policies.diffusion.trees import Tree, size
+from mmrl.rollout.collect import joined
+from mmrl.rollout.dynamic_sampling import Drawn, exchanged
 from samplers.kernels import dance_sde
 from samplers.noise import Rng
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from mmrl import advantages
+from mmrl.config.options import TrainOptions
+from mmrl.core.errors import UserError
 from mmrl.objectives import Text
-from mmrl.optimizers import adamw
-from mmrl.options import TrainOptions
-from mmrl.registry import UserError
 from mmrl.scoring import Scorer
-from mmrl.trainer import Trainer
+from mmrl.train.optimizers import adamw
+from mmrl.train.trainer import Trainer
 from rewards import Count
 from samplers.noise import Rng
 

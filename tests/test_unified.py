@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from mmrl.advantages import dr_grpo, flow_grpo, grpo, pairs, tree_mean
-from mmrl.batches import loss_weights
-from mmrl.data_vision import Paired
+from mmrl.config.options import TrainOptions
+from mmrl.core.errors import UserError
+from mmrl.core.types import Point, Rewards, Rollout
+from mmrl.data.vision import Paired
 from mmrl.objectives import Unified
 from mmrl.objectives.unified import Steered
-from mmrl.options import TrainOptions
-from mmrl.policies.images.janus import Janus
+from mmrl.policies.image_tokens.models.janus import Janus
 from mmrl.policies.unified.policy import JanusUnified
 from mmrl.policies.unified.prompts import Answer, Plan
 from mmrl.policies.vlm.policy import VLM
-from mmrl.registry import UserError
-from mmrl.trainer import Trainer
-from mmrl.types import Point, Rewards, Rollout
+from mmrl.train.minibatches import loss_weights
+from mmrl.train.trainer import Trainer
 from rewards import ByTask
 from samplers.noise import Rng
 from samplers.warp import Warp

@@ -8,11 +8,11 @@ import torch
 from torch.nn import functional as F
 
 from mmrl import advantages
-from mmrl.batches import loss_weights
-from mmrl.policies.images.var import VAR, shape_of
-from mmrl.policies.images.var_net import Shape, VARNet
-from mmrl.policies.images.var_vq import VARVQ, Quantizer, shared
-from mmrl.registry import UserError
+from mmrl.core.errors import UserError
+from mmrl.policies.image_tokens.models.var import VAR, shape_of
+from mmrl.policies.image_tokens.models.var_net import Shape, VARNet
+from mmrl.policies.image_tokens.models.var_vq import VARVQ, Quantizer, shared
+from mmrl.train.minibatches import loss_weights
 from samplers.noise import Rng
 
 from . import published_vq

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrl.registry import REWARDS, UserError
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS
 from rewards.card import card_of
 from rewards.vision.answers import SEVERITY, final, items, number
 from rewards.vision.shapes import boxes, points

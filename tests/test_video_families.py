@@ -12,7 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from mmrl.registry import POLICIES, UserError, load_built_in
+from mmrl.core.errors import UserError
+from mmrl.core.registry import POLICIES, load_built_in
 from samplers import windows
 from samplers.noise import Rng
 

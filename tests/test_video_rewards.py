@@ -7,7 +7,8 @@ import torch
 import yaml
 
 from mmrl import config
-from mmrl.registry import REWARDS, UserError
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS
 from rewards import (
     Action,
     ClipConsistency,

@@ -7,12 +7,12 @@ import sys
 import pytest
 import torch
 
-from mmrl.objectives.corrections import Importance
+from mmrl.config.options import TrainOptions
+from mmrl.core.errors import UserError
+from mmrl.core.types import Rewards
+from mmrl.objectives.importance_sampling import Importance
 from mmrl.objectives.text import Text
-from mmrl.options import TrainOptions
-from mmrl.registry import UserError
-from mmrl.trainer import Trainer
-from mmrl.types import Rewards
+from mmrl.train.trainer import Trainer
 
 from . import fake_vllm
 from .test_vlm_policy import logprobs, point_of, policy_of, prompts, quiet, rolled  # noqa: F401

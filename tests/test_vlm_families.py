@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from mmrl.core.types import Point, Rollout
 from mmrl.policies.vlm.policy import VLM
-from mmrl.types import Point, Rollout
 from samplers.noise import Rng
 
 from . import tiny_vlms

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from mmrl.core.errors import UserError
 from mmrl.policies.vlm.budgets import admit
 from mmrl.policies.vlm.families import FAMILIES, family_of, part_of
-from mmrl.policies.vlm.inputs import Inputs
 from mmrl.policies.vlm.media import Budgets, sampled
-from mmrl.registry import UserError
+from mmrl.policies.vlm.processor import Inputs
 
 from . import tiny_vlms
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from mmrl import advantages
+from mmrl.config.options import TrainOptions
 from mmrl.objectives.surrogates import ppo, reinforce
 from mmrl.objectives.text import Text
-from mmrl.optimizers import adamw
-from mmrl.options import TrainOptions
 from mmrl.scoring import Scorer
-from mmrl.trainer import Trainer
+from mmrl.train.optimizers import adamw
+from mmrl.train.trainer import Trainer
 from rewards import KeySteps
 
 from . import tiny_vlms

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mmrl.policies.vlm import packed
-from mmrl.policies.vlm.packed import Layout
-from mmrl.registry import UserError
+from mmrl.core.errors import UserError
+from mmrl.policies.vlm import packing
+from mmrl.policies.vlm.packing import Layout
 
 from . import tiny_vlms
 from .test_vlm_policy import assert_near, gradient, logprobs, policy_of, prompts, quiet, rolled  # noqa: F401
@@ -64,7 +64,7 @@ def test_layers_computed_again_give_the_same_gradient():
 def test_what_is_exported_knows_nothing_of_it(tmp_path):
     one = policy_of(remove_padding=True)
     one.export(tmp_path)
-    assert packed.NAME not in (tmp_path / "config.json").read_text()
+    assert packing.NAME not in (tmp_path / "config.json").read_text()
 
 
 def test_adapters_train_packed():
@@ -119,7 +119,7 @@ def layouts():
     read = Layout(lengths, lengths)
     rows = torch.tensor([0, 0, 1, 1])
     answers = torch.tensor([2, 0, 4, 1])
-    return [read, packed.continued(lengths, rows, answers, False)]
+    return [read, packing.continued(lengths, rows, answers, False)]
 
 
 @pytest.mark.parametrize("which", [0, 1])

@@ -9,21 +9,22 @@ import pytest
 import torch
 from torch import nn
 
-from mmrl import advantages, checkpoint, state
+from mmrl import advantages
 from mmrl.config import build_dataclass
-from mmrl.device import _built
+from mmrl.config.options import TrainOptions
+from mmrl.core.errors import UserError
 from mmrl.objectives import PolicyGradient
-from mmrl.optimizers import adamw
-from mmrl.options import TrainOptions
 from mmrl.policies.base import ParameterGroup
 from mmrl.policies.vlm.families import PARTS, part_of
 from mmrl.policies.vlm.media import Budgets
 from mmrl.policies.vlm.parts import Part, Parts, groups_of, idle, set_trainable, summary
 from mmrl.policies.vlm.policy import VLM
-from mmrl.registry import UserError
+from mmrl.run import checkpoint, state
+from mmrl.run.build import admitted
 from mmrl.scoring import Scorer
-from mmrl.session import admitted
-from mmrl.trainer import Trainer
+from mmrl.train.device import _built
+from mmrl.train.optimizers import adamw
+from mmrl.train.trainer import Trainer
 
 from . import tiny_vlms
 from .test_vlm_inputs import inputs

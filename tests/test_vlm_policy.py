@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from mmrl.advantages import flow_grpo
-from mmrl.dists import Categorical
+from mmrl.config.options import TrainOptions
+from mmrl.core.distributions import Categorical
+from mmrl.core.errors import UserError
+from mmrl.core.registry import SURROGATES
+from mmrl.core.types import Completion, Point, Rewards
 from mmrl.objectives import PolicyGradient, Text
-from mmrl.objectives.corrections import Importance
-from mmrl.options import TrainOptions
+from mmrl.objectives.importance_sampling import Importance
 from mmrl.policies.vlm.policy import VLM
-from mmrl.registry import SURROGATES, UserError
-from mmrl.trainer import Trainer
-from mmrl.types import Completion, Point, Rewards
+from mmrl.train.trainer import Trainer
 from samplers.noise import Rng
 from samplers.warp import Warp
 
@@ -176,9 +177,9 @@ def test_a_family_that_cannot_share_says_so_and_samples_the_same_way():
 
 
 def test_an_unknown_family_is_compared_before_it_shares(policy, monkeypatch):
-    from mmrl.policies.vlm import passes
+    from mmrl.policies.vlm import scoring
 
-    monkeypatch.setattr(passes, "VERIFIED", ())
+    monkeypatch.setattr(scoring, "VERIFIED", ())
     one = policy_of()
     rolled(one, copies=1)
     assert one.net.share

@@ -8,8 +8,8 @@ import warnings
 import pytest
 import torch
 
+from mmrl.core.errors import UserError
 from mmrl.policies.vlm.policy import VLM
-from mmrl.registry import UserError
 
 from . import tiny_vlms
 from .test_vlm_policy import assert_near, gradient, logprobs, native, quiet, rolled  # noqa: F401

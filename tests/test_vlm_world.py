@@ -7,7 +7,8 @@ import re
 import pytest
 import torch
 
-from mmrl.registry import DATA, REWARDS, UserError, load_built_in, locate
+from mmrl.core.errors import UserError
+from mmrl.core.registry import DATA, REWARDS, load_built_in, locate
 from mmrl.worlds.album import FRAMES, SIDE, Style, album, clips
 from mmrl.worlds.asking import KINDS, SCANS, ask, asked, written
 from mmrl.worlds.render import scans
@@ -258,10 +259,10 @@ SMALL = [
 
 @pytest.mark.parametrize("name", ["grounding", "counting"])
 def test_the_shipped_recipe_runs_and_its_report_shows_rollouts(name, folder, tmp_path):
-    from mmrl.commands import evaluate
-    from mmrl.paths import find_config
-    from mmrl.report.page import write_report
-    from mmrl.training import train
+    from mmrl.cli.commands import evaluate
+    from mmrl.monitoring.report.page import write_report
+    from mmrl.run.lifecycle import train
+    from mmrl.utils.paths import find_config
 
     run = train(find_config(f"digits/{name}"), [*SMALL, f"run={tmp_path / name}"])
     lines = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
@@ -283,10 +284,10 @@ def test_the_shipped_recipe_runs_and_its_report_shows_rollouts(name, folder, tmp
 
 
 def test_the_gallery_draws_boxes_where_they_are_and_escapes_texts(tmp_path):
-    from mmrl.gallery import FILE, Gallery
-    from mmrl.report.page import render
-    from mmrl.report.runs import read_run
-    from mmrl.types import Completion, Rewards, Rollout
+    from mmrl.core.types import Completion, Rewards, Rollout
+    from mmrl.monitoring.gallery import FILE, Gallery
+    from mmrl.monitoring.report.page import render
+    from mmrl.monitoring.report.runs import read_run
 
     prompt = {**ask("box", 1, "test")[0], "text": "where is <b>it</b>?"}
     prompt["view"] = {"coords": "rel1000", "sizes": [[SIDE, SIDE]]}
@@ -324,8 +325,8 @@ def test_the_gallery_draws_boxes_where_they_are_and_escapes_texts(tmp_path):
 
 
 def test_a_torn_gallery_is_noted_not_fatal(tmp_path):
-    from mmrl.report.page import render
-    from mmrl.report.runs import read_run
+    from mmrl.monitoring.report.page import render
+    from mmrl.monitoring.report.runs import read_run
 
     (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "reward/mean": 0.5}\n')
     (tmp_path / "rollouts.jsonl").write_text('{"iteration": 1}\n{"iteration": 2, "answers": [')
@@ -335,7 +336,7 @@ def test_a_torn_gallery_is_noted_not_fatal(tmp_path):
 
 
 def test_mean_ap_of_a_set_is_coco_s():
-    from mmrl.setwise import mean_ap
+    from mmrl.run.set_metrics import mean_ap
 
     prompts = ask("box", 40, "test")
     right = [p["answer"] for p in prompts]

@@ -4,7 +4,7 @@ policies with them."""
 import pytest
 import torch
 
-from mmrl.registry import DATA, POLICIES, load_built_in, locate
+from mmrl.core.registry import DATA, POLICIES, load_built_in, locate
 from mmrl.worlds.moving import FRAMES, captions, film
 from samplers.noise import Rng
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmrl.weights import Weights, parts
+from mmrl.core.weights import Weights, parts
 
 
 def net():
@@ -103,7 +103,7 @@ def test_frozen_parameters_are_not_kept():
 
 def test_a_swap_in_parts_exchanges_every_tensor_and_holds_no_third_copy(monkeypatch):
     """A part is as large as it may be, and no larger: 3 x 4 and 4 floats, then 4 and 1."""
-    from mmrl import weights as module_under_test
+    from mmrl.core import weights as module_under_test
 
     module = net()
     weights = Weights(module)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from mmrl.commands import QUICKSTART
-from mmrl.registry import ARTIFACTS, UserError, load_built_in
+from mmrl.cli.commands import QUICKSTART
+from mmrl.core.errors import UserError
+from mmrl.core.registry import ARTIFACTS, load_built_in
 from mmrl.worlds import cache, recipes
 
 ROOT = Path(__file__).parents[1]

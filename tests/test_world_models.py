@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from mmrl.registry import ARTIFACTS, load_built_in, locate
+from mmrl.core.registry import ARTIFACTS, load_built_in, locate
 from mmrl.worlds import cache
 from mmrl.worlds.render import render
 from mmrl.worlds.scenes import captions, is_held_out

@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from mmrl.registry import DATA, REWARDS, UserError, load_built_in
+from mmrl.core.errors import UserError
+from mmrl.core.registry import DATA, REWARDS, load_built_in
 from mmrl.worlds.moving import FRAMES, MOTIONS, captions, film, trained_on
 from mmrl.worlds.scenes import CANVAS, COLORS, DIGITS, is_held_out
 from samplers.noise import Rng

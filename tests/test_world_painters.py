@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mmrl.policies.images.var_vq import VARVQ
-from mmrl.policies.images.vq_parts import nearest
-from mmrl.registry import POLICIES, load_built_in, locate
-from mmrl.types import Point
+from mmrl.core.registry import POLICIES, load_built_in, locate
+from mmrl.core.types import Point
+from mmrl.policies.image_tokens.models.var_vq import VARVQ
+from mmrl.policies.image_tokens.models.vq_parts import nearest
 from mmrl.worlds import painting, recipes, scales, vq, vq_names
 from mmrl.worlds.data import Digits
 from mmrl.worlds.render import render

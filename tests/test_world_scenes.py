@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from mmrl.registry import DATA, UserError, load_built_in
+from mmrl.core.errors import UserError
+from mmrl.core.registry import DATA, load_built_in
 from mmrl.worlds.render import INK, SPLITS, render, scans
 from mmrl.worlds.scenes import COLORS, DIGITS, PLACES, SIZES, captions, is_held_out, questions
 from samplers.noise import Rng

@@ -5,8 +5,8 @@ import math
 import torch
 from torch import nn
 
-from mmrl.policies.flow import FlowPolicy
-from mmrl.policies.token import CausalPolicy, MaskedPolicy
+from mmrl.policies.diffusion.flow_policy import FlowPolicy
+from mmrl.policies.tokens import CausalPolicy, MaskedPolicy
 from samplers.windows import all_but_last
 
 

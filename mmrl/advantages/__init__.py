@@ -1,15 +1,15 @@
-"""Advantages: what a reward is worth beside the others. ``mmrl.registry.ADVANTAGES`` knows them by
+"""Advantages: what a reward is worth beside the others. ``mmrl.core.registry.ADVANTAGES`` knows them by
 name."""
 
-from mmrl.advantages.answers import gpg, grpo, opo, pass_at_k, reinforce, reinforce_pp
 from mmrl.advantages.branch import Branch, by_edge
 from mmrl.advantages.ddpo import DDPO
-from mmrl.advantages.grouped import dance_grpo, dr_grpo, flow_grpo, gdpo, group, rloo
+from mmrl.advantages.group import dance_grpo, dr_grpo, flow_grpo, gdpo, group, rloo
 from mmrl.advantages.online import MaxMin, Running
+from mmrl.advantages.process import process
+from mmrl.advantages.sequence_level import gpg, grpo, opo, pass_at_k, reinforce, reinforce_pp
 from mmrl.advantages.shaping import focal, ngrpo, pairs, soft, temporal
-from mmrl.advantages.shared import tree_mean
-from mmrl.advantages.steps import process
 from mmrl.advantages.summary import outcomes, statistics
+from mmrl.advantages.tree_mean import tree_mean
 
 __all__ = [
     "Branch",

@@ -10,8 +10,9 @@ from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
 from mmrl.advantages.groups import Groups, measured
-from mmrl.registry import ADVANTAGES, UserError
-from mmrl.types import Rewards, Rollout
+from mmrl.core.errors import UserError
+from mmrl.core.registry import ADVANTAGES
+from mmrl.core.types import Rewards, Rollout
 
 SAME = 1e-6  # edges whose rewards spread by less are equal
 

@@ -10,9 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from mmrl.advantages.groups import finished, measured
-from mmrl.distributed import all_gather_json
-from mmrl.registry import ADVANTAGES, UserError
-from mmrl.types import Rewards, Rollout
+from mmrl.core.distributed import all_gather_json
+from mmrl.core.errors import UserError
+from mmrl.core.registry import ADVANTAGES
+from mmrl.core.types import Rewards, Rollout
 
 
 @ADVANTAGES.register("ddpo")

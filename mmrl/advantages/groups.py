@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmrl.registry import UserError
-from mmrl.types import Rewards, Rollout
+from mmrl.core.errors import UserError
+from mmrl.core.types import Rewards, Rollout
 
 
 @dataclass(frozen=True)

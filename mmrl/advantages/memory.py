@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmrl.registry import UserError
+from mmrl.core.errors import UserError
 
 LEAVES = (str, bytes, int, float, type, FunctionType, ModuleType, Tensor, nn.Module)
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from mmrl.advantages.groups import Groups
-from mmrl.distributed import all_sum
-from mmrl.types import Rewards
+from mmrl.core.distributed import all_sum
+from mmrl.core.types import Rewards
 
 Std = Literal["group", "global", "none"]
 EpsMode = Literal["add", "floor", "sqrt"]

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from mmrl.advantages.groups import finished, measured
 from mmrl.advantages.normalise import moments
-from mmrl.distributed import all_sum
-from mmrl.registry import ADVANTAGES
-from mmrl.types import Rewards, Rollout
+from mmrl.core.distributed import all_sum
+from mmrl.core.registry import ADVANTAGES
+from mmrl.core.types import Rewards, Rollout
 
 Inner = Annotated[Callable, ADVANTAGES]
 

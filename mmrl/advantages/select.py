@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from mmrl.advantages.groups import Groups
-from mmrl.registry import UserError
-from mmrl.types import Rewards
+from mmrl.core.errors import UserError
+from mmrl.core.types import Rewards
 
 
 def best_and_worst(score: Tensor, groups: Groups, row: Tensor, n: int) -> Tensor:

@@ -14,11 +14,12 @@ import torch
 from annotated_types import Ge, Gt
 from torch import Tensor
 
-from mmrl.advantages.answers import grpo
 from mmrl.advantages.groups import finished, measured, named
-from mmrl.advantages.steps import by_step
-from mmrl.registry import ADVANTAGES, UserError, suggest
-from mmrl.types import Rewards, Rollout
+from mmrl.advantages.process import by_step
+from mmrl.advantages.sequence_level import grpo
+from mmrl.core.errors import UserError, suggest
+from mmrl.core.registry import ADVANTAGES
+from mmrl.core.types import Rewards, Rollout
 
 Underneath = Annotated[Callable, ADVANTAGES]
 

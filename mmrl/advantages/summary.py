@@ -7,9 +7,9 @@ from torch import Tensor
 
 from mmrl.advantages.groups import measured, named
 from mmrl.advantages.normalise import moments
-from mmrl.data import Outcome
-from mmrl.distributed import all_gather_rows, all_sum
-from mmrl.types import Rewards, Rollout
+from mmrl.core.distributed import all_gather_rows, all_sum
+from mmrl.core.types import Rewards, Rollout
+from mmrl.data.prompts import Outcome
 
 
 def statistics(rewards: Rewards | Tensor, rollout: Rollout) -> dict[str, float]:

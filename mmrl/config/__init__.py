@@ -16,14 +16,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..presets import filled, unreached
-from ..registry import REWARDS, Registry, UserError, suggest
-from .building import Weighted, build, build_dataclass, build_rewards, raise_all, resolve_rewards
-from .checks import check, import_plugins
-from .needs import missing_values, wrong_media
-from .overrides import SECTIONS, override_with, split_keys
-from .values import Place, exists, show
-from .yamltext import read, write
+from mmrl.config.building import (
+    Weighted,
+    build,
+    build_dataclass,
+    build_rewards,
+    raise_all,
+    resolve_rewards,
+)
+from mmrl.config.checks import check, import_plugins
+from mmrl.config.needs import missing_values, wrong_media
+from mmrl.config.overrides import SECTIONS, override_with, split_keys
+from mmrl.config.presets import filled, unreached
+from mmrl.config.values import Place, exists, show
+from mmrl.config.yamltext import read, write
+from mmrl.core.errors import UserError, suggest
+from mmrl.core.registry import REWARDS, Registry
 
 __all__ = [
     "Config",

@@ -7,11 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..registry import REWARDS, Registry, UserError, options
-from ..scoring.handling import Handled, Handling
-from .identity import identity
-from .schema import BAD, Resolved, construct, convert, resolve, resolve_call, resolve_named
-from .values import Place, show
+from mmrl.config.identity import identity
+from mmrl.config.schema import (
+    BAD,
+    Resolved,
+    construct,
+    convert,
+    resolve,
+    resolve_call,
+    resolve_named,
+)
+from mmrl.config.values import Place, show
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS, Registry, options
+from mmrl.scoring.handling import Handled, Handling
 
 
 @dataclass(frozen=True)

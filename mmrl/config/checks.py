@@ -8,7 +8,9 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..options import (
+from mmrl.config.building import raise_all, resolve_rewards
+from mmrl.config.needs import missing_fields, without_gradient, wrong_media
+from mmrl.config.options import (
     EvaluateOptions,
     TrainOptions,
     impossible,
@@ -16,21 +18,20 @@ from ..options import (
     unsupported_options,
     without_average,
 )
-from ..registry import REWARDS, UserError, import_file, import_module
-from .building import raise_all, resolve_rewards
-from .needs import missing_fields, without_gradient, wrong_media
-from .overrides import PLUGGED
-from .schema import BAD, Resolved, construct, convert, resolve, resolve_call
-from .values import Place, exists, show
+from mmrl.config.overrides import PLUGGED
+from mmrl.config.schema import BAD, Resolved, construct, convert, resolve, resolve_call
+from mmrl.config.values import Place, exists, show
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS, import_file, import_module
 
 if TYPE_CHECKING:
-    from . import Config
+    from mmrl.config import Config
 
 
 def plain_sections() -> dict[str, type]:
     """The sections that are dataclasses, not plug-ins."""
-    from ..alarms import AlarmOptions
-    from ..log import LogOptions
+    from mmrl.monitoring.alarms import AlarmOptions
+    from mmrl.monitoring.log import LogOptions
 
     return {
         "train": TrainOptions,
@@ -134,7 +135,7 @@ def _whole_answers(objective: Resolved, policy: Resolved) -> str | None:
 
 def _cheap(entry: Callable) -> bool:
     """Whether an object is made of plain values, so that its own checks cost nothing."""
-    from ..objectives.text import Text
+    from mmrl.objectives.text import Text
 
     return is_dataclass(entry) or (isinstance(entry, type) and issubclass(entry, Text))
 

@@ -8,8 +8,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
-from .schema import Resolved
+from mmrl import __version__
+from mmrl.config.schema import Resolved
 
 HEAVY = 2**20  # a larger file is known by size and time, a smaller one by its content
 

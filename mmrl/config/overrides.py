@@ -6,18 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..registry import (
-    ADVANTAGES,
-    DATA,
-    OBJECTIVES,
-    OPTIMIZERS,
-    POLICIES,
-    Registry,
-    UserError,
-    suggest,
-)
-from .values import show
-from .yamltext import read
+from mmrl.config.values import show
+from mmrl.config.yamltext import read
+from mmrl.core.errors import UserError, suggest
+from mmrl.core.registry import ADVANTAGES, DATA, OBJECTIVES, OPTIMIZERS, POLICIES, Registry
 
 PLUGGED: dict[str, Registry] = {
     "policy": POLICIES,

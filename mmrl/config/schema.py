@@ -15,9 +15,10 @@ from functools import partial
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from ..registry import Registry, UserError, options, suggest
-from . import renamed
-from .values import SCALARS, Place, expected, show
+from mmrl.config import renamed
+from mmrl.config.values import SCALARS, Place, expected, show
+from mmrl.core.errors import UserError, suggest
+from mmrl.core.registry import Registry, options
 
 BAD = object()  # what a conversion returns after it has reported a problem
 

@@ -13,7 +13,7 @@ from reprlib import Repr
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from ..registry import Registry, options
+from mmrl.core.registry import Registry, options
 
 WORDS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
 _SHORT = Repr()

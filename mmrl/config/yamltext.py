@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from ..registry import UserError
-from .values import show
+from mmrl.config.values import show
+from mmrl.core.errors import UserError
 
 TAG = "tag:yaml.org,2002:"
 _MOST = 20_000  # values in one file: aliases can multiply without end

@@ -1,31 +1,33 @@
 """Objectives: what to minimise, and where. Importing this registers them."""
 
-from .awm import AWM as AWM
-from .base import Coupled as Coupled
-from .base import Differentiates as Differentiates
-from .base import Lagging as Lagging
-from .base import Objective as Objective
-from .base import Revisiting as Revisiting
-from .base import frozen as frozen
-from .covariance import ClipCov as ClipCov
-from .covariance import KLCov as KLCov
-from .crd import CRD as CRD
-from .dgpo import DGPO as DGPO
-from .direct import AdjointMatching as AdjointMatching
-from .direct import Draft as Draft
-from .dppo import FlowDPPO as FlowDPPO
-from .fpo import FPO as FPO
-from .guard import Guard as Guard
-from .masked import Masked as Masked
-from .nft import NFT as NFT
-from .policy_gradient import PolicyGradient as PolicyGradient
-from .policy_gradient import clipped as clipped
-from .preference import D3PO as D3PO
-from .preference import DiffusionDPO as DiffusionDPO
-from .preference import SePPO as SePPO
-from .regression import RewardWeightedRegression as RewardWeightedRegression
-from .regressions import GVPO as GVPO
-from .regressions import REAL as REAL
-from .regressions import RegGRPO as RegGRPO
-from .text import Text as Text
-from .unified import Unified as Unified
+from mmrl.objectives.base import Coupled as Coupled
+from mmrl.objectives.base import Differentiates as Differentiates
+from mmrl.objectives.base import Lagging as Lagging
+from mmrl.objectives.base import Objective as Objective
+from mmrl.objectives.base import Revisiting as Revisiting
+from mmrl.objectives.base import frozen as frozen
+from mmrl.objectives.covariance import ClipCov as ClipCov
+from mmrl.objectives.covariance import KLCov as KLCov
+from mmrl.objectives.forward_process.awm import AWM as AWM
+from mmrl.objectives.forward_process.crd import CRD as CRD
+from mmrl.objectives.forward_process.dgpo import DGPO as DGPO
+from mmrl.objectives.forward_process.fpo import FPO as FPO
+from mmrl.objectives.forward_process.nft import NFT as NFT
+from mmrl.objectives.forward_process.reward_weighted import (
+    RewardWeightedRegression as RewardWeightedRegression,
+)
+from mmrl.objectives.group_regression import GVPO as GVPO
+from mmrl.objectives.group_regression import REAL as REAL
+from mmrl.objectives.group_regression import RegGRPO as RegGRPO
+from mmrl.objectives.grpo_guard import Guard as Guard
+from mmrl.objectives.masked import Masked as Masked
+from mmrl.objectives.policy_gradient import PolicyGradient as PolicyGradient
+from mmrl.objectives.policy_gradient import clipped as clipped
+from mmrl.objectives.preference import D3PO as D3PO
+from mmrl.objectives.preference import DiffusionDPO as DiffusionDPO
+from mmrl.objectives.preference import SePPO as SePPO
+from mmrl.objectives.reward_gradient import AdjointMatching as AdjointMatching
+from mmrl.objectives.reward_gradient import Draft as Draft
+from mmrl.objectives.text import Text as Text
+from mmrl.objectives.trust_region import FlowDPPO as FlowDPPO
+from mmrl.objectives.unified import Unified as Unified

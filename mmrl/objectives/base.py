@@ -13,12 +13,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from mmrl.core.distributions import Dist
+from mmrl.core.types import Media, Point, Prompt, Rewards, Rollout
+from mmrl.core.weights import Weights
+from mmrl.policies.base import Policy
 from samplers.noise import Rng
-
-from ..dists import Dist
-from ..policies.base import Policy
-from ..types import Media, Point, Prompt, Rewards, Rollout
-from ..weights import Weights
 
 
 class Objective(Protocol):

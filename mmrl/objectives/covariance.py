@@ -14,14 +14,13 @@ import torch
 from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
+from mmrl.core.distributed import all_gather_rows
+from mmrl.core.metrics import observe
+from mmrl.core.registry import OBJECTIVES
+from mmrl.core.types import Point, Rollout
+from mmrl.objectives.text import Text, without_slope
+from mmrl.policies.base import Policy
 from samplers.noise import Rng
-
-from ..distributed import all_gather_rows
-from ..metrics import observe
-from ..policies.base import Policy
-from ..registry import OBJECTIVES
-from ..types import Point, Rollout
-from .text import Text, without_slope
 
 Share = Annotated[float, Gt(0), Le(1)]
 

@@ -10,16 +10,16 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
+from mmrl.core.errors import UserError
+from mmrl.core.registry import ESTIMATORS, OBJECTIVES, SURROGATES
+from mmrl.core.types import Point, Rollout, Surrogate
+from mmrl.objectives.base import frozen
+from mmrl.objectives.kl import KL
+from mmrl.objectives.mask_estimators import Estimator, several_passes, trajectory
+from mmrl.objectives.surrogates import ppo, sees_whole_rows
+from mmrl.objectives.text import Entropy, Text
+from mmrl.policies.base import Policy, Remaskable
 from samplers.noise import Rng
-
-from ..policies.base import Policy, Remaskable
-from ..registry import ESTIMATORS, OBJECTIVES, SURROGATES, UserError
-from ..types import Point, Rollout, Surrogate
-from .base import frozen
-from .kl import KL
-from .remasking import Estimator, several_passes, trajectory
-from .surrogates import ppo, sees_whole_rows
-from .text import Entropy, Text
 
 WHOLE = (
     "this surrogate compares whole samples, which this estimator scores in several "

@@ -9,14 +9,14 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from mmrl.core.distributions import Dist, Gaussian
+from mmrl.core.errors import UserError
+from mmrl.core.metrics import observe
+from mmrl.core.registry import OBJECTIVES
+from mmrl.core.types import Point, Rollout, Surrogate
+from mmrl.objectives.base import frozen
+from mmrl.policies.base import Policy
 from samplers.noise import Rng
-
-from ..dists import Dist, Gaussian
-from ..metrics import observe
-from ..policies.base import Policy
-from ..registry import OBJECTIVES, UserError
-from ..types import Point, Rollout, Surrogate
-from .base import frozen
 
 
 def clipped(low: float, high: float | None = None) -> Surrogate:

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from mmrl.config.options import Count
+from mmrl.core.distributions import Gaussian
+from mmrl.core.errors import UserError
+from mmrl.core.host import sent
+from mmrl.core.metrics import observe
+from mmrl.core.registry import OBJECTIVES, TIMES
+from mmrl.core.types import Point, Rollout
+from mmrl.core.weights import Weights
+from mmrl.objectives.base import frozen
+from mmrl.objectives.forward_process.base import comparisons, error, noised, positive, summed
+from mmrl.objectives.timestep_samplers import TimeSampler, logit_normal
+from mmrl.policies.base import Policy
 from samplers.noise import Rng
-
-from ..dists import Gaussian
-from ..host import sent
-from ..metrics import observe
-from ..options import Count
-from ..policies.base import Policy
-from ..registry import OBJECTIVES, TIMES, UserError
-from ..types import Point, Rollout
-from ..weights import Weights
-from .base import frozen
-from .forward import comparisons, error, noised, positive, summed
-from .times import TimeSampler, logit_normal
 
 
 @OBJECTIVES.register("diffusion_dpo")

@@ -14,8 +14,8 @@ import torch
 from annotated_types import Gt
 from torch import Tensor
 
-from ..registry import SURROGATES
-from ..types import Surrogate
+from mmrl.core.registry import SURROGATES
+from mmrl.core.types import Surrogate
 
 Width = Annotated[float, Gt(0)]
 # log-ratios are kept within +-FAR before they are exponentiated, as the published codes do

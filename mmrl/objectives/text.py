@@ -11,17 +11,17 @@ import torch
 from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
+from mmrl.core.distributed import all_gather_rows
+from mmrl.core.errors import UserError
+from mmrl.core.metrics import observe
+from mmrl.core.registry import OBJECTIVES, SURROGATES
+from mmrl.core.types import Point, Rewards, Rollout, Surrogate
+from mmrl.objectives.base import frozen
+from mmrl.objectives.importance_sampling import Importance, off_policy
+from mmrl.objectives.kl import KL, estimate
+from mmrl.objectives.surrogates import ppo, row_sum, sees_whole_rows
+from mmrl.policies.base import Policy
 from samplers.noise import Rng
-
-from ..distributed import all_gather_rows
-from ..metrics import observe
-from ..policies.base import Policy
-from ..registry import OBJECTIVES, SURROGATES, UserError
-from ..types import Point, Rewards, Rollout, Surrogate
-from .base import frozen
-from .corrections import Importance, off_policy
-from .kl import KL, estimate
-from .surrogates import ppo, row_sum, sees_whole_rows
 
 Positive = Annotated[float, Gt(0)]
 

@@ -11,10 +11,11 @@ import torch
 from annotated_types import Gt
 from torch import Tensor
 
-from ..metrics import observe
-from ..registry import OBJECTIVES, UserError
-from ..types import Point
-from .text import Text
+from mmrl.core.errors import UserError
+from mmrl.core.metrics import observe
+from mmrl.core.registry import OBJECTIVES
+from mmrl.core.types import Point
+from mmrl.objectives.text import Text
 
 Positive = Annotated[float, Gt(0)]
 

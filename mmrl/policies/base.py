@@ -12,15 +12,14 @@ import torch
 from annotated_types import Gt
 from torch import Tensor, nn
 
+from mmrl.core import distributed
+from mmrl.core.distributions import Dist
+from mmrl.core.errors import UserError
+from mmrl.core.types import Media, Point, Prompt, Rollout, tree_map
+from mmrl.core.weights import Weights
+from mmrl.policies.lora import ATTENTION, Lora, add_lora
 from samplers.batching import halved_to_fit, rows_that_fit
 from samplers.noise import Rng
-
-from .. import distributed
-from ..dists import Dist
-from ..registry import UserError
-from ..types import Media, Point, Prompt, Rollout, tree_map
-from ..weights import Weights
-from .lora import ATTENTION, Lora, add_lora
 
 Medium = Literal["image", "video", "text"]
 Precision = Literal["float32", "bfloat16", "float16", "float64"]

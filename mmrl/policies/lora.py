@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..registry import UserError
+from mmrl.core.errors import UserError
 
 # Attention projections of diffusers' transformers; a family may offer its own list.
 ATTENTION = (

@@ -6,8 +6,8 @@ gradients, its own thread beside other rewards, its device, precision and batch 
 the rules for failures.
 """
 
-from .attempt import as_values, brief
-from .handling import Handled, Handling
-from .scorer import Failures, Scorer, Stream
+from mmrl.scoring.attempt import as_values, brief
+from mmrl.scoring.handling import Handled, Handling
+from mmrl.scoring.scorer import Failures, Scorer, Stream
 
 __all__ = ["Failures", "Handled", "Handling", "Scorer", "Stream", "as_values", "brief"]

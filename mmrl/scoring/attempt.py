@@ -18,10 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mmrl.core.errors import UserError
+from mmrl.core.types import Media, Prompt, Reward
 from rewards.card import Of, card_of
-
-from ..registry import UserError
-from ..types import Media, Prompt, Reward
 
 STDLIB = os.path.dirname(os.__file__)
 OURS = os.path.dirname(__file__)

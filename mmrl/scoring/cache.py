@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..paths import cache_dir
-from ..registry import UserError
-from ..types import Media, Prompt
+from mmrl.core.errors import UserError
+from mmrl.core.types import Media, Prompt
+from mmrl.utils.paths import cache_dir
 
 log = logging.getLogger(__name__)
 

@@ -15,14 +15,13 @@ import torch
 from annotated_types import Ge, Gt
 from torch import Tensor, nn
 
+from mmrl.core.errors import UserError
+from mmrl.core.types import Media, Prompt, Reward
+from mmrl.scoring.attempt import TimedOut, as_values
+from mmrl.scoring.cache import Cache, open_cache
+from mmrl.scoring.worker import Worker
 from rewards._precision import lowered
 from rewards.card import Card, card_of
-
-from ..registry import UserError
-from ..types import Media, Prompt, Reward
-from .attempt import TimedOut, as_values
-from .cache import Cache, open_cache
-from .worker import Worker
 
 DEPTH = 6  # how deep inside a reward's attributes its networks may be
 PLAIN = (str, bytes, int, float, bool, type(None), Tensor, type)

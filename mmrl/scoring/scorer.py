@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmrl.core.distributed import all_gather_json
+from mmrl.core.errors import UserError, suggest
+from mmrl.core.types import Media, Prompt, Reward, Rewards
+from mmrl.scoring.attempt import Attempt, Budget, as_values, brief
+from mmrl.scoring.handling import Handled, Handling
+from mmrl.scoring.worker import Worker
 from rewards.card import card_of
-
-from ..distributed import all_gather_json
-from ..registry import UserError, suggest
-from ..types import Media, Prompt, Reward, Rewards
-from .attempt import Attempt, Budget, as_values, brief
-from .handling import Handled, Handling
-from .worker import Worker
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mmrl.types import Prompt
+from mmrl.core.types import Prompt
 from mmrl.worlds.render import Split, coverage, scans, tight_boxes
 from mmrl.worlds.scenes import COLORS, thing
 from samplers.noise import Rng

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmrl.policies.images.llamagen_vq import LlamaGenVQ
+from mmrl.policies.image_tokens.models.llamagen_vq import LlamaGenVQ
 from mmrl.worlds import painting, vq_names
 from mmrl.worlds.progress import Progress, quiet_libraries
 from mmrl.worlds.recipes import PainterRecipe, TextRecipe

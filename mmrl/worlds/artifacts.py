@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mmrl.registry import ARTIFACTS
+from mmrl.core.registry import ARTIFACTS
 from mmrl.worlds import cache, recipes
 from mmrl.worlds.progress import Progress
 from mmrl.worlds.recipes import (

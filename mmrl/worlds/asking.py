@@ -7,8 +7,9 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from mmrl.registry import DATA, UserError
-from mmrl.types import Prompt
+from mmrl.core.errors import UserError
+from mmrl.core.registry import DATA
+from mmrl.core.types import Prompt
 from mmrl.worlds.album import Style, album, clips
 from mmrl.worlds.render import Split
 from mmrl.worlds.scenes import COLORS, DIGITS, questions

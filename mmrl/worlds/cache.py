@@ -23,8 +23,8 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from mmrl.files import sha256, sync
-from mmrl.registry import UserError
+from mmrl.core.errors import UserError
+from mmrl.utils.files import sha256, sync
 
 MANIFEST = "manifest.json"
 SHIPPED = Path(__file__).resolve().parent / "shipped"

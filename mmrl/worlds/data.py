@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from mmrl.registry import DATA, UserError
-from mmrl.types import Prompt
+from mmrl.core.errors import UserError
+from mmrl.core.registry import DATA
+from mmrl.core.types import Prompt
 from mmrl.worlds.scenes import Kind, is_held_out, singles
 from mmrl.worlds.scenes import captions as draw_captions
 

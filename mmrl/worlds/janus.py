@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl.policies.images.janus import JanusNet
-from mmrl.policies.images.llamagen_vq import LlamaGenVQ
+from mmrl.policies.image_tokens.models.janus import JanusNet
+from mmrl.policies.image_tokens.models.llamagen_vq import LlamaGenVQ
 from mmrl.worlds import painting, vq_names
 from mmrl.worlds.progress import Progress, quiet_libraries
 from mmrl.worlds.recipes import PainterRecipe

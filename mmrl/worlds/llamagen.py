@@ -9,9 +9,9 @@ from pathlib import Path
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from mmrl.policies.images import weights
-from mmrl.policies.images.llamagen_gpt import LlamaGenGPT, Shape
-from mmrl.policies.images.llamagen_vq import LlamaGenVQ
+from mmrl.policies.image_tokens import checkpoints
+from mmrl.policies.image_tokens.models.llamagen_gpt import LlamaGenGPT, Shape
+from mmrl.policies.image_tokens.models.llamagen_vq import LlamaGenVQ
 from mmrl.worlds import painting
 from mmrl.worlds.progress import Progress
 from mmrl.worlds.recipes import PainterRecipe
@@ -27,8 +27,8 @@ def build_llamagen(folder: Path, vq: Path, recipe: PainterRecipe, progress: Prog
     net = painting.seeded(recipe.seed, lambda: new_gpt(codec, recipe))
     painting.teach(net, lambda batch: loss(net, label, batch), lessons, recipe, progress)
     parametrize.remove_parametrizations(net.cls_embedding.embedding_table, "weight")
-    weights.save(net.state_dict(), folder / "gpt.safetensors")
-    weights.save(codec.state_dict(), folder / "vq.safetensors")
+    checkpoints.save(net.state_dict(), folder / "gpt.safetensors")
+    checkpoints.save(codec.state_dict(), folder / "vq.safetensors")
     (folder / "config.json").write_text(json.dumps({"size": CANVAS, "heads": recipe.heads}))
 
 

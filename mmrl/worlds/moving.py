@@ -13,8 +13,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mmrl.registry import DATA, UserError
-from mmrl.types import Prompt
+from mmrl.core.errors import UserError
+from mmrl.core.registry import DATA
+from mmrl.core.types import Prompt
 from mmrl.worlds.render import Split, coverage, scans
 from mmrl.worlds.scenes import CANVAS, COLORS, PLAIN, is_held_out, phrase, thing
 from samplers.noise import Rng

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from mmrl.types import Prompt
+from mmrl.core.types import Prompt
 from mmrl.worlds.progress import Progress
 from mmrl.worlds.recipes import PainterRecipe
 from mmrl.worlds.render import render

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmrl.types import Prompt
+from mmrl.core.types import Prompt
 from mmrl.worlds.progress import Progress
 from mmrl.worlds.recipes import ReaderRecipe
 from mmrl.worlds.render import Scenes, Split, render

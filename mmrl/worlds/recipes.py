@@ -23,7 +23,7 @@ VERSIONS = {
     "vae": 1,
     "flow": 1,  # the transformer of Stable Diffusion 3
     "vlm": 1,  # album, asking, vlm, warmup
-    "vq": 1,  # vq and the networks of mmrl.policies.images that it trains
+    "vq": 1,  # vq and the networks of mmrl.policies.image_tokens that it trains
     "painting": 1,  # painting, vq_names: what the writers of image tokens share
     "llamagen": 1,
     "janus": 1,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmrl.types import Prompt
+from mmrl.core.types import Prompt
 from mmrl.worlds.scenes import CANVAS, COLORS, PLACES, PLAIN, RELATIONS, SIZES
 from samplers.noise import Rng
 

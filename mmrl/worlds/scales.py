@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmrl.policies.images.llamagen_vq import LlamaGenVQ
-from mmrl.policies.images.var_vq import VARVQ
-from mmrl.policies.images.vq_parts import nearest
+from mmrl.policies.image_tokens.models.llamagen_vq import LlamaGenVQ
+from mmrl.policies.image_tokens.models.var_vq import VARVQ
+from mmrl.policies.image_tokens.models.vq_parts import nearest
 from mmrl.worlds.progress import Progress
 from mmrl.worlds.recipes import VQRecipe
 from mmrl.worlds.render import render

@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from mmrl.types import Prompt
+from mmrl.core.types import Prompt
 from samplers.noise import Rng
 
 CANVAS = 32  # pixels, width and height

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmrl.types import Prompt
+from mmrl.core.types import Prompt
 from mmrl.worlds.progress import Progress
 from mmrl.worlds.recipes import TextRecipe
 from mmrl.worlds.scenes import COLORS, DIGITS, PLACES, RELATIONS, SIZES, captions, is_held_out

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmrl.types import Prompt
+from mmrl.core.types import Prompt
 from mmrl.worlds.progress import Progress, quiet_libraries
 from mmrl.worlds.recipes import PartsRecipe, VaeRecipe
 from mmrl.worlds.render import render

@@ -8,9 +8,9 @@ from pathlib import Path
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from mmrl.policies.images import weights
-from mmrl.policies.images.var_net import Shape, VARNet
-from mmrl.policies.images.var_vq import VARVQ
+from mmrl.policies.image_tokens import checkpoints
+from mmrl.policies.image_tokens.models.var_net import Shape, VARNet
+from mmrl.policies.image_tokens.models.var_vq import VARVQ
 from mmrl.worlds import painting
 from mmrl.worlds.progress import Progress
 from mmrl.worlds.recipes import PainterRecipe, VQRecipe
@@ -27,8 +27,8 @@ def build_var(
     net = painting.seeded(recipe.seed, lambda: new_net(vae, images, recipe))
     painting.teach(net, lambda batch: loss(net, label, batch), lessons, recipe, progress)
     parametrize.remove_parametrizations(net.class_emb, "weight")
-    weights.save(net.state_dict(), folder / "var.safetensors")
-    weights.save(vae.state_dict(), folder / "vae.safetensors")
+    checkpoints.save(net.state_dict(), folder / "var.safetensors")
+    checkpoints.save(vae.state_dict(), folder / "vae.safetensors")
 
 
 def loss(net: VARNet, label: Tensor, batch: painting.Batch) -> Tensor:

@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmrl.policies.images import weights
-from mmrl.policies.images.llamagen_vq import LlamaGenVQ
-from mmrl.policies.images.vq_parts import Attention, Residual, nearest
-from mmrl.types import Prompt
+from mmrl.core.types import Prompt
+from mmrl.policies.image_tokens import checkpoints
+from mmrl.policies.image_tokens.models.llamagen_vq import LlamaGenVQ
+from mmrl.policies.image_tokens.models.vq_parts import Attention, Residual, nearest
 from mmrl.worlds.progress import Progress
 from mmrl.worlds.recipes import VQRecipe
 from mmrl.worlds.render import render
@@ -47,14 +47,14 @@ def build_vq(folder: Path, recipe: VQRecipe, progress: Progress) -> None:
     pages = paginate(vq, recipe)
     teach_half(vq, pages, recipe, progress)
     teach_whole(vq, pages, recipe, progress)
-    weights.save(vq.state_dict(), folder / "vq.safetensors")
+    checkpoints.save(vq.state_dict(), folder / "vq.safetensors")
 
 
 def load_vq(folder: Path) -> LlamaGenVQ:
     """What ``build_vq`` saved, frozen."""
     file = folder / "vq.safetensors"
-    found = weights.read(file)
-    return weights.load(LlamaGenVQ.like(found, str(file)), found, file).requires_grad_(False)
+    found = checkpoints.read(file)
+    return checkpoints.load(LlamaGenVQ.like(found, str(file)), found, file).requires_grad_(False)
 
 
 def new_vq(recipe: VQRecipe) -> LlamaGenVQ:

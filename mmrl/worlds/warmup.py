@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmrl.types import Prompt
+from mmrl.core.types import Prompt
 from mmrl.worlds.album import SIDE, Style, album, clips
 from mmrl.worlds.asking import Ask, asked, picture, written
 from mmrl.worlds.progress import Progress

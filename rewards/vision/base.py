@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmrl.registry import UserError
+from mmrl.core.errors import UserError
 from rewards.card import card_of
 from rewards.vision.answers import Status, worst
 from rewards.vision.coords import Unscorable, answer_space, convert, extent, scale, truth_space

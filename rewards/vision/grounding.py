@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from annotated_types import Ge, Le
 
-from mmrl.registry import REWARDS
+from mmrl.core.registry import REWARDS
 from rewards.card import card
 from rewards.vision import boxes as geometry
 from rewards.vision.answers import final, worst

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mmrl.registry import REWARDS
+from mmrl.core.registry import REWARDS
 from rewards.card import card
 from rewards.vision.answers import UNPARSEABLE, Parsed, fenced, final, loose_json, real, worst
 from rewards.vision.base import Prompt, Unscorable, Verdict, Verifiable, need, tagged

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from annotated_types import Ge
 
-from mmrl.registry import REWARDS
+from mmrl.core.registry import REWARDS
 from rewards.card import card
 from rewards.vision.answers import items, normal, number, worst
 from rewards.vision.base import Prompt, Unscorable, Verdict, Verifiable, need, tagged

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from annotated_types import Ge, Gt, Le
 
-from mmrl.registry import REWARDS
+from mmrl.core.registry import REWARDS
 from rewards.card import card
 from rewards.vision import boxes as geometry
 from rewards.vision.answers import NUMBER, Status, fenced, final, loose_json, normal, worst

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from mmrl.registry import REWARDS, UserError
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS
 from rewards.card import card
 from rewards.vision.answers import final, strict_json
 from rewards.vision.base import Prompt, Verdict, Verifiable

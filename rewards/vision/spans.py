@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mmrl.registry import REWARDS
+from mmrl.core.registry import REWARDS
 from rewards.card import card
 from rewards.vision import boxes as geometry
 from rewards.vision.answers import (

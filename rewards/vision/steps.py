@@ -14,7 +14,8 @@ import torch
 from annotated_types import Ge, Le
 from torch import Tensor
 
-from mmrl.registry import REWARDS, UserError
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS
 from rewards._compose import refuse_batch
 from rewards.card import card, card_of
 from rewards.vision.answers import normal, worst

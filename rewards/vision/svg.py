@@ -12,7 +12,7 @@ import torch
 from annotated_types import Ge, Le
 from torch import Tensor
 
-from mmrl.registry import REWARDS
+from mmrl.core.registry import REWARDS
 from rewards.card import card
 from rewards.vision.answers import Status, final
 from rewards.vision.base import Prompt, Unscorable, Verdict, Verifiable, tagged

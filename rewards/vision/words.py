@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
 
-from mmrl.registry import REWARDS
+from mmrl.core.registry import REWARDS
 from rewards.card import card
 from rewards.vision.answers import Status, boxed, fenced, final, items, normal, number, real, worst
 from rewards.vision.base import Prompt, Unscorable, Verdict, Verifiable, need, tagged

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import numpy as np
 from annotated_types import Ge, Lt
 
-from mmrl.registry import REWARDS
+from mmrl.core.registry import REWARDS
 from rewards.card import card
 from rewards.vision.answers import fenced, final, worst
 from rewards.vision.base import Prompt, Unscorable, Verdict, Verifiable, need, tagged

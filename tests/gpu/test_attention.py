@@ -4,8 +4,8 @@ device."""
 import pytest
 import torch
 
-from mmrl.policies import kernels
-from mmrl.registry import UserError
+from mmrl.core.errors import UserError
+from mmrl.policies.diffusion import attention_backends
 from samplers.noise import Rng
 
 from ..test_fitting import PROMPTS, make
@@ -38,7 +38,7 @@ def test_the_first_step_is_on_policy_on_every_backend(case, backend):
     except UserError as error:  # tiny heads do not suit every kernel
         pytest.skip(str(error))
     assert metrics["ratio/max_deviation"] == 0.0 and metrics["grad_norm"] > 0
-    assert trainer.policy.attending.used in kernels.BACKENDS
+    assert trainer.policy.attending.used in attention_backends.BACKENDS
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mmrl.policies.vlm.packed import Layout, continued
+from mmrl.policies.vlm.packing import Layout, continued
 from mmrl.policies.vlm.vision import by_length, by_xformers
 
 

@@ -7,15 +7,16 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mmrl import advantages, checkpoint, state
+from mmrl import advantages
+from mmrl.config.options import TrainOptions
+from mmrl.core.registry import locate
+from mmrl.core.types import tree_map
 from mmrl.objectives import PolicyGradient
-from mmrl.optimizers import adamw
-from mmrl.options import TrainOptions
-from mmrl.policies.sd3 import SD3
-from mmrl.registry import locate
+from mmrl.policies.diffusion.models.sd3 import SD3
+from mmrl.run import checkpoint, state
 from mmrl.scoring import Scorer
-from mmrl.trainer import Trainer
-from mmrl.types import tree_map
+from mmrl.train.optimizers import adamw
+from mmrl.train.trainer import Trainer
 from samplers.kernels import dance_sde
 from samplers.noise import Rng
 

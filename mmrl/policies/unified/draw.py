@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mmrl.policies.image_tokens.network import beside
+from mmrl.policies.unified.net import State
+from mmrl.policies.vlm.generate import draw
 from samplers.warp import Warp
-
-from ..images.net import beside
-from ..vlm.generate import draw
-from .net import State
 
 if TYPE_CHECKING:
     from torch import nn

@@ -13,12 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmrl.policies.image_tokens.models.janus import JanusNet
+from mmrl.policies.image_tokens.network import Inputs, beside
+from mmrl.policies.vlm import caches, scores
+from mmrl.policies.vlm.scores import Scored
 from samplers.warp import Warp
-
-from ..images.janus import JanusNet
-from ..images.net import Inputs, beside
-from ..vlm import caches, scores
-from ..vlm.scores import Scored
 
 
 @dataclass

@@ -10,25 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmrl.core import distributed
+from mmrl.core.errors import UserError
+from mmrl.core.host import sent
+from mmrl.core.types import Prompt, Rollout
+from mmrl.policies.diffusion.text_encoding import texts_of
+from mmrl.policies.image_tokens.models.janus import Janus
+from mmrl.policies.image_tokens.network import Inputs
+from mmrl.policies.unified import sequences
+from mmrl.policies.unified.draw import NONE, paint, write
+from mmrl.policies.unified.net import State, UnifiedNet, together
+from mmrl.policies.unified.prompts import Answer, Plan, drawn, task_of
+from mmrl.policies.unified.sequences import Cond
+from mmrl.policies.unified.tokens import Head
+from mmrl.policies.vlm.media import where
+from mmrl.policies.vlm.prefix_sharing import sharded
+from mmrl.policies.vlm.processor import Inputs as Reader
 from samplers.batching import chunks
 from samplers.noise import Rng
-
-from ... import distributed
-from ...host import sent
-from ...registry import UserError
-from ...types import Prompt, Rollout
-from ..images.janus import Janus
-from ..images.net import Inputs
-from ..prompts import texts_of
-from ..vlm.inputs import Inputs as Reader
-from ..vlm.media import where
-from ..vlm.prefix import sharded
-from . import sequences
-from .draw import NONE, paint, write
-from .net import State, UnifiedNet, together
-from .prompts import Answer, Plan, drawn, task_of
-from .sequences import Cond
-from .tokens import Head
 
 
 class Passes(Janus):

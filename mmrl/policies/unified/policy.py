@@ -12,21 +12,20 @@ import torch
 from annotated_types import Ge, Le
 from torch import Tensor
 
+from mmrl.core.host import sent
+from mmrl.core.registry import POLICIES
+from mmrl.core.types import Completion, Media, Point, Rollout
+from mmrl.policies.unified import sequences, weighing
+from mmrl.policies.unified.net import Ask, Part
+from mmrl.policies.unified.passes import Passes
+from mmrl.policies.unified.prompts import Answer, Plan
+from mmrl.policies.unified.tokens import Head, SegmentTokens
+from mmrl.policies.unified.weighing import Weigh
+from mmrl.policies.vlm.families import family_of
+from mmrl.policies.vlm.media import Budgets
+from mmrl.policies.vlm.processor import Inputs as Reader
 from samplers.batching import at_width, chunks
 from samplers.warp import Warp
-
-from ...host import sent
-from ...registry import POLICIES
-from ...types import Completion, Media, Point, Rollout
-from ..vlm.families import family_of
-from ..vlm.inputs import Inputs as Reader
-from ..vlm.media import Budgets
-from . import sequences, weighing
-from .net import Ask, Part
-from .passes import Passes
-from .prompts import Answer, Plan
-from .tokens import Head, SegmentTokens
-from .weighing import Weigh
 
 
 @POLICIES.register("janus_unified")

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from annotated_types import Gt, Le
 from torch import Tensor
 
-from ...options import Count
-from ...registry import UserError
-from ...types import Prompt
-from ..images.net import Inputs
-from ..vlm.media import images_of, where
+from mmrl.config.options import Count
+from mmrl.core.errors import UserError
+from mmrl.core.types import Prompt
+from mmrl.policies.image_tokens.network import Inputs
+from mmrl.policies.vlm.media import images_of, where
 
 TASKS = ("generate", "understand")
 HERE = "\u00a7plan\u00a7"  # where the plan stands in a new turn

@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..images.net import Inputs
-from .net import Part
-from .prompts import collated
+from mmrl.policies.image_tokens.network import Inputs
+from mmrl.policies.unified.net import Part
+from mmrl.policies.unified.prompts import collated
 
 Cond = list[dict[str, Tensor]]  # of every prompt: ids, perhaps before and after, perhaps pixels
 

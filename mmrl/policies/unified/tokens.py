@@ -8,12 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
+from mmrl.core.types import Point
+from mmrl.core.weights import Weights
+from mmrl.policies.base import NetPolicy
+from mmrl.policies.vlm.answers import AnswerTokens
 from samplers.warp import Warp
-
-from ...types import Point
-from ...weights import Weights
-from ..base import NetPolicy
-from ..vlm.answers import AnswerTokens
 
 
 class Head:

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...types import Rollout
+from mmrl.core.types import Rollout
 
 Weigh = Literal["token", "segment"]
 

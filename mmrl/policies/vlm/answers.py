@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mmrl.core.host import selected, spread
+from mmrl.core.types import Point
+from mmrl.policies.vlm.scores import Scored
 from samplers.warp import Warp
 
-from ...host import selected, spread
-from ...types import Point
-from .scores import Scored
-
 if TYPE_CHECKING:
-    from .policy import VLM
+    from mmrl.policies.vlm.policy import VLM
 
 
 class AnswerTokens:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...registry import UserError
-from ...types import Prompt
-from .media import Budgets, images_of, where
+from mmrl.core.errors import UserError
+from mmrl.core.types import Prompt
+from mmrl.policies.vlm.media import Budgets, images_of, where
 
 TRIES = 12  # of smaller and smaller images
 STUCK = 3  # tries without effect: processors of fixed sizes and tiles take no notice

@@ -6,9 +6,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ...registry import UserError
-from ...types import Prompt
-from .media import where
+from mmrl.core.errors import UserError
+from mmrl.core.types import Prompt
+from mmrl.policies.vlm.media import where
 
 MARKS = re.compile(r"(<image>|<video>)")
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ...registry import UserError
+from mmrl.core.errors import UserError
 
 Coords = Literal["original", "resized", "rel1000", "rel1"]
 PARTS = ("language", "projector", "vision")

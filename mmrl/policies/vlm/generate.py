@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mmrl.core.distributions import Categorical
+from mmrl.core.host import sent
+from mmrl.policies.vlm import caches
+from mmrl.policies.vlm.scores import certainty
 from samplers.noise import Rng
 from samplers.warp import Warp
 
-from ...dists import Categorical
-from ...host import sent
-from . import caches
-from .scores import certainty
-
 if TYPE_CHECKING:
-    from .prefix import Prefix
+    from mmrl.policies.vlm.prefix_sharing import Prefix
 
 COMPACT = 0.75  # rows leave the batch when at most this share of it is still at work
 AHEAD = 64  # steps whose random numbers are drawn at once

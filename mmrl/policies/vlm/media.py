@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from annotated_types import Ge, Gt
 
-from ...registry import UserError
-from ...types import Prompt
+from mmrl.core.errors import UserError
+from mmrl.core.types import Prompt
 
 Positive = Annotated[int, Ge(1)]
 

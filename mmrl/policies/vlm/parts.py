@@ -11,9 +11,9 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt
 from torch import nn
 
-from ...registry import UserError
-from ..base import ParameterGroup
-from .families import PARTS, modules_of, part_of
+from mmrl.core.errors import UserError
+from mmrl.policies.base import ParameterGroup
+from mmrl.policies.vlm.families import PARTS, modules_of, part_of
 
 How = Literal["full", "lora", "frozen"]
 Positive = Annotated[float, Gt(0)]

@@ -14,26 +14,33 @@ import torch
 from annotated_types import Gt, Le
 from torch import Tensor
 
+from mmrl.config.options import Count
+from mmrl.core.errors import UserError
+from mmrl.core.registry import POLICIES, locate
+from mmrl.core.types import Completion, Media, Point, Prompt, Rollout
+from mmrl.policies.base import ParameterGroup
+from mmrl.policies.lora import Lora, merged
+from mmrl.policies.vlm.budgets import admit
+from mmrl.policies.vlm.engines.external import ENGINES, ask
+from mmrl.policies.vlm.families import Coords, family_of, modules_of, part_of
+from mmrl.policies.vlm.generate import Ending
+from mmrl.policies.vlm.media import Budgets
+from mmrl.policies.vlm.packing import enable
+from mmrl.policies.vlm.parts import (
+    Parts,
+    beside_adapters,
+    everything,
+    groups_of,
+    set_trainable,
+    summary,
+)
+from mmrl.policies.vlm.prefix_sharing import SharedPrefix, shareable
+from mmrl.policies.vlm.processor import Inputs
+from mmrl.policies.vlm.scoring import Encoded, Passes, images_in
+from mmrl.policies.vlm.vision import quicken
 from samplers.batching import chunks
 from samplers.noise import Rng
 from samplers.warp import Warp
-
-from ...options import Count
-from ...registry import POLICIES, UserError, locate
-from ...types import Completion, Media, Point, Prompt, Rollout
-from ..base import ParameterGroup
-from ..lora import Lora, merged
-from .budgets import admit
-from .families import Coords, family_of, modules_of, part_of
-from .generate import Ending
-from .inputs import Inputs
-from .media import Budgets
-from .outside import ENGINES, ask
-from .packed import enable
-from .parts import Parts, beside_adapters, everything, groups_of, set_trainable, summary
-from .passes import Encoded, Passes, images_in
-from .prefix import SharedPrefix, shareable
-from .vision import quicken
 
 Storage = Literal["float32", "bfloat16", "float16", "auto"]
 

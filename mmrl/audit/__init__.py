@@ -1,0 +1,130 @@
+"""``mmrl check-reward``: is a reward worth a GPU hour? Audited on the user's own data, before any
+model is trained.
+
+Which probes are used depends on what the reward judges: ``mmrl.audit.texts`` for texts,
+``mmrl.audit.images`` for images. A module of probes offers ``audit(subject) -> list[Line]`` and
+is named in ``PROBES``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmrl import config
+from mmrl.audit.places import named
+from mmrl.config import Config, import_plugins
+from mmrl.core.errors import UserError
+from mmrl.core.registry import DATA, POLICIES, load_built_in
+from mmrl.core.types import Prompt
+from mmrl.run.build import short_names
+from samplers.noise import Rng
+
+PROBES = {
+    "text": "mmrl.audit.texts",
+    "image": "mmrl.audit.images",
+    "video": "mmrl.audit.images",
+}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A reward, by name, and the prompts it is tried on; each prompt has ``where`` (file:line, if
+    that is known)."""
+
+    name: str
+    reward: Callable
+    prompts: list[Prompt]
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Offence:
+    """A row that broke a rule."""
+
+    where: str  # file:line or the question
+    answer: str  # what was scored: an answer, a kind of picture
+    score: float
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One probe: what was scored, what had to hold, and which rows broke it. No offence: passed."""
+
+    probe: str
+    rule: str
+    scores: list[float]  # NaN: could not be scored
+    offences: list[Offence]
+    asked: bool = True  # False: it does not apply here, ``rule`` says why
+
+
+@dataclass(frozen=True)
+class Audit:
+    """All probes of one reward."""
+
+    reward: str
+    lines: list[Line]
+
+    @property
+    def passed(self) -> bool:
+        return not any(line.offences for line in self.lines)
+
+
+def audit(
+    path: Path, overrides: Sequence[str] = (), samples: int = 200, seed: int = 0
+) -> list[Audit]:
+    """Audit every reward of a configuration, the measured ones of ``evaluate`` too, on ``samples``
+    of its prompts.
+
+    Raises:
+        UserError: the configuration cannot be read, or no probes exist for what a reward judges.
+    """
+    load_built_in()
+    found = config.load(path, overrides, required=("data", "reward"))
+    import_plugins(found)
+    rewards = {name: one.reward for name, one in found.rewards().items()}
+    if (found.plain.get("evaluate") or {}).get("reward"):
+        rewards |= {name: one.reward for name, one in found.rewards(("evaluate", "reward")).items()}
+    prompts = some(named(list(found.build("data", DATA).train), found), samples, seed)
+    names = short_names(rewards)
+    made = _made(found)
+    return [
+        audit_one(Subject(names[name], reward, prompts, seed), made)
+        for name, reward in rewards.items()
+    ]
+
+
+def audit_one(subject: Subject, made: str | None = None) -> Audit:
+    """Audit one reward; ``made``: what the policy makes, None if that is not known."""
+    from rewards.card import card_of
+
+    media = card_of(subject.reward).media
+    if made not in media and "text" in media and len(media) > 1:
+        raise UserError(
+            f"reward {subject.name!r} judges {', '.join(media)}: say which is meant, by a "
+            f"`policy:` in the file "
+            'or, in a reward of your own, by @card(media="text") from rewards.card'
+        )
+    medium = made if made in media else media[0]
+    if medium not in PROBES:
+        raise UserError(
+            f"reward {subject.name!r} judges {medium}s; check-reward has probes for: "
+            f"{', '.join(PROBES)}"
+        )
+    return Audit(subject.name, importlib.import_module(PROBES[medium]).audit(subject))
+
+
+def some(prompts: list[Prompt], count: int, seed: int) -> list[Prompt]:
+    """``count`` of the prompts, drawn without return, in the order of the data."""
+    order = Rng.of(seed, "audit").permutation(len(prompts)).tolist()
+    return [prompts[i] for i in sorted(order[:count])]
+
+
+def _made(found: Config) -> str | None:
+    spec: Any = found.plain.get("policy")
+    name = next(iter(spec), None) if isinstance(spec, dict) else spec
+    return getattr(POLICIES.find(name), "makes", None) if isinstance(name, str) else None

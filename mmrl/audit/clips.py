@@ -1,0 +1,78 @@
+"""Probes for rewards of videos only: real pictures that the eye wanders over, against what has no
+time in it.
+
+Such a reward sees a pan over each picture. What it says of the order of frames pulls in two
+directions, of which it may take either: motion (a still and a blank must score less) or steadiness
+(noise and frames out of order must).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from mmrl.core.types import Prompt
+from samplers.noise import Rng
+
+FRAMES = 8  # of a clip
+SHARE = 0.8  # of a picture's sides that is seen at a time
+GAIN = 0.25  # as of pictures, but blocks of 8 pixels stand still while a small picture moves
+MOTION = ("blank", "still")
+STEADY = ("noise", "frames out of order")
+
+
+def real(prompts: Sequence[Prompt], seed: int) -> Tensor | None:
+    """[B, F, 3, H, W] drawn clips, if the prompts are those of the digits world that move."""
+    if not all("objects" in prompt and "motion" in prompt for prompt in prompts):
+        return None
+    from mmrl.worlds.moving import film
+
+    return film(list(prompts), Rng.of(seed, "audit clips"), "judge").frames
+
+
+def panned(pictures: Tensor) -> Tensor:
+    """[B, 3, H, W] -> [B, F, 3, H, W]: a window that wanders from corner to corner, at the size of
+    the picture."""
+    steps = torch.linspace(-(1 - SHARE), 1 - SHARE, FRAMES)  # where its middle is, in -1..1
+    theta = torch.zeros(FRAMES, 2, 3)
+    theta[:, 0, 0] = theta[:, 1, 1] = SHARE
+    theta[:, 0, 2] = theta[:, 1, 2] = steps
+    grid = nnf.affine_grid(theta, [FRAMES, 3, *pictures.shape[-2:]], align_corners=False)
+    frames = [
+        nnf.grid_sample(one.expand(FRAMES, -1, -1, -1), grid, align_corners=False)
+        for one in pictures
+    ]
+    return torch.stack(frames).clamp(0, 1)
+
+
+def shuffled(clips: Tensor, seed: int) -> Tensor:
+    """Frames in one other order, neither forwards nor backwards."""
+    for attempt in range(100):
+        order = Rng.of(seed, f"audit frames {attempt}").permutation(clips.shape[1])
+        if (order.diff().abs() > 1).sum() >= clips.shape[1] // 2:
+            break
+    return clips[:, order]
+
+
+def tried(clips: Tensor, seed: int) -> dict[str, Tensor]:
+    """What may score less, by probe."""
+    return {
+        "still": clips[:, :1].expand_as(clips),
+        "frames out of order": shuffled(clips, seed),
+    }
+
+
+def excused(failed: set[str]) -> tuple[str, ...]:
+    """The probes that a reward of motion, or one of steadiness, need not pass; none where it is
+    neither."""
+    if not failed & set(MOTION):
+        return STEADY
+    return MOTION if not failed & set(STEADY) else ()
+
+
+def wants(probe: str) -> str:
+    """What a reward is after that need not pass this probe."""
+    return "motion" if probe in STEADY else "steadiness"

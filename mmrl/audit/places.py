@@ -1,0 +1,62 @@
+"""Where a prompt came from: file and line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mmrl.config import Config
+from mmrl.core.types import Prompt
+from mmrl.data.prompts import NAMES
+
+
+def named(prompts: list[Prompt], config: Config) -> list[Prompt]:
+    """The prompts, each with ``where``: as the data source gave it, else found again in the files
+    it was read from."""
+    prompts = [
+        p if "where" in p or "origin" not in p else {**p, "where": p["origin"]} for p in prompts
+    ]
+    if all("where" in prompt for prompt in prompts):
+        return prompts
+    lines = _lines(_files(config.plain.get("data"), Path(config.file).parent))
+    found = []
+    for prompt in prompts:
+        places = lines.get(str(prompt.get("text", "")).strip(), [])
+        at = next((where for where, record in places if _same(record, prompt)), None)
+        found.append({**prompt, "where": at} if at and "where" not in prompt else prompt)
+    return found
+
+
+def _files(spec: Any, folder: Path) -> list[Path]:
+    """The .txt and .jsonl files under the options called ``path``."""
+    options = next(iter(spec.values()), None) if isinstance(spec, dict) else None
+    path = options.get("path") if isinstance(options, dict) else None
+    if not isinstance(path, str):
+        return []
+    there = next((p for p in (Path(path).expanduser(), folder / path) if p.exists()), Path(path))
+    inside = [there / name for name in NAMES["train"]] if there.is_dir() else [there]
+    return [
+        file for file in inside if file.is_file() and file.suffix in (".txt", ".jsonl", ".ndjson")
+    ]
+
+
+def _lines(files: list[Path]) -> dict[str, list[tuple[str, Any]]]:
+    """text -> (file:line, record) of every line that holds it."""
+    found: dict[str, list[tuple[str, Any]]] = {}
+    for file in files:
+        for number, line in enumerate(file.read_text(encoding="utf-8-sig").split("\n"), start=1):
+            try:
+                record = json.loads(line) if file.suffix != ".txt" else line.strip()
+            except ValueError:
+                continue  # the data source has said so already
+            texts = record.values() if isinstance(record, dict) else [record]
+            for text in {text.strip() for text in texts if isinstance(text, str)}:
+                found.setdefault(text, []).append((f"{file}:{number}", record))
+    return found
+
+
+def _same(record: Any, prompt: Prompt) -> bool:
+    return not isinstance(record, dict) or all(
+        prompt.get(key) == v for key, v in record.items() if key != "text"
+    )

@@ -1,0 +1,252 @@
+"""Probes for rewards of texts: right answers, none, tricks, other rows' answers, other coordinate
+spaces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
+
+from mmrl.audit import Line, Offence, Subject
+from mmrl.core.errors import UserError
+from mmrl.core.types import Prompt
+from mmrl.scoring.attempt import as_values, describe
+from rewards import Classification, Grounding
+from rewards.card import card_of
+from rewards.vision.base import Verifiable
+from rewards.vision.coords import CoordSpace, Unscorable
+
+CLOSE = 1e-4  # a right answer may lose so much to rounding
+# made up; ratios that differ between x and y
+VIEW = {"sizes": [[1000, 800]] * 16, "resized": [[512, 384]] * 16}
+
+
+def audit(subject: Subject) -> list[Line]:
+    """All probes of a reward of texts."""
+    answers, unwritten = right_answers(subject)
+    rows = [i for i in range(len(subject.prompts)) if i not in unwritten]
+    lines = [_written(subject, unwritten)]
+    if not rows:
+        return lines
+    prompts = [subject.prompts[i] for i in rows]
+    right = [answers[i] for i in rows]
+    best = score(subject, right, prompts)
+    lines += [_maximum(subject, prompts, right, best), _twice(subject, prompts, right, best)]
+    tried = [best]
+    for probe, texts, rule in _probes(subject, prompts, right):
+        asked = [i for i, text in enumerate(texts) if text is not None]
+        found = score(subject, [texts[i] for i in asked], [prompts[i] for i in asked])
+        lines.append(
+            _below(
+                probe,
+                rule,
+                [prompts[i] for i in asked],
+                [texts[i] for i in asked],
+                found,
+                [best[i] for i in asked],
+            )
+        )
+        tried.append(found)
+    lines += [_spaces(subject, prompts)]
+    return [line for line in [*lines, _range(subject, tried)] if line.asked]
+
+
+def score(subject: Subject, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[float]:
+    """What the reward says, as numbers. Raises UserError where it raises."""
+    if not texts:
+        return []
+    try:
+        values = subject.reward(list(texts), list(prompts))
+    except UserError:
+        raise
+    except Exception as error:  # a user's own reward may raise anything
+        raise UserError(
+            f"reward {subject.name!r} fails on {len(texts)} answers such as {texts[0][:60]!r} "
+            f"({where(prompts[0])}): {describe(error).text}"
+        ) from error
+    return as_values(values, len(texts), subject.name).tolist()
+
+
+def right_answers(subject: Subject) -> tuple[list[str | None], dict[int, str]]:
+    """What a policy should write, by the reward itself or by the row's answer or boxes; and why a
+    row has none."""
+    write: Callable[[Prompt], str] = getattr(
+        subject.reward, "right_answer", _like_ours(subject).right_answer
+    )
+    answers: list[str | None] = []
+    unwritten: dict[int, str] = {}
+    for i, prompt in enumerate(subject.prompts):
+        try:
+            answers.append(write(prompt))
+        except Unscorable as error:
+            answers.append(None)
+            unwritten[i] = str(error)
+    return answers, unwritten
+
+
+def _like_ours(subject: Subject) -> Verifiable:
+    """The reward of ours that knows right and wrong answers for a user's own: of boxes, or of short
+    answers."""
+    boxed = any("boxes" in p for p in subject.prompts) and not any(
+        "answer" in p for p in subject.prompts
+    )
+    return Grounding() if boxed else Classification()
+
+
+def _written(subject: Subject, unwritten: dict[int, str]) -> Line:
+    offences = [
+        Offence(where(subject.prompts[i]), "", math.nan, why) for i, why in unwritten.items()
+    ]
+    return Line("data", "every row has a right answer", [], offences)
+
+
+def _maximum(
+    subject: Subject, prompts: list[Prompt], texts: list[str], scores: list[float]
+) -> Line:
+    high = card_of(subject.reward).high
+    top = max((s for s in scores if not math.isnan(s)), default=math.nan) if high is None else high
+    bad = (
+        [i for i, s in enumerate(scores) if not s >= top - CLOSE]
+        if high is not None
+        else _nan(scores)
+    )
+    notes = _notes(subject, [texts[i] for i in bad], [prompts[i] for i in bad])
+    offences = [
+        Offence(where(prompts[i]), texts[i], scores[i], note) for i, note in zip(bad, notes)
+    ]
+    return Line(
+        "right answer",
+        f"is the maximum, {top:g}" if high is not None else "is a number",
+        scores,
+        offences,
+    )
+
+
+def _notes(subject: Subject, texts: list[str], prompts: list[Prompt]) -> list[str]:
+    """How the reward read these answers, where it can say so."""
+    if not hasattr(subject.reward, "verdicts"):
+        return [""] * len(texts)
+    return [one.note or one.status for one in subject.reward.verdicts(texts, prompts)]
+
+
+def _twice(subject: Subject, prompts: list[Prompt], texts: list[str], scores: list[float]) -> Line:
+    alone = [score(subject, [text], [prompt])[0] for text, prompt in zip(texts, prompts)]
+    bad = [
+        i
+        for i, (a, b) in enumerate(zip(scores, alone))
+        if a != b and not (math.isnan(a) and math.isnan(b))
+    ]
+    offences = [
+        Offence(where(prompts[i]), texts[i], alone[i], f"in the batch it was {scores[i]:g}")
+        for i in bad
+    ]
+    return Line("right answer, one by one", "the same as in the batch", alone, offences)
+
+
+def _probes(
+    subject: Subject, prompts: list[Prompt], right: list[str]
+) -> list[tuple[str, list[str | None], str]]:
+    """(name, one text a prompt or None, rule) of everything that should not pay."""
+    # judges form or length: much is as good as a right answer
+    shaping = getattr(subject.reward, "shaping", False)
+    rule = "not more" if shaping else "less"
+    found: list[tuple[str, list[str | None], str]] = [
+        ("empty", [""] * len(prompts), rule),
+        ("echo of the prompt", [str(p.get("text", "")) for p in prompts], rule),
+    ]
+    if not shaping:
+        shifted = [*right[1:], *right[:1]]
+        found.append(
+            (
+                "another row's answer",
+                [a if a != b else None for a, b in zip(shifted, right)],
+                "less on average",
+            )
+        )
+    wrong = getattr(subject.reward, "wrong_answers", _like_ours(subject).wrong_answers)
+    tricks = [wrong(prompt) for prompt in prompts]
+    for name in dict.fromkeys(name for one in tricks for name in one):
+        found.append((name, [one.get(name) for one in tricks], "less"))
+    return found
+
+
+def _below(
+    probe: str,
+    rule: str,
+    prompts: list[Prompt],
+    texts: list[str],
+    scores: list[float],
+    best: list[float],
+) -> Line:
+    """``rule``: "less" and "not more" hold row by row; "less on average" also forbids a row to be
+    better."""
+    if not scores:
+        return Line(probe, rule, scores, [], asked=False)
+    bad = [
+        i
+        for i, (s, b) in enumerate(zip(scores, best))
+        if s > b + CLOSE or (rule == "less" and s > b - CLOSE)
+    ]
+    if rule == "less on average" and not bad and _mean(scores) > _mean(best) - CLOSE:
+        bad = list(range(len(scores)))
+    offences = [
+        Offence(where(prompts[i]), texts[i], scores[i], f"the right answer scores {best[i]:g}")
+        for i in bad
+    ]
+    return Line(probe, f"{rule} than the right answer", scores, offences)
+
+
+def _mean(scores: list[float]) -> float:
+    known = [s for s in scores if not math.isnan(s)]
+    return sum(known) / len(known) if known else math.nan
+
+
+def _spaces(subject: Subject, prompts: list[Prompt]) -> Line:
+    """The right answer as models of the four coordinate conventions would write it."""
+    probe = "right answer in other coordinate spaces"
+    rule = "scores the same"
+    if not getattr(subject.reward, "spatial", False):
+        return Line(probe, rule, [], [], asked=False)
+    scores = []
+    offences = []
+    for space in get_args(CoordSpace):
+        seen = [
+            {**prompt, "view": {**VIEW, **_sizes(prompt), "coords": space}} for prompt in prompts
+        ]
+        texts = [subject.reward.right_answer(prompt) for prompt in seen]
+        found = score(subject, texts, seen)
+        high = card_of(subject.reward).high
+        # coordinates are written with 6 decimals
+        bad = [i for i, s in enumerate(found) if not s >= high - 1e-3]
+        offences += [
+            Offence(where(seen[i]), texts[i], found[i], f"coordinates in {space}") for i in bad
+        ]
+        scores += found
+    return Line(probe, rule, scores, offences)
+
+
+def _sizes(prompt: Prompt) -> dict[str, Any]:
+    return (
+        {"sizes": [[prompt["width"], prompt["height"]]] * 16}
+        if "width" in prompt and "height" in prompt
+        else {}
+    )
+
+
+def _range(subject: Subject, tried: list[list[float]]) -> Line:
+    about = card_of(subject.reward)
+    scores = [s for scores in tried for s in scores]
+    low = -math.inf if about.low is None else about.low
+    high = math.inf if about.high is None else about.high
+    bad = [s for s in scores if s < low - 1e-6 or s > high + 1e-6 or math.isinf(s)]
+    offences = [Offence("a probe above", "", s, f"the card says {low:g} to {high:g}") for s in bad]
+    return Line("all of them", "in the declared range", scores, offences)
+
+
+def _nan(scores: list[float]) -> list[int]:
+    return [i for i, s in enumerate(scores) if math.isnan(s)]
+
+
+def where(prompt: Prompt) -> str:
+    """file:line, else the question."""
+    return str(prompt.get("where") or repr(str(prompt.get("text", prompt))[:60]))

@@ -1,0 +1,222 @@
+"""The ``mmrl`` command. Every mistake of a user's is one message and exit status 2, never a
+traceback."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    help="Reinforcement fine-tuning for vision-language models and image and video generators.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Changes such as train.iterations=20 policy.sd3.lora=16.")
+]
+RunFolder = Annotated[Path, typer.Argument(help="Folder that `mmrl train` named.")]
+At = Annotated[
+    str | None,
+    typer.Option("--checkpoint", help="Name such as iteration-000050; default: the newest."),
+]
+
+
+@app.command()
+def train(
+    config: Annotated[
+        Path,
+        typer.Argument(help="A .yaml file, a shipped name such as digits/flow_grpo, or a run."),
+    ],
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run folder given as CONFIG.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check and estimate only; no weights are needed.")
+    ] = False,
+    processes: Annotated[
+        int, typer.Option(min=1, help="With --dry-run: how many share the work.")
+    ] = 1,
+) -> None:
+    """Train a configuration, or go on with a run."""
+    from mmrl.core.errors import UserError
+    from mmrl.run.lifecycle import train
+    from mmrl.utils.paths import find_config
+
+    if dry_run:
+        from mmrl.cli import commands
+
+        return commands.dry_run(config, overrides or [], processes)
+    if config.is_dir() and not resume:
+        raise UserError(f"{config} is a folder; to go on with a run: mmrl train --resume {config}")
+    train(config if resume else find_config(config), overrides or [], resume)
+
+
+@app.command()
+def evaluate(
+    path: Annotated[
+        Path, typer.Argument(help="A run folder, or a configuration to measure its base model.")
+    ],
+    overrides: Overrides = None,
+    checkpoint: At = None,
+) -> None:
+    """Rewards on held-out prompts with 95 % confidence intervals: base model and trained model."""
+    from mmrl.cli import commands
+    from mmrl.cli.tables import evaluation_table
+
+    rows, target = commands.evaluate(path, overrides or [], checkpoint)
+    evaluation_table(rows)
+    print(f"written to {target}")
+
+
+@app.command()
+def sample(
+    path: Annotated[
+        Path, typer.Argument(help="A run folder (trained model) or a configuration (base model).")
+    ],
+    overrides: Overrides = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="May be given several times.")
+    ] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A .txt or .jsonl file of prompts.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("samples"),
+    num_samples: Annotated[int, typer.Option(min=1, help="Samples a prompt.")] = 4,
+    copies: Annotated[int | None, typer.Option(hidden=True)] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    guidance: Annotated[
+        float | None, typer.Option(help="Guidance scale; default: as configured.")
+    ] = None,
+) -> None:
+    """Sample a trained or a base model into files."""
+    from mmrl.cli import commands
+    from mmrl.core.errors import UserError
+    from mmrl.data.prompts import read
+
+    if copies is not None:
+        raise UserError("--copies is now --num-samples")
+
+    asked = [{"text": text} for text in prompt or []] + (read(prompts) if prompts else [])
+    for file in commands.sample(path, asked, out, num_samples, seed, guidance, overrides or []):
+        print(file)
+
+
+@app.command()
+def export(
+    run: RunFolder,
+    out: Annotated[Path, typer.Option("--out", "-o", help="New folder.")] = Path("export"),
+    checkpoint: At = None,
+) -> None:
+    """Write the trained weights for the model's own library (diffusers, peft)."""
+    from mmrl.cli import commands
+
+    print(commands.export(run, out, checkpoint))
+
+
+@app.command()
+def report(run: RunFolder) -> None:
+    """One self-contained HTML page about a run."""
+    from mmrl.monitoring.report.page import write_report
+
+    print(write_report(run))
+    if (run / "before_after.png").exists():
+        print(run / "before_after.png")
+
+
+@app.command()
+def build(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Such as digits/sd3; default: quickstart's.")
+    ] = None,
+) -> None:
+    """Build parts of the embedded world ahead of time. They are cached."""
+    from mmrl.cli import commands
+
+    commands.build(names or list(commands.QUICKSTART))
+
+
+@app.command(name="serve-reward")
+def serve_reward(
+    config: Annotated[
+        Path, typer.Argument(help="A .yaml file with `reward:` and perhaps `serve:`, or a name.")
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Changes such as serve.port=8200.")
+    ] = None,
+) -> None:
+    """Serve the rewards of a configuration to other machines over HTTP."""
+    from mmrl.remote.server import serve
+    from mmrl.utils.paths import find_config
+
+    serve(find_config(config), overrides or [])
+
+
+@app.command(name="check-reward")
+def check_reward(
+    config: Annotated[
+        Path, typer.Argument(help="A .yaml file with `data:` and `reward:`, or a shipped name.")
+    ],
+    overrides: Overrides = None,
+    samples: Annotated[int, typer.Option(min=1, help="Prompts to look at.")] = 200,
+    seed: Annotated[int, typer.Option(min=0, help="Which of them.")] = 0,
+) -> None:
+    """Audit the rewards of a configuration on its own data: right answers must win, tricks must not
+    pay."""
+    from mmrl.audit import audit
+    from mmrl.audit.tables import print_audits
+    from mmrl.utils.paths import find_config
+
+    if not print_audits(audit(find_config(config), overrides or [], samples, seed)):
+        raise typer.Exit(1)
+
+
+@app.command(name="list")
+def list_(
+    kind: Annotated[
+        str | None, typer.Argument(help="rewards, policies, objectives, samplers ...")
+    ] = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Rewards only, with all their cards say.")
+    ] = False,
+) -> None:
+    """What can be named in a configuration, with one line about each."""
+    if markdown:
+        from mmrl.cli.reward_table import markdown as table
+
+        print(table(), end="")
+        return
+    from mmrl.cli.tables import plugin_tables
+
+    plugin_tables(kind)
+
+
+@app.command()
+def doctor() -> None:
+    """Versions, devices, attention backends, disk: what is there and what is missing."""
+    from mmrl.cli.doctor import print_report
+
+    if not print_report():
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Entry point."""
+    from mmrl.utils.threads import prepare
+
+    prepare()  # before anything imports torch
+    from mmrl.core.errors import UserError
+
+    try:
+        app()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print(
+            "stopped; the last checkpoint is whole: mmrl train --resume RUN goes on from it",
+            file=sys.stderr,
+        )
+        sys.exit(130)

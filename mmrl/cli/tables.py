@@ -1,0 +1,50 @@
+"""Tables on the terminal."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from mmrl.config import renamed
+from mmrl.core.errors import UserError, suggest
+from mmrl.core.registry import ALL, describe, load_built_in, options
+
+FAMILIES = {"samplers": ("sde_types", "timestep_schedules", "noise_windows")}
+
+
+def evaluation_table(rows: list[dict[str, Any]]) -> None:
+    """Models down, rewards across; mean and half the 95 % interval."""
+    names = list(dict.fromkeys(name for row in rows for name in row["rewards"]))
+    table = Table("model", *names, title="held-out rewards, mean ± 95 % interval")
+    for row in rows:
+        found = [row["rewards"].get(name) for name in names]
+        table.add_row(row["model"], *map(_estimate, found))
+    Console().print(table)
+
+
+def _estimate(found: dict[str, Any] | None) -> str:
+    """Mean and half the interval; of a measure of the whole set the value alone."""
+    if found is None:
+        return ""
+    half = found["high"] - found["mean"]
+    return f"{found['mean']:.3f} ± {half:.3f}" if math.isfinite(half) else f"{found['mean']:.3f}"
+
+
+def plugin_tables(kind: str | None) -> None:
+    """Name, options and first docstring line of every registered plug-in."""
+    load_built_in()
+    if kind is not None and kind not in [*ALL, *FAMILIES]:
+        if kind in renamed.KINDS:
+            raise UserError(f"`mmrl list {kind}` is now `mmrl list {renamed.KINDS[kind]}`")
+        raise UserError(f"no plug-ins called {kind!r}; {suggest(kind, [*ALL, *FAMILIES])}")
+    for plural, registry in ALL.items():
+        if kind in (None, plural) or plural in FAMILIES.get(kind, ()):
+            table = Table(
+                "name", "what it is", "options", title=plural, title_justify="left", min_width=80
+            )
+            for name in sorted(registry):
+                table.add_row(name, describe(registry[name]), ", ".join(options(registry[name])))
+            Console().print(table)

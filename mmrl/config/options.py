@@ -1,0 +1,270 @@
+"""The ``train`` and ``evaluate`` sections of a configuration, and the arithmetic that follows from
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from mmrl.core.errors import UserError
+
+Count = Annotated[int, Ge(1)]
+Natural = Annotated[int, Ge(0)]
+Positive = Annotated[float, Gt(0)]
+LossAggMode = Literal[
+    "token_mean",
+    "seq_mean_token_mean",
+    "seq_mean_token_mean_all",
+    "seq_mean_token_sum_norm",
+    "token_sum",
+]
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """Answers of earlier iterations in the place of groups of equal rewards. ``share``: of an
+    iteration's groups that may give way, at most; on every process one stays. ``size``: groups that
+    are remembered on a process; those whose rewards differ least leave first. ``age``: iterations
+    after which an answer is forgotten. ``times``: how often a group comes again."""
+
+    share: Annotated[float, Gt(0), Le(1)] = 0.5
+    size: Count = 256
+    age: Count = 8
+    times: Count = 1
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Sizes are global: they mean the same training on any number of processes."""
+
+    prompts_per_iteration: Count  # prompts an iteration
+    group_size: Count  # samples a prompt: the group that advantages compare
+    train_batch_size: Count  # rows (samples) an optimizer step
+    iterations: Natural  # rollouts; 0 only writes the first checkpoint
+    seed: Natural = 0  # of everything random
+    # parts of a rollout: the rewards of one are computed while the next is sampled
+    reward_overlap_chunks: Count = 1
+    epochs: Count = 1  # passes over the rows of one iteration
+    # rows a forward and backward pass on one process; null: all of its step
+    micro_batch_size: Count | None = None
+    warmup_steps: Natural = 0  # optimizer steps in which the learning rate rises linearly
+    # of the learning rate afterwards
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    # gradients are clipped to this global norm; null: not clipped
+    max_grad_norm: Positive | None = 1.0
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # of the forward pass (mixed precision)
+    # recompute activations: less memory, about a third more time
+    gradient_checkpointing: bool = False
+    # decay of the moving average of the weights; null: none
+    ema: Annotated[float, Ge(0), Lt(1)] | None = None
+    ema_update_interval: Count = 1  # optimizer steps between its updates
+    loss_agg_mode: LossAggMode = "token_mean"  # what counts the same in the mean of the loss
+    # decisions that reduction constant and sum divide by; null: the longest answer's
+    loss_denominator: Count | None = None
+    # answers cut off at the limit are compared, not trained on
+    mask_truncated_completions: bool = False
+    # (iteration, tokens): from then on answers are no longer
+    max_new_tokens_schedule: tuple[tuple[Natural, Count], ...] = ()
+    dynamic_sampling_rounds: Natural = (
+        0  # rounds in which groups of equal rewards give way to other prompts
+    )
+    # std of a group's rewards up to which resample calls them equal
+    dynamic_sampling_min_std: Annotated[float, Ge(0)] = 0.0
+    # answers of earlier iterations in the place of groups of equal rewards; null: none
+    replay_buffer: Reuse | None = None
+    # who writes one answer of every group: a reward, or a field of the prompt; null: none
+    ground_truth_rollout: str | None = None
+    # tolerated |re-scored - recorded log-prob| before the first step
+    logprob_tolerance: Positive | Literal["auto"] | None = "auto"
+    # score a rollout once more before it is trained on
+    recompute_old_logprob: bool | Literal["auto"] = "auto"
+    save_every: Natural = 50  # iterations; 0: only at the end
+    save_total_limit: Count = 3  # newest checkpoints that stay on disk
+    evaluate_every: Natural = 0  # iterations; 0: never during training
+    sample_every: Natural = 0  # iterations between sample grids; 0: never
+    # share of samples without a reward that stops the run
+    max_reward_failure_rate: Annotated[float, Ge(0), Le(1)] = 0.5
+    # seconds a process waits for the others (rewards, a save) before the run ends
+    timeout: Positive = 1800.0
+    time_limit: Positive | None = None  # seconds; then the run saves and ends cleanly
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """Evaluation on held-out prompts."""
+
+    prompts: Count = 64  # the first so many held-out prompts
+    num_samples: Count = 4  # samples a prompt
+    seed: Natural = 1  # of the initial noise: the same before and after
+    # rewards that are only measured, as in ``reward``
+    reward: dict[str, Any] = field(default_factory=dict)
+    # scales of the base model, for comparison
+    guidance: list[Annotated[float, Ge(0)]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one iteration does. ``warnings`` are sentences for the user."""
+
+    rows: int  # samples an iteration, prompts * copies
+    steps: int  # optimizer steps an epoch over them
+    total_steps: int  # optimizer steps of the whole run
+    processes: int
+    prompts_per_process: int
+    rows_per_process: int
+    rows_per_step: int  # of one process
+    micro_batch: int  # rows a forward pass of one process
+    accumulation: int  # forward passes an optimizer step; the last may be smaller
+    warnings: tuple[str, ...] = ()
+
+
+KINDS = {  # what an objective may need, by its class attribute ``needs``
+    "gaussian": "flow and diffusion models",
+    "categorical": "models that write tokens",
+    "masked": "masked diffusion, whose tokens can be hidden again",
+    "one pass": "models that score all tokens of an answer in one pass",
+}
+
+
+def unsuited(objective: type, policy: Any) -> str | None:
+    """Why an objective cannot train a policy (an object, a class or what makes one); None if it
+    can, or if one of the two does not say what it needs or is."""
+    needs = getattr(objective, "needs", "")
+    decisions = getattr(policy, "decisions", "")
+    if not needs or not decisions:
+        return None
+    has = {decisions}
+    if decisions == "categorical":
+        has |= {"masked"} if hasattr(policy, "corrupted") else set()
+        has |= {"one pass"} if getattr(policy, "one_pass", True) else set()
+    if needs in has:
+        return None
+    name = getattr(policy, "__name__", type(policy).__name__)
+    return (
+        f"the objective {objective.__name__} is for {KINDS[needs]}, which the policy {name} is not"
+    )
+
+
+def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
+    """Sentences about options of ``train`` that a policy (an object, a class or what makes one)
+    cannot take."""
+    name = getattr(policy, "__name__", type(policy).__name__)
+    if not getattr(policy, "decisions", ""):
+        return  # it does not say what it is
+    if train.ground_truth_rollout is not None and not hasattr(policy, "truth"):
+        yield f"train.ground_truth_rollout: {name} takes no answers of others; it is for vlm"
+    if train.replay_buffer is not None and not hasattr(policy, "recall"):
+        yield f"train.replay_buffer: {name} cannot be shown old answers again; it is for vlm"
+    if train.max_new_tokens_schedule and not hasattr(policy, "limit"):
+        yield f"train.max_new_tokens_schedule: {name} writes no answers whose length could change; it is for vlm"
+
+
+def without_average(snapshots: Collection[str], train: TrainOptions) -> str | None:
+    """What is wrong where an objective looks at a moving average of the weights that nobody keeps,
+    or None."""
+    if "ema" in snapshots and not train.ema:
+        return (
+            "the objective looks at the moving average of the weights: set train.ema, its "
+            "decay, such as 0.3"
+        )
+    return None
+
+
+def arithmetic(train: TrainOptions, processes: int = 1) -> Plan:
+    """How the sizes divide over processes, steps and micro-batches.
+
+    Raises UserError naming every key that does not fit and the nearest values that would.
+    """
+    problems = list(impossible(train, processes))
+    if problems:
+        raise UserError("\n".join(problems))
+    rows = train.prompts_per_iteration * train.group_size
+    rows_per_step = train.train_batch_size // processes
+    micro_batch = train.micro_batch_size or rows_per_step
+    return Plan(
+        rows=rows,
+        steps=rows // train.train_batch_size,
+        total_steps=rows // train.train_batch_size * train.epochs * train.iterations,
+        processes=processes,
+        prompts_per_process=train.prompts_per_iteration // processes,
+        rows_per_process=rows // processes,
+        rows_per_step=rows_per_step,
+        micro_batch=micro_batch,
+        accumulation=-(-rows_per_step // micro_batch),
+        warnings=tuple(_warnings(train)),
+    )
+
+
+def impossible(train: TrainOptions, processes: int = 1) -> Iterator[str]:
+    """Sentences, each beginning with the key, about sizes that do not divide."""
+    rows = train.prompts_per_iteration * train.group_size
+    unfit = False
+    for key in (
+        "prompts_per_iteration",
+        "group_size",
+        "train_batch_size",
+        "epochs",
+        "micro_batch_size",
+    ):
+        value = vars(train)[key]
+        if value is not None and value < 1:
+            unfit = True
+            yield f"train.{key} is {value}: at least 1"
+    if unfit:
+        return
+    if train.prompts_per_iteration % processes:
+        near = _nearest(train.prompts_per_iteration, processes, lambda n: True)
+        yield f"train.prompts_per_iteration {train.prompts_per_iteration} cannot be shared by {processes} processes: use {near}"
+        return
+    if rows % train.train_batch_size:
+        near = _nearest(
+            min(train.train_batch_size, rows), processes, lambda n: n <= rows and rows % n == 0
+        )
+        made = f"{rows} samples (train.prompts_per_iteration {train.prompts_per_iteration} x train.group_size {train.group_size})"
+        yield (
+            f"train.train_batch_size {train.train_batch_size} does not divide the {made} of an iteration: "
+            f"use {near}"
+        )
+    elif train.train_batch_size % processes:
+        near = _nearest(train.train_batch_size, processes, lambda n: n <= rows and rows % n == 0)
+        yield (
+            f"train.train_batch_size {train.train_batch_size} cannot be shared by {processes} processes: "
+            f"use {near}"
+        )
+    elif train.micro_batch_size and train.micro_batch_size > (
+        share := train.train_batch_size // processes
+    ):
+        yield (
+            f"train.micro_batch_size {train.micro_batch_size} is more than the {share} rows of an "
+            f"optimizer step on one process "
+            f"(train.train_batch_size {train.train_batch_size} over {processes}): at most {share}, or null"
+        )
+
+
+def _nearest(wanted: int, multiple: int, fits) -> str:
+    """The multiples of ``multiple`` nearest to ``wanted`` that fit, below and above."""
+    first = wanted // multiple * multiple
+    below = (
+        n for n in range(first, max(0, first - 100_000 * multiple), -multiple) if n > 0 and fits(n)
+    )
+    above = (n for n in range(first + multiple, first + 100_000 * multiple, multiple) if fits(n))
+    found = [n for n in (next(below, None), next(above, None)) if n]
+    return " or ".join(map(str, found)) or f"a multiple of {multiple}"
+
+
+def _warnings(train: TrainOptions) -> Iterator[str]:
+    if train.group_size < 2:
+        yield (
+            "train.group_size is 1: an advantage that compares the samples of a prompt is zero, "
+            "nothing would be learned"
+        )
+    if train.dynamic_sampling_min_std and not train.dynamic_sampling_rounds:
+        yield (
+            "train.dynamic_sampling_min_std is set and train.dynamic_sampling_rounds is 0: no group gives way; set "
+            "its number of rounds"
+        )
+    if train.iterations == 0:
+        yield "train.iterations is 0: nothing is trained"

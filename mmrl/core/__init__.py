@@ -1,0 +1,1 @@
+"""Holds the records, distributions and registries that every room uses."""

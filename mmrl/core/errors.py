@@ -1,0 +1,23 @@
+"""Errors a user can mend, and the words that help to mend them."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Any
+
+
+class UserError(Exception):
+    """A mistake of the user's: one readable message with the remedy, exit status 2, never a
+    traceback."""
+
+
+def suggest(name: str, known: Any) -> str:
+    """``did you mean 'grpo'?`` or the list of what is known."""
+    close = get_close_matches(str(name), [str(k) for k in known], cutoff=0.6)
+    # of equally near ones that of swapped letters
+    close.sort(key=lambda found: sorted(found) != sorted(str(name)))
+    return (
+        f"did you mean {close[0]!r}?"
+        if close
+        else (f"known: {', '.join(sorted(map(str, known))) or 'none'}")
+    )

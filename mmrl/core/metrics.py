@@ -1,0 +1,101 @@
+"""What a loss wants to say besides its value.
+
+An objective returns only its loss; whatever else is worth a curve it mentions by ``observe``.
+Outside a training step nobody listens and the call costs nothing, so objectives stay pure to look
+at and ten lines long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from mmrl.core import distributed
+
+_listening: list[Meter] = []
+
+
+def observe(name: str, value: Tensor, mask: Tensor | None = None) -> None:
+    """Mention a tensor [B, L]; its mean and its largest absolute value where ``mask`` [B, L] holds
+    are recorded."""
+    for meter in _listening:
+        meter.add(name, value.detach(), mask)
+
+
+class Meter:
+    """Running count, sum and maximum by name, reduced over all processes when read."""
+
+    def __init__(self):
+        self.sums: dict[str, Tensor] = {}  # name -> [2] float64: sum and count
+        self.tops: dict[str, Tensor] = {}  # name -> [] float64
+        self.sizes: dict[str, Tensor] = {}  # name -> [] float64: sum of absolute values
+
+    @contextmanager
+    def listening(self) -> Iterator[Meter]:
+        _listening.append(self)
+        try:
+            yield self
+        finally:
+            _listening.remove(self)
+
+    def mark(self) -> tuple[dict[str, Tensor], ...]:
+        """What was recorded so far, for ``restore``."""
+        return dict(self.sums), dict(self.tops), dict(self.sizes)
+
+    def restore(self, mark: tuple[dict[str, Tensor], ...]) -> None:
+        """Forget what was recorded since."""
+        self.sums, self.tops, self.sizes = (dict(part) for part in mark)
+
+    def add(self, name: str, value: Tensor, mask: Tensor | None = None) -> None:
+        value = value.double()
+        keep = torch.ones_like(value, dtype=torch.bool) if mask is None else mask.expand_as(value)
+        kept = torch.where(keep, value, 0.0)
+        pair = torch.stack([kept.sum(), keep.sum().double()])
+        self.sums[name] = self.sums.get(name, 0) + pair
+        self.sizes[name] = self.sizes.get(name, 0) + kept.abs().sum()
+        self.tops[name] = torch.maximum(self.tops.get(name, pair.new_zeros(())), kept.abs().max())
+
+    def put(self, name: str, total: Tensor, count: Tensor) -> None:
+        """Add to a sum, and to the count it is divided by."""
+        self.sums[name] = self.sums.get(name, 0) + torch.stack(
+            [total.detach().double(), count.double()]
+        )
+
+    def mean(self, name: str) -> float:
+        """Mean over everything observed on all processes; a collective call. NaN if nothing was."""
+        total, count = distributed.all_sum(
+            self.sums.get(name, torch.zeros(2, dtype=torch.float64))
+        ).tolist()
+        return total / count if count else float("nan")
+
+    def means(self) -> dict[str, float]:
+        """Mean of every name, as ``mean`` gives it, by one collective call and one wait for the
+        device."""
+        names = sorted(self.sums)
+        if not names:
+            return {}
+        device = self.sums[names[0]].device
+        table = distributed.all_sum(
+            torch.stack([self.sums[name].to(device) for name in names])
+        ).tolist()
+        return {
+            name: pair[0] / pair[1] if pair[1] else float("nan")
+            for name, pair in zip(names, table, strict=True)
+        }
+
+    def size(self, name: str) -> float:
+        """Mean absolute value of what was observed on all processes; a collective call. 0 if
+        nothing was."""
+        nothing = torch.zeros(2, dtype=torch.float64)
+        pair = (
+            torch.stack([self.sizes[name], self.sums[name][1]]) if name in self.sizes else nothing
+        )
+        total, count = distributed.all_sum(pair).tolist()
+        return total / max(count, 1)
+
+    def top(self, name: str) -> float:
+        """Largest absolute value on any process; a collective call."""
+        return float(distributed.all_max(self.tops.get(name, torch.zeros((), dtype=torch.float64))))

@@ -1,0 +1,185 @@
+"""Named snapshots of the trainable parameters: reference, old, moving average.
+
+With LoRA the adapter starts at zero, so the snapshot taken before step 0 *is* the base model:
+reference, old and averaged policies need no second model. A snapshot is swapped in by *exchanging
+contents in place*, shard by shard: no parameter object changes, so DDP, FSDP2 (DTensor) and
+optimizers never notice, and of a third copy only a part is ever there. Operations take lists of
+tensors at once: a large model has hundreds, and each call costs the host time. Under FSDP2 every
+method but ``parameters`` is called by all processes alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.core.sharding import extent, is_sharded, like, shards
+from mmrl.run.checkpoint import Part
+
+LIVE = "live"
+SPARE = 2**28  # bytes of weights that are there a third time while snapshots are swapped
+# what activation checkpointing and torch.compile put in names
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def reshard(module: nn.Module) -> None:
+    """Make the shards the parameters again. After a forward pass FSDP2 keeps the whole weights of
+    its outermost group for the backward pass to come; a pass after a change of the shards would
+    compute with the weights of before."""
+    for part in module.modules():
+        if shards(part):
+            part.reshard()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor, sharing storage, outside autograd's version counting."""
+    return tensor.data._local_tensor if is_sharded(tensor) else tensor.data
+
+
+def copies(tensors: list[Tensor]) -> list[Tensor]:
+    """Copy tensors in one call."""
+    fresh = [torch.empty_like(tensor) for tensor in tensors]
+    if fresh:
+        torch._foreach_copy_(fresh, tensors)
+    return fresh
+
+
+def parts(tensors: Sequence[Tensor], size: int) -> Iterator[slice]:
+    """Cut a list into runs of at most ``size`` bytes each, or of one tensor where that alone is
+    larger."""
+    start = held = 0
+    for end, tensor in enumerate(tensors):
+        if held and held + tensor.nbytes > size:
+            yield slice(start, end)
+            start = end
+            held = 0
+        held += tensor.nbytes
+    if start < len(tensors):
+        yield slice(start, len(tensors))
+
+
+class Weights:
+    """Snapshots of a module's trainable parameters. ``module`` is the unwrapped one."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+        self.saved: dict[str, dict[str, Tensor]] = {}
+        self.current = LIVE
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Trainable parameters (under FSDP2 the shards) by the name they have without any wrapper;
+        looked up anew since sharding replaces the objects."""
+        reshard(self.module)
+        return {_plain(name): p for name, p in self.module.named_parameters() if p.requires_grad}
+
+    @torch.no_grad()
+    def keep(self, name: str) -> None:
+        """Take (or retake) a snapshot of the live weights."""
+        live = {key: local(p) for key, p in self.parameters().items()}
+        self.saved[name] = dict(zip(live, copies(list(live.values())), strict=True))
+
+    @torch.no_grad()
+    def track(self, name: str, decay: float) -> None:
+        """Move a snapshot towards the live weights: saved = decay * saved + (1 - decay) * live."""
+        own = self.parameters()
+        averages = [self.saved[name][key] for key in own]
+        if averages:
+            torch._foreach_lerp_(averages, [local(p) for p in own.values()], 1 - decay)
+
+    @contextmanager
+    def using(self, name: str) -> Iterator[None]:
+        """Run the block with a snapshot in place of the live weights. Nests; ``live`` is always
+        known.
+
+        Safe between a forward and its backward pass: contents are restored to the bit before the
+        block ends.
+        """
+        if name != LIVE and name not in self.saved:
+            raise KeyError(f"no snapshot called {name!r}; kept: {', '.join(self.saved) or 'none'}")
+        before = self.current
+        self._put(name)
+        try:
+            yield
+        finally:
+            self._put(before)
+
+    @torch.no_grad()
+    def _put(self, name: str) -> None:
+        if name == self.current:
+            return
+        for one in (self.current, name):  # back to live first, then to the snapshot
+            if one != LIVE:
+                self._exchange(self.saved[one])
+        self.current = name
+
+    def _exchange(self, saved: dict[str, Tensor]) -> None:
+        own = self.parameters()
+        live = [local(p) for p in own.values()]
+        others = [saved[key] for key in own]
+        for part in parts(live, SPARE):
+            spare = copies(others[part])
+            torch._foreach_copy_(others[part], live[part])
+            torch._foreach_copy_(live[part], spare)
+
+    @torch.no_grad()
+    def stored(self, name: str = LIVE) -> dict[str, Tensor]:
+        """The tensors themselves, under FSDP2 each process's shards (DTensor). Nothing is copied or
+        gathered."""
+        own = self.parameters()
+        return {
+            key: p.detach() if name == LIVE else like(p, self.saved[name][key])
+            for key, p in own.items()
+        }
+
+    @torch.no_grad()
+    def full(self, name: str = LIVE) -> dict[str, Tensor]:
+        """Whole tensors on the CPU, gathered from all shards (a collective call). For checkpoints
+        and export."""
+        with self.using(name):
+            return {key: _whole(p).detach().cpu().clone() for key, p in self.parameters().items()}
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor], name: str = LIVE) -> None:
+        """Put whole tensors back, under a snapshot's name or as the live weights. Names and shapes
+        must agree.
+
+        Of a checkpoint's part only what this process holds is read.
+        """
+        own = self.parameters()
+        if set(own) != set(tensors):
+            odd = sorted(set(own) ^ set(tensors))
+            raise ValueError(
+                f"weights differ from the model's in {len(odd)} names, for example {odd[0]!r}"
+            )
+        for key, p in own.items():
+            part = block(tensors, key, p).to(local(p))
+            if name == LIVE:
+                local(p).copy_(part)
+            else:
+                self.saved.setdefault(name, {})[key] = part.clone()
+
+
+def block(tensors: Mapping[str, Tensor], key: str, parameter: Tensor) -> Tensor:
+    """What this process holds of the whole tensor called ``key``, which is as large as
+    ``parameter``."""
+    stored = isinstance(tensors, Part)
+    shape = tensors.shape(key) if stored else tuple(tensors[key].shape)
+    if shape != tuple(parameter.shape):
+        raise ValueError(f"{key}: shape {shape} where the model has {tuple(parameter.shape)}")
+    start, size = extent(parameter)
+    if stored:
+        return tensors.block(key, start, size)
+    return tensors[key][tuple(slice(a, a + n) for a, n in zip(start, size))]
+
+
+def _plain(name: str) -> str:
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _whole(p: Tensor) -> Tensor:
+    return p.full_tensor() if is_sharded(p) else p

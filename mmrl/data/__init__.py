@@ -1,0 +1,1 @@
+"""Reads prompts and chooses which come next."""

@@ -1,0 +1,331 @@
+"""Data sources made of other data sources: mixtures, hints that fade, hard prompts that come again.
+
+Each draws by iteration and seed, the same on any number of processes; held-out prompts are those of
+what is inside.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Annotated, Any
+
+from annotated_types import Ge, Le, Lt
+
+from mmrl.config.options import Count, Natural
+from mmrl.core.errors import UserError
+from mmrl.core.registry import DATA
+from mmrl.core.types import Prompt
+from mmrl.data.prompts import Curriculum, Outcome, batch, pick, place
+
+Weight = Annotated[float, Ge(0)]
+Share = Annotated[float, Ge(0), Le(1)]
+Source = Annotated[Any, DATA]
+PIECE = re.compile(r"[^\s>]*[\s>]+|[^\s>]+")  # words, and tags of a table
+
+
+class Mixed(Curriculum):
+    """Prompts of several sources, each with its name in ``source``, and the weights in force from
+    an iteration on."""
+
+    def __init__(
+        self, prompts: Sequence[Prompt], stages: Sequence[tuple[int, Mapping[str, float]]]
+    ):
+        super().__init__(prompts)
+        self.stages = stages
+        self.members: dict[str, list[Prompt]] = {}
+        for prompt in prompts:
+            self.members.setdefault(prompt["source"], []).append(prompt)
+        for start, chosen in stages:
+            if not any(chosen.get(name, 0) > 0 for name in self.members):
+                raise UserError(
+                    f"mixture: from iteration {start} on no source with prompts has a "
+                    f"weight above 0"
+                )
+        self.known: dict[tuple[int, int], tuple[dict[str, float], dict[str, int]]] = {}
+
+    def shares(self, iteration: int) -> dict[str, float]:
+        """Of every source that has prompts, in the stage of ``iteration``; they add up to 1."""
+        chosen = [weights for start, weights in self.stages if start <= iteration][-1]
+        there = {name: chosen.get(name, 0.0) for name in self.members if chosen.get(name, 0.0) > 0}
+        return {name: weight / sum(there.values()) for name, weight in there.items()}
+
+    def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
+        """Each source goes through its own epochs, however little of an iteration it has."""
+        _, taken = self._before(count, iteration)
+        found = []
+        taken = dict(taken)
+        for name in self._turns(count, iteration):
+            own = self.members[name]
+            found.append(own[place(taken.get(name, 0), len(own), seed, name)])
+            taken[name] = taken.get(name, 0) + 1
+        return found
+
+    def pick(self, u: float, iteration: int) -> Prompt:
+        shares = self.shares(iteration)
+        names = list(shares)
+        ends = list(accumulate(shares.values()))
+        at = min(bisect_right(ends, u), len(names) - 1)
+        own = self.members[names[at]]
+        inside = (u - (ends[at] - shares[names[at]])) / shares[names[at]]
+        return own[min(max(int(inside * len(own)), 0), len(own) - 1)]
+
+    def over(self, prompts: Sequence[Prompt]) -> Mixed:
+        return Mixed(prompts, self.stages)
+
+    def _turns(self, count: int, iteration: int) -> list[str]:
+        """Whose turn it is, ``count`` times: always that of the source which is furthest behind its
+        share."""
+        credit = dict(self._before(count, iteration)[0])
+        return _advance(credit, self.shares(iteration), count)
+
+    def _before(self, count: int, iteration: int) -> tuple[dict[str, float], dict[str, int]]:
+        """Credits and numbers of prompts taken before an iteration, counted from the first one
+        on."""
+        start = iteration
+        while start and (count, start) not in self.known:
+            start -= 1
+        credit, taken = self.known.get((count, start), ({}, {}))
+        for step in range(start, iteration):
+            credit = dict(credit)
+            taken = dict(taken)
+            for name in _advance(credit, self.shares(step), count):
+                taken[name] = taken.get(name, 0) + 1
+            self.known = {(count, step + 1): (credit, taken)}
+        return credit, taken
+
+
+def _advance(credit: dict[str, float], shares: Mapping[str, float], count: int) -> list[str]:
+    """``count`` turns, and the credits after them."""
+    found = []
+    for _ in range(count):
+        for name, share in shares.items():
+            credit[name] = credit.get(name, 0.0) + share
+        name = max(shares, key=lambda one: credit[one])
+        credit[name] -= 1
+        found.append(name)
+    return found
+
+
+@DATA.register("mixture")
+class Mixture:
+    """Several data sources at once, with weights that may change on the way (MoDoMoDo, LMM-R1).
+
+    sources: by name; every prompt gets its source's name as ``source``, which rewards can be routed
+    by. weights: how much of every iteration each has; by default as many as it has prompts. stages:
+    [iteration, weights] pairs: from that iteration on these. Sources without a weight there are not
+    drawn.
+    """
+
+    train: Mixed
+    held_out: list[Prompt]
+
+    def __init__(
+        self,
+        sources: dict[str, Source],
+        weights: dict[str, Weight] | None = None,
+        stages: tuple[tuple[Natural, dict[str, Weight]], ...] = (),
+    ):
+        if not sources:
+            raise UserError("sources is empty; name at least one, {name: {vision: {path: ...}}}")
+        for chosen in [weights or {}, *(own for _, own in stages)]:
+            if unknown := set(chosen) - set(sources):
+                raise UserError(
+                    f"weights are given for {', '.join(sorted(unknown))}; sources: "
+                    f"{', '.join(sources)}"
+                )
+        starts = [start for start, _ in stages]
+        if starts != sorted(set(starts)):
+            raise UserError(f"stages begin at iterations {starts}; they must rise")
+        if weights is None:
+            weights = {name: float(len(one.train)) for name, one in sources.items()}
+        stages = stages if starts[:1] == [0] else ((0, weights), *stages)
+        self.train = Mixed(_named(sources, "train"), stages)
+        self.held_out = _named(sources, "held_out")
+
+
+def _named(sources: Mapping[str, Any], part: str) -> list[Prompt]:
+    for name, one in sources.items():
+        if isinstance(getattr(one, part), Curriculum):
+            raise UserError(
+                f"sources.{name}: a mixture is made of plain sources; put replay or hints around it"
+            )
+    return [
+        {**prompt, "source": name} for name, one in sources.items() for prompt in getattr(one, part)
+    ]
+
+
+class Around(Curriculum):
+    """A curriculum around ``inner``, a list or another curriculum of the same prompts."""
+
+    def __init__(self, inner: Sequence[Prompt]):
+        super().__init__(inner)
+        self.inner = inner
+
+    def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
+        return batch(self.inner, count, iteration, seed)
+
+    def pick(self, u: float, iteration: int) -> Prompt:
+        return pick(self.inner, u, iteration)
+
+    def learn(self, found: Sequence[Outcome]) -> None:
+        if isinstance(self.inner, Curriculum):
+            self.inner.learn(found)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict() if isinstance(self.inner, Curriculum) else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if isinstance(self.inner, Curriculum):
+            self.inner.load_state_dict(state)
+
+
+def _over(inner: Sequence[Prompt], prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+    return inner.over(prompts) if isinstance(inner, Curriculum) else list(prompts)
+
+
+class Hinted(Around):
+    """Prompts with the beginning of their right answer already written, which the model
+    completes."""
+
+    def __init__(self, inner: Sequence[Prompt], hints: Hints):
+        super().__init__(inner)
+        self.hints = hints
+
+    def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
+        return [
+            self.hints.on(prompt, iteration) for prompt in super().batch(count, iteration, seed)
+        ]
+
+    def pick(self, u: float, iteration: int) -> Prompt:
+        return self.hints.on(super().pick(u, iteration), iteration)
+
+    def over(self, prompts: Sequence[Prompt]) -> Hinted:
+        return Hinted(_over(self.inner, prompts), self.hints)
+
+
+@DATA.register("hints")
+class Hints:
+    """Training prompts whose answer is begun for the model: hint completion (Table-R1).
+
+    of: the data source. field: of the prompt, a text or a list of steps. share: how much of it is
+    given, in whole steps, lines or words, never all. over: iterations in which that falls to 0, on
+    a line; 0: it stays. before: is written before it, such as "<answer>".
+    """
+
+    train: Hinted
+    held_out: list[Prompt]
+
+    def __init__(
+        self,
+        of: Source,
+        field: str = "answer",
+        share: Annotated[float, Ge(0), Lt(1)] = 0.5,
+        over: Natural = 0,
+        before: str = "",
+    ):
+        self.field = field
+        self.share = share
+        self.period = over
+        self.before = before
+        self.train = Hinted(of.train, self)
+        self.held_out = list(of.held_out)
+        if bare := sum(prompt.get(field) is None for prompt in self.train):
+            warnings.warn(
+                f"hints: {bare} of {len(self.train)} prompts have no {field!r} and get none",
+                stacklevel=2,
+            )
+
+    def on(self, prompt: Prompt, iteration: int) -> Prompt:
+        """The prompt with ``prefill``, what its answer begins with."""
+        left = 1.0 if not self.period else max(0.0, 1 - iteration / self.period)
+        whole = pieces(prompt.get(self.field))
+        given = (
+            whole[: min(int(self.share * left * len(whole) + 1e-9), len(whole) - 1)]
+            if whole
+            else []
+        )
+        return {**prompt, "prefill": self.before + "".join(given)} if given else prompt
+
+
+def pieces(value: Any) -> list[str]:
+    """Steps of a list, else lines of a text, else its words and tags; joined they are the whole."""
+    if isinstance(value, (list, tuple)):
+        return [f"{one[0] if isinstance(one, (list, tuple)) else one}\n" for one in value]
+    text = "" if value is None else str(value)
+    lines = text.splitlines(keepends=True)
+    return lines if len(lines) > 1 else PIECE.findall(text)
+
+
+class Replayed(Around):
+    """A share of every iteration are prompts that were hard when they were last asked, the longest
+    ago first."""
+
+    def __init__(self, inner: Sequence[Prompt], replay: Replay):
+        super().__init__(inner)
+        self.replay = replay
+        self.named = {prompt["entry"]: prompt for prompt in inner}
+        self.waiting: list[int] = []  # entries of hard prompts
+        self.again: list[int] = []  # those of them that are asked in this iteration
+
+    def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
+        """The last of the iteration's prompts give way to those that wait. Repeatable until
+        ``learn``."""
+        fresh = super().batch(count, iteration, seed)
+        self.again = self.waiting[: int(self.replay.share * count)]
+        return [*fresh[: count - len(self.again)], *(self.named[entry] for entry in self.again)]
+
+    def over(self, prompts: Sequence[Prompt]) -> Replayed:
+        return Replayed(_over(self.inner, prompts), self.replay)
+
+    def learn(self, found: Sequence[Outcome]) -> None:
+        super().learn(found)
+        asked = {*self.again, *(one.entry for one in found)}
+        hard = [one.entry for one in found if self.replay.hard(one)]
+        left = [entry for entry in self.waiting if entry not in asked]
+        self.waiting = [*left, *dict.fromkeys(hard)][-self.replay.size :]
+        self.again = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"waiting": self.waiting, "inner": super().state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.waiting = [entry for entry in state.get("waiting", ()) if entry in self.named]
+        self.again = []
+        super().load_state_dict(state.get("inner", {}))
+
+
+@DATA.register("replay")
+class Replay:
+    """Prompts that taught too little come again: a part of AVATAR's replay, with new answers
+    (Kulkarni et al. 2025).
+
+    of: the data source. share: of every iteration's prompts that are repeated, at most. below: a
+    group with a lower mean reward was hard. solved: and one whose rewards are all equal, and lower
+    than this. size: of the memory; the oldest leave it. It is saved in checkpoints.
+    """
+
+    train: Replayed
+    held_out: list[Prompt]
+
+    def __init__(
+        self,
+        of: Source,
+        share: Share = 0.25,
+        below: float = 0.5,
+        solved: float = 1.0,
+        size: Count = 1000,
+    ):
+        self.share = share
+        self.below = below
+        self.solved = solved
+        self.size = size
+        entries = [{**prompt, "entry": number} for number, prompt in enumerate(of.train)]
+        self.train = Replayed(_over(of.train, entries), self)
+        self.held_out = list(of.held_out)
+
+    def hard(self, one: Outcome) -> bool:
+        return one.mean < self.below or (one.flat and one.mean < self.solved)

@@ -1,0 +1,231 @@
+"""Prompts from files, split into what is trained on and what is held out, in an order that depends
+on the seed only."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from operator import itemgetter
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from annotated_types import Ge, Lt
+
+from mmrl.core.errors import UserError
+from mmrl.core.registry import DATA
+from mmrl.core.types import Prompt
+from samplers.noise import Rng
+
+SPLIT = 0.05  # share of the texts that is held out when nothing else is said
+NAMES = {
+    "train": ("train_metadata.jsonl", "train.jsonl", "train.txt"),
+    "test": ("test_metadata.jsonl", "test.jsonl", "test.txt"),
+}
+
+
+@DATA.register("prompts")
+class Prompts:
+    """Prompts from a .txt file (one a line), a .jsonl file (one object a line), or a folder with
+    train and test.
+
+    path: the file, or a folder holding ``train_metadata.jsonl``, ``train.jsonl`` or ``train.txt``
+    (and ``test...``). held_out: a second file, or the share of the texts to hold out; by default
+    the folder's test file, else 5 %. key: the JSON key that holds the text; by default "text" or
+    "prompt".
+    """
+
+    train: list[Prompt]
+    held_out: list[Prompt]
+
+    def __init__(
+        self,
+        path: Path,
+        held_out: Path | Annotated[float, Ge(0), Lt(1)] | None = None,
+        key: str | None = None,
+    ):
+        path = Path(path)
+        found = read(_inside(path, "train") if path.is_dir() else path, key)
+        if held_out is None and path.is_dir():
+            held_out = _inside(path, "test", required=False)
+        if isinstance(held_out, (str, Path)):
+            self.train = found
+            self.held_out = read(Path(held_out), key)
+            if both := len({p["text"] for p in self.train} & {p["text"] for p in self.held_out}):
+                warnings.warn(
+                    f"{both} texts of {held_out} are also in {path}: they are not held out",
+                    stacklevel=2,
+                )
+        else:
+            self.train, self.held_out = split(found, SPLIT if held_out is None else held_out)
+
+
+def split(
+    prompts: Sequence[Prompt], share: float, key: Callable[[Prompt], str] = itemgetter("text")
+) -> tuple[list[Prompt], list[Prompt]]:
+    """Train and held-out prompts, by a hash of the text (or another ``key``): equal ones stay
+    together, and more lines move none of them.
+
+    (But for tiny files: a side that the hash would leave empty gets the one text nearest to it.)
+    """
+    ranks = {name: _rank(name) for name in map(key, prompts)}
+    order = sorted(ranks, key=ranks.get)
+    held = {text for text in order if ranks[text] < share} | set(order[:1] if share > 0 else ())
+    held -= set(order[-1:])
+    return [p for p in prompts if key(p) not in held], [p for p in prompts if key(p) in held]
+
+
+def _rank(text: str) -> float:
+    """In [0, 1), the same everywhere."""
+    digest = blake2b(text.encode(errors="surrogatepass"), digest_size=6).digest()
+    return int.from_bytes(digest, "big") / 2**48
+
+
+def batch(prompts: Sequence[Prompt], count: int, iteration: int, seed: int) -> list[Prompt]:
+    """The prompts of an iteration, ``count`` of them: epoch after epoch, each in its own random
+    order.
+
+    Nothing is remembered between calls: the position in the data is the iteration, so a resumed run
+    continues exactly. No prompt repeats within an epoch; a batch may lie across two epochs, or wrap
+    around several when it is larger.
+    """
+    if not prompts:
+        raise UserError("there are no prompts to draw from")
+    if isinstance(prompts, Curriculum):
+        return prompts.batch(count, iteration, seed)
+    positions = range(iteration * count, (iteration + 1) * count)
+    return [prompts[place(position, len(prompts), seed)] for position in positions]
+
+
+def pick(prompts: Sequence[Prompt], u: float, iteration: int) -> Prompt:
+    """One prompt out of those that ``iteration`` may draw, for u in [0, 1)."""
+    if isinstance(prompts, Curriculum):
+        return prompts.pick(u, iteration)
+    return prompts[int(u * len(prompts))]
+
+
+def place(position: int, size: int, seed: int, *names: int | str) -> int:
+    """Where in ``size`` prompts the draw number ``position`` lies: epoch after epoch, each in its
+    own random order."""
+    epoch, slot = divmod(position, size)
+    return _order(size, seed, epoch, *names)[slot]
+
+
+@lru_cache(maxsize=64)
+def _order(n: int, seed: int, epoch: int, *names: int | str) -> tuple[int, ...]:
+    return tuple(Rng.of(seed, "data", *names, epoch).permutation(n).tolist())
+
+
+class Curriculum(list[Prompt]):
+    """Training prompts that say themselves which of them an iteration draws."""
+
+    def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
+        """``count`` prompts; the same on all processes, and after a resume."""
+        raise NotImplementedError
+
+    def pick(self, u: float, iteration: int) -> Prompt:
+        return self[int(u * len(self))]
+
+    def over(self, prompts: Sequence[Prompt]) -> Curriculum:
+        """The same, over these of its prompts."""
+        raise NotImplementedError
+
+    def learn(self, found: Sequence[Outcome]) -> None:
+        """Told, alike on all processes, how the groups of an iteration were rewarded."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What ``state_dict`` returned, after a resume."""
+
+
+class Outcome(NamedTuple):
+    """Rewards of one group: the ``entry`` of its prompt, their mean, and whether they are all
+    equal."""
+
+    entry: int
+    mean: float
+    flat: bool
+
+
+def read(path: Path, key: str | None = None) -> list[Prompt]:
+    """The prompts of one .txt or .jsonl file, in order. Raises UserError with file and line."""
+    readers = {".txt": _text_line, ".jsonl": _json_line, ".ndjson": _json_line}
+    if path.suffix.lower() not in readers:
+        raise UserError(
+            f"{path}: prompts are read from .txt (one a line), .jsonl (one object a "
+            f"line) or a folder"
+        )
+    found = []
+    for number, line in enumerate(decoded(path).split("\n"), start=1):
+        if line := line.strip():
+            try:
+                found.append(readers[path.suffix.lower()](line, key))
+            except (ValueError, RecursionError) as error:
+                shown = line if len(line) <= 80 else line[:80] + " ..."
+                raise UserError(f"{path}:{number}: {error}\n    {shown}") from error
+    if not found:
+        raise UserError(f"{path} holds no prompt: write one a line")
+    return found
+
+
+def _text_line(line: str, key: str | None) -> Prompt:
+    return {"text": line}
+
+
+def _json_line(line: str, key: str | None) -> Prompt:
+    try:
+        value: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f'broken JSON at column {error.colno}: {error.msg}; expected {{"text": "..."}}'
+        ) from error
+    except RecursionError as error:
+        raise ValueError("JSON nested too deeply") from error
+    if isinstance(value, str):
+        value = {key or "text": value}
+    if not isinstance(value, dict):
+        raise ValueError(f'expected {{"text": "..."}} or a string, got {type(value).__name__}')
+    name = key or next((k for k in ("text", "prompt") if k in value), None)
+    if name not in value:
+        wanted = repr(key) if key else "'text' or 'prompt'"
+        raise ValueError(
+            f"no key {wanted}; this line has {', '.join(value) or 'none'}; name it "
+            f"with the option key"
+        )
+    if not isinstance(value[name], str) or not value[name].strip():
+        raise ValueError(
+            f"{name!r} must be text that is not empty, got {json.dumps(value[name])[:60]}"
+        )
+    return {**value, "text": value[name].strip()}
+
+
+def decoded(path: Path) -> str:
+    """A whole UTF-8 file. Raises UserError naming the line that is not."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot read prompts: {error.strerror}") from error
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        number = data.count(b"\n", 0, error.start) + 1
+        remedy = (
+            f"save it as UTF-8, for instance: iconv -f latin1 -t utf-8 {path.name} > "
+            f"utf8{path.suffix}"
+        )
+        raise UserError(
+            f"{path}:{number}: byte 0x{data[error.start]:02x} is not UTF-8; {remedy}"
+        ) from error
+
+
+def _inside(folder: Path, part: str, required: bool = True) -> Path | None:
+    for name in NAMES[part]:
+        if (folder / name).is_file():
+            return folder / name
+    if required:
+        raise UserError(f"{folder}: no prompts there; expected one of {', '.join(NAMES[part])}")
+    return None

@@ -1,0 +1,225 @@
+"""From a row of a published format to a prompt: text or messages, images, video, and the right
+answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mmrl.core.types import Prompt
+
+# Names in use for what mmrl calls text, images ...; the first that is there counts.
+ALIASES = {
+    "text": ("text", "question", "prompt", "problem", "query", "instruction"),
+    "images": ("images", "image", "image_path", "img", "image_file", "file_name"),
+    "video": ("video", "videos", "video_path"),
+    "answer": ("answer", "solution", "ground_truth"),
+    "boxes": ("boxes", "bboxes"),
+}
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "system": "system",
+}
+DETECT = "Find every object of these kinds and give the box of each: {labels}."
+REFER = "Give the box of {expression}."
+
+
+def plain(row: Mapping[str, Any], fields: Mapping[str, str]) -> Prompt:
+    """A row of named values; ``fields`` says which name holds what. Other values stay as they
+    are."""
+    found = dict(row)
+    for ours in {**ALIASES, **fields}:
+        theirs = fields.get(ours)
+        if theirs is not None and theirs not in row:
+            raise ValueError(
+                f"no field {theirs!r} (fields.{ours}); it has {', '.join(map(str, row))}"
+            )
+        name = theirs or next((name for name in ALIASES[ours] if row.get(name) is not None), None)
+        if name is not None:
+            found.pop(name, None)
+            found[ours] = row[name]
+    if "bbox" in found and "boxes" not in found:
+        found["boxes"] = [found.pop("bbox")]
+    return found
+
+
+def conversation(row: Mapping[str, Any], fields: Mapping[str, str]) -> Prompt:
+    """LLaVA (``conversations`` of from and value), ShareGPT and Qwen (``messages`` of role and
+    content, text or parts).
+
+    The last turn, if it is the assistant's, is the right answer (unless the row has one); those
+    before it are asked.
+    """
+    name = next(key for key in ("messages", "conversations") if key in row)
+    rest = plain({key: value for key, value in row.items() if key != name}, fields)
+    turns = [_turn(turn, i) for i, turn in enumerate(_list(row[name], name))]
+    if not turns:
+        raise ValueError(f"{name} is empty")
+    if turns[-1]["role"] == "assistant":
+        last = turns.pop()["content"]
+        rest.setdefault("answer", last if isinstance(last, str) else _words(last))
+    asked = [turn for turn in turns if turn["role"] == "user"]
+    if not asked:
+        raise ValueError(f"{name} has no question of a user")
+    content = asked[-1]["content"]
+    rest["text"] = content if isinstance(content, str) else _words(content)
+    if turns[0]["role"] == "system" and isinstance(turns[0]["content"], str):
+        rest["system"] = turns.pop(0)["content"]
+    if len(turns) > 1 or not isinstance(content, str):
+        rest["messages"] = turns
+    return rest
+
+
+def _turn(turn: Any, index: int) -> dict[str, Any]:
+    if not isinstance(turn, Mapping):
+        raise ValueError(
+            f"turn {index} is {type(turn).__name__}, expected role and content, or from and value"
+        )
+    role = turn.get("role", turn.get("from"))
+    content = turn.get("content", turn.get("value"))
+    if role not in ROLES:
+        raise ValueError(f"turn {index} is by {role!r}; known: {', '.join(ROLES)}")
+    if not isinstance(content, (str, list)):
+        raise ValueError(f"turn {index} has no text")
+    return {
+        "role": ROLES[role],
+        "content": content if isinstance(content, str) else [_part(p) for p in content],
+    }
+
+
+def _part(part: Any) -> dict[str, Any]:
+    """A part as chat templates know it; parquet fills absent keys with None."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = part.get("type") or next(
+        (k for k in ("image", "video", "text") if part.get(k) is not None), None
+    )
+    if kind == "image_url":
+        url = part["image_url"]
+        return {"type": "image", "image": url["url"] if isinstance(url, Mapping) else url}
+    if kind not in ("text", "image", "video"):
+        raise ValueError(f"a part of a message is {kind!r}; known: text, image, video")
+    found = {key: value for key, value in part.items() if value is not None} | {"type": kind}
+    if kind == "text" and not isinstance(found.get("text"), str):
+        raise ValueError("a text part of a message has no text")
+    return found
+
+
+def _words(parts: list[dict[str, Any]]) -> str:
+    """The text of all parts; of none, what they are."""
+    texts = " ".join(part["text"].strip() for part in parts if part["type"] == "text")
+    return texts or "".join(f"<{part['type']}>" for part in parts)
+
+
+def _list(value: Any, name: str) -> list:
+    if not isinstance(value, list):
+        raise ValueError(f"{name} is {type(value).__name__}, expected a list")
+    return value
+
+
+def coco(data: Mapping[str, Any], question: str | None) -> Iterator[tuple[str, Any]]:
+    """Detection: a prompt an image, its boxes and labels; crowds are left out, and images without
+    any box."""
+    names = {kind["id"]: kind["name"] for kind in data.get("categories", ())}
+    asked = (question or DETECT).format(labels=", ".join(dict.fromkeys(names.values())))
+    for image, found in _annotated(data):
+        found = [one for one in found if not one.get("iscrowd")]
+        if found:
+            yield (
+                f"image {image.get('id')}",
+                lambda image=image, found=found: (
+                    _sized(image)
+                    | {
+                        "text": asked,
+                        "boxes": [corners(one["bbox"]) for one in found],
+                        "labels": [names[one["category_id"]] for one in found],
+                    }
+                ),
+            )
+
+
+def refcoco(data: Mapping[str, Any], question: str | None) -> Iterator[tuple[str, Any]]:
+    """Referring expressions: a prompt an expression (``caption``, or ``sentences``), and the box of
+    what it means."""
+    for image, found in _annotated(data):
+        for one in found:
+            for said in expressions(one) or expressions(image):
+                yield (
+                    (f"annotation {one.get('id')}"),
+                    lambda image=image, one=one, said=said: (
+                        _sized(image)
+                        | {
+                            "text": (question or REFER).format(expression=said),
+                            "boxes": [corners(one["bbox"])],
+                        }
+                    ),
+                )
+
+
+def refers(row: Mapping[str, Any], question: str | None, fields: Mapping[str, str]) -> Prompt:
+    """One referring expression a row, with ``bbox`` [x, y, width, height]."""
+    said = expressions(row)
+    if not said:
+        raise ValueError("no expression: a caption, expression, ref or sentences")
+    found = plain({k: v for k, v in row.items() if k not in ("bbox", *EXPRESSIONS)}, fields)
+    return found | {
+        "text": (question or REFER).format(expression=said[0]),
+        "boxes": [corners(row["bbox"])],
+    }
+
+
+EXPRESSIONS = ("caption", "expression", "ref", "sentences")
+
+
+def expressions(one: Mapping[str, Any]) -> list[str]:
+    value = next((one[key] for key in EXPRESSIONS if one.get(key)), [])
+    several = [value] if isinstance(value, str) else value
+    return [
+        said if isinstance(said, str) else said.get("sent", said.get("raw")) for said in several
+    ]
+
+
+def corners(bbox: Any) -> list[float]:
+    """COCO's [x, y, width, height] as [x0, y0, x1, y1]."""
+    if not (isinstance(bbox, (list, tuple)) and len(bbox) == 4):
+        raise ValueError(f"bbox {bbox!r} is not [x, y, width, height]")
+    x, y, width, height = (float(v) for v in bbox)
+    return [x, y, x + width, y + height]
+
+
+def check(prompt: Mapping[str, Any]) -> None:
+    """ValueError for boxes that are none, and labels that are not as many."""
+    boxes = prompt.get("boxes")
+    if boxes is None:
+        return
+    for box in _list(boxes, "boxes"):
+        numbers = (
+            isinstance(box, (list, tuple))
+            and len(box) == 4
+            and all(isinstance(v, (int, float)) for v in box)
+        )
+        if not numbers or not all(math.isfinite(v) for v in box):
+            raise ValueError(f"box {box!r} is not four numbers [x0, y0, x1, y1]")
+        if not (box[0] < box[2] and box[1] < box[3]):
+            raise ValueError(f"box {box!r} is empty or inverted; expected x0 < x1 and y0 < y1")
+    labels = prompt.get("labels")
+    if labels is not None and len(labels) != len(boxes):
+        raise ValueError(f"{len(labels)} labels for {len(boxes)} boxes")
+
+
+def _annotated(data: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], list]]:
+    by_image: dict[Any, list] = {}
+    for one in _list(data["annotations"], "annotations"):
+        by_image.setdefault(one["image_id"], []).append(one)
+    for image in _list(data["images"], "images"):
+        yield image, by_image.get(image["id"], [])
+
+
+def _sized(image: Mapping[str, Any]) -> Prompt:
+    found = {key: image[key] for key in ("width", "height") if key in image}
+    return {"images": [image["file_name"]], **found}

@@ -1,0 +1,159 @@
+"""What an iteration needs of a device's memory, by a formula that is written out in docs/speed.md.
+
+Numbers are bytes. Rough on purpose: activations are counted by layers, tokens and width, which is
+right within a factor of two for transformers; the autoencoder's own activations and the models of
+rewards are not in it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from mmrl.config.options import TrainOptions
+
+# bytes a token and channel of a layer keeps in half precision (Korthikanti et al. 2022, without the
+# scores)
+KEPT = 34
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2, "float64": 8}
+
+
+@dataclass(frozen=True)
+class Layers:
+    """``count`` transformer layers of ``width`` channels on ``tokens`` tokens each."""
+
+    count: float
+    tokens: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a model. None: unknown."""
+
+    parameters: int | None
+    trained: int | None
+    layers: tuple[Layers, ...]
+    decoder: int | None = None  # parameters of the autoencoder
+    encoders: int | None = None  # of text and image encoders
+    dtype: str = "float32"  # of frozen weights
+    adapters: bool = False
+    placement: str = "offload"  # of the encoders, after use
+
+
+def layers_of(policy: Any) -> tuple[Layers, ...]:
+    """The layers of a diffusion policy's network, from its config and the shape of its latents."""
+    config = policy.config
+    if getattr(config, "block_out_channels", None):
+        return _unet(policy)
+    heads = getattr(config, "num_attention_heads", None)
+    width = config.dim if heads is None else heads * config.attention_head_dim
+    names = ("num_layers", "num_single_layers", "n_layers", "n_refiner_layers")
+    count = sum(getattr(config, name, None) or 0 for name in names)
+    image, text = tokens_of(policy)
+    return (Layers(count, image + text, width),)
+
+
+def tokens_of(policy: Any) -> tuple[int, int]:
+    """(tokens of the latents and of images beside them, tokens of text in the same sequence)."""
+    config = policy.config
+    shape = policy.shape
+    frames = 1 if len(shape) == 3 else shape[1]  # channels, frames, height, width
+    if policy.pipeline.startswith("CogVideoX"):  # frames come first
+        frames = shape[0] // (config.patch_size_t or 1)
+    image = frames * shape[-2] * shape[-1] // _patch(policy) ** 2
+    images = 2 if hasattr(policy, "image_size") else 1
+    joint = getattr(config, "joint_attention_dim", None) or policy.pipeline.startswith(
+        ("CogVideoX", "Hunyuan", "ZImage")
+    )
+    text = getattr(policy, "text_length", 333) if joint else 0  # SD3: 77 of CLIP, 256 of T5
+    return images * image, text
+
+
+def _patch(policy: Any) -> int:
+    """Latents a side of a token."""
+    if policy.pipeline.startswith(("FluxPipeline", "FluxKontext", "QwenImage", "ZImage")):
+        return 2
+    patch = policy.config.patch_size
+    return patch if isinstance(patch, int) else patch[-1]
+
+
+def _unet(policy: Any) -> tuple[Layers, ...]:
+    """Levels of a UNet: a residual block keeps about a third of a transformer layer, attention as
+    many as there are."""
+    config = policy.config
+    pixels = policy.shape[-2] * policy.shape[-1]
+    channels = config.block_out_channels
+    found = []
+    each = config.transformer_layers_per_block
+    for i, (width, kind) in enumerate(zip(channels, config.down_block_types)):
+        attention = (each if isinstance(each, int) else each[i]) * ("CrossAttn" in kind)
+        blocks = 2 * config.layers_per_block + 1  # down, and up with one more
+        found.append(Layers(blocks * (attention + 0.35), pixels // 4**i, width))
+    deepest = (each if isinstance(each, int) else each[-1]) + 0.7
+    return (*found, Layers(deepest, pixels // 4 ** (len(channels) - 1), channels[-1]))
+
+
+def activations(model: Model, rows: int, half: bool, checkpointing: bool) -> int:
+    """Of one pass with gradients: what its layers keep; with checkpointing the entry of each and
+    one whole layer."""
+    size = 1 if half else 2
+    whole = [KEPT * size * one.tokens * one.width * rows for one in model.layers]
+    if not checkpointing:
+        return int(sum(each * one.count for each, one in zip(whole, model.layers)))
+    entries = sum(2 * size * one.tokens * one.width * rows * one.count for one in model.layers)
+    return int(entries + max(whole, default=0))
+
+
+def memory(
+    model: Model,
+    train: TrainOptions,
+    rows: int,
+    snapshots: int,
+    stored: int,
+    optimizer: int = 8,
+    offload: bool = False,
+) -> dict[str, float | None]:
+    """Bytes on one device by what they are for; None where a size is unknown.
+
+    rows: of a pass, guided ones twice. snapshots: copies of the trained weights. stored: bytes of
+    the rollout's latents. optimizer: bytes it keeps a parameter.
+    """
+    half = train.precision != "fp32"
+    of = lambda count, size: None if count is None else float(count * size)  # noqa: E731
+    frozen = BYTES[model.dtype]
+    found: dict[str, float | None] = {
+        "network": of(model.parameters, frozen),
+        "adapters": of(model.trained, 4) if model.adapters else 0.0,
+        "snapshots": of(model.trained, 4 * snapshots if model.adapters else frozen * snapshots),
+        "gradients": of(model.trained, 4 if model.adapters else frozen),
+        "optimizer": of(model.trained, optimizer),
+        "half-precision copies": of(model.parameters, 2) if half and frozen == 4 else 0.0,
+        "activations": float(
+            activations(model, rows, half or frozen == 2, train.gradient_checkpointing)
+        ),
+        "rollout": 0.0 if offload else float(stored),
+        "autoencoder": of(model.decoder, 4),
+        "encoders": of(model.encoders, frozen) if model.placement == "keep" else 0.0,
+    }
+    if not model.layers:
+        found["activations"] = None
+    return found
+
+
+def peak(parts: dict[str, float | None], model: Model, shards: int = 1) -> float | None:
+    """Bytes at the fullest moment of an update; with ``shards`` > 1 weights, gradients and
+    optimizer are shared out (FSDP2). None if the network's size is unknown."""
+    if parts["network"] is None:
+        return None
+    shared = ("network", "adapters", "snapshots", "gradients", "optimizer")
+    whole = sum(value or 0.0 for name, value in parts.items() if name not in shared)
+    update = whole + sum(parts[name] or 0.0 for name in shared) / shards
+    encoding = 0.0
+    if model.placement != "keep" and model.encoders:
+        resident = sum(parts[name] or 0.0 for name in shared) / shards + (
+            parts["autoencoder"] or 0.0
+        )
+        encoding = resident + model.encoders * BYTES[model.dtype]
+    return math.ceil(max(update, encoding))

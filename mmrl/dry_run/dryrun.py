@@ -1,0 +1,227 @@
+"""``mmrl train CONFIG --dry-run``: what a run would be, without weights: shapes, batches, forwards,
+memory."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from mmrl import config as configs
+from mmrl.config.options import Plan, TrainOptions, arithmetic
+from mmrl.config.schema import Resolved, construct, resolve
+from mmrl.core.errors import UserError
+from mmrl.core.registry import OBJECTIVES, POLICIES
+from mmrl.dry_run import costs, published
+from mmrl.dry_run.hollow import Counted, counted, hollow
+from mmrl.policies.base import reading
+from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
+from mmrl.policies.lora import Lora
+from mmrl.run.build import read
+from mmrl.train.trainer import kept_snapshots
+from mmrl.worlds.cache import root
+from samplers.windows import FIXED
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is known of a run. Bytes of memory are of one device; None is unknown, and ``unknown``
+    says why."""
+
+    policy: str
+    path: str
+    plan: Plan
+    train: TrainOptions
+    shape: tuple[int, ...] | None = None  # of one sample's latents
+    # of the sample and images beside it, of text in the same sequence
+    tokens: tuple[int, int] | None = None
+    steps: int | None = None  # of the sampler
+    noisy: int | None = None  # of them, those with noise in the first iteration
+    guided: bool = False  # two rows of the network for one sample
+    counted: Counted | None = None  # forwards of an iteration
+    model: costs.Model | None = None
+    stored: int | None = None  # bytes of the visited latents of one process
+    offload: bool = False
+    memory: dict[str, float | None] = field(default_factory=dict)
+    peak: float | None = None
+    # peak where weights, gradients and optimizer are shared out over the processes
+    sharded: float | None = None
+    unknown: tuple[str, ...] = ()
+
+
+def dry_run(path: Path, overrides: Sequence[str] = (), processes: int = 1) -> Report:
+    """Check a configuration and say what its run would need. Raises UserError as training would."""
+    found = read(path, overrides, processes)
+    train = found.section("train", TrainOptions)
+    problems = []
+    policy = resolve(found["policy"], POLICIES, found.place(("policy",)), problems)
+    configs.raise_all(problems)
+    name = found["policy"] if isinstance(found["policy"], str) else next(iter(found["policy"]))
+    report = Report(name, str(policy.options.get("path", "")), arithmetic(train, processes), train)
+    if inspect.isclass(policy.entry) and issubclass(policy.entry, FolderPolicy):
+        report = _of_folder(report, policy, found)
+    else:
+        report = _of_others(report, policy, found)
+    return _with_memory(report, found, processes)
+
+
+def _of_folder(report: Report, resolved: Resolved, found: configs.Config) -> Report:
+    """A family in diffusers' format: the real constructor on its config files."""
+    place = _folder(report.path)
+    if place is None:
+        return replace(report, unknown=(_why(report.path),))
+    options = construct(resolved.options)
+    try:
+        policy = hollow(resolved.entry, place, options)
+    except (UserError, ValueError) as error:
+        raise UserError(resolved.place.say(str(error))) from error
+    plan = policy._plan(report.train.group_size, FIXED)
+    layers = costs.layers_of(policy)
+    shape = policy.shape
+    unet = hasattr(policy.config, "block_out_channels")
+    known, decoder, encoders = _parameters(report.path, policy, resolved.entry)
+    lora = options.get("lora")
+    trained = known[0] if lora is None else _adapted(lora, known[1])
+    unknown = (
+        ()
+        if trained is not None
+        else ("LoRA with targets of your own: their number of parameters",)
+    )
+    model = costs.Model(
+        known[0],
+        trained,
+        layers,
+        decoder,
+        encoders,
+        options.get("dtype", "float32"),
+        lora is not None,
+        options.get("text_encoder_placement", "offload"),
+    )
+    tokens = None if unet else costs.tokens_of(policy)
+    with reading(policy, getattr(found.build("objective", OBJECTIVES), "reads", "path")):
+        states = len(policy._plan(report.train.group_size, FIXED).kept)
+    stored = (
+        report.plan.rows_per_process * states * math.prod(shape) * policy.trajectory_dtype.itemsize
+    )
+    return replace(
+        report,
+        shape=shape,
+        tokens=tokens,
+        steps=len(plan.times) - 1,
+        noisy=int((plan.eta > 0).sum()),
+        guided=policy.guidance_scale != 1,
+        model=model,
+        stored=stored,
+        offload=policy.offload_trajectory,
+        unknown=unknown,
+        counted=counted(policy, found, report.train),
+    )
+
+
+def _folder(path: str) -> Path | None:
+    """Where the config files of a model are: a local folder, what was built of the embedded world,
+    or our table."""
+    if path.startswith("world:"):
+        built = sorted(root().glob(f"{path.removeprefix('world:')}-*/model_index.json"))
+        return built[-1].parent if built else None
+    if Path(path).expanduser().is_dir():
+        return Path(path).expanduser()
+    return published.folder(path)
+
+
+def _why(path: str) -> str:
+    if path.startswith("world:"):
+        return (
+            f"{path} is not built yet (mmrl build {path.removeprefix('world:')}): shapes, "
+            f"forwards and memory"
+        )
+    return (
+        f"the architecture of {path}: give a local folder with its config files for shapes, "
+        f"forwards and memory"
+    )
+
+
+def _parameters(
+    path: str, policy: FolderPolicy, entry: type[FolderPolicy]
+) -> tuple[tuple, int | None, int | None]:
+    """((of the network, of its adapters per rank), of the autoencoder, of the encoders), counted or
+    from the table."""
+    known = published.table()["models"].get(path)
+    if known is not None:
+        count = known["parameters"]
+        networks = sum(value for part, value in count.items() if part != "vae")
+        return (networks, known["lora"]), count["vae"], published.encoders(path)
+    hollows = [net for net in (policy.net, *policy.net.children()) if hasattr(net, "of")]
+    nets = [published.on_meta(net.of.__name__, dict(net.config)) for net in hollows]
+    suffixes = entry.attention
+    sizes = (
+        sum(map(published.parameters, nets)),
+        sum(published.per_rank(net, suffixes) for net in nets),
+    )
+    return sizes, published.parameters(policy.vae), None
+
+
+def _adapted(lora: Lora | int, per_rank: int) -> int | None:
+    if isinstance(lora, int):
+        return lora * per_rank
+    return None if lora.targets else lora.rank * per_rank
+
+
+def _of_others(report: Report, resolved: Resolved, found: configs.Config) -> Report:
+    """Models that write tokens: what the table knows of them."""
+    known = published.table()["encoders"].get(published.table()["texts"].get(report.path))
+    options = resolved.options
+    rows = report.plan.rows
+    train = report.train
+    scored = rows * train.epochs
+    snapshots = kept_snapshots(found.build("objective", OBJECTIVES), train)
+    once = Counted(rows, scored, 0, report.plan.steps * train.epochs, snapshots)
+    if known is None:
+        return replace(report, unknown=(_why(report.path),), counted=once)
+    text = known["config"]["text_config"]
+    layers = (
+        costs.Layers(text["num_hidden_layers"], options.get("tokens", 512), text["hidden_size"]),
+    )
+    lora = options.get("lora")
+    trained = known["parameters"] if lora is None and options.get("train") is None else None
+    model = costs.Model(
+        known["parameters"], trained, layers, 0, 0, options.get("dtype", "float32"), trained is None
+    )
+    unknown = ["tokens of prompts and images: activations are those of the answers"]
+    unknown += ["how many parameters are trained (lora, train)"] if trained is None else []
+    tokens = (options.get("tokens", 512), 0)
+    return replace(
+        report, model=model, counted=once, tokens=tokens, stored=0, unknown=tuple(unknown)
+    )
+
+
+def _with_memory(report: Report, found: configs.Config, processes: int) -> Report:
+    model = report.model
+    kept = report.counted
+    if model is None:
+        return report
+    rows = report.plan.micro_batch * (2 if report.guided else 1)
+    name = (
+        found["optimizer"]
+        if isinstance(found["optimizer"], str)
+        else next(iter(found["optimizer"]))
+    )
+    optimizer = {"adamw": 8, "sgd": 4}.get(name, 8)
+    parts = costs.memory(
+        model,
+        report.train,
+        rows,
+        len(kept.snapshots),
+        report.stored or 0,
+        optimizer,
+        report.offload,
+    )
+    peak = costs.peak(parts, model)
+    return replace(
+        report,
+        memory=parts,
+        peak=peak,
+        sharded=costs.peak(parts, model, processes) if processes > 1 else None,
+    )

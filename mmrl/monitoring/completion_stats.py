@@ -1,0 +1,82 @@
+"""What is known of texts besides their reward: how long they are and which were cut off at the
+limit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmrl.core import distributed
+from mmrl.core.types import Media, Rewards, Rollout
+
+
+def finished(media: Media, rollout: Rollout) -> Tensor:
+    """[B, 1] bool: False where an answer was cut off at the limit; all True for what has no end of
+    its own."""
+    ended = (
+        [getattr(answer, "finished", True) for answer in media]
+        if isinstance(media, list)
+        else [True] * len(rollout)
+    )
+    return torch.tensor(ended, dtype=torch.bool, device=rollout.mask.device)[:, None]
+
+
+def written(media: list, rollout: Rollout) -> tuple[Tensor, Tensor]:
+    """[n] long, [n] float64: the rows that are texts of counted tokens, and how many each has."""
+    found = [(row, float(one.tokens)) for row, one in enumerate(media) if hasattr(one, "tokens")]
+    rows, tokens = zip(*found, strict=True) if found else ((), ())
+    device = rollout.mask.device
+    return torch.tensor(rows, device=device).long(), torch.tensor(
+        tokens, device=device, dtype=torch.float64
+    )
+
+
+def lengths(media: Media, rollout: Rollout) -> dict[str, float]:
+    """Mean, smallest and largest number of tokens, and the share cut off, over all processes; {}
+    for other media."""
+    if not isinstance(media, list):
+        return {}
+    _, tokens = written(media, rollout)
+    cut = (~finished(media, rollout)).double().sum()
+    count, total, many = distributed.all_sum(
+        torch.stack([tokens.new_tensor(len(tokens)), tokens.sum(), cut])
+    ).tolist()
+    ends = (
+        torch.stack([tokens.max(), -tokens.min()])
+        if len(tokens)
+        else tokens.new_full((2,), -torch.inf)
+    )
+    most, least = distributed.all_max(ends).tolist()
+    if not count:
+        return {}
+    names = ("answer/tokens", "answer/min", "answer/max", "answer/cut")
+    return dict(zip(names, (total / count, -least, most, many / count), strict=True))
+
+
+def lengths_by_reward(media: Media, rollout: Rollout, rewards: Rewards) -> dict[str, float]:
+    """Mean tokens of answers with more than the iteration's mean reward, and of the others, over
+    all processes.
+
+    With a reward of 0 or 1 these are the right and the wrong ones. {} for other media; a side
+    without answers is left out.
+    """
+    if not isinstance(media, list):
+        return {}
+    rows, tokens = written(media, rollout)
+    rows = rows.cpu()
+    tokens = tokens.cpu()
+    total = rewards.per_row().total().double().cpu()[rows]
+    known = total.isfinite()
+    tokens = tokens[known]
+    total = total[known]
+    device = rollout.mask.device
+    count, whole = distributed.all_sum(
+        torch.stack([known.sum().double(), total.sum()]).to(device)
+    ).tolist()
+    better = total > whole / max(count, 1)
+    sums = [
+        side for rows in (better, ~better) for side in (rows.sum().double(), tokens[rows].sum())
+    ]
+    many, high, few, low = distributed.all_sum(torch.stack(sums).to(device)).tolist()
+    found = {"answer/tokens_better": (high, many), "answer/tokens_worse": (low, few)}
+    return {name: value / number for name, (value, number) in found.items() if number}

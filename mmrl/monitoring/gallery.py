@@ -1,0 +1,157 @@
+"""A few rollouts of a policy that writes text, kept as the report shows them: picture, answers,
+boxes, rewards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.core.types import Prompt, Reward, Rewards, Rollout
+from mmrl.data.vision.source import in_messages
+from mmrl.monitoring.report.pictures import data_uri, strip
+
+FILE = "rollouts.jsonl"
+GROUPS = 4  # prompts of an iteration that are kept
+LONGEST = 4000  # characters of a text that are kept
+
+
+class Gallery:
+    """Appends to ``rollouts.jsonl`` of a run folder what the first prompts of an iteration were
+    answered."""
+
+    def __init__(self, folder: Path, rewards: Mapping[str, Reward]):
+        self.path = folder / FILE
+        self.rewards = rewards
+
+    def add(self, iteration: int, media: list[str], rollout: Rollout, rewards: Rewards) -> None:
+        """One line a prompt. Advantages are NaN-free here, as rows without one have left
+        training."""
+        written = torch.tensor([isinstance(one, str) for one in media], device=rollout.group.device)
+        with self.path.open("a", encoding="utf-8") as file:
+            for group in rollout.group[written].unique()[:GROUPS].tolist():
+                rows = (rollout.group == group).nonzero()[:, 0].tolist()
+                prompt = rollout.prompts[group]
+                texts = [media[row] for row in rows]
+                numbers = {
+                    name: [_number(v) for v in value[rows]] for name, value in rewards.items()
+                }
+                advantage = [_number(v) for v in rollout.advantage[rows].float().mean(1)]
+                line = {
+                    "iteration": iteration,
+                    **shown(prompt),
+                    "answers": self._answers(texts, prompt),
+                }
+                for i, answer in enumerate(line["answers"]):
+                    answer |= {
+                        "rewards": {n: v[i] for n, v in numbers.items()},
+                        "advantage": advantage[i],
+                    }
+                file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+
+    def _answers(self, texts: Sequence[str], prompt: Prompt) -> list[dict[str, Any]]:
+        prompts = [prompt] * len(texts)
+        known = {
+            name: one.status(texts, prompts)
+            for name, one in self.rewards.items()
+            if hasattr(one, "status")
+        }
+        return [
+            {
+                "text": str(text)[:LONGEST],
+                "tokens": getattr(text, "tokens", None),
+                "finished": getattr(text, "finished", None),
+                "status": {name: states[i] for name, states in known.items()},
+                "boxes": said_boxes(text, prompt) if "boxes" in prompt else [],
+            }
+            for i, text in enumerate(texts)
+        ]
+
+
+def shown(prompt: Prompt) -> dict[str, Any]:
+    """Question, right answer and picture of a prompt; boxes as shares of the picture's width and
+    height."""
+    images = _images(prompt)
+    right = {
+        key: prompt[key]
+        for key in ("answer", "spans", "choices", "point", "points")
+        if key in prompt
+    }
+    return {
+        "prompt": str(prompt.get("text") or prompt.get("messages") or "")[:LONGEST],
+        "right": str(right.get("answer", right or ""))[:LONGEST],
+        "picture": data_uri(strip(images)) if images else None,
+        "size": strip(images).size if images else None,
+        "boxes": _right_boxes(prompt) if len(images) == 1 else [],
+    }
+
+
+def said_boxes(text: str, prompt: Prompt) -> list[list[float]]:
+    """The boxes a text names, as shares of the picture; empty where there are none, or its size is
+    not known."""
+    from rewards.vision.base import in_truth
+    from rewards.vision.coords import Unscorable
+    from rewards.vision.shapes import boxes
+
+    found = boxes(text)
+    try:
+        rows, _ = in_truth(found.value or [], prompt)
+        return _shares(rows.tolist(), prompt)
+    except Unscorable:
+        return []
+
+
+def _right_boxes(prompt: Prompt) -> list[list[float]]:
+    from rewards.vision.base import true_boxes
+    from rewards.vision.coords import Unscorable
+
+    try:
+        return _shares(true_boxes(prompt).tolist(), prompt) if "boxes" in prompt else []
+    except Unscorable:
+        return []
+
+
+def _shares(rows: list[list[float]], prompt: Prompt) -> list[list[float]]:
+    """Boxes in the space of the right answers as shares of width and height, kept within two
+    pictures of it."""
+    from rewards.vision.coords import extent, truth_space
+
+    size = extent(prompt, truth_space(prompt))
+    if size is None:
+        return []
+    return [
+        [round(min(2.0, max(-1.0, v / size[i % 2])), 4) for i, v in enumerate(row)] for row in rows
+    ]
+
+
+def _images(prompt: Prompt) -> list[Any]:
+    """PIL images of a prompt; of a video four frames; files that cannot be opened are left out."""
+    from PIL import Image
+
+    if (video := prompt.get("video")) is not None:
+        if isinstance(video, (str, Path)):
+            return []
+        return [Image.fromarray(video[round(i)]) for i in _spread(len(video), 4)]
+    given = prompt.get("images") or prompt.get("image") or in_messages(prompt)
+    found = []
+    for item in given if isinstance(given, (list, tuple)) else [given]:
+        try:
+            found.append(
+                (item if isinstance(item, Image.Image) else Image.open(Path(item))).convert("RGB")
+            )
+        except (OSError, TypeError, ValueError):
+            continue
+    return found
+
+
+def _spread(total: int, most: int) -> list[float]:
+    count = min(total, most)
+    return [i * (total - 1) / max(1, count - 1) for i in range(count)]
+
+
+def _number(value: Tensor) -> float | None:
+    return round(float(value), 4) if value.isfinite() else None

@@ -1,0 +1,283 @@
+"""What a run writes down: metrics, events, pictures, and a line or a bar for whoever watches."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+from annotated_types import Ge
+
+from mmrl.core.errors import UserError
+from mmrl.monitoring.progress import Progress, progress_for
+from mmrl.monitoring.report.pictures import film_sheet, save_picture, sheet, still
+
+if TYPE_CHECKING:
+    from PIL import Image
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LogOptions:
+    """``log:`` of a configuration. ``metrics.jsonl`` always holds every iteration; ``every`` thins
+    the mirrors."""
+
+    tensorboard: bool = True
+    wandb: bool = False
+    project: str = "mmrl"
+    every: Annotated[int, Ge(1)] = 1
+    # iterations between those whose texts are kept for the report; 0: none
+    rollouts: Annotated[int, Ge(0)] = 10
+
+
+class Mirror(Protocol):
+    """Somewhere else the same numbers go."""
+
+    def scalars(self, iteration: int, values: Mapping[str, float]) -> None: ...
+    def image(self, iteration: int, name: str, picture: Image.Image) -> None: ...
+    def close(self) -> None: ...
+
+
+class RunLog:
+    """The run folder's record. Only ``active`` (the main process) writes; everyone may call.
+
+    folder: the run folder, created if missing. resume: go on in a folder that holds a run; without
+    it such a folder is refused with UserError. start: first iteration that will be logged; lines at
+    or after it are cut, so that no iteration appears twice. config: shown in W&B.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        resume: bool = False,
+        *,
+        start: int | None = None,
+        options: LogOptions = LogOptions(),
+        active: bool = True,
+        config: Mapping[str, Any] | None = None,
+    ):
+        self.folder = Path(folder)
+        self.options = options
+        self.active = active
+        self.mirrors: list[Mirror] = []
+        self.iteration = start or 0
+        self.past: list[dict[str, Any]] = []  # metrics of the iterations before a resume
+        # what alarms were about -> iteration of the last, before a resume
+        self.past_alarms: dict[str, int] = {}
+        if not active:
+            return
+        self._metrics_path = self.folder / "metrics.jsonl"
+        if not resume and self._metrics_path.exists() and self._metrics_path.stat().st_size:
+            remedy = f"go on with it (mmrl train --resume {self.folder}), or choose another folder"
+            raise UserError(f"{self.folder} already holds a run; {remedy}")
+        (self.folder / "samples").mkdir(parents=True, exist_ok=True)
+        if resume:
+            self._cut(start)
+            self._recall_alarms(start)
+        if options.wandb:
+            self.mirrors.append(_WandB(self.folder, options.project, config))
+        if options.tensorboard:
+            self.mirrors.append(_TensorBoard(self.folder / "tb", start if resume else None))
+        self._metrics = self._metrics_path.open("a", encoding="utf-8")
+
+    def metrics(self, iteration: int, values: Mapping[str, float]) -> None:
+        """Append one line, flushed at once. Values are numbers or one-element tensors; non-finite
+        ones become null."""
+        self.iteration = iteration
+        if not self.active:
+            return
+        numbers = {name: float(value) for name, value in values.items() if value is not None}
+        line = {"iteration": iteration, **{name: _number(value) for name, value in numbers.items()}}
+        self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
+        self._metrics.flush()
+        if iteration % self.options.every == 0:
+            finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
+            for mirror in self.mirrors:
+                mirror.scalars(iteration, finite)
+
+    def event(
+        self, kind: str, message: str, numbers: Mapping[str, float] = {}, about: str = ""
+    ) -> None:
+        """Append to events.jsonl something that happened once: an excluded sample, a checkpoint, an
+        alarm.
+
+        ``about``: by which another event about the same thing is known."""
+        if not self.active:
+            return
+        now = datetime.now().astimezone().isoformat(timespec="seconds")
+        line = {"time": now, "iteration": self.iteration, "kind": kind, "message": message}
+        line |= {"about": about} if about else {}
+        line |= (
+            {"numbers": {name: _number(float(value)) for name, value in numbers.items()}}
+            if numbers
+            else {}
+        )
+        with (self.folder / "events.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+    def images(
+        self, name: str, images: Tensor, captions: Sequence[str] = (), columns: int | None = None
+    ) -> None:
+        """Write images [N, 3, H, W] in 0..1, or videos [N, F, 3, H, W], as samples/<name>.png,
+        which is animated for videos, and their layout to samples/captions.json."""
+        if not self.active:
+            return
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise ValueError(f"{name!r} cannot be a file name")
+        picture, layout = (film_sheet if images.ndim == 5 else sheet)(images, columns)
+        _replace(self.folder / "samples" / f"{name}.png", lambda path: save_picture(picture, path))
+        known = read_captions(self.folder)
+        sheets = known.get("sheets", {}) | {
+            name: {**asdict(layout), "captions": [str(c) for c in captions]}
+        }
+        text = json.dumps(
+            {"captions": [str(c) for c in captions], "sheets": sheets}, ensure_ascii=False, indent=1
+        )
+        _replace(
+            self.folder / "samples" / "captions.json",
+            lambda path: path.write_text(text, encoding="utf-8"),
+        )
+        for mirror in self.mirrors:
+            mirror.image(self.iteration, name, still(picture))
+
+    @contextmanager
+    def progress(self, total: int, start: int = 0, title: str = "training") -> Iterator[Progress]:
+        """A bar with reward and time left on a terminal, a plain line now and then elsewhere."""
+        bar = progress_for(title, self.active)
+        bar.begin(total, start)
+        try:
+            yield bar
+        finally:
+            bar.end()
+
+    def close(self) -> None:
+        """Close files and mirrors; further calls would fail. Safe to call twice."""
+        for mirror in self.mirrors:
+            mirror.close()
+        self.mirrors = []
+        if self.active:
+            self._metrics.close()
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _cut(self, start: int | None) -> None:
+        """Keep the whole lines before ``start``; name what was torn by a crash."""
+        if not self._metrics_path.exists():
+            return
+        kept = []
+        for number, text in enumerate(
+            self._metrics_path.read_text(encoding="utf-8", errors="replace").splitlines(), 1
+        ):
+            line = parse_line(text)
+            if line is None:
+                self.event("warning", f"{self._metrics_path}: line {number} is torn; dropped")
+            elif start is None or line["iteration"] < start:
+                kept.append(text + "\n")
+                self.past.append(line)
+        _replace(self._metrics_path, lambda path: path.write_text("".join(kept), encoding="utf-8"))
+
+    def _recall_alarms(self, start: int | None) -> None:
+        """Alarms of the iterations before ``start``; those after it are of iterations that come
+        again."""
+        path = self.folder / "events.jsonl"
+        if not path.exists():
+            return
+        text = path.read_text(encoding="utf-8", errors="replace")
+        for line in filter(None, map(parse_line, text.splitlines())):
+            before = start is None or line["iteration"] < start
+            if before and line.get("kind") == "alarm" and "about" in line:
+                self.past_alarms[line["about"]] = line["iteration"]
+
+
+def parse_line(text: str) -> dict[str, Any] | None:
+    """One line of metrics.jsonl, or None if it is not one (a crash may tear the last)."""
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    good = isinstance(line, dict) and isinstance(line.get("iteration"), int)
+    return line if good else None
+
+
+def read_captions(folder: Path) -> dict[str, Any]:
+    """samples/captions.json of a run; empty if it is missing or broken."""
+    try:
+        found = json.loads((folder / "samples" / "captions.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path, purge: int | None):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(folder), purge_step=purge)
+
+    def scalars(self, iteration: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, iteration)
+
+    def image(self, iteration: int, name: str, picture: Image.Image) -> None:
+        import numpy as np
+
+        # one slider over time instead of a tag an iteration
+        tag = "samples" if name.startswith("iter-") else name
+        self.writer.add_image(tag, np.asarray(picture), iteration, dataformats="HWC")
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class _WandB:
+    def __init__(self, folder: Path, project: str, config: Mapping[str, Any] | None):
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError(
+                "log.wandb is on, but wandb is not installed; run: pip install wandb"
+            ) from error
+        self.wandb = wandb
+        place = folder / "wandb-id.txt"  # the same id on resume continues the same page
+        known = place.read_text().strip() if place.exists() else None
+        self.run = wandb.init(
+            project=project,
+            name=folder.name,
+            dir=str(folder),
+            id=known,
+            resume="allow",
+            config=dict(config or {}),
+        )
+        place.write_text(self.run.id)
+
+    def scalars(self, iteration: int, values: Mapping[str, float]) -> None:
+        self.run.log(dict(values), step=iteration)
+
+    def image(self, iteration: int, name: str, picture: Image.Image) -> None:
+        self.run.log({f"samples/{name}": self.wandb.Image(picture)}, step=iteration)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def _number(value: float) -> float | int | None:
+    if not math.isfinite(value):
+        return None
+    return int(value) if value.is_integer() and abs(value) < 2**53 else value
+
+
+def _replace(path: Path, write: Callable[[Path], Any]) -> None:
+    """Write beside, then rename: a reader never sees half a file."""
+    draft = path.with_name(path.name + ".part")
+    write(draft)
+    draft.replace(path)

@@ -1,0 +1,217 @@
+"""What an evaluation says about a run: the held-out table, the base model's best guidance scale,
+the verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup
+
+from mmrl.monitoring.report.charts import number
+from mmrl.monitoring.report.runs import Run
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean with its confidence interval over n samples; unbounded where one prompt tells nothing
+    of the spread."""
+
+    mean: float
+    low: float
+    high: float
+    n: int | None = None
+
+    def __str__(self) -> str:
+        return f"{score(self.mean)} [{score(self.low)}, {score(self.high)}]"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One evaluated model at one guidance scale."""
+
+    model: str
+    guidance: float | None
+    rewards: dict[str, Estimate]
+
+    @property
+    def trained(self) -> bool:
+        return self.model.startswith("trained")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """evaluation.json, checked. ``optimised`` names the rewards the run was trained on."""
+
+    rows: list[Row]
+    optimised: list[str]
+    prompts: int | None
+    copies: int | None
+
+    def names(self) -> list[str]:
+        """Rewards in columns: the optimised ones first."""
+        found = list({name: None for row in self.rows for name in row.rewards})
+        return sorted(found, key=lambda name: name not in self.optimised)
+
+    def after(self) -> Row | None:
+        return next((row for row in self.rows if row.trained), None)
+
+    def before(self) -> Row | None:
+        """The base model at the guidance scale of the trained one, else the first base row."""
+        after = self.after()
+        base = [row for row in self.rows if not row.trained]
+        same = [row for row in base if after is not None and row.guidance == after.guidance]
+        return next(iter(same or base), None)
+
+    def best_base(self, name: str) -> Row | None:
+        """The base row with the highest mean of that reward."""
+        base = [row for row in self.rows if not row.trained and name in row.rewards]
+        return max(base, key=lambda row: row.rewards[name].mean, default=None)
+
+    def change(self, name: str) -> tuple[Estimate, Estimate] | None:
+        """That reward before and after, if both were measured."""
+        before = self.before()
+        after = self.after()
+        if (
+            before is None
+            or after is None
+            or name not in before.rewards
+            or name not in after.rewards
+        ):
+            return None
+        return before.rewards[name], after.rewards[name]
+
+
+def score(value: float) -> str:
+    """Three significant digits, but two decimals for scores between 0.1 and 10."""
+    return f"{value:.2f}".replace("-", "−") if 0.1 <= abs(value) < 10 else number(value)
+
+
+def read_evaluation(run: Run) -> Evaluation:
+    """The rows of evaluation.json; a row that is not understood is noted and left out."""
+    rows = []
+    listed = run.evaluation.get("rows", [])
+    for raw in listed if isinstance(listed, list) else []:
+        try:
+            estimates = {str(name): _estimate(value) for name, value in raw["rewards"].items()}
+            rewards = {
+                name: estimate
+                for name, estimate in estimates.items()
+                if math.isfinite(estimate.mean)
+            }
+            guidance = raw.get("guidance")
+            rows.append(
+                Row(str(raw["model"]), None if guidance is None else float(guidance), rewards)
+            )
+        except (KeyError, TypeError, ValueError, AttributeError):
+            run.notes.append(f"evaluation.json: row not understood: {str(raw)[:80]}")
+    counts = (run.evaluation.get(key) for key in ("prompts", "copies"))
+    return Evaluation(
+        rows, run.optimised(), *(count if isinstance(count, int) else None for count in counts)
+    )
+
+
+def _estimate(raw: dict[str, Any]) -> Estimate:
+    mean = float(raw["mean"])
+    ends = {"low": "-inf", "high": "inf"}
+    low, high = (float(end if raw.get(key) is None else raw[key]) for key, end in ends.items())
+    return Estimate(mean, low, high, raw.get("n"))
+
+
+def table(evaluation: Evaluation) -> list[dict[str, Any]]:
+    """Rows for the page: labels, cells with number, interval and a mark on the scale the column
+    shares."""
+    names = evaluation.names()
+    scales = {
+        name: _scale([row.rewards[name] for row in evaluation.rows if name in row.rewards])
+        for name in names
+    }
+    return [
+        {
+            "row": row,
+            "label": row.model,
+            "guidance": number(row.guidance),
+            "cells": [_cell(row.rewards.get(name), scales[name], row.trained) for name in names],
+        }
+        for row in evaluation.rows
+    ]
+
+
+def _cell(
+    found: Estimate | None, scale: tuple[float, float], trained: bool
+) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    interval = f"[{score(found.low)}, {score(found.high)}]"
+    return {"mean": score(found.mean), "interval": interval, "mark": _mark(found, scale, trained)}
+
+
+def _scale(found: Sequence[Estimate]) -> tuple[float, float]:
+    ends = [end for e in found for end in (e.low, e.mean, e.high) if math.isfinite(end)]
+    low = min(ends)
+    high = max(ends)
+    if low >= 0 and high <= 1 and high - low > 0.2:
+        return 0.0, 1.0
+    room = 0.1 * (high - low) or abs(high) * 0.1 or 1.0
+    return low - room, high + room
+
+
+def _mark(e: Estimate, scale: tuple[float, float], trained: bool) -> Markup:
+    """A dot with its interval on a line of 120 pixels."""
+    inside = [min(max(value, scale[0]), scale[1]) for value in (e.low, e.mean, e.high)]
+    at = [4 + 112 * (value - scale[0]) / (scale[1] - scale[0]) for value in inside]
+    kind = "after" if trained else "before"
+    return Markup(
+        '<svg class="mark {}" viewBox="0 0 120 14" aria-hidden="true">'
+        '<line class="rail" x1="4" x2="116" y1="7" y2="7"/>'
+        '<line class="ci" x1="{:.1f}" x2="{:.1f}" y1="7" y2="7"/><circle cx="{:.1f}" '
+        'cy="7" r="4"/></svg>'
+    ).format(kind, at[0], at[2], at[1])
+
+
+def verdict(run: Run, evaluation: Evaluation) -> list[str]:
+    """The result in sentences, from held-out measurements if there are any, else from training
+    rewards."""
+    changes = {name: evaluation.change(name) for name in evaluation.names()}
+    changes = {name: change for name, change in changes.items() if change is not None}
+    if not changes:
+        return _training_verdict(run)
+    main = [name for name in changes if name in evaluation.optimised] or list(changes)[:1]
+    said = [_sentence(name, *changes[name], evaluation) for name in main]
+    others = [
+        f"{n} {score(b.mean)} → {score(a.mean)}" for n, (b, a) in changes.items() if n not in main
+    ]
+    if others:
+        said.append(f"Not trained on, same pictures: {'; '.join(others)}.")
+    return said
+
+
+def _sentence(name: str, before: Estimate, after: Estimate, evaluation: Evaluation) -> str:
+    gain = f"{after.mean - before.mean:+.2f}".replace("-", "−")
+    text = f"Held-out {name}: {before} before, {after} after ({gain})."
+    if after.low <= before.high and before.low <= after.high:
+        text += " The intervals overlap: no change is shown."
+    best = evaluation.best_base(name)
+    base = evaluation.before()
+    if best is not None and best is not base:
+        text += (
+            f" The base model at its best guidance scale ({number(best.guidance)}) reaches "
+            f"{best.rewards[name]}."
+        )
+    return text
+
+
+def _training_verdict(run: Run) -> list[str]:
+    rewards = [value for value in run.column("reward/mean") if value is not None]
+    if not rewards:
+        return ["No rewards are recorded yet."]
+    part = max(1, len(rewards) // 10)
+    first = sum(rewards[:part]) / part
+    last = sum(rewards[-part:]) / part
+    return [
+        f"Training reward {score(first)} at the start, {score(last)} at the end (means of "
+        f"{part} iteration(s)).",
+        f"This is not a held-out measurement; for one, run: mmrl evaluate {run.folder}",
+    ]

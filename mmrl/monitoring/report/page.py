@@ -1,0 +1,184 @@
+"""``mmrl report RUN``: one HTML page that needs nothing but itself."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from mmrl.core.errors import UserError
+from mmrl.monitoring.progress import clock_time
+from mmrl.monitoring.report.answers import rollouts
+from mmrl.monitoring.report.charts import number
+from mmrl.monitoring.report.curves import chart_sections, reward_chart, spread_out
+from mmrl.monitoring.report.evidence import Evaluation, read_evaluation, score, table, verdict
+from mmrl.monitoring.report.pictures import compare, data_uri, save_picture
+from mmrl.monitoring.report.runs import Run, iteration_of, read_run
+
+MOST_PAIRS = 24
+MOST_TIMES = 8
+MOST_FILM_ROWS = 6
+MOST_EVENTS = 60
+MOST_ALARMS = 12
+
+
+def write_report(run: Path | str) -> Path:
+    """Write ``report.html`` (and before_after.png where possible) into a run folder; returns the
+    page's path.
+
+    Pieces of the run that are missing or broken are left out and listed at the end of the page.
+    Raises UserError for a folder that holds no run.
+    """
+    found = read_run(run)
+    with suppress(UserError):  # no such pictures in this run: the page goes without
+        before_after_picture(found.folder)
+    page = render(found)
+    path = found.folder / "report.html"
+    draft = path.with_suffix(".html.part")
+    draft.write_text(page, encoding="utf-8")
+    draft.replace(path)
+    return path
+
+
+def before_after_picture(run: Path | str, most: int = 8) -> Path:
+    """Write ``before_after.png``: the base model above, the trained one below, same prompts, same
+    noise; animated for videos.
+
+    Raises UserError if the run has no samples/before.png and samples/after.png.
+    """
+    found = read_run(run)
+    before = found.sample_tiles("before")
+    after = found.sample_tiles("after")
+    if before and after:
+        chosen = spread_out(list(range(min(len(before), len(after)))), most)
+        captions = found.sample_captions("after")
+        rows = {"before": [before[i] for i in chosen], "after": [after[i] for i in chosen]}
+        picture = compare(rows, [captions[i] for i in chosen if i < len(captions)])
+    else:
+        sheets = {name: found.sample(name) for name in ("before", "after")}
+        if None in sheets.values():
+            raise UserError(
+                f"{found.folder} has no samples/before.png and after.png; run: mmrl "
+                f"evaluate {found.folder}"
+            )
+        picture = compare({name: [sheet] for name, sheet in sheets.items()}, [], side=480)
+    path = found.folder / "before_after.png"
+    save_picture(picture, path)
+    return path
+
+
+def render(run: Run) -> str:
+    """The page as text. Jinja escapes whatever comes from prompts, configurations and logs."""
+    from jinja2 import Environment, PackageLoader
+
+    env = Environment(
+        loader=PackageLoader("mmrl.monitoring.report"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    env.globals.update(number=number, data_uri=data_uri)
+    evaluation = read_evaluation(run)
+    context = {
+        "run": run,
+        "verdict": verdict(run, evaluation),
+        "tiles": headline(run, evaluation),
+        "evaluation": evaluation,
+        "table": table(evaluation),
+        "reward": reward_chart(run),
+        "sections": chart_sections(run),
+        "pairs": pairs(run),
+        "whole": whole_sheets(run),
+        "film": film(run),
+        "rollouts": rollouts(run),
+        "events": run.events[-MOST_EVENTS:],
+        "alarms": [event for event in run.events if event.get("kind") == "alarm"][:MOST_ALARMS],
+        "made": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
+    }
+    return env.get_template("report.html").render(context)
+
+
+def headline(run: Run, evaluation: Evaluation) -> list[dict[str, str]]:
+    """The numbers on top: label, value, small print."""
+    shown = []
+    for name in evaluation.names()[:4]:
+        if change := evaluation.change(name):
+            before, after = change
+            kind = "trained on" if name in evaluation.optimised else "not trained on"
+            small = f"from {score(before.mean)} · {kind}"
+            shown.append({"label": f"held-out {name}", "value": score(after.mean), "small": small})
+    seconds = [value for value in run.column("seconds") if value is not None]
+    if run.metrics:
+        per = f"{number(sum(seconds) / len(seconds))} s each" if seconds else ""
+        shown.append({"label": "iterations", "value": number(len(run.metrics)), "small": per})
+    if seconds:
+        shown.append(
+            {"label": "training time", "value": clock_time(sum(seconds)), "small": device(run)}
+        )
+    return shown
+
+
+def device(run: Run) -> str:
+    gpus = run.machine.get("gpus") or []
+    return (
+        str(gpus[0])
+        if gpus
+        else (f"{run.machine.get('cores', '?')} CPU cores")
+        if run.machine
+        else ""
+    )
+
+
+def pairs(run: Run) -> list[dict[str, Any]]:
+    """Before and after of one prompt and one noise, side by side, where the sheets can be cut
+    apart."""
+    before = run.sample_tiles("before")
+    after = run.sample_tiles("after")
+    captions = run.sample_captions("after") or run.sample_captions("before")
+    both = list(range(min(len(before), len(after))))[:MOST_PAIRS]
+    return [
+        {
+            "before": before[i],
+            "after": after[i],
+            "caption": captions[i] if i < len(captions) else "",
+        }
+        for i in both
+    ]
+
+
+def whole_sheets(run: Run) -> list[dict[str, Any]]:
+    """The before and after sheets as they are, for runs that do not say how they are divided."""
+    if run.sample_tiles("before") and run.sample_tiles("after"):
+        return []
+    found = [{"label": name, "picture": run.sample(name)} for name in ("before", "after")]
+    return [sheet for sheet in found if sheet["picture"] is not None]
+
+
+def film(run: Run) -> dict[str, Any]:
+    """Samples over time: one row a prompt and one column an iteration, or whole sheets if they
+    cannot be cut."""
+    names = spread_out(run.sheets_over_time(), MOST_TIMES)
+    columns = [(_moment(name), run.sample_tiles(name)) for name in names]
+    columns = [(moment, cut) for moment, cut in columns if cut]
+    if columns:
+        rows = min(MOST_FILM_ROWS, *(len(cut) for _, cut in columns), MOST_FILM_ROWS)
+        captions = run.sample_captions(names[-1])
+        strip = [
+            {
+                "caption": captions[r] if r < len(captions) else "",
+                "pictures": [cut[r] for _, cut in columns],
+            }
+            for r in range(rows)
+        ]
+        return {"moments": [moment for moment, _ in columns], "rows": strip, "sheets": []}
+    sheets = [{"label": _moment(name), "picture": run.sample(name)} for name in names]
+    return {
+        "moments": [],
+        "rows": [],
+        "sheets": [sheet for sheet in sheets if sheet["picture"] is not None],
+    }
+
+
+def _moment(name: str) -> str:
+    return f"iteration {iteration_of(name)}" if iteration_of(name) >= 0 else name

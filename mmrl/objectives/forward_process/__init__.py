@@ -1,0 +1,1 @@
+"""Objectives that re-noise finished samples."""

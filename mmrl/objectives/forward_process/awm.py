@@ -1,0 +1,100 @@
+"""Advantage-weighted matching."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from annotated_types import Ge
+from torch import Tensor
+
+from mmrl.config.options import Count
+from mmrl.core.metrics import observe
+from mmrl.core.registry import OBJECTIVES, TIMES
+from mmrl.core.types import Point, Rollout
+from mmrl.objectives.base import frozen
+from mmrl.objectives.forward_process.base import error, mean_square, noised, positive, velocity
+from mmrl.objectives.policy_gradient import clipped
+from mmrl.objectives.timestep_samplers import TimeSampler, steps
+from mmrl.policies.base import Policy
+from samplers.noise import Rng
+
+TINY = 1e-10  # keeps the roots differentiable at 0
+POWER = 0.25  # of ghuber
+SCORES = {  # (denoising error l [B, 1], time t [B, 1]) -> what stands for the log-prob
+    "uniform": lambda l, t: -l,  # noqa: E741
+    "t": lambda l, t: -l * t,  # noqa: E741
+    "t2": lambda l, t: -l * t**2,  # noqa: E741
+    "huber": lambda l, t: -((l + TINY).sqrt() - TINY**0.5) * t,  # noqa: E741
+    "ghuber": lambda l, t: -((l + TINY) ** POWER - TINY**POWER) * t / POWER,  # noqa: E741
+}
+
+
+@OBJECTIVES.register("awm")
+@dataclass
+class AWM:
+    """AWM: the clipped policy gradient with a weighted denoising error in place of the log-prob.
+
+    Xue et al. 2025, "Advantage Weighted Matching: Aligning RL with Pretraining in Diffusion
+    Models". The ratio is between the live and the sampling weights at the same time and noise; its
+    log is minus the difference of errors.
+
+    weighting: of the error l at time t: uniform -l, t -l t, t2 -l t^2, huber about -sqrt(l) t,
+    ghuber about -4 l^(1/4) t. clip_range: range of the ratio, one number or [low, high]. kl, ema_kl:
+    weights of the squared distances of the velocity to the reference's and to that of the moving
+    average of the weights, which ``train.ema`` keeps. num_noise_draws, timestep_sampler: how many times a sample is
+    looked at, and which.
+    """
+
+    needs: ClassVar[str] = "gaussian"
+    reads: ClassVar[str] = "sample"
+    weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = "ghuber"
+    clip_range: float | tuple[float, float] = 1.0
+    advantage_clip: float = 1.0
+    kl: Annotated[float, Ge(0)] = 1e-4
+    ema_kl: Annotated[float, Ge(0)] = 0.0
+    num_noise_draws: Count = 6
+    timestep_sampler: Annotated[TimeSampler, TIMES] = steps
+
+    def __post_init__(self) -> None:
+        self.low, self.high = (
+            self.clip_range
+            if isinstance(self.clip_range, (tuple, list))
+            else (self.clip_range, self.clip_range)
+        )
+        positive("objective.awm", clip=min(self.low, self.high), advantage_clip=self.advantage_clip)
+        looked_at = {"ref": self.kl, "ema": self.ema_kl}
+        self.behavior_policy = "live"
+        self.snapshots = ("old", *(name for name, weight in looked_at.items() if weight))
+        self.score = SCORES[self.weighting]
+        self.surrogate = clipped(self.low, self.high)
+
+    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
+        return noised(policy, rollout, rng, self.timestep_sampler, self.num_noise_draws)
+
+    def loss(self, policy: Policy, point: Point) -> Tensor:
+        dist = policy.dist(point)
+        old = frozen(policy, "old", point)
+        t = point.time
+        if t is None:
+            velocity(dist)  # says that tokens have none
+        new, before = (
+            self.score(error(d, point).double(), t[:, None].double()) for d in (dist, old)
+        )
+        ratio = (new - before).detach().exp()
+        observe("log_ratio", new - before, point.mask)
+        observe("ratio", ratio, point.mask)
+        observe(
+            "clip_fraction", ((ratio > 1 + self.high) | (ratio < 1 - self.low)).double(), point.mask
+        )
+        advantage = point.advantage.clamp(-self.advantage_clip, self.advantage_clip)
+        loss = self.surrogate(new, before, advantage, point.mask)
+        loss = loss.to(torch.promote_types(advantage.dtype, torch.float32))
+        for name, weight, metric in (("ref", self.kl, "kl"), ("ema", self.ema_kl, "kl_ema")):
+            if weight:
+                distance = mean_square(velocity(dist) - velocity(frozen(policy, name, point)))
+                observe(metric, distance, point.mask)
+                loss = loss + weight * distance
+        return loss

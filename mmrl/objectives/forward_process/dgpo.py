@@ -1,0 +1,132 @@
+"""Direct group preference optimisation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from annotated_types import Ge
+from torch import Tensor
+
+from mmrl.config.options import Count
+from mmrl.core.distributions import Dist
+from mmrl.core.metrics import observe
+from mmrl.core.registry import OBJECTIVES, TIMES
+from mmrl.core.types import Point, Rollout
+from mmrl.objectives.base import frozen
+from mmrl.objectives.forward_process.base import (
+    comparisons,
+    error,
+    mean_square,
+    noised,
+    positive,
+    summed,
+    velocity,
+)
+from mmrl.objectives.timestep_samplers import TimeSampler, early_steps
+from mmrl.policies.base import Policy
+from samplers.noise import Rng
+
+
+@OBJECTIVES.register("dgpo")
+@dataclass
+class DGPO:
+    """DGPO: the good half of a group is preferred to the bad half, by denoising errors at shared
+    noise.
+
+    Luo et al. 2025, "Reinforcing Diffusion Models by Direct Group Preference Optimization". With d
+    the denoising error, S = sum_i A_i beta (d_i - d_i^ref) / G over the G samples of a group,
+    minimises mean_i sigmoid(S) A_i d_i, whose gradient is that of (1 / beta) mean_g softplus(S_g).
+
+    clip_range: a sample's error gives no gradient once exp(d^old - d) has moved by that much in its
+    direction; null: always. reference: the weights of d^ref: those of the start, guided by
+    ``ref_guidance``, or the old ones, a moving average. kl: weight of the squared distance of the
+    velocity to that of the weights of the start, guided likewise. num_noise_draws, timestep_sampler: how many times of
+    the forward process a sample is looked at, and which. behavior_policy: the weights that sample. old_decay_rate:
+    after step n, old = min(old_decay_max, old_decay_rate n) old + the rest of the live weights.
+    """
+
+    needs: ClassVar[str] = "gaussian"
+    reads: ClassVar[str] = "sample"
+    beta: float = 100.0
+    clip_range: float | None = 1e-2
+    advantage_clip: float = 5.0
+    kl: Annotated[float, Ge(0)] = 0.02
+    reference: Literal["ref", "old"] = "ref"
+    ref_guidance: Annotated[float, Ge(0)] = 1.0
+    num_noise_draws: Count = 4
+    timestep_sampler: Annotated[TimeSampler, TIMES] = early_steps
+    behavior_policy: Literal["live", "old"] = "live"
+    old_decay_rate: Annotated[float, Ge(0)] = 0.001
+    old_decay_max: Annotated[float, Ge(0)] = 0.3
+
+    def __post_init__(self) -> None:
+        positive(
+            "objective.dgpo",
+            beta=self.beta,
+            advantage_clip=self.advantage_clip,
+            clip=self.clip_range or 1.0,
+        )
+        lagging = self.clip_range or "old" in (self.behavior_policy, self.reference)
+        self.snapshots = (*(("old",) if lagging else ()), *(("ref",) if self._based else ()))
+
+    def old_decay(self, step: int) -> float:
+        return min(self.old_decay_max, self.old_decay_rate * step)
+
+    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
+        return noised(
+            policy, rollout, rng, self.timestep_sampler, self.num_noise_draws, shared=True
+        )
+
+    def measure(self, policy: Policy, point: Point) -> Tensor:
+        """[B, 2 + D]: by how much the error exceeds the reference's; to clip, the error under the
+        old weights; and the velocity of the start's weights, which ``loss`` wants again."""
+        live = error(policy.dist(point), point)
+        lagging = self.clip_range or self.reference == "old"
+        old = error(frozen(policy, "old", point), point) if lagging else torch.zeros_like(live)
+        start = velocity(self._start(policy, point)) if self._based else point.target
+        gap = live - (old if self.reference == "old" else mean_square(start - point.target))
+        return torch.cat([gap, old, start.flatten(1) if self.kl else gap[:, :0]], 1)
+
+    def couple(self, point: Point, measured: Tensor) -> Point:
+        gap, old, start = measured.to(point.advantage.device).tensor_split((1, 2), 1)
+        advantage = point.advantage.clamp(-self.advantage_clip, self.advantage_clip)
+        group = comparisons(point)
+        size = summed(torch.ones_like(gap), group)
+        score = summed(advantage * self.beta * gap, group) / size.clamp_min(1)
+        weight = score.sigmoid()[group]
+        observe("dgpo/weight", weight, point.mask)
+        known = start.view_as(point.target) if self.kl else None
+        return point.replace(
+            advantage=weight * advantage, logprob=-old if self.clip_range else None, known=known
+        )
+
+    def loss(self, policy: Policy, point: Point) -> Tensor:
+        """Before ``couple`` all weights are 1 and nothing is clipped."""
+        dist = policy.dist(point)
+        found = error(dist, point)
+        if self.clip_range and point.logprob is not None:
+            ratio = (-found.detach() - point.logprob).exp()
+            far = torch.where(
+                point.advantage > 0, ratio > 1 + self.clip_range, ratio < 1 - self.clip_range
+            )
+            observe("ratio", ratio, point.mask)
+            observe("clip_fraction", far.double(), point.mask)
+            found = torch.where(far, found.detach(), found)
+        loss = point.advantage * found
+        if not self.kl:
+            return loss
+        start = velocity(self._start(policy, point)) if point.known is None else point.known
+        distance = mean_square(velocity(dist) - start)
+        observe("kl", distance, point.mask)
+        return loss + self.kl * distance
+
+    @property
+    def _based(self) -> bool:
+        """Whether the weights of the start are looked at."""
+        return self.reference == "ref" or self.kl > 0
+
+    def _start(self, policy: Policy, point: Point) -> Dist:
+        return frozen(policy, "ref", point.replace(guidance=self.ref_guidance))

@@ -1,0 +1,68 @@
+"""GRPO-Guard: the clipped policy gradient with a ratio that has the same scale at every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.core.distributions import TINY, Dist, Gaussian
+from mmrl.core.errors import UserError
+from mmrl.core.metrics import observe
+from mmrl.core.registry import OBJECTIVES
+from mmrl.core.types import Point
+from mmrl.objectives.base import frozen
+from mmrl.objectives.policy_gradient import PolicyGradient
+from mmrl.policies.base import Policy
+
+
+@OBJECTIVES.register("grpo_guard")
+class Guard(PolicyGradient):
+    """GRPO-Guard: normalised ratio, log rho = mean_d[e_old (mu - mu_old)], and gradients balanced
+    over the steps.
+
+    Wang et al. 2025, "GRPO-Guard: Mitigating Implicit Over-Optimization in Flow Matching via
+    Regulated Clipping". e_old is the noise that was injected, (x' - mu_old) / std, so that log rho
+    is (log-ratio + KL(new || old)) times std. balance: the loss of a step is divided by its length,
+    as the official code does. All else as in grpo.
+    """
+
+    called = "objective.grpo_guard"
+    needs = "gaussian"
+
+    def __init__(
+        self, clip_range: float | tuple[float, float] = 2e-6, balance: bool = True, **options: Any
+    ):
+        super().__init__(clip=clip_range, **options)
+        self.balance = balance
+        self.snapshots = (*self.snapshots, "old")
+
+    def loss(self, policy: Policy, point: Point) -> Tensor:
+        dist = policy.dist(point)
+        old = frozen(policy, "old", point)
+        log_ratio = normalised(dist, old, point.target)
+        ratio = log_ratio.exp()
+        # what the gate looks at
+        observe("log_ratio", dist.log_prob(point.target) - point.logprob, point.mask)
+        observe("ratio", ratio, point.mask)
+        observe(
+            "clip_fraction", ((ratio > 1 + self.high) | (ratio < 1 - self.low)).double(), point.mask
+        )
+        advantage = point.advantage.clamp(-self.advantage_clip, self.advantage_clip)
+        loss = self.surrogate(log_ratio, torch.zeros_like(log_ratio), advantage, point.mask)
+        if self.balance:
+            loss = loss / (point.time - point.next_time)[:, None]
+        return loss + self.kl * self._kl(policy, point, dist) if self.kl else loss
+
+
+def normalised(dist: Dist, old: Dist, target: Tensor) -> Tensor:
+    """[B, 1] mean over dimensions of e_old (mu - mu_old). Raises UserError for a policy without
+    Gaussian steps."""
+    if not (isinstance(dist, Gaussian) and isinstance(old, Gaussian)):
+        raise UserError(
+            "this objective compares means: it is for flow and diffusion models, not "
+            "for token models"
+        )
+    noise = (target - old.mean) / old.std.clamp_min(TINY)
+    return (noise * (dist.mean - old.mean)).flatten(1).mean(1, keepdim=True)

@@ -1,0 +1,62 @@
+"""When another engine, or older weights, sampled: weights and masks that keep the gradient
+honest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from annotated_types import Ge, Gt
+from torch import Tensor
+
+from mmrl.core.errors import UserError
+from mmrl.core.metrics import observe
+from mmrl.core.types import Point
+from mmrl.objectives.surrogates import row_mean, row_sum
+
+
+@dataclass(frozen=True)
+class Importance:
+    """Truncated importance correction: the loss times w = p_policy / p_sampler of what was sampled.
+
+    level: token; sequence, the product over the row (TRL); or geometric, the mean of the
+    logarithms, which ms-swift calls sequence (it is far closer to 1: at 0.01 a token, 500 tokens
+    make e^5 of a product). mode: what happens to w above ``cap`` or below ``floor``: it is
+    truncated, or its decisions leave the loss (mask). Yao et al. 2025, "Your efficient RL framework
+    secretly brings you off-policy RL training"; Zheng et al. 2025, IcePop.
+    """
+
+    level: Literal["token", "sequence", "geometric"] = "token"
+    mode: Literal["truncate", "mask"] = "truncate"
+    cap: Annotated[float, Gt(0)] = 3.0
+    floor: Annotated[float, Ge(0)] = 0.0
+
+    def weight(self, point: Point) -> Tensor:
+        """[B, L]; 1 where the policy sampled by itself."""
+        if point.sampler_logprob is None:
+            return torch.ones_like(point.logprob)
+        gap = point.logprob - point.sampler_logprob
+        if self.level != "token":
+            gap = (row_sum if self.level == "sequence" else row_mean)(gap, point.mask).expand_as(
+                gap
+            )
+        weight = gap.clamp(max=60.0).exp()
+        observe("importance", weight, point.mask)
+        if self.mode == "truncate":
+            return weight.clamp(self.floor, self.cap)
+        return torch.where((weight >= self.floor) & (weight <= self.cap), weight, 0.0)
+
+    def __post_init__(self) -> None:
+        if not self.floor < self.cap:
+            raise UserError(f"importance: low {self.floor} must be less than high {self.cap}")
+
+
+def off_policy(logp: Tensor, point: Point, threshold: float) -> Tensor:
+    """[B, L] 1, or 0 for rows with A < 0 whose mean log(p_sampler / p) exceeds the threshold
+    (DeepSeek-V3.2, OPSM)."""
+    behaviour = point.logprob if point.sampler_logprob is None else point.sampler_logprob
+    far = row_mean((behaviour - logp.detach()), point.mask) > threshold
+    dropped = (far & (point.advantage < 0)).expand_as(logp)
+    observe("off_policy", dropped.to(logp), point.mask)
+    return (~dropped).to(logp)

@@ -1,0 +1,297 @@
+"""Where masked diffusion is asked: the states it visited, or finished samples of which tokens are
+hidden again.
+
+An estimator is ``(policy, rollout, rng) -> points`` of all rows. ``known`` [B, L] is the weight of
+every decision, None for 1. Only ``trajectory`` gives the gradient of the expected reward exactly,
+for what ``path`` scores exactly; the others estimate it from states that the sampler did not visit,
+and are published with different masks and weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+import torch
+from annotated_types import Gt, Le
+from torch import Tensor
+
+from mmrl.config.options import Count
+from mmrl.core.errors import UserError
+from mmrl.core.registry import ESTIMATORS
+from mmrl.core.types import Point, Rollout
+from mmrl.policies.base import Remaskable
+from samplers.noise import Rng
+
+Estimator = Callable[[Remaskable, Rollout, Rng], list[Point]]
+Share = Annotated[float, Gt(0), Le(1)]
+Fields = Literal["uniform", "fading"]
+MOST = 0.999  # the largest rate of MaskGRPO's published code
+
+
+@ESTIMATORS.register("trajectory")
+def trajectory(
+    policy: Remaskable, rollout: Rollout, rng: Rng, *, passes: Count | None = None
+) -> list[Point]:
+    """The passes of the sampler itself: exact. ``passes``: so many random ones of each row,
+    weighted T / passes."""
+    points = list(policy.path(rollout))
+    if passes is None or passes >= len(points):
+        return points
+    chosen = rng.uniform(rollout.row_id, (len(points),)).argsort(1).argsort(1) < passes  # [B, T]
+    return [
+        p.replace(
+            mask=p.mask & chosen[:, t, None],
+            known=p.logprob.new_full((len(p), 1), len(points) / passes),
+        )
+        for t, p in enumerate(points)
+    ]
+
+
+@ESTIMATORS.register("tracerl")
+def tracerl(policy: Remaskable, rollout: Rollout, rng: Rng, *, shrink: Count = 8) -> list[Point]:
+    """Score slices of the stored reveal order, ``shrink`` passes each (TraceRL, Wang et al. 2025).
+
+    A slice's tokens are scored where it and all later ones are hidden. With shrink 1 it is
+    ``trajectory`` of the emerge sampler."""
+    part = rollout.commit_step // shrink
+    return [policy.at(rollout, hide=part >= s, score=part == s) for s in range(int(part.max()) + 1)]
+
+
+@ESTIMATORS.register("d1")
+def d1(
+    policy: Remaskable,
+    rollout: Rollout,
+    rng: Rng,
+    *,
+    prompt: Annotated[float, Gt(-1e-9), Le(1)] = 0.15,
+) -> list[Point]:
+    """diffu-GRPO (Zhao et al. 2025): everything hidden, one pass; a share of the prompt's tokens
+    hidden at random."""
+    cond = (
+        policy.corrupted(rollout.cond, prompt, rng.fold("prompt")) if prompt > 0 else rollout.cond
+    )
+    return [
+        policy.at(
+            rollout.replace(cond=cond), hide=torch.ones_like(rollout.commit_step, dtype=torch.bool)
+        )
+    ]
+
+
+@ESTIMATORS.register("mask_grpo")
+def mask_grpo(
+    policy: Remaskable,
+    rollout: Rollout,
+    rng: Rng,
+    *,
+    low: Share = 0.8,
+    updates: Count = 6,
+    draws: Count = 1,
+    field: Fields = "uniform",
+    fixed: bool = True,
+) -> list[Point]:
+    """MaskGRPO (Ma et al. 2025): tokens hidden at a rate between ``low`` and 1; images 0.8, text
+    0.6 and fading.
+
+    The rates are low + (1 - low) n / updates; of them ``draws`` are looked at in each optimizer
+    step. With several epochs every row meets each rate once, from low to high as published, before
+    one comes again; with one epoch they are drawn at random. field: "fading" hides late tokens more
+    than early ones. fixed: false repeats a defect of the published code, whose loss mask is the sum
+    of the masks of all rates, so that visible tokens are trained on too.
+    """
+    rates = [min(low + (1 - low) * (n + 1) / updates, MOST) for n in range(updates)]
+    masks = [
+        _hidden(rng.fold("mask", n), rollout, torch.tensor(rate), field)
+        for n, rate in enumerate(rates)
+    ]
+    points = [policy.at(rollout, hide=masks[n]) for n in _due(policy, rng, updates, draws)]
+    if fixed:
+        return points
+    count = torch.stack(masks).sum(0).to(rollout.logprob)  # [B, L]
+    share = count * (count > 0).sum(1, keepdim=True) / count.sum(1, keepdim=True).clamp_min(1)
+    alive = rollout.mask.any(1)[:, None]
+    return [p.replace(mask=(count > 0) & alive, known=share) for p in points]
+
+
+@ESTIMATORS.register("uni_grpo")
+def uni_grpo(
+    policy: Remaskable, rollout: Rollout, rng: Rng, *, updates: Count = 4, draws: Count = 1
+) -> list[Point]:
+    """Average over tokens hidden at random rates (UniGRPO of MMaDA, Yang et al. 2025).
+
+    A rate is uniform in (0, 1), or one of those evenly spaced from there to 1, ``updates`` in all;
+    ``draws`` random ones of them in each optimizer step."""
+    first = rng.fold("first").uniform(rollout.row_id)  # [B]
+    rates = [
+        first + (1 - first) * n / max(updates - 1, 1)
+        for n in rng.permutation(updates, step=1)[:draws].tolist()
+    ]
+    points = [
+        policy.at(rollout, _hidden(rng.fold("mask", n), rollout, rate))
+        for n, rate in enumerate(rates)
+    ]
+    return _means(points)
+
+
+@ESTIMATORS.register("schedule_matched")
+def schedule_matched(
+    policy: Remaskable, rollout: Rollout, rng: Rng, *, passes: Count | None = None
+) -> list[Point]:
+    """Score tokens hidden at the sampler's own rates k_t, weighted (k_t - k_t+1) / k_t.
+
+    It is what the passes would score if the order were drawn from its prior. ``passes``: so many
+    random ones, weighted T / passes."""
+    steps = len(policy.rates) - 1
+    chosen = range(steps) if passes is None else rng.permutation(steps, step=1)[:passes].tolist()
+    found = []
+    for t in chosen:
+        now = policy.rates[t].item()
+        then = policy.rates[t + 1].item()
+        point = policy.at(rollout, _hidden(rng.fold("mask", t), rollout, torch.tensor(now)))
+        weight = (now - then) / now * steps / len(chosen)
+        found.append(point.replace(known=rollout.logprob.new_full((len(point), 1), weight)))
+    return found
+
+
+@ESTIMATORS.register("coupled")
+def coupled(
+    policy: Remaskable,
+    rollout: Rollout,
+    rng: Rng,
+    *,
+    low: Annotated[float, Gt(-1e-9), Le(1)] = 0.1,
+    high: Share = 0.9,
+    draws: Count = 1,
+) -> list[Point]:
+    """A random mask and its complement (Gong et al. 2025, DiffuCoder): each pair scores every token
+    once."""
+    _ascending("coupled", low, high)
+    found = []
+    for n in range(draws):
+        rate = low + (high - low) * rng.fold("rate", n).uniform(rollout.row_id)
+        hide = _hidden(rng.fold("mask", n), rollout, rate)
+        found += [policy.at(rollout, hide), policy.at(rollout, ~hide)]
+    return found
+
+
+@ESTIMATORS.register("random")
+def random(
+    policy: Remaskable,
+    rollout: Rollout,
+    rng: Rng,
+    *,
+    low: Annotated[float, Gt(-1e-9), Le(1)] = 0.1,
+    high: Share = 0.9,
+    draws: Count = 1,
+) -> list[Point]:
+    """Random masks at a rate between ``low`` and ``high``, the plain counterpart of ``coupled``."""
+    _ascending("random", low, high)
+    rates = [low + (high - low) * rng.fold("rate", n).uniform(rollout.row_id) for n in range(draws)]
+    return [
+        policy.at(rollout, _hidden(rng.fold("mask", n), rollout, rate))
+        for n, rate in enumerate(rates)
+    ]
+
+
+@ESTIMATORS.register("udm_grpo")
+def udm_grpo(
+    policy: Remaskable, rollout: Rollout, rng: Rng, *, starts: Count = 3, window: Count = 3
+) -> list[Point]:
+    """UDM-GRPO on masks: finished tokens scored at ``window`` adjacent early rates of the sampler,
+    re-noised.
+
+    UDM-GRPO trains discrete flows whose noise is uniform tokens; here noise is hidden tokens. As
+    there, the action of every step is the finished sample, states come from the forward process,
+    the first of the adjacent steps is drawn from ``starts``, and a step counts by the mean over its
+    tokens. The ratio is of every token, there of their mean.
+    """
+    first = int(rng.permutation(starts)[0])
+    steps = len(policy.rates) - 1
+    chosen = range(min(first, steps - 1), min(first + window, steps))
+    rates = [policy.rates[t] for t in chosen]
+    return _means(
+        [
+            policy.at(rollout, _hidden(rng.fold("mask", n), rollout, rate))
+            for n, rate in enumerate(rates)
+        ]
+    )
+
+
+@ESTIMATORS.register("sepo")
+def sepo(policy: Remaskable, rollout: Rollout, rng: Rng) -> list[Point]:
+    """SEPO (Zekri and Boulle 2025) on the samples one token away: L passes, so for short samples
+    only.
+
+    With q_i = p(x_i | all others) the concrete score of a neighbour y is s_y = q_i(y_i) / q_i(x_i),
+    and the gradient of the marginal is -sum_y pi_y grad log s_y, pi the self-normalised s. Over all
+    neighbours and x itself that is sum_i w_i grad log q_i with w_i = (1 / q_i) / (1 + sum_j (1 /
+    q_j - 1)): no neighbour need be sampled.
+    """
+    length = rollout.commit_step.shape[1]
+    points = [
+        policy.at(
+            rollout,
+            torch.arange(length, device=rollout.row_id.device).expand_as(rollout.commit_step) == i,
+        )
+        for i in range(length)
+    ]
+    with torch.no_grad():
+        size = getattr(policy, "fixed_batch_rows", None) or len(rollout)
+        own = [
+            torch.cat([policy.dist(p).log_prob(p.target)[:, i] for p in point.split(size)])
+            for i, point in enumerate(points)
+        ]
+    odds = (-torch.stack(own, 1)).exp()  # [B, L] 1 / q_i
+    weight = odds / (1 + (odds - 1).sum(1, keepdim=True))
+    return [point.replace(known=weight) for point in points]
+
+
+def fading(rate: Tensor, length: int) -> Tensor:
+    """[B or 1, L] probability that a token stays visible, min(1, 2 (1 - r) (1 - n / (L - 1)))
+    (MaskGRPO, text): early tokens stay more often, the last never. Cut at 1, so more than r is
+    hidden where r < 1/2."""
+    place = torch.arange(length, device=rate.device) / max(length - 1, 1)
+    return (2 * (1 - rate.reshape(-1, 1)) * (1 - place)).clamp(max=1)
+
+
+def _ascending(name: str, low: float, high: float) -> None:
+    if low >= high:
+        raise UserError(f"the estimator {name} needs low < high, not {low} and {high}")
+
+
+def _hidden(rng: Rng, rollout: Rollout, rate: Tensor, field: Fields = "uniform") -> Tensor:
+    """[B, L] bool: hidden at a rate [] or [B], the same whatever weights look at it."""
+    draw = rng.uniform(rollout.row_id, (rollout.commit_step.shape[1],))
+    rate = rate.to(draw)
+    return draw > fading(rate, draw.shape[1]) if field == "fading" else draw < rate.reshape(-1, 1)
+
+
+def _due(policy: Remaskable, rng: Rng, updates: int, draws: int) -> list[int]:
+    """Which ``draws`` of the rates 0 to ``updates`` - 1 this epoch looks at; where there is but
+    one, random ones."""
+    epoch = getattr(policy, "epoch", None)
+    if epoch is None:
+        return rng.permutation(updates, step=1)[:draws].tolist()
+    return [(epoch * draws + i) % updates for i in range(min(draws, updates))]
+
+
+def _means(points: list[Point]) -> list[Point]:
+    """With ``reduction: row``, the mean over points of the mean over a point's own decisions."""
+    total = sum(point.mask.sum(1, keepdim=True) for point in points)
+    return [
+        p.replace(known=total / (len(points) * p.mask.sum(1, keepdim=True).clamp_min(1)))
+        for p in points
+    ]
+
+
+# passes for every sample
+SEVERAL = (trajectory, tracerl, schedule_matched, coupled, udm_grpo, sepo)
+
+
+def several_passes(estimator: Estimator) -> bool:
+    """Whether it is known that a sample's tokens are scored in more than one pass."""
+    plain = getattr(estimator, "func", estimator)
+    chosen = getattr(estimator, "keywords", {})
+    if plain is schedule_matched and chosen.get("passes") == 1:
+        return False
+    return plain in SEVERAL or chosen.get("draws", 1) > 1

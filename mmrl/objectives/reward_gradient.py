@@ -1,0 +1,233 @@
+"""Differentiable rewards: follow their gradient back through the last steps of the sampler."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from annotated_types import Ge
+from torch import Tensor
+
+from mmrl.config.options import Count
+from mmrl.core.distributions import Gaussian
+from mmrl.core.errors import UserError
+from mmrl.core.metrics import observe
+from mmrl.core.registry import OBJECTIVES
+from mmrl.core.types import Media, Point, Prompt, Rollout
+from mmrl.objectives.base import frozen
+from mmrl.policies.base import Policy
+from samplers.noise import Rng
+
+Differentiable = Callable[[Media, list[Prompt]], Tensor]  # (media, prompts) -> [B], with gradient
+# of two Gaussians with one variance, means d standard deviations apart; d2 = d^2 per dimension
+DIVERGENCES = {
+    "kl": lambda d2: d2 / 2,
+    "hellinger": lambda d2: -torch.expm1(-d2 / 8),
+    "total_variation": lambda d2: torch.erf((d2 + 1e-12).sqrt() / (2 * math.sqrt(2))),
+    "chi2": lambda d2: torch.expm1(d2.clamp_max(20)),
+}
+
+
+@OBJECTIVES.register("draft")
+@dataclass
+class Draft:
+    """DRaFT and ROCM: gradient ascent on a differentiable reward through the last ``last`` steps of
+    the sampler.
+
+    Clark et al. 2024, "Directly Fine-Tuning Diffusion Models on Differentiable Rewards" (DRaFT-K;
+    null: all steps); Shekhar and Zhang 2025, "ROCM: RLHF on consistency models", which adds ``kl``
+    times a divergence to the reference's transitions: kl, hellinger, total_variation or chi2, per
+    dimension; a divergence makes it ROCM on a consistency model. Steps with noise repeat the noise
+    that was drawn. Every reward with a weight must be differentiable.
+    """
+
+    needs: ClassVar[str] = "gaussian"
+    redraws: ClassVar[bool] = True  # the noise of every step again: a tree's samples share theirs
+    last: Count | None = 1
+    kl: Annotated[float, Ge(0)] = 0.0
+    divergence: Literal["kl", "hellinger", "total_variation", "chi2"] = "kl"
+
+    def __post_init__(self) -> None:
+        self.behavior_policy = "live"
+        self.snapshots = ("ref",) if self.kl else ()
+        self.reward: Differentiable | None = None
+
+    def attach(self, reward: Differentiable) -> None:
+        """The trainer's rewards, with gradient."""
+        self.reward = reward
+
+    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
+        if rollout.edge_id is not None:
+            raise UserError(
+                "objective draft follows single paths, whose noise it draws again: leave "
+                "out policy option tree"
+            )
+        return whole_paths(rollout, self.last)
+
+    def loss(self, policy: Policy, point: Point) -> Tensor:
+        x = point.state[:, 0]
+        far = []
+        steps = steps_of(point)
+        for k, step in enumerate(steps, start=point.eta.shape[1] - len(steps)):
+            dist = policy.dist(step.replace(state=x))
+            far.append(self._distance(policy, step.replace(state=x), dist) if self.kl else 0.0)
+            x = dist.mean
+            if point.known is not None:
+                x = x + dist.std * policy.noise(point.known, point.row_id, k)
+        reward = rewarded(self.reward, policy, point, x)
+        observe("reward/differentiated", reward, point.mask)
+        loss = -reward
+        if self.kl:
+            distance = sum(far) / len(far)
+            observe("kl", distance, point.mask)
+            loss = loss + self.kl * distance
+        return loss
+
+    def _distance(self, policy: Policy, step: Point, dist: Gaussian) -> Tensor:
+        """[B, 1] divergence of a transition from the reference's. A step without noise counts as if
+        the clean prediction had variance 1/2, as at re-noised states."""
+        length = (step.time - step.next_time).view(dist.std.shape)
+        scale = torch.where(dist.std > 0, dist.std, length * math.sqrt(0.5))
+        off = (dist.mean - frozen(policy, "ref", step).mean) / scale
+        return DIVERGENCES[self.divergence](off.square().flatten(1).mean(1, keepdim=True))
+
+
+@OBJECTIVES.register("adjoint_matching")
+@dataclass
+class AdjointMatching:
+    """Adjoint Matching: regress the change of every step's mean on the reward's gradient, carried
+    back by the base.
+
+    Domingo-Enrich et al. 2025, "Adjoint Matching: Fine-tuning Flow and Diffusion Generative Models
+    with Memoryless Stochastic Optimal Control", eq. 37 to 39, for the sampler's own steps: with
+    base means F_k and standard deviations s_k, a_K = -strength grad r(x_K), a_k = (dF_k / dx)^T
+    a_(k+1), and the loss of step k is
+    |(mean_k - F_k(x_k)) / s_k + s_k a_(k+1)|^2 / 2.
+
+    Use ``kernel: memoryless, eta: 1``, which makes the optimum the base's distribution tilted by
+    exp(strength reward), and ``sde: all_but_last``, so that the reward's gradient is taken at a
+    sample without fresh noise. strength: of the reward against the base.
+    """
+
+    needs: ClassVar[str] = "gaussian"
+    visits: ClassVar[bool] = True
+    strength: Annotated[float, Ge(0)] = 1.0
+
+    def __post_init__(self) -> None:
+        self.behavior_policy = "live"
+        self.snapshots = ("ref",)
+        self.reward: Differentiable | None = None
+
+    def attach(self, reward: Differentiable) -> None:
+        """The trainer's rewards, with gradient."""
+        self.reward = reward
+
+    def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
+        return whole_paths(rollout, None)
+
+    def loss(self, policy: Policy, point: Point) -> Tensor:
+        steps = list(steps_of(point))
+        wanted = self._adjoints(policy, point, steps)  # K times [B, *], a_(k + 1)
+        total = 0.0
+        for step, adjoint in zip(steps, wanted):
+            dist = policy.dist(step)
+            base = frozen(policy, "ref", step)
+            if not (dist.std > 0).all():
+                continue  # without noise a step cannot be controlled
+            off = (dist.mean - base.mean) / dist.std + dist.std * adjoint
+            total = total + 0.5 * off.square().flatten(1).mean(1, keepdim=True)
+        return total
+
+    def _adjoints(self, policy: Policy, point: Point, steps: list[Point]) -> list[Tensor]:
+        with torch.enable_grad():
+            end = point.state[:, -1].detach().requires_grad_()
+            reward = rewarded(self.reward, policy, point, end)
+            (adjoint,) = torch.autograd.grad(-self.strength * reward.sum(), end)
+        observe("reward/differentiated", reward.detach(), point.mask)
+        found = [adjoint]
+        for step in reversed(steps[1:]):
+            with policy.weights.using("ref"), torch.enable_grad():
+                x = step.state.detach().requires_grad_()
+                (adjoint,) = torch.autograd.grad(
+                    (policy.dist(step.replace(state=x)).mean * adjoint).sum(), x
+                )
+            found.append(adjoint)
+        return found[::-1]
+
+
+def whole_paths(rollout: Rollout, last: int | None) -> list[Point]:
+    """Make one point a row of the ``last`` n steps of its path (None: of all), with time and eta of
+    all K steps.
+
+    state [B, n + 1, *], time [B, K + 1], eta [B, K]; known [B, 2] is the stream of the noise, None
+    where there is none.
+    """
+    if rollout.path is None:
+        raise UserError(
+            "this objective follows the sampler's steps: it is for flow and diffusion "
+            "models, not for tokens"
+        )
+    first = 0 if last is None else max(0, rollout.eta.shape[1] - last)
+    alive = (
+        torch.ones_like(rollout.row_id, dtype=torch.bool)
+        if rollout.trainable is None
+        else rollout.trainable
+    )
+    return [
+        Point(
+            group=rollout.group,
+            cond=rollout.cond,
+            row_id=rollout.row_id,
+            mask=alive[:, None],
+            num_decisions=alive.long(),
+            state=rollout.path[:, first:].to(rollout.sample.dtype),
+            time=rollout.time,
+            eta=rollout.eta,
+            known=rollout.stream,
+            advantage=rollout.advantage[:, -1:] if rollout.advantage is not None else None,
+            asked=rollout.prompts,
+        )
+    ]
+
+
+def steps_of(point: Point) -> list[Point]:
+    """The last n steps of a point made by ``whole_paths``."""
+    count = point.state.shape[1] - 1
+    first = point.eta.shape[1] - count
+    return [
+        point.replace(
+            state=point.state[:, k],
+            target=point.state[:, k + 1],
+            time=point.time[:, first + k],
+            next_time=point.time[:, first + k + 1],
+            eta=point.eta[:, first + k],
+            known=None,
+        )
+        for k in range(count)
+    ]
+
+
+def rewarded(reward: Differentiable | None, policy: Policy, point: Point, sample: Tensor) -> Tensor:
+    """[B, 1] the rewards of finished samples, with gradient to them. UserError if a reward has
+    none."""
+    if reward is None:
+        raise UserError("this objective needs a differentiable reward; it gets it from the trainer")
+    rollout = Rollout(
+        group=point.group,
+        cond=point.cond,
+        row_id=point.row_id,
+        sample=sample,
+        prompts=point.asked,
+        logprob=point.mask.to(sample),
+        mask=point.mask,
+    )
+    found = reward(policy.decode(rollout), rollout.prompt_per_row())
+    if not found.requires_grad and torch.is_grad_enabled():
+        raise UserError(
+            "the reward gives no gradient: this objective needs differentiable rewards "
+            "(docs/rewards.md says which are)"
+        )
+    return found[:, None].to(sample)

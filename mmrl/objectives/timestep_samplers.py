@@ -1,0 +1,91 @@
+"""When to look: times of the forward process for objectives that noise finished samples afresh.
+
+A time sampler is ``(rng, name, draws, grid) -> [B, D]`` with times in (0, 1], 1 being noise. Rows
+of equal ``name`` [B] draw the same; ``grid`` [B, K + 1] are the times the sampler visited, None for
+models that have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from mmrl.core.errors import UserError
+from mmrl.core.registry import TIMES
+from samplers.noise import Rng
+from samplers.schedules import shift_time
+
+TimeSampler = Callable[[Rng, Tensor, int, Tensor | None], Tensor]
+
+
+@TIMES.register("steps")
+def steps(
+    rng: Rng,
+    name: Tensor,
+    draws: int,
+    grid: Tensor | None,
+    *,
+    share: float = 0.99,
+    skip: int = 0,
+    alike: bool = False,
+) -> Tensor:
+    """Different steps of the sampler's own grid, for each row by itself or alike for all.
+
+    Of its first int(share * steps), the noisy ones, without the first ``skip``; as many as there
+    are at most.
+    """
+    if grid is None:
+        raise UserError(
+            "only flow and diffusion models have a sampler's grid, whose times this "
+            "objective looks at"
+        )
+    last = int((grid.shape[1] - 1) * share + 1e-9)
+    if not 0 <= skip < last:
+        raise UserError(
+            f"share {share} and skip {skip} leave none of the sampler's {grid.shape[1] - 1} steps"
+        )
+    # [B, K]
+    order = rng.uniform(torch.zeros_like(name) if alike else name, (last - skip,)).argsort(1)
+    return grid.gather(1, order[:, :draws].to(grid.device) + skip)
+
+
+@TIMES.register("early_steps")
+def early_steps(
+    rng: Rng, name: Tensor, draws: int, grid: Tensor | None, *, share: float = 0.6
+) -> Tensor:
+    """The same different steps for all rows, out of the noisy part of the sampler's grid (DGPO)."""
+    return steps(rng, name, draws, grid, share=share, alike=True)
+
+
+@TIMES.register("uniform")
+def uniform(
+    rng: Rng, name: Tensor, draws: int, grid: Tensor | None, *, low: float = 0.0, high: float = 1.0
+) -> Tensor:
+    """Uniform between two times."""
+    if not 0 <= low < high <= 1:
+        raise UserError(
+            f"the time sampler uniform needs 0 <= low < high <= 1, not {low} and {high}"
+        )
+    return low + (high - low) * rng.uniform(name, (draws,))
+
+
+@TIMES.register("logit_normal")
+def logit_normal(
+    rng: Rng,
+    name: Tensor,
+    draws: int,
+    grid: Tensor | None,
+    *,
+    mean: float = 0.0,
+    std: float = 1.0,
+    shift: float = 1.0,
+) -> Tensor:
+    """The sigmoid of a normal number (Esser et al. 2024, section 3.1); a shift above 1 moves it
+    towards noise."""
+    if std <= 0 or shift <= 0:
+        raise UserError(
+            f"the time sampler logit_normal needs std > 0 and shift > 0, not {std} and {shift}"
+        )
+    return shift_time((mean + std * rng.normal(name, (draws,), 0, torch.float64)).sigmoid(), shift)

@@ -1,0 +1,257 @@
+"""Which kernels a diffusers network runs on: attention by xformers, SDPA or flash-attn, and
+compiled blocks.
+
+The choice of attention is made at the first pass, when device, precision and shapes are known, on
+the network itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from mmrl.core import distributed
+from mmrl.core.errors import UserError
+from mmrl.utils.machine import version
+
+Attention = Literal["auto", "xformers", "sdpa", "flash"]
+# as diffusers' dispatcher calls them
+BACKENDS = {"sdpa": "native", "xformers": "xformers", "flash": "flash"}
+PACKAGES = {"xformers": "xformers", "flash": "flash-attn"}
+EVEN = 1.02  # times that differ by less are equal
+CANNOT = (RuntimeError, ValueError, NotImplementedError, TypeError, AttributeError)
+_measured: dict[tuple, str] = {}  # what "auto" found in this process
+
+
+def check(wanted: Attention) -> None:
+    """UserError if this machine cannot run that backend at all; asked before a model is loaded."""
+    package = PACKAGES.get(wanted)
+    if package is None:
+        return
+    if not torch.cuda.is_available():
+        raise UserError(
+            f"policy option attention = {wanted} needs a CUDA device, and torch sees none "
+            f"here; use auto or sdpa"
+        )
+    if version(package) is None:
+        raise UserError(
+            f"policy option attention = {wanted} needs a package: pip install {package}; "
+            f"or use auto or sdpa"
+        )
+
+
+class AttentionChoice:
+    """The attention backend of a network. ``used`` is None until the first pass."""
+
+    def __init__(self, net: nn.Module, wanted: Attention):
+        check(wanted)
+        self.net = net
+        self.wanted = wanted
+        self.used: str | None = None
+        self.where: tuple | None = None  # device type and dtype it was chosen for
+
+    def settle(self, trial: Callable[[], Any]) -> list[str]:
+        """Choose for where the network is now; ``trial`` is one pass of it. Does nothing if it has
+        not moved.
+
+        Returns a sentence for the log about a choice that was measured.
+        """
+        first = next(self.net.parameters())
+        if self.where == (where := (first.device.type, first.dtype)):
+            return []
+        self.where = where
+        notes = []
+        chosen = self._chosen(*where, trial, notes)
+        if self.used is None and self.wanted == "auto" and chosen == "sdpa":
+            self.used = "sdpa"  # as the model was made
+        if chosen != self.used:
+            self._use(chosen)
+        if chosen in PACKAGES and self.wanted == chosen:
+            self._try(trial)
+        return notes
+
+    def _chosen(
+        self, device: str, dtype: torch.dtype, trial: Callable[[], Any], notes: list[str]
+    ) -> str:
+        if self.wanted != "auto":
+            if self.wanted in PACKAGES and device != "cuda":
+                raise UserError(
+                    f"policy option attention = {self.wanted} runs on CUDA only; the "
+                    f"model is on {device}"
+                )
+            return self.wanted
+        if (
+            device != "cuda"
+            or dtype == torch.float64
+            or version("xformers") is None
+            or not able(self.net, "xformers")
+        ):
+            return "sdpa"
+        return self._measure(dtype, trial, notes)
+
+    def _measure(self, dtype: torch.dtype, trial: Callable[[], Any], notes: list[str]) -> str:
+        """xformers where it runs on all processes and is no slower, by one pass of the network
+        each."""
+        key = (
+            type(self.net).__name__,
+            len(able(self.net, "xformers")),
+            dtype,
+            torch.is_autocast_enabled("cuda"),
+        )
+        if key not in _measured:
+            seconds = {}
+            for name in ("sdpa", "xformers"):
+                self._use(name)
+                seconds[name] = _seconds(trial)
+            slower = seconds["xformers"] > EVEN * seconds["sdpa"]
+            _measured[key] = (
+                "sdpa" if distributed.all_max(torch.tensor(float(slower))) else "xformers"
+            )
+            shown = ", ".join(f"{name} {1000 * value:.1f} ms" for name, value in seconds.items())
+            notes.append(f"attention: {_measured[key]} (a pass: {shown})")
+        return _measured[key]
+
+    def _use(self, name: str) -> None:
+        if name != "sdpa" and not able(self.net, name):
+            raise UserError(
+                f"policy option attention = {name}: {type(self.net).__name__} has no "
+                f"attention layer that can use it; "
+                "use auto or sdpa"
+            )
+        use(self.net, name)
+        self.used = name
+
+    def _try(self, trial: Callable[[], Any]) -> None:
+        """A backend that was asked for by name and cannot run this network is the user's to
+        change."""
+        try:
+            with torch.no_grad():
+                trial()
+        except torch.OutOfMemoryError:
+            raise
+        except CANNOT as error:
+            raise UserError(
+                f"policy option attention = {self.used} cannot run this model in this precision: "
+                f"{str(error).strip().splitlines()[0]}; use auto or sdpa"
+            ) from error
+
+
+def able(net: nn.Module, name: str) -> list[nn.Module]:
+    """The attention layers that can run on a backend: those behind diffusers' dispatcher, and of
+    the older kind those with an xformers twin."""
+    found = [
+        layer
+        for layer in net.modules()
+        if hasattr(getattr(layer, "processor", None), "_attention_backend")
+    ]
+    return found + ([layer for layer, _ in _older(net)] if name != "flash" else [])
+
+
+def use(net: nn.Module, name: str) -> None:
+    """Run the attention of a network on a backend. Raises UserError where diffusers finds its
+    package too old."""
+    for layer, twins in _older(net):
+        layer.set_processor(twins[name == "xformers"]())
+    if any(
+        hasattr(getattr(layer, "processor", None), "_attention_backend") for layer in net.modules()
+    ):
+        _dispatched(net, BACKENDS[name])
+
+
+def _dispatched(net: nn.Module, backend: str) -> None:
+    from diffusers.models.attention_dispatch import attention_backend
+
+    roots = [net] if hasattr(net, "set_attention_backend") else list(net.children())
+    try:
+        # it would set the backend of all other models of this process as well
+        with attention_backend(), _quiet():
+            for root in roots:
+                root.set_attention_backend(backend)
+    except RuntimeError as error:
+        raise UserError(f"policy option attention: {error}") from error
+
+
+def _older(net: nn.Module) -> Iterator[tuple[nn.Module, tuple[type, type]]]:
+    """Attention layers of UNets and of SD3, with their processors for SDPA and for xformers."""
+    from diffusers.models import attention_processor as known
+
+    pairs = [
+        (known.AttnProcessor2_0, known.XFormersAttnProcessor),
+        (known.JointAttnProcessor2_0, known.XFormersJointAttnProcessor),
+    ]
+    twins = {cls: pair for pair in pairs for cls in pair}
+    for layer in net.modules():
+        if isinstance(layer, known.Attention) and type(layer.processor) in twins:
+            yield layer, twins[type(layer.processor)]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the remark that backends are experimental."""
+    from diffusers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+@torch.no_grad()
+def _seconds(trial: Callable[[], Any], repeats: int = 3) -> float:
+    """Of one pass, the shortest of several after one to warm up; infinite if it does not run."""
+    times = []
+    try:
+        for _ in range(1 + repeats):
+            start = time.perf_counter()
+            trial()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+    except torch.OutOfMemoryError:
+        raise
+    except CANNOT:
+        return float("inf")
+    return min(times[1:])
+
+
+def compile_blocks(net: nn.Module, backend: str = "inductor") -> int:
+    """Compile the repeated blocks of a network in place, every shape by itself; returns how many.
+
+    ``_repeated_blocks`` of diffusers says which; where a class has none, the modules of its longest
+    list are taken.
+    """
+    if backend not in (known := torch._dynamo.list_backends(exclude_tags=())):
+        raise UserError(
+            f"policy option compile: no backend {backend!r}; there are {', '.join(sorted(known))}"
+        )
+    roots = [net] if hasattr(net, "_repeated_blocks") else list(net.children())
+    count = 0
+    for root in roots:
+        named = set(getattr(root, "_repeated_blocks", None) or _longest(root))
+        for block in root.modules():
+            if type(block).__name__ in named:
+                block.compile(backend=backend, dynamic=False)
+                count += 1
+    if not count:
+        raise UserError(
+            f"policy option compile: {type(net).__name__} has no repeated blocks to "
+            f"compile; leave it out"
+        )
+    return count
+
+
+def _longest(net: nn.Module) -> set[str]:
+    """Class names in the longest of the module lists of a network."""
+    lists = [part for part in net.modules() if isinstance(part, nn.ModuleList) and len(part)]
+    if not lists:
+        return set()
+    longest = max(lists, key=len)
+    return set(Counter(type(block).__name__ for block in longest))

@@ -1,0 +1,148 @@
+"""Any network of your own as a flow or diffusion policy: a file, the shape of a sample, the
+prompt's field it sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Ge
+from torch import Tensor, nn
+
+from mmrl.core.errors import UserError
+from mmrl.core.registry import POLICIES, import_name
+from mmrl.core.types import Media, Prompt, Rollout
+from mmrl.policies.diffusion.flow_policy import FlowPolicy
+from mmrl.policies.lora import ATTENTION, merged
+from samplers.batching import chunks
+from samplers.processes import Flow
+
+PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
+Value = int | float | Sequence[float]
+
+
+@POLICIES.register("module")
+class Module(FlowPolicy):
+    """Your own nn.Module: velocity of samples of one shape, given the time and a field of the
+    prompt.
+
+    It is called as ``net(x, t, cond)`` with x [B, *shape], t [B] in 0..1 (1 is noise) and the
+    values of ``field`` [B] or [B, C], or as ``net(x, t)`` without a field, and returns [B, *shape].
+    If it has an attribute ``process``, a ``samplers.processes.Process``, its output is what that
+    says; otherwise the velocity of a rectified flow.
+    """
+
+    not_options = ()
+    attention = (
+        *ATTENTION,
+        *(f"{layer}.{name}" for layer in ("attn1", "attn2") for name in PROJECTIONS),
+    )
+
+    def __init__(
+        self,
+        net: str,
+        shape: Sequence[Annotated[int, Ge(1)]],
+        field: str | None = "label",
+        empty: Value | None = None,
+        vae: str | None = None,
+        **options: Any,
+    ):
+        """net: ``file.py:build`` or ``module:build``, a function without arguments. shape: of a
+        sample, without the batch. field: of the prompt, a label or a list of numbers; null: none.
+        empty: what stands for no prompt, for guidance. vae: diffusers folder of the autoencoder
+        that decodes samples; null: they are pixels in -1..1."""
+        made = import_name(net, "network")()
+        if not isinstance(made, nn.Module):
+            raise UserError(
+                f"policy option net {net!r} must return an nn.Module, not {type(made).__name__}"
+            )
+        self.shape = tuple(shape)
+        self.field = field
+        self.empty = empty
+        self.process = getattr(made, "process", Flow())
+        self.vae = None if vae is None else _autoencoder(vae)
+        self.makes = (
+            "image"
+            if self.vae is not None or (len(self.shape) == 3 and self.shape[0] == 3)
+            else None
+        )
+        super().__init__(made, **options)
+        if self.guidance_scale != 1 and (empty is None or field is None):
+            raise UserError(
+                "policy option guidance needs empty, the value of field that stands for no prompt"
+            )
+
+    def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
+        if self.field is None:
+            return {"rows": torch.zeros(len(prompts), device=self.device)}
+        absent = next((i for i, prompt in enumerate(prompts) if self.field not in prompt), None)
+        if absent is not None:
+            known = ", ".join(prompts[absent])
+            raise UserError(
+                f"prompt {absent} has no {self.field!r} (policy option field); it has: {known}"
+            )
+        cond = {"cond": self._tensor([prompt[self.field] for prompt in prompts])}
+        return (
+            cond if self.empty is None else cond | {"uncond": {"cond": self._tensor([self.empty])}}
+        )
+
+    def _tensor(self, values: Sequence[Any]) -> Tensor:
+        try:
+            rows = [torch.as_tensor(value) for value in values]
+            found = torch.stack(rows).to(self.device)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise UserError(
+                f"prompt field {self.field!r} must be a number, or numbers of one count: {error}"
+            ) from error
+        return found.to(self.dtype) if found.is_floating_point() else found.long()
+
+    def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
+        own = next(self.net.parameters()).dtype
+        seen = cond.get("cond")
+        given = () if seen is None else (seen.to(own) if seen.is_floating_point() else seen,)
+        return self.active()(x.to(own), t, *given)
+
+    @torch.no_grad()
+    def decode(self, rollout: Rollout) -> Media:
+        """[B, 3, H, W] in 0..1; samples that are no images, as they are."""
+        if self.makes is None:
+            return rollout.sample
+        pixels = rollout.sample
+        if self.vae is not None:
+            parts = [
+                rollout.sample[part]
+                for part in chunks(len(rollout), self.fixed_batch_rows or len(rollout))
+            ]
+            pixels = torch.cat([self._pixels(part) for part in parts])
+        return (pixels / 2 + 0.5).clamp(0, 1)
+
+    def _pixels(self, latents: Tensor) -> Tensor:
+        vae = self.vae.to(self.device)
+        shift = getattr(vae.config, "shift_factor", None) or 0.0
+        return vae.decode(latents.to(vae.dtype) / vae.config.scaling_factor + shift).sample
+
+    def export(self, folder: Path) -> None:
+        """``net.safetensors``: the state dict of what ``net`` builds, adapters added to its
+        weights."""
+        from safetensors.torch import save_file
+
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {
+            name: tensor.detach().cpu().contiguous() for name, tensor in merged(self.net).items()
+        }
+        save_file(state, folder / "net.safetensors")
+
+
+def _autoencoder(place: str) -> nn.Module:
+    from diffusers import AutoModel
+
+    sub = "vae" if (Path(place) / "model_index.json").is_file() else None
+    try:
+        return AutoModel.from_pretrained(place, subfolder=sub).requires_grad_(False).eval()
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"policy option vae: cannot load an autoencoder from {place!r}: {reason}"
+        ) from error

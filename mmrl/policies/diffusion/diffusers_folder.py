@@ -1,0 +1,120 @@
+"""Reading and writing model folders in diffusers' format: parts by their real classes, errors in
+the user's words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmrl.core.errors import UserError
+from mmrl.core.registry import locate
+
+
+def resolve(path: str, expected: str, *also: str) -> str:
+    """Local folder or hub id of a pipeline of class ``expected`` or ``also``; UserError if a folder
+    is not."""
+    place = locate(path)
+    index = Path(place) / "model_index.json"
+    if Path(place).exists() or place.startswith((".", "/", "~")):
+        if not index.is_file():
+            raise UserError(
+                f"policy path {path!r}: no model_index.json in {place}; a diffusers folder has one"
+            )
+        found = json.loads(index.read_text()).get("_class_name", "")
+        if found.removesuffix("Pipeline") not in {
+            name.removesuffix("Pipeline") for name in (expected, *also)
+        }:
+            raise UserError(
+                f"policy path {path!r} holds a {found or 'nameless pipeline'}, expected {expected}"
+            )
+    return place
+
+
+def index(place: str) -> dict[str, Any]:
+    """What ``model_index.json`` of a folder or hub id says."""
+    from diffusers import DiffusionPipeline
+
+    return _explained(lambda: DiffusionPipeline.load_config(place), place, "model_index.json")
+
+
+def load_part(cls: Any, place: str, subfolder: str, dtype: torch.dtype | None = None) -> Any:
+    """One part (transformer, vae, scheduler) of a pipeline, float32 unless said otherwise."""
+    options = {} if dtype is None else {"dtype": dtype}
+    return _explained(
+        lambda: cls.from_pretrained(place, subfolder=subfolder, **options), place, subfolder
+    )
+
+
+def load_config(cls: Any, place: str, subfolder: str) -> dict[str, Any]:
+    """What the config file of one part says."""
+    return _explained(lambda: cls.load_config(place, subfolder=subfolder), place, subfolder)
+
+
+def load_text_pipeline(
+    cls: Any, place: str, dtype: torch.dtype, without: Sequence[str] = (), part: str = "transformer"
+) -> Any:
+    """The pipeline with tokenizers and text encoders only; ``without`` names those to leave out."""
+    return load_without(cls, place, dtype, [part, "vae", *without])
+
+
+def load_without(cls: Any, place: str, dtype: torch.dtype, absent: Sequence[str]) -> Any:
+    """The pipeline without the parts named ``absent``."""
+    parts = dict.fromkeys(absent)
+    return _explained(
+        lambda: cls.from_pretrained(place, **parts, dtype=dtype), place, "text encoders"
+    )
+
+
+def holds(place: str, part: str) -> bool:
+    """Whether a local folder has that part; a hub id is taken to be complete."""
+    index = Path(place) / "model_index.json"
+    return not index.is_file() or (json.loads(index.read_text()).get(part) or [None])[0] is not None
+
+
+def _explained(load: Callable[[], Any], place: str, what: str) -> Any:
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    diffusers_logging.disable_progress_bar()  # a bar for every part of a model would bury ours
+    transformers_logging.disable_progress_bar()
+    try:
+        return load()
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"cannot load the {what} of {place!r}: {reason}; give a local diffusers "
+            f"folder, or a hub id that this "
+            "machine can download (log in with `hf auth login` for gated models)"
+        ) from error
+
+
+def save_lora(pipeline: Any, net: nn.Module, folder: Path, part: str = "transformer") -> None:
+    """``pytorch_lora_weights.safetensors`` as ``pipe.load_lora_weights(folder)`` reads it."""
+    from peft import get_peft_model_state_dict
+
+    layers = {
+        name: tensor.detach().cpu().contiguous()
+        for name, tensor in get_peft_model_state_dict(net).items()
+    }
+    config = next(iter(net.peft_config.values()))
+    named = {f"{part}_lora_layers": layers, f"{part}_lora_adapter_metadata": config.to_dict()}
+    pipeline.save_lora_weights(folder, **named)
+
+
+def save_full(
+    pipeline: Any, place: str, net: nn.Module, folder: Path, part: str = "transformer"
+) -> None:
+    """A complete diffusers folder with ``net`` as its ``part``."""
+    save_parts(pipeline, place, {part: net}, folder)
+
+
+def save_parts(pipeline: Any, place: str, parts: dict[str, nn.Module], folder: Path) -> None:
+    """A complete diffusers folder with these parts in place of its own."""
+    _explained(lambda: pipeline.from_pretrained(place, **parts), place, "pipeline").save_pretrained(
+        folder
+    )

@@ -1,0 +1,530 @@
+"""Diffusion and flow models: a decision is a Gaussian transition between two latents.
+
+A family is a subclass with ``encode``, ``velocity`` and ``decode``; sampling, scoring, guidance,
+noise and chunks are here, once. Sampling and scoring go through the same ``_transition``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Annotated, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import samplers
+from mmrl.core.distributions import Gaussian, Score
+from mmrl.core.errors import UserError
+from mmrl.core.host import sent
+from mmrl.core.registry import GRIDS, KERNELS, SOLVERS, WINDOWS
+from mmrl.core.types import Kernel, Media, Point, Prompt, Rollout, tree_map
+from mmrl.policies.base import NetPolicy, at_guidance, first_of_group, rows_of, warn_of_mismatch
+from mmrl.policies.diffusion.trees import Tree
+from samplers.batching import at_width, chunks
+from samplers.kernels import flow_sde
+from samplers.noise import Rng
+from samplers.processes import Flow, Process, noised
+from samplers.schedules import compressed, linear
+from samplers.solvers import Step
+from samplers.windows import FIXED, all_steps
+
+Grid = Callable[[int], Tensor]  # steps -> times [K + 1], from 1 to 0
+# (steps, iteration, rng) -> [K] bool, where noise is injected
+Window = Callable[[int, int, Rng], Tensor]
+Solver = Callable[[Process], Step]
+# all states, those beside decisions, or the finished sample alone
+Reads = Literal["path", "decisions", "sample"]
+LogpDist = Literal["guided", "guided_stopgrad_uncond", "conditional"]
+Storage = Literal["float32", "bfloat16", "float16"]
+BUILT_IN = frozenset(samplers.KERNELS.values())
+FEW = 8  # rows; a matmul of fewer rounds in another way (docs/lab-notes.md)
+
+
+class Plan(NamedTuple):
+    """What the sampler does in one iteration."""
+
+    times: Tensor  # [K + 1]
+    eta: Tensor  # [K]; 0 is a deterministic step
+    spans: list[int]  # K + 1: how many adjacent rows share a state
+    copies: int
+    rows: int | None = None  # at most so many in a pass; None: all that are alive
+    kept: tuple[int, ...] = ()  # the S steps after which the state is kept for training
+
+    def places(self) -> Tensor:
+        """[K + 1] long: where in the path the state after k steps is; -1: not kept."""
+        found = torch.full((len(self.times),), -1)
+        found[list(self.kept)] = torch.arange(len(self.kept))
+        return found
+
+
+class FlowPolicy(NetPolicy, ABC):
+    """Options of every flow model.
+
+    steps: forward passes per sample. noise_level: noise level of the stochastic steps. sde_type, timestep_schedule, noise_window:
+    the stochastic step, the times, and which steps are stochastic. guidance_scale: classifier-free
+    guidance scale w, v = v_u + w (v_c - v_u). logprob_guidance: what is scored; "guided" is what was
+    sampled, "guided_stopgrad_uncond" the same without gradient through the unconditional branch,
+    "conditional" leaves guidance out of the score (a mismatch some codes publish). same_initial_noise:
+    the samples of a group start from one noise. trajectory_dtype: type latents are rounded to before they
+    are scored and kept in. logprob_reduction: log-prob as mean or sum over dimensions. solver: of the
+    deterministic steps; None is the kernel without noise. tree: samples that share their
+    beginnings. flash_step_ratio: share of the steps after the last stochastic one that is kept
+    (MixGRPO-Flash). logprob_type: "square" leaves the variance out of the log-prob, as Flow-CPS publishes
+    it; that is a score, not a density. offload_trajectory: the latents visited are kept in the CPU's memory,
+    and come back pass by pass.
+    """
+
+    shape: tuple[int, ...]  # of one sample's latents
+    process: Process = Flow()
+    exploring = True  # False while evaluating: no noise but the first
+    reads: Reads = "path"  # which states of a rollout somebody will look at (``reading``)
+    decisions = "gaussian"
+
+    def __init__(
+        self,
+        net: nn.Module,
+        steps: int = 10,
+        noise_level: float = 0.7,
+        sde_type: Annotated[Kernel, KERNELS] = flow_sde,
+        timestep_schedule: Annotated[Grid, GRIDS] = linear,
+        noise_window: Annotated[Window, WINDOWS] = all_steps,
+        guidance_scale: float = 1.0,
+        logprob_guidance: LogpDist = "guided",
+        same_initial_noise: bool = False,
+        trajectory_dtype: Storage = "float32",
+        logprob_reduction: Literal["mean", "sum"] = "mean",
+        solver: Annotated[Solver, SOLVERS] | None = None,
+        tree: Tree | None = None,
+        flash_step_ratio: float | None = None,
+        logprob_type: Literal["density", "square"] = "density",
+        offload_trajectory: bool = False,
+        **options: Any,
+    ):
+        super().__init__(net, **options)
+        if steps < 1 or noise_level < 0:
+            raise UserError(
+                f"steps must be at least 1 and noise_level at least 0, not {steps} and {noise_level}"
+            )
+        try:
+            self.times = timestep_schedule(steps)
+        except ValueError as error:
+            raise UserError(f"policy option timestep_schedule: {error}") from error
+        self.steps = len(self.times) - 1
+        self.noise_level = noise_level
+        self.noise_window = noise_window
+        self.solver = solver
+        self.tree = tree
+        self.flash_step_ratio = flash_step_ratio
+        self.offload_trajectory = offload_trajectory
+        self.dist_type = Score if logprob_type == "square" else Gaussian
+        warn_of_mismatch(logprob_guidance, guidance_scale)
+        self.sde_type = self._for_process(sde_type)
+        self.guidance_scale = guidance_scale
+        self.logprob_guidance = logprob_guidance
+        self.same_initial_noise = same_initial_noise
+        self.trajectory_dtype = getattr(torch, trajectory_dtype)
+        self.logprob_reduction = logprob_reduction
+        # refuses what cannot be
+        self._plan(copies=tree.factor ** len(tree.at(self.steps)) if tree else 1, rng=FIXED)
+
+    @abstractmethod
+    def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
+        """Nest of tensors [P, *]; under ``uncond`` those of the empty prompt, [1, *], if there is
+        guidance."""
+
+    @abstractmethod
+    def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
+        """[B, *] the network's output for latents x [B, *] at times t [B] under conditions [B,
+        *]."""
+
+    @abstractmethod
+    def decode(self, rollout: Rollout) -> Media: ...
+
+    def unconditional(self, own: dict[str, Any], cond: dict[str, Any]) -> dict[str, Any]:
+        """Nest of tensors [B, *] for the pass without the prompt, of the rows' ``own`` and what a
+        rollout holds.
+
+        It is that of the empty prompt; what ``uncond`` leaves out, an image to edit say, is the
+        row's own.
+        """
+        rows = len(next(leaf for leaf in own.values() if isinstance(leaf, Tensor)))
+        return own | tree_map(lambda tensor: tensor.expand(rows, *tensor.shape[1:]), cond["uncond"])
+
+    def begin(self, noise: Tensor, cond: dict[str, Any]) -> Tensor:
+        """[B, *] the first states of paths, of noise and the rows' conditions."""
+        return noise
+
+    def combine(self, v: Tensor, empty: Tensor, scale: float | Tensor) -> Tensor:
+        """[B, *] classifier-free guidance (Ho and Salimans 2022); a family may normalise it as its
+        pipeline does."""
+        return empty + scale * (v - empty)
+
+    @contextmanager
+    def evaluating(self, guidance: float | None = None) -> Iterator[None]:
+        """Deterministic (ODE) sampling, at another guidance scale if given."""
+        kept = self.exploring
+        self.exploring = False
+        try:
+            with at_guidance(self, guidance):
+                yield
+        finally:
+            self.exploring = kept
+
+    def _for_process(self, kernel: Kernel) -> Kernel:
+        """The kernel, told the process if it works on more than one; UserError if it is for
+        another."""
+        plain = getattr(kernel, "func", kernel)
+        wanted = getattr(plain, "process", Flow if plain in BUILT_IN else None)
+        if wanted is not None and not isinstance(self.process, wanted):
+            known = ", ".join(
+                n
+                for n, k in KERNELS.items()
+                if isinstance(self.process, getattr(k, "process", Flow))
+            )
+            raise UserError(
+                f"policy option sde_type: {plain.__name__} is not for this kind of "
+                f"model; for it: {known}"
+            )
+        return partial(kernel, process=self.process) if hasattr(plain, "process") else kernel
+
+    def rollout(self, prompts: list[Prompt], copies: int, rng: Rng) -> Rollout:
+        row = rng.rows(len(prompts), copies).to(self.device)
+        group = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)
+        plan = self._plan(copies, rng)
+        cond = self.encode(prompts)
+        size = self.chunk(len(row), lambda n: self._trial(group[:n], row[:n], cond))
+        path = self._room(plan, len(row))
+
+        def sampled(size: int) -> list[Rollout]:
+            # all trees grow together, in passes that hold the leaves of one at least
+            if plan.spans[0] > 1:
+                return [
+                    self._sample(
+                        group, row, cond, rng, plan._replace(rows=max(size, plan.spans[0])), path
+                    )
+                ]
+            return [
+                self._sample(group[p], row[p], cond, rng, plan, path[p])
+                for p in chunks(len(row), size)
+            ]
+
+        blocks = self.fitted(sampled, max(size, plan.spans[0]), least=plan.spans[0])
+        visit = None if self.reads == "path" else plan.places().to(self.device).expand(len(row), -1)
+        path = path if plan.kept else None
+        stream = torch.tensor([rng.key], device=self.device).expand(len(row), -1)
+        stochastic = bool((plan.eta > 0).any())
+        whole = Rollout.cat(blocks).replace(prompts=tuple(prompts), path=path, visit=visit)
+        return whole.replace(stream=stream if stochastic else None)
+
+    def noise(self, stream: Tensor, row: Tensor, step: int) -> Tensor:
+        """[B, *] the noise that step number ``step`` (from 0) drew for rows [B] of streams [B, 2],
+        drawn once more.
+
+        Not for trees, whose samples share noise. The key's words are tensors, so that rows may be
+        of several streams.
+        """
+        return Rng((stream[:, :1], stream[:, 1:])).normal(row, self.shape, step + 1, self.dtype)
+
+    def _room(self, plan: Plan, rows: int) -> Tensor:
+        """[B, S, *] for the states of paths that are kept, which sampling fills in."""
+        place = "cpu" if self.offload_trajectory else self.device
+        stored = self.dtype if self.trajectory_dtype == torch.float32 else self.trajectory_dtype
+        return torch.empty(rows, len(plan.kept), *self.shape, dtype=stored, device=place)
+
+    def _plan(self, copies: int, rng: Rng) -> Plan:
+        """What the sampler does in this iteration: times, noise levels, branching."""
+        try:
+            noisy = self.noise_window(self.steps, self.iteration, rng.fold("window"))  # [K] bool
+            if self.exploring and self.tree is not None:
+                noisy = noisy | torch.isin(
+                    torch.arange(self.steps), torch.tensor(self.tree.at(self.steps))
+                )
+            times = self.times
+            if self.exploring and self.flash_step_ratio is not None:
+                after = int(noisy.nonzero().max()) + 1
+                times = compressed(times, after, self.flash_step_ratio)
+                noisy = torch.cat([noisy[:after], noisy.new_zeros(len(times) - 1 - after)])
+        except ValueError as error:
+            raise UserError(f"policy option noise_window or flash_step_ratio: {error}") from error
+        steps = len(times) - 1
+        branching = self.exploring and self.tree is not None
+        spans = self.tree.spans(steps, copies) if branching else [1] * (steps + 1)
+        decisions = (noisy & self.exploring).nonzero()[:, 0].tolist()
+        kept = {
+            "path": range(len(times)),
+            "decisions": sorted({k + side for k in decisions for side in (0, 1)}),
+            "sample": (),
+        }[self.reads]
+        return Plan(
+            times,
+            self.noise_level * noisy.double() * self.exploring,
+            spans,
+            copies,
+            kept=tuple(kept),
+        )
+
+    def _trial(self, group: Tensor, row: Tensor, cond: dict[str, Any]) -> None:
+        """One pass of the largest kind, for what it allocates."""
+        x = torch.zeros(len(row), *self.shape, dtype=self.dtype, device=self.device)
+        none = torch.zeros(len(row), 1, dtype=torch.bool)
+        t = self._on_rows(self.times[:1], len(row))[:, 0]
+        self._velocities(
+            Point(group=group, cond=cond, row_id=row, state=x, time=t, mask=none),
+            guided=self.guidance_scale != 1,
+        )
+
+    def _sample(
+        self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng, plan: Plan, path: Tensor
+    ) -> Rollout:
+        """Rows are leaves; only one row of every span goes through the network. Fills in ``path``
+        [B, S, *]."""
+        time, eta = (self._on_rows(schedule, len(row)) for schedule in (plan.times, plan.eta))
+        # without noise on the way a group would be one sample
+        shared = self.same_initial_noise and self.exploring
+        first = (row // plan.copies if shared else row)[:: plan.spans[0]]
+        own = rows_of(
+            {key: value for key, value in cond.items() if key != "uncond"}, group[:: plan.spans[0]]
+        )
+        state = self._store(self.begin(rng.normal(first, self.shape, 0, self.dtype), own))
+        self._keep(path, plan, 0, state)
+        logprobs = []
+        noisy = []
+        solver = None
+        for k in range(eta.shape[1]):
+            if self.solver and (k == 0 or plan.eta[k - 1] > 0):
+                # what it remembers belongs to the states before the noise
+                solver = self.solver(self.process)
+            point = Point(
+                group=group[:: plan.spans[k]],
+                cond=cond,
+                row_id=row[:: plan.spans[k]],
+                state=state,
+                time=time[:: plan.spans[k], k],
+                next_time=time[:: plan.spans[k], k + 1],
+                eta=eta[:: plan.spans[k], k],
+                mask=eta[:: plan.spans[k], k : k + 1] > 0,
+            )
+            state, logprob, decided = self._advance(point, rng, plan, k, row, solver)
+            self._keep(path, plan, k + 1, state)
+            logprobs.append(logprob)
+            noisy.append(decided)
+        # whoever stands for an edge carries its decision
+        leads = [row % span == 0 for span in plan.spans]
+        scores = [x.repeat_interleave(span, 0) for x, span in zip(logprobs, plan.spans[1:])]
+        decided = torch.stack(noisy).expand(len(row), -1)
+        return Rollout(
+            group=group,
+            cond=cond,
+            row_id=row,
+            sample=state,
+            logprob=torch.cat(scores, 1),
+            mask=decided & torch.stack(leads[1:], 1),
+            time=time,
+            eta=eta,
+            edge_id=torch.stack([row - row % span for span in plan.spans[1:]], 1)
+            if plan.spans[0] > 1
+            else None,
+        )
+
+    def _advance(
+        self, point: Point, rng: Rng, plan: Plan, k: int, row: Tensor, solver: Step | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Step k of the states that are alive: their children, the children's log-probs [B, 1], is
+        it a decision.
+
+        The last is a bool [] of the device: the host need not wait for it."""
+        sampled, scored, output = self._both(point, plan.rows)
+        if not plan.eta[k] > 0:
+            state = (
+                sampled.mean
+                if solver is None
+                else solver(point.state, output, point.time, point.next_time)
+            )
+            none = torch.zeros((), dtype=torch.bool, device=state.device)
+            return self._store(state.to(self.dtype)), state.new_zeros(len(state), 1), none
+        factor = plan.spans[k] // plan.spans[k + 1]
+        child = row[:: plan.spans[k + 1]]
+        if factor == 1:
+            noise = rng.normal(child, self.shape, k + 1, self.dtype)
+        else:
+            sampled = sampled.repeat(factor)
+            scored = scored.repeat(factor)
+            noise = self.tree.draw(
+                rng, child, child - child % plan.spans[k], self.shape, k + 1, self.dtype
+            )
+        state = self._store(sampled.sample(noise))  # rounded first, then scored
+        return state, scored.log_prob(state), (sampled.std > 0).all()
+
+    def path(self, rollout: Rollout) -> Iterator[Point]:
+        length = rollout.mask.sum(1)
+        for k, decides in enumerate(rollout.mask.cpu().unbind(1)):  # one wait, not one a decision
+            rows = decides.nonzero()[:, 0]
+            if len(rows):
+                yield _step(rollout, length, sent(rows, length.device), k)
+
+    def renoise(
+        self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False
+    ) -> Iterator[Point]:
+        name = first_of_group(rollout) if shared else rollout.row_id
+        t = rng.uniform(name, step=0) if time is None else time
+        t = self.process.snap(t.to(rollout.sample))
+        noise = rng.normal(name, self.shape, 1, rollout.sample.dtype)
+        # [B]
+        alive = (
+            torch.ones_like(rollout.row_id, dtype=torch.bool)
+            if rollout.trainable is None
+            else rollout.trainable
+        )
+        yield Point(
+            group=rollout.group,
+            cond=rollout.cond,
+            row_id=rollout.row_id,
+            time=t,
+            mask=alive[:, None],
+            num_decisions=alive.long(),
+            state=noised(self.process, rollout.sample, noise, t),
+            target=self.process.target(rollout.sample, noise, t),
+            x0_per_output=self.process.gain(t, rollout.sample).flatten(),
+            advantage=None if rollout.advantage is None else rollout.advantage[:, -1:],
+        )
+
+    def dist(self, point: Point) -> Gaussian:
+        """On the path the transition to ``next_time``. At a re-noised state a Gaussian of variance
+        1/2 around the velocity, whose log-prob is minus the denoising error, up to a constant."""
+        scale = self._scale(point)
+        conditional = scale == 1 or (
+            self.logprob_guidance == "conditional" and point.guidance is None
+        )
+        v, empty = self._velocities(point, guided=not conditional)
+        return self._transition(
+            point, v if conditional else self.combine(v, empty, self.strength(point, scale))
+        )
+
+    def _both(self, point: Point, rows: int | None) -> tuple[Gaussian, Gaussian, Tensor]:
+        """The distribution that samples, the one whose log-prob is recorded (the same unless asked
+        otherwise), and the network's output behind the first; in passes of at most ``rows``."""
+        scale = self._scale(point)
+        each = [
+            self._velocities(part, guided=scale != 1) for part in point.split(rows or len(point))
+        ]
+        v = torch.cat([part for part, _ in each])
+        empty = v if scale == 1 else torch.cat([part for _, part in each])
+        guided = v if scale == 1 else self.combine(v, empty, self.strength(point, scale))
+        sampled = self._transition(point, guided)
+        mismatch = scale != 1 and self.logprob_guidance == "conditional"
+        return sampled, self._transition(point, v) if mismatch else sampled, guided
+
+    def strength(self, point: Point, scale: float) -> float | Tensor:
+        """``scale``, or that of every row fit for [B, *], where a family has more than one."""
+        return scale
+
+    def _scale(self, point: Point) -> float:
+        if point.guidance is not None:
+            return point.guidance
+        return self.guidance_scale if point.next_time is not None else 1.0
+
+    def _transition(self, point: Point, v: Tensor) -> Gaussian:
+        if point.next_time is None:
+            half = v.new_full((len(v), *[1] * len(self.shape)), 0.5**0.5)
+            return Gaussian(v, half, self.logprob_reduction)
+        mean, std = self.sde_type(point.state, v, point.time, point.next_time, point.eta)
+        return self.dist_type(mean, std, self.logprob_reduction)
+
+    def _velocities(self, point: Point, guided: bool) -> tuple[Tensor, Tensor | None]:
+        """Conditional and unconditional velocity [B, *]; both in one forward pass unless one needs
+        no gradient."""
+        x = point.state
+        t = point.time
+        own = {key: value for key, value in point.cond.items() if key != "uncond"}
+        cond = rows_of(own, point.group)
+        if not guided:
+            return self._forward(x, t, cond), None
+        empty = self.unconditional(cond, point.cond)
+        if self.logprob_guidance == "guided_stopgrad_uncond":
+            with torch.no_grad():
+                v_empty = self._forward(x, t, empty)
+            return self._forward(x, t, cond), v_empty
+        both = stacked(cond, empty)
+        v, v_empty = self._forward(torch.cat([x, x]), torch.cat([t, t]), both, passes=2).chunk(2)
+        return v, v_empty
+
+    def _forward(self, x: Tensor, t: Tensor, cond: dict[str, Any], passes: int = 1) -> Tensor:
+        self.forwards += len(x)
+        return self._pass(x, t, cond, passes)
+
+    def _pass(self, x: Tensor, t: Tensor, cond: dict[str, Any], passes: int) -> Tensor:
+        v = at_width(
+            self.velocity, max(self._filled(len(x) // passes) * passes, len(x)), x, t, cond
+        )
+        if v.shape != x.shape:
+            name = type(self).__name__
+            raise UserError(
+                f"{name}.velocity gave shape {tuple(v.shape)} for latents of shape {tuple(x.shape)}"
+            )
+        return v.to(self.dtype)
+
+    def _filled(self, rows: int) -> int:
+        """Rows a pass is filled up to. Few states are alive near the root of a tree: filled up to
+        the constant width they would cost as much as all leaves, so a pass of a tree goes to the
+        next power of two."""
+        if self.tree is None:
+            return self.padded()
+        return min(self.padded(), max(FEW, 1 << (rows - 1).bit_length()))
+
+    def _store(self, x: Tensor) -> Tensor:
+        return (
+            x
+            if self.trajectory_dtype == torch.float32
+            else x.to(self.trajectory_dtype).to(self.dtype)
+        )
+
+    def _keep(self, path: Tensor, plan: Plan, k: int, state: Tensor) -> None:
+        """Put the state after ``k`` steps where it waits for training, once for every row of its
+        span."""
+        if k in plan.kept:
+            span = plan.spans[k]
+            path[:, plan.kept.index(k)].unflatten(0, (-1, span)).copy_(state.detach()[:, None])
+
+    def _on_rows(self, schedule: Tensor, rows: int) -> Tensor:
+        return sent(schedule.to(self.dtype), self.device).expand(rows, -1)
+
+
+def _step(rollout: Rollout, length: Tensor, rows: Tensor, k: int) -> Point:
+    """Decision k of the given rows."""
+    advantage = rollout.advantage
+    path = rollout.path
+    here, (before, after) = rows.to(path.device), _places(rollout, rows, k)
+    return Point(
+        group=rollout.group[rows],
+        cond=rollout.cond,
+        row_id=rollout.row_id[rows],
+        num_decisions=length[rows],
+        state=path[here, before].to(rollout.sample.dtype),
+        target=path[here, after].to(rollout.sample.dtype),
+        time=rollout.time[rows, k],
+        next_time=rollout.time[rows, k + 1],
+        eta=rollout.eta[rows, k],
+        logprob=rollout.logprob[rows, k, None],
+        mask=rollout.mask[rows, k, None],
+        advantage=None
+        if advantage is None
+        else advantage[rows].expand(-1, rollout.mask.shape[1])[:, k, None],
+    )
+
+
+def _places(rollout: Rollout, rows: Tensor, k: int) -> tuple[Any, Any]:
+    """Where the states before and after decision k of the given rows are in their paths."""
+    if rollout.visit is None:
+        return k, k + 1
+    at = rollout.visit[rows].to(rollout.path.device)
+    return at[:, k], at[:, k + 1]
+
+
+def stacked(first: Any, second: Any) -> Any:
+    """Two nests of tensors [B, *] on top of each other, [2B, *]."""
+    if isinstance(first, Tensor):
+        return torch.cat([first, second.to(first)])
+    return {key: stacked(value, second[key]) for key, value in first.items()}

@@ -1,0 +1,86 @@
+"""Images that a prompt wants edited: read, brought to one size, encoded as latents, for
+image-to-image families."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.core.errors import UserError
+from mmrl.core.types import Prompt
+from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
+from mmrl.policies.vlm.media import images_of, open_image, where
+
+
+class EditPolicy(FolderPolicy):
+    """A model that sees an image: the prompt's ``image``, a PIL image or a path, beside its
+    ``text``.
+
+    Its latents are under ``image`` of the condition, once a prompt.
+    """
+
+    def __init__(self, path: str, image_size: int | tuple[int, int] | None = None, **options: Any):
+        """image_size: pixels that the image is brought to, one side or [height, width]; None: those
+        of the sample."""
+        self.image_size = (image_size, image_size) if isinstance(image_size, int) else image_size
+        super().__init__(path, **options)
+        self.image_size = tuple(self.image_size or self.size)
+
+    def latent_shape(self) -> tuple[int, ...]:
+        shape = super().latent_shape()
+        factor = self.size[0] // shape[-2]
+        for side in self.image_size or ():
+            self.latent_side(side, 2 * factor, factor, "image_size")
+        return shape
+
+    def pictures(self, prompts: list[Prompt]) -> list[Any]:
+        """The image of every prompt at ``image_size``. UserError names a prompt that has none, or
+        several."""
+        found = [images_of(prompt) for prompt in prompts]
+        for prompt, images in zip(prompts, found):
+            if len(images) != 1:
+                raise UserError(
+                    f"{where(prompt)}: this model edits the one image under 'image', "
+                    f"and got {len(images)}"
+                )
+        opened = [open_image(images[0], prompt) for images, prompt in zip(found, prompts)]
+        return self.processor().resize(opened, *self.image_size)
+
+    @torch.no_grad()
+    def picture_latents(self, pictures: list[Any]) -> Tensor:
+        """[P, C, h, w] the autoencoder's most likely latents, each image by itself, whatever the
+        others are."""
+        vae = self.vae.to(self.device)
+        processor = self.processor()
+        pixels = processor.preprocess(pictures, *self.image_size).to(self.device, vae.dtype)
+        return torch.cat([self.latents_of(vae, image) for image in pixels.split(1)]).to(self.dtype)
+
+    def latents_of(self, vae: Any, pixels: Tensor) -> Tensor:
+        """[B, C, h, w] as the network sees them, of pixels [B, 3, H, W] in -1..1: the inverse of
+        ``pixels``."""
+        return (
+            vae.encode(pixels).latent_dist.mode() - vae.config.shift_factor
+        ) * vae.config.scaling_factor
+
+    def processor(self) -> Any:
+        from diffusers.image_processor import VaeImageProcessor
+
+        return VaeImageProcessor(vae_scale_factor=2 * self.size[0] // self.shape[-2])
+
+
+class Request(str):
+    """A text about an image, equal to another where both are: the key under which an encoding is
+    kept."""
+
+    text: str
+    image: Any
+
+    def __new__(cls, text: str, image: Any) -> Request:
+        digest = hashlib.sha256(image.tobytes()).hexdigest()
+        found = super().__new__(cls, f"{image.size} {digest} {text}")
+        found.text = text
+        found.image = image
+        return found

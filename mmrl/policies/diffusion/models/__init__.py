@@ -1,0 +1,1 @@
+"""One thin file a diffusion or flow model family."""

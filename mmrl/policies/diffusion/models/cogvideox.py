@@ -1,0 +1,104 @@
+"""CogVideoX (Yang et al. 2024): v-prediction in a discrete diffusion that ends in pure noise."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from mmrl.core.host import sent
+from mmrl.core.registry import KERNELS, POLICIES
+from mmrl.core.types import Kernel
+from mmrl.policies.diffusion import diffusers_folder
+from mmrl.policies.diffusion.flow_policy import Grid
+from mmrl.policies.diffusion.models.stable_diffusion import discrete_grid, discrete_process
+from mmrl.policies.diffusion.pipeline_policy import vae_factor
+from mmrl.policies.diffusion.video_pipeline import VideoFolderPolicy
+from samplers.kernels import ddim
+from samplers.processes import Process
+
+
+@POLICIES.register("cogvideox")
+class CogVideoX(VideoFolderPolicy):
+    """CogVideoX 1.0 and 1.5 text to video: any diffusers folder or hub id of a CogVideoXPipeline.
+
+    Latents are [B, F, C, H, W]. The times and the process are those of diffusers'
+    CogVideoXDDIMScheduler with the folder's settings, also where the folder asks for the DPM
+    scheduler, whose steps have no density.
+    """
+
+    pipeline = "CogVideoXPipeline"
+    network = "CogVideoXTransformer3DModel"
+    autoencoder = "AutoencoderKLCogVideoX"
+    attention = tuple(f"attn1.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0"))
+
+    def __init__(
+        self,
+        path: str,
+        sde_type: Annotated[Kernel, KERNELS] = ddim,
+        noise_level: float = 1.0,
+        text_length: int = 226,
+        **options: Any,
+    ):
+        """noise_level: 1 is ancestral sampling, 0 DDIM without noise. text_length: T5 tokens."""
+        self.text_length = text_length
+        super().__init__(path, kernel=sde_type, eta=noise_level, **options)
+
+    def latent_shape(self) -> tuple[int, ...]:
+        """Version 1.5 joins ``patch_size_t`` frames in a token: frames are added in front to make
+        them up."""
+        factor = vae_factor(self.vae)
+        config = self.config
+        sides = tuple(
+            self.latent_side(side, factor * config.patch_size, factor) for side in self.size
+        )
+        frames = self.latent_frames(int(self.vae.config.temporal_compression_ratio))
+        self.added = -frames % (config.patch_size_t or 1)
+        frames += self.added
+        self.rotary = (
+            self._rotary(factor, frames) if config.use_rotary_positional_embeddings else None
+        )
+        return (frames, config.in_channels, *sides)
+
+    def _rotary(self, factor: int, frames: int) -> tuple[Tensor, Tensor]:
+        """The rotary embeddings, as the pipeline computes them."""
+        from diffusers import CogVideoXPipeline
+
+        part = SimpleNamespace(
+            vae_scale_factor_spatial=factor, transformer=SimpleNamespace(config=self.config)
+        )
+        return CogVideoXPipeline._prepare_rotary_positional_embeddings(
+            part, *self.size, frames, torch.device("cpu")
+        )
+
+    def own_process(self) -> Process:
+        from diffusers import CogVideoXDDIMScheduler
+
+        self.scheduler = diffusers_folder.load_part(CogVideoXDDIMScheduler, self.place, "scheduler")
+        return discrete_process(self.scheduler)
+
+    def own_grid(self) -> Grid:
+        return discrete_grid(self.scheduler)
+
+    def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
+        rotary = self.rotary and tuple(sent(part, x.device) for part in self.rotary)
+        return self.active()(
+            hidden_states=self.cast(x),
+            timestep=self.process.timestep(t),
+            image_rotary_emb=rotary,
+            encoder_hidden_states=self.cast(cond["text"]),
+            return_dict=False,
+        )[0]
+
+    def pixels(self, vae: Any, latents: Tensor) -> Tensor:
+        return vae.decode(
+            latents[:, self.added :].transpose(1, 2) / vae.config.scaling_factor
+        ).sample
+
+    def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
+        text, _ = pipe.encode_prompt(
+            texts, None, False, max_sequence_length=self.text_length, device=device
+        )
+        return {"text": text}

@@ -1,0 +1,101 @@
+"""FLUX.1 (Black Forest Labs 2024): dev with embedded guidance, schnell without."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Ge
+from torch import Tensor
+
+from mmrl.core.host import sent
+from mmrl.core.registry import POLICIES
+from mmrl.policies.diffusion.flow_policy import Grid
+from mmrl.policies.diffusion.pipeline_policy import FolderPolicy, stepwise_grid, vae_factor
+
+
+@POLICIES.register("flux")
+class Flux(FolderPolicy):
+    """FLUX.1: any diffusers folder or hub id of a FluxPipeline."""
+
+    pipeline = "FluxPipeline"
+    network = "FluxTransformer2DModel"
+
+    def __init__(
+        self,
+        path: str,
+        embedded_guidance: Annotated[float, Ge(0)] = 3.5,
+        text_length: int = 512,
+        **options: Any,
+    ):
+        """embedded_guidance: the guidance scale that FLUX.1-dev takes as an input (``guidance`` is
+        classifier-free guidance on top, as diffusers' ``true_cfg_scale``). text_length: T5
+        tokens."""
+        self.embedded_guidance = embedded_guidance
+        self.text_length = text_length
+        super().__init__(path, **options)
+
+    def latent_shape(self) -> tuple[int, ...]:
+        factor = vae_factor(self.vae)
+        return (
+            self.config.in_channels // 4,
+            *(self.latent_side(side, 2 * factor, factor) for side in self.size),
+        )
+
+    def tokens(self) -> int:
+        return self.shape[-2] * self.shape[-1] // 4
+
+    def own_grid(self) -> Grid:
+        return stepwise_grid(self.place, self.tokens())
+
+    def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
+        text, (seen, positions) = cond["text"], self.seen(x, cond)
+        guidance = (
+            torch.full_like(t, self.embedded_guidance) if self.config.guidance_embeds else None
+        )
+        out = self.active()(
+            hidden_states=self.cast(seen),
+            timestep=t,
+            guidance=guidance,
+            return_dict=False,
+            encoder_hidden_states=self.cast(text),
+            pooled_projections=self.cast(cond["pooled"]),
+            txt_ids=text.new_zeros(text.shape[1], 3),
+            img_ids=sent(positions.to(text.dtype), text.device),
+        )[0]
+        return unpack(out[:, : self.tokens()], *self.shape[-2:])
+
+    def seen(self, x: Tensor, cond: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Tokens [B, N, 4 C] of the latents, and of anything else to look at, and their positions
+        [N, 3]."""
+        return pack(x), places(*self.shape[-2:])
+
+    def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
+        text, pooled, _ = pipe.encode_prompt(
+            texts, texts, device=device, max_sequence_length=self.text_length
+        )
+        return {"text": text, "pooled": pooled}
+
+
+def pack(x: Tensor) -> Tensor:
+    """Latents [B, C, H, W] as tokens [B, H/2 W/2, 4 C] of two by two."""
+    b, c, h, w = x.shape
+    return (
+        x.view(b, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(b, h * w // 4, 4 * c)
+    )
+
+
+def unpack(tokens: Tensor, h: int, w: int) -> Tensor:
+    """The inverse of ``pack`` for latents of h by w."""
+    b, _, c = tokens.shape
+    return (
+        tokens.view(b, h // 2, w // 2, c // 4, 2, 2)
+        .permute(0, 3, 1, 4, 2, 5)
+        .reshape(b, c // 4, h, w)
+    )
+
+
+def places(h: int, w: int) -> Tensor:
+    """[H/2 W/2, 3] position of every token: 0, row, column."""
+    rows, columns = torch.meshgrid(torch.arange(h // 2), torch.arange(w // 2), indexing="ij")
+    return torch.stack([torch.zeros_like(rows), rows, columns], -1).flatten(0, 1)

@@ -1,0 +1,129 @@
+"""FLUX.2 klein (Black Forest Labs 2026): patches as channels, normalised by the autoencoder's own
+statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Ge
+from torch import Tensor
+
+from mmrl.core.host import sent
+from mmrl.core.registry import POLICIES
+from mmrl.policies.diffusion import diffusers_folder
+from mmrl.policies.diffusion.flow_policy import Grid
+from mmrl.policies.diffusion.pipeline_policy import FolderPolicy, vae_factor
+from samplers.schedules import dynamic, shifted
+
+
+@POLICIES.register("flux2")
+class Flux2(FolderPolicy):
+    """FLUX.2 klein: any diffusers folder or hub id of a Flux2KleinPipeline."""
+
+    pipeline = "Flux2KleinPipeline"
+    network = "Flux2Transformer2DModel"
+    autoencoder = "AutoencoderKLFlux2"
+    # Blocks of one stream make queries, keys, values and the feed-forward's entry by one
+    # projection.
+    attention = (
+        "attn.to_q",
+        "attn.to_k",
+        "attn.to_v",
+        "attn.to_out.0",
+        "attn.add_q_proj",
+        "attn.add_k_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+        "attn.to_qkv_mlp_proj",
+    )
+
+    def __init__(
+        self,
+        path: str,
+        text_length: Annotated[int, Ge(1)] = 512,
+        text_layers: Sequence[int] = (9, 18, 27),
+        **options: Any,
+    ):
+        """text_length: tokens. text_layers: of the text encoder, whose states are put side by
+        side."""
+        self.text_length = text_length
+        self.text_layers = tuple(text_layers)
+        super().__init__(path, **options)
+
+    def latent_shape(self) -> tuple[int, ...]:
+        patch = 2 * vae_factor(self.vae)
+        return (
+            self.config.in_channels,
+            *(self.latent_side(side, patch, patch) for side in self.size),
+        )
+
+    def tokens(self) -> int:
+        return self.shape[-2] * self.shape[-1]
+
+    def own_grid(self) -> Grid:
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
+        config = diffusers_folder.load_part(
+            FlowMatchEulerDiscreteScheduler, self.place, "scheduler"
+        ).config
+
+        def grid(steps: int) -> Tensor:
+            if not config.use_dynamic_shifting:
+                return shifted(steps, shift=config.shift)
+            mu = empirical_mu(self.tokens(), steps)
+            how = config.time_shift_type
+            return dynamic(steps, mu=mu, time_shift=how, terminal=config.shift_terminal)
+
+        return grid
+
+    def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
+        text = self.cast(cond["text"])
+        out = self.active()(
+            hidden_states=self.cast(x).flatten(2).mT,
+            timestep=t,
+            guidance=None,
+            encoder_hidden_states=text,
+            txt_ids=sent(places(1, 1, text.shape[1]), x.device),
+            img_ids=sent(places(*self.shape[-2:]), x.device),
+            return_dict=False,
+        )[0]
+        return out.mT.reshape(x.shape)
+
+    def pixels(self, vae: Any, latents: Tensor) -> Tensor:
+        return vae.decode(self.unpatched(vae, latents)).sample
+
+    def unpatched(self, vae: Any, latents: Tensor) -> Tensor:
+        """[B, C / 4, 2 H, 2 W] what the autoencoder decodes."""
+        mean, var = (
+            x.view(1, -1, 1, 1).to(latents) for x in (vae.bn.running_mean, vae.bn.running_var)
+        )
+        return torch.pixel_shuffle(latents * (var + vae.config.batch_norm_eps).sqrt() + mean, 2)
+
+    def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
+        text, _ = pipe.encode_prompt(
+            texts,
+            device,
+            max_sequence_length=self.text_length,
+            text_encoder_out_layers=self.text_layers,
+        )
+        return {"text": text}
+
+
+def places(h: int, w: int, words: int = 1) -> Tensor:
+    """[h w words, 4] position of every token: 0, row, column, word."""
+    return torch.cartesian_prod(*(torch.arange(n) for n in (1, h, w, words)))
+
+
+def empirical_mu(tokens: int, steps: int) -> float:
+    """The shift's logarithm as fitted for FLUX.2: linear in tokens at 10 and at 200 steps, and
+    between these in steps.
+
+    Above 4,300 tokens the line of 200 steps holds for all.
+    """
+    many = 1.6927e-4 * tokens + 0.45666666
+    if tokens > 4300:
+        return many
+    few = 8.73809524e-5 * tokens + 1.89833333
+    return few + (many - few) * (steps - 10) / 190

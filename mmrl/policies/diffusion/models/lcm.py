@@ -1,0 +1,82 @@
+"""Latent consistency models (Luo et al. 2023): Stable Diffusion distilled to a few steps, guidance
+included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Ge
+from torch import Tensor
+
+from mmrl.core.host import sent
+from mmrl.core.registry import KERNELS, POLICIES, WINDOWS
+from mmrl.core.types import Kernel, Prompt, Rollout
+from mmrl.policies.diffusion.flow_policy import Window
+from mmrl.policies.diffusion.models.stable_diffusion import SD
+from samplers.kernels import consistency
+from samplers.noise import Rng
+from samplers.processes import Consistent, Process
+from samplers.windows import all_but_last
+
+
+@POLICIES.register("lcm")
+class LCM(SD):
+    """Latent consistency models: any diffusers folder or hub id of a
+    LatentConsistencyModelPipeline.
+
+    With ``kernel: consistency`` a step is the pipeline's own: predict the data, add fresh noise.
+    Its density is known, so a policy gradient on it is RLCM (Oertell et al. 2024). Evaluation keeps
+    this noise, as a user's samples have it.
+    """
+
+    pipeline = "LatentConsistencyModelPipeline"
+    scheduler_class = "LCMScheduler"
+    plain = False  # True while evaluating
+
+    def __init__(
+        self,
+        path: str,
+        embedded_guidance: Annotated[float, Ge(1)] = 8.5,
+        steps: int = 4,
+        sde_type: Annotated[Kernel, KERNELS] = consistency,
+        noise_window: Annotated[Window, WINDOWS] = all_but_last,
+        **options: Any,
+    ):
+        """embedded_guidance: the guidance scale that the network takes as an input (``guidance`` is on top
+        of it)."""
+        self.embedded_guidance = embedded_guidance
+        super().__init__(path, steps=steps, kernel=sde_type, sde=noise_window, **options)
+
+    def own_process(self) -> Process:
+        known = super().own_process()
+        return Consistent(
+            known.prediction, known.alphas, scaling=self.scheduler.config.timestep_scaling
+        )
+
+    def time_condition(self, x: Tensor) -> Tensor:
+        """[B, C] sines and cosines of the guidance scale, by the pipeline's own function: the
+        angles are large."""
+        from diffusers import LatentConsistencyModelPipeline
+
+        scale = torch.tensor([self.embedded_guidance - 1])
+        wide = self.config.time_cond_proj_dim
+        found = LatentConsistencyModelPipeline.get_guidance_scale_embedding(self, scale, wide)
+        return self.cast(sent(found, x.device)).expand(len(x), -1)
+
+    @contextmanager
+    def evaluating(self, guidance: float | None = None) -> Iterator[None]:
+        """Sample with the model's own noise, at another guidance scale if given; there are no
+        decisions to train on."""
+        with super().evaluating(guidance):
+            self.exploring = self.plain = True
+            try:
+                yield
+            finally:
+                self.plain = False
+
+    def rollout(self, prompts: list[Prompt], copies: int, rng: Rng) -> Rollout:
+        found = super().rollout(prompts, copies, rng)
+        return found.replace(mask=torch.zeros_like(found.mask)) if self.plain else found

@@ -1,0 +1,75 @@
+"""Qwen-Image-Edit (Wu et al. 2025): the image to edit goes into the text encoder and, as latents,
+into the network."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Ge
+from torch import Tensor
+
+from mmrl.core.errors import UserError
+from mmrl.core.registry import POLICIES
+from mmrl.core.types import Prompt
+from mmrl.policies.diffusion.image_editing import EditPolicy, Request
+from mmrl.policies.diffusion.models.flux import pack
+from mmrl.policies.diffusion.models.qwen_image import QwenImage
+from mmrl.policies.diffusion.pipeline_policy import padded
+from mmrl.policies.diffusion.text_encoding import texts_of
+from mmrl.policies.diffusion.video_pipeline import standardised
+
+
+@POLICIES.register("qwen_edit")
+class QwenEdit(EditPolicy, QwenImage):
+    """Qwen-Image-Edit: any diffusers folder or hub id of a QwenImageEditPipeline."""
+
+    pipeline = "QwenImageEditPipeline"
+
+    def __init__(self, path: str, text_length: Annotated[int, Ge(1)] = 1024, **options: Any):
+        """text_length: tokens of a prompt with its image, which has one for 28 by 28 pixels."""
+        super().__init__(path, text_length=text_length, **options)
+
+    def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
+        """``negative`` is the empty prompt about each image."""
+        pictures = self.pictures(prompts)
+        asked, empty = self._requests(prompts, pictures)
+        own = self.texts(asked, self.device) | {"image": self.picture_latents(pictures)}
+        return own | {"negative": self.texts(empty, self.device)}
+
+    def _requests(
+        self, prompts: list[Prompt], pictures: list[Any]
+    ) -> tuple[list[Request], list[Request]]:
+        asked = [Request(text, image) for text, image in zip(texts_of(prompts), pictures)]
+        return asked, [Request("", image) for image in pictures]
+
+    def prepare(self, prompts: list[Prompt]) -> None:
+        if self.texts.placement == "release":
+            asked, empty = self._requests(prompts, self.pictures(prompts))
+            self.texts([*asked, *empty], self.device)
+
+    def unconditional(self, own: dict[str, Any], cond: dict[str, Any]) -> dict[str, Any]:
+        return own | own["negative"]
+
+    def seen(self, x: Tensor, cond: dict[str, Any]) -> tuple[Tensor, list[tuple[int, int, int]]]:
+        tokens, shapes = super().seen(x, cond)
+        image = cond["image"]
+        h, w = image.shape[-2:]
+        return torch.cat([tokens, pack(image).to(tokens)], 1), [*shapes, (1, h // 2, w // 2)]
+
+    def latents_of(self, vae: Any, pixels: Tensor) -> Tensor:
+        found = vae.encode(pixels[:, :, None]).latent_dist.mode()
+        mean, std = standardised(vae, found)
+        return ((found - mean) / std)[:, :, 0]
+
+    def encode_texts(
+        self, pipe: Any, texts: list[Request], device: torch.device
+    ) -> dict[str, Tensor]:
+        text, mask = pipe.encode_prompt([t.text for t in texts], [t.image for t in texts], device)
+        if text.shape[1] > self.text_length:
+            raise UserError(
+                f"policy option text_length {self.text_length}: a prompt and its image "
+                f"have {text.shape[1]} tokens; "
+                "raise it, or lower image_size"
+            )
+        return padded(text, mask, self.text_length)

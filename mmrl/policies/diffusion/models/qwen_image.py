@@ -1,0 +1,85 @@
+"""Qwen-Image (Wu et al. 2025): packed latents of a video autoencoder, texts encoded by
+Qwen2.5-VL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Ge
+from torch import Tensor, nn
+
+from mmrl.core.registry import POLICIES
+from mmrl.policies.diffusion.flow_policy import Grid
+from mmrl.policies.diffusion.models.flux import pack, unpack
+from mmrl.policies.diffusion.pipeline_policy import FolderPolicy, padded, stepwise_grid
+from mmrl.policies.diffusion.video_pipeline import standardised
+
+
+@POLICIES.register("qwen_image")
+class QwenImage(FolderPolicy):
+    """Qwen-Image: any diffusers folder or hub id of a QwenImagePipeline."""
+
+    pipeline = "QwenImagePipeline"
+    network = "QwenImageTransformer2DModel"
+    autoencoder = "AutoencoderKLQwenImage"
+
+    def __init__(self, path: str, text_length: Annotated[int, Ge(1)] = 512, **options: Any):
+        """text_length: tokens of a prompt; shorter ones are padded and masked."""
+        self.text_length = text_length
+        super().__init__(path, **options)
+
+    def unused(self, net: nn.Module) -> Iterator[nn.Parameter]:
+        """What follows the last attention on the side of the text."""
+        last = net.transformer_blocks[-1]
+        return chain(last.attn.to_add_out.parameters(), last.txt_mlp.parameters())
+
+    def latent_shape(self) -> tuple[int, ...]:
+        factor = 2 ** len(self.vae.temperal_downsample)
+        return (
+            self.config.in_channels // 4,
+            *(self.latent_side(side, 2 * factor, factor) for side in self.size),
+        )
+
+    def tokens(self) -> int:
+        return self.shape[-2] * self.shape[-1] // 4
+
+    def own_grid(self) -> Grid:
+        return stepwise_grid(self.place, self.tokens())
+
+    def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
+        seen, pictures = self.seen(x, cond)
+        out = self.active()(
+            hidden_states=self.cast(seen),
+            timestep=t,
+            encoder_hidden_states=self.cast(cond["text"]),
+            encoder_hidden_states_mask=cond["mask"],
+            img_shapes=[pictures] * len(x),
+            return_dict=False,
+        )[0]
+        return unpack(out[:, : self.tokens()], *self.shape[-2:])
+
+    def seen(self, x: Tensor, cond: dict[str, Any]) -> tuple[Tensor, list[tuple[int, int, int]]]:
+        """Tokens [B, N, 4 C] of the latents, and of anything else to look at, and frames, height,
+        width of each."""
+        h, w = self.shape[-2:]
+        return pack(x), [(1, h // 2, w // 2)]
+
+    def combine(self, v: Tensor, empty: Tensor, scale: float) -> Tensor:
+        """Guidance that leaves every token of the conditional velocity its length."""
+        guided = pack(empty + scale * (v - empty))
+        length = pack(v).norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
+        return unpack(guided * length, *self.shape[-2:])
+
+    def pixels(self, vae: Any, latents: Tensor) -> Tensor:
+        frame = latents[:, :, None]
+        mean, std = standardised(vae, frame)
+        return vae.decode(frame * std + mean).sample[:, :, 0]
+
+    def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
+        return padded(
+            *pipe.encode_prompt(texts, device, max_sequence_length=self.text_length),
+            self.text_length,
+        )

@@ -1,0 +1,94 @@
+"""Sana (Xie et al. 2024): linear attention on the latents of a deep-compression autoencoder."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Ge
+from torch import Tensor
+
+from mmrl.core.registry import POLICIES
+from mmrl.policies.diffusion import diffusers_folder
+from mmrl.policies.diffusion.flow_policy import Grid
+from mmrl.policies.diffusion.pipeline_policy import FolderPolicy, scheduler_grid
+from samplers.schedules import shifted
+
+
+@POLICIES.register("sana")
+class Sana(FolderPolicy):
+    """Sana: any diffusers folder or hub id of a SanaPipeline."""
+
+    pipeline = "SanaPipeline"
+    network = "SanaTransformer2DModel"
+    autoencoder = "AutoencoderDC"
+    attention = tuple(
+        f"{layer}.{name}"
+        for layer in ("attn1", "attn2")
+        for name in ("to_q", "to_k", "to_v", "to_out.0")
+    )
+
+    def __init__(
+        self,
+        path: str,
+        text_length: Annotated[int, Ge(2)] = 300,
+        instruct: bool = True,
+        **options: Any,
+    ):
+        """text_length: tokens. instruct: put the pipeline's instruction to enhance the prompt
+        before it."""
+        self.text_length = text_length
+        self.instruct = instruct
+        super().__init__(path, **options)
+
+    def latent_shape(self) -> tuple[int, ...]:
+        factor = 2 ** (len(self.vae.config.encoder_block_out_channels) - 1)
+        sides = (
+            self.latent_side(side, factor * self.config.patch_size, factor) for side in self.size
+        )
+        return (self.config.in_channels, *sides)
+
+    def own_grid(self) -> Grid:
+        """That of a flow-matching scheduler; folders with a DPM solver keep their shift, from time
+        1."""
+        from diffusers import DPMSolverMultistepScheduler
+
+        config = diffusers_folder.load_part(
+            DPMSolverMultistepScheduler, self.place, "scheduler"
+        ).config
+        if config.use_flow_sigmas:
+            return partial(shifted, shift=config.flow_shift)
+        return scheduler_grid(self.place, self.tokens())
+
+    def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
+        out = self.active()(
+            self.cast(x),
+            timestep=1000 * t * self.config.timestep_scale,
+            return_dict=False,
+            encoder_hidden_states=self.cast(cond["text"]),
+            encoder_attention_mask=cond["mask"],
+        )[0]
+        return out[:, : x.shape[1]]  # some networks also give a variance
+
+    def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
+        """The empty prompt goes without instruction, as the pipeline's negative prompt does."""
+        default = inspect.signature(pipe.__call__).parameters["complex_human_instruction"].default
+        parts = [
+            self._encode(pipe, text, device, default if text and self.instruct else None)
+            for text in texts
+        ]
+        text, mask = (torch.cat(part) for part in zip(*parts))
+        return {"text": text, "mask": mask}
+
+    def _encode(
+        self, pipe: Any, text: str, device: torch.device, instruction: list[str] | None
+    ) -> tuple:
+        return pipe.encode_prompt(
+            text,
+            False,
+            device=device,
+            max_sequence_length=self.text_length,
+            complex_human_instruction=instruction,
+        )[:2]

@@ -1,0 +1,76 @@
+"""Z-Image (Z-Image team 2025): a single-stream transformer that counts time from noise to data."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Ge
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from mmrl.core.registry import POLICIES
+from mmrl.policies.diffusion.flow_policy import Grid
+from mmrl.policies.diffusion.pipeline_policy import FolderPolicy, padded, stepwise_grid, vae_factor
+
+
+@POLICIES.register("z_image")
+class ZImage(FolderPolicy):
+    """Z-Image: any diffusers folder or hub id of a ZImagePipeline."""
+
+    pipeline = "ZImagePipeline"
+    network = "ZImageTransformer2DModel"
+    attention = ("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0")
+
+    def __init__(
+        self,
+        path: str,
+        normalise: Annotated[float, Ge(0)] = 0.0,
+        text_length: Annotated[int, Ge(1)] = 512,
+        **options: Any,
+    ):
+        """normalise: the most a guided velocity may be longer than the conditional one, as a factor
+        (the pipeline's ``cfg_normalization``); 0: no limit. text_length: tokens. ``guidance`` is
+        the pipeline's scale plus 1."""
+        self.normalise = normalise
+        self.text_length = text_length
+        super().__init__(path, **options)
+
+    def latent_shape(self) -> tuple[int, ...]:
+        factor = vae_factor(self.vae)
+        return (
+            self.config.in_channels,
+            *(self.latent_side(side, 2 * factor, factor) for side in self.size),
+        )
+
+    def tokens(self) -> int:
+        return self.shape[-2] * self.shape[-1] // 4
+
+    def own_grid(self) -> Grid:
+        return stepwise_grid(self.place, self.tokens())
+
+    def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
+        """The network takes lists, the time from noise (0) to data (1), and gives data minus
+        noise."""
+        captions = [text[mask] for text, mask in zip(self.cast(cond["text"]), cond["mask"])]
+        out = self.active()(
+            list(self.cast(x)[:, :, None].unbind()), 1 - t, captions, return_dict=False
+        )[0]
+        return -torch.stack(list(out))[:, :, 0]
+
+    def combine(self, v: Tensor, empty: Tensor, scale: float) -> Tensor:
+        guided = empty + scale * (v - empty)
+        if not self.normalise:
+            return guided
+        dims = tuple(range(1, v.ndim))
+        longest = self.normalise * torch.linalg.vector_norm(v, dim=dims, keepdim=True)
+        return guided * (
+            longest / torch.linalg.vector_norm(guided, dim=dims, keepdim=True)
+        ).clamp_max(1)
+
+    def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
+        found, _ = pipe.encode_prompt(
+            list(texts), device, False, max_sequence_length=self.text_length
+        )
+        mask = pad_sequence([text.new_ones(len(text)) for text in found], batch_first=True)
+        return padded(pad_sequence(found, batch_first=True), mask, self.text_length)

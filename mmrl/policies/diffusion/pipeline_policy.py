@@ -1,0 +1,276 @@
+"""What all families in diffusers' folder format share: parts and their classes, text encoders,
+export, latent sizes.
+
+A family is a subclass that names its classes and says how texts are encoded, how its network is
+called, what shape its latents have and how they are decoded.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.core.errors import UserError
+from mmrl.core.registry import GRIDS
+from mmrl.core.types import Media, Prompt, Rollout
+from mmrl.policies.diffusion import attention_backends, diffusers_folder
+from mmrl.policies.diffusion.attention_backends import Attention, AttentionChoice
+from mmrl.policies.diffusion.flow_policy import FlowPolicy, Grid, Storage
+from mmrl.policies.diffusion.text_encoding import Placement, PromptCache, texts_of
+from samplers.batching import chunks, halved_to_fit
+from samplers.processes import Flow, Process
+from samplers.schedules import dynamic, flow_match_euler, shifted
+
+
+class FolderPolicy(FlowPolicy):
+    """A model in diffusers' folder format."""
+
+    pipeline: ClassVar[str]  # class names in diffusers
+    network: ClassVar[str]
+    autoencoder: ClassVar[str] = "AutoencoderKL"
+    part: ClassVar[str] = "transformer"  # of the folder that is trained
+    also: ClassVar[tuple[str, ...]] = ()  # pipelines whose folders do as well
+    makes = "image"
+    decoding: int | None = None  # samples that were decoded at once, once there were some
+
+    def __init__(
+        self,
+        path: str,
+        size: int | tuple[int, int] = 512,
+        timestep_schedule: Annotated[Grid, GRIDS] | None = None,
+        dtype: Storage = "float32",
+        text_encoder_placement: Placement = "offload",
+        text_cache: int = 20000,
+        attention: Attention = "auto",
+        compile: bool | str = False,
+        vae_tiling: bool = False,
+        vae_slicing: bool = False,
+        **options: Any,
+    ):
+        """path: folder, hub id or world:NAME. size: pixels, one side or [height, width]. timestep_schedule: None
+        is the folder's own scheduler. dtype: of the frozen weights. text_encoder_placement: where they go
+        after use. text_cache: encoded prompts. attention: its backend; auto is xformers on CUDA
+        where it is no slower, else SDPA. compile: the network's repeated blocks, by torch.compile;
+        a text is the name of its backend. vae_tiling, vae_slicing: the autoencoder works on
+        overlapping tiles of a sample, and on one sample after another, as diffusers' pipelines
+        offer."""
+        attention_backends.check(attention)
+        self.place = diffusers_folder.resolve(path, self.pipeline, *self.also)
+        self.compute = getattr(torch, dtype)
+        net = self.load_network()
+        self.config, self.vae = (
+            net.config,
+            self.load_part(self.autoencoder, "vae").requires_grad_(False).eval(),
+        )
+        self.decode_in_parts(vae_tiling, vae_slicing)
+        self.size = (size, size) if isinstance(size, int) else tuple(size)
+        self.shape, self.process = self.latent_shape(), self.own_process()
+        self.texts = PromptCache(
+            self.load_texts, self.encode_texts, text_encoder_placement, text_cache
+        )
+        super().__init__(net, timestep_schedule=timestep_schedule or self.own_grid(), **options)
+        self.quicken(attention, compile)
+
+    def quicken(self, attention: Attention = "auto", compile: bool | str = False) -> None:
+        """Choose the kernels that the network runs on, as the options of the same names say."""
+        self.attending = AttentionChoice(self.net, attention)
+        self.compiled = bool(compile)
+        if compile:
+            attention_backends.compile_blocks(self.net, "inductor" if compile is True else compile)
+
+    def decode_in_parts(self, vae_tiling: bool, vae_slicing: bool) -> None:
+        """Turn on what the autoencoder offers to need less memory. UserError where it does not
+        offer it."""
+        for name, wanted in (("tiling", vae_tiling), ("slicing", vae_slicing)):
+            enable = getattr(self.vae, f"enable_{name}", None)
+            if wanted and enable is None:
+                raise UserError(
+                    f"policy option vae_{name}: {type(self.vae).__name__} has no "
+                    f"{name}; leave it false"
+                )
+            if wanted:
+                enable()
+
+    def load_part(self, name: str, subfolder: str, dtype: torch.dtype | None = None) -> Any:
+        """A part of the folder by its class's name in diffusers, float32 unless said otherwise."""
+        import diffusers
+
+        return diffusers_folder.load_part(getattr(diffusers, name), self.place, subfolder, dtype)
+
+    def load_network(self) -> nn.Module:
+        """What is trained."""
+        return self.load_part(self.network, self.part, self.compute)
+
+    @abstractmethod
+    def latent_shape(self) -> tuple[int, ...]:
+        """Of one sample, from ``self.size``, ``self.config`` and ``self.vae``."""
+
+    @abstractmethod
+    def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
+        """Nest of tensors [n, *] by the text pipeline."""
+
+    def own_process(self) -> Process:
+        """What the network was trained on."""
+        return Flow()
+
+    def own_grid(self) -> Grid:
+        """The times of the folder's scheduler."""
+        return scheduler_grid(self.place, self.tokens())
+
+    def tokens(self) -> int:
+        """Tokens the network sees of one sample, by which a scheduler may shift its times."""
+        return self.shape[-2] * self.shape[-1] // self.config.patch_size**2
+
+    def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
+        cond = self.texts(texts_of(prompts), self.device)
+        return cond | {"uncond": self.texts([""], self.device)}
+
+    def prepare(self, prompts: list[Prompt]) -> None:
+        if self.texts.placement == "release":
+            self.texts(["", *dict.fromkeys(texts_of(prompts))], self.device)
+
+    def _pass(self, x: Tensor, t: Tensor, cond: dict[str, Any], passes: int) -> Tensor:
+        self.news += self.attending.settle(lambda: self._computed(x, t, cond, passes))
+        try:
+            return self._computed(x, t, cond, passes)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise UserError(
+                f"policy option compile: torch.compile cannot build this model's kernels here: "
+                f"{str(error).strip().splitlines()[0]}; it needs a C++ compiler on CPU, "
+                f"triton on CUDA; or leave it out"
+            ) from error
+
+    def _computed(self, x: Tensor, t: Tensor, cond: dict[str, Any], passes: int) -> Tensor:
+        """The pass. Compiled graphs and kernels of attention may be others where gradients are
+        recorded, and round in another way: there sampling records them too, so that what is sampled
+        is what is scored, to the bit."""
+        same = not self.compiled and self.attending.used not in attention_backends.PACKAGES
+        if torch.is_grad_enabled() or same:
+            return super()._pass(x, t, cond, passes)
+        self.sampling = True
+        try:
+            with torch.enable_grad():
+                return super()._pass(x, t, cond, passes).detach()
+        finally:
+            self.sampling = False
+
+    def cast(self, tensor: Tensor) -> Tensor:
+        """To what the network computes in."""
+        return tensor.to(self.dtype if self.dtype == torch.float64 else self.compute)
+
+    def decode(self, rollout: Rollout) -> Media:
+        vae = self.vae.to(self.device)
+        rows = len(rollout)
+
+        def decoded(size: int) -> list[Tensor]:
+            return [
+                self.pixels(vae, rollout.sample[part].to(vae.dtype)) for part in chunks(rows, size)
+            ]
+
+        try:
+            pixels, self.decoding = halved_to_fit(
+                decoded, min(self.fixed_batch_rows or rows, self.decoding or rows)
+            )
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"out of memory while decoding a single sample of {self.size[0]} x "
+                f"{self.size[1]} pixels: {error}. "
+                "Set policy option vae_tiling=true, or a smaller size"
+            ) from error
+        return (torch.cat(pixels) / 2 + 0.5).clamp(0, 1)
+
+    def pixels(self, vae: Any, latents: Tensor) -> Tensor:
+        """[B, 3, H, W] in -1..1."""
+        shift = getattr(vae.config, "shift_factor", None) or 0.0
+        return vae.decode(latents / vae.config.scaling_factor + shift).sample
+
+    def load_texts(self) -> Any:
+        """The pipeline without network and autoencoder."""
+        import diffusers
+
+        return diffusers_folder.load_text_pipeline(
+            getattr(diffusers, self.pipeline),
+            self.place,
+            self.compute,
+            without=self.without(),
+            part=self.part,
+        )
+
+    def without(self) -> tuple[str, ...]:
+        """Further parts that texts do not need."""
+        return ()
+
+    def export(self, folder: Path) -> None:
+        """LoRA for ``pipe.load_lora_weights``, or the whole pipeline when all weights were
+        trained."""
+        import diffusers
+
+        pipeline = getattr(diffusers, self.pipeline)
+        if getattr(self.net, "peft_config", None):
+            diffusers_folder.save_lora(pipeline, self.net, folder, self.part)
+        else:
+            diffusers_folder.save_full(pipeline, self.place, self.net, folder, self.part)
+
+    def latent_side(self, pixels: int, step: int, factor: int, name: str = "size") -> int:
+        """Latents along a side; UserError where ``step`` pixels do not divide it."""
+        if pixels < step or pixels % step:
+            down = max(step, pixels // step * step)
+            up = -(-pixels // step) * step
+            raise UserError(
+                f"policy option {name} {pixels} is not a multiple of {step}; the nearest "
+                f"are {down} and {up}"
+            )
+        return pixels // factor
+
+
+def vae_factor(vae: Any) -> int:
+    """Pixels along a side for one latent of AutoencoderKL."""
+    return 2 ** (len(vae.config.block_out_channels) - 1)
+
+
+def scheduler_grid(place: str, tokens: int, smallest: float | None = None) -> Grid:
+    """The times of a FlowMatchEulerDiscreteScheduler: a fixed shift, or one that depends on the
+    number of tokens.
+
+    ``smallest``: the last time above 0 before the shift, where the pipeline sets it, to 1 / steps;
+    None: the scheduler's own 1 / train steps, which a fixed shift shifts twice.
+    """
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    config = diffusers_folder.load_part(FlowMatchEulerDiscreteScheduler, place, "scheduler").config
+    if not config.use_dynamic_shifting and smallest is not None:
+        return partial(shifted, shift=config.shift)
+    if not config.use_dynamic_shifting:
+        return partial(flow_match_euler, shift=config.shift, train_steps=config.num_train_timesteps)
+    names = {"base_tokens": "base_image_seq_len", "max_tokens": "max_image_seq_len"}
+    ends = {ours: config[theirs] for ours, theirs in names.items()}
+    shifts = {
+        "base_shift": config.base_shift,
+        "max_shift": config.max_shift,
+        "time_shift": config.time_shift_type,
+    }
+    smallest = 1 / config.num_train_timesteps if smallest is None else smallest
+    return partial(
+        dynamic, tokens=tokens, smallest=smallest, terminal=config.shift_terminal, **ends, **shifts
+    )
+
+
+def stepwise_grid(place: str, tokens: int) -> Grid:
+    """That of pipelines which hand the scheduler the times 1 ... 1 / steps: FLUX, Qwen-Image,
+    Z-Image, LTX."""
+    return lambda steps: scheduler_grid(place, tokens, smallest=1 / steps)(steps)
+
+
+def padded(text: Tensor, mask: Tensor | None, length: int) -> dict[str, Tensor]:
+    """Encodings [n, L, C] and their mask [n, L] (None: all are words) at a fixed length, so that
+    rows can be joined."""
+    mask = torch.ones(text.shape[:2], device=text.device) if mask is None else mask
+    more = max(length - text.shape[1], 0)
+    text = nn.functional.pad(text, (0, 0, 0, more))
+    mask = nn.functional.pad(mask, (0, more))
+    return {"text": text[:, :length], "mask": mask[:, :length].bool()}

@@ -1,0 +1,77 @@
+"""Encoded prompts: each text is encoded once, kept on the CPU, and the text encoders leave the
+accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from mmrl.core.errors import UserError
+from mmrl.core.types import Prompt, tree_map
+
+Placement = Literal["offload", "release", "keep"]
+Encoding = dict[str, Any]  # nest of tensors [1, *] of one key
+
+
+def texts_of(prompts: list[Prompt]) -> list[str]:
+    """The text of every prompt. UserError names the first that has none."""
+    for i, prompt in enumerate(prompts):
+        if not isinstance(prompt.get("text"), str):
+            raise UserError(
+                f"prompt {i} has no 'text', which this model reads; it has: "
+                f"{', '.join(prompt) or 'nothing'}"
+            )
+    return [prompt["text"] for prompt in prompts]
+
+
+class PromptCache:
+    """Text -> encoding, first in first out; a key may be anything hashable, a text with its image
+    say.
+
+    ``load`` returns the text pipeline; ``encode(pipeline, texts, device)`` a nest of tensors [n,
+    *]. After every use the pipeline stays on the device ("keep"), goes to the CPU ("offload") or is
+    dropped and loaded anew if a text turns up that was not encoded before ("release").
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], Any],
+        encode: Callable,
+        placement: Placement,
+        limit: int,
+        batch: int = 32,
+    ):
+        self.load = load
+        self.encode = encode
+        self.placement = placement
+        self.limit = limit
+        self.batch = batch
+        self.pipeline: Any = None
+        self.kept: dict[Hashable, Encoding] = {}
+
+    def __call__(self, texts: Sequence[Hashable], device: torch.device) -> Encoding:
+        """Nest of tensors [P, *] on ``device``, one row a text."""
+        fresh = {text: None for text in texts if text not in self.kept}
+        if fresh:
+            self._encode(list(fresh), device)
+        rows = [self.kept[text] for text in texts]
+        while len(self.kept) > self.limit:
+            del self.kept[next(iter(self.kept))]
+        return {key: torch.cat([row[key] for row in rows]).to(device) for key in rows[0]}
+
+    @torch.no_grad()
+    def _encode(self, texts: list[Hashable], device: torch.device) -> None:
+        pipeline = self.pipeline or self.load()
+        pipeline.to(device)
+        for start in range(0, len(texts), self.batch):
+            part = texts[start : start + self.batch]
+            encoded = tree_map(lambda tensor: tensor.cpu(), self.encode(pipeline, part, device))
+            for i, text in enumerate(part):
+                # without what a text carries beside it
+                key = str(text) if isinstance(text, str) else text
+                self.kept[key] = {name: value[i : i + 1].clone() for name, value in encoded.items()}
+        if self.placement == "offload":
+            pipeline.to("cpu")
+        self.pipeline = None if self.placement == "release" else pipeline

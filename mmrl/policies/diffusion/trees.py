@@ -1,0 +1,93 @@
+"""Trees of samples that share their beginnings (BranchGRPO, Li et al. 2025, arXiv:2509.06040).
+
+The leaves are the rows; ``span`` adjacent rows share a state. Whoever begins a span stands for all
+of it: its row name is the name of the state and of the edge that leads there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Annotated, Literal
+
+import torch
+from annotated_types import Ge, Gt
+from torch import Tensor
+
+from mmrl.core.errors import UserError
+from samplers.noise import Rng
+
+
+@dataclass(frozen=True)
+class Tree:
+    """How samples branch.
+
+    splits: the steps at which every state gets ``factor`` children, or how many such steps, evenly
+    spread. noise of siblings: independent; correlated, (xi_0 + scale xi_b) / sqrt(1 + scale^2) with
+    a common xi_0, which keeps every edge's density exact; or published, ``scale`` times the noise
+    that is scored, for comparison with the code only.
+    """
+
+    splits: Sequence[Annotated[int, Ge(0)]] | Annotated[int, Ge(1)] = 4
+    factor: Annotated[int, Ge(2)] = 2
+    noise: Literal["independent", "correlated", "published"] = "independent"
+    scale: Annotated[float, Gt(0)] = 4.0
+
+    def at(self, steps: int) -> tuple[int, ...]:
+        """The split steps, each once, in order. UserError where they do not fit."""
+        if isinstance(self.splits, int):
+            found = tuple(steps // self.splits * i for i in range(self.splits))
+        else:
+            found = tuple(sorted(set(self.splits)))
+        if not found or found[-1] >= steps or len(set(found)) < len(found) or (steps < len(found)):
+            raise UserError(
+                f"policy option tree.splits {self.splits}: needs different steps "
+                f"between 0 and {steps - 1}"
+            )
+        return found
+
+    def spans(self, steps: int, copies: int) -> list[int]:
+        """How many leaves share a state, for each of the steps + 1 states. UserError where copies
+        do not divide."""
+        splits = self.at(steps)
+        leaves = self.factor ** len(splits)
+        if copies % leaves:
+            raise UserError(
+                f"train.group_size {copies}: a tree with {len(splits)} splits by "
+                f"{self.factor} has {leaves} leaves, so the "
+                f"copies must be a multiple of {leaves}"
+            )
+        span = leaves
+        found = [span]
+        for k in range(steps):
+            span //= self.factor if k in splits else 1
+            found.append(span)
+        return found
+
+    def draw(
+        self,
+        rng: Rng,
+        child: Tensor,
+        parent: Tensor,
+        shape: tuple[int, ...],
+        step: int,
+        dtype: torch.dtype,
+    ):
+        """[B, *] the noise of the children named ``child`` [B], of parents named ``parent`` [B], at
+        a split."""
+        own = rng.normal(child, shape, step, dtype)
+        if self.noise == "published":
+            return self.scale * own
+        if self.noise == "correlated":
+            common = rng.fold("tree").normal(parent, shape, step, dtype)
+            return (common + self.scale * own) / (1 + self.scale**2) ** 0.5
+        return own
+
+
+def size(spans: Sequence[int], leaves: int, noisy: Tensor) -> dict[str, float]:
+    """What one tree (or row) of ``leaves`` costs: network forwards and edges with a density, per
+    leaf."""
+    states = [leaves // span for span in spans]
+    edges = sum(after for (_, after), there in zip(pairwise(states), noisy.tolist()) if there)
+    return {"forwards": sum(states[:-1]) / leaves, "edges": edges / leaves}

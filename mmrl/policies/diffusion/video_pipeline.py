@@ -1,0 +1,73 @@
+"""What video families in diffusers' folder format share: frames, latents with a time axis,
+decoding."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Ge
+from torch import Tensor
+
+from mmrl.core.errors import UserError
+from mmrl.policies.diffusion.flow_policy import Grid
+from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
+
+
+class VideoFolderPolicy(FolderPolicy):
+    """Latents [B, C, F, H, W]; samples are videos [B, F, 3, H, W]."""
+
+    makes = "video"
+
+    def __init__(
+        self,
+        path: str,
+        frames: Annotated[int, Ge(1)] = 33,
+        offload_trajectory: bool = True,
+        **options: Any,
+    ):
+        """frames: of a video. offload_trajectory: the latents visited are kept in the CPU's memory."""
+        self.frames = frames
+        super().__init__(path, offload=offload_trajectory, **options)
+
+    def latent_frames(self, factor: int) -> int:
+        """Frames of the latents; UserError where the autoencoder cannot make ``frames``, which must
+        be n factor + 1."""
+        if (self.frames - 1) % factor:
+            down = (self.frames - 1) // factor * factor + 1
+            raise UserError(
+                f"policy option frames {self.frames}: the autoencoder makes n x {factor} "
+                f"+ 1 frames; the nearest are "
+                f"{down} and {down + factor}"
+            )
+        return (self.frames - 1) // factor + 1
+
+    def decode(self, rollout: Any) -> Tensor:
+        """[B, F, 3, H, W] in 0..1."""
+        return super().decode(rollout).transpose(1, 2)
+
+
+def own_sigmas(scheduler: Any) -> Grid:
+    """The flow times of any of diffusers' schedulers that keeps them as ``sigmas``: UniPC,
+    DPM-Solver, Euler.
+
+    From exactly 1: solvers in log(alpha / sigma) begin a little below, where ``flow_sde`` has far
+    too much noise.
+    """
+
+    def grid(steps: int) -> Tensor:
+        scheduler.set_timesteps(steps)
+        times = torch.as_tensor(scheduler.sigmas, dtype=torch.float64)
+        return torch.cat([times.new_ones(1), times[1:-1], times.new_zeros(1)])
+
+    return grid
+
+
+def standardised(vae: Any, latents: Tensor) -> tuple[Tensor, Tensor]:
+    """(mean, std) of an autoencoder's latents by channel, as its config tells them, fit for [B, C,
+    F, H, W]."""
+    shape = (1, -1, 1, 1, 1)
+    return tuple(
+        torch.tensor(x).to(latents).view(shape)
+        for x in (vae.config.latents_mean, vae.config.latents_std)
+    )

@@ -1,0 +1,84 @@
+"""Images that begin alike: the first blocks are drawn once for several rows, which then go on by
+themselves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mmrl.core.host import sent
+from mmrl.core.types import Rollout
+from mmrl.policies.image_tokens.network import Inputs, beside, stacked
+from samplers.noise import Rng
+
+if TYPE_CHECKING:
+    from mmrl.policies.image_tokens.policy import ImageTokenPolicy
+
+
+@torch.no_grad()
+def grow(
+    policy: ImageTokenPolicy,
+    cond: list[Inputs],
+    group: Tensor,
+    row: Tensor,
+    rng: Rng,
+    at: int,
+    images: int,
+) -> Rollout:
+    """Rows of ``group`` [B], of which ``images`` neighbours share their first ``at`` blocks.
+
+    The shared blocks are those of the first of them, so that it is the row it would be alone.
+    ``branch`` names the edges by rows; of a shared decision the first row's mask has it.
+    """
+    net = policy.net
+    guided = policy.guidance_scale != 1
+    first = torch.arange(0, len(row), images, device=row.device)
+    of = torch.arange(len(first), device=row.device).repeat_interleave(images)[: len(row)]
+    unique, rows = group[first].unique(return_inverse=True)
+    inputs = policy.collate([cond[i] for i in unique.tolist()])
+    if guided:
+        inputs = stacked(inputs, policy.empty(inputs))
+        rows = torch.cat([rows, rows + len(unique)])
+    hidden, state = net("begin", inputs, rows)
+    uniform = rng.uniform(row, (sum(net.turns),))
+    scale = sent(policy.scales(policy.guidance_scale), row.device)
+    ids: list[Tensor] = []
+    scores: list[Tensor] = []
+    start = 0
+    for k, count in enumerate(net.turns):
+        if k:
+            hidden = net("step", ids[-1], state)
+        if k == at:
+            every = torch.cat([of, of + len(first)]) if guided else of
+            hidden = hidden[every]
+            ids = [one[of] for one in ids]
+            scores = [one[of] for one in scores]
+            net("fork", state, every)
+        policy.forwards += len(hidden)
+        block = slice(start, start := start + count)
+        features = beside(*hidden.chunk(2), scale[block]) if guided else hidden
+        plain = (
+            hidden[: len(hidden) // 2]
+            if guided and policy.logprob_guidance == "conditional"
+            else None
+        )
+        token, score = policy._decide(
+            features, plain, (uniform[first] if k < at else uniform)[:, block]
+        )
+        ids.append(token)
+        scores.append(score)
+    sample = torch.cat(ids, 1)
+    order = torch.arange(len(ids)).repeat_interleave(torch.tensor(net.turns)).to(row.device)
+    branch = torch.where(order < at, row[first][of][:, None], row[:, None])
+    return Rollout(
+        group=group,
+        cond=cond,
+        row_id=row,
+        sample=sample,
+        logprob=torch.cat(scores, 1),
+        commit_step=order.expand_as(sample),
+        mask=policy.decided(sample) & (branch == row[:, None]),
+        edge_id=branch,
+    )

@@ -1,0 +1,98 @@
+"""Published checkpoints of own modules: read without pickle, loaded strictly, written under the
+same names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.core.errors import UserError
+from mmrl.core.registry import locate
+
+HUB = "hub:"
+Published = dict[str, Tensor]
+
+
+def find(path: str) -> Path:
+    """The file or folder of ``path``; ``hub:owner/name/file`` is downloaded once."""
+    if not path.startswith(HUB):
+        return Path(locate(path))
+    owner, _, rest = path.removeprefix(HUB).partition("/")
+    name, _, file = rest.partition("/")
+    if not file:
+        raise UserError(f"{path}: write hub:owner/name/file")
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(f"{owner}/{name}", file))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"{path} cannot be downloaded: {reason}; give a local file instead"
+        ) from error
+
+
+def read(file: str | Path, drop: Sequence[str] = ()) -> Published:
+    """Name -> tensor of a ``.safetensors``, ``.pt`` or ``.pth`` file, without the names in
+    ``drop``."""
+    file = Path(file)
+    if not file.is_file():
+        raise UserError(
+            f"no file {file}; download the published checkpoint there, or write hub:owner/name/file"
+        )
+    try:
+        if file.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            found = load_file(file)
+        else:
+            found = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # a reader of files can raise anything
+        raise UserError(
+            f"{file} cannot be read as weights: {str(error).splitlines()[0]}"
+        ) from error
+    for name in ("model", "module", "state_dict"):
+        found = found[name] if isinstance(found.get(name), dict) else found
+    return {
+        name: tensor
+        for name, tensor in found.items()
+        if isinstance(tensor, Tensor) and name not in drop
+    }
+
+
+def load(module: nn.Module, weights: Published, file: str | Path) -> nn.Module:
+    """Strictly: every name and shape must be there and nothing else."""
+    try:
+        module.load_state_dict(weights, strict=True)
+    except RuntimeError as error:
+        raise UserError(
+            f"{file} does not fit {type(module).__name__}: {str(error)[:600]}"
+        ) from error
+    return module.eval()
+
+
+def save(weights: Published, file: Path) -> None:
+    from safetensors.torch import save_file
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}, file
+    )
+
+
+def count(weights: Published, pattern: str) -> int:
+    """How many ``pattern.format(0)``, ``pattern.format(1)`` ... there are."""
+    n = 0
+    while any(name.startswith(pattern.format(n)) for name in weights):
+        n += 1
+    return n
+
+
+def need(weights: Published, name: str, file: str | Path) -> Tensor:
+    """A tensor that tells the architecture."""
+    if name not in weights:
+        raise UserError(f"{file} holds no {name}: it is another kind of checkpoint")
+    return weights[name]

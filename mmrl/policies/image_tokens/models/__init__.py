@@ -1,0 +1,1 @@
+"""One file a family of models that write images as tokens."""

@@ -1,0 +1,229 @@
+"""Emu3 (Wang et al. 2024, arXiv 2409.18869) as an image generator, by transformers' own classes.
+
+An image is H rows of W tokens, each row closed by a token that says so. Row ends are known, so they
+are no decisions: they go through the network with the token before them, are never drawn and never
+scored. Everything else may only be a visual token, in sampling and in the score.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmrl.config.options import Count
+from mmrl.core.errors import UserError
+from mmrl.core.registry import POLICIES, locate
+from mmrl.core.types import Prompt
+from mmrl.policies.diffusion.text_encoding import texts_of
+from mmrl.policies.image_tokens import causal
+from mmrl.policies.image_tokens.attention import Kernel, available, of_transformers
+from mmrl.policies.image_tokens.network import ImageNet, Inputs
+from mmrl.policies.image_tokens.policy import ImageTokenPolicy
+from mmrl.policies.lora import Lora
+
+Storage = Literal["float32", "bfloat16", "float16"]
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class Emu3Net(ImageNet):
+    """An Emu3ForConditionalGeneration that reads text and writes the visual tokens of H x W images
+    by their number."""
+
+    def __init__(self, hf: nn.Module, grid: tuple[int, int]):
+        super().__init__()
+        self.hf = hf
+        self.grid = grid
+        self.turns = (1,) * (grid[0] * grid[1])
+        mapping = hf.vocabulary_mapping
+        ids = torch.tensor([mapping.img2bpe[code] for code in range(len(mapping.img2bpe))])
+        self.register_buffer("visual", ids, persistent=False)  # [V] token id of every code
+        self.adjacent = bool((ids.diff() == 1).all())
+        self.first = int(ids[0])
+        self.end = mapping.eol_token_id
+        self.vocab = len(ids)
+        self.hidden = hf.config.text_config.hidden_size
+        # accelerate wraps these one by one
+        self._no_split_modules = getattr(hf, "_no_split_modules", None)
+
+    @property
+    def config(self) -> Any:
+        return self.hf.config
+
+    @property
+    def decoder(self) -> nn.Module:
+        return self.hf.model.text_model
+
+    def begin(self, inputs: Inputs, rows: Tensor) -> tuple[Tensor, causal.State]:
+        return causal.read(self.decoder, inputs, rows, self.config.text_config.num_hidden_layers)
+
+    def step(self, ids: Tensor, state: causal.State) -> Tensor:
+        """A row's last token and its end go through the network together."""
+        state.count += 1
+        tokens = self.visual[ids]
+        if state.count % self.grid[1] == 0:
+            tokens = F.pad(tokens, (0, 1), value=self.end)
+        return causal.advance(self.decoder, tokens, state)
+
+    def teach(self, inputs: Inputs, ids: Tensor) -> Tensor:
+        height, width = self.grid
+        rows = F.pad(self.visual[ids].view(-1, height, width), (0, 1), value=self.end).flatten(1)
+        tokens = torch.cat([inputs["ids"], rows[:, :-2]], 1)
+        mask = F.pad(inputs["mask"], (0, rows.shape[1] - 2), value=1)
+        hidden = self.decoder(
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=causal.positions(mask),
+            use_cache=False,
+        ).last_hidden_state[:, inputs["ids"].shape[1] - 1 :]
+        # what follows is a row's end
+        decided = torch.arange(hidden.shape[1], device=ids.device) % (width + 1) != width
+        return hidden[:, decided]
+
+    def vocabulary(self, hidden: Tensor) -> Tensor:
+        weight = self.hf.lm_head.weight
+        first = self.first
+        return F.linear(
+            hidden, weight[first : first + self.vocab] if self.adjacent else weight[self.visual]
+        )
+
+    def enable_gradient_checkpointing(self) -> None:
+        causal.recompute(self.decoder)
+
+    def add_adapter(self, config: Any) -> None:
+        self.hf.add_adapter(config)
+
+
+@POLICIES.register("emu3")
+class Emu3(ImageTokenPolicy):
+    """Emu3-Gen, text to image: any transformers folder or hub id of
+    Emu3ForConditionalGeneration."""
+
+    attention = PROJECTIONS
+    not_options = ("net", "compile")
+
+    def __init__(
+        self,
+        path: str,
+        size: Count = 720,
+        ratio: str = "1:1",
+        negative: str = "",
+        suffix: str = "",
+        dtype: Storage = "float32",
+        attention: Kernel = "auto",
+        lora: Lora | int | None = None,
+        guidance_scale: float = 3.0,
+        **options: Any,
+    ):
+        """path: folder or hub id. size: pixels, the square root of the area. ratio: width to
+        height. negative: the unconditional prompt, what the image should not be. suffix: words
+        behind every prompt. dtype: of the weights. attention: the kernel. lora: adapters in the
+        text model."""
+        self.place = locate(path)
+        hf, self.processor = _loaded(
+            self.place, getattr(torch, dtype), of_transformers(available(attention))
+        )
+        self.suffix = suffix
+        self.shape = {"ratio": _ratio(ratio), "image_area": size * size}
+        found = self._ids(negative)
+        self.negative = found["input_ids"]
+        self.grid = tuple(int(n) for n in found["image_sizes"][0])
+        self.pad = self.processor.tokenizer.pad_token_id
+        if min(self.grid) < 1 or self.pad is None:
+            raise UserError(
+                f"policy.emu3.size {size} is smaller than a token, or {self.place} "
+                f"names no padding token"
+            )
+        if lora is not None:
+            lora = Lora(lora) if isinstance(lora, int) else lora
+            lora = Lora(lora.rank, lora.alpha, _targets(hf, lora.targets or PROJECTIONS))
+        super().__init__(
+            Emu3Net(hf, self.grid),
+            lora=lora,
+            guidance_scale=guidance_scale,
+            attention=attention,
+            **options,
+        )
+        if lora is None:
+            hf.model.vqmodel.requires_grad_(False)
+
+    def encode(self, prompts: list[Prompt]) -> list[Inputs]:
+        texts = texts_of(prompts)
+        return [
+            {"ids": self._ids(text + self.suffix)["input_ids"].to(self.device)} for text in texts
+        ]
+
+    def collate(self, cond: list[Inputs]) -> Inputs:
+        # so that both prompts share a pass
+        least = self.negative.shape[1] if self.guidance_scale != 1 else 0
+        return dict(zip(("ids", "mask"), causal.padded(cond, self.pad, least)))
+
+    def empty(self, inputs: Inputs) -> Inputs:
+        """The negative prompt, with the same size and start of an image behind it."""
+        rows, length = inputs["ids"].shape
+        short = max(0, length - self.negative.shape[1])
+        own = {
+            "ids": self.negative.to(self.device),
+            "mask": torch.ones_like(self.negative).to(self.device),
+        }
+        fill = {"ids": self.pad, "mask": 0}
+        return {
+            name: F.pad(own[name], (short, 0), value=fill[name]).expand(rows, -1) for name in own
+        }
+
+    def pixels(self, ids: Tensor) -> Tensor:
+        vq = self.net.hf.model.vqmodel
+        made = self.processor.image_processor
+        x = vq.decode(ids.view(-1, *self.grid))
+        mean, std = (
+            torch.tensor(v, device=x.device, dtype=x.dtype)[:, None, None]
+            for v in (made.image_mean, made.image_std)
+        )
+        return 2 * (x * std + mean) - 1
+
+    def export(self, folder: Path) -> None:
+        """The whole model, or its adapter, with the processor, as transformers reads it."""
+        self.net.hf.save_pretrained(folder)
+        self.processor.save_pretrained(folder)
+
+    def _ids(self, text: str) -> Any:
+        return self.processor(
+            text=[text], return_for_image_generation=True, return_tensors="pt", **self.shape
+        )
+
+
+def _ratio(ratio: str) -> str:
+    sides = ratio.split(":")
+    if len(sides) != 2 or not all(side.isdecimal() and int(side) for side in sides):
+        raise UserError(f"policy.emu3.ratio {ratio!r}: write width:height, such as 4:3")
+    return ratio
+
+
+def _targets(hf: nn.Module, ends: Any) -> list[str]:
+    """Names of the text model's linear layers that end like one of ``ends``."""
+    linear = [
+        n for n, m in hf.named_modules() if isinstance(m, nn.Linear) and ".text_model." in f".{n}"
+    ]
+    found = [name for name in linear if any(f".{name}".endswith(f".{end}") for end in ends)]
+    if not found:
+        raise UserError(
+            f"lora.targets match no module of the text model; its linear layers: {linear[:8]} ..."
+        )
+    return found
+
+
+def _loaded(place: str, dtype: torch.dtype, attention: str) -> tuple[nn.Module, Any]:
+    from transformers import AutoProcessor, Emu3ForConditionalGeneration
+
+    try:
+        hf = Emu3ForConditionalGeneration.from_pretrained(
+            place, dtype=dtype, attn_implementation=attention
+        )
+        return hf, AutoProcessor.from_pretrained(place)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"policy.emu3.path {place}: cannot be loaded as an Emu3 model: {error}"
+        ) from error

@@ -1,0 +1,243 @@
+"""GLM-Image's token prior: a GLM that draws a small image and then the large one as tokens, for a
+diffusion decoder.
+
+The autoregressive part is trained, by transformers' own class; diffusers' pipeline makes pixels of
+its tokens, with noise that is keyed by the row and so belongs to the reward. Positions have three
+axes: a text token stands at (p, p, p), the token at row i and column j of an image that begins at q
+stands at (q, q + i, q + j).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from annotated_types import Ge
+from torch import Tensor, nn
+
+from mmrl.config.options import Count
+from mmrl.core.errors import UserError
+from mmrl.core.registry import POLICIES, locate
+from mmrl.core.types import Media, Prompt, Rollout
+from mmrl.policies.diffusion.text_encoding import texts_of
+from mmrl.policies.image_tokens import causal
+from mmrl.policies.image_tokens.attention import Kernel, available, of_transformers
+from mmrl.policies.image_tokens.network import ImageNet, Inputs
+from mmrl.policies.image_tokens.policy import ImageTokenPolicy
+from mmrl.policies.lora import Lora
+from samplers.batching import chunks
+from samplers.noise import Rng
+
+Storage = Literal["float32", "bfloat16", "float16"]
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+NOISE = 16  # step of the keyed noise that the decoder begins with
+
+
+class GlmNet(ImageNet):
+    """A GlmImageForConditionalGeneration that writes images of these ``grids`` (H, W), one after
+    the other."""
+
+    def __init__(self, hf: nn.Module, grids: Sequence[tuple[int, int]]):
+        super().__init__()
+        self.hf = hf
+        self.vocab = hf.config.vq_config.num_embeddings
+        self.hidden = hf.config.text_config.hidden_size
+        offsets = []
+        start = 0
+        for height, width in grids:
+            row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+            offsets.append(start + torch.stack([torch.zeros_like(row), row, column]).flatten(1))
+            start += max(height, width)
+        # [3, T] from the text's end on
+        self.register_buffer("offsets", torch.cat(offsets, 1), persistent=False)
+        self.turns = (1,) * self.offsets.shape[1]
+        # accelerate wraps these one by one
+        self._no_split_modules = getattr(hf, "_no_split_modules", None)
+
+    @property
+    def config(self) -> Any:
+        return self.hf.config
+
+    @property
+    def decoder(self) -> nn.Module:
+        return self.hf.model.language_model
+
+    def begin(self, inputs: Inputs, rows: Tensor) -> tuple[Tensor, causal.State]:
+        return causal.read(self.decoder, inputs, rows, self.config.text_config.num_hidden_layers)
+
+    def step(self, ids: Tensor, state: causal.State) -> Tensor:
+        places = self.offsets[:, None, state.count : state.count + 1] + state.place[:, None]
+        state.count += 1
+        return causal.advance(self.decoder, ids, state, places)
+
+    def teach(self, inputs: Inputs, ids: Tensor) -> Tensor:
+        tokens = torch.cat([inputs["ids"], ids[:, :-1]], 1)
+        mask = F.pad(inputs["mask"], (0, ids.shape[1] - 1), value=1)
+        text = causal.positions(inputs["mask"])
+        image = self.offsets[:, None, :-1] + text[:, -1:] + 1
+        places = torch.cat([text.expand(3, -1, -1), image], 2)
+        hidden = self.decoder(
+            input_ids=tokens, attention_mask=mask, position_ids=places, use_cache=False
+        ).last_hidden_state
+        return hidden[:, inputs["ids"].shape[1] - 1 :]
+
+    def vocabulary(self, hidden: Tensor) -> Tensor:
+        """Of the tokens of images alone: the head has some for their beginnings and ends
+        besides."""
+        return F.linear(hidden, self.hf.lm_head.weight[: self.vocab])
+
+    def enable_gradient_checkpointing(self) -> None:
+        causal.recompute(self.decoder)
+
+    def add_adapter(self, config: Any) -> None:
+        self.hf.add_adapter(config)
+
+
+@POLICIES.register("glm_image")
+class GlmImage(ImageTokenPolicy):
+    """GLM-Image's token prior, text to image: any diffusers folder or hub id of a
+    GlmImagePipeline."""
+
+    attention = PROJECTIONS
+    not_options = ("net", "guidance_scale", "logprob_guidance", "compile")
+
+    def __init__(
+        self,
+        path: str,
+        size: Count | tuple[Count, Count] = 1024,
+        steps: Count = 50,
+        decoder_guidance: Annotated[float, Ge(1)] = 1.5,
+        dtype: Storage = "float32",
+        attention: Kernel = "auto",
+        lora: Lora | int | None = None,
+        **options: Any,
+    ):
+        """path: folder or hub id. size: pixels, one side or [height, width], multiples of 32.
+        steps, decoder_guidance: of the diffusion decoder, which is not trained. dtype: of the
+        weights. attention: the kernel. lora: adapters in the language model."""
+        self.place = locate(path)
+        height, width = (size, size) if isinstance(size, int) else size
+        if height % 32 or width % 32:
+            raise UserError(
+                f"policy.glm_image.size {size}: height and width must be multiples of 32"
+            )
+        self.size = (height, width)
+        self.steps = steps
+        self.decoder_guidance = decoder_guidance
+        kind = getattr(torch, dtype)
+        hf, self.processor, self.pipeline = _loaded(
+            self.place, kind, of_transformers(available(attention))
+        )
+        self.pad = self.processor.tokenizer.pad_token_id
+        # the large one first
+        grids = [tuple(grid[1:]) for grid in self._encoded("x")["image_grid_thw"].tolist()]
+        self.large = grids[0]
+        if lora is not None:
+            lora = Lora(lora) if isinstance(lora, int) else lora
+            lora = Lora(lora.rank, lora.alpha, _targets(hf, lora.targets or PROJECTIONS))
+        super().__init__(
+            GlmNet(hf, grids[::-1]), guidance_scale=1.0, attention=attention, lora=lora, **options
+        )
+        if lora is None:
+            hf.model.visual.requires_grad_(False)
+            hf.model.vqmodel.requires_grad_(False)
+
+    def encode(self, prompts: list[Prompt]) -> list[Inputs]:
+        return [
+            {"ids": self._encoded(text)["input_ids"].to(self.device)} for text in texts_of(prompts)
+        ]
+
+    def collate(self, cond: list[Inputs]) -> Inputs:
+        return dict(zip(("ids", "mask"), causal.padded(cond, self.pad)))
+
+    def empty(self, inputs: Inputs) -> Inputs:
+        raise UserError("glm_image draws its tokens without guidance: leave it at 1")
+
+    def pixels(self, ids: Tensor) -> Tensor:
+        raise NotImplementedError("needs the prompt too: see decode")
+
+    @torch.no_grad()
+    def decode(self, rollout: Rollout) -> Media:
+        """The large images' tokens, each four times, as the diffusion decoder wants them; its noise
+        is keyed by row."""
+        height, width = self.large
+        ids = rollout.sample[:, -height * width :].view(-1, height, width)
+        ids = ids.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
+        made = self.pipeline.to(self.device)
+        texts = texts_of(rollout.prompt_per_row())
+        found = []
+        shape = (
+            made.transformer.config.in_channels,
+            *(side // made.vae_scale_factor for side in self.size),
+        )
+        noise = Rng.of("glm_image").normal(rollout.row_id, shape, NOISE, made.transformer.dtype)
+        for part in chunks(len(ids), self.fixed_batch_rows or len(ids)):
+            with torch.autocast(ids.device.type, enabled=False):
+                images = made(
+                    prompt=texts[part],
+                    height=self.size[0],
+                    width=self.size[1],
+                    prior_token_ids=ids[part],
+                    latents=noise[part],
+                    num_inference_steps=self.steps,
+                    guidance_scale=self.decoder_guidance,
+                    output_type="pt",
+                ).images
+            found.append(images.float().clamp(0, 1))
+        return torch.cat(found)
+
+    def export(self, folder: Path) -> None:
+        """The language model, or its adapter, as the folder's ``vision_language_encoder``, with the
+        processor."""
+        self.net.hf.save_pretrained(folder / "vision_language_encoder")
+        self.processor.save_pretrained(folder / "processor")
+
+    def _encoded(self, text: str) -> Any:
+        turn = [{"role": "user", "content": [{"type": "text", "text": text}]}]
+        return self.processor.apply_chat_template(
+            [turn],
+            tokenize=True,
+            target_h=self.size[0],
+            target_w=self.size[1],
+            return_dict=True,
+            return_tensors="pt",
+        )
+
+
+def _targets(hf: nn.Module, ends: Any) -> list[str]:
+    """Names of the language model's linear layers that end like one of ``ends``."""
+    linear = [
+        n
+        for n, m in hf.named_modules()
+        if isinstance(m, nn.Linear) and ".language_model." in f".{n}"
+    ]
+    found = [name for name in linear if any(f".{name}".endswith(f".{end}") for end in ends)]
+    if not found:
+        raise UserError(
+            f"lora.targets match no module of the language model; its linear layers: "
+            f"{linear[:8]} ..."
+        )
+    return found
+
+
+def _loaded(place: str, dtype: torch.dtype, attention: str) -> tuple[nn.Module, Any, Any]:
+    from diffusers import GlmImagePipeline
+    from transformers import AutoProcessor, GlmImageForConditionalGeneration
+
+    try:
+        hf = GlmImageForConditionalGeneration.from_pretrained(
+            place, subfolder="vision_language_encoder", dtype=dtype, attn_implementation=attention
+        )
+        processor = AutoProcessor.from_pretrained(place, subfolder="processor")
+        pipeline = GlmImagePipeline.from_pretrained(
+            place, vision_language_encoder=None, processor=None, dtype=dtype
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"policy.glm_image.path {place}: cannot be loaded as a GlmImagePipeline: {error}"
+        ) from error
+    pipeline.set_progress_bar_config(disable=True)
+    return hf, processor, pipeline

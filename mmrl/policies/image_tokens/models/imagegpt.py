@@ -1,0 +1,120 @@
+"""ImageGPT (Chen et al. 2020, "Generative pretraining from pixels"): small images of nobody's
+asking, pixel by pixel.
+
+Every token is a pixel's colour out of 512. There is no prompt, and so no guidance: what prompts say
+only rewards read.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.core.errors import UserError
+from mmrl.core.registry import POLICIES, locate
+from mmrl.core.types import Prompt
+from mmrl.policies.image_tokens import causal
+from mmrl.policies.image_tokens.network import ImageNet, Inputs
+from mmrl.policies.image_tokens.policy import ImageTokenPolicy
+
+Storage = Literal["float32", "bfloat16", "float16"]
+
+
+class ImageGPTNet(ImageNet):
+    """An ImageGPTForCausalImageModeling. Inputs: ``ids`` [P, 1], the token that begins an image,
+    and its mask."""
+
+    def __init__(self, hf: nn.Module):
+        super().__init__()
+        self.hf = hf
+        self.turns = (1,) * hf.config.n_positions
+        self.vocab = hf.config.vocab_size - 1
+        self.hidden = hf.config.n_embd
+        self._no_split_modules = getattr(hf, "_no_split_modules", None)
+
+    @property
+    def config(self) -> Any:
+        return self.hf.config
+
+    def begin(self, inputs: Inputs, rows: Tensor) -> tuple[Tensor, causal.State]:
+        return causal.read(self.hf.transformer, inputs, rows, self.config.n_layer)
+
+    def step(self, ids: Tensor, state: causal.State) -> Tensor:
+        return causal.advance(self.hf.transformer, ids, state)
+
+    def teach(self, inputs: Inputs, ids: Tensor) -> Tensor:
+        return self.hf.transformer(
+            torch.cat([inputs["ids"], ids[:, :-1]], 1), use_cache=False
+        ).last_hidden_state
+
+    def vocabulary(self, hidden: Tensor) -> Tensor:
+        return self.hf.lm_head(hidden)
+
+    def enable_gradient_checkpointing(self) -> None:
+        causal.recompute(self.hf.transformer)
+
+
+@POLICIES.register("imagegpt")
+class ImageGPT(ImageTokenPolicy):
+    """ImageGPT, unconditional: any transformers folder or hub id of
+    ImageGPTForCausalImageModeling."""
+
+    attention = ("attn.c_attn", "attn.c_proj")
+    not_options = ("net", "guidance_scale", "logprob_guidance", "attention", "compile")
+
+    def __init__(self, path: str, dtype: Storage = "float32", **options: Any):
+        """path: folder or hub id, with the clusters of its image processor. dtype: of the
+        weights."""
+        self.place = locate(path)
+        hf, self.processor = _loaded(self.place, getattr(torch, dtype))
+        side = round(hf.config.n_positions**0.5)
+        clusters = getattr(self.processor, "clusters", None)
+        if (
+            clusters is None
+            or len(clusters) != hf.config.vocab_size - 1
+            or side * side != hf.config.n_positions
+        ):
+            raise UserError(
+                f"policy.imagegpt.path {self.place}: needs {hf.config.vocab_size - 1} "
+                f"colours in its image processor's "
+                f"clusters and a square number of pixels; it has "
+                f"{0 if clusters is None else len(clusters)} and "
+                f"{hf.config.n_positions}"
+            )
+        # [V, 3] in -1..1
+        self.side = side
+        self.clusters = torch.as_tensor(clusters, dtype=torch.float32)
+        super().__init__(ImageGPTNet(hf), guidance_scale=1.0, **options)
+
+    def encode(self, prompts: list[Prompt]) -> list[Inputs]:
+        start = torch.tensor([[self.net.vocab]], device=self.device)
+        return [{"ids": start, "mask": torch.ones_like(start)} for _ in prompts]
+
+    def empty(self, inputs: Inputs) -> Inputs:
+        raise UserError("imagegpt has no prompt, and so no guidance: leave it at 1")
+
+    def pixels(self, ids: Tensor) -> Tensor:
+        return (
+            self.clusters.to(ids.device)[ids].transpose(1, 2).unflatten(2, (self.side, self.side))
+        )
+
+    def export(self, folder: Path) -> None:
+        """The whole model, or its adapter, with the image processor, as transformers reads it."""
+        self.net.hf.save_pretrained(folder)
+        self.processor.save_pretrained(folder)
+
+
+def _loaded(place: str, dtype: torch.dtype) -> tuple[nn.Module, Any]:
+    from transformers import AutoImageProcessor, ImageGPTForCausalImageModeling
+
+    try:
+        return ImageGPTForCausalImageModeling.from_pretrained(
+            place, dtype=dtype
+        ), AutoImageProcessor.from_pretrained(place)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"policy.imagegpt.path {place}: cannot be loaded as an ImageGPT: {error}"
+        ) from error

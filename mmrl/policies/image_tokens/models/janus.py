@@ -1,0 +1,260 @@
+"""Janus and Janus-Pro (Wu et al. 2024; Chen et al. 2025) as image generators, by transformers' own
+classes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mmrl.core.errors import UserError
+from mmrl.core.registry import POLICIES, locate
+from mmrl.core.types import Prompt
+from mmrl.policies.diffusion.text_encoding import texts_of
+from mmrl.policies.image_tokens.attention import Kernel, available, of_transformers
+from mmrl.policies.image_tokens.kv_cache import Rooms
+from mmrl.policies.image_tokens.models import llama
+from mmrl.policies.image_tokens.network import ImageNet, Inputs, widened
+from mmrl.policies.image_tokens.policy import ImageTokenPolicy
+from mmrl.policies.lora import Lora
+from mmrl.policies.vlm import caches
+from mmrl.policies.vlm.families import modules_of
+
+Storage = Literal["float32", "bfloat16", "float16"]
+# no gradient comes there
+UNDERSTANDING = ("model.vision_model.", "model.aligner.", "model.vqmodel.", "lm_head.")
+GENERATION = ("model.generation_embeddings.", "model.generation_aligner.", "model.generation_head.")
+
+
+@dataclass
+class _State:
+    """B rows in the making."""
+
+    rooms: Rooms
+    padding: Tensor | None  # [B, n] bool, False where the prompt is padded; None: nowhere
+    rope: llama.Rope  # of all tokens to come
+    done: int = 0  # tokens read since the prompt
+
+
+class JanusNet(ImageNet):
+    """A JanusForConditionalGeneration that reads text and writes image tokens."""
+
+    def __init__(self, hf: nn.Module):
+        super().__init__()
+        self.hf = hf
+        quantizer = hf.model.vqmodel.quantize
+        self.turns = (1,) * (quantizer.quant_state_dims[0] * quantizer.quant_state_dims[1])
+        self.vocab = hf.config.vq_config.num_embeddings
+        self.hidden = hf.config.text_config.hidden_size
+        alone = (
+            getattr(hf, "_no_split_modules", None) or []
+        )  # accelerate wraps these one by one; of the codec some parts
+        # are read without being called
+        self._no_split_modules = [name for name in alone if "VQVAE" not in name]
+        self.token = llama.token
+
+    @property
+    def config(self) -> Any:
+        return self.hf.config
+
+    def begin(self, inputs: Inputs, rows: Tensor) -> tuple[Tensor, _State]:
+        model = self.hf.model.language_model
+        mask = inputs["mask"]
+        cache = caches.recorded(self.config.text_config.num_hidden_layers)
+        places = _places(mask)
+        hidden = model(
+            input_ids=inputs["ids"],
+            attention_mask=mask,
+            position_ids=places,
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state[:, -1:]
+        more = len(self.turns) - 1
+        rooms = Rooms.after(caches.kept(cache), rows, mask.shape[1] + more)
+        padding = None if bool(mask.all()) else mask[rows].bool()
+        return hidden[rows], _State(
+            rooms, padding, llama.rotations(model, hidden, places[rows, -1] + 1, more)
+        )
+
+    def step(self, ids: Tensor, state: _State) -> Tensor:
+        x = self.hf.prepare_embeddings_for_image_generation(ids)
+        at = state.done
+        place = state.rooms.next(1, self.fixed)
+        seen = state.rooms.seen(place, state.padding)
+        rope = tuple(part[:, :, at : at + 1] for part in state.rope)
+        state.done += 1
+        x = widened(x, state.rooms.rows)
+        return self.token(
+            self.hf.model.language_model, x, rope, seen, place, state.rooms.layers, self.kernel
+        )
+
+    def teach(self, inputs: Inputs, ids: Tensor) -> Tensor:
+        text = self.hf.get_input_embeddings()(inputs["ids"])
+        image = self.hf.prepare_embeddings_for_image_generation(ids[:, :-1])
+        mask = F.pad(inputs["mask"], (0, image.shape[1]), value=1)
+        hidden = self.hf.model.language_model(
+            inputs_embeds=torch.cat([text, image], 1),
+            attention_mask=mask,
+            position_ids=_places(mask),
+            use_cache=False,
+        ).last_hidden_state
+        return hidden[:, text.shape[1] - 1 :]
+
+    def lift(self, hidden: Tensor) -> Tensor:
+        head = self.hf.model.generation_head
+        return head.activation_fn(head.proj_out(hidden))
+
+    def affine(self, lifted: Tensor) -> Tensor:
+        return self.hf.model.generation_head.vision_head(lifted)
+
+    def vocabulary(self, hidden: Tensor) -> Tensor:
+        return self.affine(self.lift(hidden))
+
+    def picture(self, ids: Tensor) -> Tensor:
+        """[B, 3, H, W] in -1..1 of ids [B, T]; a pass of the network, since sharded weights are
+        gathered for one."""
+        return self.hf.model.vqmodel.decode(ids)
+
+    def enable_gradient_checkpointing(self) -> None:
+        """Layers are computed again in the backward pass of teacher forcing, which uses no
+        cache."""
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        for layer in self.hf.model.language_model.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.gradient_checkpointing = layer._can_checkpoint_with_cache = True
+                layer._gradient_checkpointing_func = partial(
+                    checkpoint, use_reentrant=False, preserve_rng_state=False
+                )
+                # of the layer alone, which asks for it; what is inside stays in eval mode
+                layer.training = True
+
+    def add_adapter(self, config: Any) -> None:
+        self.hf.add_adapter(config)
+
+
+@POLICIES.register("janus")
+class Janus(ImageTokenPolicy):
+    """Janus and Janus-Pro, text to image: any transformers folder or hub id of
+    JanusForConditionalGeneration."""
+
+    wrapper: type[JanusNet] = JanusNet
+    idle: tuple[str, ...] = UNDERSTANDING  # parameters that no decision depends on
+
+    def __init__(
+        self,
+        path: str,
+        dtype: Storage = "float32",
+        attention: Kernel = "auto",
+        train: Literal["language", "generation"] = "language",
+        lora: Lora | int | None = None,
+        **options: Any,
+    ):
+        """path: folder or hub id. dtype: of the weights. attention: auto, xformers, sdpa or flash
+        (the package flash-attn). train: the language model alone, or with it embeddings, aligner
+        and head of image tokens. lora: adapters in the language model."""
+        self.place = locate(path)
+        hf, self.processor = _loaded(
+            self.place, getattr(torch, dtype), of_transformers(available(attention))
+        )
+        if isinstance(lora, int):
+            lora = Lora(lora)
+        if lora is not None:
+            lora = Lora(lora.rank, lora.alpha, _targets(hf, lora.targets))
+        super().__init__(self.wrapper(hf), attention=attention, lora=lora, **options)
+        if lora is None:
+            frozen = self.idle if train == "generation" else self.idle + GENERATION
+            for name, p in hf.named_parameters():  # a tied head goes by the name of the embedding
+                p.requires_grad_(not name.startswith(frozen))
+        self.bos, self.pad, self.start = self._special()
+
+    def _special(self) -> tuple[int, int, int]:
+        """Ids of the first token, of padding, and of the token after which an image begins."""
+        made = self.net.hf.generation_config
+        tok = self.processor.tokenizer
+        start = (getattr(made, "generation_kwargs", None) or {}).get("boi_token_id")
+        found = (
+            tok.bos_token_id if made.bos_token_id is None else made.bos_token_id,
+            tok.pad_token_id if made.pad_token_id is None else made.pad_token_id,
+            tok.convert_tokens_to_ids(self.processor.image_start_token) if start is None else start,
+        )
+        if None in found:
+            raise UserError(
+                f"policy.janus.path {self.place}: its tokenizer names no first, "
+                f"padding or image token"
+            )
+        return found
+
+    def encode(self, prompts: list[Prompt]) -> list[Inputs]:
+        found = []
+        for text in texts_of(prompts):
+            turn = [{"role": "user", "content": [{"type": "text", "text": text}]}]
+            asked = self.processor.apply_chat_template(turn, add_generation_prompt=True)
+            ids = self.processor(text=[asked], generation_mode="image", return_tensors="pt")[
+                "input_ids"
+            ]
+            found.append({"ids": ids.to(self.device)})
+        return found
+
+    def collate(self, cond: list[Inputs]) -> Inputs:
+        """Padded on the left to the longest."""
+        longest = max(one["ids"].shape[1] for one in cond)
+        short = [longest - one["ids"].shape[1] for one in cond]
+        ids = [F.pad(one["ids"], (n, 0), value=self.pad) for one, n in zip(cond, short)]
+        mask = [F.pad(torch.ones_like(one["ids"]), (n, 0)) for one, n in zip(cond, short)]
+        return {"ids": torch.cat(ids), "mask": torch.cat(mask)}
+
+    def empty(self, inputs: Inputs) -> Inputs:
+        """As the model was trained: every token but the first and the image's start is padding that
+        is attended to."""
+        ids = inputs["ids"]
+        return inputs | {"ids": torch.where((ids == self.bos) | (ids == self.start), ids, self.pad)}
+
+    def pixels(self, ids: Tensor) -> Tensor:
+        return self.net("picture", ids)
+
+    def export(self, folder: Path) -> None:
+        """The whole model, or its adapter, with the processor, as transformers reads it."""
+        self.net.hf.save_pretrained(folder)
+        self.processor.save_pretrained(folder)
+
+
+def _places(mask: Tensor) -> Tensor:
+    """[B, S] positions, not counting the padding on the left."""
+    return (mask.long().cumsum(1) - 1).clamp_min(0)
+
+
+def _targets(hf: nn.Module, wanted: Any) -> list[str]:
+    """Names of the language model's linear layers that end like one of ``wanted``; all for None."""
+    names = [name for name in modules_of(hf, "language") if ".language_model." in name]
+    found = [
+        name
+        for name in names
+        if wanted is None or any(f".{name}".endswith(f".{end}") for end in wanted)
+    ]
+    if not found:
+        raise UserError(
+            f"lora.targets match no module of the language model; its linear layers: "
+            f"{names[:8]} ..."
+        )
+    return found
+
+
+def _loaded(place: str, dtype: torch.dtype, attention: str) -> tuple[nn.Module, Any]:
+    from transformers import AutoProcessor, JanusForConditionalGeneration
+
+    try:
+        hf = JanusForConditionalGeneration.from_pretrained(
+            place, dtype=dtype, attn_implementation=attention
+        )
+        return hf, AutoProcessor.from_pretrained(place)
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(
+            f"policy.janus.path {place}: cannot be loaded as a Janus model: {error}"
+        ) from error

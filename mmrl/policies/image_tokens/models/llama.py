@@ -1,0 +1,69 @@
+"""One token through a Llama of transformers: its own layers, without the masks, caches and dispatch
+of a whole pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.policies.image_tokens.attention import Kernel, attend
+from mmrl.policies.image_tokens.kv_cache import KV, Place, Rooms, put
+
+# cosines and sines, [B or 1, 1, n, D] each, sines negative in the first half
+Rope = tuple[Tensor, Tensor]
+
+
+def rotations(model: nn.Module, like: Tensor, first: Tensor, count: int) -> Rope:
+    """Of ``count`` positions from ``first`` [B] on; one row where all begin at one place."""
+    first = first[:1] if bool((first == first[0]).all()) else first
+    places = first[:, None] + torch.arange(count, device=first.device)
+    cos, sin = model.rotary_emb(like, position_ids=places)
+    a, b = sin[:, None].chunk(2, -1)
+    return cos[:, None], torch.cat([-a, b], -1)
+
+
+def token(
+    model: nn.Module,
+    x: Tensor,
+    rope: Rope,
+    mask: Tensor | None,
+    place: Place,
+    rooms: Rooms | list[KV],
+    kernel: Kernel,
+) -> Tensor:
+    """[B, 1, H] what the head reads, of inputs x [B, 1, H]; their keys and values go to
+    ``place``."""
+    for layer, room in zip(model.layers, rooms, strict=True):
+        # FSDP2 gathers the weights of a layer that is called, ours is not
+        sharded = hasattr(layer, "unshard")
+        if sharded:
+            layer.unshard()
+        x = _layer(layer, x, rope, mask, place, room, kernel)
+        if sharded:
+            layer.reshard()
+    return model.norm(x)
+
+
+def _layer(
+    layer: Any, x: Tensor, rope: Rope, mask: Tensor | None, place: Place, room: KV, kernel: Kernel
+) -> Tensor:
+    own = layer.self_attn
+    h = layer.input_layernorm(x)
+    q, k, v = (
+        p(h).unflatten(-1, (-1, own.head_dim)).transpose(1, 2)
+        for p in (own.q_proj, own.k_proj, own.v_proj)
+    )
+    q, k = _turned(torch.cat([q, k], 1), rope).split([q.shape[1], k.shape[1]], 1)
+    k, v = put(room, k, v, place)
+    seen = attend(q, k, v, mask, scale=own.scaling, kernel=kernel)
+    x = x + own.o_proj(seen.transpose(1, 2).flatten(2))
+    return x + layer.mlp(layer.post_attention_layernorm(x))
+
+
+def _turned(x: Tensor, rope: Rope) -> Tensor:
+    """Rotary positions (Su et al. 2021), the two halves of a head being the parts of its complex
+    numbers."""
+    a, b = x.chunk(2, -1)
+    return torch.addcmul(x * rope[0], torch.cat([b, a], -1), rope[1])

@@ -1,0 +1,188 @@
+"""LlamaGen (Sun et al. 2024, arXiv 2406.06525): images of classes or texts by a Llama over VQ
+tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from mmrl.core.errors import UserError
+from mmrl.core.registry import POLICIES, locate
+from mmrl.core.types import Prompt
+from mmrl.policies.diffusion.text_encoding import Placement, PromptCache, texts_of
+from mmrl.policies.image_tokens import checkpoints
+from mmrl.policies.image_tokens.models.llamagen_gpt import LlamaGenGPT, Shape
+from mmrl.policies.image_tokens.models.llamagen_vq import LlamaGenVQ
+from mmrl.policies.image_tokens.network import Inputs
+from mmrl.policies.image_tokens.policy import ImageTokenPolicy
+from mmrl.policies.lora import merged
+
+HEADS = {3200: 32, 4096: 32}  # published widths whose heads are not of 64 numbers
+Storage = Literal["float32", "bfloat16", "float16"]
+
+
+@POLICIES.register("llamagen")
+class LlamaGen(ImageTokenPolicy):
+    """LlamaGen, class- or text-conditional: published checkpoints of transformer and VQ-16, or an
+    exported folder."""
+
+    attention = ("attention.wqkv", "attention.wo")
+
+    def __init__(
+        self,
+        path: str,
+        vq: str | None = None,
+        size: int | None = None,
+        heads: int | None = None,
+        text_encoder: str = "google/flan-t5-xl",
+        text_encoder_placement: Placement = "offload",
+        dtype: Storage = "float32",
+        guidance_scale: float = 4.0,
+        **options: Any,
+    ):
+        """path: the transformer's checkpoint, or a folder as exported. vq: the tokenizer's
+        checkpoint. size: pixels a side, 256 unless the folder says otherwise. heads: None is the
+        published number for its width. text_encoder: T5, for a text-conditional one. text_encoder_placement:
+        where it goes after use. dtype: of the transformer."""
+        place = checkpoints.find(path)
+        if place.is_dir():
+            vq = vq or str(place / "vq.safetensors")
+            file = place / "gpt.safetensors"
+            known = _config(place)
+            size = size or known["size"]
+            heads = heads or known["heads"]
+        else:
+            file = place
+            size = size or 256
+        if vq is None:
+            raise UserError(
+                "policy.llamagen.vq is missing: the tokenizer, vq_ds16_c2i.pt or vq_ds16_t2i.pt"
+            )
+        tokenizer = checkpoints.read(checkpoints.find(vq))
+        self.vq = checkpoints.load(LlamaGenVQ.like(tokenizer, vq), tokenizer, vq).requires_grad_(
+            False
+        )
+        if size % self.vq.factor:
+            raise UserError(f"policy.llamagen.size {size} is not a multiple of {self.vq.factor}")
+        self.size = size
+        published = checkpoints.read(file, drop=("freqs_cis",))
+        net = LlamaGenGPT(shape_of(published, str(file), size // self.vq.factor, heads))
+        checkpoints.load(net, published, file).to(getattr(torch, dtype))
+        self.texts = PromptCache(
+            lambda: _T5(text_encoder), self._encode_texts, text_encoder_placement, 20000
+        )
+        super().__init__(net, guidance_scale=guidance_scale, **options)
+
+    def encode(self, prompts: list[Prompt]) -> list[Inputs]:
+        if self.net.shape.classes:
+            return [
+                {"label": torch.tensor([label], device=self.device)}
+                for label in self._labels(prompts)
+            ]
+        found = self.texts(texts_of(prompts), self.device)
+        return [
+            {name: tensor[i : i + 1] for name, tensor in found.items()} for i in range(len(prompts))
+        ]
+
+    def _labels(self, prompts: list[Prompt]) -> list[int]:
+        return labels_of(prompts, self.net.shape.classes)
+
+    def empty(self, inputs: Inputs) -> Inputs:
+        """The class of no class; or the learnt text, where the prompt's mask stays, as in the
+        published sampler."""
+        if self.net.shape.classes:
+            return {"label": torch.full_like(inputs["label"], self.net.shape.classes)}
+        text = self.net.cls_embedding.uncond_embedding.expand(len(inputs["text"]), -1, -1)
+        return inputs | {"text": text.to(inputs["text"])}
+
+    def pixels(self, ids: Tensor) -> Tensor:
+        return self.vq.to(ids.device).decode(ids)
+
+    def _encode_texts(self, t5: _T5, texts: list[str], device: torch.device) -> dict[str, Tensor]:
+        return t5.encode(texts, self.net.shape.condition, device)
+
+    def export(self, folder: Path) -> None:
+        """Transformer (adapters added to it) and tokenizer under their published names, with what
+        names do not tell."""
+        checkpoints.save(merged(self.net), folder / "gpt.safetensors")
+        checkpoints.save(self.vq.state_dict(), folder / "vq.safetensors")
+        (folder / "config.json").write_text(
+            json.dumps({"size": self.size, "heads": self.net.shape.heads})
+        )
+
+
+class _T5:
+    """Text features as LlamaGen was trained on, moved behind their padding."""
+
+    def __init__(self, place: str):
+        from transformers import AutoTokenizer, T5EncoderModel
+
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(locate(place))
+            self.model = T5EncoderModel.from_pretrained(locate(place), dtype=torch.float32).eval()
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"policy.llamagen.text_encoder {place}: cannot be loaded as a T5: {error}"
+            ) from error
+
+    def to(self, device: Any) -> None:
+        self.model.to(device)
+
+    def encode(self, texts: list[str], length: int, device: torch.device) -> dict[str, Tensor]:
+        """``text`` [n, length, features] and ``mask`` [n, length] bool."""
+        batch = self.tokenizer(
+            texts,
+            padding="max_length",
+            max_length=length,
+            truncation=True,
+            padding_side="right",
+            return_tensors="pt",
+        ).to(device)
+        mask = batch["attention_mask"].bool()
+        text = self.model(
+            input_ids=batch["input_ids"], attention_mask=mask.long()
+        ).last_hidden_state
+        order = mask.long().argsort(dim=1, stable=True)  # padding first, then the words in order
+        return {
+            "text": text.gather(1, order[..., None].expand_as(text)),
+            "mask": mask.gather(1, order),
+        }
+
+
+def shape_of(published: checkpoints.Published, file: str, grid: int, heads: int | None) -> Shape:
+    """The architecture of a checkpoint, told by its shapes; heads by its width."""
+    vocab, dim = checkpoints.need(published, "tok_embeddings.weight", file).shape
+    feed = checkpoints.need(published, "layers.0.feed_forward.w1.weight", file).shape[0]
+    layers = checkpoints.count(published, "layers.{}.")
+    heads = heads or HEADS.get(dim, max(dim // 64, 1))
+    if "cls_embedding.embedding_table.weight" in published:
+        classes = published["cls_embedding.embedding_table.weight"].shape[0] - 1
+        return Shape(dim, layers, heads, vocab, classes, grid=grid, feed=feed)
+    condition, caption = checkpoints.need(published, "cls_embedding.uncond_embedding", file).shape
+    return Shape(dim, layers, heads, vocab, 0, caption, condition, grid, feed)
+
+
+def labels_of(prompts: list[Prompt], classes: int) -> list[int]:
+    """The class of every prompt. UserError names the first that has none."""
+    for i, prompt in enumerate(prompts):
+        label = prompt.get("label")
+        if not isinstance(label, int) or isinstance(label, bool) or not 0 <= label < classes:
+            raise UserError(
+                f"prompt {i} needs 'label', a class of 0..{classes - 1}, for this "
+                f"model; it has {label!r}"
+            )
+    return [prompt["label"] for prompt in prompts]
+
+
+def _config(folder: Path) -> dict[str, int]:
+    file = folder / "config.json"
+    if not file.is_file():
+        raise UserError(
+            f"policy.llamagen.path {folder}: no config.json; give the checkpoint's "
+            f"file, or an export"
+        )
+    return json.loads(file.read_text())

@@ -1,0 +1,236 @@
+"""VAR's transformer (Tian et al. 2024, arXiv 2404.02905), under its published names: VAR-d16 to
+VAR-d36.
+
+All tokens of a scale are drawn at once, given the image of the scales before it. Labels are never
+dropped, unlike in the published forward pass, which drops them in evaluation too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mmrl.policies.image_tokens.attention import Kernel, attend
+from mmrl.policies.image_tokens.kv_cache import KV, Place, Rooms, put
+from mmrl.policies.image_tokens.models.var_vq import Quantizer
+from mmrl.policies.image_tokens.network import ImageNet, Inputs, widened
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a transformer; ``shared``: one layer makes the modulation of all blocks (d36)."""
+
+    width: int
+    depth: int
+    heads: int
+    sides: Sequence[int] = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
+    vocab: int = 4096
+    latent: int = 32
+    classes: int = 1000
+    feed: int | None = None
+    shared: bool = False
+
+
+@dataclass
+class _State:
+    inputs: Inputs  # of every row
+    # [B, D, p, p] the image so far; of conditional rows only, where others share their tokens
+    f: Tensor
+    rooms: Rooms
+    scale: int = 0
+
+
+class Attention(nn.Module):
+    """Queries and keys of length 1, a learnt temperature for every head."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.heads = shape.heads
+        self.scale_mul_1H11 = nn.Parameter(torch.full((1, shape.heads, 1, 1), math.log(4.0)))
+        self.mat_qkv = nn.Linear(shape.width, 3 * shape.width, bias=False)
+        self.q_bias = nn.Parameter(torch.zeros(shape.width))
+        self.v_bias = nn.Parameter(torch.zeros(shape.width))
+        self.register_buffer("zero_k_bias", torch.zeros(shape.width))
+        self.proj = nn.Linear(shape.width, shape.width)
+
+    def forward(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        kernel: Kernel,
+        room: KV | None = None,
+        place: Place | None = None,
+    ) -> Tensor:
+        """``room`` holds the scales before and is written at ``place``."""
+        qkv = self.mat_qkv(x) + torch.cat([self.q_bias, self.zero_k_bias, self.v_bias])
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1)
+        )
+        q = F.normalize(q, dim=-1) * self.scale_mul_1H11.clamp_max(math.log(100)).exp()
+        k = F.normalize(k, dim=-1)
+        if room is not None:
+            k, v = put(room, k, v, place)
+        seen = attend(q.to(v), k.to(v), v, bias, scale=1.0, kernel=kernel)
+        return self.proj(seen.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.attn = Attention(shape)
+        self.ffn = nn.Module()
+        feed = shape.feed or 4 * shape.width
+        self.ffn.fc1 = nn.Linear(shape.width, feed)
+        self.ffn.fc2 = nn.Linear(feed, shape.width)
+        if shape.shared:
+            self.ada_gss = nn.Parameter(torch.zeros(1, 1, 6, shape.width))
+        else:
+            self.ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(shape.width, 6 * shape.width))
+
+    def forward(
+        self,
+        x: Tensor,
+        cond: Tensor,
+        bias: Tensor | None,
+        kernel: Kernel,
+        room: KV | None = None,
+        place: Place | None = None,
+    ) -> Tensor:
+        """``cond`` [B, C] is the class, or [B, 1, 6, C] its modulation where that is shared."""
+        six = (
+            self.ada_gss + cond
+            if hasattr(self, "ada_gss")
+            else self.ada_lin(cond).view(len(x), 1, 6, -1)
+        )
+        gain1, gain2, scale1, scale2, shift1, shift2 = six.unbind(2)
+        x = x + gain1 * self.attn(normed(x) * (1 + scale1) + shift1, bias, kernel, room, place)
+        h = F.gelu(self.ffn.fc1(normed(x) * (1 + scale2) + shift2), approximate="tanh")
+        return x + gain2 * self.ffn.fc2(h)
+
+
+class VARNet(ImageNet):
+    """Inputs: ``label`` [B]; ``quantizer`` is frozen and not a part of it."""
+
+    _no_split_modules = ["Block"]
+
+    def __init__(self, shape: Shape, quantizer: Quantizer):
+        super().__init__()
+        self.shape = shape
+        self.vocab = shape.vocab
+        self.hidden = shape.width
+        self.outside = (quantizer,)
+        self.turns = tuple(side * side for side in shape.sides)
+        length = sum(side * side for side in shape.sides)
+        self.pos_start = nn.Parameter(torch.zeros(1, shape.sides[0] ** 2, shape.width))
+        self.pos_1LC = nn.Parameter(torch.zeros(1, length, shape.width))
+        self.word_embed = nn.Linear(shape.latent, shape.width)
+        self.class_emb = nn.Embedding(shape.classes + 1, shape.width)
+        self.lvl_embed = nn.Embedding(len(shape.sides), shape.width)
+        self.shared_ada_lin = nn.Identity()
+        if shape.shared:
+            self.shared_ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(shape.width, 6 * shape.width))
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.depth))
+        self.head_nm = nn.Module()
+        self.head_nm.ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(shape.width, 2 * shape.width))
+        self.head = nn.Linear(shape.width, shape.vocab)
+        level = torch.cat([torch.full((count,), k) for k, count in enumerate(self.turns)])
+        later = level[:, None] < level[None, :]
+        self.register_buffer("lvl_1L", level[None])
+        self.register_buffer(
+            "attn_bias_for_masking",
+            torch.zeros(1, 1, length, length).masked_fill(later, -torch.inf),
+        )
+        self.checkpointing = False
+
+    def begin(self, inputs: Inputs, rows: Tensor) -> tuple[Tensor, _State]:
+        inputs = {"label": inputs["label"][rows]}
+        x = self._start(inputs)
+        shape = len(rows), self.shape.heads, sum(self.turns), self.shape.width // self.shape.heads
+        rooms = Rooms([(x.new_zeros(shape), x.new_zeros(shape)) for _ in self.blocks], 0)
+        state = _State(inputs, self._quantizer().blank(1), rooms)
+        return self._advance(x, state), state
+
+    def step(self, ids: Tensor, state: _State) -> Tensor:
+        quantizer = self._quantizer()
+        with torch.no_grad(), torch.autocast(ids.device.type, enabled=False):
+            state.f = quantizer.add(state.f, ids, state.scale)
+            seen = quantizer.seen(state.f, state.scale + 1)
+        state.scale += 1
+        return self._advance(widened(self._word(seen, state.scale), state.rooms.rows), state)
+
+    def fork(self, state: _State, rows: Tensor) -> None:
+        # unconditional rows have the tokens of these
+        drawn = rows[: len(rows) * len(state.f) // state.rooms.rows]
+        state.inputs = {name: tensor[rows] for name, tensor in state.inputs.items()}
+        state.f = state.f[drawn]
+        state.rooms = Rooms([(k[rows], v[rows]) for k, v in state.rooms], state.rooms.length)
+
+    def teach(self, inputs: Inputs, ids: Tensor) -> Tensor:
+        quantizer = self._quantizer()
+        parts = [self._start(inputs)]
+        f = quantizer.blank(len(ids))
+        for k, part in enumerate(list(quantizer.split(ids))[:-1]):
+            with torch.no_grad(), torch.autocast(ids.device.type, enabled=False):
+                f = quantizer.add(f, part, k)
+                seen = quantizer.seen(f, k + 1)
+            parts.append(self._word(seen, k + 1))
+        x = torch.cat(parts, 1)
+        cond = self._cond(inputs)
+        bias = self.attn_bias_for_masking.to(x.dtype)
+        for block in self.blocks:
+            if self.checkpointing and torch.is_grad_enabled():
+                x = checkpoint(
+                    block, x, cond, bias, self.kernel, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                x = block(x, cond, bias, self.kernel)
+        return self._last(x, inputs)
+
+    def vocabulary(self, hidden: Tensor) -> Tensor:
+        return self.head(hidden)
+
+    affine = vocabulary
+
+    def enable_gradient_checkpointing(self) -> None:
+        self.checkpointing = True
+
+    def _quantizer(self) -> Quantizer:
+        return self.outside[0].to(self.pos_1LC.device)
+
+    def _cond(self, inputs: Inputs) -> Tensor:
+        found = self.shared_ada_lin(self.class_emb(inputs["label"]))
+        return found.view(len(found), 1, 6, -1) if self.shape.shared else found
+
+    def _places(self, k: int) -> Tensor:
+        """[1, p_k^2, C] embeddings of the places and the number of a scale."""
+        start = sum(self.turns[:k])
+        part = slice(start, start + self.turns[k])
+        return self.lvl_embed(self.lvl_1L[:, part]) + self.pos_1LC[:, part]
+
+    def _start(self, inputs: Inputs) -> Tensor:
+        return self.class_emb(inputs["label"])[:, None] + self.pos_start + self._places(0)
+
+    def _word(self, seen: Tensor, k: int) -> Tensor:
+        return self.word_embed(seen.to(self.word_embed.weight.dtype)) + self._places(k)
+
+    def _advance(self, x: Tensor, state: _State) -> Tensor:
+        cond = self._cond(state.inputs)
+        place = state.rooms.next(x.shape[1])
+        for block, room in zip(self.blocks, state.rooms, strict=True):
+            x = block(x, cond, None, self.kernel, room, place)
+        return self._last(x, state.inputs)
+
+    def _last(self, x: Tensor, inputs: Inputs) -> Tensor:
+        """What the head reads."""
+        scale, shift = self.head_nm.ada_lin(self.class_emb(inputs["label"]))[:, None].chunk(2, -1)
+        return normed(x) * (1 + scale) + shift
+
+
+def normed(x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], eps=1e-6)

@@ -1,0 +1,192 @@
+"""VAR's multi-scale residual VQ-VAE (Tian et al. 2024, arXiv 2404.02905), under its published
+names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmrl.policies.image_tokens.checkpoints import Published, count, need
+from mmrl.policies.image_tokens.models.vq_parts import Attention, Down, Residual, Up, nearest, norm
+
+SHARED = 4  # convolutions that all scales share
+
+
+def _level(inside: int, outside: int, depth: int, attention: bool) -> nn.Module:
+    level = nn.Module()
+    level.block = nn.ModuleList(Residual(outside if i else inside, outside) for i in range(depth))
+    level.attn = nn.ModuleList(
+        Attention(outside, fused=True) for _ in range(depth if attention else 0)
+    )
+    return level
+
+
+def _through(level: nn.Module, x: Tensor) -> Tensor:
+    for i, block in enumerate(level.block):
+        x = block(x)
+        x = level.attn[i](x) if len(level.attn) else x
+    return x
+
+
+def _middle(channels: int) -> nn.Module:
+    mid = nn.Module()
+    mid.block_1 = Residual(channels, channels)
+    mid.block_2 = Residual(channels, channels)
+    mid.attn_1 = Attention(channels, fused=True)
+    return mid
+
+
+def _center(mid: nn.Module, x: Tensor) -> Tensor:
+    return mid.block_2(mid.attn_1(mid.block_1(x)))
+
+
+class _Encoder(nn.Module):
+    def __init__(self, ch: int, mult: Sequence[int], depth: int, z: int):
+        super().__init__()
+        widths = [ch, *(ch * m for m in mult)]
+        last = len(mult) - 1
+        self.conv_in = nn.Conv2d(3, ch, 3, padding=1)
+        self.down = nn.ModuleList(
+            _level(widths[i], widths[i + 1], depth, i == last) for i in range(len(mult))
+        )
+        for i, level in enumerate(self.down[:-1]):
+            level.downsample = Down(widths[i + 1])
+        self.mid = _middle(widths[-1])
+        self.norm_out = norm(widths[-1])
+        self.conv_out = nn.Conv2d(widths[-1], z, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv_in(x)
+        for level in self.down:
+            x = _through(level, x)
+            x = level.downsample(x) if hasattr(level, "downsample") else x
+        return self.conv_out(F.silu(self.norm_out(_center(self.mid, x))))
+
+
+class _Decoder(nn.Module):
+    """Levels are numbered by resolution, the highest first, and run through backwards."""
+
+    def __init__(self, ch: int, mult: Sequence[int], depth: int, z: int):
+        super().__init__()
+        widths = [ch * m for m in mult]
+        last = len(mult) - 1
+        self.conv_in = nn.Conv2d(z, widths[-1], 3, padding=1)
+        self.mid = _middle(widths[-1])
+        inside = [*widths[1:], widths[-1]]
+        self.up = nn.ModuleList(
+            _level(inside[i], widths[i], depth + 1, i == last) for i in range(len(mult))
+        )
+        for i, level in enumerate(self.up):
+            if i:
+                level.upsample = Up(widths[i])
+        self.norm_out = norm(widths[0])
+        self.conv_out = nn.Conv2d(widths[0], 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = _center(self.mid, self.conv_in(x))
+        for level in reversed(self.up):
+            x = _through(level, x)
+            x = level.upsample(x) if hasattr(level, "upsample") else x
+        return self.conv_out(F.silu(self.norm_out(x)))
+
+
+class Quantizer(nn.Module):
+    """Images as residuals at growing scales: f = sum over k of phi_k(up(codebook[ids_k]))."""
+
+    def __init__(self, vocab: int, dim: int, sides: Sequence[int]):
+        super().__init__()
+        self.sides = tuple(sides)
+        self.embedding = nn.Embedding(vocab, dim)
+        self.quant_resi = nn.Module()
+        self.quant_resi.qresi_ls = nn.ModuleList(
+            nn.Conv2d(dim, dim, 3, padding=1) for _ in range(SHARED)
+        )
+        # a statistic of its training
+        self.register_buffer("ema_vocab_hit_SV", torch.zeros(len(sides), vocab))
+
+    def blank(self, rows: int) -> Tensor:
+        """[B, D, p, p] zeros of the last scale."""
+        weight = self.embedding.weight
+        return weight.new_zeros(rows, weight.shape[1], self.sides[-1], self.sides[-1])
+
+    def add(self, f: Tensor, ids: Tensor, k: int) -> Tensor:
+        """f [B, D, p, p] with the residual of scale k, of ids [B, p_k^2]."""
+        h = self.embedding(ids).transpose(1, 2).unflatten(2, (self.sides[k], self.sides[k]))
+        if k < len(self.sides) - 1:
+            h = F.interpolate(h, size=f.shape[2:], mode="bicubic")
+        return f + 0.5 * h + 0.5 * self.quant_resi.qresi_ls[shared(len(self.sides))[k]](h)
+
+    def seen(self, f: Tensor, k: int) -> Tensor:
+        """[B, p_k^2, D] what scale k is told of f."""
+        return (
+            F.interpolate(f, size=(self.sides[k], self.sides[k]), mode="area")
+            .flatten(2)
+            .transpose(1, 2)
+        )
+
+    def split(self, ids: Tensor) -> Iterator[Tensor]:
+        """Ids [B, T] by scale."""
+        return iter(ids.split([side * side for side in self.sides], 1))
+
+
+class VARVQ(nn.Module):
+    """Images [B, 3, H, W] in -1..1 to ids [B, T] of all scales and back."""
+
+    def __init__(
+        self,
+        sides: Sequence[int] = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16),
+        vocab: int = 4096,
+        z: int = 32,
+        ch: int = 160,
+        mult: Sequence[int] = (1, 1, 2, 2, 4),
+        depth: int = 2,
+    ):
+        super().__init__()
+        self.encoder = _Encoder(ch, mult, depth, z)
+        self.decoder = _Decoder(ch, mult, depth, z)
+        self.quantize = Quantizer(vocab, z, sides)
+        self.quant_conv = nn.Conv2d(z, z, 3, padding=1)
+        self.post_quant_conv = nn.Conv2d(z, z, 3, padding=1)
+
+    def encode(self, images: Tensor) -> Tensor:
+        """[B, T]: at every scale the entries nearest to what is still missing."""
+        quantize = self.quantize
+        rest = self.quant_conv(self.encoder(images))
+        f = torch.zeros_like(rest)
+        found = []
+        for k in range(len(quantize.sides)):
+            z = quantize.seen(rest - f, k)
+            found.append(nearest(z.flatten(0, 1), quantize.embedding.weight).view(z.shape[:2]))
+            f = quantize.add(f, found[-1], k)
+        return torch.cat(found, 1)
+
+    def decode(self, ids: Tensor) -> Tensor:
+        """[B, 3, H, W] in -1..1 of ids [B, T]."""
+        f = self.quantize.blank(len(ids))
+        for k, part in enumerate(self.quantize.split(ids)):
+            f = self.quantize.add(f, part, k)
+        return self.decoder(self.post_quant_conv(f)).clamp(-1, 1)
+
+    @classmethod
+    def like(cls, weights: Published, sides: Sequence[int], file: str) -> VARVQ:
+        """The architecture that fits a checkpoint, told by its shapes; scales are the
+        transformer's."""
+        ch = need(weights, "encoder.conv_in.weight", file).shape[0]
+        levels = count(weights, "encoder.down.{}.")
+        depth = count(weights, "encoder.down.0.block.{}.")
+        mult = [
+            weights[f"encoder.down.{i}.block.0.conv1.weight"].shape[0] // ch for i in range(levels)
+        ]
+        vocab, z = need(weights, "quantize.embedding.weight", file).shape
+        return cls(sides, vocab, z, ch, mult, depth)
+
+
+def shared(scales: int) -> list[int]:
+    """Which of the shared convolutions each scale uses: the nearest tick. In float64, since ties
+    are decided by rounding and checkpoints were trained with this rounding."""
+    ticks = np.linspace(1 / 3 / SHARED, 1 - 1 / 3 / SHARED, SHARED)
+    return [int(np.argmin(np.abs(ticks - k / max(scales - 1, 1)))) for k in range(scales)]

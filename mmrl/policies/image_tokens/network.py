@@ -1,0 +1,163 @@
+"""What a network of image tokens offers: passes of sampling, one teacher-forced pass, and guided
+log-probs of both."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.core.errors import UserError
+from mmrl.core.host import selected
+from mmrl.policies.image_tokens.attention import Kernel
+from mmrl.policies.vlm import scores
+from mmrl.policies.vlm.scores import Scored
+from samplers.warp import Warp
+
+Inputs = dict[str, Tensor]  # conditions, one row a prompt or a sample
+
+
+class ImageNet(nn.Module, ABC):
+    """A network that decides the T tokens of an image block by block: one each, or a whole scale.
+
+    A decision is known by its *features*: the hidden state [H] that the head reads, or, with
+    guidance, both hidden states and the scale side by side [2H + 1], so that logits over the
+    vocabulary are made a chunk at a time.
+    """
+
+    turns: Sequence[int]  # tokens that each pass decides; their sum is T
+    vocab: int
+    hidden: int  # H
+    stopgrad = False  # no gradient through the unconditional logits
+    kernel: Kernel = "sdpa"  # of attention
+    fixed = False  # passes of sampling have one shape each: for compiled ones
+    # the layers' pass for one token, which may be compiled; None: there is none
+    token: Callable | None = None
+
+    def forward(self, work: str, *given: Any) -> Any:
+        """``work`` names the method: wrappers (DDP, FSDP2) see calls of the module only."""
+        return getattr(self, work)(*given)
+
+    def compile_token(self) -> None:
+        """One token's pass becomes one graph, on CUDA replayed without the host, for shapes that
+        never change."""
+        if self.token is None:
+            raise UserError(
+                "policy option compile: this model draws many tokens in a pass; leave it false"
+            )
+        mode = "reduce-overhead" if torch.cuda.is_available() else None
+        self.token = torch.compile(self.token, fullgraph=True, dynamic=False, mode=mode)
+        self.fixed = True
+
+    @abstractmethod
+    def begin(self, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Any]:
+        """Hidden states [B, n, H] of the first block, and the state of sampling, of the prompts of
+        ``rows`` [B]."""
+
+    @abstractmethod
+    def step(self, ids: Tensor, state: Any) -> Tensor:
+        """[B, n', H] of the next block after the tokens ``ids`` of the last one; changes ``state``.
+
+        ``ids`` [B, n], or [B / m, n] where B rows are m blocks of the same tokens (conditional and
+        unconditional).
+        """
+
+    def fork(self, state: Any, rows: Tensor) -> None:
+        """Go on with ``rows`` [B'] of the state of sampling, each as often as it is named."""
+        raise NotImplementedError(f"{type(self).__name__} cannot branch")
+
+    @abstractmethod
+    def teach(self, inputs: Inputs, ids: Tensor) -> Tensor:
+        """[B, T, H] at all T decisions of ids [B, T], in one pass; inputs of every row."""
+
+    @abstractmethod
+    def vocabulary(self, hidden: Tensor) -> Tensor:
+        """[*, V] logits of hidden states [*, H]."""
+
+    def lift(self, hidden: Tensor) -> Tensor:
+        """[*, H'] of hidden states [*, H]: what ``affine`` makes logits of."""
+        return hidden
+
+    # the head's last layer, if affine: vocabulary = affine(lift)
+    affine: Callable[[Tensor], Tensor] | None = None
+
+    def logits(self, features: Tensor) -> Tensor:
+        """[*, V] of features [*, H] or, guided, [*, 2H + 1]: z_u + s (z_c - z_u) (Ho and Salimans
+        2022).
+
+        The weights 1 - s and s add up to 1, so an affine layer may come after the mixture: once,
+        not twice.
+        """
+        dtype = next(self.parameters()).dtype
+        if features.shape[-1] == self.hidden:
+            return self.vocabulary(features.to(dtype))
+        cond, empty, scale = features.split([self.hidden, self.hidden, 1], -1)
+        if self.stopgrad or self.affine is None:
+            z = self.vocabulary(cond.to(dtype)).to(scale)
+            z_empty = self.vocabulary(empty.to(dtype)).to(scale)
+            z_empty = z_empty.detach() if self.stopgrad else z_empty
+            return z_empty + scale * (z - z_empty)
+        h = self.lift(cond.to(dtype)).to(scale)
+        h_empty = self.lift(empty.to(dtype)).to(scale)
+        return self.affine((h_empty + scale * (h - h_empty)).to(dtype))
+
+    def score(
+        self,
+        inputs: Inputs,
+        empty: Inputs | None,
+        ids: Tensor,
+        where: Tensor,
+        scale: Tensor,
+        warp: Warp,
+        entropy: bool,
+    ) -> tuple[Tensor, Scored]:
+        """Features [N, *] and log-probs of the N tokens ``where`` [B, T] holds, of ids [B, T].
+
+        ``empty`` are the unconditional inputs, None without guidance; ``scale`` [T] is that of
+        every decision.
+        """
+        features = selected(self._features(inputs, empty, ids, scale), where)
+        return features, self.rescore(features, selected(ids, where), warp, entropy)
+
+    def rescore(self, features: Tensor, ids: Tensor, warp: Warp, entropy: bool) -> Scored:
+        """Of tokens ``ids`` [N] at features [N, *]."""
+        return scores.score(features, ids, self.logits, warp, self.vocab, entropy)
+
+    def full(self, features: Tensor, warp: Warp) -> Tensor:
+        """[N, V] log-probs."""
+        return scores.full(features, self.logits, warp, self.vocab)
+
+    def kl(self, features: Tensor, other: Tensor, warp: Warp) -> Tensor:
+        """[N] to another's log-probs [N, V]."""
+        return scores.kl(features, other, self.logits, warp)
+
+    def _features(self, inputs: Inputs, empty: Inputs | None, ids: Tensor, scale: Tensor) -> Tensor:
+        if empty is None:
+            return self.teach(inputs, ids)
+        if not self.stopgrad:
+            both = self.teach(stacked(inputs, empty), torch.cat([ids, ids]))
+            return beside(*both.chunk(2), scale)
+        with torch.no_grad():
+            without = self.teach(empty, ids)
+        return beside(self.teach(inputs, ids), without, scale)
+
+
+def widened(x: Tensor, rows: int) -> Tensor:
+    """[B, *] of x [B / m, *], m times."""
+    return x if len(x) == rows else x.repeat(rows // len(x), *[1] * (x.dim() - 1))
+
+
+def beside(cond: Tensor, empty: Tensor, scale: Tensor) -> Tensor:
+    """[B, n, 2H + 1], at least float32, of hidden states [B, n, H] and the scale [n] of every
+    decision."""
+    kind = torch.promote_types(cond.dtype, torch.float32)
+    scales = scale.to(cond.device, kind)[None, :, None].expand(*cond.shape[:2], 1)
+    return torch.cat([cond.to(kind), empty.to(kind), scales], -1)
+
+
+def stacked(inputs: Inputs, empty: Inputs) -> Inputs:
+    """Conditional rows, then unconditional ones."""
+    return {name: torch.cat([tensor, empty[name]]) for name, tensor in inputs.items()}

@@ -1,0 +1,234 @@
+"""Autoregressive image policies: tokens drawn block by block, scored together in one teacher-forced
+pass.
+
+A family says how prompts are encoded and images decoded, and brings a network (``ImageNet``).
+Guidance, temperature, top-k, top-p, chunks and randomness are here, once, and the same in sampling
+and in the score.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Gt, Le
+from torch import Tensor
+
+from mmrl.config.options import Count
+from mmrl.core.distributions import drawn
+from mmrl.core.host import on_host, sent
+from mmrl.core.types import Media, Point, Prompt, Rollout
+from mmrl.policies.base import NetPolicy, at_guidance, warn_of_mismatch
+from mmrl.policies.diffusion.flow_policy import LogpDist
+from mmrl.policies.image_tokens.attention import Kernel, available
+from mmrl.policies.image_tokens.network import ImageNet, Inputs, beside, stacked
+from mmrl.policies.vlm.answers import AnswerTokens
+from samplers.batching import at_width, chunks
+from samplers.noise import Rng
+from samplers.warp import Warp
+
+
+class ImageTokenPolicy(NetPolicy, ABC):
+    """Options of every model that writes images as tokens.
+
+    temperature, top_k, top_p: of sampling and of scoring, applied to guided logits. guidance_scale: scale
+    s of classifier-free guidance, z = z_u + s (z_c - z_u); 1 is none. logprob_guidance: what is scored;
+    "guided" is what was sampled, "guided_stopgrad_uncond" the same without gradient through the
+    unconditional logits, "conditional" leaves guidance out of the score (a mismatch most codes
+    publish). attention: the kernel; auto is torch's own choice. compile: the pass for one token as
+    one graph (torch.compile), whose shapes never change: for GPUs.
+    """
+
+    makes = "image"
+    decisions = "categorical"
+    adjacent = True
+    net: ImageNet
+
+    def __init__(
+        self,
+        net: ImageNet,
+        temperature: Annotated[float, Gt(0)] = 1.0,
+        top_k: Count | None = None,
+        top_p: Annotated[float, Gt(0), Le(1)] = 1.0,
+        guidance_scale: float = 5.0,
+        logprob_guidance: LogpDist = "guided",
+        attention: Kernel = "auto",
+        compile: bool = False,
+        **options: Any,
+    ):
+        super().__init__(net, **options)
+        self.warp = Warp(temperature, top_k, top_p)
+        self.guidance_scale = guidance_scale
+        self.logprob_guidance = logprob_guidance
+        self.entropies = False
+        net.stopgrad = logprob_guidance == "guided_stopgrad_uncond"
+        net.kernel = available(attention)
+        if compile:
+            net.compile_token()
+        warn_of_mismatch(logprob_guidance, guidance_scale)
+
+    @abstractmethod
+    def encode(self, prompts: list[Prompt]) -> list[Inputs]:
+        """The condition of every prompt, tensors [1, *] on the device."""
+
+    @abstractmethod
+    def empty(self, inputs: Inputs) -> Inputs:
+        """The unconditional inputs [P, *] that belong to collated ones."""
+
+    @abstractmethod
+    def pixels(self, ids: Tensor) -> Tensor:
+        """[B, 3, H, W] in -1..1 of token ids [B, T]."""
+
+    def collate(self, cond: list[Inputs]) -> Inputs:
+        """One batch of conditions [P, *]."""
+        return {name: torch.cat([one[name] for one in cond]) for name in cond[0]}
+
+    def scales(self, guidance: float) -> Tensor:
+        """[T] the guidance scale of every decision."""
+        return torch.full((sum(self.net.turns),), guidance)
+
+    def rollout(self, prompts: list[Prompt], copies: int, rng: Rng) -> Rollout:
+        row = rng.rows(len(prompts), copies).to(self.device)
+        group = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)
+        cond = self.encode(prompts)
+        # passes of one token allocate alike: two show what all need
+        few = 2 if self.net.token else None
+        size = self.chunk(
+            len(row), lambda n: self._draw(cond, group[:n], row[:n], Rng.of("try"), few)
+        )
+        parts = [self._draw(cond, group[part], row[part], rng) for part in chunks(len(row), size)]
+        return Rollout.cat(parts).replace(prompts=tuple(prompts))
+
+    @torch.no_grad()
+    def _draw(
+        self, cond: list[Inputs], group: Tensor, row: Tensor, rng: Rng, passes: int | None = None
+    ) -> Rollout:
+        """Sample the rows of ``group`` [B], all ``passes`` or the first; a prompt is read once for
+        all its rows."""
+        unique, rows = group.unique(return_inverse=True)
+        inputs = self.collate([cond[i] for i in unique.tolist()])
+        guided = self.guidance_scale != 1
+        net = self.net
+        if guided:
+            inputs = stacked(inputs, self.empty(inputs))
+            rows = torch.cat([rows, rows + len(unique)])
+        self.forwards += len(rows) * len(net.turns)
+        hidden, state = net("begin", inputs, rows)
+        uniform = rng.uniform(row, (sum(net.turns),))
+        scale = sent(self.scales(self.guidance_scale), row.device)
+        ids = []
+        logprob = []
+        for block in list(spans(net.turns))[:passes]:
+            if ids:
+                hidden = net("step", ids[-1], state)
+            features = beside(*hidden.chunk(2), scale[block]) if guided else hidden
+            plain = (
+                hidden[: len(row)] if guided and self.logprob_guidance == "conditional" else None
+            )
+            token, score = self._decide(features, plain, uniform[:, block])
+            ids.append(token)
+            logprob.append(score)
+        found = torch.cat(ids, 1)
+        order = (
+            torch.arange(len(ids))
+            .repeat_interleave(torch.tensor(net.turns[: len(ids)]))
+            .to(found.device)
+        )
+        return Rollout(
+            group=group,
+            cond=cond,
+            row_id=row,
+            sample=found,
+            logprob=torch.cat(logprob, 1),
+            mask=self.decided(found),
+            commit_step=order.expand_as(found),
+        )
+
+    def decided(self, ids: Tensor) -> Tensor:
+        """[B, T] bool: which tokens of ids [B, T] are decisions; a family may know some that are
+        not."""
+        return torch.ones_like(ids, dtype=torch.bool)
+
+    def _decide(
+        self, features: Tensor, plain: Tensor | None, uniform: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens [B, n] by inversion at ``uniform`` [B, n], and the log-probs that are recorded:
+        those at the ``plain`` features where guidance is left out of the score."""
+        found, score = drawn(self.warp(self.net("logits", features)), uniform[..., None])
+        token = found[..., 0]
+        if plain is None:
+            return token, score[..., 0].to(self.dtype)
+        logits = self.warp(self.net("logits", plain), keep=token)
+        return token, (logits.gather(-1, found)[..., 0] - logits.logsumexp(-1)).to(self.dtype)
+
+    def path(self, rollout: Rollout) -> Iterator[Point]:
+        yield Point(
+            group=rollout.group,
+            cond=rollout.cond,
+            row_id=rollout.row_id,
+            state=rollout.sample,
+            target=rollout.sample,
+            mask=rollout.mask,
+            logprob=rollout.logprob,
+            advantage=rollout.advantage,
+            num_decisions=rollout.mask.sum(1),
+            sampler_logprob=rollout.sampler_logprob,
+        )
+
+    def renoise(
+        self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False
+    ) -> Iterator[Point]:
+        for point in self.path(rollout):
+            yield point.replace(logprob=None)
+
+    def dist(self, point: Point) -> AnswerTokens:
+        where = point.mask
+        # every process makes its passes, also those that train nothing
+        if not on_host(where).any():
+            where = where.clone()
+            where[0, 0] = True
+        scale = self.guidance_scale if point.guidance is None else point.guidance
+        conditional = scale == 1 or (
+            self.logprob_guidance == "conditional" and point.guidance is None
+        )
+        inputs = self.collate([point.cond[i] for i in on_host(point.group).tolist()])
+        empty = None if conditional else self.empty(inputs)
+        self.forwards += len(where) * (1 if conditional else 2)
+        hidden, scored = self.active()(
+            "score",
+            inputs,
+            empty,
+            point.target,
+            where,
+            sent(self.scales(scale), where.device),
+            self.warp,
+            self.entropies,
+        )
+        return AnswerTokens(self, point, where, hidden, scored)
+
+    def decode(self, rollout: Rollout) -> Media:
+        size = self.fixed_batch_rows or len(rollout)
+        with torch.no_grad():
+            parts = [
+                at_width(self.pixels, size, rollout.sample[part])
+                for part in chunks(len(rollout), size)
+            ]
+        return (torch.cat(parts).float() / 2 + 0.5).clamp(0, 1)
+
+    @contextmanager
+    def evaluating(self, guidance: float | None = None) -> Iterator[None]:
+        """As in training: the likeliest image is not a good one. At another guidance scale if
+        given."""
+        with at_guidance(self, guidance):
+            yield
+
+
+def spans(turns: Any) -> Iterator[slice]:
+    """Where the tokens of every pass stand."""
+    end = 0
+    for count in turns:
+        yield slice(end, end + count)
+        end += count

@@ -1,0 +1,129 @@
+"""Masked language models whose vocabulary holds the codes of images too: MMaDA-like models as image
+generators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Ge
+from torch import Tensor
+
+from mmrl.config.options import Count
+from mmrl.core.errors import UserError
+from mmrl.core.registry import POLICIES, import_name, locate
+from mmrl.core.types import Media, Point, Prompt, Rollout
+from mmrl.policies.base import Precision
+from mmrl.policies.diffusion.text_encoding import texts_of
+from mmrl.policies.masked.masked_lm import MaskedLM
+from mmrl.policies.masked.policy import MaskedDiffusion
+from samplers.batching import chunks
+
+Decoder = Callable[[Tensor], Tensor]  # codes [B, h, w] -> images [B, 3, H, W] in 0..1
+
+
+@POLICIES.register("masked_image_lm")
+class MaskedImageLM(MaskedLM):
+    """Masked language models of text and image codes in one vocabulary (MMaDA): text in, image out.
+
+    The protocol: model and tokenizer as for ``masked_lm``; codes 0 .. ``codes`` - 1 are the ids
+    from ``first`` on; what is read is ``prompt`` with the text in it, side x side codes row by row,
+    and ``after``. ``decoder`` makes pictures of codes: a diffusers folder of a VQModel, or
+    ``file.py:build``, a function without arguments that returns one.
+    """
+
+    makes = "image"
+    not_options = (*MaskedLM.not_options, "tokens", "block")
+
+    def __init__(
+        self,
+        path: str,
+        decoder: str,
+        first: Annotated[int, Ge(0)],
+        codes: Count,
+        side: Count = 32,
+        prompt: str = "{text}",
+        after: str | None = None,
+        steps: Count = 12,
+        mask: int | None = None,
+        dtype: Precision = "float32",
+        remote_code: bool = False,
+        **options: Any,
+    ):
+        """first: id of code 0. codes: how many. side: tokens. prompt: what is before an image,
+        {text} in it, and after: what is behind it, in the tokenizer's own special tokens. steps:
+        passes. mask: id of the mask token; None: the tokenizer's. remote_code: run the Python code
+        of the model's own repository."""
+        if "{text}" not in prompt:
+            raise UserError(
+                f"policy option prompt must hold {{text}}, where a prompt's text "
+                f"goes; it is {prompt!r}"
+            )
+        super().__init__(
+            path,
+            side * side,
+            steps=steps,
+            mask=mask,
+            dtype=dtype,
+            remote_code=remote_code,
+            **options,
+        )
+        # states hold codes, and one more number for hidden ones
+        self.mask_id = codes
+        self.end = None
+        self.first = first
+        self.codes = codes
+        self.side = side
+        self.prompt = prompt
+        self.suffix = self.tokenizer(after, add_special_tokens=False).input_ids if after else []
+        self.codec = _decoder(decoder)
+
+    def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
+        """Prompts, and behind them the empty one, padded alike."""
+        rows = self.padded_ids([self._ids(text) for text in [*texts_of(prompts), ""]])
+        last = {key: value[-1:] for key, value in rows.items()}
+        return {key: value[:-1] for key, value in rows.items()} | {"uncond": last}
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer(self.prompt.replace("{text}", text)).input_ids
+
+    def empty(self, point: Point) -> Any:
+        return point.cond["uncond"]
+
+    def written(self, ids: Tensor) -> Tensor:
+        return torch.where(ids == self.mask_id, self.hole, self.first + ids)
+
+    def logits(self, ids: Tensor, cond: dict[str, Any]) -> Tensor:
+        """[B, L, codes]."""
+        return super().logits(ids, cond)[..., self.first : self.first + self.codes]
+
+    def _warped(self, logits: Tensor) -> Tensor:
+        return MaskedDiffusion._warped(self, logits)
+
+    @torch.no_grad()
+    def decode(self, rollout: Rollout) -> Media:
+        """[B, 3, H, W] in 0..1."""
+        ids = rollout.sample.unflatten(1, (self.side, self.side))
+        found = [self.codec(ids[part]) for part in chunks(len(ids), self.width or len(ids))]
+        return torch.cat(found).float().clamp(0, 1)
+
+
+def _decoder(name: str) -> Decoder:
+    if ":" in name and not Path(name).exists() and not name.startswith("world:"):
+        return import_name(name, "decoder")()
+    from diffusers import VQModel
+
+    try:
+        vae = VQModel.from_pretrained(locate(name)).requires_grad_(False).eval()
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"policy.masked_image_lm.decoder {name}: cannot be loaded as a VQModel: {error}"
+        ) from error
+
+    def pictures(ids: Tensor) -> Tensor:
+        shape = (*ids.shape, vae.config.latent_channels)
+        return vae.to(ids.device).decode(ids, force_not_quantize=True, shape=shape).sample
+
+    return pictures

@@ -1,0 +1,178 @@
+"""Masked language models that write text by unmasking: LLaDA, MMaDA's text, Dream, BERT-like models
+of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.config.options import Count
+from mmrl.core.errors import UserError
+from mmrl.core.host import sent
+from mmrl.core.registry import POLICIES, locate
+from mmrl.core.types import Completion, Media, Point, Prompt, Rollout
+from mmrl.policies.base import Precision
+from mmrl.policies.diffusion.text_encoding import texts_of
+from mmrl.policies.masked.policy import MaskedDiffusion
+from samplers.noise import Rng
+
+
+@POLICIES.register("masked_lm")
+class MaskedLM(MaskedDiffusion):
+    """Masked language models: text in, text out, block after block (semi-autoregressive).
+
+    The protocol: transformers' auto classes load a model and a tokenizer from the folder or hub id,
+    and ``model(input_ids [B, L], attention_mask=[B, L]).logits`` [B, L, V] looks both ways,
+    position i for token i.
+    """
+
+    makes = "text"
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj", "attn_out", "query", "key", "value")
+
+    def __init__(
+        self,
+        path: str,
+        max_new_tokens: Count = 256,
+        block: Count | None = None,
+        steps: Count = 128,
+        mask: int | None = None,
+        dtype: Precision = "float32",
+        remote_code: bool = False,
+        **options: Any,
+    ):
+        """max_new_tokens: of every answer. block: tokens finished before the next ones are begun; None: all
+        at once. mask: id of the mask token; None: the tokenizer's. remote_code: run the Python code
+        of the model's own repository."""
+        self.place = locate(path)
+        block = block or max_new_tokens
+        blocks = max_new_tokens // block
+        if max_new_tokens % block or steps % blocks:
+            raise UserError(
+                f"policy options: block {block} must divide tokens {max_new_tokens}, and its "
+                f"{blocks} blocks {steps} steps"
+            )
+        self.tokenizer, net = _loaded(self.place, getattr(torch, dtype), remote_code)
+        found = self.tokenizer.mask_token_id if mask is None else mask
+        if found is None:
+            raise UserError(
+                f"the tokenizer of {path!r} knows no mask token: give its id as policy option mask"
+            )
+        self.end = self.tokenizer.eos_token_id
+        self.hole = found  # what the network reads in the place of a hidden token
+        self.suffix: list[int] = []  # tokens behind every answer
+        super().__init__(net, max_new_tokens, found, steps=steps, blocks=blocks, **options)
+
+    def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
+        """Prompts padded at the right [P, L] and how long they are [P]."""
+        return self.padded_ids([self._ids(text) for text in texts_of(prompts)])
+
+    def padded_ids(self, ids: list[list[int]]) -> dict[str, Tensor]:
+        """``ids`` [P, L] and ``size`` [P]."""
+        width = max(len(one) for one in ids)
+        rows = torch.tensor(
+            [one + [self.hole] * (width - len(one)) for one in ids], device=self.device
+        )
+        return {"ids": rows, "size": torch.tensor([len(one) for one in ids], device=self.device)}
+
+    def _ids(self, text: str) -> list[int]:
+        if not self.tokenizer.chat_template:
+            return self.tokenizer(text).input_ids
+        turn = [{"role": "user", "content": text}]
+        return self.tokenizer.apply_chat_template(
+            turn, add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+
+    def logits(self, ids: Tensor, cond: dict[str, Any]) -> Tensor:
+        """The answer stands right behind its prompt, so that no row depends on how long another
+        one's prompt is."""
+        prompt = cond["ids"]
+        size = cond["size"][:, None]
+        behind = sent(torch.tensor(self.suffix, dtype=ids.dtype), ids.device).expand(len(ids), -1)
+        behind = torch.cat([self.written(ids), behind], 1)
+        place = torch.arange(prompt.shape[1] + behind.shape[1], device=ids.device)[None]
+        own = behind.gather(1, (place - size).clamp(0, behind.shape[1] - 1))
+        padded = torch.nn.functional.pad(prompt, (0, behind.shape[1]), value=self.hole)
+        seen = place < size + behind.shape[1]
+        found = self.active()(
+            torch.where(place < size, padded, own), attention_mask=seen.long()
+        ).logits
+        answer = (size + torch.arange(self.length, device=ids.device))[..., None].expand(
+            -1, -1, found.shape[-1]
+        )
+        return found.gather(1, answer)
+
+    def written(self, ids: Tensor) -> Tensor:
+        """[B, L] of the network's vocabulary, of a state [B, L]."""
+        return ids
+
+    def _warped(self, logits: Tensor) -> Tensor:
+        """Without the mask token, which is never an answer."""
+        banned = torch.arange(logits.shape[-1], device=logits.device) == self.mask_id
+        return super()._warped(logits).masked_fill(banned, -torch.inf)
+
+    def empty(self, point: Point) -> Any:
+        """Every prompt, all of it hidden, as LLaDA guides."""
+        return point.cond | {"ids": torch.full_like(point.cond["ids"], self.hole)}
+
+    def corrupted(self, cond: dict[str, Any], share: float, rng: Rng) -> dict[str, Any]:
+        ids = cond["ids"]
+        draw = rng.uniform(torch.arange(len(ids), device=ids.device), (ids.shape[1],))
+        return cond | {"ids": torch.where(draw < share, self.hole, ids)}
+
+    def _rollout(
+        self, found: Rollout, steps: list[tuple[Tensor, Tensor, Tensor, Tensor]]
+    ) -> Rollout:
+        """Blocks behind that of the end token say nothing: nobody reads them, and none that are
+        read saw them."""
+        rollout = super()._rollout(found, steps)
+        last = self._size(rollout.sample).sub(1) // self.block  # [B] the last block that is read
+        place = torch.arange(self.length, device=last.device) // self.block
+        read = place <= last[:, None]  # [B, L]
+        return rollout.replace(
+            mask=rollout.mask & (read.repeat(1, self.passes) if self.chooses else read)
+        )
+
+    def _size(self, ids: Tensor) -> Tensor:
+        """[B] tokens up to the first end token, which counts."""
+        if self.end is None:
+            return torch.full((len(ids),), self.length, device=ids.device)
+        place = torch.arange(1, self.length + 1, device=ids.device)
+        return torch.where(ids == self.end, place, self.length).amin(1)
+
+    def decode(self, rollout: Rollout) -> Media:
+        """B answers up to the end token."""
+        sizes = self._size(rollout.sample).tolist()
+        return [
+            self._completion(ids[:size].tolist(), rollout[i : i + 1])
+            for i, (ids, size) in enumerate(zip(rollout.sample, sizes))
+        ]
+
+    def _completion(self, ids: list[int], row: Rollout) -> Completion:
+        text = self.tokenizer.decode(ids, skip_special_tokens=True).strip()
+        return Completion(text, len(ids), ids[-1] == self.end, row.logprob[row.mask].mean().item())
+
+    def export(self, folder: Path) -> None:
+        """The adapter, or the whole model, and the tokenizer, as transformers loads them."""
+        self.net.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+
+def _loaded(place: str, dtype: torch.dtype, remote_code: bool) -> tuple[Any, Any]:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+
+    try:
+        config = AutoConfig.from_pretrained(place, trust_remote_code=remote_code)
+        own = getattr(config, "auto_map", None) or {}
+        auto = AutoModelForCausalLM if "AutoModelForCausalLM" in own else AutoModelForMaskedLM
+        net = auto.from_pretrained(place, config=config, dtype=dtype, trust_remote_code=remote_code)
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=remote_code), net
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"cannot load a masked language model from {place!r}: {reason}; a model with "
+            f"code of its own needs policy "
+            "option remote_code: true, which runs that code"
+        ) from error

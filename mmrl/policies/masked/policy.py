@@ -1,0 +1,361 @@
+"""Masked discrete diffusion: all tokens begin hidden, every pass draws the hidden ones and makes
+some of them final.
+
+Two samplers. ``emerge`` reveals each hidden position independently of the model, so that the reveal
+order alone makes the likelihood of a trajectory exact. ``maskgit`` keeps the most confident tokens;
+its exact likelihood needs all tokens drawn in every pass and the Plackett-Luce probability of the
+choice.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import torch
+from annotated_types import Ge, Gt
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+from mmrl.config.options import Count
+from mmrl.core.distributions import Categorical, drawn
+from mmrl.core.errors import UserError
+from mmrl.core.host import indices, on_host, remember, selected, spread
+from mmrl.core.types import Point, Rollout
+from mmrl.policies.base import at_guidance, first_of_group, rows_of, warn_of_mismatch
+from mmrl.policies.diffusion.flow_policy import LogpDist, stacked
+from mmrl.policies.tokens import TokenPolicy
+from samplers import unmask
+from samplers.noise import Rng
+
+SCHEDULES = {"cosine": unmask.cosine, "linear": unmask.linear}
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Draws of the tokens at the N positions that ``where`` [B, L] holds. All results are [B, L], 0
+    elsewhere.
+
+    ``noise`` [B, 1] is the temperature of the Gumbel noise on the confidence by which some were
+    chosen to stay (MaskGIT, Chang et al. 2022). Then a decision is [B, L, 2]: token, and rank in
+    the choice as ``samplers.unmask.ranked`` numbers them; without a choice (the last pass keeps
+    all) every rank is L or more. KL and entropy are those of the tokens: the choice's have no
+    closed form.
+    """
+
+    logits: Tensor  # [N, V]
+    where: Tensor
+    noise: Tensor | None = None
+
+    def log_prob(self, decision: Tensor) -> Tensor:
+        """Of token ids [B, L]; of tokens and their ranks [B, L, 2]."""
+        ids = decision if self.noise is None else decision[..., 0]
+        token = self._spread(Categorical(self.logits).log_prob(selected(ids, self.where)))
+        return token if self.noise is None else chosen(token, self.noise, decision[..., 1])
+
+    def kl(self, other: Hidden) -> Tensor:
+        """KL(self || other)."""
+        return self._spread(Categorical(self.logits).kl(Categorical(other.logits)))
+
+    def entropy(self) -> Tensor:
+        return self._spread(Categorical(self.logits).entropy())
+
+    def _spread(self, values: Tensor) -> Tensor:
+        return spread(values, self.where)
+
+
+def chosen(token: Tensor, noise: Tensor, rank: Tensor) -> Tensor:
+    """[B, L] log-prob of tokens [B, L], plus that of their ranks."""
+    return token + unmask.plackett_luce(token / noise, rank)
+
+
+class MaskedDiffusion(TokenPolicy, ABC):
+    """Options of every masked diffusion model.
+
+    steps: passes a sample. sampler: emerge or maskgit. schedule: share of tokens hidden over the
+    passes. guidance_scale: scale w of classifier-free guidance on the logits, z_u + w (z_c - z_u).
+    logprob_guidance: what is scored, see FlowPolicy. temperature: of the tokens. choice: of the Gumbel
+    noise of maskgit's choice, at the first and at the last pass.
+    """
+
+    not_options = (*TokenPolicy.not_options, "passes", "blocks")
+    adjacent = True
+
+    def __init__(
+        self,
+        net: nn.Module,
+        length: int,
+        mask_id: int,
+        steps: Count = 12,
+        sampler: Literal["emerge", "maskgit"] = "emerge",
+        schedule: Literal["cosine", "linear"] = "cosine",
+        guidance_scale: Annotated[float, Ge(0)] = 1.0,
+        logprob_guidance: LogpDist = "guided",
+        temperature: Annotated[float, Gt(0)] = 1.0,
+        choice: tuple[float, float] = (2.0, 0.0),
+        blocks: int = 1,
+        **options: Any,
+    ):
+        """blocks: equal parts of the sample that are finished one after the other, ``steps /
+        blocks`` passes each."""
+        super().__init__(net, length, mask_id, passes=steps, **options)
+        self.turns = steps // blocks  # T passes a block
+        self.block = length // blocks  # tokens
+        self.rates = SCHEDULES[schedule](self.turns)  # [T + 1]
+        self.left = unmask.left_hidden(self.block, self.rates)
+        self.noises = torch.linspace(*choice, self.turns).tolist()  # [T]
+        self.chooses = sampler == "maskgit"
+        if self.chooses and self.turns > 1 and min(self.noises[:-1]) <= 0:
+            raise UserError(
+                f"policy option choice must be above 0 before the last pass, not {tuple(choice)}"
+            )
+        warn_of_mismatch(logprob_guidance, guidance_scale)
+        self.guidance_scale = guidance_scale
+        self.logprob_guidance = logprob_guidance
+        self.temperature = temperature
+
+    def commit(self, step: int, dist: Categorical, ids: Tensor, hidden: Tensor) -> Tensor:
+        raise NotImplementedError("masked diffusion chooses positions in _reveal")
+
+    @contextmanager
+    def evaluating(self, guidance: float | None = None) -> Iterator[None]:
+        """The same sampler, at another guidance scale if given."""
+        with at_guidance(self, guidance):
+            yield
+
+    def _sample(self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng) -> Rollout:
+        ids = torch.full((len(row), self.length), self.mask_id, device=row.device)
+        order = torch.full_like(ids, self.passes)
+        copies = alike(group)
+        steps = []
+        for step in range(self.passes):
+            hidden = (order == self.passes) & self._open(step, ids)
+            point = Point(group=group, cond=cond, row_id=row, state=ids, mask=hidden)
+            uniform = rng.uniform(row, (self.length,), 2 * step)
+            draw, sampled, scored = self._drawn(point, uniform, 1 if step else copies)
+            rank = self._reveal(
+                step, sampled, hidden, rng.uniform(row, (self.length,), 2 * step + 1)
+            )
+            new = hidden & ((rank < self.length) | ((step + 1) % self.turns == 0))
+            if self.chooses:
+                scored = chosen(scored, self._noise(step, len(row)).to(scored), rank)
+            steps.append((torch.stack([draw, rank], -1), scored, hidden, new))
+            ids = torch.where(new, draw, ids)
+            order = torch.where(new, step, order)
+        return self._rollout(
+            Rollout(
+                group=group, cond=cond, row_id=row, sample=ids, commit_step=order, **_nothing(ids)
+            ),
+            steps,
+        )
+
+    def _drawn(self, point: Point, uniform: Tensor, copies: int) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, L] each: tokens drawn where the point's mask is, their log-probs, and those recorded
+        (the same unless ``logprob_guidance`` is conditional). So many ``copies`` adjacent rows are in one
+        state, which is looked at once."""
+        one = point if copies == 1 else point[::copies]
+        remember(one.group, on_host(point.group)[::copies])
+        each = selected(uniform.unflatten(0, (-1, copies)).transpose(1, 2), one.mask)  # [N, copies]
+        logits = self._logits(one, self.guidance_scale)
+        token, _ = drawn(logits, each)
+        sampled = scored = _gathered(logits, token)  # as scores are computed, to the bit
+        if self.logprob_guidance == "conditional" and self.guidance_scale != 1:
+            scored = _gathered(self._logits(one, 1.0), token)
+        found = []
+        for values in (token, sampled, scored):
+            every = values.new_zeros(one.mask.numel(), copies).index_copy(
+                0, indices(one.mask), values
+            )
+            found.append(every.view(*one.mask.shape, copies).transpose(1, 2).reshape(uniform.shape))
+        return tuple(found)
+
+    def _reveal(self, step: int, confidence: Tensor, hidden: Tensor, uniform: Tensor) -> Tensor:
+        """[B, L] the rank of what becomes final in this pass, numbered as in
+        ``samplers.unmask.ranked``."""
+        turn = step % self.turns
+        if not self.chooses:
+            new = unmask.emerge(uniform, hidden, self.rates, turn)
+            return torch.where(new, 0, self.length + ~hidden)
+        # the last pass chooses nothing
+        count = self.left[turn] - self.left[turn + 1] if turn < self.turns - 1 else 0
+        return unmask.ranked(confidence, uniform, self.noises[turn], hidden, count)
+
+    def _open(self, step: int, ids: Tensor) -> Tensor:
+        """[L] bool: the positions of this pass's block."""
+        return torch.arange(self.length, device=ids.device) // self.block == step // self.turns
+
+    def _noise(self, step: int, rows: int) -> Tensor:
+        """[B, 1] of the choice in this pass; any number where nothing is chosen."""
+        return torch.full((rows, 1), self.noises[step % self.turns] or 1.0, device=self.device)
+
+    def _rollout(
+        self, found: Rollout, steps: list[tuple[Tensor, Tensor, Tensor, Tensor]]
+    ) -> Rollout:
+        """emerge: K = L decisions, one a token. maskgit: K = T L, all tokens drawn in every
+        pass."""
+        decision, logprob, hidden, new = (torch.stack(part, 1) for part in zip(*steps, strict=True))
+        if self.chooses:
+            return found.replace(logprob=logprob.flatten(1), mask=hidden.flatten(1), drawn=decision)
+        return found.replace(
+            logprob=torch.where(new, logprob, 0.0).sum(1), mask=torch.ones_like(found.mask)
+        )
+
+    def path(self, rollout: Rollout) -> Iterator[Point]:
+        for step in range(self.passes):
+            if not self.chooses:
+                yield self._point(
+                    rollout, hide=rollout.commit_step >= step, score=rollout.commit_step == step
+                )
+                continue
+            part = slice(step * self.length, (step + 1) * self.length)
+            advantage = rollout.advantage
+            yield Point(
+                group=rollout.group,
+                cond=rollout.cond,
+                row_id=rollout.row_id,
+                num_decisions=rollout.mask.sum(1),
+                state=torch.where(rollout.commit_step >= step, self.mask_id, rollout.sample),
+                mask=rollout.mask[:, part],
+                target=rollout.drawn[:, step],
+                logprob=rollout.logprob[:, part],
+                eta=self._noise(step, len(rollout)).to(rollout.logprob)[:, 0],
+                advantage=advantage
+                if advantage is None or advantage.shape[1] == 1
+                else advantage[:, part],
+            )
+
+    def at(self, rollout: Rollout, hide: Tensor, score: Tensor | None = None) -> Point:
+        """The state in which ``hide`` [B, L] of the final tokens are hidden, scored at ``score``
+        (None: at those)."""
+        mask = (hide if score is None else score) & rollout.mask.any(1)[:, None]
+        if rollout.mask.shape == mask.shape:
+            mask = mask & rollout.mask
+        advantage = rollout.advantage
+        if advantage is not None and advantage.shape[1] not in (1, self.length):
+            advantage = advantage[:, -1:]
+        return Point(
+            group=rollout.group,
+            cond=rollout.cond,
+            row_id=rollout.row_id,
+            target=rollout.sample,
+            mask=mask,
+            state=torch.where(hide, self.mask_id, rollout.sample),
+            num_decisions=mask.sum(1),
+            advantage=advantage,
+        )
+
+    def corrupted(self, cond: dict[str, Any], share: float, rng: Rng) -> dict[str, Any]:
+        """The conditions with a random share of the prompt's tokens hidden, where the network reads
+        tokens."""
+        return cond
+
+    def renoise(
+        self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False
+    ) -> Iterator[Point]:
+        name = first_of_group(rollout) if shared else rollout.row_id
+        rate = rng.uniform(name, (1,), step=0) if time is None else time[:, None]
+        draw = rng.uniform(name, (self.length,), step=1)
+        # never nothing at all
+        yield self.at(rollout, hide=(draw < rate) | (draw == draw.amin(1, keepdim=True)))
+
+    def dist(self, point: Point) -> Hidden:
+        where = point.mask
+        # every process makes its passes, also those that train nothing
+        if not on_host(where).any():
+            where = where.clone()
+            where[0, 0] = True
+        conditional = self.logprob_guidance == "conditional" and point.guidance is None
+        logits = self._logits(point.replace(mask=where), 1.0 if conditional else self._scale(point))
+        ranked = point.target is not None and point.target.ndim == 3
+        return Hidden(logits, where, point.eta[:, None] if ranked else None)
+
+    def _scale(self, point: Point) -> float:
+        return self.guidance_scale if point.guidance is None else point.guidance
+
+    def _logits(self, point: Point, scale: float) -> Tensor:
+        """[N, V] guided logits where the point's mask is; conditional and unconditional rows in one
+        pass unless the latter need no gradient."""
+        ids = point.state
+        rows = point.group
+        cond = {key: value for key, value in point.cond.items() if key != "uncond"}
+        if scale == 1:
+            return self._warped(self._pass(ids, cond, rows, point.mask))
+        empty = self.empty(point)
+        own = torch.zeros_like(rows)
+        own = rows if _rows(empty) == _rows(cond) else own
+        if self.logprob_guidance == "guided_stopgrad_uncond":
+            with torch.no_grad():
+                z_empty = self._pass(ids, empty, own, point.mask)
+            z = self._pass(ids, cond, rows, point.mask)
+            return self._warped(z_empty + scale * (z - z_empty))
+        both = stacked(cond, empty)
+        places = torch.cat([rows, own + _rows(cond)])
+        known = on_host(rows)
+        remember(
+            places,
+            torch.cat([known, (known if own is rows else torch.zeros_like(known)) + _rows(cond)]),
+        )
+        return self._warped(self._pass(torch.cat([ids, ids]), both, places, point.mask, scale))
+
+    def empty(self, point: Point) -> Any:
+        """The condition of the empty prompt, [1, *], or of that of every prompt [P, *]."""
+        return point.cond["uncond"]
+
+    def _pass(
+        self, ids: Tensor, cond: Any, rows: Tensor, where: Tensor, scale: float | None = None
+    ) -> Tensor:
+        self.forwards += len(ids)
+        return self.places(ids, cond, rows, where, scale).to(self.dtype)
+
+    def places(
+        self, ids: Tensor, cond: Any, rows: Tensor, where: Tensor, scale: float | None
+    ) -> Tensor:
+        """[N, V] logits at ``where`` [B, L] of ids [B, L], whose conditions are the ``rows`` [B] of
+        cond [P, *].
+
+        With a ``scale`` ids are twice as many rows, the latter half unconditional, and logits are
+        guided. A family may do this in fewer operations than by ``logits``.
+        """
+        z = self.logits(ids, rows_of(cond, rows)).to(self.dtype)
+        if scale is None:
+            return selected(z, where)
+        z, z_empty = (selected(half, where) for half in z.chunk(2))
+        return z_empty + scale * (z - z_empty)
+
+    def _trial(self, ids: Tensor, cond: dict[str, Any], group: Tensor) -> None:
+        self._logits(
+            Point(group=group, cond=cond, row_id=group, state=ids, mask=ids == ids),
+            self.guidance_scale,
+        )
+
+    def _warped(self, logits: Tensor) -> Tensor:
+        return logits if self.temperature == 1 else logits / self.temperature
+
+
+def alike(group: Tensor) -> int:
+    """How many adjacent rows ask the same everywhere; 1 where their numbers differ."""
+    group = on_host(group)
+    size = int((group == group[0]).sum())
+    same = len(group) % size == 0 and torch.equal(group, group[::size].repeat_interleave(size))
+    return size if same else 1
+
+
+def _rows(cond: Any) -> int:
+    """Of a nest of conditions."""
+    return len(next(leaf for leaf in tree_iter(cond) if isinstance(leaf, Tensor)))
+
+
+def _gathered(logits: Tensor, token: Tensor) -> Tensor:
+    """[N, n] log-probs of tokens [N, n] under logits [N, V]."""
+    return logits.log_softmax(-1).gather(-1, token)
+
+
+def _nothing(ids: Tensor) -> dict[str, Tensor]:
+    """Placeholders until the decisions are known."""
+    return {
+        "logprob": torch.zeros(ids.shape, device=ids.device),
+        "mask": torch.ones_like(ids, dtype=torch.bool),
+    }

@@ -1,0 +1,115 @@
+"""aMUSEd's U-ViT doing less for the same: a text's keys and values once for all rows that ask it,
+logits of the tokens that are asked for only, one product with the codebook for guided ones, and
+fewer passes over wide activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmrl.core.host import selected
+from mmrl.policies.image_tokens.attention import Kernel, attend
+
+
+class SharedText:
+    """The attention processor: texts [U, S, C] stand for ``rows`` [B] of them."""
+
+    def __init__(self, kernel: Kernel):
+        self.kernel = kernel
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        temb: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """diffusers' names: queries [B, n, C]; [B, n, C] comes back."""
+        own = encoder_hidden_states is None
+        read = hidden_states if own else encoder_hidden_states
+        k = attn.to_k(read)
+        v = attn.to_v(read)
+        if rows is not None and not own:
+            k = k[rows]
+            v = v[rows]
+        q, k, v = (
+            x.unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+            for x in (attn.to_q(hidden_states), k, v)
+        )
+        found = attend(q, k, v, attention_mask, kernel=self.kernel).transpose(1, 2).flatten(2)
+        return attn.to_out[1](attn.to_out[0](found))
+
+
+@cache
+def _head() -> type[nn.Module]:
+    """Inside a function since diffusers is heavy to import."""
+    from diffusers.models.unets.uvit_2d import ConvMlmLayer
+
+    class Head(ConvMlmLayer):
+        """``asked`` is where [B, L] and a guidance scale, or None for the logits of everything."""
+
+        asked: tuple[Tensor, float | None] | None = None
+
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            """[N, V] of hidden states [B, C, h, w], the latter half of which are unconditional if
+            there is a scale."""
+            if self.asked is None:
+                return super().forward(hidden_states)
+            where, scale = self.asked
+            flat = hidden_states.flatten(2).transpose(1, 2)  # [B, L, C]
+            parts = [selected(half, where) for half in ([flat] if scale is None else flat.chunk(2))]
+            h = [self.layer_norm(_pointwise(self.conv1, part)) for part in parts]
+            # 1 - s and s add up to 1: affine is after
+            mixed = h[0] if scale is None else h[1] + scale * (h[0] - h[1])
+            return _pointwise(self.conv2, mixed)
+
+    return Head
+
+
+@cache
+def _response() -> type[nn.Module]:
+    from diffusers.models.normalization import GlobalResponseNorm
+
+    class Response(GlobalResponseNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            """Of x [B, h, w, C]: gamma x n + beta + x as one multiplication and addition, n [B, 1,
+            1, C]."""
+            length = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
+            share = length / (length.mean(-1, keepdim=True) + 1e-6)
+            return torch.addcmul(self.beta, x, self.gamma * share + 1)
+
+    return Response
+
+
+def _pointwise(conv: nn.Conv2d, x: Tensor) -> Tensor:
+    """A convolution of one pixel, of [N, C]."""
+    return F.linear(x, conv.weight[:, :, 0, 0], conv.bias)
+
+
+def quicken(net: nn.Module, kernel: Kernel) -> None:
+    """Let a UVit2DModel take texts by rows and be asked for some places; what it computes stays the
+    same."""
+    net.set_attn_processor(SharedText(kernel))
+    net.mlm_layer.__class__ = _head()
+    response = _response()
+    for part in net.modules():
+        if isinstance(part, response.__base__):
+            part.__class__ = response
+
+
+@contextmanager
+def asking(net: nn.Module, where: Tensor, scale: float | None) -> Iterator[None]:
+    """A pass in here gives logits [N, V] at ``where`` [B, L] only, guided with a scale."""
+    net.mlm_layer.asked = where, scale
+    try:
+        yield
+    finally:
+        net.mlm_layer.asked = None

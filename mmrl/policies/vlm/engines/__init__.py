@@ -1,0 +1,1 @@
+"""Engines that sample answers for a vision-language policy."""

@@ -1,0 +1,271 @@
+"""Engines that sample by themselves: transformers' continuous batching, and vLLM where it is
+installed.
+
+What they say is scored again by the policy's own passes: ``Rollout.sampled`` keeps their log-probs,
+the log shows the gap, and the objective's ``importance`` corrects for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.core.errors import UserError
+from mmrl.policies.lora import merged
+from mmrl.policies.vlm.generate import Answers, Ending, blank
+from mmrl.policies.vlm.media import Video
+from samplers.noise import Rng
+from samplers.warp import Warp
+
+GREEDY = 0.0
+SHARE = 0.4  # of a GPU's free memory for an engine's cache
+PAGE = 32  # tokens
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt in the form an engine takes."""
+
+    name: str  # for messages
+    ids: list[int]  # its tokens, one placeholder for each image or video
+    read: list[int]  # its tokens as the policy reads them, a placeholder for every feature
+    images: list[Any] = field(default_factory=list)  # PIL, within the budget
+    videos: list[Video] = field(default_factory=list)
+
+
+class Said(NamedTuple):
+    """An answer."""
+
+    ids: Sequence[int]
+    logprobs: Sequence[float]  # of these tokens, under the distribution they were drawn from
+
+
+class Outside(Protocol):
+    """An engine beside the policy."""
+
+    def refresh(self, hf: nn.Module) -> None:
+        """Take over the weights of now."""
+
+    def answer(
+        self, asked: Sequence[Asked], seeds: Sequence[int], warp: Warp, ending: Ending
+    ) -> list[Said]:
+        """One answer each; ``seeds`` are keys of their randomness, as far as the engine can be
+        told."""
+
+
+def ask(
+    engine: Outside,
+    hf: nn.Module,
+    asked: Sequence[Asked],
+    names: Tensor,
+    rng: Rng,
+    warp: Warp,
+    ending: Ending,
+) -> Answers:
+    """Ask an engine for B answers; ``names`` [B] as in ``generate``. ``logprob`` is what the engine
+    says of it."""
+    if ending.certain:
+        raise UserError(
+            "policy options engine and record_self_certainty: another engine does not say how "
+            "sure the model was"
+        )
+    engine.refresh(hf)
+    seeds = rng.bits(names, 1)[:, 0].tolist()
+    found = blank(names, ending, hf)
+    for row, said in enumerate(engine.answer(asked, seeds, warp, ending)):
+        ids = torch.tensor(list(said.ids)[: ending.tokens], dtype=torch.long, device=names.device)
+        length = _end(ids, ending)
+        found.ids[row, :length], found.mask[row, :length] = ids[:length], True
+        found.logprob[row, :length] = torch.tensor(list(said.logprobs)[:length]).to(found.logprob)
+    return found
+
+
+def _end(ids: Tensor, ending: Ending) -> int:
+    """How many of the tokens ids [n] there are up to the one that ends the answer; what an engine
+    wrote beyond a stop string it does not know is left out."""
+    return next((i for i in range(1, len(ids) + 1) if ending.ended(ids[None, :i]).any()), len(ids))
+
+
+class Continuous:
+    """transformers' continuous batching: rows come and go in one paged cache. Of texts; it takes no
+    images."""
+
+    def __init__(self, place: str = "", dtype: str = ""):
+        self.hf: nn.Module | None = None
+        # else it speaks in every rollout
+        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
+
+    def refresh(self, hf: nn.Module) -> None:
+        self.hf = hf
+
+    def answer(
+        self, asked: Sequence[Asked], seeds: Sequence[int], warp: Warp, ending: Ending
+    ) -> list[Said]:
+        from transformers import ContinuousBatchingConfig
+
+        for one in asked:
+            if one.images or one.videos:
+                raise UserError(
+                    f"{one.name}: policy option engine = continuous is for texts, since "
+                    f"transformers' continuous "
+                    "batching takes no images; use own, hf or vllm"
+                )
+        with torch.random.fork_rng():  # it seeds the global generator
+            found = self.hf.generate_batch(
+                [one.ids for one in asked],
+                generation_config=_options(warp, ending),
+                progress_bar=False,
+                warmup=False,
+                continuous_batching_config=ContinuousBatchingConfig(
+                    return_logprobs=True,
+                    seed=seeds[0],
+                    drop_unsupported_processors=False,
+                    **self._room(asked, ending),
+                ),
+            )
+        if len(found) < len(asked) or any(one.error for one in found.values()):
+            why = next(
+                (one.error for one in found.values() if one.error), "some answers are missing"
+            )
+            raise UserError(
+                f"policy option engine = continuous: transformers' continuous "
+                f"batching failed: {why}"
+            )
+        return [Said(one.generated_tokens, one.logprobs) for one in found.values()]
+
+    def _room(self, asked: Sequence[Asked], ending: Ending) -> dict[str, Any]:
+        """Of its cache: a share of what a GPU has free; elsewhere what these prompts need, since
+        all memory would be taken."""
+        if self.hf.device.type == "cuda":
+            return {"max_memory_percent": SHARE}
+        longest = max(len(one.ids) for one in asked)
+        blocks = len(asked) * (-(-(longest + ending.tokens) // PAGE) + 1)
+        return {
+            "page_size": PAGE,
+            "num_blocks": blocks,
+            "max_batch_tokens": max(longest, len(asked)),
+        }
+
+
+def _options(warp: Warp, ending: Ending) -> Any:
+    from transformers import GenerationConfig
+
+    sampling = (
+        {"do_sample": False}
+        if warp.temperature == GREEDY
+        else {
+            "do_sample": True,
+            "temperature": warp.temperature,
+            "top_k": warp.top_k or 0,
+            "top_p": warp.top_p,
+        }
+    )
+    return GenerationConfig(
+        max_new_tokens=ending.tokens,
+        eos_token_id=list(ending.stops),
+        pad_token_id=ending.pad,
+        suppress_tokens=list(warp.suppressed) or None,
+        **sampling,
+    )
+
+
+class VLLM:
+    """vLLM in the same process: its workers get the weights before every rollout.
+
+    One engine a process, on the process's own device; between rollouts it sleeps and gives its
+    memory back.
+    """
+
+    def __init__(self, place: str, dtype: str, share: float = SHARE, images: int = 8):
+        """``share`` of the device's memory it may use; ``images``: the most a prompt has."""
+        if find_spec("vllm") is None:
+            raise UserError(
+                "policy option engine = vllm needs the package vllm (pip install "
+                "vllm), and a CUDA device"
+            )
+        # else the weights would have to be sent to it
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        from vllm import LLM
+
+        self.llm = LLM(
+            model=place,
+            dtype=dtype,
+            gpu_memory_utilization=share,
+            enable_sleep_mode=True,
+            generation_config="vllm",
+            logprobs_mode="processed_logprobs",
+            limit_mm_per_prompt={"image": images, "video": 1},
+            seed=0,
+            distributed_executor_backend="external_launcher"
+            if torch.distributed.is_initialized()
+            else None,
+        )
+        self.asleep = False
+
+    def refresh(self, hf: nn.Module) -> None:
+        if self.asleep:
+            self.llm.wake_up()
+            self.asleep = False
+        weights = [(name, value.detach()) for name, value in merged(hf).items()]
+        self.llm.apply_model(lambda model: model.load_weights(iter(weights)) and None)
+        self.llm.reset_prefix_cache()  # which holds what the weights of before made of the prompts
+
+    def answer(
+        self, asked: Sequence[Asked], seeds: Sequence[int], warp: Warp, ending: Ending
+    ) -> list[Said]:
+        from vllm import SamplingParams
+
+        options = {
+            "temperature": warp.temperature,
+            "top_k": warp.top_k or 0,
+            "top_p": warp.top_p,
+            "logprobs": 0,
+            "max_tokens": ending.tokens,
+            "stop_token_ids": list(ending.stops),
+            "stop": list(ending.strings),
+            "logit_bias": dict.fromkeys(warp.suppressed, -100.0) or None,
+            "skip_special_tokens": False,
+        }
+        given = [_given(one) for one in asked]
+        found = self.llm.generate(
+            given, [SamplingParams(seed=seed, **options) for seed in seeds], use_tqdm=False
+        )
+        self.llm.sleep(level=1)
+        self.asleep = True
+        for one, output in zip(asked, found, strict=True):
+            if list(output.prompt_token_ids) != one.read:
+                raise UserError(
+                    f"{one.name}: policy option engine = vllm: it reads this prompt as "
+                    f"{len(output.prompt_token_ids)} "
+                    f"tokens where the policy reads {len(one.read)}, so its answers would "
+                    f"be to something else; its "
+                    "processor has other settings than the model's folder, or the family "
+                    "is read in another way there"
+                )
+        first = [output.outputs[0] for output in found]
+        return [
+            Said(o.token_ids, [p[i].logprob for p, i in zip(o.logprobs, o.token_ids)])
+            for o in first
+        ]
+
+
+def _given(one: Asked) -> dict[str, Any]:
+    """A prompt as vLLM takes it: its own processor replaces the placeholders."""
+    media: dict[str, Any] = {}
+    if one.images:
+        media["image"] = one.images
+    if one.videos:
+        media["video"] = [
+            (video.frames, video.metadata() | {"do_sample_frames": False}) for video in one.videos
+        ]
+    return {"prompt_token_ids": one.ids} | ({"multi_modal_data": media} if media else {})
+
+
+ENGINES: dict[str, type] = {"continuous": Continuous, "vllm": VLLM}

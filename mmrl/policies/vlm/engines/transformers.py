@@ -1,0 +1,98 @@
+"""Sampling by transformers' own ``generate``: for families whose caches cannot be shared, and to
+compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.policies.vlm.generate import Answers, Ending, blank, draw
+from samplers.noise import Rng
+from samplers.warp import Warp
+
+
+@torch.no_grad()
+def generate_plainly(
+    net: nn.Module,
+    inputs: dict[str, Tensor],
+    names: Tensor,
+    rng: Rng,
+    warp: Warp,
+    ending: Ending,
+    busy: Callable[[bool], bool] | None = None,
+) -> Answers:
+    """Answer every row of the collated ``inputs`` by its own pass over prompt and images; ``names``
+    [B] as in generate.
+
+    The tokens are drawn by the same rule from the same random numbers as everywhere else, so the
+    samples are those of mmrl's own sampling up to rounding. ``busy`` not None: all processes make
+    equally many passes.
+    """
+    recorder = _Recorder(blank(names, ending, net.hf), names, rng, warp, ending)
+    net("generate", inputs, recorder, synced=busy is not None)
+    return recorder.done
+
+
+class _Recorder:
+    """Draws the next token of every row, and lets transformers find no other."""
+
+    def __init__(self, done: Answers, names: Tensor, rng: Rng, warp: Warp, ending: Ending):
+        self.names = names
+        self.rng = rng
+        self.warp = warp
+        self.ending = ending
+        self.done = done
+        self.step = 0
+        self.going = torch.ones_like(names, dtype=torch.bool)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """The logits processor: scores [B, V] -> the same with everything impossible but the token
+        drawn."""
+        uniform = (
+            None
+            if self.warp.temperature == 0
+            else self.rng.uniform(self.names, (self.step + 1,))[:, -1]
+        )
+        found = draw(scores, self.warp, uniform)
+        self.going, _ = self.done.write(self.step, slice(None), self.going, found, self.ending)
+        self.step += 1
+        return torch.full_like(scores, -torch.inf).scatter_(-1, found.token[:, None], 0.0)
+
+    def ended(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        """The stopping criterion: [B] bool."""
+        return ~self.going
+
+
+def run(hf: Any, inputs: dict[str, Tensor], recorder: _Recorder, synced: bool) -> None:
+    """One call of ``generate`` with nothing of the checkpoint's own sampling options."""
+    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+    config = GenerationConfig(
+        max_new_tokens=recorder.ending.tokens,
+        do_sample=False,
+        pad_token_id=recorder.ending.pad,
+        use_cache=True,
+    )
+    with _own_options(hf, config):
+        hf.generate(
+            **inputs,
+            generation_config=config,
+            logits_processor=LogitsProcessorList([recorder]),
+            synced_gpus=synced,
+            stopping_criteria=StoppingCriteriaList([recorder.ended]),
+        )
+
+
+@contextmanager
+def _own_options(hf: Any, config: Any) -> Any:
+    """Without the checkpoint's generation options, which would fill what ``config`` leaves open."""
+    kept = hf.generation_config
+    hf.generation_config = config
+    try:
+        yield
+    finally:
+        hf.generation_config = kept

@@ -1,0 +1,207 @@
+"""Batches without padding: the tokens of all rows one after another, each of which attends inside
+its own row only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmrl.policies.vlm.caches import KV
+
+NAME = "mmrl_packed"  # transformers' name of the attention below
+CAUSAL = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "internvl",
+    "llava",
+    "llava_next",
+    "llava_onevision",
+    "idefics3",
+    "smolvlm",
+    "janus",
+    # model types in which also an image's tokens see only what precedes them; in others prompts
+    # stay
+    # padded
+)
+
+
+@dataclass
+class Layout:
+    """Where B rows lie among packed tokens. Their last keys are their queries: a query sees all
+    keys up to itself.
+
+    ``queries``, ``keys``: [B] long, how many each row has, at least 1. ``at``: [sum of keys] long,
+    which of the packed keys they are; None: all in turn. ``xformers``: attend by one call of it,
+    with a mask that is never written out; else rows are padded for the attention alone.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    at: Tensor | None = None
+    xformers: bool = False
+    calls: int = 0
+    known: dict[Any, Any] = field(default_factory=dict)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        """[heads, N, D] for queries [heads, N, D], keys and values [heads, M, D]."""
+        self.calls += 1
+        if self.at is not None and self.xformers and window is None:
+            key = key.index_select(1, self.at)
+            value = value.index_select(1, self.at)
+        return (self._fused if self.xformers and window is None else self._padded)(
+            query, key, value, scale, window
+        )
+
+    def _fused(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: None
+    ) -> Tensor:
+        from xformers.ops import fmha
+
+        if "mask" not in self.known:
+            kind = fmha.attn_bias.BlockDiagonalCausalFromBottomRightMask
+            self.known["mask"] = kind.from_seqlens(self.queries.tolist(), self.keys.tolist())
+        packed = (x.transpose(0, 1)[None].contiguous() for x in (query, key, value))
+        return fmha.memory_efficient_attention(*packed, attn_bias=self.known["mask"], scale=scale)[
+            0
+        ].transpose(0, 1)
+
+    def _padded(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        rows, columns, back = self._places()
+        if window not in self.known:
+            self.known[window] = self._mask(window)
+        q, k, v = (
+            x[:, i].transpose(0, 1) for x, i in ((query, rows), (key, columns), (value, columns))
+        )
+        # [B, heads, T, D]
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=self.known[window], scale=scale)
+        return found.transpose(0, 1).flatten(1, 2).index_select(1, back)
+
+    def _places(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Which packed query [B, T] and key [B, S] stands where in a padded batch, and where the N
+        queries are there.
+
+        The padding repeats a row's last one, so that it attends to something."""
+        if "places" not in self.known:
+            rows, real = _spread(self.queries)
+            columns, _ = _spread(self.keys)
+            columns = columns if self.at is None else self.at[columns]
+            self.known["places"] = rows, columns, real.flatten().nonzero()[:, 0]
+        return self.known["places"]
+
+    def _mask(self, window: int | None) -> Tensor:
+        """[B, 1, T, S] bool."""
+        steps, columns = (
+            torch.arange(int(n.max()), device=n.device) for n in (self.queries, self.keys)
+        )
+        # [B, T]
+        last = (self.keys - self.queries)[:, None] + torch.minimum(steps, self.queries[:, None] - 1)
+        seen = columns <= last[..., None]
+        return (seen if window is None else seen & (columns > last[..., None] - window))[:, None]
+
+
+@dataclass(frozen=True)
+class Read:
+    """P prompts, read, their tokens one after another."""
+
+    hidden: Tensor  # [P, H] at the last token
+    lengths: Tensor  # [P] long
+    following: Tensor  # [P] long: position of the first answer token
+    kept: list[KV]  # [1, heads, N, D] each
+
+
+def enable(hf: nn.Module) -> None:
+    """Let the language model attend by a layout where it is given one, and by transformers' SDPA
+    otherwise."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    hf.config.get_text_config()._attn_implementation = NAME
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    packing: Layout | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """As transformers calls an attention: [B, heads, T, D] -> [B, T, heads, D]."""
+    if packing is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **more
+        )
+    groups = query.shape[1] // key.shape[1]
+    k, v = (x[0].repeat_interleave(groups, 0) if groups > 1 else x[0] for x in (key, value))
+    return packing.attend(query[0], k, v, scaling, sliding_window).transpose(0, 1)[None], None
+
+
+def anything() -> Tensor:
+    """The attention mask that goes with a layout: transformers takes four dimensions for one that
+    is complete."""
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool)
+
+
+def pack(inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    """A left-padded batch of prompts as one row of all their tokens, and their lengths [P]."""
+    real = inputs["attention_mask"].bool()
+    found = {name: value for name, value in inputs.items() if name != "attention_mask"}
+    for name in ("input_ids", "mm_token_type_ids", "token_type_ids"):
+        if name in inputs:
+            found[name] = inputs[name][real][None]
+    places = inputs["position_ids"]
+    found["position_ids"] = places[..., real].unsqueeze(-2)
+    return found, real.sum(1)
+
+
+def squeeze(kept: list[KV], real: Tensor) -> list[KV]:
+    """Keys and values of a left-padded batch [P, heads, S, D] as one row of those that are ``real``
+    [P, S]."""
+    return [tuple(x.transpose(1, 2)[real].transpose(0, 1)[None] for x in layer) for layer in kept]
+
+
+def unsqueeze(kept: list[KV], lengths: Tensor) -> list[KV]:
+    """The reverse; what stands in the padding is some other key, which masks hide."""
+    at, real = _spread(lengths)
+    order = real.long().argsort(dim=1, stable=True)  # the padding to the left
+    at = at.gather(1, order)
+    return [tuple(x[0][:, at].transpose(0, 1) for x in layer) for layer in kept]
+
+
+def continued(lengths: Tensor, rows: Tensor, answers: Tensor, xformers: bool) -> Layout:
+    """Answers of ``answers`` [B] tokens to the prompts of ``rows`` [B], whose keys, ``lengths`` [P]
+    of them, are packed before those of the answers."""
+    rows = rows[answers > 0]
+    answers = answers[answers > 0]
+    starts = lengths.cumsum(0) - lengths
+    own = lengths[rows]
+    keys = own + answers
+    row = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), keys)
+    off = torch.arange(len(row), device=rows.device) - (keys.cumsum(0) - keys)[row]
+    before = lengths.sum() + (answers.cumsum(0) - answers)
+    at = torch.where(off < own[row], starts[rows][row] + off, before[row] + off - own[row])
+    return Layout(answers, keys, at, xformers)
+
+
+def _spread(lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, longest] packed position of each row's tokens, the last one repeated behind its end, and
+    which are real."""
+    steps = torch.arange(int(lengths.max()), device=lengths.device)
+    real = steps < lengths[:, None]
+    return (lengths.cumsum(0) - lengths)[:, None] + torch.minimum(steps, lengths[:, None] - 1), real

@@ -1,0 +1,377 @@
+"""The trained network: one forward pass reads every prompt once, images included, and continues it
+with many answers.
+
+Log-probs and gradients are those of separate passes of prompt and answer: keys and values of a
+prompt do not depend on what follows it. Gradients flow from every answer through the shared keys
+and values into the prompt's one pass.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mmrl.core.errors import UserError
+from mmrl.core.host import on_host, remember, selected
+from mmrl.core.sharding import shards
+from mmrl.policies.vlm import caches, features, packing, scores
+from mmrl.policies.vlm.caches import KV
+from mmrl.policies.vlm.engines import transformers
+from samplers.warp import Warp
+
+ROPE_INPUTS = (
+    "input_ids",
+    "mm_token_type_ids",
+    "image_grid_thw",
+    "video_grid_thw",
+    "second_per_grid_ts",
+)
+CROSS_ATTENTION = ("mllama",)  # its image is looked at from every layer, past the cache of tokens
+DIRECT = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "internvl",
+    "llava",
+    "llava_next",
+    "llava_onevision",
+)
+# ^ answers go to their language models at once: what is around these does nothing without an image
+# but take time
+VERIFIED = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "internvl",
+    "llava",
+    "llava_next",
+    "llava_onevision",
+    "idefics3",
+    "smolvlm",
+    "gemma3",
+    "paligemma",
+    "janus",
+    # model types whose log-probs and gradients were compared with separate passes
+    # (tests/test_vlm_policy.py)
+)
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """P prompts, read: all that is needed to go on."""
+
+    hidden: Tensor  # [P, H] at the last token, from which the first answer token comes
+    mask: Tensor  # [P, S] bool, False is padding (on the left)
+    following: Tensor  # [P] long: position of the first answer token
+    kept: list[KV]
+
+
+class SharedPrefix(nn.Module):
+    """An image-text-to-text model of transformers. Every pass is a call of this module, whatever
+    wraps it."""
+
+    def __init__(self, hf: nn.Module, share: bool = True):
+        super().__init__()
+        self.hf = hf
+        self.share = share
+        # whether batches hold no padding, and whether xformers attends then
+        self.packed = self.fused = False
+        # accelerate wraps these one by one
+        self._no_split_modules = getattr(hf, "_no_split_modules", None)
+
+    @property
+    def config(self) -> Any:
+        return self.hf.config
+
+    @property
+    def plain(self) -> bool:
+        """Whether every layer attends by torch's own attention to all tokens before."""
+        config = self.text_config
+        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+        full = kinds == {"full_attention"} and not getattr(config, "sliding_window", None)
+        return full and self.config.model_type in DIRECT and config._attn_implementation == "sdpa"
+
+    @property
+    def text_config(self) -> Any:
+        return self.hf.config.get_text_config()
+
+    def forward(self, work: str, *given: Any, **named: Any) -> Any:
+        """``work`` names the method. Wrappers (DDP, FSDP2) see calls of the module only: all passes
+        go through it."""
+        return getattr(self, work)(*given, **named)
+
+    def read(self, inputs: dict[str, Tensor]) -> Prefix:
+        """The prompts of one batch, left-padded; ``inputs`` hold ``position_ids`` [P, S] or [3, P,
+        S] too."""
+        if self.packed and self.config.model_type in packing.CAUSAL:
+            found = self._read_packed(inputs)
+            kept = packing.unsqueeze(found.kept, found.lengths)
+            return Prefix(found.hidden, inputs["attention_mask"].bool(), found.following, kept)
+        cache = caches.recorded(self.text_config.num_hidden_layers)
+        hidden = self._base(**inputs, past_key_values=cache, use_cache=True)
+        return Prefix(
+            hidden[:, -1], inputs["attention_mask"].bool(), following(inputs), caches.kept(cache)
+        )
+
+    def step(
+        self, ids: Tensor, place: Tensor, mask: Tensor, cache: Any, whole: bool | None = None
+    ) -> Tensor:
+        """[B, L, H] hidden states of answer tokens ``ids`` [B, L] that begin at position ``place``
+        [B]; ``mask`` [B, S] covers all tokens before them.
+
+        ``whole``: whether it holds everywhere; None: nobody has asked the device, and transformers
+        does."""
+        length = ids.shape[1]
+        places = place[:, None] + torch.arange(length, device=ids.device)
+        seen = torch.cat([mask, mask.new_ones(len(ids), length)], 1).long()
+        # what transformers makes of it after a look at its values
+        if self.plain and length == 1 and whole is not None:
+            seen = None if whole else seen.bool()[:, None, None]
+        return self._continue(ids, places, seen, cache)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[*, V] of hidden states [*, H]."""
+        found = self.hf.get_output_embeddings()(hidden)
+        cap = getattr(self.text_config, "final_logit_softcapping", None)
+        return found if cap is None else cap * torch.tanh(found / cap)
+
+    def score(
+        self,
+        inputs: dict[str, Tensor],
+        rows: Tensor,
+        ids: Tensor,
+        where: Tensor,
+        warp: Warp,
+        entropy: bool = False,
+    ) -> tuple[Tensor, scores.Scored]:
+        """Hidden states [N, H] and log-probs of the N answer tokens ``where`` [B, T] holds, of ids
+        [B, T].
+
+        ``rows`` [B]: the prompt of each row among the collated ``inputs``.
+        """
+        known = on_host(where)
+        length = int(known.any(0).nonzero().max()) + 1
+        ids = ids[:, :length]
+        where = where[:, :length]
+        remember(where, known[:, :length])
+        if self.share and self.packed:
+            hidden = self._packed(inputs, rows, ids, where)
+        else:
+            hidden = selected(
+                (self._shared if self.share else self._apart)(inputs, rows, ids), where
+            )
+        vocab = self.text_config.vocab_size
+        return hidden, scores.score(hidden, selected(ids, where), self.logits, warp, vocab, entropy)
+
+    def rescore(self, hidden: Tensor, ids: Tensor, warp: Warp, entropy: bool) -> scores.Scored:
+        """Of other tokens ``ids`` [N], or their entropy, at hidden states [N, H] that ``score``
+        returned."""
+        return scores.score(hidden, ids, self.logits, warp, self.text_config.vocab_size, entropy)
+
+    def full(self, hidden: Tensor, warp: Warp) -> Tensor:
+        """[N, V] log-probs."""
+        return scores.full(hidden, self.logits, warp, self.text_config.vocab_size)
+
+    def kl(self, hidden: Tensor, other: Tensor, warp: Warp) -> Tensor:
+        """[N] to another's log-probs [N, V]."""
+        return scores.kl(hidden, other, self.logits, warp)
+
+    def look(self, encoded: dict[str, Tensor]) -> features.Looked:
+        """Features of the images of one prompt."""
+        return features.look(self.hf, encoded)
+
+    def generate(self, inputs: dict[str, Tensor], recorder: Any, synced: bool) -> None:
+        """transformers' own sampling; ``recorder`` sees to the tokens."""
+        transformers.run(
+            self.hf, {k: v for k, v in inputs.items() if k != "position_ids"}, recorder, synced
+        )
+
+    def enable_gradient_checkpointing(self) -> None:
+        """Layers are computed again in the backward pass; with caches that is safe, since ours do
+        not change then.
+
+        Raises UserError with a transformers whose layers would drop the cache.
+        """
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        if self.share and not hasattr(GradientCheckpointingLayer, "_can_checkpoint_with_cache"):
+            raise UserError(
+                "train.gradient_checkpointing with prompts read once a group needs "
+                "transformers >= 5.20, whose layers "
+                "keep their cache; update it, or set the policy's share to none"
+            )
+        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        for layer in self.hf.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.gradient_checkpointing = layer._can_checkpoint_with_cache = True
+                layer._gradient_checkpointing_func = again
+                # of the layer alone, which asks for it; what is inside stays in eval mode
+                layer.training = True
+
+    def add_adapter(self, config: Any) -> None:
+        self.hf.add_adapter(config)
+
+    def _shared(self, inputs: dict[str, Tensor], rows: Tensor, ids: Tensor) -> Tensor:
+        """[B, T, H] at the T decisions of every row."""
+        prefix = self.read(inputs)
+        # a prompt nobody answers has its gradients too
+        first = prefix.hidden[rows][:, None] + 0 * prefix.hidden[-1]
+        if ids.shape[1] == 1:
+            return first
+        cache = caches.continued(prefix.kept, rows)
+        later = self.step(ids[:, :-1], prefix.following[rows], prefix.mask[rows], cache)
+        return torch.cat([first, later], 1)
+
+    def _packed(
+        self, inputs: dict[str, Tensor], rows: Tensor, ids: Tensor, where: Tensor
+    ) -> Tensor:
+        """[N, H] at the decisions ``where`` [B, T], of prompts and answers without padding."""
+        prefix = self._read_packed(inputs)
+        steps = torch.arange(ids.shape[1], device=ids.device)
+        answers = (where * steps).amax(1)  # [B] tokens to read: all before the last decision
+        told = steps < answers[:, None]
+        # a prompt nobody answers has its gradients too
+        hidden = prefix.hidden + 0 * prefix.hidden[-1]
+        if told.any():
+            places = (prefix.following[rows][:, None] + steps)[told][None]
+            layout = packing.continued(prefix.lengths, rows, answers, self.fused)
+            cache = caches.continued(prefix.kept, rows.new_zeros(1))
+            later = self._laid(
+                layout, self._continue, ids=ids[told][None], places=places, cache=cache
+            )
+            hidden = torch.cat([hidden, later[0]])
+        at = len(prefix.hidden) - 1 + told.flatten().cumsum(0).view_as(told).roll(1, 1)
+        at[:, 0] = rows
+        return hidden[at[where]]
+
+    def _read_packed(self, inputs: dict[str, Tensor]) -> packing.Read:
+        """The prompts of one left-padded batch; those of families that look ahead are read with
+        their padding."""
+        if self.config.model_type not in packing.CAUSAL:
+            found = self.read(inputs)
+            return packing.Read(
+                found.hidden,
+                found.mask.sum(1),
+                found.following,
+                packing.squeeze(found.kept, found.mask),
+            )
+        given, lengths = packing.pack(inputs)
+        cache = caches.recorded(self.text_config.num_hidden_layers)
+        layout = packing.Layout(lengths, lengths, xformers=self.fused)
+        hidden = self._laid(layout, self._base, past_key_values=cache, use_cache=True, **given)[0]
+        return packing.Read(
+            hidden[lengths.cumsum(0) - 1], lengths, following(inputs), caches.kept(cache)
+        )
+
+    def _laid(self, layout: packing.Layout, work: Callable[..., Tensor], **given: Any) -> Tensor:
+        """A pass of packed tokens. Raises UserError where the layout does not reach every layer's
+        attention."""
+        device = layout.queries.device
+        found = work(attention_mask=packing.anything().to(device), packing=layout, **given)
+        if layout.calls < self.text_config.num_hidden_layers:
+            raise UserError(
+                f"policy option remove_padding: the layers of {self.config.model_type} attend in "
+                f"a way of their own, which "
+                "needs padding; set it to false"
+            )
+        return found
+
+    def _continue(
+        self, ids: Tensor, places: Tensor, attention_mask: Tensor | None, cache: Any, **more: Any
+    ) -> Tensor:
+        """[B, L, H] after the tokens ids [B, L] at ``places`` [B, L], behind what the cache
+        holds."""
+        if rotary3(self.hf):
+            places = places.expand(3, -1, -1)
+        base = (
+            self.hf.base_model.language_model
+            if self.config.model_type in DIRECT
+            else self.hf.base_model
+        )
+        return base(
+            input_ids=ids,
+            attention_mask=attention_mask,
+            position_ids=places,
+            past_key_values=cache,
+            use_cache=True,
+            return_dict=True,
+            **more,
+        ).last_hidden_state
+
+    def _apart(self, inputs: dict[str, Tensor], rows: Tensor, ids: Tensor) -> Tensor:
+        """The same by one pass of prompt and answer for each row; ``inputs`` hold the rows' prompts
+        in order, and perhaps one more."""
+        spare = len(inputs["input_ids"]) - len(ids)
+        if spare not in (0, 1):
+            raise ValueError(
+                f"{len(ids)} rows need as many prompts, not {len(inputs['input_ids'])}"
+            )
+        ids = torch.cat([ids, ids[:spare]])
+        answer = ids[:, :-1]
+        more = {"attention_mask": 1, "token_type_ids": 0, "mm_token_type_ids": 0}
+        if self.config.model_type == "paligemma":
+            more["token_type_ids"] = 1  # suffix: attended causally
+        longer = {
+            name: torch.cat([inputs[name], torch.full_like(answer, value).to(inputs[name])], 1)
+            for name, value in more.items()
+            if name in inputs
+        }
+        # an answer sees what the prompt's end sees
+        if (crossed := inputs.get("cross_attention_mask")) is not None:
+            last = crossed[:, -1:].expand(-1, answer.shape[1], *crossed.shape[2:])
+            longer["cross_attention_mask"] = torch.cat([crossed, last], 1)
+        places = inputs["position_ids"]
+        start = following(inputs)[:, None]
+        more_places = (start + torch.arange(answer.shape[1], device=ids.device)).expand(
+            *places.shape[:-1], -1
+        )
+        longer["input_ids"] = torch.cat([inputs["input_ids"], answer], 1)
+        longer["position_ids"] = torch.cat([places, more_places], -1)
+        found = self._base(**inputs | longer, use_cache=False)
+        found = found[:, found.shape[1] - ids.shape[1] :]
+        return found[:-1] + 0 * found[-1:] if spare else found
+
+    def _base(self, **inputs: Any) -> Tensor:
+        return self.hf.base_model(**inputs, return_dict=True).last_hidden_state
+
+
+def sharded(net: nn.Module) -> bool:
+    """Whether passes are collective calls."""
+    return any(shards(module) for module in net.modules())
+
+
+def shareable(hf: nn.Module) -> bool:
+    """Whether the family keeps nothing of a prompt but one pair of keys and values a layer."""
+    return hf.config.model_type not in CROSS_ATTENTION and caches.plain(hf.config.get_text_config())
+
+
+def rotary3(hf: nn.Module) -> bool:
+    """Whether positions have three axes (time, height, width) in this family."""
+    return hasattr(hf.base_model, "get_rope_index")
+
+
+def following(inputs: dict[str, Tensor]) -> Tensor:
+    """[P] long: the position after the last of every prompt."""
+    places = inputs["position_ids"]
+    return (places if places.ndim == 2 else places.amax(0)).amax(1) + 1
+
+
+def positions(hf: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    """[P, S], or [3, P, S] in families with three axes: position of every token, not counting the
+    padding."""
+    mask = inputs["attention_mask"].long()
+    plain = (mask.cumsum(1) - 1).clamp_min(0)
+    if not rotary3(hf):
+        return plain
+    if "image_grid_thw" not in inputs and "video_grid_thw" not in inputs:
+        return plain.expand(3, -1, -1)
+    wanted = inspect.signature(hf.base_model.get_rope_index).parameters
+    found = {name: inputs[name] for name in ROPE_INPUTS if name in inputs and name in wanted}
+    return hf.base_model.get_rope_index(**found, attention_mask=mask)[0]

@@ -1,0 +1,427 @@
+"""From prompts to tensors: the processor's side of a vision-language model, without any pass of the
+network.
+
+A prompt is encoded alone, exactly as its processor and chat template have it, and prompts are put
+together afterwards by one rule for all families: sequences are padded on the left, vision tensors
+are joined along their first dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.core.errors import UserError
+from mmrl.core.types import Prompt
+from mmrl.policies.vlm.budgets import Cost, Shrink
+from mmrl.policies.vlm.chat import messages_of, parts_of, videos_of
+from mmrl.policies.vlm.engines.external import Asked
+from mmrl.policies.vlm.families import Family
+from mmrl.policies.vlm.media import (
+    Budgets,
+    Video,
+    image_at,
+    images_of,
+    open_image,
+    open_video,
+    video_at,
+    where,
+)
+from mmrl.policies.vlm.special import stop_ids, suppressed_ids
+
+GEOMETRY = ("boxes", "box", "point", "points", "mask", "tracks")  # answers in coordinates
+SEQUENCES = (
+    "input_ids",
+    "attention_mask",
+    "mm_token_type_ids",
+    "token_type_ids",
+    "cross_attention_mask",
+)
+UNUSED = ("labels", "num_crops", "num_patches", "offset_mapping")
+ViewSizes = list[list[int]]
+
+
+class Inputs:
+    """Encodes prompts for one model. ``generation``: its generation config, which knows further
+    stop tokens."""
+
+    def __init__(
+        self, processor: Any, config: Any, budgets: Budgets, family: Family, generation: Any = None
+    ):
+        self.processor = processor
+        self.config = config
+        self.budgets = budgets
+        self.family = family
+        self.tokenizer = getattr(processor, "tokenizer", processor)
+        if self.tokenizer.pad_token_id is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        self.pad = self.tokenizer.pad_token_id
+        self.suppressed = suppressed_ids(processor, self.tokenizer, config)
+        self.stops = stop_ids(self.tokenizer, config, generation)
+
+    def encode(self, prompt: Prompt) -> dict[str, Tensor]:
+        """One prompt as the processor has it: ``input_ids`` [1, S], ``attention_mask`` [1, S], what
+        its family adds.
+
+        Raises UserError naming the prompt: an unreadable image or video, placeholders that do not
+        match the images, coordinates in the answer of a family whose space is unknown, an input its
+        family needs and the processor left out; ``TooLong`` for one above its budget.
+        """
+        return self.take(prompt)[0]
+
+    def take(self, prompt: Prompt) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """``encode`` and ``view`` at once, opening every image and video once."""
+        self._check_geometry(prompt)
+        messages, images, videos = self._opened(prompt)
+        found, _ = self._within(prompt, messages, images, videos)
+        return found, self._view(found, images, videos)
+
+    def asked(self, prompt: Prompt) -> Asked:
+        """A prompt for another engine, whose own processor puts features in the place of each
+        placeholder."""
+        messages, images, videos = self._opened(prompt)
+        found, scale = self._within(prompt, messages, images, videos)
+        text = self._rendered(prompt, messages) + prompt.get("prefill", "")
+        plain = bool(self.tokenizer.bos_token and text.startswith(self.tokenizer.bos_token))
+        ids = self.tokenizer(text, add_special_tokens=not plain)["input_ids"]
+        smaller = [image_at(image, scale, self.budgets) for image in images]
+        read = found["input_ids"][0].tolist()
+        return Asked(
+            where(prompt), ids, read, smaller, [video_at(video, scale) for video in videos]
+        )
+
+    def measure(self, prompt: Prompt) -> tuple[Cost, float]:
+        """What a prompt costs within its budget, and the factor its pixels were scaled by for
+        that."""
+        found, scale = self._within(prompt, *self._opened(prompt))
+        return self.cost(found), scale
+
+    def cost(self, encoded: dict[str, Tensor]) -> Cost:
+        return Cost(self.placeholders(encoded), encoded["input_ids"].shape[1])
+
+    def _within(
+        self, prompt: Prompt, messages: list[dict], images: list[Any], videos: list[Video]
+    ) -> tuple[dict[str, Tensor], float]:
+        """Encoded, with images and frames scaled down until the prompt is within its budget."""
+        scale = 1.0
+        shrink = Shrink(self.budgets)
+        while True:
+            smaller = [image_at(image, scale, self.budgets) for image in images]
+            found = self._encoded(
+                prompt, messages, smaller, [video_at(video, scale) for video in videos]
+            )
+            step = shrink.next(self.cost(found), bool(images or videos), where(prompt))
+            if step == 1:
+                return found, scale
+            scale *= step * self._shrunk(found, smaller)
+
+    def _shrunk(self, encoded: dict[str, Tensor], images: list[Any]) -> float:
+        """How much of the given pixels the processor keeps by itself: what is above that has no
+        effect."""
+        if self.family.resize != "grid" or not images:
+            return 1.0
+        kept = sum(width * height for width, height in self._resized(encoded, len(images), 0))
+        return min(1.0, kept / sum(image.size[0] * image.size[1] for image in images))
+
+    def _encoded(
+        self, prompt: Prompt, messages: list[dict], images: list[Any], videos: list[Video]
+    ) -> dict[str, Tensor]:
+        given = self._processed(prompt, messages, images, videos)
+        found = {k: torch.as_tensor(v) for k, v in given.items() if k not in UNUSED}
+        for name in self.family.needs:
+            if name not in found:
+                raise UserError(
+                    f"{where(prompt)}: the processor {type(self.processor).__name__} gave "
+                    f"no {name}, without which "
+                    f"{self.family.name} computes wrong positions or masks; use the "
+                    f"processor files of the same release"
+                )
+        self._check_count(prompt, found)
+        return found
+
+    def collate(self, encoded: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """n encoded prompts as one batch: sequences [n, S] padded on the left, vision tensors
+        joined.
+
+        Rows may have no images, or differing numbers of images and tiles. Dimensions beyond the
+        first that differ are filled with zeros at their end, which every family takes for padding.
+        """
+        if len(self.groups(encoded)) > 1:
+            raise UserError(
+                f"{self.family.name} cannot take these prompts in one batch: it needs equally many "
+                f"{'images' if self.family.by_row else 'frames'} in each"
+            )
+        length = max(one["input_ids"].shape[1] for one in encoded)
+        names = list(dict.fromkeys(name for one in encoded for name in one))
+        return {name: self._joined(name, encoded, length) for name in names}
+
+    def groups(self, encoded: list[dict[str, Tensor]]) -> list[list[int]]:
+        """Positions of the prompts that can be in one batch without changing each other; nearly
+        always all of them.
+
+        Two properties of the networks stand against it: cross-attending Mllama gives tokens before
+        an image the mean of all slots for images, the empty ones included, and LLaVA-OneVision
+        reshapes videos to one number of frames.
+        """
+        found: dict[Any, list[int]] = {}
+        for i, one in enumerate(encoded):
+            found.setdefault(self._shape(one), []).append(i)
+        shapes = [shape for shape in found if shape is not None]
+        if not self.family.by_row and len(shapes) <= 1:  # rows without a video go with any
+            return [list(range(len(encoded)))]
+        if None in found and not self.family.by_row:
+            found[shapes[0]] = sorted(found[shapes[0]] + found.pop(None))
+        return sorted(found.values())
+
+    def _shape(self, one: dict[str, Tensor]) -> int | None:
+        name = "pixel_values" if self.family.by_row else "pixel_values_videos"
+        return one[name].shape[1] if name in one and one[name].dim() >= 5 else None
+
+    def view(self, prompt: Prompt, encoded: dict[str, Tensor]) -> dict[str, Any]:
+        """What a reward must know of what the model saw: ``coords``, the ``sizes`` of the files and
+        ``resized`` sizes in pixels [W, H], images before videos, ``frames`` of the video and its
+        ``duration`` in seconds."""
+        _, images, videos = self._opened(prompt)
+        return self._view(encoded, images, videos)
+
+    def _view(
+        self, encoded: dict[str, Tensor], images: list[Any], videos: list[Video]
+    ) -> dict[str, Any]:
+        return {
+            "coords": self.family.coords,
+            "sizes": [list(image.size) for image in images]
+            + [list(video.size) for video in videos],
+            "resized": self._resized(encoded, len(images), len(videos)),
+            "frames": sum(len(video.indices) for video in videos),
+            "duration": videos[0].duration if videos else None,
+        }
+
+    def placeholders(self, encoded: dict[str, Tensor]) -> int:
+        """How many positions of a prompt stand for image or video features."""
+        ids = [i for i in (self._id("image"), self._id("video")) if i is not None]
+        return int(torch.isin(encoded["input_ids"], torch.tensor(ids)).sum())
+
+    def tokens(self, answer: str) -> list[int] | None:
+        """An answer as a model writes it, the stop token included; None if it holds one that may
+        not be sampled."""
+        found = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        return None if set(found) & {*self.suppressed, *self.stops} else [*found, self._closing()]
+
+    def _closing(self) -> int:
+        """The stop token with which the chat template ends an answer."""
+        if getattr(self.processor, "chat_template", None):
+            turns = [
+                {"role": role, "content": [{"type": "text", "text": "x"}]}
+                for role in ("user", "assistant")
+            ]
+            _, _, tail = self.processor.apply_chat_template(turns, tokenize=False).rpartition("x")
+            for token in self.tokenizer(tail, add_special_tokens=False)["input_ids"]:
+                if token in self.stops:
+                    return token
+        own = self.tokenizer.eos_token_id
+        return own if own in self.stops else self.stops[0]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def save(self, folder: Any) -> None:
+        """Processor, tokenizer and chat template, beside a saved model."""
+        self.processor.save_pretrained(folder)
+
+    # ----------------------------------------------------------------------------------------------
+    # one prompt
+
+    def _opened(self, prompt: Prompt) -> tuple[list[dict], list[Any], list[Video]]:
+        """Messages whose content is parts, the opened images, the opened videos, in the order of
+        the parts."""
+        waiting = {"image": images_of(prompt), "video": videos_of(prompt)}
+        given = {kind: len(found) for kind, found in waiting.items()}
+        messages = [dict(m, content=parts_of(m["content"])) for m in messages_of(prompt)]
+        marked = {
+            kind: sum(p["type"] == kind for m in messages for p in m["content"]) for kind in waiting
+        }
+        for kind in ("video", "image"):  # images come first
+            if not marked[kind]:
+                first = next((m for m in messages if m["role"] == "user"), messages[-1])
+                first["content"] = [{"type": kind}] * given[kind] + first["content"]
+        sources: dict[str, list] = {"image": [], "video": []}
+        for part in (p for m in messages for p in m["content"] if p["type"] in sources):
+            kind = part["type"]
+            own = next(
+                (part[key] for key in (kind, "path", "url") if part.get(key) is not None), None
+            )
+            if own is None and not waiting[kind]:
+                raise UserError(
+                    f"{where(prompt)}: its text has more <{kind}> placeholders than the "
+                    f"prompt has {kind}s "
+                    f"({marked[kind]} and {given[kind]}); remove some, or give the missing {kind}s"
+                )
+            sources[kind].append(own if own is not None else waiting[kind].pop(0))
+        for kind, rest in waiting.items():
+            if rest:
+                raise UserError(
+                    f"{where(prompt)}: its text has {marked[kind]} <{kind}> placeholders "
+                    f"for {given[kind]} {kind}s; "
+                    f"write one for every {kind}, or none at all"
+                )
+        images = [open_image(source, prompt) for source in sources["image"]]
+        videos = [
+            open_video(source, prompt.get("fps"), self.budgets, prompt)
+            for source in sources["video"]
+        ]
+        plain = [
+            [{"type": p["type"]} if p["type"] in sources else p for p in m["content"]]
+            for m in messages
+        ]
+        return [dict(m, content=parts) for m, parts in zip(messages, plain)], images, videos
+
+    def _processed(
+        self, prompt: Prompt, messages: list[dict], images: list, videos: list[Video]
+    ) -> dict[str, Any]:
+        text = self._rendered(prompt, messages) + prompt.get("prefill", "")
+        options: dict[str, Any] = {"return_tensors": "pt"}
+        if images:
+            options["images"] = [images]
+        if videos:
+            metadata = [video.metadata() for video in videos]
+            options |= {"videos": [video.frames for video in videos], "video_metadata": metadata}
+            options["do_sample_frames"] = False
+        if self.tokenizer.bos_token and text.startswith(self.tokenizer.bos_token):
+            options["add_special_tokens"] = False
+        try:
+            return dict(self.processor(text=[text], **options))
+        except (ValueError, TypeError, IndexError, KeyError, StopIteration) as error:
+            raise UserError(
+                f"{where(prompt)}: {type(self.processor).__name__} cannot encode this "
+                f"prompt with {len(images)} images "
+                f"and {len(videos)} videos: {error}"
+            ) from error
+
+    def _rendered(self, prompt: Prompt, messages: list[dict]) -> str:
+        if getattr(self.processor, "chat_template", None):
+            try:
+                return self.processor.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True
+                )
+            except Exception as error:  # a template raises what it likes
+                raise UserError(
+                    f"{where(prompt)}: the chat template of {self.family.name} refuses it: {error}"
+                ) from error
+        marks = {
+            "image": getattr(self.processor, "image_token", ""),
+            "video": getattr(self.processor, "video_token", ""),
+        }
+        return "".join(
+            marks[p["type"]] if p["type"] in marks else p["text"]
+            for m in messages
+            for p in m["content"]
+        )
+
+    def _check_geometry(self, prompt: Prompt) -> None:
+        if self.family.coords is None and any(prompt.get(key) is not None for key in GEOMETRY):
+            raise UserError(
+                f"{where(prompt)}: its answer has coordinates, and it is not known in "
+                f"which space {self.family.name} "
+                f"answers ({self.family.note or 'unknown family'}); set the policy's "
+                f"coords to original, resized, "
+                "rel1000 or rel1, as this checkpoint was taught"
+            )
+
+    def _check_count(self, prompt: Prompt, found: dict[str, Tensor]) -> None:
+        """Grids say how many features there will be; a text with special tokens of its own would
+        have more."""
+        for kind, key in (("image", "image_grid_thw"), ("video", "video_grid_thw")):
+            if self._id(kind) is None:
+                continue
+            actual = int((found["input_ids"] == self._id(kind)).sum())
+            if key in found:
+                expected = int(found[key].prod(1).sum()) // self._merge(kind) ** 2
+            elif actual and not any(name.startswith("pixel_values") for name in found):
+                expected = 0
+            else:
+                continue
+            if expected != actual:
+                raise self.mismatch(prompt, kind, expected, actual)
+
+    def mismatch(self, prompt: Prompt, kind: str, expected: int, actual: int) -> UserError:
+        """For whoever finds that the placeholders of a prompt are not as many as its features."""
+        return UserError(
+            f"{where(prompt)}: {actual} {kind} placeholder tokens for {expected} {kind} "
+            f"features; its text must not "
+            f"hold the model's own {kind} token "
+            f"({self.tokenizer.convert_ids_to_tokens(self._id(kind))}), nor be cut"
+        )
+
+    def _resized(self, encoded: dict[str, Tensor], images: int, videos: int) -> ViewSizes:
+        found: ViewSizes = []
+        for kind, key, pixels in (
+            ("image", "image_grid_thw", images),
+            ("video", "video_grid_thw", videos),
+        ):
+            if key in encoded:
+                patch = getattr(self.processor, f"{kind}_processor").patch_size
+                found += [[w * patch, h * patch] for _, h, w in encoded[key].tolist()]
+            elif pixels:
+                name = (
+                    "pixel_values_videos"
+                    if kind == "video" and "pixel_values_videos" in encoded
+                    else "pixel_values"
+                )
+                found += [[encoded[name].shape[-1], encoded[name].shape[-2]]] * pixels
+        return found
+
+    def _id(self, kind: str) -> int | None:
+        """The token that stands for one feature; a processor's own may stand for a whole image
+        (Gemma 3)."""
+        named = (
+            (self.config, "_token_id"),
+            (self.config, "_token_index"),
+            (self.processor, "_token_id"),
+        )
+        found = (getattr(holder, kind + suffix, None) for holder, suffix in named)
+        return next((value for value in found if isinstance(value, int)), None)
+
+    def _merge(self, kind: str) -> int:
+        return getattr(getattr(self.processor, f"{kind}_processor"), "merge_size", 1)
+
+    # ----------------------------------------------------------------------------------------------
+    # several prompts
+
+    def _joined(self, name: str, encoded: list[dict[str, Tensor]], length: int) -> Tensor:
+        if name in SEQUENCES:
+            like = next(one[name] for one in encoded if name in one)
+            rows = [self._row(name, one, like) for one in encoded]
+            rows = [_pad_left(row, length, self.pad if name == "input_ids" else 0) for row in rows]
+            return torch.cat(_same_shape(rows))
+        return torch.cat(_same_shape([one[name] for one in encoded if name in one]))
+
+    def _row(self, name: str, one: dict[str, Tensor], like: Tensor) -> Tensor:
+        if name in one:
+            return one[name]
+        if name in self.family.needs:
+            raise UserError(f"a prompt was encoded without {name}, which {self.family.name} needs")
+        return like.new_zeros(1, one["input_ids"].shape[1], *like.shape[2:])
+
+
+def _pad_left(row: Tensor, length: int, fill: int) -> Tensor:
+    missing = length - row.shape[1]
+    return torch.cat([row.new_full((1, missing, *row.shape[2:]), fill), row], 1) if missing else row
+
+
+def _same_shape(parts: list[Tensor]) -> list[Tensor]:
+    """Zeros at the end of every dimension but the first, up to the largest."""
+    largest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts))]
+    if all(list(part.shape[1:]) == largest for part in parts):
+        return parts
+    found = []
+    for part in parts:
+        pad = [
+            amount
+            for size, want in zip(reversed(part.shape[1:]), reversed(largest))
+            for amount in (0, want - size)
+        ]
+        found.append(torch.nn.functional.pad(part, pad))
+    return found

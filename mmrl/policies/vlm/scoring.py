@@ -1,0 +1,319 @@
+"""The passes of a vision-language policy: which prompts share one, what it samples, what it
+scores."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmrl.core import distributed
+from mmrl.core.errors import UserError
+from mmrl.core.host import on_host, sent
+from mmrl.core.types import Point, Prompt, tree_map
+from mmrl.policies.base import NetPolicy
+from mmrl.policies.vlm import features
+from mmrl.policies.vlm.answers import AnswerTokens
+from mmrl.policies.vlm.engines.transformers import generate_plainly
+from mmrl.policies.vlm.generate import Answers, Ending, generate
+from mmrl.policies.vlm.prefix_sharing import VERIFIED, Prefix, positions, sharded, shareable
+from mmrl.policies.vlm.processor import Inputs
+from mmrl.policies.vlm.recent import Recent
+from mmrl.policies.vlm.scores import Scored
+from samplers.batching import chunks
+from samplers.noise import Rng
+from samplers.warp import Warp
+
+Encoded = dict[str, Tensor]
+KEPT = 2**28  # bytes of encoded prompts that are kept from one iteration to the next
+
+
+class Passes(NetPolicy):
+    """Everything between prompts and the network; ``net`` is a ``SharedPrefix``."""
+
+    inputs: Inputs
+    warp: Warp
+    ending: Ending
+    engine: str
+    sharing: str  # what was chosen; "checked" once it is decided
+    sees: bool  # gradients reach the vision tower or its projector
+    entropies: bool = False  # computed with every scoring pass
+    witness: Encoded | None = None  # a prompt with an image
+
+    def __init__(self, net: nn.Module, **options: Any):
+        super().__init__(net, **options)
+        self.recent = Recent(KEPT)
+        self.features = Recent(KEPT)
+        # asked about, and passed through the tower, since this was last measured
+        self.images = 0
+        self.towered = 0
+        self.tried = False  # whether a family nobody knows has made a pass
+        self.gaps: list[float] = []  # mean distances to the log-probs of another engine
+
+    def dist(self, point: Point) -> AnswerTokens:
+        self._check_sharing(point.cond)
+        where = point.mask
+        # every process makes its passes, also those that train nothing
+        if not on_host(where).any():
+            where = where.clone()
+            where[0, 0] = True
+        hidden, scored = self._score(self.active(), point.cond, point.group, point.target, where)
+        return AnswerTokens(self, point, where, hidden, scored)
+
+    def _placed(self, encoded: Encoded) -> Encoded:
+        """On the device, with its positions as ``places`` [1, S, axes]: they cost time and never
+        change."""
+        places = positions(self.net.hf, encoded)
+        places = places[..., None] if places.ndim == 2 else places.permute(1, 2, 0)
+        return tree_map(lambda tensor: tensor.to(self.device), encoded | {"places": places})
+
+    def _batch(self, encoded: list[Encoded]) -> Encoded:
+        """One left-padded batch, with ``position_ids`` [P, S] or [3, P, S].
+
+        Of many processes all must pass something through the vision tower in every pass, or its
+        gradients are waited for: where no prompt has an image, one more prompt that nobody answers
+        brings one. On one process too, where the tower is trained: its gradient is then zero and
+        not missing, which Adam does not take for the same.
+        """
+        needed = distributed.world()[1] > 1 or torch.is_grad_enabled() and self.sees
+        if needed and not any(name.startswith("pixel_values") for one in encoded for name in one):
+            self.witness = self.witness or self._placed(self.inputs.encode(blank_image()))
+            encoded = [*encoded, self.witness]
+        kept = self._kept(encoded)
+        if not kept:
+            self.towered += sum(images_in(one) for one in encoded)
+        left_out = ("places", *(features.PIXELS if kept else ()))
+        batch = (
+            self.inputs.collate(
+                [{k: v for k, v in one.items() if k not in left_out} for one in encoded]
+            )
+            | kept
+        )
+        length = batch["input_ids"].shape[1]
+        places = [
+            F.pad(one["places"], (0, 0, length - one["places"].shape[1], 0)) for one in encoded
+        ]
+        found = torch.cat(places).permute(2, 0, 1)
+        return batch | {"position_ids": found[0] if len(found) == 1 else found}
+
+    def _kept(self, encoded: list[Encoded]) -> dict[str, Any]:
+        """Features in the place of the images of these prompts, where tower and projector are
+        frozen; {}: look anew.
+
+        On one process, since sharded ones make the same passes; of families whose projector is
+        known by name."""
+        known = self.inputs.family.known and features.can_keep(self.net.hf)
+        frozen = known and not self.sees and self.net.share and distributed.world()[1] == 1
+        seen = [one for one in encoded if "pixel_values" in one]
+        if not frozen or not seen or any("pixel_values_videos" in one for one in encoded):
+            return {}
+        found = []
+        for one in seen:
+            looked = self.features.get(one)
+            if looked is None:
+                looked = self.net("look", one)
+                self.towered += images_in(one)
+                self.features.put(one, looked, features.size_of(looked))
+            found.append(looked)
+        return features.joined(found)
+
+    def _taken(self, prompt: Prompt) -> tuple[Encoded, dict[str, Any]]:
+        """A prompt on the device and its view: what was encoded lately is not encoded again."""
+        found = self.recent.get(prompt)
+        if found is None:
+            encoded, view = self.inputs.take(prompt)
+            found = self._placed(encoded), view
+            self.recent.put(prompt, found, sum(tensor.nbytes for tensor in found[0].values()))
+        return found
+
+    def _collated(self, cond: list[Encoded], group: Tensor, each: bool) -> tuple[Encoded, Tensor]:
+        """The prompts of ``group`` [B] as one batch, each once or (``each``) once a row, and where
+        every row's is."""
+        unique, rows = on_host(group).unique(return_inverse=True)
+        if each:
+            unique = on_host(group)
+            rows = torch.arange(len(group))
+        return self._batch([cond[i] for i in unique.tolist()]), sent(rows, group.device)
+
+    def _kinds(self, cond: list[Encoded], group: Tensor) -> list[Tensor]:
+        """Positions in ``group`` [B] of the rows whose prompts can be one batch; nearly always all
+        rows."""
+        known = on_host(group)
+        unique = known.unique()
+        kinds = self.inputs.groups([cond[i] for i in unique.tolist()])
+        if len(kinds) == 1:
+            return [torch.arange(len(group), device=group.device)]
+        return [
+            sent(torch.isin(known, unique[kind]).nonzero()[:, 0], group.device) for kind in kinds
+        ]
+
+    def _score(
+        self, net: nn.Module, cond: list[Encoded], group: Tensor, ids: Tensor, where: Tensor
+    ) -> tuple[Tensor, Scored]:
+        """Hidden states [N, H] and log-probs [N] of the tokens ``where`` [B, T] holds."""
+        each = not self.net.share
+        found = []
+        places = []
+        kinds = self._kinds(cond, group)
+        if len(kinds) == 1:
+            inputs, rows = self._collated(cond, group, each)
+            return net("score", inputs, rows, ids, where, self.warp, self.entropies)
+        number = where.flatten().cumsum(0).view_as(where) - 1
+        for at in kinds:
+            if where[at].any():
+                inputs, rows = self._collated(cond, group[at], each)
+                found.append(
+                    net("score", inputs, rows, ids[at], where[at], self.warp, self.entropies)
+                )
+                places.append(number[at][where[at]])
+        if len(found) == 1:
+            return found[0]
+        order = torch.cat(places).argsort()
+        hidden, logprob = (
+            torch.cat(x)[order] for x in ([h for h, _ in found], [s.logprob for _, s in found])
+        )
+        entropy = torch.cat([s.entropy for _, s in found])[order] if self.entropies else None
+        return hidden, Scored(logprob, entropy)
+
+    @torch.no_grad()
+    def _check_sharing(self, cond: list[Encoded]) -> None:
+        """Of a family nobody has compared: whether a shared prompt gives the log-probs of separate
+        passes."""
+        if not self.inputs.family.known and not self.tried:
+            self._first(cond[0])
+        if self.sharing != "auto":
+            return
+        self.sharing = "checked"
+        if not shareable(self.net.hf):
+            self.net.share = False
+        elif self.net.config.model_type not in VERIFIED:
+            group = torch.zeros(2, dtype=torch.long, device=self.device)
+            ids = cond[0]["input_ids"][:, -5:].expand(2, -1)
+            found = []
+            for self.net.share in (False, True):
+                found.append(
+                    self._score(self.net, cond, group, ids, torch.ones_like(ids, dtype=torch.bool))[
+                        1
+                    ].logprob
+                )
+            apart = float((found[0] - found[1]).abs().max())
+            self.net.share = apart < (1e-3 if self.net.hf.dtype == torch.float32 else 0.1)
+        if not self.net.share:
+            warnings.warn(
+                f"{self.net.config.model_type}: prompts are read once for every answer, "
+                f"since sharing them is not "
+                "exact in this family; set the policy's share to none to say so yourself",
+                stacklevel=2,
+            )
+
+    def _first(self, encoded: Encoded) -> None:
+        """One pass of a family nobody has tried. Raises UserError where its network does not take
+        what its processor made of the prompt, or returns something else."""
+        self.tried = True
+        group = torch.zeros(1, dtype=torch.long, device=self.device)
+        ids = encoded["input_ids"][:, -2:]
+        kept = self.net.share
+        self.net.share = False
+        try:
+            self._score(self.net, [encoded], group, ids, torch.ones_like(ids, dtype=torch.bool))
+        except (ValueError, TypeError, RuntimeError, AttributeError, KeyError, IndexError) as error:
+            raise UserError(
+                f"{self.net.config.model_type} is not in mmrl's table of families, and "
+                f"the general rules do not fit it "
+                f"({type(error).__name__}: {error}); compare the processor files with the "
+                f"checkpoint, or use a family "
+                "that docs/vlm.md names"
+            ) from error
+        finally:
+            self.net.share = kept
+
+    def _answers(
+        self, cond: list[Encoded], group: Tensor, row: Tensor, rng: Rng, size: int
+    ) -> Answers:
+        """Answers to the prompts of ``group`` [B], ``size`` rows at a time, in the order of the
+        rows.
+
+        Prompts of similar length are read together, which leaves little padding."""
+        found: list[Answers] = []
+        places: list[Tensor] = []
+        for at in self._kinds(cond, group):
+            asked = on_host(group)[at.cpu()]
+            unique, counts = asked.unique(return_counts=True)
+            lengths = torch.tensor([cond[i]["input_ids"].shape[1] for i in unique.tolist()])
+            ordered = unique[lengths.argsort(descending=True, stable=True)]
+            for prompts in chunks(len(ordered), max(1, size // int(counts.max()))):
+                mine = at[sent(torch.isin(asked, ordered[prompts]).nonzero()[:, 0], at.device)]
+                for part, answers in self._block(cond, group, row, rng, mine, size):
+                    places.append(part)
+                    found.append(answers)
+        order = torch.cat(places).argsort()
+        names = (
+            ("ids", "mask", "logprob", "certainty")
+            if self.ending.certain
+            else ("ids", "mask", "logprob")
+        )
+        return Answers(*(torch.cat([getattr(one, name) for one in found])[order] for name in names))
+
+    def _block(
+        self, cond: list[Encoded], group: Tensor, row: Tensor, rng: Rng, mine: Tensor, size: int
+    ) -> Iterator[tuple[Tensor, Answers]]:
+        """Rows and answers to the prompts of rows ``mine``, which are read once."""
+        busy = self._any_works if sharded(self.net) else None
+        if self.plainly:
+            for part in mine.split(size):
+                inputs, _ = self._collated(cond, group[part], each=True)
+                yield (
+                    part,
+                    generate_plainly(
+                        self.net, inputs, row[part], rng, self.warp, self.ending, busy
+                    ),
+                )
+            return
+        inputs, rows = self._collated(cond, group[mine], each=False)
+        prefix: Prefix = self.net("read", inputs)
+        for part, own in zip(mine.split(size), rows.split(size), strict=True):
+            yield (
+                part,
+                generate(self.net, prefix, own, row[part], rng, self.warp, self.ending, busy),
+            )
+
+    @property
+    def plainly(self) -> bool:
+        """Whether transformers' own ``generate`` samples."""
+        return not self.net.share or self.engine == "hf"
+
+    def _any_works(self, here: bool) -> bool:
+        return bool(distributed.all_max(torch.tensor(float(here), device=self.device)))
+
+    def _try(self, cond: list[Encoded], group: Tensor) -> None:
+        """What sampling these rows needs at most: no answer ends early."""
+        group = group[self._kinds(cond, group)[0]]
+        inputs, rows = self._collated(cond, group, each=self.plainly)
+        endless = replace(self.ending, stops=(), strings=())
+        if self.plainly:
+            generate_plainly(self.net, inputs, rows, Rng.of("try"), self.warp, endless)
+        else:
+            generate(
+                self.net, self.net("read", inputs), rows, rows, Rng.of("try"), self.warp, endless
+            )
+
+
+def blank_image() -> Prompt:
+    from PIL import Image
+
+    return {"text": "", "images": [Image.new("RGB", (64, 64))]}
+
+
+def images_in(encoded: Encoded) -> int:
+    """How many images, tiles or videos a prompt brings to the tower."""
+    grids = [encoded[name] for name in ("image_grid_thw", "video_grid_thw") if name in encoded]
+    return (
+        sum(map(len, grids))
+        if grids
+        else sum(len(x) for n, x in encoded.items() if n.startswith("pixel_values"))
+    )

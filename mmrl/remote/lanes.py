@@ -1,0 +1,157 @@
+"""One thread for each reward of a server, which scores requests that arrive together as one batch.
+
+A reward need not be safe to call from several threads: only its own lane ever calls it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mmrl.core.types import Media, Prompt, Reward
+from mmrl.scoring import Scorer
+
+
+class Answer(NamedTuple):
+    values: Tensor  # [B] float32, NaN where a sample could not be scored
+    cause: str  # why, of one of those; empty if there is none
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request's samples for one reward, and where its answer goes."""
+
+    media: Media
+    prompts: list[Prompt]
+    done: Future[Answer] = field(default_factory=Future)
+
+    def like(self, other: Job) -> bool:
+        """Can the two be one batch? Pictures of one size, or texts."""
+        if not isinstance(self.media, Tensor) or not isinstance(other.media, Tensor):
+            return not isinstance(self.media, Tensor) and not isinstance(other.media, Tensor)
+        return (
+            self.media.shape[1:] == other.media.shape[1:] and self.media.dtype == other.media.dtype
+        )
+
+
+class Lane:
+    """One reward, one thread, one queue.
+
+    Args: name, reward: as in a ``Scorer``, whose rules for failures hold here: NaN and a cause,
+        never a number. max_batch: samples the reward sees at once; larger requests are cut. wait:
+        seconds that a request waits for others to join it.
+
+    Attributes: samples, failures, batches: counted since the start; ``seconds`` were spent inside
+        the reward.
+    """
+
+    def __init__(self, name: str, reward: Reward, max_batch: int = 64, wait: float = 0.004):
+        self.name = name
+        self.max_batch = max_batch
+        self.wait = wait
+        self.scorer = Scorer({name: reward}, max_failures=1.0)
+        self.samples = self.failures = self.batches = 0
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"reward {name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def seconds(self) -> float:
+        return self.scorer.seconds[self.name]
+
+    @property
+    def waiting(self) -> int:
+        return self._jobs.qsize()
+
+    @property
+    def alive(self) -> bool:
+        """False when the reward has ended the thread, as ``sys.exit`` would."""
+        return self._thread.is_alive()
+
+    def submit(self, media: Media, prompts: list[Prompt]) -> Future[Answer]:
+        job = Job(media, prompts)
+        self._jobs.put(job)
+        return job.done
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Finish what was submitted and end the thread."""
+        self._jobs.put(None)
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        job = self._jobs.get()
+        while job is not None:
+            batch, job = self._gather(job)
+            self._answer([one for one in batch if one.done.set_running_or_notify_cancel()])
+            del batch  # samples are not kept while the lane waits
+            job = self._jobs.get() if job is None else job
+
+    def _gather(self, first: Job) -> tuple[list[Job], Job | None]:
+        """The jobs of one batch, and one that came in between but does not fit."""
+        batch = [first]
+        rows = len(first.prompts)
+        until = time.monotonic() + self.wait
+        while rows < self.max_batch:
+            try:
+                job = self._jobs.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                break
+            if job is None:
+                self._jobs.put(None)  # the end comes after this batch
+                break
+            rows += len(job.prompts)
+            if rows > self.max_batch or not job.like(first):
+                return batch, job
+            batch.append(job)
+        return batch, None
+
+    def _answer(self, batch: Sequence[Job]) -> None:
+        """Score together; if the batch as a whole fails, each by itself, so that no request pays
+        for another."""
+        if len(batch) > 1:
+            try:
+                together = self._score(
+                    join([job.media for job in batch]), [p for job in batch for p in job.prompts]
+                )
+            except Exception:  # whose fault it is shows when they are scored apart
+                for job in batch:
+                    self._answer([job])
+                return
+            for job, values in zip(
+                batch, together.values.split([len(job.prompts) for job in batch]), strict=True
+            ):
+                job.done.set_result(Answer(values, together.cause if values.isnan().any() else ""))
+        for job in batch if len(batch) == 1 else ():
+            try:
+                job.done.set_result(self._score(job.media, job.prompts))
+            except Exception as error:  # the request that waits for it says what it was
+                job.done.set_exception(error)
+
+    def _score(self, media: Media, prompts: list[Prompt]) -> Answer:
+        size = self.max_batch
+        parts = []
+        for start in range(0, len(prompts), size):
+            parts.append(
+                self.scorer(media[start : start + size], prompts[start : start + size])[self.name]
+            )
+            self.batches += 1
+        values = torch.cat(parts)
+        failed = int(values.isnan().sum())
+        self.samples += len(values)
+        self.failures += failed
+        return Answer(values, self.scorer.failures[self.name].cause if failed else "")
+
+
+def join(media: Sequence[Media]) -> Media:
+    """The samples of several requests as one batch."""
+    if isinstance(media[0], Tensor):
+        return torch.cat(list(media))
+    return [text for texts in media for text in texts]

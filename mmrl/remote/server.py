@@ -1,0 +1,138 @@
+"""``mmrl serve-reward``: the rewards of a configuration file, served until SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvicorn
+
+from mmrl.config import Config, Weighted, import_plugins
+from mmrl.config.overrides import SECTIONS, override_with
+from mmrl.config.values import show
+from mmrl.config.yamltext import read
+from mmrl.core.errors import UserError, suggest
+from mmrl.core.registry import load_built_in
+from mmrl.remote.service import TOKEN, ServeOptions, make_app
+from mmrl.run.build import short_names
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+EXAMPLE = (
+    "a configuration looks like\n    reward: {jpeg_compressibility: 1.0}\n    serve: {port: 8123}"
+)
+
+
+def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """``reward:``, ``serve:`` and ``plugins:`` of a file; a training configuration is one too, the
+    rest is ignored."""
+    file = str(path)
+    try:
+        plain, lines = read(path.read_bytes().decode("utf-8-sig"), file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {file}: {error}") from error
+    if not isinstance(plain, dict):
+        raise UserError(f"{file}: expected sections, `name: ...`; {EXAMPLE}")
+    marks = {keys: f"{file}:{line}" for keys, line in lines.items()} | {(): file}
+    for override in overrides:
+        _override(plain, marks, override)
+    found = Config(plain, file, marks)
+    for key in plain:
+        if key not in (*SECTIONS, "serve"):
+            raise UserError(
+                found.place((key,)).say(
+                    f"unknown section; {suggest(str(key), (*SECTIONS, 'serve'))}"
+                )
+            )
+    if plain.get("reward") is None:
+        raise UserError(f"{file}: the section 'reward' is missing; {EXAMPLE}")
+    return found
+
+
+def _override(plain: dict, marks: dict, override: str) -> None:
+    """``serve.key=value`` here; training has no such section, everything else is as there."""
+    source = f"command line: {override}"
+    name, equals, text = override.partition("=")
+    if not name.startswith("serve.") or not equals:
+        override_with(plain, marks, override)
+        return
+    section = plain.get("serve") or {}
+    key = name.removeprefix("serve.").strip()
+    if not isinstance(section, dict):
+        raise UserError(f"{source}: serve is {show(section)}, not options")
+    plain["serve"] = {**section, key: read(text, source)[0]}
+    marks[("serve", key)] = source
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Weighted], ServeOptions]:
+    """The rewards, built, and the options, checked first, since a model takes long to load."""
+    load_built_in()
+    found = read_config(path, overrides)
+    options = found.section("serve", ServeOptions)
+    if options.host not in LOOPBACK and not (options.token or os.environ.get(TOKEN)):
+        raise UserError(
+            f"{found.where('serve')}: serve.host {options.host} can be reached from other "
+            f"machines; "
+            f"set a token in the environment variable {TOKEN} (or serve.token)"
+        )
+    import_plugins(found)
+    rewards = found.rewards()
+    names = short_names(rewards)
+    return {names[name]: one for name, one in rewards.items()}, options
+
+
+def bind(options: ServeOptions) -> socket.socket:
+    """The port, taken but not yet listened on. Raises UserError if it is not to be had."""
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    # asyncio: no delay (40 ms) if it says TCP
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((options.host, options.port))
+    except OSError as error:
+        sock.close()
+        raise UserError(
+            f"cannot serve on {options.host} port {options.port}: {error.strerror or error}; "
+            "another one: serve.port=8124, a free one: serve.port=0"
+        ) from error
+    return sock
+
+
+def server(rewards: dict[str, Weighted], options: ServeOptions) -> uvicorn.Server:
+    """A uvicorn server that is not running yet."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            make_app(rewards, options),
+            log_level="warning",
+            access_log=False,
+            lifespan="on",
+            loop="asyncio",
+            timeout_graceful_shutdown=10,
+            timeout_keep_alive=30,
+            server_header=False,
+        )
+    )
+
+
+def serve(path: Path, overrides: Sequence[str] = ()) -> None:
+    """Serve until SIGTERM or SIGINT; requests that are being scored are answered first."""
+    rewards, options = load(path, overrides)
+    # what senders get wrong is answered, not logged
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
+    with bind(options) as sock:
+        host, port = sock.getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
+        one = server(rewards, options)
+        # uvicorn raises them again when it is done: nothing more to do
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, _ignore)
+        print(f"serving {', '.join(rewards)} on http://{host}:{port}", flush=True)
+        one.run(sockets=[sock])
+    print("stopped", flush=True)
+
+
+def _ignore(number: int, frame: object) -> None:
+    """A signal that has been acted upon."""

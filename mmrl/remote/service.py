@@ -1,0 +1,337 @@
+"""Rewards behind HTTP as an ASGI application: ``POST /score``, ``GET /health``, ``/info`` and
+``/metrics``.
+
+``mmrl.remote.server`` runs it; the formats are described in docs/remote-rewards.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le
+from fastapi import FastAPI, Request, Response
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from mmrl import __version__
+from mmrl.config import Weighted
+from mmrl.core.errors import UserError, suggest
+from mmrl.core.registry import describe
+from mmrl.remote.body import parts_of
+from mmrl.remote.lanes import Answer, Lane
+from mmrl.scoring import Handled
+from rewards._wire import BadInput, Limits, check_token, unpack
+from rewards.card import card_of
+
+TOKEN = "MMRL_REWARD_TOKEN"
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """``serve:`` of a configuration for ``mmrl serve-reward``."""
+
+    host: str = "127.0.0.1"  # 0.0.0.0 is every network this machine is in, and needs a token
+    port: Annotated[int, Ge(0), Le(65535)] = 8123  # 0: a free one, which is printed
+    token: str | None = None  # null: what MMRL_REWARD_TOKEN holds
+    max_request_mib: Annotated[float, Gt(0)] = 64.0  # of a request's body
+    max_samples: Annotated[int, Ge(1)] = 1024  # in one request
+    max_megapixels: Annotated[float, Gt(0)] = 64.0  # of the decoded pictures of one request
+    max_batch: Annotated[int, Ge(1)] = 64  # samples a reward sees at once
+    # how long a request waits for others to share a batch with
+    wait_ms: Annotated[float, Ge(0)] = 4.0
+    max_waiting: Annotated[int, Ge(1)] = 64  # requests at once; more are told to come back (503)
+    read_timeout: Annotated[float, Gt(0)] = 60.0  # seconds for the body to arrive
+    timeout: Annotated[float, Gt(0)] = 600.0  # seconds for the scores
+    formats: list[Literal["png", "webp", "tensor"]] = field(
+        default_factory=lambda: ["png", "webp", "tensor"]
+    )
+
+    def __post_init__(self) -> None:
+        check_token(self.token)
+
+    def limits(self) -> Limits:
+        return Limits(self.max_samples, self.max_megapixels * 1e6, self.formats)
+
+
+class Refusal(Exception):
+    """An answer other than 200, and what it says."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        field: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status = status
+        self.field = field
+        self.headers = dict(headers or {})
+
+    def reply(self) -> Response:
+        return reply({"error": str(self), "field": self.field}, self.status, self.headers)
+
+
+def reply(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """JSON in ASCII: whatever characters a sender made us repeat, it can be sent."""
+    text = json.dumps(content, allow_nan=False)
+    return Response(text, status, dict(headers or {}), "application/json")
+
+
+class Service:
+    """The rewards, their lanes, and what has been counted."""
+
+    def __init__(self, rewards: Mapping[str, Weighted], options: ServeOptions):
+        self.options = options
+        self.token = check_token(options.token or os.environ.get(TOKEN) or None)
+        self.weights = {name: one.weight for name, one in rewards.items()}
+        self.about = {name: describe_reward(one.reward) for name, one in rewards.items()}
+        for name, one in rewards.items():
+            if (of := card_of(one.reward).of) != "sample":
+                raise UserError(
+                    f"reward {name!r} judges {of}s, and requests hold single samples: "
+                    f"it cannot be served"
+                )
+        self.cards = {name: card_in_short(one.reward) for name, one in rewards.items()}
+        wait = options.wait_ms / 1000
+        self.lanes = {
+            name: Lane(name, one.reward, options.max_batch, wait) for name, one in rewards.items()
+        }
+        self.requests: Counter[int] = Counter()
+        self.inside = 0
+
+    def close(self) -> None:
+        for lane in self.lanes.values():
+            lane.close()
+
+    def authenticate(self, request: Request) -> None:
+        given = request.headers.get("authorization", "")
+        wanted = f"Bearer {self.token}"
+        if self.token and not hmac.compare_digest(
+            given.encode("utf-8", "replace"), wanted.encode()
+        ):
+            message = "the token is missing or wrong: send `Authorization: Bearer TOKEN`"
+            raise Refusal(401, message, headers={"WWW-Authenticate": "Bearer"})
+
+    async def score(self, request: Request) -> Response:
+        """Authenticate, admit, read, decode, score. Raises Refusal and BadInput."""
+        self.authenticate(request)
+        if self.inside >= self.options.max_waiting:
+            raise Refusal(
+                503,
+                f"{self.inside} requests are being scored already",
+                headers={"Retry-After": "1"},
+            )
+        self.inside += 1
+        try:
+            body = await self.body(request)
+            parts = await parts_of(request, body)
+            del body
+            names = self.names(parts.rewards)
+            media, prompts = await run_in_threadpool(unpack, parts, self.options.limits())
+            return reply(self.answer(await self.answers(names, media, prompts)))
+        finally:
+            self.inside -= 1
+
+    async def body(self, request: Request) -> bytearray:
+        """The body; a request that announces too much is refused before it is read, another one
+        when it gets there."""
+        most = int(self.options.max_request_mib * 2**20)
+        too_large = Refusal(
+            413,
+            f"a request may have {self.options.max_request_mib:g} MiB; send fewer samples in one",
+        )
+        announced = request.headers.get("content-length", "0")
+        if announced.isdecimal() and (len(announced) > 18 or int(announced) > most):
+            raise too_large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self.options.read_timeout):
+                async for chunk in request.stream():
+                    if len(body) + len(chunk) > most:
+                        raise too_large
+                    body += chunk
+        except TimeoutError as error:
+            raise Refusal(
+                408, f"the request did not arrive within {self.options.read_timeout:g} s"
+            ) from error
+        except ClientDisconnect as error:
+            raise Refusal(400, "the connection closed before the request was complete") from error
+        return body
+
+    def names(self, asked: Any) -> list[str]:
+        """The rewards to compute: those asked for, or all."""
+        if asked is None:
+            return list(self.lanes)
+        if (
+            not isinstance(asked, list)
+            or not asked
+            or not all(isinstance(name, str) for name in asked)
+        ):
+            raise BadInput("rewards", "expected a list of names")
+        for name in asked:
+            if name not in self.lanes:
+                raise BadInput(
+                    "rewards",
+                    f"{name[:100]!r} is not served here; {suggest(name[:100], self.lanes)}",
+                )
+        return list(dict.fromkeys(asked))
+
+    async def answers(
+        self, names: Sequence[str], media: Any, prompts: list[dict]
+    ) -> dict[str, Answer]:
+        futures = [asyncio.wrap_future(self.lanes[name].submit(media, prompts)) for name in names]
+        try:
+            async with asyncio.timeout(self.options.timeout):
+                found = await asyncio.gather(*futures)
+        except TimeoutError as error:
+            raise Refusal(504, f"not scored within {self.options.timeout:g} s") from error
+        except UserError as error:  # what the reward says of these samples and prompts
+            raise Refusal(422, str(error)) from error
+        finally:
+            for future in futures:
+                future.cancel()  # those nobody waits for any more need not start
+        return dict(zip(names, found, strict=True))
+
+    def answer(self, found: Mapping[str, Answer]) -> dict[str, Any]:
+        failed = {name: int(one.values.isnan().sum()) for name, one in found.items()}
+        return {
+            "rewards": {
+                n: [None if v != v else v for v in one.values.tolist()] for n, one in found.items()
+            },
+            "weights": {name: self.weights[name] for name in found},
+            "failures": {
+                n: {"count": failed[n], "cause": one.cause} for n, one in found.items() if failed[n]
+            },
+        }
+
+    def info(self) -> dict[str, Any]:
+        options = asdict(self.options)
+        limits = {key: options[key] for key in ("max_request_mib", "max_samples", "max_megapixels")}
+        rewards = {
+            name: {"weight": self.weights[name], "about": self.about[name], **self.cards[name]}
+            for name in self.lanes
+        }
+        return {
+            "version": __version__,
+            "rewards": rewards,
+            "formats": options["formats"],
+            "limits": limits,
+        }
+
+    def metrics(self) -> str:
+        """Counters in Prometheus's text format."""
+        lines = ["# TYPE mmrl_reward_requests_total counter"]
+        lines += [
+            f'mmrl_reward_requests_total{{status="{status}"}} {n}'
+            for status, n in sorted(self.requests.items())
+        ]
+        lines += [
+            "# TYPE mmrl_reward_requests_inside gauge",
+            f"mmrl_reward_requests_inside {self.inside}",
+        ]
+        for what in ("samples", "failures", "batches", "seconds"):
+            lines.append(f"# TYPE mmrl_reward_{what}_total counter")
+            for name, lane in self.lanes.items():
+                label = name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+                value = {
+                    "samples": lane.samples,
+                    "failures": lane.failures,
+                    "batches": lane.batches,
+                }.get(what)
+                lines.append(
+                    f'mmrl_reward_{what}_total{{reward="{label}"}} '
+                    f"{lane.seconds if value is None else value}"
+                )
+        return "\n".join(lines) + "\n"
+
+
+def card_in_short(reward: Any) -> dict[str, Any]:
+    """What a client should know of a reward: media, the fields it needs, whether it looks at
+    pictures of prompts."""
+    # what is inside its handling
+    found = card_of(reward)
+    inner = getattr(reward, "reward", reward)
+    pictures = bool({"image", "images"} & set(found.needs)) or bool(
+        getattr(inner, "sees_prompts", False)
+    )
+    return {"media": list(found.media), "needs": list(found.needs), "pictures": pictures}
+
+
+def describe_reward(reward: Any) -> str:
+    """First line of the docstring of a function, a function with options bound, or an object's
+    class."""
+    reward = reward.reward if isinstance(reward, Handled) else reward
+    function = getattr(reward, "func", reward)
+    return describe(function if hasattr(function, "__name__") else type(function))
+
+
+def make_app(rewards: Mapping[str, Weighted], options: ServeOptions | None = None) -> FastAPI:
+    """The ASGI application that serves these rewards."""
+    service = Service(rewards, options or ServeOptions())
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await run_in_threadpool(service.close)
+
+    app = FastAPI(
+        title="mmrl rewards", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan
+    )
+    app.state.service = service
+
+    @app.post("/score")
+    async def score(request: Request) -> Response:
+        try:
+            response = await service.score(request)
+        except BadInput as error:
+            response = Refusal(400, str(error), error.field).reply()
+        except Refusal as error:
+            response = error.reply()
+        except Exception as error:
+            log.exception("a request could not be answered")
+            response = reply(
+                {"error": f"{type(error).__name__} on the server, see its log", "field": None}, 500
+            )
+        service.requests[response.status_code] += 1
+        return response
+
+    @app.get("/health")
+    async def health() -> Response:
+        stuck = [name for name, lane in service.lanes.items() if not lane.alive]
+        return (
+            reply({"status": f"no longer scored: {', '.join(stuck)}"}, 503)
+            if stuck
+            else reply({"status": "ok"})
+        )
+
+    @app.get("/info")
+    async def info(request: Request) -> Response:
+        service.authenticate(request)
+        return reply(service.info())
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        service.authenticate(request)
+        return Response(service.metrics(), media_type="text/plain; version=0.0.4")
+
+    @app.exception_handler(Refusal)
+    async def refused(request: Request, error: Refusal) -> Response:
+        return error.reply()
+
+    @app.exception_handler(HTTPException)
+    async def unknown(request: Request, error: HTTPException) -> Response:
+        return Refusal(error.status_code, str(error.detail), headers=error.headers).reply()
+
+    return app

@@ -1,0 +1,1 @@
+"""Collects samples and chooses which groups are trained on."""

@@ -1,0 +1,141 @@
+"""A rollout in parts: the rewards of one are computed while the next is sampled.
+
+Randomness is keyed by the row, so that the samples are those of one rollout, whatever the number of
+parts, to rounding: a few units in the last place, where a CPU or GPU rounds a row of a product by
+its place among the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.core.errors import UserError
+from mmrl.core.types import Media, Prompt, Rewards, Rollout
+from mmrl.policies.base import Policy
+from samplers.noise import Rng
+
+EMPTY = "uncond"  # the condition of the empty prompt: one for all
+
+
+def draw(
+    policy: Policy,
+    prompts: Sequence[Prompt],
+    copies: int,
+    rng: Rng,
+    scorer: Callable,
+    parts: int = 1,
+) -> tuple[Rollout, Media, Callable[[], Rewards]]:
+    """What was sampled, as rollout and as media, and a function that waits for its rewards.
+
+    ``scorer``: a ``Scorer``; with one part any ``(media, prompts) -> Rewards``, called when the
+    rewards are asked for.
+    """
+    parts = min(parts, len(prompts))
+    if parts < 2:
+        rollout = policy.rollout(list(prompts), copies, rng)
+        media = policy.decode(rollout)
+        return rollout, media, lambda: scored(scorer, media, rollout)
+    stream = scorer.stream(len(prompts) * copies)
+    done = []
+    decoded = []
+    for first, last in pairwise(i * len(prompts) // parts for i in range(parts + 1)):
+        part = policy.rollout(
+            list(prompts[first:last]), copies, replace(rng, offset=rng.offset + first)
+        )
+        decoded.append(policy.decode(part))
+        done.append(part)
+        stream.put(decoded[-1], part.prompt_per_row(), part.group + first)
+    return joined(done), together(decoded), stream.result
+
+
+def scored(scorer: Callable, media: Media, rollout: Rollout) -> Rewards:
+    """A ``Scorer`` is told which rows are a group; any other function guesses."""
+    if hasattr(scorer, "stream"):
+        return scorer(media, rollout.prompt_per_row(), rollout.group)
+    return scorer(media, rollout.prompt_per_row())
+
+
+def together(media: Sequence[Media]) -> Media:
+    """Samples of all parts, in order."""
+    if all(isinstance(part, Tensor) for part in media):
+        return torch.cat(list(media))
+    return [item for part in media for item in part]
+
+
+def joined(parts: Sequence[Rollout]) -> Rollout:
+    """One rollout of the prompts of all. Shorter ones are padded behind with what no mask lets
+    through."""
+    longest = max(part.mask.shape[1] for part in parts)
+    states = max(0 if part.path is None else part.path.shape[1] for part in parts)
+    first = 0
+    edges = 0
+    rows = []
+    for part in parts:
+        part = roomy(padded(part, longest), states)
+        branch = None if part.edge_id is None else part.edge_id + edges
+        edges = edges if branch is None else int(branch.max()) + 1
+        rows.append(part.replace(group=part.group + first, edge_id=branch, cond=None))
+        first += len(part.prompts)
+    prompts = tuple(prompt for part in parts for prompt in part.prompts)
+    return Rollout.cat(rows).replace(
+        prompts=prompts, cond=conditions([part.cond for part in parts])
+    )
+
+
+def padded(rollout: Rollout, length: int) -> Rollout:
+    """Token rows of ``length`` decisions; rollouts with a path have the same number of steps
+    anyway."""
+    have = rollout.mask.shape[1]
+
+    def pad(tensor: Tensor) -> Tensor:
+        if tensor.ndim < 2 or tensor.shape[1] != have:
+            return tensor
+        return torch.cat(
+            [tensor, tensor.new_zeros(len(tensor), length - have, *tensor.shape[2:])], 1
+        )
+
+    if have == length:
+        return rollout
+    return rollout.map(pad).replace(path=rollout.path)
+
+
+def roomy(rollout: Rollout, states: int) -> Rollout:
+    """Paths of so many states: rows drawn with other stochastic steps may keep fewer. ``visit``
+    leads to none of the new ones."""
+    path = rollout.path
+    if path is None or path.shape[1] == states:
+        return rollout
+    return rollout.replace(
+        path=torch.cat(
+            [path, path.new_zeros(len(path), states - path.shape[1], *path.shape[2:])], 1
+        )
+    )
+
+
+def conditions(parts: Sequence[Any]) -> Any:
+    """The condition [P, *] of all prompts out of those of the parts."""
+    one = parts[0]
+    if isinstance(one, dict):
+        return {
+            key: one[key] if key == EMPTY else conditions([part[key] for part in parts])
+            for key in one
+        }
+    if isinstance(one, list):
+        return [item for part in parts for item in part]
+    if isinstance(one, tuple):
+        return tuple(conditions(items) for items in zip(*parts, strict=True))
+    if not isinstance(one, Tensor):
+        return one
+    if len({part.shape[1:] for part in parts}) > 1:
+        raise UserError(
+            "train.reward_overlap_chunks: this policy encodes prompts of different lengths to tensors "
+            "of different shapes, which "
+            "parts of a rollout cannot share; set train.reward_overlap_chunks=1"
+        )
+    return torch.cat(list(parts))

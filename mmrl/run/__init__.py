@@ -1,0 +1,1 @@
+"""Builds, runs, saves and evaluates a training run."""

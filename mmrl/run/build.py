@@ -1,0 +1,227 @@
+"""From a configuration to live objects: what training, sampling, evaluation and export all begin
+with."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mmrl import config
+from mmrl.config.options import EvaluateOptions, TrainOptions, arithmetic
+from mmrl.core.errors import UserError
+from mmrl.core.registry import (
+    ADVANTAGES,
+    DATA,
+    OBJECTIVES,
+    OPTIMIZERS,
+    POLICIES,
+    REWARDS,
+    load_built_in,
+)
+from mmrl.core.types import Prompt
+from mmrl.data.prompts import Curriculum
+from mmrl.monitoring.alarms import AlarmOptions
+from mmrl.monitoring.log import LogOptions
+from mmrl.run import checkpoint
+from mmrl.scoring import Scorer
+from mmrl.train.device import Device, check_precision
+from mmrl.train.trainer import Trainer
+
+SECTIONS = {
+    "train": TrainOptions,
+    "evaluate": EvaluateOptions,
+    "log": LogOptions,
+    "alarms": AlarmOptions,
+}
+CONFIG = "config.yaml"
+
+
+def read(path: Path, overrides: Sequence[str], processes: int = 1) -> config.Config:
+    """A configuration, checked as far as possible without building a model."""
+    load_built_in()
+    found = config.load(path, overrides)
+    config.check(found, SECTIONS, {"optimizer": ("parameters",)}, processes)
+    return found
+
+
+@dataclass
+class Session:
+    """The parts of a run that need no optimizer."""
+
+    config: config.Config
+    policy: Any
+    data: Any
+    scorer: Scorer
+    options: TrainOptions
+    evaluation: EvaluateOptions
+
+    @classmethod
+    def of(cls, found: config.Config) -> Session:
+        options = found.section("train", TrainOptions)
+        check_precision(options)  # before a large model is loaded in vain
+        # new adapters draw their first weights from the global generator
+        seed_everything(options.seed)
+        data = found.build("data", DATA)
+        check_needs(found, data, {})
+        policy = found.build("policy", POLICIES)
+        data = admitted(policy, data)
+        evaluation = found.section("evaluate", EvaluateOptions)
+        one = cls(found, policy, data, scorer(found, ("reward",), options), options, evaluation)
+        check_needs(found, data, one.scorer.rewards, policy)
+        return one
+
+    def prompts(self) -> list:
+        """Held-out prompts, or training prompts where nothing is held out."""
+        return list(self.data.held_out) or list(self.data.train)
+
+    def trainer(self) -> Trainer:
+        return Trainer(
+            self.policy,
+            self.data.train,
+            self.scorer,
+            self.config.build("advantage", ADVANTAGES),
+            self.config.build("objective", OBJECTIVES),
+            self.config.build("optimizer", OPTIMIZERS),
+            self.options,
+        )
+
+    def judges(self) -> Scorer:
+        """The training rewards and those that are only measured."""
+        extra = self.config.plain.get("evaluate") or {}
+        if not extra.get("reward"):
+            return self.scorer
+        more = scorer(self.config, ("evaluate", "reward"), self.options)
+        return Scorer(
+            self.scorer.rewards | more.rewards,
+            self.scorer.weights,
+            self.options.max_reward_failure_rate,
+        )
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """The prompts of a data source that a policy can take."""
+
+    train: list[Prompt]
+    held_out: list[Prompt]
+
+
+def admitted(policy: Any, data: Any) -> Any:
+    """The data source, without the prompts that are too long for the policy. Raises UserError if
+    none is left."""
+    found = Admitted(*(policy.admit(list(prompts)) for prompts in (data.train, data.held_out)))
+    if isinstance(data.train, Curriculum) and found.train:
+        found = Admitted(data.train.over(found.train), found.held_out)
+    if not found.train:
+        raise UserError(f"every prompt was left out: {'; '.join(policy.notes)}")
+    unchanged = (len(found.train), len(found.held_out)) == (len(data.train), len(data.held_out))
+    return data if unchanged else found
+
+
+def scorer(found: config.Config, section: tuple[str, ...], options: TrainOptions) -> Scorer:
+    chosen = found.rewards(section)
+    names = short_names(chosen)
+    functions = {names[name]: one.reward for name, one in chosen.items()}
+    return Scorer(
+        functions,
+        {names[name]: one.weight for name, one in chosen.items()},
+        options.max_reward_failure_rate,
+    )
+
+
+def short_names(names: Iterable[str]) -> dict[str, str]:
+    """``my_rewards:sharpness`` as a curve is called: ``sharpness``; in full where two would be
+    called the same."""
+    short = {name: name.rpartition(":")[2] for name in names}
+    often = Counter(short.values())
+    return {name: one if often[one] == 1 else name for name, one in short.items()}
+
+
+def check_needs(
+    found: config.Config, data: Any, rewards: Mapping[str, Callable], policy: Any = None
+) -> None:
+    """Every prompt has what these rewards need, and they judge what the policy makes. Raises
+    UserError with the line.
+
+    Without ``rewards``: those of the configuration, by what their classes say, before any of them
+    is built.
+    """
+    sections = (
+        {("reward",): rewards}
+        if rewards
+        else {path: classes(found, path) for path in rewarded(found)}
+    )
+    prompts = [*data.train, *data.held_out]
+    problems = []
+    for path, chosen in sections.items():
+        unfit = [*config.missing_values(chosen, prompts), *config.wrong_media(chosen, policy)]
+        place = found.place(path)
+        problems += [
+            (place / name).say(f"reward {name!r} cannot be used: {why}") for name, why in unfit
+        ]
+    config.raise_all(problems)
+
+
+def rewarded(found: config.Config) -> list[tuple[str, ...]]:
+    """The sections that name rewards."""
+    extra = (found.plain.get("evaluate") or {}).get("reward")
+    return [("reward",), ("evaluate", "reward")] if extra else [("reward",)]
+
+
+def classes(found: config.Config, path: tuple[str, ...]) -> dict[str, Callable]:
+    """What the rewards of a section are made from, by name."""
+    spec: Any = found.plain
+    for key in path:
+        spec = spec[key]
+    chosen = config.resolve_rewards(spec, REWARDS, found.place(path), [])
+    return {name: one.reward.entry for name, one in chosen.items()}
+
+
+def seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def trained(run: Path, overrides: Sequence[str] = (), at: str | None = None) -> Session:
+    """The session of a finished or stopped run: live weights trained (the moving average, if there
+    is one), the base as snapshot ``ref``. ``at`` names a checkpoint; by default the newest whole
+    one is taken."""
+    path = run / "checkpoints" / at if at else checkpoint.choose(run / "checkpoints")[0]
+    arrays, _ = checkpoint.load(path, checked=not at)
+    session = base(config_of(run), overrides)
+    weights = session.policy.weights
+    try:
+        if "snapshot-ref" in arrays:  # otherwise the base is the model as it was built
+            weights.load(arrays["snapshot-ref"], "ref")
+        weights.load(arrays.get("snapshot-ema", arrays["weights"]))
+    except ValueError as error:
+        raise UserError(f"{path} does not fit {config_of(run)}: {error}") from error
+    return session
+
+
+def base(path: Path, overrides: Sequence[str] = ()) -> Session:
+    """The session of a configuration before any training, on the device, the base also as snapshot
+    ``ref``."""
+    session = Session.of(read(path, overrides))
+    Device(session.options).place(session.policy)
+    session.policy.fixed_batch_rows = (
+        session.policy.fixed_batch_rows or arithmetic(session.options).micro_batch
+    )
+    session.policy.weights.keep("ref")
+    return session
+
+
+def config_of(run: Path) -> Path:
+    if not (run / CONFIG).is_file():
+        raise UserError(
+            f"{run} is not a run: it has no {CONFIG}; give the folder that `mmrl train` named"
+        )
+    return run / CONFIG

@@ -1,0 +1,248 @@
+"""Checkpoints on disk: written whole or not at all, checked when read, never pickled.
+
+A checkpoint is a folder ``iteration-000012`` of safetensors files and ``state.json``, which lists
+every file with its size and SHA-256. It is written under a temporary name, synced to the disk and
+renamed, so a crash at any moment leaves either the whole checkpoint or none.
+
+A part (weights, a snapshot, the optimizer's state) is one file of whole tensors. Under FSDP2 it is
+a folder of files, in which each process has written its shards by torch.distributed.checkpoint, so
+that nothing is gathered. Both are read block by block, by any number of processes. All processes
+must see the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mmrl.core import distributed
+from mmrl.core.errors import UserError
+from mmrl.core.sharding import is_sharded
+from mmrl.utils.files import sha256, sync
+
+FORMAT = "mmrl-checkpoint-2"
+READABLE = (FORMAT, "mmrl-checkpoint-1")  # the first had whole tensors only
+PREFIX = "iteration-"
+OFFSETS = "DCP_SHARDING_INFO"  # in a file's header: where in the whole tensors its shards begin
+
+Tensors = Mapping[str, Tensor]
+Arrays = Mapping[str, Tensors]  # part -> name -> tensor
+
+
+class Block(NamedTuple):
+    """What one file holds of a tensor."""
+
+    file: Path
+    start: tuple[int, ...]  # its first element in the whole tensor
+    size: tuple[int, ...]
+
+
+class Part(Mapping[str, Tensor]):
+    """The tensors of one part on disk, each read when it is asked for, whole or a block of it."""
+
+    def __init__(self, files: Sequence[Path]):
+        from safetensors import safe_open
+
+        self.files = {file: safe_open(file, framework="pt") for file in files}
+        self.blocks: dict[str, list[Block]] = {}
+        for file, content in self.files.items():
+            names = content.keys()
+            starts = json.loads((content.metadata() or {}).get(OFFSETS, "{}"))
+            for name in names:
+                size = tuple(content.get_slice(name).get_shape())
+                start = tuple(starts[name]["saved_offsets"]) if name in starts else (0,) * len(size)
+                self.blocks.setdefault(name, []).append(Block(file, start, size))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.blocks)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The whole tensor."""
+        shape = self.shape(name)
+        return self.block(name, (0,) * len(shape), shape)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        ends = [[a + n for a, n in zip(block.start, block.size)] for block in self.blocks[name]]
+        return tuple(map(max, zip(*ends)))
+
+    def block(self, name: str, start: Sequence[int], size: Sequence[int]) -> Tensor:
+        """A tensor of ``size`` that begins at ``start`` of the whole one; nothing else is read."""
+        joined = None
+        for block in self.blocks[name]:
+            first = [max(a, b) for a, b in zip(start, block.start)]
+            last = [min(a + n, b + m) for a, n, b, m in zip(start, size, block.start, block.size)]
+            if any(end <= begin for begin, end in zip(first, last)) and prod(size):
+                continue
+            if tuple(start) == block.start and tuple(size) == block.size:
+                return self.files[block.file].get_tensor(name)
+            ranges = zip(first, last, block.start)
+            within = tuple(slice(a - o, max(a, b) - o) for a, b, o in ranges)
+            piece = self.files[block.file].get_slice(name)[within]
+            if tuple(piece.shape) == tuple(size):
+                return piece
+            joined = torch.empty(tuple(size), dtype=piece.dtype) if joined is None else joined
+            joined[tuple(slice(a - o, b - o) for a, b, o in zip(first, last, start))] = piece
+        return joined
+
+
+def save(folder: Path, iteration: int, arrays: Arrays, meta: dict, keep: int = 3) -> Path:
+    """Write ``folder/iteration-NNNNNN`` atomically, then delete all but the newest ``keep``.
+    Returns the path.
+
+    A collective call: each process writes its shards, the main one everything else.
+    """
+    main = distributed.world()[0] == 0
+    final = folder / f"{PREFIX}{iteration:06d}"
+    work = folder / f".{final.name}.partial"
+    with distributed.together():
+        if main:
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir(parents=True)
+    for part, tensors in arrays.items():
+        _write(work / part, tensors, main)
+    with distributed.together():  # all have written
+        pass
+    names = _names(work)
+    prints = {name: _fingerprint(work / name) for name in _share(names)}
+    files: dict[str, Any] = {}
+    for each in distributed.all_gather_plain(prints):
+        files |= each
+    with distributed.together():  # the others go on when the checkpoint is there
+        if main:
+            listed = {name: files[name] for name in names}
+            state = {"format": FORMAT, "iteration": iteration, "files": listed, "meta": meta}
+            (work / "state.json").write_text(json.dumps(state, indent=1))
+            for path in [*work.rglob("*"), work]:
+                sync(path)
+            shutil.rmtree(final, ignore_errors=True)
+            os.rename(work, final)
+            sync(folder)
+            prune(folder, keep)
+    return final
+
+
+def _write(path: Path, tensors: Tensors, main: bool) -> None:
+    """One part: whole tensors by the main process, shards by all of them."""
+    if not any(map(is_sharded, tensors.values())):
+        if main:
+            from safetensors.torch import save_file
+
+            plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+            save_file(plain, path.with_name(f"{path.name}.safetensors"))
+        return
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
+    dcp.save(dict(tensors), storage_writer=writer)
+
+
+def load(path: Path, checked: bool = False) -> tuple[Arrays, dict[str, Any]]:
+    """Open a checkpoint: arrays, which are read when they are asked for, and meta.
+
+    UserError says what is wrong with a torn or foreign one. ``checked``: ``choose`` has compared
+    the files with their SHA-256, which is not done again.
+    """
+    state = _read(path) if checked else _checked(path)
+    parts: dict[str, list[Path]] = {}
+    for name in state["files"]:
+        part = name.partition("/")[0].removesuffix(".safetensors")
+        parts.setdefault(part, []).append(path / name)
+    return {part: Part(files) for part, files in parts.items()}, state["meta"]
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest checkpoint of a run, unread; None if there is none."""
+    return max(folder.glob(PREFIX + "*"), key=lambda path: path.name, default=None)
+
+
+def choose(folder: Path) -> tuple[Path, list[str]]:
+    """The newest whole checkpoint, and what was wrong with newer ones. UserError if none is whole.
+
+    A collective call: each process compares its share of the files with their SHA-256.
+    """
+    problems = []
+    for path in sorted(folder.glob(PREFIX + "*"), key=lambda path: path.name, reverse=True):
+        try:
+            with distributed.together():
+                _checked(path)
+            return path, problems
+        except UserError as error:
+            problems.append(str(error))
+    raise UserError(
+        "\n".join(
+            [
+                f"no usable checkpoint in {folder}",
+                *problems,
+                "mmrl train makes one; nothing can be resumed, evaluated or exported without",
+            ]
+        )
+    )
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Delete all but the newest ``keep`` checkpoints, and what crashed writers left behind."""
+    for path in sorted(folder.glob(PREFIX + "*"), key=lambda path: path.name)[: -keep or None]:
+        shutil.rmtree(path)
+    for path in folder.glob(f".{PREFIX}*"):
+        shutil.rmtree(path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """state.json, of a format that can be read and with all its files."""
+    try:
+        state = json.loads((path / "state.json").read_text())
+    except FileNotFoundError as error:
+        raise UserError(f"{path} is not a checkpoint: it has no state.json") from error
+    except (ValueError, OSError) as error:
+        raise UserError(
+            f"checkpoint {path} is damaged: state.json cannot be read ({error})"
+        ) from error
+    if not isinstance(state, dict) or state.get("format") not in READABLE:
+        raise UserError(
+            f"{path} is not an mmrl checkpoint of format {FORMAT}; it was written by something else"
+        )
+    for name in state["files"]:
+        if not (path / name).is_file():
+            raise UserError(f"checkpoint {path} is torn: {name} is missing")
+    return state
+
+
+def _checked(path: Path) -> dict[str, Any]:
+    """The same, after this process's share of the files was compared with what was written."""
+    state = _read(path)
+    for name in _share(list(state["files"])):
+        if _fingerprint(path / name) != state["files"][name]:
+            raise UserError(
+                f"checkpoint {path} is torn: {name} is not what was written (size or "
+                f"SHA-256 differ)"
+            )
+    return state
+
+
+def _names(folder: Path) -> list[str]:
+    """All files below a folder, relative to it."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return sorted(path.relative_to(folder).as_posix() for path in files)
+
+
+def _share(names: Sequence[str]) -> Sequence[str]:
+    """Those that this process reads to hash them."""
+    rank, size = distributed.world()
+    return names[rank::size]
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    return {"size": path.stat().st_size, "sha256": sha256(path)}

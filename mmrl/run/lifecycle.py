@@ -1,0 +1,293 @@
+"""A training run from start to end: the loop, with everything a person wants written down, saved
+and shown."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+import torch
+
+from mmrl import config
+from mmrl.core import distributed
+from mmrl.core.errors import UserError
+from mmrl.core.types import Media, Rewards, Rollout
+from mmrl.monitoring.alarms import AlarmOptions, Alarms
+from mmrl.monitoring.gallery import Gallery
+from mmrl.monitoring.log import LogOptions, RunLog
+from mmrl.run import checkpoint, state
+from mmrl.run.build import CONFIG, SECTIONS, Session, config_of, read
+from mmrl.run.evaluation import evaluate, sample
+from mmrl.train.trainer import Trainer
+from mmrl.utils.machine import machine
+
+PREVIEW = 8  # held-out prompts in a sample grid
+SAME_INSTANT = 1.0  # seconds
+
+
+def train(name: Path, overrides: Sequence[str] = (), resume: bool = False) -> Path:
+    """Train a configuration, or go on with a run folder. Returns the run folder.
+
+    Raises UserError for everything a user can mend; what was trained until then is saved.
+    """
+    found = read(config_of(name) if resume else name, overrides)
+    session = Session.of(found)
+    trainer = session.trainer()
+    config.check(found, SECTIONS, {"optimizer": ("parameters",)}, trainer.device.processes)
+    folder = name if resume else run_folder(found, name)
+    notes = _resume(trainer, folder) if resume else []
+    with distributed.together():  # only the main process looks into the folder
+        log = RunLog(
+            folder,
+            resume,
+            start=trainer.iteration + 1,
+            options=found.section("log", LogOptions),
+            active=trainer.device.main,
+            config=found.plain,
+        )
+    with log:
+        run = Run(session, trainer, log, folder)
+        watched = [name for name, weight in session.scorer.weights.items() if not weight]
+        run.alarms = Alarms(found.section("alarms", AlarmOptions), watched)
+        run.alarms.recall(log.past, log.past_alarms)
+        for note in [*trainer.plan.warnings, *session.policy.notes, *notes]:
+            run.say("warning", note)
+        run.begin(fresh=not resume)
+        with run.rescued():
+            run.loop()
+        run.end()
+    return folder
+
+
+@dataclass
+class Run:
+    """A trainer with its surroundings. ``stop`` is why the loop should end after the current
+    iteration."""
+
+    session: Session
+    trainer: Trainer
+    log: RunLog
+    folder: Path
+    stop: str = ""
+    started: float = field(default_factory=time.monotonic)
+    # reward -> failures already written to the events
+    told: dict[str, int] = field(default_factory=dict)
+    alarms: Alarms = field(default_factory=lambda: Alarms(AlarmOptions()))
+
+    def begin(self, fresh: bool) -> None:
+        """What every process prepares and the main one writes before the first iteration."""
+        session = self.session
+        session.policy.prepare([*session.data.train, *session.data.held_out])
+        if self.log.active:
+            (self.folder / CONFIG).write_text(config.dump(session.config))
+            (self.folder / "machine.json").write_text(json.dumps(machine(), indent=1))
+        self.trainer.watch = self.keep
+        if fresh:
+            self.preview("before")
+
+    def loop(self) -> None:
+        options = self.session.options
+        trainer = self.trainer
+        with self.log.progress(options.iterations, trainer.iteration) as bar, self._interruptible():
+            while trainer.iteration < options.iterations and not self._should_stop():
+                start = time.perf_counter()
+                metrics = trainer.iterate()
+                metrics["seconds"] = time.perf_counter() - start
+                metrics |= self._every_so_often(trainer.iteration) | self._counted()
+                self.log.metrics(trainer.iteration, metrics)
+                self._tell(metrics)
+                self._watch(metrics)
+                bar.update(trainer.iteration, metrics["reward/mean"])
+
+    @contextmanager
+    def rescued(self) -> Iterator[None]:
+        """Save what was trained before an error that all processes share ends the run."""
+        start = self.trainer.iteration
+        try:
+            yield
+        except distributed.StopAll as error:
+            self.log.event("error", str(error))
+            if self.trainer.iteration == start:
+                raise
+            again = f"mmrl train --resume {self.folder}"
+            raise UserError(
+                f"{error}\nsaved {self.save()}; when this is mended, go on with: {again}"
+            ) from error
+
+    def end(self) -> None:
+        """The last checkpoint and pictures, and how to go on if the run was stopped."""
+        path = self.save()
+        self.preview("after")
+        if self.stop:
+            self.say(
+                "stopped",
+                f"{self.stop}; saved {path}. Go on with: mmrl train --resume {self.folder}",
+            )
+        elif self.log.active:
+            print(f"finished: {self.folder}")
+
+    def save(self) -> Path:
+        iteration = self.trainer.iteration
+        keep = self.session.options.save_total_limit
+        arrays, meta = state.capture(self.trainer)
+        path = checkpoint.save(self.folder / "checkpoints", iteration, arrays, meta, keep)
+        self.log.event("checkpoint", f"iteration {iteration}")
+        return path
+
+    def preview(self, name: str) -> None:
+        """A grid of held-out prompts with the noise that is always the same. Only pictures and
+        videos have one."""
+        prompts = self.session.prompts()[:PREVIEW]
+        with self._best_weights():
+            media, _ = sample(self.trainer.policy, prompts, 1, self.session.evaluation.seed)
+        if isinstance(media, torch.Tensor) and media.ndim in (4, 5):
+            shown = distributed.all_gather_rows(media)
+            self.log.images(name, shown.float().cpu(), [str(p.get("text", "")) for p in prompts])
+
+    def keep(self, media: Media, rollout: Rollout, rewards: Rewards) -> None:
+        """Texts of the first iteration and of every ``log.rollouts``-th, for the report's
+        gallery."""
+        every = self.log.options.rollouts
+        iteration = self.trainer.iteration + 1
+        if (
+            self.log.active
+            and every
+            and isinstance(media, list)
+            and (iteration == 1 or due(iteration, every))
+        ):
+            Gallery(self.folder, self.session.scorer.rewards).add(
+                iteration, media, rollout, rewards
+            )
+
+    def say(self, kind: str, message: str) -> None:
+        self.log.event(kind, message)
+        if self.log.active:
+            print(f"{kind}: {message}", flush=True)
+
+    def _every_so_often(self, iteration: int) -> dict[str, float]:
+        """Checkpoints, sample grids and evaluations that are due after this iteration."""
+        options = self.session.options
+        found = {}
+        if due(iteration, options.save_every) and iteration < options.iterations:
+            self.save()
+        if due(iteration, options.sample_every):
+            self.preview(f"iter-{iteration:06d}")
+        if due(iteration, options.evaluate_every):
+            session = self.session
+            with self._best_weights():
+                each = evaluate(
+                    session.policy, session.prompts(), session.scorer, session.evaluation
+                )
+            found = {f"eval/{name}": estimate.mean for name, estimate in each.items()}
+        return found
+
+    def _best_weights(self):
+        name = "ema" if "ema" in self.trainer.policy.weights.saved else "live"
+        return self.trainer.policy.weights.using(name)
+
+    def _should_stop(self) -> bool:
+        limit = self.session.options.time_limit
+        if limit and time.monotonic() - self.started > limit:
+            self.stop = self.stop or f"time limit of {limit:g} s reached"
+        return self.trainer.device.any(bool(self.stop))
+
+    def _tell(self, metrics: dict[str, float]) -> None:
+        """Samples that could not be scored, and an iteration that taught nothing, once for every
+        new case; and what the policy has to say."""
+        while self.session.policy.news:
+            self.say("note", self.session.policy.news.pop(0))
+        if metrics["skipped_steps"] == self.trainer.plan.steps * self.session.options.epochs:
+            if "steps" not in self.told:
+                self.say(
+                    "warning",
+                    f"no optimizer step in iteration {self.trainer.iteration}: no "
+                    f"decision to train on",
+                )
+            self.told["steps"] = self.trainer.iteration
+        for name, failures in self.session.scorer.failures.items():
+            if failures.count > self.told.get(name, 0):
+                self.told[name] = failures.count
+                self.log.event(
+                    "excluded",
+                    f"{name}: {failures.count} samples so far; last cause {failures.cause}",
+                )
+
+    def _watch(self, metrics: dict[str, float]) -> None:
+        """Alarms: an event with its numbers, and a line for whoever looks."""
+        for alarm in self.alarms.see(self.trainer.iteration, metrics):
+            self.log.event("alarm", alarm.message, alarm.numbers, about=alarm.kind)
+            if self.log.active:
+                print(f"alarm: {alarm.message}", flush=True)
+
+    def _counted(self) -> dict[str, float]:
+        """What rewards count themselves, over all processes."""
+        own = self.session.scorer.counters()
+        if not own:
+            return {}
+        device = self.trainer.device.accelerator.device
+        total = distributed.all_sum(
+            torch.tensor(list(own.values()), dtype=torch.float64, device=device)
+        )
+        return {f"judged/{name}": number for name, number in zip(own, total.tolist(), strict=True)}
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """The first Ctrl-C (or SIGTERM) ends the run after the current iteration; the second at
+        once.
+
+        A launcher hands on the Ctrl-C that the terminal has also sent here, so the same instant
+        counts once.
+        """
+        first = -math.inf
+
+        def handle(number: int, _: object) -> None:
+            nonlocal first
+            if self.stop and time.monotonic() - first > SAME_INSTANT:
+                raise KeyboardInterrupt
+            if self.stop:
+                return
+            first = time.monotonic()
+            self.stop = f"interrupted by {signal.Signals(number).name}"
+            if self.log.active:
+                print(
+                    "\nfinishing this iteration, then saving; press Ctrl-C again to stop without",
+                    flush=True,
+                )
+
+        kept = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in kept.items():
+                signal.signal(number, handler)
+
+
+def due(iteration: int, every: int) -> bool:
+    return bool(every) and iteration % every == 0
+
+
+def run_folder(found: config.Config, name: Path) -> Path:
+    """``run`` of the configuration, or runs/<family>-<method>-<time>."""
+    if chosen := found.plain.get("run"):
+        return Path(chosen)
+    return Path("runs") / f"{name.parent.name}-{name.stem}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def _resume(trainer: Trainer, folder: Path) -> list[str]:
+    """Restore the newest whole checkpoint; returns what was wrong with newer ones."""
+    if checkpoint.latest(folder / "checkpoints") is None:
+        raise UserError(
+            f"{folder} has no checkpoint yet; start it again with: mmrl train {folder / CONFIG}"
+        )
+    path, problems = checkpoint.choose(folder / "checkpoints")
+    with distributed.together():
+        arrays, meta = checkpoint.load(path, checked=True)
+    state.restore(trainer, arrays, meta)
+    return [*problems, f"resumed from {path}"]

@@ -1,0 +1,101 @@
+"""Measurements of a whole held-out set which are no mean over its samples: COCO's mean average
+precision."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from mmrl.core.types import Prompt
+
+
+def mean_ap(texts: Sequence[str], prompts: Sequence[Prompt]) -> dict[str, float]:
+    """``mAP`` (IoU 0.5 to 0.95) and ``mAP50`` by pycocotools over all answers, where every prompt
+    has boxes and labels.
+
+    A predicted box without a label gets the label of the prompt if all its right boxes share one. A
+    box without a confidence has 1. Empty for other prompts. A coordinate space that cannot be
+    converted leaves its answer out.
+    """
+    if not prompts or not all(
+        p.get("boxes") and len(p.get("labels") or ()) == len(p["boxes"]) for p in prompts
+    ):
+        return {}
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    names = sorted({str(name) for prompt in prompts for name in prompt["labels"]})
+    truth = COCO()
+    said = []
+    truth.dataset = {
+        "info": {},
+        "images": [{"id": i} for i in range(len(prompts))],
+        "categories": [{"id": i, "name": name} for i, name in enumerate(names)],
+        "annotations": _right(prompts, names),
+    }
+    for i, (text, prompt) in enumerate(zip(texts, prompts, strict=True)):
+        said += _found(i, text, prompt, names)
+    if not said:
+        return {"mAP": 0.0, "mAP50": 0.0}
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth.createIndex()
+        judge = COCOeval(truth, truth.loadRes(said), "bbox")
+        judge.evaluate()
+        judge.accumulate()
+        judge.summarize()
+    return {"mAP": float(judge.stats[0]), "mAP50": float(judge.stats[1])}
+
+
+def _right(prompts: Sequence[Prompt], names: list[str]) -> list[dict[str, Any]]:
+    from rewards.vision.base import true_boxes
+
+    rows = [
+        (image, name, box)
+        for image, prompt in enumerate(prompts)
+        for name, box in zip(prompt["labels"], true_boxes(prompt).tolist())
+    ]
+    return [
+        {
+            "id": n + 1,
+            "image_id": image,
+            "category_id": names.index(str(name)),
+            "iscrowd": 0,
+            **_sides(box),
+        }
+        for n, (image, name, box) in enumerate(rows)
+    ]
+
+
+def _found(image: int, text: str, prompt: Prompt, names: list[str]) -> list[dict[str, Any]]:
+    from rewards.vision.base import in_truth
+    from rewards.vision.coords import Unscorable
+    from rewards.vision.shapes import boxes
+
+    shapes = boxes(text).value or []
+    only = str(prompt["labels"][0]) if len(set(map(str, prompt["labels"]))) == 1 else None
+    try:
+        rows, _ = in_truth(shapes, prompt)
+    except Unscorable:
+        return []
+    found = []
+    for shape, box in zip(shapes, rows.tolist()):
+        label = only if shape.label is None else str(shape.label)
+        if label in names and box[2] > box[0] and box[3] > box[1]:
+            score = 1.0 if shape.confidence is None else shape.confidence
+            found.append(
+                {
+                    "image_id": image,
+                    "category_id": names.index(label),
+                    "score": score,
+                    **_sides(box),
+                }
+            )
+    return found
+
+
+def _sides(box: list[float]) -> dict[str, Any]:
+    width = box[2] - box[0]
+    height = box[3] - box[1]
+    return {"bbox": [box[0], box[1], width, height], "area": width * height}

@@ -1,0 +1,175 @@
+"""A trainer's whole state as tensors and plain data, and back: 2N iterations equal N, stop, resume,
+N to the bit.
+
+Samples, shuffles and noise are keyed by the iteration and need nothing saved. Saved are the weights
+and snapshots, the optimizer, the advantage's memory, the loss scale, and the global generators,
+which only code from outside draws from.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmrl.advantages import memory
+from mmrl.core import distributed
+from mmrl.core.errors import UserError
+from mmrl.core.sharding import like
+from mmrl.core.weights import LIVE, block, reshard
+from mmrl.data.prompts import Curriculum
+from mmrl.run.checkpoint import Arrays, Tensors
+from mmrl.train.trainer import Trainer
+
+
+def capture(trainer: Trainer) -> tuple[Arrays, dict[str, Any]]:
+    """Everything, as it is and not copied: save it, or copy it, before the next step. A collective
+    call."""
+    weights = trainer.policy.weights
+    arrays = {"weights": weights.stored(LIVE)}
+    arrays |= {f"snapshot-{name}": weights.stored(name) for name in trainer.snapshots()}
+    arrays["optimizer"], optimizer = _flatten(_optimizer_state(trainer))
+    meta = {
+        "iteration": trainer.iteration,
+        "step": trainer.step,
+        "optimizer": optimizer,
+        "rng": _generators(),
+    }
+    meta["advantage"] = memory.capture(trainer.advantage)
+    if hasattr(trainer.scorer, "state_dict"):
+        meta["rewards"] = trainer.scorer.state_dict()
+    if hasattr(trainer.objective, "state_dict"):
+        meta["objective"] = trainer.objective.state_dict()
+    if isinstance(trainer.prompts, Curriculum):
+        meta["data"] = trainer.prompts.state_dict()
+    if trainer.memory is not None:
+        arrays["memory"], meta["memory"] = trainer.memory.state()
+    if trainer.device.scales_loss:
+        meta["scaler"] = trainer.device.accelerator.scaler.state_dict()
+    return arrays, meta
+
+
+def restore(trainer: Trainer, arrays: Arrays, meta: dict[str, Any]) -> None:
+    """Put a captured state into a newly built trainer of the same configuration."""
+    try:
+        _restore_weights(trainer, arrays)
+    except ValueError as error:
+        raise UserError(
+            f"the checkpoint does not fit this configuration's model: {error}"
+        ) from error
+    if meta["step"]:
+        tensors = _optimizer_tensors(trainer, arrays["optimizer"])
+        _load_optimizer(trainer, _unflatten(tensors, meta["optimizer"]))
+    trainer.iteration = meta["iteration"]
+    trainer.step = meta["step"]
+    memory.restore(trainer.advantage, meta.get("advantage", {}))
+    if hasattr(trainer.scorer, "load_state_dict"):
+        trainer.scorer.load_state_dict(meta.get("rewards", {}))
+    if hasattr(trainer.objective, "load_state_dict") and "objective" in meta:
+        trainer.objective.load_state_dict(meta["objective"])
+    if isinstance(trainer.prompts, Curriculum):
+        trainer.prompts.load_state_dict(meta.get("data", {}))
+    if trainer.memory is not None:
+        trainer.memory.load(arrays.get("memory", {}), meta.get("memory", []))
+    if trainer.device.scales_loss:
+        trainer.device.accelerator.scaler.load_state_dict(meta["scaler"])
+    _set_generators(meta["rng"])
+
+
+def _restore_weights(trainer: Trainer, arrays: Arrays) -> None:
+    """Live weights and the snapshots this run keeps. Those that the checkpoint lacks, since the
+    configuration asks for them only now, start from the live weights; the reference stays the base
+    model, which it is in a new trainer."""
+    weights = trainer.policy.weights
+    weights.load(arrays["weights"])
+    for name in trainer.snapshots():
+        if f"snapshot-{name}" in arrays:
+            weights.load(arrays[f"snapshot-{name}"], name)
+        elif name != "ref":
+            weights.keep(name)
+
+
+def _optimizer_state(trainer: Trainer) -> dict[str, Any]:
+    """The state by parameter name, under FSDP2 each process's shards."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    reshard(trainer.policy.net)
+    inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    # torch would make a state up by taking a step, and the first real one would count as second
+    if trainer.step == 0:
+        return {}
+    return get_optimizer_state_dict(trainer.policy.net, inner)
+
+
+def _optimizer_tensors(trainer: Trainer, tensors: Tensors) -> dict[str, Tensor]:
+    """What is as large as its parameter is shared out as that is; what is not, such as the count of
+    steps, is whole."""
+    parameters = trainer.policy.weights.parameters()
+    placed = {}
+    for key in tensors:
+        p = parameters[key.rpartition("/")[0]]
+        try:
+            placed[key] = like(p, block(tensors, key, p).to(p.device))
+        except ValueError:
+            placed[key] = tensors[key]
+    return placed
+
+
+def _load_optimizer(trainer: Trainer, state: dict[str, Any]) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
+    reshard(trainer.policy.net)
+    inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    lenient = StateDictOptions(strict=False)  # what never had a gradient has no state
+    set_optimizer_state_dict(trainer.policy.net, inner, state, options=lenient)
+
+
+def _flatten(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors as ``parameter/slot``, everything else as JSON."""
+    tensors = {}
+    plain = {"groups": state.get("param_groups", []), "values": {}}
+    for parameter, slots in state.get("state", {}).items():
+        for slot, value in slots.items():
+            (tensors if isinstance(value, Tensor) else plain["values"])[f"{parameter}/{slot}"] = (
+                value
+            )
+    return tensors, plain
+
+
+def _unflatten(tensors: dict[str, Tensor], plain: dict[str, Any]) -> dict[str, Any]:
+    state: dict[str, dict[str, Any]] = {}
+    for key, value in {**tensors, **plain["values"]}.items():
+        parameter, _, slot = key.rpartition("/")
+        state.setdefault(parameter, {})[slot] = value
+    return {"state": state, "param_groups": plain["groups"]}
+
+
+def _generators() -> list[dict[str, Any]]:
+    """State of the global generators of every process, in order of rank."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    own = {
+        "python": random.getstate(),
+        "numpy": [kind, keys.tolist(), position, has_gauss, gauss],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+        "cuda": [one.numpy().tobytes().hex() for one in cuda],
+    }
+    return distributed.all_gather_plain(own)
+
+
+def _set_generators(saved: list[dict[str, Any]]) -> None:
+    own = saved[distributed.world()[0] % len(saved)]
+    version, words, gauss = own["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = own["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(_bytes(own["torch"]))
+    if torch.cuda.is_available() and len(own["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all([_bytes(state) for state in own["cuda"]])
+
+
+def _bytes(text: str) -> Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8).clone()

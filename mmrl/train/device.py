@@ -1,0 +1,178 @@
+"""Where and how passes run: accelerate, with just what the loop needs of it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmrl.config.options import TrainOptions
+from mmrl.core import distributed
+from mmrl.core.errors import UserError
+from mmrl.policies.base import ParameterGroup
+
+ACCELERATE_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+UNSUPPORTED = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "FSDP1": "FSDP version 1"}
+
+
+def check_precision(options: TrainOptions) -> None:
+    """UserError if this machine cannot compute in the precision asked for."""
+    if options.precision == "fp16" and not torch.cuda.is_available():
+        raise UserError("train.precision fp16 needs a CUDA device; use bf16 or fp32")
+
+
+def check_launcher() -> None:
+    """UserError if the launcher chose a way to share the model out that mmrl does not support."""
+    chosen = {name for name in UNSUPPORTED if _uses(name)}
+    if _uses("FSDP") and os.environ.get("FSDP_VERSION", "1") != "2":
+        chosen.add("FSDP1")
+    if chosen:
+        raise UserError(
+            f"accelerate was configured for {UNSUPPORTED[min(chosen)]}, which mmrl does "
+            f"not support: launch with "
+            "--multi_gpu (copies), or with --use_fsdp --fsdp_version 2 (shards)"
+        )
+
+
+def _uses(name: str) -> bool:
+    """Whether `accelerate launch` was told to use it."""
+    return os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true"
+
+
+def check_trained_precision(groups: list[ParameterGroup]) -> None:
+    """UserError if weights that are trained are stored in half precision.
+
+    The steps of a usual learning rate are smaller than half a unit in the last place of bfloat16,
+    and are rounded away.
+    """
+    halves = {p.dtype for group in groups for p in group.parameters if p.dtype.itemsize < 4}
+    if halves:
+        name = str(min(halves, key=str)).removeprefix("torch.")
+        raise UserError(
+            f"policy option dtype {name}: these weights are trained, and in {name} most "
+            f"optimizer steps are "
+            f"rounded away; set dtype=float32 with "
+            f"train.precision={'fp16' if name == 'float16' else 'bf16'}, "
+            "which computes in half precision and keeps float32 weights, or train adapters (lora)"
+        )
+
+
+class Device:
+    """One process's share of the machine. Started by ``accelerate launch`` or torchrun it is one of
+    many."""
+
+    def __init__(self, options: TrainOptions):
+        from accelerate import Accelerator
+        from accelerate.state import AcceleratorState
+        from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
+
+        check_precision(options)
+        check_launcher()
+        AcceleratorState._reset_state()  # a second trainer in one program may use another precision
+        self.accelerator = Accelerator(
+            mixed_precision=ACCELERATE_PRECISION[options.precision],
+            cpu=_many_on_cpu(),
+            # 1 whatever ACCELERATE_GRADIENT_ACCUMULATION_STEPS says: the loss is a mean over the
+            # whole step already
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=options.timeout))],
+        )
+        self.options = options
+        atexit.unregister(distributed.leave)  # once, however many trainers there are
+        atexit.register(distributed.leave)
+        self.rank = self.accelerator.process_index
+        self.processes = self.accelerator.num_processes
+
+    @property
+    def main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    @property
+    def scales_loss(self) -> bool:
+        """fp16 only."""
+        return self.accelerator.scaler is not None
+
+    def prepare(self, policy: Any, optimizer: Callable) -> torch.optim.Optimizer:
+        """Move the network to the device, wrap it (DDP, FSDP2), and return its prepared
+        optimizer."""
+        if self.options.gradient_checkpointing:
+            policy.enable_gradient_checkpointing()
+        groups = [group for group in policy.parameter_groups() if group.parameters]
+        if not groups:
+            raise UserError(
+                "the policy has no trainable parameters; set lora, or leave full training on"
+            )
+        check_trained_precision(groups)
+        # needless, all have loaded the weights; and it fails on models with buffers
+        if self.sharded:
+            self.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
+        if getattr(policy, "find_unused_parameters", False):
+            from accelerate.utils import DistributedDataParallelKwargs
+
+            self.accelerator.ddp_handler = DistributedDataParallelKwargs(
+                find_unused_parameters=True
+            )
+        policy.trained, prepared = self.accelerator.prepare(policy.net, _built(optimizer, groups))
+        return prepared
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each process holds a part of the weights (FSDP2)."""
+        return self.accelerator.is_fsdp2
+
+    def place(self, policy: Any) -> None:
+        """Move the network to the device, to compute as in training but not to be trained: the
+        network's own passes are in ``train.precision``, everything else (encoders, decoders,
+        rewards) is as it was loaded."""
+        policy.trained = self.accelerator.prepare_model(policy.net, evaluation_mode=True)
+
+    def no_sync(self, trained: nn.Module) -> AbstractContextManager:
+        """Keep the gradients of a pass that is not the last of its step on this process (DDP),
+        which saves messages.
+
+        FSDP2 reduces them after every pass: without, each process would keep the gradient of the
+        whole model.
+        """
+        return nullcontext() if self.sharded else self.accelerator.no_sync(trained)
+
+    def backward(self, loss: Tensor) -> None:
+        """``loss`` is this process's share of a *sum* over processes; the wrappers average, hence
+        the factor."""
+        self.accelerator.backward(loss * self.processes)
+
+    def clip(self, policy: Any, limit: float | None) -> Tensor:
+        """[] the gradient's global norm before it was clipped to ``limit``; None does not clip."""
+        norm = self.accelerator.clip_grad_norm_(policy.trained.parameters(), limit or float("inf"))
+        norm = norm if isinstance(norm, Tensor) else torch.tensor(float(norm))
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    def any(self, here: bool) -> bool:
+        """Whether it is so on any process; a collective call."""
+        return bool(distributed.all_max(torch.tensor(float(here), device=self.accelerator.device)))
+
+    def wait(self) -> None:
+        self.accelerator.wait_for_everyone()
+
+
+def _built(optimizer: Callable, groups: list[ParameterGroup]) -> torch.optim.Optimizer:
+    """An optimizer whose groups have their learning rates; a single plain group is given as a list
+    of parameters."""
+    if len(groups) == 1:
+        made = optimizer(groups[0].parameters)
+    else:
+        made = optimizer([{"params": group.parameters} for group in groups])
+    for group, settings in zip(groups, made.param_groups, strict=True):
+        settings["lr"] = group.lr if group.lr is not None else settings["lr"] * group.factor
+    return made
+
+
+def _many_on_cpu() -> bool:
+    """Launched as one of several, without a GPU: unless told, accelerate takes each process for the
+    only one."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.accelerator.is_available()

@@ -1,0 +1,119 @@
+"""What a number was measured on: processor, memory, accelerators, versions, commit."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    "mmrl",
+    "torch",
+    "torchvision",
+    "diffusers",
+    "transformers",
+    "accelerate",
+    "peft",
+    "open_clip_torch",
+    "timm",
+)
+
+
+def version(package: str) -> str | None:
+    """Installed version by its metadata, without importing it; None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def cpu_model() -> str:
+    """Marketing name of the processor, or its architecture where the system does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+        return next(
+            line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
+        )
+    except (OSError, StopIteration):
+        pass
+    if sys.platform == "darwin":
+        return _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
+    return platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    """Logical cores this process may use, which is fewer than the machine's inside a container or
+    under taskset."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def memory_gib() -> float | None:
+    """Physical memory in GiB."""
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def gpus() -> list[str]:
+    """``NVIDIA H200 (139.8 GiB)`` for each visible CUDA device; empty without torch or CUDA."""
+    try:
+        import torch
+
+        found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    except Exception:  # a broken driver must not stop a run from describing its machine
+        return []
+    return [f"{device.name} ({device.total_memory / 2**30:.1f} GiB)" for device in found]
+
+
+def commit() -> str | None:
+    """Commit of the checkout mmrl is imported from, with ``+changes`` if the tree differs; None
+    when installed."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    head = _output("git", "-C", str(root), "rev-parse", "--short=12", "HEAD")
+    changed = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
+    return f"{head}+changes" if head and changed else head or None
+
+
+def command() -> str:
+    """The command line of this process, fit to be typed again."""
+    program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
+    if program == "__main__.py":
+        program = f"python -m {Path(sys.argv[0]).parent.name}"
+        return " ".join([program, *map(shlex.quote, sys.argv[1:])])
+    return shlex.join([program, *sys.argv[1:]])
+
+
+def machine() -> dict[str, Any]:
+    """A JSON-ready description of machine, versions and command; never raises."""
+    return {
+        "cpu": cpu_model(),
+        "cores": cores(),
+        "memory_gib": memory_gib(),
+        "gpus": gpus(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in PACKAGES},
+        "commit": commit(),
+        "command": command(),
+        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+
+
+def _output(*words: str) -> str:
+    try:
+        return subprocess.run(
+            words, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -1,0 +1,66 @@
+"""Where things lie: configurations shipped with the package, the cache of what worlds build."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from mmrl.core.errors import UserError, suggest
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def cache_dir() -> Path:
+    """``$MMRL_CACHE``, else ``$XDG_CACHE_HOME/mmrl``, else ``~/.cache/mmrl``. Not created here."""
+    if chosen := os.environ.get("MMRL_CACHE"):
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base).expanduser() / "mmrl"
+
+
+def shipped_configs() -> Path:
+    """The ``configs`` folder of an installed package, or of the repository for an editable
+    install."""
+    installed = PACKAGE / "configs"
+    return installed if installed.is_dir() else PACKAGE.parent / "configs"
+
+
+def config_names() -> list[str]:
+    """Names that ``find_config`` accepts anywhere: ``digits/flow_grpo`` and so on, sorted."""
+    found = set()
+    for root in (Path("configs"), shipped_configs()):
+        found |= {
+            path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.y*ml")
+        }
+    return sorted(found)
+
+
+def find_config(name: str | Path) -> Path:
+    """The configuration file of that path or name; ``.yaml`` may be left off.
+
+    Looked for as a path, then below ``./configs``, then among the shipped ones, so that
+    ``digits/flow_grpo`` and ``configs/digits/flow_grpo.yaml`` mean the same file everywhere. Raises
+    ``UserError`` with the nearest names.
+    """
+    text = Path(name).as_posix()
+    short = text.removeprefix("./").removeprefix("configs/")
+    for place in (Path(text), Path("configs") / short, shipped_configs() / short):
+        for path in (
+            place,
+            place.parent / f"{place.name}.yaml",
+            place.parent / f"{place.name}.yml",
+        ):
+            if path.is_file():
+                return path
+    if Path(text).is_dir():
+        raise UserError(f"{text} is a folder, not a configuration file; {_inside(short)}")
+    wanted = short.removesuffix(".yaml").removesuffix(".yml")
+    raise UserError(
+        f"no configuration {text!r}: no such file, and no shipped configuration; "
+        f"{suggest(wanted, config_names())}"
+    )
+
+
+def _inside(folder: str) -> str:
+    names = [name for name in config_names() if name.startswith(folder.rstrip("/") + "/")]
+    return f"in it: {', '.join(names)}" if names else "give the path of a .yaml file"
