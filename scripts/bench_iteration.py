@@ -34,10 +34,10 @@ import measuring  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from mmrl import advantages
+from mmrl import advantages  # noqa: E402
 from mmrl.config.options import TrainOptions  # noqa: E402
 from mmrl.core.types import Media, Prompt, Rollout  # noqa: E402
-from mmrl.data import prompts
+from mmrl.data import prompts  # noqa: E402
 from mmrl.objectives import PolicyGradient  # noqa: E402
 from mmrl.policies.diffusion.flow_policy import FlowPolicy  # noqa: E402
 from mmrl.scoring import Scorer  # noqa: E402
@@ -145,8 +145,8 @@ class PlainLoop:
             self.net.enable_gradient_checkpointing()
 
     def iterate(self) -> None:
-        prompts = prompts.batch(PROMPTS, self.work.prompts, 0, 0)
-        cond = self.encode(prompts)
+        asked = prompts.batch(PROMPTS, self.work.prompts, 0, 0)
+        cond = self.encode(asked)
         names = torch.arange(self.work.rows)
         self.empty = cond.pop("uncond")
         self.cond = {
@@ -154,7 +154,7 @@ class PlainLoop:
         }
         sampled = [self.sample(rows) for rows in names.split(self.work.plain_rows)]
         self.path, self.logprob, images = (torch.cat(each) for each in zip(*sampled, strict=True))
-        rewards = self.reward(images, [p for p in prompts for _ in range(self.work.copies)]).to(
+        rewards = self.reward(images, [p for p in asked for _ in range(self.work.copies)]).to(
             self.logprob
         )
         groups = rewards.view(-1, self.work.copies)

@@ -65,7 +65,8 @@ class Method:
         return [*SIZES, *self.changes, f"optimizer.adamw.lr={self.lr}", f"train.seed={seed}"]
 
 
-OWN_GRID = "policy.timestep_schedule.shifted.shift=1.0"  # of the base, by which all are evaluated; FLUX has 3
+# of the base, by which all are evaluated; FLUX has 3
+OWN_GRID = "policy.timestep_schedule.shifted.shift=1.0"
 NOISE = "policy.noise_level=0.5"  # in few long steps 0.3, as published, explores little
 PATH, SHARED, NOISED, PAIRS, GRADIENT = methods_page.FAMILIES
 METHODS = {

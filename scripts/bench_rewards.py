@@ -33,7 +33,7 @@ import yaml  # noqa: E402
 
 from mmrl.cli.reward_table import markdown, renewed, speeds  # noqa: E402
 from mmrl.config import build_rewards  # noqa: E402
-from mmrl.core.errors import UserError
+from mmrl.core.errors import UserError  # noqa: E402
 from mmrl.core.registry import REWARDS, load_built_in  # noqa: E402
 from mmrl.scoring import Handling, Scorer  # noqa: E402
 from mmrl.utils.machine import machine  # noqa: E402

@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, help="keep the run folders here")
     parser.add_argument("overrides", nargs="*", help="key=value of the configurations")
     chosen = parser.parse_args()
-    commands.build([f"digits/{recipe}" for recipe in chosen.only])
+    commands.build_artifacts([f"digits/{recipe}" for recipe in chosen.only])
     RESULTS.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as place:
         folder = chosen.runs or Path(place)

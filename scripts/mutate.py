@@ -5,8 +5,9 @@
     the page python scripts/mutate.py run --files mmrl/core/distributions.py --rerun survived python
     scripts/mutate.py run --changed main          # mutants of lines that differ from a revision
     python scripts/mutate.py trace tests/test_dists.py   # after tests have changed: only these
-    files anew python scripts/mutate.py list --files mmrl/core/distributions.py  # the mutants, untested python
-    scripts/mutate.py page                        # only write docs/results/mutation.md anew
+    files anew python scripts/mutate.py list --files mmrl/core/distributions.py  # the mutants,
+    untested python scripts/mutate.py page                        # only write
+    docs/results/mutation.md anew
 
 One process imports everything and collects the tests. Every mutant is a fork of it, in which the
 changed code takes the place of the old one, and which runs the tests that execute the line: those

@@ -26,10 +26,10 @@ import torch
 
 torch.set_num_threads(1)
 
-from mmrl import advantages, config
+from mmrl import advantages, config  # noqa: E402
 from mmrl.config.options import TrainOptions  # noqa: E402
-from mmrl.core import registry
-from mmrl.core.errors import UserError
+from mmrl.core import registry  # noqa: E402
+from mmrl.core.errors import UserError  # noqa: E402
 from mmrl.core.registry import OBJECTIVES  # noqa: E402
 from mmrl.core.types import tree_map  # noqa: E402
 from mmrl.objectives import PolicyGradient  # noqa: E402

@@ -48,7 +48,8 @@ def test_loops_that_do_different_work_are_refused(monkeypatch):
 def test_passes_and_rows_are_counted_and_the_results_written(tmp_path):
     threads = torch.get_num_threads()
     words = (
-        "--steps 3 --prompts 2 --num-samples 4 --plain-rows 2 --repeats 1 --threads 1 --explain --out"
+        "--steps 3 --prompts 2 --num-samples 4 --plain-rows 2 --repeats 1 --threads 1 "
+        "--explain --out"
     ).split()
     found = bench.main([*words, str(tmp_path / "bench")])
     torch.set_num_threads(threads)
@@ -113,7 +114,8 @@ def test_sampled_tokens_equal_those_of_the_libraries(monkeypatch, tmp_path):
     }
     monkeypatch.setattr(discrete, "CASES", sizes)
     words = (
-        "--cases janus amused --num-samples 3 --repeats 1 --threads 1 --no-warm --check-side 4 --out"
+        "--cases janus amused --num-samples 3 --repeats 1 --threads 1 --no-warm "
+        "--check-side 4 --out"
     ).split()
     found = discrete.main([*words, str(tmp_path / "speed")])
     torch.set_num_threads(threads)

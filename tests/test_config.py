@@ -695,7 +695,8 @@ def test_later_overrides_win_and_build_on_earlier_ones(here):
         ),
         (
             "train.prompts_per_iteration.x=3",
-            "command line: train.prompts_per_iteration.x=3: train.prompts_per_iteration is 4, which has no 'x'",
+            "command line: train.prompts_per_iteration.x=3: train.prompts_per_iteration "
+            "is 4, which has no 'x'",
         ),
         ("train.seed=[1", "command line: train.seed=[1: cannot read the value"),
         ("train.seed", "command line: train.seed: expected key=value"),
@@ -744,7 +745,8 @@ def test_the_plan_of_an_iteration():
         (
             {"train_batch_size": 20},
             1,
-            "train.train_batch_size 20 does not divide the 48 samples (train.prompts_per_iteration 12 x "
+            "train.train_batch_size 20 does not divide the 48 samples "
+            "(train.prompts_per_iteration 12 x "
             "train.group_size 4)",
         ),
         ({"train_batch_size": 20}, 1, "use 16 or 24"),

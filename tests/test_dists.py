@@ -8,7 +8,7 @@ from mmrl.core.distributions import BLOCK, Categorical, Gaussian, Score, drawn
 from samplers.noise import Rng
 
 
-def gaussian(seed, loss_agg_mode="token_sum"):
+def gaussian(seed, reduction="sum"):
     rng = torch.Generator().manual_seed(seed)
     mean = torch.randn(3, 2, 4, generator=rng, dtype=torch.float64)
     return Gaussian(mean, 0.1 + torch.rand(3, 1, 1, generator=rng, dtype=torch.float64), reduction)

@@ -47,10 +47,10 @@ def roll(policy, n=4, copies=8, seed=0):
 
 def gradient(policy, rollout, objective, micro=None, loss_agg_mode="token_mean"):
     points = list(objective.points(policy, rollout, Rng.of("points")))
-    _, total = loss_total(points, rollout, reduction)
+    _, total = loss_total(points, rollout, loss_agg_mode)
     policy.net.zero_grad()
     for point in passes(points, micro):
-        weight = loss_weights(point, reduction, rollout.mask.shape[1])
+        weight = loss_weights(point, loss_agg_mode, rollout.mask.shape[1])
         ((objective.loss(policy, point) * weight).sum() / total).backward()
     return torch.cat([p.grad.flatten() for p in policy.weights.parameters().values()])
 

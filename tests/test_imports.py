@@ -175,5 +175,6 @@ def test_knowing_every_name_is_light():
 
 def test_reading_a_run_needs_no_torch():
     assert "torch" not in loaded_by(
-        "import mmrl.monitoring.report.page, mmrl.cli.doctor, mmrl.monitoring.log, mmrl.utils.paths, mmrl.utils.machine"
+        "import mmrl.monitoring.report.page, mmrl.cli.doctor, mmrl.monitoring.log, "
+        "mmrl.utils.paths, mmrl.utils.machine"
     )

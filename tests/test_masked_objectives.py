@@ -91,7 +91,7 @@ def estimate(policy, rollout, loss_agg_mode="token_sum", rng=POINTS, **options):
     objective = Masked(surrogate=SURROGATES["reinforce"], **options)
     policy.net.zero_grad()
     for point in objective.points(policy, rollout, rng):
-        weight = loss_weights(point.replace(on_policy=True), reduction, 1)
+        weight = loss_weights(point.replace(on_policy=True), loss_agg_mode, 1)
         (-objective.loss(policy, point.replace(on_policy=True)) * weight).sum().backward()
     return policy.net.logits.grad.flatten()
 

@@ -72,7 +72,8 @@ def test_an_installed_copy_finds_its_own_parts(wheel, tmp_path):
     site = tmp_path / "site"
     pip("install", "--quiet", "--no-deps", "--no-index", "--target", str(site), str(wheel))
     code = (
-        "import mmrl.utils.paths as p, mmrl.monitoring.report.page, rewards, samplers; print(p.PACKAGE, "
+        "import mmrl.utils.paths as p, mmrl.monitoring.report.page, rewards, samplers; "
+        "print(p.PACKAGE, "
         "*p.config_names())"
     )
     done = subprocess.run(

@@ -334,7 +334,7 @@ def losses(policy, rollout, advantage, loss_agg_mode="seq_mean_token_mean"):
     """The gradient of the trainer's weighted sum of REINFORCE losses, and its terms [B, K]."""
     (point,) = policy.path(rollout.replace(advantage=advantage))
     terms = -point.advantage * policy.dist(point).log_prob(point.target)
-    total = (terms * loss_weights(point, reduction, 1)).sum() / len(rollout)
+    total = (terms * loss_weights(point, loss_agg_mode, 1)).sum() / len(rollout)
     return flat_grad(policy, total), terms.detach(), point
 
 
@@ -376,11 +376,11 @@ def test_the_gradient_of_a_tree_is_the_average_of_its_samples(make, weigh, turn)
     assert torch.equal(rollout.branch[:, 0], rows - rows % 2) and torch.equal(
         rollout.branch[:, -1], rows
     )
-    reduction = "sum" if weigh == "token" else "row"
+    loss_agg_mode = "sum" if weigh == "token" else "row"
     found, _, _ = losses(
-        tree, rollout, tree_mean(reward, rollout, base=dr_grpo).double(), reduction
+        tree, rollout, tree_mean(reward, rollout, base=dr_grpo).double(), loss_agg_mode
     )
-    wanted, _, _ = losses(flat, samples, dr_grpo(reward, samples).double(), reduction)
+    wanted, _, _ = losses(flat, samples, dr_grpo(reward, samples).double(), loss_agg_mode)
     # Llama's norms are in float32 throughout
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
     assert wanted.abs().max() > 0.01

@@ -42,8 +42,9 @@ def group(
 
     std: of the group, of all rewards, or none. eps: added to the std, its least value, or added to
     the variance. combine: several rewards are summed, then normalised; or each is normalised, then
-    summed (aggregate), and then normalised over the batch (gdpo). zero_variance_groups: a group of equal rewards
-    has advantage 0, or is dropped. best_of: train on the n/2 best and n/2 worst of each group only.
+    summed (aggregate), and then normalised over the batch (gdpo). zero_variance_groups: a group of
+    equal rewards has advantage 0, or is dropped. best_of: train on the n/2 best and n/2 worst of
+    each group only.
     """
     if eps < 0:
         raise UserError(f"advantage: eps must not be negative, it is {eps}")

@@ -135,7 +135,7 @@ def build(
     """Build parts of the embedded world ahead of time. They are cached."""
     from mmrl.cli import commands
 
-    commands.build(names or list(commands.QUICKSTART))
+    commands.build_artifacts(names or list(commands.QUICKSTART))
 
 
 @app.command(name="serve-reward")

@@ -101,7 +101,7 @@ def dry_run(config: Path, overrides: Sequence[str] = (), processes: int = 1) -> 
         print(line)
 
 
-def build(names: Sequence[str]) -> None:
+def build_artifacts(names: Sequence[str]) -> None:
     """Build artifacts of the embedded world, or find them in the cache, and print their folders."""
     load_built_in()
     for name in names:

@@ -159,7 +159,10 @@ def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
     if train.replay_buffer is not None and not hasattr(policy, "recall"):
         yield f"train.replay_buffer: {name} cannot be shown old answers again; it is for vlm"
     if train.max_new_tokens_schedule and not hasattr(policy, "limit"):
-        yield f"train.max_new_tokens_schedule: {name} writes no answers whose length could change; it is for vlm"
+        yield (
+            f"train.max_new_tokens_schedule: {name} writes no answers whose length could "
+            f"change; it is for vlm"
+        )
 
 
 def without_average(snapshots: Collection[str], train: TrainOptions) -> str | None:
@@ -217,21 +220,29 @@ def impossible(train: TrainOptions, processes: int = 1) -> Iterator[str]:
         return
     if train.prompts_per_iteration % processes:
         near = _nearest(train.prompts_per_iteration, processes, lambda n: True)
-        yield f"train.prompts_per_iteration {train.prompts_per_iteration} cannot be shared by {processes} processes: use {near}"
+        yield (
+            f"train.prompts_per_iteration {train.prompts_per_iteration} cannot be shared by "
+            f"{processes} processes: use {near}"
+        )
         return
     if rows % train.train_batch_size:
         near = _nearest(
             min(train.train_batch_size, rows), processes, lambda n: n <= rows and rows % n == 0
         )
-        made = f"{rows} samples (train.prompts_per_iteration {train.prompts_per_iteration} x train.group_size {train.group_size})"
+        made = (
+            f"{rows} samples (train.prompts_per_iteration {train.prompts_per_iteration} x "
+            f"train.group_size {train.group_size})"
+        )
         yield (
-            f"train.train_batch_size {train.train_batch_size} does not divide the {made} of an iteration: "
+            f"train.train_batch_size {train.train_batch_size} does not divide the {made} "
+            f"of an iteration: "
             f"use {near}"
         )
     elif train.train_batch_size % processes:
         near = _nearest(train.train_batch_size, processes, lambda n: n <= rows and rows % n == 0)
         yield (
-            f"train.train_batch_size {train.train_batch_size} cannot be shared by {processes} processes: "
+            f"train.train_batch_size {train.train_batch_size} cannot be shared by "
+            f"{processes} processes: "
             f"use {near}"
         )
     elif train.micro_batch_size and train.micro_batch_size > (
@@ -240,7 +251,8 @@ def impossible(train: TrainOptions, processes: int = 1) -> Iterator[str]:
         yield (
             f"train.micro_batch_size {train.micro_batch_size} is more than the {share} rows of an "
             f"optimizer step on one process "
-            f"(train.train_batch_size {train.train_batch_size} over {processes}): at most {share}, or null"
+            f"(train.train_batch_size {train.train_batch_size} over {processes}): at most "
+            f"{share}, or null"
         )
 
 
@@ -263,7 +275,8 @@ def _warnings(train: TrainOptions) -> Iterator[str]:
         )
     if train.dynamic_sampling_min_std and not train.dynamic_sampling_rounds:
         yield (
-            "train.dynamic_sampling_min_std is set and train.dynamic_sampling_rounds is 0: no group gives way; set "
+            "train.dynamic_sampling_min_std is set and train.dynamic_sampling_rounds is "
+            "0: no group gives way; set "
             "its number of rounds"
         )
     if train.iterations == 0:

@@ -21,7 +21,7 @@ Sections = dict[str, Any]
 def _text(
     surrogate: str,
     advantage: Any,
-    reduction: str,
+    loss_agg_mode: str,
     more: Mapping[str, Any] | None = None,
     **chosen: Any,
 ) -> Sections:

@@ -1,4 +1,5 @@
-"""Says what an option or plug-in of an earlier version is called now: one table for all messages."""
+"""Says what an option or plug-in of an earlier version is called now: one table for all
+messages."""
 
 from __future__ import annotations
 
@@ -99,7 +100,8 @@ VALUES: dict[str, dict[Any, Any]] = {  # option -> old value -> new value
 
 
 def option(path: Sequence[Any], key: Any, known: Collection[str]) -> str:
-    """Gives the full name the unknown option ``key`` at ``path`` has now; empty where it never existed."""
+    """Gives the full name the unknown option ``key`` at ``path`` has now; empty where it never
+    existed."""
     section = OPTIONS.get(str(path[0]), {}) if path else {}
     for name in section.get(str(key), ()):
         if name in known:

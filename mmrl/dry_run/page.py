@@ -16,7 +16,8 @@ def lines(report: Report) -> Iterator[str]:
     yield f"policy      {report.policy}: {report.path}"
     yield from _sample(report)
     yield (
-        f"batches     {train.prompts_per_iteration} prompts x {train.group_size} copies = {plan.rows} rows "
+        f"batches     {train.prompts_per_iteration} prompts x {train.group_size} copies = "
+        f"{plan.rows} rows "
         f"an iteration; {plan.steps} "
         f"optimizer steps of {train.train_batch_size} rows, {train.epochs} epoch(s), "
         f"{train.iterations} iterations"

@@ -21,8 +21,8 @@ from samplers.noise import Rng
 
 
 class Objective(Protocol):
-    """``behavior_policy`` names the weights that sample ("live" or a snapshot); ``snapshots`` those it
-    needs kept.
+    """``behavior_policy`` names the weights that sample ("live" or a snapshot); ``snapshots`` those
+    it needs kept.
 
     A class may say by ``reads`` which states of a path it looks at, so that the others need not be
     kept: "path" (all, also where nothing is said), "decisions" (before and after each), or "sample"
@@ -75,7 +75,8 @@ class Revisiting(Protocol):
     """An objective that samples with, or compares with, earlier checkpoints of its own training."""
 
     def revisit(self, weights: Weights, iteration: int, rng: Rng) -> None:
-        """Before iteration ``iteration`` (from 0): update the snapshots; choose ``behavior_policy`` anew.
+        """Before iteration ``iteration`` (from 0): update the snapshots; choose ``behavior_policy``
+        anew.
 
         ``rng`` belongs to the iteration and is the same on all processes, so that nothing but the
         snapshots need be saved. Called twice for one iteration it does nothing more.

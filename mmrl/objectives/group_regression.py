@@ -3,8 +3,8 @@ rewards differ.
 
 Each is one line, the loss of a group's scores. Before a step ``couple`` finds its value and its
 slope in every score, over all answers of the step, so that micro-batches change nothing; the loss
-of a row is then linear in its own score. ``train.loss_agg_mode`` must be row or every_row for the loss
-as it is written.
+of a row is then linear in its own score. ``train.loss_agg_mode`` must be row or every_row for the
+loss as it is written.
 """
 
 from __future__ import annotations

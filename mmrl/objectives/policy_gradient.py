@@ -39,12 +39,13 @@ def clipped(low: float, high: float | None = None) -> Surrogate:
 class PolicyGradient:
     """Clipped policy gradient with KL to the reference: Flow-GRPO, DanceGRPO, GRPO.
 
-    clip_range: range of the ratio, one number or [low, high]. advantage_clip: bound on |A|. kl: weight of
-    the KL to the reference, from the same distributions. kl_form: "gaussian" is that KL;
-    "flow_grpo" is it times the step length, as Flow-GRPO publishes it. timestep_fraction, timestep_selection: how much of
-    every row's decisions is trained on, and which. behavior_policy: the weights that sample. timestep_weighting:
-    "noise" multiplies the loss of a step by the noise injected there, so that the early, decisive
-    steps count more (TempFlow-GRPO, He et al. 2025; its code is not public).
+    clip_range: range of the ratio, one number or [low, high]. advantage_clip: bound on |A|. kl:
+    weight of the KL to the reference, from the same distributions. kl_form: "gaussian" is that KL;
+    "flow_grpo" is it times the step length, as Flow-GRPO publishes it. timestep_fraction,
+    timestep_selection: how much of every row's decisions is trained on, and which. behavior_policy:
+    the weights that sample. timestep_weighting: "noise" multiplies the loss of a step by the noise
+    injected there, so that the early, decisive steps count more (TempFlow-GRPO, He et al. 2025; its
+    code is not public).
     """
 
     clip_range: float | tuple[float, float] = 1e-4

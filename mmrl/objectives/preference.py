@@ -33,8 +33,8 @@ class DiffusionDPO:
 
     Wallace et al. 2024, "Diffusion Model Alignment Using Direct Preference Optimization", eq. 14,
     on fresh pairs: with e the denoising error and D = e - e_ref, minimises -log sigmoid(-(beta / 2)
-    (D_best - D_worst)). Groups of equal advantages make no pair. num_noise_draws, timestep_sampler: how many times of
-    the forward process a pair is looked at, and which.
+    (D_best - D_worst)). Groups of equal advantages make no pair. num_noise_draws, timestep_sampler:
+    how many times of the forward process a pair is looked at, and which.
     """
 
     needs: ClassVar[str] = "gaussian"

@@ -62,9 +62,9 @@ def ppo(
 ) -> Tensor:
     """Clipped ratio: GRPO, Dr. GRPO, BNPO; with a high unlike low DAPO (Yu et al. 2025, eq. 10).
 
-    dual_clip: where A < 0 the loss is at most -dual A (dual clip, Ye et al. 2020, eq. 5; verl). delta:
-    the rho that is not clipped is at most delta (two-sided clip; TRL). The two are the same if they
-    are at least 1 + high.
+    dual_clip: where A < 0 the loss is at most -dual A (dual clip, Ye et al. 2020, eq. 5; verl).
+    delta: the rho that is not clipped is at most delta (two-sided clip; TRL). The two are the same
+    if they are at least 1 + high.
     """
     ratio = (logp - old).exp()
     loss = clip(ratio, advantage, clip_low, clip_high)

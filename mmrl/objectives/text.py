@@ -47,9 +47,9 @@ class Text:
     """Policy gradients for text models: GRPO, DAPO, GSPO, CISPO, SAPO ... by the surrogate.
 
     surrogate: the loss of ratio and advantage. kl: its weight, or all its choices; entropy:
-    likewise. importance_sampling: correction for another engine that sampled. off_policy: answers with A < 0
-    leave the loss when their tokens have become this much less likely on average, in nats.
-    top_entropy: only this share of the step's tokens, those of highest entropy, has a policy
+    likewise. importance_sampling: correction for another engine that sampled. off_policy: answers
+    with A < 0 leave the loss when their tokens have become this much less likely on average, in
+    nats. top_entropy: only this share of the step's tokens, those of highest entropy, has a policy
     gradient (Wang et al. 2025, "Beyond the 80/20 rule").
     """
 

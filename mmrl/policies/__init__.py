@@ -1,7 +1,7 @@
 """Policies: generative models behind one contract; one thin file a model family. Importing this
 registers them."""
 
-from mmrl.policies.diffusion import custom_module as module
+from mmrl.policies.diffusion import custom_module as custom_module
 from mmrl.policies.diffusion.models import cogvideox as cogvideox
 from mmrl.policies.diffusion.models import flux as flux
 from mmrl.policies.diffusion.models import flux2 as flux2
@@ -13,7 +13,7 @@ from mmrl.policies.diffusion.models import qwen_edit as qwen_edit
 from mmrl.policies.diffusion.models import qwen_image as qwen_image
 from mmrl.policies.diffusion.models import sana as sana
 from mmrl.policies.diffusion.models import sd3 as sd3
-from mmrl.policies.diffusion.models import stable_diffusion as diffusion
+from mmrl.policies.diffusion.models import stable_diffusion as stable_diffusion
 from mmrl.policies.diffusion.models import wan as wan
 from mmrl.policies.diffusion.models import wan_i2v as wan_i2v
 from mmrl.policies.diffusion.models import z_image as z_image

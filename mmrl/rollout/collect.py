@@ -134,7 +134,8 @@ def conditions(parts: Sequence[Any]) -> Any:
         return one
     if len({part.shape[1:] for part in parts}) > 1:
         raise UserError(
-            "train.reward_overlap_chunks: this policy encodes prompts of different lengths to tensors "
+            "train.reward_overlap_chunks: this policy encodes prompts of different "
+            "lengths to tensors "
             "of different shapes, which "
             "parts of a rollout cannot share; set train.reward_overlap_chunks=1"
         )

@@ -24,7 +24,8 @@ def writer(name: str, rewards: Mapping[str, Any], policy: Policy) -> Writer:
     """
     if not hasattr(policy, "truth"):
         raise UserError(
-            f"train.ground_truth_rollout: {type(policy).__name__} takes no answers of others; it is for vlm"
+            f"train.ground_truth_rollout: {type(policy).__name__} takes no answers of "
+            f"others; it is for vlm"
         )
     if name not in rewards:
         return lambda prompt: None if prompt.get(name) is None else str(prompt[name])
@@ -37,7 +38,8 @@ def writer(name: str, rewards: Mapping[str, Any], policy: Policy) -> Writer:
             if hasattr(getattr(own, "reward", own), "right_answer")
         ]
         raise UserError(
-            f"train.ground_truth_rollout: reward {name!r} cannot write down a right answer; {suggest(name, able)}"
+            f"train.ground_truth_rollout: reward {name!r} cannot write down a right "
+            f"answer; {suggest(name, able)}"
         )
     return lambda prompt: _written(write, prompt)
 

@@ -22,7 +22,8 @@ TOKENS = {False: 1e-4, True: 2e-2}
 
 
 def tolerance(options: TrainOptions, policy: Any, objective: Any) -> float | None:
-    """The largest gap that ``train.logprob_tolerance`` lets through, in nats; None: none is looked at.
+    """The largest gap that ``train.logprob_tolerance`` lets through, in nats; None: none is looked
+    at.
 
     "auto" is, for Gaussian decisions, what the clip of the ratio can bear, in every precision; for
     tokens a rounding error of their precision, which guidance multiplies.

@@ -167,10 +167,11 @@ def _joined(points: Sequence[Point]) -> Point:
 def loss_weights(point: Point, loss_agg_mode: str, decisions: int) -> Tensor:
     """[B, L] the weight of every decision before division by ``loss_total``.
 
-    "token_mean": every decision counts the same. "seq_mean_token_mean": every row does, however long (GRPO's sequence
-    mean); "seq_mean_token_mean_all": rows without decisions count too. "seq_mean_token_sum_norm": division by a number of
-    decisions (Dr. GRPO), which does not favour short answers; "token_sum": the same, not divided by the
-    number of rows. A policy may weigh its decisions besides.
+    "token_mean": every decision counts the same. "seq_mean_token_mean": every row does, however
+    long (GRPO's sequence mean); "seq_mean_token_mean_all": rows without decisions count too.
+    "seq_mean_token_sum_norm": division by a number of decisions (Dr. GRPO), which does not favour
+    short answers; "token_sum": the same, not divided by the number of rows. A policy may weigh its
+    decisions besides.
     """
     mask = point.mask if point.weight is None else point.mask * point.weight
     if loss_agg_mode == "token_mean":

@@ -205,7 +205,8 @@ class Trainer:
         ]
         if due and not hasattr(self.policy, "limit"):
             raise UserError(
-                f"train.max_new_tokens_schedule: {type(self.policy).__name__} writes no answers whose "
+                f"train.max_new_tokens_schedule: {type(self.policy).__name__} writes no "
+                f"answers whose "
                 f"length could change"
             )
         if due:
@@ -410,13 +411,15 @@ class Trainer:
                 f"iteration {self.iteration}: re-scored log-probs differ from the "
                 f"recorded ones by {gap:.2e} "
                 f"{'on average' if average else 'at most'}, "
-                f"more than train.logprob_tolerance = {allowed:.0e} allows, although the weights are "
+                f"more than train.logprob_tolerance = {allowed:.0e} allows, although the "
+                f"weights are "
                 f"the same. The gradient would "
                 "be biased. Usual causes: dropout or other randomness in the network, a "
                 "rollout computed in "
                 "another precision or attention backend than the update, latents stored "
                 "more coarsely than scored. "
-                "Try train.precision=fp32; set train.logprob_tolerance to a larger number to accept "
+                "Try train.precision=fp32; set train.logprob_tolerance to a larger "
+                "number to accept "
                 "the gap, or to null to ignore it"
             )
 

@@ -32,7 +32,8 @@ class Pairs(Curriculum):
         """``count`` prompts, neighbours being a pair."""
         if count % 2:
             raise UserError(
-                f"train.prompts_per_iteration {count}: pairs have two prompts each, so it must be even"
+                f"train.prompts_per_iteration {count}: pairs have two prompts each, so it "
+                f"must be even"
             )
         names = list(self.pairs)
         half = count // 2

@@ -42,10 +42,10 @@ class AWM:
     log is minus the difference of errors.
 
     weighting: of the error l at time t: uniform -l, t -l t, t2 -l t^2, huber about -sqrt(l) t,
-    ghuber about -4 l^(1/4) t. clip_range: range of the ratio, one number or [low, high]. kl, ema_kl:
-    weights of the squared distances of the velocity to the reference's and to that of the moving
-    average of the weights, which ``train.ema`` keeps. num_noise_draws, timestep_sampler: how many times a sample is
-    looked at, and which.
+    ghuber about -4 l^(1/4) t. clip_range: range of the ratio, one number or [low, high]. kl,
+    ema_kl: weights of the squared distances of the velocity to the reference's and to that of the
+    moving average of the weights, which ``train.ema`` keeps. num_noise_draws, timestep_sampler: how
+    many times a sample is looked at, and which.
     """
 
     needs: ClassVar[str] = "gaussian"

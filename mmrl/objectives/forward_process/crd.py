@@ -45,8 +45,8 @@ class CRD:
     the group, or as published over all rows of an optimizer step.
 
     kl: weight of the squared distance of the velocity to the reference's, whose guidance is
-    ``ref_guidance``. old_decay_rate: after step n, old = min(old_decay_min + old_decay_rate n, old_decay_max) old + the rest of
-    the live weights.
+    ``ref_guidance``. old_decay_rate: after step n, old = min(old_decay_min + old_decay_rate n,
+    old_decay_max) old + the rest of the live weights.
     """
 
     needs: ClassVar[str] = "gaussian"

@@ -43,9 +43,10 @@ class DGPO:
     clip_range: a sample's error gives no gradient once exp(d^old - d) has moved by that much in its
     direction; null: always. reference: the weights of d^ref: those of the start, guided by
     ``ref_guidance``, or the old ones, a moving average. kl: weight of the squared distance of the
-    velocity to that of the weights of the start, guided likewise. num_noise_draws, timestep_sampler: how many times of
-    the forward process a sample is looked at, and which. behavior_policy: the weights that sample. old_decay_rate:
-    after step n, old = min(old_decay_max, old_decay_rate n) old + the rest of the live weights.
+    velocity to that of the weights of the start, guided likewise. num_noise_draws,
+    timestep_sampler: how many times of the forward process a sample is looked at, and which.
+    behavior_policy: the weights that sample. old_decay_rate: after step n, old = min(old_decay_max,
+    old_decay_rate n) old + the rest of the live weights.
     """
 
     needs: ClassVar[str] = "gaussian"

@@ -27,8 +27,8 @@ class FPO:
     same time and noise.
 
     McAllister et al. 2025, "Flow Matching Policy Gradients", eq. 13: the mean stands in the
-    exponent, so all draws of a sample have one ratio and are clipped together. clip_range: its range, one
-    number or [low, high].
+    exponent, so all draws of a sample have one ratio and are clipped together. clip_range: its
+    range, one number or [low, high].
     """
 
     needs: ClassVar[str] = "gaussian"

@@ -37,10 +37,10 @@ class NFT:
     of v+ = beta v + (1 - beta) v_old and of v- = (1 + beta) v_old - beta v, each divided by its own
     mean absolute value.
 
-    kl: weight of the squared distance of the velocity to the reference's. num_noise_draws, timestep_sampler: how many
-    times of the forward process a sample is looked at, and which. decay: the old weights, which
-    also sample, follow the live ones: 0 at once, 1 with min(0.001 step, 0.5) kept, 2 with
-    min(0.0075 (step - 75), 0.999) kept.
+    kl: weight of the squared distance of the velocity to the reference's. num_noise_draws,
+    timestep_sampler: how many times of the forward process a sample is looked at, and which. decay:
+    the old weights, which also sample, follow the live ones: 0 at once, 1 with min(0.001 step, 0.5)
+    kept, 2 with min(0.0075 (step - 75), 0.999) kept.
     """
 
     needs: ClassVar[str] = "gaussian"

@@ -63,18 +63,19 @@ class Plan(NamedTuple):
 class FlowPolicy(NetPolicy, ABC):
     """Options of every flow model.
 
-    steps: forward passes per sample. noise_level: noise level of the stochastic steps. sde_type, timestep_schedule, noise_window:
-    the stochastic step, the times, and which steps are stochastic. guidance_scale: classifier-free
-    guidance scale w, v = v_u + w (v_c - v_u). logprob_guidance: what is scored; "guided" is what was
-    sampled, "guided_stopgrad_uncond" the same without gradient through the unconditional branch,
-    "conditional" leaves guidance out of the score (a mismatch some codes publish). same_initial_noise:
-    the samples of a group start from one noise. trajectory_dtype: type latents are rounded to before they
-    are scored and kept in. logprob_reduction: log-prob as mean or sum over dimensions. solver: of the
-    deterministic steps; None is the kernel without noise. tree: samples that share their
-    beginnings. flash_step_ratio: share of the steps after the last stochastic one that is kept
-    (MixGRPO-Flash). logprob_type: "square" leaves the variance out of the log-prob, as Flow-CPS publishes
-    it; that is a score, not a density. offload_trajectory: the latents visited are kept in the CPU's memory,
-    and come back pass by pass.
+    steps: forward passes per sample. noise_level: noise level of the stochastic steps. sde_type,
+    timestep_schedule, noise_window: the stochastic step, the times, and which steps are stochastic.
+    guidance_scale: classifier-free guidance scale w, v = v_u + w (v_c - v_u). logprob_guidance:
+    what is scored; "guided" is what was sampled, "guided_stopgrad_uncond" the same without gradient
+    through the unconditional branch, "conditional" leaves guidance out of the score (a mismatch
+    some codes publish). same_initial_noise: the samples of a group start from one noise.
+    trajectory_dtype: type latents are rounded to before they are scored and kept in.
+    logprob_reduction: log-prob as mean or sum over dimensions. solver: of the deterministic steps;
+    None is the kernel without noise. tree: samples that share their beginnings. flash_step_ratio:
+    share of the steps after the last stochastic one that is kept (MixGRPO-Flash). logprob_type:
+    "square" leaves the variance out of the log-prob, as Flow-CPS publishes it; that is a score, not
+    a density. offload_trajectory: the latents visited are kept in the CPU's memory, and come back
+    pass by pass.
     """
 
     shape: tuple[int, ...]  # of one sample's latents
@@ -106,7 +107,8 @@ class FlowPolicy(NetPolicy, ABC):
         super().__init__(net, **options)
         if steps < 1 or noise_level < 0:
             raise UserError(
-                f"steps must be at least 1 and noise_level at least 0, not {steps} and {noise_level}"
+                f"steps must be at least 1 and noise_level at least 0, not {steps} and "
+                f"{noise_level}"
             )
         try:
             self.times = timestep_schedule(steps)

@@ -26,7 +26,8 @@ class VideoFolderPolicy(FolderPolicy):
         offload_trajectory: bool = True,
         **options: Any,
     ):
-        """frames: of a video. offload_trajectory: the latents visited are kept in the CPU's memory."""
+        """frames: of a video. offload_trajectory: the latents visited are kept in the CPU's
+        memory."""
         self.frames = frames
         super().__init__(path, offload=offload_trajectory, **options)
 

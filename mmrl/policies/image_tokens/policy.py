@@ -34,12 +34,12 @@ from samplers.warp import Warp
 class ImageTokenPolicy(NetPolicy, ABC):
     """Options of every model that writes images as tokens.
 
-    temperature, top_k, top_p: of sampling and of scoring, applied to guided logits. guidance_scale: scale
-    s of classifier-free guidance, z = z_u + s (z_c - z_u); 1 is none. logprob_guidance: what is scored;
-    "guided" is what was sampled, "guided_stopgrad_uncond" the same without gradient through the
-    unconditional logits, "conditional" leaves guidance out of the score (a mismatch most codes
-    publish). attention: the kernel; auto is torch's own choice. compile: the pass for one token as
-    one graph (torch.compile), whose shapes never change: for GPUs.
+    temperature, top_k, top_p: of sampling and of scoring, applied to guided logits. guidance_scale:
+    scale s of classifier-free guidance, z = z_u + s (z_c - z_u); 1 is none. logprob_guidance: what
+    is scored; "guided" is what was sampled, "guided_stopgrad_uncond" the same without gradient
+    through the unconditional logits, "conditional" leaves guidance out of the score (a mismatch
+    most codes publish). attention: the kernel; auto is torch's own choice. compile: the pass for
+    one token as one graph (torch.compile), whose shapes never change: for GPUs.
     """
 
     makes = "image"

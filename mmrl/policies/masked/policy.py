@@ -77,8 +77,8 @@ class MaskedDiffusion(TokenPolicy, ABC):
 
     steps: passes a sample. sampler: emerge or maskgit. schedule: share of tokens hidden over the
     passes. guidance_scale: scale w of classifier-free guidance on the logits, z_u + w (z_c - z_u).
-    logprob_guidance: what is scored, see FlowPolicy. temperature: of the tokens. choice: of the Gumbel
-    noise of maskgit's choice, at the first and at the last pass.
+    logprob_guidance: what is scored, see FlowPolicy. temperature: of the tokens. choice: of the
+    Gumbel noise of maskgit's choice, at the first and at the last pass.
     """
 
     not_options = (*TokenPolicy.not_options, "passes", "blocks")
@@ -154,8 +154,8 @@ class MaskedDiffusion(TokenPolicy, ABC):
 
     def _drawn(self, point: Point, uniform: Tensor, copies: int) -> tuple[Tensor, Tensor, Tensor]:
         """[B, L] each: tokens drawn where the point's mask is, their log-probs, and those recorded
-        (the same unless ``logprob_guidance`` is conditional). So many ``copies`` adjacent rows are in one
-        state, which is looked at once."""
+        (the same unless ``logprob_guidance`` is conditional). So many ``copies`` adjacent rows are
+        in one state, which is looked at once."""
         one = point if copies == 1 else point[::copies]
         remember(one.group, on_host(point.group)[::copies])
         each = selected(uniform.unflatten(0, (-1, copies)).transpose(1, 2), one.mask)  # [N, copies]

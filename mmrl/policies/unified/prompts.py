@@ -47,8 +47,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Answer:
-    """Text answers to prompts of the task ``understand``. max_new_tokens: at most. temperature, top_k,
-    top_p: of sampling and scoring. greedy_evaluation: evaluation takes the likeliest token."""
+    """Text answers to prompts of the task ``understand``. max_new_tokens: at most. temperature,
+    top_k, top_p: of sampling and scoring. greedy_evaluation: evaluation takes the likeliest
+    token."""
 
     max_new_tokens: Count = 256
     temperature: Annotated[float, Gt(0)] = 1.0
