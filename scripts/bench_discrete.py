@@ -411,7 +411,7 @@ transformer itself, at the same number of rows, so the factor falls as the trans
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=USUAL)
-    parser.add_argument("--num-samples", type=int, default=8)
+    parser.add_argument("--copies", type=int, default=8)
     parser.add_argument("--guidance", type=float, default=5.0)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)

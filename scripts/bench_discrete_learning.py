@@ -55,7 +55,10 @@ class Run(NamedTuple):
 
 def guided(family: str, recipe: str, dist: str) -> Run:
     title = f"{family.upper() if family == 'var' else 'LlamaGen'}, {dist}"
-    changes = (f"policy.{family}.guidance={SCALE}", f"policy.{family}.logp_dist={dist}")
+    changes = (
+        f"policy.{family}.guidance_scale={SCALE}",
+        f"policy.{family}.logprob_guidance={dist}",
+    )
     return Run(title, recipe, changes)
 
 

@@ -341,7 +341,7 @@ def measure(
     }
     if explain:
         own = work.micro_batch or work.rows // work.updates
-        same = replace(work, micro_batch_size=work.plain_rows)
+        same = replace(work, micro_batch=work.plain_rows)
         runs[f"mmrl, micro_batch {work.plain_rows}"] = mmrl_trainer(make(), same, brightness)
         runs[f"plain loop, {own} rows"] = plain_loop(
             make(), replace(work, plain_rows=own), brightness, kind=kind

@@ -59,11 +59,11 @@ def work(args: argparse.Namespace, rows: int = 8, **options: Any) -> bench.Work:
     copies = args.scale.copies
     size = min(rows, 2 * copies)
     plain = {
-        "prompts_per_iteration": 2,
-        "group_size": copies,
+        "prompts": 2,
+        "copies": copies,
         "updates": 1,
         "plain_rows": size,
-        "micro_batch_size": size,
+        "micro_batch": size,
         "precision": "bf16",
     }
     return bench.Work(**plain | options)

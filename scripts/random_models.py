@@ -116,7 +116,7 @@ class RandomSD3(Random, SD3):
 class RandomWan(Random, Wan):
     """Wan 2.1 1.3B, text to video, weights in bf16."""
 
-    guidance_2 = None
+    guidance_scale_2 = None
     expand = False
 
     def __init__(

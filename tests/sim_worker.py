@@ -47,7 +47,10 @@ from .test_objective_pairs import KIND, LEARNS, POLICY, close  # noqa: E402
 
 # of networks whose passes are named: those that repeat
 WORKS = ("step", "add_text", "add_image", "token")
-LONGER = {"vlm": {"tokens": 8}, "janus_unified": {"plan": {"tokens": 6}, "answer": {"tokens": 8}}}
+LONGER = {
+    "vlm": {"max_new_tokens": 8},
+    "janus_unified": {"plan": {"max_new_tokens": 6}, "answer": {"max_new_tokens": 8}},
+}
 
 
 @dataclass

@@ -124,7 +124,7 @@ OWN_FILES = [
 BY_GROUP = {  # options under which only the rows of a group decide its advantages
     "group": {},
     "flow_grpo": {"std": "group"},
-    "dance": {},
+    "dance_grpo": {},
     "dr_grpo": {},
     "rloo": {},
     "ddpo": {"min_count": 1},
@@ -466,7 +466,7 @@ if size == 2:
 COUNTS = {
     "group": {"std": "global", "ddof": 1},
     "flow_grpo": {},
-    "dance": {},
+    "dance_grpo": {},
     "rloo": {},
     "dr_grpo": {},
     "gdpo": {},
@@ -483,9 +483,9 @@ COUNTS = {
     "ngrpo": {},
     "soft": {},
     "temporal": {},
-    "focused": {},
+    "focal": {},
     "pairs": {},
-    "shared": {},
+    "tree_mean": {},
 }
 
 
@@ -568,7 +568,7 @@ def test_every_std_of_grpo():
     near(call("grpo", R8, rows, std="global", eps=eps), centred / (R8.std() + eps))
     near(call("grpo", R8, rows, std="none", eps=eps), centred)
     assert (
-        call("grpo", R8, rows, flat="drop")[4:8].isnan().all()
+        call("grpo", R8, rows, zero_variance_groups="drop")[4:8].isnan().all()
         and call("grpo", R8, rows, best_of=2).isnan().any()
     )
 
@@ -577,8 +577,12 @@ def test_every_std_of_grpo():
 def test_best_of_and_flat_reach_the_grouped_advantages(make):
     """Of each group of four two are left, of the flat one none."""
     assert make(R8, rollout(G8), best_of=2).isfinite().sum() == 6
-    assert make(R8, rollout(G8), flat="drop")[4:8].isnan().all()
-    assert make(R8, rollout(G8), flat="drop")[[0, 1, 2, 3, 8, 9, 10, 11]].isfinite().all()
+    assert make(R8, rollout(G8), zero_variance_groups="drop")[4:8].isnan().all()
+    assert (
+        make(R8, rollout(G8), zero_variance_groups="drop")[[0, 1, 2, 3, 8, 9, 10, 11]]
+        .isfinite()
+        .all()
+    )
 
 
 def test_reinforce_pp_weighs_tokens_or_rows():
@@ -625,7 +629,7 @@ def published_soft(reward, threshold=0.8, above=0.01, below=1.0):
 @pytest.mark.parametrize("below", [0.3, 1.0, 4.0])
 def test_soft_is_the_published_transformation(below):
     reward = torch.tensor([0.0, 0.1, 0.5, 0.79, 0.8, 0.9, 1.0], dtype=torch.float64)
-    found = call("soft", reward, rollout([0] * 7), of=dr_grpo, below=below)[:, 0]
+    found = call("soft", reward, rollout([0] * 7), base=dr_grpo, below=below)[:, 0]
     shaped = torch.tensor(
         [published_soft(r, below=below) for r in reward.tolist()], dtype=torch.float64
     )
@@ -638,7 +642,7 @@ def test_soft_changes_the_named_reward_alone():
     iou = torch.tensor([0.1, 0.9, 1.0]).double()
     form = torch.tensor([1.0, 0.0, 1.0]).double()
     rewards = Rewards({"temporal": iou, "format": form}, {"temporal": 2.0, "format": 0.5})
-    found = call("soft", rewards, rollout([0] * 3), of=dr_grpo, reward="temporal")[:, 0]
+    found = call("soft", rewards, rollout([0] * 3), base=dr_grpo, reward="temporal")[:, 0]
     shaped = (
         torch.tensor([2 * published_soft(r) for r in iou.tolist()], dtype=torch.float64)
         + 0.5 * form
@@ -659,7 +663,7 @@ def test_soft_drops_no_row_however_far_its_reward(below):
     reward = torch.tensor(
         [-1e6, -2000.0, -800.0, -0.2, -0.19, 0.2, 0.8, 1.0, 1e6], dtype=torch.float64
     )
-    found = call("soft", reward, rollout([0] * 9), of=dr_grpo, below=below)[:, 0]
+    found = call("soft", reward, rollout([0] * 9), base=dr_grpo, below=below)[:, 0]
     assert found.isfinite().all() and (found[:4].diff() > 0).all() and (found.diff() >= 0).all()
 
 
@@ -673,7 +677,7 @@ def of_tokens(mask, logprob=None, prompts=None):
 
 def test_temporal_weights_both_ends():
     rows = of_tokens([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
-    found = call("temporal", torch.tensor([1.0, 0.0]), rows, of=dr_grpo, strength=2.0)
+    found = call("temporal", torch.tensor([1.0, 0.0]), rows, base=dr_grpo, strength=2.0)
     near(found[0][:, None], [1.5, 0.75, 0.5, 0.75, 1.5])
     near(found[1, :3][:, None], [-1.5, -0.5, -1.5])
 
@@ -681,7 +685,7 @@ def test_temporal_weights_both_ends():
 def test_focused_weights_places_where_answers_differ():
     logp = [[-1.0, -0.5, -3.0], [-1.0, -1.5, -1.0]]
     found = call(
-        "focused", torch.tensor([1.0, 0.0]), of_tokens([[1, 1, 1]] * 2, logp), of=dr_grpo, most=3.0
+        "focal", torch.tensor([1.0, 0.0]), of_tokens([[1, 1, 1]] * 2, logp), base=dr_grpo, most=3.0
     )
     near(found[0][:, None], [0.5, 0.5 * (1 + 2 * 0.25), 1.5], atol=1e-5)  # variances 0, 1/4, 1
 
@@ -689,7 +693,9 @@ def test_focused_weights_places_where_answers_differ():
 def test_pairs_weigh_after_normalisation():
     prompts = [{"text": "a", "similarity": 0.5}]
     near(
-        call("pairs", torch.tensor([1.0, 0.0]), of_tokens([[1], [1]], prompts=prompts), of=dr_grpo),
+        call(
+            "pairs", torch.tensor([1.0, 0.0]), of_tokens([[1], [1]], prompts=prompts), base=dr_grpo
+        ),
         [0.25, -0.25],
     )
     with pytest.raises(UserError, match="'similarity' of a prompt must be a number"):

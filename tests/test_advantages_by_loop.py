@@ -121,13 +121,15 @@ def test_options_of_the_grouped_kind_default_to_what_is_published(std):
         group(tensor(REWARD), rollout(), eps=-1e-9)
 
 
-OF_GROUPS = "group flow_grpo dance gdpo dr_grpo rloo grpo reinforce_pp opo gpg pass_at_k".split()
+OF_GROUPS = (
+    "group flow_grpo dance_grpo gdpo dr_grpo rloo grpo reinforce_pp opo gpg pass_at_k".split()
+)
 
 
 @pytest.mark.parametrize("name", OF_GROUPS)
 def test_flat_groups_are_dropped_when_asked(name):
     every = ADVANTAGES.build(name)(tensor(REWARD), rollout())[:, 0]
-    some = ADVANTAGES.build(name, flat="drop")(tensor(REWARD), rollout())[:, 0]
+    some = ADVANTAGES.build(name, zero_variance_groups="drop")(tensor(REWARD), rollout())[:, 0]
     flat = torch.isin(torch.tensor(GROUP), torch.tensor(FLAT))
     assert some[flat].isnan().all() and torch.equal(
         some[~flat].nan_to_num(9.0), every[~flat].nan_to_num(9.0)
@@ -135,7 +137,9 @@ def test_flat_groups_are_dropped_when_asked(name):
     assert torch.equal(every.isnan(), tensor(REWARD).isnan())
 
 
-@pytest.mark.parametrize("name", ["group", "flow_grpo", "dance", "gdpo", "dr_grpo", "rloo", "grpo"])
+@pytest.mark.parametrize(
+    "name", ["group", "flow_grpo", "dance_grpo", "gdpo", "dr_grpo", "rloo", "grpo"]
+)
 def test_the_best_and_the_worst_of_a_group(name):
     """Of the groups of more than two: the highest and the lowest; ties by the name of the row."""
     every = ADVANTAGES.build(name)(tensor(REWARD), rollout())[:, 0]

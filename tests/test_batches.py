@@ -24,7 +24,7 @@ def points():
     row = torch.arange(5)
     last = torch.stack([MASK[:, 2], torch.zeros(5, dtype=torch.bool)], 1)
     length = MASK.sum(1)
-    each = {"group": torch.tensor([1, 0, 1, 0, 1]), "row": row, "length": length}
+    each = {"group": torch.tensor([1, 0, 1, 0, 1]), "row_id": row, "num_decisions": length}
     return [
         Point(state=row + 10, mask=MASK[:, :2], **each),
         Point(state=row + 20, mask=last, **each),
@@ -106,11 +106,11 @@ def test_weights_of_decisions_are_those_of_the_definition(reduction, weighed):
         for b in range(5):
             length = max(int(MASK[b].sum()), 1)
             share = {
-                "decision": 1.0,
-                "row": 1 / length,
-                "every_row": 1 / length,
-                "constant": 1 / 7,
-                "sum": 1 / 7,
+                "token_mean": 1.0,
+                "seq_mean_token_mean": 1 / length,
+                "seq_mean_token_mean_all": 1 / length,
+                "seq_mean_token_sum_norm": 1 / 7,
+                "token_sum": 1 / 7,
             }
             for k, column in enumerate(columns):
                 weight = float(point.weight[b, k]) if weighed else 1.0
@@ -121,10 +121,16 @@ def test_weights_of_decisions_are_those_of_the_definition(reduction, weighed):
 
 @pytest.mark.parametrize(
     ("reduction", "wanted"),
-    [("token_mean", 7), ("row", 3), ("seq_mean_token_mean_all", 5), ("constant", 5), ("sum", 5)],
+    [
+        ("token_mean", 7),
+        ("seq_mean_token_mean", 3),
+        ("seq_mean_token_mean_all", 5),
+        ("seq_mean_token_sum_norm", 5),
+        ("token_sum", 5),
+    ],
 )
 def test_totals_count_decisions_or_rows(reduction, wanted):
-    """Seven decisions; three rows of five have one; with ``kept`` four rows stay in training."""
+    """Seven decisions; three rows of five have one; with ``trainable`` four rows stay in training."""
     rollout = rows(1, 5)
     assert loss_total(points(), rollout, reduction).tolist() == pytest.approx([3, wanted])
     rollout = rollout.replace(trainable=torch.tensor([True, True, True, True, False]))

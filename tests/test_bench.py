@@ -32,7 +32,7 @@ ARGS = bench.arguments(["--steps", "3"])
 @pytest.mark.parametrize("micro_batch", [None, 3])
 def test_both_loops_end_at_the_same_weights(guidance, micro_batch):
     found = bench.agreement(
-        partial(bench.digits_policy, ARGS, guidance), replace(WORK, micro_batch_size=micro_batch)
+        partial(bench.digits_policy, ARGS, guidance), replace(WORK, micro_batch=micro_batch)
     )
     assert found["weights"] < 1e-10 and found["latents"] < 1e-10 and found["weights_moved"] > 1e-5
 
@@ -48,8 +48,7 @@ def test_loops_that_do_different_work_are_refused(monkeypatch):
 def test_passes_and_rows_are_counted_and_the_results_written(tmp_path):
     threads = torch.get_num_threads()
     words = (
-        "--steps 3 --prompts 2 --num-samples 4 --plain-rows 2 --repeats 1 --threads 1 "
-        "--explain --out"
+        "--steps 3 --prompts 2 --copies 4 --plain-rows 2 --repeats 1 --threads 1 --explain --out"
     ).split()
     found = bench.main([*words, str(tmp_path / "bench")])
     torch.set_num_threads(threads)
@@ -114,8 +113,7 @@ def test_sampled_tokens_equal_those_of_the_libraries(monkeypatch, tmp_path):
     }
     monkeypatch.setattr(discrete, "CASES", sizes)
     words = (
-        "--cases janus amused --num-samples 3 --repeats 1 --threads 1 --no-warm "
-        "--check-side 4 --out"
+        "--cases janus amused --copies 3 --repeats 1 --threads 1 --no-warm --check-side 4 --out"
     ).split()
     found = discrete.main([*words, str(tmp_path / "speed")])
     torch.set_num_threads(threads)

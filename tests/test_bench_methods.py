@@ -25,7 +25,9 @@ load_built_in()
 def test_a_method_is_a_shipped_configuration_and_takes_its_changes(name):
     method = bench_methods.METHODS[name]
     found = read(find_config(f"digits/{method.config}"), method.overrides(0)).plain
-    assert found["train"]["prompts"] * found["train"]["copies"] == 96  # equally many pictures
+    assert (
+        found["train"]["prompts_per_iteration"] * found["train"]["group_size"] == 96
+    )  # equally many pictures
     assert found["optimizer"]["adamw"]["lr"] == method.lr
 
 

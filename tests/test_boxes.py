@@ -209,7 +209,7 @@ def test_a_box_scores_the_same_in_every_space(truth, answer, box, other):
 def test_unknown_sizes_are_the_prompts_fault_and_pil_images_know_theirs():
     from PIL import Image
 
-    prompt = {"boxes": [[10, 20, 30, 40]], "view": {"coordinate_space": "rel1000"}}
+    prompt = {"boxes": [[10, 20, 30, 40]], "view": {"coords": "rel1000"}}
     assert Grounding()([said([[100, 200, 300, 400]])], [prompt]).isnan().all()
     known = prompt | {
         "images": [Image.new("RGB", (50, 50)), Image.new("RGB", (100, 100))],

@@ -262,9 +262,7 @@ def test_the_whole_is_written_as_a_configuration():
     wanted = torch.where(-kb / 2 >= -1, -kb / 2 + kb, -kb / 2)
     torch.testing.assert_close(built["guarded"].reward(media, PROMPTS[:4]), wanted)
     with pytest.raises(UserError, match=r"reward.gate.extra: unknown reward 'jpg'"):
-        build_rewards(
-            {"logprob_tolerance": {"main": "jpeg_compressibility", "extra": "jpg", "above": 0}}
-        )
+        build_rewards({"gate": {"main": "jpeg_compressibility", "extra": "jpg", "above": 0}})
 
 
 # --------------------------------------------------------------------------------------------------
@@ -517,8 +515,8 @@ WORDS = ROWS.replace(mask=torch.ones(6, 3, dtype=torch.bool), logprob=torch.zero
 @pytest.mark.parametrize("make", [Running, MaxMin])
 def test_an_advantage_of_decisions_keeps_all_of_them(make):
     of = partial(temporal, base=dr_grpo, strength=2.0)
-    found = make(of=of)(LOW, WORDS)
-    middle = make(of=dr_grpo)(LOW, WORDS)
+    found = make(base=of)(LOW, WORDS)
+    middle = make(base=dr_grpo)(LOW, WORDS)
     torch.testing.assert_close(found, middle * torch.tensor([3.0, 1.0, 3.0]))
 
 

@@ -268,9 +268,9 @@ def test_dataclass_sections():
             "ema": 0.9,
         },
     )
-    assert options.ema == 0.9 and options.gate == "auto"
+    assert options.ema == 0.9 and options.logprob_tolerance == "auto"
     assert message(build_dataclass, TrainOptions, {"prompts_per_iteration": 2}, "train").startswith(
-        "train: missing copies, batch_size, iterations, which train needs"
+        "train: missing group_size, train_batch_size, iterations, which train needs"
     )
     said = message(build_dataclass, EvaluateOptions, {"guidance": [1, -2], "seed": -1}, "evaluate")
     assert "evaluate.guidance.1: expected a value greater than or equal to 0, got -2.0" in said
@@ -368,7 +368,7 @@ def test_a_good_config_is_checked_and_built(here):
     check(config)
     assert config["objective"] == {"toy": {"clip": 1e-4}} and config["advantage"] == "flow_grpo"
     assert config.build("policy", POLICIES).inner == Inner(2)
-    assert config.section("train", TrainOptions).batch_size == 8
+    assert config.section("train", TrainOptions).train_batch_size == 8
     assert config.section("evaluate", EvaluateOptions) == EvaluateOptions()
     assert config.rewards()["toy"].weight == 1.0
     assert config.where("objective.toy.clip") == f"{here}/x.yaml:7"
@@ -424,7 +424,7 @@ def test_a_good_config_is_checked_and_built(here):
             "batch_size: 3",
             "x.yaml:9: train.train_batch_size 3 does not divide the 8 samples",
         ),
-        ("copies: 2, ", "", "x.yaml:8: train: missing copies"),
+        ("group_size: 2, ", "", "x.yaml:8: train: missing group_size"),
         (
             "iterations: 3}",
             "iterations: 3}\nevaluate: {reward: {tyo: 1}}",
@@ -484,7 +484,7 @@ def test_problems_of_all_sections_are_reported_at_once(here):
         here,
         GOOD.replace(" {size: 8", " {size: x")
         .replace("clip", "clp")
-        .replace("prompts: 4", "prompts: a"),
+        .replace("prompts_per_iteration: 4", "prompts_per_iteration: a"),
     )
     assert said.startswith("3 problems:\n") and len(said.splitlines()) == 4
 
@@ -589,7 +589,7 @@ def test_text_stays_text_when_written_and_read(text):
 def test_dump_loads_back_to_the_same(here):
     config = load(
         write_config(here, GOOD),
-        ["objective.clip_range=1e-5", "run=runs/é", "reward.scaled={weight: 2}"],
+        ["objective.clip=1e-5", "run=runs/é", "reward.scaled={weight: 2}"],
     )
     again = load(write_config(here, dump(config)))
     assert again.plain == config.plain
@@ -607,7 +607,7 @@ def test_dump_loads_back_to_the_same(here):
             {"prompts_per_iteration": 4, "group_size": 2, "train_batch_size": 8, "iterations": 5},
         ),
         ("objective.toy.clip=1e-3", "objective", {"toy": {"clip": 1e-3}}),
-        ("objective.clip_range=1e-3", "objective", {"toy": {"clip": 1e-3}}),
+        ("objective.clip=1e-3", "objective", {"toy": {"clip": 1e-3}}),
         ("objective.kl=1", "objective", {"toy": {"clip": 1e-4, "kl": 1}}),
         ("objective=dgpo", "objective", "dgpo"),
         ("objective={toy: {kl: 2}}", "objective", {"toy": {"kl": 2}}),
@@ -630,7 +630,7 @@ def test_dump_loads_back_to_the_same(here):
         ("reward.other=0.5", "reward", {"toy": 1.0, "other": 0.5}),
         ("reward.my.module:fn=0.5", "reward", {"toy": 1.0, "my.module:fn": 0.5}),
         ("advantage.std=group", "advantage", {"flow_grpo": {"std": "group"}}),
-        ("evaluate.prompts=3", "evaluate", {"prompts_per_iteration": 3}),
+        ("evaluate.prompts=3", "evaluate", {"prompts": 3}),
         ("run=a=b", "run", "a=b"),
         ("plugins=[a]", "plugins", ["a"]),
     ],
@@ -666,12 +666,12 @@ def test_later_overrides_win_and_build_on_earlier_ones(here):
             "did you mean 'clip'?",
         ),
         (
-            "objective.clip_range=x",
-            "command line: objective.clip_range=x: objective.toy.clip: expected a number, got 'x'",
+            "objective.clip=x",
+            "command line: objective.clip=x: objective.toy.clip: expected a number, got 'x'",
         ),
         (
-            "objective.clip_range=-1",
-            "command line: objective.clip_range=-1: objective.toy: clip must be positive",
+            "objective.clip=-1",
+            "command line: objective.clip=-1: objective.toy: clip must be positive",
         ),
         (
             "objective=tyo",
@@ -731,7 +731,7 @@ def test_the_plan_of_an_iteration():
     assert (plan.prompts_per_process, plan.rows_per_process, plan.rows_per_step) == (6, 24, 12)
     assert (plan.micro_batch, plan.accumulation) == (5, 3)
     assert arithmetic(train()).micro_batch == 24 and not arithmetic(train()).warnings
-    assert "copies" in arithmetic(train(group_size=1, train_batch_size=12)).warnings[0]
+    assert "group_size" in arithmetic(train(group_size=1, train_batch_size=12)).warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -761,7 +761,7 @@ def test_the_plan_of_an_iteration():
         (
             {"prompts_per_iteration": 0, "group_size": -1},
             1,
-            "train.prompts_per_iteration is 0: at least 1\ntrain.copies is -1: at least 1",
+            "train.prompts_per_iteration is 0: at least 1\ntrain.group_size is -1: at least 1",
         ),
     ],
 )

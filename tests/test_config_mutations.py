@@ -52,29 +52,29 @@ class Fake:
         path: str,
         size: int = 32,
         steps: int = 8,
-        eta: float = 0.7,
-        kernel: Annotated[Any, INNER] = flow_sde,
-        sde: Annotated[Any, INNER] = window,
-        guidance: float = 1.0,
+        noise_level: float = 0.7,
+        sde_type: Annotated[Any, INNER] = flow_sde,
+        noise_window: Annotated[Any, INNER] = window,
+        guidance_scale: float = 1.0,
         lora: Adapter | int | None = None,
-        logp_dist: Literal["guided", "conditional"] = "guided",
-        shared_noise: bool = False,
-        grid: Any = None,
+        logprob_guidance: Literal["guided", "conditional"] = "guided",
+        same_initial_noise: bool = False,
+        timestep_schedule: Any = None,
         dtype: str = "",
         scales: dict[str, list[float]] | tuple[int, int] | None = None,
     ):
         assert (
             isinstance(path, str)
             and type(size) is int
-            and type(eta) is float
-            and type(shared_noise) is bool
+            and type(noise_level) is float
+            and type(same_initial_noise) is bool
         )
         assert (
-            callable(kernel)
-            and callable(sde)
+            callable(sde_type)
+            and callable(noise_window)
             and (lora is None or isinstance(lora, (int, Adapter)))
         )
-        assert logp_dist in ("guided", "conditional") and (
+        assert logprob_guidance in ("guided", "conditional") and (
             scales is None or isinstance(scales, (dict, tuple))
         )
 

@@ -34,17 +34,22 @@ registry.load_built_in()
 # defaults build it.
 # Strings with {} are formatted with ``tmp``, a folder that holds prompts.txt, and ``tiny:NAME``, a
 # tiny model's folder.
-VIDEO = {"size": 16, "frames": 3, "steps": 3, "width": 8, "text_length": 16}
+VIDEO = {"size": 16, "frames": 3, "steps": 3, "fixed_batch_rows": 8, "text_length": 16}
 SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
-    ("policies", "vlm"): {"path": "{tiny:qwen2_5_vl}", "tokens": 6},
-    ("policies", "sd3"): {"path": "world:digits/sd3-test", "size": 32, "steps": 4, "width": 8},
-    ("policies", "amused"): {"path": "{tiny:amused}", "steps": 3, "width": 8},
+    ("policies", "vlm"): {"path": "{tiny:qwen2_5_vl}", "max_new_tokens": 6},
+    ("policies", "sd3"): {
+        "path": "world:digits/sd3-test",
+        "size": 32,
+        "steps": 4,
+        "fixed_batch_rows": 8,
+    },
+    ("policies", "amused"): {"path": "{tiny:amused}", "steps": 3, "fixed_batch_rows": 8},
     ("policies", "masked_lm"): {
         "path": "{tiny:bert}",
-        "tokens": 6,
+        "max_new_tokens": 6,
         "block": 3,
         "steps": 4,
-        "width": 8,
+        "fixed_batch_rows": 8,
     },
     ("policies", "masked_image_lm"): {
         "path": "{tiny:bert}",
@@ -53,15 +58,15 @@ SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
         "codes": 12,
         "side": 4,
         "steps": 3,
-        "width": 8,
+        "fixed_batch_rows": 8,
     },
-    ("policies", "sd"): {"path": "{tiny:sd}", "size": 16, "steps": 3, "width": 8},
-    ("policies", "sdxl"): {"path": "{tiny:sdxl}", "size": 16, "steps": 3, "width": 8},
+    ("policies", "sd"): {"path": "{tiny:sd}", "size": 16, "steps": 3, "fixed_batch_rows": 8},
+    ("policies", "sdxl"): {"path": "{tiny:sdxl}", "size": 16, "steps": 3, "fixed_batch_rows": 8},
     ("policies", "flux"): {
         "path": "{tiny:flux}",
         "size": 16,
         "steps": 3,
-        "width": 8,
+        "fixed_batch_rows": 8,
         "text_length": 16,
     },
     ("policies", "wan"): {
@@ -69,64 +74,64 @@ SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
         "size": 8,
         "frames": 3,
         "steps": 3,
-        "width": 8,
+        "fixed_batch_rows": 8,
         "text_length": 16,
     },
     ("policies", "flux2"): {
         "path": "{tiny:flux2}",
         "size": 16,
         "steps": 3,
-        "width": 8,
+        "fixed_batch_rows": 8,
         "text_length": 12,
         "text_layers": [1, 2, 3],
     },
-    ("policies", "lcm"): {"path": "{tiny:lcm}", "size": 16, "steps": 3, "width": 8},
+    ("policies", "lcm"): {"path": "{tiny:lcm}", "size": 16, "steps": 3, "fixed_batch_rows": 8},
     ("policies", "flux_kontext"): {
         "path": "{tiny:flux_kontext}",
         "size": 16,
         "steps": 3,
-        "width": 8,
+        "fixed_batch_rows": 8,
         "text_length": 16,
     },
     ("policies", "qwen_edit"): {
         "path": "{tiny:qwen_edit}",
         "size": 16,
         "steps": 3,
-        "width": 8,
+        "fixed_batch_rows": 8,
         "text_length": 64,
     },
     ("policies", "module"): {
         "net": "{here}/tiny_module.py:Tiny",
         "shape": [3, 4, 4],
         "steps": 3,
-        "width": 8,
+        "fixed_batch_rows": 8,
     },
     ("policies", "qwen_image"): {
         "path": "{tiny:qwen_image}",
         "size": 16,
         "steps": 3,
-        "width": 8,
+        "fixed_batch_rows": 8,
         "text_length": 12,
     },
     ("policies", "sana"): {
         "path": "{tiny:sana}",
         "size": 32,
         "steps": 3,
-        "width": 8,
+        "fixed_batch_rows": 8,
         "text_length": 16,
     },
     ("policies", "z_image"): {
         "path": "{tiny:z_image}",
         "size": 16,
         "steps": 3,
-        "width": 8,
+        "fixed_batch_rows": 8,
         "text_length": 12,
     },
     ("policies", "janus"): {"path": "{tiny:janus}"},
     ("policies", "janus_unified"): {
         "path": "{tiny:janus}",
-        "answer": {"tokens": 6},
-        "plan": {"tokens": 5},
+        "answer": {"max_new_tokens": 6},
+        "plan": {"max_new_tokens": 5},
     },
     ("policies", "emu3"): {"path": "{tiny:emu3}", "size": 24},
     ("policies", "glm_image"): {"path": "{tiny:glm_image}", "size": 64, "steps": 2},
@@ -149,7 +154,7 @@ SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
     ("data", "hints"): {"of": {"digits": {"captions": 40}}, "field": "text"},
     ("data", "replay"): {"of": {"digits": {"captions": 40}}},
     ("data", "digits_questions"): {"kinds": ["box", "frame"], "scenes": 8, "held_out_scenes": 4},
-    ("grids", "dynamic"): {"mu": 0.5},
+    ("timestep_schedules", "dynamic"): {"mu": 0.5},
     ("judges", "server"): {"url": "http://127.0.0.1:1/v1"},
 }
 
@@ -261,7 +266,7 @@ TIMES = [(1.0, 0.8), (0.8, 0.3), (0.3, 0.05), (0.05, 0.0)]
 
 @pytest.fixture(params=KERNELS)
 def kernel(request):
-    return made("kernels", request.param)
+    return made("sde_types", request.param)
 
 
 def latents(shape=(3, 2, 4, 4), dtype=torch.float64):
@@ -337,7 +342,7 @@ def test_a_kernel_takes_every_row_by_itself(kernel):
 @pytest.mark.parametrize("name", GRIDS)
 @pytest.mark.parametrize("steps", [1, 2, 7])
 def test_a_time_grid_falls_from_noise_to_data(name, steps):
-    times = made("grids", name)(steps)
+    times = made("timestep_schedules", name)(steps)
     assert times.shape == (steps + 1,) and times.dtype == torch.float64
     assert times[0] == 1 and times[-1] == 0 and (times.diff() < 0).all()
 
@@ -346,7 +351,7 @@ def test_a_time_grid_falls_from_noise_to_data(name, steps):
 @pytest.mark.parametrize("steps", [6, 7])
 @pytest.mark.parametrize("iteration", [0, 1, 100])
 def test_a_noise_window_marks_some_of_the_steps(name, steps, iteration):
-    noisy = made("windows", name)(steps, iteration, Rng.of("window", iteration))
+    noisy = made("noise_windows", name)(steps, iteration, Rng.of("window", iteration))
     assert noisy.shape == (steps,) and noisy.dtype == torch.bool and noisy.any()
 
 

@@ -28,27 +28,27 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"noise_window": "all_but_last"},
     ],
     "masked_image_lm": [{"guidance_scale": 2.0, "lora": 2}],
-    "masked_lm": [{"guidance": 2.0, "sampler": "maskgit"}, {"lora": 2}],
+    "masked_lm": [{"guidance_scale": 2.0, "sampler": "maskgit"}, {"lora": 2}],
     "amused": [
-        {"guidance": 3.0, "sampler": "maskgit"},
+        {"guidance_scale": 3.0, "sampler": "maskgit"},
         {"lora": 2, "guidance_scale": 2.0, "temperature": 0.8},
     ],
     "janus": [
         {"guidance_scale": 1.0, "top_k": 5, "lora": 2},
-        {"logp_dist": "conditional", "train": "generation"},
+        {"logprob_guidance": "conditional", "train": "generation"},
     ],
     "emu3": [
         {"guidance_scale": 1.0, "top_p": 0.9},
-        {"lora": 2, "ratio": "2:1", "logp_dist": "guided_stopgrad_uncond"},
+        {"lora": 2, "ratio": "2:1", "logprob_guidance": "guided_stopgrad_uncond"},
     ],
     "imagegpt": [{"temperature": 0.8}],
     "glm_image": [{"lora": 2, "top_k": 5}],
     "janus_unified": [
-        {"plan": {"tokens": 4, "images": 2, "turn": "new"}, "weigh": "segment", "lora": 2}
+        {"plan": {"max_new_tokens": 4, "images": 2, "turn": "new"}, "weigh": "segment", "lora": 2}
     ],
     "var": [
         {"guidance_scale": 1.0, "top_k": 3},
-        {"lora": 2, "scale_alpha": 0.7, "logp_dist": "guided_stopgrad_uncond"},
+        {"lora": 2, "scale_alpha": 0.7, "logprob_guidance": "guided_stopgrad_uncond"},
         {"branch_at": 1},
     ],
     "llamagen": [
@@ -102,8 +102,8 @@ def test_a_rollout_is_rows_by_decisions(policy, rollout):
     decisions = rollout.mask.shape[1]
     assert rollout.group.tolist() == [p for p in range(len(PROMPTS)) for _ in range(COPIES)]
     assert (
-        rollout.row.tolist() == list(range(rows))
-        and prompts_for(policy)[1].items() <= rollout.asked()[COPIES].items()
+        rollout.row_id.tolist() == list(range(rows))
+        and prompts_for(policy)[1].items() <= rollout.prompt_per_row()[COPIES].items()
     )
     assert (
         rollout.logprob.shape == rollout.mask.shape == (rows, decisions)
@@ -148,7 +148,7 @@ def leaves(nest):
 
 def test_scoring_repeats_sampling_to_the_bit(policy, rollout):
     """Or, where answers are sampled token by token and scored in one pass, up to rounding (see
-    Point.fresh)."""
+    Point.on_policy)."""
     for point in passes(policy.path(rollout), policy.fixed_batch_rows):
         logp = policy.dist(point).log_prob(point.target)
         assert logp.shape == point.mask.shape == point.logprob.shape
@@ -162,15 +162,15 @@ def test_the_path_covers_the_mask_once(policy, rollout):
     points = list(policy.path(rollout))
     seen = torch.zeros(len(rollout), dtype=torch.long)
     for point in points:
-        seen.index_add_(0, point.row, point.mask.sum(1))
+        seen.index_add_(0, point.row_id, point.mask.sum(1))
     assert seen.tolist() == rollout.mask.sum(1).tolist()
     first = rollout.replace(mask=rollout.mask & (torch.arange(len(rollout)) == 1)[:, None])
     assert {
-        row for point in policy.path(first) for row in point.row[point.mask.any(1)].tolist()
+        row for point in policy.path(first) for row in point.row_id[point.mask.any(1)].tolist()
     } == {1}
     for point in points:
         kept = point.mask.any(1)
-        assert (point.length[kept] == rollout.mask.sum(1)[point.row[kept]]).all()
+        assert (point.num_decisions[kept] == rollout.mask.sum(1)[point.row_id[kept]]).all()
 
 
 def test_a_distribution_is_differentiable_in_the_trainable_weights_only(policy, rollout):
@@ -197,7 +197,7 @@ def test_renoised_states_are_new_reproducible_and_scored(policy, rollout):
         )
         logp = policy.dist(point).log_prob(point.target)
         assert logp.shape == point.mask.shape and logp.isfinite().all()
-        assert point.advantage is not None and point.length is not None
+        assert point.advantage is not None and point.num_decisions is not None
     if rollout.path is not None:
         assert not torch.equal(one[0].state, other[0].state)
 
@@ -214,7 +214,7 @@ def test_pictures_lie_between_0_and_1(policy, rollout):
 def test_a_sample_depends_on_its_name_only(policy, rollout):
     with torch.no_grad():
         later = policy.rollout(prompts_for(policy)[1:], COPIES, Rng(SAMPLES.key, offset=1))
-    assert later.row.tolist() == list(range(COPIES, len(PROMPTS) * COPIES))
+    assert later.row_id.tolist() == list(range(COPIES, len(PROMPTS) * COPIES))
     torch.testing.assert_close(later.sample, rollout.sample[COPIES:], atol=1e-5, rtol=1e-5)
     assert not torch.equal(roll(policy, Rng.of("other")).sample, rollout.sample)
 

@@ -218,7 +218,7 @@ def test_data_hear_of_groups_that_gave_way(options):
     given = SimpleNamespace(
         train=[{"text": f"{i}", "label": i % 2} for i in range(16)], held_out=[]
     )
-    policy = Recalling() if "reuse" in options else toys.ToyCausal()
+    policy = Recalling() if "replay_buffer" in options else toys.ToyCausal()
     trainer = Trainer(
         policy,
         Replay(given, share=0.5, below=0.3).train,

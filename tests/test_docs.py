@@ -232,7 +232,7 @@ DOCUMENTED = {
     "policy: glm_image": POLICIES["glm_image"],
     "policy: llamagen": POLICIES["llamagen"],
     "policy: var": POLICIES["var"],
-    "reuse": Reuse,
+    "replay_buffer": Reuse,
     "lora": Lora,
     "budgets": Budgets,
     "part": Part,
@@ -242,7 +242,7 @@ DOCUMENTED = {
     "objective: masked": OBJECTIVES["masked"],
     "kl": KL,
     "entropy": Entropy,
-    "importance": Importance,
+    "importance_sampling": Importance,
     "optimizer: adamw": OPTIMIZERS["adamw"],
     "optimizer: sgd": OPTIMIZERS["sgd"],
 }
@@ -270,7 +270,9 @@ def test_every_section_is_documented():
     assert set(rows(DOCS / "configuration.md", "Sections")) == set(SECTIONS)
 
 
-@pytest.mark.parametrize("kind", ["kernels", "solvers", "grids", "windows", "advantages", "data"])
+@pytest.mark.parametrize(
+    "kind", ["sde_types", "solvers", "timestep_schedules", "noise_windows", "advantages", "data"]
+)
 def test_every_name_of_a_kind_is_mentioned_with_its_options(kind):
     text = (DOCS / "configuration.md").read_text()
     for name, entry in ALL[kind].items():

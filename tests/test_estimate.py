@@ -120,7 +120,7 @@ def test_published_counts_are_those_that_are_known():
     assert used <= set(encoders) and set(published.table()["texts"].values()) <= set(encoders)
 
 
-def tiny(case, tmp_path, objective="grpo: {clip: 1e-2, kl: 0.1}", **policy):
+def tiny(case, tmp_path, objective="grpo: {clip_range: 1e-2, kl: 0.1}", **policy):
     """A configuration of a tiny model that is there."""
     name = case.partition("-")[0]
     options = {"path": str(tiny_diffusers.folder(case)), "size": [16, 32], "steps": 4}
@@ -128,10 +128,8 @@ def tiny(case, tmp_path, objective="grpo: {clip: 1e-2, kl: 0.1}", **policy):
     text = write(
         {"policy": {name: options | policy}, "data": {"prompts": {"path": str(tmp_path / "p.txt")}}}
     )
-    text += f"reward: {{jpeg_compressibility: 1.0}}\nadvantage: dance\nobjective: {{{objective}}}\n"
-    text += (
-        "train: {prompts: 2, copies: 4, batch_size: 4, micro_batch: 2, iterations: 1, epochs: 2}\n"
-    )
+    text += f"reward: {{jpeg_compressibility: 1.0}}\nadvantage: dance_grpo\nobjective: {{{objective}}}\n"
+    text += "train: {prompts_per_iteration: 2, group_size: 4, train_batch_size: 4, micro_batch_size: 2, iterations: 1, epochs: 2}\n"
     (tmp_path / "p.txt").write_text("a red seven\na blue two\n")
     (tmp_path / "c.yaml").write_text(text)
     return tmp_path / "c.yaml"

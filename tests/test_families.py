@@ -41,7 +41,7 @@ IDS = ["-".join([f, *map(str, o)]) for f, o in CASES]
 def roll(policy, n=4, copies=8, seed=0):
     with torch.no_grad():
         rollout = policy.rollout(toys.prompts(n), copies, Rng.of(seed))
-    reward = toys.reward(policy.decode(rollout), rollout.asked()).to(rollout.logprob)
+    reward = toys.reward(policy.decode(rollout), rollout.prompt_per_row()).to(rollout.logprob)
     return rollout.replace(advantage=advantages.flow_grpo(reward, rollout).to(rollout.logprob))
 
 
@@ -103,7 +103,7 @@ def test_first_gradient_is_reinforce(family, options):
 def test_micro_batches_do_not_change_the_gradient(family, reduction):
     policy = toys.make(family, double=True)
     rollout = roll(policy)
-    ragged = rollout.mask & (Rng.of("mask").uniform(rollout.row, (rollout.mask.shape[1],)) < 0.7)
+    ragged = rollout.mask & (Rng.of("mask").uniform(rollout.row_id, (rollout.mask.shape[1],)) < 0.7)
     # off-policy, so that clipping matters
     rollout = rollout.replace(mask=ragged, logprob=rollout.logprob + 0.05)
     policy.weights.keep("ref")
@@ -121,7 +121,7 @@ def test_chunks_do_not_change_the_samples(family, width):
     whole, parts = (roll(toys.make(family, double=True, fixed_batch_rows=w)) for w in (None, width))
     torch.testing.assert_close(whole.sample, parts.sample, atol=1e-10, rtol=0)
     torch.testing.assert_close(whole.logprob, parts.logprob, atol=1e-10, rtol=0)
-    assert torch.equal(whole.row, parts.row) and torch.equal(whole.mask, parts.mask)
+    assert torch.equal(whole.row_id, parts.row_id) and torch.equal(whole.mask, parts.mask)
 
 
 def test_a_compressed_tail_saves_forwards_and_is_scored_as_sampled():
@@ -155,7 +155,7 @@ def test_a_sample_depends_on_seed_prompt_and_copy_only(family):
     with torch.no_grad():
         tail = policy.rollout(toys.prompts(4)[2:], 8, Rng(Rng.of(0).key, offset=2))
     torch.testing.assert_close(tail.sample, whole.sample[16:], atol=1e-12, rtol=0)
-    assert torch.equal(tail.row, whole.row[16:])
+    assert torch.equal(tail.row_id, whole.row_id[16:])
     assert not torch.equal(roll(policy, seed=1).sample, whole.sample)
 
 
@@ -213,7 +213,7 @@ def test_evaluation_is_deterministic_given_the_first_noise(family):
         point = Point(
             group=rollout.group,
             cond=rollout.cond,
-            row_id=rollout.row,
+            row_id=rollout.row_id,
             mask=rollout.mask[:, :1],
             state=state,
             time=rollout.time[:, k],
@@ -259,7 +259,7 @@ def test_timestep_subsets(fraction, kept, pick):
     points = list(objective.points(policy, rollout, Rng.of(0)))
     counts = torch.zeros(32, dtype=torch.long)
     for point in points:
-        counts[point.row] += point.mask[:, 0].long()
+        counts[point.row_id] += point.mask[:, 0].long()
     assert counts.tolist() == [kept] * 32
     if pick == "first":
         assert len(points) == kept
@@ -267,7 +267,7 @@ def test_timestep_subsets(fraction, kept, pick):
         assert len(points) == 6
     part = objective.points(policy, rollout[torch.arange(4)], Rng.of(0))
     chosen, again = (
-        {(float(p.time[0]), r) for p in ps for r in p.row.tolist()} for ps in (points, part)
+        {(float(p.time[0]), r) for p in ps for r in p.row_id.tolist()} for ps in (points, part)
     )
     assert again == {(t, r) for t, r in chosen if r < 4}  # whatever other rows are there
 
@@ -276,9 +276,11 @@ def test_rows_share_conditions_and_keep_their_names():
     rollout = roll(toys.make("flow"))
     part = rollout[torch.tensor([30, 2])]
     assert (
-        part.cond is rollout.cond and part.group.tolist() == [3, 0] and part.row.tolist() == [30, 2]
+        part.cond is rollout.cond
+        and part.group.tolist() == [3, 0]
+        and part.row_id.tolist() == [30, 2]
     )
-    assert [p["label"] for p in part.asked()] == [1, 0]
+    assert [p["label"] for p in part.prompt_per_row()] == [1, 0]
     joined = Rollout.cat([rollout[:5], rollout[5:]])
     assert torch.equal(joined.path, rollout.path) and joined.cond is rollout.cond
 
@@ -294,5 +296,5 @@ def test_a_memory_budget_chooses_the_chunks_and_changes_no_sample(family, monkey
     )
     torch.testing.assert_close(roll(policy).sample, whole.sample, atol=1e-10, rtol=0)
     assert 1 <= sizes[0] < 32 and sum(sizes) == 32, sizes
-    with pytest.raises(UserError, match="memory = .* one row needs"):
+    with pytest.raises(UserError, match="sampling_memory_gib = .* one row needs"):
         roll(toys.make(family, sampling_memory_gib=1e-9))

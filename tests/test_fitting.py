@@ -189,7 +189,7 @@ def test_paths_are_kept_off_the_device_and_come_back_for_a_pass():
     )
     part = point[torch.tensor([2, 0])]
     assert part.state.shape == (2, 2) and part.state.is_meta and part.row_id.tolist() == [2, 0]
-    assert make("wan").offload and not make("flux").offload
+    assert make("wan").offload_trajectory and not make("flux").offload_trajectory
 
 
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16"])
@@ -303,7 +303,7 @@ def test_only_the_states_that_are_read_are_kept(objective, options, states):
 def test_groups_that_were_drawn_with_other_stochastic_steps_share_a_rollout():
     """Dynamic sampling draws from another stream, in which other steps may be stochastic, adjacent
     ones or not."""
-    policy = Wide(steps=6, sde=partial(random_steps, size=2))
+    policy = Wide(steps=6, noise_window=partial(random_steps, size=2))
     policy.reads = "decisions"
     parts = [policy.rollout(toys.prompts(2), 2, Rng.of("part", n)) for n in range(6)]
     assert {part.path.shape[1] for part in parts} == {3, 4}
@@ -351,5 +351,5 @@ def test_each_expert_of_wan_has_its_own_guidance_as_in_the_pipeline(high, low):
     with policy.evaluating(low), torch.no_grad():  # a scale that is asked for is that of both
         both = policy.rollout(PROMPTS, 1, Rng.of("same")).sample
     assert policy.guidance_scale_2 == low and (both - rollout.sample).abs().max() > 1e-4
-    with pytest.raises(UserError, match="guidance_2: .* has one network only"):
+    with pytest.raises(UserError, match="guidance_scale_2: .* has one network only"):
         make("wan", guidance_scale_2=2.0)

@@ -297,7 +297,7 @@ def test_draft_is_the_gradient_through_the_sampler(options, last, moved):
         mean, std = policy.sde_type(
             x, v, rollout.time[:, k], rollout.time[:, k + 1], rollout.eta[:, k]
         )
-        x = mean + std * Rng.of("rollout").normal(rollout.row, (2,), k + 1, torch.float64)
+        x = mean + std * Rng.of("rollout").normal(rollout.row_id, (2,), k + 1, torch.float64)
     assert moved or torch.allclose(x, rollout.sample, atol=1e-12, rtol=0)
     torch.testing.assert_close(
         found, gradient(policy, -toys.smooth_reward(x, None).mean()), rtol=1e-8, atol=1e-12
@@ -337,7 +337,7 @@ def test_a_regulariser_keeps_the_policy_near_the_reference():
 
 def test_adjoints_are_the_gradient_through_the_base_sampler():
     objective = AdjointMatching(strength=2.0)
-    policy, rollout = setting(objective, kernel=memoryless, noise_level=1.0)
+    policy, rollout = setting(objective, sde_type=memoryless, noise_level=1.0)
     (point,) = objective.points(policy, rollout, Rng.of(0))
     from mmrl.objectives.reward_gradient import steps_of
 
@@ -355,7 +355,7 @@ def test_adjoints_are_the_gradient_through_the_base_sampler():
 
 def test_adjoint_matching_starts_at_the_rewards_gradient_and_without_reward_at_rest():
     objective = AdjointMatching(strength=0.0)
-    policy, rollout = setting(objective, moved=0.0, kernel=memoryless, noise_level=1.0)
+    policy, rollout = setting(objective, moved=0.0, sde_type=memoryless, noise_level=1.0)
     (point,) = objective.points(policy, rollout, Rng.of(0))
     assert objective.loss(policy, point).abs().max() < 1e-20
 
@@ -438,10 +438,10 @@ def test_crds_reference_has_a_guidance_of_its_own():
 def test_the_shipped_adjoint_matching_takes_the_rewards_gradient_at_a_clean_sample():
     """Adjoint Matching (Domingo-Enrich et al. 2025) with noise in all steps but the last."""
     policy = read(find_config("digits/adjoint_matching"), []).plain["policy"]["sd3"]
-    assert WINDOWS[policy["sde"]](policy["steps"]).tolist() == [True] * 7 + [False]
+    assert WINDOWS[policy["noise_window"]](policy["steps"]).tolist() == [True] * 7 + [False]
     objective = AdjointMatching(strength=2.0)
     policy, rollout = setting(
-        objective, kernel=memoryless, noise_level=1.0, noise_window=all_but_last
+        objective, sde_type=memoryless, noise_level=1.0, noise_window=all_but_last
     )
     assert rollout.mask[0].tolist() == [True] * (rollout.mask.shape[1] - 1) + [False]
     (point,) = objective.points(policy, rollout, Rng.of(0))

@@ -51,7 +51,11 @@ GUIDED = {"flux": "true_cfg_scale", "flux-schnell": "true_cfg_scale"}  # others:
 def make(case, **options):
     name, own, _, _ = CASES[case]
     torch.manual_seed(0)
-    chosen = {"path": str(tiny_diffusers.folder(case)), "steps": 3, "width": 4} | own | options
+    chosen = (
+        {"path": str(tiny_diffusers.folder(case)), "steps": 3, "fixed_batch_rows": 4}
+        | own
+        | options
+    )
     return POLICIES.build(name, **chosen)
 
 
@@ -65,7 +69,7 @@ def call(pipe, policy, case, rollout, guidance, steps, output):
             more |= {"negative_prompt": [""] * len(first)}
     else:
         more = more | {"guidance_scale": guidance}
-    texts = [p["text"] for p in rollout.asked()]
+    texts = [p["text"] for p in rollout.prompt_per_row()]
     height, width = policy.size
     return pipe(
         texts,

@@ -51,7 +51,10 @@ FORWARD = {
     "diffusion_dpo": partial(DiffusionDPO, beta=10.0, num_noise_draws=4),
     "rwr": partial(RewardWeightedRegression, beta=0.3, num_noise_draws=2),
 }
-ON_PATH = {"guard": partial(Guard, clip_range=1e-2), "flow_dppo": partial(FlowDPPO, threshold=1e-2)}
+ON_PATH = {
+    "grpo_guard": partial(Guard, clip_range=1e-2),
+    "flow_dppo": partial(FlowDPPO, threshold=1e-2),
+}
 
 
 def column(*values):
@@ -99,7 +102,7 @@ class Velocities:
         return Swap()
 
     def dist(self, point):
-        v = self.known[self.name][point.row]
+        v = self.known[self.name][point.row_id]
         return Gaussian(v, torch.full((len(v), 1), 0.5**0.5, dtype=v.dtype))
 
 
@@ -199,7 +202,7 @@ def test_dgpos_gradient_is_that_of_the_group_preference(reference):
         0.3 * torch.randn(8, 4, generator=generator, dtype=torch.float64) for _ in range(2)
     )
     advantage = torch.randn(8, 1, generator=generator, dtype=torch.float64)
-    options = {"beta": 7.0, "clip": None, "reference": reference}
+    options = {"beta": 7.0, "clip_range": None, "reference": reference}
     objective, policy, point, coupled, leaf = dgpo_of(
         miss.tolist(), ref.tolist(), advantage, **options
     )
@@ -379,21 +382,21 @@ def sampled(eta=0.0, **options):
 def test_times_are_those_of_the_grid_without_repetition():
     policy, rollout = sampled(steps=10)
     grid = policy.times.tolist()
-    own = steps(Rng.of(0), rollout.row, 4, rollout.time, share=0.9, skip=1)
+    own = steps(Rng.of(0), rollout.row_id, 4, rollout.time, share=0.9, skip=1)
     assert own.shape == (12, 4) and all(
         len(set(row)) == 4 and set(row) <= set(grid[1:9]) for row in own.tolist()
     )
     assert len({tuple(row) for row in own.tolist()}) > 1
-    alike = early_steps(Rng.of(0), rollout.row, 4, rollout.time)
+    alike = early_steps(Rng.of(0), rollout.row_id, 4, rollout.time)
     assert torch.equal(alike, alike[:1].expand_as(alike)) and set(alike[0].tolist()) <= set(
         grid[:6]
     )
-    every = steps(Rng.of(0), rollout.row, 99, rollout.time)
+    every = steps(Rng.of(0), rollout.row_id, 99, rollout.time)
     assert every.shape == (12, 9) and 0.0 not in every, "no more than there are"
     with pytest.raises(
         UserError, match="share 0.1 and skip 1 leave none of the sampler's 10 steps"
     ):
-        steps(Rng.of(0), rollout.row, 1, rollout.time, share=0.1, skip=1)
+        steps(Rng.of(0), rollout.row_id, 1, rollout.time, share=0.1, skip=1)
 
 
 def test_other_times_have_the_distribution_asked_for():
@@ -439,7 +442,7 @@ def test_a_group_shares_times_and_noise(times):
 )
 def test_preferences_compare_at_one_noise_and_fits_at_many(make, shares):
     policy, rollout = sampled()
-    for point in make(draws=2).points(policy, rollout, Rng.of("points")):
+    for point in make(num_noise_draws=2).points(policy, rollout, Rng.of("points")):
         noise = (point.target + rollout.sample).view(3, 4, -1)
         assert torch.allclose(noise, noise[:, :1].expand_as(noise)) is shares
 
@@ -492,9 +495,9 @@ def test_token_models_are_refused_with_the_reason(family, make):
 def test_a_beta_that_is_not_positive_is_refused(make):
     with pytest.raises(UserError, match=r"objective\.\w+: must be positive: beta 0"):
         make(beta=0)
-    with pytest.raises(UserError, match=r"objective\.guard needs clip > 0"):
+    with pytest.raises(UserError, match=r"objective\.grpo_guard needs clip_range > 0"):
         Guard(clip_range=0.0)
-    with pytest.raises(UserError, match=r"objective\.awm: must be positive: clip -1"):
+    with pytest.raises(UserError, match=r"objective\.awm: must be positive: clip_range -1"):
         AWM(clip_range=(0.5, -1.0))
 
 
@@ -548,7 +551,7 @@ def test_flow_dppos_divergence_in_its_three_forms():
 # learning
 
 
-def trainer_of(make, family, lr=3e-3, eta=0.0, policy=None, **options):
+def trainer_of(make, family, lr=3e-3, noise_level=0.0, policy=None, **options):
     sizes = {
         "prompts_per_iteration": 8,
         "group_size": 16,
@@ -557,7 +560,7 @@ def trainer_of(make, family, lr=3e-3, eta=0.0, policy=None, **options):
         "micro_batch_size": 64,
     } | options
     return Trainer(
-        policy or toys.make(family, noise_level=eta),
+        policy or toys.make(family, noise_level=noise_level),
         toys.prompts(16),
         Scorer({"toy": toys.reward}),
         advantages.flow_grpo,
@@ -612,7 +615,7 @@ def test_a_process_without_rows_can_keep_step(name):
     assert len(loss) == 1 and loss.isfinite().all() and loss.requires_grad and not idle.mask.any()
 
 
-@pytest.mark.parametrize("name", ["guard", "flow_dppo", "awm", "dgpo"])
+@pytest.mark.parametrize("name", ["grpo_guard", "flow_dppo", "awm", "dgpo"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_first_step_is_on_policy(name, precision):
     make = (FORWARD | ON_PATH)[name]

@@ -78,7 +78,7 @@ def test_greedy_tokens_and_images_are_those_of_the_pipeline(make, folder):
         .flatten(1)
     )
     assert torch.equal(large, torch.cat(found))
-    latents = Rng.of("glm_image").normal(rollout.row, (4, 8, 8), 16)
+    latents = Rng.of("glm_image").normal(rollout.row_id, (4, 8, 8), 16)
     images = pipeline(
         prompt=[p["text"] for p in PROMPTS],
         height=64,

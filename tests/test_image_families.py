@@ -87,7 +87,7 @@ EDIT = {"layout": pack, "finished": lambda policy, x: pack(x), "guide": true_cfg
 CASES |= {
     "flux_kontext": Case(
         "flux_kontext",
-        {"size": [16, 32], "text_length": 16, "embedded": 2.5},
+        {"size": [16, 32], "text_length": 16, "embedded_guidance": 2.5},
         {
             "max_sequence_length": 16,
             "max_area": 16 * 32,
@@ -117,7 +117,7 @@ MORE = {
     ),
     "flux_kontext": Case(
         "flux_kontext",
-        {"size": 16, "image_size": [16, 32], "text_length": 16, "embedded": 2.5},
+        {"size": 16, "image_size": [16, 32], "text_length": 16, "embedded_guidance": 2.5},
         {"max_sequence_length": 16, "max_area": 256, "_auto_resize": False, "guidance_scale": 2.5},
         prompts=asked(),
         **EDIT,
@@ -129,7 +129,7 @@ PARITY = [(name, case) for cases in (CASES, MORE) for name, case in cases.items(
 def make(name, case=None, **options):
     case = case or CASES[name]
     torch.manual_seed(0)
-    chosen = {"steps": 3, "width": 4} | case.own | options
+    chosen = {"steps": 3, "fixed_batch_rows": 4} | case.own | options
     return POLICIES.build(case.policy, path=str(tiny_diffusers.folder(name)), **chosen)
 
 
@@ -142,10 +142,10 @@ def pipeline(name, policy):
 def call(pipe, policy, case, rollout, guidance, output):
     """The pipeline's own samples from the same first latents."""
     height, width = policy.size
-    pictures = [p["image"] for p in rollout.asked() if "image" in p]
+    pictures = [p["image"] for p in rollout.prompt_per_row() if "image" in p]
     more = {"image": pictures} if pictures else {}
     return pipe(
-        prompt=[p["text"] for p in rollout.asked()],
+        prompt=[p["text"] for p in rollout.prompt_per_row()],
         latents=case.layout(rollout.path[:, 0]),
         height=height,
         width=width,

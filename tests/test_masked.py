@@ -316,7 +316,9 @@ def every_emerge(policy):
     order = orders.repeat(len(tokens), 1)
     k = policy.rates.double()
     prior = (k[:-1] - k[1:]).log()[order].sum(1)  # of when each token is revealed
-    return whole(policy, sample, order=order, mask=torch.ones_like(order, dtype=torch.bool)), prior
+    return whole(
+        policy, sample, commit_step=order, mask=torch.ones_like(order, dtype=torch.bool)
+    ), prior
 
 
 def every_maskgit(policy):
@@ -336,7 +338,7 @@ def every_maskgit(policy):
     early = drawn[:, 0, :, 1] < 4
     sample = torch.where(early, drawn[:, 0, :, 0], drawn[:, 1, :, 0])
     mask = torch.cat([torch.ones_like(early), ~early], 1)
-    return whole(policy, sample, order=(~early).long(), mask=mask, drawn=drawn), torch.zeros(
+    return whole(policy, sample, commit_step=(~early).long(), mask=mask, drawn=drawn), torch.zeros(
         len(rows)
     ).double()
 
@@ -368,7 +370,7 @@ CASES = [
     ("emerge", {}),
     ("emerge", {"guidance_scale": 2.5, "temperature": 0.7, "steps": 3}),
     ("maskgit", {"choice": (1.5, 0.0)}),
-    ("maskgit", {"guidance": 2.5, "choice": (0.4, 0.0)}),
+    ("maskgit", {"guidance_scale": 2.5, "choice": (0.4, 0.0)}),
 ]
 
 
@@ -497,7 +499,7 @@ def true_choice(policy):
 
 
 @pytest.mark.parametrize(
-    "options", [{"choice": (1.5, 0.0)}, {"guidance": 2.5, "choice": (1.0, 0.0)}], ids=str
+    "options", [{"choice": (1.5, 0.0)}, {"guidance_scale": 2.5, "choice": (1.0, 0.0)}], ids=str
 )
 def test_the_gradient_of_a_choice_is_that_of_the_expected_reward(options):
     policy = small(sampler="maskgit", **options)

@@ -17,7 +17,7 @@ PROMPTS = [{"text": "a red seven"}, {"text": "a blue two on top of a green nine"
 
 
 def made(**options):
-    return MaskedLM(str(folder()), **({"tokens": 6, "block": 3, "steps": 4} | options))
+    return MaskedLM(str(folder()), **({"max_new_tokens": 6, "block": 3, "steps": 4} | options))
 
 
 def rolled(policy, prompts=PROMPTS, copies=3):
@@ -30,7 +30,7 @@ def rolled(policy, prompts=PROMPTS, copies=3):
 def test_the_path_repeats_what_was_recorded_block_after_block(options):
     policy = made(**options)
     rollout = rolled(policy)
-    assert torch.equal(rollout.order // 2, (torch.arange(6) // 3).expand(6, -1))
+    assert torch.equal(rollout.commit_step // 2, (torch.arange(6) // 3).expand(6, -1))
     for point in policy.path(rollout):
         logp = policy.dist(point).log_prob(point.target)
         torch.testing.assert_close(logp[point.mask], point.logprob[point.mask], atol=1e-5, rtol=0)
@@ -57,7 +57,7 @@ def test_the_network_sees_prompt_and_answer_in_their_places():
 
 
 def test_what_follows_the_end_is_not_read_nor_trained_on():
-    policy = made(tokens=6, block=2, steps=3)
+    policy = made(max_new_tokens=6, block=2, steps=3)
     sample = torch.tensor([[5, policy.end, 7, 8, 5, 6], [5, 6, 7, policy.end, 6, 7], [5] * 6])
     assert policy._size(sample).tolist() == [2, 4, 6]
     rollout = rolled(policy, PROMPTS, 12)
@@ -149,7 +149,7 @@ def test_the_network_sees_codes_between_their_marks():
 def test_images_are_scored_as_sampled_and_decoded_by_the_codec(sampler):
     from diffusers import VQModel
 
-    policy = pictured(guidance=3.0, sampler=sampler)
+    policy = pictured(guidance_scale=3.0, sampler=sampler)
     rollout = rolled(policy)
     assert rollout.sample.min() >= 0 and rollout.sample.max() < 12
     for point in policy.path(rollout):

@@ -103,12 +103,12 @@ def bound(name, **options):
 # (estimator, reduction): mean cosine measured by exact enumeration in an earlier study, for 1 and
 # for 3 passes
 STUDY = {
-    "trajectory": (bound("trajectory"), "sum", 1.0, 1.0),
-    "d1": (bound("d1"), "sum", 1.0, 0.827),
-    "schedule_matched": (bound("schedule_matched"), "sum", 1.0, 0.917),
-    "uni_grpo": (bound("uni_grpo", updates=1), "row", 0.559, 0.776),
-    "mask_grpo 0.6": (bound("mask_grpo", low=0.6), "sum", 0.861, 0.919),
-    "mask_grpo 0.8": (bound("mask_grpo", low=0.8), "sum", 0.964, 0.900),
+    "trajectory": (bound("trajectory"), "token_sum", 1.0, 1.0),
+    "d1": (bound("d1"), "token_sum", 1.0, 0.827),
+    "schedule_matched": (bound("schedule_matched"), "token_sum", 1.0, 0.917),
+    "uni_grpo": (bound("uni_grpo", updates=1), "seq_mean_token_mean", 0.559, 0.776),
+    "mask_grpo 0.6": (bound("mask_grpo", low=0.6), "token_sum", 0.861, 0.919),
+    "mask_grpo 0.8": (bound("mask_grpo", low=0.8), "token_sum", 0.964, 0.900),
 }
 
 
@@ -433,7 +433,7 @@ def test_the_trainer_says_which_of_several_epochs_it_is():
             TablePolicy(steps=3),
             [{"text": "x"}] * 2,
             lambda media, prompts: Rewards({"x": reward(media, 0)}),
-            ADVANTAGES["dance"],
+            ADVANTAGES["dance_grpo"],
             Masked(estimator=estimator),
             partial(adamw, lr=1e-3),
             TrainOptions(
@@ -479,7 +479,11 @@ class Hides:
     def at(self, rollout, hide, score=None):
         mask = rollout.mask & (hide if score is None else score)
         return Point(
-            group=rollout.group, row_id=rollout.row, state=hide, mask=mask, logprob=rollout.logprob
+            group=rollout.group,
+            row_id=rollout.row_id,
+            state=hide,
+            mask=mask,
+            logprob=rollout.logprob,
         )
 
 
@@ -634,5 +638,5 @@ def test_surrogates_of_whole_rows_take_estimators_of_one_pass():
     (point,) = Masked(surrogate=SURROGATES["gspo"], estimator=bound("random")).points(
         policy, rollout, POINTS
     )
-    assert torch.equal(point.length, point.mask.sum(1)) and (point.known == 1).all()
+    assert torch.equal(point.num_decisions, point.mask.sum(1)) and (point.known == 1).all()
     assert "old" in Masked().snapshots

@@ -24,9 +24,9 @@ PROMPTS = [
 DIT = {
     "net": f"{HERE}:dit",
     "shape": [4, 4, 4],
-    "kernel": "ddim",
+    "sde_type": "ddim",
     "steps": 4,
-    "eta": 1.0,
+    "noise_level": 1.0,
     "empty": 1000,
     "vae": str(tiny_diffusers.folder("sd") / "vae"),
 }
@@ -34,11 +34,16 @@ DIT = {
 
 def make(**options):
     torch.manual_seed(0)
-    chosen = {"net": f"{HERE}:Tiny", "shape": [3, 4, 4], "steps": 3, "width": 4} | options
-    if isinstance(chosen.get("kernel"), str):
+    chosen = {
+        "net": f"{HERE}:Tiny",
+        "shape": [3, 4, 4],
+        "steps": 3,
+        "fixed_batch_rows": 4,
+    } | options
+    if isinstance(chosen.get("sde_type"), str):
         from samplers import KERNELS
 
-        chosen["kernel"] = KERNELS[chosen["kernel"]]
+        chosen["sde_type"] = KERNELS[chosen["sde_type"]]
     return POLICIES.build("module", **chosen)
 
 
@@ -52,7 +57,7 @@ def of_the_pipeline(net, rollout, guidance, monkeypatch):
         net, AutoencoderKL.from_pretrained(DIT["vae"]), DDIMScheduler(**tiny_module.SCHEDULE)
     )
     pipe.set_progress_bar_config(disable=True)
-    labels = [prompt["label"] for prompt in rollout.asked()]
+    labels = [prompt["label"] for prompt in rollout.prompt_per_row()]
     return pipe(labels, guidance_scale=guidance, num_inference_steps=4, output_type="pt").images
 
 
@@ -91,7 +96,7 @@ def test_a_trained_dit_gives_the_plain_pipeline_our_images(lora, tmp_path, monke
 
 CASES = {
     "label": {},
-    "guided": {"empty": 5, "guidance": 2.5},
+    "guided": {"empty": 5, "guidance_scale": 2.5},
     "embedding": {"net": f"{HERE}:Embedded", "field": "place"},
     "nothing": {"net": f"{HERE}:Embedded", "field": None},
     "dit": DIT,
@@ -140,7 +145,7 @@ def test_mistakes_are_one_sentence(tmp_path):
         make().encode([{"label": 1}, {"text": "a"}])
     with pytest.raises(UserError, match="must be a number, or numbers of one count"):
         make(field="place").encode([{"place": [1.0]}, {"place": [1.0, 2.0]}])
-    with pytest.raises(UserError, match="guidance needs empty"):
+    with pytest.raises(UserError, match="guidance_scale needs empty"):
         make(guidance_scale=2.0)
     with pytest.raises(UserError, match="must return an nn.Module, not list"):
         (tmp_path / "mine.py").write_text("build = list")
@@ -148,6 +153,7 @@ def test_mistakes_are_one_sentence(tmp_path):
     with pytest.raises(UserError, match="cannot load an autoencoder"):
         make(vae=str(tmp_path))
     with pytest.raises(
-        UserError, match="kernel: flow_sde is not for this kind of model; for it: consistency, ddim"
+        UserError,
+        match="sde_type: flow_sde is not for this kind of model; for it: consistency, ddim",
     ):
         make(**DIT | {"sde_type": "flow_sde"})

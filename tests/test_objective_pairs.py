@@ -53,7 +53,7 @@ KIND = toys.POLICIES | {"hidden": ToyHidden}
 # million times as large.
 LEARNS = {
     "grpo": {"clip_range": 0.02},
-    "guard": {"clip_range": 0.02},
+    "grpo_guard": {"clip_range": 0.02},
     "flow_dppo": {"threshold": 0.01},
     "dgpo": {"beta": 5.0, "kl": 0.001},
     "crd": {"kl": 0.0},
@@ -90,7 +90,7 @@ def test_a_pair_that_suits_each_other_raises_the_reward(name, kind):
         policy,
         toys.prompts(2),
         Scorer({"close": close}),
-        ADVANTAGES["dance"],
+        ADVANTAGES["dance_grpo"],
         config.build({name: LEARNS.get(name, {})}, OBJECTIVES),
         partial(adamw, lr=RATE.get(kind, 1e-1)),
         TrainOptions(
@@ -120,7 +120,7 @@ reward: {{{reward}: 1.0}}
 advantage: group
 objective: {objective}
 optimizer: {{adamw: {{lr: 1e-3}}}}
-train: {{prompts: 4, copies: 4, batch_size: 16, iterations: 1}}
+train: {{prompts_per_iteration: 4, group_size: 4, train_batch_size: 16, iterations: 1}}
 """
 REWARDS = {"sd3": "digits", "vlm": "count", "masked_lm": "count"}
 
@@ -153,7 +153,7 @@ def test_what_looks_at_noise_is_refused_for_a_sampler_without(silent, tmp_path):
         ):
             read(tmp_path / "run.yaml", [silent])
     visits = {name for name, entry in OBJECTIVES.items() if getattr(entry, "visits", False)}
-    assert visits == {"grpo", "guard", "flow_dppo", "d3po", "adjoint_matching"}
+    assert visits == {"grpo", "grpo_guard", "flow_dppo", "d3po", "adjoint_matching"}
     (tmp_path / "run.yaml").write_text(
         WHOLE.format(policy="sd3", reward="digits", objective="dgpo")
     )
@@ -194,7 +194,11 @@ def test_which_pairs_suit_each_other():
     assert all(pairs.values()), "an objective without a policy"
 
 
-OF_ANSWERS = [{"truth": "count"}, {"replay_buffer": {"share": 0.5}}, {"lengths": [[0, 64]]}]
+OF_ANSWERS = [
+    {"ground_truth_rollout": "count"},
+    {"replay_buffer": {"share": 0.5}},
+    {"max_new_tokens_schedule": [[0, 64]]},
+]
 
 
 @pytest.mark.parametrize("option", OF_ANSWERS, ids=lambda option: next(iter(option)))

@@ -75,7 +75,7 @@ class Velocities:
         return Swap()
 
     def dist(self, point):
-        v = self.known[self.name][point.row]
+        v = self.known[self.name][point.row_id]
         return Gaussian(v, torch.full((len(v), 1), 0.5, dtype=v.dtype))
 
 
@@ -133,7 +133,14 @@ def test_awm_counts_the_ratios_beyond_its_clip_on_either_side():
 
 def test_awm_as_published_and_what_it_refuses():
     awm = AWM()
-    assert (awm.weighting, awm.clip, awm.advantage_clip, awm.draws, awm.kl, awm.ema_kl) == (
+    assert (
+        awm.weighting,
+        awm.clip_range,
+        awm.advantage_clip,
+        awm.num_noise_draws,
+        awm.kl,
+        awm.ema_kl,
+    ) == (
         "ghuber",
         1.0,
         1.0,
@@ -141,7 +148,7 @@ def test_awm_as_published_and_what_it_refuses():
         1e-4,
         0.0,
     )
-    for wrong in ({"clip": 0.0}, {"clip": (0.1, 0.0)}, {"advantage_clip": 0.0}):
+    for wrong in ({"clip_range": 0.0}, {"clip_range": (0.1, 0.0)}, {"advantage_clip": 0.0}):
         with pytest.raises(UserError, match="must be positive"):
             AWM(**wrong)
 
@@ -377,7 +384,7 @@ def test_dgpo_row_by_row(reference, clip, kl):
 
 def test_dgpo_as_published_and_what_it_keeps_and_refuses():
     dgpo = DGPO()
-    assert (dgpo.beta, dgpo.clip, dgpo.advantage_clip, dgpo.kl, dgpo.draws) == (
+    assert (dgpo.beta, dgpo.clip_range, dgpo.advantage_clip, dgpo.kl, dgpo.num_noise_draws) == (
         100.0,
         1e-2,
         5.0,
@@ -386,15 +393,15 @@ def test_dgpo_as_published_and_what_it_keeps_and_refuses():
     )
     assert [dgpo.old_decay(step) for step in (0, 100, 1000)] == pytest.approx([0.0, 0.1, 0.3])
     kept = {
-        ("ref",): {"clip": None},
+        ("ref",): {"clip_range": None},
         ("old", "ref"): {},
-        ("old",): {"reference": "old", "kl": 0.0, "clip": None},
+        ("old",): {"reference": "old", "kl": 0.0, "clip_range": None},
     }
     for snapshots, chosen in kept.items():
         assert DGPO(**chosen).snapshots == snapshots
     assert DGPO(clip_range=None, behavior_policy="old").snapshots == ("old", "ref")
     assert DGPO(reference="old").snapshots == ("old", "ref")
-    for wrong in ({"beta": 0.0}, {"advantage_clip": 0.0}, {"clip": -1.0}):
+    for wrong in ({"beta": 0.0}, {"advantage_clip": 0.0}, {"clip_range": -1.0}):
         with pytest.raises(UserError, match="must be positive"):
             DGPO(**wrong)
 
@@ -425,7 +432,7 @@ def transitions(policy, rollout, name):
             state = Point(
                 group=rollout.group,
                 cond=rollout.cond,
-                row_id=rollout.row,
+                row_id=rollout.row_id,
                 state=rollout.path[:, k],
                 time=rollout.time[:, k],
                 next_time=rollout.time[:, k + 1],
@@ -449,7 +456,7 @@ DIVERGENCE = {  # of Gaussians that are d standard deviations apart
 @pytest.mark.parametrize("divergence", DIVERGENCE)
 def test_draft_pays_for_the_mean_divergence_of_its_steps(kernel, divergence):
     """Per dimension; a step without noise counts as if the clean prediction had variance 1/2."""
-    policy, rollout = walked(kernel=kernel)
+    policy, rollout = walked(sde_type=kernel)
     losses = []
     for kl in (0.0, 2.0):
         objective = Draft(last=2, kl=kl, divergence=divergence)
@@ -478,7 +485,7 @@ def test_draft_pays_for_the_mean_divergence_of_its_steps(kernel, divergence):
 def test_adjoint_matchings_loss_step_by_step(strength, sde):
     """1/2 |(mean - base) / std + std a|^2 per dimension; a carried back by Jacobians of the base's
     means."""
-    policy, rollout = walked(kernel=memoryless, eta=1.0, sde=sde)
+    policy, rollout = walked(sde_type=memoryless, noise_level=1.0, noise_window=sde)
     objective = AdjointMatching() if strength is None else AdjointMatching(strength=strength)
     objective.attach(toys.smooth_reward)
     (point,) = objective.points(policy, rollout, Rng.of(0))
@@ -501,7 +508,7 @@ def test_adjoint_matchings_loss_step_by_step(strength, sde):
             state = Point(
                 group=rollout.group,
                 cond=rollout.cond,
-                row_id=rollout.row,
+                row_id=rollout.row_id,
                 state=x,
                 time=rollout.time[:, k],
                 next_time=rollout.time[:, k + 1],
@@ -519,7 +526,7 @@ def test_adjoint_matchings_loss_step_by_step(strength, sde):
 
 @pytest.mark.parametrize("objective", [Draft, AdjointMatching])
 def test_without_a_differentiable_reward_nothing_can_be_followed(objective):
-    policy, rollout = walked(kernel=memoryless, eta=1.0)
+    policy, rollout = walked(sde_type=memoryless, noise_level=1.0)
     one = objective()
     (point,) = one.points(policy, rollout, Rng.of(0))
     with pytest.raises(UserError, match="needs a differentiable reward"):
@@ -627,8 +634,8 @@ def test_kl_cov_takes_the_highest_covariances_and_at_least_one():
 
 def test_as_published():
     for objective, wanted in (
-        (FPO(), {"clip": 0.05, "advantage_clip": 5.0, "draws": 8}),
-        (NFT(), {"beta": 1.0, "advantage_clip": 5.0, "kl": 1e-4, "draws": 9, "decay": 1}),
+        (FPO(), {"clip_range": 0.05, "advantage_clip": 5.0, "num_noise_draws": 8}),
+        (NFT(), {"beta": 1.0, "advantage_clip": 5.0, "kl": 1e-4, "num_noise_draws": 9, "decay": 1}),
         (
             CRD(),
             {
@@ -636,15 +643,15 @@ def test_as_published():
                 "advantage_clip": 5.0,
                 "kl": 0.1,
                 "ref_guidance": 1.0,
-                "draws": 4,
+                "num_noise_draws": 4,
                 "centre": "group",
             },
         ),
         (D3PO(), {"beta": 0.1}),
-        (DiffusionDPO(), {"beta": 100.0, "draws": 1}),
+        (DiffusionDPO(), {"beta": 100.0, "num_noise_draws": 1}),
         (FlowDPPO(), {"threshold": 1e-5, "advantage_clip": 5.0, "std": "exact"}),
-        (Guard(), {"clip": 2e-6, "balance": True}),
-        (Importance(), {"level": "token", "high": 3.0, "low": 0.0}),
+        (Guard(), {"clip_range": 2e-6, "balance": True}),
+        (Importance(), {"level": "token", "cap": 3.0, "floor": 0.0}),
     ):
         options = {name: getattr(objective, name) for name in wanted}
         assert options == wanted, type(objective).__name__
@@ -675,8 +682,8 @@ def test_surrogates_as_published():
 @pytest.mark.parametrize(
     ("objective", "wrong"),
     [
-        (FPO, {"clip": 0.0}),
-        (FPO, {"clip": (0.1, 0.0)}),
+        (FPO, {"clip_range": 0.0}),
+        (FPO, {"clip_range": (0.1, 0.0)}),
         (FPO, {"advantage_clip": 0.0}),
         (D3PO, {"beta": 0.0}),
         (DiffusionDPO, {"beta": 0.0}),
@@ -799,12 +806,12 @@ class Spoken:
     using = Velocities.using
 
     def dist(self, point):
-        return Categorical(self.logits[self.name][point.row])
+        return Categorical(self.logits[self.name][point.row_id])
 
     def path(self, rollout):
         yield Point(
             group=rollout.group,
-            row_id=rollout.row,
+            row_id=rollout.row_id,
             state=rollout.sample,
             target=rollout.sample,
             mask=rollout.mask,
@@ -1143,14 +1150,19 @@ def test_d3po_is_seen_by_the_gate_and_wants_gaussian_steps():
 
 
 def test_the_range_of_grpos_options():
-    for chosen in ({"advantage_clip": 0.5}, {"clip": (0.01, 0.5)}, {"fraction": 1.0}, {"kl": 0.0}):
+    for chosen in (
+        {"advantage_clip": 0.5},
+        {"clip_range": (0.01, 0.5)},
+        {"timestep_fraction": 1.0},
+        {"kl": 0.0},
+    ):
         PolicyGradient(**chosen)
     for wrong in (
-        {"fraction": 1.5},
-        {"fraction": 0.0},
+        {"timestep_fraction": 1.5},
+        {"timestep_fraction": 0.0},
         {"advantage_clip": 0.0},
         {"kl": -0.1},
-        {"clip": (0.0, 0.1)},
+        {"clip_range": (0.0, 0.1)},
     ):
         with pytest.raises(UserError, match=r"objective\.grpo"):
             PolicyGradient(**wrong)

@@ -116,11 +116,11 @@ def test_advantages_are_clipped_and_clipping_is_counted():
 
 def test_options_out_of_range_are_refused():
     for options in (
-        {"clip": 0.0},
-        {"clip": (0.1, -1.0)},
+        {"clip_range": 0.0},
+        {"clip_range": (0.1, -1.0)},
         {"kl": -1.0},
         {"advantage_clip": 0.0},
-        {"fraction": 0.0},
+        {"timestep_fraction": 0.0},
     ):
         with pytest.raises(UserError, match=r"objective\.grpo"):
             PolicyGradient(**options)

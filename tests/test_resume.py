@@ -178,17 +178,17 @@ class Doubled:
 
 NESTED = {  # makes one; places of what has a memory
     "alone": (lambda: Running(base=dr_grpo), {""}),
-    "temporal": (lambda: bound("temporal", base=Running(base=dr_grpo)), {"of"}),
-    "shared": (lambda: bound("shared", base=MaxMin(rate=0.5, base=dr_grpo)), {"of"}),
-    "soft": (lambda: bound("soft", base=DDPO(buffer=64), threshold=-1.0), {"of"}),
+    "temporal": (lambda: bound("temporal", base=Running(base=dr_grpo)), {"base"}),
+    "tree_mean": (lambda: bound("tree_mean", base=MaxMin(rate=0.5, base=dr_grpo)), {"base"}),
+    "soft": (lambda: bound("soft", base=DDPO(buffer=64), threshold=-1.0), {"base"}),
     "deep": (
         lambda: bound(
-            "focused",
+            "focal",
             base=Doubled(
                 Running(base=bound("temporal", base=MaxMin(base=DDPO(buffer=64), rate=0.5)))
             ),
         ),
-        {"of.of", "of.of.of.of", "of.of.of.of.of"},
+        {"base.base", "base.base.base.base", "base.base.base.base.base"},
     ),
 }
 
@@ -219,7 +219,7 @@ def test_advantages_under_others_are_resumed_to_the_bit(name, tmp_path):
 def test_a_checkpoint_without_the_memory_of_an_advantage_is_refused():
     written = memory.capture(bound("temporal", base=grpo))
     assert written == {}
-    with pytest.raises(UserError, match=r"no memory of the advantage DDPO \(at of\)"):
+    with pytest.raises(UserError, match=r"no memory of the advantage DDPO \(at base\)"):
         memory.restore(bound("temporal", base=DDPO()), written)
 
 

@@ -304,7 +304,7 @@ def test_a_rollout_in_parts_is_the_same_rollout_to_rounding(family, guidance):
     whole, media, rewards = rollout(family, **options)
     for parts in (2, 3, 9):
         found, seen, scores = rollout(family, parts, **options)
-        for name in ("group", "row", "sample", "logprob", "mask", "path", "time", "order"):
+        for name in ("group", "row_id", "sample", "logprob", "mask", "path", "time", "commit_step"):
             one = getattr(found, name)
             other = getattr(whole, name)
             assert (one is None) == (other is None), name

@@ -40,7 +40,7 @@ def folder():
 
 def make(folder, **options):
     torch.manual_seed(0)
-    return SD3(folder, size=32, **{"steps": 4, "width": 12} | options)
+    return SD3(folder, size=32, **{"steps": 4, "fixed_batch_rows": 12} | options)
 
 
 def brightness(media, prompts):
@@ -106,7 +106,7 @@ def test_without_noise_we_are_the_diffusers_pipeline(folder, guidance, steps):
     }
     length = 256 if pipe.tokenizer_3 is None else pipe.tokenizer_3.model_max_length
     sizes = {"height": 32, "width": 32, "max_sequence_length": length}
-    texts = [p["text"] for p in rollout.asked()]
+    texts = [p["text"] for p in rollout.prompt_per_row()]
     latents = pipe(texts, output_type="latent", **common, **sizes).images
     theirs = pipe(texts, output_type="pt", **common, **sizes).images
     torch.testing.assert_close(rollout.sample, latents, atol=2e-5, rtol=0)
@@ -166,13 +166,13 @@ def test_commands_compute_as_training_does(tmp_path, precision):
 
 
 RUN = """
-policy: {{sd3: {{path: "world:digits/sd3-test", size: 32, steps: 3, sde: all_but_last}}}}
+policy: {{sd3: {{path: "world:digits/sd3-test", size: 32, steps: 3, noise_window: all_but_last}}}}
 data: {{prompts: {{path: "{folder}/prompts.txt"}}}}
 reward: {{jpeg_compressibility: 1.0}}
 advantage: dance_grpo
-objective: {{grpo: {{clip: 1e-3}}}}
+objective: {{grpo: {{clip_range: 1e-3}}}}
 optimizer: {{adamw: {{lr: 1e-3}}}}
-train: {{prompts: 2, copies: 4, batch_size: 4, iterations: 2, precision: {precision}}}
+train: {{prompts_per_iteration: 2, group_size: 4, train_batch_size: 4, iterations: 2, precision: {precision}}}
 """
 
 

@@ -141,18 +141,18 @@ class Recorded(NetPolicy):
     def path(self, rollout):
         yield Point(
             group=rollout.group,
-            row_id=rollout.row,
+            row_id=rollout.row_id,
             state=rollout.sample,
             target=rollout.sample,
             mask=rollout.mask,
             logprob=rollout.logprob,
             advantage=rollout.advantage,
             num_decisions=rollout.mask.sum(1),
-            sampler_logprob=rollout.sampled,
+            sampler_logprob=rollout.sampler_logprob,
         )
 
     def dist(self, point):
-        return Exact(self.net(point.row))
+        return Exact(self.net(point.row_id))
 
     def decode(self, rollout):
         return ["an answer"] * len(rollout)
@@ -353,13 +353,14 @@ def test_a_preset_fills_what_is_not_written_and_is_written_out(tmp_path):
     assert found["objective"]["text"]["kl"] == 0.04 and found["advantage"] == {
         "grpo": {"std": "group", "eps": 1e-6}
     }
-    assert found["train"]["resample"] == 0 and found["train"]["reduction"] == "decision"
+    assert found["train"]["dynamic_sampling_rounds"] == 0
+    assert found["train"]["loss_agg_mode"] == "token_mean"
     assert found.where("train.loss_agg_mode") == "preset verl/dapo"
     (tmp_path / "again.yaml").write_text(config.dump(found))
     assert config.load(tmp_path / "again.yaml").plain == found.plain
     other = config.load(file, ["preset=trl/gspo"])
     assert (
-        other["train"]["reduction"] == "every_row"
+        other["train"]["loss_agg_mode"] == "seq_mean_token_mean_all"
         and "gspo" in other["objective"]["text"]["surrogate"]
     )
     file.write_text(RUN + "objective: {text: {entropy: 0.01}}\nadvantage: rloo\n")
@@ -468,11 +469,11 @@ def test_clip_higher_has_an_upper_bound_of_its_own(name):
         for low, high in ((0.1, 0.2), (0.2, 0.1), (0.1, None)):
             if (name, high) == ("cispo", None):
                 continue  # verl's form has no default
-            loss = SURROGATES[name](logp, old, torch.ones(1, 1), mask, low=low, high=high)
+            loss = SURROGATES[name](logp, old, torch.ones(1, 1), mask, clip_low=low, clip_high=high)
             assert loss.item() == pytest.approx(
                 CLIPPED[name](rho, low if high is None else high)
             ), (rho, low, high)
-    fallen = SURROGATES[name](old - 1, old, -torch.ones(1, 1), mask, low=0.1, high=0.3)
+    fallen = SURROGATES[name](old - 1, old, -torch.ones(1, 1), mask, clip_low=0.1, clip_high=0.3)
     bound = {"gmpo": math.exp(-0.1), "cispo": 0.9 * (math.log(0.5) - 1)}.get(name, 0.9)
     assert fallen.item() == pytest.approx(bound)
 
@@ -482,7 +483,9 @@ def test_trls_two_sided_clip_keeps_clip_higher(low, high):
     """TRL's delta bounds the ratio that is not clipped; A > 0 still ends at 1 + high."""
     old = torch.zeros(1, 1)
     mask = torch.ones(1, 1, dtype=torch.bool)
-    loss = SURROGATES["ppo"](old + 1.0, old, torch.ones(1, 1), mask, low=low, high=high, delta=4.0)
+    loss = SURROGATES["ppo"](
+        old + 1.0, old, torch.ones(1, 1), mask, clip_low=low, clip_high=high, delta=4.0
+    )
     assert loss.item() == pytest.approx(-(1 + (low if high is None else high)))
 
 

@@ -145,7 +145,7 @@ def test_the_reductions_by_hand(reduction):
         train_batch_size=64,
         loss_agg_mode=reduction,
         loss_denominator=10,
-        truncated="mask",
+        mask_truncated_completions=True,
     )
     rollout, _ = one.collect()
     loss = (-rollout.advantage * rollout.logprob * rollout.mask).sum(1)
@@ -153,17 +153,19 @@ def test_the_reductions_by_hand(reduction):
     rows = len(rollout)
     assert 0 < (count == 0).sum() < rows, "some answers were cut off"
     wanted = {
-        "decision": loss.sum() / count.sum(),
-        "row": (loss / count.clamp_min(1)).sum() / (count > 0).sum(),
-        "every_row": (loss / count.clamp_min(1)).sum() / rows,
-        "constant": loss.sum() / 10 / rows,
-        "sum": loss.sum() / 10,
+        "token_mean": loss.sum() / count.sum(),
+        "seq_mean_token_mean": (loss / count.clamp_min(1)).sum() / (count > 0).sum(),
+        "seq_mean_token_mean_all": (loss / count.clamp_min(1)).sum() / rows,
+        "seq_mean_token_sum_norm": loss.sum() / 10 / rows,
+        "token_sum": loss.sum() / 10,
     }
     assert one.iterate()["loss"] == pytest.approx(float(wanted[reduction]), abs=1e-7)
 
 
 def test_nothing_but_cut_off_answers_is_a_step_left_out():
-    one = trainer(reward=lambda media, prompts: torch.rand(len(media)), truncated="mask")
+    one = trainer(
+        reward=lambda media, prompts: torch.rand(len(media)), mask_truncated_completions=True
+    )
     with torch.no_grad():
         one.policy.net.head.bias.view(6, 5)[:, 4] = -1e3  # no answer ends
     before = one.policy.weights.full()

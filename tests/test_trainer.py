@@ -145,7 +145,7 @@ def test_the_gate_of_gaussian_decisions_is_what_the_clip_can_bear(clip):
     ) == pytest.approx(2e-7)
     assert (
         logprob_gate.tolerance(
-            options, toys.make("flow", loss_agg_mode="token_sum"), PolicyGradient(clip_range=0.2)
+            options, toys.make("flow", logprob_reduction="sum"), PolicyGradient(clip_range=0.2)
         )
         == 2e-6
     )
@@ -327,18 +327,18 @@ def by_hand(trainer, reduction, constant):
     decisions = rollout.mask.sum()
     rows = len(rollout)
     total = {
-        "decision": decisions,
-        "row": rollout.mask.any(1).sum(),
-        "every_row": rows,
-        "constant": rows,
-        "sum": 1,
+        "token_mean": decisions,
+        "seq_mean_token_mean": rollout.mask.any(1).sum(),
+        "seq_mean_token_mean_all": rows,
+        "seq_mean_token_sum_norm": rows,
+        "token_sum": 1,
     }
     loss = 0.0
     for point in policy.path(rollout):
         logp = policy.dist(point).log_prob(point.target)
-        share = 1.0 if reduction == "decision" else 1 / (constant or rollout.mask.shape[1])
+        share = 1.0 if reduction == "token_mean" else 1 / (constant or rollout.mask.shape[1])
         if reduction in ("seq_mean_token_mean", "seq_mean_token_mean_all"):
-            share = 1 / point.length[:, None]
+            share = 1 / point.num_decisions[:, None]
         surrogate = -point.advantage.clamp(-5, 5) * (logp - logp.detach()).exp()
         loss = loss + torch.where(point.mask, surrogate * share, 0.0).sum() / total[reduction]
     weights = policy.weights.parameters()
@@ -362,11 +362,11 @@ def shifted(rewards, rollout):
     ("reduction", "constant"),
     [
         ("token_mean", None),
-        ("row", None),
+        ("seq_mean_token_mean", None),
         ("seq_mean_token_mean_all", None),
-        ("constant", None),
-        ("constant", 3),
-        ("sum", None),
+        ("seq_mean_token_sum_norm", None),
+        ("seq_mean_token_sum_norm", 3),
+        ("token_sum", None),
     ],
 )
 def test_an_iteration_is_one_step_down_the_mean_loss(family, reduction, constant):
@@ -491,7 +491,9 @@ def test_answers_grow_longer_when_it_is_time():
     assert limits == [5, 5, 7, 7]
     trainer = make_trainer(max_new_tokens_schedule=((1, 5),))
     trainer.iterate()
-    with pytest.raises(UserError, match=r"train\.lengths: ToyFlow writes no answers"):
+    with pytest.raises(
+        UserError, match=r"train\.max_new_tokens_schedule: ToyFlow writes no answers"
+    ):
         trainer.iterate()
 
 

@@ -74,7 +74,7 @@ def test_the_network_sees_shared_states_once():
     assert policy.forwards == 3 * (1 + 2 + 2 + 4)  # three prompts
     states = [len(torch.unique(rollout.path[:4, k], dim=0)) for k in range(5)]
     assert states == [1, 2, 2, 4, 4] and rollout.mask[:4].sum(0).tolist() == [2, 2, 4, 4]
-    assert rollout.branch[:4].tolist() == [[0, 0, 0, 0], [0, 0, 1, 1], [2, 2, 2, 2], [2, 2, 3, 3]]
+    assert rollout.edge_id[:4].tolist() == [[0, 0, 0, 0], [0, 0, 1, 1], [2, 2, 2, 2], [2, 2, 3, 3]]
 
 
 def test_few_states_do_not_cost_a_whole_pass():
@@ -113,7 +113,7 @@ def test_a_solver_forgets_what_lies_before_the_noise():
             first = Point(
                 group=rollout.group,
                 cond=rollout.cond,
-                row_id=rollout.row,
+                row_id=rollout.row_id,
                 state=rollout.path[:, 3],
                 time=rollout.time[:, 3],
                 next_time=rollout.time[:, 4],
@@ -140,7 +140,7 @@ def test_batch_splits_and_widths_change_no_tree():
     _, whole = grown()
     _, parts = grown(fixed_batch_rows=4)
     torch.testing.assert_close(whole.path, parts.path, atol=1e-12, rtol=0)
-    assert torch.equal(whole.branch, parts.branch) and torch.equal(whole.mask, parts.mask)
+    assert torch.equal(whole.edge_id, parts.edge_id) and torch.equal(whole.mask, parts.mask)
 
 
 def test_correlated_noise_is_standard_normal_with_the_published_correlation():
@@ -252,9 +252,9 @@ def test_a_tree_compared_node_by_node():
                     mates = [
                         m
                         for m in rows
-                        if rollout.branch[m, depth - 1] == rollout.branch[r, depth - 1]
+                        if rollout.edge_id[m, depth - 1] == rollout.edge_id[r, depth - 1]
                     ]
-                    heirs = sorted({int(rollout.branch[m, depth]) for m in mates})
+                    heirs = sorted({int(rollout.edge_id[m, depth]) for m in mates})
                     lp = torch.stack([rollout.logprob[h, depth] for h in heirs])
                     weight = (
                         (0.7 * lp).softmax(0)
@@ -265,7 +265,7 @@ def test_a_tree_compared_node_by_node():
                         float(w) * value[depth + 1, h] for w, h in zip(weight, heirs)
                     )
             for depth in (1, 2, 3, 4):
-                nodes = sorted({int(rollout.branch[r, depth - 1]) for r in rows})
+                nodes = sorted({int(rollout.edge_id[r, depth - 1]) for r in rows})
                 values = torch.tensor([value[depth, n] for n in nodes], dtype=torch.float64)
                 for r in rows:
                     wanted = (value[depth, r] - values.mean()) / (values.std() + 1e-8)
@@ -334,7 +334,9 @@ def test_the_tree_gradient_is_that_of_flat_rollouts_that_share_the_prefix():
     flat = gradient(torch.ones_like(rollout.mask), leaf[:, None].expand(-1, 4))
     weight = torch.stack(
         [
-            torch.stack([leaf[rollout.branch[:, k] == name].sum() for name in rollout.branch[:, k]])
+            torch.stack(
+                [leaf[rollout.edge_id[:, k] == name].sum() for name in rollout.edge_id[:, k]]
+            )
             for k in range(4)
         ],
         1,

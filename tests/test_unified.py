@@ -66,7 +66,7 @@ def folder(tmp_path_factory):
 def make(folder):
     def make(double=True, words=None, **options):
         """``words``: the plan is of these letters and what ends it."""
-        plan = options.pop("plan", {"tokens": WORDS})
+        plan = options.pop("plan", {"max_new_tokens": WORDS})
         plan = plan and {"instruction": "{prompt}!"} | plan
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -111,7 +111,7 @@ REWARD = torch.linspace(-2, 5, 7 * 16, dtype=torch.float64).sin()
 MODES = [
     {"guidance_scale": 1.0},
     {"guidance_scale": 3.0, "temperature": 0.7},
-    {"guidance_scale": 3.0, "plan": {"tokens": WORDS, "turn": "new", "temperature": 1.4}},
+    {"guidance_scale": 3.0, "plan": {"max_new_tokens": WORDS, "turn": "new", "temperature": 1.4}},
     {"guidance_scale": 2.0, "logprob_guidance": "guided_stopgrad_uncond"},
 ]
 
@@ -131,7 +131,7 @@ def test_probabilities_of_all_plans_and_images_sum_to_1(make, options):
     "options", [{"guidance_scale": 2.0, "top_k": 2}, {"guidance_scale": 2.0, "top_p": 0.8}], ids=str
 )
 def test_what_can_be_sampled_sums_to_1(make, options):
-    policy = make(words="ab", **options, plan={"tokens": WORDS, "top_k": 2})
+    policy = make(words="ab", **options, plan={"max_new_tokens": WORDS, "top_k": 2})
     ids = sequences(policy)
     with torch.no_grad():
         point = at(policy, ids, TEXT)
@@ -203,11 +203,15 @@ def test_samples_come_at_the_rate_of_their_score(make):
 MIXED = [*TEXTS, ASKED, {"text": "and what is 3 and 4?", "task": "understand", "answer": "7"}]
 KINDS = [
     {"guidance_scale": 1.0},
-    {"guidance_scale": 3.0, "plan": {"tokens": 6, "images": 2}},
+    {"guidance_scale": 3.0, "plan": {"max_new_tokens": 6, "images": 2}},
     {"guidance_scale": 2.0, "plan": None},
-    {"guidance_scale": 3.0, "plan": {"tokens": 6, "turn": "new", "images": 2}},
+    {"guidance_scale": 3.0, "plan": {"max_new_tokens": 6, "turn": "new", "images": 2}},
     {"guidance_scale": 2.0, "logprob_guidance": "conditional"},
-    {"guidance_scale": 2.0, "logprob_guidance": "guided_stopgrad_uncond", "plan": {"tokens": 5}},
+    {
+        "guidance_scale": 2.0,
+        "logprob_guidance": "guided_stopgrad_uncond",
+        "plan": {"max_new_tokens": 5},
+    },
 ]
 
 
@@ -227,10 +231,7 @@ def test_token_by_token_is_all_at_once_with_ragged_prompts_of_both_tasks(make, o
         )
     torch.testing.assert_close(alone, torch.where(some.mask, some.logprob, 0.0), atol=1e-12, rtol=0)
     assert len({one["ids"].shape for one in rollout.cond}) == 4
-    assert (
-        rollout.mask[:8, policy.max_new_tokens :].all()
-        and not rollout.mask[8:, policy.max_new_tokens :].any()
-    )
+    assert rollout.mask[:8, policy.tokens :].all() and not rollout.mask[8:, policy.tokens :].any()
 
 
 def test_without_a_plan_it_is_janus(make, folder):
@@ -238,7 +239,7 @@ def test_without_a_plan_it_is_janus(make, folder):
     plain = Janus(folder, guidance_scale=3.0)
     plain.net.to(torch.float64)
     found, wanted = (one.rollout(TEXTS, 3, Rng.of("same")) for one in (policy, plain))
-    assert torch.equal(found.sample, wanted.sample) and policy.max_new_tokens == 0
+    assert torch.equal(found.sample, wanted.sample) and policy.tokens == 0
     torch.testing.assert_close(found.logprob, wanted.logprob, atol=1e-12, rtol=0)
     assert torch.equal(policy.decode(found), plain.decode(wanted))
 
@@ -252,7 +253,7 @@ def test_answers_are_those_of_the_vlm_policy(make, folder):
     point = Point(
         group=rollout.group,
         cond=[vlm._taken(p)[0] for p in (ASKED, MIXED[3])],
-        row_id=rollout.row,
+        row_id=rollout.row_id,
         state=ids.clamp_min(0),
         target=ids.clamp_min(0),
         mask=rollout.mask[:, :5],
@@ -295,7 +296,7 @@ def test_the_head_is_that_of_the_next_token(make):
 def test_sampled_ids_are_never_spelt_again(make):
     """Random bytes are no text: their spelling has other ids, and the score is that of the ids that
     were drawn."""
-    policy = make(guidance_scale=2.0, plan={"tokens": 8})
+    policy = make(guidance_scale=2.0, plan={"max_new_tokens": 8})
     rollout = policy.rollout([TEXT], 6, Rng.of("bytes"))
     spelt = policy.processor.tokenizer(policy.texts(rollout), add_special_tokens=False)["input_ids"]
     kept = [[token for token in row if token >= 0] for row in rollout.sample[:, :8].tolist()]
@@ -307,7 +308,7 @@ def test_sampled_ids_are_never_spelt_again(make):
 
 
 def test_a_new_turn_holds_the_plans_ids_between_its_words(make):
-    policy = make(plan={"tokens": 4, "turn": "new"}, guidance_scale=1.0)
+    policy = make(plan={"max_new_tokens": 4, "turn": "new"}, guidance_scale=1.0)
     text = torch.tensor([[7, 8, policy.stops["plan"][0], -1], [5, 6, 7, 8]])
     cond = policy.encode([TEXT])
     found = policy._leading(cond, torch.tensor([0, 0]), text)
@@ -344,7 +345,7 @@ def test_a_segment_counts_by_its_mean(make, share):
         guidance_scale=1.0,
         weigh="segment",
         text_share=share,
-        plan={"tokens": 7},
+        plan={"max_new_tokens": 7},
         answer=Answer(max_new_tokens=3),
     )
     rollout = policy.rollout([TEXT, ASKED], 3, Rng.of("segments"))
@@ -364,7 +365,7 @@ def test_a_segment_counts_by_its_mean(make, share):
 def test_the_gradient_of_a_tree_is_the_average_of_its_samples(make, weigh, turn):
     """Shared decisions scored once, with the mean advantage of their images, against every sample
     in full."""
-    plan = {"tokens": 5, "turn": turn}
+    plan = {"max_new_tokens": 5, "turn": turn}
     reward = torch.tensor([0.3, 1.0, -0.4, 0.0, 0.7, 0.1, 0.0, 0.9])
     tree = make(weigh=weigh, guidance_scale=2.0, plan=plan | {"images": 2})
     rollout = tree.rollout(TEXTS, 4, Rng.of("tree"))
@@ -373,10 +374,10 @@ def test_the_gradient_of_a_tree_is_the_average_of_its_samples(make, weigh, turn)
     rows = torch.arange(8)
     assert torch.equal(rollout.sample[::2, :5], rollout.sample[1::2, :5])
     assert not rollout.mask[1::2, :5].any() and rollout.mask[::2, 0].all()
-    assert torch.equal(rollout.branch[:, 0], rows - rows % 2) and torch.equal(
-        rollout.branch[:, -1], rows
+    assert torch.equal(rollout.edge_id[:, 0], rows - rows % 2) and torch.equal(
+        rollout.edge_id[:, -1], rows
     )
-    loss_agg_mode = "sum" if weigh == "token" else "row"
+    loss_agg_mode = "token_sum" if weigh == "token" else "seq_mean_token_mean"
     found, _, _ = losses(
         tree, rollout, tree_mean(reward, rollout, base=dr_grpo).double(), loss_agg_mode
     )
@@ -388,7 +389,7 @@ def test_the_gradient_of_a_tree_is_the_average_of_its_samples(make, weigh, turn)
 
 def test_images_may_be_judged_beside_those_of_their_plan(make):
     reward = torch.tensor([0.0, 1.0, 3.0, 3.0])
-    rollout = make(plan={"tokens": 2, "images": 2}).rollout([TEXT], 4, Rng.of("advantage"))
+    rollout = make(plan={"max_new_tokens": 2, "images": 2}).rollout([TEXT], 4, Rng.of("advantage"))
     found = tree_mean(reward, rollout, base=dr_grpo, siblings=True)
     torch.testing.assert_close(found[:, 0], torch.tensor([-1.25, -1.25, 1.25, 1.25]))
     torch.testing.assert_close(found[:, -1], torch.tensor([-0.5, 0.5, 0.0, 0.0]))
@@ -399,7 +400,7 @@ def test_images_may_be_judged_beside_those_of_their_plan(make):
 
 def test_copies_must_fit_the_tree(make):
     with pytest.raises(UserError, match="multiple of 2"):
-        make(plan={"tokens": 2, "images": 2}).rollout([TEXT], 3, Rng.of("odd"))
+        make(plan={"max_new_tokens": 2, "images": 2}).rollout([TEXT], 3, Rng.of("odd"))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -418,7 +419,7 @@ def score(media, prompts):
     "options",
     [
         {"plan": None},
-        {"plan": {"tokens": 5, "images": 2}, "weigh": "segment"},
+        {"plan": {"max_new_tokens": 5, "images": 2}, "weigh": "segment"},
         {"plan": None, "lora": 2},
     ],
     ids=str,
@@ -474,7 +475,8 @@ def test_steered_entropies_follow_their_targets(make):
     found = flat_grad(policy, (objective.loss(policy, point) * point.mask).sum())
     entropy = policy.dist(point).entropy()
     weight = (
-        torch.where(point.kind == 0, objective.alpha("text"), objective.alpha("image")) * point.mask
+        torch.where(point.modality == 0, objective.alpha("text"), objective.alpha("image"))
+        * point.mask
     )
     torch.testing.assert_close(
         found, flat_grad(policy, (entropy * weight).sum()), atol=1e-8, rtol=0
@@ -542,7 +544,7 @@ def test_no_statistic_mixes_tasks():
     )
     reward = torch.tensor([0.0, 1, 1, 0, 0.3, 0.1, 0.2, 0.4])
     chosen = {
-        "of": partial(flow_grpo, std="global"),
+        "base": partial(flow_grpo, std="global"),
         "power": 0.5,
         "tasks": ("understand", "generate"),
     }
@@ -554,7 +556,7 @@ def test_no_statistic_mixes_tasks():
     torch.testing.assert_close(found, torch.cat([0.5 * alone[0], alone[1]]))
     scaled = pairs(torch.cat([1000 * reward[:4], reward[4:]]), rows, **chosen)
     torch.testing.assert_close(scaled[4:], found[4:])
-    assert not torch.allclose(pairs(reward, rows, base=chosen["of"])[4:], found[4:])
+    assert not torch.allclose(pairs(reward, rows, base=chosen["base"])[4:], found[4:])
     plain = [p | {"similarity": 1.0} for p in prompts]
     assert torch.equal(pairs(reward, rows.replace(prompts=plain), power=0.5), grpo(reward, rows))
     with pytest.raises(UserError, match="prompts of task 'generate'"):

@@ -235,7 +235,7 @@ def test_scale_by_scale_is_all_at_once(make, sides, guidance):
         (point,) = policy.path(rollout)
         again = policy.dist(point).log_prob(point.target)
     torch.testing.assert_close(again, rollout.logprob, atol=1e-11, rtol=0)
-    assert rollout.order[0].tolist() == [
+    assert rollout.commit_step[0].tolist() == [
         k for k, side in enumerate(sides) for _ in range(side * side)
     ]
 
@@ -424,15 +424,15 @@ def test_images_that_branch_are_those_that_go_on_from_a_common_beginning(make, o
     assert len(rollout.sample[:6].unique(dim=0)) > 2
     assert torch.equal(rollout.mask, scale | (rows % 3 == 0)[:, None])
     assert torch.equal(
-        rollout.branch, torch.where(scale, rows[:, None], (rows - rows % 3)[:, None])
+        rollout.edge_id, torch.where(scale, rows[:, None], (rows - rows % 3)[:, None])
     )
     (point,) = flat.path(rollout.replace(mask=torch.ones_like(rollout.mask)))
     with torch.no_grad():
         torch.testing.assert_close(
             flat.dist(point).log_prob(point.target), rollout.logprob, atol=1e-12, rtol=0
         )
-    passes = 1 + (options.get("guidance") != 1)
-    assert tree.forwards == passes * (4 + 4 + 12) and alone.branch is None
+    passes = 1 + (options.get("guidance_scale") != 1)
+    assert tree.forwards == passes * (4 + 4 + 12) and alone.edge_id is None
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.7])

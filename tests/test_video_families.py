@@ -94,7 +94,7 @@ ALL = CASES | MORE
 def make(name, **options):
     one = ALL[name]
     torch.manual_seed(0)
-    chosen = {"steps": 3, "width": 4} | one.own | options
+    chosen = {"steps": 3, "fixed_batch_rows": 4} | one.own | options
     return POLICIES.build(one.policy, path=str(tiny_diffusers.folder(one.folder or name)), **chosen)
 
 
@@ -125,7 +125,7 @@ def call(pipe, policy, name, rollout, guidance, output):
     one, (height, width) = ALL[name], policy.size
     first = first_latents(policy, one, rollout)
     found = []
-    for latents, prompt in zip(first.split(1), rollout.asked()):
+    for latents, prompt in zip(first.split(1), rollout.prompt_per_row()):
         shown = {"image": prompt["image"]} if one.shown else {}
         # the pipeline would read the empty prompt with other image tokens
         if name == "hunyuan_i2v" and guidance > 1:

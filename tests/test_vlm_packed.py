@@ -79,8 +79,8 @@ def test_adapters_train_packed():
 
 
 def test_what_cannot_be_packed_is_refused():
-    for options in ({"share": "none"}, {"attention": "eager"}):
-        with pytest.raises(UserError, match="packed needs"):
+    for options in ({"prefix_sharing": "none"}, {"attention": "eager"}):
+        with pytest.raises(UserError, match="remove_padding needs"):
             policy_of(remove_padding=True, **options)
     with pytest.raises(UserError, match="mllama"):
         policy_of("mllama", remove_padding=True)

@@ -221,12 +221,12 @@ def test_another_engine_is_measured_against_the_policys_own_passes(policy):
     own = rolled(policy_of(temperature=0.8, top_k=20))
     other.measures()
     rollout = rolled(other)
-    assert torch.equal(rollout.sample, own.sample) and own.sampled is None
-    torch.testing.assert_close(rollout.sampled, own.logprob, atol=2e-5, rtol=1e-5)
+    assert torch.equal(rollout.sample, own.sample) and own.sampler_logprob is None
+    torch.testing.assert_close(rollout.sampler_logprob, own.logprob, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(
         rollout.logprob, logprobs(other, rollout).detach(), atol=1e-6, rtol=1e-6
     )
-    gap = (rollout.sampled - rollout.logprob)[rollout.mask].abs().mean()
+    gap = (rollout.sampler_logprob - rollout.logprob)[rollout.mask].abs().mean()
     assert other.measures()["engine/gap"] == pytest.approx(float(gap)) and gap < 1e-5
     weight = Importance(cap=5.0).weight(point_of(other, rollout))
     torch.testing.assert_close(
@@ -603,6 +603,6 @@ def test_certainty_is_the_divergence_of_the_uniform_distribution_from_the_models
     from rewards import self_certainty
 
     assert self_certainty(policy.decode(rollout), [{}] * 4).tolist() == [
-        a.certainty for a in policy.decode(rollout)
+        a.self_certainty for a in policy.decode(rollout)
     ]
-    assert policy_of().decode(replace(rollout, self_certainty=None))[0].certainty is None
+    assert policy_of().decode(replace(rollout, self_certainty=None))[0].self_certainty is None

@@ -50,7 +50,13 @@ def test_the_plain_pipeline_makes_a_video(pipe):
 
 def test_the_policy_makes_the_same_video(pipe):
     policy = POLICIES.build(
-        "wan", path="world:digits/wan-test", size=32, frames=FRAMES, steps=3, text_length=8, width=2
+        "wan",
+        path="world:digits/wan-test",
+        size=32,
+        frames=FRAMES,
+        steps=3,
+        text_length=8,
+        fixed_batch_rows=2,
     )
     prompts = [{"text": "a red seven moving left"}, {"text": "a blue two standing still"}]
     with policy.evaluating(), torch.no_grad():
@@ -75,7 +81,7 @@ def test_image_to_video_by_pipeline_and_policy():
         frames=FRAMES,
         steps=3,
         text_length=8,
-        width=1,
+        fixed_batch_rows=1,
     )
     prompt = DATA.build("digits_moving", images=1).held_out[0]
     with policy.evaluating(), torch.no_grad():

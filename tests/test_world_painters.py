@@ -18,7 +18,7 @@ from mmrl.worlds.render import render
 from mmrl.worlds.scenes import captions, is_held_out, singles
 from samplers.noise import Rng
 
-OPTIONS = {"llamagen": {}, "janus": {}, "var": {}, "amused": {"steps": 3, "width": 4}}
+OPTIONS = {"llamagen": {}, "janus": {}, "var": {}, "amused": {"steps": 3, "fixed_batch_rows": 4}}
 RECIPE = recipes.VQ_TEST
 
 

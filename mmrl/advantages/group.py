@@ -74,7 +74,13 @@ def flow_grpo(
     the group's.
     """
     return group(
-        rewards, rollout, std=std, ddof=0, eps=1e-4, flat=zero_variance_groups, best_of=best_of
+        rewards,
+        rollout,
+        std=std,
+        ddof=0,
+        eps=1e-4,
+        zero_variance_groups=zero_variance_groups,
+        best_of=best_of,
     )
 
 
@@ -96,7 +102,7 @@ def dance_grpo(
         ddof=1,
         eps=1e-8,
         combine=combine,
-        flat=zero_variance_groups,
+        zero_variance_groups=zero_variance_groups,
         best_of=best_of,
     )
 
@@ -125,7 +131,7 @@ def gdpo(
         eps=eps,
         eps_mode=eps_mode,
         combine="gdpo",
-        flat=zero_variance_groups,
+        zero_variance_groups=zero_variance_groups,
         best_of=best_of,
     )
 
@@ -141,7 +147,9 @@ def dr_grpo(
 ) -> Tensor:
     """Dr. GRPO: reward minus the mean of the group, no std (Liu et al. 2025, "Understanding
     R1-Zero-like training")."""
-    return group(rewards, rollout, std="none", flat=zero_variance_groups, best_of=best_of)
+    return group(
+        rewards, rollout, std="none", zero_variance_groups=zero_variance_groups, best_of=best_of
+    )
 
 
 @ADVANTAGES.register("rloo")
@@ -161,6 +169,9 @@ def rloo(
     double, groups = measured(rewards, rollout)
     size = groups.size()[groups.index]  # [B]
     centred = dr_grpo(
-        Rewards(double, double.weights), rollout, flat=zero_variance_groups, best_of=best_of
+        Rewards(double, double.weights),
+        rollout,
+        zero_variance_groups=zero_variance_groups,
+        best_of=best_of,
     )[:, 0]
     return finished(centred * size / (size - 1).clamp(min=1), rewards, torch.isfinite(centred))

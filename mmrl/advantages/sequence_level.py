@@ -43,7 +43,13 @@ def grpo(
     "batch", the "PPO-lite" of Liu et al. 2025 ("Tricks or traps?").
     """
     return group(
-        rewards, rollout, std=std, ddof=1, eps=eps, flat=zero_variance_groups, best_of=best_of
+        rewards,
+        rollout,
+        std=std,
+        ddof=1,
+        eps=eps,
+        zero_variance_groups=zero_variance_groups,
+        best_of=best_of,
     )
 
 

@@ -68,7 +68,7 @@ class ClipCov(_Covariance):
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         for point in super().points(policy, rollout, rng):
             yield point.replace(
-                known=rng.uniform(point.row, (point.mask.shape[1],)).to(point.logprob)
+                known=rng.uniform(point.row_id, (point.mask.shape[1],)).to(point.logprob)
             )
 
     def chosen(self, every: Tensor, covariance: Tensor, point: Point) -> Tensor:

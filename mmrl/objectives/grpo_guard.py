@@ -34,7 +34,7 @@ class Guard(PolicyGradient):
     def __init__(
         self, clip_range: float | tuple[float, float] = 2e-6, balance: bool = True, **options: Any
     ):
-        super().__init__(clip=clip_range, **options)
+        super().__init__(clip_range=clip_range, **options)
         self.balance = balance
         self.snapshots = (*self.snapshots, "old")
 

@@ -70,13 +70,13 @@ class PolicyGradient:
         )
         if min(self.low, self.high) <= 0 or self.advantage_clip <= 0 or self.kl < 0:
             raise UserError(
-                f"{self.called} needs clip > 0, advantage_clip > 0 and kl >= 0; got clip "
+                f"{self.called} needs clip_range > 0, advantage_clip > 0 and kl >= 0; got clip_range "
                 f"{self.clip_range}, "
                 f"advantage_clip {self.advantage_clip}, kl {self.kl}"
             )
         if not 0 < self.timestep_fraction <= 1:
             raise UserError(
-                f"{self.called}.fraction must lie in (0, 1], not {self.timestep_fraction}"
+                f"{self.called}.timestep_fraction must lie in (0, 1], not {self.timestep_fraction}"
             )
         self.surrogate = clipped(self.low, self.high)
         self.snapshots = ("ref",) if self.kl else ()
@@ -105,7 +105,9 @@ class PolicyGradient:
         if self.timestep_weighting == "even":
             return 1.0
         if not isinstance(dist, Gaussian):
-            raise UserError(f"{self.called}.weigh noise is for flow and diffusion models; use even")
+            raise UserError(
+                f"{self.called}.timestep_weighting noise is for flow and diffusion models; use even"
+            )
         return dist.std.flatten(1)[:, :1]
 
     def _kl(self, policy: Policy, point: Point, dist: Dist) -> Tensor:

@@ -130,7 +130,7 @@ def luspo(
 ) -> Tensor:
     """LUSPO: GSPO's loss times the length of the answer, so that long answers are not
     discounted."""
-    return gspo(logp, old, advantage, mask, low=clip_low, high=clip_high) * mask.sum(
+    return gspo(logp, old, advantage, mask, clip_low=clip_low, clip_high=clip_high) * mask.sum(
         1, keepdim=True
     )
 

@@ -64,7 +64,9 @@ class AWM:
             if isinstance(self.clip_range, (tuple, list))
             else (self.clip_range, self.clip_range)
         )
-        positive("objective.awm", clip=min(self.low, self.high), advantage_clip=self.advantage_clip)
+        positive(
+            "objective.awm", clip_range=min(self.low, self.high), advantage_clip=self.advantage_clip
+        )
         looked_at = {"ref": self.kl, "ema": self.ema_kl}
         self.behavior_policy = "live"
         self.snapshots = ("old", *(name for name, weight in looked_at.items() if weight))

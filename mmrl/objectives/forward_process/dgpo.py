@@ -68,7 +68,7 @@ class DGPO:
             "objective.dgpo",
             beta=self.beta,
             advantage_clip=self.advantage_clip,
-            clip=self.clip_range or 1.0,
+            clip_range=self.clip_range or 1.0,
         )
         lagging = self.clip_range or "old" in (self.behavior_policy, self.reference)
         self.snapshots = (*(("old",) if lagging else ()), *(("ref",) if self._based else ()))

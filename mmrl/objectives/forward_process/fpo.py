@@ -44,7 +44,9 @@ class FPO:
             if isinstance(self.clip_range, (tuple, list))
             else (self.clip_range, self.clip_range)
         )
-        positive("objective.fpo", clip=min(self.low, self.high), advantage_clip=self.advantage_clip)
+        positive(
+            "objective.fpo", clip_range=min(self.low, self.high), advantage_clip=self.advantage_clip
+        )
         self.behavior_policy = "live"
         self.snapshots = ("old",)
 

@@ -29,7 +29,7 @@ class VideoFolderPolicy(FolderPolicy):
         """frames: of a video. offload_trajectory: the latents visited are kept in the CPU's
         memory."""
         self.frames = frames
-        super().__init__(path, offload=offload_trajectory, **options)
+        super().__init__(path, offload_trajectory=offload_trajectory, **options)
 
     def latent_frames(self, factor: int) -> int:
         """Frames of the latents; UserError where the autoencoder cannot make ``frames``, which must

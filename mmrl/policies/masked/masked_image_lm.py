@@ -35,7 +35,7 @@ class MaskedImageLM(MaskedLM):
     """
 
     makes = "image"
-    not_options = (*MaskedLM.not_options, "tokens", "block")
+    not_options = (*MaskedLM.not_options, "max_new_tokens", "block")
 
     def __init__(
         self,
@@ -106,7 +106,9 @@ class MaskedImageLM(MaskedLM):
     def decode(self, rollout: Rollout) -> Media:
         """[B, 3, H, W] in 0..1."""
         ids = rollout.sample.unflatten(1, (self.side, self.side))
-        found = [self.codec(ids[part]) for part in chunks(len(ids), self.width or len(ids))]
+        found = [
+            self.codec(ids[part]) for part in chunks(len(ids), self.fixed_batch_rows or len(ids))
+        ]
         return torch.cat(found).float().clamp(0, 1)
 
 

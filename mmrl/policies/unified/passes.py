@@ -160,11 +160,14 @@ class Passes(Janus):
         logprob = torch.zeros(ids.shape, device=row.device, dtype=self.dtype)
         if chosen is None:
             return ids, logprob, state, hidden
-        uniform = rng.fold("text").uniform(row, (chosen.tokens,))
+        uniform = rng.fold("text").uniform(row, (chosen.max_new_tokens,))
         stops = torch.tensor(self.stops[kind], device=row.device)
         busy = self._any if sharded(self.net) else None
         found, score = write(self.net, hidden, state, uniform, self.heads[kind].warp, stops, busy)
-        ids[:, : chosen.tokens], logprob[:, : chosen.tokens] = found, score.to(logprob)
+        ids[:, : chosen.max_new_tokens], logprob[:, : chosen.max_new_tokens] = (
+            found,
+            score.to(logprob),
+        )
         self.lengths += (found >= 0).sum(1).tolist()
         self.forwards += int((found >= 0).sum())
         return ids, logprob, state, hidden

@@ -120,7 +120,7 @@ class JanusUnified(Passes):
         texts."""
         draws = rollout.sample[:, -1] >= 0
         ids = rollout.sample[draws][:, self.tokens :]
-        size = self.width or len(rollout)
+        size = self.fixed_batch_rows or len(rollout)
         with torch.no_grad():
             parts = [at_width(self.pixels, size, ids[part]) for part in chunks(len(ids), size)]
         images = [(part.float() / 2 + 0.5).clamp(0, 1) for part in parts]

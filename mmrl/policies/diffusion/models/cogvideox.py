@@ -44,7 +44,7 @@ class CogVideoX(VideoFolderPolicy):
     ):
         """noise_level: 1 is ancestral sampling, 0 DDIM without noise. text_length: T5 tokens."""
         self.text_length = text_length
-        super().__init__(path, kernel=sde_type, eta=noise_level, **options)
+        super().__init__(path, sde_type=sde_type, noise_level=noise_level, **options)
 
     def latent_shape(self) -> tuple[int, ...]:
         """Version 1.5 joins ``patch_size_t`` frames in a token: frames are added in front to make

@@ -27,7 +27,7 @@ class LCM(SD):
     """Latent consistency models: any diffusers folder or hub id of a
     LatentConsistencyModelPipeline.
 
-    With ``kernel: consistency`` a step is the pipeline's own: predict the data, add fresh noise.
+    With ``sde_type: consistency`` a step is the pipeline's own: predict the data, add fresh noise.
     Its density is known, so a policy gradient on it is RLCM (Oertell et al. 2024). Evaluation keeps
     this noise, as a user's samples have it.
     """
@@ -48,7 +48,7 @@ class LCM(SD):
         """embedded_guidance: the guidance scale that the network takes as an input (``guidance`` is
         on top of it)."""
         self.embedded_guidance = embedded_guidance
-        super().__init__(path, steps=steps, kernel=sde_type, sde=noise_window, **options)
+        super().__init__(path, steps=steps, sde_type=sde_type, noise_window=noise_window, **options)
 
     def own_process(self) -> Process:
         known = super().own_process()

@@ -38,7 +38,7 @@ class UNetPolicy(FolderPolicy):
         **options: Any,
     ):
         """noise_level: 1 is ancestral sampling (DDPO), 0 DDIM without noise."""
-        super().__init__(path, kernel=sde_type, eta=noise_level, **options)
+        super().__init__(path, sde_type=sde_type, noise_level=noise_level, **options)
 
     def latent_shape(self) -> tuple[int, ...]:
         factor = vae_factor(self.vae)

@@ -1,0 +1,111 @@
+"""Names of earlier versions are errors that say the new name."""
+
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from mmrl import config
+from mmrl.cli.app import app
+from mmrl.config import renamed
+from mmrl.config.options import EvaluateOptions, TrainOptions
+from mmrl.core import registry
+from mmrl.core.errors import UserError
+from mmrl.core.registry import ADVANTAGES, ALL, OBJECTIVES, POLICIES, SURROGATES, options
+
+registry.load_built_in()
+PLAIN = {
+    "policy": {"sd3": {"path": "world:digits/sd3"}},
+    "data": "digits",
+    "reward": "digits",
+    "advantage": "grpo",
+    "objective": "grpo",
+    "optimizer": {"adamw": {"lr": 1e-4}},
+    "train": {
+        "prompts_per_iteration": 4,
+        "group_size": 4,
+        "train_batch_size": 16,
+        "iterations": 1,
+    },
+}
+
+
+def complaint(**sections):
+    """Reads a configuration with these sections changed and returns what is wrong with it."""
+    with pytest.raises(UserError) as error:
+        config.check(config.Config({**PLAIN, **sections}))
+    return str(error.value)
+
+
+def known(section):
+    """Names every option that something in this section takes, nested ones too."""
+    if section in ("train", "evaluate"):
+        return set(options(TrainOptions if section == "train" else EvaluateOptions))
+    entries = {
+        "policy": POLICIES.values(),
+        "objective": [*OBJECTIVES.values(), *SURROGATES.values(), importance()],
+        "advantage": ADVANTAGES.values(),
+    }[section]
+    return {name for entry in entries for name in options(entry)}
+
+
+def importance():
+    from mmrl.objectives.importance_sampling import Importance
+
+    return Importance
+
+
+@pytest.mark.parametrize("section", renamed.OPTIONS)
+def test_every_new_name_is_an_option_that_something_takes(section):
+    new = {name for names in renamed.OPTIONS[section].values() for name in names}
+    assert new <= known(section)
+
+
+def test_new_plug_ins_and_kinds_exist_and_old_ones_do_not():
+    for kind, names in renamed.PLUG_INS.items():
+        entries = {"advantage": ADVANTAGES, "objective": OBJECTIVES}[kind]
+        assert set(names.values()) <= set(entries) and not set(names) & set(entries)
+    assert set(renamed.KINDS.values()) <= set(ALL) and not set(renamed.KINDS) & set(ALL)
+
+
+@pytest.mark.parametrize("old", renamed.OPTIONS["train"])
+def test_an_old_option_of_training_says_the_new_one(old):
+    (new,) = renamed.OPTIONS["train"][old]
+    assert f"train.{old} is now train.{new}" in complaint(train={**PLAIN["train"], old: 1})
+
+
+def test_old_options_of_plug_ins_say_the_new_ones_with_their_place():
+    found = complaint(policy={"sd3": {"path": "world:digits/sd3", "eta": 0.5, "sde": "all"}})
+    assert "policy.sd3.eta is now policy.sd3.noise_level" in found
+    assert "policy.sd3.sde is now policy.sd3.noise_window" in found
+    found = complaint(objective={"grpo": {"clip": 1e-3}}, advantage={"grpo": {"flat": "drop"}})
+    assert "objective.grpo.clip is now objective.grpo.clip_range" in found
+    assert "advantage.grpo.flat is now advantage.grpo.zero_variance_groups" in found
+
+
+def test_old_names_that_lead_to_two_new_ones_choose_by_what_takes_them():
+    surrogate = {"ppo": {"low": 0.1}}
+    nested = {"text": {"surrogate": surrogate, "importance_sampling": {"low": 0.1}}}
+    found = complaint(objective=nested)
+    assert "objective.text.surrogate.ppo.low is now objective.text.surrogate.ppo.clip_low" in found
+    assert "importance_sampling.low is now objective.text.importance_sampling.floor" in found
+
+
+def test_old_plug_ins_and_values_say_the_new_ones():
+    assert "advantage 'dance' is now 'dance_grpo'" in complaint(advantage="dance")
+    assert "objective 'guard' is now 'grpo_guard'" in complaint(objective="guard")
+    found = complaint(train={**PLAIN["train"], "loss_agg_mode": "row"})
+    assert "row is now seq_mean_token_mean" in found
+
+
+def test_what_never_existed_is_no_old_name():
+    found = complaint(train={**PLAIN["train"], "group_sizes": 4})
+    assert "is now" not in found and re.search("did you mean 'group_size'", found)
+
+
+def test_old_words_on_the_command_line_say_the_new_ones(capsys):
+    result = CliRunner().invoke(app, ["sample", "nowhere", "--copies", "2"])
+    assert isinstance(result.exception, UserError)
+    assert str(result.exception) == "--copies is now --num-samples"
+    result = CliRunner().invoke(app, ["list", "kernels"])
+    assert str(result.exception) == "`mmrl list kernels` is now `mmrl list sde_types`"
