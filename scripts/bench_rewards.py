@@ -38,7 +38,7 @@ from mmrl.core.registry import REWARDS, load_built_in  # noqa: E402
 from mmrl.scoring import Handling, Scorer  # noqa: E402
 from mmrl.utils.machine import machine  # noqa: E402
 from rewards.card import card_of  # noqa: E402
-from tests.tiny_rewards import TINY, asked, pictures, save_head, save_tiny_clip  # noqa: E402
+from tests.fixtures.tiny_rewards import TINY, asked, pictures, save_head, save_tiny_clip  # noqa: E402
 
 ELSEWHERE = ("remote",)  # needs a server
 # seconds a sample that the slow reward of the set waits, as one that asks a distant server does
@@ -111,7 +111,7 @@ def rewards_of(given: dict[str, Any], small: dict[str, Callable]) -> dict[str, C
 
 def small_options(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
     """Options that build each reward with a small random model of its class, as the tests do."""
-    from tests.tiny_image_rewards import TINY_OPTIONS
+    from tests.fixtures.tiny_image_rewards import TINY_OPTIONS
 
     clip = save_tiny_clip(folder / "clip")
     head = save_head(folder / "head.pth", TINY["embed_dim"])
@@ -145,7 +145,7 @@ def per_second(
 
 def texts_per_second(samples: int, budget: float) -> dict[str, float | None]:
     """Of every reward of texts on right answers; those with a model of their own are left out."""
-    from tests.text_rewards import SMALLEST, prompts_of
+    from tests.fixtures.text_rewards import SMALLEST, prompts_of
 
     found = {}
     for name, (chosen, _) in SMALLEST.items():

@@ -4,9 +4,9 @@
     for how long python scripts/mutate.py run --share 0.2             # a fifth of the mutants, then
     the page python scripts/mutate.py run --files mmrl/core/distributions.py --rerun survived python
     scripts/mutate.py run --changed main          # mutants of lines that differ from a revision
-    python scripts/mutate.py trace tests/test_dists.py   # after tests have changed: only these
-    files anew python scripts/mutate.py list --files mmrl/core/distributions.py  # the mutants,
-    untested python scripts/mutate.py page                        # only write
+    python scripts/mutate.py trace tests/core/test_distributions.py   # after tests have changed:
+    only these files anew python scripts/mutate.py list --files mmrl/core/distributions.py  # the
+    mutants, untested python scripts/mutate.py page                        # only write
     docs/results/mutation.md anew
 
 One process imports everything and collects the tests. Every mutant is a fork of it, in which the
@@ -61,12 +61,12 @@ CORE = (
     "mmrl/train/trainer.py",
 )
 TESTS = """
-    advantages advantages_by_loop alarms batches batching contract contract_policies coupled
-    curricula dists families fitting flow_objectives forward_objectives kernels log masked
-    masked_objectives memory mixture module_policy noise objective_pairs objectives resume
+    advantages advantages_by_loop alarms minibatches batching contract contract_policies coupled
+    curriculum distributions families fitting flow_objectives forward_objectives kernels log masked
+    masked_objectives replay_buffer mixture module_policy noise objective_pairs objectives resume
     reward_handling schedules scoring scoring_beside text_reference text_training trainer trees
-    truth unified var vlm_features vlm_policy warp
-""".split()  # tests/test_<name>.py: fast ones that execute the core
+    ground_truth unified var vlm_features vlm_policy warp
+""".split()  # tests/**/test_<name>.py: fast ones that execute the core
 PAGE = ROOT / "docs" / "results" / "mutation.md"
 EQUIVALENT = ROOT / "scripts" / "equivalent_mutants.yaml"
 NOTICED = ("killed", "hung")
@@ -170,7 +170,9 @@ def trace(names: list[str]) -> None:
     """Write ``trace.json``: tests with their lines and seconds, and the modules that they
     imported."""
     tracer = Tracer(core_files())
-    pytest_main(names or [f"tests/test_{name}.py" for name in TESTS], tracer)
+    pytest_main(
+        names or [str(next((ROOT / "tests").rglob(f"test_{name}.py"))) for name in TESTS], tracer
+    )
     target = store() / "trace.json"
     known = (
         json.loads(target.read_text())

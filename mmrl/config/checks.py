@@ -112,7 +112,8 @@ def _unsuited(entries: Mapping[str, Resolved]) -> Iterator[str]:
             yield objective.place.say(
                 f"the objective {objective.entry.__name__} looks at steps with noise, of "
                 f"which this policy has none: "
-                "give it a stochastic sde_type and a noise_level above 0 (sde_type: flow_sde, noise_level: "
+                "give it a stochastic sde_type and a noise_level above 0 (sde_type: "
+                "flow_sde, noise_level: "
                 "0.7), or take an objective of "
                 "finished samples: dgpo, nft, awm, fpo, crd, rwr, diffusion_dpo"
             )

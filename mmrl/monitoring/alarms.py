@@ -2,7 +2,7 @@
 saturate.
 
 Each rule looks at curves of the run only, is stated in ``docs/rewards.md``, and was tried on
-simulated runs for how often it is wrong (``tests/test_alarms.py``).
+simulated runs for how often it is wrong (``tests/monitoring/test_alarms.py``).
 """
 
 from __future__ import annotations

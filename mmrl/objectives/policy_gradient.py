@@ -70,7 +70,8 @@ class PolicyGradient:
         )
         if min(self.low, self.high) <= 0 or self.advantage_clip <= 0 or self.kl < 0:
             raise UserError(
-                f"{self.called} needs clip_range > 0, advantage_clip > 0 and kl >= 0; got clip_range "
+                f"{self.called} needs clip_range > 0, advantage_clip > 0 and kl >= 0; got "
+                f"clip_range "
                 f"{self.clip_range}, "
                 f"advantage_clip {self.advantage_clip}, kl {self.kl}"
             )

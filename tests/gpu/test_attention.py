@@ -7,9 +7,8 @@ import torch
 from mmrl.core.errors import UserError
 from mmrl.policies.diffusion import attention_backends
 from samplers.noise import Rng
-
-from ..test_fitting import PROMPTS, make
-from ..test_folder_families import trainer_of
+from tests.policies.diffusion.test_folder_families import trainer_of
+from tests.train.test_fitting import PROMPTS, make
 
 CASES = ["flux", "wan-two", "sd", "sdxl"]
 BACKENDS = ["auto", "sdpa", "xformers", "flash"]

@@ -19,8 +19,7 @@ from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
 from samplers.kernels import dance_sde
 from samplers.noise import Rng
-
-from .. import toys
+from tests.fixtures import toys
 
 TEXTS = [{"text": text} for text in ("a red seven", "a blue two", "a green zero")]
 SD3_CASES = {

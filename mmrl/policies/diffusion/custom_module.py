@@ -71,7 +71,8 @@ class Module(FlowPolicy):
         super().__init__(made, **options)
         if self.guidance_scale != 1 and (empty is None or field is None):
             raise UserError(
-                "policy option guidance_scale needs empty, the value of field that stands for no prompt"
+                "policy option guidance_scale needs empty, the value of field that "
+                "stands for no prompt"
             )
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:

@@ -59,7 +59,7 @@ VERIFIED = (
     "paligemma",
     "janus",
     # model types whose log-probs and gradients were compared with separate passes
-    # (tests/test_vlm_policy.py)
+    # (tests/policies/vlm/test_vlm_policy.py)
 )
 
 

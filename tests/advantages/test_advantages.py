@@ -1,0 +1,706 @@
+"""Advantages: published numbers, a contract for everything registered, oracles, two processes."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mmrl.advantages  # registers
+from mmrl.advantages import DDPO, dance_grpo, dr_grpo, flow_grpo, gdpo, group, rloo, statistics
+from mmrl.core.errors import UserError
+from mmrl.core.registry import ADVANTAGES, options
+from mmrl.core.types import Rewards, Rollout
+
+NAN = math.nan
+R8 = torch.tensor([0.2, 0.5, 0.9, 0.4, 1, 1, 1, 1, -0.3, 0.1, 0.7, 0.2])
+R9 = torch.tensor([3.0, 1, 2, 5, 0, 1, 0, 1, 4, 4, 4, 2])
+G8 = torch.arange(3).repeat_interleave(4)
+
+
+def rollout(index, prompts=None):
+    index = torch.as_tensor(index)
+    prompts = prompts or [{"text": f"prompt {p}"} for p in range(int(index.max()) + 1)]
+    zero = torch.zeros(len(index), 1)
+    rows = torch.arange(len(index))
+    return Rollout(
+        group=index, prompts=prompts, row_id=rows, sample=zero, logprob=zero, mask=zero == 0
+    )
+
+
+def near(found, wanted, atol=2e-6):
+    wanted = torch.as_tensor(wanted, dtype=torch.float32)
+    torch.testing.assert_close(
+        found[: len(wanted), 0].float(), wanted, atol=atol, rtol=0, equal_nan=True
+    )
+
+
+# -- what the published functions return
+# -------------------------------------------------------------------------------
+
+ABACBA = rollout([0, 1, 0, 2, 1, 0], [{"text": t} for t in "abc"])
+ONE_TO_SIX = torch.arange(1.0, 7.0)
+
+
+def test_per_prompt_statistics_of_flow_grpo_and_ddpo():
+    """PerPromptStatTracker of Flow-GRPO (Liu et al. 2025) and of DDPO (Black et al. 2023): prompts
+    abacba, rewards 1 to 6."""
+    near(
+        flow_grpo(ONE_TO_SIX, ABACBA, std="group"),
+        [-1.135495, -0.999933, -0.162214, 0, 0.999933, 1.297708],
+    )
+    near(flow_grpo(ONE_TO_SIX, ABACBA), [-1.36618, -0.878259, -0.195169, 0, 0.878259, 1.561349])
+    near(
+        DDPO(min_count=2)(ONE_TO_SIX, ABACBA),
+        [-1.135549, -0.999999, -0.162221, 0.29277, 0.999999, 1.297771],
+    )
+
+
+def test_integer_rewards_are_not_truncated():
+    """As they are in DDPO's published code (Black et al. 2023), whose advantages take the type of
+    the rewards."""
+    near(DDPO(min_count=2)(ONE_TO_SIX.long(), ABACBA), [-1.135549, -0.999999])
+
+
+def test_standard_deviations_of_dance_grpo_flow_grpo_and_unirl():
+    """DanceGRPO (Xue et al. 2025; ddof 1), GRPO with ddof 0, Flow-GRPO (Liu et al. 2025; global),
+    UniRL (global, ddof 1)."""
+    rows = rollout(G8)
+    near(
+        dance_grpo(R8, rows),
+        [-1.019049, 0, 1.358732, -0.339683, 0, 0, 0, 0, -1.154878, -0.182349, 1.276444, 0.060783],
+    )
+    ddof0 = [
+        -1.176697,
+        0,
+        1.568929,
+        -0.392232,
+        0,
+        0,
+        0,
+        0,
+        -1.333539,
+        -0.210559,
+        1.473911,
+        0.070186,
+    ]
+    near(group(R8, rows, eps=1e-8, eps_mode="sqrt"), ddof0)
+    fg = [-0.708719, 0, 0.944959, -0.23624, 0, 0, 0, 0, -1.122139, -0.17718, 1.240259, 0.05906]
+    near(flow_grpo(R8, rows), fg)
+    near(group(R8, rows, std="global", ddof=1, eps=1e-8), [-0.678707, 0, 0.904943, -0.226236])
+
+
+def test_several_rewards_of_gdpo_flow_factory_and_mix_grpo():
+    """Flow-Factory's AdvantageProcessor (sum, GDPO) and MixGRPO's advantage_aggr (Li et al. 2025),
+    weights 1 and 0.5."""
+    rewards = Rewards({"a": R8, "b": R9}, {"b": 0.5})
+    rows = rollout(G8)
+    near(
+        group(rewards, rows, eps=1e-6, eps_mode="floor"), [-0.257499, -1.287496, 0.036786, 1.508209]
+    )
+    both = [-1.244203, -0.673955, 1.498472, 0.419686, -0.569596, 0.569596, -0.569596, 0.569596]
+    near(gdpo(rewards, rows), [*both, -1.190299, 0.08899, 2.007923, -0.906613])
+    near(
+        dance_grpo(rewards, rows, combine="aggregate"),
+        [-0.945857, -0.512348, 1.139155, 0.319049, -0.433013],
+    )
+
+
+# -- contract of everything registered
+# ---------------------------------------------------------------------------------
+
+TREES = {"branch"}  # compares edges, not rows: tests/policies/diffusion/test_trees.py
+OWN_FILES = [
+    name
+    for name, entry in ADVANTAGES.items()
+    if entry.__module__.startswith("mmrl.advantages") and name not in TREES
+]
+BY_GROUP = {  # options under which only the rows of a group decide its advantages
+    "group": {},
+    "flow_grpo": {"std": "group"},
+    "dance_grpo": {},
+    "dr_grpo": {},
+    "rloo": {},
+    "ddpo": {"min_count": 1},
+    "grpo": {},
+    "opo": {},
+    "pass_at_k": {},
+}
+RAGGED = torch.tensor([2, 0, 0, 1, 1, 1, 0, 3, 1, 1])  # sizes 3, 5, 1, 1
+RAGGED_REWARD = torch.tensor(
+    [0.3, 1.5, -0.2, 0.7, 0.1, 0.2, 0.9, 4.0, 0.25, 0.6], dtype=torch.float64
+)
+
+
+def call(name, rewards, rows, **chosen):
+    """Built afresh: an advantage with a memory starts without one."""
+    return ADVANTAGES.build(name, **chosen)(rewards, rows)
+
+
+@pytest.fixture(params=OWN_FILES)
+def name(request):
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.long])
+def test_shape_precision_and_description(name, dtype):
+    reward = (10 * RAGGED_REWARD).to(dtype)
+    advantage = call(name, reward, rollout(RAGGED))
+    assert advantage.shape == (10, 1) and advantage.isfinite().all()
+    assert advantage.dtype == torch.promote_types(
+        torch.float32, dtype if dtype.is_floating_point else torch.float32
+    )
+    assert ADVANTAGES[name].__doc__ and isinstance(options(ADVANTAGES[name]), dict)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 1e6 + 0.1])
+def test_flat_groups_are_worth_nothing(name, value):
+    if name in ("ngrpo", "reinforce"):
+        pytest.skip("compares with the best reward there is, or with none")
+    every = torch.full((7,), value, dtype=torch.float64)
+    assert (call(name, every, rollout([0, 1, 1, 1, 2, 2, 2])) == 0).all()
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_order_of_rows_does_not_matter(name, several):
+    reward = (
+        Rewards({"a": RAGGED_REWARD, "b": RAGGED_REWARD.cos()}, {"b": 0.3})
+        if several
+        else RAGGED_REWARD
+    )
+    order = torch.randperm(10, generator=torch.Generator().manual_seed(1))
+    moved = (
+        Rewards({k: x[order] for k, x in reward.items()}, reward.weights)
+        if several
+        else reward[order]
+    )
+    straight = call(name, reward, rollout(RAGGED))
+    permuted = call(name, moved, rollout(RAGGED)[order])
+    torch.testing.assert_close(permuted, straight[order], atol=1e-12, rtol=0)
+
+
+def test_a_constant_added_to_every_reward_changes_nothing(name):
+    if name in ("ngrpo", "soft", "reinforce"):
+        pytest.skip("has a level of its own: the best reward, a threshold, zero")
+    rows = rollout(RAGGED)
+    torch.testing.assert_close(
+        call(name, RAGGED_REWARD + 3, rows), call(name, RAGGED_REWARD, rows), atol=1e-7, rtol=0
+    )
+
+
+def test_missing_samples_are_as_if_never_drawn(name):
+    missing = torch.tensor([1, 5, 7])
+    there = torch.ones(10, dtype=torch.bool).index_fill(0, missing, False)
+    reward = RAGGED_REWARD.index_copy(
+        0, missing, torch.tensor([NAN, math.inf, NAN], dtype=torch.float64)
+    )
+    rows = rollout(RAGGED)
+    advantage = call(name, reward, rows)
+    assert advantage[missing].isnan().all()
+    torch.testing.assert_close(
+        advantage[there], call(name, reward[there], rows[there]), atol=1e-12, rtol=0
+    )
+
+
+def test_nothing_but_missing_samples(name):
+    assert call(name, torch.full((10,), NAN), rollout(RAGGED)).isnan().all()
+
+
+def test_rewards_keep_no_gradient_and_are_not_changed(name):
+    reward = RAGGED_REWARD.clone().requires_grad_()
+    assert not call(name, reward, rollout(RAGGED)).requires_grad
+    assert torch.equal(reward, RAGGED_REWARD)
+
+
+def test_wrong_number_of_rewards(name):
+    with pytest.raises(ValueError, match="10"):
+        call(name, torch.zeros(9), rollout(RAGGED))
+
+
+@pytest.mark.parametrize("grouped", BY_GROUP)
+def test_ragged_groups_are_separate_computations(grouped):
+    rows = rollout(RAGGED)
+    whole = call(grouped, RAGGED_REWARD, rows, **BY_GROUP[grouped])
+    for g in RAGGED.unique():
+        own = g == RAGGED
+        alone = call(grouped, RAGGED_REWARD[own], rows[own], **BY_GROUP[grouped])
+        torch.testing.assert_close(whole[own], alone, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("grouped", [*BY_GROUP, "gdpo"])
+def test_a_constant_added_to_one_group_changes_nothing(grouped):
+    rows = rollout(RAGGED)
+    chosen = BY_GROUP.get(grouped, {})
+    moved = RAGGED_REWARD + torch.tensor([0.0, 2.0, -1.0, 5.0])[RAGGED]
+    torch.testing.assert_close(
+        call(grouped, moved, rows, **chosen),
+        call(grouped, RAGGED_REWARD, rows, **chosen),
+        atol=1e-7,
+        rtol=0,
+    )
+
+
+# -- oracles
+# --------------------------------------------------------------------------------------------------
+
+
+def naive(rewards, index, std, ddof, eps, mode):
+    """One number after the other, in Python."""
+    result = []
+    for mine, g in zip(rewards, index, strict=True):
+        own = [r for r, h in zip(rewards, index, strict=True) if h == g]
+        mean = sum(own) / len(own)
+        over = own if std == "group" else rewards
+        middle = sum(over) / len(over)
+        variance = sum((r - middle) ** 2 for r in over) / max(len(over) - ddof, 1)
+        scales = {
+            "add": variance**0.5 + eps,
+            "floor": max(variance**0.5, eps),
+            "sqrt": (variance + eps) ** 0.5,
+        }
+        result.append(
+            0.0 if max(own) == min(own) else (mine - mean) / (1 if std == "none" else scales[mode])
+        )
+    return result
+
+
+@pytest.mark.parametrize("std", ["group", "global", "none"])
+@pytest.mark.parametrize("ddof", [0, 1])
+@pytest.mark.parametrize("mode", ["add", "floor", "sqrt"])
+def test_vectorised_equals_a_loop(std, ddof, mode):
+    found = group(RAGGED_REWARD, rollout(RAGGED), std=std, ddof=ddof, eps=0.01, eps_mode=mode)[:, 0]
+    wanted = naive(RAGGED_REWARD.tolist(), RAGGED.tolist(), std, ddof, 0.01, mode)
+    torch.testing.assert_close(
+        found, torch.tensor(wanted, dtype=torch.float64), atol=1e-12, rtol=1e-12
+    )
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(-3, 3)), min_size=1, max_size=12))
+def test_vectorised_equals_a_loop_on_anything(pairs):
+    index, reward = zip(*pairs, strict=True)
+    found = group(torch.tensor(reward, dtype=torch.float64), rollout(index), ddof=1, eps=1e-3)[:, 0]
+    wanted = torch.tensor(naive(reward, index, "group", 1, 1e-3, "add"), dtype=torch.float64)
+    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-12)
+
+
+def test_rloo_leaves_the_row_itself_out():
+    advantage = rloo(RAGGED_REWARD, rollout(RAGGED))[:, 0]
+    for b in range(10):
+        others = [RAGGED_REWARD[c] for c in range(10) if c != b and RAGGED[c] == RAGGED[b]]
+        wanted = (
+            RAGGED_REWARD[b] - torch.stack(others).mean() if others else torch.tensor(0.0).double()
+        )
+        torch.testing.assert_close(advantage[b], wanted, atol=1e-12, rtol=0)
+
+
+def test_rloo_is_unbiased_where_dr_grpo_is_short_by_one_over_n():
+    """Exact expectation over all outcomes of groups of three from a Bernoulli policy, gradient of
+    the mean reward."""
+    p = 0.3
+    n = 3
+    expected = {"rloo": 0.0, "dr_grpo": 0.0}
+    for outcome in range(2**n):
+        reward = torch.tensor([float(outcome >> i & 1) for i in range(n)], dtype=torch.float64)
+        chance = float(torch.where(reward == 1, p, 1 - p).prod())
+        # d log prob / dp; the true gradient of E[r] = p is 1
+        score = torch.where(reward == 1, 1 / p, -1 / (1 - p))
+        for name in expected:
+            expected[name] += chance * float(
+                (call(name, reward, rollout([0] * n))[:, 0] * score).mean()
+            )
+    assert expected == pytest.approx({"rloo": 1.0, "dr_grpo": 1 - 1 / n})
+
+
+def test_flat_groups_can_be_dropped():
+    found = group(R8, rollout(G8), zero_variance_groups="drop")[:, 0]
+    assert found[4:8].isnan().all() and found[:4].isfinite().all() and found[8:].isfinite().all()
+
+
+def test_a_group_flat_in_one_reward_only_stays_when_normalised_apart():
+    rewards = Rewards({"a": R8, "b": R9})
+    assert gdpo(rewards, rollout(G8), zero_variance_groups="drop").isfinite().all()
+    assert dr_grpo(Rewards({"a": R8}), rollout(G8), zero_variance_groups="drop")[4:8].isnan().all()
+
+
+def test_best_of_keeps_both_ends_of_every_group():
+    reward = torch.tensor([5.0, 1, 4, 2, 3, 0, NAN, 10, 30, 20, 7, 7])
+    index = [0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 2, 2]
+    every = dance_grpo(reward, rollout(index))[:, 0]
+    some = dance_grpo(reward, rollout(index), best_of=2)[:, 0]
+    kept = some.isfinite()
+    assert kept.nonzero()[:, 0].tolist() == [0, 5, 7, 8, 10, 11]
+    assert torch.equal(some[kept], every[kept])  # not normalised again
+
+
+def test_best_of_breaks_ties_by_name_not_by_position():
+    rows = rollout([0] * 6)
+    reward = torch.tensor([1.0, 0, 1, 0, 1, 0])
+    kept = group(reward, rows, best_of=4).isfinite()[:, 0]
+    assert kept.tolist() == [False, True, True, True, True, False]
+    order = torch.tensor([4, 1, 5, 0, 3, 2])
+    assert torch.equal(group(reward[order], rows[order], best_of=4).isfinite()[:, 0], kept[order])
+
+
+@pytest.mark.parametrize("n", [0, 1, 3, -2])
+def test_best_of_must_be_even(n):
+    with pytest.raises(UserError, match="even number"):
+        group(R8, rollout(G8), best_of=n)
+
+
+def test_a_missing_part_makes_the_sample_missing():
+    broken = R9.clone().index_fill(0, torch.tensor([2]), NAN)
+    for name in OWN_FILES:
+        assert call(
+            name, Rewards({"a": R8, "b": broken}), rollout(G8)
+        ).isnan().nonzero().tolist() == [[2, 0]]
+
+
+def test_a_reward_of_weight_zero_is_only_watched():
+    watched = Rewards({"a": R8, "b": torch.full_like(R9, NAN)}, {"b": 0.0})
+    for name in OWN_FILES:
+        assert torch.equal(call(name, watched, rollout(G8)), call(name, R8, rollout(G8)))
+    with pytest.raises(UserError, match="weight 0"):
+        group(Rewards({"a": R8}, {"a": 0.0}), rollout(G8))
+
+
+# -- DDPO's memory
+# --------------------------------------------------------------------------------------------------
+
+
+def test_ddpo_remembers_and_forgets():
+    tracker = DDPO(buffer=4, min_count=2)
+    rows = rollout([0, 0])
+    tracker(torch.tensor([1.0, 2.0]), rows)
+    near(tracker(torch.tensor([3.0, 6.0]), rows), [0.0, 3 / 3.5**0.5], atol=1e-5)  # 1 2 3 6
+    tracker(torch.tensor([7.0, NAN]), rows)
+    assert tracker.state_dict() == {"rewards": {"prompt 0": [2.0, 3.0, 6.0, 7.0]}}
+
+
+def test_ddpo_state_goes_through_json():
+    first = DDPO(min_count=2)
+    rows = rollout(G8)
+    first(R8, rows)
+    second = DDPO(min_count=2)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert torch.equal(first(R9, rows), second(R9, rows))
+    assert first.state_dict() == second.state_dict()
+
+
+def test_ddpo_says_what_it_needs():
+    with pytest.raises(UserError, match="min_count"):
+        DDPO(buffer=4, min_count=5)
+    with pytest.raises(UserError, match="identifies prompts by 'text'"):
+        DDPO()(torch.zeros(1), rollout([0], [{"caption": "x"}]))
+    assert DDPO(key="caption")(torch.zeros(1), rollout([0], [{"caption": "x"}])).item() == 0
+
+
+# -- logging and several processes
+# -------------------------------------------------------------------------------------
+
+
+def test_statistics():
+    broken = R9.clone().index_fill(0, torch.tensor([0]), NAN)
+    found = statistics(Rewards({"a": R8, "b": broken}, {"b": 0.0}), rollout(G8))
+    assert {
+        k: found[k] for k in ("groups/total", "groups/flat", "samples/excluded", "samples/total")
+    } == {
+        "groups/total": 3,
+        "groups/flat": 1,
+        "samples/excluded": 0,
+        "samples/total": 12,
+    }
+    assert found["reward/mean"] == pytest.approx(R8.mean().item()) and found[
+        "reward/b/mean"
+    ] == pytest.approx(24 / 11)
+    assert found["reward/b/excluded"] == 1 and found["reward/std"] == pytest.approx(
+        R8.std(correction=0).item()
+    )
+    assert found["reward/group_std"] == pytest.approx(
+        R8.view(3, 4).var(1, correction=0).mean().sqrt().item()
+    )
+    assert math.isnan(statistics(torch.full((12,), NAN), rollout(G8))["reward/mean"])
+
+
+WORKER = """
+import json, os, sys, torch, torch.distributed as dist
+import mmrl.advantages
+from mmrl.advantages import statistics
+from mmrl.core.distributed import all_gather_rows, all_max, all_sum, world
+from mmrl.core.registry import ADVANTAGES
+from mmrl.core.types import Rewards
+from tests.advantages.test_advantages import COUNTS, iteration
+torch.set_num_threads(1)
+if "RANK" in os.environ:
+    place = "file://" + sys.argv[1]
+    dist.init_process_group("gloo", init_method=place, rank=int(os.environ["RANK"]), world_size=2)
+rank, size = world()
+result = {}
+for name in COUNTS:
+    built, parts = ADVANTAGES.build(name, **COUNTS[name]), []
+    for step in range(2):
+        rewards, rows = iteration(step)
+        groups = [[0, 1, 2, 3]] if size == 1 else [[0], [1, 2, 3]][rank]
+        own = torch.isin(rows.group, torch.tensor(groups))
+        kept = Rewards({k: x[own] for k, x in rewards.items()}, rewards.weights)
+        parts.append(all_gather_rows(built(kept, rows[own])))
+        result["statistics"] = statistics(kept, rows[own])
+    result[name] = torch.cat(parts).tolist()
+x = torch.tensor([1.0, 2.0]) + rank
+assert all_sum(x).tolist() == ([3.0, 5.0] if size == 2 else [1.0, 2.0])
+assert x.tolist() == [1.0 + rank, 2.0 + rank]
+assert all_max(x).tolist() == [float(size), size + 1.0]
+assert all_gather_rows(torch.zeros(3 * rank, 2, dtype=torch.bool)).shape == (3 * (size - 1), 2)
+if rank == 0:
+    json.dump(result, open(sys.argv[2], "w"))
+if size == 2:
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+COUNTS = {
+    "group": {"std": "global", "ddof": 1},
+    "flow_grpo": {},
+    "dance_grpo": {},
+    "rloo": {},
+    "dr_grpo": {},
+    "gdpo": {},
+    "process": {},
+    "running": {},
+    "maxmin": {"rate": 0.5},
+    "ddpo": {"buffer": 6, "min_count": 4},
+    "grpo": {"std": "global"},
+    "opo": {},
+    "gpg": {},
+    "pass_at_k": {},
+    "reinforce": {},
+    "reinforce_pp": {},
+    "ngrpo": {},
+    "soft": {},
+    "temporal": {},
+    "focal": {},
+    "pairs": {},
+    "tree_mean": {},
+}
+
+
+def iteration(step):
+    """Groups of 3, 5, 1 and 1 rows in order; one sample missing; prompts 0 and 3 have the same
+    text."""
+    order = torch.sort(RAGGED, stable=True)[1]
+    reward = (RAGGED_REWARD + step)[order].index_fill(0, torch.tensor([4]), NAN)
+    prompts = [{"text": t} for t in ["é\u2028a", "b", "c", "é\u2028a"]]
+    return Rewards({"a": reward, "b": reward.sin()}, {"b": 0.5}), rollout(RAGGED[order], prompts)
+
+
+def test_two_processes_find_the_same_as_one(tmp_path):
+    root = str(Path(__file__).parents[2])
+    base = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {
+        "PYTHONPATH": root,
+        "OMP_NUM_THREADS": "1",
+    }
+    two = [base | {"RANK": str(rank)} for rank in range(2)]
+    (tmp_path / "worker.py").write_text(WORKER)
+    runs = []
+    for number, environment in enumerate([base, *two]):
+        command = [sys.executable, "worker.py", str(tmp_path / "meet"), f"{min(number, 1)}.json"]
+        runs.append(
+            subprocess.Popen(
+                command, env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True
+            )
+        )
+    try:
+        for run in runs:
+            assert run.wait(timeout=600) == 0, run.stderr.read()
+    finally:
+        for run in runs:
+            run.kill()
+    one, both = (json.loads((tmp_path / f"{i}.json").read_text()) for i in range(2))
+    assert one.keys() == both.keys()
+    for name in one:
+        if name == "statistics":
+            assert both[name] == pytest.approx(one[name], abs=1e-10)
+        else:
+            found, wanted = (torch.tensor(x[name], dtype=torch.float64) for x in (both, one))
+            torch.testing.assert_close(found, wanted, atol=1e-10, rtol=0, equal_nan=True)
+    assert sum(map(math.isnan, (x for row in one["group"] for x in row))) == 2
+
+
+def test_every_registered_advantage_is_compared_across_processes():
+    assert set(OWN_FILES) == set(COUNTS)
+    assert mmrl.advantages.__doc__
+
+
+# -- choices that survived mutation
+# ------------------------------------------------------------------------------------
+
+
+def test_gpg_weighs_by_the_samples_that_teach():
+    """Chu et al. 2025, GPG: alpha = B / (B - samples of groups that teach nothing). The paper
+    counts groups, verl's code rewards other than 0: of 8 samples 4 lie in a group that differs, and
+    5 have a reward."""
+    reward = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0], dtype=torch.float64)
+    rows = rollout([0] * 4 + [1] * 4)
+    own = torch.tensor([0.75, -0.25, -0.25, -0.25, 0, 0, 0, 0])
+    near(call("gpg", reward, rows), 8 / 4 * own)
+    near(call("gpg", reward, rows, scale=2.0), 8 / 4 / 2 * own)
+    near(call("gpg", reward, rows, count="rewards"), 8 / 5 * own)
+    # counts neither as drawn nor as teaching
+    missing = reward.index_fill(0, torch.tensor([3]), NAN)
+    near(call("gpg", missing, rows)[:3], 7 / 3 * torch.tensor([2 / 3, -1 / 3, -1 / 3]))
+    with pytest.raises(UserError, match="scale must be greater than 0"):
+        call("gpg", reward, rows, scale=0.0)
+
+
+def test_every_std_of_grpo():
+    """Sample std (ddof 1) of the group, of the whole batch, or none; eps is added to it."""
+    rows = rollout(G8)
+    eps = 0.01
+    centred = R8 - torch.stack([R8[g == G8].mean() for g in range(3)])[G8]
+    of_group = torch.stack([R8[g == G8].std() for g in range(3)])[G8]
+    near(call("grpo", R8, rows, std="group", eps=eps), centred / (of_group + eps))
+    near(call("grpo", R8, rows, eps=eps), centred / (of_group + eps))
+    near(call("grpo", R8, rows, std="global", eps=eps), centred / (R8.std() + eps))
+    near(call("grpo", R8, rows, std="none", eps=eps), centred)
+    assert (
+        call("grpo", R8, rows, zero_variance_groups="drop")[4:8].isnan().all()
+        and call("grpo", R8, rows, best_of=2).isnan().any()
+    )
+
+
+@pytest.mark.parametrize("make", [flow_grpo, dance_grpo, gdpo, dr_grpo, rloo])
+def test_best_of_and_flat_reach_the_grouped_advantages(make):
+    """Of each group of four two are left, of the flat one none."""
+    assert make(R8, rollout(G8), best_of=2).isfinite().sum() == 6
+    assert make(R8, rollout(G8), zero_variance_groups="drop")[4:8].isnan().all()
+    assert (
+        make(R8, rollout(G8), zero_variance_groups="drop")[[0, 1, 2, 3, 8, 9, 10, 11]]
+        .isfinite()
+        .all()
+    )
+
+
+def test_reinforce_pp_weighs_tokens_or_rows():
+    """verl: every row as often as it has tokens, variance + 1e-8 under the root; ms-swift: rows,
+    std + 1e-4."""
+    reward = torch.tensor([1.0, 0.0, 0.5, 0.25], dtype=torch.float64)
+    length = torch.tensor([3, 1, 2, 2])
+    rows = rollout([0, 0, 1, 1])
+    mask = torch.arange(3) < length[:, None]
+    rows = rows.replace(mask=mask, logprob=torch.zeros(4, 3))
+    every = reward.repeat_interleave(length)
+    near(call("reinforce_pp", reward, rows), (reward - every.mean()) / (every.var() + 1e-8).sqrt())
+    near(
+        call("reinforce_pp", reward, rows, weigh="rows"),
+        (reward - reward.mean()) / (reward.std() + 1e-4),
+    )
+    less = reward - torch.tensor([0.5, 0.5, 0.375, 0.375])
+    near(
+        call("reinforce_pp", reward, rows, weigh="rows", baseline=True), less / (less.std() + 1e-4)
+    )
+
+
+# -- on top of another
+# -------------------------------------------------------------------------------------------
+
+
+def test_ngrpo_by_hand():
+    reward = torch.tensor([0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0])
+    found = call("ngrpo", reward, rollout([0, 0, 0, 1, 1, 2, 2, 2]), eps=0.0)
+    wrong = torch.tensor([0.0, 0.0, 0.0, 1.0])
+    mixed = torch.tensor([1.0, 0.0, 1.0])
+    near(found[:3], (wrong[:3] - wrong.mean()) / wrong.std())
+    near(found[3:5], (mixed[:2] - mixed.mean()) / mixed.std())
+    assert call("ngrpo", reward, rollout([0, 0, 0, 1, 1, 2, 2, 2]))[5:].abs().max() == 0
+
+
+def published_soft(reward, threshold=0.8, above=0.01, below=1.0):
+    """Li et al. 2025, TempSamp-R1, one number after the other."""
+    if reward >= threshold:
+        return threshold + above * math.log(reward - threshold + 1)
+    return threshold - (math.exp(below * (threshold - reward)) - 1) / (math.exp(below) - 1)
+
+
+@pytest.mark.parametrize("below", [0.3, 1.0, 4.0])
+def test_soft_is_the_published_transformation(below):
+    reward = torch.tensor([0.0, 0.1, 0.5, 0.79, 0.8, 0.9, 1.0], dtype=torch.float64)
+    found = call("soft", reward, rollout([0] * 7), base=dr_grpo, below=below)[:, 0]
+    shaped = torch.tensor(
+        [published_soft(r, below=below) for r in reward.tolist()], dtype=torch.float64
+    )
+    torch.testing.assert_close(found, shaped - shaped.mean(), atol=1e-12, rtol=0)
+    assert (found.diff() > 0).all() and found[1] - found[0] > found[6] - found[5]
+
+
+def test_soft_changes_the_named_reward_alone():
+    """The IoU is shaped, then weighted, then the format is added."""
+    iou = torch.tensor([0.1, 0.9, 1.0]).double()
+    form = torch.tensor([1.0, 0.0, 1.0]).double()
+    rewards = Rewards({"temporal": iou, "format": form}, {"temporal": 2.0, "format": 0.5})
+    found = call("soft", rewards, rollout([0] * 3), base=dr_grpo, reward="temporal")[:, 0]
+    shaped = (
+        torch.tensor([2 * published_soft(r) for r in iou.tolist()], dtype=torch.float64)
+        + 0.5 * form
+    )
+    torch.testing.assert_close(found, shaped - shaped.mean(), atol=1e-12, rtol=0)
+    with pytest.raises(UserError, match="reward is 'temporl'.*did you mean 'temporal'"):
+        call("soft", rewards, rollout([0] * 3), reward="temporl")
+    broken = Rewards({"temporal": iou, "format": form.index_fill(0, torch.tensor([1]), NAN)})
+    assert call("soft", broken, rollout([0] * 3), reward="temporal").isnan()[:, 0].tolist() == [
+        False,
+        True,
+        False,
+    ]
+
+
+@pytest.mark.parametrize("below", [1e-3, 1.0, 50.0, 1e4])
+def test_soft_drops_no_row_however_far_its_reward(below):
+    reward = torch.tensor(
+        [-1e6, -2000.0, -800.0, -0.2, -0.19, 0.2, 0.8, 1.0, 1e6], dtype=torch.float64
+    )
+    found = call("soft", reward, rollout([0] * 9), base=dr_grpo, below=below)[:, 0]
+    assert found.isfinite().all() and (found[:4].diff() > 0).all() and (found.diff() >= 0).all()
+
+
+def of_tokens(mask, logprob=None, prompts=None):
+    mask = torch.as_tensor(mask, dtype=torch.bool)
+    rows = rollout([0] * len(mask), prompts)
+    return rows.replace(
+        mask=mask, logprob=torch.zeros(mask.shape) if logprob is None else torch.as_tensor(logprob)
+    )
+
+
+def test_temporal_weights_both_ends():
+    rows = of_tokens([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    found = call("temporal", torch.tensor([1.0, 0.0]), rows, base=dr_grpo, strength=2.0)
+    near(found[0][:, None], [1.5, 0.75, 0.5, 0.75, 1.5])
+    near(found[1, :3][:, None], [-1.5, -0.5, -1.5])
+
+
+def test_focused_weights_places_where_answers_differ():
+    logp = [[-1.0, -0.5, -3.0], [-1.0, -1.5, -1.0]]
+    found = call(
+        "focal", torch.tensor([1.0, 0.0]), of_tokens([[1, 1, 1]] * 2, logp), base=dr_grpo, most=3.0
+    )
+    near(found[0][:, None], [0.5, 0.5 * (1 + 2 * 0.25), 1.5], atol=1e-5)  # variances 0, 1/4, 1
+
+
+def test_pairs_weigh_after_normalisation():
+    prompts = [{"text": "a", "similarity": 0.5}]
+    near(
+        call(
+            "pairs", torch.tensor([1.0, 0.0]), of_tokens([[1], [1]], prompts=prompts), base=dr_grpo
+        ),
+        [0.25, -0.25],
+    )
+    with pytest.raises(UserError, match="'similarity' of a prompt must be a number"):
+        call(
+            "pairs",
+            torch.tensor([1.0]),
+            of_tokens([[1]], prompts=[{"text": "a", "similarity": "high"}]),
+        )

@@ -1,0 +1,417 @@
+"""The documentation is run and compared with the code: what it shows works, what it lists is
+complete."""
+
+import inspect
+import io
+import os
+import re
+import runpy
+import shlex
+import shutil
+import sys
+import tomllib
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mmrl import config
+from mmrl.cli.app import app
+from mmrl.config.options import EvaluateOptions, Reuse, TrainOptions, arithmetic
+from mmrl.config.overrides import SECTIONS
+from mmrl.core.registry import (
+    ALL,
+    KERNELS,
+    OBJECTIVES,
+    OPTIMIZERS,
+    POLICIES,
+    load_built_in,
+    options,
+)
+from mmrl.monitoring.alarms import AlarmOptions
+from mmrl.monitoring.log import LogOptions
+from mmrl.monitoring.report.runs import read_run
+from mmrl.objectives.importance_sampling import Importance
+from mmrl.objectives.kl import KL
+from mmrl.objectives.text import Entropy
+from mmrl.policies.diffusion.trees import Tree
+from mmrl.policies.lora import Lora
+from mmrl.policies.vlm.media import Budgets
+from mmrl.policies.vlm.parts import Part
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+
+load_built_in()
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block; ``name`` is the file that its first line names, ``# my_reward.py``."""
+
+    kind: str
+    text: str
+    line: int
+    heading: str
+
+    @property
+    def name(self) -> str | None:
+        found = re.match(r"# (\S+\.(py|yaml|toml))$", self.text.partition("\n")[0])
+        return found and found[1]
+
+    def lines(self) -> int:
+        """Without blank ones."""
+        return sum(bool(line.strip()) for line in self.text.splitlines())
+
+
+def blocks(page: Path) -> list[Block]:
+    found = []
+    heading = ""
+    inside = None
+    for number, line in enumerate(page.read_text().splitlines(), start=1):
+        if inside is None and line.startswith("#"):
+            heading = line.lstrip("# ")
+        elif line.startswith("```") and inside is None:
+            kind = line.removeprefix("```")
+            inside = []
+            start = number
+        elif line.startswith("```"):
+            found.append(Block(kind, "\n".join(inside) + "\n", start, heading))
+            inside = None
+        elif inside is not None:
+            inside.append(line)
+    assert inside is None, f"{page}: a block is not closed"
+    return found
+
+
+# ---------------------------------------------------------------------------------------------
+# docs/extending.md
+
+GUIDE = blocks(DOCS / "extending.md")
+PROMISED = {
+    block.name: int(n[1])
+    for block in GUIDE
+    if block.name and (n := re.search(r"in (\d+) lines", block.heading))
+}
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    """An empty folder to work in; registries and imported modules are as before afterwards."""
+    kept = {kind: dict(known) for kind, known in ALL.items()}
+    modules = set(sys.modules)
+    path = list(sys.path)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for kind, known in ALL.items():
+        known.clear()
+        known.update(kept[kind])
+    for name in set(sys.modules) - modules:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
+    sys.path[:] = path
+
+
+@pytest.mark.parametrize(("name", "promised"), PROMISED.items())
+def test_a_plug_in_is_as_short_as_promised(name, promised):
+    (block,) = [block for block in GUIDE if block.name == name]
+    count = block.lines() - 1
+    assert count <= promised, f"{name} at line {block.line}: {count} lines besides that of its name"
+
+
+def test_what_is_promised_is_what_was_asked():
+    kinds = {"my_reward.py": 20, "my_flow.py": 40, "my_surrogate.py": 10, "my_data.py": 10}
+    assert {name: PROMISED.get(name) for name in kinds} == kinds
+
+
+@pytest.mark.slow
+def test_the_guide_works_from_top_to_bottom(bench):
+    ran = []
+    for block in GUIDE:
+        if block.kind == "sh":
+            for command in block.text.splitlines():
+                run(command, f"extending.md:{block.line}: {command}")
+                ran.append(command)
+        else:
+            assert block.name, f"extending.md:{block.line}: a block without a name"
+            save(block, bench)
+    assert len(ran) == 8 and (bench / "better" / "velocity.safetensors").is_file()
+    for folder in ("first", "parabola", "weighted", "rank"):
+        rewards = [line["reward/mean"] for line in read_run(bench / "runs" / folder).metrics]
+        start = sum(rewards[:3]) / 3
+        end = sum(rewards[-3:]) / 3
+        assert end > start + 0.1 and end > 0.9, f"{folder} went from {start:.3f} to {end:.3f}"
+
+
+def save(block: Block, folder: Path) -> None:
+    (folder / block.name).write_text(block.text)
+    if block.name == "pyproject.toml":
+        pretend_installed(tomllib.loads(block.text)["project"]["entry-points"], folder)
+
+
+def pretend_installed(groups: dict[str, dict[str, str]], folder: Path) -> None:
+    """What an installer writes, without one."""
+    sys.path.insert(0, str(folder))
+    info = folder / "guide-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: guide\nVersion: 1.0\n")
+    lines = [
+        f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in names.items())
+        for group, names in groups.items()
+    ]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+
+
+def run(command: str, where: str) -> None:
+    program, *words = shlex.split(command)
+    if program == "python":
+        sys.path.insert(0, os.getcwd())  # as python does for a script
+        runpy.run_path(words[0], run_name="__main__")
+        sys.path.remove(os.getcwd())
+        return
+    assert program == "mmrl", where
+    try:
+        with redirect_stdout(io.StringIO()):
+            app(words, standalone_mode=False)
+    except Exception as error:
+        raise AssertionError(f"{where}: {error}") from error
+
+
+# ------------------------------------------------------------------------------------------
+# docs/configuration.md
+
+
+def rows(page: Path, heading: str) -> dict[str, list[str]]:
+    """The table under a heading: first cell, without backquotes -> the other cells."""
+    section = re.search(
+        rf"^#+ {re.escape(heading)}$(.*?)(?=^#+ "
+        rf"|\Z)",
+        page.read_text(),
+        re.S | re.M,
+    )
+    assert section, f"{page.name} has no section {heading!r}"
+    cells = [
+        [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        for line in section[1].splitlines()
+    ]
+    return {row[0].strip("`"): row[1:] for row in cells if row and row[0].startswith("`")}
+
+
+def shown(value: object) -> str:
+    """A default as the table writes it."""
+    if value is inspect.Parameter.empty:
+        return "required"
+    if callable(value):
+        (name,) = [
+            name for known in ALL.values() for name, entry in known.items() if entry is value
+        ]
+        return f"`{name}`"
+    if isinstance(value, (tuple, list)):
+        return f"`[{', '.join(map(str, value))}]`"
+    words = {None: "null", True: "true", False: "false"}
+    return f"`{words[value] if value is None or isinstance(value, bool) else value}`"
+
+
+DOCUMENTED = {
+    "train": TrainOptions,
+    "evaluate": EvaluateOptions,
+    "log": LogOptions,
+    "alarms": AlarmOptions,
+    "policy: sd3": POLICIES["sd3"],
+    "policy: vlm": POLICIES["vlm"],
+    "policy: amused": POLICIES["amused"],
+    "policy: masked_lm": POLICIES["masked_lm"],
+    "policy: masked_image_lm": POLICIES["masked_image_lm"],
+    "policy: janus": POLICIES["janus"],
+    "policy: janus_unified": POLICIES["janus_unified"],
+    "policy: emu3": POLICIES["emu3"],
+    "policy: imagegpt": POLICIES["imagegpt"],
+    "policy: glm_image": POLICIES["glm_image"],
+    "policy: llamagen": POLICIES["llamagen"],
+    "policy: var": POLICIES["var"],
+    "replay_buffer": Reuse,
+    "lora": Lora,
+    "budgets": Budgets,
+    "part": Part,
+    "tree": Tree,
+    "objective: grpo": OBJECTIVES["grpo"],
+    "objective: text": OBJECTIVES["text"],
+    "objective: masked": OBJECTIVES["masked"],
+    "kl": KL,
+    "entropy": Entropy,
+    "importance_sampling": Importance,
+    "optimizer: adamw": OPTIMIZERS["adamw"],
+    "optimizer: sgd": OPTIMIZERS["sgd"],
+}
+FACTORIES = {"reward": "`{}`", "guidance": "`[]`"}  # of dataclass fields whose default is made anew
+
+
+@pytest.mark.parametrize("heading", DOCUMENTED)
+def test_every_option_is_documented_with_its_default(heading):
+    entry = DOCUMENTED[heading]
+    table = rows(DOCS / "configuration.md", heading)
+    known = options(entry)
+    assert set(table) == set(known), (
+        f"{heading}: {sorted(set(table) ^ set(known))} is in the page or in the code only"
+    )
+    for name, option in known.items():
+        default = "made" if repr(option.default) == "<factory>" else shown(option.default)
+        wanted = FACTORIES[name] if default == "made" else default
+        assert table[name][0] == wanted, (
+            f"{heading}.{name}: the page says {table[name][0]}, the code {wanted}"
+        )
+        assert len(table[name][-1]) > 3, f"{heading}.{name} has no explanation"
+
+
+def test_every_section_is_documented():
+    assert set(rows(DOCS / "configuration.md", "Sections")) == set(SECTIONS)
+
+
+@pytest.mark.parametrize(
+    "kind", ["sde_types", "solvers", "timestep_schedules", "noise_windows", "advantages", "data"]
+)
+def test_every_name_of_a_kind_is_mentioned_with_its_options(kind):
+    text = (DOCS / "configuration.md").read_text()
+    for name, entry in ALL[kind].items():
+        assert f"`{name}`" in text, f"{kind} {name} is not in docs/configuration.md"
+        missing = [key for key in options(entry) if not re.search(rf"`{key}\b", text)]
+        assert not missing, f"{kind} {name}: options {missing} are not in docs/configuration.md"
+
+
+def test_the_example_of_batch_arithmetic_is_right():
+    text = (DOCS / "configuration.md").read_text()
+    section = re.search(r"^## Batch arithmetic$(.*?)^## ", text, re.S | re.M)[1]
+    spec = yaml.safe_load(re.search(r"```yaml\n(.*?)```", section, re.S)[1])["train"]
+    plan = arithmetic(TrainOptions(**spec), processes=4)
+    for name in (
+        "rows",
+        "steps",
+        "prompts_per_process",
+        "rows_per_process",
+        "rows_per_step",
+        "accumulation",
+    ):
+        assert rows(DOCS / "configuration.md", "Batch arithmetic")[name][0] == str(
+            getattr(plan, name)
+        ), name
+
+
+# --------------------------------------------------------------------------------------------------
+# every page
+
+CONFIGS = [(page, block) for page in PAGES if page.name != "extending.md" for block in blocks(page)]
+COMMANDS = [
+    (page, line)
+    for page, block in CONFIGS
+    if block.kind == "sh"
+    for line in block.text.replace("\\\n", "").splitlines()
+]
+
+
+@pytest.mark.parametrize(
+    ("page", "line"), COMMANDS, ids=[f"{page.stem}-{line[:60]}" for page, line in COMMANDS]
+)
+def test_a_command_on_a_page_parses_and_its_overrides_are_valid(page, line, tmp_path):
+    """`mmrl train NAME a.b=c` on a shipped configuration must check; other programs and files must
+    exist."""
+    words = shlex.split(line, comments=True)
+    words = words[words.index("scripts/train.py") - 1 :] if "scripts/train.py" in words else words
+    if not words or "=" in words[0]:
+        return
+    if words[0] == "accelerate" or words[1:2] == ["scripts/train.py"]:
+        words = ["mmrl", "train", *words[2:]]
+    if words[0] != "mmrl":
+        assert (ROOT / words[0]).exists() or shutil.which(words[0]), (
+            f"{page.name}: {words[0]} is not there"
+        )
+        return
+    names = {command.name or command.callback.__name__ for command in app.registered_commands}
+    assert words[1] in names, f"{page.name}: mmrl has no command {words[1]!r}"
+    configs = [
+        w
+        for w in words[2:]
+        if (ROOT / "configs" / w).with_suffix(".yaml").is_file() or w.startswith("configs/")
+    ]
+    if configs and "--resume" not in words:
+        path = ROOT / "configs" / configs[0].removeprefix("configs/").removesuffix(".yaml")
+        overrides = [
+            word
+            for word in words
+            if re.match(r"[a-z_.0-9]+=", word) and not word.startswith("data.path=")
+        ]
+        config.check(config.load(path.with_suffix(".yaml"), overrides))
+
+
+YAMLS = [(page, block) for page, block in CONFIGS if block.kind == "yaml"]
+
+
+@pytest.mark.parametrize(("page", "block"), YAMLS, ids=[f"{p.stem}-{b.line}" for p, b in YAMLS])
+def test_a_piece_of_configuration_on_a_page_is_valid(page, block, tmp_path, monkeypatch):
+    """Laid over the shipped quickstart, whose sections it replaces."""
+    whole = yaml.safe_load((ROOT / "configs/digits/flow_grpo.yaml").read_text()) | yaml.safe_load(
+        block.text
+    )
+    if "my_" in block.text:
+        pytest.skip("names a file of the reader's own")
+    file = tmp_path / "piece.yaml"
+    file.write_text(yaml.safe_dump(whole, sort_keys=False).replace(": 0.0001\n", ": 1e-4\n"))
+    monkeypatch.chdir(ROOT)
+    config.check(config.load(file))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
+        if not target.startswith(("http://", "https://")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_files_named_on_a_page_exist(page):
+    named = re.findall(
+        r"`((?:mmrl|samplers|rewards|tests|scripts|configs|docs)/[\w./-]+)`", page.read_text()
+    )
+    missing = [name for name in named if not (ROOT / name).exists()]
+    assert not missing, f"{page.name}: {missing}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_dotted_names_on_a_page_exist(page):
+    for dotted in set(re.findall(r"`((?:mmrl|samplers)(?:\.\w+)+)", page.read_text())):
+        assert dotted in GROUPS or resolve(dotted), f"{page.name}: {dotted}"
+
+
+GROUPS = {known.group for known in ALL.values()}
+
+
+def resolve(dotted: str) -> bool:
+    parts = dotted.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found = __import__(".".join(parts[:cut]), fromlist=["_"])
+        except ModuleNotFoundError:
+            continue
+        for name in parts[cut:]:
+            if not hasattr(found, name):
+                return False
+            found = getattr(found, name)
+        return True
+    return False
+
+
+def test_no_page_is_left_out_of_the_kernels():
+    """A registered kernel of which no page of a method speaks is a method nobody can look up."""
+    text = "".join(page.read_text() for page in PAGES)
+    assert all(f"`{name}`" in text or f"kernel: {name}" in text for name in KERNELS)
+
+
+def test_docs_are_part_of_a_source_distribution():
+    assert (
+        os.fspath("/docs")
+        in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"][
+            "targets"
+        ]["sdist"]["include"]
+    )

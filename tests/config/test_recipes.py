@@ -1,0 +1,363 @@
+"""The shipped recipes of papers: each is checked as a whole, and learns for two iterations on a
+tiny model."""
+
+import json
+import warnings
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from mmrl import config
+from mmrl.config.options import TrainOptions
+from mmrl.core.registry import ADVANTAGES, DATA
+from mmrl.core.types import Completion, Rewards, Rollout
+from mmrl.run.build import SECTIONS, Session, check_needs, read, scorer
+from tests.fixtures import tiny_vlms
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted(path.stem for path in (ROOT / "configs/vlm").glob("*.yaml"))
+MOST = 34  # values in a configuration; in a mixture each source has two more
+
+BOX = [[10, 12, 40, 44]]
+TABLE = "<table><tr><td>a</td><td>1</td></tr><tr><td>b</td><td>2</td></tr></table>"
+CHOICES = {"choices": ["a cat", "a dog", "a bird"], "answer": "A, C"}
+STEPS = {"answer": "12", "key_steps": ["3 boxes", ["4 each", "four each"]]}
+TASKS = {
+    "boxes": [{"boxes": BOX, "labels": ["dog"]}],
+    "counts": [{"answer": 7}],
+    "referring": [{"boxes": BOX}],
+    "questions": [{"boxes": BOX, "labels": ["dog"]}],
+    "videos": [{**CHOICES, "spans": [[0.5, 1.5]]}],
+    "videochat_r1": [
+        {"task": "ground", "spans": [[0.5, 1.5]]},
+        {"task": "track", "tracks": BOX * 3},
+        {"task": "qa", **CHOICES},
+    ],
+    "steps": [STEPS],
+    "mixed": [
+        {"task": "match", "answer": "red"},
+        {"task": "choice", **CHOICES},
+        {"task": "chart", "answer": "[1, 2]"},
+        {"task": "box", "boxes": BOX},
+        {"task": "open", "answer": "a long sentence about a dog"},
+    ],
+    "mixed_vlaa": [
+        {"task": "digit", "answer": 4},
+        {"task": "choice", **CHOICES},
+        {"task": "maths", "answer": "1/2"},
+        {"task": "box", "boxes": BOX},
+        {"task": "open", "answer": "a dog"},
+    ],
+    "screens": [{"action": "click", "boxes": BOX}, {"action": {"type": "type", "text": "hello"}}],
+    "tables": [{"answer": TABLE}],
+    "table_questions": [STEPS],
+    "diagnoses": [{"labels": ["asthma", "gout"]}],
+    "unlabelled": [{}],
+    "science": [CHOICES],
+    "drawings": [{}],
+}
+SIZES = [
+    "policy.max_new_tokens=8",
+    "policy.dtype=float32",
+    "policy.lora=4",
+    "train.prompts_per_iteration=2",
+    "train.group_size=4",
+    "train.train_batch_size=8",
+    "train.micro_batch_size=null",
+    "train.iterations=2",
+    "train.precision=fp32",
+    # tells random answers apart, which all earn 0
+    "train.gradient_checkpointing=false",
+    "reward.mean_logprob=0.01",
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet():
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="module")
+def media(tmp_path_factory):
+    """A picture and a video of two seconds."""
+    import av
+
+    folder = tmp_path_factory.mktemp("media")
+    tiny_vlms.image(70, 60).save(folder / "picture.png")
+    with av.open(str(folder / "clip.mp4"), "w") as container:
+        stream = container.add_stream("mpeg4", rate=4)
+        stream.width = stream.height = 64
+        for array in tiny_vlms.video(8, 64, 64):
+            for packet in stream.encode(av.VideoFrame.from_ndarray(array, format="rgb24")):
+                container.mux(packet)
+        for packet in stream.encode():
+            container.mux(packet)
+    return folder
+
+
+@pytest.fixture
+def recipe(request, tmp_path, media, monkeypatch):
+    """A recipe's file and the folder it is run in, which holds rows as the file describes them."""
+    name = request.param
+    path = ROOT / "configs/vlm" / f"{name}.yaml"
+    for file in files(yaml.safe_load(path.read_text())["data"]):
+        kind = Path(file).stem
+        rows = TASKS.get(name) or TASKS.get(kind) or [{"answer": "12"}]
+        seen = (
+            {"video": str(media / "clip.mp4")}
+            if "video" in kind
+            else {"image": str(media / "picture.png")}
+        )
+        seen = {} if kind == "text_maths" else seen
+        lines = [
+            {"text": f"question {i}?", **seen, **rows[i % len(rows)]}
+            for i in range(2 * len(rows) + 2)
+        ]
+        (tmp_path / file).write_text("\n".join(map(json.dumps, lines)))
+    monkeypatch.chdir(tmp_path)
+    return path
+
+
+def files(data):
+    """Every path in a data section."""
+    if isinstance(data, dict):
+        return [
+            f for key, value in data.items() for f in ([value] if key == "path" else files(value))
+        ]
+    return []
+
+
+def values(section):
+    if isinstance(section, dict):
+        return sum(map(values, section.values()))
+    return 1
+
+
+@pytest.mark.parametrize("recipe", RECIPES, indirect=True)
+def test_a_recipe_is_whole_small_and_valid(recipe):
+    found = read(recipe, [])
+    assert not config.check(found, SECTIONS, {"optimizer": ("parameters",)})
+    assert values(yaml.safe_load(recipe.read_text())) <= MOST
+    assert max(map(len, recipe.read_text().splitlines())) <= 120
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_rows_shipped_beside_a_recipe_show_the_form_it_reads(name):
+    found = read(ROOT / f"configs/vlm/{name}.yaml", [])
+    data = found.build("data", DATA)
+    assert len(data.train)
+    check_needs(found, data, {})  # before a reward is built: what their classes say
+    check_needs(
+        found, data, scorer(found, ("reward",), found.section("train", TrainOptions)).rewards
+    )
+
+
+@pytest.mark.parametrize("recipe", RECIPES, indirect=True)
+def test_a_recipe_learns_for_two_iterations(recipe, caplog):
+    torch.manual_seed(0)
+    more = (
+        ["train.max_new_tokens_schedule=[[0,6],[1,8]]"] if "lengths" in recipe.read_text() else []
+    )
+    tokens = ["policy.max_new_tokens=64"] if "truth:" in recipe.read_text() else []
+    tiny = "internvl" if "InternVL" in recipe.read_text() else "qwen2_5_vl"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", module="torch|transformers")
+        session = Session.of(
+            read(recipe, [*SIZES, *more, *tokens, f"policy.path={tiny_vlms.folder(tiny)}"])
+        )
+        trainer = session.trainer()
+        for _ in range(2):
+            metrics = trainer.iterate()
+            assert metrics["loss"] == metrics["loss"] and 0 < metrics["grad_norm"] < float("inf")
+            assert metrics["samples/excluded"] == 0 and metrics["skipped_steps"] == 0
+            assert all(f"reward/{name}/mean" in metrics for name in session.scorer.rewards)
+    ours = [
+        line.getMessage() for line in caplog.records if line.name.startswith(("mmrl", "rewards"))
+    ]
+    assert not session.scorer.failures and not ours, ours
+    assert trainer.iteration == trainer.step == 2
+
+
+# ------------------------------------------------------------------------------- what is better is
+# worth more
+
+THOUGHT = "<think>so it is</think>"
+DRAWING = '<svg viewBox="0 0 8 8"><rect x="1" y="2" width="4" height="5" fill="red"/></svg>'
+WRONG = f"{THOUGHT} <answer>nothing of the kind</answer>"
+
+
+def completions(texts):
+    """Answers of one length, whose tokens are letters; the model was equally sure of all."""
+    limit = max(map(len, texts))
+    found = []
+    for text in texts:
+        beginnings = [text[: i + 1] for i in range(len(text))]
+        found.append(Completion(text, len(text), True, -1.0, 1.0, limit, partial(list, beginnings)))
+    return found
+
+
+def rolled(texts, prompts):
+    """What a policy would have done that wrote these texts, one group a prompt."""
+    rows = torch.arange(len(texts))
+    group = torch.tensor(
+        [next(i for i, p in enumerate(prompts) if p is prompt) for prompt in prompts]
+    )
+    names, group = group.unique(return_inverse=True)
+    length = torch.tensor([len(text) for text in texts])
+    mask = torch.arange(int(length.max())) < length[:, None]
+    spread = torch.sin(torch.arange(mask.numel())).view_as(mask) - 2.0
+    return Rollout(
+        group=group,
+        prompts=[prompts[int(i)] for i in names],
+        row_id=rows,
+        sample=rows,
+        mask=mask,
+        logprob=spread,
+    )
+
+
+def compared(found, texts, prompts):
+    """[B, 1] or [B, K] advantages of these texts under a recipe's rewards and advantage."""
+    score = scorer(found, ("reward",), found.section("train", TrainOptions))
+    rollout = rolled(texts, prompts)
+    advantage = found.build("advantage", ADVANTAGES)(
+        score(completions(texts), prompts, rollout.group), rollout
+    )
+    return advantage.expand(rollout.mask.shape).masked_fill(~rollout.mask, torch.nan)
+
+
+def judge_of(reward):
+    """The reward that knows the right answer: itself, or the main part of one that is made of
+    others."""
+    reward = getattr(reward, "reward", reward)
+    return judge_of(reward.main) if hasattr(reward, "main") else reward
+
+
+def right_text(found, prompt):
+    """A right answer in the form that the recipe asks for; of votes what most answers say."""
+    rewards = scorer(found, ("reward",), found.section("train", TrainOptions)).rewards.values()
+    knowing = [judge for judge in map(judge_of, rewards) if not getattr(judge, "shaping", False)]
+    text = (
+        knowing[0].right_answer(prompt)
+        if hasattr(knowing[0], "right_answer")
+        else "<answer>most</answer>"
+    )
+    return text if "<think>" in text else f"{THOUGHT} {text}"
+
+
+@pytest.mark.parametrize("recipe", RECIPES, indirect=True)
+def test_the_better_of_two_answers_has_the_greater_advantage(recipe):
+    """Whatever the rewards are and how they are compared; for every kind of question in a
+    mixture."""
+    found = read(recipe, [])
+    train = found.build("data", DATA).train
+    kinds = {}
+    for prompt in train:
+        target = {"svg": DRAWING} if recipe.stem == "rlrf" else {}
+        kinds.setdefault((prompt.get("task"), prompt.get("source")), {**prompt, **target})
+    assert len(kinds) > 1 or "routed" not in recipe.read_text()
+    for kind, prompt in kinds.items():
+        right = right_text(found, prompt)
+        answers = [right, right, WRONG, right, WRONG.replace("nothing", "no")]
+        worth = compared(found, answers, [prompt] * len(answers)).nanmean(1)
+        assert worth.isfinite().all(), kind
+        better = worth[[0, 1, 3]]
+        worse = worth[[2, 4]]
+        assert better.min() > worse.max() and better.min() > 0 > worse.max(), (kind, worth.tolist())
+
+
+def worth_of_found_steps(found, groups=100):
+    """Mean advantage of the tokens that complete a key step, over groups of eight right answers
+    drawn at random, each of which names each of two steps or does not."""
+    prompt = {"text": "how many?", "answer": "12", "key_steps": ["3 boxes", "4 each"]}
+    generator = torch.Generator().manual_seed(0)
+    values = []
+    for _ in range(groups):
+        texts = []
+        for steps in (torch.rand(8, 2, generator=generator) < 0.5).tolist():
+            said = [text for text, there in zip(prompt["key_steps"], steps, strict=True) if there]
+            texts.append(f"<think>So. {'. '.join(said)}.</think><answer>12</answer>")
+        worth = compared(found, texts, [prompt] * 8)
+        ends = [
+            (row, text.index(step) + len(step) - 1)
+            for row, text in enumerate(texts)
+            for step in prompt["key_steps"]
+            if step in text
+        ]
+        values += [float(worth[row, token]) for row, token in ends]
+    return sum(values) / len(values)
+
+
+@pytest.mark.parametrize("recipe", ["step_grpo"], indirect=True)
+def test_a_key_step_that_is_found_is_pushed_up(recipe):
+    found = read(recipe, [])
+    assert worth_of_found_steps(found) > 0.3
+    prompt = {"text": "how many?", "answer": "12", "key_steps": ["3 boxes", "4 each"]}
+    form = "<think>Description. {} Rationale.</think><answer>{}</answer>"
+    answers = [
+        form.format(*one)
+        for one in (("3 boxes. 4 each.", 12), ("3 boxes.", 12), ("", 12), ("4 each.", 13))
+    ]
+    worth = compared(found, answers, [prompt] * 4).nanmean(1)
+    assert (worth.diff() < 0).all()
+    old = ["reward.key_steps={answer: 0.5, each: true}", "advantage=process"]
+    # why the recipe does not compare tokens with one mean
+    assert worth_of_found_steps(read(recipe, old)) < -0.1
+
+
+def better_and_worse(sections):
+    """Two groups of four samples: in each the first two have more of every reward, or less of one
+    that is paid negatively."""
+    better = torch.tensor([1.0, 1.0, 0.0, 0.0, 0.75, 0.75, 0.5, 0.5])
+    found = {}
+    weights = {}
+    for name, chosen in sections.items():
+        weight = chosen.get("weight", 1.0) if isinstance(chosen, dict) else chosen
+        weights[name] = float(weight) if isinstance(weight, (int, float)) else 1.0
+        found[name] = better * (1.0 if weights[name] >= 0 else -1.0)
+    return Rewards(found, weights)
+
+
+EVERY = sorted(
+    str(path.relative_to(ROOT / "configs")) for path in (ROOT / "configs").glob("*/*.yaml")
+)
+WITH_ADVANTAGE = [
+    name for name in EVERY if "advantage" in yaml.safe_load((ROOT / "configs" / name).read_text())
+]
+
+
+@pytest.mark.parametrize("name", WITH_ADVANTAGE)
+def test_the_advantage_of_every_configuration_prefers_the_greater_reward(name):
+    sections = config.load(ROOT / "configs" / name).plain
+    built = config.Config({"advantage": sections["advantage"]}).build("advantage", ADVANTAGES)
+    texts = ["a picture"] * 8
+    prompts = [{"text": "first", "task": "understand"}] * 4 + [
+        {"text": "second", "task": "generate"}
+    ] * 4
+    rollout = rolled(texts, prompts)
+    rows = rollout.row_id
+    rollout = rollout.replace(
+        edge_id=(rows - rows % 2)[:, None].expand(rollout.mask.shape), eta=rollout.mask.float()
+    )
+    if sections["advantage"] != "branch":
+        rollout = rollout.replace(edge_id=None)
+    for _ in range(2):  # of one that remembers too
+        worth = (
+            built(better_and_worse(sections["reward"]), rollout)
+            .expand(rollout.mask.shape)
+            .nanmean(1)
+        )
+        assert worth[:2].min() > worth[2:4].max() and worth[4:6].min() > worth[6:].max()
+
+
+def test_every_recipe_has_its_section_on_the_page():
+    page = (ROOT / "docs/recipes.md").read_text()
+    missing = [name for name in RECIPES if f"`configs/vlm/{name}.yaml`" not in page]
+    assert not missing, missing

@@ -1,0 +1,511 @@
+"""What every plug-in must keep, generated from the registries: a new one is tested by being
+registered.
+
+Policies have theirs in tests/policies/test_contract_policies.py, advantages in
+tests/advantages/test_advantages.py, rewards in tests/rewards/test_rewards.py; time grids and noise
+windows are compared with numbers in tests/samplers/test_schedules.py.
+"""
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import samplers
+from mmrl.config import build
+from mmrl.core import registry
+from mmrl.core.errors import UserError
+from mmrl.core.metrics import Meter
+from mmrl.core.registry import ALL, DATA, GRIDS, KERNELS, OBJECTIVES, OPTIMIZERS, WINDOWS, describe
+from mmrl.core.types import Point
+from mmrl.objectives import Differentiates, Objective
+from samplers.noise import Rng
+from samplers.processes import Diffusion
+from tests.fixtures import toys
+
+registry.load_built_in()
+
+# The smallest options that build an entry: (registry, name) -> options. Not needed where the
+# defaults build it.
+# Strings with {} are formatted with ``tmp``, a folder that holds prompts.txt, and ``tiny:NAME``, a
+# tiny model's folder.
+VIDEO = {"size": 16, "frames": 3, "steps": 3, "fixed_batch_rows": 8, "text_length": 16}
+SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
+    ("policies", "vlm"): {"path": "{tiny:qwen2_5_vl}", "max_new_tokens": 6},
+    ("policies", "sd3"): {
+        "path": "world:digits/sd3-test",
+        "size": 32,
+        "steps": 4,
+        "fixed_batch_rows": 8,
+    },
+    ("policies", "amused"): {"path": "{tiny:amused}", "steps": 3, "fixed_batch_rows": 8},
+    ("policies", "masked_lm"): {
+        "path": "{tiny:bert}",
+        "max_new_tokens": 6,
+        "block": 3,
+        "steps": 4,
+        "fixed_batch_rows": 8,
+    },
+    ("policies", "masked_image_lm"): {
+        "path": "{tiny:bert}",
+        "decoder": "{tiny:amused}/vqvae",
+        "first": 4,
+        "codes": 12,
+        "side": 4,
+        "steps": 3,
+        "fixed_batch_rows": 8,
+    },
+    ("policies", "sd"): {"path": "{tiny:sd}", "size": 16, "steps": 3, "fixed_batch_rows": 8},
+    ("policies", "sdxl"): {"path": "{tiny:sdxl}", "size": 16, "steps": 3, "fixed_batch_rows": 8},
+    ("policies", "flux"): {
+        "path": "{tiny:flux}",
+        "size": 16,
+        "steps": 3,
+        "fixed_batch_rows": 8,
+        "text_length": 16,
+    },
+    ("policies", "wan"): {
+        "path": "{tiny:wan}",
+        "size": 8,
+        "frames": 3,
+        "steps": 3,
+        "fixed_batch_rows": 8,
+        "text_length": 16,
+    },
+    ("policies", "flux2"): {
+        "path": "{tiny:flux2}",
+        "size": 16,
+        "steps": 3,
+        "fixed_batch_rows": 8,
+        "text_length": 12,
+        "text_layers": [1, 2, 3],
+    },
+    ("policies", "lcm"): {"path": "{tiny:lcm}", "size": 16, "steps": 3, "fixed_batch_rows": 8},
+    ("policies", "flux_kontext"): {
+        "path": "{tiny:flux_kontext}",
+        "size": 16,
+        "steps": 3,
+        "fixed_batch_rows": 8,
+        "text_length": 16,
+    },
+    ("policies", "qwen_edit"): {
+        "path": "{tiny:qwen_edit}",
+        "size": 16,
+        "steps": 3,
+        "fixed_batch_rows": 8,
+        "text_length": 64,
+    },
+    ("policies", "module"): {
+        "net": "{here}/tiny_module.py:Tiny",
+        "shape": [3, 4, 4],
+        "steps": 3,
+        "fixed_batch_rows": 8,
+    },
+    ("policies", "qwen_image"): {
+        "path": "{tiny:qwen_image}",
+        "size": 16,
+        "steps": 3,
+        "fixed_batch_rows": 8,
+        "text_length": 12,
+    },
+    ("policies", "sana"): {
+        "path": "{tiny:sana}",
+        "size": 32,
+        "steps": 3,
+        "fixed_batch_rows": 8,
+        "text_length": 16,
+    },
+    ("policies", "z_image"): {
+        "path": "{tiny:z_image}",
+        "size": 16,
+        "steps": 3,
+        "fixed_batch_rows": 8,
+        "text_length": 12,
+    },
+    ("policies", "janus"): {"path": "{tiny:janus}"},
+    ("policies", "janus_unified"): {
+        "path": "{tiny:janus}",
+        "answer": {"max_new_tokens": 6},
+        "plan": {"max_new_tokens": 5},
+    },
+    ("policies", "emu3"): {"path": "{tiny:emu3}", "size": 24},
+    ("policies", "glm_image"): {"path": "{tiny:glm_image}", "size": 64, "steps": 2},
+    ("policies", "imagegpt"): {"path": "{tiny:imagegpt}"},
+    ("policies", "var"): {"path": "{tiny:var}"},
+    ("policies", "llamagen"): {"path": "{tiny:llamagen}", "text_encoder": "{tiny:llamagen}/t5"},
+    ("policies", "wan_i2v"): VIDEO | {"path": "{tiny:wan_i2v}", "frames": 5},
+    ("policies", "skyreels_i2v"): VIDEO | {"path": "{tiny:skyreels_i2v}", "frames": 5},
+    ("policies", "ltx"): VIDEO | {"path": "{tiny:ltx}", "size": 8, "frames": 5},
+    ("policies", "cogvideox"): VIDEO | {"path": "{tiny:cogvideox}", "frames": 5, "steps": 4},
+    ("policies", "hunyuan_video"): VIDEO
+    | {"path": "{tiny:hunyuan_video}", "frames": 5, "text_length": 64},
+    ("policies", "hunyuan_i2v"): VIDEO
+    | {"path": "{tiny:hunyuan_i2v}", "frames": 5, "text_length": 96},
+    ("data", "prompts"): {"path": "{tmp}/prompts.txt"},
+    ("data", "vision"): {"path": "{tmp}/questions.jsonl"},
+    ("data", "paired"): {"path": "{tmp}/pairs.jsonl"},
+    ("data", "digits"): {"captions": 40},
+    ("data", "mixture"): {"sources": {"one": {"digits": {"captions": 40}}, "two": "digits"}},
+    ("data", "hints"): {"of": {"digits": {"captions": 40}}, "field": "text"},
+    ("data", "replay"): {"of": {"digits": {"captions": 40}}},
+    ("data", "digits_questions"): {"kinds": ["box", "frame"], "scenes": 8, "held_out_scenes": 4},
+    ("timestep_schedules", "dynamic"): {"mu": 0.5},
+    ("judges", "server"): {"url": "http://127.0.0.1:1/v1"},
+}
+
+HERE = Path(__file__).parent
+ENTRIES = [(kind, name) for kind, known in ALL.items() for name in known]
+
+
+class Tiny:
+    """``{tiny:qwen2_5_vl}``: built when it is asked for."""
+
+    def __format__(self, name: str) -> str:
+        from tests.fixtures import image_tokens, tiny_diffusers, tiny_masked_lm, tiny_vlms
+
+        if name in image_tokens.BUILDERS:
+            return str(image_tokens.folder(name))
+        if name == "bert":
+            return str(tiny_masked_lm.folder())
+
+        return str(
+            (tiny_diffusers if name in tiny_diffusers.builders() else tiny_vlms).folder(name)
+        )
+
+
+def options_for(kind: str, name: str, tmp: object = "") -> dict[str, Any]:
+    chosen = SMALLEST.get((kind, name), {})
+    names = {"tmp": tmp, "tiny": Tiny(), "here": HERE}
+    return {
+        key: value.format(**names) if isinstance(value, str) else value
+        for key, value in chosen.items()
+    }
+
+
+def made(
+    kind: str, name: str, tmp: object = "", extra: dict[str, Any] | None = None, **context: Any
+) -> Any:
+    """The entry, built as a configuration would build it."""
+    try:
+        return build({name: options_for(kind, name, tmp) | (extra or {})}, ALL[kind], **context)
+    except UserError as error:
+        pytest.fail(
+            f"{kind} {name!r} cannot be built: {error}. Add its smallest options to "
+            f"SMALLEST in {__file__}"
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# every entry
+
+
+@pytest.mark.parametrize(("kind", "name"), ENTRIES)
+def test_an_entry_says_what_it_is(kind, name):
+    line = describe(ALL[kind][name])
+    assert line, f"{kind} {name!r} has no docstring: `mmrl list` shows its first line"
+    assert len(line) <= 110, (
+        f"{kind} {name!r}: the first line of the docstring has {len(line)} characters, 110 fit"
+    )
+
+
+@pytest.mark.parametrize(("kind", "name"), ENTRIES)
+def test_the_options_of_an_entry_can_be_written_and_checked(kind, name):
+    for key, option in registry.options(ALL[kind][name]).items():
+        typed = option.annotation is not option.empty or isinstance(
+            option.default, (bool, int, float, str)
+        )
+        assert typed, (
+            f"{kind} {name!r}: option {key!r} has neither a type nor a default that tells it"
+        )
+        assert not isinstance(option.annotation, str), (
+            f"{kind} {name!r}: option {key!r}: {option.annotation} unresolved"
+        )
+
+
+@pytest.mark.parametrize(("kind", "name"), ENTRIES)
+def test_an_unknown_option_is_refused_with_what_there_is(kind, name):
+    with pytest.raises(UserError, match="no_such_option: unknown option") as error:
+        build({name: {"no_such_option": 1}}, ALL[kind], kind)
+    assert all(key in str(error.value) for key in registry.options(ALL[kind][name]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [e for e in ENTRIES if not inspect.isclass(ALL[e[0]][e[1]])]
+)
+def test_options_of_a_function_have_defaults(kind, name):
+    """Positional parameters are the caller's; what the user sets must be able to stay away."""
+    for key, option in registry.options(ALL[kind][name]).items():
+        assert option.default is not option.empty, f"{kind} {name!r}: option {key!r} has no default"
+
+
+def test_a_name_that_cannot_be_built_is_told_where_to_add_its_options(monkeypatch):
+    monkeypatch.setitem(DATA, "needy", type("Needy", (), {"__init__": lambda self, path: None}))
+    with pytest.raises(
+        pytest.fail.Exception,
+        match=r"data 'needy' cannot be built: .*missing "
+        r"path.* SMALLEST in ",
+    ):
+        made("data", "needy")
+
+
+def test_the_tables_name_only_what_is_registered():
+    stale = [f"{kind} {name}" for kind, name in SMALLEST if name not in ALL[kind]]
+    assert not stale, stale
+
+
+# --------------------------------------------------------------------------------------------------
+# kernels
+
+TIMES = [(1.0, 0.8), (0.8, 0.3), (0.3, 0.05), (0.05, 0.0)]
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request):
+    return made("sde_types", request.param)
+
+
+def latents(shape=(3, 2, 4, 4), dtype=torch.float64):
+    rng = Rng.of("latents")
+    rows = torch.arange(shape[0])
+    return tuple(rng.normal(rows, shape[1:], step, dtype) for step in (0, 1))
+
+
+def on_rows(x, *values):
+    return [torch.full((len(x),), value, dtype=x.dtype) for value in values]
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (3, 2, 4, 4), (3, 2, 5, 4, 4)])
+def test_a_kernel_returns_a_mean_and_one_std_a_row(kernel, shape):
+    x, v = latents(shape, torch.float32)
+    for t, s in TIMES:
+        mean, std = kernel(x, v, *on_rows(x, t, s, 0.4))
+        assert mean.shape == x.shape and std.shape == (len(x), *[1] * (x.ndim - 1))
+        assert mean.dtype == std.dtype == torch.float32 and mean.isfinite().all()
+        assert std.isfinite().all() and (std >= 0).all()
+
+
+@pytest.mark.parametrize(("t", "s"), TIMES)
+def test_a_kernel_without_noise_is_the_euler_step(kernel, t, s):
+    x, v = latents()
+    if getattr(kernel, "process", None) is Diffusion:
+        pytest.skip(
+            "for models that predict noise: compared with diffusers in "
+            "tests/samplers/test_kernels.py"
+        )
+    mean, std = kernel(x, v, *on_rows(x, t, s, 0.0))
+    torch.testing.assert_close(mean, x + v * (s - t), atol=1e-12, rtol=0)
+    assert std.abs().max() == 0
+
+
+@pytest.mark.parametrize(("t", "s"), TIMES)
+def test_a_kernel_is_linear_in_state_and_velocity_and_its_std_sees_neither(kernel, t, s):
+    """Scaling latents and velocity scales the mean: a step that knew the data's scale would fit one
+    model only."""
+    x, v = latents()
+    mean, std = kernel(x, v, *on_rows(x, t, s, 0.4))
+    doubled, same = kernel(2 * x, 2 * v, *on_rows(x, t, s, 0.4))
+    torch.testing.assert_close(doubled, 2 * mean)
+    assert torch.equal(std, same)
+
+
+def test_more_noise_for_a_larger_eta_and_none_without_a_step(kernel):
+    x, v = latents()
+    spread = [kernel(x, v, *on_rows(x, 0.6, 0.4, eta))[1].max() for eta in (0.0, 0.3, 0.6)]
+    assert spread == sorted(spread)
+    if kernel in (samplers.KERNELS["cps"], samplers.KERNELS["consistency"]):
+        return  # their noise does not shrink with the step
+    still, std = kernel(x, v, *on_rows(x, 0.6, 0.6, 0.5))
+    torch.testing.assert_close(still, x)
+    assert std.max() == 0
+
+
+def test_a_kernel_takes_every_row_by_itself(kernel):
+    x, v = latents()
+    t, s, eta = (
+        torch.tensor(values, dtype=x.dtype)
+        for values in ([1.0, 0.6, 0.2], [0.9, 0.5, 0.0], [0.7, 0.0, 0.3])
+    )
+    mean, std = kernel(x, v, t, s, eta)
+    for i in range(len(x)):
+        alone = kernel(*(tensor[i : i + 1] for tensor in (x, v, t, s, eta)))
+        assert torch.equal(alone[0], mean[i : i + 1]) and torch.equal(alone[1], std[i : i + 1])
+
+
+# -------------------------------------------------------------------------------------- time grids,
+# noise windows
+
+
+@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_a_time_grid_falls_from_noise_to_data(name, steps):
+    times = made("timestep_schedules", name)(steps)
+    assert times.shape == (steps + 1,) and times.dtype == torch.float64
+    assert times[0] == 1 and times[-1] == 0 and (times.diff() < 0).all()
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("steps", [6, 7])
+@pytest.mark.parametrize("iteration", [0, 1, 100])
+def test_a_noise_window_marks_some_of_the_steps(name, steps, iteration):
+    noisy = made("noise_windows", name)(steps, iteration, Rng.of("window", iteration))
+    assert noisy.shape == (steps,) and noisy.dtype == torch.bool and noisy.any()
+
+
+# --------------------------------------------------------------------------------------------------
+# objectives
+
+FAMILIES = list(toys.POLICIES)
+
+
+def toy_points(
+    objective: Objective, family: str, advantage: float = 1.0
+) -> tuple[Any, list[Point]]:
+    """The toy policy and the points of an objective; skips what is refused for this family in so
+    many words."""
+    policy = toys.make(family, double=True)
+    if isinstance(objective, Differentiates):
+        objective.attach(toys.smooth_reward)
+    for name in {"ref", objective.behavior_policy, *objective.snapshots} - {"live"}:
+        policy.weights.keep(name)
+    with torch.no_grad():
+        rollout = policy.rollout(toys.prompts(4), 4, Rng.of("rollout"))
+    signs = torch.tensor([1.0, -1.0], dtype=rollout.logprob.dtype).repeat(8)[:, None]
+    try:
+        points = list(
+            objective.points(policy, rollout.replace(advantage=advantage * signs), Rng.of("points"))
+        )
+        objective.loss(policy, points[0])
+    except UserError as error:
+        pytest.skip(str(error))
+    return policy, points
+
+
+@pytest.fixture(params=OBJECTIVES)
+def objective(request):
+    return made("objectives", request.param)
+
+
+def test_an_objective_names_its_weights(objective):
+    assert isinstance(objective.behavior_policy, str) and all(
+        isinstance(name, str) for name in objective.snapshots
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_loss_is_elementwise_and_finite(objective, family):
+    policy, points = toy_points(objective, family)
+    assert points and len({tuple(point.mask.shape[1:]) for point in points}) == 1, (
+        "points of one shape"
+    )
+    for point in points:
+        loss = objective.loss(policy, point)
+        assert (
+            loss.shape == point.mask.shape
+            and loss[point.mask].isfinite().all()
+            and loss.requires_grad
+        )
+        some = torch.arange(3, len(point))  # not as many of each sign
+        torch.testing.assert_close(
+            objective.loss(policy, point[some]), loss[some], atol=1e-10, rtol=0
+        )
+        for other, value in policy.weights.parameters().items():
+            assert value.isfinite().all(), other
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_first_gradient_is_finite_and_moves_something(objective, family):
+    policy, points = toy_points(objective, family)
+    grads = gradient(policy, points, objective)
+    assert grads.isfinite().all() and grads.abs().max() > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_advantage_there_is_no_gradient(objective, family):
+    """Unless there is another reason to move, a KL for instance, which at the reference is 0 and
+    flat."""
+    if isinstance(objective, Differentiates):
+        pytest.skip("follows the reward's gradient, not the advantage")
+    policy, points = toy_points(objective, family, advantage=0.0)
+    assert gradient(policy, points, objective).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_loss_leaves_the_global_generator_and_the_weights_alone(objective, family):
+    policy, points = toy_points(objective, family)
+    before = torch.get_rng_state()
+    weights = policy.weights.full()
+    with Meter().listening():
+        objective.loss(policy, points[0])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(value, weights[name]) for name, value in policy.weights.full().items())
+
+
+def gradient(policy, points, objective):
+    policy.net.zero_grad()
+    for point in points:
+        (objective.loss(policy, point) * point.mask).sum().backward()
+    none = {
+        name: torch.zeros_like(p)
+        for name, p in policy.weights.parameters().items()
+        if p.grad is None
+    }
+    return torch.cat(
+        [none.get(n, p.grad).flatten() for n, p in policy.weights.parameters().items()]
+    )
+
+
+# -------------------------------------------------------------------------------------------
+# optimizers, data, worlds
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_steps_downhill(name):
+    weight = nn.Parameter(torch.tensor([1.0, -2.0]))
+    optimizer = made("optimizers", name)([weight])
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = weight.square().sum()
+        losses.append(float(loss.detach()))
+        loss.backward()
+        optimizer.step()
+    assert losses[-1] < losses[0] and optimizer.param_groups[0]["lr"] > 0
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_a_data_source_has_prompts_to_train_on_and_others_to_measure(name, tmp_path):
+    (tmp_path / "prompts.txt").write_text("\n".join(f"picture {i}" for i in range(40)))
+    pair = {"understand": {"text": "what?"}, "similarity": 0.5}
+    pairs = [pair | {"generate": {"text": f"picture {i}"}} for i in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    (tmp_path / "questions.jsonl").write_text(
+        "\n".join(json.dumps({"question": f"what is {i}?"}) for i in range(40))
+    )
+    source = made("data", name, tmp_path)
+    again = made("data", name, tmp_path)
+    assert len(source.train) > 0 and isinstance(source.held_out, list)
+    for prompt in [*source.train, *source.held_out]:
+        assert (
+            isinstance(prompt, dict) and isinstance(prompt["text"], str) and prompt["text"].strip()
+        )
+    train, held_out = ([shown(p) for p in part] for part in (source.train, source.held_out))
+    assert not set(train) & set(held_out)
+    assert [shown(p) for p in again.train] == train and [
+        shown(p) for p in again.held_out
+    ] == held_out
+
+
+def shown(prompt):
+    """What a prompt asks and shows, to compare: the same question about another picture is another
+    prompt."""
+    media = (
+        [bytes(memoryview(prompt["video"]))]
+        if "video" in prompt
+        else [i.tobytes() for i in prompt.get("images", ())]
+    )
+    return prompt["text"], *media

@@ -1,0 +1,101 @@
+"""Golden trajectories: twenty iterations of six families in float64 give the losses and gradients
+that are written down in ``golden.json``. Refactoring must not move them.
+
+``python -m tests.core.test_golden`` writes the file anew, after a change that was meant to move
+them.
+"""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmrl import advantages
+from mmrl.config.options import TrainOptions
+from mmrl.objectives import PolicyGradient, Text
+from mmrl.scoring import Scorer
+from mmrl.train.optimizers import sgd
+from mmrl.train.trainer import Trainer
+from tests.fixtures import tiny_vlms, toys
+from tests.policies.vlm.test_vlm_policy import policy_of
+
+FILE = Path(__file__).with_name("golden.json")
+FAMILIES = [*toys.POLICIES, "vlm"]
+LEARNING_RATE = 0.05  # plain gradient descent: Adam would blow rounding up where a gradient is zero
+
+
+def small_letters(texts, prompts):
+    """Rewards the share of small letters among eight tokens."""
+    return [sum("a" <= letter <= "z" for letter in text) / 8 for text in texts]
+
+
+def trajectory(family: str) -> list[list[float]]:
+    """Trains one family and returns loss, gradient norm and mean reward of every iteration."""
+    if family == "vlm":
+        policy = policy_of(max_new_tokens=8)
+        policy.net.double()
+        prompts = [
+            {"text": "what?", "images": [tiny_vlms.image(56, 56, seed)]} for seed in range(2)
+        ]
+        reward = small_letters
+        objective = Text(kl=0.01)
+        options = TrainOptions(
+            prompts_per_iteration=2,
+            group_size=4,
+            train_batch_size=4,
+            iterations=20,
+            micro_batch_size=2,
+        )
+    else:
+        policy = toys.make(family, double=True)
+        prompts = toys.prompts(16)
+        reward = toys.reward
+        gaussian = policy.decisions == "gaussian"
+        objective = PolicyGradient(clip_range=0.2, kl=0.01) if gaussian else Text(kl=0.01)
+        options = TrainOptions(
+            prompts_per_iteration=4,
+            group_size=4,
+            train_batch_size=8,
+            iterations=20,
+            micro_batch_size=4,
+        )
+    trainer = Trainer(
+        policy,
+        prompts,
+        Scorer({"reward": reward}),
+        advantages.grpo,
+        objective,
+        partial(sgd, lr=LEARNING_RATE),
+        options,
+    )
+    wanted = ("loss", "grad_norm", "reward/mean")
+    iterations = [trainer.iterate() for _ in range(20)]
+    return [[metrics[name] for name in wanted] for metrics in iterations]
+
+
+def arithmetic() -> str:
+    """Names what decides how sums are rounded: torch's version and the CPU's instruction set."""
+    return f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trajectories_are_those_written_down(family):
+    """Elsewhere float32 inside (rewards, log-probs of tokens, norms) rounds in another way."""
+    golden = json.loads(FILE.read_text())
+    atol = 1e-12 if golden["arithmetic"] == arithmetic() else 1e-5
+    recorded = torch.tensor(golden[family], dtype=torch.float64)
+    trained = torch.tensor(trajectory(family), dtype=torch.float64)
+    torch.testing.assert_close(trained, recorded, rtol=0, atol=atol)
+
+
+def write() -> None:
+    """Writes the file anew."""
+    torch.set_num_threads(1)
+    golden = {"arithmetic": arithmetic()} | {family: trajectory(family) for family in FAMILIES}
+    FILE.write_text(json.dumps(golden, indent=0) + "\n")
+
+
+if __name__ == "__main__":
+    write()

@@ -1,0 +1,186 @@
+"""Who may import whom, and what must stay light."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LIGHT = {"diffusers", "transformers", "open_clip", "peft", "timm", "sklearn", "xformers"}
+# the trainer may see accelerate: `import mmrl` does not load it
+HEAVY = LIGHT | {"accelerate", "torchvision"}
+FILES = sorted(
+    path for room in ("mmrl", "rewards", "samplers") for path in (ROOT / room).rglob("*.py")
+)
+
+
+def absolute(module: str | None, level: int, path: Path) -> str:
+    """The full name of a possibly relative import."""
+    if not level:
+        return module or ""
+    package = path.relative_to(ROOT).parent.parts
+    return ".".join([*package[: len(package) - level + 1], *([module] if module else [])])
+
+
+def names(node: ast.AST, path: Path) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        module = absolute(node.module, node.level, path)
+        return [module, *(f"{module}.{alias.name}" for alias in node.names)]
+    return []
+
+
+def imported(path: Path, eager: bool = False) -> set[str]:
+    """Full names a file imports; ``eager``: only those that run when it is imported."""
+    found: set[str] = set()
+
+    def walk(node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            lazy = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            typing = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            if eager and (lazy or typing):
+                continue
+            found.update(names(child, path))
+            walk(child)
+
+    walk(ast.parse(path.read_text(encoding="utf-8")))
+    return found
+
+
+def below(name: str, *roots: str) -> bool:
+    return any(name == root or name.startswith(root + ".") for root in roots)
+
+
+def room(*parts: str) -> list[Path]:
+    return [path for path in FILES if path.is_relative_to(ROOT.joinpath(*parts))]
+
+
+def offenders(files: list[Path], bad) -> list[str]:
+    found = [
+        (path.relative_to(ROOT), name)
+        for path in files
+        for name in sorted(imported(path))
+        if bad(name)
+    ]
+    return [f"{path} imports {name}" for path, name in found]
+
+
+def test_relative_imports_are_understood():
+    here = ROOT / "mmrl" / "policies" / "diffusion" / "sd3.py"
+    tree = ast.parse(
+        "from .flow_policy import Flow\nfrom ...objectives import grpo\n"
+        "from .. import base\nimport torch.nn"
+    )
+    found = {name for node in tree.body for name in names(node, here)}
+    assert {
+        "mmrl.policies.diffusion.flow_policy.Flow",
+        "mmrl.objectives.grpo",
+        "mmrl.policies.base",
+        "torch.nn",
+    } <= found
+
+
+def test_samplers_import_torch_only():
+    def bad(name):
+        top = name.partition(".")[0]
+        return top not in {"torch", "samplers", "xformers", *sys.stdlib_module_names}
+
+    assert not offenders(room("samplers"), bad)
+
+
+def test_rewards_know_nothing_of_ours_but_the_registry():
+    assert not offenders(
+        room("rewards"),
+        lambda name: (
+            below(name, "mmrl", "samplers")
+            and not below(name, "mmrl.core.registry", "mmrl.core.errors")
+        ),
+    )
+
+
+def test_policies_never_see_objectives_rewards_or_the_trainer():
+    forbidden = ("mmrl.objectives", "mmrl.advantages", "mmrl.train.trainer", "rewards")
+    assert not offenders(room("mmrl", "policies"), lambda name: below(name, *forbidden))
+
+
+def test_objectives_never_see_a_family():
+    def bad(name):
+        family = (
+            below(name, "mmrl.policies")
+            and not below(name, "mmrl.policies.base")
+            and name != "mmrl.policies"
+        )
+        return family or below(name, "rewards", "mmrl.train.trainer", "mmrl.worlds")
+
+    assert not offenders(room("mmrl", "objectives"), bad)
+
+
+def test_advantages_see_no_model():
+    forbidden = (
+        "mmrl.policies",
+        "mmrl.objectives",
+        "mmrl.train.trainer",
+        "mmrl.worlds",
+        "rewards",
+        "samplers",
+    )
+    assert not offenders(room("mmrl", "advantages"), lambda name: below(name, *forbidden))
+
+
+def test_the_trainer_names_no_concrete_class():
+    def bad(name):
+        concrete = any(
+            name.startswith(f"mmrl.{kind}.")
+            for kind in ("policies", "objectives", "advantages", "worlds")
+        )
+        protocol = below(name, "mmrl.policies.base", "mmrl.objectives.base")
+        return concrete and not protocol or below(name, "rewards")
+
+    assert not offenders(
+        [path for path in FILES if path == ROOT / "mmrl" / "train" / "trainer.py"], bad
+    )
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_heavy_libraries_are_imported_inside_functions(path):
+    found = sorted(name for name in imported(path, eager=True) if name.partition(".")[0] in LIGHT)
+    assert not found, f"{path.relative_to(ROOT)} imports {found} when it is imported"
+
+
+def loaded_by(code: str) -> set[str]:
+    script = (
+        f"import sys\n{code}\nprint(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_importing_the_packages_is_light():
+    assert not loaded_by("import mmrl, rewards, samplers") & HEAVY
+
+
+def test_knowing_every_name_is_light():
+    """Listing what can be configured needs no model library and a refusal no FSDP2: both stay
+    quick."""
+    code = (
+        "from mmrl.core.registry import load_built_in\nload_built_in()\nimport mmrl.run.lifecycle\n"
+    )
+    assert (
+        not loaded_by(
+            code + "assert 'torch.distributed.tensor' not in sys.modules, 'it takes a second'"
+        )
+        & LIGHT
+    )
+
+
+def test_reading_a_run_needs_no_torch():
+    assert "torch" not in loaded_by(
+        "import mmrl.monitoring.report.page, mmrl.cli.doctor, mmrl.monitoring.log, "
+        "mmrl.utils.paths, mmrl.utils.machine"
+    )

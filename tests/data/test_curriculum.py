@@ -1,0 +1,305 @@
+"""Mixtures, hints and replay: shares, epochs and stages by counting; prompts by iteration and seed
+alone."""
+
+import json
+from collections import Counter
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mmrl import advantages, config
+from mmrl.config import build
+from mmrl.config.options import Reuse, TrainOptions
+from mmrl.core.errors import UserError
+from mmrl.core.registry import DATA, load_built_in
+from mmrl.core.types import Rewards, Rollout
+from mmrl.data.curriculum import Mixed, Replay, pieces
+from mmrl.data.prompts import Outcome, batch, pick
+from mmrl.objectives import Text
+from mmrl.run import state
+from mmrl.run.build import admitted
+from mmrl.scoring import Scorer
+from mmrl.train.optimizers import adamw
+from mmrl.train.trainer import Trainer
+from tests.fixtures import toys
+
+load_built_in()
+COUNT = 7
+
+
+@pytest.fixture
+def files(tmp_path):
+    found = {}
+    for name, size in (("words", 11), ("pictures", 5)):
+        lines = [{"text": f"{name} {i}", "answer": f"{i} a b c"} for i in range(size)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        found[name] = {"prompts": {"path": f"{tmp_path}/{name}.jsonl", "held_out": 0.0}}
+    return found
+
+
+def made(files, **options):
+    return build({"mixture": {"sources": files, **options}}, DATA)
+
+
+def drawn(prompts, iterations, count=COUNT):
+    return [p for i in range(iterations) for p in batch(prompts, count, i, seed=3)]
+
+
+@pytest.mark.parametrize(
+    "weights", [{"words": 0.75, "pictures": 0.25}, {"words": 1, "pictures": 9}, {"pictures": 2}]
+)
+def test_shares_are_met_after_every_iteration_and_sources_go_through_their_epochs(files, weights):
+    mixed = made(files, weights=weights).train
+    total = sum(weights.values())
+    for iterations in (1, 3, 10):
+        found = drawn(mixed, iterations)
+        count = Counter(p["source"] for p in found)
+        for name in files:
+            assert abs(count[name] - len(found) * weights.get(name, 0) / total) <= 1
+            own = Counter(p["text"] for p in found if p["source"] == name)
+            assert not own or max(own.values()) - min(own[t] for t in own) <= 1
+            if count[name] >= len(mixed.members[name]):
+                assert len(own) == len(mixed.members[name])
+
+
+def test_without_weights_every_prompt_counts_the_same(files):
+    found = Counter(p["text"] for p in drawn(made(files).train, 16, count=16))
+    assert set(found.values()) == {16}
+
+
+def test_stages_begin_at_their_iteration_and_resume_needs_no_memory(files):
+    stages = [[0, {"words": 1}], [4, {"words": 1, "pictures": 3}], [8, {"pictures": 1}]]
+    one = made(files, stages=stages).train
+    two = made(files, stages=stages).train
+    kinds = [Counter(p["source"] for p in batch(one, 8, i, 0)) for i in range(12)]
+    assert kinds[:4] == [{"words": 8}] * 4 and kinds[8:] == [{"pictures": 8}] * 4
+    assert kinds[4:8] == [{"words": 2, "pictures": 6}] * 4
+    assert batch(two, 8, 9, 0) == batch(one, 8, 9, 0) != batch(two, 8, 9, 1)
+    assert pick(one, 0.999, 0)["source"] == "words" and pick(one, 0.0, 9)["source"] == "pictures"
+    picked = Counter(pick(one, u / 400, 5)["text"] for u in range(400))
+    assert sum(n for text, n in picked.items() if "pictures" in text) == 300 and len(picked) == 16
+
+
+def test_wrong_weights_are_named(files):
+    with pytest.raises(UserError, match="weights are given for wrods; sources: words, pictures"):
+        made(files, weights={"wrods": 1})
+    with pytest.raises(UserError, match="from iteration 5 on no source"):
+        made(files, stages=[[5, {"words": 0}]])
+    with pytest.raises(UserError, match="must rise"):
+        made(files, stages=[[5, {"words": 1}], [5, {"words": 1}]])
+
+
+def test_a_missing_file_inside_a_mixture_is_named_before_anything_is_built():
+    file = Path(__file__).resolve().parents[2] / "configs/digits/flow_grpo.yaml"
+    found = config.load(file, ["data={mixture: {sources: {a: {prompts: {path: lost.txt}}}}}"])
+    with pytest.raises(UserError, match=r"data.mixture.sources.a.prompts.path: no such file"):
+        config.check(found)
+
+
+class Short:
+    """A policy that cannot take every other prompt."""
+
+    notes = ()
+
+    def admit(self, prompts):
+        return prompts[::2]
+
+
+def test_what_a_policy_leaves_out_leaves_every_curriculum(files):
+    source = build({"hints": {"of": {"replay": {"of": {"mixture": {"sources": files}}}}}}, DATA)
+    left = admitted(Short(), source).train
+    assert type(left) is type(source.train) and len(left) == 8
+    assert {p["text"] for p in drawn(left, 8, count=8)} == {p["text"] for p in left}
+    assert isinstance(left.inner.inner, Mixed)
+
+
+# --------------------------------------------------------------------------------------------------
+# hints
+
+
+@pytest.mark.parametrize(
+    "value", ["one two  three", "a\nb\nc\n", "<tr><td>1 2</td></tr>", ["first", ["second", "2nd"]]]
+)
+def test_pieces_are_the_whole(value):
+    whole = value if isinstance(value, str) else "first\nsecond\n"
+    assert "".join(pieces(value)) == whole and len(pieces(value)) > 1
+
+
+def test_hints_are_a_part_of_the_answer_that_fades(files):
+    source = build(
+        {"hints": {"of": files["words"], "share": 0.5, "over": 4, "before": "<answer>"}}, DATA
+    )
+    begun = [batch(source.train, 3, i, 0) for i in range(6)]
+    for i, share in enumerate((2, 1, 1, 0, 0, 0)):  # of 4 pieces
+        for prompt in begun[i]:
+            number = prompt["answer"].split()[0]
+            wanted = ["", f"<answer>{number} ", f"<answer>{number} a "][share]
+            assert prompt.get("prefill", "") == wanted
+    assert not any("prefill" in p for p in [*source.train, *source.held_out])
+
+
+# --------------------------------------------------------------------------------------------------
+# replay
+
+
+def replay(files, **options):
+    return build({"replay": {"of": files["words"], "share": 0.5, **options}}, DATA).train
+
+
+def test_hard_prompts_come_again_once_and_solved_ones_do_not(files):
+    one = replay(files)
+    first = batch(one, 4, 0, 0)
+    assert batch(one, 4, 0, 0) == first
+    easy, hard, flat, mixed = first
+    one.learn(
+        [
+            Outcome(easy["entry"], 1.0, True),
+            Outcome(hard["entry"], 0.1, False),
+            Outcome(flat["entry"], 0.7, True),
+            Outcome(mixed["entry"], 0.7, False),
+        ]
+    )
+    assert one.waiting == [hard["entry"], flat["entry"]]
+    second = batch(one, 4, 1, 0)
+    assert second[2:] == [hard, flat]
+    one.learn([Outcome(p["entry"], 0.2 if p == hard else float("nan"), False) for p in second])
+    assert one.waiting == [hard["entry"]]
+
+
+def test_a_resumed_replay_goes_on_the_same(files):
+    one = replay(files)
+    two = replay(files)
+    one.learn([Outcome(p["entry"], 0.0, True) for p in batch(one, 4, 0, 0)])
+    two.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    assert batch(one, 4, 1, 0) == batch(two, 4, 1, 0)
+    assert sum(a != b for a, b in zip(batch(one, 4, 1, 0), batch(replay(files), 4, 1, 0))) == 2
+
+
+def test_the_memory_forgets_the_oldest(files):
+    one = replay(files, size=3)
+    one.learn([Outcome(entry, 0.0, True) for entry in range(5)])
+    assert one.waiting == [2, 3, 4]
+
+
+def test_outcomes_of_groups():
+    group = torch.tensor([0, 0, 1, 1, 2, 2])
+    rollout = Rollout(
+        group=group,
+        row_id=torch.arange(6),
+        sample=group,
+        logprob=torch.zeros(6, 1),
+        mask=torch.ones(6, 1, dtype=bool),
+        prompts=[{"entry": 7}, {"entry": 8}, {"entry": 9}],
+    )
+    values = torch.tensor([1.0, 0.5, 0.25, 0.25, torch.nan, torch.nan])
+    found = advantages.outcomes(Rewards({"r": values}, {"r": 2.0}), rollout)
+    assert found[:2] == [Outcome(7, 1.5, False), Outcome(8, 0.5, True)]
+    assert found[2].entry == 9 and found[2].mean != found[2].mean
+
+
+@pytest.mark.parametrize(
+    "options", [{"dynamic_sampling_rounds": 2}, {"replay_buffer": Reuse(share=1.0)}, {}], ids=str
+)
+def test_data_hear_of_groups_that_gave_way(options):
+    """Half of the prompts earn nothing: whoever takes their places in the update, they were hard
+    and come again."""
+    asked = {}
+
+    def reward(media, prompts):
+        found = torch.tensor([p["label"] * (0.5 + 0.1 * (i % 4)) for i, p in enumerate(prompts)])
+        asked.update({p["entry"]: p["label"] for p in prompts})
+        return found
+
+    given = SimpleNamespace(
+        train=[{"text": f"{i}", "label": i % 2} for i in range(16)], held_out=[]
+    )
+    policy = Recalling() if "replay_buffer" in options else toys.ToyCausal()
+    trainer = Trainer(
+        policy,
+        Replay(given, share=0.5, below=0.3).train,
+        Scorer({"half": reward}),
+        advantages.grpo,
+        Text(),
+        partial(adamw, lr=0.0),
+        TrainOptions(
+            prompts_per_iteration=4, group_size=4, train_batch_size=16, iterations=6, **options
+        ),
+    )
+    for _ in range(3):
+        before = {*trainer.prompts.waiting}
+        _ = asked.clear()
+        trainer.iterate()
+        assert {*trainer.prompts.waiting} == before - {*asked} | {
+            entry for entry, good in asked.items() if not good
+        }
+        assert trainer.prompts.waiting
+
+
+class Recalling(toys.ToyCausal):
+    """Can be shown old answers again: prompts are encoded one by one."""
+
+    def encode(self, prompts):
+        return [{"input_ids": torch.tensor([[p["label"]]], dtype=self.dtype)} for p in prompts]
+
+    def recall(self, prompts):
+        return self.encode(prompts), list(prompts)
+
+    def rollout(self, prompts, copies, rng):
+        plain = super().encode(prompts)
+        coded = self.encode
+        self.encode = lambda _: plain
+        try:
+            return super().rollout(prompts, copies, rng).replace(cond=coded(prompts))
+        finally:
+            del self.encode
+
+    def dist(self, point):
+        label = torch.cat([one["input_ids"] for one in point.cond])
+        return super().dist(point.replace(cond={"label": label}))
+
+
+def test_training_with_replay_goes_on_from_a_checkpoint_to_the_bit():
+    def trainer():
+        given = SimpleNamespace(
+            train=[{"text": f"{i}", "label": i % 2} for i in range(16)], held_out=[]
+        )
+        policy = toys.ToyCausal()
+        return Trainer(
+            policy,
+            Replay(given, share=0.5, below=0.4).train,
+            Scorer({"threes": threes}),
+            advantages.grpo,
+            Text(),
+            partial(adamw, lr=3e-3),
+            TrainOptions(
+                prompts_per_iteration=4,
+                group_size=4,
+                train_batch_size=16,
+                iterations=6,
+                dynamic_sampling_rounds=1,
+            ),
+        )
+
+    one = trainer()
+    two = trainer()
+    for _ in range(3):
+        one.iterate()
+    assert one.prompts.waiting
+    arrays, meta = state.capture(one)
+    state.restore(two, deepcopy(arrays), json.loads(json.dumps(meta)))
+    assert two.prompts.waiting == one.prompts.waiting
+    for _ in range(2):
+        metrics = [x.iterate() for x in (one, two)]
+        for name in ("reward/mean", "loss", "resample/groups"):
+            assert metrics[0][name] == metrics[1][name]
+    assert two.prompts.waiting == one.prompts.waiting
+    weights = [x.policy.weights.full() for x in (one, two)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def threes(media, prompts):
+    return (media == 3).float().mean(1)

@@ -1,0 +1,311 @@
+"""Questions about images from every format in use, their broken rows, and the split by picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mmrl.config import build
+from mmrl.core.errors import UserError
+from mmrl.core.registry import DATA
+from mmrl.data.vision import Vision
+from mmrl.data.vision.source import in_messages
+from tests.fixtures import tiny_vlms
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    (tmp_path / "pics").mkdir()
+    for i in range(6):
+        tiny_vlms.image(40, 30, i).save(tmp_path / "pics" / f"{i}.png")
+    (tmp_path / "clip.mp4").write_bytes(b"not looked into")
+    return tmp_path
+
+
+def written(folder: Path, name: str, rows, indent: int | None = None) -> Path:
+    lines = name.endswith("l")
+    (folder / name).write_text(
+        "\n".join(map(json.dumps, rows)) if lines else json.dumps(rows, indent=indent)
+    )
+    return folder / name
+
+
+def every(path: Path, **options) -> list[dict]:
+    return Vision(path, held_out=0.0, **options).train
+
+
+def message(call, *args, **kwargs) -> str:
+    with pytest.raises(UserError) as error:
+        call(*args, **kwargs)
+    return str(error.value)
+
+
+def test_plain_rows_under_the_names_in_use(folder):
+    rows = [
+        {"question": " what? ", "image": "pics/0.png", "answer": 3, "tag": "x"},
+        {
+            "problem": "where?",
+            "images": ["pics/1.png", "pics/2.png"],
+            "bbox": [1, 2, 30, 20],
+            "solution": "there",
+        },
+        {"text": "when?", "video": "clip.mp4", "spans": [[1, 2]]},
+        {"prompt": "why?"},
+    ]
+    found = every(written(folder, "q.jsonl", rows), space="rel1000", system="be brief")
+    assert [p["text"] for p in found] == ["what?", "where?", "when?", "why?"]
+    assert (
+        found[0]["images"] == [str(folder / "pics/0.png")]
+        and found[0]["answer"] == 3
+        and found[0]["tag"] == "x"
+    )
+    assert (
+        found[1]["boxes"] == [[1, 2, 30, 20]]
+        and found[1]["answer"] == "there"
+        and len(found[1]["images"]) == 2
+    )
+    assert found[2]["video"] == str(folder / "clip.mp4") and "images" not in found[3]
+    assert [p["origin"] for p in found] == [f"{folder / 'q.jsonl'}:{i}" for i in range(1, 5)]
+    assert {p["space"] for p in found} == {"rel1000"} and {p["system"] for p in found} == {
+        "be brief"
+    }
+
+
+def test_fields_say_what_is_called_how(folder):
+    path = written(
+        folder, "q.jsonl", [{"q": "what?", "pic": "0.png", "gold": "a", "classes": ["dog"]}]
+    )
+    fields = {"text": "q", "images": "pic", "answer": "gold", "labels": "classes"}
+    (found,) = every(path, images=folder / "pics", fields=fields)
+    assert (
+        found["text"] == "what?"
+        and found["answer"] == "a"
+        and found["labels"] == ["dog"]
+        and "q" not in found
+    )
+    assert "q.jsonl:1: no field 'no' (fields.text); it has q, pic, gold, classes" in message(
+        every, path, fields={"text": "no"}
+    )
+
+
+def test_conversations_of_all_makes(folder):
+    image = "pics/0.png"
+    parts = [{"type": "image", "image": "pics/1.png"}, {"type": "text", "text": "and this?"}]
+    rows = [
+        {
+            "id": 1,
+            "image": image,
+            "conversations": [
+                {"from": "human", "value": "<image>\nwhat?"},
+                {"from": "gpt", "value": "a dog"},
+            ],
+        },
+        {
+            "images": [image],
+            "messages": [
+                {"role": "system", "content": "short"},
+                {"role": "user", "content": "<image>what?"},
+                {"role": "assistant", "content": "a cat"},
+            ],
+        },
+        {
+            "messages": [
+                {"role": "user", "content": parts},
+                {"role": "assistant", "content": [{"type": "text", "text": "7"}]},
+            ]
+        },
+        {
+            "conversations": [
+                {"role": "user", "content": "a?"},
+                {"role": "assistant", "content": "b"},
+                {"role": "user", "content": "c?"},
+            ],
+            "answer": "d",
+        },
+    ]
+    llava, share, qwen, long = every(written(folder, "c.json", rows))
+    assert (
+        llava["text"] == "<image>\nwhat?" and llava["answer"] == "a dog" and "messages" not in llava
+    )
+    assert (
+        share["system"] == "short"
+        and share["text"] == "<image>what?"
+        and share["answer"] == "a cat"
+    )
+    assert qwen["messages"][0]["content"][0]["image"] == str(folder / "pics/1.png")
+    assert qwen["text"] == "and this?" and qwen["answer"] == "7"
+    assert [turn["role"] for turn in long["messages"]] == ["user", "assistant", "user"] and long[
+        "answer"
+    ] == "d"
+
+
+COCO = {
+    "images": [{"id": i, "file_name": f"{i}.png", "width": 40, "height": 30} for i in range(3)],
+    "categories": [{"id": 1, "name": "dog"}, {"id": 2, "name": "cat"}],
+    "annotations": [
+        {"id": 10, "image_id": 0, "category_id": 1, "bbox": [5, 6, 10, 4], "iscrowd": 0},
+        {"id": 11, "image_id": 0, "category_id": 2, "bbox": [0, 0, 2, 2]},
+        {"id": 12, "image_id": 1, "category_id": 2, "bbox": [0, 0, 9, 9], "iscrowd": 1},
+    ],
+}
+
+
+def test_coco_annotations_are_questions_for_boxes(folder):
+    path = written(folder, "instances.json", COCO)
+    (found,) = every(path, images=folder / "pics")
+    assert found["boxes"] == [[5, 6, 15, 10], [0, 0, 2, 2]] and found["labels"] == ["dog", "cat"]
+    assert (
+        "dog, cat" in found["text"]
+        and found["width"] == 40
+        and found["origin"] == f"{path}: image 0"
+    )
+    assert every(path, images=folder / "pics", question="{labels}?")[0]["text"] == "dog, cat?"
+
+
+def test_referring_expressions(folder):
+    said = [
+        dict(COCO["annotations"][0], caption="the left dog"),
+        dict(COCO["annotations"][1], sentences=[{"sent": "a cat"}, {"sent": "it"}]),
+    ]
+    found = every(
+        written(folder, "refs.json", COCO | {"annotations": said}), images=folder / "pics"
+    )
+    assert [p["text"] for p in found] == [
+        "Give the box of the left dog.",
+        "Give the box of a cat.",
+        "Give the box of it.",
+    ]
+    assert found[0]["boxes"] == [[5, 6, 15, 10]] and found[1]["boxes"] == found[2]["boxes"] == [
+        [0, 0, 2, 2]
+    ]
+    rows = [{"image": "pics/0.png", "expression": "the dog", "bbox": [5, 6, 10, 4]}]
+    (found,) = every(
+        written(folder, "r.jsonl", rows), format="refcoco", question="where is {expression}?"
+    )
+    assert found["text"] == "where is the dog?" and found["boxes"] == [[5, 6, 15, 10]]
+
+
+def test_all_broken_rows_are_counted_and_the_first_named(folder):
+    rows = [
+        {"text": "fine"},
+        {"text": ""},
+        {"text": "a", "image": "gone.png"},
+        {"text": "b", "boxes": [[5, 5, 1, 9]]},
+        {"text": "c", "boxes": [[1, 2, 3]]},
+        {"text": "d", "boxes": [[0, 0, 1, 1]], "labels": ["x", "y"]},
+        ["e"],
+    ]
+    path = written(folder, "q.jsonl", rows)
+    path.write_text(path.read_text() + "\n{broken\n")
+    said = message(every, path)
+    assert (
+        said.startswith("7 of 8 rows are broken:")
+        and "and 2 more" in said
+        and "broken: skip" in said
+    )
+    for number, why in (
+        (2, "no text (the question)"),
+        (3, f"no file {folder / 'gone.png'}; the option images names"),
+        (4, "box [5, 5, 1, 9] is empty or inverted"),
+        (5, "is not four numbers"),
+        (6, "2 labels for 1 boxes"),
+    ):
+        assert f"{path}:{number}: " in said and why in said
+    with pytest.warns(UserWarning, match="7 of 8 rows are broken"):
+        assert [p["text"] for p in every(path, broken="skip")] == ["fine"]
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_rows_of_a_json_list_have_their_line(folder, indent):
+    path = written(folder, "q.json", [{"text": "a"}, {"text": "b", "image": "gone.png"}], indent)
+    line = 1 if indent is None else 5
+    assert f"{path}:{line}: no file" in message(every, path)
+    path.write_text('[{"text": "a"},\n {"text": ]')
+    assert message(every, path).startswith(f"{path}:2: broken JSON")
+
+
+@pytest.mark.parametrize(
+    "turns, said",
+    [
+        ([], "conversations is empty"),
+        ([{"from": "robot", "value": "x"}], "turn 0 is by 'robot'"),
+        ([{"from": "gpt", "value": "x"}], "no question of a user"),
+        ([{"from": "human"}], "turn 0 has no text"),
+        ("x", "conversations is str, expected a list"),
+        ([{"role": "user", "content": [{"type": "audio"}]}], "a part of a message is 'audio'"),
+        (
+            [{"role": "user", "content": [{"type": "image", "image": "https://a/b.png"}]}],
+            "download it first",
+        ),
+    ],
+)
+def test_broken_conversations_say_why(folder, turns, said):
+    assert said in message(every, written(folder, "c.jsonl", [{"conversations": turns}]))
+
+
+def test_what_is_held_out_is_decided_by_the_picture(folder):
+    rows = [{"text": f"question {i % 3}", "image": f"pics/{i % 6}.png"} for i in range(60)]
+    path = written(folder, "q.jsonl", rows)
+    found = Vision(path, held_out=0.4)
+    assert found.train and found.held_out and len(found.train) + len(found.held_out) == 60
+    assert not {p["images"][0] for p in found.train} & {p["images"][0] for p in found.held_out}
+    parts = [{"type": "image", "image": "pics/0.png"}, {"type": "text", "text": "how many?"}]
+    talks = [
+        {
+            "messages": [
+                {"role": "user", "content": [{**parts[0], "image": f"pics/{i % 6}.png"}, parts[1]]}
+            ]
+        }
+        for i in range(12)
+    ]
+    found = Vision(written(folder, "talks.jsonl", talks), held_out=0.4)
+    sides = [{in_messages(p)[0] for p in side} for side in (found.train, found.held_out)]
+    assert all(sides) and not sides[0] & sides[1]
+    other = written(folder, "other.jsonl", rows[:5])
+    assert (
+        len(Vision(path, held_out=other).held_out) == 5
+        and len(Vision(path, held_out=other).train) == 60
+    )
+
+
+def test_a_folder_has_its_parts(folder):
+    written(folder, "train.jsonl", [{"text": "a", "image": "pics/0.png"}])
+    written(folder, "test.json", [{"text": "b", "image": "pics/1.png"}])
+    found = build({"vision": {"path": str(folder)}}, DATA, "data")
+    assert [p["text"] for p in found.train] == ["a"] and [p["text"] for p in found.held_out] == [
+        "b"
+    ]
+    assert "no questions there" in message(Vision, folder / "pics")
+    assert "questions are read from" in message(Vision, folder / "clip.mp4")
+
+
+def test_parquet_and_saved_data_sets(folder):
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    data = (folder / "pics/0.png").read_bytes()
+    picture = {"bytes": data, "path": "0.png"}
+    rows = [
+        {"problem": "what?", "image": picture, "solution": "a"},
+        {"problem": "why?", "image": picture, "solution": None},
+    ]
+    (folder / "set" / "data").mkdir(parents=True)
+    table = pa.Table.from_pylist(rows)
+    pq.write_table(table, folder / "set" / "data" / "train-00000-of-00001.parquet")
+    pq.write_table(table.slice(0, 1), folder / "set" / "data" / "test-00000-of-00001.parquet")
+    found = Vision(folder / "set")
+    assert [p["text"] for p in found.train] == ["what?", "why?"] and len(found.held_out) == 1
+    assert found.train[0]["images"][0].size == (40, 30) and "answer" not in found.train[1]
+    assert found.train[1]["origin"].endswith("train-00000-of-00001.parquet: row 2")
+    (folder / "disk" / "train").mkdir(parents=True)
+    arrow = str(folder / "disk" / "train" / "data-00000-of-00001.arrow")
+    with pa.OSFile(arrow, "wb") as out, pa.ipc.new_stream(out, table.schema) as stream:
+        stream.write_table(table)
+    assert [p["text"] for p in every(folder / "disk")] == ["what?", "why?"]
+
+
+def test_tables_without_their_library_say_what_to_install(folder, monkeypatch):
+    (folder / "t.parquet").write_bytes(b"x")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "needs pyarrow: pip install pyarrow" in message(every, folder / "t.parquet")

@@ -1,0 +1,244 @@
+"""``--dry-run``: every shipped configuration, sizes that are published, forwards that are
+counted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from mmrl.cli.app import app
+from mmrl.config.options import TrainOptions
+from mmrl.config.yamltext import write
+from mmrl.core.errors import UserError
+from mmrl.core.registry import POLICIES, load_built_in
+from mmrl.dry_run import costs, published
+from mmrl.dry_run.dryrun import dry_run
+from mmrl.dry_run.page import lines
+from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
+from mmrl.run import build
+from samplers.batching import peak_bytes
+from samplers.noise import Rng
+from tests.fixtures import tiny_diffusers
+from tests.policies.diffusion.test_folder_families import PROMPTS, make
+
+load_built_in()
+ROOT = Path(__file__).parents[2] / "configs"
+CONFIGS = sorted(path for path in ROOT.rglob("*.yaml") if path.parent.name != "serve")
+GIB = 2**30
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_every_configuration_of_the_repository_can_be_looked_at_without_weights(path, monkeypatch):
+    if "world:" not in path.read_text():  # small, and not published
+        monkeypatch.setattr(published, "on_meta", no_networks)
+    found = dry_run(
+        path,
+        [
+            "train.prompts_per_iteration=8",
+            "train.train_batch_size=64",
+            "train.group_size=16",
+            "train.micro_batch_size=1",
+        ],
+    )
+    text = "\n".join(lines(found))
+    assert "batches     8 prompts x 16 copies = 128 rows" in text and found.plan.steps == 2
+    name = found.path
+    if name.startswith("world:") and found.shape is None:
+        assert "is not built yet" in text
+    elif issubclass(POLICIES[found.policy], FolderPolicy):
+        once = found.counted
+        rows = 2 if found.guided else 1
+        if "tree" not in path.read_text():
+            assert once.sampling == 128 * found.steps * rows
+        assert once.training is None or once.training > 0
+        assert 0 < once.decisions <= 128 * found.noisy or not found.noisy
+        assert found.peak > found.memory["network"] > 0 and found.memory["activations"] > 0
+        assert name.startswith("world:") or (
+            name in published.table()["models"] and not found.unknown
+        )
+    else:
+        assert found.counted.sampling == 128 and "forwards" in text
+
+
+def no_networks(name, cfg):
+    """Autoencoders may be built, as their attributes are asked for; networks must come from the
+    table."""
+    assert name.startswith("Autoencoder"), (
+        f"{name} is built for a number that the table should have"
+    )
+    return ON_META(name, cfg)
+
+
+ON_META = published.on_meta
+
+
+@pytest.mark.parametrize(
+    "name", ["black-forest-labs/FLUX.1-dev", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"]
+)
+def test_the_table_is_what_the_meta_device_counts(name):
+    known = published.table()["models"][name]
+    net = published.on_meta(
+        known["parts"]["transformer"]["_class_name"], known["parts"]["transformer"]
+    )
+    (policy,) = [
+        cls for cls in POLICIES.values() if getattr(cls, "pipeline", None) == known["pipeline"]
+    ]
+    assert published.parameters(net) == known["parameters"]["transformer"]
+    assert published.per_rank(net, policy.attention) == known["lora"]
+    assert next(net.parameters()).is_meta
+
+
+def test_published_counts_are_those_that_are_known():
+    """Of the papers and model cards, in billions; and encoders counted from their values."""
+    models = published.table()["models"]
+    encoders = published.table()["encoders"]
+    for name, billions in {
+        "black-forest-labs/FLUX.1-dev": 12,
+        "Qwen/Qwen-Image": 20,
+        "Tongyi-MAI/Z-Image-Turbo": 6,
+        "hunyuanvideo-community/HunyuanVideo": 13,
+        "zai-org/CogVideoX-5b": 5.5,
+        "Lightricks/LTX-Video": 1.9,
+        "Efficient-Large-Model/Sana_1600M_1024px_diffusers": 1.6,
+        "black-forest-labs/FLUX.2-klein-4B": 4,
+        "Wan-AI/Wan2.2-T2V-A14B-Diffusers": 14.3,
+    }.items():
+        assert models[name]["parameters"]["transformer"] / 1e9 == pytest.approx(
+            billions, rel=0.05
+        ), name
+    spec = encoders["clip_l"]
+    assert (
+        published.parameters(published.encoder_on_meta(spec)) == spec["parameters"] == 123_060_480
+    )
+    used = {name for model in models.values() for name in model["encoders"]}
+    assert used <= set(encoders) and set(published.table()["texts"].values()) <= set(encoders)
+
+
+def tiny(case, tmp_path, objective="grpo: {clip_range: 1e-2, kl: 0.1}", **policy):
+    """A configuration of a tiny model that is there."""
+    name = case.partition("-")[0]
+    options = {"path": str(tiny_diffusers.folder(case)), "size": [16, 32], "steps": 4}
+    options |= {"text_length": 16} if case != "sd" else {}
+    text = write(
+        {"policy": {name: options | policy}, "data": {"prompts": {"path": str(tmp_path / "p.txt")}}}
+    )
+    text += f"reward: {{jpeg_compressibility: 1.0}}\nadvantage: dance_grpo\n"
+    text += f"objective: {{{objective}}}\n"
+    text += "train: {prompts_per_iteration: 2, group_size: 4, train_batch_size: 4, "
+    text += "micro_batch_size: 2, iterations: 1, epochs: 2}\n"
+    (tmp_path / "p.txt").write_text("a red seven\na blue two\n")
+    (tmp_path / "c.yaml").write_text(text)
+    return tmp_path / "c.yaml"
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("flux", {"guidance_scale": 2.0}),
+        ("sd", {"noise_level": 1.0}),
+        ("flux", {"tree": {"splits": 2, "factor": 2}}),
+        ("wan-two", {"frames": 5, "guidance_scale": 2.0, "guidance_scale_2": 1.5, "lora": 2}),
+    ],
+)
+def test_counted_forwards_are_those_of_the_run(case, options, tmp_path):
+    path = tiny(case, tmp_path, **options)
+    found = dry_run(path)
+    one = build.Session.of(build.read(path, []))
+    trainer = one.trainer()
+    metrics = trainer.iterate()
+    assert found.counted.sampling + found.counted.training == metrics["forwards"]
+    assert (
+        found.counted.decisions == metrics["decisions"]
+        and found.counted.steps == metrics["step"] == 4
+    )
+    assert found.shape == one.policy.shape and found.counted.snapshots == trainer.snapshots()
+    trained = sum(p.numel() for p in one.policy.net.parameters() if p.requires_grad)
+    assert found.model.trained == trained and found.memory["optimizer"] == 8 * trained
+
+
+def test_activations_are_within_a_factor_of_two_of_what_is_counted():
+    policy = make("flux", size=[64, 64], steps=2, fixed_batch_rows=2)
+    wide = {
+        "num_attention_heads": 8,
+        "attention_head_dim": 32,
+        "num_layers": 4,
+        "num_single_layers": 4,
+    }
+    config = {**policy.net.config, **wide, "axes_dims_rope": (8, 12, 12)}
+    policy.net = policy.trained = diffusers.FluxTransformer2DModel.from_config(config).eval()
+    policy.config = policy.net.config
+    with torch.no_grad():
+        point = next(iter(policy.path(policy.rollout(PROMPTS, 1, Rng.of("same")))))
+
+    def forward():
+        kept.append(policy.dist(point).log_prob(point.target))
+
+    kept = []
+    measured = peak_bytes(forward)
+    layers = costs.layers_of(policy)
+    estimated = costs.activations(
+        costs.Model(1, 1, layers), rows=2, half=False, checkpointing=False
+    )
+    assert layers == (costs.Layers(8, 32 * 32 // 4 + 16, 256),)
+    assert 0.5 < measured / estimated < 2
+
+
+def test_the_formula_by_hand():
+    model = costs.Model(
+        1000,
+        10,
+        (costs.Layers(3, 100, 8),),
+        decoder=50,
+        encoders=5000,
+        dtype="bfloat16",
+        adapters=True,
+    )
+    train = TrainOptions(2, 4, 8, 1, precision="bf16")
+    parts = costs.memory(model, train, rows=2, snapshots=2, stored=700)
+    activations = 34 * 3 * 100 * 8 * 2
+    assert parts == {
+        "network": 2000,
+        "adapters": 40,
+        "snapshots": 80,
+        "gradients": 40,
+        "optimizer": 80,
+        "half-precision copies": 0,
+        "activations": activations,
+        "rollout": 700,
+        "autoencoder": 200,
+        "encoders": 0,
+    }
+    assert costs.peak(parts, model) == activations + 700 + 200 + 2240
+    # while they encode
+    assert costs.peak(parts, replace(model, encoders=500_000)) == 2240 + 200 + 1_000_000
+    assert costs.peak(parts, model, shards=2) == activations + 700 + 200 + 1120
+    full = costs.memory(
+        replace(model, dtype="float32", adapters=False, trained=1000), train, 2, 1, 0, offload=True
+    )
+    assert (
+        full["snapshots"] == full["gradients"] == 4000
+        and full["half-precision copies"] == 2000 == full["network"] / 2
+    )
+    saved = costs.activations(model, 2, half=True, checkpointing=True)
+    assert saved == 3 * 2 * 100 * 8 * 2 + 34 * 100 * 8 * 2
+
+
+def test_the_command_prints_and_refuses_as_training_does(tmp_path):
+    path = tiny("flux", tmp_path)
+    done = CliRunner().invoke(app, ["train", str(path), "--dry-run", "--processes", "2"])
+    assert (
+        done.exit_code == 0
+        and "latents 4 x 8 x 16" in done.output
+        and "on 2 processes" in done.output
+    )
+    with pytest.raises(UserError, match="size 17 is not a multiple of 4"):
+        dry_run(path, ["policy.size=17"])
+    with pytest.raises(UserError, match="c.yaml:.*steps must be at least 1"):
+        dry_run(path, ["policy.flux.steps=0"])
+    unknown = dry_run(path, ["policy.flux.path=some/model"])
+    assert unknown.shape is None and "the architecture of some/model" in "\n".join(lines(unknown))

@@ -1,0 +1,275 @@
+"""Alarms on simulated runs: they come when they should, and how often they come when they should
+not."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import pytest
+import torch
+import yaml
+
+from mmrl.config import build_rewards
+from mmrl.core.errors import UserError
+from mmrl.monitoring.alarms import AlarmOptions, Alarms, trend
+from mmrl.monitoring.diversity import portrait
+from mmrl.monitoring.log import LogOptions, RunLog
+from mmrl.monitoring.report.page import render
+from mmrl.monitoring.report.runs import read_run
+from mmrl.run.lifecycle import train
+from mmrl.scoring import Scorer
+from tests.fixtures.tiny_rewards import pictures
+
+
+def simulated(seed, iterations=160, fall=0.0, correlation=0.0, every=1, **options):
+    """Kinds of alarms of a run whose reward rises and whose monitor is noise of deviation 1 that
+    falls by ``fall``."""
+    rng = random.Random(seed)
+    alarms = Alarms(AlarmOptions(**options), ["taste"])
+    noise = 0.0
+    found = []
+    for i in range(iterations):
+        noise = correlation * noise + math.sqrt(1 - correlation**2) * rng.gauss(0, 1)
+        metrics = {"reward/mean": 1 - math.exp(-i / 60) + 0.05 * rng.gauss(0, 1)}
+        metrics["reward/taste/mean"] = noise - fall * i / iterations
+        metrics["samples/diversity"] = 0.2 * math.exp(0.2 * rng.gauss(0, 1))
+        metrics["samples/clipped"] = min(1.0, max(0.0, 0.3 + 0.05 * rng.gauss(0, 1)))
+        metrics["samples/contrast"] = 0.2 * math.exp(0.2 * rng.gauss(0, 1))
+        found += [(i, alarm.kind) for alarm in alarms.see(i, metrics)]
+    return found
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.5])
+def test_a_rising_reward_alone_raises_no_alarm(correlation):
+    """Wider simulation while writing: none in 60 runs of 300 iterations each at correlations 0, 0.5
+    and 0.8."""
+    assert [simulated(seed, correlation=correlation) for seed in range(6)] == [[]] * 6
+
+
+def test_a_falling_monitor_does():
+    for seed in range(4):
+        found = simulated(seed, fall=5.0)
+        assert found and {kind for _, kind in found} == {"exploited/taste"} and found[0][0] >= 39
+        gaps = [b - a for (a, _), (b, _) in zip(found, found[1:])]
+        assert all(gap >= 40 for gap in gaps)
+    assert simulated(0, fall=5.0, enabled=False) == []
+
+
+def test_alarms_carry_numbers_and_advice_and_remember_over_a_resume():
+    def line(i):
+        return {"reward/mean": i / 100, "reward/taste/mean": 5 - i / 10}
+
+    alarms = Alarms(AlarmOptions(), ["taste"])
+    alarms.recall([line(i) for i in range(39)])
+    (alarm,) = alarms.see(39, line(39))
+    assert "the reward rises and taste falls" in alarm.message and "checkpoint" in alarm.message
+    assert (
+        alarm.numbers["window"] == 40
+        and alarm.numbers["monitor_first"] > alarm.numbers["monitor_now"]
+    )
+    fresh = Alarms(AlarmOptions(), ["taste"])
+    assert fresh.see(39, line(39)) == []
+
+
+def test_an_alarm_is_not_repeated_after_a_resume(tmp_path):
+    """The run in one go raises it at iteration 40 and 80; resumed at 60 it is not raised before 80
+    either, and that of iterations that come again does not count."""
+
+    def line(i):
+        # neighbours that lie on both sides of the trend are not correlated
+        step = i + 0.4 * (-1) ** i
+        return {"reward/mean": step / 100, "reward/taste/mean": 50 - step / 10}
+
+    def logged(log, alarms, iterations):
+        for i in iterations:
+            log.metrics(i, line(i))
+            for alarm in alarms.see(i, line(i)):
+                log.event("alarm", alarm.message, alarm.numbers, about=alarm.kind)
+                yield i
+
+    with RunLog(tmp_path, options=LogOptions(tensorboard=False)) as log:
+        whole = list(logged(log, Alarms(AlarmOptions(), ["taste"]), range(1, 91)))
+    assert whole == [40, 80]
+    with RunLog(tmp_path, True, start=61, options=LogOptions(tensorboard=False)) as log:
+        alarms = Alarms(AlarmOptions(), ["taste"])
+        alarms.recall(log.past, log.past_alarms)
+        assert list(logged(log, alarms, range(61, 91))) == [80]
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "end", "kind"),
+    [
+        ("diversity", 0.2, 0.05, "diversity"),
+        ("clipped", 0.1, 0.5, "clipped"),
+        ("contrast", 0.2, 0.05, "contrast"),
+    ],
+)
+def test_samples_that_collapse_raise_an_alarm(name, start, end, kind):
+    alarms = Alarms(AlarmOptions())
+    found = []
+    for i in range(60):
+        value = start if i < 30 else end
+        found += [
+            (i, one.kind) for one in alarms.see(i, {"reward/mean": 0.5, f"samples/{name}": value})
+        ]
+    assert [one for _, one in found] == [kind] and 30 <= found[0][0] <= 40
+
+
+# --------------------------------------------------------------------------------------------------
+# the parts
+
+
+def test_the_trend_is_mann_kendalls():
+    """Against scipy's Kendall tau, whose normal approximation has the same statistic without the
+    continuity step."""
+    from scipy.stats import kendalltau
+
+    rng = random.Random(3)
+    values = [rng.gauss(0, 1) + i / 40 for i in range(50)]
+    n = len(values)
+    tau = kendalltau(range(len(values)), values).statistic
+    score = tau * n * (n - 1) / 2
+    variance = n * (n - 1) * (2 * n + 5) / 18
+    plain = (score - math.copysign(1, score)) / math.sqrt(variance)
+    assert abs(trend(values)) <= abs(plain) + 1e-9 and trend(values) > 0  # correlation only widens
+    assert trend(values[::-1]) == pytest.approx(-trend(values), abs=1e-9)
+    assert trend([1.0] * 30) == 0.0
+    # neighbours against each other: nothing is widened
+    zigzag = [(-1) ** i + i * 0.01 for i in range(40)]
+    tau = kendalltau(range(40), zigzag).statistic
+    assert trend(zigzag) == pytest.approx(
+        (round(tau * 780) - 1) / math.sqrt(40 * 39 * 85 / 18), abs=1e-9
+    )
+
+
+def test_a_portrait_is_the_brute_force_one():
+    media = pictures(6, 32, 32)
+    group = torch.tensor([0, 0, 0, 1, 1, 2])
+    found = portrait(media, group)
+    pairs = [(0, 1), (0, 2), (1, 2), (3, 4)]
+    want = sum(float((media[i] - media[j]).square().mean().sqrt()) for i, j in pairs) / 4
+    assert found["samples/diversity"] == pytest.approx(want, rel=1e-5)
+    grey = (media * torch.tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(1)
+    assert found["samples/contrast"] == pytest.approx(
+        float(grey.flatten(1).std(1, correction=0).mean()), rel=1e-5
+    )
+    ends = torch.cat(
+        [torch.zeros(1, 3, 8, 8), torch.ones(1, 3, 8, 8), torch.full((1, 3, 8, 8), 0.5)]
+    )
+    seen = portrait(ends, torch.zeros(3, dtype=torch.long))
+    assert seen["samples/clipped"] == pytest.approx(2 / 3) and seen[
+        "samples/diversity"
+    ] == pytest.approx(2 / 3)
+    ends[0, 0, 0, 0] = torch.nan
+    assert portrait(ends, torch.zeros(3, dtype=torch.long))["samples/clipped"] == pytest.approx(
+        1 / 2
+    )
+    still = media[:, None].expand(-1, 9, -1, -1, -1)
+    assert portrait(still, group) == pytest.approx(found, rel=1e-5)
+    assert portrait(["ab", "ab", "cd", "x"], torch.tensor([0, 0, 0, 1])) == pytest.approx(
+        {"samples/diversity": 2 / 3}
+    )
+    assert portrait(torch.zeros(4, 7), torch.zeros(4, dtype=torch.long)) == {}
+
+
+def test_monitor_is_weight_0_and_may_fail():
+    built = build_rewards(
+        {"a": {"use": "jpeg_compressibility", "monitor": True}, "jpeg_compressibility": 0.0}
+    )
+    assert [one.weight for one in built.values()] == [0, 0]
+    assert (
+        build_rewards({"jpeg_compressibility": {"monitor": False}})["jpeg_compressibility"].weight
+        == 1
+    )
+    with pytest.raises(UserError, match="only measured; leave its weight away"):
+        build_rewards({"jpeg_compressibility": {"monitor": True, "weight": 2}})
+    with pytest.raises(UserError, match="monitor: expected true or false"):
+        build_rewards({"jpeg_compressibility": {"monitor": 3}})
+
+    def broken(media, prompts):
+        raise RuntimeError("gone")
+
+    scorer = Scorer(
+        {"good": lambda media, prompts: [1.0] * len(prompts), "watch": broken}, {"watch": 0.0}
+    )
+    found = scorer(pictures(4), [{"text": "a"}] * 4)
+    assert (
+        found["watch"].isnan().all()
+        and found.total().tolist() == [1.0] * 4
+        and scorer.failures["watch"].count == 4
+    )
+    with pytest.raises(UserError, match="gone"):
+        Scorer({"watch": broken})(pictures(4), [{"text": "a"}] * 4)
+
+
+# --------------------------------------------------------------------------------------------------
+# in a run
+
+MINE = '''
+class Falling:
+    """Falls with every call; counts itself, as rewards run side by side."""
+
+    calls = 0
+
+    def __call__(self, media, prompts):
+        self.calls += 1
+        return [10.0 - self.calls] * len(prompts)
+
+    def counters(self):
+        return {"requests": float(self.calls)}
+
+
+class Rising(Falling):
+    def __call__(self, media, prompts):
+        self.calls += 1
+        return [float(self.calls + i % 2) for i in range(len(prompts))]
+'''
+
+
+def test_a_run_reports_the_alarm_and_what_rewards_count(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "seesaw.py").write_text(MINE)
+    spec = {
+        "policy": {
+            "sd3": {
+                "path": "world:digits/sd3-test",
+                "size": 32,
+                "steps": 2,
+                "guidance_scale": 1.0,
+                "lora": 2,
+            }
+        },
+        "data": {"digits": {"captions": 20}},
+        "reward": {"seesaw.py:Rising": 1.0, "seesaw.py:Falling": {"monitor": True}},
+        "objective": {"grpo": {"clip_range": 1.0}},
+        "train": {
+            "prompts_per_iteration": 1,
+            "group_size": 2,
+            "train_batch_size": 2,
+            "iterations": 24,
+            "save_every": 0,
+        },
+        "log": {"tensorboard": False},
+        "alarms": {"window": 20},
+        "run": "run",
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(spec))
+    folder = train(tmp_path / "run.yaml")
+    run = read_run(folder)
+    alarms = [
+        event
+        for event in run.events
+        if event["kind"] == "alarm" and "exploited" in event["message"]
+    ]
+    assert (
+        len(alarms) == 1
+        and alarms[0]["numbers"]["window"] == 20
+        and "Falling falls" in capsys.readouterr().out
+    )
+    assert run.optimised() == ["Rising"] and run.metrics[-1]["judged/Falling/requests"] == 24
+    assert {"samples/diversity", "samples/clipped", "samples/contrast"} <= set(run.measured())
+    page = render(run)
+    assert "<h2>Alarms</h2>" in page and "Falling falls" in page
+    json.dumps(run.events, allow_nan=False)

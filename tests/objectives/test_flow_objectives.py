@@ -1,0 +1,449 @@
+"""CRD, FPO, D3PO, SePPO, direct back-propagation and Adjoint Matching: each gradient against its
+definition."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from mmrl import advantages
+from mmrl.config.options import TrainOptions
+from mmrl.core.distributions import Gaussian
+from mmrl.core.errors import UserError
+from mmrl.core.registry import WINDOWS
+from mmrl.core.types import Point
+from mmrl.core.weights import Weights
+from mmrl.objectives import CRD, D3PO, FPO, AdjointMatching, DiffusionDPO, Draft, SePPO
+from mmrl.objectives.reward_gradient import DIVERGENCES
+from mmrl.run import state
+from mmrl.run.build import read
+from mmrl.scoring import Scorer
+from mmrl.train.optimizers import adamw
+from mmrl.train.trainer import Trainer
+from mmrl.utils.paths import find_config
+from rewards.card import card
+from samplers.kernels import consistency, memoryless, ode
+from samplers.noise import Rng
+from samplers.windows import all_but_last
+from tests.fixtures import toys
+
+torch.set_default_dtype(torch.float32)
+
+
+def setting(objective, moved=0.02, copies=4, **options):
+    """A toy whose live weights have moved away from its snapshots, its rollout, and the objective's
+    points."""
+    policy = toys.make("flow", double=True, **options)
+    for name in ("ref", "old", *objective.snapshots):
+        policy.weights.keep(name)
+    with torch.no_grad():
+        rollout = policy.rollout(toys.prompts(3), copies, Rng.of("rollout"))
+        for i, p in enumerate(policy.net.parameters()):
+            p += moved * torch.randn(
+                p.shape, generator=torch.Generator().manual_seed(i), dtype=p.dtype
+            )
+    advantage = torch.randn(
+        len(rollout), 1, generator=torch.Generator().manual_seed(9), dtype=torch.float64
+    )
+    if hasattr(objective, "attach"):
+        objective.attach(toys.smooth_reward)
+    return policy, rollout.replace(advantage=advantage)
+
+
+def gradient(policy, loss):
+    return torch.cat(
+        [g.flatten() for g in torch.autograd.grad(loss, list(policy.net.parameters()))]
+    )
+
+
+def coupled(objective, policy, rollout):
+    """(gradient of the mean elementwise loss, all points of the step)."""
+    whole = Point.cat(list(objective.points(policy, rollout, Rng.of("points"))))
+    whole = whole[whole.mask.any(1)]
+    with torch.no_grad():
+        ready = objective.couple(whole, objective.measure(policy, whole))
+    loss = (objective.loss(policy, ready) * ready.mask).sum() / ready.mask.sum()
+    return gradient(policy, loss), whole
+
+
+def test_crds_losses_are_those_of_published_code():
+    """CRDTrainer._compute_crd_loss of Flow-Factory: these wanted and implicit rewards, beta 10."""
+    a = torch.tensor([0.7, 0.4, 0.55, 0.2], dtype=torch.float64)[:, None]
+    rt = torch.tensor([-0.02, 0.01, 0.03, -0.01], dtype=torch.float64)[:, None]
+    point = Point(
+        group=torch.zeros(4, dtype=torch.long),
+        row_id=torch.arange(4),
+        state=rt,
+        mask=rt > -9,
+        advantage=(a - 0.5) * 10,
+    )
+    wanted = {
+        ("mse", None): 0.07171874,
+        ("mse", 0.0): 0.07237086,
+        ("mse", 0.5): 0.07629474,
+        ("bce", None): 0.69782054,
+        ("bce", 0.0): 0.69783682,
+        ("bce", 0.5): 0.69783795,
+    }
+    for (form, temperature), value in wanted.items():
+        objective = CRD(beta=10, form=form, temperature=temperature, kl=0)
+        ready = objective.couple(point, torch.cat([rt, torch.zeros_like(rt)], 1)).advantage
+        each = [
+            objective._fit(10 * (rt - ready[:, i + 1 : i + 2]), ready[:, i : i + 1])
+            for i in range(0, ready.shape[1], 2)
+        ]
+        assert abs(float(torch.stack(each).mean()) - value) < 2e-8, (form, temperature)
+
+
+def test_crd_centred_over_the_batch_sees_one_group():
+    """As published; a row with nothing to train on, such as an idle process has, counts nothing."""
+    generator = torch.Generator().manual_seed(0)
+    a, measured = (torch.randn(7, n, generator=generator, dtype=torch.float64) for n in (1, 2))
+    mask = torch.tensor([True] * 6 + [False])[:, None]
+    point = Point(
+        group=torch.tensor([0, 0, 0, 1, 1, 2, 2]),
+        row_id=torch.arange(7),
+        state=a,
+        mask=mask,
+        advantage=a,
+    )
+    one = point[:6].replace(group=torch.zeros(6, dtype=torch.long))
+    for temperature in (None, 0.0, 0.5):
+        whole = CRD(centre="batch", temperature=temperature).couple(point, measured).advantage[:6]
+        torch.testing.assert_close(
+            whole, CRD(temperature=temperature).couple(one, measured[:6]).advantage
+        )
+        apart = CRD(temperature=temperature).couple(point[:6], measured[:6]).advantage
+        assert (whole - apart).abs().max() > 0.01
+
+
+def test_fpo_is_ppo_with_the_mean_in_the_exponent():
+    objective = FPO(clip_range=0.002, num_noise_draws=3)
+    policy, rollout = setting(objective)
+    found, whole = coupled(objective, policy, rollout)
+
+    def errors(dist):
+        return (dist.mean - whole.target).square().flatten(1).mean(1)
+
+    with policy.weights.using("old"), torch.no_grad():
+        old = errors(policy.dist(whole))
+    gap = old - errors(policy.dist(whole))
+    log_ratio = torch.stack([gap[whole.row_id == r].mean() for r in range(12)])
+    ratio = log_ratio.exp()
+    advantage = rollout.advantage[:, 0].clamp(-5, 5)
+    loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.998, 1.002)).mean()
+    assert ((ratio - 1).abs() > 0.002).any() and ((ratio - 1).abs() < 0.002).any()
+    torch.testing.assert_close(found, gradient(policy, loss), rtol=1e-9, atol=1e-12)
+
+
+def best_and_worst(rollout):
+    for group in range(3):
+        rows = (rollout.group == group).nonzero()[:, 0]
+        order = rollout.advantage[rows, 0].argsort()
+        yield int(rows[order[-1]]), int(rows[order[0]])
+
+
+def test_d3po_prefers_the_best_at_every_step():
+    objective = D3PO(beta=2.0)
+    policy, rollout = setting(objective)
+    found, whole = coupled(objective, policy, rollout)
+    live = policy.dist(whole).log_prob(whole.target)[:, 0]
+    with policy.weights.using("ref"), torch.no_grad():
+        ref = policy.dist(whole).log_prob(whole.target)[:, 0]
+    losses = []
+    for best, worst in best_and_worst(rollout):
+        for k in range(rollout.mask.shape[1]):
+            at = [
+                ((whole.row_id == r) & (whole.time == rollout.time[r, k])).nonzero()[0, 0]
+                for r in (best, worst)
+            ]
+            margin = (live[at[0]] - ref[at[0]]) - (live[at[1]] - ref[at[1]])
+            losses.append(-torch.nn.functional.logsigmoid(2.0 * margin))
+    torch.testing.assert_close(
+        found, gradient(policy, torch.stack(losses).mean()), rtol=1e-9, atol=1e-12
+    )
+
+
+def test_seppo_follows_a_reference_that_beats_the_current_model_on_the_winner():
+    """SePPO (Zhang et al. 2024): the anchor is the current model; elsewhere the loss is that of
+    DPO."""
+    objective = SePPO(beta=3.0, num_noise_draws=4)
+    policy, rollout = setting(objective, moved=0.1)
+    with policy.weights.using("ref"), torch.no_grad():  # the base model has no say in it
+        list(policy.net.parameters())[-1].add_(3.0)
+    followed_gradient, whole = coupled(objective, policy, rollout)
+    with policy.weights.using("earlier-0"), torch.no_grad():
+        reference = (policy.dist(whole).mean - whole.target).square().flatten(1).mean(1)
+    excess = (policy.dist(whole).mean - whole.target).square().flatten(1).mean(1) - reference
+    losses = []
+    followed = []
+    for group in range(3):
+        pair = whole.row_id[whole.group == group].unique()
+        rival, best = (int(row) for row in pair[rollout.advantage[pair, 0].argsort()])
+        assert rollout.advantage[best] == rollout.advantage[rollout.group == group].max()
+        for t in whole.time[whole.row_id == best]:
+            w, r = (
+                excess[((whole.row_id == row) & (whole.time == t)).nonzero()[0, 0]]
+                for row in (best, rival)
+            )
+            # the reference denoises the winner better than the current model
+            followed.append(bool(w > 0))
+            losses.append(
+                -torch.nn.functional.logsigmoid(-1.5 * (w + r if followed[-1] else w - r))
+            )
+    assert 0 < sum(followed) < len(followed), "both cases are there"
+    torch.testing.assert_close(
+        followed_gradient, gradient(policy, torch.stack(losses).mean()), rtol=1e-8, atol=1e-12
+    )
+
+
+def test_seppo_takes_a_reference_as_good_as_the_current_model_for_the_loser():
+    objective = SePPO(beta=3.0, num_noise_draws=2)
+    policy, rollout = setting(objective, moved=0.0)
+    whole = Point.cat(list(objective.points(policy, rollout, Rng.of("points"))))
+    whole = whole[whole.mask.any(1)]
+    measured = objective.measure(policy, whole).detach()
+    assert not measured.any()
+    side = objective.couple(whole, measured).advantage
+    wins = whole.advantage == rollout.advantage.view(3, 4).amax(1)[whole.group][:, None]
+    # beta sigmoid(0)
+    torch.testing.assert_close(side, torch.where(wins, 1.5, -1.5).to(side), rtol=0, atol=1e-12)
+
+
+def test_seppos_reference_is_drawn_evenly_from_all_earlier_checkpoints_of_a_bounded_pool():
+    """Weights that count the iterations tell which checkpoint a slot holds."""
+    counts = torch.zeros(12)
+    for seed in range(240):
+        objective = SePPO(pool=3)
+        net = torch.nn.Linear(1, 1)
+        weights = Weights(net)
+        for name in objective.snapshots:
+            weights.keep(name)
+        for iteration in range(12):
+            with torch.no_grad():
+                net.bias.fill_(iteration)
+            for _ in range(2 if seed < 20 else 1):  # a second call changes nothing
+                objective.revisit(weights, iteration, Rng.of(seed, iteration))
+            drawn = int(weights.saved[objective.behavior_policy]["bias"])
+            assert len(weights.saved) == 3 and drawn <= iteration
+        counts[drawn] += 1
+    expected = 240 / 12
+    assert ((counts - expected) ** 2 / expected).sum() < 31.3, (
+        counts
+    )  # chi-squared with 11 degrees of freedom: p = 0.001
+
+
+def seppo_trainer(pool=2, **options):
+    sizes = {
+        "prompts_per_iteration": 4,
+        "group_size": 4,
+        "train_batch_size": 8,
+        "iterations": 8,
+        "seed": 3,
+    } | options
+    return Trainer(
+        toys.make("flow", double=True),
+        toys.prompts(),
+        Scorer({"smooth": smooth}),
+        advantages.dance_grpo,
+        SePPO(beta=5.0, pool=pool),
+        partial(adamw, lr=3e-3),
+        TrainOptions(**sizes),
+    )
+
+
+def test_seppos_pool_comes_through_a_checkpoint_to_the_bit():
+    whole, first, second = (seppo_trainer() for _ in range(3))
+    rewards = [whole.iterate()["reward/mean"] for _ in range(8)]
+    assert [first.iterate()["reward/mean"] for _ in range(4)] == rewards[:4]
+    state.restore(second, *state.capture(first))
+    assert [second.iterate()["reward/mean"] for _ in range(4)] == rewards[4:]
+    assert {"earlier-0", "earlier-1"} <= set(second.policy.weights.saved)
+    for name, tensors in {
+        **whole.policy.weights.saved,
+        "live": whole.policy.weights.parameters(),
+    }.items():
+        others = (
+            second.policy.weights.parameters()
+            if name == "live"
+            else second.policy.weights.saved[name]
+        )
+        assert all(torch.equal(tensors[key], others[key]) for key in tensors), name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sde_type": ode},
+        {"noise_window": all_but_last},
+        {"sde_type": consistency, "noise_level": 1.0},
+    ],
+)
+@pytest.mark.parametrize("last", [None, 2])
+@pytest.mark.parametrize("moved", [0.0, 0.05])
+def test_draft_is_the_gradient_through_the_sampler(options, last, moved):
+    """The reward of a sampler that is run again from the same state with the same noise, on policy
+    or, after a step of the optimizer, with weights that have moved."""
+    objective = Draft(last=last)
+    policy, rollout = setting(objective, moved=moved, **options)
+    (point,) = objective.points(policy, rollout, Rng.of(0))
+    found = gradient(policy, objective.loss(policy, point).mean())
+    steps = rollout.eta.shape[1]
+    first = 0 if last is None else steps - last
+    x = rollout.path[:, first]
+    for k in range(first, steps):
+        v = policy._velocities(point.replace(state=x, time=rollout.time[:, k]), guided=False)[0]
+        mean, std = policy.sde_type(
+            x, v, rollout.time[:, k], rollout.time[:, k + 1], rollout.eta[:, k]
+        )
+        x = mean + std * Rng.of("rollout").normal(rollout.row_id, (2,), k + 1, torch.float64)
+    assert moved or torch.allclose(x, rollout.sample, atol=1e-12, rtol=0)
+    torch.testing.assert_close(
+        found, gradient(policy, -toys.smooth_reward(x, None).mean()), rtol=1e-8, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_divergences_against_quadrature(name):
+    """Of N(0, 1) and N(d, 1) on a line."""
+    x = torch.linspace(-30, 30, 200_001, dtype=torch.float64)
+    for d in (0.3, 1.5):
+        p, q = (
+            Gaussian(torch.full((1, 1), m, dtype=torch.float64), torch.ones(1, 1)) for m in (d, 0.0)
+        )
+        p, q = (torch.exp(-0.5 * (x - g.mean) ** 2)[0] / (2 * torch.pi) ** 0.5 for g in (p, q))
+        dx = x[1] - x[0]
+        exact = {
+            "kl": (p * (p / q.clamp_min(1e-300)).clamp_min(1e-300).log()).sum() * dx,
+            "hellinger": 1 - (p * q).sqrt().sum() * dx,
+            "total_variation": (p - q).abs().sum() * dx / 2,
+            "chi2": (p**2 / q.clamp_min(1e-300)).sum() * dx - 1,
+        }[name]
+        found = DIVERGENCES[name](torch.tensor(d**2, dtype=torch.float64))
+        torch.testing.assert_close(found, exact, atol=1e-6, rtol=1e-6)
+
+
+def test_a_regulariser_keeps_the_policy_near_the_reference():
+    for divergence in DIVERGENCES:
+        objective = Draft(last=2, kl=1.0, divergence=divergence)
+        policy, rollout = setting(objective, noise_window=all_but_last)
+        (point,) = objective.points(policy, rollout, Rng.of(0))
+        plain = Draft(last=2)
+        plain.attach(toys.smooth_reward)
+        extra = objective.loss(policy, point) - plain.loss(policy, point)
+        assert (extra > 0).all() and extra.isfinite().all()
+
+
+def test_adjoints_are_the_gradient_through_the_base_sampler():
+    objective = AdjointMatching(strength=2.0)
+    policy, rollout = setting(objective, sde_type=memoryless, noise_level=1.0)
+    (point,) = objective.points(policy, rollout, Rng.of(0))
+    from mmrl.objectives.reward_gradient import steps_of
+
+    steps = steps_of(point)
+    found = objective._adjoints(policy, point, steps)
+    for k in range(len(steps)):
+        with policy.weights.using("ref"):
+            x = start = rollout.path[:, k + 1].clone().requires_grad_()
+            for j in range(k + 1, len(steps)):
+                mean = policy.dist(steps[j].replace(state=x)).mean
+                x = mean + (rollout.path[:, j + 1] - mean).detach()  # the same noise
+            (wanted,) = torch.autograd.grad(-2.0 * toys.smooth_reward(x, None).sum(), start)
+        torch.testing.assert_close(found[k], wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_adjoint_matching_starts_at_the_rewards_gradient_and_without_reward_at_rest():
+    objective = AdjointMatching(strength=0.0)
+    policy, rollout = setting(objective, moved=0.0, sde_type=memoryless, noise_level=1.0)
+    (point,) = objective.points(policy, rollout, Rng.of(0))
+    assert objective.loss(policy, point).abs().max() < 1e-20
+
+
+@card(differentiable=True)
+def smooth(sample, prompts):
+    return toys.smooth_reward(sample, prompts)
+
+
+LEARNING = {
+    "crd": (lambda: CRD(kl=0.0), {}),
+    "fpo": (lambda: FPO(), {}),
+    "d3po": (lambda: D3PO(beta=5.0), {}),
+    "seppo": (lambda: SePPO(beta=5.0), {}),
+    "draft": (lambda: Draft(last=3), {"sde_type": ode}),
+    "rocm": (lambda: Draft(last=None, kl=0.01), {"sde_type": consistency, "noise_level": 1.0}),
+    "adjoint_matching": (
+        lambda: AdjointMatching(strength=10.0),
+        {"sde_type": memoryless, "noise_level": 1.0, "noise_window": all_but_last},
+    ),
+    "dpo": (lambda: DiffusionDPO(beta=5.0), {}),
+}
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_each_raises_the_toy_reward(name):
+    objective, options = LEARNING[name]
+    policy = toys.make("flow", **options)
+    sizes = {
+        "prompts_per_iteration": 4,
+        "group_size": 8,
+        "train_batch_size": 32,
+        "iterations": 40,
+        "seed": 1,
+    }
+    trainer = Trainer(
+        policy,
+        toys.prompts(),
+        Scorer({"smooth": smooth}),
+        advantages.dance_grpo,
+        objective(),
+        partial(adamw, lr=3e-3),
+        TrainOptions(**sizes),
+    )
+    found = [trainer.iterate()["reward/mean"] for _ in range(40)]
+    assert sum(found[-5:]) / 5 > found[0] + 0.3, found
+
+
+def test_a_reward_without_gradient_is_refused_by_name():
+    objective = Draft()
+    Trainer(
+        toys.make("flow"),
+        toys.prompts(),
+        scorer := Scorer({"plain": toys.smooth_reward}),
+        advantages.dance_grpo,
+        objective,
+        partial(adamw, lr=1e-3),
+        TrainOptions(prompts_per_iteration=4, group_size=2, train_batch_size=8, iterations=1),
+    )
+    with pytest.raises(UserError, match="'plain' has no gradient"):
+        scorer.differentiable(torch.zeros(2, 2), toys.prompts(2))
+
+
+def test_crds_reference_has_a_guidance_of_its_own():
+    """The distance is of the plain velocity to the reference's guided one, v_u + w (v_c - v_u)."""
+    policy, rollout = setting(CRD(), moved=0.05)
+    (point,) = CRD(num_noise_draws=1).points(policy, rollout, Rng.of("points"))
+    with policy.weights.using("ref"), torch.no_grad():
+        conditional, empty = policy._velocities(point, guided=True)
+    assert (conditional - empty).abs().max() > 0.1
+    for scale in (0.0, 1.0, 2.5):
+        guided = empty + scale * (conditional - empty)
+        wanted = 0.5 * (policy.dist(point).mean - guided).square().flatten(1).mean(1, keepdim=True)
+        extra = CRD(kl=0.5, ref_guidance=scale).loss(policy, point) - CRD(kl=0.0).loss(
+            policy, point
+        )
+        torch.testing.assert_close(extra, wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_the_shipped_adjoint_matching_takes_the_rewards_gradient_at_a_clean_sample():
+    """Adjoint Matching (Domingo-Enrich et al. 2025) with noise in all steps but the last."""
+    policy = read(find_config("digits/adjoint_matching"), []).plain["policy"]["sd3"]
+    assert WINDOWS[policy["noise_window"]](policy["steps"]).tolist() == [True] * 7 + [False]
+    objective = AdjointMatching(strength=2.0)
+    policy, rollout = setting(
+        objective, sde_type=memoryless, noise_level=1.0, noise_window=all_but_last
+    )
+    assert rollout.mask[0].tolist() == [True] * (rollout.mask.shape[1] - 1) + [False]
+    (point,) = objective.points(policy, rollout, Rng.of(0))
+    # the step without noise alone: nothing to control
+    last = point.replace(state=point.state[:, -2:])
+    assert objective.loss(policy, point).min() > 0 and objective.loss(policy, last) == 0.0

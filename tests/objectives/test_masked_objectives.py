@@ -1,0 +1,641 @@
+"""Estimators of masked diffusion against the gradient of the expected reward, on tables of all
+conditionals."""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cosine_similarity
+
+from mmrl.config.options import TrainOptions
+from mmrl.core.errors import UserError
+from mmrl.core.registry import ADVANTAGES, ESTIMATORS, SURROGATES
+from mmrl.core.types import Point, Rewards, Rollout
+from mmrl.objectives import Masked
+from mmrl.objectives.mask_estimators import fading
+from mmrl.policies.base import Remaskable
+from mmrl.policies.masked.policy import MaskedDiffusion
+from mmrl.train.minibatches import loss_weights
+from mmrl.train.optimizers import adamw
+from mmrl.train.trainer import Trainer
+from samplers.noise import Rng
+from tests.fixtures import toys
+
+N = 3
+ROWS = 3000
+POINTS = Rng.of("points")
+
+
+class Table(nn.Module):
+    """Logits of every position in every state of three binary positions, hidden or not."""
+
+    def __init__(self, seed):
+        super().__init__()
+        draw = Rng.of("table", seed).normal(torch.arange(3**N), (N, 2), dtype=torch.float64)
+        self.logits = nn.Parameter(draw)
+
+    def forward(self, ids):
+        return self.logits[(ids * 3 ** torch.arange(N)).sum(1)]
+
+
+class TablePolicy(MaskedDiffusion):
+    def __init__(self, seed=0, **options):
+        super().__init__(Table(seed), length=N, mask_id=2, **options)
+
+    def encode(self, prompts):
+        return {"none": torch.zeros(len(prompts), 1), "uncond": {"none": torch.zeros(1, 1)}}
+
+    def logits(self, ids, cond):
+        return self.active()(ids)
+
+
+def reward(sample, seed):
+    table = Rng.of("reward", seed).normal(torch.arange(2**N), dtype=torch.float64)
+    return table[(sample * 2 ** torch.arange(N)).sum(1)]
+
+
+def expected(policy, seed):
+    """J by all orders of revealing, and its gradient."""
+    found = torch.tensor(list(itertools.product(range(3), repeat=N)))
+    p = torch.cat([policy.net(found).softmax(-1), torch.zeros(3**N, N, 1)], -1)
+    token = (
+        p[:, None]
+        .expand(-1, 3**N, -1, -1)
+        .gather(-1, found[None].expand(3**N, -1, -1)[..., None])[..., 0]
+    )
+    now = found[:, None]
+    then = found[None]
+    mass = torch.zeros(3**N).double()
+    mass[-1] = 1
+    for t in range(policy.passes):
+        stay = policy.rates[t + 1].double() / policy.rates[t].double()
+        one = torch.where(
+            now == 2, torch.where(then == 2, stay, (1 - stay) * token), (now == then).double()
+        )
+        mass = mass @ one.prod(-1)
+    j = (mass * torch.where((found < 2).all(1), reward(found.clamp(max=1), seed), 0.0)).sum()
+    return j.item(), torch.autograd.grad(j, policy.net.logits)[0].flatten()
+
+
+def rolled(policy, seed, rows=ROWS):
+    with torch.no_grad():
+        rollout = policy.rollout([{"text": "x"}], rows, Rng.of("roll", seed))
+    j, true = expected(policy, seed)
+    return rollout.replace(advantage=(reward(rollout.sample, seed) - j)[:, None]), true
+
+
+def estimate(policy, rollout, loss_agg_mode="token_sum", rng=POINTS, **options):
+    objective = Masked(surrogate=SURROGATES["reinforce"], **options)
+    policy.net.zero_grad()
+    for point in objective.points(policy, rollout, rng):
+        weight = loss_weights(point.replace(on_policy=True), loss_agg_mode, 1)
+        (-objective.loss(policy, point.replace(on_policy=True)) * weight).sum().backward()
+    return policy.net.logits.grad.flatten()
+
+
+def bound(name, **options):
+    return lambda policy, rollout, rng: ESTIMATORS[name](policy, rollout, rng, **options)
+
+
+# (estimator, reduction): mean cosine measured by exact enumeration in an earlier study, for 1 and
+# for 3 passes
+STUDY = {
+    "trajectory": (bound("trajectory"), "token_sum", 1.0, 1.0),
+    "d1": (bound("d1"), "token_sum", 1.0, 0.827),
+    "schedule_matched": (bound("schedule_matched"), "token_sum", 1.0, 0.917),
+    "uni_grpo": (bound("uni_grpo", updates=1), "seq_mean_token_mean", 0.559, 0.776),
+    "mask_grpo 0.6": (bound("mask_grpo", low=0.6), "token_sum", 0.861, 0.919),
+    "mask_grpo 0.8": (bound("mask_grpo", low=0.8), "token_sum", 0.964, 0.900),
+}
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("name", STUDY)
+def test_cosines_to_the_true_gradient(name, steps):
+    estimator, reduction, *published = STUDY[name]
+    wanted = published[steps > 1]
+    cosines = []
+    for seed in range(8):
+        policy = TablePolicy(seed, steps=steps)
+        rollout, true = rolled(policy, seed)
+        rng = Rng.of("points", seed)
+        cosines.append(
+            cosine_similarity(
+                estimate(policy, rollout, reduction, rng, estimator=estimator), true, dim=0
+            )
+        )
+    mean = torch.stack(cosines).mean().item()
+    assert abs(mean - wanted) < (0.01 if wanted == 1 else 0.06), mean
+
+
+def expected_of_choice(policy, seed):
+    """Of the gradient of J of maskgit, one token kept a pass: by recursion over states, draws and
+    choices."""
+    known = {}
+
+    def value(state, turn):
+        if state in known:
+            return known[state]
+        p = policy.net(torch.tensor([state]))[0].softmax(-1)
+        total = 0.0
+        hidden = [i for i in range(N) if state[i] == 2]
+        for draw in itertools.product(range(2), repeat=len(hidden)):
+            each = torch.stack([p[i, token] for i, token in zip(hidden, draw, strict=True)])
+            share = (each.log() / (policy.noises[turn] or 1)).softmax(0)
+            for i, token, one in zip(hidden, draw, share, strict=True):
+                then = (*state[:i], token, *state[i + 1 :])
+                done = 2 not in then
+                total = total + each.prod() * one * (
+                    reward(torch.tensor([then]), seed)[0] if done else value(then, turn + 1)
+                )
+        return known.setdefault(state, total)
+
+    j = value((2,) * N, 0)
+    return j.item(), torch.autograd.grad(j, policy.net.logits)[0].flatten()
+
+
+def tokens_only(kept):
+    """MaskGIT scored without its choice: all tokens that were drawn, or those that were
+    ``kept``."""
+
+    def points(policy, rollout, rng):
+        return [
+            p.replace(
+                target=p.target[..., 0],
+                eta=None,
+                mask=p.mask & (p.target[..., 1] < N) if kept and t < 2 else p.mask,
+            )
+            for t, p in enumerate(policy.path(rollout))
+        ]
+
+    return points
+
+
+def every_choice(policy):
+    """All 384 trajectories of maskgit that keep one token a pass."""
+    rows = []
+    for a, b, c in itertools.permutations(range(N)):
+        for one in itertools.product(range(2), repeat=N + 2 + 1):
+            first = one[:N]
+            second = {b: one[N], c: one[N + 1]}
+            third = one[N + 2]
+            decided = [
+                [(first[i], 0 if i == a else N) for i in range(N)],
+                [(second.get(i, 0), {a: N + 1, b: 0, c: N}[i]) for i in range(N)],
+                [(third if i == c else 0, N if i == c else N + 1) for i in range(N)],
+            ]
+            sample = [{a: first[a], b: second[b], c: third}[i] for i in range(N)]
+            rows.append((decided, sample, [{a: 0, b: 1, c: 2}[i] for i in range(N)]))
+    drawn, sample, order = (torch.tensor(part) for part in zip(*rows, strict=True))
+    mask = drawn[..., 1] <= N
+    return Rollout(
+        group=torch.zeros(len(rows), dtype=torch.long),
+        row_id=torch.arange(len(rows)),
+        cond=policy.encode([{}]),
+        prompts=({},),
+        sample=sample,
+        commit_step=order,
+        drawn=drawn,
+        mask=mask.flatten(1),
+        logprob=torch.zeros(len(rows), N * N).double(),
+    )
+
+
+@pytest.mark.parametrize(("noise", "published"), [(1.0, (0.950, 0.927)), (4.0, (0.993, 0.990))])
+def test_cosines_of_maskgits_scores(noise, published):
+    """Exact with the choice's probability, by enumeration; without it as measured on other random
+    tables."""
+    cosines = []
+    for seed in range(24):
+        policy = TablePolicy(seed, steps=3, sampler="maskgit", choice=(noise, 0.0))
+        rollout = every_choice(policy)
+        with torch.no_grad():
+            p = sum(
+                policy.dist(one).log_prob(one.target).masked_fill(~one.mask, 0).sum(1)
+                for one in policy.path(rollout)
+            ).exp()
+        assert p.sum().item() == pytest.approx(1, abs=1e-12)
+        j, true = expected_of_choice(policy, seed)
+        rollout = rollout.replace(advantage=(p * (reward(rollout.sample, seed) - j))[:, None])
+        ways = (bound("trajectory"), tokens_only(kept=False), tokens_only(kept=True))
+        found = [estimate(policy, rollout, estimator=way) for way in ways]
+        torch.testing.assert_close(found[0], true, atol=1e-12, rtol=1e-9)
+        cosines.append(torch.stack([cosine_similarity(one, true, dim=0) for one in found[1:]]))
+    means = torch.stack(cosines).mean(0).tolist()
+    assert means == pytest.approx(published, abs=0.03) and means[0] > means[1], means
+
+
+def test_steps_picked_at_random_are_unbiased():
+    policy = TablePolicy(steps=3)
+    rollout, true = rolled(policy, 0, 20000)
+    assert (
+        cosine_similarity(
+            estimate(policy, rollout, estimator=bound("trajectory", passes=1)), true, dim=0
+        )
+        > 0.99
+    )
+    points = [ESTIMATORS["trajectory"](policy, rollout, Rng.of(n), passes=1) for n in range(60)]
+    weight = torch.stack([torch.cat([p.mask * p.known for p in part], 1) for part in points]).mean(
+        0
+    )
+    full = torch.cat([p.mask for p in policy.path(rollout)], 1)
+    assert (weight[full] - 1).mean().abs() < 0.02 and not weight[~full].any()
+    assert ((weight > 0).sum() / full.sum()) > 0.99
+
+
+ESTIMATED = [
+    "trajectory",
+    "tracerl",
+    "d1",
+    "mask_grpo",
+    "uni_grpo",
+    "schedule_matched",
+    "coupled",
+    "random",
+    "sepo",
+    "udm_grpo",
+]
+
+
+def test_every_estimator_is_tried():
+    assert set(ESTIMATED) == set(ESTIMATORS)
+
+
+@pytest.mark.parametrize("name", ESTIMATED)
+def test_visible_positions_never_influence_the_loss(name):
+    policy = TablePolicy(steps=3)
+    rollout, _ = rolled(policy, 0, 64)
+    policy.weights.keep("old")
+    with torch.no_grad():
+        policy.net.logits.mul_(1.1)
+    for seed in (0, 1):
+        plain = total(policy, rollout, name, Rng.of(seed))
+        logits = policy.logits
+        policy.logits = lambda ids, cond, f=logits: (
+            f(ids, cond) + torch.where(ids == 2, 0.0, 3.0)[..., None] * SLOPE
+        )
+        assert total(policy, rollout, name, Rng.of(seed)) == plain != 0
+        if name == "mask_grpo":  # as published it does
+            assert total(policy, rollout, name, Rng.of(seed), fixed=False) != plain
+        policy.logits = logits
+
+
+SLOPE = torch.tensor([0.0, 1.0]).double()
+
+
+def total(policy, rollout, name, rng, **options):
+    objective = Masked(estimator=bound(name, **options))
+    points = objective.points(policy, rollout, rng)
+    return sum(
+        (objective.loss(policy, p) * loss_weights(p, "seq_mean_token_mean", 1)).sum().item()
+        for p in points
+    )
+
+
+@pytest.mark.parametrize("name", ESTIMATED)
+def test_the_first_ratio_is_1_and_the_generator_is_left_alone(name):
+    policy = TablePolicy(steps=3)
+    rollout, _ = rolled(policy, 0, 32)
+    policy.weights.keep("old")
+    state = torch.get_rng_state()
+    objective = Masked(estimator=bound(name))
+    for point in objective.points(policy, rollout, POINTS):
+        logp = policy.dist(point).log_prob(point.target)
+        old = objective.recorded(policy, point, logp)
+        assert torch.equal(old[point.mask], logp.detach()[point.mask])
+        assert (
+            point.mask.shape == point.known.shape == logp.shape
+            and (point.known[point.mask] > 0).all()
+        )
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_tracerl_without_shrinking_is_the_trajectory():
+    policy = TablePolicy(steps=3)
+    rollout, _ = rolled(policy, 0, 200)
+    same = estimate(policy, rollout, estimator=bound("tracerl", shrink=1))
+    torch.testing.assert_close(same, estimate(policy, rollout, estimator=bound("trajectory")))
+    whole = estimate(policy, rollout, estimator=bound("tracerl", shrink=8))
+    torch.testing.assert_close(whole, estimate(policy, rollout, estimator=bound("d1")))
+
+
+@pytest.mark.parametrize(
+    ("low", "rates"), [(0.6, (0.667, 0.733, 0.8, 0.867, 0.933, 0.999)), (0.8, None)]
+)
+def test_mask_grpo_hides_at_the_published_rates(low, rates):
+    policy = TablePolicy(steps=3)
+    rollout, _ = rolled(policy, 0, 6000)
+    points = ESTIMATORS["mask_grpo"](policy, rollout, POINTS, low=low, draws=6)
+    found = torch.stack([point.mask.double().mean() for point in points]).sort().values
+    wanted = rates or (0.833, 0.867, 0.9, 0.933, 0.967, 0.999)
+    torch.testing.assert_close(found, torch.tensor(wanted).double(), atol=0.015, rtol=0)
+    assert all(torch.equal(point.mask, point.state == 2) for point in points)
+
+
+def test_coupled_masks_score_every_token_once():
+    policy = TablePolicy(steps=3)
+    rollout, _ = rolled(policy, 0, 50)
+    one, two = ESTIMATORS["coupled"](policy, rollout, POINTS)
+    assert (
+        (one.mask ^ two.mask).all()
+        and torch.equal(one.mask, one.state == 2)
+        and torch.equal(two.mask, two.state == 2)
+    )
+
+
+def test_udm_grpo_scores_the_finished_sample_at_adjacent_early_rates():
+    policy = TablePolicy(steps=10)
+    rollout, _ = rolled(policy, 0, 4000)
+    firsts = set()
+    for seed in range(20):
+        points = ESTIMATORS["udm_grpo"](policy, rollout, Rng.of(seed))
+        shares = torch.stack([point.mask.double().mean() for point in points])
+        first = int((policy.rates.double() - shares[0]).abs().argmin())
+        torch.testing.assert_close(
+            shares, policy.rates[first : first + 3].double(), atol=0.03, rtol=0
+        )
+        firsts.add(first)
+        each = sum((point.mask * point.known).sum(1) for point in points)  # every step counts alike
+        assert (
+            all(torch.equal(point.target, rollout.sample) for point in points) and (each > 0).all()
+        )
+    assert firsts == {0, 1, 2}
+
+
+def test_sepo_is_the_gradient_of_the_marginal_over_its_neighbours():
+    policy = TablePolicy()
+    rollout, _ = rolled(policy, 0, 1)
+    rollout = rollout.replace(advantage=torch.ones(1, 1).double())
+    ours = estimate(policy, rollout, estimator=bound("sepo"))
+    scores = 1.0
+    for i in range(N):
+        state = rollout.sample.clone()
+        state[:, i] = 2
+        q = policy.net(state)[0, i].softmax(-1)
+        scores = scores + q[1 - rollout.sample[0, i]] / q[rollout.sample[0, i]]  # of the neighbour
+    true = torch.autograd.grad(-scores.log(), policy.net.logits)[0].flatten()
+    torch.testing.assert_close(ours, true)
+
+
+def test_fading_hides_late_tokens_and_half_or_more_as_asked():
+    for rate, hidden in ((0.5, 0.5), (0.8, 0.8), (0.1, 0.279), (0.3, 0.358)):
+        keep = fading(torch.tensor(rate), 257)
+        assert abs((1 - keep).mean().item() - hidden) < 2e-3, rate
+        assert (keep.diff(dim=1) <= 0).all() and keep[0, -1] == 0
+
+
+def test_other_models_are_refused():
+    policy = toys.make("flow")
+    assert isinstance(TablePolicy(), Remaskable) and not isinstance(policy, Remaskable)
+    with pytest.raises(UserError, match="hides no tokens"):
+        Masked().points(policy, None, POINTS)
+    rollout, _ = rolled(TablePolicy(steps=3), 0, 4)
+    with pytest.raises(UserError, match="several passes"):
+        Masked(surrogate=SURROGATES["gspo"]).points(TablePolicy(steps=3), rollout, POINTS)
+    with pytest.raises(UserError, match="low < high"):
+        ESTIMATORS["coupled"](TablePolicy(steps=3), rollout, POINTS, low=0.9, high=0.5)
+
+
+def test_in_several_epochs_every_rate_of_mask_grpo_comes_once_from_low_to_high():
+    """MaskGRPO (Ma et al. 2025, arXiv 2510.02880): t_j = gamma + (1 - gamma) j / mu, one an inner
+    update."""
+    policy = TablePolicy(steps=3)
+    rollout, _ = rolled(policy, 0, 6000)
+    rates = [0.667, 0.733, 0.8, 0.867, 0.933, 0.999]
+
+    def hidden(epoch, **options):
+        policy.epoch = epoch
+        points = ESTIMATORS["mask_grpo"](
+            policy, rollout, Rng.of("update", epoch or 0), low=0.6, **options
+        )
+        return [point.mask.double().mean().item() for point in points]
+
+    one_by_one = [rate for epoch in range(6) for rate in hidden(epoch)]
+    assert one_by_one == pytest.approx(rates, abs=0.015)
+    two_by_two = [rate for epoch in range(3) for rate in hidden(epoch, draws=2)]
+    assert two_by_two == pytest.approx(rates, abs=0.015)
+    assert hidden(6) == pytest.approx(rates[:1], abs=0.015), "then from the start"
+
+
+def test_the_trainer_says_which_of_several_epochs_it_is():
+    epochs_seen = []
+
+    def estimator(policy, rollout, rng):
+        epochs_seen.append(policy.epoch)
+        return ESTIMATORS["d1"](policy, rollout, rng, prompt=0)
+
+    for epochs, wanted in ((1, [None] * 2), (3, [0, 0, 1, 1, 2, 2])):
+        epochs_seen.clear()
+        Trainer(
+            TablePolicy(steps=3),
+            [{"text": "x"}] * 2,
+            lambda media, prompts: Rewards({"x": reward(media, 0)}),
+            ADVANTAGES["dance_grpo"],
+            Masked(estimator=estimator),
+            partial(adamw, lr=1e-3),
+            TrainOptions(
+                prompts_per_iteration=2,
+                group_size=4,
+                train_batch_size=4,
+                epochs=epochs,
+                iterations=1,
+            ),
+        ).iterate()
+        assert epochs_seen == wanted
+
+
+def test_schedule_matched_weights_are_those_of_the_passes():
+    """In expectation every token is scored once: the sum over passes of rate times weight is 1."""
+    policy = TablePolicy(steps=4)
+    rollout, _ = rolled(policy, 0, 40)
+    rates = policy.rates.double().tolist()
+    points = ESTIMATORS["schedule_matched"](policy, rollout, POINTS)
+    weights = [float(point.known.unique()) for point in points]
+    assert weights == pytest.approx([(now - then) / now for now, then in itertools.pairwise(rates)])
+    assert (
+        sum(rate * weight for rate, weight in zip(rates, weights)) == pytest.approx(1.0)
+        and len(points) == 4
+    )
+    for passes in (1, 2):
+        chosen = ESTIMATORS["schedule_matched"](policy, rollout, POINTS, passes=passes)
+        wanted = [weight * 4 / passes for weight in weights]
+        assert len(chosen) == passes
+        for point in chosen:
+            assert min(abs(float(point.known.unique()) - weight) for weight in wanted) < 1e-9
+
+
+# -- which tokens an estimator hides, counted
+# ------------------------------------------------------------------------
+
+
+class Hides:
+    """A policy that only writes down what was hidden and what is scored."""
+
+    rates = torch.tensor([1.0, 0.8, 0.6, 0.3, 0.0])
+
+    def at(self, rollout, hide, score=None):
+        mask = rollout.mask & (hide if score is None else score)
+        return Point(
+            group=rollout.group,
+            row_id=rollout.row_id,
+            state=hide,
+            mask=mask,
+            logprob=rollout.logprob,
+        )
+
+
+def finished(rows=4000, length=16):
+    row = torch.arange(rows)
+    zero = torch.zeros(rows, length, dtype=torch.float64)
+    return Rollout(
+        group=row * 0,
+        row_id=row,
+        sample=zero.long(),
+        logprob=zero,
+        mask=zero == 0,
+        commit_step=zero.long(),
+    )
+
+
+def shares(name, **options):
+    """[draws] of all tokens, and [draws, B] of every row: how many are hidden."""
+    hidden = torch.stack(
+        [p.state for p in ESTIMATORS[name](Hides(), finished(), Rng.of("hides"), **options)]
+    ).double()
+    return hidden.mean((1, 2)), hidden.mean(2), hidden
+
+
+@pytest.mark.parametrize(
+    ("options", "low", "high"), [({}, 0.1, 0.9), ({"low": 0.2, "high": 0.4, "draws": 3}, 0.2, 0.4)]
+)
+def test_random_and_coupled_masks_have_rates_between_low_and_high(options, low, high):
+    draws = options.get("draws", 1)
+    whole, rows, _ = shares("random", **options)
+    spread = (high - low) ** 2 / 12  # of the rates, besides that of 16 draws at one rate
+    mean = (low + high) / 2
+    binomial = (mean - spread - mean**2) / 16
+    assert len(whole) == draws and (whole - mean).abs().max() < 0.01
+    torch.testing.assert_close(
+        rows.var(1), torch.full((draws,), spread + binomial).double(), atol=0.004, rtol=0
+    )
+    whole, rows, hidden = shares("coupled", **options)
+    assert len(whole) == 2 * draws and (whole[::2] - mean).abs().max() < 0.01
+    assert torch.equal(hidden[::2], 1 - hidden[1::2])
+    torch.testing.assert_close(
+        rows[::2].var(1), torch.full((draws,), spread + binomial).double(), atol=0.004, rtol=0
+    )
+
+
+def test_rates_of_uni_grpo_rise_evenly_from_a_random_one_to_all():
+    for options, rates in (
+        ({"draws": 4}, [1 / 2, 2 / 3, 5 / 6, 1]),
+        ({"updates": 2, "draws": 2}, [1 / 2, 1]),
+        ({"updates": 1}, [1 / 2]),
+    ):
+        whole, _, _ = shares("uni_grpo", **options)
+        torch.testing.assert_close(
+            whole.sort().values, torch.tensor(rates).double(), atol=0.01, rtol=0
+        )
+
+
+def test_rates_of_mask_grpo_rise_from_low_to_nearly_one():
+    for options, rates in (
+        ({"draws": 6}, [0.8 + 0.2 * n / 6 for n in range(1, 6)] + [0.999]),
+        ({"low": 0.5, "updates": 2, "draws": 2}, [0.75, 0.999]),
+    ):
+        whole, _, _ = shares("mask_grpo", **options)
+        torch.testing.assert_close(
+            whole.sort().values, torch.tensor(rates).double(), atol=0.004, rtol=0
+        )
+
+
+def test_fading_masks_hide_late_tokens_more():
+    """min(1, 2 (1 - r) (1 - n / (L - 1))) is the chance to stay visible."""
+    _, _, hidden = shares("mask_grpo", low=0.4, updates=3, draws=3, field="fading")
+    by_place = sorted(hidden.mean(1).tolist(), key=sum)
+    for rate, row in zip((0.6, 0.8, 0.999), by_place, strict=True):
+        wanted = [1 - min(1.0, 2 * (1 - rate) * (1 - n / 15)) for n in range(16)]
+        assert row == pytest.approx(wanted, abs=0.03) and row[-1] == 1.0
+
+
+@pytest.mark.parametrize("length", [1, 16])
+def test_mask_grpos_published_weights_are_sums_of_masks(length):
+    """fixed: false. A token counts as often as any of the masks hides it, on average 1 where one
+    does."""
+    options = {"low": 0.05, "updates": 2}
+    batch = finished(2000, length)
+    batch = batch.replace(mask=torch.arange(length).expand(2000, -1) < max(1, length - 1))
+    masks = sum(
+        p.state.double()
+        for p in ESTIMATORS["mask_grpo"](Hides(), batch, Rng.of(1), draws=2, **options)
+    )
+    (point,) = ESTIMATORS["mask_grpo"](Hides(), batch, Rng.of(1), draws=1, fixed=False, **options)
+    some = masks > 0
+    assert torch.equal(point.mask, some) and (length == 1 or not some.all())
+    wanted = masks * some.sum(1, keepdim=True) / masks.sum(1, keepdim=True).clamp_min(1)
+    torch.testing.assert_close(point.known, wanted, atol=1e-12, rtol=0)
+    gone = ESTIMATORS["mask_grpo"](
+        Hides(), batch.replace(mask=batch.mask & False), Rng.of(1), fixed=False, **options
+    )
+    assert not gone[0].mask.any() and gone[0].known.isfinite().all()
+
+
+def test_udm_grpo_looks_at_adjacent_early_rates():
+    starts = set()
+    for seed in range(12):
+        points = ESTIMATORS["udm_grpo"](Hides(), finished(500), Rng.of(seed), starts=2, window=2)
+        rates = [float(p.state.double().mean()) for p in points]
+        first = int((rates[0] - Hides.rates).abs().argmin())
+        starts.add(first)
+        assert rates == pytest.approx(Hides.rates[first : first + 2].tolist(), abs=0.03)
+        total = sum(p.mask.sum(1, keepdim=True) for p in points)
+        for p in points:
+            count = p.mask.sum(1, keepdim=True)
+            torch.testing.assert_close(
+                p.known * 2 * count.clamp_min(1), total.to(p.known) * torch.ones_like(p.known)
+            )
+    assert starts == {0, 1}
+    for seed in range(12):  # more starts than steps: the last one, alone
+        late = ESTIMATORS["udm_grpo"](Hides(), finished(500), Rng.of(seed), starts=10_000, window=3)
+        assert [float(p.state.double().mean()) for p in late] == pytest.approx([0.3], abs=0.03)
+
+
+def test_d1_hides_everything_and_a_share_of_the_prompt():
+    seen = []
+
+    class Corrupts(Hides):
+        def corrupted(self, cond, share, rng):
+            seen.append(share)
+            return "corrupted"
+
+        def at(self, rollout, hide, score=None):
+            seen.append(rollout.cond)
+            return super().at(rollout, hide, score)
+
+    for options, wanted in (
+        ({}, [0.15, "corrupted"]),
+        ({"prompt": 0.5}, [0.5, "corrupted"]),
+        ({"prompt": 0.0}, [None]),
+    ):
+        seen.clear()
+        (point,) = ESTIMATORS["d1"](Corrupts(), finished(3), Rng.of(0), **options)
+        assert point.state.all() and seen == wanted
+
+
+@pytest.mark.parametrize("name", ["random", "coupled"])
+def test_rates_must_ascend(name):
+    for low, high in ((0.5, 0.5), (0.9, 0.1)):
+        with pytest.raises(UserError, match="low < high"):
+            ESTIMATORS[name](Hides(), finished(2), Rng.of(0), low=low, high=high)
+
+
+def test_surrogates_of_whole_rows_take_estimators_of_one_pass():
+    policy = TablePolicy(steps=2)
+    rollout, _ = rolled(policy, 0, rows=4)
+    (point,) = Masked(surrogate=SURROGATES["gspo"], estimator=bound("random")).points(
+        policy, rollout, POINTS
+    )
+    assert torch.equal(point.num_decisions, point.mask.sum(1)) and (point.known == 1).all()
+    assert "old" in Masked().snapshots

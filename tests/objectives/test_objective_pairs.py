@@ -1,0 +1,273 @@
+"""Every objective with every kind of policy: what suits each other learns, what does not is refused
+with the reason.
+
+Generated from the registries: a new objective is tested by being registered, with its defaults or
+what LEARNS says.
+"""
+
+import re
+from functools import partial
+
+import pytest
+import torch
+import yaml
+
+from mmrl import config
+from mmrl.config.options import KINDS, TrainOptions, unsuited
+from mmrl.core import registry
+from mmrl.core.errors import UserError
+from mmrl.core.registry import ADVANTAGES, ESTIMATORS, OBJECTIVES, POLICIES, SURROGATES
+from mmrl.objectives import Revisiting
+from mmrl.objectives.surrogates import sees_whole_rows
+from mmrl.policies.masked.policy import MaskedDiffusion
+from mmrl.run.build import read
+from mmrl.scoring import Scorer
+from mmrl.train.optimizers import adamw
+from mmrl.train.trainer import Trainer
+from rewards.card import card
+from samplers.kernels import memoryless
+from samplers.noise import Rng
+from tests.fixtures import toys
+
+registry.load_built_in()
+
+
+class ToyHidden(toys.ToyTokens, MaskedDiffusion):
+    """Masked diffusion whose finished samples can be hidden again."""
+
+    visible = toys.ToyMasked.visible
+
+    def __init__(self, **options):
+        super().__init__(toys.seeded(toys.Bag), length=6, mask_id=5, steps=3, **options)
+
+    def encode(self, prompts):
+        found = super().encode(prompts)
+        return found | {"uncond": {"label": found["label"][:1]}}
+
+
+TOKENS = {"masked", "causal", "hidden"}
+RATE = {"flow": 2e-2, "video": 2e-2, "diffusion": 3e-3}
+KIND = toys.POLICIES | {"hidden": ToyHidden}
+# Options of the objective, and those of the toy policy, where the defaults are for networks a
+# million times as large.
+LEARNS = {
+    "grpo": {"clip_range": 0.02},
+    "grpo_guard": {"clip_range": 0.02},
+    "flow_dppo": {"threshold": 0.01},
+    "dgpo": {"beta": 5.0, "kl": 0.001},
+    "crd": {"kl": 0.0},
+    "diffusion_dpo": {"beta": 5.0, "num_noise_draws": 4},
+    "d3po": {"beta": 5.0},
+    "seppo": {"beta": 50.0, "num_noise_draws": 8},
+    "rwr": {"beta": 0.3, "num_noise_draws": 4},
+    "draft": {"last": 3},
+    "adjoint_matching": {"strength": 20.0},
+}
+POLICY = {
+    ("adjoint_matching", "flow"): {"sde_type": memoryless, "noise_level": 1.0},
+    ("adjoint_matching", "video"): {"sde_type": memoryless, "noise_level": 1.0},
+}
+PAIRS = [
+    (name, kind)
+    for name, entry in OBJECTIVES.items()
+    for kind in KIND
+    if not unsuited(entry, KIND[kind])
+]
+
+
+@card(differentiable=True)
+def close(media, prompts):
+    """Latents near one, or tokens that are the third."""
+    return (toys.smooth_reward if media.is_floating_point() else toys.reward)(media, prompts)
+
+
+@pytest.mark.parametrize(("name", "kind"), PAIRS)
+def test_a_pair_that_suits_each_other_raises_the_reward(name, kind):
+    policy = KIND[kind](**POLICY.get((name, kind), {} if kind in TOKENS else {"steps": 4}))
+    tokens = policy.decisions == "categorical"
+    trainer = Trainer(
+        policy,
+        toys.prompts(2),
+        Scorer({"close": close}),
+        ADVANTAGES["dance_grpo"],
+        config.build({name: LEARNS.get(name, {})}, OBJECTIVES),
+        partial(adamw, lr=RATE.get(kind, 1e-1)),
+        TrainOptions(
+            prompts_per_iteration=2, group_size=12, train_batch_size=24, iterations=8, seed=1
+        ),
+    )
+    before = reward_now(policy)
+    found = [trainer.iterate()["reward/mean"] for _ in range(8)]
+    if not isinstance(trainer.objective, Revisiting):
+        assert sum(found[-2:]) / 2 > found[0] + (0.1 if tokens else 0.2), found
+    # whose untrained toy throws samples far out, and further where it follows them
+    elif kind != "diffusion":
+        assert reward_now(policy) > before + 0.2, found
+
+
+@torch.no_grad()
+def reward_now(policy):
+    """Of samples of the live weights, where earlier ones sample in training."""
+    rollout = policy.rollout(toys.prompts(2), 48, Rng.of("live"))
+    return close(policy.decode(rollout), None).mean().item()
+
+
+WHOLE = """
+policy: {{{policy}: {{path: someone/something}}}}
+data: {{digits: {{kind: single}}}}
+reward: {{{reward}: 1.0}}
+advantage: group
+objective: {objective}
+optimizer: {{adamw: {{lr: 1e-3}}}}
+train: {{prompts_per_iteration: 4, group_size: 4, train_batch_size: 16, iterations: 1}}
+"""
+REWARDS = {"sd3": "digits", "vlm": "count", "masked_lm": "count"}
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_pair_that_does_not_is_refused_when_the_configuration_is_read(objective, tmp_path):
+    for policy, reward in REWARDS.items():
+        why = unsuited(OBJECTIVES[objective], POLICIES[policy])
+        if why is None:
+            continue
+        (tmp_path / "run.yaml").write_text(
+            WHOLE.format(policy=policy, reward=reward, objective=objective)
+        )
+        with pytest.raises(UserError, match="run.yaml:6.* is for") as error:
+            read(tmp_path / "run.yaml", [])
+        assert why in str(error.value) and any(kind in why for kind in KINDS.values())
+
+
+@pytest.mark.parametrize("silent", ["policy.sd3.noise_level=0", "policy.sd3.sde_type=ode"])
+def test_what_looks_at_noise_is_refused_for_a_sampler_without(silent, tmp_path):
+    for objective, entry in OBJECTIVES.items():
+        (tmp_path / "run.yaml").write_text(
+            WHOLE.format(policy="sd3", reward="digits", objective=objective)
+        )
+        if not getattr(entry, "visits", False):
+            continue
+        read(tmp_path / "run.yaml", [])
+        with pytest.raises(
+            UserError, match="run.yaml:6.*looks at steps with noise, of which this policy has none"
+        ):
+            read(tmp_path / "run.yaml", [silent])
+    visits = {name for name, entry in OBJECTIVES.items() if getattr(entry, "visits", False)}
+    assert visits == {"grpo", "grpo_guard", "flow_dppo", "d3po", "adjoint_matching"}
+    (tmp_path / "run.yaml").write_text(
+        WHOLE.format(policy="sd3", reward="digits", objective="dgpo")
+    )
+    read(tmp_path / "run.yaml", [silent])
+
+
+def test_an_objective_that_follows_the_rewards_gradient_is_refused_for_one_without(tmp_path):
+    follow = {name for name, entry in OBJECTIVES.items() if hasattr(entry, "attach")}
+    assert follow == {"draft", "adjoint_matching"}
+    for objective in sorted(follow):
+        for reward, fine in (("digits", True), ("jpeg_compressibility", False)):
+            (tmp_path / "run.yaml").write_text(
+                WHOLE.format(policy="sd3", reward=reward, objective=objective)
+            )
+            if fine:
+                read(tmp_path / "run.yaml", [])
+                read(tmp_path / "run.yaml", ["reward.jpeg_compressibility={monitor: true}"])
+                continue
+            with pytest.raises(
+                UserError,
+                match="run.yaml:4.*'jpeg_compressibility' cannot be used: it has no gradient",
+            ):
+                read(tmp_path / "run.yaml", [])
+
+
+def test_which_pairs_suit_each_other():
+    """The two tables of docs: flow objectives and objectives of text, and what lies between."""
+    pairs = {
+        name: {policy for policy in REWARDS if not unsuited(entry, POLICIES[policy])}
+        for name, entry in OBJECTIVES.items()
+    }
+    assert (
+        pairs["grpo"] == set(REWARDS)
+        and pairs["dgpo"] == {"sd3"}
+        and pairs["text"] == set(REWARDS) - {"sd3"}
+    )
+    assert pairs["masked"] == {"masked_lm"} and pairs["gvpo"] == {"vlm"}
+    assert all(pairs.values()), "an objective without a policy"
+
+
+OF_ANSWERS = [
+    {"ground_truth_rollout": "count"},
+    {"replay_buffer": {"share": 0.5}},
+    {"max_new_tokens_schedule": [[0, 64]]},
+]
+
+
+@pytest.mark.parametrize("option", OF_ANSWERS, ids=lambda option: next(iter(option)))
+def test_options_of_answers_are_refused_for_other_policies_when_the_configuration_is_read(
+    option, tmp_path
+):
+    (name,) = option
+    for policy, reward in {**REWARDS, "amused": "digits"}.items():
+        objective = "dgpo" if policy == "sd3" else "text"
+        text = WHOLE.format(policy=policy, reward=reward, objective=objective)
+        plain = yaml.safe_load(text)
+        plain["train"] |= option
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(plain))
+        problems = refusal(tmp_path / "run.yaml")
+        wanted = re.search(rf"run.yaml:\d+: train.{name}: .*; it is for vlm", problems)
+        assert bool(wanted) == (policy != "vlm"), problems
+
+
+def refusal(file):
+    """What is wrong with a configuration; a reward that the digits' captions do not suit is beside
+    the point."""
+    try:
+        read(file, [])
+    except UserError as error:
+        return "\n".join(line for line in str(error).split("\n") if "reward.count" not in line)
+    return ""
+
+
+SEQUENCES = ["gspo", "gspo_token", "luspo", "gmpo", "rloo", "vespo"]
+
+
+@pytest.mark.parametrize("surrogate", SEQUENCES)
+def test_surrogates_of_whole_answers_are_refused_on_masked_models_when_the_configuration_is_read(
+    surrogate, tmp_path
+):
+    def problems(policy, objective):
+        file = tmp_path / "run.yaml"
+        file.write_text(WHOLE.format(policy=policy, reward=REWARDS[policy], objective=objective))
+        return refusal(file)
+
+    assert {name for name, entry in SURROGATES.items() if sees_whole_rows(entry)} == set(SEQUENCES)
+    assert not problems("vlm", f"{{text: {{surrogate: {surrogate}}}}}")
+    refused = problems("masked_lm", f"{{text: {{surrogate: {surrogate}}}}}")
+    assert re.search(
+        f"run.yaml:6.*{surrogate} compares whole answers, whose tokens the policy MaskedLM", refused
+    ), refused
+    several = r"run.yaml:6.*whole samples, which this estimator scores in several passes"
+    for estimator in ESTIMATORS:
+        refused = problems(
+            "masked_lm", f"{{masked: {{surrogate: {surrogate}, estimator: {estimator}}}}}"
+        )
+        in_one_pass = estimator in ("d1", "mask_grpo", "uni_grpo", "random")
+        assert not refused if in_one_pass else re.search(several, refused), refused
+    for options in ("mask_grpo: {draws: 2}", "uni_grpo: {draws: 3}", "random: {draws: 2}"):
+        refused = problems(
+            "masked_lm", f"{{masked: {{surrogate: {surrogate}, estimator: {{{options}}}}}}}"
+        )
+        assert re.search(several, refused), refused
+    chosen = (
+        f"{{masked: {{surrogate: {surrogate}, estimator: {{schedule_matched: {{passes: 1}}}}}}}}"
+    )
+    assert not problems("masked_lm", chosen)
+
+
+def test_draft_on_a_tree_is_refused_when_the_configuration_is_read(tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        WHOLE.format(policy="sd3", reward="digits", objective="draft")
+    )
+    read(tmp_path / "run.yaml", [])
+    with pytest.raises(
+        UserError, match="run.yaml:6.*draws the noise of single paths again: remove .* tree"
+    ):
+        read(tmp_path / "run.yaml", ["policy.sd3.tree={splits: 2}"])

@@ -1,0 +1,341 @@
+"""Janus: exact by enumeration on a tiny instance of transformers' own class, and equal to its own
+generation."""
+
+import warnings
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from mmrl.core.errors import UserError
+from mmrl.core.registry import SURROGATES
+from mmrl.objectives import Text
+from mmrl.policies.image_tokens.models.janus import Janus
+from mmrl.policies.image_tokens.policy import ImageTokenPolicy
+from samplers.noise import Rng
+from samplers.warp import Warp
+from tests.fixtures import tiny_vlms
+from tests.fixtures.image_tokens import (
+    assert_compiles,
+    assert_half_precision,
+    assert_trains,
+    cosine,
+    every,
+    flat_grad,
+    logp,
+    support,
+    trainer_of,
+)
+
+PROMPT = {"text": "a red seven"}
+PROMPTS = [PROMPT, {"text": "a blue two left of a green nine"}]
+VOCAB = 3
+TOKENS = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A complete folder of the real class: three image tokens, four to an image."""
+    import transformers as hf
+
+    path = tmp_path_factory.mktemp("janus")
+    model, processor = tiny_vlms.janus()
+    config = model.config
+    config.vq_config.num_embeddings = VOCAB
+    config.vq_config.num_patches = 2
+    # two patches a side
+    config.vision_config.num_image_tokens = TOKENS
+    config.vision_config.image_size = 28
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = hf.JanusForConditionalGeneration(config)
+        tiny_vlms._wake(model)
+    model.save_pretrained(path)
+    processor.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def make(folder):
+    def make(double=True, **options) -> ImageTokenPolicy:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            policy = Janus(folder, **options)
+        policy.net.to(torch.float64 if double else torch.float32)
+        return policy
+
+    return make
+
+
+IDS = every(VOCAB, TOKENS)
+REWARD = torch.linspace(-1, 2, len(IDS), dtype=torch.float64).sin()
+MODES = [
+    {"guidance_scale": 1.0},
+    {"guidance_scale": 3.0},
+    {"guidance_scale": 3.0, "temperature": 0.7},
+    {"guidance_scale": 2.0, "top_k": 2},
+    {"guidance_scale": 2.0, "top_p": 0.8, "temperature": 1.3},
+    {"guidance_scale": 3.0, "logprob_guidance": "guided_stopgrad_uncond"},
+]
+
+
+@pytest.mark.parametrize("options", MODES, ids=str)
+def test_probabilities_of_all_images_sum_to_1(make, options):
+    policy = make(**options)
+    with torch.no_grad():
+        p = logp(policy, IDS, PROMPT).exp()
+    if "top_k" not in options and "top_p" not in options:
+        assert abs(p.sum() - 1) < 1e-12 and (p > 0).all()
+    # a token outside the support is scored as if it were inside: what can be sampled sums to 1
+    else:
+        possible = support(policy, IDS, PROMPT)
+        assert 1 < possible.sum() < len(IDS) and abs(p[possible].sum() - 1) < 1e-12
+
+
+@pytest.mark.parametrize("options", MODES[:5], ids=str)
+def test_samples_come_at_the_rate_of_their_score(make, options):
+    policy = make(**options)
+    copies = 1000
+    with torch.no_grad():
+        rollout = policy.rollout([PROMPT], copies, Rng.of("frequencies"))
+        p = logp(policy, IDS, PROMPT).exp() * support(policy, IDS, PROMPT)
+    index = (rollout.sample * VOCAB ** torch.arange(TOKENS - 1, -1, -1)).sum(1)
+    counts = torch.bincount(index, minlength=len(IDS))
+    assert (counts[p == 0] == 0).all()
+    common = p * copies > 5
+    chi = ((counts - p * copies) ** 2 / (p * copies))[common].sum()
+    assert chi < common.sum() + 4 * (2 * common.sum()) ** 0.5
+    torch.testing.assert_close(rollout.logprob.sum(1).exp(), p[index], atol=1e-10, rtol=1e-8)
+
+
+@pytest.mark.parametrize("options", MODES[:4], ids=str)
+def test_importance_weights_are_unbiased(make, options):
+    """E_old[ratio] = 1 and E_old[ratio r] = J_new, over all images."""
+    policy = make(**{k: v for k, v in options.items() if k != "top_k"})
+    with torch.no_grad():
+        old = logp(policy, IDS, PROMPT)
+        for i, p in enumerate(policy.weights.parameters().values()):
+            p.add_(
+                0.05
+                * Rng.of("move", i).normal(torch.zeros(1), (p.numel(),), dtype=p.dtype).view_as(p)
+            )
+        new = logp(policy, IDS, PROMPT)
+    ratio = (new - old).exp()
+    assert float((old.exp() * ratio).sum()) == pytest.approx(1, abs=1e-12) and ratio.std() > 0.01
+    assert float((old.exp() * ratio * REWARD).sum()) == pytest.approx(
+        float((new.exp() * REWARD).sum()), abs=1e-12
+    )
+
+
+def gradients(make, **options):
+    """The true gradient of the expected reward of what is sampled, and the estimator's
+    expectation."""
+    sampled = make(**options | {"logprob_guidance": "guided"})
+    p = logp(sampled, IDS, PROMPT).exp()
+    true = flat_grad(sampled, (p * REWARD).sum())
+    scored = make(**options)
+    weight = (p * (REWARD - (p * REWARD).sum())).detach()
+    return true, flat_grad(scored, (weight * logp(scored, IDS, PROMPT)).sum())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"guidance_scale": 1.0}, {"guidance_scale": 2.0}, {"guidance_scale": 5.0, "temperature": 0.7}],
+)
+def test_the_matched_gradient_is_the_true_one(make, options):
+    true, estimated = gradients(make, **options)
+    assert cosine(estimated, true) > 1 - 1e-9
+    # Llama's norms are in float32 throughout
+    torch.testing.assert_close(estimated, true, atol=1e-6, rtol=0)
+
+
+def test_the_mismatched_gradient_is_not(make):
+    found = [
+        cosine(*gradients(make, guidance_scale=s, logprob_guidance="conditional"))
+        for s in (1.0, 2.0, 5.0)
+    ]
+    assert (
+        found[0] == pytest.approx(1, abs=1e-12)
+        and found[0] > found[1] + 0.01
+        and found[1] > found[2]
+    )
+
+
+@pytest.mark.parametrize("train", ["language", "generation"])
+def test_without_gradient_through_the_unconditional_branch(make, train):
+    """The gradient of the guided score with z_u held fixed, also in the head, and the same
+    value."""
+    stop, whole = (
+        make(guidance_scale=3.0, logprob_guidance=kind, train=train)
+        for kind in ("guided_stopgrad_uncond", "guided")
+    )
+    torch.testing.assert_close(
+        logp(stop, IDS, PROMPT), logp(whole, IDS, PROMPT), atol=1e-12, rtol=0
+    )
+    found = flat_grad(stop, (REWARD * logp(stop, IDS, PROMPT)).sum())
+    inputs = whole.collate(whole.encode([PROMPT]) * len(IDS))
+    z = whole.net.vocabulary(whole.net.teach(inputs, IDS))
+    z_empty = whole.net.vocabulary(whole.net.teach(whole.empty(inputs), IDS)).detach()
+    guided = (z_empty + 3 * (z - z_empty)).log_softmax(-1).gather(-1, IDS[..., None]).sum((1, 2))
+    torch.testing.assert_close(
+        found, flat_grad(whole, (REWARD * guided).sum()), atol=1e-10, rtol=1e-8
+    )
+
+
+@pytest.mark.parametrize("train", ["language", "generation"])
+def test_what_is_trained_gets_a_gradient(make, train):
+    policy = make(train=train)
+    logp(policy, IDS[:2], PROMPT).sum().backward()
+    found = {name for name, p in policy.net.named_parameters() if p.grad is not None}
+    assert found == {name for name, p in policy.net.named_parameters() if p.requires_grad}
+    assert any("generation_head" in name for name in found) == (train == "generation")
+
+
+@pytest.mark.parametrize("guidance", [1.0, 4.0])
+def test_token_by_token_is_all_at_once_with_ragged_prompts(make, guidance):
+    policy = make(guidance_scale=guidance)
+    rollout = policy.rollout(PROMPTS, 3, Rng.of("ragged"))
+    assert len({one["ids"].shape for one in rollout.cond}) == 2
+    (point,) = policy.path(rollout)
+    with torch.no_grad():
+        again = policy.dist(point).log_prob(point.target)
+        alone = [logp(policy, rollout.sample[i : i + 1], PROMPTS[i // 3]) for i in range(6)]
+    torch.testing.assert_close(again, rollout.logprob, atol=1e-12, rtol=0)
+    torch.testing.assert_close(torch.cat(alone), rollout.logprob.sum(1), atol=1e-11, rtol=0)
+
+
+@pytest.mark.parametrize("guidance", [2.0, 5.0])
+def test_greedy_tokens_are_those_of_transformers(make, guidance):
+    """Its own generation crashes at guidance 1, so the unguided case is compared at 1 + 1e-6."""
+    policy = make(double=False, guidance_scale=guidance)
+    compare(policy, guidance)
+
+
+def test_unguided_greedy_tokens_are_those_of_transformers(make):
+    compare(make(double=False, guidance_scale=1.0), 1 + 1e-6)
+
+
+def compare(policy, guidance):
+    policy.warp = Warp(temperature=0.0)
+    ours = policy.rollout(PROMPTS, 1, Rng.of("greedy")).sample
+    inputs = policy.collate(policy.encode(PROMPTS))
+    hf = policy.net.hf
+    hf.generation_config.bos_token_id = policy.bos
+    hf.generation_config.pad_token_id = policy.pad
+    hf.generation_config.generation_kwargs = {"boi_token_id": policy.start}
+    theirs = hf.generate(
+        inputs["ids"],
+        attention_mask=inputs["mask"],
+        generation_mode="image",
+        guidance_scale=guidance,
+        do_sample=False,
+    )
+    assert torch.equal(ours, theirs)
+    images = policy.decode(policy.rollout(PROMPTS, 1, Rng.of("greedy")))
+    expected = (hf.decode_image_tokens(theirs).permute(0, 3, 1, 2) / 2 + 0.5).clamp(0, 1)
+    torch.testing.assert_close(images, expected.detach(), atol=1e-6, rtol=0)
+
+
+def test_scoring_with_gradient_checkpointing_is_the_same(make):
+    plain = make(guidance_scale=2.0)
+    again = make(guidance_scale=2.0)
+    again.enable_gradient_checkpointing()
+    first, second = (flat_grad(p, logp(p, IDS[:9], PROMPT).sum()) for p in (plain, again))
+    torch.testing.assert_close(first, second, atol=1e-12, rtol=1e-9)
+
+
+def test_the_first_ratio_is_one_in_training(make):
+    assert_trains(make(double=False, guidance_scale=3.0, top_k=2), PROMPTS)
+
+
+def test_half_precision(make):
+    assert_half_precision(make(double=False, guidance_scale=3.0), PROMPTS, apart=2e-2)
+
+
+def test_a_compiled_token_is_the_same(make, monkeypatch):
+    assert_compiles(make(guidance_scale=3.0), PROMPTS, monkeypatch)
+
+
+def test_kernels_that_cannot_run_are_refused(folder):
+    for kernel in ("xformers", "flash"):
+        with pytest.raises(UserError, match="needs a CUDA device"):
+            Janus(folder, attention=kernel)
+
+
+def test_what_memory_allows_is_measured_on_few_tokens(make, monkeypatch):
+    policy = make(sampling_memory_gib=1.0)
+    seen = []
+    draw = policy._draw
+    monkeypatch.setattr(policy, "_draw", lambda *given: seen.append(given[4:]) or draw(*given))
+    rollout = policy.rollout(PROMPTS, 2, Rng.of("memory"))
+    assert seen == [(2,), (2,), ()] and rollout.sample.shape == (4, TOKENS)
+
+
+def test_a_mismatch_is_named(folder):
+    with pytest.warns(UserWarning, match="drawn with guidance 5 and scored without"):
+        Janus(folder, logprob_guidance="conditional")
+
+
+def test_another_model_is_refused(tmp_path):
+    with pytest.raises(UserError, match="cannot be loaded as a Janus model"):
+        Janus(str(tmp_path))
+
+
+def test_exports_load_again(make, tmp_path):
+    policy = make(double=False, lora=2)
+    with torch.no_grad():
+        for p in policy.weights.parameters().values():
+            p.add_(0.1)
+    policy.export(tmp_path)
+    assert (tmp_path / "adapter_config.json").is_file()
+    whole = make(double=False)
+    whole.export(tmp_path / "whole")
+    again = Janus(str(tmp_path / "whole"))
+    for key, value in again.net.state_dict().items():
+        assert torch.equal(value, whole.net.state_dict()[key]), key
+
+
+def test_a_published_mismatch_in_a_table():
+    """One token: the conditional score's expected gradient is the true one over s."""
+    z, z_empty, r = (
+        Rng.of("table", i).normal(torch.zeros(1), (1, 6), dtype=torch.float64)[0, 0]
+        for i in range(3)
+    )
+    z.requires_grad_()
+    for s in (2.0, 5.0):
+        p = (z_empty + s * (z - z_empty)).softmax(-1)
+        true = torch.autograd.grad((p * r).sum(), z)[0]
+        weight = (p * (r - (p * r).sum())).detach()
+        found = torch.autograd.grad((weight * F.log_softmax(z, -1)).sum(), z)[0]
+        torch.testing.assert_close(found * s, true, atol=1e-12, rtol=0)
+
+
+def test_half_precision_at_the_guidance_of_the_shipped_configuration(make):
+    """configs/janus/ar_grpo.yaml: passes in bfloat16, guidance 5, whose rounding is several times
+    the unguided one."""
+    policy = make(double=False, guidance_scale=5.0)
+    first = trainer_of(
+        policy, PROMPTS, precision="bf16", group_size=8, train_batch_size=16
+    ).iterate()
+    assert first["skipped_steps"] == 0 and first["ratio/max_deviation"] > 1e-3
+
+
+def test_gspo_at_its_published_clip_cuts_nothing_while_the_weights_stay(make):
+    """At learning rate 0 no ratio has moved. Against the cached decoder's log-probs in half
+    precision it would have."""
+    found = {}
+    for again in (False, "auto"):
+        policy = make(double=False, guidance_scale=5.0)
+        objective = Text(surrogate=SURROGATES["gspo"])
+        sizes = {
+            "group_size": 8,
+            "train_batch_size": 4,
+            "micro_batch_size": 4,
+            "epochs": 2,
+            "precision": "bf16",
+        }
+        trainer = trainer_of(
+            policy, PROMPTS, objective, lr=0.0, recompute_old_logprob=again, **sizes
+        )
+        found[again] = trainer.iterate()["clip_fraction"]
+    assert found["auto"] == 0 < found[False]

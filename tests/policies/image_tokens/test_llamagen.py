@@ -1,0 +1,345 @@
+"""LlamaGen: published names and shapes at full size, exact by enumeration, the published traps."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmrl.core.errors import UserError
+from mmrl.policies.image_tokens.models.llamagen import LlamaGen
+from mmrl.policies.image_tokens.models.llamagen_gpt import LlamaGenGPT, Shape, rotations
+from mmrl.policies.image_tokens.models.llamagen_vq import LlamaGenVQ
+from samplers.noise import Rng
+from tests.fixtures import published_vq
+from tests.fixtures.image_tokens import (
+    assert_compiles,
+    assert_half_precision,
+    assert_trains,
+    cosine,
+    every,
+    flat_grad,
+    logp,
+    support,
+    tiny_llamagen,
+)
+
+PROMPT = {"text": "a red seven", "label": 2}
+PROMPTS = [PROMPT, {"text": "a blue two left of a green nine", "label": 0}]
+VOCAB = 3
+TOKENS = 4
+IDS = every(VOCAB, TOKENS)
+REWARD = torch.linspace(-1, 2, len(IDS), dtype=torch.float64).sin()
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory):
+    folders = {
+        kind: tiny_llamagen(tmp_path_factory.mktemp(kind), kind == "text", VOCAB)
+        for kind in ("class", "text")
+    }
+
+    def make(kind="class", double=True, **options):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            policy = LlamaGen(str(folders[kind]), text_encoder=str(folders[kind] / "t5"), **options)
+        policy.net.to(torch.float64 if double else torch.float32)
+        return policy
+
+    return make
+
+
+# --------------------------------------------------------------------------------------------------
+# checkpoints
+
+SIZES = {  # name: width, layers, heads, parameters as published, in millions
+    "GPT-B": (768, 12, 12, 111),
+    "GPT-L": (1024, 24, 16, 343),
+    "GPT-XL": (1280, 36, 20, 775),
+    "GPT-XXL": (1536, 48, 24, 1400),
+    "GPT-3B": (3200, 24, 32, 3100),
+    "GPT-7B": (4096, 32, 32, 6600),
+}
+
+
+def published(dim, layers, text=False, vocab=16384):
+    """Names and shapes of a published checkpoint, written down from its definition."""
+    feed = -(-int(8 * dim / 3) // 256) * 256
+    head = {"cls_embedding.embedding_table.weight": (1001, dim)}
+    if text:
+        head = {
+            "cls_embedding.cap_proj.fc1.weight": (dim, 2048),
+            "cls_embedding.cap_proj.fc2.weight": (dim, dim),
+            "cls_embedding.uncond_embedding": (120, 2048),
+        }
+    block = {
+        "attention.wqkv.weight": (3 * dim, dim),
+        "attention.wo.weight": (dim, dim),
+        "attention_norm.weight": (dim,),
+        "feed_forward.w1.weight": (feed, dim),
+        "feed_forward.w3.weight": (feed, dim),
+        "feed_forward.w2.weight": (dim, feed),
+        "ffn_norm.weight": (dim,),
+    }
+    ends = {
+        "tok_embeddings.weight": (vocab, dim),
+        "norm.weight": (dim,),
+        "output.weight": (vocab, dim),
+    }
+    return (
+        head
+        | ends
+        | {f"layers.{i}.{name}": shape for i in range(layers) for name, shape in block.items()}
+    )
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("text", [False, True])
+def test_published_transformers_load_strictly_at_full_size(name, text):
+    from mmrl.policies.image_tokens.models.llamagen import shape_of
+
+    dim, layers, heads, millions = SIZES[name]
+    state = {
+        key: torch.empty(shape, device="meta")
+        for key, shape in published(dim, layers, text).items()
+    }
+    shape = shape_of(state, "checkpoint", 16, None)
+    assert (shape.layers, shape.heads, shape.condition) == (layers, heads, 120 if text else 1)
+    with torch.device("meta"):
+        net = LlamaGenGPT(shape)
+    net.load_state_dict(state, strict=True, assign=True)
+    assert sum(p.numel() for p in net.parameters()) / 1e6 == pytest.approx(millions, rel=0.04)
+
+
+def test_the_published_tokenizer_loads_strictly_at_full_size():
+    state = {
+        name: torch.empty(shape, device="meta") for name, shape in published_vq.llamagen().items()
+    }
+    with torch.device("meta"):
+        vq = LlamaGenVQ.like(state, "checkpoint")
+    vq.load_state_dict(state, strict=True, assign=True)
+    assert (
+        sum(p.numel() for p in vq.parameters()) / 1e6 == pytest.approx(72, abs=1)
+        and vq.factor == 16
+    )
+
+
+def test_a_checkpoint_as_published_is_read(make, tmp_path):
+    """A dictionary under "model" in a .pt file, with the rotations some of them carry."""
+    policy = make(double=False)
+    torch.save(
+        {"model": policy.net.state_dict() | {"freqs_cis": torch.zeros(3)}}, tmp_path / "c2i.pt"
+    )
+    torch.save({"model": policy.vq.state_dict()}, tmp_path / "vq.pt")
+    again = LlamaGen(str(tmp_path / "c2i.pt"), vq=str(tmp_path / "vq.pt"), size=4, heads=2)
+    assert all(
+        torch.equal(v, again.net.state_dict()[k]) for k, v in policy.net.state_dict().items()
+    )
+    with pytest.raises(UserError, match="vq is missing"):
+        LlamaGen(str(tmp_path / "c2i.pt"))
+    with pytest.raises(UserError, match="another kind of checkpoint"):
+        LlamaGen(str(tmp_path / "vq.pt"), vq=str(tmp_path / "vq.pt"), size=4)
+    broken = policy.net.state_dict()
+    del broken["norm.weight"]
+    torch.save({"model": broken}, tmp_path / "broken.pt")
+    with pytest.raises(UserError, match=r"(?s)does not fit LlamaGenGPT.*norm\.weight"):
+        LlamaGen(str(tmp_path / "broken.pt"), vq=str(tmp_path / "vq.pt"), size=4, heads=2)
+    with pytest.raises(UserError, match="write hub:owner/name/file"):
+        LlamaGen("hub:peizesun/llamagen_t2i")
+    with pytest.raises(UserError, match="no file"):
+        LlamaGen(str(tmp_path / "nothing.pt"), vq=str(tmp_path / "vq.pt"))
+
+
+# -------------------------------------------------------------------------------------------------
+# the transformer
+
+
+def test_rotations_are_two_dimensional_and_the_condition_has_none():
+    table = rotations(grid=3, dim=8, condition=2)
+    assert table.shape == (11, 4, 2) and table[:2].abs().max() == 0
+    row = 2
+    column = 1
+    # 10000^(-2 i / 4) of each half
+    angles = torch.tensor([row * 1.0, row * 0.01, column * 1.0, column * 0.01])
+    torch.testing.assert_close(
+        table[2 + 3 * row + column], torch.stack([angles.cos(), angles.sin()], -1)
+    )
+
+
+def test_attention_scores_depend_on_the_distance_in_rows_and_columns():
+    from mmrl.policies.image_tokens.models.llamagen_gpt import rotated
+
+    q, k = (
+        Rng.of("qk", i).normal(torch.zeros(1), (1, 1, 8), dtype=torch.float64).expand(1, 1, 9, 8)
+        for i in (0, 1)
+    )
+    rope = rotations(3, 8, 0).double()
+    scores = (rotated(q, rope) @ rotated(k, rope).transpose(-1, -2))[0, 0].view(3, 3, 3, 3)
+    torch.testing.assert_close(scores[0, 0, 1, 1], scores[1, 1, 2, 2], atol=1e-6, rtol=0)
+    torch.testing.assert_close(scores[0, 2, 1, 1], scores[1, 2, 2, 1], atol=1e-6, rtol=0)
+    assert (scores[0, 0, 0, 1] - scores[0, 0, 1, 0]).abs() > 1e-3
+
+
+def test_an_image_token_sees_every_token_of_a_text_alike(make):
+    """Keys of the condition are zero, so only values differ; what is padded is not seen at all."""
+    policy = make("text")
+    inputs = policy.collate(policy.encode(PROMPTS))
+    assert not inputs["mask"].all() and inputs["mask"][:, -1].all() and not inputs["mask"][0, 0]
+    with torch.no_grad():
+        first = policy.net.teach(inputs, IDS[5:7])
+        noise = torch.randn(inputs["text"].shape, generator=torch.Generator().manual_seed(0))
+        moved = torch.where(inputs["mask"][..., None], inputs["text"], noise)
+        torch.testing.assert_close(
+            policy.net.teach(inputs | {"text": moved}, IDS[5:7]), first, atol=1e-12, rtol=0
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# exactness
+
+MODES = [
+    {"guidance_scale": 1.0},
+    {"guidance_scale": 3.0, "temperature": 0.7},
+    {"guidance_scale": 4.0, "logprob_guidance": "conditional"},
+]
+
+
+@pytest.mark.parametrize("kind", ["class", "text"])
+@pytest.mark.parametrize("options", MODES, ids=str)
+def test_probabilities_of_all_images_sum_to_1(make, kind, options):
+    with torch.no_grad():
+        p = logp(make(kind, **options), IDS, PROMPT).exp()
+    assert abs(p.sum() - 1) < 1e-10 and (p > 0).all()
+
+
+@pytest.mark.parametrize(
+    "options", [{"guidance_scale": 3.0, "top_k": 2}, {"top_p": 0.8, "temperature": 1.3}], ids=str
+)
+def test_probabilities_of_what_can_be_sampled_sum_to_1(make, options):
+    policy = make("text", **options)
+    with torch.no_grad():
+        p = logp(policy, IDS, PROMPT).exp()
+        possible = support(policy, IDS, PROMPT)
+    assert 1 < possible.sum() < len(IDS) and abs(p[possible].sum() - 1) < 1e-10
+
+
+@pytest.mark.parametrize("kind", ["class", "text"])
+@pytest.mark.parametrize("guidance", [1.0, 4.0])
+def test_token_by_token_is_all_at_once(make, kind, guidance):
+    policy = make(kind, guidance_scale=guidance)
+    with torch.no_grad():
+        rollout = policy.rollout(PROMPTS, 3, Rng.of("once"))
+        (point,) = policy.path(rollout)
+        again = policy.dist(point).log_prob(point.target)
+    torch.testing.assert_close(again, rollout.logprob, atol=1e-11, rtol=0)
+
+
+def test_samples_come_at_the_rate_of_their_score(make):
+    policy = make(guidance_scale=3.0, top_k=2)
+    copies = 1000
+    with torch.no_grad():
+        rollout = policy.rollout([PROMPT], copies, Rng.of("frequencies"))
+        p = logp(policy, IDS, PROMPT).exp()
+    index = (rollout.sample * VOCAB ** torch.arange(TOKENS - 1, -1, -1)).sum(1)
+    counts = torch.bincount(index, minlength=len(IDS))
+    seen = counts > 0
+    assert seen.sum() <= 2**TOKENS and abs(p[seen].sum() - 1) < 0.02
+    common = seen & (p * copies > 5)
+    chi = ((counts - p * copies) ** 2 / (p * copies))[common].sum()
+    assert chi < common.sum() + 4 * (2 * common.sum()) ** 0.5
+
+
+def test_the_matched_gradient_is_the_true_one_and_the_published_is_not(make):
+    found = {}
+    for scale in (1.0, 2.0, 5.0):
+        sampled = make(guidance_scale=scale)
+        p = logp(sampled, IDS, PROMPT).exp()
+        true = flat_grad(sampled, (p * REWARD).sum())
+        weight = (p * (REWARD - (p * REWARD).sum())).detach()
+        for kind in ("guided", "conditional"):
+            scored = make(guidance_scale=scale, logprob_guidance=kind)
+            found[scale, kind] = cosine(
+                flat_grad(scored, (weight * logp(scored, IDS, PROMPT)).sum()), true
+            )
+    assert all(found[scale, "guided"] == pytest.approx(1, abs=1e-9) for scale in (1.0, 2.0, 5.0))
+    assert found[1.0, "conditional"] == pytest.approx(1, abs=1e-9)
+    assert found[5.0, "conditional"] < found[2.0, "conditional"] < 0.999
+
+
+def test_importance_weights_are_unbiased(make):
+    policy = make(guidance_scale=2.0)
+    with torch.no_grad():
+        old = logp(policy, IDS, PROMPT)
+        for i, p in enumerate(policy.weights.parameters().values()):
+            p.add_(
+                0.05
+                * Rng.of("move", i).normal(torch.zeros(1), (p.numel(),), dtype=p.dtype).view_as(p)
+            )
+        new = logp(policy, IDS, PROMPT)
+    ratio = (new - old).exp()
+    assert float((old.exp() * ratio).sum()) == pytest.approx(1, abs=1e-10) and ratio.std() > 0.01
+    assert float((old.exp() * ratio * REWARD).sum()) == pytest.approx(
+        float((new.exp() * REWARD).sum()), abs=1e-10
+    )
+
+
+def test_scoring_with_gradient_checkpointing_is_the_same(make):
+    plain = make(guidance_scale=2.0)
+    again = make(guidance_scale=2.0)
+    again.enable_gradient_checkpointing()
+    first, second = (flat_grad(p, logp(p, IDS[:9], PROMPT).sum()) for p in (plain, again))
+    torch.testing.assert_close(first, second, atol=1e-12, rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["class", "text"])
+def test_the_first_ratio_is_one_in_training(make, kind):
+    assert_trains(make(kind, double=False, guidance_scale=3.0), PROMPTS)
+
+
+# --------------------------------------------------------------------------------------------------
+# the rest
+
+
+def test_the_tokenizer_reads_back_its_own_codes(make):
+    """Ids whose latents pass through decoder and encoder are random; the quantiser itself is
+    exact."""
+    vq = make(double=False).vq
+    z = vq.quantize.codebook()[IDS[3]] * 1.7
+    from mmrl.policies.image_tokens.models.vq_parts import nearest
+
+    assert torch.equal(
+        nearest(torch.nn.functional.normalize(z, dim=-1), vq.quantize.codebook()), IDS[3]
+    )
+    images = vq.decode(IDS[:2])
+    assert images.shape == (2, 3, 4, 4) and vq.encode(images).shape == (2, 4)
+
+
+def test_adapters_are_added_to_what_is_exported(make, tmp_path: Path):
+    policy = make(double=False, lora=2)
+    with torch.no_grad():
+        for p in policy.weights.parameters().values():
+            p.add_(0.1)
+        policy.export(tmp_path)
+        again = LlamaGen(str(tmp_path), guidance_scale=policy.guidance_scale)
+        torch.testing.assert_close(
+            logp(again, IDS, PROMPT), logp(policy, IDS, PROMPT), atol=1e-4, rtol=0
+        )
+
+
+def test_a_prompt_without_a_class_is_named(make):
+    with pytest.raises(UserError, match="prompt 1 needs 'label', a class of 0..4"):
+        make().encode([PROMPT, {"text": "a seven"}])
+
+
+@pytest.mark.parametrize("kind", ["class", "text"])
+def test_half_precision(make, kind):
+    assert_half_precision(make(kind, double=False, guidance_scale=3.0), PROMPTS, apart=2e-2)
+
+
+@pytest.mark.parametrize("kind", ["class", "text"])
+def test_a_compiled_token_is_the_same(make, kind, monkeypatch):
+    assert_compiles(make(kind, guidance_scale=3.0), PROMPTS, monkeypatch)
+
+
+def test_shapes_are_told_by_width():
+    assert Shape(1280, 36, 20).width() == 3584

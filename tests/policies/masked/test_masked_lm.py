@@ -1,0 +1,173 @@
+"""Masked language models: blocks, exact likelihoods, rows that depend on nobody else."""
+
+import pytest
+import torch
+
+from mmrl.core.errors import UserError
+from mmrl.core.registry import ESTIMATORS
+from mmrl.objectives import Masked
+from mmrl.policies.masked.masked_image_lm import MaskedImageLM
+from mmrl.policies.masked.masked_lm import MaskedLM
+from samplers.noise import Rng
+from tests.fixtures import tiny_diffusers
+from tests.fixtures.tiny_masked_lm import folder
+
+PROMPTS = [{"text": "a red seven"}, {"text": "a blue two on top of a green nine"}]
+
+
+def made(**options):
+    return MaskedLM(str(folder()), **({"max_new_tokens": 6, "block": 3, "steps": 4} | options))
+
+
+def rolled(policy, prompts=PROMPTS, copies=3):
+    with torch.no_grad():
+        rollout = policy.rollout(prompts, copies, Rng.of(0))
+    return rollout.replace(advantage=torch.ones(len(rollout), 1))
+
+
+@pytest.mark.parametrize("options", [{}, {"sampler": "maskgit"}, {"guidance_scale": 3.0}])
+def test_the_path_repeats_what_was_recorded_block_after_block(options):
+    policy = made(**options)
+    rollout = rolled(policy)
+    assert torch.equal(rollout.commit_step // 2, (torch.arange(6) // 3).expand(6, -1))
+    for point in policy.path(rollout):
+        logp = policy.dist(point).log_prob(point.target)
+        torch.testing.assert_close(logp[point.mask], point.logprob[point.mask], atol=1e-5, rtol=0)
+
+
+def test_a_row_does_not_depend_on_the_length_of_other_prompts():
+    policy = made()
+    alone = rolled(policy, PROMPTS[:1])
+    among = rolled(policy)
+    assert torch.equal(alone.sample, among.sample[:3])
+    torch.testing.assert_close(alone.logprob, among.logprob[:3], atol=1e-5, rtol=0)
+
+
+def test_the_network_sees_prompt_and_answer_in_their_places():
+    policy = made()
+    ids = torch.tensor([[5, 6, policy.mask_id, 7, 8, 5]])
+    cond = policy.encode(PROMPTS)
+    for p, text in enumerate(PROMPTS):
+        plain = torch.tensor([policy.tokenizer(text["text"]).input_ids + ids[0].tolist()])
+        row = {key: value[p : p + 1] for key, value in cond.items()}
+        torch.testing.assert_close(
+            policy.logits(ids, row), policy.net(plain).logits[:, -6:], atol=1e-5, rtol=0
+        )
+
+
+def test_what_follows_the_end_is_not_read_nor_trained_on():
+    policy = made(max_new_tokens=6, block=2, steps=3)
+    sample = torch.tensor([[5, policy.end, 7, 8, 5, 6], [5, 6, 7, policy.end, 6, 7], [5] * 6])
+    assert policy._size(sample).tolist() == [2, 4, 6]
+    rollout = rolled(policy, PROMPTS, 12)
+    size = policy._size(rollout.sample)
+    assert torch.equal(rollout.mask.sum(1), (size + 1) // 2 * 2) and (size < 6).any()
+    for text, n in zip(policy.decode(rollout), size.tolist(), strict=True):
+        assert (
+            text.tokens == n
+            and text.finished == (text.tokens < 6 or text.finished)
+            and "<mask>" not in text
+        )
+    assert not (rollout.sample == policy.mask_id).any()
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_every_estimator_takes_it(name):
+    policy = made()
+    rollout = rolled(policy)
+    policy.weights.keep("old")
+    objective = Masked(estimator=ESTIMATORS[name])
+    for point in objective.points(policy, rollout, Rng.of(1)):
+        assert objective.loss(policy, point)[point.mask].isfinite().all()
+
+
+def test_d1_hides_some_of_the_prompt():
+    policy = made()
+    rollout = rolled(policy)
+    (point,) = ESTIMATORS["d1"](policy, rollout, Rng.of(1), prompt=0.5)
+    changed = point.cond["ids"] != rollout.cond["ids"]
+    assert (
+        0 < changed.sum() < changed.numel() and (point.cond["ids"][changed] == policy.mask_id).all()
+    )
+
+
+def test_mistakes():
+    with pytest.raises(UserError, match="block 4 must divide tokens 6"):
+        made(block=4)
+    with pytest.raises(UserError, match="remote_code"):
+        MaskedLM("/nowhere/at/all")
+
+
+def test_export_is_loaded_by_transformers(tmp_path):
+    from transformers import AutoModelForMaskedLM
+
+    policy = made()
+    policy.export(tmp_path)
+    again = AutoModelForMaskedLM.from_pretrained(tmp_path)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(policy.net.state_dict().values(), again.state_dict().values(), strict=True)
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# images as tokens
+
+
+def pictured(**options):
+    codec = str(tiny_diffusers.folder("amused") / "vqvae")
+    chosen = {
+        "decoder": codec,
+        "first": 5,
+        "codes": 12,
+        "side": 2,
+        "steps": 3,
+        "prompt": "on {text} top",
+        "after": "of",
+    }
+    return MaskedImageLM(str(folder()), **(chosen | options))
+
+
+def test_the_network_sees_codes_between_their_marks():
+    """Prompt with its text, codes from ``first`` on and the mask token for hidden ones, what is
+    behind."""
+    policy = pictured()
+    ids = torch.tensor([[0, 12, 11, 12]])
+    cond = policy.encode(PROMPTS)
+    read = policy.tokenizer
+    for p, prompt in enumerate(PROMPTS):
+        before = read(f"on {prompt['text']} top").input_ids
+        mask = read.mask_token_id
+        plain = torch.tensor([[*before, 5, mask, 16, mask, *read("of").input_ids]])
+        row = {key: cond[key][p : p + 1] for key in ("ids", "size")}
+        expected = policy.net(plain).logits[:, len(before) : len(before) + 4, 5:17]
+        torch.testing.assert_close(policy.logits(ids, row), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("sampler", ["emerge", "maskgit"])
+def test_images_are_scored_as_sampled_and_decoded_by_the_codec(sampler):
+    from diffusers import VQModel
+
+    policy = pictured(guidance_scale=3.0, sampler=sampler)
+    rollout = rolled(policy)
+    assert rollout.sample.min() >= 0 and rollout.sample.max() < 12
+    for point in policy.path(rollout):
+        logp = policy.dist(point).log_prob(point.target)
+        torch.testing.assert_close(logp[point.mask], point.logprob[point.mask], atol=1e-5, rtol=0)
+    codec = VQModel.from_pretrained(tiny_diffusers.folder("amused") / "vqvae")
+    ids = rollout.sample.view(-1, 2, 2)
+    expected = codec.decode(ids, force_not_quantize=True, shape=(*ids.shape, 4)).sample.clamp(0, 1)
+    torch.testing.assert_close(policy.decode(rollout), expected.detach())
+
+
+def test_a_decoder_of_ones_own(tmp_path):
+    (tmp_path / "codec_of_mine.py").write_text(
+        "def build():\n    return lambda ids: ids[:, None].expand(-1, 3, -1, -1) / 11\n"
+    )
+    policy = pictured(decoder=f"{tmp_path}/codec_of_mine.py:build")
+    rollout = rolled(policy)
+    assert torch.equal(policy.decode(rollout)[:, 1], rollout.sample.view(-1, 2, 2) / 11)
+    with pytest.raises(UserError, match="must hold {text}"):
+        pictured(prompt="draw")
+    with pytest.raises(UserError, match="cannot be loaded as a VQModel"):
+        pictured(decoder=str(tmp_path))

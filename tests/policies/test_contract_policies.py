@@ -1,0 +1,272 @@
+"""What every registered policy must keep: a new one is tested by being registered.
+
+Its smallest options are in SMALLEST of tests/core/test_contract.py; the toys of
+tests/policies/test_families.py cover the families.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from mmrl.core.registry import POLICIES
+from mmrl.core.types import Rollout
+from mmrl.policies.base import NetPolicy
+from mmrl.policies.diffusion.flow_policy import FlowPolicy
+from mmrl.train.minibatches import passes
+from samplers.noise import Rng
+from tests.core.test_contract import made
+
+# Options under which a policy must keep the contract too, besides its smallest.
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "sd3": [
+        {"guidance_scale": 3.0},
+        {"lora": 2, "guidance_scale": 3.0, "sde_type": "dance_sde", "noise_level": 0.3},
+        {"noise_window": "all_but_last"},
+    ],
+    "masked_image_lm": [{"guidance_scale": 2.0, "lora": 2}],
+    "masked_lm": [{"guidance_scale": 2.0, "sampler": "maskgit"}, {"lora": 2}],
+    "amused": [
+        {"guidance_scale": 3.0, "sampler": "maskgit"},
+        {"lora": 2, "guidance_scale": 2.0, "temperature": 0.8},
+    ],
+    "janus": [
+        {"guidance_scale": 1.0, "top_k": 5, "lora": 2},
+        {"logprob_guidance": "conditional", "train": "generation"},
+    ],
+    "emu3": [
+        {"guidance_scale": 1.0, "top_p": 0.9},
+        {"lora": 2, "ratio": "2:1", "logprob_guidance": "guided_stopgrad_uncond"},
+    ],
+    "imagegpt": [{"temperature": 0.8}],
+    "glm_image": [{"lora": 2, "top_k": 5}],
+    "janus_unified": [
+        {"plan": {"max_new_tokens": 4, "images": 2, "turn": "new"}, "weigh": "segment", "lora": 2}
+    ],
+    "var": [
+        {"guidance_scale": 1.0, "top_k": 3},
+        {"lora": 2, "scale_alpha": 0.7, "logprob_guidance": "guided_stopgrad_uncond"},
+        {"branch_at": 1},
+    ],
+    "llamagen": [
+        {"guidance_scale": 1.0, "top_p": 0.9},
+        {"lora": 2, "logprob_guidance": "guided_stopgrad_uncond"},
+    ],
+}
+TEXTS = ("a red seven", "a blue two", "a green nine")
+PICTURE = Image.new("RGB", (32, 32), "red")
+PROMPTS = [  # what any policy can answer
+    {"text": text, "image": PICTURE, "label": i} for i, text in enumerate(TEXTS)
+]
+COPIES = 2
+
+CASES = [(name, extra) for name in POLICIES for extra in ({}, *VARIANTS.get(name, []))]
+
+
+@pytest.fixture(
+    scope="module", params=CASES, ids=["-".join([n, *map(str, e.values())]) for n, e in CASES]
+)
+def policy(request):
+    name, extra = request.param
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # new adapters draw their first weights
+        return made("policies", name, extra=extra)
+
+
+@pytest.fixture(scope="module")
+def rollout(policy) -> Rollout:
+    return roll(policy)
+
+
+SAMPLES = Rng.of("contract")
+
+
+def prompts_for(policy):
+    """Those that write have other tensors for images than for prompts; theirs are in
+    tests/test_vlm_*.py."""
+    return [{"text": text} for text in TEXTS] if policy.makes == "text" else PROMPTS
+
+
+def roll(policy, rng: Rng = SAMPLES) -> Rollout:
+    with torch.no_grad():
+        rollout = policy.rollout(prompts_for(policy), COPIES, rng)
+    signs = torch.tensor([1.0, -1.0], dtype=rollout.logprob.dtype).repeat(len(PROMPTS))
+    return rollout.replace(advantage=signs[:, None])
+
+
+def test_a_rollout_is_rows_by_decisions(policy, rollout):
+    rows = len(PROMPTS) * COPIES
+    decisions = rollout.mask.shape[1]
+    assert rollout.group.tolist() == [p for p in range(len(PROMPTS)) for _ in range(COPIES)]
+    assert (
+        rollout.row_id.tolist() == list(range(rows))
+        and prompts_for(policy)[1].items() <= rollout.prompt_per_row()[COPIES].items()
+    )
+    assert (
+        rollout.logprob.shape == rollout.mask.shape == (rows, decisions)
+        and rollout.mask.dtype == torch.bool
+    )
+    assert (
+        len(rollout.sample) == rows
+        and rollout.mask.any(1).all()
+        and rollout.logprob[rollout.mask].isfinite().all()
+    )
+    if rollout.path is not None:
+        assert rollout.path.shape == (rows, decisions + 1, *rollout.sample.shape[1:])
+        assert rollout.time.shape == (rows, decisions + 1) and rollout.eta.shape == (
+            rows,
+            decisions,
+        )
+        assert (
+            torch.equal(rollout.path[:, -1], rollout.sample)
+            and not (rollout.mask & (rollout.eta == 0)).any()
+        )
+
+
+def test_conditions_are_stored_once_a_prompt(rollout):
+    if isinstance(rollout.cond, list):  # of prompts that do not fit one tensor
+        assert len(rollout.cond) == len(PROMPTS) and all(
+            len(leaf) == 1 for leaf in leaves(rollout.cond)
+        )
+        return
+    for tensor in leaves(rollout.cond):
+        assert len(tensor) in (len(PROMPTS), 1), "one row a prompt, or one for all"
+
+
+def leaves(nest):
+    if isinstance(nest, torch.Tensor):
+        return [nest]
+    return [
+        leaf
+        for value in (nest.values() if isinstance(nest, dict) else nest)
+        for leaf in leaves(value)
+    ]
+
+
+def test_scoring_repeats_sampling_to_the_bit(policy, rollout):
+    """Or, where answers are sampled token by token and scored in one pass, up to rounding (see
+    Point.on_policy)."""
+    for point in passes(policy.path(rollout), policy.fixed_batch_rows):
+        logp = policy.dist(point).log_prob(point.target)
+        assert logp.shape == point.mask.shape == point.logprob.shape
+        ratio = (logp - point.logprob).exp()[point.mask]
+        torch.testing.assert_close(
+            ratio, torch.ones_like(ratio), atol=1e-5 if policy.adjacent else 0, rtol=0
+        )
+
+
+def test_the_path_covers_the_mask_once(policy, rollout):
+    points = list(policy.path(rollout))
+    seen = torch.zeros(len(rollout), dtype=torch.long)
+    for point in points:
+        seen.index_add_(0, point.row_id, point.mask.sum(1))
+    assert seen.tolist() == rollout.mask.sum(1).tolist()
+    first = rollout.replace(mask=rollout.mask & (torch.arange(len(rollout)) == 1)[:, None])
+    assert {
+        row for point in policy.path(first) for row in point.row_id[point.mask.any(1)].tolist()
+    } == {1}
+    for point in points:
+        kept = point.mask.any(1)
+        assert (point.num_decisions[kept] == rollout.mask.sum(1)[point.row_id[kept]]).all()
+
+
+def test_a_distribution_is_differentiable_in_the_trainable_weights_only(policy, rollout):
+    point = next(iter(policy.path(rollout)))
+    dist = policy.dist(point)
+    assert (dist.kl(dist)[point.mask] == 0).all() and dist.entropy().shape == point.mask.shape
+    policy.net.zero_grad()
+    dist.log_prob(point.target)[point.mask].sum().backward()
+    grads = {name: p.grad for name, p in policy.weights.parameters().items()}
+    assert any(g is not None and g.abs().sum() > 0 for g in grads.values())
+    assert all(p.grad is None for p in policy.net.parameters() if not p.requires_grad)
+    policy.net.zero_grad()
+
+
+def test_renoised_states_are_new_reproducible_and_scored(policy, rollout):
+    rng = Rng.of("renoise")
+    one, two, other = (list(policy.renoise(rollout, r)) for r in (rng, rng, rng.fold("other")))
+    assert len(one) == len(two) > 0
+    for point, again in zip(one, two, strict=True):
+        assert (
+            torch.equal(point.state, again.state)
+            and point.logprob is None
+            and point.next_time is None
+        )
+        logp = policy.dist(point).log_prob(point.target)
+        assert logp.shape == point.mask.shape and logp.isfinite().all()
+        assert point.advantage is not None and point.num_decisions is not None
+    if rollout.path is not None:
+        assert not torch.equal(one[0].state, other[0].state)
+
+
+def test_pictures_lie_between_0_and_1(policy, rollout):
+    media = policy.decode(rollout)
+    assert len(media) == len(rollout)
+    if isinstance(media, torch.Tensor) and media.is_floating_point():
+        assert media.ndim in (4, 5) and media.shape[-3] == 3 and not media.requires_grad
+        assert media.min() >= 0 and media.max() <= 1
+        assert torch.equal(policy.decode(rollout[:2]), media[:2]) or policy.fixed_batch_rows is None
+
+
+def test_a_sample_depends_on_its_name_only(policy, rollout):
+    with torch.no_grad():
+        later = policy.rollout(prompts_for(policy)[1:], COPIES, Rng(SAMPLES.key, offset=1))
+    assert later.row_id.tolist() == list(range(COPIES, len(PROMPTS) * COPIES))
+    torch.testing.assert_close(later.sample, rollout.sample[COPIES:], atol=1e-5, rtol=1e-5)
+    assert not torch.equal(roll(policy, Rng.of("other")).sample, rollout.sample)
+
+
+def test_the_global_generators_are_left_alone(policy):
+    before = torch.get_rng_state()
+    rollout = roll(policy)
+    for point in [*policy.path(rollout), *policy.renoise(rollout, Rng.of("again"))]:
+        policy.dist(point)
+    policy.decode(rollout)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_evaluation_explores_nothing_and_leaves_no_trace(policy, rollout):
+    with policy.evaluating(), torch.no_grad():
+        one, two = (
+            policy.rollout(prompts_for(policy)[:1], COPIES, Rng.of("evaluation")) for _ in range(2)
+        )
+        assert torch.equal(one.sample, two.sample)
+        if isinstance(policy, FlowPolicy):
+            assert not one.mask.any()
+    assert torch.equal(roll(policy).sample, rollout.sample)
+
+
+def test_snapshots_hold_the_trainable_weights(policy, rollout):
+    policy.weights.keep("contract")
+    point = next(iter(policy.path(rollout)))
+    with torch.no_grad():
+        before = policy.dist(point).log_prob(point.target)
+        for p in policy.weights.parameters().values():
+            p.add_(0.01)  # an adapter's second factor begins at zero
+        assert not torch.equal(policy.dist(point).log_prob(point.target), before)
+        with policy.weights.using("contract"):
+            assert torch.equal(policy.dist(point).log_prob(point.target), before)
+    policy.weights.load(policy.weights.full("contract"))
+    del policy.weights.saved["contract"]
+
+
+def test_the_table_names_only_what_is_registered():
+    assert not [name for name in VARIANTS if name not in POLICIES]
+
+
+def test_a_policy_offers_what_the_trainer_and_the_commands_use(policy):
+    assert (
+        isinstance(policy.net, nn.Module)
+        and not policy.net.training
+        and policy.weights.parameters()
+    )
+    assert isinstance(policy, NetPolicy) or {
+        "prepare",
+        "evaluating",
+        "device",
+        "width",
+        "trained",
+    } <= set(dir(policy))
+    policy.prepare(prompts_for(policy))

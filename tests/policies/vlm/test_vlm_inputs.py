@@ -1,0 +1,383 @@
+"""Prompts of vision-language models as tensors: tiny models of every family, unlike prompts,
+mistakes named."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from mmrl.core.errors import UserError
+from mmrl.policies.vlm.budgets import admit
+from mmrl.policies.vlm.families import FAMILIES, family_of, part_of
+from mmrl.policies.vlm.media import Budgets, sampled
+from mmrl.policies.vlm.processor import Inputs
+from tests.fixtures import tiny_vlms
+
+NAMES = list(tiny_vlms.BUILDERS)
+
+
+@cache
+def loaded(name: str):
+    import transformers as hf
+
+    hf.logging.set_verbosity_error()
+    hf.logging.disable_progress_bar()
+    net = hf.AutoModelForImageTextToText.from_pretrained(tiny_vlms.folder(name)).eval()
+    return net, hf.AutoProcessor.from_pretrained(tiny_vlms.folder(name))
+
+
+def inputs(name: str, budgets: Budgets | None = None, coords=None) -> Inputs:
+    net, processor = loaded(name)
+    return Inputs(
+        processor,
+        net.config,
+        budgets or Budgets(),
+        family_of(net.config, coords),
+        net.generation_config,
+    )
+
+
+def mixed(name: str) -> list[dict]:
+    """Unlike prompts: one image, none, several, a video, as far as the family takes them."""
+    one = {"text": "what is this?", "images": [tiny_vlms.image(70, 60)]}
+    if name in tiny_vlms.ONE_IMAGE:
+        return [one, {"text": "and where?", "image": tiny_vlms.image(99, 44, 1)}]
+    two = [tiny_vlms.image(50, 120, 1), tiny_vlms.image(200, 60, 2)]
+    found = [
+        one,
+        {"text": "why?"},
+        {"text": "compare <image> and <image>, say", "images": two, "system": "be brief"},
+    ]
+    if name in tiny_vlms.VIDEO:
+        found.append({"text": "when?", "video": tiny_vlms.video(5), "fps": 2.0})
+    return found
+
+
+def message(call, *args, **kwargs) -> str:
+    with pytest.raises(UserError) as error:
+        call(*args, **kwargs)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_batch_of_unlike_prompts_gives_each_its_own_answer(name):
+    net = loaded(name)[0]
+    made = inputs(name)
+    encoded = [made.encode(prompt) for prompt in mixed(name)]
+    groups = made.groups(encoded)
+    assert sorted(i for group in groups for i in group) == list(range(len(encoded)))
+    assert len(groups) == (3 if name == "mllama" else 1)
+    with torch.no_grad():
+        alone = [net(**one).logits[0, -1].log_softmax(-1) for one in encoded]
+        for group in groups:
+            together = (
+                net(**made.collate([encoded[i] for i in group])).logits[:, -1].log_softmax(-1)
+            )
+            for row, i in zip(together, group):
+                assert (row - alone[i]).abs().max() < 2e-5
+
+
+def test_prompts_of_equally_many_images_make_a_batch_for_mllama():
+    net = loaded("mllama")[0]
+    made = inputs("mllama")
+    prompts = [
+        {"text": t, "images": [tiny_vlms.image(w, 60, w)]}
+        for t, w in (("what?", 60), ("and a longer one", 150))
+    ]
+    encoded = [made.encode(prompt) for prompt in prompts]
+    assert made.groups(encoded) == [[0, 1]]
+    with torch.no_grad():
+        together = net(**made.collate(encoded)).logits[:, -1]
+        for row, one in zip(together, encoded):
+            assert (row - net(**one).logits[0, -1]).abs().max() < 2e-5
+    assert "equally many images" in message(
+        made.collate, [encoded[0], made.encode({"text": "none"})]
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_encoding_is_the_processors_own(name):
+    made = inputs(name)
+    prompt = mixed(name)[0]
+    found = made.encode(prompt)
+    if made.processor.chat_template:
+        content = [
+            {"type": "image", "image": prompt["images"][0]},
+            {"type": "text", "text": prompt["text"]},
+        ]
+        wanted = made.processor.apply_chat_template(
+            [{"role": "user", "content": content}],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+    else:
+        wanted = made.processor(
+            text="<image>" + prompt["text"], images=prompt["images"][0], return_tensors="pt"
+        )
+    assert set(found) <= set(wanted) and "pixel_values" in found
+    for key in found:
+        assert torch.equal(found[key], torch.as_tensor(wanted[key])), key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_stands_for_images_cannot_be_sampled_and_what_ends_can(name):
+    made = inputs(name)
+    encoded = made.encode(mixed(name)[0])
+    assert (
+        made._id("image") in made.suppressed
+        and made.stops
+        and not set(made.stops) & set(made.suppressed)
+    )
+    assert made.placeholders(encoded) >= 1
+    special = {made.tokenizer.convert_tokens_to_ids(t) for t in made.tokenizer.all_special_tokens}
+    harmless = ("<|pad|>", "<|bos|>", "<|im_start|>", "<end_of_utterance>")
+    allowed = {made.tokenizer.convert_tokens_to_ids(t) for t in harmless}
+    assert special - allowed - set(made.stops) <= set(made.suppressed)
+    letters = made.tokenizer("any answer", add_special_tokens=False)["input_ids"]
+    assert not set(letters) & set(made.suppressed)
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3"])
+def test_type_ids_that_a_family_needs_are_never_missing_in_silence(name, monkeypatch):
+    made = inputs(name)
+    needed = FAMILIES[name].needs[0]
+    encoded = made.encode({"text": "why?"})
+    assert needed in encoded
+    without = {key: value for key, value in encoded.items() if key != needed}
+    assert f"without {needed}" in message(made.collate, [encoded, without])
+    original = made._processed
+    monkeypatch.setattr(
+        made, "_processed", lambda *a: {k: v for k, v in original(*a).items() if k != needed}
+    )
+    said = message(made.encode, {"text": "why?", "origin": "d.jsonl:3"})
+    assert said.startswith("d.jsonl:3: ") and needed in said
+
+
+def test_views_tell_what_the_model_saw():
+    made = inputs("qwen2_5_vl")
+    prompt = {
+        "text": "<image> or <image>?",
+        "images": [tiny_vlms.image(70, 60), tiny_vlms.image(200, 60)],
+    }
+    encoded, view = made.take(prompt)
+    assert view == made.view(prompt, encoded)
+    assert (
+        view["coords"] == "resized"
+        and view["sizes"] == [[70, 60], [200, 60]]
+        and view["frames"] == 0
+    )
+    assert view["resized"] == [[56, 56], [168, 28]]  # multiples of 28 within 12 * 28 * 28 pixels
+    grid = encoded["image_grid_thw"]
+    assert [[int(w) * 14, int(h) * 14] for _, h, w in grid] == view["resized"]
+    _, view = made.take({"text": "when?", "video": tiny_vlms.video(12, 84, 56), "fps": 4.0})
+    assert view["frames"] == 6 and view["duration"] == 3.0 and view["sizes"] == [[84, 56]]
+
+
+def test_a_space_is_never_guessed():
+    assert inputs("llava").family.coords is None and inputs("llava").family.unverified()
+    grounding = {
+        "text": "where?",
+        "images": [tiny_vlms.image(70, 60)],
+        "boxes": [[0, 0, 9, 9]],
+        "origin": "g.jsonl:8",
+    }
+    said = message(inputs("llava").encode, grounding)
+    assert said.startswith("g.jsonl:8: ") and "set the policy's coords" in said
+    assert inputs("llava", coords="rel1").take(grounding)[1]["coords"] == "rel1"
+    assert "means nothing for llava" in message(inputs, "llava", coords="resized")
+
+
+def test_unknown_families_get_general_rules():
+    import transformers as hf
+
+    family = family_of(hf.AyaVisionConfig())
+    assert not family.known and family.needs == () and len(family.unverified()) == 2
+    assert family_of(hf.Qwen3VLMoeConfig()).known
+
+
+@pytest.mark.parametrize(
+    "prompt, said",
+    [
+        (
+            {"text": "<image> and <image>", "images": 1},
+            "more <image> placeholders than the prompt has",
+        ),
+        ({"text": "<image>, only", "images": 2}, "1 <image> placeholders for 2 images"),
+        ({"text": "the token <|image_pad|>", "images": 1}, "cannot encode"),
+        ({"text": "the token <|image_pad|>"}, "cannot encode"),
+        ({"images": 1}, "needs text"),
+        (
+            {"text": "what?", "images": ["/nowhere/gone.png"]},
+            "cannot read the image '/nowhere/gone.png'",
+        ),
+        (
+            {"text": "when?", "video": np.zeros((4, 8, 8), np.uint8)},
+            "a video is a file or frames uint8",
+        ),
+        ({"text": "when?", "video": "/nowhere/gone.mp4"}, "cannot read the video"),
+    ],
+)
+def test_mistakes_name_the_prompt_and_the_remedy(prompt, said):
+    if isinstance(prompt.get("images"), int):
+        prompt = prompt | {"images": [tiny_vlms.image(60, 60, i) for i in range(prompt["images"])]}
+    shown = message(inputs("qwen2_5_vl").encode, prompt | {"origin": "data.jsonl:17"})
+    assert shown.startswith("data.jsonl:17: ") and said in shown
+
+
+def test_conversations_with_parts_keep_their_order():
+    made = inputs("qwen2_5_vl")
+    a = tiny_vlms.image(56, 56, 1)
+    b = tiny_vlms.image(56, 56, 2)
+    parts = [{"type": "text", "text": "first"}, {"type": "image"}, {"type": "image", "image": b}]
+    turns = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "so?"},
+    ]
+    found = made.encode({"messages": turns, "images": [a]})
+    again = made.encode(
+        {"messages": [dict(turns[0], content="first<image><image>"), *turns[1:]], "images": [a, b]}
+    )
+    assert all(torch.equal(found[key], again[key]) for key in again)
+    before = made.encode({"messages": [{"role": "user", "content": "so?"}], "images": [a]})
+    assert torch.equal(
+        before["input_ids"], made.encode({"text": "<image>so?", "images": [a]})["input_ids"]
+    )
+
+
+def test_pixels_are_limited_and_proportions_kept():
+    prompt = {"text": "what?", "images": [tiny_vlms.image(112, 56)]}
+    encoded, view = inputs("qwen2_5_vl", Budgets(max_pixels=3000)).take(prompt)
+    assert view["sizes"] == [[112, 56]] and view["resized"] == [[84, 28]]
+    assert len(encoded["pixel_values"]) < len(inputs("qwen2_5_vl").encode(prompt)["pixel_values"])
+
+
+@pytest.mark.parametrize(
+    "total, fps, budget, wanted",
+    [
+        (10, 10.0, Budgets(frames=32, fps=2.0), [0, 9]),
+        (8, 2.0, Budgets(frames=32, fps=2.0), list(range(8))),
+        (100, 25.0, Budgets(frames=4, fps=2.0), [0, 33, 66, 99]),
+        (3, 30.0, Budgets(frames=32, fps=1.0), [1]),
+        (5, 1.0, Budgets(frames=32, fps=4.0), list(range(5))),
+    ],
+)
+def test_frames_are_taken_evenly_at_the_rate_asked_for(total, fps, budget, wanted):
+    assert sampled(total, fps, budget) == wanted
+
+
+def test_a_video_file_is_its_frames(tmp_path):
+    import av
+
+    path = tmp_path / "v.mp4"
+    frames = tiny_vlms.video(1, 64, 48, seed=3).repeat(12, 0) // 12
+    frames = (frames * np.arange(1, 13, dtype=np.uint8)[:, None, None, None]).astype(np.uint8)
+    with av.open(str(path), "w") as out:
+        stream = out.add_stream("mpeg4", rate=4)
+        stream.width = 64
+        stream.height = 48
+        stream.pix_fmt = "yuv420p"
+        for frame in frames:
+            out.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        out.mux(stream.encode())
+    made = inputs("qwen3_vl", Budgets(frames=4))
+    encoded, view = made.take({"text": "when?", "video": str(path)})
+    assert view["frames"] == 4 and view["duration"] == 3.0 and view["sizes"] == [[64, 48]]
+    same = made.encode({"text": "when?", "video": frames, "fps": 4.0})
+    assert torch.equal(encoded["input_ids"], same["input_ids"])  # timestamps included
+    # but for compression
+    assert (encoded["pixel_values_videos"] - same["pixel_values_videos"]).abs().mean() < 0.3
+
+
+@pytest.mark.parametrize(
+    "name, part",
+    [
+        ("model.visual.blocks.0.attn.qkv.weight", "vision"),
+        ("model.visual.merger.mlp.0.weight", "projector"),
+        ("model.visual.deepstack_merger_list.0.norm.weight", "projector"),
+        ("model.language_model.layers.0.mlp.up_proj.weight", "language"),
+        ("lm_head.weight", "language"),
+        ("model.vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight", "vision"),
+        ("model.multi_modal_projector.linear_1.weight", "projector"),
+        ("model.image_newline", "projector"),
+        ("model.connector.modality_projection.proj.weight", "projector"),
+        ("model.text_model.layers.0.self_attn.q_proj.weight", "language"),
+        ("model.vqmodel.encoder.conv_in.weight", "vision"),
+    ],
+)
+def test_parameters_have_their_part(name, part):
+    assert part_of(name) == part
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_family_has_all_three_parts(name):
+    counts = {part_of(key) for key, _ in loaded(name)[0].named_parameters()}
+    assert counts == {"language", "projector", "vision"}
+
+
+# --------------------------------------------------------------------------------------------------
+# budgets
+
+
+def rows(sizes) -> list[dict]:
+    return [
+        {"text": "what?" + "x" * more, "images": [tiny_vlms.image(w, h)], "origin": f"d.jsonl:{i}"}
+        for i, (w, h, more) in enumerate(sizes, 1)
+    ]
+
+
+@pytest.mark.parametrize("limit", [3, 4, 9])
+def test_images_are_scaled_down_until_their_tokens_fit(limit):
+    made = inputs("qwen2_5_vl", Budgets(image_tokens=limit))
+    for prompt in rows([(300, 80, 0), (56, 56, 0), (90, 200, 0)]):
+        cost, scale = made.measure(prompt)
+        free, _ = inputs("qwen2_5_vl").measure(prompt)
+        assert cost.images <= limit and (scale == 1) == (free.images <= limit)
+        assert cost.images >= min(free.images, limit) // 2  # not smaller than it must be
+        _, view = made.take(prompt)
+        assert view["sizes"] == [list(prompt["images"][0].size)]
+
+
+def test_long_prompts_are_left_out_and_named():
+    made = inputs("qwen2_5_vl", Budgets(prompt_tokens=40))
+    found = admit(rows([(56, 56, 0), (56, 56, 60), (120, 120, 9)]), made.budgets, made.measure)
+    assert [p["origin"] for p in found.prompts] == ["d.jsonl:1", "d.jsonl:3"]
+    shrunk, dropped = found.notes
+    assert shrunk == "budgets: 1 of 3 prompts have images that are scaled down: d.jsonl:3"
+    assert dropped.startswith("budgets: 1 of 3 prompts are left out as too long: d.jsonl:2: ")
+    assert "prompt tokens, more than budgets.prompt_tokens = 40" in dropped
+    assert "d.jsonl:2: " in message(made.encode, rows([(56, 56, 0), (56, 56, 60)])[1])
+
+
+@pytest.mark.parametrize("overlong", ["drop", "error"])
+def test_what_happens_to_an_overlong_prompt_is_said(overlong):
+    made = inputs("qwen2_5_vl", Budgets(image_tokens=4, overlong=overlong))
+    prompts = rows([(56, 56, 0), (140, 56, 0)])
+    if overlong == "error":
+        said = message(admit, prompts, made.budgets, made.measure)
+        assert said == "d.jsonl:2: 10 image tokens, more than budgets.image_tokens = 4"
+    else:
+        assert admit(prompts, made.budgets, made.measure).prompts == prompts[:1]
+
+
+def test_a_processor_of_fixed_sizes_cannot_be_helped():
+    made = inputs("llava", Budgets(image_tokens=10))
+    assert ("making its images smaller does not help") in message(
+        made.encode, rows([(200, 200, 0)])[0]
+    )
+
+
+def test_without_budgets_of_tokens_nothing_is_read():
+    def measure(prompt):
+        raise AssertionError
+
+    prompts = rows([(56, 56, 0), (140, 56, 0)])
+    assert admit(prompts, Budgets(), measure).prompts == prompts
+    assert admit(prompts, Budgets(max_pixels=5000), measure).notes == (
+        "budgets: 1 of 2 prompts have images that are scaled down: d.jsonl:2",
+    )

@@ -1,0 +1,192 @@
+"""Batches without padding give the log-probs, gradients and samples of padded ones, in every family
+that shares."""
+
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mmrl.core.errors import UserError
+from mmrl.policies.vlm import packing
+from mmrl.policies.vlm.packing import Layout
+from tests.fixtures import tiny_vlms
+from tests.policies.vlm.test_vlm_policy import (  # noqa: F401
+    assert_near,
+    gradient,
+    logprobs,
+    policy_of,
+    prompts,
+    quiet,
+    rolled,
+)
+
+FAMILIES = [name for name in tiny_vlms.BUILDERS if name != "mllama"]
+# of answers; one of them has a single token, which needs no further pass
+LENGTHS = (8, 1, 3, 5, 8, 2, 7, 4, 6)
+
+
+def ragged(rollout):
+    steps = torch.arange(rollout.mask.shape[1])
+    lengths = torch.tensor([LENGTHS[i % len(LENGTHS)] for i in range(len(rollout))])
+    return rollout.replace(mask=rollout.mask & (steps < lengths[:, None]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_rows_are_the_padded_ones(family):
+    padded = policy_of(family, temperature=0.8)
+    one = policy_of(family, temperature=0.8, remove_padding=True)
+    rollout = rolled(padded, prompts(family))
+    again = rolled(one, prompts(family))
+    assert torch.equal(again.sample, rollout.sample)
+    torch.testing.assert_close(again.logprob, rollout.logprob, atol=1e-5, rtol=1e-5)
+    rollout = ragged(rollout)
+    wanted, found = (logprobs(p, rollout)[rollout.mask] for p in (padded, one))
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    assert_near(gradient(one, rollout), gradient(padded, rollout))
+
+
+def test_no_padding_reaches_the_language_model():
+    one = policy_of(remove_padding=True)
+    rollout = ragged(rolled(one))
+    shapes = []
+    hook = one.net.hf.base_model.language_model.layers[0].mlp.register_forward_pre_hook(
+        lambda module, given: shapes.append(tuple(given[0].shape[:2]))
+    )
+    logprobs(one, rollout)
+    hook.remove()
+    asked = sum(cond["input_ids"].shape[1] for cond in rollout.cond)
+    assert shapes == [(1, asked), (1, int((rollout.mask.sum(1) - 1).sum()))]
+
+
+def test_layers_computed_again_give_the_same_gradient():
+    one = policy_of(remove_padding=True)
+    rollout = ragged(rolled(one))
+    plain = gradient(one, rollout)
+    one.enable_gradient_checkpointing()
+    assert_near(gradient(one, rollout), plain, 1e-7)
+
+
+def test_what_is_exported_knows_nothing_of_it(tmp_path):
+    one = policy_of(remove_padding=True)
+    one.export(tmp_path)
+    assert packing.NAME not in (tmp_path / "config.json").read_text()
+
+
+def test_adapters_train_packed():
+    one, padded = (policy_of(lora=2, remove_padding=p) for p in (True, False))
+    rollout = ragged(rolled(padded))
+    with torch.no_grad():
+        for p in (one, padded):
+            for name, parameter in p.net.named_parameters():
+                if "lora_B" in name:
+                    parameter.add_(0.1)
+    assert_near(gradient(one, rollout), gradient(padded, rollout))
+
+
+def test_what_cannot_be_packed_is_refused():
+    for options in ({"prefix_sharing": "none"}, {"attention": "eager"}):
+        with pytest.raises(UserError, match="remove_padding needs"):
+            policy_of(remove_padding=True, **options)
+    with pytest.raises(UserError, match="mllama"):
+        policy_of("mllama", remove_padding=True)
+
+
+def test_layers_that_do_not_hand_the_layout_on_are_found_out():
+    one = policy_of(remove_padding=True)
+    one.net.hf.config.get_text_config()._attn_implementation = "sdpa"
+    with pytest.raises(UserError, match="attend in a way of their own"):
+        rolled(one)
+
+
+# --------------------------------------------------------------------------------------------------
+# attention
+
+
+def naive(layout: Layout, q, k, v, scale, window=None):
+    """Row by row, key by key."""
+    found = torch.zeros_like(q)
+    start = 0
+    first = 0
+    for n, m in zip(layout.queries.tolist(), layout.keys.tolist(), strict=True):
+        at = torch.arange(first, first + m) if layout.at is None else layout.at[first : first + m]
+        for i in range(n):
+            last = m - n + i
+            seen = at[max(0, last + 1 - window) if window else 0 : last + 1]
+            weight = (torch.einsum("hd,hmd->hm", q[:, start + i], k[:, seen]) * scale).softmax(-1)
+            found[:, start + i] = torch.einsum("hm,hmd->hd", weight, v[:, seen])
+        start = start + n
+        first = first + m
+    return found
+
+
+def layouts():
+    lengths = torch.tensor([3, 5])
+    read = Layout(lengths, lengths)
+    rows = torch.tensor([0, 0, 1, 1])
+    answers = torch.tensor([2, 0, 4, 1])
+    return [read, packing.continued(lengths, rows, answers, False)]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_layout_attends_inside_its_rows(which, window):
+    torch.manual_seed(0)
+    layout = layouts()[which]
+    n = int(layout.queries.sum())
+    m = 8 if which == 0 else 8 + int(layout.queries.sum())
+    q, k, v = (
+        torch.randn(2, size, 4, dtype=torch.float64, requires_grad=True) for size in (n, m, m)
+    )
+    found = layout.attend(q, k, v, 0.3, window)
+    wanted = naive(layout, q, k, v, 0.3, window)
+    torch.testing.assert_close(found, wanted)
+    weights = torch.randn_like(found)
+    grads = [torch.autograd.grad((x * weights).sum(), (q, k, v)) for x in (found, wanted)]
+    for one, two in zip(*grads, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_xformers_is_given_one_block_diagonal_mask(monkeypatch):
+    """A stand-in with the signatures of xformers 0.0.3x; the real one runs in
+    tests/gpu/test_packed.py."""
+
+    class Mask:
+        @classmethod
+        def from_seqlens(cls, q_seqlen, kv_seqlen=None):
+            mask = cls()
+            mask.q = q_seqlen
+            mask.k = kv_seqlen
+            return mask
+
+    def attention(query, key, value, attn_bias=None, p=0.0, scale=None):
+        assert (
+            query.shape[0] == 1
+            and sum(attn_bias.q) == query.shape[1]
+            and sum(attn_bias.k) == key.shape[1]
+        )
+        rows = []
+        for q, k, v in zip(
+            query[0].split(attn_bias.q), key[0].split(attn_bias.k), value[0].split(attn_bias.k)
+        ):
+            seen = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+            rows.append(
+                F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale).transpose(0, 1)
+            )
+        return torch.cat(rows)[None]
+
+    bias = types.SimpleNamespace(BlockDiagonalCausalFromBottomRightMask=Mask)
+    fmha = types.SimpleNamespace(attn_bias=bias, memory_efficient_attention=attention)
+    monkeypatch.setitem(sys.modules, "xformers", types.ModuleType("xformers"))
+    monkeypatch.setitem(sys.modules, "xformers.ops", types.SimpleNamespace(fmha=fmha))
+    one = policy_of(remove_padding=True)
+    padded = policy_of()
+    one.net.fused = True
+    rollout = ragged(rolled(padded))
+    assert torch.equal(rolled(one).sample, rolled(padded).sample)
+    torch.testing.assert_close(
+        logprobs(one, rollout)[rollout.mask], logprobs(padded, rollout)[rollout.mask]
+    )
+    assert_near(gradient(one, rollout), gradient(padded, rollout))

@@ -1,0 +1,77 @@
+"""Towers that compute in fewer calls give what transformers' own loops give."""
+
+import pytest
+import torch
+from torch import nn
+
+from mmrl.policies.vlm.vision import PACKED, Patches, by_length, quicken
+from tests.fixtures import tiny_vlms
+from tests.policies.vlm.test_vlm_inputs import loaded, mixed
+
+
+def reference(query, key, value, lengths, scale):
+    """[N, heads, D], with the mask written out."""
+    piece = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    scores = scores.masked_fill(piece[:, None] != piece[None, :], -torch.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+
+
+@pytest.mark.parametrize("lengths", [[4, 4, 4], [3, 7, 3, 1, 7, 2], [9]])
+def test_pieces_attend_to_themselves_only(lengths):
+    torch.manual_seed(0)
+    given = [
+        torch.randn(sum(lengths), 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)
+    ]
+    found, wanted = (attend(*given, lengths, 0.3) for attend in (by_length, reference))
+    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
+    weights = torch.randn_like(found)
+    for one, two in zip(
+        *(torch.autograd.grad((x * weights).sum(), given) for x in (found, wanted)), strict=True
+    ):
+        torch.testing.assert_close(one, two, atol=1e-12, rtol=0)
+
+
+def test_patches_are_embedded_as_by_a_convolution():
+    torch.manual_seed(0)
+    plain = nn.Conv3d(3, 6, (2, 4, 4), stride=(2, 4, 4), dtype=torch.float64)
+    quick = nn.Conv3d(3, 6, (2, 4, 4), stride=(2, 4, 4), dtype=torch.float64)
+    quick.load_state_dict(plain.state_dict())
+    quick.__class__ = Patches
+    for size in ((2, 4, 4), (4, 8, 8)):  # patches, and a whole video
+        x = torch.randn(5, 3, *size, dtype=torch.float64)
+        torch.testing.assert_close(quick(x), plain(x), atol=1e-12, rtol=0)
+        for one in (plain, quick):
+            one.zero_grad()
+            one(x).square().sum().backward()
+        torch.testing.assert_close(quick.weight.grad, plain.weight.grad, atol=1e-11, rtol=0)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_a_tower_sees_the_same(name):
+    """Images and a video of unlike sizes in one batch: features and gradients."""
+    from mmrl.policies.vlm.policy import VLM
+
+    one = VLM(str(tiny_vlms.folder(name)), max_new_tokens=2, coordinate_space="original")
+    plain = loaded(name)[0]
+    assert "flash" in one.net.hf.config.vision_config._attn_implementation
+    encoded = one.inputs.collate([one.inputs.encode(prompt) for prompt in mixed(name)])
+    found = []
+    for net in (one.net.hf, plain):
+        logits = net(**encoded).logits[encoded["attention_mask"].bool()]
+        (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum().backward()
+        found.append(
+            [logits.detach(), *(p.grad for n, p in net.named_parameters() if "visual" in n)]
+        )
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(
+            mine, theirs, atol=1e-4 * float(theirs.abs().max()) + 1e-5, rtol=1e-4
+        )
+
+
+def test_other_models_stay_as_they_are():
+    net = loaded("llava")[0]
+    kinds = [type(module) for module in net.modules()]
+    quicken(net)
+    assert kinds == [type(module) for module in net.modules()]
+    assert net.config.vision_config._attn_implementation == "sdpa"

@@ -1,0 +1,540 @@
+"""Judges behind a server: what is asked and read back, and what happens when the server
+misbehaves."""
+
+from __future__ import annotations
+
+import logging
+import os
+from types import SimpleNamespace
+
+import httpx
+import pytest
+import torch
+
+from mmrl.core.errors import UserError
+from mmrl.scoring import Scorer
+from rewards import _chat, chat_server
+from rewards.chat_server import ChatServer
+from rewards.judge import Judge
+from rewards.judge_checklist import Checklist
+from rewards.judge_listener import Listener, reasoning
+from rewards.judge_pairwise import Pairwise, pairings, strengths, win_rates
+from rewards.judge_yes_no import YesNo
+from tests import waiting
+from tests.fixtures.fake_chat import fake_chat, stats
+
+LEVELS = [0.0, 0.2, 0.6, 1.0]  # of grey; exact in 8 bits
+
+
+@pytest.fixture(scope="module")
+def url():
+    with fake_chat() as address:
+        yield address
+
+
+def server(url, **options):
+    return ChatServer(url, **{"timeout": waiting.HANG, "backoff": 0.02} | options)
+
+
+def greys(levels=LEVELS):
+    return torch.tensor(levels).view(-1, 1, 1, 1).expand(-1, 3, 16, 16)
+
+
+def prompts(count=4, text="a grey square"):
+    return [{"text": f"{text} {i}"} for i in range(count)]
+
+
+# ----------------------------------------------------------------------------------------------
+# what is read back
+
+
+def test_every_template_gives_the_score_that_the_server_saw(url):
+    model = server(url)
+    want = torch.tensor(LEVELS)
+    torch.testing.assert_close(Judge(model)(greys(), prompts()), want)
+    for name in ("unified_reward", "unified_reward_2"):
+        one = Judge(model, template=name, aspects=["alignment"] if name.endswith("2") else None)
+        # published: 1..5 over 5
+        torch.testing.assert_close(one(greys(), prompts()), (1 + 4 * want) / 5)
+    every = Judge(model, template="unified_reward_2")(greys(), prompts())
+    torch.testing.assert_close(every, torch.full((4,), 0.6))  # (v + 0.5 + 1 - v) / 3, on the scale
+    found = YesNo(model)(greys(), prompts())
+    torch.testing.assert_close(found, want, atol=1e-6, rtol=0)  # 0.9 v + 0.1 v over that + 1 - v
+    sent = stats(url)["bodies"]
+    assert {body["model"] for body in sent} == {"fake"} and {
+        body["temperature"] for body in sent
+    } == {0}
+    assert any("response_format" in body for body in sent) and any(
+        "logprobs" in body for body in sent
+    )
+
+
+def test_videos_show_evenly_spaced_frames_and_a_broken_picture_asks_nothing(url):
+    video = torch.stack([greys()[[k]].expand(1, 3, 16, 16) for k in (3, 0, 0, 0)], 1).clone()
+    model = server(url)
+    assert float(Judge(model, frames=2)(video, prompts(1))) == pytest.approx(1.0)
+    media = greys().clone()
+    media[2, 0, 0, 0] = torch.nan
+    asked = model.usage.requests
+    assert Judge(model)(media, prompts()).isnan().tolist() == [False, False, True, False]
+    assert model.usage.requests == asked + 3
+
+
+def test_answers_are_shown_with_the_pictures_of_their_prompt(url, tmp_path):
+    from PIL import Image
+
+    Image.new("L", (8, 8), 153).save(tmp_path / "grey.png")
+    given = [
+        {"text": "how bright?", "images": [str(tmp_path / "grey.png")]},
+        {"text": "x", "image": Image.new("RGB", (4, 4))},
+    ]
+    assert Judge(server(url))(["bright", "dark"], given).tolist() == pytest.approx([0.6, 0.0])
+    text = [body["text"] for body in stats(url)["bodies"] if "how bright?" in body["text"]][-1]
+    assert "Answer to be judged:\nbright" in text
+    with pytest.raises(UserError, match="cannot be read: .*nowhere.png"):
+        Judge(server(url))(["a"], [{"text": "x", "images": ["nowhere.png"]}])
+
+
+def test_checklists_and_rubrics_are_weighted_shares(url):
+    model = server(url)
+    media = greys([0.2])
+    # the server says yes while 0.2 > i / 10: first and second
+    items = {"first": 1.0, "second": 2.0, "third": 1.0}
+    assert float(Checklist(model, items=items)(media, prompts(1))) == pytest.approx(3 / 4)
+    own = [{"text": "a", "checklist": ["one", "two", "three", "four"]}]
+    assert float(Checklist(model)(media, own)) == pytest.approx(2 / 4)
+    assert float(
+        Checklist(model, items=["a", "b"], levels=5)(greys([0.6]), prompts(1))
+    ) == pytest.approx(3 / 5)
+    faults = {"good": 1.0, "a fault": -0.5}
+    assert float(Checklist(model, items=faults)(media, prompts(1))) == pytest.approx(0.5)
+    with pytest.raises(UserError, match="expects points in 'checklist' of a prompt"):
+        Checklist(model)(media, prompts(1))
+
+
+def test_questions_of_a_prompt_average_the_right_answers(url):
+    given = [{"text": "a", "questions": ["Is it bright?", "Is it light?", ["Is it dark?", "no"]]}]
+    assert float(YesNo(server(url), questions="questions")(greys([0.6]), given)) == pytest.approx(
+        1.6 / 3
+    )
+    with pytest.raises(UserError, match="expects questions under 'questions'"):
+        YesNo(server(url), questions="questions")(greys([0.6]), prompts(1))
+
+
+def test_a_listener_reads_the_reasoning_and_never_the_answer(url):
+    from PIL import Image
+
+    assert reasoning("<think>two and two</think><answer>4</answer>") == "two and two"
+    assert reasoning("It is \\boxed{4} because <answer>4</answer>.") == "It is  because ."
+    given = [{"text": "sum?", "answer": "4", "images": [Image.new("L", (4, 4), 204)]}]
+    said = ["<think>SECRET two and two</think><answer>FOUR</answer>"]
+    assert float(Listener(server(url))(said, given)) == pytest.approx(0.8)
+    asked = [body["text"] for body in stats(url)["bodies"] if "SECRET" in body["text"]][-1]
+    assert "FOUR" not in asked and 'is "4" the right answer' in asked
+    with pytest.raises(UserError, match="not among 'choices'"):
+        Listener(server(url))(said, [{"text": "x", "answer": "e", "choices": ["a", "b"]}])
+
+
+# --------------------------------------------------------------------------------------------------
+# comparisons
+
+
+def test_a_preference_for_a_place_cancels():
+    """With p = 1/2 + (v_i - v_j) / 2 + bias for the first, the mean of both orders is free of the
+    bias."""
+    media = greys([0.2, 0.4, 0.6])
+    given = [{"text": "same"}] * 3
+    rates = []
+    for bias in ("0.0", "0.15"):
+        with fake_chat("--bias", bias) as address:
+            rates.append(Pairwise(server(address))(media, given))
+    torch.testing.assert_close(rates[0], torch.tensor([0.35, 0.5, 0.65]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(rates[1], rates[0], atol=1e-5, rtol=0)
+
+
+def test_unified_reward_pairs_rank_and_draw(url):
+    media = greys([0.2, 0.6, 0.6, 1.0, 0.0])
+    given = [{"text": "one"}] * 3 + [{"text": "two"}] * 2
+    found = Pairwise(server(url), template="unified_reward")(media, given)
+    assert found.tolist() == pytest.approx([0.0, 0.75, 0.75, 1.0, 0.0])
+    with pytest.raises(UserError, match="at least two of each"):
+        Pairwise(server(url))(media, [{"text": "one"}] * 4 + [{"text": "two"}])
+
+
+def test_bradley_terry_recovers_strengths_and_stays_finite():
+    true = torch.tensor([-1.0, 0.0, 0.25, 0.75], dtype=torch.float64)
+    wins = {(i, j): float(torch.sigmoid(true[i] - true[j])) for i, j in pairings(range(4), None)}
+    torch.testing.assert_close(
+        strengths(wins, 4, prior=1e-9), true - true.mean(), atol=1e-5, rtol=0
+    )
+    always = strengths({(0, 1): 1.0, (0, 2): 1.0, (1, 2): 0.5}, 3)
+    assert always.isfinite().all() and always[0] > always[1] == pytest.approx(float(always[2]))
+    assert win_rates({(0, 1): 0.8, (1, 2): 0.4}, 3).tolist() == pytest.approx([0.8, 0.3, 0.6])
+
+
+@pytest.mark.parametrize(("size", "opponents"), [(6, 2), (7, 4), (5, 10), (4, None)])
+def test_a_ring_of_pairs_is_fair_and_has_no_pair_twice(size, opponents):
+    pairs = pairings(range(size), opponents)
+    met = [sum(i in pair for pair in pairs) for i in range(size)]
+    assert set(met) == {min(opponents or size, size - 1)}
+    assert len({frozenset(pair) for pair in pairs}) == len(pairs) and all(i != j for i, j in pairs)
+
+
+# --------------------------------------------------------------------------------------------------
+# failures
+
+
+@pytest.mark.parametrize(
+    "fault", ["500", "503", "429", "drop", "half", "garbage", "badjson", "wrong", "empty"]
+)
+def test_one_fault_changes_no_number(url, fault):
+    model = server(url)
+    given = prompts(text=f"fault:{fault}:1 once")
+    torch.testing.assert_close(Judge(model)(greys(), given), torch.tensor(LEVELS))
+    spoken = fault in ("badjson", "wrong", "empty")
+    assert (model.usage.asked_again, model.usage.retries)[
+        not spoken
+    ] >= 1 and model.usage.unanswered == 0
+
+
+@pytest.mark.parametrize("fault", ["500", "drop", "wrong", "badjson", "refuse", "slow"])
+def test_a_question_that_keeps_failing_is_nan_and_no_other(url, fault, monkeypatch):
+    model = server(url, retries=2, concurrency=8)
+    given = prompts()
+    given[1] = {"text": f"fault:{fault}:99 always"}
+    exchange = chat_server.exchange
+
+    def hurried(client, request, timeout, most):
+        """The slow question alone runs out of time, and only when the three others have been
+        answered."""
+        if b"fault:slow" in request.read():
+            waiting.until(
+                lambda: (
+                    model.usage.numbers()["tokens_in"] == 300 and model.servers[0].outstanding == 1
+                )
+            )
+            timeout, request.extensions["timeout"] = 0.4, httpx.Timeout(0.4).as_dict()
+        return exchange(client, request, timeout, most)
+
+    monkeypatch.setattr(chat_server, "exchange", hurried)
+    found = Judge(model)(greys(), given)
+    assert found.isnan().tolist() == [False, True, False, False]
+    assert model.usage.numbers()["requests"] <= 3 + 3 + 1, "it is not asked for ever"
+    torch.testing.assert_close(found[[0, 2, 3]], torch.tensor(LEVELS)[[0, 2, 3]])
+    counted = model.usage.numbers()
+    assert counted["unanswered"] == 1 and counted["answers"] == 3
+    assert counted["refused"] == (fault == "refuse") and counted["unreadable"] == (
+        fault in ("wrong", "badjson")
+    )
+
+
+def test_retry_after_is_waited_for():
+    with fake_chat() as address:
+        Judge(server(address, backoff=0.0))(greys([0.2]), prompts(1, "fault:429:1 wait"))
+        first, second = stats(address)["times"]
+    assert second - first >= 0.39
+
+
+def test_a_rate_limit_spaces_requests(url, monkeypatch):
+    now = [100.0]
+    sent = []
+    monkeypatch.setattr(_chat, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def pass_by(seconds):
+        now[0] += seconds
+
+    pace = _chat.Pace(rate=1200)
+    for _ in range(6):
+        pace.wait(SimpleNamespace(wait=pass_by))
+        sent.append(now[0])
+    assert sent == pytest.approx([100 + 0.05 * i for i in range(6)])
+    pace.hold(2.0)  # a server's Retry-After
+    pace.wait(SimpleNamespace(wait=pass_by))
+    assert now[0] == pytest.approx(100.25 + 2)
+
+
+def test_every_request_waits_for_its_turn(url, monkeypatch):
+    model = server(url, rate=60000)
+    turns = []
+    assert model._pace.gap == pytest.approx(1e-3)
+    wait = model._pace.wait
+    monkeypatch.setattr(model._pace, "wait", lambda given_up: (turns.append(1), wait(given_up)))
+    Judge(model)(greys([0.2] * 6), prompts(6))
+    assert len(turns) == 6
+
+
+def test_concurrency_bounds_requests():
+    """The server holds the first question until a second one has come."""
+    with fake_chat() as address:
+        Judge(server(address, concurrency=3))(greys([0.2] * 12), prompts(12, "fault:meet:99"))
+        assert 2 <= stats(address)["most_at_once"] <= 3
+
+
+def test_formats_that_a_server_lacks_are_done_without(url):
+    model = server(url)
+    given = prompts(1, "fault:noformat:0")
+    assert (
+        float(Judge(model)(greys([0.6]), given)) == pytest.approx(0.6)
+        and not model.supported["response_format"]
+    )
+    given = prompts(1, "fault:nologprobs:0")
+    assert float(YesNo(model)(greys([0.6]), given)) == 1.0 and not model.supported["logprobs"]
+    assert model.usage.unanswered == 0
+
+
+def test_a_dead_server_costs_one_time_out_and_a_second_one_takes_over(url, caplog):
+    from tests.fixtures.reward_servers import answering, free_port, silence
+
+    dead = f"http://127.0.0.1:{free_port()}/v1"
+    with caplog.at_level(logging.WARNING):
+        assert Judge(server(dead, model="fake"))(greys(), prompts()).isnan().all()
+    assert dead in caplog.text
+    torch.testing.assert_close(
+        Judge(server([dead, url], model="fake"))(greys(), prompts()), torch.tensor(LEVELS)
+    )
+    with answering(silence) as mute:
+        model = server(f"{mute}/v1", model="fake", timeout=0.5, concurrency=2)
+        assert Judge(model)(greys([0.2] * 20), prompts(20)).isnan().all()
+        assert model.servers[0].requests <= 4, (
+            "those that were on their way when the first ran out of time"
+        )
+        # no model's name
+        assert Judge(server(f"{mute}/v1", timeout=0.5))(greys([0.2]), prompts(1)).isnan().all()
+    with pytest.raises(UserError, match="no value for 4 of 4 questions"):
+        Judge(server(dead, model="fake"), on_failure="stop")(greys(), prompts())
+
+
+def test_a_judge_that_refuses_everything_stops_the_run_with_its_words(url):
+    with pytest.raises(UserError, match="refuses every question: 400, as told: refuse"):
+        Judge(server(url))(greys(), prompts(text="fault:refuse:99"))
+
+
+def test_the_key_comes_from_the_environment_and_is_never_repeated(monkeypatch, caplog):
+    with fake_chat("--key", "sk-right") as address:
+        monkeypatch.setenv("MY_KEY", "sk-right")
+        assert float(
+            Judge(server(address, key_env="MY_KEY"))(greys([0.2]), prompts(1))
+        ) == pytest.approx(0.2)
+        monkeypatch.setenv("MY_KEY", "sk-wrong")
+        with pytest.raises(UserError, match="refused the key") as error:
+            Judge(server(address, key_env="MY_KEY"))(greys([0.2]), prompts(1))
+        assert "sk-wrong" not in str(error.value) + caplog.text and "***" in str(error.value)
+    monkeypatch.delenv("MY_KEY")
+    with pytest.raises(UserError, match="MY_KEY .*is not set"):
+        server("http://127.0.0.1:1/v1", key_env="MY_KEY")
+    assert "OPENAI_API_KEY" in os.environ or server("http://127.0.0.1:1/v1")._key is None
+
+
+def test_a_server_with_several_models_wants_a_name():
+    says = pytest.raises(UserError, match="has 2 models; name one in `model`: small, large")
+    with fake_chat("--model", "small", "--model", "large") as address, says:
+        Judge(server(address))(greys([0.2]), prompts(1))
+
+
+def test_tokens_and_costs_are_counted_and_failures_are_left_out_by_the_scorer(url):
+    model = server(url, retries=0, price_in=2.0, price_out=10.0)
+    scorer = Scorer({"judge": Judge(model)})
+    given = prompts()
+    given[2] = {"text": "fault:500:99 dead"}
+    found = scorer(greys(), given)
+    assert (
+        found.total().isnan().tolist() == [False, False, True, False]
+        and scorer.failures["judge"].count == 1
+    )
+    counted = Judge(model).counters()
+    assert counted["tokens_in"] == 300 and counted["tokens_out"] == 30 and counted["requests"] == 5
+    assert counted["cost"] == pytest.approx(300 * 2e-6 + 30 * 10e-6)
+
+
+def test_pairs_through_training_and_its_log(url, tmp_path, monkeypatch):
+    """Groups are told apart by the scorer, a pair that fails spoils nothing, counters reach the
+    log."""
+    import yaml
+
+    from mmrl.monitoring.report.runs import read_run
+    from mmrl.run.lifecycle import train
+
+    scorer = Scorer({"pairs": Pairwise(server(url))})
+    # two groups of one prompt
+    media = greys([0.2, 0.6, 0.2, 0.6])
+    given = [{"text": "one"}] * 4
+    found = scorer(media, given, [0, 0, 1, 1])["pairs"]
+    assert found.tolist() == pytest.approx([0.3, 0.7, 0.3, 0.7], abs=1e-5)
+    monkeypatch.chdir(tmp_path)
+    model = {"server": {"url": url, "timeout": waiting.HANG}}
+    spec = {
+        "policy": {
+            "sd3": {
+                "path": "world:digits/sd3-test",
+                "size": 32,
+                "steps": 2,
+                "guidance_scale": 1.0,
+                "lora": 2,
+            }
+        },
+        "data": {"digits": {"captions": 20}},
+        "objective": {"grpo": {"clip_range": 1.0}},
+        "log": {"tensorboard": False},
+        "reward": {
+            "judge_pairwise": {"model": model},
+            "watched": {"use": "judge", "model": model, "monitor": True},
+        },
+        "train": {
+            "prompts_per_iteration": 2,
+            "group_size": 3,
+            "train_batch_size": 6,
+            "iterations": 1,
+            "save_every": 0,
+        },
+        "run": "run",
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(spec))
+    line = read_run(train(tmp_path / "run.yaml")).metrics[-1]
+    assert line["reward/mean"] == pytest.approx(0.5, abs=1e-5) and line["samples/excluded"] == 0
+    assert line["judged/judge_pairwise/answers"] == 12 and line["judged/watched/answers"] == 6
+    assert "sk-" not in (tmp_path / "run/config.yaml").read_text()
+
+
+# --------------------------------------------------------------------------------------------------
+# templates
+
+
+def test_templates_of_ones_own(url, tmp_path):
+    (tmp_path / "mine.j2").write_text(
+        "{{ media }}Is {{ text | upper }} of {{ style }}? Final Score: 1 to 5"
+    )
+    (tmp_path / "mine.txt").write_text("{media} {text}, {style}: Final Score: 1 to 5, {{as is}}")
+    given = [{"text": "a cat", "style": "oil"}]
+    for name, words in {"mine.j2": "Is A CAT of oil?", "mine.txt": "a cat, oil"}.items():
+        one = Judge(
+            server(url),
+            template=str(tmp_path / name),
+            pattern=r"Score:\**\s*([\d.]+)",
+            low=1,
+            high=5,
+        )
+        assert float(one(greys([0.5]), given)) == pytest.approx((1 + 4 * 128 / 255) / 5, abs=1e-4)
+        assert words in stats(url)["bodies"][-1]["text"] and one.card.needs == ("style", "text")
+        with pytest.raises(UserError, match="needs 'style' of the prompt"):
+            one(greys([0.5]), prompts(1))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "options", "says"),
+    [
+        ("a.j2", "{{ text", {}, r"a.j2:1: unexpected end of template"),
+        ("a.j2", "one\n{% if %}", {}, r"a.j2:2: "),
+        ("a.txt", "{text.__class__}", {}, "is not the name of a field"),
+        ("a.txt", "{text", {}, "a.txt: expected '}'"),
+        ("a.txt", "{text}", {"pattern": "("}, "is not a regular expression"),
+        ("a.txt", "{text}", {"pattern": "Score"}, "has no group"),
+        ("a.txt", "{text}", {"low": 5.0, "high": 1.0}, "low 5 is not below high 1"),
+        ("a.txt", "{text}", {"aspects": ["style"]}, "has no score called 'style'"),
+        ("unified_rewrd", None, {}, "did you mean 'unified_reward'"),
+        ("nowhere.j2", None, {}, "cannot be read"),
+    ],
+)
+def test_a_template_with_a_mistake_is_refused_when_it_is_read(
+    tmp_path, monkeypatch, name, text, options, says
+):
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=says):
+        Judge(server("http://127.0.0.1:1/v1"), template=name, **options)
+
+
+def test_a_prompt_cannot_smuggle_pictures_or_code_in(url):
+    sly = "{{ 7 * 7 }} {media} \x00media\x00 {% raw %}"
+    assert float(Judge(server(url))(greys([0.6]), [{"text": sly}])) == pytest.approx(0.6)
+    assert sly.replace("\x00", "") in stats(url)["bodies"][-1]["text"]
+
+
+def test_a_right_answer_in_the_prompt_is_not_shown_unless_a_template_says_so(url, tmp_path):
+    given = [{"text": "a", "answer": "the right one", "kind": "odd"}]
+    for reward in (Judge(server(url)), YesNo(server(url)), Checklist(server(url), items=["x"])):
+        reward(greys([0.6]), given)
+        assert "the right one" not in stats(url)["bodies"][-1]["text"]
+    (tmp_path / "open.j2").write_text("{{ prompt.answer }}, {{ answer }}?")
+    Judge(server(url), template=str(tmp_path / "open.j2"))(["mine"], given)
+    assert "the right one, mine?" in stats(url)["bodies"][-1]["text"]
+
+
+def test_a_configuration_names_the_judge_as_it_names_everything(url):
+    from mmrl.config import build_rewards
+
+    spec = {
+        "mine": {
+            "use": "judge_yes_no",
+            "weight": 2.0,
+            "model": {"server": {"url": url, "timeout": waiting.HANG}},
+        }
+    }
+    built = build_rewards(spec)
+    assert (
+        float(built["mine"].reward(greys([0.2]), prompts(1))) == pytest.approx(0.2)
+        and built["mine"].weight == 2
+    )
+    with pytest.raises(UserError, match="unknown judge 'sever'; did you mean 'server'"):
+        build_rewards({"judge": {"model": {"sever": {"url": url}}}})
+    with pytest.raises(UserError, match="unknown option"):
+        build_rewards({"judge": {"model": {"server": {"url": url, "api_key": "sk"}}}})
+
+
+# ------------------------------------------------------------------------------------------- what a
+# reward must keep
+
+
+@pytest.fixture(
+    params=["judge", "judge_yes_no", "judge_checklist", "judge_pairwise", "judge_listener"]
+)
+def judged(request, url):
+    """Every registered reward with a judge, samples of two prompts, and the cuts that it allows."""
+    from PIL import Image
+
+    from mmrl.core.registry import REWARDS
+
+    options = {"judge_checklist": {"items": ["one", "two"], "levels": 9}}.get(request.param, {})
+    texts = request.param == "judge_listener"
+    first = {"text": "a", "answer": "b", "image": Image.new("L", (4, 4), 51)}
+    given = [first] * 2 + [first | {"text": "other", "image": Image.new("L", (4, 4), 204)}] * 2
+    media = (
+        ["<think>one</think>", "<think>two</think>", "three", "four"]
+        if texts
+        else greys([0.2, 0.4, 0.6, 1.0])
+    )
+    return REWARDS.build(request.param, model=server(url), **options), media, given
+
+
+def test_every_judge_is_named_here():
+    from mmrl.core.registry import REWARDS, load_built_in
+
+    load_built_in()
+    named = {"judge", "judge_yes_no", "judge_checklist", "judge_pairwise", "judge_listener"}
+    assert {name for name in REWARDS if name.startswith("judge")} == named
+
+
+def test_a_judge_keeps_the_contract_of_rewards(judged):
+    reward, media, given = judged
+    state = torch.get_rng_state()
+    before = media if isinstance(media, list) else media.clone()
+    values = reward(media, given)
+    assert (
+        values.shape == (4,)
+        and values.dtype == torch.float32
+        and values.isfinite().all()
+        and values.min() < values.max()
+    )
+    parts = torch.cat([reward(media[:2], given[:2]), reward(media[2:], given[2:])])
+    torch.testing.assert_close(parts, values)
+    order = [3, 2, 1, 0]
+    turned = [media[i] for i in order] if isinstance(media, list) else media[order]
+    torch.testing.assert_close(
+        reward(turned, [given[i] for i in order]), values[order], atol=1e-6, rtol=0
+    )
+    assert torch.equal(torch.get_rng_state(), state) and (
+        isinstance(media, list) or torch.equal(media, before)
+    )
+    if not isinstance(media, list):
+        half = media.bfloat16()
+        torch.testing.assert_close(reward(half, given), reward(half.float(), given))

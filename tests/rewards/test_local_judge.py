@@ -1,0 +1,219 @@
+"""A judge in this process, on tiny random models of real classes: equal to what transformers
+computes by itself."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from PIL import Image
+
+from mmrl.core.errors import UserError
+from rewards._ask import Question, Unreadable, answer_of, named_choice, token_choices
+from rewards.judge import Judge
+from rewards.judge_checklist import Checklist
+from rewards.judge_listener import Listener
+from rewards.judge_pairwise import Pairwise
+from rewards.judge_yes_no import YesNo
+from rewards.local_vlm import LocalVlm, first_tokens, load
+from tests import tiny_vlms
+from tests.fixtures.tiny_rewards import asked, pictures
+
+FAMILIES = ["qwen2_5_vl", "llava", "internvl", "smolvlm", "gemma3"]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def vlm(request):
+    return LocalVlm(str(tiny_vlms.folder(request.param)), device="cpu", batch_size=3)
+
+
+@pytest.fixture(scope="module")
+def qwen():
+    return LocalVlm(str(tiny_vlms.folder("qwen2_5_vl")), device="cpu", batch_size=3)
+
+
+def encoded(vlm, question):
+    """The question as the processor has it, alone."""
+    parts = [
+        {"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "image": p}
+        for p in question.parts
+    ]
+    options = {
+        "add_generation_prompt": True,
+        "tokenize": True,
+        "return_dict": True,
+        "return_tensors": "pt",
+    }
+    return vlm.processor.apply_chat_template([{"role": "user", "content": parts}], **options)
+
+
+def direct(vlm, question):
+    """Logits [vocabulary] of the next token by one plain forward pass."""
+    with torch.no_grad():
+        return vlm.model(**encoded(vlm, question)).logits[0, -1].float()
+
+
+def questions(count=4):
+    picture = [tiny_vlms.image(56, 56, seed) for seed in range(count)]
+    return [
+        Question((picture[i], "Is it so?" + " Really?" * i), choices=("Yes", "No"))
+        for i in range(count)
+    ]
+
+
+def test_probabilities_are_the_softmax_over_the_tokens_of_the_choices(vlm):
+    """The tokenizer has one token a byte: Yes begins with Y or y, No with N or n."""
+    asked_for = questions()
+    found = vlm.ask(asked_for)
+    tok = vlm.processor.tokenizer
+    for question, chances in zip(asked_for, found, strict=True):
+        logits = direct(vlm, question)
+        y, n = (
+            [int(tok.convert_tokens_to_ids(letter)) for letter in pair] for pair in ("Yy", "Nn")
+        )
+        joint = logits[[*y, *n]].softmax(0)
+        assert chances["Yes"] == pytest.approx(float(joint[:2].sum()), abs=1e-5)
+        assert sum(chances.values()) == pytest.approx(1.0, abs=1e-6)
+    assert len({round(one["Yes"], 6) for one in found}) == len(found), (
+        "the picture or the text changes nothing"
+    )
+
+
+def test_answers_in_words_are_those_of_generate(qwen):
+    told = Question((tiny_vlms.image(56, 56), "Say something."), read=lambda text: text, tokens=12)
+    inputs = encoded(qwen, told)
+    made = qwen.model.generate(**inputs, max_new_tokens=12, do_sample=False)[
+        0, inputs["input_ids"].shape[1] :
+    ]
+    want = answer_of(qwen.processor.tokenizer.decode(made, skip_special_tokens=True))
+    assert qwen.ask([told, *questions(1), told])[::2] == [want, want]
+
+
+def test_an_answer_that_cannot_be_read_is_asked_for_anew_and_then_nan(qwen):
+    before = qwen.usage.numbers()
+    values = Judge(qwen, tokens=4)(pictures(2), asked(2))
+    assert values.isnan().all()
+    after = qwen.usage.numbers()
+    assert (
+        after["asked_again"] - before["asked_again"] == 2
+        and after["unreadable"] - before["unreadable"] == 2
+    )
+
+
+def test_every_reward_that_reads_probabilities_works_locally(qwen):
+    media = pictures(4)
+    prompts = asked(4)
+    state = torch.get_rng_state()
+    chances = YesNo(qwen)(media, prompts)
+    assert chances.isfinite().all() and chances.min() > 0 and chances.max() < 1
+    parts = torch.cat([YesNo(qwen)(media[i : i + 1], prompts[i : i + 1]) for i in range(4)])
+    torch.testing.assert_close(parts, chances, atol=1e-5, rtol=0)
+    rates = Pairwise(qwen)(media, [prompts[0]] * 4)
+    assert rates.isfinite().all() and float(rates.mean()) == pytest.approx(0.5, abs=1e-6)
+    turned = Pairwise(qwen)(media.flip(0), [prompts[0]] * 4).flip(0)
+    torch.testing.assert_close(turned, rates, atol=1e-5, rtol=0)
+    given = [
+        {
+            "text": "which?",
+            "answer": "B",
+            "choices": ["A", "B", "C"],
+            "image": Image.new("RGB", (56, 56)),
+        }
+    ] * 2
+    heard = Listener(qwen)(["<think>it is small</think>B", "<think>it is large</think>A"], given)
+    assert heard.isfinite().all() and heard[0] != heard[1]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_two_judges_of_one_model_side_by_side_say_what_they_say_alone(qwen):
+    """The model remembers the positions of the pictures it saw last: only one may use it at a
+    time."""
+    other = LocalVlm(str(tiny_vlms.folder("qwen2_5_vl")), device="cpu", batch_size=3)
+    inside = [0]
+    most = [0]
+    generate = qwen.model.generate
+
+    def counted(*given, **options):
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.02)
+        try:
+            return generate(*given, **options)
+        finally:
+            inside[0] -= 1
+
+    one = questions()
+    two = [replace(q, parts=(*q.parts[::-1], "And now?")) for q in questions()]
+    alone = qwen.ask(one), other.ask(two)
+    with mock.patch.object(qwen.model, "generate", counted), ThreadPoolExecutor(2) as pool:
+        jobs = [
+            pool.submit(judge.ask, asked)
+            for judge, asked in ((qwen, one), (other, two))
+            for _ in range(2)
+        ]
+        assert [job.result() for job in jobs] == [alone[0], alone[0], alone[1], alone[1]]
+    assert most == [1]
+
+
+def test_half_precision_is_near(qwen):
+    half = LocalVlm(str(tiny_vlms.folder("qwen2_5_vl")), dtype="bfloat16", device="cpu")
+    torch.testing.assert_close(
+        YesNo(half)(pictures(3), asked(3)), YesNo(qwen)(pictures(3), asked(3)), atol=0.05, rtol=0
+    )
+
+
+def test_rewards_share_one_copy_and_mistakes_are_named(tmp_path, qwen):
+    path = str(tiny_vlms.folder("qwen2_5_vl"))
+    assert LocalVlm(path, device="cpu").model is qwen.model is load(path, "float32", "cpu")[0]
+    with pytest.raises(UserError, match="cannot load the judge"):
+        LocalVlm(str(tmp_path))
+    with pytest.raises(UserError, match="cannot tell 'seven' and 'six' apart by their first token"):
+        first_tokens(qwen.processor.tokenizer, ("seven", "six"))
+    with pytest.raises(UserError, match="positive weight"):
+        Checklist(qwen, items={"bad": -1.0})
+
+
+# ------------------------------------------------------------------------------------------------
+# reading answers
+
+
+def test_tokens_are_added_up_over_case_blanks_and_beginnings():
+    candidates = {
+        " Yes": 0.3,
+        "yes": 0.2,
+        "YES": 0.1,
+        "No": 0.2,
+        "n": 0.05,
+        "Maybe": 0.1,
+        "\n": 0.05,
+    }
+    found = token_choices(candidates, ("Yes", "No"))
+    assert found["Yes"] == pytest.approx(0.6 / 0.85) and sum(found.values()) == pytest.approx(1)
+    assert token_choices({"Maybe": 1.0}, ("Yes", "No")) is None
+    assert token_choices({"s": 0.9, "sev": 0.1}, ("seven", "six")) == {"seven": 1.0, "six": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("Yes.", "Yes"),
+        ("**no**, it is not", "No"),
+        ("I think the answer is: Yes", "Yes"),
+        ("", None),
+        ("<think>no</think> yes", "Yes"),
+        ("<answer>No</answer>", "No"),
+        ("Yes or no", "Yes"),
+        ("it is yes and no", None),
+        ("maybe", None),
+    ],
+)
+def test_a_choice_is_read_from_words_or_not_at_all(text, want):
+    if want is None:
+        with pytest.raises(Unreadable, match="it must be one of Yes, No"):
+            named_choice(answer_of(text), ("Yes", "No"))
+    else:
+        assert named_choice(answer_of(text), ("Yes", "No"))[want] == 1

@@ -1,0 +1,229 @@
+"""What rewards declare: cards, names to import, the generated table, and refusals of data and media
+that do not fit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import rewards
+from mmrl import config
+from mmrl.cli.reward_table import BEGIN, END, markdown, renewed, span, speeds
+from mmrl.core.errors import UserError
+from mmrl.core.registry import REWARDS, load_built_in
+from mmrl.run import build
+from rewards.card import Card, card, card_of
+
+ROOT = Path(__file__).resolve().parents[2]
+load_built_in()
+OWN = sorted(name for name, entry in REWARDS.items() if entry.__module__.startswith("rewards."))
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_reward_has_a_card_and_can_be_imported_by_its_name(name):
+    entry = REWARDS[name]
+    assert isinstance(vars(entry).get("card") or getattr(entry, "card", None), Card), (
+        f"{name}: declare it with @card"
+    )
+    found = card_of(entry)
+    assert (
+        set(found.media) <= {"image", "video", "text"}
+        and found.media
+        and found.of in ("sample", "group", "step", "batch")
+    )
+    assert found.low is None or found.high is None or found.low < found.high
+    assert (
+        getattr(rewards, name) is entry
+        and getattr(rewards, entry.__name__) is entry
+        and callable(entry)
+    )
+
+
+def test_the_table_in_the_documentation_is_up_to_date():
+    page = (ROOT / "docs/rewards.md").read_text()
+    fresh = renewed(page, markdown(speeds(ROOT / "docs"), "rewards"))
+    assert page == fresh, "run python scripts/reward_table.py"
+    assert page.count(BEGIN) == page.count(END) == 1
+
+
+def test_the_command_prints_the_table_with_plug_ins():
+    from typer.testing import CliRunner
+
+    from mmrl.cli.app import app
+
+    shown = CliRunner().invoke(app, ["list", "rewards", "--markdown"]).output
+    assert shown.startswith("| name | what it says |") and all(
+        f"\n| `{name}` |" in shown for name in OWN
+    )
+
+
+def test_names_are_callables_in_a_fresh_interpreter():
+    code = (
+        "from rewards import clip_score, jpeg_compressibility, remote; "
+        "print(clip_score.__name__, remote.__name__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["ClipScore", "Remote"]
+
+
+def test_cards_of_classes_functions_partials_and_objects():
+    @card(media="image video", needs="text boxes", low=0)
+    class Mine:
+        def __init__(self, strict: bool = False):
+            if strict:
+                self.card = Card(media=("image",), needs=("text",))
+
+    assert card_of(Mine).needs == card_of(Mine()).needs == ("text", "boxes")
+    assert card_of(Mine(strict=True)) == Card(media=("image",), needs=("text",))
+    assert card_of(lambda media, prompts: None) == Card()
+    bound = REWARDS.build("jpeg_compressibility", scale=2.0)
+    assert card_of(bound) is card_of(REWARDS["jpeg_compressibility"])
+    assert [span(Card(low=a, high=b)) for a, b in ((0, 1), (0, None), (None, 0), (None, None))] == [
+        "0..1",
+        "0 and above",
+        "0 and below",
+        "",
+    ]
+
+
+MINE = '''
+import torch
+from mmrl.core.registry import DATA, POLICIES
+from rewards.card import card
+
+@card(media="text", needs="answer")
+def exact(media, prompts):
+    return torch.zeros(len(prompts))
+
+@card(needs="boxes")
+class Boxes:
+    """Needs more when it is strict."""
+    def __init__(self, lazy: bool = False):
+        raise AssertionError("built although the data lacks what it needs")
+
+@POLICIES.register("must_not_be_built")
+class Never:
+    makes = "text"
+    def __init__(self):
+        raise AssertionError("the model was loaded before the data was looked at")
+'''
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """A function that writes a configuration beside ``mine.py`` and two kinds of data."""
+    (tmp_path / "needy.py").write_text(MINE)
+    (tmp_path / "plain.jsonl").write_text(
+        '{"text": "a"}\n{"text": "b", "answer": 3}\n{"text": "c"}\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def write(**sections):
+        whole = yaml.safe_load((ROOT / "configs/digits/flow_grpo.yaml").read_text()) | sections
+        (tmp_path / "run.yaml").write_text(
+            yaml.safe_dump(whole).replace(": 0.0001\n", ": 1.0e-4\n")
+        )
+        return tmp_path / "run.yaml"
+
+    yield write
+    build.POLICIES.pop("must_not_be_built", None)
+    sys.modules.pop("needy", None)
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        build.Session.of(build.read(path, ()))
+    return str(caught.value)
+
+
+def test_a_field_no_prompt_can_have_is_refused_when_the_file_is_read(written):
+    path = written(reward={"needy.py:Boxes": 1.0})
+    with pytest.raises(
+        UserError,
+        match=r"run.yaml:\d+: reward.needy.py:Boxes: reward .* needs "
+        r"the field 'boxes'",
+    ):
+        build.read(path, ())
+
+
+def test_media_the_reward_does_not_judge_is_refused_when_the_file_is_read(written):
+    path = written(reward={"needy.py:exact": 1.0}, data={"prompts": {"path": "plain.jsonl"}})
+    with pytest.raises(
+        UserError, match="judges text, but the policy makes image; use a reward of images"
+    ):
+        build.read(path, ())
+
+
+def test_a_field_that_some_prompts_lack_is_refused_before_a_model_is_loaded(written):
+    policy = "must_not_be_built"
+    data = {"prompts": {"path": "plain.jsonl", "held_out": 0.0}}
+    said = refusal(
+        written(
+            reward={"needy.py:exact": 1.0},
+            policy=policy,
+            data=data,
+            plugins=["needy.py"],
+            evaluate={},
+        )
+    )
+    assert (
+        "needs the field 'answer' of every prompt, but 2 of 3 prompts have none, 'a' first"
+    ) in said
+    assert 'in a .jsonl file: {"text": "...", "answer": ...}' in said and "run.yaml:" in said
+
+
+def test_evaluation_rewards_are_checked_too(written):
+    path = written(evaluate={"reward": {"needy.py:Boxes": 1.0}})
+    with pytest.raises(UserError, match="'boxes'"):
+        build.read(path, ())
+
+
+# --------------------------------------------------------------------------------------------------
+# names
+
+
+def test_one_reward_under_two_names(tmp_path):
+    built = config.build_rewards(
+        {
+            "small": {"use": "jpeg_compressibility", "scale": 0.5},
+            "large": {"use": "jpeg_compressibility", "weight": 2.0},
+        }
+    )
+    media = torch.rand(2, 3, 16, 16)
+    prompts = [{"text": "a"}] * 2
+    small, large = (built[name].reward(media, prompts) for name in ("small", "large"))
+    torch.testing.assert_close(small, 0.5 * large)
+    assert (built["small"].weight, built["large"].weight) == (1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    "spec, says",
+    [
+        ({"fast": {"use": "remot"}}, "unknown reward 'remot'; did you mean 'remote'"),
+        ({"fast": {"use": 3}}, "reward.fast.use: expected the name of a reward, got 3"),
+        ({"fast": {"use": "jpeg_compressibility", "sale": 1}}, "reward.fast.sale: unknown option"),
+        ({3: {"use": "remote"}}, "expected the name of a reward, got 3"),
+        ({"fast": 1.0}, "unknown reward 'fast'"),
+    ],
+)
+def test_a_wrong_name_is_refused_with_its_place(spec, says):
+    with pytest.raises(UserError, match=says):
+        config.build_rewards(spec)
+
+
+def test_equal_short_names_do_not_collapse(written):
+    names = build.short_names(["a.py:f", "b.py:f", "b.py:g", "clip_score"])
+    assert names == {
+        "a.py:f": "a.py:f",
+        "b.py:f": "b.py:f",
+        "b.py:g": "g",
+        "clip_score": "clip_score",
+    }

@@ -1,0 +1,180 @@
+"""The right answer as a member of its group, and answers that are begun for the model."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from mmrl import advantages
+from mmrl.config.options import TrainOptions
+from mmrl.core.errors import UserError
+from mmrl.objectives import Text
+from mmrl.scoring import Scorer
+from mmrl.train.optimizers import adamw
+from mmrl.train.trainer import Trainer
+from rewards import Count
+from samplers.noise import Rng
+from tests.fixtures import tiny_vlms
+from tests.policies.vlm.test_vlm_policy import native, point_of, policy_of, quiet  # noqa: F401
+
+ASKED = [
+    {"text": "when?", "images": [tiny_vlms.image(70, 60, 0)], "answer": 7, "gold": "a dog"},
+    {"text": "say so", "answer": 12, "gold": "a cat"},
+]
+COPIES = 3
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return policy_of(max_new_tokens=12)
+
+
+def taught(policy, truth, prompts=ASKED, copies=COPIES):
+    policy.truth = truth
+    try:
+        with torch.no_grad():
+            return policy.rollout(prompts, copies, Rng.of("truth"))
+    finally:
+        policy.truth = None
+
+
+def plain(policy):
+    return taught(policy, None)
+
+
+def test_the_right_answer_has_the_models_own_log_probs(policy):
+    found = taught(policy, lambda prompt: prompt["gold"])
+    assert found.is_ground_truth.tolist() == [False, False, True] * 2
+    texts = policy.decode(found)
+    assert [texts[2], texts[5]] == ["a dog", "a cat"] and texts[2].finished and texts[2].tokens == 6
+    rows = found.is_ground_truth.nonzero()[:, 0]
+    apart = (native(policy, found[rows]) - found.logprob[rows])[found.mask[rows]]
+    assert float(apart.abs().max()) < 1e-5 and bool(
+        (found.logprob[rows][found.mask[rows]] < 0).all()
+    )
+    point = point_of(policy, found)
+    scored = policy.dist(point).log_prob(point.target)
+    assert torch.allclose(scored[found.mask], found.logprob[found.mask], atol=1e-5)
+
+
+def test_other_rows_are_those_without_it(policy):
+    found = taught(policy, lambda prompt: "yes")
+    other = plain(policy)
+    own = ~found.is_ground_truth
+    for name in ("sample", "mask", "logprob", "row_id", "group"):
+        assert torch.equal(getattr(found, name)[own], getattr(other, name)[own])
+    assert other.is_ground_truth is None
+
+
+@pytest.mark.parametrize(
+    "text", [None, "x" * 12, "before <|image_pad|> after"], ids=["unknown", "long", "forbidden"]
+)
+def test_an_answer_that_cannot_be_given_is_not(policy, text):
+    found = taught(policy, lambda prompt: text)
+    other = plain(policy)
+    assert not found.is_ground_truth.any() and torch.equal(found.sample, other.sample)
+    assert torch.equal(found.logprob, other.logprob)
+
+
+def test_it_is_scored_with_the_truncated_distribution(policy):
+    kept = policy.warp
+    policy.warp = replace(policy.warp, temperature=0.7, top_k=2)
+    found = taught(policy, lambda prompt: prompt["gold"])
+    point = point_of(policy, found)
+    scored = policy.dist(point).log_prob(point.target)
+    policy.warp = kept
+    assert found.logprob.isfinite().all()
+    assert torch.allclose(scored[found.mask], found.logprob[found.mask], atol=1e-5)
+
+
+def trainer(policy, truth="count", **options):
+    sizes = {
+        "prompts_per_iteration": 2,
+        "group_size": 3,
+        "train_batch_size": 6,
+        "iterations": 2,
+        "ground_truth_rollout": truth,
+    } | options
+    return Trainer(
+        policy,
+        ASKED,
+        Scorer({"count": Count()}),
+        partial(advantages.soft, threshold=0.5),
+        Text(kl=0.01),
+        partial(adamw, lr=1e-3),
+        TrainOptions(**sizes),
+    )
+
+
+def test_it_is_trained_on_and_enters_no_metric_of_samples():
+    one = trainer(policy_of(max_new_tokens=28))
+    seen = []
+    one.watch = lambda media, rollout, rewards: seen.append((media, rollout, rewards))
+    rollout, rewards = one.collect()
+    given = rollout.is_ground_truth
+    assert given.tolist() == [False, False, True] * 2 and rewards["count"][given].tolist() == [1, 1]
+    assert (rollout.advantage[given] > 0).all() and (rollout.advantage[~given] < 0).all()
+    (media, shown, watched) = seen[0]
+    assert (
+        len(media) == len(shown) == len(watched["count"]) == 4 and shown.is_ground_truth.sum() == 0
+    )
+    metrics = [trainer(policy_of(max_new_tokens=28), truth).iterate() for truth in ("count", None)]
+    assert metrics[0]["reward/mean"] == 0 and metrics[0]["samples/total"] == 4
+    assert (
+        metrics[0]["answer/min"]
+        == metrics[0]["answer/max"]
+        == 28
+        > rollout.mask[given].sum(1).max()
+    )
+    point = point_of(one.policy, rollout)
+    entropy = one.policy.dist(point).entropy().detach()[rollout.mask & ~given[:, None]].mean()
+    assert metrics[0]["entropy"] == pytest.approx(float(entropy), rel=1e-5)
+    assert (
+        metrics[0]["ratio/max_deviation"] < 1e-4
+        and metrics[0]["grad_norm"] > 0 == metrics[1]["grad_norm"]
+    )
+
+
+def test_metrics_of_the_update_are_those_of_the_samples(policy):
+    """Entropy is a mean over sampled tokens: with the given rows masked out it is the same."""
+    found = taught(policy, lambda prompt: prompt["gold"])
+    point = point_of(policy, found)
+    assert torch.equal(point.own(), found.mask & ~found.is_ground_truth[:, None])
+    assert torch.equal(point.replace(is_ground_truth=None).own(), found.mask)
+
+
+def test_who_writes_it_is_checked(policy):
+    scorer = Scorer({"length": lambda texts, prompts: [float(len(t)) for t in texts]})
+    with pytest.raises(UserError, match="reward 'length' cannot write down a right answer"):
+        Trainer(
+            policy,
+            ASKED,
+            scorer,
+            advantages.grpo,
+            Text(),
+            partial(adamw, lr=1e-3),
+            TrainOptions(
+                prompts_per_iteration=2,
+                group_size=2,
+                train_batch_size=4,
+                iterations=1,
+                ground_truth_rollout="length",
+            ),
+        )
+
+
+def test_an_answer_begun_is_read_as_a_whole_and_scored_after_its_beginning(policy):
+    begun = [{**ASKED[0], "prefill": "<answer>"}]
+    found = taught(policy, None, begun, 2)
+    length = policy.inputs.encode(ASKED[0])["input_ids"].shape[1]
+    ids = policy.inputs.encode(begun[0])["input_ids"]
+    assert policy.inputs.tokenizer.decode(ids[0, length:]) == "<answer>"
+    assert torch.equal(ids[:, :length], policy.inputs.encode(ASKED[0])["input_ids"])
+    texts = policy.decode(found)
+    assert all(text.startswith("<answer>") for text in texts)
+    assert [text.tokens for text in texts] == found.mask.sum(1).tolist()
+    apart = (native(policy, found) - found.logprob)[found.mask]
+    assert float(apart.abs().max()) < 1e-5
+    given = taught(policy, lambda prompt: "<answer>4", begun, 2)
+    assert policy.decode(given)[1] == "<answer>4" and given.mask[1].sum() == 2

@@ -1,0 +1,205 @@
+"""Answers of earlier iterations in the place of groups that teach nothing: which, with which
+log-probs, resumed."""
+
+import json
+from copy import deepcopy
+from functools import partial
+
+import pytest
+import torch
+
+from mmrl import advantages
+from mmrl.config.options import Reuse, TrainOptions
+from mmrl.core.errors import UserError
+from mmrl.core.types import Rewards
+from mmrl.objectives.text import Text
+from mmrl.rollout.dynamic_sampling import Drawn
+from mmrl.rollout.replay_buffer import Memory, marked
+from mmrl.run import state
+from mmrl.scoring import Scorer
+from mmrl.train.optimizers import adamw
+from mmrl.train.trainer import Trainer
+from samplers.noise import Rng
+from tests.fixtures import tiny_vlms, toys
+from tests.policies.vlm.test_vlm_policy import point_of, policy_of, quiet  # noqa: F401
+
+COPIES = 3
+
+
+def asked(count=4):
+    return [{"text": f"what is {i}?", "images": [tiny_vlms.image(56, 56, i)]} for i in range(count)]
+
+
+def drawn(policy, prompts, rewards, iteration=0) -> Drawn:
+    with torch.no_grad():
+        rollout = policy.rollout(prompts, COPIES, Rng.of("memory", iteration))
+    return Drawn(
+        rollout, policy.decode(rollout), Rewards({"r": torch.tensor(rewards, dtype=torch.float32)})
+    )
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return policy_of(max_new_tokens=5)
+
+
+def exchange(memory, prompts, rewards, iteration):
+    found = drawn(memory.policy, prompts, rewards, iteration)
+    memory.told(prompts, found)
+    return (found, *memory.exchange(found, iteration))
+
+
+def test_flat_groups_give_way_to_those_whose_rewards_differed_most(policy):
+    prompts = asked()
+    memory = Memory(Reuse(share=1.0), policy, prompts)
+    first, same, counts = exchange(memory, prompts, [0, 0, 1, 0, 0, 3, 1, 1, 1, 0, 0, 2.0], 0)
+    assert counts == {"reuse/groups": 0, "reuse/age": 0, "reuse/remembered": 3}
+    assert (
+        torch.equal(same.rollout.sample, first.rollout.sample)
+        and not same.rollout.is_replayed.any()
+    )
+    second, found, counts = exchange(memory, [prompts[0], prompts[3]], [1, 1, 1, 0, 1, 0.0], 2)
+    assert counts == {"reuse/groups": 1, "reuse/age": 2, "reuse/remembered": 3}
+    stale = found.rollout.is_replayed
+    assert stale.tolist() == [True] * 3 + [False] * 3 and found.rewards["r"].tolist() == [
+        0,
+        0,
+        3,
+        0,
+        1,
+        0,
+    ]
+    assert torch.equal(found.rollout.row_id, second.rollout.row_id)
+    old = first.rollout[first.rollout.group == 1]
+    assert torch.equal(found.rollout.sample[stale], old.sample)
+    assert torch.equal(found.rollout.logprob[stale], old.logprob)
+    assert (
+        found.rollout.prompt_per_row()[0]["text"] == prompts[1]["text"]
+        and found.media[:3] == first.media[3:6]
+    )
+    point = point_of(policy, found.rollout)
+    with torch.no_grad():
+        again = policy.dist(point).log_prob(point.target)
+    torch.testing.assert_close(
+        again[point.mask], found.rollout.logprob[point.mask], atol=1e-5, rtol=1e-5
+    )
+
+
+def test_groups_are_forgotten_by_age_use_and_size(policy):
+    prompts = asked()
+    mixed = [0, 0, 1, 0, 0, 2, 0, 0, 3, 0, 0, 4.0]
+    memory = Memory(Reuse(share=0.5, size=3, age=2), policy, prompts)
+    exchange(memory, prompts, mixed, 0)
+    assert [one.index for one in memory.groups] == [3, 2, 1]
+    _, found, counts = exchange(memory, prompts, [1.0] * 12, 1)
+    assert counts["reuse/groups"] == 2 and found.rollout.is_replayed.sum() == 6, (
+        "half of the groups at most"
+    )
+    assert [one.index for one in memory.groups] == [1], "used once"
+    assert exchange(memory, prompts, [1.0] * 12, 3)[2]["reuse/groups"] == 0, "too old"
+
+
+def test_what_is_not_in_the_data_is_not_remembered(policy):
+    prompts = asked(2)
+    memory = Memory(Reuse(), policy, prompts)
+    exchange(memory, [dict(prompts[0]), prompts[1]], [0, 0, 1, 0, 0, float("nan")], 0)
+    assert not memory.groups, "a changed prompt, and a group with a missing reward"
+
+
+def test_an_old_answer_has_the_ratio_to_the_weights_that_sampled_it(policy):
+    """And its gradient is that of the surrogate at this ratio, on the first step too."""
+    one = policy_of(max_new_tokens=5)
+    found = drawn(one, asked(2), [0, 0, 1, 0, 0, 1.0]).rollout
+    with torch.no_grad():
+        for p in one.net.parameters():
+            p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+    advantage = torch.linspace(-1, 1, 6)[:, None]
+    stale = torch.tensor([False] * 3 + [True] * 3)
+    point = point_of(one, found.replace(advantage=advantage, is_replayed=stale)).replace(
+        on_policy=True
+    )
+    loss = Text().loss(one, point)
+    now = one.dist(point).log_prob(point.target).detach()
+    ratio = torch.where(stale[:, None], (now - found.logprob).exp(), torch.ones_like(now))
+    wanted = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
+    torch.testing.assert_close(loss[point.mask], wanted[point.mask], atol=1e-5, rtol=1e-5)
+    assert ((ratio[stale] - 1).abs() > 1e-3)[found.mask[stale]].all()
+    assert not point.own()[stale].any() and not point.current()[stale].any()
+
+
+# -------------------------------------------------------------------------------------------------
+# in a training run
+
+
+def some(texts, prompts):
+    """Three answers in four earn the same, so that groups are flat now and then."""
+    return torch.tensor([float(sum(map(ord, text)) % 4 == 0) for text in texts])
+
+
+def trainer(**options) -> Trainer:
+    sizes = {
+        "prompts_per_iteration": 2,
+        "group_size": COPIES,
+        "train_batch_size": 6,
+        "iterations": 8,
+        "replay_buffer": Reuse(share=0.5),
+    } | options
+    return Trainer(
+        policy_of(max_new_tokens=3),
+        asked(),
+        Scorer({"some": some}),
+        advantages.grpo,
+        Text(),
+        partial(adamw, lr=3e-3),
+        TrainOptions(**sizes),
+    )
+
+
+def test_a_run_with_old_answers_goes_on_from_a_checkpoint_to_the_bit():
+    one = trainer()
+    two = trainer()
+    first = [one.iterate() for _ in range(4)]
+    assert one.memory.groups and sum(m["reuse/groups"] for m in first) > 0
+    assert all(m["ratio/max_deviation"] < 1e-4 for m in first), "the gate looks at fresh answers"
+    arrays, meta = state.capture(one)
+    state.restore(two, deepcopy(arrays), json.loads(json.dumps(meta)))
+    assert [g.index for g in two.memory.groups] == [g.index for g in one.memory.groups]
+    reused = 0
+    for _ in range(3):
+        metrics = [x.iterate() for x in (one, two)]
+        reused += metrics[0]["reuse/groups"]
+        for name in ("reward/mean", "loss", "reuse/groups", "reuse/age"):
+            assert metrics[0].get(name) == metrics[1].get(name)
+        if metrics[0]["reuse/groups"]:
+            assert metrics[0]["reuse/ratio"] != 1 and metrics[0]["ratio/max_deviation"] < 1e-4
+            assert metrics[0]["samples/total"] == 6, "what was sampled, not what was trained on"
+    assert reused
+    weights = [x.policy.weights.full() for x in (one, two)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_policies_without_prompts_to_encode_again_are_refused():
+    with pytest.raises(UserError, match="train.replay_buffer: ToyCausal"):
+        Trainer(
+            toys.ToyCausal(),
+            [{"text": "a", "label": 0}],
+            Scorer({"some": some}),
+            advantages.grpo,
+            Text(),
+            partial(adamw, lr=1e-3),
+            TrainOptions(
+                prompts_per_iteration=1,
+                group_size=2,
+                train_batch_size=2,
+                iterations=1,
+                replay_buffer=Reuse(),
+            ),
+        )
+
+
+def test_marks_are_one_a_row(policy):
+    rollout = drawn(policy, asked(1), [0, 0, 1.0]).rollout
+    assert (
+        marked(rollout, True).is_replayed.tolist() == [True] * 3
+        and not marked(rollout, False).is_replayed.any()
+    )

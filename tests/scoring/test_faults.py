@@ -1,0 +1,186 @@
+"""Faults injected into a real reward server, in a process of its own: no wrong number enters a
+group, nothing hangs."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from mmrl.advantages import dance_grpo
+from mmrl.core.errors import UserError
+from mmrl.scoring import Scorer
+from rewards import remote
+from tests import waiting
+from tests.advantages.test_advantages import rollout
+from tests.fixtures.reward_servers import free_port, numbers, serving
+from tests.fixtures.tiny_rewards import pictures
+
+ROOT = Path(__file__).resolve().parents[2]
+B = 24
+COPIES = 4
+MEDIA = pictures(B, 8, 8)
+ASKED = [{"text": f"p{i // COPIES}", "n": (7 * i) % 11} for i in range(B)]
+TRUE = torch.tensor([float(prompt["n"]) for prompt in ASKED])
+GROUPS = torch.arange(B) // COPIES
+FAULTS = [
+    "slow",
+    "shape",
+    "nested",
+    "nan",
+    "huge",
+    "text",
+    "error",
+    "oversized",
+    "malformed",
+    "cut",
+]
+
+
+def start(port):
+    program = [sys.executable, "-m", "tests.fixtures.faulty_server", str(port)]
+    process = subprocess.Popen(
+        program, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    )
+
+    def answers():
+        assert process.poll() is None, "the faulty server did not start"
+        try:
+            return waiting.get(f"http://127.0.0.1:{port}/health")
+        except httpx.HTTPError:
+            return None
+
+    waiting.until(answers)
+    return process
+
+
+@pytest.fixture(scope="module")
+def running():
+    """The process, of which a test may make an end."""
+    found = {}
+    yield found
+    for process in found.values():
+        process.kill()
+        process.wait(waiting.HANG)
+
+
+@pytest.fixture
+def faulty(running):
+    if not running or next(iter(running.values())).poll() is not None:
+        running.clear()
+        port = free_port()
+        running[port] = start(port)
+    return f"http://127.0.0.1:{next(iter(running))}"
+
+
+def told(url, mode, every=2):
+    return waiting.get(f"{url}/mode/{mode}/{every}").json()["spoiled"]
+
+
+def asking(url, **options):
+    defaults = {
+        "timeout": waiting.HANG,
+        "retries": 0,
+        "batch_size": 2,
+        "concurrency": 2,
+        "backoff": 0.0,
+    }
+    return remote(url, **defaults | options)
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Every second request has little time, which the server lets pass; all others have as much as
+    they need."""
+    module = importlib.import_module("rewards.remote")
+    number = itertools.count(1)
+    post = module.post
+
+    def send(client, url, parts, count, timeout):
+        return post(client, url, parts, count, timeout if next(number) % 2 else 0.3)
+
+    monkeypatch.setattr(module, "post", send)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_no_wrong_number_enters_a_group(faulty, fault, request):
+    """Every second answer is spoiled: those samples are NaN, all others right, and the advantages
+    are the others'."""
+    told(faulty, fault)
+    if fault == "slow":
+        request.getfixturevalue("impatient")
+    # one by one, both sides count alike
+    server = asking(faulty, concurrency=1 if fault == "slow" else 2)
+    found = Scorer(
+        {"far": server, "near": lambda media, prompts: torch.ones(len(prompts))}, max_failures=1.0
+    )(MEDIA, ASKED, GROUPS)
+    # of a request that was given up, too
+    waiting.until(lambda: waiting.get(f"{faulty}/spoiled").json()["spoiled"])
+    spoiled = told(faulty, "none")
+    missing = found["far"].isnan()
+    assert torch.equal(found["far"][~missing], TRUE[~missing]) and found["near"].isfinite().all()
+    assert 0 < missing.sum() < B
+    rows = rollout(GROUPS.tolist())
+    advantage = dance_grpo(found["far"], rows)[:, 0]
+    kept = dance_grpo(TRUE[~missing], rollout(GROUPS[~missing].tolist()))[:, 0]
+    assert torch.equal(advantage.isnan(), missing)
+    torch.testing.assert_close(advantage[~missing], kept)
+    assert server.servers[0].failures == spoiled and server.servers[0].cause, (
+        "every event is counted"
+    )
+
+
+# a lone server that is silent is not asked again in the same call
+@pytest.mark.parametrize("fault", FAULTS[1:])
+def test_a_repetition_finds_the_number_the_fault_had_hidden(faulty, fault):
+    told(faulty, fault, every=5)
+    server = asking(faulty, retries=4, concurrency=1)
+    values = server(MEDIA, ASKED)
+    spoiled = told(faulty, "none")
+    assert torch.equal(values, TRUE) and server.servers[0].failures == spoiled > 0
+
+
+def test_a_run_stops_or_goes_on_as_configured(faulty):
+    told(faulty, "error", every=1)
+    with pytest.raises(
+        UserError, match=f"'far' could not score .* {B} samples, more than max_failures"
+    ):
+        Scorer({"far": asking(faulty)}, max_failures=0.5)(MEDIA, ASKED)
+    with pytest.raises(
+        UserError, match=f"no value for {B} of {B} samples: {faulty}: 500, out of memory"
+    ):
+        Scorer({"far": asking(faulty, on_failure="stop")}, max_failures=1.0)(MEDIA, ASKED)
+    scorer = Scorer({"far": asking(faulty)}, max_failures=1.0)
+    assert scorer(MEDIA, ASKED)["far"].isnan().all() and scorer.failures["far"].count == B
+    told(faulty, "none")
+    assert torch.equal(scorer(MEDIA, ASKED)["far"], TRUE), (
+        "a server that has recovered is believed again"
+    )
+
+
+def test_a_process_that_dies_in_the_middle_of_a_batch_is_named_and_its_share_goes_elsewhere(
+    faulty, running, caplog
+):
+    told(faulty, "die", every=3)
+    (process,) = running.values()
+
+    def patient(media, prompts):
+        waiting.until(lambda: process.poll() is not None)
+        return numbers(media, prompts)
+
+    with serving({"numbers": patient}) as other:
+        server = asking([faulty, other], retries=3, concurrency=1)
+        # while other parts are still to come
+        stream = (scorer := Scorer({"far": server})).stream(B)
+        for rows in (slice(0, 12), slice(12, 24)):
+            stream.put(MEDIA[rows], ASKED[rows], GROUPS[rows])
+        assert torch.equal(stream.result()["far"], TRUE) and scorer.failures == {}
+    assert process.wait(waiting.HANG) == 3 and server.servers[0].dead and faulty in caplog.text
+    assert asking(faulty)(MEDIA, ASKED).isnan().all()

@@ -1,0 +1,354 @@
+"""What does not fit the device's memory: smaller passes, paths kept elsewhere, and nothing changed
+by either."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import diffusers
+import pytest
+import torch
+from torch import nn
+
+from mmrl import advantages
+from mmrl.config.options import TrainOptions
+from mmrl.core.errors import UserError
+from mmrl.core.types import Point
+from mmrl.objectives import (
+    AWM,
+    CRD,
+    D3PO,
+    DGPO,
+    FPO,
+    NFT,
+    DiffusionDPO,
+    Draft,
+    FlowDPPO,
+    PolicyGradient,
+    RewardWeightedRegression,
+)
+from mmrl.policies.diffusion.flow_policy import FlowPolicy
+from mmrl.rollout.collect import joined
+from mmrl.run.evaluation import sample
+from mmrl.scoring import Scorer
+from mmrl.train.optimizers import adamw
+from mmrl.train.trainer import Trainer
+from samplers.batching import halved_to_fit, peak_bytes
+from samplers.noise import Rng
+from samplers.windows import random_steps, random_window
+from tests.fixtures import tiny_diffusers, toys
+from tests.policies.diffusion.test_folder_families import PROMPTS, make
+
+
+def test_half_and_half_again_until_it_fits():
+    tried = []
+
+    def run(size):
+        tried.append(size)
+        if size > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
+        return size * 10
+
+    assert halved_to_fit(run, 13) == (30, 3) and tried == [13, 6, 3]
+    assert halved_to_fit(run, 2) == (20, 2)
+    with pytest.raises(
+        torch.OutOfMemoryError,
+        match="13 rows a pass, and fewer than 8 cannot be: CUDA out of memory",
+    ):
+        halved_to_fit(run, 13, least=8)
+
+
+def trainer(rows=None, gradient=False, **options):
+    """``rows``: a pass of more runs out of memory; ``gradient``: only one of training does."""
+    policy = toys.make("flow", double=True, guidance_scale=2.0)
+    plain = policy.velocity
+
+    def velocity(x, t, cond):
+        if rows is not None and len(x) > 2 * rows and (torch.is_grad_enabled() or not gradient):
+            raise torch.OutOfMemoryError("no room")
+        return plain(x, t, cond)
+
+    policy.velocity = velocity
+    sizes = {
+        "prompts_per_iteration": 4,
+        "group_size": 4,
+        "train_batch_size": 16,
+        "iterations": 3,
+    } | options
+    return Trainer(
+        policy,
+        toys.prompts(4),
+        Scorer({"reward": lambda media, prompts: -media.square().sum(1)}),
+        advantages.dance_grpo,
+        PolicyGradient(clip_range=1e-2, kl=0.1),
+        partial(adamw, lr=1e-2),
+        TrainOptions(**sizes),
+    )
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["sampling", "training"])
+def test_a_run_out_of_memory_goes_on_in_smaller_passes_to_the_same_weights(gradient):
+    whole = trainer()
+    small = trainer(rows=5, gradient=gradient)
+    for _ in range(2):
+        wanted = whole.iterate()
+        found = small.iterate()
+    assert (
+        small.policy.most == 4
+        and small.policy.fixed_batch_rows == 4
+        and len(small.policy.news) == 1
+    )
+    assert "at most 4 rows; train.micro_batch_size=4" in small.policy.news[0]
+    assert found["ratio/max_deviation"] < 1e-12
+    # a pass that failed has left nothing behind
+    for name in ("loss", "kl", "clip_fraction", "grad_norm"):
+        assert found[name] == pytest.approx(wanted[name], abs=1e-9)
+    for name, value in whole.policy.weights.full().items():
+        torch.testing.assert_close(small.policy.weights.full()[name], value, atol=1e-9, rtol=0)
+
+
+def test_one_row_that_does_not_fit_is_the_users_to_mend():
+    with pytest.raises(
+        UserError,
+        match=r"out of memory: 1 rows a "
+        r"pass.*train.gradient_checkpointing=true.*--dry-run",
+    ):
+        trainer(rows=0).iterate()
+
+
+def test_decoding_halves_by_itself_and_leaves_training_alone():
+    policy = make("flux", fixed_batch_rows=4)
+    with torch.no_grad():
+        rollout = policy.rollout(PROMPTS, 2, Rng.of("same"))
+        wanted = policy.decode(rollout)
+        plain = policy.pixels
+
+        def pixels(vae, latents):
+            if len(latents) > 1:
+                raise torch.OutOfMemoryError("no room")
+            return plain(vae, latents)
+
+        policy.pixels = pixels
+        torch.testing.assert_close(policy.decode(rollout), wanted, atol=1e-5, rtol=0)
+    assert (
+        policy.decoding == 1
+        and policy.fixed_batch_rows == 4
+        and policy.most is None
+        and not policy.news
+    )
+
+
+def test_one_sample_that_cannot_be_decoded_is_the_users_to_mend():
+    policy = make("flux", fixed_batch_rows=4)
+
+    def pixels(vae, latents):
+        raise torch.OutOfMemoryError("no room")
+
+    with torch.no_grad():
+        rollout = policy.rollout(PROMPTS, 2, Rng.of("same"))
+        policy.pixels = pixels
+        with pytest.raises(UserError, match="decoding a single sample of .* vae_tiling=true"):
+            policy.decode(rollout)
+
+
+def test_the_autoencoder_works_in_parts_where_it_is_asked_to():
+    """Slices are the same samples; tiles of a size at which one covers the sample too."""
+    plain = make("flux")
+    parts = make("flux", vae_tiling=True, vae_slicing=True)
+    assert (
+        parts.vae.use_tiling
+        and parts.vae.use_slicing
+        and not plain.vae.use_tiling
+        and not plain.vae.use_slicing
+    )
+    with torch.no_grad():
+        rollout = plain.rollout(PROMPTS, 2, Rng.of("same"))
+        torch.testing.assert_close(parts.decode(rollout), plain.decode(rollout), atol=1e-5, rtol=0)
+    parts.vae = nn.Identity()
+    with pytest.raises(UserError, match="policy option vae_tiling: Identity has no tiling"):
+        parts.decode_in_parts(True, False)
+
+
+def test_paths_are_kept_off_the_device_and_come_back_for_a_pass():
+    plain = toys.make("flow")
+    kept = toys.make("flow", offload_trajectory=True)
+    ours, theirs = (p.rollout(toys.prompts(2), 2, Rng.of(1)) for p in (kept, plain))
+    assert torch.equal(ours.path, theirs.path) and torch.equal(ours.sample, theirs.sample)
+    plan = plain._plan(2, Rng.of(1))
+    for policy, place in ((plain, "meta"), (kept, "cpu")):
+        policy.__class__ = type("Elsewhere", (toys.ToyFlow,), {"device": torch.device("meta")})
+        assert policy._room(plan, 2).device.type == place
+    # as if it were another device: rows are taken where they are
+    away = torch.zeros(3, 2, device="meta")
+    point = Point(
+        group=torch.arange(3),
+        row_id=torch.arange(3),
+        state=away,
+        mask=torch.ones(3, 1, dtype=torch.bool),
+    )
+    part = point[torch.tensor([2, 0])]
+    assert part.state.shape == (2, 2) and part.state.is_meta and part.row_id.tolist() == [2, 0]
+    assert make("wan").offload_trajectory and not make("flux").offload_trajectory
+
+
+@pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16"])
+def test_latents_are_rounded_before_they_are_scored_and_scored_in_float32(storage):
+    policy = make("flux", dtype="bfloat16", lora=2, trajectory_dtype=storage)
+    with torch.no_grad():
+        rollout = policy.rollout(PROMPTS, 2, Rng.of("same"))
+        assert (
+            rollout.path.dtype == getattr(torch, storage) and rollout.logprob.dtype == torch.float32
+        )
+        assert (
+            torch.equal(rollout.path[:, -1].float(), rollout.sample)
+            and rollout.sample.dtype == torch.float32
+        )
+        for point in policy.path(rollout):
+            dist = policy.dist(point)
+            assert point.state.dtype == point.target.dtype == torch.float32
+            assert dist.mean.dtype == torch.float32 and torch.equal(
+                dist.log_prob(point.target), point.logprob
+            )
+
+
+class Wide(toys.ToyFlow):
+    """Latents so large, and a network so small, that paths are nearly all of an update's memory."""
+
+    shape = (4096,)
+
+    def __init__(self, **options):
+        FlowPolicy.__init__(self, toys.seeded(lambda: nn.Linear(1, 1)), **{"steps": 20} | options)
+
+    def velocity(self, x, t, cond):
+        return x * self.active()(t[:, None])
+
+
+def wide(objective, batch_size=16, **options):
+    return Trainer(
+        Wide(**options),
+        toys.prompts(4),
+        Scorer({"reward": lambda media, prompts: -media.square().mean(1)}),
+        advantages.dance_grpo,
+        objective,
+        partial(adamw, lr=1e-2),
+        TrainOptions(
+            prompts_per_iteration=4,
+            group_size=4,
+            train_batch_size=batch_size,
+            micro_batch_size=2,
+            iterations=3,
+        ),
+    )
+
+
+def test_a_rollout_and_an_update_hold_a_path_once():
+    """In units of the whole path of all rows: what a rollout allocates at most, and an update
+    beside the path."""
+    trainer = wide(PolicyGradient())
+    whole = 16 * 21 * 4096 * 4
+    found = {}
+    assert peak_bytes(lambda: found.update(one=trainer.collect()[0])) < 1.5 * whole
+    rollout = found.pop("one")
+    assert rollout.path.nbytes == whole
+    assert peak_bytes(lambda: trainer.improve(rollout, Rng.of("update"), True)) < 0.5 * whole
+
+
+def test_an_update_in_steps_holds_one_steps_rows_and_one_noise_at_a_time():
+    whole = 16 * 21 * 4096 * 4
+    for objective, options, most in (
+        (PolicyGradient(), {}, 0.8),
+        (NFT(num_noise_draws=9), {"noise_level": 0.0}, 0.6),
+    ):
+        trainer = wide(objective, batch_size=8, **options)
+        collected = trainer.collect()
+        trainer.collect = lambda found=collected: found
+        assert peak_bytes(trainer.iterate) < most * whole
+
+
+def moving(steps, iteration, rng):
+    return random_window(steps, iteration, rng, size=2)
+
+
+@pytest.mark.parametrize(
+    ("objective", "options", "states"),
+    [
+        (PolicyGradient(), {}, 21),
+        (PolicyGradient(), {"noise_window": moving}, 3),
+        (PolicyGradient(), {"noise_window": partial(random_steps, size=2)}, 4),
+        (FlowDPPO(), {"noise_window": moving}, 3),
+        (D3PO(), {"noise_window": moving}, 3),
+        (Draft(), {"noise_window": moving}, 21),
+        *(
+            (make(), {"noise_level": 0.0}, 0)
+            for make in (NFT, AWM, DGPO, CRD, FPO, DiffusionDPO, RewardWeightedRegression)
+        ),
+    ],
+)
+def test_only_the_states_that_are_read_are_kept(objective, options, states):
+    """Flow-GRPO-Fast has two decisions: the states before and after each, of 21. Those of the
+    forward process read the finished sample alone."""
+    trainer = wide(objective, **options)
+    rollout, _ = trainer.collect()
+    assert (0 if rollout.path is None else rollout.path.shape[1]) <= states
+    whole = Wide(**options).rollout(list(rollout.prompts), 4, trainer._rng("rollout"))
+    assert torch.equal(whole.sample, rollout.sample) and whole.path.shape[1] == 21
+    if rollout.path is not None:
+        wanted, found = (list(trainer.policy.path(one)) for one in (whole, rollout))
+        assert len(wanted) == len(found) > 0
+        for one, other in zip(wanted, found, strict=True):
+            assert torch.equal(one.state, other.state) and torch.equal(one.target, other.target)
+
+
+def test_groups_that_were_drawn_with_other_stochastic_steps_share_a_rollout():
+    """Dynamic sampling draws from another stream, in which other steps may be stochastic, adjacent
+    ones or not."""
+    policy = Wide(steps=6, noise_window=partial(random_steps, size=2))
+    policy.reads = "decisions"
+    parts = [policy.rollout(toys.prompts(2), 2, Rng.of("part", n)) for n in range(6)]
+    assert {part.path.shape[1] for part in parts} == {3, 4}
+    whole = joined(parts)
+    for n, part in enumerate(parts):
+        for point, wanted in zip(
+            policy.path(whole[whole.group // 2 == n]), policy.path(part), strict=True
+        ):
+            assert torch.equal(wanted.state, point.state) and torch.equal(
+                wanted.target, point.target
+            )
+
+
+def test_evaluating_keeps_no_paths():
+    policy = Wide()
+    seen = []
+    plain = policy.rollout
+    policy.rollout = lambda *inputs: seen.append(plain(*inputs)) or seen[-1]
+    sample(policy, toys.prompts(2), 2, seed=0)
+    assert seen[0].path is None and policy.reads == "path"
+
+
+@pytest.mark.parametrize(("high", "low"), [(2.5, 1.5), (1.5, 3.0)])
+def test_each_expert_of_wan_has_its_own_guidance_as_in_the_pipeline(high, low):
+    policy = make("wan-two", guidance_scale=high, guidance_scale_2=low, fixed_batch_rows=None)
+    with policy.evaluating(), torch.no_grad():
+        rollout = policy.rollout(PROMPTS, 1, Rng.of("same"))
+    # the second expert has its turn
+    assert bool((1000 * policy.times[:-1] < policy.net.boundary).any())
+    pipe = diffusers.WanPipeline.from_pretrained(str(tiny_diffusers.folder("wan-two")))
+    pipe.set_progress_bar_config(disable=True)
+    wanted = pipe(
+        [p["text"] for p in PROMPTS],
+        latents=rollout.path[:, 0],
+        num_inference_steps=3,
+        height=16,
+        width=32,
+        num_frames=5,
+        max_sequence_length=16,
+        guidance_scale=high,
+        guidance_scale_2=low,
+        output_type="latent",
+    )[0]
+    torch.testing.assert_close(rollout.sample, wanted, atol=1e-4, rtol=0)
+    with policy.evaluating(low), torch.no_grad():  # a scale that is asked for is that of both
+        both = policy.rollout(PROMPTS, 1, Rng.of("same")).sample
+    assert policy.guidance_scale_2 == low and (both - rollout.sample).abs().max() > 1e-4
+    with pytest.raises(UserError, match="guidance_scale_2: .* has one network only"):
+        make("wan", guidance_scale_2=2.0)

@@ -1,0 +1,141 @@
+"""Optimizer steps, passes and the mean of the loss, each against the loop that its docstring
+describes."""
+
+import pytest
+import torch
+
+from mmrl.core.types import Point, Rollout
+from mmrl.train.minibatches import batches, loss_total, loss_weights, passes
+from samplers.noise import Rng
+
+REDUCTIONS = (
+    "token_mean",
+    "seq_mean_token_mean",
+    "seq_mean_token_mean_all",
+    "seq_mean_token_sum_norm",
+    "token_sum",
+)
+MASK = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 1], [1, 1, 1], [0, 0, 0]], dtype=torch.bool)
+
+
+def points():
+    """The five rows of MASK in two points: the first two decisions, then the last and one that is
+    none."""
+    row = torch.arange(5)
+    last = torch.stack([MASK[:, 2], torch.zeros(5, dtype=torch.bool)], 1)
+    length = MASK.sum(1)
+    each = {"group": torch.tensor([1, 0, 1, 0, 1]), "row_id": row, "num_decisions": length}
+    return [
+        Point(state=row + 10, mask=MASK[:, :2], **each),
+        Point(state=row + 20, mask=last, **each),
+    ]
+
+
+def rows(prompts=6, copies=8):
+    row = torch.arange(prompts * copies)
+    empty = torch.zeros(len(row), 1)
+    return Rollout(group=row // copies, row_id=row, sample=empty, logprob=empty, mask=empty == 0)
+
+
+@pytest.mark.parametrize("size", [6, 12, 24])
+def test_every_step_has_equally_many_rows_of_every_prompt(size):
+    for epoch in range(3):
+        for part in batches(rows(), 8, 48, size, Rng.of("order", epoch)):
+            assert part.group.bincount(minlength=6).tolist() == [size // 6] * 6
+
+
+def test_every_copy_of_a_prompt_comes_first_equally_often_and_so_does_every_prompt():
+    count = 300
+    first = torch.zeros(3)
+    prompt = torch.zeros(2)
+    for epoch in range(count):
+        row = next(batches(rows(2, 3), 3, 6, 1, Rng.of("order", epoch))).row_id
+        first[row % 3] += 1
+        prompt[row // 3] += 1
+    assert (first / count - 1 / 3).abs().max() < 0.1 and (prompt / count - 1 / 2).abs().max() < 0.1
+
+
+def test_whole_groups_are_dealt_in_turn():
+    """Six prompts, two to a step: step k has prompts k and k + 3, with all their copies."""
+    computed = [
+        part.row_id.tolist() for part in batches(rows(), 8, 48, 16, Rng.of(0), whole_groups=True)
+    ]
+    assert computed == [
+        [*range(8 * k, 8 * k + 8), *range(8 * k + 24, 8 * k + 32)] for k in range(3)
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, None])
+def test_passes_hold_the_rows_with_decisions_in_order(size):
+    parts = passes(points(), size)
+    assert [part.state.tolist() for part in parts] == {
+        1: [[10], [12], [13], [22], [23]],
+        2: [[10, 12], [13, 22], [23]],
+        4: [[10, 12, 13, 22], [23]],
+        None: [[10, 12, 13, 22, 23]],
+    }[size]
+
+
+def test_nothing_to_train_on_makes_no_pass():
+    assert list(passes([point.replace(mask=point.mask & False) for point in points()], 2)) == []
+    assert list(passes([], 2)) == []
+
+
+def test_adjacent_rows_come_by_prompt_and_long_ones_first():
+    """What counts is where the last decision stands, not how many there are; equal ones keep their
+    order."""
+    group = torch.tensor([1, 0, 1, 0, 1, 0])
+    mask = torch.tensor(
+        [[1, 1, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0], [1, 0, 0], [1, 0, 1]], dtype=torch.bool
+    )
+    point = Point(group=group, row_id=torch.arange(6), state=torch.arange(6), mask=mask)
+    (whole,) = passes([point], None, adjacent=True)
+    assert whole.row_id.tolist() == [5, 1, 3, 2, 0, 4]
+    assert list(passes([point], None))[0].row_id.tolist() == list(range(6))
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_weights_of_decisions_are_those_of_the_definition(reduction, weighed):
+    for point, columns in zip(points(), ([0, 1], [2]), strict=True):
+        if weighed:
+            point = point.replace(
+                weight=torch.tensor([0.5, 2.0, 3.0, 0.25, 1.0])[:, None].expand(5, 2)
+            )
+        computed = loss_weights(point, reduction, 7)
+        for b in range(5):
+            length = max(int(MASK[b].sum()), 1)
+            share = {
+                "token_mean": 1.0,
+                "seq_mean_token_mean": 1 / length,
+                "seq_mean_token_mean_all": 1 / length,
+                "seq_mean_token_sum_norm": 1 / 7,
+                "token_sum": 1 / 7,
+            }
+            for k, column in enumerate(columns):
+                weight = float(point.weight[b, k]) if weighed else 1.0
+                assert float(computed[b, k]) == pytest.approx(
+                    MASK[b, column] * weight * share[reduction]
+                )
+
+
+@pytest.mark.parametrize(
+    ("reduction", "wanted"),
+    [
+        ("token_mean", 7),
+        ("seq_mean_token_mean", 3),
+        ("seq_mean_token_mean_all", 5),
+        ("seq_mean_token_sum_norm", 5),
+        ("token_sum", 5),
+    ],
+)
+def test_totals_count_decisions_or_rows(reduction, wanted):
+    """Seven decisions; three rows of five have one; with ``trainable`` four rows stay in
+    training."""
+    rollout = rows(1, 5)
+    assert loss_total(points(), rollout, reduction).tolist() == pytest.approx([3, wanted])
+    rollout = rollout.replace(trainable=torch.tensor([True, True, True, True, False]))
+    assert loss_total(points(), rollout, reduction).tolist() == pytest.approx(
+        [3, 4 if wanted == 5 else wanted]
+    )
+    assert loss_total([], rollout, reduction).tolist() == [0, 4 if wanted == 5 else 0]

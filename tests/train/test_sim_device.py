@@ -1,0 +1,210 @@
+"""Waits for the device and tensors of two devices, which a CPU does not show, on the pretend one of
+sim_device.py.
+
+A device is registered once a process and changes torch, so everything runs in processes of its own:
+one for each part.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mmrl.core import registry
+from mmrl.core.registry import POLICIES
+from tests.fixtures import toys
+from tests.objectives.test_objective_pairs import PAIRS
+
+registry.load_built_in()
+ROOT = Path(__file__).resolve().parents[2]
+STEP = 1  # stops between two passes of a rollout, at most on average
+# what libraries add: transformers looks at every padding mask (and a general protocol has to give
+# it one)
+STEPS = {
+    "policy:masked_lm": 2,
+    "policy:masked_image_lm": 2,
+    "policy:imagegpt": 2,
+    "policy:z_image": 4,  # diffusers' own network indexes by masks
+}
+ROLLOUT = 24  # of one rollout besides: prompts, encoders, first passes
+UPDATE = 12  # of an optimizer step of any number of passes, besides PASS for each of its passes
+# of one pass with gradients of a real network: transformers and diffusers ask in their own code
+LIBRARY = 2
+PASS = {  # where it is otherwise; many decide by values what to compute
+    **dict.fromkeys([f"policy:{name}" for name in ("sd3", "sd", "amused", "llamagen", "var")], 0),
+    "policy:emu3": 4,
+    "policy:imagegpt": 3,
+    "policy:z_image": 8,
+    "policy:vlm": 12,
+    "policy:janus_unified": 8,
+    "objective:adjoint_matching:flow": 1,  # whether a step has noise
+}
+KINDS = ("flow", "hidden", "causal")
+OBJECTIVE_CASES = [f"objective:{name}:{kind}" for name, kind in PAIRS if kind in KINDS]
+SLOW = [f"policy:{name}" for name in POLICIES]
+FAST = [f"toy:{family}" for family in (*toys.POLICIES, "hidden")]
+SEEN_ALWAYS = [
+    f"policy:{name}"
+    for name in ("vlm", "amused", "sd3", "sd", "llamagen", "var", "janus", "janus_unified")
+]
+
+
+def worker(*cases: str) -> list[dict]:
+    """What tests.fixtures.sim_worker saw, one record a case."""
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "ACCELERATE_TORCH_DEVICE": "sim:0",
+    }
+    command = [sys.executable, "-m", "tests.fixtures.sim_worker", *cases]
+    finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    records = [json.loads(line) for line in finished.stdout.splitlines() if line.startswith("{")]
+    assert len(records) == len(cases), finished.stderr[-2000:]
+    return records
+
+
+def complaints(record: dict) -> list[str]:
+    """What a case did that it should not."""
+    case = record["case"]
+    words = []
+    if record["error"]:
+        return [f"{case}: {record['error'][-1500:]}"]
+    steps = record["steps"]
+    passes = record["passes"]
+    if steps and sum(steps) > STEPS.get(case, STEP) * len(steps):
+        words.append(f"{case}: {steps} waits from pass to pass: {record['where']['steps']}")
+    if record["rollout"] - sum(steps) > ROLLOUT:
+        words.append(
+            f"{case}: a rollout waits {record['rollout']} times: {record['where']['rollout']}"
+        )
+    allowed = PASS.get(case, LIBRARY if case.startswith("policy:") else 0)
+    if record["update"] > UPDATE + allowed * passes:
+        words.append(
+            f"{case}: a step of {passes} passes waits {record['update']} times: "
+            f"{record['where']['update']}"
+        )
+    if not record["moved"] > 0:
+        words.append(f"{case}: nothing was learnt")
+    if not record["resumed"]:
+        words.append(f"{case}: a checkpoint does not bring the weights back")
+    return words
+
+
+def check(*cases: str) -> None:
+    found = [line for record in worker(*cases) for line in complaints(record)]
+    assert not found, "\n".join(found)
+
+
+def test_toys_of_every_family_never_wait_for_a_step():
+    check(*FAST)
+
+
+def parts(cases: list[str], count: int) -> list[list[str]]:
+    return [cases[k::count] for k in range(count)]
+
+
+@pytest.mark.parametrize("cases", parts(OBJECTIVE_CASES, 2), ids=["first", "second"])
+def test_every_objective_waits_a_constant_number_of_times_an_optimizer_step(cases):
+    check(*cases)
+
+
+@pytest.mark.parametrize("cases", parts(SEEN_ALWAYS, 2), ids=["first", "second"])
+def test_families_wait_at_most_once_a_step_or_token(cases):
+    check(*cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cases", parts([case for case in SLOW if case not in SEEN_ALWAYS], 3), ids="abc"
+)
+def test_all_other_policies_wait_at_most_once_a_step_or_token(cases):
+    check(*cases)
+
+
+SELF = """
+import torch
+from tests import sim_device as sim
+
+def stops(work):
+    with sim.counted() as counts:
+        work()
+    return counts.total()
+
+x = torch.arange(6.0, device="sim").view(2, 3)
+host = torch.zeros(3)
+try:
+    x + host
+except RuntimeError as error:
+    assert "same device" in str(error)
+else:
+    raise SystemExit("tensors of two devices were added")
+assert stops(lambda: x + torch.tensor(1.0)) == 0  # a number
+assert stops(lambda: x @ x.T + x.sum()) == 0
+for wait in (x.tolist, x.sum().item, x.cpu, lambda: bool((x > 0).all()), lambda: x[x > 2],
+             lambda: x.nonzero(),
+             lambda: x.unique(), lambda: x[[0, 1]], lambda: torch.tensor([1.0], device="sim"),
+             lambda: x.new_tensor([1.0]), lambda: host.to("sim"), lambda: x[torch.tensor([0])]):
+    assert stops(wait) == 1, wait
+assert stops(lambda: host.to("sim", non_blocking=True)) == 0
+assert stops(lambda: x.masked_fill(x > 2, 0.0)) == 0
+"""
+
+
+def test_the_device_refuses_mixed_tensors_and_counts_waits():
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    finished = subprocess.run(
+        [sys.executable, "-c", SELF], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert finished.returncode == 0, finished.stderr[-2000:]
+
+
+DIGITS = """
+import torch
+from tests import sim_device as sim
+from rewards.digits import Digits
+
+first = {"digit": 1, "color": "red", "place": "top left"}
+prompt = {"objects": [first, {"digit": 2}], "relation": "above"}
+reward = Digits()
+pictures = torch.rand(6, 3, 32, 32, device="sim", requires_grad=True)
+reward(pictures[:1], [prompt])  # the reader moves
+with sim.counted() as counts:
+    reward(pictures, [prompt] * 6).sum().backward()
+assert counts.total() == 0, counts
+"""
+
+
+def test_the_digits_reward_never_waits():
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    finished = subprocess.run(
+        [sys.executable, "-c", DIGITS], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert finished.returncode == 0, finished.stderr[-2000:]
+
+
+def test_waits_and_errors_are_complained_about():
+    """The check itself can fail, each way."""
+    fine = {
+        "case": "toy:x",
+        "error": "",
+        "steps": [1, 1],
+        "rollout": 5,
+        "update": 5,
+        "passes": 100,
+        "moved": 0.1,
+        "resumed": True,
+        "where": {"steps": [], "rollout": [], "update": []},
+    }
+    assert not complaints(fine)
+    for wrong in (
+        {"error": "RuntimeError: cpu and sim:0"},
+        {"steps": [1, 2]},
+        {"rollout": 100},
+        {"update": 105},
+        {"moved": 0.0},
+        {"resumed": False},
+    ):
+        assert len(complaints(fine | wrong)) == 1, wrong

@@ -1,0 +1,612 @@
+import math
+import time
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from mmrl import advantages
+from mmrl.config.options import TrainOptions
+from mmrl.core import distributed
+from mmrl.core.errors import UserError
+from mmrl.core.metrics import Meter, observe
+from mmrl.core.types import Rollout
+from mmrl.core.weights import Weights
+from mmrl.objectives import PolicyGradient
+from mmrl.scoring import Scorer
+from mmrl.train import logprob_gate
+from mmrl.train.minibatches import batches
+from mmrl.train.optimizers import adamw, ema_decay, lr_factor, sgd
+from mmrl.train.trainer import Trainer
+from samplers.noise import Rng
+from tests.fixtures import toys
+
+
+def make_trainer(
+    family="flow",
+    reward=toys.reward,
+    lr=3e-3,
+    clip=0.2,
+    kl=0.0,
+    advantage=None,
+    policy=None,
+    objective=None,
+    **options,
+):
+    sizes = {
+        "prompts_per_iteration": 8,
+        "group_size": 8,
+        "train_batch_size": 32,
+        "iterations": 60,
+        "micro_batch_size": 16,
+    } | options
+    return Trainer(
+        policy or toys.make(family),
+        toys.prompts(16),
+        Scorer({"toy": reward}),
+        advantage or advantages.flow_grpo,
+        objective or PolicyGradient(clip_range=clip, kl=kl),
+        partial(adamw, lr=lr),
+        TrainOptions(**sizes),
+    )
+
+
+@pytest.mark.parametrize("family", toys.POLICIES)
+def test_training_raises_the_reward_of_every_family(family):
+    trainer = make_trainer(family, group_size=16, train_batch_size=64)
+    rewards = [trainer.iterate()["reward/mean"] for _ in range(40)]
+    start = sum(rewards[:3]) / 3
+    end = sum(rewards[-3:]) / 3
+    assert end > start + 0.25 * abs(start), (start, end)
+
+
+@pytest.mark.parametrize("family", toys.POLICIES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_first_step_is_on_policy(family, precision):
+    metrics = make_trainer(family, kl=0.1, train_batch_size=64, precision=precision).iterate()
+    assert metrics["ratio/max_deviation"] == 0.0
+    assert metrics["clip_fraction"] == 0.0 and metrics["kl"] == 0.0 and metrics["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("family", toys.POLICIES)
+def test_micro_batch_changes_nothing_in_a_whole_run(family):
+    runs = []
+    for micro in (4, 32):
+        trainer = make_trainer(
+            family, kl=0.1, micro_batch_size=micro, policy=toys.make(family, double=True)
+        )
+        runs.append(
+            ([trainer.iterate()["reward/mean"] for _ in range(3)], trainer.policy.weights.full())
+        )
+    (rewards, weights), (others, same) = runs
+    assert rewards == pytest.approx(others, abs=1e-10)
+    for name, value in weights.items():
+        torch.testing.assert_close(value, same[name], atol=1e-9, rtol=0)
+
+
+def test_the_gate_stops_a_run_whose_network_is_random():
+    policy = toys.make("flow")
+    policy.net.append(nn.Dropout(0.5))
+    policy.net.train()
+    with pytest.raises(
+        UserError,
+        match=r"iteration 0: re-scored log-probs differ .* train.logprob_tolerance = "
+        r"1e-06",
+    ) as error:
+        make_trainer(policy=policy).iterate()
+    assert "dropout" in str(error.value)
+    make_trainer(policy=policy, logprob_tolerance=None).iterate()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("family", "network"),
+    [(name, "velocity") for name in ("flow", "diffusion", "video")]
+    + [(name, "logits") for name in ("masked", "causal")],
+)
+def test_the_gate_stops_an_update_whose_network_is_another_than_the_samplers(
+    family, network, precision
+):
+    """Ten percent off where gradients are recorded, which the ratio of the first step cannot show:
+    it is 1 there."""
+    trainer = make_trainer(
+        family, policy=toys.off_by(toys.make(family), network, 1.1), precision=precision
+    )
+    if precision == "bf16" and network == "logits":
+        trainer = make_trainer(
+            family, policy=toys.off_by(toys.make(family), network, 3.0), precision=precision
+        )
+    with pytest.raises(UserError, match="re-scored log-probs differ"):
+        trainer.iterate()
+    trainer = make_trainer(
+        family,
+        policy=toys.off_by(toys.make(family), network, 1.1),
+        train_batch_size=64,
+        logprob_tolerance=None,
+    )
+    metrics = trainer.iterate()
+    assert metrics["ratio/mean"] == 1.0 and metrics["ratio/max_deviation"] > 1e-3
+
+
+@pytest.mark.parametrize("clip", [1e-3, 1e-4, 2e-6])
+def test_the_gate_of_gaussian_decisions_is_what_the_clip_can_bear(clip):
+    """A gap of half the clip leaves nothing of a range that is cut at the clip; the published clips
+    are these."""
+    for precision in ("fp32", "bf16"):
+        trainer = make_trainer("flow", clip=clip, precision=precision)
+        allowed = logprob_gate.tolerance(trainer.options, trainer.policy, trainer.objective)
+        assert allowed == pytest.approx(min(1e-6, clip / 10))
+    options = trainer.options
+    assert logprob_gate.tolerance(
+        options, toys.make("flow"), PolicyGradient(clip_range=[2e-6, 1e-3])
+    ) == pytest.approx(2e-7)
+    assert (
+        logprob_gate.tolerance(
+            options, toys.make("flow", logprob_reduction="sum"), PolicyGradient(clip_range=0.2)
+        )
+        == 2e-6
+    )
+    assert (
+        logprob_gate.tolerance(
+            replace(options, logprob_tolerance=0.5),
+            toys.make("flow"),
+            PolicyGradient(clip_range=clip),
+        )
+        == 0.5
+    )
+
+
+def test_the_gate_of_tokens_grows_with_guidance_as_their_rounding_does():
+    """z_u + s (z_c - z_u) has two rounding errors, s and 1 - s times as large; conditional scores
+    have one."""
+    half, whole = (
+        TrainOptions(
+            prompts_per_iteration=1, group_size=2, train_batch_size=2, iterations=1, precision=p
+        )
+        for p in ("bf16", "fp32")
+    )
+    policy = toys.make("causal")
+    assert logprob_gate.tolerance(half, policy, PolicyGradient()) == 2e-2
+    assert logprob_gate.tolerance(whole, policy, PolicyGradient()) == 1e-4
+    policy.guidance_scale = 5.0
+    policy.logprob_guidance = "guided"
+    assert logprob_gate.tolerance(half, policy, PolicyGradient()) == pytest.approx(2e-2 * 41**0.5)
+    policy.logprob_guidance = "conditional"
+    assert logprob_gate.tolerance(half, policy, PolicyGradient()) == 2e-2
+
+
+def test_unscored_samples_leave_training_and_flat_groups_teach_nothing():
+    def reward(media, prompts):
+        found = toys.reward(media, prompts).clone()
+        # one sample without a reward, one group of equal rewards
+        found[0], found[8:16] = math.nan, 0.5
+        return found
+
+    trainer = make_trainer(reward=reward)
+    rollout, rewards = trainer.collect()
+    assert not rollout.mask[0].any() and rollout.mask[1:].all()
+    assert rollout.advantage[8:16].abs().max() == 0 and rollout.advantage.isfinite().all()
+    metrics = trainer.iterate()
+    assert (
+        metrics["samples/excluded"] == 1
+        and metrics["groups/flat"] == 1
+        and metrics["groups/total"] == 8
+    )
+
+
+def test_an_excluded_sample_changes_no_other_gradient():
+    """The same parameters as if the row had never been: its group's statistics and the loss's count
+    leave it out."""
+    without = []
+    for value in (math.nan, math.inf):
+        trainer = make_trainer(
+            reward=lambda m, p, v=value: torch.where(
+                torch.arange(len(m)) == 3, v, toys.reward(m, p)
+            )
+        )
+        trainer.iterate()
+        without.append(trainer.policy.weights.full())
+    for name, weight in without[0].items():
+        assert torch.equal(weight, without[1][name]) and weight.isfinite().all()
+
+
+def test_nothing_to_learn_skips_the_step():
+    everything = partial(advantages.group, zero_variance_groups="drop")
+    metrics = make_trainer(
+        reward=lambda media, prompts: torch.ones(len(media)), advantage=everything
+    ).iterate()
+    assert metrics["skipped_steps"] == 2 and metrics["step"] == 0
+
+
+def test_a_gradient_that_is_not_finite_is_left_out_and_counted():
+    trainer = make_trainer()
+    loss = trainer.objective.loss
+    trainer.objective.loss = lambda policy, point: loss(policy, point) * math.inf
+    before = trainer.policy.weights.full()
+    assert trainer.iterate()["skipped_steps"] == 2
+    for name, value in trainer.policy.weights.full().items():
+        assert torch.equal(value, before[name])
+
+
+def test_moving_average_and_reference_are_kept():
+    trainer = make_trainer(kl=0.01, ema=0.5)
+    base = trainer.policy.weights.full()
+    for _ in range(3):
+        trainer.iterate()
+    live, ema, ref = (trainer.policy.weights.full(name) for name in ("live", "ema", "ref"))
+    for name in base:
+        assert torch.equal(ref[name], base[name]) and not torch.equal(live[name], base[name])
+        assert (ema[name] - live[name]).norm() < (base[name] - live[name]).norm()
+
+
+def test_the_moving_average_is_flow_grpos():
+    """EMAModuleWrapper of Flow-GRPO (Liu et al. 2025): decay 0.9 every 8 steps, the parameter equal
+    to the step."""
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(module.weight)
+    weights = Weights(module)
+    found = []
+    weights.keep("ema")
+    for step in range(32):
+        nn.init.constant_(module.weight, step)
+        if (step + 1) % 8 == 0:
+            weights.track("ema", ema_decay(step, 0.9))
+            found.append((step, ema_decay(step, 0.9), float(weights.full("ema")["weight"])))
+    expected = [
+        (7, 0.470588, 3.705883),
+        (15, 0.64, 7.771765),
+        (23, 0.727273, 11.92492),
+        (31, 0.780488, 16.112133),
+    ]
+    assert found == [pytest.approx(line, abs=2e-5) for line in expected]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_the_moving_average_follows_the_steps_that_were_taken(every):
+    """The average again from the weights after each optimizer step: decay min(limit, (1 + n) / (10
+    + n)) at step n."""
+    trainer = make_trainer(
+        ema=0.25, ema_update_interval=every, policy=toys.make("flow", double=True)
+    )
+    average = trainer.policy.weights.full()
+    history = []
+    step = trainer.optimizer.step
+
+    def noted():
+        step()
+        history.append(trainer.policy.weights.full())
+
+    trainer.optimizer.step = noted
+    for _ in range(3):
+        trainer.iterate()
+    assert len(history) == 6
+    for n, weights in enumerate(history):
+        if n % every == every - 1:
+            decay = min(0.25, (1 + n) / (10 + n))  # 1/10, 2/11, 3/12, then the limit
+            average = {
+                name: decay * old + (1 - decay) * weights[name] for name, old in average.items()
+            }
+    for name, value in trainer.policy.weights.full("ema").items():
+        torch.testing.assert_close(value, average[name], atol=1e-12, rtol=0)
+
+
+def test_the_moving_average_waits_its_turn():
+    trainer = make_trainer(ema=0.5, ema_update_interval=3)
+    base = trainer.policy.weights.full()
+    trainer.iterate()  # two steps
+    ema = trainer.policy.weights.full("ema")
+    assert all(torch.equal(ema[name], base[name]) for name in base)
+    trainer.iterate()
+    ema = trainer.policy.weights.full("ema")
+    assert any(not torch.equal(ema[name], base[name]) for name in base)
+
+
+def test_the_old_snapshot_samples_when_asked():
+    trainer = make_trainer()
+    trainer.objective.behavior_policy = "old"
+    trainer.policy.weights.keep("old")
+    trainer.iterate()
+    old, live = (trainer.policy.weights.full(name) for name in ("old", "live"))
+    assert all(torch.equal(old[name], live[name]) for name in live)
+
+
+# -- one iteration by hand
+# ---------------------------------------------------------------------------------------------
+
+
+def by_hand(trainer, reduction, constant):
+    """Loss, gradient norm and weights after one step of gradient descent on all rows of an
+    iteration."""
+    rollout, _ = trainer.collect()
+    policy = trainer.policy
+    lr = trainer.lrs[0]
+    most = trainer.options.max_grad_norm
+    decisions = rollout.mask.sum()
+    rows = len(rollout)
+    total = {
+        "token_mean": decisions,
+        "seq_mean_token_mean": rollout.mask.any(1).sum(),
+        "seq_mean_token_mean_all": rows,
+        "seq_mean_token_sum_norm": rows,
+        "token_sum": 1,
+    }
+    loss = 0.0
+    for point in policy.path(rollout):
+        logp = policy.dist(point).log_prob(point.target)
+        share = 1.0 if reduction == "token_mean" else 1 / (constant or rollout.mask.shape[1])
+        if reduction in ("seq_mean_token_mean", "seq_mean_token_mean_all"):
+            share = 1 / point.num_decisions[:, None]
+        surrogate = -point.advantage.clamp(-5, 5) * (logp - logp.detach()).exp()
+        loss = loss + torch.where(point.mask, surrogate * share, 0.0).sum() / total[reduction]
+    weights = policy.weights.parameters()
+    gradients = torch.autograd.grad(loss, list(weights.values()))
+    norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+    scale = lr * min(1.0, most / (float(norm) + 1e-6))
+    moved = {
+        name: (w - scale * g).detach()
+        for (name, w), g in zip(weights.items(), gradients, strict=True)
+    }
+    return float(loss.detach()), float(norm), int(decisions), moved
+
+
+def shifted(rewards, rollout):
+    """An advantage whose mean is not 0, so that the loss is not either."""
+    return advantages.dr_grpo(rewards, rollout) + 0.25
+
+
+@pytest.mark.parametrize("family", ["flow", "causal"])
+@pytest.mark.parametrize(
+    ("reduction", "constant"),
+    [
+        ("token_mean", None),
+        ("seq_mean_token_mean", None),
+        ("seq_mean_token_mean_all", None),
+        ("seq_mean_token_sum_norm", None),
+        ("seq_mean_token_sum_norm", 3),
+        ("token_sum", None),
+    ],
+)
+def test_an_iteration_is_one_step_down_the_mean_loss(family, reduction, constant):
+    """By hand from what was sampled: the loss, its gradient, clipped, and the learning rate."""
+    options = {
+        "train_batch_size": 64,
+        "micro_batch_size": 5,
+        "loss_agg_mode": reduction,
+        "loss_denominator": constant,
+        "max_grad_norm": 0.01,
+    }
+    expected, trained = (
+        Trainer(
+            toys.make(family, double=True),
+            toys.prompts(16),
+            Scorer({"toy": toys.reward}),
+            shifted,
+            PolicyGradient(clip_range=0.2),
+            partial(sgd, lr=0.5),
+            TrainOptions(
+                **{"prompts_per_iteration": 8, "group_size": 8, "iterations": 60} | options
+            ),
+        )
+        for _ in range(2)
+    )
+    loss, norm, decisions, weights = by_hand(expected, reduction, constant)
+    start = time.perf_counter()
+    metrics = trained.iterate()
+    elapsed = time.perf_counter() - start
+    assert metrics["loss"] == pytest.approx(loss, rel=2e-7) and metrics[
+        "grad_norm"
+    ] == pytest.approx(norm, rel=2e-7)
+    assert (
+        metrics["decisions"] == decisions and metrics["step"] == 1 and metrics["skipped_steps"] == 0
+    )
+    assert (
+        metrics["lr"] == 0.5
+        and metrics["forwards"] == trained.policy.forwards
+        and trained.iteration == 1
+    )
+    spent = [metrics[f"time/{name}"] for name in ("rollout", "reward", "update")]
+    assert min(spent) > 0 and sum(spent) <= elapsed
+    for name, value in trained.policy.weights.full().items():
+        torch.testing.assert_close(value, weights[name], atol=1e-9, rtol=1e-6)
+
+
+def test_the_learning_rate_follows_its_schedule_step_by_step():
+    trainer = make_trainer(lr=0.01, warmup_steps=3, lr_schedule="linear", iterations=4)
+    rates = [trainer.iterate()["lr"] for _ in range(4)]
+    assert rates == pytest.approx([0.01 * lr_factor("linear", step, 3, 8) for step in (1, 3, 5, 7)])
+    assert trainer.step == 8 and len(set(rates)) == 4
+
+
+def test_lagging_weights_follow_after_the_iteration():
+    trainer = make_trainer(policy=toys.make("flow", double=True))
+    trainer.objective.old_decay = lambda step: step / 8
+    trainer.policy.weights.keep("old")
+    before = trainer.policy.weights.full("old")
+    trainer.iterate()  # two steps
+    old, live = (trainer.policy.weights.full(name) for name in ("old", "live"))
+    for name in old:
+        torch.testing.assert_close(
+            old[name], 0.25 * before[name] + 0.75 * live[name], atol=1e-12, rtol=0
+        )
+
+
+def test_an_objective_adapts_after_every_iteration_and_data_are_watched_before():
+    trainer = make_trainer()
+    seen = []
+    objective = trainer.objective
+    objective.state_dict = dict
+    objective.load_state_dict = dict
+    objective.adapt = lambda iteration, metrics: seen.append(
+        (iteration, metrics["step"], metrics["reward/mean"])
+    )
+    trainer.watch = lambda media, rollout, rewards: seen.append(
+        (len(media), rollout.advantage.shape, sorted(rewards))
+    )
+    means = [trainer.iterate()["reward/mean"] for _ in range(2)]
+    shown = (64, (64, 1), ["toy"])
+    assert seen == [shown, (0, 2, means[0]), shown, (1, 4, means[1])]
+
+
+@pytest.mark.parametrize(
+    ("adjacent", "batch_size", "whole"), [(True, 16, True), (True, 4, False), (False, 16, False)]
+)
+def test_policies_that_share_prefixes_get_whole_groups_where_they_fit(adjacent, batch_size, whole):
+    policy = toys.make("causal")
+    groups = []
+    policy.adjacent = adjacent
+    trainer = make_trainer(policy=policy, train_batch_size=batch_size, micro_batch_size=None)
+    points = trainer.objective.points
+    trainer.objective.points = lambda policy, rollout, rng: (
+        groups.append(rollout.group) or points(policy, rollout, rng)
+    )
+    trainer.iterate()
+    counts = torch.stack([group.bincount(minlength=8) for group in groups])
+    assert (
+        bool(torch.isin(counts, torch.tensor([0, 8])).all()) == whole
+        and int(counts.sum()) % 64 == 0
+    )
+
+
+def test_a_policy_knows_the_iteration_and_the_width_of_passes():
+    trainer = make_trainer()
+    seen = []
+    rollout = trainer.policy.rollout
+    trainer.policy.rollout = lambda *given: seen.append(trainer.policy.iteration) or rollout(*given)
+    for _ in range(3):
+        trainer.iterate()
+    assert seen == [0, 1, 2] and trainer.policy.fixed_batch_rows == 16
+    assert make_trainer(policy=toys.make("flow", fixed_batch_rows=4)).policy.fixed_batch_rows == 4
+
+
+def test_answers_grow_longer_when_it_is_time():
+    policy = toys.make("causal")
+    limits = []
+    policy.limit = limits.append
+    trainer = make_trainer(policy=policy, max_new_tokens_schedule=((1, 5), (3, 7)))
+    for _ in range(5):
+        trainer.iterate()
+    assert limits == [5, 5, 7, 7]
+    trainer = make_trainer(max_new_tokens_schedule=((1, 5),))
+    trainer.iterate()
+    with pytest.raises(
+        UserError, match=r"train\.max_new_tokens_schedule: ToyFlow writes no answers"
+    ):
+        trainer.iterate()
+
+
+def test_a_row_stays_when_one_of_its_decisions_does():
+    """NaN takes single decisions out of training; a row without any leaves it altogether."""
+
+    def partly(rewards, rollout):
+        advantage = torch.ones(rollout.mask.shape)
+        advantage[0], advantage[1, 2:], advantage[2, 0] = math.nan, math.nan, math.nan
+        return advantage
+
+    trainer = make_trainer(advantage=partly)
+    rollout, _ = trainer.collect()
+    assert rollout.trainable.tolist() == [False] + [True] * 63
+    mask = torch.ones(64, rollout.mask.shape[1], dtype=torch.bool)
+    mask[0], mask[1, 2:], mask[2, 0] = False, False, False
+    stochastic = rollout.mask[3]
+    assert torch.equal(rollout.mask, mask & stochastic) and torch.equal(
+        rollout.advantage, mask.float()
+    )
+
+
+@pytest.mark.parametrize(("schedule", "warmup"), [("constant", 0), ("linear", 3), ("cosine", 5)])
+def test_learning_rate_schedules(schedule, warmup):
+    factors = [lr_factor(schedule, step, warmup, 40) for step in range(41)]
+    assert all(0 <= f <= 1 for f in factors) and factors[warmup] == 1.0
+    assert factors[:warmup] == sorted(factors[:warmup]) and factors[warmup:] == sorted(
+        factors[warmup:], reverse=True
+    )
+    assert factors[40] == (1.0 if schedule == "constant" else pytest.approx(0.0))
+
+
+def rows(first=0, prompts=6, copies=8):
+    row = torch.arange(first * copies, (first + prompts) * copies)
+    empty = torch.zeros(len(row), 1)
+    return Rollout(
+        group=(row // copies) - first, row_id=row, sample=empty, logprob=empty, mask=empty > 0
+    )
+
+
+@pytest.mark.parametrize("size", [1, 6, 12, 24, 48])
+def test_batches_partition_the_rows_alike_on_any_number_of_processes(size):
+    rng = Rng.of("shuffle")
+    whole = [b.row_id.tolist() for b in batches(rows(), 8, 48, size, rng)]
+    assert sorted(sum(whole, [])) == list(range(48)) and all(len(b) == size for b in whole)
+    halves = [
+        [b.row_id.tolist() for b in batches(rows(first, 3), 8, 48, size, rng)] for first in (0, 3)
+    ]
+    for one, left, right in zip(whole, *halves, strict=True):
+        assert set(one) == set(left) | set(right)
+        if size % 6 == 0:
+            assert len(left) == len(right), "every step has as many rows of every group"
+
+
+def test_batches_differ_between_epochs():
+    first, second = (
+        [b.row_id.tolist() for b in batches(rows(), 8, 48, 12, Rng.of("shuffle", e))]
+        for e in (0, 1)
+    )
+    assert [set(b) for b in first] != [set(b) for b in second]
+
+
+def test_the_meter_hears_only_what_is_masked_in():
+    meter = Meter()
+    observe("x", torch.full((1, 1), 9.0))
+    with meter.listening():
+        observe(
+            "x",
+            torch.tensor([[1.0, -5.0], [3.0, 100.0]]),
+            torch.tensor([[True, True], [True, False]]),
+        )
+        observe("x", torch.tensor([[1.0]]))
+    assert meter.mean("x") == 0.0 and meter.top("x") == 5.0 and math.isnan(meter.mean("y"))
+    assert distributed.world() == (0, 1)
+
+
+def test_a_rollout_is_scored_again_only_where_two_roundings_would_meet():
+    """Tokens sampled with a cache, in half precision, with steps after the first; or when it is
+    said."""
+    options = TrainOptions(
+        prompts_per_iteration=2, group_size=4, train_batch_size=4, iterations=1, precision="bf16"
+    )
+    causal, masked, flow = (toys.make(family) for family in ("causal", "masked", "flow"))
+    assert logprob_gate.rescores(options, causal, steps=2) and not logprob_gate.rescores(
+        options, causal, steps=1
+    )
+    assert not logprob_gate.rescores(options, masked, steps=2) and not logprob_gate.rescores(
+        options, flow, steps=2
+    )
+    assert not logprob_gate.rescores(replace(options, precision="fp32"), causal, steps=2)
+    assert not logprob_gate.rescores(replace(options, recompute_old_logprob=False), causal, steps=2)
+    assert logprob_gate.rescores(replace(options, recompute_old_logprob=True), flow, steps=1)
+    causal.net.to(torch.bfloat16)
+    assert logprob_gate.rescores(replace(options, precision="fp32"), causal, steps=2)
+
+
+@pytest.mark.parametrize("family", toys.POLICIES)
+def test_every_decision_is_scored_again_in_its_own_place(family):
+    """A sampler that records something else is mended, or stopped by the gate; what is not trained
+    on keeps its own."""
+    wrong = toys.misremembers(toys.make(family), 0.25)
+    trainer = make_trainer(
+        family, policy=wrong, recompute_old_logprob=True, logprob_tolerance=1.0, train_batch_size=64
+    )
+    rollout, _ = trainer.collect()
+    mask = rollout.mask.clone()
+    mask[:3] = False
+    found = trainer._rescored(rollout.replace(mask=mask)).logprob - rollout.logprob
+    torch.testing.assert_close(found, torch.where(mask, 0.25, 0.0), atol=1e-5, rtol=0)
+    metrics = trainer.iterate()
+    assert (
+        metrics["ratio/max_deviation"] == pytest.approx(math.expm1(0.25), abs=1e-4)
+        and metrics["time/old_log_prob"]
+    )
+    trainer.options = replace(trainer.options, logprob_tolerance="auto")
+    with pytest.raises(UserError, match="re-scored log-probs differ"):
+        trainer.iterate()
