@@ -76,7 +76,7 @@ def janus(size: Size, folder: Path) -> None:
     """A complete folder of the real classes with random weights."""
     import transformers as hf
 
-    from tests import tiny_vlms
+    from tests.fixtures import tiny_vlms
 
     model, processor = tiny_vlms.janus()
     config = model.config
@@ -106,7 +106,7 @@ def janus(size: Size, folder: Path) -> None:
 def amused(size: Size, folder: Path) -> None:
     from diffusers import AmusedPipeline, AmusedScheduler, UVit2DModel, VQModel
 
-    from tests import tiny_diffusers
+    from tests.fixtures import tiny_diffusers
 
     tokenizer = tiny_diffusers.clip_tokenizer(77)
     width = size.width

@@ -100,7 +100,7 @@ def build(size: str, folder: Path) -> Path:
     import torch
     import transformers as hf
 
-    from tests import tiny_vlms
+    from tests.fixtures import tiny_vlms
 
     chosen = SIZES[size]
     tok = tiny_vlms.tokenizer(list(tiny_vlms.QWEN.values()), **tiny_vlms.QWEN)
@@ -130,7 +130,7 @@ def build(size: str, folder: Path) -> Path:
 
 def prompts(work: Work, iterations: int) -> list[dict[str, Any]]:
     """``text`` and ``images``; every prompt its own image."""
-    from tests import tiny_vlms
+    from tests.fixtures import tiny_vlms
 
     side = round(work.image_tokens**0.5) * 28
     words = "where is the red seven in this picture, and how large is it? "

@@ -1,13 +1,12 @@
 """Mutation tests of the core: which small changes of the code does no test notice?
 
-    python scripts/mutate.py trace                       # once: which test executes which line, and
-    for how long python scripts/mutate.py run --share 0.2             # a fifth of the mutants, then
-    the page python scripts/mutate.py run --files mmrl/core/distributions.py --rerun survived python
-    scripts/mutate.py run --changed main          # mutants of lines that differ from a revision
-    python scripts/mutate.py trace tests/core/test_distributions.py   # after tests have changed:
-    only these files anew python scripts/mutate.py list --files mmrl/core/distributions.py  # the
-    mutants, untested python scripts/mutate.py page                        # only write
-    docs/results/mutation.md anew
+    python scripts/mutate.py trace                 # once: which test executes which line, how long
+    python scripts/mutate.py run --share 0.2       # a fifth of the mutants, then the page
+    python scripts/mutate.py run --files mmrl/core/distributions.py --rerun survived
+    python scripts/mutate.py run --changed main    # mutants of lines that differ from a revision
+    python scripts/mutate.py trace tests/core/test_distributions.py   # only these files anew
+    python scripts/mutate.py list --files mmrl/core/distributions.py  # the mutants, untested
+    python scripts/mutate.py page                  # only write docs/results/mutation.md anew
 
 One process imports everything and collects the tests. Every mutant is a fork of it, in which the
 changed code takes the place of the old one, and which runs the tests that execute the line: those

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from mmrl.core.registry import locate
-from tests import waiting
+from tests.fixtures import waiting
 
 ROOT = Path(__file__).parents[2]
 CONFIG = """

@@ -127,7 +127,7 @@ def tiny(case, tmp_path, objective="grpo: {clip_range: 1e-2, kl: 0.1}", **policy
     text = write(
         {"policy": {name: options | policy}, "data": {"prompts": {"path": str(tmp_path / "p.txt")}}}
     )
-    text += f"reward: {{jpeg_compressibility: 1.0}}\nadvantage: dance_grpo\n"
+    text += "reward: {jpeg_compressibility: 1.0}\nadvantage: dance_grpo\n"
     text += f"objective: {{{objective}}}\n"
     text += "train: {prompts_per_iteration: 2, group_size: 4, train_batch_size: 4, "
     text += "micro_batch_size: 2, iterations: 1, epochs: 2}\n"

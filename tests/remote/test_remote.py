@@ -16,7 +16,7 @@ from mmrl.core.registry import REWARDS
 from mmrl.run.lifecycle import train
 from mmrl.scoring import Scorer
 from rewards import Remote, jpeg_compressibility
-from tests import waiting
+from tests.fixtures import waiting
 from tests.fixtures.reward_servers import (
     answering,
     dripping,

@@ -22,7 +22,7 @@ from mmrl.core.errors import UserError
 from mmrl.remote.lanes import Lane
 from mmrl.remote.server import load
 from rewards import Remote, jpeg_compressibility
-from tests import waiting
+from tests.fixtures import waiting
 from tests.fixtures.reward_servers import (
     b64,
     eighth,

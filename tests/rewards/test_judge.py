@@ -20,7 +20,7 @@ from rewards.judge_checklist import Checklist
 from rewards.judge_listener import Listener, reasoning
 from rewards.judge_pairwise import Pairwise, pairings, strengths, win_rates
 from rewards.judge_yes_no import YesNo
-from tests import waiting
+from tests.fixtures import waiting
 from tests.fixtures.fake_chat import fake_chat, stats
 
 LEVELS = [0.0, 0.2, 0.6, 1.0]  # of grey; exact in 8 bits

@@ -20,7 +20,7 @@ from rewards.judge_listener import Listener
 from rewards.judge_pairwise import Pairwise
 from rewards.judge_yes_no import YesNo
 from rewards.local_vlm import LocalVlm, first_tokens, load
-from tests import tiny_vlms
+from tests.fixtures import tiny_vlms
 from tests.fixtures.tiny_rewards import asked, pictures
 
 FAMILIES = ["qwen2_5_vl", "llava", "internvl", "smolvlm", "gemma3"]

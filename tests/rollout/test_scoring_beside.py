@@ -17,7 +17,7 @@ from mmrl.rollout import collect
 from mmrl.scoring import Scorer
 from rewards.card import card
 from samplers.noise import Rng
-from tests import toys, waiting
+from tests.fixtures import toys, waiting
 from tests.fixtures.rounding import assert_to_rounding
 
 B = 12

@@ -18,8 +18,8 @@ from mmrl.advantages import dance_grpo
 from mmrl.core.errors import UserError
 from mmrl.scoring import Scorer
 from rewards import remote
-from tests import waiting
 from tests.advantages.test_advantages import rollout
+from tests.fixtures import waiting
 from tests.fixtures.reward_servers import free_port, numbers, serving
 from tests.fixtures.tiny_rewards import pictures
 

@@ -23,7 +23,7 @@ from mmrl.scoring.cache import Cache, Store
 from mmrl.scoring.handling import Handled, networks
 from rewards import clip_score
 from rewards.card import card
-from tests import waiting
+from tests.fixtures import waiting
 from tests.fixtures.tiny_rewards import asked, pictures, save_tiny_clip
 
 B = 6

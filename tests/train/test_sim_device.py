@@ -126,7 +126,7 @@ def test_all_other_policies_wait_at_most_once_a_step_or_token(cases):
 
 SELF = """
 import torch
-from tests import sim_device as sim
+from tests.fixtures import sim_device as sim
 
 def stops(work):
     with sim.counted() as counts:
@@ -163,7 +163,7 @@ def test_the_device_refuses_mixed_tensors_and_counts_waits():
 
 DIGITS = """
 import torch
-from tests import sim_device as sim
+from tests.fixtures import sim_device as sim
 from rewards.digits import Digits
 
 first = {"digit": 1, "color": "red", "place": "top left"}

@@ -77,9 +77,9 @@ CASES = {
     "skyreels_i2v": case("skyreels_i2v", 5, 16),
     "ltx": case("ltx", 5, 16, {"size": [32, 64]}),
     "cogvideox": case("cogvideox", 9, 16, {"steps": 4}),
-    "hunyuan_video": case("hunyuan_video", 5, 64, embedded_guidance=True),
-    "hunyuan_i2v": case("hunyuan_i2v", 5, 96, embedded_guidance=True),
-    "hunyuan_i2v-joined": case("hunyuan_i2v", 9, 96, embedded_guidance=True, drop=1),
+    "hunyuan_video": case("hunyuan_video", 5, 64, embedded=True),
+    "hunyuan_i2v": case("hunyuan_i2v", 5, 96, embedded=True),
+    "hunyuan_i2v-joined": case("hunyuan_i2v", 9, 96, embedded=True, drop=1),
 }
 # The same families where only parity with the pipeline is of interest.
 MORE = {
