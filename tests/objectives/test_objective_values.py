@@ -1138,7 +1138,7 @@ def test_d3po_is_seen_by_the_gate_and_wants_gaussian_steps():
     (point,) = Text().points(policy, rollout, Rng.of(0))
     with pytest.raises(UserError, match="flow and diffusion models"):
         D3PO().loss(policy, point)
-    with pytest.raises(UserError, match="weigh noise is for flow"):
+    with pytest.raises(UserError, match="timestep_weighting noise is for flow"):
         PolicyGradient(timestep_weighting="noise").loss(policy, point)
     with pytest.raises(UserError, match="compares means"):
         normalised(
