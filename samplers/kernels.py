@@ -79,8 +79,8 @@ def flow_ddim(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[
     """
     x, v, t, s, eta = _align(x, v, t, s, eta)
     # share of the variance that stays
-    kept = (s * (1 - t) / (t * (1 - s)).clamp_min(torch.finfo(x.dtype).tiny)) ** 2
-    std = eta * s * (1 - kept).clamp_min(0).sqrt()
+    remaining = (s * (1 - t) / (t * (1 - s)).clamp_min(torch.finfo(x.dtype).tiny)) ** 2
+    std = eta * s * (1 - remaining).clamp_min(0).sqrt()
     return _towards(x, v, t, s, (s**2 - std**2).clamp_min(0).sqrt()), std
 
 
@@ -131,9 +131,9 @@ def consistency(
 consistency.process = (Flow, Diffusion)
 
 
-def _towards(x: Tensor, v: Tensor, t: Tensor, s: Tensor, kept: Tensor) -> Tensor:
-    """[B, *] (1 - s) times the predicted data plus ``kept`` times the predicted noise."""
-    return (1 - s) * (x - t * v) + kept * (x + (1 - t) * v)
+def _towards(x: Tensor, v: Tensor, t: Tensor, s: Tensor, noise_scale: Tensor) -> Tensor:
+    """[B, *] (1 - s) times the predicted data plus ``noise_scale`` times the predicted noise."""
+    return (1 - s) * (x - t * v) + noise_scale * (x + (1 - t) * v)
 
 
 def _align(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Tensor, ...]:

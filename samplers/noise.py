@@ -83,8 +83,10 @@ class Rng:
         u = self.uniform(rows, (2 * -(-count // 2),), step).view(len(rows), -1, 2)
         radius = (-2 * u[..., 0].log()).sqrt()
         angle = 2 * math.pi * u[..., 1]
-        both = torch.stack([radius * angle.cos(), radius * angle.sin()], -1).flatten(1)[:, :count]
-        return both.to(dtype).view(len(rows), *shape)
+        normals = torch.stack([radius * angle.cos(), radius * angle.sin()], -1).flatten(1)[
+            :, :count
+        ]
+        return normals.to(dtype).view(len(rows), *shape)
 
     def permutation(self, n: int, step: int = 0) -> Tensor:
         """[n] long: a random order of 0..n-1."""

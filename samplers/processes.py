@@ -17,15 +17,15 @@ Prediction = Literal["epsilon", "v_prediction", "sample"]
 
 
 class Process(Protocol):
-    """``out`` is what the network gives at x_t."""
+    """``output`` is what the network gives at x_t."""
 
     def scales(self, t: Number, like: Tensor) -> tuple[Tensor, Tensor]:
         """(alpha, sigma) at t, each [B, 1, ...] for states ``like`` [B, *]."""
 
-    def clean(self, x: Tensor, out: Tensor, t: Number) -> Tensor:
+    def clean(self, x: Tensor, output: Tensor, t: Number) -> Tensor:
         """[B, *] the predicted x_0."""
 
-    def noise(self, x: Tensor, out: Tensor, t: Number) -> Tensor:
+    def noise(self, x: Tensor, output: Tensor, t: Number) -> Tensor:
         """[B, *] the predicted e."""
 
     def target(self, clean: Tensor, noise: Tensor, t: Number) -> Tensor:
@@ -67,11 +67,11 @@ class Flow:
         t = per_row(t, like)
         return 1 - t, t
 
-    def clean(self, x: Tensor, out: Tensor, t: Number) -> Tensor:
-        return x - per_row(t, x) * out
+    def clean(self, x: Tensor, output: Tensor, t: Number) -> Tensor:
+        return x - per_row(t, x) * output
 
-    def noise(self, x: Tensor, out: Tensor, t: Number) -> Tensor:
-        return x + (1 - per_row(t, x)) * out
+    def noise(self, x: Tensor, output: Tensor, t: Number) -> Tensor:
+        return x + (1 - per_row(t, x)) * output
 
     def target(self, clean: Tensor, noise: Tensor, t: Number) -> Tensor:
         return noise - clean
@@ -124,19 +124,25 @@ class Diffusion:
                 self.tables[device] = table.to(device)
         return self.tables[device]
 
-    def clean(self, x: Tensor, out: Tensor, t: Number) -> Tensor:
+    def clean(self, x: Tensor, output: Tensor, t: Number) -> Tensor:
         alpha, sigma = self.scales(t, x)
         if self.prediction == "sample":
-            return out
+            return output
         return (
-            (x - sigma * out) / alpha if self.prediction == "epsilon" else alpha * x - sigma * out
+            (x - sigma * output) / alpha
+            if self.prediction == "epsilon"
+            else alpha * x - sigma * output
         )
 
-    def noise(self, x: Tensor, out: Tensor, t: Number) -> Tensor:
+    def noise(self, x: Tensor, output: Tensor, t: Number) -> Tensor:
         alpha, sigma = self.scales(t, x)
         if self.prediction == "epsilon":
-            return out
-        return (x - alpha * out) / sigma if self.prediction == "sample" else alpha * out + sigma * x
+            return output
+        return (
+            (x - alpha * output) / sigma
+            if self.prediction == "sample"
+            else alpha * output + sigma * x
+        )
 
     def target(self, clean: Tensor, noise: Tensor, t: Number) -> Tensor:
         alpha, sigma = self.scales(t, clean)
@@ -156,8 +162,8 @@ class Diffusion:
 
 @dataclass(frozen=True)
 class Consistent(Diffusion):
-    """A latent consistency model: the predicted x_0 is c_skip x_t + c_out x_0(out), at timestep 0
-    x_t itself.
+    """A latent consistency model: the predicted x_0 is c_skip x_t + c_out x_0(output), at
+    timestep 0 x_t itself.
 
     Luo et al. 2023, "Latent Consistency Models", section 4.1: with tau = ``scaling`` times the
     timestep, c_skip = d^2 / (tau^2 + d^2), c_out = tau / sqrt(tau^2 + d^2) and d = 0.5.
@@ -165,9 +171,9 @@ class Consistent(Diffusion):
 
     scaling: float = 10.0
 
-    def clean(self, x: Tensor, out: Tensor, t: Number) -> Tensor:
+    def clean(self, x: Tensor, output: Tensor, t: Number) -> Tensor:
         skip, keep = self._boundary(t, x)
-        return skip * x + keep * super().clean(x, out, t)
+        return skip * x + keep * super().clean(x, output, t)
 
     def gain(self, t: Number, like: Tensor) -> Tensor:
         return self._boundary(t, like)[1] * super().gain(t, like)

@@ -87,6 +87,6 @@ class Warp:
 def _banned(ids: tuple[int, ...], vocab: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[V] -inf at ``ids``, 0 elsewhere."""
     with torch.inference_mode(False):
-        found = torch.zeros(vocab, dtype=dtype)
-        found[list(ids)] = -torch.inf
-        return found.to(device)
+        bias = torch.zeros(vocab, dtype=dtype)
+        bias[list(ids)] = -torch.inf
+        return bias.to(device)

@@ -72,9 +72,9 @@ def random_steps(
 ) -> Tensor:
     """``size`` random steps, not adjacent, inside start to stop - 1 (Flow-Factory, UniRL)."""
     first, last = _room(steps, size, start, stop)
-    found = torch.zeros(steps, dtype=torch.bool)
-    found[first + rng.permutation(last - first)[:size]] = True
-    return found
+    chosen = torch.zeros(steps, dtype=torch.bool)
+    chosen[first + rng.permutation(last - first)[:size]] = True
+    return chosen
 
 
 def progressive(
@@ -159,8 +159,8 @@ def _sliding(
         raise ValueError(f"the stride of a sliding noise window must be at least 1, not {stride}")
     place = first
     left = iteration
-    while left >= (here := max(1, stay(place, last))):
-        left -= here
+    while left >= (stay_here := max(1, stay(place, last))):
+        left -= stay_here
         place += stride
         if place + size > last:
             place = first if again else last - size

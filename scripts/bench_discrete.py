@@ -225,7 +225,7 @@ class Amused:
 
     @torch.no_grad()
     def ours(self, rng: Rng = STREAM) -> tuple[torch.Tensor, torch.Tensor]:
-        self.policy.texts.kept.clear()  # every prompt is read once, as in training
+        self.policy.texts.encodings.clear()  # every prompt is read once, as in training
         rollout = self.policy.rollout([PROMPT], self.copies, rng)
         return rollout.sample, self.policy.decode(rollout)
 

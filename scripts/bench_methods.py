@@ -191,7 +191,7 @@ class Judge:
         found = Session.of(
             read(find_config(f"digits/{method.config}"), [*method.overrides(seed), *more])
         )
-        found.policy.texts.kept |= self.policy.texts.kept
+        found.policy.texts.encodings |= self.policy.texts.encodings
         return found
 
 

@@ -101,7 +101,7 @@ def _of_folder(report: Report, resolved: Resolved, found: configs.Config) -> Rep
     )
     tokens = None if unet else costs.tokens_of(policy)
     with reading(policy, getattr(found.build("objective", OBJECTIVES), "reads", "path")):
-        states = len(policy._plan(report.train.group_size, FIXED).kept)
+        states = len(policy._plan(report.train.group_size, FIXED).stored)
     stored = (
         report.plan.rows_per_process * states * math.prod(shape) * policy.trajectory_dtype.itemsize
     )

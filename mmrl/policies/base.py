@@ -170,7 +170,7 @@ class NetPolicy:
             return min(self.fixed_batch_rows or rows, self.most or rows)
         if not self.fitting:
             try:
-                found = rows_that_fit(
+                fitting = rows_that_fit(
                     forward, int(self.sampling_memory_gib * 2**30), rows, self.device
                 )
             except ValueError as error:
@@ -178,7 +178,7 @@ class NetPolicy:
                     f"policy option sampling_memory_gib = {self.sampling_memory_gib:g} GiB: {error}"
                 ) from error
             # one number of passes on all processes
-            self.fitting = -int(distributed.all_max(torch.tensor(-found)))
+            self.fitting = -int(distributed.all_max(torch.tensor(-fitting)))
         return min(self.fitting, rows, self.most or rows)
 
     def fitted(self, run: Callable[[int], Any], size: int, least: int = 1) -> Any:
@@ -197,7 +197,7 @@ class NetPolicy:
             return run(rows)
 
         try:
-            result, fits = halved_to_fit(attempt, size, least if alone else size)
+            output, fits = halved_to_fit(attempt, size, least if alone else size)
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"out of memory: {error}. Try train.gradient_checkpointing=true, "
@@ -207,7 +207,7 @@ class NetPolicy:
             ) from error
         if fits < size:
             self.shrink(fits)
-        return result
+        return output
 
     def shrink(self, rows: int) -> None:
         """From now on no pass has more than ``rows`` rows."""
@@ -278,12 +278,12 @@ def reading(policy: Any, what: str) -> Iterator[None]:
 @contextmanager
 def at_guidance(policy: Any, guidance: float | None) -> Iterator[None]:
     """The policy at another classifier-free guidance scale; None: at its own."""
-    kept = policy.guidance_scale
-    policy.guidance_scale = kept if guidance is None else guidance
+    before = policy.guidance_scale
+    policy.guidance_scale = before if guidance is None else guidance
     try:
         yield
     finally:
-        policy.guidance_scale = kept
+        policy.guidance_scale = before
 
 
 def warn_of_mismatch(logp_dist: str, guidance: float) -> None:

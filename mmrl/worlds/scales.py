@@ -85,7 +85,7 @@ def residuals(vq: VARVQ, z: Tensor) -> tuple[list[Tensor], Tensor]:
     f = torch.zeros_like(z)
     compared = []
     for k in range(len(quantize.sides)):
-        rest = quantize.seen((z - f).detach(), k)  # [B, p^2, D]
+        rest = quantize.at_scale((z - f).detach(), k)  # [B, p^2, D]
         compared.append(rest.flatten(0, 1))
         f = quantize.add(
             f, nearest(compared[-1], quantize.embedding.weight).view(rest.shape[:2]), k

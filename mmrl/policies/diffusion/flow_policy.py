@@ -51,13 +51,13 @@ class Plan(NamedTuple):
     spans: list[int]  # K + 1: how many adjacent rows share a state
     copies: int
     rows: int | None = None  # at most so many in a pass; None: all that are alive
-    kept: tuple[int, ...] = ()  # the S steps after which the state is kept for training
+    stored: tuple[int, ...] = ()  # the S steps after which the state is kept for training
 
     def places(self) -> Tensor:
         """[K + 1] long: where in the path the state after k steps is; -1: not kept."""
-        found = torch.full((len(self.times),), -1)
-        found[list(self.kept)] = torch.arange(len(self.kept))
-        return found
+        places = torch.full((len(self.times),), -1)
+        places[list(self.stored)] = torch.arange(len(self.stored))
+        return places
 
 
 class FlowPolicy(NetPolicy, ABC):
@@ -145,15 +145,17 @@ class FlowPolicy(NetPolicy, ABC):
     @abstractmethod
     def decode(self, rollout: Rollout) -> Media: ...
 
-    def unconditional(self, own: dict[str, Any], cond: dict[str, Any]) -> dict[str, Any]:
-        """Nest of tensors [B, *] for the pass without the prompt, of the rows' ``own`` and what a
-        rollout holds.
+    def unconditional(self, row_cond: dict[str, Any], cond: dict[str, Any]) -> dict[str, Any]:
+        """Returns a nest of tensors [B, *] for the pass without the prompt, of the rows' conditions
+        ``row_cond`` and what a rollout holds.
 
         It is that of the empty prompt; what ``uncond`` leaves out, an image to edit say, is the
         row's own.
         """
-        rows = len(next(leaf for leaf in own.values() if isinstance(leaf, Tensor)))
-        return own | tree_map(lambda tensor: tensor.expand(rows, *tensor.shape[1:]), cond["uncond"])
+        rows = len(next(leaf for leaf in row_cond.values() if isinstance(leaf, Tensor)))
+        return row_cond | tree_map(
+            lambda tensor: tensor.expand(rows, *tensor.shape[1:]), cond["uncond"]
+        )
 
     def begin(self, noise: Tensor, cond: dict[str, Any]) -> Tensor:
         """[B, *] the first states of paths, of noise and the rows' conditions."""
@@ -167,20 +169,20 @@ class FlowPolicy(NetPolicy, ABC):
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
         """Deterministic (ODE) sampling, at another guidance scale if given."""
-        kept = self.exploring
+        before = self.exploring
         self.exploring = False
         try:
             with at_guidance(self, guidance):
                 yield
         finally:
-            self.exploring = kept
+            self.exploring = before
 
     def _for_process(self, kernel: Kernel) -> Kernel:
         """The kernel, told the process if it works on more than one; UserError if it is for
         another."""
         plain = getattr(kernel, "func", kernel)
-        wanted = getattr(plain, "process", Flow if plain in BUILT_IN else None)
-        if wanted is not None and not isinstance(self.process, wanted):
+        process_type = getattr(plain, "process", Flow if plain in BUILT_IN else None)
+        if process_type is not None and not isinstance(self.process, process_type):
             known = ", ".join(
                 n
                 for n, k in KERNELS.items()
@@ -215,7 +217,7 @@ class FlowPolicy(NetPolicy, ABC):
 
         blocks = self.fitted(sampled, max(size, plan.spans[0]), least=plan.spans[0])
         visit = None if self.reads == "path" else plan.places().to(self.device).expand(len(row), -1)
-        path = path if plan.kept else None
+        path = path if plan.stored else None
         stream = torch.tensor([rng.key], device=self.device).expand(len(row), -1)
         stochastic = bool((plan.eta > 0).any())
         whole = Rollout.cat(blocks).replace(prompts=tuple(prompts), path=path, visit=visit)
@@ -234,7 +236,7 @@ class FlowPolicy(NetPolicy, ABC):
         """[B, S, *] for the states of paths that are kept, which sampling fills in."""
         place = "cpu" if self.offload_trajectory else self.device
         stored = self.dtype if self.trajectory_dtype == torch.float32 else self.trajectory_dtype
-        return torch.empty(rows, len(plan.kept), *self.shape, dtype=stored, device=place)
+        return torch.empty(rows, len(plan.stored), *self.shape, dtype=stored, device=place)
 
     def _plan(self, copies: int, rng: Rng) -> Plan:
         """What the sampler does in this iteration: times, noise levels, branching."""
@@ -255,7 +257,7 @@ class FlowPolicy(NetPolicy, ABC):
         branching = self.exploring and self.tree is not None
         spans = self.tree.spans(steps, copies) if branching else [1] * (steps + 1)
         decisions = (noisy & self.exploring).nonzero()[:, 0].tolist()
-        kept = {
+        stored = {
             "path": range(len(times)),
             "decisions": sorted({k + side for k in decisions for side in (0, 1)}),
             "sample": (),
@@ -265,7 +267,7 @@ class FlowPolicy(NetPolicy, ABC):
             self.noise_level * noisy.double() * self.exploring,
             spans,
             copies,
-            kept=tuple(kept),
+            stored=tuple(stored),
         )
 
     def _trial(self, group: Tensor, row: Tensor, cond: dict[str, Any]) -> None:
@@ -287,10 +289,10 @@ class FlowPolicy(NetPolicy, ABC):
         # without noise on the way a group would be one sample
         shared = self.same_initial_noise and self.exploring
         first = (row // plan.copies if shared else row)[:: plan.spans[0]]
-        own = rows_of(
+        row_cond = rows_of(
             {key: value for key, value in cond.items() if key != "uncond"}, group[:: plan.spans[0]]
         )
-        state = self._store(self.begin(rng.normal(first, self.shape, 0, self.dtype), own))
+        state = self._store(self.begin(rng.normal(first, self.shape, 0, self.dtype), row_cond))
         self._keep(path, plan, 0, state)
         logprobs = []
         noisy = []
@@ -440,8 +442,8 @@ class FlowPolicy(NetPolicy, ABC):
         no gradient."""
         x = point.state
         t = point.time
-        own = {key: value for key, value in point.cond.items() if key != "uncond"}
-        cond = rows_of(own, point.group)
+        prompt_cond = {key: value for key, value in point.cond.items() if key != "uncond"}
+        cond = rows_of(prompt_cond, point.group)
         if not guided:
             return self._forward(x, t, cond), None
         empty = self.unconditional(cond, point.cond)
@@ -449,8 +451,10 @@ class FlowPolicy(NetPolicy, ABC):
             with torch.no_grad():
                 v_empty = self._forward(x, t, empty)
             return self._forward(x, t, cond), v_empty
-        both = stacked(cond, empty)
-        v, v_empty = self._forward(torch.cat([x, x]), torch.cat([t, t]), both, passes=2).chunk(2)
+        stacked_cond = stacked(cond, empty)
+        v, v_empty = self._forward(
+            torch.cat([x, x]), torch.cat([t, t]), stacked_cond, passes=2
+        ).chunk(2)
         return v, v_empty
 
     def _forward(self, x: Tensor, t: Tensor, cond: dict[str, Any], passes: int = 1) -> Tensor:
@@ -486,9 +490,9 @@ class FlowPolicy(NetPolicy, ABC):
     def _keep(self, path: Tensor, plan: Plan, k: int, state: Tensor) -> None:
         """Put the state after ``k`` steps where it waits for training, once for every row of its
         span."""
-        if k in plan.kept:
+        if k in plan.stored:
             span = plan.spans[k]
-            path[:, plan.kept.index(k)].unflatten(0, (-1, span)).copy_(state.detach()[:, None])
+            path[:, plan.stored.index(k)].unflatten(0, (-1, span)).copy_(state.detach()[:, None])
 
     def _on_rows(self, schedule: Tensor, rows: int) -> Tensor:
         return sent(schedule.to(self.dtype), self.device).expand(rows, -1)
@@ -498,14 +502,14 @@ def _step(rollout: Rollout, length: Tensor, rows: Tensor, k: int) -> Point:
     """Decision k of the given rows."""
     advantage = rollout.advantage
     path = rollout.path
-    here, (before, after) = rows.to(path.device), _places(rollout, rows, k)
+    path_rows, (before, after) = rows.to(path.device), _places(rollout, rows, k)
     return Point(
         group=rollout.group[rows],
         cond=rollout.cond,
         row_id=rollout.row_id[rows],
         num_decisions=length[rows],
-        state=path[here, before].to(rollout.sample.dtype),
-        target=path[here, after].to(rollout.sample.dtype),
+        state=path[path_rows, before].to(rollout.sample.dtype),
+        target=path[path_rows, after].to(rollout.sample.dtype),
         time=rollout.time[rows, k],
         next_time=rollout.time[rows, k + 1],
         eta=rollout.eta[rows, k],

@@ -84,7 +84,7 @@ class ImageTokenPolicy(NetPolicy, ABC):
 
     def collate(self, cond: list[Inputs]) -> Inputs:
         """One batch of conditions [P, *]."""
-        return {name: torch.cat([one[name] for one in cond]) for name in cond[0]}
+        return {name: torch.cat([prompt[name] for prompt in cond]) for name in cond[0]}
 
     def scales(self, guidance: float) -> Tensor:
         """[T] the guidance scale of every decision."""
@@ -131,20 +131,20 @@ class ImageTokenPolicy(NetPolicy, ABC):
             token, score = self._decide(features, plain, uniform[:, block])
             ids.append(token)
             logprob.append(score)
-        found = torch.cat(ids, 1)
+        tokens = torch.cat(ids, 1)
         order = (
             torch.arange(len(ids))
             .repeat_interleave(torch.tensor(net.turns[: len(ids)]))
-            .to(found.device)
+            .to(tokens.device)
         )
         return Rollout(
             group=group,
             cond=cond,
             row_id=row,
-            sample=found,
+            sample=tokens,
             logprob=torch.cat(logprob, 1),
-            mask=self.decided(found),
-            commit_step=order.expand_as(found),
+            mask=self.decided(tokens),
+            commit_step=order.expand_as(tokens),
         )
 
     def decided(self, ids: Tensor) -> Tensor:
@@ -157,12 +157,12 @@ class ImageTokenPolicy(NetPolicy, ABC):
     ) -> tuple[Tensor, Tensor]:
         """Tokens [B, n] by inversion at ``uniform`` [B, n], and the log-probs that are recorded:
         those at the ``plain`` features where guidance is left out of the score."""
-        found, score = drawn(self.warp(self.net("logits", features)), uniform[..., None])
-        token = found[..., 0]
+        drawn_ids, score = drawn(self.warp(self.net("logits", features)), uniform[..., None])
+        token = drawn_ids[..., 0]
         if plain is None:
             return token, score[..., 0].to(self.dtype)
         logits = self.warp(self.net("logits", plain), keep=token)
-        return token, (logits.gather(-1, found)[..., 0] - logits.logsumexp(-1)).to(self.dtype)
+        return token, (logits.gather(-1, drawn_ids)[..., 0] - logits.logsumexp(-1)).to(self.dtype)
 
     def path(self, rollout: Rollout) -> Iterator[Point]:
         yield Point(

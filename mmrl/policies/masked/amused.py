@@ -101,8 +101,8 @@ class Amused(MaskedDiffusion):
             truncation=True,
             max_length=pipe.tokenizer.model_max_length,
         ).input_ids.to(device)
-        found = pipe.text_encoder(ids, return_dict=True, output_hidden_states=True)
-        return {"text": found.hidden_states[-2], "pooled": found.text_embeds}
+        encoding = pipe.text_encoder(ids, return_dict=True, output_hidden_states=True)
+        return {"text": encoding.hidden_states[-2], "pooled": encoding.text_embeds}
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
         cond = self.texts(texts_of(prompts), self.device)

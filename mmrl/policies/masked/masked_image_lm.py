@@ -106,10 +106,10 @@ class MaskedImageLM(MaskedLM):
     def decode(self, rollout: Rollout) -> Media:
         """[B, 3, H, W] in 0..1."""
         ids = rollout.sample.unflatten(1, (self.side, self.side))
-        found = [
+        images = [
             self.codec(ids[part]) for part in chunks(len(ids), self.fixed_batch_rows or len(ids))
         ]
-        return torch.cat(found).float().clamp(0, 1)
+        return torch.cat(images).float().clamp(0, 1)
 
 
 def _decoder(name: str) -> Decoder:

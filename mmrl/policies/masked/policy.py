@@ -56,9 +56,9 @@ class Hidden:
         token = self._spread(Categorical(self.logits).log_prob(selected(ids, self.where)))
         return token if self.noise is None else chosen(token, self.noise, decision[..., 1])
 
-    def kl(self, other: Hidden) -> Tensor:
+    def kl(self, reference: Hidden) -> Tensor:
         """KL(self || other)."""
-        return self._spread(Categorical(self.logits).kl(Categorical(other.logits)))
+        return self._spread(Categorical(self.logits).kl(Categorical(reference.logits)))
 
     def entropy(self) -> Tensor:
         return self._spread(Categorical(self.logits).entropy())
@@ -156,21 +156,25 @@ class MaskedDiffusion(TokenPolicy, ABC):
         """[B, L] each: tokens drawn where the point's mask is, their log-probs, and those recorded
         (the same unless ``logprob_guidance`` is conditional). So many ``copies`` adjacent rows are
         in one state, which is looked at once."""
-        one = point if copies == 1 else point[::copies]
-        remember(one.group, on_host(point.group)[::copies])
-        each = selected(uniform.unflatten(0, (-1, copies)).transpose(1, 2), one.mask)  # [N, copies]
-        logits = self._logits(one, self.guidance_scale)
+        distinct = point if copies == 1 else point[::copies]
+        remember(distinct.group, on_host(point.group)[::copies])
+        each = selected(
+            uniform.unflatten(0, (-1, copies)).transpose(1, 2), distinct.mask
+        )  # [N, copies]
+        logits = self._logits(distinct, self.guidance_scale)
         token, _ = drawn(logits, each)
         sampled = scored = _gathered(logits, token)  # as scores are computed, to the bit
         if self.logprob_guidance == "conditional" and self.guidance_scale != 1:
-            scored = _gathered(self._logits(one, 1.0), token)
-        found = []
+            scored = _gathered(self._logits(distinct, 1.0), token)
+        results = []
         for values in (token, sampled, scored):
-            every = values.new_zeros(one.mask.numel(), copies).index_copy(
-                0, indices(one.mask), values
+            every = values.new_zeros(distinct.mask.numel(), copies).index_copy(
+                0, indices(distinct.mask), values
             )
-            found.append(every.view(*one.mask.shape, copies).transpose(1, 2).reshape(uniform.shape))
-        return tuple(found)
+            results.append(
+                every.view(*distinct.mask.shape, copies).transpose(1, 2).reshape(uniform.shape)
+            )
+        return tuple(results)
 
     def _reveal(self, step: int, confidence: Tensor, hidden: Tensor, uniform: Tensor) -> Tensor:
         """[B, L] the rank of what becomes final in this pass, numbered as in
@@ -192,15 +196,17 @@ class MaskedDiffusion(TokenPolicy, ABC):
         return torch.full((rows, 1), self.noises[step % self.turns] or 1.0, device=self.device)
 
     def _rollout(
-        self, found: Rollout, steps: list[tuple[Tensor, Tensor, Tensor, Tensor]]
+        self, rollout: Rollout, steps: list[tuple[Tensor, Tensor, Tensor, Tensor]]
     ) -> Rollout:
         """emerge: K = L decisions, one a token. maskgit: K = T L, all tokens drawn in every
         pass."""
         decision, logprob, hidden, new = (torch.stack(part, 1) for part in zip(*steps, strict=True))
         if self.chooses:
-            return found.replace(logprob=logprob.flatten(1), mask=hidden.flatten(1), drawn=decision)
-        return found.replace(
-            logprob=torch.where(new, logprob, 0.0).sum(1), mask=torch.ones_like(found.mask)
+            return rollout.replace(
+                logprob=logprob.flatten(1), mask=hidden.flatten(1), drawn=decision
+            )
+        return rollout.replace(
+            logprob=torch.where(new, logprob, 0.0).sum(1), mask=torch.ones_like(rollout.mask)
         )
 
     def path(self, rollout: Rollout) -> Iterator[Point]:
@@ -284,21 +290,25 @@ class MaskedDiffusion(TokenPolicy, ABC):
         if scale == 1:
             return self._warped(self._pass(ids, cond, rows, point.mask))
         empty = self.empty(point)
-        own = torch.zeros_like(rows)
-        own = rows if _rows(empty) == _rows(cond) else own
+        empty_rows = torch.zeros_like(rows)
+        empty_rows = rows if _rows(empty) == _rows(cond) else empty_rows
         if self.logprob_guidance == "guided_stopgrad_uncond":
             with torch.no_grad():
-                z_empty = self._pass(ids, empty, own, point.mask)
+                z_empty = self._pass(ids, empty, empty_rows, point.mask)
             z = self._pass(ids, cond, rows, point.mask)
             return self._warped(z_empty + scale * (z - z_empty))
-        both = stacked(cond, empty)
-        places = torch.cat([rows, own + _rows(cond)])
+        stacked_cond = stacked(cond, empty)
+        places = torch.cat([rows, empty_rows + _rows(cond)])
         known = on_host(rows)
         remember(
             places,
-            torch.cat([known, (known if own is rows else torch.zeros_like(known)) + _rows(cond)]),
+            torch.cat(
+                [known, (known if empty_rows is rows else torch.zeros_like(known)) + _rows(cond)]
+            ),
         )
-        return self._warped(self._pass(torch.cat([ids, ids]), both, places, point.mask, scale))
+        return self._warped(
+            self._pass(torch.cat([ids, ids]), stacked_cond, places, point.mask, scale)
+        )
 
     def empty(self, point: Point) -> Any:
         """The condition of the empty prompt, [1, *], or of that of every prompt [P, *]."""

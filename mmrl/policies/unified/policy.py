@@ -61,7 +61,7 @@ class JanusUnified(Passes):
         self.answer = answer
         self.weigh = weigh
         self.text_share = text_share
-        self.tokens = max(one.max_new_tokens if one else 0 for one in (plan, answer))
+        self.tokens = max(text.max_new_tokens if text else 0 for text in (plan, answer))
         self.images = len(self.net.turns)
         self.stops = dict.fromkeys(("plan", "answer"), self.reader.stops)
         banned = self.reader.suppressed
@@ -80,9 +80,9 @@ class JanusUnified(Passes):
             )
 
     def measures(self) -> dict[str, float]:
-        found = self.lengths
+        lengths = self.lengths
         self.lengths = []
-        return {"text/tokens": sum(found) / len(found)} if found else {}
+        return {"text/tokens": sum(lengths) / len(lengths)} if lengths else {}
 
     def path(self, rollout: Rollout) -> Iterator[Point]:
         for point in super().path(rollout):
@@ -110,9 +110,9 @@ class JanusUnified(Passes):
             name: Ask(wheres[name], head.warp, head.entropies) for name, head in self.heads.items()
         }
         parts = self._parts(point, draws, wheres["plan"].any(1))
-        found = self.active()("score", parts, point.target, self.tokens, asks)
+        scored = self.active()("score", parts, point.target, self.tokens, asks)
         return SegmentTokens(
-            [head.tokens(point, wheres[name], found[name]) for name, head in self.heads.items()]
+            [head.tokens(point, wheres[name], scored[name]) for name, head in self.heads.items()]
         )
 
     def decode(self, rollout: Rollout) -> Media:
@@ -141,15 +141,15 @@ class JanusUnified(Passes):
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
         """Plans and images as in training, answers the likeliest if so chosen."""
         head = self.heads.get("answer")
-        kept = head and head.warp
+        before = head and head.warp
         if head and self.answer.greedy_evaluation:
-            head.warp = replace(kept, temperature=0.0)
+            head.warp = replace(before, temperature=0.0)
         try:
             with super().evaluating(guidance):
                 yield
         finally:
             if head:
-                head.warp = kept
+                head.warp = before
 
     def _parts(self, point: Point, draws: Tensor, plans: Tensor) -> list[Part]:
         """The passes that score a point: of texts alone, and of images with what stands before
@@ -159,16 +159,16 @@ class JanusUnified(Passes):
         """
         text = point.target[:, : self.tokens]
         cond = point.cond
-        found = []
+        passes = []
         same = self.plan is not None and self.plan.turn == "same"
         alone = (~draws if same else ~draws | plans).nonzero()[:, 0]
         drawn = draws.nonzero()[:, 0]
         if len(alone):
-            found.append(sequences.alone(cond, point.group[alone], alone, text[alone], self.pad))
+            passes.append(sequences.alone(cond, point.group[alone], alone, text[alone], self.pad))
         if len(drawn):
-            found.append(self._drawing(point, drawn, text[drawn], same))
-        self.forwards += sum(len(part.rows) * (1 if part.empty is None else 2) for part in found)
-        return found
+            passes.append(self._drawing(point, drawn, text[drawn], same))
+        self.forwards += sum(len(part.rows) * (1 if part.empty is None else 2) for part in passes)
+        return passes
 
     def _drawing(self, point: Point, rows: Tensor, text: Tensor, same: bool) -> Part:
         inputs = self._leading(point.cond, point.group[rows], text)

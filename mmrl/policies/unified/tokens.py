@@ -33,9 +33,9 @@ class Head:
         net = self.policy.active()
         return lambda work, *given: net(self.prefix + work, *given)
 
-    def tokens(self, point: Point, where: Tensor, found: tuple[Any, ...]) -> AnswerTokens:
+    def tokens(self, point: Point, where: Tensor, scored: tuple[Any, ...]) -> AnswerTokens:
         """Of the decisions ``where`` [B, L], with what the net's ``score`` found of them."""
-        return AnswerTokens(self, point, where, *found)
+        return AnswerTokens(self, point, where, *scored)
 
 
 class SegmentTokens:
@@ -51,9 +51,9 @@ class SegmentTokens:
     def entropy(self) -> Tensor:
         return sum(part.entropy() for part in self.parts)
 
-    def kl(self, other: SegmentTokens) -> Tensor:
+    def kl(self, reference: SegmentTokens) -> Tensor:
         """Exact, over each head's whole vocabulary, at the temperature of sampling."""
-        pairs = zip(self.parts, other.parts, strict=True)
+        pairs = zip(self.parts, reference.parts, strict=True)
         # a head may have nothing to say here
-        found = [one.kl(two) for one, two in pairs if len(one.hidden)]
-        return sum(found)
+        divergences = [part.kl(two) for part, two in pairs if len(part.hidden)]
+        return sum(divergences)

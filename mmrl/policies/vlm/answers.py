@@ -49,7 +49,7 @@ class AnswerTokens:
             self.scored = self._head("rescore", selected(self.target, self.where), self.warp, True)
         return self._spread(self.scored.entropy)
 
-    def kl(self, other: AnswerTokens) -> Tensor:
+    def kl(self, other_tokens: AnswerTokens) -> Tensor:
         """[B, L] KL(self || other), exact, over the whole vocabulary.
 
         At the temperature of sampling, but without top-k and top-p: truncated supports differ, and
@@ -57,13 +57,13 @@ class AnswerTokens:
         """
         whole = Warp(temperature=self.warp.temperature or 1.0, suppressed=self.warp.suppressed)
         with torch.no_grad():
-            reference = other._head("full", whole)
+            reference = other_tokens._head("full", whole)
         return self._spread(self._head("kl", reference, whole))
 
-    def _head(self, work: str, *given: object) -> Tensor | Scored:
+    def _head(self, work: str, *arguments: object) -> Tensor | Scored:
         """A pass of the head alone, under the weights that made the hidden states."""
         with self.policy.weights.using(self.snapshot):
-            return self.policy.active()(work, self.hidden, *given)
+            return self.policy.active()(work, self.hidden, *arguments)
 
     def _spread(self, values: Tensor) -> Tensor:
         return spread(values, self.where)

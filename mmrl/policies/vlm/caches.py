@@ -82,17 +82,23 @@ def recorded(layers: int) -> Any:
     return _of([_kinds()["recorded"]() for _ in range(layers)])
 
 
-def continued(kept: list[KV], rows: Tensor) -> Any:
+def continued(key_values: list[KV], rows: Tensor) -> Any:
     """The prompts of ``rows`` [B], for answers that are scored in one pass."""
     return _of(
-        [_kinds()["continued"](k.index_select(0, rows), v.index_select(0, rows)) for k, v in kept]
+        [
+            _kinds()["continued"](k.index_select(0, rows), v.index_select(0, rows))
+            for k, v in key_values
+        ]
     )
 
 
-def growing(kept: list[KV], rows: Tensor) -> Any:
+def growing(key_values: list[KV], rows: Tensor) -> Any:
     """The prompts of ``rows`` [B], for answers that are sampled token by token."""
     return _of(
-        [_kinds()["growing"](k.index_select(0, rows), v.index_select(0, rows)) for k, v in kept]
+        [
+            _kinds()["growing"](k.index_select(0, rows), v.index_select(0, rows))
+            for k, v in key_values
+        ]
     )
 
 
@@ -104,7 +110,7 @@ def select(grown: Any, rows: Tensor) -> None:
         )
 
 
-def kept(filled: Any) -> list[KV]:
+def key_values(filled: Any) -> list[KV]:
     return [(layer.keys, layer.values) for layer in filled.layers]
 
 

@@ -152,7 +152,7 @@ class VLM(Passes):
             )
 
     def rollout(self, prompts: list[Prompt], copies: int, rng: Rng) -> Rollout:
-        cond, seen = self.recall(prompts)
+        cond, shown = self.recall(prompts)
         self.images += sum(map(images_in, cond))
         self._check_sharing(cond)
         row = rng.rows(len(prompts), copies).to(self.device)
@@ -161,10 +161,14 @@ class VLM(Passes):
         if self.outside is None:
             answers = self._answers(cond, group, row, rng, size)
         else:
-            asked = [one for one in map(self.inputs.asked, prompts) for _ in range(copies)]
-            answers = ask(self.outside, self.net.hf, asked, row, rng, self.warp, self.ending)
+            requests = [
+                request
+                for request in map(self.inputs.engine_prompt, prompts)
+                for _ in range(copies)
+            ]
+            answers = ask(self.outside, self.net.hf, requests, row, rng, self.warp, self.ending)
         order = torch.arange(answers.ids.shape[1], device=self.device).expand_as(answers.ids)
-        found = Rollout(
+        rollout = Rollout(
             group=group,
             cond=cond,
             row_id=row,
@@ -172,12 +176,12 @@ class VLM(Passes):
             mask=answers.mask,
             logprob=answers.logprob,
             commit_step=order,
-            prompts=tuple(seen),
+            prompts=tuple(shown),
             self_certainty=answers.certainty,
         )
         if self.engine != "own":
-            found = self._rescored(found, size)
-        return found if self.truth is None else self._taught(found, copies, size)
+            rollout = self._rescored(rollout, size)
+        return rollout if self.truth is None else self._with_ground_truth(rollout, copies, size)
 
     def recall(self, prompts: list[Prompt]) -> tuple[list[Encoded], list[Prompt]]:
         """Conditions of prompts, and the prompts as ``rollout`` returns them."""
@@ -187,20 +191,20 @@ class VLM(Passes):
         ]
 
     def measures(self) -> dict[str, float]:
-        found = {"vlm/vision_passes": self.towered / self.images} if self.images else {}
-        found |= {"engine/gap": sum(self.gaps) / len(self.gaps)} if self.gaps else {}
+        curves = {"vlm/vision_passes": self.towered / self.images} if self.images else {}
+        curves |= {"engine/gap": sum(self.gaps) / len(self.gaps)} if self.gaps else {}
         self.images = 0
         self.towered = 0
         self.gaps = []
-        return found
+        return curves
 
     def parameter_groups(self) -> list[ParameterGroup]:
         return groups_of(self.net, self.parts)
 
     def admit(self, prompts: list[Prompt]) -> list[Prompt]:
-        found = admit(prompts, self.inputs.budgets, self.inputs.measure)
-        self.notes = (*self.notes, *found.notes)
-        return found.prompts
+        admitted = admit(prompts, self.inputs.budgets, self.inputs.measure)
+        self.notes = (*self.notes, *admitted.notes)
+        return admitted.prompts
 
     def path(self, rollout: Rollout) -> Iterator[Point]:
         yield Point(
@@ -237,7 +241,7 @@ class VLM(Passes):
             [] if rollout.self_certainty is None else [rollout.self_certainty]
         )
         means = torch.stack(
-            [(one * rollout.mask).sum(1) / lengths.clamp_min(1) for one in known], 1
+            [(values * rollout.mask).sum(1) / lengths.clamp_min(1) for values in known], 1
         )
         begun = [prompt.get("prefill", "") for prompt in rollout.prompt_per_row()]
         rows = zip(rollout.sample.tolist(), lengths.tolist(), means.tolist(), begun, strict=True)
@@ -246,13 +250,13 @@ class VLM(Passes):
 
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
-        kept = self.warp
+        before = self.warp
         if self.greedy_evaluation:
-            self.warp = Warp(temperature=0.0, suppressed=kept.suppressed)
+            self.warp = Warp(temperature=0.0, suppressed=before.suppressed)
         try:
             yield
         finally:
-            self.warp = kept
+            self.warp = before
 
     def export(self, folder: Path) -> None:
         """The model, or its adapter where nothing else was trained, with processor and chat
@@ -290,12 +294,12 @@ class VLM(Passes):
         scored = [
             self.dist(point).log_prob(point.target) for part in parts for point in self.path(part)
         ]
-        own = torch.cat(scored).to(rollout.logprob)
-        self.gaps.append(float((own - rollout.logprob)[rollout.mask].abs().mean()))
-        return rollout.replace(logprob=own, sampler_logprob=rollout.logprob)
+        logprob = torch.cat(scored).to(rollout.logprob)
+        self.gaps.append(float((logprob - rollout.logprob)[rollout.mask].abs().mean()))
+        return rollout.replace(logprob=logprob, sampler_logprob=rollout.logprob)
 
     @torch.no_grad()
-    def _taught(self, rollout: Rollout, copies: int, size: int) -> Rollout:
+    def _with_ground_truth(self, rollout: Rollout, copies: int, size: int) -> Rollout:
         """The last answer of every group gives way to the right one, with the log-probs that the
         policy gives it.
 
@@ -317,24 +321,24 @@ class VLM(Passes):
                 ids[row], mask[row], written[row] = self.inputs.pad, False, True
                 ids[row, : len(tokens)] = torch.tensor(tokens, device=self.device)
                 mask[row, : len(tokens)] = True
-        found = rollout.replace(sample=ids, mask=mask)
+        corrected = rollout.replace(sample=ids, mask=mask)
         logprob = rollout.logprob.clone()
         for part in chunks(len(last), size):  # every process makes equally many passes
-            (point,) = self.path(found[last[part]])
+            (point,) = self.path(corrected[last[part]])
             scored = self.dist(point).log_prob(point.target)
             logprob[last[part]] = torch.where(
                 written[last[part], None], scored, logprob[last[part]]
             )
         # of what was sampled: nobody knows that of the answer in its place
-        if found.self_certainty is not None:
-            found = found.replace(
-                self_certainty=found.self_certainty.masked_fill(written[:, None], torch.nan)
+        if corrected.self_certainty is not None:
+            corrected = corrected.replace(
+                self_certainty=corrected.self_certainty.masked_fill(written[:, None], torch.nan)
             )
-        if found.sampler_logprob is not None:  # and no other engine sampled that one
-            found = found.replace(
-                sampler_logprob=torch.where(written[:, None], logprob, found.sampler_logprob)
+        if corrected.sampler_logprob is not None:  # and no other engine sampled that one
+            corrected = corrected.replace(
+                sampler_logprob=torch.where(written[:, None], logprob, corrected.sampler_logprob)
             )
-        return found.replace(logprob=logprob, is_ground_truth=written)
+        return corrected.replace(logprob=logprob, is_ground_truth=written)
 
     def _completion(self, ids: list[int], known: list[float], begun: str, limit: int) -> Completion:
         """The whole answer: what was written after what it ``begun`` with."""

@@ -250,7 +250,7 @@ def test_a_prompt_is_encoded_once_and_forgotten_when_there_is_no_room(policy):
     assert len(calls) == 6, "other objects, which might differ"
     one.recent.size = one.recent.used - 1
     rolled(one, prompts())
-    assert one.recent.used <= one.recent.size and len(one.recent.kept) < 9
+    assert one.recent.used <= one.recent.size and len(one.recent.entries) < 9
 
 
 def test_an_image_changes_its_own_rows_only(policy):

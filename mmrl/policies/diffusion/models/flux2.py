@@ -80,7 +80,7 @@ class Flux2(FolderPolicy):
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
         text = self.cast(cond["text"])
-        out = self.active()(
+        output = self.active()(
             hidden_states=self.cast(x).flatten(2).mT,
             timestep=t,
             guidance=None,
@@ -89,7 +89,7 @@ class Flux2(FolderPolicy):
             img_ids=sent(places(*self.shape[-2:]), x.device),
             return_dict=False,
         )[0]
-        return out.mT.reshape(x.shape)
+        return output.mT.reshape(x.shape)
 
     def pixels(self, vae: Any, latents: Tensor) -> Tensor:
         return vae.decode(self.unpatched(vae, latents)).sample

@@ -22,9 +22,9 @@ class FluxKontext(EditPolicy, Flux):
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
         return super().encode(prompts) | {"image": self.picture_latents(self.pictures(prompts))}
 
-    def seen(self, x: Tensor, cond: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def network_inputs(self, x: Tensor, cond: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """The image's tokens come after the sample's, with 1 as their first coordinate."""
-        tokens, positions = super().seen(x, cond)
+        tokens, positions = super().network_inputs(x, cond)
         image = cond["image"]
         theirs = places(*image.shape[-2:])
         theirs[:, 0] = 1

@@ -63,8 +63,8 @@ class LCM(SD):
 
         scale = torch.tensor([self.embedded_guidance - 1])
         wide = self.config.time_cond_proj_dim
-        found = LatentConsistencyModelPipeline.get_guidance_scale_embedding(self, scale, wide)
-        return self.cast(sent(found, x.device)).expand(len(x), -1)
+        embedding = LatentConsistencyModelPipeline.get_guidance_scale_embedding(self, scale, wide)
+        return self.cast(sent(embedding, x.device)).expand(len(x), -1)
 
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
@@ -78,5 +78,5 @@ class LCM(SD):
                 self.plain = False
 
     def rollout(self, prompts: list[Prompt], copies: int, rng: Rng) -> Rollout:
-        found = super().rollout(prompts, copies, rng)
-        return found.replace(mask=torch.zeros_like(found.mask)) if self.plain else found
+        rollout = super().rollout(prompts, copies, rng)
+        return rollout.replace(mask=torch.zeros_like(rollout.mask)) if self.plain else rollout

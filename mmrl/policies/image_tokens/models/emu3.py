@@ -128,9 +128,9 @@ class Emu3(ImageTokenPolicy):
         )
         self.suffix = suffix
         self.shape = {"ratio": _ratio(ratio), "image_area": size * size}
-        found = self._ids(negative)
-        self.negative = found["input_ids"]
-        self.grid = tuple(int(n) for n in found["image_sizes"][0])
+        encoding = self._ids(negative)
+        self.negative = encoding["input_ids"]
+        self.grid = tuple(int(n) for n in encoding["image_sizes"][0])
         self.pad = self.processor.tokenizer.pad_token_id
         if min(self.grid) < 1 or self.pad is None:
             raise UserError(
@@ -165,22 +165,23 @@ class Emu3(ImageTokenPolicy):
         """The negative prompt, with the same size and start of an image behind it."""
         rows, length = inputs["ids"].shape
         short = max(0, length - self.negative.shape[1])
-        own = {
+        negative = {
             "ids": self.negative.to(self.device),
             "mask": torch.ones_like(self.negative).to(self.device),
         }
         fill = {"ids": self.pad, "mask": 0}
         return {
-            name: F.pad(own[name], (short, 0), value=fill[name]).expand(rows, -1) for name in own
+            name: F.pad(negative[name], (short, 0), value=fill[name]).expand(rows, -1)
+            for name in negative
         }
 
     def pixels(self, ids: Tensor) -> Tensor:
         vq = self.net.hf.model.vqmodel
-        made = self.processor.image_processor
+        image_processor = self.processor.image_processor
         x = vq.decode(ids.view(-1, *self.grid))
         mean, std = (
             torch.tensor(v, device=x.device, dtype=x.dtype)[:, None, None]
-            for v in (made.image_mean, made.image_std)
+            for v in (image_processor.image_mean, image_processor.image_std)
         )
         return 2 * (x * std + mean) - 1
 
@@ -207,12 +208,12 @@ def _targets(hf: nn.Module, ends: Any) -> list[str]:
     linear = [
         n for n, m in hf.named_modules() if isinstance(m, nn.Linear) and ".text_model." in f".{n}"
     ]
-    found = [name for name in linear if any(f".{name}".endswith(f".{end}") for end in ends)]
-    if not found:
+    matches = [name for name in linear if any(f".{name}".endswith(f".{end}") for end in ends)]
+    if not matches:
         raise UserError(
             f"lora.targets match no module of the text model; its linear layers: {linear[:8]} ..."
         )
-    return found
+    return matches
 
 
 def _loaded(place: str, dtype: torch.dtype, attention: str) -> tuple[nn.Module, Any]:

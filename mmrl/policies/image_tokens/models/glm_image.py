@@ -166,17 +166,17 @@ class GlmImage(ImageTokenPolicy):
         height, width = self.large
         ids = rollout.sample[:, -height * width :].view(-1, height, width)
         ids = ids.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
-        made = self.pipeline.to(self.device)
+        pipeline = self.pipeline.to(self.device)
         texts = texts_of(rollout.prompt_per_row())
-        found = []
+        images_by_part = []
         shape = (
-            made.transformer.config.in_channels,
-            *(side // made.vae_scale_factor for side in self.size),
+            pipeline.transformer.config.in_channels,
+            *(side // pipeline.vae_scale_factor for side in self.size),
         )
-        noise = Rng.of("glm_image").normal(rollout.row_id, shape, NOISE, made.transformer.dtype)
+        noise = Rng.of("glm_image").normal(rollout.row_id, shape, NOISE, pipeline.transformer.dtype)
         for part in chunks(len(ids), self.fixed_batch_rows or len(ids)):
             with torch.autocast(ids.device.type, enabled=False):
-                images = made(
+                images = pipeline(
                     prompt=texts[part],
                     height=self.size[0],
                     width=self.size[1],
@@ -186,8 +186,8 @@ class GlmImage(ImageTokenPolicy):
                     guidance_scale=self.decoder_guidance,
                     output_type="pt",
                 ).images
-            found.append(images.float().clamp(0, 1))
-        return torch.cat(found)
+            images_by_part.append(images.float().clamp(0, 1))
+        return torch.cat(images_by_part)
 
     def export(self, folder: Path) -> None:
         """The language model, or its adapter, as the folder's ``vision_language_encoder``, with the
@@ -214,13 +214,13 @@ def _targets(hf: nn.Module, ends: Any) -> list[str]:
         for n, m in hf.named_modules()
         if isinstance(m, nn.Linear) and ".language_model." in f".{n}"
     ]
-    found = [name for name in linear if any(f".{name}".endswith(f".{end}") for end in ends)]
-    if not found:
+    matches = [name for name in linear if any(f".{name}".endswith(f".{end}") for end in ends)]
+    if not matches:
         raise UserError(
             f"lora.targets match no module of the language model; its linear layers: "
             f"{linear[:8]} ..."
         )
-    return found
+    return matches
 
 
 def _loaded(place: str, dtype: torch.dtype, attention: str) -> tuple[nn.Module, Any, Any]:

@@ -75,23 +75,23 @@ class JanusNet(ImageNet):
             past_key_values=cache,
             use_cache=True,
         ).last_hidden_state[:, -1:]
-        more = len(self.turns) - 1
-        rooms = Rooms.after(caches.kept(cache), rows, mask.shape[1] + more)
+        extra = len(self.turns) - 1
+        rooms = Rooms.after(caches.key_values(cache), rows, mask.shape[1] + extra)
         padding = None if bool(mask.all()) else mask[rows].bool()
         return hidden[rows], _State(
-            rooms, padding, llama.rotations(model, hidden, places[rows, -1] + 1, more)
+            rooms, padding, llama.rotations(model, hidden, places[rows, -1] + 1, extra)
         )
 
     def step(self, ids: Tensor, state: _State) -> Tensor:
         x = self.hf.prepare_embeddings_for_image_generation(ids)
         at = state.done
         place = state.rooms.next(1, self.fixed)
-        seen = state.rooms.seen(place, state.padding)
+        mask = state.rooms.attention_mask(place, state.padding)
         rope = tuple(part[:, :, at : at + 1] for part in state.rope)
         state.done += 1
         x = widened(x, state.rooms.rows)
         return self.token(
-            self.hf.model.language_model, x, rope, seen, place, state.rooms.layers, self.kernel
+            self.hf.model.language_model, x, rope, mask, place, state.rooms.layers, self.kernel
         )
 
     def teach(self, inputs: Inputs, ids: Tensor) -> Tensor:
@@ -176,38 +176,38 @@ class Janus(ImageTokenPolicy):
 
     def _special(self) -> tuple[int, int, int]:
         """Ids of the first token, of padding, and of the token after which an image begins."""
-        made = self.net.hf.generation_config
+        generation = self.net.hf.generation_config
         tok = self.processor.tokenizer
-        start = (getattr(made, "generation_kwargs", None) or {}).get("boi_token_id")
-        found = (
-            tok.bos_token_id if made.bos_token_id is None else made.bos_token_id,
-            tok.pad_token_id if made.pad_token_id is None else made.pad_token_id,
+        start = (getattr(generation, "generation_kwargs", None) or {}).get("boi_token_id")
+        ids = (
+            tok.bos_token_id if generation.bos_token_id is None else generation.bos_token_id,
+            tok.pad_token_id if generation.pad_token_id is None else generation.pad_token_id,
             tok.convert_tokens_to_ids(self.processor.image_start_token) if start is None else start,
         )
-        if None in found:
+        if None in ids:
             raise UserError(
                 f"policy.janus.path {self.place}: its tokenizer names no first, "
                 f"padding or image token"
             )
-        return found
+        return ids
 
     def encode(self, prompts: list[Prompt]) -> list[Inputs]:
-        found = []
+        encodings = []
         for text in texts_of(prompts):
             turn = [{"role": "user", "content": [{"type": "text", "text": text}]}]
-            asked = self.processor.apply_chat_template(turn, add_generation_prompt=True)
-            ids = self.processor(text=[asked], generation_mode="image", return_tensors="pt")[
+            rendered = self.processor.apply_chat_template(turn, add_generation_prompt=True)
+            ids = self.processor(text=[rendered], generation_mode="image", return_tensors="pt")[
                 "input_ids"
             ]
-            found.append({"ids": ids.to(self.device)})
-        return found
+            encodings.append({"ids": ids.to(self.device)})
+        return encodings
 
     def collate(self, cond: list[Inputs]) -> Inputs:
         """Padded on the left to the longest."""
-        longest = max(one["ids"].shape[1] for one in cond)
-        short = [longest - one["ids"].shape[1] for one in cond]
-        ids = [F.pad(one["ids"], (n, 0), value=self.pad) for one, n in zip(cond, short)]
-        mask = [F.pad(torch.ones_like(one["ids"]), (n, 0)) for one, n in zip(cond, short)]
+        longest = max(prompt["ids"].shape[1] for prompt in cond)
+        short = [longest - prompt["ids"].shape[1] for prompt in cond]
+        ids = [F.pad(prompt["ids"], (n, 0), value=self.pad) for prompt, n in zip(cond, short)]
+        mask = [F.pad(torch.ones_like(prompt["ids"]), (n, 0)) for prompt, n in zip(cond, short)]
         return {"ids": torch.cat(ids), "mask": torch.cat(mask)}
 
     def empty(self, inputs: Inputs) -> Inputs:
@@ -230,20 +230,20 @@ def _places(mask: Tensor) -> Tensor:
     return (mask.long().cumsum(1) - 1).clamp_min(0)
 
 
-def _targets(hf: nn.Module, wanted: Any) -> list[str]:
-    """Names of the language model's linear layers that end like one of ``wanted``; all for None."""
+def _targets(hf: nn.Module, ends: Any) -> list[str]:
+    """Names of the language model's linear layers that end like one of ``ends``; all for None."""
     names = [name for name in modules_of(hf, "language") if ".language_model." in name]
-    found = [
+    matches = [
         name
         for name in names
-        if wanted is None or any(f".{name}".endswith(f".{end}") for end in wanted)
+        if ends is None or any(f".{name}".endswith(f".{end}") for end in ends)
     ]
-    if not found:
+    if not matches:
         raise UserError(
             f"lora.targets match no module of the language model; its linear layers: "
             f"{names[:8]} ..."
         )
-    return found
+    return matches
 
 
 def _loaded(place: str, dtype: torch.dtype, attention: str) -> tuple[nn.Module, Any]:

@@ -83,9 +83,10 @@ class LlamaGen(ImageTokenPolicy):
                 {"label": torch.tensor([label], device=self.device)}
                 for label in self._labels(prompts)
             ]
-        found = self.texts(texts_of(prompts), self.device)
+        encodings = self.texts(texts_of(prompts), self.device)
         return [
-            {name: tensor[i : i + 1] for name, tensor in found.items()} for i in range(len(prompts))
+            {name: tensor[i : i + 1] for name, tensor in encodings.items()}
+            for i in range(len(prompts))
         ]
 
     def _labels(self, prompts: list[Prompt]) -> list[int]:
