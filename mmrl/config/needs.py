@@ -16,15 +16,15 @@ def wrong_media(rewards: Mapping[str, Callable], policy: Callable) -> Iterator[t
     ``policy``: the class or the object; its ``makes`` is "image", "video" or "text", None where it
     cannot say.
     """
-    made = getattr(policy, "makes", None)
+    makes = getattr(policy, "makes", None)
     for name, reward in rewards.items():
         media = card_of(reward).media
-        if made is not None and made not in media:
+        if makes is not None and makes not in media:
             yield (
                 name,
                 (
-                    f"it judges {' or '.join(media)}, but the policy makes {made}; use a "
-                    f"reward of {made}s"
+                    f"it judges {' or '.join(media)}, but the policy makes {makes}; use a "
+                    f"reward of {makes}s"
                 ),
             )
 
@@ -72,8 +72,8 @@ def missing_values(
                 )
 
 
-def _sentence(field: str, lack: str, there: Collection[str]) -> str:
-    known = ", ".join(list(there)[:SHOWN]) or "nothing"
+def _sentence(field: str, lack: str, fields: Collection[str]) -> str:
+    known = ", ".join(list(fields)[:SHOWN]) or "nothing"
     return (
         f"it needs the field {field!r} of every prompt, but {lack} (fields there: "
         f"{known}); add it to the data, "

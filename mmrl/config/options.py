@@ -229,12 +229,12 @@ def impossible(train: TrainOptions, processes: int = 1) -> Iterator[str]:
         near = _nearest(
             min(train.train_batch_size, rows), processes, lambda n: n <= rows and rows % n == 0
         )
-        made = (
+        samples = (
             f"{rows} samples (train.prompts_per_iteration {train.prompts_per_iteration} x "
             f"train.group_size {train.group_size})"
         )
         yield (
-            f"train.train_batch_size {train.train_batch_size} does not divide the {made} "
+            f"train.train_batch_size {train.train_batch_size} does not divide the {samples} "
             f"of an iteration: "
             f"use {near}"
         )
@@ -256,15 +256,15 @@ def impossible(train: TrainOptions, processes: int = 1) -> Iterator[str]:
         )
 
 
-def _nearest(wanted: int, multiple: int, fits) -> str:
+def _nearest(size: int, multiple: int, fits) -> str:
     """The multiples of ``multiple`` nearest to ``wanted`` that fit, below and above."""
-    first = wanted // multiple * multiple
+    first = size // multiple * multiple
     below = (
         n for n in range(first, max(0, first - 100_000 * multiple), -multiple) if n > 0 and fits(n)
     )
     above = (n for n in range(first + multiple, first + 100_000 * multiple, multiple) if fits(n))
-    found = [n for n in (next(below, None), next(above, None)) if n]
-    return " or ".join(map(str, found)) or f"a multiple of {multiple}"
+    nearest = [n for n in (next(below, None), next(above, None)) if n]
+    return " or ".join(map(str, nearest)) or f"a multiple of {multiple}"
 
 
 def _warnings(train: TrainOptions) -> Iterator[str]:

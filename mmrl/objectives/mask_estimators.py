@@ -143,14 +143,14 @@ def schedule_matched(
     random ones, weighted T / passes."""
     steps = len(policy.rates) - 1
     chosen = range(steps) if passes is None else rng.permutation(steps, step=1)[:passes].tolist()
-    found = []
+    points = []
     for t in chosen:
         now = policy.rates[t].item()
         then = policy.rates[t + 1].item()
         point = policy.at(rollout, _hidden(rng.fold("mask", t), rollout, torch.tensor(now)))
         weight = (now - then) / now * steps / len(chosen)
-        found.append(point.replace(known=rollout.logprob.new_full((len(point), 1), weight)))
-    return found
+        points.append(point.replace(known=rollout.logprob.new_full((len(point), 1), weight)))
+    return points
 
 
 @ESTIMATORS.register("coupled")
@@ -166,12 +166,12 @@ def coupled(
     """A random mask and its complement (Gong et al. 2025, DiffuCoder): each pair scores every token
     once."""
     _ascending("coupled", low, high)
-    found = []
+    points = []
     for n in range(draws):
         rate = low + (high - low) * rng.fold("rate", n).uniform(rollout.row_id)
         hide = _hidden(rng.fold("mask", n), rollout, rate)
-        found += [policy.at(rollout, hide), policy.at(rollout, ~hide)]
-    return found
+        points += [policy.at(rollout, hide), policy.at(rollout, ~hide)]
+    return points
 
 
 @ESTIMATORS.register("random")
@@ -237,11 +237,11 @@ def sepo(policy: Remaskable, rollout: Rollout, rng: Rng) -> list[Point]:
     ]
     with torch.no_grad():
         size = getattr(policy, "fixed_batch_rows", None) or len(rollout)
-        own = [
+        token_logprobs = [
             torch.cat([policy.dist(p).log_prob(p.target)[:, i] for p in point.split(size)])
             for i, point in enumerate(points)
         ]
-    odds = (-torch.stack(own, 1)).exp()  # [B, L] 1 / q_i
+    odds = (-torch.stack(token_logprobs, 1)).exp()  # [B, L] 1 / q_i
     weight = odds / (1 + (odds - 1).sum(1, keepdim=True))
     return [point.replace(known=weight) for point in points]
 
