@@ -84,7 +84,7 @@ class Unified(Text):
             mine = point.mask if point.modality is None else point.mask & (point.modality == number)
             if point.modality is None and kind == "image":
                 continue
-            observe(f"entropy/{kind}", entropy.detach(), mine & point.own())
+            observe(f"entropy/{kind}", entropy.detach(), mine & point.sampled_mask())
             if kind in self.steered and self.alpha(kind):
                 loss = loss + self.alpha(kind) * torch.where(mine, entropy, 0.0)
         return loss
