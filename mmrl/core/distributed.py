@@ -53,12 +53,14 @@ def all_gather_rows(x: Tensor) -> Tensor:
     size = world()[1]
     if size == 1:
         return x
-    mine = _placed(x.detach())
-    counts = [torch.zeros(1, dtype=torch.long, device=mine.device) for _ in range(size)]
-    dist.all_gather(counts, torch.tensor([len(mine)], device=mine.device))
+    local_rows = _placed(x.detach())
+    counts = [torch.zeros(1, dtype=torch.long, device=local_rows.device) for _ in range(size)]
+    dist.all_gather(counts, torch.tensor([len(local_rows)], device=local_rows.device))
     most = max(int(count) for count in counts)
     # [most, *]
-    padded = torch.cat([mine, mine.new_zeros(most - len(mine), *mine.shape[1:])]).contiguous()
+    padded = torch.cat(
+        [local_rows, local_rows.new_zeros(most - len(local_rows), *local_rows.shape[1:])]
+    ).contiguous()
     parts = [torch.empty_like(padded) for _ in range(size)]
     dist.all_gather(parts, padded)
     return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)]).to(
@@ -95,15 +97,15 @@ def together() -> Iterator[None]:
 
     Entering and leaving is a collective call; the block itself must make none.
     """
-    mine = ""
+    mistake = ""
     try:
         yield
     except UserError as error:
         if world()[1] == 1:
             raise StopAll(str(error)) from error
-        mine = str(error) or "unknown"
-    if float(all_max(torch.tensor(float(bool(mine))))):
-        text = torch.tensor(list(mine.encode() + b"\0"), dtype=torch.uint8)
+        mistake = str(error) or "unknown"
+    if float(all_max(torch.tensor(float(bool(mistake))))):
+        text = torch.tensor(list(mistake.encode() + b"\0"), dtype=torch.uint8)
         messages = bytes(all_gather_rows(text).tolist()).decode().split("\0")
         raise StopAll("\n".join(dict.fromkeys(message for message in messages if message)))
 

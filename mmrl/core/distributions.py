@@ -46,12 +46,12 @@ class Gaussian:
             -0.5 * ((x - self.mean) / std) ** 2 - std.log() - 0.5 * math.log(2 * math.pi)
         )
 
-    def kl(self, other: Gaussian) -> Tensor:
+    def kl(self, reference: Gaussian) -> Tensor:
         """[B, 1] KL(self || other), exact; equal standard deviations cancel exactly."""
         p = self.std.clamp_min(TINY)
-        q = other.std.clamp_min(TINY)
+        q = reference.std.clamp_min(TINY)
         spread = torch.where(p == q, torch.zeros_like(p), (q / p).log() + 0.5 * ((p / q) ** 2 - 1))
-        return self._reduce(spread + 0.5 * ((self.mean - other.mean) / q) ** 2)
+        return self._reduce(spread + 0.5 * ((self.mean - reference.mean) / q) ** 2)
 
     def entropy(self) -> Tensor:
         """[B, 1]."""
@@ -113,11 +113,11 @@ class Categorical:
         """[B, L] for token ids [B, L]."""
         return self._log_softmax().gather(-1, ids[..., None])[..., 0]
 
-    def kl(self, other: Categorical) -> Tensor:
+    def kl(self, reference: Categorical) -> Tensor:
         """[B, L] KL(self || other) over the whole vocabulary; an impossible token of self adds
         nothing."""
         p = self._log_softmax()
-        q = other._log_softmax()
+        q = reference._log_softmax()
         # filled before the difference: inf - inf would poison the gradient
         impossible = p.isneginf()
         return (p.exp() * (p.masked_fill(impossible, 0) - q.masked_fill(impossible, 0))).sum(-1)

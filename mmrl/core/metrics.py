@@ -52,11 +52,11 @@ class Meter:
     def add(self, name: str, value: Tensor, mask: Tensor | None = None) -> None:
         value = value.double()
         keep = torch.ones_like(value, dtype=torch.bool) if mask is None else mask.expand_as(value)
-        kept = torch.where(keep, value, 0.0)
-        pair = torch.stack([kept.sum(), keep.sum().double()])
+        masked = torch.where(keep, value, 0.0)
+        pair = torch.stack([masked.sum(), keep.sum().double()])
         self.sums[name] = self.sums.get(name, 0) + pair
-        self.sizes[name] = self.sizes.get(name, 0) + kept.abs().sum()
-        self.tops[name] = torch.maximum(self.tops.get(name, pair.new_zeros(())), kept.abs().max())
+        self.sizes[name] = self.sizes.get(name, 0) + masked.abs().sum()
+        self.tops[name] = torch.maximum(self.tops.get(name, pair.new_zeros(())), masked.abs().max())
 
     def put(self, name: str, total: Tensor, count: Tensor) -> None:
         """Add to a sum, and to the count it is divided by."""

@@ -45,19 +45,19 @@ def options(entry: Callable) -> dict[str, inspect.Parameter]:
     """The parameters a configuration may set, in order, with annotations resolved to types where
     possible."""
     if not inspect.isclass(entry):
-        found = inspect.signature(entry, eval_str=True).parameters.values()
-        return {p.name: p for p in found if p.kind is p.KEYWORD_ONLY}
-    found: dict[str, inspect.Parameter] = {}
+        parameters = inspect.signature(entry, eval_str=True).parameters.values()
+        return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+    parameters: dict[str, inspect.Parameter] = {}
     for cls in (c for c in entry.__mro__ if "__init__" in vars(c) and c is not object):
         signature = inspect.signature(cls.__init__, eval_str=True).parameters.values()
         for p in list(signature)[1:]:
             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
-                found.setdefault(p.name, p)
+                parameters.setdefault(p.name, p)
         if not any(p.kind is p.VAR_KEYWORD for p in signature):
             break
     # what a subclass fills in itself, such as the network
     hidden = getattr(entry, "not_options", ())
-    return {name: p for name, p in found.items() if name not in hidden}
+    return {name: p for name, p in parameters.items() if name not in hidden}
 
 
 class Registry(dict[str, Callable]):

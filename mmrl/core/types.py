@@ -192,21 +192,16 @@ class Point(Rows):
     modality: Tensor | None = None
     # [B, *] what an objective has found out about the rows for its own loss
     known: Tensor | None = None
-    asked: Sequence[Prompt] = ()  # P, for objectives that ask a reward
+    prompts: Sequence[Prompt] = ()  # P, for objectives that ask a reward
     # the weights are those that sampled: the ratio is 1, what differs from it is rounding
     on_policy: bool = False
     # guidance scale; None is the policy's own on the path, 1 on re-noised states
     guidance: float | None = None
 
-    def own(self) -> Tensor:
-        """[B, L] bool, what metrics look at: ``mask`` without the rows that the policy did not
-        sample just now."""
-        found = (
-            self.mask
-            if self.is_ground_truth is None
-            else self.mask & ~self.is_ground_truth[:, None]
-        )
-        return found if self.is_replayed is None else found & ~self.is_replayed[:, None]
+    def sampled_mask(self) -> Tensor:
+        """[B, L] bool: ``mask`` without rows the policy did not sample just now; for metrics."""
+        mask = self.current()
+        return mask if self.is_ground_truth is None else mask & ~self.is_ground_truth[:, None]
 
     def current(self) -> Tensor:
         """[B, L] bool: ``mask`` without rows of earlier iterations, whose log-probs are those of
@@ -249,11 +244,11 @@ class Completion(str):
         limit: int | None = None,
         spell: Callable[[], list[str]] | None = None,
     ) -> Completion:
-        found = super().__new__(cls, text)
-        found.tokens = tokens
-        found.finished = finished
-        found.logprob = logprob
-        found.self_certainty = self_certainty
-        found.limit = limit
-        found.spell = spell
-        return found
+        completion = super().__new__(cls, text)
+        completion.tokens = tokens
+        completion.finished = finished
+        completion.logprob = logprob
+        completion.self_certainty = self_certainty
+        completion.limit = limit
+        completion.spell = spell
+        return completion

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.core.sharding import extent, is_sharded, like, shards
-from mmrl.run.checkpoint import Part
+from mmrl.core.tensor_files import Part
 
 LIVE = "live"
 SPARE = 2**28  # bytes of weights that are there a third time while snapshots are swapped
@@ -84,10 +84,10 @@ class Weights:
     @torch.no_grad()
     def track(self, name: str, decay: float) -> None:
         """Move a snapshot towards the live weights: saved = decay * saved + (1 - decay) * live."""
-        own = self.parameters()
-        averages = [self.saved[name][key] for key in own]
+        live = self.parameters()
+        averages = [self.saved[name][key] for key in live]
         if averages:
-            torch._foreach_lerp_(averages, [local(p) for p in own.values()], 1 - decay)
+            torch._foreach_lerp_(averages, [local(p) for p in live.values()], 1 - decay)
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
@@ -110,28 +110,28 @@ class Weights:
     def _put(self, name: str) -> None:
         if name == self.current:
             return
-        for one in (self.current, name):  # back to live first, then to the snapshot
-            if one != LIVE:
-                self._exchange(self.saved[one])
+        for snapshot in (self.current, name):  # back to live first, then to the snapshot
+            if snapshot != LIVE:
+                self._exchange(self.saved[snapshot])
         self.current = name
 
     def _exchange(self, saved: dict[str, Tensor]) -> None:
-        own = self.parameters()
-        live = [local(p) for p in own.values()]
-        others = [saved[key] for key in own]
+        parameters = self.parameters()
+        live = [local(p) for p in parameters.values()]
+        stored = [saved[key] for key in parameters]
         for part in parts(live, SPARE):
-            spare = copies(others[part])
-            torch._foreach_copy_(others[part], live[part])
-            torch._foreach_copy_(live[part], spare)
+            copied = copies(stored[part])
+            torch._foreach_copy_(stored[part], live[part])
+            torch._foreach_copy_(live[part], copied)
 
     @torch.no_grad()
     def stored(self, name: str = LIVE) -> dict[str, Tensor]:
         """The tensors themselves, under FSDP2 each process's shards (DTensor). Nothing is copied or
         gathered."""
-        own = self.parameters()
+        parameters = self.parameters()
         return {
             key: p.detach() if name == LIVE else like(p, self.saved[name][key])
-            for key, p in own.items()
+            for key, p in parameters.items()
         }
 
     @torch.no_grad()
@@ -148,13 +148,13 @@ class Weights:
 
         Of a checkpoint's part only what this process holds is read.
         """
-        own = self.parameters()
-        if set(own) != set(tensors):
-            odd = sorted(set(own) ^ set(tensors))
+        parameters = self.parameters()
+        if set(parameters) != set(tensors):
+            odd = sorted(set(parameters) ^ set(tensors))
             raise ValueError(
                 f"weights differ from the model's in {len(odd)} names, for example {odd[0]!r}"
             )
-        for key, p in own.items():
+        for key, p in parameters.items():
             part = block(tensors, key, p).to(local(p))
             if name == LIVE:
                 local(p).copy_(part)

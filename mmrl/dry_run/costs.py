@@ -85,24 +85,26 @@ def _unet(policy: Any) -> tuple[Layers, ...]:
     config = policy.config
     pixels = policy.shape[-2] * policy.shape[-1]
     channels = config.block_out_channels
-    found = []
+    levels = []
     each = config.transformer_layers_per_block
     for i, (width, kind) in enumerate(zip(channels, config.down_block_types)):
         attention = (each if isinstance(each, int) else each[i]) * ("CrossAttn" in kind)
         blocks = 2 * config.layers_per_block + 1  # down, and up with one more
-        found.append(Layers(blocks * (attention + 0.35), pixels // 4**i, width))
+        levels.append(Layers(blocks * (attention + 0.35), pixels // 4**i, width))
     deepest = (each if isinstance(each, int) else each[-1]) + 0.7
-    return (*found, Layers(deepest, pixels // 4 ** (len(channels) - 1), channels[-1]))
+    return (*levels, Layers(deepest, pixels // 4 ** (len(channels) - 1), channels[-1]))
 
 
 def activations(model: Model, rows: int, half: bool, checkpointing: bool) -> int:
     """Of one pass with gradients: what its layers keep; with checkpointing the entry of each and
     one whole layer."""
     size = 1 if half else 2
-    whole = [KEPT * size * one.tokens * one.width * rows for one in model.layers]
+    whole = [KEPT * size * layers.tokens * layers.width * rows for layers in model.layers]
     if not checkpointing:
-        return int(sum(each * one.count for each, one in zip(whole, model.layers)))
-    entries = sum(2 * size * one.tokens * one.width * rows * one.count for one in model.layers)
+        return int(sum(each * layers.count for each, layers in zip(whole, model.layers)))
+    entries = sum(
+        2 * size * layers.tokens * layers.width * rows * layers.count for layers in model.layers
+    )
     return int(entries + max(whole, default=0))
 
 
@@ -123,7 +125,7 @@ def memory(
     half = train.precision != "fp32"
     of = lambda count, size: None if count is None else float(count * size)  # noqa: E731
     frozen = BYTES[model.dtype]
-    found: dict[str, float | None] = {
+    sizes: dict[str, float | None] = {
         "network": of(model.parameters, frozen),
         "adapters": of(model.trained, 4) if model.adapters else 0.0,
         "snapshots": of(model.trained, 4 * snapshots if model.adapters else frozen * snapshots),
@@ -138,8 +140,8 @@ def memory(
         "encoders": of(model.encoders, frozen) if model.placement == "keep" else 0.0,
     }
     if not model.layers:
-        found["activations"] = None
-    return found
+        sizes["activations"] = None
+    return sizes
 
 
 def peak(parts: dict[str, float | None], model: Model, shards: int = 1) -> float | None:

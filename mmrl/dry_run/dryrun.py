@@ -53,21 +53,25 @@ class Report:
 
 def dry_run(path: Path, overrides: Sequence[str] = (), processes: int = 1) -> Report:
     """Check a configuration and say what its run would need. Raises UserError as training would."""
-    found = read(path, overrides, processes)
-    train = found.section("train", TrainOptions)
+    configuration = read(path, overrides, processes)
+    train = configuration.section("train", TrainOptions)
     problems = []
-    policy = resolve(found["policy"], POLICIES, found.place(("policy",)), problems)
+    policy = resolve(configuration["policy"], POLICIES, configuration.place(("policy",)), problems)
     configs.raise_all(problems)
-    name = found["policy"] if isinstance(found["policy"], str) else next(iter(found["policy"]))
+    name = (
+        configuration["policy"]
+        if isinstance(configuration["policy"], str)
+        else next(iter(configuration["policy"]))
+    )
     report = Report(name, str(policy.options.get("path", "")), arithmetic(train, processes), train)
     if inspect.isclass(policy.entry) and issubclass(policy.entry, FolderPolicy):
-        report = _of_folder(report, policy, found)
+        report = _of_folder(report, policy, configuration)
     else:
-        report = _of_others(report, policy, found)
-    return _with_memory(report, found, processes)
+        report = _of_others(report, policy, configuration)
+    return _with_memory(report, configuration, processes)
 
 
-def _of_folder(report: Report, resolved: Resolved, found: configs.Config) -> Report:
+def _of_folder(report: Report, resolved: Resolved, configuration: configs.Config) -> Report:
     """A family in diffusers' format: the real constructor on its config files."""
     place = _folder(report.path)
     if place is None:
@@ -100,7 +104,7 @@ def _of_folder(report: Report, resolved: Resolved, found: configs.Config) -> Rep
         options.get("text_encoder_placement", "offload"),
     )
     tokens = None if unet else costs.tokens_of(policy)
-    with reading(policy, getattr(found.build("objective", OBJECTIVES), "reads", "path")):
+    with reading(policy, getattr(configuration.build("objective", OBJECTIVES), "reads", "path")):
         states = len(policy._plan(report.train.group_size, FIXED).stored)
     stored = (
         report.plan.rows_per_process * states * math.prod(shape) * policy.trajectory_dtype.itemsize
@@ -116,7 +120,7 @@ def _of_folder(report: Report, resolved: Resolved, found: configs.Config) -> Rep
         stored=stored,
         offload=policy.offload_trajectory,
         unknown=unknown,
-        counted=counted(policy, found, report.train),
+        counted=counted(policy, configuration, report.train),
     )
 
 
@@ -169,20 +173,22 @@ def _adapted(lora: Lora | int, per_rank: int) -> int | None:
     return None if lora.targets else lora.rank * per_rank
 
 
-def _of_others(report: Report, resolved: Resolved, found: configs.Config) -> Report:
+def _of_others(report: Report, resolved: Resolved, configuration: configs.Config) -> Report:
     """Models that write tokens: what the table knows of them."""
     known = published.table()["encoders"].get(published.table()["texts"].get(report.path))
     options = resolved.options
     rows = report.plan.rows
     train = report.train
     scored = rows * train.epochs
-    snapshots = kept_snapshots(found.build("objective", OBJECTIVES), train)
+    snapshots = kept_snapshots(configuration.build("objective", OBJECTIVES), train)
     once = Counted(rows, scored, 0, report.plan.steps * train.epochs, snapshots)
     if known is None:
         return replace(report, unknown=(_why(report.path),), counted=once)
     text = known["config"]["text_config"]
     layers = (
-        costs.Layers(text["num_hidden_layers"], options.get("tokens", 512), text["hidden_size"]),
+        costs.Layers(
+            text["num_hidden_layers"], options.get("max_new_tokens", 512), text["hidden_size"]
+        ),
     )
     lora = options.get("lora")
     trained = known["parameters"] if lora is None and options.get("train") is None else None
@@ -191,29 +197,29 @@ def _of_others(report: Report, resolved: Resolved, found: configs.Config) -> Rep
     )
     unknown = ["tokens of prompts and images: activations are those of the answers"]
     unknown += ["how many parameters are trained (lora, train)"] if trained is None else []
-    tokens = (options.get("tokens", 512), 0)
+    tokens = (options.get("max_new_tokens", 512), 0)
     return replace(
         report, model=model, counted=once, tokens=tokens, stored=0, unknown=tuple(unknown)
     )
 
 
-def _with_memory(report: Report, found: configs.Config, processes: int) -> Report:
+def _with_memory(report: Report, configuration: configs.Config, processes: int) -> Report:
     model = report.model
-    kept = report.counted
+    iteration = report.counted
     if model is None:
         return report
     rows = report.plan.micro_batch * (2 if report.guided else 1)
     name = (
-        found["optimizer"]
-        if isinstance(found["optimizer"], str)
-        else next(iter(found["optimizer"]))
+        configuration["optimizer"]
+        if isinstance(configuration["optimizer"], str)
+        else next(iter(configuration["optimizer"]))
     )
     optimizer = {"adamw": 8, "sgd": 4}.get(name, 8)
     parts = costs.memory(
         model,
         report.train,
         rows,
-        len(kept.snapshots),
+        len(iteration.snapshots),
         report.stored or 0,
         optimizer,
         report.offload,

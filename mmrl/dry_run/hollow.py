@@ -72,8 +72,8 @@ class _Counting:
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
         return {"rows": torch.zeros(len(prompts), 1), "uncond": {"rows": torch.zeros(1, 1)}}
 
-    def unconditional(self, own: dict[str, Any], cond: dict[str, Any]) -> dict[str, Any]:
-        return own
+    def unconditional(self, empty: dict[str, Any], cond: dict[str, Any]) -> dict[str, Any]:
+        return empty
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
         return x * next(self.net.parameters())
@@ -91,13 +91,13 @@ class _Counting:
 def hollow(entry: type[FolderPolicy], place: Path, options: dict[str, Any]) -> FolderPolicy:
     """The policy that ``entry(path, **options)`` would be, from config files alone. Raises
     UserError as it does."""
-    own = {
+    light_options = {
         key: value
         for key, value in options.items()
         if key not in ("lora", "attention", "compile", "path")
     }
     cls = type(entry.__name__, (_Weightless, entry), {})
-    return cls(path=str(place), **own)
+    return cls(path=str(place), **light_options)
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Counted:
     snapshots: tuple[str, ...]
 
 
-def counted(policy: FlowPolicy, found: Config, options: TrainOptions) -> Counted:
+def counted(policy: FlowPolicy, configuration: Config, options: TrainOptions) -> Counted:
     """An iteration with this configuration's objective and advantage, on a hollow policy, whose
     latents it shrinks."""
     policy.__class__ = type(type(policy).__name__, (_Counting, type(policy)), {})
@@ -136,12 +136,12 @@ def counted(policy: FlowPolicy, found: Config, options: TrainOptions) -> Counted
         policy,
         [{"text": str(i)} for i in range(options.prompts_per_iteration)],
         Scorer({"none": _noise}),
-        found.build("advantage", ADVANTAGES),
-        found.build("objective", OBJECTIVES),
+        configuration.build("advantage", ADVANTAGES),
+        configuration.build("objective", OBJECTIVES),
         partial(torch.optim.SGD, lr=0.0),
         plain,
     )
-    kept = trainer.snapshots()
+    snapshots = trainer.snapshots()
     # what it does depends on its rewards' gradients
     if isinstance(trainer.objective, Differentiates):
         rollout, _ = trainer.collect()
@@ -150,20 +150,22 @@ def counted(policy: FlowPolicy, found: Config, options: TrainOptions) -> Counted
             None,
             int(rollout.mask.sum()),
             trainer.plan.steps * options.epochs,
-            kept,
+            snapshots,
         )
-    seen: dict[str, int] = {}
-    trainer.collect = _watched(trainer.collect, policy, seen)
+    rows_after: dict[str, int] = {}
+    trainer.collect = _watched(trainer.collect, policy, rows_after)
     metrics = trainer.iterate()
-    training = policy.forwards - seen["rows"]
-    return Counted(seen["rows"], training, int(metrics["decisions"]), int(metrics["step"]), kept)
+    training = policy.forwards - rows_after["rows"]
+    return Counted(
+        rows_after["rows"], training, int(metrics["decisions"]), int(metrics["step"]), snapshots
+    )
 
 
-def _watched(collect: Callable, policy: FlowPolicy, seen: dict[str, int]) -> Callable:
+def _watched(collect: Callable, policy: FlowPolicy, rows_after: dict[str, int]) -> Callable:
     def collecting() -> Any:
-        found = collect()
-        seen["rows"] = policy.forwards
-        return found
+        collected = collect()
+        rows_after["rows"] = policy.forwards
+        return collected
 
     return collecting
 

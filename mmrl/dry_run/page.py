@@ -57,19 +57,19 @@ def _sample(report: Report) -> Iterator[str]:
 
 
 def _forwards(report: Report) -> Iterator[str]:
-    found = report.counted
-    if found is None:
+    counts = report.counted
+    if counts is None:
         return
     kind = "rows of the network" if report.shape else "answers"
-    training = "an unknown number" if found.training is None else f"{found.training:,}"
+    training = "an unknown number" if counts.training is None else f"{counts.training:,}"
     yield (
-        f"forwards    {found.sampling:,} {kind} to sample, {training} to train: an iteration, "
+        f"forwards    {counts.sampling:,} {kind} to sample, {training} to train: an iteration, "
         f"all processes"
     )
     if report.shape:
         yield (
-            f"decisions   {found.decisions:,} with a density in the first iteration; "
-            f"{found.steps} optimizer steps"
+            f"decisions   {counts.decisions:,} with a density in the first iteration; "
+            f"{counts.steps} optimizer steps"
         )
 
 

@@ -56,7 +56,7 @@ def encoders(name: str) -> int | None:
     return (
         None
         if known is None
-        else sum(table()["encoders"][one]["parameters"] for one in known["encoders"])
+        else sum(table()["encoders"][encoder]["parameters"] for encoder in known["encoders"])
     )
 
 

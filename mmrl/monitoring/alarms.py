@@ -52,14 +52,14 @@ class Alarms:
     monitors: Sequence[str] = ()
     # metric -> finite values, oldest first
     columns: dict[str, list[float]] = field(default_factory=dict)
-    told: dict[str, int] = field(default_factory=dict)  # kind -> iteration of the last alarm
+    last_alarm: dict[str, int] = field(default_factory=dict)  # kind -> iteration of the last alarm
 
     def recall(self, lines: Sequence[Mapping[str, object]], alarms: Mapping[str, int] = {}) -> None:
         """What was logged before a resume; nothing is alarming about it any more. ``alarms``: kind
         -> iteration of the last one, which does not come again before its time."""
         for line in lines:
             self._note(line)
-        self.told |= alarms
+        self.last_alarm |= alarms
 
     def see(self, iteration: int, metrics: Mapping[str, object]) -> list[Alarm]:
         """New alarms after this iteration; one about the same thing comes at most once in
@@ -67,13 +67,13 @@ class Alarms:
         if not self.options.enabled:
             return []
         self._note(metrics)
-        found = [
+        alarms = [
             alarm
             for alarm in [*self._exploited(), *self._alike(), *self._saturated()]
-            if iteration - self.told.get(alarm.kind, -math.inf) >= self.options.window
+            if iteration - self.last_alarm.get(alarm.kind, -math.inf) >= self.options.window
         ]
-        self.told |= {alarm.kind: iteration for alarm in found}
-        return found
+        self.last_alarm |= {alarm.kind: iteration for alarm in alarms}
+        return alarms
 
     def _note(self, metrics: Mapping[str, object]) -> None:
         watched = ["reward/mean", "samples/diversity", "samples/clipped", "samples/contrast"]

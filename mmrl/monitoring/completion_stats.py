@@ -23,8 +23,10 @@ def finished(media: Media, rollout: Rollout) -> Tensor:
 
 def written(media: list, rollout: Rollout) -> tuple[Tensor, Tensor]:
     """[n] long, [n] float64: the rows that are texts of counted tokens, and how many each has."""
-    found = [(row, float(one.tokens)) for row, one in enumerate(media) if hasattr(one, "tokens")]
-    rows, tokens = zip(*found, strict=True) if found else ((), ())
+    counted = [
+        (row, float(answer.tokens)) for row, answer in enumerate(media) if hasattr(answer, "tokens")
+    ]
+    rows, tokens = zip(*counted, strict=True) if counted else ((), ())
     device = rollout.mask.device
     return torch.tensor(rows, device=device).long(), torch.tensor(
         tokens, device=device, dtype=torch.float64
@@ -78,5 +80,5 @@ def lengths_by_reward(media: Media, rollout: Rollout, rewards: Rewards) -> dict[
         side for rows in (better, ~better) for side in (rows.sum().double(), tokens[rows].sum())
     ]
     many, high, few, low = distributed.all_sum(torch.stack(sums).to(device)).tolist()
-    found = {"answer/tokens_better": (high, many), "answer/tokens_worse": (low, few)}
-    return {name: value / number for name, (value, number) in found.items() if number}
+    sides = {"answer/tokens_better": (high, many), "answer/tokens_worse": (low, few)}
+    return {name: value / number for name, (value, number) in sides.items() if number}

@@ -38,11 +38,11 @@ def portrait(media: Media, group: Tensor) -> dict[str, float]:
         small, clipped, contrast = looks(media)
         sums[0] = among(small, group)
         for place, values in ((1, clipped), (2, contrast)):
-            found = values[values.isfinite()].double()
+            finite = values[values.isfinite()].double()
             sums[place] = torch.stack(
-                [found.sum(), torch.tensor(float(len(found)), dtype=torch.float64)]
+                [finite.sum(), torch.tensor(float(len(finite)), dtype=torch.float64)]
             )
-    elif not isinstance(media, Tensor) and all(isinstance(one, str) for one in media):
+    elif not isinstance(media, Tensor) and all(isinstance(text, str) for text in media):
         sums[0] = among_texts(media, group)
     total = all_sum(sums.to(group.device)).tolist()
     return {name: value / count for name, (value, count) in zip(NAMES, total, strict=True) if count}
@@ -54,7 +54,7 @@ def looks(media: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     frames = media if media.ndim == 5 else media[:, None]
     if frames.shape[1] > FRAMES:
         frames = frames[:, torch.linspace(0, frames.shape[1] - 1, FRAMES).round().long()]
-    found: list[tuple[Tensor, ...]] = []
+    measured: list[tuple[Tensor, ...]] = []
     for rows in frames.split(max(1, ROWS // frames.shape[1])):
         pictures = rows.float().flatten(0, 1)  # [n F, 3, H, W]
         small = pictures
@@ -67,8 +67,10 @@ def looks(media: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ends = ends.masked_fill(~pictures.flatten(1).isfinite().all(1), torch.nan)
         shape = (len(rows), -1)
         contrast = grey.flatten(1).std(1, correction=0).view(shape).mean(1)
-        found.append((small.reshape(shape).cpu(), ends.view(shape).mean(1).cpu(), contrast.cpu()))
-    thumbnails, clipped, contrast = (torch.cat(parts) for parts in zip(*found, strict=True))
+        measured.append(
+            (small.reshape(shape).cpu(), ends.view(shape).mean(1).cpu(), contrast.cpu())
+        )
+    thumbnails, clipped, contrast = (torch.cat(parts) for parts in zip(*measured, strict=True))
     return thumbnails, clipped, contrast
 
 

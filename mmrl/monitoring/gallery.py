@@ -31,7 +31,9 @@ class Gallery:
     def add(self, iteration: int, media: list[str], rollout: Rollout, rewards: Rewards) -> None:
         """One line a prompt. Advantages are NaN-free here, as rows without one have left
         training."""
-        written = torch.tensor([isinstance(one, str) for one in media], device=rollout.group.device)
+        written = torch.tensor(
+            [isinstance(item, str) for item in media], device=rollout.group.device
+        )
         with self.path.open("a", encoding="utf-8") as file:
             for group in rollout.group[written].unique()[:GROUPS].tolist():
                 rows = (rollout.group == group).nonzero()[:, 0].tolist()
@@ -56,9 +58,9 @@ class Gallery:
     def _answers(self, texts: Sequence[str], prompt: Prompt) -> list[dict[str, Any]]:
         prompts = [prompt] * len(texts)
         known = {
-            name: one.status(texts, prompts)
-            for name, one in self.rewards.items()
-            if hasattr(one, "status")
+            name: reward.status(texts, prompts)
+            for name, reward in self.rewards.items()
+            if hasattr(reward, "status")
         }
         return [
             {
@@ -97,9 +99,9 @@ def said_boxes(text: str, prompt: Prompt) -> list[list[float]]:
     from rewards.vision.coords import Unscorable
     from rewards.vision.shapes import boxes
 
-    found = boxes(text)
+    parsed = boxes(text)
     try:
-        rows, _ = in_truth(found.value or [], prompt)
+        rows, _ = in_truth(parsed.value or [], prompt)
         return _shares(rows.tolist(), prompt)
     except Unscorable:
         return []
@@ -136,16 +138,16 @@ def _images(prompt: Prompt) -> list[Any]:
         if isinstance(video, (str, Path)):
             return []
         return [Image.fromarray(video[round(i)]) for i in _spread(len(video), 4)]
-    given = prompt.get("images") or prompt.get("image") or in_messages(prompt)
-    found = []
-    for item in given if isinstance(given, (list, tuple)) else [given]:
+    sources = prompt.get("images") or prompt.get("image") or in_messages(prompt)
+    opened = []
+    for item in sources if isinstance(sources, (list, tuple)) else [sources]:
         try:
-            found.append(
+            opened.append(
                 (item if isinstance(item, Image.Image) else Image.open(Path(item))).convert("RGB")
             )
         except (OSError, TypeError, ValueError):
             continue
-    return found
+    return opened
 
 
 def _spread(total: int, most: int) -> list[float]:

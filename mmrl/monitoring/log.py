@@ -174,7 +174,7 @@ class RunLog:
         """Keep the whole lines before ``start``; name what was torn by a crash."""
         if not self._metrics_path.exists():
             return
-        kept = []
+        lines = []
         for number, text in enumerate(
             self._metrics_path.read_text(encoding="utf-8", errors="replace").splitlines(), 1
         ):
@@ -182,9 +182,9 @@ class RunLog:
             if line is None:
                 self.event("warning", f"{self._metrics_path}: line {number} is torn; dropped")
             elif start is None or line["iteration"] < start:
-                kept.append(text + "\n")
+                lines.append(text + "\n")
                 self.past.append(line)
-        _replace(self._metrics_path, lambda path: path.write_text("".join(kept), encoding="utf-8"))
+        _replace(self._metrics_path, lambda path: path.write_text("".join(lines), encoding="utf-8"))
 
     def _recall_alarms(self, start: int | None) -> None:
         """Alarms of the iterations before ``start``; those after it are of iterations that come
@@ -212,10 +212,10 @@ def parse_line(text: str) -> dict[str, Any] | None:
 def read_captions(folder: Path) -> dict[str, Any]:
     """samples/captions.json of a run; empty if it is missing or broken."""
     try:
-        found = json.loads((folder / "samples" / "captions.json").read_text(encoding="utf-8"))
+        captions = json.loads((folder / "samples" / "captions.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return captions if isinstance(captions, dict) else {}
 
 
 class _TensorBoard:

@@ -188,7 +188,7 @@ def whole_paths(rollout: Rollout, last: int | None) -> list[Point]:
             eta=rollout.eta,
             known=rollout.stream,
             advantage=rollout.advantage[:, -1:] if rollout.advantage is not None else None,
-            asked=rollout.prompts,
+            prompts=rollout.prompts,
         )
     ]
 
@@ -220,7 +220,7 @@ def rewarded(reward: Differentiable | None, policy: Policy, point: Point, sample
         cond=point.cond,
         row_id=point.row_id,
         sample=sample,
-        prompts=point.asked,
+        prompts=point.prompts,
         logprob=point.mask.to(sample),
         mask=point.mask,
     )

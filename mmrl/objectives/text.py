@@ -184,12 +184,12 @@ class Text:
         else:
             ref = torch.where(point.mask, reference.log_prob(point.target), 0.0)
             kl = estimate(logp, ref, self.kl.form, self.kl.bounded)
-        observe("kl", kl, point.own())
+        observe("kl", kl, point.sampled_mask())
         return kl * (logp - old).exp() if self.kl.corrected else kl
 
     def _entropy(self, dist: Any, point: Point) -> Tensor:
         entropy = torch.where(point.mask, dist.entropy(), 0.0)
-        observe("entropy", entropy, point.own())
+        observe("entropy", entropy, point.sampled_mask())
         return entropy
 
     def _watched(self, dist: Any, point: Point, loss: Tensor) -> Tensor:
@@ -201,14 +201,14 @@ class Text:
 def watch(surrogate: Surrogate, logp: Tensor, old: Tensor, point: Point) -> None:
     """Mention the ratio, and where the surrogate has no gradient although A is not 0: clipped, by
     the sign of A."""
-    observe("ratio", (logp - old).exp(), point.own())
+    observe("ratio", (logp - old).exp(), point.sampled_mask())
     if point.is_replayed is not None:
         observe("reuse/ratio", (logp - old).exp(), point.mask & point.is_replayed[:, None])
     advantage = point.advantage.expand_as(logp)
     clipped = without_slope(surrogate, logp, old, point).double()
-    observe("clip_fraction", clipped, point.own())
-    observe("clip/high", clipped * (advantage > 0), point.own())
-    observe("clip/low", clipped * (advantage < 0), point.own())
+    observe("clip_fraction", clipped, point.sampled_mask())
+    observe("clip/high", clipped * (advantage > 0), point.sampled_mask())
+    observe("clip/low", clipped * (advantage < 0), point.sampled_mask())
 
 
 def without_slope(surrogate: Surrogate, logp: Tensor, old: Tensor, point: Point) -> Tensor:

@@ -86,7 +86,7 @@ class Unified(Text):
             )
             if point.modality is None and kind == "image":
                 continue
-            observe(f"entropy/{kind}", entropy.detach(), segment & point.own())
+            observe(f"entropy/{kind}", entropy.detach(), segment & point.sampled_mask())
             if kind in self.steered and self.alpha(kind):
                 loss = loss + self.alpha(kind) * torch.where(segment, entropy, 0.0)
         return loss

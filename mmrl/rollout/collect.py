@@ -120,18 +120,18 @@ def roomy(rollout: Rollout, states: int) -> Rollout:
 
 def conditions(parts: Sequence[Any]) -> Any:
     """The condition [P, *] of all prompts out of those of the parts."""
-    one = parts[0]
-    if isinstance(one, dict):
+    first = parts[0]
+    if isinstance(first, dict):
         return {
-            key: one[key] if key == EMPTY else conditions([part[key] for part in parts])
-            for key in one
+            key: first[key] if key == EMPTY else conditions([part[key] for part in parts])
+            for key in first
         }
-    if isinstance(one, list):
+    if isinstance(first, list):
         return [item for part in parts for item in part]
-    if isinstance(one, tuple):
+    if isinstance(first, tuple):
         return tuple(conditions(items) for items in zip(*parts, strict=True))
-    if not isinstance(one, Tensor):
-        return one
+    if not isinstance(first, Tensor):
+        return first
     if len({part.shape[1:] for part in parts}) > 1:
         raise UserError(
             "train.reward_overlap_chunks: this policy encodes prompts of different "

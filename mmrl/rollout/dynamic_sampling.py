@@ -40,10 +40,10 @@ class Drawn:
         parts = [(_outline(self.rollout), self.rewards.per_row()), *self.gave_way]
         rewards = {name: torch.cat([part[name] for _, part in parts]) for name in self.rewards}
         whole = joined([rollout for rollout, _ in parts])
-        _, own, earned = sampled_only(
+        _, sampled, earned = sampled_only(
             [None] * len(whole), whole, Rewards(rewards, self.rewards.weights)
         )
-        return own, earned
+        return sampled, earned
 
 
 def _outline(rollout: Rollout) -> Rollout:
@@ -91,8 +91,8 @@ def resampled(
         first = sum(counts[:rank])
         most = max(counts)
         chosen = stream.fold("prompts").uniform(torch.arange(first, first + most))
-        others = [choose(u) for u in chosen.tolist()]
-        drawn = exchanged(drawn, draw(others, Rng(stream.key, first)), flat)
+        new_prompts = [choose(u) for u in chosen.tolist()]
+        drawn = exchanged(drawn, draw(new_prompts, Rng(stream.key, first)), flat)
         replaced = replaced + sum(counts)
         rounds = rounds + 1
     left = distributed.all_sum(
@@ -135,12 +135,12 @@ def exchanged(drawn: Drawn, new: Drawn, flat: Sequence[int]) -> Drawn:
         return drawn
     old = drawn.rollout
     count = len(drawn.rollout.prompts)
-    both = joined([old, new.rollout])
+    pooled = joined([old, new.rollout])
     gone = torch.isin(old.group, torch.tensor(flat, device=old.group.device))
     rows = [(~gone).nonzero()[:, 0]]
     names = [old.row_id[~gone]]
     for k, place in enumerate(flat):
-        rows.append((both.group == count + k).nonzero()[:, 0])
+        rows.append((pooled.group == count + k).nonzero()[:, 0])
         names.append(old.row_id[old.group == place])
     index = torch.cat(rows)
     name = torch.cat(names)
@@ -161,5 +161,8 @@ def exchanged(drawn: Drawn, new: Drawn, flat: Sequence[int]) -> Drawn:
     )
     gave_way = (*drawn.gave_way, (_outline(old)[gone], lost.per_row()))
     return Drawn(
-        both[index].replace(row_id=name), chosen, Rewards(rewards, drawn.rewards.weights), gave_way
+        pooled[index].replace(row_id=name),
+        chosen,
+        Rewards(rewards, drawn.rewards.weights),
+        gave_way,
     )

@@ -33,9 +33,9 @@ def writer(name: str, rewards: Mapping[str, Any], policy: Policy) -> Writer:
     write = getattr(reward, "right_answer", None)
     if write is None:
         able = [
-            one
-            for one, own in rewards.items()
-            if hasattr(getattr(own, "reward", own), "right_answer")
+            known_name
+            for known_name, candidate in rewards.items()
+            if hasattr(getattr(candidate, "reward", candidate), "right_answer")
         ]
         raise UserError(
             f"train.ground_truth_rollout: reward {name!r} cannot write down a right "
@@ -58,17 +58,19 @@ def sampled_only(
 ) -> tuple[Media, Rollout, Rewards]:
     """Without the answers that were given, and those of earlier iterations: what metrics look
     at."""
-    others = [
+    foreign_rows = [
         rows
         for rows in (rollout.is_ground_truth, rollout.is_replayed)
         if rows is not None and rows.any()
     ]
-    if not others:
+    if not foreign_rows:
         return media, rollout, rewards
-    own = ~torch.stack(others).any(0)
-    kept = [one for one, mine in zip(media, own.tolist(), strict=True) if mine]
+    sampled_rows = ~torch.stack(foreign_rows).any(0)
+    sampled_media = [
+        item for item, is_sampled in zip(media, sampled_rows.tolist(), strict=True) if is_sampled
+    ]
     return (
-        kept,
-        rollout[own],
-        Rewards({name: value[own] for name, value in rewards.items()}, rewards.weights),
+        sampled_media,
+        rollout[sampled_rows],
+        Rewards({name: value[sampled_rows] for name, value in rewards.items()}, rewards.weights),
     )

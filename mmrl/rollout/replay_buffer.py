@@ -69,17 +69,19 @@ class Memory:
         # of prompts as the policy returned them in this iteration
         self.origins: dict[int, int] = {}
 
-    def told(self, asked: Sequence[Prompt], drawn: Drawn) -> None:
+    def told(self, prompts: Sequence[Prompt], drawn: Drawn) -> None:
         """``asked``: the prompts that ``drawn`` answers, as they stand in the data."""
-        for one, seen in zip(asked, drawn.rollout.prompts, strict=True):
+        for prompt, returned in zip(prompts, drawn.rollout.prompts, strict=True):
             # prompts that are changed on the way, by hints for instance, are not
-            if id(one) in self.places:
-                self.origins[id(seen)] = self.places[id(one)]
+            if id(prompt) in self.places:
+                self.origins[id(returned)] = self.places[id(prompt)]
 
     def exchange(self, drawn: Drawn, iteration: int) -> tuple[Drawn, dict[str, float]]:
         """The iteration's groups of equal rewards replaced by remembered ones, as far as there are
         any; then the others are remembered. Counts, over all processes, for the log."""
-        self.groups = [one for one in self.groups if iteration - one.iteration <= self.options.age]
+        self.groups = [
+            entry for entry in self.groups if iteration - entry.iteration <= self.options.age
+        ]
         count = len(
             drawn.rollout.prompts
         )  # one stays, so that every process has something of this iteration to measure
@@ -88,22 +90,22 @@ class Memory:
             : len(flat)
         ]
         fresh = self._worth(drawn, iteration)
-        found = replace(drawn, rollout=marked(drawn.rollout, False))
+        mixed = replace(drawn, rollout=marked(drawn.rollout, False))
         if best:
-            found = exchanged(found, self._recalled(best), flat[: len(best)])
-        for one in best:
-            one.used += 1
-        left = [one for one in self.groups if one.used < self.options.times]
+            mixed = exchanged(mixed, self._recalled(best), flat[: len(best)])
+        for entry in best:
+            entry.used += 1
+        left = [entry for entry in self.groups if entry.used < self.options.times]
         self.groups = sorted([*left, *fresh], key=lambda one: (-one.spread(), -one.iteration))[
             : self.options.size
         ]
         self.origins = {}
-        ages = sum(iteration - one.iteration for one in best)
+        ages = sum(iteration - entry.iteration for entry in best)
         device = drawn.rollout.group.device
         sums = distributed.all_sum(
             torch.tensor([len(best), ages, len(self.groups)], device=device).double()
         ).tolist()
-        return found, {
+        return mixed, {
             "reuse/groups": sums[0],
             "reuse/age": sums[1] / max(sums[0], 1),
             "reuse/remembered": sums[2],
@@ -113,44 +115,44 @@ class Memory:
         """Tensors and plain data. Of one process; several begin anew after a resume."""
         tensors = {}
         plain = []
-        for n, one in enumerate(self.groups if distributed.world()[1] == 1 else ()):
+        for n, entry in enumerate(self.groups if distributed.world()[1] == 1 else ()):
             tensors |= {
                 f"{n}/{name}": x
                 for name in ROWS
-                if isinstance(x := getattr(one.rollout, name), Tensor)
+                if isinstance(x := getattr(entry.rollout, name), Tensor)
             }
-            tensors |= {f"{n}/reward/{name}": value for name, value in one.rewards.items()}
+            tensors |= {f"{n}/reward/{name}": value for name, value in entry.rewards.items()}
             plain.append(
                 {
-                    "index": one.index,
-                    "iteration": one.iteration,
-                    "used": one.used,
-                    "weights": one.rewards.weights,
+                    "index": entry.index,
+                    "iteration": entry.iteration,
+                    "used": entry.used,
+                    "weights": entry.rewards.weights,
                 }
             )
         return {name: tensor.contiguous() for name, tensor in tensors.items()}, plain
 
     def load(self, tensors: dict[str, Tensor], plain: Sequence[dict[str, Any]]) -> None:
         self.groups = []
-        for n, one in enumerate(plain):
-            if one["index"] < len(self.prompts):
+        for n, entry in enumerate(plain):
+            if entry["index"] < len(self.prompts):
                 rows = {name: tensors[f"{n}/{name}"] for name in ROWS if f"{n}/{name}" in tensors}
                 rollout = Rollout(group=torch.zeros_like(rows["row_id"]), prompts=(), **rows)
-                rewards = {name: tensors[f"{n}/reward/{name}"] for name in one["weights"]}
+                rewards = {name: tensors[f"{n}/reward/{name}"] for name in entry["weights"]}
                 self.groups.append(
                     Remembered(
-                        one["index"],
-                        one["iteration"],
+                        entry["index"],
+                        entry["iteration"],
                         rollout,
-                        Rewards(rewards, one["weights"]),
-                        one["used"],
+                        Rewards(rewards, entry["weights"]),
+                        entry["used"],
                     )
                 )
 
     def _worth(self, drawn: Drawn, iteration: int) -> list[Remembered]:
         """The groups of ``drawn`` that could teach something later."""
         rollout = drawn.rollout
-        found = []
+        entries = []
         useless = set(flat_groups(drawn))
         for group, prompt in enumerate(rollout.prompts):
             rows = (rollout.group == group).nonzero()[:, 0]
@@ -159,26 +161,26 @@ class Memory:
             )
             known = id(prompt) in self.origins and not rewards.per_row().total().isnan().any()
             if known and group not in useless and len(rows) > 1:
-                kept = (
+                stored = (
                     rollout[rows]
                     .replace(cond=None, prompts=(), group=torch.zeros_like(rows))
                     .to("cpu")
                 )
-                found.append(Remembered(self.origins[id(prompt)], iteration, kept, rewards))
-        return found
+                entries.append(Remembered(self.origins[id(prompt)], iteration, stored, rewards))
+        return entries
 
     def _recalled(self, chosen: Sequence[Remembered]) -> Drawn:
         """Their answers to prompts that are encoded anew."""
-        conds, seen = self.policy.recall([self.prompts[one.index] for one in chosen])
+        conds, prompts = self.policy.recall([self.prompts[entry.index] for entry in chosen])
         device = conds[0]["input_ids"].device
         parts = [
-            marked(one.rollout.to(device).replace(cond=[cond], prompts=(prompt,)), True)
-            for one, cond, prompt in zip(chosen, conds, seen, strict=True)
+            marked(entry.rollout.to(device).replace(cond=[cond], prompts=(prompt,)), True)
+            for entry, cond, prompt in zip(chosen, conds, prompts, strict=True)
         ]
         media: Media = together([self.policy.decode(part) for part in parts])
         names = chosen[0].rewards
         rewards = {
-            name: torch.cat([one.rewards[name] for one in chosen]).to(device) for name in names
+            name: torch.cat([entry.rewards[name] for entry in chosen]).to(device) for name in names
         }
         return Drawn(joined(parts), media, Rewards(rewards, names.weights))
 

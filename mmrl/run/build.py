@@ -46,9 +46,9 @@ CONFIG = "config.yaml"
 def read(path: Path, overrides: Sequence[str], processes: int = 1) -> config.Config:
     """A configuration, checked as far as possible without building a model."""
     load_built_in()
-    found = config.load(path, overrides)
-    config.check(found, SECTIONS, {"optimizer": ("parameters",)}, processes)
-    return found
+    configuration = config.load(path, overrides)
+    config.check(configuration, SECTIONS, {"optimizer": ("parameters",)}, processes)
+    return configuration
 
 
 @dataclass
@@ -63,19 +63,26 @@ class Session:
     evaluation: EvaluateOptions
 
     @classmethod
-    def of(cls, found: config.Config) -> Session:
-        options = found.section("train", TrainOptions)
+    def of(cls, configuration: config.Config) -> Session:
+        options = configuration.section("train", TrainOptions)
         check_precision(options)  # before a large model is loaded in vain
         # new adapters draw their first weights from the global generator
         seed_everything(options.seed)
-        data = found.build("data", DATA)
-        check_needs(found, data, {})
-        policy = found.build("policy", POLICIES)
-        data = admitted(policy, data)
-        evaluation = found.section("evaluate", EvaluateOptions)
-        one = cls(found, policy, data, scorer(found, ("reward",), options), options, evaluation)
-        check_needs(found, data, one.scorer.rewards, policy)
-        return one
+        source = configuration.build("data", DATA)
+        check_needs(configuration, source, {})
+        policy = configuration.build("policy", POLICIES)
+        source = admitted(policy, source)
+        evaluation = configuration.section("evaluate", EvaluateOptions)
+        session = cls(
+            configuration,
+            policy,
+            source,
+            scorer(configuration, ("reward",), options),
+            options,
+            evaluation,
+        )
+        check_needs(configuration, source, session.scorer.rewards, policy)
+        return session
 
     def prompts(self) -> list:
         """Held-out prompts, or training prompts where nothing is held out."""
@@ -97,9 +104,9 @@ class Session:
         extra = self.config.plain.get("evaluate") or {}
         if not extra.get("reward"):
             return self.scorer
-        more = scorer(self.config, ("evaluate", "reward"), self.options)
+        measured = scorer(self.config, ("evaluate", "reward"), self.options)
         return Scorer(
-            self.scorer.rewards | more.rewards,
+            self.scorer.rewards | measured.rewards,
             self.scorer.weights,
             self.options.max_reward_failure_rate,
         )
@@ -113,25 +120,30 @@ class Admitted:
     held_out: list[Prompt]
 
 
-def admitted(policy: Any, data: Any) -> Any:
+def admitted(policy: Any, source: Any) -> Any:
     """The data source, without the prompts that are too long for the policy. Raises UserError if
     none is left."""
-    found = Admitted(*(policy.admit(list(prompts)) for prompts in (data.train, data.held_out)))
-    if isinstance(data.train, Curriculum) and found.train:
-        found = Admitted(data.train.over(found.train), found.held_out)
-    if not found.train:
+    fitting = Admitted(
+        *(policy.admit(list(prompts)) for prompts in (source.train, source.held_out))
+    )
+    if isinstance(source.train, Curriculum) and fitting.train:
+        fitting = Admitted(source.train.over(fitting.train), fitting.held_out)
+    if not fitting.train:
         raise UserError(f"every prompt was left out: {'; '.join(policy.notes)}")
-    unchanged = (len(found.train), len(found.held_out)) == (len(data.train), len(data.held_out))
-    return data if unchanged else found
+    unchanged = (len(fitting.train), len(fitting.held_out)) == (
+        len(source.train),
+        len(source.held_out),
+    )
+    return source if unchanged else fitting
 
 
-def scorer(found: config.Config, section: tuple[str, ...], options: TrainOptions) -> Scorer:
-    chosen = found.rewards(section)
+def scorer(configuration: config.Config, section: tuple[str, ...], options: TrainOptions) -> Scorer:
+    chosen = configuration.rewards(section)
     names = short_names(chosen)
-    functions = {names[name]: one.reward for name, one in chosen.items()}
+    functions = {names[name]: entry.reward for name, entry in chosen.items()}
     return Scorer(
         functions,
-        {names[name]: one.weight for name, one in chosen.items()},
+        {names[name]: entry.weight for name, entry in chosen.items()},
         options.max_reward_failure_rate,
     )
 
@@ -141,11 +153,11 @@ def short_names(names: Iterable[str]) -> dict[str, str]:
     called the same."""
     short = {name: name.rpartition(":")[2] for name in names}
     often = Counter(short.values())
-    return {name: one if often[one] == 1 else name for name, one in short.items()}
+    return {name: alias if often[alias] == 1 else name for name, alias in short.items()}
 
 
 def check_needs(
-    found: config.Config, data: Any, rewards: Mapping[str, Callable], policy: Any = None
+    configuration: config.Config, source: Any, rewards: Mapping[str, Callable], policy: Any = None
 ) -> None:
     """Every prompt has what these rewards need, and they judge what the policy makes. Raises
     UserError with the line.
@@ -156,32 +168,32 @@ def check_needs(
     sections = (
         {("reward",): rewards}
         if rewards
-        else {path: classes(found, path) for path in rewarded(found)}
+        else {path: classes(configuration, path) for path in rewarded(configuration)}
     )
-    prompts = [*data.train, *data.held_out]
+    prompts = [*source.train, *source.held_out]
     problems = []
     for path, chosen in sections.items():
         unfit = [*config.missing_values(chosen, prompts), *config.wrong_media(chosen, policy)]
-        place = found.place(path)
+        place = configuration.place(path)
         problems += [
             (place / name).say(f"reward {name!r} cannot be used: {why}") for name, why in unfit
         ]
     config.raise_all(problems)
 
 
-def rewarded(found: config.Config) -> list[tuple[str, ...]]:
+def rewarded(configuration: config.Config) -> list[tuple[str, ...]]:
     """The sections that name rewards."""
-    extra = (found.plain.get("evaluate") or {}).get("reward")
+    extra = (configuration.plain.get("evaluate") or {}).get("reward")
     return [("reward",), ("evaluate", "reward")] if extra else [("reward",)]
 
 
-def classes(found: config.Config, path: tuple[str, ...]) -> dict[str, Callable]:
+def classes(configuration: config.Config, path: tuple[str, ...]) -> dict[str, Callable]:
     """What the rewards of a section are made from, by name."""
-    spec: Any = found.plain
+    spec: Any = configuration.plain
     for key in path:
         spec = spec[key]
-    chosen = config.resolve_rewards(spec, REWARDS, found.place(path), [])
-    return {name: one.reward.entry for name, one in chosen.items()}
+    chosen = config.resolve_rewards(spec, REWARDS, configuration.place(path), [])
+    return {name: entry.reward.entry for name, entry in chosen.items()}
 
 
 def seed_everything(seed: int) -> None:

@@ -15,86 +15,24 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from math import prod
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.sharding import is_sharded
+from mmrl.core.tensor_files import Part
 from mmrl.utils.files import sha256, sync
 
 FORMAT = "mmrl-checkpoint-2"
 READABLE = (FORMAT, "mmrl-checkpoint-1")  # the first had whole tensors only
 PREFIX = "iteration-"
-OFFSETS = "DCP_SHARDING_INFO"  # in a file's header: where in the whole tensors its shards begin
 
 Tensors = Mapping[str, Tensor]
 Arrays = Mapping[str, Tensors]  # part -> name -> tensor
-
-
-class Block(NamedTuple):
-    """What one file holds of a tensor."""
-
-    file: Path
-    start: tuple[int, ...]  # its first element in the whole tensor
-    size: tuple[int, ...]
-
-
-class Part(Mapping[str, Tensor]):
-    """The tensors of one part on disk, each read when it is asked for, whole or a block of it."""
-
-    def __init__(self, files: Sequence[Path]):
-        from safetensors import safe_open
-
-        self.files = {file: safe_open(file, framework="pt") for file in files}
-        self.blocks: dict[str, list[Block]] = {}
-        for file, content in self.files.items():
-            names = content.keys()
-            starts = json.loads((content.metadata() or {}).get(OFFSETS, "{}"))
-            for name in names:
-                size = tuple(content.get_slice(name).get_shape())
-                start = tuple(starts[name]["saved_offsets"]) if name in starts else (0,) * len(size)
-                self.blocks.setdefault(name, []).append(Block(file, start, size))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.blocks)
-
-    def __len__(self) -> int:
-        return len(self.blocks)
-
-    def __getitem__(self, name: str) -> Tensor:
-        """The whole tensor."""
-        shape = self.shape(name)
-        return self.block(name, (0,) * len(shape), shape)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor."""
-        ends = [[a + n for a, n in zip(block.start, block.size)] for block in self.blocks[name]]
-        return tuple(map(max, zip(*ends)))
-
-    def block(self, name: str, start: Sequence[int], size: Sequence[int]) -> Tensor:
-        """A tensor of ``size`` that begins at ``start`` of the whole one; nothing else is read."""
-        joined = None
-        for block in self.blocks[name]:
-            first = [max(a, b) for a, b in zip(start, block.start)]
-            last = [min(a + n, b + m) for a, n, b, m in zip(start, size, block.start, block.size)]
-            if any(end <= begin for begin, end in zip(first, last)) and prod(size):
-                continue
-            if tuple(start) == block.start and tuple(size) == block.size:
-                return self.files[block.file].get_tensor(name)
-            ranges = zip(first, last, block.start)
-            within = tuple(slice(a - o, max(a, b) - o) for a, b, o in ranges)
-            piece = self.files[block.file].get_slice(name)[within]
-            if tuple(piece.shape) == tuple(size):
-                return piece
-            joined = torch.empty(tuple(size), dtype=piece.dtype) if joined is None else joined
-            joined[tuple(slice(a - o, b - o) for a, b, o in zip(first, last, start))] = piece
-        return joined
 
 
 def save(folder: Path, iteration: int, arrays: Arrays, meta: dict, keep: int = 3) -> Path:

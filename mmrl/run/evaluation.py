@@ -44,11 +44,13 @@ def sample(
     rank, size = distributed.world()
     share = -(-len(prompts) // size)
     first = rank * share
-    mine = list(prompts[first : first + share])
-    rows = len(mine) * copies
+    local_prompts = list(prompts[first : first + share])
+    rows = len(local_prompts) * copies
     with policy.evaluating(guidance), reading(policy, "sample"):  # nobody will train on these
         rng = Rng(Rng.of(seed, "evaluation").key, first)
-        rollout = policy.rollout([*mine, *[prompts[0]] * (share - len(mine))], copies, rng)
+        rollout = policy.rollout(
+            [*local_prompts, *[prompts[0]] * (share - len(local_prompts))], copies, rng
+        )
         return policy.decode(rollout)[:rows], rollout.prompt_per_row()[:rows]
 
 
@@ -65,22 +67,24 @@ def evaluate(
     unbounded.
     """
     chosen = list(prompts[: options.prompts])
-    media, asked = sample(policy, chosen, options.num_samples, options.seed, guidance)
+    media, row_prompts = sample(policy, chosen, options.num_samples, options.seed, guidance)
     with distributed.together():
-        rewards: Rewards = scorer(media, asked)
+        rewards: Rewards = scorer(media, row_prompts)
     whole = {name: distributed.all_gather_rows(value) for name, value in rewards.per_row().items()}
-    found = {name: estimate(value.view(-1, options.num_samples)) for name, value in whole.items()}
+    estimates = {
+        name: estimate(value.view(-1, options.num_samples)) for name, value in whole.items()
+    }
     if (
         isinstance(media, list)
-        and all(isinstance(one, str) for one in media)
+        and all(isinstance(answer, str) for answer in media)
         and distributed.world()[1] == 1
     ):
         infinite = float("inf")
-        found |= {
+        estimates |= {
             k: Estimate(v, -infinite, infinite, len(media))
-            for k, v in mean_ap(media, asked).items()
+            for k, v in mean_ap(media, row_prompts).items()
         }
-    return found
+    return estimates
 
 
 def estimate(values: Tensor) -> Estimate:
@@ -95,10 +99,10 @@ def estimate(values: Tensor) -> Estimate:
     return Estimate(mean, mean - Z95 * spread, mean + Z95 * spread, int(present.sum()))
 
 
-def row(model: str, guidance: float | None, found: dict[str, Estimate]) -> dict[str, Any]:
+def row(model: str, guidance: float | None, estimates: dict[str, Estimate]) -> dict[str, Any]:
     """One line of ``evaluation.json``."""
     return {
         "model": model,
         "guidance": guidance,
-        "rewards": {name: asdict(e) for name, e in found.items()},
+        "rewards": {name: asdict(e) for name, e in estimates.items()},
     }

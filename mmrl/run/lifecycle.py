@@ -37,25 +37,25 @@ def train(name: Path, overrides: Sequence[str] = (), resume: bool = False) -> Pa
 
     Raises UserError for everything a user can mend; what was trained until then is saved.
     """
-    found = read(config_of(name) if resume else name, overrides)
-    session = Session.of(found)
+    configuration = read(config_of(name) if resume else name, overrides)
+    session = Session.of(configuration)
     trainer = session.trainer()
-    config.check(found, SECTIONS, {"optimizer": ("parameters",)}, trainer.device.processes)
-    folder = name if resume else run_folder(found, name)
+    config.check(configuration, SECTIONS, {"optimizer": ("parameters",)}, trainer.device.processes)
+    folder = name if resume else run_folder(configuration, name)
     notes = _resume(trainer, folder) if resume else []
     with distributed.together():  # only the main process looks into the folder
         log = RunLog(
             folder,
             resume,
             start=trainer.iteration + 1,
-            options=found.section("log", LogOptions),
+            options=configuration.section("log", LogOptions),
             active=trainer.device.main,
-            config=found.plain,
+            config=configuration.plain,
         )
     with log:
         run = Run(session, trainer, log, folder)
         watched = [name for name, weight in session.scorer.weights.items() if not weight]
-        run.alarms = Alarms(found.section("alarms", AlarmOptions), watched)
+        run.alarms = Alarms(configuration.section("alarms", AlarmOptions), watched)
         run.alarms.recall(log.past, log.past_alarms)
         for note in [*trainer.plan.warnings, *session.policy.notes, *notes]:
             run.say("warning", note)
@@ -78,7 +78,7 @@ class Run:
     stop: str = ""
     started: float = field(default_factory=time.monotonic)
     # reward -> failures already written to the events
-    told: dict[str, int] = field(default_factory=dict)
+    reported: dict[str, int] = field(default_factory=dict)
     alarms: Alarms = field(default_factory=lambda: Alarms(AlarmOptions()))
 
     def begin(self, fresh: bool) -> None:
@@ -174,7 +174,7 @@ class Run:
     def _every_so_often(self, iteration: int) -> dict[str, float]:
         """Checkpoints, sample grids and evaluations that are due after this iteration."""
         options = self.session.options
-        found = {}
+        metrics = {}
         if due(iteration, options.save_every) and iteration < options.iterations:
             self.save()
         if due(iteration, options.sample_every):
@@ -185,8 +185,8 @@ class Run:
                 each = evaluate(
                     session.policy, session.prompts(), session.scorer, session.evaluation
                 )
-            found = {f"eval/{name}": estimate.mean for name, estimate in each.items()}
-        return found
+            metrics = {f"eval/{name}": estimate.mean for name, estimate in each.items()}
+        return metrics
 
     def _best_weights(self):
         name = "ema" if "ema" in self.trainer.policy.weights.saved else "live"
@@ -204,16 +204,16 @@ class Run:
         while self.session.policy.news:
             self.say("note", self.session.policy.news.pop(0))
         if metrics["skipped_steps"] == self.trainer.plan.steps * self.session.options.epochs:
-            if "steps" not in self.told:
+            if "steps" not in self.reported:
                 self.say(
                     "warning",
                     f"no optimizer step in iteration {self.trainer.iteration}: no "
                     f"decision to train on",
                 )
-            self.told["steps"] = self.trainer.iteration
+            self.reported["steps"] = self.trainer.iteration
         for name, failures in self.session.scorer.failures.items():
-            if failures.count > self.told.get(name, 0):
-                self.told[name] = failures.count
+            if failures.count > self.reported.get(name, 0):
+                self.reported[name] = failures.count
                 self.log.event(
                     "excluded",
                     f"{name}: {failures.count} samples so far; last cause {failures.cause}",
@@ -228,14 +228,16 @@ class Run:
 
     def _counted(self) -> dict[str, float]:
         """What rewards count themselves, over all processes."""
-        own = self.session.scorer.counters()
-        if not own:
+        counts = self.session.scorer.counters()
+        if not counts:
             return {}
         device = self.trainer.device.accelerator.device
         total = distributed.all_sum(
-            torch.tensor(list(own.values()), dtype=torch.float64, device=device)
+            torch.tensor(list(counts.values()), dtype=torch.float64, device=device)
         )
-        return {f"judged/{name}": number for name, number in zip(own, total.tolist(), strict=True)}
+        return {
+            f"judged/{name}": number for name, number in zip(counts, total.tolist(), strict=True)
+        }
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
@@ -261,11 +263,13 @@ class Run:
                     flush=True,
                 )
 
-        kept = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        handlers = {
+            number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)
+        }
         try:
             yield
         finally:
-            for number, handler in kept.items():
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
 
 
@@ -273,9 +277,9 @@ def due(iteration: int, every: int) -> bool:
     return bool(every) and iteration % every == 0
 
 
-def run_folder(found: config.Config, name: Path) -> Path:
+def run_folder(configuration: config.Config, name: Path) -> Path:
     """``run`` of the configuration, or runs/<family>-<method>-<time>."""
-    if chosen := found.plain.get("run"):
+    if chosen := configuration.plain.get("run"):
         return Path(chosen)
     return Path("runs") / f"{name.parent.name}-{name.stem}-{datetime.now():%Y%m%d-%H%M%S}"
 

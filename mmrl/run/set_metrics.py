@@ -28,7 +28,7 @@ def mean_ap(texts: Sequence[str], prompts: Sequence[Prompt]) -> dict[str, float]
 
     names = sorted({str(name) for prompt in prompts for name in prompt["labels"]})
     truth = COCO()
-    said = []
+    detections = []
     truth.dataset = {
         "info": {},
         "images": [{"id": i} for i in range(len(prompts))],
@@ -36,12 +36,12 @@ def mean_ap(texts: Sequence[str], prompts: Sequence[Prompt]) -> dict[str, float]
         "annotations": _right(prompts, names),
     }
     for i, (text, prompt) in enumerate(zip(texts, prompts, strict=True)):
-        said += _found(i, text, prompt, names)
-    if not said:
+        detections += _found(i, text, prompt, names)
+    if not detections:
         return {"mAP": 0.0, "mAP50": 0.0}
     with contextlib.redirect_stdout(io.StringIO()):
         truth.createIndex()
-        judge = COCOeval(truth, truth.loadRes(said), "bbox")
+        judge = COCOeval(truth, truth.loadRes(detections), "bbox")
         judge.evaluate()
         judge.accumulate()
         judge.summarize()
@@ -79,12 +79,12 @@ def _found(image: int, text: str, prompt: Prompt, names: list[str]) -> list[dict
         rows, _ = in_truth(shapes, prompt)
     except Unscorable:
         return []
-    found = []
+    detections = []
     for shape, box in zip(shapes, rows.tolist()):
         label = only if shape.label is None else str(shape.label)
         if label in names and box[2] > box[0] and box[3] > box[1]:
             score = 1.0 if shape.confidence is None else shape.confidence
-            found.append(
+            detections.append(
                 {
                     "image_id": image,
                     "category_id": names.index(label),
@@ -92,7 +92,7 @@ def _found(image: int, text: str, prompt: Prompt, names: list[str]) -> list[dict
                     **_sides(box),
                 }
             )
-    return found
+    return detections
 
 
 def _sides(box: list[float]) -> dict[str, Any]:

@@ -151,24 +151,24 @@ def _generators() -> list[dict[str, Any]]:
     """State of the global generators of every process, in order of rank."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    own = {
+    states = {
         "python": random.getstate(),
         "numpy": [kind, keys.tolist(), position, has_gauss, gauss],
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
-        "cuda": [one.numpy().tobytes().hex() for one in cuda],
+        "cuda": [cuda_state.numpy().tobytes().hex() for cuda_state in cuda],
     }
-    return distributed.all_gather_plain(own)
+    return distributed.all_gather_plain(states)
 
 
 def _set_generators(saved: list[dict[str, Any]]) -> None:
-    own = saved[distributed.world()[0] % len(saved)]
-    version, words, gauss = own["python"]
+    states = saved[distributed.world()[0] % len(saved)]
+    version, words, gauss = states["python"]
     random.setstate((version, tuple(words), gauss))
-    kind, keys, position, has_gauss, cached = own["numpy"]
+    kind, keys, position, has_gauss, cached = states["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(_bytes(own["torch"]))
-    if torch.cuda.is_available() and len(own["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all([_bytes(state) for state in own["cuda"]])
+    torch.set_rng_state(_bytes(states["torch"]))
+    if torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all([_bytes(state) for state in states["cuda"]])
 
 
 def _bytes(text: str) -> Tensor:

@@ -152,9 +152,9 @@ class Device:
         norm = norm if isinstance(norm, Tensor) else torch.tensor(float(norm))
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
-    def any(self, here: bool) -> bool:
+    def any(self, flag: bool) -> bool:
         """Whether it is so on any process; a collective call."""
-        return bool(distributed.all_max(torch.tensor(float(here), device=self.accelerator.device)))
+        return bool(distributed.all_max(torch.tensor(float(flag), device=self.accelerator.device)))
 
     def wait(self) -> None:
         self.accelerator.wait_for_everyone()
@@ -164,12 +164,12 @@ def _built(optimizer: Callable, groups: list[ParameterGroup]) -> torch.optim.Opt
     """An optimizer whose groups have their learning rates; a single plain group is given as a list
     of parameters."""
     if len(groups) == 1:
-        made = optimizer(groups[0].parameters)
+        built = optimizer(groups[0].parameters)
     else:
-        made = optimizer([{"params": group.parameters} for group in groups])
-    for group, settings in zip(groups, made.param_groups, strict=True):
+        built = optimizer([{"params": group.parameters} for group in groups])
+    for group, settings in zip(groups, built.param_groups, strict=True):
         settings["lr"] = group.lr if group.lr is not None else settings["lr"] * group.factor
-    return made
+    return built
 
 
 def _many_on_cpu() -> bool:

@@ -29,10 +29,10 @@ def batches(
     order[names] = torch.arange(rows)
     place = order[rollout.row_id.cpu()]
     for start in range(0, rows, size):
-        mine = ((place >= start) & (place < start + size)).nonzero()[:, 0]
+        local_rows = ((place >= start) & (place < start + size)).nonzero()[:, 0]
         # all of its rows in their order: not a copy of their paths
-        whole = len(mine) == len(rollout)
-        yield rollout if whole else rollout[mine.to(rollout.row_id.device)]
+        whole = len(local_rows) == len(rollout)
+        yield rollout if whole else rollout[local_rows.to(rollout.row_id.device)]
 
 
 def _stratified(rows: int, copies: int, rng: Rng) -> Tensor:

@@ -140,8 +140,8 @@ def test_metrics_of_the_update_are_those_of_the_samples(policy):
     """Entropy is a mean over sampled tokens: with the given rows masked out it is the same."""
     found = taught(policy, lambda prompt: prompt["gold"])
     point = point_of(policy, found)
-    assert torch.equal(point.own(), found.mask & ~found.is_ground_truth[:, None])
-    assert torch.equal(point.replace(is_ground_truth=None).own(), found.mask)
+    assert torch.equal(point.sampled_mask(), found.mask & ~found.is_ground_truth[:, None])
+    assert torch.equal(point.replace(is_ground_truth=None).sampled_mask(), found.mask)
 
 
 def test_who_writes_it_is_checked(policy):

@@ -124,7 +124,7 @@ def test_an_old_answer_has_the_ratio_to_the_weights_that_sampled_it(policy):
     wanted = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
     torch.testing.assert_close(loss[point.mask], wanted[point.mask], atol=1e-5, rtol=1e-5)
     assert ((ratio[stale] - 1).abs() > 1e-3)[found.mask[stale]].all()
-    assert not point.own()[stale].any() and not point.current()[stale].any()
+    assert not point.sampled_mask()[stale].any() and not point.current()[stale].any()
 
 
 # -------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from mmrl.advantages import DDPO, MaxMin, Running, dr_grpo, grpo, memory
+from mmrl.core import tensor_files
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES
 from mmrl.objectives import AWM, CRD, NFT, Draft, PolicyGradient
@@ -309,7 +310,7 @@ def test_a_part_is_read_whole_and_block_by_block_whatever_wrote_it(processes, tm
             save_file(
                 parts, tmp_path / f"{rank}.safetensors", {"DCP_SHARDING_INFO": json.dumps(starts)}
             )
-    part = checkpoint.Part(sorted(tmp_path.iterdir()))
+    part = tensor_files.Part(sorted(tmp_path.iterdir()))
     assert set(part) == set(whole) and len(part) == 3
     for name, tensor in whole.items():
         assert part.shape(name) == tuple(tensor.shape) and torch.equal(part[name], tensor)

@@ -36,7 +36,7 @@ def _group(line: dict[str, Any]) -> dict[str, Any]:
     names = list(dict.fromkeys(name for raw in line["answers"] for name in raw["rewards"]))
     for answer in answers:
         answer["earned"] = [answer["rewards"].get(name) for name in names]
-    said = [
+    predicted = [
         _rectangle(box, width, height)
         | {"kind": "good" if (answer["advantage"] or 0) > 0 else "bad"}
         for answer in answers
@@ -50,7 +50,7 @@ def _group(line: dict[str, Any]) -> dict[str, Any]:
         "width": int(width),
         "height": int(height),
         "boxes": [_rectangle(box, width, height) for box in line["boxes"]],
-        "said": said,
+        "said": predicted,
         "names": names,
         "answers": answers,
         "flat": len({tuple(answer["earned"]) for answer in answers}) == 1,

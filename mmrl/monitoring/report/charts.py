@@ -95,13 +95,13 @@ def smooth(values: Numbers, window: int) -> list[float | None]:
     keep = 1 - 2 / (window + 1)
     total = 0.0
     weight = 0.0
-    result = []
+    averages = []
     for value in values:
         if value is not None:
             total = keep * total + value
             weight = keep * weight + 1
-        result.append(total / weight if value is not None else None)
-    return result
+        averages.append(total / weight if value is not None else None)
+    return averages
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:

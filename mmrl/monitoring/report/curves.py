@@ -106,7 +106,7 @@ def chart_sections(run: Run) -> list[tuple[str, list[Chart]]]:
     ]
     held_out = [key for key in names if key.startswith("eval/")]
     placed = PLACED.union(parts, map(_spread_key, parts), held_out)
-    others = [key for key in names if key not in placed]
+    unplaced = [key for key in names if key not in placed]
     rewards = [
         Plot(f"Training reward {_short(key)}", (key,), zero=False)
         for key in parts
@@ -119,14 +119,14 @@ def chart_sections(run: Run) -> list[tuple[str, list[Chart]]]:
         "What the answers are like": ANSWERS,
         "Is there a signal?": SIGNAL,
         "Where the time goes": TIME,
-        "Everything else": [Plot(key, (key,), zero=False) for key in others],
+        "Everything else": [Plot(key, (key,), zero=False) for key in unplaced],
     }
     drawn = {title: [_chart(run, plot) for plot in plots] for title, plots in themes.items()}
     drawn["Is there a signal?"].insert(1, _flat(run))
-    kept = [
+    sections = [
         (title, [chart for chart in charts if chart is not None]) for title, charts in drawn.items()
     ]
-    return [(title, charts) for title, charts in kept if charts]
+    return [(title, charts) for title, charts in sections if charts]
 
 
 def spread_out(items: list, most: int) -> list:

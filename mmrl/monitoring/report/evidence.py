@@ -52,8 +52,8 @@ class Evaluation:
 
     def names(self) -> list[str]:
         """Rewards in columns: the optimised ones first."""
-        found = list({name: None for row in self.rows for name in row.rewards})
-        return sorted(found, key=lambda name: name not in self.optimised)
+        rewards = list({name: None for row in self.rows for name in row.rewards})
+        return sorted(rewards, key=lambda name: name not in self.optimised)
 
     def after(self) -> Row | None:
         return next((row for row in self.rows if row.trained), None)
@@ -140,16 +140,20 @@ def table(evaluation: Evaluation) -> list[dict[str, Any]]:
 
 
 def _cell(
-    found: Estimate | None, scale: tuple[float, float], trained: bool
+    estimate: Estimate | None, scale: tuple[float, float], trained: bool
 ) -> dict[str, Any] | None:
-    if found is None:
+    if estimate is None:
         return None
-    interval = f"[{score(found.low)}, {score(found.high)}]"
-    return {"mean": score(found.mean), "interval": interval, "mark": _mark(found, scale, trained)}
+    interval = f"[{score(estimate.low)}, {score(estimate.high)}]"
+    return {
+        "mean": score(estimate.mean),
+        "interval": interval,
+        "mark": _mark(estimate, scale, trained),
+    }
 
 
-def _scale(found: Sequence[Estimate]) -> tuple[float, float]:
-    ends = [end for e in found for end in (e.low, e.mean, e.high) if math.isfinite(end)]
+def _scale(estimates: Sequence[Estimate]) -> tuple[float, float]:
+    ends = [end for e in estimates for end in (e.low, e.mean, e.high) if math.isfinite(end)]
     low = min(ends)
     high = max(ends)
     if low >= 0 and high <= 1 and high - low > 0.2:
@@ -179,13 +183,13 @@ def verdict(run: Run, evaluation: Evaluation) -> list[str]:
     if not changes:
         return _training_verdict(run)
     main = [name for name in changes if name in evaluation.optimised] or list(changes)[:1]
-    said = [_sentence(name, *changes[name], evaluation) for name in main]
-    others = [
+    sentences = [_sentence(name, *changes[name], evaluation) for name in main]
+    untrained = [
         f"{n} {score(b.mean)} → {score(a.mean)}" for n, (b, a) in changes.items() if n not in main
     ]
-    if others:
-        said.append(f"Not trained on, same pictures: {'; '.join(others)}.")
-    return said
+    if untrained:
+        sentences.append(f"Not trained on, same pictures: {'; '.join(untrained)}.")
+    return sentences
 
 
 def _sentence(name: str, before: Estimate, after: Estimate, evaluation: Evaluation) -> str:

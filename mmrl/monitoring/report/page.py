@@ -30,11 +30,11 @@ def write_report(run: Path | str) -> Path:
     Pieces of the run that are missing or broken are left out and listed at the end of the page.
     Raises UserError for a folder that holds no run.
     """
-    found = read_run(run)
+    history = read_run(run)
     with suppress(UserError):  # no such pictures in this run: the page goes without
-        before_after_picture(found.folder)
-    page = render(found)
-    path = found.folder / "report.html"
+        before_after_picture(history.folder)
+    page = render(history)
+    path = history.folder / "report.html"
     draft = path.with_suffix(".html.part")
     draft.write_text(page, encoding="utf-8")
     draft.replace(path)
@@ -47,23 +47,23 @@ def before_after_picture(run: Path | str, most: int = 8) -> Path:
 
     Raises UserError if the run has no samples/before.png and samples/after.png.
     """
-    found = read_run(run)
-    before = found.sample_tiles("before")
-    after = found.sample_tiles("after")
+    history = read_run(run)
+    before = history.sample_tiles("before")
+    after = history.sample_tiles("after")
     if before and after:
         chosen = spread_out(list(range(min(len(before), len(after)))), most)
-        captions = found.sample_captions("after")
+        captions = history.sample_captions("after")
         rows = {"before": [before[i] for i in chosen], "after": [after[i] for i in chosen]}
         picture = compare(rows, [captions[i] for i in chosen if i < len(captions)])
     else:
-        sheets = {name: found.sample(name) for name in ("before", "after")}
+        sheets = {name: history.sample(name) for name in ("before", "after")}
         if None in sheets.values():
             raise UserError(
-                f"{found.folder} has no samples/before.png and after.png; run: mmrl "
-                f"evaluate {found.folder}"
+                f"{history.folder} has no samples/before.png and after.png; run: mmrl "
+                f"evaluate {history.folder}"
             )
         picture = compare({name: [sheet] for name, sheet in sheets.items()}, [], side=480)
-    path = found.folder / "before_after.png"
+    path = history.folder / "before_after.png"
     save_picture(picture, path)
     return path
 
@@ -136,14 +136,14 @@ def pairs(run: Run) -> list[dict[str, Any]]:
     before = run.sample_tiles("before")
     after = run.sample_tiles("after")
     captions = run.sample_captions("after") or run.sample_captions("before")
-    both = list(range(min(len(before), len(after))))[:MOST_PAIRS]
+    places = list(range(min(len(before), len(after))))[:MOST_PAIRS]
     return [
         {
             "before": before[i],
             "after": after[i],
             "caption": captions[i] if i < len(captions) else "",
         }
-        for i in both
+        for i in places
     ]
 
 
@@ -151,8 +151,8 @@ def whole_sheets(run: Run) -> list[dict[str, Any]]:
     """The before and after sheets as they are, for runs that do not say how they are divided."""
     if run.sample_tiles("before") and run.sample_tiles("after"):
         return []
-    found = [{"label": name, "picture": run.sample(name)} for name in ("before", "after")]
-    return [sheet for sheet in found if sheet["picture"] is not None]
+    sheets = [{"label": name, "picture": run.sample(name)} for name in ("before", "after")]
+    return [sheet for sheet in sheets if sheet["picture"] is not None]
 
 
 def film(run: Run) -> dict[str, Any]:

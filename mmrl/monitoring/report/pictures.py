@@ -95,19 +95,22 @@ def film_sheet(videos: Tensor, columns: int | None = None) -> tuple[Film, Layout
     if block > 1:  # means of squares of pixels; what is left over at the right and below is cut off
         high = max(1, height // block)
         wide = max(1, width // block)
-        cut = [one[..., : high * block, : wide * block] for one in moments]
+        cut = [moment[..., : high * block, : wide * block] for moment in moments]
         moments = [
-            one.unflatten(-1, (wide, -1)).mean(-1).unflatten(-2, (high, -1)).mean(-2) for one in cut
+            moment.unflatten(-1, (wide, -1)).mean(-1).unflatten(-2, (high, -1)).mean(-2)
+            for moment in cut
         ]
-    drawn = [sheet(one, columns) for one in moments]
+    drawn = [sheet(moment, columns) for moment in moments]
     return Film(tuple(picture for picture, _ in drawn)), drawn[0][1]
 
 
 def save_picture(picture: Tile, target: Path | io.BytesIO, kind: str = "PNG") -> None:
     """As PNG or WebP; a film as an animated one that plays for ever."""
-    first, *others = picture.frames if isinstance(picture, Film) else (picture,)
+    first, *later_frames = picture.frames if isinstance(picture, Film) else (picture,)
     animated = (
-        {"save_all": True, "append_images": others, "duration": PACE, "loop": 0} if others else {}
+        {"save_all": True, "append_images": later_frames, "duration": PACE, "loop": 0}
+        if later_frames
+        else {}
     )
     first.save(target, format=kind, **animated)
 

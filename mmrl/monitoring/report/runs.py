@@ -61,7 +61,7 @@ class Run:
         """
         chosen = self.config.get("reward")
         if isinstance(chosen, dict):
-            chosen = {name: one for name, one in chosen.items() if not _watched(one)}
+            chosen = {name: settings for name, settings in chosen.items() if not _watched(settings)}
         if isinstance(chosen, str):
             chosen = [chosen]
         names = chosen if isinstance(chosen, (list, dict)) else []
@@ -97,8 +97,8 @@ class Run:
 
     def sample_captions(self, name: str) -> list[str]:
         sheets = self.captions.get("sheets")
-        found = sheets.get(name) if isinstance(sheets, dict) else None
-        texts = (found if isinstance(found, dict) else self.captions).get("captions", [])
+        sheet = sheets.get(name) if isinstance(sheets, dict) else None
+        texts = (sheet if isinstance(sheet, dict) else self.captions).get("captions", [])
         return [str(text) for text in texts] if isinstance(texts, list) else []
 
     def sheets_over_time(self) -> list[str]:
@@ -183,20 +183,20 @@ def _json(path: Path, notes: list[str], remedy: str = "") -> dict[str, Any]:
         notes.append(f"no {path.name}" + (f" ({remedy})" if remedy else ""))
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         notes.append(f"{path.name} is not valid JSON: {error}")
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _yaml(text: str, notes: list[str]) -> dict[str, Any]:
     try:
-        found = yaml.safe_load(text)
+        content = yaml.safe_load(text)
     except yaml.YAMLError as error:
         notes.append(f"config.yaml is not valid YAML: {error}")
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _metrics(text: str, notes: list[str]) -> list[dict[str, Any]]:
@@ -210,15 +210,15 @@ def _metrics(text: str, notes: list[str]) -> list[dict[str, Any]]:
 def _lines(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
-    found = []
+    events = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             event = json.loads(line)
         except ValueError:
             continue
         if isinstance(event, dict):
-            found.append(event)
-    return found
+            events.append(event)
+    return events
 
 
 def _finite(value: Any) -> float | None:
