@@ -128,9 +128,9 @@ def consistency(rows: Tensor, against: Against) -> Tensor:
     """Unit embeddings [B, F, E] -> [B] mean over the frames after the first."""
     previous = (rows[:, 1:] * rows[:, :-1]).sum(-1)
     first = (rows[:, 1:] * rows[:, :1]).sum(-1)
-    found = {
+    similarity = {
         "previous": previous,
         "first": first,
         "both": (previous.clamp(min=0) + first.clamp(min=0)) / 2,
     }[against]
-    return found.mean(1).cpu()
+    return similarity.mean(1).cpu()

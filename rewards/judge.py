@@ -70,7 +70,7 @@ class Judge(Judged):
         values = torch.full((len(prompts),), torch.nan)
         rows = []
         questions = []
-        for row, pictures in self.asked(media, prompts):
+        for row, pictures in self.shown_rows(media, prompts):
             parts = self.template.parts(
                 prompts[row], kind_of(media), shown_of(media, row, pictures, prompts[row])
             )

@@ -159,7 +159,7 @@ class VQRecipe:
     scale_steps: int = 50  # of VAR's decoder
     batch: int = 8
     lr: float = 4e-3
-    said: float = 20.0  # weight of the distance between what the encoder says and the patch's code
+    code_weight: float = 20.0  # weight of the distance of encodings from codes
     coarse: float = 16.0  # weight of the error of the blurred picture
     seed: int = 0
 
