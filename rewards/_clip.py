@@ -19,7 +19,7 @@ from torch import Tensor
 from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import locate
 from rewards._media import normalize, resize_and_crop, to_uint8
-from rewards._precision import is_lowered, own_precision
+from rewards.precision import is_lowered, own_precision
 
 CACHED_TEXTS = 16_384  # embeddings kept, the oldest go first: 50 MB at width 768
 _shared: WeakValueDictionary[tuple, Clip] = WeakValueDictionary()

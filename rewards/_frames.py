@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rewards._media import frame_mean, frames
-from rewards._precision import own_precision
+from rewards.precision import own_precision
 
 
 @torch.no_grad()

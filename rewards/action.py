@@ -15,10 +15,10 @@ from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import REWARDS
 from rewards._hf import Precision, load_model, load_processor
 from rewards._media import frames, to_uint8
-from rewards._precision import own_precision
 from rewards._prompt import field_of
 from rewards._scale import raw, scaling
 from rewards.card import card
+from rewards.precision import own_precision
 
 Named = Literal["probability", "log_probability"]
 SCALES = {"probability": raw, "log_probability": torch.log}

@@ -18,8 +18,8 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from rewards._clip import load_clip
 from rewards._media import frame_mean, frames
-from rewards._precision import own_precision
 from rewards.card import card
+from rewards.precision import own_precision
 
 HEAD = "~/.cache/mmrl/sac+logos+ava1-l14-linearMSE.pth"
 SOURCE = "https://github.com/christophschuhmann/improved-aesthetic-predictor"

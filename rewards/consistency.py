@@ -14,8 +14,8 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from rewards._hf import Precision, Preprocess
 from rewards._media import frames
-from rewards._precision import own_precision
 from rewards.card import card
+from rewards.precision import own_precision
 from rewards.similarity import ClipSimilarity, DinoSimilarity
 
 Against = Literal["previous", "first", "both"]

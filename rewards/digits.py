@@ -12,9 +12,9 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS, locate
-from rewards._precision import own_precision
-from rewards._reader import Detections, Reader
 from rewards.card import card
+from rewards.digit_reader import Detections, Reader
+from rewards.precision import own_precision
 
 Asked = list[dict[str, Any]]
 _AXIS = {"above": (1, 1.0), "below": (1, -1.0), "left of": (0, 1.0), "right of": (0, -1.0)}
@@ -37,7 +37,7 @@ class Digits:
     """What was asked for is in the picture: digits with colour, size, place, relation and count, 0
     to 1.
 
-    A reader (detector and classifier, ``rewards/_reader.py``) finds at most five digits with
+    A reader (detector and classifier, ``rewards/digit_reader.py``) finds at most five digits with
     confidence c, digit probabilities, colour and size probabilities and a centre. Like GenEval
     (Ghosh et al. 2023) the reward asks a detector about every thing the prompt names, but it gives
     partial credit:

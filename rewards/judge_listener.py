@@ -13,8 +13,8 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from rewards._ask import Question
 from rewards._judge_templates import Template, find
-from rewards._judged import Judged, Model, OnFailure, kind_of, shown_of
 from rewards.card import card
+from rewards.judged import Judged, Model, OnFailure, kind_of, shown_of
 
 LISTEN = Template(
     "listener",

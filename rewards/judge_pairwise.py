@@ -15,8 +15,8 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from rewards._ask import Question, Unreadable
 from rewards._judge_templates import PAIRS, find
-from rewards._judged import Frames, Judged, Model, OnFailure, kind_of, sample_pictures, shown_of
 from rewards.card import card
+from rewards.judged import Frames, Judged, Model, OnFailure, kind_of, sample_pictures, shown_of
 
 
 @REWARDS.register("judge_pairwise")

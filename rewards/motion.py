@@ -18,10 +18,10 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from rewards._clip import pick_device
 from rewards._media import to_uint8
-from rewards._precision import own_precision
 from rewards._tensors import fetch, read_tensors
 from rewards.card import card
 from rewards.consistency import moving
+from rewards.precision import own_precision
 
 Flow = Literal["dis", "raft_small", "raft_large"]
 SOURCE = "OpenCV's DIS, or torchvision's RAFT by a weights file"

@@ -19,9 +19,9 @@ from torch import Tensor
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from rewards._servers import Failed, Server, Servers, exchange, post
-from rewards._wire import Format, check_texts, check_token, pack, read_answer
 from rewards._wire_prompts import enclosed, has_pictures, without_pictures
 from rewards.card import card
+from rewards.wire import Format, check_texts, check_token, pack, read_answer
 
 
 @dataclass

@@ -16,11 +16,11 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from rewards._hf import Precision
 from rewards._media import frames, to_uint8
-from rewards._precision import own_precision
 from rewards._prompt import texts_of
 from rewards._qwen_reward import chats, load_network, load_tools, read_instruction
 from rewards._tensors import read_tensors
 from rewards.card import card
+from rewards.precision import own_precision
 
 PARTS = ("VQ", "MQ", "TA")
 TOKENS = [f"<|{part}_reward|>" for part in PARTS]

@@ -21,8 +21,8 @@ from mmrl.audit.texts import where
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt
 from mmrl.scoring.attempt import as_values, describe
-from rewards._judged import prompt_pictures
 from rewards.card import card_of
+from rewards.judged import prompt_pictures
 from samplers.noise import Rng
 
 # two scores of one picture may differ by so much, relative to the spread: networks round

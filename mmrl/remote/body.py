@@ -1,5 +1,5 @@
 """The body of a request to a reward server, JSON or multipart, as the ``Parts`` that
-``rewards._wire`` unpacks."""
+``rewards.wire`` unpacks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartParser
 from starlette.requests import Request
 
-from rewards._wire import KINDS, BadInput, Parts, parse_json
+from rewards.wire import KINDS, BadInput, Parts, parse_json
 
 
 async def parts_of(request: Request, body: bytearray) -> Parts:

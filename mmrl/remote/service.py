@@ -30,8 +30,8 @@ from mmrl.core.registry import describe
 from mmrl.remote.body import parts_of
 from mmrl.remote.lanes import Answer, Lane
 from mmrl.scoring import Handled
-from rewards._wire import BadInput, Limits, check_token, unpack
 from rewards.card import card_of
+from rewards.wire import BadInput, Limits, check_token, unpack
 
 TOKEN = "MMRL_REWARD_TOKEN"
 log = logging.getLogger(__name__)

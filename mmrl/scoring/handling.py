@@ -20,8 +20,8 @@ from mmrl.core.types import Media, Prompt, Reward
 from mmrl.scoring.attempt import TimedOut, as_values
 from mmrl.scoring.cache import Cache, open_cache
 from mmrl.scoring.worker import Worker
-from rewards._precision import lowered
 from rewards.card import Card, card_of
+from rewards.precision import lowered
 
 DEPTH = 6  # how deep inside a reward's attributes its networks may be
 PLAIN = (str, bytes, int, float, bool, type(None), Tensor, type)
