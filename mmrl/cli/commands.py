@@ -29,7 +29,7 @@ def evaluate(
     one, run = _open(path, overrides, at)
     judges = one.judges()
     options = one.evaluation
-    own = getattr(one.policy, "guidance_scale", None)
+    own = one.policy.guidance_scale
     rows = []
     for model, snapshot, guidance in _models(one, own, run is not None):
         with _at(one, snapshot):
@@ -85,8 +85,6 @@ def export(run: Path, out: Path, at: str | None = None) -> Path:
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} exists and is not empty; name a new folder")
     one = build.trained(run, at=at)
-    if not hasattr(one.policy, "export"):
-        raise UserError(f"{type(one.policy).__name__} cannot be exported")
     out.mkdir(parents=True, exist_ok=True)
     one.policy.export(out)
     return out

@@ -7,7 +7,7 @@ earlier passes and hides the rest. A family says how to encode a prompt and how 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,18 +16,24 @@ from torch import Tensor, nn
 
 from mmrl.core.distributions import Categorical
 from mmrl.core.types import Media, Point, Prompt, Rollout
-from mmrl.policies.base import NetPolicy, first_of_group, rows_of
+from mmrl.policies.base import (
+    DEFAULT_CONTEXT,
+    Policy,
+    RolloutContext,
+    first_of_group,
+    rows_of,
+)
+from mmrl.policies.capabilities import Capabilities
 from samplers.batching import at_width, chunks
 from samplers.noise import Rng
 
 
-class TokenPolicy(NetPolicy, ABC):
+class TokenPolicy(Policy):
     """``length`` tokens a sample, committed in ``passes`` passes; ``mask_id`` stands for a hidden
     token."""
 
     not_options = ("net", "length", "mask_id")
-    decisions = "categorical"
-    one_pass = False  # one forward pass scores all tokens of an answer
+    capabilities = Capabilities("categorical", one_pass=False)
 
     def __init__(
         self, net: nn.Module, length: int, mask_id: int, passes: int | None = None, **options: Any
@@ -52,7 +58,13 @@ class TokenPolicy(NetPolicy, ABC):
     def decode(self, rollout: Rollout) -> Media:
         return rollout.sample
 
-    def rollout(self, prompts: list[Prompt], copies: int, rng: Rng) -> Rollout:
+    def rollout(
+        self,
+        prompts: list[Prompt],
+        copies: int,
+        rng: Rng,
+        context: RolloutContext = DEFAULT_CONTEXT,
+    ) -> Rollout:
         row = rng.rows(len(prompts), copies).to(self.device)
         group = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)
         cond = self.encode(prompts)
@@ -137,7 +149,7 @@ class MaskedPolicy(TokenPolicy):
 class CausalPolicy(TokenPolicy):
     """Left to right, so one teacher-forced pass scores every decision."""
 
-    one_pass = True
+    capabilities = Capabilities("categorical")
 
     def commit(self, step: int, dist: Categorical, ids: Tensor, hidden: Tensor) -> Tensor:
         return (torch.arange(self.length, device=ids.device) == step).expand_as(hidden)
@@ -146,9 +158,3 @@ class CausalPolicy(TokenPolicy):
         nothing = torch.zeros_like(rollout.mask)
         everything = torch.ones_like(rollout.mask)
         yield self._point(rollout, hide=nothing, score=everything)
-
-    def renoise(
-        self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False
-    ) -> Iterator[Point]:
-        for point in self.path(rollout):
-            yield point.replace(logprob=None)

@@ -1,6 +1,7 @@
 """Text objectives in training: the causal toy with answers of many lengths."""
 
 import math
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from mmrl.core.registry import OBJECTIVES, SURROGATES
 from mmrl.core.types import Completion, Rewards
 from mmrl.objectives import GVPO, REAL, RegGRPO, Text
 from mmrl.objectives.text import Entropy
+from mmrl.policies.base import DEFAULT_CONTEXT
 from mmrl.rollout import dynamic_sampling
 from mmrl.rollout.dynamic_sampling import Drawn, flat_groups
 from mmrl.run import state
@@ -33,8 +35,8 @@ registry.load_built_in()
 class Answers(toys.ToyCausal):
     """Answers end at the first token 4, or are cut off after six."""
 
-    def rollout(self, prompts, copies, rng):
-        found = super().rollout(prompts, copies, rng)
+    def rollout(self, prompts, copies, rng, context=DEFAULT_CONTEXT):
+        found = super().rollout(prompts, copies, rng, context)
         ended = (found.sample == 4).cumsum(1)
         return found.replace(mask=(ended == 0) | ((ended == 1) & (found.sample == 4)))
 
@@ -543,7 +545,8 @@ def test_the_length_of_answers_follows_its_stages():
         one.iteration = 1
         one.collect()
     told = []
-    one.policy.limit = told.append
+    one.policy.capabilities = replace(one.policy.capabilities, max_new_tokens=True)
+    one.policy.set_max_new_tokens = told.append
     for one.iteration in (0, 1, 2, 7):
         one.collect()
     assert told == [3, 5, 5]

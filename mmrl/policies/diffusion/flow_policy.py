@@ -6,7 +6,8 @@ noise and chunks are here, once. Sampling and scoring go through the same ``_tra
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +22,17 @@ from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 from mmrl.core.registry import GRIDS, KERNELS, SOLVERS, WINDOWS
 from mmrl.core.types import Kernel, Media, Point, Prompt, Rollout, tree_map
-from mmrl.policies.base import NetPolicy, at_guidance, first_of_group, rows_of, warn_of_mismatch
+from mmrl.policies.base import (
+    DEFAULT_CONTEXT,
+    LogprobGuidance,
+    Policy,
+    RolloutContext,
+    at_guidance,
+    first_of_group,
+    rows_of,
+    warn_of_mismatch,
+)
+from mmrl.policies.capabilities import Capabilities
 from mmrl.policies.diffusion.trees import Tree
 from samplers.batching import at_width, chunks
 from samplers.kernels import flow_sde
@@ -35,9 +46,6 @@ Grid = Callable[[int], Tensor]  # steps -> times [K + 1], from 1 to 0
 # (steps, iteration, rng) -> [K] bool, where noise is injected
 Window = Callable[[int, int, Rng], Tensor]
 Solver = Callable[[Process], Step]
-# all states, those beside decisions, or the finished sample alone
-Reads = Literal["path", "decisions", "sample"]
-LogpDist = Literal["guided", "guided_stopgrad_uncond", "conditional"]
 Storage = Literal["float32", "bfloat16", "float16"]
 BUILT_IN = frozenset(samplers.KERNELS.values())
 FEW = 8  # rows; a matmul of fewer rounds in another way (docs/lab-notes.md)
@@ -60,7 +68,7 @@ class Plan(NamedTuple):
         return places
 
 
-class FlowPolicy(NetPolicy, ABC):
+class FlowPolicy(Policy):
     """Options of every flow model.
 
     steps: forward passes per sample. noise_level: noise level of the stochastic steps. sde_type,
@@ -81,8 +89,7 @@ class FlowPolicy(NetPolicy, ABC):
     shape: tuple[int, ...]  # of one sample's latents
     process: Process = Flow()
     exploring = True  # False while evaluating: no noise but the first
-    reads: Reads = "path"  # which states of a rollout somebody will look at (``reading``)
-    decisions = "gaussian"
+    capabilities = Capabilities("gaussian")
 
     def __init__(
         self,
@@ -93,7 +100,7 @@ class FlowPolicy(NetPolicy, ABC):
         timestep_schedule: Annotated[Grid, GRIDS] = linear,
         noise_window: Annotated[Window, WINDOWS] = all_steps,
         guidance_scale: float = 1.0,
-        logprob_guidance: LogpDist = "guided",
+        logprob_guidance: LogprobGuidance = "guided",
         same_initial_noise: bool = False,
         trajectory_dtype: Storage = "float32",
         logprob_reduction: Literal["mean", "sum"] = "mean",
@@ -194,10 +201,16 @@ class FlowPolicy(NetPolicy, ABC):
             )
         return partial(kernel, process=self.process) if hasattr(plain, "process") else kernel
 
-    def rollout(self, prompts: list[Prompt], copies: int, rng: Rng) -> Rollout:
+    def rollout(
+        self,
+        prompts: list[Prompt],
+        copies: int,
+        rng: Rng,
+        context: RolloutContext = DEFAULT_CONTEXT,
+    ) -> Rollout:
         row = rng.rows(len(prompts), copies).to(self.device)
         group = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)
-        plan = self._plan(copies, rng)
+        plan = self._plan(copies, rng, context)
         cond = self.encode(prompts)
         size = self.chunk(len(row), lambda n: self._trial(group[:n], row[:n], cond))
         path = self._room(plan, len(row))
@@ -216,12 +229,18 @@ class FlowPolicy(NetPolicy, ABC):
             ]
 
         blocks = self.fitted(sampled, max(size, plan.spans[0]), least=plan.spans[0])
-        visit = None if self.reads == "path" else plan.places().to(self.device).expand(len(row), -1)
+        visit = (
+            None if context.reads == "path" else plan.places().to(self.device).expand(len(row), -1)
+        )
         path = path if plan.stored else None
         stream = torch.tensor([rng.key], device=self.device).expand(len(row), -1)
         stochastic = bool((plan.eta > 0).any())
         whole = Rollout.cat(blocks).replace(prompts=tuple(prompts), path=path, visit=visit)
         return whole.replace(stream=stream if stochastic else None)
+
+    @property
+    def summed_dimensions(self) -> int:
+        return math.prod(self.shape) if self.logprob_reduction == "sum" else 1
 
     def noise(self, stream: Tensor, row: Tensor, step: int) -> Tensor:
         """[B, *] the noise that step number ``step`` (from 0) drew for rows [B] of streams [B, 2],
@@ -238,10 +257,11 @@ class FlowPolicy(NetPolicy, ABC):
         stored = self.dtype if self.trajectory_dtype == torch.float32 else self.trajectory_dtype
         return torch.empty(rows, len(plan.stored), *self.shape, dtype=stored, device=place)
 
-    def _plan(self, copies: int, rng: Rng) -> Plan:
+    def _plan(self, copies: int, rng: Rng, context: RolloutContext = DEFAULT_CONTEXT) -> Plan:
         """What the sampler does in this iteration: times, noise levels, branching."""
         try:
-            noisy = self.noise_window(self.steps, self.iteration, rng.fold("window"))  # [K] bool
+            # [K] bool
+            noisy = self.noise_window(self.steps, context.iteration, rng.fold("window"))
             if self.exploring and self.tree is not None:
                 noisy = noisy | torch.isin(
                     torch.arange(self.steps), torch.tensor(self.tree.at(self.steps))
@@ -261,7 +281,7 @@ class FlowPolicy(NetPolicy, ABC):
             "path": range(len(times)),
             "decisions": sorted({k + side for k in decisions for side in (0, 1)}),
             "sample": (),
-        }[self.reads]
+        }[context.reads]
         return Plan(
             times,
             self.noise_level * noisy.double() * self.exploring,

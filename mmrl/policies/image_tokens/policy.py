@@ -8,7 +8,7 @@ and in the score.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -21,8 +21,15 @@ from mmrl.config.options import Count
 from mmrl.core.distributions import drawn
 from mmrl.core.host import on_host, sent
 from mmrl.core.types import Media, Point, Prompt, Rollout
-from mmrl.policies.base import NetPolicy, at_guidance, warn_of_mismatch
-from mmrl.policies.diffusion.flow_policy import LogpDist
+from mmrl.policies.base import (
+    DEFAULT_CONTEXT,
+    LogprobGuidance,
+    Policy,
+    RolloutContext,
+    at_guidance,
+    warn_of_mismatch,
+)
+from mmrl.policies.capabilities import Capabilities
 from mmrl.policies.image_tokens.attention import Kernel, available
 from mmrl.policies.image_tokens.network import ImageNet, Inputs, beside, stacked
 from mmrl.policies.vlm.answers import AnswerTokens
@@ -31,7 +38,7 @@ from samplers.noise import Rng
 from samplers.warp import Warp
 
 
-class ImageTokenPolicy(NetPolicy, ABC):
+class ImageTokenPolicy(Policy):
     """Options of every model that writes images as tokens.
 
     temperature, top_k, top_p: of sampling and of scoring, applied to guided logits. guidance_scale:
@@ -42,8 +49,7 @@ class ImageTokenPolicy(NetPolicy, ABC):
     one token as one graph (torch.compile), whose shapes never change: for GPUs.
     """
 
-    makes = "image"
-    decisions = "categorical"
+    capabilities = Capabilities("categorical", makes="image")
     adjacent = True
     net: ImageNet
 
@@ -54,7 +60,7 @@ class ImageTokenPolicy(NetPolicy, ABC):
         top_k: Count | None = None,
         top_p: Annotated[float, Gt(0), Le(1)] = 1.0,
         guidance_scale: float = 5.0,
-        logprob_guidance: LogpDist = "guided",
+        logprob_guidance: LogprobGuidance = "guided",
         attention: Kernel = "auto",
         compile: bool = False,
         **options: Any,
@@ -90,7 +96,13 @@ class ImageTokenPolicy(NetPolicy, ABC):
         """[T] the guidance scale of every decision."""
         return torch.full((sum(self.net.turns),), guidance)
 
-    def rollout(self, prompts: list[Prompt], copies: int, rng: Rng) -> Rollout:
+    def rollout(
+        self,
+        prompts: list[Prompt],
+        copies: int,
+        rng: Rng,
+        context: RolloutContext = DEFAULT_CONTEXT,
+    ) -> Rollout:
         row = rng.rows(len(prompts), copies).to(self.device)
         group = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)
         cond = self.encode(prompts)
@@ -177,12 +189,6 @@ class ImageTokenPolicy(NetPolicy, ABC):
             num_decisions=rollout.mask.sum(1),
             sampler_logprob=rollout.sampler_logprob,
         )
-
-    def renoise(
-        self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False
-    ) -> Iterator[Point]:
-        for point in self.path(rollout):
-            yield point.replace(logprob=None)
 
     def dist(self, point: Point) -> AnswerTokens:
         where = point.mask

@@ -4,6 +4,7 @@ generators."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,7 +35,7 @@ class MaskedImageLM(MaskedLM):
     ``file.py:build``, a function without arguments that returns one.
     """
 
-    makes = "image"
+    capabilities = replace(MaskedDiffusion.capabilities, makes="image")
     not_options = (*MaskedLM.not_options, "max_new_tokens", "block")
 
     def __init__(

@@ -3,6 +3,7 @@ of transformers."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ class MaskedLM(MaskedDiffusion):
     position i for token i.
     """
 
-    makes = "text"
+    capabilities = replace(MaskedDiffusion.capabilities, makes="text")
     attention = ("q_proj", "k_proj", "v_proj", "o_proj", "attn_out", "query", "key", "value")
 
     def __init__(

@@ -25,8 +25,15 @@ from mmrl.core.distributions import Categorical, drawn
 from mmrl.core.errors import UserError
 from mmrl.core.host import indices, on_host, remember, selected, spread
 from mmrl.core.types import Point, Rollout
-from mmrl.policies.base import at_guidance, first_of_group, rows_of, warn_of_mismatch
-from mmrl.policies.diffusion.flow_policy import LogpDist, stacked
+from mmrl.policies.base import (
+    LogprobGuidance,
+    at_guidance,
+    first_of_group,
+    rows_of,
+    warn_of_mismatch,
+)
+from mmrl.policies.capabilities import Capabilities
+from mmrl.policies.diffusion.flow_policy import stacked
 from mmrl.policies.tokens import TokenPolicy
 from samplers import unmask
 from samplers.noise import Rng
@@ -82,6 +89,7 @@ class MaskedDiffusion(TokenPolicy, ABC):
     """
 
     not_options = (*TokenPolicy.not_options, "passes", "blocks")
+    capabilities = Capabilities("categorical", one_pass=False, remaskable=True)
     adjacent = True
 
     def __init__(
@@ -93,7 +101,7 @@ class MaskedDiffusion(TokenPolicy, ABC):
         sampler: Literal["emerge", "maskgit"] = "emerge",
         schedule: Literal["cosine", "linear"] = "cosine",
         guidance_scale: Annotated[float, Ge(0)] = 1.0,
-        logprob_guidance: LogpDist = "guided",
+        logprob_guidance: LogprobGuidance = "guided",
         temperature: Annotated[float, Gt(0)] = 1.0,
         choice: tuple[float, float] = (2.0, 0.0),
         blocks: int = 1,

@@ -14,6 +14,7 @@ from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 from mmrl.core.types import Prompt, Rollout
+from mmrl.policies.base import DEFAULT_CONTEXT, RolloutContext
 from mmrl.policies.diffusion.text_encoding import texts_of
 from mmrl.policies.image_tokens.models.janus import Janus
 from mmrl.policies.image_tokens.network import Inputs
@@ -53,7 +54,13 @@ class Passes(Janus):
     def encode(self, prompts: list[Prompt]) -> Cond:
         return [self._taken(prompt)[0] for prompt in prompts]
 
-    def rollout(self, prompts: list[Prompt], copies: int, rng: Rng) -> Rollout:
+    def rollout(
+        self,
+        prompts: list[Prompt],
+        copies: int,
+        rng: Rng,
+        context: RolloutContext = DEFAULT_CONTEXT,
+    ) -> Rollout:
         encoded_prompts = [self._taken(prompt) for prompt in prompts]
         cond = [encoded for encoded, _ in encoded_prompts]
         least = self.branches

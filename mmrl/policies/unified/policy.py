@@ -33,7 +33,8 @@ class JanusUnified(Passes):
     """Janus with both heads: plans, then images (T2I-R1, ReasonGen-R1); answers and images together
     (PairUni)."""
 
-    makes = None  # images, texts, or both in one batch
+    # images, texts, or both in one batch
+    capabilities = replace(Passes.capabilities, makes=None)
     not_options = ("net", "compile")  # its passes change their shape with every text
     idle = ("model.vision_model.", "model.aligner.", "model.vqmodel.")
 

@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Gt, Le
-from torch import Tensor
 
 from mmrl.config.options import Count
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import Completion, Media, Point, Prompt, Rollout
-from mmrl.policies.base import ParameterGroup
+from mmrl.policies.base import DEFAULT_CONTEXT, ParameterGroup, RolloutContext
+from mmrl.policies.capabilities import Capabilities
 from mmrl.policies.lora import Lora, merged
 from mmrl.policies.vlm.budgets import admit
 from mmrl.policies.vlm.engines.external import ENGINES, ask
@@ -50,11 +50,10 @@ class VLM(Passes):
     """Vision-language models: images, several images, video or text in, text out; any folder or hub
     id."""
 
-    makes = "text"
-    # writes one answer of every group while it is set
-    truth: Callable[[Prompt], str | None] | None = None
+    capabilities = Capabilities(
+        "categorical", makes="text", replay=True, ground_truth=True, max_new_tokens=True
+    )
     adjacent = True
-    decisions = "categorical"
 
     def __init__(
         self,
@@ -151,7 +150,13 @@ class VLM(Passes):
                 "objective's importance, which corrects for it"
             )
 
-    def rollout(self, prompts: list[Prompt], copies: int, rng: Rng) -> Rollout:
+    def rollout(
+        self,
+        prompts: list[Prompt],
+        copies: int,
+        rng: Rng,
+        context: RolloutContext = DEFAULT_CONTEXT,
+    ) -> Rollout:
         cond, shown = self.recall(prompts)
         self.images += sum(map(images_in, cond))
         self._check_sharing(cond)
@@ -181,7 +186,9 @@ class VLM(Passes):
         )
         if self.engine != "own":
             rollout = self._rescored(rollout, size)
-        return rollout if self.truth is None else self._with_ground_truth(rollout, copies, size)
+        if context.ground_truth is None:
+            return rollout
+        return self._with_ground_truth(rollout, context.ground_truth, copies, size)
 
     def recall(self, prompts: list[Prompt]) -> tuple[list[Encoded], list[Prompt]]:
         """Conditions of prompts, and the prompts as ``rollout`` returns them."""
@@ -222,16 +229,10 @@ class VLM(Passes):
             is_replayed=rollout.is_replayed,
         )
 
-    def renoise(
-        self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False
-    ) -> Iterator[Point]:
-        for point in self.path(rollout):
-            yield point.replace(logprob=None)
-
     def enable_gradient_checkpointing(self) -> None:
         self.net.enable_gradient_checkpointing()
 
-    def limit(self, tokens: int) -> None:
+    def set_max_new_tokens(self, tokens: int) -> None:
         """From now on an answer has at most so many tokens."""
         self.ending = replace(self.ending, tokens=tokens)
 
@@ -299,7 +300,9 @@ class VLM(Passes):
         return rollout.replace(logprob=logprob, sampler_logprob=rollout.logprob)
 
     @torch.no_grad()
-    def _with_ground_truth(self, rollout: Rollout, copies: int, size: int) -> Rollout:
+    def _with_ground_truth(
+        self, rollout: Rollout, write: Callable[[Prompt], str | None], copies: int, size: int
+    ) -> Rollout:
         """The last answer of every group gives way to the right one, with the log-probs that the
         policy gives it.
 
@@ -311,7 +314,7 @@ class VLM(Passes):
         mask = rollout.mask.clone()
         written = torch.zeros_like(rollout.group, dtype=bool)
         for row, prompt in zip(last.tolist(), rollout.prompts, strict=True):
-            text = self.truth(prompt)
+            text = write(prompt)
             tokens = (
                 None
                 if text is None

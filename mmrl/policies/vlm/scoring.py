@@ -16,7 +16,7 @@ from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.host import on_host, sent
 from mmrl.core.types import Point, Prompt, tree_map
-from mmrl.policies.base import NetPolicy
+from mmrl.policies.base import Policy
 from mmrl.policies.vlm import features
 from mmrl.policies.vlm.answers import AnswerTokens
 from mmrl.policies.vlm.engines.transformers import generate_plainly
@@ -33,7 +33,7 @@ Encoded = dict[str, Tensor]
 KEPT = 2**28  # bytes of encoded prompts that are kept from one iteration to the next
 
 
-class Passes(NetPolicy):
+class Passes(Policy):
     """Everything between prompts and the network; ``net`` is a ``SharedPrefix``."""
 
     inputs: Inputs
