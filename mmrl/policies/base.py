@@ -40,7 +40,7 @@ class RolloutContext:
     ground_truth: Callable[[Prompt], str | None] | None = None
 
 
-DEFAULT_CONTEXT = RolloutContext()
+NO_CONTEXT = RolloutContext()
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,7 @@ class Policy(ABC):
 
     @abstractmethod
     def rollout(
-        self,
-        prompts: list[Prompt],
-        copies: int,
-        rng: Rng,
-        context: RolloutContext = DEFAULT_CONTEXT,
+        self, prompts: list[Prompt], copies: int, rng: Rng, context: RolloutContext = NO_CONTEXT
     ) -> Rollout:
         """Answer every prompt ``copies`` times (copies adjacent) and record every decision."""
 
@@ -299,6 +295,14 @@ class Policy(ABC):
 
     def _cannot(self, why: str) -> UserError:
         return UserError(f"{type(self).__name__} {why}")
+
+
+def rows_and_groups(
+    prompts: list[Prompt], copies: int, rng: Rng, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Name the rows [B] that answer prompts, copies adjacent, and number the prompt of each [B]."""
+    row = rng.rows(len(prompts), copies).to(device)
+    return row, torch.arange(len(prompts), device=device).repeat_interleave(copies)
 
 
 def rows_of(cond: Any, group: Tensor) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.types import Media, Prompt, Rewards, Rollout
-from mmrl.policies.base import DEFAULT_CONTEXT, Policy, RolloutContext
+from mmrl.policies.base import NO_CONTEXT, Policy, RolloutContext
 from samplers.noise import Rng
 
 EMPTY = "uncond"  # the condition of the empty prompt: one for all
@@ -30,7 +30,7 @@ def draw(
     rng: Rng,
     scorer: Callable,
     parts: int = 1,
-    context: RolloutContext = DEFAULT_CONTEXT,
+    context: RolloutContext = NO_CONTEXT,
 ) -> tuple[Rollout, Media, Callable[[], Rewards]]:
     """What was sampled, as rollout and as media, and a function that waits for its rewards.
 

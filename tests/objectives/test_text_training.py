@@ -16,7 +16,7 @@ from mmrl.core.registry import OBJECTIVES, SURROGATES
 from mmrl.core.types import Completion, Rewards
 from mmrl.objectives import GVPO, REAL, RegGRPO, Text
 from mmrl.objectives.text import Entropy
-from mmrl.policies.base import DEFAULT_CONTEXT
+from mmrl.policies.base import NO_CONTEXT
 from mmrl.rollout import dynamic_sampling
 from mmrl.rollout.dynamic_sampling import Drawn, flat_groups
 from mmrl.run import state
@@ -35,7 +35,7 @@ registry.load_built_in()
 class Answers(toys.ToyCausal):
     """Answers end at the first token 4, or are cut off after six."""
 
-    def rollout(self, prompts, copies, rng, context=DEFAULT_CONTEXT):
+    def rollout(self, prompts, copies, rng, context=NO_CONTEXT):
         found = super().rollout(prompts, copies, rng, context)
         ended = (found.sample == 4).cumsum(1)
         return found.replace(mask=(ended == 0) | ((ended == 1) & (found.sample == 4)))

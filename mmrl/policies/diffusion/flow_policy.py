@@ -23,12 +23,13 @@ from mmrl.core.host import sent
 from mmrl.core.registry import GRIDS, KERNELS, SOLVERS, WINDOWS
 from mmrl.core.types import Kernel, Media, Point, Prompt, Rollout, tree_map
 from mmrl.policies.base import (
-    DEFAULT_CONTEXT,
+    NO_CONTEXT,
     LogprobGuidance,
     Policy,
     RolloutContext,
     at_guidance,
     first_of_group,
+    rows_and_groups,
     rows_of,
     warn_of_mismatch,
 )
@@ -202,14 +203,9 @@ class FlowPolicy(Policy):
         return partial(kernel, process=self.process) if hasattr(plain, "process") else kernel
 
     def rollout(
-        self,
-        prompts: list[Prompt],
-        copies: int,
-        rng: Rng,
-        context: RolloutContext = DEFAULT_CONTEXT,
+        self, prompts: list[Prompt], copies: int, rng: Rng, context: RolloutContext = NO_CONTEXT
     ) -> Rollout:
-        row = rng.rows(len(prompts), copies).to(self.device)
-        group = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)
+        row, group = rows_and_groups(prompts, copies, rng, self.device)
         plan = self._plan(copies, rng, context)
         cond = self.encode(prompts)
         size = self.chunk(len(row), lambda n: self._trial(group[:n], row[:n], cond))
@@ -257,7 +253,7 @@ class FlowPolicy(Policy):
         stored = self.dtype if self.trajectory_dtype == torch.float32 else self.trajectory_dtype
         return torch.empty(rows, len(plan.stored), *self.shape, dtype=stored, device=place)
 
-    def _plan(self, copies: int, rng: Rng, context: RolloutContext = DEFAULT_CONTEXT) -> Plan:
+    def _plan(self, copies: int, rng: Rng, context: RolloutContext = NO_CONTEXT) -> Plan:
         """What the sampler does in this iteration: times, noise levels, branching."""
         try:
             # [K] bool

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -22,23 +22,21 @@ from mmrl.core.distributions import drawn
 from mmrl.core.host import on_host, sent
 from mmrl.core.types import Media, Point, Prompt, Rollout
 from mmrl.policies.base import (
-    DEFAULT_CONTEXT,
+    NO_CONTEXT,
     LogprobGuidance,
-    Policy,
     RolloutContext,
-    at_guidance,
+    rows_and_groups,
     warn_of_mismatch,
 )
-from mmrl.policies.capabilities import Capabilities
 from mmrl.policies.image_tokens.attention import Kernel, available
 from mmrl.policies.image_tokens.network import ImageNet, Inputs, beside, stacked
-from mmrl.policies.vlm.answers import AnswerTokens
+from mmrl.policies.tokens import AnswerTokens, TokenPolicy, somewhere
 from samplers.batching import at_width, chunks
 from samplers.noise import Rng
 from samplers.warp import Warp
 
 
-class ImageTokenPolicy(Policy):
+class ImageTokenPolicy(TokenPolicy):
     """Options of every model that writes images as tokens.
 
     temperature, top_k, top_p: of sampling and of scoring, applied to guided logits. guidance_scale:
@@ -49,7 +47,7 @@ class ImageTokenPolicy(Policy):
     one token as one graph (torch.compile), whose shapes never change: for GPUs.
     """
 
-    capabilities = Capabilities("categorical", makes="image")
+    capabilities = replace(TokenPolicy.capabilities, makes="image")
     adjacent = True
     net: ImageNet
 
@@ -69,7 +67,6 @@ class ImageTokenPolicy(Policy):
         self.warp = Warp(temperature, top_k, top_p)
         self.guidance_scale = guidance_scale
         self.logprob_guidance = logprob_guidance
-        self.entropies = False
         net.stopgrad = logprob_guidance == "guided_stopgrad_uncond"
         net.kernel = available(attention)
         if compile:
@@ -97,14 +94,9 @@ class ImageTokenPolicy(Policy):
         return torch.full((sum(self.net.turns),), guidance)
 
     def rollout(
-        self,
-        prompts: list[Prompt],
-        copies: int,
-        rng: Rng,
-        context: RolloutContext = DEFAULT_CONTEXT,
+        self, prompts: list[Prompt], copies: int, rng: Rng, context: RolloutContext = NO_CONTEXT
     ) -> Rollout:
-        row = rng.rows(len(prompts), copies).to(self.device)
-        group = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)
+        row, group = rows_and_groups(prompts, copies, rng, self.device)
         cond = self.encode(prompts)
         # passes of one token allocate alike: two show what all need
         few = 2 if self.net.token else None
@@ -176,33 +168,12 @@ class ImageTokenPolicy(Policy):
         logits = self.warp(self.net("logits", plain), keep=token)
         return token, (logits.gather(-1, drawn_ids)[..., 0] - logits.logsumexp(-1)).to(self.dtype)
 
-    def path(self, rollout: Rollout) -> Iterator[Point]:
-        yield Point(
-            group=rollout.group,
-            cond=rollout.cond,
-            row_id=rollout.row_id,
-            state=rollout.sample,
-            target=rollout.sample,
-            mask=rollout.mask,
-            logprob=rollout.logprob,
-            advantage=rollout.advantage,
-            num_decisions=rollout.mask.sum(1),
-            sampler_logprob=rollout.sampler_logprob,
-        )
-
     def dist(self, point: Point) -> AnswerTokens:
-        where = point.mask
-        # every process makes its passes, also those that train nothing
-        if not on_host(where).any():
-            where = where.clone()
-            where[0, 0] = True
-        scale = self.guidance_scale if point.guidance is None else point.guidance
-        conditional = scale == 1 or (
-            self.logprob_guidance == "conditional" and point.guidance is None
-        )
+        where = somewhere(point.mask)
+        scale = self.scored_guidance(point)
         inputs = self.collate([point.cond[i] for i in on_host(point.group).tolist()])
-        empty = None if conditional else self.empty(inputs)
-        self.forwards += len(where) * (1 if conditional else 2)
+        empty = None if scale == 1 else self.empty(inputs)
+        self.forwards += len(where) * (1 if empty is None else 2)
         hidden, scored = self.active()(
             "score",
             inputs,
@@ -216,20 +187,15 @@ class ImageTokenPolicy(Policy):
         return AnswerTokens(self, point, where, hidden, scored)
 
     def decode(self, rollout: Rollout) -> Media:
-        size = self.fixed_batch_rows or len(rollout)
-        with torch.no_grad():
-            parts = [
-                at_width(self.pixels, size, rollout.sample[part])
-                for part in chunks(len(rollout), size)
-            ]
-        return (torch.cat(parts).float() / 2 + 0.5).clamp(0, 1)
+        return torch.cat(self.images_of(rollout.sample, len(rollout)))
 
-    @contextmanager
-    def evaluating(self, guidance: float | None = None) -> Iterator[None]:
-        """As in training: the likeliest image is not a good one. At another guidance scale if
-        given."""
-        with at_guidance(self, guidance):
-            yield
+    @torch.no_grad()
+    def images_of(self, ids: Tensor, rows: int) -> list[Tensor]:
+        """Decode token ids [B, T] to images [b, 3, H, W] in 0..1, in passes of the width that
+        ``rows`` rows have."""
+        size = self.fixed_batch_rows or rows
+        parts = [at_width(self.pixels, size, ids[part]) for part in chunks(len(ids), size)]
+        return [(part.float() / 2 + 0.5).clamp(0, 1) for part in parts]
 
 
 def spans(turns: Any) -> Iterator[slice]:

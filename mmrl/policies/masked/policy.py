@@ -9,10 +9,8 @@ choice.
 
 from __future__ import annotations
 
-from abc import ABC
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -27,14 +25,12 @@ from mmrl.core.host import indices, on_host, remember, selected, spread
 from mmrl.core.types import Point, Rollout
 from mmrl.policies.base import (
     LogprobGuidance,
-    at_guidance,
     first_of_group,
     rows_of,
     warn_of_mismatch,
 )
-from mmrl.policies.capabilities import Capabilities
 from mmrl.policies.diffusion.flow_policy import stacked
-from mmrl.policies.tokens import TokenPolicy
+from mmrl.policies.tokens import LogitsPolicy, somewhere
 from samplers import unmask
 from samplers.noise import Rng
 
@@ -79,7 +75,7 @@ def chosen(token: Tensor, noise: Tensor, rank: Tensor) -> Tensor:
     return token + unmask.plackett_luce(token / noise, rank)
 
 
-class MaskedDiffusion(TokenPolicy, ABC):
+class MaskedDiffusion(LogitsPolicy):
     """Options of every masked diffusion model.
 
     steps: passes a sample. sampler: emerge or maskgit. schedule: share of tokens hidden over the
@@ -88,8 +84,8 @@ class MaskedDiffusion(TokenPolicy, ABC):
     Gumbel noise of maskgit's choice, at the first and at the last pass.
     """
 
-    not_options = (*TokenPolicy.not_options, "passes", "blocks")
-    capabilities = Capabilities("categorical", one_pass=False, remaskable=True)
+    not_options = (*LogitsPolicy.not_options, "blocks")
+    capabilities = replace(LogitsPolicy.capabilities, one_pass=False, remaskable=True)
     adjacent = True
 
     def __init__(
@@ -109,7 +105,8 @@ class MaskedDiffusion(TokenPolicy, ABC):
     ):
         """blocks: equal parts of the sample that are finished one after the other, ``steps /
         blocks`` passes each."""
-        super().__init__(net, length, mask_id, passes=steps, **options)
+        super().__init__(net, length, mask_id, **options)
+        self.passes = steps
         self.turns = steps // blocks  # T passes a block
         self.block = length // blocks  # tokens
         self.rates = SCHEDULES[schedule](self.turns)  # [T + 1]
@@ -124,15 +121,6 @@ class MaskedDiffusion(TokenPolicy, ABC):
         self.guidance_scale = guidance_scale
         self.logprob_guidance = logprob_guidance
         self.temperature = temperature
-
-    def commit(self, step: int, dist: Categorical, ids: Tensor, hidden: Tensor) -> Tensor:
-        raise NotImplementedError("masked diffusion chooses positions in _reveal")
-
-    @contextmanager
-    def evaluating(self, guidance: float | None = None) -> Iterator[None]:
-        """The same sampler, at another guidance scale if given."""
-        with at_guidance(self, guidance):
-            yield
 
     def _sample(self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng) -> Rollout:
         ids = torch.full((len(row), self.length), self.mask_id, device=row.device)
@@ -220,9 +208,7 @@ class MaskedDiffusion(TokenPolicy, ABC):
     def path(self, rollout: Rollout) -> Iterator[Point]:
         for step in range(self.passes):
             if not self.chooses:
-                yield self._point(
-                    rollout, hide=rollout.commit_step >= step, score=rollout.commit_step == step
-                )
+                yield self._pass_of(rollout, step)
                 continue
             part = slice(step * self.length, (step + 1) * self.length)
             advantage = rollout.advantage
@@ -240,6 +226,15 @@ class MaskedDiffusion(TokenPolicy, ABC):
                 if advantage is None or advantage.shape[1] == 1
                 else advantage[:, part],
             )
+
+    def _pass_of(self, rollout: Rollout, step: int) -> Point:
+        """The state before pass ``step``, scored at the tokens that this pass committed."""
+        (point,) = super().path(rollout)
+        hide = rollout.commit_step >= step
+        return point.replace(
+            mask=rollout.mask & (rollout.commit_step == step),
+            state=torch.where(hide, self.mask_id, rollout.sample),
+        )
 
     def at(self, rollout: Rollout, hide: Tensor, score: Tensor | None = None) -> Point:
         """The state in which ``hide`` [B, L] of the final tokens are hidden, scored at ``score``
@@ -276,18 +271,10 @@ class MaskedDiffusion(TokenPolicy, ABC):
         yield self.at(rollout, hide=(draw < rate) | (draw == draw.amin(1, keepdim=True)))
 
     def dist(self, point: Point) -> Hidden:
-        where = point.mask
-        # every process makes its passes, also those that train nothing
-        if not on_host(where).any():
-            where = where.clone()
-            where[0, 0] = True
-        conditional = self.logprob_guidance == "conditional" and point.guidance is None
-        logits = self._logits(point.replace(mask=where), 1.0 if conditional else self._scale(point))
+        where = somewhere(point.mask)
+        logits = self._logits(point.replace(mask=where), self.scored_guidance(point))
         ranked = point.target is not None and point.target.ndim == 3
         return Hidden(logits, where, point.eta[:, None] if ranked else None)
-
-    def _scale(self, point: Point) -> float:
-        return self.guidance_scale if point.guidance is None else point.guidance
 
     def _logits(self, point: Point, scale: float) -> Tensor:
         """[N, V] guided logits where the point's mask is; conditional and unconditional rows in one

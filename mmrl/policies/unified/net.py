@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmrl.policies import scores
 from mmrl.policies.image_tokens.models.janus import JanusNet
 from mmrl.policies.image_tokens.network import Inputs, beside
-from mmrl.policies.vlm import caches, scores
-from mmrl.policies.vlm.scores import Scored
+from mmrl.policies.scores import Scored
+from mmrl.policies.vlm import caches
 from samplers.warp import Warp
 
 

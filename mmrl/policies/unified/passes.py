@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 from mmrl.core.types import Prompt, Rollout
-from mmrl.policies.base import DEFAULT_CONTEXT, RolloutContext
+from mmrl.policies.base import NO_CONTEXT, RolloutContext, rows_and_groups
 from mmrl.policies.diffusion.text_encoding import texts_of
 from mmrl.policies.image_tokens.models.janus import Janus
 from mmrl.policies.image_tokens.network import Inputs
@@ -55,11 +54,7 @@ class Passes(Janus):
         return [self._taken(prompt)[0] for prompt in prompts]
 
     def rollout(
-        self,
-        prompts: list[Prompt],
-        copies: int,
-        rng: Rng,
-        context: RolloutContext = DEFAULT_CONTEXT,
+        self, prompts: list[Prompt], copies: int, rng: Rng, context: RolloutContext = NO_CONTEXT
     ) -> Rollout:
         encoded_prompts = [self._taken(prompt) for prompt in prompts]
         cond = [encoded for encoded, _ in encoded_prompts]
@@ -69,8 +64,7 @@ class Passes(Janus):
                 f"train.group_size {copies}: with {least} images of a plan it must be a "
                 f"multiple of {least}"
             )
-        row = rng.rows(len(prompts), copies).to(self.device)
-        group = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)
+        row, group = rows_and_groups(prompts, copies, rng, self.device)
         answers = torch.tensor(["answers" in prompt for prompt in cond], device=self.device)[group]
         if sharded(self.net) and answers.any() and not answers.all():
             raise UserError(
@@ -174,7 +168,7 @@ class Passes(Janus):
             return ids, logprob, state, hidden
         uniform = rng.fold("text").uniform(row, (chosen.max_new_tokens,))
         stops = torch.tensor(self.stops[kind], device=row.device)
-        busy = self._any if sharded(self.net) else None
+        busy = self.any_process if sharded(self.net) else None
         tokens, score = write(self.net, hidden, state, uniform, self.heads[kind].warp, stops, busy)
         ids[:, : chosen.max_new_tokens], logprob[:, : chosen.max_new_tokens] = (
             tokens,
@@ -196,9 +190,6 @@ class Passes(Janus):
             dim=0, return_inverse=True
         )
         return self.net("read", {"ids": unique[:, :width], "mask": unique[:, width:]}, rows)
-
-    def _any(self, working: bool) -> bool:
-        return bool(distributed.all_max(torch.tensor(float(working), device=self.device)))
 
     def _as_rollout(
         self, cond: Cond, group: Tensor, row: Tensor, ids: tuple, logprob: tuple

@@ -11,7 +11,7 @@ from torch import Tensor
 from mmrl.core.types import Point
 from mmrl.core.weights import Weights
 from mmrl.policies.base import Policy
-from mmrl.policies.vlm.answers import AnswerTokens
+from mmrl.policies.tokens import AnswerTokens
 from samplers.warp import Warp
 
 

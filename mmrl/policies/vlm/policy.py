@@ -16,9 +16,8 @@ from annotated_types import Gt, Le
 from mmrl.config.options import Count
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, locate
-from mmrl.core.types import Completion, Media, Point, Prompt, Rollout
-from mmrl.policies.base import DEFAULT_CONTEXT, ParameterGroup, RolloutContext
-from mmrl.policies.capabilities import Capabilities
+from mmrl.core.types import Completion, Media, Prompt, Rollout
+from mmrl.policies.base import NO_CONTEXT, ParameterGroup, RolloutContext, rows_and_groups
 from mmrl.policies.lora import Lora, merged
 from mmrl.policies.vlm.budgets import admit
 from mmrl.policies.vlm.engines.external import ENGINES, ask
@@ -50,8 +49,8 @@ class VLM(Passes):
     """Vision-language models: images, several images, video or text in, text out; any folder or hub
     id."""
 
-    capabilities = Capabilities(
-        "categorical", makes="text", replay=True, ground_truth=True, max_new_tokens=True
+    capabilities = replace(
+        Passes.capabilities, makes="text", replay=True, ground_truth=True, max_new_tokens=True
     )
     adjacent = True
 
@@ -151,17 +150,12 @@ class VLM(Passes):
             )
 
     def rollout(
-        self,
-        prompts: list[Prompt],
-        copies: int,
-        rng: Rng,
-        context: RolloutContext = DEFAULT_CONTEXT,
+        self, prompts: list[Prompt], copies: int, rng: Rng, context: RolloutContext = NO_CONTEXT
     ) -> Rollout:
         cond, shown = self.recall(prompts)
         self.images += sum(map(images_in, cond))
         self._check_sharing(cond)
-        row = rng.rows(len(prompts), copies).to(self.device)
-        group = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)
+        row, group = rows_and_groups(prompts, copies, rng, self.device)
         size = self.chunk(len(row), lambda n: self._try(cond, group[:n]))
         if self.outside is None:
             answers = self._answers(cond, group, row, rng, size)
@@ -212,22 +206,6 @@ class VLM(Passes):
         admitted = admit(prompts, self.inputs.budgets, self.inputs.measure)
         self.notes = (*self.notes, *admitted.notes)
         return admitted.prompts
-
-    def path(self, rollout: Rollout) -> Iterator[Point]:
-        yield Point(
-            group=rollout.group,
-            cond=rollout.cond,
-            row_id=rollout.row_id,
-            state=rollout.sample,
-            target=rollout.sample,
-            mask=rollout.mask,
-            logprob=rollout.logprob,
-            advantage=rollout.advantage,
-            num_decisions=rollout.mask.sum(1),
-            sampler_logprob=rollout.sampler_logprob,
-            is_ground_truth=rollout.is_ground_truth,
-            is_replayed=rollout.is_replayed,
-        )
 
     def enable_gradient_checkpointing(self) -> None:
         self.net.enable_gradient_checkpointing()

@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from mmrl.core.errors import UserError
 from mmrl.core.host import on_host, remember, selected
 from mmrl.core.sharding import shards
-from mmrl.policies.vlm import caches, features, packing, scores
+from mmrl.policies import scores
+from mmrl.policies.vlm import caches, features, packing
 from mmrl.policies.vlm.caches import KV
 from mmrl.policies.vlm.engines import transformers
 from samplers.warp import Warp

@@ -16,15 +16,14 @@ from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.host import on_host, sent
 from mmrl.core.types import Point, Prompt, tree_map
-from mmrl.policies.base import Policy
+from mmrl.policies.scores import Scored
+from mmrl.policies.tokens import AnswerTokens, TokenPolicy, somewhere
 from mmrl.policies.vlm import features
-from mmrl.policies.vlm.answers import AnswerTokens
 from mmrl.policies.vlm.engines.transformers import generate_plainly
 from mmrl.policies.vlm.generate import Answers, Ending, generate
 from mmrl.policies.vlm.prefix_sharing import VERIFIED, Prefix, positions, sharded, shareable
 from mmrl.policies.vlm.processor import Inputs
 from mmrl.policies.vlm.recent import Recent
-from mmrl.policies.vlm.scores import Scored
 from samplers.batching import chunks
 from samplers.noise import Rng
 from samplers.warp import Warp
@@ -33,7 +32,7 @@ Encoded = dict[str, Tensor]
 KEPT = 2**28  # bytes of encoded prompts that are kept from one iteration to the next
 
 
-class Passes(Policy):
+class Passes(TokenPolicy):
     """Everything between prompts and the network; ``net`` is a ``SharedPrefix``."""
 
     inputs: Inputs
@@ -42,7 +41,6 @@ class Passes(Policy):
     engine: str
     sharing: str  # what was chosen; "checked" once it is decided
     sees: bool  # gradients reach the vision tower or its projector
-    entropies: bool = False  # computed with every scoring pass
     witness: Encoded | None = None  # a prompt with an image
 
     def __init__(self, net: nn.Module, **options: Any):
@@ -57,11 +55,7 @@ class Passes(Policy):
 
     def dist(self, point: Point) -> AnswerTokens:
         self._check_sharing(point.cond)
-        where = point.mask
-        # every process makes its passes, also those that train nothing
-        if not on_host(where).any():
-            where = where.clone()
-            where[0, 0] = True
+        where = somewhere(point.mask)
         hidden, scored = self._score(self.active(), point.cond, point.group, point.target, where)
         return AnswerTokens(self, point, where, hidden, scored)
 
@@ -277,7 +271,7 @@ class Passes(Policy):
         self, cond: list[Encoded], group: Tensor, row: Tensor, rng: Rng, rows_at: Tensor, size: int
     ) -> Iterator[tuple[Tensor, Answers]]:
         """Rows and answers to the prompts of the rows ``rows_at``, which are read once."""
-        busy = self._any_works if sharded(self.net) else None
+        busy = self.any_process if sharded(self.net) else None
         if self.plainly:
             for part in rows_at.split(size):
                 inputs, _ = self._collated(cond, group[part], each=True)
@@ -302,9 +296,6 @@ class Passes(Policy):
     def plainly(self) -> bool:
         """Whether transformers' own ``generate`` samples."""
         return not self.net.share or self.engine == "hf"
-
-    def _any_works(self, working: bool) -> bool:
-        return bool(distributed.all_max(torch.tensor(float(working), device=self.device)))
 
     def _try(self, cond: list[Encoded], group: Tensor) -> None:
         """What sampling these rows needs at most: no answer ends early."""

@@ -14,7 +14,7 @@ from mmrl.config.options import Count
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES
 from mmrl.core.types import Point, Prompt, Rollout
-from mmrl.policies.base import DEFAULT_CONTEXT, RolloutContext
+from mmrl.policies.base import NO_CONTEXT, RolloutContext
 from mmrl.policies.image_tokens import checkpoints
 from mmrl.policies.image_tokens.branching import grow
 from mmrl.policies.image_tokens.models.llamagen import labels_of
@@ -95,11 +95,7 @@ class VAR(ImageTokenPolicy):
         return steps.repeat_interleave(torch.tensor(turns))
 
     def rollout(
-        self,
-        prompts: list[Prompt],
-        copies: int,
-        rng: Rng,
-        context: RolloutContext = DEFAULT_CONTEXT,
+        self, prompts: list[Prompt], copies: int, rng: Rng, context: RolloutContext = NO_CONTEXT
     ) -> Rollout:
         if copies % self.branches:
             raise UserError(
