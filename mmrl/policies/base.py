@@ -45,7 +45,7 @@ NO_CONTEXT = RolloutContext()
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters that share a learning rate: their own ``lr``, or the optimizer's times
+    """Groups parameters that share a learning rate: their own ``lr``, or the optimizer's times
     ``factor``."""
 
     parameters: list[nn.Parameter]
@@ -171,7 +171,7 @@ class Policy(ABC):
     summed_dimensions: int = 1
 
     def active(self) -> nn.Module:
-        """The module for this pass."""
+        """Choose the module for this pass."""
         return self.trained if torch.is_grad_enabled() and not self.sampling else self.net
 
     @property
@@ -180,16 +180,17 @@ class Policy(ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of latents and log-probs: at least float32, whatever the network computes in."""
+        """Give the type of latents and log-probs: at least float32, whatever the network computes
+        in."""
         return torch.promote_types(next(self.net.parameters()).dtype, torch.float32)
 
     def unused(self, net: nn.Module) -> Iterable[nn.Parameter]:
-        """Parameters that nothing of a pass depends on."""
+        """Name parameters that nothing of a pass depends on."""
         return ()
 
     def chunk(self, rows: int, forward: Callable[[int], Any]) -> int:
-        """Rows to sample at once, of ``rows``; ``forward(n)`` is one pass of n rows, tried to see
-        what it allocates."""
+        """Choose how many of ``rows`` rows are sampled at once; ``forward(n)`` is one pass of n
+        rows, tried to see what it allocates."""
         if self.sampling_memory_gib is None:
             return min(self.fixed_batch_rows or rows, self.most or rows)
         if not self.fitting:
@@ -206,8 +207,8 @@ class Policy(ABC):
         return min(self.fitting, rows, self.most or rows)
 
     def fitted(self, run: Callable[[int], Any], size: int, least: int = 1) -> Any:
-        """``run(size)``, work in passes of at most ``size`` rows; where the device's memory does
-        not do, again with half of them. From then on no pass is larger, and all are as wide as
+        """Call ``run(size)``, work in passes of at most ``size`` rows; where the device's memory
+        does not do, again with half of them. From then on no pass is larger, and all are as wide as
         that, which keeps log-probs equal. UserError where ``least`` rows are too many."""
         # several would no longer make equally many passes
         alone = distributed.world()[1] == 1
@@ -234,7 +235,7 @@ class Policy(ABC):
         return output
 
     def shrink(self, rows: int) -> None:
-        """From now on no pass has more than ``rows`` rows."""
+        """Let no pass have more than ``rows`` rows from now on."""
         self.most = rows
         self.news.append(
             f"out of memory: passes now have at most {rows} rows; "
@@ -242,11 +243,11 @@ class Policy(ABC):
         )
 
     def padded(self) -> int:
-        """Rows every pass is filled up to; with a memory budget none is."""
+        """Count the rows every pass is filled up to; with a memory budget none is."""
         return 0 if self.sampling_memory_gib is not None else self.fixed_batch_rows or 0
 
     def parameter_groups(self) -> list[ParameterGroup]:
-        """What is trained, by learning rate."""
+        """List what is trained, by learning rate."""
         return [ParameterGroup([p for p in self.net.parameters() if p.requires_grad])]
 
     def enable_gradient_checkpointing(self) -> None:
@@ -259,7 +260,7 @@ class Policy(ABC):
     # data: prompts, what is known of them, and lengths
 
     def admit(self, prompts: list[Prompt]) -> list[Prompt]:
-        """Those of a dataset's prompts that this policy can take; one with limits notes what it
+        """Select the prompts of a dataset that this policy can take; one with limits notes what it
         left out."""
         return prompts
 
@@ -285,8 +286,8 @@ class Policy(ABC):
     forwards: int = 0  # rows that went through the network so far
 
     def measures(self) -> dict[str, float]:
-        """A family's own curves, of this process and since this was last asked: before and after
-        every iteration."""
+        """Report a family's own curves, of this process and since this was last called: before and
+        after every iteration."""
         return {}
 
     def export(self, folder: Path) -> None:
@@ -306,12 +307,12 @@ def rows_and_groups(
 
 
 def rows_of(cond: Any, group: Tensor) -> Any:
-    """The condition of every row [B, *] out of the condition of every prompt [P, *]."""
+    """Gather the condition of every row [B, *] out of the condition of every prompt [P, *]."""
     return tree_map(lambda tensor: tensor[group], cond)
 
 
 def first_of_group(rollout: Rollout) -> Tensor:
-    """[B] long: the name of the first row of each row's group that is here, by which a group shares
+    """Name the first row of each row's group that is present, [B] long, by which a group shares
     noise."""
     # without prompts the device must be asked
     count = len(rollout.prompts) or int(rollout.group.max()) + 1
@@ -321,7 +322,7 @@ def first_of_group(rollout: Rollout) -> Tensor:
 
 @contextmanager
 def at_guidance(policy: Any, guidance: float | None) -> Iterator[None]:
-    """The policy at another classifier-free guidance scale; None: at its own."""
+    """Set another classifier-free guidance scale inside; None: the policy's own."""
     before = policy.guidance_scale
     policy.guidance_scale = before if guidance is None else guidance
     try:
@@ -331,7 +332,8 @@ def at_guidance(policy: Any, guidance: float | None) -> Iterator[None]:
 
 
 def warn_of_mismatch(logp_dist: str, guidance: float) -> None:
-    """Scores without the guidance that sampled are not those of the sampled distribution."""
+    """Warn where scores leave out the guidance that samples are drawn with: they are those of
+    another distribution."""
     if logp_dist == "conditional" and guidance != 1:
         warnings.warn(
             f"logprob_guidance conditional: samples are drawn with guidance {guidance:g} and "

@@ -70,7 +70,7 @@ class TokenPolicy(Policy):
         return 1.0 if self.logprob_guidance == "conditional" else self.guidance_scale
 
     def any_process(self, working: bool) -> bool:
-        """Whether any process still works, where all must make equally many passes."""
+        """Tell whether any process still works, where all must make equally many passes."""
         return bool(distributed.all_max(torch.tensor(float(working), device=self.device)))
 
 
@@ -87,12 +87,12 @@ class LogitsPolicy(TokenPolicy):
 
     @abstractmethod
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
-        """Nest of tensors [P, *]; with guidance those of the empty prompt, [1, *], under
-        ``uncond``."""
+        """Encode prompts to a nest of tensors [P, *]; with guidance those of the empty prompt, [1,
+        *], under ``uncond``."""
 
     @abstractmethod
     def logits(self, ids: Tensor, cond: dict[str, Any]) -> Tensor:
-        """[B, L, V] for ids [B, L] with hidden tokens, under conditions [B, *]."""
+        """Compute [B, L, V] for ids [B, L] with hidden tokens, under conditions [B, *]."""
 
     def decode(self, rollout: Rollout) -> Media:
         return rollout.sample
@@ -149,7 +149,7 @@ class CausalPolicy(LogitsPolicy):
 
 
 class AnswerTokens:
-    """Independent categorical draws at the L positions of B answers, known through their hidden
+    """Draws independent categoricals at the L positions of B answers, known through their hidden
     states [N, H] only.
 
     ``log_prob`` of the point's own tokens comes with the forward pass; everything else is computed
@@ -169,7 +169,7 @@ class AnswerTokens:
         self.snapshot = policy.weights.current
 
     def log_prob(self, ids: Tensor) -> Tensor:
-        """[B, L] of token ids [B, L] that share their prefixes with the tokens scored."""
+        """Compute [B, L] of token ids [B, L] that share their prefixes with the tokens scored."""
         if ids is self.target or torch.equal(ids, self.target):
             return self._spread(self.scored.logprob)
         return self._spread(
@@ -177,14 +177,14 @@ class AnswerTokens:
         )
 
     def entropy(self) -> Tensor:
-        """[B, L] of the warped distribution."""
+        """Compute [B, L] of the warped distribution."""
         if self.scored.entropy is None:
             self.policy.entropies = True  # from now on with the forward pass
             self.scored = self._head("rescore", selected(self.target, self.where), self.warp, True)
         return self._spread(self.scored.entropy)
 
     def kl(self, other_tokens: AnswerTokens) -> Tensor:
-        """[B, L] KL(self || other), exact, over the whole vocabulary.
+        """Compute KL(self || other) [B, L], exact, over the whole vocabulary.
 
         At the temperature of sampling, but without top-k and top-p: truncated supports differ, and
         then it is infinite.
@@ -195,7 +195,7 @@ class AnswerTokens:
         return self._spread(self._head("kl", reference, whole))
 
     def _head(self, work: str, *arguments: object) -> Tensor | Scored:
-        """A pass of the head alone, under the weights that made the hidden states."""
+        """Pass through the head alone, under the weights that made the hidden states."""
         with self.policy.weights.using(self.snapshot):
             return self.policy.active()(work, self.hidden, *arguments)
 

@@ -26,8 +26,8 @@ Value = int | float | Sequence[float]
 
 @POLICIES.register("module")
 class Module(FlowPolicy):
-    """Your own nn.Module: velocity of samples of one shape, given the time and a field of the
-    prompt.
+    """Trains your own nn.Module, the velocity of samples of one shape given time and a prompt's
+    field.
 
     It is called as ``net(x, t, cond)`` with x [B, *shape], t [B] in 0..1 (1 is noise) and the
     values of ``field`` [B] or [B, C], or as ``net(x, t)`` without a field, and returns [B, *shape].

@@ -37,7 +37,7 @@ from samplers.warp import Warp
 
 
 class ImageTokenPolicy(TokenPolicy):
-    """Options of every model that writes images as tokens.
+    """Writes images as tokens, block by block, and scores all of them in one teacher-forced pass.
 
     temperature, top_k, top_p: of sampling and of scoring, applied to guided logits. guidance_scale:
     scale s of classifier-free guidance, z = z_u + s (z_c - z_u); 1 is none. logprob_guidance: what
@@ -75,22 +75,22 @@ class ImageTokenPolicy(TokenPolicy):
 
     @abstractmethod
     def encode(self, prompts: list[Prompt]) -> list[Inputs]:
-        """The condition of every prompt, tensors [1, *] on the device."""
+        """Encode the condition of every prompt, tensors [1, *] on the device."""
 
     @abstractmethod
     def empty(self, inputs: Inputs) -> Inputs:
-        """The unconditional inputs [P, *] that belong to collated ones."""
+        """Make the unconditional inputs [P, *] that belong to collated ones."""
 
     @abstractmethod
     def pixels(self, ids: Tensor) -> Tensor:
-        """[B, 3, H, W] in -1..1 of token ids [B, T]."""
+        """Decode token ids [B, T] to [B, 3, H, W] in -1..1."""
 
     def collate(self, cond: list[Inputs]) -> Inputs:
-        """One batch of conditions [P, *]."""
+        """Join conditions to one batch [P, *]."""
         return {name: torch.cat([prompt[name] for prompt in cond]) for name in cond[0]}
 
     def scales(self, guidance: float) -> Tensor:
-        """[T] the guidance scale of every decision."""
+        """List the guidance scale of every decision, [T]."""
         return torch.full((sum(self.net.turns),), guidance)
 
     def rollout(
@@ -152,15 +152,14 @@ class ImageTokenPolicy(TokenPolicy):
         )
 
     def decided(self, ids: Tensor) -> Tensor:
-        """[B, T] bool: which tokens of ids [B, T] are decisions; a family may know some that are
-        not."""
+        """Mark which tokens of ids [B, T] are decisions; a family may know some that are not."""
         return torch.ones_like(ids, dtype=torch.bool)
 
     def _decide(
         self, features: Tensor, plain: Tensor | None, uniform: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Tokens [B, n] by inversion at ``uniform`` [B, n], and the log-probs that are recorded:
-        those at the ``plain`` features where guidance is left out of the score."""
+        """Draw tokens [B, n] by inversion at ``uniform`` [B, n], with the log-probs that are
+        recorded: those at the ``plain`` features where guidance is left out of the score."""
         drawn_ids, score = drawn(self.warp(self.net("logits", features)), uniform[..., None])
         token = drawn_ids[..., 0]
         if plain is None:
@@ -199,7 +198,7 @@ class ImageTokenPolicy(TokenPolicy):
 
 
 def spans(turns: Any) -> Iterator[slice]:
-    """Where the tokens of every pass stand."""
+    """Yield where the tokens of every pass stand."""
     end = 0
     for count in turns:
         yield slice(end, end + count)

@@ -34,8 +34,8 @@ PROJECTIONS = tuple(
 
 @POLICIES.register("amused")
 class Amused(MaskedDiffusion):
-    """aMUSEd: any diffusers folder or hub id of an AmusedPipeline (UVit2DModel, VQModel, a CLIP
-    text encoder)."""
+    """Trains aMUSEd from a folder or hub id of an AmusedPipeline (UVit2DModel, VQModel, CLIP text
+    encoder)."""
 
     capabilities = replace(MaskedDiffusion.capabilities, makes="image")
     attention = PROJECTIONS

@@ -27,7 +27,7 @@ Decoder = Callable[[Tensor], Tensor]  # codes [B, h, w] -> images [B, 3, H, W] i
 
 @POLICIES.register("masked_image_lm")
 class MaskedImageLM(MaskedLM):
-    """Masked language models of text and image codes in one vocabulary (MMaDA): text in, image out.
+    """Trains masked language models that draw: text and image codes in one vocabulary (MMaDA).
 
     The protocol: model and tokenizer as for ``masked_lm``; codes 0 .. ``codes`` - 1 are the ids
     from ``first`` on; what is read is ``prompt`` with the text in it, side x side codes row by row,

@@ -23,7 +23,7 @@ from samplers.noise import Rng
 
 @POLICIES.register("masked_lm")
 class MaskedLM(MaskedDiffusion):
-    """Masked language models: text in, text out, block after block (semi-autoregressive).
+    """Trains masked language models, which write text block after block (semi-autoregressive).
 
     The protocol: transformers' auto classes load a model and a tokenizer from the folder or hub id,
     and ``model(input_ids [B, L], attention_mask=[B, L]).logits`` [B, L, V] looks both ways,

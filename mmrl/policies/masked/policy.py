@@ -71,12 +71,12 @@ class Hidden:
 
 
 def chosen(token: Tensor, noise: Tensor, rank: Tensor) -> Tensor:
-    """[B, L] log-prob of tokens [B, L], plus that of their ranks."""
+    """Add the log-probs of ranks to those of tokens, [B, L]."""
     return token + unmask.plackett_luce(token / noise, rank)
 
 
 class MaskedDiffusion(LogitsPolicy):
-    """Options of every masked diffusion model.
+    """Reveals tokens pass by pass, as masked diffusion models do.
 
     steps: passes a sample. sampler: emerge or maskgit. schedule: share of tokens hidden over the
     passes. guidance_scale: scale w of classifier-free guidance on the logits, z_u + w (z_c - z_u).
@@ -149,7 +149,7 @@ class MaskedDiffusion(LogitsPolicy):
         )
 
     def _drawn(self, point: Point, uniform: Tensor, copies: int) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, L] each: tokens drawn where the point's mask is, their log-probs, and those recorded
+        """Draw tokens [B, L] where the point's mask is, with their log-probs and those recorded
         (the same unless ``logprob_guidance`` is conditional). So many ``copies`` adjacent rows are
         in one state, which is looked at once."""
         distinct = point if copies == 1 else point[::copies]
@@ -173,7 +173,7 @@ class MaskedDiffusion(LogitsPolicy):
         return tuple(results)
 
     def _reveal(self, step: int, confidence: Tensor, hidden: Tensor, uniform: Tensor) -> Tensor:
-        """[B, L] the rank of what becomes final in this pass, numbered as in
+        """Rank what becomes final in this pass, [B, L], numbered as in
         ``samplers.unmask.ranked``."""
         turn = step % self.turns
         if not self.chooses:
@@ -184,11 +184,11 @@ class MaskedDiffusion(LogitsPolicy):
         return unmask.ranked(confidence, uniform, self.noises[turn], hidden, count)
 
     def _open(self, step: int, ids: Tensor) -> Tensor:
-        """[L] bool: the positions of this pass's block."""
+        """Mark the positions of this pass's block, [L] bool."""
         return torch.arange(self.length, device=ids.device) // self.block == step // self.turns
 
     def _noise(self, step: int, rows: int) -> Tensor:
-        """[B, 1] of the choice in this pass; any number where nothing is chosen."""
+        """Give the noise [B, 1] of the choice in this pass; any number where nothing is chosen."""
         return torch.full((rows, 1), self.noises[step % self.turns] or 1.0, device=self.device)
 
     def _rollout(
@@ -228,7 +228,7 @@ class MaskedDiffusion(LogitsPolicy):
             )
 
     def _pass_of(self, rollout: Rollout, step: int) -> Point:
-        """The state before pass ``step``, scored at the tokens that this pass committed."""
+        """Make the point before pass ``step``, scored at the tokens that this pass committed."""
         (point,) = super().path(rollout)
         hide = rollout.commit_step >= step
         return point.replace(
@@ -237,8 +237,7 @@ class MaskedDiffusion(LogitsPolicy):
         )
 
     def at(self, rollout: Rollout, hide: Tensor, score: Tensor | None = None) -> Point:
-        """The state in which ``hide`` [B, L] of the final tokens are hidden, scored at ``score``
-        (None: at those)."""
+        """Hide ``hide`` [B, L] of the final tokens again, scored at ``score`` (None: at those)."""
         mask = (hide if score is None else score) & rollout.mask.any(1)[:, None]
         if rollout.mask.shape == mask.shape:
             mask = mask & rollout.mask
@@ -277,8 +276,8 @@ class MaskedDiffusion(LogitsPolicy):
         return Hidden(logits, where, point.eta[:, None] if ranked else None)
 
     def _logits(self, point: Point, scale: float) -> Tensor:
-        """[N, V] guided logits where the point's mask is; conditional and unconditional rows in one
-        pass unless the latter need no gradient."""
+        """Compute guided logits [N, V] where the point's mask is; conditional and unconditional
+        rows in one pass unless the latter need no gradient."""
         ids = point.state
         rows = point.group
         cond = {key: value for key, value in point.cond.items() if key != "uncond"}
@@ -306,7 +305,7 @@ class MaskedDiffusion(LogitsPolicy):
         )
 
     def empty(self, point: Point) -> Any:
-        """The condition of the empty prompt, [1, *], or of that of every prompt [P, *]."""
+        """Look up the condition of the empty prompt, [1, *], or of that of every prompt [P, *]."""
         return point.cond["uncond"]
 
     def _pass(
@@ -318,8 +317,8 @@ class MaskedDiffusion(LogitsPolicy):
     def places(
         self, ids: Tensor, cond: Any, rows: Tensor, where: Tensor, scale: float | None
     ) -> Tensor:
-        """[N, V] logits at ``where`` [B, L] of ids [B, L], whose conditions are the ``rows`` [B] of
-        cond [P, *].
+        """Compute logits [N, V] at ``where`` [B, L] of ids [B, L], whose conditions are the
+        ``rows`` [B] of cond [P, *].
 
         With a ``scale`` ids are twice as many rows, the latter half unconditional, and logits are
         guided. A family may do this in fewer operations than by ``logits``.
@@ -341,7 +340,7 @@ class MaskedDiffusion(LogitsPolicy):
 
 
 def alike(group: Tensor) -> int:
-    """How many adjacent rows ask the same everywhere; 1 where their numbers differ."""
+    """Count how many adjacent rows ask the same everywhere; 1 where their numbers differ."""
     group = on_host(group)
     size = int((group == group[0]).sum())
     same = len(group) % size == 0 and torch.equal(group, group[::size].repeat_interleave(size))
@@ -349,17 +348,17 @@ def alike(group: Tensor) -> int:
 
 
 def _rows(cond: Any) -> int:
-    """Of a nest of conditions."""
+    """Count the rows of a nest of conditions."""
     return len(next(leaf for leaf in tree_iter(cond) if isinstance(leaf, Tensor)))
 
 
 def _gathered(logits: Tensor, token: Tensor) -> Tensor:
-    """[N, n] log-probs of tokens [N, n] under logits [N, V]."""
+    """Gather log-probs of tokens [N, n] under logits [N, V]."""
     return logits.log_softmax(-1).gather(-1, token)
 
 
 def _nothing(ids: Tensor) -> dict[str, Tensor]:
-    """Placeholders until the decisions are known."""
+    """Make placeholders until the decisions are known."""
     return {
         "logprob": torch.zeros(ids.shape, device=ids.device),
         "mask": torch.ones_like(ids, dtype=torch.bool),

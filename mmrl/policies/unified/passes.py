@@ -31,8 +31,8 @@ from samplers.noise import Rng
 
 
 class Passes(Janus):
-    """Everything between prompts and a rollout. A row is W text ids and N image ids, ``NONE`` where
-    there is none."""
+    """Turns prompts of both tasks into rollouts. A row is W text ids and N image ids, ``NONE``
+    where there is none."""
 
     wrapper = UnifiedNet
     net: UnifiedNet
@@ -47,7 +47,7 @@ class Passes(Janus):
 
     @property
     def branches(self) -> int:
-        """Images of a plan."""
+        """Count the images of a plan."""
         return self.plan.images if self.plan else 1
 
     def encode(self, prompts: list[Prompt]) -> Cond:
@@ -88,7 +88,7 @@ class Passes(Janus):
     def _chunks(
         self, rows: Tensor, unit: int, sample: Callable, group: Tensor, row: Tensor
     ) -> list[Tensor]:
-        """``rows`` in parts that are sampled at once, of whole trees of ``unit`` rows."""
+        """Cut ``rows`` into parts that are sampled at once, of whole trees of ``unit`` rows."""
         if not len(rows):
             return []
         size = self.chunk(
@@ -97,7 +97,7 @@ class Passes(Janus):
         return [rows[part] for part in chunks(len(rows), max(unit, size // unit * unit))]
 
     def _taken(self, prompt: Prompt) -> tuple[dict[str, Any], Prompt]:
-        """Tensors [1, *] on the device, and the prompt as rewards see it."""
+        """Encode a prompt to tensors [1, *] on the device, and to what rewards see of it."""
         if task_of(prompt) == "generate":
             tensors = drawn(self.processor, texts_of([prompt])[0], self.plan)
             shown = prompt
@@ -116,7 +116,7 @@ class Passes(Janus):
 
     @torch.no_grad()
     def _answer(self, cond: Cond, group: Tensor, row: Tensor, rng: Rng) -> Rollout:
-        """Text for prompts to understand."""
+        """Write text for prompts to understand."""
         ids, logprob, _, _ = self._written("answer", cond, group, row, rng)
         blank = torch.full((len(row), self.images), NONE, device=row.device)
         return self._as_rollout(
@@ -125,7 +125,7 @@ class Passes(Janus):
 
     @torch.no_grad()
     def _draw(self, cond: Cond, group: Tensor, row: Tensor, rng: Rng) -> Rollout:
-        """A plan for every ``branches`` rows, and an image for each."""
+        """Write a plan for every ``branches`` rows, and draw an image for each row."""
         first = torch.arange(0, len(row), self.branches, device=row.device)
         of = torch.arange(len(first), device=row.device).repeat_interleave(self.branches)[
             : len(row)
@@ -158,7 +158,8 @@ class Passes(Janus):
     def _written(
         self, kind: str, cond: Cond, group: Tensor, row: Tensor, rng: Rng
     ) -> tuple[Tensor, Tensor, State, Tensor]:
-        """Text ids and log-probs [B, W], the state after them and the last hidden states [B, H]."""
+        """Write text ids with log-probs [B, W]; the state after them and the last hidden states [B,
+        H] go with them."""
         unique, rows = group.unique(return_inverse=True)
         hidden, state = self.net("read", sequences.prompt_inputs(cond, unique, self.pad), rows)
         chosen = getattr(self, kind)
@@ -182,7 +183,7 @@ class Passes(Janus):
         return sequences.leading(cond, group, text, self.stops["plan"], self.start, self.pad)
 
     def _unconditional(self, inputs: Inputs) -> tuple[Tensor, State]:
-        """After texts in which all but the first token and the image's start is padding; equal ones
+        """Read texts in which all but the first token and the image's start is padding; equal ones
         are read once."""
         empty = self.empty(inputs)
         width = inputs["ids"].shape[1]
@@ -194,7 +195,7 @@ class Passes(Janus):
     def _as_rollout(
         self, cond: Cond, group: Tensor, row: Tensor, ids: tuple, logprob: tuple
     ) -> Rollout:
-        """Of rows that share a plan, the first one's mask has it."""
+        """Assemble a rollout; of rows that share a plan, the first one's mask has it."""
         sample = torch.cat(ids, 1)
         mask = sample >= 0
         branch = None

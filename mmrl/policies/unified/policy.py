@@ -29,7 +29,7 @@ from samplers.warp import Warp
 
 @POLICIES.register("janus_unified")
 class JanusUnified(Passes):
-    """Janus with both heads: plans, then images (T2I-R1, ReasonGen-R1); answers and images together
+    """Trains both heads of Janus: plans, then images (T2I-R1, ReasonGen-R1), answers beside
     (PairUni)."""
 
     # images, texts, or both in one batch

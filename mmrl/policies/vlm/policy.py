@@ -46,7 +46,7 @@ Storage = Literal["float32", "bfloat16", "float16", "auto"]
 
 @POLICIES.register("vlm")
 class VLM(Passes):
-    """Vision-language models: images, several images, video or text in, text out; any folder or hub
+    """Trains vision-language models, which answer images, videos or text in text; any folder or hub
     id."""
 
     capabilities = replace(
@@ -185,7 +185,7 @@ class VLM(Passes):
         return self._with_ground_truth(rollout, context.ground_truth, copies, size)
 
     def recall(self, prompts: list[Prompt]) -> tuple[list[Encoded], list[Prompt]]:
-        """Conditions of prompts, and the prompts as ``rollout`` returns them."""
+        """Encode prompts, and give them as ``rollout`` returns them."""
         taken = [self._taken(prompt) for prompt in prompts]
         return [encoded for encoded, _ in taken], [
             {**prompt, "view": view} for prompt, (_, view) in zip(prompts, taken, strict=True)
@@ -211,7 +211,7 @@ class VLM(Passes):
         self.net.enable_gradient_checkpointing()
 
     def set_max_new_tokens(self, tokens: int) -> None:
-        """From now on an answer has at most so many tokens."""
+        """Let an answer have at most so many tokens from now on."""
         self.ending = replace(self.ending, tokens=tokens)
 
     def decode(self, rollout: Rollout) -> Media:
@@ -238,7 +238,7 @@ class VLM(Passes):
             self.warp = before
 
     def export(self, folder: Path) -> None:
-        """The model, or its adapter where nothing else was trained, with processor and chat
+        """Save the model, or its adapter where nothing else was trained, with processor and chat
         template."""
         hf = self.net.hf
         if beside_adapters(hf):  # transformers saves a model with adapters as these alone
@@ -250,7 +250,7 @@ class VLM(Passes):
 
     @staticmethod
     def _pack(net: SharedPrefix, attention: str, packed: bool | None) -> None:
-        """Raises UserError where packed batches are wanted and cannot be."""
+        """Turn packed batches on where they are wanted; UserError where they cannot be."""
         if packed and (
             attention not in ("sdpa", "xformers") or not net.share or not shareable(net.hf)
         ):
@@ -267,8 +267,8 @@ class VLM(Passes):
 
     @torch.no_grad()
     def _rescored(self, rollout: Rollout, size: int) -> Rollout:
-        """What another engine sampled, with its log-probs as ``sampled`` and those of the policy's
-        own passes."""
+        """Score what another engine sampled by the policy's own passes; its log-probs stay as
+        ``sampler_logprob``."""
         parts = [rollout[part] for part in chunks(len(rollout), size)]
         scored = [
             self.dist(point).log_prob(point.target) for part in parts for point in self.path(part)
@@ -281,7 +281,7 @@ class VLM(Passes):
     def _with_ground_truth(
         self, rollout: Rollout, write: Callable[[Prompt], str | None], copies: int, size: int
     ) -> Rollout:
-        """The last answer of every group gives way to the right one, with the log-probs that the
+        """Replace the last answer of every group by the right one, with the log-probs that the
         policy gives it.
 
         Where nobody can write it, or it is longer than answers may be, the group keeps what was

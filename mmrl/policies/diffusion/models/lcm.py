@@ -25,8 +25,7 @@ from samplers.windows import all_but_last
 
 @POLICIES.register("lcm")
 class LCM(SD):
-    """Latent consistency models: any diffusers folder or hub id of a
-    LatentConsistencyModelPipeline.
+    """Trains latent consistency models from a folder or hub id of a LatentConsistencyModelPipeline.
 
     With ``sde_type: consistency`` a step is the pipeline's own: predict the data, add fresh noise.
     Its density is known, so a policy gradient on it is RLCM (Oertell et al. 2024). Evaluation keeps

@@ -30,8 +30,8 @@ Storage = Literal["float32", "bfloat16", "float16"]
 
 @POLICIES.register("var")
 class VAR(ImageTokenPolicy):
-    """VAR, class-conditional next-scale prediction: published checkpoints of transformer and
-    VQ-VAE, or an export."""
+    """Trains VAR, class-conditional next-scale prediction, from published checkpoints or an
+    export."""
 
     attention = ("attn.mat_qkv", "attn.proj")
 
