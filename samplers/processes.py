@@ -20,26 +20,26 @@ class Process(Protocol):
     """``output`` is what the network gives at x_t."""
 
     def scales(self, t: Number, like: Tensor) -> tuple[Tensor, Tensor]:
-        """(alpha, sigma) at t, each [B, 1, ...] for states ``like`` [B, *]."""
+        """Compute (alpha, sigma) at t, each [B, 1, ...] for states ``like`` [B, *]."""
 
     def clean(self, x: Tensor, output: Tensor, t: Number) -> Tensor:
-        """[B, *] the predicted x_0."""
+        """Predict x_0 [B, *]."""
 
     def noise(self, x: Tensor, output: Tensor, t: Number) -> Tensor:
-        """[B, *] the predicted e."""
+        """Predict e [B, *]."""
 
     def target(self, clean: Tensor, noise: Tensor, t: Number) -> Tensor:
-        """[B, *] the output that a perfect network would give."""
+        """Compute the output [B, *] that a perfect network would give."""
 
     def snap(self, t: Tensor) -> Tensor:
-        """The times [B] above 0 that the network knows, the next at or after ``t``."""
+        """Round times [B] above 0 to those that the network knows, the next at or after ``t``."""
 
     def gain(self, t: Number, like: Tensor) -> Tensor:
-        """[B, 1, ...] how far the predicted x_0 moves when the output moves by 1."""
+        """Compute how far the predicted x_0 moves when the output moves by 1, [B, 1, ...]."""
 
 
 def per_row(value: Number, like: Tensor) -> Tensor:
-    """A time or a scale as [B, 1, ...] in the dtype (at least float32) and on the device of
+    """Shape a time or a scale to [B, 1, ...] in the dtype (at least float32) and on the device of
     ``like`` [B, *]."""
     dtype = torch.promote_types(like.dtype, torch.float32)
     shape = (len(like), *[1] * (like.ndim - 1))
@@ -51,7 +51,7 @@ def per_row(value: Number, like: Tensor) -> Tensor:
 
 
 def noised(process: Process, clean: Tensor, noise: Tensor, t: Number) -> Tensor:
-    """[B, *] the state at t of a clean sample with this noise."""
+    """Compute the state [B, *] at t of a clean sample with this noise."""
     if isinstance(process, Flow):
         return torch.lerp(clean, noise, per_row(t, clean).to(clean))
     alpha, sigma = process.scales(t, clean)

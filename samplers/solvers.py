@@ -18,8 +18,8 @@ Step = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def ddim(process: Process) -> Step:
-    """Keep the predicted noise, scale it down (Song et al. 2021, eq. 12 with eta 0): Euler's step
-    on a flow."""
+    """Keeps the predicted noise and scales it down (Song et al. 2021, eq. 12, eta 0): Euler on a
+    flow."""
 
     def step(x: Tensor, output: Tensor, t: Tensor, s: Tensor) -> Tensor:
         alpha, sigma = process.scales(s, x)
@@ -29,8 +29,8 @@ def ddim(process: Process) -> Step:
 
 
 def dpm(process: Process, *, order: Literal[1, 2] = 2) -> Step:
-    """DPM-Solver++ in the predicted data, multistep (Lu et al. 2022, "DPM-Solver++", algorithm 2,
-    midpoint form).
+    """Extrapolates the predicted data (DPM-Solver++, Lu et al. 2022, algorithm 2, midpoint,
+    multistep).
 
     With lambda = log(alpha / sigma) and h its step, x_s = sigma_s / sigma_t x - alpha_s (e^-h - 1)
     D, where D is the predicted x_0, at order 2 extrapolated by half a step from the one before. The

@@ -44,7 +44,7 @@ class Warp:
 
     @property
     def truncates(self) -> bool:
-        """Whether it takes more than a temperature and a fixed set of ids away."""
+        """Tell whether it takes more than a temperature and a fixed set of ids away."""
         return self.temperature == 0 or self.top_k is not None or self.top_p < 1
 
     def __call__(self, logits: Tensor, keep: Tensor | None = None) -> Tensor:

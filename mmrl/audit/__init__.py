@@ -17,6 +17,7 @@ from typing import Any
 from mmrl import config
 from mmrl.audit.places import named
 from mmrl.config import Config, import_plugins
+from mmrl.config.options import capabilities_of
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA, POLICIES, load_built_in
 from mmrl.core.types import Prompt
@@ -132,4 +133,5 @@ def some(prompts: list[Prompt], count: int, seed: int) -> list[Prompt]:
 def _made(configuration: Config) -> str | None:
     spec: Any = configuration.plain.get("policy")
     name = next(iter(spec), None) if isinstance(spec, dict) else spec
-    return getattr(POLICIES.find(name), "makes", None) if isinstance(name, str) else None
+    can = capabilities_of(POLICIES.find(name)) if isinstance(name, str) else None
+    return None if can is None else can.makes

@@ -29,7 +29,7 @@ def evaluate(
     session, run = _open(path, overrides, at)
     judges = session.judges()
     options = session.evaluation
-    policy_scale = getattr(session.policy, "guidance_scale", None)
+    policy_scale = session.policy.guidance_scale
     rows = []
     for model, snapshot, guidance in _models(session, policy_scale, run is not None):
         with _at(session, snapshot):
@@ -87,8 +87,6 @@ def export(run: Path, folder: Path, at: str | None = None) -> Path:
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} exists and is not empty; name a new folder")
     session = build.trained(run, at=at)
-    if not hasattr(session.policy, "export"):
-        raise UserError(f"{type(session.policy).__name__} cannot be exported")
     folder.mkdir(parents=True, exist_ok=True)
     session.policy.export(folder)
     return folder

@@ -13,6 +13,7 @@ from mmrl.config.needs import missing_fields, without_gradient, wrong_media
 from mmrl.config.options import (
     EvaluateOptions,
     TrainOptions,
+    capabilities_of,
     impossible,
     unsuited,
     unsupported_options,
@@ -126,7 +127,8 @@ def _whole_answers(objective: Resolved, policy: Resolved) -> str | None:
     if not isinstance(surrogate, Resolved) or not getattr(surrogate.entry, "whole_rows", False):
         return None
     # whose estimator decides
-    if getattr(policy.entry, "one_pass", True) or objective.entry.needs == "masked":
+    can = capabilities_of(policy.entry)
+    if can is None or can.one_pass or objective.entry.needs == "masked":
         return None
     return (
         f"the surrogate {surrogate.entry.__name__} compares whole answers, whose tokens the policy "

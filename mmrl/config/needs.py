@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from mmrl.config.options import capabilities_of
 from rewards.card import card_of
 
 SHOWN = 8  # fields of the data named in a message
@@ -13,10 +14,11 @@ SHOWN = 8  # fields of the data named in a message
 def wrong_media(rewards: Mapping[str, Callable], policy: Callable) -> Iterator[tuple[str, str]]:
     """(reward, sentence) for rewards that do not judge what the policy makes.
 
-    ``policy``: the class or the object; its ``makes`` is "image", "video" or "text", None where it
-    cannot say.
+    ``policy``: the class or the object; its capability ``makes`` is "image", "video" or "text",
+    None where it cannot say.
     """
-    makes = getattr(policy, "makes", None)
+    can = capabilities_of(policy)
+    makes = None if can is None else can.makes
     for name, reward in rewards.items():
         media = card_of(reward).media
         if makes is not None and makes not in media:

@@ -82,7 +82,7 @@ class Text:
         return self.top_entropy < 1
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
-        if getattr(policy, "decisions", "") not in ("", self.needs):
+        if policy.capabilities.decisions != self.needs:
             raise UserError(
                 f"{type(self).__name__} is an objective of text: "
                 f"{type(policy).__name__} writes none"
@@ -146,7 +146,7 @@ class Text:
         if "ref" not in self.snapshots or self.kl.where != "reward":
             return rewards
         divergence = rollout.logprob.new_zeros(len(rollout))
-        size = getattr(policy, "fixed_batch_rows", None) or len(rollout)
+        size = policy.fixed_batch_rows or len(rollout)
         for first in range(0, len(rollout), size):
             for point in policy.path(rollout[first : first + size]):
                 gap = point.logprob - frozen(policy, "ref", point).log_prob(point.target)

@@ -22,7 +22,7 @@ def writer(name: str, rewards: Mapping[str, Any], policy: Policy) -> Writer:
     None where the reward cannot say it, or the prompt has none. Raises UserError if the policy
     writes no answers that could be given to it, or the reward knows no right answers.
     """
-    if not hasattr(policy, "truth"):
+    if not policy.capabilities.ground_truth:
         raise UserError(
             f"train.ground_truth_rollout: {type(policy).__name__} takes no answers of "
             f"others; it is for vlm"

@@ -60,7 +60,7 @@ class Memory:
     groups: list[Remembered] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if not hasattr(self.policy, "recall"):
+        if not self.policy.capabilities.replay:
             raise UserError(
                 f"train.replay_buffer: {type(self.policy).__name__} cannot be shown old answers "
                 f"again; it is for vlm"

@@ -39,7 +39,7 @@ from mmrl.objectives.base import (
     Shaping,
     couples,
 )
-from mmrl.policies.base import Policy, reading
+from mmrl.policies.base import Policy, RolloutContext
 from mmrl.rollout import collect
 from mmrl.rollout.dynamic_sampling import Drawn, resampled
 from mmrl.rollout.ground_truth import sampled_only, writer
@@ -158,7 +158,6 @@ class Trainer:
         )
         first = self.device.rank * self.plan.prompts_per_process
         mine = prompts[first : first + self.plan.prompts_per_process]
-        self.policy.iteration = self.iteration
         if isinstance(self.objective, Revisiting):
             self.objective.revisit(self.policy.weights, self.iteration, self._rng("checkpoints"))
         self._limit()
@@ -203,24 +202,23 @@ class Trainer:
             for start, tokens in self.options.max_new_tokens_schedule
             if start <= self.iteration
         ]
-        if due and not hasattr(self.policy, "limit"):
+        if due and not self.policy.capabilities.max_new_tokens:
             raise UserError(
                 f"train.max_new_tokens_schedule: {type(self.policy).__name__} writes no "
                 f"answers whose "
                 f"length could change"
             )
         if due:
-            self.policy.limit(due[-1])
+            self.policy.set_max_new_tokens(due[-1])
 
     def draw(self, prompts: list[Prompt], rng: Rng) -> Drawn:
         """Sample and score, with the behaviour weights."""
         reads = getattr(self.objective, "reads", "path")
+        context = RolloutContext(self.iteration, reads, self.truth)
         options = self.options
         with (
             self._timed("rollout"),
             self.policy.weights.using(self.objective.behavior_policy),
-            self._taught(),
-            reading(self.policy, reads),
         ):
             rollout, media, scores = collect.draw(
                 self.policy,
@@ -229,6 +227,7 @@ class Trainer:
                 rng,
                 self.scorer,
                 options.reward_overlap_chunks,
+                context,
             )
         with self._timed("reward"), distributed.together():
             drawn = Drawn(rollout, media, self._on_device(scores(), rollout))
@@ -469,18 +468,6 @@ class Trainer:
         found |= self.noted
         found |= {f"time/{name}": value for name, value in self.seconds.items()}
         return found | {"lr": self.optimizer.param_groups[0]["lr"], "step": self.step}
-
-    @contextmanager
-    def _taught(self) -> Iterator[None]:
-        """One answer of every group is the right one, if so chosen."""
-        if self.truth is None:
-            yield
-            return
-        self.policy.truth = self.truth
-        try:
-            yield
-        finally:
-            self.policy.truth = None
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

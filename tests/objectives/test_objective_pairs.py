@@ -84,7 +84,7 @@ def close(media, prompts):
 @pytest.mark.parametrize(("name", "kind"), PAIRS)
 def test_a_pair_that_suits_each_other_raises_the_reward(name, kind):
     policy = KIND[kind](**POLICY.get((name, kind), {} if kind in TOKENS else {"steps": 4}))
-    tokens = policy.decisions == "categorical"
+    tokens = policy.capabilities.decisions == "categorical"
     trainer = Trainer(
         policy,
         toys.prompts(2),

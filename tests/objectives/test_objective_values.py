@@ -43,6 +43,7 @@ from mmrl.objectives.reward_gradient import DIVERGENCES
 from mmrl.objectives.surrogates import gmpo, gspo, row_mean, sapo, vespo
 from mmrl.objectives.text import Entropy
 from mmrl.objectives.trust_region import gated
+from mmrl.policies.capabilities import Capabilities
 from samplers.kernels import flow_sde, memoryless, ode
 from samplers.noise import Rng
 from samplers.windows import all_but_last, all_steps
@@ -753,7 +754,7 @@ def test_real_group_by_group():
 class Parts:
     """A policy whose one row of two is scored in two passes."""
 
-    decisions = "categorical"
+    capabilities = Capabilities("categorical")
 
     def path(self, rollout):
         point = answers([[0.0, 0.0], [0.0, 0.0]], advantage=column(1.0, 1.0))
@@ -794,8 +795,8 @@ class Spoken:
     """A policy that is a table of logits [B, L, V] under each name of weights; token 0 was written
     everywhere."""
 
-    decisions = "categorical"
-    width = None
+    capabilities = Capabilities("categorical")
+    fixed_batch_rows = None
 
     def __init__(self, **logits):
         self.logits = logits

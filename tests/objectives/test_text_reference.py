@@ -23,7 +23,8 @@ from mmrl.core.registry import ADVANTAGES, OBJECTIVES, SURROGATES, load_built_in
 from mmrl.core.types import Point, Rewards, Rollout
 from mmrl.objectives import ClipCov, clipped
 from mmrl.objectives.kl import estimate
-from mmrl.policies.base import NetPolicy
+from mmrl.policies.base import Policy
+from mmrl.policies.capabilities import Capabilities
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import sgd
 from mmrl.train.trainer import Trainer
@@ -114,17 +115,17 @@ class Exact(Categorical):
         return self.logits[..., 0]
 
 
-class Recorded(NetPolicy):
+class Recorded(Policy):
     """A policy whose rollout is always the batch above: token 0 was sampled everywhere."""
 
-    decisions = "categorical"
+    capabilities = Capabilities("categorical")
     adjacent = True
 
     def __init__(self, mask=MASK):
         super().__init__(Table(table(REF)))
         self.mask = table(mask, torch.bool)
 
-    def rollout(self, prompts, copies, rng):
+    def rollout(self, prompts, copies, rng, context=None):
         rows = torch.arange(4)
         order = torch.arange(4).expand(4, 4)
         return Rollout(

@@ -1,6 +1,7 @@
 """Text objectives in training: the causal toy with answers of many lengths."""
 
 import math
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from mmrl.core.registry import OBJECTIVES, SURROGATES
 from mmrl.core.types import Completion, Rewards
 from mmrl.objectives import GVPO, REAL, RegGRPO, Text
 from mmrl.objectives.text import Entropy
+from mmrl.policies.base import NO_CONTEXT
 from mmrl.rollout import dynamic_sampling
 from mmrl.rollout.dynamic_sampling import Drawn, flat_groups
 from mmrl.run import state
@@ -33,8 +35,8 @@ registry.load_built_in()
 class Answers(toys.ToyCausal):
     """Answers end at the first token 4, or are cut off after six."""
 
-    def rollout(self, prompts, copies, rng):
-        rollout = super().rollout(prompts, copies, rng)
+    def rollout(self, prompts, copies, rng, context=NO_CONTEXT):
+        rollout = super().rollout(prompts, copies, rng, context)
         ended = (rollout.sample == 4).cumsum(1)
         return rollout.replace(mask=(ended == 0) | ((ended == 1) & (rollout.sample == 4)))
 
@@ -553,7 +555,8 @@ def test_the_length_of_answers_follows_its_stages():
         built.iteration = 1
         built.collect()
     limits = []
-    built.policy.limit = limits.append
+    built.policy.capabilities = replace(built.policy.capabilities, max_new_tokens=True)
+    built.policy.set_max_new_tokens = limits.append
     for built.iteration in (0, 1, 2, 7):
         built.collect()
     assert limits == [3, 5, 5]

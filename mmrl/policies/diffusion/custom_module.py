@@ -4,6 +4,7 @@ prompt's field it sees."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,8 +26,8 @@ Value = int | float | Sequence[float]
 
 @POLICIES.register("module")
 class Module(FlowPolicy):
-    """Your own nn.Module: velocity of samples of one shape, given the time and a field of the
-    prompt.
+    """Trains your own nn.Module, the velocity of samples of one shape given time and a prompt's
+    field.
 
     It is called as ``net(x, t, cond)`` with x [B, *shape], t [B] in 0..1 (1 is noise) and the
     values of ``field`` [B] or [B, C], or as ``net(x, t)`` without a field, and returns [B, *shape].
@@ -63,11 +64,8 @@ class Module(FlowPolicy):
         self.empty = empty
         self.process = getattr(network, "process", Flow())
         self.vae = None if vae is None else _autoencoder(vae)
-        self.makes = (
-            "image"
-            if self.vae is not None or (len(self.shape) == 3 and self.shape[0] == 3)
-            else None
-        )
+        if self.vae is not None or (len(self.shape) == 3 and self.shape[0] == 3):
+            self.capabilities = replace(self.capabilities, makes="image")
         super().__init__(network, **options)
         if self.guidance_scale != 1 and (empty is None or field is None):
             raise UserError(
@@ -110,7 +108,7 @@ class Module(FlowPolicy):
     @torch.no_grad()
     def decode(self, rollout: Rollout) -> Media:
         """[B, 3, H, W] in 0..1; samples that are no images, as they are."""
-        if self.makes is None:
+        if self.capabilities.makes is None:
             return rollout.sample
         pixels = rollout.sample
         if self.vae is not None:

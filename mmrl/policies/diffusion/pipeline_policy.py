@@ -8,6 +8,7 @@ called, what shape its latents have and how they are decoded.
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -35,7 +36,7 @@ class FolderPolicy(FlowPolicy):
     autoencoder: ClassVar[str] = "AutoencoderKL"
     part: ClassVar[str] = "transformer"  # of the folder that is trained
     also: ClassVar[tuple[str, ...]] = ()  # pipelines whose folders do as well
-    makes = "image"
+    capabilities = replace(FlowPolicy.capabilities, makes="image")
     decoding: int | None = None  # samples that were decoded at once, once there were some
 
     def __init__(

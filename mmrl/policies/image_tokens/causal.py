@@ -3,15 +3,12 @@ recomputing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mmrl.policies.image_tokens.network import Inputs, widened
 from mmrl.policies.vlm import caches
@@ -72,25 +69,12 @@ def positions(mask: Tensor) -> Tensor:
     return (mask.long().cumsum(1) - 1).clamp_min(0)
 
 
-def padded(cond: list[Inputs], pad: int, least: int = 0) -> list[Tensor]:
-    """Ids and masks [P, S] of prompts, padded on the left to the longest, or to ``least``."""
+def padded(cond: list[Inputs], pad: int, least: int = 0) -> Inputs:
+    """Join prompts to ids and mask [P, S], padded on the left to the longest, or to ``least``."""
     longest = max(least, *(prompt["ids"].shape[1] for prompt in cond))
     short = [longest - prompt["ids"].shape[1] for prompt in cond]
     ids = [F.pad(prompt["ids"], (n, 0), value=pad) for prompt, n in zip(cond, short)]
     mask = [
         F.pad(prompt["ids"].new_ones(prompt["ids"].shape), (n, 0)) for prompt, n in zip(cond, short)
     ]
-    return [torch.cat(ids), torch.cat(mask)]
-
-
-def recompute(decoder: nn.Module) -> None:
-    """Layers are computed again in the backward pass of teacher forcing, which uses no cache."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    again: Callable = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    for layer in decoder.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            layer.gradient_checkpointing = layer._can_checkpoint_with_cache = True
-            layer._gradient_checkpointing_func = again
-            # of the layer alone, which asks for it; what is inside stays in eval mode
-            layer.training = True
+    return {"ids": torch.cat(ids), "mask": torch.cat(mask)}

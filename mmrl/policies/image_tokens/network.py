@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
 from mmrl.core.host import selected
+from mmrl.policies import scores
 from mmrl.policies.image_tokens.attention import Kernel
-from mmrl.policies.vlm import scores
-from mmrl.policies.vlm.scores import Scored
+from mmrl.policies.scores import Scored
 from samplers.warp import Warp
 
 Inputs = dict[str, Tensor]  # conditions, one row a prompt or a sample

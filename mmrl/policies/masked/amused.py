@@ -4,6 +4,7 @@ everything in its folder format."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -33,10 +34,10 @@ PROJECTIONS = tuple(
 
 @POLICIES.register("amused")
 class Amused(MaskedDiffusion):
-    """aMUSEd: any diffusers folder or hub id of an AmusedPipeline (UVit2DModel, VQModel, a CLIP
-    text encoder)."""
+    """Trains aMUSEd from a folder or hub id of an AmusedPipeline (UVit2DModel, VQModel, CLIP text
+    encoder)."""
 
-    makes = "image"
+    capabilities = replace(MaskedDiffusion.capabilities, makes="image")
     attention = PROJECTIONS
 
     def __init__(

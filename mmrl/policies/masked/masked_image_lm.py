@@ -4,6 +4,7 @@ generators."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +27,7 @@ Decoder = Callable[[Tensor], Tensor]  # codes [B, h, w] -> images [B, 3, H, W] i
 
 @POLICIES.register("masked_image_lm")
 class MaskedImageLM(MaskedLM):
-    """Masked language models of text and image codes in one vocabulary (MMaDA): text in, image out.
+    """Trains masked language models that draw: text and image codes in one vocabulary (MMaDA).
 
     The protocol: model and tokenizer as for ``masked_lm``; codes 0 .. ``codes`` - 1 are the ids
     from ``first`` on; what is read is ``prompt`` with the text in it, side x side codes row by row,
@@ -34,7 +35,7 @@ class MaskedImageLM(MaskedLM):
     ``file.py:build``, a function without arguments that returns one.
     """
 
-    makes = "image"
+    capabilities = replace(MaskedDiffusion.capabilities, makes="image")
     not_options = (*MaskedLM.not_options, "max_new_tokens", "block")
 
     def __init__(

@@ -3,6 +3,7 @@ of transformers."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,14 @@ from samplers.noise import Rng
 
 @POLICIES.register("masked_lm")
 class MaskedLM(MaskedDiffusion):
-    """Masked language models: text in, text out, block after block (semi-autoregressive).
+    """Trains masked language models, which write text block after block (semi-autoregressive).
 
     The protocol: transformers' auto classes load a model and a tokenizer from the folder or hub id,
     and ``model(input_ids [B, L], attention_mask=[B, L]).logits`` [B, L, V] looks both ways,
     position i for token i.
     """
 
-    makes = "text"
+    capabilities = replace(MaskedDiffusion.capabilities, makes="text")
     attention = ("q_proj", "k_proj", "v_proj", "o_proj", "attn_out", "query", "key", "value")
 
     def __init__(

@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmrl.policies import scores
+from mmrl.policies.image_tokens import causal
 from mmrl.policies.image_tokens.models.janus import JanusNet
 from mmrl.policies.image_tokens.network import Inputs, beside
-from mmrl.policies.vlm import caches, scores
-from mmrl.policies.vlm.scores import Scored
+from mmrl.policies.scores import Scored
+from mmrl.policies.vlm import caches
 from samplers.warp import Warp
 
 
@@ -66,7 +68,7 @@ class UnifiedNet(JanusNet):
         """Hidden states [B, H] after the prompts of ``rows`` [B], each read once."""
         cache = caches.recorded(self.config.text_config.num_hidden_layers)
         mask = inputs["mask"]
-        places = (mask.long().cumsum(1) - 1).clamp_min(0)
+        places = causal.positions(mask)
         hidden = self.hf.model.language_model(
             inputs_embeds=self._embeddings(inputs),
             attention_mask=mask,
@@ -162,7 +164,7 @@ class UnifiedNet(JanusNet):
                 [embeddings, self.hf.prepare_embeddings_for_image_generation(images[:, :-1])], 1
             )
             mask = F.pad(mask, (0, images.shape[1] - 1), value=1)
-        places = (mask.long().cumsum(1) - 1).clamp_min(0)
+        places = causal.positions(mask)
         return self.hf.model.language_model(
             inputs_embeds=embeddings, attention_mask=mask, position_ids=places, use_cache=False
         ).last_hidden_state

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 from mmrl.core.types import Prompt, Rollout
+from mmrl.policies.base import NO_CONTEXT, RolloutContext, rows_and_groups
 from mmrl.policies.diffusion.text_encoding import texts_of
 from mmrl.policies.image_tokens.models.janus import Janus
 from mmrl.policies.image_tokens.network import Inputs
@@ -31,8 +31,8 @@ from samplers.noise import Rng
 
 
 class Passes(Janus):
-    """Everything between prompts and a rollout. A row is W text ids and N image ids, ``NONE`` where
-    there is none."""
+    """Turns prompts of both tasks into rollouts. A row is W text ids and N image ids, ``NONE``
+    where there is none."""
 
     wrapper = UnifiedNet
     net: UnifiedNet
@@ -47,13 +47,15 @@ class Passes(Janus):
 
     @property
     def branches(self) -> int:
-        """Images of a plan."""
+        """Count the images of a plan."""
         return self.plan.images if self.plan else 1
 
     def encode(self, prompts: list[Prompt]) -> Cond:
         return [self._taken(prompt)[0] for prompt in prompts]
 
-    def rollout(self, prompts: list[Prompt], copies: int, rng: Rng) -> Rollout:
+    def rollout(
+        self, prompts: list[Prompt], copies: int, rng: Rng, context: RolloutContext = NO_CONTEXT
+    ) -> Rollout:
         encoded_prompts = [self._taken(prompt) for prompt in prompts]
         cond = [encoded for encoded, _ in encoded_prompts]
         least = self.branches
@@ -62,8 +64,7 @@ class Passes(Janus):
                 f"train.group_size {copies}: with {least} images of a plan it must be a "
                 f"multiple of {least}"
             )
-        row = rng.rows(len(prompts), copies).to(self.device)
-        group = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)
+        row, group = rows_and_groups(prompts, copies, rng, self.device)
         answers = torch.tensor(["answers" in prompt for prompt in cond], device=self.device)[group]
         if sharded(self.net) and answers.any() and not answers.all():
             raise UserError(
@@ -87,7 +88,7 @@ class Passes(Janus):
     def _chunks(
         self, rows: Tensor, unit: int, sample: Callable, group: Tensor, row: Tensor
     ) -> list[Tensor]:
-        """``rows`` in parts that are sampled at once, of whole trees of ``unit`` rows."""
+        """Cut ``rows`` into parts that are sampled at once, of whole trees of ``unit`` rows."""
         if not len(rows):
             return []
         size = self.chunk(
@@ -96,7 +97,7 @@ class Passes(Janus):
         return [rows[part] for part in chunks(len(rows), max(unit, size // unit * unit))]
 
     def _taken(self, prompt: Prompt) -> tuple[dict[str, Any], Prompt]:
-        """Tensors [1, *] on the device, and the prompt as rewards see it."""
+        """Encode a prompt to tensors [1, *] on the device, and to what rewards see of it."""
         if task_of(prompt) == "generate":
             tensors = drawn(self.processor, texts_of([prompt])[0], self.plan)
             shown = prompt
@@ -115,7 +116,7 @@ class Passes(Janus):
 
     @torch.no_grad()
     def _answer(self, cond: Cond, group: Tensor, row: Tensor, rng: Rng) -> Rollout:
-        """Text for prompts to understand."""
+        """Write text for prompts to understand."""
         ids, logprob, _, _ = self._written("answer", cond, group, row, rng)
         blank = torch.full((len(row), self.images), NONE, device=row.device)
         return self._as_rollout(
@@ -124,7 +125,7 @@ class Passes(Janus):
 
     @torch.no_grad()
     def _draw(self, cond: Cond, group: Tensor, row: Tensor, rng: Rng) -> Rollout:
-        """A plan for every ``branches`` rows, and an image for each."""
+        """Write a plan for every ``branches`` rows, and draw an image for each row."""
         first = torch.arange(0, len(row), self.branches, device=row.device)
         of = torch.arange(len(first), device=row.device).repeat_interleave(self.branches)[
             : len(row)
@@ -157,7 +158,8 @@ class Passes(Janus):
     def _written(
         self, kind: str, cond: Cond, group: Tensor, row: Tensor, rng: Rng
     ) -> tuple[Tensor, Tensor, State, Tensor]:
-        """Text ids and log-probs [B, W], the state after them and the last hidden states [B, H]."""
+        """Write text ids with log-probs [B, W]; the state after them and the last hidden states [B,
+        H] go with them."""
         unique, rows = group.unique(return_inverse=True)
         hidden, state = self.net("read", sequences.prompt_inputs(cond, unique, self.pad), rows)
         chosen = getattr(self, kind)
@@ -167,7 +169,7 @@ class Passes(Janus):
             return ids, logprob, state, hidden
         uniform = rng.fold("text").uniform(row, (chosen.max_new_tokens,))
         stops = torch.tensor(self.stops[kind], device=row.device)
-        busy = self._any if sharded(self.net) else None
+        busy = self.any_process if sharded(self.net) else None
         tokens, score = write(self.net, hidden, state, uniform, self.heads[kind].warp, stops, busy)
         ids[:, : chosen.max_new_tokens], logprob[:, : chosen.max_new_tokens] = (
             tokens,
@@ -181,7 +183,7 @@ class Passes(Janus):
         return sequences.leading(cond, group, text, self.stops["plan"], self.start, self.pad)
 
     def _unconditional(self, inputs: Inputs) -> tuple[Tensor, State]:
-        """After texts in which all but the first token and the image's start is padding; equal ones
+        """Read texts in which all but the first token and the image's start is padding; equal ones
         are read once."""
         empty = self.empty(inputs)
         width = inputs["ids"].shape[1]
@@ -190,13 +192,10 @@ class Passes(Janus):
         )
         return self.net("read", {"ids": unique[:, :width], "mask": unique[:, width:]}, rows)
 
-    def _any(self, working: bool) -> bool:
-        return bool(distributed.all_max(torch.tensor(float(working), device=self.device)))
-
     def _as_rollout(
         self, cond: Cond, group: Tensor, row: Tensor, ids: tuple, logprob: tuple
     ) -> Rollout:
-        """Of rows that share a plan, the first one's mask has it."""
+        """Assemble a rollout; of rows that share a plan, the first one's mask has it."""
         sample = torch.cat(ids, 1)
         mask = sample >= 0
         branch = None

@@ -24,16 +24,16 @@ from mmrl.policies.unified.weighing import Weigh
 from mmrl.policies.vlm.families import family_of
 from mmrl.policies.vlm.media import Budgets
 from mmrl.policies.vlm.processor import Inputs as Reader
-from samplers.batching import at_width, chunks
 from samplers.warp import Warp
 
 
 @POLICIES.register("janus_unified")
 class JanusUnified(Passes):
-    """Janus with both heads: plans, then images (T2I-R1, ReasonGen-R1); answers and images together
+    """Trains both heads of Janus: plans, then images (T2I-R1, ReasonGen-R1), answers beside
     (PairUni)."""
 
-    makes = None  # images, texts, or both in one batch
+    # images, texts, or both in one batch
+    capabilities = replace(Passes.capabilities, makes=None)
     not_options = ("net", "compile")  # its passes change their shape with every text
     idle = ("model.vision_model.", "model.aligner.", "model.vqmodel.")
 
@@ -120,10 +120,7 @@ class JanusUnified(Passes):
         texts."""
         draws = rollout.sample[:, -1] >= 0
         ids = rollout.sample[draws][:, self.tokens :]
-        size = self.fixed_batch_rows or len(rollout)
-        with torch.no_grad():
-            parts = [at_width(self.pixels, size, ids[part]) for part in chunks(len(ids), size)]
-        images = [(part.float() / 2 + 0.5).clamp(0, 1) for part in parts]
+        images = self.images_of(ids, len(rollout))
         if self.answer is None:
             return torch.cat(images)
         pictures = iter(image for part in images for image in part)
@@ -172,8 +169,7 @@ class JanusUnified(Passes):
 
     def _drawing(self, point: Point, rows: Tensor, text: Tensor, same: bool) -> Part:
         inputs = self._leading(point.cond, point.group[rows], text)
-        scale = self.guidance_scale if point.guidance is None else point.guidance
-        plain = scale == 1 or (self.logprob_guidance == "conditional" and point.guidance is None)
+        scale = self.scored_guidance(point)
         # a plan of b tokens, the image's start behind it, is decided at the states S - 2 - b and on
         first = (
             inputs["ids"].shape[1] - 2 - sequences.body(text, self.stops["plan"]).sum(1)
@@ -181,7 +177,9 @@ class JanusUnified(Passes):
             else None
         )
         empty, scales = (
-            (None, None) if plain else (self.empty(inputs), sent(self.scales(scale), rows.device))
+            (None, None)
+            if scale == 1
+            else (self.empty(inputs), sent(self.scales(scale), rows.device))
         )
         return Part(rows, inputs, first, empty, scales, draws=True)
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-import torch
-import torch.nn.functional as F
 from annotated_types import Gt, Le
 from torch import Tensor
 
 from mmrl.config.options import Count
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt
+from mmrl.policies.image_tokens import causal
 from mmrl.policies.image_tokens.network import Inputs
 from mmrl.policies.vlm.media import images_of, where
 
@@ -87,11 +86,8 @@ def drawn(processor: Any, text: str, plan: Plan | None) -> Inputs:
 
 
 def collated(rows: list[Tensor], pad: int) -> Inputs:
-    """Ids [S_b] of every row as ids and mask [B, S], padded on the left."""
-    longest = max(len(ids) for ids in rows)
-    ids = [F.pad(row, (longest - len(row), 0), value=pad) for row in rows]
-    mask = [F.pad(torch.ones_like(row), (longest - len(row), 0)) for row in rows]
-    return {"ids": torch.stack(ids), "mask": torch.stack(mask)}
+    """Join the ids [S_b] of every row to ids and mask [B, S], padded on the left."""
+    return causal.padded([{"ids": ids[None]} for ids in rows], pad)
 
 
 def _turn(processor: Any, text: str) -> str:

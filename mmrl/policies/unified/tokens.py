@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mmrl.core.types import Point
 from mmrl.core.weights import Weights
-from mmrl.policies.base import NetPolicy
-from mmrl.policies.vlm.answers import AnswerTokens
+from mmrl.policies.base import Policy
+from mmrl.policies.tokens import AnswerTokens
 from samplers.warp import Warp
 
 
@@ -19,7 +19,7 @@ class Head:
     """One head of a policy: how it is warped, and how its passes are called (``prefix`` of the
     net's methods)."""
 
-    def __init__(self, policy: NetPolicy, prefix: str, warp: Warp):
+    def __init__(self, policy: Policy, prefix: str, warp: Warp):
         self.policy = policy
         self.prefix = prefix
         self.warp = warp

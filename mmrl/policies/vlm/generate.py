@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from mmrl.core.distributions import Categorical
 from mmrl.core.host import sent
+from mmrl.policies.scores import certainty
 from mmrl.policies.vlm import caches
-from mmrl.policies.vlm.scores import certainty
 from samplers.noise import Rng
 from samplers.warp import Warp
 

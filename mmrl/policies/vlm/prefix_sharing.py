@@ -11,17 +11,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mmrl.core.errors import UserError
 from mmrl.core.host import on_host, remember, selected
 from mmrl.core.sharding import shards
-from mmrl.policies.vlm import caches, features, packing, scores
+from mmrl.policies import scores
+from mmrl.policies.vlm import caches, features, packing
 from mmrl.policies.vlm.caches import KV
 from mmrl.policies.vlm.engines import transformers
 from samplers.warp import Warp
@@ -212,13 +211,7 @@ class SharedPrefix(nn.Module):
                 "transformers >= 5.20, whose layers "
                 "keep their cache; update it, or set the policy's share to none"
             )
-        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-        for layer in self.hf.modules():
-            if isinstance(layer, GradientCheckpointingLayer):
-                layer.gradient_checkpointing = layer._can_checkpoint_with_cache = True
-                layer._gradient_checkpointing_func = again
-                # of the layer alone, which asks for it; what is inside stays in eval mode
-                layer.training = True
+        caches.recompute(self.hf)
 
     def add_adapter(self, config: Any) -> None:
         self.hf.add_adapter(config)

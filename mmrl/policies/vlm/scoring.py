@@ -16,15 +16,14 @@ from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.host import on_host, sent
 from mmrl.core.types import Point, Prompt, tree_map
-from mmrl.policies.base import NetPolicy
+from mmrl.policies.scores import Scored
+from mmrl.policies.tokens import AnswerTokens, TokenPolicy, somewhere
 from mmrl.policies.vlm import features
-from mmrl.policies.vlm.answers import AnswerTokens
 from mmrl.policies.vlm.engines.transformers import generate_plainly
 from mmrl.policies.vlm.generate import Answers, Ending, generate
 from mmrl.policies.vlm.prefix_sharing import VERIFIED, Prefix, positions, sharded, shareable
 from mmrl.policies.vlm.processor import Inputs
 from mmrl.policies.vlm.recent import Recent
-from mmrl.policies.vlm.scores import Scored
 from samplers.batching import chunks
 from samplers.noise import Rng
 from samplers.warp import Warp
@@ -33,8 +32,8 @@ Encoded = dict[str, Tensor]
 KEPT = 2**28  # bytes of encoded prompts that are kept from one iteration to the next
 
 
-class Passes(NetPolicy):
-    """Everything between prompts and the network; ``net`` is a ``SharedPrefix``."""
+class Passes(TokenPolicy):
+    """Turns prompts into passes of the network, a ``SharedPrefix``, to sample and to score."""
 
     inputs: Inputs
     warp: Warp
@@ -42,7 +41,6 @@ class Passes(NetPolicy):
     engine: str
     sharing: str  # what was chosen; "checked" once it is decided
     sees: bool  # gradients reach the vision tower or its projector
-    entropies: bool = False  # computed with every scoring pass
     witness: Encoded | None = None  # a prompt with an image
 
     def __init__(self, net: nn.Module, **options: Any):
@@ -57,23 +55,19 @@ class Passes(NetPolicy):
 
     def dist(self, point: Point) -> AnswerTokens:
         self._check_sharing(point.cond)
-        where = point.mask
-        # every process makes its passes, also those that train nothing
-        if not on_host(where).any():
-            where = where.clone()
-            where[0, 0] = True
+        where = somewhere(point.mask)
         hidden, scored = self._score(self.active(), point.cond, point.group, point.target, where)
         return AnswerTokens(self, point, where, hidden, scored)
 
     def _placed(self, encoded: Encoded) -> Encoded:
-        """On the device, with its positions as ``places`` [1, S, axes]: they cost time and never
-        change."""
+        """Move a prompt to the device, with its positions as ``places`` [1, S, axes]: they cost
+        time and never change."""
         places = positions(self.net.hf, encoded)
         places = places[..., None] if places.ndim == 2 else places.permute(1, 2, 0)
         return tree_map(lambda tensor: tensor.to(self.device), encoded | {"places": places})
 
     def _batch(self, encoded: list[Encoded]) -> Encoded:
-        """One left-padded batch, with ``position_ids`` [P, S] or [3, P, S].
+        """Join prompts to one left-padded batch, with ``position_ids`` [P, S] or [3, P, S].
 
         Of many processes all must pass something through the vision tower in every pass, or its
         gradients are waited for: where no prompt has an image, one more prompt that nobody answers
@@ -105,8 +99,8 @@ class Passes(NetPolicy):
         return batch | {"position_ids": position_ids[0] if len(position_ids) == 1 else position_ids}
 
     def _image_features(self, encoded: list[Encoded]) -> dict[str, Any]:
-        """Features in the place of the images of these prompts, where tower and projector are
-        frozen; {}: look anew.
+        """Look up features in the place of the images of these prompts, where tower and projector
+        are frozen; {}: look anew.
 
         On one process, since sharded ones make the same passes; of families whose projector is
         known by name."""
@@ -130,7 +124,8 @@ class Passes(NetPolicy):
         return features.joined(looked_at)
 
     def _taken(self, prompt: Prompt) -> tuple[Encoded, dict[str, Any]]:
-        """A prompt on the device and its view: what was encoded lately is not encoded again."""
+        """Encode a prompt, on the device, with its view: what was encoded lately is not encoded
+        again."""
         entry = self.recent.get(prompt)
         if entry is None:
             encoded, view = self.inputs.take(prompt)
@@ -139,8 +134,8 @@ class Passes(NetPolicy):
         return entry
 
     def _collated(self, cond: list[Encoded], group: Tensor, each: bool) -> tuple[Encoded, Tensor]:
-        """The prompts of ``group`` [B] as one batch, each once or (``each``) once a row, and where
-        every row's is."""
+        """Join the prompts of ``group`` [B] to one batch, each once or (``each``) once a row, and
+        say where every row's is."""
         unique, rows = on_host(group).unique(return_inverse=True)
         if each:
             unique = on_host(group)
@@ -148,8 +143,8 @@ class Passes(NetPolicy):
         return self._batch([cond[i] for i in unique.tolist()]), sent(rows, group.device)
 
     def _kinds(self, cond: list[Encoded], group: Tensor) -> list[Tensor]:
-        """Positions in ``group`` [B] of the rows whose prompts can be one batch; nearly always all
-        rows."""
+        """List positions in ``group`` [B] of the rows whose prompts can be one batch; nearly always
+        all rows."""
         known = on_host(group)
         unique = known.unique()
         kinds = self.inputs.groups([cond[i] for i in unique.tolist()])
@@ -162,7 +157,7 @@ class Passes(NetPolicy):
     def _score(
         self, net: nn.Module, cond: list[Encoded], group: Tensor, ids: Tensor, where: Tensor
     ) -> tuple[Tensor, Scored]:
-        """Hidden states [N, H] and log-probs [N] of the tokens ``where`` [B, T] holds."""
+        """Compute hidden states [N, H] and log-probs [N] of the tokens ``where`` [B, T] holds."""
         each = not self.net.share
         scored = []
         places = []
@@ -189,8 +184,8 @@ class Passes(NetPolicy):
 
     @torch.no_grad()
     def _check_sharing(self, cond: list[Encoded]) -> None:
-        """Of a family nobody has compared: whether a shared prompt gives the log-probs of separate
-        passes."""
+        """Check, of a family nobody has compared, whether a shared prompt gives the log-probs of
+        separate passes."""
         if not self.inputs.family.known and not self.tried:
             self._first(cond[0])
         if self.sharing != "auto":
@@ -219,8 +214,8 @@ class Passes(NetPolicy):
             )
 
     def _first(self, encoded: Encoded) -> None:
-        """One pass of a family nobody has tried. Raises UserError where its network does not take
-        what its processor made of the prompt, or returns something else."""
+        """Make one pass of a family nobody has tried. Raises UserError where its network does not
+        take what its processor made of the prompt, or returns something else."""
         self.tried = True
         group = torch.zeros(1, dtype=torch.long, device=self.device)
         ids = encoded["input_ids"][:, -2:]
@@ -242,8 +237,7 @@ class Passes(NetPolicy):
     def _answers(
         self, cond: list[Encoded], group: Tensor, row: Tensor, rng: Rng, size: int
     ) -> Answers:
-        """Answers to the prompts of ``group`` [B], ``size`` rows at a time, in the order of the
-        rows.
+        """Answer the prompts of ``group`` [B], ``size`` rows at a time, in the order of the rows.
 
         Prompts of similar length are read together, which leaves little padding."""
         answers_by_part: list[Answers] = []
@@ -276,8 +270,9 @@ class Passes(NetPolicy):
     def _block(
         self, cond: list[Encoded], group: Tensor, row: Tensor, rng: Rng, rows_at: Tensor, size: int
     ) -> Iterator[tuple[Tensor, Answers]]:
-        """Rows and answers to the prompts of the rows ``rows_at``, which are read once."""
-        busy = self._any_works if sharded(self.net) else None
+        """Answer the prompts of the rows ``rows_at``, which are read once; yields rows and
+        answers."""
+        busy = self.any_process if sharded(self.net) else None
         if self.plainly:
             for part in rows_at.split(size):
                 inputs, _ = self._collated(cond, group[part], each=True)
@@ -300,14 +295,11 @@ class Passes(NetPolicy):
 
     @property
     def plainly(self) -> bool:
-        """Whether transformers' own ``generate`` samples."""
+        """Tell whether transformers' own ``generate`` samples."""
         return not self.net.share or self.engine == "hf"
 
-    def _any_works(self, working: bool) -> bool:
-        return bool(distributed.all_max(torch.tensor(float(working), device=self.device)))
-
     def _try(self, cond: list[Encoded], group: Tensor) -> None:
-        """What sampling these rows needs at most: no answer ends early."""
+        """Sample these rows at the largest cost: no answer ends early."""
         group = group[self._kinds(cond, group)[0]]
         inputs, rows = self._collated(cond, group, each=self.plainly)
         endless = replace(self.ending, stops=(), strings=())
@@ -326,7 +318,7 @@ def blank_image() -> Prompt:
 
 
 def images_in(encoded: Encoded) -> int:
-    """How many images, tiles or videos a prompt brings to the tower."""
+    """Count the images, tiles or videos that a prompt brings to the tower."""
     grids = [encoded[name] for name in ("image_grid_thw", "video_grid_thw") if name in encoded]
     return (
         sum(map(len, grids))

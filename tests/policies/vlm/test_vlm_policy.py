@@ -372,7 +372,7 @@ def test_truncated_sampling_is_scored_as_it_sampled(options):
 
 
 def test_log_prob_entropy_and_kl_are_those_of_the_whole_distribution(policy, monkeypatch):
-    from mmrl.policies.vlm import scores
+    from mmrl.policies import scores
 
     rollout = rolled(policy)
     point = point_of(policy, rollout)

@@ -16,7 +16,7 @@ from mmrl.policies.diffusion.pipeline_policy import FolderPolicy, stepwise_grid,
 
 @POLICIES.register("flux")
 class Flux(FolderPolicy):
-    """FLUX.1: any diffusers folder or hub id of a FluxPipeline."""
+    """Trains FLUX.1 from any diffusers folder or hub id of a FluxPipeline."""
 
     pipeline = "FluxPipeline"
     network = "FluxTransformer2DModel"

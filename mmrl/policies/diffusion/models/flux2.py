@@ -20,7 +20,7 @@ from samplers.schedules import dynamic, shifted
 
 @POLICIES.register("flux2")
 class Flux2(FolderPolicy):
-    """FLUX.2 klein: any diffusers folder or hub id of a Flux2KleinPipeline."""
+    """Trains FLUX.2 klein from any diffusers folder or hub id of a Flux2KleinPipeline."""
 
     pipeline = "Flux2KleinPipeline"
     network = "Flux2Transformer2DModel"

@@ -15,7 +15,7 @@ from mmrl.policies.diffusion.models.flux import Flux, pack, places
 
 @POLICIES.register("flux_kontext")
 class FluxKontext(EditPolicy, Flux):
-    """FLUX.1 Kontext: any diffusers folder or hub id of a FluxKontextPipeline."""
+    """Trains FLUX.1 Kontext from any diffusers folder or hub id of a FluxKontextPipeline."""
 
     pipeline = "FluxKontextPipeline"
 

@@ -21,7 +21,8 @@ from mmrl.policies.diffusion.video_pipeline import VideoFolderPolicy
 
 @POLICIES.register("hunyuan_video")
 class HunyuanVideo(VideoFolderPolicy):
-    """HunyuanVideo text to video: any diffusers folder or hub id of a HunyuanVideoPipeline."""
+    """Trains HunyuanVideo text to video from any diffusers folder or hub id of a
+    HunyuanVideoPipeline."""
 
     pipeline = "HunyuanVideoPipeline"
     network = "HunyuanVideoTransformer3DModel"
@@ -84,7 +85,7 @@ class HunyuanVideo(VideoFolderPolicy):
 
 @POLICIES.register("hunyuan_i2v")
 class HunyuanI2V(FirstFrame, HunyuanVideo):
-    """HunyuanVideo image to video: any diffusers folder or hub id of a
+    """Trains HunyuanVideo image to video from a folder or hub id of a
     HunyuanVideoImageToVideoPipeline.
 
     Of both kinds: ``token_replace`` sees the image in place of the first frame, ``latent_concat``

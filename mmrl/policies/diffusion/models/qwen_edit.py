@@ -22,7 +22,7 @@ from mmrl.policies.diffusion.video_pipeline import standardised
 
 @POLICIES.register("qwen_edit")
 class QwenEdit(EditPolicy, QwenImage):
-    """Qwen-Image-Edit: any diffusers folder or hub id of a QwenImageEditPipeline."""
+    """Trains Qwen-Image-Edit from any diffusers folder or hub id of a QwenImageEditPipeline."""
 
     pipeline = "QwenImageEditPipeline"
 

@@ -20,7 +20,7 @@ from mmrl.policies.diffusion.video_pipeline import standardised
 
 @POLICIES.register("qwen_image")
 class QwenImage(FolderPolicy):
-    """Qwen-Image: any diffusers folder or hub id of a QwenImagePipeline."""
+    """Trains Qwen-Image from any diffusers folder or hub id of a QwenImagePipeline."""
 
     pipeline = "QwenImagePipeline"
     network = "QwenImageTransformer2DModel"

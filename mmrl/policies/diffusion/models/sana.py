@@ -19,7 +19,7 @@ from samplers.schedules import shifted
 
 @POLICIES.register("sana")
 class Sana(FolderPolicy):
-    """Sana: any diffusers folder or hub id of a SanaPipeline."""
+    """Trains Sana from any diffusers folder or hub id of a SanaPipeline."""
 
     pipeline = "SanaPipeline"
     network = "SanaTransformer2DModel"

@@ -84,7 +84,7 @@ class Experts(nn.Module):
 
 @POLICIES.register("wan")
 class Wan(VideoFolderPolicy):
-    """Wan 2.1 and 2.2 text to video: any diffusers folder or hub id of a WanPipeline."""
+    """Trains Wan 2.1 and 2.2 text to video from any diffusers folder or hub id of a WanPipeline."""
 
     pipeline = "WanPipeline"
     network = "WanTransformer3DModel"

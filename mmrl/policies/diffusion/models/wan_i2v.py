@@ -16,7 +16,7 @@ from mmrl.policies.diffusion.video_pipeline import standardised
 
 @POLICIES.register("wan_i2v")
 class WanI2V(FirstFrame, Wan):
-    """Wan 2.1 and 2.2 image to video: any diffusers folder or hub id of a WanImageToVideoPipeline.
+    """Trains Wan 2.1 and 2.2 image to video from a folder or hub id of a WanImageToVideoPipeline.
 
     The condition is joined to the latents as further channels: a mask of the given frames and the
     latents of the video that is the image and then grey. Wan 2.2 TI2V (``expand_timesteps``) sees
@@ -70,7 +70,7 @@ class WanI2V(FirstFrame, Wan):
 
 @POLICIES.register("skyreels_i2v")
 class SkyReelsI2V(WanI2V):
-    """SkyReels-V2 image to video: any diffusers folder or hub id of a
+    """Trains SkyReels-V2 image to video from a folder or hub id of a
     SkyReelsV2ImageToVideoPipeline."""
 
     pipeline = "SkyReelsV2ImageToVideoPipeline"

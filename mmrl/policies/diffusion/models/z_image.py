@@ -16,7 +16,7 @@ from mmrl.policies.diffusion.pipeline_policy import FolderPolicy, padded, stepwi
 
 @POLICIES.register("z_image")
 class ZImage(FolderPolicy):
-    """Z-Image: any diffusers folder or hub id of a ZImagePipeline."""
+    """Trains Z-Image from any diffusers folder or hub id of a ZImagePipeline."""
 
     pipeline = "ZImagePipeline"
     network = "ZImageTransformer2DModel"

@@ -23,7 +23,8 @@ from mmrl.policies.image_tokens import causal
 from mmrl.policies.image_tokens.attention import Kernel, available, of_transformers
 from mmrl.policies.image_tokens.network import ImageNet, Inputs
 from mmrl.policies.image_tokens.policy import ImageTokenPolicy
-from mmrl.policies.lora import Lora
+from mmrl.policies.lora import Lora, ending_like
+from mmrl.policies.vlm import caches
 
 Storage = Literal["float32", "bfloat16", "float16"]
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -91,7 +92,7 @@ class Emu3Net(ImageNet):
         )
 
     def enable_gradient_checkpointing(self) -> None:
-        causal.recompute(self.decoder)
+        caches.recompute(self.decoder)
 
     def add_adapter(self, config: Any) -> None:
         self.hf.add_adapter(config)
@@ -99,8 +100,7 @@ class Emu3Net(ImageNet):
 
 @POLICIES.register("emu3")
 class Emu3(ImageTokenPolicy):
-    """Emu3-Gen, text to image: any transformers folder or hub id of
-    Emu3ForConditionalGeneration."""
+    """Trains Emu3-Gen, text to image, from a folder or hub id of Emu3ForConditionalGeneration."""
 
     attention = PROJECTIONS
     not_options = ("net", "compile")
@@ -159,7 +159,7 @@ class Emu3(ImageTokenPolicy):
     def collate(self, cond: list[Inputs]) -> Inputs:
         # so that both prompts share a pass
         least = self.negative.shape[1] if self.guidance_scale != 1 else 0
-        return dict(zip(("ids", "mask"), causal.padded(cond, self.pad, least)))
+        return causal.padded(cond, self.pad, least)
 
     def empty(self, inputs: Inputs) -> Inputs:
         """The negative prompt, with the same size and start of an image behind it."""
@@ -208,12 +208,7 @@ def _targets(hf: nn.Module, ends: Any) -> list[str]:
     linear = [
         n for n, m in hf.named_modules() if isinstance(m, nn.Linear) and ".text_model." in f".{n}"
     ]
-    matches = [name for name in linear if any(f".{name}".endswith(f".{end}") for end in ends)]
-    if not matches:
-        raise UserError(
-            f"lora.targets match no module of the text model; its linear layers: {linear[:8]} ..."
-        )
-    return matches
+    return ending_like(linear, ends, "text model")
 
 
 def _loaded(place: str, dtype: torch.dtype, attention: str) -> tuple[nn.Module, Any]:

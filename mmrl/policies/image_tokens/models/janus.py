@@ -4,25 +4,24 @@ classes."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import Prompt
 from mmrl.policies.diffusion.text_encoding import texts_of
+from mmrl.policies.image_tokens import causal
 from mmrl.policies.image_tokens.attention import Kernel, available, of_transformers
 from mmrl.policies.image_tokens.kv_cache import Rooms
 from mmrl.policies.image_tokens.models import llama
 from mmrl.policies.image_tokens.network import ImageNet, Inputs, widened
 from mmrl.policies.image_tokens.policy import ImageTokenPolicy
-from mmrl.policies.lora import Lora
+from mmrl.policies.lora import Lora, ending_like
 from mmrl.policies.vlm import caches
 from mmrl.policies.vlm.families import modules_of
 
@@ -67,7 +66,7 @@ class JanusNet(ImageNet):
         model = self.hf.model.language_model
         mask = inputs["mask"]
         cache = caches.recorded(self.config.text_config.num_hidden_layers)
-        places = _places(mask)
+        places = causal.positions(mask)
         hidden = model(
             input_ids=inputs["ids"],
             attention_mask=mask,
@@ -101,7 +100,7 @@ class JanusNet(ImageNet):
         hidden = self.hf.model.language_model(
             inputs_embeds=torch.cat([text, image], 1),
             attention_mask=mask,
-            position_ids=_places(mask),
+            position_ids=causal.positions(mask),
             use_cache=False,
         ).last_hidden_state
         return hidden[:, text.shape[1] - 1 :]
@@ -122,18 +121,7 @@ class JanusNet(ImageNet):
         return self.hf.model.vqmodel.decode(ids)
 
     def enable_gradient_checkpointing(self) -> None:
-        """Layers are computed again in the backward pass of teacher forcing, which uses no
-        cache."""
-        from transformers.modeling_layers import GradientCheckpointingLayer
-
-        for layer in self.hf.model.language_model.modules():
-            if isinstance(layer, GradientCheckpointingLayer):
-                layer.gradient_checkpointing = layer._can_checkpoint_with_cache = True
-                layer._gradient_checkpointing_func = partial(
-                    checkpoint, use_reentrant=False, preserve_rng_state=False
-                )
-                # of the layer alone, which asks for it; what is inside stays in eval mode
-                layer.training = True
+        caches.recompute(self.hf.model.language_model)
 
     def add_adapter(self, config: Any) -> None:
         self.hf.add_adapter(config)
@@ -141,7 +129,7 @@ class JanusNet(ImageNet):
 
 @POLICIES.register("janus")
 class Janus(ImageTokenPolicy):
-    """Janus and Janus-Pro, text to image: any transformers folder or hub id of
+    """Trains Janus and Janus-Pro, text to image, from a folder or hub id of
     JanusForConditionalGeneration."""
 
     wrapper: type[JanusNet] = JanusNet
@@ -203,12 +191,7 @@ class Janus(ImageTokenPolicy):
         return encodings
 
     def collate(self, cond: list[Inputs]) -> Inputs:
-        """Padded on the left to the longest."""
-        longest = max(prompt["ids"].shape[1] for prompt in cond)
-        short = [longest - prompt["ids"].shape[1] for prompt in cond]
-        ids = [F.pad(prompt["ids"], (n, 0), value=self.pad) for prompt, n in zip(cond, short)]
-        mask = [F.pad(torch.ones_like(prompt["ids"]), (n, 0)) for prompt, n in zip(cond, short)]
-        return {"ids": torch.cat(ids), "mask": torch.cat(mask)}
+        return causal.padded(cond, self.pad)
 
     def empty(self, inputs: Inputs) -> Inputs:
         """As the model was trained: every token but the first and the image's start is padding that
@@ -225,25 +208,10 @@ class Janus(ImageTokenPolicy):
         self.processor.save_pretrained(folder)
 
 
-def _places(mask: Tensor) -> Tensor:
-    """[B, S] positions, not counting the padding on the left."""
-    return (mask.long().cumsum(1) - 1).clamp_min(0)
-
-
 def _targets(hf: nn.Module, ends: Any) -> list[str]:
     """Names of the language model's linear layers that end like one of ``ends``; all for None."""
     names = [name for name in modules_of(hf, "language") if ".language_model." in name]
-    matches = [
-        name
-        for name in names
-        if ends is None or any(f".{name}".endswith(f".{end}") for end in ends)
-    ]
-    if not matches:
-        raise UserError(
-            f"lora.targets match no module of the language model; its linear layers: "
-            f"{names[:8]} ..."
-        )
-    return matches
+    return ending_like(names, ends, "language model")
 
 
 def _loaded(place: str, dtype: torch.dtype, attention: str) -> tuple[nn.Module, Any]:

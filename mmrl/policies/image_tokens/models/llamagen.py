@@ -27,8 +27,8 @@ Storage = Literal["float32", "bfloat16", "float16"]
 
 @POLICIES.register("llamagen")
 class LlamaGen(ImageTokenPolicy):
-    """LlamaGen, class- or text-conditional: published checkpoints of transformer and VQ-16, or an
-    exported folder."""
+    """Trains LlamaGen, by class or text, from published checkpoints with VQ-16 or an exported
+    folder."""
 
     attention = ("attention.wqkv", "attention.wo")
 

@@ -27,7 +27,7 @@ class Scored(NamedTuple):
 def score(
     hidden: Tensor, targets: Tensor, head: Head, warp: Warp, vocab: int, entropy: bool
 ) -> Scored:
-    """Log-probs of ``targets`` [N] at ``hidden`` [N, H], at least float32, in chunks.
+    """Compute log-probs of ``targets`` [N] at ``hidden`` [N, H], at least float32, in chunks.
 
     More than one chunk is recomputed in the backward pass, so that logits of one chunk only are
     ever kept: memory does not grow with the number of decisions times the vocabulary.
@@ -58,8 +58,8 @@ def _scored(warped: Tensor, ids: Tensor, entropy: bool) -> tuple[Tensor, Tensor]
 
 
 def certainty(logits: Tensor) -> Tensor:
-    """[*] KL(uniform || p) in nats, p the softmax of logits [*, V]: log-sum-exp less their mean,
-    less log V.
+    """Compute KL(uniform || p) [*] in nats, p the softmax of logits [*, V]: log-sum-exp less their
+    mean, less log V.
 
     Self-certainty (Kang et al. 2025, arXiv:2502.18581), before any temperature or truncation; 0 for
     no idea at all.
@@ -69,14 +69,14 @@ def certainty(logits: Tensor) -> Tensor:
 
 
 def full(hidden: Tensor, head: Head, warp: Warp, vocab: int) -> Tensor:
-    """[N, V] log-probs of all tokens: what an exact KL needs, and as large as it looks."""
+    """Compute log-probs of all tokens [N, V]: what an exact KL needs, and as large as it looks."""
     parts = chunks(len(hidden), max(1, BYTES // (4 * vocab)))
     return torch.cat([warp(head(hidden[part])).log_softmax(-1) for part in parts])
 
 
 def kl(hidden: Tensor, reference: Tensor, head: Head, warp: Warp) -> Tensor:
-    """[N] KL(self || other) at ``hidden`` [N, H], for the other's log-probs of all tokens [N,
-    V]."""
+    """Compute KL(self || reference) [N] at ``hidden`` [N, H], for the reference's log-probs of all
+    tokens [N, V]."""
 
     def kl_chunk(h: Tensor, q: Tensor) -> Tensor:
         p = warp(head(h)).log_softmax(-1)
@@ -88,7 +88,8 @@ def kl(hidden: Tensor, reference: Tensor, head: Head, warp: Warp) -> Tensor:
 
 
 def _again(fn: Callable, *arguments: Tensor) -> Any:
-    """``fn(*given)``, computed again in the backward pass rather than kept."""
+    """Call ``fn(*arguments)`` so that it is computed again in the backward pass rather than
+    kept."""
     return (
         checkpoint(fn, *arguments, use_reentrant=False, preserve_rng_state=False)
         if torch.is_grad_enabled()
