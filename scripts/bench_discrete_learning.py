@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mmrl.core.metrics import Meter
 from mmrl.monitoring.report.charts import Chart, Series
 from mmrl.objectives import mask_estimators
 from mmrl.objectives.masked import Masked
@@ -142,27 +143,28 @@ def gradients(batches: int = 4) -> dict[str, list[float]]:
     plain = session.options
     found: dict[str, list[torch.Tensor]] = {name: [] for name in ESTIMATORS}
 
-    def remember() -> bool:
+    def remember(meter: Meter) -> bool:
         found[asked[-1]].append(
             torch.cat([p.grad.flatten() for p in session.policy.net.parameters()])
         )
-        trainer.optimizer.zero_grad()
+        trainer.update.optimizer.zero_grad()
         return True
 
     asked: list[str] = []
-    trainer._descend = remember
+    trainer.update._descend = remember
     for trainer.iteration in range(batches):
-        rollout, _ = trainer.collect()
+        batch = trainer.collect()
         for name, estimator in ESTIMATORS.items():
             asked.append(name)
-            trainer.objective = Masked(estimator)
-            trainer.options = replace(
+            trainer.update.objective = trainer.update.passes.objective = Masked(estimator)
+            trainer.update.options = replace(
                 plain,
                 loss_agg_mode="seq_mean_token_mean"
                 if estimator is mask_estimators.uni_grpo
-                else "decision",
+                else "token_mean",
             )
-            trainer.improve(rollout, Rng.of("gradients", trainer.iteration), True)
+            rng = Rng.of("gradients", trainer.iteration)
+            trainer.update.improve(batch, batch.rollout, rng, True, Meter())
     pairs = list(itertools.combinations(range(batches), 2))
     exact = found["mask_exact"]
     return {

@@ -310,7 +310,7 @@ def agreement(make: Make, work: Work, kind: type[PlainLoop] = PlainLoop) -> dict
     loop = plain_loop(plain, work, by_place, KeyedDraws, kind)
     seen: list[Rollout] = []
     collect = trainer.collect
-    trainer.collect = lambda: seen.append((found := collect())[0]) or found
+    trainer.collect = lambda: seen.append((batch := collect()).rollout) or batch
     trainer.iterate()
     loop.iterate()
     rollout = seen[0]

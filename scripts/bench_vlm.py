@@ -259,8 +259,10 @@ def interleaved(folder: Path, work: Work, repeats: int) -> dict[str, Any]:
 
     class Turns(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            times["mmrl"].append(measuring.seconds(mine.iterate))
-            parts.append(dict(mine.seconds))
+            metrics: dict[str, float] = {}
+            times["mmrl"].append(measuring.seconds(lambda: metrics.update(mine.iterate())))
+            clock = {k: v for k, v in metrics.items() if k.startswith("time/")}
+            parts.append({name.removeprefix("time/"): value for name, value in clock.items()})
             self.clock = measuring.Clock()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -271,7 +273,7 @@ def interleaved(folder: Path, work: Work, repeats: int) -> dict[str, Any]:
         generated: list[int] = []
         _watch(other, generated)
         other.train()
-    lengths = mine.collect()[0].mask.sum(1)
+    lengths = mine.collect().rollout.mask.sum(1)
     assert set(lengths.tolist()) == {work.tokens} == set(generated), "answers of equal length"
     found = {name: statistics.median(each[1:]) for name, each in times.items()}
     length = _prompt_tokens(mine, rows[0])

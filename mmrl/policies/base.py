@@ -18,7 +18,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.types import Media, Point, Prompt, Rollout, tree_map
 from mmrl.core.weights import Weights
 from mmrl.policies.lora import ATTENTION, Lora, add_lora
-from samplers.batching import halved_to_fit, rows_that_fit
+from samplers.batching import Attempt, attempts, rows_that_fit
 from samplers.noise import Rng
 
 Medium = Literal["image", "video", "text"]
@@ -181,23 +181,21 @@ class NetPolicy:
             self.fitting = -int(distributed.all_max(torch.tensor(-found)))
         return min(self.fitting, rows, self.most or rows)
 
-    def fitted(self, run: Callable[[int], Any], size: int, least: int = 1) -> Any:
-        """``run(size)``, work in passes of at most ``size`` rows; where the device's memory does
+    def attempts(self, size: int, least: int = 1) -> Iterator[Attempt]:
+        """Yield attempts at work in passes of at most ``size`` rows; where the device's memory does
         not do, again with half of them. From then on no pass is larger, and all are as wide as
         that, which keeps log-probs equal. UserError where ``least`` rows are too many."""
-        # several would no longer make equally many passes
+        # several processes would no longer make equally many passes
         alone = distributed.world()[1] == 1
         width = self.fixed_batch_rows
-
-        def attempt(rows: int) -> Any:
-            if rows < size and width:
-                self.fixed_batch_rows = min(
-                    width, rows
-                )  # or passes would be filled up to what did not fit
-            return run(rows)
-
+        rows = size
         try:
-            result, fits = halved_to_fit(attempt, size, least if alone else size)
+            for attempt in attempts(size, least if alone else size):
+                rows = attempt.rows
+                # or passes would be filled up to what did not fit
+                if rows < size and width:
+                    self.fixed_batch_rows = min(width, rows)
+                yield attempt
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"out of memory: {error}. Try train.gradient_checkpointing=true, "
@@ -205,9 +203,8 @@ class NetPolicy:
                 "train.micro_batch_size, or a smaller size; `mmrl train CONFIG --dry-run` "
                 "estimates what is needed"
             ) from error
-        if fits < size:
-            self.shrink(fits)
-        return result
+        if rows < size:
+            self.shrink(rows)
 
     def shrink(self, rows: int) -> None:
         """From now on no pass has more than ``rows`` rows."""

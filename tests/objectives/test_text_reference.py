@@ -19,6 +19,7 @@ from mmrl.config.options import TrainOptions
 from mmrl.config.presets import PRESETS, filled
 from mmrl.core.distributions import Categorical
 from mmrl.core.errors import UserError
+from mmrl.core.metrics import Meter
 from mmrl.core.registry import ADVANTAGES, OBJECTIVES, SURROGATES, load_built_in
 from mmrl.core.types import Point, Rewards, Rollout
 from mmrl.objectives import ClipCov, clipped
@@ -190,10 +191,11 @@ def loss_and_gradient(one):
     """Through collect and improve, as in an iteration whose weights have moved since they
     sampled."""
     before = one.policy.net.logp.detach().clone()
-    rollout, _ = one.collect()
-    with one.meter.listening():
-        assert one.improve(rollout, Rng.of("step"), on_policy=False)
-    return one.meter.mean("loss"), (before - one.policy.net.logp.detach()).flatten()
+    batch = one.collect()
+    meter = Meter()
+    with meter.listening():
+        assert one.update.improve(batch, batch.rollout, Rng.of("step"), False, meter)
+    return meter.mean("loss"), (before - one.policy.net.logp.detach()).flatten()
 
 
 ROWS = json.loads(Path(__file__).with_name("text_reference.json").read_text())

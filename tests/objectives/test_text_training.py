@@ -11,12 +11,14 @@ from mmrl import advantages, config
 from mmrl.config.options import TrainOptions, arithmetic
 from mmrl.core import registry
 from mmrl.core.errors import UserError
+from mmrl.core.metrics import Meter
 from mmrl.core.registry import OBJECTIVES, SURROGATES
 from mmrl.core.types import Completion, Rewards
 from mmrl.objectives import GVPO, REAL, RegGRPO, Text
 from mmrl.objectives.text import Entropy
 from mmrl.rollout import dynamic_sampling
-from mmrl.rollout.dynamic_sampling import Drawn, flat_groups
+from mmrl.rollout.dynamic_sampling import flat_groups
+from mmrl.rollout.stages import Drawn
 from mmrl.run import state
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
@@ -146,7 +148,7 @@ def test_the_reductions_by_hand(reduction):
         loss_denominator=10,
         mask_truncated_completions=True,
     )
-    rollout, _ = one.collect()
+    rollout = one.collect().rollout
     loss = (-rollout.advantage * rollout.logprob * rollout.mask).sum(1)
     count = rollout.mask.sum(1)
     rows = len(rollout)
@@ -200,10 +202,15 @@ def only_label_one(media, prompts):
 
 def test_flat_groups_give_way_to_other_prompts():
     one = trainer(reward=only_label_one, dynamic_sampling_rounds=12)
-    rollout, rewards = one.collect()
+    batch = one.collect()
+    rollout = batch.rollout
+    rewards = batch.rewards
     assert {p["label"] for p in rollout.prompt_per_row()} == {1}
-    assert sorted(rollout.row_id.tolist()) == list(range(64)) and one.noted["resample/left"] == 0
-    assert one.noted["resample/groups"] >= 4 and one.noted["resample/rounds"] <= 12
+    assert (
+        sorted(rollout.row_id.tolist()) == list(range(64))
+    assert batch.metrics["resample/left"] == 0
+    )
+    assert batch.metrics["resample/groups"] >= 4 and batch.metrics["resample/rounds"] <= 12
     for group in rollout.group.unique():
         own = rollout.group == group
         assert own.sum() == 8 and rewards["threes"][own].unique().numel() > 1
@@ -240,8 +247,8 @@ def test_rewards_in_the_log_are_those_of_everything_that_was_sampled():
 def test_rounds_end_when_nothing_helps_and_groups_that_differ_stay():
     plain = trainer(reward=only_label_one)
     more = trainer(reward=only_label_one, dynamic_sampling_rounds=1)
-    before, _ = plain.collect()
-    after, _ = more.collect()
+    before = plain.collect().rollout
+    after = more.collect().rollout
     good = torch.tensor([p["label"] == 1 for p in before.prompt_per_row()])
     assert torch.equal(before.sample[good], after.sample[good]) and torch.equal(
         before.row_id, after.row_id
@@ -265,8 +272,9 @@ def nearly_equal_but_for_label_one(media, prompts):
 
 def test_rewards_that_are_nearly_equal_give_way_by_their_spread():
     exact = trainer(reward=nearly_equal_but_for_label_one, dynamic_sampling_rounds=12)
-    rollout, _ = exact.collect()
-    assert exact.noted["resample/groups"] == 0 and {
+    batch = exact.collect()
+    rollout = batch.rollout
+    assert batch.metrics["resample/groups"] == 0 and {
         p["label"] for p in rollout.prompt_per_row()
     } == {0, 1}
     one = trainer(
@@ -274,9 +282,13 @@ def test_rewards_that_are_nearly_equal_give_way_by_their_spread():
         dynamic_sampling_rounds=12,
         dynamic_sampling_min_std=0.01,
     )
-    rollout, rewards = one.collect()
-    assert {p["label"] for p in rollout.prompt_per_row()} == {1} and one.noted["resample/left"] == 0
-    assert one.noted["resample/groups"] >= 4
+    batch = one.collect()
+    rollout = batch.rollout
+    rewards = batch.rewards
+    assert {p["label"] for p in rollout.prompt_per_row()} == {1} and batch.metrics[
+        "resample/left"
+    ] == 0
+    assert batch.metrics["resample/groups"] >= 4
     for group in rollout.group.unique():
         assert rewards["threes"][rollout.group == group].std(correction=0) > 0.01
     with_none = TrainOptions(
@@ -378,7 +390,7 @@ def test_a_sampler_that_differs_is_corrected():
         {"text": {"surrogate": "reinforce", "importance_sampling": {"cap": 1e6}}}, OBJECTIVES
     )
     one = trainer(objective, train_batch_size=64)
-    rollout, _ = one.collect()
+    rollout = one.collect().rollout
     point = next(iter(one.policy.path(rollout.replace(sampler_logprob=rollout.logprob - 0.5))))
     plain = Text(surrogate=SURROGATES["reinforce"]).loss(one.policy, point)
     torch.testing.assert_close(
@@ -411,7 +423,7 @@ def test_importance_weights(level, wanted):
 
 def test_answers_that_went_out_of_favour_leave_the_loss():
     one = trainer(train_batch_size=64)
-    rollout, _ = one.collect()
+    rollout = one.collect().rollout
     point = next(iter(one.policy.path(rollout.replace(logprob=rollout.logprob + 0.3))))
     masked, plain = (Text(off_policy=limit).loss(one.policy, point) for limit in (0.2, None))
     bad = (point.advantage < 0).expand_as(point.mask) & point.mask
@@ -457,7 +469,7 @@ def test_the_kl_in_the_reward_is_taken_off_before_groups_are_compared():
     one.iterate()
     metrics = one.iterate()
     assert metrics["reward/kl/mean"] > 0
-    _, rewards = one.collect()
+    rewards = one.collect().rewards
     assert rewards.weights["kl"] == -0.1 and list(rewards) == ["threes", "kl"]
 
 
@@ -509,7 +521,8 @@ def test_losses_of_groups_and_their_gradients_by_hand(name, micro):
         micro_batch_size=micro,
         loss_agg_mode="seq_mean_token_mean",
     )
-    rollout, _ = one.collect()
+    batch = one.collect()
+    rollout = batch.rollout
     one.iterate()  # away from the weights that sampled
     point = next(iter(one.policy.path(rollout)))
     gap = (one.policy.dist(point).log_prob(point.target) - rollout.logprob) * rollout.mask
@@ -517,10 +530,10 @@ def test_losses_of_groups_and_their_gradients_by_hand(name, micro):
     groups = [rollout.group == g for g in range(8)]
     loss = sum(by_hand(name, ratio[own], rollout.advantage[own, 0]) for own in groups) / 8
     wanted = torch.autograd.grad(loss, list(one.policy.net.parameters()))
-    one._descend = lambda: True
-    one.meter.sums.clear()
-    assert one.improve(rollout, Rng.of("step"), on_policy=False)
-    assert one.meter.mean("loss") == pytest.approx(float(loss.detach()), abs=1e-6)
+    one.update._descend = lambda meter: True
+    meter = Meter()
+    assert one.update.improve(batch, rollout, Rng.of("step"), False, meter)
+    assert meter.mean("loss") == pytest.approx(float(loss.detach()), abs=1e-6)
     for found, expected in zip(one.policy.net.parameters(), wanted, strict=True):
         torch.testing.assert_close(found.grad, expected, atol=1e-6, rtol=1e-5)
 
