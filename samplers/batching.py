@@ -99,20 +99,40 @@ def rows_that_fit(
     return most if each <= 0 else min(most, 1 + (budget - first) // each)
 
 
-def halved_to_fit(run: Callable[[int], Any], size: int, least: int = 1) -> tuple[Any, int]:
-    """``run(size)``, or with half of ``size`` again and again as long as the device is out of
-    memory, and the size that fitted. ``run`` must begin anew at every call. torch.OutOfMemoryError
-    where ``least`` rows do not fit either."""
+class Attempt:
+    """One attempt at work in passes of at most ``rows`` rows. As a context manager it gives
+    ``rows``, and notes an out-of-memory error of its block instead of raising it."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.error: str | None = None
+
+    def __enter__(self) -> int:
+        return self.rows
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> bool:
+        if not isinstance(error, torch.OutOfMemoryError):
+            return False
+        self.error = str(error).partition("\n")[0]
+        return True
+
+
+def attempts(size: int, least: int = 1) -> Iterator[Attempt]:
+    """Yield an attempt at ``size`` rows a pass, and with half as many again and again as long as
+    the device is out of memory. The block must begin anew in every attempt.
+
+    Raises torch.OutOfMemoryError where ``least`` rows do not fit either.
+    """
     while True:
-        try:
-            return run(size), size
-        except torch.OutOfMemoryError as error:
-            reason = str(error).partition("\n")[0]
+        attempt = Attempt(size)
+        yield attempt
+        if attempt.error is None:
+            return
         if size // 2 < least:
             raise torch.OutOfMemoryError(
-                f"{size} rows a pass, and fewer than {least} cannot be: {reason}"
+                f"{size} rows a pass, and fewer than {least} cannot be: {attempt.error}"
             )
-        size //= 2  # outside the handler, whose traceback holds what the failed pass had allocated
+        size //= 2
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mmrl.core.metrics import Meter
 from mmrl.monitoring.report.charts import Chart, Series
 from mmrl.objectives import mask_estimators
 from mmrl.objectives.masked import Masked
@@ -144,27 +145,28 @@ def gradients(batches: int = 4) -> dict[str, list[float]]:
     plain = session.options
     gradients_of: dict[str, list[torch.Tensor]] = {name: [] for name in ESTIMATORS}
 
-    def remember() -> bool:
+    def remember(meter: Meter) -> bool:
         gradients_of[called[-1]].append(
             torch.cat([p.grad.flatten() for p in session.policy.net.parameters()])
         )
-        trainer.optimizer.zero_grad()
+        trainer.update.optimizer.zero_grad()
         return True
 
     called: list[str] = []
-    trainer._descend = remember
+    trainer.update._descend = remember
     for trainer.iteration in range(batches):
-        rollout, _ = trainer.collect()
+        batch = trainer.collect()
         for name, estimator in ESTIMATORS.items():
             called.append(name)
-            trainer.objective = Masked(estimator)
-            trainer.options = replace(
+            trainer.update.objective = trainer.update.passes.objective = Masked(estimator)
+            trainer.update.options = replace(
                 plain,
                 loss_agg_mode="seq_mean_token_mean"
                 if estimator is mask_estimators.uni_grpo
-                else "decision",
+                else "token_mean",
             )
-            trainer.improve(rollout, Rng.of("gradients", trainer.iteration), True)
+            rng = Rng.of("gradients", trainer.iteration)
+            trainer.update.improve(batch, batch.rollout, rng, True, Meter())
     pairs = list(itertools.combinations(range(batches), 2))
     exact = gradients_of["mask_exact"]
     return {

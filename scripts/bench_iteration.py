@@ -310,7 +310,7 @@ def agreement(make: Make, work: Work, kind: type[PlainLoop] = PlainLoop) -> dict
     loop = plain_loop(plain, work, by_place, KeyedDraws, kind)
     rollouts: list[Rollout] = []
     collect = trainer.collect
-    trainer.collect = lambda: rollouts.append((found := collect())[0]) or found
+    trainer.collect = lambda: rollouts.append((batch := collect()).rollout) or batch
     trainer.iterate()
     loop.iterate()
     rollout = rollouts[0]

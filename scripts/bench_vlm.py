@@ -259,8 +259,10 @@ def interleaved(folder: Path, work: Work, repeats: int) -> dict[str, Any]:
 
     class Turns(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            times["mmrl"].append(measuring.seconds(trainer.iterate))
-            parts.append(dict(trainer.seconds))
+            metrics: dict[str, float] = {}
+            times["mmrl"].append(measuring.seconds(lambda: metrics.update(trainer.iterate())))
+            clock = {k: v for k, v in metrics.items() if k.startswith("time/")}
+            parts.append({name.removeprefix("time/"): value for name, value in clock.items()})
             self.clock = measuring.Clock()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -271,7 +273,7 @@ def interleaved(folder: Path, work: Work, repeats: int) -> dict[str, Any]:
         generated: list[int] = []
         _watch(trl_trainer, generated)
         trl_trainer.train()
-    lengths = trainer.collect()[0].mask.sum(1)
+    lengths = trainer.collect().rollout.mask.sum(1)
     assert set(lengths.tolist()) == {work.tokens} == set(generated), "answers of equal length"
     medians = {name: statistics.median(each[1:]) for name, each in times.items()}
     length = _prompt_tokens(trainer, rows[0])

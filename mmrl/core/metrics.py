@@ -7,6 +7,7 @@ at and ten lines long.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -99,3 +100,23 @@ class Meter:
     def top(self, name: str) -> float:
         """Largest absolute value on any process; a collective call."""
         return float(distributed.all_max(self.tops.get(name, torch.zeros((), dtype=torch.float64))))
+
+
+class Stopwatch:
+    """Adds up the seconds that the parts of an iteration take, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        """Add what the block takes to the seconds of ``name``; nothing where it raises."""
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def lap(self) -> dict[str, float]:
+        """Return the seconds as metrics, and begin anew."""
+        seconds = self.seconds
+        self.seconds = {}
+        return {f"time/{name}": value for name, value in seconds.items()}

@@ -189,6 +189,8 @@ SURROGATES = Registry("surrogate", group="mmrl.surrogates")
 TIMES = Registry("timestep sampler", group="mmrl.timestep_samplers")
 # of the masked objective: which states it looks at
 ESTIMATORS = Registry("estimator", group="mmrl.estimators")
+STAGES = Registry("stage")  # what changes which rows of an iteration are trained on
+MONITORS = Registry("monitor")  # metrics of what an iteration sampled
 JUDGES = Registry("judge")  # vision-language models that rewards ask
 ARTIFACTS = Registry("artifact")  # things a world builds and caches: () -> folder
 
@@ -206,6 +208,8 @@ ALL = {
     "surrogates": SURROGATES,
     "timestep_samplers": TIMES,
     "estimators": ESTIMATORS,
+    "stages": STAGES,
+    "monitors": MONITORS,
     "judges": JUDGES,
     "artifacts": ARTIFACTS,
 }
@@ -216,6 +220,8 @@ BUILT_IN = (
     "mmrl.policies",
     "mmrl.objectives",
     "mmrl.advantages",
+    "mmrl.rollout",
+    "mmrl.monitoring.monitors",
     "mmrl.train.optimizers",
     "mmrl.data.prompts",
     "mmrl.data.vision",

@@ -144,7 +144,7 @@ def counted(policy: FlowPolicy, configuration: Config, options: TrainOptions) ->
     snapshots = trainer.snapshots()
     # what it does depends on its rewards' gradients
     if isinstance(trainer.objective, Differentiates):
-        rollout, _ = trainer.collect()
+        rollout = trainer.collect().rollout
         return Counted(
             policy.forwards,
             None,

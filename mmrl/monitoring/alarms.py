@@ -11,9 +11,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from annotated_types import Ge, Gt, Lt
+
+if TYPE_CHECKING:  # it imports torch, and this module is read for its options
+    from mmrl.monitoring.monitors import Sampled
 
 SCALES = (1, 4, 16)  # windows that trends are looked for in, in units of ``window``
 SHORT = 10  # iterations whose median stands for a moment of the run
@@ -45,25 +48,32 @@ class Alarm(NamedTuple):
 
 @dataclass
 class Alarms:
-    """Sees the metrics of every iteration. ``monitors``: names of the rewards that are only
+    """Judges the metrics of every iteration. ``monitors``: names of the rewards that are only
     measured."""
 
     options: AlarmOptions
     monitors: Sequence[str] = ()
+    news: list[Alarm] = field(default_factory=list)  # alarms that nobody has taken yet
     # metric -> finite values, oldest first
     columns: dict[str, list[float]] = field(default_factory=dict)
     last_alarm: dict[str, int] = field(default_factory=dict)  # kind -> iteration of the last alarm
 
     def recall(self, lines: Sequence[Mapping[str, object]], alarms: Mapping[str, int] = {}) -> None:
-        """What was logged before a resume; nothing is alarming about it any more. ``alarms``: kind
-        -> iteration of the last one, which does not come again before its time."""
+        """Take up what was logged before a resume; nothing is alarming about it any more.
+
+        ``alarms``: kind -> iteration of the last one, which does not come again before its time."""
         for line in lines:
             self._note(line)
         self.last_alarm |= alarms
 
-    def see(self, iteration: int, metrics: Mapping[str, object]) -> list[Alarm]:
-        """New alarms after this iteration; one about the same thing comes at most once in
-        ``window`` iterations."""
+    def see(self, sampled: Sampled) -> dict[str, float]:
+        """Look at an iteration as a monitor; its alarms wait in ``news``."""
+        self.news += self.judge(sampled.iteration + 1, sampled.metrics)
+        return {}
+
+    def judge(self, iteration: int, metrics: Mapping[str, object]) -> list[Alarm]:
+        """Return the new alarms after this iteration; one about the same thing comes at most once
+        in ``window`` iterations."""
         if not self.options.enabled:
             return []
         self._note(metrics)

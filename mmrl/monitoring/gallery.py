@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mmrl.core.types import Prompt, Reward, Rewards, Rollout
 from mmrl.data.vision.source import in_messages
+from mmrl.monitoring.monitors import Sampled
 from mmrl.monitoring.report.pictures import data_uri, strip
 
 FILE = "rollouts.jsonl"
@@ -22,14 +23,22 @@ LONGEST = 4000  # characters of a text that are kept
 
 class Gallery:
     """Appends to ``rollouts.jsonl`` of a run folder what the first prompts of an iteration were
-    answered."""
+    answered: of the first iteration and of every ``every``-th."""
 
-    def __init__(self, folder: Path, rewards: Mapping[str, Reward]):
+    def __init__(self, folder: Path, rewards: Mapping[str, Reward], every: int = 1):
         self.path = folder / FILE
         self.rewards = rewards
+        self.every = every
+
+    def see(self, sampled: Sampled) -> dict[str, float]:
+        """Look at an iteration as a monitor; only texts are kept."""
+        iteration = sampled.iteration + 1
+        if isinstance(sampled.media, list) and (iteration == 1 or iteration % self.every == 0):
+            self.add(iteration, sampled.media, sampled.rollout, sampled.shaped)
+        return {}
 
     def add(self, iteration: int, media: list[str], rollout: Rollout, rewards: Rewards) -> None:
-        """One line a prompt. Advantages are NaN-free here, as rows without one have left
+        """Write one line a prompt. Advantages are NaN-free here, as rows without one have left
         training."""
         written = torch.tensor(
             [isinstance(item, str) for item in media], device=rollout.group.device

@@ -21,7 +21,7 @@ from mmrl.core.types import Media, Point, Prompt, Rollout, tree_map
 from mmrl.core.weights import Weights
 from mmrl.policies.capabilities import Capabilities
 from mmrl.policies.lora import ATTENTION, Lora, add_lora
-from samplers.batching import halved_to_fit, rows_that_fit
+from samplers.batching import Attempt, attempts, rows_that_fit
 from samplers.noise import Rng
 
 Precision = Literal["float32", "bfloat16", "float16", "float64"]
@@ -206,23 +206,21 @@ class Policy(ABC):
             self.fitting = -int(distributed.all_max(torch.tensor(-fitting)))
         return min(self.fitting, rows, self.most or rows)
 
-    def fitted(self, run: Callable[[int], Any], size: int, least: int = 1) -> Any:
-        """Call ``run(size)``, work in passes of at most ``size`` rows; where the device's memory
-        does not do, again with half of them. From then on no pass is larger, and all are as wide as
+    def attempts(self, size: int, least: int = 1) -> Iterator[Attempt]:
+        """Yield attempts at work in passes of at most ``size`` rows; where the device's memory does
+        not do, again with half of them. From then on no pass is larger, and all are as wide as
         that, which keeps log-probs equal. UserError where ``least`` rows are too many."""
-        # several would no longer make equally many passes
+        # several processes would no longer make equally many passes
         alone = distributed.world()[1] == 1
         width = self.fixed_batch_rows
-
-        def attempt(rows: int) -> Any:
-            if rows < size and width:
-                self.fixed_batch_rows = min(
-                    width, rows
-                )  # or passes would be filled up to what did not fit
-            return run(rows)
-
+        rows = size
         try:
-            output, fits = halved_to_fit(attempt, size, least if alone else size)
+            for attempt in attempts(size, least if alone else size):
+                rows = attempt.rows
+                # or passes would be filled up to what did not fit
+                if rows < size and width:
+                    self.fixed_batch_rows = min(width, rows)
+                yield attempt
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"out of memory: {error}. Try train.gradient_checkpointing=true, "
@@ -230,9 +228,8 @@ class Policy(ABC):
                 "train.micro_batch_size, or a smaller size; `mmrl train CONFIG --dry-run` "
                 "estimates what is needed"
             ) from error
-        if fits < size:
-            self.shrink(fits)
-        return output
+        if rows < size:
+            self.shrink(rows)
 
     def shrink(self, rows: int) -> None:
         """Let no pass have more than ``rows`` rows from now on."""

@@ -32,7 +32,7 @@ def draw(
     parts: int = 1,
     context: RolloutContext = NO_CONTEXT,
 ) -> tuple[Rollout, Media, Callable[[], Rewards]]:
-    """What was sampled, as rollout and as media, and a function that waits for its rewards.
+    """Sample, and return the rollout, its media and a function that waits for the rewards.
 
     ``scorer``: a ``Scorer``; with one part any ``(media, prompts) -> Rewards``, called when the
     rewards are asked for.
@@ -56,29 +56,28 @@ def draw(
 
 
 def scored(scorer: Callable, media: Media, rollout: Rollout) -> Rewards:
-    """A ``Scorer`` is told which rows are a group; any other function guesses."""
+    """Score a rollout. A ``Scorer`` hears which rows are a group; any other function guesses."""
     if hasattr(scorer, "stream"):
         return scorer(media, rollout.prompt_per_row(), rollout.group)
     return scorer(media, rollout.prompt_per_row())
 
 
 def together(media: Sequence[Media]) -> Media:
-    """Samples of all parts, in order."""
+    """Join the samples of all parts, in order."""
     if all(isinstance(part, Tensor) for part in media):
         return torch.cat(list(media))
     return [item for part in media for item in part]
 
 
 def joined(parts: Sequence[Rollout]) -> Rollout:
-    """One rollout of the prompts of all. Shorter ones are padded behind with what no mask lets
-    through."""
+    """Join parts to one rollout of all prompts. Shorter ones are padded behind, under the mask."""
     longest = max(part.mask.shape[1] for part in parts)
     states = max(0 if part.path is None else part.path.shape[1] for part in parts)
     first = 0
     edges = 0
     rows = []
     for part in parts:
-        part = roomy(padded(part, longest), states)
+        part = with_room(padded(part, longest), states)
         branch = None if part.edge_id is None else part.edge_id + edges
         edges = edges if branch is None else int(branch.max()) + 1
         rows.append(part.replace(group=part.group + first, edge_id=branch, cond=None))
@@ -90,7 +89,7 @@ def joined(parts: Sequence[Rollout]) -> Rollout:
 
 
 def padded(rollout: Rollout, length: int) -> Rollout:
-    """Token rows of ``length`` decisions; rollouts with a path have the same number of steps
+    """Pad token rows to ``length`` decisions; rollouts with a path have equally many steps
     anyway."""
     have = rollout.mask.shape[1]
 
@@ -106,9 +105,10 @@ def padded(rollout: Rollout, length: int) -> Rollout:
     return rollout.map(pad).replace(path=rollout.path)
 
 
-def roomy(rollout: Rollout, states: int) -> Rollout:
-    """Paths of so many states: rows drawn with other stochastic steps may keep fewer. ``visit``
-    leads to none of the new ones."""
+def with_room(rollout: Rollout, states: int) -> Rollout:
+    """Make room for so many states: rows drawn with other stochastic steps may keep fewer.
+
+    ``visit`` leads to none of the new ones."""
     path = rollout.path
     if path is None or path.shape[1] == states:
         return rollout
@@ -120,7 +120,7 @@ def roomy(rollout: Rollout, states: int) -> Rollout:
 
 
 def conditions(parts: Sequence[Any]) -> Any:
-    """The condition [P, *] of all prompts out of those of the parts."""
+    """Join the conditions of the parts to the condition [P, *] of all prompts."""
     first = parts[0]
     if isinstance(first, dict):
         return {

@@ -9,71 +9,61 @@ and after a resume.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mmrl.advantages.groups import measured
+from mmrl.config.options import TrainOptions
 from mmrl.core import distributed
-from mmrl.core.types import Media, Prompt, Rewards, Rollout
+from mmrl.core.registry import STAGES
+from mmrl.core.types import Prompt, Rewards
+from mmrl.data.prompts import pick
 from mmrl.rollout.collect import joined, together
-from mmrl.rollout.ground_truth import sampled_only
+from mmrl.rollout.stages import Drawn, Sample, Setup, Stage, outline
 from samplers.noise import Rng
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """Samples with their rewards, and the groups that were sampled too but gave way to others.
+@STAGES.register("dynamic_sampling")
+class DynamicSampling(Stage):
+    """Draws other prompts for groups of equal rewards, in ``train.dynamic_sampling_rounds``
+    rounds."""
 
-    Of these ``gave_way`` has what says how they were rewarded; not their samples.
-    """
+    def __init__(self, options: TrainOptions, prompts: Sequence[Prompt]):
+        self.options = options
+        self.prompts = prompts
 
-    rollout: Rollout
-    media: Media
-    rewards: Rewards
-    gave_way: tuple[tuple[Rollout, Rewards], ...] = ()
+    @classmethod
+    def build(cls, setup: Setup) -> DynamicSampling | None:
+        return cls(setup.options, setup.prompts) if setup.options.dynamic_sampling_rounds else None
 
-    def sampled(self) -> tuple[Rollout, Rewards]:
-        """Everything the policy wrote itself in this iteration, also what is not trained on: for
-        statistics."""
-        parts = [(_outline(self.rollout), self.rewards.per_row()), *self.gave_way]
-        rewards = {name: torch.cat([part[name] for _, part in parts]) for name in self.rewards}
-        whole = joined([rollout for rollout, _ in parts])
-        _, sampled, earned = sampled_only(
-            [None] * len(whole), whole, Rewards(rewards, self.rewards.weights)
+    def groups(
+        self, drawn: Drawn, iteration: int, sample: Sample
+    ) -> tuple[Drawn, dict[str, float]]:
+        options = self.options
+        streams = [
+            Rng.of(options.seed, iteration, "resample", n)
+            for n in range(options.dynamic_sampling_rounds)
+        ]
+        return resampled(
+            drawn,
+            lambda u: pick(self.prompts, u, iteration),
+            sample,
+            streams,
+            options.dynamic_sampling_min_std,
         )
-        return sampled, earned
-
-
-def _outline(rollout: Rollout) -> Rollout:
-    """Which rows answer which prompts, without what they are."""
-    nothing = torch.zeros_like(rollout.mask[:, :1])
-    return Rollout(
-        group=rollout.group,
-        row_id=rollout.row_id,
-        prompts=rollout.prompts,
-        sample=rollout.row_id,
-        mask=nothing,
-        logprob=nothing.to(rollout.logprob),
-        is_ground_truth=_marks(rollout, rollout.is_ground_truth),
-        is_replayed=_marks(rollout, rollout.is_replayed),
-    )
-
-
-def _marks(rollout: Rollout, rows: Tensor | None) -> Tensor:
-    return torch.zeros_like(rollout.group, dtype=torch.bool) if rows is None else rows
 
 
 def resampled(
     drawn: Drawn,
     choose: Callable[[float], Prompt],
-    draw: Callable[[list[Prompt], Rng], Drawn],
+    draw: Sample,
     streams: Sequence[Rng],
     spread: float = 0.0,
 ) -> tuple[Drawn, dict[str, float]]:
-    """As many rounds as there are ``streams``, or fewer. Also counts, over all processes, for the
-    log.
+    """Exchange groups of equal rewards, in as many rounds as there are ``streams`` or fewer.
+
+    Also returns counts, over all processes, for the log.
 
     ``choose`` gives the prompt at a number in [0, 1). ``spread``: as in ``flat_groups``.
     """
@@ -106,8 +96,8 @@ def resampled(
 
 
 def flat_groups(drawn: Drawn, spread: float = 0.0) -> list[int]:
-    """Groups whose scored samples all have one reward, or that have none, in the order of their
-    rows' names.
+    """List the groups whose scored samples all have one reward, or that have none, in the order of
+    their rows' names.
 
     ``spread``: the standard deviation (population) of a group's rewards up to which they count as
     one; continuous rewards are never equal.
@@ -129,8 +119,8 @@ def flat_groups(drawn: Drawn, spread: float = 0.0) -> list[int]:
 
 
 def exchanged(drawn: Drawn, new: Drawn, flat: Sequence[int]) -> Drawn:
-    """The groups ``flat`` of ``drawn`` give way to the first of ``new``, which take their places
-    and names of rows."""
+    """Replace the groups ``flat`` of ``drawn`` by the first of ``new``, which take their places and
+    names of rows."""
     if not flat:
         return drawn
     old = drawn.rollout
@@ -159,7 +149,7 @@ def exchanged(drawn: Drawn, new: Drawn, flat: Sequence[int]) -> Drawn:
     lost = Rewards(
         {key: value[gone] for key, value in drawn.rewards.items()}, drawn.rewards.weights
     )
-    gave_way = (*drawn.gave_way, (_outline(old)[gone], lost.per_row()))
+    gave_way = (*drawn.gave_way, (outline(old)[gone], lost.per_row()))
     return Drawn(
         pooled[index].replace(row_id=name),
         chosen,

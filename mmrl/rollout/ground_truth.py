@@ -1,23 +1,40 @@
-"""The right answer as one member of a group (TempSamp-R1): who writes it down, and what is left
-without it."""
+"""The right answer as one member of a group (TempSamp-R1), and who writes it down."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
-import torch
-
 from mmrl.core.errors import UserError, suggest
-from mmrl.core.types import Media, Prompt, Rewards, Rollout
-from mmrl.policies.base import Policy
+from mmrl.core.registry import STAGES
+from mmrl.core.types import Prompt
+from mmrl.policies.base import Policy, RolloutContext
+from mmrl.rollout.stages import Setup, Stage
 
 Writer = Callable[[Prompt], str | None]
 
 
+@STAGES.register("ground_truth")
+class GroundTruth(Stage):
+    """Puts the right answer in the place of one sample of every group
+    (``train.ground_truth_rollout``)."""
+
+    def __init__(self, write: Writer):
+        self.write = write
+
+    @classmethod
+    def build(cls, setup: Setup) -> GroundTruth | None:
+        name = setup.options.ground_truth_rollout
+        return cls(writer(name, setup.rewards, setup.policy)) if name else None
+
+    def context(self, context: RolloutContext) -> RolloutContext:
+        return replace(context, ground_truth=self.write)
+
+
 def writer(name: str, rewards: Mapping[str, Any], policy: Policy) -> Writer:
-    """What writes the right answer to a prompt: the reward of this name, or the prompt's field of
-    this name.
+    """Find what writes the right answer to a prompt: the reward of this name, or the prompt's field
+    of this name.
 
     None where the reward cannot say it, or the prompt has none. Raises UserError if the policy
     writes no answers that could be given to it, or the reward knows no right answers.
@@ -51,26 +68,3 @@ def _written(write: Writer, prompt: Prompt) -> str | None:
         return write(prompt)
     except Unscorable:
         return None
-
-
-def sampled_only(
-    media: Media, rollout: Rollout, rewards: Rewards
-) -> tuple[Media, Rollout, Rewards]:
-    """Without the answers that were given, and those of earlier iterations: what metrics look
-    at."""
-    foreign_rows = [
-        rows
-        for rows in (rollout.is_ground_truth, rollout.is_replayed)
-        if rows is not None and rows.any()
-    ]
-    if not foreign_rows:
-        return media, rollout, rewards
-    sampled_rows = ~torch.stack(foreign_rows).any(0)
-    sampled_media = [
-        item for item, is_sampled in zip(media, sampled_rows.tolist(), strict=True) if is_sampled
-    ]
-    return (
-        sampled_media,
-        rollout[sampled_rows],
-        Rewards({name: value[sampled_rows] for name, value in rewards.items()}, rewards.weights),
-    )

@@ -8,9 +8,9 @@ weights now over those of then, which the surrogate clips as it clips any other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,10 +18,12 @@ from torch import Tensor
 from mmrl.config.options import Reuse
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
+from mmrl.core.registry import STAGES
 from mmrl.core.types import Media, Prompt, Rewards, Rollout
 from mmrl.policies.base import Policy
 from mmrl.rollout.collect import joined, together
-from mmrl.rollout.dynamic_sampling import Drawn, exchanged, flat_groups
+from mmrl.rollout.dynamic_sampling import exchanged, flat_groups
+from mmrl.rollout.stages import Drawn, Sample, Setup, Stage
 
 # what is kept of a rollout
 ROWS = (
@@ -38,7 +40,7 @@ ROWS = (
 
 @dataclass
 class Remembered:
-    """One group."""
+    """Holds the answers of one group."""
 
     index: int  # of its prompt in the data
     iteration: int  # in which it was sampled
@@ -50,14 +52,25 @@ class Remembered:
         return float(self.rewards.per_row().total().double().std(correction=0))
 
 
+@STAGES.register("replay_buffer")
 @dataclass
-class Memory:
-    """Of one process. ``prompts``: the data, whose entries are remembered by their places."""
+class ReplayBuffer(Stage):
+    """Lets old answers of one process take the place of groups that teach nothing
+    (``train.replay_buffer``).
+
+    ``prompts``: the data, whose entries are remembered by their places.
+    """
 
     options: Reuse
     policy: Policy
     prompts: Sequence[Prompt]
-    groups: list[Remembered] = field(default_factory=list)
+    entries: list[Remembered] = field(default_factory=list)
+    saved_as: ClassVar[str] = "memory"
+
+    @classmethod
+    def build(cls, setup: Setup) -> ReplayBuffer | None:
+        options = setup.options.replay_buffer
+        return cls(options, setup.policy, setup.prompts) if options else None
 
     def __post_init__(self) -> None:
         if not self.policy.capabilities.replay:
@@ -69,41 +82,41 @@ class Memory:
         # of prompts as the policy returned them in this iteration
         self.origins: dict[int, int] = {}
 
-    def told(self, prompts: Sequence[Prompt], drawn: Drawn) -> None:
-        """``asked``: the prompts that ``drawn`` answers, as they stand in the data."""
+    def observe(self, prompts: Sequence[Prompt], drawn: Drawn) -> None:
         for prompt, returned in zip(prompts, drawn.rollout.prompts, strict=True):
             # prompts that are changed on the way, by hints for instance, are not
             if id(prompt) in self.places:
                 self.origins[id(returned)] = self.places[id(prompt)]
 
-    def exchange(self, drawn: Drawn, iteration: int) -> tuple[Drawn, dict[str, float]]:
-        """The iteration's groups of equal rewards replaced by remembered ones, as far as there are
-        any; then the others are remembered. Counts, over all processes, for the log."""
-        self.groups = [
-            entry for entry in self.groups if iteration - entry.iteration <= self.options.age
+    def groups(
+        self, drawn: Drawn, iteration: int, sample: Sample
+    ) -> tuple[Drawn, dict[str, float]]:
+        """Replace groups of equal rewards by remembered ones, as far as there are any; then
+        remember the others."""
+        self.entries = [
+            entry for entry in self.entries if iteration - entry.iteration <= self.options.age
         ]
-        count = len(
-            drawn.rollout.prompts
-        )  # one stays, so that every process has something of this iteration to measure
+        count = len(drawn.rollout.prompts)
+        # one stays, so that every process has something of this iteration to measure
         flat = flat_groups(drawn)[: min(int(self.options.share * count + 1e-9), count - 1)]
-        best = sorted(self.groups, key=lambda one: (-one.spread(), -one.iteration, one.index))[
-            : len(flat)
-        ]
+        best = sorted(
+            self.entries, key=lambda entry: (-entry.spread(), -entry.iteration, entry.index)
+        )[: len(flat)]
         fresh = self._worth(drawn, iteration)
         mixed = replace(drawn, rollout=marked(drawn.rollout, False))
         if best:
             mixed = exchanged(mixed, self._recalled(best), flat[: len(best)])
         for entry in best:
             entry.used += 1
-        left = [entry for entry in self.groups if entry.used < self.options.times]
-        self.groups = sorted([*left, *fresh], key=lambda one: (-one.spread(), -one.iteration))[
-            : self.options.size
-        ]
+        left = [entry for entry in self.entries if entry.used < self.options.times]
+        self.entries = sorted(
+            [*left, *fresh], key=lambda entry: (-entry.spread(), -entry.iteration)
+        )[: self.options.size]
         self.origins = {}
         ages = sum(iteration - entry.iteration for entry in best)
         device = drawn.rollout.group.device
         sums = distributed.all_sum(
-            torch.tensor([len(best), ages, len(self.groups)], device=device).double()
+            torch.tensor([len(best), ages, len(self.entries)], device=device).double()
         ).tolist()
         return mixed, {
             "reuse/groups": sums[0],
@@ -111,11 +124,11 @@ class Memory:
             "reuse/remembered": sums[2],
         }
 
-    def state(self) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-        """Tensors and plain data. Of one process; several begin anew after a resume."""
+    def state_dict(self) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+        """Return the entries of one process; several begin anew after a resume."""
         tensors = {}
         plain = []
-        for n, entry in enumerate(self.groups if distributed.world()[1] == 1 else ()):
+        for n, entry in enumerate(self.entries if distributed.world()[1] == 1 else ()):
             tensors |= {
                 f"{n}/{name}": x
                 for name in ROWS
@@ -132,14 +145,14 @@ class Memory:
             )
         return {name: tensor.contiguous() for name, tensor in tensors.items()}, plain
 
-    def load(self, tensors: dict[str, Tensor], plain: Sequence[dict[str, Any]]) -> None:
-        self.groups = []
-        for n, entry in enumerate(plain):
+    def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Any) -> None:
+        self.entries = []
+        for n, entry in enumerate(plain or ()):
             if entry["index"] < len(self.prompts):
                 rows = {name: tensors[f"{n}/{name}"] for name in ROWS if f"{n}/{name}" in tensors}
                 rollout = Rollout(group=torch.zeros_like(rows["row_id"]), prompts=(), **rows)
                 rewards = {name: tensors[f"{n}/reward/{name}"] for name in entry["weights"]}
-                self.groups.append(
+                self.entries.append(
                     Remembered(
                         entry["index"],
                         entry["iteration"],
@@ -150,7 +163,7 @@ class Memory:
                 )
 
     def _worth(self, drawn: Drawn, iteration: int) -> list[Remembered]:
-        """The groups of ``drawn`` that could teach something later."""
+        """Make entries of the groups of ``drawn`` that could teach something later."""
         rollout = drawn.rollout
         entries = []
         useless = set(flat_groups(drawn))
@@ -170,7 +183,7 @@ class Memory:
         return entries
 
     def _recalled(self, chosen: Sequence[Remembered]) -> Drawn:
-        """Their answers to prompts that are encoded anew."""
+        """Recall the chosen answers, to prompts that are encoded anew."""
         conds, prompts = self.policy.recall([self.prompts[entry.index] for entry in chosen])
         device = conds[0]["input_ids"].device
         parts = [
@@ -185,5 +198,6 @@ class Memory:
         return Drawn(joined(parts), media, Rewards(rewards, names.weights))
 
 
-def marked(rollout: Rollout, stale: bool) -> Rollout:
-    return rollout.replace(is_replayed=torch.full_like(rollout.group, stale, dtype=torch.bool))
+def marked(rollout: Rollout, replayed: bool) -> Rollout:
+    """Say of all rows whether they are of an earlier iteration."""
+    return rollout.replace(is_replayed=torch.full_like(rollout.group, replayed, dtype=torch.bool))

@@ -18,7 +18,6 @@ import torch
 from mmrl import config
 from mmrl.core import distributed
 from mmrl.core.errors import UserError
-from mmrl.core.types import Media, Rewards, Rollout
 from mmrl.monitoring.alarms import AlarmOptions, Alarms
 from mmrl.monitoring.gallery import Gallery
 from mmrl.monitoring.log import LogOptions, RunLog
@@ -88,7 +87,11 @@ class Run:
         if self.log.active:
             (self.folder / CONFIG).write_text(config.dump(session.config))
             (self.folder / "machine.json").write_text(json.dumps(machine(), indent=1))
-        self.trainer.watch = self.keep
+        every = self.log.options.rollouts
+        if self.log.active and every:
+            gallery = Gallery(self.folder, session.scorer.rewards, every)
+            self.trainer.monitors.append(gallery.see)
+        self.trainer.monitors.append(self.alarms.see)
         if fresh:
             self.preview("before")
 
@@ -103,7 +106,7 @@ class Run:
                 metrics |= self._every_so_often(trainer.iteration) | self._counted()
                 self.log.metrics(trainer.iteration, metrics)
                 self._tell(metrics)
-                self._watch(metrics)
+                self._sound_alarms()
                 bar.update(trainer.iteration, metrics["reward/mean"])
 
     @contextmanager
@@ -150,21 +153,6 @@ class Run:
         if isinstance(media, torch.Tensor) and media.ndim in (4, 5):
             shown = distributed.all_gather_rows(media)
             self.log.images(name, shown.float().cpu(), [str(p.get("text", "")) for p in prompts])
-
-    def keep(self, media: Media, rollout: Rollout, rewards: Rewards) -> None:
-        """Texts of the first iteration and of every ``log.rollouts``-th, for the report's
-        gallery."""
-        every = self.log.options.rollouts
-        iteration = self.trainer.iteration + 1
-        if (
-            self.log.active
-            and every
-            and isinstance(media, list)
-            and (iteration == 1 or due(iteration, every))
-        ):
-            Gallery(self.folder, self.session.scorer.rewards).add(
-                iteration, media, rollout, rewards
-            )
 
     def say(self, kind: str, message: str) -> None:
         self.log.event(kind, message)
@@ -219,9 +207,10 @@ class Run:
                     f"{name}: {failures.count} samples so far; last cause {failures.cause}",
                 )
 
-    def _watch(self, metrics: dict[str, float]) -> None:
-        """Alarms: an event with its numbers, and a line for whoever looks."""
-        for alarm in self.alarms.see(self.trainer.iteration, metrics):
+    def _sound_alarms(self) -> None:
+        """Write every new alarm as an event with its numbers, and a line for whoever looks."""
+        while self.alarms.news:
+            alarm = self.alarms.news.pop(0)
             self.log.event("alarm", alarm.message, alarm.numbers, about=alarm.kind)
             if self.log.active:
                 print(f"alarm: {alarm.message}", flush=True)

@@ -34,7 +34,7 @@ def capture(trainer: Trainer) -> tuple[Arrays, dict[str, Any]]:
     arrays["optimizer"], optimizer = _flatten(_optimizer_state(trainer))
     meta = {
         "iteration": trainer.iteration,
-        "step": trainer.step,
+        "step": trainer.update.step,
         "optimizer": optimizer,
         "rng": _generators(),
     }
@@ -45,8 +45,9 @@ def capture(trainer: Trainer) -> tuple[Arrays, dict[str, Any]]:
         meta["objective"] = trainer.objective.state_dict()
     if isinstance(trainer.prompts, Curriculum):
         meta["data"] = trainer.prompts.state_dict()
-    if trainer.memory is not None:
-        arrays["memory"], meta["memory"] = trainer.memory.state()
+    for stage in trainer.stages:
+        if name := stage.saved_as:
+            arrays[name], meta[name] = stage.state_dict()
     if trainer.device.scales_loss:
         meta["scaler"] = trainer.device.accelerator.scaler.state_dict()
     return arrays, meta
@@ -64,7 +65,7 @@ def restore(trainer: Trainer, arrays: Arrays, meta: dict[str, Any]) -> None:
         tensors = _optimizer_tensors(trainer, arrays["optimizer"])
         _load_optimizer(trainer, _unflatten(tensors, meta["optimizer"]))
     trainer.iteration = meta["iteration"]
-    trainer.step = meta["step"]
+    trainer.update.step = meta["step"]
     memory.restore(trainer.advantage, meta.get("advantage", {}))
     if hasattr(trainer.scorer, "load_state_dict"):
         trainer.scorer.load_state_dict(meta.get("rewards", {}))
@@ -72,8 +73,9 @@ def restore(trainer: Trainer, arrays: Arrays, meta: dict[str, Any]) -> None:
         trainer.objective.load_state_dict(meta["objective"])
     if isinstance(trainer.prompts, Curriculum):
         trainer.prompts.load_state_dict(meta.get("data", {}))
-    if trainer.memory is not None:
-        trainer.memory.load(arrays.get("memory", {}), meta.get("memory", []))
+    for stage in trainer.stages:
+        if name := stage.saved_as:
+            stage.load_state_dict(arrays.get(name, {}), meta.get(name))
     if trainer.device.scales_loss:
         trainer.device.accelerator.scaler.load_state_dict(meta["scaler"])
     _set_generators(meta["rng"])
@@ -97,9 +99,9 @@ def _optimizer_state(trainer: Trainer) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     reshard(trainer.policy.net)
-    inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    inner = getattr(trainer.update.optimizer, "optimizer", trainer.update.optimizer)
     # torch would make a state up by taking a step, and the first real one would count as second
-    if trainer.step == 0:
+    if trainer.update.step == 0:
         return {}
     return get_optimizer_state_dict(trainer.policy.net, inner)
 
@@ -122,7 +124,7 @@ def _load_optimizer(trainer: Trainer, state: dict[str, Any]) -> None:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
     reshard(trainer.policy.net)
-    inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    inner = getattr(trainer.update.optimizer, "optimizer", trainer.update.optimizer)
     lenient = StateDictOptions(strict=False)  # what never had a gradient has no state
     set_optimizer_state_dict(trainer.policy.net, inner, state, options=lenient)
 

@@ -14,11 +14,37 @@ from typing import Any
 import torch
 
 from mmrl.config.options import TrainOptions
+from mmrl.core import distributed
+from mmrl.core.metrics import Meter
 
 # Gaussian decisions: sampler and score are one function, and published clips go down to 2e-6
 EXACT = 1e-6
 # token log-probs, of a cached decoder against one pass; in half precision or not
 TOKENS = {False: 1e-4, True: 2e-2}
+
+
+def check(
+    options: TrainOptions, policy: Any, objective: Any, observed: Meter, iteration: int
+) -> None:
+    """Stop a run whose re-scored log-probs are further from the recorded ones than
+    ``train.logprob_tolerance`` lets them be; a collective call.
+
+    ``observed`` has what the first step, or the re-scoring, said of ``log_ratio``.
+    """
+    average = on_average(options, policy)
+    allowed = tolerance(options, policy, objective)
+    gap = observed.size("log_ratio") if average else observed.top("log_ratio")
+    if allowed is None or gap <= allowed:
+        return
+    raise distributed.StopAll(
+        f"iteration {iteration}: re-scored log-probs differ from the recorded ones by {gap:.2e} "
+        f"{'on average' if average else 'at most'}, more than train.logprob_tolerance = "
+        f"{allowed:.0e} allows, although the weights are the same. The gradient would be biased. "
+        "Usual causes: dropout or other randomness in the network, a rollout computed in another "
+        "precision or attention backend than the update, latents stored more coarsely than scored. "
+        "Try train.precision=fp32; set train.logprob_tolerance to a larger number to accept the "
+        "gap, or to null to ignore it"
+    )
 
 
 def tolerance(options: TrainOptions, policy: Any, objective: Any) -> float | None:

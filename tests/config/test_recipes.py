@@ -184,7 +184,7 @@ def test_a_recipe_learns_for_two_iterations(recipe, caplog):
         line.getMessage() for line in caplog.records if line.name.startswith(("mmrl", "rewards"))
     ]
     assert not session.scorer.failures and not ours, ours
-    assert trainer.iteration == trainer.step == 2
+    assert trainer.iteration == trainer.update.step == 2
 
 
 # ------------------------------------------------------------------------------- what is better is

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "objectives": MODELS | {"policies"},
     "advantages": {"core", "data"},
     "scoring": {"core", "utils", "rewards"},
-    "rollout": MODELS | {"policies", "advantages", "rewards"},
+    "rollout": MODELS | {"data", "policies", "advantages", "rewards"},
     "monitoring": {"core", "data", "rewards", "advantages"},
     "train": TRAINING | {"monitoring"},
     "run": TRAINING | {"monitoring", "rewards"},

@@ -37,7 +37,7 @@ def simulated(seed, iterations=160, fall=0.0, correlation=0.0, every=1, **option
         metrics["samples/diversity"] = 0.2 * math.exp(0.2 * rng.gauss(0, 1))
         metrics["samples/clipped"] = min(1.0, max(0.0, 0.3 + 0.05 * rng.gauss(0, 1)))
         metrics["samples/contrast"] = 0.2 * math.exp(0.2 * rng.gauss(0, 1))
-        found += [(i, alarm.kind) for alarm in alarms.see(i, metrics)]
+        found += [(i, alarm.kind) for alarm in alarms.judge(i, metrics)]
     return found
 
 
@@ -63,14 +63,14 @@ def test_alarms_carry_numbers_and_advice_and_remember_over_a_resume():
 
     alarms = Alarms(AlarmOptions(), ["taste"])
     alarms.recall([line(i) for i in range(39)])
-    (alarm,) = alarms.see(39, line(39))
+    (alarm,) = alarms.judge(39, line(39))
     assert "the reward rises and taste falls" in alarm.message and "checkpoint" in alarm.message
     assert (
         alarm.numbers["window"] == 40
         and alarm.numbers["monitor_first"] > alarm.numbers["monitor_now"]
     )
     fresh = Alarms(AlarmOptions(), ["taste"])
-    assert fresh.see(39, line(39)) == []
+    assert fresh.judge(39, line(39)) == []
 
 
 def test_an_alarm_is_not_repeated_after_a_resume(tmp_path):
@@ -85,7 +85,7 @@ def test_an_alarm_is_not_repeated_after_a_resume(tmp_path):
     def logged(log, alarms, iterations):
         for i in iterations:
             log.metrics(i, line(i))
-            for alarm in alarms.see(i, line(i)):
+            for alarm in alarms.judge(i, line(i)):
                 log.event("alarm", alarm.message, alarm.numbers, about=alarm.kind)
                 yield i
 
@@ -112,7 +112,7 @@ def test_samples_that_collapse_raise_an_alarm(name, start, end, kind):
     for i in range(60):
         value = start if i < 30 else end
         found += [
-            (i, one.kind) for one in alarms.see(i, {"reward/mean": 0.5, f"samples/{name}": value})
+            (i, one.kind) for one in alarms.judge(i, {"reward/mean": 0.5, f"samples/{name}": value})
         ]
     assert [one for _, one in found] == [kind] and 30 <= found[0][0] <= 40
 

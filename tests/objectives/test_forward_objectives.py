@@ -578,7 +578,7 @@ def test_training_raises_the_reward(name, family):
     path."""
     forward = name in FORWARD
     trainer = trainer_of((FORWARD | ON_PATH)[name], family, noise_level=0.0 if forward else 0.7)
-    assert bool(trainer.collect()[0].mask.any()) is not forward
+    assert bool(trainer.collect().rollout.mask.any()) is not forward
     rewards = [trainer.iterate()["reward/mean"] for _ in range(40)]
     start = sum(rewards[:3]) / 3
     end = sum(rewards[-3:]) / 3
@@ -608,10 +608,11 @@ def test_a_process_without_rows_can_keep_step(name):
     trainer = trainer_of(
         (FORWARD | ON_PATH)[name], "flow", noise_level=0.0 if name in FORWARD else 0.7
     )
-    trainer.collect()
-    idle = trainer._idle(Rng.of("idle"))
-    if trainer.coupled:
-        trainer._couple([], [idle])
+    batch = trainer.collect()
+    passes = trainer.update.passes
+    idle = passes.idle(batch, Rng.of("idle"))
+    if passes.coupled:
+        passes.couple(batch, [], [idle])
     loss = trainer.objective.loss(trainer.policy, idle)
     assert len(loss) == 1 and loss.isfinite().all() and loss.requires_grad and not idle.mask.any()
 
@@ -636,7 +637,7 @@ def test_old_weights_are_what_each_method_says():
     """NFT samples with them; DGPO's are a moving average that starts as a copy."""
     trainer = trainer_of(partial(NFT, decay=2), "flow")
     assert trainer.snapshots() == ("old", "ref")
-    trainer.step = 1000
+    trainer.update.step = 1000
     before = trainer.policy.weights.full("old")
     trainer.iterate()
     live, old = (trainer.policy.weights.full(name) for name in ("live", "old"))

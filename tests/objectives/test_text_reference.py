@@ -19,6 +19,7 @@ from mmrl.config.options import TrainOptions
 from mmrl.config.presets import PRESETS, filled
 from mmrl.core.distributions import Categorical
 from mmrl.core.errors import UserError
+from mmrl.core.metrics import Meter
 from mmrl.core.registry import ADVANTAGES, OBJECTIVES, SURROGATES, load_built_in
 from mmrl.core.types import Point, Rewards, Rollout
 from mmrl.objectives import ClipCov, clipped
@@ -191,10 +192,11 @@ def loss_and_gradient(trainer):
     """Through collect and improve, as in an iteration whose weights have moved since they
     sampled."""
     before = trainer.policy.net.logp.detach().clone()
-    rollout, _ = trainer.collect()
-    with trainer.meter.listening():
-        assert trainer.improve(rollout, Rng.of("step"), on_policy=False)
-    return trainer.meter.mean("loss"), (before - trainer.policy.net.logp.detach()).flatten()
+    batch = trainer.collect()
+    meter = Meter()
+    with meter.listening():
+        assert trainer.update.improve(batch, batch.rollout, Rng.of("step"), False, meter)
+    return meter.mean("loss"), (before - trainer.policy.net.logp.detach()).flatten()
 
 
 ROWS = json.loads(Path(__file__).with_name("text_reference.json").read_text())

@@ -12,13 +12,15 @@ from mmrl import advantages, config
 from mmrl.config.options import TrainOptions, arithmetic
 from mmrl.core import registry
 from mmrl.core.errors import UserError
+from mmrl.core.metrics import Meter
 from mmrl.core.registry import OBJECTIVES, SURROGATES
 from mmrl.core.types import Completion, Rewards
 from mmrl.objectives import GVPO, REAL, RegGRPO, Text
 from mmrl.objectives.text import Entropy
 from mmrl.policies.base import NO_CONTEXT
 from mmrl.rollout import dynamic_sampling
-from mmrl.rollout.dynamic_sampling import Drawn, flat_groups
+from mmrl.rollout.dynamic_sampling import flat_groups
+from mmrl.rollout.stages import Drawn
 from mmrl.run import state
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
@@ -152,7 +154,7 @@ def test_the_reductions_by_hand(reduction):
         loss_denominator=10,
         mask_truncated_completions=True,
     )
-    rollout, _ = built.collect()
+    rollout = built.collect().rollout
     loss = (-rollout.advantage * rollout.logprob * rollout.mask).sum(1)
     count = rollout.mask.sum(1)
     rows = len(rollout)
@@ -206,10 +208,13 @@ def only_label_one(media, prompts):
 
 def test_flat_groups_give_way_to_other_prompts():
     built = trainer(reward=only_label_one, dynamic_sampling_rounds=12)
-    rollout, rewards = built.collect()
+    batch = built.collect()
+    rollout = batch.rollout
+    rewards = batch.rewards
     assert {p["label"] for p in rollout.prompt_per_row()} == {1}
-    assert sorted(rollout.row_id.tolist()) == list(range(64)) and built.noted["resample/left"] == 0
-    assert built.noted["resample/groups"] >= 4 and built.noted["resample/rounds"] <= 12
+    assert sorted(rollout.row_id.tolist()) == list(range(64))
+    assert batch.metrics["resample/left"] == 0
+    assert batch.metrics["resample/groups"] >= 4 and batch.metrics["resample/rounds"] <= 12
     for group in rollout.group.unique():
         members = rollout.group == group
         assert members.sum() == 8 and rewards["threes"][members].unique().numel() > 1
@@ -246,8 +251,8 @@ def test_rewards_in_the_log_are_those_of_everything_that_was_sampled():
 def test_rounds_end_when_nothing_helps_and_groups_that_differ_stay():
     plain = trainer(reward=only_label_one)
     resampling = trainer(reward=only_label_one, dynamic_sampling_rounds=1)
-    before, _ = plain.collect()
-    after, _ = resampling.collect()
+    before = plain.collect().rollout
+    after = resampling.collect().rollout
     good = torch.tensor([p["label"] == 1 for p in before.prompt_per_row()])
     assert torch.equal(before.sample[good], after.sample[good]) and torch.equal(
         before.row_id, after.row_id
@@ -271,8 +276,9 @@ def nearly_equal_but_for_label_one(media, prompts):
 
 def test_rewards_that_are_nearly_equal_give_way_by_their_spread():
     exact = trainer(reward=nearly_equal_but_for_label_one, dynamic_sampling_rounds=12)
-    rollout, _ = exact.collect()
-    assert exact.noted["resample/groups"] == 0 and {
+    batch = exact.collect()
+    rollout = batch.rollout
+    assert batch.metrics["resample/groups"] == 0 and {
         p["label"] for p in rollout.prompt_per_row()
     } == {0, 1}
     built = trainer(
@@ -280,11 +286,12 @@ def test_rewards_that_are_nearly_equal_give_way_by_their_spread():
         dynamic_sampling_rounds=12,
         dynamic_sampling_min_std=0.01,
     )
-    rollout, rewards = built.collect()
-    assert {p["label"] for p in rollout.prompt_per_row()} == {1} and built.noted[
-        "resample/left"
-    ] == 0
-    assert built.noted["resample/groups"] >= 4
+    batch = built.collect()
+    rollout = batch.rollout
+    rewards = batch.rewards
+    assert {p["label"] for p in rollout.prompt_per_row()} == {1}
+    assert batch.metrics["resample/left"] == 0
+    assert batch.metrics["resample/groups"] >= 4
     for group in rollout.group.unique():
         assert rewards["threes"][rollout.group == group].std(correction=0) > 0.01
     with_none = TrainOptions(
@@ -388,7 +395,7 @@ def test_a_sampler_that_differs_is_corrected():
         {"text": {"surrogate": "reinforce", "importance_sampling": {"cap": 1e6}}}, OBJECTIVES
     )
     built = trainer(objective, train_batch_size=64)
-    rollout, _ = built.collect()
+    rollout = built.collect().rollout
     point = next(iter(built.policy.path(rollout.replace(sampler_logprob=rollout.logprob - 0.5))))
     plain = Text(surrogate=SURROGATES["reinforce"]).loss(built.policy, point)
     torch.testing.assert_close(
@@ -421,7 +428,7 @@ def test_importance_weights(level, expected):
 
 def test_answers_that_went_out_of_favour_leave_the_loss():
     built = trainer(train_batch_size=64)
-    rollout, _ = built.collect()
+    rollout = built.collect().rollout
     point = next(iter(built.policy.path(rollout.replace(logprob=rollout.logprob + 0.3))))
     masked, plain = (Text(off_policy=limit).loss(built.policy, point) for limit in (0.2, None))
     bad = (point.advantage < 0).expand_as(point.mask) & point.mask
@@ -467,7 +474,7 @@ def test_the_kl_in_the_reward_is_taken_off_before_groups_are_compared():
     built.iterate()
     metrics = built.iterate()
     assert metrics["reward/kl/mean"] > 0
-    _, rewards = built.collect()
+    rewards = built.collect().rewards
     assert rewards.weights["kl"] == -0.1 and list(rewards) == ["threes", "kl"]
 
 
@@ -519,7 +526,8 @@ def test_losses_of_groups_and_their_gradients_by_hand(name, micro):
         micro_batch_size=micro,
         loss_agg_mode="seq_mean_token_mean",
     )
-    rollout, _ = built.collect()
+    batch = built.collect()
+    rollout = batch.rollout
     built.iterate()  # away from the weights that sampled
     point = next(iter(built.policy.path(rollout)))
     gap = (built.policy.dist(point).log_prob(point.target) - rollout.logprob) * rollout.mask
@@ -529,10 +537,10 @@ def test_losses_of_groups_and_their_gradients_by_hand(name, micro):
         sum(by_hand(name, ratio[members], rollout.advantage[members, 0]) for members in groups) / 8
     )
     slopes = torch.autograd.grad(loss, list(built.policy.net.parameters()))
-    built._descend = lambda: True
-    built.meter.sums.clear()
-    assert built.improve(rollout, Rng.of("step"), on_policy=False)
-    assert built.meter.mean("loss") == pytest.approx(float(loss.detach()), abs=1e-6)
+    built.update._descend = lambda meter: True
+    meter = Meter()
+    assert built.update.improve(batch, rollout, Rng.of("step"), False, meter)
+    assert meter.mean("loss") == pytest.approx(float(loss.detach()), abs=1e-6)
     for parameter, expected in zip(built.policy.net.parameters(), slopes, strict=True):
         torch.testing.assert_close(parameter.grad, expected, atol=1e-6, rtol=1e-5)
 

@@ -108,15 +108,17 @@ def trainer(policy, truth="count", **options):
 def test_it_is_trained_on_and_enters_no_metric_of_samples():
     one = trainer(policy_of(max_new_tokens=28))
     seen = []
-    one.watch = lambda media, rollout, rewards: seen.append((media, rollout, rewards))
-    rollout, rewards = one.collect()
+    one.monitors.append(lambda sampled: seen.append(sampled) or {})
+    batch = one.collect()
+    rollout = batch.rollout
+    rewards = batch.rewards
     given = rollout.is_ground_truth
     assert given.tolist() == [False, False, True] * 2 and rewards["count"][given].tolist() == [1, 1]
     assert (rollout.advantage[given] > 0).all() and (rollout.advantage[~given] < 0).all()
-    (media, shown, watched) = seen[0]
-    assert (
-        len(media) == len(shown) == len(watched["count"]) == 4 and shown.is_ground_truth.sum() == 0
-    )
+    (sampled,) = seen
+    assert len(sampled.media) == len(sampled.rollout) == 4
+    assert len(sampled.rewards["count"]) == len(sampled.shaped["count"]) == 4
+    assert sampled.rollout.is_ground_truth.sum() == 0
     metrics = [trainer(policy_of(max_new_tokens=28), truth).iterate() for truth in ("count", None)]
     assert metrics[0]["reward/mean"] == 0 and metrics[0]["samples/total"] == 4
     assert (

@@ -13,8 +13,8 @@ from mmrl.config.options import Reuse, TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.types import Rewards
 from mmrl.objectives.text import Text
-from mmrl.rollout.dynamic_sampling import Drawn
-from mmrl.rollout.replay_buffer import Memory, marked
+from mmrl.rollout.replay_buffer import ReplayBuffer, marked
+from mmrl.rollout.stages import Drawn
 from mmrl.run import state
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
@@ -45,13 +45,13 @@ def policy():
 
 def exchange(memory, prompts, rewards, iteration):
     found = drawn(memory.policy, prompts, rewards, iteration)
-    memory.told(prompts, found)
-    return (found, *memory.exchange(found, iteration))
+    memory.observe(prompts, found)
+    return (found, *memory.groups(found, iteration, None))
 
 
 def test_flat_groups_give_way_to_those_whose_rewards_differed_most(policy):
     prompts = asked()
-    memory = Memory(Reuse(share=1.0), policy, prompts)
+    memory = ReplayBuffer(Reuse(share=1.0), policy, prompts)
     first, same, counts = exchange(memory, prompts, [0, 0, 1, 0, 0, 3, 1, 1, 1, 0, 0, 2.0], 0)
     assert counts == {"reuse/groups": 0, "reuse/age": 0, "reuse/remembered": 3}
     assert (
@@ -88,22 +88,22 @@ def test_flat_groups_give_way_to_those_whose_rewards_differed_most(policy):
 def test_groups_are_forgotten_by_age_use_and_size(policy):
     prompts = asked()
     mixed = [0, 0, 1, 0, 0, 2, 0, 0, 3, 0, 0, 4.0]
-    memory = Memory(Reuse(share=0.5, size=3, age=2), policy, prompts)
+    memory = ReplayBuffer(Reuse(share=0.5, size=3, age=2), policy, prompts)
     exchange(memory, prompts, mixed, 0)
-    assert [one.index for one in memory.groups] == [3, 2, 1]
+    assert [one.index for one in memory.entries] == [3, 2, 1]
     _, found, counts = exchange(memory, prompts, [1.0] * 12, 1)
     assert counts["reuse/groups"] == 2 and found.rollout.is_replayed.sum() == 6, (
         "half of the groups at most"
     )
-    assert [one.index for one in memory.groups] == [1], "used once"
+    assert [one.index for one in memory.entries] == [1], "used once"
     assert exchange(memory, prompts, [1.0] * 12, 3)[2]["reuse/groups"] == 0, "too old"
 
 
 def test_what_is_not_in_the_data_is_not_remembered(policy):
     prompts = asked(2)
-    memory = Memory(Reuse(), policy, prompts)
+    memory = ReplayBuffer(Reuse(), policy, prompts)
     exchange(memory, [dict(prompts[0]), prompts[1]], [0, 0, 1, 0, 0, float("nan")], 0)
-    assert not memory.groups, "a changed prompt, and a group with a missing reward"
+    assert not memory.entries, "a changed prompt, and a group with a missing reward"
 
 
 def test_an_old_answer_has_the_ratio_to_the_weights_that_sampled_it(policy):
@@ -159,11 +159,11 @@ def test_a_run_with_old_answers_goes_on_from_a_checkpoint_to_the_bit():
     one = trainer()
     two = trainer()
     first = [one.iterate() for _ in range(4)]
-    assert one.memory.groups and sum(m["reuse/groups"] for m in first) > 0
+    assert one.stages[0].entries and sum(m["reuse/groups"] for m in first) > 0
     assert all(m["ratio/max_deviation"] < 1e-4 for m in first), "the gate looks at fresh answers"
     arrays, meta = state.capture(one)
     state.restore(two, deepcopy(arrays), json.loads(json.dumps(meta)))
-    assert [g.index for g in two.memory.groups] == [g.index for g in one.memory.groups]
+    assert [g.index for g in two.stages[0].entries] == [g.index for g in one.stages[0].entries]
     reused = 0
     for _ in range(3):
         metrics = [x.iterate() for x in (one, two)]

@@ -213,7 +213,8 @@ def test_advantages_under_others_are_resumed_to_the_bit(name, tmp_path):
     other.policy.weights.load(first.policy.weights.full())
     other.iteration = first.iteration
     with torch.no_grad():
-        assert not torch.equal(other.collect()[0].advantage, first.collect()[0].advantage)
+        advantages_of = [x.collect().rollout.advantage for x in (other, first)]
+        assert not torch.equal(*advantages_of)
 
 
 def test_a_checkpoint_without_the_memory_of_an_advantage_is_refused():

@@ -46,7 +46,7 @@ def test_the_launchers_gradient_accumulation_divides_nothing(monkeypatch):
     for steps in ("1", "4"):
         monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", steps)
         trainer = make_trainer(max_grad_norm=None)
-        trainer.optimizer = trainer.device.accelerator.prepare(
+        trainer.update.optimizer = trainer.device.accelerator.prepare(
             torch.optim.SGD(trainer.policy.net.parameters(), lr=1.0)
         )
         trainer.iterate()

@@ -13,6 +13,7 @@ from torch import nn
 from mmrl import advantages
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
+from mmrl.core.metrics import Meter
 from mmrl.core.types import Point
 from mmrl.objectives import (
     AWM,
@@ -34,7 +35,7 @@ from mmrl.run.evaluation import sample
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
-from samplers.batching import halved_to_fit, peak_bytes
+from samplers.batching import attempts, peak_bytes
 from samplers.noise import Rng
 from samplers.windows import random_steps, random_window
 from tests.fixtures import tiny_diffusers, toys
@@ -42,21 +43,23 @@ from tests.policies.diffusion.test_folder_families import PROMPTS, make
 
 
 def test_half_and_half_again_until_it_fits():
-    tried = []
+    def tried(size, **options):
+        sizes = []
+        for attempt in attempts(size, **options):
+            with attempt as rows:
+                sizes.append(rows)
+                if rows > 3:
+                    raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
+        return sizes
 
-    def run(size):
-        tried.append(size)
-        if size > 3:
-            raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
-        return size * 10
-
-    assert halved_to_fit(run, 13) == (30, 3) and tried == [13, 6, 3]
-    assert halved_to_fit(run, 2) == (20, 2)
+    assert tried(13) == [13, 6, 3] and tried(2) == [2]
     with pytest.raises(
         torch.OutOfMemoryError,
         match="13 rows a pass, and fewer than 8 cannot be: CUDA out of memory",
     ):
-        halved_to_fit(run, 13, least=8)
+        tried(13, least=8)
+    with pytest.raises(ValueError, match="another mistake"), next(attempts(2)):
+        raise ValueError("another mistake")
 
 
 def trainer(rows=None, gradient=False, **options):
@@ -248,10 +251,12 @@ def test_a_rollout_and_an_update_hold_a_path_once():
     trainer = wide(PolicyGradient())
     whole = 16 * 21 * 4096 * 4
     found = {}
-    assert peak_bytes(lambda: found.update(one=trainer.collect()[0])) < 1.5 * whole
-    rollout = found.pop("one")
+    assert peak_bytes(lambda: found.update(one=trainer.collect())) < 1.5 * whole
+    batch = found.pop("one")
+    rollout = batch.rollout
     assert rollout.path.nbytes == whole
-    assert peak_bytes(lambda: trainer.improve(rollout, Rng.of("update"), True)) < 0.5 * whole
+    arguments = batch, rollout, Rng.of("update"), True, Meter()
+    assert peak_bytes(lambda: trainer.update.improve(*arguments)) < 0.5 * whole
 
 
 def test_an_update_in_steps_holds_one_steps_rows_and_one_noise_at_a_time():
@@ -289,7 +294,7 @@ def test_only_the_states_that_are_read_are_kept(objective, options, states):
     """Flow-GRPO-Fast has two decisions: the states before and after each, of 21. Those of the
     forward process read the finished sample alone."""
     trainer = wide(objective, **options)
-    rollout, _ = trainer.collect()
+    rollout = trainer.collect().rollout
     assert (0 if rollout.path is None else rollout.path.shape[1]) <= states
     whole = Wide(**options).rollout(list(rollout.prompts), 4, trainer._rng("rollout"))
     assert torch.equal(whole.sample, rollout.sample) and whole.path.shape[1] == 21

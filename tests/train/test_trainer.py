@@ -185,7 +185,7 @@ def test_unscored_samples_leave_training_and_flat_groups_teach_nothing():
         return found
 
     trainer = make_trainer(reward=reward)
-    rollout, rewards = trainer.collect()
+    rollout = trainer.collect().rollout
     assert not rollout.mask[0].any() and rollout.mask[1:].all()
     assert rollout.advantage[8:16].abs().max() == 0 and rollout.advantage.isfinite().all()
     metrics = trainer.iterate()
@@ -272,13 +272,13 @@ def test_the_moving_average_follows_the_steps_that_were_taken(every):
     )
     average = trainer.policy.weights.full()
     history = []
-    step = trainer.optimizer.step
+    step = trainer.update.optimizer.step
 
     def noted():
         step()
         history.append(trainer.policy.weights.full())
 
-    trainer.optimizer.step = noted
+    trainer.update.optimizer.step = noted
     for _ in range(3):
         trainer.iterate()
     assert len(history) == 6
@@ -319,9 +319,9 @@ def test_the_old_snapshot_samples_when_asked():
 def by_hand(trainer, reduction, constant):
     """Loss, gradient norm and weights after one step of gradient descent on all rows of an
     iteration."""
-    rollout, _ = trainer.collect()
+    rollout = trainer.collect().rollout
     policy = trainer.policy
-    lr = trainer.lrs[0]
+    lr = trainer.update.lrs[0]
     most = trainer.options.max_grad_norm
     decisions = rollout.mask.sum()
     rows = len(rollout)
@@ -416,7 +416,7 @@ def test_the_learning_rate_follows_its_schedule_step_by_step():
     trainer = make_trainer(lr=0.01, warmup_steps=3, lr_schedule="linear", iterations=4)
     rates = [trainer.iterate()["lr"] for _ in range(4)]
     assert rates == pytest.approx([0.01 * lr_factor("linear", step, 3, 8) for step in (1, 3, 5, 7)])
-    assert trainer.step == 8 and len(set(rates)) == 4
+    assert trainer.update.step == 8 and len(set(rates)) == 4
 
 
 def test_lagging_weights_follow_after_the_iteration():
@@ -441,9 +441,12 @@ def test_an_objective_adapts_after_every_iteration_and_data_are_watched_before()
     objective.adapt = lambda iteration, metrics: seen.append(
         (iteration, metrics["step"], metrics["reward/mean"])
     )
-    trainer.watch = lambda media, rollout, rewards: seen.append(
-        (len(media), rollout.advantage.shape, sorted(rewards))
-    )
+
+    def monitor(sampled):
+        seen.append((len(sampled.media), sampled.rollout.advantage.shape, sorted(sampled.shaped)))
+        return {}
+
+    trainer.monitors.append(monitor)
     means = [trainer.iterate()["reward/mean"] for _ in range(2)]
     shown = (64, (64, 1), ["toy"])
     assert seen == [shown, (0, 2, means[0]), shown, (1, 4, means[1])]
@@ -506,7 +509,7 @@ def test_a_row_stays_when_one_of_its_decisions_does():
         return advantage
 
     trainer = make_trainer(advantage=partly)
-    rollout, _ = trainer.collect()
+    rollout = trainer.collect().rollout
     assert rollout.trainable.tolist() == [False] + [True] * 63
     mask = torch.ones(64, rollout.mask.shape[1], dtype=torch.bool)
     mask[0], mask[1, 2:], mask[2, 0] = False, False, False
@@ -598,16 +601,19 @@ def test_every_decision_is_scored_again_in_its_own_place(family):
     trainer = make_trainer(
         family, policy=wrong, recompute_old_logprob=True, logprob_tolerance=1.0, train_batch_size=64
     )
-    rollout, _ = trainer.collect()
+    batch = trainer.collect()
+    rollout = batch.rollout
     mask = rollout.mask.clone()
     mask[:3] = False
-    found = trainer._rescored(rollout.replace(mask=mask)).logprob - rollout.logprob
+    batch = replace(batch, rollout=rollout.replace(mask=mask))
+    rescored = trainer.update.recompute_old_logprob(batch, Meter())
+    found = rescored.rollout.logprob - rollout.logprob
     torch.testing.assert_close(found, torch.where(mask, 0.25, 0.0), atol=1e-5, rtol=0)
     metrics = trainer.iterate()
     assert (
         metrics["ratio/max_deviation"] == pytest.approx(math.expm1(0.25), abs=1e-4)
         and metrics["time/old_log_prob"]
     )
-    trainer.options = replace(trainer.options, logprob_tolerance="auto")
+    trainer.update.options = replace(trainer.options, logprob_tolerance="auto")
     with pytest.raises(UserError, match="re-scored log-probs differ"):
         trainer.iterate()

@@ -211,20 +211,14 @@ class FlowPolicy(Policy):
         size = self.chunk(len(row), lambda n: self._trial(group[:n], row[:n], cond))
         path = self._room(plan, len(row))
 
-        def sampled(size: int) -> list[Rollout]:
-            # all trees grow together, in passes that hold the leaves of one at least
-            if plan.spans[0] > 1:
-                return [
-                    self._sample(
-                        group, row, cond, rng, plan._replace(rows=max(size, plan.spans[0])), path
-                    )
-                ]
-            return [
-                self._sample(group[p], row[p], cond, rng, plan, path[p])
-                for p in chunks(len(row), size)
-            ]
-
-        blocks = self.fitted(sampled, max(size, plan.spans[0]), least=plan.spans[0])
+        # all trees grow together, in passes that hold the leaves of one at least
+        leaves = plan.spans[0]
+        for attempt in self.attempts(max(size, leaves), least=leaves):
+            with attempt as rows:
+                blocks = []
+                limited = plan._replace(rows=rows) if leaves > 1 else plan
+                for p in [slice(None)] if leaves > 1 else chunks(len(row), rows):
+                    blocks.append(self._sample(group[p], row[p], cond, rng, limited, path[p]))
         visit = (
             None if context.reads == "path" else plan.places().to(self.device).expand(len(row), -1)
         )
@@ -429,9 +423,9 @@ class FlowPolicy(Policy):
         unless asked otherwise), and the network's output behind the first; in passes of at most
         ``rows``."""
         scale = self._scale(point)
-        each = [
-            self._velocities(part, guided=scale != 1) for part in point.split(rows or len(point))
-        ]
+        each = []
+        for part in point.split(rows or len(point)):
+            each.append(self._velocities(part, guided=scale != 1))
         v = torch.cat([part for part, _ in each])
         empty = v if scale == 1 else torch.cat([part for _, part in each])
         guided = v if scale == 1 else self.combine(v, empty, self.strength(point, scale))
@@ -461,26 +455,23 @@ class FlowPolicy(Policy):
         one needs no gradient."""
         x = point.state
         t = point.time
+        self.forwards += 2 * len(x) if guided else len(x)
         prompt_cond = {key: value for key, value in point.cond.items() if key != "uncond"}
         cond = rows_of(prompt_cond, point.group)
         if not guided:
-            return self._forward(x, t, cond), None
+            return self._pass(x, t, cond), None
         empty = self.unconditional(cond, point.cond)
         if self.logprob_guidance == "guided_stopgrad_uncond":
             with torch.no_grad():
-                v_empty = self._forward(x, t, empty)
-            return self._forward(x, t, cond), v_empty
+                v_empty = self._pass(x, t, empty)
+            return self._pass(x, t, cond), v_empty
         stacked_cond = stacked(cond, empty)
-        v, v_empty = self._forward(
-            torch.cat([x, x]), torch.cat([t, t]), stacked_cond, passes=2
-        ).chunk(2)
+        v, v_empty = self._pass(torch.cat([x, x]), torch.cat([t, t]), stacked_cond, passes=2).chunk(
+            2
+        )
         return v, v_empty
 
-    def _forward(self, x: Tensor, t: Tensor, cond: dict[str, Any], passes: int = 1) -> Tensor:
-        self.forwards += len(x)
-        return self._pass(x, t, cond, passes)
-
-    def _pass(self, x: Tensor, t: Tensor, cond: dict[str, Any], passes: int) -> Tensor:
+    def _pass(self, x: Tensor, t: Tensor, cond: dict[str, Any], passes: int = 1) -> Tensor:
         v = at_width(
             self.velocity, max(self._filled(len(x) // passes) * passes, len(x)), x, t, cond
         )

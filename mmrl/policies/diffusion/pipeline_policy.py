@@ -23,7 +23,7 @@ from mmrl.policies.diffusion import attention_backends, diffusers_folder
 from mmrl.policies.diffusion.attention_backends import Attention, AttentionChoice
 from mmrl.policies.diffusion.flow_policy import FlowPolicy, Grid, Storage
 from mmrl.policies.diffusion.text_encoding import Placement, PromptCache, texts_of
-from samplers.batching import chunks, halved_to_fit
+from samplers.batching import attempts, chunks
 from samplers.processes import Flow, Process
 from samplers.schedules import dynamic, flow_match_euler, shifted
 
@@ -135,7 +135,7 @@ class FolderPolicy(FlowPolicy):
         if self.texts.placement == "release":
             self.texts(["", *dict.fromkeys(texts_of(prompts))], self.device)
 
-    def _pass(self, x: Tensor, t: Tensor, cond: dict[str, Any], passes: int) -> Tensor:
+    def _pass(self, x: Tensor, t: Tensor, cond: dict[str, Any], passes: int = 1) -> Tensor:
         self.news += self.attending.settle(lambda: self._computed(x, t, cond, passes))
         try:
             return self._computed(x, t, cond, passes)
@@ -168,21 +168,20 @@ class FolderPolicy(FlowPolicy):
         vae = self.vae.to(self.device)
         rows = len(rollout)
 
-        def decoded(size: int) -> list[Tensor]:
-            return [
-                self.pixels(vae, rollout.sample[part].to(vae.dtype)) for part in chunks(rows, size)
-            ]
-
         try:
-            pixels, self.decoding = halved_to_fit(
-                decoded, min(self.fixed_batch_rows or rows, self.decoding or rows)
-            )
+            for attempt in attempts(min(self.fixed_batch_rows or rows, self.decoding or rows)):
+                with attempt as size:
+                    pixels = [
+                        self.pixels(vae, rollout.sample[part].to(vae.dtype))
+                        for part in chunks(rows, size)
+                    ]
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"out of memory while decoding a single sample of {self.size[0]} x "
                 f"{self.size[1]} pixels: {error}. "
                 "Set policy option vae_tiling=true, or a smaller size"
             ) from error
+        self.decoding = size
         return (torch.cat(pixels) / 2 + 0.5).clamp(0, 1)
 
     def pixels(self, vae: Any, latents: Tensor) -> Tensor:

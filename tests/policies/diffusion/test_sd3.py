@@ -15,6 +15,7 @@ from mmrl import advantages
 from mmrl.cli import commands
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
+from mmrl.core.metrics import Meter
 from mmrl.core.registry import locate
 from mmrl.objectives import PolicyGradient
 from mmrl.policies.diffusion.models.sd3 import SD3
@@ -195,13 +196,15 @@ def test_micro_batches_change_no_gradient(folder):
         policy.net.double()
         trainer = trainer_of(policy, micro_batch_size=micro)
         # rewards are float32, and the decoder: the advantage is therefore fixed here
-        rollout, _ = trainer.collect()
+        batch = trainer.collect()
+        rollout = batch.rollout
         rollout = rollout.replace(
             logprob=rollout.logprob + 0.01, advantage=(rollout.row_id % 5 - 2.0).double()[:, None]
         )
         points = list(trainer.objective.points(policy, rollout, Rng.of(0)))
-        trainer._accumulated(
-            Points(partial(iter, points)), float(sum(p.mask.sum() for p in points)), Rng.of(0)
+        total = float(sum(p.mask.sum() for p in points))
+        trainer.update._accumulate(
+            batch, Points(partial(iter, points)), total, Rng.of(0), micro, Meter()
         )
         runs.append(
             (torch.cat([p.grad.flatten() for p in policy.net.parameters()]), rollout.sample)

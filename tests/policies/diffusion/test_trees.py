@@ -14,7 +14,8 @@ from mmrl.core.errors import UserError
 from mmrl.core.types import Point, Rewards, Rollout
 from mmrl.policies.diffusion.trees import Tree, size
 from mmrl.rollout.collect import joined
-from mmrl.rollout.dynamic_sampling import Drawn, exchanged
+from mmrl.rollout.dynamic_sampling import exchanged
+from mmrl.rollout.stages import Drawn
 from samplers.kernels import dance_sde
 from samplers.noise import Rng
 from tests.fixtures import toys
@@ -379,8 +380,9 @@ def test_a_shared_edge_has_the_mean_advantage_of_its_leaves_under_any_advantage(
     policy = toys.make("flow", tree=TREE, steps=4)
     trainer = make_trainer(policy=policy, advantage=dr_grpo, group_size=4, train_batch_size=32)
     trainer.scorer = score
-    rollout, rewards = trainer.collect()
-    own = dr_grpo(rewards, rollout)[:, 0]
+    batch = trainer.collect()
+    rollout = batch.rollout
+    own = dr_grpo(batch.rewards, rollout)[:, 0]
     values = rollout.advantage
     # the other below its edges has a reward
     assert rollout.mask[4, :2].all() and not rollout.mask[4, 2:].any()

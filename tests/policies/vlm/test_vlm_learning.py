@@ -8,6 +8,7 @@ import torch
 
 from mmrl import advantages
 from mmrl.config.options import TrainOptions
+from mmrl.core.metrics import Meter
 from mmrl.objectives.surrogates import ppo, reinforce
 from mmrl.objectives.text import Text
 from mmrl.scoring import Scorer
@@ -66,8 +67,9 @@ def test_rewards_of_steps_reach_the_tokens_that_earned_them():
             loss_agg_mode="seq_mean_token_mean",
         ),
     )
-    rollout, rewards = trainer.collect()
-    earned = rewards["key_steps"]
+    batch = trainer.collect()
+    rollout = batch.rollout
+    earned = batch.rewards["key_steps"]
     given = rollout.is_ground_truth
     assert given.tolist() == [False, False, True] and earned.shape == rollout.mask.shape == (3, 64)
     text = reward.right_answer(asked[0])
@@ -83,7 +85,7 @@ def test_rewards_of_steps_reach_the_tokens_that_earned_them():
         and len({round(float(x), 5) for x in levels[:3]}) == 3
     )
     assert (worth[: ends[0] + 1] == worth[0]).all() and (rollout.advantage[:2] < 0).all()
-    assert trainer.improve(rollout, trainer._rng("update"), True)
+    assert trainer.update.improve(batch, rollout, trainer._rng("update"), True, Meter())
 
 
 def test_prompts_of_like_length_are_read_together():

@@ -1,0 +1,35 @@
+"""A limit on the length of answers that changes on the way (``train.max_new_tokens_schedule``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mmrl.core.errors import UserError
+from mmrl.core.registry import STAGES
+from mmrl.policies.base import Policy
+from mmrl.rollout.stages import Setup, Stage
+
+
+@STAGES.register("length_limit")
+class LengthLimit(Stage):
+    """Tells the policy, before an iteration, how many tokens an answer may have from then on."""
+
+    def __init__(self, policy: Policy, schedule: Sequence[tuple[int, int]]):
+        """``schedule``: pairs (first iteration, tokens), in the order of iterations."""
+        self.policy = policy
+        self.schedule = schedule
+
+    @classmethod
+    def build(cls, setup: Setup) -> LengthLimit | None:
+        schedule = setup.options.max_new_tokens_schedule
+        return cls(setup.policy, schedule) if schedule else None
+
+    def begin(self, iteration: int) -> None:
+        due = [tokens for start, tokens in self.schedule if start <= iteration]
+        if due and not self.policy.capabilities.max_new_tokens:
+            raise UserError(
+                f"train.max_new_tokens_schedule: {type(self.policy).__name__} writes no answers "
+                f"whose length could change"
+            )
+        if due:
+            self.policy.set_max_new_tokens(due[-1])

@@ -1,0 +1,145 @@
+"""The contract of stages: what changes, in an iteration, which rows are trained on.
+
+A stage is registered in ``STAGES`` and makes itself from the options of ``train:`` that ask for it.
+The trainer calls every method of every stage, in the order of registration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmrl.config.options import TrainOptions
+from mmrl.core.registry import STAGES
+from mmrl.core.types import Media, Prompt, Rewards, Rollout
+from mmrl.policies.base import Policy, RolloutContext
+from mmrl.rollout.collect import joined
+from samplers.noise import Rng
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Samples with their rewards, and the groups that were sampled too but gave way to others.
+
+    Of these ``gave_way`` has what says how they were rewarded; not their samples.
+    """
+
+    rollout: Rollout
+    media: Media
+    rewards: Rewards
+    gave_way: tuple[tuple[Rollout, Rewards], ...] = ()
+
+    def sampled(self) -> tuple[Rollout, Rewards]:
+        """Join everything the policy wrote itself in this iteration, also what is not trained on.
+
+        Statistics are of these rows.
+        """
+        parts = [(outline(self.rollout), self.rewards.per_row()), *self.gave_way]
+        rewards = {name: torch.cat([part[name] for _, part in parts]) for name in self.rewards}
+        whole = joined([rollout for rollout, _ in parts])
+        _, rows, row_rewards = sampled_only(
+            [None] * len(whole), whole, Rewards(rewards, self.rewards.weights)
+        )
+        return rows, row_rewards
+
+
+Sample = Callable[[list[Prompt], Rng], Drawn]  # draws and scores, with the behaviour weights
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What stages are made from: the options of ``train:`` and the parts of the run.
+
+    ``prompts`` is the whole data; ``rewards`` are those that are trained on, by name.
+    """
+
+    options: TrainOptions
+    policy: Policy
+    prompts: Sequence[Prompt]
+    rewards: Mapping[str, Any]
+
+
+class Stage:
+    """Does nothing; a stage overrides what it needs. ``saved_as`` names its part of a checkpoint,
+    if it has a state."""
+
+    saved_as: str = ""
+
+    @classmethod
+    def build(cls, setup: Setup) -> Stage | None:
+        """Make the stage if the options ask for it, else return None. UserError if it cannot be."""
+        return cls()
+
+    def begin(self, iteration: int) -> None:
+        """Prepare the policy for iteration ``iteration`` (from 0), before anything is sampled."""
+
+    def context(self, context: RolloutContext) -> RolloutContext:
+        """Change what a rollout of training is told, before it samples."""
+        return context
+
+    def observe(self, prompts: Sequence[Prompt], drawn: Drawn) -> None:
+        """See what was just sampled for ``prompts``, which are as they stand in the data."""
+
+    def groups(
+        self, drawn: Drawn, iteration: int, sample: Sample
+    ) -> tuple[Drawn, dict[str, float]]:
+        """Exchange groups before they are compared. Also returns counts over all processes, for
+        the log."""
+        return drawn, {}
+
+    def state_dict(self) -> tuple[dict[str, Tensor], Any]:
+        """Return the state for a checkpoint: tensors, and plain data fit for JSON."""
+        return {}, None
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Any) -> None:
+        """Take up a state that ``state_dict`` returned; empty ones where a checkpoint has none."""
+
+
+def stages_of(setup: Setup) -> list[Stage]:
+    """Make all registered stages that the options ask for."""
+    stages = [entry.build(setup) for entry in STAGES.values()]
+    return [stage for stage in stages if stage is not None]
+
+
+def outline(rollout: Rollout) -> Rollout:
+    """Keep which rows answer which prompts, without what they are."""
+    nothing = torch.zeros_like(rollout.mask[:, :1])
+    return Rollout(
+        group=rollout.group,
+        row_id=rollout.row_id,
+        prompts=rollout.prompts,
+        sample=rollout.row_id,
+        mask=nothing,
+        logprob=nothing.to(rollout.logprob),
+        is_ground_truth=_marks(rollout, rollout.is_ground_truth),
+        is_replayed=_marks(rollout, rollout.is_replayed),
+    )
+
+
+def _marks(rollout: Rollout, rows: Tensor | None) -> Tensor:
+    return torch.zeros_like(rollout.group, dtype=torch.bool) if rows is None else rows
+
+
+def sampled_only(
+    media: Media, rollout: Rollout, rewards: Rewards
+) -> tuple[Media, Rollout, Rewards]:
+    """Leave out right answers that were given and answers of earlier iterations: metrics look at
+    the rest."""
+    foreign_rows = [
+        rows
+        for rows in (rollout.is_ground_truth, rollout.is_replayed)
+        if rows is not None and rows.any()
+    ]
+    if not foreign_rows:
+        return media, rollout, rewards
+    sampled_rows = ~torch.stack(foreign_rows).any(0)
+    pairs = zip(media, sampled_rows.tolist(), strict=True)
+    return (
+        [item for item, is_sampled in pairs if is_sampled],
+        rollout[sampled_rows],
+        Rewards({name: value[sampled_rows] for name, value in rewards.items()}, rewards.weights),
+    )

@@ -1,0 +1,101 @@
+"""Cuts an optimizer step into passes through the network, equally many on all processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+import torch
+
+from mmrl.config.options import Plan, TrainOptions
+from mmrl.core import distributed
+from mmrl.core.errors import UserError
+from mmrl.core.host import sent
+from mmrl.core.types import Point, Rollout
+from mmrl.objectives.base import Objective, couples
+from mmrl.policies.base import Policy
+from mmrl.train import minibatches
+from mmrl.train.batch import Batch
+from mmrl.train.minibatches import Points
+from samplers.noise import Rng
+
+
+class Passes:
+    """Makes the steps of an epoch, the points of a step and the passes over these points."""
+
+    def __init__(self, policy: Policy, objective: Objective, options: TrainOptions, plan: Plan):
+        self.policy = policy
+        self.objective = objective
+        self.options = options
+        self.plan = plan
+        whole_steps = options.train_batch_size % options.group_size == 0
+        self.coupled = couples(objective)
+        if self.coupled and not whole_steps:
+            raise UserError(
+                f"train.train_batch_size {options.train_batch_size}: this objective compares whole "
+                f"groups, so it must be a multiple of train.group_size {options.group_size}"
+            )
+        self.whole_groups = self.coupled or (policy.adjacent and whole_steps)
+
+    def steps(self, rollout: Rollout, rng: Rng) -> Iterator[Rollout]:
+        """Yield this process's rows of every optimizer step of an epoch."""
+        sizes = self.options.group_size, self.plan.rows, self.options.train_batch_size
+        return minibatches.batches(rollout, *sizes, rng, whole_groups=self.whole_groups)
+
+    def points(self, rollout: Rollout, rng: Rng, on_policy: bool) -> Points:
+        """Return the objective's points for the rows of a step. States of a path are not held but
+        made again; tokens, and what is coupled, are small."""
+
+        def make() -> Iterator[Point]:
+            points = self.objective.points(self.policy, rollout, rng) if len(rollout) else ()
+            return (point.replace(on_policy=on_policy) for point in points)
+
+        if self.policy.adjacent or self.coupled:
+            held = list(make())
+            return Points(lambda: held)
+        return Points(make)
+
+    def most_rows(self) -> int:
+        """Return the most rows that a pass may have."""
+        return min(self.plan.micro_batch, self.policy.most or self.plan.micro_batch)
+
+    def cut(
+        self, batch: Batch, points: Points, rows: int, rng: Rng, couple: bool = False
+    ) -> tuple[int, Iterator[Point]]:
+        """Cut points into passes of ``rows`` rows. Returns how many passes every process makes, as
+        sharded models need, and the passes on the device; those too few here train nothing.
+
+        ``couple``: a coupled objective sees them all before the first is returned.
+        """
+        device = batch.idle_row.group.device
+        needed = -(-points.rows // rows)
+        count = distributed.largest(needed, device)
+        idle = [self.idle(batch, rng) for _ in range(count - needed)]
+        trained = minibatches.passes(points, rows, self.policy.adjacent)
+        if couple and self.coupled:
+            trained = self.couple(batch, list(trained), idle)
+        passes = chain(trained, idle)
+        return count, (point.map(lambda tensor: sent(tensor, device)) for point in passes)
+
+    @torch.no_grad()
+    def couple(self, batch: Batch, passes: list[Point], idle: list[Point]) -> list[Point]:
+        """Let an objective see all rows of the step before its elementwise loss."""
+        device = batch.idle_row.group.device
+        measured = [
+            self.objective.measure(self.policy, point.map(lambda tensor: sent(tensor, device)))
+            for point in [*passes, *idle]
+        ]
+        # without rows of its own a process still joins what couple does with all
+        joined = passes or idle
+        coupled = self.objective.couple(Point.cat(joined), torch.cat(measured[: len(joined)]))
+        parts = list(coupled.split(len(passes[0]))) if passes else []
+        if parts and self.policy.adjacent:
+            minibatches.tell(coupled, parts)
+        return parts
+
+    def idle(self, batch: Batch, rng: Rng) -> Point:
+        """Make a pass of one row that trains nothing."""
+        advantage = torch.zeros_like(batch.idle_row.logprob[:, :1])
+        row = batch.idle_row.replace(advantage=advantage)
+        point = next(iter(self.objective.points(self.policy, row, rng)))[:1]
+        return point.replace(mask=torch.zeros_like(point.mask))

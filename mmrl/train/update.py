@@ -1,0 +1,207 @@
+"""The update: the optimizer steps of an iteration, on what it collected.
+
+The loss is a mean over the decisions of the *global* batch, so neither the micro-batch size nor the
+number of processes changes the gradient. On the first step the weights are those that sampled:
+where the re-scored log-probs are not the recorded ones, ``logprob_gate`` stops the run.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mmrl.config.options import TrainOptions, arithmetic
+from mmrl.core import distributed
+from mmrl.core.metrics import Meter, Stopwatch, observe
+from mmrl.core.types import Rollout
+from mmrl.objectives.base import Lagging, Objective
+from mmrl.policies.base import Policy
+from mmrl.train import logprob_gate, minibatches
+from mmrl.train.batch import Batch
+from mmrl.train.device import Device
+from mmrl.train.optimizers import ema_decay, lr_factor
+from mmrl.train.passes import Passes
+from samplers.noise import Rng
+
+
+class Update:
+    """Trains the policy on one batch after another. ``step`` counts optimizer steps."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        objective: Objective,
+        optimizer: torch.optim.Optimizer,
+        options: TrainOptions,
+        device: Device,
+        clock: Stopwatch,
+    ):
+        """``optimizer``: prepared by ``device``, as the policy is."""
+        self.policy = policy
+        self.objective = objective
+        self.optimizer = optimizer
+        self.options = options
+        self.device = device
+        self.clock = clock
+        self.plan = arithmetic(options, device.processes)
+        self.passes = Passes(policy, objective, options, self.plan)
+        self.lrs = [group["lr"] for group in optimizer.param_groups]
+        self.step = 0
+
+    def run(self, batch: Batch) -> dict[str, float]:
+        """Take all optimizer steps on a batch; then let the snapshot ``old`` follow. Returns
+        metrics."""
+        meter = Meter()
+        skipped = 0
+        with meter.listening():
+            batch = self.recompute_old_logprob(batch, meter)
+            with self.clock.time("update"):
+                for epoch in range(self.options.epochs):
+                    self.policy.epoch = epoch if self.options.epochs > 1 else None
+                    rng = self._rng(batch, epoch)
+                    parts = self.passes.steps(batch.rollout, rng)
+                    # each part is let go before the next is taken out of the rollout
+                    for index in range(self.plan.steps):
+                        first = epoch == index == 0 and self.objective.behavior_policy == "live"
+                        skipped += not self.improve(
+                            batch, next(parts), rng.fold(index), first, meter
+                        )
+        if "old" in self.policy.weights.saved:
+            lagging = isinstance(self.objective, Lagging)
+            decay = self.objective.old_decay(self.step) if lagging else 0.0
+            self.policy.weights.track("old", decay)
+        return self._metrics(meter) | {"skipped_steps": skipped}
+
+    def improve(
+        self, batch: Batch, rollout: Rollout, rng: Rng, on_policy: bool, meter: Meter
+    ) -> bool:
+        """Take one optimizer step on these rows of the batch.
+
+        Returns False if there was nothing to train on, or the gradient was not finite.
+        """
+        points = self.passes.points(rollout, rng, on_policy)
+        mode = self.options.loss_agg_mode
+        sums = distributed.all_sum(minibatches.loss_total(points.outline, rollout, mode))
+        trained, total = sums.tolist()  # one wait for both
+        if not trained > 0:
+            return False
+        total = 1.0 if mode == "token_sum" else total
+        share = sums.new_full((), total / self.device.processes)
+        meter.put("loss", torch.zeros_like(share), share)
+        mark = meter.mark()
+        for attempt in self.policy.attempts(self.passes.most_rows()):
+            with attempt as rows, Meter().listening() as observed:
+                self.optimizer.zero_grad()
+                meter.restore(mark)
+                self._accumulate(batch, points, total, rng, rows, meter)
+        if on_policy:
+            self._check_logprobs(batch, observed)
+        return self._descend(meter)
+
+    @torch.no_grad()
+    def recompute_old_logprob(self, batch: Batch, meter: Meter) -> Batch:
+        """Replace recorded log-probs by those that the update's own passes give, where
+        ``train.recompute_old_logprob`` says so.
+
+        A decoder's pass for one token rounds otherwise than the pass that scores a whole answer: in
+        half precision ratios of later steps would be off by more than some clip at. Rows of earlier
+        iterations keep what they have.
+        """
+        steps = self.plan.steps * self.options.epochs
+        if not logprob_gate.rescores(self.options, self.policy, steps):
+            return batch
+        rollout = batch.rollout
+        places = torch.arange(rollout.logprob.numel(), device=rollout.logprob.device).double()
+        # leads from a point to its decisions
+        placed = rollout.replace(logprob=places.view_as(rollout.logprob))
+        mark = meter.mark()
+        behavior = self.policy.weights.using(self.objective.behavior_policy)
+        with self.clock.time("old_log_prob"), behavior:
+            for attempt in self.policy.attempts(self.passes.most_rows()):
+                with attempt as rows, Meter().listening() as observed:
+                    meter.restore(mark)
+                    scores = self._scores(batch, placed, rows)
+            self._check_logprobs(batch, observed)
+        return replace(batch, rollout=rollout.replace(logprob=scores.view_as(rollout.logprob)))
+
+    def _scores(self, batch: Batch, placed: Rollout, rows: int) -> Tensor:
+        """Score a whole rollout by the passes of the first epoch: [B K].
+
+        ``placed`` has the place of every decision as its log-prob.
+        """
+        scores = batch.rollout.logprob.flatten().clone()
+        rng = self._rng(batch, 0)
+        for part in self.passes.steps(placed, rng):
+            points = minibatches.Points(partial(self.policy.path, part))
+            for point in self.passes.cut(batch, points, rows, rng)[1]:
+                where = point.current()
+                place = torch.where(where, point.logprob, 0.0).long()
+                recorded = scores[place]
+                logp = self.policy.dist(point).log_prob(point.target).to(scores)
+                logp = torch.where(where, logp, recorded)
+                observe("log_ratio", logp - recorded, where)
+                scores[place[where]] = logp[where]
+        return scores
+
+    def _accumulate(
+        self,
+        batch: Batch,
+        points: minibatches.Points,
+        total: float,
+        rng: Rng,
+        rows: int,
+        meter: Meter,
+    ) -> None:
+        """Pass forward and backward over all points, ``rows`` at a time."""
+        count, passes = self.passes.cut(batch, points, rows, rng, couple=True)
+        mode = self.options.loss_agg_mode
+        denominator = self.options.loss_denominator or batch.longest
+        for i, point in enumerate(passes):
+            weight = minibatches.loss_weights(point, mode, denominator)
+            with nullcontext() if i == count - 1 else self.device.no_sync(self.policy.trained):
+                loss = self.objective.loss(self.policy, point)
+                summed = (loss * weight).sum()
+                meter.put("loss", summed, torch.zeros_like(summed))
+                self.device.backward(summed / total)
+
+    def _check_logprobs(self, batch: Batch, observed: Meter) -> None:
+        """Stop the run where re-scored log-probs are not the recorded ones; not where passes have
+        just shrunk for want of memory, and so round otherwise than those that sampled."""
+        if self.policy.fixed_batch_rows == batch.pass_rows:
+            logprob_gate.check(self.options, self.policy, self.objective, observed, batch.iteration)
+
+    def _descend(self, meter: Meter) -> bool:
+        """Clip, step, track the moving average. False if the gradient was not finite and the step
+        was left out."""
+        options = self.options
+        factor = lr_factor(
+            options.lr_schedule, self.step, options.warmup_steps, self.plan.total_steps
+        )
+        for group, lr in zip(self.optimizer.param_groups, self.lrs, strict=True):
+            group["lr"] = lr * factor
+        norm = self.device.clip(self.policy, options.max_grad_norm)
+        meter.add("grad_norm", norm.reshape(1))
+        finite = math.isfinite(float(norm))
+        # fp16's loss scaler leaves the step out by itself, and learns from it
+        if finite or self.device.scales_loss:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        if options.ema and (self.step + 1) % options.ema_update_interval == 0:
+            self.policy.weights.track("ema", ema_decay(self.step, options.ema))
+        self.step += 1
+        return finite
+
+    def _rng(self, batch: Batch, epoch: int) -> Rng:
+        return Rng.of(self.options.seed, batch.iteration, "update", epoch)
+
+    def _metrics(self, meter: Meter) -> dict[str, float]:
+        names = {"ratio": "ratio/mean"}
+        metrics = {names.get(name, name): mean for name, mean in meter.means().items()}
+        if metrics.pop("log_ratio", None) is not None:
+            metrics["ratio/max_deviation"] = math.expm1(min(meter.top("log_ratio"), 50.0))
+        return metrics | {"lr": self.optimizer.param_groups[0]["lr"], "step": self.step}

@@ -1,0 +1,113 @@
+"""The contract of stages: the trainer calls every method of every registered stage."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mmrl.config.options import TrainOptions
+from mmrl.core.errors import UserError
+from mmrl.core.registry import STAGES
+from mmrl.rollout.stages import Setup, Stage, stages_of
+from mmrl.run import state
+from tests.fixtures import toys
+from tests.train.test_trainer import make_trainer
+
+SIZES = {"prompts_per_iteration": 8, "group_size": 8, "train_batch_size": 32, "iterations": 1}
+
+
+class Recorder(Stage):
+    """Notes its calls; counts the iterations it has begun."""
+
+    saved_as = "recorder"
+
+    def __init__(self):
+        self.calls = []
+        self.begun = 0
+
+    @classmethod
+    def build(cls, setup):
+        return cls()
+
+    def begin(self, iteration):
+        self.begun += 1
+        self.calls.append(("begin", iteration))
+
+    def context(self, context):
+        self.calls.append(("context", context.iteration))
+        return context
+
+    def observe(self, prompts, drawn):
+        self.calls.append(("observe", len(prompts), len(drawn.rollout)))
+
+    def groups(self, drawn, iteration, sample):
+        self.calls.append(("groups", iteration))
+        return drawn, {"recorder/rows": len(drawn.rollout)}
+
+    def state_dict(self):
+        return {"begun": torch.tensor(self.begun)}, {"calls": len(self.calls)}
+
+    def load_state_dict(self, tensors, plain):
+        self.begun = int(tensors["begun"]) if tensors else 0
+
+
+@pytest.fixture
+def registered():
+    STAGES["recorder"] = Recorder
+    yield
+    del STAGES["recorder"]
+
+
+def test_a_stage_takes_part_in_every_iteration(registered):
+    trainer = make_trainer()
+    (stage,) = trainer.stages
+    metrics = trainer.iterate()
+    once = [("begin", 0), ("context", 0), ("observe", 8, 64), ("groups", 0)]
+    assert stage.calls == once and metrics["recorder/rows"] == 64
+    trainer.iterate()
+    assert stage.calls[4:] == [("begin", 1), ("context", 1), once[2], ("groups", 1)]
+
+
+def test_a_stage_sees_the_prompts_that_dynamic_sampling_draws(registered):
+    trainer = make_trainer(
+        reward=lambda media, prompts: torch.ones(len(media)), dynamic_sampling_rounds=2
+    )
+    assert [type(stage).__name__ for stage in trainer.stages] == ["DynamicSampling", "Recorder"]
+    trainer.iterate()
+    calls = trainer.stages[1].calls
+    assert [call for call in calls if call[0] == "observe"] == [("observe", 8, 64)] * 3
+    assert calls[-1] == ("groups", 0), "stages exchange groups in the order of their registration"
+
+
+def test_the_state_of_a_stage_is_in_the_checkpoint(registered):
+    trainer = make_trainer()
+    trainer.iterate()
+    arrays, meta = state.capture(trainer)
+    assert meta["recorder"] == {"calls": 4}
+    again = make_trainer()
+    state.restore(again, arrays, meta)
+    assert again.stages[0].begun == 1
+    del arrays["recorder"], meta["recorder"]  # a run that had no such stage
+    state.restore(again, arrays, meta)
+    assert again.stages[0].begun == 0
+
+
+def test_a_plain_run_has_no_stage_and_each_option_brings_its_own():
+    policy = toys.make("causal")
+    policy.capabilities = replace(policy.capabilities, max_new_tokens=True)
+    policy.set_max_new_tokens = lambda tokens: None
+
+    def names(**options):
+        setup = Setup(TrainOptions(**SIZES, **options), policy, toys.prompts(16), {})
+        return [type(stage).__name__ for stage in stages_of(setup)]
+
+    assert names() == []
+    assert names(dynamic_sampling_rounds=1) == ["DynamicSampling"]
+    assert names(max_new_tokens_schedule=((0, 3),)) == ["LengthLimit"]
+    with pytest.raises(UserError, match="train.ground_truth_rollout: ToyCausal takes no answers"):
+        names(ground_truth_rollout="answer")
+
+
+def test_dynamic_sampling_comes_before_the_replay_buffer():
+    order = list(STAGES)
+    assert order.index("dynamic_sampling") < order.index("replay_buffer")
