@@ -169,11 +169,11 @@ def bound(name, **options):
 class Doubled:
     """An advantage of somebody else's on top of another, which knows nothing of checkpoints."""
 
-    def __init__(self, of):
-        self.of = of
+    def __init__(self, base):
+        self.base = base
 
     def __call__(self, rewards, rollout):
-        return 2 * self.of(rewards, rollout)
+        return 2 * self.base(rewards, rollout)
 
 
 NESTED = {  # makes one; places of what has a memory
