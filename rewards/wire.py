@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -343,10 +343,11 @@ def _values(row: Any, count: int) -> Tensor:
 
 
 def message_of(content: bytes) -> str:
-    """The message of an error answer, shortened; what it says came from outside."""
+    """The message of an error answer, shortened: of ``{"error": text}``, OpenAI's ``{"error":
+    {"message": text}}`` or anything else. What it says came from outside."""
     try:
-        answer: Mapping = json.loads(content)
-        text = answer["error"]
+        text = json.loads(content)["error"]
+        text = text["message"] if isinstance(text, dict) else text
     except (ValueError, KeyError, TypeError, RecursionError):
         text = content.decode("utf-8", "replace")
     return ascii(str(text)[:500])[1:-1] or "no message"
