@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from mmrl.core.errors import UserError
-from rewards.wire import Part, message_of
+from rewards.wire import message_of
 
 log = logging.getLogger(__name__)
 RETRIED = (408, 429, 500, 502, 503, 504)
@@ -199,9 +199,7 @@ class BoundedClient(httpx.Client):
         )
 
 
-def post(
-    client: BoundedClient, url: str, parts: Sequence[Part], count: int, timeout: float
-) -> bytes:
+def post(client: BoundedClient, url: str, content: bytes, count: int, timeout: float) -> bytes:
     """The body of a 200 answer to ``POST url/score``, within ``timeout`` seconds altogether.
 
     Raises: Failed: no answer, or one that says "later" or "broken". UserError: an answer that says
@@ -209,7 +207,11 @@ def post(
     """
     longest = ANSWER[0] + ANSWER[1] * count
     response = client.post(
-        f"{url}/score", files=list(parts), timeout=timeout, extensions={"longest": longest}
+        f"{url}/score",
+        content=content,
+        headers={"Content-Type": "application/json"},
+        timeout=timeout,
+        extensions={"longest": longest},
     )
     if response.status_code == 200:
         return response.content

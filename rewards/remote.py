@@ -176,7 +176,7 @@ class Remote:
         nothing = torch.full((len(prompts),), torch.nan)
         if call.given_up.is_set():
             return nothing
-        parts = pack(media, prompts, self.format, self.names)
+        content = pack(media, prompts, self.format, self.names)
         tried: list[Server] = []
         for attempt in range(self.retries + 1):
             server = None if call.given_up.is_set() else self._pool.take(tried)
@@ -186,7 +186,7 @@ class Remote:
                 call.given_up.wait(self.backoff * 2 ** (attempt - 1) * self._jitter.uniform(0.5, 1))
             started = time.monotonic()
             try:
-                return self._request(server, parts, len(prompts))
+                return self._request(server, content, len(prompts))
             except Failed as error:
                 self._pool.failed(server, error, started)
             tried.append(server)
@@ -194,9 +194,9 @@ class Remote:
             call.given_up.set()
         return nothing
 
-    def _request(self, server: Server, parts: list, count: int) -> Tensor:
+    def _request(self, server: Server, content: bytes, count: int) -> Tensor:
         try:
-            answer = post(self._client, server.url, parts, count, self.timeout)
+            answer = post(self._client, server.url, content, count, self.timeout)
         except Failed:
             raise
         except BaseException:

@@ -44,7 +44,7 @@ class ServeOptions:
     host: str = "127.0.0.1"  # 0.0.0.0 is every network this machine is in, and needs a token
     port: Annotated[int, Ge(0), Le(65535)] = 8123  # 0: a free one, which is printed
     token: str | None = None  # null: what MMRL_REWARD_TOKEN holds
-    max_request_mib: Annotated[float, Gt(0)] = 64.0  # of a request's body
+    max_request_mib: Annotated[float, Gt(0)] = 88.0  # of a request's body
     max_samples: Annotated[int, Ge(1)] = 1024  # in one request
     max_megapixels: Annotated[float, Gt(0)] = 64.0  # of the decoded pictures of one request
     max_batch: Annotated[int, Ge(1)] = 64  # samples a reward sees at once
@@ -137,7 +137,8 @@ class Service:
         self.inside += 1
         try:
             body = await self.body(request)
-            parts = await parts_of(request, body)
+            kind = request.headers.get("content-type", "")
+            parts = await run_in_threadpool(parts_of, kind, bytes(body))
             del body
             names = self.names(parts.rewards)
             media, prompts = await run_in_threadpool(unpack, parts, self.options.limits())
