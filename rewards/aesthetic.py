@@ -37,10 +37,9 @@ PLACES = (0, 2, 4, 6, 7)  # of the linear layers in the published module, betwee
     source=f"head: [improved-aesthetic-predictor]({SOURCE}); CLIP as in `clip_score`",
 )
 class Aesthetic:
-    """LAION aesthetic score of the picture (about 1 to 10), times ``scale``; the prompt is not
-    looked at.
+    """Score a picture by LAION's aesthetic predictor (about 1 to 10), times ``scale``.
 
-    Of a video, the mean over its frames.
+    The prompt is not looked at. Of a video, the mean over its frames.
 
     Args: head: the published ``.pth`` (read with ``weights_only=True``) or the same tensors as
         ``.safetensors``. clip: ``name/tag`` of open_clip, ``hf-hub:org/repo``, or a local folder;

@@ -46,7 +46,7 @@ MALFORMED = (ValueError, KeyError, IndexError, TypeError, AttributeError, Recurs
 
 @JUDGES.register("server")
 class ChatServer:
-    """An OpenAI-compatible server: chat completions with pictures as data URLs, many at once.
+    """Ask an OpenAI-compatible server by chat completions with pictures as data URLs, many at once.
 
     A request that gets no answer, 429 or 5xx is repeated after a growing wait, or after what
     ``Retry-After`` says; at another server if there are several. An answer in the wrong form is

@@ -42,10 +42,10 @@ PAIRS = {  # the paper's section 3.2 and figure 5
 )
 @REWARDS.register("clip_iqa")
 class ClipIQA(FrameReward):
-    """Probability of the good one of two opposite descriptions, mean over ``pairs``; the prompt is
-    not looked at.
+    """Compare a picture with opposite descriptions: mean probability of the good one over
+    ``pairs``.
 
-    The softmax is at the model's own temperature (100 for OpenAI's). The paper's RN50 was used
+    The prompt is not looked at. The softmax is at the model's own temperature (100 for OpenAI's). The paper's RN50 was used
     without position embedding at any size; here, as in torchmetrics' CLIP variants, the model sees
     its own preprocessing. Of a video, the mean over its frames.
 

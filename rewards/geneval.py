@@ -51,7 +51,7 @@ Share = Annotated[float, Interval(ge=0, le=1)]
 )
 @REWARDS.register("geneval")
 class GenEval(FrameReward):
-    """GenEval's verdict on a picture, by a detector and CLIP for colours.
+    """Give GenEval's verdict on a picture, by a detector and CLIP for colours.
 
     A prompt is a line of GenEval's metadata: ``include``, a list of ``{"class", "count", "color",
     "position"}`` where ``position`` is ``[relation, index of the entry it relates to]``, optionally

@@ -33,7 +33,8 @@ SCALES = {"cosine": raw, "percent": factor(100)}
 )
 @REWARDS.register("hpsv2")
 class HPSv2(PromptReward):
-    """Cosine of the embeddings of picture and prompt by a CLIP ViT-H-14 tuned on human choices.
+    """Score a picture by a CLIP ViT-H-14 tuned on human choices: cosine with the prompt's
+    embedding.
 
     As published, the longer side of the picture is brought to 224 and the rest filled with black;
     of a square one that is a plain resize. Of a video, the mean over its frames.

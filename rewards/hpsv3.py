@@ -32,7 +32,8 @@ SCALES = {"mu": raw, "unirl": factor(1 / 15)}
 )
 @REWARDS.register("hpsv3")
 class HPSv3(PromptReward):
-    """HPSv3: the mean that a head of three layers reads off Qwen2-VL at the token ``<|Reward|>``.
+    """Score a picture by HPSv3: the mean that a head reads off Qwen2-VL at the token
+    ``<|Reward|>``.
 
     The head also gives the logarithm of a deviation, which, as published, is not used. Of a video,
     the mean over its frames.

@@ -54,8 +54,8 @@ VISION = (
 )
 @REWARDS.register("image_reward")
 class ImageReward(PromptReward):
-    """ImageReward-v1.0: the first token of BLIP's text encoder, which attends to the picture,
-    through a linear head.
+    """Score a picture by ImageReward-v1.0: BLIP's text encoder reads it, a linear head its first
+    token.
 
     Of a video, the mean over its frames.
 

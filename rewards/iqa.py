@@ -21,7 +21,7 @@ from rewards.card import card
 )
 @REWARDS.register("iqa")
 class IQA(FrameReward):
-    """A no-reference metric of pyiqa, in its own units; one of which less is better is negated.
+    """Score a picture by a no-reference metric of pyiqa; one of which less is better is negated.
 
     Of a video, the mean over its frames; the prompt is not looked at.
 

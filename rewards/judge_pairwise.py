@@ -28,7 +28,8 @@ from rewards.judged import Frames, Judged, Model, OnFailure, kind_of, sample_pic
     scaling="win rate 0..1, or Bradley-Terry strengths around 0",
 )
 class Pairwise(Judged):
-    """How often a sample beats the others of its group; the judge sees every pair in both orders.
+    """Count how often a sample beats the others of its group; the judge sees each pair in both
+    orders.
 
     The chance that i beats j is the mean of both orders, so that a preference for a place cancels:
     a judge that only looks at the place says one half. A pair with an order that was not answered

@@ -39,8 +39,8 @@ Named = Literal["logit", "cosine"]
 )
 @REWARDS.register("mps")
 class MPS(PromptReward):
-    """MPS: exp(logit scale) times the cosine of the prompt's embedding and of a picture that has
-    read the prompt.
+    """Score a picture by MPS: cosine of the prompt and of a picture that has read the prompt,
+    scaled.
 
     Of a video, the mean over its frames. The published file is a whole pickled module, which is not
     read: save its ``state_dict()`` where you trust it.

@@ -31,7 +31,7 @@ REDUCE = {
 )
 @REWARDS.register("per_frame")
 class PerFrame:
-    """A reward of images, asked about the frames of a video one by one.
+    """Apply a reward of images to the frames of a video one by one.
 
     In a configuration: ``per_frame: {reward: {geneval: {form: strict}}, reduce: worst, frames:
     4}``.

@@ -28,8 +28,8 @@ Named = Literal["logit", "flow_grpo", "mixgrpo", "cosine"]
 )
 @REWARDS.register("pickscore")
 class PickScore(PromptReward):
-    """PickScore: exp(logit scale) times the cosine of a CLIP ViT-H-14's embeddings of picture and
-    prompt.
+    """Score a picture by PickScore: cosine of a CLIP ViT-H-14's embeddings of picture and prompt,
+    scaled.
 
     Of a video, the mean over its frames. (DanceGRPO's code compares every picture of a batch with
     the batch's first prompt; here each has its own.)

@@ -34,8 +34,8 @@ class Call:
 @REWARDS.register("remote")
 @card(source="on the [servers](remote-rewards.md)", licence="as there", scaling="as there")
 class Remote:
-    """What reward servers say (``mmrl serve-reward``): one reward of theirs by name, or their
-    weighted sum.
+    """Ask reward servers (``mmrl serve-reward``): one reward of theirs by name, or their weighted
+    sum.
 
     The batch is cut into requests that go to the servers side by side, to whichever has the fewest
     outstanding. A request that fails is tried again, elsewhere if possible. Samples whose requests

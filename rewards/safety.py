@@ -27,8 +27,8 @@ CARE = 0.01  # what a concept of special care takes off all thresholds, from the
 )
 @REWARDS.register("safety_checker")
 class SafetyChecker(FrameReward):
-    """0 for a picture that Stable Diffusion's safety checker lets pass, below 0 for one that it
-    flags.
+    """Penalise pictures that Stable Diffusion's safety checker flags: below 0; 0 for what it lets
+    pass.
 
     A CLIP image embedding is compared with 17 hidden concepts, each with its threshold, lowered by
     0.01 when one of three concepts of special care is found (Rando et al. 2022, arXiv:2210.04610).
@@ -86,8 +86,8 @@ class SafetyChecker(FrameReward):
 )
 @REWARDS.register("nsfw_penalty")
 class NsfwPenalty(FrameReward):
-    """Minus the probability of the bad labels by an image classifier; of a video, the mean over its
-    frames.
+    """Negate the probability of the bad labels by an image classifier; of a video, the frames'
+    mean.
 
     Args:
         model: an image classifier of transformers, hub id or folder.

@@ -48,8 +48,8 @@ class ReferenceReward(FrameReward):
 )
 @REWARDS.register("dino_similarity")
 class DinoSimilarity(ReferenceReward):
-    """Cosine between the embeddings of the picture and of the prompt's reference picture by DINO
-    (v1, v2, v3).
+    """Compare DINO's (v1, v2, v3) embeddings of the picture and of the prompt's reference by
+    cosine.
 
     DreamBooth's DINO score (arXiv:2208.12242, section 4.2) with ``facebook/dino-vits16``; of a
     video, the mean over its frames.
@@ -136,8 +136,7 @@ class ClipSimilarity(ReferenceReward):
 )
 @REWARDS.register("directional_clip")
 class DirectionalClip(FrameReward):
-    """Did the edit go where the words went: cosine of picture - source and text - source text in
-    CLIP space.
+    """Reward an edit that goes where the words went: cosine of both differences in CLIP space.
 
     Gal et al. 2021 (arXiv:2108.00946), equation 3; also InstructPix2Pix's measure. Differences are
     of unit embeddings. 0 where the picture or the text did not change at all. Of a video, the mean

@@ -32,7 +32,7 @@ MODEL = "Qwen/Qwen2.5-VL-3B-Instruct"
 )
 @REWARDS.register("vqa_score")
 class VQAScore(PromptReward):
-    """Probability that the model answers yes when asked whether the picture shows the prompt.
+    """Ask a model whether the picture shows the prompt; the probability of yes is the score.
 
     That of the answer's first token. Of a video, the mean over its frames.
 
@@ -90,7 +90,7 @@ class VQAScore(PromptReward):
 )
 @REWARDS.register("tifa")
 class TIFA(FrameReward):
-    """Share of a prompt's questions about the picture that the model answers right.
+    """Ask a model a prompt's questions about the picture; the share of right answers is the score.
 
     A prompt's ``questions`` is a list of ``{"question": ..., "choices": [...], "answer": ...}``
     (yes and no where there are no choices). The model's answer is the choice with the highest mean

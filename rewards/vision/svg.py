@@ -115,8 +115,8 @@ MEASURES = {"explained": explained, "mse": mse, "standardised": standardised, "s
 @REWARDS.register("svg")
 @card(media="text", low=0, high=1, source="RLRF (arXiv:2505.20793); rendered by resvg")
 class Svg(Verifiable):
-    """Likeness of the rendered SVG in the answer to the picture (``svg``, else the first image of
-    the prompt).
+    """Compare the rendered SVG of the answer with the picture (``svg``, else the prompt's first
+    image).
 
     Args: measure: "explained": share of the ink that is right, an empty sheet has 0; "mse";
         "standardised": RLRF's L2;

@@ -23,8 +23,8 @@ SHOWN = 5  # broken rows in a message
 
 @DATA.register("vision")
 class Vision:
-    """Questions about images and videos: jsonl, json, parquet or data set folders, in the formats
-    in use.
+    """Read questions about images and videos: jsonl, json, parquet or data set folders, in usual
+    formats.
 
     path: a file, or a folder with train and test. images: the folder that image and video paths
     start in; by default the file's own. format: auto tells them apart row by row. fields: which
