@@ -45,9 +45,9 @@ class ClipIQA(FrameReward):
     """Compare a picture with opposite descriptions: mean probability of the good one over
     ``pairs``.
 
-    The prompt is not looked at. The softmax is at the model's own temperature (100 for OpenAI's). The paper's RN50 was used
-    without position embedding at any size; here, as in torchmetrics' CLIP variants, the model sees
-    its own preprocessing. Of a video, the mean over its frames.
+    The prompt is not looked at. The softmax is at the model's own temperature (100 for OpenAI's).
+    The paper's RN50 was used without position embedding at any size; here, as in torchmetrics' CLIP
+    variants, the model sees its own preprocessing. Of a video, the mean over its frames.
 
     Args: pairs: names of the paper's pairs (quality, brightness, ...) or ``"positive | negative"``
         of your own. model: an open_clip name, ``hf-hub:org/repo`` or a local folder. pretrained:
