@@ -17,9 +17,10 @@ from torch import Tensor
 
 from mmrl.core.registry import REWARDS
 from rewards._clip import load_clip
-from rewards._compose import groups_of, merged, scores_of
+from rewards._compose import merged, scores_of
 from rewards._media import frames
 from rewards.card import Card, card
+from rewards.groups import groups_of
 
 COARSE = 8  # pixels a side of the pictures that are compared without a model
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
-from rewards._compose import groups_of
 from rewards.card import card
+from rewards.groups import groups_of
 from rewards.vision.answers import normal
 from rewards.vision.words import short
 
