@@ -82,7 +82,7 @@ class PerFrame:
 
 
 def evenly(count: int, limit: int) -> Tensor:
-    """Places of at most ``wanted`` of ``count`` frames, from the first to the last."""
+    """Places of at most ``limit`` of ``count`` frames, from the first to the last."""
     return torch.linspace(0, count - 1, min(count, limit)).round().long()
 
 

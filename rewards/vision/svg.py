@@ -68,7 +68,7 @@ def _pixels(image: Any, size: int) -> Tensor:
 
 
 def explained(drawn: Tensor, right: Tensor) -> float:
-    """1 - |found - right|^2 / |white - right|^2: what of the picture's ink is explained; an empty
+    """1 - |drawn - right|^2 / |white - right|^2: what of the picture's ink is explained; an empty
     sheet has 0."""
     ink = float((1 - right).square().sum())
     error = float((drawn - right).square().sum())
