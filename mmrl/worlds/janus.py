@@ -60,8 +60,8 @@ def build_janus(folder: Path, vq: Path, recipe: PainterRecipe, progress: Progres
 
 
 def loss(net: JanusNet, inputs: Any, visible: list[int], batch: painting.Batch) -> Tensor:
-    """Teacher forcing of image tokens. Without a caption every token but those ``visible`` is padding,
-    which is attended to, as in Janus."""
+    """Compute the loss of image tokens, teacher forced. Without a caption every token but those
+    ``visible`` is padding, which is attended to, as in Janus."""
     absent = batch.caption == len(inputs["input_ids"])
     shown = torch.where(absent, batch.wrong_caption, batch.caption)
     ids = inputs["input_ids"][shown]
