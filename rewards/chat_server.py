@@ -261,7 +261,8 @@ class ChatServer:
         return choice
 
     def _failure(self, error: openai.APIStatusError) -> Exception:
-        status, cause = error.status_code, self._cause(error)
+        status = error.status_code
+        cause = self._cause(error)
         if status in RETRIED or status >= 500:
             return Busy(cause, retry_after(error.response.headers["Retry-After"]))
         if status in (401, 403):

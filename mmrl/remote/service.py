@@ -125,6 +125,21 @@ class Service:
             message = "the token is missing or wrong: send `Authorization: Bearer TOKEN`"
             raise Refusal(401, message, headers={"WWW-Authenticate": "Bearer"})
 
+    async def respond(self, request: Request) -> Response:
+        """Answer a request, whatever is the matter with it, and count it by its status."""
+        try:
+            response = await self.score(request)
+        except BadInput as error:
+            response = Refusal(400, str(error), error.field).reply()
+        except Refusal as error:
+            response = error.reply()
+        except Exception as error:
+            log.exception("a request could not be answered")
+            message = f"{type(error).__name__} on the server, see its log"
+            response = reply({"error": message, "field": None}, 500)
+        self.requests[response.status_code] += 1
+        return response
+
     async def score(self, request: Request) -> Response:
         """Authenticate, admit, read, decode, score. Raises Refusal and BadInput."""
         self.authenticate(request)
@@ -298,19 +313,7 @@ def make_app(rewards: Mapping[str, Weighted], options: ServeOptions | None = Non
 
     @app.post("/score")
     async def score(request: Request) -> Response:
-        try:
-            response = await service.score(request)
-        except BadInput as error:
-            response = Refusal(400, str(error), error.field).reply()
-        except Refusal as error:
-            response = error.reply()
-        except Exception as error:
-            log.exception("a request could not be answered")
-            response = reply(
-                {"error": f"{type(error).__name__} on the server, see its log", "field": None}, 500
-            )
-        service.requests[response.status_code] += 1
-        return response
+        return await service.respond(request)
 
     @app.get("/health")
     async def health() -> Response:

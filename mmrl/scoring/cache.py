@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -187,14 +188,11 @@ def feed(digest: Any, value: Any) -> None:
             feed(digest, vars(value))
     elif value is None or isinstance(value, (bool, int, float, complex, bytes, np.generic)):
         _tagged(digest, type(value).__name__, repr(value).encode())
-    elif isinstance(value, Mapping):
-        _tagged(digest, f"mapping {len(value)}", b"")
-        for key in sorted(value, key=str):
-            feed(digest, key)
-            feed(digest, value[key])
-    elif isinstance(value, (list, tuple)):
-        _tagged(digest, f"list {len(value)}", b"")
-        for item in value:
+    elif isinstance(value, (Mapping, list, tuple)):
+        mapping = isinstance(value, Mapping)
+        _tagged(digest, f"{'mapping' if mapping else 'list'} {len(value)}", b"")
+        pairs = [(key, value[key]) for key in sorted(value, key=str)] if mapping else []
+        for item in chain.from_iterable(pairs) if mapping else value:
             feed(digest, item)
     # a PIL image
     elif hasattr(value, "tobytes") and hasattr(value, "mode") and hasattr(value, "size"):

@@ -209,7 +209,8 @@ class Gui(Verifiable):
         self.pointing = Pointing(form, radius, spread)
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
-        target, (action, status) = true_action(prompt), said_action(text)
+        target = true_action(prompt)
+        action, status = said_action(text)
         if action is None:
             return Verdict(0.0, "unparseable")
         # the prompt must be sound whatever was answered

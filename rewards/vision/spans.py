@@ -148,7 +148,8 @@ def union(predicted: list[Span], right: list[Span]) -> float:
 
 def hull(predicted: list[Span], right: list[Span]) -> float:
     """Temporal-R1's: overlap / (last end - first start), of the first spans."""
-    (a, b), (c, d) = predicted[0], right[0]
+    a, b = predicted[0]
+    c, d = right[0]
     return max(min(b, d) - max(a, c), 0.0) / (max(b, d) - min(a, c))
 
 

@@ -225,7 +225,8 @@ class Vqa(Verifiable):
     """
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
-        people, (body, status) = self._people(prompt), short(text)
+        people = self._people(prompt)
+        body, status = short(text)
         if status == "unparseable":
             return Verdict(0.0, status)
         answered = normal(body)

@@ -143,7 +143,8 @@ class Svg(Verifiable):
         self.weight = weight
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
-        right, (svg, status) = self._target(prompt), find_svg(text)
+        right = self._target(prompt)
+        svg, status = find_svg(text)
         drawn = render(svg, self.size) if svg else None
         if drawn is None:
             return Verdict(0.0, status if svg is None else "unparseable")

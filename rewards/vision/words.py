@@ -64,7 +64,8 @@ class Answer(Verifiable):
         self.tolerance = tolerance
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
-        targets, (body, status) = accepted(prompt), short(text)
+        targets = accepted(prompt)
+        body, status = short(text)
         if status == "unparseable":
             return Verdict(0.0, status)
         if any(normal(body) == normal(target) for target in targets):
@@ -191,7 +192,8 @@ class Choice(Verifiable):
         self.credit = {"none": _all_or_nothing, "subset": _subset, "jaccard": jaccard}[partial]
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
-        right, (body, status) = self._right(prompt), short(text)
+        right = self._right(prompt)
+        body, status = short(text)
         chosen = letters(body, prompt.get("choices"))
         if not chosen:
             return Verdict(0.0, "unparseable")

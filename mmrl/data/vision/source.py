@@ -62,10 +62,9 @@ class Vision:
         if held_out is None and path.is_dir():
             held_out = inside(path, "test")
         if isinstance(held_out, (str, Path, list)):
-            self.train, self.held_out = (
-                prompts,
-                self._read(held_out if isinstance(held_out, list) else [Path(held_out)]),
-            )
+            self.train = prompts
+            files = held_out if isinstance(held_out, list) else [Path(held_out)]
+            self.held_out = self._read(files)
         else:
             self.train, self.held_out = split(
                 prompts, SPLIT if held_out is None else held_out, picture_of
