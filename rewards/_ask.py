@@ -52,13 +52,13 @@ class Question:
         if self.schema is None:
             return ""
         keys = ", ".join(
-            f'"{name}": {_kind(one)}' for name, one in self.schema.model_fields.items()
+            f'"{name}": {_kind(field)}' for name, field in self.schema.model_fields.items()
         )
         return f"\n\nAnswer with one JSON object and nothing else: {{{keys}}}"
 
 
-def _kind(one: Any) -> str:
-    return one.description or one.annotation.__name__
+def _kind(field: Any) -> str:
+    return field.description or field.annotation.__name__
 
 
 @dataclass
@@ -86,7 +86,9 @@ class Usage:
     def numbers(self) -> dict[str, float]:
         with self._lock:
             return {
-                one.name: getattr(self, one.name) for one in fields(self) if one.name != "_lock"
+                field.name: getattr(self, field.name)
+                for field in fields(self)
+                if field.name != "_lock"
             }
 
 
@@ -107,8 +109,8 @@ class Asker(Protocol):
 def answer_of(text: str) -> str:
     """What follows the reasoning of a model that thinks aloud, out of its answer tags."""
     text = text.rpartition("</think>")[2]
-    found = re.search(r"<answer>(.*?)(?:</answer>|\Z)", text, re.S)
-    return (found[1] if found else text).strip()
+    tagged = re.search(r"<answer>(.*?)(?:</answer>|\Z)", text, re.S)
+    return (tagged[1] if tagged else text).strip()
 
 
 def named_choice(text: str, choices: Sequence[str]) -> dict[str, float]:

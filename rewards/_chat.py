@@ -16,7 +16,7 @@ from typing import Any
 from mmrl.core.errors import UserError
 from rewards._ask import Question, token_choices
 from rewards._servers import Failed
-from rewards._wire import check_token, message_of
+from rewards.wire import check_token, message_of
 
 KEY = "MMRL_JUDGE_KEY"
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import locate
 from rewards._media import normalize, resize_and_crop, to_uint8
-from rewards._precision import is_lowered, own_precision
+from rewards.precision import is_lowered, own_precision
 
 CACHED_TEXTS = 16_384  # embeddings kept, the oldest go first: 50 MB at width 768
 _shared: WeakValueDictionary[tuple, Clip] = WeakValueDictionary()
@@ -69,7 +69,7 @@ class Clip:
 
         A picture with a pixel that is not finite has an embedding of NaN.
         """
-        found = []
+        embeddings = []
         with own_precision(self.device.type):
             for part in pictures.split(batch_size):
                 rows = nnf.normalize(
@@ -77,8 +77,8 @@ class Clip:
                 )
                 # clamping would hide an infinite pixel
                 broken = ~part.isfinite().flatten(1).all(1).to(rows.device)
-                found.append(rows.masked_fill(broken[:, None], torch.nan))
-        return torch.cat(found)
+                embeddings.append(rows.masked_fill(broken[:, None], torch.nan))
+        return torch.cat(embeddings)
 
     @torch.no_grad()
     def embed_texts(self, texts: list[str], batch_size: int = 64) -> Tensor:

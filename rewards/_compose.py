@@ -19,59 +19,59 @@ def merged(rewards: Sequence[Callable], of: Of | None = None) -> Card:
     """
     cards = [card_of(reward) for reward in rewards]
     media = tuple(
-        kind for kind in ("image", "video", "text") if all(kind in one.media for one in cards)
+        kind for kind in ("image", "video", "text") if all(kind in card.media for card in cards)
     )
     if not media:
         raise UserError(
             "these rewards judge different media: "
-            "" + " / ".join(", ".join(one.media) for one in cards)
+            "" + " / ".join(", ".join(card.media) for card in cards)
         )
     refuse_batch(cards)
-    kinds = {one.of for one in cards}
+    kinds = {card.of for card in cards}
     if len(kinds - {"sample"}) > 1 or (of == "group" and "step" in kinds):
         raise UserError("rewards of steps and rewards of groups cannot be put together")
-    needs = tuple(dict.fromkeys(field for one in cards for field in one.needs))
+    needs = tuple(dict.fromkeys(field for card in cards for field in card.needs))
     return Card(media=media, needs=needs, of=of or next(iter(kinds - {"sample"}), "sample"))
 
 
 def refuse_batch(cards: Sequence[Card]) -> None:
     """Raises UserError for a reward that must see a whole iteration, where it would see some rows
     or be left out."""
-    if any(one.of == "batch" for one in cards):
+    if any(card.of == "batch" for card in cards):
         raise UserError(
             "a reward that sees a whole iteration, such as co_reward, cannot be a "
             "part of another reward"
         )
 
 
-def asked(rewards: Sequence[Callable], media: Any, prompts: list[dict]) -> list[Tensor]:
+def scores_of(rewards: Sequence[Callable], media: Any, prompts: list[dict]) -> list[Tensor]:
     """Float32 values of each on the CPU, [B] or [B, K]; those of samples [B, 1] if others are of
     steps."""
-    found = [
+    scores = [
         torch.as_tensor(reward(media, prompts)).detach().to("cpu", torch.float32)
         for reward in rewards
     ]
-    if any(values.ndim == 2 for values in found):
-        found = [values if values.ndim == 2 else values[:, None] for values in found]
-    return found
+    if any(values.ndim == 2 for values in scores):
+        scores = [values if values.ndim == 2 else values[:, None] for values in scores]
+    return scores
 
 
 def groups_of(prompts: Sequence[dict]) -> list[list[int]]:
     """The rows of every group: those with one ``group``, or without it neighbours with one
     prompt."""
-    found: dict[Any, list[int]] = {}
+    rows_of_group: dict[Any, list[int]] = {}
     run = 0
     for row, prompt in enumerate(prompts):
         if row and "group" not in prompt and not _alike(prompt, prompts[row - 1]):
             run += 1
-        found.setdefault(prompt.get("group", ("run", run)), []).append(row)
-    return list(found.values())
+        rows_of_group.setdefault(prompt.get("group", ("run", run)), []).append(row)
+    return list(rows_of_group.values())
 
 
-def _alike(one: dict, other: dict) -> bool:
-    if one is other:
+def _alike(first: dict, second: dict) -> bool:
+    if first is second:
         return True
     try:
-        return bool(one == other)
+        return bool(first == second)
     except (ValueError, RuntimeError):  # arrays
         return False

@@ -29,7 +29,7 @@ GENEVAL_NAMES = {  # COCO's names in the detectors -> GenEval's
 
 
 @dataclass(frozen=True)
-class Found:
+class Detection:
     """One object: ``box`` [4] as left, top, right, bottom in pixels, ``mask`` [H, W] bool or
     None."""
 
@@ -53,13 +53,13 @@ class Detector:
         self.names = {place: GENEVAL_NAMES.get(name, name) for place, name in labels.items()}
 
     @torch.no_grad()
-    def __call__(self, pictures: Tensor) -> list[list[Found]]:
+    def __call__(self, pictures: Tensor) -> list[list[Detection]]:
         """[N, 3, H, W] in 0..1 -> the objects of each, best first, not thresholded."""
         size = tuple(pictures.shape[-2:])
         inputs = self.processor(images=to_pil(pictures), return_tensors="pt").to(self.model.device)
-        kept = {name: inputs[name] for name in ("pixel_values", "pixel_mask") if name in inputs}
-        kept["pixel_values"] = kept["pixel_values"].to(self.model.dtype)
-        outputs = self.model(**kept)
+        pixels = {name: inputs[name] for name in ("pixel_values", "pixel_mask") if name in inputs}
+        pixels["pixel_values"] = pixels["pixel_values"].to(self.model.dtype)
+        outputs = self.model(**pixels)
         if self.masks:
             return [
                 self.instances(*row, size)
@@ -68,7 +68,7 @@ class Detector:
                         part.float()
                         for part in (outputs.class_queries_logits, outputs.masks_queries_logits)
                     ),
-                    shown(kept),
+                    shown(pixels),
                     strict=True,
                 )
             ]
@@ -77,18 +77,18 @@ class Detector:
         )
         return [self.boxes(row, size) for row in rows]
 
-    def boxes(self, row: dict[str, Tensor], size: tuple[int, int]) -> list[Found]:
+    def boxes(self, row: dict[str, Tensor], size: tuple[int, int]) -> list[Detection]:
         order = row["scores"].argsort(descending=True)[:MOST].tolist()
         limit = torch.tensor([size[1], size[0]] * 2)
         boxes = row["boxes"].cpu().clamp(min=0).minimum(limit)
         return [
-            Found(self.names[int(row["labels"][i])], float(row["scores"][i]), boxes[i])
+            Detection(self.names[int(row["labels"][i])], float(row["scores"][i]), boxes[i])
             for i in order
         ]
 
     def instances(
         self, classes: Tensor, masks: Tensor, part: tuple[float, float], size: tuple[int, int]
-    ) -> list[Found]:
+    ) -> list[Detection]:
         """Mask2Former's rule: class probability times the mean probability inside the mask
         (arXiv:2112.01527, A.2).
 
@@ -106,17 +106,17 @@ class Detector:
         full = nnf.interpolate(masks[None], whole, mode="bilinear", align_corners=False)[
             0, :, : size[0], : size[1]
         ]
-        found = []
+        instances = []
         for score, query, label in zip(
             scores.tolist(), queries.tolist(), labels.tolist(), strict=True
         ):
             inside = full[query] > 0
             if inside.any():
                 sure = full[query][inside].sigmoid().sum() / (inside.sum() + 1e-6)
-                found.append(
-                    Found(self.names[label], score * float(sure), box_of(inside), inside.cpu())
+                instances.append(
+                    Detection(self.names[label], score * float(sure), box_of(inside), inside.cpu())
                 )
-        return sorted(found, key=lambda one: -one.score)
+        return sorted(instances, key=lambda detection: -detection.score)
 
 
 def shown(inputs: dict[str, Tensor]) -> list[tuple[float, float]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rewards._media import frame_mean, frames
-from rewards._precision import own_precision
+from rewards.precision import own_precision
 
 
 @torch.no_grad()
@@ -30,12 +30,12 @@ def each_frame(
     stack = frames(media, reward)
     count = stack.shape[1]
     pictures = stack.flatten(0, 1)
-    found = []
+    scores = []
     with own_precision(media.device.type):
         for start in range(0, len(pictures), batch_size):
             part = pictures[start : start + batch_size]
             rows = [place // count for place in range(start, start + len(part))]
             broken = ~part.isfinite().flatten(1).all(1).cpu()
             values = score(part.float().nan_to_num(0.0, 0.0, 0.0), rows).float().cpu()
-            found.append(values.masked_fill(broken, torch.nan))
-    return frame_mean(torch.cat(found), count) if found else torch.zeros(0)
+            scores.append(values.masked_fill(broken, torch.nan))
+    return frame_mean(torch.cat(scores), count) if scores else torch.zeros(0)

@@ -104,13 +104,13 @@ class Eyes:
     def __call__(self, pictures: Tensor, device: torch.device | str = "cpu") -> Tensor:
         """[N, 3, H, W] in 0..1 -> [N, 3, h, w] float32 on ``device``."""
         if self.exact:
-            found = self.processor(images=to_pil(pictures), return_tensors="pt")["pixel_values"]
+            pixels = self.processor(images=to_pil(pictures), return_tensors="pt")["pixel_values"]
         else:
             floats = list(pictures.to(device).float())
-            found = self.processor(images=floats, do_rescale=False, return_tensors="pt")[
+            pixels = self.processor(images=floats, do_rescale=False, return_tensors="pt")[
                 "pixel_values"
             ]
-        return found.to(device)
+        return pixels.to(device)
 
 
 def to_pil(pictures: Tensor) -> list[Any]:

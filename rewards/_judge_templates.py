@@ -70,7 +70,7 @@ class Template:
         pieces = re.split(r"\x00(\w+)\x00", self._render(values))
         named = set(pieces[1::2])
         parts: list[str | Image.Image] = [
-            one for name, some in pictures.items() if name not in named for one in some
+            picture for name, some in pictures.items() if name not in named for picture in some
         ]
         for i, piece in enumerate(pieces):
             parts += pictures.get(piece, []) if i % 2 else [piece] if piece.strip() else []
@@ -78,13 +78,13 @@ class Template:
 
     def scores(self, text: str) -> dict[str, float]:
         """Aspect -> score on the judge's scale, by the patterns. Raises Unreadable."""
-        found = {}
+        scores = {}
         for name, pattern in self.patterns.items():
             matches = re.findall(pattern, text, re.I)
             if not matches:
                 raise Unreadable(f"the score called {name} is missing")
-            found[name] = self.checked(matches[-1])
-        return found
+            scores[name] = self.checked(matches[-1])
+        return scores
 
     def checked(self, score: float | str) -> float:
         try:
@@ -160,8 +160,8 @@ Text that the {{ kind }} was made from:
 {% endif %}
 """
 BUILT_IN = {
-    one.name: one
-    for one in (
+    template.name: template
+    for template in (
         Template(
             "rating",
             "{{ media }}\n"
@@ -215,8 +215,8 @@ BUILT_IN = {
     )
 }
 PAIRS = {
-    one.name: one
-    for one in (
+    template.name: template
+    for template in (
         Template(
             "pair",
             "{% if answer is defined %}"

@@ -43,22 +43,22 @@ class QwenReward(nn.Module):
         places = torch.arange(ids.shape[1], device=ids.device).expand(3, *ids.shape)
         # [N, T, W]
         hidden = self.backbone(**batch, position_ids=places, use_cache=False).last_hidden_state
-        found = [
+        rewards = [
             self.head(hidden[torch.arange(len(ids)), last_place(ids, token)].float())
             for token in self.tokens
         ]
-        return torch.stack(found, dim=1)
+        return torch.stack(rewards, dim=1)
 
 
 def last_place(ids: Tensor, token: int) -> Tensor:
     """[N, T] -> [N] position of the last occurrence of a token, so that one in the user's prompt
     changes nothing."""
-    there = ids == token
-    if not there.any(1).all():
+    matches = ids == token
+    if not matches.any(1).all():
         raise UserError(
             "the instruction lacks one of the special tokens at which this reward is read"
         )
-    return ids.shape[1] - 1 - there.flip(1).int().argmax(1)
+    return ids.shape[1] - 1 - matches.flip(1).int().argmax(1)
 
 
 def load_network(
@@ -139,12 +139,12 @@ def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 def unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Names without peft's wrapper; of modules trained whole, the trained copy."""
-    found = {}
+    weights = {}
     for name, value in tensors.items():
         name = name.removeprefix(WRAPPER).replace(".base_layer.", ".")
         if ".original_module." not in name:
-            found[name.replace(".modules_to_save.default.", ".")] = value
-    return found
+            weights[name.replace(".modules_to_save.default.", ".")] = value
+    return weights
 
 
 def merged(tensors: dict[str, Tensor], alpha: float) -> dict[str, Tensor]:

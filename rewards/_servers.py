@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from mmrl.core.errors import UserError
-from rewards._wire import Part, message_of
+from rewards.wire import Part, message_of
 
 log = logging.getLogger(__name__)
 RETRIED = (408, 429, 500, 502, 503, 504)

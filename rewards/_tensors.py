@@ -47,7 +47,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
             from safetensors.torch import load_file
 
             return load_file(file)
-        found = torch.load(file, map_location="cpu", weights_only=True)
+        content = torch.load(file, map_location="cpu", weights_only=True)
     # zip, pickle and safetensors each have their own types for "not my format"
     except Exception as error:
         first = (str(error) or "no message").splitlines()[0]
@@ -57,8 +57,8 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
             "is not read: save its state_dict() where you trust it"
         ) from error
     for key in ("state_dict", "model", "module"):
-        if isinstance(found, dict) and isinstance(found.get(key), dict):
-            found = found[key]
-    if not isinstance(found, dict):
-        raise UserError(f"{file} holds a {type(found).__name__}, not tensors by name")
-    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    if not isinstance(content, dict):
+        raise UserError(f"{file} holds a {type(content).__name__}, not tensors by name")
+    return {name: value for name, value in content.items() if isinstance(value, Tensor)}

@@ -15,7 +15,7 @@ KEYS = ("images", "image")  # of a prompt: its pictures, PIL images or paths
 PNG = "png"  # {"png": "<base64>"} stands for a picture
 
 
-class Told(str):
+class MarkedText(str):
     """A text with what its policy knew of it (``mmrl.core.types.Completion``)."""
 
     tokens: int
@@ -34,8 +34,8 @@ MARKS = {
 
 def marks_of(texts: Sequence[str]) -> list[dict[str, Any] | None] | None:
     """What the texts know of themselves; None if none knows anything."""
-    found = [_mark(text) for text in texts]
-    return found if any(found) else None
+    marks = [_mark(text) for text in texts]
+    return marks if any(marks) else None
 
 
 def _mark(text: str) -> dict[str, Any] | None:
@@ -44,32 +44,33 @@ def _mark(text: str) -> dict[str, Any] | None:
     return {name: value for name, value in known.items() if math.isfinite(value)} or None
 
 
-def told(texts: Sequence[str], marks: Any) -> list[str]:
+def marked_texts(texts: Sequence[str], marks: Any) -> list[str]:
     """Texts with their marks again. Raises ValueError with what is wrong."""
     if marks is None:
         return list(texts)
     if not isinstance(marks, list) or len(marks) != len(texts):
         raise ValueError(f"expected a list of {len(texts)}")
     return [
-        text if mark is None else _told(text, mark) for text, mark in zip(texts, marks, strict=True)
+        text if mark is None else _marked_text(text, mark)
+        for text, mark in zip(texts, marks, strict=True)
     ]
 
 
-def _told(text: str, mark: Any) -> Told:
+def _marked_text(text: str, mark: Any) -> MarkedText:
     if not isinstance(mark, dict) or any(
         name not in MARKS or type(v) not in MARKS[name] for name, v in mark.items()
     ):
-        wanted = (
+        types = (
             "tokens: whole number, finished: true or false, logprob: number, self_certainty: number"
         )
-        raise ValueError(f"expected null or {{{wanted}}}")
+        raise ValueError(f"expected null or {{{types}}}")
     # a whole number of JSON may have any length
     if any(abs(value) > 2**53 for value in mark.values()):
         raise ValueError("expected numbers below 2**53")
-    found = Told(text)
+    marked = MarkedText(text)
     for name, value in mark.items():
-        setattr(found, name, float(value) if float in MARKS[name] else value)
-    return found
+        setattr(marked, name, float(value) if float in MARKS[name] else value)
+    return marked
 
 
 # ------------------------------------------------------------------------------------------
@@ -91,7 +92,7 @@ def enclosed(prompt: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _each(value: Any, change: Callable[[Any], Any]) -> Any:
-    return [change(one) for one in value] if isinstance(value, (list, tuple)) else change(value)
+    return [change(item) for item in value] if isinstance(value, (list, tuple)) else change(value)
 
 
 def _encoded(picture: Any) -> Any:
@@ -114,20 +115,20 @@ def opened(prompts: Sequence[dict], pixels: float) -> list[dict]:
         ValueError: what is wrong and where; together they may have ``pixels`` pixels.
     """
     left = pixels
-    found = []
+    decoded_prompts = []
     for i, prompt in enumerate(prompts):
-        one = dict(prompt)
+        copy = dict(prompt)
         for key in KEYS:
-            if one.get(key) is None:
+            if copy.get(key) is None:
                 continue
-            pictures = one[key] if isinstance(one[key], list) else [one[key]]
+            pictures = copy[key] if isinstance(copy[key], list) else [copy[key]]
             decoded = []
             for picture in pictures:
                 decoded.append(_decoded(picture, left, f"prompts[{i}].{key}"))
                 left -= decoded[-1].size[0] * decoded[-1].size[1]
-            one[key] = decoded if isinstance(one[key], list) else decoded[0]
-        found.append(one)
-    return found
+            copy[key] = decoded if isinstance(copy[key], list) else decoded[0]
+        decoded_prompts.append(copy)
+    return decoded_prompts
 
 
 def _decoded(picture: Any, left: float, where: str) -> Any:

@@ -15,10 +15,10 @@ from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import REWARDS
 from rewards._hf import Precision, load_model, load_processor
 from rewards._media import frames, to_uint8
-from rewards._precision import own_precision
 from rewards._prompt import field_of
 from rewards._scale import raw, scaling
 from rewards.card import card
+from rewards.precision import own_precision
 
 Named = Literal["probability", "log_probability"]
 SCALES = {"probability": raw, "log_probability": torch.log}
@@ -70,20 +70,20 @@ class Action:
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
         """Videos [B, F, 3, H, W] or images [B, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
         stack = frames(media, "action")
-        wanted = torch.tensor([self.wanted(prompt) for prompt in prompts])
+        classes = torch.tensor([self.class_of(prompt) for prompt in prompts])
         broken = ~stack.isfinite().flatten(1).all(1).cpu()
         places = torch.linspace(0, stack.shape[1] - 1, self.count).round().long()
         videos = to_uint8(stack[:, places].nan_to_num(0.0, 0.0, 0.0))
-        found = []
+        probabilities = []
         with own_precision(media.device.type):
             for part in videos.split(self.batch_size):
                 pixels = self.processor(videos=list(part), return_tensors="pt")["pixel_values"]
                 logits = self.network(pixels.to(self.network.device, self.network.dtype)).logits
-                found.append(logits.float().softmax(-1).cpu())
-        chances = torch.cat(found).gather(1, wanted[:, None])[:, 0]
+                probabilities.append(logits.float().softmax(-1).cpu())
+        chances = torch.cat(probabilities).gather(1, classes[:, None])[:, 0]
         return self.scale(chances).masked_fill(broken, torch.nan)
 
-    def wanted(self, prompt: dict) -> int:
+    def class_of(self, prompt: dict) -> int:
         name = field_of(prompt, self.field, "action").lower()
         if name not in self.classes:
             raise UserError(

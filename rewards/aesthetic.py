@@ -18,8 +18,8 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from rewards._clip import load_clip
 from rewards._media import frame_mean, frames
-from rewards._precision import own_precision
 from rewards.card import card
+from rewards.precision import own_precision
 
 HEAD = "~/.cache/mmrl/sac+logos+ava1-l14-linearMSE.pth"
 SOURCE = "https://github.com/christophschuhmann/improved-aesthetic-predictor"
@@ -78,12 +78,12 @@ class Aesthetic:
 
     def _check_width(self, head: str, clip: str) -> None:
         grey = torch.full((1, 3, 32, 32), 0.5)
-        found = self.clip.embed_images(grey).shape[1]
-        wanted = self.head.layers[0].in_features
-        if found != wanted:
+        width = self.clip.embed_images(grey).shape[1]
+        head_width = self.head.layers[0].in_features
+        if width != head_width:
             raise UserError(
-                f"the embeddings of CLIP {clip!r} have {found} numbers, the aesthetic "
-                f"head {head} takes {wanted}; "
+                f"the embeddings of CLIP {clip!r} have {width} numbers, the aesthetic "
+                f"head {head} takes {head_width}; "
                 "the published head goes with clip: ViT-L-14/openai"
             )
 
@@ -143,9 +143,9 @@ def load_head(path: str) -> Head:
     try:
         head.load_state_dict({ours: tensors[theirs].float() for ours, theirs in renamed.items()})
     except RuntimeError as error:
-        wanted = "-".join(str(w) for w in (head.layers[0].in_features, *WIDTHS))
+        widths = "-".join(str(w) for w in (head.layers[0].in_features, *WIDTHS))
         raise UserError(
-            f"{file} is not a LAION aesthetic head of widths {wanted}: {brief(tensors)}"
+            f"{file} is not a LAION aesthetic head of widths {widths}: {brief(tensors)}"
         ) from error
     return head.eval().requires_grad_(False)
 
@@ -157,20 +157,20 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
             from safetensors.torch import load_file
 
             return load_file(file)
-        found = torch.load(file, map_location="cpu", weights_only=True)
+        tensors = torch.load(file, map_location="cpu", weights_only=True)
     # zip, pickle and safetensors each have their own types for "not my format"
     except Exception as error:
         raise UserError(
             f"cannot read {file} as tensors: {type(error).__name__}: {str(error).splitlines()[0]}"
         ) from error
-    if not isinstance(found, dict) or not all(
-        isinstance(value, Tensor) for value in found.values()
+    if not isinstance(tensors, dict) or not all(
+        isinstance(value, Tensor) for value in tensors.values()
     ):
         raise UserError(
             f"{file} is not a LAION aesthetic head: it holds a "
-            f"{type(found).__name__}, not tensors by name"
+            f"{type(tensors).__name__}, not tensors by name"
         )
-    return found
+    return tensors
 
 
 def brief(tensors: dict[str, Tensor]) -> str:

@@ -37,27 +37,27 @@ class ByTask:
         self.routes = dict(routes)
         self.by = by
         self.default = default
-        cards = [card_of(one) for one in [*routes.values(), *([default] if default else [])]]
+        cards = [card_of(part) for part in [*routes.values(), *([default] if default else [])]]
         refuse_batch(cards)
-        if any(one.of == "step" for one in cards):
+        if any(card.of == "step" for card in cards):
             raise UserError(
                 "reward 'by_task': its routes must be rewards of whole samples, not of steps"
             )
-        of = "group" if any(one.of == "group" for one in cards) else "sample"
+        of = "group" if any(card.of == "group" for card in cards) else "sample"
         self.card = replace(card_of(type(self)), needs=() if default else (by,), of=of)
 
     def __call__(self, media: Any, prompts: list[dict]) -> Tensor:
         """[B]; every route sees its rows at once, pictures of one size as a tensor."""
-        found = torch.full((len(prompts),), math.nan)
+        scores = torch.full((len(prompts),), math.nan)
         rows: dict[int, tuple[Callable, list[int]]] = {}
         for i, prompt in enumerate(prompts):
             route = self.routes.get(prompt.get(self.by), self.default)
             if route is not None:
                 rows.setdefault(id(route), (route, []))[1].append(i)
-        for route, mine in rows.values():
-            values = route(_of(media, mine), [prompts[i] for i in mine])
-            found[mine] = torch.as_tensor(values).detach().to("cpu", torch.float32)
-        return found
+        for route, rows_of_route in rows.values():
+            values = route(_of(media, rows_of_route), [prompts[i] for i in rows_of_route])
+            scores[rows_of_route] = torch.as_tensor(values).detach().to("cpu", torch.float32)
+        return scores
 
 
 def _of(media: Any, rows: list[int]) -> Any:
@@ -66,6 +66,7 @@ def _of(media: Any, rows: list[int]) -> Any:
         return media[rows]
     chosen = [media[row] for row in rows]
     alike = (
-        all(isinstance(one, Tensor) for one in chosen) and len({one.shape for one in chosen}) == 1
+        all(isinstance(sample, Tensor) for sample in chosen)
+        and len({sample.shape for sample in chosen}) == 1
     )
     return torch.stack(chosen) if alike else chosen

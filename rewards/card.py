@@ -53,5 +53,5 @@ def card(
 def card_of(reward: Callable) -> Card:
     """The card of a reward, of its class, or of the function under a partial; an undeclared one may
     see everything."""
-    found = getattr(reward, "card", None) or getattr(getattr(reward, "func", None), "card", None)
-    return found if isinstance(found, Card) else Card()
+    card = getattr(reward, "card", None) or getattr(getattr(reward, "func", None), "card", None)
+    return card if isinstance(card, Card) else Card()

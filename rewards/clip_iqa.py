@@ -70,7 +70,7 @@ class ClipIQA:
         self.exact = preprocess == "pil"
         self.batch_size = batch_size
         # [2 P, E]
-        self.words = self.clip.embed_texts([text for pair in pairs for text in both(pair)])
+        self.words = self.clip.embed_texts([text for pair in pairs for text in texts_of(pair)])
         self.temperature = self.clip.model.logit_scale.exp().float()
 
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
@@ -85,7 +85,7 @@ class ClipIQA:
         return each_frame(media, "clip_iqa", self.batch_size, score)
 
 
-def both(pair: str) -> tuple[str, str]:
+def texts_of(pair: str) -> tuple[str, str]:
     """The positive and the negative text of a pair."""
     if pair in PAIRS:
         return PAIRS[pair]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
-from rewards._compose import asked, merged
+from rewards._compose import merged, scores_of
 from rewards.card import card
 
 Part = Annotated[Callable, REWARDS]
@@ -45,7 +45,7 @@ class Gate:
 
     def __call__(self, media: Any, prompts: list[dict]) -> Tensor:
         """[B], or [B, K] where one of the two is of steps."""
-        main, extra = asked([self.main, self.extra], media, prompts)
+        main, extra = scores_of([self.main, self.extra], media, prompts)
         return torch.where(main >= self.above, main + self.weight * extra, main)
 
 
@@ -77,7 +77,7 @@ class Ensemble:
         self.card = merged(self.of)
 
     def __call__(self, media: Any, prompts: list[dict]) -> Tensor:
-        each = torch.stack(torch.broadcast_tensors(*asked(self.of, media, prompts)))  # [n, B]
+        each = torch.stack(torch.broadcast_tensors(*scores_of(self.of, media, prompts)))  # [n, B]
         if self.how == "worst":
             return each.amin(0).where(~each.isnan().any(0), torch.nan)
         spread = each.var(0, correction=0) if self.how == "uncertainty" else torch.zeros(())
@@ -120,7 +120,9 @@ class Constrain:
         self.card = merged([main, *judges])
 
     def __call__(self, media: Any, prompts: list[dict]) -> Tensor:
-        main, *verdicts = torch.broadcast_tensors(*asked([self.main, *self.judges], media, prompts))
+        main, *verdicts = torch.broadcast_tensors(
+            *scores_of([self.main, *self.judges], media, prompts)
+        )
         holds = torch.ones_like(main, dtype=torch.bool)
         for verdict, limit in zip(verdicts, self.limits, strict=True):
             holds &= verdict >= limit
@@ -168,7 +170,7 @@ class Bounded:
             )
 
     def __call__(self, media: Any, prompts: list[dict]) -> Tensor:
-        (values,) = asked([self.of], media, prompts)
+        (values,) = scores_of([self.of], media, prompts)
         values = values + self.shift
         if self.low is not None or self.high is not None:
             values = values.clamp(self.low, self.high)  # NaN stays NaN
@@ -227,7 +229,7 @@ class Noisy:
         self.card = merged([of])
 
     def __call__(self, media: Any, prompts: list[dict]) -> Tensor:
-        (values,) = asked([self.of], media, prompts)
+        (values,) = scores_of([self.of], media, prompts)
         if not ((values == 0) | (values == 1) | values.isnan()).all():
             raise UserError(
                 f"noisy corrects rewards of 0 and 1, got {values.flatten()[:4].tolist()} ..."

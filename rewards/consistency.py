@@ -14,8 +14,8 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from rewards._hf import Precision, Preprocess
 from rewards._media import frames
-from rewards._precision import own_precision
 from rewards.card import card
+from rewards.precision import own_precision
 from rewards.similarity import ClipSimilarity, DinoSimilarity
 
 Against = Literal["previous", "first", "both"]
@@ -128,9 +128,9 @@ def consistency(rows: Tensor, against: Against) -> Tensor:
     """Unit embeddings [B, F, E] -> [B] mean over the frames after the first."""
     previous = (rows[:, 1:] * rows[:, :-1]).sum(-1)
     first = (rows[:, 1:] * rows[:, :1]).sum(-1)
-    found = {
+    similarity = {
         "previous": previous,
         "first": first,
         "both": (previous.clamp(min=0) + first.clamp(min=0)) / 2,
     }[against]
-    return found.mean(1).cpu()
+    return similarity.mean(1).cpu()

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS, locate
-from rewards._precision import own_precision
-from rewards._reader import Detections, Reader
 from rewards.card import card
+from rewards.digit_reader import Detections, Reader
+from rewards.precision import own_precision
 
 Asked = list[dict[str, Any]]
 _AXIS = {"above": (1, 1.0), "below": (1, -1.0), "left of": (0, 1.0), "right of": (0, -1.0)}
@@ -37,7 +37,7 @@ class Digits:
     """What was asked for is in the picture: digits with colour, size, place, relation and count, 0
     to 1.
 
-    A reader (detector and classifier, ``rewards/_reader.py``) finds at most five digits with
+    A reader (detector and classifier, ``rewards/digit_reader.py``) finds at most five digits with
     confidence c, digit probabilities, colour and size probabilities and a centre. Like GenEval
     (Ghosh et al. 2023) the reward asks a detector about every thing the prompt names, but it gives
     partial credit:
@@ -71,55 +71,65 @@ class Digits:
             raise UserError(
                 f"reward 'digits' wants one image [3, H, W] for each of {len(prompts)} prompts"
             )
-        asked = [_objects(prompt) for prompt in prompts]
+        objects = [_objects(prompt) for prompt in prompts]
         with own_precision(media.device.type):  # a reward must not depend on the policy's precision
-            found = self.reader.to(media.device).detect(media)
-        found = _harden(found) if self.strict else found
+            detections = self.reader.to(media.device).detect(media)
+        detections = _harden(detections) if self.strict else detections
         terms = torch.stack(
-            [self._match(found, b, asked[b], prompts[b]) for b in range(len(prompts))]
+            [self._match(detections, b, objects[b], prompts[b]) for b in range(len(prompts))]
         )
-        count = torch.tensor([p.get("count") or len(a) for p, a in zip(prompts, asked)])
+        count = torch.tensor([p.get("count") or len(a) for p, a in zip(prompts, objects)])
         # the host need not wait
         count = count.to(media.device, non_blocking=media.device.type != "cpu")
-        reward = terms / (1 + (found.confidence.sum(1) - count).abs())
+        reward = terms / (1 + (detections.confidence.sum(1) - count).abs())
         return (reward == 1).float() if self.strict else reward
 
-    def _match(self, found: Detections, b: int, asked: Asked, prompt: dict[str, Any]) -> Tensor:
+    def _match(
+        self, detections: Detections, b: int, objects: Asked, prompt: dict[str, Any]
+    ) -> Tensor:
         """Mean of the terms of one row (scalar) under the best assignment of detections to
         objects."""
-        score = torch.stack([self._object(found, b, item) for item in asked], 1)  # [M, N]
-        ways = _ways(len(score), len(asked), score.device)
-        each = score[ways, torch.arange(len(asked), device=score.device)]  # [ways, N]
+        score = torch.stack([self._object(detections, b, item) for item in objects], 1)  # [M, N]
+        ways = _ways(len(score), len(objects), score.device)
+        each = score[ways, torch.arange(len(objects), device=score.device)]  # [ways, N]
         # [1], of the device: the host does not wait for it
         best = each.sum(1).argmax(0, keepdim=True)
         terms = each[best][0]
         relation = prompt.get("relation")
         if relation:
             axis, sign = _AXIS[relation]
-            one, two = found.center[b, ways[best][0], axis][:2]
-            holds = (sign * (two - one) - _CLEAR).sigmoid()
+            first, second = detections.center[b, ways[best][0], axis][:2]
+            holds = (sign * (second - first) - _CLEAR).sigmoid()
             terms = torch.cat(
                 [terms, ((holds > 0.5).float() if self.strict else holds)[None] * terms.min()]
             )
         return terms.mean()
 
-    def _object(self, found: Detections, b: int, item: dict[str, Any]) -> Tensor:
+    def _object(self, detections: Detections, b: int, item: dict[str, Any]) -> Tensor:
         """[M] how well every detection of row b is the object."""
         config = self.reader.config
         parts = (
-            [found.color[b, :, config["colors"].index(item["color"])]] if item.get("color") else []
+            [detections.color[b, :, config["colors"].index(item["color"])]]
+            if item.get("color")
+            else []
         )
-        parts += [found.size[b, :, config["sizes"].index(item["size"])]] if item.get("size") else []
+        parts += (
+            [detections.size[b, :, config["sizes"].index(item["size"])]] if item.get("size") else []
+        )
         if item.get("place"):
             low, high = _corners(
-                tuple(config["places"][item["place"]]), found.center.dtype, found.center.device
+                tuple(config["places"][item["place"]]),
+                detections.center.dtype,
+                detections.center.device,
             )
             # [M, 2]
-            outside = (low - found.center[b]).clamp(min=0) + (found.center[b] - high).clamp(min=0)
+            outside = (low - detections.center[b]).clamp(min=0) + (
+                detections.center[b] - high
+            ).clamp(min=0)
             near = (-outside.norm(dim=-1) / _FADE).exp()
             parts.append((near > 0.5).float() if self.strict else near)
         attributes = torch.stack(parts).mean(0) if parts else 1.0
-        return found.confidence[b] * found.digit[b, :, item["digit"]] * attributes
+        return detections.confidence[b] * detections.digit[b, :, item["digit"]] * attributes
 
 
 @REWARDS.register("digits_judge")
@@ -168,7 +178,10 @@ def _corners(
     return corners[0], corners[1]
 
 
-def _harden(found: Detections) -> Detections:
+def _harden(detections: Detections) -> Detections:
     """Probabilities to zeros and ones."""
-    most = [(p == p.amax(-1, keepdim=True)).float() for p in (found.digit, found.color, found.size)]
-    return Detections((found.confidence > 0.5).float(), *most, found.center)
+    most = [
+        (p == p.amax(-1, keepdim=True)).float()
+        for p in (detections.digit, detections.color, detections.size)
+    ]
+    return Detections((detections.confidence > 0.5).float(), *most, detections.center)

@@ -67,15 +67,15 @@ class DigitsMotion:
         """Videos [B, F, 3, H, W] in 0..1, three frames or more -> [B] float32; NaN where a pixel is
         not finite."""
         stack = moving(media, "digits_motion", 3).float()
-        asked = [prompt.get("motion") for prompt in prompts]
-        if unknown := [way for way in asked if way not in WAYS]:
+        motions = [prompt.get("motion") for prompt in prompts]
+        if unknown := [way for way in motions if way not in WAYS]:
             raise UserError(
                 f"reward 'digits_motion' needs \"motion\" ({', '.join(WAYS)}) in every "
                 f"prompt, and one has "
                 f"{unknown[0]!r}. Use data: {{digits_moving: {{}}}}"
             )
         centers, presence = located(stack)
-        way = stack.new_tensor([WAYS[one] for one in asked])  # [B, 2]
+        way = stack.new_tensor([WAYS[motion] for motion in motions])  # [B, 2]
         still = 1 - centers.diff(dim=1).norm(dim=-1).sum(1) / self.travel
         score = (
             torch.where(way.any(1), moved(centers, way, self.travel), still.clamp(0, 1)) * presence
@@ -99,9 +99,9 @@ def located(stack: Tensor) -> tuple[Tensor, Tensor]:
     centers = torch.stack([(share * place).sum(-1) for share, place in zip(shares, places)], -1)
     squares = torch.stack([(share * place**2).sum(-1) for share, place in zip(shares, places)], -1)
     reach = (squares - centers**2).sum(-1).clamp(min=0).sqrt()  # [B, F]
-    there = (mass / (LEAST * height * width)).clamp(max=1)
-    one = ((SCATTERED - reach) / (SCATTERED - COMPACT)).clamp(0, 1)
-    return centers, (there * one).amin(1)
+    inked = (mass / (LEAST * height * width)).clamp(max=1)
+    compact = ((SCATTERED - reach) / (SCATTERED - COMPACT)).clamp(0, 1)
+    return centers, (inked * compact).amin(1)
 
 
 def moved(centers: Tensor, way: Tensor, travel: float) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmrl.core.registry import REWARDS
 from rewards._clip import load_clip
-from rewards._compose import asked, groups_of, merged
+from rewards._compose import groups_of, merged, scores_of
 from rewards._media import frames
 from rewards.card import Card, card
 
@@ -38,13 +38,13 @@ class Similarity:
             return self.cosines(words(media))
         stack = frames(media, "diversity")  # [B, F, 3, H, W]
         if self.clip is not None:
-            found = (
+            features = (
                 self.clip.embed_images(stack.flatten(0, 1)).view(*stack.shape[:2], -1).mean(1).cpu()
             )
         else:
             small = nnf.adaptive_avg_pool2d(stack.flatten(0, 1).float().cpu(), COARSE)
-            found = small.view(*stack.shape[:2], -1).mean(1) - 0.5  # grey is the origin
-        return self.cosines(found)
+            features = small.view(*stack.shape[:2], -1).mean(1) - 0.5  # grey is the origin
+        return self.cosines(features)
 
     def cosines(self, vectors: Tensor) -> Tensor:
         unit = nnf.normalize(vectors.double(), dim=-1)
@@ -54,16 +54,16 @@ class Similarity:
 def words(texts: list[str]) -> Tensor:
     """[B, V] counts of words and of pairs of neighbours."""
     each = [text.lower().split() for text in texts]
-    bags = [Counter([*one, *zip(one, one[1:], strict=False)]) for one in each]
+    bags = [Counter([*tokens, *zip(tokens, tokens[1:], strict=False)]) for tokens in each]
     place = {word: i for i, word in enumerate(dict.fromkeys(word for bag in bags for word in bag))}
-    found = torch.zeros(len(texts), max(1, len(place)))
+    counts = torch.zeros(len(texts), max(1, len(place)))
     for row, bag in enumerate(bags):
         for word, count in bag.items():
-            found[row, place[word]] = count
-    return found
+            counts[row, place[word]] = count
+    return counts
 
 
-def others(values: Tensor) -> Tensor:
+def mean_of_others(values: Tensor) -> Tensor:
     """[n] mean over the other members of the group; 0 for a group of one."""
     n = len(values)
     return (values.sum(1) - values.diagonal()) / max(1, n - 1)
@@ -81,13 +81,13 @@ class Grouped:
     def __call__(self, media: Any, prompts: list[dict]) -> Tensor:
         """[B]; groups of one prompt may come in any number."""
         values = (
-            torch.ones(len(prompts)) if self.of is None else asked([self.of], media, prompts)[0]
+            torch.ones(len(prompts)) if self.of is None else scores_of([self.of], media, prompts)[0]
         )
-        found = torch.zeros(len(prompts))
+        scores = torch.zeros(len(prompts))
         for rows in groups_of(prompts):
             part = media[rows] if isinstance(media, Tensor) else [media[row] for row in rows]
-            found[rows] = self.changed(values[rows], self.similarity(part)).float()
-        return found
+            scores[rows] = self.changed(values[rows], self.similarity(part)).float()
+        return scores
 
     def changed(self, values: Tensor, similar: Tensor) -> Tensor:
         """[n] from the rewards [n] and the cosines [n, n] of a group."""
@@ -108,7 +108,7 @@ class PairwiseDistance(Grouped):
         super().__init__(None, clip)
 
     def changed(self, values: Tensor, similar: Tensor) -> Tensor:
-        return others(1 - similar) if len(values) > 1 else torch.zeros(1)
+        return mean_of_others(1 - similar) if len(values) > 1 else torch.zeros(1)
 
 
 @REWARDS.register("dra")
@@ -150,4 +150,4 @@ class Darling(Grouped):
         super().__init__(of, clip)
 
     def changed(self, values: Tensor, similar: Tensor) -> Tensor:
-        return values * others(1 - similar) if len(values) > 1 else values
+        return values * mean_of_others(1 - similar) if len(values) > 1 else values

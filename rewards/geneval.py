@@ -18,7 +18,7 @@ from torch import Tensor
 from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import REWARDS
 from rewards._clip import load_clip
-from rewards._detect import Detector, Found
+from rewards._detect import Detection, Detector
 from rewards._frames import each_frame
 from rewards._hf import Precision
 from rewards._media import to_uint8
@@ -34,8 +34,8 @@ COLOR_TEXTS = (
 GREY = 0x99 / 255  # what stands around an object when its colour is looked at
 # share of both sizes by which objects may overlap along an axis and still count as level
 NEAR = 0.1
-Seen = dict[str, list[Found]]
-Colors = Callable[[list[Found], str], list[str]]
+ByName = dict[str, list[Detection]]
+Colors = Callable[[list[Detection], str], list[str]]
 Share = Annotated[float, Interval(ge=0, le=1)]
 
 
@@ -107,25 +107,27 @@ class GenEval:
             self.check(prompt)
 
         def score(pictures: Tensor, rows: list[int]) -> Tensor:
-            found = self.detector(pictures)
+            detections = self.detector(pictures)
             return torch.tensor(
-                [self.judge(*one) for one in zip(pictures, found, [prompts[r] for r in rows])]
+                [self.judge(*row) for row in zip(pictures, detections, [prompts[r] for r in rows])]
             )
 
         return each_frame(media, "geneval", self.batch_size, score)
 
-    def judge(self, picture: Tensor, objects: list[Found], prompt: dict) -> float:
-        seen = kept(objects, self.thresholds[prompt.get("tag") == "counting"], self.most)
+    def judge(self, picture: Tensor, objects: list[Detection], prompt: dict) -> float:
+        by_name = detections_by_name(
+            objects, self.thresholds[prompt.get("tag") == "counting"], self.most
+        )
 
-        def colors(some: list[Found], name: str) -> list[str]:
+        def colors(some: list[Detection], name: str) -> list[str]:
             return self.colors(picture, some, name)
 
         if self.form == "published":
-            return float(published(seen, prompt, colors))
-        exact, partial = training(seen, prompt, colors)
+            return float(published(by_name, prompt, colors))
+        exact, partial = training(by_name, prompt, colors)
         return float(exact) if self.form == "strict" else partial
 
-    def colors(self, picture: Tensor, objects: list[Found], name: str) -> list[str]:
+    def colors(self, picture: Tensor, objects: list[Detection], name: str) -> list[str]:
         """The colour of each object by CLIP, the rest of its box grey."""
         if name not in self.classifiers:
             texts = [
@@ -135,7 +137,10 @@ class GenEval:
             self.classifiers[name] = nnf.normalize(rows, dim=-1)  # [10, E]
         picture = to_uint8(picture).float() / 255
         crops = torch.cat(
-            [self.clip.embed_images(cut(picture, one)[None], exact=True) for one in objects]
+            [
+                self.clip.embed_images(cut(picture, detection)[None], exact=True)
+                for detection in objects
+            ]
         )
         return [COLORS[i] for i in (crops @ self.classifiers[name].T).argmax(1).tolist()]
 
@@ -149,68 +154,68 @@ class GenEval:
                 )
 
 
-def kept(objects: list[Found], threshold: float, most: int) -> Seen:
+def detections_by_name(objects: list[Detection], threshold: float, most: int) -> ByName:
     """Objects by name, best first, above the threshold and at most so many of a name."""
-    seen: Seen = {}
-    for one in objects:
-        if one.score > threshold and len(seen.setdefault(one.name, [])) < most:
-            seen[one.name].append(one)
-    return seen
+    by_name: ByName = {}
+    for detection in objects:
+        if detection.score > threshold and len(by_name.setdefault(detection.name, [])) < most:
+            by_name[detection.name].append(detection)
+    return by_name
 
 
-def published(seen: Seen, prompt: dict[str, Any], colors: Colors) -> bool:
+def published(by_name: ByName, prompt: dict[str, Any], colors: Colors) -> bool:
     """The benchmark's verdict: at least so many, judged on the most certain ones; nothing that is
     excluded."""
     correct = True
     groups = []
     for entry in prompt["include"]:
-        found = seen.get(entry["class"], [])[: entry["count"]]
-        fits = len(found) == entry["count"]
+        matches = by_name.get(entry["class"], [])[: entry["count"]]
+        fits = len(matches) == entry["count"]
         if fits and "color" in entry:
-            fits = colors(found, entry["class"]).count(entry["color"]) == entry["count"]
+            fits = colors(matches, entry["class"]).count(entry["color"]) == entry["count"]
         if fits and "position" in entry:
-            fits = placed(found, groups, *entry["position"])
+            fits = placed(matches, groups, *entry["position"])
         correct &= fits
-        groups.append(found if fits else None)
+        groups.append(matches if fits else None)
     return correct and all(
-        len(seen.get(e["class"], [])) < e["count"] for e in prompt.get("exclude", [])
+        len(by_name.get(e["class"], [])) < e["count"] for e in prompt.get("exclude", [])
     )
 
 
-def training(seen: Seen, prompt: dict[str, Any], colors: Colors) -> tuple[bool, float]:
+def training(by_name: ByName, prompt: dict[str, Any], colors: Colors) -> tuple[bool, float]:
     """Flow-GRPO's two forms: everything exact, and the mean of the terms."""
     correct = True
     terms = []
     groups = []
     for entry in prompt["include"]:
-        found = seen.get(entry["class"], [])
+        matches = by_name.get(entry["class"], [])
         count = entry["count"]
-        fits = len(found) == count
-        terms.append(1 - abs(count - len(found)) / count)
+        fits = len(matches) == count
+        terms.append(1 - abs(count - len(matches)) / count)
         if not fits and ("color" in entry or "position" in entry):
             terms.append(0.0)
         if fits and "color" in entry:
-            right = colors(found, entry["class"]).count(entry["color"])
+            right = colors(matches, entry["class"]).count(entry["color"])
             terms.append(1 - abs(count - right) / count)
             fits = right == count
         if fits and "position" in entry:
-            fits = placed(found, groups, *entry["position"])
+            fits = placed(matches, groups, *entry["position"])
             if groups[entry["position"][1]] is None:
                 terms.append(0.0)
             else:
                 terms += [1.0] if fits else [0.0, 1.0]  # the published code adds a 1 in either case
         correct &= fits
-        groups.append(found if fits else None)
+        groups.append(matches if fits else None)
     return correct, sum(terms) / len(terms)
 
 
 def placed(
-    found: list[Found], groups: list[list[Found] | None], relation: str, target: int
+    matches: list[Detection], groups: list[list[Detection] | None], relation: str, target: int
 ) -> bool:
     """Whether every object stands so to every one of an earlier entry, which itself was right."""
-    others = groups[target]
-    return others is not None and all(
-        relation in relations(a.box, b.box) for a in found for b in others
+    anchors = groups[target]
+    return anchors is not None and all(
+        relation in relations(a.box, b.box) for a in matches for b in anchors
     )
 
 
@@ -227,11 +232,11 @@ def relations(a: Tensor, b: Tensor) -> set[str]:
     return {name for name, holds in named.items() if holds}
 
 
-def cut(picture: Tensor, one: Found) -> Tensor:
+def cut(picture: Tensor, detection: Detection) -> Tensor:
     """[3, H, W] -> the object's box, at least a pixel large; with a mask, grey outside of it."""
-    if one.mask is not None:
-        picture = torch.where(one.mask, picture, torch.full_like(picture, GREY))
-    left, top, right, bottom = (round(float(edge)) for edge in one.box)
+    if detection.mask is not None:
+        picture = torch.where(detection.mask, picture, torch.full_like(picture, GREY))
+    left, top, right, bottom = (round(float(edge)) for edge in detection.box)
     left = min(left, picture.shape[2] - 1)
     top = min(top, picture.shape[1] - 1)
     return picture[:, top : max(bottom, top + 1), left : max(right, left + 1)]

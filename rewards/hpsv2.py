@@ -87,7 +87,7 @@ class HPSv2:
 def padding(clip: Clip) -> Clip:
     """The same network and texts with HPSv2's own preprocessing: the longer side decides, black
     around it."""
-    other = Clip(clip.model, clip.tokenizer, clip.device)
-    other.preprocess_cfg |= {"resize_mode": "longest", "fill_color": 0, "interpolation": "bicubic"}
-    other.shared = clip  # keeps the entry among the shared models alive
-    return other
+    padded = Clip(clip.model, clip.tokenizer, clip.device)
+    padded.preprocess_cfg |= {"resize_mode": "longest", "fill_color": 0, "interpolation": "bicubic"}
+    padded.shared = clip  # keeps the entry among the shared models alive
+    return padded

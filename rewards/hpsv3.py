@@ -88,13 +88,13 @@ class HPSv3:
 
     def batch(self, pictures: Tensor, texts: list[str]) -> dict[str, Tensor]:
         """[N, 3, H, W] in 0..1 and N texts -> what the model takes."""
-        asked = [self.instruction.replace("{text_prompt}", text) for text in texts]
+        instructions = [self.instruction.replace("{text_prompt}", text) for text in texts]
         options = {"size": self.size} | ({} if self.exact else {"do_rescale": False})
-        found = self.tools(
-            text=chats(self.tools, "image", asked),
+        inputs = self.tools(
+            text=chats(self.tools, "image", instructions),
             images=to_pil(pictures) if self.exact else list(pictures),
             padding=True,
             return_tensors="pt",
             images_kwargs=options,
         )
-        return found.to(self.network.device)
+        return inputs.to(self.network.device)

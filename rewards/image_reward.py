@@ -99,8 +99,8 @@ class ImageReward:
 
         def score(pictures: Tensor, rows: list[int]) -> Tensor:
             tokens = self.tokenizer([texts[row] for row in rows], **options).to(self.network.device)
-            found = self.network(self.pixels(pictures), tokens.input_ids, tokens.attention_mask)
-            return self.scale((found - MEAN) / STD)
+            raw = self.network(self.pixels(pictures), tokens.input_ids, tokens.attention_mask)
+            return self.scale((raw - MEAN) / STD)
 
         return each_frame(media, "image_reward", self.batch_size, score)
 
@@ -140,9 +140,9 @@ class Network(nn.Module):
 
     def forward(self, pixels: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
         """Pixels [N, 3, S, S], tokens and mask [N, T] -> [N] scores before standardising."""
-        seen = self.visual(pixels).last_hidden_state  # [N, P + 1, W]
+        image_states = self.visual(pixels).last_hidden_state  # [N, P + 1, W]
         read = self.text(
-            input_ids=tokens, attention_mask=mask, encoder_hidden_states=seen
+            input_ids=tokens, attention_mask=mask, encoder_hidden_states=image_states
         ).last_hidden_state
         return self.mlp(read[:, 0]).squeeze(-1)
 
@@ -221,7 +221,7 @@ def sizes(vision: dict[str, Tensor], text: dict[str, Tensor]) -> dict[str, dict[
 
 
 def depth(tensors: dict[str, Tensor], pattern: str) -> int:
-    return 1 + max(int(found[1]) for name in tensors if (found := re.match(pattern, name)))
+    return 1 + max(int(match[1]) for name in tensors if (match := re.match(pattern, name)))
 
 
 def under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -14,8 +14,8 @@ from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import REWARDS
 from rewards._ask import Question
 from rewards._judge_templates import BUILT_IN, Template, find
-from rewards._judged import Frames, Judged, Model, OnFailure, kind_of, shown_of
 from rewards.card import card
+from rewards.judged import Frames, Judged, Model, OnFailure, kind_of, shown_of
 
 
 @REWARDS.register("judge")
@@ -70,7 +70,7 @@ class Judge(Judged):
         values = torch.full((len(prompts),), torch.nan)
         rows = []
         questions = []
-        for row, pictures in self.asked(media, prompts):
+        for row, pictures in self.shown_rows(media, prompts):
             parts = self.template.parts(
                 prompts[row], kind_of(media), shown_of(media, row, pictures, prompts[row])
             )

@@ -14,8 +14,8 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from rewards._ask import Question
 from rewards._judge_templates import REQUEST, Template, find
-from rewards._judged import Frames, Judged, Model, OnFailure, kind_of, shown_of
 from rewards.card import card
+from rewards.judged import Frames, Judged, Model, OnFailure, kind_of, shown_of
 
 CHECK = Template(
     "checklist",
@@ -76,7 +76,7 @@ class Checklist(Judged):
         rows = []
         points = []
         questions = []
-        for row, pictures in self.asked(media, prompts):
+        for row, pictures in self.shown_rows(media, prompts):
             shown = shown_of(media, row, pictures, prompts[row])
             items = self.items or weighted(
                 prompts[row].get(self.field), f"{self.field!r} of a prompt"
@@ -87,9 +87,9 @@ class Checklist(Judged):
             points.append(list(items.values()))
             schema = checklist_schema(len(items), self.levels)
             questions.append(Question(parts, schema=schema, tokens=64 + 24 * len(items)))
-        for row, weights, found in zip(rows, points, self.answers(questions), strict=True):
-            if found is not None:
-                grades = [float(getattr(found, f"point_{i}")) for i in range(1, len(weights) + 1)]
+        for row, weights, answer in zip(rows, points, self.answers(questions), strict=True):
+            if answer is not None:
+                grades = [float(getattr(answer, f"point_{i}")) for i in range(1, len(weights) + 1)]
                 reached = sum(w * g for w, g in zip(weights, grades, strict=True)) / self.levels
                 values[row] = min(1.0, max(0.0, reached / sum(w for w in weights if w > 0)))
         return values
@@ -97,17 +97,17 @@ class Checklist(Judged):
 
 def weighted(items: Any, where: str) -> dict[str, float]:
     """Points with their weights. Raises UserError."""
-    found = dict.fromkeys(items, 1.0) if isinstance(items, (list, tuple)) else items
-    good = isinstance(found, dict) and all(
-        isinstance(key, str) and type(value) in (int, float) for key, value in found.items()
+    weights = dict.fromkeys(items, 1.0) if isinstance(items, (list, tuple)) else items
+    good = isinstance(weights, dict) and all(
+        isinstance(key, str) and type(value) in (int, float) for key, value in weights.items()
     )
-    if not good or not any(weight > 0 for weight in found.values()):
+    if not good or not any(weight > 0 for weight in weights.values()):
         raise UserError(
             f"reward 'judge_checklist' expects points in {where}, a list of texts or "
             f"text: weight with at least one "
             f"positive weight; got {str(items)[:80]}"
         )
-    return found
+    return weights
 
 
 @lru_cache(maxsize=256)

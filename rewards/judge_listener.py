@@ -13,8 +13,8 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from rewards._ask import Question
 from rewards._judge_templates import Template, find
-from rewards._judged import Judged, Model, OnFailure, kind_of, shown_of
 from rewards.card import card
+from rewards.judged import Judged, Model, OnFailure, kind_of, shown_of
 
 LISTEN = Template(
     "listener",
@@ -81,7 +81,7 @@ class Listener(Judged):
                 "reward 'judge_listener' reads reasoning in texts; the policy made images or videos"
             )
         questions = []
-        wanted = []
+        right_letters = []
         for row, prompt in enumerate(prompts):
             right, choices, words = self._asked(prompt)
             shown = shown_of(media, row, [], prompt) | {
@@ -93,10 +93,13 @@ class Listener(Judged):
                     self.template.parts(prompt, kind_of(media), shown), choices=choices, tokens=16
                 )
             )
-            wanted.append(right)
-        found = self.answers(questions)
+            right_letters.append(right)
+        answers = self.answers(questions)
         return torch.tensor(
-            [torch.nan if f is None else f[right] for f, right in zip(found, wanted, strict=True)]
+            [
+                torch.nan if f is None else f[right]
+                for f, right in zip(answers, right_letters, strict=True)
+            ]
         )
 
     def _asked(self, prompt: dict) -> tuple[str, tuple[str, ...], str]:

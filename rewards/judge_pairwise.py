@@ -15,8 +15,8 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from rewards._ask import Question, Unreadable
 from rewards._judge_templates import PAIRS, find
-from rewards._judged import Frames, Judged, Model, OnFailure, kind_of, sample_pictures, shown_of
 from rewards.card import card
+from rewards.judged import Frames, Judged, Model, OnFailure, kind_of, sample_pictures, shown_of
 
 
 @REWARDS.register("judge_pairwise")
@@ -84,9 +84,11 @@ class Pairwise(Judged):
         ]
         pairs = [pair for group in groups for pair in pairings(group, self.opponents)]
         orders = [order for i, j in pairs for order in ((i, j), (j, i))]
-        found = self.answers([self._question(media, prompts[i], pictures, i, j) for i, j in orders])
+        answers = self.answers(
+            [self._question(media, prompts[i], pictures, i, j) for i, j in orders]
+        )
         beats: dict[tuple[int, int], float] = {}  # (i, j) -> chance that i beats j
-        for (i, j), forth, back in zip(pairs, found[::2], found[1::2], strict=True):
+        for (i, j), forth, back in zip(pairs, answers[::2], answers[1::2], strict=True):
             if forth is not None and back is not None:
                 beats[i, j] = (forth["1"] + 1 - back["1"]) / 2
         return self._values(len(prompts), groups, beats)
@@ -120,10 +122,10 @@ class Pairwise(Judged):
 
     def _read(self, text: str) -> dict[str, float]:
         """Chance of the first, from the last conclusion in the text; one half for a draw."""
-        found = list(re.finditer(self.template.patterns["better"], text, re.I))
-        if not found:
+        verdicts = list(re.finditer(self.template.patterns["better"], text, re.I))
+        if not verdicts:
             raise Unreadable("it does not say which is better")
-        winner = found[-1][1]
+        winner = verdicts[-1][1]
         if winner not in ("1", "2", None):
             raise Unreadable(f"it names {winner!r}, neither 1 nor 2")
         return {"1": {"1": 1.0, "2": 0.0, None: 0.5}[winner]}
@@ -147,14 +149,14 @@ def adjacent(prompts: Sequence[dict]) -> list[list[int]]:
     return groups
 
 
-def same(one: dict, other: dict) -> bool:
+def same(first: dict, second: dict) -> bool:
     """Equal prompts; their tensors are equal only if they are the same."""
-    if one is other:
+    if first is second:
         return True
-    if one.keys() != other.keys():
+    if first.keys() != second.keys():
         return False
-    both = ((value, other[key]) for key, value in one.items())
-    return all(a is b or (not isinstance(a, Tensor) and bool(a == b)) for a, b in both)
+    pairs = ((value, second[key]) for key, value in first.items())
+    return all(a is b or (not isinstance(a, Tensor) and bool(a == b)) for a, b in pairs)
 
 
 def pairings(group: Sequence[int], opponents: int | None) -> list[tuple[int, int]]:

@@ -11,8 +11,8 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from rewards._ask import Question
 from rewards._judge_templates import REQUEST, Template, find
-from rewards._judged import Frames, Judged, Model, OnFailure, kind_of, shown_of
 from rewards.card import card
+from rewards.judged import Frames, Judged, Model, OnFailure, kind_of, shown_of
 
 SHOWS = Template(
     "shows",
@@ -63,31 +63,31 @@ class YesNo(Judged):
     ):
         super().__init__(model, frames, on_failure)
         self.field = questions
-        own = SHOWS if questions is None else ASKS
-        self.template = own if template is None else find(template, {})
+        default = SHOWS if questions is None else ASKS
+        self.template = default if template is None else find(template, {})
         self.card = self.needing(self.template)
 
     def __call__(self, media: Tensor | list[str], prompts: list[dict]) -> Tensor:
         """Images [B, 3, H, W], videos [B, F, 3, H, W] in 0..1, or B texts -> [B] float32 on the
         CPU, in 0..1."""
         rows = []
-        wanted = []
+        right_words = []
         questions = []
-        for row, pictures in self.asked(media, prompts):
+        for row, pictures in self.shown_rows(media, prompts):
             shown = shown_of(media, row, pictures, prompts[row])
             for text, right in self._questions(prompts[row]):
                 parts = self.template.parts(
                     prompts[row], kind_of(media), {**shown, "question": text}
                 )
                 rows.append(row)
-                wanted.append(right)
+                right_words.append(right)
                 questions.append(Question(parts, choices=("Yes", "No"), tokens=16))
-        each: dict[int, list[float]] = {}
-        for row, right, found in zip(rows, wanted, self.answers(questions), strict=True):
-            each.setdefault(row, []).append(torch.nan if found is None else found[right])
+        shares_of: dict[int, list[float]] = {}
+        for row, right, answer in zip(rows, right_words, self.answers(questions), strict=True):
+            shares_of.setdefault(row, []).append(torch.nan if answer is None else answer[right])
         values = torch.full((len(prompts),), torch.nan)
-        for row, found in each.items():
-            values[row] = sum(found) / len(found)
+        for row, shares in shares_of.items():
+            values[row] = sum(shares) / len(shares)
         return values
 
     def _questions(self, prompt: dict) -> list[tuple[str, Literal["Yes", "No"]]]:
@@ -95,7 +95,7 @@ class YesNo(Judged):
             return [("", "Yes")]
         listed = prompt.get(self.field)
         pairs = (
-            [(one, "yes") if isinstance(one, str) else one for one in listed or ()]
+            [(entry, "yes") if isinstance(entry, str) else entry for entry in listed or ()]
             if listed != ""
             else []
         )

@@ -63,18 +63,20 @@ class LocalVlm:
 
     def _ask(self, questions: Sequence[Question]) -> list[Any]:
         values: list[Any] = [None] * len(questions)
-        chosen = [i for i, one in enumerate(questions) if one.choices]
-        told = [i for i, one in enumerate(questions) if not one.choices]
+        chosen = [i for i, question in enumerate(questions) if question.choices]
+        written = [i for i, question in enumerate(questions) if not question.choices]
         for start in range(0, len(chosen), self.batch_size):
             rows = chosen[start : start + self.batch_size]
-            for row, found in zip(
+            for row, answer in zip(
                 rows, self.probabilities([questions[row] for row in rows]), strict=True
             ):
-                values[row] = found
-        for start in range(0, len(told), self.batch_size):
-            rows = told[start : start + self.batch_size]
-            for row, found in zip(rows, self._told([questions[row] for row in rows]), strict=True):
-                values[row] = found
+                values[row] = answer
+        for start in range(0, len(written), self.batch_size):
+            rows = written[start : start + self.batch_size]
+            for row, answer in zip(
+                rows, self._generated([questions[row] for row in rows]), strict=True
+            ):
+                values[row] = answer
         unanswered = sum(value is None for value in values)
         self.usage.add(
             answers=len(values) - unanswered, unanswered=unanswered, unreadable=unanswered
@@ -83,29 +85,29 @@ class LocalVlm:
 
     def probabilities(self, questions: Sequence[Question]) -> list[dict[str, float]]:
         """Choice -> probability, summing to 1, for each question."""
-        inputs = self._inputs([self._conversation(one) for one in questions])
+        inputs = self._inputs([self._conversation(question) for question in questions])
         logits = self._generate(inputs, 1, output_logits=True).logits[0].float()  # [N, vocabulary]
         self.usage.add(
             requests=1, tokens_in=int(inputs["attention_mask"].sum()), tokens_out=len(questions)
         )
-        found = []
+        answers = []
         for row, question in zip(logits, questions, strict=True):
             ids = first_tokens(self.processor.tokenizer, question.choices)
             joint = row[
                 torch.tensor([i for group in ids for i in group], device=row.device)
             ].softmax(0)
             parts = joint.split([len(group) for group in ids])
-            found.append(
+            answers.append(
                 {
                     choice: float(part.sum())
                     for choice, part in zip(question.choices, parts, strict=True)
                 }
             )
-        return found
+        return answers
 
-    def _told(self, questions: Sequence[Question]) -> list[Any]:
+    def _generated(self, questions: Sequence[Question]) -> list[Any]:
         """Values of answers in words; those that cannot be read are asked for anew."""
-        talks = [self._conversation(one) for one in questions]
+        talks = [self._conversation(question) for question in questions]
         values: list[Any] = [None] * len(questions)
         left = list(range(len(questions)))
         for turn in range(self.asked_again + 1):
@@ -132,14 +134,14 @@ class LocalVlm:
     def _answers(self, talks: list[list[dict]], tokens: int) -> list[str]:
         inputs = self._inputs(talks)
         length = inputs["input_ids"].shape[1]
-        made = self._generate(inputs, tokens).sequences[:, length:]
+        sequences = self._generate(inputs, tokens).sequences[:, length:]
         pad = self.processor.tokenizer.pad_token_id
         self.usage.add(
             requests=1,
             tokens_in=int(inputs["attention_mask"].sum()),
-            tokens_out=int((made != pad).sum()),
+            tokens_out=int((sequences != pad).sum()),
         )
-        return self.processor.batch_decode(made, skip_special_tokens=True)
+        return self.processor.batch_decode(sequences, skip_special_tokens=True)
 
     @torch.no_grad()
     def _generate(self, inputs: Any, tokens: int, **options: Any) -> Any:
@@ -158,7 +160,7 @@ class LocalVlm:
             return self.model.generate(**inputs, max_new_tokens=tokens, **greedy, **options)
 
     def _inputs(self, talks: list[list[dict]]) -> dict[str, Tensor]:
-        found = self.processor.apply_chat_template(
+        inputs = self.processor.apply_chat_template(
             talks,
             add_generation_prompt=True,
             tokenize=True,
@@ -170,7 +172,7 @@ class LocalVlm:
             name: value.to(
                 self.model.device, self.model.dtype if value.is_floating_point() else None
             )
-            for name, value in found.items()
+            for name, value in inputs.items()
         }
 
     def _conversation(self, question: Question) -> list[dict]:
@@ -203,7 +205,7 @@ def smaller(picture: Any, side: int | None) -> Any:
 def first_tokens(tokenizer: Any, choices: Sequence[str]) -> list[list[int]]:
     """For each choice the ids of the tokens it may begin with. Raises UserError if two choices
     share one."""
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     for choice in choices:
         words = {choice, choice.lower(), choice.upper(), choice.capitalize()}
         forms = words | {f" {word}" for word in words}
@@ -213,17 +215,20 @@ def first_tokens(tokenizer: Any, choices: Sequence[str]) -> list[list[int]]:
             if (encoded := tokenizer.encode(form, add_special_tokens=False))
         }
         # a lone blank says nothing
-        found.append(sorted(i for i in ids if _plain(tokenizer.decode([i]))))
+        groups.append(sorted(i for i in ids if _plain(tokenizer.decode([i]))))
     shared = [
-        i for n, group in enumerate(found) for i in group if any(i in other for other in found[:n])
+        i
+        for n, group in enumerate(groups)
+        for i in group
+        if any(i in earlier for earlier in groups[:n])
     ]
-    if shared or not all(found):
+    if shared or not all(groups):
         raise UserError(
             f"the local judge cannot tell {' and '.join(map(repr, choices))} apart by "
             f"their first token; "
             "let the choices be letters or words that begin differently"
         )
-    return found
+    return groups
 
 
 @lru_cache(maxsize=4)

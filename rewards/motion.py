@@ -18,10 +18,10 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from rewards._clip import pick_device
 from rewards._media import to_uint8
-from rewards._precision import own_precision
 from rewards._tensors import fetch, read_tensors
 from rewards.card import card
 from rewards.consistency import moving
+from rewards.precision import own_precision
 
 Flow = Literal["dis", "raft_small", "raft_large"]
 SOURCE = "OpenCV's DIS, or torchvision's RAFT by a weights file"
@@ -54,8 +54,8 @@ class _Moved:
         stack = moving(media, reward, least)
         broken = ~stack.isfinite().flatten(1).all(1).cpu()
         with own_precision(media.device.type):
-            found = self.flow(stack.float().nan_to_num(0.0, 0.0, 0.0))
-        return found / min(stack.shape[-2:]), broken
+            flows = self.flow(stack.float().nan_to_num(0.0, 0.0, 0.0))
+        return flows / min(stack.shape[-2:]), broken
 
 
 @card(
@@ -133,12 +133,12 @@ class Dis:
 
     def pairs(self, video) -> list[Tensor]:
         greys = [self.cv2.cvtColor(frame, self.cv2.COLOR_RGB2GRAY) for frame in video]
-        found = []
+        flows = []
         for before, after in zip(greys, greys[1:], strict=False):
             # keeps no last flow
             search = self.cv2.DISOpticalFlow_create(self.cv2.DISOPTICAL_FLOW_PRESET_MEDIUM)
-            found.append(torch.from_numpy(search.calc(before, after, None)).permute(2, 0, 1))
-        return found
+            flows.append(torch.from_numpy(search.calc(before, after, None)).permute(2, 0, 1))
+        return flows
 
 
 def load_dis() -> Dis:

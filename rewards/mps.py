@@ -115,7 +115,10 @@ class Network(nn.Module):
         self.model = CLIPModel(config)
         width = config.projection_dim
         pairs = ((Cross(width), Own(width)) for _ in range(layers))
-        blocks = (nn.ModuleList([Residual(cross), Residual(own)]) for cross, own in pairs)
+        blocks = (
+            nn.ModuleList([Residual(cross), Residual(self_attention)])
+            for cross, self_attention in pairs
+        )
         self.cross_model = nn.ModuleDict({"layers": nn.ModuleList(blocks)})
 
     def forward(
@@ -123,22 +126,24 @@ class Network(nn.Module):
     ) -> Tensor:
         """Tokens [N, T], pixels [N, 3, S, S], condition [1, T] -> [N] cosines."""
         words, sentence = self.read(tokens)  # [N, T, E], [N, E]
-        wanted, _ = self.read(condition)  # [1, T, E]
+        condition_states, _ = self.read(condition)  # [1, T, E]
         # [N, T]: how well a word fits any word of the condition
-        match = (words @ wanted.transpose(1, 2)).amax(2)
+        match = (words @ condition_states.transpose(1, 2)).amax(2)
         attended = match / match.amax(1, keepdim=True) > threshold
         # [N, P + 1, E]
-        seen = self.model.visual_projection(self.model.vision_model(pixels).last_hidden_state)
-        for cross, own in self.cross_model["layers"]:
-            seen = own(cross(seen, words, attended))
-        return torch.cosine_similarity(seen[:, 0], sentence, dim=-1)
+        image_states = self.model.visual_projection(
+            self.model.vision_model(pixels).last_hidden_state
+        )
+        for cross, self_attention in self.cross_model["layers"]:
+            image_states = self_attention(cross(image_states, words, attended))
+        return torch.cosine_similarity(image_states[:, 0], sentence, dim=-1)
 
     def read(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """[N, T] ids -> projected states of all tokens [N, T, E] and of the end of the text [N,
         E]."""
-        found = self.model.text_model(input_ids=tokens)
+        outputs = self.model.text_model(input_ids=tokens)
         project = self.model.text_projection
-        return project(found.last_hidden_state), project(found.pooler_output)
+        return project(outputs.last_hidden_state), project(outputs.pooler_output)
 
 
 class Residual(nn.Module):
@@ -183,8 +188,8 @@ class Cross(nn.Module):
             for part in self.to_kv(words).chunk(2, dim=-1)
         )
         mask = attended[:, None, None]  # the same words for every head and picture token
-        found = nnf.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        return self.to_out(found.transpose(1, 2).flatten(2)) + self.ff(states)
+        attention = nnf.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return self.to_out(attention.transpose(1, 2).flatten(2)) + self.ff(states)
 
 
 class Own(nn.Module):
@@ -213,8 +218,8 @@ class Own(nn.Module):
         shape = (-1, query.shape[1], -1, -1)
         key = self.turn(key)[:, None].expand(shape)
         value = value[:, None].expand(shape)
-        found = nnf.scaled_dot_product_attention(query, key, value)
-        return self.attn_out(found.transpose(1, 2).flatten(2)) + self.ff_out(inner)
+        attention = nnf.scaled_dot_product_attention(query, key, value)
+        return self.attn_out(attention.transpose(1, 2).flatten(2)) + self.ff_out(inner)
 
     def turn(self, vectors: Tensor) -> Tensor:
         """[..., P, 64], each position turned by its angles (Su et al. 2021, RoPE, halves of the

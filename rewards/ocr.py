@@ -71,16 +71,16 @@ class OCR:
             to_uint8(stack.nan_to_num(0.0, 0.0, 0.0)[:, ::EVERY]).permute(0, 1, 3, 4, 2).numpy()
         )
         score = self.of_image if media.ndim == 4 else self.of_video
-        found = [score(row, target) for row, target in zip(pictures, targets, strict=True)]
-        return torch.tensor(found, dtype=torch.float32).masked_fill(broken, torch.nan)
+        scores = [score(row, target) for row, target in zip(pictures, targets, strict=True)]
+        return torch.tensor(scores, dtype=torch.float32).masked_fill(broken, torch.nan)
 
     def of_image(self, pictures: Any, target: str) -> float:
         return closeness(self.read(pictures[0]), target, within=True)
 
     def of_video(self, pictures: Any, target: str) -> float:
         scores = [closeness(self.read(picture), target, within=False) for picture in pictures]
-        seen = [score for score in scores if score > 0]
-        return sum(seen) / len(seen) if seen else 0.0
+        legible = [score for score in scores if score > 0]
+        return sum(legible) / len(legible) if legible else 0.0
 
     def read(self, picture: Any) -> str:
         """uint8 [H, W, 3] -> all lines with any confidence, in reading order, without a break."""
@@ -94,14 +94,14 @@ def target_of(prompt: dict, field: str) -> str:
     text = field_of(prompt, field, "ocr")
     if field != "text":
         return text
-    found = QUOTED.search(text)
-    if not found or not plain(found[1]):
+    quoted = QUOTED.search(text)
+    if not quoted or not plain(quoted[1]):
         raise UserError(
             f"reward 'ocr': no text in double quotes in the prompt {text[:80]!r}; write: "
             f'a sign that says "OPEN", or '
             "name the field that holds the target with `field`"
         )
-    return found[1]
+    return quoted[1]
 
 
 def closeness(read: str, target: str, within: bool) -> float:

@@ -68,22 +68,22 @@ class PerFrame:
         """Videos [B, F, 3, H, W] or images [B, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
         stack = frames(media, "per_frame")
         chosen = stack if self.frames is None else stack[:, evenly(stack.shape[1], self.frames)]
-        asked = [prompt for prompt in prompts for _ in range(chosen.shape[1])]
+        repeated = [prompt for prompt in prompts for _ in range(chosen.shape[1])]
         # [B F]
         values = torch.as_tensor(
-            self.reward(chosen.flatten(0, 1), asked), dtype=torch.float32
+            self.reward(chosen.flatten(0, 1), repeated), dtype=torch.float32
         ).cpu()
-        found = self.reduce(values.reshape(len(prompts), -1))
+        scores = self.reduce(values.reshape(len(prompts), -1))
         return (
-            found
+            scores
             if not self.steady
-            else (1 - self.steady) * found + self.steady * steadiness(stack)
+            else (1 - self.steady) * scores + self.steady * steadiness(stack)
         )
 
 
-def evenly(count: int, wanted: int) -> Tensor:
+def evenly(count: int, limit: int) -> Tensor:
     """Places of at most ``wanted`` of ``count`` frames, from the first to the last."""
-    return torch.linspace(0, count - 1, min(count, wanted)).round().long()
+    return torch.linspace(0, count - 1, min(count, limit)).round().long()
 
 
 def steadiness(stack: Tensor) -> Tensor:

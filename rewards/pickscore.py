@@ -94,5 +94,5 @@ class PickScore:
         tokens = self.tokenizer(
             texts, padding="max_length", truncation=True, max_length=77, return_tensors="pt"
         )
-        found = self.model.get_text_features(**tokens.to(self.model.device)).pooler_output
-        return nnf.normalize(found.float(), dim=-1)
+        features = self.model.get_text_features(**tokens.to(self.model.device)).pooler_output
+        return nnf.normalize(features.float(), dim=-1)

@@ -19,9 +19,9 @@ from torch import Tensor
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from rewards._servers import Failed, Server, Servers, exchange, post
-from rewards._wire import Format, check_texts, check_token, pack, read_answer
 from rewards._wire_prompts import enclosed, has_pictures, without_pictures
 from rewards.card import card
+from rewards.wire import Format, check_texts, check_token, pack, read_answer
 
 
 @dataclass
@@ -122,8 +122,8 @@ class Remote:
                 pool.submit(self._ask, call, take(media, chunk), [prompts[i] for i in chunk])
                 for chunk in chunks
             ]
-            for chunk, one in zip(chunks, sent, strict=True):
-                values[chunk] = one.result()
+            for chunk, answer in zip(chunks, sent, strict=True):
+                values[chunk] = answer.result()
         finally:
             call.given_up.set()  # on the way out of an error: what still waits need not try again
             pool.shutdown(wait=False, cancel_futures=True)
@@ -159,8 +159,8 @@ class Remote:
                     )
                     response, content = exchange(self._connection(), request, self.timeout, 2**20)
                     rewards = json.loads(content)["rewards"] if response.status_code == 200 else {}
-                    asked = self.names or list(rewards)
-                    self._pictures = any(rewards.get(name, {}).get("pictures") for name in asked)
+                    names = self.names or list(rewards)
+                    self._pictures = any(rewards.get(name, {}).get("pictures") for name in names)
                     break
                 except (Failed, ValueError, KeyError, TypeError, AttributeError):
                     continue  # the requests themselves will say what is the matter

@@ -79,8 +79,8 @@ class SafetyChecker:
         pixels = self.eyes(pictures, net.device).to(net.dtype)
         rows = nnf.normalize(net.visual_projection(net.vision_model(pixels).pooler_output))
         care = rows @ nnf.normalize(net.special_care_embeds).T
-        found = thousandths(care.float() - net.special_care_embeds_weights.float())
-        lowered = CARE * (found > 0).any(1, keepdim=True).float()
+        care_excess = thousandths(care.float() - net.special_care_embeds_weights.float())
+        lowered = CARE * (care_excess > 0).any(1, keepdim=True).float()
         concepts = rows @ nnf.normalize(net.concept_embeds).T
         return thousandths(concepts.float() - net.concept_embeds_weights.float() + lowered)
 

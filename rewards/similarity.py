@@ -191,10 +191,10 @@ def to_references(
 ) -> Tensor:
     """[B] mean cosine between a sample's frames and its prompt's reference; references of any size,
     each seen once."""
-    wanted = embed_each([picture_of(prompt, field, reward) for prompt in prompts], embed)
+    references = embed_each([picture_of(prompt, field, reward) for prompt in prompts], embed)
 
     def score(pictures: Tensor, rows: list[int]) -> Tensor:
-        return (embed(pictures) * wanted[rows]).sum(-1)
+        return (embed(pictures) * references[rows]).sum(-1)
 
     return each_frame(media, reward, batch_size, score)
 
@@ -205,5 +205,5 @@ def embed_each(pictures: list[Tensor], embed) -> Tensor:
     embedded once."""
     keys = [(tuple(p.shape), p.numpy(force=True).tobytes()) for p in pictures]
     first = {key: place for place, key in reversed(list(enumerate(keys)))}
-    found = {key: embed(pictures[place][None]) for key, place in first.items()}
-    return torch.cat([found[key] for key in keys])
+    embeddings = {key: embed(pictures[place][None]) for key, place in first.items()}
+    return torch.cat([embeddings[key] for key in keys])

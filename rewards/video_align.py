@@ -16,11 +16,11 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from rewards._hf import Precision
 from rewards._media import frames, to_uint8
-from rewards._precision import own_precision
 from rewards._prompt import texts_of
 from rewards._qwen_reward import chats, load_network, load_tools, read_instruction
 from rewards._tensors import read_tensors
 from rewards.card import card
+from rewards.precision import own_precision
 
 PARTS = ("VQ", "MQ", "TA")
 TOKENS = [f"<|{part}_reward|>" for part in PARTS]
@@ -93,17 +93,17 @@ class VideoAlign:
         texts = texts_of(prompts, "video_align")
         broken = ~stack.isfinite().flatten(1).all(1).cpu()
         stack = stack[:, self.chosen(stack.shape[1])].nan_to_num(0.0, 0.0, 0.0)
-        found = []
+        scores = []
         with own_precision(media.device.type):
             for start in range(0, len(stack), self.batch_size):
                 part = slice(start, start + self.batch_size)
-                found.append(self.read(stack[part], texts[part]).cpu())
-        return torch.cat(found).masked_fill(broken, torch.nan)
+                scores.append(self.read(stack[part], texts[part]).cpu())
+        return torch.cat(scores).masked_fill(broken, torch.nan)
 
     def chosen(self, count: int) -> Tensor:
         """Which of ``count`` frames are looked at."""
-        wanted = self.data.get("num_frames") or count / self.fps * (self.data.get("fps") or 2.0)
-        even = max(2, 2 * round(min(wanted, count) / 2))
+        frames = self.data.get("num_frames") or count / self.fps * (self.data.get("fps") or 2.0)
+        even = max(2, 2 * round(min(frames, count) / 2))
         return torch.linspace(0, count - 1, even).round().long()
 
     def read(self, videos: Tensor, texts: list[str]) -> Tensor:
@@ -120,17 +120,17 @@ class VideoAlign:
         return total
 
     def batch(self, videos: Tensor, texts: list[str]) -> dict[str, Tensor]:
-        asked = [self.instruction.replace("{text_prompt}", text) for text in texts]
+        instructions = [self.instruction.replace("{text_prompt}", text) for text in texts]
         most = self.data.get("max_frame_pixels") or 448 * 448
         size = {"shortest_edge": min(LEAST_PIXELS, most), "longest_edge": most}
-        found = self.tools(
-            text=chats(self.tools, "video", asked),
+        inputs = self.tools(
+            text=chats(self.tools, "video", instructions),
             videos=list(to_uint8(videos)),
             padding=True,
             return_tensors="pt",
             videos_kwargs={"size": size, "do_sample_frames": False},
         )
-        return found.to(self.network.device)
+        return inputs.to(self.network.device)
 
 
 def find(path: str) -> tuple[Path, dict[str, Any]]:

@@ -36,13 +36,13 @@ def majority_vote(
     agree; where fewer do, the group has no majority and every answer has NaN, which leaves it out.
     """
     votes = votes_of(media, "majority_vote")
-    found = torch.zeros(len(media))
+    scores = torch.zeros(len(media))
     for rows in groups_of(prompts):
         winner, count = leading([votes[row] for row in rows])
         agreed = winner is not None and count >= share * len(rows)
         for row in rows:
-            found[row] = float(votes[row] == winner) if agreed else torch.nan if share else 0.0
-    return found
+            scores[row] = float(votes[row] == winner) if agreed else torch.nan if share else 0.0
+    return scores
 
 
 @REWARDS.register("answer_frequency")
@@ -57,14 +57,14 @@ def answer_frequency(
     prompts.
     """
     votes = votes_of(media, "answer_frequency")
-    found = torch.zeros(len(media))
+    scores = torch.zeros(len(media))
     for rows in groups_of(prompts):
         counts = Counter(vote for row in rows if (vote := votes[row]) is not None)
         total = sum(counts.values())
         spread = -sum(n / total * math.log(n / total) for n in counts.values())
         for row in rows:
-            found[row] = counts.get(votes[row], 0) / len(rows) - entropy * spread
-    return found
+            scores[row] = counts.get(votes[row], 0) / len(rows) - entropy * spread
+    return scores
 
 
 @REWARDS.register("co_reward")
@@ -97,7 +97,7 @@ class CoReward:
     ) -> Tensor:
         """[B]. ``gather`` returns the rows of all processes; without it there is but this one."""
         votes = votes_of(media, "co_reward")
-        found = torch.zeros(len(media))
+        scores = torch.zeros(len(media))
         groups = groups_of(prompts)
         majorities = []
         for rows in groups:
@@ -108,12 +108,14 @@ class CoReward:
         known = merged_votes(self.votes, self.latest)
         for rows in groups:
             of_twin = known.get(twin(prompts[rows[0]]), {})
-            mine = version(prompts[rows[0]])
-            others = [vote for name, vote in of_twin.items() if name != mine] or [of_twin.get(mine)]
-            label, _ = leading(others)
+            own_version = version(prompts[rows[0]])
+            twin_votes = [vote for name, vote in of_twin.items() if name != own_version] or [
+                of_twin.get(own_version)
+            ]
+            label, _ = leading(twin_votes)
             for row in rows:
-                found[row] = float(label is not None and votes[row] == label)
-        return found
+                scores[row] = float(label is not None and votes[row] == label)
+        return scores
 
     def remember(self) -> None:
         """Keeps the votes of the last call; those of an evaluation are forgotten."""
@@ -131,10 +133,10 @@ def merged_votes(
     before: dict[str, dict[str, str]], latest: Sequence[Sequence[str]]
 ) -> dict[str, dict[str, str]]:
     """Twin -> version -> vote, the latest of each."""
-    found = {name: dict(versions) for name, versions in before.items()}
+    merged = {name: dict(versions) for name, versions in before.items()}
     for name, one_version, winner in latest:
-        found.setdefault(name, {})[one_version] = winner
-    return found
+        merged.setdefault(name, {})[one_version] = winner
+    return merged
 
 
 @REWARDS.register("mean_logprob")

@@ -125,12 +125,12 @@ class TIFA:
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
         """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU, in
         0..1."""
-        asked = [questions_of(prompt) for prompt in prompts]
+        questions = [questions_of(prompt) for prompt in prompts]
 
         def score(pictures: Tensor, rows: list[int]) -> Tensor:
             return torch.tensor(
                 [
-                    self.right(picture, asked[row])
+                    self.right(picture, questions[row])
                     for picture, row in zip(pictures, rows, strict=True)
                 ]
             )
@@ -140,38 +140,40 @@ class TIFA:
     def right(self, picture: Tensor, questions: list[tuple[str, list[str], str]]) -> float:
         """Share of right answers about a picture [3, H, W]."""
         flat = [(question, choice) for question, choices, _ in questions for choice in choices]
-        found = []
+        likelihoods = []
         for start in range(0, len(flat), self.batch_size):
             part = flat[start : start + self.batch_size]
             pictures = picture.expand(len(part), -1, -1, -1)
-            found.append(self.vlm.likelihood(pictures, [q for q, _ in part], [c for _, c in part]))
-        scores = iter(torch.cat(found).tolist())
+            likelihoods.append(
+                self.vlm.likelihood(pictures, [q for q, _ in part], [c for _, c in part])
+            )
+        scores = iter(torch.cat(likelihoods).tolist())
         hits = []
         for _, choices, answer in questions:
-            given = [next(scores) for _ in choices]
-            hits.append(choices[given.index(max(given))] == answer)
+            choice_scores = [next(scores) for _ in choices]
+            hits.append(choices[choice_scores.index(max(choice_scores))] == answer)
         return sum(hits) / len(hits)
 
 
 def questions_of(prompt: dict) -> list[tuple[str, list[str], str]]:
     """(question, choices, answer) of a prompt; the question names its choices as TIFA's do."""
-    found: list[tuple[str, list[str], str]] = []
+    questions: list[tuple[str, list[str], str]] = []
     for entry in field_of(prompt, "questions", "tifa", list):
-        choices = list(wanted(entry).get("choices") or ["yes", "no"])
+        choices = list(checked_question(entry).get("choices") or ["yes", "no"])
         answer = entry["answer"]
         if answer not in choices:
             raise UserError(
                 f"reward 'tifa': the answer {answer!r} is not among the choices {choices}"
             )
-        found.append((f"{entry['question']} Choices: {', '.join(choices)}.", choices, answer))
-    if not found:
+        questions.append((f"{entry['question']} Choices: {', '.join(choices)}.", choices, answer))
+    if not questions:
         raise UserError(
             "reward 'tifa' needs at least one question in the field 'questions' of every prompt"
         )
-    return found
+    return questions
 
 
-def wanted(entry: Any) -> dict:
+def checked_question(entry: Any) -> dict:
     if not isinstance(entry, dict) or not {"question", "answer"} <= set(entry):
         raise UserError(
             f'reward \'tifa\': a question is {{"question", "choices", "answer"}}, got '

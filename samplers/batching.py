@@ -56,11 +56,11 @@ class _Tally(TorchDispatchMode):
         known = {
             t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)
         }
-        result = func(*args, **kwargs)
-        for tensor in tree_iter(result):
+        output = func(*args, **kwargs)
+        for tensor in tree_iter(output):
             if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in known:
                 self._count(tensor.untyped_storage())
-        return result
+        return output
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         address = storage._cdata
@@ -87,16 +87,16 @@ def rows_that_fit(
     """
     if most < 1:
         raise ValueError(f"the largest number of rows must be at least 1, not {most}")
-    one = peak_bytes(lambda: forward(1), device)
-    if one > budget:
+    first = peak_bytes(lambda: forward(1), device)
+    if first > budget:
         raise ValueError(
-            f"one row needs {one:,} bytes, the budget is {budget:,}: raise the budget or "
+            f"one row needs {first:,} bytes, the budget is {budget:,}: raise the budget or "
             f"use a smaller size"
         )
     if most == 1:
         return 1
-    each = peak_bytes(lambda: forward(2), device) - one
-    return most if each <= 0 else min(most, 1 + (budget - one) // each)
+    each = peak_bytes(lambda: forward(2), device) - first
+    return most if each <= 0 else min(most, 1 + (budget - first) // each)
 
 
 class Attempt:

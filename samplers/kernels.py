@@ -22,7 +22,7 @@ from samplers.processes import Diffusion, Flow, Number, Process, per_row
 
 
 def flow_sde(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Tensor, Tensor]:
-    """Flow-SDE of Flow-GRPO: noise eta sqrt(t / (1 - t)), so less of it the closer to the data.
+    """Adds Flow-GRPO's noise, eta sqrt(t / (1 - t)): less of it the closer to the data.
 
     Liu et al. 2025, "Flow-GRPO", eq. 9. The noise is infinite at t = 1; there t / (1 - s) stands
     in, as published, which makes the injected std of a first step exactly eta.
@@ -33,7 +33,7 @@ def flow_sde(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[T
 
 
 def dance_sde(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Tensor, Tensor]:
-    """SDE of DanceGRPO: the same noise eta at every time.
+    """Adds DanceGRPO's noise, the same eta at every time.
 
     Xue et al. 2025, "DanceGRPO", section 3.2.
     """
@@ -42,14 +42,13 @@ def dance_sde(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[
 
 
 def wan_sde(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Tensor, Tensor]:
-    """Flow-GRPO's SDE for Wan: noise eta t, with eta the second time of the grid as published."""
+    """Adds Flow-GRPO's noise for Wan, eta t, with eta the second time of the grid as published."""
     x, v, t, s, eta = _align(x, v, t, s, eta)
     return _euler_maruyama(x, v, t, s, (eta * t) ** 2)
 
 
 def memoryless(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Tensor, Tensor]:
-    """SDE with noise eta sqrt(2 t / (1 - t)); at eta = 1 the end of a path is independent of its
-    beginning.
+    """Adds noise eta sqrt(2 t / (1 - t)): at eta = 1 the end of a path forgets its beginning.
 
     Domingo-Enrich et al. 2025, "Adjoint Matching", section 4.3: only so does fine-tuning tilt the
     model's distribution by the reward without a bias from the initial noise. At t = 1 as in
@@ -59,7 +58,8 @@ def memoryless(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple
 
 
 def cps(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Tensor, Tensor]:
-    """Coefficient-preserving step of Flow-CPS: noise s sin(eta pi / 2), however short the step is.
+    """Preserves the flow's coefficients (Flow-CPS): noise s sin(eta pi / 2), however short the step
+    is.
 
     Wang et al. 2025, "Coefficients-Preserving Sampling". Predicted data and noise keep the scales
     of time s, but as the noise does not shrink with the step there is no SDE that ever finer grids
@@ -71,7 +71,7 @@ def cps(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Tensor
 
 
 def flow_ddim(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Tensor, Tensor]:
-    """DDIM with noise on a flow: std eta s sqrt(1 - s^2 (1 - t)^2 / (t^2 (1 - s)^2)); eta = 1 is
+    """Steps as DDIM on a flow, std eta s sqrt(1 - s^2 (1 - t)^2 / (t^2 (1 - s)^2)); eta = 1 is
     ancestral.
 
     Song et al. 2021, "DDIM", eq. 16, written for alpha = 1 - t, sigma = t. No noise in a step to s
@@ -79,13 +79,13 @@ def flow_ddim(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[
     """
     x, v, t, s, eta = _align(x, v, t, s, eta)
     # share of the variance that stays
-    kept = (s * (1 - t) / (t * (1 - s)).clamp_min(torch.finfo(x.dtype).tiny)) ** 2
-    std = eta * s * (1 - kept).clamp_min(0).sqrt()
+    remaining = (s * (1 - t) / (t * (1 - s)).clamp_min(torch.finfo(x.dtype).tiny)) ** 2
+    std = eta * s * (1 - remaining).clamp_min(0).sqrt()
     return _towards(x, v, t, s, (s**2 - std**2).clamp_min(0).sqrt()), std
 
 
 def ode(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number = 0.0) -> tuple[Tensor, Tensor]:
-    """Euler step of the probability-flow ODE, without noise whatever eta says."""
+    """Takes an Euler step of the probability-flow ODE, without noise whatever eta says."""
     x, v, t, s, eta = _align(x, v, t, s, eta)
     return x + v * (s - t), torch.zeros_like(t)
 
@@ -98,7 +98,7 @@ FLOW = Flow()
 def ddim(
     x: Tensor, v: Tensor, t: Number, s: Number, eta: Number, process: Process = EPSILON
 ) -> tuple[Tensor, Tensor]:
-    """DDIM with noise for models that predict epsilon, v or the sample; eta = 1 is ancestral
+    """Steps as DDIM with noise, for networks of epsilon, v or the sample; eta = 1 is ancestral
     (DDPO).
 
     Song et al. 2021, "DDIM", eq. 12 and 16: std^2 = eta^2 sigma_s^2 / sigma_t^2 (1 - alpha_t^2 /
@@ -117,8 +117,8 @@ ddim.process = Diffusion  # which policies can use it; kernels that say nothing 
 def consistency(
     x: Tensor, v: Tensor, t: Number, s: Number, eta: Number, process: Process = FLOW
 ) -> tuple[Tensor, Tensor]:
-    """Step of a consistency model: jump to the predicted data, add noise again; eta = 1 renews all
-    of the noise.
+    """Jumps to the predicted data and adds noise again (consistency models); eta = 1 renews all of
+    it.
 
     Luo et al. 2023, "Latent Consistency Models", algorithm 3; between 0 and 1 the share eta^2 of
     its variance. A step to a state without noise has none.
@@ -131,13 +131,14 @@ def consistency(
 consistency.process = (Flow, Diffusion)
 
 
-def _towards(x: Tensor, v: Tensor, t: Tensor, s: Tensor, kept: Tensor) -> Tensor:
-    """[B, *] (1 - s) times the predicted data plus ``kept`` times the predicted noise."""
-    return (1 - s) * (x - t * v) + kept * (x + (1 - t) * v)
+def _towards(x: Tensor, v: Tensor, t: Tensor, s: Tensor, noise_scale: Tensor) -> Tensor:
+    """Mix (1 - s) times the predicted data with ``noise_scale`` times the predicted noise, [B,
+    *]."""
+    return (1 - s) * (x - t * v) + noise_scale * (x + (1 - t) * v)
 
 
 def _align(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Tensor, ...]:
-    """Everything in one dtype of at least float32; t, s, eta as [B, 1, ...].
+    """Convert everything to one dtype of at least float32; t, s, eta to [B, 1, ...].
 
     Times are rounded to the dtype of the state first, so that a recorded time and the grid it came
     from agree.

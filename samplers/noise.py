@@ -50,7 +50,7 @@ class Rng:
 
     @classmethod
     def of(cls, *names: int | str) -> Rng:
-        """The stream of these names, for instance ``Rng.of(seed, "rollout", iteration)``."""
+        """Make the stream of these names, for instance ``Rng.of(seed, "rollout", iteration)``."""
         digest = hashlib.blake2b(repr(names).encode(), digest_size=8).digest()
         return cls((int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")))
 
@@ -58,12 +58,11 @@ class Rng:
         return replace(Rng.of(*self.key, *names), offset=self.offset)
 
     def rows(self, prompts: int, copies: int) -> Tensor:
-        """[prompts * copies] long: the names of the rows that answer this process's prompts, copies
-        adjacent."""
+        """Name the rows [prompts * copies] that answer this process's prompts, copies adjacent."""
         return torch.arange(self.offset * copies, (self.offset + prompts) * copies)
 
     def bits(self, rows: Tensor, count: int, step: int = 0) -> Tensor:
-        """[B, count] int64 holding 32 random bits each, keyed by row and step."""
+        """Draw [B, count] int64 holding 32 random bits each, keyed by row and step."""
         blocks = -(-count // 4)
         block = torch.arange(blocks, device=rows.device)
         c0, row = torch.broadcast_tensors(block[None, :], rows.long()[:, None])
@@ -71,22 +70,25 @@ class Rng:
         return torch.stack(words, -1).flatten(1)[:, :count]
 
     def uniform(self, rows: Tensor, shape: tuple[int, ...] = (), step: int = 0) -> Tensor:
-        """[B, *shape] float64 in (0, 1), 32 random bits each, never 0 or 1."""
+        """Draw [B, *shape] float64 in (0, 1), 32 random bits each, never 0 or 1."""
         count = math.prod(shape)
         return ((self.bits(rows, count, step).double() + 0.5) / 2**32).view(len(rows), *shape)
 
     def normal(
         self, rows: Tensor, shape: tuple[int, ...] = (), step: int = 0, dtype=torch.float32
     ) -> Tensor:
-        """[B, *shape] standard normal, by Box and Muller in float64, then rounded to ``dtype``."""
+        """Draw [B, *shape] standard normal, by Box and Muller in float64, then rounded to
+        ``dtype``."""
         count = math.prod(shape)
         u = self.uniform(rows, (2 * -(-count // 2),), step).view(len(rows), -1, 2)
         radius = (-2 * u[..., 0].log()).sqrt()
         angle = 2 * math.pi * u[..., 1]
-        both = torch.stack([radius * angle.cos(), radius * angle.sin()], -1).flatten(1)[:, :count]
-        return both.to(dtype).view(len(rows), *shape)
+        normals = torch.stack([radius * angle.cos(), radius * angle.sin()], -1).flatten(1)[
+            :, :count
+        ]
+        return normals.to(dtype).view(len(rows), *shape)
 
     def permutation(self, n: int, step: int = 0) -> Tensor:
-        """[n] long: a random order of 0..n-1."""
+        """Draw [n] long: a random order of 0..n-1."""
         words = self.bits(torch.arange(n), 2, step)
         return torch.argsort(words[:, 0] << 31 ^ words[:, 1], stable=True)

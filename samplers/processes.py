@@ -17,29 +17,29 @@ Prediction = Literal["epsilon", "v_prediction", "sample"]
 
 
 class Process(Protocol):
-    """``out`` is what the network gives at x_t."""
+    """``output`` is what the network gives at x_t."""
 
     def scales(self, t: Number, like: Tensor) -> tuple[Tensor, Tensor]:
-        """(alpha, sigma) at t, each [B, 1, ...] for states ``like`` [B, *]."""
+        """Compute (alpha, sigma) at t, each [B, 1, ...] for states ``like`` [B, *]."""
 
-    def clean(self, x: Tensor, out: Tensor, t: Number) -> Tensor:
-        """[B, *] the predicted x_0."""
+    def clean(self, x: Tensor, output: Tensor, t: Number) -> Tensor:
+        """Predict x_0 [B, *]."""
 
-    def noise(self, x: Tensor, out: Tensor, t: Number) -> Tensor:
-        """[B, *] the predicted e."""
+    def noise(self, x: Tensor, output: Tensor, t: Number) -> Tensor:
+        """Predict e [B, *]."""
 
     def target(self, clean: Tensor, noise: Tensor, t: Number) -> Tensor:
-        """[B, *] the output that a perfect network would give."""
+        """Compute the output [B, *] that a perfect network would give."""
 
     def snap(self, t: Tensor) -> Tensor:
-        """The times [B] above 0 that the network knows, the next at or after ``t``."""
+        """Round times [B] above 0 to those that the network knows, the next at or after ``t``."""
 
     def gain(self, t: Number, like: Tensor) -> Tensor:
-        """[B, 1, ...] how far the predicted x_0 moves when the output moves by 1."""
+        """Compute how far the predicted x_0 moves when the output moves by 1, [B, 1, ...]."""
 
 
 def per_row(value: Number, like: Tensor) -> Tensor:
-    """A time or a scale as [B, 1, ...] in the dtype (at least float32) and on the device of
+    """Shape a time or a scale to [B, 1, ...] in the dtype (at least float32) and on the device of
     ``like`` [B, *]."""
     dtype = torch.promote_types(like.dtype, torch.float32)
     shape = (len(like), *[1] * (like.ndim - 1))
@@ -51,7 +51,7 @@ def per_row(value: Number, like: Tensor) -> Tensor:
 
 
 def noised(process: Process, clean: Tensor, noise: Tensor, t: Number) -> Tensor:
-    """[B, *] the state at t of a clean sample with this noise."""
+    """Compute the state [B, *] at t of a clean sample with this noise."""
     if isinstance(process, Flow):
         return torch.lerp(clean, noise, per_row(t, clean).to(clean))
     alpha, sigma = process.scales(t, clean)
@@ -67,11 +67,11 @@ class Flow:
         t = per_row(t, like)
         return 1 - t, t
 
-    def clean(self, x: Tensor, out: Tensor, t: Number) -> Tensor:
-        return x - per_row(t, x) * out
+    def clean(self, x: Tensor, output: Tensor, t: Number) -> Tensor:
+        return x - per_row(t, x) * output
 
-    def noise(self, x: Tensor, out: Tensor, t: Number) -> Tensor:
-        return x + (1 - per_row(t, x)) * out
+    def noise(self, x: Tensor, output: Tensor, t: Number) -> Tensor:
+        return x + (1 - per_row(t, x)) * output
 
     def target(self, clean: Tensor, noise: Tensor, t: Number) -> Tensor:
         return noise - clean
@@ -124,19 +124,25 @@ class Diffusion:
                 self.tables[device] = table.to(device)
         return self.tables[device]
 
-    def clean(self, x: Tensor, out: Tensor, t: Number) -> Tensor:
+    def clean(self, x: Tensor, output: Tensor, t: Number) -> Tensor:
         alpha, sigma = self.scales(t, x)
         if self.prediction == "sample":
-            return out
+            return output
         return (
-            (x - sigma * out) / alpha if self.prediction == "epsilon" else alpha * x - sigma * out
+            (x - sigma * output) / alpha
+            if self.prediction == "epsilon"
+            else alpha * x - sigma * output
         )
 
-    def noise(self, x: Tensor, out: Tensor, t: Number) -> Tensor:
+    def noise(self, x: Tensor, output: Tensor, t: Number) -> Tensor:
         alpha, sigma = self.scales(t, x)
         if self.prediction == "epsilon":
-            return out
-        return (x - alpha * out) / sigma if self.prediction == "sample" else alpha * out + sigma * x
+            return output
+        return (
+            (x - alpha * output) / sigma
+            if self.prediction == "sample"
+            else alpha * output + sigma * x
+        )
 
     def target(self, clean: Tensor, noise: Tensor, t: Number) -> Tensor:
         alpha, sigma = self.scales(t, clean)
@@ -156,8 +162,8 @@ class Diffusion:
 
 @dataclass(frozen=True)
 class Consistent(Diffusion):
-    """A latent consistency model: the predicted x_0 is c_skip x_t + c_out x_0(out), at timestep 0
-    x_t itself.
+    """A latent consistency model: the predicted x_0 is c_skip x_t + c_out x_0(output), at
+    timestep 0 x_t itself.
 
     Luo et al. 2023, "Latent Consistency Models", section 4.1: with tau = ``scaling`` times the
     timestep, c_skip = d^2 / (tau^2 + d^2), c_out = tau / sqrt(tau^2 + d^2) and d = 0.5.
@@ -165,9 +171,9 @@ class Consistent(Diffusion):
 
     scaling: float = 10.0
 
-    def clean(self, x: Tensor, out: Tensor, t: Number) -> Tensor:
+    def clean(self, x: Tensor, output: Tensor, t: Number) -> Tensor:
         skip, keep = self._boundary(t, x)
-        return skip * x + keep * super().clean(x, out, t)
+        return skip * x + keep * super().clean(x, output, t)
 
     def gain(self, t: Number, like: Tensor) -> Tensor:
         return self._boundary(t, like)[1] * super().gain(t, like)

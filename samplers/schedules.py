@@ -22,18 +22,17 @@ def shift_time(time: Tensor, shift: float) -> Tensor:
 
 
 def linear(steps: int) -> Tensor:
-    """Evenly spaced times."""
+    """Spaces times evenly."""
     return _falling(steps, 0.0, steps + 1)
 
 
 def shifted(steps: int, *, shift: float = 3.0) -> Tensor:
-    """Evenly spaced times, shifted once (DanceGRPO, MixGRPO)."""
+    """Spaces times evenly and shifts them once (DanceGRPO, MixGRPO)."""
     return shift_time(linear(steps), shift)
 
 
 def flow_match_euler(steps: int, *, shift: float = 3.0, train_steps: int = 1000) -> Tensor:
-    """The grid of diffusers' FlowMatchEulerDiscreteScheduler, which shifts its smallest time twice
-    (SD3, SD3.5).
+    """Shifts the smallest time twice, as diffusers' FlowMatchEulerDiscreteScheduler (SD3, SD3.5).
 
     The times before the last are evenly spaced from 1 to shift(1 / train_steps), then shifted; 0 is
     appended.
@@ -57,8 +56,7 @@ def dynamic(
     smallest: float | None = None,
     terminal: float | None = None,
 ) -> Tensor:
-    """The grid of diffusers pipelines whose shift depends on the resolution (FLUX, Qwen-Image, SD3
-    with mu).
+    """Shifts times by the resolution, as pipelines of diffusers do (FLUX, Qwen-Image, SD3 with mu).
 
     ``mu`` is given, or is on the line through (base_tokens, base_shift) and (max_tokens, max_shift)
     at ``tokens``, the number of image tokens. The shift is exp(mu), or mu itself when

@@ -18,37 +18,37 @@ Step = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def ddim(process: Process) -> Step:
-    """Keep the predicted noise, scale it down (Song et al. 2021, eq. 12 with eta 0): Euler's step
-    on a flow."""
+    """Keeps the predicted noise and scales it down (Song et al. 2021, eq. 12, eta 0): Euler on a
+    flow."""
 
-    def step(x: Tensor, out: Tensor, t: Tensor, s: Tensor) -> Tensor:
+    def step(x: Tensor, output: Tensor, t: Tensor, s: Tensor) -> Tensor:
         alpha, sigma = process.scales(s, x)
-        return alpha * process.clean(x, out, t) + sigma * process.noise(x, out, t)
+        return alpha * process.clean(x, output, t) + sigma * process.noise(x, output, t)
 
     return step
 
 
 def dpm(process: Process, *, order: Literal[1, 2] = 2) -> Step:
-    """DPM-Solver++ in the predicted data, multistep (Lu et al. 2022, "DPM-Solver++", algorithm 2,
-    midpoint form).
+    """Extrapolates the predicted data (DPM-Solver++, Lu et al. 2022, algorithm 2, midpoint,
+    multistep).
 
     With lambda = log(alpha / sigma) and h its step, x_s = sigma_s / sigma_t x - alpha_s (e^-h - 1)
     D, where D is the predicted x_0, at order 2 extrapolated by half a step from the one before. The
     first step and a step to s = 0 are of first order. Order 1 is DDIM.
     """
-    kept: list[tuple[Tensor, Tensor]] = []  # of the step before: predicted x_0 and h
+    history: list[tuple[Tensor, Tensor]] = []  # of the step before: predicted x_0 and h
 
-    def step(x: Tensor, out: Tensor, t: Tensor, s: Tensor) -> Tensor:
+    def step(x: Tensor, output: Tensor, t: Tensor, s: Tensor) -> Tensor:
         (alpha_t, sigma_t), (alpha_s, sigma_s) = process.scales(t, x), process.scales(s, x)
         h = (alpha_s / sigma_s).log() - (alpha_t / sigma_t).log()
-        clean = process.clean(x, out, t)
+        clean = process.clean(x, output, t)
         estimate = clean
-        if order == 2 and kept:
-            before, h_before = kept[-1]
+        if order == 2 and history:
+            before, h_before = history[-1]
             # h_before is inf after t = 1
             weight = torch.where(h.isfinite(), 0.5 * h / h_before, torch.zeros_like(h))
             estimate = clean + weight * (clean - before)
-        kept[:] = [(clean, h)]
+        history[:] = [(clean, h)]
         return sigma_s / sigma_t * x - alpha_s * torch.expm1(-h) * estimate
 
     return step

@@ -44,7 +44,7 @@ class Warp:
 
     @property
     def truncates(self) -> bool:
-        """Whether it takes more than a temperature and a fixed set of ids away."""
+        """Tell whether it takes more than a temperature and a fixed set of ids away."""
         return self.temperature == 0 or self.top_k is not None or self.top_p < 1
 
     def __call__(self, logits: Tensor, keep: Tensor | None = None) -> Tensor:
@@ -87,6 +87,6 @@ class Warp:
 def _banned(ids: tuple[int, ...], vocab: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[V] -inf at ``ids``, 0 elsewhere."""
     with torch.inference_mode(False):
-        found = torch.zeros(vocab, dtype=dtype)
-        found[list(ids)] = -torch.inf
-        return found.to(device)
+        bias = torch.zeros(vocab, dtype=dtype)
+        bias[list(ids)] = -torch.inf
+        return bias.to(device)

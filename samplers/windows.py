@@ -19,12 +19,12 @@ FIXED = Rng.of("window")
 
 
 def all_steps(steps: int, iteration: int = 0, rng: Rng = FIXED) -> Tensor:
-    """Every step is stochastic."""
+    """Makes every step stochastic."""
     return window(steps)
 
 
 def all_but_last(steps: int, iteration: int = 0, rng: Rng = FIXED) -> Tensor:
-    """Every step but the last, whose noise nobody would remove."""
+    """Makes every step but the last stochastic, whose noise nobody would remove."""
     if steps < 2:
         raise ValueError(
             f"all_but_last leaves no stochastic step of {steps}: use at least 2 steps, or "
@@ -36,7 +36,7 @@ def all_but_last(steps: int, iteration: int = 0, rng: Rng = FIXED) -> Tensor:
 def window(
     steps: int, iteration: int = 0, rng: Rng = FIXED, *, start: int = 0, stop: int | None = None
 ) -> Tensor:
-    """The steps start to stop - 1, always; negative numbers count from the end."""
+    """Makes the steps start to stop - 1 stochastic, always; negative numbers count from the end."""
     first, last = _bounds(steps, start, stop)
     return _between(steps, first, last)
 
@@ -50,7 +50,7 @@ def random_window(
     start: int = 0,
     stop: int | None = None,
 ) -> Tensor:
-    """``size`` adjacent steps inside start to stop - 1, at a new random place every iteration.
+    """Picks ``size`` adjacent steps inside start to stop - 1 at a new random place every iteration.
 
     Flow-GRPO-Fast (2 inside the first 10) and MixGRPO's random strategy. The published code of the
     former draws another place on every process; here all agree, so that the number of processes
@@ -70,11 +70,11 @@ def random_steps(
     start: int = 0,
     stop: int | None = -1,
 ) -> Tensor:
-    """``size`` random steps, not adjacent, inside start to stop - 1 (Flow-Factory, UniRL)."""
+    """Picks ``size`` random steps, not adjacent, inside start to stop - 1 (Flow-Factory, UniRL)."""
     first, last = _room(steps, size, start, stop)
-    found = torch.zeros(steps, dtype=torch.bool)
-    found[first + rng.permutation(last - first)[:size]] = True
-    return found
+    chosen = torch.zeros(steps, dtype=torch.bool)
+    chosen[first + rng.permutation(last - first)[:size]] = True
+    return chosen
 
 
 def progressive(
@@ -88,8 +88,7 @@ def progressive(
     stop: int | None = -2,
     again: bool = True,
 ) -> Tensor:
-    """A window that moves from noise to data by ``stride`` steps every ``every`` iterations
-    (MixGRPO).
+    """Moves a window from noise to data by ``stride`` steps every ``every`` iterations (MixGRPO).
 
     Li et al. 2025, "MixGRPO", section 3.2. ``again``: start anew after the last place; otherwise
     stay there. The published code lets the window shrink at the end and stay empty, untrained, for
@@ -111,8 +110,8 @@ def decay(
     stop: int | None = -2,
     again: bool = True,
 ) -> Tensor:
-    """A progressive window that stays for ``longest`` iterations at the first place, ``shortest``
-    at the last."""
+    """Moves a window that stays ``longest`` iterations at the first place, ``shortest`` at the
+    last."""
 
     def stay(place: int, last: int) -> int:
         share = place / last
@@ -134,8 +133,8 @@ def exp_decay(
     stop: int | None = -2,
     again: bool = True,
 ) -> Tensor:
-    """A progressive window that stays for every * exp(-rate (place - after)) iterations beyond
-    place ``after``."""
+    """Moves a window that stays every * exp(-rate (place - after)) iterations beyond place
+    ``after``."""
 
     def stay(place: int, last: int) -> int:
         return math.ceil(every * math.exp(-rate * max(0, place - after)))
@@ -152,15 +151,15 @@ def _sliding(
     again: bool,
     stay: Callable[[int, int], int],
 ) -> Tensor:
-    """The window at the place that was reached; ``stay(place, last)`` is for how many iterations it
-    keeps one."""
+    """Place the window where this iteration has arrived; ``stay(place, last)`` is for how many
+    iterations it keeps a place."""
     first, last = _room(steps, size, 0, stop)
     if stride < 1:
         raise ValueError(f"the stride of a sliding noise window must be at least 1, not {stride}")
     place = first
     left = iteration
-    while left >= (here := max(1, stay(place, last))):
-        left -= here
+    while left >= (stay_here := max(1, stay(place, last))):
+        left -= stay_here
         place += stride
         if place + size > last:
             place = first if again else last - size
@@ -188,7 +187,7 @@ def _bounds(steps: int, start: int, stop: int | None) -> tuple[int, int]:
 
 
 def _room(steps: int, size: int, start: int, stop: int | None) -> tuple[int, int]:
-    """Bounds that hold ``size`` steps."""
+    """Check bounds that hold ``size`` steps, and return them."""
     first, last = _bounds(steps, start, stop)
     if not 1 <= size <= last - first:
         raise ValueError(

@@ -161,10 +161,10 @@ class Janus:
         self.prompt_tokens = self.policy.encode([PROMPT])[0]["ids"].shape[1]
         self.policy.net.to(args.device, dtype)
         self.hf = self.policy.net.hf
-        made = self.hf.generation_config
-        made.bos_token_id = self.policy.bos
-        made.pad_token_id = self.policy.pad
-        made.generation_kwargs = {"boi_token_id": self.policy.start}
+        generation = self.hf.generation_config
+        generation.bos_token_id = self.policy.bos
+        generation.pad_token_id = self.policy.pad
+        generation.generation_kwargs = {"boi_token_id": self.policy.start}
 
     @torch.no_grad()
     def ours(self, rng: Rng = STREAM) -> torch.Tensor:
@@ -225,7 +225,7 @@ class Amused:
 
     @torch.no_grad()
     def ours(self, rng: Rng = STREAM) -> tuple[torch.Tensor, torch.Tensor]:
-        self.policy.texts.kept.clear()  # every prompt is read once, as in training
+        self.policy.texts.encodings.clear()  # every prompt is read once, as in training
         rollout = self.policy.rollout([PROMPT], self.copies, rng)
         return rollout.sample, self.policy.decode(rollout)
 
@@ -313,24 +313,24 @@ def timed(fn: Callable[[], Any]) -> dict[str, float]:
 def measure(size: Size, args: argparse.Namespace) -> dict[str, Any]:
     """Both in turns; the factor is the median of the ratios of neighbours."""
     small = replace(size, side=min(size.side, args.check_side), layers=min(size.layers, 8))
-    with built(small, args, torch.float64) as both:
-        shown = f"{both.agreement()} ({small.side} x {small.side} tokens, {small.layers} layers)"
-    with built(size, args, getattr(torch, args.dtype)) as both:
-        for fn in (both.ours, both.theirs) if args.warm else ():
+    with built(small, args, torch.float64) as pair:
+        shown = f"{pair.agreement()} ({small.side} x {small.side} tokens, {small.layers} layers)"
+    with built(size, args, getattr(torch, args.dtype)) as pair:
+        for fn in (pair.ours, pair.theirs) if args.warm else ():
             fn()
         runs: dict[str, list[dict[str, float]]] = {"mmrl": [], "library": []}
         for _ in range(args.repeats):
-            runs["mmrl"].append(timed(both.ours))
-            runs["library"].append(timed(both.theirs))
+            runs["mmrl"].append(timed(pair.ours))
+            runs["library"].append(timed(pair.theirs))
     by = "wall" if args.device == "cuda" else "cpu"
     ratios = {
         kind: [b[kind] / a[kind] for a, b in zip(runs["mmrl"], runs["library"], strict=True)]
         for kind in ("wall", "cpu")
     }
-    seconds = {name: statistics.median(run[by] for run in found) for name, found in runs.items()}
+    seconds = {name: statistics.median(run[by] for run in times) for name, times in runs.items()}
     return {
         "size": asdict(size),
-        "prompt_tokens": both.prompt_tokens,
+        "prompt_tokens": pair.prompt_tokens,
         "equal": shown,
         "runs": runs,
         "ratios": ratios,
@@ -341,9 +341,9 @@ def measure(size: Size, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def page(found: dict[str, Any]) -> str:
-    about = found["machine"]
-    options = found["options"]
+def page(report: dict[str, Any]) -> str:
+    about = report["machine"]
+    options = report["options"]
     versions = about["versions"]
     lines = [
         "# Sampling images as tokens: mmrl and the libraries' own generation",
@@ -367,7 +367,7 @@ def page(found: dict[str, Any]) -> str:
         "as fast | by the clock |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for name, case in found["cases"].items():
+    for name, case in report["cases"].items():
         size = case["size"]
         wall = case["ratios"]["wall"]
         lines.append(
@@ -378,7 +378,7 @@ def page(found: dict[str, Any]) -> str:
             f"| {statistics.median(wall):.2f} ({min(wall):.2f} - {max(wall):.2f}) |"
         )
     runs = [
-        run for case in found["cases"].values() for side in case["runs"].values() for run in side
+        run for case in report["cases"].values() for side in case["runs"].values() for run in side
     ]
     busy = statistics.median(run["wall"] / run["cpu"] for run in runs)
     if options["device"] == "cpu" and busy > 1.5:
@@ -388,7 +388,7 @@ def page(found: dict[str, Any]) -> str:
             f"long as the process.",
         ]
     lines += ["", "Equal outputs, in float64:", ""]
-    lines += [f"* {name}: {case['equal']}" for name, case in found["cases"].items()]
+    lines += [f"* {name}: {case['equal']}" for name, case in report["cases"].items()]
     return "\n".join([*lines, "", WHY, ""])
 
 
@@ -441,16 +441,16 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
         cases[name] = measure(CASES[name], args)
         print(f"{name}: {cases[name]['factor']:.2f} times as fast", flush=True)
     options = {key: value for key, value in vars(args).items() if key not in ("out", "cases")}
-    found = {"cases": cases, "options": options, "machine": machine()}
+    report = {"cases": cases, "options": options, "machine": machine()}
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    args.out.with_suffix(".md").write_text(page(found))
+    args.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    args.out.with_suffix(".md").write_text(page(report))
     slow = [name for name, case in cases.items() if case["factor"] < TARGET]
     print(
         f"{'NOT reached by ' + ', '.join(slow) if slow else 'reached'}: {TARGET} times as "
         f"fast; see {args.out}.md"
     )
-    return found
+    return report
 
 
 if __name__ == "__main__":

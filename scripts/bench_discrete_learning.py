@@ -116,17 +116,19 @@ def learn(run: Run, seed: int, overrides: list[str], base: dict[str, Any] | None
     total = session.options.iterations
 
     def look() -> dict[str, Any]:
-        found = evaluation.evaluate(session.policy, session.prompts(), judges, session.evaluation)
-        return {name: asdict(estimate) for name, estimate in found.items()}
+        estimates = evaluation.evaluate(
+            session.policy, session.prompts(), judges, session.evaluation
+        )
+        return {name: asdict(estimate) for name, estimate in estimates.items()}
 
     session.policy.prepare([*session.data.train, *session.data.held_out])
     spent = {"cpu": 0.0, "wall": 0.0, "forwards": 0}
     curve = [{"iteration": 0, **spent, "rewards": base or look()}]
     for iteration in range(1, total + 1):
-        own = time.process_time()
+        start_cpu = time.process_time()
         clock = time.perf_counter()
         spent["forwards"] += int(trainer.iterate()["forwards"])
-        spent["cpu"] += time.process_time() - own
+        spent["cpu"] += time.process_time() - start_cpu
         spent["wall"] += time.perf_counter() - clock
         if any(iteration == round(total * (i + 1) / LOOKS) for i in range(LOOKS)):
             curve.append({"iteration": iteration, **spent, "rewards": look()})
@@ -141,21 +143,21 @@ def gradients(batches: int = 4) -> dict[str, list[float]]:
     session = Session.of(read(find_config(Path("digits/mask_exact")), ["train.max_grad_norm=null"]))
     trainer = session.trainer()
     plain = session.options
-    found: dict[str, list[torch.Tensor]] = {name: [] for name in ESTIMATORS}
+    gradients_of: dict[str, list[torch.Tensor]] = {name: [] for name in ESTIMATORS}
 
     def remember(meter: Meter) -> bool:
-        found[asked[-1]].append(
+        gradients_of[called[-1]].append(
             torch.cat([p.grad.flatten() for p in session.policy.net.parameters()])
         )
         trainer.update.optimizer.zero_grad()
         return True
 
-    asked: list[str] = []
+    called: list[str] = []
     trainer.update._descend = remember
     for trainer.iteration in range(batches):
         batch = trainer.collect()
         for name, estimator in ESTIMATORS.items():
-            asked.append(name)
+            called.append(name)
             trainer.update.objective = trainer.update.passes.objective = Masked(estimator)
             trainer.update.options = replace(
                 plain,
@@ -166,10 +168,10 @@ def gradients(batches: int = 4) -> dict[str, list[float]]:
             rng = Rng.of("gradients", trainer.iteration)
             trainer.update.improve(batch, batch.rollout, rng, True, Meter())
     pairs = list(itertools.combinations(range(batches), 2))
-    exact = found["mask_exact"]
+    exact = gradients_of["mask_exact"]
     return {
         name: [mean(cosine(each[i], each[j]) for i, j in pairs), mean(map(cosine, each, exact))]
-        for name, each in found.items()
+        for name, each in gradients_of.items()
     }
 
 
@@ -184,9 +186,9 @@ def table(runs: dict[str, list[dict]], names: tuple[str, ...]) -> list[str]:
     )
     lines = [head, "|---|---|---|---|---|---|---|---|---|---|"]
     for name in names:
-        for one in runs.get(name, []):
-            first = one["curve"][0]
-            last = one["curve"][-1]
+        for run in runs.get(name, []):
+            first = run["curve"][0]
+            last = run["curve"][-1]
             cells = [
                 cell(point["rewards"][r])
                 for r in ("digits", "digits_judge")
@@ -196,19 +198,19 @@ def table(runs: dict[str, list[dict]], names: tuple[str, ...]) -> list[str]:
                 f"{last['iteration']} | {last['cpu']:.0f} | {last['wall']:.0f} | "
                 f"{last['forwards'] / 1e3:.0f}k"
             )
-            lines.append(f"| {RUNS[name].title} | {one['seed']} | {' | '.join(cells)} | {sizes} |")
+            lines.append(f"| {RUNS[name].title} | {run['seed']} | {' | '.join(cells)} | {sizes} |")
     return lines
 
 
-def cell(found: dict[str, float]) -> str:
-    return f"{found['mean']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
+def cell(estimate: dict[str, float]) -> str:
+    return f"{estimate['mean']:.3f} [{estimate['low']:.3f}, {estimate['high']:.3f}]"
 
 
 def picture(runs: dict[str, list[dict]], names: tuple[str, ...], axis: str) -> str:
     """Held-out reward, the mean of the seeds, over one of AXES, as a file of its own."""
     curves = []
     for name in (name for name in names if name in runs):
-        points = list(zip(*(one["curve"] for one in runs[name])))
+        points = list(zip(*(run["curve"] for run in runs[name])))
         along = [sum(p[axis] for p in each) / len(each) for each in points]
         rewards = [sum(p["rewards"]["digits"]["mean"] for p in each) / len(each) for each in points]
         curves.append(Series(RUNS[name].title, along, rewards))
@@ -224,23 +226,23 @@ def summary(runs: dict[str, list[dict]]) -> list[str]:
         "| run | seeds | before | after | gain | of them clear | CPU s |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, found in runs.items():
+    for name, seeds in runs.items():
         ends = [
-            (one["curve"][0]["rewards"]["digits"], one["curve"][-1]["rewards"]["digits"])
-            for one in found
+            (run["curve"][0]["rewards"]["digits"], run["curve"][-1]["rewards"]["digits"])
+            for run in seeds
         ]
         before, after = (sum(pair[i]["mean"] for pair in ends) / len(ends) for i in (0, 1))
         clear = sum(
             b["mean"] - a["mean"] > math.hypot(a["high"] - a["mean"], b["high"] - b["mean"])
             for a, b in ends
         )
-        cpu = sum(one["curve"][-1]["cpu"] for one in found) / len(found)
+        cpu = sum(run["curve"][-1]["cpu"] for run in seeds) / len(seeds)
         sizes = f"{after - before:+.3f} | {clear} of {len(ends)} | {cpu:.0f} |"
-        lines.append(f"| {RUNS[name].title} | {len(found)} | {before:.3f} | {after:.3f} | {sizes}")
+        lines.append(f"| {RUNS[name].title} | {len(seeds)} | {before:.3f} | {after:.3f} | {sizes}")
     return lines
 
 
-def signal(found: dict[str, list[float]]) -> list[str]:
+def signal(ratios: dict[str, list[float]]) -> list[str]:
     """What ``gradients`` measured, with the reason why exactness does not show."""
     lines = [
         "### How much of a gradient is signal",
@@ -259,7 +261,7 @@ def signal(found: dict[str, list[float]]) -> list[str]:
     ]
     return [
         *lines,
-        *(f"| {RUNS[name].title} | {a:.2f} | {b:.2f} |" for name, (a, b) in found.items()),
+        *(f"| {RUNS[name].title} | {a:.2f} | {b:.2f} |" for name, (a, b) in ratios.items()),
         "",
     ]
 
@@ -267,13 +269,13 @@ def signal(found: dict[str, list[float]]) -> list[str]:
 def page(
     runs: dict[str, list[dict]], about: dict[str, Any], noise: dict[str, list[float]] | None = None
 ) -> str:
-    one = next(iter(runs.values()))[0]
+    first_run = next(iter(runs.values()))[0]
     lines = [
         "# Image tokens learn from a reward",
         "",
         "Written by `python scripts/bench_discrete_learning.py`. The reward is `digits`; "
         "it and the independent judge",
-        f"look at pictures of {one['prompts']} held-out captions, which neither "
+        f"look at pictures of {first_run['prompts']} held-out captions, which neither "
         f"pre-training nor reinforcement saw,",
         "from the same noise before and after. Mean, 95 % interval over captions. A "
         "group begins from one model.",
@@ -282,7 +284,7 @@ def page(
         "",
         "Clear: the gain is more than 1.96 of its standard errors, before and after "
         "taken as independent. An iteration",
-        f"is {one['samples']} pictures. The learning rate of the masked runs falls to 0, "
+        f"is {first_run['samples']} pictures. The learning rate of the masked runs falls to 0, "
         f"that of the others stays.",
         "Forwards are rows through the network, sampling included; a guided row counts "
         "twice. CPU seconds are the",
@@ -306,11 +308,11 @@ def axes(key: str) -> tuple[str, ...]:
 
 def gathered(folder: Path) -> dict[str, list[dict]]:
     """What is there of every run, by seed."""
-    found = {
+    runs = {
         name: [json.loads(file.read_text()) for file in sorted(folder.glob(f"{name}-?.json"))]
         for name in RUNS
     }
-    return {name: each for name, each in found.items() if each}
+    return {name: each for name, each in runs.items() if each}
 
 
 def make(name: str, seed: int, folder: Path, overrides: list[str]) -> None:
@@ -323,15 +325,15 @@ def make(name: str, seed: int, folder: Path, overrides: list[str]) -> None:
             if file.exists():
                 return
             known = gathered(folder).get(name)
-            found = learn(
+            learned = learn(
                 RUNS[name], seed, overrides, known[0]["curve"][0]["rewards"] if known else None
             )
-            file.write_text(json.dumps(found))
+            file.write_text(json.dumps(learned))
     except Timeout:
         return
-    first, last = (found["curve"][i]["rewards"]["digits"]["mean"] for i in (0, -1))
+    first, last = (learned["curve"][i]["rewards"]["digits"]["mean"] for i in (0, -1))
     print(
-        f"{name} seed {seed}: {first:.3f} to {last:.3f}, {found['curve'][-1]['cpu']:.0f} s",
+        f"{name} seed {seed}: {first:.3f} to {last:.3f}, {learned['curve'][-1]['cpu']:.0f} s",
         flush=True,
     )
 

@@ -145,8 +145,8 @@ class PlainLoop:
             self.net.enable_gradient_checkpointing()
 
     def iterate(self) -> None:
-        asked = prompts.batch(PROMPTS, self.work.prompts, 0, 0)
-        cond = self.encode(asked)
+        batch = prompts.batch(PROMPTS, self.work.prompts, 0, 0)
+        cond = self.encode(batch)
         names = torch.arange(self.work.rows)
         self.empty = cond.pop("uncond")
         self.cond = {
@@ -154,7 +154,7 @@ class PlainLoop:
         }
         sampled = [self.sample(rows) for rows in names.split(self.work.plain_rows)]
         self.path, self.logprob, images = (torch.cat(each) for each in zip(*sampled, strict=True))
-        rewards = self.reward(images, [p for p in asked for _ in range(self.work.copies)]).to(
+        rewards = self.reward(images, [p for p in batch for _ in range(self.work.copies)]).to(
             self.logprob
         )
         groups = rewards.view(-1, self.work.copies)
@@ -218,31 +218,31 @@ class PlainLoop:
 
     def velocity(self, x: Tensor, t: float, rows: Tensor) -> Tensor:
         """[B, C, H, W]; with guidance the two branches in one forward pass."""
-        own = {name: value[rows] for name, value in self.cond.items()}
+        cond = {name: value[rows] for name, value in self.cond.items()}
         guided = self.scale != 1
         if guided:
-            own = {
+            cond = {
                 name: torch.cat([self.empty[name].expand_as(value), value])
-                for name, value in own.items()
+                for name, value in cond.items()
             }
             x = torch.cat([x, x])
         net_dtype = torch.float64 if self.dtype == torch.float64 else self.compute
         times = torch.full((len(x),), 1000 * t, dtype=net_dtype, device=x.device)
         v = self.call(
-            x.to(net_dtype), times, {name: value.to(net_dtype) for name, value in own.items()}
+            x.to(net_dtype), times, {name: value.to(net_dtype) for name, value in cond.items()}
         )
         if not guided:
             return v.to(self.dtype)
-        empty, asked = v.to(self.dtype).chunk(2)
-        return empty + self.scale * (asked - empty)
+        empty, conditional = v.to(self.dtype).chunk(2)
+        return empty + self.scale * (conditional - empty)
 
-    def call(self, x: Tensor, times: Tensor, own: dict[str, Tensor]) -> Tensor:
+    def call(self, x: Tensor, times: Tensor, cond: dict[str, Tensor]) -> Tensor:
         """The network of Stable Diffusion 3."""
         return self.net(
             hidden_states=x,
             timestep=times,
-            encoder_hidden_states=own["text"],
-            pooled_projections=own["pooled"],
+            encoder_hidden_states=cond["text"],
+            pooled_projections=cond["pooled"],
             return_dict=False,
         )[0]
 
@@ -308,25 +308,25 @@ def agreement(make: Make, work: Work, kind: type[PlainLoop] = PlainLoop) -> dict
     before = ours.weights.full()
     trainer = mmrl_trainer(ours, work, by_place)
     loop = plain_loop(plain, work, by_place, KeyedDraws, kind)
-    seen: list[Rollout] = []
+    rollouts: list[Rollout] = []
     collect = trainer.collect
-    trainer.collect = lambda: seen.append((batch := collect()).rollout) or batch
+    trainer.collect = lambda: rollouts.append((batch := collect()).rollout) or batch
     trainer.iterate()
     loop.iterate()
-    rollout = seen[0]
+    rollout = rollouts[0]
     weights = ours.weights.full()
     theirs = plain.weights.full()
     visited = loop.path if rollout.visit is None else loop.path[:, rollout.visit[0] >= 0]
-    found = {
+    differences = {
         "latents": float((rollout.path - visited).abs().max()),
         "log_probs": float((rollout.logprob - loop.logprob).abs().max()),
         "weights": max(float((weights[n] - theirs[n]).abs().max()) for n in weights),
         "weights_moved": max(float((weights[n] - before[n]).abs().max()) for n in weights),
     }
-    apart = max(found["latents"], found["log_probs"], found["weights"])
-    if not apart < AGREE or not found["weights_moved"] > 1000 * AGREE:
-        raise SystemExit(f"the two loops do not do the same work: {found}")
-    return found
+    apart = max(differences["latents"], differences["log_probs"], differences["weights"])
+    if not apart < AGREE or not differences["weights_moved"] > 1000 * AGREE:
+        raise SystemExit(f"the two loops do not do the same work: {differences}")
+    return differences
 
 
 def measure(
@@ -340,11 +340,11 @@ def measure(
         "mmrl": mmrl_trainer(make(), work, brightness),
     }
     if explain:
-        own = work.micro_batch or work.rows // work.updates
+        pass_rows = work.micro_batch or work.rows // work.updates
         same = replace(work, micro_batch=work.plain_rows)
         runs[f"mmrl, micro_batch {work.plain_rows}"] = mmrl_trainer(make(), same, brightness)
-        runs[f"plain loop, {own} rows"] = plain_loop(
-            make(), replace(work, plain_rows=own), brightness, kind=kind
+        runs[f"plain loop, {pass_rows} rows"] = plain_loop(
+            make(), replace(work, plain_rows=pass_rows), brightness, kind=kind
         )
     costs = {
         name: measuring.cost(run.iterate, _net(run)) for name, run in runs.items()
@@ -353,8 +353,8 @@ def measure(
     for _ in range(repeats):
         for name, run in runs.items():
             seconds[name].append(measuring.seconds(run.iterate))
-    found = {name: measuring.summary(seconds[name], costs[name]) for name in runs}
-    return {"ratio": found[plain]["seconds"] / found["mmrl"]["seconds"], "runs": found}
+    summaries = {name: measuring.summary(seconds[name], costs[name]) for name in runs}
+    return {"ratio": summaries[plain]["seconds"] / summaries["mmrl"]["seconds"], "runs": summaries}
 
 
 def _net(run: Trainer | PlainLoop) -> torch.nn.Module:
@@ -425,7 +425,7 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
             flush=True,
         )
     cuda = torch.cuda.is_available()
-    found = {
+    report = {
         "cases": cases,
         "work": asdict(work),
         "path": args.path,
@@ -438,14 +438,14 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
         "memory": "the allocator's count" if cuda else "storages counted as they are made",
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    args.out.with_suffix(".md").write_text(measuring.page(found))
+    args.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    args.out.with_suffix(".md").write_text(measuring.page(report))
     reached = all(case["ratio"] >= TARGET for case in cases.values())
     print(
         f"{'reached' if reached else 'NOT reached'}: {TARGET} times as fast in every case; "
         f"see {args.out}.md"
     )
-    return found
+    return report
 
 
 if __name__ == "__main__":

@@ -181,18 +181,18 @@ class Judge:
         """[P, copies] of every reward, and how far apart the samples of a caption are."""
         self.policy.weights.load(weights)
         with torch.no_grad():
-            media, asked = evaluation.sample(self.policy, self.prompts, copies, seed=1)
-        rewards = self.scorer(media, asked)
-        found = {name: value.view(-1, copies).double() for name, value in rewards.items()}
-        return found | {"diversity": apart(media.unflatten(0, (-1, copies)))}
+            media, repeated = evaluation.sample(self.policy, self.prompts, copies, seed=1)
+        rewards = self.scorer(media, repeated)
+        scores = {name: value.view(-1, copies).double() for name, value in rewards.items()}
+        return scores | {"diversity": apart(media.unflatten(0, (-1, copies)))}
 
-    def session_of(self, method: Method, seed: int, more: tuple[str, ...] = ()) -> Session:
+    def session_of(self, method: Method, seed: int, overrides: tuple[str, ...] = ()) -> Session:
         """A session that shares the encoded captions."""
-        found = Session.of(
-            read(find_config(f"digits/{method.config}"), [*method.overrides(seed), *more])
+        session = Session.of(
+            read(find_config(f"digits/{method.config}"), [*method.overrides(seed), *overrides])
         )
-        found.policy.texts.kept |= self.policy.texts.kept
-        return found
+        session.policy.texts.encodings |= self.policy.texts.encodings
+        return session
 
 
 def apart(media: Tensor) -> Tensor:
@@ -297,7 +297,7 @@ CHECKPOINTED = (
 
 
 def speed(
-    judge: Judge, repeats: int, names: Iterable[str] = RACERS, more: tuple[str, ...] = ()
+    judge: Judge, repeats: int, names: Iterable[str] = RACERS, overrides: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """Seconds of the processor an iteration, in turns: A B C A B C ... Twenty steps and 16 leaves,
     as published."""
@@ -305,22 +305,22 @@ def speed(
     for name in names:
         config, changes = RACERS[name]
         trainers[name] = judge.session_of(
-            Method(config, "", 1e-4, (*TWENTY, *changes, *more)), 0
+            Method(config, "", 1e-4, (*TWENTY, *changes, *overrides)), 0
         ).trainer()
-    found: dict[str, Any] = {name: {"cpu": [], "wall": []} for name in trainers}
+    speeds: dict[str, Any] = {name: {"cpu": [], "wall": []} for name in trainers}
     for turn in range(repeats + 1):  # the first warms up
         for name, trainer in trainers.items():
             clock = Clock()
             with clock:
                 metrics = trainer.iterate()
             if turn:
-                found[name]["cpu"].append(clock.cpu)
-                found[name]["wall"].append(clock.wall)
-            found[name] |= {key: metrics[key] / 32 for key in ("forwards", "decisions")}
-            found[name] |= {
+                speeds[name]["cpu"].append(clock.cpu)
+                speeds[name]["wall"].append(clock.wall)
+            speeds[name] |= {key: metrics[key] / 32 for key in ("forwards", "decisions")}
+            speeds[name] |= {
                 key.replace("/", "_"): metrics[key] for key in metrics if key.startswith("time/")
             }
-    return found
+    return speeds
 
 
 # --------------------------------------------------------------------------------------------------
@@ -370,8 +370,8 @@ def apart_from_us(path: Path, task: Any, *args: Any) -> None:
 
     def work() -> None:
         start = time.monotonic()
-        result = task(*args) | {"machine": machine()}
-        path.write_text(json.dumps(result))
+        report = task(*args) | {"machine": machine()}
+        path.write_text(json.dumps(report))
         print(f"{path.stem}: {time.monotonic() - start:.0f} s", flush=True)
 
     process = multiprocessing.get_context("fork").Process(target=work)
@@ -427,7 +427,9 @@ def main() -> None:
     chosen.runs.mkdir(parents=True, exist_ok=True)
     if not chosen.page:
         all_runs(chosen.runs, chosen.only, chosen.seeds, chosen.repeats)
-    methods_page.write(chosen.runs, {name: (one.family, one.lr) for name, one in METHODS.items()})
+    methods_page.write(
+        chosen.runs, {name: (method.family, method.lr) for name, method in METHODS.items()}
+    )
 
 
 if __name__ == "__main__":

@@ -34,15 +34,15 @@ def table(evaluation: dict) -> list[str]:
     names = list(dict.fromkeys(name for row in evaluation["rows"] for name in row["rewards"]))
     lines = [f"| model | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for row in evaluation["rows"]:
-        found = [row["rewards"][name] for name in names]
-        cells = [f"{f['mean']:.3f} [{f['low']:.3f}, {f['high']:.3f}]" for f in found]
+        estimates = [row["rewards"][name] for name in names]
+        cells = [f"{f['mean']:.3f} [{f['low']:.3f}, {f['high']:.3f}]" for f in estimates]
         lines.append(f"| {row['model']} | {' | '.join(cells)} |")
     return lines
 
 
-def page(result: dict) -> str:
-    sizes = result["evaluation"]
-    here = result["machine"]
+def page(report: dict) -> str:
+    sizes = report["evaluation"]
+    computer = report["machine"]
     return "\n".join(
         [
             "# Quickstart: Flow-GRPO on the digits world",
@@ -56,13 +56,13 @@ def page(result: dict) -> str:
             *table(sizes),
             "",
             f"The first time, base model and reward models included: "
-            f"**{result['seconds']['fresh']:.0f} s**. "
-            f"With those cached: **{result['seconds']['cached']:.0f} s**. "
-            f"{result['iterations']} iterations.",
+            f"**{report['seconds']['fresh']:.0f} s**. "
+            f"With those cached: **{report['seconds']['cached']:.0f} s**. "
+            f"{report['iterations']} iterations.",
             "",
             "![before and after](before_after.png)",
             "",
-            f"Machine: `{json.dumps(here)}`",
+            f"Machine: `{json.dumps(computer)}`",
             "",
         ]
     )
@@ -75,7 +75,7 @@ def main() -> None:
         runs = [Path(place) / name for name in ("fresh", "cached")]
         seconds = {run.name: round(quickstart(cache, run, overrides), 1) for run in runs}
         last = json.loads((runs[0] / "metrics.jsonl").read_text().splitlines()[-1])
-        result = {
+        report = {
             "seconds": seconds,
             "iterations": last["iteration"],
             "evaluation": json.loads((runs[0] / "evaluation.json").read_text()),
@@ -84,9 +84,9 @@ def main() -> None:
         }
         RESULTS.mkdir(parents=True, exist_ok=True)
         shutil.copy(runs[0] / "before_after.png", RESULTS / "before_after.png")
-    (RESULTS / "quickstart.json").write_text(json.dumps(result, indent=1))
-    (RESULTS / "quickstart.md").write_text(page(result))
-    print(page(result))
+    (RESULTS / "quickstart.json").write_text(json.dumps(report, indent=1))
+    (RESULTS / "quickstart.md").write_text(page(report))
+    print(page(report))
 
 
 if __name__ == "__main__":

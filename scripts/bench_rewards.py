@@ -64,49 +64,49 @@ def main() -> None:
     media = pictures(options.samples, options.size, options.size)
     prompts = asked(options.samples)
     with tempfile.TemporaryDirectory() as folder:
-        given = {
+        configured = {
             text.partition("=")[0]: yaml.safe_load(text.partition("=")[2] or "{}")
             for text in options.rewards
         }
         small = small_options(Path(folder))
-        built = rewards_of(given, small)
+        built = rewards_of(configured, small)
         speed = {
             name: per_second(name, reward, media, prompts, options.seconds)
             for name, reward in built.items()
         }
         speed |= texts_per_second(options.samples, options.seconds)
-        found = {
+        report = {
             "samples_per_second": {name: value for name, value in speed.items() if value},
-            "small": sorted(set(small) - set(given)),
+            "small": sorted(set(small) - set(configured)),
             "overlap": overlap(built, media, prompts),
             "cache": cached(media, prompts),
         }
-    found |= {"size": options.size, "samples": options.samples, "machine": machine()}
+    report |= {"size": options.size, "samples": options.samples, "machine": machine()}
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "rewards.json").write_text(json.dumps(found, indent=1) + "\n")
-    (options.out / "rewards.md").write_text(page(found))
+    (options.out / "rewards.json").write_text(json.dumps(report, indent=1) + "\n")
+    (options.out / "rewards.md").write_text(page(report))
     table = ROOT / "docs" / "rewards.md"
     if options.out == ROOT / "docs" / "results":
         table.write_text(renewed(table.read_text(), markdown(speeds(ROOT / "docs"), "rewards")))
-    print(page(found))
+    print(page(report))
 
 
-def rewards_of(given: dict[str, Any], small: dict[str, Callable]) -> dict[str, Callable]:
+def rewards_of(configured: dict[str, Any], small: dict[str, Callable]) -> dict[str, Callable]:
     """Those of pictures that can be built here without a network, and those the user chose."""
-    found = {}
+    rewards = {}
     for name, entry in sorted(REWARDS.items()):
-        one = card_of(entry)
+        card = card_of(entry)
         asks = name.startswith("judge") or name in ELSEWHERE
-        if name not in given and ("image" not in one.media or one.of != "sample" or asks):
+        if name not in configured and ("image" not in card.media or card.of != "sample" or asks):
             continue
         try:
-            if name in given:
-                found[name] = build_rewards({name: given[name]})[name].reward
+            if name in configured:
+                rewards[name] = build_rewards({name: configured[name]})[name].reward
             else:
-                found[name] = REWARDS.build(name, **small.get(name, dict)())
+                rewards[name] = REWARDS.build(name, **small.get(name, dict)())
         except (UserError, TypeError, ImportError) as error:
             print(f"left out {name}: {str(error).splitlines()[0][:100]}")
-    return found
+    return rewards
 
 
 def small_options(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
@@ -115,13 +115,13 @@ def small_options(folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
 
     clip = save_tiny_clip(folder / "clip")
     head = save_head(folder / "head.pth", TINY["embed_dim"])
-    found: dict[str, Callable] = {
+    makers: dict[str, Callable] = {
         name: partial(make, place(folder, name)) for name, make in TINY_OPTIONS.items()
     }
-    found["digits"] = found["digits_judge"] = lambda: {"path": "world:digits/reader-test"}
-    found["clip_score"] = lambda: {"model": clip}
-    found["aesthetic"] = lambda: {"head": head, "clip": clip}
-    return found
+    makers["digits"] = makers["digits_judge"] = lambda: {"path": "world:digits/reader-test"}
+    makers["clip_score"] = lambda: {"model": clip}
+    makers["aesthetic"] = lambda: {"head": head, "clip": clip}
+    return makers
 
 
 def place(folder: Path, name: str) -> Path:
@@ -147,7 +147,7 @@ def texts_per_second(samples: int, budget: float) -> dict[str, float | None]:
     """Of every reward of texts on right answers; those with a model of their own are left out."""
     from tests.fixtures.text_rewards import SMALLEST, prompts_of
 
-    found = {}
+    speeds = {}
     for name, (chosen, _) in SMALLEST.items():
         if name == "text_similarity":
             continue
@@ -155,8 +155,8 @@ def texts_per_second(samples: int, budget: float) -> dict[str, float | None]:
         prompts = prompts_of(name)
         prompts = (prompts * samples)[:samples]
         texts = [reward.right_answer(prompt) for prompt in prompts]
-        found[name] = per_second(name, reward, texts, prompts, budget)
-    return found
+        speeds[name] = per_second(name, reward, texts, prompts, budget)
+    return speeds
 
 
 class Distant:
@@ -185,11 +185,8 @@ def overlap(
         return media[rows], prompts[rows]
 
     def sequential() -> dict[str, torch.Tensor]:
-        whole = [sampled(rows) for rows in slices]
-        together = (
-            torch.cat([one[0] for one in whole]),
-            [prompt for one in whole for prompt in one[1]],
-        )
+        samples, texts = zip(*map(sampled, slices), strict=True)
+        together = torch.cat(samples), sum(texts, [])
         return {name: Scorer({name: reward})(*together)[name] for name, reward in rewards.items()}
 
     def overlapped() -> dict[str, torch.Tensor]:
@@ -198,10 +195,10 @@ def overlap(
             stream.put(*sampled(rows))
         return stream.result()
 
-    one = sequential()
-    other = overlapped()
+    expected = sequential()
+    scores = overlapped()
     for name in rewards:
-        torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(expected[name], scores[name], rtol=1e-4, atol=1e-5)
     slow = measuring.seconds(sequential)
     fast = measuring.seconds(overlapped)
     return {
@@ -219,14 +216,14 @@ def overlap(
 
 def cached(media: torch.Tensor, prompts: list[dict]) -> dict[str, Any]:
     """Seconds of a miss and of a hit."""
-    found = {}
+    seconds = {}
     for name, reward in network().items():
         scorer = Scorer({name: reward}, handling={name: Handling(cache="memory")})
         reward(media[:2], prompts[:2])
         miss = measuring.seconds(lambda scorer=scorer: scorer(media, prompts))
         hit = min(measuring.seconds(lambda scorer=scorer: scorer(media, prompts)) for _ in range(3))
-        found[name] = {"miss": miss, "hit": hit, "share": hit / miss}
-    return found
+        seconds[name] = {"miss": miss, "hit": hit, "share": hit / miss}
+    return seconds
 
 
 def network() -> dict[str, Callable]:
@@ -272,16 +269,16 @@ times** as fast, with the same numbers.
 """
 
 
-def page(found: dict[str, Any]) -> str:
-    over = found["overlap"]
-    about = found["machine"]
-    speeds = found["samples_per_second"].items()
+def page(report: dict[str, Any]) -> str:
+    over = report["overlap"]
+    about = report["machine"]
+    speeds = report["samples_per_second"].items()
     rows = [
-        f"| `{name}`{'*' if name in found['small'] else ''} | {value:.3g} |"
+        f"| `{name}`{'*' if name in report['small'] else ''} | {value:.3g} |"
         for name, value in speeds
     ]
     text = (
-        INTRODUCTION.format(size=found["size"], samples=found["samples"]) + "\n".join(rows) + "\n"
+        INTRODUCTION.format(size=report["size"], samples=report["samples"]) + "\n".join(rows) + "\n"
     )
     before, after = over["samples_per_second"].values()
     text += OVERLAP.format(
@@ -291,8 +288,8 @@ def page(found: dict[str, Any]) -> str:
         slow=SLOW,
         names=", ".join(f"`{name}`" for name in over["rewards"]),
     )
-    for name, one in found["cache"].items():
-        text += f"| {name} | {one['miss']:.4f} | {one['hit']:.4f} | {one['share']:.2%} |\n"
+    for name, timing in report["cache"].items():
+        text += f"| {name} | {timing['miss']:.4f} | {timing['hit']:.4f} | {timing['share']:.2%} |\n"
     plain = [f"* {key}: {value}\n" for key, value in about.items() if not isinstance(value, dict)]
     return f"{text}\n## Machine\n\n{''.join(plain)}"
 

@@ -105,15 +105,15 @@ def measure(setting: dict[str, str], busy: int, repeats: int) -> dict[str, Any]:
 
 
 def middle(
-    found: dict[str, Any], setting: str, place: str, workload: str, clock: str = "wall"
+    report: dict[str, Any], setting: str, place: str, workload: str, clock: str = "wall"
 ) -> float:
     """Median seconds of an iteration."""
-    return statistics.median(found["settings"][setting][place][workload][clock])
+    return statistics.median(report["settings"][setting][place][workload][clock])
 
 
-def page(found: dict[str, Any]) -> str:
+def page(report: dict[str, Any]) -> str:
     """The results as markdown."""
-    about = found["machine"]
+    about = report["machine"]
     lines = [
         "# Threads that wait",
         "",
@@ -121,13 +121,13 @@ def page(found: dict[str, Any]) -> str:
         f"{about['cpu']}, "
         f"{about['cores']} cores, torch {about['versions']['torch']}. Median wall seconds "
         f"(CPU seconds) of an "
-        f"iteration, idle and with {found['busy']} busy process(es) beside it.",
+        f"iteration, idle and with {report['busy']} busy process(es) beside it.",
         "",
         f"Wanted: idle within {LOSS:g} x the best, loaded within {SLOWDOWN:g} x the same "
         f"setting idle.",
     ]
     for workload in WORKLOADS:
-        best = min(middle(found, setting, "idle", workload) for setting in found["settings"])
+        best = min(middle(report, setting, "idle", workload) for setting in report["settings"])
         lines += [
             "",
             f"## {workload}",
@@ -135,9 +135,11 @@ def page(found: dict[str, Any]) -> str:
             "| setting | idle | loaded | idle / best | loaded / idle |",
         ]
         lines += ["|---|---|---|---|---|"]
-        for setting in found["settings"]:
-            idle, loaded = (middle(found, setting, place, workload) for place in ("idle", "loaded"))
-            used = [middle(found, setting, place, workload, "cpu") for place in ("idle", "loaded")]
+        for setting in report["settings"]:
+            idle, loaded = (
+                middle(report, setting, place, workload) for place in ("idle", "loaded")
+            )
+            used = [middle(report, setting, place, workload, "cpu") for place in ("idle", "loaded")]
             lines.append(
                 f"| {setting} | {idle:.2f} ({used[0]:.2f}) | {loaded:.2f} ({used[1]:.2f}) "
                 f"| {idle / best:.2f} | {loaded / idle:.2f} |"
@@ -163,20 +165,20 @@ def main(words: list[str] | None = None) -> None:
     from mmrl.utils.machine import cores, machine
 
     busy = max(1, (cores() or 2) // 2)
-    found: dict[str, Any] = {"machine": machine(), "busy": busy, "settings": {}}
+    report: dict[str, Any] = {"machine": machine(), "busy": busy, "settings": {}}
     for name in args.only:
-        found["settings"][name] = {
+        report["settings"][name] = {
             place: measure(SETTINGS[name], count, args.repeats)
             for place, count in (("idle", 0), ("loaded", busy))
         }
         print(
             name,
-            *(f"{middle(found, name, p, w):.2f}" for w in WORKLOADS for p in ("idle", "loaded")),
+            *(f"{middle(report, name, p, w):.2f}" for w in WORKLOADS for p in ("idle", "loaded")),
             flush=True,
         )
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.with_suffix(".json").write_text(json.dumps(found, indent=1))
-    args.out.with_suffix(".md").write_text(page(found))
+    args.out.with_suffix(".json").write_text(json.dumps(report, indent=1))
+    args.out.with_suffix(".md").write_text(page(report))
 
 
 if __name__ == "__main__":

@@ -88,13 +88,13 @@ def reconstruction() -> dict[str, float]:
         latents = vae.encode(2 * clips.transpose(1, 2) - 1).latent_dist.mode()
         back = (vae.decode(latents).sample / 2 + 0.5).clamp(0, 1).transpose(1, 2)
     reader = known.build("per_frame", reward=known.build("digits"))
-    found = {"psnr": -10 * math.log10(float((back - clips).square().mean()))}
+    numbers = {"psnr": -10 * math.log10(float((back - clips).square().mean()))}
     for name, reward in {"motion": known.build("digits_motion"), "identity": reader}.items():
-        found |= {
+        numbers |= {
             f"{name}, real": float(reward(clips, prompts).mean()),
             name: float(reward(back, prompts).mean()),
         }
-    return found
+    return numbers
 
 
 def picture(runs: list[dict]) -> str:
@@ -126,7 +126,7 @@ def table(runs: list[dict], reward: str) -> list[str]:
     return [*lines, f"| mean | {first:.3f} | {last:.3f} | {last - first:+.3f} |"]
 
 
-def page(result: dict) -> str:
+def page(report: dict) -> str:
     lines = [
         "# Digits that move: a tiny Wan learns from motion and identity",
         "",
@@ -135,15 +135,16 @@ def page(result: dict) -> str:
         "steps, no guidance; mean and 95 % interval over captions.",
         "",
     ]
-    found = result["reconstruction"]
+    quality = report["reconstruction"]
     lines += [
-        f"The autoencoder alone: PSNR {found['psnr']:.1f} dB; motion "
-        f"{found['motion, real']:.2f} of drawn clips, "
-        f"{found['motion']:.2f} of reconstructed ones; identity {found['identity, real']:.2f} and "
-        f"{found['identity']:.2f}, which is what a perfect model would reach.",
+        f"The autoencoder alone: PSNR {quality['psnr']:.1f} dB; motion "
+        f"{quality['motion, real']:.2f} of drawn clips, "
+        f"{quality['motion']:.2f} of reconstructed ones; "
+        f"identity {quality['identity, real']:.2f} and "
+        f"{quality['identity']:.2f}, which is what a perfect model would reach.",
         "",
     ]
-    for recipe, runs in result["runs"].items():
+    for recipe, runs in report["runs"].items():
         lines += [f"## `mmrl train digits/{recipe}`: {RECIPES[recipe]}", ""]
         spent = ", ".join(f"{run['cpu_seconds']:.0f} ({run['seconds']:.0f})" for run in runs)
         lines += [f"{runs[0]['iterations']} iterations; processor (wall) seconds: {spent}.", ""]
@@ -152,7 +153,7 @@ def page(result: dict) -> str:
         lines += [f"![held-out rewards over iterations](digits_video_{recipe}.svg)", ""]
         lines += [f"Before and after, seed {runs[0]['seed']}:", ""]
         lines += [f"![before and after](digits_video_{recipe}.png)", ""]
-    return "\n".join([*lines, f"Machine: `{json.dumps(result['machine'])}`", ""])
+    return "\n".join([*lines, f"Machine: `{json.dumps(report['machine'])}`", ""])
 
 
 def main() -> None:
@@ -179,16 +180,16 @@ def main() -> None:
                 where[chosen.seeds[0]] / "before_after.png", RESULTS / f"digits_video_{recipe}.png"
             )
     file = RESULTS / "digits_video.json"
-    kept = json.loads(file.read_text())["runs"] if file.is_file() else {}
-    result = {
+    earlier = json.loads(file.read_text())["runs"] if file.is_file() else {}
+    report = {
         "machine": machine(),
         "overrides": chosen.overrides,
         "reconstruction": reconstruction(),
-        "runs": kept | runs,
+        "runs": earlier | runs,
     }
-    file.write_text(json.dumps(result, indent=1))
-    (RESULTS / "digits_video.md").write_text(page(result))
-    print(page(result))
+    file.write_text(json.dumps(report, indent=1))
+    (RESULTS / "digits_video.md").write_text(page(report))
+    print(page(report))
 
 
 if __name__ == "__main__":

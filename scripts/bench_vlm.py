@@ -201,7 +201,7 @@ def theirs(
     from transformers import AutoModelForImageTextToText, AutoProcessor
     from trl import GRPOConfig, GRPOTrainer
 
-    data = Dataset.from_dict(
+    dataset = Dataset.from_dict(
         {
             "prompt": [[{"role": "user", "content": row["text"]}] for row in rows],
             "image": [row["images"][0] for row in rows],
@@ -235,13 +235,13 @@ def theirs(
     )
 
     def reward(completions: list, **_: Any) -> list[float]:
-        return share_of_a([one[0]["content"] for one in completions])
+        return share_of_a([completion[0]["content"] for completion in completions])
 
     return GRPOTrainer(
         model=model,
         reward_funcs=reward,
         args=config,
-        train_dataset=data,
+        train_dataset=dataset,
         callbacks=callbacks,
         processing_class=AutoProcessor.from_pretrained(folder, padding_side="left"),
     )
@@ -253,14 +253,14 @@ def interleaved(folder: Path, work: Work, repeats: int) -> dict[str, Any]:
     from transformers import TrainerCallback
 
     rows = prompts(work, repeats + 1)
-    mine = ours(folder, work, rows)
+    trainer = ours(folder, work, rows)
     times: dict[str, list[float]] = {"mmrl": [], "trl": []}
     parts: list[dict[str, float]] = []
 
     class Turns(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             metrics: dict[str, float] = {}
-            times["mmrl"].append(measuring.seconds(lambda: metrics.update(mine.iterate())))
+            times["mmrl"].append(measuring.seconds(lambda: metrics.update(trainer.iterate())))
             clock = {k: v for k, v in metrics.items() if k.startswith("time/")}
             parts.append({name.removeprefix("time/"): value for name, value in clock.items()})
             self.clock = measuring.Clock()
@@ -269,32 +269,32 @@ def interleaved(folder: Path, work: Work, repeats: int) -> dict[str, Any]:
             times["trl"].append(self.clock.seconds())
 
     with tempfile.TemporaryDirectory() as output:
-        other = theirs(folder, work, rows, [Turns()], Path(output))
+        trl_trainer = theirs(folder, work, rows, [Turns()], Path(output))
         generated: list[int] = []
-        _watch(other, generated)
-        other.train()
-    lengths = mine.collect().rollout.mask.sum(1)
+        _watch(trl_trainer, generated)
+        trl_trainer.train()
+    lengths = trainer.collect().rollout.mask.sum(1)
     assert set(lengths.tolist()) == {work.tokens} == set(generated), "answers of equal length"
-    found = {name: statistics.median(each[1:]) for name, each in times.items()}
-    length = _prompt_tokens(mine, rows[0])
+    medians = {name: statistics.median(each[1:]) for name, each in times.items()}
+    length = _prompt_tokens(trainer, rows[0])
     return {
         "work": asdict(work),
         "prompt_tokens": length,
         "times": {n: t[1:] for n, t in times.items()},
-        "seconds": found,
-        "factor": found["trl"] / found["mmrl"],
+        "seconds": medians,
+        "factor": medians["trl"] / medians["mmrl"],
         "parts": {name: statistics.median(each[name] for each in parts[1:]) for name in parts[-1]},
     }
 
 
 def _watch(trainer: Any, lengths: list[int]) -> None:
     """Collect the numbers of answer tokens that TRL generates."""
-    own = trainer._generate_and_score_completions
+    generate = trainer._generate_and_score_completions
 
     def watched(inputs: Any) -> Any:
-        found = own(inputs)
-        lengths.extend(found["completion_mask"].sum(1).tolist())
-        return found
+        batch = generate(inputs)
+        lengths.extend(batch["completion_mask"].sum(1).tolist())
+        return batch
 
     trainer._generate_and_score_completions = watched
 
@@ -308,14 +308,14 @@ def memory(folder: Path, work: Work, groups: list[int]) -> list[dict[str, Any]]:
     the group."""
     from samplers.batching import peak_bytes
 
-    found = []
+    rows_of_table = []
     for copies in groups:
-        one = ours(folder, replace(work, copies=copies), prompts(work, 8))
-        one.iterate()
-        found.append(
-            {"group_size": copies, "peak_bytes": peak_bytes(one.iterate, one.policy.device)}
+        trainer = ours(folder, replace(work, copies=copies), prompts(work, 8))
+        trainer.iterate()
+        rows_of_table.append(
+            {"group_size": copies, "peak_bytes": peak_bytes(trainer.iterate, trainer.policy.device)}
         )
-    return found
+    return rows_of_table
 
 
 # --------------------------------------------------------------------------------------------------
@@ -345,10 +345,10 @@ def environment(folder: Path) -> Path:
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
-        found = subprocess.check_output(
+        site_packages = subprocess.check_output(
             [str(python), "-c", "import sysconfig as s; print(s.get_path('purelib'))"], text=True
         )
-        (Path(found.strip()) / "ours.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        (Path(site_packages.strip()) / "ours.pth").write_text(sysconfig.get_path("purelib") + "\n")
     if subprocess.run([str(python), "-c", "import trl"], capture_output=True).returncode:
         subprocess.run([str(python), "-m", "pip", "install", "-q", f"trl=={TRL}"], check=True)
     return python
@@ -406,7 +406,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "precision",
     )
     work = Work(**{name: getattr(args, name) for name in names})
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "curves": {},
         "machine": machine(),
         "model": args.model,
@@ -420,18 +420,18 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         for name, points in curves(work).items():
             if args.only and not any(word in name for word in args.only):
                 continue
-            found["curves"][name] = [
+            report["curves"][name] = [
                 _told(name, interleaved(folder, point, args.repeats)) for point in points
             ]
         if not args.only or "memory" in args.only:
             rows = replace(
                 work, micro_batch_size=work.micro_batch or 8, prompts_per_iteration=4, tokens=16
             )
-            found["memory"] = memory(folder, rows, [8, 16, 32])
+            report["memory"] = memory(folder, rows, [8, 16, 32])
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    args.out.with_suffix(".md").write_text(measuring.vlm_page(found))
-    return found
+    args.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    args.out.with_suffix(".md").write_text(measuring.vlm_page(report))
+    return report
 
 
 def _told(name: str, case: dict[str, Any]) -> dict[str, Any]:

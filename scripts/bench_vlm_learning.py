@@ -41,8 +41,8 @@ def learn(recipe: str, seed: int, run: Path, overrides: list[str]) -> dict:
     seconds = mmrl("train", f"digits/{recipe}", f"train.seed={seed}", f"run={run}", *overrides)
     mmrl("evaluate", str(run))
     mmrl("report", str(run))
-    found = json.loads((run / "evaluation.json").read_text())
-    base, trained = (row["rewards"] for row in found["rows"])
+    evaluation = json.loads((run / "evaluation.json").read_text())
+    base, trained = (row["rewards"] for row in evaluation["rows"])
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     metric = RECIPES[recipe][0]
     curve = [[0, base[metric]["mean"]]]
@@ -60,7 +60,7 @@ def learn(recipe: str, seed: int, run: Path, overrides: list[str]) -> dict:
         "base": base,
         "trained": trained,
         "curve": curve,
-        "prompts": found["prompts"],
+        "prompts": evaluation["prompts"],
     }
 
 
@@ -86,7 +86,7 @@ def table(runs: list[dict], metric: str) -> list[str]:
     return lines
 
 
-def page(result: dict) -> str:
+def page(report: dict) -> str:
     lines = [
         "# A tiny VLM learns from verifiable rewards",
         "",
@@ -98,7 +98,7 @@ def page(result: dict) -> str:
         "nor scans with these.",
         "",
     ]
-    for recipe, runs in result["runs"].items():
+    for recipe, runs in report["runs"].items():
         metric, meaning = RECIPES[recipe]
         lines += [f"## `mmrl train digits/{recipe}`: share of {meaning}", ""]
         lines += [
@@ -108,14 +108,14 @@ def page(result: dict) -> str:
             "",
         ]
         if recipe == "grounding":
-            both = [
+            changes = [
                 f"{run['base']['referring']['mean']:.3f} to "
                 f"{run['trained']['referring']['mean']:.3f}"
                 for run in runs
             ]
-            lines += [f"Mean IoU, which is what was optimised: {', '.join(both)}.", ""]
+            lines += [f"Mean IoU, which is what was optimised: {', '.join(changes)}.", ""]
         lines += [f"![held-out {metric} over iterations](vlm_{recipe}.svg)", ""]
-    return "\n".join([*lines, f"Machine: `{json.dumps(result['machine'])}`", ""])
+    return "\n".join([*lines, f"Machine: `{json.dumps(report['machine'])}`", ""])
 
 
 def main() -> None:
@@ -136,15 +136,15 @@ def main() -> None:
             for recipe in chosen.only
         }
     RESULTS.mkdir(parents=True, exist_ok=True)
-    kept = (
+    earlier = (
         json.loads((RESULTS / "vlm.json").read_text())["runs"] if len(runs) < len(RECIPES) else {}
     )
-    result = {"machine": machine(), "overrides": chosen.overrides, "runs": kept | runs}
-    (RESULTS / "vlm.json").write_text(json.dumps(result, indent=1))
-    (RESULTS / "vlm.md").write_text(page(result))
+    report = {"machine": machine(), "overrides": chosen.overrides, "runs": earlier | runs}
+    (RESULTS / "vlm.json").write_text(json.dumps(report, indent=1))
+    (RESULTS / "vlm.md").write_text(page(report))
     for recipe, each in runs.items():
         (RESULTS / f"vlm_{recipe}.svg").write_text(picture(recipe, each))
-    print(page(result))
+    print(page(report))
 
 
 if __name__ == "__main__":

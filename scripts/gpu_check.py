@@ -94,32 +94,32 @@ def attention(args: argparse.Namespace) -> Found:
         "memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
         "math": SDPBackend.MATH,
     }
-    found: Found = {}
+    milliseconds: Found = {}
     for name, kernel in chosen.items():
         with nullcontext() if kernel is None else sdpa_kernel(kernel):
-            found[name] = _milliseconds(
+            milliseconds[name] = _milliseconds(
                 lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q), q
             )
     if version("xformers") and q.is_cuda:
         from xformers.ops import memory_efficient_attention
 
         rows = q.detach().transpose(1, 2).contiguous().requires_grad_()
-        found["xformers"] = _milliseconds(
+        milliseconds["xformers"] = _milliseconds(
             lambda: memory_efficient_attention(rows, rows, rows), rows
         )
-    return {"shape": list(shape), "milliseconds": found}
+    return {"shape": list(shape), "milliseconds": milliseconds}
 
 
 def _milliseconds(attend: Callable[[], Tensor], q: Tensor) -> float | str:
-    def both() -> None:
+    def forward_and_backward() -> None:
         attend().sum().backward()
         q.grad = None
 
     try:
-        both()
+        forward_and_backward()
     except RuntimeError as error:
         return f"does not run: {str(error).splitlines()[0]}"
-    return 1000 * sorted(measuring.seconds(both) for _ in range(9))[4]
+    return 1000 * sorted(measuring.seconds(forward_and_backward) for _ in range(9))[4]
 
 
 def backends(args: argparse.Namespace) -> Found:
@@ -141,37 +141,37 @@ def _backends(policy: FlowPolicy, args: argparse.Namespace) -> Found:
     def velocity() -> Tensor:
         return policy._velocities(point, guided=True)[0]
 
-    found: Found = {"auto": policy.attending.used}
+    report: Found = {"auto": policy.attending.used}
     attention_backends.use(policy.net, "sdpa")
-    wanted = velocity()
+    expected = velocity()
     for name in attention_backends.BACKENDS:
         try:
             attention_backends.check(name)
             attention_backends.use(policy.net, name)
-            apart = float((velocity() - wanted).abs().max() / wanted.abs().max())
-            found[name] = {
+            apart = float((velocity() - expected).abs().max() / expected.abs().max())
+            report[name] = {
                 "apart": apart,
                 "milliseconds": 1000 * min(measuring.seconds(velocity) for _ in range(5)),
             }
         except (UserError, RuntimeError, ValueError, TypeError) as error:
-            found[name] = f"does not run: {str(error).splitlines()[0]}"
+            report[name] = f"does not run: {str(error).splitlines()[0]}"
             attention_backends.use(policy.net, "sdpa")
-    return found
+    return report
 
 
 def tiny(args: argparse.Namespace) -> Found:
     """``bench_iteration`` in both precisions, with its own result files."""
-    found = {}
-    more = (
+    ratios = {}
+    options = (
         ["--repeats", "1", "--prompts", "2", "--num-samples", "4", "--steps", "3"]
         if args.small
         else ["--repeats", "7"]
     )
     for precision in ("fp32", "bf16"):
-        out = args.out / f"bench_iteration_gpu_{precision}"
-        result = bench.main(["--precision", precision, *more, "--out", str(out)])
-        found[precision] = {name: case["ratio"] for name, case in result["cases"].items()}
-    return {"ratio": found}
+        stem = args.out / f"bench_iteration_gpu_{precision}"
+        report = bench.main(["--precision", precision, *options, "--out", str(stem)])
+        ratios[precision] = {name: case["ratio"] for name, case in report["cases"].items()}
+    return {"ratio": ratios}
 
 
 def matmul_peak(size: int) -> float:
@@ -185,14 +185,14 @@ def iterations(
 ) -> Found:
     """Both loops; memory; operations of mmrl's iteration and their share of what a matrix product
     reaches."""
-    found = bench.measure(make, work(args), args.repeats, kind=kind)
+    report = bench.measure(make, work(args), args.repeats, kind=kind)
     trainer = bench.mmrl_trainer(make(), work(args), bench.brightness)
     with FlopCounterMode(display=False) as counter:
         trainer.iterate()
     operations = counter.get_total_flops()
     peak = matmul_peak(256 if args.small else 8192)
-    reached = operations / found["runs"]["mmrl"]["seconds"]
-    return found | {
+    reached = operations / report["runs"]["mmrl"]["seconds"]
+    return report | {
         "teraflop an iteration": operations / 1e12,
         "matmul peak, teraflop/s": peak / 1e12,
         "share of the peak": reached / peak,
@@ -213,26 +213,26 @@ def video(args: argparse.Namespace) -> Found:
 def compiled(args: argparse.Namespace) -> Found:
     """Iterations with compiled blocks against plain ones; the first compiles, and must still be
     exactly on policy."""
-    found: Found = {}
+    report: Found = {}
     for name, option in (("plain", False), ("compiled", "aot_eager" if args.small else True)):
         policy = models.sd3(args.scale, compile=option)
         trainer = bench.mmrl_trainer(policy, work(args), bench.brightness)
         clock = measuring.Clock()
         metrics = trainer.iterate()
-        found[name] = {
+        report[name] = {
             "first": clock.seconds(),
             "ratio/max_deviation": metrics["ratio/max_deviation"],
         }
-        found[name]["seconds"] = min(
+        report[name]["seconds"] = min(
             measuring.seconds(trainer.iterate) for _ in range(args.repeats)
         )
-    return found
+    return report
 
 
 def memory(args: argparse.Namespace) -> Found:
     """Peak bytes and seconds of an iteration on top of the weights, by rows per pass and gradient
     checkpointing."""
-    found = {}
+    report = {}
     for checkpointing in (False, True):
         for rows in (4, 8):
             chosen = work(args, rows, gradient_checkpointing=checkpointing)
@@ -241,14 +241,14 @@ def memory(args: argparse.Namespace) -> Found:
             name = f"{rows} rows a pass, " + (
                 "checkpointing" if checkpointing else "all activations kept"
             )
-            found[name] = {
+            report[name] = {
                 "gib": cost["peak_bytes"] / 2**30,
                 "seconds": measuring.seconds(trainer.iterate),
             }
             del trainer
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-    return found
+    return report
 
 
 @torch.no_grad()
@@ -259,14 +259,14 @@ def gap(args: argparse.Namespace) -> Found:
         "video, bf16 weights": partial(models.wan, args.scale),
         "tiny, fp32": lambda: bench.digits_policy(bench.arguments([]), 4.5),
     }
-    found: Found = {}
+    gaps: Found = {}
     for name, make in makers.items():
         policy = make()
         policy.net.to(models.device())
         policy.fixed_batch_rows = 8
         rollout = policy.rollout(bench.PROMPTS[:2], args.scale.copies, Rng.of(0))
-        found[name] = {width: _gap(policy, rollout, width) for width in (1, 2, 4, 8, 16)}
-    return found
+        gaps[name] = {width: _gap(policy, rollout, width) for width in (1, 2, 4, 8, 16)}
+    return gaps
 
 
 def _gap(policy: FlowPolicy, rollout: Rollout, width: int) -> float:
@@ -289,24 +289,24 @@ PARTS = {
 
 
 @contextmanager
-def recorded(name: str, found: Found) -> Iterator[None]:
+def recorded(name: str, report: Found) -> Iterator[None]:
     """A part that breaks is written down, and the next one runs."""
     start = time.perf_counter()
     try:
         yield
     except Exception as error:
-        found[name] = {
+        report[name] = {
             "failed": f"{type(error).__name__}: {error}",
             "where": traceback.format_exc().splitlines()[-6:],
         }
-    found[name]["part_seconds"] = round(time.perf_counter() - start, 1)
-    print(f"{name}: {json.dumps(found[name])[:2000]}", flush=True)
+    report[name]["part_seconds"] = round(time.perf_counter() - start, 1)
+    print(f"{name}: {json.dumps(report[name])[:2000]}", flush=True)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def page(found: Found) -> str:
-    about = found["machine"]
+def page(report: Found) -> str:
+    about = report["machine"]
     versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items() if number)
     lines = [
         "# What a GPU machine said",
@@ -315,7 +315,7 @@ def page(found: Found) -> str:
         "",
         f"{', '.join(about['gpus'])}; {about['cpu']}, {about['cores']} cores; {versions}.",
     ]
-    for name, part in found["parts"].items():
+    for name, part in report["parts"].items():
         lines += ["", f"## {name} ({part['part_seconds']} s)", "", PARTS[name].__doc__ or "", ""]
         if "runs" in part:
             lines += [
@@ -360,10 +360,10 @@ def main(words: list[str] | None = None) -> int:
     for name in args.only or [part for part in PARTS if not (args.small and part == "tests")]:
         with recorded(name, parts):
             parts[name] = PARTS[name](args)
-    found = {"parts": parts, "small": args.small, "machine": machine()}
+    report = {"parts": parts, "small": args.small, "machine": machine()}
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
-    (args.out / "gpu.md").write_text(page(found))
+    (args.out / "gpu.json").write_text(json.dumps(report, indent=1) + "\n")
+    (args.out / "gpu.md").write_text(page(report))
     failed = [name for name, part in parts.items() if "failed" in part]
     print(f"failed: {', '.join(failed)}" if failed else f"all parts ran; see {args.out / 'gpu.md'}")
     return 1 if failed else 0

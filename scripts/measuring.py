@@ -16,22 +16,22 @@ from samplers.batching import peak_bytes
 @contextmanager
 def counting(net: torch.nn.Module) -> Iterator[dict[str, int]]:
     """Forward passes of the network, and rows in them (a guided row is two)."""
-    seen = {"passes": 0, "rows": 0}
+    counts = {"passes": 0, "rows": 0}
 
     def count(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        seen["passes"] += 1
-        seen["rows"] += len(args[0] if args else kwargs["hidden_states"])
+        counts["passes"] += 1
+        counts["rows"] += len(args[0] if args else kwargs["hidden_states"])
 
     hook = net.register_forward_pre_hook(count, with_kwargs=True)
-    yield seen
+    yield counts
     hook.remove()
 
 
 def cost(fn: Callable[[], Any], net: torch.nn.Module) -> dict[str, int]:
     """Passes, rows in them and peak bytes; calls ``fn`` twice."""
-    with counting(net) as seen:
+    with counting(net) as counts:
         fn()
-    return seen | {"peak_bytes": peak_bytes(fn, next(net.parameters()).device)}
+    return counts | {"peak_bytes": peak_bytes(fn, next(net.parameters()).device)}
 
 
 def seconds(fn: Callable[[], Any]) -> float:
@@ -69,10 +69,10 @@ def summary(times: list[float], cost: dict[str, int]) -> dict[str, Any]:
     return {"seconds": middle, "all_seconds": times, **cost, **each}
 
 
-def page(found: dict[str, Any]) -> str:
+def page(report: dict[str, Any]) -> str:
     """The results of ``bench_iteration`` as markdown."""
-    about = found["machine"]
-    work = found["work"]
+    about = report["machine"]
+    work = report["work"]
     versions = about["versions"]
     gpus = ", ".join(about["gpus"]) or "no GPU"
     lines = [
@@ -80,19 +80,19 @@ def page(found: dict[str, Any]) -> str:
         "",
         f"Written by `{about['command']}` on {about['time']}, commit {about['commit']}.",
         "",
-        f"{about['cpu']}, {about['cores']} cores, {found['threads']} threads; {gpus}; "
+        f"{about['cpu']}, {about['cores']} cores, {report['threads']} threads; {gpus}; "
         f"torch {versions['torch']}, "
-        f"diffusers {versions['diffusers']}. Ran on {found['device']}.",
+        f"diffusers {versions['diffusers']}. Ran on {report['device']}.",
         "",
-        f"{found['path']}, {found['size']} pixels: {work['prompts']} prompts x "
+        f"{report['path']}, {report['size']} pixels: {work['prompts']} prompts x "
         f"{work['copies']} samples, "
-        f"{found['steps']} steps, all but the last trained, {work['updates']} optimizer "
+        f"{report['steps']} steps, all but the last trained, {work['updates']} optimizer "
         f"steps, {work['precision']}. "
-        f"Median of {found['repeats']} iterations each, in turns. A pass is one call of "
+        f"Median of {report['repeats']} iterations each, in turns. A pass is one call of "
         f"the network; a guided row "
-        f"counts twice. Memory is the peak of tensors made in an iteration ({found['memory']}).",
+        f"counts twice. Memory is the peak of tensors made in an iteration ({report['memory']}).",
     ]
-    for name, case in found["cases"].items():
+    for name, case in report["cases"].items():
         apart = case["agreement"]
         lines += ["", f"## {name}: {case['ratio']:.2f} times as fast", "", *table(case["runs"]), ""]
         lines.append(
@@ -118,28 +118,28 @@ def table(runs: dict[str, Any]) -> list[str]:
     ]
 
 
-def vlm_page(found: dict[str, Any]) -> str:
+def vlm_page(report: dict[str, Any]) -> str:
     """The results of ``bench_vlm`` as markdown."""
-    about = found["machine"]
+    about = report["machine"]
     lines = [
         "# One GRPO iteration of a vision-language model: mmrl and TRL",
         "",
         f"Written by `{about['command']}` on {about['time']}, commit {about['commit']}.",
         "",
-        f"{about['cpu']}, {about['cores']} cores, {found['threads']} threads; "
+        f"{about['cpu']}, {about['cores']} cores, {report['threads']} threads; "
         f"{', '.join(about['gpus']) or 'no GPU'}; "
         f"torch {about['versions']['torch']}, transformers "
-        f"{about['versions']['transformers']}, TRL {found['trl']}. "
-        f"Ran on {found['device']}. A {found['model']} Qwen2.5-VL with random weights, "
+        f"{about['versions']['transformers']}, TRL {report['trl']}. "
+        f"Ran on {report['device']}. A {report['model']} Qwen2.5-VL with random weights, "
         f"images, one optimizer step an "
-        f"iteration; median of {found['repeats']} iterations each, in turns, the same "
+        f"iteration; median of {report['repeats']} iterations each, in turns, the same "
         f"work for both.",
     ]
     head = (
         "| prompt tokens | of the image | prompts x copies | answer tokens | mmrl, s | TRL, "
         "s | times as fast |"
     )
-    for name, cases in found["curves"].items():
+    for name, cases in report["curves"].items():
         lines += ["", f"## {name}", "", head, "|---|---|---|---|---|---|---|"]
         for case in cases:
             work = case["work"]
@@ -150,10 +150,11 @@ def vlm_page(found: dict[str, Any]) -> str:
                 f"| {work['tokens']} | {seconds['mmrl']:.3f} | {seconds['trl']:.3f} | "
                 f"{case['factor']:.2f} |"
             )
-    if found.get("memory"):
+    if report.get("memory"):
         lines += ["", "## Peak memory against the group size, in passes of equally many rows", ""]
         lines += ["| copies | peak MiB of an iteration |", "|---|---|"]
         lines += [
-            f"| {one['copies']} | {one['peak_bytes'] / 2**20:.1f} |" for one in found["memory"]
+            f"| {entry['copies']} | {entry['peak_bytes'] / 2**20:.1f} |"
+            for entry in report["memory"]
         ]
     return "\n".join(lines) + "\n"

@@ -29,27 +29,29 @@ Runs = list[dict[str, Any]]  # of one method, a seed each
 
 def write(folder: Path, methods: dict[str, tuple[str, float]]) -> None:
     """``methods``: name -> (family, learning rate)."""
-    found: dict[str, Runs] = {name: [] for name in methods}
+    runs_of_method: dict[str, Runs] = {name: [] for name in methods}
     extra: dict[str, Any] = {"sprints": []}
     for path in sorted(folder.glob("*.json")):
-        result = json.loads(path.read_text())
+        run = json.loads(path.read_text())
         if path.stem == "base":
             continue
         if path.stem.startswith("speed"):
-            extra[path.stem] = result
+            extra[path.stem] = run
         elif path.stem.startswith("sprint"):
-            extra["sprints"].append(result)
-        elif result["method"] in found:
-            found[result["method"]].append(result)
-    found = {name: runs for name, runs in found.items() if runs}
-    (RESULTS / "visual_generation.json").write_text(json.dumps({"runs": found, **extra}) + "\n")
+            extra["sprints"].append(run)
+        elif run["method"] in runs_of_method:
+            runs_of_method[run["method"]].append(run)
+    runs_of_method = {name: runs for name, runs in runs_of_method.items() if runs}
+    (RESULTS / "visual_generation.json").write_text(
+        json.dumps({"runs": runs_of_method, **extra}) + "\n"
+    )
     for family in FAMILIES:
-        curves = {name: runs for name, runs in found.items() if methods[name][0] == family}
+        curves = {name: runs for name, runs in runs_of_method.items() if methods[name][0] == family}
         if curves:
             (RESULTS / f"visual_generation_{FAMILIES.index(family) + 1}.svg").write_text(
                 picture(family, curves)
             )
-    text = "\n".join(page(found, extra, methods))
+    text = "\n".join(page(runs_of_method, extra, methods))
     (RESULTS / "visual_generation.md").write_text(text + "\n")
 
 
@@ -146,10 +148,10 @@ HEAD = (
 )
 
 
-def in_short(found: dict[str, Runs], most: int = 5) -> str:
+def in_short(runs_of_method: dict[str, Runs], most: int = 5) -> str:
     """Which methods are worth their cost."""
-    gains = {name: gain(runs, "digits")[0] for name, runs in found.items()}
-    cost = {name: mean(runs, "cpu") for name, runs in found.items()}
+    gains = {name: gain(runs, "digits")[0] for name, runs in runs_of_method.items()}
+    cost = {name: mean(runs, "cpu") for name, runs in runs_of_method.items()}
     first = sorted(gains, key=lambda name: -gains[name])[:most]
     quick = sorted(gains, key=lambda name: -gains[name] / cost[name])[:most]
     return (
@@ -160,9 +162,9 @@ def in_short(found: dict[str, Runs], most: int = 5) -> str:
 
 
 def page(
-    found: dict[str, Runs], extra: dict[str, Any], methods: dict[str, tuple[str, float]]
+    runs_of_method: dict[str, Runs], extra: dict[str, Any], methods: dict[str, tuple[str, float]]
 ) -> list[str]:
-    any_runs = next(iter(found.values()))
+    any_runs = next(iter(runs_of_method.values()))
     before = {
         key: float(per_prompt(any_runs, "before", key).mean()) for key in any_runs[0]["before"]
     }
@@ -180,16 +182,18 @@ def page(
         "",
         *LEGEND,
         "",
-        in_short(found),
+        in_short(runs_of_method),
         "",
     ]
     for number, family in enumerate(FAMILIES, start=1):
-        here = {name: runs for name, runs in found.items() if methods[name][0] == family}
-        if here:
+        of_family = {
+            name: runs for name, runs in runs_of_method.items() if methods[name][0] == family
+        }
+        if of_family:
             lines += [f"## {family}", "", HEAD, "|---" * 15 + "|"]
-            lines += [line(name, runs, methods[name][1]) for name, runs in here.items()]
+            lines += [line(name, runs, methods[name][1]) for name, runs in of_family.items()]
             lines += ["", f"![held-out reward over iterations](visual_generation_{number}.svg)", ""]
-    lines += claims(found, extra)
+    lines += claims(runs_of_method, extra)
     lines += ["## What is not here", "", *MISSING, ""]
     return [*lines, f"Machine: `{json.dumps(any_runs[0]['machine'])}`"]
 
@@ -252,7 +256,7 @@ LEGEND = [
 ]
 
 
-def claims(found: dict[str, Runs], extra: dict[str, Any]) -> list[str]:
+def claims(runs_of_method: dict[str, Runs], extra: dict[str, Any]) -> list[str]:
     lines: list[str] = []
     if speed := extra.get("speed"):
         lines += [
@@ -267,14 +271,14 @@ def claims(found: dict[str, Runs], extra: dict[str, Any]) -> list[str]:
         ]
         if again := extra.get("speed_checkpointed"):
             lines += [CHECKPOINTED, "", *speed_table(again), "", faster(again), ""]
-        lines += [*equal_iterations(found), ""]
+        lines += [*equal_iterations(runs_of_method), ""]
     if extra["sprints"]:
         lines += [
             "## Time to Flow-GRPO's reward: DGPO",
             "",
             SPRINT,
             "",
-            *sprint_table(found, extra["sprints"]),
+            *sprint_table(runs_of_method, extra["sprints"]),
             "",
             SLOW,
             "",
@@ -318,12 +322,12 @@ def faster(speed: dict[str, Any]) -> str:
     return f"Than an iteration of DanceGRPO with equally many leaves: {'; '.join(each)}."
 
 
-def equal_iterations(found: dict[str, Runs]) -> list[str]:
+def equal_iterations(runs_of_method: dict[str, Runs]) -> list[str]:
     """BranchGRPO's reward beside DanceGRPO's."""
-    if not {"BranchGRPO", "DanceGRPO"} <= set(found):
+    if not {"BranchGRPO", "DanceGRPO"} <= set(runs_of_method):
         return []
-    apart = per_prompt(found["BranchGRPO"], "after", "digits") - per_prompt(
-        found["DanceGRPO"], "after", "digits"
+    apart = per_prompt(runs_of_method["BranchGRPO"], "after", "digits") - per_prompt(
+        runs_of_method["DanceGRPO"], "after", "digits"
     )
     half = Z95 * float(apart.std()) / len(apart) ** 0.5
     difference = f"{float(apart.mean()):+.3f} ± {half:.3f} over captions"
@@ -383,14 +387,14 @@ SLOW = (
 )
 
 
-def sprint_table(found: dict[str, Runs], sprints: list[dict[str, Any]]) -> list[str]:
+def sprint_table(runs_of_method: dict[str, Runs], sprints: list[dict[str, Any]]) -> list[str]:
     lines = [
         "| Flow-GRPO | seed | goal | its CPU s | DGPO, CPU s | times as fast | reached | "
         "after iteration |"
     ]
     lines.append("|---" * 8 + "|")
     for name, form in RIVALS.items():
-        for theirs in found.get(name, []):
+        for theirs in runs_of_method.get(name, []):
             for run in sprints:
                 if run["seed"] == theirs["seed"]:
                     lines.append(f"| {form} | {run['seed']} | {arrival(run, theirs)} |")
@@ -400,7 +404,7 @@ def sprint_table(found: dict[str, Runs], sprints: list[dict[str, Any]]) -> list[
         + [
             line
             for name in RIVALS
-            if (line := together(found.get(name, []), sprints, RIVALS[name]))
+            if (line := together(runs_of_method.get(name, []), sprints, RIVALS[name]))
         ]
     )
 
@@ -418,18 +422,18 @@ def together(rivals: Runs, sprints: list[dict[str, Any]], form: str) -> str:
         for run in rivals
         if run["seed"] in ours
     ]
-    if not pairs or not all(there for _, there in pairs):
+    if not pairs or not all(arrived for _, arrived in pairs):
         return ""
-    times = sum(run["cpu"] for run, _ in pairs) / sum(there[1] for _, there in pairs if there)
+    times = sum(run["cpu"] for run, _ in pairs) / sum(arrived[1] for _, arrived in pairs if arrived)
     return f"All seeds together, Flow-GRPO {form}: {times:.1f} times as fast.\n"
 
 
 def arrival(run: dict[str, Any], theirs: dict[str, Any]) -> str:
     """Where DGPO first is at least as good as ``theirs`` at its end."""
     goal = theirs["curve"][-1][2]
-    there = first_there(run, goal)
-    iteration, cpu, reward = there or run["curve"][-1]
-    times = f"{theirs['cpu'] / cpu:.1f}" if there else f"not within {theirs['cpu'] / cpu:.1f}"
+    arrived = first_there(run, goal)
+    iteration, cpu, reward = arrived or run["curve"][-1]
+    times = f"{theirs['cpu'] / cpu:.1f}" if arrived else f"not within {theirs['cpu'] / cpu:.1f}"
     seconds = f"{theirs['cpu']:.1f} | {cpu:.1f}"
     iterations = f"{iteration} of {theirs['curve'][-1][0]}"
     return f"{goal:.3f} | {seconds} | {times} | {reward:.3f} | {iterations}"

@@ -179,7 +179,7 @@ def trace(names: list[str]) -> None:
         else {"tests": {}, "modules": [], "hashes": {}}
     )
     again = {Path(name).as_posix().partition("::")[0] for name in names}
-    kept = {
+    unchanged = {
         key: test for key, test in known["tests"].items() if key.partition("::")[0] not in again
     }
     heavy = (
@@ -203,7 +203,7 @@ def trace(names: list[str]) -> None:
         else {file: layout(file) for file in core_files()}
     )
     modules = sorted({*known["modules"], *modules})
-    content = {"tests": kept | tracer.tests, "modules": modules, "hashes": hashes}
+    content = {"tests": unchanged | tracer.tests, "modules": modules, "hashes": hashes}
     target.write_text(json.dumps(content))
     print(
         f"{len(content['tests'])} tests, "
@@ -236,8 +236,8 @@ class Results:
         entry = self.known.get(mutant.name)
         return entry if entry and entry["source"] == mutant.source else None
 
-    def add(self, mutant: mutations.Mutant, **found: Any) -> None:
-        entry = {"name": mutant.name, "source": mutant.source, **found}
+    def add(self, mutant: mutations.Mutant, **fields: Any) -> None:
+        entry = {"name": mutant.name, "source": mutant.source, **fields}
         self.known[mutant.name] = entry
         with self.path.open("a") as file:
             file.write(json.dumps(entry) + "\n")
@@ -313,12 +313,12 @@ class Runner:
         for place, (index, mutant) in enumerate(queue):
             if time.time() > end:
                 break
-            found = self.test(index, mutant)
-            self.results.add(mutant, **found)
-            if found["status"] in NOTICED:
-                self.killers[mutant.file, mutant.scope][found["by"]] += 1
+            outcome = self.test(index, mutant)
+            self.results.add(mutant, **outcome)
+            if outcome["status"] in NOTICED:
+                self.killers[mutant.file, mutant.scope][outcome["by"]] += 1
             else:
-                print(f"{found['status']}: {mutant.name} (line {mutant.line})", flush=True)
+                print(f"{outcome['status']}: {mutant.name} (line {mutant.line})", flush=True)
             if place % 50 == 49:
                 print(f"{place + 1} of {len(queue)}", flush=True)
         return True
@@ -350,8 +350,8 @@ class Runner:
             status = "hung" if os.WTERMSIG(code) in (signal.SIGPROF, signal.SIGALRM) else "killed"
             return {"status": status, "by": at, "seconds": seconds}
         status = {0: "survived", 1: "killed", 3: "unplaceable"}.get(os.WEXITSTATUS(code), "killed")
-        found = {"status": status, "by": at if status == "killed" else "", "seconds": seconds}
-        return found | ({"unrun": left} if status == "survived" and left else {})
+        outcome = {"status": status, "by": at if status == "killed" else "", "seconds": seconds}
+        return outcome | ({"unrun": left} if status == "survived" and left else {})
 
     def tests_of(self, mutant: mutations.Mutant) -> tuple[list[str], int]:
         """Tests that execute the statement, in the order in which they run, and how many the budget

@@ -324,8 +324,8 @@ def variants(node: ast.expr) -> Iterator[ast.expr]:
     """What an expression may become."""
     if isinstance(node, ast.Compare):
         for index, operator in enumerate(node.ops):
-            for other in COMPARISONS[type(operator)]:
-                operators = [*node.ops[:index], other(), *node.ops[index + 1 :]]
+            for replacement in COMPARISONS[type(operator)]:
+                operators = [*node.ops[:index], replacement(), *node.ops[index + 1 :]]
                 yield ast.Compare(node.left, operators, node.comparators)
     elif (
         isinstance(node, ast.BinOp)
@@ -555,9 +555,9 @@ def _place_value(path: str, mutant: Mutant) -> None:
     value = _value(statement.value, space)
     for target in targets:
         old = getattr(module, target.id)
-        for other in list(sys.modules.values()):
-            if vars(other).get(target.id) is old and getattr(other, "__file__", None):
-                setattr(other, target.id, value)
+        for user in list(sys.modules.values()):
+            if vars(user).get(target.id) is old and getattr(user, "__file__", None):
+                setattr(user, target.id, value)
 
 
 def _set_attribute(holder: type, name: str, value: Any) -> None:

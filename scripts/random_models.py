@@ -149,9 +149,9 @@ class RandomWan(Random, Wan):
 class PlainWan(bench.PlainLoop):
     """The straightforward loop for Wan's network."""
 
-    def call(self, x: Tensor, times: Tensor, own: dict[str, Tensor]) -> Tensor:
+    def call(self, x: Tensor, times: Tensor, cond: dict[str, Tensor]) -> Tensor:
         return self.net(
-            hidden_states=x, timestep=times, encoder_hidden_states=own["text"], return_dict=False
+            hidden_states=x, timestep=times, encoder_hidden_states=cond["text"], return_dict=False
         )[0]
 
     def pixels(self, latents: Tensor) -> Tensor:

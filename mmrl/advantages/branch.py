@@ -81,21 +81,21 @@ class Branch:
 
     def _fuse(self, leaf: Tensor, rollout: Rollout) -> Tensor:
         """[B, K] rewards of the edges, the same on all rows that share one."""
-        found = [leaf]  # from the leaves up
+        fused = [leaf]  # from the leaves up
         for k in reversed(range(1, rollout.edge_id.shape[1])):
-            below = found[-1]
+            below = fused[-1]
             name = rollout.edge_id[:, k]
             parent = rollout.edge_id[:, k - 1]
             if self.fusion == "mean":
                 weight = (~leaf.isnan()).double()
-                found.append(edge_mean(leaf, weight, parent))
+                fused.append(edge_mean(leaf, weight, parent))
             else:
                 score = torch.where(rollout.eta[:, k] > 0, rollout.logprob[:, k].double(), 0.0)
                 # one for every edge, whatever the rows are called by now
                 rows = _first(name) & ~below.isnan()
                 weight = (self.alpha * (score - _most(score, parent))).exp() * rows
-                found.append(edge_mean(below, weight, parent))
-        return torch.stack(found[::-1], 1)
+                fused.append(edge_mean(below, weight, parent))
+        return torch.stack(fused[::-1], 1)
 
     def _normalised(self, reward: Tensor, name: Tensor, group: Tensor) -> Tensor:
         """[B] (reward - mean) / (std + eps) over the different edges of each prompt; 0 where they
@@ -110,13 +110,13 @@ class Branch:
 
     def _pruned(self, advantage: Tensor, rollout: Rollout) -> Tensor:
         """[B, K] bool."""
-        out = torch.zeros_like(advantage, dtype=torch.bool)
+        pruned = torch.zeros_like(advantage, dtype=torch.bool)
         if self.prune_depth:
             slid = self.iteration // self.slide_every if self.slide_every else 0
             slid = min(slid, max(0, min(self.prune_depth) - self.slide_stop))
             for depth in self.prune_depth:
-                if depth - slid <= out.shape[1]:
-                    out[:, depth - slid - 1] = True
+                if depth - slid <= pruned.shape[1]:
+                    pruned[:, depth - slid - 1] = True
         if self.prune_width:
             counts = [len(names.unique()) for names in rollout.edge_id.unbind(1)]
             last = max([k for k in range(1, len(counts)) if counts[k] > counts[k - 1]], default=0)
@@ -125,23 +125,25 @@ class Branch:
                 if last and self.prune_width == "siblings"
                 else rollout.group
             )
-            out[:, last + 1 :] |= self._narrow(advantage[:, -1], parent)[:, None]
-        return out
+            pruned[:, last + 1 :] |= self._narrow(advantage[:, -1], parent)[:, None]
+        return pruned
 
     def _narrow(self, advantage: Tensor, parent: Tensor) -> Tensor:
         """[B] bool: chains that are left out."""
-        out = torch.ones_like(advantage, dtype=torch.bool)
+        pruned = torch.ones_like(advantage, dtype=torch.bool)
         for name in parent.unique():
             rows = (parent == name).nonzero()[:, 0]
             order = rows[
                 advantage[rows].nan_to_num(-torch.inf).argsort(descending=True, stable=True)
             ]
             if self.prune_width == "siblings":
-                out[order[: max(1, int(len(rows) * self.keep))]] = False
+                pruned[order[: max(1, int(len(rows) * self.keep))]] = False
             else:
                 count = min(len(rows), max(2, int(len(rows) * self.keep)))
-                out[order[: count // 2]] = out[order[len(rows) - (count - count // 2) :]] = False
-        return out
+                pruned[order[: count // 2]] = pruned[order[len(rows) - (count - count // 2) :]] = (
+                    False
+                )
+        return pruned
 
 
 def _first(name: Tensor) -> Tensor:

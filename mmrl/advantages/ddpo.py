@@ -47,15 +47,16 @@ class DDPO:
         texts = [self._text(rollout, g) for g in rollout.group.tolist()]
         pairs = [
             (t, r)
-            for t, r, there in zip(texts, total.tolist(), present.tolist(), strict=True)
-            if there
+            for t, r, scored in zip(texts, total.tolist(), present.tolist(), strict=True)
+            if scored
         ]
         pairs = all_gather_json(pairs, total.device)
         for text, reward in pairs:
             self.rewards.setdefault(text, deque(maxlen=self.buffer)).append(reward)
         everything = [reward for _, reward in pairs]
-        own = {text: self._mean_and_std(text, everything) for text in set(texts)}
-        mean, std = total.new_tensor([own[text] for text in texts]).unbind(1)  # [B] each
+        moments_by_text = {text: self._mean_and_std(text, everything) for text in set(texts)}
+        # [B] each
+        mean, std = total.new_tensor([moments_by_text[text] for text in texts]).unbind(1)
         return finished((total - mean) / (std + self.eps), rewards, present)
 
     def state_dict(self) -> dict[str, Any]:

@@ -103,5 +103,5 @@ def finished(advantage: Tensor, rewards: Mapping[str, Tensor] | Tensor, present:
     dtype = torch.float32
     for reward in named(rewards).values():
         dtype = torch.promote_types(dtype, reward.dtype)
-    found = torch.where(present, advantage, torch.nan).to(dtype)
-    return found[:, None] if found.ndim == 1 else found
+    masked = torch.where(present, advantage, torch.nan).to(dtype)
+    return masked[:, None] if masked.ndim == 1 else masked

@@ -17,7 +17,7 @@ LEAVES = (str, bytes, int, float, type, FunctionType, ModuleType, Tensor, nn.Mod
 
 def capture(advantage: Any) -> dict[str, Any]:
     """Collects the states of an advantage and of all under it, by place: ``""`` is its own,
-    ``of.of`` two below.
+    ``base.base`` two below.
 
     Fit for JSON if every ``state_dict`` is. Nothing needs to be done for it by an advantage on top
     of another but to keep that one in an attribute, or bound by ``functools.partial``.

@@ -115,10 +115,10 @@ class MaxMin:
         total = sum(
             shares[name] * double.weights[name] * x for name, x in double.items() if shares[name]
         )
-        found = self.base(
+        advantage = self.base(
             Rewards({"maxmin": total.masked_fill(~groups.present, torch.nan)}), rollout
         )
-        return as_given(found, rewards)
+        return as_given(advantage, rewards)
 
     def state_dict(self) -> dict[str, Any]:
         return {"log": self.log}

@@ -113,9 +113,9 @@ def _unless_equal(whitened: Tensor, double: Rewards, groups: Groups, baseline: b
     total = double.total()
     if baseline:
         return whitened.masked_fill(groups.flat(total)[groups.index], 0.0)
-    there = torch.cat([total[groups.present], total.new_full((1,), -torch.inf)])
+    scored = torch.cat([total[groups.present], total.new_full((1,), -torch.inf)])
     under = torch.cat([-total[groups.present], total.new_full((1,), -torch.inf)])
-    high, low = all_max(torch.stack([there.max(), under.max()]))
+    high, low = all_max(torch.stack([scored.max(), under.max()]))
     return torch.zeros_like(whitened) if high + low <= 0 else whitened
 
 
@@ -187,10 +187,10 @@ def pass_at_k(
     order = order[torch.argsort(best[order], descending=True, stable=True)]
     # by group, best first, then by name
     order = order[torch.argsort(groups.index[order], stable=True)]
-    there = torch.bincount(groups.index, minlength=groups.count)
-    first = order[there.cumsum(0) - there]  # [P] row of the best
+    group_rows = torch.bincount(groups.index, minlength=groups.count)
+    first = order[group_rows.cumsum(0) - group_rows]  # [P] row of the best
     # [P], or a row of another group
-    second = order[(there.cumsum(0) - there + 1).clamp(max=len(order) - 1)]
+    second = order[(group_rows.cumsum(0) - group_rows + 1).clamp(max=len(order) - 1)]
     several = groups.size() > 1
     std = groups.variance(total, 1).sqrt()
     lead = torch.where(several, (best[first] - best[second]) / (std + eps), 0.0)

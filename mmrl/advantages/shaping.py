@@ -174,18 +174,18 @@ def pairs(
     another is; the tasks of all prompts must be among them.
     """
     try:
-        own = [float(prompt.get(key, 1.0)) for prompt in rollout.prompts]
+        similarity = [float(prompt.get(key, 1.0)) for prompt in rollout.prompts]
     except (TypeError, ValueError) as error:
         raise UserError(
             f"advantage pairs: {key!r} of a prompt must be a number: {error}"
         ) from error
-    if power != 1 and min(own) < 0:
+    if power != 1 and min(similarity) < 0:
         raise UserError(
-            f"advantage pairs: {key!r} of a prompt is {min(own)}; with a power it "
+            f"advantage pairs: {key!r} of a prompt is {min(similarity)}; with a power it "
             f"must not be negative"
         )
     advantage = apart(base, rewards, rollout, tasks) if tasks else base(rewards, rollout)
-    return advantage * torch.tensor(own).pow(power).to(advantage)[rollout.group][:, None]
+    return advantage * torch.tensor(similarity).pow(power).to(advantage)[rollout.group][:, None]
 
 
 def apart(
@@ -193,16 +193,24 @@ def apart(
 ) -> Tensor:
     """The advantage ``of`` with every task's rows alone; a row of another task is as good as
     missing there."""
-    found = None
+    combined = None
     task = [prompt.get("task") for prompt in rollout.prompt_per_row()]
-    if strange := {one for one in task if one not in tasks}:
+    if strange := {task_name for task_name in task if task_name not in tasks}:
         raise UserError(
             f"advantage pairs: prompts of task {strange.pop()!r}; its option tasks names "
             f"{', '.join(tasks)}"
         )
     for name in tasks:  # the same on all processes, whichever tasks they have rows of
-        mine = torch.tensor([one == name for one in task], device=rollout.group.device)
-        alone = {k: v.masked_fill(~mine.to(v.device), torch.nan) for k, v in named(rewards).items()}
+        of_task = torch.tensor(
+            [task_name == name for task_name in task], device=rollout.group.device
+        )
+        alone = {
+            k: v.masked_fill(~of_task.to(v.device), torch.nan) for k, v in named(rewards).items()
+        }
         part = of(Rewards(alone, named(rewards).weights), rollout)
-        found = part if found is None else torch.where(mine.to(part.device)[:, None], part, found)
-    return found
+        combined = (
+            part
+            if combined is None
+            else torch.where(of_task.to(part.device)[:, None], part, combined)
+        )
+    return combined

@@ -25,16 +25,16 @@ def statistics(rewards: Rewards | Tensor, rollout: Rollout) -> dict[str, float]:
     double, groups = measured(rewards, rollout)
     total = double.total()
     present = groups.present
-    there = groups.size() > 0
+    compared = groups.size() > 0
     within = groups.centred(total).masked_fill(~present, 0.0).square().sum()
-    flat = (groups.flat(total) & there).sum()
+    flat = (groups.flat(total) & compared).sum()
     counts = [groups.count, flat, (~present).sum(), len(present), within]
     many, flat, missing, samples, within = all_sum(
         total.new_tensor([float(x) for x in counts])
     ).tolist()
     mean, variance = (float(x) for x in moments(total, present))
     left = samples - missing
-    found = {
+    metrics = {
         "reward/mean": mean if left else torch.nan,
         "reward/std": variance**0.5 if left else torch.nan,
         "reward/group_std": (within / left) ** 0.5 if left else torch.nan,
@@ -44,13 +44,13 @@ def statistics(rewards: Rewards | Tensor, rollout: Rollout) -> dict[str, float]:
         "samples/total": int(samples),
     }
     for name, values in rewards.items() if isinstance(rewards, dict) else ():
-        here = values.isfinite()
-        count = int(all_sum(here.sum()))
-        mean, variance = (float(x) for x in moments(values.double(), here))
-        found[f"reward/{name}/mean"] = mean if count else torch.nan
-        found[f"reward/{name}/std"] = variance**0.5 if count else torch.nan
-        found[f"reward/{name}/excluded"] = int(samples) - count
-    return found
+        scored = values.isfinite()
+        count = int(all_sum(scored.sum()))
+        mean, variance = (float(x) for x in moments(values.double(), scored))
+        metrics[f"reward/{name}/mean"] = mean if count else torch.nan
+        metrics[f"reward/{name}/std"] = variance**0.5 if count else torch.nan
+        metrics[f"reward/{name}/excluded"] = int(samples) - count
+    return metrics
 
 
 def outcomes(rewards: Rewards, rollout: Rollout) -> list[Outcome]:

@@ -24,17 +24,17 @@ def tree_mean(
     less the mean of the edge before: a plan by its images' mean, an image beside the other images
     of its plan. [B, K]; [B, 1] without a tree.
     """
-    own = base(rewards, rollout)
+    of_samples = base(rewards, rollout)
     if rollout.edge_id is None:
-        return own
-    leaf = own.double().expand(rollout.edge_id.shape)
-    there = leaf.isfinite().double()
-    found = []
+        return of_samples
+    leaf = of_samples.double().expand(rollout.edge_id.shape)
+    scored = leaf.isfinite().double()
+    columns = []
     before = last = None  # the edges above, and the column to the left, as (names, means)
     for k, name in enumerate(rollout.edge_id.unbind(1)):
-        if last is None or not torch.equal(name, last[0]) or own.shape[1] > 1:
-            mean = edge_mean(leaf[:, k], there[:, k], name)
+        if last is None or not torch.equal(name, last[0]) or of_samples.shape[1] > 1:
+            mean = edge_mean(leaf[:, k], scored[:, k], name)
             before = last if last is not None and not torch.equal(name, last[0]) else before
             last = name, mean
-        found.append(last[1] - before[1] if siblings and before is not None else last[1])
-    return torch.stack(found, 1).to(own.dtype)
+        columns.append(last[1] - before[1] if siblings and before is not None else last[1])
+    return torch.stack(columns, 1).to(of_samples.dtype)

@@ -17,6 +17,7 @@ from typing import Any
 from mmrl import config
 from mmrl.audit.places import named
 from mmrl.config import Config, import_plugins
+from mmrl.config.options import capabilities_of
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA, POLICIES, load_built_in
 from mmrl.core.types import Prompt
@@ -59,7 +60,7 @@ class Line:
     rule: str
     scores: list[float]  # NaN: could not be scored
     offences: list[Offence]
-    asked: bool = True  # False: it does not apply here, ``rule`` says why
+    applies: bool = True  # False: it does not apply here, ``rule`` says why
 
 
 @dataclass(frozen=True)
@@ -84,32 +85,37 @@ def audit(
         UserError: the configuration cannot be read, or no probes exist for what a reward judges.
     """
     load_built_in()
-    found = config.load(path, overrides, required=("data", "reward"))
-    import_plugins(found)
-    rewards = {name: one.reward for name, one in found.rewards().items()}
-    if (found.plain.get("evaluate") or {}).get("reward"):
-        rewards |= {name: one.reward for name, one in found.rewards(("evaluate", "reward")).items()}
-    prompts = some(named(list(found.build("data", DATA).train), found), samples, seed)
+    configuration = config.load(path, overrides, required=("data", "reward"))
+    import_plugins(configuration)
+    rewards = {name: entry.reward for name, entry in configuration.rewards().items()}
+    if (configuration.plain.get("evaluate") or {}).get("reward"):
+        rewards |= {
+            name: entry.reward
+            for name, entry in configuration.rewards(("evaluate", "reward")).items()
+        }
+    prompts = some(
+        named(list(configuration.build("data", DATA).train), configuration), samples, seed
+    )
     names = short_names(rewards)
-    made = _made(found)
+    medium = _made(configuration)
     return [
-        audit_one(Subject(names[name], reward, prompts, seed), made)
+        audit_one(Subject(names[name], reward, prompts, seed), medium)
         for name, reward in rewards.items()
     ]
 
 
-def audit_one(subject: Subject, made: str | None = None) -> Audit:
+def audit_one(subject: Subject, policy_medium: str | None = None) -> Audit:
     """Audit one reward; ``made``: what the policy makes, None if that is not known."""
     from rewards.card import card_of
 
     media = card_of(subject.reward).media
-    if made not in media and "text" in media and len(media) > 1:
+    if policy_medium not in media and "text" in media and len(media) > 1:
         raise UserError(
             f"reward {subject.name!r} judges {', '.join(media)}: say which is meant, by a "
             f"`policy:` in the file "
             'or, in a reward of your own, by @card(media="text") from rewards.card'
         )
-    medium = made if made in media else media[0]
+    medium = policy_medium if policy_medium in media else media[0]
     if medium not in PROBES:
         raise UserError(
             f"reward {subject.name!r} judges {medium}s; check-reward has probes for: "
@@ -124,7 +130,8 @@ def some(prompts: list[Prompt], count: int, seed: int) -> list[Prompt]:
     return [prompts[i] for i in sorted(order[:count])]
 
 
-def _made(found: Config) -> str | None:
-    spec: Any = found.plain.get("policy")
+def _made(configuration: Config) -> str | None:
+    spec: Any = configuration.plain.get("policy")
     name = next(iter(spec), None) if isinstance(spec, dict) else spec
-    return getattr(POLICIES.find(name), "makes", None) if isinstance(name, str) else None
+    can = capabilities_of(POLICIES.find(name)) if isinstance(name, str) else None
+    return None if can is None else can.makes

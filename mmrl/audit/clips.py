@@ -42,8 +42,8 @@ def panned(pictures: Tensor) -> Tensor:
     theta[:, 0, 2] = theta[:, 1, 2] = steps
     grid = nnf.affine_grid(theta, [FRAMES, 3, *pictures.shape[-2:]], align_corners=False)
     frames = [
-        nnf.grid_sample(one.expand(FRAMES, -1, -1, -1), grid, align_corners=False)
-        for one in pictures
+        nnf.grid_sample(picture.expand(FRAMES, -1, -1, -1), grid, align_corners=False)
+        for picture in pictures
     ]
     return torch.stack(frames).clamp(0, 1)
 

@@ -21,8 +21,8 @@ from mmrl.audit.texts import where
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt
 from mmrl.scoring.attempt import as_values, describe
-from rewards._judged import prompt_pictures
 from rewards.card import card_of
+from rewards.judged import prompt_pictures
 from samplers.noise import Rng
 
 # two scores of one picture may differ by so much, relative to the spread: networks round
@@ -54,16 +54,16 @@ def audit(subject: Subject) -> list[Line]:
     blank = media.mean(dim=tuple(range(1, media.ndim)), keepdim=True).expand_as(media)
     lines = [_numbers(prompts, best), _apart(subject, media, prompts, best)]
     shown = {"noise": noise, "blank": blank} | (clips.tried(media, subject.seed) if moving else {})
-    tried = {probe: score(subject, one, prompts) for probe, one in shown.items()}
-    less = [_less(probe, prompts, found, best) for probe, found in tried.items()]
+    tried = {probe: score(subject, pictures, prompts) for probe, pictures in shown.items()}
+    less = [_less(probe, prompts, scores, best) for probe, scores in tried.items()]
     lines += _either(less) if moving else less
-    others = _others(prompts) if about.needs else []
-    if others:
-        rows = [i for i, _ in others]
-        asked = [prompts[j] for _, j in others]
-        found = score(subject, media[rows], asked)
+    pairs = _others(prompts) if about.needs else []
+    if pairs:
+        rows = [i for i, _ in pairs]
+        swapped = [prompts[j] for _, j in pairs]
+        scores = score(subject, media[rows], swapped)
         lines.append(
-            _less("another prompt", [prompts[i] for i in rows], found, [best[i] for i in rows])
+            _less("another prompt", [prompts[i] for i in rows], scores, [best[i] for i in rows])
         )
     lines.append(_twins(subject, media, prompts, best))
     lines.append(_jpeg(subject, media, prompts, best, tried["blank"]))
@@ -82,7 +82,7 @@ def real(prompts: Sequence[Prompt], seed: int) -> Tensor:
 
         return render(list(prompts), Rng.of(seed, "audit pictures"), "judge").images
     pictures = [prompt_pictures(prompt) for prompt in prompts]
-    bare = [prompt for prompt, found in zip(prompts, pictures) if not found]
+    bare = [prompt for prompt, images in zip(prompts, pictures) if not images]
     if bare:
         raise UserError(
             f"check-reward needs a real picture for every prompt, and {where(bare[0])} "
@@ -91,7 +91,7 @@ def real(prompts: Sequence[Prompt], seed: int) -> Tensor:
             '"image": "cube.png"}'
         )
     size = pictures[0][0].size
-    return torch.stack([_floats(found[0].resize(size)) for found in pictures])
+    return torch.stack([_floats(images[0].resize(size)) for images in pictures])
 
 
 def _floats(picture) -> Tensor:
@@ -112,8 +112,8 @@ def score(subject: Subject, media: Tensor, prompts: Sequence[Prompt]) -> list[fl
             f"reward {subject.name!r} fails on {len(media)} pictures "
             f"({where(prompts[0])}): {describe(error).text}"
         ) from error
-    found = as_values(values, len(media), subject.name, card_of(subject.reward).of)
-    return (found.nanmean(1) if found.ndim == 2 else found).tolist()
+    scores = as_values(values, len(media), subject.name, card_of(subject.reward).of)
+    return (scores.nanmean(1) if scores.ndim == 2 else scores).tolist()
 
 
 def mean(scores: Sequence[float]) -> float:
@@ -179,14 +179,14 @@ def _twins(subject: Subject, media: Tensor, prompts: Sequence[Prompt], best: lis
     nothing."""
     count = min(len(prompts), 16)
     double = [prompt for prompt in prompts[:count] for _ in range(2)]
-    found = score(subject, media[:count].repeat_interleave(2, 0), double)
-    bad = [i for i in range(2 * count) if not _equal(found[i], best[i // 2], best)]
+    scores = score(subject, media[:count].repeat_interleave(2, 0), double)
+    bad = [i for i in range(2 * count) if not _equal(scores[i], best[i // 2], best)]
     notes = [f"without a copy it was {best[i // 2]:.6g}" for i in bad]
     return Line(
         "duplicates",
         "the same as without them",
-        found,
-        _rows(bad, double, found, "duplicate", notes),
+        scores,
+        _rows(bad, double, scores, "duplicate", notes),
     )
 
 
@@ -197,29 +197,31 @@ def _jpeg(
     best: list[float],
     blank: Sequence[float],
 ) -> Line:
-    found = score(subject, recompressed(media), prompts)
+    scores = score(subject, recompressed(media), prompts)
     gain = GAIN if "image" in card_of(subject.reward).media else clips.GAIN
     room = gain * abs(mean(best) - mean(blank))
     bad = []
-    if not mean(found) <= mean(best) + room + SAME:
-        bad = [i for i, (a, b) in enumerate(zip(found, best)) if not a <= b + room]
+    if not mean(scores) <= mean(best) + room + SAME:
+        bad = [i for i, (a, b) in enumerate(zip(scores, best)) if not a <= b + room]
     notes = [f"the original {best[i]:.4g}" for i in bad]
     rule = f"not more than {mean(best):.4g} on average"
-    return Line(f"JPEG, quality {QUALITY}", rule, found, _rows(bad, prompts, found, "JPEG", notes))
+    return Line(
+        f"JPEG, quality {QUALITY}", rule, scores, _rows(bad, prompts, scores, "JPEG", notes)
+    )
 
 
 def recompressed(media: Tensor) -> Tensor:
     """The same pictures after a JPEG."""
     from PIL import Image
 
-    made = []
+    pictures = []
     for picture in media.reshape(-1, *media.shape[-3:]):
         pixels = (picture * 255).round().clamp(0, 255).byte().permute(1, 2, 0).contiguous().numpy()
         buffer = io.BytesIO()
         Image.fromarray(pixels).save(buffer, "JPEG", quality=QUALITY)
         with Image.open(buffer) as file:
-            made.append(_floats(file))
-    return torch.stack(made).view(media.shape)
+            pictures.append(_floats(file))
+    return torch.stack(pictures).view(media.shape)
 
 
 def _others(prompts: Sequence[Prompt]) -> list[tuple[int, int]]:

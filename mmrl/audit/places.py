@@ -20,12 +20,12 @@ def named(prompts: list[Prompt], config: Config) -> list[Prompt]:
     if all("where" in prompt for prompt in prompts):
         return prompts
     lines = _lines(_files(config.plain.get("data"), Path(config.file).parent))
-    found = []
+    placed = []
     for prompt in prompts:
         places = lines.get(str(prompt.get("text", "")).strip(), [])
         at = next((where for where, record in places if _same(record, prompt)), None)
-        found.append({**prompt, "where": at} if at and "where" not in prompt else prompt)
-    return found
+        placed.append({**prompt, "where": at} if at and "where" not in prompt else prompt)
+    return placed
 
 
 def _files(spec: Any, folder: Path) -> list[Path]:
@@ -34,8 +34,8 @@ def _files(spec: Any, folder: Path) -> list[Path]:
     path = options.get("path") if isinstance(options, dict) else None
     if not isinstance(path, str):
         return []
-    there = next((p for p in (Path(path).expanduser(), folder / path) if p.exists()), Path(path))
-    inside = [there / name for name in NAMES["train"]] if there.is_dir() else [there]
+    place = next((p for p in (Path(path).expanduser(), folder / path) if p.exists()), Path(path))
+    inside = [place / name for name in NAMES["train"]] if place.is_dir() else [place]
     return [
         file for file in inside if file.is_file() and file.suffix in (".txt", ".jsonl", ".ndjson")
     ]
@@ -43,7 +43,7 @@ def _files(spec: Any, folder: Path) -> list[Path]:
 
 def _lines(files: list[Path]) -> dict[str, list[tuple[str, Any]]]:
     """text -> (file:line, record) of every line that holds it."""
-    found: dict[str, list[tuple[str, Any]]] = {}
+    places_of_text: dict[str, list[tuple[str, Any]]] = {}
     for file in files:
         for number, line in enumerate(file.read_text(encoding="utf-8-sig").split("\n"), start=1):
             try:
@@ -52,8 +52,8 @@ def _lines(files: list[Path]) -> dict[str, list[tuple[str, Any]]]:
                 continue  # the data source has said so already
             texts = record.values() if isinstance(record, dict) else [record]
             for text in {text.strip() for text in texts if isinstance(text, str)}:
-                found.setdefault(text, []).append((f"{file}:{number}", record))
-    return found
+                places_of_text.setdefault(text, []).append((f"{file}:{number}", record))
+    return places_of_text
 
 
 def _same(record: Any, prompt: Prompt) -> bool:

@@ -17,21 +17,21 @@ SHOWN = 5  # offending rows of a probe
 def print_audits(audits: Sequence[Audit]) -> bool:
     """Print them all; False if a rule was broken."""
     console = Console()
-    for one in audits:
-        console.print(_table(one))
-        for line in one.lines:
+    for audit in audits:
+        console.print(_table(audit))
+        for line in audit.lines:
             for text in _offences(line):
                 console.print(text, soft_wrap=True)
-    broken = [one.reward for one in audits if not one.passed]
+    broken = [audit.reward for audit in audits if not audit.passed]
     console.print(f"failed: {', '.join(broken)}" if broken else "passed")
     return not broken
 
 
-def _table(one: Audit) -> Table:
+def _table(audit: Audit) -> Table:
     table = Table(
-        "answer", "rows", "mean", "lowest", "highest", "must be", "", title=f"reward {one.reward}"
+        "answer", "rows", "mean", "lowest", "highest", "must be", "", title=f"reward {audit.reward}"
     )
-    for line in one.lines:
+    for line in audit.lines:
         known = [s for s in line.scores if not math.isnan(s)]
         numbers = (
             [f"{v:.3f}" for v in (sum(known) / len(known), min(known), max(known))]
@@ -45,13 +45,16 @@ def _table(one: Audit) -> Table:
 
 
 def _offences(line: Line) -> list[Text]:
-    found = [Text(f"  {one.where}: {line.probe}: {_said(one)}") for one in line.offences[:SHOWN]]
-    more = len(line.offences) - SHOWN
-    return found + ([Text(f"  ... and {more} more rows: {line.probe}")] if more > 0 else [])
+    lines = [
+        Text(f"  {offence.where}: {line.probe}: {_described(offence)}")
+        for offence in line.offences[:SHOWN]
+    ]
+    hidden = len(line.offences) - SHOWN
+    return lines + ([Text(f"  ... and {hidden} more rows: {line.probe}")] if hidden > 0 else [])
 
 
-def _said(one: Offence, width: int = 100) -> str:
-    if math.isnan(one.score) and not one.answer:
-        return one.note
-    answer = one.answer if len(one.answer) <= width else one.answer[: width - 3] + "..."
-    return f"{answer!r} scores {one.score:.4g}" + (f"; {one.note}" if one.note else "")
+def _described(offence: Offence, width: int = 100) -> str:
+    if math.isnan(offence.score) and not offence.answer:
+        return offence.note
+    answer = offence.answer if len(offence.answer) <= width else offence.answer[: width - 3] + "..."
+    return f"{answer!r} scores {offence.score:.4g}" + (f"; {offence.note}" if offence.note else "")

@@ -34,21 +34,21 @@ def audit(subject: Subject) -> list[Line]:
     lines += [_maximum(subject, prompts, right, best), _twice(subject, prompts, right, best)]
     tried = [best]
     for probe, texts, rule in _probes(subject, prompts, right):
-        asked = [i for i, text in enumerate(texts) if text is not None]
-        found = score(subject, [texts[i] for i in asked], [prompts[i] for i in asked])
+        written = [i for i, text in enumerate(texts) if text is not None]
+        scores = score(subject, [texts[i] for i in written], [prompts[i] for i in written])
         lines.append(
             _below(
                 probe,
                 rule,
-                [prompts[i] for i in asked],
-                [texts[i] for i in asked],
-                found,
-                [best[i] for i in asked],
+                [prompts[i] for i in written],
+                [texts[i] for i in written],
+                scores,
+                [best[i] for i in written],
             )
         )
-        tried.append(found)
+        tried.append(scores)
     lines += [_spaces(subject, prompts)]
-    return [line for line in [*lines, _range(subject, tried)] if line.asked]
+    return [line for line in [*lines, _range(subject, tried)] if line.applies]
 
 
 def score(subject: Subject, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[float]:
@@ -126,7 +126,7 @@ def _notes(subject: Subject, texts: list[str], prompts: list[Prompt]) -> list[st
     """How the reward read these answers, where it can say so."""
     if not hasattr(subject.reward, "verdicts"):
         return [""] * len(texts)
-    return [one.note or one.status for one in subject.reward.verdicts(texts, prompts)]
+    return [verdict.note or verdict.status for verdict in subject.reward.verdicts(texts, prompts)]
 
 
 def _twice(subject: Subject, prompts: list[Prompt], texts: list[str], scores: list[float]) -> Line:
@@ -150,13 +150,13 @@ def _probes(
     # judges form or length: much is as good as a right answer
     shaping = getattr(subject.reward, "shaping", False)
     rule = "not more" if shaping else "less"
-    found: list[tuple[str, list[str | None], str]] = [
+    probes: list[tuple[str, list[str | None], str]] = [
         ("empty", [""] * len(prompts), rule),
         ("echo of the prompt", [str(p.get("text", "")) for p in prompts], rule),
     ]
     if not shaping:
         shifted = [*right[1:], *right[:1]]
-        found.append(
+        probes.append(
             (
                 "another row's answer",
                 [a if a != b else None for a, b in zip(shifted, right)],
@@ -165,9 +165,9 @@ def _probes(
         )
     wrong = getattr(subject.reward, "wrong_answers", _like_ours(subject).wrong_answers)
     tricks = [wrong(prompt) for prompt in prompts]
-    for name in dict.fromkeys(name for one in tricks for name in one):
-        found.append((name, [one.get(name) for one in tricks], "less"))
-    return found
+    for name in dict.fromkeys(name for answers in tricks for name in answers):
+        probes.append((name, [answers.get(name) for answers in tricks], "less"))
+    return probes
 
 
 def _below(
@@ -181,7 +181,7 @@ def _below(
     """``rule``: "less" and "not more" hold row by row; "less on average" also forbids a row to be
     better."""
     if not scores:
-        return Line(probe, rule, scores, [], asked=False)
+        return Line(probe, rule, scores, [], applies=False)
     bad = [
         i
         for i, (s, b) in enumerate(zip(scores, best))
@@ -206,22 +206,23 @@ def _spaces(subject: Subject, prompts: list[Prompt]) -> Line:
     probe = "right answer in other coordinate spaces"
     rule = "scores the same"
     if not getattr(subject.reward, "spatial", False):
-        return Line(probe, rule, [], [], asked=False)
+        return Line(probe, rule, [], [], applies=False)
     scores = []
     offences = []
     for space in get_args(CoordSpace):
-        seen = [
+        convertible = [
             {**prompt, "view": {**VIEW, **_sizes(prompt), "coords": space}} for prompt in prompts
         ]
-        texts = [subject.reward.right_answer(prompt) for prompt in seen]
-        found = score(subject, texts, seen)
+        texts = [subject.reward.right_answer(prompt) for prompt in convertible]
+        space_scores = score(subject, texts, convertible)
         high = card_of(subject.reward).high
         # coordinates are written with 6 decimals
-        bad = [i for i, s in enumerate(found) if not s >= high - 1e-3]
+        bad = [i for i, s in enumerate(space_scores) if not s >= high - 1e-3]
         offences += [
-            Offence(where(seen[i]), texts[i], found[i], f"coordinates in {space}") for i in bad
+            Offence(where(convertible[i]), texts[i], space_scores[i], f"coordinates in {space}")
+            for i in bad
         ]
-        scores += found
+        scores += space_scores
     return Line(probe, rule, scores, offences)
 
 

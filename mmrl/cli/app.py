@@ -83,7 +83,7 @@ def sample(
         list[str] | None, typer.Option("--prompt", "-p", help="May be given several times.")
     ] = None,
     prompts: Annotated[Path | None, typer.Option(help="A .txt or .jsonl file of prompts.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("samples"),
+    folder: Annotated[Path, typer.Option("--out", help="Folder for the files.")] = Path("samples"),
     num_samples: Annotated[int, typer.Option(min=1, help="Samples a prompt.")] = 4,
     copies: Annotated[int | None, typer.Option(hidden=True)] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
@@ -99,21 +99,23 @@ def sample(
     if copies is not None:
         raise UserError("--copies is now --num-samples")
 
-    asked = [{"text": text} for text in prompt or []] + (read(prompts) if prompts else [])
-    for file in commands.sample(path, asked, out, num_samples, seed, guidance, overrides or []):
+    requests = [{"text": text} for text in prompt or []] + (read(prompts) if prompts else [])
+    for file in commands.sample(
+        path, requests, folder, num_samples, seed, guidance, overrides or []
+    ):
         print(file)
 
 
 @app.command()
 def export(
     run: RunFolder,
-    out: Annotated[Path, typer.Option("--out", "-o", help="New folder.")] = Path("export"),
+    folder: Annotated[Path, typer.Option("--out", "-o", help="New folder.")] = Path("export"),
     checkpoint: At = None,
 ) -> None:
     """Write the trained weights for the model's own library (diffusers, peft)."""
     from mmrl.cli import commands
 
-    print(commands.export(run, out, checkpoint))
+    print(commands.export(run, folder, checkpoint))
 
 
 @app.command()

@@ -26,19 +26,21 @@ def evaluate(
 ) -> tuple[list[dict[str, Any]], Path]:
     """Held-out rewards of the base model at every guidance scale asked for, and of the trained one
     if ``path`` is a run. Returns the rows and the file they were written to."""
-    one, run = _open(path, overrides, at)
-    judges = one.judges()
-    options = one.evaluation
-    own = getattr(one.policy, "guidance_scale", None)
+    session, run = _open(path, overrides, at)
+    judges = session.judges()
+    options = session.evaluation
+    policy_scale = session.policy.guidance_scale
     rows = []
-    for model, snapshot, guidance in _models(one, own, run is not None):
-        with _at(one, snapshot):
-            found = evaluation.evaluate(one.policy, one.prompts(), judges, options, guidance)
-        rows.append(evaluation.row(model, guidance, found))
+    for model, snapshot, guidance in _models(session, policy_scale, run is not None):
+        with _at(session, snapshot):
+            estimates = evaluation.evaluate(
+                session.policy, session.prompts(), judges, options, guidance
+            )
+        rows.append(evaluation.row(model, guidance, estimates))
     target = (run or Path()) / "evaluation.json"
-    held_out = bool(one.data.held_out)
+    held_out = bool(session.data.held_out)
     sizes = {
-        "prompts": min(options.prompts, len(one.prompts())),
+        "prompts": min(options.prompts, len(session.prompts())),
         "copies": options.num_samples,
         "held_out": held_out,
     }
@@ -47,20 +49,20 @@ def evaluate(
 
 
 def _models(
-    one: Session, own: float | None, is_run: bool
+    session: Session, policy_scale: float | None, is_run: bool
 ) -> Iterator[tuple[str, str, float | None]]:
-    yield "base", "ref", own
-    for scale in one.evaluation.guidance:
-        if own is not None and scale != own:
+    yield "base", "ref", policy_scale
+    for scale in session.evaluation.guidance:
+        if policy_scale is not None and scale != policy_scale:
             yield f"base, guidance {scale:g}", "ref", scale
     if is_run:
-        yield "trained", "live", own
+        yield "trained", "live", policy_scale
 
 
 def sample(
     path: Path,
     prompts: Sequence[Prompt],
-    out: Path,
+    folder: Path,
     copies: int = 4,
     seed: int = 0,
     guidance: float | None = None,
@@ -68,28 +70,26 @@ def sample(
 ) -> list[Path]:
     """Sample a run's trained model or a configuration's base model; one file a sample. Returns the
     paths."""
-    one, _ = _open(path, overrides, None)
-    with _at(one, "live"):
-        media, asked = evaluation.sample(
-            one.policy, list(prompts) or one.prompts()[:4], copies, seed, guidance
+    session, _ = _open(path, overrides, None)
+    with _at(session, "live"):
+        media, repeated = evaluation.sample(
+            session.policy, list(prompts) or session.prompts()[:4], copies, seed, guidance
         )
-    out.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     files = []
-    for i, (item, prompt) in enumerate(zip(media, asked, strict=True)):
-        files.append(_write(item, out / f"{i:03d}-{_slug(str(prompt.get('text', '')))}"))
+    for i, (item, prompt) in enumerate(zip(media, repeated, strict=True)):
+        files.append(_write(item, folder / f"{i:03d}-{_slug(str(prompt.get('text', '')))}"))
     return files
 
 
-def export(run: Path, out: Path, at: str | None = None) -> Path:
+def export(run: Path, folder: Path, at: str | None = None) -> Path:
     """Trained weights in the format of the model's own library. Returns the folder."""
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"{out} exists and is not empty; name a new folder")
-    one = build.trained(run, at=at)
-    if not hasattr(one.policy, "export"):
-        raise UserError(f"{type(one.policy).__name__} cannot be exported")
-    out.mkdir(parents=True, exist_ok=True)
-    one.policy.export(out)
-    return out
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} exists and is not empty; name a new folder")
+    session = build.trained(run, at=at)
+    folder.mkdir(parents=True, exist_ok=True)
+    session.policy.export(folder)
+    return folder
 
 
 def dry_run(config: Path, overrides: Sequence[str] = (), processes: int = 1) -> None:
@@ -118,8 +118,8 @@ def _open(path: Path, overrides: Sequence[str], at: str | None) -> tuple[Session
 
 
 @contextmanager
-def _at(one: Session, snapshot: str) -> Iterator[None]:
-    with one.policy.weights.using(snapshot), torch.no_grad():
+def _at(session: Session, snapshot: str) -> Iterator[None]:
+    with session.policy.weights.using(snapshot), torch.no_grad():
         yield
 
 
@@ -133,9 +133,9 @@ def _write(item: Any, path: Path) -> Path:
 
     frames = (item if item.ndim == 4 else item[None]).float().cpu()
     pixels = (frames * 255).round().clamp(0, 255).byte().permute(0, 2, 3, 1).numpy()
-    first, *others = [Image.fromarray(frame) for frame in pixels]
+    first, *later_frames = [Image.fromarray(frame) for frame in pixels]
     path = path.with_suffix(".png")
-    first.save(path, save_all=bool(others), append_images=others, duration=80, loop=0)
+    first.save(path, save_all=bool(later_frames), append_images=later_frames, duration=80, loop=0)
     return path
 
 

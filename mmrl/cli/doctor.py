@@ -58,8 +58,8 @@ def print_report() -> bool:
 
     colours = {"ok": "green", "warn": "yellow", "missing": "bold red"}
     table = Table(box=None, pad_edge=False, show_header=False)
-    found = diagnose()
-    for line in found:
+    checks = diagnose()
+    for line in checks:
         detail = Text(line.detail)
         if line.remedy:
             detail.append(f"\n-> {line.remedy}", style=colours[line.status])
@@ -68,8 +68,8 @@ def print_report() -> bool:
         )
     console = Console()
     console.print(table)
-    missing = [line.name for line in found if line.status == "missing"]
-    warned = sum(line.status == "warn" for line in found)
+    missing = [line.name for line in checks if line.status == "missing"]
+    warned = sum(line.status == "warn" for line in checks)
     console.print()
     console.print(
         Text(f"missing: {', '.join(missing)}" if missing else f"ready; {warned} warning(s)")
@@ -111,29 +111,29 @@ def _package(requirement: str) -> Check:
         (requirement[:i] for i, c in enumerate(requirement) if not (c.isalnum() or c in "_-.")),
         requirement,
     )
-    wanted = requirement[len(name) :].strip()
-    found = version(name)
+    requirement_range = requirement[len(name) :].strip()
+    installed = version(name)
     remedy = f'pip install "{requirement}"'
-    if found is None:
+    if installed is None:
         return Check(name, "missing", "not installed", remedy)
-    if wanted and not _satisfies(found, wanted):
-        return Check(name, "missing", f"{found}, but {wanted} is needed", remedy)
-    return Check(name, "ok", found)
+    if requirement_range and not _satisfies(installed, requirement_range):
+        return Check(name, "missing", f"{installed}, but {requirement_range} is needed", remedy)
+    return Check(name, "ok", installed)
 
 
-def _satisfies(found: str, wanted: str) -> bool:
+def _satisfies(installed: str, specifier: str) -> bool:
     try:
         from packaging.specifiers import SpecifierSet
     except ImportError:  # the package is there; whether it is new enough cannot be told
         return True
-    return SpecifierSet(wanted.partition(";")[0]).contains(found, prereleases=True)
+    return SpecifierSet(specifier.partition(";")[0]).contains(installed, prereleases=True)
 
 
 def check_optional() -> list[Check]:
     """Extras that are worth a line; nothing breaks without them."""
-    found = {name: version(name) for name in OPTIONAL}
+    versions = {name: version(name) for name in OPTIONAL}
     return [
-        Check(name, "ok", found[name] or f"not installed (optional: {use})")
+        Check(name, "ok", versions[name] or f"not installed (optional: {use})")
         for name, use in OPTIONAL.items()
     ]
 

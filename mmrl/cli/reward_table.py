@@ -79,13 +79,13 @@ def speeds(folder: Path) -> dict[str, float]:
     """Samples a second by reward, of the last benchmark in ``docs/results``; not of stand-ins for
     real models."""
     file = folder / "results" / "rewards.json"
-    found = (
+    measured = (
         json.loads(file.read_text()) if file.is_file() else {"samples_per_second": {}, "small": []}
     )
     return {
         name: speed
-        for name, speed in found["samples_per_second"].items()
-        if name not in found["small"]
+        for name, speed in measured["samples_per_second"].items()
+        if name not in measured["small"]
     }
 
 

@@ -20,17 +20,19 @@ def evaluation_table(rows: list[dict[str, Any]]) -> None:
     names = list(dict.fromkeys(name for row in rows for name in row["rewards"]))
     table = Table("model", *names, title="held-out rewards, mean ± 95 % interval")
     for row in rows:
-        found = [row["rewards"].get(name) for name in names]
-        table.add_row(row["model"], *map(_estimate, found))
+        estimates = [row["rewards"].get(name) for name in names]
+        table.add_row(row["model"], *map(_estimate, estimates))
     Console().print(table)
 
 
-def _estimate(found: dict[str, Any] | None) -> str:
+def _estimate(estimate: dict[str, Any] | None) -> str:
     """Mean and half the interval; of a measure of the whole set the value alone."""
-    if found is None:
+    if estimate is None:
         return ""
-    half = found["high"] - found["mean"]
-    return f"{found['mean']:.3f} ± {half:.3f}" if math.isfinite(half) else f"{found['mean']:.3f}"
+    half = estimate["high"] - estimate["mean"]
+    return (
+        f"{estimate['mean']:.3f} ± {half:.3f}" if math.isfinite(half) else f"{estimate['mean']:.3f}"
+    )
 
 
 def plugin_tables(kind: str | None) -> None:

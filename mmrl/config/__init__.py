@@ -139,15 +139,15 @@ def _apply_preset(
     if name is None:
         return
     try:
-        found = filled(plain, name)
+        sections = filled(plain, name)
     except UserError as error:
         raise UserError(Place(("preset",), marks).say(str(error))) from error
     for section in ("advantage", "objective", "train"):
         marks.setdefault((section,), f"preset {name}")
         if section == "train" and isinstance(plain.get(section), dict):
-            added = set(found[section]) - set(plain[section])
+            added = set(sections[section]) - set(plain[section])
             marks.update({(section, key): f"preset {name}" for key in added})
-        plain[section] = found[section]
+        plain[section] = sections[section]
 
 
 def dump(config: Config) -> str:

@@ -43,17 +43,17 @@ def build(spec: Any, registry: Registry, where: str | Place = "", **context: Any
     function with its options bound. ``context`` are arguments supplied by code. Raises UserError
     naming every option that is wrong."""
     problems: list[str] = []
-    found = resolve(spec, registry, Place.of(where), problems, context)
+    resolved = resolve(spec, registry, Place.of(where), problems, context)
     raise_all(problems)
-    return construct(found, **context)
+    return construct(resolved, **context)
 
 
 def build_dataclass(cls: type, mapping: Any, where: str | Place = "") -> Any:
     """An instance of a dataclass from a mapping of its fields."""
     problems: list[str] = []
-    found = resolve_call(cls, mapping, Place.of(where), problems)
+    resolved = resolve_call(cls, mapping, Place.of(where), problems)
     raise_all(problems)
-    return construct(found)
+    return construct(resolved)
 
 
 def build_rewards(
@@ -68,21 +68,21 @@ def build_rewards(
     can be used twice.
     """
     problems: list[str] = []
-    found = resolve_rewards(spec, registry, Place.of(where), problems)
+    entries = resolve_rewards(spec, registry, Place.of(where), problems)
     raise_all(problems)
-    return {name: Weighted(_handled(name, one), one.weight) for name, one in found.items()}
+    return {name: Weighted(_handled(name, entry), entry.weight) for name, entry in entries.items()}
 
 
-def _handled(name: str, one: Chosen) -> Callable:
+def _handled(name: str, entry: Chosen) -> Callable:
     """The reward, with what is done around it if anything is asked for."""
-    reward = construct(one.reward)
-    handling = construct(one.handling)
+    reward = construct(entry.reward)
+    handling = construct(entry.handling)
     if handling == Handling():
         return reward
     try:
-        return Handled(reward, handling, name, identity(one.reward))
+        return Handled(reward, handling, name, identity(entry.reward))
     except UserError as error:
-        raise UserError(one.handling.place.say(str(error))) from error
+        raise UserError(entry.handling.place.say(str(error))) from error
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,12 @@ def resolve_rewards(
     if not isinstance(spec, Mapping):
         problems.append(place.say(f"expected rewards, {{name: weight}}, got {show(spec)}"))
         return {}
-    found = {}
+    entries = {}
     for name, chosen in spec.items():
-        one = _resolve_reward(name, chosen, registry, place, problems)
-        if one is not None:
-            found[name] = one
-    return found
+        entry = _resolve_reward(name, chosen, registry, place, problems)
+        if entry is not None:
+            entries[name] = entry
+    return entries
 
 
 def _resolve_reward(
@@ -153,11 +153,13 @@ def _split_options(
 ) -> tuple[Any, Any]:
     """The reward with its own options, and ``Handling`` with those that every reward has."""
     try:
-        own = options(registry.find(use))
+        reward_options = options(registry.find(use))
     except Exception:  # what is wrong with it is said below
-        own = {}
+        reward_options = {}
     common = [
-        field.name for field in fields(Handling) if field.name in chosen and field.name not in own
+        field.name
+        for field in fields(Handling)
+        if field.name in chosen and field.name not in reward_options
     ]
     handling = resolve_call(Handling, {key: chosen.pop(key) for key in common}, place, problems)
     return resolve_named(use, chosen, registry, place, problems), handling

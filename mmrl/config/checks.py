@@ -13,6 +13,7 @@ from mmrl.config.needs import missing_fields, without_gradient, wrong_media
 from mmrl.config.options import (
     EvaluateOptions,
     TrainOptions,
+    capabilities_of,
     impossible,
     unsuited,
     unsupported_options,
@@ -58,17 +59,17 @@ def check(
     entries: dict[str, Resolved] = {}
     objective = None
     for section, registry in PLUGGED.items():
-        given = supplied.get(section, ())
-        found = resolve(config[section], registry, config.place((section,)), problems, given)
-        if isinstance(found, Resolved):
-            if _cheap(found.entry) and not given:
+        from_code = supplied.get(section, ())
+        resolved = resolve(config[section], registry, config.place((section,)), problems, from_code)
+        if isinstance(resolved, Resolved):
+            if _cheap(resolved.entry) and not from_code:
                 # plain values: their own checks cost nothing
-                made = _try(problems, construct, found)
-                objective = made if section == "objective" else objective
-            entries[section] = found
-        problems += _missing_files(found)
+                plug_in = _try(problems, construct, resolved)
+                objective = plug_in if section == "objective" else objective
+            entries[section] = resolved
+        problems += _missing_files(resolved)
     problems += _unsuited(entries)
-    named = {section: found.entry for section, found in entries.items()}
+    named = {section: resolved.entry for section, resolved in entries.items()}
     _rewards(config, config["reward"], ("reward",), problems, named)
     for section, cls in (dataclasses or plain_sections()).items():
         options = resolve_call(
@@ -126,7 +127,8 @@ def _whole_answers(objective: Resolved, policy: Resolved) -> str | None:
     if not isinstance(surrogate, Resolved) or not getattr(surrogate.entry, "whole_rows", False):
         return None
     # whose estimator decides
-    if getattr(policy.entry, "one_pass", True) or objective.entry.needs == "masked":
+    can = capabilities_of(policy.entry)
+    if can is None or can.one_pass or objective.entry.needs == "masked":
         return None
     return (
         f"the surrogate {surrogate.entry.__name__} compares whole answers, whose tokens the policy "
@@ -157,19 +159,19 @@ def _rewards(
     entries: Mapping[str, Callable],
 ) -> None:
     place = config.place(path)
-    found = resolve_rewards(spec, REWARDS, place, problems)
-    for one in found.values():
-        problems += _missing_files(one.reward)
-    chosen = {name: one.reward.entry for name, one in found.items()}
+    weighted = resolve_rewards(spec, REWARDS, place, problems)
+    for entry in weighted.values():
+        problems += _missing_files(entry.reward)
+    chosen = {name: entry.reward.entry for name, entry in weighted.items()}
     unfit = [*wrong_media(chosen, entries.get("policy"))]
     if fields := getattr(entries.get("data"), "fields", ()):
         unfit += missing_fields(chosen, fields)
     # those that hold others say it when built
     if path == ("reward",) and hasattr(entries.get("objective"), "attach"):
         plain = {
-            name: one
-            for name, one in found.items()
-            if one.weight and not _holds(one.reward.options)
+            name: entry
+            for name, entry in weighted.items()
+            if entry.weight and not _holds(entry.reward.options)
         }
         unfit += without_gradient({name: chosen[name] for name in plain})
     problems += [

@@ -45,8 +45,10 @@ def _file(name: str | Path) -> str:
     it."""
     path = Path(str(name)).expanduser()
     try:
-        found = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
-        return "".join(f" <{one.name} {_content(one)}>" for one in found[:1000] if one.is_file())
+        files = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
+        return "".join(
+            f" <{file.name} {_content(file)}>" for file in files[:1000] if file.is_file()
+        )
     except (OSError, ValueError):
         return ""
 

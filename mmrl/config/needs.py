@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from mmrl.config.options import capabilities_of
 from rewards.card import card_of
 
 SHOWN = 8  # fields of the data named in a message
@@ -13,18 +14,19 @@ SHOWN = 8  # fields of the data named in a message
 def wrong_media(rewards: Mapping[str, Callable], policy: Callable) -> Iterator[tuple[str, str]]:
     """(reward, sentence) for rewards that do not judge what the policy makes.
 
-    ``policy``: the class or the object; its ``makes`` is "image", "video" or "text", None where it
-    cannot say.
+    ``policy``: the class or the object; its capability ``makes`` is "image", "video" or "text",
+    None where it cannot say.
     """
-    made = getattr(policy, "makes", None)
+    can = capabilities_of(policy)
+    makes = None if can is None else can.makes
     for name, reward in rewards.items():
         media = card_of(reward).media
-        if made is not None and made not in media:
+        if makes is not None and makes not in media:
             yield (
                 name,
                 (
-                    f"it judges {' or '.join(media)}, but the policy makes {made}; use a "
-                    f"reward of {made}s"
+                    f"it judges {' or '.join(media)}, but the policy makes {makes}; use a "
+                    f"reward of {makes}s"
                 ),
             )
 
@@ -72,8 +74,8 @@ def missing_values(
                 )
 
 
-def _sentence(field: str, lack: str, there: Collection[str]) -> str:
-    known = ", ".join(list(there)[:SHOWN]) or "nothing"
+def _sentence(field: str, lack: str, fields: Collection[str]) -> str:
+    known = ", ".join(list(fields)[:SHOWN]) or "nothing"
     return (
         f"it needs the field {field!r} of every prompt, but {lack} (fields there: "
         f"{known}); add it to the data, "

@@ -129,17 +129,23 @@ KINDS = {  # what an objective may need, by its class attribute ``needs``
 }
 
 
+def capabilities_of(policy: Any) -> Any | None:
+    """Look up the ``mmrl.policies.capabilities.Capabilities`` of a policy (an object or a class);
+    None of a function that makes one, which cannot say."""
+    return getattr(policy, "capabilities", None)
+
+
 def unsuited(objective: type, policy: Any) -> str | None:
     """Why an objective cannot train a policy (an object, a class or what makes one); None if it
     can, or if one of the two does not say what it needs or is."""
     needs = getattr(objective, "needs", "")
-    decisions = getattr(policy, "decisions", "")
-    if not needs or not decisions:
+    can = capabilities_of(policy)
+    if not needs or can is None:
         return None
-    has = {decisions}
-    if decisions == "categorical":
-        has |= {"masked"} if hasattr(policy, "corrupted") else set()
-        has |= {"one pass"} if getattr(policy, "one_pass", True) else set()
+    has = {can.decisions}
+    if can.decisions == "categorical":
+        has |= {"masked"} if can.remaskable else set()
+        has |= {"one pass"} if can.one_pass else set()
     if needs in has:
         return None
     name = getattr(policy, "__name__", type(policy).__name__)
@@ -152,13 +158,14 @@ def unsupported_options(train: TrainOptions, policy: Any) -> Iterator[str]:
     """Sentences about options of ``train`` that a policy (an object, a class or what makes one)
     cannot take."""
     name = getattr(policy, "__name__", type(policy).__name__)
-    if not getattr(policy, "decisions", ""):
+    can = capabilities_of(policy)
+    if can is None:
         return  # it does not say what it is
-    if train.ground_truth_rollout is not None and not hasattr(policy, "truth"):
+    if train.ground_truth_rollout is not None and not can.ground_truth:
         yield f"train.ground_truth_rollout: {name} takes no answers of others; it is for vlm"
-    if train.replay_buffer is not None and not hasattr(policy, "recall"):
+    if train.replay_buffer is not None and not can.replay:
         yield f"train.replay_buffer: {name} cannot be shown old answers again; it is for vlm"
-    if train.max_new_tokens_schedule and not hasattr(policy, "limit"):
+    if train.max_new_tokens_schedule and not can.max_new_tokens:
         yield (
             f"train.max_new_tokens_schedule: {name} writes no answers whose length could "
             f"change; it is for vlm"
@@ -229,12 +236,12 @@ def impossible(train: TrainOptions, processes: int = 1) -> Iterator[str]:
         near = _nearest(
             min(train.train_batch_size, rows), processes, lambda n: n <= rows and rows % n == 0
         )
-        made = (
+        samples = (
             f"{rows} samples (train.prompts_per_iteration {train.prompts_per_iteration} x "
             f"train.group_size {train.group_size})"
         )
         yield (
-            f"train.train_batch_size {train.train_batch_size} does not divide the {made} "
+            f"train.train_batch_size {train.train_batch_size} does not divide the {samples} "
             f"of an iteration: "
             f"use {near}"
         )
@@ -256,15 +263,15 @@ def impossible(train: TrainOptions, processes: int = 1) -> Iterator[str]:
         )
 
 
-def _nearest(wanted: int, multiple: int, fits) -> str:
+def _nearest(size: int, multiple: int, fits) -> str:
     """The multiples of ``multiple`` nearest to ``wanted`` that fit, below and above."""
-    first = wanted // multiple * multiple
+    first = size // multiple * multiple
     below = (
         n for n in range(first, max(0, first - 100_000 * multiple), -multiple) if n > 0 and fits(n)
     )
     above = (n for n in range(first + multiple, first + 100_000 * multiple, multiple) if fits(n))
-    found = [n for n in (next(below, None), next(above, None)) if n]
-    return " or ".join(map(str, found)) or f"a multiple of {multiple}"
+    nearest = [n for n in (next(below, None), next(above, None)) if n]
+    return " or ".join(map(str, nearest)) or f"a multiple of {multiple}"
 
 
 def _warnings(train: TrainOptions) -> Iterator[str]:

@@ -82,12 +82,12 @@ def _set(plain: dict[Any, Any], keys: Sequence[str], value: Any, source: str) ->
     """Walk to the parent, opening ``name`` into ``{name: {}}`` and skipping a section's only name;
     then set."""
     path: list[str] = []
-    here = plain
+    mapping = plain
     rest = list(keys)
     while len(rest) > 1:
         key = rest.pop(0)
         path.append(key)
-        inner = here.get(key)
+        inner = mapping.get(key)
         if isinstance(inner, str):
             inner = {inner: {}}
         elif inner is None:
@@ -99,8 +99,8 @@ def _set(plain: dict[Any, Any], keys: Sequence[str], value: Any, source: str) ->
                 f"{source}: {'.'.join(path)} is {show(inner)}, which has no "
                 f"{rest[0]!r}; set it as a whole"
             )
-        here[key] = here = inner
+        mapping[key] = mapping = inner
         if rest[0] not in inner and _is_plug_in(inner, path):
             rest.insert(0, next(iter(inner)))  # data.path=x means data.prompts.path=x
-    here[rest[0]] = value
+    mapping[rest[0]] = value
     return (*path, rest[0])

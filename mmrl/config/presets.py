@@ -43,21 +43,25 @@ def _trl() -> dict[str, Sections]:
     bias-corrected k3 if it is on."""
     grpo = {"grpo": {"std": "group", "eps": 1e-4}}
     kl = {"kl": {"weight": 0.0, "form": "k3", "corrected": True}}
-    both = {"clip_low": 0.2, "clip_high": 0.2}
+    clipped = {"clip_low": 0.2, "clip_high": 0.2}
     return {
-        "grpo": _text("ppo", grpo, "seq_mean_token_mean_all", kl, **both),
+        "grpo": _text("ppo", grpo, "seq_mean_token_mean_all", kl, **clipped),
         # TRL's name for a mean over tokens; the advantage of the paper BNPO (Xiao et al. 2025) is
         # another and not here
-        "bnpo": _text("ppo", grpo, "token_mean", kl, **both),
-        "dr_grpo": _text("ppo", grpo, "seq_mean_token_sum_norm", kl, **both),
-        "dapo": _text("ppo", grpo, "token_mean", kl, **both),
+        "bnpo": _text("ppo", grpo, "token_mean", kl, **clipped),
+        "dr_grpo": _text("ppo", grpo, "seq_mean_token_sum_norm", kl, **clipped),
+        "dapo": _text("ppo", grpo, "token_mean", kl, **clipped),
         "sapo": _text("sapo", grpo, "seq_mean_token_mean_all", kl, positive=1.0, negative=1.05),
         "vespo": _text("vespo", grpo, "token_mean", kl, positive=[2.0, 3.0], negative=[3.0, 2.0]),
         "cispo": _text("cispo", grpo, "token_mean", kl, cap=5.0),
-        "gspo": _text("gspo", grpo, "seq_mean_token_mean_all", kl, **both),
-        "luspo": _text("luspo", grpo, "seq_mean_token_mean_all", kl, **both),
+        "gspo": _text("gspo", grpo, "seq_mean_token_mean_all", kl, **clipped),
+        "luspo": _text("luspo", grpo, "seq_mean_token_mean_all", kl, **clipped),
         "rloo": _text(
-            "rloo", "rloo", "every_row", {"kl": {"weight": 0.05, "where": "reward"}}, **both
+            "rloo",
+            "rloo",
+            "seq_mean_token_mean_all",
+            {"kl": {"weight": 0.05, "where": "reward"}},
+            **clipped,
         ),
     }
 
@@ -146,25 +150,29 @@ SURROGATE_TAKERS = ("text", "masked", "unified", "clip_cov")
 def unreached(plain: Mapping[Any, Any], name: str) -> str | None:
     """Say why the preset ``name`` leaves the objective that the configuration has as it was; None
     if it does not."""
-    (wanted,) = PRESETS[name]["objective"]
+    (preset_objective,) = PRESETS[name]["objective"]
     written = plain.get("objective")
     objective = next(iter(written), None) if isinstance(written, Mapping) else written
-    if objective == wanted or not isinstance(objective, str) or _takes(objective, wanted):
+    if (
+        objective == preset_objective
+        or not isinstance(objective, str)
+        or _takes(objective, preset_objective)
+    ):
         return None
     able = (
         (f"{', '.join(SURROGATE_TAKERS)} (for models that write tokens)")
-        if wanted == "text"
-        else wanted
+        if preset_objective == "text"
+        else preset_objective
     )
     return (
-        f"preset {name} says how the objective {wanted} is computed and would leave "
+        f"preset {name} says how the objective {preset_objective} is computed and would leave "
         f"{objective} as it was: write "
         f"objective: {able}; or remove the preset"
     )
 
 
-def _takes(objective: str, wanted: str) -> bool:
-    return wanted == "text" and objective in SURROGATE_TAKERS
+def _takes(objective: str, preset_objective: str) -> bool:
+    return preset_objective == "text" and objective in SURROGATE_TAKERS
 
 
 def filled(plain: Mapping[Any, Any], name: Any) -> dict[Any, Any]:
@@ -172,14 +180,14 @@ def filled(plain: Mapping[Any, Any], name: Any) -> dict[Any, Any]:
     if not isinstance(name, str) or name not in PRESETS:
         raise UserError(f"unknown preset {name!r}; {suggest(str(name), PRESETS)}")
     preset = copy.deepcopy(PRESETS[name])
-    found = dict(plain)
+    sections = dict(plain)
     for section in ("advantage", "objective"):
-        found[section] = _merged(preset[section], plain.get(section))
-    given = plain.get("train")
-    found["train"] = (
-        preset["train"] | given if isinstance(given, Mapping) else given or preset["train"]
+        sections[section] = _merged(preset[section], plain.get(section))
+    train = plain.get("train")
+    sections["train"] = (
+        preset["train"] | train if isinstance(train, Mapping) else train or preset["train"]
     )
-    return found
+    return sections
 
 
 def _merged(preset: Any, given: Any) -> Any:
@@ -190,7 +198,7 @@ def _merged(preset: Any, given: Any) -> Any:
         return preset
     written = {given: {}} if isinstance(given, str) else given
     if isinstance(written, Mapping) and len(written) == 1:
-        (other, chosen) = next(iter(written.items()))
-        if (other == name or _takes(other, name)) and isinstance(chosen or {}, Mapping):
-            return {other: {**options, **(chosen or {})}}
+        (chosen_name, chosen) = next(iter(written.items()))
+        if (chosen_name == name or _takes(chosen_name, name)) and isinstance(chosen or {}, Mapping):
+            return {chosen_name: {**options, **(chosen or {})}}
     return given

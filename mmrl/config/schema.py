@@ -262,8 +262,12 @@ def _annotated(value: Any, kind: Any, place: Place, problems: list[str]) -> Any:
     for registry in metadata:
         if isinstance(registry, Registry):
             return resolve(value, registry, place, problems)
-    found = convert(value, base, place, problems)
-    return _other(found, kind, place, problems) if isinstance(found, (int, float, str)) else found
+    converted = convert(value, base, place, problems)
+    return (
+        _other(converted, kind, place, problems)
+        if isinstance(converted, (int, float, str))
+        else converted
+    )
 
 
 def _literal(value: Any, choices: tuple[Any, ...], place: Place, problems: list[str]) -> Any:
@@ -278,9 +282,9 @@ def _union(value: Any, choices: tuple[Any, ...], place: Place, problems: list[st
     # the value's own type first
     for choice in sorted(choices, key=lambda choice: type(value) is not choice):
         trial: list[str] = []
-        found = convert(value, choice, place, trial)
+        converted = convert(value, choice, place, trial)
         if not trial:
-            return found
+            return converted
         attempts.append((choice, trial))
     alike = [trial for choice, trial in attempts if _alike(value, choice)]
     if len(alike) == 1:

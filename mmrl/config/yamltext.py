@@ -35,7 +35,7 @@ class _Loader(yaml.SafeLoader):
 class _Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers: dict[str, list] = {}
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, value: Any) -> bool:
         return True
 
 
@@ -117,27 +117,27 @@ class _Reader:
         if node.tag != TAG + kind:
             raise self.refuse(node, f"the tag {node.tag} is not allowed; write plain values")
         self.open.add(id(node))
-        found = self.mapping(node, path) if kind == "map" else self.sequence(node, path)
+        inner = self.mapping(node, path) if kind == "map" else self.sequence(node, path)
         self.open.discard(id(node))
-        return found
+        return inner
 
     def sequence(self, node: yaml.SequenceNode, path: tuple[Any, ...]) -> list[Any]:
         return [self.value(item, (*path, i)) for i, item in enumerate(node.value)]
 
     def mapping(self, node: yaml.MappingNode, path: tuple[Any, ...]) -> dict[Any, Any]:
-        found: dict[Any, Any] = {}
+        values: dict[Any, Any] = {}
         for key_node, item in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise self.refuse(key_node, "a key must be a word, not a list or a mapping")
             key = self.scalar(key_node)
-            if key in found:
+            if key in values:
                 first = self.lines[(*path, key)]
                 raise self.refuse(
                     key_node, f"the key {show(key)} is given twice, first in line {first}; keep one"
                 )
             self.lines[(*path, key)] = key_node.start_mark.line + 1
-            found[key] = self.value(item, (*path, key))
-        return found
+            values[key] = self.value(item, (*path, key))
+        return values
 
     def scalar(self, node: yaml.ScalarNode) -> Any:
         tag = node.tag.removeprefix(TAG)

@@ -50,28 +50,30 @@ class Mixed(Curriculum):
     def shares(self, iteration: int) -> dict[str, float]:
         """Of every source that has prompts, in the stage of ``iteration``; they add up to 1."""
         chosen = [weights for start, weights in self.stages if start <= iteration][-1]
-        there = {name: chosen.get(name, 0.0) for name in self.members if chosen.get(name, 0.0) > 0}
-        return {name: weight / sum(there.values()) for name, weight in there.items()}
+        positive = {
+            name: chosen.get(name, 0.0) for name in self.members if chosen.get(name, 0.0) > 0
+        }
+        return {name: weight / sum(positive.values()) for name, weight in positive.items()}
 
     def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
         """Each source goes through its own epochs, however little of an iteration it has."""
         _, taken = self._before(count, iteration)
-        found = []
+        prompts = []
         taken = dict(taken)
         for name in self._turns(count, iteration):
-            own = self.members[name]
-            found.append(own[place(taken.get(name, 0), len(own), seed, name)])
+            member = self.members[name]
+            prompts.append(member[place(taken.get(name, 0), len(member), seed, name)])
             taken[name] = taken.get(name, 0) + 1
-        return found
+        return prompts
 
     def pick(self, u: float, iteration: int) -> Prompt:
         shares = self.shares(iteration)
         names = list(shares)
         ends = list(accumulate(shares.values()))
         at = min(bisect_right(ends, u), len(names) - 1)
-        own = self.members[names[at]]
+        member = self.members[names[at]]
         inside = (u - (ends[at] - shares[names[at]])) / shares[names[at]]
-        return own[min(max(int(inside * len(own)), 0), len(own) - 1)]
+        return member[min(max(int(inside * len(member)), 0), len(member) - 1)]
 
     def over(self, prompts: Sequence[Prompt]) -> Mixed:
         return Mixed(prompts, self.stages)
@@ -100,14 +102,14 @@ class Mixed(Curriculum):
 
 def _advance(credit: dict[str, float], shares: Mapping[str, float], count: int) -> list[str]:
     """``count`` turns, and the credits after them."""
-    found = []
+    names = []
     for _ in range(count):
         for name, share in shares.items():
             credit[name] = credit.get(name, 0.0) + share
         name = max(shares, key=lambda one: credit[one])
         credit[name] -= 1
-        found.append(name)
-    return found
+        names.append(name)
+    return names
 
 
 @DATA.register("mixture")
@@ -131,7 +133,7 @@ class Mixture:
     ):
         if not sources:
             raise UserError("sources is empty; name at least one, {name: {vision: {path: ...}}}")
-        for chosen in [weights or {}, *(own for _, own in stages)]:
+        for chosen in [weights or {}, *(stage_weights for _, stage_weights in stages)]:
             if unknown := set(chosen) - set(sources):
                 raise UserError(
                     f"weights are given for {', '.join(sorted(unknown))}; sources: "
@@ -141,20 +143,22 @@ class Mixture:
         if starts != sorted(set(starts)):
             raise UserError(f"stages begin at iterations {starts}; they must rise")
         if weights is None:
-            weights = {name: float(len(one.train)) for name, one in sources.items()}
+            weights = {name: float(len(source.train)) for name, source in sources.items()}
         stages = stages if starts[:1] == [0] else ((0, weights), *stages)
         self.train = Mixed(_named(sources, "train"), stages)
         self.held_out = _named(sources, "held_out")
 
 
 def _named(sources: Mapping[str, Any], part: str) -> list[Prompt]:
-    for name, one in sources.items():
-        if isinstance(getattr(one, part), Curriculum):
+    for name, source in sources.items():
+        if isinstance(getattr(source, part), Curriculum):
             raise UserError(
                 f"sources.{name}: a mixture is made of plain sources; put replay or hints around it"
             )
     return [
-        {**prompt, "source": name} for name, one in sources.items() for prompt in getattr(one, part)
+        {**prompt, "source": name}
+        for name, source in sources.items()
+        for prompt in getattr(source, part)
     ]
 
 
@@ -171,9 +175,9 @@ class Around(Curriculum):
     def pick(self, u: float, iteration: int) -> Prompt:
         return pick(self.inner, u, iteration)
 
-    def learn(self, found: Sequence[Outcome]) -> None:
+    def learn(self, outcomes: Sequence[Outcome]) -> None:
         if isinstance(self.inner, Curriculum):
-            self.inner.learn(found)
+            self.inner.learn(outcomes)
 
     def state_dict(self) -> dict[str, Any]:
         return self.inner.state_dict() if isinstance(self.inner, Curriculum) else {}
@@ -243,18 +247,18 @@ class Hints:
         """The prompt with ``prefill``, what its answer begins with."""
         left = 1.0 if not self.period else max(0.0, 1 - iteration / self.period)
         whole = pieces(prompt.get(self.field))
-        given = (
+        hints = (
             whole[: min(int(self.share * left * len(whole) + 1e-9), len(whole) - 1)]
             if whole
             else []
         )
-        return {**prompt, "prefill": self.before + "".join(given)} if given else prompt
+        return {**prompt, "prefill": self.before + "".join(hints)} if hints else prompt
 
 
 def pieces(value: Any) -> list[str]:
     """Steps of a list, else lines of a text, else its words and tags; joined they are the whole."""
     if isinstance(value, (list, tuple)):
-        return [f"{one[0] if isinstance(one, (list, tuple)) else one}\n" for one in value]
+        return [f"{step[0] if isinstance(step, (list, tuple)) else step}\n" for step in value]
     text = "" if value is None else str(value)
     lines = text.splitlines(keepends=True)
     return lines if len(lines) > 1 else PIECE.findall(text)
@@ -281,11 +285,11 @@ class Replayed(Around):
     def over(self, prompts: Sequence[Prompt]) -> Replayed:
         return Replayed(_over(self.inner, prompts), self.replay)
 
-    def learn(self, found: Sequence[Outcome]) -> None:
-        super().learn(found)
-        asked = {*self.again, *(one.entry for one in found)}
-        hard = [one.entry for one in found if self.replay.hard(one)]
-        left = [entry for entry in self.waiting if entry not in asked]
+    def learn(self, outcomes: Sequence[Outcome]) -> None:
+        super().learn(outcomes)
+        queued = {*self.again, *(outcome.entry for outcome in outcomes)}
+        hard = [outcome.entry for outcome in outcomes if self.replay.hard(outcome)]
+        left = [entry for entry in self.waiting if entry not in queued]
         self.waiting = [*left, *dict.fromkeys(hard)][-self.replay.size :]
         self.again = []
 
@@ -327,5 +331,5 @@ class Replay:
         self.train = Replayed(_over(of.train, entries), self)
         self.held_out = list(of.held_out)
 
-    def hard(self, one: Outcome) -> bool:
-        return one.mean < self.below or (one.flat and one.mean < self.solved)
+    def hard(self, outcome: Outcome) -> bool:
+        return outcome.mean < self.below or (outcome.flat and outcome.mean < self.solved)

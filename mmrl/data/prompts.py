@@ -47,19 +47,19 @@ class Prompts:
         key: str | None = None,
     ):
         path = Path(path)
-        found = read(_inside(path, "train") if path.is_dir() else path, key)
+        prompts = read(_inside(path, "train") if path.is_dir() else path, key)
         if held_out is None and path.is_dir():
             held_out = _inside(path, "test", required=False)
         if isinstance(held_out, (str, Path)):
-            self.train = found
+            self.train = prompts
             self.held_out = read(Path(held_out), key)
-            if both := len({p["text"] for p in self.train} & {p["text"] for p in self.held_out}):
+            if shared := len({p["text"] for p in self.train} & {p["text"] for p in self.held_out}):
                 warnings.warn(
-                    f"{both} texts of {held_out} are also in {path}: they are not held out",
+                    f"{shared} texts of {held_out} are also in {path}: they are not held out",
                     stacklevel=2,
                 )
         else:
-            self.train, self.held_out = split(found, SPLIT if held_out is None else held_out)
+            self.train, self.held_out = split(prompts, SPLIT if held_out is None else held_out)
 
 
 def split(
@@ -132,7 +132,7 @@ class Curriculum(list[Prompt]):
         """The same, over these of its prompts."""
         raise NotImplementedError
 
-    def learn(self, found: Sequence[Outcome]) -> None:
+    def learn(self, outcomes: Sequence[Outcome]) -> None:
         """Told, alike on all processes, how the groups of an iteration were rewarded."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -159,17 +159,17 @@ def read(path: Path, key: str | None = None) -> list[Prompt]:
             f"{path}: prompts are read from .txt (one a line), .jsonl (one object a "
             f"line) or a folder"
         )
-    found = []
+    prompts = []
     for number, line in enumerate(decoded(path).split("\n"), start=1):
         if line := line.strip():
             try:
-                found.append(readers[path.suffix.lower()](line, key))
+                prompts.append(readers[path.suffix.lower()](line, key))
             except (ValueError, RecursionError) as error:
                 shown = line if len(line) <= 80 else line[:80] + " ..."
                 raise UserError(f"{path}:{number}: {error}\n    {shown}") from error
-    if not found:
+    if not prompts:
         raise UserError(f"{path} holds no prompt: write one a line")
-    return found
+    return prompts
 
 
 def _text_line(line: str, key: str | None) -> Prompt:
@@ -191,9 +191,9 @@ def _json_line(line: str, key: str | None) -> Prompt:
         raise ValueError(f'expected {{"text": "..."}} or a string, got {type(value).__name__}')
     name = key or next((k for k in ("text", "prompt") if k in value), None)
     if name not in value:
-        wanted = repr(key) if key else "'text' or 'prompt'"
+        field = repr(key) if key else "'text' or 'prompt'"
         raise ValueError(
-            f"no key {wanted}; this line has {', '.join(value) or 'none'}; name it "
+            f"no key {field}; this line has {', '.join(value) or 'none'}; name it "
             f"with the option key"
         )
     if not isinstance(value[name], str) or not value[name].strip():
@@ -206,19 +206,19 @@ def _json_line(line: str, key: str | None) -> Prompt:
 def decoded(path: Path) -> str:
     """A whole UTF-8 file. Raises UserError naming the line that is not."""
     try:
-        data = path.read_bytes()
+        content = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: cannot read prompts: {error.strerror}") from error
     try:
-        return data.decode("utf-8-sig")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        number = data.count(b"\n", 0, error.start) + 1
+        number = content.count(b"\n", 0, error.start) + 1
         remedy = (
             f"save it as UTF-8, for instance: iconv -f latin1 -t utf-8 {path.name} > "
             f"utf8{path.suffix}"
         )
         raise UserError(
-            f"{path}:{number}: byte 0x{data[error.start]:02x} is not UTF-8; {remedy}"
+            f"{path}:{number}: byte 0x{content[error.start]:02x} is not UTF-8; {remedy}"
         ) from error
 
 

@@ -16,7 +16,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import OBJECTIVES, POLICIES
 from mmrl.dry_run import costs, published
 from mmrl.dry_run.hollow import Counted, counted, hollow
-from mmrl.policies.base import reading
+from mmrl.policies.base import RolloutContext
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 from mmrl.policies.lora import Lora
 from mmrl.run.build import read
@@ -104,8 +104,8 @@ def _of_folder(report: Report, resolved: Resolved, configuration: configs.Config
         options.get("text_encoder_placement", "offload"),
     )
     tokens = None if unet else costs.tokens_of(policy)
-    with reading(policy, getattr(configuration.build("objective", OBJECTIVES), "reads", "path")):
-        states = len(policy._plan(report.train.group_size, FIXED).kept)
+    reads = getattr(configuration.build("objective", OBJECTIVES), "reads", "path")
+    states = len(policy._plan(report.train.group_size, FIXED, RolloutContext(reads=reads)).stored)
     stored = (
         report.plan.rows_per_process * states * math.prod(shape) * policy.trajectory_dtype.itemsize
     )

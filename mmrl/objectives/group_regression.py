@@ -62,7 +62,7 @@ class _Regression(ABC):
         """[B] from scores and advantages [B]."""
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
-        if getattr(policy, "decisions", "") not in ("", "categorical"):
+        if policy.capabilities.decisions != "categorical":
             raise UserError(
                 f"{type(self).__name__} is an objective of text: "
                 f"{type(policy).__name__} writes none"

@@ -20,10 +20,10 @@ from mmrl.config.options import Count
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ESTIMATORS
 from mmrl.core.types import Point, Rollout
-from mmrl.policies.base import Remaskable
+from mmrl.policies.base import Policy
 from samplers.noise import Rng
 
-Estimator = Callable[[Remaskable, Rollout, Rng], list[Point]]
+Estimator = Callable[[Policy, Rollout, Rng], list[Point]]
 Share = Annotated[float, Gt(0), Le(1)]
 Fields = Literal["uniform", "fading"]
 MOST = 0.999  # the largest rate of MaskGRPO's published code
@@ -31,7 +31,7 @@ MOST = 0.999  # the largest rate of MaskGRPO's published code
 
 @ESTIMATORS.register("trajectory")
 def trajectory(
-    policy: Remaskable, rollout: Rollout, rng: Rng, *, passes: Count | None = None
+    policy: Policy, rollout: Rollout, rng: Rng, *, passes: Count | None = None
 ) -> list[Point]:
     """The passes of the sampler itself: exact. ``passes``: so many random ones of each row,
     weighted T / passes."""
@@ -49,7 +49,7 @@ def trajectory(
 
 
 @ESTIMATORS.register("tracerl")
-def tracerl(policy: Remaskable, rollout: Rollout, rng: Rng, *, shrink: Count = 8) -> list[Point]:
+def tracerl(policy: Policy, rollout: Rollout, rng: Rng, *, shrink: Count = 8) -> list[Point]:
     """Score slices of the stored reveal order, ``shrink`` passes each (TraceRL, Wang et al. 2025).
 
     A slice's tokens are scored where it and all later ones are hidden. With shrink 1 it is
@@ -60,7 +60,7 @@ def tracerl(policy: Remaskable, rollout: Rollout, rng: Rng, *, shrink: Count = 8
 
 @ESTIMATORS.register("d1")
 def d1(
-    policy: Remaskable,
+    policy: Policy,
     rollout: Rollout,
     rng: Rng,
     *,
@@ -80,7 +80,7 @@ def d1(
 
 @ESTIMATORS.register("mask_grpo")
 def mask_grpo(
-    policy: Remaskable,
+    policy: Policy,
     rollout: Rollout,
     rng: Rng,
     *,
@@ -115,7 +115,7 @@ def mask_grpo(
 
 @ESTIMATORS.register("uni_grpo")
 def uni_grpo(
-    policy: Remaskable, rollout: Rollout, rng: Rng, *, updates: Count = 4, draws: Count = 1
+    policy: Policy, rollout: Rollout, rng: Rng, *, updates: Count = 4, draws: Count = 1
 ) -> list[Point]:
     """Average over tokens hidden at random rates (UniGRPO of MMaDA, Yang et al. 2025).
 
@@ -135,7 +135,7 @@ def uni_grpo(
 
 @ESTIMATORS.register("schedule_matched")
 def schedule_matched(
-    policy: Remaskable, rollout: Rollout, rng: Rng, *, passes: Count | None = None
+    policy: Policy, rollout: Rollout, rng: Rng, *, passes: Count | None = None
 ) -> list[Point]:
     """Score tokens hidden at the sampler's own rates k_t, weighted (k_t - k_t+1) / k_t.
 
@@ -143,19 +143,19 @@ def schedule_matched(
     random ones, weighted T / passes."""
     steps = len(policy.rates) - 1
     chosen = range(steps) if passes is None else rng.permutation(steps, step=1)[:passes].tolist()
-    found = []
+    points = []
     for t in chosen:
         now = policy.rates[t].item()
         then = policy.rates[t + 1].item()
         point = policy.at(rollout, _hidden(rng.fold("mask", t), rollout, torch.tensor(now)))
         weight = (now - then) / now * steps / len(chosen)
-        found.append(point.replace(known=rollout.logprob.new_full((len(point), 1), weight)))
-    return found
+        points.append(point.replace(known=rollout.logprob.new_full((len(point), 1), weight)))
+    return points
 
 
 @ESTIMATORS.register("coupled")
 def coupled(
-    policy: Remaskable,
+    policy: Policy,
     rollout: Rollout,
     rng: Rng,
     *,
@@ -166,17 +166,17 @@ def coupled(
     """A random mask and its complement (Gong et al. 2025, DiffuCoder): each pair scores every token
     once."""
     _ascending("coupled", low, high)
-    found = []
+    points = []
     for n in range(draws):
         rate = low + (high - low) * rng.fold("rate", n).uniform(rollout.row_id)
         hide = _hidden(rng.fold("mask", n), rollout, rate)
-        found += [policy.at(rollout, hide), policy.at(rollout, ~hide)]
-    return found
+        points += [policy.at(rollout, hide), policy.at(rollout, ~hide)]
+    return points
 
 
 @ESTIMATORS.register("random")
 def random(
-    policy: Remaskable,
+    policy: Policy,
     rollout: Rollout,
     rng: Rng,
     *,
@@ -195,7 +195,7 @@ def random(
 
 @ESTIMATORS.register("udm_grpo")
 def udm_grpo(
-    policy: Remaskable, rollout: Rollout, rng: Rng, *, starts: Count = 3, window: Count = 3
+    policy: Policy, rollout: Rollout, rng: Rng, *, starts: Count = 3, window: Count = 3
 ) -> list[Point]:
     """UDM-GRPO on masks: finished tokens scored at ``window`` adjacent early rates of the sampler,
     re-noised.
@@ -218,7 +218,7 @@ def udm_grpo(
 
 
 @ESTIMATORS.register("sepo")
-def sepo(policy: Remaskable, rollout: Rollout, rng: Rng) -> list[Point]:
+def sepo(policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
     """SEPO (Zekri and Boulle 2025) on the samples one token away: L passes, so for short samples
     only.
 
@@ -236,12 +236,12 @@ def sepo(policy: Remaskable, rollout: Rollout, rng: Rng) -> list[Point]:
         for i in range(length)
     ]
     with torch.no_grad():
-        size = getattr(policy, "fixed_batch_rows", None) or len(rollout)
-        own = [
+        size = policy.fixed_batch_rows or len(rollout)
+        token_logprobs = [
             torch.cat([policy.dist(p).log_prob(p.target)[:, i] for p in point.split(size)])
             for i, point in enumerate(points)
         ]
-    odds = (-torch.stack(own, 1)).exp()  # [B, L] 1 / q_i
+    odds = (-torch.stack(token_logprobs, 1)).exp()  # [B, L] 1 / q_i
     weight = odds / (1 + (odds - 1).sum(1, keepdim=True))
     return [point.replace(known=weight) for point in points]
 
@@ -266,10 +266,10 @@ def _hidden(rng: Rng, rollout: Rollout, rate: Tensor, field: Fields = "uniform")
     return draw > fading(rate, draw.shape[1]) if field == "fading" else draw < rate.reshape(-1, 1)
 
 
-def _due(policy: Remaskable, rng: Rng, updates: int, draws: int) -> list[int]:
+def _due(policy: Policy, rng: Rng, updates: int, draws: int) -> list[int]:
     """Which ``draws`` of the rates 0 to ``updates`` - 1 this epoch looks at; where there is but
     one, random ones."""
-    epoch = getattr(policy, "epoch", None)
+    epoch = policy.epoch
     if epoch is None:
         return rng.permutation(updates, step=1)[:draws].tolist()
     return [(epoch * draws + i) % updates for i in range(min(draws, updates))]

@@ -18,7 +18,7 @@ from mmrl.objectives.kl import KL
 from mmrl.objectives.mask_estimators import Estimator, several_passes, trajectory
 from mmrl.objectives.surrogates import ppo, sees_whole_rows
 from mmrl.objectives.text import Entropy, Text
-from mmrl.policies.base import Policy, Remaskable
+from mmrl.policies.base import Policy
 from samplers.noise import Rng
 
 WHOLE = (
@@ -55,7 +55,7 @@ class Masked(Text):
         self.snapshots = (*self.snapshots, "old")
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
-        if not isinstance(policy, Remaskable):
+        if not policy.capabilities.remaskable:
             raise UserError(
                 f"the objective masked is for masked diffusion: "
                 f"{type(policy).__name__} hides no tokens"

@@ -83,10 +83,10 @@ def pairs(rollout: Rollout, rng: Rng | None = None) -> Tensor:
     # every transfer waits for the device: one for all whole numbers
     groups, names, alive = torch.stack([rollout.group, rollout.row_id, alive]).cpu()
     every = rollout.advantage[:, -1].cpu()
-    kept = alive.bool()
-    chosen = torch.zeros_like(kept)
-    for group in groups[kept].unique():
-        rows = ((groups == group) & kept).nonzero()[:, 0]
+    trainable = alive.bool()
+    chosen = torch.zeros_like(trainable)
+    for group in groups[trainable].unique():
+        rows = ((groups == group) & trainable).nonzero()[:, 0]
         advantage = every[rows]
         if advantage.max() > advantage.min():
             lower = rows[advantage < advantage.max()]

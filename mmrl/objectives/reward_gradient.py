@@ -130,9 +130,9 @@ class AdjointMatching:
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
         steps = list(steps_of(point))
-        wanted = self._adjoints(policy, point, steps)  # K times [B, *], a_(k + 1)
+        adjoints = self._adjoints(policy, point, steps)  # K times [B, *], a_(k + 1)
         total = 0.0
-        for step, adjoint in zip(steps, wanted):
+        for step, adjoint in zip(steps, adjoints):
             dist = policy.dist(step)
             base = frozen(policy, "ref", step)
             if not (dist.std > 0).all():
@@ -147,15 +147,15 @@ class AdjointMatching:
             reward = rewarded(self.reward, policy, point, end)
             (adjoint,) = torch.autograd.grad(-self.strength * reward.sum(), end)
         observe("reward/differentiated", reward.detach(), point.mask)
-        found = [adjoint]
+        adjoints = [adjoint]
         for step in reversed(steps[1:]):
             with policy.weights.using("ref"), torch.enable_grad():
                 x = step.state.detach().requires_grad_()
                 (adjoint,) = torch.autograd.grad(
                     (policy.dist(step.replace(state=x)).mean * adjoint).sum(), x
                 )
-            found.append(adjoint)
-        return found[::-1]
+            adjoints.append(adjoint)
+        return adjoints[::-1]
 
 
 def whole_paths(rollout: Rollout, last: int | None) -> list[Point]:
@@ -224,10 +224,10 @@ def rewarded(reward: Differentiable | None, policy: Policy, point: Point, sample
         logprob=point.mask.to(sample),
         mask=point.mask,
     )
-    found = reward(policy.decode(rollout), rollout.prompt_per_row())
-    if not found.requires_grad and torch.is_grad_enabled():
+    earned = reward(policy.decode(rollout), rollout.prompt_per_row())
+    if not earned.requires_grad and torch.is_grad_enabled():
         raise UserError(
             "the reward gives no gradient: this objective needs differentiable rewards "
             "(docs/rewards.md says which are)"
         )
-    return found[:, None].to(sample)
+    return earned[:, None].to(sample)

@@ -82,7 +82,7 @@ class Text:
         return self.top_entropy < 1
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
-        if getattr(policy, "decisions", "") not in ("", self.needs):
+        if policy.capabilities.decisions != self.needs:
             raise UserError(
                 f"{type(self).__name__} is an objective of text: "
                 f"{type(policy).__name__} writes none"
@@ -145,28 +145,28 @@ class Text:
         """The rewards, less the KL of every sampled sequence if that is where it goes."""
         if "ref" not in self.snapshots or self.kl.where != "reward":
             return rewards
-        found = rollout.logprob.new_zeros(len(rollout))
-        size = getattr(policy, "fixed_batch_rows", None) or len(rollout)
+        divergence = rollout.logprob.new_zeros(len(rollout))
+        size = policy.fixed_batch_rows or len(rollout)
         for first in range(0, len(rollout), size):
             for point in policy.path(rollout[first : first + size]):
                 gap = point.logprob - frozen(policy, "ref", point).log_prob(point.target)
-                found[first : first + size] += row_sum(gap, point.mask)[:, 0]
+                divergence[first : first + size] += row_sum(gap, point.mask)[:, 0]
         return Rewards(
-            {**rewards, "kl": found}, {**rewards.weights, "kl": -self.kl.at(self.iteration)}
+            {**rewards, "kl": divergence}, {**rewards.weights, "kl": -self.kl.at(self.iteration)}
         )
 
     def adapt(self, iteration: int, metrics: dict[str, float]) -> None:
         """After an iteration: the weight of the KL, and the entropy controller."""
         self.iteration = iteration + 1
         chosen = self.entropy
-        found = metrics.get("entropy", float("nan"))
-        if chosen.target is None or found != found:
+        entropy = metrics.get("entropy", float("nan"))
+        if chosen.target is None or entropy != entropy:
             return
-        low = found < chosen.target
+        low = entropy < chosen.target
         self.controlled = min(
             max(self.controlled + (chosen.step if low else -chosen.step), chosen.low), chosen.high
         )
-        self.bonus = self.controlled if found <= chosen.target else 0.0
+        self.bonus = self.controlled if entropy <= chosen.target else 0.0
         metrics["entropy_weight"] = self.bonus
 
     def state_dict(self) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class Unified(Text):
     ):
         super().__init__(**options)
         chosen = {"text": steer_text, "image": steer_image}
-        self.steered = {kind: one for kind, one in chosen.items() if one is not None}
+        self.steered = {kind: target for kind, target in chosen.items() if target is not None}
         if self.steered and (self.entropy.weight or self.entropy.target):
             raise UserError(
                 "objective.unified: entropy is for all tokens; use it, or steer_text "
@@ -56,17 +56,17 @@ class Unified(Text):
 
     def alpha(self, kind: str) -> float:
         """The weight in force."""
-        one = self.steered[kind]
-        return min(max(math.sinh(self.psi[kind]), -one.most), one.most)
+        target = self.steered[kind]
+        return min(max(math.sinh(self.psi[kind]), -target.most), target.most)
 
     def adapt(self, iteration: int, metrics: dict[str, float]) -> None:
         super().adapt(iteration, metrics)
-        for kind, one in self.steered.items():
-            found = metrics.get(f"entropy/{kind}", math.nan)
-            if found == found:
-                limit = math.asinh(one.most)
+        for kind, steered in self.steered.items():
+            entropy = metrics.get(f"entropy/{kind}", math.nan)
+            if entropy == entropy:
+                limit = math.asinh(steered.most)
                 self.psi[kind] = min(
-                    max(self.psi[kind] + one.rate * (found - one.target), -limit), limit
+                    max(self.psi[kind] + steered.rate * (entropy - steered.target), -limit), limit
                 )
             metrics[f"entropy_weight/{kind}"] = self.alpha(kind)
 
@@ -81,10 +81,12 @@ class Unified(Text):
         with torch.set_grad_enabled(torch.is_grad_enabled() and any(map(self.alpha, self.steered))):
             entropy = self._entropy(dist, point)
         for number, kind in enumerate(("text", "image")):
-            mine = point.mask if point.modality is None else point.mask & (point.modality == number)
+            segment = (
+                point.mask if point.modality is None else point.mask & (point.modality == number)
+            )
             if point.modality is None and kind == "image":
                 continue
-            observe(f"entropy/{kind}", entropy.detach(), mine & point.sampled_mask())
+            observe(f"entropy/{kind}", entropy.detach(), segment & point.sampled_mask())
             if kind in self.steered and self.alpha(kind):
-                loss = loss + self.alpha(kind) * torch.where(mine, entropy, 0.0)
+                loss = loss + self.alpha(kind) * torch.where(segment, entropy, 0.0)
         return loss

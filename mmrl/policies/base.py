@@ -1,12 +1,14 @@
-"""What the rest of the library knows about a generative model."""
+"""The contract of policies: everything that the rest of the library uses of a generative model."""
 
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Gt
@@ -17,65 +19,33 @@ from mmrl.core.distributions import Dist
 from mmrl.core.errors import UserError
 from mmrl.core.types import Media, Point, Prompt, Rollout, tree_map
 from mmrl.core.weights import Weights
+from mmrl.policies.capabilities import Capabilities
 from mmrl.policies.lora import ATTENTION, Lora, add_lora
 from samplers.batching import Attempt, attempts, rows_that_fit
 from samplers.noise import Rng
 
-Medium = Literal["image", "video", "text"]
 Precision = Literal["float32", "bfloat16", "float16", "float64"]
+Reads = Literal["path", "decisions", "sample"]
+LogprobGuidance = Literal["guided", "guided_stopgrad_uncond", "conditional"]
 
 
-class Policy(Protocol):
-    """The contract between a generative model and everything else."""
+@dataclass(frozen=True)
+class RolloutContext:
+    """Tells a rollout what it is for; the default is an iteration like any other."""
 
-    weights: Weights
-
-    def rollout(self, prompts: list[Prompt], copies: int, rng: Rng) -> Rollout:
-        """Answer every prompt ``copies`` times (copies adjacent) and record every decision."""
-
-    def path(self, rollout: Rollout) -> Iterable[Point]:
-        """The recorded decisions, one Point for each kind of forward pass needed to score them."""
-
-    def renoise(
-        self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False
-    ) -> Iterable[Point]:
-        """Fresh states of the forward process that end in the finished samples.
-
-        ``time`` [B] in (0, 1) is how much is noise (None: uniform); ``shared``: the rows of a group
-        share the noise.
-        """
-
-    def dist(self, point: Point) -> Dist:
-        """The policy's distribution over the decisions at a point. The only differentiable
-        method."""
-
-    def decode(self, rollout: Rollout) -> Media:
-        """B images [B, 3, H, W], videos [B, F, 3, H, W] (both in 0..1) or texts, for the rewards to
-        look at."""
+    iteration: int = 0  # of the run: windows of stochastic steps move with it
+    # states of paths that somebody will read: all, those beside decisions, or the sample alone
+    reads: Reads = "path"
+    # writes the right answer to a prompt, which takes the place of one of its group
+    ground_truth: Callable[[Prompt], str | None] | None = None
 
 
-@runtime_checkable
-class Remaskable(Protocol):
-    """A policy of masked diffusion: any of a finished sample's tokens may be hidden again."""
-
-    rates: Tensor  # [T + 1] share of tokens hidden before each pass, and after the last
-
-    def path(self, rollout: Rollout) -> Iterable[Point]: ...
-
-    def at(self, rollout: Rollout, hide: Tensor, score: Tensor | None = None) -> Point:
-        """The state with the tokens ``hide`` [B, L] hidden, to be scored at ``score`` [B, L] (None:
-        at those)."""
-
-    def corrupted(self, cond: Any, share: float, rng: Rng) -> Any:
-        """The conditions with a random share of every prompt's tokens hidden, where the network
-        reads tokens."""
-
-    def dist(self, point: Point) -> Dist: ...
+NO_CONTEXT = RolloutContext()
 
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters that share a learning rate: their own ``lr``, or the optimizer's times
+    """Groups parameters that share a learning rate: their own ``lr``, or the optimizer's times
     ``factor``."""
 
     parameters: list[nn.Parameter]
@@ -84,35 +54,19 @@ class ParameterGroup:
     name: str = "all"
 
 
-class NetPolicy:
-    """A policy around one trained network: adapters, snapshots, and which module a pass goes
-    through.
+class Policy(ABC):
+    """A generative model behind one contract: everything that the rest of the library uses of it.
 
-    ``net`` is the plain module: rollouts and frozen passes use it. ``trained`` is what the trainer
-    got back from accelerate (DDP's wrapper, say): passes with gradients use it. The network stays
-    in eval mode throughout, since dropout would make a score differ from the sample it scores.
+    The model is one trained network. ``net`` is the plain module: rollouts and frozen passes use
+    it. ``trained`` is what the trainer got back from accelerate (DDP's wrapper, say): passes with
+    gradients use it. The network stays in eval mode throughout, since dropout would make a score
+    differ from the sample it scores.
     """
 
-    not_options: tuple[str, ...] = ("net",)
+    capabilities: Capabilities
+    not_options: tuple[str, ...] = ("net",)  # constructor arguments that no configuration sets
     # module-name suffixes of the projections that LoRA adapts
     attention: tuple[str, ...] = ATTENTION
-    # what ``decode`` returns; None: unknown, then no reward is refused for it
-    makes: Medium | None = None
-    iteration: int = 0  # set by the trainer before a rollout
-    # set by the trainer: the pass over the iteration's rows; None: there is only one
-    epoch: int | None = None
-    forwards: int = 0  # rows that went through the network so far
-    # "gaussian" or "categorical": objectives that need the one refuse the other
-    decisions: str = ""
-    notes: tuple[str, ...] = ()  # what a person should know before training, sentences for the log
-    # rows of one prompt share work, so they should share optimizer steps and passes
-    adjacent: bool = False
-    # a pass with gradients recorded that will not be used: not for the trainer's wrapper
-    sampling: bool = False
-    # a pass may leave trained weights out, such as those of a second expert
-    find_unused_parameters: bool = False
-    # rows of a pass that turned out to fit the device's memory; None: no pass was too large
-    most: int | None = None
 
     def __init__(
         self,
@@ -137,15 +91,87 @@ class NetPolicy:
         # rows that fit the budget, measured once
         self.sampling_memory_gib = sampling_memory_gib
         self.fitting = 0
-        self.news: list[str] = []  # sentences for the log that came up on the way
+        self.news: list[str] = []
         self.weights = Weights(net)
 
-    def unused(self, net: nn.Module) -> Iterable[nn.Parameter]:
-        """Parameters that nothing of a pass depends on."""
-        return ()
+    # ----------------------------------------------------------------------------------------------
+    # act: sampling, and scoring what was sampled
+
+    guidance_scale: float | None = None  # of classifier-free guidance; None: it knows none
+    # whether log-probs are those of guided samples; "conditional" leaves guidance out
+    logprob_guidance: LogprobGuidance = "guided"
+    rates: Tensor  # [T + 1] share of tokens hidden before each pass and after the last (remaskable)
+
+    @abstractmethod
+    def rollout(
+        self, prompts: list[Prompt], copies: int, rng: Rng, context: RolloutContext = NO_CONTEXT
+    ) -> Rollout:
+        """Answer every prompt ``copies`` times (copies adjacent) and record every decision."""
+
+    @abstractmethod
+    def path(self, rollout: Rollout) -> Iterable[Point]:
+        """Yield the recorded decisions, one Point for each forward pass needed to score them."""
+
+    def renoise(
+        self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False
+    ) -> Iterator[Point]:
+        """Draw fresh states of the forward process that end in the finished samples; where there is
+        no such process, as in models that write token by token, those of the path.
+
+        ``time`` [B] in (0, 1) is how much is noise (None: uniform); ``shared``: the rows of a group
+        share the noise.
+        """
+        for point in self.path(rollout):
+            yield point.replace(logprob=None)
+
+    @abstractmethod
+    def dist(self, point: Point) -> Dist:
+        """Compute the distribution over the decisions at a point; the only differentiable
+        method."""
+
+    @abstractmethod
+    def decode(self, rollout: Rollout) -> Media:
+        """Turn samples into what rewards look at: B images [B, 3, H, W], videos [B, F, 3, H, W]
+        (both in 0..1) or texts."""
+
+    @contextmanager
+    def evaluating(self, guidance: float | None = None) -> Iterator[None]:
+        """Sample as a user would: a family turns off exploration noise here, and may set its
+        guidance scale."""
+        yield
+
+    def noise(self, stream: Tensor, row: Tensor, step: int) -> Tensor:
+        """Draw once more the noise of step ``step`` of rows [B] (Gaussian decisions)."""
+        raise self._cannot("draws no noise on its path")
+
+    def at(self, rollout: Rollout, hide: Tensor, score: Tensor | None = None) -> Point:
+        """Hide the tokens ``hide`` [B, L] again, to be scored at ``score`` [B, L] (None: at those;
+        remaskable)."""
+        raise self._cannot("hides no tokens")
+
+    def corrupted(self, cond: Any, share: float, rng: Rng) -> Any:
+        """Hide a random share of every prompt's tokens in the conditions, where the network reads
+        tokens (remaskable)."""
+        return cond
+
+    # ----------------------------------------------------------------------------------------------
+    # train: parameters, passes and what they need of memory
+
+    # set by the trainer: the pass over the iteration's rows; None: there is only one
+    epoch: int | None = None
+    # rows of one prompt share work, so they should share optimizer steps and passes
+    adjacent: bool = False
+    # a pass may leave trained weights out, such as those of a second expert
+    find_unused_parameters: bool = False
+    # a pass with gradients recorded that will not be used: not for the trainer's wrapper
+    sampling: bool = False
+    # rows of a pass that turned out to fit the device's memory; None: no pass was too large
+    most: int | None = None
+    # dimensions that a decision's log-prob is summed over
+    summed_dimensions: int = 1
 
     def active(self) -> nn.Module:
-        """The module for this pass."""
+        """Choose the module for this pass."""
         return self.trained if torch.is_grad_enabled() and not self.sampling else self.net
 
     @property
@@ -154,23 +180,22 @@ class NetPolicy:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of latents and log-probs: at least float32, whatever the network computes in."""
+        """Give the type of latents and log-probs: at least float32, whatever the network computes
+        in."""
         return torch.promote_types(next(self.net.parameters()).dtype, torch.float32)
 
-    @contextmanager
-    def evaluating(self, guidance: float | None = None) -> Iterator[None]:
-        """Sample as a user would: a family turns off exploration noise here, and may set its
-        guidance scale."""
-        yield
+    def unused(self, net: nn.Module) -> Iterable[nn.Parameter]:
+        """Name parameters that nothing of a pass depends on."""
+        return ()
 
     def chunk(self, rows: int, forward: Callable[[int], Any]) -> int:
-        """Rows to sample at once, of ``rows``; ``forward(n)`` is one pass of n rows, tried to see
-        what it allocates."""
+        """Choose how many of ``rows`` rows are sampled at once; ``forward(n)`` is one pass of n
+        rows, tried to see what it allocates."""
         if self.sampling_memory_gib is None:
             return min(self.fixed_batch_rows or rows, self.most or rows)
         if not self.fitting:
             try:
-                found = rows_that_fit(
+                fitting = rows_that_fit(
                     forward, int(self.sampling_memory_gib * 2**30), rows, self.device
                 )
             except ValueError as error:
@@ -178,7 +203,7 @@ class NetPolicy:
                     f"policy option sampling_memory_gib = {self.sampling_memory_gib:g} GiB: {error}"
                 ) from error
             # one number of passes on all processes
-            self.fitting = -int(distributed.all_max(torch.tensor(-found)))
+            self.fitting = -int(distributed.all_max(torch.tensor(-fitting)))
         return min(self.fitting, rows, self.most or rows)
 
     def attempts(self, size: int, least: int = 1) -> Iterator[Attempt]:
@@ -207,7 +232,7 @@ class NetPolicy:
             self.shrink(rows)
 
     def shrink(self, rows: int) -> None:
-        """From now on no pass has more than ``rows`` rows."""
+        """Let no pass have more than ``rows`` rows from now on."""
         self.most = rows
         self.news.append(
             f"out of memory: passes now have at most {rows} rows; "
@@ -215,26 +240,12 @@ class NetPolicy:
         )
 
     def padded(self) -> int:
-        """Rows every pass is filled up to; with a memory budget none is."""
+        """Count the rows every pass is filled up to; with a memory budget none is."""
         return 0 if self.sampling_memory_gib is not None else self.fixed_batch_rows or 0
 
     def parameter_groups(self) -> list[ParameterGroup]:
-        """What is trained, by learning rate."""
+        """List what is trained, by learning rate."""
         return [ParameterGroup([p for p in self.net.parameters() if p.requires_grad])]
-
-    def measures(self) -> dict[str, float]:
-        """A family's own curves, of this process and since this was last asked: before and after
-        every iteration."""
-        return {}
-
-    def admit(self, prompts: list[Prompt]) -> list[Prompt]:
-        """Those of a dataset's prompts that this policy can take; one with limits notes what it
-        left out."""
-        return prompts
-
-    def prepare(self, prompts: list[Prompt]) -> None:
-        """Told once, on the device, which prompts will come: a family may encode them and let its
-        encoders go."""
 
     def enable_gradient_checkpointing(self) -> None:
         for name in ("enable_gradient_checkpointing", "gradient_checkpointing_enable"):
@@ -242,14 +253,63 @@ class NetPolicy:
                 return getattr(self.net, name)()
         raise ValueError(f"{type(self.net).__name__} offers no gradient checkpointing")
 
+    # ----------------------------------------------------------------------------------------------
+    # data: prompts, what is known of them, and lengths
+
+    def admit(self, prompts: list[Prompt]) -> list[Prompt]:
+        """Select the prompts of a dataset that this policy can take; one with limits notes what it
+        left out."""
+        return prompts
+
+    def prepare(self, prompts: list[Prompt]) -> None:
+        """Learn once, on the device, which prompts will come: a family may encode them and let its
+        encoders go."""
+        return None
+
+    def recall(self, prompts: list[Prompt]) -> tuple[Any, list[Prompt]]:
+        """Encode prompts again for answers of earlier iterations: their conditions, and the prompts
+        as ``rollout`` returns them (replay)."""
+        raise self._cannot("cannot be shown old answers again")
+
+    def set_max_new_tokens(self, tokens: int) -> None:
+        """Let answers have at most so many tokens from now on (max_new_tokens)."""
+        raise self._cannot("writes no answers whose length could change")
+
+    # ----------------------------------------------------------------------------------------------
+    # report: what a person is told, and what is written
+
+    notes: tuple[str, ...] = ()  # what a person should know before training, sentences for the log
+    news: list[str]  # sentences for the log that came up on the way
+    forwards: int = 0  # rows that went through the network so far
+
+    def measures(self) -> dict[str, float]:
+        """Report a family's own curves, of this process and since this was last called: before and
+        after every iteration."""
+        return {}
+
+    def export(self, folder: Path) -> None:
+        """Write the trained weights in the format of the model's own library."""
+        raise self._cannot("cannot be exported")
+
+    def _cannot(self, why: str) -> UserError:
+        return UserError(f"{type(self).__name__} {why}")
+
+
+def rows_and_groups(
+    prompts: list[Prompt], copies: int, rng: Rng, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Name the rows [B] that answer prompts, copies adjacent, and number the prompt of each [B]."""
+    row = rng.rows(len(prompts), copies).to(device)
+    return row, torch.arange(len(prompts), device=device).repeat_interleave(copies)
+
 
 def rows_of(cond: Any, group: Tensor) -> Any:
-    """The condition of every row [B, *] out of the condition of every prompt [P, *]."""
+    """Gather the condition of every row [B, *] out of the condition of every prompt [P, *]."""
     return tree_map(lambda tensor: tensor[group], cond)
 
 
 def first_of_group(rollout: Rollout) -> Tensor:
-    """[B] long: the name of the first row of each row's group that is here, by which a group shares
+    """Name the first row of each row's group that is present, [B] long, by which a group shares
     noise."""
     # without prompts the device must be asked
     count = len(rollout.prompts) or int(rollout.group.max()) + 1
@@ -258,33 +318,19 @@ def first_of_group(rollout: Rollout) -> Tensor:
 
 
 @contextmanager
-def reading(policy: Any, what: str) -> Iterator[None]:
-    """Only these states of a rollout's path will be read: "path" (all), "decisions" or "sample".
-    Policies without paths do not mind."""
-    if not hasattr(policy, "reads"):
-        yield
-        return
-    before = policy.reads
-    policy.reads = what
-    try:
-        yield
-    finally:
-        policy.reads = before
-
-
-@contextmanager
 def at_guidance(policy: Any, guidance: float | None) -> Iterator[None]:
-    """The policy at another classifier-free guidance scale; None: at its own."""
-    kept = policy.guidance_scale
-    policy.guidance_scale = kept if guidance is None else guidance
+    """Set another classifier-free guidance scale inside; None: the policy's own."""
+    before = policy.guidance_scale
+    policy.guidance_scale = before if guidance is None else guidance
     try:
         yield
     finally:
-        policy.guidance_scale = kept
+        policy.guidance_scale = before
 
 
 def warn_of_mismatch(logp_dist: str, guidance: float) -> None:
-    """Scores without the guidance that sampled are not those of the sampled distribution."""
+    """Warn where scores leave out the guidance that samples are drawn with: they are those of
+    another distribution."""
     if logp_dist == "conditional" and guidance != 1:
         warnings.warn(
             f"logprob_guidance conditional: samples are drawn with guidance {guidance:g} and "

@@ -65,7 +65,7 @@ def add_lora(net: nn.Module, lora: Lora, attention: Sequence[str] = ATTENTION) -
 
 @torch.no_grad()
 def merged(net: nn.Module) -> dict[str, Tensor]:
-    """The weights with the adapters added to them, under the names they have in a model without."""
+    """Add the adapters to the weights, under the names they have in a model without."""
     state = {name: value for name, value in net.state_dict().items() if "lora_" not in name}
     for name, module in net.named_modules():
         if hasattr(module, "get_delta_weight"):
@@ -74,6 +74,21 @@ def merged(net: nn.Module) -> dict[str, Tensor]:
                 weight.dtype
             )
     return {name.replace(".base_layer.", "."): value for name, value in state.items()}
+
+
+def ending_like(names: Sequence[str], ends: Sequence[str] | None, part: str) -> list[str]:
+    """Pick the linear layers ``names`` of a part that end like one of ``ends`` (None: all).
+    UserError where none does."""
+    matches = [
+        name
+        for name in names
+        if ends is None or any(f".{name}".endswith(f".{end}") for end in ends)
+    ]
+    if not matches:
+        raise UserError(
+            f"lora.targets match no module of the {part}; its linear layers: {list(names[:8])} ..."
+        )
+    return matches
 
 
 def _present(net: nn.Module, targets: Sequence[str]) -> list[str]:

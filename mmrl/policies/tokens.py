@@ -1,80 +1,136 @@
-"""Token models: a decision is a categorical draw. Causal and masked models differ in ``order``
-only.
+"""What all token models share: a decision is a categorical draw.
 
-``order`` [B, T] is the pass that committed each token; a state at pass k shows the tokens of
-earlier passes and hides the rest. A family says how to encode a prompt and how to get logits.
+The recorded path, guidance of the score, the pass that every process makes, and distributions over
+large vocabularies, which are computed where somebody asks for them.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mmrl.core import distributed
 from mmrl.core.distributions import Categorical
+from mmrl.core.host import on_host, selected, spread
 from mmrl.core.types import Media, Point, Prompt, Rollout
-from mmrl.policies.base import NetPolicy, first_of_group, rows_of
+from mmrl.policies.base import (
+    NO_CONTEXT,
+    Policy,
+    RolloutContext,
+    at_guidance,
+    rows_and_groups,
+    rows_of,
+)
+from mmrl.policies.capabilities import Capabilities
+from mmrl.policies.scores import Scored
 from samplers.batching import at_width, chunks
 from samplers.noise import Rng
+from samplers.warp import Warp
 
 
-class TokenPolicy(NetPolicy, ABC):
-    """``length`` tokens a sample, committed in ``passes`` passes; ``mask_id`` stands for a hidden
-    token."""
+class TokenPolicy(Policy):
+    """A policy whose decisions are tokens. One pass scores all tokens of a row, unless a family
+    says otherwise."""
+
+    capabilities = Capabilities("categorical")
+    entropies: bool = False  # computed with every scoring pass, from the first that was asked for
+
+    def path(self, rollout: Rollout) -> Iterator[Point]:
+        yield Point(
+            group=rollout.group,
+            cond=rollout.cond,
+            row_id=rollout.row_id,
+            state=rollout.sample,
+            target=rollout.sample,
+            mask=rollout.mask,
+            logprob=rollout.logprob,
+            advantage=rollout.advantage,
+            num_decisions=rollout.mask.sum(1),
+            sampler_logprob=rollout.sampler_logprob,
+            is_ground_truth=rollout.is_ground_truth,
+            is_replayed=rollout.is_replayed,
+        )
+
+    @contextmanager
+    def evaluating(self, guidance: float | None = None) -> Iterator[None]:
+        """Sample as in training, at another guidance scale if given: the likeliest image is not a
+        good one."""
+        with at_guidance(self, guidance):
+            yield
+
+    def scored_guidance(self, point: Point) -> float:
+        """Choose the guidance scale of a point's log-probs; 1 leaves guidance out."""
+        if point.guidance is not None:
+            return point.guidance
+        return 1.0 if self.logprob_guidance == "conditional" else self.guidance_scale
+
+    def any_process(self, working: bool) -> bool:
+        """Tell whether any process still works, where all must make equally many passes."""
+        return bool(distributed.all_max(torch.tensor(float(working), device=self.device)))
+
+
+class LogitsPolicy(TokenPolicy):
+    """A policy of ``length`` tokens a sample, whose family says how to encode a prompt and how to
+    get logits; ``mask_id`` stands for a token that is not there yet."""
 
     not_options = ("net", "length", "mask_id")
-    decisions = "categorical"
-    one_pass = False  # one forward pass scores all tokens of an answer
 
-    def __init__(
-        self, net: nn.Module, length: int, mask_id: int, passes: int | None = None, **options: Any
-    ):
+    def __init__(self, net: nn.Module, length: int, mask_id: int, **options: Any):
         super().__init__(net, **options)
         self.length = length
         self.mask_id = mask_id
-        self.passes = passes or length
 
     @abstractmethod
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
-        """Nest of tensors [P, *]."""
+        """Encode prompts to a nest of tensors [P, *]; with guidance those of the empty prompt, [1,
+        *], under ``uncond``."""
 
     @abstractmethod
     def logits(self, ids: Tensor, cond: dict[str, Any]) -> Tensor:
-        """[B, T, V] for ids [B, T] with hidden tokens, under conditions [B, *]."""
-
-    @abstractmethod
-    def commit(self, step: int, dist: Categorical, ids: Tensor, hidden: Tensor) -> Tensor:
-        """[B, T] bool: which hidden positions become final in this pass."""
+        """Compute [B, L, V] for ids [B, L] with hidden tokens, under conditions [B, *]."""
 
     def decode(self, rollout: Rollout) -> Media:
         return rollout.sample
 
-    def rollout(self, prompts: list[Prompt], copies: int, rng: Rng) -> Rollout:
-        row = rng.rows(len(prompts), copies).to(self.device)
-        group = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)
+    def rollout(
+        self, prompts: list[Prompt], copies: int, rng: Rng, context: RolloutContext = NO_CONTEXT
+    ) -> Rollout:
+        row, group = rows_and_groups(prompts, copies, rng, self.device)
         cond = self.encode(prompts)
         hidden = torch.full((len(row), self.length), self.mask_id, device=self.device)
         size = self.chunk(len(row), lambda n: self._trial(hidden[:n], cond, group[:n]))
-        parts = chunks(len(row), size)
-        return Rollout.cat([self._sample(group[p], row[p], cond, rng) for p in parts]).replace(
-            prompts=tuple(prompts)
-        )
+        parts = [self._sample(group[p], row[p], cond, rng) for p in chunks(len(row), size)]
+        return Rollout.cat(parts).replace(prompts=tuple(prompts))
+
+    @abstractmethod
+    def _sample(self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng) -> Rollout:
+        """Sample the rows named ``row`` [B], all in passes of this many rows."""
+
+    @abstractmethod
+    def _trial(self, ids: Tensor, cond: dict[str, Any], group: Tensor) -> None:
+        """Make one pass of the largest kind, for what it allocates."""
+
+
+class CausalPolicy(LogitsPolicy):
+    """A policy that draws its tokens from left to right by a network of your own."""
+
+    def dist(self, point: Point) -> Categorical:
+        return Categorical(self._forward(point.state, rows_of(point.cond, point.group)))
 
     def _sample(self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng) -> Rollout:
         ids = torch.full((len(row), self.length), self.mask_id, device=row.device)
-        order = torch.full_like(ids, self.passes)
+        order = torch.arange(self.length, device=row.device).expand_as(ids)
         logprob = torch.zeros(ids.shape, dtype=self.dtype, device=row.device)
-        for step in range(self.passes):
+        for step in range(self.length):
             dist = Categorical(self._forward(ids, rows_of(cond, group)))
             draw = dist.sample(rng.uniform(row, (self.length,), step))
-            new = self.commit(step, dist, draw, hidden=order == self.passes)
-            ids = torch.where(new, draw, ids)
-            order = torch.where(new, step, order)
-            logprob = torch.where(new, dist.log_prob(draw), logprob)
-        mask = torch.ones_like(ids, dtype=torch.bool)
+            ids = torch.where(order == step, draw, ids)
+            logprob = torch.where(order == step, dist.log_prob(draw), logprob)
         return Rollout(
             group=group,
             cond=cond,
@@ -82,73 +138,76 @@ class TokenPolicy(NetPolicy, ABC):
             sample=ids,
             logprob=logprob,
             commit_step=order,
-            mask=mask,
+            mask=torch.ones_like(ids, dtype=torch.bool),
         )
-
-    def path(self, rollout: Rollout) -> Iterator[Point]:
-        for step in range(self.passes):
-            yield self._point(
-                rollout, hide=rollout.commit_step >= step, score=rollout.commit_step == step
-            )
-
-    def renoise(
-        self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False
-    ) -> Iterator[Point]:
-        name = first_of_group(rollout) if shared else rollout.row_id
-        rate = rng.uniform(name, (1,), step=0).clamp_min(0.1) if time is None else time[:, None]
-        hide = rng.uniform(name, (self.length,), step=1) < rate
-        yield self._point(rollout, hide, score=hide).replace(logprob=None)
-
-    def dist(self, point: Point) -> Categorical:
-        return Categorical(self._forward(point.state, rows_of(point.cond, point.group)))
-
-    def _trial(self, ids: Tensor, cond: dict[str, Any], group: Tensor) -> None:
-        """One pass of the largest kind, for what it allocates."""
-        self._forward(ids, rows_of(cond, group))
 
     def _forward(self, ids: Tensor, cond: dict[str, Any]) -> Tensor:
         return at_width(self.logits, max(self.padded(), len(ids)), ids, cond)
 
-    def _point(self, rollout: Rollout, hide: Tensor, score: Tensor) -> Point:
-        return Point(
-            group=rollout.group,
-            cond=rollout.cond,
-            row_id=rollout.row_id,
-            target=rollout.sample,
-            mask=rollout.mask & score,
-            state=torch.where(hide, self.mask_id, rollout.sample),
-            num_decisions=rollout.mask.sum(1),
-            logprob=rollout.logprob,
-            advantage=rollout.advantage,
-            sampler_logprob=rollout.sampler_logprob,
+    def _trial(self, ids: Tensor, cond: dict[str, Any], group: Tensor) -> None:
+        self._forward(ids, rows_of(cond, group))
+
+
+class AnswerTokens:
+    """Draws independent categoricals at the L positions of B answers, known through their hidden
+    states [N, H] only.
+
+    ``log_prob`` of the point's own tokens comes with the forward pass; everything else is computed
+    when it is asked for, under the weights of that time. All results are [B, L] and 0 outside
+    ``where``.
+    """
+
+    def __init__(
+        self, policy: TokenPolicy, point: Point, where: Tensor, hidden: Tensor, scored: Scored
+    ):
+        self.policy = policy
+        self.target = point.target
+        self.where = where
+        self.hidden = hidden
+        self.scored = scored
+        self.warp = policy.warp
+        self.snapshot = policy.weights.current
+
+    def log_prob(self, ids: Tensor) -> Tensor:
+        """Compute [B, L] of token ids [B, L] that share their prefixes with the tokens scored."""
+        if ids is self.target or torch.equal(ids, self.target):
+            return self._spread(self.scored.logprob)
+        return self._spread(
+            self._head("rescore", selected(ids, self.where), self.warp, False).logprob
         )
 
+    def entropy(self) -> Tensor:
+        """Compute [B, L] of the warped distribution."""
+        if self.scored.entropy is None:
+            self.policy.entropies = True  # from now on with the forward pass
+            self.scored = self._head("rescore", selected(self.target, self.where), self.warp, True)
+        return self._spread(self.scored.entropy)
 
-class MaskedPolicy(TokenPolicy):
-    """Each pass commits the hidden positions it is most confident of (MaskGIT, Chang et al.
-    2022)."""
+    def kl(self, other_tokens: AnswerTokens) -> Tensor:
+        """Compute KL(self || other) [B, L], exact, over the whole vocabulary.
 
-    def commit(self, step: int, dist: Categorical, ids: Tensor, hidden: Tensor) -> Tensor:
-        keep = self.length * (step + 1) // self.passes - self.length * step // self.passes
-        confidence = dist.log_prob(ids).masked_fill(~hidden, -torch.inf)
-        return torch.zeros_like(hidden).scatter_(1, confidence.topk(keep).indices, True)
+        At the temperature of sampling, but without top-k and top-p: truncated supports differ, and
+        then it is infinite.
+        """
+        whole = Warp(temperature=self.warp.temperature or 1.0, suppressed=self.warp.suppressed)
+        with torch.no_grad():
+            reference = other_tokens._head("full", whole)
+        return self._spread(self._head("kl", reference, whole))
+
+    def _head(self, work: str, *arguments: object) -> Tensor | Scored:
+        """Pass through the head alone, under the weights that made the hidden states."""
+        with self.policy.weights.using(self.snapshot):
+            return self.policy.active()(work, self.hidden, *arguments)
+
+    def _spread(self, values: Tensor) -> Tensor:
+        return spread(values, self.where)
 
 
-class CausalPolicy(TokenPolicy):
-    """Left to right, so one teacher-forced pass scores every decision."""
-
-    one_pass = True
-
-    def commit(self, step: int, dist: Categorical, ids: Tensor, hidden: Tensor) -> Tensor:
-        return (torch.arange(self.length, device=ids.device) == step).expand_as(hidden)
-
-    def path(self, rollout: Rollout) -> Iterator[Point]:
-        nothing = torch.zeros_like(rollout.mask)
-        everything = torch.ones_like(rollout.mask)
-        yield self._point(rollout, hide=nothing, score=everything)
-
-    def renoise(
-        self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False
-    ) -> Iterator[Point]:
-        for point in self.path(rollout):
-            yield point.replace(logprob=None)
+def somewhere(mask: Tensor) -> Tensor:
+    """Return ``mask`` [B, L], or one decision where it holds none: every process makes its passes,
+    also those that train nothing."""
+    if on_host(mask).any():
+        return mask
+    mask = mask.clone()
+    mask[0, 0] = True
+    return mask

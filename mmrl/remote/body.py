@@ -1,5 +1,5 @@
 """The body of a request to a reward server, JSON or multipart, as the ``Parts`` that
-``rewards._wire`` unpacks."""
+``rewards.wire`` unpacks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartParser
 from starlette.requests import Request
 
-from rewards._wire import KINDS, BadInput, Parts, parse_json
+from rewards.wire import KINDS, BadInput, Parts, parse_json
 
 
 async def parts_of(request: Request, body: bytearray) -> Parts:
@@ -28,11 +28,11 @@ async def parts_of(request: Request, body: bytearray) -> Parts:
 
 
 def json_parts(body: bytes) -> Parts:
-    found = parse_json(body, "body")
-    if not isinstance(found, dict):
+    fields = parse_json(body, "body")
+    if not isinstance(fields, dict):
         raise BadInput("body", "expected an object")
-    kind = one_kind(found)
-    media = found[kind]
+    kind = one_kind(fields)
+    media = fields[kind]
     if kind == "tensor":
         media = from_base64(media, kind)
     if kind == "images" and isinstance(media, list):
@@ -43,10 +43,10 @@ def json_parts(body: bytes) -> Parts:
         and all(isinstance(video, list) for video in media)
     ):
         media = [
-            [from_base64(one, f"videos[{i}][{f}]") for f, one in enumerate(v)]
+            [from_base64(frame, f"videos[{i}][{f}]") for f, frame in enumerate(v)]
             for i, v in enumerate(media)
         ]
-    return Parts(found.get("prompts"), media, kind, found.get("rewards"), found.get("marks"))
+    return Parts(fields.get("prompts"), media, kind, fields.get("rewards"), fields.get("marks"))
 
 
 async def multipart_parts(request: Request, body: bytes) -> Parts:
@@ -64,24 +64,24 @@ async def multipart_parts(request: Request, body: bytes) -> Parts:
             request.headers, stream(), max_files=100_000, max_fields=16, max_part_size=len(body)
         )
         form = await parser.parse()
-        found: dict[str, list[bytes]] = {}
+        fields: dict[str, list[bytes]] = {}
         for name, value in form.multi_items():
             content = (
                 await value.read()
                 if isinstance(value, UploadFile)
                 else value.encode("utf-8", "replace")
             )
-            found.setdefault(name, []).append(content)
+            fields.setdefault(name, []).append(content)
         await form.close()
     except Exception as error:  # whatever a parser says of bytes that anyone may have sent
         raise BadInput("body", f"is not multipart/form-data ({type(error).__name__})") from error
     plain = {
-        n: parse_json(found[n][0], n)
+        n: parse_json(fields[n][0], n)
         for n in ("prompts", "rewards", "texts", "marks", "frames")
-        if n in found
+        if n in fields
     }
-    kind = one_kind(found)
-    media: Any = {"texts": plain.get("texts"), "tensor": found[kind][0]}.get(kind, found[kind])
+    kind = one_kind(fields)
+    media: Any = {"texts": plain.get("texts"), "tensor": fields[kind][0]}.get(kind, fields[kind])
     if kind == "videos":
         count = plain.get("frames")
         if type(count) is not int or count < 1 or len(media) % count:
@@ -92,8 +92,8 @@ async def multipart_parts(request: Request, body: bytes) -> Parts:
     return Parts(plain.get("prompts"), media, kind, plain.get("rewards"), plain.get("marks"))
 
 
-def one_kind(found: Mapping[str, Any]) -> str:
-    kinds = [kind for kind in KINDS if kind in found]
+def one_kind(fields: Mapping[str, Any]) -> str:
+    kinds = [kind for kind in KINDS if kind in fields]
     if len(kinds) != 1:
         raise BadInput(
             "body", f"expected one of {', '.join(KINDS)}; got {' and '.join(kinds) or 'none'}"

@@ -33,13 +33,11 @@ class Job:
     prompts: list[Prompt]
     done: Future[Answer] = field(default_factory=Future)
 
-    def like(self, other: Job) -> bool:
+    def like(self, job: Job) -> bool:
         """Can the two be one batch? Pictures of one size, or texts."""
-        if not isinstance(self.media, Tensor) or not isinstance(other.media, Tensor):
-            return not isinstance(self.media, Tensor) and not isinstance(other.media, Tensor)
-        return (
-            self.media.shape[1:] == other.media.shape[1:] and self.media.dtype == other.media.dtype
-        )
+        if not isinstance(self.media, Tensor) or not isinstance(job.media, Tensor):
+            return not isinstance(self.media, Tensor) and not isinstance(job.media, Tensor)
+        return self.media.shape[1:] == job.media.shape[1:] and self.media.dtype == job.media.dtype
 
 
 class Lane:
@@ -90,7 +88,7 @@ class Lane:
         job = self._jobs.get()
         while job is not None:
             batch, job = self._gather(job)
-            self._answer([one for one in batch if one.done.set_running_or_notify_cancel()])
+            self._answer([each for each in batch if each.done.set_running_or_notify_cancel()])
             del batch  # samples are not kept while the lane waits
             job = self._jobs.get() if job is None else job
 

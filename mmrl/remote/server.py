@@ -39,17 +39,17 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     marks = {keys: f"{file}:{line}" for keys, line in lines.items()} | {(): file}
     for override in overrides:
         _override(plain, marks, override)
-    found = Config(plain, file, marks)
+    config = Config(plain, file, marks)
     for key in plain:
         if key not in (*SECTIONS, "serve"):
             raise UserError(
-                found.place((key,)).say(
+                config.place((key,)).say(
                     f"unknown section; {suggest(str(key), (*SECTIONS, 'serve'))}"
                 )
             )
     if plain.get("reward") is None:
         raise UserError(f"{file}: the section 'reward' is missing; {EXAMPLE}")
-    return found
+    return config
 
 
 def _override(plain: dict, marks: dict, override: str) -> None:
@@ -70,18 +70,18 @@ def _override(plain: dict, marks: dict, override: str) -> None:
 def load(path: Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Weighted], ServeOptions]:
     """The rewards, built, and the options, checked first, since a model takes long to load."""
     load_built_in()
-    found = read_config(path, overrides)
-    options = found.section("serve", ServeOptions)
+    config = read_config(path, overrides)
+    options = config.section("serve", ServeOptions)
     if options.host not in LOOPBACK and not (options.token or os.environ.get(TOKEN)):
         raise UserError(
-            f"{found.where('serve')}: serve.host {options.host} can be reached from other "
+            f"{config.where('serve')}: serve.host {options.host} can be reached from other "
             f"machines; "
             f"set a token in the environment variable {TOKEN} (or serve.token)"
         )
-    import_plugins(found)
-    rewards = found.rewards()
+    import_plugins(config)
+    rewards = config.rewards()
     names = short_names(rewards)
-    return {names[name]: one for name, one in rewards.items()}, options
+    return {names[name]: reward for name, reward in rewards.items()}, options
 
 
 def bind(options: ServeOptions) -> socket.socket:
@@ -125,12 +125,12 @@ def serve(path: Path, overrides: Sequence[str] = ()) -> None:
     with bind(options) as sock:
         host, port = sock.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
-        one = server(rewards, options)
+        http_server = server(rewards, options)
         # uvicorn raises them again when it is done: nothing more to do
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _ignore)
         print(f"serving {', '.join(rewards)} on http://{host}:{port}", flush=True)
-        one.run(sockets=[sock])
+        http_server.run(sockets=[sock])
     print("stopped", flush=True)
 
 

@@ -30,8 +30,8 @@ from mmrl.core.registry import describe
 from mmrl.remote.body import parts_of
 from mmrl.remote.lanes import Answer, Lane
 from mmrl.scoring import Handled
-from rewards._wire import BadInput, Limits, check_token, unpack
 from rewards.card import card_of
+from rewards.wire import BadInput, Limits, check_token, unpack
 
 TOKEN = "MMRL_REWARD_TOKEN"
 log = logging.getLogger(__name__)
@@ -95,18 +95,19 @@ class Service:
     def __init__(self, rewards: Mapping[str, Weighted], options: ServeOptions):
         self.options = options
         self.token = check_token(options.token or os.environ.get(TOKEN) or None)
-        self.weights = {name: one.weight for name, one in rewards.items()}
-        self.about = {name: describe_reward(one.reward) for name, one in rewards.items()}
-        for name, one in rewards.items():
-            if (of := card_of(one.reward).of) != "sample":
+        self.weights = {name: reward.weight for name, reward in rewards.items()}
+        self.about = {name: describe_reward(reward.reward) for name, reward in rewards.items()}
+        for name, reward in rewards.items():
+            if (of := card_of(reward.reward).of) != "sample":
                 raise UserError(
                     f"reward {name!r} judges {of}s, and requests hold single samples: "
                     f"it cannot be served"
                 )
-        self.cards = {name: card_in_short(one.reward) for name, one in rewards.items()}
+        self.cards = {name: card_in_short(reward.reward) for name, reward in rewards.items()}
         wait = options.wait_ms / 1000
         self.lanes = {
-            name: Lane(name, one.reward, options.max_batch, wait) for name, one in rewards.items()
+            name: Lane(name, reward.reward, options.max_batch, wait)
+            for name, reward in rewards.items()
         }
         self.requests: Counter[int] = Counter()
         self.inside = 0
@@ -116,10 +117,10 @@ class Service:
             lane.close()
 
     def authenticate(self, request: Request) -> None:
-        given = request.headers.get("authorization", "")
-        wanted = f"Bearer {self.token}"
+        header = request.headers.get("authorization", "")
+        expected = f"Bearer {self.token}"
         if self.token and not hmac.compare_digest(
-            given.encode("utf-8", "replace"), wanted.encode()
+            header.encode("utf-8", "replace"), expected.encode()
         ):
             message = "the token is missing or wrong: send `Authorization: Bearer TOKEN`"
             raise Refusal(401, message, headers={"WWW-Authenticate": "Bearer"})
@@ -170,23 +171,23 @@ class Service:
             raise Refusal(400, "the connection closed before the request was complete") from error
         return body
 
-    def names(self, asked: Any) -> list[str]:
+    def names(self, requested: Any) -> list[str]:
         """The rewards to compute: those asked for, or all."""
-        if asked is None:
+        if requested is None:
             return list(self.lanes)
         if (
-            not isinstance(asked, list)
-            or not asked
-            or not all(isinstance(name, str) for name in asked)
+            not isinstance(requested, list)
+            or not requested
+            or not all(isinstance(name, str) for name in requested)
         ):
             raise BadInput("rewards", "expected a list of names")
-        for name in asked:
+        for name in requested:
             if name not in self.lanes:
                 raise BadInput(
                     "rewards",
                     f"{name[:100]!r} is not served here; {suggest(name[:100], self.lanes)}",
                 )
-        return list(dict.fromkeys(asked))
+        return list(dict.fromkeys(requested))
 
     async def answers(
         self, names: Sequence[str], media: Any, prompts: list[dict]
@@ -194,7 +195,7 @@ class Service:
         futures = [asyncio.wrap_future(self.lanes[name].submit(media, prompts)) for name in names]
         try:
             async with asyncio.timeout(self.options.timeout):
-                found = await asyncio.gather(*futures)
+                answers = await asyncio.gather(*futures)
         except TimeoutError as error:
             raise Refusal(504, f"not scored within {self.options.timeout:g} s") from error
         except UserError as error:  # what the reward says of these samples and prompts
@@ -202,17 +203,20 @@ class Service:
         finally:
             for future in futures:
                 future.cancel()  # those nobody waits for any more need not start
-        return dict(zip(names, found, strict=True))
+        return dict(zip(names, answers, strict=True))
 
-    def answer(self, found: Mapping[str, Answer]) -> dict[str, Any]:
-        failed = {name: int(one.values.isnan().sum()) for name, one in found.items()}
+    def answer(self, answers: Mapping[str, Answer]) -> dict[str, Any]:
+        failed = {name: int(answer.values.isnan().sum()) for name, answer in answers.items()}
         return {
             "rewards": {
-                n: [None if v != v else v for v in one.values.tolist()] for n, one in found.items()
+                n: [None if v != v else v for v in answer.values.tolist()]
+                for n, answer in answers.items()
             },
-            "weights": {name: self.weights[name] for name in found},
+            "weights": {name: self.weights[name] for name in answers},
             "failures": {
-                n: {"count": failed[n], "cause": one.cause} for n, one in found.items() if failed[n]
+                n: {"count": failed[n], "cause": answer.cause}
+                for n, answer in answers.items()
+                if failed[n]
             },
         }
 
@@ -261,12 +265,12 @@ def card_in_short(reward: Any) -> dict[str, Any]:
     """What a client should know of a reward: media, the fields it needs, whether it looks at
     pictures of prompts."""
     # what is inside its handling
-    found = card_of(reward)
+    card = card_of(reward)
     inner = getattr(reward, "reward", reward)
-    pictures = bool({"image", "images"} & set(found.needs)) or bool(
+    pictures = bool({"image", "images"} & set(card.needs)) or bool(
         getattr(inner, "sees_prompts", False)
     )
-    return {"media": list(found.media), "needs": list(found.needs), "pictures": pictures}
+    return {"media": list(card.media), "needs": list(card.needs), "pictures": pictures}
 
 
 def describe_reward(reward: Any) -> str:

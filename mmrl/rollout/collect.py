@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.types import Media, Prompt, Rewards, Rollout
-from mmrl.policies.base import Policy
+from mmrl.policies.base import NO_CONTEXT, Policy, RolloutContext
 from samplers.noise import Rng
 
 EMPTY = "uncond"  # the condition of the empty prompt: one for all
@@ -30,6 +30,7 @@ def draw(
     rng: Rng,
     scorer: Callable,
     parts: int = 1,
+    context: RolloutContext = NO_CONTEXT,
 ) -> tuple[Rollout, Media, Callable[[], Rewards]]:
     """Sample, and return the rollout, its media and a function that waits for the rewards.
 
@@ -38,7 +39,7 @@ def draw(
     """
     parts = min(parts, len(prompts))
     if parts < 2:
-        rollout = policy.rollout(list(prompts), copies, rng)
+        rollout = policy.rollout(list(prompts), copies, rng, context)
         media = policy.decode(rollout)
         return rollout, media, lambda: scored(scorer, media, rollout)
     stream = scorer.stream(len(prompts) * copies)
@@ -46,7 +47,7 @@ def draw(
     decoded = []
     for first, last in pairwise(i * len(prompts) // parts for i in range(parts + 1)):
         part = policy.rollout(
-            list(prompts[first:last]), copies, replace(rng, offset=rng.offset + first)
+            list(prompts[first:last]), copies, replace(rng, offset=rng.offset + first), context
         )
         decoded.append(policy.decode(part))
         done.append(part)

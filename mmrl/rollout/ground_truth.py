@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Prompt
-from mmrl.policies.base import Policy
+from mmrl.policies.base import Policy, RolloutContext
 from mmrl.rollout.stages import Setup, Stage
 
 Writer = Callable[[Prompt], str | None]
@@ -20,22 +20,16 @@ class GroundTruth(Stage):
     """Puts the right answer in the place of one sample of every group
     (``train.ground_truth_rollout``)."""
 
-    def __init__(self, policy: Policy, write: Writer):
-        self.policy = policy
+    def __init__(self, write: Writer):
         self.write = write
 
     @classmethod
     def build(cls, setup: Setup) -> GroundTruth | None:
         name = setup.options.ground_truth_rollout
-        return cls(setup.policy, writer(name, setup.rewards, setup.policy)) if name else None
+        return cls(writer(name, setup.rewards, setup.policy)) if name else None
 
-    @contextmanager
-    def sampling(self) -> Iterator[None]:
-        self.policy.truth = self.write
-        try:
-            yield
-        finally:
-            self.policy.truth = None
+    def context(self, context: RolloutContext) -> RolloutContext:
+        return replace(context, ground_truth=self.write)
 
 
 def writer(name: str, rewards: Mapping[str, Any], policy: Policy) -> Writer:
@@ -45,7 +39,7 @@ def writer(name: str, rewards: Mapping[str, Any], policy: Policy) -> Writer:
     None where the reward cannot say it, or the prompt has none. Raises UserError if the policy
     writes no answers that could be given to it, or the reward knows no right answers.
     """
-    if not hasattr(policy, "truth"):
+    if not policy.capabilities.ground_truth:
         raise UserError(
             f"train.ground_truth_rollout: {type(policy).__name__} takes no answers of "
             f"others; it is for vlm"

@@ -26,10 +26,10 @@ class LengthLimit(Stage):
 
     def begin(self, iteration: int) -> None:
         due = [tokens for start, tokens in self.schedule if start <= iteration]
-        if due and not hasattr(self.policy, "limit"):
+        if due and not self.policy.capabilities.max_new_tokens:
             raise UserError(
                 f"train.max_new_tokens_schedule: {type(self.policy).__name__} writes no answers "
                 f"whose length could change"
             )
         if due:
-            self.policy.limit(due[-1])
+            self.policy.set_max_new_tokens(due[-1])

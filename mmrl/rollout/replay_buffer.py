@@ -73,7 +73,7 @@ class ReplayBuffer(Stage):
         return cls(options, setup.policy, setup.prompts) if options else None
 
     def __post_init__(self) -> None:
-        if not hasattr(self.policy, "recall"):
+        if not self.policy.capabilities.replay:
             raise UserError(
                 f"train.replay_buffer: {type(self.policy).__name__} cannot be shown old answers "
                 f"again; it is for vlm"

@@ -7,7 +7,6 @@ The trainer calls every method of every stage, in the order of registration.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from mmrl.config.options import TrainOptions
 from mmrl.core.registry import STAGES
 from mmrl.core.types import Media, Prompt, Rewards, Rollout
-from mmrl.policies.base import Policy
+from mmrl.policies.base import Policy, RolloutContext
 from mmrl.rollout.collect import joined
 from samplers.noise import Rng
 
@@ -78,9 +77,9 @@ class Stage:
     def begin(self, iteration: int) -> None:
         """Prepare the policy for iteration ``iteration`` (from 0), before anything is sampled."""
 
-    def sampling(self) -> AbstractContextManager[None]:
-        """Return what surrounds every rollout of training."""
-        return nullcontext()
+    def context(self, context: RolloutContext) -> RolloutContext:
+        """Amend what every rollout of the iteration is told."""
+        return context
 
     def observe(self, prompts: Sequence[Prompt], drawn: Drawn) -> None:
         """See what was just sampled for ``prompts``, which are as they stand in the data."""

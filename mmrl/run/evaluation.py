@@ -12,7 +12,7 @@ from torch import Tensor
 from mmrl.config.options import EvaluateOptions
 from mmrl.core import distributed
 from mmrl.core.types import Media, Prompt, Rewards
-from mmrl.policies.base import Policy, reading
+from mmrl.policies.base import Policy, RolloutContext
 from mmrl.run.set_metrics import mean_ap
 from mmrl.scoring import Scorer
 from samplers.noise import Rng
@@ -46,11 +46,11 @@ def sample(
     first = rank * share
     local_prompts = list(prompts[first : first + share])
     rows = len(local_prompts) * copies
-    with policy.evaluating(guidance), reading(policy, "sample"):  # nobody will train on these
+    with policy.evaluating(guidance):
         rng = Rng(Rng.of(seed, "evaluation").key, first)
-        rollout = policy.rollout(
-            [*local_prompts, *[prompts[0]] * (share - len(local_prompts))], copies, rng
-        )
+        padded = [*local_prompts, *[prompts[0]] * (share - len(local_prompts))]
+        # nobody will train on these
+        rollout = policy.rollout(padded, copies, rng, RolloutContext(reads="sample"))
         return policy.decode(rollout)[:rows], rollout.prompt_per_row()[:rows]
 
 

@@ -128,10 +128,9 @@ class Attempt:
         if values.ndim == 2 and self.values.ndim == 1:
             self.values = torch.full((len(self.prompts), values.shape[1]), torch.nan)
         if values.shape[1:] != self.values.shape[1:]:
-            wanted = list(self.values.shape[1:])
+            shape = list(self.values.shape[1:])
             raise UserError(
-                f"reward {self.name!r} returned {list(values.shape[1:])} steps after "
-                f"{wanted} before"
+                f"reward {self.name!r} returned {list(values.shape[1:])} steps after {shape} before"
             )
         self.values[rows] = values
 
@@ -175,11 +174,11 @@ def whole(prompts: Sequence[Prompt], groups: Sequence[int]) -> tuple[list[list[i
     units: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
         units.setdefault(int(group), []).append(row)
-    told = list(prompts)
+    grouped = list(prompts)
     for group, rows in units.items():
         for row in rows:
-            told[row] = {**prompts[row], "group": group}
-    return list(units.values()), told
+            grouped[row] = {**prompts[row], "group": group}
+    return list(units.values()), grouped
 
 
 def as_values(values: object, count: int, name: str, of: Of = "sample") -> Tensor:
@@ -190,39 +189,39 @@ def as_values(values: object, count: int, name: str, of: Of = "sample") -> Tenso
         UserError: another shape, or something that is not real numbers.
     """
     try:
-        found = values.detach() if isinstance(values, Tensor) else torch.as_tensor(values)
+        scores = values.detach() if isinstance(values, Tensor) else torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(
             f"reward {name!r} returned {type(values).__name__} that is not numbers ({error}); "
             f"expected a tensor, array or list of {count} floats, NaN where a sample "
             f"cannot be scored"
         ) from error
-    fits = found.ndim == 2 and len(found) == count if of == "step" else found.shape == (count,)
-    if not fits or found.is_complex():
-        wanted = (
+    fits = scores.ndim == 2 and len(scores) == count if of == "step" else scores.shape == (count,)
+    if not fits or scores.is_complex():
+        expected = (
             f"[B, K] = [{count}, K] real numbers"
             if of == "step"
             else (f"[B] = [{count}] real numbers")
         )
         each = "a row for each sample" if of == "step" else "one per sample"
         raise UserError(
-            f"reward {name!r} returned {found.dtype} of shape {list(found.shape)} for "
+            f"reward {name!r} returned {scores.dtype} of shape {list(scores.shape)} for "
             f"{count} samples; "
-            f"expected {wanted}, {each}"
+            f"expected {expected}, {each}"
         )
-    return found.to("cpu", torch.float32)
+    return scores.to("cpu", torch.float32)
 
 
 def describe(error: Exception) -> Cause:
     """Type, message and place of an exception; the place is the innermost line outside installed
     packages."""
-    found = traceback.extract_tb(error.__traceback__)
-    own = [
+    frames = traceback.extract_tb(error.__traceback__)
+    user_frames = [
         f
-        for f in found
+        for f in frames
         if "site-packages" not in f.filename and not f.filename.startswith((STDLIB, OURS, "<"))
     ]
-    place = (own or list(found))[-1]
+    place = (user_frames or list(frames))[-1]
     where = f"{place.filename}:{place.lineno}"
     return Cause(
         kind=f"{type(error).__name__} at {where}", text=f"{type(error).__name__}: {error} ({where})"

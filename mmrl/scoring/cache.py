@@ -58,25 +58,25 @@ class Cache:
 
     def get(self, keys: Sequence[bytes | None]) -> dict[bytes, Tensor]:
         """What is known of these."""
-        found = {}
+        hits = {}
         for key in keys:
             if key in self.values:
                 self.values.move_to_end(key)
-                found[key] = self.values[key]
+                hits[key] = self.values[key]
         if self.store:
-            more = self.store.get([key for key in keys if key is not None and key not in found])
-            self.remember(more)
-            found |= more
-        self.hits += sum(key in found for key in keys)
-        self.misses += sum(key not in found for key in keys)
-        return found
+            stored = self.store.get([key for key in keys if key is not None and key not in hits])
+            self.remember(stored)
+            hits |= stored
+        self.hits += sum(key in hits for key in keys)
+        self.misses += sum(key not in hits for key in keys)
+        return hits
 
     def put(self, values: Mapping[bytes, Tensor]) -> None:
         # not a view that holds a whole batch
-        kept = {key: value.clone() for key, value in values.items()}
-        self.remember(kept)
+        copies = {key: value.clone() for key, value in values.items()}
+        self.remember(copies)
         if self.store:
-            self.store.put(kept)
+            self.store.put(copies)
 
     def remember(self, values: Mapping[bytes, Tensor]) -> None:
         self.values.update(values)
@@ -111,7 +111,7 @@ class Store:
         return self._do(self._get, keys) or {}
 
     def _get(self, keys: Sequence[bytes]) -> dict[bytes, Tensor]:
-        found = {}
+        values = {}
         now = time.time_ns()
         for key in keys:
             row = self.base.execute(
@@ -119,14 +119,14 @@ class Store:
             ).fetchone()
             if row:
                 shape = [int(n) for n in row[0].split()]
-                found[key] = torch.from_numpy(np.frombuffer(row[1], "<f4").copy()).view(shape)
+                values[key] = torch.from_numpy(np.frombuffer(row[1], "<f4").copy()).view(shape)
         with self.base:
             self.base.execute("begin")
             self.base.executemany(
-                "update scores set used = ? where key = ?", [(now, key) for key in found]
+                "update scores set used = ? where key = ?", [(now, key) for key in values]
             )
             self.base.execute("commit")
-        return found
+        return values
 
     def put(self, values: Mapping[bytes, Tensor]) -> None:
         self._do(self._put, values)
@@ -181,11 +181,11 @@ def feed(digest: Any, value: Any) -> None:
     """Put the content of a value into a hash, with its type, so that no two different ones look
     alike."""
     if isinstance(value, Tensor):
-        data = value.detach().contiguous().cpu()
+        tensor = value.detach().contiguous().cpu()
         _tagged(
             digest,
-            f"tensor {data.dtype} {list(data.shape)}",
-            data.flatten().view(torch.uint8).numpy().data,
+            f"tensor {tensor.dtype} {list(tensor.shape)}",
+            tensor.flatten().view(torch.uint8).numpy().data,
         )
     elif isinstance(value, np.ndarray) and value.dtype != object:
         _tagged(
@@ -219,10 +219,10 @@ def stamp(text: str | Path) -> str:
     if not str(text).startswith("/") or len(str(text)) > 4096 or "\0" in str(text):
         return ""
     try:
-        found = Path(text).stat()
+        status = Path(text).stat()
     except OSError:
         return ""
-    return f"{found.st_size} {found.st_mtime_ns}"
+    return f"{status.st_size} {status.st_mtime_ns}"
 
 
 def _tagged(digest: Any, tag: str, content: Any) -> None:

@@ -20,8 +20,8 @@ from mmrl.core.types import Media, Prompt, Reward
 from mmrl.scoring.attempt import TimedOut, as_values
 from mmrl.scoring.cache import Cache, open_cache
 from mmrl.scoring.worker import Worker
-from rewards._precision import lowered
 from rewards.card import Card, card_of
+from rewards.precision import lowered
 
 DEPTH = 6  # how deep inside a reward's attributes its networks may be
 PLAIN = (str, bytes, int, float, bool, type(None), Tensor, type)
@@ -95,9 +95,9 @@ class Handled:
             if self.cache is None
             else [self.cache.key(media, prompts, unit) for unit in units]
         )
-        found = {} if self.cache is None else self.cache.get(keys)
-        missing = [i for i, key in enumerate(keys) if key not in found]
-        values: dict[int, Tensor] = {i: found[key] for i, key in enumerate(keys) if key in found}
+        cached = {} if self.cache is None else self.cache.get(keys)
+        missing = [i for i, key in enumerate(keys) if key not in cached]
+        values: dict[int, Tensor] = {i: cached[key] for i, key in enumerate(keys) if key in cached}
         for part in packed(missing, units, self.handling.batch_size or len(prompts)):
             rows = [row for i in part for row in units[i]]
             answer = as_values(
@@ -124,15 +124,15 @@ class Handled:
         """
         if self.clock is None:
             return self.placed(media, prompts)
-        asked = self.clock.submit(self.placed, media, prompts)
-        done, _ = wait([asked], self.handling.timeout)
+        future = self.clock.submit(self.placed, media, prompts)
+        done, _ = wait([future], self.handling.timeout)
         if not done:
-            busy = asked.cancel()  # had not begun
+            busy = future.cancel()  # had not begun
             still = "is busy with an earlier call and has given" if busy else "has given"
             raise TimedOut(f"it {still} no answer within {self.handling.timeout:g} s")
-        return asked.result()
+        return future.result()
 
-    def placed(self, media: Media, prompts: list[Prompt], *more: Any) -> Any:
+    def placed(self, media: Media, prompts: list[Prompt], *extra: Any) -> Any:
         """The reward where and as precisely as it should compute. It never sees the policy's
         autocast. ``more``: what a reward of a whole iteration is handed besides."""
         if self.device is not None and isinstance(media, Tensor):
@@ -153,17 +153,17 @@ class Handled:
             torch.no_grad(),
             lowered(place, dtype) if dtype else torch.autocast(place, enabled=False),
         ):
-            return self.reward(media, prompts, *more)
+            return self.reward(media, prompts, *extra)
 
     def units(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """What is asked for and remembered together: single rows, or the rows of a group for a
         reward of groups."""
         if self.card.of != "group":
             return [[row] for row in range(len(prompts))]
-        found: dict[Any, list[int]] = {}
+        rows_of_group: dict[Any, list[int]] = {}
         for row, prompt in enumerate(prompts):
-            found.setdefault(prompt.get("group", 0), []).append(row)
-        return list(found.values())
+            rows_of_group.setdefault(prompt.get("group", 0), []).append(row)
+        return list(rows_of_group.values())
 
     def ordered(self, values: dict[int, Tensor], units: list[list[int]], count: int) -> Tensor:
         steps = {value.shape[1:] for value in values.values()}
@@ -172,10 +172,10 @@ class Handled:
                 f"reward {self.name!r} returned different numbers of steps: "
                 f"{sorted(map(list, steps))}"
             )
-        result = torch.full((count, *next(iter(steps), ())), torch.nan)
+        scores = torch.full((count, *next(iter(steps), ())), torch.nan)
         for i, value in values.items():
-            result[units[i]] = value
-        return result
+            scores[units[i]] = value
+        return scores
 
     @contextmanager
     def resident(self) -> Iterator[None]:
@@ -210,21 +210,21 @@ def checked(device: str, name: str) -> torch.device:
 
 def networks(reward: Any) -> list[nn.Module]:
     """The outermost modules that a reward is, holds in its attributes, or has bound."""
-    found: list[nn.Module] = []
-    seen: set[int] = set()
+    modules: list[nn.Module] = []
+    visited: set[int] = set()
 
     def look(value: Any, depth: int) -> None:
-        if isinstance(value, PLAIN) or id(value) in seen or depth > DEPTH:
+        if isinstance(value, PLAIN) or id(value) in visited or depth > DEPTH:
             return
-        seen.add(id(value))
+        visited.add(id(value))
         if isinstance(value, nn.Module):
-            found.append(value)
+            modules.append(value)
             return
         for inner in held(value):
             look(inner, depth + 1)
 
     look(reward, 0)
-    return found
+    return modules
 
 
 def held(value: Any) -> Iterator[Any]:

@@ -3,6 +3,7 @@ others are scored."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -189,31 +190,31 @@ class Scorer:
     def counters(self) -> dict[str, float]:
         """What rewards count themselves (requests, tokens, costs), ``<reward>/<counter>`` since the
         run began."""
-        own = {
+        methods = {
             name: getattr(handled.reward, "counters", None)
             for name, handled in self.rewards.items()
         }
-        found = {name: counts() for name, counts in own.items() if callable(counts)}
+        numbers = {name: counts() for name, counts in methods.items() if callable(counts)}
         return {
             f"{name}/{key}": number
-            for name, counts in found.items()
+            for name, counts in numbers.items()
             for key, number in counts.items()
         }
 
     def _report(self, name: str, attempt: Attempt) -> None:
         for row, cause in attempt.causes.items():
-            seen = self.failures.setdefault(name, Failures())
-            seen.count += 1
-            seen.cause = cause.text
-            seen.prompt = brief(attempt.prompts[row])
-            if cause.kind not in seen.kinds:
-                seen.kinds.add(cause.kind)
+            failures = self.failures.setdefault(name, Failures())
+            failures.count += 1
+            failures.cause = cause.text
+            failures.prompt = brief(attempt.prompts[row])
+            if cause.kind not in failures.kinds:
+                failures.kinds.add(cause.kind)
                 log.warning(
                     "reward %r could not score a sample, which is left out: %s; prompt: "
                     "%s (shown once for this cause)",
                     name,
-                    seen.cause,
-                    seen.prompt,
+                    failures.cause,
+                    failures.prompt,
                 )
 
 
@@ -257,13 +258,15 @@ class Stream:
         with self._resident:
             # first, on all
             whole = {name: [self.scorer.at_once(name, held)] for name, held in self.whole.items()}
-            for future in (one for done in self.parts.values() for one in done):
+            for future in itertools.chain(*self.parts.values()):
                 # everybody finishes, so that nothing of this batch runs into the next
                 future.exception()
-            found = {name: [one.result() for one in done] for name, done in self.parts.items()}
-        found |= whole
+            scores = {
+                name: [future.result() for future in done] for name, done in self.parts.items()
+            }
+        scores |= whole
         return Rewards(
-            {name: joined(name, found[name]) for name in self.scorer.rewards}, self.scorer.weights
+            {name: joined(name, scores[name]) for name in self.scorer.rewards}, self.scorer.weights
         )
 
 
@@ -298,17 +301,17 @@ def joined(name: str, parts: list[Tensor]) -> Tensor:
 
 def neighbours(prompts: Sequence[Prompt]) -> list[int]:
     """[B] numbers, equal for neighbours with the same prompt."""
-    found = [0] * len(prompts)
+    groups = [0] * len(prompts)
     for row in range(1, len(prompts)):
-        found[row] = found[row - 1] + (not alike(prompts[row - 1], prompts[row]))
-    return found
+        groups[row] = groups[row - 1] + (not alike(prompts[row - 1], prompts[row]))
+    return groups
 
 
-def alike(one: Prompt, other: Prompt) -> bool:
+def alike(first: Prompt, second: Prompt) -> bool:
     """The same object, or equal; what cannot be compared (arrays) is not equal."""
-    if one is other:
+    if first is second:
         return True
     try:
-        return bool(one == other)
+        return bool(first == second)
     except (ValueError, RuntimeError):
         return False

@@ -112,7 +112,7 @@ class Device:
         # needless, all have loaded the weights; and it fails on models with buffers
         if self.sharded:
             self.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
-        if getattr(policy, "find_unused_parameters", False):
+        if policy.find_unused_parameters:
             from accelerate.utils import DistributedDataParallelKwargs
 
             self.accelerator.ddp_handler = DistributedDataParallelKwargs(

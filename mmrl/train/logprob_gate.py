@@ -56,16 +56,15 @@ def tolerance(options: TrainOptions, policy: Any, objective: Any) -> float | Non
     """
     if options.logprob_tolerance != "auto":
         return options.logprob_tolerance
-    if policy.decisions == "gaussian":
-        summed = math.prod(policy.shape) if policy.logprob_reduction == "sum" else 1
-        return min(EXACT * summed, clip_range(objective) / 10)
+    if policy.capabilities.decisions == "gaussian":
+        return min(EXACT * policy.summed_dimensions, clip_range(objective) / 10)
     return TOKENS[rounded(options, policy)] * amplified(policy)
 
 
 def on_average(options: TrainOptions, policy: Any) -> bool:
     """Whether the mean gap is compared and not the largest: in half precision single unlikely
     tokens are far off."""
-    return policy.decisions == "categorical" and rounded(options, policy)
+    return policy.capabilities.decisions == "categorical" and rounded(options, policy)
 
 
 def rounded(options: TrainOptions, policy: Any) -> bool:
@@ -83,7 +82,7 @@ def rescores(options: TrainOptions, policy: Any, steps: int) -> bool:
     """
     if options.recompute_old_logprob != "auto":
         return options.recompute_old_logprob
-    cached = policy.decisions == "categorical" and getattr(policy, "one_pass", True)
+    cached = policy.capabilities.decisions == "categorical" and policy.capabilities.one_pass
     return cached and steps > 1 and rounded(options, policy)
 
 
@@ -106,7 +105,7 @@ def clip_range(objective: Any) -> float:
 def amplified(policy: Any) -> float:
     """By how much guidance enlarges the rounding error of logits: s z_c + (1 - s) z_u, two
     independent errors."""
-    scale = getattr(policy, "guidance_scale", 1.0)
-    if scale == 1 or getattr(policy, "logprob_guidance", "guided") == "conditional":
+    scale = policy.guidance_scale
+    if scale in (None, 1) or policy.logprob_guidance == "conditional":
         return 1.0
     return math.hypot(scale, 1 - scale)

@@ -8,7 +8,6 @@ process, so that only global statistics travel.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -25,7 +24,7 @@ from mmrl.data.prompts import batch as batch_of_prompts
 from mmrl.monitoring.completion_stats import finished
 from mmrl.monitoring.monitors import Monitor, Sampled
 from mmrl.objectives.base import Adaptive, Differentiates, Objective, Revisiting, Shaping
-from mmrl.policies.base import Policy, reading
+from mmrl.policies.base import Policy, RolloutContext
 from mmrl.rollout import collect
 from mmrl.rollout.stages import Drawn, Setup, sampled_only, stages_of
 from mmrl.train.batch import Batch
@@ -105,7 +104,6 @@ class Trainer:
         prompts = batch_of_prompts(
             self.prompts, self.options.prompts_per_iteration, self.iteration, self.options.seed
         )[first : first + self.plan.prompts_per_process]
-        self.policy.iteration = self.iteration
         if isinstance(self.objective, Revisiting):
             rng = self._rng("checkpoints")
             self.objective.revisit(self.policy.weights, self.iteration, rng)
@@ -142,11 +140,11 @@ class Trainer:
 
     def sample(self, prompts: list[Prompt], rng: Rng) -> Drawn:
         """Sample answers to the prompts with the behaviour weights, and score them."""
-        with self.clock.time("rollout"), ExitStack() as around:
-            around.enter_context(self.policy.weights.using(self.objective.behavior_policy))
-            around.enter_context(reading(self.policy, getattr(self.objective, "reads", "path")))
-            for stage in self.stages:
-                around.enter_context(stage.sampling())
+        context = RolloutContext(self.iteration, getattr(self.objective, "reads", "path"))
+        for stage in self.stages:
+            context = stage.context(context)
+        behavior = self.policy.weights.using(self.objective.behavior_policy)
+        with self.clock.time("rollout"), behavior:
             rollout, media, scores = collect.draw(
                 self.policy,
                 prompts,
@@ -154,6 +152,7 @@ class Trainer:
                 rng,
                 self.scorer,
                 self.options.reward_overlap_chunks,
+                context,
             )
         with self.clock.time("reward"), distributed.together():
             rewards = scores()

@@ -68,10 +68,10 @@ def gpus() -> list[str]:
     try:
         import torch
 
-        found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     except Exception:  # a broken driver must not stop a run from describing its machine
         return []
-    return [f"{device.name} ({device.total_memory / 2**30:.1f} GiB)" for device in found]
+    return [f"{device.name} ({device.total_memory / 2**30:.1f} GiB)" for device in devices]
 
 
 def commit() -> str | None:

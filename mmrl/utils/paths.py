@@ -27,12 +27,12 @@ def shipped_configs() -> Path:
 
 def config_names() -> list[str]:
     """Names that ``find_config`` accepts anywhere: ``digits/flow_grpo`` and so on, sorted."""
-    found = set()
+    names = set()
     for root in (Path("configs"), shipped_configs()):
-        found |= {
+        names |= {
             path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.y*ml")
         }
-    return sorted(found)
+    return sorted(names)
 
 
 def find_config(name: str | Path) -> Path:
@@ -54,10 +54,10 @@ def find_config(name: str | Path) -> Path:
                 return path
     if Path(text).is_dir():
         raise UserError(f"{text} is a folder, not a configuration file; {_inside(short)}")
-    wanted = short.removesuffix(".yaml").removesuffix(".yml")
+    stem = short.removesuffix(".yaml").removesuffix(".yml")
     raise UserError(
         f"no configuration {text!r}: no such file, and no shipped configuration; "
-        f"{suggest(wanted, config_names())}"
+        f"{suggest(stem, config_names())}"
     )
 
 

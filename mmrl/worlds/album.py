@@ -64,10 +64,12 @@ def clips(count: int, rng: Rng, split: Split, wobble: float = 0.0) -> Clips:
     follow each other."""
     page = _compose(count, rng, split, Style(1, 3, 12.0, 16.0), CLIP_SIDE, wobble)
     runs = [(a, b) for a in range(FRAMES) for b in range(a + 1, FRAMES + 1) if b - a < FRAMES]
-    seen = [runs[int(v * len(runs))] for v in page.draws[page.owner, page.slot, 9].tolist()]  # [M]
-    first, last = torch.tensor(seen)[:, :, None, None].unbind(1)
+    visible = [
+        runs[int(v * len(runs))] for v in page.draws[page.owner, page.slot, 9].tolist()
+    ]  # [M]
+    first, last = torch.tensor(visible)[:, :, None, None].unbind(1)
     frames = [_painted(page, page.ink * ((first <= now) & (now < last))) for now in range(FRAMES)]
-    spans = iter(seen)
+    spans = iter(visible)
     scenes = [
         {"objects": o, "relation": None, "seen": [next(spans) for _ in o]} for o in page.objects
     ]
@@ -95,8 +97,8 @@ def _compose(count: int, rng: Rng, split: Split, style: Style, side: int, wobble
     owners = []
     objects = []
     for n, (draw, tries) in enumerate(zip(u.tolist(), spots)):
-        asked = style.fewest + int(draw[-1][9] * (style.most - style.fewest + 1))
-        placed = _place(asked, draw, tries, style, side)
+        digits = style.fewest + int(draw[-1][9] * (style.most - style.fewest + 1))
+        placed = _place(digits, draw, tries, style, side)
         objects.append(
             [
                 thing(int(draw[k][0] * 10), list(COLORS)[int(draw[k][1] * len(COLORS))])
@@ -104,8 +106,8 @@ def _compose(count: int, rng: Rng, split: Split, style: Style, side: int, wobble
             ]
         )
         layout += [spot for _, spot in placed]
-        own = [pools[int(draw[k][0] * 10)] for k, _ in placed]
-        which += [pool[int(draw[k][2] * len(pool))] for pool, (k, _) in zip(own, placed)]
+        scans_of_digit = [pools[int(draw[k][0] * 10)] for k, _ in placed]
+        which += [pool[int(draw[k][2] * len(pool))] for pool, (k, _) in zip(scans_of_digit, placed)]
         owners += [(n, k) for k, _ in placed]
     owner, slot = torch.tensor(owners).unbind(1)
     shake = wobble * (2 * u[owner, slot, 6:9] - 1)
@@ -118,12 +120,12 @@ def _compose(count: int, rng: Rng, split: Split, style: Style, side: int, wobble
 
 
 def _place(
-    asked: int, draw, tries, style: Style, side: int
+    digits: int, draw, tries, style: Style, side: int
 ) -> list[tuple[int, tuple[float, float, float]]]:
     """(slot of the draws, (x, y, side)) of every digit that found room; their squares do not
     overlap."""
     placed: list[tuple[int, tuple[float, float, float]]] = []
-    for k in range(asked):
+    for k in range(digits):
         size = style.small + draw[k][3] * (style.large - style.small)
         for x, y in tries[k]:
             spot = (size / 2 + x * (side - size), size / 2 + y * (side - size), size)
@@ -142,9 +144,9 @@ def _painted(page: _Page, ink: Tensor) -> Tensor:
     side = ink.shape[-1]
     colors = torch.tensor([COLORS[item["color"]] for row in page.objects for item in row])  # [M, 3]
     # [M, 3 and coverage, H, W]
-    both = torch.cat([ink[:, None] * colors[:, :, None, None], ink[:, None]], 1)
-    both = torch.zeros(count, 4, side, side).index_add_(0, page.owner, both).clamp(0, 1)
-    images = paper(count, side, page.draws[:, -1]).lerp(both[:, :3], both[:, 3:])
+    layers = torch.cat([ink[:, None] * colors[:, :, None, None], ink[:, None]], 1)
+    layers = torch.zeros(count, 4, side, side).index_add_(0, page.owner, layers).clamp(0, 1)
+    images = paper(count, side, page.draws[:, -1]).lerp(layers[:, :3], layers[:, 3:])
     return (images.clamp(0, 1) * 255).round().byte().movedim(1, -1).contiguous()
 
 

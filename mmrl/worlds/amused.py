@@ -51,8 +51,8 @@ def build_amused(
 @torch.no_grad()
 def embed(models: dict[str, Any], texts: list[str]) -> dict[str, Tensor]:
     """Penultimate hidden states and the projected pooled state, as AmusedPipeline takes them."""
-    out = models["text_encoder"](tokens(models, "", texts), output_hidden_states=True)
-    return {"text": out.hidden_states[-2], "pooled": out.text_embeds}
+    outputs = models["text_encoder"](tokens(models, "", texts), output_hidden_states=True)
+    return {"text": outputs.hidden_states[-2], "pooled": outputs.text_embeds}
 
 
 def new_transformer(codec: LlamaGenVQ, text: Any, recipe: PainterRecipe) -> Any:

@@ -71,15 +71,15 @@ def ask(kind: Ask, scenes: int, part: Part, seed: int = 0, wobble: float = 0.0) 
     """
     rng = Rng.of(seed, "album", kind, part)
     if kind in ("frame", "span"):
-        found = clips(scenes, rng, SCANS[part], wobble)
-        media = [{"video": frames.numpy(), "fps": 1.0} for frames in found.frames]
+        page = clips(scenes, rng, SCANS[part], wobble)
+        media = [{"video": frames.numpy(), "fps": 1.0} for frames in page.frames]
     else:
-        found = album(scenes, rng, SCANS[part], STYLES[kind], wobble)
-        media = [{"images": [picture(image)], "space": "original"} for image in found.images]
+        page = album(scenes, rng, SCANS[part], STYLES[kind], wobble)
+        media = [{"images": [picture(image)], "space": "original"} for image in page.images]
     picks = rng.fold("pick").uniform(rng.rows(scenes, 1)).tolist()
     prompts = []
-    for scene, shown, pick in zip(found.scenes, media, picks):
-        if choices := asked(scene, kind):
+    for scene, shown, pick in zip(page.scenes, media, picks):
+        if choices := questions_about(scene, kind):
             prompts.append({**choices[int(pick * len(choices))], "kind": kind, **shown})
     return prompts
 
@@ -91,12 +91,12 @@ def picture(image: Tensor) -> Any:
     return Image.fromarray(image.numpy())
 
 
-def asked(scene: Prompt, kind: Ask) -> list[Prompt]:
+def questions_about(scene: Prompt, kind: Ask) -> list[Prompt]:
     """The questions of one kind that a scene answers: ``text``, ``answer``, and ``boxes``,
     ``labels`` or ``spans``."""
-    own = {"box": _box, "boxes": _boxes, "left": _left, "frame": _frame, "span": _span}
-    if kind in own:
-        return own[kind](scene)
+    makers = {"box": _box, "boxes": _boxes, "left": _left, "frame": _frame, "span": _span}
+    if kind in makers:
+        return makers[kind](scene)
     return [
         {"text": q["question"], "answer": q["answer"]}
         for q in questions(scene)
@@ -123,14 +123,16 @@ def _box(scene: Prompt) -> list[Prompt]:
 
 
 def _boxes(scene: Prompt) -> list[Prompt]:
-    found = []
+    questions = []
     for color in COLORS:
         boxes = sorted(b for o, b in zip(scene["objects"], scene["boxes"]) if o["color"] == color)
         if boxes:
             labels = [f"{color} digit"] * len(boxes)
             text = f"where are the {color} digits?"
-            found.append({"text": text, "answer": written(boxes), "boxes": boxes, "labels": labels})
-    return found
+            questions.append(
+                {"text": text, "answer": written(boxes), "boxes": boxes, "labels": labels}
+            )
+    return questions
 
 
 def _left(scene: Prompt) -> list[Prompt]:

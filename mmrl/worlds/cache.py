@@ -32,8 +32,8 @@ SHIPPED = Path(__file__).resolve().parent / "shipped"
 
 def root() -> Path:
     """``$MMRL_CACHE``, or ``mmrl`` under ``$XDG_CACHE_HOME``, or ``~/.cache/mmrl``."""
-    if own := os.environ.get("MMRL_CACHE"):
-        return Path(own).expanduser()
+    if folder := os.environ.get("MMRL_CACHE"):
+        return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "mmrl"
 
 

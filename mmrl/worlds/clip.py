@@ -14,7 +14,7 @@ from mmrl.worlds.progress import Progress
 from mmrl.worlds.recipes import ClipRecipe
 from mmrl.worlds.render import render
 from mmrl.worlds.scenes import CANVAS, captions, is_held_out
-from mmrl.worlds.text import LENGTH, clip_tokenizer, said
+from mmrl.worlds.text import LENGTH, caption_labels, clip_tokenizer
 from samplers.noise import Rng
 
 
@@ -41,7 +41,7 @@ def train_clip(folder: Path, recipe: ClipRecipe, progress: Progress) -> None:
         truncation=True,
         return_tensors="pt",
     ).input_ids
-    truth = said(prompts)
+    truth = caption_labels(prompts)
     model, heads = _models(config, [int(column.max()) + 1 for column in truth.T], recipe)
     optimizer = torch.optim.AdamW(
         [*model.parameters(), *heads.parameters()], recipe.lr, weight_decay=0.05
@@ -53,14 +53,16 @@ def train_clip(folder: Path, recipe: ClipRecipe, progress: Progress) -> None:
         rows = (
             rng.fold("rows").uniform(torch.arange(recipe.batch), (), step) * recipe.scenes
         ).long()
-        seen = model.encode_image(images[rows])
+        embeddings = model.encode_image(images[rows])
         read = model.encode_text(ids[rows])
-        logits = model.logit_scale.exp() * F.normalize(seen, dim=-1) @ F.normalize(read, dim=-1).T
+        logits = (
+            model.logit_scale.exp() * F.normalize(embeddings, dim=-1) @ F.normalize(read, dim=-1).T
+        )
         # the same caption twice is no mistake
         same = (truth[rows][:, None] == truth[rows][None]).all(-1).float()
         same = same / same.sum(1, keepdim=True)
         loss = (F.cross_entropy(logits, same) + F.cross_entropy(logits.T, same)) / 2
-        for head, features in zip(heads, (seen, read)):
+        for head, features in zip(heads, (embeddings, read)):
             parts = head(features).split([int(column.max()) + 1 for column in truth.T], -1)
             loss = loss + 0.3 * sum(
                 F.cross_entropy(part, want) for part, want in zip(parts, truth[rows].T)

@@ -24,9 +24,9 @@ class Digits:
             raise UserError(
                 f"data.digits.captions is {captions}: at least 20, so that some are held out"
             )
-        found = draw_captions(kind, captions, seed)
+        prompts = draw_captions(kind, captions, seed)
         if kind == "single":  # the classes of class-conditional models
             label = {prompt["text"]: i for i, prompt in enumerate(singles())}
-            found = [{**prompt, "label": label[prompt["text"]]} for prompt in found]
-        self.train = [prompt for prompt in found if not is_held_out(prompt["text"])]
-        self.held_out = [prompt for prompt in found if is_held_out(prompt["text"])]
+            prompts = [{**prompt, "label": label[prompt["text"]]} for prompt in prompts]
+        self.train = [prompt for prompt in prompts if not is_held_out(prompt["text"])]
+        self.held_out = [prompt for prompt in prompts if is_held_out(prompt["text"])]

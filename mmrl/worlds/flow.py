@@ -131,18 +131,18 @@ def flow_loss(transformer: Any, lessons: Lessons, recipe: FlowRecipe, rng: Rng) 
     names = torch.arange(recipe.batch)
     # [B, 4]: picture, somebody else's caption, whether it, whether none
     u = rng.fold("u").uniform(names, (4,))
-    row, other = (u[:, :2] * len(lessons.latents)).long().unbind(1)
-    caption = lessons.caption[torch.where(u[:, 2] < recipe.wrong_captions, other, row)]
+    row, wrong_row = (u[:, :2] * len(lessons.latents)).long().unbind(1)
+    caption = lessons.caption[torch.where(u[:, 2] < recipe.wrong_captions, wrong_row, row)]
     caption = torch.where(u[:, 3] < recipe.no_caption, len(lessons.tokens) - 1, caption)
     x = lessons.latents[row]
     draw = rng.fold("noise").normal(names, (x[0].numel() + 1,))
     noise = draw[:, 1:].view_as(x)
     t = draw[:, 0].sigmoid()
-    out = transformer(
+    velocity = transformer(
         hidden_states=x.lerp(noise, t.view(-1, 1, 1, 1)),
         timestep=1000 * t,
         return_dict=False,
         encoder_hidden_states=lessons.tokens[caption],
         pooled_projections=lessons.pooled[caption],
     )[0]
-    return F.mse_loss(out, noise - x)
+    return F.mse_loss(velocity, noise - x)

@@ -46,28 +46,28 @@ def build_janus(folder: Path, vq: Path, recipe: PainterRecipe, progress: Progres
     lessons = painting.prepare(codec.encode, recipe)
     reads = processor(CANVAS // codec.factor)
     texts = [p["text"] for p in lessons.prompts]
-    found = reads(
+    inputs = reads(
         text=texts, generation_mode="image", padding=True, padding_side="left", return_tensors="pt"
     )
     model = painting.seeded(recipe.seed, lambda: new_model(codec, reads.tokenizer, recipe))
     net = JanusNet(model)
     words = reads.tokenizer
-    seen = words.convert_tokens_to_ids([BOS, MARKS["boi_token"]])
-    painting.teach(net, lambda batch: loss(net, found, seen, batch), lessons, recipe, progress)
+    visible = words.convert_tokens_to_ids([BOS, MARKS["boi_token"]])
+    painting.teach(net, lambda batch: loss(net, inputs, visible, batch), lessons, recipe, progress)
     with quiet_libraries():
         model.save_pretrained(folder)
         reads.save_pretrained(folder)
 
 
-def loss(net: JanusNet, found: Any, seen: list[int], batch: painting.Batch) -> Tensor:
+def loss(net: JanusNet, inputs: Any, visible: list[int], batch: painting.Batch) -> Tensor:
     """Teacher forcing of image tokens. Without a caption every token but those ``seen`` is padding,
     which is attended to, as in Janus."""
-    absent = batch.caption == len(found["input_ids"])
-    shown = torch.where(absent, batch.other, batch.caption)
-    ids = found["input_ids"][shown]
-    mask = found["attention_mask"][shown]
-    kept = ~absent[:, None] | torch.isin(ids, torch.tensor(seen))
-    ids = torch.where(kept, ids, net.config.text_config.pad_token_id)
+    absent = batch.caption == len(inputs["input_ids"])
+    shown = torch.where(absent, batch.wrong_caption, batch.caption)
+    ids = inputs["input_ids"][shown]
+    mask = inputs["attention_mask"][shown]
+    attended = ~absent[:, None] | torch.isin(ids, torch.tensor(visible))
+    ids = torch.where(attended, ids, net.config.text_config.pad_token_id)
     return painting.cross_entropy(
         net.vocabulary(net.teach({"ids": ids, "mask": mask}, batch.ids)), batch.ids
     )

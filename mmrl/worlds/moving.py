@@ -41,11 +41,11 @@ class Clips(NamedTuple):
 
 def captions(seed: int = 0) -> list[Prompt]:
     """All 200 in a random order: 10 digits x 4 colours x (4 directions, still)."""
-    found = [
-        caption(thing(*one), motion)
-        for *one, motion in itertools.product(range(10), COLORS, MOTIONS)
+    prompts = [
+        caption(thing(*digit), motion)
+        for *digit, motion in itertools.product(range(10), COLORS, MOTIONS)
     ]
-    return [found[i] for i in Rng.of(seed, "moving captions").permutation(len(found)).tolist()]
+    return [prompts[i] for i in Rng.of(seed, "moving captions").permutation(len(prompts)).tolist()]
 
 
 def trained_on() -> list[Prompt]:
@@ -98,15 +98,15 @@ class Moving:
             raise UserError(
                 f"data.digits_moving.images is {images}: 0, or how many first frames a caption has"
             )
-        found = captions(seed)
-        train = [prompt for prompt in found if not is_held_out(prompt["text"])]
-        kept = [prompt for prompt in found if is_held_out(prompt["text"])]
+        prompts = captions(seed)
+        train = [prompt for prompt in prompts if not is_held_out(prompt["text"])]
+        held_out_prompts = [prompt for prompt in prompts if is_held_out(prompt["text"])]
         self.train = train
-        self.held_out = kept
+        self.held_out = held_out_prompts
         if images:
             self.train = illustrated(train * images, Rng.of(seed, "first frames"), "generator")
             self.held_out = illustrated(
-                kept * images, Rng.of(seed, "held-out first frames"), SCANS[held_out]
+                held_out_prompts * images, Rng.of(seed, "held-out first frames"), SCANS[held_out]
             )
 
 
@@ -118,5 +118,5 @@ def illustrated(prompts: list[Prompt], rng: Rng, split: Split) -> list[Prompt]:
         (film(prompts, rng, split).frames[:, 0] * 255).round().byte().movedim(1, -1).contiguous()
     )
     return [
-        {**prompt, "image": Image.fromarray(one.numpy())} for prompt, one in zip(prompts, first)
+        {**prompt, "image": Image.fromarray(frame.numpy())} for prompt, frame in zip(prompts, first)
     ]

@@ -31,7 +31,7 @@ class Lessons(NamedTuple):
 class Batch(NamedTuple):
     ids: Tensor  # [B, T]
     caption: Tensor  # [B] long; P stands for no caption
-    other: Tensor  # [B] long, a caption that says nothing about the picture
+    wrong_caption: Tensor  # [B] long, a caption that says nothing about the picture
     rng: Rng  # of this step
 
 
@@ -64,12 +64,12 @@ def teach(
         wrong = recipe.wrong_captions if step >= recipe.true_first * recipe.steps else 0.0
         # picture, another's caption, whether it, whether none
         u = rng.uniform(torch.arange(recipe.batch), (4,), step)
-        row, other = (u[:, :2] * len(lessons.ids)).long().unbind(1)
-        others = lessons.caption[other]
-        caption = torch.where(u[:, 2] < wrong, others, lessons.caption[row])
+        row, wrong_row = (u[:, :2] * len(lessons.ids)).long().unbind(1)
+        wrong_captions = lessons.caption[wrong_row]
+        caption = torch.where(u[:, 2] < wrong, wrong_captions, lessons.caption[row])
         caption = torch.where(u[:, 3] < recipe.no_caption, len(lessons.prompts), caption)
         optimizer.zero_grad()
-        loss(Batch(lessons.ids[row], caption, others, rng.fold("step", step))).backward()
+        loss(Batch(lessons.ids[row], caption, wrong_captions, rng.fold("step", step))).backward()
         nn.utils.clip_grad_norm_(learnt, 1.0)
         optimizer.step()
         schedule.step()

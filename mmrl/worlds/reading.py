@@ -14,7 +14,7 @@ from mmrl.worlds.progress import Progress
 from mmrl.worlds.recipes import ReaderRecipe
 from mmrl.worlds.render import Scenes, Split, render
 from mmrl.worlds.scenes import CANVAS, COLORS, DIGITS, PLACES, SIZES, captions
-from rewards._reader import Reader
+from rewards.digit_reader import Reader
 from samplers.noise import Rng
 
 
@@ -35,9 +35,9 @@ def train_reader(folder: Path, recipe: ReaderRecipe, progress: Progress) -> None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         reader = Reader(config)
-    asked = captions("mixed", 2000, recipe.seed)
-    asked = (asked * (recipe.scenes // len(asked) + 1))[: recipe.scenes]
-    scenes = render(asked, rng, recipe.split, wobble=0.6)
+    prompts = captions("mixed", 2000, recipe.seed)
+    prompts = (prompts * (recipe.scenes // len(prompts) + 1))[: recipe.scenes]
+    scenes = render(prompts, rng, recipe.split, wobble=0.6)
     truth = targets(scenes)
     optimizer = torch.optim.AdamW(reader.parameters(), recipe.lr, weight_decay=0.02)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.lr, total_steps=recipe.steps)
@@ -58,11 +58,11 @@ def targets(scenes: Scenes) -> tuple[Tensor, Tensor, Tensor]:
     """Cell [B, 3] (-1: no object), offset in cells [B, 3, 2], names [B, 3, 3] (digit, colour, size;
     -1: not said)."""
     x, y, side = scenes.placed.unbind(-1)
-    there = ~x.isnan()
+    present = ~x.isnan()
     spot = torch.stack([x, y], -1).nan_to_num(0) / Reader.stride  # [B, 3, 2] in cells
     corner = spot.floor().clamp(0, CANVAS // Reader.stride - 1)
     cell = torch.where(
-        there, corner[..., 1] * (CANVAS // Reader.stride) + corner[..., 0], -1
+        present, corner[..., 1] * (CANVAS // Reader.stride) + corner[..., 0], -1
     ).long()
     names = torch.full((*x.shape, 3), -1)
     for b, prompt in enumerate(scenes.prompts):
@@ -104,19 +104,19 @@ def reading_loss(grid: tuple[Tensor, ...], truth: list[Tensor]) -> Tensor:
     )
     loss = (pull * (clear + 0.1 * (1 - clear))).sum() / len(cell)
     rows, slots = torch.nonzero(cell >= 0, as_tuple=True)
-    own = cell[rows, slots]
+    own_cell = cell[rows, slots]
     away = shift[rows, slots]
-    loss = loss + 4 * F.mse_loss(offset.flatten(2)[rows, :, own], away)
+    loss = loss + 4 * F.mse_loss(offset.flatten(2)[rows, :, own_cell], away)
     # Names are asked of the four cells nearest to the centre: it may lie on a border, and the peak
     # in any of them.
-    x = own % side + away[:, 0].floor()
-    y = own // side + away[:, 1].floor()
+    x = own_cell % side + away[:, 0].floor()
+    y = own_cell // side + away[:, 1].floor()
     for dx, dy in ((0, 0), (0, 1), (1, 0), (1, 1)):
         near = ((y + dy).clamp(0, side - 1) * side + (x + dx).clamp(0, side - 1)).long()
         for logits, target in zip(names, named[rows, slots].unbind(-1)):
-            found = logits.flatten(2)[rows, :, near]
-            loss = loss + F.cross_entropy(found, target, ignore_index=-1, reduction="sum") / (
-                4 * len(own)
+            predictions = logits.flatten(2)[rows, :, near]
+            loss = loss + F.cross_entropy(predictions, target, ignore_index=-1, reduction="sum") / (
+                4 * len(own_cell)
             )
     return loss
 
@@ -126,15 +126,15 @@ def accuracy(reader: Reader, prompts: list[Prompt], rng: Rng, split: Split) -> d
     """Share of right digits, colours, sizes, centres within 3 pixels, and picture counts, on scans
     of ``split``."""
     scenes = render(prompts, rng, split)
-    found = reader.detect(scenes.images)
+    detections = reader.detect(scenes.images)
     cell, _, named = targets(scenes)
-    gap = (found.center[:, :, None] - scenes.placed[:, None, :, :2]).norm(dim=-1)  # [B, M, 3]
-    gap = gap.nan_to_num(1e3) + 1e3 * (found.confidence < 0.5)[..., None]
+    gap = (detections.center[:, :, None] - scenes.placed[:, None, :, :2]).norm(dim=-1)  # [B, M, 3]
+    gap = gap.nan_to_num(1e3) + 1e3 * (detections.confidence < 0.5)[..., None]
     near, which = gap.min(1)  # [B, 3]
-    there = cell >= 0
-    right = {"place": (near < 3)[there]}
+    present = cell >= 0
+    right = {"place": (near < 3)[present]}
     for k, name in enumerate(("digit", "color", "size")):
-        guess = getattr(found, name).argmax(-1).gather(1, which)  # [B, 3]
-        right[name] = (guess == named[..., k])[there & (named[..., k] >= 0)]
-    right["count"] = (found.confidence > 0.5).sum(1) == there.sum(1)
+        guess = getattr(detections, name).argmax(-1).gather(1, which)  # [B, 3]
+        right[name] = (guess == named[..., k])[present & (named[..., k] >= 0)]
+    right["count"] = (detections.confidence > 0.5).sum(1) == present.sum(1)
     return {name: float(value.float().mean()) for name, value in right.items()}

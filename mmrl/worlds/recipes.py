@@ -17,7 +17,7 @@ from typing import Literal
 # matter.
 VERSIONS = {
     "scenes": 1,  # scenes, render, samplers.noise: what pictures show
-    "reader": 1,  # reading, rewards._reader
+    "reader": 1,  # reading, rewards.digit_reader
     "clip": 1,
     "text": 1,  # tokenizers and text encoders
     "vae": 1,
@@ -37,7 +37,7 @@ VERSIONS = {
 
 @dataclass(frozen=True)
 class ReaderRecipe:
-    """A network that reads pictures (``rewards._reader``), and the scans it learns from."""
+    """A network that reads pictures (``rewards.digit_reader``), and the scans it learns from."""
 
     split: Literal["generator", "reader", "judge"]
     channels: tuple[int, int, int]
@@ -159,7 +159,7 @@ class VQRecipe:
     scale_steps: int = 50  # of VAR's decoder
     batch: int = 8
     lr: float = 4e-3
-    said: float = 20.0  # weight of the distance between what the encoder says and the patch's code
+    code_weight: float = 20.0  # weight of the distance of encodings from codes
     coarse: float = 16.0  # weight of the error of the blurred picture
     seed: int = 0
 

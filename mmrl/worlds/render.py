@@ -41,12 +41,12 @@ def scans(split: Split) -> Scans:
     help another."""
     from sklearn.datasets import load_digits
 
-    data = load_digits()
-    order = Rng.of("digits", "splits").permutation(len(data.target))
+    digits = load_digits()
+    order = Rng.of("digits", "splits").permutation(len(digits.target))
     index = order[SPLITS.index(split) :: len(SPLITS)]
     return Scans(
-        torch.from_numpy(data.images).float()[index] / 16,
-        torch.from_numpy(data.target).long()[index],
+        torch.from_numpy(digits.images).float()[index] / 16,
+        torch.from_numpy(digits.target).long()[index],
         index,
     )
 
@@ -101,13 +101,13 @@ def _layout(prompt: Prompt, draw: list[list[float]]) -> list[tuple[float, float,
         relation = prompt["relation"] or RELATIONS[int(first[1] * 4)]
         side = ("left", "right")[int(first[2] * 2)]
         edge = ("top", "bottom")[int(first[2] * 2)]
-        both = (
+        places = (
             [f"top {side}", f"bottom {side}"]
             if relation in ("above", "below")
             else [f"{edge} left", f"{edge} right"]
         )
-        both = both[::-1] if relation in ("below", "right of") else both
-        return [_at(place, PLAIN) for place in both]
+        places = places[::-1] if relation in ("below", "right of") else places
+        return [_at(place, PLAIN) for place in places]
     order = sorted(range(4), key=lambda i: draw[i % 3][1 + i // 3])
     return [_at(_CORNERS[i], PLAIN) for i in order[:3]]
 
@@ -153,11 +153,11 @@ def coverage(pixels: Tensor, layout: Tensor, wobble: Tensor, canvas: int = CANVA
 def tight_boxes(ink: Tensor) -> list[list[list[int]]]:
     """Tight boxes x0, y0, x1, y1 around the ink [B, K, H, W] of every object; x1 and y1
     exclusive."""
-    seen = ink > INK
+    inked = ink > INK
     side = ink.shape[-1]
     # [B, 3, W], [B, 3, H]
-    columns = seen.any(-2).float()
-    rows = seen.any(-1).float()
+    columns = inked.any(-2).float()
+    rows = inked.any(-1).float()
     low = torch.stack([columns.argmax(-1), rows.argmax(-1)], -1)
     high = side - torch.stack([columns.flip(-1).argmax(-1), rows.flip(-1).argmax(-1)], -1)
     return torch.cat([low, high], -1).tolist()

@@ -25,13 +25,13 @@ FITS = 10  # rounds of fitting the codebook to residuals, which it changes itsel
 
 def build_scales(vq: Path, recipe: VQRecipe, progress: Progress) -> VARVQ:
     """A VARVQ that rebuilds pictures from ids of all scales."""
-    found = begun(load_vq(vq), recipe)
+    vq_scales = begun(load_vq(vq), recipe)
     images = (
         render(pictured(recipe.scenes, recipe.seed), Rng.of(recipe.seed, "scales")).images * 2 - 1
     )
-    fit(found, images[: recipe.pool // 10])
-    tune(found, images, recipe, progress)
-    return found.eval().requires_grad_(False)
+    fit(vq_scales, images[: recipe.pool // 10])
+    tune(vq_scales, images, recipe, progress)
+    return vq_scales.eval().requires_grad_(False)
 
 
 @torch.no_grad()
@@ -65,18 +65,18 @@ def fit(vq: VARVQ, images: Tensor) -> None:
     0 stays zero, so that no scale need make it worse; the best round counts."""
     z = torch.cat([vq.quant_conv(vq.encoder(part)) for part in images.split(250)])
     book = vq.quantize.embedding.weight
-    found = k_means(torch.cat(residuals(vq, z)[0]), len(book), Rng.of("scales"))
+    centres = k_means(torch.cat(residuals(vq, z)[0]), len(book), Rng.of("scales"))
     best = float("inf")
-    kept = found
+    previous = centres
     for _ in range(FITS):
-        book.copy_(torch.cat([torch.zeros_like(found[:1]), found[1:]]))
+        book.copy_(torch.cat([torch.zeros_like(centres[:1]), centres[1:]]))
         compared, f = residuals(vq, z)
         error = float((f - z).square().mean())
         if error < best:
             best = error
-            kept = book.clone()
-        found = lloyd(torch.cat(compared), book)
-    book.copy_(kept)
+            previous = book.clone()
+        centres = lloyd(torch.cat(compared), book)
+    book.copy_(previous)
 
 
 def residuals(vq: VARVQ, z: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -85,7 +85,7 @@ def residuals(vq: VARVQ, z: Tensor) -> tuple[list[Tensor], Tensor]:
     f = torch.zeros_like(z)
     compared = []
     for k in range(len(quantize.sides)):
-        rest = quantize.seen((z - f).detach(), k)  # [B, p^2, D]
+        rest = quantize.at_scale((z - f).detach(), k)  # [B, p^2, D]
         compared.append(rest.flatten(0, 1))
         f = quantize.add(
             f, nearest(compared[-1], quantize.embedding.weight).view(rest.shape[:2]), k
@@ -102,7 +102,9 @@ def tune(vq: VARVQ, images: Tensor, recipe: VQRecipe, progress: Progress) -> Non
             z = vq.quant_conv(vq.encoder(x))
         f = residuals(vq, z)[1]
         back = vq.decoder(vq.post_quant_conv(f.detach()))
-        return (rebuilt(back, x, recipe) + recipe.said * F.mse_loss(f, z, reduction="sum")) / len(x)
+        return (
+            rebuilt(back, x, recipe) + recipe.code_weight * F.mse_loss(f, z, reduction="sum")
+        ) / len(x)
 
     learnt = [*vq.decoder.parameters(), *vq.post_quant_conv.parameters(), *vq.quantize.parameters()]
     descend(

@@ -95,7 +95,7 @@ def sized() -> list[Prompt]:
 def several(count: int, n: int, rng: Rng) -> list[Prompt]:
     """``count`` captions of ``n`` = 2 or 3 digits, all different digits, drawn without
     repetition."""
-    found: dict[str, Prompt] = {}
+    prompt_of_text: dict[str, Prompt] = {}
     colors = list(COLORS)
     for step in itertools.count():
         # [rows, 2n + 1]: digits, colours, relation
@@ -106,9 +106,9 @@ def several(count: int, n: int, rng: Rng) -> list[Prompt]:
             items = [thing(d, colors[int(x * len(colors))]) for d, x in zip(digits, row[n:])]
             choices = (*RELATIONS, None)
             prompt = pair(*items, choices[int(row[-1] * len(choices))]) if n == 2 else triple(items)
-            found.setdefault(prompt["text"], prompt)
-            if len(found) == count:
-                return list(found.values())
+            prompt_of_text.setdefault(prompt["text"], prompt)
+            if len(prompt_of_text) == count:
+                return list(prompt_of_text.values())
 
 
 def is_held_out(text: str) -> bool:
@@ -129,12 +129,12 @@ def captions(kind: Kind, count: int, seed: int = 0) -> list[Prompt]:
     rng = Rng.of(seed, "captions", kind)
     if kind == "mixed":
         kinds: tuple[Kind, ...] = ("single", "sized", "pairs", "triples")
-        found = [p for i, k in enumerate(kinds) for p in captions(k, (count + i) // 4, seed)]
+        prompts = [p for i, k in enumerate(kinds) for p in captions(k, (count + i) // 4, seed)]
     elif kind in ("single", "sized"):
-        found = singles() if kind == "single" else sized()
+        prompts = singles() if kind == "single" else sized()
     else:
         return several(count, {"pairs": 2, "triples": 3}[kind], rng) if count else []
-    return [found[i] for i in rng.permutation(len(found)).tolist()][:count]
+    return [prompts[i] for i in rng.permutation(len(prompts)).tolist()][:count]
 
 
 def questions(scene: Prompt) -> list[Prompt]:

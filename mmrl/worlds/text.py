@@ -123,20 +123,20 @@ def text_models(recipe: TextRecipe) -> dict[str, Any]:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        one = CLIPTextModelWithProjection(config)
+        encoder = CLIPTextModelWithProjection(config)
         two = CLIPTextModelWithProjection(config)
         three = T5EncoderModel(large)
     return {
         "tokenizer": clip,
         "tokenizer_2": clip_tokenizer(),
         "tokenizer_3": t5,
-        "text_encoder": one,
+        "text_encoder": encoder,
         "text_encoder_2": two,
         "text_encoder_3": three,
     }
 
 
-def said(prompts: list[Prompt]) -> Tensor:
+def caption_labels(prompts: list[Prompt]) -> Tensor:
     """[P, 16] long: per object there, digit, colour, size, place, then relation; 0 stands for
     no."""
     rows = []
@@ -160,7 +160,7 @@ def teach_text(models: dict[str, Any], recipe: TextRecipe, progress: Progress) -
     """
     prompts = [p for p in captions("mixed", 3000, recipe.seed) if not is_held_out(p["text"])]
     ids = {name: tokens(models, name, [p["text"] for p in prompts]) for name in ("", "_2", "_3")}
-    truth = said(prompts)
+    truth = caption_labels(prompts)
     encoders = nn.ModuleList(models[f"text_encoder{name}"] for name in ids)
     sizes = [int(column.max()) + 1 for column in truth.T]
     with torch.random.fork_rng(devices=[]):
@@ -209,10 +209,12 @@ def embed(models: dict[str, Any], texts: list[str]) -> tuple[Tensor, Tensor]:
     hidden = []
     pooled = []
     for name in ("", "_2"):
-        out = models[f"text_encoder{name}"](tokens(models, name, texts), output_hidden_states=True)
-        hidden.append(out.hidden_states[-2])
-        pooled.append(out.text_embeds)
+        outputs = models[f"text_encoder{name}"](
+            tokens(models, name, texts), output_hidden_states=True
+        )
+        hidden.append(outputs.hidden_states[-2])
+        pooled.append(outputs.text_embeds)
     long = models["text_encoder_3"](tokens(models, "_3", texts))[0]
-    both = torch.cat(hidden, -1)
-    both = F.pad(both, (0, long.shape[-1] - both.shape[-1]))
-    return torch.cat([both, long], 1), torch.cat(pooled, -1)
+    states = torch.cat(hidden, -1)
+    states = F.pad(states, (0, long.shape[-1] - states.shape[-1]))
+    return torch.cat([states, long], 1), torch.cat(pooled, -1)

@@ -22,15 +22,17 @@ from samplers.noise import Rng
 def training_prompts(count: int, single: float, seed: int) -> list[Prompt]:
     """``count`` prompts, a share ``single`` with one digit, the rest sized, pairs and triples; no
     held-out caption."""
-    one = [p for p in captions("single", 240, seed) if not is_held_out(p["text"])]
-    more = [
+    lone = [p for p in captions("single", 240, seed) if not is_held_out(p["text"])]
+    crowded = [
         p
         for k in ("sized", "pairs", "triples")
         for p in captions(k, 720, seed)
         if not is_held_out(p["text"])
     ]
     rows = Rng.of(seed, "prompts").uniform(torch.arange(count), (2,)).tolist()
-    return [pool[int(v * len(pool))] for u, v in rows for pool in (one if u < single else more,)]
+    return [
+        pool[int(v * len(pool))] for u, v in rows for pool in (lone if u < single else crowded,)
+    ]
 
 
 def build_parts(folder: Path, recipe: PartsRecipe, progress: Progress) -> None:

@@ -53,8 +53,10 @@ def build_vq(folder: Path, recipe: VQRecipe, progress: Progress) -> None:
 def load_vq(folder: Path) -> LlamaGenVQ:
     """What ``build_vq`` saved, frozen."""
     file = folder / "vq.safetensors"
-    found = checkpoints.read(file)
-    return checkpoints.load(LlamaGenVQ.like(found, str(file)), found, file).requires_grad_(False)
+    weights = checkpoints.read(file)
+    return checkpoints.load(LlamaGenVQ.like(weights, str(file)), weights, file).requires_grad_(
+        False
+    )
 
 
 def new_vq(recipe: VQRecipe) -> LlamaGenVQ:
@@ -81,7 +83,7 @@ def new_vq(recipe: VQRecipe) -> LlamaGenVQ:
 def pictured(count: int, seed: int) -> list[Prompt]:
     """``count`` prompts of one, two or three plain digits in equal parts; no held-out caption."""
     kinds = [captions(kind, 720, seed) for kind in ("single", "pairs", "triples")]
-    pools = [[p for p in found if not is_held_out(p["text"])] for found in kinds]
+    pools = [[p for p in prompts if not is_held_out(p["text"])] for prompts in kinds]
     rows = Rng.of(seed, "pictured").uniform(torch.arange(count), (2,)).tolist()
     return [pool[int(v * len(pool))] for u, v in rows for pool in (pools[int(u * 3)],)]
 
@@ -130,8 +132,8 @@ def lloyd(vectors: Tensor, book: Tensor) -> Tensor:
     count = torch.bincount(index, minlength=len(book))[:, None]
     means = torch.zeros_like(book).index_add_(0, index, vectors) / count.clamp_min(1)
     far = (vectors - book[index]).square().sum(1).topk(min(len(book), len(vectors))).indices
-    spare = F.pad(vectors[far], (0, 0, 0, len(book) - len(far)))
-    return torch.where(count > 0, means, spare)
+    replacements = F.pad(vectors[far], (0, 0, 0, len(book) - len(far)))
+    return torch.where(count > 0, means, replacements)
 
 
 def teach_half(vq: LlamaGenVQ, pages: Pages, recipe: VQRecipe, progress: Progress) -> None:
@@ -172,8 +174,8 @@ def teach_whole(vq: LlamaGenVQ, pages: Pages, recipe: VQRecipe, progress: Progre
                 len(x), -1
             )
             q = z + (entries(vq, ids) - z).detach()
-        said = recipe.said * F.mse_loss(raw, pages.codes[rows], reduction="sum")
-        return (rebuilt(vq.decoder(vq.post_quant_conv(q)), x, recipe) + said) / len(x)
+        code_loss = recipe.code_weight * F.mse_loss(raw, pages.codes[rows], reduction="sum")
+        return (rebuilt(vq.decoder(vq.post_quant_conv(q)), x, recipe) + code_loss) / len(x)
 
     learnt = [p for p in vq.parameters() if p.requires_grad]
     descend(

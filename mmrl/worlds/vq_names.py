@@ -39,12 +39,12 @@ DIFFUSERS: Names = (
 
 
 def renamed(weights: dict[str, Tensor], names: Names) -> dict[str, Tensor]:
-    found = {}
+    tensors = {}
     for name, tensor in weights.items():
         for pattern, to in names:
             name = re.sub(pattern, to, name)
-        found[name] = tensor
-    return found
+        tensors[name] = tensor
+    return tensors
 
 
 def shape(vq: LlamaGenVQ) -> dict[str, Any]:
@@ -129,27 +129,27 @@ def folded(vq: LlamaGenVQ) -> dict[str, Tensor]:
     """Encoder and decoder with the 1x1 convolutions around the codebook multiplied into them, since
     VAR has none and aMUSEd's pipeline wants latents as wide as entries. The convolution behind the
     codebook must have no bias."""
-    found = {
+    tensors = {
         name: tensor
         for name, tensor in vq.state_dict().items()
         if name.startswith(("encoder.", "decoder."))
     }
     after = vq.quant_conv.weight[:, :, 0, 0]
     before = vq.post_quant_conv.weight[:, :, 0, 0]
-    return found | {
-        "encoder.conv_out.bias": after @ found["encoder.conv_out.bias"] + vq.quant_conv.bias,
+    return tensors | {
+        "encoder.conv_out.bias": after @ tensors["encoder.conv_out.bias"] + vq.quant_conv.bias,
         "encoder.conv_out.weight": torch.einsum(
-            "dz,zchw->dchw", after, found["encoder.conv_out.weight"]
+            "dz,zchw->dchw", after, tensors["encoder.conv_out.weight"]
         ),
         "decoder.conv_in.weight": torch.einsum(
-            "czhw,zd->cdhw", found["decoder.conv_in.weight"], before
+            "czhw,zd->cdhw", tensors["decoder.conv_in.weight"], before
         ),
     }
 
 
 def _unit(vq: LlamaGenVQ) -> dict[str, Tensor]:
     """The weights with entries of length 1, as LlamaGen compares and decodes them."""
-    found = {
+    tensors = {
         name: tensor for name, tensor in vq.state_dict().items() if name != "quantize.codebook_used"
     }
-    return found | {"quantize.embedding.weight": vq.quantize.codebook()}
+    return tensors | {"quantize.embedding.weight": vq.quantize.codebook()}

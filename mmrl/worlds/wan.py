@@ -56,14 +56,14 @@ def new_transformer(models: dict[str, Any], recipe: WanRecipe) -> Any:
 
     vae = models["vae"].config
     width = 32 * recipe.heads
-    seen = vae.z_dim + vae.scale_factor_temporal if recipe.first_frame else 0
+    condition_channels = vae.z_dim + vae.scale_factor_temporal if recipe.first_frame else 0
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         transformer = WanTransformer3DModel(
             patch_size=recipe.patch,
             num_attention_heads=recipe.heads,
             attention_head_dim=32,
-            in_channels=vae.z_dim + seen,
+            in_channels=vae.z_dim + condition_channels,
             out_channels=vae.z_dim,
             text_dim=models["text_encoder"].config.d_model,
             freq_dim=64,
@@ -145,18 +145,18 @@ def flow_loss(transformer: Any, lessons: Lessons, recipe: WanRecipe, rng: Rng) -
     names = torch.arange(recipe.batch)
     # [B, 4]: clip, somebody else's caption, whether it, whether none
     u = rng.fold("u").uniform(names, (4,))
-    row, other = (u[:, :2] * len(lessons.latents)).long().unbind(1)
-    caption = lessons.caption[torch.where(u[:, 2] < recipe.wrong_captions, other, row)]
+    row, wrong_row = (u[:, :2] * len(lessons.latents)).long().unbind(1)
+    caption = lessons.caption[torch.where(u[:, 2] < recipe.wrong_captions, wrong_row, row)]
     caption = torch.where(u[:, 3] < recipe.no_caption, len(lessons.texts) - 1, caption)
     x = lessons.latents[row]
     draw = rng.fold("noise").normal(names, (x[0].numel() + 1,))
     noise = draw[:, 1:].view_as(x)
     t = draw[:, 0].sigmoid()
     state = torch.cat([x.lerp(noise, t.view(-1, 1, 1, 1, 1)), lessons.condition[row]], 1)
-    out = transformer(
+    velocity = transformer(
         hidden_states=state,
         timestep=1000 * t,
         encoder_hidden_states=lessons.texts[caption],
         return_dict=False,
     )[0]
-    return F.mse_loss(out, noise - x)
+    return F.mse_loss(velocity, noise - x)

@@ -107,10 +107,10 @@ def teach_umt5(encoder: Any, tokenizer: Any, recipe: WanTextRecipe, progress: Pr
 
 def tokens(tokenizer: Any, texts: list[str]) -> tuple[Tensor, Tensor]:
     """Ids and mask [P, 8], as WanPipeline pads them."""
-    found = tokenizer(
+    batch = tokenizer(
         texts, padding="max_length", max_length=LENGTH, truncation=True, return_tensors="pt"
     )
-    return found.input_ids, found.attention_mask
+    return batch.input_ids, batch.attention_mask
 
 
 @torch.no_grad()
@@ -207,9 +207,9 @@ def _linear(net: Any, enter: Tensor, start: Tensor, leave: Tensor, end: Tensor) 
 def encode_clips(vae: Any, clips: Tensor) -> Tensor:
     """[B, C, f, h, w] mean latents of clips [B, 3, F, H, W] in 0..1, as the transformer sees
     them."""
-    found = torch.cat([vae.encode(2 * part - 1).latent_dist.mean for part in clips.split(64)])
+    latents = torch.cat([vae.encode(2 * part - 1).latent_dist.mean for part in clips.split(64)])
     mean, std = (
         torch.tensor(v).view(1, -1, 1, 1, 1)
         for v in (vae.config.latents_mean, vae.config.latents_std)
     )
-    return (found - mean) / std
+    return (latents - mean) / std

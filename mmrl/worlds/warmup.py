@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmrl.core.types import Prompt
 from mmrl.worlds.album import SIDE, Style, album, clips
-from mmrl.worlds.asking import Ask, asked, picture, written
+from mmrl.worlds.asking import Ask, picture, questions_about, written
 from mmrl.worlds.progress import Progress
 from mmrl.worlds.recipes import VLMRecipe
 from mmrl.worlds.scenes import COLORS, DIGITS
@@ -49,11 +49,11 @@ def teach_eyes(model: Any, processor: Any, recipe: VLMRecipe, progress: Progress
     words' embeddings stay.
     """
     rng = Rng.of(recipe.seed, "eyes")
-    found = [
+    pages = [
         album(recipe.scenes, rng.fold(name), "generator", s, WOBBLE) for name, s in SORTS.items()
     ]
-    patches = torch.cat([_patches(processor, part.images) for part in found])
-    truth = torch.cat([_patch_targets(part.scenes, processor.tokenizer) for part in found])
+    patches = torch.cat([_patches(processor, part.images) for part in pages])
+    truth = torch.cat([_patch_targets(part.scenes, processor.tokenizer) for part in pages])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         heads = nn.Linear(recipe.width, ASKED * recipe.width)
@@ -67,12 +67,12 @@ def teach_eyes(model: Any, processor: Any, recipe: VLMRecipe, progress: Progress
         rows = (
             rng.fold("rows").uniform(torch.arange(recipe.eyes_batch), (), step) * len(patches)
         ).long()
-        seen = model.model.get_image_features(
+        features = model.model.get_image_features(
             patches[rows].flatten(0, 1), grid, return_dict=True
         ).pooler_output
         on = truth[rows][..., 0] != IGNORED  # [B, patches]
-        said = heads(torch.stack(list(seen))[on]).unflatten(-1, (ASKED, recipe.width))
-        loss = F.cross_entropy(model.lm_head(said).flatten(0, 1), truth[rows][on].flatten())
+        states = heads(torch.stack(list(features))[on]).unflatten(-1, (ASKED, recipe.width))
+        loss = F.cross_entropy(model.lm_head(states).flatten(0, 1), truth[rows][on].flatten())
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(weights, 1.0)
@@ -83,8 +83,8 @@ def teach_eyes(model: Any, processor: Any, recipe: VLMRecipe, progress: Progress
 def _patches(processor: Any, images: Tensor) -> Tensor:
     """[N, patches, numbers] what the image processor makes of uint8 pictures [N, H, W, 3] of one
     size."""
-    found = processor.image_processor(list(images.numpy()), return_tensors="pt")["pixel_values"]
-    return found.view(len(images), -1, found.shape[-1])
+    patches = processor.image_processor(list(images.numpy()), return_tensors="pt")["pixel_values"]
+    return patches.view(len(images), -1, patches.shape[-1])
 
 
 def _patch_targets(scenes: list[Prompt], words: Any) -> Tensor:
@@ -101,12 +101,12 @@ def _patch_targets(scenes: list[Prompt], words: Any) -> Tensor:
                 slice(round(a / PATCH), max(round(b / PATCH), round(a / PATCH) + 1))
                 for a, b in (box[::2], box[1::2])
             )
-            said = [
+            answers = [
                 item["color"],
                 DIGITS[item["digit"]],
                 *(str(GRID * round(v / GRID)) for v in box),
             ]
-            truth[n, rows, columns] = torch.tensor([ids[word] for word in said])
+            truth[n, rows, columns] = torch.tensor([ids[word] for word in answers])
     return truth.flatten(1, 2)
 
 
@@ -161,8 +161,8 @@ def answer_loss(model: Any, lessons: Lessons, rows: Tensor) -> Tensor:
         **media,
     ).last_hidden_state[:, :-1]
     labels = lessons.labels[rows][:, 1:]
-    there = labels != IGNORED
-    return F.cross_entropy(model.lm_head(hidden[there]), labels[there])
+    trained = labels != IGNORED
+    return F.cross_entropy(model.lm_head(hidden[trained]), labels[trained])
 
 
 def attention(part: Tensor) -> Tensor:
@@ -177,20 +177,25 @@ def prepare(model: Any, processor: Any, recipe: VLMRecipe, sort: str) -> Lessons
     shown = {"type": "video" if sort == "clips" else "image"}
     talk = [{"role": "user", "content": [shown]}]
     start = processor.apply_chat_template(talk, tokenize=False).partition("<|im_end|>")[0]
-    found = processor(text=[start] * len(questions), return_tensors="pt", **media)
-    patches = next(n for n in found if n.startswith("pixel"))
-    grid = next(n for n in found if n.endswith("_thw"))
+    inputs = processor(text=[start] * len(questions), return_tensors="pt", **media)
+    patches = next(n for n in inputs if n.startswith("pixel"))
+    grid = next(n for n in inputs if n.endswith("_thw"))
     rates = (
-        {"second_per_grid_ts": found["second_per_grid_ts"]} if "second_per_grid_ts" in found else {}
+        {"second_per_grid_ts": inputs["second_per_grid_ts"]}
+        if "second_per_grid_ts" in inputs
+        else {}
     )
     first, _ = model.model.get_rope_index(
-        found["input_ids"][:1], found["mm_token_type_ids"][:1], **{grid: found[grid][:1]}, **rates
+        inputs["input_ids"][:1],
+        inputs["mm_token_type_ids"][:1],
+        **{grid: inputs[grid][:1]},
+        **rates,
     )
     shown = {
-        patches: found[patches].view(len(questions), -1, found[patches].shape[-1]),
-        grid: found[grid],
+        patches: inputs[patches].view(len(questions), -1, inputs[patches].shape[-1]),
+        grid: inputs[grid],
     }
-    return _joined(found["input_ids"], first[:, 0], questions, processor.tokenizer, shown)
+    return _joined(inputs["input_ids"], first[:, 0], questions, processor.tokenizer, shown)
 
 
 def _joined(
@@ -205,12 +210,14 @@ def _joined(
         labels = [IGNORED] * start.shape[1]
         place = [[*row] for row in first.tolist()]
         for k, pair in enumerate(pairs):
-            asked = words(f"{pair.question}<|im_end|><|im_start|>assistant").input_ids
+            question_ids = words(f"{pair.question}<|im_end|><|im_start|>assistant").input_ids
             answered = words(f"{pair.answer}<|im_end|>").input_ids
-            ids = ids + asked + answered
-            part = part + [k + 1] * len(asked + answered)
-            labels += [IGNORED] * len(asked) + answered
-            place = [row + [behind + i for i in range(len(asked + answered))] for row in place]
+            ids = ids + question_ids + answered
+            part = part + [k + 1] * len(question_ids + answered)
+            labels += [IGNORED] * len(question_ids) + answered
+            place = [
+                row + [behind + i for i in range(len(question_ids + answered))] for row in place
+            ]
         rows.append((ids, part, labels, place))
     length = max(len(row[0]) for row in rows)
 
@@ -235,18 +242,20 @@ def examples(recipe: VLMRecipe, sort: str) -> tuple[list[list[Pair]], dict[str, 
     them."""
     rng = Rng.of(recipe.seed, "conversations", sort)
     if sort == "clips":
-        found = clips(recipe.scenes, rng, "generator", WOBBLE)
-        rates = [{"fps": 1.0, "total_num_frames": len(frames)} for frames in found.frames]
-        media: dict[str, Any] = {"videos": list(found.frames.numpy()), "video_metadata": rates}
+        page = clips(recipe.scenes, rng, "generator", WOBBLE)
+        rates = [{"fps": 1.0, "total_num_frames": len(frames)} for frames in page.frames]
+        media: dict[str, Any] = {"videos": list(page.frames.numpy()), "video_metadata": rates}
     else:
-        found = album(recipe.scenes, rng, "generator", SORTS[sort], WOBBLE)
-        media = {"images": [[picture(image)] for image in found.images]}
+        page = album(recipe.scenes, rng, "generator", SORTS[sort], WOBBLE)
+        media = {"images": [[picture(image)] for image in page.images]}
     rows = rng.rows(recipe.scenes, 1)
     order = rng.fold("order").uniform(rows, (64,)).tolist()
     hasty = (rng.fold("hasty").uniform(rows, (recipe.turns,)) < recipe.hasty).tolist()
     pairs = []
-    for scene, ranks, moods in zip(found.scenes, order, hasty):
-        known = [(kind, question) for kind in KINDS_OF[sort] for question in asked(scene, kind)]
+    for scene, ranks, moods in zip(page.scenes, order, hasty):
+        known = [
+            (kind, question) for kind in KINDS_OF[sort] for question in questions_about(scene, kind)
+        ]
         chosen = [known[i] for i in sorted(range(len(known)), key=ranks.__getitem__)]
         pairs.append(
             [

@@ -47,9 +47,9 @@ class Parsed(Generic[Value]):
 UNPARSEABLE: Parsed = Parsed(None, "unparseable")
 
 
-def worst(*found: Status) -> Status:
+def worst(*statuses: Status) -> Status:
     """The most serious of several statuses; "ok" of none."""
-    return max(found, key=SEVERITY.index, default="ok")
+    return max(statuses, key=SEVERITY.index, default="ok")
 
 
 def final(text: str) -> Parsed[str]:
@@ -84,11 +84,11 @@ def strict_json(text: str) -> Parsed[Any]:
 def loose_json(text: str) -> Parsed[Any]:
     """As ``strict_json``, and what json_repair makes of a truncated or single-quoted value
     ("repaired")."""
-    found = strict_json(text)
+    parsed = strict_json(text)
     body = fenced(text)
     starts = [i for i in (body.find("["), body.find("{")) if i >= 0]
-    if found.status == "ok" or not starts or nesting(body) > DEEPEST:
-        return found
+    if parsed.status == "ok" or not starts or nesting(body) > DEEPEST:
+        return parsed
     from json_repair import repair_json
 
     try:
@@ -145,15 +145,15 @@ def number(text: str) -> Parsed[float]:
     )
     if word is not None or plain:
         return Parsed(float(word) if plain is None else float(plain[1]), answer.status)
-    found = {
-        float(one)
-        for one in re.findall(
+    values = {
+        float(figure)
+        for figure in re.findall(
             rf"(?<![\w.]){NUMBER}(?![\w])", re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", body)
         )
     }
-    if len(found) == 1:
-        return Parsed(found.pop(), worst(answer.status, "repaired"))
-    return Parsed(None, "wrong_count") if found else UNPARSEABLE
+    if len(values) == 1:
+        return Parsed(values.pop(), worst(answer.status, "repaired"))
+    return Parsed(None, "wrong_count") if values else UNPARSEABLE
 
 
 def boxed(text: str) -> str | None:
@@ -178,10 +178,12 @@ def items(text: str) -> Parsed[list[str]]:
     if body.casefold().strip(".") in NOTHING or body == "[]":
         return Parsed([], answer.status)
     if body.startswith("["):
-        found = loose_json(body)
-        names = found.value if isinstance(found.value, list) else []
+        parsed = loose_json(body)
+        names = parsed.value if isinstance(parsed.value, list) else []
         if names and all(isinstance(name, (str, int, float)) for name in names):
-            return Parsed([str(name).strip() for name in names], worst(answer.status, found.status))
+            return Parsed(
+                [str(name).strip() for name in names], worst(answer.status, parsed.status)
+            )
         return UNPARSEABLE
     names = [
         re.sub(r"^\s*(?:[-*•]|\d+[.)])\s+", "", part).strip() for part in re.split(r"[,;\n]", body)

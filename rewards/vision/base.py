@@ -45,13 +45,13 @@ class Verifiable:
 
     def __call__(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> Tensor:
         """[B] float32 on the CPU; NaN where the prompt is at fault, never where the answer is."""
-        found = self.verdicts(texts, prompts)
-        self._complain(found, prompts)
-        return torch.tensor([one.score for one in found], dtype=torch.float32)
+        verdicts = self.verdicts(texts, prompts)
+        self._complain(verdicts, prompts)
+        return torch.tensor([verdict.score for verdict in verdicts], dtype=torch.float32)
 
     def status(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[Status]:
         """How each answer could be read, for metrics and reports."""
-        return [one.status for one in self.verdicts(texts, prompts)]
+        return [verdict.status for verdict in self.verdicts(texts, prompts)]
 
     def verdicts(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[Verdict]:
         """Score, status and note of every text."""
@@ -97,13 +97,13 @@ class Verifiable:
     def _name(self) -> str:
         return f"reward {type(self).__name__}"
 
-    def _complain(self, found: Sequence[Verdict], prompts: Sequence[Prompt]) -> None:
+    def _complain(self, verdicts: Sequence[Verdict], prompts: Sequence[Prompt]) -> None:
         """Name every kind of broken prompt once."""
-        told = self.__dict__.setdefault("_told", set())
-        for one, prompt in zip(found, prompts):
-            if math.isnan(one.score) and one.note not in told and len(told) < 100:
-                told.add(one.note)
-                log.warning("%s cannot score %s: %s", self._name(), row_name(prompt), one.note)
+        reported = self.__dict__.setdefault("_reported", set())
+        for verdict, prompt in zip(verdicts, prompts):
+            if math.isnan(verdict.score) and verdict.note not in reported and len(reported) < 100:
+                reported.add(verdict.note)
+                log.warning("%s cannot score %s: %s", self._name(), row_name(prompt), verdict.note)
 
 
 def row_name(prompt: Prompt) -> str:
@@ -125,51 +125,51 @@ def need(prompt: Prompt, field: str) -> Any:
 def finite(values: Any, size: int, field: str) -> tuple[float, ...]:
     """``size`` finite numbers of a right answer, or ``Unscorable`` naming the field."""
     try:
-        found = tuple(float(v) for v in values)
+        numbers = tuple(float(v) for v in values)
     except (TypeError, ValueError, OverflowError) as error:
         raise Unscorable(f'"{field}" holds {values!r}; expected {size} numbers') from error
-    if len(found) != size or not all(math.isfinite(v) for v in found):
+    if len(numbers) != size or not all(math.isfinite(v) for v in numbers):
         raise Unscorable(f'"{field}" holds {values!r}; expected {size} finite numbers')
-    return found
+    return numbers
 
 
 def true_boxes(prompt: Prompt, field: str = "boxes") -> np.ndarray:
     """[M, 4] float64, the right boxes in the space of the prompt; one box may stand without the
     outer list."""
-    given = need(prompt, field)
-    given = [given] if len(given) == 4 and not any(hasattr(v, "__len__") for v in given) else given
-    found = [finite(one, 4, field) for one in given]
-    for one in found:
-        if one[2] <= one[0] or one[3] <= one[1]:
-            raise Unscorable(f'"{field}" holds {list(one)}, which is not x0 < x1, y0 < y1')
-    return np.array(found, dtype=np.float64).reshape(-1, 4)
+    value = need(prompt, field)
+    value = [value] if len(value) == 4 and not any(hasattr(v, "__len__") for v in value) else value
+    boxes = [finite(box, 4, field) for box in value]
+    for box in boxes:
+        if box[2] <= box[0] or box[3] <= box[1]:
+            raise Unscorable(f'"{field}" holds {list(box)}, which is not x0 < x1, y0 < y1')
+    return np.array(boxes, dtype=np.float64).reshape(-1, 4)
 
 
 def in_truth(shapes: Sequence[Shape], prompt: Prompt) -> tuple[np.ndarray, list[Status]]:
     """[N, 2 or 4] what the model said, in the space of the right answers, and the status of
     each."""
     target = truth_space(prompt)
-    own = answer_space(prompt)
+    default_space = answer_space(prompt)
     rows = []
-    found = []
+    states = []
     for shape in shapes:
-        space = shape.space or own
-        found.append(shape.status(extent(prompt, space)))
+        space = shape.space or default_space
+        states.append(shape.status(extent(prompt, space)))
         rows.append(convert(shape.values, scale(prompt, space, target)))
     width = len(shapes[0].values) if shapes else 4
     table = np.array(rows, dtype=np.float64).reshape(-1, width)
     nowhere = -1.0 if width == 4 else np.inf  # an empty box, a point that is infinitely far
-    return np.where((np.abs(table) < 1e12).all(1, keepdims=True), table, nowhere), found
+    return np.where((np.abs(table) < 1e12).all(1, keepdims=True), table, nowhere), states
 
 
 def in_answer(values: Sequence[float], prompt: Prompt) -> list[float]:
     """Right coordinates in the space the model answers in, for writing the right answer down."""
-    found = convert(values, scale(prompt, truth_space(prompt), answer_space(prompt)))
-    return [int(v) if float(v).is_integer() else round(v, 6) for v in found]
+    converted = convert(values, scale(prompt, truth_space(prompt), answer_space(prompt)))
+    return [int(v) if float(v).is_integer() else round(v, 6) for v in converted]
 
 
-def count_status(found: Status, predicted: int, wanted: int) -> Status:
-    return found if predicted == wanted else worst(found, "wrong_count")
+def count_status(status: Status, predicted: int, expected: int) -> Status:
+    return status if predicted == expected else worst(status, "wrong_count")
 
 
 def tagged(answer: str) -> str:

@@ -37,20 +37,20 @@ class Scene:
     iou: np.ndarray
     bare: np.ndarray
     confidence: np.ndarray  # [N] in 0..1; 1 where the model gave none
-    found: list[str]  # N labels, normalised; "" where the dataset has none
+    predicted: list[str]  # N labels, normalised; "" where the dataset has none
     right: list[str]  # M labels
     status: Status = "ok"
 
 
 def true_labels(prompt: Prompt, count: int) -> list[str] | None:
     """The labels of the right boxes as written; None if the dataset has none."""
-    given = prompt.get("labels")
-    if given is None:
+    value = prompt.get("labels")
+    if value is None:
         return None
-    given = [given] if isinstance(given, str) else given
-    if not isinstance(given, (list, tuple)) or len(given) != count:
-        raise Unscorable(f'"labels" is {given!r}; expected {count}, one for each of the "boxes"')
-    return [str(one) for one in given]
+    value = [value] if isinstance(value, str) else value
+    if not isinstance(value, (list, tuple)) or len(value) != count:
+        raise Unscorable(f'"labels" is {value!r}; expected {count}, one for each of the "boxes"')
+    return [str(label) for label in value]
 
 
 def see(text: str, prompt: Prompt) -> Scene | None:
@@ -62,10 +62,10 @@ def see(text: str, prompt: Prompt) -> Scene | None:
     if parsed.value is None:
         return None
     rows, states = in_truth(parsed.value, prompt)
-    found = [normal(shape.label or "") if labels else "" for shape in parsed.value]
-    wanted = [normal(label) for label in labels] if labels else [""] * len(right)
-    same = np.array([[a == b for b in wanted] for a in found], dtype=bool).reshape(
-        len(found), len(wanted)
+    predicted_labels = [normal(shape.label or "") if labels else "" for shape in parsed.value]
+    true_names = [normal(label) for label in labels] if labels else [""] * len(right)
+    same = np.array([[a == b for b in true_names] for a in predicted_labels], dtype=bool).reshape(
+        len(predicted_labels), len(true_names)
     )
     confidence = np.array(
         [1.0 if s.confidence is None else s.confidence for s in parsed.value], dtype=np.float64
@@ -78,7 +78,7 @@ def see(text: str, prompt: Prompt) -> Scene | None:
     bare = (
         geometry.iou(rows, right) if len(rows) and len(right) else np.zeros((len(rows), len(right)))
     )
-    return Scene(bare * same, bare, confidence.clip(0, 1), found, wanted, status)
+    return Scene(bare * same, bare, confidence.clip(0, 1), predicted_labels, true_names, status)
 
 
 def matched(scene: Scene, threshold: float) -> float:
@@ -112,19 +112,21 @@ def mean_ap(scene: Scene, threshold: float) -> float:
 
 def ap(scene: Scene, threshold: float) -> float:
     """As ``mean_ap`` at one IoU threshold."""
-    found = np.array(scene.found)
+    predicted = np.array(scene.predicted)
     right = np.array(scene.right)
-    names = sorted({*scene.found, *scene.right})
+    names = sorted({*scene.predicted, *scene.right})
     parts = []
     for name in names:
-        rows = np.flatnonzero(found == name)
+        rows = np.flatnonzero(predicted == name)
         columns = np.flatnonzero(right == name)
-        both = len(rows) and len(columns)
+        comparable = len(rows) and len(columns)
         scores = scene.iou[np.ix_(rows, columns)]
         parts.append(
-            geometry.average_precision(scores, scene.confidence[rows], threshold) if both else 0.0
+            geometry.average_precision(scores, scene.confidence[rows], threshold)
+            if comparable
+            else 0.0
         )
-    return float(np.mean(parts)) * min(1.0, len(right) / len(found))
+    return float(np.mean(parts)) * min(1.0, len(right) / len(predicted))
 
 
 def visual_rft(scene: Scene, threshold: float) -> float:
@@ -208,12 +210,12 @@ class Detection(Verifiable):
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
         right = true_boxes(prompt)
         labels = true_labels(prompt, len(right))
-        found = spoiled(prompt, labels, confidence=1.0)
+        answers = spoiled(prompt, labels, confidence=1.0)
         if labels:
-            found["wrong labels"] = write_boxes(
+            answers["wrong labels"] = write_boxes(
                 right, prompt, ["not " + label for label in labels], confidence=1.0
             )
-        return found
+        return answers
 
 
 @REWARDS.register("confidence")
@@ -252,7 +254,7 @@ class Confidence(Verifiable):
         scene = see(text, prompt)
         if scene is None:
             return Verdict(0.0 if self.published else -1.0, "unparseable")
-        if not scene.iou.size and len(scene.found) == len(scene.right):
+        if not scene.iou.size and len(scene.predicted) == len(scene.right):
             return Verdict(1.0, scene.status)
         score = self._published(scene) if self.published else self._proper(scene)
         return Verdict(float(score), scene.status)
@@ -260,13 +262,13 @@ class Confidence(Verifiable):
     def _proper(self, scene: Scene) -> float:
         # sure ones first
         scores = np.where(scene.iou >= self.threshold, 1.0 + scene.confidence[:, None], 0.0)
-        right = np.zeros(len(scene.found), dtype=bool)
+        right = np.zeros(len(scene.predicted), dtype=bool)
         right[[i for i, _ in geometry.assign(scores)]] = True
         c = scene.confidence
         return np.where(right, 1 - (1 - c) ** 2, -(c**2)).sum() / max(scene.iou.shape)
 
     def _published(self, scene: Scene) -> float:
-        if not scene.found:
+        if not scene.predicted:
             return 0.0
         order = np.argsort(-scene.confidence, kind="mergesort").tolist()
         right = {i for i, _ in geometry.take_in_order(scene.bare, order, 0.5)}
@@ -280,11 +282,11 @@ class Confidence(Verifiable):
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
         right = true_boxes(prompt)
         labels = true_labels(prompt, len(right))
-        found = spoiled(prompt, labels, confidence=1.0)
+        answers = spoiled(prompt, labels, confidence=1.0)
         if len(right):
-            found["zero confidence"] = write_boxes(right, prompt, labels, confidence=0.0)
+            answers["zero confidence"] = write_boxes(right, prompt, labels, confidence=0.0)
             away = right[:1] + np.tile(10 * (right[:, 2:].max(0) - right[:, :2].min(0)), 2)
-            found["a wrong box of zero confidence"] = write_boxes(
+            answers["a wrong box of zero confidence"] = write_boxes(
                 away, prompt, labels, confidence=0.0
             )
-        return found
+        return answers

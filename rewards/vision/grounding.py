@@ -39,15 +39,15 @@ def write_boxes(
     rows: Any, prompt: Prompt, labels: Any = None, confidence: float | None = None
 ) -> str:
     """Boxes in the space of the right answers as the policy should answer with them."""
-    found = []
+    entries = []
     for i, row in enumerate(rows):
         entry: dict[str, Any] = {"bbox_2d": in_answer(row, prompt)}
         if labels is not None:
             entry["label"] = labels[i]
         if confidence is not None:
             entry["confidence"] = confidence
-        found.append(entry)
-    return tagged(json.dumps(found))
+        entries.append(entry)
+    return tagged(json.dumps(entries))
 
 
 def spoiled(prompt: Prompt, labels: Any = None, confidence: float | None = None) -> dict[str, str]:
@@ -59,13 +59,13 @@ def spoiled(prompt: Prompt, labels: Any = None, confidence: float | None = None)
     high = right[:, 2:].max(0)
     rng = np.random.default_rng(0)
     corner = low + rng.random((20, 2)) * (high - low)
-    other = np.concatenate([corner, corner + (0.05 + 0.5 * rng.random((20, 2))) * (high - low)], 1)
+    spam = np.concatenate([corner, corner + (0.05 + 0.5 * rng.random((20, 2))) * (high - low)], 1)
     names = (
         list(labels) + [labels[i % len(labels)] for i in range(20)] if labels is not None else None
     )
     turned = right[:, [2, 3, 0, 1]]
     return {
-        "spam of 20 boxes": write_boxes(np.concatenate([right, other]), prompt, names, confidence),
+        "spam of 20 boxes": write_boxes(np.concatenate([right, spam]), prompt, names, confidence),
         "inverted": write_boxes(turned, prompt, labels, confidence),
         "no boxes": tagged("[]"),
     }
@@ -101,11 +101,11 @@ class Grounding(Verifiable):
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
         right = true_boxes(prompt)
-        found = boxes(text)
-        if found.value is None:
-            return Verdict(0.0, found.status)
-        rows, states = in_truth(found.value, prompt)
-        status = count_status(worst(found.status, *states), len(rows), len(right))
+        parsed = boxes(text)
+        if parsed.value is None:
+            return Verdict(0.0, parsed.status)
+        rows, states = in_truth(parsed.value, prompt)
+        status = count_status(worst(parsed.status, *states), len(rows), len(right))
         if not len(rows) or not len(right):
             return Verdict(float(len(rows) == len(right)), status)
         scores = self.overlap(rows, right) * (geometry.areas(rows) > 0)[:, None]
@@ -153,9 +153,9 @@ class Referring(Grounding):
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
         if not self.published:
-            found = boxes(text)
-            if found.value is not None and len(found.value) > 1:
-                return Verdict(0.0, worst(found.status, "wrong_count"))
+            parsed = boxes(text)
+            if parsed.value is not None and len(parsed.value) > 1:
+                return Verdict(0.0, worst(parsed.status, "wrong_count"))
             return super().judge(text, prompt)
         first = re.search(r"\[(\d+),\s*(\d+),\s*(\d+),\s*(\d+)\]", final(text).value)
         if not first:

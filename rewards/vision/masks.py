@@ -48,27 +48,31 @@ class Segmentation(Verifiable):
         parsed = _answer(answer.value, (width, height), prompt)
         if parsed.value is None:
             return Verdict(0.0, "unparseable")
-        found = parsed.value
+        mask = parsed.value
         status = worst(answer.status, parsed.status)
-        either = int((found | right).sum())
+        either = int((mask | right).sum())
         if not either:
             return Verdict(1.0, status)
         return Verdict(
-            int((found & right).sum()) / either,
-            status if found.any() else worst(status, "degenerate"),
+            int((mask & right).sum()) / either,
+            status if mask.any() else worst(status, "degenerate"),
         )
 
     def right_answer(self, prompt: Prompt) -> str:
         from pycocotools.mask import encode
 
-        found = encode(np.asfortranarray(true_mask(prompt).astype(np.uint8)))
-        return tagged(json.dumps({"size": list(found["size"]), "counts": found["counts"].decode()}))
+        run_lengths = encode(np.asfortranarray(true_mask(prompt).astype(np.uint8)))
+        return tagged(
+            json.dumps(
+                {"size": list(run_lengths["size"]), "counts": run_lengths["counts"].decode()}
+            )
+        )
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
         from pycocotools.mask import encode
 
         right = true_mask(prompt)
-        found = {}
+        answers = {}
         for name, mask in (
             ("everything", np.ones_like(right)),
             ("nothing", np.zeros_like(right)),
@@ -76,23 +80,23 @@ class Segmentation(Verifiable):
         ):
             if not (mask == right).all():
                 code = encode(np.asfortranarray(mask.astype(np.uint8)))
-                found[name] = tagged(
+                answers[name] = tagged(
                     json.dumps({"size": list(code["size"]), "counts": code["counts"].decode()})
                 )
-        return found
+        return answers
 
 
 def true_mask(prompt: Prompt) -> np.ndarray:
     """Bool [H, W] in pixels of the original."""
-    given = need(prompt, "mask")
-    if isinstance(given, str):
-        return _read(given)
-    if isinstance(given, dict):
-        found = _run_lengths(given)
-        if found is None:
+    value = need(prompt, "mask")
+    if isinstance(value, str):
+        return _read(value)
+    if isinstance(value, dict):
+        mask = _run_lengths(value)
+        if mask is None:
             raise Unscorable('"mask" is a record, but not {"size": [height, width], "counts": ...}')
-        return found
-    if isinstance(given, list) and given and (rings := _rings(given)):
+        return mask
+    if isinstance(value, list) and value and (rings := _rings(value)):
         size = extent(prompt, "original")
         if size is None:
             raise Unscorable(
@@ -101,13 +105,12 @@ def true_mask(prompt: Prompt) -> np.ndarray:
             )
         factors = scale(prompt, truth_space(prompt), "original")
         return _fill([convert(ring, factors) for ring in rings], size)
-    found = np.asarray(given)
-    if found.ndim != 2 or found.dtype == object:
+    mask = np.asarray(value)
+    if mask.ndim != 2 or mask.dtype == object:
         raise Unscorable(
-            f'"mask" has shape {list(found.shape)}; expected [H, W], run lengths, '
-            f"polygons or a path"
+            f'"mask" has shape {list(mask.shape)}; expected [H, W], run lengths, polygons or a path'
         )
-    return found.astype(bool)
+    return mask.astype(bool)
 
 
 @lru_cache(maxsize=256)
@@ -127,8 +130,8 @@ def _answer(body: str, size: tuple[float, float], prompt: Prompt) -> Parsed[np.n
     if value == []:
         return Parsed(np.zeros((int(size[1]), int(size[0])), dtype=bool))
     if isinstance(value, dict) and "counts" in value:
-        found = _run_lengths(value, size)
-        return Parsed(found, parsed.status) if found is not None else UNPARSEABLE
+        mask = _run_lengths(value, size)
+        return Parsed(mask, parsed.status) if mask is not None else UNPARSEABLE
     factors = scale(prompt, answer_space(prompt), "original")
     rings = _rings(value) if value is not None else []
     status = parsed.status
@@ -156,16 +159,16 @@ def _rings(value: Any) -> list[tuple[float, ...]]:
         value = [[v for pair in value for v in pair]]
     elif not isinstance(value[0], (list, dict)):
         value = [value]
-    found = []
+    rings = []
     for part in value:
         if isinstance(part, dict) or (
             isinstance(part, list) and part and isinstance(part[0], list)
         ):
-            found += _rings(part) if not (isinstance(part, list) and len(part) < 3) else []
+            rings += _rings(part) if not (isinstance(part, list) and len(part) < 3) else []
         elif isinstance(part, list) and len(part) >= 6 and len(part) % 2 == 0:
             numbers = [real(v) for v in part]
-            found += [tuple(numbers)] if None not in numbers else []
-    return found
+            rings += [tuple(numbers)] if None not in numbers else []
+    return rings
 
 
 def _fill(rings: list[tuple[float, ...]], size: tuple[float, float]) -> np.ndarray:

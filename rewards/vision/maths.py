@@ -49,12 +49,14 @@ class Maths(Verifiable):
             raise Unscorable(f'"answer" is {prompt["answer"]!r}, which math-verify cannot read')
         body, status = short(text)
         sane = status != "unparseable" and len(body) <= LONGEST and not MONSTERS.search(body)
-        found = _parse(body) if sane else ()
-        if not found:
+        predicted = _parse(body) if sane else ()
+        if not predicted:
             return Verdict(0.0, "unparseable")
         from math_verify import verify
 
-        return Verdict(float(verify(list(right), list(found), timeout_seconds=_limit())), status)
+        return Verdict(
+            float(verify(list(right), list(predicted), timeout_seconds=_limit())), status
+        )
 
     def right_answer(self, prompt: Prompt) -> str:
         return tagged(rf"\boxed{{{true_text(prompt)}}}")
@@ -75,8 +77,10 @@ def _parse(text: str) -> tuple[Any, ...]:
     from math_verify import parse
 
     body = text.strip().strip("$")
-    found = parse(f"${body}$", parsing_timeout=_limit()) or parse(body, parsing_timeout=_limit())
-    return tuple(found)
+    expressions = parse(f"${body}$", parsing_timeout=_limit()) or parse(
+        body, parsing_timeout=_limit()
+    )
+    return tuple(expressions)
 
 
 @REWARDS.register("chart")
@@ -110,25 +114,25 @@ class Chart(Verifiable):
             return Verdict(float(self._near(body, true_text(prompt))), status)
         if not right:
             raise Unscorable('"answer" is an empty list')
-        found = items(text)
-        if found.value is None:
-            return Verdict(0.0, found.status)
-        hits = sum(self._near(a, str(b)) for a, b in zip(found.value, right))
-        same = len(found.value) == len(right)
-        share = hits / max(len(found.value), len(right))
+        parsed = items(text)
+        if parsed.value is None:
+            return Verdict(0.0, parsed.status)
+        hits = sum(self._near(a, str(b)) for a, b in zip(parsed.value, right))
+        same = len(parsed.value) == len(right)
+        share = hits / max(len(parsed.value), len(right))
         return Verdict(
             share if self.partial or share == 1 else 0.0,
-            found.status if same else worst(found.status, "wrong_count"),
+            parsed.status if same else worst(parsed.status, "wrong_count"),
         )
 
-    def _near(self, found: str, right: str) -> bool:
-        wanted = number(right)
-        given = number(found)
-        if wanted.status != "ok" or wanted.value is None:
-            return bool(normal(found)) and normal(found) == normal(right)
-        if given.status != "ok" or given.value is None or not math.isfinite(given.value):
+    def _near(self, predicted: str, right: str) -> bool:
+        target = number(right)
+        value = number(predicted)
+        if target.status != "ok" or target.value is None:
+            return bool(normal(predicted)) and normal(predicted) == normal(right)
+        if value.status != "ok" or value.value is None or not math.isfinite(value.value):
             return False
-        return abs(given.value - wanted.value) <= self.tolerance * abs(wanted.value)
+        return abs(value.value - target.value) <= self.tolerance * abs(target.value)
 
     def right_answer(self, prompt: Prompt) -> str:
         right = need(prompt, "answer")

@@ -48,9 +48,11 @@ WORDS = ("text", "value", "content", "input", "direction", "app", "key")
 
 def true_points(prompt: Prompt) -> np.ndarray:
     """[M, 2] of ``points``, or of ``point``."""
-    given = prompt.get("points")
-    given = given if given is not None else [need(prompt, "point")]
-    return np.array([finite(one, 2, "points") for one in given], dtype=np.float64).reshape(-1, 2)
+    value = prompt.get("points")
+    value = value if value is not None else [need(prompt, "point")]
+    return np.array([finite(point, 2, "points") for point in value], dtype=np.float64).reshape(
+        -1, 2
+    )
 
 
 def pixels(prompt: Prompt) -> np.ndarray:
@@ -62,27 +64,27 @@ def pixels(prompt: Prompt) -> np.ndarray:
         return np.ones(2)
 
 
-def inside(found: np.ndarray, boxes: np.ndarray) -> np.ndarray:
+def inside(predicted: np.ndarray, boxes: np.ndarray) -> np.ndarray:
     """[N, 2], [M, 4] -> [N, M]: 1 where the point lies in the box or on its border."""
     return (
-        ((found[:, None] >= boxes[None, :, :2]) & (found[:, None] <= boxes[None, :, 2:]))
+        ((predicted[:, None] >= boxes[None, :, :2]) & (predicted[:, None] <= boxes[None, :, 2:]))
         .all(-1)
         .astype(float)
     )
 
 
-def gaussian(found: np.ndarray, boxes: np.ndarray, spread: float) -> np.ndarray:
+def gaussian(predicted: np.ndarray, boxes: np.ndarray, spread: float) -> np.ndarray:
     """[N, M]: exp(-d^2 / 2) with d the distance from the middle in units of ``spread`` times the
     sides (GUI-G2)."""
     middle = (boxes[:, :2] + boxes[:, 2:]) / 2
     sides = boxes[:, 2:] - boxes[:, :2]
-    off = (found[:, None] - middle[None]) / (spread * sides[None])
+    off = (predicted[:, None] - middle[None]) / (spread * sides[None])
     return np.exp(-0.5 * (off**2).sum(-1))
 
 
-def near(found: np.ndarray, right: np.ndarray, radius: float) -> np.ndarray:
+def near(predicted: np.ndarray, right: np.ndarray, radius: float) -> np.ndarray:
     """[N, 2], [M, 2] in pixels -> [N, M]: 1 - distance / radius, not below 0."""
-    return np.clip(1 - np.linalg.norm(found[:, None] - right[None], axis=-1) / radius, 0, None)
+    return np.clip(1 - np.linalg.norm(predicted[:, None] - right[None], axis=-1) / radius, 0, None)
 
 
 class Pointing:
@@ -94,19 +96,19 @@ class Pointing:
         self.radius = radius
         self.spread = spread
 
-    def scores(self, found: np.ndarray, prompt: Prompt) -> np.ndarray:
+    def scores(self, predicted: np.ndarray, prompt: Prompt) -> np.ndarray:
         """[N, 2] in the space of the right answers -> [N, M] in 0..1."""
         to_pixels = pixels(prompt)
         if prompt.get("boxes") is None:
-            distance = near(found * to_pixels, true_points(prompt) * to_pixels, self.radius)
+            distance = near(predicted * to_pixels, true_points(prompt) * to_pixels, self.radius)
             return (distance > 0).astype(float) if self.form == "inside" else distance
         right = true_boxes(prompt)
         if self.form == "inside":
-            return inside(found, right)
+            return inside(predicted, right)
         if self.form == "gaussian":
-            return gaussian(found, right, self.spread)
+            return gaussian(predicted, right, self.spread)
         middle = (right[:, :2] + right[:, 2:]) / 2
-        return near(found * to_pixels, middle * to_pixels, self.radius)
+        return near(predicted * to_pixels, middle * to_pixels, self.radius)
 
 
 def targets(prompt: Prompt) -> np.ndarray:
@@ -144,24 +146,24 @@ class Point(Verifiable):
         self.pointing = Pointing(form, radius, spread)
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
-        wanted = targets(prompt)
+        boxes = targets(prompt)
         parsed = points(text)
         if parsed.value is None:
             return Verdict(0.0, parsed.status)
-        found, states = in_truth(parsed.value, prompt)
-        status = count_status(worst(parsed.status, *states), len(found), len(wanted))
-        if not len(found) or not len(wanted):
-            return Verdict(float(len(found) == len(wanted)), status)
-        scores = self.pointing.scores(found, prompt)
+        predicted, states = in_truth(parsed.value, prompt)
+        status = count_status(worst(parsed.status, *states), len(predicted), len(boxes))
+        if not len(predicted) or not len(boxes):
+            return Verdict(float(len(predicted) == len(boxes)), status)
+        scores = self.pointing.scores(predicted, prompt)
         return Verdict(
             float(sum(scores[pair] for pair in geometry.assign(scores)) / max(scores.shape)), status
         )
 
     def right_answer(self, prompt: Prompt) -> str:
-        return tagged(json.dumps([{"point_2d": in_answer(one, prompt)} for one in targets(prompt)]))
+        return tagged(json.dumps([{"point_2d": in_answer(box, prompt)} for box in targets(prompt)]))
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
-        right = [in_answer(one, prompt) for one in targets(prompt)]
+        right = [in_answer(box, prompt) for box in targets(prompt)]
         spam = [*right, *([x + 2 * i, y + 2 * i] for x, y in right[:1] for i in range(1, 9))]
         return (
             {"spam of points": tagged(json.dumps(spam)), "no points": tagged("[]")} if right else {}
@@ -209,20 +211,22 @@ class Gui(Verifiable):
         self.pointing = Pointing(form, radius, spread)
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
-        wanted, (found, status) = true_action(prompt), said_action(text)
-        if found is None:
+        target, (action, status) = true_action(prompt), said_action(text)
+        if action is None:
             return Verdict(0.0, "unparseable")
         # the prompt must be sound whatever was answered
-        judged = self._argument(found, wanted, prompt)
-        if kind(found) != kind(wanted):
+        judged = self._argument(action, target, prompt)
+        if kind(action) != kind(target):
             return Verdict(0.0, status)
-        argument, more = judged
-        return Verdict(self.type_weight + (1 - self.type_weight) * argument, worst(status, more))
+        argument, argument_status = judged
+        return Verdict(
+            self.type_weight + (1 - self.type_weight) * argument, worst(status, argument_status)
+        )
 
-    def _argument(self, found: dict, wanted: dict, prompt: Prompt) -> tuple[float, Status]:
-        words = said_words(wanted)
-        if kind(wanted) in CLICKS:
-            place = _place(found)
+    def _argument(self, action: dict, target: dict, prompt: Prompt) -> tuple[float, Status]:
+        words = said_words(target)
+        if kind(target) in CLICKS:
+            place = _place(action)
             if place is None:
                 targets(prompt)
                 return 0.0, "unparseable"
@@ -232,8 +236,8 @@ class Gui(Verifiable):
             return 1.0, "ok"
         from rapidfuzz.distance import Levenshtein
 
-        near = Levenshtein.normalized_similarity(normal(said_words(found) or ""), normal(words))
-        return float(near) if near >= self.text_threshold and said_words(found) else 0.0, "ok"
+        near = Levenshtein.normalized_similarity(normal(said_words(action) or ""), normal(words))
+        return float(near) if near >= self.text_threshold and said_words(action) else 0.0, "ok"
 
     def right_answer(self, prompt: Prompt) -> str:
         action = {"action": kind(true_action(prompt))}
@@ -244,15 +248,17 @@ class Gui(Verifiable):
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
         right = kind(true_action(prompt))
-        found = {
+        answers = {
             "another action": tagged(
                 json.dumps({"action": "scroll" if right != "scroll" else "click"})
             )
         }
         if right in CLICKS:
-            found["a click nowhere"] = tagged(json.dumps({"action": right, "point": [-1e6, -1e6]}))
-            found["a click without a place"] = tagged(json.dumps({"action": right}))
-        return found
+            answers["a click nowhere"] = tagged(
+                json.dumps({"action": right, "point": [-1e6, -1e6]})
+            )
+            answers["a click without a place"] = tagged(json.dumps({"action": right}))
+        return answers
 
 
 def kind(action: dict[str, Any]) -> str:
@@ -266,15 +272,15 @@ def kind(action: dict[str, Any]) -> str:
 
 def said_words(action: dict[str, Any]) -> str | None:
     """The text of an input, the direction of a scroll, the name of an app or key."""
-    found = next((action[key] for key in WORDS if action.get(key) not in (None, "")), None)
-    return None if found is None or isinstance(found, (dict, list)) else str(found)
+    words = next((action[key] for key in WORDS if action.get(key) not in (None, "")), None)
+    return None if words is None or isinstance(words, (dict, list)) else str(words)
 
 
 def true_action(prompt: Prompt) -> dict[str, Any]:
-    given = need(prompt, "action")
-    action = {"action": given} if isinstance(given, str) else given
+    value = need(prompt, "action")
+    action = {"action": value} if isinstance(value, str) else value
     if not isinstance(action, dict) or not kind(action):
-        raise Unscorable(f'"action" is {given!r}; expected a name or {{"type": ..., "text": ...}}')
+        raise Unscorable(f'"action" is {value!r}; expected a name or {{"type": ..., "text": ...}}')
     return action
 
 
@@ -283,11 +289,11 @@ def said_action(text: str) -> tuple[dict[str, Any] | None, Status]:
     answer = final(text)
     body = fenced(answer.value)
     if "{" in body:
-        found = loose_json(body)
+        parsed = loose_json(body)
         value = (
-            found.value[0]
-            if isinstance(found.value, list) and len(found.value) == 1
-            else found.value
+            parsed.value[0]
+            if isinstance(parsed.value, list) and len(parsed.value) == 1
+            else parsed.value
         )
         if not isinstance(value, dict):
             return None, "unparseable"
@@ -295,7 +301,7 @@ def said_action(text: str) -> tuple[dict[str, Any] | None, Status]:
         value = {**value, **inner} if isinstance(inner, dict) else value
         return (
             {str(k).casefold(): v for k, v in value.items()},
-            worst(answer.status, found.status),
+            worst(answer.status, parsed.status),
         )
     call = re.fullmatch(r"(?:pyautogui\.)?([A-Za-z_]+)\s*(?:\((.*)\))?", body.strip(), flags=re.S)
     if not call:
@@ -313,9 +319,9 @@ def said_action(text: str) -> tuple[dict[str, Any] | None, Status]:
 def _place(action: dict[str, Any]) -> Shape | None:
     """Where a click goes; a box counts as its middle."""
     keys = ("point", "coordinate", "coordinates", "position", "point_2d", "bbox", "bbox_2d", "box")
-    given = next((action[key] for key in keys if key in action), None)
-    if given is None and "x" in action and "y" in action:
-        given = [action["x"], action["y"]]
-    found = points(json.dumps(given)) if given is not None else None
-    one = found.value[0] if found and found.value and len(found.value) == 1 else None
-    return one if one and all(math.isfinite(v) for v in one.values) else None
+    coordinates = next((action[key] for key in keys if key in action), None)
+    if coordinates is None and "x" in action and "y" in action:
+        coordinates = [action["x"], action["y"]]
+    parsed = points(json.dumps(coordinates)) if coordinates is not None else None
+    shape = parsed.value[0] if parsed and parsed.value and len(parsed.value) == 1 else None
+    return shape if shape and all(math.isfinite(v) for v in shape.values) else None

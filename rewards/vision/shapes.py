@@ -68,11 +68,11 @@ def boxes(text: str) -> Parsed[list[Shape]]:
 
 def points(text: str) -> Parsed[list[Shape]]:
     """All points of the final answer; where it gives boxes, their centres."""
-    found = _shapes(text, 2)
-    if found.status != "unparseable":
-        return found
-    found = _shapes(text, 4)
-    return Parsed([_centre(one) for one in found.value], found.status) if found.value else found
+    parsed = _shapes(text, 2)
+    if parsed.status != "unparseable":
+        return parsed
+    parsed = _shapes(text, 4)
+    return Parsed([_centre(box) for box in parsed.value], parsed.status) if parsed.value else parsed
 
 
 def _centre(box: Shape) -> Shape:
@@ -86,9 +86,9 @@ def _shapes(text: str, size: int) -> Parsed[list[Shape]]:
     if fenced(body).casefold().strip(" .") in NOTHING | {"[]", "[[]]", "{}"}:
         return Parsed([], answer.status)
     for read in (_own_notation, _from_json, _pairs, _bracketed, _from_loose_json, _bare):
-        found = read(body, size)
-        if found.value:
-            return Parsed(found.value, worst(answer.status, found.status))
+        parsed = read(body, size)
+        if parsed.value:
+            return Parsed(parsed.value, worst(answer.status, parsed.status))
     return UNPARSEABLE
 
 
@@ -96,11 +96,11 @@ def _own_notation(body: str, size: int) -> Parsed[list[Shape]]:
     """PaliGemma's ``<loc0123>`` (y first, 1024 bins) and Molmo's ``<point x="61.5" y="40.6">`` (per
     cent)."""
     if size == 4 and "<loc" in body:
-        found = re.findall(r"((?:<loc\d{4}>){4})\s*([^;<]*)", body)
-        return Parsed([_paligemma(codes, label.strip() or None) for codes, label in found])
+        matches = re.findall(r"((?:<loc\d{4}>){4})\s*([^;<]*)", body)
+        return Parsed([_paligemma(codes, label.strip() or None) for codes, label in matches])
     if size == 2 and "<point" in body:
-        found = re.findall(rf'\bx\d*\s*=\s*"({NUMBER})"\s+y\d*\s*=\s*"({NUMBER})"', body)
-        return Parsed([Shape((float(x), float(y)), space="rel100") for x, y in found])
+        matches = re.findall(rf'\bx\d*\s*=\s*"({NUMBER})"\s+y\d*\s*=\s*"({NUMBER})"', body)
+        return Parsed([Shape((float(x), float(y)), space="rel100") for x, y in matches])
     return UNPARSEABLE
 
 
@@ -110,8 +110,8 @@ def _paligemma(codes: str, label: str | None) -> Shape:
 
 
 def _from_json(body: str, size: int) -> Parsed[list[Shape]]:
-    found = UNPARSEABLE if "<ref>" in body else strict_json(body)
-    return _listed(found, size) if found.status == "ok" else UNPARSEABLE
+    parsed = UNPARSEABLE if "<ref>" in body else strict_json(body)
+    return _listed(parsed, size) if parsed.status == "ok" else UNPARSEABLE
 
 
 def _from_loose_json(body: str, size: int) -> Parsed[list[Shape]]:
@@ -124,11 +124,11 @@ def _pairs(body: str, size: int) -> Parsed[list[Shape]]:
         return UNPARSEABLE
     notation = rf"(?:{_REF})?(?:<\|box_start\|>|<point>)?\s*{_PAIR}"
     notation += rf"\s*,?\s*{_PAIR}" if size == 4 else ""
-    found = [
-        Shape(tuple(float(v) for v in one.groups()[1:]), _label(one["label"]))
-        for one in re.finditer(notation, body)
+    shapes = [
+        Shape(tuple(float(v) for v in match.groups()[1:]), _label(match["label"]))
+        for match in re.finditer(notation, body)
     ]
-    return Parsed(found)
+    return Parsed(shapes)
 
 
 def _bracketed(body: str, size: int) -> Parsed[list[Shape]]:
@@ -138,18 +138,18 @@ def _bracketed(body: str, size: int) -> Parsed[list[Shape]]:
         return UNPARSEABLE
     numbers = r"\s*,\s*".join([f"({NUMBER})"] * size)
     label = None
-    found = []
-    for one in re.finditer(rf"<ref>(?P<label>[^<]*)</ref>|[\[\(]\s*{numbers}\s*[\]\)]", body):
-        if one["label"] is not None:
-            label = _label(one["label"])
+    shapes = []
+    for match in re.finditer(rf"<ref>(?P<label>[^<]*)</ref>|[\[\(]\s*{numbers}\s*[\]\)]", body):
+        if match["label"] is not None:
+            label = _label(match["label"])
         else:
-            found.append(Shape(tuple(float(v) for v in one.groups()[1:]), label))
+            shapes.append(Shape(tuple(float(v) for v in match.groups()[1:]), label))
     whole = (
         "<box>" in body
         or strict_json(body).status == "ok"
         or re.fullmatch(rf"\(\s*{numbers}\s*\)", body)
     )
-    return Parsed(found, "ok" if whole else "repaired")
+    return Parsed(shapes, "ok" if whole else "repaired")
 
 
 def _bare(body: str, size: int) -> Parsed[list[Shape]]:
@@ -165,12 +165,12 @@ def _label(text: Any) -> str | None:
     return str(text).strip() or None if isinstance(text, (str, int, float)) else None
 
 
-def _listed(found: Parsed[Any], size: int) -> Parsed[list[Shape]]:
+def _listed(parsed: Parsed[Any], size: int) -> Parsed[list[Shape]]:
     """Shapes of a JSON value; entries that are none are left out, which makes the answer
     "repaired"."""
-    if found.value is None:
+    if parsed.value is None:
         return UNPARSEABLE
-    value = found.value
+    value = parsed.value
     entries = value if isinstance(value, list) and numbers_of(value, size) is None else [value]
     shapes: list[Shape] = []
     dropped = False
@@ -179,7 +179,7 @@ def _listed(found: Parsed[Any], size: int) -> Parsed[list[Shape]]:
         shapes += _entry(entry, size)
         dropped |= len(shapes) == before
     return (
-        Parsed(shapes, worst(found.status, "repaired" if dropped else "ok"))
+        Parsed(shapes, worst(parsed.status, "repaired" if dropped else "ok"))
         if shapes
         else UNPARSEABLE
     )
@@ -228,9 +228,9 @@ def _turned(values: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def _many(value: Any, size: int) -> list[tuple[float, ...]]:
-    one = numbers_of(value, size)
-    if one:
-        return [one]
+    single = numbers_of(value, size)
+    if single:
+        return [single]
     return (
         [v for v in (numbers_of(part, size) for part in value) if v]
         if isinstance(value, list)
@@ -246,5 +246,5 @@ def numbers_of(value: Any, size: int) -> tuple[float, ...] | None:
         value = [*value[0], *value[1]]
     if len(value) != size:
         return None
-    found = [real(v) for v in value]
-    return None if None in found else tuple(found)
+    numbers = [real(v) for v in value]
+    return None if None in numbers else tuple(numbers)

@@ -75,7 +75,7 @@ class Format(Shaping):
             ) from error
         self.form = form
         self.json = json
-        self.own = pattern is not None
+        self.has_pattern = pattern is not None
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
         good = bool(self.pattern.fullmatch(str(text)))
@@ -88,7 +88,7 @@ class Format(Shaping):
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
         right = self.right_answer(prompt)
-        if self.own or self.form == "boxed":
+        if self.has_pattern or self.form == "boxed":
             return {}
         return (
             {"twice": f"{right}\n{right}", "not closed": right[: right.rfind("<")], "no tags": "7"}
@@ -208,7 +208,7 @@ class Repetition(Shaping):
         grams = [tuple(words[i : i + self.n]) for i in range(len(words) - self.n + 1)]
         answer = strict_json(final(text).value)
         listed = (
-            [json.dumps(one, sort_keys=True) for one in answer.value]
+            [json.dumps(entry, sort_keys=True) for entry in answer.value]
             if isinstance(answer.value, list)
             else []
         )

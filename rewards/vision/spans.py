@@ -47,26 +47,26 @@ CLOCK = r"(?:(\d+):)?(\d{1,2}):(\d{2}(?:\.\d+)?)"
 def seconds(text: str) -> str:
     """Every ``1:02:03`` or ``02:03`` of a text as seconds."""
 
-    def one(found: re.Match) -> str:
-        hours, minutes, rest = found.groups()
+    def replacement(clock: re.Match) -> str:
+        hours, minutes, rest = clock.groups()
         return str(int(hours or 0) * 3600 + int(minutes) * 60 + float(rest))
 
-    return re.sub(CLOCK, one, text)
+    return re.sub(CLOCK, replacement, text)
 
 
 def spans(text: str) -> Parsed[list[Span]]:
     """Spans of time in seconds: JSON with start and end, ``[3.2, 8]``, ``3.2s - 8s``, ``from 0:03
     to 0:08``."""
     answer = final(text)
-    given = re.findall(r"<(?:glue|time|span)>(.*?)</(?:glue|time|span)>", str(text), flags=re.S)
-    body = seconds(fenced(given[-1] if given else answer.value))
+    marked = re.findall(r"<(?:glue|time|span)>(.*?)</(?:glue|time|span)>", str(text), flags=re.S)
+    body = seconds(fenced(marked[-1] if marked else answer.value))
     if body.casefold().strip(" .") in NOTHING | {"[]"}:
         return Parsed([], answer.status)
     for read in (strict_json, loose_json):
-        found = read(body) if re.search(r"[\[{]", body) else UNPARSEABLE
-        listed = _spans(found.value) if found.value is not None else []
+        parsed = read(body) if re.search(r"[\[{]", body) else UNPARSEABLE
+        listed = _spans(parsed.value) if parsed.value is not None else []
         if listed:
-            return Parsed(listed, worst(answer.status, found.status))
+            return Parsed(listed, worst(answer.status, parsed.status))
     number = rf"({NUMBER})\s*(?:s|sec|seconds)?"
     pair = rf"{number}\s*(?:-|–|—|to|until|and|,)\s*{number}"
     listed = [(float(a), float(b)) for a, b in re.findall(pair, body)]
@@ -104,7 +104,7 @@ def _flat(value: Any) -> list[Span]:
     ):
         return [tuple(pair)]
     parts = value if isinstance(value, list) else [value]
-    found: list[Span] = []
+    pairs: list[Span] = []
     for part in parts:
         if isinstance(part, dict):
             low = {str(key).casefold(): v for key, v in part.items()}
@@ -115,38 +115,40 @@ def _flat(value: Any) -> list[Span]:
         else:
             pair = [real(v) for v in part] if isinstance(part, list) and len(part) == 2 else [None]
         if None not in pair:
-            found.append(tuple(pair))
-    return found
+            pairs.append(tuple(pair))
+    return pairs
 
 
 def true_spans(prompt: Prompt) -> list[Span]:
-    given = need(prompt, "spans")
+    value = need(prompt, "spans")
     flat = (
-        isinstance(given, (list, tuple))
-        and len(given) == 2
-        and not any(hasattr(v, "__len__") for v in given)
+        isinstance(value, (list, tuple))
+        and len(value) == 2
+        and not any(hasattr(v, "__len__") for v in value)
     )
-    found = [finite(one, 2, "spans") for one in ([given] if flat else given)]
-    for start, end in found:
+    intervals = [finite(interval, 2, "spans") for interval in ([value] if flat else value)]
+    for start, end in intervals:
         if not start < end:
             raise Unscorable(f'"spans" holds {[start, end]}, which is not start < end')
-    return found
+    return intervals
 
 
-def union(found: list[Span], right: list[Span]) -> float:
+def union(predicted: list[Span], right: list[Span]) -> float:
     """Length in both / length in either, of two sets of spans; spans that overlap count once."""
-    cuts = sorted({t for span in [*found, *right] for t in span})
-    both = either = 0.0
+    cuts = sorted({t for span in [*predicted, *right] for t in span})
+    intersection = either = 0.0
     for a, b in zip(cuts, cuts[1:]):
-        here, there = (any(s <= a and b <= e for s, e in spans) for spans in (found, right))
-        both += (b - a) * (here and there)
-        either += (b - a) * (here or there)
-    return both / either if either else 0.0
+        in_predicted, in_right = (
+            any(s <= a and b <= e for s, e in spans) for spans in (predicted, right)
+        )
+        intersection += (b - a) * (in_predicted and in_right)
+        either += (b - a) * (in_predicted or in_right)
+    return intersection / either if either else 0.0
 
 
-def hull(found: list[Span], right: list[Span]) -> float:
+def hull(predicted: list[Span], right: list[Span]) -> float:
     """Temporal-R1's: overlap / (last end - first start), of the first spans."""
-    (a, b), (c, d) = found[0], right[0]
+    (a, b), (c, d) = predicted[0], right[0]
     return max(min(b, d) - max(a, c), 0.0) / (max(b, d) - min(a, c))
 
 
@@ -239,11 +241,13 @@ class Tracking(Verifiable):
         if parsed.value is None:
             return Verdict(0.0, parsed.status)
         rows, states = in_truth([Shape(box) for box in parsed.value.values()], prompt)
-        found = dict(zip(parsed.value, rows))
-        status = count_status(worst(parsed.status, *states), len(found), len(right))
-        both = [time for time in right if time in found]
-        total = sum(geometry.iou(found[time][None], right[time][None])[0, 0] for time in both)
-        return Verdict(float(total) / max(len(found), len(right)), status)
+        predicted = dict(zip(parsed.value, rows))
+        status = count_status(worst(parsed.status, *states), len(predicted), len(right))
+        common_times = [time for time in right if time in predicted]
+        total = sum(
+            geometry.iou(predicted[time][None], right[time][None])[0, 0] for time in common_times
+        )
+        return Verdict(float(total) / max(len(predicted), len(right)), status)
 
     def right_answer(self, prompt: Prompt) -> str:
         return tagged(
@@ -255,19 +259,19 @@ class Tracking(Verifiable):
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
         right = {f"{time:g}": in_answer(box, prompt) for time, box in _true_track(prompt).items()}
         turned = {time: [x1, y1, x0, y0] for time, (x0, y0, x1, y1) in right.items()}
-        more = right | {str(10_000 + i): [0, 0, 1, 1] for i in range(5)}
+        padded = right | {str(10_000 + i): [0, 0, 1, 1] for i in range(5)}
         return {
             "inverted": tagged(json.dumps(turned)),
-            "frames that are not there": tagged(json.dumps(more)),
+            "frames that are not there": tagged(json.dumps(padded)),
         }
 
 
 def track(text: str) -> Parsed[dict[float, tuple[float, ...]]]:
     """Time (or number of the frame) -> box."""
     answer = final(text)
-    found = loose_json(fenced(answer.value))
-    track = _track(found.value)
-    return Parsed(track, worst(answer.status, found.status)) if track else UNPARSEABLE
+    parsed = loose_json(fenced(answer.value))
+    track = _track(parsed.value)
+    return Parsed(track, worst(answer.status, parsed.status)) if track else UNPARSEABLE
 
 
 def _track(value: Any) -> dict[float, tuple[float, ...]]:
@@ -280,15 +284,15 @@ def _track(value: Any) -> dict[float, tuple[float, ...]]:
 
 
 def _true_track(prompt: Prompt) -> dict[float, np.ndarray]:
-    found = _track(need(prompt, "tracks"))
-    if not found:
+    boxes = _track(need(prompt, "tracks"))
+    if not boxes:
         raise Unscorable(
             '"tracks" holds no boxes; expected [[x0, y0, x1, y1], ...] or {"time": '
             "[x0, y0, x1, y1]}"
         )
-    for time, box in found.items():
+    for time, box in boxes.items():
         if not all(math.isfinite(v) for v in box) or box[2] <= box[0] or box[3] <= box[1]:
             raise Unscorable(
                 f'"tracks" holds {list(box)} at {time:g}, which is not x0 < x1, y0 < y1'
             )
-    return {time: np.array(box, dtype=np.float64) for time, box in found.items()}
+    return {time: np.array(box, dtype=np.float64) for time, box in boxes.items()}

@@ -28,18 +28,18 @@ Share = Annotated[float, Ge(0), Le(1)]
 
 def true_steps(prompt: Prompt) -> list[list[str]]:
     """``key_steps``: for every step the ways of saying it."""
-    given = need(prompt, "key_steps")
-    if not isinstance(given, (list, tuple)) or not given:
+    value = need(prompt, "key_steps")
+    if not isinstance(value, (list, tuple)) or not value:
         raise Unscorable(
-            f'"key_steps" is {given!r}; expected a list of texts, or of lists of ways to say a step'
+            f'"key_steps" is {value!r}; expected a list of texts, or of lists of ways to say a step'
         )
-    found = [
-        [str(way) for way in (one if isinstance(one, (list, tuple)) else [one]) if words(way)]
-        for one in given
+    steps = [
+        [str(way) for way in (step if isinstance(step, (list, tuple)) else [step]) if words(way)]
+        for step in value
     ]
-    if not all(found):
+    if not all(steps):
         raise Unscorable('"key_steps" holds an empty step')
-    return found
+    return steps
 
 
 def words(text: object) -> str:
@@ -148,11 +148,11 @@ class KeySteps(Verifiable):
             self._earned(text, prompt, float(all_))
             for text, prompt, all_ in zip(texts, prompts, total)
         ]
-        found = torch.full((len(texts), max(limits, default=1)), math.nan)
+        scores = torch.full((len(texts), max(limits, default=1)), math.nan)
         for row, earned in enumerate(rows):
             for token, value in earned.items():
-                found[row, token] = value
-        return found
+                scores[row, token] = value
+        return scores
 
     def _earned(self, text: Any, prompt: Prompt, total: float) -> dict[int, float]:
         """Token -> what was earned there; together ``total``."""
@@ -173,11 +173,11 @@ class KeySteps(Verifiable):
 
     def _parts(self, prompt: Prompt) -> list[tuple[Sequence[Sequence[str]], bool, float]]:
         """What is looked for, whether in order, and what each of them is worth."""
-        found = [(true_steps(prompt), self.ordered)]
+        parts = [(true_steps(prompt), self.ordered)]
         if self.sections:
-            found.append(([[one] for one in self.sections], True))
+            parts.append(([[section] for section in self.sections], True))
         return [
-            (steps, order, (1 - self.weight) / len(found) / len(steps)) for steps, order in found
+            (steps, order, (1 - self.weight) / len(parts) / len(steps)) for steps, order in parts
         ]
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
@@ -230,29 +230,31 @@ class Vqa(Verifiable):
         people, (body, status) = self._people(prompt), short(text)
         if status == "unparseable":
             return Verdict(0.0, status)
-        said = normal(body)
-        return Verdict(agreement(said, people), status)
+        answered = normal(body)
+        return Verdict(agreement(answered, people), status)
 
     def _people(self, prompt: Prompt) -> list[str]:
-        given = need(prompt, "answers")
-        found = [normal(one) for one in given] if isinstance(given, (list, tuple)) else []
-        if not any(found):
-            raise Unscorable(f'"answers" is {given!r}; expected a list of texts')
-        return found
+        value = need(prompt, "answers")
+        answers = [normal(answer) for answer in value] if isinstance(value, (list, tuple)) else []
+        if not any(answers):
+            raise Unscorable(f'"answers" is {value!r}; expected a list of texts')
+        return answers
 
     def right_answer(self, prompt: Prompt) -> str:
-        return tagged(Counter(one for one in self._people(prompt) if one).most_common(1)[0][0])
+        return tagged(
+            Counter(answer for answer in self._people(prompt) if answer).most_common(1)[0][0]
+        )
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
         return {"all answers": tagged(" or ".join([*dict.fromkeys(self._people(prompt)), "no"]))}
 
 
-def agreement(said: str, people: Sequence[str]) -> float:
+def agreement(answered: str, people: Sequence[str]) -> float:
     """Mean over the people left out of min(1, others who said the same / 3)."""
     if len(people) < 4:
-        return float(said in people)
-    same = [one == said for one in people]
-    return sum(min(1.0, (sum(same) - mine) / 3) for mine in same) / len(people)
+        return float(answered in people)
+    same = [person == answered for person in people]
+    return sum(min(1.0, (sum(same) - left_out) / 3) for left_out in same) / len(people)
 
 
 @REWARDS.register("video_qa")
@@ -284,16 +286,16 @@ class VideoQa(Verifiable):
         self.temporal = Temporal()
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
-        found = self._inner(prompt).judge(text, prompt)
+        verdict = self._inner(prompt).judge(text, prompt)
         if prompt.get("spans") is None:
-            return found
+            return verdict
         when = (
             self.temporal.judge(text, prompt) if "<glue>" in text else Verdict(0.0, "unparseable")
         )
         true_spans(prompt)
-        share = when.score * (found.score if self.gated else 1.0)
+        share = when.score * (verdict.score if self.gated else 1.0)
         return Verdict(
-            (1 - self.time) * found.score + self.time * share, worst(found.status, when.status)
+            (1 - self.time) * verdict.score + self.time * share, worst(verdict.status, when.status)
         )
 
     def _inner(self, prompt: Prompt) -> Verifiable:
@@ -334,7 +336,7 @@ class Routed(Verifiable):
         self.routes = dict(routes)
         self.by = by
         self.default = default
-        cards = [card_of(one) for one in [*routes.values(), *([default] if default else [])]]
+        cards = [card_of(part) for part in [*routes.values(), *([default] if default else [])]]
         refuse_batch(cards)
         low = [c.low for c in cards]
         high = [c.high for c in cards]
@@ -347,7 +349,7 @@ class Routed(Verifiable):
 
     def verdicts(self, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[Verdict]:
         """Each route sees its rows at once."""
-        found: list[Verdict | None] = [None] * len(prompts)
+        verdicts: list[Verdict | None] = [None] * len(prompts)
         rows: dict[int, tuple[Callable, list[int]]] = {}
         self._check(texts, prompts)
         for i, prompt in enumerate(prompts):
@@ -355,17 +357,17 @@ class Routed(Verifiable):
                 route = self._route(prompt)
                 rows.setdefault(id(route), (route, []))[1].append(i)
             except Unscorable as error:
-                found[i] = Verdict(math.nan, "ok", str(error))
-        for route, mine in rows.values():
-            asked = [texts[i] for i in mine], [prompts[i] for i in mine]
+                verdicts[i] = Verdict(math.nan, "ok", str(error))
+        for route, rows_of_route in rows.values():
+            batch = [texts[i] for i in rows_of_route], [prompts[i] for i in rows_of_route]
             judged = (
-                route.verdicts(*asked)
+                route.verdicts(*batch)
                 if hasattr(route, "verdicts")
-                else [Verdict(float(v)) for v in route(*asked)]
+                else [Verdict(float(v)) for v in route(*batch)]
             )
-            for i, one in zip(mine, judged):
-                found[i] = one
-        return found
+            for i, verdict in zip(rows_of_route, judged):
+                verdicts[i] = verdict
+        return verdicts
 
     def _route(self, prompt: Prompt) -> Callable:
         task = prompt.get(self.by)

@@ -51,14 +51,14 @@ def render(svg: str, size: int) -> Tensor | None:
     from PIL import Image
 
     try:
-        data = bytes(
+        png = bytes(
             resvg_py.svg_to_bytes(
                 svg_string=svg, background="#ffffff", skip_system_fonts=True, width=size
             )
         )
     except ValueError:
         return None
-    with Image.open(io.BytesIO(data)) as image:
+    with Image.open(io.BytesIO(png)) as image:
         return _pixels(image, size) if max(image.size) <= 16 * size else None
 
 
@@ -67,32 +67,32 @@ def _pixels(image: Any, size: int) -> Tensor:
     return torch.from_numpy(np.asarray(shown, dtype=np.float32).copy() / 255).permute(2, 0, 1)
 
 
-def explained(found: Tensor, right: Tensor) -> float:
+def explained(drawn: Tensor, right: Tensor) -> float:
     """1 - |found - right|^2 / |white - right|^2: what of the picture's ink is explained; an empty
     sheet has 0."""
     ink = float((1 - right).square().sum())
-    error = float((found - right).square().sum())
+    error = float((drawn - right).square().sum())
     return max(0.0, 1 - error / ink) if ink > 0 else float(error == 0)
 
 
-def mse(found: Tensor, right: Tensor) -> float:
+def mse(drawn: Tensor, right: Tensor) -> float:
     """1 - mean squared error. An empty sheet scores high on a white picture."""
-    return 1 - float((found - right).square().mean())
+    return 1 - float((drawn - right).square().mean())
 
 
-def standardised(found: Tensor, right: Tensor) -> float:
+def standardised(drawn: Tensor, right: Tensor) -> float:
     """RLRF's: 1 - mean squared difference of the standardised pictures, clipped to -1..1, here
     moved to 0..1."""
-    a, b = ((x - x.mean()) / x.std().clamp(min=1e-6) for x in (found, right))
+    a, b = ((x - x.mean()) / x.std().clamp(min=1e-6) for x in (drawn, right))
     return (float((1 - (a - b).square().mean()).clamp(-1, 1)) + 1) / 2
 
 
-def ssim(found: Tensor, right: Tensor) -> float:
+def ssim(drawn: Tensor, right: Tensor) -> float:
     """Structural similarity (Wang et al. 2004): Gaussian window of 11, deviation 1.5, clipped at
     0."""
     line = torch.exp(-((torch.arange(11) - 5.0) ** 2) / (2 * 1.5**2)).double()
     window = (line[:, None] * line / line.sum() ** 2).expand(3, 1, 11, 11)
-    a = found[None].double()
+    a = drawn[None].double()
     b = right[None].double()
 
     def blur(x: Tensor) -> Tensor:
@@ -102,8 +102,8 @@ def ssim(found: Tensor, right: Tensor) -> float:
     mean_b = blur(b)
     var_a = blur(a * a) - mean_a**2
     var_b = blur(b * b) - mean_b**2
-    both = blur(a * b) - mean_a * mean_b
-    top = (2 * mean_a * mean_b + 0.01**2) * (2 * both + 0.03**2)
+    covariance = blur(a * b) - mean_a * mean_b
+    top = (2 * mean_a * mean_b + 0.01**2) * (2 * covariance + 0.03**2)
     return max(
         0.0, float((top / ((mean_a**2 + mean_b**2 + 0.01**2) * (var_a + var_b + 0.03**2))).mean())
     )
@@ -149,17 +149,17 @@ class Svg(Verifiable):
             return Verdict(0.0, status if svg is None else "unparseable")
         score = self.measure(drawn, right)
         if self.also is not None:
-            other = float(self.also(drawn[None], [dict(prompt)])[0])
-            score = (1 - self.weight) * score + self.weight * min(max(other, 0.0), 1.0)
+            added = float(self.also(drawn[None], [dict(prompt)])[0])
+            score = (1 - self.weight) * score + self.weight * min(max(added, 0.0), 1.0)
         return Verdict(score, status)
 
     def _target(self, prompt: Prompt) -> Tensor:
         if prompt.get("svg") is not None:
             svg, _ = find_svg(str(prompt["svg"]))
-            found = render(svg, self.size) if svg else None
-            if found is None:
+            picture = render(svg, self.size) if svg else None
+            if picture is None:
                 raise Unscorable('"svg" cannot be rendered')
-            return found
+            return picture
         images = prompt.get("images") or [prompt.get("image")]
         try:
             return _pixels(_open(images[0]), self.size)

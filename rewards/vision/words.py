@@ -25,22 +25,26 @@ def short(text: str) -> tuple[str, Status]:
 
 def true_number(prompt: Prompt, field: str = "answer") -> float:
     value = need(prompt, field)
-    found = real(value)
-    if found is None and isinstance(value, str):
-        found = number(value).value
-    if found is None or not math.isfinite(found):
+    target = real(value)
+    if target is None and isinstance(value, str):
+        target = number(value).value
+    if target is None or not math.isfinite(target):
         raise Unscorable(f'"{field}" is {value!r}; expected a number')
-    return found
+    return target
 
 
 def accepted(prompt: Prompt) -> list[str]:
     """``answer`` and its ``aliases``, as strings that are not empty."""
-    given = need(prompt, "answer")
-    found = [*(given if isinstance(given, list) else [given]), *(prompt.get("aliases") or [])]
-    found = [str(one) for one in found if isinstance(one, (str, int, float)) and normal(one)]
-    if not found:
-        raise Unscorable(f'"answer" is {given!r}; expected a text or a number')
-    return found
+    value = need(prompt, "answer")
+    texts = [*(value if isinstance(value, list) else [value]), *(prompt.get("aliases") or [])]
+    texts = [
+        str(candidate)
+        for candidate in texts
+        if isinstance(candidate, (str, int, float)) and normal(candidate)
+    ]
+    if not texts:
+        raise Unscorable(f'"answer" is {value!r}; expected a text or a number')
+    return texts
 
 
 @REWARDS.register("answer")
@@ -60,23 +64,23 @@ class Answer(Verifiable):
         self.tolerance = tolerance
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
-        wanted, (body, status) = accepted(prompt), short(text)
+        targets, (body, status) = accepted(prompt), short(text)
         if status == "unparseable":
             return Verdict(0.0, status)
-        if any(normal(body) == normal(one) for one in wanted):
+        if any(normal(body) == normal(target) for target in targets):
             return Verdict(1.0, status)
-        numeric = [number(one) for one in wanted]
-        right = [one.value for one in numeric if one.status == "ok"]
-        found = number(text)
+        numeric = [number(target) for target in targets]
+        right = [target.value for target in numeric if target.status == "ok"]
+        parsed = number(text)
         if not right:
             return Verdict(0.0, status)
-        if found.value is None:
-            return Verdict(0.0, found.status)
+        if parsed.value is None:
+            return Verdict(0.0, parsed.status)
         near = any(
-            math.isclose(found.value, v, rel_tol=max(self.tolerance, 1e-9), abs_tol=1e-9)
+            math.isclose(parsed.value, v, rel_tol=max(self.tolerance, 1e-9), abs_tol=1e-9)
             for v in right
         )
-        return Verdict(float(near), found.status)
+        return Verdict(float(near), parsed.status)
 
     def right_answer(self, prompt: Prompt) -> str:
         return tagged(accepted(prompt)[0])
@@ -109,7 +113,7 @@ class Classification(Answer):
     def judge(self, text: str, prompt: Prompt) -> Verdict:
         body, status = short(text)
         squeezed = normal(body).replace(" ", "")
-        right = {normal(one).replace(" ", "") for one in accepted(prompt)}
+        right = {normal(name).replace(" ", "") for name in accepted(prompt)}
         return Verdict(float(bool(squeezed) and squeezed in right), status)
 
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
@@ -138,13 +142,13 @@ class Count(Verifiable):
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
         right = true_number(prompt)
-        found = number(text)
-        if found.value is None:
-            return Verdict(0.0, found.status)
+        parsed = number(text)
+        if parsed.value is None:
+            return Verdict(0.0, parsed.status)
         status = (
-            "out_of_range" if found.value < 0 or not math.isfinite(found.value) else found.status
+            "out_of_range" if parsed.value < 0 or not math.isfinite(parsed.value) else parsed.status
         )
-        error = abs(found.value - right)
+        error = abs(parsed.value - right)
         if error < 1e-9:
             return Verdict(1.0, status)
         close = max(0.0, 1.0 - error / abs(right)) if right and math.isfinite(error) else 0.0
@@ -188,24 +192,24 @@ class Choice(Verifiable):
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
         right, (body, status) = self._right(prompt), short(text)
-        found = letters(body, prompt.get("choices"))
-        if not found:
+        chosen = letters(body, prompt.get("choices"))
+        if not chosen:
             return Verdict(0.0, "unparseable")
         return Verdict(
-            self.credit(found, right),
-            status if len(found) == len(right) else worst(status, "wrong_count"),
+            self.credit(chosen, right),
+            status if len(chosen) == len(right) else worst(status, "wrong_count"),
         )
 
     def _right(self, prompt: Prompt) -> set[str]:
-        given = need(prompt, "answer")
-        found: set[str] = set()
-        for one in given if isinstance(given, list) else [given]:
-            found |= letters(str(one), prompt.get("choices"))
-        if not found:
+        value = need(prompt, "answer")
+        right: set[str] = set()
+        for entry in value if isinstance(value, list) else [value]:
+            right |= letters(str(entry), prompt.get("choices"))
+        if not right:
             raise Unscorable(
-                f'"answer" is {given!r}; expected a letter or the text of one of the choices'
+                f'"answer" is {value!r}; expected a letter or the text of one of the choices'
             )
-        return found
+        return right
 
     def right_answer(self, prompt: Prompt) -> str:
         return tagged(", ".join(sorted(self._right(prompt))))
@@ -213,11 +217,11 @@ class Choice(Verifiable):
     def wrong_answers(self, prompt: Prompt) -> dict[str, str]:
         count = max(len(prompt.get("choices") or "ABCD"), ord(max(self._right(prompt))) - 64)
         names = [chr(65 + i) for i in range(count)]
-        others = [name for name in names if name not in self._right(prompt)]
-        found = {"empty answer": tagged("")}
-        if others:
-            found |= {"all options": tagged(", ".join(names)), "a wrong option": tagged(others[0])}
-        return found
+        wrong = [name for name in names if name not in self._right(prompt)]
+        answers = {"empty answer": tagged("")}
+        if wrong:
+            answers |= {"all options": tagged(", ".join(names)), "a wrong option": tagged(wrong[0])}
+        return answers
 
 
 def letters(text: str, choices: Any = None) -> set[str]:
@@ -228,7 +232,7 @@ def letters(text: str, choices: Any = None) -> set[str]:
         text.strip(),
         flags=re.I,
     )
-    names = [normal(one) for one in choices or []]
+    names = [normal(letter) for letter in choices or []]
     if normal(body) in names:
         return {chr(65 + names.index(normal(body)))}
     several = re.fullmatch(
@@ -236,32 +240,32 @@ def letters(text: str, choices: Any = None) -> set[str]:
         body,
     )
     if several:
-        found = set(
+        chosen = set(
             re.findall(
                 r"(?<![A-Za-z])[A-Za-z](?![a-z])|(?<=[A-Z])[A-Z](?![a-z])",
                 re.sub(r"\b(?:and|or)\b", ",", body),
             )
         )
-        found = {one.upper() for one in found}
+        chosen = {letter.upper() for letter in chosen}
     else:
         first = re.match(r"[\[(]?([A-Z])(?:[\]).:](?!\w)|\s*[-–—]\s)\s*(.+)", body, flags=re.S)
         if not first or re.search(r"(?<!\w)[(\[]?[A-Z][)\].:](?:\s|$)", first[2]):
             return set()
-        found = {first[1]}
-    return found if not names or all(ord(one) - 65 < len(names) for one in found) else set()
+        chosen = {first[1]}
+    return chosen if not names or all(ord(letter) - 65 < len(names) for letter in chosen) else set()
 
 
-def _all_or_nothing(found: set[str], right: set[str]) -> float:
-    return float(found == right)
+def _all_or_nothing(chosen: set[str], right: set[str]) -> float:
+    return float(chosen == right)
 
 
-def _subset(found: set[str], right: set[str]) -> float:
-    return len(found) / len(right) if found <= right else 0.0
+def _subset(chosen: set[str], right: set[str]) -> float:
+    return len(chosen) / len(right) if chosen <= right else 0.0
 
 
-def jaccard(found: set[str], right: set[str]) -> float:
+def jaccard(chosen: set[str], right: set[str]) -> float:
     """Intersection over union of two sets; 1 of two empty ones."""
-    return len(found & right) / len(found | right) if found | right else 1.0
+    return len(chosen & right) / len(chosen | right) if chosen | right else 1.0
 
 
 @REWARDS.register("label_set")
@@ -281,21 +285,21 @@ class LabelSet(Verifiable):
     """
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
-        right = {normal(one) for one in self._labels(prompt)}
-        found = items(text)
-        if found.value is None:
-            return Verdict(0.0, found.status)
-        names = {normal(one) for one in found.value}
-        status = found.status if len(names) == len(right) else worst(found.status, "wrong_count")
+        right = {normal(label) for label in self._labels(prompt)}
+        parsed = items(text)
+        if parsed.value is None:
+            return Verdict(0.0, parsed.status)
+        names = {normal(label) for label in parsed.value}
+        status = parsed.status if len(names) == len(right) else worst(parsed.status, "wrong_count")
         return Verdict(jaccard(names, right), status)
 
     def _labels(self, prompt: Prompt) -> list[str]:
-        given = need(prompt, "labels")
-        if not isinstance(given, (list, tuple)) or not all(
-            isinstance(one, (str, int)) for one in given
+        value = need(prompt, "labels")
+        if not isinstance(value, (list, tuple)) or not all(
+            isinstance(label, (str, int)) for label in value
         ):
-            raise Unscorable(f'"labels" is {given!r}; expected a list of names')
-        return [str(one) for one in given]
+            raise Unscorable(f'"labels" is {value!r}; expected a list of names')
+        return [str(label) for label in value]
 
     def right_answer(self, prompt: Prompt) -> str:
         names = self._labels(prompt)

@@ -21,10 +21,10 @@ MANY = 400  # cells of a table that are compared; the tree distance takes time w
 
 
 def true_text(prompt: Prompt, name: str = "answer") -> str:
-    given = need(prompt, name)
-    if not isinstance(given, (str, int, float)) or not str(given).strip():
-        raise Unscorable(f'"{name}" is {given!r}; expected a text')
-    return str(given)
+    value = need(prompt, name)
+    if not isinstance(value, (str, int, float)) or not str(value).strip():
+        raise Unscorable(f'"{name}" is {value!r}; expected a text')
+    return str(value)
 
 
 @REWARDS.register("transcription")
@@ -60,10 +60,10 @@ class Transcription(Verifiable):
 
         right = self._even(true_text(prompt))
         answer = final(text)
-        found = self._even(fenced(answer.value))
-        if not found:
+        written = self._even(fenced(answer.value))
+        if not written:
             return Verdict(0.0, "unparseable")
-        near = Levenshtein.normalized_similarity(found, right)
+        near = Levenshtein.normalized_similarity(written, right)
         return Verdict(float(near) if near >= self.least else 0.0, answer.status)
 
     def _even(self, text: str) -> str | list[str]:
@@ -124,8 +124,10 @@ class _TableReader(HTMLParser):
             self.cell = None
             self.table.children.append(self.row)
         elif tag in ("td", "th") and self.row is not None:
-            given = dict(attrs)
-            self.cell = Node("td", (_span(given.get("rowspan")), _span(given.get("colspan"))))
+            attributes = dict(attrs)
+            self.cell = Node(
+                "td", (_span(attributes.get("rowspan")), _span(attributes.get("colspan")))
+            )
             self.row.children.append(self.cell)
 
     def handle_endtag(self, tag: str) -> None:
@@ -136,9 +138,9 @@ class _TableReader(HTMLParser):
         elif tag == "table" and self.table is not None:
             self.done = self.closed = True
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, text: str) -> None:
         if self.cell is not None and not self.done:
-            self.cell.text = " ".join(f"{self.cell.text} {data}".split())
+            self.cell.text = " ".join(f"{self.cell.text} {text}".split())
 
 
 def _span(text: str | None) -> int:
@@ -170,7 +172,7 @@ def read_table(text: str) -> tuple[Node | None, bool]:
     )
 
 
-def teds(found: Node, right: Node, structure: bool = False) -> float:
+def teds(predicted: Node, right: Node, structure: bool = False) -> float:
     """Tree-edit-distance similarity (Zhong et al. 2020, arXiv:1911.10683): 1 - distance / nodes of
     the larger.
 
@@ -181,17 +183,17 @@ def teds(found: Node, right: Node, structure: bool = False) -> float:
     from rapidfuzz.distance import Levenshtein
 
     class Costs(Config):
-        def rename(self, one: Node, two: Node) -> float:
-            if one.tag != two.tag or one.spans != two.spans:
+        def rename(self, first: Node, second: Node) -> float:
+            if first.tag != second.tag or first.spans != second.spans:
                 return 1.0
-            same = structure or one.tag != "td" or one.text == two.text
-            return 0.0 if same else Levenshtein.normalized_distance(one.text, two.text)
+            same = structure or first.tag != "td" or first.text == second.text
+            return 0.0 if same else Levenshtein.normalized_distance(first.text, second.text)
 
         def children(self, node: Node) -> list[Node]:
             return node.children
 
-    distance = APTED(found, right, Costs()).compute_edit_distance()
-    return max(0.0, 1.0 - distance / max(found.size(), right.size()))
+    distance = APTED(predicted, right, Costs()).compute_edit_distance()
+    return max(0.0, 1.0 - distance / max(predicted.size(), right.size()))
 
 
 @REWARDS.register("table")
@@ -219,13 +221,13 @@ class Table(Verifiable):
     def judge(self, text: str, prompt: Prompt) -> Verdict:
         right = self._right(prompt)
         answer = final(text)
-        found, whole = read_table(fenced(answer.value))
-        if found is None:
+        predicted, whole = read_table(fenced(answer.value))
+        if predicted is None:
             return Verdict(0.0, "unparseable")
-        if found.size() > 2 * right.size() + 20:
+        if predicted.size() > 2 * right.size() + 20:
             return Verdict(0.0, worst(answer.status, "wrong_count"))
         status = worst(answer.status, "ok" if whole else "repaired")
-        return Verdict(teds(found, right, self.structure), status)
+        return Verdict(teds(predicted, right, self.structure), status)
 
     def _right(self, prompt: Prompt) -> Node:
         table, _ = read_table(true_text(prompt))
@@ -244,10 +246,10 @@ class Table(Verifiable):
         body = "".join(
             "<tr>" + "".join(f"<td>{c.text}</td>" for c in row.children) + "</tr>" for row in rows
         )
-        more = "<tr><td>x</td></tr>" * 3
+        extra_rows = "<tr><td>x</td></tr>" * 3
         return {
             "one cell": tagged(empty),
-            "three rows more": tagged(f"<table>{body}{more}</table>"),
+            "three rows more": tagged(f"<table>{body}{extra_rows}</table>"),
         }
 
 
@@ -299,11 +301,11 @@ class TextSimilarity(Verifiable):
         )
         return Verdict(min(max(score, 0.0), 1.0), answer.status)
 
-    def _words(self, found: str, right: str) -> float:
+    def _words(self, predicted: str, right: str) -> float:
         from rapidfuzz.distance import Levenshtein
         from rapidfuzz.process import cdist
 
-        words = [re.findall(r"\w+|[^\w\s]", text.casefold())[:2000] for text in (found, right)]
+        words = [re.findall(r"\w+|[^\w\s]", text.casefold())[:2000] for text in (predicted, right)]
         return bidirectional(cdist(*words, scorer=Levenshtein.normalized_similarity), None)
 
     def right_answer(self, prompt: Prompt) -> str:
@@ -325,17 +327,17 @@ class _Encoder:
         self.model = AutoModel.from_pretrained(path, use_safetensors=True).to(device).eval()
         self.device = device
 
-    def compare(self, found: str, right: str) -> float:
-        return bidirectional(self.embed(found), self.embed(right))
+    def compare(self, predicted: str, right: str) -> float:
+        return bidirectional(self.embed(predicted), self.embed(right))
 
     def embed(self, text: str) -> np.ndarray:
         """[N, D] unit vectors of the tokens, without special ones."""
         import torch
 
-        given = self.tokenizer(
+        inputs = self.tokenizer(
             text, return_tensors="pt", truncation=True, return_special_tokens_mask=True
         )
-        keep = ~given.pop("special_tokens_mask")[0].bool()
+        keep = ~inputs.pop("special_tokens_mask")[0].bool()
         with torch.no_grad():
-            hidden = self.model(**given.to(self.device)).last_hidden_state[0].float().cpu()
+            hidden = self.model(**inputs.to(self.device)).last_hidden_state[0].float().cpu()
         return torch.nn.functional.normalize(hidden[keep] if keep.any() else hidden, dim=-1).numpy()

@@ -34,10 +34,10 @@ def rollout(index, prompts=None):
     )
 
 
-def near(found, wanted, atol=2e-6):
-    wanted = torch.as_tensor(wanted, dtype=torch.float32)
+def near(advantage, expected, atol=2e-6):
+    expected = torch.as_tensor(expected, dtype=torch.float32)
     torch.testing.assert_close(
-        found[: len(wanted), 0].float(), wanted, atol=atol, rtol=0, equal_nan=True
+        advantage[: len(expected), 0].float(), expected, atol=atol, rtol=0, equal_nan=True
     )
 
 
@@ -104,8 +104,17 @@ def test_several_rewards_of_gdpo_flow_factory_and_mix_grpo():
     near(
         group(rewards, rows, eps=1e-6, eps_mode="floor"), [-0.257499, -1.287496, 0.036786, 1.508209]
     )
-    both = [-1.244203, -0.673955, 1.498472, 0.419686, -0.569596, 0.569596, -0.569596, 0.569596]
-    near(gdpo(rewards, rows), [*both, -1.190299, 0.08899, 2.007923, -0.906613])
+    first_groups = [
+        -1.244203,
+        -0.673955,
+        1.498472,
+        0.419686,
+        -0.569596,
+        0.569596,
+        -0.569596,
+        0.569596,
+    ]
+    near(gdpo(rewards, rows), [*first_groups, -1.190299, 0.08899, 2.007923, -0.906613])
     near(
         dance_grpo(rewards, rows, combine="aggregate"),
         [-0.945857, -0.512348, 1.139155, 0.319049, -0.433013],
@@ -196,7 +205,7 @@ def test_a_constant_added_to_every_reward_changes_nothing(name):
 
 def test_missing_samples_are_as_if_never_drawn(name):
     missing = torch.tensor([1, 5, 7])
-    there = torch.ones(10, dtype=torch.bool).index_fill(0, missing, False)
+    scored = torch.ones(10, dtype=torch.bool).index_fill(0, missing, False)
     reward = RAGGED_REWARD.index_copy(
         0, missing, torch.tensor([NAN, math.inf, NAN], dtype=torch.float64)
     )
@@ -204,7 +213,7 @@ def test_missing_samples_are_as_if_never_drawn(name):
     advantage = call(name, reward, rows)
     assert advantage[missing].isnan().all()
     torch.testing.assert_close(
-        advantage[there], call(name, reward[there], rows[there]), atol=1e-12, rtol=0
+        advantage[scored], call(name, reward[scored], rows[scored]), atol=1e-12, rtol=0
     )
 
 
@@ -228,9 +237,9 @@ def test_ragged_groups_are_separate_computations(grouped):
     rows = rollout(RAGGED)
     whole = call(grouped, RAGGED_REWARD, rows, **BY_GROUP[grouped])
     for g in RAGGED.unique():
-        own = g == RAGGED
-        alone = call(grouped, RAGGED_REWARD[own], rows[own], **BY_GROUP[grouped])
-        torch.testing.assert_close(whole[own], alone, atol=1e-12, rtol=0)
+        members = g == RAGGED
+        alone = call(grouped, RAGGED_REWARD[members], rows[members], **BY_GROUP[grouped])
+        torch.testing.assert_close(whole[members], alone, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("grouped", [*BY_GROUP, "gdpo"])
@@ -252,11 +261,11 @@ def test_a_constant_added_to_one_group_changes_nothing(grouped):
 
 def naive(rewards, index, std, ddof, eps, mode):
     """One number after the other, in Python."""
-    result = []
-    for mine, g in zip(rewards, index, strict=True):
-        own = [r for r, h in zip(rewards, index, strict=True) if h == g]
-        mean = sum(own) / len(own)
-        over = own if std == "group" else rewards
+    advantages = []
+    for reward, g in zip(rewards, index, strict=True):
+        members = [r for r, h in zip(rewards, index, strict=True) if h == g]
+        mean = sum(members) / len(members)
+        over = members if std == "group" else rewards
         middle = sum(over) / len(over)
         variance = sum((r - middle) ** 2 for r in over) / max(len(over) - ddof, 1)
         scales = {
@@ -264,20 +273,24 @@ def naive(rewards, index, std, ddof, eps, mode):
             "floor": max(variance**0.5, eps),
             "sqrt": (variance + eps) ** 0.5,
         }
-        result.append(
-            0.0 if max(own) == min(own) else (mine - mean) / (1 if std == "none" else scales[mode])
+        advantages.append(
+            0.0
+            if max(members) == min(members)
+            else (reward - mean) / (1 if std == "none" else scales[mode])
         )
-    return result
+    return advantages
 
 
 @pytest.mark.parametrize("std", ["group", "global", "none"])
 @pytest.mark.parametrize("ddof", [0, 1])
 @pytest.mark.parametrize("mode", ["add", "floor", "sqrt"])
 def test_vectorised_equals_a_loop(std, ddof, mode):
-    found = group(RAGGED_REWARD, rollout(RAGGED), std=std, ddof=ddof, eps=0.01, eps_mode=mode)[:, 0]
-    wanted = naive(RAGGED_REWARD.tolist(), RAGGED.tolist(), std, ddof, 0.01, mode)
+    computed = group(RAGGED_REWARD, rollout(RAGGED), std=std, ddof=ddof, eps=0.01, eps_mode=mode)[
+        :, 0
+    ]
+    expected = naive(RAGGED_REWARD.tolist(), RAGGED.tolist(), std, ddof, 0.01, mode)
     torch.testing.assert_close(
-        found, torch.tensor(wanted, dtype=torch.float64), atol=1e-12, rtol=1e-12
+        computed, torch.tensor(expected, dtype=torch.float64), atol=1e-12, rtol=1e-12
     )
 
 
@@ -285,19 +298,21 @@ def test_vectorised_equals_a_loop(std, ddof, mode):
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(-3, 3)), min_size=1, max_size=12))
 def test_vectorised_equals_a_loop_on_anything(pairs):
     index, reward = zip(*pairs, strict=True)
-    found = group(torch.tensor(reward, dtype=torch.float64), rollout(index), ddof=1, eps=1e-3)[:, 0]
-    wanted = torch.tensor(naive(reward, index, "group", 1, 1e-3, "add"), dtype=torch.float64)
-    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-12)
+    computed = group(torch.tensor(reward, dtype=torch.float64), rollout(index), ddof=1, eps=1e-3)[
+        :, 0
+    ]
+    expected = torch.tensor(naive(reward, index, "group", 1, 1e-3, "add"), dtype=torch.float64)
+    torch.testing.assert_close(computed, expected, atol=1e-12, rtol=1e-12)
 
 
 def test_rloo_leaves_the_row_itself_out():
     advantage = rloo(RAGGED_REWARD, rollout(RAGGED))[:, 0]
     for b in range(10):
-        others = [RAGGED_REWARD[c] for c in range(10) if c != b and RAGGED[c] == RAGGED[b]]
-        wanted = (
-            RAGGED_REWARD[b] - torch.stack(others).mean() if others else torch.tensor(0.0).double()
+        rivals = [RAGGED_REWARD[c] for c in range(10) if c != b and RAGGED[c] == RAGGED[b]]
+        expected = (
+            RAGGED_REWARD[b] - torch.stack(rivals).mean() if rivals else torch.tensor(0.0).double()
         )
-        torch.testing.assert_close(advantage[b], wanted, atol=1e-12, rtol=0)
+        torch.testing.assert_close(advantage[b], expected, atol=1e-12, rtol=0)
 
 
 def test_rloo_is_unbiased_where_dr_grpo_is_short_by_one_over_n():
@@ -319,8 +334,12 @@ def test_rloo_is_unbiased_where_dr_grpo_is_short_by_one_over_n():
 
 
 def test_flat_groups_can_be_dropped():
-    found = group(R8, rollout(G8), zero_variance_groups="drop")[:, 0]
-    assert found[4:8].isnan().all() and found[:4].isfinite().all() and found[8:].isfinite().all()
+    advantage = group(R8, rollout(G8), zero_variance_groups="drop")[:, 0]
+    assert (
+        advantage[4:8].isnan().all()
+        and advantage[:4].isfinite().all()
+        and advantage[8:].isfinite().all()
+    )
 
 
 def test_a_group_flat_in_one_reward_only_stays_when_normalised_apart():
@@ -334,18 +353,20 @@ def test_best_of_keeps_both_ends_of_every_group():
     index = [0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 2, 2]
     every = dance_grpo(reward, rollout(index))[:, 0]
     some = dance_grpo(reward, rollout(index), best_of=2)[:, 0]
-    kept = some.isfinite()
-    assert kept.nonzero()[:, 0].tolist() == [0, 5, 7, 8, 10, 11]
-    assert torch.equal(some[kept], every[kept])  # not normalised again
+    trained = some.isfinite()
+    assert trained.nonzero()[:, 0].tolist() == [0, 5, 7, 8, 10, 11]
+    assert torch.equal(some[trained], every[trained])  # not normalised again
 
 
 def test_best_of_breaks_ties_by_name_not_by_position():
     rows = rollout([0] * 6)
     reward = torch.tensor([1.0, 0, 1, 0, 1, 0])
-    kept = group(reward, rows, best_of=4).isfinite()[:, 0]
-    assert kept.tolist() == [False, True, True, True, True, False]
+    trained = group(reward, rows, best_of=4).isfinite()[:, 0]
+    assert trained.tolist() == [False, True, True, True, True, False]
     order = torch.tensor([4, 1, 5, 0, 3, 2])
-    assert torch.equal(group(reward[order], rows[order], best_of=4).isfinite()[:, 0], kept[order])
+    assert torch.equal(
+        group(reward[order], rows[order], best_of=4).isfinite()[:, 0], trained[order]
+    )
 
 
 @pytest.mark.parametrize("n", [0, 1, 3, -2])
@@ -407,22 +428,22 @@ def test_ddpo_says_what_it_needs():
 
 def test_statistics():
     broken = R9.clone().index_fill(0, torch.tensor([0]), NAN)
-    found = statistics(Rewards({"a": R8, "b": broken}, {"b": 0.0}), rollout(G8))
+    metrics = statistics(Rewards({"a": R8, "b": broken}, {"b": 0.0}), rollout(G8))
     assert {
-        k: found[k] for k in ("groups/total", "groups/flat", "samples/excluded", "samples/total")
+        k: metrics[k] for k in ("groups/total", "groups/flat", "samples/excluded", "samples/total")
     } == {
         "groups/total": 3,
         "groups/flat": 1,
         "samples/excluded": 0,
         "samples/total": 12,
     }
-    assert found["reward/mean"] == pytest.approx(R8.mean().item()) and found[
+    assert metrics["reward/mean"] == pytest.approx(R8.mean().item()) and metrics[
         "reward/b/mean"
     ] == pytest.approx(24 / 11)
-    assert found["reward/b/excluded"] == 1 and found["reward/std"] == pytest.approx(
+    assert metrics["reward/b/excluded"] == 1 and metrics["reward/std"] == pytest.approx(
         R8.std(correction=0).item()
     )
-    assert found["reward/group_std"] == pytest.approx(
+    assert metrics["reward/group_std"] == pytest.approx(
         R8.view(3, 4).var(1, correction=0).mean().sqrt().item()
     )
     assert math.isnan(statistics(torch.full((12,), NAN), rollout(G8))["reward/mean"])
@@ -520,15 +541,19 @@ def test_two_processes_find_the_same_as_one(tmp_path):
     finally:
         for run in runs:
             run.kill()
-    one, both = (json.loads((tmp_path / f"{i}.json").read_text()) for i in range(2))
-    assert one.keys() == both.keys()
-    for name in one:
+    one_process, two_processes = (
+        json.loads((tmp_path / f"{i}.json").read_text()) for i in range(2)
+    )
+    assert one_process.keys() == two_processes.keys()
+    for name in one_process:
         if name == "statistics":
-            assert both[name] == pytest.approx(one[name], abs=1e-10)
+            assert two_processes[name] == pytest.approx(one_process[name], abs=1e-10)
         else:
-            found, wanted = (torch.tensor(x[name], dtype=torch.float64) for x in (both, one))
-            torch.testing.assert_close(found, wanted, atol=1e-10, rtol=0, equal_nan=True)
-    assert sum(map(math.isnan, (x for row in one["group"] for x in row))) == 2
+            shared, alone = (
+                torch.tensor(x[name], dtype=torch.float64) for x in (two_processes, one_process)
+            )
+            torch.testing.assert_close(shared, alone, atol=1e-10, rtol=0, equal_nan=True)
+    assert sum(map(math.isnan, (x for row in one_process["group"] for x in row))) == 2
 
 
 def test_every_registered_advantage_is_compared_across_processes():
@@ -546,10 +571,10 @@ def test_gpg_weighs_by_the_samples_that_teach():
     5 have a reward."""
     reward = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0], dtype=torch.float64)
     rows = rollout([0] * 4 + [1] * 4)
-    own = torch.tensor([0.75, -0.25, -0.25, -0.25, 0, 0, 0, 0])
-    near(call("gpg", reward, rows), 8 / 4 * own)
-    near(call("gpg", reward, rows, scale=2.0), 8 / 4 / 2 * own)
-    near(call("gpg", reward, rows, count="rewards"), 8 / 5 * own)
+    centred = torch.tensor([0.75, -0.25, -0.25, -0.25, 0, 0, 0, 0])
+    near(call("gpg", reward, rows), 8 / 4 * centred)
+    near(call("gpg", reward, rows, scale=2.0), 8 / 4 / 2 * centred)
+    near(call("gpg", reward, rows, count="rewards"), 8 / 5 * centred)
     # counts neither as drawn nor as teaching
     missing = reward.index_fill(0, torch.tensor([3]), NAN)
     near(call("gpg", missing, rows)[:3], 7 / 3 * torch.tensor([2 / 3, -1 / 3, -1 / 3]))
@@ -611,11 +636,11 @@ def test_reinforce_pp_weighs_tokens_or_rows():
 
 def test_ngrpo_by_hand():
     reward = torch.tensor([0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0])
-    found = call("ngrpo", reward, rollout([0, 0, 0, 1, 1, 2, 2, 2]), eps=0.0)
+    advantage = call("ngrpo", reward, rollout([0, 0, 0, 1, 1, 2, 2, 2]), eps=0.0)
     wrong = torch.tensor([0.0, 0.0, 0.0, 1.0])
     mixed = torch.tensor([1.0, 0.0, 1.0])
-    near(found[:3], (wrong[:3] - wrong.mean()) / wrong.std())
-    near(found[3:5], (mixed[:2] - mixed.mean()) / mixed.std())
+    near(advantage[:3], (wrong[:3] - wrong.mean()) / wrong.std())
+    near(advantage[3:5], (mixed[:2] - mixed.mean()) / mixed.std())
     assert call("ngrpo", reward, rollout([0, 0, 0, 1, 1, 2, 2, 2]))[5:].abs().max() == 0
 
 
@@ -629,12 +654,14 @@ def published_soft(reward, threshold=0.8, above=0.01, below=1.0):
 @pytest.mark.parametrize("below", [0.3, 1.0, 4.0])
 def test_soft_is_the_published_transformation(below):
     reward = torch.tensor([0.0, 0.1, 0.5, 0.79, 0.8, 0.9, 1.0], dtype=torch.float64)
-    found = call("soft", reward, rollout([0] * 7), base=dr_grpo, below=below)[:, 0]
+    advantage = call("soft", reward, rollout([0] * 7), base=dr_grpo, below=below)[:, 0]
     shaped = torch.tensor(
         [published_soft(r, below=below) for r in reward.tolist()], dtype=torch.float64
     )
-    torch.testing.assert_close(found, shaped - shaped.mean(), atol=1e-12, rtol=0)
-    assert (found.diff() > 0).all() and found[1] - found[0] > found[6] - found[5]
+    torch.testing.assert_close(advantage, shaped - shaped.mean(), atol=1e-12, rtol=0)
+    assert (advantage.diff() > 0).all() and advantage[1] - advantage[0] > advantage[6] - advantage[
+        5
+    ]
 
 
 def test_soft_changes_the_named_reward_alone():
@@ -642,12 +669,12 @@ def test_soft_changes_the_named_reward_alone():
     iou = torch.tensor([0.1, 0.9, 1.0]).double()
     form = torch.tensor([1.0, 0.0, 1.0]).double()
     rewards = Rewards({"temporal": iou, "format": form}, {"temporal": 2.0, "format": 0.5})
-    found = call("soft", rewards, rollout([0] * 3), base=dr_grpo, reward="temporal")[:, 0]
+    advantage = call("soft", rewards, rollout([0] * 3), base=dr_grpo, reward="temporal")[:, 0]
     shaped = (
         torch.tensor([2 * published_soft(r) for r in iou.tolist()], dtype=torch.float64)
         + 0.5 * form
     )
-    torch.testing.assert_close(found, shaped - shaped.mean(), atol=1e-12, rtol=0)
+    torch.testing.assert_close(advantage, shaped - shaped.mean(), atol=1e-12, rtol=0)
     with pytest.raises(UserError, match="reward is 'temporl'.*did you mean 'temporal'"):
         call("soft", rewards, rollout([0] * 3), reward="temporl")
     broken = Rewards({"temporal": iou, "format": form.index_fill(0, torch.tensor([1]), NAN)})
@@ -663,8 +690,12 @@ def test_soft_drops_no_row_however_far_its_reward(below):
     reward = torch.tensor(
         [-1e6, -2000.0, -800.0, -0.2, -0.19, 0.2, 0.8, 1.0, 1e6], dtype=torch.float64
     )
-    found = call("soft", reward, rollout([0] * 9), base=dr_grpo, below=below)[:, 0]
-    assert found.isfinite().all() and (found[:4].diff() > 0).all() and (found.diff() >= 0).all()
+    advantage = call("soft", reward, rollout([0] * 9), base=dr_grpo, below=below)[:, 0]
+    assert (
+        advantage.isfinite().all()
+        and (advantage[:4].diff() > 0).all()
+        and (advantage.diff() >= 0).all()
+    )
 
 
 def of_tokens(mask, logprob=None, prompts=None):
@@ -677,17 +708,17 @@ def of_tokens(mask, logprob=None, prompts=None):
 
 def test_temporal_weights_both_ends():
     rows = of_tokens([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
-    found = call("temporal", torch.tensor([1.0, 0.0]), rows, base=dr_grpo, strength=2.0)
-    near(found[0][:, None], [1.5, 0.75, 0.5, 0.75, 1.5])
-    near(found[1, :3][:, None], [-1.5, -0.5, -1.5])
+    advantage = call("temporal", torch.tensor([1.0, 0.0]), rows, base=dr_grpo, strength=2.0)
+    near(advantage[0][:, None], [1.5, 0.75, 0.5, 0.75, 1.5])
+    near(advantage[1, :3][:, None], [-1.5, -0.5, -1.5])
 
 
 def test_focused_weights_places_where_answers_differ():
     logp = [[-1.0, -0.5, -3.0], [-1.0, -1.5, -1.0]]
-    found = call(
+    advantage = call(
         "focal", torch.tensor([1.0, 0.0]), of_tokens([[1, 1, 1]] * 2, logp), base=dr_grpo, most=3.0
     )
-    near(found[0][:, None], [0.5, 0.5 * (1 + 2 * 0.25), 1.5], atol=1e-5)  # variances 0, 1/4, 1
+    near(advantage[0][:, None], [0.5, 0.5 * (1 + 2 * 0.25), 1.5], atol=1e-5)  # variances 0, 1/4, 1
 
 
 def test_pairs_weigh_after_normalisation():

@@ -66,10 +66,10 @@ def tensor(values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-def same(computed, wanted, atol=1e-12):
-    wanted = tensor([NAN if x is None else x for x in wanted])
-    assert computed.shape == (len(wanted), 1)
-    torch.testing.assert_close(computed[:, 0], wanted, atol=atol, rtol=0, equal_nan=True)
+def same(computed, expected, atol=1e-12):
+    expected = tensor([NAN if x is None else x for x in expected])
+    assert computed.shape == (len(expected), 1)
+    torch.testing.assert_close(computed[:, 0], expected, atol=atol, rtol=0, equal_nan=True)
 
 
 def group_rewards(i, values=REWARD):
@@ -144,12 +144,12 @@ def test_the_best_and_the_worst_of_a_group(name):
     """Of the groups of more than two: the highest and the lowest; ties by the name of the row."""
     every = ADVANTAGES.build(name)(tensor(REWARD), rollout())[:, 0]
     some = ADVANTAGES.build(name, best_of=2)(tensor(REWARD), rollout())[:, 0]
-    kept = set()
+    trained_rows = set()
     for g in range(6):
         order = sorted((i for i in PRESENT if GROUP[i] == g), key=lambda i: (REWARD[i], NAME[i]))
-        kept |= set(order if len(order) <= 2 else (order[0], order[-1]))
-    assert set(some.isfinite().nonzero()[:, 0].tolist()) == kept
-    assert torch.equal(some[sorted(kept)], every[sorted(kept)])
+        trained_rows |= set(order if len(order) <= 2 else (order[0], order[-1]))
+    assert set(some.isfinite().nonzero()[:, 0].tolist()) == trained_rows
+    assert torch.equal(some[sorted(trained_rows)], every[sorted(trained_rows)])
 
 
 def test_several_rewards_are_normalised_apart_and_again():
@@ -187,8 +187,8 @@ def test_several_rewards_are_normalised_apart_and_again():
 
 def test_rloo_of_few():
     def left_out(i):
-        others = [REWARD[j] for j in PRESENT if GROUP[j] == GROUP[i] and j != i]
-        return REWARD[i] - fmean(others) if others else 0.0
+        rivals = [REWARD[j] for j in PRESENT if GROUP[j] == GROUP[i] and j != i]
+        return REWARD[i] - fmean(rivals) if rivals else 0.0
 
     same(rloo(tensor(REWARD), rollout()), rows(left_out))
 
@@ -230,22 +230,22 @@ def test_reinforce_pp_by_tokens(baseline):
     tokens = [value[i] for i in PRESENT for _ in range(LENGTH[i])]
     mean = fmean(tokens)
     scale = math.sqrt(stdev(tokens) ** 2 + 1e-8)
-    wanted = rows(lambda i: 0.0 if baseline and GROUP[i] in FLAT else (value[i] - mean) / scale)
-    same(reinforce_pp(tensor(REWARD), rollout(), baseline=baseline), wanted)
+    expected = rows(lambda i: 0.0 if baseline and GROUP[i] in FLAT else (value[i] - mean) / scale)
+    same(reinforce_pp(tensor(REWARD), rollout(), baseline=baseline), expected)
 
 
 @pytest.mark.parametrize("baseline", [False, True])
 def test_reinforce_pp_by_rows(baseline):
     value = {i: REWARD[i] - fmean(group_rewards(i)) if baseline else REWARD[i] for i in PRESENT}
     mean = 0.0 if baseline else fmean(value.values())
-    wanted = rows(
+    expected = rows(
         lambda i: (
             0.0
             if baseline and GROUP[i] in FLAT
             else (value[i] - mean) / (stdev(value.values()) + 1e-4)
         )
     )
-    same(reinforce_pp(tensor(REWARD), rollout(), baseline=baseline, weigh="rows"), wanted)
+    same(reinforce_pp(tensor(REWARD), rollout(), baseline=baseline, weigh="rows"), expected)
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, -3.0])
@@ -255,9 +255,11 @@ def test_reinforce_pp_of_equal_or_nearly_equal_rewards(value):
     near = [value, value + 1e-5, value, NAN]  # tokens 1, 2, 3: the 1e-8 under the root counts
     tokens = [near[0], near[1], near[1], near[2], near[2], near[2]]
     scale = math.sqrt(stdev(tokens) ** 2 + 1e-8)
-    wanted = [(x - fmean(tokens)) / scale for x in near[:3]]
+    expected = [(x - fmean(tokens)) / scale for x in near[:3]]
     same(
-        reinforce_pp(tensor(near), rollout([0, 0, 1, 1], [1, 2, 3, 4])), [*wanted, None], atol=1e-9
+        reinforce_pp(tensor(near), rollout([0, 0, 1, 1], [1, 2, 3, 4])),
+        [*expected, None],
+        atol=1e-9,
     )
 
 
@@ -329,11 +331,11 @@ def test_ngrpo_adds_answers_with_the_best_reward():
     for virtual, best, eps in ((1, 1.0, 1e-6), (3, 5.0, 0.5)):
         chosen = {} if virtual == 1 else {"virtual": virtual, "best": best, "eps": eps}
 
-        def wanted(i, virtual=virtual, best=best, eps=eps):
+        def expected(i, virtual=virtual, best=best, eps=eps):
             every = group_rewards(i) + [best] * virtual
             return (REWARD[i] - fmean(every)) / (stdev(every) + eps)
 
-        same(ngrpo(tensor(REWARD), rollout(), **chosen), rows(wanted))
+        same(ngrpo(tensor(REWARD), rollout(), **chosen), rows(expected))
 
 
 # -- on top of another
@@ -372,8 +374,8 @@ def test_focused_is_the_spread_of_log_probs_at_a_place(length):
             for i in members:
                 for t in range(5):
                     weight = 1 + (most - 1) * (spread[t] - low) / (high - low + 1e-8)
-                    wanted = float(base[i]) * weight if i in PRESENT else NAN
-                    assert float(computed[i, t]) == pytest.approx(wanted, abs=1e-9, nan_ok=True)
+                    expected = float(base[i]) * weight if i in PRESENT else NAN
+                    assert float(computed[i, t]) == pytest.approx(expected, abs=1e-9, nan_ok=True)
 
 
 def test_pairs_weigh_by_likeness_and_compare_tasks_apart():
@@ -499,8 +501,8 @@ def test_process_rewards_are_normalised_over_the_steps_of_a_group_and_summed_fro
             outcome = whitened(i, ddof=0, eps=eps) if i in PRESENT else NAN
             for t in range(5):
                 after = sum((2 * steps[i][k] - fmean(each)) / scale for k in range(t, LENGTH[i]))
-                wanted = NAN if LENGTH[i] == 0 else after + outcome
-                assert float(computed[i, t]) == pytest.approx(wanted, abs=1e-10, nan_ok=True)
+                expected = NAN if LENGTH[i] == 0 else after + outcome
+                assert float(computed[i, t]) == pytest.approx(expected, abs=1e-10, nan_ok=True)
     alone = process(tensor(REWARD), rollout())
     same(alone, rows(lambda i: whitened(i, ddof=0)))
 
@@ -512,13 +514,13 @@ def test_process_rewards_alone_and_watched():
     batch = rollout([0, 0, 1], [2, 3, 1])
     each = [1.0, 3.0, 2.0, 2.0, 6.0]
     scale = pstdev(each) + 1e-4
-    wanted = [
+    expected = [
         [(4 - 5.6) / scale, 0.2 / scale, 0.0],
         [1.6 / scale, 2.4 / scale, 3.2 / scale],
         [0.0] * 3,
     ]
     alone = process(Rewards({"steps": steps}), batch)
-    torch.testing.assert_close(alone, tensor(wanted), atol=1e-12, rtol=0)
+    torch.testing.assert_close(alone, tensor(expected), atol=1e-12, rtol=0)
     watched = Rewards({"steps": steps, "end": tensor([1.0, 2.0, 3.0])}, {"end": 0.0})
     assert torch.equal(process(watched, batch), alone)
     end = process(Rewards({"steps": steps, "end": tensor([1.0, 2.0, 3.0])}, {"steps": 0.0}), batch)
@@ -555,12 +557,12 @@ def test_ddpo_compares_with_the_buffer_or_with_everything():
     advantage = DDPO(buffer=4, min_count=4, eps=0.5)
     advantage(tensor(REWARD), rollout())
 
-    def wanted(i):
+    def expected(i):
         values_of_group = group_rewards(i)[-4:]
         over = values_of_group if len(values_of_group) == 4 else [REWARD[j] for j in PRESENT]
         return (REWARD[i] - fmean(over)) / (pstdev(over) + 0.5)
 
-    same(DDPO(buffer=4, min_count=4, eps=0.5)(tensor(REWARD), rollout()), rows(wanted))
+    same(DDPO(buffer=4, min_count=4, eps=0.5)(tensor(REWARD), rollout()), rows(expected))
     assert (DDPO().buffer, DDPO().min_count, DDPO().eps, DDPO().key) == (16, 16, 1e-6, "text")
     for wrong in ({"min_count": 0}, {"min_count": 17}, {"eps": 0.0}, {"eps": -1.0}):
         with pytest.raises(UserError, match="ddpo"):
@@ -601,8 +603,8 @@ LEAVES = [0.1, 0.5, 0.9, 0.3, 0.8, 0.2, 0.6, 0.7]
 
 def trained(advantage, rollout, reward):
     """Of every edge depth the rows that are trained on."""
-    kept = ~advantage(tensor(reward), rollout).isnan()
-    return [column.nonzero()[:, 0].tolist() for column in kept.unbind(1)]
+    trained_edges = ~advantage(tensor(reward), rollout).isnan()
+    return [column.nonzero()[:, 0].tolist() for column in trained_edges.unbind(1)]
 
 
 def test_edges_are_compared_with_the_edges_of_their_depth():
@@ -610,18 +612,28 @@ def test_edges_are_compared_with_the_edges_of_their_depth():
         computed = Branch(**chosen)(tensor(LEAVES), tree([0, 1, 3], 2, 5))
         for k, span in enumerate((4, 2, 2, 1, 1)):
             edges = [fmean(LEAVES[i : i + span]) for i in range(0, 8, span)]
-            wanted = [
+            expected = [
                 (edges[i // span] - fmean(edges)) / (deviation(edges, ddof) + eps) for i in range(8)
             ]
-            torch.testing.assert_close(computed[:, k].double(), tensor(wanted), atol=1e-6, rtol=0)
-    kept = vars(Branch())
-    assert (kept["fusion"], kept["alpha"], kept["prune_depth"], kept["prune_width"]) == (
+            torch.testing.assert_close(computed[:, k].double(), tensor(expected), atol=1e-6, rtol=0)
+    defaults = vars(Branch())
+    assert (
+        defaults["fusion"],
+        defaults["alpha"],
+        defaults["prune_depth"],
+        defaults["prune_width"],
+    ) == (
         "mean",
         1.0,
         (),
         None,
     )
-    assert (kept["slide_every"], kept["slide_stop"], kept["keep"], kept["iteration"]) == (
+    assert (
+        defaults["slide_every"],
+        defaults["slide_stop"],
+        defaults["keep"],
+        defaults["iteration"],
+    ) == (
         0,
         1,
         0.5,
@@ -633,8 +645,8 @@ def test_a_leaf_with_an_infinite_reward_is_missing():
     lost = [NAN, *LEAVES[1:]]
     infinite = [math.inf, *LEAVES[1:]]
     batch = tree([0, 1, 3], 2, 5)
-    wanted = Branch()(tensor(lost), batch)
-    assert torch.equal(Branch()(tensor(infinite), batch).nan_to_num(9.0), wanted.nan_to_num(9.0))
+    expected = Branch()(tensor(lost), batch)
+    assert torch.equal(Branch()(tensor(infinite), batch).nan_to_num(9.0), expected.nan_to_num(9.0))
 
 
 @pytest.mark.parametrize("siblings", [None, False, True])
@@ -758,7 +770,7 @@ def test_statistics_of_the_batch():
         (total[i] - fmean([total[j] for j in PRESENT if GROUP[j] == GROUP[i]])) ** 2
         for i in PRESENT
     ]
-    wanted = {
+    expected = {
         "reward/mean": fmean(total.values()),
         "reward/std": pstdev(total.values()),
         "reward/group_std": math.sqrt(fmean(inside)),
@@ -773,7 +785,7 @@ def test_statistics_of_the_batch():
         "reward/b/std": pstdev(OTHER),
         "reward/b/excluded": 0,
     }
-    assert computed == pytest.approx(wanted, abs=1e-12)
+    assert computed == pytest.approx(expected, abs=1e-12)
     assert statistics(tensor(REWARD), rollout())["groups/flat"] == 2
     none = statistics(Rewards({"a": tensor([NAN, NAN])}), rollout([0, 0], [1, 1]))
     assert all(math.isnan(none[name]) for name in none if name.endswith(("mean", "std")))

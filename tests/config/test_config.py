@@ -105,7 +105,7 @@ def message(call, *args, **kwargs) -> str:
 
 
 @pytest.mark.parametrize(
-    "option, given, wanted",
+    "option, written, expected",
     [
         ("size", 1e3, 1000),
         ("eta", 3, 3.0),
@@ -136,13 +136,13 @@ def message(call, *args, **kwargs) -> str:
         ("guess", 2, 2),
     ],
 )
-def test_an_option_gets_the_type_of_its_annotation(option, given, wanted):
-    found = vars(box(**{option: given}))[option]
-    assert found == wanted and type(found) is type(wanted)
+def test_an_option_gets_the_type_of_its_annotation(option, written, expected):
+    converted = vars(box(**{option: written}))[option]
+    assert converted == expected and type(converted) is type(expected)
 
 
 @pytest.mark.parametrize(
-    "option, given, said",
+    "option, written, complaint",
     [
         ("size", "eight", "things.box.size: expected an integer, got 'eight'"),
         ("size", 4.5, "things.box.size: expected an integer, got 4.5"),
@@ -207,19 +207,19 @@ def test_an_option_gets_the_type_of_its_annotation(option, given, wanted):
         ("widht", 3, "did you mean 'width'?"),
     ],
 )
-def test_a_wrong_option_names_its_place_and_what_was_expected(option, given, said):
-    assert said in message(box, **{option: given})
+def test_a_wrong_option_names_its_place_and_what_was_expected(option, written, complaint):
+    assert complaint in message(box, **{option: written})
 
 
 def test_all_problems_are_reported_together():
-    said = message(build, {"box": {"eta": "x", "sise": 1}}, THING, "things")
-    assert said.startswith("3 problems:")
-    assert all(part in said for part in ("things.box.eta", "things.box.sise", "missing size"))
+    complaint = message(build, {"box": {"eta": "x", "sise": 1}}, THING, "things")
+    assert complaint.startswith("3 problems:")
+    assert all(part in complaint for part in ("things.box.eta", "things.box.sise", "missing size"))
 
 
 def test_nested_plug_ins_are_built_innermost_first():
-    found = box(kernel={"scaled": {"by": 3, "deep": {"scaled": {"by": 5}}}})
-    assert found.kernel(2.0) == 30.0
+    built = box(kernel={"scaled": {"by": 3, "deep": {"scaled": {"by": 5}}}})
+    assert built.kernel(2.0) == 30.0
 
 
 def test_a_plug_in_may_be_one_of_several_alternatives():
@@ -227,7 +227,8 @@ def test_a_plug_in_may_be_one_of_several_alternatives():
     problems: list[str] = []
     assert convert(None, kinds[0], Place(), problems) is None
     assert [
-        found.entry for found in convert(["plain", {"scaled": {}}], kinds[1], Place(), problems)
+        resolved.entry
+        for resolved in convert(["plain", {"scaled": {}}], kinds[1], Place(), problems)
     ] == [plain, scaled]
     convert("plian", kinds[0], Place(("kernel",)), problems)
     assert problems == ["kernel: unknown kernel 'plian'; did you mean 'plain'?"]
@@ -237,8 +238,10 @@ def test_names_of_modules_and_context():
     assert build("collections:OrderedDict", THING) == {}
     assert build("box", Registry("thing", {"box": Base}), net="given").net == "given"
     assert build({"scaled": {}}, KERNEL)(2.0) == 4.0
-    said = message(build, {"box": {"net": 1}}, Registry("thing", {"box": Base}), "t", net="given")
-    assert "t.box.net: unknown option" in said  # what code supplies is not the user's to set
+    complaint = message(
+        build, {"box": {"net": 1}}, Registry("thing", {"box": Base}), "t", net="given"
+    )
+    assert "t.box.net: unknown option" in complaint  # what code supplies is not the user's to set
 
 
 @pytest.mark.parametrize(
@@ -272,29 +275,33 @@ def test_dataclass_sections():
     assert message(build_dataclass, TrainOptions, {"prompts_per_iteration": 2}, "train").startswith(
         "train: missing group_size, train_batch_size, iterations, which train needs"
     )
-    said = message(build_dataclass, EvaluateOptions, {"guidance": [1, -2], "seed": -1}, "evaluate")
-    assert "evaluate.guidance.1: expected a value greater than or equal to 0, got -2.0" in said
-    assert "evaluate.seed: expected a value greater than or equal to 0, got -1" in said
+    complaint = message(
+        build_dataclass, EvaluateOptions, {"guidance": [1, -2], "seed": -1}, "evaluate"
+    )
+    assert "evaluate.guidance.1: expected a value greater than or equal to 0, got -2.0" in complaint
+    assert "evaluate.seed: expected a value greater than or equal to 0, got -1" in complaint
     assert "expected a mapping" in message(build_dataclass, TrainOptions, [1], "train")
 
 
 def test_rewards_have_weights_and_options():
     registry = Registry("reward", {"plain": plain, "scaled": scaled, "box": Box})
-    found = build_rewards(
+    rewards = build_rewards(
         {"plain": 0.5, "scaled": {"weight": -1, "by": 3}, "box": {"size": 1}}, registry
     )
-    assert {name: item.weight for name, item in found.items()} == {
+    assert {name: item.weight for name, item in rewards.items()} == {
         "plain": 0.5,
         "scaled": -1.0,
         "box": 1.0,
     }
-    assert found["scaled"].reward(2.0) == 6.0 and found["plain"].reward is plain
+    assert rewards["scaled"].reward(2.0) == 6.0 and rewards["plain"].reward is plain
     assert build_rewards("plain", registry)["plain"].weight == 1.0
     assert list(build_rewards(["plain", "scaled"], registry)) == ["plain", "scaled"]
-    said = message(build_rewards, {"plian": 1, "scaled": "much", "box": {"weight": 1}}, registry)
-    assert "reward.plian: unknown reward 'plian'; did you mean 'plain'?" in said
-    assert "reward.scaled.weight: expected a number, got 'much'" in said
-    assert "reward.box: missing size" in said
+    complaint = message(
+        build_rewards, {"plian": 1, "scaled": "much", "box": {"weight": 1}}, registry
+    )
+    assert "reward.plian: unknown reward 'plian'; did you mean 'plain'?" in complaint
+    assert "reward.scaled.weight: expected a number, got 'much'" in complaint
+    assert "reward.box: missing size" in complaint
     assert "expected rewards" in message(build_rewards, 3, registry)
 
 
@@ -321,7 +328,7 @@ train:
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch):
     """A folder with a prompt file, and registries in which every section knows ``toy``."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here.txt").write_text("a\n")
@@ -363,20 +370,20 @@ def problems_of(folder: Path, text: str, *overrides: str) -> str:
     )
 
 
-def test_a_good_config_is_checked_and_built(here):
-    config = load(write_config(here, GOOD))
+def test_a_good_config_is_checked_and_built(folder):
+    config = load(write_config(folder, GOOD))
     check(config)
     assert config["objective"] == {"toy": {"clip": 1e-4}} and config["advantage"] == "flow_grpo"
     assert config.build("policy", POLICIES).inner == Inner(2)
     assert config.section("train", TrainOptions).train_batch_size == 8
     assert config.section("evaluate", EvaluateOptions) == EvaluateOptions()
     assert config.rewards()["toy"].weight == 1.0
-    assert config.where("objective.toy.clip") == f"{here}/x.yaml:7"
+    assert config.where("objective.toy.clip") == f"{folder}/x.yaml:7"
     assert "objective" in config and "log" not in config
 
 
 @pytest.mark.parametrize(
-    "old, new, said",
+    "old, new, complaint",
     [
         (
             "clip: 1e-4",
@@ -474,33 +481,33 @@ def test_a_good_config_is_checked_and_built(here):
         ("clip: 1e-4", "clip: \x07", "x.yaml:7: character '\\x07'"),
     ],
 )
-def test_a_mistake_in_the_file_is_said_with_its_line(here, old, new, said):
+def test_a_mistake_in_the_file_is_said_with_its_line(folder, old, new, complaint):
     assert old in GOOD
-    assert said in problems_of(here, GOOD.replace(old, new, 1))
+    assert complaint in problems_of(folder, GOOD.replace(old, new, 1))
 
 
-def test_problems_of_all_sections_are_reported_at_once(here):
-    said = problems_of(
-        here,
+def test_problems_of_all_sections_are_reported_at_once(folder):
+    complaint = problems_of(
+        folder,
         GOOD.replace(" {size: 8", " {size: x")
         .replace("clip", "clp")
         .replace("prompts_per_iteration: 4", "prompts_per_iteration: a"),
     )
-    assert said.startswith("3 problems:\n") and len(said.splitlines()) == 4
+    assert complaint.startswith("3 problems:\n") and len(complaint.splitlines()) == 4
 
 
-def test_files_that_are_no_configuration(here):
-    assert "the file is empty" in problems_of(here, "")
-    assert "the file is empty" in problems_of(here, "# nothing\n")
-    assert "expected sections" in problems_of(here, "- a\n")
+def test_files_that_are_no_configuration(folder):
+    assert "the file is empty" in problems_of(folder, "")
+    assert "the file is empty" in problems_of(folder, "# nothing\n")
+    assert "expected sections" in problems_of(folder, "- a\n")
     # with an example of what it should look like
-    assert "policy: {sd3" in problems_of(here, "hello")
-    assert "no such configuration file" in message(load, here / "gone.yaml")
-    assert "is a folder" in message(load, here)
-    (here / "latin.yaml").write_bytes("policy: caf\xe9\n".encode("latin1"))
-    assert "latin.yaml:1: byte 0xe9 is not UTF-8" in message(load, here / "latin.yaml")
+    assert "policy: {sd3" in problems_of(folder, "hello")
+    assert "no such configuration file" in message(load, folder / "gone.yaml")
+    assert "is a folder" in message(load, folder)
+    (folder / "latin.yaml").write_bytes("policy: caf\xe9\n".encode("latin1"))
+    assert "latin.yaml:1: byte 0xe9 is not UTF-8" in message(load, folder / "latin.yaml")
     assert "more than" in problems_of(
-        here,
+        folder,
         "a: &a [1, 1, 1, 1, 1, 1, 1, 1]\n"
         + "".join(
             f"{y}: &{y} [{', '.join([f'*{x}'] * 8)}]\n" for x, y in zip("abcdefgh", "bcdefghi")
@@ -508,32 +515,32 @@ def test_files_that_are_no_configuration(here):
     )
 
 
-def test_plug_ins_are_imported_first(here):
-    (here / "my_rewards.py").write_text(
+def test_plug_ins_are_imported_first(folder):
+    (folder / "my_rewards.py").write_text(
         "from mmrl.core.registry import REWARDS\n@REWARDS.register('mine')\ndef mine(media, "
         "prompts, *, by: int = 1): return by\n"
     )
     text = GOOD.replace("{toy: 1.0}", "{mine: {by: 3}}") + "plugins: [my_rewards.py]\n"
-    config = load(write_config(here, text))
+    config = load(write_config(folder, text))
     try:
         check(config)
         assert config.rewards()["mine"].reward(None, None) == 3
     finally:
         REWARDS.pop("mine", None)
-    (here / "bad_plug.py").write_text("1 / 0\n")
-    assert "ZeroDivisionError" in problems_of(here, GOOD + "plugins: [bad_plug.py]\n")
+    (folder / "bad_plug.py").write_text("1 / 0\n")
+    assert "ZeroDivisionError" in problems_of(folder, GOOD + "plugins: [bad_plug.py]\n")
 
 
-def test_a_file_beside_the_configuration_is_found_from_anywhere(here, monkeypatch):
-    path = write_config(here, GOOD)
-    (here / "elsewhere").mkdir()
-    monkeypatch.chdir(here / "elsewhere")
+def test_a_file_beside_the_configuration_is_found_from_anywhere(folder, monkeypatch):
+    path = write_config(folder, GOOD)
+    (folder / "elsewhere").mkdir()
+    monkeypatch.chdir(folder / "elsewhere")
     config = load(path)
     check(config)
-    assert config.build("data", DATA).path == here / "here.txt"
-    copied = here / "elsewhere" / "config.yaml"  # what a run keeps must still find it
+    assert config.build("data", DATA).path == folder / "here.txt"
+    copied = folder / "elsewhere" / "config.yaml"  # what a run keeps must still find it
     copied.write_text(dump(config))
-    assert load(copied).build("data", DATA).path == here / "here.txt"
+    assert load(copied).build("data", DATA).path == folder / "here.txt"
 
 
 # YAML
@@ -572,10 +579,10 @@ def test_a_file_beside_the_configuration_is_found_from_anywhere(here, monkeypatc
     ],
 )
 def test_scalars_are_what_they_look_like(text, value):
-    found, _ = read(text if text != "-" else "null", "text")
-    assert found == value and type(found) is type(value)
-    again, _ = read(write({"a": found}), "text")
-    assert again == {"a": found}
+    scalar, _ = read(text if text != "-" else "null", "text")
+    assert scalar == value and type(scalar) is type(value)
+    again, _ = read(write({"a": scalar}), "text")
+    assert again == {"a": scalar}
 
 
 @pytest.mark.parametrize(
@@ -586,12 +593,12 @@ def test_text_stays_text_when_written_and_read(text):
     assert read(write({"a": text, text: [text]}), "text")[0] == {"a": text, text: [text]}
 
 
-def test_dump_loads_back_to_the_same(here):
+def test_dump_loads_back_to_the_same(folder):
     config = load(
-        write_config(here, GOOD),
+        write_config(folder, GOOD),
         ["objective.clip=1e-5", "run=runs/é", "reward.scaled={weight: 2}"],
     )
-    again = load(write_config(here, dump(config)))
+    again = load(write_config(folder, dump(config)))
     assert again.plain == config.plain
 
 
@@ -599,7 +606,7 @@ def test_dump_loads_back_to_the_same(here):
 
 
 @pytest.mark.parametrize(
-    "override, section, wanted",
+    "override, section, expected",
     [
         (
             "train.iterations=5",
@@ -635,21 +642,21 @@ def test_dump_loads_back_to_the_same(here):
         ("plugins=[a]", "plugins", ["a"]),
     ],
 )
-def test_overrides(here, override, section, wanted):
+def test_overrides(folder, override, section, expected):
     text = GOOD + "advantage: flow_grpo\n"
-    before = load(write_config(here, text))
-    config = load(write_config(here, text), [override])
-    assert config.plain == {**before.plain, section: wanted}
+    before = load(write_config(folder, text))
+    config = load(write_config(folder, text), [override])
+    assert config.plain == {**before.plain, section: expected}
 
 
-def test_later_overrides_win_and_build_on_earlier_ones(here):
-    config = load(write_config(here, GOOD), ["objective=toy", "objective.kl=1", "objective.kl=2"])
+def test_later_overrides_win_and_build_on_earlier_ones(folder):
+    config = load(write_config(folder, GOOD), ["objective=toy", "objective.kl=1", "objective.kl=2"])
     assert config["objective"] == {"toy": {"kl": 2}}
     assert config.where("objective.toy.kl") == "command line: objective.kl=2"
 
 
 @pytest.mark.parametrize(
-    "override, said",
+    "override, complaint",
     [
         (
             "train.iteratons=3",
@@ -706,8 +713,8 @@ def test_later_overrides_win_and_build_on_earlier_ones(here):
         ("policy=null", "the section 'policy' is missing"),
     ],
 )
-def test_a_wrong_override_is_quoted(here, override, said):
-    assert said in problems_of(here, GOOD, override)
+def test_a_wrong_override_is_quoted(folder, override, complaint):
+    assert complaint in problems_of(folder, GOOD, override)
 
 
 # Arithmetic
@@ -735,7 +742,7 @@ def test_the_plan_of_an_iteration():
 
 
 @pytest.mark.parametrize(
-    "changes, processes, said",
+    "changes, processes, complaint",
     [
         (
             {"prompts_per_iteration": 7},
@@ -765,8 +772,8 @@ def test_the_plan_of_an_iteration():
         ),
     ],
 )
-def test_impossible_arithmetic_names_the_key_and_what_would_work(changes, processes, said):
-    assert said in message(arithmetic, train(**changes), processes)
+def test_impossible_arithmetic_names_the_key_and_what_would_work(changes, processes, complaint):
+    assert complaint in message(arithmetic, train(**changes), processes)
 
 
 def test_config_remembers_nothing_it_was_not_given():

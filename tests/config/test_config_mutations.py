@@ -136,9 +136,9 @@ def places(value: Any, path: tuple = ()) -> list[tuple]:
     if not isinstance(value, dict):
         return []
     return [
-        found
+        place
         for key, item in value.items()
-        for found in ((*path, key), *places(item, (*path, key)))
+        for place in ((*path, key), *places(item, (*path, key)))
     ]
 
 
@@ -159,33 +159,35 @@ def mutate(plain: dict, chance: random.Random) -> dict:
     """One to three random changes: renamed, deleted, replaced, swapped, wrapped or added keys."""
     plain = copy.deepcopy(plain)
     for _ in range(chance.randint(1, 3)):
-        found = places(plain)
-        if not found:
+        all_places = places(plain)
+        if not all_places:
             break
-        path = chance.choice(found)
-        here = parent(plain, path)
+        path = chance.choice(all_places)
+        mapping = parent(plain, path)
         key = path[-1]
         kind = chance.choice(["name", "delete", "value", "swap", "wrap", "unwrap", "add", "text"])
         if kind == "name":
-            here[misspell(key, chance)] = here.pop(key)
+            mapping[misspell(key, chance)] = mapping.pop(key)
         elif kind == "delete":
-            del here[key]
+            del mapping[key]
         elif kind == "value":
-            here[key] = copy.deepcopy(chance.choice(VALUES))
+            mapping[key] = copy.deepcopy(chance.choice(VALUES))
         elif kind == "swap":
-            other = chance.choice(found)
-            value = copy.deepcopy(parent(plain, other)[other[-1]])
-            here[key] = value
+            donor = chance.choice(all_places)
+            value = copy.deepcopy(parent(plain, donor)[donor[-1]])
+            mapping[key] = value
         elif kind == "wrap":
-            here[key] = chance.choice([[here[key]], {key: here[key]}, {"sd3": here[key]}])
-        elif kind == "unwrap" and isinstance(here[key], dict) and here[key]:
-            here[key] = next(iter(here[key].values()))
+            mapping[key] = chance.choice(
+                [[mapping[key]], {key: mapping[key]}, {"sd3": mapping[key]}]
+            )
+        elif kind == "unwrap" and isinstance(mapping[key], dict) and mapping[key]:
+            mapping[key] = next(iter(mapping[key].values()))
         elif kind == "add":
-            here[chance.choice(["extra", "", 3, None, "weight"])] = copy.deepcopy(
+            mapping[chance.choice(["extra", "", 3, None, "weight"])] = copy.deepcopy(
                 chance.choice(VALUES)
             )
         else:
-            here[key] = str(here[key])
+            mapping[key] = str(mapping[key])
     return plain
 
 
@@ -275,12 +277,12 @@ def test_mutated_text_is_read_or_refused(tmp_path, real):
 
 
 @pytest.mark.parametrize(
-    "data",
+    "content",
     [b"", b"\xff\xfe\x00", b"\x00" * 10, b"policy: \xc3", b"--- a\n--- b\n", b"&a *a", b"? {"],
 )
-def test_odd_bytes_are_refused(tmp_path, data):
+def test_odd_bytes_are_refused(tmp_path, content):
     path = tmp_path / "odd.yaml"
-    path.write_bytes(data)
+    path.write_bytes(content)
     with pytest.raises(UserError):
         load(path)
 

@@ -109,14 +109,14 @@ def recipe(request, tmp_path, media, monkeypatch):
     for file in files(yaml.safe_load(path.read_text())["data"]):
         kind = Path(file).stem
         rows = TASKS.get(name) or TASKS.get(kind) or [{"answer": "12"}]
-        seen = (
+        shown = (
             {"video": str(media / "clip.mp4")}
             if "video" in kind
             else {"image": str(media / "picture.png")}
         )
-        seen = {} if kind == "text_maths" else seen
+        shown = {} if kind == "text_maths" else shown
         lines = [
-            {"text": f"question {i}?", **seen, **rows[i % len(rows)]}
+            {"text": f"question {i}?", **shown, **rows[i % len(rows)]}
             for i in range(2 * len(rows) + 2)
         ]
         (tmp_path / file).write_text("\n".join(map(json.dumps, lines)))
@@ -124,11 +124,13 @@ def recipe(request, tmp_path, media, monkeypatch):
     return path
 
 
-def files(data):
+def files(section):
     """Every path in a data section."""
-    if isinstance(data, dict):
+    if isinstance(section, dict):
         return [
-            f for key, value in data.items() for f in ([value] if key == "path" else files(value))
+            f
+            for key, value in section.items()
+            for f in ([value] if key == "path" else files(value))
         ]
     return []
 
@@ -141,27 +143,27 @@ def values(section):
 
 @pytest.mark.parametrize("recipe", RECIPES, indirect=True)
 def test_a_recipe_is_whole_small_and_valid(recipe):
-    found = read(recipe, [])
-    assert not config.check(found, SECTIONS, {"optimizer": ("parameters",)})
+    loaded = read(recipe, [])
+    assert not config.check(loaded, SECTIONS, {"optimizer": ("parameters",)})
     assert values(yaml.safe_load(recipe.read_text())) <= MOST
     assert max(map(len, recipe.read_text().splitlines())) <= 120
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_rows_shipped_beside_a_recipe_show_the_form_it_reads(name):
-    found = read(ROOT / f"configs/vlm/{name}.yaml", [])
-    data = found.build("data", DATA)
-    assert len(data.train)
-    check_needs(found, data, {})  # before a reward is built: what their classes say
+    loaded = read(ROOT / f"configs/vlm/{name}.yaml", [])
+    source = loaded.build("data", DATA)
+    assert len(source.train)
+    check_needs(loaded, source, {})  # before a reward is built: what their classes say
     check_needs(
-        found, data, scorer(found, ("reward",), found.section("train", TrainOptions)).rewards
+        loaded, source, scorer(loaded, ("reward",), loaded.section("train", TrainOptions)).rewards
     )
 
 
 @pytest.mark.parametrize("recipe", RECIPES, indirect=True)
 def test_a_recipe_learns_for_two_iterations(recipe, caplog):
     torch.manual_seed(0)
-    more = (
+    overrides = (
         ["train.max_new_tokens_schedule=[[0,6],[1,8]]"] if "lengths" in recipe.read_text() else []
     )
     tokens = ["policy.max_new_tokens=64"] if "truth:" in recipe.read_text() else []
@@ -170,7 +172,7 @@ def test_a_recipe_learns_for_two_iterations(recipe, caplog):
         warnings.simplefilter("error", UserWarning)
         warnings.filterwarnings("ignore", module="torch|transformers")
         session = Session.of(
-            read(recipe, [*SIZES, *more, *tokens, f"policy.path={tiny_vlms.folder(tiny)}"])
+            read(recipe, [*SIZES, *overrides, *tokens, f"policy.path={tiny_vlms.folder(tiny)}"])
         )
         trainer = session.trainer()
         for _ in range(2):
@@ -196,11 +198,13 @@ WRONG = f"{THOUGHT} <answer>nothing of the kind</answer>"
 def completions(texts):
     """Answers of one length, whose tokens are letters; the model was equally sure of all."""
     limit = max(map(len, texts))
-    found = []
+    completed = []
     for text in texts:
         beginnings = [text[: i + 1] for i in range(len(text))]
-        found.append(Completion(text, len(text), True, -1.0, 1.0, limit, partial(list, beginnings)))
-    return found
+        completed.append(
+            Completion(text, len(text), True, -1.0, 1.0, limit, partial(list, beginnings))
+        )
+    return completed
 
 
 def rolled(texts, prompts):
@@ -223,11 +227,11 @@ def rolled(texts, prompts):
     )
 
 
-def compared(found, texts, prompts):
+def compared(loaded, texts, prompts):
     """[B, 1] or [B, K] advantages of these texts under a recipe's rewards and advantage."""
-    score = scorer(found, ("reward",), found.section("train", TrainOptions))
+    score = scorer(loaded, ("reward",), loaded.section("train", TrainOptions))
     rollout = rolled(texts, prompts)
-    advantage = found.build("advantage", ADVANTAGES)(
+    advantage = loaded.build("advantage", ADVANTAGES)(
         score(completions(texts), prompts, rollout.group), rollout
     )
     return advantage.expand(rollout.mask.shape).masked_fill(~rollout.mask, torch.nan)
@@ -240,9 +244,9 @@ def judge_of(reward):
     return judge_of(reward.main) if hasattr(reward, "main") else reward
 
 
-def right_text(found, prompt):
+def right_text(loaded, prompt):
     """A right answer in the form that the recipe asks for; of votes what most answers say."""
-    rewards = scorer(found, ("reward",), found.section("train", TrainOptions)).rewards.values()
+    rewards = scorer(loaded, ("reward",), loaded.section("train", TrainOptions)).rewards.values()
     knowing = [judge for judge in map(judge_of, rewards) if not getattr(judge, "shaping", False)]
     text = (
         knowing[0].right_answer(prompt)
@@ -256,24 +260,24 @@ def right_text(found, prompt):
 def test_the_better_of_two_answers_has_the_greater_advantage(recipe):
     """Whatever the rewards are and how they are compared; for every kind of question in a
     mixture."""
-    found = read(recipe, [])
-    train = found.build("data", DATA).train
+    loaded = read(recipe, [])
+    train = loaded.build("data", DATA).train
     kinds = {}
     for prompt in train:
         target = {"svg": DRAWING} if recipe.stem == "rlrf" else {}
         kinds.setdefault((prompt.get("task"), prompt.get("source")), {**prompt, **target})
     assert len(kinds) > 1 or "routed" not in recipe.read_text()
     for kind, prompt in kinds.items():
-        right = right_text(found, prompt)
+        right = right_text(loaded, prompt)
         answers = [right, right, WRONG, right, WRONG.replace("nothing", "no")]
-        worth = compared(found, answers, [prompt] * len(answers)).nanmean(1)
+        worth = compared(loaded, answers, [prompt] * len(answers)).nanmean(1)
         assert worth.isfinite().all(), kind
         better = worth[[0, 1, 3]]
         worse = worth[[2, 4]]
         assert better.min() > worse.max() and better.min() > 0 > worse.max(), (kind, worth.tolist())
 
 
-def worth_of_found_steps(found, groups=100):
+def worth_of_found_steps(loaded, groups=100):
     """Mean advantage of the tokens that complete a key step, over groups of eight right answers
     drawn at random, each of which names each of two steps or does not."""
     prompt = {"text": "how many?", "answer": "12", "key_steps": ["3 boxes", "4 each"]}
@@ -282,9 +286,11 @@ def worth_of_found_steps(found, groups=100):
     for _ in range(groups):
         texts = []
         for steps in (torch.rand(8, 2, generator=generator) < 0.5).tolist():
-            said = [text for text, there in zip(prompt["key_steps"], steps, strict=True) if there]
-            texts.append(f"<think>So. {'. '.join(said)}.</think><answer>12</answer>")
-        worth = compared(found, texts, [prompt] * 8)
+            mentioned = [
+                text for text, mentions in zip(prompt["key_steps"], steps, strict=True) if mentions
+            ]
+            texts.append(f"<think>So. {'. '.join(mentioned)}.</think><answer>12</answer>")
+        worth = compared(loaded, texts, [prompt] * 8)
         ends = [
             (row, text.index(step) + len(step) - 1)
             for row, text in enumerate(texts)
@@ -297,15 +303,15 @@ def worth_of_found_steps(found, groups=100):
 
 @pytest.mark.parametrize("recipe", ["step_grpo"], indirect=True)
 def test_a_key_step_that_is_found_is_pushed_up(recipe):
-    found = read(recipe, [])
-    assert worth_of_found_steps(found) > 0.3
+    loaded = read(recipe, [])
+    assert worth_of_found_steps(loaded) > 0.3
     prompt = {"text": "how many?", "answer": "12", "key_steps": ["3 boxes", "4 each"]}
     form = "<think>Description. {} Rationale.</think><answer>{}</answer>"
     answers = [
-        form.format(*one)
-        for one in (("3 boxes. 4 each.", 12), ("3 boxes.", 12), ("", 12), ("4 each.", 13))
+        form.format(*case)
+        for case in (("3 boxes. 4 each.", 12), ("3 boxes.", 12), ("", 12), ("4 each.", 13))
     ]
-    worth = compared(found, answers, [prompt] * 4).nanmean(1)
+    worth = compared(loaded, answers, [prompt] * 4).nanmean(1)
     assert (worth.diff() < 0).all()
     old = ["reward.key_steps={answer: 0.5, each: true}", "advantage=process"]
     # why the recipe does not compare tokens with one mean
@@ -316,13 +322,13 @@ def better_and_worse(sections):
     """Two groups of four samples: in each the first two have more of every reward, or less of one
     that is paid negatively."""
     better = torch.tensor([1.0, 1.0, 0.0, 0.0, 0.75, 0.75, 0.5, 0.5])
-    found = {}
+    values = {}
     weights = {}
     for name, chosen in sections.items():
         weight = chosen.get("weight", 1.0) if isinstance(chosen, dict) else chosen
         weights[name] = float(weight) if isinstance(weight, (int, float)) else 1.0
-        found[name] = better * (1.0 if weights[name] >= 0 else -1.0)
-    return Rewards(found, weights)
+        values[name] = better * (1.0 if weights[name] >= 0 else -1.0)
+    return Rewards(values, weights)
 
 
 EVERY = sorted(

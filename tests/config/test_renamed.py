@@ -75,37 +75,39 @@ def test_an_old_option_of_training_says_the_new_one(old):
 
 
 def test_old_options_of_plug_ins_say_the_new_ones_with_their_place():
-    found = complaint(policy={"sd3": {"path": "world:digits/sd3", "eta": 0.5, "sde": "all"}})
-    assert "policy.sd3.eta is now policy.sd3.noise_level" in found
-    assert "policy.sd3.sde is now policy.sd3.noise_window" in found
-    found = complaint(objective={"grpo": {"clip": 1e-3}}, advantage={"grpo": {"flat": "drop"}})
-    assert "objective.grpo.clip is now objective.grpo.clip_range" in found
-    assert "advantage.grpo.flat is now advantage.grpo.zero_variance_groups" in found
+    message = complaint(policy={"sd3": {"path": "world:digits/sd3", "eta": 0.5, "sde": "all"}})
+    assert "policy.sd3.eta is now policy.sd3.noise_level" in message
+    assert "policy.sd3.sde is now policy.sd3.noise_window" in message
+    message = complaint(objective={"grpo": {"clip": 1e-3}}, advantage={"grpo": {"flat": "drop"}})
+    assert "objective.grpo.clip is now objective.grpo.clip_range" in message
+    assert "advantage.grpo.flat is now advantage.grpo.zero_variance_groups" in message
 
 
 def test_old_names_that_lead_to_two_new_ones_choose_by_what_takes_them():
     surrogate = {"ppo": {"low": 0.1}}
     nested = {"text": {"surrogate": surrogate, "importance_sampling": {"low": 0.1}}}
-    found = complaint(objective=nested)
-    assert "objective.text.surrogate.ppo.low is now objective.text.surrogate.ppo.clip_low" in found
-    assert "importance_sampling.low is now objective.text.importance_sampling.floor" in found
+    message = complaint(objective=nested)
+    assert (
+        "objective.text.surrogate.ppo.low is now objective.text.surrogate.ppo.clip_low" in message
+    )
+    assert "importance_sampling.low is now objective.text.importance_sampling.floor" in message
 
 
 def test_old_plug_ins_and_values_say_the_new_ones():
     assert "advantage 'dance' is now 'dance_grpo'" in complaint(advantage="dance")
     assert "objective 'guard' is now 'grpo_guard'" in complaint(objective="guard")
-    found = complaint(train={**PLAIN["train"], "loss_agg_mode": "row"})
-    assert "row is now seq_mean_token_mean" in found
+    message = complaint(train={**PLAIN["train"], "loss_agg_mode": "row"})
+    assert "row is now seq_mean_token_mean" in message
 
 
 def test_what_never_existed_is_no_old_name():
-    found = complaint(train={**PLAIN["train"], "group_sizes": 4})
-    assert "is now" not in found and re.search("did you mean 'group_size'", found)
+    message = complaint(train={**PLAIN["train"], "group_sizes": 4})
+    assert "is now" not in message and re.search("did you mean 'group_size'", message)
 
 
 def test_old_words_on_the_command_line_say_the_new_ones(capsys):
-    result = CliRunner().invoke(app, ["sample", "nowhere", "--copies", "2"])
-    assert isinstance(result.exception, UserError)
-    assert str(result.exception) == "--copies is now --num-samples"
-    result = CliRunner().invoke(app, ["list", "kernels"])
-    assert str(result.exception) == "`mmrl list kernels` is now `mmrl list sde_types`"
+    run = CliRunner().invoke(app, ["sample", "nowhere", "--copies", "2"])
+    assert isinstance(run.exception, UserError)
+    assert str(run.exception) == "--copies is now --num-samples"
+    run = CliRunner().invoke(app, ["list", "kernels"])
+    assert str(run.exception) == "`mmrl list kernels` is now `mmrl list sde_types`"

@@ -157,7 +157,7 @@ SMALLEST: dict[tuple[str, str], dict[str, Any]] = {
     ("judges", "server"): {"url": "http://127.0.0.1:1/v1"},
 }
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1] / "fixtures"
 ENTRIES = [(kind, name) for kind, known in ALL.items() for name in known]
 
 

@@ -52,7 +52,7 @@ def trajectory(family: str) -> list[list[float]]:
         policy = toys.make(family, double=True)
         prompts = toys.prompts(16)
         reward = toys.reward
-        gaussian = policy.decisions == "gaussian"
+        gaussian = policy.capabilities.decisions == "gaussian"
         objective = PolicyGradient(clip_range=0.2, kl=0.01) if gaussian else Text(kl=0.01)
         options = TrainOptions(
             prompts_per_iteration=4,

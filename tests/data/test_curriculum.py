@@ -4,6 +4,7 @@ alone."""
 import json
 from collections import Counter
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -242,18 +243,20 @@ def test_data_hear_of_groups_that_gave_way(options):
 class Recalling(toys.ToyCausal):
     """Can be shown old answers again: prompts are encoded one by one."""
 
+    capabilities = replace(toys.ToyCausal.capabilities, replay=True)
+
     def encode(self, prompts):
         return [{"input_ids": torch.tensor([[p["label"]]], dtype=self.dtype)} for p in prompts]
 
     def recall(self, prompts):
         return self.encode(prompts), list(prompts)
 
-    def rollout(self, prompts, copies, rng):
+    def rollout(self, prompts, copies, rng, context):
         plain = super().encode(prompts)
         coded = self.encode
         self.encode = lambda _: plain
         try:
-            return super().rollout(prompts, copies, rng).replace(cond=coded(prompts))
+            return super().rollout(prompts, copies, rng, context).replace(cond=coded(prompts))
         finally:
             del self.encode
 

@@ -68,9 +68,9 @@ def test_micro_batches_do_not_cut_a_group_apart():
         for _ in range(2):
             trainer.iterate()
         runs.append(trainer.policy.weights.full())
-    for other in runs[1:]:
+    for weights in runs[1:]:
         for name, value in runs[0].items():
-            torch.testing.assert_close(value, other[name], atol=1e-10, rtol=0)
+            torch.testing.assert_close(value, weights[name], atol=1e-10, rtol=0)
 
 
 def test_a_batch_size_that_cuts_groups_is_refused():
@@ -88,8 +88,8 @@ def test_whole_groups_share_a_step_on_any_number_of_processes(size):
     for step in whole:
         assert all(sum(r // 8 == group for r in step) in (0, 8) for group in range(6))
     halves = [[b.row_id.tolist() for b in deal(rows(first, 3))] for first in (0, 3)]
-    for one, left, right in zip(whole, *halves):
-        assert set(one) == set(left) | set(right)
+    for step, left, right in zip(whole, *halves):
+        assert set(step) == set(left) | set(right)
 
 
 @pytest.mark.parametrize("family", toys.POLICIES)

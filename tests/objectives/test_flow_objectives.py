@@ -77,7 +77,7 @@ def test_crds_losses_are_those_of_published_code():
         mask=rt > -9,
         advantage=(a - 0.5) * 10,
     )
-    wanted = {
+    published = {
         ("mse", None): 0.07171874,
         ("mse", 0.0): 0.07237086,
         ("mse", 0.5): 0.07629474,
@@ -85,7 +85,7 @@ def test_crds_losses_are_those_of_published_code():
         ("bce", 0.0): 0.69783682,
         ("bce", 0.5): 0.69783795,
     }
-    for (form, temperature), value in wanted.items():
+    for (form, temperature), value in published.items():
         objective = CRD(beta=10, form=form, temperature=temperature, kl=0)
         ready = objective.couple(point, torch.cat([rt, torch.zeros_like(rt)], 1)).advantage
         each = [
@@ -107,11 +107,11 @@ def test_crd_centred_over_the_batch_sees_one_group():
         mask=mask,
         advantage=a,
     )
-    one = point[:6].replace(group=torch.zeros(6, dtype=torch.long))
+    single_group = point[:6].replace(group=torch.zeros(6, dtype=torch.long))
     for temperature in (None, 0.0, 0.5):
         whole = CRD(centre="batch", temperature=temperature).couple(point, measured).advantage[:6]
         torch.testing.assert_close(
-            whole, CRD(temperature=temperature).couple(one, measured[:6]).advantage
+            whole, CRD(temperature=temperature).couple(single_group, measured[:6]).advantage
         )
         apart = CRD(temperature=temperature).couple(point[:6], measured[:6]).advantage
         assert (whole - apart).abs().max() > 0.01
@@ -120,7 +120,7 @@ def test_crd_centred_over_the_batch_sees_one_group():
 def test_fpo_is_ppo_with_the_mean_in_the_exponent():
     objective = FPO(clip_range=0.002, num_noise_draws=3)
     policy, rollout = setting(objective)
-    found, whole = coupled(objective, policy, rollout)
+    slope, whole = coupled(objective, policy, rollout)
 
     def errors(dist):
         return (dist.mean - whole.target).square().flatten(1).mean(1)
@@ -133,7 +133,7 @@ def test_fpo_is_ppo_with_the_mean_in_the_exponent():
     advantage = rollout.advantage[:, 0].clamp(-5, 5)
     loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.998, 1.002)).mean()
     assert ((ratio - 1).abs() > 0.002).any() and ((ratio - 1).abs() < 0.002).any()
-    torch.testing.assert_close(found, gradient(policy, loss), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(slope, gradient(policy, loss), rtol=1e-9, atol=1e-12)
 
 
 def best_and_worst(rollout):
@@ -146,7 +146,7 @@ def best_and_worst(rollout):
 def test_d3po_prefers_the_best_at_every_step():
     objective = D3PO(beta=2.0)
     policy, rollout = setting(objective)
-    found, whole = coupled(objective, policy, rollout)
+    slope, whole = coupled(objective, policy, rollout)
     live = policy.dist(whole).log_prob(whole.target)[:, 0]
     with policy.weights.using("ref"), torch.no_grad():
         ref = policy.dist(whole).log_prob(whole.target)[:, 0]
@@ -160,7 +160,7 @@ def test_d3po_prefers_the_best_at_every_step():
             margin = (live[at[0]] - ref[at[0]]) - (live[at[1]] - ref[at[1]])
             losses.append(-torch.nn.functional.logsigmoid(2.0 * margin))
     torch.testing.assert_close(
-        found, gradient(policy, torch.stack(losses).mean()), rtol=1e-9, atol=1e-12
+        slope, gradient(policy, torch.stack(losses).mean()), rtol=1e-9, atol=1e-12
     )
 
 
@@ -263,12 +263,12 @@ def test_seppos_pool_comes_through_a_checkpoint_to_the_bit():
         **whole.policy.weights.saved,
         "live": whole.policy.weights.parameters(),
     }.items():
-        others = (
+        restored = (
             second.policy.weights.parameters()
             if name == "live"
             else second.policy.weights.saved[name]
         )
-        assert all(torch.equal(tensors[key], others[key]) for key in tensors), name
+        assert all(torch.equal(tensors[key], restored[key]) for key in tensors), name
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_draft_is_the_gradient_through_the_sampler(options, last, moved):
     objective = Draft(last=last)
     policy, rollout = setting(objective, moved=moved, **options)
     (point,) = objective.points(policy, rollout, Rng.of(0))
-    found = gradient(policy, objective.loss(policy, point).mean())
+    slope = gradient(policy, objective.loss(policy, point).mean())
     steps = rollout.eta.shape[1]
     first = 0 if last is None else steps - last
     x = rollout.path[:, first]
@@ -299,7 +299,7 @@ def test_draft_is_the_gradient_through_the_sampler(options, last, moved):
         x = mean + std * Rng.of("rollout").normal(rollout.row_id, (2,), k + 1, torch.float64)
     assert moved or torch.allclose(x, rollout.sample, atol=1e-12, rtol=0)
     torch.testing.assert_close(
-        found, gradient(policy, -toys.smooth_reward(x, None).mean()), rtol=1e-8, atol=1e-12
+        slope, gradient(policy, -toys.smooth_reward(x, None).mean()), rtol=1e-8, atol=1e-12
     )
 
 
@@ -319,8 +319,8 @@ def test_divergences_against_quadrature(name):
             "total_variation": (p - q).abs().sum() * dx / 2,
             "chi2": (p**2 / q.clamp_min(1e-300)).sum() * dx - 1,
         }[name]
-        found = DIVERGENCES[name](torch.tensor(d**2, dtype=torch.float64))
-        torch.testing.assert_close(found, exact, atol=1e-6, rtol=1e-6)
+        divergence = DIVERGENCES[name](torch.tensor(d**2, dtype=torch.float64))
+        torch.testing.assert_close(divergence, exact, atol=1e-6, rtol=1e-6)
 
 
 def test_a_regulariser_keeps_the_policy_near_the_reference():
@@ -341,15 +341,15 @@ def test_adjoints_are_the_gradient_through_the_base_sampler():
     from mmrl.objectives.reward_gradient import steps_of
 
     steps = steps_of(point)
-    found = objective._adjoints(policy, point, steps)
+    adjoints = objective._adjoints(policy, point, steps)
     for k in range(len(steps)):
         with policy.weights.using("ref"):
             x = start = rollout.path[:, k + 1].clone().requires_grad_()
             for j in range(k + 1, len(steps)):
                 mean = policy.dist(steps[j].replace(state=x)).mean
                 x = mean + (rollout.path[:, j + 1] - mean).detach()  # the same noise
-            (wanted,) = torch.autograd.grad(-2.0 * toys.smooth_reward(x, None).sum(), start)
-        torch.testing.assert_close(found[k], wanted, rtol=1e-9, atol=1e-12)
+            (expected,) = torch.autograd.grad(-2.0 * toys.smooth_reward(x, None).sum(), start)
+        torch.testing.assert_close(adjoints[k], expected, rtol=1e-9, atol=1e-12)
 
 
 def test_adjoint_matching_starts_at_the_rewards_gradient_and_without_reward_at_rest():
@@ -399,8 +399,8 @@ def test_each_raises_the_toy_reward(name):
         partial(adamw, lr=3e-3),
         TrainOptions(**sizes),
     )
-    found = [trainer.iterate()["reward/mean"] for _ in range(40)]
-    assert sum(found[-5:]) / 5 > found[0] + 0.3, found
+    rewards = [trainer.iterate()["reward/mean"] for _ in range(40)]
+    assert sum(rewards[-5:]) / 5 > rewards[0] + 0.3, rewards
 
 
 def test_a_reward_without_gradient_is_refused_by_name():
@@ -427,11 +427,13 @@ def test_crds_reference_has_a_guidance_of_its_own():
     assert (conditional - empty).abs().max() > 0.1
     for scale in (0.0, 1.0, 2.5):
         guided = empty + scale * (conditional - empty)
-        wanted = 0.5 * (policy.dist(point).mean - guided).square().flatten(1).mean(1, keepdim=True)
+        expected = 0.5 * (policy.dist(point).mean - guided).square().flatten(1).mean(
+            1, keepdim=True
+        )
         extra = CRD(kl=0.5, ref_guidance=scale).loss(policy, point) - CRD(kl=0.0).loss(
             policy, point
         )
-        torch.testing.assert_close(extra, wanted, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(extra, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_the_shipped_adjoint_matching_takes_the_rewards_gradient_at_a_clean_sample():

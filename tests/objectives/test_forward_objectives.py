@@ -60,7 +60,7 @@ def column(*values):
     return torch.tensor(values, dtype=torch.float64)[:, None]
 
 
-def off_by(*rows, t=0.6, target=0.5, **more):
+def off_by(*rows, t=0.6, target=0.5, **fields):
     """A re-noised point, and the velocity that misses its target by these rows."""
     miss = torch.tensor(rows, dtype=torch.float64)  # [B, 4]
     n = len(miss)
@@ -74,7 +74,7 @@ def off_by(*rows, t=0.6, target=0.5, **more):
         num_decisions=torch.ones(n, dtype=torch.long),
         time=torch.full((n,), t, dtype=torch.float64),
         x0_per_output=torch.full((n,), t, dtype=torch.float64),
-        **more,
+        **fields,
     )
     return point, target + miss
 
@@ -118,14 +118,14 @@ def test_guards_ratio_is_that_of_published_code():
     new = Gaussian(moved, std)
     bias = new.kl(old)
     assert bias.flatten().tolist() == pytest.approx([1.3605e-4, 2.7211e-4], abs=1e-8)
-    wanted = column(-0.765 + 0.7659, -0.869 + 0.8671)
+    published = column(-0.765 + 0.7659, -0.869 + 0.8671)
     # such an x' has this log-ratio
-    scale = ((wanted + bias) * std**2 / moved.square().mean(1, keepdim=True)) * moved
+    scale = ((published + bias) * std**2 / moved.square().mean(1, keepdim=True)) * moved
     torch.testing.assert_close(
-        new.log_prob(scale) - old.log_prob(scale), wanted, atol=1e-12, rtol=0
+        new.log_prob(scale) - old.log_prob(scale), published, atol=1e-12, rtol=0
     )
     log_ratio = normalised(new, old, scale)
-    torch.testing.assert_close(log_ratio, (wanted + bias) * std)
+    torch.testing.assert_close(log_ratio, (published + bias) * std)
     assert log_ratio.exp().flatten().tolist() == pytest.approx([1.00062823, 0.9990136], abs=1e-7)
     loss = clipped(2e-6)(log_ratio, torch.zeros_like(log_ratio), column(1.0, -1.0))
     assert loss.flatten().tolist() == pytest.approx([-(1 + 2e-6), 1 - 2e-6], abs=1e-12), (
@@ -284,8 +284,8 @@ def test_nfts_old_weights_follow_as_published():
 def test_awms_weightings_are_those_of_published_code(weighting, expected):
     """AWM (Xue et al. 2025), AWMTrainer.compute_weighted_log_prob of Flow-Factory, at t = 0.6."""
     point, v = off_by(*MISSES["live"])
-    found = SCORES[weighting](error(Velocities(live=v).dist(point), point), point.time[:, None])
-    assert found.flatten().tolist() == pytest.approx(expected, abs=2e-7)
+    scores = SCORES[weighting](error(Velocities(live=v).dist(point), point), point.time[:, None])
+    assert scores.flatten().tolist() == pytest.approx(expected, abs=2e-7)
 
 
 def test_awms_gradient_on_policy_is_the_weighted_denoising_error():
@@ -381,11 +381,11 @@ def sampled(eta=0.0, **options):
 def test_times_are_those_of_the_grid_without_repetition():
     policy, rollout = sampled(steps=10)
     grid = policy.times.tolist()
-    own = steps(Rng.of(0), rollout.row_id, 4, rollout.time, share=0.9, skip=1)
-    assert own.shape == (12, 4) and all(
-        len(set(row)) == 4 and set(row) <= set(grid[1:9]) for row in own.tolist()
+    times = steps(Rng.of(0), rollout.row_id, 4, rollout.time, share=0.9, skip=1)
+    assert times.shape == (12, 4) and all(
+        len(set(row)) == 4 and set(row) <= set(grid[1:9]) for row in times.tolist()
     )
-    assert len({tuple(row) for row in own.tolist()}) > 1
+    assert len({tuple(row) for row in times.tolist()}) > 1
     alike = early_steps(Rng.of(0), rollout.row_id, 4, rollout.time)
     assert torch.equal(alike, alike[:1].expand_as(alike)) and set(alike[0].tolist()) <= set(
         grid[:6]
@@ -467,8 +467,8 @@ def test_the_reference_may_be_guided():
 def test_pairs_are_the_best_and_the_worst_that_are_left():
     _, rollout = sampled()
     advantage = column(0.1, 3, -1, 2, *[0.5] * 4, 5, -5, 1, 0)
-    kept = torch.tensor([True] * 8 + [False, True, True, True])
-    chosen = pairs(rollout.replace(advantage=advantage, trainable=kept))
+    trainable = torch.tensor([True] * 8 + [False, True, True, True])
+    chosen = pairs(rollout.replace(advantage=advantage, trainable=trainable))
     assert chosen.nonzero()[:, 0].tolist() == [1, 2, 9, 10], (
         "no pair in a group of equals; an excluded row is in none"
     )
@@ -513,10 +513,12 @@ def test_guards_two_forms_agree_and_steps_are_balanced():
     for point in policy.path(rollout):
         dist = policy.dist(point)
         old = frozen(policy, "old", point)
-        both = (
+        by_likelihood = (
             dist.log_prob(point.target) - old.log_prob(point.target) + dist.kl(old)
         ) * dist.std.flatten(1)
-        torch.testing.assert_close(normalised(dist, old, point.target), both, atol=1e-12, rtol=1e-9)
+        torch.testing.assert_close(
+            normalised(dist, old, point.target), by_likelihood, atol=1e-12, rtol=1e-9
+        )
         plain, balanced = (
             Guard(clip_range=0.1, balance=b).loss(policy, point) for b in (False, True)
         )
@@ -594,9 +596,9 @@ def test_micro_batches_change_nothing(name):
         for _ in range(2):
             trainer.iterate()
         runs.append(trainer.policy.weights.full())
-    for other in runs[1:]:
+    for weights in runs[1:]:
         for key, value in runs[0].items():
-            torch.testing.assert_close(value, other[key], atol=1e-9, rtol=0)
+            torch.testing.assert_close(value, weights[key], atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("name", [*FORWARD, *ON_PATH])

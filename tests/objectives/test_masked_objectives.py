@@ -15,7 +15,6 @@ from mmrl.core.registry import ADVANTAGES, ESTIMATORS, SURROGATES
 from mmrl.core.types import Point, Rewards, Rollout
 from mmrl.objectives import Masked
 from mmrl.objectives.mask_estimators import fading
-from mmrl.policies.base import Remaskable
 from mmrl.policies.masked.policy import MaskedDiffusion
 from mmrl.train.minibatches import loss_weights
 from mmrl.train.optimizers import adamw
@@ -58,24 +57,26 @@ def reward(sample, seed):
 
 def expected(policy, seed):
     """J by all orders of revealing, and its gradient."""
-    found = torch.tensor(list(itertools.product(range(3), repeat=N)))
-    p = torch.cat([policy.net(found).softmax(-1), torch.zeros(3**N, N, 1)], -1)
+    sequences = torch.tensor(list(itertools.product(range(3), repeat=N)))
+    p = torch.cat([policy.net(sequences).softmax(-1), torch.zeros(3**N, N, 1)], -1)
     token = (
         p[:, None]
         .expand(-1, 3**N, -1, -1)
-        .gather(-1, found[None].expand(3**N, -1, -1)[..., None])[..., 0]
+        .gather(-1, sequences[None].expand(3**N, -1, -1)[..., None])[..., 0]
     )
-    now = found[:, None]
-    then = found[None]
+    now = sequences[:, None]
+    then = sequences[None]
     mass = torch.zeros(3**N).double()
     mass[-1] = 1
     for t in range(policy.passes):
         stay = policy.rates[t + 1].double() / policy.rates[t].double()
-        one = torch.where(
+        transition = torch.where(
             now == 2, torch.where(then == 2, stay, (1 - stay) * token), (now == then).double()
         )
-        mass = mass @ one.prod(-1)
-    j = (mass * torch.where((found < 2).all(1), reward(found.clamp(max=1), seed), 0.0)).sum()
+        mass = mass @ transition.prod(-1)
+    j = (
+        mass * torch.where((sequences < 2).all(1), reward(sequences.clamp(max=1), seed), 0.0)
+    ).sum()
     return j.item(), torch.autograd.grad(j, policy.net.logits)[0].flatten()
 
 
@@ -115,7 +116,7 @@ STUDY = {
 @pytest.mark.parametrize("name", STUDY)
 def test_cosines_to_the_true_gradient(name, steps):
     estimator, reduction, *published = STUDY[name]
-    wanted = published[steps > 1]
+    expected = published[steps > 1]
     cosines = []
     for seed in range(8):
         policy = TablePolicy(seed, steps=steps)
@@ -127,7 +128,7 @@ def test_cosines_to_the_true_gradient(name, steps):
             )
         )
     mean = torch.stack(cosines).mean().item()
-    assert abs(mean - wanted) < (0.01 if wanted == 1 else 0.06), mean
+    assert abs(mean - expected) < (0.01 if expected == 1 else 0.06), mean
 
 
 def expected_of_choice(policy, seed):
@@ -144,10 +145,10 @@ def expected_of_choice(policy, seed):
         for draw in itertools.product(range(2), repeat=len(hidden)):
             each = torch.stack([p[i, token] for i, token in zip(hidden, draw, strict=True)])
             share = (each.log() / (policy.noises[turn] or 1)).softmax(0)
-            for i, token, one in zip(hidden, draw, share, strict=True):
+            for i, token, probability in zip(hidden, draw, share, strict=True):
                 then = (*state[:i], token, *state[i + 1 :])
                 done = 2 not in then
-                total = total + each.prod() * one * (
+                total = total + each.prod() * probability * (
                     reward(torch.tensor([then]), seed)[0] if done else value(then, turn + 1)
                 )
         return known.setdefault(state, total)
@@ -156,7 +157,7 @@ def expected_of_choice(policy, seed):
     return j.item(), torch.autograd.grad(j, policy.net.logits)[0].flatten()
 
 
-def tokens_only(kept):
+def tokens_only(keep_ranks):
     """MaskGIT scored without its choice: all tokens that were drawn, or those that were
     ``kept``."""
 
@@ -165,7 +166,7 @@ def tokens_only(kept):
             p.replace(
                 target=p.target[..., 0],
                 eta=None,
-                mask=p.mask & (p.target[..., 1] < N) if kept and t < 2 else p.mask,
+                mask=p.mask & (p.target[..., 1] < N) if keep_ranks and t < 2 else p.mask,
             )
             for t, p in enumerate(policy.path(rollout))
         ]
@@ -177,10 +178,10 @@ def every_choice(policy):
     """All 384 trajectories of maskgit that keep one token a pass."""
     rows = []
     for a, b, c in itertools.permutations(range(N)):
-        for one in itertools.product(range(2), repeat=N + 2 + 1):
-            first = one[:N]
-            second = {b: one[N], c: one[N + 1]}
-            third = one[N + 2]
+        for choice in itertools.product(range(2), repeat=N + 2 + 1):
+            first = choice[:N]
+            second = {b: choice[N], c: choice[N + 1]}
+            third = choice[N + 2]
             decided = [
                 [(first[i], 0 if i == a else N) for i in range(N)],
                 [(second.get(i, 0), {a: N + 1, b: 0, c: N}[i]) for i in range(N)],
@@ -213,16 +214,18 @@ def test_cosines_of_maskgits_scores(noise, published):
         rollout = every_choice(policy)
         with torch.no_grad():
             p = sum(
-                policy.dist(one).log_prob(one.target).masked_fill(~one.mask, 0).sum(1)
-                for one in policy.path(rollout)
+                policy.dist(point).log_prob(point.target).masked_fill(~point.mask, 0).sum(1)
+                for point in policy.path(rollout)
             ).exp()
         assert p.sum().item() == pytest.approx(1, abs=1e-12)
         j, true = expected_of_choice(policy, seed)
         rollout = rollout.replace(advantage=(p * (reward(rollout.sample, seed) - j))[:, None])
         ways = (bound("trajectory"), tokens_only(kept=False), tokens_only(kept=True))
-        found = [estimate(policy, rollout, estimator=way) for way in ways]
-        torch.testing.assert_close(found[0], true, atol=1e-12, rtol=1e-9)
-        cosines.append(torch.stack([cosine_similarity(one, true, dim=0) for one in found[1:]]))
+        estimates = [estimate(policy, rollout, estimator=way) for way in ways]
+        torch.testing.assert_close(estimates[0], true, atol=1e-12, rtol=1e-9)
+        cosines.append(
+            torch.stack([cosine_similarity(point, true, dim=0) for point in estimates[1:]])
+        )
     means = torch.stack(cosines).mean(0).tolist()
     assert means == pytest.approx(published, abs=0.03) and means[0] > means[1], means
 
@@ -328,20 +331,20 @@ def test_mask_grpo_hides_at_the_published_rates(low, rates):
     policy = TablePolicy(steps=3)
     rollout, _ = rolled(policy, 0, 6000)
     points = ESTIMATORS["mask_grpo"](policy, rollout, POINTS, low=low, draws=6)
-    found = torch.stack([point.mask.double().mean() for point in points]).sort().values
-    wanted = rates or (0.833, 0.867, 0.9, 0.933, 0.967, 0.999)
-    torch.testing.assert_close(found, torch.tensor(wanted).double(), atol=0.015, rtol=0)
+    hidden_rates = torch.stack([point.mask.double().mean() for point in points]).sort().values
+    published = rates or (0.833, 0.867, 0.9, 0.933, 0.967, 0.999)
+    torch.testing.assert_close(hidden_rates, torch.tensor(published).double(), atol=0.015, rtol=0)
     assert all(torch.equal(point.mask, point.state == 2) for point in points)
 
 
 def test_coupled_masks_score_every_token_once():
     policy = TablePolicy(steps=3)
     rollout, _ = rolled(policy, 0, 50)
-    one, two = ESTIMATORS["coupled"](policy, rollout, POINTS)
+    first, second = ESTIMATORS["coupled"](policy, rollout, POINTS)
     assert (
-        (one.mask ^ two.mask).all()
-        and torch.equal(one.mask, one.state == 2)
-        and torch.equal(two.mask, two.state == 2)
+        (first.mask ^ second.mask).all()
+        and torch.equal(first.mask, first.state == 2)
+        and torch.equal(second.mask, second.state == 2)
     )
 
 
@@ -388,7 +391,7 @@ def test_fading_hides_late_tokens_and_half_or_more_as_asked():
 
 def test_other_models_are_refused():
     policy = toys.make("flow")
-    assert isinstance(TablePolicy(), Remaskable) and not isinstance(policy, Remaskable)
+    assert TablePolicy.capabilities.remaskable and not policy.capabilities.remaskable
     with pytest.raises(UserError, match="hides no tokens"):
         Masked().points(policy, None, POINTS)
     rollout, _ = rolled(TablePolicy(steps=3), 0, 4)
@@ -426,7 +429,7 @@ def test_the_trainer_says_which_of_several_epochs_it_is():
         epochs_seen.append(policy.epoch)
         return ESTIMATORS["d1"](policy, rollout, rng, prompt=0)
 
-    for epochs, wanted in ((1, [None] * 2), (3, [0, 0, 1, 1, 2, 2])):
+    for epochs, expected in ((1, [None] * 2), (3, [0, 0, 1, 1, 2, 2])):
         epochs_seen.clear()
         Trainer(
             TablePolicy(steps=3),
@@ -443,7 +446,7 @@ def test_the_trainer_says_which_of_several_epochs_it_is():
                 iterations=1,
             ),
         ).iterate()
-        assert epochs_seen == wanted
+        assert epochs_seen == expected
 
 
 def test_schedule_matched_weights_are_those_of_the_passes():
@@ -460,10 +463,10 @@ def test_schedule_matched_weights_are_those_of_the_passes():
     )
     for passes in (1, 2):
         chosen = ESTIMATORS["schedule_matched"](policy, rollout, POINTS, passes=passes)
-        wanted = [weight * 4 / passes for weight in weights]
+        expected = [weight * 4 / passes for weight in weights]
         assert len(chosen) == passes
         for point in chosen:
-            assert min(abs(float(point.known.unique()) - weight) for weight in wanted) < 1e-9
+            assert min(abs(float(point.known.unique()) - weight) for weight in expected) < 1e-9
 
 
 # -- which tokens an estimator hides, counted
@@ -472,6 +475,8 @@ def test_schedule_matched_weights_are_those_of_the_passes():
 
 class Hides:
     """A policy that only writes down what was hidden and what is scored."""
+
+    epoch = None
 
     rates = torch.tensor([1.0, 0.8, 0.6, 0.3, 0.0])
 
@@ -556,8 +561,8 @@ def test_fading_masks_hide_late_tokens_more():
     _, _, hidden = shares("mask_grpo", low=0.4, updates=3, draws=3, field="fading")
     by_place = sorted(hidden.mean(1).tolist(), key=sum)
     for rate, row in zip((0.6, 0.8, 0.999), by_place, strict=True):
-        wanted = [1 - min(1.0, 2 * (1 - rate) * (1 - n / 15)) for n in range(16)]
-        assert row == pytest.approx(wanted, abs=0.03) and row[-1] == 1.0
+        expected = [1 - min(1.0, 2 * (1 - rate) * (1 - n / 15)) for n in range(16)]
+        assert row == pytest.approx(expected, abs=0.03) and row[-1] == 1.0
 
 
 @pytest.mark.parametrize("length", [1, 16])
@@ -574,8 +579,8 @@ def test_mask_grpos_published_weights_are_sums_of_masks(length):
     (point,) = ESTIMATORS["mask_grpo"](Hides(), batch, Rng.of(1), draws=1, fixed=False, **options)
     some = masks > 0
     assert torch.equal(point.mask, some) and (length == 1 or not some.all())
-    wanted = masks * some.sum(1, keepdim=True) / masks.sum(1, keepdim=True).clamp_min(1)
-    torch.testing.assert_close(point.known, wanted, atol=1e-12, rtol=0)
+    expected = masks * some.sum(1, keepdim=True) / masks.sum(1, keepdim=True).clamp_min(1)
+    torch.testing.assert_close(point.known, expected, atol=1e-12, rtol=0)
     gone = ESTIMATORS["mask_grpo"](
         Hides(), batch.replace(mask=batch.mask & False), Rng.of(1), fixed=False, **options
     )
@@ -603,25 +608,25 @@ def test_udm_grpo_looks_at_adjacent_early_rates():
 
 
 def test_d1_hides_everything_and_a_share_of_the_prompt():
-    seen = []
+    corrupted = []
 
     class Corrupts(Hides):
         def corrupted(self, cond, share, rng):
-            seen.append(share)
+            corrupted.append(share)
             return "corrupted"
 
         def at(self, rollout, hide, score=None):
-            seen.append(rollout.cond)
+            corrupted.append(rollout.cond)
             return super().at(rollout, hide, score)
 
-    for options, wanted in (
+    for options, expected in (
         ({}, [0.15, "corrupted"]),
         ({"prompt": 0.5}, [0.5, "corrupted"]),
         ({"prompt": 0.0}, [None]),
     ):
-        seen.clear()
+        corrupted.clear()
         (point,) = ESTIMATORS["d1"](Corrupts(), finished(3), Rng.of(0), **options)
-        assert point.state.all() and seen == wanted
+        assert point.state.all() and corrupted == expected
 
 
 @pytest.mark.parametrize("name", ["random", "coupled"])

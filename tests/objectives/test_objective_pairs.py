@@ -41,8 +41,8 @@ class ToyHidden(toys.ToyTokens, MaskedDiffusion):
         super().__init__(toys.seeded(toys.Bag), length=6, mask_id=5, steps=3, **options)
 
     def encode(self, prompts):
-        found = super().encode(prompts)
-        return found | {"uncond": {"label": found["label"][:1]}}
+        cond = super().encode(prompts)
+        return cond | {"uncond": {"label": cond["label"][:1]}}
 
 
 TOKENS = {"masked", "causal", "hidden"}
@@ -84,7 +84,7 @@ def close(media, prompts):
 @pytest.mark.parametrize(("name", "kind"), PAIRS)
 def test_a_pair_that_suits_each_other_raises_the_reward(name, kind):
     policy = KIND[kind](**POLICY.get((name, kind), {} if kind in TOKENS else {"steps": 4}))
-    tokens = policy.decisions == "categorical"
+    tokens = policy.capabilities.decisions == "categorical"
     trainer = Trainer(
         policy,
         toys.prompts(2),
@@ -97,12 +97,12 @@ def test_a_pair_that_suits_each_other_raises_the_reward(name, kind):
         ),
     )
     before = reward_now(policy)
-    found = [trainer.iterate()["reward/mean"] for _ in range(8)]
+    rewards = [trainer.iterate()["reward/mean"] for _ in range(8)]
     if not isinstance(trainer.objective, Revisiting):
-        assert sum(found[-2:]) / 2 > found[0] + (0.1 if tokens else 0.2), found
+        assert sum(rewards[-2:]) / 2 > rewards[0] + (0.1 if tokens else 0.2), rewards
     # whose untrained toy throws samples far out, and further where it follows them
     elif kind != "diffusion":
-        assert reward_now(policy) > before + 0.2, found
+        assert reward_now(policy) > before + 0.2, rewards
 
 
 @torch.no_grad()
@@ -212,8 +212,8 @@ def test_options_of_answers_are_refused_for_other_policies_when_the_configuratio
         plain["train"] |= option
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(plain))
         problems = refusal(tmp_path / "run.yaml")
-        wanted = re.search(rf"run.yaml:\d+: train.{name}: .*; it is for vlm", problems)
-        assert bool(wanted) == (policy != "vlm"), problems
+        refused = re.search(rf"run.yaml:\d+: train.{name}: .*; it is for vlm", problems)
+        assert bool(refused) == (policy != "vlm"), problems
 
 
 def refusal(file):

@@ -43,6 +43,7 @@ from mmrl.objectives.reward_gradient import DIVERGENCES
 from mmrl.objectives.surrogates import gmpo, gspo, row_mean, sapo, vespo
 from mmrl.objectives.text import Entropy
 from mmrl.objectives.trust_region import gated
+from mmrl.policies.capabilities import Capabilities
 from samplers.kernels import flow_sde, memoryless, ode
 from samplers.noise import Rng
 from samplers.windows import all_but_last, all_steps
@@ -126,8 +127,8 @@ def test_awm_counts_the_ratios_beyond_its_clip_on_either_side():
         assert meter.mean("clip_fraction") == pytest.approx(fraction)
         ratio = [math.exp(0.025), 1.0, math.exp(-0.02)]
         low, high = clip if isinstance(clip, tuple) else (clip, clip)
-        wanted = [-min(r, min(max(r, 1 - low), 1 + high)) for r in ratio]
-        assert loss.flatten().tolist() == pytest.approx(wanted, abs=1e-9)
+        expected = [-min(r, min(max(r, 1 - low), 1 + high)) for r in ratio]
+        assert loss.flatten().tolist() == pytest.approx(expected, abs=1e-9)
 
 
 def test_awm_as_published_and_what_it_refuses():
@@ -218,13 +219,13 @@ def test_off_policy_answers_are_dropped_only_where_they_are_bad_and_far():
     point = answers([[0.0, 0.0]] * 5, advantage=column(-1.0, 1.0, 0.0, -1.0, -1.0))
     meter = Meter()
     with meter.listening():
-        kept = off_policy(logp, point, 0.25)
-    assert kept.tolist() == [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]
+        weight = off_policy(logp, point, 0.25)
+    assert weight.tolist() == [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]
     assert meter.mean("off_policy") == pytest.approx(0.2)
     recorded = off_policy(
         logp, point.replace(sampler_logprob=None, logprob=point.sampler_logprob), 0.25
     )
-    assert torch.equal(recorded, kept)
+    assert torch.equal(recorded, weight)
 
 
 # -- centred reward distillation
@@ -254,16 +255,16 @@ def test_crd_row_by_row(form, temperature, centre):
     clip = 5.0
     slopes = {None: [0.0], 0.0: [1.0, 0.0], 0.25: [4.0, -4.0]}[temperature]
     group = [0, 0, 1, 1]
-    wanted = [0.5 + max(-clip, min(a, clip)) / (2 * clip) for a in ADVANTAGE]
+    optimality = [0.5 + max(-clip, min(a, clip)) / (2 * clip) for a in ADVANTAGE]
     implicit = [
         scaled_error(old) - scaled_error(v) for v, old in zip(VELOCITY, BEFORE, strict=True)
     ]
 
     def fit(i, slope):
         rows = [j for j in range(4) if centre == "batch" or group[j] == group[i]]
-        p = [math.exp(slope * wanted[j]) for j in rows]
+        p = [math.exp(slope * optimality[j]) for j in rows]
         p = [x / sum(p) for x in p]
-        goal = wanted[i] - sum(x * wanted[j] for x, j in zip(p, rows, strict=True))
+        goal = optimality[i] - sum(x * optimality[j] for x, j in zip(p, rows, strict=True))
         reward = beta * (implicit[i] - sum(x * implicit[j] for x, j in zip(p, rows, strict=True)))
         if form == "mse":
             return (reward - goal) ** 2
@@ -290,9 +291,9 @@ def test_crd_before_its_rows_are_coupled_and_near_the_reference():
     policy = Velocities(live=live, old=old, ref=live + 0.5)
     point = renoised(column(*ADVANTAGE))
     plain = CRD(beta=2.0, kl=0.0).loss(policy, point)
-    wanted = [max(-5.0, min(a, 5.0)) / 10 for a in ADVANTAGE]
+    optimality = [max(-5.0, min(a, 5.0)) / 10 for a in ADVANTAGE]
     implicit = [scaled_error(b) - scaled_error(v) for v, b in zip(VELOCITY, BEFORE, strict=True)]
-    expected = [2.5 * (2 * (r - 0.0) - a) ** 2 for r, a in zip(implicit, wanted, strict=True)]
+    expected = [2.5 * (2 * (r - 0.0) - a) ** 2 for r, a in zip(implicit, optimality, strict=True)]
     assert plain.flatten().tolist() == pytest.approx(expected, rel=1e-9)
     meter = Meter()
     with meter.listening():
@@ -375,10 +376,10 @@ def test_dgpo_row_by_row(reference, clip, kl):
     loss.sum().backward()
     for i in range(4):
         slope = 0.0 if far[i] else weight[i] * advantage[i]
-        wanted = [
+        gradient = [
             slope * x / 2 + kl * (x - s) / 2 for x, s in zip(VELOCITY[i], start[i], strict=True)
         ]
-        assert live.grad[i].tolist() == pytest.approx(wanted, abs=1e-12)
+        assert live.grad[i].tolist() == pytest.approx(gradient, abs=1e-12)
 
 
 def test_dgpo_as_published_and_what_it_keeps_and_refuses():
@@ -391,12 +392,12 @@ def test_dgpo_as_published_and_what_it_keeps_and_refuses():
         4,
     )
     assert [dgpo.old_decay(step) for step in (0, 100, 1000)] == pytest.approx([0.0, 0.1, 0.3])
-    kept = {
+    options_by_snapshots = {
         ("ref",): {"clip_range": None},
         ("old", "ref"): {},
         ("old",): {"reference": "old", "kl": 0.0, "clip_range": None},
     }
-    for snapshots, chosen in kept.items():
+    for snapshots, chosen in options_by_snapshots.items():
         assert DGPO(**chosen).snapshots == snapshots
     assert DGPO(clip_range=None, behavior_policy="old").snapshots == ("old", "ref")
     assert DGPO(reference="old").snapshots == ("old", "ref")
@@ -526,13 +527,13 @@ def test_adjoint_matchings_loss_step_by_step(strength, sde):
 @pytest.mark.parametrize("objective", [Draft, AdjointMatching])
 def test_without_a_differentiable_reward_nothing_can_be_followed(objective):
     policy, rollout = walked(sde_type=memoryless, noise_level=1.0)
-    one = objective()
-    (point,) = one.points(policy, rollout, Rng.of(0))
+    built = objective()
+    (point,) = built.points(policy, rollout, Rng.of(0))
     with pytest.raises(UserError, match="needs a differentiable reward"):
-        one.loss(policy, point)
-    one.attach(lambda sample, prompts: torch.zeros(len(sample)))
+        built.loss(policy, point)
+    built.attach(lambda sample, prompts: torch.zeros(len(sample)))
     with pytest.raises(UserError, match="gives no gradient"):
-        one.loss(policy, point)
+        built.loss(policy, point)
 
 
 # -- a trust region by divergence
@@ -632,7 +633,7 @@ def test_kl_cov_takes_the_highest_covariances_and_at_least_one():
 
 
 def test_as_published():
-    for objective, wanted in (
+    for objective, published in (
         (FPO(), {"clip_range": 0.05, "advantage_clip": 5.0, "num_noise_draws": 8}),
         (NFT(), {"beta": 1.0, "advantage_clip": 5.0, "kl": 1e-4, "num_noise_draws": 9, "decay": 1}),
         (
@@ -652,8 +653,8 @@ def test_as_published():
         (Guard(), {"clip_range": 2e-6, "balance": True}),
         (Importance(), {"level": "token", "cap": 3.0, "floor": 0.0}),
     ):
-        options = {name: getattr(objective, name) for name in wanted}
-        assert options == wanted, type(objective).__name__
+        options = {name: getattr(objective, name) for name in published}
+        assert options == published, type(objective).__name__
 
 
 def test_surrogates_as_published():
@@ -712,9 +713,9 @@ def test_a_share_of_the_decisions_is_rounded_down_exactly(parts):
     float32 62."""
     for n in (*range(1, 21), 75, 100, 150, 300):
         for k in range(1, parts + 1):
-            kept = subset(torch.ones(1, n, dtype=torch.bool), k / parts, None, torch.zeros(1))
+            chosen = subset(torch.ones(1, n, dtype=torch.bool), k / parts, None, torch.zeros(1))
             count = max(1, n * k // parts)
-            assert kept[0].tolist() == [True] * count + [False] * (n - count), (n, k)
+            assert chosen[0].tolist() == [True] * count + [False] * (n - count), (n, k)
 
 
 def test_surrogates_by_bounds_and_small_advantages():
@@ -753,7 +754,7 @@ def test_real_group_by_group():
 class Parts:
     """A policy whose one row of two is scored in two passes."""
 
-    decisions = "categorical"
+    capabilities = Capabilities("categorical")
 
     def path(self, rollout):
         point = answers([[0.0, 0.0], [0.0, 0.0]], advantage=column(1.0, 1.0))
@@ -776,8 +777,8 @@ def test_what_preferences_and_nft_tell_the_log():
     with meter.listening():
         objective.couple(point, measured)
     assert meter.mean("dpo/right") == 0.5
-    wanted = [math.log1p(math.exp(-0.1 * margin)) for margin in (0.3, -0.4)]
-    assert meter.mean("dpo/loss") == pytest.approx(sum(wanted) / 2)
+    losses = [math.log1p(math.exp(-0.1 * margin)) for margin in (0.3, -0.4)]
+    assert meter.mean("dpo/loss") == pytest.approx(sum(losses) / 2)
     live = torch.tensor(VELOCITY, dtype=torch.float64)
     policy = Velocities(live=live, old=live, ref=live + 0.5)
     meter = Meter()
@@ -794,8 +795,8 @@ class Spoken:
     """A policy that is a table of logits [B, L, V] under each name of weights; token 0 was written
     everywhere."""
 
-    decisions = "categorical"
-    width = None
+    capabilities = Capabilities("categorical")
+    fixed_batch_rows = None
 
     def __init__(self, **logits):
         self.logits = logits
@@ -851,8 +852,8 @@ def test_entropy_and_kl_of_text_by_hand():
     entropy = torch.where(mask, -(logp.exp() * logp).sum(-1), 0.0)
     u = (ref - logp)[..., 0]
     ratio = (logp[..., 0] - rollout.logprob).exp()
-    wanted = torch.maximum(-rollout.advantage * ratio, -rollout.advantage * ratio.clamp(0.8, 1.2))
-    torch.testing.assert_close(plain[mask], wanted[mask])
+    expected = torch.maximum(-rollout.advantage * ratio, -rollout.advantage * ratio.clamp(0.8, 1.2))
+    torch.testing.assert_close(plain[mask], expected[mask])
     for objective, extra in (
         (Text(entropy=0.5), -0.5 * entropy),
         (Text(kl=0.3), 0.3 * torch.where(mask, u.exp() - u - 1, 0.0)),
@@ -938,9 +939,9 @@ def test_kl_cov_pays_for_the_log_ratio_of_the_tokens_it_holds():
         [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0, 0.0]], dtype=torch.float64
     )
     gap = tables["live"].log_softmax(-1)[..., 0] - rollout.logprob
-    wanted = -rollout.advantage * gap.exp() + 0.25 * known * gap.abs()
+    expected = -rollout.advantage * gap.exp() + 0.25 * known * gap.abs()
     loss = KLCov(weight=0.25).loss(policy, point.replace(known=known))
-    torch.testing.assert_close(loss[rollout.mask], wanted[rollout.mask])
+    torch.testing.assert_close(loss[rollout.mask], expected[rollout.mask])
 
 
 @pytest.mark.parametrize("shift", [0.25, -0.25])
@@ -1016,10 +1017,10 @@ def test_crds_gradient_leaves_the_scale_of_the_error_alone():
     assert ready.known is not None
     loss = objective.loss(policy, ready)
     (gradient,) = torch.autograd.grad(loss.sum(), live)
-    wanted = [max(-5.0, min(a, 5.0)) / 10 for a in ADVANTAGE]
+    optimality = [max(-5.0, min(a, 5.0)) / 10 for a in ADVANTAGE]
     implicit = [scaled_error(b) - scaled_error(v) for v, b in zip(VELOCITY, BEFORE, strict=True)]
     for i, v in enumerate(VELOCITY[:3]):
-        gap = 2 * (implicit[i] - sum(implicit) / 4) - (wanted[i] - sum(wanted) / 4)
+        gap = 2 * (implicit[i] - sum(implicit) / 4) - (optimality[i] - sum(optimality) / 4)
         scale = sum(map(abs, v)) / 4
         expected = [-2.5 * 2 * gap * 2 * x / 2 / scale for x in v]
         assert gradient[i].tolist() == pytest.approx(expected, rel=1e-6)
@@ -1119,10 +1120,10 @@ def test_fpo_clips_ratio_and_advantage_row_by_row():
         ready = FPO(clip_range=(0.05, 0.12)).couple(twice, measured).advantage[:, 0]
     mean = [0.15, 0.15, 0.01, -0.1]
     far = [True, False, False, True]
-    wanted = [
+    expected = [
         0.0 if far[i] else max(-5.0, min(advantage[i], 5.0)) * math.exp(mean[i]) for i in range(4)
     ]
-    assert ready.tolist() == pytest.approx(wanted * 2)
+    assert ready.tolist() == pytest.approx(expected * 2)
     assert meter.mean("clip_fraction") == 0.5 and meter.top("log_ratio") == pytest.approx(0.15)
 
 
@@ -1138,7 +1139,7 @@ def test_d3po_is_seen_by_the_gate_and_wants_gaussian_steps():
     (point,) = Text().points(policy, rollout, Rng.of(0))
     with pytest.raises(UserError, match="flow and diffusion models"):
         D3PO().loss(policy, point)
-    with pytest.raises(UserError, match="weigh noise is for flow"):
+    with pytest.raises(UserError, match="timestep_weighting noise is for flow"):
         PolicyGradient(timestep_weighting="noise").loss(policy, point)
     with pytest.raises(UserError, match="compares means"):
         normalised(

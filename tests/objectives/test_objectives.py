@@ -28,10 +28,10 @@ def test_the_clipped_surrogate_of_published_code():
 class OneStep:
     """A policy of one Gaussian step, and of a snapshot with another velocity."""
 
-    def __init__(self, x, v, other, t, s, eta):
+    def __init__(self, x, v, v_ref, t, s, eta):
         self.args = (t, s, eta)
         self.v = v
-        self.other = other
+        self.v_ref = v_ref
         self.weights = self
         self.x = x
         self.name = "live"
@@ -50,7 +50,7 @@ class OneStep:
 
     def dist(self, point):
         return Gaussian(
-            *flow_sde(self.x, self.v if self.name == "live" else self.other, *self.args)
+            *flow_sde(self.x, self.v if self.name == "live" else self.v_ref, *self.args)
         )
 
 
@@ -131,10 +131,10 @@ def test_options_out_of_range_are_refused():
 def test_random_subsets_are_unbiased():
     """Every decision is kept equally often, so a subset estimates the whole mean without bias."""
     mask = torch.tensor([[True, True, False, True, True]]).expand(4000, 5)
-    kept = subset(mask, 0.5, Rng.of("subset"), torch.arange(4000))
-    assert kept.sum(1).unique().tolist() == [2] and not kept[:, 2].any()
+    chosen = subset(mask, 0.5, Rng.of("subset"), torch.arange(4000))
+    assert chosen.sum(1).unique().tolist() == [2] and not chosen[:, 2].any()
     torch.testing.assert_close(
-        kept[:, [0, 1, 3, 4]].double().mean(0), torch.full((4,), 0.5).double(), atol=0.03, rtol=0
+        chosen[:, [0, 1, 3, 4]].double().mean(0), torch.full((4,), 0.5).double(), atol=0.03, rtol=0
     )
     assert subset(mask, 1.0, None, torch.arange(4000)) is mask
 
@@ -151,5 +151,5 @@ def test_noise_weights_are_the_injected_noise():
     even = PolicyGradient()
     noise = PolicyGradient(timestep_weighting="noise")
     for point in even.points(policy, rollout, Rng.of(0)):
-        wanted = even.loss(policy, point) * policy.dist(point).std
-        torch.testing.assert_close(noise.loss(policy, point), wanted)
+        expected = even.loss(policy, point) * policy.dist(point).std
+        torch.testing.assert_close(noise.loss(policy, point), expected)

@@ -24,7 +24,8 @@ from mmrl.core.registry import ADVANTAGES, OBJECTIVES, SURROGATES, load_built_in
 from mmrl.core.types import Point, Rewards, Rollout
 from mmrl.objectives import ClipCov, clipped
 from mmrl.objectives.kl import estimate
-from mmrl.policies.base import NetPolicy
+from mmrl.policies.base import Policy
+from mmrl.policies.capabilities import Capabilities
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import sgd
 from mmrl.train.trainer import Trainer
@@ -115,17 +116,17 @@ class Exact(Categorical):
         return self.logits[..., 0]
 
 
-class Recorded(NetPolicy):
+class Recorded(Policy):
     """A policy whose rollout is always the batch above: token 0 was sampled everywhere."""
 
-    decisions = "categorical"
+    capabilities = Capabilities("categorical")
     adjacent = True
 
     def __init__(self, mask=MASK):
         super().__init__(Table(table(REF)))
         self.mask = table(mask, torch.bool)
 
-    def rollout(self, prompts, copies, rng):
+    def rollout(self, prompts, copies, rng, context=None):
         rows = torch.arange(4)
         order = torch.arange(4).expand(4, 4)
         return Rollout(
@@ -173,7 +174,7 @@ def trainer(preset, changes=None, policy=None, **train):
     }
     objective = config.build({name: {**options, **(changes or {})}}, OBJECTIVES)
     scorer = Scorer({"reward": lambda media, prompts: torch.tensor(REWARDS, dtype=torch.float64)})
-    one = Trainer(
+    built = Trainer(
         policy or Recorded(),
         [{"text": "a question"}],
         scorer,
@@ -183,19 +184,19 @@ def trainer(preset, changes=None, policy=None, **train):
         TrainOptions(**sizes | sections["train"] | train),
     )
     with torch.no_grad():  # away from the reference, whose snapshot was taken by now
-        one.policy.net.logp.copy_(table(LOGP))
-    return one
+        built.policy.net.logp.copy_(table(LOGP))
+    return built
 
 
-def loss_and_gradient(one):
+def loss_and_gradient(trainer):
     """Through collect and improve, as in an iteration whose weights have moved since they
     sampled."""
-    before = one.policy.net.logp.detach().clone()
-    batch = one.collect()
+    before = trainer.policy.net.logp.detach().clone()
+    batch = trainer.collect()
     meter = Meter()
     with meter.listening():
-        assert one.update.improve(batch, batch.rollout, Rng.of("step"), False, meter)
-    return meter.mean("loss"), (before - one.policy.net.logp.detach()).flatten()
+        assert trainer.update.improve(batch, batch.rollout, Rng.of("step"), False, meter)
+    return meter.mean("loss"), (before - trainer.policy.net.logp.detach()).flatten()
 
 
 ROWS = json.loads(Path(__file__).with_name("text_reference.json").read_text())
@@ -205,13 +206,13 @@ ROWS = json.loads(Path(__file__).with_name("text_reference.json").read_text())
 @pytest.mark.parametrize("micro", [4, 3, 1])
 def test_loss_and_gradient_are_those_of_the_published_code(row, micro):
     """In passes of any size."""
-    told = ROWS[row]
-    found, slope = loss_and_gradient(
-        trainer(told["preset"], told["objective"], micro_batch_size=micro, **told["train"])
+    case = ROWS[row]
+    loss, slope = loss_and_gradient(
+        trainer(case["preset"], case["objective"], micro_batch_size=micro, **case["train"])
     )
-    assert found == pytest.approx(told["loss"], abs=1.1e-6)
+    assert loss == pytest.approx(case["loss"], abs=1.1e-6)
     torch.testing.assert_close(
-        slope, torch.tensor(told["gradient"], dtype=torch.float64), atol=1.1e-6, rtol=0
+        slope, torch.tensor(case["gradient"], dtype=torch.float64), atol=1.1e-6, rtol=0
     )
 
 
@@ -236,12 +237,12 @@ ADVANTAGE_ROWS = {
 
 @pytest.mark.parametrize("row", ADVANTAGE_ROWS)
 def test_advantages_are_those_of_the_published_code(row):
-    spec, wanted = ADVANTAGE_ROWS[row]
+    spec, published = ADVANTAGE_ROWS[row]
     spec = PRESETS[spec]["advantage"] if spec in PRESETS_OF_VERL else spec
     rollout = Recorded().rollout([{"text": "a question"}], 4, None)
-    found = config.build(spec, ADVANTAGES)(torch.tensor(REWARDS, dtype=torch.float64), rollout)
+    advantage = config.build(spec, ADVANTAGES)(torch.tensor(REWARDS, dtype=torch.float64), rollout)
     torch.testing.assert_close(
-        found[:, 0], torch.tensor(wanted, dtype=torch.float64), atol=1.1e-6, rtol=0
+        advantage[:, 0], torch.tensor(published, dtype=torch.float64), atol=1.1e-6, rtol=0
     )
 
 
@@ -249,22 +250,22 @@ PRESETS_OF_VERL = [name for name in PRESETS if name.startswith("verl/")]
 
 
 @pytest.mark.parametrize(
-    ("eps", "wanted"),
+    ("eps", "published"),
     [
         (1e-8, [0.479183, -0.412985, -1.172756, 1.106558]),
         (1e-4, [0.479099, -0.412923, -1.172592, 1.106416]),
     ],
 )
-def test_gdpo_of_swift_and_of_trl(eps, wanted):
+def test_gdpo_of_swift_and_of_trl(eps, published):
     rewards = Rewards(
         {name: torch.tensor(x, dtype=torch.float64) for name, x in PARTS.items()}, {"b": 0.5}
     )
     rollout = Recorded().rollout([{"text": "a question"}], 4, None)
-    found = config.build({"gdpo": {"eps": eps, "ddof": 1, "eps_mode": "add"}}, ADVANTAGES)(
+    advantage = config.build({"gdpo": {"eps": eps, "ddof": 1, "eps_mode": "add"}}, ADVANTAGES)(
         rewards, rollout
     )
     torch.testing.assert_close(
-        found[:, 0], torch.tensor(wanted, dtype=torch.float64), atol=1.1e-6, rtol=0
+        advantage[:, 0], torch.tensor(published, dtype=torch.float64), atol=1.1e-6, rtol=0
     )
 
 
@@ -309,9 +310,9 @@ KLS = {
 @pytest.mark.parametrize("form", KLS)
 @pytest.mark.parametrize("bounded", [False, True])
 def test_kl_estimators_are_those_of_verl(form, bounded):
-    found = estimate(table(LOGP), table(REF), form, bounded).flatten()
+    kl = estimate(table(LOGP), table(REF), form, bounded).flatten()
     torch.testing.assert_close(
-        found, torch.tensor(KLS[form], dtype=torch.float64), atol=1.1e-6, rtol=0
+        kl, torch.tensor(KLS[form], dtype=torch.float64), atol=1.1e-6, rtol=0
     )
 
 
@@ -348,26 +349,26 @@ def test_every_preset_builds(name):
 def test_a_preset_fills_what_is_not_written_and_is_written_out(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(RUN)
-    found = config.load(file, ["objective.kl=0.04", "train.dynamic_sampling_rounds=0"])
-    assert found["objective"]["text"]["surrogate"] == {
+    loaded = config.load(file, ["objective.kl=0.04", "train.dynamic_sampling_rounds=0"])
+    assert loaded["objective"]["text"]["surrogate"] == {
         "ppo": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0}
     }
-    assert found["objective"]["text"]["kl"] == 0.04 and found["advantage"] == {
+    assert loaded["objective"]["text"]["kl"] == 0.04 and loaded["advantage"] == {
         "grpo": {"std": "group", "eps": 1e-6}
     }
-    assert found["train"]["dynamic_sampling_rounds"] == 0
-    assert found["train"]["loss_agg_mode"] == "token_mean"
-    assert found.where("train.loss_agg_mode") == "preset verl/dapo"
-    (tmp_path / "again.yaml").write_text(config.dump(found))
-    assert config.load(tmp_path / "again.yaml").plain == found.plain
-    other = config.load(file, ["preset=trl/gspo"])
+    assert loaded["train"]["dynamic_sampling_rounds"] == 0
+    assert loaded["train"]["loss_agg_mode"] == "token_mean"
+    assert loaded.where("train.loss_agg_mode") == "preset verl/dapo"
+    (tmp_path / "again.yaml").write_text(config.dump(loaded))
+    assert config.load(tmp_path / "again.yaml").plain == loaded.plain
+    overridden = config.load(file, ["preset=trl/gspo"])
     assert (
-        other["train"]["loss_agg_mode"] == "seq_mean_token_mean_all"
-        and "gspo" in other["objective"]["text"]["surrogate"]
+        overridden["train"]["loss_agg_mode"] == "seq_mean_token_mean_all"
+        and "gspo" in overridden["objective"]["text"]["surrogate"]
     )
     file.write_text(RUN + "objective: {text: {entropy: 0.01}}\nadvantage: rloo\n")
-    mine = config.load(file)
-    assert mine["advantage"] == "rloo" and set(mine["objective"]["text"]) == {
+    written = config.load(file)
+    assert written["advantage"] == "rloo" and set(written["objective"]["text"]) == {
         "entropy",
         "surrogate",
         "kl",

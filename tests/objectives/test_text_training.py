@@ -1,6 +1,7 @@
 """Text objectives in training: the causal toy with answers of many lengths."""
 
 import math
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from mmrl.core.registry import OBJECTIVES, SURROGATES
 from mmrl.core.types import Completion, Rewards
 from mmrl.objectives import GVPO, REAL, RegGRPO, Text
 from mmrl.objectives.text import Entropy
+from mmrl.policies.base import NO_CONTEXT
 from mmrl.rollout import dynamic_sampling
 from mmrl.rollout.dynamic_sampling import flat_groups
 from mmrl.rollout.stages import Drawn
@@ -35,10 +37,10 @@ registry.load_built_in()
 class Answers(toys.ToyCausal):
     """Answers end at the first token 4, or are cut off after six."""
 
-    def rollout(self, prompts, copies, rng):
-        found = super().rollout(prompts, copies, rng)
-        ended = (found.sample == 4).cumsum(1)
-        return found.replace(mask=(ended == 0) | ((ended == 1) & (found.sample == 4)))
+    def rollout(self, prompts, copies, rng, context=NO_CONTEXT):
+        rollout = super().rollout(prompts, copies, rng, context)
+        ended = (rollout.sample == 4).cumsum(1)
+        return rollout.replace(mask=(ended == 0) | ((ended == 1) & (rollout.sample == 4)))
 
     def decode(self, rollout):
         return [
@@ -79,14 +81,14 @@ def text(surrogate, **options):
 
 @pytest.mark.parametrize("name", SURROGATES)
 def test_every_surrogate_raises_the_reward(name):
-    one = trainer(
+    built = trainer(
         text(name),
         train_batch_size=32,
         micro_batch_size=None,
         lr=3e-2,
         loss_agg_mode="seq_mean_token_mean",
     )
-    rewards = [one.iterate()["reward/mean"] for _ in range(8)]
+    rewards = [built.iterate()["reward/mean"] for _ in range(8)]
     assert sum(rewards[-2:]) / 2 > rewards[0] + 0.15, rewards
 
 
@@ -108,10 +110,14 @@ CASES = {
 def test_micro_batches_change_nothing_in_a_whole_run(case):
     runs = []
     for micro in (9, 32):
-        one = trainer(CASES[case], micro_batch_size=micro, loss_agg_mode="seq_mean_token_mean_all")
-        runs.append(([one.iterate()["reward/mean"] for _ in range(2)], one.policy.weights.full()))
-    (rewards, weights), (others, same) = runs
-    assert rewards == pytest.approx(others, abs=1e-10)
+        built = trainer(
+            CASES[case], micro_batch_size=micro, loss_agg_mode="seq_mean_token_mean_all"
+        )
+        runs.append(
+            ([built.iterate()["reward/mean"] for _ in range(2)], built.policy.weights.full())
+        )
+    (rewards, weights), (rewards_cut, same) = runs
+    assert rewards == pytest.approx(rewards_cut, abs=1e-10)
     for name, value in weights.items():
         torch.testing.assert_close(value, same[name], atol=1e-9, rtol=0)
 
@@ -141,39 +147,39 @@ def test_the_first_ratio_is_one(case):
 )
 def test_the_reductions_by_hand(reduction):
     """REINFORCE's loss on the first step, mean by mean."""
-    one = trainer(
+    built = trainer(
         text("reinforce"),
         train_batch_size=64,
         loss_agg_mode=reduction,
         loss_denominator=10,
         mask_truncated_completions=True,
     )
-    rollout = one.collect().rollout
+    rollout = built.collect().rollout
     loss = (-rollout.advantage * rollout.logprob * rollout.mask).sum(1)
     count = rollout.mask.sum(1)
     rows = len(rollout)
     assert 0 < (count == 0).sum() < rows, "some answers were cut off"
-    wanted = {
+    expected = {
         "token_mean": loss.sum() / count.sum(),
         "seq_mean_token_mean": (loss / count.clamp_min(1)).sum() / (count > 0).sum(),
         "seq_mean_token_mean_all": (loss / count.clamp_min(1)).sum() / rows,
         "seq_mean_token_sum_norm": loss.sum() / 10 / rows,
         "token_sum": loss.sum() / 10,
     }
-    assert one.iterate()["loss"] == pytest.approx(float(wanted[reduction]), abs=1e-7)
+    assert built.iterate()["loss"] == pytest.approx(float(expected[reduction]), abs=1e-7)
 
 
 def test_nothing_but_cut_off_answers_is_a_step_left_out():
-    one = trainer(
+    built = trainer(
         reward=lambda media, prompts: torch.rand(len(media)), mask_truncated_completions=True
     )
     with torch.no_grad():
-        one.policy.net.head.bias.view(6, 5)[:, 4] = -1e3  # no answer ends
-    before = one.policy.weights.full()
-    metrics = one.iterate()
+        built.policy.net.head.bias.view(6, 5)[:, 4] = -1e3  # no answer ends
+    before = built.policy.weights.full()
+    metrics = built.iterate()
     assert metrics["answer/cut"] == 1 and metrics["skipped_steps"] == 2 and metrics["step"] == 0
     assert all(
-        torch.equal(value, before[name]) for name, value in one.policy.weights.full().items()
+        torch.equal(value, before[name]) for name, value in built.policy.weights.full().items()
     )
 
 
@@ -181,14 +187,14 @@ def test_groups_without_a_reward_have_no_gradient_and_no_nan():
     def reward(media, prompts):
         return torch.where(torch.arange(len(media)) < 8, torch.nan, threes(media, prompts))
 
-    one = trainer(reward=reward)
-    metrics = one.iterate()
+    built = trainer(reward=reward)
+    metrics = built.iterate()
     assert (
         metrics["samples/excluded"] == 8
         and math.isfinite(metrics["loss"])
         and metrics["skipped_steps"] == 0
     )
-    assert all(value.isfinite().all() for value in one.policy.weights.full().values())
+    assert all(value.isfinite().all() for value in built.policy.weights.full().values())
 
 
 # -- dynamic sampling
@@ -201,8 +207,8 @@ def only_label_one(media, prompts):
 
 
 def test_flat_groups_give_way_to_other_prompts():
-    one = trainer(reward=only_label_one, dynamic_sampling_rounds=12)
-    batch = one.collect()
+    built = trainer(reward=only_label_one, dynamic_sampling_rounds=12)
+    batch = built.collect()
     rollout = batch.rollout
     rewards = batch.rewards
     assert {p["label"] for p in rollout.prompt_per_row()} == {1}
@@ -210,28 +216,28 @@ def test_flat_groups_give_way_to_other_prompts():
     assert batch.metrics["resample/left"] == 0
     assert batch.metrics["resample/groups"] >= 4 and batch.metrics["resample/rounds"] <= 12
     for group in rollout.group.unique():
-        own = rollout.group == group
-        assert own.sum() == 8 and rewards["threes"][own].unique().numel() > 1
-    point = next(iter(one.policy.path(rollout)))
-    scored = one.policy.dist(point).log_prob(point.target)
+        members = rollout.group == group
+        assert members.sum() == 8 and rewards["threes"][members].unique().numel() > 1
+    point = next(iter(built.policy.path(rollout)))
+    scored = built.policy.dist(point).log_prob(point.target)
     torch.testing.assert_close(scored[point.mask], rollout.logprob[point.mask], atol=1e-12, rtol=0)
     assert torch.equal(
-        rewards["threes"], only_label_one(one.policy.decode(rollout), rollout.prompt_per_row())
+        rewards["threes"], only_label_one(built.policy.decode(rollout), rollout.prompt_per_row())
     )
 
 
 def test_rewards_in_the_log_are_those_of_everything_that_was_sampled():
     """Groups of equal rewards give way to others: the mean of those that stay says nothing about
     the policy."""
-    seen = []
+    scored = []
 
     def reward(media, prompts):
-        seen.append(only_label_one(media, prompts))
-        return seen[-1]
+        scored.append(only_label_one(media, prompts))
+        return scored[-1]
 
-    one = trainer(reward=reward, dynamic_sampling_rounds=12, train_batch_size=64)
-    metrics = one.iterate()
-    every = torch.cat(seen)
+    built = trainer(reward=reward, dynamic_sampling_rounds=12, train_batch_size=64)
+    metrics = built.iterate()
+    every = torch.cat(scored)
     assert (
         metrics["samples/total"] == len(every) > 64 and metrics["groups/total"] == len(every) // 8
     )
@@ -244,9 +250,9 @@ def test_rewards_in_the_log_are_those_of_everything_that_was_sampled():
 
 def test_rounds_end_when_nothing_helps_and_groups_that_differ_stay():
     plain = trainer(reward=only_label_one)
-    more = trainer(reward=only_label_one, dynamic_sampling_rounds=1)
+    resampling = trainer(reward=only_label_one, dynamic_sampling_rounds=1)
     before = plain.collect().rollout
-    after = more.collect().rollout
+    after = resampling.collect().rollout
     good = torch.tensor([p["label"] == 1 for p in before.prompt_per_row()])
     assert torch.equal(before.sample[good], after.sample[good]) and torch.equal(
         before.row_id, after.row_id
@@ -275,12 +281,12 @@ def test_rewards_that_are_nearly_equal_give_way_by_their_spread():
     assert batch.metrics["resample/groups"] == 0 and {
         p["label"] for p in rollout.prompt_per_row()
     } == {0, 1}
-    one = trainer(
+    built = trainer(
         reward=nearly_equal_but_for_label_one,
         dynamic_sampling_rounds=12,
         dynamic_sampling_min_std=0.01,
     )
-    batch = one.collect()
+    batch = built.collect()
     rollout = batch.rollout
     rewards = batch.rewards
     assert {p["label"] for p in rollout.prompt_per_row()} == {1}
@@ -327,12 +333,12 @@ def test_votes_that_rewards_remember_are_resumed_to_the_bit(remembers, tmp_path,
     vote of then."""
 
     def fresh():
-        one = trainer(lr=3e-2)
-        one.prompts = [
-            {**prompt, "twin": i // 2, "version": i} for i, prompt in enumerate(one.prompts)
+        built = trainer(lr=3e-2)
+        built.prompts = [
+            {**prompt, "twin": i // 2, "version": i} for i, prompt in enumerate(built.prompts)
         ]
-        one.scorer = Scorer({"co": FirstWord()})
-        return one
+        built.scorer = Scorer({"co": FirstWord()})
+        return built
 
     if remembers:
         resumes(fresh, tmp_path)
@@ -347,34 +353,36 @@ def test_replacements_are_the_same_on_any_number_of_processes(monkeypatch):
     row by row."""
     labels = [0, 1, 1, 1, 0, 0, 1, 1]
     prompts = [{"text": f"label {label}", "label": label} for label in labels]
-    one = trainer(reward=only_label_one)
+    built = trainer(reward=only_label_one)
     flat = [1, 2]  # of each process
 
     def replaced(first, last):
-        drawn = one.draw(prompts[first:last], Rng(Rng.of("rollout").key, first))
+        drawn = built.draw(prompts[first:last], Rng(Rng.of("rollout").key, first))
         stream = Rng.of("resample")
         return dynamic_sampling.resampled(
-            drawn, lambda u: toys.prompts(16)[int(16 * u)], one.draw, [stream]
+            drawn, lambda u: toys.prompts(16)[int(16 * u)], built.draw, [stream]
         )
 
     whole, counts = replaced(0, 8)
     assert counts["resample/groups"] == 3
     for rank in (0, 1):
         with monkeypatch.context() as patch:
-            others = SimpleNamespace(
+            two_processes = SimpleNamespace(
                 world=lambda rank=rank: (rank, 2),
                 all_gather_rows=lambda own: torch.tensor(flat),
                 all_sum=int,
             )
-            patch.setattr(dynamic_sampling, "distributed", others)
+            patch.setattr(dynamic_sampling, "distributed", two_processes)
             part, counts = replaced(4 * rank, 4 * rank + 4)
-        own = torch.isin(whole.rollout.row_id, part.rollout.row_id)
-        assert counts["resample/groups"] == 3 and own.sum() == 32
-        assert torch.equal(part.rollout.sample, whole.rollout.sample[own])
+        rows_of_part = torch.isin(whole.rollout.row_id, part.rollout.row_id)
+        assert counts["resample/groups"] == 3 and rows_of_part.sum() == 32
+        assert torch.equal(part.rollout.sample, whole.rollout.sample[rows_of_part])
         assert part.rollout.prompt_per_row() == [
-            p for p, mine in zip(whole.rollout.prompt_per_row(), own.tolist()) if mine
+            p
+            for p, in_part in zip(whole.rollout.prompt_per_row(), rows_of_part.tolist())
+            if in_part
         ]
-        assert torch.equal(part.rewards["threes"], whole.rewards["threes"][own])
+        assert torch.equal(part.rewards["threes"], whole.rewards["threes"][rows_of_part])
 
 
 # -- corrections, entropy, refusals
@@ -386,20 +394,20 @@ def test_a_sampler_that_differs_is_corrected():
     objective = config.build(
         {"text": {"surrogate": "reinforce", "importance_sampling": {"cap": 1e6}}}, OBJECTIVES
     )
-    one = trainer(objective, train_batch_size=64)
-    rollout = one.collect().rollout
-    point = next(iter(one.policy.path(rollout.replace(sampler_logprob=rollout.logprob - 0.5))))
-    plain = Text(surrogate=SURROGATES["reinforce"]).loss(one.policy, point)
+    built = trainer(objective, train_batch_size=64)
+    rollout = built.collect().rollout
+    point = next(iter(built.policy.path(rollout.replace(sampler_logprob=rollout.logprob - 0.5))))
+    plain = Text(surrogate=SURROGATES["reinforce"]).loss(built.policy, point)
     torch.testing.assert_close(
-        objective.loss(one.policy, point), plain * math.exp(0.5) * point.mask
+        objective.loss(built.policy, point), plain * math.exp(0.5) * point.mask
     )
 
 
 @pytest.mark.parametrize(
-    ("level", "wanted"),
+    ("level", "expected"),
     [("token", [[2, 0.5, 1]]), ("sequence", [[1, 1, 1]]), ("geometric", [[1, 1, 1]])],
 )
-def test_importance_weights(level, wanted):
+def test_importance_weights(level, expected):
     from mmrl.core.types import Point
     from mmrl.objectives.importance_sampling import Importance
 
@@ -408,8 +416,8 @@ def test_importance_weights(level, wanted):
     mask = torch.tensor([[True, True, False]])
     row = torch.zeros(1, dtype=torch.long)
     point = Point(group=row, row_id=row, state=zero, mask=mask, logprob=gap, sampler_logprob=zero)
-    found = Importance(level=level, cap=1e3).weight(point)
-    torch.testing.assert_close(found[mask], torch.tensor(wanted)[mask].float())
+    weight = Importance(level=level, cap=1e3).weight(point)
+    torch.testing.assert_close(weight[mask], torch.tensor(expected)[mask].float())
     cut = Importance(level=level, cap=1.5).weight(point)
     assert cut[mask].max() <= 1.5
     assert (Importance(level=level, mode="mask", cap=1.5).weight(point)[mask] <= 1.5).all()
@@ -419,10 +427,10 @@ def test_importance_weights(level, wanted):
 
 
 def test_answers_that_went_out_of_favour_leave_the_loss():
-    one = trainer(train_batch_size=64)
-    rollout = one.collect().rollout
-    point = next(iter(one.policy.path(rollout.replace(logprob=rollout.logprob + 0.3))))
-    masked, plain = (Text(off_policy=limit).loss(one.policy, point) for limit in (0.2, None))
+    built = trainer(train_batch_size=64)
+    rollout = built.collect().rollout
+    point = next(iter(built.policy.path(rollout.replace(logprob=rollout.logprob + 0.3))))
+    masked, plain = (Text(off_policy=limit).loss(built.policy, point) for limit in (0.2, None))
     bad = (point.advantage < 0).expand_as(point.mask) & point.mask
     good = point.mask & ~bad
     assert (masked[bad] == 0).all() and torch.equal(masked[good], plain[good]) and bad.any()
@@ -430,31 +438,31 @@ def test_answers_that_went_out_of_favour_leave_the_loss():
 
 def test_top_entropy_keeps_its_share_of_the_whole_step():
     objective = Text(top_entropy=0.25)
-    one = trainer(objective, train_batch_size=64, micro_batch_size=7)
-    seen = []
+    built = trainer(objective, train_batch_size=64, micro_batch_size=7)
+    chosen = []
     loss = objective.loss
     objective.loss = lambda policy, point: (
-        seen.append(point.known[point.mask]) or loss(policy, point)
+        chosen.append(point.known[point.mask]) or loss(policy, point)
     )
-    one.iterate()
+    built.iterate()
     # first tokens of one prompt have equal entropies
-    assert 0.25 <= float(torch.cat(seen).mean()) < 0.33
+    assert 0.25 <= float(torch.cat(chosen).mean()) < 0.33
 
 
 def test_the_entropy_controller_rises_below_its_target_and_is_saved():
     objective = Text(entropy=Entropy(weight=0.1, target=1.0, step=0.05, high=0.2))
-    told = {"entropy": 0.5}
-    objective.adapt(0, told)
-    assert objective.bonus == pytest.approx(0.15) and told["entropy_weight"] == objective.bonus
+    metrics = {"entropy": 0.5}
+    objective.adapt(0, metrics)
+    assert objective.bonus == pytest.approx(0.15) and metrics["entropy_weight"] == objective.bonus
     objective.adapt(1, {"entropy": 0.5})
     objective.adapt(2, {"entropy": 0.5})
     assert objective.bonus == pytest.approx(0.2)  # at most high
     objective.adapt(3, {"entropy": 2.0})
     assert objective.bonus == 0.0 and objective.controlled == pytest.approx(0.15)
-    one = trainer(objective)
-    other = trainer(Text(entropy=Entropy(weight=0.1, target=1.0)))
-    state.restore(other, *state.capture(one))
-    assert other.objective.state_dict() == {
+    built = trainer(objective)
+    restored = trainer(Text(entropy=Entropy(weight=0.1, target=1.0)))
+    state.restore(restored, *state.capture(built))
+    assert restored.objective.state_dict() == {
         "bonus": 0.0,
         "controlled": pytest.approx(0.15),
         "iteration": 4,
@@ -462,11 +470,11 @@ def test_the_entropy_controller_rises_below_its_target_and_is_saved():
 
 
 def test_the_kl_in_the_reward_is_taken_off_before_groups_are_compared():
-    one = trainer(CASES["reward kl"], train_batch_size=64, lr=0.05)
-    one.iterate()
-    metrics = one.iterate()
+    built = trainer(CASES["reward kl"], train_batch_size=64, lr=0.05)
+    built.iterate()
+    metrics = built.iterate()
     assert metrics["reward/kl/mean"] > 0
-    rewards = one.collect().rewards
+    rewards = built.collect().rewards
     assert rewards.weights["kl"] == -0.1 and list(rewards) == ["threes", "kl"]
 
 
@@ -512,27 +520,29 @@ def by_hand(name, ratio, advantage):
 def test_losses_of_groups_and_their_gradients_by_hand(name, micro):
     from samplers.noise import Rng
 
-    one = trainer(
+    built = trainer(
         CASES[name],
         train_batch_size=64,
         micro_batch_size=micro,
         loss_agg_mode="seq_mean_token_mean",
     )
-    batch = one.collect()
+    batch = built.collect()
     rollout = batch.rollout
-    one.iterate()  # away from the weights that sampled
-    point = next(iter(one.policy.path(rollout)))
-    gap = (one.policy.dist(point).log_prob(point.target) - rollout.logprob) * rollout.mask
+    built.iterate()  # away from the weights that sampled
+    point = next(iter(built.policy.path(rollout)))
+    gap = (built.policy.dist(point).log_prob(point.target) - rollout.logprob) * rollout.mask
     ratio = gap.sum(1) / (rollout.mask.sum(1) if name == "real" else 1)
     groups = [rollout.group == g for g in range(8)]
-    loss = sum(by_hand(name, ratio[own], rollout.advantage[own, 0]) for own in groups) / 8
-    wanted = torch.autograd.grad(loss, list(one.policy.net.parameters()))
-    one.update._descend = lambda meter: True
+    loss = (
+        sum(by_hand(name, ratio[members], rollout.advantage[members, 0]) for members in groups) / 8
+    )
+    slopes = torch.autograd.grad(loss, list(built.policy.net.parameters()))
+    built.update._descend = lambda meter: True
     meter = Meter()
-    assert one.update.improve(batch, rollout, Rng.of("step"), False, meter)
+    assert built.update.improve(batch, rollout, Rng.of("step"), False, meter)
     assert meter.mean("loss") == pytest.approx(float(loss.detach()), abs=1e-6)
-    for found, expected in zip(one.policy.net.parameters(), wanted, strict=True):
-        torch.testing.assert_close(found.grad, expected, atol=1e-6, rtol=1e-5)
+    for parameter, expected in zip(built.policy.net.parameters(), slopes, strict=True):
+        torch.testing.assert_close(parameter.grad, expected, atol=1e-6, rtol=1e-5)
 
 
 def test_the_weight_of_the_kl_goes_along_a_line():
@@ -545,15 +555,16 @@ def test_the_weight_of_the_kl_goes_along_a_line():
 
 
 def test_the_length_of_answers_follows_its_stages():
-    one = trainer(max_new_tokens_schedule=((1, 3), (2, 5)))
+    built = trainer(max_new_tokens_schedule=((1, 3), (2, 5)))
     with pytest.raises(
         UserError,
         match="train.max_new_tokens_schedule: Answers writes no answers whose length could change",
     ):
-        one.iteration = 1
-        one.collect()
-    told = []
-    one.policy.limit = told.append
-    for one.iteration in (0, 1, 2, 7):
-        one.collect()
-    assert told == [3, 5, 5]
+        built.iteration = 1
+        built.collect()
+    limits = []
+    built.policy.capabilities = replace(built.policy.capabilities, max_new_tokens=True)
+    built.policy.set_max_new_tokens = limits.append
+    for built.iteration in (0, 1, 2, 7):
+        built.collect()
+    assert limits == [3, 5, 5]

@@ -10,10 +10,19 @@ import torch
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from rewards import OCR, TIFA, GenEval, VQAScore
-from rewards._detect import Detector, Found, box_of
+from rewards._detect import Detection, Detector, box_of
 from rewards._hf import to_pil
 from rewards._prompt import from_pil
-from rewards.geneval import COLOR_TEXTS, COLORS, GREY, cut, kept, published, relations, training
+from rewards.geneval import (
+    COLOR_TEXTS,
+    COLORS,
+    GREY,
+    cut,
+    detections_by_name,
+    published,
+    relations,
+    training,
+)
 from rewards.ocr import closeness, target_of
 from tests.fixtures.tiny_image_rewards import TINY_OPTIONS, save_mask2former, save_yolos
 from tests.fixtures.tiny_rewards import TEXTS, asked, pictures, save_tiny_clip
@@ -85,11 +94,11 @@ def test_the_target_stands_in_quotes_or_in_a_field(monkeypatch):
 # ---------------------------------------------------------------- GenEval's rules
 
 
-def at(x: float, y: float, size: float = 10, name: str = "cat", score: float = 0.95) -> Found:
-    return Found(name, score, torch.tensor([x, y, x + size, y + size]))
+def at(x: float, y: float, size: float = 10, name: str = "cat", score: float = 0.95) -> Detection:
+    return Detection(name, score, torch.tensor([x, y, x + size, y + size]))
 
 
-def seen(**objects: list[Found]) -> dict:
+def seen(**objects: list[Detection]) -> dict:
     return objects
 
 
@@ -174,8 +183,13 @@ def test_only_the_benchmark_looks_at_what_is_excluded():
 
 def test_thresholds_and_the_most_of_a_class():
     objects = [at(i, 0, score=0.95 - 0.1 * i) for i in range(8)] + [at(0, 0, name="dog", score=0.2)]
-    assert {name: len(found) for name, found in kept(objects, 0.3, 16).items()} == {"cat": 7}
-    assert len(kept(objects, 0.9, 16)["cat"]) == 1 and len(kept(objects, 0.3, 2)["cat"]) == 2
+    assert {name: len(found) for name, found in detections_by_name(objects, 0.3, 16).items()} == {
+        "cat": 7
+    }
+    assert (
+        len(detections_by_name(objects, 0.9, 16)["cat"]) == 1
+        and len(detections_by_name(objects, 0.3, 2)["cat"]) == 2
+    )
 
 
 def test_an_object_is_cut_out_with_grey_around_it():
@@ -184,10 +198,10 @@ def test_an_object_is_cut_out_with_grey_around_it():
     mask[2:5, 3:9] = True
     mask[2, 3] = False
     assert box_of(mask).tolist() == [3, 2, 9, 5]
-    crop = cut(picture, Found("cat", 1.0, box_of(mask), mask))
+    crop = cut(picture, Detection("cat", 1.0, box_of(mask), mask))
     assert crop.shape == (3, 3, 6) and torch.equal(crop[:, 1:], picture[:, 3:5, 3:9])
     assert torch.allclose(crop[:, 0, 0], torch.full((3,), GREY))
-    assert cut(picture, Found("cat", 1.0, torch.tensor([16.0, 12.0, 16.0, 12.0]))).shape == (
+    assert cut(picture, Detection("cat", 1.0, torch.tensor([16.0, 12.0, 16.0, 12.0]))).shape == (
         3,
         1,
         1,

@@ -96,6 +96,7 @@ def test_cards_of_classes_functions_partials_and_objects():
 MINE = '''
 import torch
 from mmrl.core.registry import DATA, POLICIES
+from mmrl.policies.capabilities import Capabilities
 from rewards.card import card
 
 @card(media="text", needs="answer")
@@ -110,7 +111,7 @@ class Boxes:
 
 @POLICIES.register("must_not_be_built")
 class Never:
-    makes = "text"
+    capabilities = Capabilities("categorical", makes="text")
     def __init__(self):
         raise AssertionError("the model was loaded before the data was looked at")
 '''

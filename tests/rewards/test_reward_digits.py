@@ -10,7 +10,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS, load_built_in
 from mmrl.worlds.render import render
 from mmrl.worlds.scenes import COLORS, PLACES, SIZES, captions, pair, single, thing, triple
-from rewards._reader import Detections, Reader
+from rewards.digit_reader import Detections, Reader
 from rewards.digits import Digits
 from samplers.noise import Rng
 

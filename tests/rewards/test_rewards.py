@@ -44,7 +44,7 @@ def tiny_head(tmp_path_factory) -> str:
 @pytest.fixture(scope="session")
 def tiny_reader(tmp_path_factory) -> str:
     """A reader of digits with random weights."""
-    from rewards._reader import Reader
+    from rewards.digit_reader import Reader
 
     places = {"left": [0, 0, 16, 32], "right": [16, 0, 32, 32]}
     names = {

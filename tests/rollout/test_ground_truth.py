@@ -10,6 +10,7 @@ from mmrl import advantages
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.objectives import Text
+from mmrl.policies.base import RolloutContext
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
@@ -31,12 +32,9 @@ def policy():
 
 
 def taught(policy, truth, prompts=ASKED, copies=COPIES):
-    policy.truth = truth
-    try:
-        with torch.no_grad():
-            return policy.rollout(prompts, copies, Rng.of("truth"))
-    finally:
-        policy.truth = None
+    context = RolloutContext(ground_truth=truth)
+    with torch.no_grad():
+        return policy.rollout(prompts, copies, Rng.of("truth"), context)
 
 
 def plain(policy):

@@ -330,9 +330,9 @@ def test_sampling_goes_on_while_a_slow_reward_works():
     scored = []
 
     class Announced(toys.ToyFlow):
-        def rollout(self, prompts, copies, rng):
+        def rollout(self, prompts, copies, rng, context):
             begun[rng.offset].set()
-            return super().rollout(prompts, copies, rng)
+            return super().rollout(prompts, copies, rng, context)
 
     def slow(media, prompts):
         scored.append(len(prompts))

@@ -1,6 +1,6 @@
 """The contract of stages: the trainer calls every method of every registered stage."""
 
-from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -33,11 +33,9 @@ class Recorder(Stage):
         self.begun += 1
         self.calls.append(("begin", iteration))
 
-    @contextmanager
-    def sampling(self):
-        self.calls.append("enter")
-        yield
-        self.calls.append("leave")
+    def context(self, context):
+        self.calls.append(("context", context.iteration))
+        return replace(context, ground_truth=lambda prompt: None)
 
     def observe(self, prompts, drawn):
         self.calls.append(("observe", len(prompts), len(drawn.rollout)))
@@ -63,11 +61,15 @@ def registered():
 def test_a_stage_takes_part_in_every_iteration(registered):
     trainer = make_trainer()
     (stage,) = trainer.stages
+    contexts = []
+    rollout = trainer.policy.rollout
+    trainer.policy.rollout = lambda *call: contexts.append(call[3]) or rollout(*call)
     metrics = trainer.iterate()
-    once = [("begin", 0), "enter", "leave", ("observe", 8, 64), ("groups", 0)]
+    once = [("begin", 0), ("context", 0), ("observe", 8, 64), ("groups", 0)]
     assert stage.calls == once and metrics["recorder/rows"] == 64
+    assert contexts[0].iteration == 0 and contexts[0].ground_truth is not None
     trainer.iterate()
-    assert stage.calls[5:] == [("begin", 1), *once[1:4], ("groups", 1)]
+    assert stage.calls[4:] == [("begin", 1), ("context", 1), once[2], ("groups", 1)]
 
 
 def test_a_stage_sees_the_prompts_that_dynamic_sampling_draws(registered):
@@ -85,7 +87,7 @@ def test_the_state_of_a_stage_is_in_the_checkpoint(registered):
     trainer = make_trainer()
     trainer.iterate()
     arrays, meta = state.capture(trainer)
-    assert meta["recorder"] == {"calls": 5}
+    assert meta["recorder"] == {"calls": 4}
     again = make_trainer()
     state.restore(again, arrays, meta)
     assert again.stages[0].begun == 1
@@ -96,7 +98,6 @@ def test_the_state_of_a_stage_is_in_the_checkpoint(registered):
 
 def test_a_plain_run_has_no_stage_and_each_option_brings_its_own():
     policy = toys.make("causal")
-    policy.limit = lambda tokens: None
 
     def names(**options):
         setup = Setup(TrainOptions(**SIZES, **options), policy, toys.prompts(16), {})

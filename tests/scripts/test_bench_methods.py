@@ -39,7 +39,7 @@ def test_every_objective_of_flow_models_is_compared():
         for name, entry in OBJECTIVES.items()
         if getattr(entry, "needs", "gaussian") == "gaussian"
     }
-    assert used == flow and POLICIES["sd3"].decisions == "gaussian"
+    assert used == flow and POLICIES["sd3"].capabilities.decisions == "gaussian"
 
 
 @pytest.mark.parametrize("name", bench_methods.RACERS)

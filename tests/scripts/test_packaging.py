@@ -4,7 +4,9 @@ import configparser
 import os
 import subprocess
 import sys
+import sysconfig
 import tomllib
+import venv
 import zipfile
 from pathlib import Path
 
@@ -37,8 +39,8 @@ def wheel(tmp_path_factory):
         str(folder),
         str(ROOT),
     )
-    (found,) = folder.glob("mmrl-*.whl")
-    return found
+    (built,) = folder.glob("multimodal_rl-*.whl")
+    return built
 
 
 def test_the_wheel_holds_every_module_config_and_template(wheel):
@@ -68,32 +70,89 @@ def test_the_command_is_installed(wheel):
     assert dict(points["console_scripts"]) == {"mmrl": "mmrl.cli.app:main"}
 
 
-def test_an_installed_copy_finds_its_own_parts(wheel, tmp_path):
-    site = tmp_path / "site"
-    pip("install", "--quiet", "--no-deps", "--no-index", "--target", str(site), str(wheel))
+TINY = """
+policy:
+  sd3: {path: "world:digits/sd3-test", size: 32, steps: 3, noise_window: all_but_last, lora: 2}
+data: digits
+reward: {jpeg_compressibility: 1.0}
+objective: {grpo: {clip_range: 1e-3}}
+optimizer: {adamw: {lr: 1e-3}}
+train: {prompts_per_iteration: 2, group_size: 2, train_batch_size: 4, iterations: 1}
+evaluate: {prompts: 2, num_samples: 2}
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """Give ``run(*words)``, which runs a program of an environment that holds the wheel and, from
+    here, only the libraries it needs: this checkout and its editable installation are not in it."""
+    home = tmp_path_factory.mktemp("installed")
+    venv.create(home / "env", with_pip=False)
+    binaries = home / "env" / "bin"
+    (site,) = (home / "env" / "lib").glob("python*/site-packages")
+    # a line of a .pth adds the folder of the libraries without reading the .pth files in it
+    (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip(
+        "--python",
+        str(binaries / "python"),
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        str(wheel),
+    )
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(program, *words):
+        done = subprocess.run(
+            [str(binaries / program), *words],
+            capture_output=True,
+            text=True,
+            cwd=home,
+            check=False,
+            env=kept | {"OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stderr + done.stdout
+        return done.stdout
+
+    return run
+
+
+def test_an_installed_copy_finds_its_own_parts(installed):
     code = (
         "import mmrl.utils.paths as p, mmrl.monitoring.report.page, rewards, samplers; "
-        "print(p.PACKAGE, "
-        "*p.config_names())"
+        "print(p.PACKAGE, *p.config_names())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=False,
-        env=os.environ | {"PYTHONPATH": str(site)},
-    )
-    assert done.returncode == 0, done.stderr
-    place, *names = done.stdout.split()
-    assert Path(place) == (site / "mmrl").resolve()
+    place, *names = installed("python", "-c", code).split()
+    assert not Path(place).is_relative_to(ROOT)
     shipped = {
         path.relative_to(ROOT / "configs").with_suffix("").as_posix()
         for path in (ROOT / "configs").rglob("*.yaml")
     }
     assert set(names) == shipped
-    assert (site / "bin" / "mmrl").is_file()
-    assert (site / "mmrl" / "report" / "templates" / "report.html").is_file()
+    assert (Path(place) / "monitoring" / "report" / "templates" / "report.html").is_file()
+
+
+def test_what_the_distribution_needs_is_what_is_installed(installed):
+    """Its metadata, read where it is installed, name libraries that are there in these versions."""
+    code = (
+        "from importlib.metadata import requires, version\n"
+        "from packaging.requirements import Requirement\n"
+        "needed = [Requirement(line) for line in requires('multimodal-rl')]\n"
+        "for need in needed:\n"
+        "    if need.marker is None or need.marker.evaluate({'extra': ''}):\n"
+        "        assert need.specifier.contains(version(need.name), prereleases=True), need\n"
+        "print(version('multimodal-rl'))"
+    )
+    assert installed("python", "-c", code).strip() == __import__("mmrl").__version__
+
+
+def test_the_doctor_and_a_tiny_training_run_outside_the_checkout(installed, tmp_path):
+    assert "mmrl" in installed("mmrl", "doctor")
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    folder = tmp_path / "run"
+    installed("mmrl", "train", str(tmp_path / "tiny.yaml"), f"run={folder}")
+    assert (folder / "metrics.jsonl").read_text().count("\n") >= 1
 
 
 def test_the_version_is_written_once():

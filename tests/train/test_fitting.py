@@ -28,6 +28,7 @@ from mmrl.objectives import (
     PolicyGradient,
     RewardWeightedRegression,
 )
+from mmrl.policies.base import RolloutContext
 from mmrl.policies.diffusion.flow_policy import FlowPolicy
 from mmrl.rollout.collect import joined
 from mmrl.run.evaluation import sample
@@ -308,8 +309,8 @@ def test_groups_that_were_drawn_with_other_stochastic_steps_share_a_rollout():
     """Dynamic sampling draws from another stream, in which other steps may be stochastic, adjacent
     ones or not."""
     policy = Wide(steps=6, noise_window=partial(random_steps, size=2))
-    policy.reads = "decisions"
-    parts = [policy.rollout(toys.prompts(2), 2, Rng.of("part", n)) for n in range(6)]
+    decisions = RolloutContext(reads="decisions")
+    parts = [policy.rollout(toys.prompts(2), 2, Rng.of("part", n), decisions) for n in range(6)]
     assert {part.path.shape[1] for part in parts} == {3, 4}
     whole = joined(parts)
     for n, part in enumerate(parts):
@@ -327,7 +328,7 @@ def test_evaluating_keeps_no_paths():
     plain = policy.rollout
     policy.rollout = lambda *inputs: seen.append(plain(*inputs)) or seen[-1]
     sample(policy, toys.prompts(2), 2, seed=0)
-    assert seen[0].path is None and policy.reads == "path"
+    assert seen[0].path is None
 
 
 @pytest.mark.parametrize(("high", "low"), [(2.5, 1.5), (1.5, 3.0)])

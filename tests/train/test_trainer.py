@@ -476,7 +476,7 @@ def test_a_policy_knows_the_iteration_and_the_width_of_passes():
     trainer = make_trainer()
     seen = []
     rollout = trainer.policy.rollout
-    trainer.policy.rollout = lambda *given: seen.append(trainer.policy.iteration) or rollout(*given)
+    trainer.policy.rollout = lambda *given: seen.append(given[3].iteration) or rollout(*given)
     for _ in range(3):
         trainer.iterate()
     assert seen == [0, 1, 2] and trainer.policy.fixed_batch_rows == 16
@@ -486,7 +486,8 @@ def test_a_policy_knows_the_iteration_and_the_width_of_passes():
 def test_answers_grow_longer_when_it_is_time():
     policy = toys.make("causal")
     limits = []
-    policy.limit = limits.append
+    policy.capabilities = replace(policy.capabilities, max_new_tokens=True)
+    policy.set_max_new_tokens = limits.append
     trainer = make_trainer(policy=policy, max_new_tokens_schedule=((1, 5), (3, 7)))
     for _ in range(5):
         trainer.iterate()

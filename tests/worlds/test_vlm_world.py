@@ -10,7 +10,7 @@ import torch
 from mmrl.core.errors import UserError
 from mmrl.core.registry import DATA, REWARDS, load_built_in, locate
 from mmrl.worlds.album import FRAMES, SIDE, Style, album, clips
-from mmrl.worlds.asking import KINDS, SCANS, ask, asked, written
+from mmrl.worlds.asking import KINDS, SCANS, ask, questions_about, written
 from mmrl.worlds.render import scans
 from mmrl.worlds.scenes import COLORS, DIGITS
 from samplers.noise import Rng
@@ -71,7 +71,7 @@ def test_every_question_has_exactly_one_right_answer(kind):
         else album(80, Rng.of(4), "judge", Style(1, 4, 10.0, 15.0)).scenes
     )
     for scene in scenes:
-        texts = [question["text"] for question in asked(scene, kind)]
+        texts = [question["text"] for question in questions_about(scene, kind)]
         assert len(texts) == len(set(texts))  # asked twice would be answered twice
 
 
@@ -79,14 +79,14 @@ def test_answers_follow_from_the_objects():
     for scene in album(80, Rng.of(5), "judge", Style(1, 4, 10.0, 15.0)).scenes:
         digits = [item["digit"] for item in scene["objects"]]
         names = [(item["color"], DIGITS[item["digit"]]) for item in scene["objects"]]
-        assert asked(scene, "count")[0]["answer"] == str(len(digits))
-        assert asked(scene, "sum")[0]["answer"] == str(sum(digits))
-        for question in asked(scene, "box"):
+        assert questions_about(scene, "count")[0]["answer"] == str(len(digits))
+        assert questions_about(scene, "sum")[0]["answer"] == str(sum(digits))
+        for question in questions_about(scene, "box"):
             color, name = re.fullmatch(r"where is the (\w+) (\w+)\?", question["text"]).groups()
             assert names.count((color, name)) == 1
             assert question["boxes"] == [scene["boxes"][names.index((color, name))]]
             assert question["answer"] == written(question["boxes"])
-        for question in asked(scene, "boxes"):
+        for question in questions_about(scene, "boxes"):
             assert (
                 len(question["boxes"])
                 == len(question["labels"])
@@ -99,7 +99,7 @@ def test_a_digit_is_in_the_frames_that_the_answer_names():
     assert found.frames.shape == (60, FRAMES, 32, 32, 3)
     checked = 0
     for frames, scene in zip(found.frames, found.scenes):
-        for question in asked(scene, "span"):
+        for question in questions_about(scene, "span"):
             color = question["text"].split()[6]
             if sum(item["color"] == color for item in scene["objects"]) == 1:
                 there = [int(ink(frame, color).sum()) >= 3 for frame in frames]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from mmrl.core.types import Prompt
@@ -32,7 +33,7 @@ REFER = "Give the box of {expression}."
 def plain(row: Mapping[str, Any], fields: Mapping[str, str]) -> Prompt:
     """A row of named values; ``fields`` says which name holds what. Other values stay as they
     are."""
-    found = dict(row)
+    prompt = dict(row)
     for ours in {**ALIASES, **fields}:
         theirs = fields.get(ours)
         if theirs is not None and theirs not in row:
@@ -41,11 +42,11 @@ def plain(row: Mapping[str, Any], fields: Mapping[str, str]) -> Prompt:
             )
         name = theirs or next((name for name in ALIASES[ours] if row.get(name) is not None), None)
         if name is not None:
-            found.pop(name, None)
-            found[ours] = row[name]
-    if "bbox" in found and "boxes" not in found:
-        found["boxes"] = [found.pop("bbox")]
-    return found
+            prompt.pop(name, None)
+            prompt[ours] = row[name]
+    if "bbox" in prompt and "boxes" not in prompt:
+        prompt["boxes"] = [prompt.pop("bbox")]
+    return prompt
 
 
 def conversation(row: Mapping[str, Any], fields: Mapping[str, str]) -> Prompt:
@@ -63,10 +64,10 @@ def conversation(row: Mapping[str, Any], fields: Mapping[str, str]) -> Prompt:
     if turns[-1]["role"] == "assistant":
         last = turns.pop()["content"]
         rest.setdefault("answer", last if isinstance(last, str) else _words(last))
-    asked = [turn for turn in turns if turn["role"] == "user"]
-    if not asked:
+    user_turns = [turn for turn in turns if turn["role"] == "user"]
+    if not user_turns:
         raise ValueError(f"{name} has no question of a user")
-    content = asked[-1]["content"]
+    content = user_turns[-1]["content"]
     rest["text"] = content if isinstance(content, str) else _words(content)
     if turns[0]["role"] == "system" and isinstance(turns[0]["content"], str):
         rest["system"] = turns.pop(0)["content"]
@@ -104,10 +105,10 @@ def _part(part: Any) -> dict[str, Any]:
         return {"type": "image", "image": url["url"] if isinstance(url, Mapping) else url}
     if kind not in ("text", "image", "video"):
         raise ValueError(f"a part of a message is {kind!r}; known: text, image, video")
-    found = {key: value for key, value in part.items() if value is not None} | {"type": kind}
-    if kind == "text" and not isinstance(found.get("text"), str):
+    content_part = {key: value for key, value in part.items() if value is not None} | {"type": kind}
+    if kind == "text" and not isinstance(content_part.get("text"), str):
         raise ValueError("a text part of a message has no text")
-    return found
+    return content_part
 
 
 def _words(parts: list[dict[str, Any]]) -> str:
@@ -122,53 +123,46 @@ def _list(value: Any, name: str) -> list:
     return value
 
 
-def coco(data: Mapping[str, Any], question: str | None) -> Iterator[tuple[str, Any]]:
+def coco(content: Mapping[str, Any], question: str | None) -> Iterator[tuple[str, Any]]:
     """Detection: a prompt an image, its boxes and labels; crowds are left out, and images without
     any box."""
-    names = {kind["id"]: kind["name"] for kind in data.get("categories", ())}
-    asked = (question or DETECT).format(labels=", ".join(dict.fromkeys(names.values())))
-    for image, found in _annotated(data):
-        found = [one for one in found if not one.get("iscrowd")]
-        if found:
-            yield (
-                f"image {image.get('id')}",
-                lambda image=image, found=found: (
-                    _sized(image)
-                    | {
-                        "text": asked,
-                        "boxes": [corners(one["bbox"]) for one in found],
-                        "labels": [names[one["category_id"]] for one in found],
-                    }
-                ),
-            )
+    names = {kind["id"]: kind["name"] for kind in content.get("categories", ())}
+    text = (question or DETECT).format(labels=", ".join(dict.fromkeys(names.values())))
+
+    def prompt(image: Mapping[str, Any], objects: list) -> Prompt:
+        return _sized(image) | {
+            "text": text,
+            "boxes": [corners(entry["bbox"]) for entry in objects],
+            "labels": [names[entry["category_id"]] for entry in objects],
+        }
+
+    for image, entries in _annotated(content):
+        if objects := [entry for entry in entries if not entry.get("iscrowd")]:
+            yield f"image {image.get('id')}", partial(prompt, image, objects)
 
 
-def refcoco(data: Mapping[str, Any], question: str | None) -> Iterator[tuple[str, Any]]:
+def refcoco(content: Mapping[str, Any], question: str | None) -> Iterator[tuple[str, Any]]:
     """Referring expressions: a prompt an expression (``caption``, or ``sentences``), and the box of
     what it means."""
-    for image, found in _annotated(data):
-        for one in found:
-            for said in expressions(one) or expressions(image):
-                yield (
-                    (f"annotation {one.get('id')}"),
-                    lambda image=image, one=one, said=said: (
-                        _sized(image)
-                        | {
-                            "text": (question or REFER).format(expression=said),
-                            "boxes": [corners(one["bbox"])],
-                        }
-                    ),
-                )
+
+    def prompt(image: Mapping[str, Any], entry: Mapping[str, Any], expression: str) -> Prompt:
+        text = (question or REFER).format(expression=expression)
+        return _sized(image) | {"text": text, "boxes": [corners(entry["bbox"])]}
+
+    for image, entries in _annotated(content):
+        for entry in entries:
+            for expression in expressions(entry) or expressions(image):
+                yield f"annotation {entry.get('id')}", partial(prompt, image, entry, expression)
 
 
 def refers(row: Mapping[str, Any], question: str | None, fields: Mapping[str, str]) -> Prompt:
     """One referring expression a row, with ``bbox`` [x, y, width, height]."""
-    said = expressions(row)
-    if not said:
+    sentences = expressions(row)
+    if not sentences:
         raise ValueError("no expression: a caption, expression, ref or sentences")
-    found = plain({k: v for k, v in row.items() if k not in ("bbox", *EXPRESSIONS)}, fields)
-    return found | {
-        "text": (question or REFER).format(expression=said[0]),
+    prompt = plain({k: v for k, v in row.items() if k not in ("bbox", *EXPRESSIONS)}, fields)
+    return prompt | {
+        "text": (question or REFER).format(expression=sentences[0]),
         "boxes": [corners(row["bbox"])],
     }
 
@@ -176,11 +170,12 @@ def refers(row: Mapping[str, Any], question: str | None, fields: Mapping[str, st
 EXPRESSIONS = ("caption", "expression", "ref", "sentences")
 
 
-def expressions(one: Mapping[str, Any]) -> list[str]:
-    value = next((one[key] for key in EXPRESSIONS if one.get(key)), [])
+def expressions(record: Mapping[str, Any]) -> list[str]:
+    value = next((record[key] for key in EXPRESSIONS if record.get(key)), [])
     several = [value] if isinstance(value, str) else value
     return [
-        said if isinstance(said, str) else said.get("sent", said.get("raw")) for said in several
+        sentence if isinstance(sentence, str) else sentence.get("sent", sentence.get("raw"))
+        for sentence in several
     ]
 
 
@@ -212,14 +207,14 @@ def check(prompt: Mapping[str, Any]) -> None:
         raise ValueError(f"{len(labels)} labels for {len(boxes)} boxes")
 
 
-def _annotated(data: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], list]]:
+def _annotated(content: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], list]]:
     by_image: dict[Any, list] = {}
-    for one in _list(data["annotations"], "annotations"):
-        by_image.setdefault(one["image_id"], []).append(one)
-    for image in _list(data["images"], "images"):
+    for annotation in _list(content["annotations"], "annotations"):
+        by_image.setdefault(annotation["image_id"], []).append(annotation)
+    for image in _list(content["images"], "images"):
         yield image, by_image.get(image["id"], [])
 
 
 def _sized(image: Mapping[str, Any]) -> Prompt:
-    found = {key: image[key] for key in ("width", "height") if key in image}
-    return {"images": [image["file_name"]], **found}
+    sizes = {key: image[key] for key in ("width", "height") if key in image}
+    return {"images": [image["file_name"]], **sizes}

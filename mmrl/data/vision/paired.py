@@ -55,9 +55,9 @@ def families(prompts: Sequence[Prompt]) -> dict[str, str]:
             pair = name[pair]
         return pair
 
-    seen: dict[str, str] = {}
+    pair_of: dict[str, str] = {}
     for prompt in prompts:
-        known = seen.setdefault(repr((prompt["text"], prompt.get("images"))), prompt["pair"])
+        known = pair_of.setdefault(repr((prompt["text"], prompt.get("images"))), prompt["pair"])
         name[first(prompt["pair"])] = first(known)
     return {pair: first(pair) for pair in name}
 
@@ -83,11 +83,11 @@ class Paired:
         held_out: Annotated[float, Ge(0), Lt(1)] = SPLIT,
     ):
         self.images = Path(images) if images is not None else Path(path).parent
-        found = [prompt for at, row in rows_of(Path(path)) for prompt in self._pair(at, row)]
-        if not found:
+        prompts = [prompt for at, row in rows_of(Path(path)) for prompt in self._pair(at, row)]
+        if not prompts:
             raise UserError(f"{path}: no pair there")
-        related = families(found)
-        train, self.held_out = split(found, held_out, key=lambda prompt: related[prompt["pair"]])
+        related = families(prompts)
+        train, self.held_out = split(prompts, held_out, key=lambda prompt: related[prompt["pair"]])
         self.train = Pairs(train)
 
     def _pair(self, at: str, row: Any) -> list[Prompt]:
@@ -103,13 +103,13 @@ class Paired:
         except (ValueError, TypeError) as error:
             raise UserError(f"{at}: {error}") from error
 
-    def _side(self, at: str, side: str, given: Mapping[str, Any], alike: float) -> Prompt:
-        prompt = plain({key: value for key, value in given.items() if value is not None}, {})
+    def _side(self, at: str, side: str, entry: Mapping[str, Any], alike: float) -> Prompt:
+        prompt = plain({key: value for key, value in entry.items() if value is not None}, {})
         if not isinstance(prompt.get("text"), str) or not prompt["text"].strip():
             raise ValueError(f"{side} has no text")
         if prompt.get("images"):
             several = prompt["images"] if isinstance(prompt["images"], list) else [prompt["images"]]
-            prompt["images"] = [self._file(one) for one in several]
+            prompt["images"] = [self._file(file) for file in several]
         check(prompt)
         return {**prompt, "task": side, "similarity": alike, "pair": at, "origin": f"{at}: {side}"}
 

@@ -44,9 +44,9 @@ def rows_of(path: Path) -> Iterator[Row]:
 def tables(folder: Path) -> list[Path]:
     """The parquet files of a folder, or the arrow files of a data set saved to disk, in order."""
     for kind in TABLES:
-        found = sorted(folder.rglob(f"*{kind}"))
-        if found:
-            return found
+        files = sorted(folder.rglob(f"*{kind}"))
+        if files:
+            return files
     raise UserError(
         f"{folder}: no questions there; expected train.jsonl, train.json, parquet or arrow files"
     )
@@ -61,9 +61,9 @@ def inside(folder: Path, part: str) -> Path | list[Path] | None:
                 return folder / f"{name}{kind}"
         if (folder / name).is_dir():
             return folder / name
-        found = sorted(file for kind in TABLES for file in folder.rglob(f"{name}-*{kind}"))
-        if found:
-            return found
+        files = sorted(file for kind in TABLES for file in folder.rglob(f"{name}-*{kind}"))
+        if files:
+            return files
     return None
 
 
@@ -89,10 +89,10 @@ def _whole(path: Path) -> Iterator[Row]:
             raise UserError(f"{path}: broken JSON: {error}") from error
         return
     at = _skip(text, at + 1)
-    seen = 0
+    counted = 0
     while text[at : at + 1] != "]":
-        number = number + text.count("\n", seen, at)
-        seen = at
+        number = number + text.count("\n", counted, at)
+        counted = at
         try:
             value, at = decoder.raw_decode(text, at)
         except (json.JSONDecodeError, RecursionError) as error:

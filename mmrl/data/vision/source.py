@@ -58,35 +58,35 @@ class Vision:
         self.broken = broken
         self.images = Path(images) if images is not None else path if path.is_dir() else path.parent
         part = (inside(path, "train") or path) if path.is_dir() else path
-        found = self._read(part if isinstance(part, list) else [part])
+        prompts = self._read(part if isinstance(part, list) else [part])
         if held_out is None and path.is_dir():
             held_out = inside(path, "test")
         if isinstance(held_out, (str, Path, list)):
             self.train, self.held_out = (
-                found,
+                prompts,
                 self._read(held_out if isinstance(held_out, list) else [Path(held_out)]),
             )
         else:
             self.train, self.held_out = split(
-                found, SPLIT if held_out is None else held_out, picture_of
+                prompts, SPLIT if held_out is None else held_out, picture_of
             )
 
     def _read(self, files: Iterable[Path]) -> list[Prompt]:
         """All prompts of these files. Raises UserError with the number of broken rows and the first
         few of them."""
         files = list(files)
-        found = []
+        prompts = []
         problems = []
         for place, make in self._rows(files):
             try:
-                found.append(self._finished(place, make()))
+                prompts.append(self._finished(place, make()))
             except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
                 why = f"no {error}" if isinstance(error, KeyError) else str(error)
                 problems.append(f"{place}: {why}")
-        self._complain(problems, len(found) + len(problems))
-        if not found:
+        self._complain(problems, len(prompts) + len(problems))
+        if not prompts:
             raise UserError(f"{', '.join(map(str, files))}: no question there")
-        return found
+        return prompts
 
     def _rows(self, files: Iterable[Path]) -> Iterator[tuple[str, Callable[[], Prompt]]]:
         """The place of every prompt, and what makes it."""
@@ -108,7 +108,7 @@ class Vision:
             return self.format
         if isinstance(row.get("annotations"), list) and isinstance(row.get("images"), list):
             several = [*row["annotations"][:1], *row["images"][:1]]
-            return "refcoco" if any(formats.expressions(one) for one in several) else "coco"
+            return "refcoco" if any(formats.expressions(record) for record in several) else "coco"
         return "qwen" if "messages" in row else "llava" if "conversations" in row else "plain"
 
     def _prompt(self, row: Any, kind: str) -> Prompt:
@@ -181,15 +181,15 @@ class Vision:
     def _complain(self, problems: list[str], count: int) -> None:
         if not problems:
             return
-        more = f"\n    and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-        said = (
+        rest = f"\n    and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        message = (
             (f"{len(problems)} of {count} rows are broken:\n    ")
             + "\n    ".join(problems[:SHOWN])
-            + more
+            + rest
         )
         if self.broken == "error":
-            raise UserError(f"{said}\n  mend them, or leave them out with broken: skip")
-        warnings.warn(f"{said}\n  left out", stacklevel=4)
+            raise UserError(f"{message}\n  mend them, or leave them out with broken: skip")
+        warnings.warn(f"{message}\n  left out", stacklevel=4)
 
 
 def picture_of(prompt: Prompt) -> str:

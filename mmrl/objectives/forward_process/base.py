@@ -26,13 +26,13 @@ def noised(
     each group."""
     name = first_of_group(rollout) if shared else rollout.row_id
     when = times(rng.fold("time"), name, draws, rollout.time)  # [B, D]
-    found = (
+    per_draw = (
         policy.renoise(rollout, rng.fold("noise", j), t, shared)
         for j, t in enumerate(when.unbind(1))
     )
     return (
         point.replace(num_decisions=point.num_decisions * when.shape[1])
-        for points in found
+        for points in per_draw
         for point in points
     )
 

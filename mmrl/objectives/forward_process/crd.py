@@ -91,9 +91,9 @@ class CRD:
         """In place of the advantage: for each direction the centred wanted reward and the centre of
         the model's."""
         measured, old = measured.to(point.advantage.device).split(1, 1)
-        wanted = self._wanted(point.advantage)
+        optimality = self._wanted(point.advantage)
         group = comparisons(point)
-        there = point.mask.any(1, keepdim=True)  # an idle process's row counts nothing
+        trained = point.mask.any(1, keepdim=True)  # an idle process's row counts nothing
 
         def total(x: Tensor) -> Tensor:
             """[B, 1] the sum over those that x [B, 1] is compared with."""
@@ -101,12 +101,12 @@ class CRD:
                 summed(x, group)[group] if self.centre == "group" else all_sum(x.sum()).expand_as(x)
             )
 
-        found = []
+        centres = []
         for slope in self._slopes():
-            weight = (slope * wanted).exp() * there
+            weight = (slope * optimality).exp() * trained
             weight = weight / total(weight)
-            found += [wanted - total(weight * wanted), total(weight * measured)]
-        return point.replace(advantage=torch.cat(found, 1), known=old)
+            centres += [optimality - total(weight * optimality), total(weight * measured)]
+        return point.replace(advantage=torch.cat(centres, 1), known=old)
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
         """Before ``couple`` the centre of a is 1/2 and that of r is 0."""
@@ -144,11 +144,11 @@ class CRD:
         """[B, 1] q_old."""
         return _scaled(velocity(frozen(policy, "old", point)), point.target)
 
-    def _fit(self, implicit: Tensor, wanted: Tensor) -> Tensor:
+    def _fit(self, implicit: Tensor, optimality: Tensor) -> Tensor:
         if self.form == "mse":
-            return (implicit - wanted) ** 2
+            return (implicit - optimality) ** 2
         return torch.nn.functional.binary_cross_entropy_with_logits(
-            implicit, wanted.sigmoid(), reduction="none"
+            implicit, optimality.sigmoid(), reduction="none"
         )
 
 

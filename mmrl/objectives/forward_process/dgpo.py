@@ -107,16 +107,16 @@ class DGPO:
     def loss(self, policy: Policy, point: Point) -> Tensor:
         """Before ``couple`` all weights are 1 and nothing is clipped."""
         dist = policy.dist(point)
-        found = error(dist, point)
+        denoising_error = error(dist, point)
         if self.clip_range and point.logprob is not None:
-            ratio = (-found.detach() - point.logprob).exp()
+            ratio = (-denoising_error.detach() - point.logprob).exp()
             far = torch.where(
                 point.advantage > 0, ratio > 1 + self.clip_range, ratio < 1 - self.clip_range
             )
             observe("ratio", ratio, point.mask)
             observe("clip_fraction", far.double(), point.mask)
-            found = torch.where(far, found.detach(), found)
-        loss = point.advantage * found
+            denoising_error = torch.where(far, denoising_error.detach(), denoising_error)
+        loss = point.advantage * denoising_error
         if not self.kl:
             return loss
         start = velocity(self._start(policy, point)) if point.known is None else point.known

@@ -56,9 +56,9 @@ class RewardWeightedRegression:
         advantage = measured.new_zeros(len(rows)).scatter(0, row, measured[:, 0])
         group = point.group.new_zeros(len(rows)).scatter(0, row, point.group)
         weight = torch.zeros_like(advantage)
-        for one in group.unique():
-            mine = group == one
-            weight[mine] = (advantage[mine] / self.beta).softmax(0) * mine.sum()
+        for index in group.unique():
+            members = group == index
+            weight[members] = (advantage[members] / self.beta).softmax(0) * members.sum()
         observe("rwr/largest_weight", weight.max().expand(1, 1))
         return point.replace(advantage=weight[row, None])
 

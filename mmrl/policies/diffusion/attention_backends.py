@@ -29,19 +29,19 @@ CANNOT = (RuntimeError, ValueError, NotImplementedError, TypeError, AttributeErr
 _measured: dict[tuple, str] = {}  # what "auto" found in this process
 
 
-def check(wanted: Attention) -> None:
+def check(backend: Attention) -> None:
     """UserError if this machine cannot run that backend at all; asked before a model is loaded."""
-    package = PACKAGES.get(wanted)
+    package = PACKAGES.get(backend)
     if package is None:
         return
     if not torch.cuda.is_available():
         raise UserError(
-            f"policy option attention = {wanted} needs a CUDA device, and torch sees none "
+            f"policy option attention = {backend} needs a CUDA device, and torch sees none "
             f"here; use auto or sdpa"
         )
     if version(package) is None:
         raise UserError(
-            f"policy option attention = {wanted} needs a package: pip install {package}; "
+            f"policy option attention = {backend} needs a package: pip install {package}; "
             f"or use auto or sdpa"
         )
 
@@ -49,10 +49,10 @@ def check(wanted: Attention) -> None:
 class AttentionChoice:
     """The attention backend of a network. ``used`` is None until the first pass."""
 
-    def __init__(self, net: nn.Module, wanted: Attention):
-        check(wanted)
+    def __init__(self, net: nn.Module, backend: Attention):
+        check(backend)
         self.net = net
-        self.wanted = wanted
+        self.backend = backend
         self.used: str | None = None
         self.where: tuple | None = None  # device type and dtype it was chosen for
 
@@ -68,24 +68,24 @@ class AttentionChoice:
         self.where = where
         notes = []
         chosen = self._chosen(*where, trial, notes)
-        if self.used is None and self.wanted == "auto" and chosen == "sdpa":
+        if self.used is None and self.backend == "auto" and chosen == "sdpa":
             self.used = "sdpa"  # as the model was made
         if chosen != self.used:
             self._use(chosen)
-        if chosen in PACKAGES and self.wanted == chosen:
+        if chosen in PACKAGES and self.backend == chosen:
             self._try(trial)
         return notes
 
     def _chosen(
         self, device: str, dtype: torch.dtype, trial: Callable[[], Any], notes: list[str]
     ) -> str:
-        if self.wanted != "auto":
-            if self.wanted in PACKAGES and device != "cuda":
+        if self.backend != "auto":
+            if self.backend in PACKAGES and device != "cuda":
                 raise UserError(
-                    f"policy option attention = {self.wanted} runs on CUDA only; the "
+                    f"policy option attention = {self.backend} runs on CUDA only; the "
                     f"model is on {device}"
                 )
-            return self.wanted
+            return self.backend
         if (
             device != "cuda"
             or dtype == torch.float64
@@ -145,12 +145,12 @@ class AttentionChoice:
 def able(net: nn.Module, name: str) -> list[nn.Module]:
     """The attention layers that can run on a backend: those behind diffusers' dispatcher, and of
     the older kind those with an xformers twin."""
-    found = [
+    layers = [
         layer
         for layer in net.modules()
         if hasattr(getattr(layer, "processor", None), "_attention_backend")
     ]
-    return found + ([layer for layer, _ in _older(net)] if name != "flash" else [])
+    return layers + ([layer for layer, _ in _older(net)] if name != "flash" else [])
 
 
 def use(net: nn.Module, name: str) -> None:

@@ -4,6 +4,7 @@ prompt's field it sees."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,8 +26,8 @@ Value = int | float | Sequence[float]
 
 @POLICIES.register("module")
 class Module(FlowPolicy):
-    """Your own nn.Module: velocity of samples of one shape, given the time and a field of the
-    prompt.
+    """Trains your own nn.Module, the velocity of samples of one shape given time and a prompt's
+    field.
 
     It is called as ``net(x, t, cond)`` with x [B, *shape], t [B] in 0..1 (1 is noise) and the
     values of ``field`` [B] or [B, C], or as ``net(x, t)`` without a field, and returns [B, *shape].
@@ -53,22 +54,19 @@ class Module(FlowPolicy):
         sample, without the batch. field: of the prompt, a label or a list of numbers; null: none.
         empty: what stands for no prompt, for guidance. vae: diffusers folder of the autoencoder
         that decodes samples; null: they are pixels in -1..1."""
-        made = import_name(net, "network")()
-        if not isinstance(made, nn.Module):
+        network = import_name(net, "network")()
+        if not isinstance(network, nn.Module):
             raise UserError(
-                f"policy option net {net!r} must return an nn.Module, not {type(made).__name__}"
+                f"policy option net {net!r} must return an nn.Module, not {type(network).__name__}"
             )
         self.shape = tuple(shape)
         self.field = field
         self.empty = empty
-        self.process = getattr(made, "process", Flow())
+        self.process = getattr(network, "process", Flow())
         self.vae = None if vae is None else _autoencoder(vae)
-        self.makes = (
-            "image"
-            if self.vae is not None or (len(self.shape) == 3 and self.shape[0] == 3)
-            else None
-        )
-        super().__init__(made, **options)
+        if self.vae is not None or (len(self.shape) == 3 and self.shape[0] == 3):
+            self.capabilities = replace(self.capabilities, makes="image")
+        super().__init__(network, **options)
         if self.guidance_scale != 1 and (empty is None or field is None):
             raise UserError(
                 "policy option guidance_scale needs empty, the value of field that "
@@ -92,23 +90,25 @@ class Module(FlowPolicy):
     def _tensor(self, values: Sequence[Any]) -> Tensor:
         try:
             rows = [torch.as_tensor(value) for value in values]
-            found = torch.stack(rows).to(self.device)
+            batch = torch.stack(rows).to(self.device)
         except (RuntimeError, TypeError, ValueError) as error:
             raise UserError(
                 f"prompt field {self.field!r} must be a number, or numbers of one count: {error}"
             ) from error
-        return found.to(self.dtype) if found.is_floating_point() else found.long()
+        return batch.to(self.dtype) if batch.is_floating_point() else batch.long()
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
-        own = next(self.net.parameters()).dtype
-        seen = cond.get("cond")
-        given = () if seen is None else (seen.to(own) if seen.is_floating_point() else seen,)
-        return self.active()(x.to(own), t, *given)
+        dtype = next(self.net.parameters()).dtype
+        label = cond.get("cond")
+        condition = (
+            () if label is None else (label.to(dtype) if label.is_floating_point() else label,)
+        )
+        return self.active()(x.to(dtype), t, *condition)
 
     @torch.no_grad()
     def decode(self, rollout: Rollout) -> Media:
         """[B, 3, H, W] in 0..1; samples that are no images, as they are."""
-        if self.makes is None:
+        if self.capabilities.makes is None:
             return rollout.sample
         pixels = rollout.sample
         if self.vae is not None:

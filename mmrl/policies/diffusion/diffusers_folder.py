@@ -25,12 +25,13 @@ def resolve(path: str, expected: str, *also: str) -> str:
             raise UserError(
                 f"policy path {path!r}: no model_index.json in {place}; a diffusers folder has one"
             )
-        found = json.loads(index.read_text()).get("_class_name", "")
-        if found.removesuffix("Pipeline") not in {
+        class_name = json.loads(index.read_text()).get("_class_name", "")
+        if class_name.removesuffix("Pipeline") not in {
             name.removesuffix("Pipeline") for name in (expected, *also)
         }:
             raise UserError(
-                f"policy path {path!r} holds a {found or 'nameless pipeline'}, expected {expected}"
+                f"policy path {path!r} holds a {class_name or 'nameless pipeline'}, "
+                f"expected {expected}"
             )
     return place
 

@@ -6,7 +6,8 @@ noise and chunks are here, once. Sampling and scoring go through the same ``_tra
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +22,18 @@ from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 from mmrl.core.registry import GRIDS, KERNELS, SOLVERS, WINDOWS
 from mmrl.core.types import Kernel, Media, Point, Prompt, Rollout, tree_map
-from mmrl.policies.base import NetPolicy, at_guidance, first_of_group, rows_of, warn_of_mismatch
+from mmrl.policies.base import (
+    NO_CONTEXT,
+    LogprobGuidance,
+    Policy,
+    RolloutContext,
+    at_guidance,
+    first_of_group,
+    rows_and_groups,
+    rows_of,
+    warn_of_mismatch,
+)
+from mmrl.policies.capabilities import Capabilities
 from mmrl.policies.diffusion.trees import Tree
 from samplers.batching import at_width, chunks
 from samplers.kernels import flow_sde
@@ -35,33 +47,30 @@ Grid = Callable[[int], Tensor]  # steps -> times [K + 1], from 1 to 0
 # (steps, iteration, rng) -> [K] bool, where noise is injected
 Window = Callable[[int, int, Rng], Tensor]
 Solver = Callable[[Process], Step]
-# all states, those beside decisions, or the finished sample alone
-Reads = Literal["path", "decisions", "sample"]
-LogpDist = Literal["guided", "guided_stopgrad_uncond", "conditional"]
 Storage = Literal["float32", "bfloat16", "float16"]
 BUILT_IN = frozenset(samplers.KERNELS.values())
 FEW = 8  # rows; a matmul of fewer rounds in another way (docs/lab-notes.md)
 
 
 class Plan(NamedTuple):
-    """What the sampler does in one iteration."""
+    """Says what the sampler does in one iteration."""
 
     times: Tensor  # [K + 1]
     eta: Tensor  # [K]; 0 is a deterministic step
     spans: list[int]  # K + 1: how many adjacent rows share a state
     copies: int
     rows: int | None = None  # at most so many in a pass; None: all that are alive
-    kept: tuple[int, ...] = ()  # the S steps after which the state is kept for training
+    stored: tuple[int, ...] = ()  # the S steps after which the state is kept for training
 
     def places(self) -> Tensor:
-        """[K + 1] long: where in the path the state after k steps is; -1: not kept."""
-        found = torch.full((len(self.times),), -1)
-        found[list(self.kept)] = torch.arange(len(self.kept))
-        return found
+        """Index the path: [K + 1] long, where the state after k steps is; -1: not stored."""
+        places = torch.full((len(self.times),), -1)
+        places[list(self.stored)] = torch.arange(len(self.stored))
+        return places
 
 
-class FlowPolicy(NetPolicy, ABC):
-    """Options of every flow model.
+class FlowPolicy(Policy):
+    """Samples and scores paths of a flow or diffusion model, whose decisions are Gaussian steps.
 
     steps: forward passes per sample. noise_level: noise level of the stochastic steps. sde_type,
     timestep_schedule, noise_window: the stochastic step, the times, and which steps are stochastic.
@@ -81,8 +90,7 @@ class FlowPolicy(NetPolicy, ABC):
     shape: tuple[int, ...]  # of one sample's latents
     process: Process = Flow()
     exploring = True  # False while evaluating: no noise but the first
-    reads: Reads = "path"  # which states of a rollout somebody will look at (``reading``)
-    decisions = "gaussian"
+    capabilities = Capabilities("gaussian")
 
     def __init__(
         self,
@@ -93,7 +101,7 @@ class FlowPolicy(NetPolicy, ABC):
         timestep_schedule: Annotated[Grid, GRIDS] = linear,
         noise_window: Annotated[Window, WINDOWS] = all_steps,
         guidance_scale: float = 1.0,
-        logprob_guidance: LogpDist = "guided",
+        logprob_guidance: LogprobGuidance = "guided",
         same_initial_noise: bool = False,
         trajectory_dtype: Storage = "float32",
         logprob_reduction: Literal["mean", "sum"] = "mean",
@@ -134,53 +142,55 @@ class FlowPolicy(NetPolicy, ABC):
 
     @abstractmethod
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
-        """Nest of tensors [P, *]; under ``uncond`` those of the empty prompt, [1, *], if there is
-        guidance."""
+        """Encode prompts to a nest of tensors [P, *]; under ``uncond`` those of the empty prompt,
+        [1, *], if there is guidance."""
 
     @abstractmethod
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
-        """[B, *] the network's output for latents x [B, *] at times t [B] under conditions [B,
-        *]."""
+        """Compute the network's output [B, *] for latents x [B, *] at times t [B] under conditions
+        [B, *]."""
 
     @abstractmethod
     def decode(self, rollout: Rollout) -> Media: ...
 
-    def unconditional(self, own: dict[str, Any], cond: dict[str, Any]) -> dict[str, Any]:
-        """Nest of tensors [B, *] for the pass without the prompt, of the rows' ``own`` and what a
-        rollout holds.
+    def unconditional(self, row_cond: dict[str, Any], cond: dict[str, Any]) -> dict[str, Any]:
+        """Returns a nest of tensors [B, *] for the pass without the prompt, of the rows' conditions
+        ``row_cond`` and what a rollout holds.
 
         It is that of the empty prompt; what ``uncond`` leaves out, an image to edit say, is the
         row's own.
         """
-        rows = len(next(leaf for leaf in own.values() if isinstance(leaf, Tensor)))
-        return own | tree_map(lambda tensor: tensor.expand(rows, *tensor.shape[1:]), cond["uncond"])
+        rows = len(next(leaf for leaf in row_cond.values() if isinstance(leaf, Tensor)))
+        return row_cond | tree_map(
+            lambda tensor: tensor.expand(rows, *tensor.shape[1:]), cond["uncond"]
+        )
 
     def begin(self, noise: Tensor, cond: dict[str, Any]) -> Tensor:
-        """[B, *] the first states of paths, of noise and the rows' conditions."""
+        """Make the first states of paths [B, *], of noise and the rows' conditions."""
         return noise
 
     def combine(self, v: Tensor, empty: Tensor, scale: float | Tensor) -> Tensor:
-        """[B, *] classifier-free guidance (Ho and Salimans 2022); a family may normalise it as its
-        pipeline does."""
+        """Guide [B, *] without a classifier (Ho and Salimans 2022); a family may normalise it as
+        its pipeline does."""
         return empty + scale * (v - empty)
 
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
-        """Deterministic (ODE) sampling, at another guidance scale if given."""
-        kept = self.exploring
+        """Sample deterministically (ODE), at another guidance scale if given."""
+        before = self.exploring
         self.exploring = False
         try:
             with at_guidance(self, guidance):
                 yield
         finally:
-            self.exploring = kept
+            self.exploring = before
 
     def _for_process(self, kernel: Kernel) -> Kernel:
-        """The kernel, told the process if it works on more than one; UserError if it is for
+        """Bind the process to a kernel that works on more than one; UserError if it is for
         another."""
         plain = getattr(kernel, "func", kernel)
-        wanted = getattr(plain, "process", Flow if plain in BUILT_IN else None)
-        if wanted is not None and not isinstance(self.process, wanted):
+        process_type = getattr(plain, "process", Flow if plain in BUILT_IN else None)
+        if process_type is not None and not isinstance(self.process, process_type):
             known = ", ".join(
                 n
                 for n, k in KERNELS.items()
@@ -192,10 +202,11 @@ class FlowPolicy(NetPolicy, ABC):
             )
         return partial(kernel, process=self.process) if hasattr(plain, "process") else kernel
 
-    def rollout(self, prompts: list[Prompt], copies: int, rng: Rng) -> Rollout:
-        row = rng.rows(len(prompts), copies).to(self.device)
-        group = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)
-        plan = self._plan(copies, rng)
+    def rollout(
+        self, prompts: list[Prompt], copies: int, rng: Rng, context: RolloutContext = NO_CONTEXT
+    ) -> Rollout:
+        row, group = rows_and_groups(prompts, copies, rng, self.device)
+        plan = self._plan(copies, rng, context)
         cond = self.encode(prompts)
         size = self.chunk(len(row), lambda n: self._trial(group[:n], row[:n], cond))
         path = self._room(plan, len(row))
@@ -208,16 +219,22 @@ class FlowPolicy(NetPolicy, ABC):
                 limited = plan._replace(rows=rows) if leaves > 1 else plan
                 for p in [slice(None)] if leaves > 1 else chunks(len(row), rows):
                     blocks.append(self._sample(group[p], row[p], cond, rng, limited, path[p]))
-        visit = None if self.reads == "path" else plan.places().to(self.device).expand(len(row), -1)
-        path = path if plan.kept else None
+        visit = (
+            None if context.reads == "path" else plan.places().to(self.device).expand(len(row), -1)
+        )
+        path = path if plan.stored else None
         stream = torch.tensor([rng.key], device=self.device).expand(len(row), -1)
         stochastic = bool((plan.eta > 0).any())
         whole = Rollout.cat(blocks).replace(prompts=tuple(prompts), path=path, visit=visit)
         return whole.replace(stream=stream if stochastic else None)
 
+    @property
+    def summed_dimensions(self) -> int:
+        return math.prod(self.shape) if self.logprob_reduction == "sum" else 1
+
     def noise(self, stream: Tensor, row: Tensor, step: int) -> Tensor:
-        """[B, *] the noise that step number ``step`` (from 0) drew for rows [B] of streams [B, 2],
-        drawn once more.
+        """Draw once more the noise [B, *] of step number ``step`` (from 0) for rows [B] of streams
+        [B, 2].
 
         Not for trees, whose samples share noise. The key's words are tensors, so that rows may be
         of several streams.
@@ -225,15 +242,16 @@ class FlowPolicy(NetPolicy, ABC):
         return Rng((stream[:, :1], stream[:, 1:])).normal(row, self.shape, step + 1, self.dtype)
 
     def _room(self, plan: Plan, rows: int) -> Tensor:
-        """[B, S, *] for the states of paths that are kept, which sampling fills in."""
+        """Allocate [B, S, *] for the states of paths that are stored, which sampling fills in."""
         place = "cpu" if self.offload_trajectory else self.device
         stored = self.dtype if self.trajectory_dtype == torch.float32 else self.trajectory_dtype
-        return torch.empty(rows, len(plan.kept), *self.shape, dtype=stored, device=place)
+        return torch.empty(rows, len(plan.stored), *self.shape, dtype=stored, device=place)
 
-    def _plan(self, copies: int, rng: Rng) -> Plan:
-        """What the sampler does in this iteration: times, noise levels, branching."""
+    def _plan(self, copies: int, rng: Rng, context: RolloutContext = NO_CONTEXT) -> Plan:
+        """Plan what the sampler does in this iteration: times, noise levels, branching."""
         try:
-            noisy = self.noise_window(self.steps, self.iteration, rng.fold("window"))  # [K] bool
+            # [K] bool
+            noisy = self.noise_window(self.steps, context.iteration, rng.fold("window"))
             if self.exploring and self.tree is not None:
                 noisy = noisy | torch.isin(
                     torch.arange(self.steps), torch.tensor(self.tree.at(self.steps))
@@ -249,21 +267,21 @@ class FlowPolicy(NetPolicy, ABC):
         branching = self.exploring and self.tree is not None
         spans = self.tree.spans(steps, copies) if branching else [1] * (steps + 1)
         decisions = (noisy & self.exploring).nonzero()[:, 0].tolist()
-        kept = {
+        stored = {
             "path": range(len(times)),
             "decisions": sorted({k + side for k in decisions for side in (0, 1)}),
             "sample": (),
-        }[self.reads]
+        }[context.reads]
         return Plan(
             times,
             self.noise_level * noisy.double() * self.exploring,
             spans,
             copies,
-            kept=tuple(kept),
+            stored=tuple(stored),
         )
 
     def _trial(self, group: Tensor, row: Tensor, cond: dict[str, Any]) -> None:
-        """One pass of the largest kind, for what it allocates."""
+        """Make one pass of the largest kind, for what it allocates."""
         x = torch.zeros(len(row), *self.shape, dtype=self.dtype, device=self.device)
         none = torch.zeros(len(row), 1, dtype=torch.bool)
         t = self._on_rows(self.times[:1], len(row))[:, 0]
@@ -275,16 +293,16 @@ class FlowPolicy(NetPolicy, ABC):
     def _sample(
         self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng, plan: Plan, path: Tensor
     ) -> Rollout:
-        """Rows are leaves; only one row of every span goes through the network. Fills in ``path``
-        [B, S, *]."""
+        """Sample rows, the leaves of trees: one row of every span goes through the network. Fills
+        in ``path`` [B, S, *]."""
         time, eta = (self._on_rows(schedule, len(row)) for schedule in (plan.times, plan.eta))
         # without noise on the way a group would be one sample
         shared = self.same_initial_noise and self.exploring
         first = (row // plan.copies if shared else row)[:: plan.spans[0]]
-        own = rows_of(
+        row_cond = rows_of(
             {key: value for key, value in cond.items() if key != "uncond"}, group[:: plan.spans[0]]
         )
-        state = self._store(self.begin(rng.normal(first, self.shape, 0, self.dtype), own))
+        state = self._store(self.begin(rng.normal(first, self.shape, 0, self.dtype), row_cond))
         self._keep(path, plan, 0, state)
         logprobs = []
         noisy = []
@@ -328,8 +346,8 @@ class FlowPolicy(NetPolicy, ABC):
     def _advance(
         self, point: Point, rng: Rng, plan: Plan, k: int, row: Tensor, solver: Step | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Step k of the states that are alive: their children, the children's log-probs [B, 1], is
-        it a decision.
+        """Take step k of the states that are alive: their children, the children's log-probs [B,
+        1], is it a decision.
 
         The last is a bool [] of the device: the host need not wait for it."""
         sampled, scored, output = self._both(point, plan.rows)
@@ -388,8 +406,9 @@ class FlowPolicy(NetPolicy, ABC):
         )
 
     def dist(self, point: Point) -> Gaussian:
-        """On the path the transition to ``next_time``. At a re-noised state a Gaussian of variance
-        1/2 around the velocity, whose log-prob is minus the denoising error, up to a constant."""
+        """Compute on the path the transition to ``next_time``. At a re-noised state a Gaussian of
+        variance 1/2 around the velocity, whose log-prob is minus the denoising error, up to a
+        constant."""
         scale = self._scale(point)
         conditional = scale == 1 or (
             self.logprob_guidance == "conditional" and point.guidance is None
@@ -400,8 +419,9 @@ class FlowPolicy(NetPolicy, ABC):
         )
 
     def _both(self, point: Point, rows: int | None) -> tuple[Gaussian, Gaussian, Tensor]:
-        """The distribution that samples, the one whose log-prob is recorded (the same unless asked
-        otherwise), and the network's output behind the first; in passes of at most ``rows``."""
+        """Compute the distribution that samples, the one whose log-prob is recorded (the same
+        unless asked otherwise), and the network's output behind the first; in passes of at most
+        ``rows``."""
         scale = self._scale(point)
         each = []
         for part in point.split(rows or len(point)):
@@ -414,7 +434,8 @@ class FlowPolicy(NetPolicy, ABC):
         return sampled, self._transition(point, v) if mismatch else sampled, guided
 
     def strength(self, point: Point, scale: float) -> float | Tensor:
-        """``scale``, or that of every row fit for [B, *], where a family has more than one."""
+        """Choose ``scale``, or that of every row fit for [B, *], where a family has more than
+        one."""
         return scale
 
     def _scale(self, point: Point) -> float:
@@ -430,13 +451,13 @@ class FlowPolicy(NetPolicy, ABC):
         return self.dist_type(mean, std, self.logprob_reduction)
 
     def _velocities(self, point: Point, guided: bool) -> tuple[Tensor, Tensor | None]:
-        """Conditional and unconditional velocity [B, *]; both in one forward pass unless one needs
-        no gradient."""
+        """Compute conditional and unconditional velocity [B, *]; both in one forward pass unless
+        one needs no gradient."""
         x = point.state
         t = point.time
         self.forwards += 2 * len(x) if guided else len(x)
-        own = {key: value for key, value in point.cond.items() if key != "uncond"}
-        cond = rows_of(own, point.group)
+        prompt_cond = {key: value for key, value in point.cond.items() if key != "uncond"}
+        cond = rows_of(prompt_cond, point.group)
         if not guided:
             return self._pass(x, t, cond), None
         empty = self.unconditional(cond, point.cond)
@@ -444,8 +465,8 @@ class FlowPolicy(NetPolicy, ABC):
             with torch.no_grad():
                 v_empty = self._pass(x, t, empty)
             return self._pass(x, t, cond), v_empty
-        both = stacked(cond, empty)
-        v, v_empty = self._pass(torch.cat([x, x]), torch.cat([t, t]), both, passes=2).chunk(2)
+        twice = stacked(cond, empty)
+        v, v_empty = self._pass(torch.cat([x, x]), torch.cat([t, t]), twice, passes=2).chunk(2)
         return v, v_empty
 
     def _pass(self, x: Tensor, t: Tensor, cond: dict[str, Any], passes: int = 1) -> Tensor:
@@ -460,9 +481,9 @@ class FlowPolicy(NetPolicy, ABC):
         return v.to(self.dtype)
 
     def _filled(self, rows: int) -> int:
-        """Rows a pass is filled up to. Few states are alive near the root of a tree: filled up to
-        the constant width they would cost as much as all leaves, so a pass of a tree goes to the
-        next power of two."""
+        """Count the rows a pass is filled up to. Few states are alive near the root of a tree:
+        filled up to the constant width they would cost as much as all leaves, so a pass of a tree
+        goes to the next power of two."""
         if self.tree is None:
             return self.padded()
         return min(self.padded(), max(FEW, 1 << (rows - 1).bit_length()))
@@ -475,28 +496,28 @@ class FlowPolicy(NetPolicy, ABC):
         )
 
     def _keep(self, path: Tensor, plan: Plan, k: int, state: Tensor) -> None:
-        """Put the state after ``k`` steps where it waits for training, once for every row of its
+        """Store the state after ``k`` steps where it waits for training, once for every row of its
         span."""
-        if k in plan.kept:
+        if k in plan.stored:
             span = plan.spans[k]
-            path[:, plan.kept.index(k)].unflatten(0, (-1, span)).copy_(state.detach()[:, None])
+            path[:, plan.stored.index(k)].unflatten(0, (-1, span)).copy_(state.detach()[:, None])
 
     def _on_rows(self, schedule: Tensor, rows: int) -> Tensor:
         return sent(schedule.to(self.dtype), self.device).expand(rows, -1)
 
 
 def _step(rollout: Rollout, length: Tensor, rows: Tensor, k: int) -> Point:
-    """Decision k of the given rows."""
+    """Make the point of decision k of the given rows."""
     advantage = rollout.advantage
     path = rollout.path
-    here, (before, after) = rows.to(path.device), _places(rollout, rows, k)
+    path_rows, (before, after) = rows.to(path.device), _places(rollout, rows, k)
     return Point(
         group=rollout.group[rows],
         cond=rollout.cond,
         row_id=rollout.row_id[rows],
         num_decisions=length[rows],
-        state=path[here, before].to(rollout.sample.dtype),
-        target=path[here, after].to(rollout.sample.dtype),
+        state=path[path_rows, before].to(rollout.sample.dtype),
+        target=path[path_rows, after].to(rollout.sample.dtype),
         time=rollout.time[rows, k],
         next_time=rollout.time[rows, k + 1],
         eta=rollout.eta[rows, k],
@@ -509,7 +530,7 @@ def _step(rollout: Rollout, length: Tensor, rows: Tensor, k: int) -> Point:
 
 
 def _places(rollout: Rollout, rows: Tensor, k: int) -> tuple[Any, Any]:
-    """Where the states before and after decision k of the given rows are in their paths."""
+    """Find where the states before and after decision k of the given rows are in their paths."""
     if rollout.visit is None:
         return k, k + 1
     at = rollout.visit[rows].to(rollout.path.device)
@@ -517,7 +538,7 @@ def _places(rollout: Rollout, rows: Tensor, k: int) -> tuple[Any, Any]:
 
 
 def stacked(first: Any, second: Any) -> Any:
-    """Two nests of tensors [B, *] on top of each other, [2B, *]."""
+    """Stack two nests of tensors [B, *] on top of each other, [2B, *]."""
     if isinstance(first, Tensor):
         return torch.cat([first, second.to(first)])
     return {key: stacked(value, second[key]) for key, value in first.items()}

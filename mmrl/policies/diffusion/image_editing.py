@@ -39,14 +39,14 @@ class EditPolicy(FolderPolicy):
     def pictures(self, prompts: list[Prompt]) -> list[Any]:
         """The image of every prompt at ``image_size``. UserError names a prompt that has none, or
         several."""
-        found = [images_of(prompt) for prompt in prompts]
-        for prompt, images in zip(prompts, found):
+        sources = [images_of(prompt) for prompt in prompts]
+        for prompt, images in zip(prompts, sources):
             if len(images) != 1:
                 raise UserError(
                     f"{where(prompt)}: this model edits the one image under 'image', "
                     f"and got {len(images)}"
                 )
-        opened = [open_image(images[0], prompt) for images, prompt in zip(found, prompts)]
+        opened = [open_image(images[0], prompt) for images, prompt in zip(sources, prompts)]
         return self.processor().resize(opened, *self.image_size)
 
     @torch.no_grad()
@@ -80,7 +80,7 @@ class Request(str):
 
     def __new__(cls, text: str, image: Any) -> Request:
         digest = hashlib.sha256(image.tobytes()).hexdigest()
-        found = super().__new__(cls, f"{image.size} {digest} {text}")
-        found.text = text
-        found.image = image
-        return found
+        request = super().__new__(cls, f"{image.size} {digest} {text}")
+        request.text = text
+        request.image = image
+        return request

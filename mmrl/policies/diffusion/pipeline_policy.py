@@ -8,6 +8,7 @@ called, what shape its latents have and how they are decoded.
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -35,7 +36,7 @@ class FolderPolicy(FlowPolicy):
     autoencoder: ClassVar[str] = "AutoencoderKL"
     part: ClassVar[str] = "transformer"  # of the folder that is trained
     also: ClassVar[tuple[str, ...]] = ()  # pipelines whose folders do as well
-    makes = "image"
+    capabilities = replace(FlowPolicy.capabilities, makes="image")
     decoding: int | None = None  # samples that were decoded at once, once there were some
 
     def __init__(
@@ -86,14 +87,14 @@ class FolderPolicy(FlowPolicy):
     def decode_in_parts(self, vae_tiling: bool, vae_slicing: bool) -> None:
         """Turn on what the autoencoder offers to need less memory. UserError where it does not
         offer it."""
-        for name, wanted in (("tiling", vae_tiling), ("slicing", vae_slicing)):
+        for name, enabled in (("tiling", vae_tiling), ("slicing", vae_slicing)):
             enable = getattr(self.vae, f"enable_{name}", None)
-            if wanted and enable is None:
+            if enabled and enable is None:
                 raise UserError(
                     f"policy option vae_{name}: {type(self.vae).__name__} has no "
                     f"{name}; leave it false"
                 )
-            if wanted:
+            if enabled:
                 enable()
 
     def load_part(self, name: str, subfolder: str, dtype: torch.dtype | None = None) -> Any:
@@ -269,7 +270,7 @@ def padded(text: Tensor, mask: Tensor | None, length: int) -> dict[str, Tensor]:
     """Encodings [n, L, C] and their mask [n, L] (None: all are words) at a fixed length, so that
     rows can be joined."""
     mask = torch.ones(text.shape[:2], device=text.device) if mask is None else mask
-    more = max(length - text.shape[1], 0)
-    text = nn.functional.pad(text, (0, 0, 0, more))
-    mask = nn.functional.pad(mask, (0, more))
+    missing = max(length - text.shape[1], 0)
+    text = nn.functional.pad(text, (0, 0, 0, missing))
+    mask = nn.functional.pad(mask, (0, missing))
     return {"text": text[:, :length], "mask": mask[:, :length].bool()}

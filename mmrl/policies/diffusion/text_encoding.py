@@ -49,16 +49,16 @@ class PromptCache:
         self.limit = limit
         self.batch = batch
         self.pipeline: Any = None
-        self.kept: dict[Hashable, Encoding] = {}
+        self.encodings: dict[Hashable, Encoding] = {}
 
     def __call__(self, texts: Sequence[Hashable], device: torch.device) -> Encoding:
         """Nest of tensors [P, *] on ``device``, one row a text."""
-        fresh = {text: None for text in texts if text not in self.kept}
+        fresh = {text: None for text in texts if text not in self.encodings}
         if fresh:
             self._encode(list(fresh), device)
-        rows = [self.kept[text] for text in texts]
-        while len(self.kept) > self.limit:
-            del self.kept[next(iter(self.kept))]
+        rows = [self.encodings[text] for text in texts]
+        while len(self.encodings) > self.limit:
+            del self.encodings[next(iter(self.encodings))]
         return {key: torch.cat([row[key] for row in rows]).to(device) for key in rows[0]}
 
     @torch.no_grad()
@@ -71,7 +71,9 @@ class PromptCache:
             for i, text in enumerate(part):
                 # without what a text carries beside it
                 key = str(text) if isinstance(text, str) else text
-                self.kept[key] = {name: value[i : i + 1].clone() for name, value in encoded.items()}
+                self.encodings[key] = {
+                    name: value[i : i + 1].clone() for name, value in encoded.items()
+                }
         if self.placement == "offload":
             pipeline.to("cpu")
         self.pipeline = None if self.placement == "release" else pipeline

@@ -37,15 +37,20 @@ class Tree:
     def at(self, steps: int) -> tuple[int, ...]:
         """The split steps, each once, in order. UserError where they do not fit."""
         if isinstance(self.splits, int):
-            found = tuple(steps // self.splits * i for i in range(self.splits))
+            splits = tuple(steps // self.splits * i for i in range(self.splits))
         else:
-            found = tuple(sorted(set(self.splits)))
-        if not found or found[-1] >= steps or len(set(found)) < len(found) or (steps < len(found)):
+            splits = tuple(sorted(set(self.splits)))
+        if (
+            not splits
+            or splits[-1] >= steps
+            or len(set(splits)) < len(splits)
+            or (steps < len(splits))
+        ):
             raise UserError(
                 f"policy option tree.splits {self.splits}: needs different steps "
                 f"between 0 and {steps - 1}"
             )
-        return found
+        return splits
 
     def spans(self, steps: int, copies: int) -> list[int]:
         """How many leaves share a state, for each of the steps + 1 states. UserError where copies
@@ -59,11 +64,11 @@ class Tree:
                 f"copies must be a multiple of {leaves}"
             )
         span = leaves
-        found = [span]
+        spans = [span]
         for k in range(steps):
             span //= self.factor if k in splits else 1
-            found.append(span)
-        return found
+            spans.append(span)
+        return spans
 
     def draw(
         self,
@@ -76,18 +81,20 @@ class Tree:
     ):
         """[B, *] the noise of the children named ``child`` [B], of parents named ``parent`` [B], at
         a split."""
-        own = rng.normal(child, shape, step, dtype)
+        noise = rng.normal(child, shape, step, dtype)
         if self.noise == "published":
-            return self.scale * own
+            return self.scale * noise
         if self.noise == "correlated":
             common = rng.fold("tree").normal(parent, shape, step, dtype)
-            return (common + self.scale * own) / (1 + self.scale**2) ** 0.5
-        return own
+            return (common + self.scale * noise) / (1 + self.scale**2) ** 0.5
+        return noise
 
 
 def size(spans: Sequence[int], leaves: int, noisy: Tensor) -> dict[str, float]:
     """What one tree (or row) of ``leaves`` costs: network forwards and edges with a density, per
     leaf."""
     states = [leaves // span for span in spans]
-    edges = sum(after for (_, after), there in zip(pairwise(states), noisy.tolist()) if there)
+    edges = sum(
+        after for (_, after), stochastic in zip(pairwise(states), noisy.tolist()) if stochastic
+    )
     return {"forwards": sum(states[:-1]) / leaves, "edges": edges / leaves}

@@ -3,6 +3,7 @@ decoding."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -17,7 +18,7 @@ from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 class VideoFolderPolicy(FolderPolicy):
     """Latents [B, C, F, H, W]; samples are videos [B, F, 3, H, W]."""
 
-    makes = "video"
+    capabilities = replace(FolderPolicy.capabilities, makes="video")
 
     def __init__(
         self,

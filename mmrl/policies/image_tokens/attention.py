@@ -96,5 +96,5 @@ def _interface(
     **_: Any,
 ) -> tuple[Tensor, None]:
     causal = mask is None and query.shape[2] > 1
-    found = attend(query, key, value, mask, causal, scaling, "xformers")
-    return found.transpose(1, 2).contiguous(), None
+    output = attend(query, key, value, mask, causal, scaling, "xformers")
+    return output.transpose(1, 2).contiguous(), None

@@ -53,8 +53,8 @@ def grow(
         if k == at:
             every = torch.cat([of, of + len(first)]) if guided else of
             hidden = hidden[every]
-            ids = [one[of] for one in ids]
-            scores = [one[of] for one in scores]
+            ids = [step[of] for step in ids]
+            scores = [step[of] for step in scores]
             net("fork", state, every)
         policy.forwards += len(hidden)
         block = slice(start, start := start + count)

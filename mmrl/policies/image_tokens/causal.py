@@ -3,15 +3,12 @@ recomputing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mmrl.policies.image_tokens.network import Inputs, widened
 from mmrl.policies.vlm import caches
@@ -40,7 +37,9 @@ def read(decoder: nn.Module, inputs: Inputs, rows: Tensor, layers: int) -> tuple
         use_cache=True,
     ).last_hidden_state[:, -1:]
     mask = None if bool(inputs["mask"].all()) else inputs["mask"][rows]
-    return hidden[rows], State(caches.growing(caches.kept(cache), rows), mask, places[rows, -1] + 1)
+    return hidden[rows], State(
+        caches.growing(caches.key_values(cache), rows), mask, places[rows, -1] + 1
+    )
 
 
 def advance(decoder: nn.Module, ids: Tensor, state: State, places: Tensor | None = None) -> Tensor:
@@ -51,8 +50,8 @@ def advance(decoder: nn.Module, ids: Tensor, state: State, places: Tensor | None
     """
     ids, length = widened(ids, len(state.place)), ids.shape[1]
     state.mask = None if state.mask is None else F.pad(state.mask, (0, length), value=1)
-    own = places is not None
-    if not own:
+    given_places = places is not None
+    if not given_places:
         places = state.place[:, None] + ids.new_ones(ids.shape).cumsum(1) - 1
     hidden = decoder(
         input_ids=ids,
@@ -61,7 +60,7 @@ def advance(decoder: nn.Module, ids: Tensor, state: State, places: Tensor | None
         past_key_values=state.cache,
         use_cache=True,
     ).last_hidden_state
-    state.place = state.place if own else state.place + length
+    state.place = state.place if given_places else state.place + length
     return hidden[:, -1:]
 
 
@@ -70,23 +69,12 @@ def positions(mask: Tensor) -> Tensor:
     return (mask.long().cumsum(1) - 1).clamp_min(0)
 
 
-def padded(cond: list[Inputs], pad: int, least: int = 0) -> list[Tensor]:
-    """Ids and masks [P, S] of prompts, padded on the left to the longest, or to ``least``."""
-    longest = max(least, *(one["ids"].shape[1] for one in cond))
-    short = [longest - one["ids"].shape[1] for one in cond]
-    ids = [F.pad(one["ids"], (n, 0), value=pad) for one, n in zip(cond, short)]
-    mask = [F.pad(one["ids"].new_ones(one["ids"].shape), (n, 0)) for one, n in zip(cond, short)]
-    return [torch.cat(ids), torch.cat(mask)]
-
-
-def recompute(decoder: nn.Module) -> None:
-    """Layers are computed again in the backward pass of teacher forcing, which uses no cache."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    again: Callable = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    for layer in decoder.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            layer.gradient_checkpointing = layer._can_checkpoint_with_cache = True
-            layer._gradient_checkpointing_func = again
-            # of the layer alone, which asks for it; what is inside stays in eval mode
-            layer.training = True
+def padded(cond: list[Inputs], pad: int, least: int = 0) -> Inputs:
+    """Join prompts to ids and mask [P, S], padded on the left to the longest, or to ``least``."""
+    longest = max(least, *(prompt["ids"].shape[1] for prompt in cond))
+    short = [longest - prompt["ids"].shape[1] for prompt in cond]
+    ids = [F.pad(prompt["ids"], (n, 0), value=pad) for prompt, n in zip(cond, short)]
+    mask = [
+        F.pad(prompt["ids"].new_ones(prompt["ids"].shape), (n, 0)) for prompt, n in zip(cond, short)
+    ]
+    return {"ids": torch.cat(ids), "mask": torch.cat(mask)}

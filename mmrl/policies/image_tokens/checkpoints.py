@@ -47,18 +47,18 @@ def read(file: str | Path, drop: Sequence[str] = ()) -> Published:
         if file.suffix == ".safetensors":
             from safetensors.torch import load_file
 
-            found = load_file(file)
+            weights = load_file(file)
         else:
-            found = torch.load(file, map_location="cpu", weights_only=True)
+            weights = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a reader of files can raise anything
         raise UserError(
             f"{file} cannot be read as weights: {str(error).splitlines()[0]}"
         ) from error
     for name in ("model", "module", "state_dict"):
-        found = found[name] if isinstance(found.get(name), dict) else found
+        weights = weights[name] if isinstance(weights.get(name), dict) else weights
     return {
         name: tensor
-        for name, tensor in found.items()
+        for name, tensor in weights.items()
         if isinstance(tensor, Tensor) and name not in drop
     }
 

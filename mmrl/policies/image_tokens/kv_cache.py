@@ -44,7 +44,7 @@ class Rooms:
             return torch.arange(first, self.length, device=self.layers[0][0].device)
         return slice(first, self.length)
 
-    def seen(self, place: Place, padding: Tensor | None) -> Tensor | None:
+    def attention_mask(self, place: Place, padding: Tensor | None) -> Tensor | None:
         """[B or 1, 1, 1, S] bool: what a token at ``place`` may look at; None: all that it is
         shown.
 
@@ -76,6 +76,6 @@ def put(room: KV, k: Tensor, v: Tensor, place: Place) -> KV:
 
 def _wide(read: Tensor, rows: Tensor, size: int) -> Tensor:
     """Zeros behind, since a masked weight of 0 times what was never written need not be 0."""
-    found = read.new_zeros(len(rows), read.shape[1], size, read.shape[3])
-    found[:, :, : read.shape[2]] = read[rows]
-    return found
+    wide = read.new_zeros(len(rows), read.shape[1], size, read.shape[3])
+    wide[:, :, : read.shape[2]] = read[rows]
+    return wide

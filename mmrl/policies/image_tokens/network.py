@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
 from mmrl.core.host import selected
+from mmrl.policies import scores
 from mmrl.policies.image_tokens.attention import Kernel
-from mmrl.policies.vlm import scores
-from mmrl.policies.vlm.scores import Scored
+from mmrl.policies.scores import Scored
 from samplers.warp import Warp
 
 Inputs = dict[str, Tensor]  # conditions, one row a prompt or a sample
@@ -37,9 +37,9 @@ class ImageNet(nn.Module, ABC):
     # the layers' pass for one token, which may be compiled; None: there is none
     token: Callable | None = None
 
-    def forward(self, work: str, *given: Any) -> Any:
+    def forward(self, work: str, *arguments: Any) -> Any:
         """``work`` names the method: wrappers (DDP, FSDP2) see calls of the module only."""
-        return getattr(self, work)(*given)
+        return getattr(self, work)(*arguments)
 
     def compile_token(self) -> None:
         """One token's pass becomes one graph, on CUDA replayed without the host, for shapes that
@@ -130,16 +130,16 @@ class ImageNet(nn.Module, ABC):
         """[N, V] log-probs."""
         return scores.full(features, self.logits, warp, self.vocab)
 
-    def kl(self, features: Tensor, other: Tensor, warp: Warp) -> Tensor:
+    def kl(self, features: Tensor, reference: Tensor, warp: Warp) -> Tensor:
         """[N] to another's log-probs [N, V]."""
-        return scores.kl(features, other, self.logits, warp)
+        return scores.kl(features, reference, self.logits, warp)
 
     def _features(self, inputs: Inputs, empty: Inputs | None, ids: Tensor, scale: Tensor) -> Tensor:
         if empty is None:
             return self.teach(inputs, ids)
         if not self.stopgrad:
-            both = self.teach(stacked(inputs, empty), torch.cat([ids, ids]))
-            return beside(*both.chunk(2), scale)
+            features = self.teach(stacked(inputs, empty), torch.cat([ids, ids]))
+            return beside(*features.chunk(2), scale)
         with torch.no_grad():
             without = self.teach(empty, ids)
         return beside(self.teach(inputs, ids), without, scale)

@@ -8,9 +8,9 @@ and in the score.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -21,18 +21,23 @@ from mmrl.config.options import Count
 from mmrl.core.distributions import drawn
 from mmrl.core.host import on_host, sent
 from mmrl.core.types import Media, Point, Prompt, Rollout
-from mmrl.policies.base import NetPolicy, at_guidance, warn_of_mismatch
-from mmrl.policies.diffusion.flow_policy import LogpDist
+from mmrl.policies.base import (
+    NO_CONTEXT,
+    LogprobGuidance,
+    RolloutContext,
+    rows_and_groups,
+    warn_of_mismatch,
+)
 from mmrl.policies.image_tokens.attention import Kernel, available
 from mmrl.policies.image_tokens.network import ImageNet, Inputs, beside, stacked
-from mmrl.policies.vlm.answers import AnswerTokens
+from mmrl.policies.tokens import AnswerTokens, TokenPolicy, somewhere
 from samplers.batching import at_width, chunks
 from samplers.noise import Rng
 from samplers.warp import Warp
 
 
-class ImageTokenPolicy(NetPolicy, ABC):
-    """Options of every model that writes images as tokens.
+class ImageTokenPolicy(TokenPolicy):
+    """Writes images as tokens, block by block, and scores all of them in one teacher-forced pass.
 
     temperature, top_k, top_p: of sampling and of scoring, applied to guided logits. guidance_scale:
     scale s of classifier-free guidance, z = z_u + s (z_c - z_u); 1 is none. logprob_guidance: what
@@ -42,8 +47,7 @@ class ImageTokenPolicy(NetPolicy, ABC):
     one token as one graph (torch.compile), whose shapes never change: for GPUs.
     """
 
-    makes = "image"
-    decisions = "categorical"
+    capabilities = replace(TokenPolicy.capabilities, makes="image")
     adjacent = True
     net: ImageNet
 
@@ -54,7 +58,7 @@ class ImageTokenPolicy(NetPolicy, ABC):
         top_k: Count | None = None,
         top_p: Annotated[float, Gt(0), Le(1)] = 1.0,
         guidance_scale: float = 5.0,
-        logprob_guidance: LogpDist = "guided",
+        logprob_guidance: LogprobGuidance = "guided",
         attention: Kernel = "auto",
         compile: bool = False,
         **options: Any,
@@ -63,7 +67,6 @@ class ImageTokenPolicy(NetPolicy, ABC):
         self.warp = Warp(temperature, top_k, top_p)
         self.guidance_scale = guidance_scale
         self.logprob_guidance = logprob_guidance
-        self.entropies = False
         net.stopgrad = logprob_guidance == "guided_stopgrad_uncond"
         net.kernel = available(attention)
         if compile:
@@ -72,27 +75,28 @@ class ImageTokenPolicy(NetPolicy, ABC):
 
     @abstractmethod
     def encode(self, prompts: list[Prompt]) -> list[Inputs]:
-        """The condition of every prompt, tensors [1, *] on the device."""
+        """Encode the condition of every prompt, tensors [1, *] on the device."""
 
     @abstractmethod
     def empty(self, inputs: Inputs) -> Inputs:
-        """The unconditional inputs [P, *] that belong to collated ones."""
+        """Make the unconditional inputs [P, *] that belong to collated ones."""
 
     @abstractmethod
     def pixels(self, ids: Tensor) -> Tensor:
-        """[B, 3, H, W] in -1..1 of token ids [B, T]."""
+        """Decode token ids [B, T] to [B, 3, H, W] in -1..1."""
 
     def collate(self, cond: list[Inputs]) -> Inputs:
-        """One batch of conditions [P, *]."""
-        return {name: torch.cat([one[name] for one in cond]) for name in cond[0]}
+        """Join conditions to one batch [P, *]."""
+        return {name: torch.cat([prompt[name] for prompt in cond]) for name in cond[0]}
 
     def scales(self, guidance: float) -> Tensor:
-        """[T] the guidance scale of every decision."""
+        """List the guidance scale of every decision, [T]."""
         return torch.full((sum(self.net.turns),), guidance)
 
-    def rollout(self, prompts: list[Prompt], copies: int, rng: Rng) -> Rollout:
-        row = rng.rows(len(prompts), copies).to(self.device)
-        group = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)
+    def rollout(
+        self, prompts: list[Prompt], copies: int, rng: Rng, context: RolloutContext = NO_CONTEXT
+    ) -> Rollout:
+        row, group = rows_and_groups(prompts, copies, rng, self.device)
         cond = self.encode(prompts)
         # passes of one token allocate alike: two show what all need
         few = 2 if self.net.token else None
@@ -131,72 +135,44 @@ class ImageTokenPolicy(NetPolicy, ABC):
             token, score = self._decide(features, plain, uniform[:, block])
             ids.append(token)
             logprob.append(score)
-        found = torch.cat(ids, 1)
+        tokens = torch.cat(ids, 1)
         order = (
             torch.arange(len(ids))
             .repeat_interleave(torch.tensor(net.turns[: len(ids)]))
-            .to(found.device)
+            .to(tokens.device)
         )
         return Rollout(
             group=group,
             cond=cond,
             row_id=row,
-            sample=found,
+            sample=tokens,
             logprob=torch.cat(logprob, 1),
-            mask=self.decided(found),
-            commit_step=order.expand_as(found),
+            mask=self.decided(tokens),
+            commit_step=order.expand_as(tokens),
         )
 
     def decided(self, ids: Tensor) -> Tensor:
-        """[B, T] bool: which tokens of ids [B, T] are decisions; a family may know some that are
-        not."""
+        """Mark which tokens of ids [B, T] are decisions; a family may know some that are not."""
         return torch.ones_like(ids, dtype=torch.bool)
 
     def _decide(
         self, features: Tensor, plain: Tensor | None, uniform: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Tokens [B, n] by inversion at ``uniform`` [B, n], and the log-probs that are recorded:
-        those at the ``plain`` features where guidance is left out of the score."""
-        found, score = drawn(self.warp(self.net("logits", features)), uniform[..., None])
-        token = found[..., 0]
+        """Draw tokens [B, n] by inversion at ``uniform`` [B, n], with the log-probs that are
+        recorded: those at the ``plain`` features where guidance is left out of the score."""
+        drawn_ids, score = drawn(self.warp(self.net("logits", features)), uniform[..., None])
+        token = drawn_ids[..., 0]
         if plain is None:
             return token, score[..., 0].to(self.dtype)
         logits = self.warp(self.net("logits", plain), keep=token)
-        return token, (logits.gather(-1, found)[..., 0] - logits.logsumexp(-1)).to(self.dtype)
-
-    def path(self, rollout: Rollout) -> Iterator[Point]:
-        yield Point(
-            group=rollout.group,
-            cond=rollout.cond,
-            row_id=rollout.row_id,
-            state=rollout.sample,
-            target=rollout.sample,
-            mask=rollout.mask,
-            logprob=rollout.logprob,
-            advantage=rollout.advantage,
-            num_decisions=rollout.mask.sum(1),
-            sampler_logprob=rollout.sampler_logprob,
-        )
-
-    def renoise(
-        self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False
-    ) -> Iterator[Point]:
-        for point in self.path(rollout):
-            yield point.replace(logprob=None)
+        return token, (logits.gather(-1, drawn_ids)[..., 0] - logits.logsumexp(-1)).to(self.dtype)
 
     def dist(self, point: Point) -> AnswerTokens:
-        where = point.mask
-        # every process makes its passes, also those that train nothing
-        if not on_host(where).any():
-            where = where.clone()
-            where[0, 0] = True
-        scale = self.guidance_scale if point.guidance is None else point.guidance
-        conditional = scale == 1 or (
-            self.logprob_guidance == "conditional" and point.guidance is None
-        )
+        where = somewhere(point.mask)
+        scale = self.scored_guidance(point)
         inputs = self.collate([point.cond[i] for i in on_host(point.group).tolist()])
-        empty = None if conditional else self.empty(inputs)
-        self.forwards += len(where) * (1 if conditional else 2)
+        empty = None if scale == 1 else self.empty(inputs)
+        self.forwards += len(where) * (1 if empty is None else 2)
         hidden, scored = self.active()(
             "score",
             inputs,
@@ -210,24 +186,19 @@ class ImageTokenPolicy(NetPolicy, ABC):
         return AnswerTokens(self, point, where, hidden, scored)
 
     def decode(self, rollout: Rollout) -> Media:
-        size = self.fixed_batch_rows or len(rollout)
-        with torch.no_grad():
-            parts = [
-                at_width(self.pixels, size, rollout.sample[part])
-                for part in chunks(len(rollout), size)
-            ]
-        return (torch.cat(parts).float() / 2 + 0.5).clamp(0, 1)
+        return torch.cat(self.images_of(rollout.sample, len(rollout)))
 
-    @contextmanager
-    def evaluating(self, guidance: float | None = None) -> Iterator[None]:
-        """As in training: the likeliest image is not a good one. At another guidance scale if
-        given."""
-        with at_guidance(self, guidance):
-            yield
+    @torch.no_grad()
+    def images_of(self, ids: Tensor, rows: int) -> list[Tensor]:
+        """Decode token ids [B, T] to images [b, 3, H, W] in 0..1, in passes of the width that
+        ``rows`` rows have."""
+        size = self.fixed_batch_rows or rows
+        parts = [at_width(self.pixels, size, ids[part]) for part in chunks(len(ids), size)]
+        return [(part.float() / 2 + 0.5).clamp(0, 1) for part in parts]
 
 
 def spans(turns: Any) -> Iterator[slice]:
-    """Where the tokens of every pass stand."""
+    """Yield where the tokens of every pass stand."""
     end = 0
     for count in turns:
         yield slice(end, end + count)

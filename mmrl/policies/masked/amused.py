@@ -4,6 +4,7 @@ everything in its folder format."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -33,10 +34,10 @@ PROJECTIONS = tuple(
 
 @POLICIES.register("amused")
 class Amused(MaskedDiffusion):
-    """aMUSEd: any diffusers folder or hub id of an AmusedPipeline (UVit2DModel, VQModel, a CLIP
-    text encoder)."""
+    """Trains aMUSEd from a folder or hub id of an AmusedPipeline (UVit2DModel, VQModel, CLIP text
+    encoder)."""
 
-    makes = "image"
+    capabilities = replace(MaskedDiffusion.capabilities, makes="image")
     attention = PROJECTIONS
 
     def __init__(
@@ -101,8 +102,8 @@ class Amused(MaskedDiffusion):
             truncation=True,
             max_length=pipe.tokenizer.model_max_length,
         ).input_ids.to(device)
-        found = pipe.text_encoder(ids, return_dict=True, output_hidden_states=True)
-        return {"text": found.hidden_states[-2], "pooled": found.text_embeds}
+        encoding = pipe.text_encoder(ids, return_dict=True, output_hidden_states=True)
+        return {"text": encoding.hidden_states[-2], "pooled": encoding.text_embeds}
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
         cond = self.texts(texts_of(prompts), self.device)

@@ -4,6 +4,7 @@ generators."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +27,7 @@ Decoder = Callable[[Tensor], Tensor]  # codes [B, h, w] -> images [B, 3, H, W] i
 
 @POLICIES.register("masked_image_lm")
 class MaskedImageLM(MaskedLM):
-    """Masked language models of text and image codes in one vocabulary (MMaDA): text in, image out.
+    """Trains masked language models that draw: text and image codes in one vocabulary (MMaDA).
 
     The protocol: model and tokenizer as for ``masked_lm``; codes 0 .. ``codes`` - 1 are the ids
     from ``first`` on; what is read is ``prompt`` with the text in it, side x side codes row by row,
@@ -34,7 +35,7 @@ class MaskedImageLM(MaskedLM):
     ``file.py:build``, a function without arguments that returns one.
     """
 
-    makes = "image"
+    capabilities = replace(MaskedDiffusion.capabilities, makes="image")
     not_options = (*MaskedLM.not_options, "max_new_tokens", "block")
 
     def __init__(
@@ -106,10 +107,10 @@ class MaskedImageLM(MaskedLM):
     def decode(self, rollout: Rollout) -> Media:
         """[B, 3, H, W] in 0..1."""
         ids = rollout.sample.unflatten(1, (self.side, self.side))
-        found = [
+        images = [
             self.codec(ids[part]) for part in chunks(len(ids), self.fixed_batch_rows or len(ids))
         ]
-        return torch.cat(found).float().clamp(0, 1)
+        return torch.cat(images).float().clamp(0, 1)
 
 
 def _decoder(name: str) -> Decoder:

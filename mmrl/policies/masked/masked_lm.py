@@ -3,6 +3,7 @@ of transformers."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,14 @@ from samplers.noise import Rng
 
 @POLICIES.register("masked_lm")
 class MaskedLM(MaskedDiffusion):
-    """Masked language models: text in, text out, block after block (semi-autoregressive).
+    """Trains masked language models, which write text block after block (semi-autoregressive).
 
     The protocol: transformers' auto classes load a model and a tokenizer from the folder or hub id,
     and ``model(input_ids [B, L], attention_mask=[B, L]).logits`` [B, L, V] looks both ways,
     position i for token i.
     """
 
-    makes = "text"
+    capabilities = replace(MaskedDiffusion.capabilities, makes="text")
     attention = ("q_proj", "k_proj", "v_proj", "o_proj", "attn_out", "query", "key", "value")
 
     def __init__(
@@ -55,15 +56,15 @@ class MaskedLM(MaskedDiffusion):
                 f"{blocks} blocks {steps} steps"
             )
         self.tokenizer, net = _loaded(self.place, getattr(torch, dtype), remote_code)
-        found = self.tokenizer.mask_token_id if mask is None else mask
-        if found is None:
+        mask_id = self.tokenizer.mask_token_id if mask is None else mask
+        if mask_id is None:
             raise UserError(
                 f"the tokenizer of {path!r} knows no mask token: give its id as policy option mask"
             )
         self.end = self.tokenizer.eos_token_id
-        self.hole = found  # what the network reads in the place of a hidden token
+        self.hole = mask_id  # what the network reads in the place of a hidden token
         self.suffix: list[int] = []  # tokens behind every answer
-        super().__init__(net, max_new_tokens, found, steps=steps, blocks=blocks, **options)
+        super().__init__(net, max_new_tokens, mask_id, steps=steps, blocks=blocks, **options)
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
         """Prompts padded at the right [P, L] and how long they are [P]."""
@@ -71,11 +72,11 @@ class MaskedLM(MaskedDiffusion):
 
     def padded_ids(self, ids: list[list[int]]) -> dict[str, Tensor]:
         """``ids`` [P, L] and ``size`` [P]."""
-        width = max(len(one) for one in ids)
+        width = max(len(row) for row in ids)
         rows = torch.tensor(
-            [one + [self.hole] * (width - len(one)) for one in ids], device=self.device
+            [row + [self.hole] * (width - len(row)) for row in ids], device=self.device
         )
-        return {"ids": rows, "size": torch.tensor([len(one) for one in ids], device=self.device)}
+        return {"ids": rows, "size": torch.tensor([len(row) for row in ids], device=self.device)}
 
     def _ids(self, text: str) -> list[int]:
         if not self.tokenizer.chat_template:
@@ -93,16 +94,16 @@ class MaskedLM(MaskedDiffusion):
         behind = sent(torch.tensor(self.suffix, dtype=ids.dtype), ids.device).expand(len(ids), -1)
         behind = torch.cat([self.written(ids), behind], 1)
         place = torch.arange(prompt.shape[1] + behind.shape[1], device=ids.device)[None]
-        own = behind.gather(1, (place - size).clamp(0, behind.shape[1] - 1))
+        answer_ids = behind.gather(1, (place - size).clamp(0, behind.shape[1] - 1))
         padded = torch.nn.functional.pad(prompt, (0, behind.shape[1]), value=self.hole)
-        seen = place < size + behind.shape[1]
-        found = self.active()(
-            torch.where(place < size, padded, own), attention_mask=seen.long()
+        visible = place < size + behind.shape[1]
+        logits = self.active()(
+            torch.where(place < size, padded, answer_ids), attention_mask=visible.long()
         ).logits
         answer = (size + torch.arange(self.length, device=ids.device))[..., None].expand(
-            -1, -1, found.shape[-1]
+            -1, -1, logits.shape[-1]
         )
-        return found.gather(1, answer)
+        return logits.gather(1, answer)
 
     def written(self, ids: Tensor) -> Tensor:
         """[B, L] of the network's vocabulary, of a state [B, L]."""
@@ -123,11 +124,11 @@ class MaskedLM(MaskedDiffusion):
         return cond | {"ids": torch.where(draw < share, self.hole, ids)}
 
     def _rollout(
-        self, found: Rollout, steps: list[tuple[Tensor, Tensor, Tensor, Tensor]]
+        self, sampled: Rollout, steps: list[tuple[Tensor, Tensor, Tensor, Tensor]]
     ) -> Rollout:
         """Blocks behind that of the end token say nothing: nobody reads them, and none that are
         read saw them."""
-        rollout = super()._rollout(found, steps)
+        rollout = super()._rollout(sampled, steps)
         last = self._size(rollout.sample).sub(1) // self.block  # [B] the last block that is read
         place = torch.arange(self.length, device=last.device) // self.block
         read = place <= last[:, None]  # [B, L]
@@ -165,8 +166,8 @@ def _loaded(place: str, dtype: torch.dtype, remote_code: bool) -> tuple[Any, Any
 
     try:
         config = AutoConfig.from_pretrained(place, trust_remote_code=remote_code)
-        own = getattr(config, "auto_map", None) or {}
-        auto = AutoModelForCausalLM if "AutoModelForCausalLM" in own else AutoModelForMaskedLM
+        auto_map = getattr(config, "auto_map", None) or {}
+        auto = AutoModelForCausalLM if "AutoModelForCausalLM" in auto_map else AutoModelForMaskedLM
         net = auto.from_pretrained(place, config=config, dtype=dtype, trust_remote_code=remote_code)
         return AutoTokenizer.from_pretrained(place, trust_remote_code=remote_code), net
     except (OSError, ValueError) as error:

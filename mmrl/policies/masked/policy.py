@@ -9,10 +9,8 @@ choice.
 
 from __future__ import annotations
 
-from abc import ABC
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -25,9 +23,14 @@ from mmrl.core.distributions import Categorical, drawn
 from mmrl.core.errors import UserError
 from mmrl.core.host import indices, on_host, remember, selected, spread
 from mmrl.core.types import Point, Rollout
-from mmrl.policies.base import at_guidance, first_of_group, rows_of, warn_of_mismatch
-from mmrl.policies.diffusion.flow_policy import LogpDist, stacked
-from mmrl.policies.tokens import TokenPolicy
+from mmrl.policies.base import (
+    LogprobGuidance,
+    first_of_group,
+    rows_of,
+    warn_of_mismatch,
+)
+from mmrl.policies.diffusion.flow_policy import stacked
+from mmrl.policies.tokens import LogitsPolicy, somewhere
 from samplers import unmask
 from samplers.noise import Rng
 
@@ -56,9 +59,9 @@ class Hidden:
         token = self._spread(Categorical(self.logits).log_prob(selected(ids, self.where)))
         return token if self.noise is None else chosen(token, self.noise, decision[..., 1])
 
-    def kl(self, other: Hidden) -> Tensor:
+    def kl(self, reference: Hidden) -> Tensor:
         """KL(self || other)."""
-        return self._spread(Categorical(self.logits).kl(Categorical(other.logits)))
+        return self._spread(Categorical(self.logits).kl(Categorical(reference.logits)))
 
     def entropy(self) -> Tensor:
         return self._spread(Categorical(self.logits).entropy())
@@ -68,12 +71,12 @@ class Hidden:
 
 
 def chosen(token: Tensor, noise: Tensor, rank: Tensor) -> Tensor:
-    """[B, L] log-prob of tokens [B, L], plus that of their ranks."""
+    """Add the log-probs of ranks to those of tokens, [B, L]."""
     return token + unmask.plackett_luce(token / noise, rank)
 
 
-class MaskedDiffusion(TokenPolicy, ABC):
-    """Options of every masked diffusion model.
+class MaskedDiffusion(LogitsPolicy):
+    """Reveals tokens pass by pass, as masked diffusion models do.
 
     steps: passes a sample. sampler: emerge or maskgit. schedule: share of tokens hidden over the
     passes. guidance_scale: scale w of classifier-free guidance on the logits, z_u + w (z_c - z_u).
@@ -81,7 +84,8 @@ class MaskedDiffusion(TokenPolicy, ABC):
     Gumbel noise of maskgit's choice, at the first and at the last pass.
     """
 
-    not_options = (*TokenPolicy.not_options, "passes", "blocks")
+    not_options = (*LogitsPolicy.not_options, "blocks")
+    capabilities = replace(LogitsPolicy.capabilities, one_pass=False, remaskable=True)
     adjacent = True
 
     def __init__(
@@ -93,7 +97,7 @@ class MaskedDiffusion(TokenPolicy, ABC):
         sampler: Literal["emerge", "maskgit"] = "emerge",
         schedule: Literal["cosine", "linear"] = "cosine",
         guidance_scale: Annotated[float, Ge(0)] = 1.0,
-        logprob_guidance: LogpDist = "guided",
+        logprob_guidance: LogprobGuidance = "guided",
         temperature: Annotated[float, Gt(0)] = 1.0,
         choice: tuple[float, float] = (2.0, 0.0),
         blocks: int = 1,
@@ -101,7 +105,8 @@ class MaskedDiffusion(TokenPolicy, ABC):
     ):
         """blocks: equal parts of the sample that are finished one after the other, ``steps /
         blocks`` passes each."""
-        super().__init__(net, length, mask_id, passes=steps, **options)
+        super().__init__(net, length, mask_id, **options)
+        self.passes = steps
         self.turns = steps // blocks  # T passes a block
         self.block = length // blocks  # tokens
         self.rates = SCHEDULES[schedule](self.turns)  # [T + 1]
@@ -116,15 +121,6 @@ class MaskedDiffusion(TokenPolicy, ABC):
         self.guidance_scale = guidance_scale
         self.logprob_guidance = logprob_guidance
         self.temperature = temperature
-
-    def commit(self, step: int, dist: Categorical, ids: Tensor, hidden: Tensor) -> Tensor:
-        raise NotImplementedError("masked diffusion chooses positions in _reveal")
-
-    @contextmanager
-    def evaluating(self, guidance: float | None = None) -> Iterator[None]:
-        """The same sampler, at another guidance scale if given."""
-        with at_guidance(self, guidance):
-            yield
 
     def _sample(self, group: Tensor, row: Tensor, cond: dict[str, Any], rng: Rng) -> Rollout:
         ids = torch.full((len(row), self.length), self.mask_id, device=row.device)
@@ -153,27 +149,31 @@ class MaskedDiffusion(TokenPolicy, ABC):
         )
 
     def _drawn(self, point: Point, uniform: Tensor, copies: int) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, L] each: tokens drawn where the point's mask is, their log-probs, and those recorded
+        """Draw tokens [B, L] where the point's mask is, with their log-probs and those recorded
         (the same unless ``logprob_guidance`` is conditional). So many ``copies`` adjacent rows are
         in one state, which is looked at once."""
-        one = point if copies == 1 else point[::copies]
-        remember(one.group, on_host(point.group)[::copies])
-        each = selected(uniform.unflatten(0, (-1, copies)).transpose(1, 2), one.mask)  # [N, copies]
-        logits = self._logits(one, self.guidance_scale)
+        distinct = point if copies == 1 else point[::copies]
+        remember(distinct.group, on_host(point.group)[::copies])
+        each = selected(
+            uniform.unflatten(0, (-1, copies)).transpose(1, 2), distinct.mask
+        )  # [N, copies]
+        logits = self._logits(distinct, self.guidance_scale)
         token, _ = drawn(logits, each)
         sampled = scored = _gathered(logits, token)  # as scores are computed, to the bit
         if self.logprob_guidance == "conditional" and self.guidance_scale != 1:
-            scored = _gathered(self._logits(one, 1.0), token)
-        found = []
+            scored = _gathered(self._logits(distinct, 1.0), token)
+        results = []
         for values in (token, sampled, scored):
-            every = values.new_zeros(one.mask.numel(), copies).index_copy(
-                0, indices(one.mask), values
+            every = values.new_zeros(distinct.mask.numel(), copies).index_copy(
+                0, indices(distinct.mask), values
             )
-            found.append(every.view(*one.mask.shape, copies).transpose(1, 2).reshape(uniform.shape))
-        return tuple(found)
+            results.append(
+                every.view(*distinct.mask.shape, copies).transpose(1, 2).reshape(uniform.shape)
+            )
+        return tuple(results)
 
     def _reveal(self, step: int, confidence: Tensor, hidden: Tensor, uniform: Tensor) -> Tensor:
-        """[B, L] the rank of what becomes final in this pass, numbered as in
+        """Rank what becomes final in this pass, [B, L], numbered as in
         ``samplers.unmask.ranked``."""
         turn = step % self.turns
         if not self.chooses:
@@ -184,31 +184,31 @@ class MaskedDiffusion(TokenPolicy, ABC):
         return unmask.ranked(confidence, uniform, self.noises[turn], hidden, count)
 
     def _open(self, step: int, ids: Tensor) -> Tensor:
-        """[L] bool: the positions of this pass's block."""
+        """Mark the positions of this pass's block, [L] bool."""
         return torch.arange(self.length, device=ids.device) // self.block == step // self.turns
 
     def _noise(self, step: int, rows: int) -> Tensor:
-        """[B, 1] of the choice in this pass; any number where nothing is chosen."""
+        """Give the noise [B, 1] of the choice in this pass; any number where nothing is chosen."""
         return torch.full((rows, 1), self.noises[step % self.turns] or 1.0, device=self.device)
 
     def _rollout(
-        self, found: Rollout, steps: list[tuple[Tensor, Tensor, Tensor, Tensor]]
+        self, rollout: Rollout, steps: list[tuple[Tensor, Tensor, Tensor, Tensor]]
     ) -> Rollout:
         """emerge: K = L decisions, one a token. maskgit: K = T L, all tokens drawn in every
         pass."""
         decision, logprob, hidden, new = (torch.stack(part, 1) for part in zip(*steps, strict=True))
         if self.chooses:
-            return found.replace(logprob=logprob.flatten(1), mask=hidden.flatten(1), drawn=decision)
-        return found.replace(
-            logprob=torch.where(new, logprob, 0.0).sum(1), mask=torch.ones_like(found.mask)
+            return rollout.replace(
+                logprob=logprob.flatten(1), mask=hidden.flatten(1), drawn=decision
+            )
+        return rollout.replace(
+            logprob=torch.where(new, logprob, 0.0).sum(1), mask=torch.ones_like(rollout.mask)
         )
 
     def path(self, rollout: Rollout) -> Iterator[Point]:
         for step in range(self.passes):
             if not self.chooses:
-                yield self._point(
-                    rollout, hide=rollout.commit_step >= step, score=rollout.commit_step == step
-                )
+                yield self._pass_of(rollout, step)
                 continue
             part = slice(step * self.length, (step + 1) * self.length)
             advantage = rollout.advantage
@@ -227,9 +227,17 @@ class MaskedDiffusion(TokenPolicy, ABC):
                 else advantage[:, part],
             )
 
+    def _pass_of(self, rollout: Rollout, step: int) -> Point:
+        """Make the point before pass ``step``, scored at the tokens that this pass committed."""
+        (point,) = super().path(rollout)
+        hide = rollout.commit_step >= step
+        return point.replace(
+            mask=rollout.mask & (rollout.commit_step == step),
+            state=torch.where(hide, self.mask_id, rollout.sample),
+        )
+
     def at(self, rollout: Rollout, hide: Tensor, score: Tensor | None = None) -> Point:
-        """The state in which ``hide`` [B, L] of the final tokens are hidden, scored at ``score``
-        (None: at those)."""
+        """Hide ``hide`` [B, L] of the final tokens again, scored at ``score`` (None: at those)."""
         mask = (hide if score is None else score) & rollout.mask.any(1)[:, None]
         if rollout.mask.shape == mask.shape:
             mask = mask & rollout.mask
@@ -262,46 +270,42 @@ class MaskedDiffusion(TokenPolicy, ABC):
         yield self.at(rollout, hide=(draw < rate) | (draw == draw.amin(1, keepdim=True)))
 
     def dist(self, point: Point) -> Hidden:
-        where = point.mask
-        # every process makes its passes, also those that train nothing
-        if not on_host(where).any():
-            where = where.clone()
-            where[0, 0] = True
-        conditional = self.logprob_guidance == "conditional" and point.guidance is None
-        logits = self._logits(point.replace(mask=where), 1.0 if conditional else self._scale(point))
+        where = somewhere(point.mask)
+        logits = self._logits(point.replace(mask=where), self.scored_guidance(point))
         ranked = point.target is not None and point.target.ndim == 3
         return Hidden(logits, where, point.eta[:, None] if ranked else None)
 
-    def _scale(self, point: Point) -> float:
-        return self.guidance_scale if point.guidance is None else point.guidance
-
     def _logits(self, point: Point, scale: float) -> Tensor:
-        """[N, V] guided logits where the point's mask is; conditional and unconditional rows in one
-        pass unless the latter need no gradient."""
+        """Compute guided logits [N, V] where the point's mask is; conditional and unconditional
+        rows in one pass unless the latter need no gradient."""
         ids = point.state
         rows = point.group
         cond = {key: value for key, value in point.cond.items() if key != "uncond"}
         if scale == 1:
             return self._warped(self._pass(ids, cond, rows, point.mask))
         empty = self.empty(point)
-        own = torch.zeros_like(rows)
-        own = rows if _rows(empty) == _rows(cond) else own
+        empty_rows = torch.zeros_like(rows)
+        empty_rows = rows if _rows(empty) == _rows(cond) else empty_rows
         if self.logprob_guidance == "guided_stopgrad_uncond":
             with torch.no_grad():
-                z_empty = self._pass(ids, empty, own, point.mask)
+                z_empty = self._pass(ids, empty, empty_rows, point.mask)
             z = self._pass(ids, cond, rows, point.mask)
             return self._warped(z_empty + scale * (z - z_empty))
-        both = stacked(cond, empty)
-        places = torch.cat([rows, own + _rows(cond)])
+        stacked_cond = stacked(cond, empty)
+        places = torch.cat([rows, empty_rows + _rows(cond)])
         known = on_host(rows)
         remember(
             places,
-            torch.cat([known, (known if own is rows else torch.zeros_like(known)) + _rows(cond)]),
+            torch.cat(
+                [known, (known if empty_rows is rows else torch.zeros_like(known)) + _rows(cond)]
+            ),
         )
-        return self._warped(self._pass(torch.cat([ids, ids]), both, places, point.mask, scale))
+        return self._warped(
+            self._pass(torch.cat([ids, ids]), stacked_cond, places, point.mask, scale)
+        )
 
     def empty(self, point: Point) -> Any:
-        """The condition of the empty prompt, [1, *], or of that of every prompt [P, *]."""
+        """Look up the condition of the empty prompt, [1, *], or of that of every prompt [P, *]."""
         return point.cond["uncond"]
 
     def _pass(
@@ -313,8 +317,8 @@ class MaskedDiffusion(TokenPolicy, ABC):
     def places(
         self, ids: Tensor, cond: Any, rows: Tensor, where: Tensor, scale: float | None
     ) -> Tensor:
-        """[N, V] logits at ``where`` [B, L] of ids [B, L], whose conditions are the ``rows`` [B] of
-        cond [P, *].
+        """Compute logits [N, V] at ``where`` [B, L] of ids [B, L], whose conditions are the
+        ``rows`` [B] of cond [P, *].
 
         With a ``scale`` ids are twice as many rows, the latter half unconditional, and logits are
         guided. A family may do this in fewer operations than by ``logits``.
@@ -336,7 +340,7 @@ class MaskedDiffusion(TokenPolicy, ABC):
 
 
 def alike(group: Tensor) -> int:
-    """How many adjacent rows ask the same everywhere; 1 where their numbers differ."""
+    """Count how many adjacent rows ask the same everywhere; 1 where their numbers differ."""
     group = on_host(group)
     size = int((group == group[0]).sum())
     same = len(group) % size == 0 and torch.equal(group, group[::size].repeat_interleave(size))
@@ -344,17 +348,17 @@ def alike(group: Tensor) -> int:
 
 
 def _rows(cond: Any) -> int:
-    """Of a nest of conditions."""
+    """Count the rows of a nest of conditions."""
     return len(next(leaf for leaf in tree_iter(cond) if isinstance(leaf, Tensor)))
 
 
 def _gathered(logits: Tensor, token: Tensor) -> Tensor:
-    """[N, n] log-probs of tokens [N, n] under logits [N, V]."""
+    """Gather log-probs of tokens [N, n] under logits [N, V]."""
     return logits.log_softmax(-1).gather(-1, token)
 
 
 def _nothing(ids: Tensor) -> dict[str, Tensor]:
-    """Placeholders until the decisions are known."""
+    """Make placeholders until the decisions are known."""
     return {
         "logprob": torch.zeros(ids.shape, device=ids.device),
         "mask": torch.ones_like(ids, dtype=torch.bool),

@@ -33,19 +33,19 @@ class SharedText:
         rows: Tensor | None = None,
     ) -> Tensor:
         """diffusers' names: queries [B, n, C]; [B, n, C] comes back."""
-        own = encoder_hidden_states is None
-        read = hidden_states if own else encoder_hidden_states
+        self_attention = encoder_hidden_states is None
+        read = hidden_states if self_attention else encoder_hidden_states
         k = attn.to_k(read)
         v = attn.to_v(read)
-        if rows is not None and not own:
+        if rows is not None and not self_attention:
             k = k[rows]
             v = v[rows]
         q, k, v = (
             x.unflatten(-1, (attn.heads, -1)).transpose(1, 2)
             for x in (attn.to_q(hidden_states), k, v)
         )
-        found = attend(q, k, v, attention_mask, kernel=self.kernel).transpose(1, 2).flatten(2)
-        return attn.to_out[1](attn.to_out[0](found))
+        output = attend(q, k, v, attention_mask, kernel=self.kernel).transpose(1, 2).flatten(2)
+        return attn.to_out[1](attn.to_out[0](output))
 
 
 @cache
@@ -54,16 +54,16 @@ def _head() -> type[nn.Module]:
     from diffusers.models.unets.uvit_2d import ConvMlmLayer
 
     class Head(ConvMlmLayer):
-        """``asked`` is where [B, L] and a guidance scale, or None for the logits of everything."""
+        """Gives all logits, or those at ``selection`` (where [B, L], guidance scale) only."""
 
-        asked: tuple[Tensor, float | None] | None = None
+        selection: tuple[Tensor, float | None] | None = None
 
         def forward(self, hidden_states: Tensor) -> Tensor:
             """[N, V] of hidden states [B, C, h, w], the latter half of which are unconditional if
             there is a scale."""
-            if self.asked is None:
+            if self.selection is None:
                 return super().forward(hidden_states)
-            where, scale = self.asked
+            where, scale = self.selection
             flat = hidden_states.flatten(2).transpose(1, 2)  # [B, L, C]
             parts = [selected(half, where) for half in ([flat] if scale is None else flat.chunk(2))]
             h = [self.layer_norm(_pointwise(self.conv1, part)) for part in parts]
@@ -108,8 +108,8 @@ def quicken(net: nn.Module, kernel: Kernel) -> None:
 @contextmanager
 def asking(net: nn.Module, where: Tensor, scale: float | None) -> Iterator[None]:
     """A pass in here gives logits [N, V] at ``where`` [B, L] only, guided with a scale."""
-    net.mlm_layer.asked = where, scale
+    net.mlm_layer.selection = where, scale
     try:
         yield
     finally:
-        net.mlm_layer.asked = None
+        net.mlm_layer.selection = None

@@ -68,9 +68,9 @@ def paint(
     logprob = []
     rows = len(uniform)
     for k in range(uniform.shape[1]):
-        seen = hidden[:, None]
-        features = seen if scale is None else beside(*seen.chunk(2), scale[k : k + 1])
-        token, score = decide(features, seen[:rows], uniform[:, k : k + 1])
+        last = hidden[:, None]
+        features = last if scale is None else beside(*last.chunk(2), scale[k : k + 1])
+        token, score = decide(features, last[:rows], uniform[:, k : k + 1])
         ids.append(token)
         logprob.append(score)
         if k + 1 < uniform.shape[1]:

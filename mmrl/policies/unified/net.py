@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmrl.policies import scores
+from mmrl.policies.image_tokens import causal
 from mmrl.policies.image_tokens.models.janus import JanusNet
 from mmrl.policies.image_tokens.network import Inputs, beside
-from mmrl.policies.vlm import caches, scores
-from mmrl.policies.vlm.scores import Scored
+from mmrl.policies.scores import Scored
+from mmrl.policies.vlm import caches
 from samplers.warp import Warp
 
 
@@ -66,16 +68,16 @@ class UnifiedNet(JanusNet):
         """Hidden states [B, H] after the prompts of ``rows`` [B], each read once."""
         cache = caches.recorded(self.config.text_config.num_hidden_layers)
         mask = inputs["mask"]
-        places = (mask.long().cumsum(1) - 1).clamp_min(0)
+        places = causal.positions(mask)
         hidden = self.hf.model.language_model(
-            inputs_embeds=self._seen(inputs),
+            inputs_embeds=self._embeddings(inputs),
             attention_mask=mask,
             position_ids=places,
             past_key_values=cache,
             use_cache=True,
         ).last_hidden_state[:, -1]
         mask = mask[rows].bool()
-        cache = caches.growing(caches.kept(cache), rows)
+        cache = caches.growing(caches.key_values(cache), rows)
         return hidden[rows], State(cache, mask, places[rows, -1] + 1, bool(mask.all()))
 
     def add_text(self, ids: Tensor, state: State, live: Tensor) -> Tensor:
@@ -105,7 +107,7 @@ class UnifiedNet(JanusNet):
             if part.first is not None and width:
                 texts = _into(texts, part.rows, _from(hidden, part.first, width), len(ids))
             images = drawn if images is None else images
-        found = {}
+        scored = {}
         for name, ask in asks.items():
             where = ask.where
             text = name != "image"
@@ -118,8 +120,8 @@ class UnifiedNet(JanusNet):
             else:
                 features = images[where[:, width:][next(part.rows for part in parts if part.draws)]]
             rescore = self.text_rescore if text else self.rescore
-            found[name] = features, rescore(features, ids[where], ask.warp, ask.entropy)
-        return found
+            scored[name] = features, rescore(features, ids[where], ask.warp, ask.entropy)
+        return scored
 
     def text_rescore(self, features: Tensor, ids: Tensor, warp: Warp, entropy: bool) -> Scored:
         return scores.score(
@@ -129,8 +131,8 @@ class UnifiedNet(JanusNet):
     def text_full(self, features: Tensor, warp: Warp) -> Tensor:
         return scores.full(features, self.text_logits, warp, self.config.text_config.vocab_size)
 
-    def text_kl(self, features: Tensor, other: Tensor, warp: Warp) -> Tensor:
-        return scores.kl(features, other, self.text_logits, warp)
+    def text_kl(self, features: Tensor, reference: Tensor, warp: Warp) -> Tensor:
+        return scores.kl(features, reference, self.text_logits, warp)
 
     def _pass(self, part: Part, images: Tensor) -> tuple[Tensor, Tensor | None]:
         """Hidden states [b, S, H] of the texts, and features [b, N, *] of the image tokens that
@@ -147,48 +149,48 @@ class UnifiedNet(JanusNet):
             with torch.no_grad():
                 without = self._through(part.empty, ids)
         else:
-            both = {
+            stacked_inputs = {
                 name: torch.cat([part.inputs[name], part.empty[name]]) for name in ("ids", "mask")
             }
-            hidden, without = self._through(both, torch.cat([ids, ids])).chunk(2)
+            hidden, without = self._through(stacked_inputs, torch.cat([ids, ids])).chunk(2)
         return hidden, beside(hidden[:, length - 1 :], without[:, length - 1 :], part.scale)
 
     def _through(self, inputs: Inputs, images: Tensor | None) -> Tensor:
         """[b, S (+ N - 1), H] in one causal pass."""
-        seen = self._seen(inputs)
+        embeddings = self._embeddings(inputs)
         mask = inputs["mask"]
         if images is not None:
-            seen = torch.cat(
-                [seen, self.hf.prepare_embeddings_for_image_generation(images[:, :-1])], 1
+            embeddings = torch.cat(
+                [embeddings, self.hf.prepare_embeddings_for_image_generation(images[:, :-1])], 1
             )
             mask = F.pad(mask, (0, images.shape[1] - 1), value=1)
-        places = (mask.long().cumsum(1) - 1).clamp_min(0)
+        places = causal.positions(mask)
         return self.hf.model.language_model(
-            inputs_embeds=seen, attention_mask=mask, position_ids=places, use_cache=False
+            inputs_embeds=embeddings, attention_mask=mask, position_ids=places, use_cache=False
         ).last_hidden_state
 
-    def _seen(self, inputs: Inputs) -> Tensor:
+    def _embeddings(self, inputs: Inputs) -> Tensor:
         """[b, S, H] embeddings, with pictures in their places; the tower that looks at them is
         frozen."""
-        seen = self.hf.get_input_embeddings()(inputs["ids"])
+        embeddings = self.hf.get_input_embeddings()(inputs["ids"])
         if "pixels" not in inputs:
-            return seen
+            return embeddings
         with torch.no_grad():
             pictures = self.hf.model.get_image_features(
                 inputs["pixels"].to(self.hf.dtype)
             ).pooler_output
             pictures = pictures[inputs["pictures"]]
-        there = (inputs["ids"] == self.config.image_token_id)[..., None].expand_as(seen)
-        return seen.masked_scatter(there, pictures.to(seen.dtype))
+        is_picture = (inputs["ids"] == self.config.image_token_id)[..., None].expand_as(embeddings)
+        return embeddings.masked_scatter(is_picture, pictures.to(embeddings.dtype))
 
-    def _advance(self, seen: Tensor, state: State, live: Tensor) -> Tensor:
+    def _advance(self, embeddings: Tensor, state: State, live: Tensor) -> Tensor:
         state.mask = torch.cat([state.mask, live[:, None]], 1)
         mask = None if state.whole else state.mask.long()
         if mask is not None and self.config.text_config._attn_implementation == "sdpa":
             # what transformers makes of it after a look at its values
             mask = state.mask[:, None, None]
         hidden = self.hf.model.language_model(
-            inputs_embeds=seen,
+            inputs_embeds=embeddings,
             attention_mask=mask,
             position_ids=state.place[:, None],
             past_key_values=state.cache,
@@ -198,9 +200,9 @@ class UnifiedNet(JanusNet):
         return hidden
 
 
-def together(one: State, other: State) -> State:
+def together(first: State, second: State) -> State:
     """The rows of both, the shorter ones with nothing in front."""
-    length = max(one.mask.shape[1], other.mask.shape[1])
+    length = max(first.mask.shape[1], second.mask.shape[1])
 
     def padded(state: State) -> list[tuple[Tensor, Tensor]]:
         front = length - state.mask.shape[1]
@@ -209,15 +211,15 @@ def together(one: State, other: State) -> State:
             for layer in state.cache.layers
         ]
 
-    kept = [
+    key_values = [
         (torch.cat([k, k2]), torch.cat([v, v2]))
-        for (k, v), (k2, v2) in zip(padded(one), padded(other))
+        for (k, v), (k2, v2) in zip(padded(first), padded(second))
     ]
-    masks = [F.pad(state.mask, (length - state.mask.shape[1], 0)) for state in (one, other)]
+    masks = [F.pad(state.mask, (length - state.mask.shape[1], 0)) for state in (first, second)]
     mask = torch.cat(masks)
-    place = torch.cat([one.place, other.place])
+    place = torch.cat([first.place, second.place])
     return State(
-        caches.growing(kept, torch.arange(len(mask), device=mask.device)),
+        caches.growing(key_values, torch.arange(len(mask), device=mask.device)),
         mask,
         place,
         bool(mask.all()),
@@ -232,7 +234,7 @@ def _from(hidden: Tensor, first: Tensor, width: int) -> Tensor:
     )
 
 
-def _into(texts: Tensor | None, rows: Tensor, found: Tensor, count: int) -> Tensor:
-    """[B, W, H] with ``found`` [b, W, H] at ``rows``."""
-    texts = found.new_zeros(count, *found.shape[1:]) if texts is None else texts
-    return texts.index_copy(0, rows, found)
+def _into(texts: Tensor | None, rows: Tensor, hidden: Tensor, count: int) -> Tensor:
+    """[B, W, H] with ``hidden`` [b, W, H] at ``rows``."""
+    texts = hidden.new_zeros(count, *hidden.shape[1:]) if texts is None else texts
+    return texts.index_copy(0, rows, hidden)

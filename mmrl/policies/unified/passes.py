@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 from mmrl.core.types import Prompt, Rollout
+from mmrl.policies.base import NO_CONTEXT, RolloutContext, rows_and_groups
 from mmrl.policies.diffusion.text_encoding import texts_of
 from mmrl.policies.image_tokens.models.janus import Janus
 from mmrl.policies.image_tokens.network import Inputs
@@ -31,8 +31,8 @@ from samplers.noise import Rng
 
 
 class Passes(Janus):
-    """Everything between prompts and a rollout. A row is W text ids and N image ids, ``NONE`` where
-    there is none."""
+    """Turns prompts of both tasks into rollouts. A row is W text ids and N image ids, ``NONE``
+    where there is none."""
 
     wrapper = UnifiedNet
     net: UnifiedNet
@@ -47,42 +47,48 @@ class Passes(Janus):
 
     @property
     def branches(self) -> int:
-        """Images of a plan."""
+        """Count the images of a plan."""
         return self.plan.images if self.plan else 1
 
     def encode(self, prompts: list[Prompt]) -> Cond:
         return [self._taken(prompt)[0] for prompt in prompts]
 
-    def rollout(self, prompts: list[Prompt], copies: int, rng: Rng) -> Rollout:
-        both = [self._taken(prompt) for prompt in prompts]
-        cond = [encoded for encoded, _ in both]
+    def rollout(
+        self, prompts: list[Prompt], copies: int, rng: Rng, context: RolloutContext = NO_CONTEXT
+    ) -> Rollout:
+        encoded_prompts = [self._taken(prompt) for prompt in prompts]
+        cond = [encoded for encoded, _ in encoded_prompts]
         least = self.branches
         if copies % least:
             raise UserError(
                 f"train.group_size {copies}: with {least} images of a plan it must be a "
                 f"multiple of {least}"
             )
-        row = rng.rows(len(prompts), copies).to(self.device)
-        group = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)
-        answers = torch.tensor(["answers" in one for one in cond], device=self.device)[group]
+        row, group = rows_and_groups(prompts, copies, rng, self.device)
+        answers = torch.tensor(["answers" in prompt for prompt in cond], device=self.device)[group]
         if sharded(self.net) and answers.any() and not answers.all():
             raise UserError(
                 "prompts to understand and to generate need whole weights on every "
                 "process, not shards"
             )
-        found = []
+        samples = []
         places = []
-        for mine, sample, unit in ((~answers, self._draw, least), (answers, self._answer, 1)):
-            for part in self._chunks(mine.nonzero()[:, 0], unit, partial(sample, cond), group, row):
-                found.append(sample(cond, group[part], row[part], rng))
+        for rows_of_task, sample, unit in (
+            (~answers, self._draw, least),
+            (answers, self._answer, 1),
+        ):
+            for part in self._chunks(
+                rows_of_task.nonzero()[:, 0], unit, partial(sample, cond), group, row
+            ):
+                samples.append(sample(cond, group[part], row[part], rng))
                 places.append(part)
-        rows = Rollout.cat(found)[torch.cat(places).argsort()]
-        return rows.replace(prompts=tuple(prompt for _, prompt in both))
+        rows = Rollout.cat(samples)[torch.cat(places).argsort()]
+        return rows.replace(prompts=tuple(prompt for _, prompt in encoded_prompts))
 
     def _chunks(
         self, rows: Tensor, unit: int, sample: Callable, group: Tensor, row: Tensor
     ) -> list[Tensor]:
-        """``rows`` in parts that are sampled at once, of whole trees of ``unit`` rows."""
+        """Cut ``rows`` into parts that are sampled at once, of whole trees of ``unit`` rows."""
         if not len(rows):
             return []
         size = self.chunk(
@@ -91,10 +97,10 @@ class Passes(Janus):
         return [rows[part] for part in chunks(len(rows), max(unit, size // unit * unit))]
 
     def _taken(self, prompt: Prompt) -> tuple[dict[str, Any], Prompt]:
-        """Tensors [1, *] on the device, and the prompt as rewards see it."""
+        """Encode a prompt to tensors [1, *] on the device, and to what rewards see of it."""
         if task_of(prompt) == "generate":
-            found = drawn(self.processor, texts_of([prompt])[0], self.plan)
-            seen = prompt
+            tensors = drawn(self.processor, texts_of([prompt])[0], self.plan)
+            shown = prompt
         elif self.answer is None:
             raise UserError(
                 f"{where(prompt)}: a prompt to understand; say with the policy's answer "
@@ -102,24 +108,24 @@ class Passes(Janus):
             )
         else:
             read, view = self.reader.take(prompt)
-            found = {"ids": read["input_ids"], "answers": torch.ones(1)}
-            seen = {**prompt, "view": view}
+            tensors = {"ids": read["input_ids"], "answers": torch.ones(1)}
+            shown = {**prompt, "view": view}
             if "pixel_values" in read:
-                found["pixels"] = read["pixel_values"].flatten(0, -4)
-        return {name: tensor.to(self.device) for name, tensor in found.items()}, seen
+                tensors["pixels"] = read["pixel_values"].flatten(0, -4)
+        return {name: tensor.to(self.device) for name, tensor in tensors.items()}, shown
 
     @torch.no_grad()
     def _answer(self, cond: Cond, group: Tensor, row: Tensor, rng: Rng) -> Rollout:
-        """Text for prompts to understand."""
+        """Write text for prompts to understand."""
         ids, logprob, _, _ = self._written("answer", cond, group, row, rng)
         blank = torch.full((len(row), self.images), NONE, device=row.device)
-        return self._made(
+        return self._as_rollout(
             cond, group, row, (ids, blank), (logprob, torch.zeros_like(blank).to(logprob))
         )
 
     @torch.no_grad()
     def _draw(self, cond: Cond, group: Tensor, row: Tensor, rng: Rng) -> Rollout:
-        """A plan for every ``branches`` rows, and an image for each."""
+        """Write a plan for every ``branches`` rows, and draw an image for each row."""
         first = torch.arange(0, len(row), self.branches, device=row.device)
         of = torch.arange(len(first), device=row.device).repeat_interleave(self.branches)[
             : len(row)
@@ -143,7 +149,7 @@ class Passes(Janus):
             self.net, hidden, state, rng.uniform(row, (self.images,)), scale, self._decided
         )
         self.forwards += len(hidden) * self.images
-        return self._made(cond, group, row, (text[of], ids), (logprob[of], score))
+        return self._as_rollout(cond, group, row, (text[of], ids), (logprob[of], score))
 
     def _decided(self, features: Tensor, plain: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
         conditional = self.guidance_scale != 1 and self.logprob_guidance == "conditional"
@@ -152,9 +158,10 @@ class Passes(Janus):
     def _written(
         self, kind: str, cond: Cond, group: Tensor, row: Tensor, rng: Rng
     ) -> tuple[Tensor, Tensor, State, Tensor]:
-        """Text ids and log-probs [B, W], the state after them and the last hidden states [B, H]."""
+        """Write text ids with log-probs [B, W]; the state after them and the last hidden states [B,
+        H] go with them."""
         unique, rows = group.unique(return_inverse=True)
-        hidden, state = self.net("read", sequences.asked(cond, unique, self.pad), rows)
+        hidden, state = self.net("read", sequences.prompt_inputs(cond, unique, self.pad), rows)
         chosen = getattr(self, kind)
         ids = torch.full((len(row), self.tokens), NONE, device=row.device)
         logprob = torch.zeros(ids.shape, device=row.device, dtype=self.dtype)
@@ -162,21 +169,21 @@ class Passes(Janus):
             return ids, logprob, state, hidden
         uniform = rng.fold("text").uniform(row, (chosen.max_new_tokens,))
         stops = torch.tensor(self.stops[kind], device=row.device)
-        busy = self._any if sharded(self.net) else None
-        found, score = write(self.net, hidden, state, uniform, self.heads[kind].warp, stops, busy)
+        busy = self.any_process if sharded(self.net) else None
+        tokens, score = write(self.net, hidden, state, uniform, self.heads[kind].warp, stops, busy)
         ids[:, : chosen.max_new_tokens], logprob[:, : chosen.max_new_tokens] = (
-            found,
+            tokens,
             score.to(logprob),
         )
-        self.lengths += (found >= 0).sum(1).tolist()
-        self.forwards += int((found >= 0).sum())
+        self.lengths += (tokens >= 0).sum(1).tolist()
+        self.forwards += int((tokens >= 0).sum())
         return ids, logprob, state, hidden
 
     def _leading(self, cond: Cond, group: Tensor, text: Tensor) -> Inputs:
         return sequences.leading(cond, group, text, self.stops["plan"], self.start, self.pad)
 
     def _unconditional(self, inputs: Inputs) -> tuple[Tensor, State]:
-        """After texts in which all but the first token and the image's start is padding; equal ones
+        """Read texts in which all but the first token and the image's start is padding; equal ones
         are read once."""
         empty = self.empty(inputs)
         width = inputs["ids"].shape[1]
@@ -185,11 +192,10 @@ class Passes(Janus):
         )
         return self.net("read", {"ids": unique[:, :width], "mask": unique[:, width:]}, rows)
 
-    def _any(self, here: bool) -> bool:
-        return bool(distributed.all_max(torch.tensor(float(here), device=self.device)))
-
-    def _made(self, cond: Cond, group: Tensor, row: Tensor, ids: tuple, logprob: tuple) -> Rollout:
-        """Of rows that share a plan, the first one's mask has it."""
+    def _as_rollout(
+        self, cond: Cond, group: Tensor, row: Tensor, ids: tuple, logprob: tuple
+    ) -> Rollout:
+        """Assemble a rollout; of rows that share a plan, the first one's mask has it."""
         sample = torch.cat(ids, 1)
         mask = sample >= 0
         branch = None

@@ -24,16 +24,16 @@ from mmrl.policies.unified.weighing import Weigh
 from mmrl.policies.vlm.families import family_of
 from mmrl.policies.vlm.media import Budgets
 from mmrl.policies.vlm.processor import Inputs as Reader
-from samplers.batching import at_width, chunks
 from samplers.warp import Warp
 
 
 @POLICIES.register("janus_unified")
 class JanusUnified(Passes):
-    """Janus with both heads: plans, then images (T2I-R1, ReasonGen-R1); answers and images together
+    """Trains both heads of Janus: plans, then images (T2I-R1, ReasonGen-R1), answers beside
     (PairUni)."""
 
-    makes = None  # images, texts, or both in one batch
+    # images, texts, or both in one batch
+    capabilities = replace(Passes.capabilities, makes=None)
     not_options = ("net", "compile")  # its passes change their shape with every text
     idle = ("model.vision_model.", "model.aligner.", "model.vqmodel.")
 
@@ -61,7 +61,7 @@ class JanusUnified(Passes):
         self.answer = answer
         self.weigh = weigh
         self.text_share = text_share
-        self.tokens = max(one.max_new_tokens if one else 0 for one in (plan, answer))
+        self.tokens = max(text.max_new_tokens if text else 0 for text in (plan, answer))
         self.images = len(self.net.turns)
         self.stops = dict.fromkeys(("plan", "answer"), self.reader.stops)
         banned = self.reader.suppressed
@@ -80,9 +80,9 @@ class JanusUnified(Passes):
             )
 
     def measures(self) -> dict[str, float]:
-        found = self.lengths
+        lengths = self.lengths
         self.lengths = []
-        return {"text/tokens": sum(found) / len(found)} if found else {}
+        return {"text/tokens": sum(lengths) / len(lengths)} if lengths else {}
 
     def path(self, rollout: Rollout) -> Iterator[Point]:
         for point in super().path(rollout):
@@ -110,9 +110,9 @@ class JanusUnified(Passes):
             name: Ask(wheres[name], head.warp, head.entropies) for name, head in self.heads.items()
         }
         parts = self._parts(point, draws, wheres["plan"].any(1))
-        found = self.active()("score", parts, point.target, self.tokens, asks)
+        scored = self.active()("score", parts, point.target, self.tokens, asks)
         return SegmentTokens(
-            [head.tokens(point, wheres[name], found[name]) for name, head in self.heads.items()]
+            [head.tokens(point, wheres[name], scored[name]) for name, head in self.heads.items()]
         )
 
     def decode(self, rollout: Rollout) -> Media:
@@ -120,10 +120,7 @@ class JanusUnified(Passes):
         texts."""
         draws = rollout.sample[:, -1] >= 0
         ids = rollout.sample[draws][:, self.tokens :]
-        size = self.fixed_batch_rows or len(rollout)
-        with torch.no_grad():
-            parts = [at_width(self.pixels, size, ids[part]) for part in chunks(len(ids), size)]
-        images = [(part.float() / 2 + 0.5).clamp(0, 1) for part in parts]
+        images = self.images_of(ids, len(rollout))
         if self.answer is None:
             return torch.cat(images)
         pictures = iter(image for part in images for image in part)
@@ -141,15 +138,15 @@ class JanusUnified(Passes):
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
         """Plans and images as in training, answers the likeliest if so chosen."""
         head = self.heads.get("answer")
-        kept = head and head.warp
+        before = head and head.warp
         if head and self.answer.greedy_evaluation:
-            head.warp = replace(kept, temperature=0.0)
+            head.warp = replace(before, temperature=0.0)
         try:
             with super().evaluating(guidance):
                 yield
         finally:
             if head:
-                head.warp = kept
+                head.warp = before
 
     def _parts(self, point: Point, draws: Tensor, plans: Tensor) -> list[Part]:
         """The passes that score a point: of texts alone, and of images with what stands before
@@ -159,21 +156,20 @@ class JanusUnified(Passes):
         """
         text = point.target[:, : self.tokens]
         cond = point.cond
-        found = []
+        passes = []
         same = self.plan is not None and self.plan.turn == "same"
         alone = (~draws if same else ~draws | plans).nonzero()[:, 0]
         drawn = draws.nonzero()[:, 0]
         if len(alone):
-            found.append(sequences.alone(cond, point.group[alone], alone, text[alone], self.pad))
+            passes.append(sequences.alone(cond, point.group[alone], alone, text[alone], self.pad))
         if len(drawn):
-            found.append(self._drawing(point, drawn, text[drawn], same))
-        self.forwards += sum(len(part.rows) * (1 if part.empty is None else 2) for part in found)
-        return found
+            passes.append(self._drawing(point, drawn, text[drawn], same))
+        self.forwards += sum(len(part.rows) * (1 if part.empty is None else 2) for part in passes)
+        return passes
 
     def _drawing(self, point: Point, rows: Tensor, text: Tensor, same: bool) -> Part:
         inputs = self._leading(point.cond, point.group[rows], text)
-        scale = self.guidance_scale if point.guidance is None else point.guidance
-        plain = scale == 1 or (self.logprob_guidance == "conditional" and point.guidance is None)
+        scale = self.scored_guidance(point)
         # a plan of b tokens, the image's start behind it, is decided at the states S - 2 - b and on
         first = (
             inputs["ids"].shape[1] - 2 - sequences.body(text, self.stops["plan"]).sum(1)
@@ -181,7 +177,9 @@ class JanusUnified(Passes):
             else None
         )
         empty, scales = (
-            (None, None) if plain else (self.empty(inputs), sent(self.scales(scale), rows.device))
+            (None, None)
+            if scale == 1
+            else (self.empty(inputs), sent(self.scales(scale), rows.device))
         )
         return Part(rows, inputs, first, empty, scales, draws=True)
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-import torch
-import torch.nn.functional as F
 from annotated_types import Gt, Le
 from torch import Tensor
 
 from mmrl.config.options import Count
 from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt
+from mmrl.policies.image_tokens import causal
 from mmrl.policies.image_tokens.network import Inputs
 from mmrl.policies.vlm.media import images_of, where
 
@@ -61,37 +60,34 @@ class Answer:
 def task_of(prompt: Prompt) -> str:
     """Its ``task``; without one, ``understand`` where it shows an image. UserError for any other
     word."""
-    found = prompt.get("task") or ("understand" if images_of(prompt) else "generate")
-    if found not in TASKS:
-        raise UserError(f"{where(prompt)}: task {found!r} is unknown; it is {' or '.join(TASKS)}")
-    return found
+    task = prompt.get("task") or ("understand" if images_of(prompt) else "generate")
+    if task not in TASKS:
+        raise UserError(f"{where(prompt)}: task {task!r} is unknown; it is {' or '.join(TASKS)}")
+    return task
 
 
 def drawn(processor: Any, text: str, plan: Plan | None) -> Inputs:
     """Ids [1, S] of the prompt before its plan, or before the image's start; of a plan that belongs
     in a new turn also those ``before`` and ``after`` it there."""
     if plan is None:
-        asked = _turn(processor, text)
-        ids = processor(text=[asked], generation_mode="image", return_tensors="pt")["input_ids"]
+        rendered = _turn(processor, text)
+        ids = processor(text=[rendered], generation_mode="image", return_tensors="pt")["input_ids"]
         return {"ids": ids[:, :-1]}  # without the image's start
-    asked = _turn(processor, plan.instruction.replace("{prompt}", text))
-    found = {"ids": processor(text=[asked], return_tensors="pt")["input_ids"]}
+    rendered = _turn(processor, plan.instruction.replace("{prompt}", text))
+    inputs = {"ids": processor(text=[rendered], return_tensors="pt")["input_ids"]}
     if plan.turn == "new":
         before, _, after = _turn(processor, f"{text}. {HERE}").partition(HERE)
         encode = processor.tokenizer
-        found["before"] = encode([before], return_tensors="pt")["input_ids"]
-        found["after"] = encode([after], add_special_tokens=False, return_tensors="pt")[
+        inputs["before"] = encode([before], return_tensors="pt")["input_ids"]
+        inputs["after"] = encode([after], add_special_tokens=False, return_tensors="pt")[
             "input_ids"
         ].long()
-    return found
+    return inputs
 
 
 def collated(rows: list[Tensor], pad: int) -> Inputs:
-    """Ids [S_b] of every row as ids and mask [B, S], padded on the left."""
-    longest = max(len(ids) for ids in rows)
-    ids = [F.pad(one, (longest - len(one), 0), value=pad) for one in rows]
-    mask = [F.pad(torch.ones_like(one), (longest - len(one), 0)) for one in rows]
-    return {"ids": torch.stack(ids), "mask": torch.stack(mask)}
+    """Join the ids [S_b] of every row to ids and mask [B, S], padded on the left."""
+    return causal.padded([{"ids": ids[None]} for ids in rows], pad)
 
 
 def _turn(processor: Any, text: str) -> str:

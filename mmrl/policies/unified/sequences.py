@@ -19,7 +19,7 @@ def body(text: Tensor, stops: tuple[int, ...]) -> Tensor:
     return (text >= 0) & ~torch.isin(text, torch.tensor(stops, device=text.device))
 
 
-def asked(cond: Cond, groups: Tensor, pad: int) -> Inputs:
+def prompt_inputs(cond: Cond, groups: Tensor, pad: int) -> Inputs:
     """Prompts ``groups`` [b], with their pictures."""
     inputs = collated([cond[i]["ids"][0] for i in groups.tolist()], pad)
     return inputs | shown(cond, groups)
@@ -54,15 +54,15 @@ def leading(
     In a new turn the plan stands inside another prompt, between the ids ``before`` and ``after``
     it.
     """
-    kept = body(text, stops)
+    in_body = body(text, stops)
     begin = text.new_tensor([start])
     rows = []
-    for i, ids, keep in zip(groups.tolist(), text, kept, strict=True):
-        one = cond[i]
+    for i, ids, keep in zip(groups.tolist(), text, in_body, strict=True):
+        encoded = cond[i]
         parts = (
-            [one["before"][0], ids[keep], one["after"][0]]
-            if "before" in one
-            else [one["ids"][0], ids[keep]]
+            [encoded["before"][0], ids[keep], encoded["after"][0]]
+            if "before" in encoded
+            else [encoded["ids"][0], ids[keep]]
         )
         rows.append(torch.cat([*parts, begin]))
     return collated(rows, pad)
@@ -73,8 +73,8 @@ def alone(cond: Cond, groups: Tensor, rows: Tensor, text: Tensor, pad: int) -> P
     the last."""
     count = (text >= 0).sum(1)
     ids = [
-        torch.cat([cond[i]["ids"][0], own[: max(n - 1, 0)]])
-        for i, own, n in zip(groups.tolist(), text, count.tolist())
+        torch.cat([cond[i]["ids"][0], tokens[: max(n - 1, 0)]])
+        for i, tokens, n in zip(groups.tolist(), text, count.tolist())
     ]
     inputs = collated(ids, pad) | shown(cond, groups)
     return Part(rows, inputs, inputs["ids"].shape[1] - count)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mmrl.core.types import Point
 from mmrl.core.weights import Weights
-from mmrl.policies.base import NetPolicy
-from mmrl.policies.vlm.answers import AnswerTokens
+from mmrl.policies.base import Policy
+from mmrl.policies.tokens import AnswerTokens
 from samplers.warp import Warp
 
 
@@ -19,7 +19,7 @@ class Head:
     """One head of a policy: how it is warped, and how its passes are called (``prefix`` of the
     net's methods)."""
 
-    def __init__(self, policy: NetPolicy, prefix: str, warp: Warp):
+    def __init__(self, policy: Policy, prefix: str, warp: Warp):
         self.policy = policy
         self.prefix = prefix
         self.warp = warp
@@ -33,9 +33,9 @@ class Head:
         net = self.policy.active()
         return lambda work, *given: net(self.prefix + work, *given)
 
-    def tokens(self, point: Point, where: Tensor, found: tuple[Any, ...]) -> AnswerTokens:
+    def tokens(self, point: Point, where: Tensor, scored: tuple[Any, ...]) -> AnswerTokens:
         """Of the decisions ``where`` [B, L], with what the net's ``score`` found of them."""
-        return AnswerTokens(self, point, where, *found)
+        return AnswerTokens(self, point, where, *scored)
 
 
 class SegmentTokens:
@@ -51,9 +51,9 @@ class SegmentTokens:
     def entropy(self) -> Tensor:
         return sum(part.entropy() for part in self.parts)
 
-    def kl(self, other: SegmentTokens) -> Tensor:
+    def kl(self, reference: SegmentTokens) -> Tensor:
         """Exact, over each head's whole vocabulary, at the temperature of sampling."""
-        pairs = zip(self.parts, other.parts, strict=True)
+        pairs = zip(self.parts, reference.parts, strict=True)
         # a head may have nothing to say here
-        found = [one.kl(two) for one, two in pairs if len(one.hidden)]
-        return sum(found)
+        divergences = [part.kl(two) for part, two in pairs if len(part.hidden)]
+        return sum(divergences)

@@ -26,18 +26,20 @@ def weights(
     """
     if weigh == "token" and branches == 1:
         return None
-    there = rollout.sample >= 0
-    text = there[:, :width].sum(1)
-    image = there[:, width:].sum(1)
+    written = rollout.sample >= 0
+    text = written[:, :width].sum(1)
+    image = written[:, width:].sum(1)
     twins = torch.where((text > 0) & (image > 0), branches, 1)
     if weigh == "token":
         first = twins.to(rollout.logprob)
         second = torch.ones_like(twins).to(rollout.logprob)
     else:
-        own = torch.where(image > 0, torch.where(text > 0, share, 0.0), 1.0).to(rollout.logprob)
+        text_weight = torch.where(image > 0, torch.where(text > 0, share, 0.0), 1.0).to(
+            rollout.logprob
+        )
         length = rollout.mask.sum(1)  # what train.loss_agg_mode row divides by
-        first = twins * own * length / text.clamp_min(1)
-        second = (1 - own) * length / image.clamp_min(1)
+        first = twins * text_weight * length / text.clamp_min(1)
+        second = (1 - text_weight) * length / image.clamp_min(1)
     return torch.cat(
-        [first[:, None].expand(-1, width), second[:, None].expand(-1, there.shape[1] - width)], 1
+        [first[:, None].expand(-1, width), second[:, None].expand(-1, written.shape[1] - width)], 1
     )

@@ -33,7 +33,7 @@ class Shrink:
 
     def __init__(self, budgets: Budgets):
         self.budgets = budgets
-        self.seen = []
+        self.image_costs = []
 
     def next(self, cost: Cost, shrinkable: bool, name: str) -> float:
         """What to multiply pixels by after a try that cost this much; 1: it fits. Raises
@@ -48,12 +48,12 @@ class Shrink:
         ]
         if not over:
             return 1
-        self.seen.append(cost.images)
+        self.image_costs.append(cost.images)
         allowed = min(limit - (used - cost.images) for _, used, limit in over)
         stuck = (
-            len(self.seen) > STUCK
-            and self.seen[-1] == self.seen[-1 - STUCK]
-            or len(self.seen) > TRIES
+            len(self.image_costs) > STUCK
+            and self.image_costs[-1] == self.image_costs[-1 - STUCK]
+            or len(self.image_costs) > TRIES
         )
         if self.budgets.overlong != "resize" or not shrinkable or allowed <= 0 or stuck:
             kind, used, limit = over[0]
@@ -72,7 +72,7 @@ def admit(
 
     Raises TooLong for the first that does not fit where ``budgets.overlong`` is "error".
     """
-    kept = []
+    fitting = []
     shrunk = []
     dropped = []
     counted = budgets.image_tokens is not None or budgets.prompt_tokens is not None
@@ -86,10 +86,10 @@ def admit(
                     raise
                 dropped.append(str(error))
                 continue
-        kept.append(prompt)
+        fitting.append(prompt)
         if scale < 1 or budgets.max_pixels is not None and _largest(prompt) > budgets.max_pixels:
             shrunk.append(where(prompt))
-    return Admitted(kept, tuple(_told(len(prompts), shrunk, dropped)))
+    return Admitted(fitting, tuple(_notes(len(prompts), shrunk, dropped)))
 
 
 @dataclass(frozen=True)
@@ -100,18 +100,18 @@ class Admitted:
     notes: tuple[str, ...]
 
 
-def _told(count: int, shrunk: list[str], dropped: list[str]) -> list[str]:
-    found = []
+def _notes(count: int, shrunk: list[str], dropped: list[str]) -> list[str]:
+    notes = []
     for rows, what in (
         (shrunk, "have images that are scaled down"),
         (dropped, "are left out as too long"),
     ):
         if rows:
-            more = f" and {len(rows) - SHOWN} more" if len(rows) > SHOWN else ""
-            found.append(
-                f"budgets: {len(rows)} of {count} prompts {what}: {'; '.join(rows[:SHOWN])}{more}"
+            rest = f" and {len(rows) - SHOWN} more" if len(rows) > SHOWN else ""
+            notes.append(
+                f"budgets: {len(rows)} of {count} prompts {what}: {'; '.join(rows[:SHOWN])}{rest}"
             )
-    return found
+    return notes
 
 
 def _largest(prompt: Prompt) -> int:

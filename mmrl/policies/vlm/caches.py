@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 KV = tuple[Tensor, Tensor]  # keys and values of one layer, [B, heads, S, D] each
 ROOM = 32  # steps a growing cache reserves at once
@@ -82,17 +83,23 @@ def recorded(layers: int) -> Any:
     return _of([_kinds()["recorded"]() for _ in range(layers)])
 
 
-def continued(kept: list[KV], rows: Tensor) -> Any:
+def continued(key_values: list[KV], rows: Tensor) -> Any:
     """The prompts of ``rows`` [B], for answers that are scored in one pass."""
     return _of(
-        [_kinds()["continued"](k.index_select(0, rows), v.index_select(0, rows)) for k, v in kept]
+        [
+            _kinds()["continued"](k.index_select(0, rows), v.index_select(0, rows))
+            for k, v in key_values
+        ]
     )
 
 
-def growing(kept: list[KV], rows: Tensor) -> Any:
+def growing(key_values: list[KV], rows: Tensor) -> Any:
     """The prompts of ``rows`` [B], for answers that are sampled token by token."""
     return _of(
-        [_kinds()["growing"](k.index_select(0, rows), v.index_select(0, rows)) for k, v in kept]
+        [
+            _kinds()["growing"](k.index_select(0, rows), v.index_select(0, rows))
+            for k, v in key_values
+        ]
     )
 
 
@@ -104,7 +111,7 @@ def select(grown: Any, rows: Tensor) -> None:
         )
 
 
-def kept(filled: Any) -> list[KV]:
+def key_values(filled: Any) -> list[KV]:
     return [(layer.keys, layer.values) for layer in filled.layers]
 
 
@@ -120,3 +127,17 @@ def _of(layers: list) -> Any:
     from transformers.cache_utils import Cache
 
     return Cache(layers=layers)
+
+
+def recompute(net: nn.Module) -> None:
+    """Let layers be computed again in the backward pass; with caches that is safe, since ours do
+    not change then."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    for layer in net.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.gradient_checkpointing = layer._can_checkpoint_with_cache = True
+            layer._gradient_checkpointing_func = again
+            # of the layer alone, which asks for it; what is inside stays in eval mode
+            layer.training = True

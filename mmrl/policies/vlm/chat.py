@@ -32,10 +32,10 @@ def parts_of(content: str | list[dict]) -> list[dict[str, Any]]:
         return [
             {"type": p[1:-1]} if MARKS.fullmatch(p) else {"type": "text", "text": p} for p in pieces
         ]
-    found: list[dict[str, Any]] = []
+    parts: list[dict[str, Any]] = []
     for part in content:
-        found += parts_of(part["text"]) if part.get("type") == "text" else [part]
-    return found
+        parts += parts_of(part["text"]) if part.get("type") == "text" else [part]
+    return parts
 
 
 def videos_of(prompt: Prompt) -> list[Any]:

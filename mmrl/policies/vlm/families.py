@@ -64,18 +64,18 @@ class Family:
     def unverified(self) -> tuple[str, ...]:
         """Statements on what nobody has checked, for the log; empty for a family whose facts are
         all known."""
-        found = []
+        statements = []
         if not self.known:
-            found.append(
+            statements.append(
                 f"{self.name} is not in mmrl's table: batching, video and parts follow "
                 f"general rules"
             )
         if self.coords is None:
-            found.append(
+            statements.append(
                 f"the coordinate space of {self.name}'s answers is not "
                 f"known{self.note and ': ' + self.note}"
             )
-        return tuple(found)
+        return tuple(statements)
 
 
 def _qwen(name: str, coords: Coords | None, note: str) -> Family:
@@ -150,13 +150,13 @@ def part_of(name: str) -> str:
     language model.
     """
     dotted = f".{name}."
-    found = [
+    matches = [
         (len(path), part)
         for part, paths in _PATHS.items()
         for path in paths
         if f".{path}." in dotted
     ]
-    return max(found)[1] if found else "language"
+    return max(matches)[1] if matches else "language"
 
 
 _PATHS = {"language": LANGUAGE, "projector": PROJECTOR, "vision": VISION}

@@ -28,29 +28,29 @@ def can_keep(hf: nn.Module) -> bool:
 
 def look(hf: nn.Module, encoded: Encoded) -> Looked:
     """The features of the images of one prompt."""
-    wanted = inspect.signature(hf.base_model.get_image_features).parameters
-    given = {
-        name: value for name, value in encoded.items() if name in wanted and name != "input_ids"
+    parameters = inspect.signature(hf.base_model.get_image_features).parameters
+    inputs = {
+        name: value for name, value in encoded.items() if name in parameters and name != "input_ids"
     }
     with torch.no_grad():
-        found = hf.base_model.get_image_features(**given, return_dict=True)
-    return {name: value for name in NAMES if (value := getattr(found, name, None)) is not None}
+        output = hf.base_model.get_image_features(**inputs, return_dict=True)
+    return {name: value for name in NAMES if (value := getattr(output, name, None)) is not None}
 
 
 def joined(looked: Sequence[Looked]) -> dict[str, Any]:
     """Features of several prompts as the forward pass takes those of one batch."""
-    found = {}
+    features = {}
     for name in looked[0]:
-        values = [one[name] for one in looked]
+        values = [prompt_features[name] for prompt_features in looked]
         if isinstance(values[0], Tensor):
-            found[name] = torch.cat(values)
+            features[name] = torch.cat(values)
         elif name == "deepstack_features":  # of every layer those of every image
-            found[name] = [
+            features[name] = [
                 [image for part in layer for image in part] for layer in zip(*values, strict=True)
             ]
         else:  # of every image its tokens
-            found[name] = [image for one in values for image in one]
-    return {"mm_encoder_outputs": {"image": SimpleNamespace(**found)}}
+            features[name] = [image for prompt_features in values for image in prompt_features]
+    return {"mm_encoder_outputs": {"image": SimpleNamespace(**features)}}
 
 
 def size_of(looked: Looked) -> int:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from mmrl.core.distributions import Categorical
 from mmrl.core.host import sent
+from mmrl.policies.scores import certainty
 from mmrl.policies.vlm import caches
-from mmrl.policies.vlm.scores import certainty
 from samplers.noise import Rng
 from samplers.warp import Warp
 
@@ -39,13 +39,13 @@ class Ending:
     def ended(self, ids: Tensor) -> Tensor:
         """[B] bool, by the last token of ids [B, n], and by what the last ones spell."""
         last = ids[:, -1]
-        found = torch.zeros_like(last, dtype=torch.bool)
+        ended = torch.zeros_like(last, dtype=torch.bool)
         for stop in self.stops:
-            found |= last == stop
+            ended |= last == stop
         if self.strings:
             spelt = [self.spells(row) for row in ids[:, -self.window :].tolist()]
-            found |= torch.tensor(spelt, device=ids.device)
-        return found
+            ended |= torch.tensor(spelt, device=ids.device)
+        return ended
 
     def going(self, ids: Tensor, going: Tensor) -> tuple[Tensor, int]:
         """Say which rows of ids [B, n] go on behind their last token, of those ``going`` [B] before
@@ -142,11 +142,11 @@ def generate(
     done = blank(names, ending, net.hf)
     work = _Work(net, prefix, rows, names, rng, warp)
     for step in range(ending.tokens):
-        found = work.draw(step)
-        work.going, left = done.write(step, work.at, work.going, found, ending)
+        drawn = work.draw(step)
+        work.going, left = done.write(step, work.at, work.going, drawn, ending)
         if step + 1 == ending.tokens or not (busy(left > 0) if busy else left):
             break
-        work.advance(found.token, left)
+        work.advance(drawn.token, left)
     return done
 
 
@@ -165,7 +165,7 @@ class _Work:
         self.mask = prefix.mask[rows]
         self.place = prefix.following[rows]
         self.hidden = prefix.hidden[rows]
-        self.cache = caches.growing(prefix.kept, rows)
+        self.cache = caches.growing(prefix.key_values, rows)
         # known here, or transformers asks the device at every token
         self.whole = bool(self.mask.all())
 

@@ -70,12 +70,12 @@ def where(prompt: Prompt) -> str:
 
 def images_of(prompt: Prompt) -> list[Any]:
     """What a prompt gives as images, unopened; ``image`` and ``images`` mean the same."""
-    found = prompt.get("images")
-    if found is None:
-        found = prompt.get("image")
-    if found is None:
+    images = prompt.get("images")
+    if images is None:
+        images = prompt.get("image")
+    if images is None:
         return []
-    return list(found) if isinstance(found, (list, tuple)) else [found]
+    return list(images) if isinstance(images, (list, tuple)) else [images]
 
 
 def open_image(source: Any, prompt: Prompt) -> Any:
@@ -83,8 +83,8 @@ def open_image(source: Any, prompt: Prompt) -> Any:
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
-        found = source if isinstance(source, Image.Image) else Image.open(Path(source))
-        return ImageOps.exif_transpose(found).convert("RGB")
+        image = source if isinstance(source, Image.Image) else Image.open(Path(source))
+        return ImageOps.exif_transpose(image).convert("RGB")
     except (OSError, UnidentifiedImageError, TypeError, ValueError) as error:
         raise UserError(f"{where(prompt)}: cannot read the image {source!r}: {error}") from error
 
@@ -136,11 +136,9 @@ def open_video(source: Any, fps: float | None, budgets: Budgets, prompt: Prompt)
 def sampled(total: int, fps: float, budgets: Budgets) -> list[int]:
     """Numbers of the frames to take of ``total`` at ``fps``: the budget's rate, at most its frames,
     evenly spread."""
-    wanted = min(budgets.frames, max(1, math.ceil(total / fps * budgets.fps - 1e-9)), total)
+    count = min(budgets.frames, max(1, math.ceil(total / fps * budgets.fps - 1e-9)), total)
     return (
-        np.linspace(0, total - 1, wanted).round().astype(int).tolist()
-        if wanted > 1
-        else [total // 2]
+        np.linspace(0, total - 1, count).round().astype(int).tolist() if count > 1 else [total // 2]
     )
 
 
@@ -156,17 +154,17 @@ def _decoded(path: Path, budgets: Budgets) -> Video:
             raise ValueError("it holds no frames or no frame rate")
         container.seek(0, stream=stream)
         indices = sampled(total, rate, budgets)
-        kept = []
+        frames = []
         for number, frame in enumerate(container.decode(stream)):
-            if number == indices[len(kept)]:
-                kept.append(frame.to_ndarray(format="rgb24"))
-                if len(kept) == len(indices):
+            if number == indices[len(frames)]:
+                frames.append(frame.to_ndarray(format="rgb24"))
+                if len(frames) == len(indices):
                     break
-    if len(kept) < len(indices):  # a header that promised more than the file holds
-        indices, total = indices[: len(kept)], indices[len(kept) - 1] + 1 if kept else 0
-    if not kept:
+    if len(frames) < len(indices):  # a header that promised more than the file holds
+        indices, total = indices[: len(frames)], indices[len(frames) - 1] + 1 if frames else 0
+    if not frames:
         raise ValueError("no frame of it could be decoded")
-    return _video(np.stack(kept), indices, total, rate, budgets)
+    return _video(np.stack(frames), indices, total, rate, budgets)
 
 
 def _video(

@@ -82,8 +82,10 @@ class Layout:
             x[:, i].transpose(0, 1) for x, i in ((query, rows), (key, columns), (value, columns))
         )
         # [B, heads, T, D]
-        found = F.scaled_dot_product_attention(q, k, v, attn_mask=self.known[window], scale=scale)
-        return found.transpose(0, 1).flatten(1, 2).index_select(1, back)
+        attended = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=self.known[window], scale=scale
+        )
+        return attended.transpose(0, 1).flatten(1, 2).index_select(1, back)
 
     def _places(self) -> tuple[Tensor, Tensor, Tensor]:
         """Which packed query [B, T] and key [B, S] stands where in a padded batch, and where the N
@@ -104,8 +106,10 @@ class Layout:
         )
         # [B, T]
         last = (self.keys - self.queries)[:, None] + torch.minimum(steps, self.queries[:, None] - 1)
-        seen = columns <= last[..., None]
-        return (seen if window is None else seen & (columns > last[..., None] - window))[:, None]
+        visible = columns <= last[..., None]
+        return (visible if window is None else visible & (columns > last[..., None] - window))[
+            :, None
+        ]
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,7 @@ class Read:
     hidden: Tensor  # [P, H] at the last token
     lengths: Tensor  # [P] long
     following: Tensor  # [P] long: position of the first answer token
-    kept: list[KV]  # [1, heads, N, D] each
+    key_values: list[KV]  # [1, heads, N, D] each
 
 
 def enable(hf: nn.Module) -> None:
@@ -138,14 +142,14 @@ def _attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     packing: Layout | None = None,
-    **more: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """As transformers calls an attention: [B, heads, T, D] -> [B, T, heads, D]."""
     if packing is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **more
+            module, query, key, value, attention_mask, scaling=scaling, **options
         )
     groups = query.shape[1] // key.shape[1]
     k, v = (x[0].repeat_interleave(groups, 0) if groups > 1 else x[0] for x in (key, value))
@@ -161,27 +165,29 @@ def anything() -> Tensor:
 def pack(inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
     """A left-padded batch of prompts as one row of all their tokens, and their lengths [P]."""
     real = inputs["attention_mask"].bool()
-    found = {name: value for name, value in inputs.items() if name != "attention_mask"}
+    packed = {name: value for name, value in inputs.items() if name != "attention_mask"}
     for name in ("input_ids", "mm_token_type_ids", "token_type_ids"):
         if name in inputs:
-            found[name] = inputs[name][real][None]
+            packed[name] = inputs[name][real][None]
     places = inputs["position_ids"]
-    found["position_ids"] = places[..., real].unsqueeze(-2)
-    return found, real.sum(1)
+    packed["position_ids"] = places[..., real].unsqueeze(-2)
+    return packed, real.sum(1)
 
 
-def squeeze(kept: list[KV], real: Tensor) -> list[KV]:
+def squeeze(key_values: list[KV], real: Tensor) -> list[KV]:
     """Keys and values of a left-padded batch [P, heads, S, D] as one row of those that are ``real``
     [P, S]."""
-    return [tuple(x.transpose(1, 2)[real].transpose(0, 1)[None] for x in layer) for layer in kept]
+    return [
+        tuple(x.transpose(1, 2)[real].transpose(0, 1)[None] for x in layer) for layer in key_values
+    ]
 
 
-def unsqueeze(kept: list[KV], lengths: Tensor) -> list[KV]:
+def unsqueeze(key_values: list[KV], lengths: Tensor) -> list[KV]:
     """The reverse; what stands in the padding is some other key, which masks hide."""
     at, real = _spread(lengths)
     order = real.long().argsort(dim=1, stable=True)  # the padding to the left
     at = at.gather(1, order)
-    return [tuple(x[0][:, at].transpose(0, 1) for x in layer) for layer in kept]
+    return [tuple(x[0][:, at].transpose(0, 1) for x in layer) for layer in key_values]
 
 
 def continued(lengths: Tensor, rows: Tensor, answers: Tensor, xformers: bool) -> Layout:
@@ -190,12 +196,14 @@ def continued(lengths: Tensor, rows: Tensor, answers: Tensor, xformers: bool) ->
     rows = rows[answers > 0]
     answers = answers[answers > 0]
     starts = lengths.cumsum(0) - lengths
-    own = lengths[rows]
-    keys = own + answers
+    prompt_lengths = lengths[rows]
+    keys = prompt_lengths + answers
     row = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), keys)
     off = torch.arange(len(row), device=rows.device) - (keys.cumsum(0) - keys)[row]
     before = lengths.sum() + (answers.cumsum(0) - answers)
-    at = torch.where(off < own[row], starts[rows][row] + off, before[row] + off - own[row])
+    at = torch.where(
+        off < prompt_lengths[row], starts[rows][row] + off, before[row] + off - prompt_lengths[row]
+    )
     return Layout(answers, keys, at, xformers)
 
 

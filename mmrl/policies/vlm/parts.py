@@ -67,8 +67,8 @@ class Parts:
 
 def everything(net: nn.Module) -> Parts:
     """All parts that the network has, fully."""
-    there = {part_of(name) for name, _ in net.named_parameters()}
-    return Parts(*("full" if name in there else "frozen" for name in PARTS))
+    present = {part_of(name) for name, _ in net.named_parameters()}
+    return Parts(*("full" if name in present else "frozen" for name in PARTS))
 
 
 def set_trainable(net: nn.Module, parts: Parts) -> None:
@@ -78,9 +78,9 @@ def set_trainable(net: nn.Module, parts: Parts) -> None:
     Raises UserError for a part the network does not have, and for targets that match nothing.
     """
     chosen = parts.named()
-    there = {part_of(name) for name, _ in net.named_parameters()}
+    present = {part_of(name) for name, _ in net.named_parameters()}
     for name, part in chosen.items():
-        if name not in there and part.how != "frozen":
+        if name not in present and part.how != "frozen":
             raise UserError(
                 f"policy option train.{name}: {type(net).__name__} has no such part; "
                 f"write {name}: frozen"
@@ -106,10 +106,10 @@ def idle(net: nn.Module) -> set[str]:
     draws images, and what lies behind the layer of the vision tower that the language model is
     shown."""
     names = [name for name, _ in net.named_parameters()]
-    found = {name for name in names if any(f".{part}." in f".{name}" for part in NEVER_USED)}
+    unused = {name for name in names if any(f".{part}." in f".{name}" for part in NEVER_USED)}
     shown = getattr(getattr(net, "config", None), "vision_feature_layer", None)
     if shown is None:
-        return found
+        return unused
     layers = [
         (name, int(m[1]))
         for name in names
@@ -120,8 +120,8 @@ def idle(net: nn.Module) -> set[str]:
         layer if layer >= 0 else count + 1 + layer
         for layer in ([shown] if isinstance(shown, int) else shown)
     )
-    found |= {name for name, number in layers if number >= used}
-    return found | {
+    unused |= {name for name, number in layers if number >= used}
+    return unused | {
         name for name in names if part_of(name) == "vision" and ".post_layernorm." in name
     }
 
@@ -132,12 +132,12 @@ def groups_of(net: nn.Module, parts: Parts | None) -> list[ParameterGroup]:
     trainable = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
     if parts is None:
         return [ParameterGroup([p for _, p in trainable])]
-    found = []
+    groups = []
     for name, part in parts.named().items():
-        mine = [p for key, p in trainable if part_of(key) == name]
-        if mine:
-            found.append(ParameterGroup(mine, part.factor, part.lr, name))
-    return found
+        parameters = [p for key, p in trainable if part_of(key) == name]
+        if parameters:
+            groups.append(ParameterGroup(parameters, part.factor, part.lr, name))
+    return groups
 
 
 def beside_adapters(net: nn.Module) -> bool:
@@ -152,14 +152,14 @@ def summary(net: nn.Module) -> str:
     for name, p in net.named_parameters():
         counts[part_of(name)][0] += p.numel() * p.requires_grad
         counts[part_of(name)][1] += p.numel()
-    told = [
+    shares = [
         f"{name} {_short(some)} of {_short(every)}"
         for name, (some, every) in counts.items()
         if every
     ]
     some, every = (sum(column) for column in zip(*counts.values()))
     return (
-        f"trainable parameters: {', '.join(told)}; together {_short(some)} of {_short(every)} "
+        f"trainable parameters: {', '.join(shares)}; together {_short(some)} of {_short(every)} "
         f"({some / every:.2%})"
     )
 
@@ -201,15 +201,15 @@ def _add_adapters(net: nn.Module, chosen: dict[str, Part]) -> None:
 def _targets(net: nn.Module, name: str, part: Part) -> list[str]:
     unused = {key.rpartition(".")[0] for key in idle(net)}
     linear = [m for m in modules_of(net, name) if not m.endswith(HEADS) and m not in unused]
-    found = [
+    matches = [
         m
         for m in linear
         if part.targets is None or any(f".{m}".endswith(f".{t}") for t in part.targets)
     ]
-    if not found:
+    if not matches:
         raise UserError(
             f"policy option train.{name}: no linear layer of that part is named "
             f"{list(part.targets or ())}; "
             f"there are {linear[:6]} ..."
         )
-    return found
+    return matches

@@ -12,13 +12,12 @@ from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Gt, Le
-from torch import Tensor
 
 from mmrl.config.options import Count
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, locate
-from mmrl.core.types import Completion, Media, Point, Prompt, Rollout
-from mmrl.policies.base import ParameterGroup
+from mmrl.core.types import Completion, Media, Prompt, Rollout
+from mmrl.policies.base import NO_CONTEXT, ParameterGroup, RolloutContext, rows_and_groups
 from mmrl.policies.lora import Lora, merged
 from mmrl.policies.vlm.budgets import admit
 from mmrl.policies.vlm.engines.external import ENGINES, ask
@@ -47,14 +46,13 @@ Storage = Literal["float32", "bfloat16", "float16", "auto"]
 
 @POLICIES.register("vlm")
 class VLM(Passes):
-    """Vision-language models: images, several images, video or text in, text out; any folder or hub
+    """Trains vision-language models, which answer images, videos or text in text; any folder or hub
     id."""
 
-    makes = "text"
-    # writes one answer of every group while it is set
-    truth: Callable[[Prompt], str | None] | None = None
+    capabilities = replace(
+        Passes.capabilities, makes="text", replay=True, ground_truth=True, max_new_tokens=True
+    )
     adjacent = True
-    decisions = "categorical"
 
     def __init__(
         self,
@@ -151,20 +149,25 @@ class VLM(Passes):
                 "objective's importance, which corrects for it"
             )
 
-    def rollout(self, prompts: list[Prompt], copies: int, rng: Rng) -> Rollout:
-        cond, seen = self.recall(prompts)
+    def rollout(
+        self, prompts: list[Prompt], copies: int, rng: Rng, context: RolloutContext = NO_CONTEXT
+    ) -> Rollout:
+        cond, shown = self.recall(prompts)
         self.images += sum(map(images_in, cond))
         self._check_sharing(cond)
-        row = rng.rows(len(prompts), copies).to(self.device)
-        group = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)
+        row, group = rows_and_groups(prompts, copies, rng, self.device)
         size = self.chunk(len(row), lambda n: self._try(cond, group[:n]))
         if self.outside is None:
             answers = self._answers(cond, group, row, rng, size)
         else:
-            asked = [one for one in map(self.inputs.asked, prompts) for _ in range(copies)]
-            answers = ask(self.outside, self.net.hf, asked, row, rng, self.warp, self.ending)
+            requests = [
+                request
+                for request in map(self.inputs.engine_prompt, prompts)
+                for _ in range(copies)
+            ]
+            answers = ask(self.outside, self.net.hf, requests, row, rng, self.warp, self.ending)
         order = torch.arange(answers.ids.shape[1], device=self.device).expand_as(answers.ids)
-        found = Rollout(
+        rollout = Rollout(
             group=group,
             cond=cond,
             row_id=row,
@@ -172,63 +175,43 @@ class VLM(Passes):
             mask=answers.mask,
             logprob=answers.logprob,
             commit_step=order,
-            prompts=tuple(seen),
+            prompts=tuple(shown),
             self_certainty=answers.certainty,
         )
         if self.engine != "own":
-            found = self._rescored(found, size)
-        return found if self.truth is None else self._taught(found, copies, size)
+            rollout = self._rescored(rollout, size)
+        if context.ground_truth is None:
+            return rollout
+        return self._with_ground_truth(rollout, context.ground_truth, copies, size)
 
     def recall(self, prompts: list[Prompt]) -> tuple[list[Encoded], list[Prompt]]:
-        """Conditions of prompts, and the prompts as ``rollout`` returns them."""
+        """Encode prompts, and give them as ``rollout`` returns them."""
         taken = [self._taken(prompt) for prompt in prompts]
         return [encoded for encoded, _ in taken], [
             {**prompt, "view": view} for prompt, (_, view) in zip(prompts, taken, strict=True)
         ]
 
     def measures(self) -> dict[str, float]:
-        found = {"vlm/vision_passes": self.towered / self.images} if self.images else {}
-        found |= {"engine/gap": sum(self.gaps) / len(self.gaps)} if self.gaps else {}
+        curves = {"vlm/vision_passes": self.towered / self.images} if self.images else {}
+        curves |= {"engine/gap": sum(self.gaps) / len(self.gaps)} if self.gaps else {}
         self.images = 0
         self.towered = 0
         self.gaps = []
-        return found
+        return curves
 
     def parameter_groups(self) -> list[ParameterGroup]:
         return groups_of(self.net, self.parts)
 
     def admit(self, prompts: list[Prompt]) -> list[Prompt]:
-        found = admit(prompts, self.inputs.budgets, self.inputs.measure)
-        self.notes = (*self.notes, *found.notes)
-        return found.prompts
-
-    def path(self, rollout: Rollout) -> Iterator[Point]:
-        yield Point(
-            group=rollout.group,
-            cond=rollout.cond,
-            row_id=rollout.row_id,
-            state=rollout.sample,
-            target=rollout.sample,
-            mask=rollout.mask,
-            logprob=rollout.logprob,
-            advantage=rollout.advantage,
-            num_decisions=rollout.mask.sum(1),
-            sampler_logprob=rollout.sampler_logprob,
-            is_ground_truth=rollout.is_ground_truth,
-            is_replayed=rollout.is_replayed,
-        )
-
-    def renoise(
-        self, rollout: Rollout, rng: Rng, time: Tensor | None = None, shared: bool = False
-    ) -> Iterator[Point]:
-        for point in self.path(rollout):
-            yield point.replace(logprob=None)
+        admitted = admit(prompts, self.inputs.budgets, self.inputs.measure)
+        self.notes = (*self.notes, *admitted.notes)
+        return admitted.prompts
 
     def enable_gradient_checkpointing(self) -> None:
         self.net.enable_gradient_checkpointing()
 
-    def limit(self, tokens: int) -> None:
-        """From now on an answer has at most so many tokens."""
+    def set_max_new_tokens(self, tokens: int) -> None:
+        """Let an answer have at most so many tokens from now on."""
         self.ending = replace(self.ending, tokens=tokens)
 
     def decode(self, rollout: Rollout) -> Media:
@@ -237,7 +220,7 @@ class VLM(Passes):
             [] if rollout.self_certainty is None else [rollout.self_certainty]
         )
         means = torch.stack(
-            [(one * rollout.mask).sum(1) / lengths.clamp_min(1) for one in known], 1
+            [(values * rollout.mask).sum(1) / lengths.clamp_min(1) for values in known], 1
         )
         begun = [prompt.get("prefill", "") for prompt in rollout.prompt_per_row()]
         rows = zip(rollout.sample.tolist(), lengths.tolist(), means.tolist(), begun, strict=True)
@@ -246,16 +229,16 @@ class VLM(Passes):
 
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
-        kept = self.warp
+        before = self.warp
         if self.greedy_evaluation:
-            self.warp = Warp(temperature=0.0, suppressed=kept.suppressed)
+            self.warp = Warp(temperature=0.0, suppressed=before.suppressed)
         try:
             yield
         finally:
-            self.warp = kept
+            self.warp = before
 
     def export(self, folder: Path) -> None:
-        """The model, or its adapter where nothing else was trained, with processor and chat
+        """Save the model, or its adapter where nothing else was trained, with processor and chat
         template."""
         hf = self.net.hf
         if beside_adapters(hf):  # transformers saves a model with adapters as these alone
@@ -267,7 +250,7 @@ class VLM(Passes):
 
     @staticmethod
     def _pack(net: SharedPrefix, attention: str, packed: bool | None) -> None:
-        """Raises UserError where packed batches are wanted and cannot be."""
+        """Turn packed batches on where they are wanted; UserError where they cannot be."""
         if packed and (
             attention not in ("sdpa", "xformers") or not net.share or not shareable(net.hf)
         ):
@@ -284,19 +267,21 @@ class VLM(Passes):
 
     @torch.no_grad()
     def _rescored(self, rollout: Rollout, size: int) -> Rollout:
-        """What another engine sampled, with its log-probs as ``sampled`` and those of the policy's
-        own passes."""
+        """Score what another engine sampled by the policy's own passes; its log-probs stay as
+        ``sampler_logprob``."""
         parts = [rollout[part] for part in chunks(len(rollout), size)]
         scored = [
             self.dist(point).log_prob(point.target) for part in parts for point in self.path(part)
         ]
-        own = torch.cat(scored).to(rollout.logprob)
-        self.gaps.append(float((own - rollout.logprob)[rollout.mask].abs().mean()))
-        return rollout.replace(logprob=own, sampler_logprob=rollout.logprob)
+        logprob = torch.cat(scored).to(rollout.logprob)
+        self.gaps.append(float((logprob - rollout.logprob)[rollout.mask].abs().mean()))
+        return rollout.replace(logprob=logprob, sampler_logprob=rollout.logprob)
 
     @torch.no_grad()
-    def _taught(self, rollout: Rollout, copies: int, size: int) -> Rollout:
-        """The last answer of every group gives way to the right one, with the log-probs that the
+    def _with_ground_truth(
+        self, rollout: Rollout, write: Callable[[Prompt], str | None], copies: int, size: int
+    ) -> Rollout:
+        """Replace the last answer of every group by the right one, with the log-probs that the
         policy gives it.
 
         Where nobody can write it, or it is longer than answers may be, the group keeps what was
@@ -307,7 +292,7 @@ class VLM(Passes):
         mask = rollout.mask.clone()
         written = torch.zeros_like(rollout.group, dtype=bool)
         for row, prompt in zip(last.tolist(), rollout.prompts, strict=True):
-            text = self.truth(prompt)
+            text = write(prompt)
             tokens = (
                 None
                 if text is None
@@ -317,24 +302,24 @@ class VLM(Passes):
                 ids[row], mask[row], written[row] = self.inputs.pad, False, True
                 ids[row, : len(tokens)] = torch.tensor(tokens, device=self.device)
                 mask[row, : len(tokens)] = True
-        found = rollout.replace(sample=ids, mask=mask)
+        corrected = rollout.replace(sample=ids, mask=mask)
         logprob = rollout.logprob.clone()
         for part in chunks(len(last), size):  # every process makes equally many passes
-            (point,) = self.path(found[last[part]])
+            (point,) = self.path(corrected[last[part]])
             scored = self.dist(point).log_prob(point.target)
             logprob[last[part]] = torch.where(
                 written[last[part], None], scored, logprob[last[part]]
             )
         # of what was sampled: nobody knows that of the answer in its place
-        if found.self_certainty is not None:
-            found = found.replace(
-                self_certainty=found.self_certainty.masked_fill(written[:, None], torch.nan)
+        if corrected.self_certainty is not None:
+            corrected = corrected.replace(
+                self_certainty=corrected.self_certainty.masked_fill(written[:, None], torch.nan)
             )
-        if found.sampler_logprob is not None:  # and no other engine sampled that one
-            found = found.replace(
-                sampler_logprob=torch.where(written[:, None], logprob, found.sampler_logprob)
+        if corrected.sampler_logprob is not None:  # and no other engine sampled that one
+            corrected = corrected.replace(
+                sampler_logprob=torch.where(written[:, None], logprob, corrected.sampler_logprob)
             )
-        return found.replace(logprob=logprob, is_ground_truth=written)
+        return corrected.replace(logprob=logprob, is_ground_truth=written)
 
     def _completion(self, ids: list[int], known: list[float], begun: str, limit: int) -> Completion:
         """The whole answer: what was written after what it ``begun`` with."""

@@ -11,17 +11,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mmrl.core.errors import UserError
 from mmrl.core.host import on_host, remember, selected
 from mmrl.core.sharding import shards
-from mmrl.policies.vlm import caches, features, packing, scores
+from mmrl.policies import scores
+from mmrl.policies.vlm import caches, features, packing
 from mmrl.policies.vlm.caches import KV
 from mmrl.policies.vlm.engines import transformers
 from samplers.warp import Warp
@@ -70,7 +69,7 @@ class Prefix:
     hidden: Tensor  # [P, H] at the last token, from which the first answer token comes
     mask: Tensor  # [P, S] bool, False is padding (on the left)
     following: Tensor  # [P] long: position of the first answer token
-    kept: list[KV]
+    key_values: list[KV]
 
 
 class SharedPrefix(nn.Module):
@@ -102,22 +101,27 @@ class SharedPrefix(nn.Module):
     def text_config(self) -> Any:
         return self.hf.config.get_text_config()
 
-    def forward(self, work: str, *given: Any, **named: Any) -> Any:
+    def forward(self, work: str, *arguments: Any, **options: Any) -> Any:
         """``work`` names the method. Wrappers (DDP, FSDP2) see calls of the module only: all passes
         go through it."""
-        return getattr(self, work)(*given, **named)
+        return getattr(self, work)(*arguments, **options)
 
     def read(self, inputs: dict[str, Tensor]) -> Prefix:
         """The prompts of one batch, left-padded; ``inputs`` hold ``position_ids`` [P, S] or [3, P,
         S] too."""
         if self.packed and self.config.model_type in packing.CAUSAL:
-            found = self._read_packed(inputs)
-            kept = packing.unsqueeze(found.kept, found.lengths)
-            return Prefix(found.hidden, inputs["attention_mask"].bool(), found.following, kept)
+            packed = self._read_packed(inputs)
+            key_values = packing.unsqueeze(packed.key_values, packed.lengths)
+            return Prefix(
+                packed.hidden, inputs["attention_mask"].bool(), packed.following, key_values
+            )
         cache = caches.recorded(self.text_config.num_hidden_layers)
         hidden = self._base(**inputs, past_key_values=cache, use_cache=True)
         return Prefix(
-            hidden[:, -1], inputs["attention_mask"].bool(), following(inputs), caches.kept(cache)
+            hidden[:, -1],
+            inputs["attention_mask"].bool(),
+            following(inputs),
+            caches.key_values(cache),
         )
 
     def step(
@@ -130,17 +134,17 @@ class SharedPrefix(nn.Module):
         does."""
         length = ids.shape[1]
         places = place[:, None] + torch.arange(length, device=ids.device)
-        seen = torch.cat([mask, mask.new_ones(len(ids), length)], 1).long()
+        attention_mask = torch.cat([mask, mask.new_ones(len(ids), length)], 1).long()
         # what transformers makes of it after a look at its values
         if self.plain and length == 1 and whole is not None:
-            seen = None if whole else seen.bool()[:, None, None]
-        return self._continue(ids, places, seen, cache)
+            attention_mask = None if whole else attention_mask.bool()[:, None, None]
+        return self._continue(ids, places, attention_mask, cache)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[*, V] of hidden states [*, H]."""
-        found = self.hf.get_output_embeddings()(hidden)
+        logits = self.hf.get_output_embeddings()(hidden)
         cap = getattr(self.text_config, "final_logit_softcapping", None)
-        return found if cap is None else cap * torch.tanh(found / cap)
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def score(
         self,
@@ -179,9 +183,9 @@ class SharedPrefix(nn.Module):
         """[N, V] log-probs."""
         return scores.full(hidden, self.logits, warp, self.text_config.vocab_size)
 
-    def kl(self, hidden: Tensor, other: Tensor, warp: Warp) -> Tensor:
+    def kl(self, hidden: Tensor, reference: Tensor, warp: Warp) -> Tensor:
         """[N] to another's log-probs [N, V]."""
-        return scores.kl(hidden, other, self.logits, warp)
+        return scores.kl(hidden, reference, self.logits, warp)
 
     def look(self, encoded: dict[str, Tensor]) -> features.Looked:
         """Features of the images of one prompt."""
@@ -207,13 +211,7 @@ class SharedPrefix(nn.Module):
                 "transformers >= 5.20, whose layers "
                 "keep their cache; update it, or set the policy's share to none"
             )
-        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-        for layer in self.hf.modules():
-            if isinstance(layer, GradientCheckpointingLayer):
-                layer.gradient_checkpointing = layer._can_checkpoint_with_cache = True
-                layer._gradient_checkpointing_func = again
-                # of the layer alone, which asks for it; what is inside stays in eval mode
-                layer.training = True
+        caches.recompute(self.hf)
 
     def add_adapter(self, config: Any) -> None:
         self.hf.add_adapter(config)
@@ -225,7 +223,7 @@ class SharedPrefix(nn.Module):
         first = prefix.hidden[rows][:, None] + 0 * prefix.hidden[-1]
         if ids.shape[1] == 1:
             return first
-        cache = caches.continued(prefix.kept, rows)
+        cache = caches.continued(prefix.key_values, rows)
         later = self.step(ids[:, :-1], prefix.following[rows], prefix.mask[rows], cache)
         return torch.cat([first, later], 1)
 
@@ -236,18 +234,18 @@ class SharedPrefix(nn.Module):
         prefix = self._read_packed(inputs)
         steps = torch.arange(ids.shape[1], device=ids.device)
         answers = (where * steps).amax(1)  # [B] tokens to read: all before the last decision
-        told = steps < answers[:, None]
+        to_read = steps < answers[:, None]
         # a prompt nobody answers has its gradients too
         hidden = prefix.hidden + 0 * prefix.hidden[-1]
-        if told.any():
-            places = (prefix.following[rows][:, None] + steps)[told][None]
+        if to_read.any():
+            places = (prefix.following[rows][:, None] + steps)[to_read][None]
             layout = packing.continued(prefix.lengths, rows, answers, self.fused)
-            cache = caches.continued(prefix.kept, rows.new_zeros(1))
+            cache = caches.continued(prefix.key_values, rows.new_zeros(1))
             later = self._laid(
-                layout, self._continue, ids=ids[told][None], places=places, cache=cache
+                layout, self._continue, ids=ids[to_read][None], places=places, cache=cache
             )
             hidden = torch.cat([hidden, later[0]])
-        at = len(prefix.hidden) - 1 + told.flatten().cumsum(0).view_as(told).roll(1, 1)
+        at = len(prefix.hidden) - 1 + to_read.flatten().cumsum(0).view_as(to_read).roll(1, 1)
         at[:, 0] = rows
         return hidden[at[where]]
 
@@ -255,36 +253,38 @@ class SharedPrefix(nn.Module):
         """The prompts of one left-padded batch; those of families that look ahead are read with
         their padding."""
         if self.config.model_type not in packing.CAUSAL:
-            found = self.read(inputs)
+            prefix = self.read(inputs)
             return packing.Read(
-                found.hidden,
-                found.mask.sum(1),
-                found.following,
-                packing.squeeze(found.kept, found.mask),
+                prefix.hidden,
+                prefix.mask.sum(1),
+                prefix.following,
+                packing.squeeze(prefix.key_values, prefix.mask),
             )
-        given, lengths = packing.pack(inputs)
+        packed, lengths = packing.pack(inputs)
         cache = caches.recorded(self.text_config.num_hidden_layers)
         layout = packing.Layout(lengths, lengths, xformers=self.fused)
-        hidden = self._laid(layout, self._base, past_key_values=cache, use_cache=True, **given)[0]
+        hidden = self._laid(layout, self._base, past_key_values=cache, use_cache=True, **packed)[0]
         return packing.Read(
-            hidden[lengths.cumsum(0) - 1], lengths, following(inputs), caches.kept(cache)
+            hidden[lengths.cumsum(0) - 1], lengths, following(inputs), caches.key_values(cache)
         )
 
-    def _laid(self, layout: packing.Layout, work: Callable[..., Tensor], **given: Any) -> Tensor:
+    def _laid(
+        self, layout: packing.Layout, work: Callable[..., Tensor], **arguments: Any
+    ) -> Tensor:
         """A pass of packed tokens. Raises UserError where the layout does not reach every layer's
         attention."""
         device = layout.queries.device
-        found = work(attention_mask=packing.anything().to(device), packing=layout, **given)
+        output = work(attention_mask=packing.anything().to(device), packing=layout, **arguments)
         if layout.calls < self.text_config.num_hidden_layers:
             raise UserError(
                 f"policy option remove_padding: the layers of {self.config.model_type} attend in "
                 f"a way of their own, which "
                 "needs padding; set it to false"
             )
-        return found
+        return output
 
     def _continue(
-        self, ids: Tensor, places: Tensor, attention_mask: Tensor | None, cache: Any, **more: Any
+        self, ids: Tensor, places: Tensor, attention_mask: Tensor | None, cache: Any, **options: Any
     ) -> Tensor:
         """[B, L, H] after the tokens ids [B, L] at ``places`` [B, L], behind what the cache
         holds."""
@@ -302,25 +302,25 @@ class SharedPrefix(nn.Module):
             past_key_values=cache,
             use_cache=True,
             return_dict=True,
-            **more,
+            **options,
         ).last_hidden_state
 
     def _apart(self, inputs: dict[str, Tensor], rows: Tensor, ids: Tensor) -> Tensor:
         """The same by one pass of prompt and answer for each row; ``inputs`` hold the rows' prompts
         in order, and perhaps one more."""
-        spare = len(inputs["input_ids"]) - len(ids)
-        if spare not in (0, 1):
+        witnesses = len(inputs["input_ids"]) - len(ids)
+        if witnesses not in (0, 1):
             raise ValueError(
                 f"{len(ids)} rows need as many prompts, not {len(inputs['input_ids'])}"
             )
-        ids = torch.cat([ids, ids[:spare]])
+        ids = torch.cat([ids, ids[:witnesses]])
         answer = ids[:, :-1]
-        more = {"attention_mask": 1, "token_type_ids": 0, "mm_token_type_ids": 0}
+        fills = {"attention_mask": 1, "token_type_ids": 0, "mm_token_type_ids": 0}
         if self.config.model_type == "paligemma":
-            more["token_type_ids"] = 1  # suffix: attended causally
+            fills["token_type_ids"] = 1  # suffix: attended causally
         longer = {
             name: torch.cat([inputs[name], torch.full_like(answer, value).to(inputs[name])], 1)
-            for name, value in more.items()
+            for name, value in fills.items()
             if name in inputs
         }
         # an answer sees what the prompt's end sees
@@ -334,9 +334,9 @@ class SharedPrefix(nn.Module):
         )
         longer["input_ids"] = torch.cat([inputs["input_ids"], answer], 1)
         longer["position_ids"] = torch.cat([places, more_places], -1)
-        found = self._base(**inputs | longer, use_cache=False)
-        found = found[:, found.shape[1] - ids.shape[1] :]
-        return found[:-1] + 0 * found[-1:] if spare else found
+        hidden = self._base(**inputs | longer, use_cache=False)
+        hidden = hidden[:, hidden.shape[1] - ids.shape[1] :]
+        return hidden[:-1] + 0 * hidden[-1:] if witnesses else hidden
 
     def _base(self, **inputs: Any) -> Tensor:
         return self.hf.base_model(**inputs, return_dict=True).last_hidden_state
@@ -372,6 +372,8 @@ def positions(hf: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         return plain
     if "image_grid_thw" not in inputs and "video_grid_thw" not in inputs:
         return plain.expand(3, -1, -1)
-    wanted = inspect.signature(hf.base_model.get_rope_index).parameters
-    found = {name: inputs[name] for name in ROPE_INPUTS if name in inputs and name in wanted}
-    return hf.base_model.get_rope_index(**found, attention_mask=mask)[0]
+    parameters = inspect.signature(hf.base_model.get_rope_index).parameters
+    rope_inputs = {
+        name: inputs[name] for name in ROPE_INPUTS if name in inputs and name in parameters
+    }
+    return hf.base_model.get_rope_index(**rope_inputs, attention_mask=mask)[0]

@@ -18,7 +18,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.types import Prompt
 from mmrl.policies.vlm.budgets import Cost, Shrink
 from mmrl.policies.vlm.chat import messages_of, parts_of, videos_of
-from mmrl.policies.vlm.engines.external import Asked
+from mmrl.policies.vlm.engines.external import EnginePrompt
 from mmrl.policies.vlm.families import Family
 from mmrl.policies.vlm.media import (
     Budgets,
@@ -76,28 +76,28 @@ class Inputs:
         """``encode`` and ``view`` at once, opening every image and video once."""
         self._check_geometry(prompt)
         messages, images, videos = self._opened(prompt)
-        found, _ = self._within(prompt, messages, images, videos)
-        return found, self._view(found, images, videos)
+        encoded, _ = self._within(prompt, messages, images, videos)
+        return encoded, self._view(encoded, images, videos)
 
-    def asked(self, prompt: Prompt) -> Asked:
+    def engine_prompt(self, prompt: Prompt) -> EnginePrompt:
         """A prompt for another engine, whose own processor puts features in the place of each
         placeholder."""
         messages, images, videos = self._opened(prompt)
-        found, scale = self._within(prompt, messages, images, videos)
+        encoded, scale = self._within(prompt, messages, images, videos)
         text = self._rendered(prompt, messages) + prompt.get("prefill", "")
         plain = bool(self.tokenizer.bos_token and text.startswith(self.tokenizer.bos_token))
         ids = self.tokenizer(text, add_special_tokens=not plain)["input_ids"]
         smaller = [image_at(image, scale, self.budgets) for image in images]
-        read = found["input_ids"][0].tolist()
-        return Asked(
+        read = encoded["input_ids"][0].tolist()
+        return EnginePrompt(
             where(prompt), ids, read, smaller, [video_at(video, scale) for video in videos]
         )
 
     def measure(self, prompt: Prompt) -> tuple[Cost, float]:
         """What a prompt costs within its budget, and the factor its pixels were scaled by for
         that."""
-        found, scale = self._within(prompt, *self._opened(prompt))
-        return self.cost(found), scale
+        encoded, scale = self._within(prompt, *self._opened(prompt))
+        return self.cost(encoded), scale
 
     def cost(self, encoded: dict[str, Tensor]) -> Cost:
         return Cost(self.placeholders(encoded), encoded["input_ids"].shape[1])
@@ -110,37 +110,37 @@ class Inputs:
         shrink = Shrink(self.budgets)
         while True:
             smaller = [image_at(image, scale, self.budgets) for image in images]
-            found = self._encoded(
+            encoded = self._encoded(
                 prompt, messages, smaller, [video_at(video, scale) for video in videos]
             )
-            step = shrink.next(self.cost(found), bool(images or videos), where(prompt))
+            step = shrink.next(self.cost(encoded), bool(images or videos), where(prompt))
             if step == 1:
-                return found, scale
-            scale *= step * self._shrunk(found, smaller)
+                return encoded, scale
+            scale *= step * self._shrunk(encoded, smaller)
 
     def _shrunk(self, encoded: dict[str, Tensor], images: list[Any]) -> float:
         """How much of the given pixels the processor keeps by itself: what is above that has no
         effect."""
         if self.family.resize != "grid" or not images:
             return 1.0
-        kept = sum(width * height for width, height in self._resized(encoded, len(images), 0))
-        return min(1.0, kept / sum(image.size[0] * image.size[1] for image in images))
+        pixels = sum(width * height for width, height in self._resized(encoded, len(images), 0))
+        return min(1.0, pixels / sum(image.size[0] * image.size[1] for image in images))
 
     def _encoded(
         self, prompt: Prompt, messages: list[dict], images: list[Any], videos: list[Video]
     ) -> dict[str, Tensor]:
-        given = self._processed(prompt, messages, images, videos)
-        found = {k: torch.as_tensor(v) for k, v in given.items() if k not in UNUSED}
+        processed = self._processed(prompt, messages, images, videos)
+        encoded = {k: torch.as_tensor(v) for k, v in processed.items() if k not in UNUSED}
         for name in self.family.needs:
-            if name not in found:
+            if name not in encoded:
                 raise UserError(
                     f"{where(prompt)}: the processor {type(self.processor).__name__} gave "
                     f"no {name}, without which "
                     f"{self.family.name} computes wrong positions or masks; use the "
                     f"processor files of the same release"
                 )
-        self._check_count(prompt, found)
-        return found
+        self._check_count(prompt, encoded)
+        return encoded
 
     def collate(self, encoded: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """n encoded prompts as one batch: sequences [n, S] padded on the left, vision tensors
@@ -154,8 +154,8 @@ class Inputs:
                 f"{self.family.name} cannot take these prompts in one batch: it needs equally many "
                 f"{'images' if self.family.by_row else 'frames'} in each"
             )
-        length = max(one["input_ids"].shape[1] for one in encoded)
-        names = list(dict.fromkeys(name for one in encoded for name in one))
+        length = max(prompt["input_ids"].shape[1] for prompt in encoded)
+        names = list(dict.fromkeys(name for prompt in encoded for name in prompt))
         return {name: self._joined(name, encoded, length) for name in names}
 
     def groups(self, encoded: list[dict[str, Tensor]]) -> list[list[int]]:
@@ -166,19 +166,19 @@ class Inputs:
         an image the mean of all slots for images, the empty ones included, and LLaVA-OneVision
         reshapes videos to one number of frames.
         """
-        found: dict[Any, list[int]] = {}
-        for i, one in enumerate(encoded):
-            found.setdefault(self._shape(one), []).append(i)
-        shapes = [shape for shape in found if shape is not None]
+        positions: dict[Any, list[int]] = {}
+        for i, prompt in enumerate(encoded):
+            positions.setdefault(self._shape(prompt), []).append(i)
+        shapes = [shape for shape in positions if shape is not None]
         if not self.family.by_row and len(shapes) <= 1:  # rows without a video go with any
             return [list(range(len(encoded)))]
-        if None in found and not self.family.by_row:
-            found[shapes[0]] = sorted(found[shapes[0]] + found.pop(None))
-        return sorted(found.values())
+        if None in positions and not self.family.by_row:
+            positions[shapes[0]] = sorted(positions[shapes[0]] + positions.pop(None))
+        return sorted(positions.values())
 
-    def _shape(self, one: dict[str, Tensor]) -> int | None:
+    def _shape(self, prompt: dict[str, Tensor]) -> int | None:
         name = "pixel_values" if self.family.by_row else "pixel_values_videos"
-        return one[name].shape[1] if name in one and one[name].dim() >= 5 else None
+        return prompt[name].shape[1] if name in prompt and prompt[name].dim() >= 5 else None
 
     def view(self, prompt: Prompt, encoded: dict[str, Tensor]) -> dict[str, Any]:
         """What a reward must know of what the model saw: ``coords``, the ``sizes`` of the files and
@@ -207,8 +207,8 @@ class Inputs:
     def tokens(self, answer: str) -> list[int] | None:
         """An answer as a model writes it, the stop token included; None if it holds one that may
         not be sampled."""
-        found = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
-        return None if set(found) & {*self.suppressed, *self.stops} else [*found, self._closing()]
+        ids = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        return None if set(ids) & {*self.suppressed, *self.stops} else [*ids, self._closing()]
 
     def _closing(self) -> int:
         """The stop token with which the chat template ends an answer."""
@@ -221,8 +221,8 @@ class Inputs:
             for token in self.tokenizer(tail, add_special_tokens=False)["input_ids"]:
                 if token in self.stops:
                     return token
-        own = self.tokenizer.eos_token_id
-        return own if own in self.stops else self.stops[0]
+        end_token = self.tokenizer.eos_token_id
+        return end_token if end_token in self.stops else self.stops[0]
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
@@ -238,7 +238,7 @@ class Inputs:
         """Messages whose content is parts, the opened images, the opened videos, in the order of
         the parts."""
         waiting = {"image": images_of(prompt), "video": videos_of(prompt)}
-        given = {kind: len(found) for kind, found in waiting.items()}
+        counts = {kind: len(sources_of_kind) for kind, sources_of_kind in waiting.items()}
         messages = [dict(m, content=parts_of(m["content"])) for m in messages_of(prompt)]
         marked = {
             kind: sum(p["type"] == kind for m in messages for p in m["content"]) for kind in waiting
@@ -246,25 +246,25 @@ class Inputs:
         for kind in ("video", "image"):  # images come first
             if not marked[kind]:
                 first = next((m for m in messages if m["role"] == "user"), messages[-1])
-                first["content"] = [{"type": kind}] * given[kind] + first["content"]
+                first["content"] = [{"type": kind}] * counts[kind] + first["content"]
         sources: dict[str, list] = {"image": [], "video": []}
         for part in (p for m in messages for p in m["content"] if p["type"] in sources):
             kind = part["type"]
-            own = next(
+            path = next(
                 (part[key] for key in (kind, "path", "url") if part.get(key) is not None), None
             )
-            if own is None and not waiting[kind]:
+            if path is None and not waiting[kind]:
                 raise UserError(
                     f"{where(prompt)}: its text has more <{kind}> placeholders than the "
                     f"prompt has {kind}s "
-                    f"({marked[kind]} and {given[kind]}); remove some, or give the missing {kind}s"
+                    f"({marked[kind]} and {counts[kind]}); remove some, or give the missing {kind}s"
                 )
-            sources[kind].append(own if own is not None else waiting[kind].pop(0))
+            sources[kind].append(path if path is not None else waiting[kind].pop(0))
         for kind, rest in waiting.items():
             if rest:
                 raise UserError(
                     f"{where(prompt)}: its text has {marked[kind]} <{kind}> placeholders "
-                    f"for {given[kind]} {kind}s; "
+                    f"for {counts[kind]} {kind}s; "
                     f"write one for every {kind}, or none at all"
                 )
         images = [open_image(source, prompt) for source in sources["image"]]
@@ -330,16 +330,16 @@ class Inputs:
                 "rel1000 or rel1, as this checkpoint was taught"
             )
 
-    def _check_count(self, prompt: Prompt, found: dict[str, Tensor]) -> None:
+    def _check_count(self, prompt: Prompt, encoded: dict[str, Tensor]) -> None:
         """Grids say how many features there will be; a text with special tokens of its own would
         have more."""
         for kind, key in (("image", "image_grid_thw"), ("video", "video_grid_thw")):
             if self._id(kind) is None:
                 continue
-            actual = int((found["input_ids"] == self._id(kind)).sum())
-            if key in found:
-                expected = int(found[key].prod(1).sum()) // self._merge(kind) ** 2
-            elif actual and not any(name.startswith("pixel_values") for name in found):
+            actual = int((encoded["input_ids"] == self._id(kind)).sum())
+            if key in encoded:
+                expected = int(encoded[key].prod(1).sum()) // self._merge(kind) ** 2
+            elif actual and not any(name.startswith("pixel_values") for name in encoded):
                 expected = 0
             else:
                 continue
@@ -356,22 +356,22 @@ class Inputs:
         )
 
     def _resized(self, encoded: dict[str, Tensor], images: int, videos: int) -> ViewSizes:
-        found: ViewSizes = []
+        sizes: ViewSizes = []
         for kind, key, pixels in (
             ("image", "image_grid_thw", images),
             ("video", "video_grid_thw", videos),
         ):
             if key in encoded:
                 patch = getattr(self.processor, f"{kind}_processor").patch_size
-                found += [[w * patch, h * patch] for _, h, w in encoded[key].tolist()]
+                sizes += [[w * patch, h * patch] for _, h, w in encoded[key].tolist()]
             elif pixels:
                 name = (
                     "pixel_values_videos"
                     if kind == "video" and "pixel_values_videos" in encoded
                     else "pixel_values"
                 )
-                found += [[encoded[name].shape[-1], encoded[name].shape[-2]]] * pixels
-        return found
+                sizes += [[encoded[name].shape[-1], encoded[name].shape[-2]]] * pixels
+        return sizes
 
     def _id(self, kind: str) -> int | None:
         """The token that stands for one feature; a processor's own may stand for a whole image
@@ -381,8 +381,8 @@ class Inputs:
             (self.config, "_token_index"),
             (self.processor, "_token_id"),
         )
-        found = (getattr(holder, kind + suffix, None) for holder, suffix in named)
-        return next((value for value in found if isinstance(value, int)), None)
+        candidates = (getattr(holder, kind + suffix, None) for holder, suffix in named)
+        return next((value for value in candidates if isinstance(value, int)), None)
 
     def _merge(self, kind: str) -> int:
         return getattr(getattr(self.processor, f"{kind}_processor"), "merge_size", 1)
@@ -392,18 +392,18 @@ class Inputs:
 
     def _joined(self, name: str, encoded: list[dict[str, Tensor]], length: int) -> Tensor:
         if name in SEQUENCES:
-            like = next(one[name] for one in encoded if name in one)
-            rows = [self._row(name, one, like) for one in encoded]
+            like = next(prompt[name] for prompt in encoded if name in prompt)
+            rows = [self._row(name, prompt, like) for prompt in encoded]
             rows = [_pad_left(row, length, self.pad if name == "input_ids" else 0) for row in rows]
             return torch.cat(_same_shape(rows))
-        return torch.cat(_same_shape([one[name] for one in encoded if name in one]))
+        return torch.cat(_same_shape([prompt[name] for prompt in encoded if name in prompt]))
 
-    def _row(self, name: str, one: dict[str, Tensor], like: Tensor) -> Tensor:
-        if name in one:
-            return one[name]
+    def _row(self, name: str, prompt: dict[str, Tensor], like: Tensor) -> Tensor:
+        if name in prompt:
+            return prompt[name]
         if name in self.family.needs:
             raise UserError(f"a prompt was encoded without {name}, which {self.family.name} needs")
-        return like.new_zeros(1, one["input_ids"].shape[1], *like.shape[2:])
+        return like.new_zeros(1, prompt["input_ids"].shape[1], *like.shape[2:])
 
 
 def _pad_left(row: Tensor, length: int, fill: int) -> Tensor:
@@ -416,12 +416,12 @@ def _same_shape(parts: list[Tensor]) -> list[Tensor]:
     largest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts))]
     if all(list(part.shape[1:]) == largest for part in parts):
         return parts
-    found = []
+    padded = []
     for part in parts:
         pad = [
             amount
             for size, want in zip(reversed(part.shape[1:]), reversed(largest))
             for amount in (0, want - size)
         ]
-        found.append(torch.nn.functional.pad(part, pad))
-    return found
+        padded.append(torch.nn.functional.pad(part, pad))
+    return padded

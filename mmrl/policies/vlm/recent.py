@@ -16,20 +16,20 @@ class Recent:
     def __init__(self, size: int):
         self.size = size
         self.used = 0
-        self.kept: OrderedDict[int, tuple[Any, Any, int]] = OrderedDict()
+        self.entries: OrderedDict[int, tuple[Any, Any, int]] = OrderedDict()
 
     def get(self, key: Any) -> Any:
         """None where nothing is kept."""
-        if id(key) not in self.kept:
+        if id(key) not in self.entries:
             return None
-        self.kept.move_to_end(id(key))
-        return self.kept[id(key)][1]
+        self.entries.move_to_end(id(key))
+        return self.entries[id(key)][1]
 
     def put(self, key: Any, value: Any, cost: int) -> None:
         """``cost``: bytes of ``value``."""
         if cost > self.size:
             return
-        self.kept[id(key)] = (key, value, cost)
+        self.entries[id(key)] = (key, value, cost)
         self.used += cost
         while self.used > self.size:
-            self.used -= self.kept.popitem(last=False)[1][2]
+            self.used -= self.entries.popitem(last=False)[1][2]

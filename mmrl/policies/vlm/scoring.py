@@ -16,15 +16,14 @@ from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.host import on_host, sent
 from mmrl.core.types import Point, Prompt, tree_map
-from mmrl.policies.base import NetPolicy
+from mmrl.policies.scores import Scored
+from mmrl.policies.tokens import AnswerTokens, TokenPolicy, somewhere
 from mmrl.policies.vlm import features
-from mmrl.policies.vlm.answers import AnswerTokens
 from mmrl.policies.vlm.engines.transformers import generate_plainly
 from mmrl.policies.vlm.generate import Answers, Ending, generate
 from mmrl.policies.vlm.prefix_sharing import VERIFIED, Prefix, positions, sharded, shareable
 from mmrl.policies.vlm.processor import Inputs
 from mmrl.policies.vlm.recent import Recent
-from mmrl.policies.vlm.scores import Scored
 from samplers.batching import chunks
 from samplers.noise import Rng
 from samplers.warp import Warp
@@ -33,8 +32,8 @@ Encoded = dict[str, Tensor]
 KEPT = 2**28  # bytes of encoded prompts that are kept from one iteration to the next
 
 
-class Passes(NetPolicy):
-    """Everything between prompts and the network; ``net`` is a ``SharedPrefix``."""
+class Passes(TokenPolicy):
+    """Turns prompts into passes of the network, a ``SharedPrefix``, to sample and to score."""
 
     inputs: Inputs
     warp: Warp
@@ -42,7 +41,6 @@ class Passes(NetPolicy):
     engine: str
     sharing: str  # what was chosen; "checked" once it is decided
     sees: bool  # gradients reach the vision tower or its projector
-    entropies: bool = False  # computed with every scoring pass
     witness: Encoded | None = None  # a prompt with an image
 
     def __init__(self, net: nn.Module, **options: Any):
@@ -57,23 +55,19 @@ class Passes(NetPolicy):
 
     def dist(self, point: Point) -> AnswerTokens:
         self._check_sharing(point.cond)
-        where = point.mask
-        # every process makes its passes, also those that train nothing
-        if not on_host(where).any():
-            where = where.clone()
-            where[0, 0] = True
+        where = somewhere(point.mask)
         hidden, scored = self._score(self.active(), point.cond, point.group, point.target, where)
         return AnswerTokens(self, point, where, hidden, scored)
 
     def _placed(self, encoded: Encoded) -> Encoded:
-        """On the device, with its positions as ``places`` [1, S, axes]: they cost time and never
-        change."""
+        """Move a prompt to the device, with its positions as ``places`` [1, S, axes]: they cost
+        time and never change."""
         places = positions(self.net.hf, encoded)
         places = places[..., None] if places.ndim == 2 else places.permute(1, 2, 0)
         return tree_map(lambda tensor: tensor.to(self.device), encoded | {"places": places})
 
     def _batch(self, encoded: list[Encoded]) -> Encoded:
-        """One left-padded batch, with ``position_ids`` [P, S] or [3, P, S].
+        """Join prompts to one left-padded batch, with ``position_ids`` [P, S] or [3, P, S].
 
         Of many processes all must pass something through the vision tower in every pass, or its
         gradients are waited for: where no prompt has an image, one more prompt that nobody answers
@@ -81,59 +75,67 @@ class Passes(NetPolicy):
         not missing, which Adam does not take for the same.
         """
         needed = distributed.world()[1] > 1 or torch.is_grad_enabled() and self.sees
-        if needed and not any(name.startswith("pixel_values") for one in encoded for name in one):
+        if needed and not any(
+            name.startswith("pixel_values") for prompt in encoded for name in prompt
+        ):
             self.witness = self.witness or self._placed(self.inputs.encode(blank_image()))
             encoded = [*encoded, self.witness]
-        kept = self._kept(encoded)
-        if not kept:
-            self.towered += sum(images_in(one) for one in encoded)
-        left_out = ("places", *(features.PIXELS if kept else ()))
+        image_features = self._image_features(encoded)
+        if not image_features:
+            self.towered += sum(images_in(prompt) for prompt in encoded)
+        left_out = ("places", *(features.PIXELS if image_features else ()))
         batch = (
             self.inputs.collate(
-                [{k: v for k, v in one.items() if k not in left_out} for one in encoded]
+                [{k: v for k, v in prompt.items() if k not in left_out} for prompt in encoded]
             )
-            | kept
+            | image_features
         )
         length = batch["input_ids"].shape[1]
         places = [
-            F.pad(one["places"], (0, 0, length - one["places"].shape[1], 0)) for one in encoded
+            F.pad(prompt["places"], (0, 0, length - prompt["places"].shape[1], 0))
+            for prompt in encoded
         ]
-        found = torch.cat(places).permute(2, 0, 1)
-        return batch | {"position_ids": found[0] if len(found) == 1 else found}
+        position_ids = torch.cat(places).permute(2, 0, 1)
+        return batch | {"position_ids": position_ids[0] if len(position_ids) == 1 else position_ids}
 
-    def _kept(self, encoded: list[Encoded]) -> dict[str, Any]:
-        """Features in the place of the images of these prompts, where tower and projector are
-        frozen; {}: look anew.
+    def _image_features(self, encoded: list[Encoded]) -> dict[str, Any]:
+        """Look up features in the place of the images of these prompts, where tower and projector
+        are frozen; {}: look anew.
 
         On one process, since sharded ones make the same passes; of families whose projector is
         known by name."""
         known = self.inputs.family.known and features.can_keep(self.net.hf)
         frozen = known and not self.sees and self.net.share and distributed.world()[1] == 1
-        seen = [one for one in encoded if "pixel_values" in one]
-        if not frozen or not seen or any("pixel_values_videos" in one for one in encoded):
+        with_images = [prompt for prompt in encoded if "pixel_values" in prompt]
+        if (
+            not frozen
+            or not with_images
+            or any("pixel_values_videos" in prompt for prompt in encoded)
+        ):
             return {}
-        found = []
-        for one in seen:
-            looked = self.features.get(one)
+        looked_at = []
+        for prompt in with_images:
+            looked = self.features.get(prompt)
             if looked is None:
-                looked = self.net("look", one)
-                self.towered += images_in(one)
-                self.features.put(one, looked, features.size_of(looked))
-            found.append(looked)
-        return features.joined(found)
+                looked = self.net("look", prompt)
+                self.towered += images_in(prompt)
+                self.features.put(prompt, looked, features.size_of(looked))
+            looked_at.append(looked)
+        return features.joined(looked_at)
 
     def _taken(self, prompt: Prompt) -> tuple[Encoded, dict[str, Any]]:
-        """A prompt on the device and its view: what was encoded lately is not encoded again."""
-        found = self.recent.get(prompt)
-        if found is None:
+        """Encode a prompt, on the device, with its view: what was encoded lately is not encoded
+        again."""
+        entry = self.recent.get(prompt)
+        if entry is None:
             encoded, view = self.inputs.take(prompt)
-            found = self._placed(encoded), view
-            self.recent.put(prompt, found, sum(tensor.nbytes for tensor in found[0].values()))
-        return found
+            entry = self._placed(encoded), view
+            self.recent.put(prompt, entry, sum(tensor.nbytes for tensor in entry[0].values()))
+        return entry
 
     def _collated(self, cond: list[Encoded], group: Tensor, each: bool) -> tuple[Encoded, Tensor]:
-        """The prompts of ``group`` [B] as one batch, each once or (``each``) once a row, and where
-        every row's is."""
+        """Join the prompts of ``group`` [B] to one batch, each once or (``each``) once a row, and
+        say where every row's is."""
         unique, rows = on_host(group).unique(return_inverse=True)
         if each:
             unique = on_host(group)
@@ -141,8 +143,8 @@ class Passes(NetPolicy):
         return self._batch([cond[i] for i in unique.tolist()]), sent(rows, group.device)
 
     def _kinds(self, cond: list[Encoded], group: Tensor) -> list[Tensor]:
-        """Positions in ``group`` [B] of the rows whose prompts can be one batch; nearly always all
-        rows."""
+        """List positions in ``group`` [B] of the rows whose prompts can be one batch; nearly always
+        all rows."""
         known = on_host(group)
         unique = known.unique()
         kinds = self.inputs.groups([cond[i] for i in unique.tolist()])
@@ -155,9 +157,9 @@ class Passes(NetPolicy):
     def _score(
         self, net: nn.Module, cond: list[Encoded], group: Tensor, ids: Tensor, where: Tensor
     ) -> tuple[Tensor, Scored]:
-        """Hidden states [N, H] and log-probs [N] of the tokens ``where`` [B, T] holds."""
+        """Compute hidden states [N, H] and log-probs [N] of the tokens ``where`` [B, T] holds."""
         each = not self.net.share
-        found = []
+        scored = []
         places = []
         kinds = self._kinds(cond, group)
         if len(kinds) == 1:
@@ -167,23 +169,23 @@ class Passes(NetPolicy):
         for at in kinds:
             if where[at].any():
                 inputs, rows = self._collated(cond, group[at], each)
-                found.append(
+                scored.append(
                     net("score", inputs, rows, ids[at], where[at], self.warp, self.entropies)
                 )
                 places.append(number[at][where[at]])
-        if len(found) == 1:
-            return found[0]
+        if len(scored) == 1:
+            return scored[0]
         order = torch.cat(places).argsort()
         hidden, logprob = (
-            torch.cat(x)[order] for x in ([h for h, _ in found], [s.logprob for _, s in found])
+            torch.cat(x)[order] for x in ([h for h, _ in scored], [s.logprob for _, s in scored])
         )
-        entropy = torch.cat([s.entropy for _, s in found])[order] if self.entropies else None
+        entropy = torch.cat([s.entropy for _, s in scored])[order] if self.entropies else None
         return hidden, Scored(logprob, entropy)
 
     @torch.no_grad()
     def _check_sharing(self, cond: list[Encoded]) -> None:
-        """Of a family nobody has compared: whether a shared prompt gives the log-probs of separate
-        passes."""
+        """Check, of a family nobody has compared, whether a shared prompt gives the log-probs of
+        separate passes."""
         if not self.inputs.family.known and not self.tried:
             self._first(cond[0])
         if self.sharing != "auto":
@@ -194,14 +196,14 @@ class Passes(NetPolicy):
         elif self.net.config.model_type not in VERIFIED:
             group = torch.zeros(2, dtype=torch.long, device=self.device)
             ids = cond[0]["input_ids"][:, -5:].expand(2, -1)
-            found = []
+            logprobs = []
             for self.net.share in (False, True):
-                found.append(
+                logprobs.append(
                     self._score(self.net, cond, group, ids, torch.ones_like(ids, dtype=torch.bool))[
                         1
                     ].logprob
                 )
-            apart = float((found[0] - found[1]).abs().max())
+            apart = float((logprobs[0] - logprobs[1]).abs().max())
             self.net.share = apart < (1e-3 if self.net.hf.dtype == torch.float32 else 0.1)
         if not self.net.share:
             warnings.warn(
@@ -212,12 +214,12 @@ class Passes(NetPolicy):
             )
 
     def _first(self, encoded: Encoded) -> None:
-        """One pass of a family nobody has tried. Raises UserError where its network does not take
-        what its processor made of the prompt, or returns something else."""
+        """Make one pass of a family nobody has tried. Raises UserError where its network does not
+        take what its processor made of the prompt, or returns something else."""
         self.tried = True
         group = torch.zeros(1, dtype=torch.long, device=self.device)
         ids = encoded["input_ids"][:, -2:]
-        kept = self.net.share
+        before = self.net.share
         self.net.share = False
         try:
             self._score(self.net, [encoded], group, ids, torch.ones_like(ids, dtype=torch.bool))
@@ -230,42 +232,49 @@ class Passes(NetPolicy):
                 "that docs/vlm.md names"
             ) from error
         finally:
-            self.net.share = kept
+            self.net.share = before
 
     def _answers(
         self, cond: list[Encoded], group: Tensor, row: Tensor, rng: Rng, size: int
     ) -> Answers:
-        """Answers to the prompts of ``group`` [B], ``size`` rows at a time, in the order of the
-        rows.
+        """Answer the prompts of ``group`` [B], ``size`` rows at a time, in the order of the rows.
 
         Prompts of similar length are read together, which leaves little padding."""
-        found: list[Answers] = []
+        answers_by_part: list[Answers] = []
         places: list[Tensor] = []
         for at in self._kinds(cond, group):
-            asked = on_host(group)[at.cpu()]
-            unique, counts = asked.unique(return_counts=True)
+            prompt_numbers = on_host(group)[at.cpu()]
+            unique, counts = prompt_numbers.unique(return_counts=True)
             lengths = torch.tensor([cond[i]["input_ids"].shape[1] for i in unique.tolist()])
             ordered = unique[lengths.argsort(descending=True, stable=True)]
             for prompts in chunks(len(ordered), max(1, size // int(counts.max()))):
-                mine = at[sent(torch.isin(asked, ordered[prompts]).nonzero()[:, 0], at.device)]
-                for part, answers in self._block(cond, group, row, rng, mine, size):
+                rows_at = at[
+                    sent(torch.isin(prompt_numbers, ordered[prompts]).nonzero()[:, 0], at.device)
+                ]
+                for part, answers in self._block(cond, group, row, rng, rows_at, size):
                     places.append(part)
-                    found.append(answers)
+                    answers_by_part.append(answers)
         order = torch.cat(places).argsort()
         names = (
             ("ids", "mask", "logprob", "certainty")
             if self.ending.certain
             else ("ids", "mask", "logprob")
         )
-        return Answers(*(torch.cat([getattr(one, name) for one in found])[order] for name in names))
+        return Answers(
+            *(
+                torch.cat([getattr(part_answers, name) for part_answers in answers_by_part])[order]
+                for name in names
+            )
+        )
 
     def _block(
-        self, cond: list[Encoded], group: Tensor, row: Tensor, rng: Rng, mine: Tensor, size: int
+        self, cond: list[Encoded], group: Tensor, row: Tensor, rng: Rng, rows_at: Tensor, size: int
     ) -> Iterator[tuple[Tensor, Answers]]:
-        """Rows and answers to the prompts of rows ``mine``, which are read once."""
-        busy = self._any_works if sharded(self.net) else None
+        """Answer the prompts of the rows ``rows_at``, which are read once; yields rows and
+        answers."""
+        busy = self.any_process if sharded(self.net) else None
         if self.plainly:
-            for part in mine.split(size):
+            for part in rows_at.split(size):
                 inputs, _ = self._collated(cond, group[part], each=True)
                 yield (
                     part,
@@ -274,24 +283,23 @@ class Passes(NetPolicy):
                     ),
                 )
             return
-        inputs, rows = self._collated(cond, group[mine], each=False)
+        inputs, rows = self._collated(cond, group[rows_at], each=False)
         prefix: Prefix = self.net("read", inputs)
-        for part, own in zip(mine.split(size), rows.split(size), strict=True):
+        for part, prompt_rows in zip(rows_at.split(size), rows.split(size), strict=True):
             yield (
                 part,
-                generate(self.net, prefix, own, row[part], rng, self.warp, self.ending, busy),
+                generate(
+                    self.net, prefix, prompt_rows, row[part], rng, self.warp, self.ending, busy
+                ),
             )
 
     @property
     def plainly(self) -> bool:
-        """Whether transformers' own ``generate`` samples."""
+        """Tell whether transformers' own ``generate`` samples."""
         return not self.net.share or self.engine == "hf"
 
-    def _any_works(self, here: bool) -> bool:
-        return bool(distributed.all_max(torch.tensor(float(here), device=self.device)))
-
     def _try(self, cond: list[Encoded], group: Tensor) -> None:
-        """What sampling these rows needs at most: no answer ends early."""
+        """Sample these rows at the largest cost: no answer ends early."""
         group = group[self._kinds(cond, group)[0]]
         inputs, rows = self._collated(cond, group, each=self.plainly)
         endless = replace(self.ending, stops=(), strings=())
@@ -310,7 +318,7 @@ def blank_image() -> Prompt:
 
 
 def images_in(encoded: Encoded) -> int:
-    """How many images, tiles or videos a prompt brings to the tower."""
+    """Count the images, tiles or videos that a prompt brings to the tower."""
     grids = [encoded[name] for name in ("image_grid_thw", "video_grid_thw") if name in encoded]
     return (
         sum(map(len, grids))

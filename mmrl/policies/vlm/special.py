@@ -15,7 +15,7 @@ TILES = re.compile(r"<row_\d+_col_\d+>")
 def suppressed_ids(processor: Any, tokenizer: Any, config: Any) -> tuple[int, ...]:
     """Ids of everything that stands for, begins, ends or separates images and videos: a model that
     writes one of them would have to be shown an image it does not have."""
-    found: set[int] = set()
+    suppressed: set[int] = set()
     known = set(tokenizer.get_vocab().values()) | set(tokenizer.added_tokens_decoder)
     for holder in (processor, tokenizer, config):
         for name in (
@@ -26,19 +26,21 @@ def suppressed_ids(processor: Any, tokenizer: Any, config: Any) -> tuple[int, ..
             value = getattr(holder, name, None)
             values = value if isinstance(value, (list, tuple)) else [value]
             ids = [tokenizer.convert_tokens_to_ids(v) if isinstance(v, str) else v for v in values]
-            found.update(
+            suppressed.update(
                 i for i in ids if isinstance(i, int) and not isinstance(i, bool) and i in known
             )
-    found.update(
+    suppressed.update(
         i for i, token in tokenizer.added_tokens_decoder.items() if TILES.fullmatch(str(token))
     )
-    return tuple(sorted(found - set(stop_ids(tokenizer, config, None)) - {tokenizer.unk_token_id}))
+    return tuple(
+        sorted(suppressed - set(stop_ids(tokenizer, config, None)) - {tokenizer.unk_token_id})
+    )
 
 
 def stop_ids(tokenizer: Any, config: Any, generation: Any) -> tuple[int, ...]:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    found: set[int] = set()
+    stops: set[int] = set()
     for holder in (tokenizer, config, text, generation):
         value = getattr(holder, "eos_token_id", None)
-        found.update(value if isinstance(value, (list, tuple)) else [value])
-    return tuple(sorted(found - {None}))
+        stops.update(value if isinstance(value, (list, tuple)) else [value])
+    return tuple(sorted(stops - {None}))

@@ -56,14 +56,18 @@ def by_length(
     if len(distinct) == 1:
         return _attended(query, key, value, distinct[0], scale)
     starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
-    given = torch.tensor(lengths)
-    found = []
+    lengths_of_pieces = torch.tensor(lengths)
+    attended = []
     places = []
     for length in distinct:
-        at = (starts[given == length][:, None] + torch.arange(length)).flatten().to(query.device)
-        found.append(_attended(query[at], key[at], value[at], length, scale))
+        at = (
+            (starts[lengths_of_pieces == length][:, None] + torch.arange(length))
+            .flatten()
+            .to(query.device)
+        )
+        attended.append(_attended(query[at], key[at], value[at], length, scale))
         places.append(at)
-    return torch.cat(found)[torch.cat(places).argsort()]
+    return torch.cat(attended)[torch.cat(places).argsort()]
 
 
 def by_xformers(

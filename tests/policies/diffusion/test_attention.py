@@ -74,7 +74,7 @@ def sd3():
 def test_the_first_step_is_on_policy_with_a_backend_chosen_by_name(case, xformers, monkeypatch):
     policy = make(case, guidance_scale=2.0)
     monkeypatch.setattr(AttentionChoice, "_chosen", lambda *_: "xformers")
-    policy.attending.wanted = "xformers"
+    policy.attending.backend = "xformers"
     metrics = trainer_of(policy).iterate()
     assert (
         policy.attending.used == "xformers"
@@ -100,9 +100,9 @@ def test_a_backend_that_cannot_run_here_is_refused_with_the_remedy(name, package
 
 
 def test_networks_without_a_fitting_layer_say_so(monkeypatch):
-    monkeypatch.setattr(AttentionChoice, "_chosen", lambda self, *_: self.wanted)
+    monkeypatch.setattr(AttentionChoice, "_chosen", lambda self, *_: self.backend)
     policy = make("sd")
-    policy.attending.wanted = "flash"
+    policy.attending.backend = "flash"
     with pytest.raises(
         UserError, match="UNet2DConditionModel has no attention layer that can use it"
     ):
@@ -118,10 +118,10 @@ def test_a_backend_that_fails_on_the_network_is_refused_by_name_and_passed_over_
     def broken():
         raise ValueError("no kernel for this\nand more")
 
-    monkeypatch.setattr(AttentionChoice, "_chosen", lambda self, *_: self.wanted)
+    monkeypatch.setattr(AttentionChoice, "_chosen", lambda self, *_: self.backend)
     monkeypatch.setitem(attention_backends.BACKENDS, "xformers", "_native_math")
     policy = make("flux")
-    policy.attending.wanted = "xformers"
+    policy.attending.backend = "xformers"
     with pytest.raises(
         UserError, match="cannot run this model in this precision: no kernel for this; use auto"
     ):

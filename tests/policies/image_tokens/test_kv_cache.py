@@ -39,7 +39,7 @@ def test_tokens_see_their_prompt_and_themselves(heads, own, padded, fixed):
     whole = [torch.cat([part[rows], later], 2) for part, later in zip(read, new, strict=True)]
     for t in range(steps):
         place = made.next(1, fixed)
-        mask = made.seen(place, padding[rows] if padded else None)
+        mask = made.attention_mask(place, padding[rows] if padded else None)
         found = attend(q[t], *put(made.layers[0], k[t], v[t], place), mask, scale=0.3)
         seen = F.pad(padding[rows], (0, t + 1), value=True)[:, None, None]
         past = [part[:, :, : length + t + 1] for part in whole]

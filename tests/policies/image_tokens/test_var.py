@@ -176,7 +176,7 @@ def test_an_image_is_the_sum_of_its_scales(make):
         expected = expected + 0.5 * h + 0.5 * F.conv2d(h, conv.weight, conv.bias, padding=1)
         torch.testing.assert_close(f, expected, atol=1e-12, rtol=0)
     # area averages
-    torch.testing.assert_close(quantizer.seen(f, 0)[:, 0], f.mean((2, 3)), atol=1e-12, rtol=0)
+    torch.testing.assert_close(quantizer.at_scale(f, 0)[:, 0], f.mean((2, 3)), atol=1e-12, rtol=0)
 
 
 def test_encoding_takes_the_nearest_entries_scale_by_scale(make):

@@ -22,7 +22,7 @@ FAMILIES = ("qwen2_5_vl", "qwen3_vl", "internvl", "llava_next", "gemma3")
 
 def anew(policy):
     """The same policy, which looks at every image in every pass."""
-    policy._kept = lambda encoded: {}
+    policy._image_features = lambda encoded: {}
     return policy
 
 
@@ -58,9 +58,9 @@ def test_the_room_for_features_is_bounded_and_trained_towers_look_anew():
     one.features.size = 1
     rollout = rolled(one)
     logprobs(one, rollout)
-    assert not one.features.kept and one.towered == 2 * one.images
+    assert not one.features.entries and one.towered == 2 * one.images
     for options in ({}, {"train": Parts("full", "full", "frozen")}):
         trained = policy_of(**options)
         logprobs(trained, rolled(trained))
-        assert not trained.features.kept and trained.towered == 2 * trained.images
+        assert not trained.features.entries and trained.towered == 2 * trained.images
     assert policy_of(lora=2).sees is False

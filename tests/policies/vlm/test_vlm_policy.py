@@ -250,7 +250,7 @@ def test_a_prompt_is_encoded_once_and_forgotten_when_there_is_no_room(policy):
     assert len(calls) == 6, "other objects, which might differ"
     one.recent.size = one.recent.used - 1
     rolled(one, prompts())
-    assert one.recent.used <= one.recent.size and len(one.recent.kept) < 9
+    assert one.recent.used <= one.recent.size and len(one.recent.entries) < 9
 
 
 def test_an_image_changes_its_own_rows_only(policy):
@@ -372,7 +372,7 @@ def test_truncated_sampling_is_scored_as_it_sampled(options):
 
 
 def test_log_prob_entropy_and_kl_are_those_of_the_whole_distribution(policy, monkeypatch):
-    from mmrl.policies.vlm import scores
+    from mmrl.policies import scores
 
     rollout = rolled(policy)
     point = point_of(policy, rollout)

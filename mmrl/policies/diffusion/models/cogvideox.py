@@ -22,7 +22,7 @@ from samplers.processes import Process
 
 @POLICIES.register("cogvideox")
 class CogVideoX(VideoFolderPolicy):
-    """CogVideoX 1.0 and 1.5 text to video: any diffusers folder or hub id of a CogVideoXPipeline.
+    """Trains CogVideoX 1.0 and 1.5 text to video from a folder or hub id of a CogVideoXPipeline.
 
     Latents are [B, F, C, H, W]. The times and the process are those of diffusers'
     CogVideoXDDIMScheduler with the folder's settings, also where the folder asks for the DPM

@@ -16,7 +16,7 @@ from mmrl.policies.diffusion.pipeline_policy import FolderPolicy, stepwise_grid,
 
 @POLICIES.register("flux")
 class Flux(FolderPolicy):
-    """FLUX.1: any diffusers folder or hub id of a FluxPipeline."""
+    """Trains FLUX.1 from any diffusers folder or hub id of a FluxPipeline."""
 
     pipeline = "FluxPipeline"
     network = "FluxTransformer2DModel"
@@ -49,12 +49,12 @@ class Flux(FolderPolicy):
         return stepwise_grid(self.place, self.tokens())
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
-        text, (seen, positions) = cond["text"], self.seen(x, cond)
+        text, (tokens, positions) = cond["text"], self.network_inputs(x, cond)
         guidance = (
             torch.full_like(t, self.embedded_guidance) if self.config.guidance_embeds else None
         )
-        out = self.active()(
-            hidden_states=self.cast(seen),
+        output = self.active()(
+            hidden_states=self.cast(tokens),
             timestep=t,
             guidance=guidance,
             return_dict=False,
@@ -63,9 +63,9 @@ class Flux(FolderPolicy):
             txt_ids=text.new_zeros(text.shape[1], 3),
             img_ids=sent(positions.to(text.dtype), text.device),
         )[0]
-        return unpack(out[:, : self.tokens()], *self.shape[-2:])
+        return unpack(output[:, : self.tokens()], *self.shape[-2:])
 
-    def seen(self, x: Tensor, cond: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def network_inputs(self, x: Tensor, cond: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Tokens [B, N, 4 C] of the latents, and of anything else to look at, and their positions
         [N, 3]."""
         return pack(x), places(*self.shape[-2:])

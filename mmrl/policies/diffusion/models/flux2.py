@@ -20,7 +20,7 @@ from samplers.schedules import dynamic, shifted
 
 @POLICIES.register("flux2")
 class Flux2(FolderPolicy):
-    """FLUX.2 klein: any diffusers folder or hub id of a Flux2KleinPipeline."""
+    """Trains FLUX.2 klein from any diffusers folder or hub id of a Flux2KleinPipeline."""
 
     pipeline = "Flux2KleinPipeline"
     network = "Flux2Transformer2DModel"
@@ -80,7 +80,7 @@ class Flux2(FolderPolicy):
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
         text = self.cast(cond["text"])
-        out = self.active()(
+        output = self.active()(
             hidden_states=self.cast(x).flatten(2).mT,
             timestep=t,
             guidance=None,
@@ -89,7 +89,7 @@ class Flux2(FolderPolicy):
             img_ids=sent(places(*self.shape[-2:]), x.device),
             return_dict=False,
         )[0]
-        return out.mT.reshape(x.shape)
+        return output.mT.reshape(x.shape)
 
     def pixels(self, vae: Any, latents: Tensor) -> Tensor:
         return vae.decode(self.unpatched(vae, latents)).sample

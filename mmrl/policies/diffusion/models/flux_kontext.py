@@ -15,16 +15,16 @@ from mmrl.policies.diffusion.models.flux import Flux, pack, places
 
 @POLICIES.register("flux_kontext")
 class FluxKontext(EditPolicy, Flux):
-    """FLUX.1 Kontext: any diffusers folder or hub id of a FluxKontextPipeline."""
+    """Trains FLUX.1 Kontext from any diffusers folder or hub id of a FluxKontextPipeline."""
 
     pipeline = "FluxKontextPipeline"
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
         return super().encode(prompts) | {"image": self.picture_latents(self.pictures(prompts))}
 
-    def seen(self, x: Tensor, cond: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def network_inputs(self, x: Tensor, cond: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """The image's tokens come after the sample's, with 1 as their first coordinate."""
-        tokens, positions = super().seen(x, cond)
+        tokens, positions = super().network_inputs(x, cond)
         image = cond["image"]
         theirs = places(*image.shape[-2:])
         theirs[:, 0] = 1

@@ -21,7 +21,8 @@ from mmrl.policies.diffusion.video_pipeline import VideoFolderPolicy
 
 @POLICIES.register("hunyuan_video")
 class HunyuanVideo(VideoFolderPolicy):
-    """HunyuanVideo text to video: any diffusers folder or hub id of a HunyuanVideoPipeline."""
+    """Trains HunyuanVideo text to video from any diffusers folder or hub id of a
+    HunyuanVideoPipeline."""
 
     pipeline = "HunyuanVideoPipeline"
     network = "HunyuanVideoTransformer3DModel"
@@ -62,7 +63,7 @@ class HunyuanVideo(VideoFolderPolicy):
             else None
         )
         return self.active()(
-            hidden_states=self.cast(self.seen(x, cond)),
+            hidden_states=self.cast(self.network_inputs(x, cond)),
             timestep=1000 * t,
             guidance=guidance,
             return_dict=False,
@@ -71,7 +72,7 @@ class HunyuanVideo(VideoFolderPolicy):
             pooled_projections=self.cast(cond["pooled"]),
         )[0]
 
-    def seen(self, x: Tensor, cond: dict[str, Any]) -> Tensor:
+    def network_inputs(self, x: Tensor, cond: dict[str, Any]) -> Tensor:
         """What the network sees of latents."""
         return x
 
@@ -84,7 +85,7 @@ class HunyuanVideo(VideoFolderPolicy):
 
 @POLICIES.register("hunyuan_i2v")
 class HunyuanI2V(FirstFrame, HunyuanVideo):
-    """HunyuanVideo image to video: any diffusers folder or hub id of a
+    """Trains HunyuanVideo image to video from a folder or hub id of a
     HunyuanVideoImageToVideoPipeline.
 
     Of both kinds: ``token_replace`` sees the image in place of the first frame, ``latent_concat``
@@ -133,7 +134,7 @@ class HunyuanI2V(FirstFrame, HunyuanVideo):
         self, pipe: Any, texts: list[tuple[str, Picture]], device: torch.device
     ) -> dict[str, Tensor]:
         """One at a time: the pipeline's own reading of several prompts knows one image only."""
-        found = [
+        encodings = [
             pipe.encode_prompt(
                 picture.image,
                 [text],
@@ -144,7 +145,7 @@ class HunyuanI2V(FirstFrame, HunyuanVideo):
             for text, picture in texts
         ]
         return {
-            key: torch.cat(parts) for key, parts in zip(("text", "pooled", "mask"), zip(*found))
+            key: torch.cat(parts) for key, parts in zip(("text", "pooled", "mask"), zip(*encodings))
         }
 
     @torch.no_grad()
@@ -158,7 +159,7 @@ class HunyuanI2V(FirstFrame, HunyuanVideo):
     def begin(self, noise: Tensor, cond: dict[str, Any]) -> Tensor:
         return 0.999 * noise + 0.001 * cond["condition"].to(noise)
 
-    def seen(self, x: Tensor, cond: dict[str, Any]) -> Tensor:
+    def network_inputs(self, x: Tensor, cond: dict[str, Any]) -> Tensor:
         image = cond["condition"].to(x)
         if not self.joined:
             return torch.cat([image, x[:, :, 1:]], 2)

@@ -14,6 +14,7 @@ from torch import Tensor
 from mmrl.core.host import sent
 from mmrl.core.registry import KERNELS, POLICIES, WINDOWS
 from mmrl.core.types import Kernel, Prompt, Rollout
+from mmrl.policies.base import NO_CONTEXT, RolloutContext
 from mmrl.policies.diffusion.flow_policy import Window
 from mmrl.policies.diffusion.models.stable_diffusion import SD
 from samplers.kernels import consistency
@@ -24,8 +25,7 @@ from samplers.windows import all_but_last
 
 @POLICIES.register("lcm")
 class LCM(SD):
-    """Latent consistency models: any diffusers folder or hub id of a
-    LatentConsistencyModelPipeline.
+    """Trains latent consistency models from a folder or hub id of a LatentConsistencyModelPipeline.
 
     With ``sde_type: consistency`` a step is the pipeline's own: predict the data, add fresh noise.
     Its density is known, so a policy gradient on it is RLCM (Oertell et al. 2024). Evaluation keeps
@@ -63,8 +63,8 @@ class LCM(SD):
 
         scale = torch.tensor([self.embedded_guidance - 1])
         wide = self.config.time_cond_proj_dim
-        found = LatentConsistencyModelPipeline.get_guidance_scale_embedding(self, scale, wide)
-        return self.cast(sent(found, x.device)).expand(len(x), -1)
+        embedding = LatentConsistencyModelPipeline.get_guidance_scale_embedding(self, scale, wide)
+        return self.cast(sent(embedding, x.device)).expand(len(x), -1)
 
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
@@ -77,6 +77,8 @@ class LCM(SD):
             finally:
                 self.plain = False
 
-    def rollout(self, prompts: list[Prompt], copies: int, rng: Rng) -> Rollout:
-        found = super().rollout(prompts, copies, rng)
-        return found.replace(mask=torch.zeros_like(found.mask)) if self.plain else found
+    def rollout(
+        self, prompts: list[Prompt], copies: int, rng: Rng, context: RolloutContext = NO_CONTEXT
+    ) -> Rollout:
+        rollout = super().rollout(prompts, copies, rng, context)
+        return rollout.replace(mask=torch.zeros_like(rollout.mask)) if self.plain else rollout

@@ -17,7 +17,7 @@ from mmrl.policies.diffusion.video_pipeline import VideoFolderPolicy
 
 @POLICIES.register("ltx")
 class LTX(VideoFolderPolicy):
-    """LTX-Video text to video: any diffusers folder or hub id of an LTXPipeline."""
+    """Trains LTX-Video text to video from any diffusers folder or hub id of an LTXPipeline."""
 
     pipeline = "LTXPipeline"
     network = "LTXVideoTransformer3DModel"

@@ -22,7 +22,7 @@ from mmrl.policies.diffusion.video_pipeline import standardised
 
 @POLICIES.register("qwen_edit")
 class QwenEdit(EditPolicy, QwenImage):
-    """Qwen-Image-Edit: any diffusers folder or hub id of a QwenImageEditPipeline."""
+    """Trains Qwen-Image-Edit from any diffusers folder or hub id of a QwenImageEditPipeline."""
 
     pipeline = "QwenImageEditPipeline"
 
@@ -33,34 +33,36 @@ class QwenEdit(EditPolicy, QwenImage):
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
         """``negative`` is the empty prompt about each image."""
         pictures = self.pictures(prompts)
-        asked, empty = self._requests(prompts, pictures)
-        own = self.texts(asked, self.device) | {"image": self.picture_latents(pictures)}
-        return own | {"negative": self.texts(empty, self.device)}
+        requests, empty = self._requests(prompts, pictures)
+        cond = self.texts(requests, self.device) | {"image": self.picture_latents(pictures)}
+        return cond | {"negative": self.texts(empty, self.device)}
 
     def _requests(
         self, prompts: list[Prompt], pictures: list[Any]
     ) -> tuple[list[Request], list[Request]]:
-        asked = [Request(text, image) for text, image in zip(texts_of(prompts), pictures)]
-        return asked, [Request("", image) for image in pictures]
+        requests = [Request(text, image) for text, image in zip(texts_of(prompts), pictures)]
+        return requests, [Request("", image) for image in pictures]
 
     def prepare(self, prompts: list[Prompt]) -> None:
         if self.texts.placement == "release":
-            asked, empty = self._requests(prompts, self.pictures(prompts))
-            self.texts([*asked, *empty], self.device)
+            requests, empty = self._requests(prompts, self.pictures(prompts))
+            self.texts([*requests, *empty], self.device)
 
-    def unconditional(self, own: dict[str, Any], cond: dict[str, Any]) -> dict[str, Any]:
-        return own | own["negative"]
+    def unconditional(self, row_cond: dict[str, Any], cond: dict[str, Any]) -> dict[str, Any]:
+        return row_cond | row_cond["negative"]
 
-    def seen(self, x: Tensor, cond: dict[str, Any]) -> tuple[Tensor, list[tuple[int, int, int]]]:
-        tokens, shapes = super().seen(x, cond)
+    def network_inputs(
+        self, x: Tensor, cond: dict[str, Any]
+    ) -> tuple[Tensor, list[tuple[int, int, int]]]:
+        tokens, shapes = super().network_inputs(x, cond)
         image = cond["image"]
         h, w = image.shape[-2:]
         return torch.cat([tokens, pack(image).to(tokens)], 1), [*shapes, (1, h // 2, w // 2)]
 
     def latents_of(self, vae: Any, pixels: Tensor) -> Tensor:
-        found = vae.encode(pixels[:, :, None]).latent_dist.mode()
-        mean, std = standardised(vae, found)
-        return ((found - mean) / std)[:, :, 0]
+        latents = vae.encode(pixels[:, :, None]).latent_dist.mode()
+        mean, std = standardised(vae, latents)
+        return ((latents - mean) / std)[:, :, 0]
 
     def encode_texts(
         self, pipe: Any, texts: list[Request], device: torch.device

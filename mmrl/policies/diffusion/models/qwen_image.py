@@ -20,7 +20,7 @@ from mmrl.policies.diffusion.video_pipeline import standardised
 
 @POLICIES.register("qwen_image")
 class QwenImage(FolderPolicy):
-    """Qwen-Image: any diffusers folder or hub id of a QwenImagePipeline."""
+    """Trains Qwen-Image from any diffusers folder or hub id of a QwenImagePipeline."""
 
     pipeline = "QwenImagePipeline"
     network = "QwenImageTransformer2DModel"
@@ -50,18 +50,20 @@ class QwenImage(FolderPolicy):
         return stepwise_grid(self.place, self.tokens())
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
-        seen, pictures = self.seen(x, cond)
-        out = self.active()(
-            hidden_states=self.cast(seen),
+        tokens, pictures = self.network_inputs(x, cond)
+        output = self.active()(
+            hidden_states=self.cast(tokens),
             timestep=t,
             encoder_hidden_states=self.cast(cond["text"]),
             encoder_hidden_states_mask=cond["mask"],
             img_shapes=[pictures] * len(x),
             return_dict=False,
         )[0]
-        return unpack(out[:, : self.tokens()], *self.shape[-2:])
+        return unpack(output[:, : self.tokens()], *self.shape[-2:])
 
-    def seen(self, x: Tensor, cond: dict[str, Any]) -> tuple[Tensor, list[tuple[int, int, int]]]:
+    def network_inputs(
+        self, x: Tensor, cond: dict[str, Any]
+    ) -> tuple[Tensor, list[tuple[int, int, int]]]:
         """Tokens [B, N, 4 C] of the latents, and of anything else to look at, and frames, height,
         width of each."""
         h, w = self.shape[-2:]

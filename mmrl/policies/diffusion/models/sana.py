@@ -19,7 +19,7 @@ from samplers.schedules import shifted
 
 @POLICIES.register("sana")
 class Sana(FolderPolicy):
-    """Sana: any diffusers folder or hub id of a SanaPipeline."""
+    """Trains Sana from any diffusers folder or hub id of a SanaPipeline."""
 
     pipeline = "SanaPipeline"
     network = "SanaTransformer2DModel"
@@ -63,14 +63,14 @@ class Sana(FolderPolicy):
         return scheduler_grid(self.place, self.tokens())
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
-        out = self.active()(
+        output = self.active()(
             self.cast(x),
             timestep=1000 * t * self.config.timestep_scale,
             return_dict=False,
             encoder_hidden_states=self.cast(cond["text"]),
             encoder_attention_mask=cond["mask"],
         )[0]
-        return out[:, : x.shape[1]]  # some networks also give a variance
+        return output[:, : x.shape[1]]  # some networks also give a variance
 
     def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
         """The empty prompt goes without instruction, as the pipeline's negative prompt does."""

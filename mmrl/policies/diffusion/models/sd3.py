@@ -15,7 +15,8 @@ from mmrl.policies.diffusion.pipeline_policy import FolderPolicy, vae_factor
 
 @POLICIES.register("sd3")
 class SD3(FolderPolicy):
-    """Stable Diffusion 3 / 3.5: any diffusers folder or hub id of a StableDiffusion3Pipeline."""
+    """Trains Stable Diffusion 3 / 3.5 from any diffusers folder or hub id of a
+    StableDiffusion3Pipeline."""
 
     pipeline = "StableDiffusion3Pipeline"
     network = "SD3Transformer2DModel"

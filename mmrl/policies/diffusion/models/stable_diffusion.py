@@ -99,7 +99,8 @@ def discrete_grid(scheduler: Any) -> Grid:
 
 @POLICIES.register("sd")
 class SD(UNetPolicy):
-    """Stable Diffusion 1 and 2: any diffusers folder or hub id of a StableDiffusionPipeline."""
+    """Trains Stable Diffusion 1 and 2 from any diffusers folder or hub id of a
+    StableDiffusionPipeline."""
 
     pipeline = "StableDiffusionPipeline"
 
@@ -115,7 +116,8 @@ class SD(UNetPolicy):
 
 @POLICIES.register("sdxl")
 class SDXL(UNetPolicy):
-    """Stable Diffusion XL: any diffusers folder or hub id of a StableDiffusionXLPipeline."""
+    """Trains Stable Diffusion XL from any diffusers folder or hub id of a
+    StableDiffusionXLPipeline."""
 
     pipeline = "StableDiffusionXLPipeline"
 

@@ -84,7 +84,7 @@ class Experts(nn.Module):
 
 @POLICIES.register("wan")
 class Wan(VideoFolderPolicy):
-    """Wan 2.1 and 2.2 text to video: any diffusers folder or hub id of a WanPipeline."""
+    """Trains Wan 2.1 and 2.2 text to video from any diffusers folder or hub id of a WanPipeline."""
 
     pipeline = "WanPipeline"
     network = "WanTransformer3DModel"
@@ -125,13 +125,13 @@ class Wan(VideoFolderPolicy):
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
         """As every family; a guidance scale that is given is that of both experts."""
-        kept = self.guidance_scale_2
-        self.guidance_scale_2 = kept if guidance is None else None
+        before = self.guidance_scale_2
+        self.guidance_scale_2 = before if guidance is None else None
         try:
             with super().evaluating(guidance):
                 yield
         finally:
-            self.guidance_scale_2 = kept
+            self.guidance_scale_2 = before
 
     def latent_shape(self) -> tuple[int, ...]:
         config, (_, *patch) = self.vae.config, self.config.patch_size
@@ -154,12 +154,12 @@ class Wan(VideoFolderPolicy):
         return own_sigmas(self.load_part(self.own_scheduler, "scheduler"))
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
-        own = {name: self.cast(value) for name, value in self.conditions(cond).items()}
-        hidden, times = self.seen(x, 1000 * t, cond)
-        out = self.active()(
-            self.cast(hidden), times, **own, **({} if self.two else {"return_dict": False})
+        conditions = {name: self.cast(value) for name, value in self.conditions(cond).items()}
+        hidden, times = self.network_inputs(x, 1000 * t, cond)
+        output = self.active()(
+            self.cast(hidden), times, **conditions, **({} if self.two else {"return_dict": False})
         )
-        return out if self.two else out[0]
+        return output if self.two else output[0]
 
     @property
     def two(self) -> bool:
@@ -173,7 +173,7 @@ class Wan(VideoFolderPolicy):
     def conditions(self, cond: dict[str, Any]) -> dict[str, Tensor]:
         return {"encoder_hidden_states": cond["text"]}
 
-    def seen(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def network_inputs(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """What the network sees of latents at timesteps t [B]: Wan 2.2 TI2V has a time for every
         token."""
         if not self.expand:

@@ -16,7 +16,7 @@ from mmrl.policies.diffusion.video_pipeline import standardised
 
 @POLICIES.register("wan_i2v")
 class WanI2V(FirstFrame, Wan):
-    """Wan 2.1 and 2.2 image to video: any diffusers folder or hub id of a WanImageToVideoPipeline.
+    """Trains Wan 2.1 and 2.2 image to video from a folder or hub id of a WanImageToVideoPipeline.
 
     The condition is joined to the latents as further channels: a mask of the given frames and the
     latents of the video that is the image and then grey. Wan 2.2 TI2V (``expand_timesteps``) sees
@@ -50,19 +50,19 @@ class WanI2V(FirstFrame, Wan):
             len(condition), vae.config.scale_factor_temporal, *condition.shape[2:]
         )
         mask[:, :, 0] = 1
-        found = {"condition": torch.cat([mask, condition], 1)}
+        encoding = {"condition": torch.cat([mask, condition], 1)}
         if self.config.image_dim is not None:
-            found["image"] = pipe.encode_image([picture.image for picture in pictures], device)
-        return found
+            encoding["image"] = pipe.encode_image([picture.image for picture in pictures], device)
+        return encoding
 
     def conditions(self, cond: dict[str, Any]) -> dict[str, Tensor]:
         image = {"encoder_hidden_states_image": cond["image"]} if "image" in cond else {}
         return super().conditions(cond) | image
 
-    def seen(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def network_inputs(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> tuple[Tensor, Tensor]:
         if not self.expand:
             return torch.cat([x, cond["condition"].to(x)], 1), t
-        x, t = super().seen(x, t, cond)
+        x, t = super().network_inputs(x, t, cond)
         known = t.shape[1] // x.shape[2]  # tokens of a frame
         t = torch.cat([torch.zeros_like(t[:, :known]), t[:, known:]], 1)
         return torch.cat([cond["condition"].to(x), x[:, :, 1:]], 2), t
@@ -70,7 +70,7 @@ class WanI2V(FirstFrame, Wan):
 
 @POLICIES.register("skyreels_i2v")
 class SkyReelsI2V(WanI2V):
-    """SkyReels-V2 image to video: any diffusers folder or hub id of a
+    """Trains SkyReels-V2 image to video from a folder or hub id of a
     SkyReelsV2ImageToVideoPipeline."""
 
     pipeline = "SkyReelsV2ImageToVideoPipeline"

@@ -16,7 +16,7 @@ from mmrl.policies.diffusion.pipeline_policy import FolderPolicy, padded, stepwi
 
 @POLICIES.register("z_image")
 class ZImage(FolderPolicy):
-    """Z-Image: any diffusers folder or hub id of a ZImagePipeline."""
+    """Trains Z-Image from any diffusers folder or hub id of a ZImagePipeline."""
 
     pipeline = "ZImagePipeline"
     network = "ZImageTransformer2DModel"
@@ -53,10 +53,10 @@ class ZImage(FolderPolicy):
         """The network takes lists, the time from noise (0) to data (1), and gives data minus
         noise."""
         captions = [text[mask] for text, mask in zip(self.cast(cond["text"]), cond["mask"])]
-        out = self.active()(
+        outputs = self.active()(
             list(self.cast(x)[:, :, None].unbind()), 1 - t, captions, return_dict=False
         )[0]
-        return -torch.stack(list(out))[:, :, 0]
+        return -torch.stack(list(outputs))[:, :, 0]
 
     def combine(self, v: Tensor, empty: Tensor, scale: float) -> Tensor:
         guided = empty + scale * (v - empty)
@@ -69,8 +69,8 @@ class ZImage(FolderPolicy):
         ).clamp_max(1)
 
     def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
-        found, _ = pipe.encode_prompt(
+        encodings, _ = pipe.encode_prompt(
             list(texts), device, False, max_sequence_length=self.text_length
         )
-        mask = pad_sequence([text.new_ones(len(text)) for text in found], batch_first=True)
-        return padded(pad_sequence(found, batch_first=True), mask, self.text_length)
+        mask = pad_sequence([text.new_ones(len(text)) for text in encodings], batch_first=True)
+        return padded(pad_sequence(encodings, batch_first=True), mask, self.text_length)

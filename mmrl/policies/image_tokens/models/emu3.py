@@ -23,7 +23,8 @@ from mmrl.policies.image_tokens import causal
 from mmrl.policies.image_tokens.attention import Kernel, available, of_transformers
 from mmrl.policies.image_tokens.network import ImageNet, Inputs
 from mmrl.policies.image_tokens.policy import ImageTokenPolicy
-from mmrl.policies.lora import Lora
+from mmrl.policies.lora import Lora, ending_like
+from mmrl.policies.vlm import caches
 
 Storage = Literal["float32", "bfloat16", "float16"]
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -91,7 +92,7 @@ class Emu3Net(ImageNet):
         )
 
     def enable_gradient_checkpointing(self) -> None:
-        causal.recompute(self.decoder)
+        caches.recompute(self.decoder)
 
     def add_adapter(self, config: Any) -> None:
         self.hf.add_adapter(config)
@@ -99,8 +100,7 @@ class Emu3Net(ImageNet):
 
 @POLICIES.register("emu3")
 class Emu3(ImageTokenPolicy):
-    """Emu3-Gen, text to image: any transformers folder or hub id of
-    Emu3ForConditionalGeneration."""
+    """Trains Emu3-Gen, text to image, from a folder or hub id of Emu3ForConditionalGeneration."""
 
     attention = PROJECTIONS
     not_options = ("net", "compile")
@@ -128,9 +128,9 @@ class Emu3(ImageTokenPolicy):
         )
         self.suffix = suffix
         self.shape = {"ratio": _ratio(ratio), "image_area": size * size}
-        found = self._ids(negative)
-        self.negative = found["input_ids"]
-        self.grid = tuple(int(n) for n in found["image_sizes"][0])
+        encoding = self._ids(negative)
+        self.negative = encoding["input_ids"]
+        self.grid = tuple(int(n) for n in encoding["image_sizes"][0])
         self.pad = self.processor.tokenizer.pad_token_id
         if min(self.grid) < 1 or self.pad is None:
             raise UserError(
@@ -159,28 +159,29 @@ class Emu3(ImageTokenPolicy):
     def collate(self, cond: list[Inputs]) -> Inputs:
         # so that both prompts share a pass
         least = self.negative.shape[1] if self.guidance_scale != 1 else 0
-        return dict(zip(("ids", "mask"), causal.padded(cond, self.pad, least)))
+        return causal.padded(cond, self.pad, least)
 
     def empty(self, inputs: Inputs) -> Inputs:
         """The negative prompt, with the same size and start of an image behind it."""
         rows, length = inputs["ids"].shape
         short = max(0, length - self.negative.shape[1])
-        own = {
+        negative = {
             "ids": self.negative.to(self.device),
             "mask": torch.ones_like(self.negative).to(self.device),
         }
         fill = {"ids": self.pad, "mask": 0}
         return {
-            name: F.pad(own[name], (short, 0), value=fill[name]).expand(rows, -1) for name in own
+            name: F.pad(negative[name], (short, 0), value=fill[name]).expand(rows, -1)
+            for name in negative
         }
 
     def pixels(self, ids: Tensor) -> Tensor:
         vq = self.net.hf.model.vqmodel
-        made = self.processor.image_processor
+        image_processor = self.processor.image_processor
         x = vq.decode(ids.view(-1, *self.grid))
         mean, std = (
             torch.tensor(v, device=x.device, dtype=x.dtype)[:, None, None]
-            for v in (made.image_mean, made.image_std)
+            for v in (image_processor.image_mean, image_processor.image_std)
         )
         return 2 * (x * std + mean) - 1
 
@@ -207,12 +208,7 @@ def _targets(hf: nn.Module, ends: Any) -> list[str]:
     linear = [
         n for n, m in hf.named_modules() if isinstance(m, nn.Linear) and ".text_model." in f".{n}"
     ]
-    found = [name for name in linear if any(f".{name}".endswith(f".{end}") for end in ends)]
-    if not found:
-        raise UserError(
-            f"lora.targets match no module of the text model; its linear layers: {linear[:8]} ..."
-        )
-    return found
+    return ending_like(linear, ends, "text model")
 
 
 def _loaded(place: str, dtype: torch.dtype, attention: str) -> tuple[nn.Module, Any]:

@@ -27,7 +27,8 @@ from mmrl.policies.image_tokens import causal
 from mmrl.policies.image_tokens.attention import Kernel, available, of_transformers
 from mmrl.policies.image_tokens.network import ImageNet, Inputs
 from mmrl.policies.image_tokens.policy import ImageTokenPolicy
-from mmrl.policies.lora import Lora
+from mmrl.policies.lora import Lora, ending_like
+from mmrl.policies.vlm import caches
 from samplers.batching import chunks
 from samplers.noise import Rng
 
@@ -90,7 +91,7 @@ class GlmNet(ImageNet):
         return F.linear(hidden, self.hf.lm_head.weight[: self.vocab])
 
     def enable_gradient_checkpointing(self) -> None:
-        causal.recompute(self.decoder)
+        caches.recompute(self.decoder)
 
     def add_adapter(self, config: Any) -> None:
         self.hf.add_adapter(config)
@@ -98,7 +99,7 @@ class GlmNet(ImageNet):
 
 @POLICIES.register("glm_image")
 class GlmImage(ImageTokenPolicy):
-    """GLM-Image's token prior, text to image: any diffusers folder or hub id of a
+    """Trains GLM-Image's token prior, text to image, from a folder or hub id of a
     GlmImagePipeline."""
 
     attention = PROJECTIONS
@@ -151,7 +152,7 @@ class GlmImage(ImageTokenPolicy):
         ]
 
     def collate(self, cond: list[Inputs]) -> Inputs:
-        return dict(zip(("ids", "mask"), causal.padded(cond, self.pad)))
+        return causal.padded(cond, self.pad)
 
     def empty(self, inputs: Inputs) -> Inputs:
         raise UserError("glm_image draws its tokens without guidance: leave it at 1")
@@ -166,17 +167,17 @@ class GlmImage(ImageTokenPolicy):
         height, width = self.large
         ids = rollout.sample[:, -height * width :].view(-1, height, width)
         ids = ids.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
-        made = self.pipeline.to(self.device)
+        pipeline = self.pipeline.to(self.device)
         texts = texts_of(rollout.prompt_per_row())
-        found = []
+        images_by_part = []
         shape = (
-            made.transformer.config.in_channels,
-            *(side // made.vae_scale_factor for side in self.size),
+            pipeline.transformer.config.in_channels,
+            *(side // pipeline.vae_scale_factor for side in self.size),
         )
-        noise = Rng.of("glm_image").normal(rollout.row_id, shape, NOISE, made.transformer.dtype)
+        noise = Rng.of("glm_image").normal(rollout.row_id, shape, NOISE, pipeline.transformer.dtype)
         for part in chunks(len(ids), self.fixed_batch_rows or len(ids)):
             with torch.autocast(ids.device.type, enabled=False):
-                images = made(
+                images = pipeline(
                     prompt=texts[part],
                     height=self.size[0],
                     width=self.size[1],
@@ -186,8 +187,8 @@ class GlmImage(ImageTokenPolicy):
                     guidance_scale=self.decoder_guidance,
                     output_type="pt",
                 ).images
-            found.append(images.float().clamp(0, 1))
-        return torch.cat(found)
+            images_by_part.append(images.float().clamp(0, 1))
+        return torch.cat(images_by_part)
 
     def export(self, folder: Path) -> None:
         """The language model, or its adapter, as the folder's ``vision_language_encoder``, with the
@@ -214,13 +215,7 @@ def _targets(hf: nn.Module, ends: Any) -> list[str]:
         for n, m in hf.named_modules()
         if isinstance(m, nn.Linear) and ".language_model." in f".{n}"
     ]
-    found = [name for name in linear if any(f".{name}".endswith(f".{end}") for end in ends)]
-    if not found:
-        raise UserError(
-            f"lora.targets match no module of the language model; its linear layers: "
-            f"{linear[:8]} ..."
-        )
-    return found
+    return ending_like(linear, ends, "language model")
 
 
 def _loaded(place: str, dtype: torch.dtype, attention: str) -> tuple[nn.Module, Any, Any]:

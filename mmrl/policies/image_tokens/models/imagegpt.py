@@ -19,6 +19,7 @@ from mmrl.core.types import Prompt
 from mmrl.policies.image_tokens import causal
 from mmrl.policies.image_tokens.network import ImageNet, Inputs
 from mmrl.policies.image_tokens.policy import ImageTokenPolicy
+from mmrl.policies.vlm import caches
 
 Storage = Literal["float32", "bfloat16", "float16"]
 
@@ -54,13 +55,12 @@ class ImageGPTNet(ImageNet):
         return self.hf.lm_head(hidden)
 
     def enable_gradient_checkpointing(self) -> None:
-        causal.recompute(self.hf.transformer)
+        caches.recompute(self.hf.transformer)
 
 
 @POLICIES.register("imagegpt")
 class ImageGPT(ImageTokenPolicy):
-    """ImageGPT, unconditional: any transformers folder or hub id of
-    ImageGPTForCausalImageModeling."""
+    """Trains ImageGPT, unconditional, from a folder or hub id of ImageGPTForCausalImageModeling."""
 
     attention = ("attn.c_attn", "attn.c_proj")
     not_options = ("net", "guidance_scale", "logprob_guidance", "attention", "compile")

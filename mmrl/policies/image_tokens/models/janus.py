@@ -4,25 +4,24 @@ classes."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import Prompt
 from mmrl.policies.diffusion.text_encoding import texts_of
+from mmrl.policies.image_tokens import causal
 from mmrl.policies.image_tokens.attention import Kernel, available, of_transformers
 from mmrl.policies.image_tokens.kv_cache import Rooms
 from mmrl.policies.image_tokens.models import llama
 from mmrl.policies.image_tokens.network import ImageNet, Inputs, widened
 from mmrl.policies.image_tokens.policy import ImageTokenPolicy
-from mmrl.policies.lora import Lora
+from mmrl.policies.lora import Lora, ending_like
 from mmrl.policies.vlm import caches
 from mmrl.policies.vlm.families import modules_of
 
@@ -67,7 +66,7 @@ class JanusNet(ImageNet):
         model = self.hf.model.language_model
         mask = inputs["mask"]
         cache = caches.recorded(self.config.text_config.num_hidden_layers)
-        places = _places(mask)
+        places = causal.positions(mask)
         hidden = model(
             input_ids=inputs["ids"],
             attention_mask=mask,
@@ -75,23 +74,23 @@ class JanusNet(ImageNet):
             past_key_values=cache,
             use_cache=True,
         ).last_hidden_state[:, -1:]
-        more = len(self.turns) - 1
-        rooms = Rooms.after(caches.kept(cache), rows, mask.shape[1] + more)
+        extra = len(self.turns) - 1
+        rooms = Rooms.after(caches.key_values(cache), rows, mask.shape[1] + extra)
         padding = None if bool(mask.all()) else mask[rows].bool()
         return hidden[rows], _State(
-            rooms, padding, llama.rotations(model, hidden, places[rows, -1] + 1, more)
+            rooms, padding, llama.rotations(model, hidden, places[rows, -1] + 1, extra)
         )
 
     def step(self, ids: Tensor, state: _State) -> Tensor:
         x = self.hf.prepare_embeddings_for_image_generation(ids)
         at = state.done
         place = state.rooms.next(1, self.fixed)
-        seen = state.rooms.seen(place, state.padding)
+        mask = state.rooms.attention_mask(place, state.padding)
         rope = tuple(part[:, :, at : at + 1] for part in state.rope)
         state.done += 1
         x = widened(x, state.rooms.rows)
         return self.token(
-            self.hf.model.language_model, x, rope, seen, place, state.rooms.layers, self.kernel
+            self.hf.model.language_model, x, rope, mask, place, state.rooms.layers, self.kernel
         )
 
     def teach(self, inputs: Inputs, ids: Tensor) -> Tensor:
@@ -101,7 +100,7 @@ class JanusNet(ImageNet):
         hidden = self.hf.model.language_model(
             inputs_embeds=torch.cat([text, image], 1),
             attention_mask=mask,
-            position_ids=_places(mask),
+            position_ids=causal.positions(mask),
             use_cache=False,
         ).last_hidden_state
         return hidden[:, text.shape[1] - 1 :]
@@ -122,18 +121,7 @@ class JanusNet(ImageNet):
         return self.hf.model.vqmodel.decode(ids)
 
     def enable_gradient_checkpointing(self) -> None:
-        """Layers are computed again in the backward pass of teacher forcing, which uses no
-        cache."""
-        from transformers.modeling_layers import GradientCheckpointingLayer
-
-        for layer in self.hf.model.language_model.modules():
-            if isinstance(layer, GradientCheckpointingLayer):
-                layer.gradient_checkpointing = layer._can_checkpoint_with_cache = True
-                layer._gradient_checkpointing_func = partial(
-                    checkpoint, use_reentrant=False, preserve_rng_state=False
-                )
-                # of the layer alone, which asks for it; what is inside stays in eval mode
-                layer.training = True
+        caches.recompute(self.hf.model.language_model)
 
     def add_adapter(self, config: Any) -> None:
         self.hf.add_adapter(config)
@@ -141,7 +129,7 @@ class JanusNet(ImageNet):
 
 @POLICIES.register("janus")
 class Janus(ImageTokenPolicy):
-    """Janus and Janus-Pro, text to image: any transformers folder or hub id of
+    """Trains Janus and Janus-Pro, text to image, from a folder or hub id of
     JanusForConditionalGeneration."""
 
     wrapper: type[JanusNet] = JanusNet
@@ -176,39 +164,34 @@ class Janus(ImageTokenPolicy):
 
     def _special(self) -> tuple[int, int, int]:
         """Ids of the first token, of padding, and of the token after which an image begins."""
-        made = self.net.hf.generation_config
+        generation = self.net.hf.generation_config
         tok = self.processor.tokenizer
-        start = (getattr(made, "generation_kwargs", None) or {}).get("boi_token_id")
-        found = (
-            tok.bos_token_id if made.bos_token_id is None else made.bos_token_id,
-            tok.pad_token_id if made.pad_token_id is None else made.pad_token_id,
+        start = (getattr(generation, "generation_kwargs", None) or {}).get("boi_token_id")
+        ids = (
+            tok.bos_token_id if generation.bos_token_id is None else generation.bos_token_id,
+            tok.pad_token_id if generation.pad_token_id is None else generation.pad_token_id,
             tok.convert_tokens_to_ids(self.processor.image_start_token) if start is None else start,
         )
-        if None in found:
+        if None in ids:
             raise UserError(
                 f"policy.janus.path {self.place}: its tokenizer names no first, "
                 f"padding or image token"
             )
-        return found
+        return ids
 
     def encode(self, prompts: list[Prompt]) -> list[Inputs]:
-        found = []
+        encodings = []
         for text in texts_of(prompts):
             turn = [{"role": "user", "content": [{"type": "text", "text": text}]}]
-            asked = self.processor.apply_chat_template(turn, add_generation_prompt=True)
-            ids = self.processor(text=[asked], generation_mode="image", return_tensors="pt")[
+            rendered = self.processor.apply_chat_template(turn, add_generation_prompt=True)
+            ids = self.processor(text=[rendered], generation_mode="image", return_tensors="pt")[
                 "input_ids"
             ]
-            found.append({"ids": ids.to(self.device)})
-        return found
+            encodings.append({"ids": ids.to(self.device)})
+        return encodings
 
     def collate(self, cond: list[Inputs]) -> Inputs:
-        """Padded on the left to the longest."""
-        longest = max(one["ids"].shape[1] for one in cond)
-        short = [longest - one["ids"].shape[1] for one in cond]
-        ids = [F.pad(one["ids"], (n, 0), value=self.pad) for one, n in zip(cond, short)]
-        mask = [F.pad(torch.ones_like(one["ids"]), (n, 0)) for one, n in zip(cond, short)]
-        return {"ids": torch.cat(ids), "mask": torch.cat(mask)}
+        return causal.padded(cond, self.pad)
 
     def empty(self, inputs: Inputs) -> Inputs:
         """As the model was trained: every token but the first and the image's start is padding that
@@ -225,25 +208,10 @@ class Janus(ImageTokenPolicy):
         self.processor.save_pretrained(folder)
 
 
-def _places(mask: Tensor) -> Tensor:
-    """[B, S] positions, not counting the padding on the left."""
-    return (mask.long().cumsum(1) - 1).clamp_min(0)
-
-
-def _targets(hf: nn.Module, wanted: Any) -> list[str]:
-    """Names of the language model's linear layers that end like one of ``wanted``; all for None."""
+def _targets(hf: nn.Module, ends: Any) -> list[str]:
+    """Names of the language model's linear layers that end like one of ``ends``; all for None."""
     names = [name for name in modules_of(hf, "language") if ".language_model." in name]
-    found = [
-        name
-        for name in names
-        if wanted is None or any(f".{name}".endswith(f".{end}") for end in wanted)
-    ]
-    if not found:
-        raise UserError(
-            f"lora.targets match no module of the language model; its linear layers: "
-            f"{names[:8]} ..."
-        )
-    return found
+    return ending_like(names, ends, "language model")
 
 
 def _loaded(place: str, dtype: torch.dtype, attention: str) -> tuple[nn.Module, Any]:

@@ -49,16 +49,16 @@ def token(
 def _layer(
     layer: Any, x: Tensor, rope: Rope, mask: Tensor | None, place: Place, room: KV, kernel: Kernel
 ) -> Tensor:
-    own = layer.self_attn
+    attention = layer.self_attn
     h = layer.input_layernorm(x)
     q, k, v = (
-        p(h).unflatten(-1, (-1, own.head_dim)).transpose(1, 2)
-        for p in (own.q_proj, own.k_proj, own.v_proj)
+        p(h).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+        for p in (attention.q_proj, attention.k_proj, attention.v_proj)
     )
     q, k = _turned(torch.cat([q, k], 1), rope).split([q.shape[1], k.shape[1]], 1)
     k, v = put(room, k, v, place)
-    seen = attend(q, k, v, mask, scale=own.scaling, kernel=kernel)
-    x = x + own.o_proj(seen.transpose(1, 2).flatten(2))
+    attended = attend(q, k, v, mask, scale=attention.scaling, kernel=kernel)
+    x = x + attention.o_proj(attended.transpose(1, 2).flatten(2))
     return x + layer.mlp(layer.post_attention_layernorm(x))
 
 

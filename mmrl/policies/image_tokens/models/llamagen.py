@@ -27,8 +27,8 @@ Storage = Literal["float32", "bfloat16", "float16"]
 
 @POLICIES.register("llamagen")
 class LlamaGen(ImageTokenPolicy):
-    """LlamaGen, class- or text-conditional: published checkpoints of transformer and VQ-16, or an
-    exported folder."""
+    """Trains LlamaGen, by class or text, from published checkpoints with VQ-16 or an exported
+    folder."""
 
     attention = ("attention.wqkv", "attention.wo")
 
@@ -83,9 +83,10 @@ class LlamaGen(ImageTokenPolicy):
                 {"label": torch.tensor([label], device=self.device)}
                 for label in self._labels(prompts)
             ]
-        found = self.texts(texts_of(prompts), self.device)
+        encodings = self.texts(texts_of(prompts), self.device)
         return [
-            {name: tensor[i : i + 1] for name, tensor in found.items()} for i in range(len(prompts))
+            {name: tensor[i : i + 1] for name, tensor in encodings.items()}
+            for i in range(len(prompts))
         ]
 
     def _labels(self, prompts: list[Prompt]) -> list[int]:

@@ -81,8 +81,8 @@ class Attention(nn.Module):
         k = rotated(k, rope)
         if room is not None:
             k, v = put(room, k, v, place)
-        seen = attend(q, k, v, mask, causal=mask is None and x.shape[1] > 1, kernel=kernel)
-        return self.wo(seen.transpose(1, 2).flatten(2)), (k, v)
+        attended = attend(q, k, v, mask, causal=mask is None and x.shape[1] > 1, kernel=kernel)
+        return self.wo(attended.transpose(1, 2).flatten(2)), (k, v)
 
 
 class FeedForward(nn.Module):
@@ -113,9 +113,11 @@ class Block(nn.Module):
         room: KV | None = None,
         place: Place | None = None,
     ) -> tuple[Tensor, KV]:
-        seen, kept = self.attention(self.attention_norm(x), rope, mask, kernel, room, place)
-        x = x + seen
-        return x + self.feed_forward(self.ffn_norm(x)), kept
+        attended, key_values = self.attention(
+            self.attention_norm(x), rope, mask, kernel, room, place
+        )
+        x = x + attended
+        return x + self.feed_forward(self.ffn_norm(x)), key_values
 
 
 class ClassEmbedding(nn.Module):
@@ -170,11 +172,11 @@ class LlamaGenGPT(ImageNet):
         mask = inputs.get("mask")
         length = x.shape[1]
         rope = self._rope(0, length, x)
-        seen = None if mask is None else causal(mask, length)
+        attention_mask = None if mask is None else causal(mask, length)
         read = []
         for layer in self.layers:
-            x, kept = layer(x, rope, seen, self.kernel)
-            read.append(kept)
+            x, key_values = layer(x, rope, attention_mask, self.kernel)
+            read.append(key_values)
         rooms = Rooms.after(read, rows, length + len(self.turns) - 1)
         return self.norm(x[:, -1:])[rows], _State(rooms, None if mask is None else mask[rows])
 
@@ -182,7 +184,7 @@ class LlamaGenGPT(ImageNet):
         x = widened(self.tok_embeddings(ids), state.rooms.rows)
         first = state.rooms.length
         place = state.rooms.next(1, self.fixed)
-        mask = state.rooms.seen(place, state.padding)
+        mask = state.rooms.attention_mask(place, state.padding)
         return self.token(self, x, self._rope(first, first + 1, x), mask, place, state.rooms.layers)
 
     def teach(self, inputs: Inputs, ids: Tensor) -> Tensor:
@@ -190,14 +192,20 @@ class LlamaGenGPT(ImageNet):
         mask = inputs.get("mask")
         x = torch.cat([condition, self.tok_embeddings(ids[:, :-1])], 1)
         rope = self._rope(0, x.shape[1], x)
-        seen = None if mask is None else causal(mask, x.shape[1])
+        attention_mask = None if mask is None else causal(mask, x.shape[1])
         for layer in self.layers:
             if self.checkpointing and torch.is_grad_enabled():
                 x, _ = checkpoint(
-                    layer, x, rope, seen, self.kernel, use_reentrant=False, preserve_rng_state=False
+                    layer,
+                    x,
+                    rope,
+                    attention_mask,
+                    self.kernel,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
                 )
             else:
-                x, _ = layer(x, rope, seen, self.kernel)
+                x, _ = layer(x, rope, attention_mask, self.kernel)
         return self.norm(x)[:, condition.shape[1] - 1 :]
 
     def vocabulary(self, hidden: Tensor) -> Tensor:
@@ -238,8 +246,8 @@ def rotations(grid: int, dim: int, condition: int) -> Tensor:
     angles = torch.outer(torch.arange(grid).float(), rates)  # [grid, dim / 4]
     row = angles[:, None].expand(-1, grid, -1)
     column = angles[None].expand(grid, -1, -1)
-    both = torch.cat([row, column], -1).flatten(0, 1)
-    turned = torch.stack([both.cos(), both.sin()], -1)
+    angles_of_positions = torch.cat([row, column], -1).flatten(0, 1)
+    turned = torch.stack([angles_of_positions.cos(), angles_of_positions.sin()], -1)
     return torch.cat([torch.zeros(condition, *turned.shape[1:]), turned])
 
 

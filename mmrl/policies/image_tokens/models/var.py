@@ -14,6 +14,7 @@ from mmrl.config.options import Count
 from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES
 from mmrl.core.types import Point, Prompt, Rollout
+from mmrl.policies.base import NO_CONTEXT, RolloutContext
 from mmrl.policies.image_tokens import checkpoints
 from mmrl.policies.image_tokens.branching import grow
 from mmrl.policies.image_tokens.models.llamagen import labels_of
@@ -29,8 +30,8 @@ Storage = Literal["float32", "bfloat16", "float16"]
 
 @POLICIES.register("var")
 class VAR(ImageTokenPolicy):
-    """VAR, class-conditional next-scale prediction: published checkpoints of transformer and
-    VQ-VAE, or an export."""
+    """Trains VAR, class-conditional next-scale prediction, from published checkpoints or an
+    export."""
 
     attention = ("attn.mat_qkv", "attn.proj")
 
@@ -93,13 +94,15 @@ class VAR(ImageTokenPolicy):
         steps = 1 + (guidance - 1) * torch.arange(len(turns)) / max(len(turns) - 1, 1)
         return steps.repeat_interleave(torch.tensor(turns))
 
-    def rollout(self, prompts: list[Prompt], copies: int, rng: Rng) -> Rollout:
+    def rollout(
+        self, prompts: list[Prompt], copies: int, rng: Rng, context: RolloutContext = NO_CONTEXT
+    ) -> Rollout:
         if copies % self.branches:
             raise UserError(
                 f"train.group_size {copies}: with policy.var.branches {self.branches} it must "
                 f"be a multiple of it"
             )
-        return super().rollout(prompts, copies, rng)
+        return super().rollout(prompts, copies, rng, context)
 
     def chunk(self, rows: int, forward: Callable[[int], Any]) -> int:
         size = super().chunk(rows, forward)

@@ -76,8 +76,8 @@ class Attention(nn.Module):
         k = F.normalize(k, dim=-1)
         if room is not None:
             k, v = put(room, k, v, place)
-        seen = attend(q.to(v), k.to(v), v, bias, scale=1.0, kernel=kernel)
-        return self.proj(seen.transpose(1, 2).flatten(2))
+        attended = attend(q.to(v), k.to(v), v, bias, scale=1.0, kernel=kernel)
+        return self.proj(attended.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -160,9 +160,9 @@ class VARNet(ImageNet):
         quantizer = self._quantizer()
         with torch.no_grad(), torch.autocast(ids.device.type, enabled=False):
             state.f = quantizer.add(state.f, ids, state.scale)
-            seen = quantizer.seen(state.f, state.scale + 1)
+            features = quantizer.at_scale(state.f, state.scale + 1)
         state.scale += 1
-        return self._advance(widened(self._word(seen, state.scale), state.rooms.rows), state)
+        return self._advance(widened(self._word(features, state.scale), state.rooms.rows), state)
 
     def fork(self, state: _State, rows: Tensor) -> None:
         # unconditional rows have the tokens of these
@@ -178,8 +178,8 @@ class VARNet(ImageNet):
         for k, part in enumerate(list(quantizer.split(ids))[:-1]):
             with torch.no_grad(), torch.autocast(ids.device.type, enabled=False):
                 f = quantizer.add(f, part, k)
-                seen = quantizer.seen(f, k + 1)
-            parts.append(self._word(seen, k + 1))
+                features = quantizer.at_scale(f, k + 1)
+            parts.append(self._word(features, k + 1))
         x = torch.cat(parts, 1)
         cond = self._cond(inputs)
         bias = self.attn_bias_for_masking.to(x.dtype)
@@ -204,8 +204,8 @@ class VARNet(ImageNet):
         return self.outside[0].to(self.pos_1LC.device)
 
     def _cond(self, inputs: Inputs) -> Tensor:
-        found = self.shared_ada_lin(self.class_emb(inputs["label"]))
-        return found.view(len(found), 1, 6, -1) if self.shape.shared else found
+        modulation = self.shared_ada_lin(self.class_emb(inputs["label"]))
+        return modulation.view(len(modulation), 1, 6, -1) if self.shape.shared else modulation
 
     def _places(self, k: int) -> Tensor:
         """[1, p_k^2, C] embeddings of the places and the number of a scale."""
@@ -216,8 +216,8 @@ class VARNet(ImageNet):
     def _start(self, inputs: Inputs) -> Tensor:
         return self.class_emb(inputs["label"])[:, None] + self.pos_start + self._places(0)
 
-    def _word(self, seen: Tensor, k: int) -> Tensor:
-        return self.word_embed(seen.to(self.word_embed.weight.dtype)) + self._places(k)
+    def _word(self, features: Tensor, k: int) -> Tensor:
+        return self.word_embed(features.to(self.word_embed.weight.dtype)) + self._places(k)
 
     def _advance(self, x: Tensor, state: _State) -> Tensor:
         cond = self._cond(state.inputs)

@@ -120,7 +120,7 @@ class Quantizer(nn.Module):
             h = F.interpolate(h, size=f.shape[2:], mode="bicubic")
         return f + 0.5 * h + 0.5 * self.quant_resi.qresi_ls[shared(len(self.sides))[k]](h)
 
-    def seen(self, f: Tensor, k: int) -> Tensor:
+    def at_scale(self, f: Tensor, k: int) -> Tensor:
         """[B, p_k^2, D] what scale k is told of f."""
         return (
             F.interpolate(f, size=(self.sides[k], self.sides[k]), mode="area")
@@ -157,12 +157,12 @@ class VARVQ(nn.Module):
         quantize = self.quantize
         rest = self.quant_conv(self.encoder(images))
         f = torch.zeros_like(rest)
-        found = []
+        ids = []
         for k in range(len(quantize.sides)):
-            z = quantize.seen(rest - f, k)
-            found.append(nearest(z.flatten(0, 1), quantize.embedding.weight).view(z.shape[:2]))
-            f = quantize.add(f, found[-1], k)
-        return torch.cat(found, 1)
+            z = quantize.at_scale(rest - f, k)
+            ids.append(nearest(z.flatten(0, 1), quantize.embedding.weight).view(z.shape[:2]))
+            f = quantize.add(f, ids[-1], k)
+        return torch.cat(ids, 1)
 
     def decode(self, ids: Tensor) -> Tensor:
         """[B, 3, H, W] in -1..1 of ids [B, T]."""

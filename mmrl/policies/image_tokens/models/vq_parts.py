@@ -46,8 +46,8 @@ class Attention(nn.Module):
         h = self.norm(x)
         parts = self.qkv(h).chunk(3, 1) if self.fused else (self.q(h), self.k(h), self.v(h))
         q, k, v = (part.flatten(2).transpose(1, 2) for part in parts)  # [B, H W, C]
-        seen = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
-        return x + self.proj_out(seen.transpose(1, 2).reshape(x.shape))
+        attended = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
+        return x + self.proj_out(attended.transpose(1, 2).reshape(x.shape))
 
 
 class Down(nn.Module):

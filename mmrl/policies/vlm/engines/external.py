@@ -30,7 +30,7 @@ PAGE = 32  # tokens
 
 
 @dataclass(frozen=True)
-class Asked:
+class EnginePrompt:
     """A prompt in the form an engine takes."""
 
     name: str  # for messages
@@ -40,7 +40,7 @@ class Asked:
     videos: list[Video] = field(default_factory=list)
 
 
-class Said(NamedTuple):
+class EngineAnswer(NamedTuple):
     """An answer."""
 
     ids: Sequence[int]
@@ -54,8 +54,8 @@ class Outside(Protocol):
         """Take over the weights of now."""
 
     def answer(
-        self, asked: Sequence[Asked], seeds: Sequence[int], warp: Warp, ending: Ending
-    ) -> list[Said]:
+        self, prompts: Sequence[EnginePrompt], seeds: Sequence[int], warp: Warp, ending: Ending
+    ) -> list[EngineAnswer]:
         """One answer each; ``seeds`` are keys of their randomness, as far as the engine can be
         told."""
 
@@ -63,7 +63,7 @@ class Outside(Protocol):
 def ask(
     engine: Outside,
     hf: nn.Module,
-    asked: Sequence[Asked],
+    prompts: Sequence[EnginePrompt],
     names: Tensor,
     rng: Rng,
     warp: Warp,
@@ -78,13 +78,15 @@ def ask(
         )
     engine.refresh(hf)
     seeds = rng.bits(names, 1)[:, 0].tolist()
-    found = blank(names, ending, hf)
-    for row, said in enumerate(engine.answer(asked, seeds, warp, ending)):
-        ids = torch.tensor(list(said.ids)[: ending.tokens], dtype=torch.long, device=names.device)
+    answers = blank(names, ending, hf)
+    for row, answer in enumerate(engine.answer(prompts, seeds, warp, ending)):
+        ids = torch.tensor(list(answer.ids)[: ending.tokens], dtype=torch.long, device=names.device)
         length = _end(ids, ending)
-        found.ids[row, :length], found.mask[row, :length] = ids[:length], True
-        found.logprob[row, :length] = torch.tensor(list(said.logprobs)[:length]).to(found.logprob)
-    return found
+        answers.ids[row, :length], answers.mask[row, :length] = ids[:length], True
+        answers.logprob[row, :length] = torch.tensor(list(answer.logprobs)[:length]).to(
+            answers.logprob
+        )
+    return answers
 
 
 def _end(ids: Tensor, ending: Ending) -> int:
@@ -106,20 +108,20 @@ class Continuous:
         self.hf = hf
 
     def answer(
-        self, asked: Sequence[Asked], seeds: Sequence[int], warp: Warp, ending: Ending
-    ) -> list[Said]:
+        self, prompts: Sequence[EnginePrompt], seeds: Sequence[int], warp: Warp, ending: Ending
+    ) -> list[EngineAnswer]:
         from transformers import ContinuousBatchingConfig
 
-        for one in asked:
-            if one.images or one.videos:
+        for prompt in prompts:
+            if prompt.images or prompt.videos:
                 raise UserError(
-                    f"{one.name}: policy option engine = continuous is for texts, since "
+                    f"{prompt.name}: policy option engine = continuous is for texts, since "
                     f"transformers' continuous "
                     "batching takes no images; use own, hf or vllm"
                 )
         with torch.random.fork_rng():  # it seeds the global generator
-            found = self.hf.generate_batch(
-                [one.ids for one in asked],
+            outputs = self.hf.generate_batch(
+                [prompt.ids for prompt in prompts],
                 generation_config=_options(warp, ending),
                 progress_bar=False,
                 warmup=False,
@@ -127,30 +129,33 @@ class Continuous:
                     return_logprobs=True,
                     seed=seeds[0],
                     drop_unsupported_processors=False,
-                    **self._room(asked, ending),
+                    **self._room(prompts, ending),
                 ),
             )
-        if len(found) < len(asked) or any(one.error for one in found.values()):
+        if len(outputs) < len(prompts) or any(prompt.error for prompt in outputs.values()):
             why = next(
-                (one.error for one in found.values() if one.error), "some answers are missing"
+                (prompt.error for prompt in outputs.values() if prompt.error),
+                "some answers are missing",
             )
             raise UserError(
                 f"policy option engine = continuous: transformers' continuous "
                 f"batching failed: {why}"
             )
-        return [Said(one.generated_tokens, one.logprobs) for one in found.values()]
+        return [
+            EngineAnswer(prompt.generated_tokens, prompt.logprobs) for prompt in outputs.values()
+        ]
 
-    def _room(self, asked: Sequence[Asked], ending: Ending) -> dict[str, Any]:
+    def _room(self, prompts: Sequence[EnginePrompt], ending: Ending) -> dict[str, Any]:
         """Of its cache: a share of what a GPU has free; elsewhere what these prompts need, since
         all memory would be taken."""
         if self.hf.device.type == "cuda":
             return {"max_memory_percent": SHARE}
-        longest = max(len(one.ids) for one in asked)
-        blocks = len(asked) * (-(-(longest + ending.tokens) // PAGE) + 1)
+        longest = max(len(prompt.ids) for prompt in prompts)
+        blocks = len(prompts) * (-(-(longest + ending.tokens) // PAGE) + 1)
         return {
             "page_size": PAGE,
             "num_blocks": blocks,
-            "max_batch_tokens": max(longest, len(asked)),
+            "max_batch_tokens": max(longest, len(prompts)),
         }
 
 
@@ -218,8 +223,8 @@ class VLLM:
         self.llm.reset_prefix_cache()  # which holds what the weights of before made of the prompts
 
     def answer(
-        self, asked: Sequence[Asked], seeds: Sequence[int], warp: Warp, ending: Ending
-    ) -> list[Said]:
+        self, prompts: Sequence[EnginePrompt], seeds: Sequence[int], warp: Warp, ending: Ending
+    ) -> list[EngineAnswer]:
         from vllm import SamplingParams
 
         options = {
@@ -233,39 +238,40 @@ class VLLM:
             "logit_bias": dict.fromkeys(warp.suppressed, -100.0) or None,
             "skip_special_tokens": False,
         }
-        given = [_given(one) for one in asked]
-        found = self.llm.generate(
-            given, [SamplingParams(seed=seed, **options) for seed in seeds], use_tqdm=False
+        requests = [_request(prompt) for prompt in prompts]
+        outputs = self.llm.generate(
+            requests, [SamplingParams(seed=seed, **options) for seed in seeds], use_tqdm=False
         )
         self.llm.sleep(level=1)
         self.asleep = True
-        for one, output in zip(asked, found, strict=True):
-            if list(output.prompt_token_ids) != one.read:
+        for prompt, output in zip(prompts, outputs, strict=True):
+            if list(output.prompt_token_ids) != prompt.read:
                 raise UserError(
-                    f"{one.name}: policy option engine = vllm: it reads this prompt as "
+                    f"{prompt.name}: policy option engine = vllm: it reads this prompt as "
                     f"{len(output.prompt_token_ids)} "
-                    f"tokens where the policy reads {len(one.read)}, so its answers would "
+                    f"tokens where the policy reads {len(prompt.read)}, so its answers would "
                     f"be to something else; its "
                     "processor has other settings than the model's folder, or the family "
                     "is read in another way there"
                 )
-        first = [output.outputs[0] for output in found]
+        first = [output.outputs[0] for output in outputs]
         return [
-            Said(o.token_ids, [p[i].logprob for p, i in zip(o.logprobs, o.token_ids)])
+            EngineAnswer(o.token_ids, [p[i].logprob for p, i in zip(o.logprobs, o.token_ids)])
             for o in first
         ]
 
 
-def _given(one: Asked) -> dict[str, Any]:
+def _request(prompt: EnginePrompt) -> dict[str, Any]:
     """A prompt as vLLM takes it: its own processor replaces the placeholders."""
     media: dict[str, Any] = {}
-    if one.images:
-        media["image"] = one.images
-    if one.videos:
+    if prompt.images:
+        media["image"] = prompt.images
+    if prompt.videos:
         media["video"] = [
-            (video.frames, video.metadata() | {"do_sample_frames": False}) for video in one.videos
+            (video.frames, video.metadata() | {"do_sample_frames": False})
+            for video in prompt.videos
         ]
-    return {"prompt_token_ids": one.ids} | ({"multi_modal_data": media} if media else {})
+    return {"prompt_token_ids": prompt.ids} | ({"multi_modal_data": media} if media else {})
 
 
 ENGINES: dict[str, type] = {"continuous": Continuous, "vllm": VLLM}

@@ -57,10 +57,10 @@ class _Recorder:
             if self.warp.temperature == 0
             else self.rng.uniform(self.names, (self.step + 1,))[:, -1]
         )
-        found = draw(scores, self.warp, uniform)
-        self.going, _ = self.done.write(self.step, slice(None), self.going, found, self.ending)
+        drawn = draw(scores, self.warp, uniform)
+        self.going, _ = self.done.write(self.step, slice(None), self.going, drawn, self.ending)
         self.step += 1
-        return torch.full_like(scores, -torch.inf).scatter_(-1, found.token[:, None], 0.0)
+        return torch.full_like(scores, -torch.inf).scatter_(-1, drawn.token[:, None], 0.0)
 
     def ended(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         """The stopping criterion: [B] bool."""
@@ -90,9 +90,9 @@ def run(hf: Any, inputs: dict[str, Tensor], recorder: _Recorder, synced: bool) -
 @contextmanager
 def _own_options(hf: Any, config: Any) -> Any:
     """Without the checkpoint's generation options, which would fill what ``config`` leaves open."""
-    kept = hf.generation_config
+    before = hf.generation_config
     hf.generation_config = config
     try:
         yield
     finally:
-        hf.generation_config = kept
+        hf.generation_config = before

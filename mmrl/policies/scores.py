@@ -27,21 +27,23 @@ class Scored(NamedTuple):
 def score(
     hidden: Tensor, targets: Tensor, head: Head, warp: Warp, vocab: int, entropy: bool
 ) -> Scored:
-    """Log-probs of ``targets`` [N] at ``hidden`` [N, H], at least float32, in chunks.
+    """Compute log-probs of ``targets`` [N] at ``hidden`` [N, H], at least float32, in chunks.
 
     More than one chunk is recomputed in the backward pass, so that logits of one chunk only are
     ever kept: memory does not grow with the number of decisions times the vocabulary.
     """
     size = max(1, BYTES // (4 * vocab))
 
-    def one(h: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def score_chunk(h: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         return _scored(warp(head(h), keep=ids), ids, entropy)
 
     if len(hidden) <= size:
-        found = [one(hidden, targets)]
+        scored = [score_chunk(hidden, targets)]
     else:
-        found = [_again(one, hidden[part], targets[part]) for part in chunks(len(hidden), size)]
-    logprob, spread = (torch.cat(parts) for parts in zip(*found, strict=True))
+        scored = [
+            _again(score_chunk, hidden[part], targets[part]) for part in chunks(len(hidden), size)
+        ]
+    logprob, spread = (torch.cat(parts) for parts in zip(*scored, strict=True))
     return Scored(logprob, spread if entropy else None)
 
 
@@ -56,8 +58,8 @@ def _scored(warped: Tensor, ids: Tensor, entropy: bool) -> tuple[Tensor, Tensor]
 
 
 def certainty(logits: Tensor) -> Tensor:
-    """[*] KL(uniform || p) in nats, p the softmax of logits [*, V]: log-sum-exp less their mean,
-    less log V.
+    """Compute KL(uniform || p) [*] in nats, p the softmax of logits [*, V]: log-sum-exp less their
+    mean, less log V.
 
     Self-certainty (Kang et al. 2025, arXiv:2502.18581), before any temperature or truncation; 0 for
     no idea at all.
@@ -67,28 +69,29 @@ def certainty(logits: Tensor) -> Tensor:
 
 
 def full(hidden: Tensor, head: Head, warp: Warp, vocab: int) -> Tensor:
-    """[N, V] log-probs of all tokens: what an exact KL needs, and as large as it looks."""
+    """Compute log-probs of all tokens [N, V]: what an exact KL needs, and as large as it looks."""
     parts = chunks(len(hidden), max(1, BYTES // (4 * vocab)))
     return torch.cat([warp(head(hidden[part])).log_softmax(-1) for part in parts])
 
 
-def kl(hidden: Tensor, other: Tensor, head: Head, warp: Warp) -> Tensor:
-    """[N] KL(self || other) at ``hidden`` [N, H], for the other's log-probs of all tokens [N,
-    V]."""
+def kl(hidden: Tensor, reference: Tensor, head: Head, warp: Warp) -> Tensor:
+    """Compute KL(self || reference) [N] at ``hidden`` [N, H], for the reference's log-probs of all
+    tokens [N, V]."""
 
-    def one(h: Tensor, q: Tensor) -> Tensor:
+    def kl_chunk(h: Tensor, q: Tensor) -> Tensor:
         p = warp(head(h)).log_softmax(-1)
         never = p.isneginf() | q.isneginf()  # the same tokens, those suppressed
         return (p.exp() * (p.masked_fill(never, 0) - q.masked_fill(never, 0))).sum(-1)
 
-    parts = chunks(len(hidden), max(1, BYTES // (4 * other.shape[-1])))
-    return torch.cat([_again(one, hidden[part], other[part]) for part in parts])
+    parts = chunks(len(hidden), max(1, BYTES // (4 * reference.shape[-1])))
+    return torch.cat([_again(kl_chunk, hidden[part], reference[part]) for part in parts])
 
 
-def _again(fn: Callable, *given: Tensor) -> Any:
-    """``fn(*given)``, computed again in the backward pass rather than kept."""
+def _again(fn: Callable, *arguments: Tensor) -> Any:
+    """Call ``fn(*arguments)`` so that it is computed again in the backward pass rather than
+    kept."""
     return (
-        checkpoint(fn, *given, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(fn, *arguments, use_reentrant=False, preserve_rng_state=False)
         if torch.is_grad_enabled()
-        else fn(*given)
+        else fn(*arguments)
     )

@@ -33,7 +33,7 @@ def sample_pictures(media: Tensor | list, frames: int, reward: str) -> list[list
     Texts have none of their own: empty lists.
     """
     if not isinstance(media, Tensor):
-        if wrong := next((one for one in media if not isinstance(one, str)), None):
+        if wrong := next((sample for sample in media if not isinstance(sample, str)), None):
             raise UserError(
                 f"reward {reward!r} judges images, videos or texts, not {type(wrong).__name__}"
             )
@@ -44,7 +44,7 @@ def sample_pictures(media: Tensor | list, frames: int, reward: str) -> list[list
     finite = stack.isfinite().flatten(1).all(1).tolist()
     eight = to_uint8(stack[:, chosen])
     return [
-        [to_pil(one) for one in row] if good else None
+        [to_pil(sample) for sample in row] if good else None
         for row, good in zip(eight, finite, strict=True)
     ]
 
@@ -63,26 +63,27 @@ def prompt_pictures(prompt: dict) -> list:
     Raises:
         UserError: a file that cannot be read, or something that is no picture.
     """
-    found = next((prompt[key] for key in KEYS if prompt.get(key) is not None), [])
+    pictures = next((prompt[key] for key in KEYS if prompt.get(key) is not None), [])
     return [
-        _picture(one, prompt) for one in (found if isinstance(found, (list, tuple)) else [found])
+        _picture(picture, prompt)
+        for picture in (pictures if isinstance(pictures, (list, tuple)) else [pictures])
     ]
 
 
-def _picture(one: Any, prompt: dict) -> Any:
+def _picture(picture: Any, prompt: dict) -> Any:
     from PIL import Image
 
-    if isinstance(one, Image.Image):
-        return one.convert("RGB")
-    if isinstance(one, Tensor):
-        return to_pil(to_uint8(one))
-    if not isinstance(one, (str, Path)):
+    if isinstance(picture, Image.Image):
+        return picture.convert("RGB")
+    if isinstance(picture, Tensor):
+        return to_pil(to_uint8(picture))
+    if not isinstance(picture, (str, Path)):
         raise UserError(
-            f"a picture of the prompt {prompt.get('text', '')!r} is {type(one).__name__}, "
+            f"a picture of the prompt {prompt.get('text', '')!r} is {type(picture).__name__}, "
             f"not an image or a path"
         )
     try:
-        with Image.open(one) as file:
+        with Image.open(picture) as file:
             return file.convert("RGB")
     except (OSError, ValueError, Image.DecompressionBombError) as error:
         raise UserError(
@@ -123,7 +124,7 @@ class Judged:
         """The card of this object: the fields that its template mentions."""
         return replace(card_of(type(self)), needs=template.needs())
 
-    def asked(self, media: Tensor | list, prompts: list[dict]) -> Iterator[tuple[int, list]]:
+    def shown_rows(self, media: Tensor | list, prompts: list[dict]) -> Iterator[tuple[int, list]]:
         """Rows that can be shown, with their pictures."""
         for row, pictures in enumerate(sample_pictures(media, self.frames, self.name)):
             if pictures is not None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from rewards._media import frames, to_uint8
-from rewards._wire_prompts import marks_of, opened, told
+from rewards._wire_prompts import marked_texts, marks_of, opened
 
 Format = Literal["png", "webp", "tensor"]
 FORMATS: tuple[Format, ...] = ("png", "webp", "tensor")
@@ -92,8 +92,8 @@ def pack(
     return [
         *parts,
         *(
-            (name, (f"{i}.{kind}", picture_bytes(one, kind), f"image/{kind}"))
-            for i, one in pictures
+            (name, (f"{i}.{kind}", picture_bytes(picture, kind), f"image/{kind}"))
+            for i, picture in pictures
         ),
     ]
 
@@ -196,7 +196,7 @@ def _media(parts: Parts, limits: Limits) -> Tensor | list[str]:
         if not all(isinstance(text, str) for text in parts.media):
             raise BadInput("texts", "expected a list of texts")
         try:
-            return told(parts.media, parts.marks)
+            return marked_texts(parts.media, parts.marks)
         except ValueError as error:
             raise BadInput("marks", str(error)) from error
     return _pictures(parts, limits)
@@ -345,8 +345,8 @@ def _values(row: Any, count: int) -> Tensor:
 def message_of(content: bytes) -> str:
     """The message of an error answer, shortened; what it says came from outside."""
     try:
-        found: Mapping = json.loads(content)
-        text = found["error"]
+        answer: Mapping = json.loads(content)
+        text = answer["error"]
     except (ValueError, KeyError, TypeError, RecursionError):
         text = content.decode("utf-8", "replace")
     return ascii(str(text)[:500])[1:-1] or "no message"

@@ -1,0 +1,24 @@
+"""What a family of policies can do, for checks before a model is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Medium = Literal["image", "video", "text"]
+Decisions = Literal["gaussian", "categorical"]
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """States what a family of policies can do. The configuration is checked against it."""
+
+    # what a decision is drawn from; objectives that need the one refuse the other
+    decisions: Decisions
+    # what ``decode`` returns; None: unknown, then no reward is refused for it
+    makes: Medium | None = None
+    one_pass: bool = True  # one forward pass scores all tokens of an answer
+    remaskable: bool = False  # ``at`` hides any of a finished sample's tokens again
+    replay: bool = False  # ``recall`` shows it answers of earlier iterations
+    ground_truth: bool = False  # a right answer may take the place of one of a group
+    max_new_tokens: bool = False  # ``set_max_new_tokens`` changes how long answers may be

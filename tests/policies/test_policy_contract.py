@@ -1,0 +1,118 @@
+"""``Policy`` declares what is used of a policy, and nothing that nobody uses."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from mmrl.config.options import TrainOptions, unsupported_options
+from mmrl.core.errors import UserError
+from mmrl.core.registry import POLICIES, load_built_in
+from mmrl.policies.base import Policy
+from mmrl.policies.capabilities import Capabilities
+from tests.fixtures import toys
+
+load_built_in()
+MMRL = Path(__file__).parents[2] / "mmrl"
+# the dry run and the worlds build policies of one family, and use what is that family's own; in
+# config a ``policy`` is a section
+CONCRETE = {"policies", "dry_run", "worlds", "config"}
+
+
+def trees(inside: bool):
+    """Parse the files of mmrl/policies, or those of the rooms that know no family."""
+    for path in sorted(MMRL.rglob("*.py")):
+        room = path.relative_to(MMRL).parts[0]
+        if room == "policies" if inside else room not in CONCRETE:
+            yield ast.parse(path.read_text(encoding="utf-8"))
+
+
+def attributes(tree: ast.AST, owners: set[str]) -> set[str]:
+    """Collect x of every ``owner.x`` and ``something.owner.x``."""
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and (
+            (isinstance(node.value, ast.Name) and node.value.id in owners)
+            or (isinstance(node.value, ast.Attribute) and node.value.attr in owners)
+        )
+    }
+
+
+def declared() -> set[str]:
+    """Collect the public members of ``Policy``: methods, annotated fields, and what its constructor
+    sets."""
+    tree = ast.parse((MMRL / "policies" / "base.py").read_text(encoding="utf-8"))
+    body = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Policy").body
+    names = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    names |= {node.target.id for node in body if isinstance(node, ast.AnnAssign)}
+    constructor = next(node for node in body if getattr(node, "name", "") == "__init__")
+    names |= {
+        node.attr
+        for node in ast.walk(constructor)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
+    return {name for name in names if not name.startswith("_")}
+
+
+def test_everything_used_of_a_policy_is_declared():
+    used = set().union(*(attributes(tree, {"policy"}) for tree in trees(inside=False)))
+    assert used and not used - declared()
+
+
+def test_everything_declared_is_used_by_the_library_or_by_a_family():
+    used = set().union(*(attributes(tree, {"policy"}) for tree in trees(inside=False)))
+    used |= set().union(*(attributes(tree, {"self", "policy"}) for tree in trees(inside=True)))
+    # the registry reads it when options are listed
+    assert declared() - used == {"not_options"}
+
+
+def test_nobody_asks_a_policy_what_it_happens_to_have():
+    asked = {
+        ast.unparse(node)
+        for tree in trees(inside=False)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in ("hasattr", "getattr")
+        and ast.unparse(node.args[0]).rpartition(".")[2] == "policy"
+    }
+    assert not asked
+
+
+@pytest.mark.parametrize("name", list(POLICIES))
+def test_capabilities_hold_what_they_say(name):
+    entry = POLICIES[name]
+    can = entry.capabilities
+    assert isinstance(can, Capabilities)
+    offers = {
+        "remaskable": entry.at is not Policy.at,
+        "replay": entry.recall is not Policy.recall,
+        "max_new_tokens": entry.set_max_new_tokens is not Policy.set_max_new_tokens,
+    }
+    assert {key: getattr(can, key) for key in offers} == offers
+    assert can.decisions == "gaussian" or entry.noise is Policy.noise
+
+
+def test_what_a_policy_cannot_do_is_one_sentence():
+    policy = toys.make("causal")
+    for call in (
+        lambda: policy.export(Path()),
+        lambda: policy.recall([]),
+        lambda: policy.set_max_new_tokens(3),
+        lambda: policy.noise(None, None, 0),
+        lambda: policy.at(None, None),
+    ):
+        with pytest.raises(UserError, match="^ToyCausal "):
+            call()
+
+
+def test_options_are_held_against_the_capabilities():
+    options = TrainOptions(
+        2, 2, 4, 1, max_new_tokens_schedule=((1, 5),), ground_truth_rollout="answer"
+    )
+    assert not list(unsupported_options(options, POLICIES["vlm"]))
+    assert len(list(unsupported_options(options, POLICIES["sd3"]))) == 2
+    assert not list(unsupported_options(options, lambda: None)), "a function cannot say"
