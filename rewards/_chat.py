@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import math
 import os
 import threading
 import time
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmrl.core.errors import UserError
 from rewards._ask import Question, token_choices
 from rewards._servers import Failed
-from rewards.wire import check_token, message_of
+from rewards.wire import check_token
+
+if TYPE_CHECKING:
+    from openai.types.chat.chat_completion import Choice
 
 KEY = "MMRL_JUDGE_KEY"
 
@@ -49,50 +51,48 @@ class Pace:
     def wait(self, given_up: threading.Event) -> None:
         """Until this request's turn, or until it is no longer wanted."""
         with self._lock:
-            mine = max(time.monotonic(), self._next)
-            self._next = mine + self.gap
-        while (left := max(mine, self._held) - time.monotonic()) > 0 and not given_up.wait(left):
+            turn = max(time.monotonic(), self._next)
+            self._next = turn + self.gap
+        while (left := max(turn, self._held) - time.monotonic()) > 0 and not given_up.wait(left):
             pass
 
 
 def key_from(variable: str) -> str | None:
     """The API key; None where the usual variable is not set, since many servers want none. Raises
     UserError."""
-    found = os.environ.get(variable)
-    if not found and variable != KEY:
+    key = os.environ.get(variable)
+    if not key and variable != KEY:
         raise UserError(
             f"the environment variable {variable} (`key_env`) is not set; it holds "
             f"the judge's API key"
         )
     try:
-        return check_token(found or None)
+        return check_token(key or None)
     except UserError as error:
         raise UserError(f"the API key in {variable} has characters that no key has") from error
 
 
-def read_choice(choice: dict, question: Question) -> Any:
+def read_choice(choice: Choice, question: Question) -> Any:
     """The value of an answer: probabilities from its log-probabilities if there are any, else what
     its text says."""
-    if question.choices and (found := _first_choice(choice, question)):
-        return found
-    return question.value(choice["message"]["content"] or "")
+    if question.choices and (shares := _first_choice(choice, question)):
+        return shares
+    return question.value(choice.message.content or "")
 
 
-def _first_choice(choice: dict, question: Question) -> dict[str, float] | None:
+def _first_choice(choice: Choice, question: Question) -> dict[str, float] | None:
     """Probabilities at the first token, after any thinking aloud, that was chosen as one of the
     choices."""
     try:
-        tokens = choice["logprobs"]["content"]
-        ends = [i for i, token in enumerate(tokens) if "</think>" in token["token"]]
+        tokens = choice.logprobs.content
+        ends = [i for i, token in enumerate(tokens) if "</think>" in token.token]
         for token in tokens[ends[-1] + 1 if ends else 0 :]:
-            if token_choices({token["token"]: 1.0}, question.choices):
-                listed = {
-                    one["token"]: math.exp(one["logprob"])
-                    for one in [token, *(token.get("top_logprobs") or [])]
-                }
+            if token_choices({token.token: 1.0}, question.choices):
+                candidates = [token, *(token.top_logprobs or [])]
+                listed = {each.token: math.exp(each.logprob) for each in candidates}
                 return token_choices(listed, question.choices)
     # no log-probabilities, or of another form
-    except (KeyError, TypeError, AttributeError, OverflowError):
+    except (TypeError, AttributeError, OverflowError):
         pass
     return None
 
@@ -110,10 +110,8 @@ def data_url(picture: Any, max_side: int | None = None) -> str:
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-def retry_after(value: str | None) -> float | None:
+def retry_after(value: str) -> float | None:
     """Seconds of a Retry-After header: a number, or the difference to its date."""
-    if value is None:
-        return None
     try:
         seconds = float(value)
     except ValueError:
@@ -122,13 +120,3 @@ def retry_after(value: str | None) -> float | None:
         except (ValueError, TypeError, OverflowError):
             return None
     return max(0.0, seconds) if math.isfinite(seconds) else None
-
-
-def error_message(content: bytes) -> str:
-    """What a server says of an error: ``{"error": {"message": ...}}`` as OpenAI's does, or anything
-    else, shortened."""
-    try:
-        found = json.loads(content)["error"]
-        return ascii(str(found["message"] if isinstance(found, dict) else found)[:500])[1:-1]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return message_of(content)

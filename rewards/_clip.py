@@ -7,13 +7,13 @@ Copies of one model are shared by the rewards that use it.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as nnf
+from cachetools import LRUCache
 from torch import Tensor
 
 from mmrl.core.errors import UserError, suggest
@@ -37,7 +37,7 @@ class Clip:
         size = self.preprocess_cfg["size"]
         self.size = (size, size) if isinstance(size, int) else tuple(size)  # height, width
         # text -> [E] unit vector on the CPU, of full precision
-        self.texts: OrderedDict[str, Tensor] = OrderedDict()
+        self.texts: LRUCache[str, Tensor] = LRUCache(CACHED_TEXTS)
         self.lock = threading.Lock()
 
     def pixels(self, pictures: Tensor, exact: bool = False) -> Tensor:
@@ -99,8 +99,6 @@ class Clip:
                 known.update(zip(part, rows, strict=True))
         with self.lock:
             self.texts.update(() if is_lowered() else ((text, known[text]) for text in fresh))
-            while len(self.texts) > CACHED_TEXTS:
-                self.texts.popitem(last=False)
         return torch.stack([known[text] for text in texts]).to(self.device)
 
 

@@ -54,24 +54,3 @@ def scores_of(rewards: Sequence[Callable], media: Any, prompts: list[dict]) -> l
     if any(values.ndim == 2 for values in scores):
         scores = [values if values.ndim == 2 else values[:, None] for values in scores]
     return scores
-
-
-def groups_of(prompts: Sequence[dict]) -> list[list[int]]:
-    """The rows of every group: those with one ``group``, or without it neighbours with one
-    prompt."""
-    rows_of_group: dict[Any, list[int]] = {}
-    run = 0
-    for row, prompt in enumerate(prompts):
-        if row and "group" not in prompt and not _alike(prompt, prompts[row - 1]):
-            run += 1
-        rows_of_group.setdefault(prompt.get("group", ("run", run)), []).append(row)
-    return list(rows_of_group.values())
-
-
-def _alike(first: dict, second: dict) -> bool:
-    if first is second:
-        return True
-    try:
-        return bool(first == second)
-    except (ValueError, RuntimeError):  # arrays
-        return False

@@ -1,15 +1,65 @@
-"""One loop for the rewards that judge picture by picture: frames in batches, broken ones NaN,
-videos the mean."""
+"""The base of rewards that judge picture by picture: frames in batches, broken ones NaN, videos the
+mean."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, ClassVar
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
+from rewards._clip import pick_device
 from rewards._media import frame_mean, frames
+from rewards._prompt import texts_of
 from rewards.precision import own_precision
+
+BatchSize = Annotated[int, Ge(1)]
+
+
+class FrameReward:
+    """A reward that scores pictures one by one; of a video, it is the mean over the frames.
+
+    A subclass gives ``score``, and ``conditions`` if something is to be made of the prompts first.
+
+    Args:
+        batch_size: pictures in one forward pass.
+        device: ``auto`` is CUDA if there is one.
+    """
+
+    name: ClassVar[str]  # as it is registered, for messages
+
+    def __init__(self, batch_size: BatchSize = 32, device: str = "auto"):
+        self.batch_size = batch_size
+        self.device = pick_device(device)  # where it loads its models; `handling` may move them
+
+    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
+        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
+        conditions = self.conditions(prompts)
+
+        def score(pictures: Tensor, rows: list[int]) -> Tensor:
+            whole = isinstance(conditions, Tensor)
+            return self.score(
+                pictures, conditions[rows] if whole else [conditions[r] for r in rows]
+            )
+
+        return each_frame(media, self.name, self.batch_size, score)
+
+    def conditions(self, prompts: list[dict]) -> Sequence[Any] | Tensor:
+        """Return what ``score`` takes of each of the B prompts, made once for all their frames."""
+        return prompts
+
+    def score(self, pictures: Tensor, conditions: Any) -> Tensor:
+        """Float32 pictures [n, 3, H, W] in 0..1 and what they are judged by -> [n] scores."""
+        raise NotImplementedError
+
+
+class PromptReward(FrameReward):
+    """A ``FrameReward`` that judges pictures by the texts of their prompts."""
+
+    def conditions(self, prompts: list[dict]) -> list[str]:
+        return texts_of(prompts, self.name)
 
 
 @torch.no_grad()

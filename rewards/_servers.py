@@ -6,16 +6,21 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
+
 from mmrl.core.errors import UserError
-from rewards.wire import Part, message_of
+from rewards.wire import message_of
 
 log = logging.getLogger(__name__)
 RETRIED = (408, 429, 500, 502, 503, 504)
 ANSWER = (2**20, 4096)  # most bytes of an answer: so many, and so many for each sample
+LONGEST = 16 * 2**20  # bytes of any other answer
+HEADERS = {"accept", "accept-encoding", "connection", "content-length", "content-type", "host"}
 
 
 class Failed(Exception):
@@ -46,7 +51,7 @@ class Server:
 
 
 class Servers:
-    """Least outstanding first; a dead one is left alone for ``cooldown`` seconds while others
+    """Least outstanding first; a dead server is left alone for ``cooldown`` seconds while others
     live."""
 
     def __init__(self, urls: Sequence[str], cooldown: float = 30.0, kind: str = "reward server"):
@@ -58,23 +63,23 @@ class Servers:
     def wake(self) -> None:
         """Before a batch: try again whoever has rested, or everybody if nobody lives."""
         with self._lock:
-            nobody = all(one.dead for one in self.all)
-            for one in self.all:
-                if nobody or time.monotonic() - one.since > self.cooldown:
-                    one.dead = one.silent = False
+            nobody = all(server.dead for server in self.all)
+            for server in self.all:
+                if nobody or time.monotonic() - server.since > self.cooldown:
+                    server.dead = server.silent = False
 
     def take(self, tried: Sequence[Server]) -> Server | None:
         """The next to ask: alive and not tried for this request, else alive, else one that at least
         fails quickly."""
         with self._lock:
             ranks = [
-                [one for one in self.all if not one.dead and one not in tried],
-                [one for one in self.all if not one.dead],
-                [one for one in self.all if not one.silent],
+                [server for server in self.all if not server.dead and server not in tried],
+                [server for server in self.all if not server.dead],
+                [server for server in self.all if not server.silent],
             ]
             chosen = min(
                 next((rank for rank in ranks if rank), []),
-                key=lambda one: one.outstanding,
+                key=lambda server: server.outstanding,
                 default=None,
             )
             if chosen:
@@ -83,21 +88,21 @@ class Servers:
             return chosen
 
     def alive(self) -> bool:
-        return any(not one.dead for one in self.all)
+        return any(not server.dead for server in self.all)
 
-    def answered(self, one: Server) -> None:
+    def answered(self, server: Server) -> None:
         with self._lock:
-            one.outstanding -= 1
-            one.answered = time.monotonic()
-            recovered = one.dead
+            server.outstanding -= 1
+            server.answered = time.monotonic()
+            recovered = server.dead
             if recovered:
-                one.dead = False
-                one.silent = False
-                one.warned = ""
+                server.dead = False
+                server.silent = False
+                server.warned = ""
         if recovered:
-            log.info("%s %s answers again", self.kind, one.url)
+            log.info("%s %s answers again", self.kind, server.url)
 
-    def failed(self, one: Server, error: Failed, started: float) -> None:
+    def failed(self, server: Server, error: Failed, started: float) -> None:
         """Record the failure of a request sent at ``started``; the first of a kind is logged with
         address and cause.
 
@@ -105,33 +110,31 @@ class Servers:
         was lost.
         """
         with self._lock:
-            one.outstanding -= 1
-            one.failures += 1
-            one.cause = str(error)
-            if error.dead and one.answered < started:
-                one.since = one.since if one.dead else time.monotonic()
-                one.dead = True
-                one.silent = one.silent or error.silent
-            news = one.warned != one.cause
-            one.warned = one.cause
-            others = [other.url for other in self.all if not other.dead and other is not one]
+            server.outstanding -= 1
+            server.failures += 1
+            server.cause = str(error)
+            if error.dead and server.answered < started:
+                server.since = server.since if server.dead else time.monotonic()
+                server.dead = True
+                server.silent = server.silent or error.silent
+            news = server.warned != server.cause
+            server.warned = server.cause
+            living = [each.url for each in self.all if not each.dead and each is not server]
         if news:
-            goes = f"its share goes to {', '.join(others)}" if others else "no other server is left"
-            log.warning("%s %s failed: %s; %s", self.kind, one.url, error, goes)
+            goes = f"its share goes to {', '.join(living)}" if living else "no other server is left"
+            log.warning("%s %s failed: %s; %s", self.kind, server.url, error, goes)
 
-    def gave_up(self, one: Server) -> None:
+    def gave_up(self, server: Server) -> None:
         """The request was refused, which is no fault of the server's."""
         with self._lock:
-            one.outstanding -= 1
+            server.outstanding -= 1
 
     def causes(self) -> str:
-        return "; ".join(f"{one.url}: {one.cause}" for one in self.all if one.cause)
+        return "; ".join(f"{server.url}: {server.cause}" for server in self.all if server.cause)
 
 
 def check_url(url: str, kind: str = "reward server") -> str:
     """An http(s) address without a trailing slash. Raises UserError."""
-    import httpx
-
     try:
         httpx.URL(url)  # what it refuses would fail at every request
         parts = urlsplit(url)
@@ -149,55 +152,78 @@ def check_url(url: str, kind: str = "reward server") -> str:
     return url.rstrip("/")
 
 
-def exchange(client: Any, request: Any, timeout: float, most: int) -> tuple[Any, bytes]:
-    """The response to an httpx request and its body of at most ``most`` bytes, within ``timeout``
-    seconds altogether.
+class BoundedClient(httpx.Client):
+    """Sends requests that hold no more than they must, and reads whole answers within limits.
+
+    Connections are kept open between calls. There are no proxies, and no header but ``HEADERS`` and
+    the token: what the environment adds (OPENAI_CUSTOM_HEADERS, a proxy's password) is for others.
+    A request's ``timeout`` bounds it altogether; its extension ``longest`` bounds the answer.
 
     Raises:
         Failed: no answer, no whole one in time, or one that is too long.
     """
-    import httpx
 
-    until = time.monotonic() + timeout
-    content = bytearray()
-    response = None
-    try:
-        response = client.send(request, stream=True)
-        for chunk in response.iter_bytes():
-            content += chunk
-            if time.monotonic() > until:
-                raise Failed(f"no complete answer within {timeout:g} s", dead=True, silent=True)
-            if len(content) > most:
-                raise Failed(f"an answer of more than {most} bytes")
-    except httpx.TimeoutException as error:
-        raise Failed(f"no answer within {timeout:g} s", dead=True, silent=True) from error
-    except httpx.HTTPError as error:
-        raise Failed(f"{type(error).__name__}: {error}", dead=True) from error
-    finally:
-        if response is not None:
-            response.close()
-    return response, bytes(content)
+    def __init__(self, token: str | None, connections: int, timeout: float):
+        self.token = token
+        limits = httpx.Limits(max_keepalive_connections=connections, keepalive_expiry=2.0)
+        super().__init__(timeout=timeout, limits=limits, trust_env=False, follow_redirects=False)
+
+    def send(self, request: httpx.Request, *, stream: bool = False, **_: Any) -> httpx.Response:
+        for name in set(request.headers) - HEADERS:
+            del request.headers[name]
+        if self.token:
+            request.headers["Authorization"] = f"Bearer {self.token}"
+        timeout = request.extensions["timeout"]["read"]
+        longest = request.extensions.get("longest", LONGEST)
+        until = time.monotonic() + timeout
+        content = bytearray()
+        try:
+            with closing(super().send(request, stream=True)) as response:
+                for chunk in response.iter_bytes():
+                    content += chunk
+                    if time.monotonic() > until:
+                        cause = f"no complete answer within {timeout:g} s"
+                        raise Failed(cause, dead=True, silent=True)
+                    if len(content) > longest:
+                        raise Failed(f"an answer of more than {longest} bytes")
+        except httpx.TimeoutException as error:
+            raise Failed(f"no answer within {timeout:g} s", dead=True, silent=True) from error
+        except httpx.HTTPError as error:
+            raise Failed(f"{type(error).__name__}: {error}", dead=True) from error
+        headers = {
+            "Content-Type": "application/json",
+            "Retry-After": response.headers.get("Retry-After", ""),
+        }
+        return httpx.Response(
+            response.status_code, headers=headers, content=bytes(content), request=request
+        )
 
 
-def post(client: Any, url: str, parts: Sequence[Part], count: int, timeout: float) -> bytes:
+def post(client: BoundedClient, url: str, content: bytes, count: int, timeout: float) -> bytes:
     """The body of a 200 answer to ``POST url/score``, within ``timeout`` seconds altogether.
 
     Raises: Failed: no answer, or one that says "later" or "broken". UserError: an answer that says
         the request, the token or the address is wrong; repeating it would not help.
     """
-    request = client.build_request("POST", f"{url}/score", files=list(parts), timeout=timeout)
-    response, content = exchange(client, request, timeout, ANSWER[0] + ANSWER[1] * count)
+    longest = ANSWER[0] + ANSWER[1] * count
+    response = client.post(
+        f"{url}/score",
+        content=content,
+        headers={"Content-Type": "application/json"},
+        timeout=timeout,
+        extensions={"longest": longest},
+    )
     if response.status_code == 200:
-        return content
-    said = f"{response.status_code}, {message_of(content)}"
+        return response.content
+    message = f"{response.status_code}, {message_of(response.content)}"
     if response.status_code in RETRIED:
-        raise Failed(said)
+        raise Failed(message)
     if response.status_code in (401, 403):
         raise UserError(
-            f"reward server {url} refused the token; set `token` or MMRL_REWARD_TOKEN ({said})"
+            f"reward server {url} refused the token; set `token` or MMRL_REWARD_TOKEN ({message})"
         )
     if response.status_code == 413:
         raise UserError(
-            f"reward server {url} finds a request too large; lower `batch_size` ({said})"
+            f"reward server {url} finds a request too large; lower `batch_size` ({message})"
         )
-    raise UserError(f"reward server {url} refused a request: {said}")
+    raise UserError(f"reward server {url} refused a request: {message}")

@@ -34,7 +34,7 @@ SCALES = {"probability": raw, "log_probability": torch.log}
 )
 @REWARDS.register("action")
 class Action:
-    """Probability of the prompt's action among the classes of a video classifier.
+    """Score a video by the probability of the prompt's action under a video classifier.
 
     The frames are taken evenly over the video, as many as the model wants, repeated where there are
     fewer, and rounded to 8 bits.

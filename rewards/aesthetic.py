@@ -18,6 +18,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from rewards._clip import load_clip
 from rewards._media import frame_mean, frames
+from rewards._tensors import read_tensors
 from rewards.card import card
 from rewards.precision import own_precision
 
@@ -37,10 +38,9 @@ PLACES = (0, 2, 4, 6, 7)  # of the linear layers in the published module, betwee
     source=f"head: [improved-aesthetic-predictor]({SOURCE}); CLIP as in `clip_score`",
 )
 class Aesthetic:
-    """LAION aesthetic score of the picture (about 1 to 10), times ``scale``; the prompt is not
-    looked at.
+    """Score a picture by LAION's aesthetic predictor (about 1 to 10), times ``scale``.
 
-    Of a video, the mean over its frames.
+    The prompt is not looked at. Of a video, the mean over its frames.
 
     Args: head: the published ``.pth`` (read with ``weights_only=True``) or the same tensors as
         ``.safetensors``. clip: ``name/tag`` of open_clip, ``hf-hub:org/repo``, or a local folder;
@@ -148,29 +148,6 @@ def load_head(path: str) -> Head:
             f"{file} is not a LAION aesthetic head of widths {widths}: {brief(tensors)}"
         ) from error
     return head.eval().requires_grad_(False)
-
-
-def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Tensors by name, without executing anything the file may hold."""
-    try:
-        if file.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            return load_file(file)
-        tensors = torch.load(file, map_location="cpu", weights_only=True)
-    # zip, pickle and safetensors each have their own types for "not my format"
-    except Exception as error:
-        raise UserError(
-            f"cannot read {file} as tensors: {type(error).__name__}: {str(error).splitlines()[0]}"
-        ) from error
-    if not isinstance(tensors, dict) or not all(
-        isinstance(value, Tensor) for value in tensors.values()
-    ):
-        raise UserError(
-            f"{file} is not a LAION aesthetic head: it holds a "
-            f"{type(tensors).__name__}, not tensors by name"
-        )
-    return tensors
 
 
 def brief(tensors: dict[str, Tensor]) -> str:

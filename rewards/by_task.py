@@ -22,7 +22,7 @@ Part = Annotated[Callable, REWARDS]
 @REWARDS.register("by_task")
 @card(source="PairUni (arXiv:2510.25682)", scaling="as the routes")
 class ByTask:
-    """A reward for every task of a mixture of images and texts: the prompt's field ``task`` says
+    """Send each sample to the reward of its task in a mixture; the prompt's field ``task`` says
     which.
 
     Args:

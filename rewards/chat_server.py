@@ -3,14 +3,13 @@ pictures."""
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, Gt
 
@@ -23,25 +22,31 @@ from rewards._chat import (
     Pace,
     Refused,
     data_url,
-    error_message,
     key_from,
     read_choice,
     retry_after,
 )
-from rewards._servers import Failed, Server, Servers, exchange
+from rewards._servers import BoundedClient, Failed, Server, Servers
+from rewards.wire import message_of
+
+if TYPE_CHECKING:
+    import openai
+    from openai.types.chat.chat_completion import Choice
 
 log = logging.getLogger(__name__)
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529)
-LONGEST = 16 * 2**20  # bytes of an answer
 OPTIONAL = {
     "response_format": ("response_format", "json_schema", "guided", "structured"),
     "logprobs": ("logprobs",),
 }
 
 
+MALFORMED = (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError)
+
+
 @JUDGES.register("server")
 class ChatServer:
-    """An OpenAI-compatible server: chat completions with pictures as data URLs, many at once.
+    """Ask an OpenAI-compatible server by chat completions with pictures as data URLs, many at once.
 
     A request that gets no answer, 429 or 5xx is repeated after a growing wait, or after what
     ``Retry-After`` says; at another server if there are several. An answer in the wrong form is
@@ -108,9 +113,9 @@ class ChatServer:
         self.supported = dict.fromkeys(OPTIONAL, True)  # until a server says otherwise
         self._pace = Pace(rate)
         self._jitter = random.Random()  # not the global one, which belongs to the run
-        self._client: Any = None
+        self._http = BoundedClient(self._key, concurrency * len(urls), timeout)
         self._lock = threading.Lock()
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     @property
     def servers(self) -> list[Server]:
@@ -137,7 +142,7 @@ class ChatServer:
             sent = [
                 pool.submit(self._answer, question, given_up, refusals) for question in questions
             ]
-            values = [one.result() for one in sent]
+            values = [answer.result() for answer in sent]
         finally:
             given_up.set()  # on the way out of an error: what still waits need not try again
             pool.shutdown(wait=False, cancel_futures=True)
@@ -161,7 +166,7 @@ class ChatServer:
                     if turn < self.asked_again:
                         self.usage.add(asked_again=1)
                         messages += [
-                            {"role": "assistant", "content": choice["message"]["content"] or ""},
+                            {"role": "assistant", "content": choice.message.content or ""},
                             {"role": "user", "content": AGAIN.format(problem=problem)},
                         ]
             self.usage.add(unreadable=1)
@@ -175,7 +180,7 @@ class ChatServer:
 
     def _send(
         self, question: Question, messages: list[dict], given_up: threading.Event
-    ) -> dict | None:
+    ) -> Choice | None:
         """The choice of a whole answer; None when nobody gives one. Raises Refused, UserError."""
         tried: list[Server] = []
         while len(tried) <= self.retries:
@@ -199,9 +204,9 @@ class ChatServer:
         if len(tried) > self.retries:
             return
         self.usage.add(retries=1)
-        asked = error.wait if isinstance(error, Busy) else None
-        if asked is not None:
-            self._pace.hold(min(asked, self.longest_wait))
+        wait = error.wait if isinstance(error, Busy) else None
+        if wait is not None:
+            self._pace.hold(min(wait, self.longest_wait))
         elif len(tried) >= len(self.servers):
             grown = (
                 self.backoff * 2 ** (len(tried) - len(self.servers)) * self._jitter.uniform(0.5, 1)
@@ -213,20 +218,9 @@ class ChatServer:
 
     def _request(
         self, server: Server, question: Question, messages: list[dict], given_up: threading.Event
-    ) -> dict:
+    ) -> Choice:
         try:
-            while True:
-                self._pace.wait(given_up)
-                self.usage.add(requests=1)
-                body = self._body(question, messages)
-                response, content = self._exchange(
-                    "POST", f"{server.url}/chat/completions", json=body
-                )
-                if response.status_code == 200 or not self._can_do_without(
-                    response.status_code, content, body
-                ):
-                    break
-            choice = self._choice(response, content)
+            choice = self._complete(server, question, messages, given_up)
         except Failed:
             raise
         except BaseException:
@@ -235,40 +229,51 @@ class ChatServer:
         self._pool.answered(server)
         return choice
 
-    def _choice(self, response: Any, content: bytes) -> dict:
-        status = response.status_code
-        said = self._clean(f"{response.status_code}, {error_message(content)}")
+    def _complete(
+        self, server: Server, question: Question, messages: list[dict], given_up: threading.Event
+    ) -> Choice:
+        """The first choice of a chat completion. Raises Failed, Refused, UserError."""
+        import openai
+        from openai.types.chat import ChatCompletion
+
+        self._pace.wait(given_up)
+        self.usage.add(requests=1)
+        body = self._body(question, messages)
+        try:
+            completion = self._client(server).post(
+                "/chat/completions", body=body, cast_to=ChatCompletion
+            )
+            choice = completion.choices[0]
+            if not isinstance(choice.message.content, str | None):
+                raise TypeError("content is not text")
+            tokens = [
+                int(getattr(completion.usage, key, 0) or 0)
+                for key in ("prompt_tokens", "completion_tokens")
+            ]
+        except openai.APIStatusError as error:
+            if self._can_do_without(error, body):
+                return self._complete(server, question, messages, given_up)
+            raise self._failure(error) from error
+        except MALFORMED as error:
+            raise Failed(f"malformed answer ({type(error).__name__}: {error})") from error
+        cost = sum(number * price for number, price in zip(tokens, self.prices))
+        self.usage.add(tokens_in=tokens[0], tokens_out=tokens[1], cost=cost)
+        return choice
+
+    def _failure(self, error: openai.APIStatusError) -> Exception:
+        status = error.status_code
+        cause = self._cause(error)
         if status in RETRIED or status >= 500:
-            raise Busy(said, retry_after(response.headers.get("retry-after")))
+            return Busy(cause, retry_after(error.response.headers["Retry-After"]))
         if status in (401, 403):
-            raise UserError(
-                f"the judge refused the key in the environment variable of `key_env` ({said})"
+            return UserError(
+                f"the judge refused the key in the environment variable of `key_env` ({cause})"
             )
         if status == 404:
-            raise UserError(
-                f"the judge knows no such address or model; `url` ends in /v1 mostly ({said})"
+            return UserError(
+                f"the judge knows no such address or model; `url` ends in /v1 mostly ({cause})"
             )
-        if status != 200:
-            raise Refused(said)
-        try:
-            found = json.loads(content)
-            choice = found["choices"][0]
-            used = found.get("usage") or {}
-            if not isinstance(choice["message"]["content"], str | None):
-                raise TypeError("content is not text")
-            numbers = [int(used.get(key) or 0) for key in ("prompt_tokens", "completion_tokens")]
-        except (
-            ValueError,
-            KeyError,
-            IndexError,
-            TypeError,
-            AttributeError,
-            RecursionError,
-        ) as error:
-            raise Failed(f"malformed answer ({type(error).__name__}: {error})") from error
-        cost = sum(number * price for number, price in zip(numbers, self.prices))
-        self.usage.add(tokens_in=numbers[0], tokens_out=numbers[1], cost=cost)
-        return choice
+        return Refused(cause)
 
     def _body(self, question: Question, messages: list[dict]) -> dict:
         body = {
@@ -288,15 +293,16 @@ class ChatServer:
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
         return {key: value for key, value in (body | self.extra).items() if value is not None}
 
-    def _can_do_without(self, status: int, content: bytes, body: dict) -> bool:
+    def _can_do_without(self, error: openai.APIStatusError, body: dict) -> bool:
         """Does the server refuse something that is not needed? Then it is left out from now on."""
-        said = error_message(content).lower() if status in (400, 404, 415, 422, 501) else ""
+        if error.status_code not in (400, 404, 415, 422, 501):
+            return False
+        cause = self._cause(error)
         for name, words in OPTIONAL.items():
-            if name in body and any(word in said for word in words):
+            if name in body and any(word in cause.lower() for word in words):
                 self.supported[name] = False
                 self._tell(
-                    name,
-                    f"the judge does without {name}, which its server refuses: {self._clean(said)}",
+                    name, f"the judge does without {name}, which its server refuses: {cause}"
                 )
                 return True
         return False
@@ -314,13 +320,14 @@ class ChatServer:
     def _know_model(self) -> None:
         if self.model is not None:
             return
-        response, content = self._exchange("GET", f"{self.servers[0].url}/models")
+        import openai
+
         try:
-            names = [str(one["id"]) for one in json.loads(content)["data"]]
-        except (ValueError, KeyError, TypeError) as error:
-            said = self._clean(f"{response.status_code}, {error_message(content)}")
+            names = [model.id for model in self._client(self.servers[0]).models.list()]
+        except (openai.APIStatusError, *MALFORMED) as error:
+            cause = self._cause(error) if isinstance(error, openai.APIStatusError) else error
             raise UserError(
-                f"the judge's server does not list its models; name one in `model` ({said})"
+                f"the judge's server does not list its models; name one in `model` ({cause})"
             ) from error
         if len(names) != 1:
             raise UserError(
@@ -329,25 +336,21 @@ class ChatServer:
             )
         self.model = names[0]
 
-    def _exchange(self, method: str, url: str, **content: Any) -> tuple[Any, bytes]:
-        client = self._connection()
-        request = client.build_request(method, url, timeout=self.timeout, **content)
-        return exchange(client, request, self.timeout, LONGEST)
+    def _client(self, server: Server) -> openai.OpenAI:
+        """The client of one server. What is retried goes to other servers and is paced for all of
+        them, so it repeats nothing itself."""
+        import openai
 
-    def _connection(self) -> Any:
-        """Connections are kept open between calls. No proxies from the environment: they would see
-        the key."""
-        import httpx
+        return openai.OpenAI(
+            base_url=server.url,
+            api_key=self._key or "none",  # BoundedClient sends the key, if there is one
+            http_client=self._http,
+            timeout=self.timeout,
+            max_retries=0,
+        )
 
-        with self._lock:
-            if self._client is None:
-                headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-                most = self.concurrency * len(self.servers)
-                limits = httpx.Limits(max_keepalive_connections=most, keepalive_expiry=2.0)
-                self._client = httpx.Client(
-                    headers=headers, limits=limits, trust_env=False, follow_redirects=False
-                )
-            return self._client
+    def _cause(self, error: openai.APIStatusError) -> str:
+        return self._clean(f"{error.status_code}, {message_of(error.response.content)}")
 
     def _clean(self, text: str) -> str:
         """Servers repeat a wrong key in their message."""
@@ -356,7 +359,7 @@ class ChatServer:
     def _tell(self, kind: str, message: str) -> None:
         """Log once for every kind."""
         with self._lock:
-            news = kind not in self._told
-            self._told.add(kind)
+            news = kind not in self._logged
+            self._logged.add(kind)
         if news:
             log.warning("%s (shown once)", message)

@@ -3,15 +3,14 @@ arXiv:2207.12396)."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Any
 
-from annotated_types import Ge
 from torch import Tensor
 
 from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import REWARDS
 from rewards._clip import load_clip
-from rewards._frames import each_frame
+from rewards._frames import BatchSize, FrameReward
 from rewards._hf import Preprocess
 from rewards.card import card
 
@@ -42,20 +41,21 @@ PAIRS = {  # the paper's section 3.2 and figure 5
     licence="MIT (OpenAI's)",
 )
 @REWARDS.register("clip_iqa")
-class ClipIQA:
-    """Probability of the good one of two opposite descriptions, mean over ``pairs``; the prompt is
-    not looked at.
+class ClipIQA(FrameReward):
+    """Compare a picture with opposite descriptions: mean probability of the good one over
+    ``pairs``.
 
-    The softmax is at the model's own temperature (100 for OpenAI's). The paper's RN50 was used
-    without position embedding at any size; here, as in torchmetrics' CLIP variants, the model sees
-    its own preprocessing. Of a video, the mean over its frames.
+    The prompt is not looked at. The softmax is at the model's own temperature (100 for OpenAI's).
+    The paper's RN50 was used without position embedding at any size; here, as in torchmetrics' CLIP
+    variants, the model sees its own preprocessing. Of a video, the mean over its frames.
 
     Args: pairs: names of the paper's pairs (quality, brightness, ...) or ``"positive | negative"``
         of your own. model: an open_clip name, ``hf-hub:org/repo`` or a local folder. pretrained:
         open_clip's tag for the weights; not used for folders and hub ids. preprocess: ``tensor`` or
-        ``pil``, see ``ClipScore``. batch_size: pictures in one forward pass. device: ``auto`` is
-        CUDA if there is one.
+        ``pil``, see ``ClipScore``.
     """
+
+    name = "clip_iqa"
 
     def __init__(
         self,
@@ -63,26 +63,20 @@ class ClipIQA:
         model: str = "ViT-L-14",
         pretrained: str = "openai",
         preprocess: Preprocess = "tensor",
-        batch_size: Annotated[int, Ge(1)] = 64,
-        device: str = "auto",
+        batch_size: BatchSize = 64,
+        **options: Any,
     ):
-        self.clip = load_clip(model, pretrained, device)
+        super().__init__(batch_size, **options)
+        self.clip = load_clip(model, pretrained, self.device)
         self.exact = preprocess == "pil"
-        self.batch_size = batch_size
         # [2 P, E]
         self.words = self.clip.embed_texts([text for pair in pairs for text in texts_of(pair)])
         self.temperature = self.clip.model.logit_scale.exp().float()
 
-    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU, in
-        0..1."""
-
-        def score(pictures: Tensor, rows: list[int]) -> Tensor:
-            images = self.clip.embed_images(pictures, self.batch_size, self.exact)
-            logits = self.temperature * images @ self.words.T  # [N, 2 P]
-            return logits.unflatten(1, (-1, 2)).softmax(-1)[..., 0].mean(1)
-
-        return each_frame(media, "clip_iqa", self.batch_size, score)
+    def score(self, pictures: Tensor, conditions: Any) -> Tensor:
+        images = self.clip.embed_images(pictures, self.batch_size, self.exact)
+        logits = self.temperature * images @ self.words.T  # [N, 2 P]
+        return logits.unflatten(1, (-1, 2)).softmax(-1)[..., 0].mean(1)
 
 
 def texts_of(pair: str) -> tuple[str, str]:

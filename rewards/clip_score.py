@@ -36,7 +36,7 @@ SCALES = {
 )
 @REWARDS.register("clip_score")
 class ClipScore:
-    """Cosine of the CLIP embeddings of picture and prompt, scaled.
+    """Score a picture by the cosine of its CLIP embedding and the prompt's, scaled.
 
     Of a video, the mean over its frames. Published scalings: ``cosine`` (also 100 cos / 100,
     DiffusionNFT), ``logit`` 100 cos as OpenAI's models have it, ``flow_grpo`` 100 cos / 30 (DGPO

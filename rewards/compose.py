@@ -30,7 +30,7 @@ Rate = Annotated[float, Ge(0), Lt(1)]
     scaling="main + weight extra",
 )
 class Gate:
-    """A main reward, and an extra one that counts only where the main one is above a threshold.
+    """Pay a main reward, and an extra one only where the main one is above a threshold.
 
     Gated reward accumulation: R = main + weight * extra * 1[main >= above]. The extra reward cannot
     be earned instead of the main one.
@@ -55,7 +55,7 @@ class Gate:
     scaling="that of its parts, which must be alike",
 )
 class Ensemble:
-    """Several judges of one thing, conservatively: the worst of them, or the mean less their
+    """Combine several judges of one thing conservatively: the worst, or the mean less their
     disagreement.
 
     Reward model ensembles (Coste et al. 2023): worst-case optimisation, min_i r_i, and
@@ -90,7 +90,7 @@ class Ensemble:
     scaling="that of main; `otherwise` where a judge objects",
 )
 class Constrain:
-    """A main reward that is only paid where every judge is satisfied: constraints, not trade-offs.
+    """Pay a main reward only where every judge is satisfied: constraints, not trade-offs.
 
     The constraints of CGPO's mixture of judges (Xu et al. 2024): R = main where all of them hold,
     else ``otherwise``, which should be at or below the least the main reward gives. A constraint
@@ -136,7 +136,7 @@ class Constrain:
     source="[Gao et al. 2024](https://arxiv.org/abs/2410.15115)",
 )
 class Bounded:
-    """A reward cut off at bounds; of steps also as differences, so that repeating a good step earns
+    """Cut a reward off at bounds; of steps also as differences, so that repeating a step earns
     nothing.
 
     Clip and Delta (Gao et al. 2024, "On designing effective RL reward at training time"): Clip is
@@ -194,7 +194,7 @@ def _gains(row: Tensor) -> Tensor:
     scaling="0/1 becomes unbiased numbers outside 0..1",
 )
 class Noisy:
-    """A 0/1 verifier with known error rates, corrected so that the expected gradient is that of the
+    """Correct a 0/1 verifier of known error rates, so that the expected gradient is that of the
     truth.
 
     Backward: (r - fp) / (1 - fp - fn), whose expectation is the true reward; an advantage that

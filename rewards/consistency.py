@@ -34,7 +34,7 @@ SCALING = (
 )
 @REWARDS.register("clip_consistency")
 class ClipConsistency:
-    """Cosine of the CLIP embeddings of a video's frames: VBench's background consistency.
+    """Compare the CLIP embeddings of a video's frames by cosine: VBench's background consistency.
 
     Args: model: an open_clip name, ``hf-hub:org/repo`` or a local folder. pretrained: open_clip's
         tag for the weights; not used for folders and hub ids. against: which frame each one is
@@ -76,7 +76,7 @@ class ClipConsistency:
 )
 @REWARDS.register("dino_consistency")
 class DinoConsistency:
-    """Cosine of the DINO embeddings of a video's frames: VBench's subject consistency.
+    """Compare the DINO embeddings of a video's frames by cosine: VBench's subject consistency.
 
     Args: model: a vision model of transformers, hub id or folder. against: which frame each one is
         compared with; ``both`` is VBench's mean of the two, negative ones as 0. preprocess:

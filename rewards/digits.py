@@ -34,7 +34,7 @@ _CLEAR = 4.0  # pixels a digit must be further up (down, left, right) than the o
     licence="BSD-3-Clause (the scans)",
 )
 class Digits:
-    """What was asked for is in the picture: digits with colour, size, place, relation and count, 0
+    """Check that the picture holds the digits asked for: colour, size, place, relation and count, 0
     to 1.
 
     A reader (detector and classifier, ``rewards/digit_reader.py``) finds at most five digits with
@@ -143,8 +143,8 @@ class Digits:
     licence="BSD-3-Clause (the scans)",
 )
 class DigitsJudge(Digits):
-    """The ``digits`` reward by an independent judge: other scans, other network. For evaluation,
-    never for training."""
+    """Judge ``digits`` independently, by other scans and another network: for evaluation, never
+    training."""
 
     def __init__(self, path: str = "world:digits/judge", strict: bool = False):
         super().__init__(path, strict)

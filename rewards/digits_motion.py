@@ -35,8 +35,7 @@ UNEVEN = 0.25
 )
 @REWARDS.register("digits_motion")
 class DigitsMotion:
-    """The digit moves as asked (left, right, up, down, still): right way, right far, at an even
-    pace, 0 to 1.
+    """Check that the digit moves as asked: right way, right far, at an even pace, 0 to 1.
 
     Of every frame the centre c of the ink is taken: pixels weighted by how much brighter than the
     paper they are. With n the way from the first centre to the last, in shares of the shorter side,

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from mmrl.core.registry import REWARDS
 from rewards._clip import load_clip
-from rewards._compose import groups_of, merged, scores_of
+from rewards._compose import merged, scores_of
 from rewards._media import frames
 from rewards.card import Card, card
+from rewards.groups import groups_of
 
 COARSE = 8  # pixels a side of the pictures that are compared without a model
 
@@ -97,8 +98,7 @@ class Grouped:
 @REWARDS.register("pairwise_distance")
 @card(of="group", low=0, high=1, scaling="1 - cosine")
 class PairwiseDistance(Grouped):
-    """Mean distance of a sample to the other samples of its prompt: rewards, or monitors,
-    diversity.
+    """Measure diversity: the mean distance of a sample to the other samples of its prompt.
 
     ``clip``: the model that pictures are compared by, as in ``aesthetic``; null compares coarse
     pixels.
@@ -118,7 +118,7 @@ class PairwiseDistance(Grouped):
     scaling="at most that of its part",
 )
 class DRA(Grouped):
-    """A reward divided by 1 + how much the sample shares with the others of its prompt.
+    """Divide a reward by 1 + how much the sample shares with the others of its prompt.
 
     Diversity-aware reward adjustment (Chen et al. 2025): r_i / (1 + sum over j != i of s_ij), the
     submodular mutual information of the graph cut. For rewards that are not negative.
@@ -138,8 +138,8 @@ class DRA(Grouped):
     scaling="at most that of its part",
 )
 class Darling(Grouped):
-    """A reward times the mean distance of the sample to the others of its prompt: quality and
-    diversity together.
+    """Multiply a reward by the sample's mean distance to the others of its prompt: quality and
+    diversity.
 
     DARLING (Li et al. 2025) multiplies the reward with diversity in 0..1; theirs is the share of
     answers of another meaning, by a trained classifier, here it is the mean of 1 - cosine. For

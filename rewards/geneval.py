@@ -19,7 +19,7 @@ from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import REWARDS
 from rewards._clip import load_clip
 from rewards._detect import Detection, Detector
-from rewards._frames import each_frame
+from rewards._frames import BatchSize, FrameReward
 from rewards._hf import Precision
 from rewards._media import to_uint8
 from rewards._prompt import field_of
@@ -50,8 +50,8 @@ Share = Annotated[float, Interval(ge=0, le=1)]
     "0 or 1, the benchmark",
 )
 @REWARDS.register("geneval")
-class GenEval:
-    """GenEval's verdict on a picture, by a detector and CLIP for colours.
+class GenEval(FrameReward):
+    """Give GenEval's verdict on a picture, by a detector and CLIP for colours.
 
     A prompt is a line of GenEval's metadata: ``include``, a list of ``{"class", "count", "color",
     "position"}`` where ``position`` is ``[relation, index of the entry it relates to]``, optionally
@@ -66,13 +66,14 @@ class GenEval:
     Args: detector: Mask2Former or an object detection model of transformers, hub id or folder, with
         COCO's names. clip: ``name/tag`` of open_clip or a local folder, for colours. form: see
         above. threshold: objects below this score do not count. counting_threshold: the same for
-        prompts whose ``tag`` is ``counting``. most: objects of one class at most. batch_size:
-        pictures in one forward pass. device: ``auto`` is CUDA if there is one. dtype: of the
+        prompts whose ``tag`` is ``counting``. most: objects of one class at most. dtype: of the
         detector.
 
     Raises:
         UserError: a model that cannot be had; a class that the detector does not know.
     """
+
+    name = "geneval"
 
     def __init__(
         self,
@@ -82,18 +83,18 @@ class GenEval:
         threshold: Share = 0.3,
         counting_threshold: Share = 0.9,
         most: Annotated[int, Ge(1)] = 16,
-        batch_size: Annotated[int, Ge(1)] = 8,
-        device: str = "auto",
+        batch_size: BatchSize = 8,
         dtype: Precision = "float32",
+        **options: Any,
     ):
+        super().__init__(batch_size, **options)
         from rewards.aesthetic import split_name
 
-        self.detector = Detector(detector, device, dtype)
-        self.clip = load_clip(*split_name(clip), device)
+        self.detector = Detector(detector, self.device, dtype)
+        self.clip = load_clip(*split_name(clip), self.device)
         self.form = form
         self.thresholds = (threshold, counting_threshold)
         self.most = most
-        self.batch_size = batch_size
         self.classifiers = {}
 
     def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
@@ -103,16 +104,16 @@ class GenEval:
                 "reward 'geneval' judges images, not videos; `per_frame` with it "
                 "judges their frames"
             )
+        return super().__call__(media, prompts)
+
+    def conditions(self, prompts: list[dict]) -> list[dict]:
         for prompt in prompts:
             self.check(prompt)
+        return prompts
 
-        def score(pictures: Tensor, rows: list[int]) -> Tensor:
-            detections = self.detector(pictures)
-            return torch.tensor(
-                [self.judge(*row) for row in zip(pictures, detections, [prompts[r] for r in rows])]
-            )
-
-        return each_frame(media, "geneval", self.batch_size, score)
+    def score(self, pictures: Tensor, prompts: list[dict]) -> Tensor:
+        rows = zip(pictures, self.detector(pictures), prompts, strict=True)
+        return torch.tensor([self.judge(*row) for row in rows])
 
     def judge(self, picture: Tensor, objects: list[Detection], prompt: dict) -> float:
         by_name = detections_by_name(

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Any, Literal
 
-from annotated_types import Ge
 from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
 from rewards._clip import Clip, load_clip
-from rewards._frames import each_frame
+from rewards._frames import BatchSize, PromptReward
 from rewards._hf import Preprocess
-from rewards._prompt import texts_of
 from rewards._scale import factor, raw, scaling
 from rewards.card import card
 
@@ -34,8 +32,9 @@ SCALES = {"cosine": raw, "percent": factor(100)}
     "tables)",
 )
 @REWARDS.register("hpsv2")
-class HPSv2:
-    """Cosine of the embeddings of picture and prompt by a CLIP ViT-H-14 tuned on human choices.
+class HPSv2(PromptReward):
+    """Score a picture by a CLIP ViT-H-14 tuned on human choices: cosine with the prompt's
+    embedding.
 
     As published, the longer side of the picture is brought to 224 and the rest filled with black;
     of a square one that is a plain resize. Of a video, the mean over its frames.
@@ -44,12 +43,13 @@ class HPSv2:
         ``HPS_v2_compressed.pt``). model: the open_clip model it belongs to; a folder or hub id
         brings its own weights. scale: a published scaling by name, or a factor on the cosine.
         preprocess: ``pil`` as published (8 bits, PIL's bicubic), ``tensor`` on floats as in
-        DiffusionNFT. batch_size: pictures in one forward pass. device: ``auto`` is CUDA if there is
-        one.
+        DiffusionNFT.
 
     Raises:
         UserError: when the checkpoint is missing, with where to get it.
     """
+
+    name = "hpsv2"
 
     def __init__(
         self,
@@ -57,9 +57,10 @@ class HPSv2:
         model: str = "ViT-H-14",
         scale: float | Named = "cosine",
         preprocess: Preprocess = "pil",
-        batch_size: Annotated[int, Ge(1)] = 64,
-        device: str = "auto",
+        batch_size: BatchSize = 64,
+        **options: Any,
     ):
+        super().__init__(batch_size, **options)
         import open_clip
 
         if model in open_clip.list_models() and not Path(weights).expanduser().is_file():
@@ -67,21 +68,14 @@ class HPSv2:
             raise UserError(
                 f"no HPSv2 checkpoint at {weights}; download {name} from {SOURCE} and put it there"
             )
-        self.clip = padding(load_clip(model, weights, device))
+        self.clip = padding(load_clip(model, weights, self.device))
         self.exact = preprocess == "pil"
-        self.batch_size = batch_size
         self.scale = scaling(scale, SCALES, "hpsv2")
 
-    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
-        texts = texts_of(prompts, "hpsv2")
-
-        def score(pictures: Tensor, rows: list[int]) -> Tensor:
-            images = self.clip.embed_images(pictures, self.batch_size, self.exact)
-            words = self.clip.embed_texts([texts[row] for row in rows], self.batch_size)
-            return self.scale((images * words).sum(-1))
-
-        return each_frame(media, "hpsv2", self.batch_size, score)
+    def score(self, pictures: Tensor, texts: list[str]) -> Tensor:
+        images = self.clip.embed_images(pictures, self.batch_size, self.exact)
+        words = self.clip.embed_texts(texts, self.batch_size)
+        return self.scale((images * words).sum(-1))
 
 
 def padding(clip: Clip) -> Clip:

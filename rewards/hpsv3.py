@@ -3,15 +3,14 @@ with a small head."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 from torch import Tensor
 
 from mmrl.core.registry import REWARDS
-from rewards._frames import each_frame
+from rewards._frames import BatchSize, PromptReward
 from rewards._hf import Precision, Preprocess, to_pil
-from rewards._prompt import texts_of
 from rewards._qwen_reward import chats, load_network, load_tools, read_instruction
 from rewards._scale import factor, raw, scaling
 from rewards._tensors import fetch, read_tensors
@@ -32,8 +31,9 @@ SCALES = {"mu": raw, "unirl": factor(1 / 15)}
     scaling="mu (the published score), unirl = mu / 15",
 )
 @REWARDS.register("hpsv3")
-class HPSv3:
-    """HPSv3: the mean that a head of three layers reads off Qwen2-VL at the token ``<|Reward|>``.
+class HPSv3(PromptReward):
+    """Score a picture by HPSv3: the mean that a head reads off Qwen2-VL at the token
+    ``<|Reward|>``.
 
     The head also gives the logarithm of a deviation, which, as published, is not used. Of a video,
     the mean over its frames.
@@ -45,13 +45,13 @@ class HPSv3:
         scale: a published scaling by name, or a factor on mu.
         pixels: of a picture after resizing; as published, all have the same.
         preprocess: ``pil`` as published, ``tensor`` on floats.
-        batch_size: pictures in one forward pass.
-        device: ``auto`` is CUDA if there is one.
         dtype: of the model; bfloat16 as published. The head is float32.
 
     Raises:
         UserError: a missing or foreign checkpoint, a missing instruction.
     """
+
+    name = "hpsv3"
 
     def __init__(
         self,
@@ -61,30 +61,22 @@ class HPSv3:
         scale: float | Named = "mu",
         pixels: Annotated[int, Ge(28 * 28)] = PIXELS,
         preprocess: Preprocess = "pil",
-        batch_size: Annotated[int, Ge(1)] = 8,
-        device: str = "auto",
+        batch_size: BatchSize = 8,
         dtype: Precision = "bfloat16",
+        **options: Any,
     ):
+        super().__init__(batch_size, **options)
         self.instruction = read_instruction(instruction, [TOKEN], SOURCE, "hpsv3")
         self.tools, tokens = load_tools(base, [TOKEN], preprocess == "pil")
         self.network = load_network(
-            read_tensors(fetch(weights, "HPSv3")), base, tokens, dtype, device
+            read_tensors(fetch(weights, "HPSv3")), base, tokens, dtype, self.device
         )
         self.scale = scaling(scale, SCALES, "hpsv3")
-        self.batch_size = batch_size
         self.exact = preprocess == "pil"
         self.size = {"shortest_edge": pixels, "longest_edge": pixels}
 
-    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
-        texts = texts_of(prompts, "hpsv3")
-
-        def score(pictures: Tensor, rows: list[int]) -> Tensor:
-            return self.scale(
-                self.network(self.batch(pictures, [texts[row] for row in rows]))[:, 0, 0]
-            )
-
-        return each_frame(media, "hpsv3", self.batch_size, score)
+    def score(self, pictures: Tensor, texts: list[str]) -> Tensor:
+        return self.scale(self.network(self.batch(pictures, texts))[:, 0, 0])
 
     def batch(self, pictures: Tensor, texts: list[str]) -> dict[str, Tensor]:
         """[N, 3, H, W] in 0..1 and N texts -> what the model takes."""

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-from annotated_types import Ge
 from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
-from rewards._clip import pick_device
-from rewards._frames import each_frame
+from rewards._frames import PromptReward
 from rewards._hf import Preprocess, load_processor, to_pil
 from rewards._media import normalize, resize_and_crop
-from rewards._prompt import texts_of
 from rewards._scale import raw, scaling
 from rewards._tensors import fetch, read_tensors
 from rewards.card import card
@@ -56,21 +53,22 @@ VISION = (
     scaling="raw (mean 0, std 1 on its training set; Flow-GRPO), unirl = (raw + 2) / 4",
 )
 @REWARDS.register("image_reward")
-class ImageReward:
-    """ImageReward-v1.0: the first token of BLIP's text encoder, which attends to the picture,
-    through a linear head.
+class ImageReward(PromptReward):
+    """Score a picture by ImageReward-v1.0: BLIP's text encoder reads it, a linear head its first
+    token.
 
     Of a video, the mean over its frames.
 
     Args: weights: ``ImageReward.pt`` (or the same tensors as ``.safetensors``): a file, or ``hub
         id/file``. tokenizer: a BERT tokenizer, hub id or folder. scale: a published scaling by
         name, or a factor on the raw score. preprocess: ``pil`` as published (8 bits, PIL's
-        bicubic), ``tensor`` on floats. batch_size: pictures in one forward pass. device: ``auto``
-        is CUDA if there is one.
+        bicubic), ``tensor`` on floats.
 
     Raises:
         UserError: a missing or foreign checkpoint.
     """
+
+    name = "image_reward"
 
     def __init__(
         self,
@@ -78,31 +76,20 @@ class ImageReward:
         tokenizer: str = "bert-base-uncased",
         scale: float | Named = "raw",
         preprocess: Preprocess = "pil",
-        batch_size: Annotated[int, Ge(1)] = 32,
-        device: str = "auto",
+        **options: Any,
     ):
-        self.network = load_network(fetch(weights, "ImageReward")).to(pick_device(device))
+        super().__init__(**options)
+        self.network = load_network(fetch(weights, "ImageReward")).to(self.device)
         self.tokenizer = load_processor("BertTokenizer", tokenizer)
         self.scale = scaling(scale, SCALES, "image_reward")
         self.exact = preprocess == "pil"
-        self.batch_size = batch_size
 
-    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
-        texts = texts_of(prompts, "image_reward")
-        options = {
-            "padding": "max_length",
-            "truncation": True,
-            "max_length": TOKENS,
-            "return_tensors": "pt",
-        }
-
-        def score(pictures: Tensor, rows: list[int]) -> Tensor:
-            tokens = self.tokenizer([texts[row] for row in rows], **options).to(self.network.device)
-            raw = self.network(self.pixels(pictures), tokens.input_ids, tokens.attention_mask)
-            return self.scale((raw - MEAN) / STD)
-
-        return each_frame(media, "image_reward", self.batch_size, score)
+    def score(self, pictures: Tensor, texts: list[str]) -> Tensor:
+        tokens = self.tokenizer(
+            texts, padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt"
+        ).to(self.network.device)
+        raw = self.network(self.pixels(pictures), tokens.input_ids, tokens.attention_mask)
+        return self.scale((raw - MEAN) / STD)
 
     def pixels(self, pictures: Tensor) -> Tensor:
         """[N, 3, H, W] in 0..1 -> [N, 3, S, S]: the shorter side to S, bicubic, the middle of it,

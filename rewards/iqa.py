@@ -3,15 +3,13 @@ dependency."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Any
 
-from annotated_types import Ge
 from torch import Tensor
 
 from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import REWARDS
-from rewards._clip import pick_device
-from rewards._frames import each_frame
+from rewards._frames import BatchSize, FrameReward
 from rewards.card import card
 
 
@@ -22,28 +20,29 @@ from rewards.card import card
     scaling="a factor; metrics of which less is better count negative",
 )
 @REWARDS.register("iqa")
-class IQA:
-    """A no-reference metric of pyiqa, in its own units; one of which less is better is negated.
+class IQA(FrameReward):
+    """Score a picture by a no-reference metric of pyiqa; one of which less is better is negated.
 
     Of a video, the mean over its frames; the prompt is not looked at.
 
     Args:
         metric: pyiqa's name of it, such as maniqa, musiq, niqe, topiq_nr.
         scale: what the metric is multiplied by.
-        batch_size: pictures in one call.
-        device: ``auto`` is CUDA if there is one.
 
     Raises: UserError: pyiqa is not installed, an unknown metric, one that needs a reference,
         weights that cannot be had.
     """
 
+    name = "iqa"
+
     def __init__(
         self,
         metric: str = "maniqa",
         scale: float = 1.0,
-        batch_size: Annotated[int, Ge(1)] = 16,
-        device: str = "auto",
+        batch_size: BatchSize = 16,
+        **options: Any,
     ):
+        super().__init__(batch_size, **options)
         try:
             import pyiqa
         except ImportError as error:
@@ -54,18 +53,12 @@ class IQA:
                 f"pyiqa has no metric without reference called {metric!r}; {suggest(metric, known)}"
             )
         try:
-            self.metric = pyiqa.create_metric(metric, device=pick_device(device)).eval()
+            self.metric = pyiqa.create_metric(metric, device=self.device).eval()
         except Exception as error:  # downloads and checkpoints fail in many ways
             raise UserError(
                 f"pyiqa cannot make {metric!r}: {type(error).__name__}: {error}"
             ) from error
         self.sign = -scale if self.metric.lower_better else scale
-        self.batch_size = batch_size
 
-    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
-
-        def score(pictures: Tensor, rows: list[int]) -> Tensor:
-            return self.sign * self.metric(pictures.float().clamp(0, 1)).flatten()
-
-        return each_frame(media, "iqa", self.batch_size, score)
+    def score(self, pictures: Tensor, conditions: Any) -> Tensor:
+        return self.sign * self.metric(pictures.float().clamp(0, 1)).flatten()

@@ -26,7 +26,8 @@ SCALING = "kB (1000 bytes); 0.002 kB is Flow-GRPO's"
 def jpeg_incompressibility(
     media: Tensor, prompts: list[dict], *, quality: Quality = 95, scale: float = 1.0
 ) -> Tensor:
-    """Size of the picture as a JPEG, in kB (1000 bytes) times ``scale``: rewards busy pictures.
+    """Measure the size of the picture as a JPEG, in kB (1000 bytes) times ``scale``: for busy
+    pictures.
 
     Args: media: images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1; of a video, the mean over
         its frames. prompts: not looked at. quality: 1..100 as in PIL, colour subsampled 4:2:0.
@@ -45,7 +46,7 @@ def jpeg_incompressibility(
 def jpeg_compressibility(
     media: Tensor, prompts: list[dict], *, quality: Quality = 95, scale: float = 1.0
 ) -> Tensor:
-    """Minus the size of the picture as a JPEG, in kB times ``scale``: rewards smooth pictures.
+    """Negate the size of the picture as a JPEG, in kB times ``scale``: for smooth pictures.
 
     ``scale`` is 1 for DDPO's -kB and 0.002 for the -kB/500 of Flow-GRPO; all else as in
     ``jpeg_incompressibility``.

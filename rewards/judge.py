@@ -27,8 +27,8 @@ from rewards.judged import Frames, Judged, Model, OnFailure, kind_of, shown_of
     licence="the judge's",
 )
 class Judge(Judged):
-    """Points of a vision-language model: a template asks for scores, their mean over the best score
-    is the reward.
+    """Ask a vision-language model for the scores of a template; their mean over the best is the
+    reward.
 
     Args: model: who judges: ``{server: {url: ...}}`` or ``{local: {path: ...}}``. template:
         ``rating`` (0 to 10, pictures or answers), ``unified_reward`` (1 to 5), ``unified_reward_2``

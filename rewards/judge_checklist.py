@@ -34,8 +34,8 @@ CHECK = Template(
     licence="the judge's",
 )
 class Checklist(Judged):
-    """The weighted share of points that are met, each judged by itself in a JSON answer: checklist
-    or graded rubric.
+    """Ask a judge about each point of a checklist or graded rubric; the weighted share met is the
+    reward.
 
     sum of w_i g_i / levels over the sum of the positive w_i, cut to 0..1; g_i from 0 to ``levels``.
     A point with a negative weight is a fault that costs.

@@ -43,8 +43,7 @@ CONFIRM = (
     scaling="probability that the listener gives to the right answer",
 )
 class Listener(Judged):
-    """Confidence of a listener in the right answer after reading the reasoning alone
-    (listener-rewarded thinking).
+    """Ask a listener for the answer after the reasoning alone: its confidence in the right one.
 
     The answer is cut out of the text: whatever follows ``</think>``, or stands in ``<answer>`` or
     ``\\boxed{}``. Where the prompt has choices the listener chooses among them; else it is asked

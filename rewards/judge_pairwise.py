@@ -16,6 +16,7 @@ from mmrl.core.registry import REWARDS
 from rewards._ask import Question, Unreadable
 from rewards._judge_templates import PAIRS, find
 from rewards.card import card
+from rewards.groups import groups_of
 from rewards.judged import Frames, Judged, Model, OnFailure, kind_of, sample_pictures, shown_of
 
 
@@ -28,7 +29,8 @@ from rewards.judged import Frames, Judged, Model, OnFailure, kind_of, sample_pic
     scaling="win rate 0..1, or Bradley-Terry strengths around 0",
 )
 class Pairwise(Judged):
-    """How often a sample beats the others of its group; the judge sees every pair in both orders.
+    """Count how often a sample beats the others of its group; the judge sees each pair in both
+    orders.
 
     The chance that i beats j is the mean of both orders, so that a preference for a place cancels:
     a judge that only looks at the place says one half. A pair with an order that was not answered
@@ -133,12 +135,7 @@ class Pairwise(Judged):
 
 def adjacent(prompts: Sequence[dict]) -> list[list[int]]:
     """Rows of one prompt that lie next to each other. Raises UserError for a group of one."""
-    groups: list[list[int]] = []
-    for row, prompt in enumerate(prompts):
-        if groups and same(prompt, prompts[groups[-1][0]]):
-            groups[-1].append(row)
-        else:
-            groups.append([row])
+    groups = groups_of(prompts)
     if lone := next((group for group in groups if len(group) < 2), None):
         raise UserError(
             "reward 'judge_pairwise' compares samples of one prompt and needs at least "
@@ -147,16 +144,6 @@ def adjacent(prompts: Sequence[dict]) -> list[list[int]]:
             f"{prompts[lone[0]].get('text', '')!r} has one"
         )
     return groups
-
-
-def same(first: dict, second: dict) -> bool:
-    """Equal prompts; their tensors are equal only if they are the same."""
-    if first is second:
-        return True
-    if first.keys() != second.keys():
-        return False
-    pairs = ((value, second[key]) for key, value in first.items())
-    return all(a is b or (not isinstance(a, Tensor) and bool(a == b)) for a, b in pairs)
 
 
 def pairings(group: Sequence[int], opponents: int | None) -> list[tuple[int, int]]:

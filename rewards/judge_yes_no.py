@@ -36,8 +36,7 @@ ASKS = Template(
     scaling="P(yes) / (P(yes) + P(no))",
 )
 class YesNo(Judged):
-    """Probability that the judge says yes: does the picture show its text, or to each question of
-    the prompt.
+    """Ask a judge whether the picture shows its text, or each question of the prompt: P(yes).
 
     P(yes) / (P(yes) + P(no)), upper and lower case added up, from log-probabilities. A server
     without them gives its answer in words: 1 or 0.

@@ -18,8 +18,7 @@ from rewards._locks import lock_of
 
 @JUDGES.register("local")
 class LocalVlm:
-    """A vision-language model of transformers in this process (``AutoModelForImageTextToText``),
-    greedy answers.
+    """Ask a vision-language model of transformers in this process, greedily.
 
     The probability of a choice is the softmax over the first answer token, restricted to the tokens
     that the choices begin with, upper and lower case and with a blank in front added up. Two

@@ -23,7 +23,7 @@ CHUNK = 64  # pictures at a time
 @card(media="image video", low=0, source="variance of the Laplacian: Pech-Pacheco et al. 2000")
 @REWARDS.register("sharpness")
 def sharpness(media: Tensor, prompts: list[dict], *, scale: float = 1.0) -> Tensor:
-    """Variance of the Laplacian of the grey picture in 0..255: low is blurred.
+    """Measure the variance of the Laplacian of the grey picture in 0..255: low is blurred.
 
     Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B]; of a video, the mean over its
     frames. The kernel is OpenCV's 3x3 one, borders mirrored as OpenCV does.
@@ -44,7 +44,7 @@ def sharpness(media: Tensor, prompts: list[dict], *, scale: float = 1.0) -> Tens
 )
 @REWARDS.register("colourfulness")
 def colourfulness(media: Tensor, prompts: list[dict], *, scale: float = 1.0) -> Tensor:
-    """Hasler and Suesstrunk's M3 on 0..255: 0 is grey, 33 moderately, 59 quite, 109 extremely
+    """Measure Hasler and Suesstrunk's M3 on 0..255: 0 is grey, 33 moderately, 109 extremely
     colourful.
 
     Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B]; of a video, the mean over its
@@ -63,7 +63,7 @@ def colourfulness(media: Tensor, prompts: list[dict], *, scale: float = 1.0) -> 
 @card(media="image video", low=0, source="root-mean-square contrast: Peli 1990")
 @REWARDS.register("contrast")
 def contrast(media: Tensor, prompts: list[dict], *, scale: float = 1.0) -> Tensor:
-    """Standard deviation of the grey picture in 0..1; 0 is a blank one.
+    """Measure the standard deviation of the grey picture in 0..1; 0 is a blank one.
 
     Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B]; of a video, the mean over its
     frames.
@@ -80,8 +80,7 @@ def contrast(media: Tensor, prompts: list[dict], *, scale: float = 1.0) -> Tenso
 def saturation_penalty(
     media: Tensor, prompts: list[dict], *, margin: float = 0.5 / 255, scale: float = 1.0
 ) -> Tensor:
-    """Minus the share of colour values within ``margin`` of black or full: burnt-out pictures come
-    near -1.
+    """Negate the share of colour values within ``margin`` of black or full: burnt-out is near -1.
 
     Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B]; of a video, the mean over its
     frames.

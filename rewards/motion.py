@@ -67,7 +67,7 @@ class _Moved:
 )
 @REWARDS.register("motion_amount")
 class MotionAmount(_Moved):
-    """Length of the optical flow from frame to frame, in shares of the shorter side: 0 is a still.
+    """Measure the optical flow from frame to frame, in shares of the shorter side: 0 is a still.
 
     Args:
         flow: ``dis``, or RAFT small or large.
@@ -106,8 +106,8 @@ class MotionAmount(_Moved):
 )
 @REWARDS.register("motion_smoothness")
 class MotionSmoothness(_Moved):
-    """Minus the mean change of the optical flow from one pair of frames to the next, in shares of
-    the shorter side.
+    """Negate the mean change of the optical flow between pairs of frames, in shares of the shorter
+    side.
 
     0 for a still and for a steady pan, below for jerks and flicker. (VBench's motion smoothness
     instead compares dropped frames with those of an interpolation network.)

@@ -6,19 +6,16 @@ A CLIP ViT-H-14 whose picture tokens attend to those words of the prompt that ma
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as nnf
-from annotated_types import Ge
 from torch import Tensor, nn
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
-from rewards._clip import pick_device
-from rewards._frames import each_frame
+from rewards._frames import PromptReward
 from rewards._hf import Eyes, Preprocess, load_processor
-from rewards._prompt import texts_of
 from rewards._scale import factor, raw, scaling
 from rewards._tensors import fetch, read_tensors
 from rewards.card import card
@@ -41,9 +38,9 @@ Named = Literal["logit", "cosine"]
     scaling="logit (about 5..20), cosine",
 )
 @REWARDS.register("mps")
-class MPS:
-    """MPS: exp(logit scale) times the cosine of the prompt's embedding and of a picture that has
-    read the prompt.
+class MPS(PromptReward):
+    """Score a picture by MPS: cosine of the prompt and of a picture that has read the prompt,
+    scaled.
 
     Of a video, the mean over its frames. The published file is a whole pickled module, which is not
     read: save its ``state_dict()`` where you trust it.
@@ -55,12 +52,12 @@ class MPS:
             evaluation, 0.01 in training).
         scale: a published scaling by name, or a factor on the logit.
         preprocess: ``pil`` as published, ``tensor`` on floats.
-        batch_size: pictures in one forward pass.
-        device: ``auto`` is CUDA if there is one.
 
     Raises:
         UserError: a missing or foreign checkpoint.
     """
+
+    name = "mps"
 
     def __init__(
         self,
@@ -70,32 +67,22 @@ class MPS:
         threshold: float = 0.3,
         scale: float | Named = "logit",
         preprocess: Preprocess = "pil",
-        batch_size: Annotated[int, Ge(1)] = 32,
-        device: str = "auto",
+        **options: Any,
     ):
-        self.network = load_network(weights, clip).to(pick_device(device))
+        super().__init__(**options)
+        self.network = load_network(weights, clip).to(self.device)
         self.tokenizer = load_processor("AutoTokenizer", clip)
         self.eyes = Eyes(clip, preprocess)
         self.condition = condition
         self.threshold = threshold
-        self.batch_size = batch_size
         self.temperature = float(self.network.model.logit_scale.exp())
         self.scale = scaling(scale, {"logit": raw, "cosine": factor(1 / self.temperature)}, "mps")
 
-    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
-        texts = texts_of(prompts, "mps")
+    def score(self, pictures: Tensor, texts: list[str]) -> Tensor:
         device = self.network.model.device
-
-        def score(pictures: Tensor, rows: list[int]) -> Tensor:
-            tokens, condition = (
-                self.tokens(part).to(device)
-                for part in ([texts[r] for r in rows], [self.condition])
-            )
-            cosines = self.network(tokens, self.eyes(pictures, device), condition, self.threshold)
-            return self.scale(self.temperature * cosines)
-
-        return each_frame(media, "mps", self.batch_size, score)
+        tokens, condition = (self.tokens(part).to(device) for part in (texts, [self.condition]))
+        cosines = self.network(tokens, self.eyes(pictures, device), condition, self.threshold)
+        return self.scale(self.temperature * cosines)
 
     def tokens(self, texts: list[str]) -> Tensor:
         """N texts -> [N, 77] ids."""

@@ -32,8 +32,8 @@ QUOTED = re.compile(r'"([^"]*)"')
 )
 @REWARDS.register("ocr")
 class OCR:
-    """1 - edit distance / length, between what is read in the picture and the text that should be
-    there.
+    """Compare the text read in the picture with the text that should be there: 1 - edit distance /
+    length.
 
     Both lose their spaces and capitals. An image that contains the whole target counts as perfect,
     whatever else it shows; the distance is at most the length. Of a video every fourth frame is

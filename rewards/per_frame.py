@@ -31,7 +31,7 @@ REDUCE = {
 )
 @REWARDS.register("per_frame")
 class PerFrame:
-    """A reward of images, asked about the frames of a video one by one.
+    """Apply a reward of images to the frames of a video one by one.
 
     In a configuration: ``per_frame: {reward: {geneval: {form: strict}}, reduce: worst, frames:
     4}``.
@@ -82,7 +82,7 @@ class PerFrame:
 
 
 def evenly(count: int, limit: int) -> Tensor:
-    """Places of at most ``wanted`` of ``count`` frames, from the first to the last."""
+    """Places of at most ``limit`` of ``count`` frames, from the first to the last."""
     return torch.linspace(0, count - 1, min(count, limit)).round().long()
 
 

@@ -3,16 +3,14 @@ arXiv:2305.01569)."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Any, Literal
 
 import torch.nn.functional as nnf
-from annotated_types import Ge
 from torch import Tensor
 
 from mmrl.core.registry import REWARDS
-from rewards._frames import each_frame
+from rewards._frames import PromptReward
 from rewards._hf import Eyes, Precision, Preprocess, load_model, load_processor
-from rewards._prompt import texts_of
 from rewards._scale import factor, raw, scaling
 from rewards.card import card
 
@@ -29,9 +27,9 @@ Named = Literal["logit", "flow_grpo", "mixgrpo", "cosine"]
     "cosine (DanceGRPO)",
 )
 @REWARDS.register("pickscore")
-class PickScore:
-    """PickScore: exp(logit scale) times the cosine of a CLIP ViT-H-14's embeddings of picture and
-    prompt.
+class PickScore(PromptReward):
+    """Score a picture by PickScore: cosine of a CLIP ViT-H-14's embeddings of picture and prompt,
+    scaled.
 
     Of a video, the mean over its frames. (DanceGRPO's code compares every picture of a batch with
     the batch's first prompt; here each has its own.)
@@ -41,13 +39,13 @@ class PickScore:
         processor: where its tokenizer and image processor are; None is with the model.
         scale: a published scaling by name, or a factor on the logit.
         preprocess: ``pil`` as published (8 bits, PIL's bicubic), ``tensor`` on floats.
-        batch_size: pictures in one forward pass.
-        device: ``auto`` is CUDA if there is one.
         dtype: of the model; float32 as published.
 
     Raises:
         UserError: when the model is neither here nor can be downloaded.
     """
+
+    name = "pickscore"
 
     def __init__(
         self,
@@ -55,14 +53,13 @@ class PickScore:
         processor: str | None = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
         scale: float | Named = "flow_grpo",
         preprocess: Preprocess = "pil",
-        batch_size: Annotated[int, Ge(1)] = 32,
-        device: str = "auto",
         dtype: Precision = "float32",
+        **options: Any,
     ):
-        self.model = load_model("CLIPModel", model, device, dtype)
+        super().__init__(**options)
+        self.model = load_model("CLIPModel", model, self.device, dtype)
         self.eyes = Eyes(processor or model, preprocess)
         self.tokenizer = load_processor("AutoTokenizer", processor or model)
-        self.batch_size = batch_size
         temperature = float(self.model.logit_scale.exp())
         known = {
             "logit": raw,
@@ -73,16 +70,9 @@ class PickScore:
         self.temperature = temperature
         self.scale = scaling(scale, known, "pickscore")
 
-    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
-        texts = texts_of(prompts, "pickscore")
-
-        def score(pictures: Tensor, rows: list[int]) -> Tensor:
-            words = self.embed_texts([texts[row] for row in rows])
-            cosines = (self.embed_images(pictures) * words).sum(-1)
-            return self.scale(self.temperature * cosines)
-
-        return each_frame(media, "pickscore", self.batch_size, score)
+    def score(self, pictures: Tensor, texts: list[str]) -> Tensor:
+        cosines = (self.embed_images(pictures) * self.embed_texts(texts)).sum(-1)
+        return self.scale(self.temperature * cosines)
 
     def embed_images(self, pictures: Tensor) -> Tensor:
         """[N, 3, H, W] in 0..1 -> [N, E] unit vectors."""

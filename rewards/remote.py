@@ -3,14 +3,13 @@ machine."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from annotated_types import Ge, Gt
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
-from rewards._servers import Failed, Server, Servers, exchange, post
+from rewards._servers import BoundedClient, Failed, Server, Servers, post
 from rewards._wire_prompts import enclosed, has_pictures, without_pictures
 from rewards.card import card
 from rewards.wire import Format, check_texts, check_token, pack, read_answer
@@ -35,8 +34,8 @@ class Call:
 @REWARDS.register("remote")
 @card(source="on the [servers](remote-rewards.md)", licence="as there", scaling="as there")
 class Remote:
-    """What reward servers say (``mmrl serve-reward``): one reward of theirs by name, or their
-    weighted sum.
+    """Ask reward servers (``mmrl serve-reward``): one reward of theirs by name, or their weighted
+    sum.
 
     The batch is cut into requests that go to the servers side by side, to whichever has the fewest
     outstanding. A request that fails is tried again, elsewhere if possible. Samples whose requests
@@ -98,8 +97,7 @@ class Remote:
         self.stop = on_failure == "stop"
         self._jitter = random.Random()  # not the global one, which belongs to the run
         self._pictures: bool | None = None  # not known yet
-        self._client: Any = None
-        self._lock = threading.Lock()
+        self._client = BoundedClient(self.token, concurrency * len(urls), timeout)
 
     @property
     def servers(self) -> list[Server]:
@@ -154,11 +152,8 @@ class Remote:
         if self._pictures is None:
             for server in self.servers:
                 try:
-                    request = self._connection().build_request(
-                        "GET", f"{server.url}/info", timeout=self.timeout
-                    )
-                    response, content = exchange(self._connection(), request, self.timeout, 2**20)
-                    rewards = json.loads(content)["rewards"] if response.status_code == 200 else {}
+                    response = self._client.get(f"{server.url}/info", extensions={"longest": 2**20})
+                    rewards = response.json()["rewards"] if response.status_code == 200 else {}
                     names = self.names or list(rewards)
                     self._pictures = any(rewards.get(name, {}).get("pictures") for name in names)
                     break
@@ -181,7 +176,7 @@ class Remote:
         nothing = torch.full((len(prompts),), torch.nan)
         if call.given_up.is_set():
             return nothing
-        parts = pack(media, prompts, self.format, self.names)
+        content = pack(media, prompts, self.format, self.names)
         tried: list[Server] = []
         for attempt in range(self.retries + 1):
             server = None if call.given_up.is_set() else self._pool.take(tried)
@@ -191,7 +186,7 @@ class Remote:
                 call.given_up.wait(self.backoff * 2 ** (attempt - 1) * self._jitter.uniform(0.5, 1))
             started = time.monotonic()
             try:
-                return self._request(server, parts, len(prompts))
+                return self._request(server, content, len(prompts))
             except Failed as error:
                 self._pool.failed(server, error, started)
             tried.append(server)
@@ -199,9 +194,9 @@ class Remote:
             call.given_up.set()
         return nothing
 
-    def _request(self, server: Server, parts: list, count: int) -> Tensor:
+    def _request(self, server: Server, content: bytes, count: int) -> Tensor:
         try:
-            answer = post(self._connection(), server.url, parts, count, self.timeout)
+            answer = post(self._client, server.url, content, count, self.timeout)
         except Failed:
             raise
         except BaseException:
@@ -213,21 +208,6 @@ class Remote:
             raise Failed(f"malformed answer: {error}") from error
         self._pool.answered(server)
         return values
-
-    def _connection(self) -> Any:
-        """Connections are kept open between calls. No proxies from the environment: they would see
-        the token."""
-        import httpx
-
-        with self._lock:
-            if self._client is None:
-                headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
-                most = self.concurrency * len(self.servers)
-                limits = httpx.Limits(max_keepalive_connections=most, keepalive_expiry=2.0)
-                self._client = httpx.Client(
-                    headers=headers, limits=limits, trust_env=False, follow_redirects=False
-                )
-            return self._client
 
 
 def sendable(media: Tensor | list, format: str) -> list[int]:

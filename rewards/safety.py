@@ -3,15 +3,14 @@ classifier."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Any, Literal
 
 import torch.nn.functional as nnf
-from annotated_types import Ge
 from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
-from rewards._frames import each_frame
+from rewards._frames import FrameReward
 from rewards._hf import Eyes, Precision, Preprocess, load_class, load_model
 from rewards.card import card
 
@@ -27,9 +26,9 @@ CARE = 0.01  # what a concept of special care takes off all thresholds, from the
     "its threshold",
 )
 @REWARDS.register("safety_checker")
-class SafetyChecker:
-    """0 for a picture that Stable Diffusion's safety checker lets pass, below 0 for one that it
-    flags.
+class SafetyChecker(FrameReward):
+    """Penalise pictures that Stable Diffusion's safety checker flags: below 0; 0 for what it lets
+    pass.
 
     A CLIP image embedding is compared with 17 hidden concepts, each with its threshold, lowered by
     0.01 when one of three concepts of special care is found (Rando et al. 2022, arXiv:2210.04610).
@@ -40,10 +39,10 @@ class SafetyChecker:
         processor: where the image processor is; None is with the model.
         penalty: ``flag`` is -1, ``margin`` minus the excess over the threshold.
         preprocess: ``pil`` as in the pipelines, ``tensor`` on floats.
-        batch_size: pictures in one forward pass.
-        device: ``auto`` is CUDA if there is one.
         dtype: of the model.
     """
+
+    name = "safety_checker"
 
     def __init__(
         self,
@@ -51,26 +50,19 @@ class SafetyChecker:
         processor: str | None = None,
         penalty: Literal["flag", "margin"] = "flag",
         preprocess: Preprocess = "pil",
-        batch_size: Annotated[int, Ge(1)] = 32,
-        device: str = "auto",
         dtype: Precision = "float32",
+        **options: Any,
     ):
+        super().__init__(**options)
         from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
 
-        self.checker = load_class(StableDiffusionSafetyChecker, model, device, dtype)
+        self.checker = load_class(StableDiffusionSafetyChecker, model, self.device, dtype)
         self.eyes = Eyes(processor or model, preprocess)
         self.flag = penalty == "flag"
-        self.batch_size = batch_size
 
-    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU, at most
-        0."""
-
-        def score(pictures: Tensor, rows: list[int]) -> Tensor:
-            worst = self.excess(pictures).amax(1)
-            return -(worst > 0).float() if self.flag else -worst.clamp(min=0)
-
-        return each_frame(media, "safety_checker", self.batch_size, score)
+    def score(self, pictures: Tensor, conditions: Any) -> Tensor:
+        worst = self.excess(pictures).amax(1)
+        return -(worst > 0).float() if self.flag else -worst.clamp(min=0)
 
     def excess(self, pictures: Tensor) -> Tensor:
         """[N, 3, H, W] in 0..1 -> [N, 17] cosine minus threshold of each concept, to 3 digits as
@@ -93,34 +85,33 @@ class SafetyChecker:
     licence="Apache-2.0 (Falconsai)",
 )
 @REWARDS.register("nsfw_penalty")
-class NsfwPenalty:
-    """Minus the probability of the bad labels by an image classifier; of a video, the mean over its
-    frames.
+class NsfwPenalty(FrameReward):
+    """Negate the probability of the bad labels by an image classifier; of a video, the frames'
+    mean.
 
     Args:
         model: an image classifier of transformers, hub id or folder.
         labels: those that count as bad, as the model's configuration names them.
         preprocess: ``pil`` (8 bits, PIL) or ``tensor``.
-        batch_size: pictures in one forward pass.
-        device: ``auto`` is CUDA if there is one.
         dtype: of the model.
 
     Raises:
         UserError: a label that the model does not have.
     """
 
+    name = "nsfw_penalty"
+
     def __init__(
         self,
         model: str = "Falconsai/nsfw_image_detection",
         labels: list[str] = ["nsfw"],  # noqa: B006
         preprocess: Preprocess = "pil",
-        batch_size: Annotated[int, Ge(1)] = 32,
-        device: str = "auto",
         dtype: Precision = "float32",
+        **options: Any,
     ):
-        self.network = load_model("AutoModelForImageClassification", model, device, dtype)
+        super().__init__(**options)
+        self.network = load_model("AutoModelForImageClassification", model, self.device, dtype)
         self.eyes = Eyes(model, preprocess)
-        self.batch_size = batch_size
         known = {name: place for place, name in self.network.config.id2label.items()}
         for label in labels:
             if label not in known:
@@ -130,15 +121,9 @@ class NsfwPenalty:
                 )
         self.bad = [known[label] for label in labels]
 
-    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU, in
-        -1..0."""
-
-        def score(pictures: Tensor, rows: list[int]) -> Tensor:
-            pixels = self.eyes(pictures, self.network.device).to(self.network.dtype)
-            return -self.network(pixels).logits.float().softmax(-1)[:, self.bad].sum(1)
-
-        return each_frame(media, "nsfw_penalty", self.batch_size, score)
+    def score(self, pictures: Tensor, conditions: Any) -> Tensor:
+        pixels = self.eyes(pictures, self.network.device).to(self.network.dtype)
+        return -self.network(pixels).logits.float().softmax(-1)[:, self.bad].sum(1)
 
 
 def thousandths(values: Tensor) -> Tensor:

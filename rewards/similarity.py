@@ -4,21 +4,38 @@ direction of an edit."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as nnf
-from annotated_types import Ge
 from torch import Tensor
 
 from mmrl.core.registry import REWARDS
 from rewards._clip import load_clip
-from rewards._frames import each_frame
+from rewards._frames import BatchSize, FrameReward
 from rewards._hf import Eyes, Precision, Preprocess, load_model
 from rewards._prompt import picture_of, texts_of
 from rewards.card import card
 
 STILL = 1e-3  # a difference of unit embeddings below this is rounding, not an edit
+
+
+class ReferenceReward(FrameReward):
+    """Cosine between the embeddings of a picture and of its prompt's reference picture, which may
+    have any size."""
+
+    field: str
+
+    def conditions(self, prompts: list[dict]) -> Tensor:
+        pictures = [picture_of(prompt, self.field, self.name) for prompt in prompts]
+        return embed_each(pictures, self.embed)
+
+    def score(self, pictures: Tensor, references: Tensor) -> Tensor:
+        return (self.embed(pictures) * references).sum(-1)
+
+    def embed(self, pictures: Tensor) -> Tensor:
+        """[N, 3, H, W] in 0..1 -> [N, E] unit vectors."""
+        raise NotImplementedError
 
 
 @card(
@@ -30,9 +47,9 @@ STILL = 1e-3  # a difference of unit embeddings below this is rounding, not an e
     licence="Apache-2.0 (DINOv2)",
 )
 @REWARDS.register("dino_similarity")
-class DinoSimilarity:
-    """Cosine between the embeddings of the picture and of the prompt's reference picture by DINO
-    (v1, v2, v3).
+class DinoSimilarity(ReferenceReward):
+    """Compare DINO's (v1, v2, v3) embeddings of the picture and of the prompt's reference by
+    cosine.
 
     DreamBooth's DINO score (arXiv:2208.12242, section 4.2) with ``facebook/dino-vits16``; of a
     video, the mean over its frames.
@@ -40,9 +57,10 @@ class DinoSimilarity:
     Args: model: a vision model of transformers, hub id or folder. field: the field of a prompt that
         holds the reference: a file, a PIL image or a tensor [3, H, W]. pool: ``cls`` is the first
         token of the last layer, ``mean`` the mean over the others. preprocess: ``tensor`` resizes
-        the floats, ``pil`` rounds to 8 bits and resizes with PIL. batch_size: pictures in one
-        forward pass. device: ``auto`` is CUDA if there is one. dtype: of the model.
+        the floats, ``pil`` rounds to 8 bits and resizes with PIL. dtype: of the model.
     """
+
+    name = "dino_similarity"
 
     def __init__(
         self,
@@ -50,22 +68,15 @@ class DinoSimilarity:
         field: str = "reference",
         pool: Literal["cls", "mean"] = "cls",
         preprocess: Preprocess = "tensor",
-        batch_size: Annotated[int, Ge(1)] = 32,
-        device: str = "auto",
         dtype: Precision = "float32",
+        **options: Any,
     ):
-        self.network = load_model("AutoModel", model, device, dtype)
+        super().__init__(**options)
+        self.network = load_model("AutoModel", model, self.device, dtype)
         self.eyes = Eyes(model, preprocess)
         self.field = field
         self.pool = pool
-        self.batch_size = batch_size
         self.card = replace(type(self).card, needs=(field,))
-
-    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
-        return to_references(
-            media, prompts, self.field, "dino_similarity", self.batch_size, self.embed
-        )
 
     def embed(self, pictures: Tensor) -> Tensor:
         """[N, 3, H, W] in 0..1 -> [N, E] unit vectors."""
@@ -83,7 +94,7 @@ class DinoSimilarity:
     licence="MIT (OpenAI's)",
 )
 @REWARDS.register("clip_similarity")
-class ClipSimilarity:
+class ClipSimilarity(ReferenceReward):
     """Compare CLIP's embeddings of the picture and of the prompt's reference picture by cosine.
 
     Flow-GRPO calls it image_similarity. Of a video, the mean over its frames.
@@ -91,9 +102,10 @@ class ClipSimilarity:
     Args: model: an open_clip name, ``hf-hub:org/repo`` or a local folder. pretrained: open_clip's
         tag for the weights; not used for folders and hub ids. field: the field of a prompt that
         holds the reference: a file, a PIL image or a tensor [3, H, W]. preprocess: ``tensor`` or
-        ``pil``, see ``ClipScore``. batch_size: pictures in one forward pass. device: ``auto`` is
-        CUDA if there is one.
+        ``pil``, see ``ClipScore``.
     """
+
+    name = "clip_similarity"
 
     def __init__(
         self,
@@ -101,22 +113,17 @@ class ClipSimilarity:
         pretrained: str = "openai",
         field: str = "reference",
         preprocess: Preprocess = "tensor",
-        batch_size: Annotated[int, Ge(1)] = 64,
-        device: str = "auto",
+        batch_size: BatchSize = 64,
+        **options: Any,
     ):
-        self.clip = load_clip(model, pretrained, device)
+        super().__init__(batch_size, **options)
+        self.clip = load_clip(model, pretrained, self.device)
         self.field = field
         self.exact = preprocess == "pil"
-        self.batch_size = batch_size
         self.card = replace(type(self).card, needs=(field,))
 
-    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
-
-        def embed(pictures: Tensor) -> Tensor:
-            return self.clip.embed_images(pictures, self.batch_size, self.exact)
-
-        return to_references(media, prompts, self.field, "clip_similarity", self.batch_size, embed)
+    def embed(self, pictures: Tensor) -> Tensor:
+        return self.clip.embed_images(pictures, self.batch_size, self.exact)
 
 
 @card(
@@ -128,9 +135,8 @@ class ClipSimilarity:
     licence="MIT (OpenAI's)",
 )
 @REWARDS.register("directional_clip")
-class DirectionalClip:
-    """Did the edit go where the words went: cosine of picture - source and text - source text in
-    CLIP space.
+class DirectionalClip(FrameReward):
+    """Reward an edit that goes where the words went: cosine of both differences in CLIP space.
 
     Gal et al. 2021 (arXiv:2108.00946), equation 3; also InstructPix2Pix's measure. Differences are
     of unit embeddings. 0 where the picture or the text did not change at all. Of a video, the mean
@@ -143,9 +149,9 @@ class DirectionalClip:
         source_text: field of the text that describes it.
         target_text: field of the text that describes the wanted picture.
         preprocess: ``tensor`` or ``pil``, see ``ClipScore``.
-        batch_size: pictures in one forward pass.
-        device: ``auto`` is CUDA if there is one.
     """
+
+    name = "directional_clip"
 
     def __init__(
         self,
@@ -155,48 +161,31 @@ class DirectionalClip:
         source_text: str = "source_text",
         target_text: str = "text",
         preprocess: Preprocess = "tensor",
-        batch_size: Annotated[int, Ge(1)] = 64,
-        device: str = "auto",
+        batch_size: BatchSize = 64,
+        **options: Any,
     ):
-        self.clip = load_clip(model, pretrained, device)
+        super().__init__(batch_size, **options)
+        self.clip = load_clip(model, pretrained, self.device)
         self.source = source
         self.texts = (source_text, target_text)
         self.exact = preprocess == "pil"
-        self.batch_size = batch_size
         self.card = replace(type(self).card, needs=(source, source_text, target_text))
 
-    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU."""
+    def conditions(self, prompts: list[dict]) -> Tensor:
+        """[B, 2, E]: the source picture, and where the words went."""
         before, after = (
-            self.clip.embed_texts(texts_of(prompts, "directional_clip", field), self.batch_size)
+            self.clip.embed_texts(texts_of(prompts, self.name, field), self.batch_size)
             for field in self.texts
         )
-        sources = embed_each(
-            [picture_of(p, self.source, "directional_clip") for p in prompts], self.embed
-        )
+        pictures = [picture_of(prompt, self.source, self.name) for prompt in prompts]
+        return torch.stack([embed_each(pictures, self.embed), after - before], 1)
 
-        def score(pictures: Tensor, rows: list[int]) -> Tensor:
-            return torch.cosine_similarity(
-                self.embed(pictures) - sources[rows], (after - before)[rows], -1, STILL
-            )
-
-        return each_frame(media, "directional_clip", self.batch_size, score)
+    def score(self, pictures: Tensor, conditions: Tensor) -> Tensor:
+        source, words = conditions.unbind(1)
+        return torch.cosine_similarity(self.embed(pictures) - source, words, -1, STILL)
 
     def embed(self, pictures: Tensor) -> Tensor:
         return self.clip.embed_images(pictures, self.batch_size, self.exact)
-
-
-def to_references(
-    media: Tensor, prompts: list[dict], field: str, reward: str, batch_size: int, embed
-) -> Tensor:
-    """[B] mean cosine between a sample's frames and its prompt's reference; references of any size,
-    each seen once."""
-    references = embed_each([picture_of(prompt, field, reward) for prompt in prompts], embed)
-
-    def score(pictures: Tensor, rows: list[int]) -> Tensor:
-        return (embed(pictures) * references[rows]).sum(-1)
-
-    return each_frame(media, reward, batch_size, score)
 
 
 @torch.no_grad()

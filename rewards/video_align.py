@@ -38,7 +38,7 @@ SOURCE = "github.com/KwaiVGI/VideoAlign"
 )
 @REWARDS.register("video_align")
 class VideoAlign:
-    """VideoReward's visual quality, motion quality, text alignment or their sum.
+    """Score a video by VideoReward: visual quality, motion quality, text alignment or their sum.
 
     An image counts as a video of two equal frames. The videos here have no file and no clock:
     ``fps`` says how fast they play, and frames are taken at the rate that the checkpoint's

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
-from rewards._compose import groups_of
 from rewards.card import card
+from rewards.groups import groups_of
 from rewards.vision.answers import normal
 from rewards.vision.words import short
 
@@ -29,7 +29,7 @@ from rewards.vision.words import short
 def majority_vote(
     media: Sequence[str], prompts: list[dict], *, share: Annotated[float, Ge(0)] = 0.0
 ) -> Tensor:
-    """1 for an answer that most answers to the prompt give, else 0 (TTRL, SeRL); no right answer is
+    """Reward the answer that most answers to the prompt give (TTRL, SeRL); no right answer is
     needed.
 
     Of equally frequent answers the one given first wins. ``share``: the part of the group that must
@@ -50,8 +50,8 @@ def majority_vote(
 def answer_frequency(
     media: Sequence[str], prompts: list[dict], *, entropy: Annotated[float, Ge(0)] = 0.0
 ) -> Tensor:
-    """The share of the group that gives the same answer, less ``entropy`` times the entropy of all
-    answers (TTRV).
+    """Reward the share of the group with the same answer, less ``entropy`` times their entropy
+    (TTRV).
 
     The entropy (nats) is the same for a whole group: it only matters for advantages that compare
     prompts.
@@ -77,8 +77,8 @@ def answer_frequency(
     source="[Co-Reward](https://arxiv.org/abs/2508.00410)",
 )
 class CoReward:
-    """1 for an answer that agrees with most answers to the prompt's twin, which asks the same in
-    other words.
+    """Reward an answer that agrees with most answers to the prompt's twin, which asks it in other
+    words.
 
     Prompts with one ``twin`` are versions of one question: rephrased, or with the image augmented.
     Each is judged by the vote on the others (Zhang et al. 2025, Co-Reward), that of this iteration
@@ -142,8 +142,8 @@ def merged_votes(
 @REWARDS.register("mean_logprob")
 @card(media="text", high=0, scaling="nats a token")
 def mean_logprob(media: Sequence[str], prompts: list[dict], *, scale: float = 1.0) -> Tensor:
-    """How sure the model was of its answer: the mean log-probability of its tokens when it sampled
-    them.
+    """Measure how sure the model was of its answer: the mean log-probability of its tokens as
+    sampled.
 
     A signal without any judge, and one that is easily hacked by saying little; NaN for texts of
     unknown origin.
@@ -159,7 +159,7 @@ def mean_logprob(media: Sequence[str], prompts: list[dict], *, scale: float = 1.
     source="[Kang et al. 2025](https://arxiv.org/abs/2502.18581), Intuitor",
 )
 def self_certainty(media: Sequence[str], prompts: list[dict], *, scale: float = 1.0) -> Tensor:
-    """How far the model was from having no idea: mean over its tokens of KL(uniform || its
+    """Measure how far the model was from guessing: mean over tokens of KL(uniform || its
     distribution).
 
     Intuitor's reward (Zhao et al. 2025, arXiv:2505.19590). The ``vlm`` policy records it with

@@ -4,17 +4,16 @@ al. 2024, arXiv:2404.01291) and TIFA (Hu et al. 2023, arXiv:2303.11897).
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from annotated_types import Ge
 from torch import Tensor
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import REWARDS
-from rewards._frames import each_frame
+from rewards._frames import BatchSize, FrameReward, PromptReward
 from rewards._hf import Precision
-from rewards._prompt import field_of, texts_of
+from rewards._prompt import field_of
 from rewards._vlm import LocalVLM
 from rewards.card import card
 
@@ -32,8 +31,8 @@ MODEL = "Qwen/Qwen2.5-VL-3B-Instruct"
     scaling="P(yes) as in VQAScore; normalize: P(yes) / (P(yes) + P(no))",
 )
 @REWARDS.register("vqa_score")
-class VQAScore:
-    """Probability that the model answers yes when asked whether the picture shows the prompt.
+class VQAScore(PromptReward):
+    """Ask a model whether the picture shows the prompt; the probability of yes is the score.
 
     That of the answer's first token. Of a video, the mean over its frames.
 
@@ -43,10 +42,10 @@ class VQAScore:
         yes: answers that count; their probabilities are added.
         no: answers against, for ``normalize``.
         normalize: divide by the probability of all of these answers.
-        batch_size: pictures in one forward pass.
-        device: ``auto`` is CUDA if there is one.
         dtype: of the model.
     """
+
+    name = "vqa_score"
 
     def __init__(
         self,
@@ -55,16 +54,16 @@ class VQAScore:
         yes: list[str] = ["Yes"],  # noqa: B006
         no: list[str] = ["No"],  # noqa: B006
         normalize: bool = False,
-        batch_size: Annotated[int, Ge(1)] = 8,
-        device: str = "auto",
+        batch_size: BatchSize = 8,
         dtype: Precision = "bfloat16",
+        **options: Any,
     ):
+        super().__init__(batch_size, **options)
         if "{text}" not in question:
             raise UserError("reward 'vqa_score': the question needs {text} where the prompt goes")
-        self.vlm = LocalVLM(model, device, dtype)
+        self.vlm = LocalVLM(model, self.device, dtype)
         self.question = question
         self.normalize = normalize
-        self.batch_size = batch_size
         self.yes, self.no = (
             sorted({self.vlm.first_token(answer) for answer in answers}) for answers in (yes, no)
         )
@@ -73,19 +72,12 @@ class VQAScore:
                 f"reward 'vqa_score': {yes} and {no} begin with the same token for {model}"
             )
 
-    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU, in
-        0..1."""
-        texts = texts_of(prompts, "vqa_score")
-
-        def score(pictures: Tensor, rows: list[int]) -> Tensor:
-            questions = [self.question.replace("{text}", texts[row]) for row in rows]
-            chances = self.vlm.next_token(pictures, questions).exp()
-            yes = chances[:, self.yes].sum(1)
-            no = chances[:, self.no].sum(1)
-            return yes / (yes + no) if self.normalize else yes
-
-        return each_frame(media, "vqa_score", self.batch_size, score)
+    def score(self, pictures: Tensor, texts: list[str]) -> Tensor:
+        questions = [self.question.replace("{text}", text) for text in texts]
+        chances = self.vlm.next_token(pictures, questions).exp()
+        yes = chances[:, self.yes].sum(1)
+        no = chances[:, self.no].sum(1)
+        return yes / (yes + no) if self.normalize else yes
 
 
 @card(
@@ -97,8 +89,8 @@ class VQAScore:
     licence="of the model",
 )
 @REWARDS.register("tifa")
-class TIFA:
-    """Share of a prompt's questions about the picture that the model answers right.
+class TIFA(FrameReward):
+    """Ask a model a prompt's questions about the picture; the share of right answers is the score.
 
     A prompt's ``questions`` is a list of ``{"question": ..., "choices": [...], "answer": ...}``
     (yes and no where there are no choices). The model's answer is the choice with the highest mean
@@ -107,35 +99,26 @@ class TIFA:
 
     Args:
         model: an image-text-to-text model, hub id or folder.
-        batch_size: pictures with a question and a choice in one forward pass.
-        device: ``auto`` is CUDA if there is one.
         dtype: of the model.
     """
+
+    name = "tifa"
 
     def __init__(
         self,
         model: str = MODEL,
-        batch_size: Annotated[int, Ge(1)] = 8,
-        device: str = "auto",
+        batch_size: BatchSize = 8,
         dtype: Precision = "bfloat16",
+        **options: Any,
     ):
-        self.vlm = LocalVLM(model, device, dtype)
-        self.batch_size = batch_size
+        super().__init__(batch_size, **options)
+        self.vlm = LocalVLM(model, self.device, dtype)
 
-    def __call__(self, media: Tensor, prompts: list[dict]) -> Tensor:
-        """Images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 -> [B] float32 on the CPU, in
-        0..1."""
-        questions = [questions_of(prompt) for prompt in prompts]
+    def conditions(self, prompts: list[dict]) -> list:
+        return [questions_of(prompt) for prompt in prompts]
 
-        def score(pictures: Tensor, rows: list[int]) -> Tensor:
-            return torch.tensor(
-                [
-                    self.right(picture, questions[row])
-                    for picture, row in zip(pictures, rows, strict=True)
-                ]
-            )
-
-        return each_frame(media, "tifa", self.batch_size, score)
+    def score(self, pictures: Tensor, questions: list) -> Tensor:
+        return torch.tensor([self.right(*row) for row in zip(pictures, questions, strict=True)])
 
     def right(self, picture: Tensor, questions: list[tuple[str, list[str], str]]) -> float:
         """Share of right answers about a picture [3, H, W]."""

@@ -1,5 +1,5 @@
-"""How samples and prompts travel to a reward server and back: PNG, lossless WebP, safetensors, text
-and JSON.
+"""How samples and prompts travel to a reward server and back: as JSON, in it PNG, lossless WebP or
+safetensors in base64.
 
 Nothing here can run code that a sender chose: there is no pickle. ``pack`` is the client's half,
 ``unpack`` the server's; both ends of a conversation import this file, so they cannot disagree. F
@@ -8,9 +8,10 @@ frames (videos), B samples.
 
 from __future__ import annotations
 
+import base64
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,8 +26,6 @@ Format = Literal["png", "webp", "tensor"]
 FORMATS: tuple[Format, ...] = ("png", "webp", "tensor")
 KINDS = ("images", "videos", "texts", "tensor")
 MODES = ("1", "L", "LA", "P", "RGB", "RGBA")  # of PIL, 8 bits a channel or fewer
-# field, (file name, content, media type), as httpx takes them
-Part = tuple[str, tuple[str | None, bytes, str]]
 
 
 class BadInput(Exception):
@@ -48,8 +47,7 @@ class Limits:
 
 @dataclass
 class Parts:
-    """The content of a request, from JSON or from multipart; exactly one of images, videos, texts,
-    tensor."""
+    """The content of a request; exactly one of images, videos, texts, tensor."""
 
     prompts: Any
     # encoded pictures, a list of them for each video, texts, or the bytes of a safetensors file
@@ -65,37 +63,35 @@ class Parts:
 
 def pack(
     media: Tensor | list, prompts: Sequence[dict], kind: Format, names: Sequence[str] | None = None
-) -> list[Part]:
-    """The parts of a multipart request. Pictures are floats in 0..1; PNG and WebP round them to 8
-    bits.
+) -> bytes:
+    """The JSON body of a request. Pictures are floats in 0..1; PNG and WebP round them to 8 bits.
 
     Raises:
         UserError: prompts that JSON cannot hold, or media that is neither pictures nor text.
     """
-    parts = [_json_part("prompts", check_prompts(prompts))]
+    body: dict[str, Any] = {"prompts": check_prompts(prompts)}
     if names is not None:
-        parts.append(_json_part("rewards", list(names)))
+        body["rewards"] = list(names)
     if isinstance(media, list):
         marks = marks_of(check_texts(media))
-        parts += [] if marks is None else [_json_part("marks", marks)]
-        return [*parts, _json_part("texts", [str(text) for text in media])]
-    if kind == "tensor":
+        body |= {} if marks is None else {"marks": marks}
+        body["texts"] = [str(text) for text in media]
+    elif kind == "tensor":
         from safetensors.torch import save
 
-        content = save({"media": media.detach().cpu().contiguous()})
-        return [*parts, ("tensor", ("media.safetensors", content, "application/octet-stream"))]
-    stack = frames(media, "remote")  # [B, F, 3, H, W]
-    name = "images" if media.ndim == 4 else "videos"
-    if name == "videos":
-        parts.append(_json_part("frames", stack.shape[1]))
-    pictures = enumerate(to_uint8(stack).flatten(0, 1))
-    return [
-        *parts,
-        *(
-            (name, (f"{i}.{kind}", picture_bytes(picture, kind), f"image/{kind}"))
-            for i, picture in pictures
-        ),
-    ]
+        body["tensor"] = to_base64(save({"media": media.detach().cpu().contiguous()}))
+    else:
+        stack = to_uint8(frames(media, "remote"))  # [B, F, 3, H, W]
+        videos = [[to_base64(picture_bytes(p, kind)) for p in video] for video in stack]
+        if media.ndim == 4:
+            body["images"] = [video[0] for video in videos]
+        else:
+            body["videos"] = videos
+    return json.dumps(body, allow_nan=False).encode()
+
+
+def to_base64(content: bytes) -> str:
+    return base64.b64encode(content).decode()
 
 
 def check_prompts(prompts: Sequence[dict]) -> list[dict]:
@@ -144,10 +140,6 @@ def picture_bytes(picture: Tensor, kind: str) -> bytes:
         buffer, format=kind.upper(), **options
     )
     return buffer.getvalue()
-
-
-def _json_part(name: str, value: Any) -> Part:
-    return name, (None, json.dumps(value, allow_nan=False).encode(), "application/json")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -343,10 +335,11 @@ def _values(row: Any, count: int) -> Tensor:
 
 
 def message_of(content: bytes) -> str:
-    """The message of an error answer, shortened; what it says came from outside."""
+    """The message of an error answer, shortened: of ``{"error": text}``, OpenAI's ``{"error":
+    {"message": text}}`` or anything else. What it says came from outside."""
     try:
-        answer: Mapping = json.loads(content)
-        text = answer["error"]
+        text = json.loads(content)["error"]
+        text = text["message"] if isinstance(text, dict) else text
     except (ValueError, KeyError, TypeError, RecursionError):
         text = content.decode("utf-8", "replace")
     return ascii(str(text)[:500])[1:-1] or "no message"

@@ -105,7 +105,7 @@ def audit(
 
 
 def audit_one(subject: Subject, policy_medium: str | None = None) -> Audit:
-    """Audit one reward; ``made``: what the policy makes, None if that is not known."""
+    """Audit one reward; ``policy_medium``: what the policy makes, None if that is not known."""
     from rewards.card import card_of
 
     media = card_of(subject.reward).media

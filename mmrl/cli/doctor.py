@@ -148,7 +148,8 @@ def check_devices() -> list[Check]:
     import torch
 
     for i in range(torch.cuda.device_count()):
-        name, (free, total) = torch.cuda.get_device_name(i), torch.cuda.mem_get_info(i)
+        name = torch.cuda.get_device_name(i)
+        free, total = torch.cuda.mem_get_info(i)
         lines.append(
             Check(f"cuda:{i}", "ok", f"{name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free")
         )

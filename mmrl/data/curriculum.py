@@ -114,7 +114,7 @@ def _advance(credit: dict[str, float], shares: Mapping[str, float], count: int) 
 
 @DATA.register("mixture")
 class Mixture:
-    """Several data sources at once, with weights that may change on the way (MoDoMoDo, LMM-R1).
+    """Mix several data sources, with weights that may change on the way (MoDoMoDo, LMM-R1).
 
     sources: by name; every prompt gets its source's name as ``source``, which rewards can be routed
     by. weights: how much of every iteration each has; by default as many as it has prompts. stages:
@@ -213,7 +213,7 @@ class Hinted(Around):
 
 @DATA.register("hints")
 class Hints:
-    """Training prompts whose answer is begun for the model: hint completion (Table-R1).
+    """Begin the answer of training prompts for the model: hint completion (Table-R1).
 
     of: the data source. field: of the prompt, a text or a list of steps. share: how much of it is
     given, in whole steps, lines or words, never all. over: iterations in which that falls to 0, on
@@ -304,8 +304,8 @@ class Replayed(Around):
 
 @DATA.register("replay")
 class Replay:
-    """Prompts that taught too little come again: a part of AVATAR's replay, with new answers
-    (Kulkarni et al. 2025).
+    """Repeat prompts that taught too little, with new answers: AVATAR's replay (Kulkarni et al.
+    2025).
 
     of: the data source. share: of every iteration's prompts that are repeated, at most. below: a
     group with a lower mean reward was hard. solved: and one whose rewards are all equal, and lower

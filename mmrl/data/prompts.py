@@ -28,8 +28,7 @@ NAMES = {
 
 @DATA.register("prompts")
 class Prompts:
-    """Prompts from a .txt file (one a line), a .jsonl file (one object a line), or a folder with
-    train and test.
+    """Read prompts from a .txt file (one a line), a .jsonl file (one object a line), or a folder.
 
     path: the file, or a folder holding ``train_metadata.jsonl``, ``train.jsonl`` or ``train.txt``
     (and ``test...``). held_out: a second file, or the share of the texts to hold out; by default

@@ -308,6 +308,11 @@ def rows_of(cond: Any, group: Tensor) -> Any:
     return tree_map(lambda tensor: tensor[group], cond)
 
 
+def without_empty(cond: dict[str, Any]) -> dict[str, Any]:
+    """Drop the condition of the empty prompt, which is one for all."""
+    return {key: value for key, value in cond.items() if key != "uncond"}
+
+
 def first_of_group(rollout: Rollout) -> Tensor:
     """Name the first row of each row's group that is present, [B] long, by which a group shares
     noise."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import socket
@@ -120,8 +119,6 @@ def server(rewards: dict[str, Weighted], options: ServeOptions) -> uvicorn.Serve
 def serve(path: Path, overrides: Sequence[str] = ()) -> None:
     """Serve until SIGTERM or SIGINT; requests that are being scored are answered first."""
     rewards, options = load(path, overrides)
-    # what senders get wrong is answered, not logged
-    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
     with bind(options) as sock:
         host, port = sock.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host

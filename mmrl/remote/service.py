@@ -44,7 +44,7 @@ class ServeOptions:
     host: str = "127.0.0.1"  # 0.0.0.0 is every network this machine is in, and needs a token
     port: Annotated[int, Ge(0), Le(65535)] = 8123  # 0: a free one, which is printed
     token: str | None = None  # null: what MMRL_REWARD_TOKEN holds
-    max_request_mib: Annotated[float, Gt(0)] = 64.0  # of a request's body
+    max_request_mib: Annotated[float, Gt(0)] = 88.0  # of a request's body
     max_samples: Annotated[int, Ge(1)] = 1024  # in one request
     max_megapixels: Annotated[float, Gt(0)] = 64.0  # of the decoded pictures of one request
     max_batch: Annotated[int, Ge(1)] = 64  # samples a reward sees at once
@@ -125,6 +125,21 @@ class Service:
             message = "the token is missing or wrong: send `Authorization: Bearer TOKEN`"
             raise Refusal(401, message, headers={"WWW-Authenticate": "Bearer"})
 
+    async def respond(self, request: Request) -> Response:
+        """Answer a request, whatever is the matter with it, and count it by its status."""
+        try:
+            response = await self.score(request)
+        except BadInput as error:
+            response = Refusal(400, str(error), error.field).reply()
+        except Refusal as error:
+            response = error.reply()
+        except Exception as error:
+            log.exception("a request could not be answered")
+            message = f"{type(error).__name__} on the server, see its log"
+            response = reply({"error": message, "field": None}, 500)
+        self.requests[response.status_code] += 1
+        return response
+
     async def score(self, request: Request) -> Response:
         """Authenticate, admit, read, decode, score. Raises Refusal and BadInput."""
         self.authenticate(request)
@@ -137,7 +152,8 @@ class Service:
         self.inside += 1
         try:
             body = await self.body(request)
-            parts = await parts_of(request, body)
+            kind = request.headers.get("content-type", "")
+            parts = await run_in_threadpool(parts_of, kind, bytes(body))
             del body
             names = self.names(parts.rewards)
             media, prompts = await run_in_threadpool(unpack, parts, self.options.limits())
@@ -297,19 +313,7 @@ def make_app(rewards: Mapping[str, Weighted], options: ServeOptions | None = Non
 
     @app.post("/score")
     async def score(request: Request) -> Response:
-        try:
-            response = await service.score(request)
-        except BadInput as error:
-            response = Refusal(400, str(error), error.field).reply()
-        except Refusal as error:
-            response = error.reply()
-        except Exception as error:
-            log.exception("a request could not be answered")
-            response = reply(
-                {"error": f"{type(error).__name__} on the server, see its log", "field": None}, 500
-            )
-        service.requests[response.status_code] += 1
-        return response
+        return await service.respond(request)
 
     @app.get("/health")
     async def health() -> Response:

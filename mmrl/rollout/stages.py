@@ -78,7 +78,7 @@ class Stage:
         """Prepare the policy for iteration ``iteration`` (from 0), before anything is sampled."""
 
     def context(self, context: RolloutContext) -> RolloutContext:
-        """Amend what every rollout of the iteration is told."""
+        """Change what a rollout of training is told, before it samples."""
         return context
 
     def observe(self, prompts: Sequence[Prompt], drawn: Drawn) -> None:

@@ -11,14 +11,15 @@ import logging
 import sqlite3
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from cachetools import LRUCache
 from torch import Tensor
 
 from mmrl.core.errors import UserError
@@ -37,9 +38,8 @@ class Cache:
     in units."""
 
     def __init__(self, entries: int, store: Store | None = None):
-        self.entries = entries
         self.store = store
-        self.values: OrderedDict[bytes, Tensor] = OrderedDict()
+        self.values: LRUCache[bytes, Tensor] = LRUCache(entries)
         self.hits = self.misses = 0
 
     def key(self, media: Media, prompts: Sequence[Prompt], rows: Sequence[int]) -> bytes | None:
@@ -58,14 +58,10 @@ class Cache:
 
     def get(self, keys: Sequence[bytes | None]) -> dict[bytes, Tensor]:
         """What is known of these."""
-        hits = {}
-        for key in keys:
-            if key in self.values:
-                self.values.move_to_end(key)
-                hits[key] = self.values[key]
+        hits = {key: self.values[key] for key in keys if key in self.values}
         if self.store:
             stored = self.store.get([key for key in keys if key is not None and key not in hits])
-            self.remember(stored)
+            self.values.update(stored)
             hits |= stored
         self.hits += sum(key in hits for key in keys)
         self.misses += sum(key not in hits for key in keys)
@@ -74,14 +70,9 @@ class Cache:
     def put(self, values: Mapping[bytes, Tensor]) -> None:
         # not a view that holds a whole batch
         copies = {key: value.clone() for key, value in values.items()}
-        self.remember(copies)
+        self.values.update(copies)
         if self.store:
             self.store.put(copies)
-
-    def remember(self, values: Mapping[bytes, Tensor]) -> None:
-        self.values.update(values)
-        while len(self.values) > self.entries:
-            self.values.popitem(last=False)
 
 
 class Store:
@@ -197,14 +188,11 @@ def feed(digest: Any, value: Any) -> None:
             feed(digest, vars(value))
     elif value is None or isinstance(value, (bool, int, float, complex, bytes, np.generic)):
         _tagged(digest, type(value).__name__, repr(value).encode())
-    elif isinstance(value, Mapping):
-        _tagged(digest, f"mapping {len(value)}", b"")
-        for key in sorted(value, key=str):
-            feed(digest, key)
-            feed(digest, value[key])
-    elif isinstance(value, (list, tuple)):
-        _tagged(digest, f"list {len(value)}", b"")
-        for item in value:
+    elif isinstance(value, (Mapping, list, tuple)):
+        mapping = isinstance(value, Mapping)
+        _tagged(digest, f"{'mapping' if mapping else 'list'} {len(value)}", b"")
+        pairs = [(key, value[key]) for key in sorted(value, key=str)] if mapping else []
+        for item in chain.from_iterable(pairs) if mapping else value:
             feed(digest, item)
     # a PIL image
     elif hasattr(value, "tobytes") and hasattr(value, "mode") and hasattr(value, "size"):

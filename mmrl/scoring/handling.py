@@ -134,7 +134,7 @@ class Handled:
 
     def placed(self, media: Media, prompts: list[Prompt], *extra: Any) -> Any:
         """The reward where and as precisely as it should compute. It never sees the policy's
-        autocast. ``more``: what a reward of a whole iteration is handed besides."""
+        autocast. ``extra``: what a reward of a whole iteration is handed besides."""
         if self.device is not None and isinstance(media, Tensor):
             media = media.to(self.device)
         place = (

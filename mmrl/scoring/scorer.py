@@ -22,6 +22,7 @@ from mmrl.scoring.attempt import Attempt, Budget, as_values, brief
 from mmrl.scoring.handling import Handled, Handling
 from mmrl.scoring.worker import Worker
 from rewards.card import card_of
+from rewards.groups import alike
 
 log = logging.getLogger(__name__)
 
@@ -305,13 +306,3 @@ def neighbours(prompts: Sequence[Prompt]) -> list[int]:
     for row in range(1, len(prompts)):
         groups[row] = groups[row - 1] + (not alike(prompts[row - 1], prompts[row]))
     return groups
-
-
-def alike(first: Prompt, second: Prompt) -> bool:
-    """The same object, or equal; what cannot be compared (arrays) is not equal."""
-    if first is second:
-        return True
-    try:
-        return bool(first == second)
-    except (ValueError, RuntimeError):
-        return False

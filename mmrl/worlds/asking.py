@@ -33,7 +33,7 @@ SCANS: dict[Part, Split] = {"train": "generator", "development": "reader", "test
 
 @DATA.register("digits_questions")
 class Questions:
-    """Questions about pictures and clips of handwritten digits.
+    """Draw questions about pictures and clips of handwritten digits.
 
     kinds: box (where is the red seven?), boxes (where are the red digits?), count, color, digit,
     left (which digit is on the left?), sum; about clips: frame (in which frame is it?), span (from

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from mmrl.worlds.progress import Progress
 from mmrl.worlds.recipes import ClipRecipe
@@ -42,7 +42,8 @@ def train_clip(folder: Path, recipe: ClipRecipe, progress: Progress) -> None:
         return_tensors="pt",
     ).input_ids
     truth = caption_labels(prompts)
-    model, heads = _models(config, [int(column.max()) + 1 for column in truth.T], recipe)
+    sizes = [int(column.max()) + 1 for column in truth.T]
+    model, heads = _models(config, sizes, recipe)
     optimizer = torch.optim.AdamW(
         [*model.parameters(), *heads.parameters()], recipe.lr, weight_decay=0.05
     )
@@ -53,20 +54,7 @@ def train_clip(folder: Path, recipe: ClipRecipe, progress: Progress) -> None:
         rows = (
             rng.fold("rows").uniform(torch.arange(recipe.batch), (), step) * recipe.scenes
         ).long()
-        embeddings = model.encode_image(images[rows])
-        read = model.encode_text(ids[rows])
-        logits = (
-            model.logit_scale.exp() * F.normalize(embeddings, dim=-1) @ F.normalize(read, dim=-1).T
-        )
-        # the same caption twice is no mistake
-        same = (truth[rows][:, None] == truth[rows][None]).all(-1).float()
-        same = same / same.sum(1, keepdim=True)
-        loss = (F.cross_entropy(logits, same) + F.cross_entropy(logits.T, same)) / 2
-        for head, features in zip(heads, (embeddings, read)):
-            parts = head(features).split([int(column.max()) + 1 for column in truth.T], -1)
-            loss = loss + 0.3 * sum(
-                F.cross_entropy(part, want) for part, want in zip(parts, truth[rows].T)
-            )
+        loss = _loss(model, heads, sizes, images[rows], ids[rows], truth[rows])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -74,6 +62,23 @@ def train_clip(folder: Path, recipe: ClipRecipe, progress: Progress) -> None:
         with torch.no_grad():
             model.logit_scale.clamp_(0, 4.6)
     _save(folder, model, tokenizer, config)
+
+
+def _loss(
+    model: Any, heads: Any, sizes: list[int], images: Tensor, ids: Tensor, truth: Tensor
+) -> Tensor:
+    """The contrastive loss, and the error of the heads that tell what the caption says."""
+    embeddings = model.encode_image(images)
+    read = model.encode_text(ids)
+    logits = model.logit_scale.exp() * F.normalize(embeddings, dim=-1) @ F.normalize(read, dim=-1).T
+    # the same caption twice is no mistake
+    same = (truth[:, None] == truth[None]).all(-1).float()
+    same = same / same.sum(1, keepdim=True)
+    loss = (F.cross_entropy(logits, same) + F.cross_entropy(logits.T, same)) / 2
+    for head, features in zip(heads, (embeddings, read)):
+        parts = head(features).split(sizes, -1)
+        loss = loss + 0.3 * sum(F.cross_entropy(part, want) for part, want in zip(parts, truth.T))
+    return loss
 
 
 def _config(recipe: ClipRecipe, vocabulary: int) -> dict[str, Any]:

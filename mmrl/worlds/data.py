@@ -11,8 +11,8 @@ from mmrl.worlds.scenes import captions as draw_captions
 
 @DATA.register("digits")
 class Digits:
-    """Captions of pictures of handwritten digits: single (240 exist), sized, pairs, triples,
-    mixed."""
+    """Draw captions of pictures of handwritten digits: single (240 exist), sized, pairs,
+    triples, mixed."""
 
     fields = ("text", "objects", "relation", "count")  # of every prompt
     train: list[Prompt]

@@ -60,8 +60,8 @@ def build_janus(folder: Path, vq: Path, recipe: PainterRecipe, progress: Progres
 
 
 def loss(net: JanusNet, inputs: Any, visible: list[int], batch: painting.Batch) -> Tensor:
-    """Teacher forcing of image tokens. Without a caption every token but those ``seen`` is padding,
-    which is attended to, as in Janus."""
+    """Compute the loss of image tokens, teacher forced. Without a caption every token but those
+    ``visible`` is padding, which is attended to, as in Janus."""
     absent = batch.caption == len(inputs["input_ids"])
     shown = torch.where(absent, batch.wrong_caption, batch.caption)
     ids = inputs["input_ids"][shown]
@@ -125,31 +125,9 @@ def tokenizer() -> Any:
     )
 
 
-def new_model(codec: LlamaGenVQ, words: Any, recipe: PainterRecipe) -> Any:
-    """JanusForConditionalGeneration with the world's VQ and otherwise random weights; only what
-    paints is learnt."""
-    from transformers import GenerationConfig, JanusConfig, JanusForConditionalGeneration
-
-    width = recipe.width
+def _towers(codec: LlamaGenVQ, width: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options of the vision tower, which nothing here uses, and of the VQ."""
     grid = CANVAS // codec.factor
-    bos, eos, pad, image, start = words.convert_tokens_to_ids(
-        [BOS, EOS, PAD, *list(MARKS.values())[:2]]
-    )
-    text = {
-        "model_type": "llama",
-        "vocab_size": len(words),
-        "hidden_size": width,
-        "num_hidden_layers": recipe.layers,
-        "intermediate_size": 8 * width // 3,
-        "num_attention_heads": recipe.heads,
-        "num_key_value_heads": recipe.heads,
-        "max_position_embeddings": 512,
-        "bos_token_id": bos,
-        "eos_token_id": eos,
-        "pad_token_id": pad,
-        "tie_word_embeddings": True,
-        "initializer_range": 0.1,
-    }
     vision = {
         "hidden_size": 32,
         "num_hidden_layers": 1,
@@ -168,6 +146,34 @@ def new_model(codec: LlamaGenVQ, words: Any, recipe: PainterRecipe) -> Any:
         "num_hidden_layers": 2,
         "initializer_range": 0.1,
     }
+    return vision, images
+
+
+def new_model(codec: LlamaGenVQ, words: Any, recipe: PainterRecipe) -> Any:
+    """JanusForConditionalGeneration with the world's VQ and otherwise random weights; only what
+    paints is learnt."""
+    from transformers import GenerationConfig, JanusConfig, JanusForConditionalGeneration
+
+    width = recipe.width
+    bos, eos, pad, image, start = words.convert_tokens_to_ids(
+        [BOS, EOS, PAD, *list(MARKS.values())[:2]]
+    )
+    text = {
+        "model_type": "llama",
+        "vocab_size": len(words),
+        "hidden_size": width,
+        "num_hidden_layers": recipe.layers,
+        "intermediate_size": 8 * width // 3,
+        "num_attention_heads": recipe.heads,
+        "num_key_value_heads": recipe.heads,
+        "max_position_embeddings": 512,
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        "pad_token_id": pad,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.1,
+    }
+    vision, images = _towers(codec, width)
     config = JanusConfig(
         text_config=text, vision_config=vision, vq_config=images, image_token_id=image
     )

@@ -78,8 +78,7 @@ def film(prompts: list[Prompt], rng: Rng, split: Split = "generator") -> Clips:
 
 @DATA.register("digits_moving")
 class Moving:
-    """Captions of clips of one moving digit, "a red seven moving left": 200 exist, a fifth of them
-    held out.
+    """Draw captions of clips of one moving digit, "a red seven moving left": 200, a fifth held out.
 
     images: for image to video, so many prompts of each caption with an ``image``, the first frame;
     0 is none. held_out: those images show scans that were never trained on: development, for

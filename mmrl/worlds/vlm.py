@@ -87,6 +87,25 @@ def processor() -> Any:
     return Qwen2_5_VLProcessor(image, tokenizer(), video, chat_template=TEMPLATE)
 
 
+def _vision(recipe: VLMRecipe) -> dict[str, Any]:
+    """Options of the vision tower: full attention, a token a patch."""
+    return {
+        "depth": recipe.vision_layers,
+        "hidden_size": recipe.width,
+        "num_heads": recipe.heads,
+        "intermediate_size": 2 * recipe.width,
+        "out_hidden_size": recipe.width,
+        "patch_size": PATCH,
+        "spatial_merge_size": 1,
+        "temporal_patch_size": 1,
+        "window_size": 16 * PATCH,
+        "tokens_per_second": 1,
+        "initializer_range": 0.08,
+        "rope_parameters": {"rope_type": "axial", "rope_theta": 10.0},
+        "fullatt_block_indexes": list(range(recipe.vision_layers)),
+    }
+
+
 def new_model(recipe: VLMRecipe, words: Any) -> Any:
     """Qwen2_5_VLForConditionalGeneration with random weights."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
@@ -119,24 +138,9 @@ def new_model(recipe: VLMRecipe, words: Any) -> Any:
         "initializer_range": 0.08,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10.0, "mrope_section": section},
     }
-    vision = {
-        "depth": recipe.vision_layers,
-        "hidden_size": width,
-        "num_heads": heads,
-        "intermediate_size": 2 * width,
-        "out_hidden_size": width,
-        "patch_size": PATCH,
-        "spatial_merge_size": 1,
-        "temporal_patch_size": 1,
-        "window_size": 16 * PATCH,
-        "tokens_per_second": 1,
-        "initializer_range": 0.08,
-        "rope_parameters": {"rope_type": "axial", "rope_theta": 10.0},
-        "fullatt_block_indexes": list(range(recipe.vision_layers)),
-    }
     config = Qwen2_5_VLConfig(
         text_config=text,
-        vision_config=vision,
+        vision_config=_vision(recipe),
         initializer_range=0.08,
         tie_word_embeddings=True,
         **ids,

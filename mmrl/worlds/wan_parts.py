@@ -120,22 +120,15 @@ def embed_texts(encoder: Any, tokenizer: Any, texts: list[str]) -> Tensor:
     return encoder(ids, mask).last_hidden_state * mask[..., None]
 
 
-def closed_form_vae(recipe: WanVaeRecipe) -> Any:
-    """AutoencoderKLWan whose latents are the principal components of every square of a frame,
-    deviation 1 on average.
-
-    One level, no compression in time, every convolution with its middle tap alone. Residual blocks
-    and attention add nothing. The components pass the last normalisation beside a constant so large
-    that it scales them by a constant, and SiLU where it is the identity.
-    """
+def _new_vae(recipe: WanVaeRecipe) -> Any:
+    """Make the autoencoder with random weights."""
     from diffusers import AutoencoderKLWan
-    from diffusers.models.autoencoders.autoencoder_kl_wan import patchify
 
     channels = 3 * recipe.patch**2
     z = recipe.latent
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        vae = AutoencoderKLWan(
+        return AutoencoderKLWan(
             base_dim=z + 1,
             z_dim=z,
             dim_mult=[1],
@@ -149,6 +142,20 @@ def closed_form_vae(recipe: WanVaeRecipe) -> Any:
             scale_factor_temporal=1,
             scale_factor_spatial=recipe.patch,
         ).requires_grad_(False)
+
+
+def closed_form_vae(recipe: WanVaeRecipe) -> Any:
+    """AutoencoderKLWan whose latents are the principal components of every square of a frame,
+    deviation 1 on average.
+
+    One level, no compression in time, every convolution with its middle tap alone. Residual blocks
+    and attention add nothing. The components pass the last normalisation beside a constant so large
+    that it scales them by a constant, and SiLU where it is the identity.
+    """
+    from diffusers.models.autoencoders.autoencoder_kl_wan import patchify
+
+    z = recipe.latent
+    vae = _new_vae(recipe)
     known = trained_on()
     prompts = (known * (recipe.scenes // len(known) + 1))[: recipe.scenes]
     clips = film(prompts, Rng.of(recipe.seed, "wan vae")).frames.transpose(1, 2)

@@ -97,7 +97,8 @@ def take_largest(scores: ndarray, least: float) -> list[tuple[int, int]]:
     while left.size and left.max() >= least:
         i, j = np.unravel_index(int(left.argmax()), left.shape)
         pairs.append((int(i), int(j)))
-        left[i, :], left[:, j] = -np.inf, -np.inf
+        left[i, :] = -np.inf
+        left[:, j] = -np.inf
     return pairs
 
 

@@ -168,8 +168,8 @@ DEFAULTS = {"matched": 1e-9}  # IoU at which a pair counts, where 0.5 is not the
     source="Visual-RFT (arXiv:2503.01785), VLM-R1 (arXiv:2504.07615)",
 )
 class Detection(Verifiable):
-    """All objects found, with labels: matched IoU, F1, mAP and the published forms. Both empty: 1;
-    one empty: 0.
+    """Score labelled boxes: matched IoU, F1, mAP and the published forms. Both empty: 1; one empty:
+    0.
 
     ``labels`` of the prompt has one label for each of ``boxes``; without it labels are not looked
     at. A box of a wrong label earns nothing and counts as a false one.
@@ -227,7 +227,7 @@ class Detection(Verifiable):
     source="after Visual-RFT (arXiv:2503.01785), confidence reward",
 )
 class Confidence(Verifiable):
-    """Boxes with honest confidences: a proper score that a wrong box of confidence 0 cannot cheat.
+    """Score boxes with confidences properly: a wrong box of confidence 0 gains nothing.
 
     A box that matches (one to one, equal label, IoU >= threshold) with confidence c earns 1 - (1 -
     c)^2, any other loses c^2; the sum is divided by max(number predicted, number right). A box that

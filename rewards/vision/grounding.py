@@ -81,7 +81,7 @@ def spoiled(prompt: Prompt, labels: Any = None, confidence: float | None = None)
     licence="Apache-2.0",
 )
 class Grounding(Verifiable):
-    """Matched IoU of the boxes in the answer, labels not looked at: 1 for exactly the right ones.
+    """Match the boxes of the answer by IoU, labels not looked at: 1 for exactly the right ones.
 
     Predicted and right boxes are paired one to one so that the sum of IoU is largest (Hungarian
     algorithm; Visual-RFT pairs greedily); reward = sum / max(number predicted, number right). More
@@ -131,8 +131,7 @@ class Grounding(Verifiable):
     licence="Apache-2.0",
 )
 class Referring(Grounding):
-    """IoU of the one box in the answer with the one that was asked for; several boxes are no
-    answer.
+    """Compare the one box of the answer with the right one by IoU; several boxes are no answer.
 
     Args: overlap, threshold: as in ``grounding``. form: "exact"; "vlm_r1" as published, for
         comparison: the first ``[int, int, int, int]`` of the answer, whatever

@@ -30,7 +30,7 @@ LARGEST = 4096 * 4096  # pixels of a mask
     source="COCO masks (pycocotools); gIoU of LISA is the mean over samples",
 )
 class Segmentation(Verifiable):
-    """IoU of masks: the answer is polygons, COCO run lengths or boxes. Both empty: 1; one empty: 0.
+    """Compare masks by IoU: polygons, COCO run lengths or boxes. Both empty: 1; one empty: 0.
 
     ``mask`` of the prompt: a path (every pixel but 0 belongs to it), an array [H, W], COCO run
     lengths ``{"size": [h, w], "counts": ...}``, or polygons ``[[x, y, x, y, ...], ...]`` in the

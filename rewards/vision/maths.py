@@ -34,8 +34,8 @@ SECONDS = 3  # for parsing and for comparing
     licence="Apache-2.0",
 )
 class Maths(Verifiable):
-    r"""1 if the answer equals the right one as mathematics, by math-verify: LaTeX, expressions,
-    sets and intervals.
+    r"""Check that the answer equals the right one as mathematics, by math-verify: LaTeX, sets,
+    intervals.
 
     The final answer (what stands in the last ``\boxed`` if there is one) is compared, not the
     reasoning before it. Formulas of more than 400 characters, and powers of powers or factorials
@@ -92,8 +92,7 @@ def _parse(text: str) -> tuple[Any, ...]:
     source="ChartQA (arXiv:2203.10244), relaxed accuracy",
 )
 class Chart(Verifiable):
-    """Relaxed accuracy of values read from a chart: numbers within 5 %, names by normalised
-    equality.
+    """Compare values read from a chart (relaxed accuracy): numbers within 5 %, names by equality.
 
     A right answer that is a list is compared element by element, in order; a list of another length
     is wrong.

@@ -122,8 +122,7 @@ def targets(prompt: Prompt) -> np.ndarray:
 @REWARDS.register("point")
 @card(media="text", low=0, high=1, source="GUI-R1 (arXiv:2504.10458), GUI-G2 (arXiv:2507.15846)")
 class Point(Verifiable):
-    """Points that lie in the right boxes, or near the right points (``boxes``, or ``point`` /
-    ``points``).
+    """Check that points lie in the right boxes or near the right points (``boxes``, ``point(s)``).
 
     Points and targets are paired one to one with the largest sum; reward = sum / max(number said,
     number right), so a second click never pays. An answer of boxes counts as their centres.
@@ -179,8 +178,7 @@ class Point(Verifiable):
     source="UI-R1 (arXiv:2503.21620), GUI-R1 (arXiv:2504.10458)",
 )
 class Gui(Verifiable):
-    """The right action of a graphical interface: its type, and the place of a click or the text of
-    an input.
+    """Check an action on a graphical interface: its type, and a click's place or an input's text.
 
     ``action`` of the prompt is a name (``click``) or a record (``{"type": "type", "text":
     "hello"}``); a click's target is in ``boxes`` or ``point``. The answer is JSON (``{"action":
@@ -211,7 +209,8 @@ class Gui(Verifiable):
         self.pointing = Pointing(form, radius, spread)
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
-        target, (action, status) = true_action(prompt), said_action(text)
+        target = true_action(prompt)
+        action, status = said_action(text)
         if action is None:
             return Verdict(0.0, "unparseable")
         # the prompt must be sound whatever was answered

@@ -51,8 +51,7 @@ class Shaping(Verifiable):
 @REWARDS.register("format")
 @card(media="text", low=0, high=1, source="DeepSeek-R1 (arXiv:2501.12948), format reward")
 class Format(Shaping):
-    """1 if the whole text has the form, and nothing besides: every tag once, in order, nothing
-    before or after.
+    """Check the form of the whole text: every tag once, in order, nothing before or after.
 
     Args: form: "think_answer": ``<think>...</think><answer>...</answer>``; "answer"; "think";
         "boxed": somewhere. pattern: a regular expression of your own instead, for the whole text
@@ -100,11 +99,12 @@ class Format(Shaping):
 @REWARDS.register("think_or_not")
 @card(media="text", low=0, high=1, source="TON (arXiv:2505.16854), think or not")
 class ThinkOrNot(Shaping):
-    """Of answers in the form ``<think>...</think><answer>...</answer>``: 1 without a thought,
-    ``thought`` with one.
+    """Reward the choice to think or not: 1 for an answer without a thought, ``thought`` for one
+    with it.
 
-    TON lets the policy leave the thought empty; this makes it worth while. It judges no answer:
-    gate it by a reward that does, or give it little weight.
+    Texts have the form ``<think>...</think><answer>...</answer>``. TON lets the policy leave the
+    thought empty; this makes it worth while. It judges no answer: gate it by a reward that does, or
+    give it little weight.
 
     Args: thought: what a text with a thought earns; 1 accepts both alike, as in TON's own format
         reward.
@@ -130,8 +130,8 @@ class ThinkOrNot(Shaping):
 @REWARDS.register("length")
 @card(media="text", low=0, high=1)
 class Length(Shaping):
-    """1 between ``low`` and ``high`` tokens (words, where a text does not know its tokens), falling
-    linearly to 0.
+    """Reward lengths: 1 from ``low`` to ``high`` tokens (else words), falling linearly to 0
+    outside.
 
     Args:
         low, high: the range that is as good as any.
@@ -157,7 +157,7 @@ class Length(Shaping):
 @REWARDS.register("overlong")
 @card(media="text", low=-1, high=0, source="DAPO (arXiv:2503.14476), equation 13")
 class Overlong(Shaping):
-    """DAPO's soft punishment: 0 up to ``limit - buffer`` tokens, down to -1 at ``limit``, and -1
+    """Punish length as DAPO does: 0 up to ``limit - buffer`` tokens, down to -1 at ``limit`` and
     beyond.
 
     Args:
@@ -190,8 +190,7 @@ class Overlong(Shaping):
     source="Demystifying long CoT (arXiv:2502.03373), repetition penalty",
 )
 class Repetition(Shaping):
-    """Minus the share of n-grams of words that are repeated: -(1 - different / all), 0 for texts of
-    fewer words.
+    """Negate the share of repeated n-grams of words: -(1 - different / all), 0 for shorter texts.
 
     Entries of a JSON list in the answer count as 1-grams, as in VLM-R1: a box said twice is a
     repetition.
@@ -233,8 +232,7 @@ def _repeated(grams: list) -> float:
     media="text", low=-1, high=1, source="Demystifying long CoT (arXiv:2502.03373), cosine reward"
 )
 class CosineLength(Verifiable):
-    """Right and short is best, wrong and short is worst: a cosine from length 0 to ``limit`` for
-    either kind.
+    """Shape a reward by a cosine of the length: right and short is best, wrong and short is worst.
 
     right: from ``best_right`` down to ``least_right``; wrong: from ``worst_wrong`` up to
     ``best_wrong``. Beyond the limit the value stays (the published code turns round there, and one

@@ -148,7 +148,8 @@ def union(predicted: list[Span], right: list[Span]) -> float:
 
 def hull(predicted: list[Span], right: list[Span]) -> float:
     """Temporal-R1's: overlap / (last end - first start), of the first spans."""
-    (a, b), (c, d) = predicted[0], right[0]
+    a, b = predicted[0]
+    c, d = right[0]
     return max(min(b, d) - max(a, c), 0.0) / (max(b, d) - min(a, c))
 
 
@@ -161,7 +162,7 @@ def hull(predicted: list[Span], right: list[Span]) -> float:
     source="Temporal-R1 (arXiv:2506.01908), VideoChat-R1 (arXiv:2504.06958)",
 )
 class Temporal(Verifiable):
-    """Temporal IoU of the spans of time in the answer and the right ones (``spans``: seconds).
+    """Compare the spans of time of the answer with the right ones (``spans``: seconds) by IoU.
 
     Args: form: "union": length in both / length in either, for any number of spans; "hull":
         Temporal-R1's denominator,
@@ -225,8 +226,7 @@ def _state(span: Span, end: float) -> str:
     media="text", needs="tracks", low=0, high=1, source="VideoChat-R1 (arXiv:2504.06958), tracking"
 )
 class Tracking(Verifiable):
-    """Mean IoU over frames of one object: frames that are missing count 0, frames that are not
-    there are false.
+    """Average the IoU of one object over frames: a missing frame counts 0, an added one is wrong.
 
     ``tracks`` is a list of boxes, one a frame, or a mapping of times to boxes; the answer the same
     as JSON (``[[x0, y0, x1, y1], ...]`` or ``{"0": [...], "1": [...]}``). reward = sum of IoU /

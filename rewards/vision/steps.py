@@ -87,8 +87,7 @@ def whole(part: str, text: str) -> bool:
     source="StepGRPO, R1-VL (arXiv:2503.12937)",
 )
 class KeySteps(Verifiable):
-    """Key steps of the reasoning that are there (StepRAR), sections in order (StepRVR), and the
-    answer.
+    """Reward key steps of the reasoning (StepRAR), sections in order (StepRVR), and the answer.
 
     reward = mean over the parts in use, the answer counted with its weight against the rest: answer
     * [right] + (1 - answer) * mean(share of ``key_steps`` found, share of ``sections`` in order). A
@@ -220,14 +219,14 @@ class KeySteps(Verifiable):
 @REWARDS.register("vqa")
 @card(media="text", needs="answers", low=0, high=1, source="VQA v2 accuracy (arXiv:1505.00468)")
 class Vqa(Verifiable):
-    """VQA accuracy: of the people in ``answers`` three must agree, averaged over leaving each of
-    them out.
+    """Compute VQA accuracy: of ``answers`` three must agree, averaged over leaving each person out.
 
     With fewer than three people one agreement is enough. Names are compared as in ``answer``.
     """
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
-        people, (body, status) = self._people(prompt), short(text)
+        people = self._people(prompt)
+        body, status = short(text)
         if status == "unparseable":
             return Verdict(0.0, status)
         answered = normal(body)
@@ -266,8 +265,7 @@ def agreement(answered: str, people: Sequence[str]) -> float:
     source="VideoChat-R1 (arXiv:2504.06958), Temporal-R1 (arXiv:2506.01908)",
 )
 class VideoQa(Verifiable):
-    """The answer to a question about a video, and where its prompt has ``spans``, when it is to be
-    seen.
+    """Check the answer about a video, and where its prompt has ``spans``, when it is to be seen.
 
     reward = (1 - time) * answer + time * temporal IoU. The answer is judged as by ``choice`` if the
     prompt has ``choices``, else as by ``answer``; the span stands in ``<glue>[[start,
@@ -318,7 +316,8 @@ class VideoQa(Verifiable):
     scaling="as the routes",
 )
 class Routed(Verifiable):
-    """A reward for every kind of task in a mixture: the prompt's field ``task`` says which.
+    """Send each answer to the verifier of its task in a mixture; the prompt's field ``task`` says
+    which.
 
     Args: routes: task -> a reward and its options, such as ``{detect: {detection: {measure: f1}},
         count: count}``. by: the field that names the task. default: for prompts of other tasks or

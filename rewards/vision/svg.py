@@ -68,7 +68,7 @@ def _pixels(image: Any, size: int) -> Tensor:
 
 
 def explained(drawn: Tensor, right: Tensor) -> float:
-    """1 - |found - right|^2 / |white - right|^2: what of the picture's ink is explained; an empty
+    """1 - |drawn - right|^2 / |white - right|^2: what of the picture's ink is explained; an empty
     sheet has 0."""
     ink = float((1 - right).square().sum())
     error = float((drawn - right).square().sum())
@@ -115,8 +115,8 @@ MEASURES = {"explained": explained, "mse": mse, "standardised": standardised, "s
 @REWARDS.register("svg")
 @card(media="text", low=0, high=1, source="RLRF (arXiv:2505.20793); rendered by resvg")
 class Svg(Verifiable):
-    """Likeness of the rendered SVG in the answer to the picture (``svg``, else the first image of
-    the prompt).
+    """Compare the rendered SVG of the answer with the picture (``svg``, else the prompt's first
+    image).
 
     Args: measure: "explained": share of the ink that is right, an empty sheet has 0; "mse";
         "standardised": RLRF's L2;
@@ -143,7 +143,8 @@ class Svg(Verifiable):
         self.weight = weight
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
-        right, (svg, status) = self._target(prompt), find_svg(text)
+        right = self._target(prompt)
+        svg, status = find_svg(text)
         drawn = render(svg, self.size) if svg else None
         if drawn is None:
             return Verdict(0.0, status if svg is None else "unparseable")

@@ -50,7 +50,7 @@ def accepted(prompt: Prompt) -> list[str]:
 @REWARDS.register("answer")
 @card(media="text", needs="answer", low=0, high=1)
 class Answer(Verifiable):
-    """1 if the final answer is the right one: numbers by value, names by normalised equality.
+    """Check the final answer: numbers by value, names by normalised equality.
 
     Two names are equal after NFKC, case folding, and evening out blanks, hyphens, underscores and a
     final full stop; parts of a name never count. ``7``, ``7.0`` and ``seven`` are one number. A
@@ -64,7 +64,8 @@ class Answer(Verifiable):
         self.tolerance = tolerance
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
-        targets, (body, status) = accepted(prompt), short(text)
+        targets = accepted(prompt)
+        body, status = short(text)
         if status == "unparseable":
             return Verdict(0.0, status)
         if any(normal(body) == normal(target) for target in targets):
@@ -100,8 +101,8 @@ class Answer(Verifiable):
     licence="Apache-2.0",
 )
 class Classification(Answer):
-    """1 if the answer is the class, by normalised equality (and ``aliases``), as in ``answer`` but
-    never a number.
+    """Check that the answer is the class, by normalised equality (and ``aliases``), never as a
+    number.
 
     The published reward takes any part of the name, or any text that holds it: an empty answer and
     "a" score 1 there.
@@ -128,7 +129,7 @@ class Classification(Answer):
 @REWARDS.register("count")
 @card(media="text", needs="answer", low=0, high=1, source="CrowdVLM-R1 (arXiv:2504.03724)")
 class Count(Verifiable):
-    """The right number: exactly, or the closer the more.
+    """Check a count: exactly, or the closer the more.
 
     Args: fuzzy: CrowdVLM-R1's graded reward, ``max(0, 1 - |n - right| / right)``; where the right
         number is 0 only 0
@@ -177,7 +178,7 @@ class Count(Verifiable):
     source="TW-GRPO (arXiv:2505.24718), soft multi-choice reward",
 )
 class Choice(Verifiable):
-    """The right option or options of a multiple choice question.
+    """Check the option or options chosen in a multiple choice question.
 
     The answer is letters (``B``, ``(B) a cat``, ``A, C``), or an option's whole text if the prompt
     has ``choices``. The right one is in ``answer``: a letter, letters, an option's text or a list.
@@ -191,7 +192,8 @@ class Choice(Verifiable):
         self.credit = {"none": _all_or_nothing, "subset": _subset, "jaccard": jaccard}[partial]
 
     def judge(self, text: str, prompt: Prompt) -> Verdict:
-        right, (body, status) = self._right(prompt), short(text)
+        right = self._right(prompt)
+        body, status = short(text)
         chosen = letters(body, prompt.get("choices"))
         if not chosen:
             return Verdict(0.0, "unparseable")
@@ -277,8 +279,8 @@ def jaccard(chosen: set[str], right: set[str]) -> float:
     source="MedTVT-R1 (arXiv:2506.18512), Jaccard reward",
 )
 class LabelSet(Verifiable):
-    """Jaccard index of the set of labels in the answer and the right one (``labels``); both empty:
-    1.
+    """Compare the labels of the answer with the right ones (``labels``) by Jaccard index; both
+    empty: 1.
 
     The answer is a JSON list or names separated by commas, semicolons or lines; an empty set is
     ``none`` or ``[]``. Duplicates count once; names are compared as in ``answer``.

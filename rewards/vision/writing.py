@@ -36,8 +36,7 @@ def true_text(prompt: Prompt, name: str = "answer") -> str:
     source="Levenshtein distance (rapidfuzz); ANLS (arXiv:1905.13648)",
 )
 class Transcription(Verifiable):
-    """1 - edit distance / length of the longer text, between the text that was read and the right
-    one.
+    """Compare the text read with the right one: 1 - edit distance / length of the longer.
 
     Args:
         unit: "character" or "word" (1 minus a word error rate that cannot be more than 1).
@@ -205,7 +204,7 @@ def teds(predicted: Node, right: Node, structure: bool = False) -> float:
     source="TEDS (arXiv:1911.10683), Table-R1 (arXiv:2509.16889); apted",
 )
 class Table(Verifiable):
-    """TEDS of the table in the answer and the right one (``answer``: HTML or Markdown).
+    """Compare the table of the answer with the right one (``answer``: HTML or Markdown) by TEDS.
 
     Args:
         structure: TEDS-S, which compares rows, cells and spans but not their texts.
@@ -274,8 +273,8 @@ def bidirectional(a: np.ndarray, b: np.ndarray) -> float:
     licence="of the model",
 )
 class TextSimilarity(Verifiable):
-    """Bidirectional max-average similarity of the tokens of an open answer and a reference, clipped
-    to 0..1.
+    """Compare an open answer with a reference: bidirectional max-average of token similarities,
+    0..1.
 
     Every token of one text is matched with the most similar one of the other; the two means are
     averaged, so that neither leaving out nor adding pays.

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cachetools import LRUCache
 from safetensors.torch import load_file
 
 from mmrl.core.errors import UserError
@@ -109,10 +110,9 @@ def test_tensor_preprocessing_follows_the_models_own_configuration(tmp_path, mod
 def test_texts_are_embedded_once_and_the_cache_is_bounded(tiny_clip, monkeypatch):
     clip = _clip.load_clip(tiny_clip, "", "cpu")
     seen = []
-    clip.texts.clear()
     tokenizer = clip.tokenizer
     monkeypatch.setattr(clip, "tokenizer", lambda texts: seen.extend(texts) or tokenizer(texts))
-    monkeypatch.setattr(_clip, "CACHED_TEXTS", 3)
+    monkeypatch.setattr(clip, "texts", LRUCache(3))
     first = clip.embed_texts(TEXTS, batch_size=2)
     assert sorted(seen) == sorted(set(TEXTS)) and len(clip.texts) == 3
     torch.testing.assert_close(clip.embed_texts(TEXTS[1:]), first[1:])

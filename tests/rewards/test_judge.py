@@ -13,7 +13,8 @@ import torch
 
 from mmrl.core.errors import UserError
 from mmrl.scoring import Scorer
-from rewards import _chat, chat_server
+from rewards import _chat, _servers
+from rewards._servers import BoundedClient
 from rewards.chat_server import ChatServer
 from rewards.judge import Judge
 from rewards.judge_checklist import Checklist
@@ -202,9 +203,9 @@ def test_a_question_that_keeps_failing_is_nan_and_no_other(url, fault, monkeypat
     model = server(url, retries=2, concurrency=8)
     given = prompts()
     given[1] = {"text": f"fault:{fault}:99 always"}
-    exchange = chat_server.exchange
+    send = BoundedClient.send
 
-    def hurried(client, request, timeout, most):
+    def hurried(client, request, **options):
         """The slow question alone runs out of time, and only when the three others have been
         answered."""
         if b"fault:slow" in request.read():
@@ -213,10 +214,10 @@ def test_a_question_that_keeps_failing_is_nan_and_no_other(url, fault, monkeypat
                     model.usage.numbers()["tokens_in"] == 300 and model.servers[0].outstanding == 1
                 )
             )
-            timeout, request.extensions["timeout"] = 0.4, httpx.Timeout(0.4).as_dict()
-        return exchange(client, request, timeout, most)
+            request.extensions["timeout"] = httpx.Timeout(0.4).as_dict()
+        return send(client, request, **options)
 
-    monkeypatch.setattr(chat_server, "exchange", hurried)
+    monkeypatch.setattr(BoundedClient, "send", hurried)
     found = Judge(model)(greys(), given)
     assert found.isnan().tolist() == [False, True, False, False]
     assert model.usage.numbers()["requests"] <= 3 + 3 + 1, "it is not asked for ever"
@@ -323,6 +324,33 @@ def test_the_key_comes_from_the_environment_and_is_never_repeated(monkeypatch, c
     with pytest.raises(UserError, match="MY_KEY .*is not set"):
         server("http://127.0.0.1:1/v1", key_env="MY_KEY")
     assert "OPENAI_API_KEY" in os.environ or server("http://127.0.0.1:1/v1")._key is None
+
+
+def test_nothing_of_the_environment_reaches_a_server(url, monkeypatch):
+    """openai's client would send an account's name, its key and any header that the environment
+    names."""
+    secrets = {
+        "OPENAI_API_KEY": "sk-mine",
+        "OPENAI_ADMIN_KEY": "sk-mine",
+        "OPENAI_ORG_ID": "org-mine",
+        "OPENAI_PROJECT_ID": "project-mine",
+        "OPENAI_CUSTOM_HEADERS": "X-Mine: yes",
+        "HTTP_PROXY": "http://mine:mine@127.0.0.1:1",
+        "ALL_PROXY": "http://mine:mine@127.0.0.1:1",
+    }
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MMRL_JUDGE_KEY", raising=False)
+    assert float(Judge(server(url))(greys([0.2]), prompts(1))) == pytest.approx(0.2)
+    headers = stats(url)["headers"][-1]
+    assert not {"authorization", "x-mine"} & set(headers) and "mine" not in str(headers)
+
+
+def test_an_answer_without_end_is_a_failure_not_a_full_memory(url, monkeypatch):
+    monkeypatch.setattr(_servers, "LONGEST", 300)
+    model = server(url, retries=0)
+    assert Judge(model)(greys([0.2]), prompts(1, "fault:huge:99")).isnan().all()
+    assert "an answer of more than 300 bytes" in model.servers[0].cause
 
 
 def test_a_server_with_several_models_wants_a_name():

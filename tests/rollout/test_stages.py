@@ -98,6 +98,8 @@ def test_the_state_of_a_stage_is_in_the_checkpoint(registered):
 
 def test_a_plain_run_has_no_stage_and_each_option_brings_its_own():
     policy = toys.make("causal")
+    policy.capabilities = replace(policy.capabilities, max_new_tokens=True)
+    policy.set_max_new_tokens = lambda tokens: None
 
     def names(**options):
         setup = Setup(TrainOptions(**SIZES, **options), policy, toys.prompts(16), {})

@@ -64,8 +64,7 @@ def families(prompts: Sequence[Prompt]) -> dict[str, str]:
 
 @DATA.register("paired")
 class Paired:
-    """Pairs of a prompt to understand and one to generate: both sides of a pair are in one batch
-    (PairUni).
+    """Read pairs of a prompt to understand and one to generate; a batch holds both sides (PairUni).
 
     path: a .jsonl, .json or .parquet file of rows with ``understand`` (text, images, answer ...),
     ``generate`` (text) and perhaps ``similarity``, how alike the two are, 0 to 1; without one they

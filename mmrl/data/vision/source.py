@@ -23,8 +23,8 @@ SHOWN = 5  # broken rows in a message
 
 @DATA.register("vision")
 class Vision:
-    """Questions about images and videos: jsonl, json, parquet or data set folders, in the formats
-    in use.
+    """Read questions about images and videos: jsonl, json, parquet or data set folders, in usual
+    formats.
 
     path: a file, or a folder with train and test. images: the folder that image and video paths
     start in; by default the file's own. format: auto tells them apart row by row. fields: which
@@ -62,10 +62,9 @@ class Vision:
         if held_out is None and path.is_dir():
             held_out = inside(path, "test")
         if isinstance(held_out, (str, Path, list)):
-            self.train, self.held_out = (
-                prompts,
-                self._read(held_out if isinstance(held_out, list) else [Path(held_out)]),
-            )
+            self.train = prompts
+            files = held_out if isinstance(held_out, list) else [Path(held_out)]
+            self.held_out = self._read(files)
         else:
             self.train, self.held_out = split(
                 prompts, SPLIT if held_out is None else held_out, picture_of

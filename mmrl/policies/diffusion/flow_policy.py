@@ -32,6 +32,7 @@ from mmrl.policies.base import (
     rows_and_groups,
     rows_of,
     warn_of_mismatch,
+    without_empty,
 )
 from mmrl.policies.capabilities import Capabilities
 from mmrl.policies.diffusion.trees import Tree
@@ -67,6 +68,12 @@ class Plan(NamedTuple):
         places = torch.full((len(self.times),), -1)
         places[list(self.stored)] = torch.arange(len(self.stored))
         return places
+
+    def edges(self, row: Tensor) -> Tensor | None:
+        """Name the edge of every decision of rows named ``row``, [B, K]; None without a tree."""
+        if self.spans[0] == 1:
+            return None
+        return torch.stack([row - row % span for span in self.spans[1:]], 1)
 
 
 class FlowPolicy(Policy):
@@ -299,9 +306,7 @@ class FlowPolicy(Policy):
         # without noise on the way a group would be one sample
         shared = self.same_initial_noise and self.exploring
         first = (row // plan.copies if shared else row)[:: plan.spans[0]]
-        row_cond = rows_of(
-            {key: value for key, value in cond.items() if key != "uncond"}, group[:: plan.spans[0]]
-        )
+        row_cond = rows_of(without_empty(cond), group[:: plan.spans[0]])
         state = self._store(self.begin(rng.normal(first, self.shape, 0, self.dtype), row_cond))
         self._keep(path, plan, 0, state)
         logprobs = []
@@ -338,9 +343,7 @@ class FlowPolicy(Policy):
             mask=decided & torch.stack(leads[1:], 1),
             time=time,
             eta=eta,
-            edge_id=torch.stack([row - row % span for span in plan.spans[1:]], 1)
-            if plan.spans[0] > 1
-            else None,
+            edge_id=plan.edges(row),
         )
 
     def _advance(
@@ -456,8 +459,7 @@ class FlowPolicy(Policy):
         x = point.state
         t = point.time
         self.forwards += 2 * len(x) if guided else len(x)
-        prompt_cond = {key: value for key, value in point.cond.items() if key != "uncond"}
-        cond = rows_of(prompt_cond, point.group)
+        cond = rows_of(without_empty(point.cond), point.group)
         if not guided:
             return self._pass(x, t, cond), None
         empty = self.unconditional(cond, point.cond)
@@ -465,8 +467,10 @@ class FlowPolicy(Policy):
             with torch.no_grad():
                 v_empty = self._pass(x, t, empty)
             return self._pass(x, t, cond), v_empty
-        twice = stacked(cond, empty)
-        v, v_empty = self._pass(torch.cat([x, x]), torch.cat([t, t]), twice, passes=2).chunk(2)
+        stacked_cond = stacked(cond, empty)
+        v, v_empty = self._pass(torch.cat([x, x]), torch.cat([t, t]), stacked_cond, passes=2).chunk(
+            2
+        )
         return v, v_empty
 
     def _pass(self, x: Tensor, t: Tensor, cond: dict[str, Any], passes: int = 1) -> Tensor:

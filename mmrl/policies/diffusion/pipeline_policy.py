@@ -70,7 +70,7 @@ class FolderPolicy(FlowPolicy):
         )
         self.decode_in_parts(vae_tiling, vae_slicing)
         self.size = (size, size) if isinstance(size, int) else tuple(size)
-        self.shape, self.process = self.latent_shape(), self.own_process()
+        self.shape, self.process = self.latent_shape(), self.trained_process()
         self.texts = PromptCache(
             self.load_texts, self.encode_texts, text_encoder_placement, text_cache
         )
@@ -115,7 +115,7 @@ class FolderPolicy(FlowPolicy):
     def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
         """Nest of tensors [n, *] by the text pipeline."""
 
-    def own_process(self) -> Process:
+    def trained_process(self) -> Process:
         """What the network was trained on."""
         return Flow()
 

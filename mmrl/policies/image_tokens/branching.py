@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmrl.core.host import sent
 from mmrl.core.types import Rollout
-from mmrl.policies.image_tokens.network import Inputs, beside, stacked
+from mmrl.policies.image_tokens.network import Inputs, spans
 from samplers.noise import Rng
 
 if TYPE_CHECKING:
@@ -33,44 +33,30 @@ def grow(
     ``branch`` names the edges by rows; of a shared decision the first row's mask has it.
     """
     net = policy.net
-    guided = policy.guidance_scale != 1
     first = torch.arange(0, len(row), images, device=row.device)
     of = torch.arange(len(first), device=row.device).repeat_interleave(images)[: len(row)]
-    unique, rows = group[first].unique(return_inverse=True)
-    inputs = policy.collate([cond[i] for i in unique.tolist()])
-    if guided:
-        inputs = stacked(inputs, policy.empty(inputs))
-        rows = torch.cat([rows, rows + len(unique)])
-    hidden, state = net("begin", inputs, rows)
+    hidden, state = policy.read(cond, group[first])
     uniform = rng.uniform(row, (sum(net.turns),))
     scale = sent(policy.scales(policy.guidance_scale), row.device)
     ids: list[Tensor] = []
     scores: list[Tensor] = []
-    start = 0
-    for k, count in enumerate(net.turns):
+    for k, block in enumerate(spans(net.turns)):
         if k:
             hidden = net("step", ids[-1], state)
         if k == at:
+            guided = policy.guidance_scale != 1
             every = torch.cat([of, of + len(first)]) if guided else of
             hidden = hidden[every]
             ids = [step[of] for step in ids]
             scores = [step[of] for step in scores]
             net("fork", state, every)
         policy.forwards += len(hidden)
-        block = slice(start, start := start + count)
-        features = beside(*hidden.chunk(2), scale[block]) if guided else hidden
-        plain = (
-            hidden[: len(hidden) // 2]
-            if guided and policy.logprob_guidance == "conditional"
-            else None
-        )
-        token, score = policy._decide(
-            features, plain, (uniform[first] if k < at else uniform)[:, block]
-        )
+        draw = uniform[first] if k < at else uniform
+        token, score = policy.draw_block(hidden, scale[block], draw[:, block])
         ids.append(token)
         scores.append(score)
     sample = torch.cat(ids, 1)
-    order = torch.arange(len(ids)).repeat_interleave(torch.tensor(net.turns)).to(row.device)
+    order = policy.blocks_of(sample)
     branch = torch.where(order < at, row[first][of][:, None], row[:, None])
     return Rollout(
         group=group,

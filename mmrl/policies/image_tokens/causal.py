@@ -3,6 +3,7 @@ recomputing."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmrl.policies.image_tokens.network import Inputs, widened
+from mmrl.policies.image_tokens.network import ImageNet, Inputs, widened
 from mmrl.policies.vlm import caches
 
 
@@ -22,6 +23,34 @@ class State:
     mask: Tensor | None  # [B, S]; None: nothing is padded
     place: Tensor  # [B] position of the next token
     count: int = 0  # image tokens so far
+
+
+class CausalImageNet(ImageNet):
+    """Wraps an image model of transformers, whose decoder reads tokens from left to right."""
+
+    def __init__(self, hf: nn.Module):
+        super().__init__()
+        self.hf = hf
+        # accelerate wraps these one by one
+        self._no_split_modules = getattr(hf, "_no_split_modules", None)
+
+    @property
+    def config(self) -> Any:
+        return self.hf.config
+
+    @property
+    @abstractmethod
+    def decoder(self) -> nn.Module: ...
+
+    @property
+    def layers(self) -> int:
+        return self.config.text_config.num_hidden_layers
+
+    def begin(self, inputs: Inputs, rows: Tensor) -> tuple[Tensor, State]:
+        return read(self.decoder, inputs, rows, self.layers)
+
+    def enable_gradient_checkpointing(self) -> None:
+        caches.recompute(self.decoder)
 
 
 def read(decoder: nn.Module, inputs: Inputs, rows: Tensor, layers: int) -> tuple[Tensor, State]:

@@ -4,7 +4,7 @@ log-probs of both."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -161,3 +161,11 @@ def beside(cond: Tensor, empty: Tensor, scale: Tensor) -> Tensor:
 def stacked(inputs: Inputs, empty: Inputs) -> Inputs:
     """Conditional rows, then unconditional ones."""
     return {name: torch.cat([tensor, empty[name]]) for name, tensor in inputs.items()}
+
+
+def spans(turns: Any) -> Iterator[slice]:
+    """Yield where the tokens of every pass stand."""
+    end = 0
+    for count in turns:
+        yield slice(end, end + count)
+        end += count

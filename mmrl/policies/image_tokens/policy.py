@@ -9,7 +9,6 @@ and in the score.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -29,7 +28,7 @@ from mmrl.policies.base import (
     warn_of_mismatch,
 )
 from mmrl.policies.image_tokens.attention import Kernel, available
-from mmrl.policies.image_tokens.network import ImageNet, Inputs, beside, stacked
+from mmrl.policies.image_tokens.network import ImageNet, Inputs, beside, spans, stacked
 from mmrl.policies.tokens import AnswerTokens, TokenPolicy, somewhere
 from samplers.batching import at_width, chunks
 from samplers.noise import Rng
@@ -112,15 +111,9 @@ class ImageTokenPolicy(TokenPolicy):
     ) -> Rollout:
         """Sample the rows of ``group`` [B], all ``passes`` or the first; a prompt is read once for
         all its rows."""
-        unique, rows = group.unique(return_inverse=True)
-        inputs = self.collate([cond[i] for i in unique.tolist()])
-        guided = self.guidance_scale != 1
         net = self.net
-        if guided:
-            inputs = stacked(inputs, self.empty(inputs))
-            rows = torch.cat([rows, rows + len(unique)])
-        self.forwards += len(rows) * len(net.turns)
-        hidden, state = net("begin", inputs, rows)
+        hidden, state = self.read(cond, group)
+        self.forwards += len(hidden) * len(net.turns)
         uniform = rng.uniform(row, (sum(net.turns),))
         scale = sent(self.scales(self.guidance_scale), row.device)
         ids = []
@@ -128,19 +121,11 @@ class ImageTokenPolicy(TokenPolicy):
         for block in list(spans(net.turns))[:passes]:
             if ids:
                 hidden = net("step", ids[-1], state)
-            features = beside(*hidden.chunk(2), scale[block]) if guided else hidden
-            plain = (
-                hidden[: len(row)] if guided and self.logprob_guidance == "conditional" else None
-            )
-            token, score = self._decide(features, plain, uniform[:, block])
+            token, score = self.draw_block(hidden, scale[block], uniform[:, block])
             ids.append(token)
             logprob.append(score)
         tokens = torch.cat(ids, 1)
-        order = (
-            torch.arange(len(ids))
-            .repeat_interleave(torch.tensor(net.turns[: len(ids)]))
-            .to(tokens.device)
-        )
+        order = self.blocks_of(tokens)
         return Rollout(
             group=group,
             cond=cond,
@@ -150,6 +135,30 @@ class ImageTokenPolicy(TokenPolicy):
             mask=self.decided(tokens),
             commit_step=order.expand_as(tokens),
         )
+
+    def read(self, cond: list[Inputs], group: Tensor) -> tuple[Tensor, Any]:
+        """Read the prompts of ``group`` [B], each once: hidden states after them, with guidance
+        [2B, *], the unconditional rows behind, and the state to go on from."""
+        unique, rows = group.unique(return_inverse=True)
+        inputs = self.collate([cond[i] for i in unique.tolist()])
+        if self.guidance_scale != 1:
+            inputs = stacked(inputs, self.empty(inputs))
+            rows = torch.cat([rows, rows + len(unique)])
+        return self.net("begin", inputs, rows)
+
+    def draw_block(self, hidden: Tensor, scale: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw the tokens [B, n] of a block and their log-probs from hidden states [B, n, H], with
+        guidance [2B, n, H]; ``scale`` [n], ``uniform`` [B, n]."""
+        guided = self.guidance_scale != 1
+        features = beside(*hidden.chunk(2), scale) if guided else hidden
+        conditional = guided and self.logprob_guidance == "conditional"
+        return self._decide(features, hidden[: len(uniform)] if conditional else None, uniform)
+
+    def blocks_of(self, ids: Tensor) -> Tensor:
+        """Number the block of each of the tokens ids [B, T], [T]."""
+        turns = torch.tensor(self.net.turns)
+        order = torch.arange(len(turns)).repeat_interleave(turns)
+        return order[: ids.shape[1]].to(ids.device)
 
     def decided(self, ids: Tensor) -> Tensor:
         """Mark which tokens of ids [B, T] are decisions; a family may know some that are not."""
@@ -195,11 +204,3 @@ class ImageTokenPolicy(TokenPolicy):
         size = self.fixed_batch_rows or rows
         parts = [at_width(self.pixels, size, ids[part]) for part in chunks(len(ids), size)]
         return [(part.float() / 2 + 0.5).clamp(0, 1) for part in parts]
-
-
-def spans(turns: Any) -> Iterator[slice]:
-    """Yield where the tokens of every pass stand."""
-    end = 0
-    for count in turns:
-        yield slice(end, end + count)
-        end += count

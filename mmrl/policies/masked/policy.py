@@ -28,6 +28,7 @@ from mmrl.policies.base import (
     first_of_group,
     rows_of,
     warn_of_mismatch,
+    without_empty,
 )
 from mmrl.policies.diffusion.flow_policy import stacked
 from mmrl.policies.tokens import LogitsPolicy, somewhere
@@ -280,7 +281,7 @@ class MaskedDiffusion(LogitsPolicy):
         rows in one pass unless the latter need no gradient."""
         ids = point.state
         rows = point.group
-        cond = {key: value for key, value in point.cond.items() if key != "uncond"}
+        cond = without_empty(point.cond)
         if scale == 1:
             return self._warped(self._pass(ids, cond, rows, point.mask))
         empty = self.empty(point)

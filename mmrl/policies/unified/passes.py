@@ -51,12 +51,12 @@ class Passes(Janus):
         return self.plan.images if self.plan else 1
 
     def encode(self, prompts: list[Prompt]) -> Cond:
-        return [self._taken(prompt)[0] for prompt in prompts]
+        return [self._encoded(prompt)[0] for prompt in prompts]
 
     def rollout(
         self, prompts: list[Prompt], copies: int, rng: Rng, context: RolloutContext = NO_CONTEXT
     ) -> Rollout:
-        encoded_prompts = [self._taken(prompt) for prompt in prompts]
+        encoded_prompts = [self._encoded(prompt) for prompt in prompts]
         cond = [encoded for encoded, _ in encoded_prompts]
         least = self.branches
         if copies % least:
@@ -96,7 +96,7 @@ class Passes(Janus):
         )
         return [rows[part] for part in chunks(len(rows), max(unit, size // unit * unit))]
 
-    def _taken(self, prompt: Prompt) -> tuple[dict[str, Any], Prompt]:
+    def _encoded(self, prompt: Prompt) -> tuple[dict[str, Any], Prompt]:
         """Encode a prompt to tensors [1, *] on the device, and to what rewards see of it."""
         if task_of(prompt) == "generate":
             tensors = drawn(self.processor, texts_of([prompt])[0], self.plan)

@@ -14,8 +14,8 @@ ROOM = 32  # steps a growing cache reserves at once
 
 
 @cache
-def _kinds() -> dict[str, type]:
-    """Layer classes; inside a function since transformers is heavy to import."""
+def _layer() -> type:
+    """Make the base of the layers here; inside a function since transformers is heavy to import."""
     from transformers.cache_utils import DynamicLayer
 
     class Layer(DynamicLayer):
@@ -31,7 +31,12 @@ def _kinds() -> dict[str, type]:
         def get_seq_length(self) -> int:
             return self.length
 
-    class Recorded(Layer):
+    return Layer
+
+
+@cache
+def _recorded() -> type:
+    class Recorded(_layer()):
         """Of a prompt: what is first computed is kept, and the same when it is computed again for
         the gradient."""
 
@@ -41,7 +46,12 @@ def _kinds() -> dict[str, type]:
                 self.values = value_states
             return key_states, value_states
 
-    class Continued(Layer):
+    return Recorded
+
+
+@cache
+def _continued() -> type:
+    class Continued(_layer()):
         """Of answers scored in one pass: nothing is kept, so the pass can be repeated for the
         gradient."""
 
@@ -50,7 +60,12 @@ def _kinds() -> dict[str, type]:
                 [self.values, value_states], -2
             )
 
-    class Growing(Layer):
+    return Continued
+
+
+@cache
+def _growing() -> type:
+    class Growing(_layer()):
         """Of answers in the making: written in place, with room for steps to come."""
 
         def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> KV:
@@ -69,7 +84,7 @@ def _kinds() -> dict[str, type]:
         def kv(self) -> KV:
             return self.keys, self.values
 
-    return {"recorded": Recorded, "continued": Continued, "growing": Growing}
+    return Growing
 
 
 def _roomy(x: Tensor, length: int, room: int) -> Tensor:
@@ -80,27 +95,17 @@ def _roomy(x: Tensor, length: int, room: int) -> Tensor:
 
 def recorded(layers: int) -> Any:
     """An empty cache that keeps what a prompt's pass computes."""
-    return _of([_kinds()["recorded"]() for _ in range(layers)])
+    return _of([_recorded()() for _ in range(layers)])
 
 
 def continued(key_values: list[KV], rows: Tensor) -> Any:
     """The prompts of ``rows`` [B], for answers that are scored in one pass."""
-    return _of(
-        [
-            _kinds()["continued"](k.index_select(0, rows), v.index_select(0, rows))
-            for k, v in key_values
-        ]
-    )
+    return _of([_continued()(*(x.index_select(0, rows) for x in kv)) for kv in key_values])
 
 
 def growing(key_values: list[KV], rows: Tensor) -> Any:
     """The prompts of ``rows`` [B], for answers that are sampled token by token."""
-    return _of(
-        [
-            _kinds()["growing"](k.index_select(0, rows), v.index_select(0, rows))
-            for k, v in key_values
-        ]
-    )
+    return _of([_growing()(*(x.index_select(0, rows) for x in kv)) for kv in key_values])
 
 
 def select(grown: Any, rows: Tensor) -> None:

@@ -186,7 +186,7 @@ class VLM(Passes):
 
     def recall(self, prompts: list[Prompt]) -> tuple[list[Encoded], list[Prompt]]:
         """Encode prompts, and give them as ``rollout`` returns them."""
-        taken = [self._taken(prompt) for prompt in prompts]
+        taken = [self._encoded(prompt) for prompt in prompts]
         return [encoded for encoded, _ in taken], [
             {**prompt, "view": view} for prompt, (_, view) in zip(prompts, taken, strict=True)
         ]

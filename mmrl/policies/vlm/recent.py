@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
+
+from cachetools import LRUCache
 
 
 class Recent:
@@ -14,22 +15,13 @@ class Recent:
     """
 
     def __init__(self, size: int):
-        self.size = size
-        self.used = 0
-        self.entries: OrderedDict[int, tuple[Any, Any, int]] = OrderedDict()
+        self.entries = LRUCache(size, getsizeof=lambda entry: entry[2])
 
     def get(self, key: Any) -> Any:
-        """None where nothing is kept."""
-        if id(key) not in self.entries:
-            return None
-        self.entries.move_to_end(id(key))
-        return self.entries[id(key)][1]
+        """Return what was made of ``key``, None where that is forgotten."""
+        return self.entries.get(id(key), (key, None))[1]
 
     def put(self, key: Any, value: Any, cost: int) -> None:
-        """``cost``: bytes of ``value``."""
-        if cost > self.size:
-            return
-        self.entries[id(key)] = (key, value, cost)
-        self.used += cost
-        while self.used > self.size:
-            self.used -= self.entries.popitem(last=False)[1][2]
+        """Remember ``value``, which takes ``cost`` bytes; not what alone would be too large."""
+        if cost <= self.entries.maxsize:
+            self.entries[id(key)] = (key, value, cost)

@@ -123,7 +123,7 @@ class Passes(TokenPolicy):
             looked_at.append(looked)
         return features.joined(looked_at)
 
-    def _taken(self, prompt: Prompt) -> tuple[Encoded, dict[str, Any]]:
+    def _encoded(self, prompt: Prompt) -> tuple[Encoded, dict[str, Any]]:
         """Encode a prompt, on the device, with its view: what was encoded lately is not encoded
         again."""
         entry = self.recent.get(prompt)

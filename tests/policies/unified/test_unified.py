@@ -251,7 +251,7 @@ def test_answers_are_those_of_the_vlm_policy(make, folder):
     ids = rollout.sample[:, :5]
     point = Point(
         group=rollout.group,
-        cond=[vlm._taken(p)[0] for p in (ASKED, MIXED[3])],
+        cond=[vlm._encoded(p)[0] for p in (ASKED, MIXED[3])],
         row_id=rollout.row_id,
         state=ids.clamp_min(0),
         target=ids.clamp_min(0),

@@ -17,6 +17,7 @@ from mmrl.core.types import Completion, Point, Rewards
 from mmrl.objectives import PolicyGradient, Text
 from mmrl.objectives.importance_sampling import Importance
 from mmrl.policies.vlm.policy import VLM
+from mmrl.policies.vlm.recent import Recent
 from mmrl.train.trainer import Trainer
 from samplers.noise import Rng
 from samplers.warp import Warp
@@ -248,9 +249,11 @@ def test_a_prompt_is_encoded_once_and_forgotten_when_there_is_no_room(policy):
     assert len(calls) == 3 and torch.equal(first.sample, again.sample)
     rolled(one, prompts())
     assert len(calls) == 6, "other objects, which might differ"
-    one.recent.size = one.recent.used - 1
+    one.recent.entries.clear()
     rolled(one, prompts())
-    assert one.recent.used <= one.recent.size and len(one.recent.entries) < 9
+    one.recent = Recent(one.recent.entries.currsize - 1)
+    rolled(one, prompts())
+    assert 0 < len(one.recent.entries) < 3
 
 
 def test_an_image_changes_its_own_rows_only(policy):

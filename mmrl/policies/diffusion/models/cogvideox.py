@@ -73,7 +73,7 @@ class CogVideoX(VideoFolderPolicy):
             part, *self.size, frames, torch.device("cpu")
         )
 
-    def own_process(self) -> Process:
+    def trained_process(self) -> Process:
         from diffusers import CogVideoXDDIMScheduler
 
         self.scheduler = diffusers_folder.load_part(CogVideoXDDIMScheduler, self.place, "scheduler")

@@ -50,8 +50,8 @@ class LCM(SD):
         self.embedded_guidance = embedded_guidance
         super().__init__(path, steps=steps, sde_type=sde_type, noise_window=noise_window, **options)
 
-    def own_process(self) -> Process:
-        known = super().own_process()
+    def trained_process(self) -> Process:
+        known = super().trained_process()
         return Consistent(
             known.prediction, known.alphas, scaling=self.scheduler.config.timestep_scaling
         )

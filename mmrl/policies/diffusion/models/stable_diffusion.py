@@ -47,7 +47,7 @@ class UNetPolicy(FolderPolicy):
             *(self.latent_side(side, factor, factor) for side in self.size),
         )
 
-    def own_process(self) -> Process:
+    def trained_process(self) -> Process:
         """That of the folder's scheduler, whose timesteps are taken too, with its spacing and
         offset."""
         self.scheduler = self.load_part(self.scheduler_class, "scheduler")

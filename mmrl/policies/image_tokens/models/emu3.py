@@ -21,22 +21,20 @@ from mmrl.core.types import Prompt
 from mmrl.policies.diffusion.text_encoding import texts_of
 from mmrl.policies.image_tokens import causal
 from mmrl.policies.image_tokens.attention import Kernel, available, of_transformers
-from mmrl.policies.image_tokens.network import ImageNet, Inputs
+from mmrl.policies.image_tokens.network import Inputs
 from mmrl.policies.image_tokens.policy import ImageTokenPolicy
 from mmrl.policies.lora import Lora, ending_like
-from mmrl.policies.vlm import caches
 
 Storage = Literal["float32", "bfloat16", "float16"]
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-class Emu3Net(ImageNet):
+class Emu3Net(causal.CausalImageNet):
     """An Emu3ForConditionalGeneration that reads text and writes the visual tokens of H x W images
     by their number."""
 
     def __init__(self, hf: nn.Module, grid: tuple[int, int]):
-        super().__init__()
-        self.hf = hf
+        super().__init__(hf)
         self.grid = grid
         self.turns = (1,) * (grid[0] * grid[1])
         mapping = hf.vocabulary_mapping
@@ -47,19 +45,10 @@ class Emu3Net(ImageNet):
         self.end = mapping.eol_token_id
         self.vocab = len(ids)
         self.hidden = hf.config.text_config.hidden_size
-        # accelerate wraps these one by one
-        self._no_split_modules = getattr(hf, "_no_split_modules", None)
-
-    @property
-    def config(self) -> Any:
-        return self.hf.config
 
     @property
     def decoder(self) -> nn.Module:
         return self.hf.model.text_model
-
-    def begin(self, inputs: Inputs, rows: Tensor) -> tuple[Tensor, causal.State]:
-        return causal.read(self.decoder, inputs, rows, self.config.text_config.num_hidden_layers)
 
     def step(self, ids: Tensor, state: causal.State) -> Tensor:
         """A row's last token and its end go through the network together."""
@@ -90,9 +79,6 @@ class Emu3Net(ImageNet):
         return F.linear(
             hidden, weight[first : first + self.vocab] if self.adjacent else weight[self.visual]
         )
-
-    def enable_gradient_checkpointing(self) -> None:
-        caches.recompute(self.decoder)
 
     def add_adapter(self, config: Any) -> None:
         self.hf.add_adapter(config)

@@ -25,10 +25,9 @@ from mmrl.core.types import Media, Prompt, Rollout
 from mmrl.policies.diffusion.text_encoding import texts_of
 from mmrl.policies.image_tokens import causal
 from mmrl.policies.image_tokens.attention import Kernel, available, of_transformers
-from mmrl.policies.image_tokens.network import ImageNet, Inputs
+from mmrl.policies.image_tokens.network import Inputs
 from mmrl.policies.image_tokens.policy import ImageTokenPolicy
 from mmrl.policies.lora import Lora, ending_like
-from mmrl.policies.vlm import caches
 from samplers.batching import chunks
 from samplers.noise import Rng
 
@@ -37,13 +36,12 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 NOISE = 16  # step of the keyed noise that the decoder begins with
 
 
-class GlmNet(ImageNet):
+class GlmNet(causal.CausalImageNet):
     """A GlmImageForConditionalGeneration that writes images of these ``grids`` (H, W), one after
     the other."""
 
     def __init__(self, hf: nn.Module, grids: Sequence[tuple[int, int]]):
-        super().__init__()
-        self.hf = hf
+        super().__init__(hf)
         self.vocab = hf.config.vq_config.num_embeddings
         self.hidden = hf.config.text_config.hidden_size
         offsets = []
@@ -55,19 +53,10 @@ class GlmNet(ImageNet):
         # [3, T] from the text's end on
         self.register_buffer("offsets", torch.cat(offsets, 1), persistent=False)
         self.turns = (1,) * self.offsets.shape[1]
-        # accelerate wraps these one by one
-        self._no_split_modules = getattr(hf, "_no_split_modules", None)
-
-    @property
-    def config(self) -> Any:
-        return self.hf.config
 
     @property
     def decoder(self) -> nn.Module:
         return self.hf.model.language_model
-
-    def begin(self, inputs: Inputs, rows: Tensor) -> tuple[Tensor, causal.State]:
-        return causal.read(self.decoder, inputs, rows, self.config.text_config.num_hidden_layers)
 
     def step(self, ids: Tensor, state: causal.State) -> Tensor:
         places = self.offsets[:, None, state.count : state.count + 1] + state.place[:, None]
@@ -89,9 +78,6 @@ class GlmNet(ImageNet):
         """Of the tokens of images alone: the head has some for their beginnings and ends
         besides."""
         return F.linear(hidden, self.hf.lm_head.weight[: self.vocab])
-
-    def enable_gradient_checkpointing(self) -> None:
-        caches.recompute(self.decoder)
 
     def add_adapter(self, config: Any) -> None:
         self.hf.add_adapter(config)

@@ -17,31 +17,29 @@ from mmrl.core.errors import UserError
 from mmrl.core.registry import POLICIES, locate
 from mmrl.core.types import Prompt
 from mmrl.policies.image_tokens import causal
-from mmrl.policies.image_tokens.network import ImageNet, Inputs
+from mmrl.policies.image_tokens.network import Inputs
 from mmrl.policies.image_tokens.policy import ImageTokenPolicy
-from mmrl.policies.vlm import caches
 
 Storage = Literal["float32", "bfloat16", "float16"]
 
 
-class ImageGPTNet(ImageNet):
+class ImageGPTNet(causal.CausalImageNet):
     """An ImageGPTForCausalImageModeling. Inputs: ``ids`` [P, 1], the token that begins an image,
     and its mask."""
 
     def __init__(self, hf: nn.Module):
-        super().__init__()
-        self.hf = hf
+        super().__init__(hf)
         self.turns = (1,) * hf.config.n_positions
         self.vocab = hf.config.vocab_size - 1
         self.hidden = hf.config.n_embd
-        self._no_split_modules = getattr(hf, "_no_split_modules", None)
 
     @property
-    def config(self) -> Any:
-        return self.hf.config
+    def decoder(self) -> nn.Module:
+        return self.hf.transformer
 
-    def begin(self, inputs: Inputs, rows: Tensor) -> tuple[Tensor, causal.State]:
-        return causal.read(self.hf.transformer, inputs, rows, self.config.n_layer)
+    @property
+    def layers(self) -> int:
+        return self.config.n_layer
 
     def step(self, ids: Tensor, state: causal.State) -> Tensor:
         return causal.advance(self.hf.transformer, ids, state)
@@ -53,9 +51,6 @@ class ImageGPTNet(ImageNet):
 
     def vocabulary(self, hidden: Tensor) -> Tensor:
         return self.hf.lm_head(hidden)
-
-    def enable_gradient_checkpointing(self) -> None:
-        caches.recompute(self.hf.transformer)
 
 
 @POLICIES.register("imagegpt")

@@ -77,7 +77,7 @@ def run(hf: Any, inputs: dict[str, Tensor], recorder: _Recorder, synced: bool) -
         pad_token_id=recorder.ending.pad,
         use_cache=True,
     )
-    with _own_options(hf, config):
+    with _without_own_options(hf, config):
         hf.generate(
             **inputs,
             generation_config=config,
@@ -88,7 +88,7 @@ def run(hf: Any, inputs: dict[str, Tensor], recorder: _Recorder, synced: bool) -
 
 
 @contextmanager
-def _own_options(hf: Any, config: Any) -> Any:
+def _without_own_options(hf: Any, config: Any) -> Any:
     """Without the checkpoint's generation options, which would fill what ``config`` leaves open."""
     before = hf.generation_config
     hf.generation_config = config

@@ -1,0 +1,28 @@
+"""Which samples of a batch belong together: those of one prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def groups_of(prompts: Sequence[dict]) -> list[list[int]]:
+    """The rows of every group: those with one ``group``, or without it neighbours with one
+    prompt."""
+    rows_of_group: dict[Any, list[int]] = {}
+    run = 0
+    for row, prompt in enumerate(prompts):
+        if row and "group" not in prompt and not alike(prompt, prompts[row - 1]):
+            run += 1
+        rows_of_group.setdefault(prompt.get("group", ("run", run)), []).append(row)
+    return list(rows_of_group.values())
+
+
+def alike(first: Mapping, second: Mapping) -> bool:
+    """Whether two prompts are the same object, or equal; what cannot be compared is not equal."""
+    if first is second:
+        return True
+    try:
+        return bool(first == second)
+    except (ValueError, RuntimeError):  # arrays
+        return False
