@@ -16,7 +16,7 @@ from mmrl.core.errors import UserError
 
 
 def world() -> tuple[int, int]:
-    """(rank, number of processes); (0, 1) without torch.distributed."""
+    """Return (rank, number of processes); (0, 1) without torch.distributed."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     return dist.get_rank(), dist.get_world_size()
@@ -32,24 +32,24 @@ def leave() -> None:
 
 
 def all_sum(x: Tensor) -> Tensor:
-    """The sum over processes of tensors of one shape, in their own dtype; ``x`` stays as it is."""
+    """Sum over processes tensors of one shape, in their own dtype; ``x`` stays as it is."""
     return _reduce(x, dist.ReduceOp.SUM) if world()[1] > 1 else x
 
 
 def all_max(x: Tensor) -> Tensor:
-    """The elementwise maximum over processes of tensors of one shape."""
+    """Take the elementwise maximum over processes of tensors of one shape."""
     return _reduce(x, dist.ReduceOp.MAX) if world()[1] > 1 else x
 
 
 def largest(number: int, device: torch.device | str) -> int:
-    """The largest of the processes' numbers, for which one process asks no device; a collective
-    call."""
+    """Return the largest of the processes' numbers, for which one process asks no device; a
+    collective call."""
     return int(all_max(torch.tensor(number, device=device))) if world()[1] > 1 else number
 
 
 def all_gather_rows(x: Tensor) -> Tensor:
-    """[B_0 + B_1 + ..., *] the rows [B_r, *] of every process in order of rank; B_r may differ and
-    may be 0."""
+    """Gather the rows [B_r, *] of every process in order of rank: [B_0 + B_1 + ..., *]; B_r may
+    differ and may be 0."""
     size = world()[1]
     if size == 1:
         return x
@@ -69,8 +69,8 @@ def all_gather_rows(x: Tensor) -> Tensor:
 
 
 def all_gather_json(rows: Sequence[Any], device: torch.device | str = "cpu") -> list[Any]:
-    """The rows of every process in order of rank, each fit for JSON, through which all of them
-    go."""
+    """Gather the rows of every process in order of rank, each fit for JSON, through which all of
+    them go."""
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
     sent = torch.tensor(list(lines), dtype=torch.uint8, device=device)
     return [
@@ -81,19 +81,19 @@ def all_gather_json(rows: Sequence[Any], device: torch.device | str = "cpu") -> 
 
 
 def all_gather_plain(value: Any) -> list[Any]:
-    """Plain data, fit for JSON, of every process in order of rank."""
+    """Gather plain data, fit for JSON, of every process in order of rank."""
     return all_gather_json([value])
 
 
 class StopAll(UserError):
-    """A UserError that every process raises at the same place, so that they can still act in common
-    before they end."""
+    """Is a UserError that every process raises at the same place, so that they can still act in
+    common before they end."""
 
 
 @contextmanager
 def together() -> Iterator[None]:
-    """A UserError that ends this block on one process is raised by all: nobody waits for one that
-    has gone.
+    """Raise on all processes a UserError that ends this block on one: nobody waits for one that has
+    gone.
 
     Entering and leaving is a collective call; the block itself must make none.
     """
@@ -117,5 +117,6 @@ def _reduce(x: Tensor, op: dist.ReduceOp) -> Tensor:
 
 
 def _placed(x: Tensor) -> Tensor:
-    """On a device the process group can talk about: NCCL alone knows no CPU tensors."""
+    """Move a tensor to a device the process group can talk about: NCCL alone knows no CPU
+    tensors."""
     return x.cuda() if dist.get_backend() == "nccl" and not x.is_cuda else x

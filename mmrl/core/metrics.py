@@ -27,7 +27,7 @@ def observe(name: str, value: Tensor, mask: Tensor | None = None) -> None:
 
 
 class Meter:
-    """Running count, sum and maximum by name, reduced over all processes when read."""
+    """Counts, sums and takes maxima by name, reduced over all processes when read."""
 
     def __init__(self):
         self.sums: dict[str, Tensor] = {}  # name -> [2] float64: sum and count
@@ -43,7 +43,7 @@ class Meter:
             _listening.remove(self)
 
     def mark(self) -> tuple[dict[str, Tensor], ...]:
-        """What was recorded so far, for ``restore``."""
+        """Return what was recorded so far, for ``restore``."""
         return dict(self.sums), dict(self.tops), dict(self.sizes)
 
     def restore(self, mark: tuple[dict[str, Tensor], ...]) -> None:
@@ -66,15 +66,16 @@ class Meter:
         )
 
     def mean(self, name: str) -> float:
-        """Mean over everything observed on all processes; a collective call. NaN if nothing was."""
+        """Return the mean over everything observed on all processes; a collective call. NaN if
+        nothing was."""
         total, count = distributed.all_sum(
             self.sums.get(name, torch.zeros(2, dtype=torch.float64))
         ).tolist()
         return total / count if count else float("nan")
 
     def means(self) -> dict[str, float]:
-        """Mean of every name, as ``mean`` gives it, by one collective call and one wait for the
-        device."""
+        """Return the mean of every name, as ``mean`` gives it, by one collective call and one wait
+        for the device."""
         names = sorted(self.sums)
         if not names:
             return {}
@@ -88,8 +89,8 @@ class Meter:
         }
 
     def size(self, name: str) -> float:
-        """Mean absolute value of what was observed on all processes; a collective call. 0 if
-        nothing was."""
+        """Return the mean absolute value of what was observed on all processes; a collective call.
+        0 if nothing was."""
         nothing = torch.zeros(2, dtype=torch.float64)
         pair = (
             torch.stack([self.sizes[name], self.sums[name][1]]) if name in self.sizes else nothing
@@ -98,7 +99,7 @@ class Meter:
         return total / max(count, 1)
 
     def top(self, name: str) -> float:
-        """Largest absolute value on any process; a collective call."""
+        """Return the largest absolute value on any process; a collective call."""
         return float(distributed.all_max(self.tops.get(name, torch.zeros((), dtype=torch.float64))))
 
 

@@ -10,17 +10,17 @@ from torch import Tensor, nn
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Is it a DTensor?"""
+    """Say whether a tensor is a DTensor."""
     return _is(tensor, "torch.distributed.tensor", "DTensor")
 
 
 def shards(module: nn.Module) -> bool:
-    """Does FSDP2 gather and free this module's parameters?"""
+    """Say whether FSDP2 gathers and frees this module's parameters."""
     return _is(module, "torch.distributed.fsdp", "FSDPModule")
 
 
 def extent(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(start, size) of this process's part of a tensor inside the whole one."""
+    """Return (start, size) of this process's part of a tensor inside the whole one."""
     if not is_sharded(tensor):
         return (0,) * tensor.ndim, tuple(tensor.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -32,8 +32,8 @@ def extent(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def like(tensor: Tensor, part: Tensor) -> Tensor:
-    """This process's ``part`` as a tensor that is sharded as ``tensor`` is; itself where that is
-    not."""
+    """Make of this process's ``part`` a tensor that is sharded as ``tensor`` is; itself where that
+    is not."""
     if not is_sharded(tensor):
         return part
     from torch.distributed.tensor import DTensor

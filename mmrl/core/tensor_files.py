@@ -15,7 +15,7 @@ OFFSETS = "DCP_SHARDING_INFO"  # in a file's header: where in the whole tensors 
 
 
 class Block(NamedTuple):
-    """What one file holds of a tensor."""
+    """Says what one file holds of a tensor."""
 
     file: Path
     start: tuple[int, ...]  # its first element in the whole tensor
@@ -23,7 +23,7 @@ class Block(NamedTuple):
 
 
 class Part(Mapping[str, Tensor]):
-    """The tensors of one part on disk, each read when it is asked for, whole or a block of it."""
+    """Reads the tensors of one part on disk, each when it is asked for, whole or a block of it."""
 
     def __init__(self, files: Sequence[Path]):
         from safetensors import safe_open
@@ -45,17 +45,17 @@ class Part(Mapping[str, Tensor]):
         return len(self.blocks)
 
     def __getitem__(self, name: str) -> Tensor:
-        """The whole tensor."""
+        """Read the whole tensor."""
         shape = self.shape(name)
         return self.block(name, (0,) * len(shape), shape)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Return the shape of the whole tensor."""
         ends = [[a + n for a, n in zip(block.start, block.size)] for block in self.blocks[name]]
         return tuple(map(max, zip(*ends)))
 
     def block(self, name: str, start: Sequence[int], size: Sequence[int]) -> Tensor:
-        """A tensor of ``size`` that begins at ``start`` of the whole one; nothing else is read."""
+        """Read a tensor of ``size`` that begins at ``start`` of the whole one, and nothing else."""
         joined = None
         for block in self.blocks[name]:
             first = [max(a, b) for a, b in zip(start, block.start)]

@@ -21,7 +21,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2, "float64": 8}
 
 @dataclass(frozen=True)
 class Layers:
-    """``count`` transformer layers of ``width`` channels on ``tokens`` tokens each."""
+    """Describes ``count`` transformer layers of ``width`` channels on ``tokens`` tokens each."""
 
     count: float
     tokens: int
@@ -30,7 +30,7 @@ class Layers:
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of a model. None: unknown."""
+    """Holds the sizes of a model. None: unknown."""
 
     parameters: int | None
     trained: int | None
@@ -43,7 +43,8 @@ class Model:
 
 
 def layers_of(policy: Any) -> tuple[Layers, ...]:
-    """The layers of a diffusion policy's network, from its config and the shape of its latents."""
+    """Find the layers of a diffusion policy's network, from its config and the shape of its
+    latents."""
     config = policy.config
     if getattr(config, "block_out_channels", None):
         return _unet(policy)
@@ -56,7 +57,7 @@ def layers_of(policy: Any) -> tuple[Layers, ...]:
 
 
 def tokens_of(policy: Any) -> tuple[int, int]:
-    """(tokens of the latents and of images beside them, tokens of text in the same sequence)."""
+    """Count tokens: of the latents and of images beside them, and of text in the same sequence."""
     config = policy.config
     shape = policy.shape
     frames = 1 if len(shape) == 3 else shape[1]  # channels, frames, height, width
@@ -72,7 +73,7 @@ def tokens_of(policy: Any) -> tuple[int, int]:
 
 
 def _patch(policy: Any) -> int:
-    """Latents a side of a token."""
+    """Return the latents a side of a token."""
     if policy.pipeline.startswith(("FluxPipeline", "FluxKontext", "QwenImage", "ZImage")):
         return 2
     patch = policy.config.patch_size
@@ -80,8 +81,8 @@ def _patch(policy: Any) -> int:
 
 
 def _unet(policy: Any) -> tuple[Layers, ...]:
-    """Levels of a UNet: a residual block keeps about a third of a transformer layer, attention as
-    many as there are."""
+    """Describe the levels of a UNet: a residual block keeps about a third of a transformer layer,
+    attention as many as there are."""
     config = policy.config
     pixels = policy.shape[-2] * policy.shape[-1]
     channels = config.block_out_channels
@@ -96,8 +97,8 @@ def _unet(policy: Any) -> tuple[Layers, ...]:
 
 
 def activations(model: Model, rows: int, half: bool, checkpointing: bool) -> int:
-    """Of one pass with gradients: what its layers keep; with checkpointing the entry of each and
-    one whole layer."""
+    """Estimate what the layers keep of one pass with gradients; with checkpointing the entry of
+    each and one whole layer."""
     size = 1 if half else 2
     whole = [KEPT * size * layers.tokens * layers.width * rows for layers in model.layers]
     if not checkpointing:
@@ -117,7 +118,7 @@ def memory(
     optimizer: int = 8,
     offload: bool = False,
 ) -> dict[str, float | None]:
-    """Bytes on one device by what they are for; None where a size is unknown.
+    """Estimate bytes on one device by what they are for; None where a size is unknown.
 
     rows: of a pass, guided ones twice. snapshots: copies of the trained weights. stored: bytes of
     the rollout's latents. optimizer: bytes it keeps a parameter.
@@ -145,7 +146,7 @@ def memory(
 
 
 def peak(parts: dict[str, float | None], model: Model, shards: int = 1) -> float | None:
-    """Bytes at the fullest moment of an update; with ``shards`` > 1 weights, gradients and
+    """Estimate bytes at the fullest moment of an update; with ``shards`` > 1 weights, gradients and
     optimizer are shared out (FSDP2). None if the network's size is unknown."""
     if parts["network"] is None:
         return None

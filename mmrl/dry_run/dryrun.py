@@ -27,8 +27,8 @@ from samplers.windows import FIXED
 
 @dataclass(frozen=True)
 class Report:
-    """What is known of a run. Bytes of memory are of one device; None is unknown, and ``unknown``
-    says why."""
+    """Holds what is known of a run. Bytes of memory are of one device; None is unknown, and
+    ``unknown`` says why."""
 
     policy: str
     path: str
@@ -72,7 +72,7 @@ def dry_run(path: Path, overrides: Sequence[str] = (), processes: int = 1) -> Re
 
 
 def _of_folder(report: Report, resolved: Resolved, configuration: configs.Config) -> Report:
-    """A family in diffusers' format: the real constructor on its config files."""
+    """Report on a family in diffusers' format, by the real constructor on its config files."""
     place = _folder(report.path)
     if place is None:
         return replace(report, unknown=(_why(report.path),))
@@ -125,8 +125,8 @@ def _of_folder(report: Report, resolved: Resolved, configuration: configs.Config
 
 
 def _folder(path: str) -> Path | None:
-    """Where the config files of a model are: a local folder, what was built of the embedded world,
-    or our table."""
+    """Find the config files of a model: a local folder, what was built of the embedded world, or
+    our table."""
     if path.startswith("world:"):
         built = sorted(root().glob(f"{path.removeprefix('world:')}-*/model_index.json"))
         return built[-1].parent if built else None
@@ -150,8 +150,8 @@ def _why(path: str) -> str:
 def _parameters(
     path: str, policy: FolderPolicy, entry: type[FolderPolicy]
 ) -> tuple[tuple, int | None, int | None]:
-    """((of the network, of its adapters per rank), of the autoencoder, of the encoders), counted or
-    from the table."""
+    """Count parameters, or read them in the table: ((of the network, of its adapters per rank), of
+    the autoencoder, of the encoders)."""
     known = published.table()["models"].get(path)
     if known is not None:
         count = known["parameters"]
@@ -174,7 +174,7 @@ def _adapted(lora: Lora | int, per_rank: int) -> int | None:
 
 
 def _of_others(report: Report, resolved: Resolved, configuration: configs.Config) -> Report:
-    """Models that write tokens: what the table knows of them."""
+    """Report on models that write tokens, by what the table knows of them."""
     known = published.table()["encoders"].get(published.table()["texts"].get(report.path))
     options = resolved.options
     rows = report.plan.rows

@@ -50,8 +50,8 @@ class Hollow(nn.Module):
 
 
 class _Weightless:
-    """Before a family in diffusers' folder format: its networks hollow, its autoencoder on the meta
-    device."""
+    """Makes a family in diffusers' folder format hollow: networks without weights, its autoencoder
+    on the meta device."""
 
     def load_part(self, name: str, subfolder: str, dtype: torch.dtype | None = None) -> Any:
         import diffusers
@@ -67,7 +67,7 @@ class _Weightless:
 
 
 class _Counting:
-    """Before any flow policy: encodes, computes and decodes nothing."""
+    """Makes any flow policy encode, compute and decode nothing."""
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
         return {"rows": torch.zeros(len(prompts), 1), "uncond": {"rows": torch.zeros(1, 1)}}
@@ -89,7 +89,7 @@ class _Counting:
 
 
 def hollow(entry: type[FolderPolicy], place: Path, options: dict[str, Any]) -> FolderPolicy:
-    """The policy that ``entry(path, **options)`` would be, from config files alone. Raises
+    """Make the policy that ``entry(path, **options)`` would be, from config files alone. Raises
     UserError as it does."""
     light_options = {
         key: value
@@ -102,7 +102,7 @@ def hollow(entry: type[FolderPolicy], place: Path, options: dict[str, Any]) -> F
 
 @dataclass(frozen=True)
 class Counted:
-    """One iteration of all processes: rows through the network, and what was kept of the
+    """Counts one iteration of all processes: rows through the network, and what was kept of the
     weights."""
 
     sampling: int
@@ -113,7 +113,7 @@ class Counted:
 
 
 def counted(policy: FlowPolicy, configuration: Config, options: TrainOptions) -> Counted:
-    """An iteration with this configuration's objective and advantage, on a hollow policy, whose
+    """Run an iteration with this configuration's objective and advantage, on a hollow policy, whose
     latents it shrinks."""
     policy.__class__ = type(type(policy).__name__, (_Counting, type(policy)), {})
     policy.shape = (1,) * len(policy.shape)
@@ -171,5 +171,5 @@ def _watched(collect: Callable, policy: FlowPolicy, rows_after: dict[str, int]) 
 
 
 def _noise(media: Media, prompts: list[Prompt]) -> Tensor:
-    """Rewards that differ."""
+    """Return rewards that differ."""
     return torch.arange(len(prompts), dtype=torch.float32).mul(math.pi).sin()

@@ -10,7 +10,7 @@ GIB = 2**30
 
 
 def lines(report: Report) -> Iterator[str]:
-    """One line each: what, and its numbers."""
+    """Write one line each: what, and its numbers."""
     plan = report.plan
     train = report.train
     yield f"policy      {report.policy}: {report.path}"

@@ -22,8 +22,8 @@ FILE = Path(__file__).with_name("published.json")
 
 @cache
 def table() -> dict[str, Any]:
-    """``models`` by hub id, ``encoders`` by name, ``others``: models that are no diffusers
-    folder."""
+    """Read the table: ``models`` by hub id, ``encoders`` by name, ``others``: models that are no
+    diffusers folder."""
     return json.loads(FILE.read_text())
 
 
@@ -34,8 +34,8 @@ def _made() -> tempfile.TemporaryDirectory:
 
 @cache
 def folder(name: str) -> Path | None:
-    """A diffusers folder of config files alone, as that hub id has them; None if it is not in the
-    table."""
+    """Make a diffusers folder of config files alone, as that hub id has them; None if it is not in
+    the table."""
     known = table()["models"].get(name)
     if known is None:
         return None
@@ -51,7 +51,7 @@ def folder(name: str) -> Path | None:
 
 
 def encoders(name: str) -> int | None:
-    """Parameters of a model's text and image encoders."""
+    """Count the parameters of a model's text and image encoders."""
     known = table()["models"].get(name)
     return (
         None
@@ -61,7 +61,7 @@ def encoders(name: str) -> int | None:
 
 
 def on_meta(name: str, config: dict[str, Any]) -> nn.Module:
-    """A part of a diffusers model by its class's name, without memory for its weights."""
+    """Make a part of a diffusers model by its class's name, without memory for its weights."""
     import diffusers
 
     cls = getattr(diffusers, name)
@@ -76,7 +76,8 @@ def parameters(net: nn.Module) -> int:
 
 
 def per_rank(net: nn.Module, suffixes: Sequence[str]) -> int:
-    """Parameters that one rank of LoRA adds: inputs plus outputs of every adapted layer."""
+    """Count the parameters that one rank of LoRA adds: inputs plus outputs of every adapted
+    layer."""
     return sum(
         sum(layer.weight.shape)
         for name, layer in net.named_modules()
@@ -86,7 +87,7 @@ def per_rank(net: nn.Module, suffixes: Sequence[str]) -> int:
 
 
 def encoder_on_meta(spec: dict[str, Any]) -> nn.Module:
-    """A text encoder of transformers by its classes' names and config values."""
+    """Make a text encoder of transformers by its classes' names and config values."""
     import transformers
 
     config = getattr(transformers, spec["config_class"])(**spec["config"])

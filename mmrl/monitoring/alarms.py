@@ -24,8 +24,8 @@ SHORT = 10  # iterations whose median stands for a moment of the run
 
 @dataclass(frozen=True)
 class AlarmOptions:
-    """``alarms:`` of a configuration. An alarm is an event and a line on the terminal; it changes
-    nothing."""
+    """Holds ``alarms:`` of a configuration. An alarm is an event and a line on the terminal; it
+    changes nothing."""
 
     enabled: bool = True
     # iterations that a trend is looked for in; also in 4 and 16 times as many
@@ -39,7 +39,7 @@ class AlarmOptions:
 
 
 class Alarm(NamedTuple):
-    """What was found: ``kind`` is what it is about, ``numbers`` are those it was found by."""
+    """Says what was found: ``kind`` is what it is about, ``numbers`` are those it was found by."""
 
     kind: str
     message: str
@@ -93,7 +93,8 @@ class Alarms:
             self.columns.setdefault(name, []).append(number)
 
     def _exploited(self) -> Iterator[Alarm]:
-        """The reward rises and a monitor falls, both beyond ``z``, in one of the windows."""
+        """Find a reward that rises while a monitor falls, both beyond ``z``, in one of the
+        windows."""
         reward = self.columns.get("reward/mean", [])
         for name in self.monitors:
             monitor = self.columns[curve(name)]
@@ -178,8 +179,8 @@ def exploited(
 
 
 def ends(values: Sequence[float]) -> tuple[float, float]:
-    """Medians of the first and of the last iterations; NaN, which no rule finds alarming, while
-    there are too few."""
+    """Return the medians of the first and of the last iterations; NaN, which no rule finds
+    alarming, while there are too few."""
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) < 2 * SHORT:
         return math.nan, math.nan
@@ -187,8 +188,8 @@ def ends(values: Sequence[float]) -> tuple[float, float]:
 
 
 def trend(values: Sequence[float]) -> float:
-    """Mann-Kendall's test (Mann 1945): how many standard errors the number of rises exceeds that of
-    falls.
+    """Compute Mann-Kendall's test (Mann 1945): how many standard errors the number of rises exceeds
+    that of falls.
 
     The variance counts ties, and is multiplied by (1 + r) / (1 - r) for neighbours that are
     correlated by r > 0 around the straight line through the values: such a series has fewer

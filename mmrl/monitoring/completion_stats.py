@@ -11,8 +11,8 @@ from mmrl.core.types import Media, Rewards, Rollout
 
 
 def finished(media: Media, rollout: Rollout) -> Tensor:
-    """[B, 1] bool: False where an answer was cut off at the limit; all True for what has no end of
-    its own."""
+    """Say of every row whether its answer ended by itself, [B, 1] bool: False where it was cut off
+    at the limit; True for what has no end of its own."""
     ended = (
         [getattr(answer, "finished", True) for answer in media]
         if isinstance(media, list)
@@ -22,7 +22,8 @@ def finished(media: Media, rollout: Rollout) -> Tensor:
 
 
 def written(media: list, rollout: Rollout) -> tuple[Tensor, Tensor]:
-    """[n] long, [n] float64: the rows that are texts of counted tokens, and how many each has."""
+    """Find the rows that are texts of counted tokens, [n] long, and how many each has, [n]
+    float64."""
     counted = [
         (row, float(answer.tokens)) for row, answer in enumerate(media) if hasattr(answer, "tokens")
     ]
@@ -34,8 +35,8 @@ def written(media: list, rollout: Rollout) -> tuple[Tensor, Tensor]:
 
 
 def lengths(media: Media, rollout: Rollout) -> dict[str, float]:
-    """Mean, smallest and largest number of tokens, and the share cut off, over all processes; {}
-    for other media."""
+    """Measure the mean, smallest and largest number of tokens, and the share cut off, over all
+    processes; {} for other media."""
     if not isinstance(media, list):
         return {}
     _, tokens = written(media, rollout)
@@ -56,8 +57,8 @@ def lengths(media: Media, rollout: Rollout) -> dict[str, float]:
 
 
 def lengths_by_reward(media: Media, rollout: Rollout, rewards: Rewards) -> dict[str, float]:
-    """Mean tokens of answers with more than the iteration's mean reward, and of the others, over
-    all processes.
+    """Measure the mean tokens of answers with more than the iteration's mean reward, and of the
+    others, over all processes.
 
     With a reward of 0 or 1 these are the right and the wrong ones. {} for other media; a side
     without answers is left out.

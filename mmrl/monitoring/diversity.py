@@ -23,7 +23,8 @@ NAMES = ("samples/diversity", "samples/clipped", "samples/contrast")
 
 @torch.no_grad()
 def portrait(media: Media, group: Tensor) -> dict[str, float]:
-    """Means over all processes, each of which must call it; NaN where there is nothing to measure.
+    """Measure diversity, saturation and contrast over all processes, each of which must call it;
+    NaN where there is nothing to measure.
 
     ``samples/diversity``: mean distance of two samples of one prompt: for pictures the root mean
     square difference of pixels (0..1, at 32 x 32), for texts the share of letters to delete and
@@ -49,8 +50,8 @@ def portrait(media: Media, group: Tensor) -> dict[str, float]:
 
 
 def looks(media: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, D] thumbnails, [B] clipped shares and [B] contrasts, float32 on the CPU; NaN of broken
-    pictures."""
+    """Measure pictures: [B, D] thumbnails, [B] clipped shares and [B] contrasts, float32 on the
+    CPU; NaN of broken ones."""
     frames = media if media.ndim == 5 else media[:, None]
     if frames.shape[1] > FRAMES:
         frames = frames[:, torch.linspace(0, frames.shape[1] - 1, FRAMES).round().long()]
@@ -75,7 +76,7 @@ def looks(media: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def among(thumbnails: Tensor, group: Tensor) -> Tensor:
-    """[2] sum and number of the distances of two rows [B, D] of one group."""
+    """Sum the distances of two rows [B, D] of one group: [2] sum and number."""
     group = group.cpu()
     total = 0.0
     count = 0
@@ -89,7 +90,7 @@ def among(thumbnails: Tensor, group: Tensor) -> Tensor:
 
 
 def among_texts(texts: Sequence[str], group: Tensor) -> Tensor:
-    """[2] sum and number of the distances of two texts of one group."""
+    """Sum the distances of two texts of one group: [2] sum and number."""
     from rapidfuzz.distance import Indel
 
     members: dict[int, list[str]] = {}

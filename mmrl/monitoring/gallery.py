@@ -84,8 +84,8 @@ class Gallery:
 
 
 def shown(prompt: Prompt) -> dict[str, Any]:
-    """Question, right answer and picture of a prompt; boxes as shares of the picture's width and
-    height."""
+    """Collect question, right answer and picture of a prompt; boxes as shares of the picture's
+    width and height."""
     images = _images(prompt)
     right = {
         key: prompt[key]
@@ -102,8 +102,8 @@ def shown(prompt: Prompt) -> dict[str, Any]:
 
 
 def said_boxes(text: str, prompt: Prompt) -> list[list[float]]:
-    """The boxes a text names, as shares of the picture; empty where there are none, or its size is
-    not known."""
+    """Read the boxes a text names, as shares of the picture; empty where there are none, or its
+    size is not known."""
     from rewards.vision.base import in_truth
     from rewards.vision.coords import Unscorable
     from rewards.vision.shapes import boxes
@@ -127,7 +127,7 @@ def _right_boxes(prompt: Prompt) -> list[list[float]]:
 
 
 def _shares(rows: list[list[float]], prompt: Prompt) -> list[list[float]]:
-    """Boxes in the space of the right answers as shares of width and height, kept within two
+    """Turn boxes in the space of the right answers into shares of width and height, kept within two
     pictures of it."""
     from rewards.vision.coords import extent, truth_space
 
@@ -140,7 +140,8 @@ def _shares(rows: list[list[float]], prompt: Prompt) -> list[list[float]]:
 
 
 def _images(prompt: Prompt) -> list[Any]:
-    """PIL images of a prompt; of a video four frames; files that cannot be opened are left out."""
+    """Open the pictures of a prompt as PIL images; of a video four frames; files that cannot be
+    opened are left out."""
     from PIL import Image
 
     if (video := prompt.get("video")) is not None:

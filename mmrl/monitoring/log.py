@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LogOptions:
-    """``log:`` of a configuration. ``metrics.jsonl`` always holds every iteration; ``every`` thins
-    the mirrors."""
+    """Holds ``log:`` of a configuration. ``metrics.jsonl`` always has every iteration; ``every``
+    thins the mirrors."""
 
     tensorboard: bool = True
     wandb: bool = False
@@ -37,7 +37,7 @@ class LogOptions:
 
 
 class Mirror(Protocol):
-    """Somewhere else the same numbers go."""
+    """Takes the same numbers somewhere else."""
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> None: ...
     def image(self, iteration: int, name: str, picture: Image.Image) -> None: ...
@@ -45,7 +45,7 @@ class Mirror(Protocol):
 
 
 class RunLog:
-    """The run folder's record. Only ``active`` (the main process) writes; everyone may call.
+    """Writes the run folder's record. Only ``active`` (the main process) writes; everyone may call.
 
     folder: the run folder, created if missing. resume: go on in a folder that holds a run; without
     it such a folder is refused with UserError. start: first iteration that will be logged; lines at
@@ -148,7 +148,8 @@ class RunLog:
 
     @contextmanager
     def progress(self, total: int, start: int = 0, title: str = "training") -> Iterator[Progress]:
-        """A bar with reward and time left on a terminal, a plain line now and then elsewhere."""
+        """Show a bar with reward and time left on a terminal, a plain line now and then
+        elsewhere."""
         bar = progress_for(title, self.active)
         bar.begin(total, start)
         try:
@@ -187,8 +188,8 @@ class RunLog:
         _replace(self._metrics_path, lambda path: path.write_text("".join(lines), encoding="utf-8"))
 
     def _recall_alarms(self, start: int | None) -> None:
-        """Alarms of the iterations before ``start``; those after it are of iterations that come
-        again."""
+        """Read the alarms of the iterations before ``start``; those after it are of iterations that
+        come again."""
         path = self.folder / "events.jsonl"
         if not path.exists():
             return
@@ -200,7 +201,7 @@ class RunLog:
 
 
 def parse_line(text: str) -> dict[str, Any] | None:
-    """One line of metrics.jsonl, or None if it is not one (a crash may tear the last)."""
+    """Read one line of metrics.jsonl; None if it is not one (a crash may tear the last)."""
     try:
         line = json.loads(text)
     except ValueError:
@@ -210,7 +211,7 @@ def parse_line(text: str) -> dict[str, Any] | None:
 
 
 def read_captions(folder: Path) -> dict[str, Any]:
-    """samples/captions.json of a run; empty if it is missing or broken."""
+    """Read samples/captions.json of a run; empty if it is missing or broken."""
     try:
         captions = json.loads((folder / "samples" / "captions.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -18,7 +18,7 @@ from mmrl.monitoring.diversity import portrait
 
 @dataclass(frozen=True)
 class Sampled:
-    """What the policy sampled itself in an iteration: no given or replayed answers."""
+    """Holds what the policy sampled itself in an iteration: no given or replayed answers."""
 
     iteration: int  # from 0
     media: Media
@@ -35,14 +35,14 @@ Monitor = Callable[[Sampled], dict[str, float]]
 
 @MONITORS.register("reward_statistics")
 def reward_statistics(sampled: Sampled) -> dict[str, float]:
-    """Means and spreads of the rewards, flat groups, samples without a reward."""
+    """Measures means and spreads of the rewards, flat groups, samples without a reward."""
     rollout, rewards = sampled.everything
     return advantages.statistics(rewards, rollout)
 
 
 @MONITORS.register("completion_lengths")
 def completion_lengths(sampled: Sampled) -> dict[str, float]:
-    """Tokens of answers, of all and by reward, and the share that was cut off at the limit."""
+    """Measures the tokens of answers, of all and by reward, and the share cut off at the limit."""
     lengths = completion_stats.lengths(sampled.media, sampled.rollout)
     return lengths | completion_stats.lengths_by_reward(
         sampled.media, sampled.rollout, sampled.rewards
@@ -51,5 +51,5 @@ def completion_lengths(sampled: Sampled) -> dict[str, float]:
 
 @MONITORS.register("diversity")
 def diversity(sampled: Sampled) -> dict[str, float]:
-    """Distance of samples of one prompt, saturation and contrast of pictures."""
+    """Measures the distance of samples of one prompt, saturation and contrast of pictures."""
     return portrait(sampled.media, sampled.rollout.group)

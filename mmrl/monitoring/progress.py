@@ -9,17 +9,18 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """What ``RunLog.progress`` yields."""
+    """Shows how far a job is; ``RunLog.progress`` yields one."""
 
     def begin(self, total: int, start: int) -> None: ...
     def update(self, iteration: int, reward: float | None = None, note: str = "") -> None:
-        """``iteration`` iterations are done (so the last call says ``total``)."""
+        """Show that ``iteration`` iterations are done (so the last call says ``total``)."""
 
     def end(self) -> None: ...
 
 
 def progress_for(title: str, active: bool = True) -> Progress:
-    """A bar on a terminal, plain lines elsewhere, nothing for any process but the main one."""
+    """Choose a bar on a terminal, plain lines elsewhere, nothing for any process but the main
+    one."""
     if not active:
         return _Silent()
     return _Bar(title) if sys.stdout.isatty() else _Lines(title)
@@ -37,7 +38,7 @@ class _Silent:
 
 
 class _Bar:
-    """Rich's bar."""
+    """Draws rich's bar."""
 
     def __init__(self, title: str):
         from rich import progress as p
@@ -66,8 +67,8 @@ class _Bar:
 
 
 class _Lines:
-    """Plain lines for files and pipes: the first and last update, and one about every ``seconds``
-    in between."""
+    """Prints plain lines for files and pipes: the first and last update, and one about every
+    ``seconds`` in between."""
 
     def __init__(
         self, title: str, seconds: float = 15.0, clock: Callable[[], float] = time.monotonic
@@ -100,7 +101,7 @@ class _Lines:
 
 
 def clock_time(seconds: float) -> str:
-    """``4:05`` or ``1:02:03``."""
+    """Write seconds as ``4:05`` or ``1:02:03``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -44,7 +44,7 @@ CONFIG = "config.yaml"
 
 
 def read(path: Path, overrides: Sequence[str], processes: int = 1) -> config.Config:
-    """A configuration, checked as far as possible without building a model."""
+    """Read a configuration and check it as far as possible without building a model."""
     load_built_in()
     configuration = config.load(path, overrides)
     config.check(configuration, SECTIONS, {"optimizer": ("parameters",)}, processes)
@@ -53,7 +53,7 @@ def read(path: Path, overrides: Sequence[str], processes: int = 1) -> config.Con
 
 @dataclass
 class Session:
-    """The parts of a run that need no optimizer."""
+    """Holds the parts of a run that need no optimizer."""
 
     config: config.Config
     policy: Any
@@ -85,7 +85,7 @@ class Session:
         return session
 
     def prompts(self) -> list:
-        """Held-out prompts, or training prompts where nothing is held out."""
+        """Return the held-out prompts, or the training prompts where nothing is held out."""
         return list(self.source.held_out) or list(self.source.train)
 
     def trainer(self) -> Trainer:
@@ -100,7 +100,7 @@ class Session:
         )
 
     def judges(self) -> Scorer:
-        """The training rewards and those that are only measured."""
+        """Join the training rewards and those that are only measured."""
         extra = self.config.plain.get("evaluate") or {}
         if not extra.get("reward"):
             return self.scorer
@@ -114,15 +114,14 @@ class Session:
 
 @dataclass(frozen=True)
 class Admitted:
-    """The prompts of a data source that a policy can take."""
+    """Holds the prompts of a data source that a policy can take."""
 
     train: list[Prompt]
     held_out: list[Prompt]
 
 
 def admitted(policy: Any, source: Any) -> Any:
-    """The data source, without the prompts that are too long for the policy. Raises UserError if
-    none is left."""
+    """Leave out prompts that are too long for the policy. Raises UserError if none is left."""
     fitting = Admitted(
         *(policy.admit(list(prompts)) for prompts in (source.train, source.held_out))
     )
@@ -149,8 +148,8 @@ def scorer(configuration: config.Config, section: tuple[str, ...], options: Trai
 
 
 def short_names(names: Iterable[str]) -> dict[str, str]:
-    """``my_rewards:sharpness`` as a curve is called: ``sharpness``; in full where two would be
-    called the same."""
+    """Shorten names as curves are called: ``my_rewards:sharpness`` is ``sharpness``; in full where
+    two would be called the same."""
     short = {name: name.rpartition(":")[2] for name in names}
     often = Counter(short.values())
     return {name: alias if often[alias] == 1 else name for name, alias in short.items()}
@@ -159,8 +158,8 @@ def short_names(names: Iterable[str]) -> dict[str, str]:
 def check_needs(
     configuration: config.Config, source: Any, rewards: Mapping[str, Callable], policy: Any = None
 ) -> None:
-    """Every prompt has what these rewards need, and they judge what the policy makes. Raises
-    UserError with the line.
+    """Check that every prompt has what these rewards need, and that they judge what the policy
+    makes. Raises UserError with the line.
 
     Without ``rewards``: those of the configuration, by what their classes say, before any of them
     is built.
@@ -182,13 +181,13 @@ def check_needs(
 
 
 def rewarded(configuration: config.Config) -> list[tuple[str, ...]]:
-    """The sections that name rewards."""
+    """List the sections that name rewards."""
     extra = (configuration.plain.get("evaluate") or {}).get("reward")
     return [("reward",), ("evaluate", "reward")] if extra else [("reward",)]
 
 
 def classes(configuration: config.Config, path: tuple[str, ...]) -> dict[str, Callable]:
-    """What the rewards of a section are made from, by name."""
+    """Return what the rewards of a section are made from, by name."""
     spec: Any = configuration.plain
     for key in path:
         spec = spec[key]
@@ -203,9 +202,9 @@ def seed_everything(seed: int) -> None:
 
 
 def trained(run: Path, overrides: Sequence[str] = (), at: str | None = None) -> Session:
-    """The session of a finished or stopped run: live weights trained (the moving average, if there
-    is one), the base as snapshot ``ref``. ``at`` names a checkpoint; by default the newest whole
-    one is taken."""
+    """Open a finished or stopped run: live weights trained (the moving average, if there is one),
+    the base as snapshot ``ref``. ``at`` names a checkpoint; by default the newest whole one is
+    taken."""
     path = run / "checkpoints" / at if at else checkpoint.choose(run / "checkpoints")[0]
     arrays, _ = checkpoint.load(path, checked=not at)
     session = base(config_of(run), overrides)
@@ -220,7 +219,7 @@ def trained(run: Path, overrides: Sequence[str] = (), at: str | None = None) -> 
 
 
 def base(path: Path, overrides: Sequence[str] = ()) -> Session:
-    """The session of a configuration before any training, on the device, the base also as snapshot
+    """Open a configuration before any training, on the device, the base also as snapshot
     ``ref``."""
     session = Session.of(read(path, overrides))
     Device(session.options).place(session.policy)

@@ -72,7 +72,7 @@ def save(folder: Path, iteration: int, arrays: Arrays, meta: dict, keep: int = 3
 
 
 def _write(path: Path, tensors: Tensors, main: bool) -> None:
-    """One part: whole tensors by the main process, shards by all of them."""
+    """Write one part: whole tensors by the main process, shards by all of them."""
     if not any(map(is_sharded, tensors.values())):
         if main:
             from safetensors.torch import save_file
@@ -102,12 +102,13 @@ def load(path: Path, checked: bool = False) -> tuple[Arrays, dict[str, Any]]:
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest checkpoint of a run, unread; None if there is none."""
+    """Return the newest checkpoint of a run, unread; None if there is none."""
     return max(folder.glob(PREFIX + "*"), key=lambda path: path.name, default=None)
 
 
 def choose(folder: Path) -> tuple[Path, list[str]]:
-    """The newest whole checkpoint, and what was wrong with newer ones. UserError if none is whole.
+    """Choose the newest whole checkpoint, and say what was wrong with newer ones. UserError if none
+    is whole.
 
     A collective call: each process compares its share of the files with their SHA-256.
     """
@@ -139,7 +140,7 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """state.json, of a format that can be read and with all its files."""
+    """Read state.json, which must be of a format that can be read and name files that exist."""
     try:
         state = json.loads((path / "state.json").read_text())
     except FileNotFoundError as error:
@@ -159,7 +160,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _checked(path: Path) -> dict[str, Any]:
-    """The same, after this process's share of the files was compared with what was written."""
+    """Read state.json and compare this process's share of the files with what was written."""
     state = _read(path)
     for name in _share(list(state["files"])):
         if _fingerprint(path / name) != state["files"][name]:
@@ -171,13 +172,13 @@ def _checked(path: Path) -> dict[str, Any]:
 
 
 def _names(folder: Path) -> list[str]:
-    """All files below a folder, relative to it."""
+    """List all files below a folder, relative to it."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return sorted(path.relative_to(folder).as_posix() for path in files)
 
 
 def _share(names: Sequence[str]) -> Sequence[str]:
-    """Those that this process reads to hash them."""
+    """Select the files that this process reads to hash them."""
     rank, size = distributed.world()
     return names[rank::size]
 

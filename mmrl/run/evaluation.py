@@ -22,8 +22,8 @@ Z95 = 1.959964  # two-sided 95 % quantile of the normal distribution
 
 @dataclass(frozen=True)
 class Estimate:
-    """Mean over ``n`` samples and its 95 % confidence interval; the prompts are the independent
-    units."""
+    """Holds a mean over ``n`` samples and its 95 % confidence interval; the prompts are the
+    independent units."""
 
     mean: float
     low: float
@@ -35,8 +35,8 @@ class Estimate:
 def sample(
     policy: Policy, prompts: Sequence[Prompt], copies: int, seed: int, guidance: float | None = None
 ) -> tuple[Media, list[Prompt]]:
-    """This process's samples and their prompts, with the noise that ``seed`` names: the same before
-    and after.
+    """Sample this process's share, with the noise that ``seed`` names: the same before and after
+    training.
 
     Every process samples equally many, as sharded models need; what fills up the last ones is
     thrown away.
@@ -61,7 +61,7 @@ def evaluate(
     options: EvaluateOptions,
     guidance: float | None = None,
 ) -> dict[str, Estimate]:
-    """Estimate of every reward under the current weights; a collective call.
+    """Estimate every reward under the current weights; a collective call.
 
     Of answers with boxes also mAP, on one process: a number of the whole set, so its interval is
     unbounded.
@@ -88,8 +88,8 @@ def evaluate(
 
 
 def estimate(values: Tensor) -> Estimate:
-    """From rewards [P, copies], NaN where a sample could not be scored. Prompts are clusters: their
-    means vary."""
+    """Estimate a mean from rewards [P, copies], NaN where a sample could not be scored. Prompts are
+    clusters: their means vary."""
     present = ~values.isnan()
     means = values.double().nanmean(1)[present.any(1)]  # [P']
     if not len(means):
@@ -100,7 +100,7 @@ def estimate(values: Tensor) -> Estimate:
 
 
 def row(model: str, guidance: float | None, estimates: dict[str, Estimate]) -> dict[str, Any]:
-    """One line of ``evaluation.json``."""
+    """Make one line of ``evaluation.json``."""
     return {
         "model": model,
         "guidance": guidance,

@@ -67,7 +67,7 @@ def train(name: Path, overrides: Sequence[str] = (), resume: bool = False) -> Pa
 
 @dataclass
 class Run:
-    """A trainer with its surroundings. ``stop`` is why the loop should end after the current
+    """Runs a trainer with its surroundings. ``stop`` is why the loop should end after the current
     iteration."""
 
     session: Session
@@ -81,7 +81,8 @@ class Run:
     alarms: Alarms = field(default_factory=lambda: Alarms(AlarmOptions()))
 
     def begin(self, fresh: bool) -> None:
-        """What every process prepares and the main one writes before the first iteration."""
+        """Prepare what every process needs, and write what the main one writes before the first
+        iteration."""
         session = self.session
         session.policy.prepare([*session.source.train, *session.source.held_out])
         if self.log.active:
@@ -125,7 +126,7 @@ class Run:
             ) from error
 
     def end(self) -> None:
-        """The last checkpoint and pictures, and how to go on if the run was stopped."""
+        """Save the last checkpoint and pictures, and say how to go on if the run was stopped."""
         path = self.save()
         self.preview("after")
         if self.stop:
@@ -145,8 +146,8 @@ class Run:
         return path
 
     def preview(self, name: str) -> None:
-        """A grid of held-out prompts with the noise that is always the same. Only pictures and
-        videos have one."""
+        """Write a grid of held-out prompts with the noise that is always the same. Only pictures
+        and videos have one."""
         prompts = self.session.prompts()[:PREVIEW]
         with self._best_weights():
             media, _ = sample(self.trainer.policy, prompts, 1, self.session.evaluation.seed)
@@ -160,7 +161,7 @@ class Run:
             print(f"{kind}: {message}", flush=True)
 
     def _every_so_often(self, iteration: int) -> dict[str, float]:
-        """Checkpoints, sample grids and evaluations that are due after this iteration."""
+        """Save, preview and evaluate where that is due after this iteration."""
         options = self.session.options
         metrics = {}
         if due(iteration, options.save_every) and iteration < options.iterations:
@@ -187,8 +188,8 @@ class Run:
         return self.trainer.device.any(bool(self.stop))
 
     def _tell(self, metrics: dict[str, float]) -> None:
-        """Samples that could not be scored, and an iteration that taught nothing, once for every
-        new case; and what the policy has to say."""
+        """Report samples that could not be scored and an iteration that taught nothing, once for
+        every new case; and the policy's news."""
         while self.session.policy.news:
             self.say("note", self.session.policy.news.pop(0))
         if metrics["skipped_steps"] == self.trainer.plan.steps * self.session.options.epochs:
@@ -216,7 +217,7 @@ class Run:
                 print(f"alarm: {alarm.message}", flush=True)
 
     def _counted(self) -> dict[str, float]:
-        """What rewards count themselves, over all processes."""
+        """Sum what rewards count themselves over all processes."""
         counts = self.session.scorer.counters()
         if not counts:
             return {}
@@ -230,8 +231,8 @@ class Run:
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """The first Ctrl-C (or SIGTERM) ends the run after the current iteration; the second at
-        once.
+        """End the run after the current iteration on the first Ctrl-C (or SIGTERM), at once on the
+        second.
 
         A launcher hands on the Ctrl-C that the terminal has also sent here, so the same instant
         counts once.
@@ -267,7 +268,7 @@ def due(iteration: int, every: int) -> bool:
 
 
 def run_folder(configuration: config.Config, name: Path) -> Path:
-    """``run`` of the configuration, or runs/<family>-<method>-<time>."""
+    """Choose the run folder: ``run`` of the configuration, or runs/<family>-<method>-<time>."""
     if chosen := configuration.plain.get("run"):
         return Path(chosen)
     return Path("runs") / f"{name.parent.name}-{name.stem}-{datetime.now():%Y%m%d-%H%M%S}"

@@ -12,8 +12,8 @@ from mmrl.core.types import Prompt
 
 
 def mean_ap(texts: Sequence[str], prompts: Sequence[Prompt]) -> dict[str, float]:
-    """``mAP`` (IoU 0.5 to 0.95) and ``mAP50`` by pycocotools over all answers, where every prompt
-    has boxes and labels.
+    """Compute ``mAP`` (IoU 0.5 to 0.95) and ``mAP50`` by pycocotools over all answers, where every
+    prompt has boxes and labels.
 
     A predicted box without a label gets the label of the prompt if all its right boxes share one. A
     box without a confidence has 1. Empty for other prompts. A coordinate space that cannot be

@@ -26,8 +26,8 @@ from mmrl.train.trainer import Trainer
 
 
 def capture(trainer: Trainer) -> tuple[Arrays, dict[str, Any]]:
-    """Everything, as it is and not copied: save it, or copy it, before the next step. A collective
-    call."""
+    """Return the whole state as it is, not copied: save it, or copy it, before the next step. A
+    collective call."""
     weights = trainer.policy.weights
     arrays = {"weights": weights.stored(LIVE)}
     arrays |= {f"snapshot-{name}": weights.stored(name) for name in trainer.snapshots()}
@@ -82,9 +82,9 @@ def restore(trainer: Trainer, arrays: Arrays, meta: dict[str, Any]) -> None:
 
 
 def _restore_weights(trainer: Trainer, arrays: Arrays) -> None:
-    """Live weights and the snapshots this run keeps. Those that the checkpoint lacks, since the
-    configuration asks for them only now, start from the live weights; the reference stays the base
-    model, which it is in a new trainer."""
+    """Load the live weights and the snapshots this run keeps. Those that the checkpoint lacks,
+    since the configuration asks for them only now, start from the live weights; the reference stays
+    the base model, which it is in a new trainer."""
     weights = trainer.policy.weights
     weights.load(arrays["weights"])
     for name in trainer.snapshots():
@@ -95,7 +95,7 @@ def _restore_weights(trainer: Trainer, arrays: Arrays) -> None:
 
 
 def _optimizer_state(trainer: Trainer) -> dict[str, Any]:
-    """The state by parameter name, under FSDP2 each process's shards."""
+    """Return the state by parameter name, under FSDP2 each process's shards."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     reshard(trainer.policy.net)
@@ -107,7 +107,7 @@ def _optimizer_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def _optimizer_tensors(trainer: Trainer, tensors: Tensors) -> dict[str, Tensor]:
-    """What is as large as its parameter is shared out as that is; what is not, such as the count of
+    """Share out what is as large as its parameter as that is; what is not, such as the count of
     steps, is whole."""
     parameters = trainer.policy.weights.parameters()
     placed = {}
@@ -130,7 +130,7 @@ def _load_optimizer(trainer: Trainer, state: dict[str, Any]) -> None:
 
 
 def _flatten(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors as ``parameter/slot``, everything else as JSON."""
+    """Split a state into tensors named ``parameter/slot``, and everything else as JSON."""
     tensors = {}
     plain = {"groups": state.get("param_groups", []), "values": {}}
     for parameter, slots in state.get("state", {}).items():
@@ -150,7 +150,7 @@ def _unflatten(tensors: dict[str, Tensor], plain: dict[str, Any]) -> dict[str, A
 
 
 def _generators() -> list[dict[str, Any]]:
-    """State of the global generators of every process, in order of rank."""
+    """Gather the state of the global generators of every process, in order of rank."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     states = {

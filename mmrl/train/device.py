@@ -22,13 +22,14 @@ UNSUPPORTED = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "FSDP1": 
 
 
 def check_precision(options: TrainOptions) -> None:
-    """UserError if this machine cannot compute in the precision asked for."""
+    """Raise UserError if this machine cannot compute in the precision asked for."""
     if options.precision == "fp16" and not torch.cuda.is_available():
         raise UserError("train.precision fp16 needs a CUDA device; use bf16 or fp32")
 
 
 def check_launcher() -> None:
-    """UserError if the launcher chose a way to share the model out that mmrl does not support."""
+    """Raise UserError if the launcher chose a way to share the model out that mmrl does not
+    support."""
     chosen = {name for name in UNSUPPORTED if _uses(name)}
     if _uses("FSDP") and os.environ.get("FSDP_VERSION", "1") != "2":
         chosen.add("FSDP1")
@@ -41,12 +42,12 @@ def check_launcher() -> None:
 
 
 def _uses(name: str) -> bool:
-    """Whether `accelerate launch` was told to use it."""
+    """Say whether `accelerate launch` was told to use it."""
     return os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true"
 
 
 def check_trained_precision(groups: list[ParameterGroup]) -> None:
-    """UserError if weights that are trained are stored in half precision.
+    """Raise UserError if weights that are trained are stored in half precision.
 
     The steps of a usual learning rate are smaller than half a unit in the last place of bfloat16,
     and are rounded away.
@@ -64,8 +65,8 @@ def check_trained_precision(groups: list[ParameterGroup]) -> None:
 
 
 class Device:
-    """One process's share of the machine. Started by ``accelerate launch`` or torchrun it is one of
-    many."""
+    """Runs passes on one process's share of the machine. Started by ``accelerate launch`` or
+    torchrun it is one of many."""
 
     def __init__(self, options: TrainOptions):
         from accelerate import Accelerator
@@ -95,7 +96,7 @@ class Device:
 
     @property
     def scales_loss(self) -> bool:
-        """fp16 only."""
+        """Say whether the loss is scaled, which only fp16 needs."""
         return self.accelerator.scaler is not None
 
     def prepare(self, policy: Any, optimizer: Callable) -> torch.optim.Optimizer:
@@ -123,7 +124,7 @@ class Device:
 
     @property
     def sharded(self) -> bool:
-        """Whether each process holds a part of the weights (FSDP2)."""
+        """Say whether each process holds a part of the weights (FSDP2)."""
         return self.accelerator.is_fsdp2
 
     def place(self, policy: Any) -> None:
@@ -142,18 +143,19 @@ class Device:
         return nullcontext() if self.sharded else self.accelerator.no_sync(trained)
 
     def backward(self, loss: Tensor) -> None:
-        """``loss`` is this process's share of a *sum* over processes; the wrappers average, hence
-        the factor."""
+        """Compute gradients. ``loss`` is this process's share of a *sum* over processes; the
+        wrappers average, hence the factor."""
         self.accelerator.backward(loss * self.processes)
 
     def clip(self, policy: Any, limit: float | None) -> Tensor:
-        """[] the gradient's global norm before it was clipped to ``limit``; None does not clip."""
+        """Clip the gradient to the global norm ``limit``; None does not clip. Returns the norm
+        before, []."""
         norm = self.accelerator.clip_grad_norm_(policy.trained.parameters(), limit or float("inf"))
         norm = norm if isinstance(norm, Tensor) else torch.tensor(float(norm))
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def any(self, flag: bool) -> bool:
-        """Whether it is so on any process; a collective call."""
+        """Say whether a flag is set on any process; a collective call."""
         return bool(distributed.all_max(torch.tensor(float(flag), device=self.accelerator.device)))
 
     def wait(self) -> None:
@@ -161,8 +163,8 @@ class Device:
 
 
 def _built(optimizer: Callable, groups: list[ParameterGroup]) -> torch.optim.Optimizer:
-    """An optimizer whose groups have their learning rates; a single plain group is given as a list
-    of parameters."""
+    """Build an optimizer whose groups have their learning rates; a single plain group is given as a
+    list of parameters."""
     if len(groups) == 1:
         built = optimizer(groups[0].parameters)
     else:
@@ -173,6 +175,6 @@ def _built(optimizer: Callable, groups: list[ParameterGroup]) -> torch.optim.Opt
 
 
 def _many_on_cpu() -> bool:
-    """Launched as one of several, without a GPU: unless told, accelerate takes each process for the
-    only one."""
+    """Say whether this is one process of several without a GPU: unless told, accelerate takes each
+    for the only one."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.accelerator.is_available()

@@ -48,8 +48,8 @@ def check(
 
 
 def tolerance(options: TrainOptions, policy: Any, objective: Any) -> float | None:
-    """The largest gap that ``train.logprob_tolerance`` lets through, in nats; None: none is looked
-    at.
+    """Return the largest gap that ``train.logprob_tolerance`` lets through, in nats; None: none is
+    looked at.
 
     "auto" is, for Gaussian decisions, what the clip of the ratio can bear, in every precision; for
     tokens a rounding error of their precision, which guidance multiplies.
@@ -62,19 +62,19 @@ def tolerance(options: TrainOptions, policy: Any, objective: Any) -> float | Non
 
 
 def on_average(options: TrainOptions, policy: Any) -> bool:
-    """Whether the mean gap is compared and not the largest: in half precision single unlikely
+    """Say whether the mean gap is compared and not the largest: in half precision single unlikely
     tokens are far off."""
     return policy.capabilities.decisions == "categorical" and rounded(options, policy)
 
 
 def rounded(options: TrainOptions, policy: Any) -> bool:
-    """Whether passes compute in half precision, or read weights that are stored in it."""
+    """Say whether passes compute in half precision, or read weights that are stored in it."""
     return options.precision != "fp32" or halved(policy)
 
 
 def rescores(options: TrainOptions, policy: Any, steps: int) -> bool:
-    """Whether ``train.recompute_old_logprob`` scores rollouts of so many optimizer ``steps`` once
-    more.
+    """Say whether ``train.recompute_old_logprob`` scores rollouts of so many optimizer ``steps``
+    once more.
 
     "auto": where tokens were sampled with a cache and are scored in one pass, in half precision,
     and a step after the first would take the difference of the two roundings for a ratio. Gaussian
@@ -87,15 +87,15 @@ def rescores(options: TrainOptions, policy: Any, steps: int) -> bool:
 
 
 def halved(policy: Any) -> bool:
-    """Whether weights are stored in half precision."""
+    """Say whether weights are stored in half precision."""
     return any(
         p.dtype in (torch.bfloat16, torch.float16) for p in policy.weights.module.parameters()
     )
 
 
 def clip_range(objective: Any) -> float:
-    """The narrower side of the range that an objective clips its ratio to; infinite where it names
-    none."""
+    """Return the narrower side of the range that an objective clips its ratio to; infinite where it
+    names none."""
     sides = (getattr(objective, name, None) for name in ("low", "high"))
     return min(
         [side for side in sides if isinstance(side, (int, float)) and side > 0], default=math.inf
@@ -103,7 +103,7 @@ def clip_range(objective: Any) -> float:
 
 
 def amplified(policy: Any) -> float:
-    """By how much guidance enlarges the rounding error of logits: s z_c + (1 - s) z_u, two
+    """Return by how much guidance enlarges the rounding error of logits: s z_c + (1 - s) z_u, two
     independent errors."""
     scale = policy.guidance_scale
     if scale in (None, 1) or policy.logprob_guidance == "conditional":

@@ -36,7 +36,7 @@ def batches(
 
 
 def _stratified(rows: int, copies: int, rng: Rng) -> Tensor:
-    """[rows] long: all row names, first one random copy of every prompt in random order, then
+    """Order all row names, [rows] long: first one random copy of every prompt in random order, then
     another ..."""
     names = torch.arange(rows)
     draw = rng.uniform(names, (2,))  # [rows, 2]
@@ -46,8 +46,8 @@ def _stratified(rows: int, copies: int, rng: Rng) -> Tensor:
 
 
 def _dealt(rows: int, copies: int, size: int) -> Tensor:
-    """[rows] long: all row names, group by group, so that consecutive prompts lie in different
-    steps."""
+    """Order all row names, [rows] long: group by group, so that consecutive prompts lie in
+    different steps."""
     steps = rows // size
     prompt = torch.arange(rows // copies)
     order = torch.argsort(prompt % steps, stable=True)  # [P]
@@ -55,7 +55,7 @@ def _dealt(rows: int, copies: int, size: int) -> Tensor:
 
 
 class Points:
-    """The points of one optimizer step, made anew each time they are gone through, so that all are
+    """Makes the points of one optimizer step anew each time they are gone through, so that all are
     never held at once.
 
     ``outline``: their masks and lengths, which are. ``rows``: how many of their rows have a
@@ -74,7 +74,7 @@ class Points:
 
 
 def _outline(point: Point) -> Point:
-    """What says how much there is to train on, without what a network would see."""
+    """Keep what says how much there is to train on, without what a network would see."""
     return Point(
         group=point.group,
         row_id=point.row_id,
@@ -85,7 +85,7 @@ def _outline(point: Point) -> Point:
 
 
 def passes(points: Iterable[Point], size: int | None, adjacent: bool = False) -> Iterator[Point]:
-    """Points joined and cut anew into passes of ``size`` rows; rows with nothing to train on are
+    """Join points and cut them anew into passes of ``size`` rows; rows with nothing to train on are
     left out.
 
     Points are asked for as passes need them. ``adjacent``: rows of one prompt come together, long
@@ -165,7 +165,7 @@ def _joined(points: Sequence[Point]) -> Point:
 
 
 def loss_weights(point: Point, loss_agg_mode: str, decisions: int) -> Tensor:
-    """[B, L] the weight of every decision before division by ``loss_total``.
+    """Return the weight of every decision before division by ``loss_total``, [B, L].
 
     "token_mean": every decision counts the same. "seq_mean_token_mean": every row does, however
     long (GRPO's sequence mean); "seq_mean_token_mean_all": rows without decisions count too.
@@ -182,9 +182,9 @@ def loss_weights(point: Point, loss_agg_mode: str, decisions: int) -> Tensor:
 
 
 def loss_total(points: Sequence[Point], rollout: Rollout, loss_agg_mode: str) -> Tensor:
-    """[2] float64 of this process: whether it has a decision to train on (above 0), and its part of
-    the number by which the weighted sum of all losses is divided: decisions, rows with decisions,
-    or rows that stay in training."""
+    """Return what this process adds to the loss's divisor, [2] float64: whether it has a decision
+    to train on (above 0), and its part of the number by which the weighted sum of all losses is
+    divided: decisions, rows with decisions, or rows that stay in training."""
     trained = [point.mask / point.num_decisions[:, None].clamp_min(1) for point in points]
     rows = sum(
         (part.double().sum() for part in trained),

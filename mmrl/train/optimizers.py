@@ -37,7 +37,7 @@ def sgd(
 
 
 def lr_factor(schedule: str, step: int, warmup: int, total: int) -> float:
-    """What the learning rate is multiplied by at optimizer step ``step`` of ``total``."""
+    """Return what the learning rate is multiplied by at optimizer step ``step`` of ``total``."""
     if step < warmup:
         return (step + 1) / (warmup + 1)
     left = max(0.0, 1 - (step - warmup) / max(1, total - warmup))
@@ -47,6 +47,6 @@ def lr_factor(schedule: str, step: int, warmup: int, total: int) -> float:
 
 
 def ema_decay(step: int, limit: float) -> float:
-    """Decay of a moving average at optimizer step ``step``: small at first, so that the start is
-    soon forgotten."""
+    """Return the decay of a moving average at optimizer step ``step``: small at first, so that the
+    start is soon forgotten."""
     return min(limit, (1 + step) / (10 + step))

@@ -35,7 +35,7 @@ class Recorder(Stage):
 
     def context(self, context):
         self.calls.append(("context", context.iteration))
-        return context
+        return replace(context, ground_truth=lambda prompt: None)
 
     def observe(self, prompts, drawn):
         self.calls.append(("observe", len(prompts), len(drawn.rollout)))
@@ -61,9 +61,13 @@ def registered():
 def test_a_stage_takes_part_in_every_iteration(registered):
     trainer = make_trainer()
     (stage,) = trainer.stages
+    contexts = []
+    rollout = trainer.policy.rollout
+    trainer.policy.rollout = lambda *call: contexts.append(call[3]) or rollout(*call)
     metrics = trainer.iterate()
     once = [("begin", 0), ("context", 0), ("observe", 8, 64), ("groups", 0)]
     assert stage.calls == once and metrics["recorder/rows"] == 64
+    assert contexts[0].iteration == 0 and contexts[0].ground_truth is not None
     trainer.iterate()
     assert stage.calls[4:] == [("begin", 1), ("context", 1), once[2], ("groups", 1)]
 
