@@ -67,7 +67,7 @@ def check(
                 objective = plug_in if section == "objective" else objective
             entries[section] = resolved
         problems += _missing_files(resolved)
-    problems += _unsuited(entries)
+    problems += _unsuited(entries, objective)
     named = {section: resolved.entry for section, resolved in entries.items()}
     _rewards(config, config["reward"], ("reward",), problems, named)
     for section, cls in (dataclasses or plain_sections()).items():
@@ -90,7 +90,7 @@ def check(
     raise_all(problems)
 
 
-def _unsuited(entries: Mapping[str, Resolved]) -> Iterator[str]:
+def _unsuited(entries: Mapping[str, Resolved], built: Any) -> Iterator[str]:
     """An objective of tokens for a flow model, or the other way round."""
     if {"objective", "policy"} <= set(entries):
         objective = entries["objective"]
@@ -98,11 +98,10 @@ def _unsuited(entries: Mapping[str, Resolved]) -> Iterator[str]:
         why = unsuited(objective.entry, policy.entry)
         if why is not None or (why := _whole_answers(objective, policy)) is not None:
             yield objective.place.say(why)
-        if getattr(objective.entry, "redraws", False) and policy.options.get("tree") is not None:
+        if getattr(built, "single_paths", False) and policy.options.get("tree") is not None:
             yield objective.place.say(
-                f"the objective {objective.entry.__name__} draws the noise of single "
-                f"paths again: remove the policy's "
-                "option tree, whose samples share noise"
+                f"the objective {objective.entry.__name__} follows single paths: remove the "
+                "policy's option tree, whose samples share the steps of theirs"
             )
         kernel = policy.options.get("sde_type")
         still = policy.options.get("noise_level") == 0 or (
@@ -165,7 +164,7 @@ def _rewards(
     if fields := getattr(entries.get("data"), "fields", ()):
         unfit += missing_fields(chosen, fields)
     # those that hold others say it when built
-    if path == ("reward",) and hasattr(entries.get("objective"), "attach"):
+    if path == ("reward",) and getattr(entries.get("objective"), "differentiates", False):
         plain = {
             name: entry
             for name, entry in weighted.items()

@@ -100,7 +100,7 @@ def _of_folder(report: Report, resolved: Resolved, found: configs.Config) -> Rep
         options.get("text_encoder_placement", "offload"),
     )
     tokens = None if unet else costs.tokens_of(policy)
-    with reading(policy, getattr(found.build("objective", OBJECTIVES), "reads", "path")):
+    with reading(policy, found.build("objective", OBJECTIVES).reads):
         states = len(policy._plan(report.train.group_size, FIXED).kept)
     stored = (
         report.plan.rows_per_process * states * math.prod(shape) * policy.trajectory_dtype.itemsize

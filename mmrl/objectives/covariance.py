@@ -8,7 +8,8 @@ step.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge, Gt, Le
@@ -17,22 +18,31 @@ from torch import Tensor
 from mmrl.core.distributed import all_gather_rows
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES
-from mmrl.core.types import Point, Rollout
-from mmrl.objectives.text import Text, without_slope
+from mmrl.core.types import Fields, Point, Rollout
+from mmrl.objectives.text import Text, TokenWeights, without_slope
 from mmrl.policies.base import Policy
 from samplers.noise import Rng
 
 Share = Annotated[float, Gt(0), Le(1)]
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeldBack(Fields):
+    """Which tokens of the step are held back."""
+
+    draw: Tensor | None = None  # [B, L] uniform random numbers; None: nothing is drawn
+    held: Tensor | None = None  # [B, L] 1 for those held back; None: not known yet
+
+
 class _Covariance(Text):
-    couples = True
+    def couples(self, policy: Policy) -> Literal["groups"]:
+        return "groups"
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
         return torch.where(point.mask, policy.dist(point).log_prob(point.target), 0.0)
 
     def couple(self, point: Point, measured: Tensor) -> Point:
-        """``known`` [B, L]: 1 for the tokens that are held back."""
+        """Choose the tokens that are held back."""
         advantage = point.advantage.expand_as(measured)
         # [N, 2]
         every = all_gather_rows(torch.stack([measured[point.mask], advantage[point.mask]], 1))
@@ -43,7 +53,7 @@ class _Covariance(Text):
             & point.mask
         )
         observe("held_back", chosen.double(), point.mask)
-        return point.replace(known=chosen.to(measured))
+        return point.replace(coupling=HeldBack(held=chosen.to(measured)))
 
     def _free(self, point: Point, measured: Tensor) -> Point:
         """The point with the tokens of ``mask`` that may be held back: here all."""
@@ -67,16 +77,16 @@ class ClipCov(_Covariance):
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         for point in super().points(policy, rollout, rng):
-            yield point.replace(
-                known=rng.uniform(point.row_id, (point.mask.shape[1],)).to(point.logprob)
-            )
+            draw = rng.uniform(point.row_id, (point.mask.shape[1],)).to(point.logprob)
+            yield point.replace(coupling=HeldBack(draw=draw))
 
     def chosen(self, every: Tensor, covariance: Tensor, point: Point) -> Tensor:
         """The ``share`` with the smallest of their random numbers, among those in the window."""
         inside = (covariance > self.low) & (covariance < self.high) & point.mask
-        draws = all_gather_rows(point.known[inside]).sort().values
+        draw = point.coupling.draw
+        draws = all_gather_rows(draw[inside]).sort().values
         count = min(max(int(self.share * len(every)), 1), len(draws))
-        return inside & (point.known <= draws[count - 1]) if count else torch.zeros_like(inside)
+        return inside & (draw <= draws[count - 1]) if count else torch.zeros_like(inside)
 
     def _free(self, point: Point, measured: Tensor) -> Point:
         """Without the tokens that are clipped: held back, they would use up the share and change
@@ -86,8 +96,8 @@ class ClipCov(_Covariance):
         return point.replace(mask=point.mask & ~clipped)
 
     def policy_loss(self, logp: Tensor, old: Tensor, point: Point) -> Tensor:
-        held = torch.zeros_like(logp) if point.known is None else point.known
-        return super().policy_loss(logp, old, point.replace(known=1 - held))
+        weight = TokenWeights(weight=1 - held_back(point, logp))
+        return super().policy_loss(logp, old, point.replace(coupling=weight))
 
 
 @OBJECTIVES.register("kl_cov")
@@ -114,6 +124,12 @@ class KLCov(_Covariance):
         )
 
     def policy_loss(self, logp: Tensor, old: Tensor, point: Point) -> Tensor:
-        held = torch.zeros_like(logp) if point.known is None else point.known
         observe("ratio", (logp - old).exp(), point.mask)
-        return -point.advantage * (logp - old).exp() + held * self.weight * (logp - old).abs()
+        penalty = self.weight * (logp - old).abs()
+        return -point.advantage * (logp - old).exp() + held_back(point, logp) * penalty
+
+
+def held_back(point: Point, like: Tensor) -> Tensor:
+    """[B, L] 1 for the tokens that ``couple`` held back, 0 for all before it."""
+    held = point.coupling.held if isinstance(point.coupling, HeldBack) else None
+    return torch.zeros_like(like) if held is None else held

@@ -14,6 +14,7 @@ from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Point
 from mmrl.objectives.base import frozen
 from mmrl.objectives.policy_gradient import PolicyGradient
+from mmrl.objectives.surrogates import outside
 from mmrl.policies.base import Policy
 
 
@@ -46,9 +47,7 @@ class Guard(PolicyGradient):
         # what the gate looks at
         observe("log_ratio", dist.log_prob(point.target) - point.logprob, point.mask)
         observe("ratio", ratio, point.mask)
-        observe(
-            "clip_fraction", ((ratio > 1 + self.high) | (ratio < 1 - self.low)).double(), point.mask
-        )
+        observe("clip_fraction", outside(ratio, *self.clip_bounds).double(), point.mask)
         advantage = point.advantage.clamp(-self.advantage_clip, self.advantage_clip)
         loss = self.surrogate(log_ratio, torch.zeros_like(log_ratio), advantage, point.mask)
         if self.balance:

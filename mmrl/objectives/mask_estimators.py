@@ -1,8 +1,8 @@
 """Where masked diffusion is asked: the states it visited, or finished samples of which tokens are
 hidden again.
 
-An estimator is ``(policy, rollout, rng) -> points`` of all rows. ``known`` [B, L] is the weight of
-every decision, None for 1. Only ``trajectory`` gives the gradient of the expected reward exactly,
+An estimator is ``(policy, rollout, rng) -> points`` of all rows, with the weight of every decision
+in ``estimator_weight``. Only ``trajectory`` gives the gradient of the expected reward exactly,
 for what ``path`` scores exactly; the others estimate it from states that the sampler did not visit,
 and are published with different masks and weights.
 """
@@ -42,7 +42,7 @@ def trajectory(
     return [
         p.replace(
             mask=p.mask & chosen[:, t, None],
-            known=p.logprob.new_full((len(p), 1), len(points) / passes),
+            estimator_weight=p.logprob.new_full((len(p), 1), len(points) / passes),
         )
         for t, p in enumerate(points)
     ]
@@ -110,7 +110,7 @@ def mask_grpo(
     count = torch.stack(masks).sum(0).to(rollout.logprob)  # [B, L]
     share = count * (count > 0).sum(1, keepdim=True) / count.sum(1, keepdim=True).clamp_min(1)
     alive = rollout.mask.any(1)[:, None]
-    return [p.replace(mask=(count > 0) & alive, known=share) for p in points]
+    return [p.replace(mask=(count > 0) & alive, estimator_weight=share) for p in points]
 
 
 @ESTIMATORS.register("uni_grpo")
@@ -149,7 +149,9 @@ def schedule_matched(
         then = policy.rates[t + 1].item()
         point = policy.at(rollout, _hidden(rng.fold("mask", t), rollout, torch.tensor(now)))
         weight = (now - then) / now * steps / len(chosen)
-        points.append(point.replace(known=rollout.logprob.new_full((len(point), 1), weight)))
+        points.append(
+            point.replace(estimator_weight=rollout.logprob.new_full((len(point), 1), weight))
+        )
     return points
 
 
@@ -243,7 +245,7 @@ def sepo(policy: Remaskable, rollout: Rollout, rng: Rng) -> list[Point]:
         ]
     odds = (-torch.stack(token_logprobs, 1)).exp()  # [B, L] 1 / q_i
     weight = odds / (1 + (odds - 1).sum(1, keepdim=True))
-    return [point.replace(known=weight) for point in points]
+    return [point.replace(estimator_weight=weight) for point in points]
 
 
 def fading(rate: Tensor, length: int) -> Tensor:
@@ -279,7 +281,7 @@ def _means(points: list[Point]) -> list[Point]:
     """With ``reduction: row``, the mean over points of the mean over a point's own decisions."""
     total = sum(point.mask.sum(1, keepdim=True) for point in points)
     return [
-        p.replace(known=total / (len(points) * p.mask.sum(1, keepdim=True).clamp_min(1)))
+        p.replace(estimator_weight=total / (len(points) * p.mask.sum(1, keepdim=True).clamp_min(1)))
         for p in points
     ]
 

@@ -65,14 +65,14 @@ class Masked(Text):
             raise UserError(WHOLE)
         length = sum(point.mask.sum(1) for point in points)  # [B]
         weight = torch.ones_like(points[0].advantage[:, :1])
-        known = [weight if point.known is None else point.known for point in points]
+        weights = [weight if p.estimator_weight is None else p.estimator_weight for p in points]
         return [
-            p.replace(num_decisions=length, known=k.expand_as(p.mask))
-            for p, k in zip(points, known, strict=True)
+            p.replace(num_decisions=length, estimator_weight=w.expand_as(p.mask))
+            for p, w in zip(points, weights, strict=True)
         ]
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
-        return super().loss(policy, point.replace(known=None)) * point.known
+        return super().loss(policy, point) * point.estimator_weight
 
     def recorded(self, policy: Policy, point: Point, logp: Tensor) -> Tensor:
         """What sampling recorded, or at a state that it did not visit, what its weights say of

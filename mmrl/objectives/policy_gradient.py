@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -14,29 +15,15 @@ from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Point, Rollout, Surrogate
-from mmrl.objectives.base import frozen
+from mmrl.objectives.base import Objective, frozen
+from mmrl.objectives.surrogates import both_sides, outside, ppo
 from mmrl.policies.base import Policy
 from samplers.noise import Rng
 
 
-def clipped(low: float, high: float | None = None) -> Surrogate:
-    """max(-A rho, -A clip(rho, 1 - low, 1 + high)), rho = exp(logp - old) (Schulman et al. 2017,
-    eq. 7).
-
-    ``high`` unlike ``low`` is DAPO's clip-higher (Yu et al. 2025, eq. 10).
-    """
-    high = low if high is None else high
-
-    def loss(logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor | None = None) -> Tensor:
-        ratio = (logp - old).exp()
-        return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - low, 1 + high))
-
-    return loss
-
-
 @OBJECTIVES.register("grpo")
 @dataclass
-class PolicyGradient:
+class PolicyGradient(Objective):
     """Clipped policy gradient with KL to the reference: Flow-GRPO, DanceGRPO, GRPO.
 
     clip_range: range of the ratio, one number or [low, high]. advantage_clip: bound on |A|. kl:
@@ -63,12 +50,8 @@ class PolicyGradient:
     reads: ClassVar[str] = "decisions"
 
     def __post_init__(self) -> None:
-        self.low, self.high = (
-            self.clip_range
-            if isinstance(self.clip_range, (tuple, list))
-            else (self.clip_range, self.clip_range)
-        )
-        if min(self.low, self.high) <= 0 or self.advantage_clip <= 0 or self.kl < 0:
+        self.clip_bounds = both_sides(self.clip_range)
+        if min(self.clip_bounds) <= 0 or self.advantage_clip <= 0 or self.kl < 0:
             raise UserError(
                 f"{self.called} needs clip_range > 0, advantage_clip > 0 and kl >= 0; got "
                 f"clip_range "
@@ -79,7 +62,8 @@ class PolicyGradient:
             raise UserError(
                 f"{self.called}.timestep_fraction must lie in (0, 1], not {self.timestep_fraction}"
             )
-        self.surrogate = clipped(self.low, self.high)
+        low, high = self.clip_bounds
+        self.surrogate = partial(ppo, clip_low=low, clip_high=high)
         self.snapshots = ("ref",) if self.kl else ()
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
@@ -123,7 +107,7 @@ class PolicyGradient:
     def _observe(self, log_ratio: Tensor, mask: Tensor) -> None:
         ratio = log_ratio.exp()
         observe("ratio", ratio, mask)
-        observe("clip_fraction", ((ratio > 1 + self.high) | (ratio < 1 - self.low)).double(), mask)
+        observe("clip_fraction", outside(ratio, *self.clip_bounds).double(), mask)
 
 
 def subset(mask: Tensor, fraction: float, rng: Rng | None, row: Tensor) -> Tensor:

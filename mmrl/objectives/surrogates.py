@@ -42,6 +42,17 @@ def row_mean(x: Tensor, mask: Tensor) -> Tensor:
     return row_sum(x, mask) / mask.sum(1, keepdim=True).clamp_min(1)
 
 
+def both_sides(clip_range: float | tuple[float, float]) -> tuple[float, float]:
+    """(low, high) of a range that is written as one number or as two."""
+    low, high = clip_range if isinstance(clip_range, (tuple, list)) else (clip_range, clip_range)
+    return low, high
+
+
+def outside(ratio: Tensor, low: float, high: float) -> Tensor:
+    """Which ratios lie outside [1 - low, 1 + high], bool."""
+    return (ratio > 1 + high) | (ratio < 1 - low)
+
+
 def clip(ratio: Tensor, advantage: Tensor, low: float, high: float | None) -> Tensor:
     """max(-A rho, -A clip(rho, 1 - low, 1 + high)) (Schulman et al. 2017, eq. 7)."""
     high = low if high is None else high

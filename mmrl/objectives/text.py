@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge, Gt, Le
@@ -15,8 +15,8 @@ from mmrl.core.distributed import all_gather_rows
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES, SURROGATES
-from mmrl.core.types import Point, Rewards, Rollout, Surrogate
-from mmrl.objectives.base import frozen
+from mmrl.core.types import Fields, Point, Rewards, Rollout, Surrogate
+from mmrl.objectives.base import Objective, frozen
 from mmrl.objectives.importance_sampling import Importance, off_policy
 from mmrl.objectives.kl import KL, estimate
 from mmrl.objectives.surrogates import ppo, row_sum, sees_whole_rows
@@ -42,8 +42,15 @@ class Entropy:
     high: Positive = 1.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class TokenWeights(Fields):
+    """How much every token's policy gradient counts."""
+
+    weight: Tensor  # [B, L]
+
+
 @OBJECTIVES.register("text")
-class Text:
+class Text(Objective):
     """Policy gradients for text models: GRPO, DAPO, GSPO, CISPO, SAPO ... by the surrogate.
 
     surrogate: the loss of ratio and advantage. kl: its weight, or all its choices; entropy:
@@ -74,12 +81,10 @@ class Text:
         self.bonus = self.entropy.weight if self.entropy.target is None else 0.0
         self.controlled = self.entropy.weight  # what the controller has arrived at
         self.iteration = 0
-        self.behavior_policy = "live"
         self.snapshots = ("ref",) if self.kl.weight or self.kl.start else ()
 
-    @property
-    def couples(self) -> bool:
-        return self.top_entropy < 1
+    def couples(self, policy: Policy) -> Literal["", "groups"]:
+        return "groups" if self.top_entropy < 1 else ""
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         if getattr(policy, "decisions", "") not in ("", self.needs):
@@ -124,21 +129,21 @@ class Text:
         """[B, L] the surrogate, on the tokens of high entropy only if so chosen."""
         watch(self.surrogate, logp, old, point)
         loss = self.surrogate(logp, old, point.advantage, point.mask)
-        return loss if point.known is None else loss * point.known
+        return loss if point.coupling is None else loss * point.coupling.weight
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
         return torch.where(point.mask, policy.dist(point).entropy(), 0.0)
 
     def couple(self, point: Point, measured: Tensor) -> Point:
-        """``known`` [B, L]: 1 for the tokens of highest entropy of the whole step, on all
-        processes."""
+        """Keep the tokens of highest entropy of the whole step, on all processes."""
         every = all_gather_rows(measured[point.mask]).double().sort().values
         if not len(every):
             return point
         rank = (1 - self.top_entropy) * (len(every) - 1)  # the quantile by linear interpolation
         below = every[int(rank)]
         above = every[min(int(rank) + 1, len(every) - 1)]
-        return point.replace(known=(measured >= torch.lerp(below, above, rank % 1)).to(measured))
+        chosen = measured >= torch.lerp(below, above, rank % 1)
+        return point.replace(coupling=TokenWeights(weight=chosen.to(measured)))
 
     @torch.no_grad()
     def shaped(self, policy: Policy, rollout: Rollout, rewards: Rewards) -> Rewards:

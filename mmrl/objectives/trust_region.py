@@ -13,7 +13,7 @@ from mmrl.core.distributions import TINY, Dist
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Point, Rollout
-from mmrl.objectives.base import frozen
+from mmrl.objectives.base import Objective, frozen
 from mmrl.objectives.forward_process.base import mean_square, positive, velocity
 from mmrl.policies.base import Policy
 from samplers.noise import Rng
@@ -23,7 +23,7 @@ CLAMP = 0.99  # of the time in the published standard deviation
 
 @OBJECTIVES.register("flow_dppo")
 @dataclass
-class FlowDPPO:
+class FlowDPPO(Objective):
     """Flow-DPPO: -A rho, dropped where the KL to the old policy is large and the step would enlarge
     it.
 
@@ -44,7 +44,6 @@ class FlowDPPO:
         positive(
             "objective.flow_dppo", threshold=self.threshold, advantage_clip=self.advantage_clip
         )
-        self.behavior_policy = "live"
         self.snapshots = ("old",)
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:

@@ -32,7 +32,7 @@ def tolerance(options: TrainOptions, policy: Any, objective: Any) -> float | Non
         return options.logprob_tolerance
     if policy.decisions == "gaussian":
         summed = math.prod(policy.shape) if policy.logprob_reduction == "sum" else 1
-        return min(EXACT * summed, clip_range(objective) / 10)
+        return min(EXACT * summed, min(objective.clip_bounds) / 10)
     return TOKENS[rounded(options, policy)] * amplified(policy)
 
 
@@ -65,15 +65,6 @@ def halved(policy: Any) -> bool:
     """Whether weights are stored in half precision."""
     return any(
         p.dtype in (torch.bfloat16, torch.float16) for p in policy.weights.module.parameters()
-    )
-
-
-def clip_range(objective: Any) -> float:
-    """The narrower side of the range that an objective clips its ratio to; infinite where it names
-    none."""
-    sides = (getattr(objective, name, None) for name in ("low", "high"))
-    return min(
-        [side for side in sides if isinstance(side, (int, float)) and side > 0], default=math.inf
     )
 
 

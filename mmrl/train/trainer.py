@@ -30,15 +30,7 @@ from mmrl.core.types import Advantage, Media, Point, Prompt, Rewards, Rollout
 from mmrl.data.prompts import Curriculum, batch, pick
 from mmrl.monitoring import completion_stats
 from mmrl.monitoring.diversity import portrait
-from mmrl.objectives.base import (
-    Adaptive,
-    Differentiates,
-    Lagging,
-    Objective,
-    Revisiting,
-    Shaping,
-    couples,
-)
+from mmrl.objectives.base import Objective
 from mmrl.policies.base import Policy, reading
 from mmrl.rollout import collect
 from mmrl.rollout.dynamic_sampling import Drawn, resampled
@@ -88,7 +80,7 @@ class Trainer:
         for name in self.snapshots():
             policy.weights.keep(name)
         suits(objective, policy, options)
-        if isinstance(objective, Differentiates):
+        if objective.differentiates:
             objective.attach(scorer.differentiable)
         self.truth = (
             writer(options.ground_truth_rollout, scorer.rewards, policy)
@@ -98,14 +90,14 @@ class Trainer:
         self.memory = (
             Memory(options.replay_buffer, policy, prompts) if options.replay_buffer else None
         )
-        self.coupled = couples(objective)
-        if self.coupled and options.train_batch_size % options.group_size:
+        self.coupled = objective.couples(policy)
+        if self.coupled == "groups" and options.train_batch_size % options.group_size:
             raise UserError(
                 f"train.train_batch_size {options.train_batch_size}: this objective compares whole "
                 f"groups, so it must be a "
                 f"multiple of train.group_size {options.group_size}"
             )
-        self.whole_groups = self.coupled or (
+        self.whole_groups = self.coupled == "groups" or (
             policy.adjacent and options.train_batch_size % options.group_size == 0
         )
 
@@ -135,18 +127,14 @@ class Trainer:
                     on_policy = epoch == index == 0 and self.objective.behavior_policy == "live"
                     skipped += not self.improve(next(parts), rng.fold(index), on_policy)
         if "old" in self.policy.weights.saved:
-            lagging = isinstance(self.objective, Lagging)
-            self.policy.weights.track(
-                "old", self.objective.old_decay(self.step) if lagging else 0.0
-            )
+            self.policy.weights.track("old", self.objective.old_decay(self.step))
         self._learn()
         self.iteration += 1
         # of this process
         counts = {"forwards": self.policy.forwards - passed, "decisions": int(rollout.mask.sum())}
         counts |= self.policy.measures()
         metrics = self._metrics(*self.sampled) | counts | {"skipped_steps": skipped}
-        if isinstance(self.objective, Adaptive):
-            self.objective.adapt(self.iteration - 1, metrics)
+        self.objective.adapt(self.iteration - 1, metrics)
         return metrics
 
     @torch.no_grad()
@@ -159,8 +147,7 @@ class Trainer:
         first = self.device.rank * self.plan.prompts_per_process
         mine = prompts[first : first + self.plan.prompts_per_process]
         self.policy.iteration = self.iteration
-        if isinstance(self.objective, Revisiting):
-            self.objective.revisit(self.policy.weights, self.iteration, self._rng("checkpoints"))
+        self.objective.revisit(self.policy.weights, self.iteration, self._rng("checkpoints"))
         self._limit()
         drawn = self.draw(mine, self._rng("rollout", offset=first))
         found, self.noted = (
@@ -175,8 +162,7 @@ class Trainer:
         texts, own, earned = sampled_only(media, rollout, rewards)
         self.noted |= completion_stats.lengths(texts, own) | portrait(texts, own.group)
         self.noted |= completion_stats.lengths_by_reward(texts, own, earned)
-        if isinstance(self.objective, Shaping):
-            rewards = self.objective.shaped(self.policy, rollout, rewards)
+        rewards = self.objective.shaped(self.policy, rollout, rewards)
         # what gave way was not shaped: where something did, all is looked at as the rewards gave it
         self.sampled = (found if found.gave_way else replace(found, rewards=rewards)).sampled()
         of_rows = self.advantage(rewards, rollout).to(rollout.logprob)
@@ -214,7 +200,7 @@ class Trainer:
 
     def draw(self, prompts: list[Prompt], rng: Rng) -> Drawn:
         """Sample and score, with the behaviour weights."""
-        reads = getattr(self.objective, "reads", "path")
+        reads = self.objective.reads
         options = self.options
         with (
             self._timed("rollout"),

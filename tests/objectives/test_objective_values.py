@@ -33,6 +33,7 @@ from mmrl.objectives import (
     SePPO,
     Text,
 )
+from mmrl.objectives.covariance import HeldBack
 from mmrl.objectives.forward_process.awm import SCORES
 from mmrl.objectives.group_regression import _Groups
 from mmrl.objectives.grpo_guard import normalised
@@ -41,7 +42,7 @@ from mmrl.objectives.kl import KL, estimate
 from mmrl.objectives.policy_gradient import subset
 from mmrl.objectives.reward_gradient import DIVERGENCES
 from mmrl.objectives.surrogates import gmpo, gspo, row_mean, sapo, vespo
-from mmrl.objectives.text import Entropy
+from mmrl.objectives.text import Entropy, TokenWeights
 from mmrl.objectives.trust_region import gated
 from samplers.kernels import flow_sde, memoryless, ode
 from samplers.noise import Rng
@@ -595,7 +596,7 @@ def covariances(values, known=None):
     """Tokens of one row with these covariances."""
     point = answers([[0.0] * len(values)])
     return torch.tensor([values]), point.replace(
-        known=None if known is None else torch.tensor([known])
+        coupling=None if known is None else HeldBack(draw=torch.tensor([known]))
     )
 
 
@@ -915,16 +916,16 @@ def test_tokens_of_high_entropy_lie_above_the_quantile(top):
     objective = Text(top_entropy=top)
     (point,) = objective.points(policy, rollout, Rng.of(0))
     measured = objective.measure(policy, point)
-    known = objective.couple(point, measured).known
+    known = objective.couple(point, measured).coupling.weight
     edge = torch.quantile(measured[rollout.mask], 1 - top)
     assert torch.equal(known[rollout.mask] == 1, measured[rollout.mask] >= edge)
     plain = Text().loss(policy, point)
     torch.testing.assert_close(
-        objective.loss(policy, point.replace(known=known))[rollout.mask],
+        objective.loss(policy, point.replace(coupling=TokenWeights(weight=known)))[rollout.mask],
         (plain * known)[rollout.mask],
     )
-    assert objective.couples and not Text().couples
-    assert objective.couple(point.replace(mask=point.mask & False), measured).known is None
+    assert objective.couples(policy) == "groups" and not Text().couples(policy)
+    assert objective.couple(point.replace(mask=point.mask & False), measured).coupling is None
 
 
 def test_surrogates_of_tokens_take_rows_in_parts():
@@ -939,7 +940,7 @@ def test_kl_cov_pays_for_the_log_ratio_of_the_tokens_it_holds():
     )
     gap = tables["live"].log_softmax(-1)[..., 0] - rollout.logprob
     expected = -rollout.advantage * gap.exp() + 0.25 * known * gap.abs()
-    loss = KLCov(weight=0.25).loss(policy, point.replace(known=known))
+    loss = KLCov(weight=0.25).loss(policy, point.replace(coupling=HeldBack(held=known)))
     torch.testing.assert_close(loss[rollout.mask], expected[rollout.mask])
 
 
@@ -999,7 +1000,7 @@ def test_a_preference_is_right_where_the_better_sample_fits_better():
         sum(math.log1p(math.exp(m / 2)) for m in margins) / 2
     )
     slope = [1 / (1 + math.exp(-m / 2)) for m in margins]
-    assert ready.advantage.flatten().tolist() == pytest.approx(
+    assert ready.coupling.slope.flatten().tolist() == pytest.approx(
         [slope[0], -slope[0], slope[1], -slope[1]]
     )
 
@@ -1013,7 +1014,7 @@ def test_crds_gradient_leaves_the_scale_of_the_error_alone():
     point = renoised(column(*ADVANTAGE))
     with torch.no_grad():
         ready = objective.couple(point, objective.measure(policy, point))
-    assert ready.known is not None
+    assert ready.coupling.old_error is not None
     loss = objective.loss(policy, ready)
     (gradient,) = torch.autograd.grad(loss.sum(), live)
     optimality = [max(-5.0, min(a, 5.0)) / 10 for a in ADVANTAGE]
@@ -1033,11 +1034,11 @@ def test_crd_counts_rows_with_any_decision_to_train_on():
     )
     point = renoised(column(*ADVANTAGE))
     objective = CRD(kl=0.0)
-    alone = objective.couple(point[:3], objective.measure(policy, point[:3])).advantage
+    alone = objective.couple(point[:3], objective.measure(policy, point[:3])).coupling
     idle = point.replace(mask=torch.tensor([True, True, True, False])[:, None])
-    torch.testing.assert_close(
-        objective.couple(idle, objective.measure(policy, idle)).advantage[:3], alone
-    )
+    whole = objective.couple(idle, objective.measure(policy, idle)).coupling
+    torch.testing.assert_close(whole.optimality[:3], alone.optimality)
+    torch.testing.assert_close(whole.implicit_mean[:3], alone.implicit_mean)
 
 
 def test_awm_is_seen_by_the_gate():
@@ -1061,7 +1062,7 @@ def test_covariances_are_about_the_means_of_all_tokens():
     mask = rollout.mask
     covariance = (logp - logp[mask].mean()) * (advantage - advantage[mask].mean())
     with meter.listening():
-        known = objective.couple(point, objective.measure(policy, point)).known
+        known = objective.couple(point, objective.measure(policy, point)).coupling.held
     edge = covariance[mask].sort(descending=True).values[1]
     assert torch.equal(known == 1, mask & (covariance >= edge)) and int(known.sum()) == 2
     assert meter.mean("held_back") == pytest.approx(2 / 9)
@@ -1076,7 +1077,8 @@ def test_clip_cov_takes_held_tokens_out_of_the_policy_loss():
     )
     mask = rollout.mask
     torch.testing.assert_close(
-        ClipCov().loss(policy, point.replace(known=known))[mask], (plain * (1 - known))[mask]
+        ClipCov().loss(policy, point.replace(coupling=HeldBack(held=known)))[mask],
+        (plain * (1 - known))[mask],
     )
     torch.testing.assert_close(ClipCov().loss(policy, point)[mask], plain[mask])
     unclipped = (
@@ -1116,7 +1118,7 @@ def test_fpo_clips_ratio_and_advantage_row_by_row():
     measured = column(0.2, 0.2, 0.0, -0.2, 0.1, 0.1, 0.02, 0.0)
     meter = Meter()
     with meter.listening():
-        ready = FPO(clip_range=(0.05, 0.12)).couple(twice, measured).advantage[:, 0]
+        ready = FPO(clip_range=(0.05, 0.12)).couple(twice, measured).coupling.slope[:, 0]
     mean = [0.15, 0.15, 0.01, -0.1]
     far = [True, False, False, True]
     expected = [
@@ -1138,7 +1140,7 @@ def test_d3po_is_seen_by_the_gate_and_wants_gaussian_steps():
     (point,) = Text().points(policy, rollout, Rng.of(0))
     with pytest.raises(UserError, match="flow and diffusion models"):
         D3PO().loss(policy, point)
-    with pytest.raises(UserError, match="weigh noise is for flow"):
+    with pytest.raises(UserError, match="timestep_weighting noise is for flow"):
         PolicyGradient(timestep_weighting="noise").loss(policy, point)
     with pytest.raises(UserError, match="compares means"):
         normalised(

@@ -21,7 +21,8 @@ from mmrl.core.distributions import Categorical
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES, OBJECTIVES, SURROGATES, load_built_in
 from mmrl.core.types import Point, Rewards, Rollout
-from mmrl.objectives import ClipCov, clipped
+from mmrl.objectives import ClipCov
+from mmrl.objectives.covariance import HeldBack
 from mmrl.objectives.kl import estimate
 from mmrl.policies.base import NetPolicy
 from mmrl.scoring import Scorer
@@ -489,15 +490,6 @@ def test_trls_two_sided_clip_keeps_clip_higher(low, high):
     assert loss.item() == pytest.approx(-(1 + (low if high is None else high)))
 
 
-def test_clip_higher_of_visual_policy_gradients():
-    loss = clipped(1e-4, 3e-4)
-    logp = torch.tensor([[2e-4, 5e-4]], dtype=torch.float64)
-    old = torch.zeros(1, 2, dtype=torch.float64)
-    assert loss(logp, old, torch.ones(1, 1)).tolist()[0] == pytest.approx(
-        [-math.exp(2e-4), -1.0003], abs=1e-12
-    )
-
-
 def cov_point(ratios, fresh):
     """One row of tokens of probability 1/2, and log-probs by ``ratios``; the first drew the
     smallest numbers."""
@@ -510,7 +502,7 @@ def cov_point(ratios, fresh):
         logprob=old,
         mask=torch.ones(1, len(ratios), dtype=torch.bool),
         advantage=torch.ones(1, 1).double(),
-        known=draws,
+        coupling=HeldBack(draw=draws),
         on_policy=fresh,
     )
     return point, old + torch.tensor([ratios], dtype=torch.float64).log()
@@ -523,8 +515,8 @@ def test_clip_cov_spends_its_share_on_tokens_that_are_not_clipped():
     # with A > 0 the first three are clipped at 1.2, the last is not
     ratios = [1.5, 1.3, 1.21, 1.1, 1.0, 0.7]
     point, logp = cov_point(ratios, fresh=False)
-    assert objective.couple(point, logp).known.tolist() == [[0, 0, 0, 1, 1, 1]]
+    assert objective.couple(point, logp).coupling.held.tolist() == [[0, 0, 0, 1, 1, 1]]
     point, logp = cov_point(ratios, fresh=True)  # on the first step no ratio is clipped
-    assert objective.couple(point, logp).known.tolist() == [[1, 1, 1, 0, 0, 0]]
+    assert objective.couple(point, logp).coupling.held.tolist() == [[1, 1, 1, 0, 0, 0]]
     point, logp = cov_point([1.5] * 6, fresh=False)
-    assert not objective.couple(point, logp).known.any(), "all are clipped already"
+    assert not objective.couple(point, logp).coupling.held.any(), "all are clipped already"

@@ -433,7 +433,7 @@ def test_top_entropy_keeps_its_share_of_the_whole_step():
     chosen = []
     loss = objective.loss
     objective.loss = lambda policy, point: (
-        chosen.append(point.known[point.mask]) or loss(policy, point)
+        chosen.append(point.coupling.weight[point.mask]) or loss(policy, point)
     )
     built.iterate()
     # first tokens of one prompt have equal entropies

@@ -13,7 +13,7 @@ from mmrl.config.options import Count
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES, TIMES
 from mmrl.core.types import Point, Rollout
-from mmrl.objectives.base import frozen
+from mmrl.objectives.base import Objective, frozen
 from mmrl.objectives.forward_process.base import (
     mean_absolute,
     mean_square,
@@ -28,7 +28,7 @@ from samplers.noise import Rng
 
 @OBJECTIVES.register("nft")
 @dataclass
-class NFT:
+class NFT(Objective):
     """DiffusionNFT: fit good samples with the velocity, and bad ones with its mirror image about
     the old velocity.
 
