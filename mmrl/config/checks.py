@@ -19,6 +19,7 @@ from mmrl.config.options import (
     without_average,
 )
 from mmrl.config.overrides import PLUGGED
+from mmrl.config.presets import unsuited_preset
 from mmrl.config.schema import BAD, Resolved, construct, convert, resolve, resolve_call
 from mmrl.config.values import Place, exists, show
 from mmrl.core.errors import UserError
@@ -68,6 +69,9 @@ def check(
             entries[section] = resolved
         problems += _missing_files(resolved)
     problems += _unsuited(entries, objective)
+    if (preset := config.plain.get("preset")) and "policy" in entries:
+        why = unsuited_preset(preset, entries["policy"].entry)
+        problems += [config.place(("preset",)).say(why)] if why else []
     named = {section: resolved.entry for section, resolved in entries.items()}
     _rewards(config, config["reward"], ("reward",), problems, named)
     for section, cls in (dataclasses or plain_sections()).items():
@@ -95,9 +99,11 @@ def _unsuited(entries: Mapping[str, Resolved], built: Any) -> Iterator[str]:
     if {"objective", "policy"} <= set(entries):
         objective = entries["objective"]
         policy = entries["policy"]
-        why = unsuited(objective.entry, policy.entry)
-        if why is not None or (why := _whole_answers(objective, policy)) is not None:
+        if why := unsuited(objective.entry, policy.entry):
             yield objective.place.say(why)
+        elif hasattr(built, "unfit"):
+            for option, reason in built.unfit(policy.entry):
+                yield (objective.place / option).say(reason)
         if getattr(built, "single_paths", False) and policy.options.get("tree") is not None:
             yield objective.place.say(
                 f"the objective {objective.entry.__name__} follows single paths: remove the "
@@ -118,26 +124,11 @@ def _unsuited(entries: Mapping[str, Resolved], built: Any) -> Iterator[str]:
             )
 
 
-def _whole_answers(objective: Resolved, policy: Resolved) -> str | None:
-    """Why a surrogate of whole answers cannot be computed for this policy; None if it can, or if
-    there is none."""
-    surrogate = objective.options.get("surrogate")
-    if not isinstance(surrogate, Resolved) or not getattr(surrogate.entry, "whole_rows", False):
-        return None
-    # whose estimator decides
-    if getattr(policy.entry, "one_pass", True) or objective.entry.needs == "masked":
-        return None
-    return (
-        f"the surrogate {surrogate.entry.__name__} compares whole answers, whose tokens the policy "
-        f"{policy.entry.__name__} scores in several passes; choose ppo, cispo, sapo or reinforce"
-    )
-
-
 def _cheap(entry: Callable) -> bool:
     """Whether an object is made of plain values, so that its own checks cost nothing."""
-    from mmrl.objectives.text import Text
+    from mmrl.objectives.base import Objective
 
-    return is_dataclass(entry) or (isinstance(entry, type) and issubclass(entry, Text))
+    return is_dataclass(entry) or (isinstance(entry, type) and issubclass(entry, Objective))
 
 
 def _try(problems: list[str], call: Callable, *args: Any) -> Any:

@@ -23,6 +23,5 @@ from mmrl.objectives.preference import DiffusionDPO as DiffusionDPO
 from mmrl.objectives.preference import SePPO as SePPO
 from mmrl.objectives.reward_gradient import AdjointMatching as AdjointMatching
 from mmrl.objectives.reward_gradient import Draft as Draft
-from mmrl.objectives.text import Text as Text
 from mmrl.objectives.trust_region import FlowDPPO as FlowDPPO
 from mmrl.objectives.unified import Unified as Unified

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -54,6 +54,10 @@ class Objective(ABC):
     @abstractmethod
     def loss(self, policy: Policy, point: Point) -> Tensor:
         """[B, L] elementwise."""
+
+    def unfit(self, policy: Any) -> Iterator[tuple[str, str]]:
+        """(option, sentence) for options that mean nothing for a policy, an object or a class."""
+        return iter(())
 
     # Losses of a row that depend on other points of the step.
 

@@ -19,7 +19,12 @@ from mmrl.core.distributed import all_gather_rows
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Fields, Point, Rollout
-from mmrl.objectives.text import Text, TokenWeights, without_slope
+from mmrl.objectives.policy_gradient import (
+    OF_STEPS,
+    PolicyGradient,
+    TokenWeights,
+    without_slope,
+)
 from mmrl.policies.base import Policy
 from samplers.noise import Rng
 
@@ -34,7 +39,10 @@ class HeldBack(Fields):
     held: Tensor | None = None  # [B, L] 1 for those held back; None: not known yet
 
 
-class _Covariance(Text):
+class _Covariance(PolicyGradient):
+    needs = "categorical"
+    not_options: tuple[str, ...] = ("top_entropy", *OF_STEPS)
+
     def couples(self, policy: Policy) -> Literal["groups"]:
         return "groups"
 
@@ -66,7 +74,7 @@ class ClipCov(_Covariance):
     ratio.
 
     share: how many, of all tokens of the step; those that the ratio's clip left without gradient
-    are not drawn. low, high: between which their covariance lies. Others as in text.
+    are not drawn. low, high: between which their covariance lies. Others as in policy_gradient.
     """
 
     def __init__(self, share: Share = 2e-4, low: float = 1.0, high: float = 5.0, **options: Any):
@@ -92,7 +100,8 @@ class ClipCov(_Covariance):
         """Without the tokens that are clipped: held back, they would use up the share and change
         nothing."""
         recorded = torch.where(point.mask, point.logprob, 0.0)
-        clipped = without_slope(self.surrogate, measured, point.old(measured, recorded), point)
+        old = point.old(measured, recorded)
+        clipped = without_slope(self.surrogate, measured, old, self._advantage(point), point.mask)
         return point.replace(mask=point.mask & ~clipped)
 
     def policy_loss(self, logp: Tensor, old: Tensor, point: Point) -> Tensor:
@@ -104,11 +113,11 @@ class ClipCov(_Covariance):
 class KLCov(_Covariance):
     """KL-Cov: the tokens of highest covariance pay for |log ratio|; no ratio is clipped.
 
-    share: how many, of all tokens of the step. weight: of |log ratio|. Others as in text, which has
-    no surrogate here.
+    share: how many, of all tokens of the step. weight: of |log ratio|. Others as in
+    policy_gradient, which has no surrogate here.
     """
 
-    not_options = ("surrogate",)
+    not_options = ("surrogate", "clip_range", *_Covariance.not_options)
 
     def __init__(self, share: Share = 2e-4, weight: Annotated[float, Ge(0)] = 1.0, **options: Any):
         super().__init__(**options)
@@ -126,7 +135,7 @@ class KLCov(_Covariance):
     def policy_loss(self, logp: Tensor, old: Tensor, point: Point) -> Tensor:
         observe("ratio", (logp - old).exp(), point.mask)
         penalty = self.weight * (logp - old).abs()
-        return -point.advantage * (logp - old).exp() + held_back(point, logp) * penalty
+        return -self._advantage(point) * (logp - old).exp() + held_back(point, logp) * penalty
 
 
 def held_back(point: Point, like: Tensor) -> Tensor:

@@ -340,7 +340,7 @@ def test_every_preset_builds(name):
         name,
     )
     config.build(sections["advantage"], ADVANTAGES)
-    assert config.build(sections["objective"], OBJECTIVES).needs == "categorical"
+    assert config.build(sections["objective"], OBJECTIVES).needs in ("", "categorical")
     assert TrainOptions(**sections["train"]).group_size == 4
 
 
@@ -348,10 +348,10 @@ def test_a_preset_fills_what_is_not_written_and_is_written_out(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(RUN)
     loaded = config.load(file, ["objective.kl=0.04", "train.dynamic_sampling_rounds=0"])
-    assert loaded["objective"]["text"]["surrogate"] == {
+    assert loaded["objective"]["policy_gradient"]["surrogate"] == {
         "ppo": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0}
     }
-    assert loaded["objective"]["text"]["kl"] == 0.04 and loaded["advantage"] == {
+    assert loaded["objective"]["policy_gradient"]["kl"] == 0.04 and loaded["advantage"] == {
         "grpo": {"std": "group", "eps": 1e-6}
     }
     assert loaded["train"]["dynamic_sampling_rounds"] == 0
@@ -362,11 +362,11 @@ def test_a_preset_fills_what_is_not_written_and_is_written_out(tmp_path):
     overridden = config.load(file, ["preset=trl/gspo"])
     assert (
         overridden["train"]["loss_agg_mode"] == "seq_mean_token_mean_all"
-        and "gspo" in overridden["objective"]["text"]["surrogate"]
+        and "gspo" in overridden["objective"]["policy_gradient"]["surrogate"]
     )
-    file.write_text(RUN + "objective: {text: {entropy: 0.01}}\nadvantage: rloo\n")
+    file.write_text(RUN + "objective: {policy_gradient: {entropy: 0.01}}\nadvantage: rloo\n")
     written = config.load(file)
-    assert written["advantage"] == "rloo" and set(written["objective"]["text"]) == {
+    assert written["advantage"] == "rloo" and set(written["objective"]["policy_gradient"]) == {
         "entropy",
         "surrogate",
         "kl",
@@ -389,26 +389,34 @@ def test_a_preset_that_is_no_name_is_refused(tmp_path):
         config.load(tmp_path / "run.yaml")
 
 
-def test_a_text_objective_on_a_flow_model_is_refused_with_its_line(tmp_path):
+def test_an_objective_of_tokens_on_a_flow_model_is_refused_with_its_line(tmp_path):
     (tmp_path / "run.yaml").write_text(
-        RUN.replace("preset: verl/dapo", "objective: {text: {surrogate: gspo}}")
+        RUN.replace("preset: verl/dapo", "objective: {clip_cov: {surrogate: gspo}}")
     )
     with pytest.raises(
-        UserError,
-        match=r"run.yaml:5: objective.text: the objective Text is for "
-        r"models that",
+        UserError, match=r"run.yaml:5: objective.clip_cov: the objective ClipCov is for models that"
     ):
         config.check(config.load(tmp_path / "run.yaml"))
+
+
+def test_a_preset_of_tokens_on_a_flow_model_is_refused_with_its_line(tmp_path):
+    (tmp_path / "run.yaml").write_text(RUN)
+    complaint = r"run.yaml:5: preset: verl/dapo is for models that write tokens.*paper/flow_grpo"
+    with pytest.raises(UserError, match=complaint):
+        config.check(config.load(tmp_path / "run.yaml"))
+    (tmp_path / "run.yaml").write_text(RUN.replace("verl/dapo", "paper/flow_grpo"))
+    config.check(config.load(tmp_path / "run.yaml"))
+    loaded = config.load("configs/digits/ar_grpo.yaml", ["preset=trl/dapo"])
+    config.check(loaded)
+    with pytest.raises(UserError, match="paper/flow_grpo is for flow and diffusion models"):
+        config.check(config.load("configs/digits/ar_grpo.yaml", ["preset=paper/flow_grpo"]))
 
 
 @pytest.mark.parametrize(
     ("objective", "config_file"),
     [
-        ("grpo", "digits/flow_grpo"),
-        ("guard", "digits/guard"),
+        ("grpo_guard", "digits/guard"),
         ("dgpo", "digits/dgpo"),
-        ("grpo", "digits/ar_grpo"),
-        ("grpo", "janus/ar_grpo"),
         ("kl_cov", "vlm/counting"),
         ("gvpo", "vlm/counting"),
     ],
@@ -416,14 +424,17 @@ def test_a_text_objective_on_a_flow_model_is_refused_with_its_line(tmp_path):
 def test_a_preset_that_would_leave_the_objective_as_it_was_is_refused(objective, config_file):
     """It used to be accepted, and to change the advantage and the reduction alone."""
     with pytest.raises(
-        UserError, match=f"preset trl/dapo .* would leave {objective} as it was: .*objective: text"
+        UserError, match=f"preset trl/dapo .* would leave {objective} as it was: .*policy_gradient"
     ):
         config.load(f"configs/{config_file}.yaml", ["preset=trl/dapo", f"objective={objective}"])
     config.load(f"configs/{config_file}.yaml", [f"objective={objective}"])
     with pytest.raises(
-        UserError, match="would leave text as it was: write objective: clip_cov; or remove"
+        UserError,
+        match="would leave policy_gradient as it was: write objective: clip_cov; or remove",
     ):
-        config.load(f"configs/{config_file}.yaml", ["objective=text", "preset=verl/clip_cov"])
+        config.load(
+            f"configs/{config_file}.yaml", ["objective=policy_gradient", "preset=verl/clip_cov"]
+        )
 
 
 @pytest.mark.parametrize(
