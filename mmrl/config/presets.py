@@ -2,9 +2,9 @@
 configuration.
 
 The table is ``presets.yaml``. ``preset: trl/dapo`` fills ``advantage``, ``objective`` and ``train``
-where the configuration says nothing itself. Of an objective that is written it fills the options, where that objective has them;
-another one is refused (``unreached``). What each sets is locked by tests to losses and gradients of
-the published functions (TRL 1.16, verl).
+where the configuration says nothing itself. Of an objective that is written it fills the options,
+where that objective has them; another one is refused (``unreached``). What each sets is locked by
+tests to losses and gradients of the published functions (TRL 1.16, verl).
 """
 
 from __future__ import annotations

@@ -387,7 +387,8 @@ def test_a_sampler_that_differs_is_corrected():
     """With the weight p / q the gradient of what q sampled is that of p: exact expectation over one
     token."""
     objective = config.build(
-        {"text": {"surrogate": "reinforce", "importance_sampling": {"cap": 1e6}}}, OBJECTIVES
+        {"policy_gradient": {"surrogate": "reinforce", "importance_sampling": {"cap": 1e6}}},
+        OBJECTIVES,
     )
     built = trainer(objective, train_batch_size=64)
     rollout, _ = built.collect()
