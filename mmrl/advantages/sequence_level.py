@@ -12,9 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmrl.advantages.group import ZeroVariance, group
+from mmrl.advantages.group import ZeroVariance
 from mmrl.advantages.groups import Groups, finished, measured
-from mmrl.advantages.normalise import Std, moments
+from mmrl.advantages.normalise import moments
 from mmrl.advantages.process import by_step
 from mmrl.advantages.select import drop
 from mmrl.core.distributed import all_max, all_sum
@@ -23,34 +23,6 @@ from mmrl.core.registry import ADVANTAGES
 from mmrl.core.types import Rewards, Rollout
 
 TINY = 1e-8  # verl's, under the root of a whitening
-
-
-@ADVANTAGES.register("grpo")
-@by_step
-def grpo(
-    rewards: Rewards | Tensor,
-    rollout: Rollout,
-    *,
-    std: Std = "group",
-    eps: float = 1e-4,
-    zero_variance_groups: ZeroVariance = "keep",
-    best_of: int | None = None,
-) -> Tensor:
-    """GRPO for text: mean and sample std (ddof 1, plus eps) of the group (Shao et al. 2024,
-    DeepSeekMath).
-
-    eps: 1e-4 in TRL, ms-swift and VLM-R1, 1e-6 in verl. std: global is TRL's and ms-swift's
-    "batch", the "PPO-lite" of Liu et al. 2025 ("Tricks or traps?").
-    """
-    return group(
-        rewards,
-        rollout,
-        std=std,
-        ddof=1,
-        eps=eps,
-        zero_variance_groups=zero_variance_groups,
-        best_of=best_of,
-    )
 
 
 @ADVANTAGES.register("reinforce")

@@ -15,8 +15,8 @@ from annotated_types import Ge, Gt
 from torch import Tensor
 
 from mmrl.advantages.groups import finished, measured, named
+from mmrl.advantages.presets import grpo
 from mmrl.advantages.process import by_step
-from mmrl.advantages.sequence_level import grpo
 from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import ADVANTAGES
 from mmrl.core.types import Rewards, Rollout

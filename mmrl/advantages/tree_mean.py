@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mmrl.advantages.branch import edge_mean
-from mmrl.advantages.sequence_level import grpo
+from mmrl.advantages.presets import grpo
 from mmrl.advantages.shaping import Underneath
 from mmrl.core.registry import ADVANTAGES
 from mmrl.core.types import Rewards, Rollout

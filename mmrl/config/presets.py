@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mmrl.config.yamltext import read
+from mmrl.config.yamltext import read, write
 from mmrl.core.errors import UserError, suggest
 
 Sections = dict[str, Any]
@@ -55,6 +55,13 @@ def unreached(plain: Mapping[Any, Any], name: str) -> str | None:
         f"{objective} as it was: write "
         f"objective: {able}; or remove the preset"
     )
+
+
+def described(name: str) -> tuple[str, str]:
+    """(for which models, what it sets) of a preset, to show in tables."""
+    preset = PRESETS[name]
+    sections = {section: preset[section] for section in SECTIONS if section in preset}
+    return KINDS[preset["decisions"]], write(sections).strip()
 
 
 def unsuited_preset(name: str, policy: Any) -> str | None:

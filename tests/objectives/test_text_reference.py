@@ -15,8 +15,9 @@ import yaml
 from torch import nn
 
 from mmrl import config
+from mmrl.cli.tables import plugin_tables
 from mmrl.config.options import TrainOptions
-from mmrl.config.presets import PRESETS, filled
+from mmrl.config.presets import PRESETS, described, filled
 from mmrl.core.distributions import Categorical
 from mmrl.core.errors import UserError
 from mmrl.core.registry import ADVANTAGES, OBJECTIVES, SURROGATES, load_built_in
@@ -342,6 +343,14 @@ def test_every_preset_builds(name):
     config.build(sections["advantage"], ADVANTAGES)
     assert config.build(sections["objective"], OBJECTIVES).needs in ("", "categorical")
     assert TrainOptions(**sections["train"]).group_size == 4
+
+
+def test_presets_are_listed_with_what_they_set_and_for_whom(capsys):
+    plugin_tables("presets")
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in PRESETS) and "dual_clip: 10.0" in printed
+    assert described("paper/dance_grpo")[0] == "flow and diffusion models"
+    assert "timestep_selection: random" in described("paper/dance_grpo")[1]
 
 
 def test_a_preset_fills_what_is_not_written_and_is_written_out(tmp_path):
