@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mmrl.config.yamltext import read, write
+from mmrl.config.yamltext import read
 from mmrl.core.errors import UserError, suggest
 
 Sections = dict[str, Any]
@@ -60,8 +60,15 @@ def unreached(plain: Mapping[Any, Any], name: str) -> str | None:
 def described(name: str) -> tuple[str, str]:
     """(for which models, what it sets) of a preset, to show in tables."""
     preset = PRESETS[name]
-    sections = {section: preset[section] for section in SECTIONS if section in preset}
-    return KINDS[preset["decisions"]], write(sections).strip()
+    sections = (f"{section}: {_inline(preset[section])}" for section in SECTIONS)
+    return KINDS[preset["decisions"]], "\n".join(sections)
+
+
+def _inline(value: Any) -> str:
+    """YAML of one line."""
+    if not isinstance(value, Mapping):
+        return f"{value:g}" if isinstance(value, float) else str(value)
+    return "{" + ", ".join(f"{key}: {_inline(item)}" for key, item in value.items()) + "}"
 
 
 def unsuited_preset(name: str, policy: Any) -> str | None:
