@@ -70,8 +70,7 @@ class _Covariance(PolicyGradient):
 
 @OBJECTIVES.register("clip_cov")
 class ClipCov(_Covariance):
-    """Clip-Cov: a random few tokens of high covariance have no gradient; the others PPO's clipped
-    ratio.
+    """Clip the ratio and take the gradient of a random few tokens of high covariance (Clip-Cov).
 
     share: how many, of all tokens of the step; those that the ratio's clip left without gradient
     are not drawn. low, high: between which their covariance lies. Others as in policy_gradient.
@@ -111,7 +110,7 @@ class ClipCov(_Covariance):
 
 @OBJECTIVES.register("kl_cov")
 class KLCov(_Covariance):
-    """KL-Cov: the tokens of highest covariance pay for |log ratio|; no ratio is clipped.
+    """Let the tokens of highest covariance pay for |log ratio|, and clip no ratio (KL-Cov).
 
     share: how many, of all tokens of the step. weight: of |log ratio|. Others as in
     policy_gradient, which has no surrogate here.

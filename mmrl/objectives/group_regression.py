@@ -112,8 +112,8 @@ class _Regression(Objective):
 
 @OBJECTIVES.register("gvpo")
 class GVPO(_Regression):
-    """GVPO: 1/2 sum_i ((R_i - mean R) - (r_i - mean r))^2 / (n - 1), R = beta log(p / p_old) of the
-    answer.
+    """Minimise 1/2 sum_i ((R_i - mean R) - (r_i - mean r))^2 / (n - 1), R = beta log(p / p_old)
+    (GVPO).
 
     Zhang et al. 2025, "GVPO: Group variance policy optimization". Take ``advantage: dr_grpo``,
     which is r - mean r.
@@ -133,8 +133,7 @@ class GVPO(_Regression):
 
 @OBJECTIVES.register("reg_grpo")
 class RegGRPO(_Regression):
-    """Reg-GRPO: (A_i - beta (R_i - mean R))^2, the advantage predicted by the answer's log-ratio R
-    to the old one.
+    """Predict the advantage by the answer's log-ratio R: (A_i - beta (R_i - mean R))^2 (Reg-GRPO).
 
     Park et al. 2025, DeepVideo-R1. No clip, no minimum. ``beta`` stands where the log-ratios' own
     std could: that is 0 on the first step.
@@ -152,8 +151,8 @@ class RegGRPO(_Regression):
 
 @OBJECTIVES.register("real")
 class REAL(_Regression):
-    """REAL: log(1 + sum_neg e^s) + log(1 + sum_pos e^-s) of a group, s = mean log-ratio / tau;
-    rewards as labels.
+    """Classify answers: log(1 + sum_neg e^s) + log(1 + sum_pos e^-s), s = mean log-ratio / tau
+    (REAL).
 
     As in ms-swift. Positive answers are those with A > 0, negative ones those with A < 0; a group
     without both counts as 0 (with ``flat: drop`` in the advantage not at all).

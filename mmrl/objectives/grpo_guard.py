@@ -20,8 +20,7 @@ from mmrl.policies.base import Policy
 
 @OBJECTIVES.register("grpo_guard")
 class Guard(PolicyGradient):
-    """GRPO-Guard: normalised ratio, log rho = mean_d[e_old (mu - mu_old)], and gradients balanced
-    over the steps.
+    """Normalise the ratio, log rho = mean_d[e_old (mu - mu_old)], and balance steps (GRPO-Guard).
 
     Wang et al. 2025, "GRPO-Guard: Mitigating Implicit Over-Optimization in Flow Matching via
     Regulated Clipping". e_old is the noise that was injected, (x' - mu_old) / std, so that log rho

@@ -33,8 +33,9 @@ MOST = 0.999  # the largest rate of MaskGRPO's published code
 def trajectory(
     policy: Remaskable, rollout: Rollout, rng: Rng, *, passes: Count | None = None
 ) -> list[Point]:
-    """The passes of the sampler itself: exact. ``passes``: so many random ones of each row,
-    weighted T / passes."""
+    """Score the passes of the sampler itself, which is exact.
+
+    ``passes``: so many random ones of each row, weighted T / passes."""
     points = list(policy.path(rollout))
     if passes is None or passes >= len(points):
         return points
@@ -66,8 +67,8 @@ def d1(
     *,
     prompt: Annotated[float, Gt(-1e-9), Le(1)] = 0.15,
 ) -> list[Point]:
-    """diffu-GRPO (Zhao et al. 2025): everything hidden, one pass; a share of the prompt's tokens
-    hidden at random."""
+    """Hide everything, and a share of the prompt at random, in one pass (diffu-GRPO, Zhao et al.
+    2025)."""
     cond = (
         policy.corrupted(rollout.cond, prompt, rng.fold("prompt")) if prompt > 0 else rollout.cond
     )
@@ -90,8 +91,8 @@ def mask_grpo(
     field: Fields = "uniform",
     fixed: bool = True,
 ) -> list[Point]:
-    """MaskGRPO (Ma et al. 2025): tokens hidden at a rate between ``low`` and 1; images 0.8, text
-    0.6 and fading.
+    """Hide tokens at a rate of ``low`` to 1: images 0.8, text 0.6 and fading (MaskGRPO, Ma et al.
+    2025).
 
     The rates are low + (1 - low) n / updates; of them ``draws`` are looked at in each optimizer
     step. With several epochs every row meets each rate once, from low to high as published, before
@@ -165,8 +166,7 @@ def coupled(
     high: Share = 0.9,
     draws: Count = 1,
 ) -> list[Point]:
-    """A random mask and its complement (Gong et al. 2025, DiffuCoder): each pair scores every token
-    once."""
+    """Score every token once by a random mask and its complement (DiffuCoder, Gong et al. 2025)."""
     _ascending("coupled", low, high)
     points = []
     for n in range(draws):
@@ -186,7 +186,7 @@ def random(
     high: Share = 0.9,
     draws: Count = 1,
 ) -> list[Point]:
-    """Random masks at a rate between ``low`` and ``high``, the plain counterpart of ``coupled``."""
+    """Hide tokens at a rate between ``low`` and ``high``, the plain counterpart of ``coupled``."""
     _ascending("random", low, high)
     rates = [low + (high - low) * rng.fold("rate", n).uniform(rollout.row_id) for n in range(draws)]
     return [
@@ -199,8 +199,8 @@ def random(
 def udm_grpo(
     policy: Remaskable, rollout: Rollout, rng: Rng, *, starts: Count = 3, window: Count = 3
 ) -> list[Point]:
-    """UDM-GRPO on masks: finished tokens scored at ``window`` adjacent early rates of the sampler,
-    re-noised.
+    """Score finished tokens, hidden anew at ``window`` adjacent early rates of the sampler (UDM-
+    GRPO).
 
     UDM-GRPO trains discrete flows whose noise is uniform tokens; here noise is hidden tokens. As
     there, the action of every step is the finished sample, states come from the forward process,
@@ -221,8 +221,7 @@ def udm_grpo(
 
 @ESTIMATORS.register("sepo")
 def sepo(policy: Remaskable, rollout: Rollout, rng: Rng) -> list[Point]:
-    """SEPO (Zekri and Boulle 2025) on the samples one token away: L passes, so for short samples
-    only.
+    """Compare with the samples one token away, L passes (SEPO, Zekri and Boulle 2025).
 
     With q_i = p(x_i | all others) the concrete score of a neighbour y is s_y = q_i(y_i) / q_i(x_i),
     and the gradient of the marginal is -sum_y pi_y grad log s_y, pi the self-normalised s. Over all

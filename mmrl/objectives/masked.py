@@ -24,8 +24,7 @@ from samplers.noise import Rng
 
 @OBJECTIVES.register("masked")
 class Masked(PolicyGradient):
-    """Policy gradients for masked diffusion: exact, MaskGRPO, UniGRPO, d1, TraceRL ... by the
-    estimator.
+    """Follow the policy gradient of masked diffusion: exact, MaskGRPO, UniGRPO, d1, TraceRL ...
 
     estimator: the states that are scored, and with what weights. surrogate: the loss of ratio and
     advantage. kl: its weight, or all its choices; entropy: likewise. Ratios at states that were not

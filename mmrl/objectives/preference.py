@@ -28,8 +28,7 @@ from samplers.noise import Rng
 @OBJECTIVES.register("diffusion_dpo")
 @dataclass
 class DiffusionDPO(Objective):
-    """Online Diffusion-DPO: the best of a group is preferred to the worst, by denoising errors at
-    shared noise.
+    """Prefer the best of a group to the worst, by denoising errors at shared noise (Diffusion-DPO).
 
     Wallace et al. 2024, "Diffusion Model Alignment Using Direct Preference Optimization", eq. 14,
     on fresh pairs: with e the denoising error and D = e - e_ref, minimises -log sigmoid(-(beta / 2)
@@ -104,8 +103,7 @@ def pairs(rollout: Rollout, rng: Rng | None = None) -> Tensor:
 @OBJECTIVES.register("d3po")
 @dataclass
 class D3PO(Objective):
-    """D3PO: the best of a group is preferred to the worst at every step of their paths, without a
-    reward model.
+    """Prefer the best of a group to the worst at every step of their paths (D3PO).
 
     Yang et al. 2024, "Using Human Feedback to Fine-tune Diffusion Models without Any Reward Model",
     eq. 13: with m the log-ratio of a step to the reference, minimises -log sigmoid(beta (m_best -
@@ -164,8 +162,8 @@ class D3PO(Objective):
 @OBJECTIVES.register("seppo")
 @dataclass
 class SePPO(Objective):
-    """SePPO: the best sample against another of an earlier checkpoint, which may itself count as
-    good.
+    """Compare the best sample with another of an earlier checkpoint, which may count as good
+    (SePPO).
 
     Zhang et al. 2024, "SePPO: Semi-Policy Preference Optimization for Diffusion Alignment". In
     every iteration a checkpoint drawn at random from all earlier ones samples and is the reference;

@@ -32,8 +32,7 @@ DIVERGENCES = {
 @OBJECTIVES.register("draft")
 @dataclass
 class Draft(Objective):
-    """DRaFT and ROCM: gradient ascent on a differentiable reward through the last ``last`` steps of
-    the sampler.
+    """Climb a differentiable reward through the sampler's last ``last`` steps (DRaFT, ROCM).
 
     Clark et al. 2024, "Directly Fine-Tuning Diffusion Models on Differentiable Rewards" (DRaFT-K;
     null: all steps); Shekhar and Zhang 2025, "ROCM: RLHF on consistency models", which adds ``kl``
@@ -96,8 +95,8 @@ class Draft(Objective):
 @OBJECTIVES.register("adjoint_matching")
 @dataclass
 class AdjointMatching(Objective):
-    """Adjoint Matching: regress the change of every step's mean on the reward's gradient, carried
-    back by the base.
+    """Regress each step's change on the reward's gradient, carried back by the base (Adjoint
+    Matching).
 
     Domingo-Enrich et al. 2025, "Adjoint Matching: Fine-tuning Flow and Diffusion Generative Models
     with Memoryless Stochastic Optimal Control", eq. 37 to 39, for the sampler's own steps: with

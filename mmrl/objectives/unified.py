@@ -34,8 +34,7 @@ class Steered:
 
 @OBJECTIVES.register("unified")
 class Unified(PolicyGradient):
-    """Follow the policy gradient over text and image tokens (T2I-R1, ReasonGen-R1), entropies
-    steered apart.
+    """Follow the policy gradient over text and image tokens (T2I-R1), entropies steered apart.
 
     steer_text, steer_image: entropy targets; None: left alone. Without kinds of decisions all count
     as text.

@@ -399,7 +399,10 @@ def test_other_models_are_refused():
         Masked().points(policy, None, POINTS)
     rollout, _ = rolled(TablePolicy(steps=3), 0, 4)
     with pytest.raises(UserError, match="several passes"):
-        Masked(surrogate=SURROGATES["gspo"]).points(TablePolicy(steps=3), rollout, POINTS)
+        every_pass = Masked(
+            surrogate=SURROGATES["gspo"], estimator=lambda p, r, rng: list(p.path(r))
+        )
+        every_pass.points(TablePolicy(steps=3), rollout, POINTS)
     with pytest.raises(UserError, match="low < high"):
         ESTIMATORS["coupled"](TablePolicy(steps=3), rollout, POINTS, low=0.9, high=0.5)
 

@@ -36,7 +36,7 @@ SCORES = {  # (denoising error l [B, 1], time t [B, 1]) -> what stands for the l
 @OBJECTIVES.register("awm")
 @dataclass
 class AWM(Objective):
-    """AWM: the clipped policy gradient with a weighted denoising error in place of the log-prob.
+    """Clip the policy gradient of a weighted denoising error in place of the log-prob (AWM).
 
     Xue et al. 2025, "Advantage Weighted Matching: Aligning RL with Pretraining in Diffusion
     Models". The ratio is between the live and the sampling weights at the same time and noise; its

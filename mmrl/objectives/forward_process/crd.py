@@ -42,8 +42,7 @@ class Centred(Fields):
 @OBJECTIVES.register("crd")
 @dataclass
 class CRD(Objective):
-    """CRD: the implicit reward of the model, centred over a group, is fitted to the reward, centred
-    alike.
+    """Fit the model's implicit reward, centred over a group, to the reward, centred alike (CRD).
 
     Flow-Factory's "Centered Reward Distillation". With q the denoising error over its mean absolute
     value, the implicit reward is r = -(q - q_old) and the wanted one a = 1/2 + A / (2

@@ -42,8 +42,7 @@ class Preference(Fields):
 @OBJECTIVES.register("dgpo")
 @dataclass
 class DGPO(Objective):
-    """DGPO: the good half of a group is preferred to the bad half, by denoising errors at shared
-    noise.
+    """Prefer the good half of a group to the bad half, by denoising errors at shared noise (DGPO).
 
     Luo et al. 2025, "Reinforcing Diffusion Models by Direct Group Preference Optimization". With d
     the denoising error, S = sum_i A_i beta (d_i - d_i^ref) / G over the G samples of a group,

@@ -29,8 +29,8 @@ from samplers.noise import Rng
 @OBJECTIVES.register("nft")
 @dataclass
 class NFT(Objective):
-    """DiffusionNFT: fit good samples with the velocity, and bad ones with its mirror image about
-    the old velocity.
+    """Fit good samples with the velocity, bad ones with its mirror image at the old one
+    (DiffusionNFT).
 
     Zheng et al. 2025, "DiffusionNFT: Online Diffusion Reinforcement with Forward Process", eq. 5.
     The optimality r = 1/2 + A / (2 advantage_clip) weighs two denoising errors of the clean sample,

@@ -23,7 +23,7 @@ from samplers.noise import Rng
 @OBJECTIVES.register("rwr")
 @dataclass
 class RewardWeightedRegression(Objective):
-    """Reward-weighted regression: -w log p(sample), with w = exp(A / beta) of mean 1 in each group.
+    """Fit samples by weight: -w log p(sample), w = exp(A / beta) of mean 1 in each group (RWR).
 
     Peters and Schaal 2007, "Reinforcement learning by reward-weighted regression"; Lee et al. 2023,
     "Aligning text-to-image models using human feedback", eq. 4. The log-likelihood is minus the
