@@ -121,7 +121,7 @@ def learn(run: Run, seed: int, overrides: list[str], base: dict[str, Any] | None
         )
         return {name: asdict(estimate) for name, estimate in estimates.items()}
 
-    session.policy.prepare([*session.data.train, *session.data.held_out])
+    session.policy.prepare([*session.source.train, *session.source.held_out])
     spent = {"cpu": 0.0, "wall": 0.0, "forwards": 0}
     curve = [{"iteration": 0, **spent, "rewards": base or look()}]
     for iteration in range(1, total + 1):

@@ -174,7 +174,7 @@ class Judge:
         self.session = Session.of(read(find_config("digits/flow_grpo"), []))
         self.policy, self.prompts = self.session.policy, self.session.prompts()
         self.policy.fixed_batch_rows = 64
-        self.policy.encode([*self.session.data.train, *self.prompts])
+        self.policy.encode([*self.session.source.train, *self.prompts])
         self.scorer = self.session.judges()
 
     def __call__(self, weights: dict[str, Tensor], copies: int) -> dict[str, Tensor]:

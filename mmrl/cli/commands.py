@@ -38,7 +38,7 @@ def evaluate(
             )
         rows.append(evaluation.row(model, guidance, estimates))
     target = (run or Path()) / "evaluation.json"
-    held_out = bool(session.data.held_out)
+    held_out = bool(session.source.held_out)
     sizes = {
         "prompts": min(options.prompts, len(session.prompts())),
         "copies": options.num_samples,

@@ -57,7 +57,7 @@ class Session:
 
     config: config.Config
     policy: Any
-    data: Any
+    source: Any
     scorer: Scorer
     options: TrainOptions
     evaluation: EvaluateOptions
@@ -86,12 +86,12 @@ class Session:
 
     def prompts(self) -> list:
         """Return the held-out prompts, or the training prompts where nothing is held out."""
-        return list(self.data.held_out) or list(self.data.train)
+        return list(self.source.held_out) or list(self.source.train)
 
     def trainer(self) -> Trainer:
         return Trainer(
             self.policy,
-            self.data.train,
+            self.source.train,
             self.scorer,
             self.config.build("advantage", ADVANTAGES),
             self.config.build("objective", OBJECTIVES),

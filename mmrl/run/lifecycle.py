@@ -84,7 +84,7 @@ class Run:
         """Prepare what every process needs, and write what the main one writes before the first
         iteration."""
         session = self.session
-        session.policy.prepare([*session.data.train, *session.data.held_out])
+        session.policy.prepare([*session.source.train, *session.source.held_out])
         if self.log.active:
             (self.folder / CONFIG).write_text(config.dump(session.config))
             (self.folder / "machine.json").write_text(json.dumps(machine(), indent=1))

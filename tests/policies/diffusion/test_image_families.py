@@ -299,7 +299,7 @@ def test_rocm_follows_the_reward_through_the_steps_of_a_real_consistency_model()
     policy = session.policy
     objective = trainer.objective
     trainer.iterate()
-    prompts = list(session.data.train[:4])
+    prompts = list(session.source.train[:4])
     with torch.no_grad():
         before = policy.rollout(prompts, 1, Rng.of("same"))
         reward = bright(policy.decode(before), None)
