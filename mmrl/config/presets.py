@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mmrl.config.options import capabilities_of
 from mmrl.config.yamltext import read
 from mmrl.core.errors import UserError, suggest
 
@@ -73,11 +74,11 @@ def _inline(value: Any) -> str:
 
 def unsuited_preset(name: str, policy: Any) -> str | None:
     """Say why a preset is not for this policy, an object or a class; None if it is."""
-    has = getattr(policy, "decisions", "")
+    can = capabilities_of(policy)
     wants = PRESETS[name]["decisions"]
-    if not has or has == wants:
+    if can is None or can.decisions == wants:
         return None
-    fit = [other for other in PRESETS if PRESETS[other]["decisions"] == has]
+    fit = [other for other in PRESETS if PRESETS[other]["decisions"] == can.decisions]
     return (
         f"{name} is for {KINDS[wants]}, which the policy is not: remove it, or take another, "
         f"such as {', '.join(fit[:3])}"

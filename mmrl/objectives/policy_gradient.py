@@ -12,7 +12,7 @@ import torch
 from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
-from mmrl.config.options import unsuited
+from mmrl.config.options import capabilities_of, unsuited
 from mmrl.core.distributed import all_gather_rows
 from mmrl.core.distributions import Dist, Gaussian
 from mmrl.core.errors import UserError
@@ -146,7 +146,8 @@ class PolicyGradient(Objective):
             "timestep_selection": self.timestep_selection != "first",
             "timestep_weighting": self.timestep_weighting != "even",
         }
-        decisions = getattr(policy, "decisions", "")
+        can = capabilities_of(policy)
+        decisions = None if can is None else can.decisions
         reasons = {"gaussian": OF_TOKENS, "categorical": OF_STEPS}.get(decisions, {})
         yield from ((name, why) for name, why in reasons.items() if chosen[name])
         if decisions == "categorical" and self.kl.form == "flow_grpo":
@@ -212,9 +213,8 @@ class PolicyGradient(Objective):
 
     def _in_parts(self, policy: Any) -> bool:
         """Whether the surrogate needs whole rows, which this policy scores in several passes."""
-        several = getattr(policy, "decisions", "") == "gaussian" or not getattr(
-            policy, "one_pass", True
-        )
+        can = capabilities_of(policy)
+        several = can is not None and (can.decisions == "gaussian" or not can.one_pass)
         return self.single_paths and several
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
@@ -263,7 +263,7 @@ class PolicyGradient(Objective):
         if "ref" not in self.snapshots or self.kl.where != "reward":
             return rewards
         divergence = rollout.logprob.new_zeros(len(rollout))
-        size = getattr(policy, "fixed_batch_rows", None) or len(rollout)
+        size = policy.fixed_batch_rows or len(rollout)
         for first in range(0, len(rollout), size):
             for point in policy.path(rollout[first : first + size]):
                 gap = point.logprob - frozen(policy, "ref", point).log_prob(point.target)
@@ -331,7 +331,7 @@ class PolicyGradient(Objective):
         else:
             ref = torch.where(point.mask, reference.log_prob(point.target), 0.0)
             kl = estimate(logp, ref, form, self.kl.bounded)
-        observe("kl", kl, point.own())
+        observe("kl", kl, point.sampled_mask())
         if form == "flow_grpo":
             if point.next_time is None:
                 raise UserError("kl: the form flow_grpo is for flow models; use exact")
@@ -340,7 +340,7 @@ class PolicyGradient(Objective):
 
     def _entropy(self, dist: Any, point: Point) -> Tensor:
         entropy = torch.where(point.mask, dist.entropy(), 0.0)
-        observe("entropy", entropy, point.own())
+        observe("entropy", entropy, point.sampled_mask())
         return entropy
 
     def _watched(self, dist: Any, point: Point, loss: Tensor) -> Tensor:
@@ -351,14 +351,14 @@ class PolicyGradient(Objective):
     def _watch(self, ratio: Tensor, stopped: Tensor, point: Point) -> None:
         """Mention the ratio, and the share of decisions that are clipped: outside ``clip_range``,
         or where none is set those ``stopped`` [B, L]; these also by the sign of A."""
-        observe("ratio", ratio, point.own())
+        observe("ratio", ratio, point.sampled_mask())
         if point.is_replayed is not None:
             observe("reuse/ratio", ratio, point.mask & point.is_replayed[:, None])
         advantage = point.advantage.expand_as(ratio)
         beyond = stopped if self.clip_range is None else outside(ratio, *self.clip_bounds).double()
-        observe("clip_fraction", beyond, point.own())
-        observe("clip/high", stopped * (advantage > 0), point.own())
-        observe("clip/low", stopped * (advantage < 0), point.own())
+        observe("clip_fraction", beyond, point.sampled_mask())
+        observe("clip/high", stopped * (advantage > 0), point.sampled_mask())
+        observe("clip/low", stopped * (advantage < 0), point.sampled_mask())
 
 
 class RowTable:
