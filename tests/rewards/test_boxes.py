@@ -78,11 +78,11 @@ def test_average_precision_equals_coco(seed):
 
     rng = np.random.default_rng(seed)
     right = random_boxes(1 + seed % 5, seed)
-    found = np.concatenate(
+    predicted = np.concatenate(
         [right + rng.normal(0, 3, right.shape), random_boxes(seed % 4, seed + 50)]
     )
-    found[:, 2:] = np.maximum(found[:, 2:], found[:, :2] + 0.5)
-    confidence = rng.permutation(len(found)) / len(found)
+    predicted[:, 2:] = np.maximum(predicted[:, 2:], predicted[:, :2] + 0.5)
+    confidence = rng.permutation(len(predicted)) / len(predicted)
 
     def record(i, box, **more):
         size = [box[2] - box[0], box[3] - box[1]]
@@ -97,8 +97,8 @@ def test_average_precision_equals_coco(seed):
     truth = COCO()
     guess = COCO()
     with contextlib.redirect_stdout(io.StringIO()):
-        for coco, rows, scores in ((truth, right, None), (guess, found, confidence)):
-            more = [
+        for coco, rows, scores in ((truth, right, None), (guess, predicted, confidence)):
+            extras = [
                 {"iscrowd": 0} | ({} if scores is None else {"score": float(scores[i])})
                 for i in range(len(rows))
             ]
@@ -106,7 +106,7 @@ def test_average_precision_equals_coco(seed):
                 "images": [{"id": 1}],
                 "categories": [{"id": 1}],
                 "annotations": [
-                    record(i, list(map(float, box)), **more[i]) for i, box in enumerate(rows)
+                    record(i, list(map(float, box)), **extras[i]) for i, box in enumerate(rows)
                 ],
             }
             coco.createIndex()
@@ -114,7 +114,7 @@ def test_average_precision_equals_coco(seed):
         judge.evaluate()
         judge.accumulate()
     theirs = judge.eval["precision"][:, :, 0, 0, 2].mean(1)  # [thresholds]
-    scores = geometry.iou(found, right)
+    scores = geometry.iou(predicted, right)
     ours = [geometry.average_precision(scores, confidence, t) for t in geometry.THRESHOLDS]
     assert np.allclose(ours, theirs, atol=1e-9)
 
@@ -141,9 +141,9 @@ def test_the_published_pixel_convention_is_wrong_where_ours_is_right():
     relative = np.array([[0.1, 0.2, 0.7, 0.9]])
     assert geometry.inclusive_iou(pixel, pixel) == 0 == geometry.inclusive_iou(relative, relative)
     large = np.array([[0.0, 0, 10, 10]])
-    other = np.array([[5.0, 0, 15, 10]])
+    shifted = np.array([[5.0, 0, 15, 10]])
     assert geometry.inclusive_iou(large, large) == 1 and geometry.inclusive_iou(
-        large, other
+        large, shifted
     ) == pytest.approx(1 / 3)
 
 
@@ -160,9 +160,9 @@ def said(rows) -> str:
 @given(a=BOXES, b=BOXES, overlap=st.sampled_from(["iou", "giou"]))
 def test_grounding_is_symmetric_and_in_range(a, b, overlap):
     reward = Grounding(overlap)
-    there = reward([said(a)], [{"boxes": b}])
+    forth = reward([said(a)], [{"boxes": b}])
     back = reward([said(b)], [{"boxes": a}])
-    assert torch.allclose(there, back) and 0 <= there.item() <= 1 + 1e-6
+    assert torch.allclose(forth, back) and 0 <= forth.item() <= 1 + 1e-6
     assert reward([said(a)], [{"boxes": a}]).item() == pytest.approx(1)
 
 
@@ -189,8 +189,8 @@ def test_more_boxes_than_there_are_never_beat_the_best_choice_of_that_many(right
     box=st.tuples(*[st.floats(0.001, 0.499)] * 4), other=st.tuples(*[st.floats(0.001, 0.499)] * 4)
 )
 def test_a_box_scores_the_same_in_every_space(truth, answer, box, other):
-    def place(one, space):
-        x, y, w, h = one
+    def place(corners, space):
+        x, y, w, h = corners
         width, height = SIZES[space]
         return [x * width, y * height, (x + w) * width, (y + h) * height]
 
@@ -243,7 +243,7 @@ def test_statuses_of_boxes():
         "<answer>[1,2,3,4]",
     ]
     prompt = {"boxes": [[1, 2, 3, 4]], "width": 100, "height": 100}
-    wanted = [
+    statuses = [
         "ok",
         "inverted",
         "degenerate",
@@ -252,7 +252,7 @@ def test_statuses_of_boxes():
         "unparseable",
         "repaired",
     ]
-    assert Grounding().status(texts, [prompt] * 7) == wanted
+    assert Grounding().status(texts, [prompt] * 7) == statuses
 
 
 def test_referring_wants_one_box_and_the_published_form_takes_the_first():

@@ -54,7 +54,7 @@ def directly(folder: str, media: torch.Tensor, texts: list[str]) -> torch.Tensor
 
     network, _, transform = open_clip.create_model_and_transforms(f"local-dir:{folder}")
     tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}")
-    found = []
+    cosines = []
     network.eval()
     with torch.no_grad():
         for picture, text in zip(media, texts, strict=True):
@@ -63,8 +63,8 @@ def directly(folder: str, media: torch.Tensor, texts: list[str]) -> torch.Tensor
                 network.encode_image(transform(image)[None]),
                 network.encode_text(tokenizer([text])),
             )
-            found.append(torch.cosine_similarity(*pair))
-    return torch.cat(found)
+            cosines.append(torch.cosine_similarity(*pair))
+    return torch.cat(cosines)
 
 
 @pytest.mark.parametrize("size", [(32, 32), (48, 40), (20, 61)])
@@ -109,14 +109,14 @@ def test_tensor_preprocessing_follows_the_models_own_configuration(tmp_path, mod
 
 def test_texts_are_embedded_once_and_the_cache_is_bounded(tiny_clip, monkeypatch):
     clip = _clip.load_clip(tiny_clip, "", "cpu")
-    seen = []
+    embedded = []
     tokenizer = clip.tokenizer
-    monkeypatch.setattr(clip, "tokenizer", lambda texts: seen.extend(texts) or tokenizer(texts))
+    monkeypatch.setattr(clip, "tokenizer", lambda texts: embedded.extend(texts) or tokenizer(texts))
     monkeypatch.setattr(clip, "texts", LRUCache(3))
     first = clip.embed_texts(TEXTS, batch_size=2)
-    assert sorted(seen) == sorted(set(TEXTS)) and len(clip.texts) == 3
+    assert sorted(embedded) == sorted(set(TEXTS)) and len(clip.texts) == 3
     torch.testing.assert_close(clip.embed_texts(TEXTS[1:]), first[1:])
-    assert seen[4:] == [TEXTS[0]]  # only the one that had been dropped
+    assert embedded[4:] == [TEXTS[0]]  # only the one that had been dropped
 
 
 def test_rewards_share_one_copy_of_a_model(tiny_clip, tiny_head):

@@ -64,8 +64,8 @@ def run(reward):
 @quick
 @given(main=numbers, extra=numbers, above=st.floats(-3, 3, width=32))
 def test_the_extra_reward_counts_above_the_gate_only(main, extra, above):
-    found = run(gate(gives(main), gives(extra), above=above, weight=0.5))
-    for r, m, e in zip(found.tolist(), main, extra, strict=True):
+    rewards = run(gate(gives(main), gives(extra), above=above, weight=0.5))
+    for r, m, e in zip(rewards.tolist(), main, extra, strict=True):
         assert r == pytest.approx(m + 0.5 * e if m >= above else m, abs=1e-5)
 
 
@@ -90,27 +90,27 @@ def test_ensembles_are_conservative(one, two, three, penalty):
 @quick
 @given(main=numbers, judge=numbers, other=numbers)
 def test_constraints_are_not_traded(main, judge, other):
-    found = run(
+    rewards = run(
         constrain(gives(main), [gives(judge), gives(other)], at_least=[0.0, 1.0], otherwise=-9.0)
     )
-    for r, m, j, o in zip(found.tolist(), main, judge, other, strict=True):
+    for r, m, j, o in zip(rewards.tolist(), main, judge, other, strict=True):
         assert r == pytest.approx(m if j >= 0 and o >= 1 else -9.0)
 
 
 @quick
 @given(values=numbers)
 def test_bounds(values):
-    found = run(bounded(gives(values), low=-1, high=1))
-    torch.testing.assert_close(found, torch.tensor(values).clamp(-1, 1))
+    rewards = run(bounded(gives(values), low=-1, high=1))
+    torch.testing.assert_close(rewards, torch.tensor(values).clamp(-1, 1))
     clip = run(bounded(gives(values), high=0.0, shift=-0.5))
     torch.testing.assert_close(clip, (torch.tensor(values) - 0.5).clamp(max=0))
 
 
 def test_delta_telescopes():
     steps = torch.rand(B, 5, generator=torch.Generator().manual_seed(0))
-    found = run(bounded(gives(steps.tolist(), "step"), delta=True))
-    torch.testing.assert_close(found.flip(1).cumsum(1).flip(1)[:, :-1], steps[:, :-1])
-    assert (found[:, -1] == 0).all() and card_of(
+    rewards = run(bounded(gives(steps.tolist(), "step"), delta=True))
+    torch.testing.assert_close(rewards.flip(1).cumsum(1).flip(1)[:, :-1], steps[:, :-1])
+    assert (rewards[:, -1] == 0).all() and card_of(
         bounded(gives(steps.tolist(), "step"), delta=True)
     ).of == "step"
     with pytest.raises(UserError, match="not of steps"):
@@ -120,12 +120,14 @@ def test_delta_telescopes():
 def test_delta_is_between_steps_that_have_a_reward():
     nan = math.nan
     steps = [[nan, 0.5, nan, 0.75, nan, 1.0, nan], [0.25, nan, nan, nan, nan, nan, nan], [nan] * 7]
-    found = bounded(gives(steps, "step"), delta=True)(MEDIA[:3], PROMPTS[:3])
-    wanted = torch.tensor([[nan, -0.25, nan, 0.75, nan, 0.0, nan], [0.0] + [nan] * 6, [nan] * 7])
-    torch.testing.assert_close(found, wanted, equal_nan=True)
+    rewards = bounded(gives(steps, "step"), delta=True)(MEDIA[:3], PROMPTS[:3])
+    differences = torch.tensor(
+        [[nan, -0.25, nan, 0.75, nan, 0.0, nan], [0.0] + [nan] * 6, [nan] * 7]
+    )
+    torch.testing.assert_close(rewards, differences, equal_nan=True)
     whole = steps[0][1::2]
     torch.testing.assert_close(
-        found[0].nan_to_num(0.0).flip(0).cumsum(0).flip(0)[[1, 3]], torch.tensor(whole[:2])
+        rewards[0].nan_to_num(0.0).flip(0).cumsum(0).flip(0)[[1, 3]], torch.tensor(whole[:2])
     )
 
 
@@ -138,10 +140,10 @@ def test_delta_on_the_steps_of_a_real_reward():
     prompt = {"answer": 3, "key_steps": ["two", "one more"]}
     reward = KeySteps(answer=0.2, each=True)
     plain = reward([answer], [prompt])[0]
-    found = bounded(reward, delta=True)([answer], [prompt])[0]
+    rewards = bounded(reward, delta=True)([answer], [prompt])[0]
     paid = ~plain.isnan()
-    assert torch.equal(~found.isnan(), paid) and int(paid.sum()) == 3
-    torch.testing.assert_close(found[paid], torch.tensor([0.0, 0.4, 0.0]), atol=1e-6, rtol=0)
+    assert torch.equal(~rewards.isnan(), paid) and int(paid.sum()) == 3
+    torch.testing.assert_close(rewards[paid], torch.tensor([0.0, 0.4, 0.0]), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(("fp", "fn"), [(0.0, 0.0), (0.1, 0.0), (0.05, 0.3), (0.4, 0.5)])
@@ -150,8 +152,8 @@ def test_noisy_verifiers_are_right_on_average(fp, fn):
         chance = 1 - fn if truth else fp  # of an accepting verifier
         backward, forward = (
             sum(
-                p * noisy(gives([seen]), fp, fn, how=how)(MEDIA[:1], PROMPTS[:1]).item()
-                for seen, p in ((1.0, chance), (0.0, 1 - chance))
+                p * noisy(gives([verdict]), fp, fn, how=how)(MEDIA[:1], PROMPTS[:1]).item()
+                for verdict, p in ((1.0, chance), (0.0, 1 - chance))
             )
             for how in ("backward", "forward")
         )
@@ -165,12 +167,12 @@ def expected_gradient(fp, fn, how, advantage):
     p = 0.3
     total = 0.0
     for truth in itertools.product([0.0, 1.0], repeat=2):
-        for seen in itertools.product([0.0, 1.0], repeat=2):
+        for verdicts in itertools.product([0.0, 1.0], repeat=2):
             chance = 1.0
-            for t, s in zip(truth, seen, strict=True):
+            for t, s in zip(truth, verdicts, strict=True):
                 accepted = 1 - fn if t else fp
                 chance *= (p if t else 1 - p) * (accepted if s else 1 - accepted)
-            reward = noisy(gives(list(seen)), fp, fn, how=how)(MEDIA[:2], PROMPTS[:2])
+            reward = noisy(gives(list(verdicts)), fp, fn, how=how)(MEDIA[:2], PROMPTS[:2])
             score = torch.tensor([1 / p if t else -1 / (1 - p) for t in truth])
             total += chance * float((advantage(reward, rollout([0, 0]))[:, 0] * score).mean())
     return total
@@ -182,17 +184,17 @@ def test_the_forward_correction_needs_an_advantage_without_a_baseline(fp, fn):
     no correction."""
     assert expected_gradient(fp, fn, "forward", reinforce) == pytest.approx(1 - fp - fn, abs=1e-5)
     assert expected_gradient(fp, fn, "backward", reinforce) == pytest.approx(1, abs=1e-5)
-    seen = torch.tensor([1.0, 0.0, 0.0, 1.0])
-    forward = noisy(gives(seen.tolist()), fp, fn, how="forward")(MEDIA[:4], PROMPTS[:4])
+    verdicts = torch.tensor([1.0, 0.0, 0.0, 1.0])
+    forward = noisy(gives(verdicts.tolist()), fp, fn, how="forward")(MEDIA[:4], PROMPTS[:4])
     assert forward.unique().tolist() == pytest.approx([fn - 1, fn])
     for advantage in (dr_grpo, group):
         torch.testing.assert_close(
-            advantage(forward, rollout([0] * 4)), advantage(seen, rollout([0] * 4))
+            advantage(forward, rollout([0] * 4)), advantage(verdicts, rollout([0] * 4))
         )
-    backward = noisy(gives(seen.tolist()), fp, fn)(MEDIA[:4], PROMPTS[:4])
+    backward = noisy(gives(verdicts.tolist()), fp, fn)(MEDIA[:4], PROMPTS[:4])
     torch.testing.assert_close(
         dr_grpo(backward, rollout([0] * 4)),
-        dr_grpo(seen, rollout([0] * 4)) / (1 - fp - fn),
+        dr_grpo(verdicts, rollout([0] * 4)) / (1 - fp - fn),
         atol=1e-4,
         rtol=0,
     )
@@ -217,23 +219,23 @@ def test_a_missing_part_is_missing_in_the_whole():
 
 
 def test_cards_are_put_together_and_nonsense_is_refused():
-    one = gives([0.0] * B, media="image video", needs="text boxes")
-    two = gives([0.0] * B, media="image", needs="text")
-    found = card_of(gate(one, two, above=0))
-    assert found.media == ("image",) and found.needs == ("text", "boxes") and found.of == "sample"
-    assert card_of(ensemble([one, gives([0.0] * B, "group")])).of == "group"
+    first = gives([0.0] * B, media="image video", needs="text boxes")
+    second = gives([0.0] * B, media="image", needs="text")
+    whole = card_of(gate(first, second, above=0))
+    assert whole.media == ("image",) and whole.needs == ("text", "boxes") and whole.of == "sample"
+    assert card_of(ensemble([first, gives([0.0] * B, "group")])).of == "group"
     for wrong, says in (
-        (lambda: gate(one, gives([0.0], media="text"), above=0), "different media"),
-        (lambda: ensemble([one]), "at least two"),
+        (lambda: gate(first, gives([0.0], media="text"), above=0), "different media"),
+        (lambda: ensemble([first]), "at least two"),
         (
             lambda: ensemble([gives([0.0], "group"), gives([[0.0]], "step")]),
             "cannot be put together",
         ),
-        (lambda: constrain(one, []), "0 judges"),
-        (lambda: constrain(one, [two], at_least=[0.1, 0.2]), "1 judges and 2 numbers"),
-        (lambda: bounded(one), "needs low, high or delta"),
-        (lambda: bounded(one, low=1, high=0), "is not below"),
-        (lambda: noisy(one, 0.5, 0.5), "says nothing"),
+        (lambda: constrain(first, []), "0 judges"),
+        (lambda: constrain(first, [second], at_least=[0.1, 0.2]), "1 judges and 2 numbers"),
+        (lambda: bounded(first), "needs low, high or delta"),
+        (lambda: bounded(first, low=1, high=0), "is not below"),
+        (lambda: noisy(first, 0.5, 0.5), "says nothing"),
         (lambda: run(noisy(gives([0.5] * B))), "corrects rewards of 0 and 1"),
     ):
         with pytest.raises(UserError, match=says):
@@ -259,8 +261,8 @@ def test_the_whole_is_written_as_a_configuration():
     )
     media = pictures(4)
     kb = REWARDS["jpeg_incompressibility"](media, PROMPTS[:4])
-    wanted = torch.where(-kb / 2 >= -1, -kb / 2 + kb, -kb / 2)
-    torch.testing.assert_close(built["guarded"].reward(media, PROMPTS[:4]), wanted)
+    guarded = torch.where(-kb / 2 >= -1, -kb / 2 + kb, -kb / 2)
+    torch.testing.assert_close(built["guarded"].reward(media, PROMPTS[:4]), guarded)
     with pytest.raises(UserError, match=r"reward.gate.extra: unknown reward 'jpg'"):
         build_rewards({"gate": {"main": "jpeg_compressibility", "extra": "jpg", "above": 0}})
 
@@ -280,30 +282,32 @@ TWO = [{"text": "a", "group": 0}] * 3 + [{"text": "b", "group": 1}] * 3
 
 
 def test_the_majority_is_right():
-    one = [{"text": "a"}] * B
-    assert majority_vote(TEXTS, one).tolist() == [1, 1, 0, 0, 1, 0]
+    prompts = [{"text": "a"}] * B
+    assert majority_vote(TEXTS, prompts).tolist() == [1, 1, 0, 0, 1, 0]
     assert majority_vote(TEXTS, TWO).tolist() == [1, 1, 0, 1, 0, 0]
-    assert majority_vote(TEXTS, one, share=0.6).isnan().all()
-    assert majority_vote(["", " "], one[:2]).tolist() == [0, 0]
+    assert majority_vote(TEXTS, prompts, share=0.6).isnan().all()
+    assert majority_vote(["", " "], prompts[:2]).tolist() == [0, 0]
 
 
 def test_frequencies_and_entropy():
-    one = [{"text": "a"}] * B
-    torch.testing.assert_close(answer_frequency(TEXTS, one), torch.tensor([3, 3, 1, 1, 3, 0]) / 6)
+    prompts = [{"text": "a"}] * B
+    torch.testing.assert_close(
+        answer_frequency(TEXTS, prompts), torch.tensor([3, 3, 1, 1, 3, 0]) / 6
+    )
     spread = -(0.6 * math.log(0.6) + 2 * 0.2 * math.log(0.2))
-    found = answer_frequency(TEXTS, one, entropy=0.5)
-    torch.testing.assert_close(found, torch.tensor([3, 3, 1, 1, 3, 0]) / 6 - 0.5 * spread)
+    rewards = answer_frequency(TEXTS, prompts, entropy=0.5)
+    torch.testing.assert_close(rewards, torch.tensor([3, 3, 1, 1, 3, 0]) / 6 - 0.5 * spread)
 
 
 @quick
 @given(st.lists(st.sampled_from(["1", "2", "3", ""]), min_size=1, max_size=8), st.randoms())
 def test_votes_do_not_depend_on_the_order(texts, random):
-    one = [{"text": "a"}] * len(texts)
+    prompts = [{"text": "a"}] * len(texts)
     order = list(range(len(texts)))
     random.shuffle(order)
-    found = answer_frequency(texts, one)
-    torch.testing.assert_close(answer_frequency([texts[i] for i in order], one), found[order])
-    assert found.sum() == pytest.approx(
+    rewards = answer_frequency(texts, prompts)
+    torch.testing.assert_close(answer_frequency([texts[i] for i in order], prompts), rewards[order])
+    assert rewards.sum() == pytest.approx(
         sum(texts.count(t) ** 2 for t in set(texts) - {""}) / len(texts), abs=1e-5
     )
 
@@ -312,8 +316,8 @@ def test_twins_judge_each_other_also_across_batches():
     reward = co_reward()
     a = [{"text": "how many?", "twin": 1, "group": 0}] * 3
     b = [{"text": "what number?", "twin": 1, "group": 1}] * 3
-    said = ["4", "4", "5", "5", "5", "4"]
-    assert reward(said, [*a, *b]).tolist() == [0, 0, 1, 0, 0, 1]
+    answers = ["4", "4", "5", "5", "5", "4"]
+    assert reward(answers, [*a, *b]).tolist() == [0, 0, 1, 0, 0, 1]
     reward.remember()
     assert reward(["5", "6", "6"], a).tolist() == [1, 0, 0]  # by b's last vote
     assert reward(["5", "6", "6"], a).tolist() == [1, 0, 0]  # an evaluation leaves nothing behind
@@ -331,35 +335,35 @@ def test_twins_judge_each_other_however_the_batch_is_cut():
     whole = Scorer({"co": co_reward()})
     texts = sum(SAID, [])
     prompts = [prompt for prompt in TWINS for _ in range(3)]
-    wanted = whole(texts, prompts)["co"]
-    assert wanted.tolist() == [0, 0, 1] * 4
+    expected = whole(texts, prompts)["co"]
+    assert expected.tolist() == [0, 0, 1] * 4
     parts = Scorer({"vote": majority_vote, "co": co_reward()})
     stream = parts.stream(12)
-    for number, (said, prompt) in enumerate(zip(SAID, TWINS, strict=True)):
-        stream.put(said, [prompt] * 3, [number] * 3)
-    found = stream.result()
+    for number, (answers, prompt) in enumerate(zip(SAID, TWINS, strict=True)):
+        stream.put(answers, [prompt] * 3, [number] * 3)
+    scores = stream.result()
     assert (
-        list(found) == ["vote", "co"]
-        and torch.equal(found["co"], wanted)
+        list(scores) == ["vote", "co"]
+        and torch.equal(scores["co"], expected)
         and parts.seconds["co"] > 0
     )
-    assert found["vote"].tolist() == [1, 1, 0] * 4
+    assert scores["vote"].tolist() == [1, 1, 0] * 4
 
 
 def test_twins_judge_each_other_across_processes(monkeypatch):
     """Two processes with one version of every question each, and a third without a row."""
     shares = [SAID[::2], SAID[1::2], []]
-    asked = [TWINS[::2], TWINS[1::2], []]
+    prompts_of_process = [TWINS[::2], TWINS[1::2], []]
     majorities = [
-        [[str(p["twin"]), p["text"], s[0]] for p, s in zip(prompts, said, strict=True)]
-        for prompts, said in zip(asked, shares, strict=True)
+        [[str(p["twin"]), p["text"], s[0]] for p, s in zip(prompts, answers, strict=True)]
+        for prompts, answers in zip(prompts_of_process, shares, strict=True)
     ]
     whole = co_reward()
     whole(
         sum(SAID, []), [{**prompt, "group": g} for g, prompt in enumerate(TWINS) for _ in range(3)]
     )
     whole.remember()
-    for said, prompts, own in zip(shares, asked, majorities, strict=True):
+    for answers, prompts, own in zip(shares, prompts_of_process, majorities, strict=True):
         reward = co_reward()
 
         def gathered(rows, own=own):
@@ -368,8 +372,8 @@ def test_twins_judge_each_other_across_processes(monkeypatch):
 
         monkeypatch.setattr("mmrl.scoring.scorer.all_gather_json", gathered)
         scorer = Scorer({"co": reward})
-        found = scorer(sum(said, []), [prompt for prompt in prompts for _ in range(3)])["co"]
-        assert found.tolist() == [0, 0, 1] * len(prompts)
+        rewards = scorer(sum(answers, []), [prompt for prompt in prompts for _ in range(3)])["co"]
+        assert rewards.tolist() == [0, 0, 1] * len(prompts)
         scorer.remember()
         assert reward.votes == whole.votes and len(reward.votes["1"]) == 2
 
@@ -388,14 +392,14 @@ def test_what_sees_a_whole_iteration_is_no_part_of_others_and_has_no_cache():
 
 def test_confidence_is_what_was_recorded():
     texts = [Completion("a", 3, True, -0.25), Completion("b", 3, True, -2.0), "unknown"]
-    found = mean_logprob(texts, [{}] * 3, scale=2.0)
-    assert found[:2].tolist() == [-0.5, -4.0] and found[2].isnan()
+    rewards = mean_logprob(texts, [{}] * 3, scale=2.0)
+    assert rewards[:2].tolist() == [-0.5, -4.0] and rewards[2].isnan()
 
 
 def test_self_certainty_is_what_was_recorded():
     texts = [Completion("a", 3, True, -0.25, 4.0), Completion("b", 3, True, -2.0), "unknown"]
-    found = self_certainty(texts, [{}] * 3, scale=0.5)
-    assert found[0] == 2 and found[1:].isnan().all()
+    rewards = self_certainty(texts, [{}] * 3, scale=0.5)
+    assert rewards[0] == 2 and rewards[1:].isnan().all()
     with pytest.raises(UserError, match="policy.vlm.record_self_certainty"):
         self_certainty(texts[1:], [{}] * 2)
 
@@ -404,8 +408,8 @@ def test_votes_go_through_the_scorer():
     scorer = Scorer({"vote": majority_vote, "rate": answer_frequency})
     shuffled = [0, 3, 1, 4, 2, 5]
     prompts = [{"text": "ab"[i // 3]} for i in shuffled]
-    found = scorer([TEXTS[i] for i in shuffled], prompts, [i // 3 for i in shuffled])
-    assert found["vote"].tolist() == [majority_vote(TEXTS, TWO)[i] for i in shuffled]
+    scores = scorer([TEXTS[i] for i in shuffled], prompts, [i // 3 for i in shuffled])
+    assert scores["vote"].tolist() == [majority_vote(TEXTS, TWO)[i] for i in shuffled]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -419,15 +423,21 @@ def test_distances_of_texts_and_pictures(tmp_path):
     reward = pairwise_distance()
     assert reward(SAME, TWO[:3]).abs().max() < 1e-6
     torch.testing.assert_close(reward(DIFFERENT, TWO[:3]), torch.ones(3))
-    both = reward(SAME + DIFFERENT, TWO)
-    torch.testing.assert_close(both, torch.tensor([0.0, 0, 0, 1, 1, 1]), atol=1e-6, rtol=0)
+    distances = reward(SAME + DIFFERENT, TWO)
+    torch.testing.assert_close(distances, torch.tensor([0.0, 0, 0, 1, 1, 1]), atol=1e-6, rtol=0)
     media = torch.cat([pictures(1).expand(3, -1, -1, -1), pictures(3, seed=5)])
     clip = save_tiny_clip(tmp_path / "clip")
     for model in (None, clip):
-        found = pairwise_distance(model)(media, TWO)
-        assert found[:3].abs().max() < 1e-6 and (found[3:] > 0).all() and (found <= 1).all()
+        of_pictures = pairwise_distance(model)(media, TWO)
+        assert (
+            of_pictures[:3].abs().max() < 1e-6
+            and (of_pictures[3:] > 0).all()
+            and (of_pictures <= 1).all()
+        )
         video = media[:, None].expand(-1, 2, -1, -1, -1)
-        torch.testing.assert_close(pairwise_distance(model)(video, TWO), found, atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            pairwise_distance(model)(video, TWO), of_pictures, atol=1e-5, rtol=0
+        )
 
 
 def test_diversity_aware_rewards_are_their_formulas():
@@ -445,8 +455,8 @@ def test_diversity_aware_rewards_are_their_formulas():
     torch.testing.assert_close(dra(quality)(media, TWO), wanted_dra)
     torch.testing.assert_close(darling(quality)(media, TWO), wanted_darling)
     alone = [{"text": str(i), "group": i} for i in range(B)]
-    for one in (dra, darling):
-        torch.testing.assert_close(one(quality)(media, alone), torch.arange(1.0, 7))
+    for aware in (dra, darling):
+        torch.testing.assert_close(aware(quality)(media, alone), torch.arange(1.0, 7))
     assert card_of(dra(quality)).of == card_of(darling(quality)).of == "group"
 
 
@@ -459,8 +469,8 @@ HIGH = torch.tensor([0.9, 0.7, 0.8, 1.0, 0.9, 0.6])
 
 
 def test_the_worst_off_reward_is_trained_on():
-    found = MaxMin()(Rewards({"low": LOW, "high": HIGH}), ROWS)
-    torch.testing.assert_close(found, group(LOW, ROWS))
+    advantages = MaxMin()(Rewards({"low": LOW, "high": HIGH}), ROWS)
+    torch.testing.assert_close(advantages, group(LOW, ROWS))
     torch.testing.assert_close(
         MaxMin()(Rewards({"low": LOW, "high": HIGH}, {"high": 0.01}), ROWS),
         group(0.01 * HIGH, ROWS),
@@ -468,39 +478,39 @@ def test_the_worst_off_reward_is_trained_on():
 
 
 def test_weights_drift_to_the_worst_off_and_are_saved():
-    both = Rewards({"low": LOW, "high": HIGH})
+    rewards = Rewards({"low": LOW, "high": HIGH})
     soft = MaxMin(rate=0.5)
-    soft(both, ROWS)
+    soft(rewards, ROWS)
     share = 1 / (1 + math.exp(-0.5 * float(HIGH.mean() - LOW.mean())))
-    torch.testing.assert_close(soft(both, ROWS).shape, torch.Size([6, 1]))
+    torch.testing.assert_close(soft(rewards, ROWS).shape, torch.Size([6, 1]))
     again = MaxMin(rate=0.5)
-    found = again(both, ROWS)
+    advantages = again(rewards, ROWS)
     torch.testing.assert_close(
-        found, group(share * LOW.double() + (1 - share) * HIGH.double(), ROWS).float()
+        advantages, group(share * LOW.double() + (1 - share) * HIGH.double(), ROWS).float()
     )
     state = again.state_dict()
     fresh = MaxMin(rate=0.5)
     fresh.load_state_dict(state)
-    torch.testing.assert_close(fresh(both, ROWS), again(both, ROWS), rtol=0, atol=0)
+    torch.testing.assert_close(fresh(rewards, ROWS), again(rewards, ROWS), rtol=0, atol=0)
     for _ in range(200):
-        found = soft(both, ROWS)
-    torch.testing.assert_close(found, group(LOW, ROWS), atol=1e-4, rtol=0)
+        advantages = soft(rewards, ROWS)
+    torch.testing.assert_close(advantages, group(LOW, ROWS), atol=1e-4, rtol=0)
 
 
 def test_running_scales_do_not_depend_on_units():
-    one = Running(decay=0.5)
-    other = Running(decay=0.5)
+    running = Running(decay=0.5)
+    rescaled = Running(decay=0.5)
     for step in range(3):
         a = LOW * (1 + step)
         b = HIGH.sin()
-        found = one(Rewards({"a": a, "b": b}), ROWS)
+        advantages = running(Rewards({"a": a, "b": b}), ROWS)
         torch.testing.assert_close(
-            found, other(Rewards({"a": 1000 * a + 7, "b": b}), ROWS), atol=2e-4, rtol=0
+            advantages, rescaled(Rewards({"a": 1000 * a + 7, "b": b}), ROWS), atol=2e-4, rtol=0
         )
     fresh = Running(decay=0.5)
-    fresh.load_state_dict(one.state_dict())
-    both = Rewards({"a": LOW, "b": HIGH})
-    torch.testing.assert_close(fresh(both, ROWS), one(both, ROWS), rtol=0, atol=0)
+    fresh.load_state_dict(running.state_dict())
+    rewards = Rewards({"a": LOW, "b": HIGH})
+    torch.testing.assert_close(fresh(rewards, ROWS), running(rewards, ROWS), rtol=0, atol=0)
     alone = Running(decay=0.0)(Rewards({"a": LOW, "b": HIGH}), ROWS)
     z = [
         (x.double() - x.double().mean()) / (x.double().std(correction=0) + 1e-6)
@@ -515,9 +525,9 @@ WORDS = ROWS.replace(mask=torch.ones(6, 3, dtype=torch.bool), logprob=torch.zero
 @pytest.mark.parametrize("make", [Running, MaxMin])
 def test_an_advantage_of_decisions_keeps_all_of_them(make):
     of = partial(temporal, base=dr_grpo, strength=2.0)
-    found = make(base=of)(LOW, WORDS)
+    advantages = make(base=of)(LOW, WORDS)
     middle = make(base=dr_grpo)(LOW, WORDS)
-    torch.testing.assert_close(found, middle * torch.tensor([3.0, 1.0, 3.0]))
+    torch.testing.assert_close(advantages, middle * torch.tensor([3.0, 1.0, 3.0]))
 
 
 def test_running_moments_skip_an_iteration_in_which_a_reward_failed():

@@ -49,8 +49,8 @@ def ocr():
 
 def test_rendered_text_is_read_and_the_wrong_one_is_not(ocr):
     media = torch.cat([written("Hello World"), written("Goodbye"), torch.ones(1, 3, 160, 480)])
-    found = ocr(media, [{"text": 'a sign that says "Hello World"'}] * 3)
-    assert found[0] == 1 and found[1] < 0.5 and found[2] == 0
+    scores = ocr(media, [{"text": 'a sign that says "Hello World"'}] * 3)
+    assert scores[0] == 1 and scores[1] < 0.5 and scores[2] == 0
     # more than was asked for is no fault
     assert ocr(written("Big", "Hello World"), [{"text": '"Hello World"'}]) == 1
 
@@ -58,7 +58,7 @@ def test_rendered_text_is_read_and_the_wrong_one_is_not(ocr):
 def test_a_video_is_read_every_fourth_frame_without_mercy_for_more(ocr):
     good = written("HELLO")
     blank = torch.ones(1, 3, 160, 480)
-    more = written("HELLO", "THERE")
+    longer = written("HELLO", "THERE")
     prompt = [{"text": '"hello"'}]
 
     def video(*frames):
@@ -66,7 +66,7 @@ def test_a_video_is_read_every_fourth_frame_without_mercy_for_more(ocr):
 
     assert video(good, *[blank] * 3, blank) == 1  # frames without any of it are not averaged
     assert video(blank, good, good, good) == 0  # only the first is looked at
-    assert video(more) == 0 and ocr(more, prompt) == 1
+    assert video(longer) == 0 and ocr(longer, prompt) == 1
 
 
 def test_the_distance_is_levenshteins_and_at_most_the_length():
@@ -123,11 +123,11 @@ def test_relations_follow_the_published_thresholds():
     torch.manual_seed(0)
     opposite = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
     for _ in range(50):
-        one, other = (
+        first, second = (
             at(*(40 * torch.rand(2)).tolist(), size=float(5 + 10 * torch.rand(1))).box for _ in "ab"
         )
-        assert {opposite[r] for r in relations(one, other)} == relations(other, one)
-        assert relations(3 * one, 3 * other) == relations(one, other)
+        assert {opposite[r] for r in relations(first, second)} == relations(second, first)
+        assert relations(3 * first, 3 * second) == relations(first, second)
 
 
 @pytest.mark.parametrize(
@@ -183,9 +183,9 @@ def test_only_the_benchmark_looks_at_what_is_excluded():
 
 def test_thresholds_and_the_most_of_a_class():
     objects = [at(i, 0, score=0.95 - 0.1 * i) for i in range(8)] + [at(0, 0, name="dog", score=0.2)]
-    assert {name: len(found) for name, found in detections_by_name(objects, 0.3, 16).items()} == {
-        "cat": 7
-    }
+    assert {
+        name: len(detections) for name, detections in detections_by_name(objects, 0.3, 16).items()
+    } == {"cat": 7}
     assert (
         len(detections_by_name(objects, 0.9, 16)["cat"]) == 1
         and len(detections_by_name(objects, 0.3, 2)["cat"]) == 2
@@ -218,7 +218,7 @@ def test_mask2former_finds_what_transformers_does(tmp_path):
     folder = save_mask2former(tmp_path / "m2f", 384)
     media = (pictures(2, 384, 384) * 255).round() / 255
     detector = Detector(folder, "cpu")
-    found = detector(media)
+    detections = detector(media)
     processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
     inputs = processor(images=to_pil(media), return_tensors="pt")
     with torch.no_grad():
@@ -226,21 +226,26 @@ def test_mask2former_finds_what_transformers_does(tmp_path):
     theirs = processor.post_process_instance_segmentation(
         outputs, threshold=0.0, target_sizes=[(384, 384)] * 2, return_binary_maps=True
     )
-    for ours, other in zip(found, theirs, strict=True):
-        best = sorted((s["score"] for s in other["segments_info"]), reverse=True)
-        assert len(best) >= 3 and {one.name for one in ours} <= {"cat", "tv remote", "dog"}
+    for ours, expected in zip(detections, theirs, strict=True):
+        best = sorted((s["score"] for s in expected["segments_info"]), reverse=True)
+        assert len(best) >= 3 and {detection.name for detection in ours} <= {
+            "cat",
+            "tv remote",
+            "dog",
+        }
         torch.testing.assert_close(
-            torch.tensor([one.score for one in ours[: len(best)]]),
+            torch.tensor([detection.score for detection in ours[: len(best)]]),
             torch.tensor(best),
             rtol=1e-5,
             atol=1e-5,
         )
         maps = {
-            round(s["score"], 5): other["segmentation"][s["id"]] for s in other["segments_info"]
+            round(s["score"], 5): expected["segmentation"][s["id"]]
+            for s in expected["segments_info"]
         }
-        for one in ours[: len(best)]:
-            near = min(maps, key=lambda score: abs(score - one.score))
-            assert (maps[near].bool() != one.mask).float().mean() < 1e-3
+        for detection in ours[: len(best)]:
+            near = min(maps, key=lambda score: abs(score - detection.score))
+            assert (maps[near].bool() != detection.mask).float().mean() < 1e-3
 
 
 def test_a_detector_gives_boxes_in_pixels_best_first(tmp_path):
@@ -248,7 +253,7 @@ def test_a_detector_gives_boxes_in_pixels_best_first(tmp_path):
 
     folder = save_yolos(tmp_path / "yolos")
     media = (pictures(3, 40, 48) * 255).round() / 255
-    found = Detector(folder, "cpu")(media)
+    detections = Detector(folder, "cpu")(media)
     alone = Detector(folder, "cpu")(media[1:2])
     processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
     inputs = processor(images=to_pil(media), return_tensors="pt")
@@ -257,12 +262,14 @@ def test_a_detector_gives_boxes_in_pixels_best_first(tmp_path):
             pixel_values=inputs["pixel_values"]
         )
     chances = outputs.logits.softmax(-1)[..., :-1].amax(-1).sort(dim=1, descending=True).values
-    torch.testing.assert_close(torch.tensor([[one.score for one in row] for row in found]), chances)
-    assert {one.name for row in found for one in row} <= {"cat", "computer mouse"}
-    boxes = torch.stack([one.box for row in found for one in row])
+    torch.testing.assert_close(
+        torch.tensor([[detection.score for detection in row] for row in detections]), chances
+    )
+    assert {detection.name for row in detections for detection in row} <= {"cat", "computer mouse"}
+    boxes = torch.stack([detection.box for row in detections for detection in row])
     assert (boxes >= 0).all() and (boxes[:, 2] <= 48).all() and (boxes[:, 3] <= 40).all()
-    assert [one.score for one in alone[0]] == pytest.approx(
-        [one.score for one in found[1]], abs=1e-5
+    assert [detection.score for detection in alone[0]] == pytest.approx(
+        [detection.score for detection in detections[1]], abs=1e-5
     )
 
 
@@ -284,7 +291,9 @@ def test_colours_are_clips_zero_shot_classes(tmp_path):
             )
             mean = torch.nn.functional.normalize(words, dim=-1).mean(0)
             rows.append(mean / mean.norm())
-        crops = torch.stack([transform(image.crop(one.box.tolist())) for one in objects])
+        crops = torch.stack(
+            [transform(image.crop(detection.box.tolist())) for detection in objects]
+        )
         expected = (network.eval().encode_image(crops) @ torch.stack(rows).T).argmax(1)
     assert reward.colors(picture, objects, "cat") == [COLORS[i] for i in expected]
 
@@ -299,9 +308,14 @@ def test_geneval_from_end_to_end(tmp_path):
         reward.form = form
         values[form] = reward(media, prompts)
     assert set(values["strict"].tolist()) | set(values["published"].tolist()) <= {0.0, 1.0}
-    found = reward.detector(media)
+    detections = reward.detector(media)
     counts = torch.tensor(
-        [float(sum(one.name == "computer mouse" and one.score > 0 for one in row)) for row in found]
+        [
+            float(
+                sum(detection.name == "computer mouse" and detection.score > 0 for detection in row)
+            )
+            for row in detections
+        ]
     )
     off = counts != 2
     torch.testing.assert_close(values["partial"][off], (1 - (counts[off] - 2).abs() / 2) / 2)
@@ -379,10 +393,10 @@ def test_tifa_is_the_share_of_right_choices_by_likelihood():
             {"questions": [{"question": "which?", "choices": choices, "answer": answer}]}
         ] * 2
         assert reward(media, prompts).tolist() == [float(one == answer) for one in best]
-    both = [
+    questions = [
         {"question": "which?", "choices": choices, "answer": one} for one in (best[0], *choices)
     ]
-    assert reward(media[:1], [{"questions": both}]).item() == pytest.approx(2 / 4)
+    assert reward(media[:1], [{"questions": questions}]).item() == pytest.approx(2 / 4)
     with pytest.raises(UserError, match="the answer 'no such' is not among"):
         reward(
             media[:1], [{"questions": [{"question": "?", "choices": ["a"], "answer": "no such"}]}]

@@ -49,12 +49,12 @@ def eighths(*size: int, count: int = 5) -> torch.Tensor:
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
     """name -> options of a reward with a tiny model."""
-    made = {}
+    paths = {}
 
     def options(name: str) -> dict:
-        if name not in made:
-            made[name] = TINY_OPTIONS[name](tmp_path_factory.mktemp(name))
-        return made[name]
+        if name not in paths:
+            paths[name] = TINY_OPTIONS[name](tmp_path_factory.mktemp(name))
+        return paths[name]
 
     return options
 
@@ -80,15 +80,15 @@ def test_pickscore_is_clips_logit_by_its_own_processor(folders, size):
     with torch.no_grad():
         logits = model(pixel_values=pixels, **words).logits_per_image.diagonal()
     assert logits.std() > 0.1
-    found = PickScore(folder, None, scale="logit", batch_size=2, device="cpu")(media, asked())
-    torch.testing.assert_close(found, logits, rtol=1e-5, atol=1e-5)
+    scores = PickScore(folder, None, scale="logit", batch_size=2, device="cpu")(media, asked())
+    torch.testing.assert_close(scores, logits, rtol=1e-5, atol=1e-5)
     for scale, expected in (
         ("flow_grpo", logits / 26),
         ("mixgrpo", (logits - 18) / 8),
         (0.5, logits / 2),
     ):
-        found = PickScore(folder, None, scale=scale, device="cpu")(media, asked())
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        scores = PickScore(folder, None, scale=scale, device="cpu")(media, asked())
+        torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)
     cosine = PickScore(folder, None, scale="cosine", device="cpu")(media, asked())
     torch.testing.assert_close(cosine, logits / model.logit_scale.exp(), rtol=1e-5, atol=1e-5)
     tensor = PickScore(folder, None, scale="cosine", preprocess="tensor", device="cpu")(
@@ -146,14 +146,14 @@ def test_image_reward_is_blip_by_timm_and_bert(tmp_path, folders):
     tokens = reward.tokenizer(TEXTS, padding="max_length", max_length=35, return_tensors="pt")
     both_ways = tokens.attention_mask[:, None, None].expand(-1, 1, 35, -1)
     with torch.no_grad():
-        seen = vision.forward_features(reward.pixels(media))
+        image_states = vision.forward_features(reward.pixels(media))
         mask = torch.zeros(both_ways.shape).masked_fill(
             both_ways == 0, torch.finfo(torch.float32).min
         )
         read = text(
             input_ids=tokens.input_ids,
             attention_mask=mask,
-            encoder_hidden_states=seen,
+            encoder_hidden_states=image_states,
             use_cache=False,
         )
         expected = (head(read.last_hidden_state[:, 0]).squeeze(-1) - MEAN) / STD
@@ -216,29 +216,33 @@ def test_mps_reads_the_prompt_as_published(folders):
     tokens = reward.tokens(TEXTS)
     condition = reward.tokens([reward.condition])
     with torch.no_grad():
-        seen = net.model.visual_projection(
+        image_states = net.model.visual_projection(
             net.model.vision_model(reward.eyes(media)).last_hidden_state
         )
         expected = torch.stack(
-            [by_hand(net, states, tokens[i : i + 1], seen[i], condition, 0.8) for i in range(5)]
+            [
+                by_hand(net, states, tokens[i : i + 1], image_states[i], condition, 0.8)
+                for i in range(5)
+            ]
         )
     expected = net.model.logit_scale.exp() * expected
     assert expected.std() > 0.05
     torch.testing.assert_close(reward(media, asked()), expected, rtol=1e-4, atol=1e-5)
 
 
-def by_hand(net, states: dict, tokens, seen, condition, threshold: float) -> torch.Tensor:
+def by_hand(net, states: dict, tokens, image_states, condition, threshold: float) -> torch.Tensor:
     """Cosine of one picture's states [P, E] and one prompt, in plain einsums."""
     words, sentence = (part[0] for part in net.read(tokens))
-    wanted = net.read(condition)[0][0]
-    match = torch.einsum("td,cd->tc", words, wanted).amax(1)
+    condition_states = net.read(condition)[0][0]
+    match = torch.einsum("td,cd->tc", words, condition_states).amax(1)
     hidden = match / match.max() <= threshold
     assert 0 < hidden.sum() < len(hidden)
     rotation = torch.outer(
-        torch.arange(len(seen)).float(), states["cross_model.layers.0.1.fn.rotary_emb.inv_freq"]
+        torch.arange(len(image_states)).float(),
+        states["cross_model.layers.0.1.fn.rotary_emb.inv_freq"],
     )
     for i in range(2):
-        own, cross = (
+        self_attention, cross = (
             {
                 k.split(".fn.")[1]: v
                 for k, v in states.items()
@@ -246,29 +250,31 @@ def by_hand(net, states: dict, tokens, seen, condition, threshold: float) -> tor
             }
             for j in (1, 0)
         )
-        x = nnf.layer_norm(seen, seen.shape[-1:]) * cross["norm.weight"]
+        x = nnf.layer_norm(image_states, image_states.shape[-1:]) * cross["norm.weight"]
         key, value = (words @ cross["to_kv.weight"].T).split(64, -1)
         heads = [h @ key.T / 8 for h in (x @ cross["to_q.weight"].T).split(64, -1)]
         mixed = torch.cat(
             [h.masked_fill(hidden, -torch.inf).softmax(-1) @ value for h in heads], -1
         )
         a, b = (x @ cross["ff.0.weight"].T).chunk(2, -1)
-        seen = (
-            seen + mixed @ cross["to_out.weight"].T + (a * b * b.sigmoid()) @ cross["ff.2.weight"].T
+        image_states = (
+            image_states
+            + mixed @ cross["to_out.weight"].T
+            + (a * b * b.sigmoid()) @ cross["ff.2.weight"].T
         )
-        x = nnf.layer_norm(seen, seen.shape[-1:]) * own["norm.weight"]
-        fused = (x @ own["fused_attn_ff_proj.weight"].T).split((128, 64, 64, 1024), -1)
+        x = nnf.layer_norm(image_states, image_states.shape[-1:]) * self_attention["norm.weight"]
+        fused = (x @ self_attention["fused_attn_ff_proj.weight"].T).split((128, 64, 64, 1024), -1)
         key = turned(fused[1], rotation)
         heads = [
             (turned(h, rotation) @ key.T / 8).softmax(-1) @ fused[2] for h in fused[0].split(64, -1)
         ]
         a, b = fused[3].chunk(2, -1)
-        seen = (
-            seen
-            + torch.cat(heads, -1) @ own["attn_out.weight"].T
-            + (a * b * b.sigmoid()) @ own["ff_out.1.weight"].T
+        image_states = (
+            image_states
+            + torch.cat(heads, -1) @ self_attention["attn_out.weight"].T
+            + (a * b * b.sigmoid()) @ self_attention["ff_out.1.weight"].T
         )
-    return torch.cosine_similarity(seen[0], sentence, dim=-1)
+    return torch.cosine_similarity(image_states[0], sentence, dim=-1)
 
 
 def turned(vectors: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
@@ -304,10 +310,10 @@ def test_clip_iqa_is_the_softmax_over_both_texts(tmp_path):
         )
     logits = temperature * images @ words.T
     expected = (logits[:, :2].softmax(-1)[:, 0] + logits[:, 2:].softmax(-1)[:, 0]) / 2
-    found = ClipIQA(["quality", "new | old"], folder, preprocess="pil", batch_size=2, device="cpu")(
-        media, asked()
-    )
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    scores = ClipIQA(
+        ["quality", "new | old"], folder, preprocess="pil", batch_size=2, device="cpu"
+    )(media, asked())
+    torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(UserError, match="did you mean 'quality'"):
         ClipIQA(["qualitty"], folder)
 
@@ -345,9 +351,9 @@ def test_dino_similarity_is_the_cosine_of_its_first_token(folders):
             return model(**processor(images=images, return_tensors="pt")).last_hidden_state
 
     pair = embed(to_pil(media)), torch.cat([embed([Image.open(p["reference"])]) for p in prompts])
-    found = DinoSimilarity(folder, preprocess="pil", batch_size=2, device="cpu")(media, prompts)
+    scores = DinoSimilarity(folder, preprocess="pil", batch_size=2, device="cpu")(media, prompts)
     torch.testing.assert_close(
-        found, torch.cosine_similarity(pair[0][:, 0], pair[1][:, 0]), rtol=1e-5, atol=1e-5
+        scores, torch.cosine_similarity(pair[0][:, 0], pair[1][:, 0]), rtol=1e-5, atol=1e-5
     )
     mean = DinoSimilarity(folder, pool="mean", preprocess="pil", device="cpu")(media, prompts)
     expected = torch.cosine_similarity(pair[0][:, 1:].mean(1), pair[1][:, 1:].mean(1))
@@ -427,8 +433,8 @@ def test_nsfw_penalty_is_the_classifiers_probability(folders):
     with torch.no_grad():
         logits = model.eval()(**processor(images=to_pil(media), return_tensors="pt")).logits
     expected = -logits.softmax(-1)[:, 1]
-    found = REWARDS.build("nsfw_penalty", model=folder, device="cpu", batch_size=2)(media, asked())
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    scores = REWARDS.build("nsfw_penalty", model=folder, device="cpu", batch_size=2)(media, asked())
+    torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(UserError, match="no label 'porn'; it has normal, nsfw"):
         REWARDS.build("nsfw_penalty", model=folder, device="cpu", labels=["porn"])
 
@@ -526,9 +532,9 @@ def test_iqa_asks_for_its_extra_and_negates_what_should_be_low(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "pyiqa", fake)
     media = pictures(4)
-    found = REWARDS.build("iqa", metric="niqe", scale=2.0, batch_size=3, device="cpu")(
+    scores = REWARDS.build("iqa", metric="niqe", scale=2.0, batch_size=3, device="cpu")(
         media, [{}] * 4
     )
-    torch.testing.assert_close(found, -2 * media.mean((1, 2, 3)))
+    torch.testing.assert_close(scores, -2 * media.mean((1, 2, 3)))
     with pytest.raises(UserError, match="did you mean 'niqe'"):
         REWARDS.build("iqa", metric="nique")

@@ -54,13 +54,13 @@ def test_every_template_gives_the_score_that_the_server_saw(url):
     want = torch.tensor(LEVELS)
     torch.testing.assert_close(Judge(model)(greys(), prompts()), want)
     for name in ("unified_reward", "unified_reward_2"):
-        one = Judge(model, template=name, aspects=["alignment"] if name.endswith("2") else None)
+        judge = Judge(model, template=name, aspects=["alignment"] if name.endswith("2") else None)
         # published: 1..5 over 5
-        torch.testing.assert_close(one(greys(), prompts()), (1 + 4 * want) / 5)
+        torch.testing.assert_close(judge(greys(), prompts()), (1 + 4 * want) / 5)
     every = Judge(model, template="unified_reward_2")(greys(), prompts())
     torch.testing.assert_close(every, torch.full((4,), 0.6))  # (v + 0.5 + 1 - v) / 3, on the scale
-    found = YesNo(model)(greys(), prompts())
-    torch.testing.assert_close(found, want, atol=1e-6, rtol=0)  # 0.9 v + 0.1 v over that + 1 - v
+    scores = YesNo(model)(greys(), prompts())
+    torch.testing.assert_close(scores, want, atol=1e-6, rtol=0)  # 0.9 v + 0.1 v over that + 1 - v
     sent = stats(url)["bodies"]
     assert {body["model"] for body in sent} == {"fake"} and {
         body["temperature"] for body in sent
@@ -76,20 +76,20 @@ def test_videos_show_evenly_spaced_frames_and_a_broken_picture_asks_nothing(url)
     assert float(Judge(model, frames=2)(video, prompts(1))) == pytest.approx(1.0)
     media = greys().clone()
     media[2, 0, 0, 0] = torch.nan
-    asked = model.usage.requests
+    requests = model.usage.requests
     assert Judge(model)(media, prompts()).isnan().tolist() == [False, False, True, False]
-    assert model.usage.requests == asked + 3
+    assert model.usage.requests == requests + 3
 
 
 def test_answers_are_shown_with_the_pictures_of_their_prompt(url, tmp_path):
     from PIL import Image
 
     Image.new("L", (8, 8), 153).save(tmp_path / "grey.png")
-    given = [
+    pictured = [
         {"text": "how bright?", "images": [str(tmp_path / "grey.png")]},
         {"text": "x", "image": Image.new("RGB", (4, 4))},
     ]
-    assert Judge(server(url))(["bright", "dark"], given).tolist() == pytest.approx([0.6, 0.0])
+    assert Judge(server(url))(["bright", "dark"], pictured).tolist() == pytest.approx([0.6, 0.0])
     text = [body["text"] for body in stats(url)["bodies"] if "how bright?" in body["text"]][-1]
     assert "Answer to be judged:\nbright" in text
     with pytest.raises(UserError, match="cannot be read: .*nowhere.png"):
@@ -102,8 +102,8 @@ def test_checklists_and_rubrics_are_weighted_shares(url):
     # the server says yes while 0.2 > i / 10: first and second
     items = {"first": 1.0, "second": 2.0, "third": 1.0}
     assert float(Checklist(model, items=items)(media, prompts(1))) == pytest.approx(3 / 4)
-    own = [{"text": "a", "checklist": ["one", "two", "three", "four"]}]
-    assert float(Checklist(model)(media, own)) == pytest.approx(2 / 4)
+    with_checklist = [{"text": "a", "checklist": ["one", "two", "three", "four"]}]
+    assert float(Checklist(model)(media, with_checklist)) == pytest.approx(2 / 4)
     assert float(
         Checklist(model, items=["a", "b"], levels=5)(greys([0.6]), prompts(1))
     ) == pytest.approx(3 / 5)
@@ -114,10 +114,12 @@ def test_checklists_and_rubrics_are_weighted_shares(url):
 
 
 def test_questions_of_a_prompt_average_the_right_answers(url):
-    given = [{"text": "a", "questions": ["Is it bright?", "Is it light?", ["Is it dark?", "no"]]}]
-    assert float(YesNo(server(url), questions="questions")(greys([0.6]), given)) == pytest.approx(
-        1.6 / 3
-    )
+    with_questions = [
+        {"text": "a", "questions": ["Is it bright?", "Is it light?", ["Is it dark?", "no"]]}
+    ]
+    assert float(
+        YesNo(server(url), questions="questions")(greys([0.6]), with_questions)
+    ) == pytest.approx(1.6 / 3)
     with pytest.raises(UserError, match="expects questions under 'questions'"):
         YesNo(server(url), questions="questions")(greys([0.6]), prompts(1))
 
@@ -127,13 +129,13 @@ def test_a_listener_reads_the_reasoning_and_never_the_answer(url):
 
     assert reasoning("<think>two and two</think><answer>4</answer>") == "two and two"
     assert reasoning("It is \\boxed{4} because <answer>4</answer>.") == "It is  because ."
-    given = [{"text": "sum?", "answer": "4", "images": [Image.new("L", (4, 4), 204)]}]
-    said = ["<think>SECRET two and two</think><answer>FOUR</answer>"]
-    assert float(Listener(server(url))(said, given)) == pytest.approx(0.8)
-    asked = [body["text"] for body in stats(url)["bodies"] if "SECRET" in body["text"]][-1]
-    assert "FOUR" not in asked and 'is "4" the right answer' in asked
+    sums = [{"text": "sum?", "answer": "4", "images": [Image.new("L", (4, 4), 204)]}]
+    reasonings = ["<think>SECRET two and two</think><answer>FOUR</answer>"]
+    assert float(Listener(server(url))(reasonings, sums)) == pytest.approx(0.8)
+    shown = [body["text"] for body in stats(url)["bodies"] if "SECRET" in body["text"]][-1]
+    assert "FOUR" not in shown and 'is "4" the right answer' in shown
     with pytest.raises(UserError, match="not among 'choices'"):
-        Listener(server(url))(said, [{"text": "x", "answer": "e", "choices": ["a", "b"]}])
+        Listener(server(url))(reasonings, [{"text": "x", "answer": "e", "choices": ["a", "b"]}])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -144,20 +146,20 @@ def test_a_preference_for_a_place_cancels():
     """With p = 1/2 + (v_i - v_j) / 2 + bias for the first, the mean of both orders is free of the
     bias."""
     media = greys([0.2, 0.4, 0.6])
-    given = [{"text": "same"}] * 3
+    equal_prompts = [{"text": "same"}] * 3
     rates = []
     for bias in ("0.0", "0.15"):
         with fake_chat("--bias", bias) as address:
-            rates.append(Pairwise(server(address))(media, given))
+            rates.append(Pairwise(server(address))(media, equal_prompts))
     torch.testing.assert_close(rates[0], torch.tensor([0.35, 0.5, 0.65]), atol=1e-5, rtol=0)
     torch.testing.assert_close(rates[1], rates[0], atol=1e-5, rtol=0)
 
 
 def test_unified_reward_pairs_rank_and_draw(url):
     media = greys([0.2, 0.6, 0.6, 1.0, 0.0])
-    given = [{"text": "one"}] * 3 + [{"text": "two"}] * 2
-    found = Pairwise(server(url), template="unified_reward")(media, given)
-    assert found.tolist() == pytest.approx([0.0, 0.75, 0.75, 1.0, 0.0])
+    two_prompts = [{"text": "one"}] * 3 + [{"text": "two"}] * 2
+    scores = Pairwise(server(url), template="unified_reward")(media, two_prompts)
+    assert scores.tolist() == pytest.approx([0.0, 0.75, 0.75, 1.0, 0.0])
     with pytest.raises(UserError, match="at least two of each"):
         Pairwise(server(url))(media, [{"text": "one"}] * 4 + [{"text": "two"}])
 
@@ -190,8 +192,8 @@ def test_a_ring_of_pairs_is_fair_and_has_no_pair_twice(size, opponents):
 )
 def test_one_fault_changes_no_number(url, fault):
     model = server(url)
-    given = prompts(text=f"fault:{fault}:1 once")
-    torch.testing.assert_close(Judge(model)(greys(), given), torch.tensor(LEVELS))
+    faulty = prompts(text=f"fault:{fault}:1 once")
+    torch.testing.assert_close(Judge(model)(greys(), faulty), torch.tensor(LEVELS))
     spoken = fault in ("badjson", "wrong", "empty")
     assert (model.usage.asked_again, model.usage.retries)[
         not spoken
@@ -201,8 +203,8 @@ def test_one_fault_changes_no_number(url, fault):
 @pytest.mark.parametrize("fault", ["500", "drop", "wrong", "badjson", "refuse", "slow"])
 def test_a_question_that_keeps_failing_is_nan_and_no_other(url, fault, monkeypatch):
     model = server(url, retries=2, concurrency=8)
-    given = prompts()
-    given[1] = {"text": f"fault:{fault}:99 always"}
+    faulty = prompts()
+    faulty[1] = {"text": f"fault:{fault}:99 always"}
     send = BoundedClient.send
 
     def hurried(client, request, **options):
@@ -218,10 +220,10 @@ def test_a_question_that_keeps_failing_is_nan_and_no_other(url, fault, monkeypat
         return send(client, request, **options)
 
     monkeypatch.setattr(BoundedClient, "send", hurried)
-    found = Judge(model)(greys(), given)
-    assert found.isnan().tolist() == [False, True, False, False]
+    scores = Judge(model)(greys(), faulty)
+    assert scores.isnan().tolist() == [False, True, False, False]
     assert model.usage.numbers()["requests"] <= 3 + 3 + 1, "it is not asked for ever"
-    torch.testing.assert_close(found[[0, 2, 3]], torch.tensor(LEVELS)[[0, 2, 3]])
+    torch.testing.assert_close(scores[[0, 2, 3]], torch.tensor(LEVELS)[[0, 2, 3]])
     counted = model.usage.numbers()
     assert counted["unanswered"] == 1 and counted["answers"] == 3
     assert counted["refused"] == (fault == "refuse") and counted["unreadable"] == (
@@ -273,13 +275,13 @@ def test_concurrency_bounds_requests():
 
 def test_formats_that_a_server_lacks_are_done_without(url):
     model = server(url)
-    given = prompts(1, "fault:noformat:0")
+    faulty = prompts(1, "fault:noformat:0")
     assert (
-        float(Judge(model)(greys([0.6]), given)) == pytest.approx(0.6)
+        float(Judge(model)(greys([0.6]), faulty)) == pytest.approx(0.6)
         and not model.supported["response_format"]
     )
-    given = prompts(1, "fault:nologprobs:0")
-    assert float(YesNo(model)(greys([0.6]), given)) == 1.0 and not model.supported["logprobs"]
+    faulty = prompts(1, "fault:nologprobs:0")
+    assert float(YesNo(model)(greys([0.6]), faulty)) == 1.0 and not model.supported["logprobs"]
     assert model.usage.unanswered == 0
 
 
@@ -362,11 +364,11 @@ def test_a_server_with_several_models_wants_a_name():
 def test_tokens_and_costs_are_counted_and_failures_are_left_out_by_the_scorer(url):
     model = server(url, retries=0, price_in=2.0, price_out=10.0)
     scorer = Scorer({"judge": Judge(model)})
-    given = prompts()
-    given[2] = {"text": "fault:500:99 dead"}
-    found = scorer(greys(), given)
+    faulty = prompts()
+    faulty[2] = {"text": "fault:500:99 dead"}
+    scores = scorer(greys(), faulty)
     assert (
-        found.total().isnan().tolist() == [False, False, True, False]
+        scores.total().isnan().tolist() == [False, False, True, False]
         and scorer.failures["judge"].count == 1
     )
     counted = Judge(model).counters()
@@ -385,9 +387,9 @@ def test_pairs_through_training_and_its_log(url, tmp_path, monkeypatch):
     scorer = Scorer({"pairs": Pairwise(server(url))})
     # two groups of one prompt
     media = greys([0.2, 0.6, 0.2, 0.6])
-    given = [{"text": "one"}] * 4
-    found = scorer(media, given, [0, 0, 1, 1])["pairs"]
-    assert found.tolist() == pytest.approx([0.3, 0.7, 0.3, 0.7], abs=1e-5)
+    equal_prompts = [{"text": "one"}] * 4
+    scores = scorer(media, equal_prompts, [0, 0, 1, 1])["pairs"]
+    assert scores.tolist() == pytest.approx([0.3, 0.7, 0.3, 0.7], abs=1e-5)
     monkeypatch.chdir(tmp_path)
     model = {"server": {"url": url, "timeout": waiting.HANG}}
     spec = {
@@ -432,19 +434,21 @@ def test_templates_of_ones_own(url, tmp_path):
         "{{ media }}Is {{ text | upper }} of {{ style }}? Final Score: 1 to 5"
     )
     (tmp_path / "mine.txt").write_text("{media} {text}, {style}: Final Score: 1 to 5, {{as is}}")
-    given = [{"text": "a cat", "style": "oil"}]
+    styled = [{"text": "a cat", "style": "oil"}]
     for name, words in {"mine.j2": "Is A CAT of oil?", "mine.txt": "a cat, oil"}.items():
-        one = Judge(
+        judge = Judge(
             server(url),
             template=str(tmp_path / name),
             pattern=r"Score:\**\s*([\d.]+)",
             low=1,
             high=5,
         )
-        assert float(one(greys([0.5]), given)) == pytest.approx((1 + 4 * 128 / 255) / 5, abs=1e-4)
-        assert words in stats(url)["bodies"][-1]["text"] and one.card.needs == ("style", "text")
+        assert float(judge(greys([0.5]), styled)) == pytest.approx(
+            (1 + 4 * 128 / 255) / 5, abs=1e-4
+        )
+        assert words in stats(url)["bodies"][-1]["text"] and judge.card.needs == ("style", "text")
         with pytest.raises(UserError, match="needs 'style' of the prompt"):
-            one(greys([0.5]), prompts(1))
+            judge(greys([0.5]), prompts(1))
 
 
 @pytest.mark.parametrize(
@@ -479,12 +483,12 @@ def test_a_prompt_cannot_smuggle_pictures_or_code_in(url):
 
 
 def test_a_right_answer_in_the_prompt_is_not_shown_unless_a_template_says_so(url, tmp_path):
-    given = [{"text": "a", "answer": "the right one", "kind": "odd"}]
+    answered = [{"text": "a", "answer": "the right one", "kind": "odd"}]
     for reward in (Judge(server(url)), YesNo(server(url)), Checklist(server(url), items=["x"])):
-        reward(greys([0.6]), given)
+        reward(greys([0.6]), answered)
         assert "the right one" not in stats(url)["bodies"][-1]["text"]
     (tmp_path / "open.j2").write_text("{{ prompt.answer }}, {{ answer }}?")
-    Judge(server(url), template=str(tmp_path / "open.j2"))(["mine"], given)
+    Judge(server(url), template=str(tmp_path / "open.j2"))(["mine"], answered)
     assert "the right one, mine?" in stats(url)["bodies"][-1]["text"]
 
 
@@ -525,13 +529,13 @@ def judged(request, url):
     options = {"judge_checklist": {"items": ["one", "two"], "levels": 9}}.get(request.param, {})
     texts = request.param == "judge_listener"
     first = {"text": "a", "answer": "b", "image": Image.new("L", (4, 4), 51)}
-    given = [first] * 2 + [first | {"text": "other", "image": Image.new("L", (4, 4), 204)}] * 2
+    paired = [first] * 2 + [first | {"text": "other", "image": Image.new("L", (4, 4), 204)}] * 2
     media = (
         ["<think>one</think>", "<think>two</think>", "three", "four"]
         if texts
         else greys([0.2, 0.4, 0.6, 1.0])
     )
-    return REWARDS.build(request.param, model=server(url), **options), media, given
+    return REWARDS.build(request.param, model=server(url), **options), media, paired
 
 
 def test_every_judge_is_named_here():
@@ -543,26 +547,26 @@ def test_every_judge_is_named_here():
 
 
 def test_a_judge_keeps_the_contract_of_rewards(judged):
-    reward, media, given = judged
+    reward, media, paired = judged
     state = torch.get_rng_state()
     before = media if isinstance(media, list) else media.clone()
-    values = reward(media, given)
+    values = reward(media, paired)
     assert (
         values.shape == (4,)
         and values.dtype == torch.float32
         and values.isfinite().all()
         and values.min() < values.max()
     )
-    parts = torch.cat([reward(media[:2], given[:2]), reward(media[2:], given[2:])])
+    parts = torch.cat([reward(media[:2], paired[:2]), reward(media[2:], paired[2:])])
     torch.testing.assert_close(parts, values)
     order = [3, 2, 1, 0]
     turned = [media[i] for i in order] if isinstance(media, list) else media[order]
     torch.testing.assert_close(
-        reward(turned, [given[i] for i in order]), values[order], atol=1e-6, rtol=0
+        reward(turned, [paired[i] for i in order]), values[order], atol=1e-6, rtol=0
     )
     assert torch.equal(torch.get_rng_state(), state) and (
         isinstance(media, list) or torch.equal(media, before)
     )
     if not isinstance(media, list):
         half = media.bfloat16()
-        torch.testing.assert_close(reward(half, given), reward(half.float(), given))
+        torch.testing.assert_close(reward(half, paired), reward(half.float(), paired))

@@ -68,9 +68,9 @@ def questions(count=4):
 def test_probabilities_are_the_softmax_over_the_tokens_of_the_choices(vlm):
     """The tokenizer has one token a byte: Yes begins with Y or y, No with N or n."""
     asked_for = questions()
-    found = vlm.ask(asked_for)
+    answers = vlm.ask(asked_for)
     tok = vlm.processor.tokenizer
-    for question, chances in zip(asked_for, found, strict=True):
+    for question, chances in zip(asked_for, answers, strict=True):
         logits = direct(vlm, question)
         y, n = (
             [int(tok.convert_tokens_to_ids(letter)) for letter in pair] for pair in ("Yy", "Nn")
@@ -78,19 +78,21 @@ def test_probabilities_are_the_softmax_over_the_tokens_of_the_choices(vlm):
         joint = logits[[*y, *n]].softmax(0)
         assert chances["Yes"] == pytest.approx(float(joint[:2].sum()), abs=1e-5)
         assert sum(chances.values()) == pytest.approx(1.0, abs=1e-6)
-    assert len({round(one["Yes"], 6) for one in found}) == len(found), (
+    assert len({round(answer["Yes"], 6) for answer in answers}) == len(answers), (
         "the picture or the text changes nothing"
     )
 
 
 def test_answers_in_words_are_those_of_generate(qwen):
-    told = Question((tiny_vlms.image(56, 56), "Say something."), read=lambda text: text, tokens=12)
-    inputs = encoded(qwen, told)
-    made = qwen.model.generate(**inputs, max_new_tokens=12, do_sample=False)[
+    question = Question(
+        (tiny_vlms.image(56, 56), "Say something."), read=lambda text: text, tokens=12
+    )
+    inputs = encoded(qwen, question)
+    sequence = qwen.model.generate(**inputs, max_new_tokens=12, do_sample=False)[
         0, inputs["input_ids"].shape[1] :
     ]
-    want = answer_of(qwen.processor.tokenizer.decode(made, skip_special_tokens=True))
-    assert qwen.ask([told, *questions(1), told])[::2] == [want, want]
+    want = answer_of(qwen.processor.tokenizer.decode(sequence, skip_special_tokens=True))
+    assert qwen.ask([question, *questions(1), question])[::2] == [want, want]
 
 
 def test_an_answer_that_cannot_be_read_is_asked_for_anew_and_then_nan(qwen):
@@ -137,12 +139,12 @@ def test_two_judges_of_one_model_side_by_side_say_what_they_say_alone(qwen):
     most = [0]
     generate = qwen.model.generate
 
-    def counted(*given, **options):
+    def counted(*arguments, **options):
         inside[0] += 1
         most[0] = max(most[0], inside[0])
         time.sleep(0.02)
         try:
-            return generate(*given, **options)
+            return generate(*arguments, **options)
         finally:
             inside[0] -= 1
 
@@ -191,8 +193,8 @@ def test_tokens_are_added_up_over_case_blanks_and_beginnings():
         "Maybe": 0.1,
         "\n": 0.05,
     }
-    found = token_choices(candidates, ("Yes", "No"))
-    assert found["Yes"] == pytest.approx(0.6 / 0.85) and sum(found.values()) == pytest.approx(1)
+    shares = token_choices(candidates, ("Yes", "No"))
+    assert shares["Yes"] == pytest.approx(0.6 / 0.85) and sum(shares.values()) == pytest.approx(1)
     assert token_choices({"Maybe": 1.0}, ("Yes", "No")) is None
     assert token_choices({"s": 0.9, "sev": 0.1}, ("seven", "six")) == {"seven": 1.0, "six": 0.0}
 

@@ -45,15 +45,15 @@ def hidden_by_transformers(
         embedded = model.get_input_embeddings()(batch.input_ids)
         for kind, place in (("image", "pixel_values"), ("video", "pixel_values_videos")):
             if place in batch:
-                seen = model.model.visual(
+                image_states = model.model.visual(
                     batch[place], grid_thw=batch[f"{kind}_grid_thw"]
                 ).pooler_output
                 spots = batch.input_ids == getattr(model.config, f"{kind}_token_id")
-                embedded[spots] = seen
-        out = model.model.language_model(
+                embedded[spots] = image_states
+        outputs = model.model.language_model(
             inputs_embeds=embedded, attention_mask=batch.attention_mask
         )
-    return out.last_hidden_state, batch.input_ids
+    return outputs.last_hidden_state, batch.input_ids
 
 
 def test_hpsv3_is_the_mean_of_its_head_at_the_reward_token(hpsv3):
@@ -170,16 +170,16 @@ def test_adapters_are_merged_and_old_names_understood():
         "base_model.model.rm_head.modules_to_save.default.weight": up,
         "base_model.model.rm_head.original_module.weight": down,
     }
-    found = {modern(k): v for k, v in merged(unwrapped(tensors), alpha=16.0).items()}
-    assert set(found) == {
+    tensors_by_name = {modern(k): v for k, v in merged(unwrapped(tensors), alpha=16.0).items()}
+    assert set(tensors_by_name) == {
         "language_model.layers.0.q_proj.weight",
         "visual.x.weight",
         "rm_head.weight",
     }
     torch.testing.assert_close(
-        found["language_model.layers.0.q_proj.weight"], weight + 8 * up @ down
+        tensors_by_name["language_model.layers.0.q_proj.weight"], weight + 8 * up @ down
     )
-    assert found["rm_head.weight"] is up
+    assert tensors_by_name["rm_head.weight"] is up
 
 
 def test_what_is_missing_is_named(hpsv3, video_align, tmp_path):

@@ -30,13 +30,13 @@ def test_a_reward_has_a_card_and_can_be_imported_by_its_name(name):
     assert isinstance(vars(entry).get("card") or getattr(entry, "card", None), Card), (
         f"{name}: declare it with @card"
     )
-    found = card_of(entry)
+    shown = card_of(entry)
     assert (
-        set(found.media) <= {"image", "video", "text"}
-        and found.media
-        and found.of in ("sample", "group", "step", "batch")
+        set(shown.media) <= {"image", "video", "text"}
+        and shown.media
+        and shown.of in ("sample", "group", "step", "batch")
     )
-    assert found.low is None or found.high is None or found.low < found.high
+    assert shown.low is None or shown.high is None or shown.low < shown.high
     assert (
         getattr(rewards, name) is entry
         and getattr(rewards, entry.__name__) is entry
@@ -166,7 +166,7 @@ def test_media_the_reward_does_not_judge_is_refused_when_the_file_is_read(writte
 def test_a_field_that_some_prompts_lack_is_refused_before_a_model_is_loaded(written):
     policy = "must_not_be_built"
     data = {"prompts": {"path": "plain.jsonl", "held_out": 0.0}}
-    said = refusal(
+    message = refusal(
         written(
             reward={"needy.py:exact": 1.0},
             policy=policy,
@@ -177,8 +177,8 @@ def test_a_field_that_some_prompts_lack_is_refused_before_a_model_is_loaded(writ
     )
     assert (
         "needs the field 'answer' of every prompt, but 2 of 3 prompts have none, 'a' first"
-    ) in said
-    assert 'in a .jsonl file: {"text": "...", "answer": ...}' in said and "run.yaml:" in said
+    ) in message
+    assert 'in a .jsonl file: {"text": "...", "answer": ...}' in message and "run.yaml:" in message
 
 
 def test_evaluation_rewards_are_checked_too(written):
