@@ -77,8 +77,7 @@ METHODS = {
         4e-4,
         (
             "policy.noise_window=all_but_last",
-            "objective.grpo.kl=0.04",
-            "objective.grpo.kl_form=flow_grpo",
+            "objective.policy_gradient.kl={weight: 0.04, form: flow_grpo}",
         ),
     ),
     "DanceGRPO": Method(
@@ -255,7 +254,7 @@ def learn(judge: Judge, name: str, seed: int, before: dict[str, list[float]]) ->
 TWENTY = ("policy.steps=20", "train.prompts_per_iteration=2", "train.train_batch_size=32")
 PUBLISHED_TREE = "policy.tree={splits: [0, 3, 6, 9], factor: 2, noise: correlated, scale: 4.0}"
 RACERS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "DanceGRPO, all steps": ("dance_grpo", ("objective.grpo.timestep_fraction=1.0",)),
+    "DanceGRPO, all steps": ("dance_grpo", ("objective.policy_gradient.timestep_fraction=1.0",)),
     "DanceGRPO, 0.6 of the steps": ("dance_grpo", ()),
     "BranchGRPO": ("branch_grpo", (PUBLISHED_TREE,)),
     "BranchGRPO, width pruned": (

@@ -3,10 +3,11 @@ them by name."""
 
 from mmrl.advantages.branch import Branch, by_edge
 from mmrl.advantages.ddpo import DDPO
-from mmrl.advantages.group import dance_grpo, dr_grpo, flow_grpo, gdpo, group, rloo
+from mmrl.advantages.group import group
 from mmrl.advantages.online import MaxMin, Running
+from mmrl.advantages.presets import dance_grpo, dr_grpo, flow_grpo, gdpo, grpo, rloo
 from mmrl.advantages.process import process
-from mmrl.advantages.sequence_level import gpg, grpo, opo, pass_at_k, reinforce, reinforce_pp
+from mmrl.advantages.sequence_level import gpg, opo, pass_at_k, reinforce, reinforce_pp
 from mmrl.advantages.shaping import focal, ngrpo, pairs, soft, temporal
 from mmrl.advantages.summary import outcomes, statistics
 from mmrl.advantages.tree_mean import tree_mean

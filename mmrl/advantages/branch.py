@@ -19,8 +19,7 @@ SAME = 1e-6  # edges whose rewards spread by less are equal
 
 @ADVANTAGES.register("branch")
 class Branch:
-    """BranchGRPO: the reward of an edge is that of the leaves below it, normalised among the edges
-    of its depth.
+    """Compare the edges of a depth by the rewards of the leaves below them (BranchGRPO).
 
     Li et al. 2025, "BranchGRPO", sections 3.3 and 3.4. fusion: "mean" of the leaves; "path" lets
     every node weigh its children by softmax(alpha log-prob of their edge), from the leaves up.

@@ -18,7 +18,7 @@ from mmrl.core.types import Rewards, Rollout
 
 @ADVANTAGES.register("ddpo")
 class DDPO:
-    """DDPO: mean and std (population, plus eps) of the last ``buffer`` rewards of the prompt.
+    """Compare with mean and std (plus eps) of the prompt's last ``buffer`` rewards (DDPO).
 
     Black et al. 2023, "Training diffusion models with reinforcement learning", section 5. A prompt
     with fewer than ``min_count`` rewards in its buffer is compared with all rewards of the

@@ -77,7 +77,7 @@ def measured(rewards: Rewards | Tensor, rollout: Rollout) -> tuple[Rewards, Grou
                 f"reward {name!r} gives a number for every step, [B, K] = "
                 f"{list(x.shape)}, and this advantage compares "
                 "whole samples; use one that knows steps, such as process, group, "
-                "flow_grpo, dance or gdpo"
+                "flow_grpo, dance_grpo or gdpo"
             )
     rewards = Rewards({name: x for name, x in rewards.items() if x.ndim == 1}, rewards.weights)
     wrong = {name: tuple(x.shape) for name, x in rewards.items() if x.shape != rollout.group.shape}

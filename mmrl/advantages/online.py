@@ -22,8 +22,7 @@ Inner = Annotated[Callable, ADVANTAGES]
 
 @ADVANTAGES.register("running")
 class Running:
-    """Each reward minus its running mean, by its running standard deviation; then another
-    advantage.
+    """Scale each reward by its running mean and standard deviation; then another advantage.
 
     Brings rewards of different scales together before they are weighted and added, without
     comparing single groups. ``decay`` of the running mean and mean square (0: of this iteration
@@ -75,8 +74,7 @@ class Running:
 
 @ADVANTAGES.register("maxmin")
 class MaxMin:
-    """Train on the reward that is worst off now: max-min over rewards, or over groups of people
-    that each stand for.
+    """Train on the reward that is worst off now: max-min over rewards.
 
     MaxMin-RLHF (Chakraborty et al. 2024, arXiv:2402.08925, algorithm 1): in every iteration the
     reward with the lowest mean over all samples alone is optimised. With ``rate``, weights follow

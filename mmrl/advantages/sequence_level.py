@@ -12,9 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmrl.advantages.group import ZeroVariance, group
+from mmrl.advantages.group import ZeroVariance
 from mmrl.advantages.groups import Groups, finished, measured
-from mmrl.advantages.normalise import Std, moments
+from mmrl.advantages.normalise import moments
 from mmrl.advantages.process import by_step
 from mmrl.advantages.select import drop
 from mmrl.core.distributed import all_max, all_sum
@@ -25,38 +25,10 @@ from mmrl.core.types import Rewards, Rollout
 TINY = 1e-8  # verl's, under the root of a whitening
 
 
-@ADVANTAGES.register("grpo")
-@by_step
-def grpo(
-    rewards: Rewards | Tensor,
-    rollout: Rollout,
-    *,
-    std: Std = "group",
-    eps: float = 1e-4,
-    zero_variance_groups: ZeroVariance = "keep",
-    best_of: int | None = None,
-) -> Tensor:
-    """GRPO for text: mean and sample std (ddof 1, plus eps) of the group (Shao et al. 2024,
-    DeepSeekMath).
-
-    eps: 1e-4 in TRL, ms-swift and VLM-R1, 1e-6 in verl. std: global is TRL's and ms-swift's
-    "batch", the "PPO-lite" of Liu et al. 2025 ("Tricks or traps?").
-    """
-    return group(
-        rewards,
-        rollout,
-        std=std,
-        ddof=1,
-        eps=eps,
-        zero_variance_groups=zero_variance_groups,
-        best_of=best_of,
-    )
-
-
 @ADVANTAGES.register("reinforce")
 @by_step
 def reinforce(rewards: Rewards | Tensor, rollout: Rollout) -> Tensor:
-    """REINFORCE without a baseline: the advantage is the reward itself (Williams 1992).
+    """Take the reward itself, without a baseline (REINFORCE, Williams 1992).
 
     For rewards that are weights of the score function already, such as ``noisy: {how: forward}``;
     of other rewards the gradient has a far greater variance than with a baseline.
@@ -75,8 +47,7 @@ def reinforce_pp(
     weigh: Literal["tokens", "rows"] = "tokens",
     zero_variance_groups: ZeroVariance = "keep",
 ) -> Tensor:
-    """REINFORCE++: rewards whitened over the whole batch (Hu et al. 2025); baseline: less the
-    group's mean first.
+    """Whiten rewards over the whole batch, ``baseline``: less the group's mean first (REINFORCE++).
 
     weigh: what counts the same in mean and std: tokens (verl: the mean is taken off, sample
     variance + 1e-8 under the root, and long answers weigh more) or rows (ms-swift: the std of the
@@ -124,8 +95,8 @@ def _unless_equal(whitened: Tensor, double: Rewards, groups: Groups, baseline: b
 def opo(
     rewards: Rewards | Tensor, rollout: Rollout, *, zero_variance_groups: ZeroVariance = "keep"
 ) -> Tensor:
-    """OPO: reward minus the group's mean weighted by length, the variance-optimal baseline (Hao et
-    al. 2025, eq. 9)."""
+    """Subtract the group's mean weighted by length, the best baseline (OPO, Hao et al. 2025, eq.
+    9)."""
     double, groups = measured(rewards, rollout)
     total = double.total()
     length = rollout.mask.sum(1).to(torch.float64)
@@ -147,8 +118,7 @@ def gpg(
     count: Literal["groups", "rewards"] = "groups",
     zero_variance_groups: ZeroVariance = "keep",
 ) -> Tensor:
-    """GPG: alpha (reward - mean of the group) / scale, alpha = samples / samples that teach (Chu et
-    al. 2025).
+    """Scale reward - group's mean by samples / samples that teach (GPG, Chu et al. 2025).
 
     count: samples that teach are those of groups whose rewards differ (the paper), or those with a
     reward other than 0 (verl's code).
@@ -175,8 +145,7 @@ def pass_at_k(
     eps: float = 1e-6,
     zero_variance_groups: ZeroVariance = "keep",
 ) -> Tensor:
-    """Only the best answer of a group: (its reward - the second's) / (sample std + eps), as verl's
-    pass@k estimator.
+    """Train the best answer alone: its lead over the second / (sample std + eps) (verl's pass@k).
 
     The best is the first by name where two are equal, and then its advantage is 0.
     """

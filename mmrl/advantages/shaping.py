@@ -1,6 +1,7 @@
 """Advantages on top of another: shaped rewards, a virtual answer, weights of tokens or prompts.
 
-``of`` is the advantage underneath, with its own options. What papers state in words only is marked
+``base`` is the advantage underneath, with its own options. What papers state in words only is
+marked
 as our reading.
 """
 
@@ -15,8 +16,8 @@ from annotated_types import Ge, Gt
 from torch import Tensor
 
 from mmrl.advantages.groups import finished, measured, named
+from mmrl.advantages.presets import grpo
 from mmrl.advantages.process import by_step
-from mmrl.advantages.sequence_level import grpo
 from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import ADVANTAGES
 from mmrl.core.types import Rewards, Rollout
@@ -34,8 +35,7 @@ def ngrpo(
     virtual: Annotated[int, Ge(1)] = 1,
     eps: float = 1e-6,
 ) -> Tensor:
-    """NGRPO: mean and sample std of the group and of ``virtual`` answers with the best reward there
-    is.
+    """Compare with the group and ``virtual`` answers of the best reward there is (NGRPO).
 
     Nan et al. 2025, "NGRPO: Negative-enhanced GRPO". All-wrong groups get negative advantages;
     all-right ones get 0. Its clip is asymmetric: narrower for negative advantages.
@@ -62,8 +62,7 @@ def soft(
     above: Annotated[float, Ge(0)] = 0.01,
     below: Annotated[float, Gt(0)] = 1.0,
 ) -> Tensor:
-    """TempSamp-R1's soft advantage: rewards above a threshold are drawn together, those below
-    apart, then compared.
+    """Draw rewards above a threshold together, those below apart, then compare (TempSamp-R1).
 
     Li et al. 2025. A reward r becomes t + above log(r - t + 1) for r >= t, the threshold, and t -
     (exp(below (t - r)) - 1) / (exp(below) - 1) for r < t. Rewards more than 1 below the threshold,
@@ -112,8 +111,7 @@ def temporal(
     base: Underneath = grpo,
     strength: Annotated[float, Ge(0)] = 1.0,
 ) -> Tensor:
-    """AVATAR's temporal advantage shaping: tokens count more at the beginning and at the end of an
-    answer.
+    """Let tokens count more at the beginning and at the end of an answer (AVATAR).
 
     Kulkarni et al. 2025. Our reading of "U-shaped": A (1 + strength (2 t / (n - 1) - 1)^2) for
     token t of n. [B, K].
@@ -132,7 +130,8 @@ def focal(
     base: Underneath = grpo,
     most: Annotated[float, Ge(1)] = 1.5,
 ) -> Tensor:
-    """TW-GRPO: token places at which the answers of a group differ count more, from 1 to ``most``.
+    """Let places at which a group's answers differ count more, 1 to ``most`` (TW-GRPO).
+
     [B, K].
 
     Dang et al. 2025, "Reinforcing video reasoning with focused thinking". The weights are the
@@ -165,8 +164,8 @@ def pairs(
     power: Annotated[float, Ge(0)] = 1.0,
     tasks: Sequence[str] = (),
 ) -> Tensor:
-    """Pair-GRPO: the advantage times how alike the two tasks of a prompt's pair are, to some power
-    (PairUni).
+    """Multiply by how alike the two tasks of a prompt's pair are, to some power (Pair-GRPO,
+    PairUni).
 
     Zheng et al. 2025, whose power is 1/2. After normalisation, so that the weight is not divided
     out again. Prompts without ``key`` count 1. tasks: each of these is compared apart, so that no

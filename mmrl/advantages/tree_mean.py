@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mmrl.advantages.branch import edge_mean
-from mmrl.advantages.sequence_level import grpo
+from mmrl.advantages.presets import grpo
 from mmrl.advantages.shaping import Underneath
 from mmrl.core.registry import ADVANTAGES
 from mmrl.core.types import Rewards, Rollout
@@ -17,8 +17,7 @@ from mmrl.core.types import Rewards, Rollout
 def tree_mean(
     rewards: Rewards | Tensor, rollout: Rollout, *, base: Underneath = grpo, siblings: bool = False
 ) -> Tensor:
-    """An edge of a tree has the mean advantage of the samples below it, so that the gradient is
-    that of the samples.
+    """Give an edge of a tree the mean advantage of the samples below it, as if they stood alone.
 
     base: the advantage of samples. siblings: an edge is judged by those that begin where it begins,
     less the mean of the edge before: a plan by its images' mean, an image beside the other images

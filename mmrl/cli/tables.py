@@ -6,9 +6,10 @@ import math
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from mmrl.config import renamed
+from mmrl.config.presets import PRESETS, described
 from mmrl.core.errors import UserError, suggest
 from mmrl.core.registry import ALL, describe, load_built_in, options
 
@@ -38,10 +39,11 @@ def _estimate(estimate: dict[str, Any] | None) -> str:
 def plugin_tables(kind: str | None) -> None:
     """Name, options and first docstring line of every registered plug-in."""
     load_built_in()
-    if kind is not None and kind not in [*ALL, *FAMILIES]:
+    kinds = [*ALL, *FAMILIES, "presets"]
+    if kind is not None and kind not in kinds:
         if kind in renamed.KINDS:
             raise UserError(f"`mmrl list {kind}` is now `mmrl list {renamed.KINDS[kind]}`")
-        raise UserError(f"no plug-ins called {kind!r}; {suggest(kind, [*ALL, *FAMILIES])}")
+        raise UserError(f"no plug-ins called {kind!r}; {suggest(kind, kinds)}")
     for plural, registry in ALL.items():
         if kind in (None, plural) or plural in FAMILIES.get(kind, ()):
             table = Table(
@@ -50,3 +52,9 @@ def plugin_tables(kind: str | None) -> None:
             for name in sorted(registry):
                 table.add_row(name, describe(registry[name]), ", ".join(options(registry[name])))
             Console().print(table)
+    if kind in (None, "presets"):
+        name = Column("name", no_wrap=True)
+        table = Table(name, "for", "what it sets", title="presets", title_justify="left")
+        for name in PRESETS:
+            table.add_row(name, *described(name), end_section=True)
+        Console().print(table)

@@ -54,8 +54,9 @@ EXAMPLES = {
     "policy": 'policy: {sd3: {path: "world:digits/sd3", steps: 8}}',
     "data": "data: digits",
     "reward": "reward: {digits: 1.0}",
-    "objective": "objective: {grpo: {clip: 1e-4}}",
-    "train": "train: {prompts: 15, copies: 16, batch_size: 80, iterations: 60}",
+    "objective": "objective: {policy_gradient: {clip_range: 1e-4}}",
+    "train": "train: {prompts_per_iteration: 15, group_size: 16, train_batch_size: 80, "
+    "iterations: 60}",
 }
 
 

@@ -13,13 +13,13 @@ from mmrl.config.needs import missing_fields, without_gradient, wrong_media
 from mmrl.config.options import (
     EvaluateOptions,
     TrainOptions,
-    capabilities_of,
     impossible,
     unsuited,
     unsupported_options,
     without_average,
 )
 from mmrl.config.overrides import PLUGGED
+from mmrl.config.presets import unsuited_preset
 from mmrl.config.schema import BAD, Resolved, construct, convert, resolve, resolve_call
 from mmrl.config.values import Place, exists, show
 from mmrl.core.errors import UserError
@@ -68,7 +68,10 @@ def check(
                 objective = plug_in if section == "objective" else objective
             entries[section] = resolved
         problems += _missing_files(resolved)
-    problems += _unsuited(entries)
+    problems += _unsuited(entries, objective)
+    if (preset := config.plain.get("preset")) and "policy" in entries:
+        why = unsuited_preset(preset, entries["policy"].entry)
+        problems += [config.place(("preset",)).say(why)] if why else []
     named = {section: resolved.entry for section, resolved in entries.items()}
     _rewards(config, config["reward"], ("reward",), problems, named)
     for section, cls in (dataclasses or plain_sections()).items():
@@ -91,19 +94,20 @@ def check(
     raise_all(problems)
 
 
-def _unsuited(entries: Mapping[str, Resolved]) -> Iterator[str]:
+def _unsuited(entries: Mapping[str, Resolved], built: Any) -> Iterator[str]:
     """An objective of tokens for a flow model, or the other way round."""
     if {"objective", "policy"} <= set(entries):
         objective = entries["objective"]
         policy = entries["policy"]
-        why = unsuited(objective.entry, policy.entry)
-        if why is not None or (why := _whole_answers(objective, policy)) is not None:
+        if why := unsuited(objective.entry, policy.entry):
             yield objective.place.say(why)
-        if getattr(objective.entry, "redraws", False) and policy.options.get("tree") is not None:
+        elif hasattr(built, "unfit"):
+            for option, reason in built.unfit(policy.entry):
+                yield (objective.place / option).say(reason)
+        if getattr(built, "single_paths", False) and policy.options.get("tree") is not None:
             yield objective.place.say(
-                f"the objective {objective.entry.__name__} draws the noise of single "
-                f"paths again: remove the policy's "
-                "option tree, whose samples share noise"
+                f"the objective {objective.entry.__name__} follows single paths: remove the "
+                "policy's option tree, whose samples share the steps of theirs"
             )
         kernel = policy.options.get("sde_type")
         still = policy.options.get("noise_level") == 0 or (
@@ -120,27 +124,11 @@ def _unsuited(entries: Mapping[str, Resolved]) -> Iterator[str]:
             )
 
 
-def _whole_answers(objective: Resolved, policy: Resolved) -> str | None:
-    """Why a surrogate of whole answers cannot be computed for this policy; None if it can, or if
-    there is none."""
-    surrogate = objective.options.get("surrogate")
-    if not isinstance(surrogate, Resolved) or not getattr(surrogate.entry, "whole_rows", False):
-        return None
-    # whose estimator decides
-    can = capabilities_of(policy.entry)
-    if can is None or can.one_pass or objective.entry.needs == "masked":
-        return None
-    return (
-        f"the surrogate {surrogate.entry.__name__} compares whole answers, whose tokens the policy "
-        f"{policy.entry.__name__} scores in several passes; choose ppo, cispo, sapo or reinforce"
-    )
-
-
 def _cheap(entry: Callable) -> bool:
     """Whether an object is made of plain values, so that its own checks cost nothing."""
-    from mmrl.objectives.text import Text
+    from mmrl.objectives.base import Objective
 
-    return is_dataclass(entry) or (isinstance(entry, type) and issubclass(entry, Text))
+    return is_dataclass(entry) or (isinstance(entry, type) and issubclass(entry, Objective))
 
 
 def _try(problems: list[str], call: Callable, *args: Any) -> Any:
@@ -167,7 +155,7 @@ def _rewards(
     if fields := getattr(entries.get("data"), "fields", ()):
         unfit += missing_fields(chosen, fields)
     # those that hold others say it when built
-    if path == ("reward",) and hasattr(entries.get("objective"), "attach"):
+    if path == ("reward",) and getattr(entries.get("objective"), "differentiates", False):
         plain = {
             name: entry
             for name, entry in weighted.items()

@@ -56,6 +56,7 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {  # section -> old name -> new
     },
     "objective": {
         "clip": ("clip_range",),
+        "kl_form": ("kl.form",),
         "fraction": ("timestep_fraction",),
         "pick": ("timestep_selection",),
         "weigh": ("timestep_weighting",),
@@ -76,7 +77,15 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {  # section -> old name -> new
 
 PLUG_INS: dict[str, dict[str, str]] = {  # kind of plug-in -> old name -> new name
     "advantage": {"dance": "dance_grpo", "focused": "focal", "shared": "tree_mean"},
-    "objective": {"guard": "grpo_guard"},
+    "objective": {
+        "guard": "grpo_guard",
+        "text": "policy_gradient",
+        "grpo": "policy_gradient",
+    },
+}
+
+DEFAULTS = {  # old plug-in -> options whose defaults were others
+    "grpo": "; where they were not written, write clip_range: 1e-4 and advantage_clip: 5.0",
 }
 
 KINDS = {  # of ``mmrl list``
@@ -104,7 +113,7 @@ def option(path: Sequence[Any], key: Any, known: Collection[str]) -> str:
     existed."""
     section = OPTIONS.get(str(path[0]), {}) if path else {}
     for name in section.get(str(key), ()):
-        if name in known:
+        if name.partition(".")[0] in known:
             return ".".join([*map(str, path), name])
     return ""
 
@@ -112,7 +121,7 @@ def option(path: Sequence[Any], key: Any, known: Collection[str]) -> str:
 def plug_in(kind: str, name: Any) -> str:
     """Says what the unknown plug-in ``name`` is called now; empty where it never existed."""
     renamed = PLUG_INS.get(kind, {}).get(name) if isinstance(name, str) else None
-    return f"{kind} {name!r} is now {renamed!r}" if renamed else ""
+    return f"{kind} {name!r} is now {renamed!r}{DEFAULTS.get(name, '')}" if renamed else ""
 
 
 def value(path: Sequence[Any], written: Any) -> str:

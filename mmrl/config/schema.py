@@ -94,8 +94,11 @@ def _name_and_options(
                 )
             )
     elif isinstance(spec, Mapping) and spec:
+        old = [said for name in spec if (said := renamed.plug_in(registry.kind, name))]
         names = ", ".join(map(str, spec))
-        problems.append(place.say(f"expected one {registry.kind}, got {len(spec)}: {names}"))
+        problems.append(
+            place.say(*old[:1] or [f"expected one {registry.kind}, got {len(spec)}: {names}"])
+        )
     else:
         problems.append(
             place.say(

@@ -29,7 +29,7 @@ Reward = Callable[[Media, list[Prompt]], Tensor]
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 # (logp, old, advantage, mask) -> loss [B, L]
 Surrogate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-Self = TypeVar("Self", bound="Rows")
+Self = TypeVar("Self", bound="Fields")
 
 
 def tree_map(fn: Callable[[Tensor], Any], value: Any) -> Any:
@@ -74,7 +74,38 @@ Advantage = Callable[["Rewards | Tensor", "Rollout"], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class Fields:
+    """A struct of arrays of equally many rows; a field may be such a struct itself."""
+
+    def row_fields(self) -> dict[str, Tensor | Fields]:
+        """The fields that have rows, by name."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "cond"}
+        return {name: v for name, v in values.items() if isinstance(v, (Tensor, Fields))}
+
+    def map(self: Self, fn: Callable[[Tensor], Any]) -> Self:
+        """Apply ``fn`` to every row tensor, not to ``cond``."""
+        changed = {
+            n: v.map(fn) if isinstance(v, Fields) else fn(v) for n, v in self.row_fields().items()
+        }
+        return replace(self, **changed)
+
+    @classmethod
+    def cat(cls: type[Self], parts: Sequence[Self]) -> Self:
+        """Join rows that share their prompts (one ``cond`` for all)."""
+        joined = {}
+        for name, value in parts[0].row_fields().items():
+            columns = [getattr(part, name) for part in parts]
+            joined[name] = (
+                type(value).cat(columns) if isinstance(value, Fields) else torch.cat(columns)
+            )
+        return replace(parts[0], **joined)
+
+    def replace(self: Self, **changes: Any) -> Self:
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows(Fields):
     """A struct of arrays. Indexing takes rows; ``cond`` stays whole, since ``group`` still leads
     into it."""
 
@@ -83,13 +114,6 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.group)
-
-    def map(self: Self, fn: Callable[[Tensor], Any]) -> Self:
-        """Apply ``fn`` to every row tensor, not to ``cond``."""
-        names = [f.name for f in fields(self) if f.name != "cond"]
-        return replace(
-            self, **{n: fn(v) for n in names if isinstance(v := getattr(self, n), Tensor)}
-        )
 
     def to(self: Self, device: torch.device | str) -> Self:
         moved = self.map(lambda tensor: tensor.to(device))
@@ -114,17 +138,6 @@ class Rows:
 
     def repeat(self: Self, n: int) -> Self:
         return self.map(lambda tensor: tensor.repeat_interleave(n, dim=0))
-
-    def replace(self: Self, **changes: Any) -> Self:
-        return replace(self, **changes)
-
-    @classmethod
-    def cat(cls: type[Self], parts: Sequence[Self]) -> Self:
-        """Join rows that share their prompts (one ``cond`` for all)."""
-        names = [f.name for f in fields(cls) if isinstance(getattr(parts[0], f.name), Tensor)]
-        return replace(
-            parts[0], **{n: torch.cat([getattr(p, n) for p in parts]) for n in names if n != "cond"}
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,8 +203,12 @@ class Point(Rows):
     x0_per_output: Tensor | None = None
     # [B, L] long: 0 text, 1 image, where a row has both; None: all are of one kind
     modality: Tensor | None = None
-    # [B, *] what an objective has found out about the rows for its own loss
-    known: Tensor | None = None
+    # [B, L] weight of every decision by the estimator of masked diffusion; None: 1
+    estimator_weight: Tensor | None = None
+    # [B, 2] long, whole paths: the key of their noise (``Rollout.stream``); None: there is none
+    noise_stream: Tensor | None = None
+    # what a coupled objective learnt of the other points of the step (``Objective.couple``)
+    coupling: Fields | None = None
     prompts: Sequence[Prompt] = ()  # P, for objectives that ask a reward
     # the weights are those that sampled: the ratio is 1, what differs from it is rounding
     on_policy: bool = False

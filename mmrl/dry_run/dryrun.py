@@ -104,7 +104,7 @@ def _of_folder(report: Report, resolved: Resolved, configuration: configs.Config
         options.get("text_encoder_placement", "offload"),
     )
     tokens = None if unet else costs.tokens_of(policy)
-    reads = getattr(configuration.build("objective", OBJECTIVES), "reads", "path")
+    reads = configuration.build("objective", OBJECTIVES).reads
     states = len(policy._plan(report.train.group_size, FIXED, RolloutContext(reads=reads)).stored)
     stored = (
         report.plan.rows_per_process * states * math.prod(shape) * policy.trajectory_dtype.itemsize

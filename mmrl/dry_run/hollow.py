@@ -24,7 +24,6 @@ from mmrl.config.options import TrainOptions
 from mmrl.core.registry import ADVANTAGES, OBJECTIVES
 from mmrl.core.types import Media, Prompt, Rollout
 from mmrl.dry_run.published import on_meta
-from mmrl.objectives.base import Differentiates
 from mmrl.policies.diffusion import diffusers_folder
 from mmrl.policies.diffusion.flow_policy import FlowPolicy
 from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
@@ -143,7 +142,7 @@ def counted(policy: FlowPolicy, configuration: Config, options: TrainOptions) ->
     )
     snapshots = trainer.snapshots()
     # what it does depends on its rewards' gradients
-    if isinstance(trainer.objective, Differentiates):
+    if trainer.objective.differentiates:
         rollout = trainer.collect().rollout
         return Counted(
             policy.forwards,

@@ -1,10 +1,6 @@
 """Objectives: what to minimise, and where. Importing this registers them."""
 
-from mmrl.objectives.base import Coupled as Coupled
-from mmrl.objectives.base import Differentiates as Differentiates
-from mmrl.objectives.base import Lagging as Lagging
 from mmrl.objectives.base import Objective as Objective
-from mmrl.objectives.base import Revisiting as Revisiting
 from mmrl.objectives.base import frozen as frozen
 from mmrl.objectives.covariance import ClipCov as ClipCov
 from mmrl.objectives.covariance import KLCov as KLCov
@@ -22,12 +18,10 @@ from mmrl.objectives.group_regression import RegGRPO as RegGRPO
 from mmrl.objectives.grpo_guard import Guard as Guard
 from mmrl.objectives.masked import Masked as Masked
 from mmrl.objectives.policy_gradient import PolicyGradient as PolicyGradient
-from mmrl.objectives.policy_gradient import clipped as clipped
 from mmrl.objectives.preference import D3PO as D3PO
 from mmrl.objectives.preference import DiffusionDPO as DiffusionDPO
 from mmrl.objectives.preference import SePPO as SePPO
 from mmrl.objectives.reward_gradient import AdjointMatching as AdjointMatching
 from mmrl.objectives.reward_gradient import Draft as Draft
-from mmrl.objectives.text import Text as Text
 from mmrl.objectives.trust_region import FlowDPPO as FlowDPPO
 from mmrl.objectives.unified import Unified as Unified

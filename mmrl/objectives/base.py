@@ -5,119 +5,133 @@ A loss is elementwise, [B, L]. Masks, means over the global batch, micro-batches
 accumulation are the trainer's business alone, so that none of them changes the gradient.
 """
 
+# ruff: noqa: B027 - what a subclass may leave as it is stays empty on purpose
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol, runtime_checkable
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from mmrl.core.distributions import Dist
-from mmrl.core.types import Media, Point, Prompt, Rewards, Rollout
+from mmrl.core.types import Fields, Media, Point, Prompt, Rewards, Rollout
 from mmrl.core.weights import Weights
 from mmrl.policies.base import Policy
 from samplers.noise import Rng
 
+Differentiable = Callable[[Media, list[Prompt]], Tensor]  # (media, prompts) -> [B], with gradient
 
-class Objective(Protocol):
-    """``behavior_policy`` names the weights that sample ("live" or a snapshot); ``snapshots`` those
-    it needs kept.
 
-    A class may say by ``reads`` which states of a path it looks at, so that the others need not be
-    kept: "path" (all, also where nothing is said), "decisions" (before and after each), or "sample"
-    (only the finished one).
-    """
+class Objective(ABC):
+    """A subclass says where to look and what to minimise; everything else it may leave as it is."""
 
-    behavior_policy: str
-    snapshots: tuple[str, ...]
+    # What a class needs, read before a model is built.
+    # "gaussian", "categorical", "masked" or "one pass" decisions; "": any
+    needs: ClassVar[str] = ""
+    # states of a path that are looked at: all, those before and after decisions, the finished one
+    reads: ClassVar[Literal["path", "decisions", "sample"]] = "path"
+    # looks at steps with noise: a sampler without any is refused
+    visits: ClassVar[bool] = False
+    # follows the gradient of the rewards, which ``attach`` hands over
+    differentiates: ClassVar[bool] = False
 
+    # What an instance uses.
+    single_paths: bool = False  # samples must not share steps of their paths, as those of trees do
+    behavior_policy: str = "live"  # the weights that sample: the live ones or a snapshot
+    snapshots: tuple[str, ...] = ()  # those to keep
+    # how far below and above 1 a ratio is not clipped; the gate of the log-probs is as narrow
+    clip_bounds: tuple[float, float] = (math.inf, math.inf)
+
+    @abstractmethod
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         """The states to evaluate for these rows, a function of these arguments: they may be made
         more than once in a step. All its points have tensors of one shape."""
 
+    @abstractmethod
     def loss(self, policy: Policy, point: Point) -> Tensor:
         """[B, L] elementwise."""
 
+    def unfit(self, policy: Any) -> Iterator[tuple[str, str]]:
+        """(option, sentence) for options that mean nothing for a policy, an object or a class."""
+        return iter(())
 
-@runtime_checkable
-class Coupled(Protocol):
-    """An objective whose loss of one row needs the others of its group, such as a preference inside
-    the group.
+    # Losses of a row that depend on other points of the step.
 
-    Every optimizer step then holds whole groups. Before it, ``measure`` is evaluated without
-    gradient on every pass; ``couple`` sees all of this process's points of the step at once and
-    returns them ready for the elementwise ``loss``, with the weights it found in place of the
-    advantage or in ``known``, say. So micro-batches still change nothing. ``couple`` may make
-    collective calls: a process without rows gets its idle points, of which nothing is kept. A class
-    whose options decide says by ``couples`` whether it does.
-    """
+    def couples(self, policy: Policy) -> Literal["", "rows", "groups"]:
+        """Which points must share an optimizer step: all of a row, or of a group; "": any may.
+
+        Then ``measure`` is evaluated without gradient on every pass of the step, and ``couple``
+        sees all of this process's points at once. So micro-batches still change nothing.
+        """
+        return ""
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
-        """[B, L] what has to be known of every row."""
+        """[B, L] what ``couple`` has to know of every row."""
+        return torch.zeros_like(point.mask, dtype=torch.float32)
 
     def couple(self, point: Point, measured: Tensor) -> Point:
-        """All points of the step, with ``measured`` [B, L] in the same order."""
+        """All points of the step, with what ``loss`` must know of the others in ``coupling``.
 
+        ``measured`` [B, L] is in the same order. Collective calls are allowed: a process without
+        rows gets its idle points, of which nothing is kept, so that ``loss`` may see a point
+        without a ``coupling``.
+        """
+        return point
 
-@runtime_checkable
-class Lagging(Protocol):
-    """An objective whose snapshot ``old`` follows the live weights slowly; otherwise it is copied
-    every iteration."""
+    # What happens around the update.
 
-    def old_decay(self, step: int) -> float:
-        """After an iteration, at optimizer step ``step``: old = decay * old + (1 - decay) *
-        live."""
-
-
-@runtime_checkable
-class Revisiting(Protocol):
-    """An objective that samples with, or compares with, earlier checkpoints of its own training."""
+    def attach(self, reward: Differentiable) -> None:
+        """Take the weighted sum of the rewards, with gradient, if ``differentiates``."""
 
     def revisit(self, weights: Weights, iteration: int, rng: Rng) -> None:
-        """Before iteration ``iteration`` (from 0): update the snapshots; choose ``behavior_policy``
-        anew.
+        """Before iteration ``iteration`` (from 0): update snapshots, choose ``behavior_policy``.
 
         ``rng`` belongs to the iteration and is the same on all processes, so that nothing but the
         snapshots need be saved. Called twice for one iteration it does nothing more.
         """
 
-
-@runtime_checkable
-class Shaping(Protocol):
-    """An objective that changes the rewards before they are compared, such as by the KL of every
-    sample."""
-
     def shaped(self, policy: Policy, rollout: Rollout, rewards: Rewards) -> Rewards:
-        """Under the weights that sampled, without gradient; all processes have equally many
-        rows."""
+        """The rewards as they are compared, such as less the KL of every sample.
 
+        Called under the weights that sampled, without gradient; all processes have equally many
+        rows.
+        """
+        return rewards
 
-@runtime_checkable
-class Adaptive(Protocol):
-    """An objective that learns something itself. What it knows is saved: ``state_dict`` is plain
-    data, fit for JSON."""
+    def old_decay(self, step: int) -> float:
+        """Share of the snapshot "old" that an iteration ending at optimizer step ``step`` keeps.
+
+        old = decay * old + (1 - decay) * live; 0 copies the live weights.
+        """
+        return 0.0
 
     def adapt(self, iteration: int, metrics: dict[str, float]) -> None:
-        """After iteration number ``iteration`` (from 0), with what was logged of it; may add to
+        """After iteration ``iteration`` (from 0): learn from what was logged of it; may add to
         it."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """What ``adapt`` has learnt, plain data fit for JSON."""
+        return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-def couples(objective: Objective) -> bool:
-    """Does it want to see all rows of a step before its loss?"""
-    return isinstance(objective, Coupled) and getattr(objective, "couples", True)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what ``state_dict`` gave."""
 
 
-@runtime_checkable
-class Differentiates(Protocol):
-    """An objective that follows the gradient of the rewards themselves."""
+@dataclass(frozen=True, kw_only=True)
+class Linearised(Fields):
+    """A loss of several points, replaced by its tangent in what each row contributes."""
 
-    def attach(self, reward: Callable[[Media, list[Prompt]], Tensor]) -> None:
-        """Takes the weighted sum of the rewards, (media, prompts) -> [B], with gradient."""
+    slope: Tensor  # [B, L] derivative of the step's loss by the row's contribution
+    value: Tensor | None = None  # [B, L] the row's share of the loss; None: only gradients count
+
+
+def slope_of(point: Point) -> Tensor:
+    """[B, L] the slope that ``couple`` found; before it, the advantage."""
+    return point.advantage if point.coupling is None else point.coupling.slope
 
 
 def frozen(policy: Policy, name: str, point: Point) -> Dist:

@@ -8,7 +8,8 @@ step.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge, Gt, Le
@@ -17,22 +18,39 @@ from torch import Tensor
 from mmrl.core.distributed import all_gather_rows
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES
-from mmrl.core.types import Point, Rollout
-from mmrl.objectives.text import Text, without_slope
+from mmrl.core.types import Fields, Point, Rollout
+from mmrl.objectives.policy_gradient import (
+    OF_STEPS,
+    PolicyGradient,
+    TokenWeights,
+    without_slope,
+)
 from mmrl.policies.base import Policy
 from samplers.noise import Rng
 
 Share = Annotated[float, Gt(0), Le(1)]
 
 
-class _Covariance(Text):
-    couples = True
+@dataclass(frozen=True, kw_only=True)
+class HeldBack(Fields):
+    """Which tokens of the step are held back."""
+
+    draw: Tensor | None = None  # [B, L] uniform random numbers; None: nothing is drawn
+    held: Tensor | None = None  # [B, L] 1 for those held back; None: not known yet
+
+
+class _Covariance(PolicyGradient):
+    needs = "categorical"
+    not_options: tuple[str, ...] = ("top_entropy", *OF_STEPS)
+
+    def couples(self, policy: Policy) -> Literal["groups"]:
+        return "groups"
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
         return torch.where(point.mask, policy.dist(point).log_prob(point.target), 0.0)
 
     def couple(self, point: Point, measured: Tensor) -> Point:
-        """``known`` [B, L]: 1 for the tokens that are held back."""
+        """Choose the tokens that are held back."""
         advantage = point.advantage.expand_as(measured)
         # [N, 2]
         every = all_gather_rows(torch.stack([measured[point.mask], advantage[point.mask]], 1))
@@ -43,7 +61,7 @@ class _Covariance(Text):
             & point.mask
         )
         observe("held_back", chosen.double(), point.mask)
-        return point.replace(known=chosen.to(measured))
+        return point.replace(coupling=HeldBack(held=chosen.to(measured)))
 
     def _free(self, point: Point, measured: Tensor) -> Point:
         """The point with the tokens of ``mask`` that may be held back: here all."""
@@ -52,11 +70,10 @@ class _Covariance(Text):
 
 @OBJECTIVES.register("clip_cov")
 class ClipCov(_Covariance):
-    """Clip-Cov: a random few tokens of high covariance have no gradient; the others PPO's clipped
-    ratio.
+    """Clip the ratio and take the gradient of a random few tokens of high covariance (Clip-Cov).
 
     share: how many, of all tokens of the step; those that the ratio's clip left without gradient
-    are not drawn. low, high: between which their covariance lies. Others as in text.
+    are not drawn. low, high: between which their covariance lies. Others as in policy_gradient.
     """
 
     def __init__(self, share: Share = 2e-4, low: float = 1.0, high: float = 5.0, **options: Any):
@@ -67,38 +84,39 @@ class ClipCov(_Covariance):
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         for point in super().points(policy, rollout, rng):
-            yield point.replace(
-                known=rng.uniform(point.row_id, (point.mask.shape[1],)).to(point.logprob)
-            )
+            draw = rng.uniform(point.row_id, (point.mask.shape[1],)).to(point.logprob)
+            yield point.replace(coupling=HeldBack(draw=draw))
 
     def chosen(self, every: Tensor, covariance: Tensor, point: Point) -> Tensor:
         """The ``share`` with the smallest of their random numbers, among those in the window."""
         inside = (covariance > self.low) & (covariance < self.high) & point.mask
-        draws = all_gather_rows(point.known[inside]).sort().values
+        draw = point.coupling.draw
+        draws = all_gather_rows(draw[inside]).sort().values
         count = min(max(int(self.share * len(every)), 1), len(draws))
-        return inside & (point.known <= draws[count - 1]) if count else torch.zeros_like(inside)
+        return inside & (draw <= draws[count - 1]) if count else torch.zeros_like(inside)
 
     def _free(self, point: Point, measured: Tensor) -> Point:
         """Without the tokens that are clipped: held back, they would use up the share and change
         nothing."""
         recorded = torch.where(point.mask, point.logprob, 0.0)
-        clipped = without_slope(self.surrogate, measured, point.old(measured, recorded), point)
+        old = point.old(measured, recorded)
+        clipped = without_slope(self.surrogate, measured, old, self._advantage(point), point.mask)
         return point.replace(mask=point.mask & ~clipped)
 
     def policy_loss(self, logp: Tensor, old: Tensor, point: Point) -> Tensor:
-        held = torch.zeros_like(logp) if point.known is None else point.known
-        return super().policy_loss(logp, old, point.replace(known=1 - held))
+        weight = TokenWeights(weight=1 - held_back(point, logp))
+        return super().policy_loss(logp, old, point.replace(coupling=weight))
 
 
 @OBJECTIVES.register("kl_cov")
 class KLCov(_Covariance):
-    """KL-Cov: the tokens of highest covariance pay for |log ratio|; no ratio is clipped.
+    """Let the tokens of highest covariance pay for |log ratio|, and clip no ratio (KL-Cov).
 
-    share: how many, of all tokens of the step. weight: of |log ratio|. Others as in text, which has
-    no surrogate here.
+    share: how many, of all tokens of the step. weight: of |log ratio|. Others as in
+    policy_gradient, which has no surrogate here.
     """
 
-    not_options = ("surrogate",)
+    not_options = ("surrogate", "clip_range", *_Covariance.not_options)
 
     def __init__(self, share: Share = 2e-4, weight: Annotated[float, Ge(0)] = 1.0, **options: Any):
         super().__init__(**options)
@@ -114,6 +132,12 @@ class KLCov(_Covariance):
         )
 
     def policy_loss(self, logp: Tensor, old: Tensor, point: Point) -> Tensor:
-        held = torch.zeros_like(logp) if point.known is None else point.known
         observe("ratio", (logp - old).exp(), point.mask)
-        return -point.advantage * (logp - old).exp() + held * self.weight * (logp - old).abs()
+        penalty = self.weight * (logp - old).abs()
+        return -self._advantage(point) * (logp - old).exp() + held_back(point, logp) * penalty
+
+
+def held_back(point: Point, like: Tensor) -> Tensor:
+    """[B, L] 1 for the tokens that ``couple`` held back, 0 for all before it."""
+    held = point.coupling.held if isinstance(point.coupling, HeldBack) else None
+    return torch.zeros_like(like) if held is None else held

@@ -9,9 +9,9 @@ loss as it is written.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from annotated_types import Gt
@@ -21,6 +21,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Point, Rollout
+from mmrl.objectives.base import Linearised, Objective
 from mmrl.objectives.surrogates import row_mean, row_sum
 from mmrl.policies.base import Policy
 from samplers.noise import Rng
@@ -46,12 +47,10 @@ class _Groups:
         return x - self.sum(x) / self.size(x)
 
 
-class _Regression(ABC):
+class _Regression(Objective):
     """``score``: one number an answer. ``of_group``: [B] whose mean over the rows is the loss."""
 
     needs = "one pass"
-    behavior_policy = "live"
-    snapshots = ()
 
     @abstractmethod
     def score(self, logp: Tensor, old: Tensor, mask: Tensor) -> Tensor:
@@ -75,11 +74,14 @@ class _Regression(ABC):
                 )
             yield point
 
+    def couples(self, policy: Policy) -> Literal["groups"]:
+        return "groups"
+
     def measure(self, policy: Policy, point: Point) -> Tensor:
         return self._scored(policy, point)[0]
 
     def couple(self, point: Point, measured: Tensor) -> Point:
-        """``known`` [B, 2]: value of the row's loss, slope in its score."""
+        """The value of every row's loss, and its slope in the row's score."""
         if not point.mask.any():
             return point
         advantage = row_mean(point.advantage.expand_as(point.mask), point.mask)[:, 0].to(measured)
@@ -87,17 +89,18 @@ class _Regression(ABC):
             score = measured[:, 0].detach().requires_grad_()
             value = self.of_group(score, advantage, _Groups(point.group))
             (slope,) = torch.autograd.grad(value.sum(), score)
-        return point.replace(known=torch.stack([value.detach(), slope], 1))
+        tangent = Linearised(value=value.detach()[:, None], slope=slope[:, None])
+        return point.replace(coupling=tangent)
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
         """Before ``couple`` it is minus the advantage times the score."""
         score, log_ratio = self._scored(policy, point)
         observe("log_ratio", log_ratio, point.current())
         observe("score", score.expand_as(log_ratio), point.mask)
-        if point.known is None:
+        tangent = point.coupling
+        if tangent is None:
             return -point.advantage * score.expand_as(log_ratio)
-        value, slope = point.known.split(1, 1)
-        return (value + slope * (score - score.detach())).expand_as(log_ratio)
+        return (tangent.value + tangent.slope * (score - score.detach())).expand_as(log_ratio)
 
     def _scored(self, policy: Policy, point: Point) -> tuple[Tensor, Tensor]:
         """[B, 1] score and [B, L] log-ratio to the recorded."""
@@ -109,8 +112,8 @@ class _Regression(ABC):
 
 @OBJECTIVES.register("gvpo")
 class GVPO(_Regression):
-    """GVPO: 1/2 sum_i ((R_i - mean R) - (r_i - mean r))^2 / (n - 1), R = beta log(p / p_old) of the
-    answer.
+    """Minimise 1/2 sum_i ((R_i - mean R) - (r_i - mean r))^2 / (n - 1), R = beta log(p / p_old)
+    (GVPO).
 
     Zhang et al. 2025, "GVPO: Group variance policy optimization". Take ``advantage: dr_grpo``,
     which is r - mean r.
@@ -130,8 +133,7 @@ class GVPO(_Regression):
 
 @OBJECTIVES.register("reg_grpo")
 class RegGRPO(_Regression):
-    """Reg-GRPO: (A_i - beta (R_i - mean R))^2, the advantage predicted by the answer's log-ratio R
-    to the old one.
+    """Predict the advantage by the answer's log-ratio R: (A_i - beta (R_i - mean R))^2 (Reg-GRPO).
 
     Park et al. 2025, DeepVideo-R1. No clip, no minimum. ``beta`` stands where the log-ratios' own
     std could: that is 0 on the first step.
@@ -149,8 +151,8 @@ class RegGRPO(_Regression):
 
 @OBJECTIVES.register("real")
 class REAL(_Regression):
-    """REAL: log(1 + sum_neg e^s) + log(1 + sum_pos e^-s) of a group, s = mean log-ratio / tau;
-    rewards as labels.
+    """Classify answers: log(1 + sum_neg e^s) + log(1 + sum_pos e^-s), s = mean log-ratio / tau
+    (REAL).
 
     As in ms-swift. Positive answers are those with A > 0, negative ones those with A < 0; a group
     without both counts as 0 (with ``flat: drop`` in the advantage not at all).

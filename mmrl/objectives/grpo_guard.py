@@ -13,28 +13,32 @@ from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Point
 from mmrl.objectives.base import frozen
-from mmrl.objectives.policy_gradient import PolicyGradient
+from mmrl.objectives.policy_gradient import OF_TOKENS, PolicyGradient
+from mmrl.objectives.surrogates import outside
 from mmrl.policies.base import Policy
 
 
 @OBJECTIVES.register("grpo_guard")
 class Guard(PolicyGradient):
-    """GRPO-Guard: normalised ratio, log rho = mean_d[e_old (mu - mu_old)], and gradients balanced
-    over the steps.
+    """Normalise the ratio, log rho = mean_d[e_old (mu - mu_old)], and balance steps (GRPO-Guard).
 
     Wang et al. 2025, "GRPO-Guard: Mitigating Implicit Over-Optimization in Flow Matching via
     Regulated Clipping". e_old is the noise that was injected, (x' - mu_old) / std, so that log rho
     is (log-ratio + KL(new || old)) times std. balance: the loss of a step is divided by its length,
-    as the official code does. All else as in grpo.
+    as the official code does. All else as in policy_gradient.
     """
 
-    called = "objective.grpo_guard"
     needs = "gaussian"
+    not_options = ("surrogate", "timestep_weighting", *OF_TOKENS)
 
     def __init__(
-        self, clip_range: float | tuple[float, float] = 2e-6, balance: bool = True, **options: Any
+        self,
+        clip_range: float | tuple[float, float] = 2e-6,
+        advantage_clip: float | None = 5.0,
+        balance: bool = True,
+        **options: Any,
     ):
-        super().__init__(clip_range=clip_range, **options)
+        super().__init__(clip_range=clip_range, advantage_clip=advantage_clip, **options)
         self.balance = balance
         self.snapshots = (*self.snapshots, "old")
 
@@ -46,14 +50,15 @@ class Guard(PolicyGradient):
         # what the gate looks at
         observe("log_ratio", dist.log_prob(point.target) - point.logprob, point.mask)
         observe("ratio", ratio, point.mask)
-        observe(
-            "clip_fraction", ((ratio > 1 + self.high) | (ratio < 1 - self.low)).double(), point.mask
-        )
-        advantage = point.advantage.clamp(-self.advantage_clip, self.advantage_clip)
-        loss = self.surrogate(log_ratio, torch.zeros_like(log_ratio), advantage, point.mask)
+        observe("clip_fraction", outside(ratio, *self.clip_bounds).double(), point.mask)
+        zero = torch.zeros_like(log_ratio)
+        loss = self.surrogate(log_ratio, zero, self._advantage(point), point.mask)
         if self.balance:
             loss = loss / (point.time - point.next_time)[:, None]
-        return loss + self.kl * self._kl(policy, point, dist) if self.kl else loss
+        if "ref" in self.snapshots and self.kl.where == "loss":
+            penalty = self._kl(policy, point, dist, log_ratio, zero)
+            loss = loss + self.kl.at(self.iteration) * penalty
+        return loss
 
 
 def normalised(dist: Dist, old: Dist, target: Tensor) -> Tensor:

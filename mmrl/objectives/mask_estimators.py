@@ -1,8 +1,8 @@
 """Where masked diffusion is asked: the states it visited, or finished samples of which tokens are
 hidden again.
 
-An estimator is ``(policy, rollout, rng) -> points`` of all rows. ``known`` [B, L] is the weight of
-every decision, None for 1. Only ``trajectory`` gives the gradient of the expected reward exactly,
+An estimator is ``(policy, rollout, rng) -> points`` of all rows, with the weight of every decision
+in ``estimator_weight``. Only ``trajectory`` gives the gradient of the expected reward exactly,
 for what ``path`` scores exactly; the others estimate it from states that the sampler did not visit,
 and are published with different masks and weights.
 """
@@ -33,8 +33,9 @@ MOST = 0.999  # the largest rate of MaskGRPO's published code
 def trajectory(
     policy: Policy, rollout: Rollout, rng: Rng, *, passes: Count | None = None
 ) -> list[Point]:
-    """The passes of the sampler itself: exact. ``passes``: so many random ones of each row,
-    weighted T / passes."""
+    """Score the passes of the sampler itself, which is exact.
+
+    ``passes``: so many random ones of each row, weighted T / passes."""
     points = list(policy.path(rollout))
     if passes is None or passes >= len(points):
         return points
@@ -42,7 +43,7 @@ def trajectory(
     return [
         p.replace(
             mask=p.mask & chosen[:, t, None],
-            known=p.logprob.new_full((len(p), 1), len(points) / passes),
+            estimator_weight=p.logprob.new_full((len(p), 1), len(points) / passes),
         )
         for t, p in enumerate(points)
     ]
@@ -66,8 +67,8 @@ def d1(
     *,
     prompt: Annotated[float, Gt(-1e-9), Le(1)] = 0.15,
 ) -> list[Point]:
-    """diffu-GRPO (Zhao et al. 2025): everything hidden, one pass; a share of the prompt's tokens
-    hidden at random."""
+    """Hide everything, and a share of the prompt at random, in one pass (diffu-GRPO, Zhao et al.
+    2025)."""
     cond = (
         policy.corrupted(rollout.cond, prompt, rng.fold("prompt")) if prompt > 0 else rollout.cond
     )
@@ -90,8 +91,8 @@ def mask_grpo(
     field: Fields = "uniform",
     fixed: bool = True,
 ) -> list[Point]:
-    """MaskGRPO (Ma et al. 2025): tokens hidden at a rate between ``low`` and 1; images 0.8, text
-    0.6 and fading.
+    """Hide tokens at a rate of ``low`` to 1: images 0.8, text 0.6 and fading (MaskGRPO, Ma et al.
+    2025).
 
     The rates are low + (1 - low) n / updates; of them ``draws`` are looked at in each optimizer
     step. With several epochs every row meets each rate once, from low to high as published, before
@@ -110,7 +111,7 @@ def mask_grpo(
     count = torch.stack(masks).sum(0).to(rollout.logprob)  # [B, L]
     share = count * (count > 0).sum(1, keepdim=True) / count.sum(1, keepdim=True).clamp_min(1)
     alive = rollout.mask.any(1)[:, None]
-    return [p.replace(mask=(count > 0) & alive, known=share) for p in points]
+    return [p.replace(mask=(count > 0) & alive, estimator_weight=share) for p in points]
 
 
 @ESTIMATORS.register("uni_grpo")
@@ -149,7 +150,9 @@ def schedule_matched(
         then = policy.rates[t + 1].item()
         point = policy.at(rollout, _hidden(rng.fold("mask", t), rollout, torch.tensor(now)))
         weight = (now - then) / now * steps / len(chosen)
-        points.append(point.replace(known=rollout.logprob.new_full((len(point), 1), weight)))
+        points.append(
+            point.replace(estimator_weight=rollout.logprob.new_full((len(point), 1), weight))
+        )
     return points
 
 
@@ -163,8 +166,7 @@ def coupled(
     high: Share = 0.9,
     draws: Count = 1,
 ) -> list[Point]:
-    """A random mask and its complement (Gong et al. 2025, DiffuCoder): each pair scores every token
-    once."""
+    """Score every token once by a random mask and its complement (DiffuCoder, Gong et al. 2025)."""
     _ascending("coupled", low, high)
     points = []
     for n in range(draws):
@@ -184,7 +186,7 @@ def random(
     high: Share = 0.9,
     draws: Count = 1,
 ) -> list[Point]:
-    """Random masks at a rate between ``low`` and ``high``, the plain counterpart of ``coupled``."""
+    """Hide tokens at a rate between ``low`` and ``high``, the plain counterpart of ``coupled``."""
     _ascending("random", low, high)
     rates = [low + (high - low) * rng.fold("rate", n).uniform(rollout.row_id) for n in range(draws)]
     return [
@@ -197,8 +199,8 @@ def random(
 def udm_grpo(
     policy: Policy, rollout: Rollout, rng: Rng, *, starts: Count = 3, window: Count = 3
 ) -> list[Point]:
-    """UDM-GRPO on masks: finished tokens scored at ``window`` adjacent early rates of the sampler,
-    re-noised.
+    """Score finished tokens, hidden anew at ``window`` adjacent early rates of the sampler (UDM-
+    GRPO).
 
     UDM-GRPO trains discrete flows whose noise is uniform tokens; here noise is hidden tokens. As
     there, the action of every step is the finished sample, states come from the forward process,
@@ -219,8 +221,7 @@ def udm_grpo(
 
 @ESTIMATORS.register("sepo")
 def sepo(policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
-    """SEPO (Zekri and Boulle 2025) on the samples one token away: L passes, so for short samples
-    only.
+    """Compare with the samples one token away, L passes (SEPO, Zekri and Boulle 2025).
 
     With q_i = p(x_i | all others) the concrete score of a neighbour y is s_y = q_i(y_i) / q_i(x_i),
     and the gradient of the marginal is -sum_y pi_y grad log s_y, pi the self-normalised s. Over all
@@ -243,7 +244,7 @@ def sepo(policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
         ]
     odds = (-torch.stack(token_logprobs, 1)).exp()  # [B, L] 1 / q_i
     weight = odds / (1 + (odds - 1).sum(1, keepdim=True))
-    return [point.replace(known=weight) for point in points]
+    return [point.replace(estimator_weight=weight) for point in points]
 
 
 def fading(rate: Tensor, length: int) -> Tensor:
@@ -279,7 +280,7 @@ def _means(points: list[Point]) -> list[Point]:
     """With ``reduction: row``, the mean over points of the mean over a point's own decisions."""
     total = sum(point.mask.sum(1, keepdim=True) for point in points)
     return [
-        p.replace(known=total / (len(points) * p.mask.sum(1, keepdim=True).clamp_min(1)))
+        p.replace(estimator_weight=total / (len(points) * p.mask.sum(1, keepdim=True).clamp_min(1)))
         for p in points
     ]
 

@@ -4,7 +4,7 @@ estimator chooses."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge
@@ -16,23 +16,15 @@ from mmrl.core.types import Point, Rollout, Surrogate
 from mmrl.objectives.base import frozen
 from mmrl.objectives.kl import KL
 from mmrl.objectives.mask_estimators import Estimator, several_passes, trajectory
-from mmrl.objectives.surrogates import ppo, sees_whole_rows
-from mmrl.objectives.text import Entropy, Text
+from mmrl.objectives.policy_gradient import WHOLE, Entropy, PolicyGradient
+from mmrl.objectives.surrogates import ppo
 from mmrl.policies.base import Policy
 from samplers.noise import Rng
 
-WHOLE = (
-    "this surrogate compares whole samples, which this estimator scores in several "
-    "passes; choose the surrogate ppo, "
-    "cispo, sapo or reinforce, or an estimator of one pass (d1; mask_grpo, uni_grpo, "
-    "random with draws: 1)"
-)
-
 
 @OBJECTIVES.register("masked")
-class Masked(Text):
-    """Policy gradients for masked diffusion: exact, MaskGRPO, UniGRPO, d1, TraceRL ... by the
-    estimator.
+class Masked(PolicyGradient):
+    """Follow the policy gradient of masked diffusion: exact, MaskGRPO, UniGRPO, d1, TraceRL ...
 
     estimator: the states that are scored, and with what weights. surrogate: the loss of ratio and
     advantage. kl: its weight, or all its choices; entropy: likewise. Ratios at states that were not
@@ -48,10 +40,8 @@ class Masked(Text):
         kl: Annotated[float, Ge(0)] | KL = 0.0,
         entropy: Annotated[float, Ge(0)] | Entropy = 0.0,
     ):
-        super().__init__(surrogate, kl, entropy)
+        super().__init__(surrogate, kl=kl, entropy=entropy)
         self.estimator = estimator
-        if sees_whole_rows(self.surrogate) and several_passes(estimator):
-            raise UserError(WHOLE)
         self.snapshots = (*self.snapshots, "old")
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
@@ -61,18 +51,21 @@ class Masked(Text):
                 f"{type(policy).__name__} hides no tokens"
             )
         points = self.estimator(policy, rollout, rng)
-        if sees_whole_rows(self.surrogate) and len(points) > 1:
-            raise UserError(WHOLE)
+        if self.single_paths and len(points) > 1 and not self._in_parts(policy):
+            raise UserError(f"this surrogate {WHOLE}")
         length = sum(point.mask.sum(1) for point in points)  # [B]
         weight = torch.ones_like(points[0].advantage[:, :1])
-        known = [weight if point.known is None else point.known for point in points]
+        weights = [weight if p.estimator_weight is None else p.estimator_weight for p in points]
         return [
-            p.replace(num_decisions=length, known=k.expand_as(p.mask))
-            for p, k in zip(points, known, strict=True)
+            p.replace(num_decisions=length, estimator_weight=w.expand_as(p.mask))
+            for p, w in zip(points, weights, strict=True)
         ]
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
-        return super().loss(policy, point.replace(known=None)) * point.known
+        return super().loss(policy, point) * point.estimator_weight
+
+    def _in_parts(self, policy: Any) -> bool:
+        return self.single_paths and several_passes(self.estimator)
 
     def recorded(self, policy: Policy, point: Point, logp: Tensor) -> Tensor:
         """What sampling recorded, or at a state that it did not visit, what its weights say of

@@ -1,136 +1,435 @@
-"""The clipped policy gradient: PPO's surrogate on grouped advantages, on any family's decisions."""
+"""The policy gradient on any decisions: a paper's surrogate of ratio and advantage, with a KL, an
+entropy bonus, corrections, and a choice of decisions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
+from mmrl.config.options import capabilities_of, unsuited
+from mmrl.core.distributed import all_gather_rows
 from mmrl.core.distributions import Dist, Gaussian
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
-from mmrl.core.registry import OBJECTIVES
-from mmrl.core.types import Point, Rollout, Surrogate
-from mmrl.objectives.base import frozen
+from mmrl.core.registry import OBJECTIVES, SURROGATES, options
+from mmrl.core.types import Fields, Point, Rewards, Rollout, Surrogate
+from mmrl.objectives.base import Linearised, Objective, frozen
+from mmrl.objectives.forward_process.base import positive
+from mmrl.objectives.importance_sampling import Importance, off_policy
+from mmrl.objectives.kl import KL, estimate
+from mmrl.objectives.surrogates import both_sides, outside, ppo, row_sum, sees_whole_rows
 from mmrl.policies.base import Policy
 from samplers.noise import Rng
 
+Positive = Annotated[float, Gt(0)]
+Share = Annotated[float, Gt(0), Le(1)]
+# options that say nothing about the other kind of decisions, and what to do instead
+OF_TOKENS = {
+    "entropy": "the noise of a step is not trained, nor is its entropy: leave it out",
+    "importance_sampling": "flow and diffusion models sample by themselves: leave it out",
+    "off_policy": "it compares answers of models that write tokens: use clip_range",
+    "top_entropy": "the entropy of a step is that of its noise: use timestep_fraction",
+}
+OF_STEPS = {
+    "timestep_fraction": "tokens have no time: use top_entropy",
+    "timestep_selection": "tokens have no time: use top_entropy",
+    "timestep_weighting": "noise is for flow and diffusion models: use top_entropy",
+}
+WHOLE = (
+    "compares whole samples, which are scored in several passes here: choose the surrogate ppo, "
+    "cispo, sapo or reinforce"
+)
 
-def clipped(low: float, high: float | None = None) -> Surrogate:
-    """max(-A rho, -A clip(rho, 1 - low, 1 + high)), rho = exp(logp - old) (Schulman et al. 2017,
-    eq. 7).
 
-    ``high`` unlike ``low`` is DAPO's clip-higher (Yu et al. 2025, eq. 10).
+@dataclass(frozen=True)
+class Entropy:
+    """An entropy bonus: the loss minus weight times the entropy of the token's distribution.
+
+    With ``target`` (nats a token) the weight adapts (He et al. 2025, Skywork-OR1, section 4): after
+    every iteration it rises by ``step`` if the mean entropy was below the target and falls by it
+    otherwise, within [low, high]; and it is 0 for as long as the entropy is above the target.
     """
-    high = low if high is None else high
 
-    def loss(logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor | None = None) -> Tensor:
-        ratio = (logp - old).exp()
-        return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - low, 1 + high))
+    weight: Annotated[float, Ge(0)] = 0.0
+    target: Positive | None = None
+    step: Positive = 5e-3
+    low: Annotated[float, Ge(0)] = 0.0
+    high: Positive = 1.0
 
-    return loss
+
+@dataclass(frozen=True, kw_only=True)
+class TokenWeights(Fields):
+    """How much every token's policy gradient counts."""
+
+    weight: Tensor  # [B, L]
 
 
-@OBJECTIVES.register("grpo")
-@dataclass
-class PolicyGradient:
-    """Clipped policy gradient with KL to the reference: Flow-GRPO, DanceGRPO, GRPO.
+@OBJECTIVES.register("policy_gradient")
+class PolicyGradient(Objective):
+    """Follow the policy gradient on any decisions: GRPO, Flow-GRPO, DanceGRPO, DAPO, GSPO ...
 
-    clip_range: range of the ratio, one number or [low, high]. advantage_clip: bound on |A|. kl:
-    weight of the KL to the reference, from the same distributions. kl_form: "gaussian" is that KL;
-    "flow_grpo" is it times the step length, as Flow-GRPO publishes it. timestep_fraction,
-    timestep_selection: how much of every row's decisions is trained on, and which. behavior_policy:
-    the weights that sample. timestep_weighting: "noise" multiplies the loss of a step by the noise
-    injected there, so that the early, decisive steps count more (TempFlow-GRPO, He et al. 2025; its
-    code is not public).
+    surrogate: the loss of ratio and advantage, one a paper. clip_range: of its ratio, one number or
+    [low, high], in place of the surrogate's own clip_low and clip_high. advantage_clip: bound on
+    |A|. kl: weight of the KL to the reference, or all its choices. behavior_policy: the weights
+    that sample.
+
+    Of tokens: entropy: weight of a bonus, or all its choices. importance_sampling: correction for
+    another engine that sampled. off_policy: answers with A < 0 leave the loss when their tokens
+    have become this much less likely on average, in nats. top_entropy: only this share of the
+    step's tokens, those of highest entropy, has a policy gradient (Wang et al. 2025, "Beyond the
+    80/20 rule").
+
+    Of steps of flow and diffusion models: timestep_fraction, timestep_selection: how much of every
+    row's decisions is trained on, and which. timestep_weighting: "noise" multiplies the loss of a
+    step by the noise injected there, so that the early, decisive steps count more (TempFlow-GRPO,
+    He et al. 2025; its code is not public).
+
+    Surrogates of whole samples see all decisions of a row, in however many passes they are scored.
     """
 
-    clip_range: float | tuple[float, float] = 1e-4
-    advantage_clip: float = 5.0
-    kl: float = 0.0
-    kl_form: Literal["gaussian", "flow_grpo"] = "gaussian"
-    timestep_fraction: float = 1.0
-    timestep_selection: Literal["first", "random"] = "first"
-    behavior_policy: str = "live"
-    timestep_weighting: Literal["even", "noise"] = "even"
-    surrogate: Surrogate = field(init=False, repr=False)
-    called: ClassVar[str] = "objective.grpo"
     # looks at decisions on the path: a sampler without noise has none
-    visits: ClassVar[bool] = True
-    reads: ClassVar[str] = "decisions"
+    visits = True
+    reads = "decisions"
 
-    def __post_init__(self) -> None:
-        self.low, self.high = (
-            self.clip_range
-            if isinstance(self.clip_range, (tuple, list))
-            else (self.clip_range, self.clip_range)
-        )
-        if min(self.low, self.high) <= 0 or self.advantage_clip <= 0 or self.kl < 0:
-            raise UserError(
-                f"{self.called} needs clip_range > 0, advantage_clip > 0 and kl >= 0; got "
-                f"clip_range "
-                f"{self.clip_range}, "
-                f"advantage_clip {self.advantage_clip}, kl {self.kl}"
-            )
-        if not 0 < self.timestep_fraction <= 1:
-            raise UserError(
-                f"{self.called}.timestep_fraction must lie in (0, 1], not {self.timestep_fraction}"
-            )
-        self.surrogate = clipped(self.low, self.high)
-        self.snapshots = ("ref",) if self.kl else ()
+    def __init__(
+        self,
+        surrogate: Annotated[Surrogate, SURROGATES] = ppo,
+        clip_range: float | tuple[float, float] | None = None,
+        advantage_clip: float | None = None,
+        kl: Annotated[float, Ge(0)] | KL = 0.0,
+        entropy: Annotated[float, Ge(0)] | Entropy = 0.0,
+        importance_sampling: Importance | None = None,
+        off_policy: Positive | None = None,
+        top_entropy: Share = 1.0,
+        timestep_fraction: Share = 1.0,
+        timestep_selection: Literal["first", "random"] = "first",
+        timestep_weighting: Literal["even", "noise"] = "even",
+        behavior_policy: str = "live",
+    ):
+        self.surrogate = surrogate if clip_range is None else clipped(surrogate, clip_range)
+        self.clip_bounds = bounds_of(self.surrogate)
+        self.clip_range = clip_range
+        self.advantage_clip = advantage_clip
+        self.kl = kl if isinstance(kl, KL) else KL(weight=kl)
+        self.entropy = entropy if isinstance(entropy, Entropy) else Entropy(weight=entropy)
+        self.importance_sampling = importance_sampling
+        self.off_policy = off_policy
+        self.top_entropy = top_entropy
+        self.timestep_fraction = timestep_fraction
+        self.timestep_selection = timestep_selection
+        self.timestep_weighting = timestep_weighting
+        self.behavior_policy = behavior_policy
+        # the weight in force
+        self.bonus = self.entropy.weight if self.entropy.target is None else 0.0
+        self.controlled = self.entropy.weight  # what the controller has arrived at
+        self.iteration = 0
+        self.snapshots = ("ref",) if self.kl.weight or self.kl.start else ()
+        self.single_paths = sees_whole_rows(surrogate)
+        bound = 1.0 if advantage_clip is None else advantage_clip
+        positive("policy gradient", advantage_clip=bound)
+        if not 0 < timestep_fraction <= 1:
+            raise UserError(f"timestep_fraction must lie in (0, 1], not {timestep_fraction}")
+
+    def unfit(self, policy: Any) -> Iterator[tuple[str, str]]:
+        chosen = {
+            "entropy": self.entropy != Entropy(),
+            "importance_sampling": self.importance_sampling is not None,
+            "off_policy": self.off_policy is not None,
+            "top_entropy": self.top_entropy < 1,
+            "timestep_fraction": self.timestep_fraction < 1,
+            "timestep_selection": self.timestep_selection != "first",
+            "timestep_weighting": self.timestep_weighting != "even",
+        }
+        can = capabilities_of(policy)
+        decisions = None if can is None else can.decisions
+        reasons = {"gaussian": OF_TOKENS, "categorical": OF_STEPS}.get(decisions, {})
+        yield from ((name, why) for name, why in reasons.items() if chosen[name])
+        if decisions == "categorical" and self.kl.form == "flow_grpo":
+            yield "kl", "the form flow_grpo is for flow models; use k3 or exact"
+        if self._in_parts(policy) and self.couples(policy) != "rows":
+            yield "surrogate", f"it {WHOLE}"
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
-        chosen = subset(
-            rollout.mask,
-            self.timestep_fraction,
-            rng if self.timestep_selection == "random" else None,
-            rollout.row_id,
-        )
-        return policy.path(rollout.replace(mask=chosen))
+        if why := unsuited(type(self), policy):
+            raise UserError(why)
+        in_parts = self._in_parts(policy)
+        if in_parts and rollout.edge_id is not None:
+            raise UserError(
+                "this surrogate compares whole samples, which share the steps of a tree: leave out "
+                "the policy's option tree, or choose ppo, cispo, sapo or reinforce"
+            )
+        if self.timestep_fraction < 1:
+            by_chance = rng if self.timestep_selection == "random" else None
+            chosen = subset(rollout.mask, self.timestep_fraction, by_chance, rollout.row_id)
+            rollout = rollout.replace(mask=chosen)
+        for point in policy.path(rollout):
+            if self.single_paths and self.couples(policy) != "rows" and not one_pass(point):
+                raise UserError(f"this surrogate {WHOLE}")
+            yield point
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
         dist = policy.dist(point)
-        logp = dist.log_prob(point.target)
-        old = point.old(logp, point.logprob)
-        advantage = point.advantage.clamp(-self.advantage_clip, self.advantage_clip)
+        logp, recorded = self._log_probs(policy, point, dist)
+        old = point.old(logp, recorded)
         # the gate looks at what rounding makes of it
-        observe("log_ratio", logp - point.logprob, point.current())
-        self._observe(logp - old, point.mask)
-        loss = self.surrogate(logp, old, advantage, point.mask) * self._weight(dist)
-        return loss + self.kl * self._kl(policy, point, dist) if self.kl else loss
+        observe("log_ratio", logp - recorded, point.current())
+        loss = self.policy_loss(logp, old, point)
+        weight = self._weight(point, dist, logp)
+        loss = loss if weight is None else loss * weight
+        if "ref" in self.snapshots and self.kl.where == "loss":
+            loss = loss + self.kl.at(self.iteration) * self._kl(policy, point, dist, logp, old)
+        if isinstance(dist, Gaussian):
+            return loss
+        return (
+            loss - self.bonus * self._entropy(dist, point)
+            if self.bonus
+            else self._watched(dist, point, loss)
+        )
 
-    def _weight(self, dist: Dist) -> Tensor | float:
-        if self.timestep_weighting == "even":
-            return 1.0
-        if not isinstance(dist, Gaussian):
-            raise UserError(
-                f"{self.called}.timestep_weighting noise is for flow and diffusion models; use even"
-            )
-        return dist.std.flatten(1)[:, :1]
+    def policy_loss(self, logp: Tensor, old: Tensor, point: Point) -> Tensor:
+        """[B, L] the surrogate, or its tangent where ``couple`` took it over whole rows."""
+        advantage = self._advantage(point)
+        if isinstance(point.coupling, Linearised):
+            stopped = (point.coupling.slope == 0) & (advantage != 0)
+            loss = point.coupling.value + point.coupling.slope * (logp - logp.detach())
+        else:
+            stopped = without_slope(self.surrogate, logp, old, advantage, point.mask)
+            loss = self.surrogate(logp, old, advantage, point.mask)
+        self._watch((logp - old).exp(), stopped.double(), point)
+        return loss * point.coupling.weight if isinstance(point.coupling, TokenWeights) else loss
 
-    def _kl(self, policy: Policy, point: Point, dist: Dist) -> Tensor:
-        kl = dist.kl(frozen(policy, "ref", point))
-        observe("kl", kl, point.mask)
-        if self.kl_form == "flow_grpo":
+    # Surrogates of whole samples and shares of a step's tokens, which need more than one pass.
+
+    def couples(self, policy: Policy) -> Literal["", "rows", "groups"]:
+        if self.top_entropy < 1:
+            return "groups"
+        return "rows" if self._in_parts(policy) else ""
+
+    def _in_parts(self, policy: Any) -> bool:
+        """Whether the surrogate needs whole rows, which this policy scores in several passes."""
+        can = capabilities_of(policy)
+        several = can is not None and (can.decisions == "gaussian" or not can.one_pass)
+        return self.single_paths and several
+
+    def measure(self, policy: Policy, point: Point) -> Tensor:
+        """[B, L] entropies; or [B, 3 L] log-probs, old ones, and weights in the mean of the
+        loss."""
+        dist = policy.dist(point)
+        if self.top_entropy < 1:
+            return torch.where(point.mask, dist.entropy(), 0.0)
+        logp, recorded = self._log_probs(policy, point, dist)
+        weight = point.mask.to(logp)
+        for factor in (self._weight(point, dist, logp), point.weight, point.estimator_weight):
+            weight = weight if factor is None else weight * factor
+        return torch.cat([logp, point.old(logp, recorded), weight], 1)
+
+    def couple(self, point: Point, measured: Tensor) -> Point:
+        if self.top_entropy < 1:
+            return self._of_high_entropy(point, measured)
+        logp, old, weight = measured.chunk(3, 1)
+        advantage = self._advantage(point).expand_as(logp)
+        rows = RowTable(point.row_id)
+        mask = rows.spread(point.mask)
+        with torch.enable_grad():
+            leaf = rows.spread(logp).detach().requires_grad_()
+            loss = self.surrogate(leaf, rows.spread(old), rows.spread(advantage), mask)
+            total = torch.where(mask, loss * rows.spread(weight), 0.0).sum()
+            (slope,) = torch.autograd.grad(total, leaf)
+        slope = torch.where(weight > 0, rows.collect(slope) / weight, 0.0)
+        return point.replace(coupling=Linearised(value=rows.collect(loss.detach()), slope=slope))
+
+    def _of_high_entropy(self, point: Point, measured: Tensor) -> Point:
+        """Keep the tokens of highest entropy of the whole step, on all processes."""
+        every = all_gather_rows(measured[point.mask]).double().sort().values
+        if not len(every):
+            return point
+        rank = (1 - self.top_entropy) * (len(every) - 1)  # the quantile by linear interpolation
+        below = every[int(rank)]
+        above = every[min(int(rank) + 1, len(every) - 1)]
+        chosen = measured >= torch.lerp(below, above, rank % 1)
+        return point.replace(coupling=TokenWeights(weight=chosen.to(measured)))
+
+    # The KL in the reward, and weights that change from one iteration to the next.
+
+    @torch.no_grad()
+    def shaped(self, policy: Policy, rollout: Rollout, rewards: Rewards) -> Rewards:
+        """The rewards, less the KL of every sampled sequence if that is where it goes."""
+        if "ref" not in self.snapshots or self.kl.where != "reward":
+            return rewards
+        divergence = rollout.logprob.new_zeros(len(rollout))
+        size = policy.fixed_batch_rows or len(rollout)
+        for first in range(0, len(rollout), size):
+            for point in policy.path(rollout[first : first + size]):
+                gap = point.logprob - frozen(policy, "ref", point).log_prob(point.target)
+                divergence[first : first + size] += row_sum(gap, point.mask)[:, 0]
+        return Rewards(
+            {**rewards, "kl": divergence}, {**rewards.weights, "kl": -self.kl.at(self.iteration)}
+        )
+
+    def adapt(self, iteration: int, metrics: dict[str, float]) -> None:
+        """After an iteration: the weight of the KL, and the entropy controller."""
+        self.iteration = iteration + 1
+        chosen = self.entropy
+        entropy = metrics.get("entropy", float("nan"))
+        if chosen.target is None or entropy != entropy:
+            return
+        low = entropy < chosen.target
+        self.controlled = min(
+            max(self.controlled + (chosen.step if low else -chosen.step), chosen.low), chosen.high
+        )
+        self.bonus = self.controlled if entropy <= chosen.target else 0.0
+        metrics["entropy_weight"] = self.bonus
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"bonus": self.bonus, "controlled": self.controlled, "iteration": self.iteration}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.bonus = state["bonus"]
+        self.controlled = state["controlled"]
+        self.iteration = state["iteration"]
+
+    # Parts of the loss.
+
+    def recorded(self, policy: Policy, point: Point, logp: Tensor) -> Tensor:
+        """[B, L] log-probs under the weights that sampled."""
+        return point.logprob
+
+    def _log_probs(self, policy: Policy, point: Point, dist: Dist) -> tuple[Tensor, Tensor]:
+        """[B, L] log-probs now and those recorded, 0 where nothing is trained on."""
+        logp = torch.where(point.mask, dist.log_prob(point.target), 0.0)
+        return logp, torch.where(point.mask, self.recorded(policy, point, logp), 0.0)
+
+    def _advantage(self, point: Point) -> Tensor:
+        most = self.advantage_clip
+        return point.advantage if most is None else point.advantage.clamp(-most, most)
+
+    def _weight(self, point: Point, dist: Dist, logp: Tensor) -> Tensor | None:
+        """[B, 1] or [B, L] by which the policy loss is multiplied, None for 1."""
+        weight = None
+        if self.timestep_weighting == "noise":
+            if not isinstance(dist, Gaussian):
+                raise UserError(f"timestep_weighting {OF_STEPS['timestep_weighting']}")
+            weight = dist.std.flatten(1)[:, :1]
+        if self.off_policy:
+            weight = off_policy(logp, point, self.off_policy)
+        if self.importance_sampling:
+            factor = self.importance_sampling.weight(point)
+            weight = factor if weight is None else weight * factor
+        return weight
+
+    def _kl(self, policy: Policy, point: Point, dist: Dist, logp: Tensor, old: Tensor) -> Tensor:
+        reference = frozen(policy, "ref", point)
+        form = self.kl.form or ("exact" if isinstance(dist, Gaussian) else "k3")
+        if form in ("exact", "flow_grpo"):
+            kl = torch.where(point.mask, dist.kl(reference), 0.0)
+        else:
+            ref = torch.where(point.mask, reference.log_prob(point.target), 0.0)
+            kl = estimate(logp, ref, form, self.kl.bounded)
+        observe("kl", kl, point.sampled_mask())
+        if form == "flow_grpo":
             if point.next_time is None:
-                raise UserError(f"{self.called}.kl_form flow_grpo is for flow models; use gaussian")
+                raise UserError("kl: the form flow_grpo is for flow models; use exact")
             kl = kl * (point.time - point.next_time)[:, None]
-        return kl
+        return kl * (logp - old).exp() if self.kl.corrected else kl
 
-    def _observe(self, log_ratio: Tensor, mask: Tensor) -> None:
-        ratio = log_ratio.exp()
-        observe("ratio", ratio, mask)
-        observe("clip_fraction", ((ratio > 1 + self.high) | (ratio < 1 - self.low)).double(), mask)
+    def _entropy(self, dist: Any, point: Point) -> Tensor:
+        entropy = torch.where(point.mask, dist.entropy(), 0.0)
+        observe("entropy", entropy, point.sampled_mask())
+        return entropy
+
+    def _watched(self, dist: Any, point: Point, loss: Tensor) -> Tensor:
+        with torch.no_grad():
+            self._entropy(dist, point)
+        return loss
+
+    def _watch(self, ratio: Tensor, stopped: Tensor, point: Point) -> None:
+        """Mention the ratio, and the share of decisions that are clipped: outside ``clip_range``,
+        or where none is set those ``stopped`` [B, L]; these also by the sign of A."""
+        observe("ratio", ratio, point.sampled_mask())
+        if point.is_replayed is not None:
+            observe("reuse/ratio", ratio, point.mask & point.is_replayed[:, None])
+        advantage = point.advantage.expand_as(ratio)
+        beyond = stopped if self.clip_range is None else outside(ratio, *self.clip_bounds).double()
+        observe("clip_fraction", beyond, point.sampled_mask())
+        observe("clip/high", stopped * (advantage > 0), point.sampled_mask())
+        observe("clip/low", stopped * (advantage < 0), point.sampled_mask())
+
+
+class RowTable:
+    """Lays all points of a step out row by row, so that a row's decisions stand side by side."""
+
+    def __init__(self, row_id: Tensor):
+        _, self.row = row_id.unique(return_inverse=True)
+        count = self.row.bincount()
+        order = self.row.argsort(stable=True)
+        place = torch.arange(len(order), device=order.device)
+        self.visit = torch.empty_like(order)
+        self.visit[order] = place - (count.cumsum(0) - count)[self.row[order]]
+        self.shape = (len(count), int(count.max()))
+
+    def spread(self, x: Tensor) -> Tensor:
+        """[R, V L] of x [B, L]: V visits a row, zeros where a row has fewer."""
+        table = x.new_zeros(*self.shape, x.shape[1])
+        table[self.row, self.visit] = x
+        return table.flatten(1)
+
+    def collect(self, table: Tensor) -> Tensor:
+        """[B, L] back from [R, V L]."""
+        return table.unflatten(1, (self.shape[1], -1))[self.row, self.visit]
+
+
+def clipped(surrogate: Surrogate, clip_range: float | tuple[float, float]) -> Surrogate:
+    """The surrogate with this range of its ratio. UserError where it has one, or takes none."""
+    sides = dict(zip(("clip_low", "clip_high"), both_sides(clip_range), strict=True))
+    if min(sides.values()) <= 0:
+        raise UserError(f"clip_range must be greater than 0, it is {clip_range}")
+    plain = getattr(surrogate, "func", surrogate)
+    if not set(sides) <= set(options(plain)):
+        raise UserError(f"the surrogate {plain.__name__} clips no ratio: leave out clip_range")
+    if set(sides) & set(getattr(surrogate, "keywords", {})):
+        raise UserError(
+            f"clip_range and clip_low, clip_high of the surrogate {plain.__name__} are the same: "
+            "keep one of them"
+        )
+    return partial(surrogate, **sides)
+
+
+def bounds_of(surrogate: Surrogate) -> tuple[float, float]:
+    """(low, high): how far a surrogate lets the ratio leave 1; infinite where it says nothing."""
+    plain = getattr(surrogate, "func", surrogate)
+    chosen = {name: p.default for name, p in options(plain).items()}
+    chosen |= getattr(surrogate, "keywords", {})
+    low, high = chosen.get("clip_low"), chosen.get("clip_high")
+    low = torch.inf if low is None else low
+    return low, low if high is None else high
+
+
+def one_pass(point: Point) -> bool:
+    """Whether the point holds all decisions of its rows."""
+    return not (point.mask.sum(1) != point.num_decisions).any()
+
+
+def without_slope(
+    surrogate: Surrogate, logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor
+) -> Tensor:
+    """[B, L] bool: decisions that are clipped, whose loss does not change with their log-prob
+    although A is not 0."""
+    with torch.enable_grad():
+        leaf = logp.detach().requires_grad_()
+        loss = row_sum(surrogate(leaf, old.detach(), advantage, mask), mask)
+        (slope,) = torch.autograd.grad(loss.sum(), leaf)
+    return (slope == 0) & (advantage.expand_as(logp) != 0)
 
 
 def subset(mask: Tensor, fraction: float, rng: Rng | None, row: Tensor) -> Tensor:
     """[B, K] bool: int(n * fraction), at least one, of the n decisions of each row, the first or
     (with rng) random."""
-    if fraction == 1:
-        return mask
     order = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
     if rng is not None:
         order = rng.uniform(row, (mask.shape[1],))

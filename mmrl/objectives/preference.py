@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES, TIMES
 from mmrl.core.types import Point, Rollout
 from mmrl.core.weights import Weights
-from mmrl.objectives.base import frozen
+from mmrl.objectives.base import Linearised, Objective, frozen, slope_of
 from mmrl.objectives.forward_process.base import comparisons, error, noised, positive, summed
 from mmrl.objectives.timestep_samplers import TimeSampler, logit_normal
 from mmrl.policies.base import Policy
@@ -27,9 +27,8 @@ from samplers.noise import Rng
 
 @OBJECTIVES.register("diffusion_dpo")
 @dataclass
-class DiffusionDPO:
-    """Online Diffusion-DPO: the best of a group is preferred to the worst, by denoising errors at
-    shared noise.
+class DiffusionDPO(Objective):
+    """Prefer the best of a group to the worst, by denoising errors at shared noise (Diffusion-DPO).
 
     Wallace et al. 2024, "Diffusion Model Alignment Using Direct Preference Optimization", eq. 14,
     on fresh pairs: with e the denoising error and D = e - e_ref, minimises -log sigmoid(-(beta / 2)
@@ -45,18 +44,20 @@ class DiffusionDPO:
 
     def __post_init__(self) -> None:
         positive("objective.diffusion_dpo", beta=self.beta)
-        self.behavior_policy = "live"
         self.snapshots = ("ref",)
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         paired = rollout.replace(trainable=pairs(rollout))
         return noised(policy, paired, rng, self.timestep_sampler, self.num_noise_draws, shared=True)
 
+    def couples(self, policy: Policy) -> Literal["groups"]:
+        return "groups"
+
     def measure(self, policy: Policy, point: Point) -> Tensor:
         return error(policy.dist(point), point) - error(frozen(policy, "ref", point), point)
 
     def couple(self, point: Point, measured: Tensor) -> Point:
-        """Each row's derivative of the loss by its error takes the place of its advantage."""
+        """Each row's derivative of the loss by its error."""
         pair = comparisons(point)
         mean = summed(point.advantage, pair) / 2
         side = (point.advantage - mean[pair]).sign()  # [B, 1] 1 for the best, -1 for the worst
@@ -64,11 +65,11 @@ class DiffusionDPO:
         observe("dpo/loss", softplus(score), point.mask)
         observe("dpo/right", (score < 0).double(), point.mask)
         # times 2: a pair is two rows of the mean
-        return point.replace(advantage=self.beta * score.sigmoid() * side)
+        return point.replace(coupling=Linearised(slope=self.beta * score.sigmoid() * side))
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
         """Linear in the error, with the gradient of the loss above."""
-        return point.advantage * error(policy.dist(point), point)
+        return slope_of(point) * error(policy.dist(point), point)
 
 
 def pairs(rollout: Rollout, rng: Rng | None = None) -> Tensor:
@@ -101,9 +102,8 @@ def pairs(rollout: Rollout, rng: Rng | None = None) -> Tensor:
 
 @OBJECTIVES.register("d3po")
 @dataclass
-class D3PO:
-    """D3PO: the best of a group is preferred to the worst at every step of their paths, without a
-    reward model.
+class D3PO(Objective):
+    """Prefer the best of a group to the worst at every step of their paths (D3PO).
 
     Yang et al. 2024, "Using Human Feedback to Fine-tune Diffusion Models without Any Reward Model",
     eq. 13: with m the log-ratio of a step to the reference, minimises -log sigmoid(beta (m_best -
@@ -117,7 +117,6 @@ class D3PO:
 
     def __post_init__(self) -> None:
         positive("objective.d3po", beta=self.beta)
-        self.behavior_policy = "live"
         self.snapshots = ("ref",)
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> list[Point]:
@@ -127,6 +126,9 @@ class D3PO:
             point.replace(mask=point.mask & torch.isin(point.row_id, chosen)[:, None])
             for point in each
         ]
+
+    def couples(self, policy: Policy) -> Literal["groups"]:
+        return "groups"
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
         return policy.dist(point).log_prob(point.target) - frozen(policy, "ref", point).log_prob(
@@ -140,7 +142,8 @@ class D3PO:
         observe("dpo/loss", softplus(-score), point.mask)
         observe("dpo/right", (score > 0).double(), point.mask)
         # a pair is two rows of the mean
-        return point.replace(advantage=2 * self.beta * (-score).sigmoid() * side)
+        slope = 2 * self.beta * (-score).sigmoid() * side
+        return point.replace(coupling=Linearised(slope=slope))
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
         """Linear in the log-prob, with the gradient of the loss above."""
@@ -153,14 +156,14 @@ class D3PO:
         logp = dist.log_prob(point.target)
         if point.logprob is not None:
             observe("log_ratio", logp - point.logprob, point.mask)
-        return -point.advantage * logp
+        return -slope_of(point) * logp
 
 
 @OBJECTIVES.register("seppo")
 @dataclass
-class SePPO:
-    """SePPO: the best sample against another of an earlier checkpoint, which may itself count as
-    good.
+class SePPO(Objective):
+    """Compare the best sample with another of an earlier checkpoint, which may count as good
+    (SePPO).
 
     Zhang et al. 2024, "SePPO: Semi-Policy Preference Optimization for Diffusion Alignment". In
     every iteration a checkpoint drawn at random from all earlier ones samples and is the reference;
@@ -199,6 +202,9 @@ class SePPO:
         paired = rollout.replace(trainable=pairs(rollout, rng.fold("rival")))
         return noised(policy, paired, rng, self.timestep_sampler, self.num_noise_draws, shared=True)
 
+    def couples(self, policy: Policy) -> Literal["groups"]:
+        return "groups"
+
     def measure(self, policy: Policy, point: Point) -> Tensor:
         """[B, 1] the error beyond the reference's."""
         return error(policy.dist(point), point) - error(
@@ -215,11 +221,11 @@ class SePPO:
         score = (summed(side * measured, pair) * self.beta / 2)[pair]
         observe("seppo/followed", (flip > 0).double(), point.mask)
         observe("dpo/loss", softplus(score), point.mask)
-        return point.replace(advantage=self.beta * score.sigmoid() * side)
+        return point.replace(coupling=Linearised(slope=self.beta * score.sigmoid() * side))
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
         """Linear in the error, with the gradient of the loss above."""
-        return point.advantage * error(policy.dist(point), point)
+        return slope_of(point) * error(policy.dist(point), point)
 
 
 def _below(rng: Rng, bound: int) -> int:

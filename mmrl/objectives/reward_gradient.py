@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -16,12 +15,11 @@ from mmrl.core.distributions import Gaussian
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES
-from mmrl.core.types import Media, Point, Prompt, Rollout
-from mmrl.objectives.base import frozen
+from mmrl.core.types import Point, Rollout
+from mmrl.objectives.base import Differentiable, Objective, frozen
 from mmrl.policies.base import Policy
 from samplers.noise import Rng
 
-Differentiable = Callable[[Media, list[Prompt]], Tensor]  # (media, prompts) -> [B], with gradient
 # of two Gaussians with one variance, means d standard deviations apart; d2 = d^2 per dimension
 DIVERGENCES = {
     "kl": lambda d2: d2 / 2,
@@ -33,9 +31,8 @@ DIVERGENCES = {
 
 @OBJECTIVES.register("draft")
 @dataclass
-class Draft:
-    """DRaFT and ROCM: gradient ascent on a differentiable reward through the last ``last`` steps of
-    the sampler.
+class Draft(Objective):
+    """Climb a differentiable reward through the sampler's last ``last`` steps (DRaFT, ROCM).
 
     Clark et al. 2024, "Directly Fine-Tuning Diffusion Models on Differentiable Rewards" (DRaFT-K;
     null: all steps); Shekhar and Zhang 2025, "ROCM: RLHF on consistency models", which adds ``kl``
@@ -45,13 +42,13 @@ class Draft:
     """
 
     needs: ClassVar[str] = "gaussian"
-    redraws: ClassVar[bool] = True  # the noise of every step again: a tree's samples share theirs
+    differentiates: ClassVar[bool] = True
+    single_paths: ClassVar[bool] = True  # whose noise it draws again
     last: Count | None = 1
     kl: Annotated[float, Ge(0)] = 0.0
     divergence: Literal["kl", "hellinger", "total_variation", "chi2"] = "kl"
 
     def __post_init__(self) -> None:
-        self.behavior_policy = "live"
         self.snapshots = ("ref",) if self.kl else ()
         self.reward: Differentiable | None = None
 
@@ -75,8 +72,8 @@ class Draft:
             dist = policy.dist(step.replace(state=x))
             far.append(self._distance(policy, step.replace(state=x), dist) if self.kl else 0.0)
             x = dist.mean
-            if point.known is not None:
-                x = x + dist.std * policy.noise(point.known, point.row_id, k)
+            if point.noise_stream is not None:
+                x = x + dist.std * policy.noise(point.noise_stream, point.row_id, k)
         reward = rewarded(self.reward, policy, point, x)
         observe("reward/differentiated", reward, point.mask)
         loss = -reward
@@ -97,9 +94,9 @@ class Draft:
 
 @OBJECTIVES.register("adjoint_matching")
 @dataclass
-class AdjointMatching:
-    """Adjoint Matching: regress the change of every step's mean on the reward's gradient, carried
-    back by the base.
+class AdjointMatching(Objective):
+    """Regress each step's change on the reward's gradient, carried back by the base (Adjoint
+    Matching).
 
     Domingo-Enrich et al. 2025, "Adjoint Matching: Fine-tuning Flow and Diffusion Generative Models
     with Memoryless Stochastic Optimal Control", eq. 37 to 39, for the sampler's own steps: with
@@ -114,10 +111,10 @@ class AdjointMatching:
 
     needs: ClassVar[str] = "gaussian"
     visits: ClassVar[bool] = True
+    differentiates: ClassVar[bool] = True
     strength: Annotated[float, Ge(0)] = 1.0
 
     def __post_init__(self) -> None:
-        self.behavior_policy = "live"
         self.snapshots = ("ref",)
         self.reward: Differentiable | None = None
 
@@ -162,8 +159,7 @@ def whole_paths(rollout: Rollout, last: int | None) -> list[Point]:
     """Make one point a row of the ``last`` n steps of its path (None: of all), with time and eta of
     all K steps.
 
-    state [B, n + 1, *], time [B, K + 1], eta [B, K]; known [B, 2] is the stream of the noise, None
-    where there is none.
+    state [B, n + 1, *], time [B, K + 1], eta [B, K], noise_stream [B, 2].
     """
     if rollout.path is None:
         raise UserError(
@@ -186,7 +182,7 @@ def whole_paths(rollout: Rollout, last: int | None) -> list[Point]:
             state=rollout.path[:, first:].to(rollout.sample.dtype),
             time=rollout.time,
             eta=rollout.eta,
-            known=rollout.stream,
+            noise_stream=rollout.stream,
             advantage=rollout.advantage[:, -1:] if rollout.advantage is not None else None,
             prompts=rollout.prompts,
         )
@@ -204,7 +200,7 @@ def steps_of(point: Point) -> list[Point]:
             time=point.time[:, first + k],
             next_time=point.time[:, first + k + 1],
             eta=point.eta[:, first + k],
-            known=None,
+            noise_stream=None,
         )
         for k in range(count)
     ]

@@ -1,4 +1,4 @@
-"""Surrogates of text objectives: the loss of the ratio rho = exp(logp - old) and the advantage A,
+"""Surrogates: the loss of the ratio rho = exp(logp - old) and the advantage A,
 one a paper.
 
 Each is ``(logp, old, advantage, mask) -> [B, L]`` for log-probs and mask [B, L] and an advantage
@@ -42,6 +42,17 @@ def row_mean(x: Tensor, mask: Tensor) -> Tensor:
     return row_sum(x, mask) / mask.sum(1, keepdim=True).clamp_min(1)
 
 
+def both_sides(clip_range: float | tuple[float, float]) -> tuple[float, float]:
+    """(low, high) of a range that is written as one number or as two."""
+    low, high = clip_range if isinstance(clip_range, (tuple, list)) else (clip_range, clip_range)
+    return low, high
+
+
+def outside(ratio: Tensor, low: float, high: float) -> Tensor:
+    """Which ratios lie outside [1 - low, 1 + high], bool."""
+    return (ratio > 1 + high) | (ratio < 1 - low)
+
+
 def clip(ratio: Tensor, advantage: Tensor, low: float, high: float | None) -> Tensor:
     """max(-A rho, -A clip(rho, 1 - low, 1 + high)) (Schulman et al. 2017, eq. 7)."""
     high = low if high is None else high
@@ -60,7 +71,7 @@ def ppo(
     dual_clip: Width | None = None,
     delta: Width | None = None,
 ) -> Tensor:
-    """Clipped ratio: GRPO, Dr. GRPO, BNPO; with a high unlike low DAPO (Yu et al. 2025, eq. 10).
+    """Clip the ratio: GRPO, Dr. GRPO; with clip_high unlike clip_low DAPO (Yu et al. 2025, eq. 10).
 
     dual_clip: where A < 0 the loss is at most -dual A (dual clip, Ye et al. 2020, eq. 5; verl).
     delta: the rho that is not clipped is at most delta (two-sided clip; TRL). The two are the same
@@ -89,8 +100,10 @@ def gspo(
     clip_low: Width = 3e-4,
     clip_high: Width | None = 4e-4,
 ) -> Tensor:
-    """GSPO: one ratio a sequence, the geometric mean of its tokens', clipped (Zheng et al. 2025,
-    eq. 5 and 7)."""
+    """Clip one ratio a sequence, the geometric mean of its tokens' (GSPO, Zheng et al. 2025).
+
+    Equations 5 and 7.
+    """
     ratio = row_mean(logp - old, mask).exp()
     return clip(ratio, advantage, clip_low, clip_high).expand_as(logp)
 
@@ -106,8 +119,9 @@ def gspo_token(
     clip_low: Width = 3e-4,
     clip_high: Width | None = 4e-4,
 ) -> Tensor:
-    """GSPO-token: the sequence's ratio as a number, each token's own gradient (Zheng et al. 2025,
-    eq. 14).
+    """Give each token its own gradient at the sequence's ratio (GSPO-token, Zheng et al. 2025).
+
+    Equation 14.
 
     Equals gspo, gradient included, where the advantage is one number a row and rows count alike.
     """
@@ -128,8 +142,7 @@ def luspo(
     clip_low: Width = 3e-4,
     clip_high: Width | None = 4e-4,
 ) -> Tensor:
-    """LUSPO: GSPO's loss times the length of the answer, so that long answers are not
-    discounted."""
+    """Multiply GSPO's loss by the answer's length, so that long ones are not discounted (LUSPO)."""
     return gspo(logp, old, advantage, mask, clip_low=clip_low, clip_high=clip_high) * mask.sum(
         1, keepdim=True
     )
@@ -146,8 +159,8 @@ def gmpo(
     clip_low: Width = 0.4,
     clip_high: Width | None = 0.4,
 ) -> Tensor:
-    """GMPO: geometric mean of token ratios, each clipped in log space on the side A pushes to (Zhao
-    et al. 2025).
+    """Take the geometric mean of token ratios, clipped on the side A pushes to (GMPO, Zhao et al.
+    2025).
 
     A row with an advantage a token is judged by their mean.
     """
@@ -169,8 +182,8 @@ def rloo(
     clip_low: Width = 0.2,
     clip_high: Width | None = None,
 ) -> Tensor:
-    """RLOO's: the sequence is one action, its ratio the product of the tokens' (Ahmadian et al.
-    2024), clipped."""
+    """Clip the ratio of the sequence as one action, the product of the tokens' (Ahmadian et al.
+    2024)."""
     return clip(
         row_sum(logp - old, mask).clamp(-FAR, FAR).exp(), advantage, clip_low, clip_high
     ).expand_as(logp)
@@ -187,7 +200,7 @@ def cispo(
     clip_high: Width | None = None,
     cap: Width | None = None,
 ) -> Tensor:
-    """CISPO: -sg(clipped rho) A log p, so that no token loses its gradient (MiniMax 2025, eq. 4 and
+    """Take -sg(clipped rho) A log p: no token loses its gradient (CISPO, MiniMax 2025, eq. 4 and
     5).
 
     Two published forms: verl's clips to [1 - low, 1 + high]; TRL's has ``cap``, the largest rho
@@ -217,8 +230,8 @@ def sapo(
     positive: Width = 1.0,
     negative: Width = 1.05,
 ) -> Tensor:
-    """SAPO: -A (4 / tau) sigmoid(tau (rho - 1)), a soft gate for the clip; tau by the sign of A
-    (Gao et al. 2025)."""
+    """Gate softly: -A (4 / tau) sigmoid(tau (rho - 1)), tau by the sign of A (SAPO, Gao et al.
+    2025)."""
     tau = torch.where(advantage > 0, positive, negative)
     return -advantage * (4 / tau) * (tau * ((logp - old).clamp(-FAR, FAR).exp() - 1)).sigmoid()
 
@@ -234,8 +247,8 @@ def vespo(
     positive: tuple[float, float] = (2.0, 3.0),
     negative: tuple[float, float] = (3.0, 2.0),
 ) -> Tensor:
-    """VESPO: -sg(e^l w^k e^(-l w)) A log p with the sequence's ratio w (product), (k, l) by the
-    sign of A."""
+    """Take -sg(e^l w^k e^(-l w)) A log p, w the sequence's ratio, (k, l) by the sign of A
+    (VESPO)."""
     gap = row_sum((logp - old).detach().clamp(-FAR, FAR), mask).clamp(
         torch.tensor(1e-8).log().item(), FAR
     )
@@ -245,6 +258,6 @@ def vespo(
 
 @SURROGATES.register("reinforce")
 def reinforce(logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
-    """-A log p, no ratio and no clip: REINFORCE (Williams 1992), GPG (Chu et al. 2025, with the
-    advantage gpg)."""
+    """Take -A log p, no ratio and no clip (REINFORCE, Williams 1992; GPG with the advantage
+    gpg)."""
     return -advantage * logp

@@ -31,7 +31,7 @@ def steps(
     skip: int = 0,
     alike: bool = False,
 ) -> Tensor:
-    """Different steps of the sampler's own grid, for each row by itself or alike for all.
+    """Draw different steps of the sampler's own grid, for each row by itself or alike for all.
 
     Of its first int(share * steps), the noisy ones, without the first ``skip``; as many as there
     are at most.
@@ -55,7 +55,7 @@ def steps(
 def early_steps(
     rng: Rng, name: Tensor, draws: int, grid: Tensor | None, *, share: float = 0.6
 ) -> Tensor:
-    """The same different steps for all rows, out of the noisy part of the sampler's grid (DGPO)."""
+    """Draw the same steps for all rows, out of the noisy part of the sampler's grid (DGPO)."""
     return steps(rng, name, draws, grid, share=share, alike=True)
 
 
@@ -63,7 +63,7 @@ def early_steps(
 def uniform(
     rng: Rng, name: Tensor, draws: int, grid: Tensor | None, *, low: float = 0.0, high: float = 1.0
 ) -> Tensor:
-    """Uniform between two times."""
+    """Draw times evenly between two times."""
     if not 0 <= low < high <= 1:
         raise UserError(
             f"the time sampler uniform needs 0 <= low < high <= 1, not {low} and {high}"
@@ -82,8 +82,8 @@ def logit_normal(
     std: float = 1.0,
     shift: float = 1.0,
 ) -> Tensor:
-    """The sigmoid of a normal number (Esser et al. 2024, section 3.1); a shift above 1 moves it
-    towards noise."""
+    """Draw the sigmoid of a normal number (Esser et al. 2024, section 3.1), shifted towards
+    noise."""
     if std <= 0 or shift <= 0:
         raise UserError(
             f"the time sampler logit_normal needs std > 0 and shift > 0, not {std} and {shift}"

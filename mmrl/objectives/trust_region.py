@@ -13,7 +13,7 @@ from mmrl.core.distributions import TINY, Dist
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Point, Rollout
-from mmrl.objectives.base import frozen
+from mmrl.objectives.base import Objective, frozen
 from mmrl.objectives.forward_process.base import mean_square, positive, velocity
 from mmrl.policies.base import Policy
 from samplers.noise import Rng
@@ -23,9 +23,8 @@ CLAMP = 0.99  # of the time in the published standard deviation
 
 @OBJECTIVES.register("flow_dppo")
 @dataclass
-class FlowDPPO:
-    """Flow-DPPO: -A rho, dropped where the KL to the old policy is large and the step would enlarge
-    it.
+class FlowDPPO(Objective):
+    """Take -A rho, or 0 where the KL to the old policy is large and would grow (Flow-DPPO).
 
     As in Tencent's UniRL (2026). The KL is mean_d (mu - mu_old)^2 / (2 std^2), a mean over the
     dimensions; a decision is dropped if it reaches ``threshold`` while rho > 1 and A > 0, or rho <
@@ -44,7 +43,6 @@ class FlowDPPO:
         positive(
             "objective.flow_dppo", threshold=self.threshold, advantage_clip=self.advantage_clip
         )
-        self.behavior_policy = "live"
         self.snapshots = ("old",)
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:

@@ -15,7 +15,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES
 from mmrl.core.types import Point
-from mmrl.objectives.text import Text
+from mmrl.objectives.policy_gradient import OF_STEPS, PolicyGradient
 
 Positive = Annotated[float, Gt(0)]
 
@@ -33,13 +33,15 @@ class Steered:
 
 
 @OBJECTIVES.register("unified")
-class Unified(Text):
-    """GRPO over text and image tokens (T2I-R1, ReasonGen-R1): as ``text``, entropies steered
-    segment by segment.
+class Unified(PolicyGradient):
+    """Follow the policy gradient over text and image tokens (T2I-R1), entropies steered apart.
 
     steer_text, steer_image: entropy targets; None: left alone. Without kinds of decisions all count
     as text.
     """
+
+    needs = "categorical"
+    not_options = tuple(OF_STEPS)
 
     def __init__(
         self, steer_text: Steered | None = None, steer_image: Steered | None = None, **options: Any

@@ -57,7 +57,7 @@ def tolerance(options: TrainOptions, policy: Any, objective: Any) -> float | Non
     if options.logprob_tolerance != "auto":
         return options.logprob_tolerance
     if policy.capabilities.decisions == "gaussian":
-        return min(EXACT * policy.summed_dimensions, clip_range(objective) / 10)
+        return min(EXACT * policy.summed_dimensions, min(objective.clip_bounds) / 10)
     return TOKENS[rounded(options, policy)] * amplified(policy)
 
 
@@ -90,15 +90,6 @@ def halved(policy: Any) -> bool:
     """Say whether weights are stored in half precision."""
     return any(
         p.dtype in (torch.bfloat16, torch.float16) for p in policy.weights.module.parameters()
-    )
-
-
-def clip_range(objective: Any) -> float:
-    """Return the narrower side of the range that an objective clips its ratio to; infinite where it
-    names none."""
-    sides = (getattr(objective, name, None) for name in ("low", "high"))
-    return min(
-        [side for side in sides if isinstance(side, (int, float)) and side > 0], default=math.inf
     )
 
 

@@ -12,7 +12,7 @@ from mmrl.core import distributed
 from mmrl.core.errors import UserError
 from mmrl.core.host import sent
 from mmrl.core.types import Point, Rollout
-from mmrl.objectives.base import Objective, couples
+from mmrl.objectives.base import Objective
 from mmrl.policies.base import Policy
 from mmrl.train import minibatches
 from mmrl.train.batch import Batch
@@ -29,13 +29,13 @@ class Passes:
         self.options = options
         self.plan = plan
         whole_steps = options.train_batch_size % options.group_size == 0
-        self.coupled = couples(objective)
-        if self.coupled and not whole_steps:
+        self.coupled = objective.couples(policy)
+        if self.coupled == "groups" and not whole_steps:
             raise UserError(
                 f"train.train_batch_size {options.train_batch_size}: this objective compares whole "
                 f"groups, so it must be a multiple of train.group_size {options.group_size}"
             )
-        self.whole_groups = self.coupled or (policy.adjacent and whole_steps)
+        self.whole_groups = self.coupled == "groups" or (policy.adjacent and whole_steps)
 
     def steps(self, rollout: Rollout, rng: Rng) -> Iterator[Rollout]:
         """Yield this process's rows of every optimizer step of an epoch."""

@@ -23,7 +23,7 @@ from mmrl.data.prompts import Curriculum
 from mmrl.data.prompts import batch as batch_of_prompts
 from mmrl.monitoring.completion_stats import finished
 from mmrl.monitoring.monitors import Monitor, Sampled
-from mmrl.objectives.base import Adaptive, Differentiates, Objective, Revisiting, Shaping
+from mmrl.objectives.base import Objective
 from mmrl.policies.base import Policy, RolloutContext
 from mmrl.rollout import collect
 from mmrl.rollout.stages import Drawn, Setup, sampled_only, stages_of
@@ -68,7 +68,7 @@ class Trainer:
         for name in self.snapshots():
             policy.weights.keep(name)
         suits(objective, policy, options)
-        if isinstance(objective, Differentiates):
+        if objective.differentiates:
             objective.attach(scorer.differentiable)
         self.stages = stages_of(Setup(options, policy, prompts, getattr(scorer, "rewards", {})))
         self.monitors: list[Monitor] = list(MONITORS.values())
@@ -93,8 +93,7 @@ class Trainer:
         metrics["forwards"] = self.policy.forwards - forwards
         metrics["decisions"] = int(batch.rollout.mask.sum())
         metrics |= self.policy.measures()
-        if isinstance(self.objective, Adaptive):
-            self.objective.adapt(batch.iteration, metrics)
+        self.objective.adapt(batch.iteration, metrics)
         return metrics
 
     @torch.no_grad()
@@ -104,9 +103,7 @@ class Trainer:
         prompts = batch_of_prompts(
             self.prompts, self.options.prompts_per_iteration, self.iteration, self.options.seed
         )[first : first + self.plan.prompts_per_process]
-        if isinstance(self.objective, Revisiting):
-            rng = self._rng("checkpoints")
-            self.objective.revisit(self.policy.weights, self.iteration, rng)
+        self.objective.revisit(self.policy.weights, self.iteration, self._rng("checkpoints"))
         for stage in self.stages:
             stage.begin(self.iteration)
         drawn = self.sample(prompts, Rng(self._rng("rollout").key, first))
@@ -114,9 +111,7 @@ class Trainer:
         for stage in self.stages:
             drawn, counts = stage.groups(drawn, self.iteration, self.sample)
             metrics |= counts
-        rewards = drawn.rewards
-        if isinstance(self.objective, Shaping):
-            rewards = self.objective.shaped(self.policy, drawn.rollout, rewards)
+        rewards = self.objective.shaped(self.policy, drawn.rollout, drawn.rewards)
         trained = self._compare(drawn, rewards)
         # what gave way was not shaped: where something did, all is looked at as the rewards gave it
         whole = drawn if drawn.gave_way else replace(drawn, rewards=rewards)
@@ -140,7 +135,7 @@ class Trainer:
 
     def sample(self, prompts: list[Prompt], rng: Rng) -> Drawn:
         """Sample answers to the prompts with the behaviour weights, and score them."""
-        context = RolloutContext(self.iteration, getattr(self.objective, "reads", "path"))
+        context = RolloutContext(self.iteration, self.objective.reads)
         for stage in self.stages:
             context = stage.context(context)
         behavior = self.policy.weights.using(self.objective.behavior_policy)

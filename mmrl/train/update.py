@@ -19,7 +19,7 @@ from mmrl.config.options import TrainOptions, arithmetic
 from mmrl.core import distributed
 from mmrl.core.metrics import Meter, Stopwatch, observe
 from mmrl.core.types import Rollout
-from mmrl.objectives.base import Lagging, Objective
+from mmrl.objectives.base import Objective
 from mmrl.policies.base import Policy
 from mmrl.train import logprob_gate, minibatches
 from mmrl.train.batch import Batch
@@ -72,9 +72,7 @@ class Update:
                             batch, next(parts), rng.fold(index), first, meter
                         )
         if "old" in self.policy.weights.saved:
-            lagging = isinstance(self.objective, Lagging)
-            decay = self.objective.old_decay(self.step) if lagging else 0.0
-            self.policy.weights.track("old", decay)
+            self.policy.weights.track("old", self.objective.old_decay(self.step))
         return self._metrics(meter) | {"skipped_steps": skipped}
 
     def improve(

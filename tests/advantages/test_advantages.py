@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 import mmrl.advantages  # registers
 from mmrl.advantages import DDPO, dance_grpo, dr_grpo, flow_grpo, gdpo, group, rloo, statistics
+from mmrl.advantages.presets import GROUP_PRESETS
 from mmrl.core.errors import UserError
-from mmrl.core.registry import ADVANTAGES, options
+from mmrl.core.registry import ADVANTAGES, describe, options
 from mmrl.core.types import Rewards, Rollout
 
 NAN = math.nan
@@ -735,3 +736,18 @@ def test_pairs_weigh_after_normalisation():
             torch.tensor([1.0]),
             of_tokens([[1]], prompts=[{"text": "a", "similarity": "high"}]),
         )
+
+
+@pytest.mark.parametrize("name", GROUP_PRESETS)
+def test_a_preset_of_group_is_group_with_its_settings_and_says_so(name):
+    """Every option of ``group`` may be changed, and the settings are the defaults."""
+    preset = ADVANTAGES[name]
+    chosen = GROUP_PRESETS[name].settings
+    defaults = {key: option.default for key, option in options(group).items()}
+    assert {key: option.default for key, option in options(preset).items()} == defaults | chosen
+    assert all(f"{key}: {value}" in describe(preset) for key, value in chosen.items())
+    rows = rollout(G8)
+    assert torch.equal(preset(R8, rows), group(R8, rows, **chosen))
+    changed = {"eps": 0.5, "zero_variance_groups": "drop"}
+    both = (preset(R8, rows, **changed), group(R8, rows, **chosen | changed))
+    torch.testing.assert_close(*both, equal_nan=True, rtol=0, atol=0)

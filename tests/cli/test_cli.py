@@ -21,7 +21,7 @@ policy:
 data: {prompts: {path: prompts.txt, held_out: 0.3}}
 reward: {jpeg_compressibility: 1.0, "judge.py:greenness": 0.5}
 advantage: dance_grpo
-objective: {grpo: {clip_range: 1e-3, kl: 0.01}}
+objective: {policy_gradient: {clip_range: 1e-3, kl: 0.01}}
 optimizer: {adamw: {lr: 1e-3}}
 train:
   {prompts_per_iteration: 2, group_size: 4, train_batch_size: 4, iterations: 2, save_every: 1,
@@ -178,7 +178,7 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_taken(desk):
 
 
 BROKEN = {
-    "misspelt key": (["objective.grpo.clip_rang=1"], "did you mean 'clip_range'?"),
+    "misspelt key": (["objective.policy_gradient.clip_rang=1"], "did you mean 'clip_range'?"),
     "wrong type": (["policy.sd3.steps=eight"], "policy.sd3.steps"),
     "unknown name": (["objective=gpro"], "unknown objective 'gpro'; did you mean 'grpo'?"),
     "missing file": (["data.prompts.path=nowhere.txt"], "nowhere.txt"),

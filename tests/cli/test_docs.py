@@ -35,7 +35,7 @@ from mmrl.monitoring.log import LogOptions
 from mmrl.monitoring.report.runs import read_run
 from mmrl.objectives.importance_sampling import Importance
 from mmrl.objectives.kl import KL
-from mmrl.objectives.text import Entropy
+from mmrl.objectives.policy_gradient import Entropy
 from mmrl.policies.diffusion.trees import Tree
 from mmrl.policies.lora import Lora
 from mmrl.policies.vlm.media import Budgets
@@ -237,8 +237,7 @@ DOCUMENTED = {
     "budgets": Budgets,
     "part": Part,
     "tree": Tree,
-    "objective: grpo": OBJECTIVES["grpo"],
-    "objective: text": OBJECTIVES["text"],
+    "objective: policy_gradient": OBJECTIVES["policy_gradient"],
     "objective: masked": OBJECTIVES["masked"],
     "kl": KL,
     "entropy": Entropy,

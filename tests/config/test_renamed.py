@@ -19,7 +19,7 @@ PLAIN = {
     "data": "digits",
     "reward": "digits",
     "advantage": "grpo",
-    "objective": "grpo",
+    "objective": "policy_gradient",
     "optimizer": {"adamw": {"lr": 1e-4}},
     "train": {
         "prompts_per_iteration": 4,
@@ -57,7 +57,7 @@ def importance():
 
 @pytest.mark.parametrize("section", renamed.OPTIONS)
 def test_every_new_name_is_an_option_that_something_takes(section):
-    new = {name for names in renamed.OPTIONS[section].values() for name in names}
+    new = {name.partition(".")[0] for names in renamed.OPTIONS[section].values() for name in names}
     assert new <= known(section)
 
 
@@ -78,19 +78,23 @@ def test_old_options_of_plug_ins_say_the_new_ones_with_their_place():
     message = complaint(policy={"sd3": {"path": "world:digits/sd3", "eta": 0.5, "sde": "all"}})
     assert "policy.sd3.eta is now policy.sd3.noise_level" in message
     assert "policy.sd3.sde is now policy.sd3.noise_window" in message
-    message = complaint(objective={"grpo": {"clip": 1e-3}}, advantage={"grpo": {"flat": "drop"}})
-    assert "objective.grpo.clip is now objective.grpo.clip_range" in message
+    message = complaint(
+        objective={"policy_gradient": {"clip": 1e-3}}, advantage={"grpo": {"flat": "drop"}}
+    )
+    assert "objective.policy_gradient.clip is now objective.policy_gradient.clip_range" in message
     assert "advantage.grpo.flat is now advantage.grpo.zero_variance_groups" in message
 
 
 def test_old_names_that_lead_to_two_new_ones_choose_by_what_takes_them():
     surrogate = {"ppo": {"low": 0.1}}
-    nested = {"text": {"surrogate": surrogate, "importance_sampling": {"low": 0.1}}}
+    nested = {"policy_gradient": {"surrogate": surrogate, "importance_sampling": {"low": 0.1}}}
     message = complaint(objective=nested)
+    surrogate = "objective.policy_gradient.surrogate.ppo"
+    assert f"{surrogate}.low is now {surrogate}.clip_low" in message
     assert (
-        "objective.text.surrogate.ppo.low is now objective.text.surrogate.ppo.clip_low" in message
+        "importance_sampling.low is now objective.policy_gradient.importance_sampling.floor"
+        in message
     )
-    assert "importance_sampling.low is now objective.text.importance_sampling.floor" in message
 
 
 def test_old_plug_ins_and_values_say_the_new_ones():
@@ -98,6 +102,15 @@ def test_old_plug_ins_and_values_say_the_new_ones():
     assert "objective 'guard' is now 'grpo_guard'" in complaint(objective="guard")
     message = complaint(train={**PLAIN["train"], "loss_agg_mode": "row"})
     assert "row is now seq_mean_token_mean" in message
+
+
+@pytest.mark.parametrize("name", ["text", "grpo"])
+def test_the_two_objectives_that_became_one_are_named_with_what_their_defaults_were(name):
+    message = complaint(objective=name)
+    assert f"objective {name!r} is now 'policy_gradient'" in message
+    assert ("write clip_range: 1e-4 and advantage_clip: 5.0" in message) == (name == "grpo")
+    both = {"policy_gradient": {}, name: {"kl": 0.1}}  # as an override of the old name makes it
+    assert f"objective {name!r} is now 'policy_gradient'" in complaint(objective=both)
 
 
 def test_what_never_existed_is_no_old_name():

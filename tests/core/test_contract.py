@@ -22,7 +22,7 @@ from mmrl.core.errors import UserError
 from mmrl.core.metrics import Meter
 from mmrl.core.registry import ALL, DATA, GRIDS, KERNELS, OBJECTIVES, OPTIMIZERS, WINDOWS, describe
 from mmrl.core.types import Point
-from mmrl.objectives import Differentiates, Objective
+from mmrl.objectives import Objective
 from samplers.noise import Rng
 from samplers.processes import Diffusion
 from tests.fixtures import toys
@@ -367,7 +367,7 @@ def toy_points(
     """The toy policy and the points of an objective; skips what is refused for this family in so
     many words."""
     policy = toys.make(family, double=True)
-    if isinstance(objective, Differentiates):
+    if objective.differentiates:
         objective.attach(toys.smooth_reward)
     for name in {"ref", objective.behavior_policy, *objective.snapshots} - {"live"}:
         policy.weights.keep(name)
@@ -427,7 +427,7 @@ def test_the_first_gradient_is_finite_and_moves_something(objective, family):
 def test_without_advantage_there_is_no_gradient(objective, family):
     """Unless there is another reason to move, a KL for instance, which at the reference is 0 and
     flat."""
-    if isinstance(objective, Differentiates):
+    if objective.differentiates:
         pytest.skip("follows the reward's gradient, not the advantage")
     policy, points = toy_points(objective, family, advantage=0.0)
     assert gradient(policy, points, objective).abs().max() < 1e-12

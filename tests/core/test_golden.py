@@ -14,7 +14,7 @@ import torch
 
 from mmrl import advantages
 from mmrl.config.options import TrainOptions
-from mmrl.objectives import PolicyGradient, Text
+from mmrl.objectives import PolicyGradient
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import sgd
 from mmrl.train.trainer import Trainer
@@ -40,7 +40,7 @@ def trajectory(family: str) -> list[list[float]]:
             {"text": "what?", "images": [tiny_vlms.image(56, 56, seed)]} for seed in range(2)
         ]
         reward = small_letters
-        objective = Text(kl=0.01)
+        objective = PolicyGradient(kl=0.01)
         options = TrainOptions(
             prompts_per_iteration=2,
             group_size=4,
@@ -53,7 +53,7 @@ def trajectory(family: str) -> list[list[float]]:
         prompts = toys.prompts(16)
         reward = toys.reward
         gaussian = policy.capabilities.decisions == "gaussian"
-        objective = PolicyGradient(clip_range=0.2, kl=0.01) if gaussian else Text(kl=0.01)
+        objective = PolicyGradient(clip_range=0.2, kl=0.01) if gaussian else PolicyGradient(kl=0.01)
         options = TrainOptions(
             prompts_per_iteration=4,
             group_size=4,

@@ -20,7 +20,7 @@ from mmrl.core.registry import DATA, load_built_in
 from mmrl.core.types import Rewards, Rollout
 from mmrl.data.curriculum import Mixed, Replay, pieces
 from mmrl.data.prompts import Outcome, batch, pick
-from mmrl.objectives import Text
+from mmrl.objectives import PolicyGradient
 from mmrl.run import state
 from mmrl.run.build import admitted
 from mmrl.scoring import Scorer
@@ -224,7 +224,7 @@ def test_data_hear_of_groups_that_gave_way(options):
         Replay(given, share=0.5, below=0.3).train,
         Scorer({"half": reward}),
         advantages.grpo,
-        Text(),
+        PolicyGradient(),
         partial(adamw, lr=0.0),
         TrainOptions(
             prompts_per_iteration=4, group_size=4, train_batch_size=16, iterations=6, **options
@@ -276,7 +276,7 @@ def test_training_with_replay_goes_on_from_a_checkpoint_to_the_bit():
             Replay(given, share=0.5, below=0.4).train,
             Scorer({"threes": threes}),
             advantages.grpo,
-            Text(),
+            PolicyGradient(),
             partial(adamw, lr=3e-3),
             TrainOptions(
                 prompts_per_iteration=4,

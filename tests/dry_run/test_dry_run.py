@@ -119,7 +119,7 @@ def test_published_counts_are_those_that_are_known():
     assert used <= set(encoders) and set(published.table()["texts"].values()) <= set(encoders)
 
 
-def tiny(case, tmp_path, objective="grpo: {clip_range: 1e-2, kl: 0.1}", **policy):
+def tiny(case, tmp_path, objective="policy_gradient: {clip_range: 1e-2, kl: 0.1}", **policy):
     """A configuration of a tiny model that is there."""
     name = case.partition("-")[0]
     options = {"path": str(tiny_diffusers.folder(case)), "size": [16, 32], "steps": 4}

@@ -243,7 +243,7 @@ def test_a_run_reports_the_alarm_and_what_rewards_count(tmp_path, monkeypatch, c
         },
         "data": {"digits": {"captions": 20}},
         "reward": {"seesaw.py:Rising": 1.0, "seesaw.py:Falling": {"monitor": True}},
-        "objective": {"grpo": {"clip_range": 1.0}},
+        "objective": {"policy_gradient": {"clip_range": 1.0}},
         "train": {
             "prompts_per_iteration": 1,
             "group_size": 2,

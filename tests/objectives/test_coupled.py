@@ -8,7 +8,7 @@ import torch
 from mmrl import advantages
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
-from mmrl.objectives import Coupled, frozen
+from mmrl.objectives import Objective, frozen
 from mmrl.scoring import Scorer
 from mmrl.train.minibatches import batches
 from mmrl.train.optimizers import adamw
@@ -18,14 +18,16 @@ from tests.fixtures import toys
 from tests.train.test_trainer import rows
 
 
-class GroupWeighted:
+class GroupWeighted(Objective):
     """Every row's denoising error, weighted by a number that depends on its whole group."""
 
-    behavior_policy = "live"
     snapshots = ("ref",)
 
     def points(self, policy, rollout, rng):
         return policy.renoise(rollout, rng, shared=True)
+
+    def couples(self, policy):
+        return "groups"
 
     def measure(self, policy, point):
         return frozen(policy, "ref", point).log_prob(point.target)
@@ -61,7 +63,6 @@ def trainer_of(micro, **options):
 
 
 def test_micro_batches_do_not_cut_a_group_apart():
-    assert isinstance(GroupWeighted(), Coupled)
     runs = []
     for micro in (8, 3, 1):
         trainer = trainer_of(micro)

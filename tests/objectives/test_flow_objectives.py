@@ -87,11 +87,9 @@ def test_crds_losses_are_those_of_published_code():
     }
     for (form, temperature), value in published.items():
         objective = CRD(beta=10, form=form, temperature=temperature, kl=0)
-        ready = objective.couple(point, torch.cat([rt, torch.zeros_like(rt)], 1)).advantage
-        each = [
-            objective._fit(10 * (rt - ready[:, i + 1 : i + 2]), ready[:, i : i + 1])
-            for i in range(0, ready.shape[1], 2)
-        ]
+        ready = objective.couple(point, torch.cat([rt, torch.zeros_like(rt)], 1)).coupling
+        columns = zip(ready.optimality.split(1, 1), ready.implicit_mean.split(1, 1))
+        each = [objective._fit(10 * (rt - mean), goal) for goal, mean in columns]
         assert abs(float(torch.stack(each).mean()) - value) < 2e-8, (form, temperature)
 
 
@@ -109,12 +107,15 @@ def test_crd_centred_over_the_batch_sees_one_group():
     )
     single_group = point[:6].replace(group=torch.zeros(6, dtype=torch.long))
     for temperature in (None, 0.0, 0.5):
-        whole = CRD(centre="batch", temperature=temperature).couple(point, measured).advantage[:6]
-        torch.testing.assert_close(
-            whole, CRD(temperature=temperature).couple(single_group, measured[:6]).advantage
-        )
-        apart = CRD(temperature=temperature).couple(point[:6], measured[:6]).advantage
+        by_batch, by_group = (CRD(centre=c, temperature=temperature) for c in ("batch", "group"))
+        whole = both_columns(by_batch.couple(point, measured))[:6]
+        torch.testing.assert_close(whole, both_columns(by_group.couple(single_group, measured[:6])))
+        apart = both_columns(by_group.couple(point[:6], measured[:6]))
         assert (whole - apart).abs().max() > 0.01
+
+
+def both_columns(point):
+    return torch.cat([point.coupling.optimality, point.coupling.implicit_mean], 1)
 
 
 def test_fpo_is_ppo_with_the_mean_in_the_exponent():
@@ -204,7 +205,7 @@ def test_seppo_takes_a_reference_as_good_as_the_current_model_for_the_loser():
     whole = whole[whole.mask.any(1)]
     measured = objective.measure(policy, whole).detach()
     assert not measured.any()
-    side = objective.couple(whole, measured).advantage
+    side = objective.couple(whole, measured).coupling.slope
     wins = whole.advantage == rollout.advantage.view(3, 4).amax(1)[whole.group][:, None]
     # beta sigmoid(0)
     torch.testing.assert_close(side, torch.where(wins, 1.5, -1.5).to(side), rtol=0, atol=1e-12)

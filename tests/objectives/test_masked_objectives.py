@@ -159,7 +159,7 @@ def expected_of_choice(policy, seed):
 
 def tokens_only(keep_ranks):
     """MaskGIT scored without its choice: all tokens that were drawn, or those that were
-    ``kept``."""
+    kept by rank."""
 
     def points(policy, rollout, rng):
         return [
@@ -220,11 +220,11 @@ def test_cosines_of_maskgits_scores(noise, published):
         assert p.sum().item() == pytest.approx(1, abs=1e-12)
         j, true = expected_of_choice(policy, seed)
         rollout = rollout.replace(advantage=(p * (reward(rollout.sample, seed) - j))[:, None])
-        ways = (bound("trajectory"), tokens_only(kept=False), tokens_only(kept=True))
+        ways = (bound("trajectory"), tokens_only(keep_ranks=False), tokens_only(keep_ranks=True))
         estimates = [estimate(policy, rollout, estimator=way) for way in ways]
         torch.testing.assert_close(estimates[0], true, atol=1e-12, rtol=1e-9)
         cosines.append(
-            torch.stack([cosine_similarity(point, true, dim=0) for point in estimates[1:]])
+            torch.stack([cosine_similarity(slope, true, dim=0) for slope in estimates[1:]])
         )
     means = torch.stack(cosines).mean(0).tolist()
     assert means == pytest.approx(published, abs=0.03) and means[0] > means[1], means
@@ -240,9 +240,9 @@ def test_steps_picked_at_random_are_unbiased():
         > 0.99
     )
     points = [ESTIMATORS["trajectory"](policy, rollout, Rng.of(n), passes=1) for n in range(60)]
-    weight = torch.stack([torch.cat([p.mask * p.known for p in part], 1) for part in points]).mean(
-        0
-    )
+    weight = torch.stack(
+        [torch.cat([p.mask * p.estimator_weight for p in part], 1) for part in points]
+    ).mean(0)
     full = torch.cat([p.mask for p in policy.path(rollout)], 1)
     assert (weight[full] - 1).mean().abs() < 0.02 and not weight[~full].any()
     assert ((weight > 0).sum() / full.sum()) > 0.99
@@ -309,8 +309,8 @@ def test_the_first_ratio_is_1_and_the_generator_is_left_alone(name):
         old = objective.recorded(policy, point, logp)
         assert torch.equal(old[point.mask], logp.detach()[point.mask])
         assert (
-            point.mask.shape == point.known.shape == logp.shape
-            and (point.known[point.mask] > 0).all()
+            point.mask.shape == point.estimator_weight.shape == logp.shape
+            and (point.estimator_weight[point.mask] > 0).all()
         )
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -360,7 +360,9 @@ def test_udm_grpo_scores_the_finished_sample_at_adjacent_early_rates():
             shares, policy.rates[first : first + 3].double(), atol=0.03, rtol=0
         )
         firsts.add(first)
-        each = sum((point.mask * point.known).sum(1) for point in points)  # every step counts alike
+        each = sum(
+            (point.mask * point.estimator_weight).sum(1) for point in points
+        )  # every step counts alike
         assert (
             all(torch.equal(point.target, rollout.sample) for point in points) and (each > 0).all()
         )
@@ -396,7 +398,10 @@ def test_other_models_are_refused():
         Masked().points(policy, None, POINTS)
     rollout, _ = rolled(TablePolicy(steps=3), 0, 4)
     with pytest.raises(UserError, match="several passes"):
-        Masked(surrogate=SURROGATES["gspo"]).points(TablePolicy(steps=3), rollout, POINTS)
+        every_pass = Masked(
+            surrogate=SURROGATES["gspo"], estimator=lambda p, r, rng: list(p.path(r))
+        )
+        every_pass.points(TablePolicy(steps=3), rollout, POINTS)
     with pytest.raises(UserError, match="low < high"):
         ESTIMATORS["coupled"](TablePolicy(steps=3), rollout, POINTS, low=0.9, high=0.5)
 
@@ -455,7 +460,7 @@ def test_schedule_matched_weights_are_those_of_the_passes():
     rollout, _ = rolled(policy, 0, 40)
     rates = policy.rates.double().tolist()
     points = ESTIMATORS["schedule_matched"](policy, rollout, POINTS)
-    weights = [float(point.known.unique()) for point in points]
+    weights = [float(point.estimator_weight.unique()) for point in points]
     assert weights == pytest.approx([(now - then) / now for now, then in itertools.pairwise(rates)])
     assert (
         sum(rate * weight for rate, weight in zip(rates, weights)) == pytest.approx(1.0)
@@ -466,7 +471,10 @@ def test_schedule_matched_weights_are_those_of_the_passes():
         expected = [weight * 4 / passes for weight in weights]
         assert len(chosen) == passes
         for point in chosen:
-            assert min(abs(float(point.known.unique()) - weight) for weight in expected) < 1e-9
+            assert (
+                min(abs(float(point.estimator_weight.unique()) - weight) for weight in expected)
+                < 1e-9
+            )
 
 
 # -- which tokens an estimator hides, counted
@@ -580,11 +588,11 @@ def test_mask_grpos_published_weights_are_sums_of_masks(length):
     some = masks > 0
     assert torch.equal(point.mask, some) and (length == 1 or not some.all())
     expected = masks * some.sum(1, keepdim=True) / masks.sum(1, keepdim=True).clamp_min(1)
-    torch.testing.assert_close(point.known, expected, atol=1e-12, rtol=0)
+    torch.testing.assert_close(point.estimator_weight, expected, atol=1e-12, rtol=0)
     gone = ESTIMATORS["mask_grpo"](
         Hides(), batch.replace(mask=batch.mask & False), Rng.of(1), fixed=False, **options
     )
-    assert not gone[0].mask.any() and gone[0].known.isfinite().all()
+    assert not gone[0].mask.any() and gone[0].estimator_weight.isfinite().all()
 
 
 def test_udm_grpo_looks_at_adjacent_early_rates():
@@ -599,7 +607,8 @@ def test_udm_grpo_looks_at_adjacent_early_rates():
         for p in points:
             count = p.mask.sum(1, keepdim=True)
             torch.testing.assert_close(
-                p.known * 2 * count.clamp_min(1), total.to(p.known) * torch.ones_like(p.known)
+                p.estimator_weight * 2 * count.clamp_min(1),
+                total.to(p.estimator_weight) * torch.ones_like(p.estimator_weight),
             )
     assert starts == {0, 1}
     for seed in range(12):  # more starts than steps: the last one, alone
@@ -642,5 +651,7 @@ def test_surrogates_of_whole_rows_take_estimators_of_one_pass():
     (point,) = Masked(surrogate=SURROGATES["gspo"], estimator=bound("random")).points(
         policy, rollout, POINTS
     )
-    assert torch.equal(point.num_decisions, point.mask.sum(1)) and (point.known == 1).all()
+    assert (
+        torch.equal(point.num_decisions, point.mask.sum(1)) and (point.estimator_weight == 1).all()
+    )
     assert "old" in Masked().snapshots

@@ -16,9 +16,7 @@ from mmrl import config
 from mmrl.config.options import KINDS, TrainOptions, unsuited
 from mmrl.core import registry
 from mmrl.core.errors import UserError
-from mmrl.core.registry import ADVANTAGES, ESTIMATORS, OBJECTIVES, POLICIES, SURROGATES
-from mmrl.objectives import Revisiting
-from mmrl.objectives.surrogates import sees_whole_rows
+from mmrl.core.registry import ADVANTAGES, OBJECTIVES, POLICIES
 from mmrl.policies.masked.policy import MaskedDiffusion
 from mmrl.run.build import read
 from mmrl.scoring import Scorer
@@ -51,7 +49,7 @@ KIND = toys.POLICIES | {"hidden": ToyHidden}
 # Options of the objective, and those of the toy policy, where the defaults are for networks a
 # million times as large.
 LEARNS = {
-    "grpo": {"clip_range": 0.02},
+    "policy_gradient": {"clip_range": 0.02},
     "grpo_guard": {"clip_range": 0.02},
     "flow_dppo": {"threshold": 0.01},
     "dgpo": {"beta": 5.0, "kl": 0.001},
@@ -98,7 +96,7 @@ def test_a_pair_that_suits_each_other_raises_the_reward(name, kind):
     )
     before = reward_now(policy)
     rewards = [trainer.iterate()["reward/mean"] for _ in range(8)]
-    if not isinstance(trainer.objective, Revisiting):
+    if name != "seppo":
         assert sum(rewards[-2:]) / 2 > rewards[0] + (0.1 if tokens else 0.2), rewards
     # whose untrained toy throws samples far out, and further where it follows them
     elif kind != "diffusion":
@@ -144,15 +142,21 @@ def test_what_looks_at_noise_is_refused_for_a_sampler_without(silent, tmp_path):
         (tmp_path / "run.yaml").write_text(
             WHOLE.format(policy="sd3", reward="digits", objective=objective)
         )
-        if not getattr(entry, "visits", False):
+        if not entry.visits or unsuited(entry, POLICIES["sd3"]):
             continue
         read(tmp_path / "run.yaml", [])
         with pytest.raises(
             UserError, match="run.yaml:6.*looks at steps with noise, of which this policy has none"
         ):
             read(tmp_path / "run.yaml", [silent])
-    visits = {name for name, entry in OBJECTIVES.items() if getattr(entry, "visits", False)}
-    assert visits == {"grpo", "grpo_guard", "flow_dppo", "d3po", "adjoint_matching"}
+    flow = {name for name, entry in OBJECTIVES.items() if not unsuited(entry, POLICIES["sd3"])}
+    assert {name for name in flow if OBJECTIVES[name].visits} == {
+        "policy_gradient",
+        "grpo_guard",
+        "flow_dppo",
+        "d3po",
+        "adjoint_matching",
+    }
     (tmp_path / "run.yaml").write_text(
         WHOLE.format(policy="sd3", reward="digits", objective="dgpo")
     )
@@ -160,7 +164,7 @@ def test_what_looks_at_noise_is_refused_for_a_sampler_without(silent, tmp_path):
 
 
 def test_an_objective_that_follows_the_rewards_gradient_is_refused_for_one_without(tmp_path):
-    follow = {name for name, entry in OBJECTIVES.items() if hasattr(entry, "attach")}
+    follow = {name for name, entry in OBJECTIVES.items() if entry.differentiates}
     assert follow == {"draft", "adjoint_matching"}
     for objective in sorted(follow):
         for reward, fine in (("digits", True), ("jpeg_compressibility", False)):
@@ -185,9 +189,9 @@ def test_which_pairs_suit_each_other():
         for name, entry in OBJECTIVES.items()
     }
     assert (
-        pairs["grpo"] == set(REWARDS)
+        pairs["policy_gradient"] == set(REWARDS)
         and pairs["dgpo"] == {"sd3"}
-        and pairs["text"] == set(REWARDS) - {"sd3"}
+        and pairs["clip_cov"] == set(REWARDS) - {"sd3"}
     )
     assert pairs["masked"] == {"masked_lm"} and pairs["gvpo"] == {"vlm"}
     assert all(pairs.values()), "an objective without a policy"
@@ -206,7 +210,7 @@ def test_options_of_answers_are_refused_for_other_policies_when_the_configuratio
 ):
     (name,) = option
     for policy, reward in {**REWARDS, "amused": "digits"}.items():
-        objective = "dgpo" if policy == "sd3" else "text"
+        objective = "dgpo" if policy == "sd3" else "policy_gradient"
         text = WHOLE.format(policy=policy, reward=reward, objective=objective)
         plain = yaml.safe_load(text)
         plain["train"] |= option
@@ -226,48 +230,10 @@ def refusal(file):
     return ""
 
 
-SEQUENCES = ["gspo", "gspo_token", "luspo", "gmpo", "rloo", "vespo"]
-
-
-@pytest.mark.parametrize("surrogate", SEQUENCES)
-def test_surrogates_of_whole_answers_are_refused_on_masked_models_when_the_configuration_is_read(
-    surrogate, tmp_path
-):
-    def problems(policy, objective):
-        file = tmp_path / "run.yaml"
-        file.write_text(WHOLE.format(policy=policy, reward=REWARDS[policy], objective=objective))
-        return refusal(file)
-
-    assert {name for name, entry in SURROGATES.items() if sees_whole_rows(entry)} == set(SEQUENCES)
-    assert not problems("vlm", f"{{text: {{surrogate: {surrogate}}}}}")
-    refused = problems("masked_lm", f"{{text: {{surrogate: {surrogate}}}}}")
-    assert re.search(
-        f"run.yaml:6.*{surrogate} compares whole answers, whose tokens the policy MaskedLM", refused
-    ), refused
-    several = r"run.yaml:6.*whole samples, which this estimator scores in several passes"
-    for estimator in ESTIMATORS:
-        refused = problems(
-            "masked_lm", f"{{masked: {{surrogate: {surrogate}, estimator: {estimator}}}}}"
-        )
-        in_one_pass = estimator in ("d1", "mask_grpo", "uni_grpo", "random")
-        assert not refused if in_one_pass else re.search(several, refused), refused
-    for options in ("mask_grpo: {draws: 2}", "uni_grpo: {draws: 3}", "random: {draws: 2}"):
-        refused = problems(
-            "masked_lm", f"{{masked: {{surrogate: {surrogate}, estimator: {{{options}}}}}}}"
-        )
-        assert re.search(several, refused), refused
-    chosen = (
-        f"{{masked: {{surrogate: {surrogate}, estimator: {{schedule_matched: {{passes: 1}}}}}}}}"
-    )
-    assert not problems("masked_lm", chosen)
-
-
 def test_draft_on_a_tree_is_refused_when_the_configuration_is_read(tmp_path):
     (tmp_path / "run.yaml").write_text(
         WHOLE.format(policy="sd3", reward="digits", objective="draft")
     )
     read(tmp_path / "run.yaml", [])
-    with pytest.raises(
-        UserError, match="run.yaml:6.*draws the noise of single paths again: remove .* tree"
-    ):
+    with pytest.raises(UserError, match="run.yaml:6.*follows single paths: remove .* tree"):
         read(tmp_path / "run.yaml", ["policy.sd3.tree={splits: 2}"])

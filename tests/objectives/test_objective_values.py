@@ -31,17 +31,16 @@ from mmrl.objectives import (
     RegGRPO,
     RewardWeightedRegression,
     SePPO,
-    Text,
 )
+from mmrl.objectives.covariance import HeldBack
 from mmrl.objectives.forward_process.awm import SCORES
 from mmrl.objectives.group_regression import _Groups
 from mmrl.objectives.grpo_guard import normalised
 from mmrl.objectives.importance_sampling import Importance, off_policy
 from mmrl.objectives.kl import KL, estimate
-from mmrl.objectives.policy_gradient import subset
+from mmrl.objectives.policy_gradient import Entropy, TokenWeights, subset
 from mmrl.objectives.reward_gradient import DIVERGENCES
 from mmrl.objectives.surrogates import gmpo, gspo, row_mean, sapo, vespo
-from mmrl.objectives.text import Entropy
 from mmrl.objectives.trust_region import gated
 from mmrl.policies.capabilities import Capabilities
 from samplers.kernels import flow_sde, memoryless, ode
@@ -585,7 +584,7 @@ def test_the_weight_of_a_kl_goes_on_a_line_from_start():
     kl = KL(weight=0.5, start=0.1, over=4)
     assert [kl.at(n) for n in (0, 1, 4, 9)] == pytest.approx([0.1, 0.2, 0.5, 0.5])
     assert [KL(weight=0.5).at(n) for n in (0, 9)] == [0.5, 0.5]
-    assert KL(weight=0.5, over=2).at(1) == 0.25 and KL().at(0) == 0.0 and KL().form == "k3"
+    assert KL(weight=0.5, over=2).at(1) == 0.25 and KL().at(0) == 0.0 and KL().form is None
 
 
 # -- tokens that are held back
@@ -596,7 +595,7 @@ def covariances(values, known=None):
     """Tokens of one row with these covariances."""
     point = answers([[0.0] * len(values)])
     return torch.tensor([values]), point.replace(
-        known=None if known is None else torch.tensor([known])
+        coupling=None if known is None else HeldBack(draw=torch.tensor([known]))
     )
 
 
@@ -761,9 +760,9 @@ class Parts:
         yield point.replace(num_decisions=torch.tensor([2, 3]))
 
 
-@pytest.mark.parametrize("objective", [Text(surrogate=gspo), REAL(), GVPO(), RegGRPO()])
+@pytest.mark.parametrize("objective", [PolicyGradient(surrogate=gspo), REAL(), GVPO(), RegGRPO()])
 def test_whole_answers_are_wanted_of_every_row(objective):
-    with pytest.raises(UserError, match="whole answers"):
+    with pytest.raises(UserError, match="whole (answers|samples)"):
         list(objective.points(Parts(), None, Rng.of(0)))
 
 
@@ -845,24 +844,24 @@ def spoken(width=None):
 
 def test_entropy_and_kl_of_text_by_hand():
     policy, rollout, tables = spoken()
-    (point,) = Text().points(policy, rollout, Rng.of(0))
+    (point,) = PolicyGradient().points(policy, rollout, Rng.of(0))
     logp, ref = (tables[name].log_softmax(-1) for name in ("live", "ref"))
     mask = rollout.mask
-    plain = Text().loss(policy, point)
+    plain = PolicyGradient().loss(policy, point)
     entropy = torch.where(mask, -(logp.exp() * logp).sum(-1), 0.0)
     u = (ref - logp)[..., 0]
     ratio = (logp[..., 0] - rollout.logprob).exp()
     expected = torch.maximum(-rollout.advantage * ratio, -rollout.advantage * ratio.clamp(0.8, 1.2))
     torch.testing.assert_close(plain[mask], expected[mask])
     for objective, extra in (
-        (Text(entropy=0.5), -0.5 * entropy),
-        (Text(kl=0.3), 0.3 * torch.where(mask, u.exp() - u - 1, 0.0)),
+        (PolicyGradient(entropy=0.5), -0.5 * entropy),
+        (PolicyGradient(kl=0.3), 0.3 * torch.where(mask, u.exp() - u - 1, 0.0)),
         (
-            Text(kl=KL(weight=0.3, form="exact")),
+            PolicyGradient(kl=KL(weight=0.3, form="exact")),
             0.3 * torch.where(mask, (logp.exp() * (logp - ref)).sum(-1), 0.0),
         ),
         (
-            Text(kl=KL(weight=0.3, corrected=True)),
+            PolicyGradient(kl=KL(weight=0.3, corrected=True)),
             0.3 * ratio * torch.where(mask, u.exp() - u - 1, 0.0),
         ),
     ):
@@ -885,10 +884,10 @@ def test_clipped_tokens_are_counted_by_the_side_they_leave():
     )
     logp = tables["live"].log_softmax(-1)[..., 0]
     rollout = rollout.replace(logprob=logp - ratio.log(), advantage=column(0.5, -1.0, 0.0, 2.0))
-    (point,) = Text().points(policy, rollout, Rng.of(0))
+    (point,) = PolicyGradient().points(policy, rollout, Rng.of(0))
     meter = Meter()
     with meter.listening():
-        Text().loss(policy, point)
+        PolicyGradient().loss(policy, point)
     assert meter.mean("clip/high") == pytest.approx(2 / 9), "1.5 where A > 0, twice of nine tokens"
     assert meter.mean("clip/low") == pytest.approx(1 / 9) and meter.mean(
         "clip_fraction"
@@ -900,47 +899,47 @@ def test_clipped_tokens_are_counted_by_the_side_they_leave():
 def test_a_kl_in_the_reward_is_that_of_the_sampled_sequence(width):
     policy, rollout, tables = spoken(width)
     rewards = Rewards({"right": torch.ones(4, dtype=torch.float64)}, {"right": 2.0})
-    shaped = Text(kl=KL(weight=0.3, where="reward")).shaped(policy, rollout, rewards)
+    shaped = PolicyGradient(kl=KL(weight=0.3, where="reward")).shaped(policy, rollout, rewards)
     gap = rollout.logprob - tables["ref"].log_softmax(-1)[..., 0]
     torch.testing.assert_close(shaped["kl"], torch.where(rollout.mask, gap, 0.0).sum(1))
     assert shaped.weights == {"right": 2.0, "kl": -0.3} and torch.equal(
         shaped["right"], rewards["right"]
     )
-    for objective in (Text(kl=0.3), Text(kl=KL(where="reward"))):
+    for objective in (PolicyGradient(kl=0.3), PolicyGradient(kl=KL(where="reward"))):
         assert objective.shaped(policy, rollout, rewards) is rewards
 
 
 @pytest.mark.parametrize("top", [0.2, 0.5, 0.75])
 def test_tokens_of_high_entropy_lie_above_the_quantile(top):
     policy, rollout, _ = spoken()
-    objective = Text(top_entropy=top)
+    objective = PolicyGradient(top_entropy=top)
     (point,) = objective.points(policy, rollout, Rng.of(0))
     measured = objective.measure(policy, point)
-    known = objective.couple(point, measured).known
+    known = objective.couple(point, measured).coupling.weight
     edge = torch.quantile(measured[rollout.mask], 1 - top)
     assert torch.equal(known[rollout.mask] == 1, measured[rollout.mask] >= edge)
-    plain = Text().loss(policy, point)
+    plain = PolicyGradient().loss(policy, point)
     torch.testing.assert_close(
-        objective.loss(policy, point.replace(known=known))[rollout.mask],
+        objective.loss(policy, point.replace(coupling=TokenWeights(weight=known)))[rollout.mask],
         (plain * known)[rollout.mask],
     )
-    assert objective.couples and not Text().couples
-    assert objective.couple(point.replace(mask=point.mask & False), measured).known is None
+    assert objective.couples(policy) == "groups" and not PolicyGradient().couples(policy)
+    assert objective.couple(point.replace(mask=point.mask & False), measured).coupling is None
 
 
 def test_surrogates_of_tokens_take_rows_in_parts():
-    assert len(list(Text().points(Parts(), None, Rng.of(0)))) == 1
+    assert len(list(PolicyGradient().points(Parts(), None, Rng.of(0)))) == 1
 
 
 def test_kl_cov_pays_for_the_log_ratio_of_the_tokens_it_holds():
     policy, rollout, tables = spoken()
-    (point,) = Text().points(policy, rollout, Rng.of(0))
+    (point,) = PolicyGradient().points(policy, rollout, Rng.of(0))
     known = torch.tensor(
         [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0, 0.0]], dtype=torch.float64
     )
     gap = tables["live"].log_softmax(-1)[..., 0] - rollout.logprob
     expected = -rollout.advantage * gap.exp() + 0.25 * known * gap.abs()
-    loss = KLCov(weight=0.25).loss(policy, point.replace(known=known))
+    loss = KLCov(weight=0.25).loss(policy, point.replace(coupling=HeldBack(held=known)))
     torch.testing.assert_close(loss[rollout.mask], expected[rollout.mask])
 
 
@@ -977,7 +976,7 @@ def test_gvpo_of_small_groups():
 
 
 def test_an_entropy_bonus_that_adapts_starts_small_and_may_grow_to_one():
-    objective = Text(entropy=Entropy(target=2.0))
+    objective = PolicyGradient(entropy=Entropy(target=2.0))
     bonuses = []
     for n, entropy in enumerate([1.0, 1.0, 3.0, 2.0]):
         objective.adapt(n, {"entropy": entropy})
@@ -1000,7 +999,7 @@ def test_a_preference_is_right_where_the_better_sample_fits_better():
         sum(math.log1p(math.exp(m / 2)) for m in margins) / 2
     )
     slope = [1 / (1 + math.exp(-m / 2)) for m in margins]
-    assert ready.advantage.flatten().tolist() == pytest.approx(
+    assert ready.coupling.slope.flatten().tolist() == pytest.approx(
         [slope[0], -slope[0], slope[1], -slope[1]]
     )
 
@@ -1014,7 +1013,7 @@ def test_crds_gradient_leaves_the_scale_of_the_error_alone():
     point = renoised(column(*ADVANTAGE))
     with torch.no_grad():
         ready = objective.couple(point, objective.measure(policy, point))
-    assert ready.known is not None
+    assert ready.coupling.old_error is not None
     loss = objective.loss(policy, ready)
     (gradient,) = torch.autograd.grad(loss.sum(), live)
     optimality = [max(-5.0, min(a, 5.0)) / 10 for a in ADVANTAGE]
@@ -1034,11 +1033,11 @@ def test_crd_counts_rows_with_any_decision_to_train_on():
     )
     point = renoised(column(*ADVANTAGE))
     objective = CRD(kl=0.0)
-    alone = objective.couple(point[:3], objective.measure(policy, point[:3])).advantage
+    alone = objective.couple(point[:3], objective.measure(policy, point[:3])).coupling
     idle = point.replace(mask=torch.tensor([True, True, True, False])[:, None])
-    torch.testing.assert_close(
-        objective.couple(idle, objective.measure(policy, idle)).advantage[:3], alone
-    )
+    whole = objective.couple(idle, objective.measure(policy, idle)).coupling
+    torch.testing.assert_close(whole.optimality[:3], alone.optimality)
+    torch.testing.assert_close(whole.implicit_mean[:3], alone.implicit_mean)
 
 
 def test_awm_is_seen_by_the_gate():
@@ -1062,7 +1061,7 @@ def test_covariances_are_about_the_means_of_all_tokens():
     mask = rollout.mask
     covariance = (logp - logp[mask].mean()) * (advantage - advantage[mask].mean())
     with meter.listening():
-        known = objective.couple(point, objective.measure(policy, point)).known
+        known = objective.couple(point, objective.measure(policy, point)).coupling.held
     edge = covariance[mask].sort(descending=True).values[1]
     assert torch.equal(known == 1, mask & (covariance >= edge)) and int(known.sum()) == 2
     assert meter.mean("held_back") == pytest.approx(2 / 9)
@@ -1070,14 +1069,15 @@ def test_covariances_are_about_the_means_of_all_tokens():
 
 def test_clip_cov_takes_held_tokens_out_of_the_policy_loss():
     policy, rollout, _ = spoken()
-    (point,) = Text().points(policy, rollout, Rng.of(0))
-    plain = Text().loss(policy, point)
+    (point,) = PolicyGradient().points(policy, rollout, Rng.of(0))
+    plain = PolicyGradient().loss(policy, point)
     known = torch.tensor(
         [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0, 0.0]], dtype=torch.float64
     )
     mask = rollout.mask
     torch.testing.assert_close(
-        ClipCov().loss(policy, point.replace(known=known))[mask], (plain * (1 - known))[mask]
+        ClipCov().loss(policy, point.replace(coupling=HeldBack(held=known)))[mask],
+        (plain * (1 - known))[mask],
     )
     torch.testing.assert_close(ClipCov().loss(policy, point)[mask], plain[mask])
     unclipped = (
@@ -1117,7 +1117,7 @@ def test_fpo_clips_ratio_and_advantage_row_by_row():
     measured = column(0.2, 0.2, 0.0, -0.2, 0.1, 0.1, 0.02, 0.0)
     meter = Meter()
     with meter.listening():
-        ready = FPO(clip_range=(0.05, 0.12)).couple(twice, measured).advantage[:, 0]
+        ready = FPO(clip_range=(0.05, 0.12)).couple(twice, measured).coupling.slope[:, 0]
     mean = [0.15, 0.15, 0.01, -0.1]
     far = [True, False, False, True]
     expected = [
@@ -1136,7 +1136,7 @@ def test_d3po_is_seen_by_the_gate_and_wants_gaussian_steps():
         D3PO().loss(policy, point.replace(logprob=point.logprob - 0.25))
     assert meter.top("log_ratio") == pytest.approx(0.25)
     policy, rollout, _ = spoken()
-    (point,) = Text().points(policy, rollout, Rng.of(0))
+    (point,) = PolicyGradient().points(policy, rollout, Rng.of(0))
     with pytest.raises(UserError, match="flow and diffusion models"):
         D3PO().loss(policy, point)
     with pytest.raises(UserError, match="timestep_weighting noise is for flow"):
@@ -1164,5 +1164,5 @@ def test_the_range_of_grpos_options():
         {"kl": -0.1},
         {"clip_range": (0.0, 0.1)},
     ):
-        with pytest.raises(UserError, match=r"objective\.grpo"):
+        with pytest.raises(UserError, match=next(iter(wrong))):
             PolicyGradient(**wrong)

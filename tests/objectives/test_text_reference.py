@@ -15,14 +15,16 @@ import yaml
 from torch import nn
 
 from mmrl import config
+from mmrl.cli.tables import plugin_tables
 from mmrl.config.options import TrainOptions
-from mmrl.config.presets import PRESETS, filled
+from mmrl.config.presets import PRESETS, described, filled
 from mmrl.core.distributions import Categorical
 from mmrl.core.errors import UserError
 from mmrl.core.metrics import Meter
 from mmrl.core.registry import ADVANTAGES, OBJECTIVES, SURROGATES, load_built_in
 from mmrl.core.types import Point, Rewards, Rollout
-from mmrl.objectives import ClipCov, clipped
+from mmrl.objectives import ClipCov
+from mmrl.objectives.covariance import HeldBack
 from mmrl.objectives.kl import estimate
 from mmrl.policies.base import Policy
 from mmrl.policies.capabilities import Capabilities
@@ -342,18 +344,31 @@ def test_every_preset_builds(name):
         name,
     )
     config.build(sections["advantage"], ADVANTAGES)
-    assert config.build(sections["objective"], OBJECTIVES).needs == "categorical"
+    assert config.build(sections["objective"], OBJECTIVES).needs in ("", "categorical")
     assert TrainOptions(**sections["train"]).group_size == 4
+
+
+def test_presets_are_listed_with_what_they_set_and_for_whom(capsys):
+    plugin_tables("presets")
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in PRESETS) and "flow and" in printed
+    models, sections = described("paper/dance_grpo")
+    assert models == "flow and diffusion models" and sections.splitlines() == [
+        "advantage: dance_grpo",
+        "objective: {policy_gradient: {clip_range: 0.0001, advantage_clip: 5, "
+        "timestep_fraction: 0.6, timestep_selection: random}}",
+        "train: {loss_agg_mode: token_mean}",
+    ]
 
 
 def test_a_preset_fills_what_is_not_written_and_is_written_out(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(RUN)
     loaded = config.load(file, ["objective.kl=0.04", "train.dynamic_sampling_rounds=0"])
-    assert loaded["objective"]["text"]["surrogate"] == {
+    assert loaded["objective"]["policy_gradient"]["surrogate"] == {
         "ppo": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0}
     }
-    assert loaded["objective"]["text"]["kl"] == 0.04 and loaded["advantage"] == {
+    assert loaded["objective"]["policy_gradient"]["kl"] == 0.04 and loaded["advantage"] == {
         "grpo": {"std": "group", "eps": 1e-6}
     }
     assert loaded["train"]["dynamic_sampling_rounds"] == 0
@@ -364,11 +379,11 @@ def test_a_preset_fills_what_is_not_written_and_is_written_out(tmp_path):
     overridden = config.load(file, ["preset=trl/gspo"])
     assert (
         overridden["train"]["loss_agg_mode"] == "seq_mean_token_mean_all"
-        and "gspo" in overridden["objective"]["text"]["surrogate"]
+        and "gspo" in overridden["objective"]["policy_gradient"]["surrogate"]
     )
-    file.write_text(RUN + "objective: {text: {entropy: 0.01}}\nadvantage: rloo\n")
+    file.write_text(RUN + "objective: {policy_gradient: {entropy: 0.01}}\nadvantage: rloo\n")
     written = config.load(file)
-    assert written["advantage"] == "rloo" and set(written["objective"]["text"]) == {
+    assert written["advantage"] == "rloo" and set(written["objective"]["policy_gradient"]) == {
         "entropy",
         "surrogate",
         "kl",
@@ -391,26 +406,34 @@ def test_a_preset_that_is_no_name_is_refused(tmp_path):
         config.load(tmp_path / "run.yaml")
 
 
-def test_a_text_objective_on_a_flow_model_is_refused_with_its_line(tmp_path):
+def test_an_objective_of_tokens_on_a_flow_model_is_refused_with_its_line(tmp_path):
     (tmp_path / "run.yaml").write_text(
-        RUN.replace("preset: verl/dapo", "objective: {text: {surrogate: gspo}}")
+        RUN.replace("preset: verl/dapo", "objective: {clip_cov: {surrogate: gspo}}")
     )
     with pytest.raises(
-        UserError,
-        match=r"run.yaml:5: objective.text: the objective Text is for "
-        r"models that",
+        UserError, match=r"run.yaml:5: objective.clip_cov: the objective ClipCov is for models that"
     ):
         config.check(config.load(tmp_path / "run.yaml"))
+
+
+def test_a_preset_of_tokens_on_a_flow_model_is_refused_with_its_line(tmp_path):
+    (tmp_path / "run.yaml").write_text(RUN)
+    complaint = r"run.yaml:5: preset: verl/dapo is for models that write tokens.*paper/flow_grpo"
+    with pytest.raises(UserError, match=complaint):
+        config.check(config.load(tmp_path / "run.yaml"))
+    (tmp_path / "run.yaml").write_text(RUN.replace("verl/dapo", "paper/flow_grpo"))
+    config.check(config.load(tmp_path / "run.yaml"))
+    loaded = config.load("configs/digits/ar_grpo.yaml", ["preset=trl/dapo"])
+    config.check(loaded)
+    with pytest.raises(UserError, match="paper/flow_grpo is for flow and diffusion models"):
+        config.check(config.load("configs/digits/ar_grpo.yaml", ["preset=paper/flow_grpo"]))
 
 
 @pytest.mark.parametrize(
     ("objective", "config_file"),
     [
-        ("grpo", "digits/flow_grpo"),
-        ("guard", "digits/guard"),
+        ("grpo_guard", "digits/guard"),
         ("dgpo", "digits/dgpo"),
-        ("grpo", "digits/ar_grpo"),
-        ("grpo", "janus/ar_grpo"),
         ("kl_cov", "vlm/counting"),
         ("gvpo", "vlm/counting"),
     ],
@@ -418,14 +441,17 @@ def test_a_text_objective_on_a_flow_model_is_refused_with_its_line(tmp_path):
 def test_a_preset_that_would_leave_the_objective_as_it_was_is_refused(objective, config_file):
     """It used to be accepted, and to change the advantage and the reduction alone."""
     with pytest.raises(
-        UserError, match=f"preset trl/dapo .* would leave {objective} as it was: .*objective: text"
+        UserError, match=f"preset trl/dapo .* would leave {objective} as it was: .*policy_gradient"
     ):
         config.load(f"configs/{config_file}.yaml", ["preset=trl/dapo", f"objective={objective}"])
     config.load(f"configs/{config_file}.yaml", [f"objective={objective}"])
     with pytest.raises(
-        UserError, match="would leave text as it was: write objective: clip_cov; or remove"
+        UserError,
+        match="would leave policy_gradient as it was: write objective: clip_cov; or remove",
     ):
-        config.load(f"configs/{config_file}.yaml", ["objective=text", "preset=verl/clip_cov"])
+        config.load(
+            f"configs/{config_file}.yaml", ["objective=policy_gradient", "preset=verl/clip_cov"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -492,15 +518,6 @@ def test_trls_two_sided_clip_keeps_clip_higher(low, high):
     assert loss.item() == pytest.approx(-(1 + (low if high is None else high)))
 
 
-def test_clip_higher_of_visual_policy_gradients():
-    loss = clipped(1e-4, 3e-4)
-    logp = torch.tensor([[2e-4, 5e-4]], dtype=torch.float64)
-    old = torch.zeros(1, 2, dtype=torch.float64)
-    assert loss(logp, old, torch.ones(1, 1)).tolist()[0] == pytest.approx(
-        [-math.exp(2e-4), -1.0003], abs=1e-12
-    )
-
-
 def cov_point(ratios, fresh):
     """One row of tokens of probability 1/2, and log-probs by ``ratios``; the first drew the
     smallest numbers."""
@@ -513,7 +530,7 @@ def cov_point(ratios, fresh):
         logprob=old,
         mask=torch.ones(1, len(ratios), dtype=torch.bool),
         advantage=torch.ones(1, 1).double(),
-        known=draws,
+        coupling=HeldBack(draw=draws),
         on_policy=fresh,
     )
     return point, old + torch.tensor([ratios], dtype=torch.float64).log()
@@ -526,8 +543,8 @@ def test_clip_cov_spends_its_share_on_tokens_that_are_not_clipped():
     # with A > 0 the first three are clipped at 1.2, the last is not
     ratios = [1.5, 1.3, 1.21, 1.1, 1.0, 0.7]
     point, logp = cov_point(ratios, fresh=False)
-    assert objective.couple(point, logp).known.tolist() == [[0, 0, 0, 1, 1, 1]]
+    assert objective.couple(point, logp).coupling.held.tolist() == [[0, 0, 0, 1, 1, 1]]
     point, logp = cov_point(ratios, fresh=True)  # on the first step no ratio is clipped
-    assert objective.couple(point, logp).known.tolist() == [[1, 1, 1, 0, 0, 0]]
+    assert objective.couple(point, logp).coupling.held.tolist() == [[1, 1, 1, 0, 0, 0]]
     point, logp = cov_point([1.5] * 6, fresh=False)
-    assert not objective.couple(point, logp).known.any(), "all are clipped already"
+    assert not objective.couple(point, logp).coupling.held.any(), "all are clipped already"

@@ -15,8 +15,8 @@ from mmrl.core.errors import UserError
 from mmrl.core.metrics import Meter
 from mmrl.core.registry import OBJECTIVES, SURROGATES
 from mmrl.core.types import Completion, Rewards
-from mmrl.objectives import GVPO, REAL, RegGRPO, Text
-from mmrl.objectives.text import Entropy
+from mmrl.objectives import GVPO, REAL, KLCov, PolicyGradient, RegGRPO
+from mmrl.objectives.policy_gradient import Entropy
 from mmrl.policies.base import NO_CONTEXT
 from mmrl.rollout import dynamic_sampling
 from mmrl.rollout.dynamic_sampling import flat_groups
@@ -69,14 +69,14 @@ def trainer(objective=None, reward=threes, advantage=None, lr=3e-3, **options):
         toys.prompts(16),
         Scorer({"threes": reward}),
         advantage or advantages.grpo,
-        objective or Text(),
+        objective or PolicyGradient(),
         partial(adamw, lr=lr),
         TrainOptions(**sizes),
     )
 
 
 def text(surrogate, **options):
-    return config.build({"text": {"surrogate": surrogate, **options}}, OBJECTIVES)
+    return config.build({"policy_gradient": {"surrogate": surrogate, **options}}, OBJECTIVES)
 
 
 @pytest.mark.parametrize("name", SURROGATES)
@@ -94,10 +94,14 @@ def test_every_surrogate_raises_the_reward(name):
 
 CASES = {
     **{name: text(name, kl=0.1) for name in SURROGATES},
-    "entropy": Text(entropy=0.01),
-    "exact": config.build({"text": {"kl": {"weight": 0.1, "form": "exact"}}}, OBJECTIVES),
-    "reward kl": config.build({"text": {"kl": {"weight": 0.1, "where": "reward"}}}, OBJECTIVES),
-    "top entropy": Text(top_entropy=0.3),
+    "entropy": PolicyGradient(entropy=0.01),
+    "exact": config.build(
+        {"policy_gradient": {"kl": {"weight": 0.1, "form": "exact"}}}, OBJECTIVES
+    ),
+    "reward kl": config.build(
+        {"policy_gradient": {"kl": {"weight": 0.1, "where": "reward"}}}, OBJECTIVES
+    ),
+    "top entropy": PolicyGradient(top_entropy=0.3),
     "clip_cov": config.build({"clip_cov": {"share": 0.1, "low": 0.0, "high": 5.0}}, OBJECTIVES),
     "kl_cov": config.build({"kl_cov": {"share": 0.1}}, OBJECTIVES),
     "gvpo": GVPO(beta=0.5),
@@ -392,12 +396,13 @@ def test_a_sampler_that_differs_is_corrected():
     """With the weight p / q the gradient of what q sampled is that of p: exact expectation over one
     token."""
     objective = config.build(
-        {"text": {"surrogate": "reinforce", "importance_sampling": {"cap": 1e6}}}, OBJECTIVES
+        {"policy_gradient": {"surrogate": "reinforce", "importance_sampling": {"cap": 1e6}}},
+        OBJECTIVES,
     )
     built = trainer(objective, train_batch_size=64)
     rollout = built.collect().rollout
     point = next(iter(built.policy.path(rollout.replace(sampler_logprob=rollout.logprob - 0.5))))
-    plain = Text(surrogate=SURROGATES["reinforce"]).loss(built.policy, point)
+    plain = PolicyGradient(surrogate=SURROGATES["reinforce"]).loss(built.policy, point)
     torch.testing.assert_close(
         objective.loss(built.policy, point), plain * math.exp(0.5) * point.mask
     )
@@ -430,19 +435,21 @@ def test_answers_that_went_out_of_favour_leave_the_loss():
     built = trainer(train_batch_size=64)
     rollout = built.collect().rollout
     point = next(iter(built.policy.path(rollout.replace(logprob=rollout.logprob + 0.3))))
-    masked, plain = (Text(off_policy=limit).loss(built.policy, point) for limit in (0.2, None))
+    masked, plain = (
+        PolicyGradient(off_policy=limit).loss(built.policy, point) for limit in (0.2, None)
+    )
     bad = (point.advantage < 0).expand_as(point.mask) & point.mask
     good = point.mask & ~bad
     assert (masked[bad] == 0).all() and torch.equal(masked[good], plain[good]) and bad.any()
 
 
 def test_top_entropy_keeps_its_share_of_the_whole_step():
-    objective = Text(top_entropy=0.25)
+    objective = PolicyGradient(top_entropy=0.25)
     built = trainer(objective, train_batch_size=64, micro_batch_size=7)
     chosen = []
     loss = objective.loss
     objective.loss = lambda policy, point: (
-        chosen.append(point.known[point.mask]) or loss(policy, point)
+        chosen.append(point.coupling.weight[point.mask]) or loss(policy, point)
     )
     built.iterate()
     # first tokens of one prompt have equal entropies
@@ -450,7 +457,7 @@ def test_top_entropy_keeps_its_share_of_the_whole_step():
 
 
 def test_the_entropy_controller_rises_below_its_target_and_is_saved():
-    objective = Text(entropy=Entropy(weight=0.1, target=1.0, step=0.05, high=0.2))
+    objective = PolicyGradient(entropy=Entropy(weight=0.1, target=1.0, step=0.05, high=0.2))
     metrics = {"entropy": 0.5}
     objective.adapt(0, metrics)
     assert objective.bonus == pytest.approx(0.15) and metrics["entropy_weight"] == objective.bonus
@@ -460,7 +467,7 @@ def test_the_entropy_controller_rises_below_its_target_and_is_saved():
     objective.adapt(3, {"entropy": 2.0})
     assert objective.bonus == 0.0 and objective.controlled == pytest.approx(0.15)
     built = trainer(objective)
-    restored = trainer(Text(entropy=Entropy(weight=0.1, target=1.0)))
+    restored = trainer(PolicyGradient(entropy=Entropy(weight=0.1, target=1.0)))
     state.restore(restored, *state.capture(built))
     assert restored.objective.state_dict() == {
         "bonus": 0.0,
@@ -480,14 +487,14 @@ def test_the_kl_in_the_reward_is_taken_off_before_groups_are_compared():
 
 def test_a_flow_policy_is_refused_when_the_trainer_is_built():
     with pytest.raises(
-        UserError, match="Text is for models that write tokens, which the policy ToyFlow is not"
+        UserError, match="KLCov is for models that write tokens, which the policy ToyFlow is not"
     ):
         Trainer(
             toys.make("flow"),
             toys.prompts(4),
             Scorer({"threes": threes}),
             advantages.grpo,
-            Text(),
+            KLCov(),
             partial(adamw, lr=1e-3),
             TrainOptions(prompts_per_iteration=2, group_size=2, train_batch_size=4, iterations=1),
         )
@@ -546,7 +553,9 @@ def test_losses_of_groups_and_their_gradients_by_hand(name, micro):
 
 
 def test_the_weight_of_the_kl_goes_along_a_line():
-    objective = config.build({"text": {"kl": {"weight": 0.3, "start": 0.1, "over": 4}}}, OBJECTIVES)
+    objective = config.build(
+        {"policy_gradient": {"kl": {"weight": 0.3, "start": 0.1, "over": 4}}}, OBJECTIVES
+    )
     assert [objective.kl.at(i) for i in (0, 1, 2, 4, 9)] == pytest.approx(
         [0.1, 0.15, 0.2, 0.3, 0.3]
     )

@@ -232,7 +232,7 @@ CONFIG = """
 policy:
   sd3: {path: "world:digits/sd3-test", size: 32, steps: 3, noise_window: all_but_last, lora: 2}
 data: {prompts: {path: prompts.txt}}
-objective: {grpo: {clip_range: 1e-3}}
+objective: {policy_gradient: {clip_range: 1e-3}}
 optimizer: {adamw: {lr: 1e-3}}
 train: {prompts_per_iteration: 2, group_size: 4, train_batch_size: 4, iterations: 2}
 log: {tensorboard: false}

@@ -401,7 +401,7 @@ def test_pairs_through_training_and_its_log(url, tmp_path, monkeypatch):
             }
         },
         "data": {"digits": {"captions": 20}},
-        "objective": {"grpo": {"clip_range": 1.0}},
+        "objective": {"policy_gradient": {"clip_range": 1.0}},
         "log": {"tensorboard": False},
         "reward": {
             "judge_pairwise": {"model": model},

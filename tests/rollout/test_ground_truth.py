@@ -9,7 +9,7 @@ import torch
 from mmrl import advantages
 from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
-from mmrl.objectives import Text
+from mmrl.objectives import PolicyGradient
 from mmrl.policies.base import RolloutContext
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
@@ -99,7 +99,7 @@ def trainer(policy, truth="count", **options):
         ASKED,
         Scorer({"count": Count()}),
         partial(advantages.soft, threshold=0.5),
-        Text(kl=0.01),
+        PolicyGradient(kl=0.01),
         partial(adamw, lr=1e-3),
         TrainOptions(**sizes),
     )
@@ -152,7 +152,7 @@ def test_who_writes_it_is_checked(policy):
             ASKED,
             scorer,
             advantages.grpo,
-            Text(),
+            PolicyGradient(),
             partial(adamw, lr=1e-3),
             TrainOptions(
                 prompts_per_iteration=2,

@@ -12,7 +12,7 @@ from mmrl import advantages
 from mmrl.config.options import Reuse, TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.types import Rewards
-from mmrl.objectives.text import Text
+from mmrl.objectives.policy_gradient import PolicyGradient
 from mmrl.rollout.replay_buffer import ReplayBuffer, marked
 from mmrl.rollout.stages import Drawn
 from mmrl.run import state
@@ -118,7 +118,7 @@ def test_an_old_answer_has_the_ratio_to_the_weights_that_sampled_it(policy):
     point = point_of(one, found.replace(advantage=advantage, is_replayed=stale)).replace(
         on_policy=True
     )
-    loss = Text().loss(one, point)
+    loss = PolicyGradient().loss(one, point)
     now = one.dist(point).log_prob(point.target).detach()
     ratio = torch.where(stale[:, None], (now - found.logprob).exp(), torch.ones_like(now))
     wanted = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
@@ -149,7 +149,7 @@ def trainer(**options) -> Trainer:
         asked(),
         Scorer({"some": some}),
         advantages.grpo,
-        Text(),
+        PolicyGradient(),
         partial(adamw, lr=3e-3),
         TrainOptions(**sizes),
     )
@@ -185,7 +185,7 @@ def test_policies_without_prompts_to_encode_again_are_refused():
             [{"text": "a", "label": 0}],
             Scorer({"some": some}),
             advantages.grpo,
-            Text(),
+            PolicyGradient(),
             partial(adamw, lr=1e-3),
             TrainOptions(
                 prompts_per_iteration=1,

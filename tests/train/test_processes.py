@@ -111,7 +111,7 @@ policy:
 data: {prompts: {path: prompts.txt, held_out: 0.3}}
 reward: {"judge.py:greenness": 1.0}
 advantage: dance_grpo
-objective: {grpo: {clip_range: 1e-3, kl: 0.01}}
+objective: {policy_gradient: {clip_range: 1e-3, kl: 0.01}}
 optimizer: {adamw: {lr: 1e-3}}
 train:
   {prompts_per_iteration: 2, group_size: 4, train_batch_size: 4, iterations: 2, save_every: 1,

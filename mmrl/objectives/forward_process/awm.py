@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -14,9 +15,9 @@ from mmrl.config.options import Count
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES, TIMES
 from mmrl.core.types import Point, Rollout
-from mmrl.objectives.base import frozen
+from mmrl.objectives.base import Objective, frozen
 from mmrl.objectives.forward_process.base import error, mean_square, noised, positive, velocity
-from mmrl.objectives.policy_gradient import clipped
+from mmrl.objectives.surrogates import both_sides, outside, ppo
 from mmrl.objectives.timestep_samplers import TimeSampler, steps
 from mmrl.policies.base import Policy
 from samplers.noise import Rng
@@ -34,8 +35,8 @@ SCORES = {  # (denoising error l [B, 1], time t [B, 1]) -> what stands for the l
 
 @OBJECTIVES.register("awm")
 @dataclass
-class AWM:
-    """AWM: the clipped policy gradient with a weighted denoising error in place of the log-prob.
+class AWM(Objective):
+    """Clip the policy gradient of a weighted denoising error in place of the log-prob (AWM).
 
     Xue et al. 2025, "Advantage Weighted Matching: Aligning RL with Pretraining in Diffusion
     Models". The ratio is between the live and the sampling weights at the same time and noise; its
@@ -59,19 +60,17 @@ class AWM:
     timestep_sampler: Annotated[TimeSampler, TIMES] = steps
 
     def __post_init__(self) -> None:
-        self.low, self.high = (
-            self.clip_range
-            if isinstance(self.clip_range, (tuple, list))
-            else (self.clip_range, self.clip_range)
-        )
+        self.clip_bounds = both_sides(self.clip_range)
         positive(
-            "objective.awm", clip_range=min(self.low, self.high), advantage_clip=self.advantage_clip
+            "objective.awm",
+            clip_range=min(self.clip_bounds),
+            advantage_clip=self.advantage_clip,
         )
         looked_at = {"ref": self.kl, "ema": self.ema_kl}
-        self.behavior_policy = "live"
         self.snapshots = ("old", *(name for name, weight in looked_at.items() if weight))
         self.score = SCORES[self.weighting]
-        self.surrogate = clipped(self.low, self.high)
+        low, high = self.clip_bounds
+        self.surrogate = partial(ppo, clip_low=low, clip_high=high)
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         return noised(policy, rollout, rng, self.timestep_sampler, self.num_noise_draws)
@@ -88,9 +87,7 @@ class AWM:
         ratio = (new - before).detach().exp()
         observe("log_ratio", new - before, point.mask)
         observe("ratio", ratio, point.mask)
-        observe(
-            "clip_fraction", ((ratio > 1 + self.high) | (ratio < 1 - self.low)).double(), point.mask
-        )
+        observe("clip_fraction", outside(ratio, *self.clip_bounds).double(), point.mask)
         advantage = point.advantage.clamp(-self.advantage_clip, self.advantage_clip)
         loss = self.surrogate(new, before, advantage, point.mask)
         loss = loss.to(torch.promote_types(advantage.dtype, torch.float32))

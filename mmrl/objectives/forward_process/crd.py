@@ -14,8 +14,8 @@ from mmrl.config.options import Count
 from mmrl.core.distributed import all_sum
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES, TIMES
-from mmrl.core.types import Point, Rollout
-from mmrl.objectives.base import frozen
+from mmrl.core.types import Fields, Point, Rollout
+from mmrl.objectives.base import Objective, frozen
 from mmrl.objectives.forward_process.base import (
     comparisons,
     mean_absolute,
@@ -30,11 +30,19 @@ from mmrl.policies.base import Policy
 from samplers.noise import Rng
 
 
+@dataclass(frozen=True, kw_only=True)
+class Centred(Fields):
+    """What a row is fitted to, one column for each direction of weights."""
+
+    optimality: Tensor  # [B, D] wanted reward less its centre
+    implicit_mean: Tensor  # [B, D] centre of the model's own rewards
+    old_error: Tensor  # [B, 1] q_old
+
+
 @OBJECTIVES.register("crd")
 @dataclass
-class CRD:
-    """CRD: the implicit reward of the model, centred over a group, is fitted to the reward, centred
-    alike.
+class CRD(Objective):
+    """Fit the model's implicit reward, centred over a group, to the reward, centred alike (CRD).
 
     Flow-Factory's "Centered Reward Distillation". With q the denoising error over its mean absolute
     value, the implicit reward is r = -(q - q_old) and the wanted one a = 1/2 + A / (2
@@ -71,7 +79,6 @@ class CRD:
             advantage_clip=self.advantage_clip,
             temperature=self.temperature or 1,
         )
-        self.behavior_policy = "live"
         self.snapshots = ("old", "ref") if self.kl else ("old",)
 
     def old_decay(self, step: int) -> float:
@@ -82,16 +89,18 @@ class CRD:
             policy, rollout, rng, self.timestep_sampler, self.num_noise_draws, shared=True
         )
 
+    def couples(self, policy: Policy) -> Literal["groups"]:
+        return "groups"
+
     def measure(self, policy: Policy, point: Point) -> Tensor:
         """[B, 2]: the model's implicit reward, and q_old, which ``loss`` wants again."""
         old = self._old(policy, point)
         return torch.cat([old - _scaled(velocity(policy.dist(point)), point.target), old], 1)
 
     def couple(self, point: Point, measured: Tensor) -> Point:
-        """In place of the advantage: for each direction the centred wanted reward and the centre of
-        the model's."""
+        """For each direction the centred wanted reward and the centre of the model's."""
         measured, old = measured.to(point.advantage.device).split(1, 1)
-        optimality = self._wanted(point.advantage)
+        optimality = self._optimality(point.advantage)
         group = comparisons(point)
         trained = point.mask.any(1, keepdim=True)  # an idle process's row counts nothing
 
@@ -101,25 +110,28 @@ class CRD:
                 summed(x, group)[group] if self.centre == "group" else all_sum(x.sum()).expand_as(x)
             )
 
-        centres = []
+        wanted, centres = [], []
         for slope in self._slopes():
             weight = (slope * optimality).exp() * trained
             weight = weight / total(weight)
-            centres += [optimality - total(weight * optimality), total(weight * measured)]
-        return point.replace(advantage=torch.cat(centres, 1), known=old)
+            wanted.append(optimality - total(weight * optimality))
+            centres.append(total(weight * measured))
+        centred = Centred(
+            optimality=torch.cat(wanted, 1), implicit_mean=torch.cat(centres, 1), old_error=old
+        )
+        return point.replace(coupling=centred)
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
         """Before ``couple`` the centre of a is 1/2 and that of r is 0."""
         v = velocity(policy.dist(point))
-        old = self._old(policy, point) if point.known is None else point.known
-        implicit = old - _scaled(v, point.target)
-        target = point.advantage
-        if target.shape[1] == 1:
-            target = torch.cat([self._wanted(target) - 0.5, torch.zeros_like(target)], 1)
-        each = [
-            self._fit(self.beta * (implicit - target[:, i + 1 : i + 2]), target[:, i : i + 1])
-            for i in range(0, target.shape[1], 2)
-        ]
+        centred = point.coupling or Centred(
+            optimality=self._optimality(point.advantage) - 0.5,
+            implicit_mean=torch.zeros_like(point.advantage),
+            old_error=self._old(policy, point),
+        )
+        implicit = centred.old_error - _scaled(v, point.target)
+        columns = zip(centred.optimality.split(1, 1), centred.implicit_mean.split(1, 1))
+        each = [self._fit(self.beta * (implicit - mean), wanted) for wanted, mean in columns]
         loss = torch.stack(each).mean(0) * self.advantage_clip / self.beta
         if not self.kl:
             return loss
@@ -135,7 +147,7 @@ class CRD:
             return (0.0,) if self.temperature is None else (1.0, 0.0)
         return 1 / self.temperature, -1 / self.temperature
 
-    def _wanted(self, advantage: Tensor) -> Tensor:
+    def _optimality(self, advantage: Tensor) -> Tensor:
         return 0.5 + advantage.clamp(-self.advantage_clip, self.advantage_clip) / (
             2 * self.advantage_clip
         )

@@ -14,8 +14,8 @@ from mmrl.config.options import Count
 from mmrl.core.distributions import Dist
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES, TIMES
-from mmrl.core.types import Point, Rollout
-from mmrl.objectives.base import frozen
+from mmrl.core.types import Fields, Point, Rollout
+from mmrl.objectives.base import Objective, frozen
 from mmrl.objectives.forward_process.base import (
     comparisons,
     error,
@@ -30,11 +30,19 @@ from mmrl.policies.base import Policy
 from samplers.noise import Rng
 
 
+@dataclass(frozen=True, kw_only=True)
+class Preference(Fields):
+    """What the comparison of a group says of a row."""
+
+    advantage: Tensor  # [B, 1] times the group's weight sigmoid(S)
+    old_error: Tensor | None  # [B, 1] under the old weights; None: nothing is clipped
+    start: Tensor | None  # [B, *] velocity of the weights of the start; None: without a KL
+
+
 @OBJECTIVES.register("dgpo")
 @dataclass
-class DGPO:
-    """DGPO: the good half of a group is preferred to the bad half, by denoising errors at shared
-    noise.
+class DGPO(Objective):
+    """Prefer the good half of a group to the bad half, by denoising errors at shared noise (DGPO).
 
     Luo et al. 2025, "Reinforcing Diffusion Models by Direct Group Preference Optimization". With d
     the denoising error, S = sum_i A_i beta (d_i - d_i^ref) / G over the G samples of a group,
@@ -81,6 +89,9 @@ class DGPO:
             policy, rollout, rng, self.timestep_sampler, self.num_noise_draws, shared=True
         )
 
+    def couples(self, policy: Policy) -> Literal["groups"]:
+        return "groups"
+
     def measure(self, policy: Policy, point: Point) -> Tensor:
         """[B, 2 + D]: by how much the error exceeds the reference's; to clip, the error under the
         old weights; and the velocity of the start's weights, which ``loss`` wants again."""
@@ -99,27 +110,35 @@ class DGPO:
         score = summed(advantage * self.beta * gap, group) / size.clamp_min(1)
         weight = score.sigmoid()[group]
         observe("dgpo/weight", weight, point.mask)
-        known = start.view_as(point.target) if self.kl else None
-        return point.replace(
-            advantage=weight * advantage, logprob=-old if self.clip_range else None, known=known
+        preference = Preference(
+            advantage=weight * advantage,
+            old_error=old if self.clip_range else None,
+            start=start.view_as(point.target) if self.kl else None,
         )
+        return point.replace(coupling=preference)
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
         """Before ``couple`` all weights are 1 and nothing is clipped."""
         dist = policy.dist(point)
         denoising_error = error(dist, point)
-        if self.clip_range and point.logprob is not None:
-            ratio = (-denoising_error.detach() - point.logprob).exp()
+        preference = point.coupling or Preference(
+            advantage=point.advantage, old_error=None, start=None
+        )
+        advantage = preference.advantage
+        if preference.old_error is not None:
+            ratio = (preference.old_error - denoising_error.detach()).exp()
             far = torch.where(
-                point.advantage > 0, ratio > 1 + self.clip_range, ratio < 1 - self.clip_range
+                advantage > 0, ratio > 1 + self.clip_range, ratio < 1 - self.clip_range
             )
             observe("ratio", ratio, point.mask)
             observe("clip_fraction", far.double(), point.mask)
             denoising_error = torch.where(far, denoising_error.detach(), denoising_error)
-        loss = point.advantage * denoising_error
+        loss = advantage * denoising_error
         if not self.kl:
             return loss
-        start = velocity(self._start(policy, point)) if point.known is None else point.known
+        start = preference.start
+        if start is None:
+            start = velocity(self._start(policy, point))
         distance = mean_square(velocity(dist) - start)
         observe("kl", distance, point.mask)
         return loss + self.kl * distance

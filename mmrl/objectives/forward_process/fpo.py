@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,8 +13,9 @@ from mmrl.config.options import Count
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES, TIMES
 from mmrl.core.types import Point, Rollout
-from mmrl.objectives.base import frozen
+from mmrl.objectives.base import Linearised, Objective, frozen, slope_of
 from mmrl.objectives.forward_process.base import error, noised, positive, summed
+from mmrl.objectives.surrogates import both_sides
 from mmrl.objectives.timestep_samplers import TimeSampler, uniform
 from mmrl.policies.base import Policy
 from samplers.noise import Rng
@@ -22,9 +23,9 @@ from samplers.noise import Rng
 
 @OBJECTIVES.register("fpo")
 @dataclass
-class FPO:
-    """FPO: PPO with the ratio exp(mean over draws of (l_old - l)), l the denoising error at the
-    same time and noise.
+class FPO(Objective):
+    """Clip as PPO does the ratio exp(mean (l_old - l)) of denoising errors l at the same noise
+    (FPO).
 
     McAllister et al. 2025, "Flow Matching Policy Gradients", eq. 13: the mean stands in the
     exponent, so all draws of a sample have one ratio and are clipped together. clip_range: its
@@ -39,40 +40,42 @@ class FPO:
     timestep_sampler: Annotated[TimeSampler, TIMES] = uniform
 
     def __post_init__(self) -> None:
-        self.low, self.high = (
-            self.clip_range
-            if isinstance(self.clip_range, (tuple, list))
-            else (self.clip_range, self.clip_range)
-        )
+        self.clip_bounds = both_sides(self.clip_range)
         positive(
-            "objective.fpo", clip_range=min(self.low, self.high), advantage_clip=self.advantage_clip
+            "objective.fpo",
+            clip_range=min(self.clip_bounds),
+            advantage_clip=self.advantage_clip,
         )
-        self.behavior_policy = "live"
         self.snapshots = ("old",)
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         return noised(policy, rollout, rng, self.timestep_sampler, self.num_noise_draws)
 
+    def couples(self, policy: Policy) -> Literal["groups"]:
+        return "groups"
+
     def measure(self, policy: Policy, point: Point) -> Tensor:
         return error(frozen(policy, "old", point), point) - error(policy.dist(point), point)
 
     def couple(self, point: Point, measured: Tensor) -> Point:
-        """The derivative of the clipped objective by the log-ratio takes the place of the
-        advantage."""
+        """The derivative of the clipped objective by the log-ratio."""
         _, row = point.row_id.unique(return_inverse=True)
         log_ratio = (summed(measured, row) / summed(torch.ones_like(measured), row))[row]
         ratio = log_ratio.exp()
         advantage = point.advantage.clamp(-self.advantage_clip, self.advantage_clip)
-        clipped = torch.where(advantage > 0, ratio > 1 + self.high, ratio < 1 - self.low)
+        low, high = self.clip_bounds
+        clipped = torch.where(advantage > 0, ratio > 1 + high, ratio < 1 - low)
         for name, value in (
             ("log_ratio", log_ratio),
             ("ratio", ratio),
             ("clip_fraction", clipped.double()),
         ):
             observe(name, value, point.mask)
-        return point.replace(advantage=torch.where(clipped, 0.0, advantage * ratio))
+        return point.replace(
+            coupling=Linearised(slope=torch.where(clipped, 0.0, advantage * ratio))
+        )
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
         """Linear in the error, with the gradient of PPO's loss; before ``couple`` the ratio is
         1."""
-        return point.advantage * error(policy.dist(point), point)
+        return slope_of(point) * error(policy.dist(point), point)

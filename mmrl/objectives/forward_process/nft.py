@@ -13,7 +13,7 @@ from mmrl.config.options import Count
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES, TIMES
 from mmrl.core.types import Point, Rollout
-from mmrl.objectives.base import frozen
+from mmrl.objectives.base import Objective, frozen
 from mmrl.objectives.forward_process.base import (
     mean_absolute,
     mean_square,
@@ -28,9 +28,9 @@ from samplers.noise import Rng
 
 @OBJECTIVES.register("nft")
 @dataclass
-class NFT:
-    """DiffusionNFT: fit good samples with the velocity, and bad ones with its mirror image about
-    the old velocity.
+class NFT(Objective):
+    """Fit good samples with the velocity, bad ones with its mirror image at the old one
+    (DiffusionNFT).
 
     Zheng et al. 2025, "DiffusionNFT: Online Diffusion Reinforcement with Forward Process", eq. 5.
     The optimality r = 1/2 + A / (2 advantage_clip) weighs two denoising errors of the clean sample,

@@ -13,6 +13,7 @@ from mmrl.config.options import Count
 from mmrl.core.metrics import observe
 from mmrl.core.registry import OBJECTIVES, TIMES
 from mmrl.core.types import Point, Rollout
+from mmrl.objectives.base import Linearised, Objective, slope_of
 from mmrl.objectives.forward_process.base import noised, positive
 from mmrl.objectives.timestep_samplers import TimeSampler, uniform
 from mmrl.policies.base import Policy
@@ -21,8 +22,8 @@ from samplers.noise import Rng
 
 @OBJECTIVES.register("rwr")
 @dataclass
-class RewardWeightedRegression:
-    """Reward-weighted regression: -w log p(sample), with w = exp(A / beta) of mean 1 in each group.
+class RewardWeightedRegression(Objective):
+    """Fit samples by weight: -w log p(sample), w = exp(A / beta) of mean 1 in each group (RWR).
 
     Peters and Schaal 2007, "Reinforcement learning by reward-weighted regression"; Lee et al. 2023,
     "Aligning text-to-image models using human feedback", eq. 4. The log-likelihood is minus the
@@ -39,11 +40,12 @@ class RewardWeightedRegression:
 
     def __post_init__(self) -> None:
         positive("objective.rwr", beta=self.beta)
-        self.behavior_policy = "live"
-        self.snapshots = ()
 
     def points(self, policy: Policy, rollout: Rollout, rng: Rng) -> Iterable[Point]:
         return noised(policy, rollout, rng, self.timestep_sampler, self.num_noise_draws)
+
+    def couples(self, policy: Policy) -> Literal["groups"]:
+        return "groups"
 
     def measure(self, policy: Policy, point: Point) -> Tensor:
         return point.advantage[:, -1:]
@@ -60,7 +62,7 @@ class RewardWeightedRegression:
             members = group == index
             weight[members] = (advantage[members] / self.beta).softmax(0) * members.sum()
         observe("rwr/largest_weight", weight.max().expand(1, 1))
-        return point.replace(advantage=weight[row, None])
+        return point.replace(coupling=Linearised(slope=weight[row, None]))
 
     def loss(self, policy: Policy, point: Point) -> Tensor:
-        return -point.advantage * policy.dist(point).log_prob(point.target)
+        return -slope_of(point) * policy.dist(point).log_prob(point.target)

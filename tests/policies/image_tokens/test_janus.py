@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from mmrl.core.errors import UserError
 from mmrl.core.registry import SURROGATES
-from mmrl.objectives import Text
+from mmrl.objectives import PolicyGradient
 from mmrl.policies.image_tokens.models.janus import Janus
 from mmrl.policies.image_tokens.policy import ImageTokenPolicy
 from samplers.noise import Rng
@@ -326,7 +326,7 @@ def test_gspo_at_its_published_clip_cuts_nothing_while_the_weights_stay(make):
     found = {}
     for again in (False, "auto"):
         policy = make(double=False, guidance_scale=5.0)
-        objective = Text(surrogate=SURROGATES["gspo"])
+        objective = PolicyGradient(surrogate=SURROGATES["gspo"])
         sizes = {
             "group_size": 8,
             "train_batch_size": 4,

@@ -11,7 +11,7 @@ from mmrl.config.options import TrainOptions
 from mmrl.core.errors import UserError
 from mmrl.core.types import Rewards
 from mmrl.objectives.importance_sampling import Importance
-from mmrl.objectives.text import Text
+from mmrl.objectives.policy_gradient import PolicyGradient
 from mmrl.train.trainer import Trainer
 from tests.fixtures import fake_vllm
 from tests.policies.vlm.test_vlm_policy import logprobs, point_of, policy_of, prompts, quiet, rolled  # noqa: F401
@@ -111,7 +111,7 @@ def test_training_corrects_for_what_the_engine_did_otherwise(vllm):
         prompts(),
         scorer,
         lambda r, rollout: r.total()[:, None] - 1.0,
-        Text(importance_sampling=Importance(cap=1.5)),
+        PolicyGradient(importance_sampling=Importance(cap=1.5)),
         lambda p: torch.optim.SGD(p, lr=1e-3),
         TrainOptions(prompts_per_iteration=3, group_size=2, train_batch_size=6, iterations=1),
     )

@@ -9,8 +9,8 @@ import torch
 from mmrl import advantages
 from mmrl.config.options import TrainOptions
 from mmrl.core.metrics import Meter
+from mmrl.objectives.policy_gradient import PolicyGradient
 from mmrl.objectives.surrogates import ppo, reinforce
-from mmrl.objectives.text import Text
 from mmrl.scoring import Scorer
 from mmrl.train.optimizers import adamw
 from mmrl.train.trainer import Trainer
@@ -31,7 +31,7 @@ def test_a_few_iterations_raise_the_reward():
         asked,
         Scorer({"letters": letters}),
         advantages.grpo,
-        Text(),
+        PolicyGradient(),
         partial(adamw, lr=1e-2),
         TrainOptions(prompts_per_iteration=2, group_size=16, train_batch_size=32, iterations=10),
     )
@@ -56,7 +56,7 @@ def test_rewards_of_steps_reach_the_tokens_that_earned_them():
         asked,
         Scorer({"key_steps": reward}),
         advantages.process,
-        Text(),
+        PolicyGradient(),
         partial(adamw, lr=1e-3),
         TrainOptions(
             prompts_per_iteration=1,
@@ -110,7 +110,7 @@ def test_the_first_steps_gradient_is_that_of_reinforce():
     (point,) = one.path(rollout.replace(advantage=advantage))
     found = []
     for surrogate in (ppo, reinforce):
-        loss = Text(surrogate).loss(one, point.replace(on_policy=True))
+        loss = PolicyGradient(surrogate).loss(one, point.replace(on_policy=True))
         found.append(
             torch.autograd.grad(
                 (loss * point.mask).sum(), list(one.net.parameters()), allow_unused=True

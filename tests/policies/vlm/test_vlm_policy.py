@@ -14,7 +14,7 @@ from mmrl.core.distributions import Categorical
 from mmrl.core.errors import UserError
 from mmrl.core.registry import SURROGATES
 from mmrl.core.types import Completion, Point, Rewards
-from mmrl.objectives import PolicyGradient, Text
+from mmrl.objectives import PolicyGradient
 from mmrl.objectives.importance_sampling import Importance
 from mmrl.policies.vlm.policy import VLM
 from mmrl.policies.vlm.recent import Recent
@@ -501,7 +501,7 @@ def test_gspo_at_its_published_clip_cuts_nothing_while_the_weights_stay(epochs):
     found = {}
     for again in (False, "auto"):
         policy = policy_of(dtype="bfloat16", lora=2)
-        objective = Text(surrogate=SURROGATES["gspo"])
+        objective = PolicyGradient(surrogate=SURROGATES["gspo"])
         sizes = {
             "prompts_per_iteration": 2,
             "group_size": 8,

@@ -1,0 +1,188 @@
+"""One objective on every kind of decisions: surrogates of whole samples whose decisions are scored
+in several passes, and options that mean nothing for a policy."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from mmrl import advantages, config
+from mmrl.config.options import TrainOptions
+from mmrl.core.errors import UserError
+from mmrl.core.registry import ESTIMATORS, SURROGATES
+from mmrl.core.types import Point
+from mmrl.objectives import ClipCov, Masked, PolicyGradient
+from mmrl.objectives.surrogates import sees_whole_rows
+from mmrl.policies.diffusion.trees import Tree
+from mmrl.run.build import read
+from mmrl.scoring import Scorer
+from mmrl.train.optimizers import sgd
+from mmrl.train.trainer import Trainer
+from samplers.noise import Rng
+from tests.fixtures import toys
+from tests.objectives.test_objective_pairs import WHOLE, ToyHidden
+
+SEQUENCES = [name for name, entry in SURROGATES.items() if sees_whole_rows(entry)]
+CASES = {  # policy, objective
+    "flow": (toys.ToyFlow, PolicyGradient),
+    "weighted flow": (toys.ToyFlow, partial(PolicyGradient, timestep_weighting="noise")),
+    "masked": (toys.ToyMasked, PolicyGradient),
+    "trajectory": (ToyHidden, Masked),
+    "coupled masks": (ToyHidden, partial(Masked, estimator=ESTIMATORS["coupled"])),
+}
+
+
+def setting(case, surrogate):
+    policy, objective = (make() for make in (CASES[case][0], partial(SURROGATES.get, surrogate)))
+    policy.net.double()
+    return policy, CASES[case][1](surrogate=objective)
+
+
+def trained(case, surrogate, iterations=1, **sizes):
+    """Metrics of every iteration and the weights after the last, by plain gradient descent."""
+    policy, objective = setting(case, surrogate)
+    options = {
+        "prompts_per_iteration": 4,
+        "group_size": 4,
+        "train_batch_size": 16,
+        "iterations": 2,
+        "max_grad_norm": None,
+    }
+    trainer = Trainer(
+        policy,
+        toys.prompts(4),
+        Scorer({"toy": toys.reward}),
+        advantages.dr_grpo,
+        objective,
+        partial(sgd, lr=0.05),
+        TrainOptions(**options | sizes),
+    )
+    return [trainer.iterate() for _ in range(iterations)], policy.weights.full()
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "weighted flow"])
+@pytest.mark.parametrize("surrogate", ["gspo", "gspo_token", "gmpo", "cispo"])
+def test_the_first_step_has_ratio_one_and_the_gradient_of_reinforce(case, surrogate):
+    (metrics,), weights = trained(case, surrogate)
+    _, expected = trained(case, "reinforce")
+    assert metrics["ratio/mean"] == pytest.approx(1, abs=1e-12) and metrics["clip_fraction"] == 0
+    assert metrics["grad_norm"] > 0
+    for name, value in weights.items():
+        torch.testing.assert_close(value, expected[name], atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("surrogate", ["gspo", "gmpo", "cispo"])
+def test_micro_batches_change_nothing(case, surrogate):
+    """Also on the second step, whose ratios are not 1."""
+    runs = [
+        trained(case, surrogate, iterations=2, train_batch_size=8, micro_batch_size=micro)
+        for micro in (None, 3)
+    ]
+    (metrics, weights), (_, cut) = runs
+    assert metrics[0]["ratio/mean"] != 1
+    for name, value in weights.items():
+        torch.testing.assert_close(value, cut[name], atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["flow", "masked", "trajectory"])
+@pytest.mark.parametrize("surrogate", SEQUENCES)
+def test_loss_and_gradient_are_those_of_whole_samples(case, surrogate):
+    """After the weights have moved, against the surrogate of all decisions side by side."""
+    policy, objective = setting(case, surrogate)
+    policy.weights.keep("old")
+    with torch.no_grad():
+        rollout = policy.rollout(toys.prompts(2), 3, Rng.of("rollout"))
+        for parameter in policy.net.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    advantage = torch.linspace(-1, 1, len(rollout), dtype=torch.float64)[:, None]
+    rollout = rollout.replace(advantage=advantage)
+    points = list(objective.points(policy, rollout, Rng.of("points")))
+    assert len(points) > 1 and objective.couples(policy) == "rows"
+    whole = Point.cat(points)
+    with torch.no_grad():
+        ready = objective.couple(whole, objective.measure(policy, whole))
+    loss = objective.loss(policy, ready)[whole.mask].mean()
+    by_row = [
+        torch.cat(parts, 1)
+        for parts in zip(
+            *(
+                (
+                    policy.dist(p).log_prob(p.target).masked_fill(~p.mask, 0),
+                    p.logprob.masked_fill(~p.mask, 0),
+                    p.mask,
+                )
+                for p in points
+            )
+        )
+    ]
+    logp, old, mask = by_row
+    expected = SURROGATES[surrogate](logp, old, advantage, mask).expand_as(mask)[mask].mean()
+    torch.testing.assert_close(loss, expected, atol=1e-12, rtol=1e-9)
+    for slope, truth in zip(*(gradients(policy, x) for x in (loss, expected)), strict=True):
+        torch.testing.assert_close(slope, truth, atol=1e-12, rtol=1e-9)
+
+
+def gradients(policy, loss):
+    return torch.autograd.grad(loss, list(policy.net.parameters()), retain_graph=True)
+
+
+REFUSED = [  # policy, reward, options of the objective, what is said
+    ("sd3", "digits", "{entropy: 0.1}", "entropy: the noise of a step is not trained"),
+    ("sd3", "digits", "{off_policy: 0.1}", "off_policy: .* use clip_range"),
+    ("sd3", "digits", "{importance_sampling: {cap: 2}}", "importance_sampling: .* leave it out"),
+    ("sd3", "digits", "{top_entropy: 0.2}", "top_entropy: .* use timestep_fraction"),
+    ("vlm", "count", "{timestep_fraction: 0.5}", "timestep_fraction: .* use top_entropy"),
+    ("vlm", "count", "{timestep_selection: random}", "timestep_selection: .* use top_entropy"),
+    ("vlm", "count", "{timestep_weighting: noise}", "timestep_weighting: .* use top_entropy"),
+    ("vlm", "count", "{kl: {weight: 1, form: flow_grpo}}", "kl: .* use k3 or exact"),
+    ("masked_lm", "count", "{surrogate: gspo, top_entropy: 0.2}", "surrogate: .* choose .* ppo"),
+    ("vlm", "count", "{surrogate: sapo, clip_range: 0.1}", "sapo clips no ratio: leave out"),
+    ("vlm", "count", "{surrogate: {ppo: {clip_low: 1}}, clip_range: 1}", "are the same: keep one"),
+]
+
+
+@pytest.mark.parametrize(("policy", "reward", "options", "complaint"), REFUSED)
+def test_what_means_nothing_for_a_policy_is_refused_when_the_configuration_is_read(
+    policy, reward, options, complaint, tmp_path
+):
+    file = tmp_path / "run.yaml"
+    objective = f"{{policy_gradient: {options}}}"
+    file.write_text(WHOLE.format(policy=policy, reward=reward, objective=objective))
+    with pytest.raises(UserError, match=rf"run.yaml:6: objective.policy_gradient.*{complaint}"):
+        read(file, [])
+
+
+def test_whole_samples_of_a_tree_are_refused(tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        WHOLE.format(policy="sd3", reward="digits", objective="{policy_gradient: {}}")
+    )
+    tree = "policy.sd3.tree={splits: 2}"
+    read(tmp_path / "run.yaml", [tree, "objective.surrogate=cispo"])
+    read(tmp_path / "run.yaml", ["objective.surrogate=gspo"])
+    with pytest.raises(UserError, match="follows single paths: remove .* tree"):
+        read(tmp_path / "run.yaml", [tree, "objective.surrogate=gspo"])
+    policy = toys.ToyFlow(tree=Tree(splits=(1,)))
+    rollout = policy.rollout(toys.prompts(2), 2, Rng.of(0))
+    objective = PolicyGradient(surrogate=SURROGATES["gspo"])
+    with pytest.raises(UserError, match="share the steps of a tree"):
+        list(objective.points(policy, rollout, Rng.of(0)))
+
+
+def test_whole_samples_in_parts_are_refused_where_tokens_are_compared():
+    """Its coupling is taken up by the tokens that are held back."""
+    policy = toys.ToyMasked()
+    rollout = policy.rollout(toys.prompts(2), 2, Rng.of(0))
+    with pytest.raises(UserError, match="compares whole samples"):
+        list(ClipCov(surrogate=SURROGATES["gspo"]).points(policy, rollout, Rng.of(0)))
+
+
+def test_a_written_clip_range_takes_the_place_of_a_presets(tmp_path):
+    text = WHOLE.format(policy="vlm", reward="count", objective="{policy_gradient: {}}")
+    (tmp_path / "run.yaml").write_text(text + "preset: verl/dapo\n")
+    loaded = config.load(tmp_path / "run.yaml")
+    assert loaded["objective"]["policy_gradient"]["surrogate"]["ppo"]["clip_high"] == 0.28
+    written = text.replace("{policy_gradient: {}}", "{policy_gradient: {clip_range: 0.1}}")
+    (tmp_path / "run.yaml").write_text(written + "preset: verl/dapo\n")
+    objective = config.load(tmp_path / "run.yaml")["objective"]["policy_gradient"]
+    assert objective["clip_range"] == 0.1 and objective["surrogate"] == {"ppo": {"dual_clip": 10.0}}
