@@ -72,7 +72,7 @@ def test_two_processes_equal_one(tmp_path):
     module = ["-m", "tests.fixtures.process_worker"]
     kinds = {
         "one": module[1:],
-        "group_size": [*LAUNCH, *module, "--start", tmp_path / "one"],
+        "copies": [*LAUNCH, *module, "--start", tmp_path / "one"],
         "halves": [*LAUNCH, *module, "--start", tmp_path / "one", "--sharded"],
     }
     for kind, words in kinds.items():
