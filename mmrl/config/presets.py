@@ -78,7 +78,7 @@ def unsuited_preset(name: str, policy: Any) -> str | None:
     wants = PRESETS[name]["decisions"]
     if can is None or can.decisions == wants:
         return None
-    fit = [other for other in PRESETS if PRESETS[other]["decisions"] == can.decisions]
+    fit = [preset for preset, entry in PRESETS.items() if entry["decisions"] == can.decisions]
     return (
         f"{name} is for {KINDS[wants]}, which the policy is not: remove it, or take another, "
         f"such as {', '.join(fit[:3])}"

@@ -94,10 +94,12 @@ def _name_and_options(
                 )
             )
     elif isinstance(spec, Mapping) and spec:
-        old = [said for name in spec if (said := renamed.plug_in(registry.kind, name))]
+        renames = filter(None, (renamed.plug_in(registry.kind, name) for name in spec))
         names = ", ".join(map(str, spec))
         problems.append(
-            place.say(*old[:1] or [f"expected one {registry.kind}, got {len(spec)}: {names}"])
+            place.say(
+                next(renames, "") or f"expected one {registry.kind}, got {len(spec)}: {names}"
+            )
         )
     else:
         problems.append(

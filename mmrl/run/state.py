@@ -41,8 +41,7 @@ def capture(trainer: Trainer) -> tuple[Arrays, dict[str, Any]]:
     meta["advantage"] = memory.capture(trainer.advantage)
     if hasattr(trainer.scorer, "state_dict"):
         meta["rewards"] = trainer.scorer.state_dict()
-    if hasattr(trainer.objective, "state_dict"):
-        meta["objective"] = trainer.objective.state_dict()
+    meta["objective"] = trainer.objective.state_dict()
     if isinstance(trainer.prompts, Curriculum):
         meta["data"] = trainer.prompts.state_dict()
     for stage in trainer.stages:
@@ -69,7 +68,7 @@ def restore(trainer: Trainer, arrays: Arrays, meta: dict[str, Any]) -> None:
     memory.restore(trainer.advantage, meta.get("advantage", {}))
     if hasattr(trainer.scorer, "load_state_dict"):
         trainer.scorer.load_state_dict(meta.get("rewards", {}))
-    if hasattr(trainer.objective, "load_state_dict") and "objective" in meta:
+    if "objective" in meta:
         trainer.objective.load_state_dict(meta["objective"])
     if isinstance(trainer.prompts, Curriculum):
         trainer.prompts.load_state_dict(meta.get("data", {}))

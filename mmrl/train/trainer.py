@@ -186,3 +186,5 @@ def suits(objective: Objective, policy: Policy, options: TrainOptions) -> None:
     """Raise UserError if the objective is for another kind of model, or needs what is not kept."""
     if why := unsuited(type(objective), policy) or without_average(objective.snapshots, options):
         raise UserError(why)
+    for option, sentence in objective.unfit(policy):
+        raise UserError(f"the objective's option {option}: {sentence}")

@@ -110,14 +110,15 @@ class CRD(Objective):
                 summed(x, group)[group] if self.centre == "group" else all_sum(x.sum()).expand_as(x)
             )
 
-        wanted, centres = [], []
+        targets = []
+        centres = []
         for slope in self._slopes():
             weight = (slope * optimality).exp() * trained
             weight = weight / total(weight)
-            wanted.append(optimality - total(weight * optimality))
+            targets.append(optimality - total(weight * optimality))
             centres.append(total(weight * measured))
         centred = Centred(
-            optimality=torch.cat(wanted, 1), implicit_mean=torch.cat(centres, 1), old_error=old
+            optimality=torch.cat(targets, 1), implicit_mean=torch.cat(centres, 1), old_error=old
         )
         return point.replace(coupling=centred)
 
@@ -131,7 +132,7 @@ class CRD(Objective):
         )
         implicit = centred.old_error - _scaled(v, point.target)
         columns = zip(centred.optimality.split(1, 1), centred.implicit_mean.split(1, 1))
-        each = [self._fit(self.beta * (implicit - mean), wanted) for wanted, mean in columns]
+        each = [self._fit(self.beta * (implicit - mean), target) for target, mean in columns]
         loss = torch.stack(each).mean(0) * self.advantage_clip / self.beta
         if not self.kl:
             return loss
