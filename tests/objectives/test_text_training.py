@@ -364,7 +364,7 @@ def test_replacements_are_the_same_on_any_number_of_processes(monkeypatch):
         drawn = built.sample(prompts[first:last], Rng(Rng.of("rollout").key, first))
         stream = Rng.of("resample")
         return dynamic_sampling.resampled(
-            drawn, lambda u: toys.prompts(16)[int(16 * u)], built.draw, [stream]
+            drawn, lambda u: toys.prompts(16)[int(16 * u)], built.sample, [stream]
         )
 
     whole, counts = replaced(0, 8)

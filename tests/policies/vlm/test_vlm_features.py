@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from mmrl.policies.vlm.parts import Parts
+from mmrl.policies.vlm.recent import Recent
 from tests.policies.vlm.test_vlm_policy import (  # noqa: F401
     assert_near,
     gradient,
@@ -55,7 +56,7 @@ def test_packed_rows_take_them_too():
 
 def test_the_room_for_features_is_bounded_and_trained_towers_look_anew():
     one = policy_of(train=FROZEN)
-    one.features.size = 1
+    one.features = Recent(1)
     rollout = rolled(one)
     logprobs(one, rollout)
     assert not one.features.entries and one.towered == 2 * one.images

@@ -187,7 +187,7 @@ def test_a_run_with_parts_starts_at_ratio_one_and_resumes_to_the_bit(tmp_path):
     whole = trainer()
     first = trainer()
     before = whole.policy.weights.full()
-    assert whole.lrs == pytest.approx([1e-2, 1e-2, 1e-3])
+    assert whole.update.lrs == pytest.approx([1e-2, 1e-2, 1e-3])
     metrics = [whole.iterate() for _ in range(2)]
     assert metrics[0]["ratio/max_deviation"] < 1e-5
     first.iterate()
