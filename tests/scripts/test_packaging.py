@@ -75,7 +75,7 @@ policy:
   sd3: {path: "world:digits/sd3-test", size: 32, steps: 3, noise_window: all_but_last, lora: 2}
 data: digits
 reward: {jpeg_compressibility: 1.0}
-objective: {grpo: {clip_range: 1e-3}}
+objective: {policy_gradient: {clip_range: 1e-3, advantage_clip: 5.0}}
 optimizer: {adamw: {lr: 1e-3}}
 train: {prompts_per_iteration: 2, group_size: 2, train_batch_size: 4, iterations: 1}
 evaluate: {prompts: 2, num_samples: 2}

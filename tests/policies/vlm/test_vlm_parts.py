@@ -203,10 +203,13 @@ def test_a_run_with_parts_starts_at_ratio_one_and_resumes_to_the_bit(tmp_path):
         for name in PARTS
     }
     assert all(max(changes) > 0 for changes in moved.values())
-    assert [group["lr"] for group in second.optimizer.param_groups] == pytest.approx(
-        [group["lr"] for group in whole.optimizer.param_groups]
+    assert [group["lr"] for group in second.update.optimizer.param_groups] == pytest.approx(
+        [group["lr"] for group in whole.update.optimizer.param_groups]
     )
-    assert second.optimizer.param_groups[2]["lr"] < second.optimizer.param_groups[0]["lr"]
+    assert (
+        second.update.optimizer.param_groups[2]["lr"]
+        < second.update.optimizer.param_groups[0]["lr"]
+    )
 
 
 def test_what_is_trained_beside_adapters_is_exported_with_them(tmp_path):
