@@ -1,4 +1,4 @@
-"""Masked language models whose vocabulary holds the codes of images too: MMaDA-like models as image
+"""Trains masked language models whose vocabulary also holds image codes: MMaDA-like models as image
 generators."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class MaskedImageLM(MaskedLM):
     """Trains masked language models that draw: text and image codes in one vocabulary (MMaDA).
 
     The protocol: model and tokenizer as for ``masked_lm``; codes 0 .. ``codes`` - 1 are the ids
-    from ``first`` on; what is read is ``prompt`` with the text in it, side x side codes row by row,
+    from ``first`` on; the input is ``prompt`` with the text in it, side x side codes row by row,
     and ``after``. ``decoder`` makes pictures of codes: a diffusers folder of a VQModel, or
     ``file.py:build``, a function without arguments that returns one.
     """
@@ -82,7 +82,7 @@ class MaskedImageLM(MaskedLM):
         self.codec = _decoder(decoder)
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
-        """Prompts, and behind them the empty one, padded alike."""
+        """Encode the prompts, and behind them the empty one, padded alike."""
         rows = self.padded_ids([self._ids(text) for text in [*texts_of(prompts), ""]])
         last = {key: value[-1:] for key, value in rows.items()}
         return {key: value[:-1] for key, value in rows.items()} | {"uncond": last}
@@ -97,7 +97,7 @@ class MaskedImageLM(MaskedLM):
         return torch.where(ids == self.mask_id, self.hole, self.first + ids)
 
     def logits(self, ids: Tensor, cond: dict[str, Any]) -> Tensor:
-        """[B, L, codes]."""
+        """Return the logits of image codes, [B, L, codes]."""
         return super().logits(ids, cond)[..., self.first : self.first + self.codes]
 
     def _warped(self, logits: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class MaskedImageLM(MaskedLM):
 
     @torch.no_grad()
     def decode(self, rollout: Rollout) -> Media:
-        """[B, 3, H, W] in 0..1."""
+        """Decode to images [B, 3, H, W] in 0..1."""
         ids = rollout.sample.unflatten(1, (self.side, self.side))
         images = [
             self.codec(ids[part]) for part in chunks(len(ids), self.fixed_batch_rows or len(ids))

@@ -1,4 +1,4 @@
-"""What a unified policy samples: plans and their images, answers, each kind of prompt in passes of
+"""Samples for a unified policy: plans and their images, answers, each kind of prompt in passes of
 its own."""
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Passes(Janus):
 
     @property
     def branches(self) -> int:
-        """Count the images of a plan."""
+        """Return the number of images of a plan."""
         return self.plan.images if self.plan else 1
 
     def encode(self, prompts: list[Prompt]) -> Cond:

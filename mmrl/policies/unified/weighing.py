@@ -1,4 +1,4 @@
-"""How much each decision of a row with two segments counts."""
+"""Weighs the decisions of a row with two segments."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Weigh = Literal["token", "segment"]
 def weights(
     rollout: Rollout, width: int, weigh: Weigh, share: float, branches: int
 ) -> Tensor | None:
-    """[B, K] weights of the decisions, of which the first ``width`` are text; None: all count the
-    same.
+    """Return weights [B, K] of the decisions, of which the first ``width`` are text; None: all
+    count the same.
 
     "token": every decision alike. "segment": a row's loss is share times the mean over its text
     plus (1 - share) times the mean over its image; a row with one of them has that mean. A plan

@@ -1,4 +1,5 @@
-"""Vision-language models: any image-text-to-text model of transformers, by its real classes."""
+"""Trains vision-language models: any image-text-to-text model of transformers, by its real
+classes."""
 
 from __future__ import annotations
 
@@ -185,7 +186,7 @@ class VLM(Passes):
         return self._with_ground_truth(rollout, context.ground_truth, copies, size)
 
     def recall(self, prompts: list[Prompt]) -> tuple[list[Encoded], list[Prompt]]:
-        """Encode prompts, and give them as ``rollout`` returns them."""
+        """Encode prompts again, and return them as ``rollout`` does."""
         taken = [self._encoded(prompt) for prompt in prompts]
         return [encoded for encoded, _ in taken], [
             {**prompt, "view": view} for prompt, (_, view) in zip(prompts, taken, strict=True)
@@ -211,7 +212,7 @@ class VLM(Passes):
         self.net.enable_gradient_checkpointing()
 
     def set_max_new_tokens(self, tokens: int) -> None:
-        """Let an answer have at most so many tokens from now on."""
+        """Limit answers to so many new tokens from now on."""
         self.ending = replace(self.ending, tokens=tokens)
 
     def decode(self, rollout: Rollout) -> Media:
@@ -250,7 +251,8 @@ class VLM(Passes):
 
     @staticmethod
     def _pack(net: SharedPrefix, attention: str, packed: bool | None) -> None:
-        """Turn packed batches on where they are wanted; UserError where they cannot be."""
+        """Turn packed batches on where options choose them; UserError where the model cannot take
+        them."""
         if packed and (
             attention not in ("sdpa", "xformers") or not net.share or not shareable(net.hf)
         ):
@@ -284,8 +286,7 @@ class VLM(Passes):
         """Replace the last answer of every group by the right one, with the log-probs that the
         policy gives it.
 
-        Where nobody can write it, or it is longer than answers may be, the group keeps what was
-        sampled.
+        Where there is none, or it is longer than answers may be, the group keeps what was sampled.
         """
         last = torch.arange(copies - 1, len(rollout), copies, device=self.device)
         ids = rollout.sample.clone()
@@ -322,7 +323,8 @@ class VLM(Passes):
         return corrected.replace(logprob=logprob, is_ground_truth=written)
 
     def _completion(self, ids: list[int], known: list[float], begun: str, limit: int) -> Completion:
-        """The whole answer: what was written after what it ``begun`` with."""
+        """Return the whole answer: the start ``begun`` that the prompt gave, and what was written
+        after it."""
         text = self.inputs.decode(ids)
         ending = self.ending
         stopped = bool(ids) and ids[-1] in ending.stops or any(s in text for s in ending.strings)
@@ -352,7 +354,8 @@ def _refuse_two_parts(hf: Any, place: str) -> None:
 
 
 def _adapters(hf: Any, lora: Lora | int | None) -> Lora | None:
-    """Those of the language model, if none are named."""
+    """Return the adapter options, with the linear layers of the language model where no targets are
+    named."""
     if isinstance(lora, int):
         lora = Lora(lora)
     if lora is None or lora.targets is not None:
@@ -372,8 +375,8 @@ def _loaded(auto: Any, place: str, **options: Any) -> Any:
 
 
 def _plain(attention: str) -> str:
-    """transformers' name of it, where all is as usual. Raises UserError if xformers is wanted and
-    cannot run."""
+    """Return transformers' name of the attention for unpacked passes. Raises UserError if xformers
+    is chosen and cannot run."""
     if attention != "xformers":
         return attention
     if not torch.cuda.is_available() or find_spec("xformers") is None:

@@ -1,5 +1,5 @@
-"""Latent consistency models (Luo et al. 2023): Stable Diffusion distilled to a few steps, guidance
-included."""
+"""Trains latent consistency models (Luo et al. 2023): Stable Diffusion distilled to a few steps,
+guidance included."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class LCM(SD):
         )
 
     def time_condition(self, x: Tensor) -> Tensor:
-        """[B, C] sines and cosines of the guidance scale, by the pipeline's own function: the
+        """Embed the guidance scale, [B, C] sines and cosines, by the pipeline's own function: the
         angles are large."""
         from diffusers import LatentConsistencyModelPipeline
 

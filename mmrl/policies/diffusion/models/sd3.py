@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 and 3.5 (Esser et al. 2024), and everything in their folder format."""
+"""Trains Stable Diffusion 3 and 3.5 (Esser et al. 2024), and every model in their folder format."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Models that predict noise, v or the sample in a discrete diffusion: Stable Diffusion 1, 2 and
-XL."""
+"""Trains models that predict noise, v or the sample in a discrete diffusion: Stable Diffusion 1, 2
+and XL."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from samplers.processes import Diffusion, Process
 
 
 class UNetPolicy(FolderPolicy):
-    """A UNet that predicts noise (or v, or the sample) on latents of AutoencoderKL, sampled by
-    DDIM's grid."""
+    """Trains a UNet that predicts noise (or v, or the sample) on latents of AutoencoderKL, on
+    DDIM's time grid."""
 
     network = "UNet2DConditionModel"
     part = "unet"
@@ -48,8 +48,8 @@ class UNetPolicy(FolderPolicy):
         )
 
     def trained_process(self) -> Process:
-        """That of the folder's scheduler, whose timesteps are taken too, with its spacing and
-        offset."""
+        """Return the process of the folder's scheduler, whose timesteps are taken too, with its
+        spacing and offset."""
         self.scheduler = self.load_part(self.scheduler_class, "scheduler")
         config = self.scheduler.config
         if config.clip_sample or config.thresholding:
@@ -76,18 +76,18 @@ class UNetPolicy(FolderPolicy):
         )[0]
 
     def time_condition(self, x: Tensor) -> Tensor | None:
-        """[B, C] what the network takes beside the time."""
+        """Return what the network takes beside the time, [B, C]."""
         return None
 
 
 def discrete_process(scheduler: Any) -> Diffusion:
-    """That of one of diffusers' DDIM schedulers."""
+    """Return the process of one of diffusers' DDIM schedulers."""
     final = float(scheduler.final_alpha_cumprod)
     return Diffusion(scheduler.config.prediction_type, scheduler.alphas_cumprod.double(), final)
 
 
 def discrete_grid(scheduler: Any) -> Grid:
-    """The scheduler's own timesteps, as times."""
+    """Return the scheduler's own timesteps as a time grid."""
 
     def grid(steps: int) -> Tensor:
         scheduler.set_timesteps(steps)
