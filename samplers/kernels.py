@@ -90,7 +90,7 @@ def ode(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number = 0.0) -> tuple[
     return x + v * (s - t), torch.zeros_like(t)
 
 
-# a policy gives its own
+# the default process; a policy passes its own
 EPSILON = Diffusion()
 FLOW = Flow()
 
@@ -111,7 +111,7 @@ def ddim(
     return alpha_s * clean + (sigma_s**2 - std**2).clamp_min(0).sqrt() * noise, std
 
 
-ddim.process = Diffusion  # which policies can use it; kernels that say nothing are for flows
+ddim.process = Diffusion  # the processes it is for; kernels without this are for flows
 
 
 def consistency(

@@ -32,7 +32,8 @@ class Process(Protocol):
         """Compute the output [B, *] that a perfect network would give."""
 
     def snap(self, t: Tensor) -> Tensor:
-        """Round times [B] above 0 to those that the network knows, the next at or after ``t``."""
+        """Round times [B] above 0 to those that the network was trained on, the next at or after
+        ``t``."""
 
     def gain(self, t: Number, like: Tensor) -> Tensor:
         """Compute how far the predicted x_0 moves when the output moves by 1, [B, 1, ...]."""

@@ -18,7 +18,8 @@ def cosine(steps: int) -> Tensor:
 
 
 def linear(steps: int) -> Tensor:
-    """Return the share of tokens still hidden likewise, [T + 1]: 1 - t / T."""
+    """Return the share of tokens still hidden before pass t and after the last, [T + 1]: 1 - t /
+    T."""
     return 1 - torch.arange(steps + 1) / steps
 
 

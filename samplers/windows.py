@@ -24,7 +24,7 @@ def all_steps(steps: int, iteration: int = 0, rng: Rng = FIXED) -> Tensor:
 
 
 def all_but_last(steps: int, iteration: int = 0, rng: Rng = FIXED) -> Tensor:
-    """Makes every step but the last stochastic, whose noise nobody would remove."""
+    """Makes every step but the last stochastic, since no later step would remove its noise."""
     if steps < 2:
         raise ValueError(
             f"all_but_last leaves no stochastic step of {steps}: use at least 2 steps, or "

@@ -35,7 +35,7 @@ class RolloutContext:
     """Says what a rollout is for; the default is an ordinary iteration."""
 
     iteration: int = 0  # of the run: windows of stochastic steps move with it
-    # states of paths that somebody will read: all, those beside decisions, or the sample alone
+    # states of paths that will be read: all, those beside decisions, or the sample alone
     reads: Reads = "path"
     # writes the right answer to a prompt, which takes the place of one of its group
     ground_truth: Callable[[Prompt], str | None] | None = None
@@ -99,7 +99,7 @@ class Policy(ABC):
     # ----------------------------------------------------------------------------------------------
     # act: sampling, and scoring what was sampled
 
-    guidance_scale: float | None = None  # of classifier-free guidance; None: it knows none
+    guidance_scale: float | None = None  # of classifier-free guidance; None: it has none
     # whether log-probs are those of guided samples; "conditional" leaves guidance out
     logprob_guidance: LogprobGuidance = "guided"
     rates: Tensor  # [T + 1] share of tokens hidden before each pass and after the last (remaskable)
@@ -279,10 +279,10 @@ class Policy(ABC):
         raise self._cannot("writes no answers whose length could change")
 
     # ----------------------------------------------------------------------------------------------
-    # report: what a person is told, and what is written
+    # report: sentences for the log, curves and exports
 
-    notes: tuple[str, ...] = ()  # what a person should know before training, sentences for the log
-    news: list[str]  # sentences for the log that came up on the way
+    notes: tuple[str, ...] = ()  # sentences for the log, before training
+    news: list[str]  # sentences for the log, during training
     forwards: int = 0  # rows that went through the network so far
 
     def measures(self) -> dict[str, float]:
@@ -319,7 +319,7 @@ def without_empty(cond: dict[str, Any]) -> dict[str, Any]:
 def first_of_group(rollout: Rollout) -> Tensor:
     """Return the lowest row id of each row's group, [B] long: its key draws the noise that a group
     shares."""
-    # without prompts the device must be asked
+    # without prompts only the device knows the number of groups
     count = len(rollout.prompts) or int(rollout.group.max()) + 1
     first = torch.full((count,), torch.iinfo(torch.long).max, device=rollout.row_id.device)
     return first.scatter_reduce(0, rollout.group, rollout.row_id, "amin")[rollout.group]

@@ -52,7 +52,7 @@ def add_lora(net: nn.Module, lora: Lora, attention: Sequence[str] = ATTENTION) -
     config = LoraConfig(
         r=lora.rank, lora_alpha=alpha, init_lora_weights="gaussian", target_modules=targets
     )
-    # diffusers and transformers keep their own books, which export needs
+    # diffusers and transformers record adapters themselves, which export needs
     if hasattr(net, "add_adapter"):
         net.add_adapter(config)
     else:

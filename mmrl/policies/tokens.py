@@ -38,7 +38,7 @@ class TokenPolicy(Policy):
     family says otherwise."""
 
     capabilities = Capabilities("categorical")
-    entropies: bool = False  # computed with every scoring pass, from the first that was asked for
+    entropies: bool = False  # computed in every scoring pass once one was requested
 
     def path(self, rollout: Rollout) -> Iterator[Point]:
         yield Point(

@@ -21,12 +21,12 @@ from mmrl.core.errors import UserError
 from mmrl.utils.machine import version
 
 Attention = Literal["auto", "xformers", "sdpa", "flash"]
-# as diffusers' dispatcher calls them
+# the names of diffusers' dispatcher
 BACKENDS = {"sdpa": "native", "xformers": "xformers", "flash": "flash"}
 PACKAGES = {"xformers": "xformers", "flash": "flash-attn"}
 EVEN = 1.02  # times that differ by less are equal
 CANNOT = (RuntimeError, ValueError, NotImplementedError, TypeError, AttributeError)
-_measured: dict[tuple, str] = {}  # what "auto" found in this process
+_measured: dict[tuple, str] = {}  # what "auto" chose in this process
 
 
 def check(backend: Attention) -> None:
@@ -69,7 +69,7 @@ class AttentionChoice:
         notes = []
         chosen = self._chosen(*where, trial, notes)
         if self.used is None and self.backend == "auto" and chosen == "sdpa":
-            self.used = "sdpa"  # as the model was made
+            self.used = "sdpa"  # the default of new models
         if chosen != self.used:
             self._use(chosen)
         if chosen in PACKAGES and self.backend == chosen:

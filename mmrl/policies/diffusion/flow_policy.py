@@ -99,7 +99,7 @@ class FlowPolicy(Policy):
 
     shape: tuple[int, ...]  # of one sample's latents
     process: Process = Flow()
-    exploring = True  # False while evaluating: no noise but the first
+    exploring = True  # False while evaluating: only the initial noise is drawn
     capabilities = Capabilities("gaussian")
 
     def __init__(
@@ -147,7 +147,7 @@ class FlowPolicy(Policy):
         self.same_initial_noise = same_initial_noise
         self.trajectory_dtype = getattr(torch, trajectory_dtype)
         self.logprob_reduction = logprob_reduction
-        # refuses what cannot be
+        # raises for impossible schedules and windows
         self._plan(copies=tree.factor ** len(tree.at(self.steps)) if tree else 1, rng=FIXED)
 
     @abstractmethod
@@ -317,7 +317,7 @@ class FlowPolicy(Policy):
         solver = None
         for k in range(eta.shape[1]):
             if self.solver and (k == 0 or plan.eta[k - 1] > 0):
-                # what it remembers belongs to the states before the noise
+                # multistep history belongs to the states before the noise
                 solver = self.solver(self.process)
             point = Point(
                 group=group[:: plan.spans[k]],
@@ -333,7 +333,7 @@ class FlowPolicy(Policy):
             self._keep(path, plan, k + 1, state)
             logprobs.append(logprob)
             noisy.append(decided)
-        # whoever stands for an edge carries its decision
+        # the first row of an edge carries its decision
         leads = [row % span == 0 for span in plan.spans]
         scores = [x.repeat_interleave(span, 0) for x, span in zip(logprobs, plan.spans[1:])]
         decided = torch.stack(noisy).expand(len(row), -1)

@@ -35,9 +35,9 @@ class FolderPolicy(FlowPolicy):
     network: ClassVar[str]
     autoencoder: ClassVar[str] = "AutoencoderKL"
     part: ClassVar[str] = "transformer"  # of the folder that is trained
-    also: ClassVar[tuple[str, ...]] = ()  # pipelines whose folders do as well
+    also: ClassVar[tuple[str, ...]] = ()  # further pipelines whose folders load
     capabilities = replace(FlowPolicy.capabilities, makes="image")
-    decoding: int | None = None  # samples that were decoded at once, once there were some
+    decoding: int | None = None  # samples decoded at once last time; None: none yet
 
     def __init__(
         self,

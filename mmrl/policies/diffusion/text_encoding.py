@@ -32,7 +32,7 @@ class PromptCache:
 
     ``load`` returns the text pipeline; ``encode(pipeline, texts, device)`` a nest of tensors [n,
     *]. After every use the pipeline stays on the device ("keep"), goes to the CPU ("offload") or is
-    dropped and loaded anew if a text turns up that was not encoded before ("release").
+    dropped and loaded again for a text that was not encoded before ("release").
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class PromptCache:
             part = texts[start : start + self.batch]
             encoded = tree_map(lambda tensor: tensor.cpu(), self.encode(pipeline, part, device))
             for i, text in enumerate(part):
-                # without what a text carries beside it
+                # a plain str, without attributes of subclasses
                 key = str(text) if isinstance(text, str) else text
                 self.encodings[key] = {
                     name: value[i : i + 1].clone() for name, value in encoded.items()

@@ -34,8 +34,7 @@ PROJECTIONS = tuple(
 
 @POLICIES.register("amused")
 class Amused(MaskedDiffusion):
-    """Trains aMUSEd from a folder or hub id of an AmusedPipeline (UVit2DModel, VQModel, CLIP text
-    encoder)."""
+    """Trains aMUSEd from a folder or hub id of an AmusedPipeline (UVit2DModel, VQModel, CLIP)."""
 
     capabilities = replace(MaskedDiffusion.capabilities, makes="image")
     attention = PROJECTIONS

@@ -160,7 +160,7 @@ class MaskedDiffusion(LogitsPolicy):
         )  # [N, copies]
         logits = self._logits(distinct, self.guidance_scale)
         token, _ = drawn(logits, each)
-        sampled = scored = _gathered(logits, token)  # as scores are computed, to the bit
+        sampled = scored = _gathered(logits, token)  # computed as scores are, to the bit
         if self.logprob_guidance == "conditional" and self.guidance_scale != 1:
             scored = _gathered(self._logits(distinct, 1.0), token)
         results = []
@@ -269,7 +269,7 @@ class MaskedDiffusion(LogitsPolicy):
         name = first_of_group(rollout) if shared else rollout.row_id
         rate = rng.uniform(name, (1,), step=0) if time is None else time[:, None]
         draw = rng.uniform(name, (self.length,), step=1)
-        # never nothing at all
+        # hide at least one token
         yield self.at(rollout, hide=(draw < rate) | (draw == draw.amin(1, keepdim=True)))
 
     def dist(self, point: Point) -> Hidden:

@@ -44,7 +44,7 @@ class Part(NamedTuple):
     """Describes one pass of scoring: sequences of some rows."""
 
     rows: Tensor  # [b] long
-    inputs: Inputs  # ids and mask [b, S], padded on the left, and perhaps pixels
+    inputs: Inputs  # ids and mask [b, S], padded on the left; with pictures also pixels
     # [b] long: the hidden state that decides the first text token; None: no text to score here
     first: Tensor | None
     empty: Inputs | None = None  # for guidance, the unconditional texts [b, S]
@@ -186,7 +186,7 @@ class UnifiedNet(JanusNet):
         state.mask = torch.cat([state.mask, live[:, None]], 1)
         mask = None if state.whole else state.mask.long()
         if mask is not None and self.config.text_config._attn_implementation == "sdpa":
-            # what transformers makes of it after a look at its values
+            # the mask transformers would build after reading its values on the host
             mask = state.mask[:, None, None]
         hidden = self.hf.model.language_model(
             inputs_embeds=embeddings,

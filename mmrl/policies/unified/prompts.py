@@ -26,10 +26,10 @@ ASK = (
 
 @dataclass(frozen=True)
 class Plan:
-    """Describes what is written before an image. max_new_tokens: at most. instruction: what asks
-    for it, with {prompt} in it. turn: the image follows in the same sequence (ReasonGen-R1), or a
-    new turn of prompt and plan requests it (T2I-R1). images: drawn from every plan; more than 1
-    make a tree. temperature, top_k, top_p: of the text."""
+    """Describes what is written before an image. max_new_tokens: at most. instruction: the text
+    that requests it, with {prompt} in it. turn: the image follows in the same sequence
+    (ReasonGen-R1), or a new turn of prompt and plan requests it (T2I-R1). images: drawn from every
+    plan; more than 1 make a tree. temperature, top_k, top_p: of the text."""
 
     max_new_tokens: Count = 64
     instruction: str = ASK

@@ -9,7 +9,7 @@ from mmrl.policies.image_tokens.network import Inputs
 from mmrl.policies.unified.net import Part
 from mmrl.policies.unified.prompts import collated
 
-Cond = list[dict[str, Tensor]]  # of every prompt: ids, perhaps before and after, perhaps pixels
+Cond = list[dict[str, Tensor]]  # by prompt: ids, optional before, after and pixels
 
 
 def body(text: Tensor, stops: tuple[int, ...]) -> Tensor:

@@ -56,6 +56,6 @@ class SegmentTokens:
         """Compute the exact KL over each head's whole vocabulary, at the temperature of
         sampling."""
         pairs = zip(self.parts, reference.parts, strict=True)
-        # a head may have nothing to say here
+        # a head may have no decision in these rows
         divergences = [part.kl(two) for part, two in pairs if len(part.hidden)]
         return sum(divergences)

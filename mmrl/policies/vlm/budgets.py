@@ -12,7 +12,7 @@ from mmrl.core.types import Prompt
 from mmrl.policies.vlm.media import Budgets, images_of, where
 
 TRIES = 12  # of smaller and smaller images
-STUCK = 3  # tries without effect: processors of fixed sizes and tiles take no notice
+STUCK = 3  # tries without effect, as with processors of fixed sizes and tiles
 SHOWN = 5  # rows named in a report
 
 

@@ -147,5 +147,5 @@ def recompute(net: nn.Module) -> None:
         if isinstance(layer, GradientCheckpointingLayer):
             layer.gradient_checkpointing = layer._can_checkpoint_with_cache = True
             layer._gradient_checkpointing_func = again
-            # of the layer alone, which asks for it; what is inside stays in eval mode
+            # for the layer alone, as checkpointing requires; its children stay in eval mode
             layer.training = True

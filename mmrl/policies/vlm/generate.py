@@ -34,7 +34,7 @@ class Ending:
     pad: int
     strings: tuple[str, ...] = ()
     decode: Callable[[list[int]], str] | None = None
-    certain: bool = False  # keep how sure the model was of each token
+    certain: bool = False  # record the self-certainty of each token
 
     def ended(self, ids: Tensor) -> Tensor:
         """Tell which rows have ended, [B] bool, by the last token of ids [B, n] and by the text of
@@ -81,7 +81,7 @@ class Answers:
     ids: Tensor  # [B, T] long, padded on the right
     mask: Tensor  # [B, T] bool: up to the token that ended it, included
     logprob: Tensor  # [B, T] at least float32
-    certainty: Tensor | None = None  # [B, T] likewise, where it is asked for
+    certainty: Tensor | None = None  # [B, T] at least float32, if requested
 
     def write(
         self, step: int, rows: Tensor | slice, going: Tensor, drawn: Drawn, ending: Ending
@@ -169,7 +169,7 @@ class _Work:
         self.place = prefix.following[rows]
         self.hidden = prefix.hidden[rows]
         self.cache = caches.growing(prefix.key_values, rows)
-        # known here, or transformers asks the device at every token
+        # passed on, or transformers waits for the device at every token
         self.whole = bool(self.mask.all())
 
     def draw(self, step: int) -> Drawn:
@@ -181,7 +181,7 @@ class _Work:
         return draw(self.net("logits", self.hidden), self.warp, uniform)
 
     def advance(self, token: Tensor, left: int) -> None:
-        """Make one pass: returns the hidden state after ``token`` [B], for the ``left`` unfinished
+        """Make one pass: updates the hidden states by ``token`` [B], for the ``left`` unfinished
         rows and some finished ones."""
         if left <= COMPACT * len(token):
             token = self._compact(token)
@@ -193,7 +193,7 @@ class _Work:
 
     def _compact(self, token: Tensor) -> Tensor:
         left = self.going.nonzero()[:, 0]
-        # others still work, and this process passes something through the network with them
+        # other processes still work, and every process must make the same passes
         if not len(left):
             left = torch.zeros_like(self.at[:1])
         if len(left) == len(token):

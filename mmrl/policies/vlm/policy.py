@@ -311,12 +311,12 @@ class VLM(Passes):
             logprob[last[part]] = torch.where(
                 written[last[part], None], scored, logprob[last[part]]
             )
-        # of what was sampled: nobody knows that of the answer in its place
+        # it is that of the replaced sample, and unknown for the right answer
         if corrected.self_certainty is not None:
             corrected = corrected.replace(
                 self_certainty=corrected.self_certainty.masked_fill(written[:, None], torch.nan)
             )
-        if corrected.sampler_logprob is not None:  # and no other engine sampled that one
+        if corrected.sampler_logprob is not None:  # no engine sampled the right answer either
             corrected = corrected.replace(
                 sampler_logprob=torch.where(written[:, None], logprob, corrected.sampler_logprob)
             )

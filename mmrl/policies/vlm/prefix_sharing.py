@@ -32,7 +32,7 @@ ROPE_INPUTS = (
     "video_grid_thw",
     "second_per_grid_ts",
 )
-CROSS_ATTENTION = ("mllama",)  # its image is looked at from every layer, past the cache of tokens
+CROSS_ATTENTION = ("mllama",)  # every layer attends to its image, outside the cache of tokens
 DIRECT = (
     "qwen2_vl",
     "qwen2_5_vl",
@@ -80,7 +80,7 @@ class SharedPrefix(nn.Module):
         super().__init__()
         self.hf = hf
         self.share = share
-        # whether batches hold no padding, and whether xformers attends then
+        # packed: batches without padding; fused: xformers attends to them
         self.packed = self.fused = False
         # accelerate wraps these one by one
         self._no_split_modules = getattr(hf, "_no_split_modules", None)
@@ -136,7 +136,7 @@ class SharedPrefix(nn.Module):
         length = ids.shape[1]
         places = place[:, None] + torch.arange(length, device=ids.device)
         attention_mask = torch.cat([mask, mask.new_ones(len(ids), length)], 1).long()
-        # what transformers makes of it after a look at its values
+        # the mask transformers would build after reading its values on the host
         if self.plain and length == 1 and whole is not None:
             attention_mask = None if whole else attention_mask.bool()[:, None, None]
         return self._continue(ids, places, attention_mask, cache)
@@ -220,7 +220,7 @@ class SharedPrefix(nn.Module):
     def _shared(self, inputs: dict[str, Tensor], rows: Tensor, ids: Tensor) -> Tensor:
         """Return hidden states [B, T, H] at the T decisions of every row."""
         prefix = self.read(inputs)
-        # a prompt nobody answers has its gradients too
+        # a prompt without answers takes part in the backward pass too
         first = prefix.hidden[rows][:, None] + 0 * prefix.hidden[-1]
         if ids.shape[1] == 1:
             return first
@@ -237,7 +237,7 @@ class SharedPrefix(nn.Module):
         steps = torch.arange(ids.shape[1], device=ids.device)
         answers = (where * steps).amax(1)  # [B] tokens to read: all before the last decision
         to_read = steps < answers[:, None]
-        # a prompt nobody answers has its gradients too
+        # a prompt without answers takes part in the backward pass too
         hidden = prefix.hidden + 0 * prefix.hidden[-1]
         if to_read.any():
             places = (prefix.following[rows][:, None] + steps)[to_read][None]

@@ -162,9 +162,9 @@ class Inputs:
         """Group the positions of prompts that can be in one batch without changing each other;
         nearly always all of them.
 
-        Two properties of the networks stand against it: cross-attending Mllama gives tokens before
-        an image the mean of all slots for images, the empty ones included, and LLaVA-OneVision
-        reshapes videos to one number of frames.
+        Two properties of networks prevent it: cross-attending Mllama gives tokens before an image
+        the mean of all slots for images, the empty ones included, and LLaVA-OneVision reshapes
+        videos to one number of frames.
         """
         positions: dict[Any, list[int]] = {}
         for i, prompt in enumerate(encoded):
@@ -306,7 +306,7 @@ class Inputs:
                 return self.processor.apply_chat_template(
                     messages, tokenize=False, add_generation_prompt=True
                 )
-            except Exception as error:  # a template raises what it likes
+            except Exception as error:  # a template can raise any error
                 raise UserError(
                     f"{where(prompt)}: the chat template of {self.family.name} refuses it: {error}"
                 ) from error

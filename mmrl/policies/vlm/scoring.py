@@ -39,7 +39,7 @@ class Passes(TokenPolicy):
     warp: Warp
     ending: Ending
     engine: str
-    sharing: str  # what was chosen; "checked" once it is decided
+    sharing: str  # the option; "checked" once the choice is made
     sees: bool  # gradients reach the vision tower or its projector
     witness: Encoded | None = None  # a prompt with an image
 
@@ -47,10 +47,10 @@ class Passes(TokenPolicy):
         super().__init__(net, **options)
         self.recent = Recent(KEPT)
         self.features = Recent(KEPT)
-        # asked about, and passed through the tower, since this was last measured
+        # images used, and images passed through the tower, since the last measures()
         self.images = 0
         self.towered = 0
-        self.tried = False  # whether a family nobody knows has made a pass
+        self.tried = False  # whether an unverified family has made a pass
         self.gaps: list[float] = []  # mean distances to the log-probs of another engine
 
     def dist(self, point: Point) -> AnswerTokens:

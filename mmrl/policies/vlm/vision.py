@@ -73,8 +73,8 @@ def by_length(
 def by_xformers(
     query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float
 ) -> Tensor:
-    """Attend likewise on CUDA, in one call of xformers for all lengths: a block-diagonal mask that
-    is never written out."""
+    """Attend as ``by_length`` does, on CUDA in one call of xformers for all lengths: a
+    block-diagonal mask that is never written out."""
     from xformers.ops import fmha
 
     mask = fmha.BlockDiagonalMask.from_seqlens(lengths)

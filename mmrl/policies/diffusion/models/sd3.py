@@ -49,7 +49,7 @@ class SD3(FolderPolicy):
 
     def load_texts(self) -> Any:
         pipe = super().load_texts()
-        # asked for a width if there is no T5
+        # the pipeline reads the width of a T5 that was left out
         pipe.__dict__["transformer"] = SimpleNamespace(config=self.config)
         return pipe
 

@@ -125,7 +125,7 @@ class SDXL(UNetPolicy):
         text, _, pooled, _ = pipe.encode_prompt(
             texts, device=device, do_classifier_free_guidance=False
         )
-        # as the pipeline does for the negative prompt it was not given
+        # as the pipeline does without a negative prompt
         if pipe.config.force_zeros_for_empty_prompt:
             empty = torch.tensor([not text for text in texts], device=text.device)
             text = text.masked_fill(empty[:, None, None], 0)

@@ -28,7 +28,8 @@ class Experts(nn.Module):
 
     A pass may need one of them only. Sharded by FSDP2, all processes run those that any of them
     needs, in one order, since gathering weights and reducing gradients are collective calls. As
-    copies (DDP) a pass leaves weights out, which ``Wan.find_unused_parameters`` tells the wrapper.
+    copies (DDP) a pass leaves weights out, which ``Wan.find_unused_parameters`` announces to the
+    wrapper.
     """
 
     def __init__(self, high: nn.Module, low: nn.Module, boundary: float):
@@ -103,8 +104,8 @@ class Wan(VideoFolderPolicy):
         **options: Any,
     ):
         """text_length: tokens of the text encoder. guidance_scale_2: the guidance scale of the
-        second expert of Wan 2.2 A14B, which has the less noisy times; None: ``guidance`` is that of
-        both. At ``guidance`` 1 there is none at all."""
+        second expert of Wan 2.2 A14B, which has the less noisy times; None: ``guidance_scale`` is
+        that of both. At ``guidance_scale`` 1 neither is guided."""
         self.text_length = text_length
         self.guidance_scale_2 = guidance_scale_2
         super().__init__(path, **options)

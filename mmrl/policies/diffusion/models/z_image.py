@@ -31,8 +31,8 @@ class ZImage(FolderPolicy):
         **options: Any,
     ):
         """normalise: the most a guided velocity may be longer than the conditional one, as a factor
-        (the pipeline's ``cfg_normalization``); 0: no limit. text_length: tokens. ``guidance`` is
-        the pipeline's scale plus 1."""
+        (the pipeline's ``cfg_normalization``); 0: no limit. text_length: tokens. ``guidance_scale``
+        is the pipeline's scale plus 1."""
         self.normalise = normalise
         self.text_length = text_length
         super().__init__(path, **options)

@@ -26,7 +26,7 @@ from mmrl.policies.vlm import caches
 from mmrl.policies.vlm.families import modules_of
 
 Storage = Literal["float32", "bfloat16", "float16"]
-# no gradient comes there
+# parts that receive no gradient
 UNDERSTANDING = ("model.vision_model.", "model.aligner.", "model.vqmodel.", "lm_head.")
 GENERATION = ("model.generation_embeddings.", "model.generation_aligner.", "model.generation_head.")
 

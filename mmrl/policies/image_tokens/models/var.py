@@ -88,8 +88,8 @@ class VAR(ImageTokenPolicy):
         return {"label": torch.full_like(inputs["label"], self.net.shape.classes)}
 
     def scales(self, guidance: float) -> Tensor:
-        """Return the guidance scales [T], from 1 at the first scale to ``guidance`` at the last: (1
-        + t) z_c - t z_u, t = cfg k / (K - 1)."""
+        """Return the guidance scales [T], from 1 at the first scale to ``guidance_scale`` at the
+        last: (1 + t) z_c - t z_u, t = cfg k / (K - 1)."""
         turns = self.net.turns
         steps = 1 + (guidance - 1) * torch.arange(len(turns)) / max(len(turns) - 1, 1)
         return steps.repeat_interleave(torch.tensor(turns))

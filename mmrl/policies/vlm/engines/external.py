@@ -1,8 +1,8 @@
 """Runs engines that sample by themselves: transformers' continuous batching, and vLLM where it is
 installed.
 
-The policy's own passes score their answers again: ``Rollout.sampled`` keeps their log-probs, the
-log shows the gap, and the objective's ``importance`` corrects for it.
+The policy's own passes score their answers again: ``Rollout.sampler_logprob`` keeps their
+log-probs, the log shows the gap, and the objective's ``importance_sampling`` corrects for it.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Continuous:
 
     def __init__(self, place: str = "", dtype: str = ""):
         self.hf: nn.Module | None = None
-        # else it speaks in every rollout
+        # it would log in every rollout
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
 
     def refresh(self, hf: nn.Module) -> None:
@@ -220,7 +220,7 @@ class VLLM:
             self.asleep = False
         weights = [(name, value.detach()) for name, value in merged(hf).items()]
         self.llm.apply_model(lambda model: model.load_weights(iter(weights)) and None)
-        self.llm.reset_prefix_cache()  # which holds what the weights of before made of the prompts
+        self.llm.reset_prefix_cache()  # it holds keys and values of the previous weights
 
     def answer(
         self, prompts: Sequence[EnginePrompt], seeds: Sequence[int], warp: Warp, ending: Ending
