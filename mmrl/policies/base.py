@@ -77,9 +77,10 @@ class Policy(ABC):
         fixed_batch_rows: int | None = None,
         sampling_memory_gib: Annotated[float, Gt(0)] | None = None,
     ):
-        """``lora``: rank or Lora; None trains all weights. ``fixed_batch_rows``: rows of every
-        forward pass; the trainer sets it to its micro-batch. ``sampling_memory_gib``: GiB that a
-        pass of sampling may allocate, which then chooses its own chunks."""
+        """Take the network and add adapters to it. lora: rank or Lora; None trains all weights.
+        fixed_batch_rows: rows of every forward pass; the trainer sets it to its micro-batch.
+        sampling_memory_gib: GiB that a pass of sampling may allocate, which then chooses its own
+        chunks."""
         net.requires_grad_(lora is None)
         if lora is not None:
             add_lora(net, Lora(lora) if isinstance(lora, int) else lora, self.attention)

@@ -50,10 +50,10 @@ class Module(FlowPolicy):
         vae: str | None = None,
         **options: Any,
     ):
-        """net: ``file.py:build`` or ``module:build``, a function without arguments. shape: of a
-        sample, without the batch. field: of the prompt, a label or a list of numbers; null: none.
-        empty: what stands for no prompt, for guidance. vae: diffusers folder of the autoencoder
-        that decodes samples; null: they are pixels in -1..1."""
+        """Build the network. net: ``file.py:build`` or ``module:build``, a function without
+        arguments. shape: of a sample, without the batch. field: of the prompt, a label or a list of
+        numbers; null: none. empty: the value for no prompt, for guidance. vae: diffusers folder of
+        the autoencoder that decodes samples; null: they are pixels in -1..1."""
         network = import_name(net, "network")()
         if not isinstance(network, nn.Module):
             raise UserError(

@@ -23,8 +23,8 @@ class EditPolicy(FolderPolicy):
     """
 
     def __init__(self, path: str, image_size: int | tuple[int, int] | None = None, **options: Any):
-        """image_size: pixels that the image is brought to, one side or [height, width]; None: those
-        of the sample."""
+        """Extend the options of ``FolderPolicy``. image_size: pixels that the image is brought to,
+        one side or [height, width]; None: those of the sample."""
         self.image_size = (image_size, image_size) if isinstance(image_size, int) else image_size
         super().__init__(path, **options)
         self.image_size = tuple(self.image_size or self.size)

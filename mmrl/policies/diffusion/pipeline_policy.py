@@ -53,13 +53,13 @@ class FolderPolicy(FlowPolicy):
         vae_slicing: bool = False,
         **options: Any,
     ):
-        """path: folder, hub id or world:NAME. size: pixels, one side or [height, width].
-        timestep_schedule: None is the folder's own scheduler. dtype: of the frozen weights.
-        text_encoder_placement: where they go after use. text_cache: encoded prompts. attention: its
-        backend; auto is xformers on CUDA where it is no slower, else SDPA. compile: the network's
-        repeated blocks, by torch.compile; a text is the name of its backend. vae_tiling,
-        vae_slicing: the autoencoder works on overlapping tiles of a sample, and on one sample after
-        another, as diffusers' pipelines offer."""
+        """Load a model folder. path: folder, hub id or world:NAME. size: pixels, one side or
+        [height, width]. timestep_schedule: None is the folder's own scheduler. dtype: of the frozen
+        weights. text_encoder_placement: where they go after use. text_cache: encoded prompts.
+        attention: its backend; auto is xformers on CUDA where it is no slower, else SDPA. compile:
+        the network's repeated blocks, by torch.compile; a text is the name of its backend.
+        vae_tiling, vae_slicing: the autoencoder works on overlapping tiles of a sample, and on one
+        sample after another, as diffusers' pipelines offer."""
         attention_backends.check(attention)
         self.place = diffusers_folder.resolve(path, self.pipeline, *self.also)
         self.compute = getattr(torch, dtype)

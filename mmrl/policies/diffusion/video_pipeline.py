@@ -27,7 +27,8 @@ class VideoFolderPolicy(FolderPolicy):
         offload_trajectory: bool = True,
         **options: Any,
     ):
-        """frames: of a video. offload_trajectory: stored latents are kept in the CPU's memory."""
+        """Extend the options of ``FolderPolicy``. frames: of a video. offload_trajectory: stored
+        latents are kept in the CPU's memory."""
         self.frames = frames
         super().__init__(path, offload_trajectory=offload_trajectory, **options)
 

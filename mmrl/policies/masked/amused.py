@@ -51,9 +51,10 @@ class Amused(MaskedDiffusion):
         attention: Kernel = "auto",
         **options: Any,
     ):
-        """path: folder, hub id or world:NAME. size: pixels, one side or [height, width]; None: what
-        the model was trained at. schedule: None is the folder's own. aesthetic: the aesthetic score
-        of the micro-conditioning. attention: the kernel; auto is torch's own choice."""
+        """Load a model folder. path: folder, hub id or world:NAME. size: pixels, one side or
+        [height, width]; None: the size the model was trained at. schedule: None is the folder's
+        own. aesthetic: the aesthetic score of the micro-conditioning. attention: the kernel; auto
+        is torch's own choice."""
         from diffusers import AmusedScheduler, UVit2DModel, VQModel
 
         self.place = diffusers_folder.resolve(path, "AmusedPipeline")

@@ -53,10 +53,10 @@ class MaskedImageLM(MaskedLM):
         remote_code: bool = False,
         **options: Any,
     ):
-        """first: id of code 0. codes: how many. side: tokens. prompt: what is before an image,
-        {text} in it, and after: what is behind it, in the tokenizer's own special tokens. steps:
-        passes. mask: id of the mask token; None: the tokenizer's. remote_code: run the Python code
-        of the model's own repository."""
+        """Load the model. first: id of code 0. codes: how many. side: tokens. prompt: the input
+        before an image, {text} in it, and after: the input behind it, in the tokenizer's own
+        special tokens. steps: passes. mask: id of the mask token; None: the tokenizer's.
+        remote_code: run the Python code of the model's own repository."""
         if "{text}" not in prompt:
             raise UserError(
                 f"policy option prompt must hold {{text}}, where a prompt's text "

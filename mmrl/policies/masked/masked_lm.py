@@ -44,9 +44,9 @@ class MaskedLM(MaskedDiffusion):
         remote_code: bool = False,
         **options: Any,
     ):
-        """max_new_tokens: of every answer. block: tokens finished before the next ones are begun;
-        None: all at once. mask: id of the mask token; None: the tokenizer's. remote_code: run the
-        Python code of the model's own repository."""
+        """Load the model. max_new_tokens: of every answer. block: tokens finished before the next
+        ones are begun; None: all at once. mask: id of the mask token; None: the tokenizer's.
+        remote_code: run the Python code of the model's own repository."""
         self.place = locate(path)
         block = block or max_new_tokens
         blocks = max_new_tokens // block

@@ -104,8 +104,8 @@ class MaskedDiffusion(LogitsPolicy):
         blocks: int = 1,
         **options: Any,
     ):
-        """blocks: equal parts of the sample, finished one after the other, ``steps / blocks``
-        passes each."""
+        """Divide the sample into ``blocks`` equal parts, finished one after the other, with ``steps
+        / blocks`` passes each."""
         super().__init__(net, length, mask_id, **options)
         self.passes = steps
         self.turns = steps // blocks  # T passes a block

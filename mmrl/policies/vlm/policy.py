@@ -76,20 +76,21 @@ class VLM(Passes):
         train: Parts | None = None,
         **options: Any,
     ):
-        """path: folder, hub id or world:NAME. max_new_tokens: an answer's largest number.
-        temperature, top_k, top_p: of sampling and of scoring. stop: strings after which an answer
-        ends. greedy_evaluation: evaluation takes the likeliest token. record_self_certainty: record
-        how sure the model is of its answers, for the reward self_certainty. budgets: what images,
-        videos and prompts may cost. coordinate_space: the space of the model's coordinates, where
-        its family's is unknown. prefix_sharing: prefix reads a prompt once for its whole group,
-        none once for every answer, auto is prefix where that was compared, or can be, and agrees.
-        dtype: of the weights. engine: what samples: own, or hf, transformers' generate, continuous,
-        its continuous batching (texts only), or vllm; their log-probs are kept beside those of the
-        policy's own passes. attention: transformers' implementation; xformers: on CUDA, where rows
-        and images are packed, with sdpa elsewhere. remove_padding: prompts and answers are read
-        without padding, one row after another; by default with xformers. lora: adapters in the
-        language model. train: instead, how language model, projector and vision tower are each
-        trained; by default all fully."""
+        """Load the model. path: folder, hub id or world:NAME. max_new_tokens: the most tokens of an
+        answer. temperature, top_k, top_p: of sampling and of scoring. stop: strings after which an
+        answer ends. greedy_evaluation: evaluation takes the likeliest token. record_self_certainty:
+        record how sure the model is of its answers, for the reward self_certainty. budgets: what
+        images, videos and prompts may cost. coordinate_space: the space of the model's coordinates,
+        where its family's is unknown. prefix_sharing: "prefix" reads a prompt once for its whole
+        group, "none" once for every answer; "auto" is prefix where its log-probs were compared with
+        those of separate passes, or can be, and agree. dtype: of the weights. engine: what samples:
+        "own"; "hf", transformers' generate; "continuous", its continuous batching (texts only); or
+        "vllm". For all but "own" the engine's log-probs are kept beside those of the policy's own
+        passes. attention: transformers' implementation; xformers: on CUDA, where rows and images
+        are packed, with sdpa elsewhere. remove_padding: prompts and answers are read without
+        padding, one row after another; by default with xformers. lora: adapters in the language
+        model. train: instead, how language model, projector and vision tower are each trained; by
+        default all fully."""
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         self.place = locate(path)

@@ -308,8 +308,8 @@ class SharedPrefix(nn.Module):
         ).last_hidden_state
 
     def _apart(self, inputs: dict[str, Tensor], rows: Tensor, ids: Tensor) -> Tensor:
-        """Return the same by one pass of prompt and answer for each row; ``inputs`` hold the rows'
-        prompts in order, and perhaps one more."""
+        """Return what ``_shared`` does by one pass of prompt and answer for each row; ``inputs``
+        hold the rows' prompts in order, and optionally one without an answer."""
         witnesses = len(inputs["input_ids"]) - len(ids)
         if witnesses not in (0, 1):
             raise ValueError(

@@ -43,7 +43,8 @@ class CogVideoX(VideoFolderPolicy):
         text_length: int = 226,
         **options: Any,
     ):
-        """noise_level: 1 is ancestral sampling, 0 DDIM without noise. text_length: T5 tokens."""
+        """Extend the options of ``VideoFolderPolicy``. noise_level: 1 is ancestral sampling, 0 DDIM
+        without noise. text_length: T5 tokens."""
         self.text_length = text_length
         super().__init__(path, sde_type=sde_type, noise_level=noise_level, **options)
 

@@ -28,9 +28,9 @@ class Flux(FolderPolicy):
         text_length: int = 512,
         **options: Any,
     ):
-        """embedded_guidance: the guidance scale that FLUX.1-dev takes as an input
-        (``guidance_scale`` is classifier-free guidance on top, as diffusers' ``true_cfg_scale``).
-        text_length: T5 tokens."""
+        """Extend the options of ``FolderPolicy``. embedded_guidance: the guidance scale that
+        FLUX.1-dev takes as an input (``guidance_scale`` is classifier-free guidance on top, as
+        diffusers' ``true_cfg_scale``). text_length: T5 tokens."""
         self.embedded_guidance = embedded_guidance
         self.text_length = text_length
         super().__init__(path, **options)

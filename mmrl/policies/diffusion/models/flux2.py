@@ -46,8 +46,8 @@ class Flux2(FolderPolicy):
         text_layers: Sequence[int] = (9, 18, 27),
         **options: Any,
     ):
-        """text_length: tokens. text_layers: of the text encoder, whose states are put side by
-        side."""
+        """Extend the options of ``FolderPolicy``. text_length: tokens. text_layers: of the text
+        encoder, whose states are put side by side."""
         self.text_length = text_length
         self.text_layers = tuple(text_layers)
         super().__init__(path, **options)

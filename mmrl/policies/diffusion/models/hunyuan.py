@@ -35,9 +35,10 @@ class HunyuanVideo(VideoFolderPolicy):
         text_length: int = 256,
         **options: Any,
     ):
-        """embedded_guidance: the guidance scale that the network takes as an input
-        (``guidance_scale`` is classifier-free guidance on top, as diffusers' ``true_cfg_scale``).
-        text_length: tokens of the language model after its template."""
+        """Extend the options of ``VideoFolderPolicy``. embedded_guidance: the guidance scale that
+        the network takes as an input (``guidance_scale`` is classifier-free guidance on top, as
+        diffusers' ``true_cfg_scale``). text_length: tokens of the language model after its
+        template."""
         self.embedded_guidance = embedded_guidance
         self.text_length = text_length
         super().__init__(path, **options)

@@ -45,8 +45,8 @@ class LCM(SD):
         noise_window: Annotated[Window, WINDOWS] = all_but_last,
         **options: Any,
     ):
-        """embedded_guidance: the guidance scale that the network takes as an input
-        (``guidance_scale`` is on top of it)."""
+        """Extend the options of ``SD``. embedded_guidance: the guidance scale that the network
+        takes as an input (``guidance_scale`` is on top of it)."""
         self.embedded_guidance = embedded_guidance
         super().__init__(path, steps=steps, sde_type=sde_type, noise_window=noise_window, **options)
 

@@ -33,9 +33,9 @@ class LTX(VideoFolderPolicy):
         decode_time: Annotated[float, Ge(0), Le(1)] = 0.0,
         **options: Any,
     ):
-        """fps: frames a second, an input of the network. text_length: T5 tokens. decode_time: the
-        time that autoencoders from 0.9.1 on take for decoding; no noise is added, so that rewards
-        are deterministic."""
+        """Extend the options of ``VideoFolderPolicy``. fps: frames a second, an input of the
+        network. text_length: T5 tokens. decode_time: the time that autoencoders from 0.9.1 on take
+        for decoding; no noise is added, so that rewards are deterministic."""
         self.fps = fps
         self.text_length = text_length
         self.decode_time = decode_time

@@ -27,8 +27,8 @@ class QwenEdit(EditPolicy, QwenImage):
     pipeline = "QwenImageEditPipeline"
 
     def __init__(self, path: str, text_length: Annotated[int, Ge(1)] = 1024, **options: Any):
-        """text_length: tokens of a prompt with its image, which takes one for every 28 by 28
-        pixels."""
+        """Extend the options of ``EditPolicy``. text_length: tokens of a prompt with its image,
+        which takes one for every 28 by 28 pixels."""
         super().__init__(path, text_length=text_length, **options)
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:

@@ -27,7 +27,8 @@ class QwenImage(FolderPolicy):
     autoencoder = "AutoencoderKLQwenImage"
 
     def __init__(self, path: str, text_length: Annotated[int, Ge(1)] = 512, **options: Any):
-        """text_length: tokens of a prompt; shorter ones are padded and masked."""
+        """Extend the options of ``FolderPolicy``. text_length: tokens of a prompt; shorter ones are
+        padded and masked."""
         self.text_length = text_length
         super().__init__(path, **options)
 

@@ -38,8 +38,8 @@ class Sana(FolderPolicy):
         instruct: bool = True,
         **options: Any,
     ):
-        """text_length: tokens. instruct: put the pipeline's instruction to enhance the prompt
-        before it."""
+        """Extend the options of ``FolderPolicy``. text_length: tokens. instruct: put the pipeline's
+        instruction to enhance the prompt before it."""
         self.text_length = text_length
         self.instruct = instruct
         super().__init__(path, **options)

@@ -22,8 +22,8 @@ class SD3(FolderPolicy):
     network = "SD3Transformer2DModel"
 
     def __init__(self, path: str, t5: bool = True, **options: Any):
-        """t5: false leaves the largest text encoder out, as diffusers does for
-        ``text_encoder_3=None``."""
+        """Extend the options of ``FolderPolicy``. t5: false leaves the largest text encoder out, as
+        diffusers does for ``text_encoder_3=None``."""
         self.t5 = t5
         super().__init__(path, **options)
         self.t5 = t5 and diffusers_folder.holds(self.place, "text_encoder_3")

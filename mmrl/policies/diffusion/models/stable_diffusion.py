@@ -37,7 +37,8 @@ class UNetPolicy(FolderPolicy):
         noise_level: float = 1.0,
         **options: Any,
     ):
-        """noise_level: 1 is ancestral sampling (DDPO), 0 DDIM without noise."""
+        """Extend the options of ``FolderPolicy``. noise_level: 1 is ancestral sampling (DDPO), 0
+        DDIM without noise."""
         super().__init__(path, sde_type=sde_type, noise_level=noise_level, **options)
 
     def latent_shape(self) -> tuple[int, ...]:

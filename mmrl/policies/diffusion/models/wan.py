@@ -103,9 +103,10 @@ class Wan(VideoFolderPolicy):
         guidance_scale_2: Annotated[float, Ge(0)] | None = None,
         **options: Any,
     ):
-        """text_length: tokens of the text encoder. guidance_scale_2: the guidance scale of the
-        second expert of Wan 2.2 A14B, which has the less noisy times; None: ``guidance_scale`` is
-        that of both. At ``guidance_scale`` 1 neither is guided."""
+        """Extend the options of ``VideoFolderPolicy``. text_length: tokens of the text encoder.
+        guidance_scale_2: the guidance scale of the second expert of Wan 2.2 A14B, which has the
+        less noisy times; None: ``guidance_scale`` is that of both. At ``guidance_scale`` 1 neither
+        is guided."""
         self.text_length = text_length
         self.guidance_scale_2 = guidance_scale_2
         super().__init__(path, **options)

@@ -30,9 +30,9 @@ class ZImage(FolderPolicy):
         text_length: Annotated[int, Ge(1)] = 512,
         **options: Any,
     ):
-        """normalise: the most a guided velocity may be longer than the conditional one, as a factor
-        (the pipeline's ``cfg_normalization``); 0: no limit. text_length: tokens. ``guidance_scale``
-        is the pipeline's scale plus 1."""
+        """Extend the options of ``FolderPolicy``. normalise: the most a guided velocity may be
+        longer than the conditional one, as a factor (the pipeline's ``cfg_normalization``); 0: no
+        limit. text_length: tokens. ``guidance_scale`` is the pipeline's scale plus 1."""
         self.normalise = normalise
         self.text_length = text_length
         super().__init__(path, **options)

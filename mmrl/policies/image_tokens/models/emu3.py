@@ -106,10 +106,10 @@ class Emu3(ImageTokenPolicy):
         guidance_scale: float = 3.0,
         **options: Any,
     ):
-        """path: folder or hub id. size: pixels, the square root of the area. ratio: width to
-        height. negative: the unconditional prompt, what the image should not be. suffix: words
-        behind every prompt. dtype: of the weights. attention: the kernel. lora: adapters in the
-        text model."""
+        """Load the model. path: folder or hub id. size: pixels, the square root of the area. ratio:
+        width to height. negative: the unconditional prompt, what the image should not be. suffix:
+        words behind every prompt. dtype: of the weights. attention: the kernel. lora: adapters in
+        the text model."""
         self.place = locate(path)
         hf, self.processor = _loaded(
             self.place, getattr(torch, dtype), of_transformers(available(attention))

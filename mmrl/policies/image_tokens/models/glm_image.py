@@ -102,9 +102,9 @@ class GlmImage(ImageTokenPolicy):
         lora: Lora | int | None = None,
         **options: Any,
     ):
-        """path: folder or hub id. size: pixels, one side or [height, width], multiples of 32.
-        steps, decoder_guidance: of the diffusion decoder, which is not trained. dtype: of the
-        weights. attention: the kernel. lora: adapters in the language model."""
+        """Load the model. path: folder or hub id. size: pixels, one side or [height, width],
+        multiples of 32. steps, decoder_guidance: of the diffusion decoder, which is not trained.
+        dtype: of the weights. attention: the kernel. lora: adapters in the language model."""
         self.place = locate(path)
         height, width = (size, size) if isinstance(size, int) else size
         if height % 32 or width % 32:

@@ -61,8 +61,8 @@ class ImageGPT(ImageTokenPolicy):
     not_options = ("net", "guidance_scale", "logprob_guidance", "attention", "compile")
 
     def __init__(self, path: str, dtype: Storage = "float32", **options: Any):
-        """path: folder or hub id, with the clusters of its image processor. dtype: of the
-        weights."""
+        """Load the model. path: folder or hub id, with the clusters of its image processor. dtype:
+        of the weights."""
         self.place = locate(path)
         hf, self.processor = _loaded(self.place, getattr(torch, dtype))
         side = round(hf.config.n_positions**0.5)

@@ -144,9 +144,9 @@ class Janus(ImageTokenPolicy):
         lora: Lora | int | None = None,
         **options: Any,
     ):
-        """path: folder or hub id. dtype: of the weights. attention: auto, xformers, sdpa or flash
-        (the package flash-attn). train: the language model alone, or with it embeddings, aligner
-        and head of image tokens. lora: adapters in the language model."""
+        """Load the model. path: folder or hub id. dtype: of the weights. attention: auto, xformers,
+        sdpa or flash (the package flash-attn). train: the language model alone, or with it
+        embeddings, aligner and head of image tokens. lora: adapters in the language model."""
         self.place = locate(path)
         hf, self.processor = _loaded(
             self.place, getattr(torch, dtype), of_transformers(available(attention))

@@ -44,10 +44,11 @@ class LlamaGen(ImageTokenPolicy):
         guidance_scale: float = 4.0,
         **options: Any,
     ):
-        """path: the transformer's checkpoint, or a folder as exported. vq: the tokenizer's
-        checkpoint. size: pixels a side, 256 unless the folder says otherwise. heads: None is the
-        published number for its width. text_encoder: T5, for a text-conditional one.
-        text_encoder_placement: where it goes after use. dtype: of the transformer."""
+        """Load the transformer and its tokenizer. path: the transformer's checkpoint, or a folder
+        as exported. vq: the tokenizer's checkpoint. size: pixels a side, 256 unless the folder says
+        otherwise. heads: None is the published number for its width. text_encoder: T5, for a
+        text-conditional one. text_encoder_placement: where it goes after use. dtype: of the
+        transformer."""
         place = checkpoints.find(path)
         if place.is_dir():
             vq = vq or str(place / "vq.safetensors")

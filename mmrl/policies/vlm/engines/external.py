@@ -189,7 +189,8 @@ class VLLM:
     """
 
     def __init__(self, place: str, dtype: str, share: float = SHARE, images: int = 8):
-        """share: part of the device's memory it may use. images: the most a prompt has."""
+        """Start the engine. share: part of the device's memory it may use. images: the most a
+        prompt has."""
         if find_spec("vllm") is None:
             raise UserError(
                 "policy option engine = vllm needs the package vllm (pip install "
