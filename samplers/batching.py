@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 
 def chunks(count: int, size: int) -> Iterator[slice]:
-    """Yield slices of at most ``size`` rows that cover 0..count - 1 in order."""
+    """Return slices of at most ``size`` rows that cover 0..count - 1 in order."""
     if size < 1:
         raise ValueError(f"a chunk needs at least 1 row, not {size}")
     return (slice(start, min(start + size, count)) for start in range(0, count, size))

@@ -92,7 +92,8 @@ class LogitsPolicy(TokenPolicy):
 
     @abstractmethod
     def logits(self, ids: Tensor, cond: dict[str, Any]) -> Tensor:
-        """Compute [B, L, V] for ids [B, L] with hidden tokens, under conditions [B, *]."""
+        """Compute the logits [B, L, V] for ids [B, L] with hidden tokens, under conditions [B,
+        *]."""
 
     def decode(self, rollout: Rollout) -> Media:
         return rollout.sample

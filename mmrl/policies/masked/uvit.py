@@ -32,7 +32,7 @@ class SharedText:
         temb: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Attend with queries [B, n, C], returns [B, n, C]; the names are diffusers'."""
+        """Attend with queries [B, n, C] and return [B, n, C]; the names are diffusers'."""
         self_attention = encoder_hidden_states is None
         read = hidden_states if self_attention else encoder_hidden_states
         k = attn.to_k(read)

@@ -31,8 +31,8 @@ def write(
     """Sample text ids [B, W], ``NONE`` behind the stop token, and log-probs [B, W], by inversion at
     ``uniform`` [B, W].
 
-    Afterwards ``state`` holds every token but the stop tokens. ``busy(still)`` tells whether any
-    process still writes, if this one does ``still``, where all must make equally many passes.
+    Afterwards ``state`` holds every token but the stop tokens. ``busy`` takes whether this process
+    still writes and tells whether any does, where all must make equally many passes.
     """
     rows, tokens = uniform.shape
     ids = torch.full((rows, tokens), NONE, device=uniform.device)

@@ -61,7 +61,7 @@ class Ask(NamedTuple):
 
 
 class UnifiedNet(JanusNet):
-    """Wraps a JanusForConditionalGeneration that reads text and pictures, writes text and image
+    """Wraps a JanusForConditionalGeneration that reads text and pictures and writes text and image
     tokens."""
 
     def read(self, inputs: Inputs, rows: Tensor) -> tuple[Tensor, State]:

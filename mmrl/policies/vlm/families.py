@@ -62,8 +62,8 @@ class Family:
     known: bool = True
 
     def unverified(self) -> tuple[str, ...]:
-        """List statements that nobody has checked, for the log; empty for a family whose facts are
-        all known."""
+        """List what was not verified about the family, for the log; empty where all facts are
+        known."""
         statements = []
         if not self.known:
             statements.append(

@@ -1,5 +1,5 @@
-"""Computes the features of images that no training changes once, and keeps them as long as there is
-room."""
+"""Computes the image features that training does not change, once, and keeps them as long as there
+is room."""
 
 from __future__ import annotations
 

@@ -139,8 +139,8 @@ def generate(
 ) -> Answers:
     """Answer the prompts of ``rows`` [B]; ``names`` [B] are the keys of their randomness.
 
-    ``busy(still)`` tells whether any process still works, if this one does ``still``, where all
-    must make equally many passes.
+    ``busy`` takes whether this process still works and tells whether any does, where all must make
+    equally many passes.
     """
     done = blank(names, ending, net.hf)
     work = _Work(net, prefix, rows, names, rng, warp)

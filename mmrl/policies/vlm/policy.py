@@ -270,8 +270,8 @@ class VLM(Passes):
 
     @torch.no_grad()
     def _rescored(self, rollout: Rollout, size: int) -> Rollout:
-        """Score what another engine sampled by the policy's own passes; its log-probs stay as
-        ``sampler_logprob``."""
+        """Score by the policy's own passes what another engine sampled; the engine's log-probs stay
+        as ``sampler_logprob``."""
         parts = [rollout[part] for part in chunks(len(rollout), size)]
         scored = [
             self.dist(point).log_prob(point.target) for part in parts for point in self.path(part)

@@ -1,4 +1,4 @@
-"""Keeps what was computed lately, within a bounded memory."""
+"""Keeps recently computed values within a bounded memory."""
 
 from __future__ import annotations
 
