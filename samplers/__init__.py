@@ -1,5 +1,5 @@
-"""Samplers as pure functions on tensors: kernels, solvers, time grids, noise windows, noise. Needs
-torch only."""
+"""Implements samplers as pure functions on tensors: kernels, solvers, time grids, noise windows,
+noise. Needs torch only."""
 
 from samplers import kernels, schedules, solvers, windows
 

@@ -1,5 +1,5 @@
-"""Batches that fit: chunks of rows, what a forward pass costs in bytes, and results that no chunk
-size changes."""
+"""Makes batches that fit: chunks of rows, what a forward pass costs in bytes, and results that no
+chunk size changes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 
 def chunks(count: int, size: int) -> Iterator[slice]:
-    """Slices of at most ``size`` rows that cover 0..count - 1 in order."""
+    """Return slices of at most ``size`` rows that cover 0..count - 1 in order."""
     if size < 1:
         raise ValueError(f"a chunk needs at least 1 row, not {size}")
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
 def peak_bytes(fn: Callable[[], Any], device: torch.device | str = "cpu") -> int:
-    """The most bytes of tensors that were alive at once among those ``fn`` made, on top of what
-    existed before.
+    """Return the most bytes of tensors that were alive at once among those ``fn`` made, on top of
+    what existed before.
 
-    On a CUDA device the allocator is asked, which also sees the workspaces of kernels; elsewhere
-    every storage that an operation returns is counted until it is freed, the scratch space inside
-    one operation is not.
+    On a CUDA device the allocator counts, which includes the workspaces of kernels; elsewhere every
+    storage that an operation returns is counted until it is freed, without the scratch space inside
+    one operation.
     """
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
@@ -80,10 +80,11 @@ class _Tally(TorchDispatchMode):
 def rows_that_fit(
     forward: Callable[[int], Any], budget: int, most: int, device: torch.device | str = "cpu"
 ) -> int:
-    """The largest number of rows in 1..most whose ``forward(rows)`` stays within ``budget`` bytes.
+    """Return the largest number of rows in 1..most whose ``forward(rows)`` stays within ``budget``
+    bytes.
 
-    Runs one row and two rows and takes memory to grow along that line. ValueError where even one
-    row is too many.
+    Runs one row and two rows and assumes that memory grows linearly. ValueError where even one row
+    is too many.
     """
     if most < 1:
         raise ValueError(f"the largest number of rows must be at least 1, not {most}")
@@ -100,7 +101,7 @@ def rows_that_fit(
 
 
 class Attempt:
-    """One attempt at work in passes of at most ``rows`` rows. As a context manager it gives
+    """Makes one attempt at work in passes of at most ``rows`` rows. As a context manager it gives
     ``rows``, and notes an out-of-memory error of its block instead of raising it."""
 
     def __init__(self, rows: int) -> None:
@@ -138,10 +139,10 @@ def attempts(size: int, least: int = 1) -> Iterator[Attempt]:
 
 
 def at_width(fn: Callable[..., Any], width: int, *batches: Any) -> Any:
-    """``fn(*batches)`` computed at exactly ``width`` rows, for nests of tensors [B, *] with B <=
+    """Compute ``fn(*batches)`` at exactly ``width`` rows, for nests of tensors [B, *] with B <=
     width.
 
-    Row 0 is repeated to fill up, and what comes of the repeats is cut off the result (a nest of
+    Row 0 is repeated to fill up, and the results of the repeats are cut off the result (a nest of
     tensors [width, *]) and out of the gradient. A matmul of few rows may round in another way than
     one of many; at constant width the result of a row does not depend on how many rows its chunk
     had left. It may still depend, in the last place, on the row's place in the chunk.

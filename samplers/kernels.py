@@ -1,5 +1,5 @@
-"""One stochastic step of a sampler: ``(x, v, t, s, eta) -> (mean, std)``. Most are for rectified
-flow.
+"""Computes one stochastic step of a sampler: ``(x, v, t, s, eta) -> (mean, std)``. Most kernels are
+for rectified flow.
 
 The path is x_t = (1 - t) x_0 + t e with e standard normal; t = 1 is noise, t = 0 is data. The
 network gives the velocity v = E[e - x_0 | x_t], so x_0 ~ x - t v and e ~ x + (1 - t) v, and the
@@ -90,7 +90,7 @@ def ode(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number = 0.0) -> tuple[
     return x + v * (s - t), torch.zeros_like(t)
 
 
-# a policy gives its own
+# the default process; a policy passes its own
 EPSILON = Diffusion()
 FLOW = Flow()
 
@@ -111,7 +111,7 @@ def ddim(
     return alpha_s * clean + (sigma_s**2 - std**2).clamp_min(0).sqrt() * noise, std
 
 
-ddim.process = Diffusion  # which policies can use it; kernels that say nothing are for flows
+ddim.process = Diffusion  # the processes it is for; kernels without this are for flows
 
 
 def consistency(
@@ -152,8 +152,8 @@ def _align(x: Tensor, v: Tensor, t: Number, s: Number, eta: Number) -> tuple[Ten
 def _euler_maruyama(
     x: Tensor, v: Tensor, t: Tensor, s: Tensor, variance: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """dx = (v - variance / 2 * score) dt + sqrt(variance) dw, backwards in time: the marginals of
-    the ODE, kept.
+    """Step dx = (v - variance / 2 * score) dt + sqrt(variance) dw backwards in time, which keeps
+    the marginals of the ODE.
 
     ``variance`` [B, 1, ...] is that of the noise per unit of time.
     """

@@ -1,4 +1,4 @@
-"""Random numbers keyed by what they are for, so that no batch split, world size or resume changes a
+"""Draws random numbers keyed by their use, so that no batch split, world size or resume changes a
 sample.
 
 Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), a counter-based
@@ -23,8 +23,8 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 def philox(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
 ) -> tuple[Tensor, ...]:
-    """Ten rounds. Counter words and results are int64 tensors of one shape holding 32-bit
-    values."""
+    """Compute ten rounds of Philox. Counter words and results are int64 tensors of one shape
+    holding 32-bit values."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -42,15 +42,15 @@ def philox(
 
 @dataclass(frozen=True)
 class Rng:
-    """A named random stream. ``fold`` derives another one; draws never change it, so order does not
-    matter."""
+    """Draws from a named random stream. ``fold`` derives another one; draws never change it, so
+    order does not matter."""
 
     key: tuple[int, int]
     offset: int = 0  # position of this process's first prompt in the whole iteration
 
     @classmethod
     def of(cls, *names: int | str) -> Rng:
-        """Make the stream of these names, for instance ``Rng.of(seed, "rollout", iteration)``."""
+        """Make the stream with these names, for instance ``Rng.of(seed, "rollout", iteration)``."""
         digest = hashlib.blake2b(repr(names).encode(), digest_size=8).digest()
         return cls((int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")))
 
@@ -89,6 +89,6 @@ class Rng:
         return normals.to(dtype).view(len(rows), *shape)
 
     def permutation(self, n: int, step: int = 0) -> Tensor:
-        """Draw [n] long: a random order of 0..n-1."""
+        """Draw a random order of 0..n-1, [n] long."""
         words = self.bits(torch.arange(n), 2, step)
         return torch.argsort(words[:, 0] << 31 ^ words[:, 1], stable=True)

@@ -1,5 +1,5 @@
-"""How data become noise: x_t = alpha(t) x_0 + sigma(t) e, and what a network's output says of x_0
-and e.
+"""Defines how data become noise, x_t = alpha(t) x_0 + sigma(t) e, and what a network's output says
+of x_0 and e.
 
 t in [0, 1] everywhere, 1 is noise and 0 is data. Tensors are [B, *]; times [B] or scalars.
 """
@@ -17,7 +17,7 @@ Prediction = Literal["epsilon", "v_prediction", "sample"]
 
 
 class Process(Protocol):
-    """``output`` is what the network gives at x_t."""
+    """Defines a noising process; ``output`` is what the network gives at x_t."""
 
     def scales(self, t: Number, like: Tensor) -> tuple[Tensor, Tensor]:
         """Compute (alpha, sigma) at t, each [B, 1, ...] for states ``like`` [B, *]."""
@@ -32,7 +32,8 @@ class Process(Protocol):
         """Compute the output [B, *] that a perfect network would give."""
 
     def snap(self, t: Tensor) -> Tensor:
-        """Round times [B] above 0 to those that the network knows, the next at or after ``t``."""
+        """Round times [B] above 0 to those that the network was trained on, the next at or after
+        ``t``."""
 
     def gain(self, t: Number, like: Tensor) -> Tensor:
         """Compute how far the predicted x_0 moves when the output moves by 1, [B, 1, ...]."""
@@ -60,8 +61,8 @@ def noised(process: Process, clean: Tensor, noise: Tensor, t: Number) -> Tensor:
 
 @dataclass(frozen=True)
 class Flow:
-    """Rectified flow: alpha = 1 - t, sigma = t; the network gives the velocity e - x_0 (Liu et al.
-    2022)."""
+    """Implements rectified flow: alpha = 1 - t, sigma = t; the network gives the velocity e - x_0
+    (Liu et al. 2022)."""
 
     def scales(self, t: Number, like: Tensor) -> tuple[Tensor, Tensor]:
         t = per_row(t, like)
@@ -84,15 +85,15 @@ class Flow:
 
 
 def scaled_linear(steps: int = 1000, start: float = 0.00085, end: float = 0.012) -> Tensor:
-    """[steps] float64 cumulative alphas of Stable Diffusion 1 and XL."""
+    """Return the cumulative alphas of Stable Diffusion 1 and XL, [steps] float64."""
     beta = torch.linspace(start**0.5, end**0.5, steps, dtype=torch.float64).square()
     return (1 - beta).cumprod(0)
 
 
 @dataclass(frozen=True)
 class Diffusion:
-    """Discrete variance-preserving diffusion: alpha^2 = ``alphas`` [T] cumulative, sigma^2 = 1 -
-    alpha^2.
+    """Implements discrete variance-preserving diffusion: alpha^2 = ``alphas`` [T] cumulative,
+    sigma^2 = 1 - alpha^2.
 
     Time (i + 1) / T stands for timestep i; 0 is the state after the last step, where alpha^2 is
     ``final``: 1, or alphas[0] for schedulers with ``set_alpha_to_one: false``. Ho et al. 2020;
@@ -107,7 +108,7 @@ class Diffusion:
     )
 
     def timestep(self, t: Number) -> Tensor:
-        """Long: the timestep i of a time above 0, -1 for 0."""
+        """Return the timestep i of a time above 0, -1 for 0, long."""
         return (torch.as_tensor(t, dtype=torch.float64) * len(self.alphas)).round().long() - 1
 
     def scales(self, t: Number, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,8 +117,8 @@ class Diffusion:
         return per_row(bar.sqrt(), like), per_row((1 - bar).sqrt(), like)
 
     def _table(self, device: torch.device) -> Tensor:
-        """[T + 1] alpha^2 by timestep + 1, where the times are: it moves once, not at every
-        step."""
+        """Return alpha^2 by timestep + 1, [T + 1], on the device of the times: it moves once, not
+        at every step."""
         if device not in self.tables:
             with torch.inference_mode(False):
                 table = torch.cat([self.alphas.new_tensor([self.final]), self.alphas])
@@ -162,8 +163,8 @@ class Diffusion:
 
 @dataclass(frozen=True)
 class Consistent(Diffusion):
-    """A latent consistency model: the predicted x_0 is c_skip x_t + c_out x_0(output), at
-    timestep 0 x_t itself.
+    """Implements a latent consistency model: the predicted x_0 is c_skip x_t + c_out x_0(output),
+    at timestep 0 x_t itself.
 
     Luo et al. 2023, "Latent Consistency Models", section 4.1: with tau = ``scaling`` times the
     timestep, c_skip = d^2 / (tau^2 + d^2), c_out = tau / sqrt(tau^2 + d^2) and d = 0.5.

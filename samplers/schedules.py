@@ -1,4 +1,4 @@
-"""When a sampler steps: time grids ``(steps, *, ...) -> [steps + 1]`` float64, falling from 1
+"""Sets when a sampler steps: time grids ``(steps, *, ...) -> [steps + 1]`` float64, falling from 1
 (noise) to 0 (data).
 
 An impossible request is a ValueError that says what would be possible.
@@ -14,8 +14,8 @@ from torch import Tensor
 
 
 def shift_time(time: Tensor, shift: float) -> Tensor:
-    """shift t / (1 + (shift - 1) t): more of the steps near the noise for shift > 1 (Esser et al.
-    2024, eq. 23)."""
+    """Return shift t / (1 + (shift - 1) t): more of the steps near the noise for shift > 1 (Esser
+    et al. 2024, eq. 23)."""
     if not shift > 0:
         raise ValueError(f"shift must be greater than 0, not {shift}")
     return shift * time / (1 + (shift - 1) * time)
@@ -82,8 +82,8 @@ def dynamic(
 
 
 def compressed(times: Tensor, after: int, ratio: float) -> Tensor:
-    """The grid [K + 1] with fewer steps after step ``after``: int(ratio * remaining), at least 1
-    (MixGRPO-Flash).
+    """Return the grid [K + 1] with fewer steps after step ``after``: int(ratio * remaining), at
+    least 1 (MixGRPO-Flash).
 
     The new times lie evenly on the old grid's own curve, so that its shift stays.
     """

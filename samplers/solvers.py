@@ -1,4 +1,4 @@
-"""Deterministic solvers for the steps that need no density: ``solver(process) -> step``, ``step(x,
+"""Solves the steps that need no density deterministically: ``solver(process) -> step``, ``step(x,
 out, t, s) -> x_s``.
 
 A step function remembers what multistep methods need, so every sample (batch) takes a new one.

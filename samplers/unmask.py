@@ -1,5 +1,5 @@
-"""Which hidden tokens become final in a pass of masked diffusion: schedules, and the two ways to
-choose positions."""
+"""Chooses which hidden tokens become final in a pass of masked diffusion: schedules, and the two
+ways to choose positions."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from torch import Tensor
 
 
 def cosine(steps: int) -> Tensor:
-    """[T + 1] share of tokens still hidden before pass t and after the last, cos(pi t / 2T) (Chang
-    et al. 2022)."""
+    """Return the share of tokens still hidden before pass t and after the last, [T + 1]: cos(pi t /
+    2T) (Chang et al. 2022)."""
     return torch.cos(torch.arange(steps + 1) / steps * math.pi / 2).clamp_min(0) * (
         torch.arange(steps + 1) < steps
     )
 
 
 def linear(steps: int) -> Tensor:
-    """[T + 1] likewise, 1 - t / T."""
+    """Return the share of tokens still hidden before pass t and after the last, [T + 1]: 1 - t /
+    T."""
     return 1 - torch.arange(steps + 1) / steps
 
 
 def emerge(uniform: Tensor, hidden: Tensor, rates: Tensor, step: int) -> Tensor:
-    """[B, L] bool, the tokens revealed in pass ``step``: each hidden one by itself with probability
-    1 - k' / k.
+    """Choose the tokens revealed in pass ``step``, [B, L] bool: each hidden one independently with
+    probability 1 - k' / k.
 
     The ancestral sampler of absorbing diffusion (Sahoo et al. 2024, eq. 7): ``rates`` [T + 1] are
     k, uniform [B, L] lies in (0, 1). What is chosen does not depend on the model.
@@ -34,8 +35,8 @@ def emerge(uniform: Tensor, hidden: Tensor, rates: Tensor, step: int) -> Tensor:
 
 
 def left_hidden(length: int, rates: Tensor) -> list[int]:
-    """[T + 1] tokens hidden before each pass: floor(length k), at least 1 and one fewer than
-    before; 0 at the end."""
+    """Count the tokens hidden before each pass, [T + 1]: floor(length k), at least 1 and one fewer
+    than before; 0 at the end."""
     left = [length]
     for rate in rates[1:-1]:
         left.append(max(1, min(left[-1] - 1, int((length * rate).floor()))))
@@ -43,18 +44,18 @@ def left_hidden(length: int, rates: Tensor) -> list[int]:
 
 
 def gumbel(uniform: Tensor) -> Tensor:
-    """Standard Gumbel noise of uniform numbers in (0, 1)."""
+    """Turn uniform numbers in (0, 1) into standard Gumbel noise."""
     return -(-uniform.log()).log()
 
 
 def ranked(
     confidence: Tensor, uniform: Tensor, temperature: float, hidden: Tensor, count: int
 ) -> Tensor:
-    """[B, L] long: the place 0 .. count - 1 of the chosen tokens, L of other hidden ones and L + 1
-    of visible ones.
+    """Rank the hidden tokens, [B, L] long: 0 .. count - 1 for the chosen ones, L for other hidden
+    ones and L + 1 for visible ones.
 
-    Of ``confidence`` + temperature * Gumbel [B, L] at the hidden positions, the ``count`` largest
-    (MaskGIT).
+    Chosen are the ``count`` largest of ``confidence`` + temperature * Gumbel [B, L] at the hidden
+    positions (MaskGIT).
     """
     length = hidden.shape[1]
     noisy = (confidence.double() + temperature * gumbel(uniform.double())).masked_fill(
@@ -65,9 +66,9 @@ def ranked(
 
 
 def plackett_luce(log_weight: Tensor, rank: Tensor) -> Tensor:
-    """[B, L] log-probability that the token of rank r came r-th: its log-weight minus the log-sum
-    of all that were left (Plackett 1975); 0 for tokens without a rank. Ranks as ``ranked`` gives
-    them; visible tokens take no part."""
+    """Return the log-probability [B, L] that the token of rank r came r-th: its log-weight minus
+    the log-sum of all that were left (Plackett 1975); 0 for tokens without a rank. Ranks as
+    ``ranked`` returns them; visible tokens take no part."""
     length = rank.shape[1]
     never = torch.finfo(log_weight.dtype).min / 4
     order = rank.argsort(dim=1, stable=True)

@@ -1,4 +1,4 @@
-"""Warped token distributions: temperature, top-k, top-p (nucleus), suppressed ids, for sampling and
+"""Warps token distributions: temperature, top-k, top-p (nucleus), suppressed ids, for sampling and
 scoring alike."""
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Warp:
-    """Logits -> logits of the distribution that is sampled from, in this order: suppression,
+    """Maps logits to those of the distribution that is sampled from, in this order: suppression,
     temperature, top-k, top-p.
 
     ``temperature`` 0 is greedy: all on the (first) largest. ``top_k`` None and ``top_p`` 1 keep
     everything; ties with the last token kept are kept too by top-k. ``suppressed`` ids are never
     sampled and have log-prob -inf.
 
-    A support that is found anew from logits which differ by rounding may lose the very token that
-    was sampled at its edge, whose log-prob would be -inf. Hence the rule: in scoring the token that
-    was chosen always belongs to the support (``keep``). Where it does so anyway, which is always
-    the case without rounding, this changes nothing.
+    A support computed again from logits which differ by rounding may lose the very token that was
+    sampled at its edge, whose log-prob would be -inf. Hence the rule: in scoring the token that was
+    chosen always belongs to the support (``keep``). Where it does so anyway, which is always the
+    case without rounding, this changes nothing.
     """
 
     temperature: float = 1.0
@@ -44,12 +44,12 @@ class Warp:
 
     @property
     def truncates(self) -> bool:
-        """Tell whether it takes more than a temperature and a fixed set of ids away."""
+        """Tell whether greedy choice, top-k or top-p takes tokens away."""
         return self.temperature == 0 or self.top_k is not None or self.top_p < 1
 
     def __call__(self, logits: Tensor, keep: Tensor | None = None) -> Tensor:
-        """[*, V] at least float32, -inf outside the support, of logits [*, V]; ``keep`` [*] ids
-        that stay in it."""
+        """Return logits [*, V], at least float32, -inf outside the support; ``keep`` [*] ids that
+        stay in it."""
         x = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.suppressed:
             x = x + _banned(self.suppressed, x.shape[-1], x.dtype, x.device)
@@ -63,7 +63,7 @@ class Warp:
         return x.masked_fill(outside, -torch.inf)
 
     def _outside(self, x: Tensor) -> Tensor:
-        """[*, V] bool: what top-k and top-p take away."""
+        """Mark what top-k and top-p take away, [*, V] bool."""
         if self.temperature == 0:
             return torch.ones_like(x, dtype=torch.bool).scatter_(
                 -1, x.argmax(-1, keepdim=True), False
@@ -85,7 +85,7 @@ class Warp:
 
 @lru_cache(maxsize=8)
 def _banned(ids: tuple[int, ...], vocab: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[V] -inf at ``ids``, 0 elsewhere."""
+    """Return [V], -inf at ``ids``, 0 elsewhere."""
     with torch.inference_mode(False):
         bias = torch.zeros(vocab, dtype=dtype)
         bias[list(ids)] = -torch.inf

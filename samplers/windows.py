@@ -1,5 +1,5 @@
-"""Where a sampler adds noise: ``(steps, iteration, rng, *, ...) -> [steps]`` bool, True where the
-step is a decision.
+"""Sets where a sampler adds noise: ``(steps, iteration, rng, *, ...) -> [steps]`` bool, True where
+the step is a decision.
 
 ``iteration`` counts rollouts from 0 and ``rng`` belongs to it; all samples and processes get the
 same window. An impossible request is a ValueError that says what would be possible.
@@ -24,7 +24,7 @@ def all_steps(steps: int, iteration: int = 0, rng: Rng = FIXED) -> Tensor:
 
 
 def all_but_last(steps: int, iteration: int = 0, rng: Rng = FIXED) -> Tensor:
-    """Makes every step but the last stochastic, whose noise nobody would remove."""
+    """Makes every step but the last stochastic, since no later step would remove its noise."""
     if steps < 2:
         raise ValueError(
             f"all_but_last leaves no stochastic step of {steps}: use at least 2 steps, or "
@@ -151,8 +151,8 @@ def _sliding(
     again: bool,
     stay: Callable[[int, int], int],
 ) -> Tensor:
-    """Place the window where this iteration has arrived; ``stay(place, last)`` is for how many
-    iterations it keeps a place."""
+    """Place the window for this iteration; ``stay(place, last)`` is the number of iterations it
+    keeps a place."""
     first, last = _room(steps, size, 0, stop)
     if stride < 1:
         raise ValueError(f"the stride of a sliding noise window must be at least 1, not {stride}")

@@ -1,5 +1,5 @@
-"""Policies: generative models behind one contract; one thin file a model family. Importing this
-registers them."""
+"""Registers the policies: generative models behind one contract, in one thin file for each model
+family."""
 
 from mmrl.policies.diffusion import custom_module as custom_module
 from mmrl.policies.diffusion.models import cogvideox as cogvideox

@@ -1,4 +1,5 @@
-"""The contract of policies: everything that the rest of the library uses of a generative model."""
+"""Defines the contract of policies: everything that the rest of the library uses of a generative
+model."""
 
 from __future__ import annotations
 
@@ -31,10 +32,10 @@ LogprobGuidance = Literal["guided", "guided_stopgrad_uncond", "conditional"]
 
 @dataclass(frozen=True)
 class RolloutContext:
-    """Tells a rollout what it is for; the default is an iteration like any other."""
+    """Says what a rollout is for; the default is an ordinary iteration."""
 
     iteration: int = 0  # of the run: windows of stochastic steps move with it
-    # states of paths that somebody will read: all, those beside decisions, or the sample alone
+    # states of paths that will be read: all, those beside decisions, or the sample alone
     reads: Reads = "path"
     # writes the right answer to a prompt, which takes the place of one of its group
     ground_truth: Callable[[Prompt], str | None] | None = None
@@ -55,10 +56,11 @@ class ParameterGroup:
 
 
 class Policy(ABC):
-    """A generative model behind one contract: everything that the rest of the library uses of it.
+    """Puts a generative model behind one contract: everything that the rest of the library uses of
+    it.
 
     The model is one trained network. ``net`` is the plain module: rollouts and frozen passes use
-    it. ``trained`` is what the trainer got back from accelerate (DDP's wrapper, say): passes with
+    it. ``trained`` is what the trainer gets back from accelerate (DDP's wrapper, say): passes with
     gradients use it. The network stays in eval mode throughout, since dropout would make a score
     differ from the sample it scores.
     """
@@ -75,9 +77,10 @@ class Policy(ABC):
         fixed_batch_rows: int | None = None,
         sampling_memory_gib: Annotated[float, Gt(0)] | None = None,
     ):
-        """``lora``: rank or Lora; None trains all weights. ``fixed_batch_rows``: rows of every
-        forward pass; the trainer sets it to its micro-batch. ``sampling_memory_gib``: GiB that a
-        pass of sampling may allocate, which then chooses its own chunks."""
+        """Take the network and add adapters to it. lora: rank or Lora; None trains all weights.
+        fixed_batch_rows: rows of every forward pass; the trainer sets it to its micro-batch.
+        sampling_memory_gib: GiB that a pass of sampling may allocate, which then chooses its own
+        chunks."""
         net.requires_grad_(lora is None)
         if lora is not None:
             add_lora(net, Lora(lora) if isinstance(lora, int) else lora, self.attention)
@@ -97,7 +100,7 @@ class Policy(ABC):
     # ----------------------------------------------------------------------------------------------
     # act: sampling, and scoring what was sampled
 
-    guidance_scale: float | None = None  # of classifier-free guidance; None: it knows none
+    guidance_scale: float | None = None  # of classifier-free guidance; None: it has none
     # whether log-probs are those of guided samples; "conditional" leaves guidance out
     logprob_guidance: LogprobGuidance = "guided"
     rates: Tensor  # [T + 1] share of tokens hidden before each pass and after the last (remaskable)
@@ -145,13 +148,13 @@ class Policy(ABC):
         raise self._cannot("draws no noise on its path")
 
     def at(self, rollout: Rollout, hide: Tensor, score: Tensor | None = None) -> Point:
-        """Hide the tokens ``hide`` [B, L] again, to be scored at ``score`` [B, L] (None: at those;
-        remaskable)."""
+        """Hide the tokens ``hide`` [B, L] again and score those at ``score`` [B, L] (None: the
+        hidden ones; remaskable policies)."""
         raise self._cannot("hides no tokens")
 
     def corrupted(self, cond: Any, share: float, rng: Rng) -> Any:
         """Hide a random share of every prompt's tokens in the conditions, where the network reads
-        tokens (remaskable)."""
+        tokens (remaskable policies)."""
         return cond
 
     # ----------------------------------------------------------------------------------------------
@@ -171,7 +174,8 @@ class Policy(ABC):
     summed_dimensions: int = 1
 
     def active(self) -> nn.Module:
-        """Choose the module for this pass."""
+        """Choose the module for this pass: ``trained`` where gradients are recorded outside
+        sampling, else ``net``."""
         return self.trained if torch.is_grad_enabled() and not self.sampling else self.net
 
     @property
@@ -185,12 +189,12 @@ class Policy(ABC):
         return torch.promote_types(next(self.net.parameters()).dtype, torch.float32)
 
     def unused(self, net: nn.Module) -> Iterable[nn.Parameter]:
-        """Name parameters that nothing of a pass depends on."""
+        """Name the parameters that no output of a pass depends on."""
         return ()
 
     def chunk(self, rows: int, forward: Callable[[int], Any]) -> int:
         """Choose how many of ``rows`` rows are sampled at once; ``forward(n)`` is one pass of n
-        rows, tried to see what it allocates."""
+        rows, run once to measure what it allocates."""
         if self.sampling_memory_gib is None:
             return min(self.fixed_batch_rows or rows, self.most or rows)
         if not self.fitting:
@@ -207,9 +211,9 @@ class Policy(ABC):
         return min(self.fitting, rows, self.most or rows)
 
     def attempts(self, size: int, least: int = 1) -> Iterator[Attempt]:
-        """Yield attempts at work in passes of at most ``size`` rows; where the device's memory does
-        not do, again with half of them. From then on no pass is larger, and all are as wide as
-        that, which keeps log-probs equal. UserError where ``least`` rows are too many."""
+        """Yield attempts at work in passes of at most ``size`` rows; after an out-of-memory error,
+        with half as many. From then on no pass is larger, and all are filled up to that width,
+        which keeps log-probs equal. UserError where even ``least`` rows do not fit."""
         # several processes would no longer make equally many passes
         alone = distributed.world()[1] == 1
         width = self.fixed_batch_rows
@@ -232,7 +236,7 @@ class Policy(ABC):
             self.shrink(rows)
 
     def shrink(self, rows: int) -> None:
-        """Let no pass have more than ``rows`` rows from now on."""
+        """Limit every pass to ``rows`` rows from now on."""
         self.most = rows
         self.news.append(
             f"out of memory: passes now have at most {rows} rows; "
@@ -240,11 +244,11 @@ class Policy(ABC):
         )
 
     def padded(self) -> int:
-        """Count the rows every pass is filled up to; with a memory budget none is."""
+        """Return the number of rows every pass is filled up to; 0, none, with a memory budget."""
         return 0 if self.sampling_memory_gib is not None else self.fixed_batch_rows or 0
 
     def parameter_groups(self) -> list[ParameterGroup]:
-        """List what is trained, by learning rate."""
+        """List the trained parameters in groups that share a learning rate."""
         return [ParameterGroup([p for p in self.net.parameters() if p.requires_grad])]
 
     def enable_gradient_checkpointing(self) -> None:
@@ -257,13 +261,13 @@ class Policy(ABC):
     # data: prompts, what is known of them, and lengths
 
     def admit(self, prompts: list[Prompt]) -> list[Prompt]:
-        """Select the prompts of a dataset that this policy can take; one with limits notes what it
-        left out."""
+        """Select the prompts of a dataset that this policy can take; a policy with limits reports
+        what it left out."""
         return prompts
 
     def prepare(self, prompts: list[Prompt]) -> None:
-        """Learn once, on the device, which prompts will come: a family may encode them and let its
-        encoders go."""
+        """Take the prompts of the run once, on the device: a family may encode them and free its
+        encoders."""
         return None
 
     def recall(self, prompts: list[Prompt]) -> tuple[Any, list[Prompt]]:
@@ -272,19 +276,19 @@ class Policy(ABC):
         raise self._cannot("cannot be shown old answers again")
 
     def set_max_new_tokens(self, tokens: int) -> None:
-        """Let answers have at most so many tokens from now on (max_new_tokens)."""
+        """Limit answers to so many new tokens from now on."""
         raise self._cannot("writes no answers whose length could change")
 
     # ----------------------------------------------------------------------------------------------
-    # report: what a person is told, and what is written
+    # report: sentences for the log, curves and exports
 
-    notes: tuple[str, ...] = ()  # what a person should know before training, sentences for the log
-    news: list[str]  # sentences for the log that came up on the way
+    notes: tuple[str, ...] = ()  # sentences for the log, before training
+    news: list[str]  # sentences for the log, during training
     forwards: int = 0  # rows that went through the network so far
 
     def measures(self) -> dict[str, float]:
-        """Report a family's own curves, of this process and since this was last called: before and
-        after every iteration."""
+        """Report a family's own curves of this process since the last call: before and after every
+        iteration."""
         return {}
 
     def export(self, folder: Path) -> None:
@@ -309,14 +313,14 @@ def rows_of(cond: Any, group: Tensor) -> Any:
 
 
 def without_empty(cond: dict[str, Any]) -> dict[str, Any]:
-    """Drop the condition of the empty prompt, which is one for all."""
+    """Drop the condition of the empty prompt, which all rows share."""
     return {key: value for key, value in cond.items() if key != "uncond"}
 
 
 def first_of_group(rollout: Rollout) -> Tensor:
-    """Name the first row of each row's group that is present, [B] long, by which a group shares
-    noise."""
-    # without prompts the device must be asked
+    """Return the lowest row id of each row's group, [B] long: its key draws the noise that a group
+    shares."""
+    # without prompts only the device knows the number of groups
     count = len(rollout.prompts) or int(rollout.group.max()) + 1
     first = torch.full((count,), torch.iinfo(torch.long).max, device=rollout.row_id.device)
     return first.scatter_reduce(0, rollout.group, rollout.row_id, "amin")[rollout.group]
@@ -324,7 +328,7 @@ def first_of_group(rollout: Rollout) -> Tensor:
 
 @contextmanager
 def at_guidance(policy: Any, guidance: float | None) -> Iterator[None]:
-    """Set another classifier-free guidance scale inside; None: the policy's own."""
+    """Set another classifier-free guidance scale within the block; None: the policy's own."""
     before = policy.guidance_scale
     policy.guidance_scale = before if guidance is None else guidance
     try:
@@ -334,7 +338,7 @@ def at_guidance(policy: Any, guidance: float | None) -> Iterator[None]:
 
 
 def warn_of_mismatch(logp_dist: str, guidance: float) -> None:
-    """Warn where scores leave out the guidance that samples are drawn with: they are those of
+    """Warn where scores leave out the guidance that samples are drawn with: they then belong to
     another distribution."""
     if logp_dist == "conditional" and guidance != 1:
         warnings.warn(

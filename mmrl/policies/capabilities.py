@@ -1,4 +1,4 @@
-"""What a family of policies can do, for checks before a model is loaded."""
+"""Lists what a family of policies can do, for checks before a model is loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Decisions = Literal["gaussian", "categorical"]
 
 @dataclass(frozen=True)
 class Capabilities:
-    """States what a family of policies can do. The configuration is checked against it."""
+    """States what a family of policies can do; the configuration is checked against it."""
 
     # what a decision is drawn from; objectives that need the one refuse the other
     decisions: Decisions

@@ -1,4 +1,4 @@
-"""Low-rank adapters by peft (Hu et al. 2021), in place, on any module."""
+"""Injects low-rank adapters by peft (Hu et al. 2021), in place, into any module."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ ATTENTION = (
 
 @dataclass(frozen=True)
 class Lora:
-    """Adapter options. ``alpha`` None is twice the rank; ``targets`` are module-name suffixes,
-    None: attention."""
+    """Holds the adapter options. ``alpha`` None is twice the rank; ``targets`` are module-name
+    suffixes, None: attention."""
 
     rank: int
     alpha: float | None = None
@@ -52,7 +52,7 @@ def add_lora(net: nn.Module, lora: Lora, attention: Sequence[str] = ATTENTION) -
     config = LoraConfig(
         r=lora.rank, lora_alpha=alpha, init_lora_weights="gaussian", target_modules=targets
     )
-    # diffusers and transformers keep their own books, which export needs
+    # diffusers and transformers record adapters themselves, which export needs
     if hasattr(net, "add_adapter"):
         net.add_adapter(config)
     else:
@@ -65,7 +65,7 @@ def add_lora(net: nn.Module, lora: Lora, attention: Sequence[str] = ATTENTION) -
 
 @torch.no_grad()
 def merged(net: nn.Module) -> dict[str, Tensor]:
-    """Add the adapters to the weights, under the names they have in a model without."""
+    """Merge the adapters into the weights, under the names of a model without adapters."""
     state = {name: value for name, value in net.state_dict().items() if "lora_" not in name}
     for name, module in net.named_modules():
         if hasattr(module, "get_delta_weight"):

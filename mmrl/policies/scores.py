@@ -1,4 +1,4 @@
-"""Log-probs and entropies over large vocabularies, a chunk of positions at a time."""
+"""Computes log-probs and entropies over large vocabularies, a chunk of positions at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BYTES = 2**26  # of float32 logits that are alive at once
 
 
 class Scored(NamedTuple):
-    """Of N decisions."""
+    """Holds the scores of N decisions."""
 
     logprob: Tensor  # [N]
     entropy: Tensor | None  # [N]
@@ -48,7 +48,7 @@ def score(
 
 
 def _scored(warped: Tensor, ids: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
-    """[n] each, of warped logits [n, V]; without ``entropy`` the second is empty."""
+    """Score warped logits [n, V], [n] each; without ``entropy`` the second is empty."""
     total = warped.logsumexp(-1)
     logprob = warped.gather(-1, ids[:, None])[:, 0] - total
     if not entropy:
@@ -62,14 +62,15 @@ def certainty(logits: Tensor) -> Tensor:
     mean, less log V.
 
     Self-certainty (Kang et al. 2025, arXiv:2502.18581), before any temperature or truncation; 0 for
-    no idea at all.
+    the uniform distribution.
     """
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return x.logsumexp(-1) - x.mean(-1) - math.log(x.shape[-1])
 
 
 def full(hidden: Tensor, head: Head, warp: Warp, vocab: int) -> Tensor:
-    """Compute log-probs of all tokens [N, V]: what an exact KL needs, and as large as it looks."""
+    """Compute log-probs of all tokens [N, V], for an exact KL; unlike ``score`` this holds them all
+    in memory."""
     parts = chunks(len(hidden), max(1, BYTES // (4 * vocab)))
     return torch.cat([warp(head(hidden[part])).log_softmax(-1) for part in parts])
 

@@ -1,7 +1,7 @@
-"""What all token models share: a decision is a categorical draw.
+"""Gives token models what they share: a decision is a categorical draw.
 
 The recorded path, guidance of the score, the pass that every process makes, and distributions over
-large vocabularies, which are computed where somebody asks for them.
+large vocabularies, which are computed on request.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from samplers.warp import Warp
 
 
 class TokenPolicy(Policy):
-    """A policy whose decisions are tokens. One pass scores all tokens of a row, unless a family
-    says otherwise."""
+    """Trains a policy whose decisions are tokens. One pass scores all tokens of a row, unless a
+    family says otherwise."""
 
     capabilities = Capabilities("categorical")
-    entropies: bool = False  # computed with every scoring pass, from the first that was asked for
+    entropies: bool = False  # computed in every scoring pass once one was requested
 
     def path(self, rollout: Rollout) -> Iterator[Point]:
         yield Point(
@@ -75,8 +75,8 @@ class TokenPolicy(Policy):
 
 
 class LogitsPolicy(TokenPolicy):
-    """A policy of ``length`` tokens a sample, whose family says how to encode a prompt and how to
-    get logits; ``mask_id`` stands for a token that is not there yet."""
+    """Trains a policy of ``length`` tokens a sample, whose family encodes prompts and computes
+    logits; ``mask_id`` stands for a token not yet drawn."""
 
     not_options = ("net", "length", "mask_id")
 
@@ -92,7 +92,8 @@ class LogitsPolicy(TokenPolicy):
 
     @abstractmethod
     def logits(self, ids: Tensor, cond: dict[str, Any]) -> Tensor:
-        """Compute [B, L, V] for ids [B, L] with hidden tokens, under conditions [B, *]."""
+        """Compute the logits [B, L, V] for ids [B, L] with hidden tokens, under conditions [B,
+        *]."""
 
     def decode(self, rollout: Rollout) -> Media:
         return rollout.sample
@@ -113,11 +114,11 @@ class LogitsPolicy(TokenPolicy):
 
     @abstractmethod
     def _trial(self, ids: Tensor, cond: dict[str, Any], group: Tensor) -> None:
-        """Make one pass of the largest kind, for what it allocates."""
+        """Make one pass of the largest kind, to measure what it allocates."""
 
 
 class CausalPolicy(LogitsPolicy):
-    """A policy that draws its tokens from left to right by a network of your own."""
+    """Draws tokens from left to right by a network of your own."""
 
     def dist(self, point: Point) -> Categorical:
         return Categorical(self._forward(point.state, rows_of(point.cond, point.group)))
@@ -149,12 +150,11 @@ class CausalPolicy(LogitsPolicy):
 
 
 class AnswerTokens:
-    """Draws independent categoricals at the L positions of B answers, known through their hidden
-    states [N, H] only.
+    """Scores independent categorical draws at the L positions of B answers from their hidden states
+    [N, H] alone.
 
     ``log_prob`` of the point's own tokens comes with the forward pass; everything else is computed
-    when it is asked for, under the weights of that time. All results are [B, L] and 0 outside
-    ``where``.
+    on request, under the weights of that time. All results are [B, L] and 0 outside ``where``.
     """
 
     def __init__(
@@ -169,7 +169,8 @@ class AnswerTokens:
         self.snapshot = policy.weights.current
 
     def log_prob(self, ids: Tensor) -> Tensor:
-        """Compute [B, L] of token ids [B, L] that share their prefixes with the tokens scored."""
+        """Compute the log-probs [B, L] of token ids [B, L] that share their prefixes with the
+        tokens scored."""
         if ids is self.target or torch.equal(ids, self.target):
             return self._spread(self.scored.logprob)
         return self._spread(
@@ -177,7 +178,7 @@ class AnswerTokens:
         )
 
     def entropy(self) -> Tensor:
-        """Compute [B, L] of the warped distribution."""
+        """Compute the entropies [B, L] of the warped distribution."""
         if self.scored.entropy is None:
             self.policy.entropies = True  # from now on with the forward pass
             self.scored = self._head("rescore", selected(self.target, self.where), self.warp, True)
@@ -195,7 +196,7 @@ class AnswerTokens:
         return self._spread(self._head("kl", reference, whole))
 
     def _head(self, work: str, *arguments: object) -> Tensor | Scored:
-        """Pass through the head alone, under the weights that made the hidden states."""
+        """Run the head alone, under the weights that made the hidden states."""
         with self.policy.weights.using(self.snapshot):
             return self.policy.active()(work, self.hidden, *arguments)
 

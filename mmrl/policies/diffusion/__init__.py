@@ -1,1 +1,1 @@
-"""Diffusion and flow models: samplers, scoring, trees."""
+"""Holds diffusion and flow models: sampling, scoring and trees of samples."""

@@ -1,8 +1,8 @@
-"""Which kernels a diffusers network runs on: attention by xformers, SDPA or flash-attn, and
+"""Chooses the kernels a diffusers network runs on: attention by xformers, SDPA or flash-attn, and
 compiled blocks.
 
-The choice of attention is made at the first pass, when device, precision and shapes are known, on
-the network itself.
+Attention is chosen at the first pass, when device, precision and shapes are known, on the network
+itself.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from mmrl.core.errors import UserError
 from mmrl.utils.machine import version
 
 Attention = Literal["auto", "xformers", "sdpa", "flash"]
-# as diffusers' dispatcher calls them
+# the names of diffusers' dispatcher
 BACKENDS = {"sdpa": "native", "xformers": "xformers", "flash": "flash"}
 PACKAGES = {"xformers": "xformers", "flash": "flash-attn"}
 EVEN = 1.02  # times that differ by less are equal
 CANNOT = (RuntimeError, ValueError, NotImplementedError, TypeError, AttributeError)
-_measured: dict[tuple, str] = {}  # what "auto" found in this process
+_measured: dict[tuple, str] = {}  # what "auto" chose in this process
 
 
 def check(backend: Attention) -> None:
-    """UserError if this machine cannot run that backend at all; asked before a model is loaded."""
+    """Raise UserError if this machine cannot run that backend at all, before a model is loaded."""
     package = PACKAGES.get(backend)
     if package is None:
         return
@@ -47,7 +47,7 @@ def check(backend: Attention) -> None:
 
 
 class AttentionChoice:
-    """The attention backend of a network. ``used`` is None until the first pass."""
+    """Chooses the attention backend of a network; ``used`` is None until the first pass."""
 
     def __init__(self, net: nn.Module, backend: Attention):
         check(backend)
@@ -57,8 +57,8 @@ class AttentionChoice:
         self.where: tuple | None = None  # device type and dtype it was chosen for
 
     def settle(self, trial: Callable[[], Any]) -> list[str]:
-        """Choose for where the network is now; ``trial`` is one pass of it. Does nothing if it has
-        not moved.
+        """Choose for the device the network is on; ``trial`` makes one pass of it. Does nothing if
+        the network has not moved.
 
         Returns a sentence for the log about a choice that was measured.
         """
@@ -69,7 +69,7 @@ class AttentionChoice:
         notes = []
         chosen = self._chosen(*where, trial, notes)
         if self.used is None and self.backend == "auto" and chosen == "sdpa":
-            self.used = "sdpa"  # as the model was made
+            self.used = "sdpa"  # the default of new models
         if chosen != self.used:
             self._use(chosen)
         if chosen in PACKAGES and self.backend == chosen:
@@ -96,8 +96,8 @@ class AttentionChoice:
         return self._measure(dtype, trial, notes)
 
     def _measure(self, dtype: torch.dtype, trial: Callable[[], Any], notes: list[str]) -> str:
-        """xformers where it runs on all processes and is no slower, by one pass of the network
-        each."""
+        """Choose xformers where it runs on all processes and is no slower, timed by one pass of the
+        network each."""
         key = (
             type(self.net).__name__,
             len(able(self.net, "xformers")),
@@ -128,8 +128,7 @@ class AttentionChoice:
         self.used = name
 
     def _try(self, trial: Callable[[], Any]) -> None:
-        """A backend that was asked for by name and cannot run this network is the user's to
-        change."""
+        """Make a trial pass; UserError if the backend chosen by name cannot run this network."""
         try:
             with torch.no_grad():
                 trial()
@@ -143,8 +142,8 @@ class AttentionChoice:
 
 
 def able(net: nn.Module, name: str) -> list[nn.Module]:
-    """The attention layers that can run on a backend: those behind diffusers' dispatcher, and of
-    the older kind those with an xformers twin."""
+    """List the attention layers that can run on a backend: those behind diffusers' dispatcher, and
+    older ones that have an xformers processor."""
     layers = [
         layer
         for layer in net.modules()
@@ -154,8 +153,8 @@ def able(net: nn.Module, name: str) -> list[nn.Module]:
 
 
 def use(net: nn.Module, name: str) -> None:
-    """Run the attention of a network on a backend. Raises UserError where diffusers finds its
-    package too old."""
+    """Run the attention of a network on a backend. Raises UserError where diffusers rejects the
+    version of its package."""
     for layer, twins in _older(net):
         layer.set_processor(twins[name == "xformers"]())
     if any(
@@ -178,7 +177,8 @@ def _dispatched(net: nn.Module, backend: str) -> None:
 
 
 def _older(net: nn.Module) -> Iterator[tuple[nn.Module, tuple[type, type]]]:
-    """Attention layers of UNets and of SD3, with their processors for SDPA and for xformers."""
+    """Map the attention layers of UNets and of SD3 to their processors for SDPA and for
+    xformers."""
     from diffusers.models import attention_processor as known
 
     pairs = [
@@ -193,7 +193,7 @@ def _older(net: nn.Module) -> Iterator[tuple[nn.Module, tuple[type, type]]]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the remark that backends are experimental."""
+    """Silence the remark that backends are experimental."""
     from diffusers.utils import logging
 
     before = logging.get_verbosity()
@@ -206,7 +206,7 @@ def _quiet() -> Iterator[None]:
 
 @torch.no_grad()
 def _seconds(trial: Callable[[], Any], repeats: int = 3) -> float:
-    """Of one pass, the shortest of several after one to warm up; infinite if it does not run."""
+    """Time one pass: the shortest of several after one to warm up; infinite if it does not run."""
     times = []
     try:
         for _ in range(1 + repeats):
@@ -223,10 +223,11 @@ def _seconds(trial: Callable[[], Any], repeats: int = 3) -> float:
 
 
 def compile_blocks(net: nn.Module, backend: str = "inductor") -> int:
-    """Compile the repeated blocks of a network in place, every shape by itself; returns how many.
+    """Compile the repeated blocks of a network in place, for every shape separately; returns how
+    many.
 
-    ``_repeated_blocks`` of diffusers says which; where a class has none, the modules of its longest
-    list are taken.
+    ``_repeated_blocks`` of diffusers names their classes; where a class has none, the modules of
+    its longest list are taken.
     """
     if backend not in (known := torch._dynamo.list_backends(exclude_tags=())):
         raise UserError(
@@ -249,7 +250,7 @@ def compile_blocks(net: nn.Module, backend: str = "inductor") -> int:
 
 
 def _longest(net: nn.Module) -> set[str]:
-    """Class names in the longest of the module lists of a network."""
+    """Return the class names in the longest of the module lists of a network."""
     lists = [part for part in net.modules() if isinstance(part, nn.ModuleList) and len(part)]
     if not lists:
         return set()

@@ -1,5 +1,5 @@
-"""Any network of your own as a flow or diffusion policy: a file, the shape of a sample, the
-prompt's field it sees."""
+"""Makes any network of your own a flow or diffusion policy: a file, the shape of a sample, the
+field of the prompt that it sees."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Module(FlowPolicy):
 
     It is called as ``net(x, t, cond)`` with x [B, *shape], t [B] in 0..1 (1 is noise) and the
     values of ``field`` [B] or [B, C], or as ``net(x, t)`` without a field, and returns [B, *shape].
-    If it has an attribute ``process``, a ``samplers.processes.Process``, its output is what that
-    says; otherwise the velocity of a rectified flow.
+    If it has an attribute ``process``, a ``samplers.processes.Process``, that says what its output
+    is; otherwise the velocity of a rectified flow.
     """
 
     not_options = ()
@@ -50,10 +50,10 @@ class Module(FlowPolicy):
         vae: str | None = None,
         **options: Any,
     ):
-        """net: ``file.py:build`` or ``module:build``, a function without arguments. shape: of a
-        sample, without the batch. field: of the prompt, a label or a list of numbers; null: none.
-        empty: what stands for no prompt, for guidance. vae: diffusers folder of the autoencoder
-        that decodes samples; null: they are pixels in -1..1."""
+        """Build the network. net: ``file.py:build`` or ``module:build``, a function without
+        arguments. shape: of a sample, without the batch. field: of the prompt, a label or a list of
+        numbers; null: none. empty: the value for no prompt, for guidance. vae: diffusers folder of
+        the autoencoder that decodes samples; null: they are pixels in -1..1."""
         network = import_name(net, "network")()
         if not isinstance(network, nn.Module):
             raise UserError(
@@ -107,7 +107,7 @@ class Module(FlowPolicy):
 
     @torch.no_grad()
     def decode(self, rollout: Rollout) -> Media:
-        """[B, 3, H, W] in 0..1; samples that are no images, as they are."""
+        """Return images [B, 3, H, W] in 0..1; samples that are no images unchanged."""
         if self.capabilities.makes is None:
             return rollout.sample
         pixels = rollout.sample
@@ -125,7 +125,7 @@ class Module(FlowPolicy):
         return vae.decode(latents.to(vae.dtype) / vae.config.scaling_factor + shift).sample
 
     def export(self, folder: Path) -> None:
-        """``net.safetensors``: the state dict of what ``net`` builds, adapters added to its
+        """Write ``net.safetensors``: the state dict of what ``net`` builds, adapters added to its
         weights."""
         from safetensors.torch import save_file
 

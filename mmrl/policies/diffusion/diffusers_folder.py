@@ -1,5 +1,5 @@
-"""Reading and writing model folders in diffusers' format: parts by their real classes, errors in
-the user's words."""
+"""Reads and writes model folders in diffusers' format: parts by their real classes, errors as
+UserError."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mmrl.core.registry import locate
 
 
 def resolve(path: str, expected: str, *also: str) -> str:
-    """Local folder or hub id of a pipeline of class ``expected`` or ``also``; UserError if a folder
-    is not."""
+    """Return the local folder or hub id of a pipeline of class ``expected`` or ``also``; UserError
+    if a folder is not."""
     place = locate(path)
     index = Path(place) / "model_index.json"
     if Path(place).exists() or place.startswith((".", "/", "~")):
@@ -37,14 +37,15 @@ def resolve(path: str, expected: str, *also: str) -> str:
 
 
 def index(place: str) -> dict[str, Any]:
-    """What ``model_index.json`` of a folder or hub id says."""
+    """Read ``model_index.json`` of a folder or hub id."""
     from diffusers import DiffusionPipeline
 
     return _explained(lambda: DiffusionPipeline.load_config(place), place, "model_index.json")
 
 
 def load_part(cls: Any, place: str, subfolder: str, dtype: torch.dtype | None = None) -> Any:
-    """One part (transformer, vae, scheduler) of a pipeline, float32 unless said otherwise."""
+    """Load one part (transformer, vae, scheduler) of a pipeline, in float32 unless ``dtype`` says
+    otherwise."""
     options = {} if dtype is None else {"dtype": dtype}
     return _explained(
         lambda: cls.from_pretrained(place, subfolder=subfolder, **options), place, subfolder
@@ -52,19 +53,20 @@ def load_part(cls: Any, place: str, subfolder: str, dtype: torch.dtype | None = 
 
 
 def load_config(cls: Any, place: str, subfolder: str) -> dict[str, Any]:
-    """What the config file of one part says."""
+    """Read the config file of one part."""
     return _explained(lambda: cls.load_config(place, subfolder=subfolder), place, subfolder)
 
 
 def load_text_pipeline(
     cls: Any, place: str, dtype: torch.dtype, without: Sequence[str] = (), part: str = "transformer"
 ) -> Any:
-    """The pipeline with tokenizers and text encoders only; ``without`` names those to leave out."""
+    """Load the pipeline with tokenizers and text encoders only; ``without`` names those to leave
+    out."""
     return load_without(cls, place, dtype, [part, "vae", *without])
 
 
 def load_without(cls: Any, place: str, dtype: torch.dtype, absent: Sequence[str]) -> Any:
-    """The pipeline without the parts named ``absent``."""
+    """Load the pipeline without the parts named ``absent``."""
     parts = dict.fromkeys(absent)
     return _explained(
         lambda: cls.from_pretrained(place, **parts, dtype=dtype), place, "text encoders"
@@ -72,7 +74,7 @@ def load_without(cls: Any, place: str, dtype: torch.dtype, absent: Sequence[str]
 
 
 def holds(place: str, part: str) -> bool:
-    """Whether a local folder has that part; a hub id is taken to be complete."""
+    """Tell whether a local folder has that part; a hub id is taken to be complete."""
     index = Path(place) / "model_index.json"
     return not index.is_file() or (json.loads(index.read_text()).get(part) or [None])[0] is not None
 
@@ -95,7 +97,7 @@ def _explained(load: Callable[[], Any], place: str, what: str) -> Any:
 
 
 def save_lora(pipeline: Any, net: nn.Module, folder: Path, part: str = "transformer") -> None:
-    """``pytorch_lora_weights.safetensors`` as ``pipe.load_lora_weights(folder)`` reads it."""
+    """Write ``pytorch_lora_weights.safetensors`` as ``pipe.load_lora_weights(folder)`` reads it."""
     from peft import get_peft_model_state_dict
 
     layers = {
@@ -110,12 +112,12 @@ def save_lora(pipeline: Any, net: nn.Module, folder: Path, part: str = "transfor
 def save_full(
     pipeline: Any, place: str, net: nn.Module, folder: Path, part: str = "transformer"
 ) -> None:
-    """A complete diffusers folder with ``net`` as its ``part``."""
+    """Write a complete diffusers folder with ``net`` as its ``part``."""
     save_parts(pipeline, place, {part: net}, folder)
 
 
 def save_parts(pipeline: Any, place: str, parts: dict[str, nn.Module], folder: Path) -> None:
-    """A complete diffusers folder with these parts in place of its own."""
+    """Write a complete diffusers folder with these parts in place of its own."""
     _explained(lambda: pipeline.from_pretrained(place, **parts), place, "pipeline").save_pretrained(
         folder
     )

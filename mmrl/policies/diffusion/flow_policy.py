@@ -1,4 +1,5 @@
-"""Diffusion and flow models: a decision is a Gaussian transition between two latents.
+"""Samples and scores diffusion and flow models: a decision is a Gaussian transition between two
+latents.
 
 A family is a subclass with ``encode``, ``velocity`` and ``decode``; sampling, scoring, guidance,
 noise and chunks are here, once. Sampling and scoring go through the same ``_transition``.
@@ -54,7 +55,8 @@ FEW = 8  # rows; a matmul of fewer rounds in another way (docs/lab-notes.md)
 
 
 class Plan(NamedTuple):
-    """Says what the sampler does in one iteration."""
+    """Lists what the sampler does in one iteration: times, noise levels, which states are
+    stored."""
 
     times: Tensor  # [K + 1]
     eta: Tensor  # [K]; 0 is a deterministic step
@@ -64,7 +66,8 @@ class Plan(NamedTuple):
     stored: tuple[int, ...] = ()  # the S steps after which the state is kept for training
 
     def places(self) -> Tensor:
-        """Index the path: [K + 1] long, where the state after k steps is; -1: not stored."""
+        """Index the states on the path, [K + 1] long: where the state after k steps is stored; -1:
+        nowhere."""
         places = torch.full((len(self.times),), -1)
         places[list(self.stored)] = torch.arange(len(self.stored))
         return places
@@ -87,16 +90,16 @@ class FlowPolicy(Policy):
     some codes publish). same_initial_noise: the samples of a group start from one noise.
     trajectory_dtype: type latents are rounded to before they are scored and kept in.
     logprob_reduction: log-prob as mean or sum over dimensions. solver: of the deterministic steps;
-    None is the kernel without noise. tree: samples that share their beginnings. flash_step_ratio:
+    None is the kernel without noise. tree: samples that share their first steps. flash_step_ratio:
     share of the steps after the last stochastic one that is kept (MixGRPO-Flash). logprob_type:
     "square" leaves the variance out of the log-prob, as Flow-CPS publishes it; that is a score, not
-    a density. offload_trajectory: the latents visited are kept in the CPU's memory, and come back
-    pass by pass.
+    a density. offload_trajectory: stored latents are kept in the CPU's memory, and return pass by
+    pass.
     """
 
     shape: tuple[int, ...]  # of one sample's latents
     process: Process = Flow()
-    exploring = True  # False while evaluating: no noise but the first
+    exploring = True  # False while evaluating: only the initial noise is drawn
     capabilities = Capabilities("gaussian")
 
     def __init__(
@@ -144,7 +147,7 @@ class FlowPolicy(Policy):
         self.same_initial_noise = same_initial_noise
         self.trajectory_dtype = getattr(torch, trajectory_dtype)
         self.logprob_reduction = logprob_reduction
-        # refuses what cannot be
+        # raises for impossible schedules and windows
         self._plan(copies=tree.factor ** len(tree.at(self.steps)) if tree else 1, rng=FIXED)
 
     @abstractmethod
@@ -161,11 +164,11 @@ class FlowPolicy(Policy):
     def decode(self, rollout: Rollout) -> Media: ...
 
     def unconditional(self, row_cond: dict[str, Any], cond: dict[str, Any]) -> dict[str, Any]:
-        """Returns a nest of tensors [B, *] for the pass without the prompt, of the rows' conditions
-        ``row_cond`` and what a rollout holds.
+        """Return the conditions [B, *] for the pass without the prompt, from the rows' conditions
+        ``row_cond`` and those of the rollout.
 
-        It is that of the empty prompt; what ``uncond`` leaves out, an image to edit say, is the
-        row's own.
+        They are those of the empty prompt; what ``uncond`` leaves out, such as an image to edit, is
+        the row's own.
         """
         rows = len(next(leaf for leaf in row_cond.values() if isinstance(leaf, Tensor)))
         return row_cond | tree_map(
@@ -173,12 +176,12 @@ class FlowPolicy(Policy):
         )
 
     def begin(self, noise: Tensor, cond: dict[str, Any]) -> Tensor:
-        """Make the first states of paths [B, *], of noise and the rows' conditions."""
+        """Make the first states of paths [B, *] from noise and the rows' conditions."""
         return noise
 
     def combine(self, v: Tensor, empty: Tensor, scale: float | Tensor) -> Tensor:
-        """Guide [B, *] without a classifier (Ho and Salimans 2022); a family may normalise it as
-        its pipeline does."""
+        """Apply classifier-free guidance (Ho and Salimans 2022), [B, *]; a family may normalise it
+        as its pipeline does."""
         return empty + scale * (v - empty)
 
     @contextmanager
@@ -193,8 +196,8 @@ class FlowPolicy(Policy):
             self.exploring = before
 
     def _for_process(self, kernel: Kernel) -> Kernel:
-        """Bind the process to a kernel that works on more than one; UserError if it is for
-        another."""
+        """Bind the process to a kernel that takes one; UserError if the kernel is for another
+        process."""
         plain = getattr(kernel, "func", kernel)
         process_type = getattr(plain, "process", Flow if plain in BUILT_IN else None)
         if process_type is not None and not isinstance(self.process, process_type):
@@ -288,7 +291,7 @@ class FlowPolicy(Policy):
         )
 
     def _trial(self, group: Tensor, row: Tensor, cond: dict[str, Any]) -> None:
-        """Make one pass of the largest kind, for what it allocates."""
+        """Make one pass of the largest kind, to measure what it allocates."""
         x = torch.zeros(len(row), *self.shape, dtype=self.dtype, device=self.device)
         none = torch.zeros(len(row), 1, dtype=torch.bool)
         t = self._on_rows(self.times[:1], len(row))[:, 0]
@@ -314,7 +317,7 @@ class FlowPolicy(Policy):
         solver = None
         for k in range(eta.shape[1]):
             if self.solver and (k == 0 or plan.eta[k - 1] > 0):
-                # what it remembers belongs to the states before the noise
+                # multistep history belongs to the states before the noise
                 solver = self.solver(self.process)
             point = Point(
                 group=group[:: plan.spans[k]],
@@ -330,7 +333,7 @@ class FlowPolicy(Policy):
             self._keep(path, plan, k + 1, state)
             logprobs.append(logprob)
             noisy.append(decided)
-        # whoever stands for an edge carries its decision
+        # the first row of an edge carries its decision
         leads = [row % span == 0 for span in plan.spans]
         scores = [x.repeat_interleave(span, 0) for x, span in zip(logprobs, plan.spans[1:])]
         decided = torch.stack(noisy).expand(len(row), -1)
@@ -349,10 +352,11 @@ class FlowPolicy(Policy):
     def _advance(
         self, point: Point, rng: Rng, plan: Plan, k: int, row: Tensor, solver: Step | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Take step k of the states that are alive: their children, the children's log-probs [B,
-        1], is it a decision.
+        """Take step k of the states that are alive: return their children, the children's log-probs
+        [B, 1], and whether the step is a decision.
 
-        The last is a bool [] of the device: the host need not wait for it."""
+        The last is a bool [] on the device, so that the host need not wait for it.
+        """
         sampled, scored, output = self._both(point, plan.rows)
         if not plan.eta[k] > 0:
             state = (
@@ -409,9 +413,9 @@ class FlowPolicy(Policy):
         )
 
     def dist(self, point: Point) -> Gaussian:
-        """Compute on the path the transition to ``next_time``. At a re-noised state a Gaussian of
-        variance 1/2 around the velocity, whose log-prob is minus the denoising error, up to a
-        constant."""
+        """Compute the transition to ``next_time`` on the path. At a re-noised state return a
+        Gaussian of variance 1/2 around the velocity, whose log-prob is minus the denoising error,
+        up to a constant."""
         scale = self._scale(point)
         conditional = scale == 1 or (
             self.logprob_guidance == "conditional" and point.guidance is None
@@ -423,8 +427,8 @@ class FlowPolicy(Policy):
 
     def _both(self, point: Point, rows: int | None) -> tuple[Gaussian, Gaussian, Tensor]:
         """Compute the distribution that samples, the one whose log-prob is recorded (the same
-        unless asked otherwise), and the network's output behind the first; in passes of at most
-        ``rows``."""
+        unless ``logprob_guidance`` differs), and the network's output behind the first, in passes
+        of at most ``rows``."""
         scale = self._scale(point)
         each = []
         for part in point.split(rows or len(point)):
@@ -437,8 +441,8 @@ class FlowPolicy(Policy):
         return sampled, self._transition(point, v) if mismatch else sampled, guided
 
     def strength(self, point: Point, scale: float) -> float | Tensor:
-        """Choose ``scale``, or that of every row fit for [B, *], where a family has more than
-        one."""
+        """Return the guidance scale: ``scale``, or one for every row, shaped for [B, *], where a
+        family has several."""
         return scale
 
     def _scale(self, point: Point) -> float:
@@ -454,7 +458,7 @@ class FlowPolicy(Policy):
         return self.dist_type(mean, std, self.logprob_reduction)
 
     def _velocities(self, point: Point, guided: bool) -> tuple[Tensor, Tensor | None]:
-        """Compute conditional and unconditional velocity [B, *]; both in one forward pass unless
+        """Compute conditional and unconditional velocity [B, *], both in one forward pass unless
         one needs no gradient."""
         x = point.state
         t = point.time
@@ -485,9 +489,9 @@ class FlowPolicy(Policy):
         return v.to(self.dtype)
 
     def _filled(self, rows: int) -> int:
-        """Count the rows a pass is filled up to. Few states are alive near the root of a tree:
-        filled up to the constant width they would cost as much as all leaves, so a pass of a tree
-        goes to the next power of two."""
+        """Return the number of rows a pass is filled up to. Few states are alive near the root of a
+        tree: filled up to the constant width they would cost as much as all leaves, so a pass of a
+        tree goes to the next power of two."""
         if self.tree is None:
             return self.padded()
         return min(self.padded(), max(FEW, 1 << (rows - 1).bit_length()))
@@ -500,8 +504,7 @@ class FlowPolicy(Policy):
         )
 
     def _keep(self, path: Tensor, plan: Plan, k: int, state: Tensor) -> None:
-        """Store the state after ``k`` steps where it waits for training, once for every row of its
-        span."""
+        """Store the state after ``k`` steps on the path, once for every row of its span."""
         if k in plan.stored:
             span = plan.spans[k]
             path[:, plan.stored.index(k)].unflatten(0, (-1, span)).copy_(state.detach()[:, None])
@@ -542,7 +545,7 @@ def _places(rollout: Rollout, rows: Tensor, k: int) -> tuple[Any, Any]:
 
 
 def stacked(first: Any, second: Any) -> Any:
-    """Stack two nests of tensors [B, *] on top of each other, [2B, *]."""
+    """Stack two nests of tensors [B, *] into one, [2B, *]."""
     if isinstance(first, Tensor):
         return torch.cat([first, second.to(first)])
     return {key: stacked(value, second[key]) for key, value in first.items()}

@@ -1,5 +1,5 @@
-"""Images that a prompt wants edited: read, brought to one size, encoded as latents, for
-image-to-image families."""
+"""Gives image-to-image families what they share: images to edit are read, resized and encoded as
+latents."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from mmrl.policies.vlm.media import images_of, open_image, where
 
 
 class EditPolicy(FolderPolicy):
-    """A model that sees an image: the prompt's ``image``, a PIL image or a path, beside its
+    """Trains a model that sees an image: the prompt's ``image``, a PIL image or a path, beside its
     ``text``.
 
-    Its latents are under ``image`` of the condition, once a prompt.
+    The condition holds its latents under ``image``, once for each prompt.
     """
 
     def __init__(self, path: str, image_size: int | tuple[int, int] | None = None, **options: Any):
-        """image_size: pixels that the image is brought to, one side or [height, width]; None: those
-        of the sample."""
+        """Extend the options of ``FolderPolicy``. image_size: pixels that the image is brought to,
+        one side or [height, width]; None: those of the sample."""
         self.image_size = (image_size, image_size) if isinstance(image_size, int) else image_size
         super().__init__(path, **options)
         self.image_size = tuple(self.image_size or self.size)
@@ -37,8 +37,8 @@ class EditPolicy(FolderPolicy):
         return shape
 
     def pictures(self, prompts: list[Prompt]) -> list[Any]:
-        """The image of every prompt at ``image_size``. UserError names a prompt that has none, or
-        several."""
+        """Return the image of every prompt at ``image_size``. UserError names a prompt that has
+        none, or several."""
         sources = [images_of(prompt) for prompt in prompts]
         for prompt, images in zip(prompts, sources):
             if len(images) != 1:
@@ -51,16 +51,16 @@ class EditPolicy(FolderPolicy):
 
     @torch.no_grad()
     def picture_latents(self, pictures: list[Any]) -> Tensor:
-        """[P, C, h, w] the autoencoder's most likely latents, each image by itself, whatever the
-        others are."""
+        """Return the autoencoder's most likely latents [P, C, h, w], each image encoded by itself,
+        so that it does not depend on the others."""
         vae = self.vae.to(self.device)
         processor = self.processor()
         pixels = processor.preprocess(pictures, *self.image_size).to(self.device, vae.dtype)
         return torch.cat([self.latents_of(vae, image) for image in pixels.split(1)]).to(self.dtype)
 
     def latents_of(self, vae: Any, pixels: Tensor) -> Tensor:
-        """[B, C, h, w] as the network sees them, of pixels [B, 3, H, W] in -1..1: the inverse of
-        ``pixels``."""
+        """Encode pixels [B, 3, H, W] in -1..1 to latents [B, C, h, w] as the network sees them: the
+        inverse of ``pixels``."""
         return (
             vae.encode(pixels).latent_dist.mode() - vae.config.shift_factor
         ) * vae.config.scaling_factor
@@ -72,8 +72,8 @@ class EditPolicy(FolderPolicy):
 
 
 class Request(str):
-    """A text about an image, equal to another where both are: the key under which an encoding is
-    kept."""
+    """Pairs a text with an image, and equals another where both do: the key under which an encoding
+    is kept."""
 
     text: str
     image: Any

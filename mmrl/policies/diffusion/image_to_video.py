@@ -1,5 +1,5 @@
-"""What image-to-video families share: the first frame a prompt gives, encoded once and held beside
-its text."""
+"""Gives image-to-video families what they share: the prompt's first frame is encoded once and held
+beside its text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from samplers.processes import per_row
 
 @dataclass(frozen=True)
 class Picture:
-    """An image that serves as a key: equal pixels are equal."""
+    """Wraps an image as a key of a cache: equal pixels are equal."""
 
     digest: bytes
     image: Any = field(compare=False, repr=False)  # PIL, RGB
@@ -33,8 +33,8 @@ class Picture:
 
 
 def pictures_of(prompts: list[Prompt]) -> list[Picture]:
-    """The ``image`` of every prompt: PIL or a path. UserError names the first prompt that has not
-    exactly one."""
+    """Read the ``image`` of every prompt, PIL or a path. UserError names the first prompt that has
+    not exactly one."""
     for i, prompt in enumerate(prompts):
         if len(images_of(prompt)) != 1:
             raise UserError(
@@ -46,8 +46,7 @@ def pictures_of(prompts: list[Prompt]) -> list[Picture]:
 
 
 class FirstFrame(VideoFolderPolicy):
-    """Put before a text-to-video family: prompts have a ``text`` and an ``image``, the video's
-    first frame.
+    """Adds a first frame to a text-to-video family: prompts have a ``text`` and an ``image``.
 
     The pass without the prompt sees the same image.
     """
@@ -64,7 +63,7 @@ class FirstFrame(VideoFolderPolicy):
     def encode_pictures(
         self, pipe: Any, pictures: list[Picture], device: torch.device
     ) -> dict[str, Tensor]:
-        """Nest of tensors [n, *], by the text pipeline and the autoencoder."""
+        """Encode images to a nest of tensors [n, *], by the text pipeline and the autoencoder."""
         raise NotImplementedError
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
@@ -86,7 +85,7 @@ class FirstFrame(VideoFolderPolicy):
         return super().decode(rollout)
 
     def frames_of(self, pictures: list[Picture], device: torch.device) -> Tensor:
-        """[n, 3, 1, H, W] in -1..1 at the video's size, resized as diffusers does."""
+        """Return pixels [n, 3, 1, H, W] in -1..1 at the video's size, resized as diffusers does."""
         from diffusers.video_processor import VideoProcessor
 
         height, width = self.size
@@ -100,8 +99,8 @@ class FirstFrame(VideoFolderPolicy):
 
 
 def held(v: Tensor, x: Tensor, t: Tensor, frame: Tensor) -> Tensor:
-    """The velocity [B, C, F, H, W] under which the clean latents begin with ``frame`` [B, C, 1, H,
-    W].
+    """Return the velocity [B, C, F, H, W] under which the clean latents begin with ``frame`` [B, C,
+    1, H, W].
 
     Any solver reaches it exactly, and no gradient comes from it.
     """

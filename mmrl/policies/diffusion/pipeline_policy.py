@@ -1,5 +1,5 @@
-"""What all families in diffusers' folder format share: parts and their classes, text encoders,
-export, latent sizes.
+"""Gives families in diffusers' folder format what they share: parts and their classes, text
+encoders, export, latent sizes.
 
 A family is a subclass that names its classes and says how texts are encoded, how its network is
 called, what shape its latents have and how they are decoded.
@@ -29,15 +29,15 @@ from samplers.schedules import dynamic, flow_match_euler, shifted
 
 
 class FolderPolicy(FlowPolicy):
-    """A model in diffusers' folder format."""
+    """Trains a model in diffusers' folder format."""
 
     pipeline: ClassVar[str]  # class names in diffusers
     network: ClassVar[str]
     autoencoder: ClassVar[str] = "AutoencoderKL"
     part: ClassVar[str] = "transformer"  # of the folder that is trained
-    also: ClassVar[tuple[str, ...]] = ()  # pipelines whose folders do as well
+    also: ClassVar[tuple[str, ...]] = ()  # further pipelines whose folders load
     capabilities = replace(FlowPolicy.capabilities, makes="image")
-    decoding: int | None = None  # samples that were decoded at once, once there were some
+    decoding: int | None = None  # samples decoded at once last time; None: none yet
 
     def __init__(
         self,
@@ -53,13 +53,13 @@ class FolderPolicy(FlowPolicy):
         vae_slicing: bool = False,
         **options: Any,
     ):
-        """path: folder, hub id or world:NAME. size: pixels, one side or [height, width].
-        timestep_schedule: None is the folder's own scheduler. dtype: of the frozen weights.
-        text_encoder_placement: where they go after use. text_cache: encoded prompts. attention: its
-        backend; auto is xformers on CUDA where it is no slower, else SDPA. compile: the network's
-        repeated blocks, by torch.compile; a text is the name of its backend. vae_tiling,
-        vae_slicing: the autoencoder works on overlapping tiles of a sample, and on one sample after
-        another, as diffusers' pipelines offer."""
+        """Load a model folder. path: folder, hub id or world:NAME. size: pixels, one side or
+        [height, width]. timestep_schedule: None is the folder's own scheduler. dtype: of the frozen
+        weights. text_encoder_placement: where they go after use. text_cache: encoded prompts.
+        attention: its backend; auto is xformers on CUDA where it is no slower, else SDPA. compile:
+        the network's repeated blocks, by torch.compile; a text is the name of its backend.
+        vae_tiling, vae_slicing: the autoencoder works on overlapping tiles of a sample, and on one
+        sample after another, as diffusers' pipelines offer."""
         attention_backends.check(attention)
         self.place = diffusers_folder.resolve(path, self.pipeline, *self.also)
         self.compute = getattr(torch, dtype)
@@ -78,15 +78,16 @@ class FolderPolicy(FlowPolicy):
         self.quicken(attention, compile)
 
     def quicken(self, attention: Attention = "auto", compile: bool | str = False) -> None:
-        """Choose the kernels that the network runs on, as the options of the same names say."""
+        """Set the kernels that the network runs on, by the options ``attention`` and
+        ``compile``."""
         self.attending = AttentionChoice(self.net, attention)
         self.compiled = bool(compile)
         if compile:
             attention_backends.compile_blocks(self.net, "inductor" if compile is True else compile)
 
     def decode_in_parts(self, vae_tiling: bool, vae_slicing: bool) -> None:
-        """Turn on what the autoencoder offers to need less memory. UserError where it does not
-        offer it."""
+        """Turn on the memory-saving options of the autoencoder. UserError where it does not offer
+        them."""
         for name, enabled in (("tiling", vae_tiling), ("slicing", vae_slicing)):
             enable = getattr(self.vae, f"enable_{name}", None)
             if enabled and enable is None:
@@ -98,33 +99,36 @@ class FolderPolicy(FlowPolicy):
                 enable()
 
     def load_part(self, name: str, subfolder: str, dtype: torch.dtype | None = None) -> Any:
-        """A part of the folder by its class's name in diffusers, float32 unless said otherwise."""
+        """Load a part of the folder by the name of its class in diffusers, in float32 unless
+        ``dtype`` says otherwise."""
         import diffusers
 
         return diffusers_folder.load_part(getattr(diffusers, name), self.place, subfolder, dtype)
 
     def load_network(self) -> nn.Module:
-        """What is trained."""
+        """Load the network that is trained."""
         return self.load_part(self.network, self.part, self.compute)
 
     @abstractmethod
     def latent_shape(self) -> tuple[int, ...]:
-        """Of one sample, from ``self.size``, ``self.config`` and ``self.vae``."""
+        """Return the shape of one sample's latents, from ``self.size``, ``self.config`` and
+        ``self.vae``."""
 
     @abstractmethod
     def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
-        """Nest of tensors [n, *] by the text pipeline."""
+        """Encode texts to a nest of tensors [n, *] by the text pipeline."""
 
     def trained_process(self) -> Process:
-        """What the network was trained on."""
+        """Return the process the network was trained on."""
         return Flow()
 
     def own_grid(self) -> Grid:
-        """The times of the folder's scheduler."""
+        """Return the time grid of the folder's scheduler."""
         return scheduler_grid(self.place, self.tokens())
 
     def tokens(self) -> int:
-        """Tokens the network sees of one sample, by which a scheduler may shift its times."""
+        """Count the tokens the network sees of one sample, by which a scheduler may shift its
+        times."""
         return self.shape[-2] * self.shape[-1] // self.config.patch_size**2
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
@@ -147,9 +151,9 @@ class FolderPolicy(FlowPolicy):
             ) from error
 
     def _computed(self, x: Tensor, t: Tensor, cond: dict[str, Any], passes: int) -> Tensor:
-        """The pass. Compiled graphs and kernels of attention may be others where gradients are
-        recorded, and round in another way: there sampling records them too, so that what is sampled
-        is what is scored, to the bit."""
+        """Compute the pass. Compiled graphs and attention kernels may differ where gradients are
+        recorded, and round differently: sampling then records them too, so that samples and scores
+        agree to the bit."""
         same = not self.compiled and self.attending.used not in attention_backends.PACKAGES
         if torch.is_grad_enabled() or same:
             return super()._pass(x, t, cond, passes)
@@ -161,7 +165,7 @@ class FolderPolicy(FlowPolicy):
             self.sampling = False
 
     def cast(self, tensor: Tensor) -> Tensor:
-        """To what the network computes in."""
+        """Convert to the type the network computes in."""
         return tensor.to(self.dtype if self.dtype == torch.float64 else self.compute)
 
     def decode(self, rollout: Rollout) -> Media:
@@ -185,12 +189,12 @@ class FolderPolicy(FlowPolicy):
         return (torch.cat(pixels) / 2 + 0.5).clamp(0, 1)
 
     def pixels(self, vae: Any, latents: Tensor) -> Tensor:
-        """[B, 3, H, W] in -1..1."""
+        """Decode latents to pixels [B, 3, H, W] in -1..1."""
         shift = getattr(vae.config, "shift_factor", None) or 0.0
         return vae.decode(latents / vae.config.scaling_factor + shift).sample
 
     def load_texts(self) -> Any:
-        """The pipeline without network and autoencoder."""
+        """Load the pipeline without network and autoencoder."""
         import diffusers
 
         return diffusers_folder.load_text_pipeline(
@@ -202,12 +206,12 @@ class FolderPolicy(FlowPolicy):
         )
 
     def without(self) -> tuple[str, ...]:
-        """Further parts that texts do not need."""
+        """Name further parts that texts do not need."""
         return ()
 
     def export(self, folder: Path) -> None:
-        """LoRA for ``pipe.load_lora_weights``, or the whole pipeline when all weights were
-        trained."""
+        """Write LoRA weights for ``pipe.load_lora_weights``, or the whole pipeline when all weights
+        were trained."""
         import diffusers
 
         pipeline = getattr(diffusers, self.pipeline)
@@ -217,7 +221,7 @@ class FolderPolicy(FlowPolicy):
             diffusers_folder.save_full(pipeline, self.place, self.net, folder, self.part)
 
     def latent_side(self, pixels: int, step: int, factor: int, name: str = "size") -> int:
-        """Latents along a side; UserError where ``step`` pixels do not divide it."""
+        """Return the latents along a side; UserError where ``step`` pixels do not divide it."""
         if pixels < step or pixels % step:
             down = max(step, pixels // step * step)
             up = -(-pixels // step) * step
@@ -229,13 +233,13 @@ class FolderPolicy(FlowPolicy):
 
 
 def vae_factor(vae: Any) -> int:
-    """Pixels along a side for one latent of AutoencoderKL."""
+    """Return the pixels along a side for one latent of AutoencoderKL."""
     return 2 ** (len(vae.config.block_out_channels) - 1)
 
 
 def scheduler_grid(place: str, tokens: int, smallest: float | None = None) -> Grid:
-    """The times of a FlowMatchEulerDiscreteScheduler: a fixed shift, or one that depends on the
-    number of tokens.
+    """Return the time grid of a FlowMatchEulerDiscreteScheduler: a fixed shift, or one that depends
+    on the number of tokens.
 
     ``smallest``: the last time above 0 before the shift, where the pipeline sets it, to 1 / steps;
     None: the scheduler's own 1 / train steps, which a fixed shift shifts twice.
@@ -261,14 +265,14 @@ def scheduler_grid(place: str, tokens: int, smallest: float | None = None) -> Gr
 
 
 def stepwise_grid(place: str, tokens: int) -> Grid:
-    """That of pipelines which hand the scheduler the times 1 ... 1 / steps: FLUX, Qwen-Image,
-    Z-Image, LTX."""
+    """Return the time grid of pipelines which pass the times 1 ... 1 / steps to the scheduler:
+    FLUX, Qwen-Image, Z-Image, LTX."""
     return lambda steps: scheduler_grid(place, tokens, smallest=1 / steps)(steps)
 
 
 def padded(text: Tensor, mask: Tensor | None, length: int) -> dict[str, Tensor]:
-    """Encodings [n, L, C] and their mask [n, L] (None: all are words) at a fixed length, so that
-    rows can be joined."""
+    """Pad encodings [n, L, C] and their mask [n, L] (None: all are words) to a fixed length, so
+    that rows can be joined."""
     mask = torch.ones(text.shape[:2], device=text.device) if mask is None else mask
     missing = max(length - text.shape[1], 0)
     text = nn.functional.pad(text, (0, 0, 0, missing))

@@ -1,4 +1,4 @@
-"""Encoded prompts: each text is encoded once, kept on the CPU, and the text encoders leave the
+"""Encodes prompts: each text once, kept on the CPU, after which the text encoders leave the
 accelerator."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Encoding = dict[str, Any]  # nest of tensors [1, *] of one key
 
 
 def texts_of(prompts: list[Prompt]) -> list[str]:
-    """The text of every prompt. UserError names the first that has none."""
+    """Return the text of every prompt. UserError names the first that has none."""
     for i, prompt in enumerate(prompts):
         if not isinstance(prompt.get("text"), str):
             raise UserError(
@@ -27,12 +27,12 @@ def texts_of(prompts: list[Prompt]) -> list[str]:
 
 
 class PromptCache:
-    """Text -> encoding, first in first out; a key may be anything hashable, a text with its image
-    say.
+    """Caches encodings by text, first in first out; a key may be anything hashable, such as a text
+    with its image.
 
     ``load`` returns the text pipeline; ``encode(pipeline, texts, device)`` a nest of tensors [n,
     *]. After every use the pipeline stays on the device ("keep"), goes to the CPU ("offload") or is
-    dropped and loaded anew if a text turns up that was not encoded before ("release").
+    dropped and loaded again for a text that was not encoded before ("release").
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class PromptCache:
         self.encodings: dict[Hashable, Encoding] = {}
 
     def __call__(self, texts: Sequence[Hashable], device: torch.device) -> Encoding:
-        """Nest of tensors [P, *] on ``device``, one row a text."""
+        """Return the encodings of the keys, a nest of tensors [P, *] on ``device``."""
         fresh = {text: None for text in texts if text not in self.encodings}
         if fresh:
             self._encode(list(fresh), device)
@@ -69,7 +69,7 @@ class PromptCache:
             part = texts[start : start + self.batch]
             encoded = tree_map(lambda tensor: tensor.cpu(), self.encode(pipeline, part, device))
             for i, text in enumerate(part):
-                # without what a text carries beside it
+                # a plain str, without attributes of subclasses
                 key = str(text) if isinstance(text, str) else text
                 self.encodings[key] = {
                     name: value[i : i + 1].clone() for name, value in encoded.items()

@@ -1,7 +1,8 @@
-"""Trees of samples that share their beginnings (BranchGRPO, Li et al. 2025, arXiv:2509.06040).
+"""Branches samples that share their first steps into trees (BranchGRPO, Li et al. 2025,
+arXiv:2509.06040).
 
-The leaves are the rows; ``span`` adjacent rows share a state. Whoever begins a span stands for all
-of it: its row name is the name of the state and of the edge that leads there.
+The leaves are the rows; ``span`` adjacent rows share a state. The first row of a span stands for
+all of it: its name is that of the state and of the edge that leads there.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from samplers.noise import Rng
 
 @dataclass(frozen=True)
 class Tree:
-    """How samples branch.
+    """Sets how samples branch.
 
     splits: the steps at which every state gets ``factor`` children, or how many such steps, evenly
     spread. noise of siblings: independent; correlated, (xi_0 + scale xi_b) / sqrt(1 + scale^2) with
@@ -35,7 +36,7 @@ class Tree:
     scale: Annotated[float, Gt(0)] = 4.0
 
     def at(self, steps: int) -> tuple[int, ...]:
-        """The split steps, each once, in order. UserError where they do not fit."""
+        """Return the split steps, each once, in order. UserError where they do not fit."""
         if isinstance(self.splits, int):
             splits = tuple(steps // self.splits * i for i in range(self.splits))
         else:
@@ -53,8 +54,8 @@ class Tree:
         return splits
 
     def spans(self, steps: int, copies: int) -> list[int]:
-        """How many leaves share a state, for each of the steps + 1 states. UserError where copies
-        do not divide."""
+        """Count the leaves that share a state, for each of the steps + 1 states. UserError where
+        copies do not divide."""
         splits = self.at(steps)
         leaves = self.factor ** len(splits)
         if copies % leaves:
@@ -79,8 +80,8 @@ class Tree:
         step: int,
         dtype: torch.dtype,
     ):
-        """[B, *] the noise of the children named ``child`` [B], of parents named ``parent`` [B], at
-        a split."""
+        """Draw the noise [B, *] of the children named ``child`` [B], of parents named ``parent``
+        [B], at a split."""
         noise = rng.normal(child, shape, step, dtype)
         if self.noise == "published":
             return self.scale * noise
@@ -91,8 +92,8 @@ class Tree:
 
 
 def size(spans: Sequence[int], leaves: int, noisy: Tensor) -> dict[str, float]:
-    """What one tree (or row) of ``leaves`` costs: network forwards and edges with a density, per
-    leaf."""
+    """Count what one tree (or row) of ``leaves`` costs: network forwards and edges with a density,
+    per leaf."""
     states = [leaves // span for span in spans]
     edges = sum(
         after for (_, after), stochastic in zip(pairwise(states), noisy.tolist()) if stochastic

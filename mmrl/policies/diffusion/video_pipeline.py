@@ -1,5 +1,5 @@
-"""What video families in diffusers' folder format share: frames, latents with a time axis,
-decoding."""
+"""Gives video families in diffusers' folder format what they share: frames, latents with a time
+axis, decoding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmrl.policies.diffusion.pipeline_policy import FolderPolicy
 
 
 class VideoFolderPolicy(FolderPolicy):
-    """Latents [B, C, F, H, W]; samples are videos [B, F, 3, H, W]."""
+    """Trains video models: latents [B, C, F, H, W]; samples are videos [B, F, 3, H, W]."""
 
     capabilities = replace(FolderPolicy.capabilities, makes="video")
 
@@ -27,14 +27,14 @@ class VideoFolderPolicy(FolderPolicy):
         offload_trajectory: bool = True,
         **options: Any,
     ):
-        """frames: of a video. offload_trajectory: the latents visited are kept in the CPU's
-        memory."""
+        """Extend the options of ``FolderPolicy``. frames: of a video. offload_trajectory: stored
+        latents are kept in the CPU's memory."""
         self.frames = frames
         super().__init__(path, offload_trajectory=offload_trajectory, **options)
 
     def latent_frames(self, factor: int) -> int:
-        """Frames of the latents; UserError where the autoencoder cannot make ``frames``, which must
-        be n factor + 1."""
+        """Count the frames of the latents; UserError where the autoencoder cannot make ``frames``,
+        which must be n factor + 1."""
         if (self.frames - 1) % factor:
             down = (self.frames - 1) // factor * factor + 1
             raise UserError(
@@ -45,16 +45,16 @@ class VideoFolderPolicy(FolderPolicy):
         return (self.frames - 1) // factor + 1
 
     def decode(self, rollout: Any) -> Tensor:
-        """[B, F, 3, H, W] in 0..1."""
+        """Decode to videos [B, F, 3, H, W] in 0..1."""
         return super().decode(rollout).transpose(1, 2)
 
 
 def own_sigmas(scheduler: Any) -> Grid:
-    """The flow times of any of diffusers' schedulers that keeps them as ``sigmas``: UniPC,
+    """Return the flow times of any of diffusers' schedulers that keeps them as ``sigmas``: UniPC,
     DPM-Solver, Euler.
 
-    From exactly 1: solvers in log(alpha / sigma) begin a little below, where ``flow_sde`` has far
-    too much noise.
+    They begin at exactly 1: solvers in log(alpha / sigma) begin a little below, where ``flow_sde``
+    has far too much noise.
     """
 
     def grid(steps: int) -> Tensor:
@@ -66,7 +66,7 @@ def own_sigmas(scheduler: Any) -> Grid:
 
 
 def standardised(vae: Any, latents: Tensor) -> tuple[Tensor, Tensor]:
-    """(mean, std) of an autoencoder's latents by channel, as its config tells them, fit for [B, C,
+    """Return (mean, std) of an autoencoder's latents by channel, from its config, shaped for [B, C,
     F, H, W]."""
     shape = (1, -1, 1, 1, 1)
     return tuple(

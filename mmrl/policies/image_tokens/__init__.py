@@ -1,2 +1,2 @@
-"""Images as sequences of tokens: one file a model family on one base for sampling, guidance and
-scoring."""
+"""Holds models that write images as sequences of tokens: one file for each family on one base for
+sampling, guidance and scoring."""

@@ -1,4 +1,5 @@
-"""Attention of networks that write images as tokens, by the kernel that a user chose."""
+"""Computes the attention of networks that write images as tokens, by the kernel that a user
+chose."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ XFORMERS = "mmrl_xformers"  # our name among transformers' attentions
 
 
 def available(kernel: Kernel) -> Kernel:
-    """The same, ``auto`` resolved to torch's own choice. Raises UserError where it cannot run."""
+    """Return the kernel's name, ``auto`` resolved to torch's own choice. Raises UserError where it
+    cannot run."""
     if kernel == "auto":
         return "sdpa"
     if kernel in ("xformers", "flash") and not torch.cuda.is_available():
@@ -41,7 +43,8 @@ def attend(
     scale: float | None = None,
     kernel: Kernel = "sdpa",
 ) -> Tensor:
-    """[B, heads, n, D] of queries [B, heads, n, D], keys and values [B, heads or fewer, S, D].
+    """Attend with queries [B, heads, n, D] to keys and values [B, heads or fewer, S, D]; returns
+    [B, heads, n, D].
 
     ``mask`` [B or 1, 1, n, S] is bool or added. xformers and flash are for passes without one; a
     mask takes sdpa, whose kernel for masks on CUDA is that of xformers.
@@ -75,7 +78,7 @@ def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def of_transformers(kernel: Kernel) -> str:
-    """The name under which transformers' models compute likewise."""
+    """Return the name under which transformers' models compute the same attention."""
     if kernel != "xformers":
         return {"sdpa": "sdpa", "flash": "flash_attention_2"}[kernel]
     from transformers import AttentionInterface

@@ -1,5 +1,5 @@
-"""Images that begin alike: the first blocks are drawn once for several rows, which then go on by
-themselves."""
+"""Draws images that begin alike: their first blocks are drawn once for several rows, which then
+continue separately."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ def grow(
     at: int,
     images: int,
 ) -> Rollout:
-    """Rows of ``group`` [B], of which ``images`` neighbours share their first ``at`` blocks.
+    """Sample the rows of ``group`` [B], where ``images`` neighbours share their first ``at``
+    blocks.
 
-    The shared blocks are those of the first of them, so that it is the row it would be alone.
-    ``branch`` names the edges by rows; of a shared decision the first row's mask has it.
+    The shared blocks are those the first neighbour would have alone. ``branch`` names the edges by
+    rows; a shared decision is in the mask of the first row.
     """
     net = policy.net
     first = torch.arange(0, len(row), images, device=row.device)

@@ -1,5 +1,5 @@
-"""Parts that image models on a transformers decoder share: reading, going on, scoring and
-recomputing."""
+"""Gives image models on a transformers decoder what they share: reading prompts, decoding, scoring
+and recomputing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmrl.policies.vlm import caches
 
 @dataclass
 class State:
-    """B rows in the making."""
+    """Holds the decoding state of B rows."""
 
     cache: Any
     mask: Tensor | None  # [B, S]; None: nothing is padded
@@ -54,8 +54,8 @@ class CausalImageNet(ImageNet):
 
 
 def read(decoder: nn.Module, inputs: Inputs, rows: Tensor, layers: int) -> tuple[Tensor, State]:
-    """Hidden states [B, 1, H] after the prompts of ``rows`` [B], each read once; ids and mask
-    padded on the left."""
+    """Read the prompts of ``rows`` [B], each once; returns hidden states [B, 1, H] after them. Ids
+    and mask are padded on the left."""
     cache = caches.recorded(layers)
     places = positions(inputs["mask"])
     hidden = decoder(
@@ -72,10 +72,11 @@ def read(decoder: nn.Module, inputs: Inputs, rows: Tensor, layers: int) -> tuple
 
 
 def advance(decoder: nn.Module, ids: Tensor, state: State, places: Tensor | None = None) -> Tensor:
-    """[B, 1, H] after the tokens ``ids`` [B, n], or [B / m, n], m times.
+    """Return hidden states [B, 1, H] after the tokens ``ids`` [B, n], or [B / m, n] repeated m
+    times.
 
-    ``places`` [3, B, n]: positions of their own, where ``state.place`` is only where the text has
-    ended.
+    ``places`` [3, B, n]: positions of the tokens, for families where ``state.place`` is the end of
+    the text only.
     """
     ids, length = widened(ids, len(state.place)), ids.shape[1]
     state.mask = None if state.mask is None else F.pad(state.mask, (0, length), value=1)
@@ -94,7 +95,7 @@ def advance(decoder: nn.Module, ids: Tensor, state: State, places: Tensor | None
 
 
 def positions(mask: Tensor) -> Tensor:
-    """[B, S], not counting the padding on the left."""
+    """Number the tokens [B, S], not counting the padding on the left."""
     return (mask.long().cumsum(1) - 1).clamp_min(0)
 
 

@@ -1,5 +1,5 @@
-"""Published checkpoints of own modules: read without pickle, loaded strictly, written under the
-same names."""
+"""Reads published checkpoints into mmrl's modules without pickle, loads them strictly and writes
+them under the same names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Published = dict[str, Tensor]
 
 
 def find(path: str) -> Path:
-    """The file or folder of ``path``; ``hub:owner/name/file`` is downloaded once."""
+    """Return the file or folder of ``path``; ``hub:owner/name/file`` is downloaded once."""
     if not path.startswith(HUB):
         return Path(locate(path))
     owner, _, rest = path.removeprefix(HUB).partition("/")
@@ -36,7 +36,7 @@ def find(path: str) -> Path:
 
 
 def read(file: str | Path, drop: Sequence[str] = ()) -> Published:
-    """Name -> tensor of a ``.safetensors``, ``.pt`` or ``.pth`` file, without the names in
+    """Read a ``.safetensors``, ``.pt`` or ``.pth`` file as name -> tensor, without the names in
     ``drop``."""
     file = Path(file)
     if not file.is_file():
@@ -64,7 +64,7 @@ def read(file: str | Path, drop: Sequence[str] = ()) -> Published:
 
 
 def load(module: nn.Module, weights: Published, file: str | Path) -> nn.Module:
-    """Strictly: every name and shape must be there and nothing else."""
+    """Load strictly: every name and shape must match, with nothing left over."""
     try:
         module.load_state_dict(weights, strict=True)
     except RuntimeError as error:
@@ -84,7 +84,7 @@ def save(weights: Published, file: Path) -> None:
 
 
 def count(weights: Published, pattern: str) -> int:
-    """How many ``pattern.format(0)``, ``pattern.format(1)`` ... there are."""
+    """Count how many of ``pattern.format(0)``, ``pattern.format(1)`` ... there are."""
     n = 0
     while any(name.startswith(pattern.format(n)) for name in weights):
         n += 1
@@ -92,7 +92,8 @@ def count(weights: Published, pattern: str) -> int:
 
 
 def need(weights: Published, name: str, file: str | Path) -> Tensor:
-    """A tensor that tells the architecture."""
+    """Return a tensor whose shape shows the architecture; UserError where the checkpoint has
+    none."""
     if name not in weights:
         raise UserError(f"{file} holds no {name}: it is another kind of checkpoint")
     return weights[name]

@@ -1,4 +1,4 @@
-"""Keys and values of a known number of tokens: room for all of them from the beginning, written in
+"""Caches keys and values of a known number of tokens: allocated whole at the start, written in
 place."""
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ Place = slice | Tensor
 
 @dataclass
 class Rooms:
-    """Of all layers, for B rows of S tokens; ``length`` are there already."""
+    """Holds the key-value caches of all layers, for B rows of S tokens; ``length`` are written
+    already."""
 
     layers: list[KV]
     length: int
 
     @classmethod
     def after(cls, read: Sequence[KV], rows: Tensor, size: int) -> Rooms:
-        """Room for ``size`` tokens, the first of which are those ``read`` of the prompts of
+        """Allocate ``size`` tokens, the first of which are those ``read`` of the prompts of
         ``rows`` [B]."""
         length = read[0][0].shape[2]
         return cls([(_wide(k, rows, size), _wide(v, rows, size)) for k, v in read], length)
@@ -36,7 +37,7 @@ class Rooms:
         return iter(self.layers)
 
     def next(self, count: int, fixed: bool = False) -> Place:
-        """Where the next ``count`` tokens go; they are there from now on."""
+        """Reserve the next ``count`` tokens and return where they go."""
         first = self.length
         self.length = self.length + count
         if fixed:
@@ -45,10 +46,10 @@ class Rooms:
         return slice(first, self.length)
 
     def attention_mask(self, place: Place, padding: Tensor | None) -> Tensor | None:
-        """[B or 1, 1, 1, S] bool: what a token at ``place`` may look at; None: all that it is
-        shown.
+        """Mask what a token at ``place`` may look at, [B or 1, 1, 1, S] bool; None: every key
+        passed.
 
-        ``padding`` [B, n] bool is False where one of the first n tokens of a row is none.
+        ``padding`` [B, n] bool is False where one of the first n tokens of a row is padding.
         """
         size = self.layers[0][0].shape[2]
         if isinstance(place, slice):
@@ -64,8 +65,8 @@ class Rooms:
 
 
 def put(room: KV, k: Tensor, v: Tensor, place: Place) -> KV:
-    """Write [B, heads, n, D] each at ``place`` and return all there is to look at: up to there, or
-    the whole room."""
+    """Write [B, heads, n, D] each at ``place`` and return the keys and values to attend to: up to
+    there, or the whole room."""
     if isinstance(place, slice):
         room[0][:, :, place], room[1][:, :, place] = k, v
         return room[0][:, :, : place.stop], room[1][:, :, : place.stop]
@@ -75,7 +76,7 @@ def put(room: KV, k: Tensor, v: Tensor, place: Place) -> KV:
 
 
 def _wide(read: Tensor, rows: Tensor, size: int) -> Tensor:
-    """Zeros behind, since a masked weight of 0 times what was never written need not be 0."""
+    """Append zeros, since a masked weight of 0 times uninitialised memory need not be 0."""
     wide = read.new_zeros(len(rows), read.shape[1], size, read.shape[3])
     wide[:, :, : read.shape[2]] = read[rows]
     return wide

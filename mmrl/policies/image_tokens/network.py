@@ -1,5 +1,5 @@
-"""What a network of image tokens offers: passes of sampling, one teacher-forced pass, and guided
-log-probs of both."""
+"""Defines what a network of image tokens offers: passes of sampling, one teacher-forced pass, and
+guided log-probs of both."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Inputs = dict[str, Tensor]  # conditions, one row a prompt or a sample
 
 
 class ImageNet(nn.Module, ABC):
-    """A network that decides the T tokens of an image block by block: one each, or a whole scale.
+    """Decides the T tokens of an image block by block: one token each, or a whole scale.
 
-    A decision is known by its *features*: the hidden state [H] that the head reads, or, with
+    A decision is represented by its *features*: the hidden state [H] that the head reads, or, with
     guidance, both hidden states and the scale side by side [2H + 1], so that logits over the
     vocabulary are made a chunk at a time.
     """
@@ -38,12 +38,12 @@ class ImageNet(nn.Module, ABC):
     token: Callable | None = None
 
     def forward(self, work: str, *arguments: Any) -> Any:
-        """``work`` names the method: wrappers (DDP, FSDP2) see calls of the module only."""
+        """Call the method named ``work``: wrappers (DDP, FSDP2) see calls of the module only."""
         return getattr(self, work)(*arguments)
 
     def compile_token(self) -> None:
-        """One token's pass becomes one graph, on CUDA replayed without the host, for shapes that
-        never change."""
+        """Compile one token's pass to one graph, on CUDA replayed without the host, for fixed
+        shapes."""
         if self.token is None:
             raise UserError(
                 "policy option compile: this model draws many tokens in a pass; leave it false"
@@ -54,39 +54,42 @@ class ImageNet(nn.Module, ABC):
 
     @abstractmethod
     def begin(self, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Any]:
-        """Hidden states [B, n, H] of the first block, and the state of sampling, of the prompts of
-        ``rows`` [B]."""
+        """Read the prompts of ``rows`` [B]; returns the hidden states [B, n, H] of the first block,
+        and the state of sampling."""
 
     @abstractmethod
     def step(self, ids: Tensor, state: Any) -> Tensor:
-        """[B, n', H] of the next block after the tokens ``ids`` of the last one; changes ``state``.
+        """Return hidden states [B, n', H] of the next block after the tokens ``ids`` of the last
+        one; changes ``state``.
 
         ``ids`` [B, n], or [B / m, n] where B rows are m blocks of the same tokens (conditional and
         unconditional).
         """
 
     def fork(self, state: Any, rows: Tensor) -> None:
-        """Go on with ``rows`` [B'] of the state of sampling, each as often as it is named."""
+        """Continue with ``rows`` [B'] of the state of sampling, repeated as often as each is
+        named."""
         raise NotImplementedError(f"{type(self).__name__} cannot branch")
 
     @abstractmethod
     def teach(self, inputs: Inputs, ids: Tensor) -> Tensor:
-        """[B, T, H] at all T decisions of ids [B, T], in one pass; inputs of every row."""
+        """Return hidden states [B, T, H] at all T decisions of ids [B, T], in one pass; inputs of
+        every row."""
 
     @abstractmethod
     def vocabulary(self, hidden: Tensor) -> Tensor:
-        """[*, V] logits of hidden states [*, H]."""
+        """Return logits [*, V] of hidden states [*, H]."""
 
     def lift(self, hidden: Tensor) -> Tensor:
-        """[*, H'] of hidden states [*, H]: what ``affine`` makes logits of."""
+        """Map hidden states [*, H] to [*, H'], of which ``affine`` makes logits."""
         return hidden
 
     # the head's last layer, if affine: vocabulary = affine(lift)
     affine: Callable[[Tensor], Tensor] | None = None
 
     def logits(self, features: Tensor) -> Tensor:
-        """[*, V] of features [*, H] or, guided, [*, 2H + 1]: z_u + s (z_c - z_u) (Ho and Salimans
-        2022).
+        """Return logits [*, V] of features [*, H] or, guided, [*, 2H + 1]: z_u + s (z_c - z_u) (Ho
+        and Salimans 2022).
 
         The weights 1 - s and s add up to 1, so an affine layer may come after the mixture: once,
         not twice.
@@ -114,7 +117,8 @@ class ImageNet(nn.Module, ABC):
         warp: Warp,
         entropy: bool,
     ) -> tuple[Tensor, Scored]:
-        """Features [N, *] and log-probs of the N tokens ``where`` [B, T] holds, of ids [B, T].
+        """Return features [N, *] and log-probs of the N tokens ``where`` [B, T] holds, of ids [B,
+        T].
 
         ``empty`` are the unconditional inputs, None without guidance; ``scale`` [T] is that of
         every decision.
@@ -123,15 +127,15 @@ class ImageNet(nn.Module, ABC):
         return features, self.rescore(features, selected(ids, where), warp, entropy)
 
     def rescore(self, features: Tensor, ids: Tensor, warp: Warp, entropy: bool) -> Scored:
-        """Of tokens ``ids`` [N] at features [N, *]."""
+        """Score tokens ``ids`` [N] at features [N, *]."""
         return scores.score(features, ids, self.logits, warp, self.vocab, entropy)
 
     def full(self, features: Tensor, warp: Warp) -> Tensor:
-        """[N, V] log-probs."""
+        """Return the log-probs of all tokens, [N, V]."""
         return scores.full(features, self.logits, warp, self.vocab)
 
     def kl(self, features: Tensor, reference: Tensor, warp: Warp) -> Tensor:
-        """[N] to another's log-probs [N, V]."""
+        """Compute the KL [N] to another's log-probs [N, V]."""
         return scores.kl(features, reference, self.logits, warp)
 
     def _features(self, inputs: Inputs, empty: Inputs | None, ids: Tensor, scale: Tensor) -> Tensor:
@@ -146,25 +150,25 @@ class ImageNet(nn.Module, ABC):
 
 
 def widened(x: Tensor, rows: int) -> Tensor:
-    """[B, *] of x [B / m, *], m times."""
+    """Repeat x [B / m, *] m times, [B, *]."""
     return x if len(x) == rows else x.repeat(rows // len(x), *[1] * (x.dim() - 1))
 
 
 def beside(cond: Tensor, empty: Tensor, scale: Tensor) -> Tensor:
-    """[B, n, 2H + 1], at least float32, of hidden states [B, n, H] and the scale [n] of every
-    decision."""
+    """Join hidden states [B, n, H] and the scale [n] of every decision to features [B, n, 2H + 1],
+    at least float32."""
     kind = torch.promote_types(cond.dtype, torch.float32)
     scales = scale.to(cond.device, kind)[None, :, None].expand(*cond.shape[:2], 1)
     return torch.cat([cond.to(kind), empty.to(kind), scales], -1)
 
 
 def stacked(inputs: Inputs, empty: Inputs) -> Inputs:
-    """Conditional rows, then unconditional ones."""
+    """Stack conditional rows, then unconditional ones."""
     return {name: torch.cat([tensor, empty[name]]) for name, tensor in inputs.items()}
 
 
 def spans(turns: Any) -> Iterator[slice]:
-    """Yield where the tokens of every pass stand."""
+    """Yield the token positions of every pass, a slice each."""
     end = 0
     for count in turns:
         yield slice(end, end + count)

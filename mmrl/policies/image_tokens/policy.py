@@ -1,5 +1,5 @@
-"""Autoregressive image policies: tokens drawn block by block, scored together in one teacher-forced
-pass.
+"""Samples and scores autoregressive image policies: tokens drawn block by block, scored together in
+one teacher-forced pass.
 
 A family says how prompts are encoded and images decoded, and brings a network (``ImageNet``).
 Guidance, temperature, top-k, top-p, chunks and randomness are here, once, and the same in sampling
@@ -109,8 +109,8 @@ class ImageTokenPolicy(TokenPolicy):
     def _draw(
         self, cond: list[Inputs], group: Tensor, row: Tensor, rng: Rng, passes: int | None = None
     ) -> Rollout:
-        """Sample the rows of ``group`` [B], all ``passes`` or the first; a prompt is read once for
-        all its rows."""
+        """Sample the rows of ``group`` [B], in all ``passes`` or in the first alone; a prompt is
+        read once for all its rows."""
         net = self.net
         hidden, state = self.read(cond, group)
         self.forwards += len(hidden) * len(net.turns)
@@ -137,8 +137,8 @@ class ImageTokenPolicy(TokenPolicy):
         )
 
     def read(self, cond: list[Inputs], group: Tensor) -> tuple[Tensor, Any]:
-        """Read the prompts of ``group`` [B], each once: hidden states after them, with guidance
-        [2B, *], the unconditional rows behind, and the state to go on from."""
+        """Read the prompts of ``group`` [B], each once: returns the hidden states after them, with
+        guidance [2B, *], the unconditional rows last, and the state to continue from."""
         unique, rows = group.unique(return_inverse=True)
         inputs = self.collate([cond[i] for i in unique.tolist()])
         if self.guidance_scale != 1:
@@ -161,7 +161,7 @@ class ImageTokenPolicy(TokenPolicy):
         return order[: ids.shape[1]].to(ids.device)
 
     def decided(self, ids: Tensor) -> Tensor:
-        """Mark which tokens of ids [B, T] are decisions; a family may know some that are not."""
+        """Mark which tokens of ids [B, T] are decisions; in some families a few tokens are not."""
         return torch.ones_like(ids, dtype=torch.bool)
 
     def _decide(

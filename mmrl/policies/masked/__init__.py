@@ -1,1 +1,1 @@
-"""Masked diffusion models."""
+"""Holds masked diffusion models."""

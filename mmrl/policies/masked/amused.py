@@ -1,5 +1,5 @@
-"""aMUSEd (Patil et al. 2024): masked image modelling with a U-ViT over the codes of a VQ-GAN, and
-everything in its folder format."""
+"""Trains aMUSEd (Patil et al. 2024): masked image modelling with a U-ViT over the codes of a
+VQ-GAN, and every model in its folder format."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ PROJECTIONS = tuple(
 
 @POLICIES.register("amused")
 class Amused(MaskedDiffusion):
-    """Trains aMUSEd from a folder or hub id of an AmusedPipeline (UVit2DModel, VQModel, CLIP text
-    encoder)."""
+    """Trains aMUSEd from a folder or hub id of an AmusedPipeline (UVit2DModel, VQModel, CLIP)."""
 
     capabilities = replace(MaskedDiffusion.capabilities, makes="image")
     attention = PROJECTIONS
@@ -52,9 +51,10 @@ class Amused(MaskedDiffusion):
         attention: Kernel = "auto",
         **options: Any,
     ):
-        """path: folder, hub id or world:NAME. size: pixels, one side or [height, width]; None: what
-        the model was trained at. schedule: None is the folder's own. aesthetic: the score asked for
-        by micro-conditioning. attention: the kernel; auto is torch's own choice."""
+        """Load a model folder. path: folder, hub id or world:NAME. size: pixels, one side or
+        [height, width]; None: the size the model was trained at. schedule: None is the folder's
+        own. aesthetic: the aesthetic score of the micro-conditioning. attention: the kernel; auto
+        is torch's own choice."""
         from diffusers import AmusedScheduler, UVit2DModel, VQModel
 
         self.place = diffusers_folder.resolve(path, "AmusedPipeline")
@@ -93,7 +93,7 @@ class Amused(MaskedDiffusion):
         )
 
     def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
-        """Penultimate hidden states and the projected pooled state, as AmusedPipeline takes
+        """Return penultimate hidden states and the projected pooled state, as AmusedPipeline takes
         them."""
         ids = pipe.tokenizer(
             texts,
@@ -126,7 +126,7 @@ class Amused(MaskedDiffusion):
             return self._run(ids, cond["text"][used], cond["pooled"][rows], index)
 
     def _run(self, ids: Tensor, text: Tensor, pooled: Tensor, rows: Tensor | None = None) -> Tensor:
-        """[B, V, h, w], of texts of every row or by ``rows`` [B]."""
+        """Return logits [B, V, h, w], of texts of every row or by ``rows`` [B]."""
         micro = sent(torch.tensor([[*self.micro, 0, 0, self.aesthetic]]), ids.device).expand(
             len(ids), -1
         )
@@ -139,12 +139,12 @@ class Amused(MaskedDiffusion):
         )
 
     def cast(self, tensor: Tensor) -> Tensor:
-        """To what the network computes in."""
+        """Convert to the type the network computes in."""
         return tensor.to(self.dtype if self.dtype == torch.float64 else self.compute)
 
     @torch.no_grad()
     def decode(self, rollout: Rollout) -> Media:
-        """[B, 3, H, W] in 0..1."""
+        """Decode to images [B, 3, H, W] in 0..1."""
         vae = self.vae.to(self.device)
         parts = chunks(len(rollout), self.fixed_batch_rows or len(rollout))
         return torch.cat([self._pixels(vae, rollout.sample[part]) for part in parts])
@@ -156,14 +156,14 @@ class Amused(MaskedDiffusion):
         ).sample.clamp(0, 1)
 
     def enable_gradient_checkpointing(self) -> None:
-        """Of every transformer layer. UVit2DModel's own calls its layers with keywords that its
-        closure refuses."""
+        """Checkpoint every transformer layer; UVit2DModel's own checkpointing passes keywords that
+        its closure rejects."""
         for layer in self.net.transformer_layers:
             layer.forward = _recomputed(layer.forward)
 
     def export(self, folder: Path) -> None:
-        """LoRA for ``pipe.transformer.load_lora_adapter(file, prefix=None)``, or the whole
-        pipeline."""
+        """Write LoRA weights for ``pipe.transformer.load_lora_adapter(file, prefix=None)``, or the
+        whole pipeline."""
         from diffusers import AmusedPipeline
 
         if getattr(self.net, "peft_config", None):
@@ -173,7 +173,7 @@ class Amused(MaskedDiffusion):
 
 
 def _recomputed(forward: Callable) -> Callable:
-    """``forward`` whose activations are computed anew for the backward pass."""
+    """Wrap ``forward`` so that its activations are recomputed in the backward pass."""
 
     def run(*args: Any, **options: Any) -> Any:
         if not torch.is_grad_enabled():

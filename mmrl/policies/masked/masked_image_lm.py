@@ -1,4 +1,4 @@
-"""Masked language models whose vocabulary holds the codes of images too: MMaDA-like models as image
+"""Trains masked language models whose vocabulary also holds image codes: MMaDA-like models as image
 generators."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class MaskedImageLM(MaskedLM):
     """Trains masked language models that draw: text and image codes in one vocabulary (MMaDA).
 
     The protocol: model and tokenizer as for ``masked_lm``; codes 0 .. ``codes`` - 1 are the ids
-    from ``first`` on; what is read is ``prompt`` with the text in it, side x side codes row by row,
+    from ``first`` on; the input is ``prompt`` with the text in it, side x side codes row by row,
     and ``after``. ``decoder`` makes pictures of codes: a diffusers folder of a VQModel, or
     ``file.py:build``, a function without arguments that returns one.
     """
@@ -53,10 +53,10 @@ class MaskedImageLM(MaskedLM):
         remote_code: bool = False,
         **options: Any,
     ):
-        """first: id of code 0. codes: how many. side: tokens. prompt: what is before an image,
-        {text} in it, and after: what is behind it, in the tokenizer's own special tokens. steps:
-        passes. mask: id of the mask token; None: the tokenizer's. remote_code: run the Python code
-        of the model's own repository."""
+        """Load the model. first: id of code 0. codes: how many. side: tokens. prompt: the input
+        before an image, {text} in it, and after: the input behind it, in the tokenizer's own
+        special tokens. steps: passes. mask: id of the mask token; None: the tokenizer's.
+        remote_code: run the Python code of the model's own repository."""
         if "{text}" not in prompt:
             raise UserError(
                 f"policy option prompt must hold {{text}}, where a prompt's text "
@@ -82,7 +82,7 @@ class MaskedImageLM(MaskedLM):
         self.codec = _decoder(decoder)
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
-        """Prompts, and behind them the empty one, padded alike."""
+        """Encode the prompts, and behind them the empty one, padded alike."""
         rows = self.padded_ids([self._ids(text) for text in [*texts_of(prompts), ""]])
         last = {key: value[-1:] for key, value in rows.items()}
         return {key: value[:-1] for key, value in rows.items()} | {"uncond": last}
@@ -97,7 +97,7 @@ class MaskedImageLM(MaskedLM):
         return torch.where(ids == self.mask_id, self.hole, self.first + ids)
 
     def logits(self, ids: Tensor, cond: dict[str, Any]) -> Tensor:
-        """[B, L, codes]."""
+        """Return the logits of image codes, [B, L, codes]."""
         return super().logits(ids, cond)[..., self.first : self.first + self.codes]
 
     def _warped(self, logits: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class MaskedImageLM(MaskedLM):
 
     @torch.no_grad()
     def decode(self, rollout: Rollout) -> Media:
-        """[B, 3, H, W] in 0..1."""
+        """Decode to images [B, 3, H, W] in 0..1."""
         ids = rollout.sample.unflatten(1, (self.side, self.side))
         images = [
             self.codec(ids[part]) for part in chunks(len(ids), self.fixed_batch_rows or len(ids))

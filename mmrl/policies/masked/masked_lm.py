@@ -1,5 +1,5 @@
-"""Masked language models that write text by unmasking: LLaDA, MMaDA's text, Dream, BERT-like models
-of transformers."""
+"""Trains masked language models that write text by unmasking: LLaDA, MMaDA's text, Dream, BERT-like
+models of transformers."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class MaskedLM(MaskedDiffusion):
         remote_code: bool = False,
         **options: Any,
     ):
-        """max_new_tokens: of every answer. block: tokens finished before the next ones are begun;
-        None: all at once. mask: id of the mask token; None: the tokenizer's. remote_code: run the
-        Python code of the model's own repository."""
+        """Load the model. max_new_tokens: of every answer. block: tokens finished before the next
+        ones are begun; None: all at once. mask: id of the mask token; None: the tokenizer's.
+        remote_code: run the Python code of the model's own repository."""
         self.place = locate(path)
         block = block or max_new_tokens
         blocks = max_new_tokens // block
@@ -67,11 +67,11 @@ class MaskedLM(MaskedDiffusion):
         super().__init__(net, max_new_tokens, mask_id, steps=steps, blocks=blocks, **options)
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
-        """Prompts padded at the right [P, L] and how long they are [P]."""
+        """Return the prompts padded on the right [P, L] and their lengths [P]."""
         return self.padded_ids([self._ids(text) for text in texts_of(prompts)])
 
     def padded_ids(self, ids: list[list[int]]) -> dict[str, Tensor]:
-        """``ids`` [P, L] and ``size`` [P]."""
+        """Return ``ids`` [P, L] and ``size`` [P]."""
         width = max(len(row) for row in ids)
         rows = torch.tensor(
             [row + [self.hole] * (width - len(row)) for row in ids], device=self.device
@@ -87,8 +87,8 @@ class MaskedLM(MaskedDiffusion):
         )["input_ids"]
 
     def logits(self, ids: Tensor, cond: dict[str, Any]) -> Tensor:
-        """The answer stands right behind its prompt, so that no row depends on how long another
-        one's prompt is."""
+        """Compute the logits with each answer directly behind its prompt, so that no row depends on
+        the length of another's prompt."""
         prompt = cond["ids"]
         size = cond["size"][:, None]
         behind = sent(torch.tensor(self.suffix, dtype=ids.dtype), ids.device).expand(len(ids), -1)
@@ -106,16 +106,16 @@ class MaskedLM(MaskedDiffusion):
         return logits.gather(1, answer)
 
     def written(self, ids: Tensor) -> Tensor:
-        """[B, L] of the network's vocabulary, of a state [B, L]."""
+        """Return ids [B, L] of the network's vocabulary, of a state [B, L]."""
         return ids
 
     def _warped(self, logits: Tensor) -> Tensor:
-        """Without the mask token, which is never an answer."""
+        """Exclude the mask token, which is never an answer."""
         banned = torch.arange(logits.shape[-1], device=logits.device) == self.mask_id
         return super()._warped(logits).masked_fill(banned, -torch.inf)
 
     def empty(self, point: Point) -> Any:
-        """Every prompt, all of it hidden, as LLaDA guides."""
+        """Mask every prompt entirely, as LLaDA guides."""
         return point.cond | {"ids": torch.full_like(point.cond["ids"], self.hole)}
 
     def corrupted(self, cond: dict[str, Any], share: float, rng: Rng) -> dict[str, Any]:
@@ -126,8 +126,8 @@ class MaskedLM(MaskedDiffusion):
     def _rollout(
         self, sampled: Rollout, steps: list[tuple[Tensor, Tensor, Tensor, Tensor]]
     ) -> Rollout:
-        """Blocks behind that of the end token say nothing: nobody reads them, and none that are
-        read saw them."""
+        """Assemble the rollout; its mask leaves out blocks behind that of the end token: they are
+        never read, and no block before them sees them."""
         rollout = super()._rollout(sampled, steps)
         last = self._size(rollout.sample).sub(1) // self.block  # [B] the last block that is read
         place = torch.arange(self.length, device=last.device) // self.block
@@ -137,14 +137,14 @@ class MaskedLM(MaskedDiffusion):
         )
 
     def _size(self, ids: Tensor) -> Tensor:
-        """[B] tokens up to the first end token, which counts."""
+        """Count the tokens [B] up to the first end token, inclusive."""
         if self.end is None:
             return torch.full((len(ids),), self.length, device=ids.device)
         place = torch.arange(1, self.length + 1, device=ids.device)
         return torch.where(ids == self.end, place, self.length).amin(1)
 
     def decode(self, rollout: Rollout) -> Media:
-        """B answers up to the end token."""
+        """Return the B answers up to the end token."""
         sizes = self._size(rollout.sample).tolist()
         return [
             self._completion(ids[:size].tolist(), rollout[i : i + 1])
@@ -156,7 +156,7 @@ class MaskedLM(MaskedDiffusion):
         return Completion(text, len(ids), ids[-1] == self.end, row.logprob[row.mask].mean().item())
 
     def export(self, folder: Path) -> None:
-        """The adapter, or the whole model, and the tokenizer, as transformers loads them."""
+        """Save the adapter, or the whole model, and the tokenizer, as transformers loads them."""
         self.net.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 

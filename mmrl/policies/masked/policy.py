@@ -1,9 +1,9 @@
-"""Masked discrete diffusion: all tokens begin hidden, every pass draws the hidden ones and makes
-some of them final.
+"""Samples and scores masked discrete diffusion: all tokens start hidden; every pass draws the
+hidden ones and makes some of them final.
 
 Two samplers. ``emerge`` reveals each hidden position independently of the model, so that the reveal
 order alone makes the likelihood of a trajectory exact. ``maskgit`` keeps the most confident tokens;
-its exact likelihood needs all tokens drawn in every pass and the Plackett-Luce probability of the
+the exact likelihood needs all tokens drawn in every pass and the Plackett-Luce probability of the
 choice.
 """
 
@@ -40,8 +40,8 @@ SCHEDULES = {"cosine": unmask.cosine, "linear": unmask.linear}
 
 @dataclass(frozen=True)
 class Hidden:
-    """Draws of the tokens at the N positions that ``where`` [B, L] holds. All results are [B, L], 0
-    elsewhere.
+    """Scores draws of the tokens at the N positions that ``where`` [B, L] holds. All results are
+    [B, L], 0 elsewhere.
 
     ``noise`` [B, 1] is the temperature of the Gumbel noise on the confidence by which some were
     chosen to stay (MaskGIT, Chang et al. 2022). Then a decision is [B, L, 2]: token, and rank in
@@ -55,13 +55,13 @@ class Hidden:
     noise: Tensor | None = None
 
     def log_prob(self, decision: Tensor) -> Tensor:
-        """Of token ids [B, L]; of tokens and their ranks [B, L, 2]."""
+        """Return the log-probs of token ids [B, L], or of tokens and their ranks [B, L, 2]."""
         ids = decision if self.noise is None else decision[..., 0]
         token = self._spread(Categorical(self.logits).log_prob(selected(ids, self.where)))
         return token if self.noise is None else chosen(token, self.noise, decision[..., 1])
 
     def kl(self, reference: Hidden) -> Tensor:
-        """KL(self || other)."""
+        """Compute KL(self || other)."""
         return self._spread(Categorical(self.logits).kl(Categorical(reference.logits)))
 
     def entropy(self) -> Tensor:
@@ -104,8 +104,8 @@ class MaskedDiffusion(LogitsPolicy):
         blocks: int = 1,
         **options: Any,
     ):
-        """blocks: equal parts of the sample that are finished one after the other, ``steps /
-        blocks`` passes each."""
+        """Divide the sample into ``blocks`` equal parts, finished one after the other, with ``steps
+        / blocks`` passes each."""
         super().__init__(net, length, mask_id, **options)
         self.passes = steps
         self.turns = steps // blocks  # T passes a block
@@ -151,8 +151,8 @@ class MaskedDiffusion(LogitsPolicy):
 
     def _drawn(self, point: Point, uniform: Tensor, copies: int) -> tuple[Tensor, Tensor, Tensor]:
         """Draw tokens [B, L] where the point's mask is, with their log-probs and those recorded
-        (the same unless ``logprob_guidance`` is conditional). So many ``copies`` adjacent rows are
-        in one state, which is looked at once."""
+        (the same unless ``logprob_guidance`` is conditional). ``copies`` adjacent rows share one
+        state, which the network sees once."""
         distinct = point if copies == 1 else point[::copies]
         remember(distinct.group, on_host(point.group)[::copies])
         each = selected(
@@ -160,7 +160,7 @@ class MaskedDiffusion(LogitsPolicy):
         )  # [N, copies]
         logits = self._logits(distinct, self.guidance_scale)
         token, _ = drawn(logits, each)
-        sampled = scored = _gathered(logits, token)  # as scores are computed, to the bit
+        sampled = scored = _gathered(logits, token)  # computed as scores are, to the bit
         if self.logprob_guidance == "conditional" and self.guidance_scale != 1:
             scored = _gathered(self._logits(distinct, 1.0), token)
         results = []
@@ -189,14 +189,15 @@ class MaskedDiffusion(LogitsPolicy):
         return torch.arange(self.length, device=ids.device) // self.block == step // self.turns
 
     def _noise(self, step: int, rows: int) -> Tensor:
-        """Give the noise [B, 1] of the choice in this pass; any number where nothing is chosen."""
+        """Return the noise [B, 1] of the choice in this pass; any number where nothing is
+        chosen."""
         return torch.full((rows, 1), self.noises[step % self.turns] or 1.0, device=self.device)
 
     def _rollout(
         self, rollout: Rollout, steps: list[tuple[Tensor, Tensor, Tensor, Tensor]]
     ) -> Rollout:
-        """emerge: K = L decisions, one a token. maskgit: K = T L, all tokens drawn in every
-        pass."""
+        """Assemble the rollout of all passes. emerge: K = L decisions, one a token. maskgit: K = T
+        L, all tokens drawn in every pass."""
         decision, logprob, hidden, new = (torch.stack(part, 1) for part in zip(*steps, strict=True))
         if self.chooses:
             return rollout.replace(
@@ -238,7 +239,8 @@ class MaskedDiffusion(LogitsPolicy):
         )
 
     def at(self, rollout: Rollout, hide: Tensor, score: Tensor | None = None) -> Point:
-        """Hide ``hide`` [B, L] of the final tokens again, scored at ``score`` (None: at those)."""
+        """Hide ``hide`` [B, L] of the final tokens again, scored at ``score`` (None: the hidden
+        ones)."""
         mask = (hide if score is None else score) & rollout.mask.any(1)[:, None]
         if rollout.mask.shape == mask.shape:
             mask = mask & rollout.mask
@@ -257,7 +259,7 @@ class MaskedDiffusion(LogitsPolicy):
         )
 
     def corrupted(self, cond: dict[str, Any], share: float, rng: Rng) -> dict[str, Any]:
-        """The conditions with a random share of the prompt's tokens hidden, where the network reads
+        """Hide a random share of the prompt's tokens in the conditions, where the network reads
         tokens."""
         return cond
 
@@ -267,7 +269,7 @@ class MaskedDiffusion(LogitsPolicy):
         name = first_of_group(rollout) if shared else rollout.row_id
         rate = rng.uniform(name, (1,), step=0) if time is None else time[:, None]
         draw = rng.uniform(name, (self.length,), step=1)
-        # never nothing at all
+        # hide at least one token
         yield self.at(rollout, hide=(draw < rate) | (draw == draw.amin(1, keepdim=True)))
 
     def dist(self, point: Point) -> Hidden:
@@ -341,7 +343,8 @@ class MaskedDiffusion(LogitsPolicy):
 
 
 def alike(group: Tensor) -> int:
-    """Count how many adjacent rows ask the same everywhere; 1 where their numbers differ."""
+    """Count the adjacent rows that share a prompt, equal for all prompts; 1 where their numbers
+    differ."""
     group = on_host(group)
     size = int((group == group[0]).sum())
     same = len(group) % size == 0 and torch.equal(group, group[::size].repeat_interleave(size))
@@ -359,7 +362,7 @@ def _gathered(logits: Tensor, token: Tensor) -> Tensor:
 
 
 def _nothing(ids: Tensor) -> dict[str, Tensor]:
-    """Make placeholders until the decisions are known."""
+    """Make placeholders until the decisions are drawn."""
     return {
         "logprob": torch.zeros(ids.shape, device=ids.device),
         "mask": torch.ones_like(ids, dtype=torch.bool),

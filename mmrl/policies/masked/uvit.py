@@ -1,5 +1,5 @@
-"""aMUSEd's U-ViT doing less for the same: a text's keys and values once for all rows that ask it,
-logits of the tokens that are asked for only, one product with the codebook for guided ones, and
+"""Speeds up aMUSEd's U-ViT without changing its output: a text's keys and values once for all rows
+that use it, logits of the requested tokens only, one product with the codebook for guided ones, and
 fewer passes over wide activations."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mmrl.policies.image_tokens.attention import Kernel, attend
 
 
 class SharedText:
-    """The attention processor: texts [U, S, C] stand for ``rows`` [B] of them."""
+    """Attends to texts [U, S, C] that stand for ``rows`` [B] of them, as an attention processor."""
 
     def __init__(self, kernel: Kernel):
         self.kernel = kernel
@@ -32,7 +32,7 @@ class SharedText:
         temb: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """diffusers' names: queries [B, n, C]; [B, n, C] comes back."""
+        """Attend with queries [B, n, C] and return [B, n, C]; the names are diffusers'."""
         self_attention = encoder_hidden_states is None
         read = hidden_states if self_attention else encoder_hidden_states
         k = attn.to_k(read)
@@ -50,7 +50,7 @@ class SharedText:
 
 @cache
 def _head() -> type[nn.Module]:
-    """Inside a function since diffusers is heavy to import."""
+    """Make the class of the head; inside a function since diffusers is heavy to import."""
     from diffusers.models.unets.uvit_2d import ConvMlmLayer
 
     class Head(ConvMlmLayer):
@@ -59,8 +59,8 @@ def _head() -> type[nn.Module]:
         selection: tuple[Tensor, float | None] | None = None
 
         def forward(self, hidden_states: Tensor) -> Tensor:
-            """[N, V] of hidden states [B, C, h, w], the latter half of which are unconditional if
-            there is a scale."""
+            """Return logits [N, V] of hidden states [B, C, h, w], whose second half is
+            unconditional if there is a scale."""
             if self.selection is None:
                 return super().forward(hidden_states)
             where, scale = self.selection
@@ -80,8 +80,8 @@ def _response() -> type[nn.Module]:
 
     class Response(GlobalResponseNorm):
         def forward(self, x: Tensor) -> Tensor:
-            """Of x [B, h, w, C]: gamma x n + beta + x as one multiplication and addition, n [B, 1,
-            1, C]."""
+            """Compute gamma x n + beta + x, of x [B, h, w, C] and n [B, 1, 1, C], by one
+            multiplication and addition."""
             length = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
             share = length / (length.mean(-1, keepdim=True) + 1e-6)
             return torch.addcmul(self.beta, x, self.gamma * share + 1)
@@ -90,13 +90,13 @@ def _response() -> type[nn.Module]:
 
 
 def _pointwise(conv: nn.Conv2d, x: Tensor) -> Tensor:
-    """A convolution of one pixel, of [N, C]."""
+    """Apply a convolution of one pixel to [N, C]."""
     return F.linear(x, conv.weight[:, :, 0, 0], conv.bias)
 
 
 def quicken(net: nn.Module, kernel: Kernel) -> None:
-    """Let a UVit2DModel take texts by rows and be asked for some places; what it computes stays the
-    same."""
+    """Let a UVit2DModel take texts by rows and compute logits at some places only; its output stays
+    the same."""
     net.set_attn_processor(SharedText(kernel))
     net.mlm_layer.__class__ = _head()
     response = _response()
@@ -107,7 +107,8 @@ def quicken(net: nn.Module, kernel: Kernel) -> None:
 
 @contextmanager
 def asking(net: nn.Module, where: Tensor, scale: float | None) -> Iterator[None]:
-    """A pass in here gives logits [N, V] at ``where`` [B, L] only, guided with a scale."""
+    """Make passes within the block return logits [N, V] at ``where`` [B, L] only, guided with a
+    scale."""
     net.mlm_layer.selection = where, scale
     try:
         yield

@@ -1,1 +1,1 @@
-"""Policies that write text and draw images in one sequence."""
+"""Holds policies that write text and draw images in one sequence."""

@@ -1,4 +1,4 @@
-"""Sampling token by token: text until every row has ended, then images, on one cache."""
+"""Samples token by token: text until every row has ended, then images, on one cache."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def write(
     stops: Tensor,
     busy: Callable[[bool], bool] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Text ids [B, W], ``NONE`` behind the stop token, and log-probs [B, W], by inversion at
+    """Sample text ids [B, W], ``NONE`` behind the stop token, and log-probs [B, W], by inversion at
     ``uniform`` [B, W].
 
-    Afterwards ``state`` holds every token but the stop tokens. ``busy`` says whether any process
-    still writes, given whether this one does, where all must make equally many passes.
+    Afterwards ``state`` holds every token but the stop tokens. ``busy`` takes whether this process
+    still writes and tells whether any does, where all must make equally many passes.
     """
     rows, tokens = uniform.shape
     ids = torch.full((rows, tokens), NONE, device=uniform.device)
@@ -61,7 +61,7 @@ def paint(
     scale: Tensor | None,
     decide: Callable,
 ) -> tuple[Tensor, Tensor]:
-    """Image ids [B, N] and log-probs [B, N] from hidden states [B, H]; with ``scale`` [N]
+    """Sample image ids [B, N] and log-probs [B, N] from hidden states [B, H]; with ``scale`` [N]
     conditional rows come first in [2B, H], then the unconditional ones. ``decide`` draws from
     features, as ``ImageTokenPolicy._decide``."""
     ids = []

@@ -1,4 +1,4 @@
-"""Janus with both of its heads: text, then image tokens, in one causal sequence.
+"""Runs Janus with both of its heads: text, then image tokens, in one causal sequence.
 
 The head of a token is chosen by the token's own kind: what follows the image's start comes from the
 generation head, everything before, that start included, from the language model's.
@@ -24,8 +24,8 @@ from samplers.warp import Warp
 
 @dataclass
 class State:
-    """B rows in the making. What a row did not live to see is False in ``mask``, and has no
-    position."""
+    """Holds the decoding state of B rows. What a row did not decode is False in ``mask``, and has
+    no position."""
 
     cache: Any
     mask: Tensor  # [B, S] bool
@@ -33,7 +33,7 @@ class State:
     whole: bool = False  # nothing is masked
 
     def select(self, rows: Tensor) -> None:
-        """Keep ``rows`` [B'], each as often as it is named."""
+        """Keep ``rows`` [B'], repeated as often as each is named."""
         caches.select(self.cache, rows)
         self.mask = self.mask[rows]
         self.place = self.place[rows]
@@ -41,10 +41,10 @@ class State:
 
 
 class Part(NamedTuple):
-    """One pass of scoring: sequences of some rows."""
+    """Describes one pass of scoring: sequences of some rows."""
 
     rows: Tensor  # [b] long
-    inputs: Inputs  # ids and mask [b, S], padded on the left, and perhaps pixels
+    inputs: Inputs  # ids and mask [b, S], padded on the left; with pictures also pixels
     # [b] long: the hidden state that decides the first text token; None: no text to score here
     first: Tensor | None
     empty: Inputs | None = None  # for guidance, the unconditional texts [b, S]
@@ -53,7 +53,7 @@ class Part(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """What is scored by one head."""
+    """Names the decisions that one head scores, and how."""
 
     where: Tensor  # [B, W + N] bool
     warp: Warp
@@ -61,11 +61,11 @@ class Ask(NamedTuple):
 
 
 class UnifiedNet(JanusNet):
-    """A JanusForConditionalGeneration that reads text and pictures, writes text and image
+    """Wraps a JanusForConditionalGeneration that reads text and pictures and writes text and image
     tokens."""
 
     def read(self, inputs: Inputs, rows: Tensor) -> tuple[Tensor, State]:
-        """Hidden states [B, H] after the prompts of ``rows`` [B], each read once."""
+        """Read the prompts of ``rows`` [B], each once; returns hidden states [B, H] after them."""
         cache = caches.recorded(self.config.text_config.num_hidden_layers)
         mask = inputs["mask"]
         places = causal.positions(mask)
@@ -81,26 +81,26 @@ class UnifiedNet(JanusNet):
         return hidden[rows], State(cache, mask, places[rows, -1] + 1, bool(mask.all()))
 
     def add_text(self, ids: Tensor, state: State, live: Tensor) -> Tensor:
-        """[B, H] after text tokens ``ids`` [B]; those of rows that are not ``live`` [B] are not
-        there."""
+        """Return hidden states [B, H] after text tokens ``ids`` [B]; those of rows that are not
+        ``live`` [B] are masked out."""
         return self._advance(self.hf.get_input_embeddings()(ids[:, None]), state, live)
 
     def add_image(self, ids: Tensor, state: State) -> Tensor:
-        """[B, H] after image tokens ``ids`` [B]."""
+        """Return hidden states [B, H] after image tokens ``ids`` [B]."""
         live = torch.ones_like(ids, dtype=torch.bool)
         return self._advance(
             self.hf.prepare_embeddings_for_image_generation(ids[:, None]), state, live
         )
 
     def text_logits(self, hidden: Tensor) -> Tensor:
-        """[*, V] of the language model's head."""
+        """Return the logits [*, V] of the language model's head."""
         return self.hf.lm_head(hidden.to(self.hf.lm_head.weight.dtype))
 
     def score(
         self, parts: list[Part], ids: Tensor, width: int, asks: dict[str, Ask]
     ) -> dict[str, tuple]:
-        """Features and log-probs of the decisions that every head is asked for, of ids [B, W + N],
-        W = ``width``."""
+        """Return features and log-probs of every head's decisions, ``asks``, of ids [B, W + N], W =
+        ``width``."""
         texts = images = None
         for part in parts:
             hidden, drawn = self._pass(part, ids[:, width:])
@@ -135,8 +135,8 @@ class UnifiedNet(JanusNet):
         return scores.kl(features, reference, self.text_logits, warp)
 
     def _pass(self, part: Part, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Hidden states [b, S, H] of the texts, and features [b, N, *] of the image tokens that
-        follow them."""
+        """Return hidden states [b, S, H] of the texts, and features [b, N, *] of the image tokens
+        that follow them."""
         if not part.draws:
             return self._through(part.inputs, None), None
         ids = images[part.rows].clamp_min(0)
@@ -156,7 +156,7 @@ class UnifiedNet(JanusNet):
         return hidden, beside(hidden[:, length - 1 :], without[:, length - 1 :], part.scale)
 
     def _through(self, inputs: Inputs, images: Tensor | None) -> Tensor:
-        """[b, S (+ N - 1), H] in one causal pass."""
+        """Run one causal pass; returns hidden states [b, S (+ N - 1), H]."""
         embeddings = self._embeddings(inputs)
         mask = inputs["mask"]
         if images is not None:
@@ -170,8 +170,7 @@ class UnifiedNet(JanusNet):
         ).last_hidden_state
 
     def _embeddings(self, inputs: Inputs) -> Tensor:
-        """[b, S, H] embeddings, with pictures in their places; the tower that looks at them is
-        frozen."""
+        """Embed ids [b, S, H], with pictures in their places; the vision tower is frozen."""
         embeddings = self.hf.get_input_embeddings()(inputs["ids"])
         if "pixels" not in inputs:
             return embeddings
@@ -187,7 +186,7 @@ class UnifiedNet(JanusNet):
         state.mask = torch.cat([state.mask, live[:, None]], 1)
         mask = None if state.whole else state.mask.long()
         if mask is not None and self.config.text_config._attn_implementation == "sdpa":
-            # what transformers makes of it after a look at its values
+            # the mask transformers would build after reading its values on the host
             mask = state.mask[:, None, None]
         hidden = self.hf.model.language_model(
             inputs_embeds=embeddings,
@@ -201,7 +200,7 @@ class UnifiedNet(JanusNet):
 
 
 def together(first: State, second: State) -> State:
-    """The rows of both, the shorter ones with nothing in front."""
+    """Join the rows of both states, the shorter ones padded on the left."""
     length = max(first.mask.shape[1], second.mask.shape[1])
 
     def padded(state: State) -> list[tuple[Tensor, Tensor]]:
@@ -227,7 +226,8 @@ def together(first: State, second: State) -> State:
 
 
 def _from(hidden: Tensor, first: Tensor, width: int) -> Tensor:
-    """[b, W, H] hidden states from ``first`` [b] on, of [b, S, H]; behind the end the last one."""
+    """Return W hidden states [b, W, H] of [b, S, H] from ``first`` [b] on; behind the end the last
+    one repeats."""
     at = first[:, None] + torch.arange(width, device=first.device)
     return hidden.gather(
         1, at.clamp(0, hidden.shape[1] - 1)[..., None].expand(-1, -1, hidden.shape[2])
@@ -235,6 +235,7 @@ def _from(hidden: Tensor, first: Tensor, width: int) -> Tensor:
 
 
 def _into(texts: Tensor | None, rows: Tensor, hidden: Tensor, count: int) -> Tensor:
-    """[B, W, H] with ``hidden`` [b, W, H] at ``rows``."""
+    """Write ``hidden`` [b, W, H] at ``rows`` of [B, W, H], made of zeros where ``texts`` is
+    None."""
     texts = hidden.new_zeros(count, *hidden.shape[1:]) if texts is None else texts
     return texts.index_copy(0, rows, hidden)

@@ -1,4 +1,4 @@
-"""What a unified policy samples: plans and their images, answers, each kind of prompt in passes of
+"""Samples for a unified policy: plans and their images, answers, each kind of prompt in passes of
 its own."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Passes(Janus):
     plan: Plan | None
     answer: Answer | None
     reader: Reader  # of prompts to understand
-    heads: dict[str, Head]  # image, and plan and answer where there are such
+    heads: dict[str, Head]  # image, and plan and answer if configured
     stops: dict[str, tuple[int, ...]]
     tokens: int  # W
     images: int  # N
@@ -47,7 +47,7 @@ class Passes(Janus):
 
     @property
     def branches(self) -> int:
-        """Count the images of a plan."""
+        """Return the number of images of a plan."""
         return self.plan.images if self.plan else 1
 
     def encode(self, prompts: list[Prompt]) -> Cond:
@@ -195,13 +195,13 @@ class Passes(Janus):
     def _as_rollout(
         self, cond: Cond, group: Tensor, row: Tensor, ids: tuple, logprob: tuple
     ) -> Rollout:
-        """Assemble a rollout; of rows that share a plan, the first one's mask has it."""
+        """Assemble a rollout; a plan that rows share is in the mask of the first one."""
         sample = torch.cat(ids, 1)
         mask = sample >= 0
         branch = None
         order = torch.arange(sample.shape[1], device=row.device).expand_as(sample)
         if self.branches > 1:
-            draws = sample[:, -1] >= 0  # an answer has no twin
+            draws = sample[:, -1] >= 0  # an answer shares its text with no other row
             shared = torch.where(draws, row - row % self.branches, row)
             mask[:, : self.tokens] &= (shared == row)[:, None]
             branch = torch.where(order < self.tokens, shared[:, None], row[:, None])

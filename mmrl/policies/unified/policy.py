@@ -1,5 +1,5 @@
-"""Janus as one policy of text and images: plans before images, images, answers to questions about
-images."""
+"""Trains Janus as one policy of text and images: plans before images, images, answers to questions
+about images."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class JanusUnified(Passes):
         budgets: Budgets | None = None,
         **options: Any,
     ):
-        """path: folder or hub id. plan: text that is written before every image. answer: how
-        prompts of the task ``understand`` are answered; None: there are none. weigh: every token of
-        a row alike, or the mean of its text and the mean of its image, ``text_share`` of the row's
-        weight being the text's. budgets: of pictures shown."""
+        """Load the model. path: folder or hub id. plan: text that is written before every image.
+        answer: how prompts of the task ``understand`` are answered; None: there are none. weigh:
+        every token of a row alike, or the mean of its text and the mean of its image,
+        ``text_share`` of the row's weight being the text's. budgets: of the pictures in prompts."""
         super().__init__(path, **options)
         config = self.net.config
         generation = self.net.hf.generation_config
@@ -116,8 +116,8 @@ class JanusUnified(Passes):
         )
 
     def decode(self, rollout: Rollout) -> Media:
-        """Images [B, 3, H, W]; of a policy that answers too, a list of images [3, H, W] and
-        texts."""
+        """Decode to images [B, 3, H, W]; of a policy that answers too, to a list of images [3, H,
+        W] and texts."""
         draws = rollout.sample[:, -1] >= 0
         ids = rollout.sample[draws][:, self.tokens :]
         images = self.images_of(ids, len(rollout))
@@ -130,13 +130,14 @@ class JanusUnified(Passes):
         ]
 
     def texts(self, rollout: Rollout) -> list[str]:
-        """The plan or answer of every row, for people: nothing is scored by it."""
+        """Return the plan or answer of every row, for people to read: nothing is scored by it."""
         rows = rollout.sample[:, : self.tokens].tolist()
         return [self.reader.decode([token for token in row if token >= 0]) for row in rows]
 
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
-        """Plans and images as in training, answers the likeliest if so chosen."""
+        """Sample plans and images as in training, and the likeliest answers with
+        ``greedy_evaluation``."""
         head = self.heads.get("answer")
         before = head and head.warp
         if head and self.answer.greedy_evaluation:
@@ -149,8 +150,8 @@ class JanusUnified(Passes):
                 head.warp = before
 
     def _parts(self, point: Point, draws: Tensor, plans: Tensor) -> list[Part]:
-        """The passes that score a point: of texts alone, and of images with what stands before
-        them.
+        """List the passes that score a point: those of texts alone, and those of images after their
+        text.
 
         ``draws``, ``plans`` [B] bool: rows with an image, rows whose plan is scored.
         """

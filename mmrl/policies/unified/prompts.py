@@ -1,4 +1,4 @@
-"""Prompts of both tasks as token ids, and the texts after which an image begins."""
+"""Encodes prompts of both tasks as token ids, and the texts after which an image begins."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ ASK = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What is written before an image. max_new_tokens: at most. instruction: what asks for it, with
-    {prompt} in it. turn: the image follows in the same sequence (ReasonGen-R1), or is asked for in
-    a new turn by prompt and plan (T2I-R1). images: drawn from every plan; more than 1 make a tree.
-    temperature, top_k, top_p: of the text."""
+    """Describes what is written before an image. max_new_tokens: at most. instruction: the text
+    that requests it, with {prompt} in it. turn: the image follows in the same sequence
+    (ReasonGen-R1), or a new turn of prompt and plan requests it (T2I-R1). images: drawn from every
+    plan; more than 1 make a tree. temperature, top_k, top_p: of the text."""
 
     max_new_tokens: Count = 64
     instruction: str = ASK
@@ -46,9 +46,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Answer:
-    """Text answers to prompts of the task ``understand``. max_new_tokens: at most. temperature,
-    top_k, top_p: of sampling and scoring. greedy_evaluation: evaluation takes the likeliest
-    token."""
+    """Describes text answers to prompts of the task ``understand``. max_new_tokens: at most.
+    temperature, top_k, top_p: of sampling and scoring. greedy_evaluation: evaluation takes the
+    likeliest token."""
 
     max_new_tokens: Count = 256
     temperature: Annotated[float, Gt(0)] = 1.0
@@ -58,8 +58,8 @@ class Answer:
 
 
 def task_of(prompt: Prompt) -> str:
-    """Its ``task``; without one, ``understand`` where it shows an image. UserError for any other
-    word."""
+    """Return the prompt's ``task``; without one, ``understand`` where it shows an image. UserError
+    for any other word."""
     task = prompt.get("task") or ("understand" if images_of(prompt) else "generate")
     if task not in TASKS:
         raise UserError(f"{where(prompt)}: task {task!r} is unknown; it is {' or '.join(TASKS)}")
@@ -67,8 +67,8 @@ def task_of(prompt: Prompt) -> str:
 
 
 def drawn(processor: Any, text: str, plan: Plan | None) -> Inputs:
-    """Ids [1, S] of the prompt before its plan, or before the image's start; of a plan that belongs
-    in a new turn also those ``before`` and ``after`` it there."""
+    """Return ids [1, S] of the prompt before its plan, or before the image's start; of a plan that
+    belongs in a new turn also those ``before`` and ``after`` it there."""
     if plan is None:
         rendered = _turn(processor, text)
         ids = processor(text=[rendered], generation_mode="image", return_tensors="pt")["input_ids"]

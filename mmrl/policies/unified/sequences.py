@@ -1,5 +1,4 @@
-"""Rows of prompts and sampled ids, put together for a pass. Ids are never turned into text and
-back."""
+"""Joins prompts and sampled ids for a pass. Ids are never turned into text and back."""
 
 from __future__ import annotations
 
@@ -10,23 +9,23 @@ from mmrl.policies.image_tokens.network import Inputs
 from mmrl.policies.unified.net import Part
 from mmrl.policies.unified.prompts import collated
 
-Cond = list[dict[str, Tensor]]  # of every prompt: ids, perhaps before and after, perhaps pixels
+Cond = list[dict[str, Tensor]]  # by prompt: ids, optional before, after and pixels
 
 
 def body(text: Tensor, stops: tuple[int, ...]) -> Tensor:
-    """[B, W] bool: the tokens of text [B, W] that an image is drawn after, without what ended
-    it."""
+    """Mark the tokens of text [B, W] after which an image is drawn, [B, W] bool, without the stop
+    token."""
     return (text >= 0) & ~torch.isin(text, torch.tensor(stops, device=text.device))
 
 
 def prompt_inputs(cond: Cond, groups: Tensor, pad: int) -> Inputs:
-    """Prompts ``groups`` [b], with their pictures."""
+    """Collate the prompts ``groups`` [b], with their pictures."""
     inputs = collated([cond[i]["ids"][0] for i in groups.tolist()], pad)
     return inputs | shown(cond, groups)
 
 
 def shown(cond: Cond, groups: Tensor) -> Inputs:
-    """``pixels`` of the pictures of these rows, each once, and ``pictures``: which of them come,
+    """Collect ``pixels`` of the pictures of these rows, each once, and ``pictures``: their numbers,
     row by row."""
     numbers: dict[int, list[int]] = {}
     pixels = []
@@ -48,8 +47,8 @@ def shown(cond: Cond, groups: Tensor) -> Inputs:
 def leading(
     cond: Cond, groups: Tensor, text: Tensor, stops: tuple[int, ...], start: int, pad: int
 ) -> Inputs:
-    """What stands before the images of b rows: the prompt, its plan in text [b, W], the image's
-    start.
+    """Build what stands before the images of b rows: the prompt, its plan in text [b, W], the
+    image's start.
 
     In a new turn the plan stands inside another prompt, between the ids ``before`` and ``after``
     it.
@@ -69,8 +68,8 @@ def leading(
 
 
 def alone(cond: Cond, groups: Tensor, rows: Tensor, text: Tensor, pad: int) -> Part:
-    """Scoring of the texts [b, W] of ``rows`` [b] without an image: the prompt, and every token but
-    the last."""
+    """Build the inputs that score the texts [b, W] of ``rows`` [b] without an image: the prompt,
+    and every token but the last."""
     count = (text >= 0).sum(1)
     ids = [
         torch.cat([cond[i]["ids"][0], tokens[: max(n - 1, 0)]])

@@ -1,5 +1,5 @@
-"""Distributions over the tokens of sequences whose parts come from different heads, as objectives
-see them."""
+"""Presents the tokens of sequences whose parts come from different heads as one distribution to
+objectives."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from samplers.warp import Warp
 
 
 class Head:
-    """One head of a policy: how it is warped, and how its passes are called (``prefix`` of the
-    net's methods)."""
+    """Describes one head of a policy: how it is warped, and how its passes are called (``prefix``
+    of the net's methods)."""
 
     def __init__(self, policy: Policy, prefix: str, warp: Warp):
         self.policy = policy
@@ -34,12 +34,13 @@ class Head:
         return lambda work, *given: net(self.prefix + work, *given)
 
     def tokens(self, point: Point, where: Tensor, scored: tuple[Any, ...]) -> AnswerTokens:
-        """Of the decisions ``where`` [B, L], with what the net's ``score`` found of them."""
+        """Make the distribution at the decisions ``where`` [B, L], from what the net's ``score``
+        returned for them."""
         return AnswerTokens(self, point, where, *scored)
 
 
 class SegmentTokens:
-    """Independent categorical draws at L positions of B rows, every position known to one of the
+    """Joins independent categorical draws at L positions of B rows, each position of one of the
     heads; [B, L]."""
 
     def __init__(self, parts: Sequence[AnswerTokens]):
@@ -52,8 +53,9 @@ class SegmentTokens:
         return sum(part.entropy() for part in self.parts)
 
     def kl(self, reference: SegmentTokens) -> Tensor:
-        """Exact, over each head's whole vocabulary, at the temperature of sampling."""
+        """Compute the exact KL over each head's whole vocabulary, at the temperature of
+        sampling."""
         pairs = zip(self.parts, reference.parts, strict=True)
-        # a head may have nothing to say here
+        # a head may have no decision in these rows
         divergences = [part.kl(two) for part, two in pairs if len(part.hidden)]
         return sum(divergences)

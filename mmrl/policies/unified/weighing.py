@@ -1,4 +1,4 @@
-"""How much each decision of a row with two segments counts."""
+"""Weighs the decisions of a row with two segments."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ Weigh = Literal["token", "segment"]
 def weights(
     rollout: Rollout, width: int, weigh: Weigh, share: float, branches: int
 ) -> Tensor | None:
-    """[B, K] weights of the decisions, of which the first ``width`` are text; None: all count the
-    same.
+    """Return weights [B, K] of the decisions, of which the first ``width`` are text; None: all
+    count the same.
 
     "token": every decision alike. "segment": a row's loss is share times the mean over its text
     plus (1 - share) times the mean over its image; a row with one of them has that mean. A plan
     with several images is in the mask of one row only and counts ``branches`` times there, so that
-    the sum over rows is that of rows without shared plans. With train.loss_agg_mode row the loss is
-    then the mean over rows of what is said here; "token" is meant for decision.
+    the sum over rows is that of rows without shared plans. With train.loss_agg_mode
+    seq_mean_token_mean the loss is then the mean of these over rows; "token" is meant for
+    token_mean.
     """
     if weigh == "token" and branches == 1:
         return None
@@ -37,7 +38,7 @@ def weights(
         text_weight = torch.where(image > 0, torch.where(text > 0, share, 0.0), 1.0).to(
             rollout.logprob
         )
-        length = rollout.mask.sum(1)  # what train.loss_agg_mode row divides by
+        length = rollout.mask.sum(1)  # the divisor of seq_mean_token_mean
         first = twins * text_weight * length / text.clamp_min(1)
         second = (1 - text_weight) * length / image.clamp_min(1)
     return torch.cat(

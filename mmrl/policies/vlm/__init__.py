@@ -1,1 +1,1 @@
-"""Vision-language models of transformers: image-text-to-text policies."""
+"""Holds vision-language models of transformers: image-text-to-text policies."""

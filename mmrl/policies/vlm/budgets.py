@@ -1,5 +1,5 @@
-"""Prompts within their budgets of tokens: images scaled down, or prompts left out, by rule and with
-a report."""
+"""Keeps prompts within their token budgets: images are scaled down, or prompts left out, by rule
+and with a report."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from mmrl.core.types import Prompt
 from mmrl.policies.vlm.media import Budgets, images_of, where
 
 TRIES = 12  # of smaller and smaller images
-STUCK = 3  # tries without effect: processors of fixed sizes and tiles take no notice
+STUCK = 3  # tries without effect, as with processors of fixed sizes and tiles
 SHOWN = 5  # rows named in a report
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Tokens of a prompt: those that stand for images and frames, and all."""
+    """Counts the tokens of a prompt: those that stand for images and frames, and all."""
 
     images: int
     tokens: int
 
 
 class TooLong(UserError):
-    """A prompt above its budget that cannot be mended."""
+    """Signals a prompt above its budget that no scaling of images brings within it."""
 
 
 class Shrink:
@@ -36,7 +36,7 @@ class Shrink:
         self.image_costs = []
 
     def next(self, cost: Cost, shrinkable: bool, name: str) -> float:
-        """What to multiply pixels by after a try that cost this much; 1: it fits. Raises
+        """Return what to multiply pixels by after a try that cost this much; 1: it fits. Raises
         TooLong."""
         over = [
             (kind, used, limit)
@@ -67,8 +67,8 @@ class Shrink:
 def admit(
     prompts: Sequence[Prompt], budgets: Budgets, measure: Callable[[Prompt], tuple[Cost, float]]
 ) -> Admitted:
-    """The prompts that fit, or fit with smaller images. Reads images and videos only if a budget of
-    tokens is set.
+    """Return the prompts that fit, or fit with smaller images. Reads images and videos only if a
+    budget of tokens is set.
 
     Raises TooLong for the first that does not fit where ``budgets.overlong`` is "error".
     """
@@ -94,7 +94,7 @@ def admit(
 
 @dataclass(frozen=True)
 class Admitted:
-    """The prompts, and sentences on what was changed or left out."""
+    """Holds the admitted prompts, and sentences on what was changed or left out."""
 
     prompts: list[Prompt]
     notes: tuple[str, ...]
@@ -115,7 +115,7 @@ def _notes(count: int, shrunk: list[str], dropped: list[str]) -> list[str]:
 
 
 def _largest(prompt: Prompt) -> int:
-    """Pixels of a prompt's largest image, from the file's header."""
+    """Return the pixels of a prompt's largest image, from the file's header."""
     return max((_pixels(source) for source in images_of(prompt)), default=0)
 
 

@@ -1,4 +1,5 @@
-"""Key-value caches for transformers' attention layers in which many rows continue one prompt."""
+"""Builds key-value caches for transformers' attention layers in which many rows continue one
+prompt."""
 
 from __future__ import annotations
 
@@ -15,11 +16,12 @@ ROOM = 32  # steps a growing cache reserves at once
 
 @cache
 def _layer() -> type:
-    """Make the base of the layers here; inside a function since transformers is heavy to import."""
+    """Make the base class of the layers here; inside a function since transformers is heavy to
+    import."""
     from transformers.cache_utils import DynamicLayer
 
     class Layer(DynamicLayer):
-        """``length`` tokens are there already."""
+        """Holds the keys and values of one layer; ``length`` tokens are written already."""
 
         def __init__(self, keys: Tensor | None = None, values: Tensor | None = None):
             super().__init__()
@@ -37,8 +39,8 @@ def _layer() -> type:
 @cache
 def _recorded() -> type:
     class Recorded(_layer()):
-        """Of a prompt: what is first computed is kept, and the same when it is computed again for
-        the gradient."""
+        """Records a prompt: keeps what is computed first, and returns the same when it is
+        recomputed for the gradient."""
 
         def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> KV:
             if self.keys is None:
@@ -52,8 +54,8 @@ def _recorded() -> type:
 @cache
 def _continued() -> type:
     class Continued(_layer()):
-        """Of answers scored in one pass: nothing is kept, so the pass can be repeated for the
-        gradient."""
+        """Continues prompts with answers scored in one pass: nothing is kept, so the pass can be
+        repeated for the gradient."""
 
         def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> KV:
             return torch.cat([self.keys, key_states], -2), torch.cat(
@@ -66,7 +68,7 @@ def _continued() -> type:
 @cache
 def _growing() -> type:
     class Growing(_layer()):
-        """Of answers in the making: written in place, with room for steps to come."""
+        """Grows with sampled answers: written in place, with room for steps to come."""
 
         def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> KV:
             end = self.length + key_states.shape[-2]
@@ -94,17 +96,17 @@ def _roomy(x: Tensor, length: int, room: int) -> Tensor:
 
 
 def recorded(layers: int) -> Any:
-    """An empty cache that keeps what a prompt's pass computes."""
+    """Make an empty cache that keeps what a prompt's pass computes."""
     return _of([_recorded()() for _ in range(layers)])
 
 
 def continued(key_values: list[KV], rows: Tensor) -> Any:
-    """The prompts of ``rows`` [B], for answers that are scored in one pass."""
+    """Make a cache of the prompts of ``rows`` [B], for answers that are scored in one pass."""
     return _of([_continued()(*(x.index_select(0, rows) for x in kv)) for kv in key_values])
 
 
 def growing(key_values: list[KV], rows: Tensor) -> Any:
-    """The prompts of ``rows`` [B], for answers that are sampled token by token."""
+    """Make a cache of the prompts of ``rows`` [B], for answers that are sampled token by token."""
     return _of([_growing()(*(x.index_select(0, rows) for x in kv)) for kv in key_values])
 
 
@@ -121,7 +123,8 @@ def key_values(filled: Any) -> list[KV]:
 
 
 def plain(config: Any) -> bool:
-    """Whether a text model of this configuration keeps keys and values only, one pair a layer."""
+    """Tell whether a text model of this configuration keeps keys and values only, one pair a
+    layer."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     layers = DynamicCache(config=config).layers
@@ -144,5 +147,5 @@ def recompute(net: nn.Module) -> None:
         if isinstance(layer, GradientCheckpointingLayer):
             layer.gradient_checkpointing = layer._can_checkpoint_with_cache = True
             layer._gradient_checkpointing_func = again
-            # of the layer alone, which asks for it; what is inside stays in eval mode
+            # for the layer alone, as checkpointing requires; its children stay in eval mode
             layer.training = True

@@ -1,4 +1,4 @@
-"""A prompt's words as chat messages whose content is parts: texts, and places for images and
+"""Turns a prompt into chat messages whose content is parts: texts, and places for images and
 videos."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MARKS = re.compile(r"(<image>|<video>)")
 
 
 def messages_of(prompt: Prompt) -> list[dict[str, Any]]:
-    """Its ``messages``, or its ``text`` as one; ``system`` in front."""
+    """Return the prompt's ``messages``, or its ``text`` as one; ``system`` in front."""
     messages = prompt.get("messages")
     if messages is None:
         if not isinstance(prompt.get("text"), str):
@@ -26,7 +26,7 @@ def messages_of(prompt: Prompt) -> list[dict[str, Any]]:
 
 
 def parts_of(content: str | list[dict]) -> list[dict[str, Any]]:
-    """Content as parts; <image> and <video> in a text become parts of their own."""
+    """Return content as parts; <image> and <video> in a text become parts of their own."""
     if isinstance(content, str):
         pieces = [piece for piece in MARKS.split(content) if piece]
         return [
@@ -39,7 +39,7 @@ def parts_of(content: str | list[dict]) -> list[dict[str, Any]]:
 
 
 def videos_of(prompt: Prompt) -> list[Any]:
-    """What a prompt gives as videos; ``video`` and ``videos`` mean the same."""
+    """Return a prompt's videos; ``video`` and ``videos`` mean the same."""
     video = prompt.get("video")
     if video is None:
         video = prompt.get("videos")

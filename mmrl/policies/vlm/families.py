@@ -1,7 +1,7 @@
-"""What differs between families of vision-language models: a table by ``model_type``, and rules for
-everything else.
+"""Lists what differs between families of vision-language models: a table by ``model_type``, and
+rules for everything else.
 
-A family says in which space it answers with coordinates, how its image processor changes an image,
+A family lists in which space it answers with coordinates, how its image processor changes an image,
 which extra inputs its forward pass cannot do without, and where its parts are. Nothing is guessed:
 an unknown family works, and ``Family.unverified`` says what is not known about it.
 """
@@ -45,12 +45,12 @@ PROJECTOR = (
 
 @dataclass(frozen=True)
 class Family:
-    """``coords``: the space of the model's answers, None where it must be given. ``resize``: what
-    its processor does to a whole image: ``grid`` (stretched to a grid of patches it reports),
-    ``stretch`` (to one size), None (crops, pads or tiles, so coordinates of the resized image mean
-    nothing). ``needs``: inputs it computes wrongly without. ``by_row``: its images are a row of
-    slots a prompt, so that only prompts of equally many images make a batch. ``video``: it takes
-    videos. ``note``: where this is known from."""
+    """Describes a family. ``coords``: the space of the model's answers, None where it must be
+    given. ``resize``: what its processor does to a whole image: ``grid`` (stretched to a grid of
+    patches it reports), ``stretch`` (to one size), None (crops, pads or tiles, so coordinates of
+    the resized image mean nothing). ``needs``: inputs it computes wrongly without. ``by_row``: its
+    images are a row of slots a prompt, so that only prompts of equally many images make a batch.
+    ``video``: it takes videos. ``note``: where this is known from."""
 
     name: str
     coords: Coords | None = None
@@ -62,8 +62,8 @@ class Family:
     known: bool = True
 
     def unverified(self) -> tuple[str, ...]:
-        """Statements on what nobody has checked, for the log; empty for a family whose facts are
-        all known."""
+        """List what was not verified about the family, for the log; empty where all facts are
+        known."""
         statements = []
         if not self.known:
             statements.append(
@@ -115,7 +115,7 @@ FAMILIES = {
 
 
 def family_of(config: Any, coords: Coords | None = None) -> Family:
-    """The family of a model's configuration; ``coords`` overrides what the table says.
+    """Return the family of a model's configuration; ``coords`` overrides what the table says.
 
     An unknown ``model_type`` gets general rules: it needs the type ids that its forward pass takes
     by name.
@@ -142,12 +142,12 @@ def _type_ids_of(config: Any) -> tuple[str, ...]:
 
 
 def part_of(name: str) -> str:
-    """``language``, ``projector`` or ``vision``: where a parameter or module of that dotted name
-    belongs.
+    """Return ``language``, ``projector`` or ``vision``: where a parameter or module of that dotted
+    name belongs.
 
-    The longest known path wins: ``visual.merger`` is a projector inside the vision tower. A name
-    that says nothing (the embeddings of a model without a ``language_model``, say) belongs to the
-    language model.
+    The longest known path wins: ``visual.merger`` is a projector inside the vision tower. Any other
+    name, such as the embeddings of a model without a ``language_model``, belongs to the language
+    model.
     """
     dotted = f".{name}."
     matches = [
@@ -163,7 +163,7 @@ _PATHS = {"language": LANGUAGE, "projector": PROJECTOR, "vision": VISION}
 
 
 def modules_of(net: nn.Module, part: str) -> list[str]:
-    """Names of the linear layers of one part, for adapters."""
+    """Name the linear layers of one part, for adapters."""
     return [
         name
         for name, module in net.named_modules()

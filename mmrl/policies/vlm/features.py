@@ -1,4 +1,5 @@
-"""Features of images that no training changes: computed once, and kept as long as there is room."""
+"""Computes the image features that training does not change, once, and keeps them as long as there
+is room."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ Looked = dict[str, Any]  # by name, of the images of one prompt
 
 
 def can_keep(hf: nn.Module) -> bool:
-    """Whether the family's forward pass takes features in the place of images."""
+    """Tell whether the family's forward pass takes features in the place of images."""
     base = hf.base_model
     return (
         hasattr(base, "get_image_features")
@@ -27,7 +28,7 @@ def can_keep(hf: nn.Module) -> bool:
 
 
 def look(hf: nn.Module, encoded: Encoded) -> Looked:
-    """The features of the images of one prompt."""
+    """Compute the features of the images of one prompt."""
     parameters = inspect.signature(hf.base_model.get_image_features).parameters
     inputs = {
         name: value for name, value in encoded.items() if name in parameters and name != "input_ids"
@@ -38,7 +39,7 @@ def look(hf: nn.Module, encoded: Encoded) -> Looked:
 
 
 def joined(looked: Sequence[Looked]) -> dict[str, Any]:
-    """Features of several prompts as the forward pass takes those of one batch."""
+    """Join the features of several prompts as the forward pass takes those of one batch."""
     features = {}
     for name in looked[0]:
         values = [prompt_features[name] for prompt_features in looked]
@@ -54,5 +55,5 @@ def joined(looked: Sequence[Looked]) -> dict[str, Any]:
 
 
 def size_of(looked: Looked) -> int:
-    """Bytes."""
+    """Return the size of features in bytes."""
     return sum(part.nbytes for part in tree_iter(looked))

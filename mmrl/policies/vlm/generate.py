@@ -1,5 +1,5 @@
-"""Answers token by token: a prompt is read once, its copies share keys and values, finished rows
-leave the batch."""
+"""Samples answers token by token: a prompt is read once, its copies share keys and values, finished
+rows leave the batch."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ AHEAD = 64  # steps whose random numbers are drawn at once
 
 @dataclass(frozen=True)
 class Ending:
-    """When an answer ends (at a stop token, after a stop string, at ``tokens`` tokens), and what is
-    kept of it."""
+    """Decides when an answer ends (at a stop token, after a stop string, at ``tokens`` tokens), and
+    what is kept of it."""
 
     tokens: int
     stops: tuple[int, ...]
     pad: int
     strings: tuple[str, ...] = ()
     decode: Callable[[list[int]], str] | None = None
-    certain: bool = False  # keep how sure the model was of each token
+    certain: bool = False  # record the self-certainty of each token
 
     def ended(self, ids: Tensor) -> Tensor:
-        """[B] bool, by the last token of ids [B, n], and by what the last ones spell."""
+        """Tell which rows have ended, [B] bool, by the last token of ids [B, n] and by the text of
+        the last ones."""
         last = ids[:, -1]
         ended = torch.zeros_like(last, dtype=torch.bool)
         for stop in self.stops:
@@ -48,10 +49,11 @@ class Ending:
         return ended
 
     def going(self, ids: Tensor, going: Tensor) -> tuple[Tensor, int]:
-        """Say which rows of ids [B, n] go on behind their last token, of those ``going`` [B] before
-        it, and how many.
+        """Tell which rows of ids [B, n] continue behind their last token, of those ``going`` [B]
+        before it, and how many.
 
-        The host needs both numbers and strings: it waits for the device once."""
+        The host needs both numbers and strings: it waits for the device once.
+        """
         for stop in self.stops:
             going = going & (ids[:, -1] != stop)
         if not self.strings:
@@ -62,23 +64,24 @@ class Ending:
 
     @property
     def window(self) -> int:
-        """Tokens among which a stop string is looked for: a character has at most four."""
+        """Return the number of tokens in which a stop string is searched: a character has at most
+        four."""
         return 4 * max(map(len, self.strings)) + 4
 
     def spells(self, ids: list[int]) -> bool:
-        """Whether there is a stop string in what tokens spell."""
+        """Tell whether there is a stop string in the text of tokens."""
         tail = self.decode(ids)
         return any(string in tail for string in self.strings)
 
 
 @dataclass
 class Answers:
-    """B rows of at most T tokens."""
+    """Holds B answers of at most T tokens."""
 
     ids: Tensor  # [B, T] long, padded on the right
     mask: Tensor  # [B, T] bool: up to the token that ended it, included
     logprob: Tensor  # [B, T] at least float32
-    certainty: Tensor | None = None  # [B, T] likewise, where it is asked for
+    certainty: Tensor | None = None  # [B, T] at least float32, if requested
 
     def write(
         self, step: int, rows: Tensor | slice, going: Tensor, drawn: Drawn, ending: Ending
@@ -109,7 +112,7 @@ def blank(names: Tensor, ending: Ending, hf: nn.Module) -> Answers:
 
 
 class Drawn(NamedTuple):
-    """The next token of B rows."""
+    """Holds the next token of B rows."""
 
     token: Tensor  # [B] long
     logprob: Tensor  # [B]
@@ -117,7 +120,7 @@ class Drawn(NamedTuple):
 
 
 def draw(logits: Tensor, warp: Warp, uniform: Tensor | None) -> Drawn:
-    """By inversion at ``uniform`` [B], or the likeliest ones."""
+    """Draw tokens by inversion at ``uniform`` [B], or take the likeliest ones."""
     logprobs = warp(logits).log_softmax(-1)
     token = logprobs.argmax(-1) if uniform is None else Categorical(logprobs).sample(uniform)
     return Drawn(token, logprobs.gather(-1, token[:, None])[:, 0], logits)
@@ -136,7 +139,7 @@ def generate(
 ) -> Answers:
     """Answer the prompts of ``rows`` [B]; ``names`` [B] are the keys of their randomness.
 
-    ``busy`` says whether any process still works, given whether this one does, where all must make
+    ``busy`` takes whether this process still works and tells whether any does, where all must make
     equally many passes.
     """
     done = blank(names, ending, net.hf)
@@ -151,7 +154,7 @@ def generate(
 
 
 class _Work:
-    """The rows that are being written: some have ended and wait for the next compaction."""
+    """Holds the rows that are being written: some have ended and wait for the next compaction."""
 
     def __init__(
         self, net: nn.Module, prefix: Prefix, rows: Tensor, names: Tensor, rng: Rng, warp: Warp
@@ -166,7 +169,7 @@ class _Work:
         self.place = prefix.following[rows]
         self.hidden = prefix.hidden[rows]
         self.cache = caches.growing(prefix.key_values, rows)
-        # known here, or transformers asks the device at every token
+        # passed on, or transformers waits for the device at every token
         self.whole = bool(self.mask.all())
 
     def draw(self, step: int) -> Drawn:
@@ -178,8 +181,8 @@ class _Work:
         return draw(self.net("logits", self.hidden), self.warp, uniform)
 
     def advance(self, token: Tensor, left: int) -> None:
-        """One pass: the hidden state after ``token`` [B], for the ``left`` rows still going and
-        perhaps some more."""
+        """Make one pass: updates the hidden states by ``token`` [B], for the ``left`` unfinished
+        rows and some finished ones."""
         if left <= COMPACT * len(token):
             token = self._compact(token)
         self.hidden = self.net(
@@ -190,7 +193,7 @@ class _Work:
 
     def _compact(self, token: Tensor) -> Tensor:
         left = self.going.nonzero()[:, 0]
-        # others still work, and this process passes something through the network with them
+        # other processes still work, and every process must make the same passes
         if not len(left):
             left = torch.zeros_like(self.at[:1])
         if len(left) == len(token):

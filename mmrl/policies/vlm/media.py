@@ -1,4 +1,4 @@
-"""Images and videos of a prompt as a processor wants them: loaded, sized by budget, with their
+"""Loads images and videos of a prompt as a processor takes them: sized by budget, with their
 original sizes."""
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Positive = Annotated[int, Ge(1)]
 
 @dataclass(frozen=True)
 class Budgets:
-    """What a prompt may cost. ``max_pixels``: of an image, larger ones are scaled down. ``frames``,
-    ``fps``, ``frame_pixels``: of a video; fewer frames are taken, evenly, and scaled down.
-    ``image_tokens`` (images and videos together) and ``prompt_tokens`` (everything): of a prompt;
-    ``overlong`` says what happens to one above: its images are scaled down until it fits
+    """Limits what a prompt may cost. ``max_pixels``: of an image, larger ones are scaled down.
+    ``frames``, ``fps``, ``frame_pixels``: of a video; fewer frames are taken, evenly, and scaled
+    down. ``image_tokens`` (images and videos together) and ``prompt_tokens`` (everything): of a
+    prompt; ``overlong`` says what happens to one above: its images are scaled down until it fits
     (``resize``, and dropped if that does not help), it is dropped, or the run stops."""
 
     max_pixels: Positive | None = None
@@ -37,8 +37,8 @@ class Budgets:
 
 @dataclass(frozen=True)
 class Video:
-    """``frames`` uint8 [F, H, W, 3], which are numbers ``indices`` of ``total`` at ``fps`` frames a
-    second."""
+    """Holds ``frames`` uint8 [F, H, W, 3], which are numbers ``indices`` of ``total`` at ``fps``
+    frames a second."""
 
     frames: np.ndarray
     indices: list[int]
@@ -48,11 +48,11 @@ class Video:
 
     @property
     def duration(self) -> float:
-        """Seconds."""
+        """Return the duration in seconds."""
         return self.total / self.fps
 
     def metadata(self) -> dict[str, Any]:
-        """As transformers' video processors want it."""
+        """Return the metadata that transformers' video processors take."""
         return {
             "total_num_frames": self.total,
             "fps": self.fps,
@@ -64,12 +64,12 @@ class Video:
 
 
 def where(prompt: Prompt) -> str:
-    """How a message names a prompt: its file and line, or the beginning of its text."""
+    """Return how a message names a prompt: its file and line, or the beginning of its text."""
     return prompt.get("origin") or repr(str(prompt.get("text") or prompt.get("messages", ""))[:60])
 
 
 def images_of(prompt: Prompt) -> list[Any]:
-    """What a prompt gives as images, unopened; ``image`` and ``images`` mean the same."""
+    """Return a prompt's images, unopened; ``image`` and ``images`` mean the same."""
     images = prompt.get("images")
     if images is None:
         images = prompt.get("image")
@@ -79,7 +79,8 @@ def images_of(prompt: Prompt) -> list[Any]:
 
 
 def open_image(source: Any, prompt: Prompt) -> Any:
-    """A PIL image in RGB, turned as its EXIF data say. Raises UserError naming the prompt."""
+    """Open an image as PIL in RGB, turned as its EXIF data say. Raises UserError naming the
+    prompt."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
@@ -90,7 +91,7 @@ def open_image(source: Any, prompt: Prompt) -> Any:
 
 
 def fitted(image: Any, max_pixels: int | None) -> Any:
-    """The image, scaled down to at most that many pixels, with its proportions."""
+    """Scale an image down to at most that many pixels, with its proportions."""
     width, height = image.size
     if max_pixels is None or width * height <= max_pixels:
         return image
@@ -99,7 +100,8 @@ def fitted(image: Any, max_pixels: int | None) -> Any:
 
 
 def image_at(image: Any, scale: float, budgets: Budgets) -> Any:
-    """Within the budget's ``max_pixels``, and with ``scale`` times the pixels that are left."""
+    """Scale an image to the budget's ``max_pixels``, and then to ``scale`` times the remaining
+    pixels."""
     image = fitted(image, budgets.max_pixels)
     return (
         image if scale == 1 else fitted(image, max(1, int(image.size[0] * image.size[1] * scale)))
@@ -107,7 +109,7 @@ def image_at(image: Any, scale: float, budgets: Budgets) -> Any:
 
 
 def video_at(video: Video, scale: float) -> Video:
-    """With ``scale`` times the pixels in each frame."""
+    """Scale a video to ``scale`` times the pixels in each frame."""
     if scale == 1:
         return video
     height, width = video.frames.shape[1:3]
@@ -115,8 +117,8 @@ def video_at(video: Video, scale: float) -> Video:
 
 
 def open_video(source: Any, fps: float | None, budgets: Budgets, prompt: Prompt) -> Video:
-    """A video file, or frames uint8 [F, H, W, 3] at ``fps`` (None: taken at the budget's), within
-    the budget."""
+    """Open a video file, or frames uint8 [F, H, W, 3] at ``fps`` (None: taken at the budget's),
+    within the budget."""
     try:
         if isinstance(source, (str, Path)):
             return _decoded(Path(source), budgets)
@@ -134,7 +136,7 @@ def open_video(source: Any, fps: float | None, budgets: Budgets, prompt: Prompt)
 
 
 def sampled(total: int, fps: float, budgets: Budgets) -> list[int]:
-    """Numbers of the frames to take of ``total`` at ``fps``: the budget's rate, at most its frames,
+    """Number the frames to take of ``total`` at ``fps``: at the budget's rate, at most its frames,
     evenly spread."""
     count = min(budgets.frames, max(1, math.ceil(total / fps * budgets.fps - 1e-9)), total)
     return (

@@ -1,5 +1,5 @@
-"""Batches without padding: the tokens of all rows one after another, each of which attends inside
-its own row only."""
+"""Builds batches without padding: the tokens of all rows one after another, each attending only
+within its own row."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ CAUSAL = (
 
 @dataclass
 class Layout:
-    """Where B rows lie among packed tokens. Their last keys are their queries: a query sees all
-    keys up to itself.
+    """Tells where B rows lie among packed tokens. The last keys of a row are its queries: a query
+    sees all keys up to itself.
 
     ``queries``, ``keys``: [B] long, how many each row has, at least 1. ``at``: [sum of keys] long,
     which of the packed keys they are; None: all in turn. ``xformers``: attend by one call of it,
@@ -50,7 +50,8 @@ class Layout:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
-        """[heads, N, D] for queries [heads, N, D], keys and values [heads, M, D]."""
+        """Attend with queries [heads, N, D] to keys and values [heads, M, D]; returns [heads, N,
+        D]."""
         self.calls += 1
         if self.at is not None and self.xformers and window is None:
             key = key.index_select(1, self.at)
@@ -88,10 +89,11 @@ class Layout:
         return attended.transpose(0, 1).flatten(1, 2).index_select(1, back)
 
     def _places(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Which packed query [B, T] and key [B, S] stands where in a padded batch, and where the N
-        queries are there.
+        """Return which packed query [B, T] and key [B, S] stands where in a padded batch, and where
+        the N queries are there.
 
-        The padding repeats a row's last one, so that it attends to something."""
+        The padding repeats a row's last one, so that it attends to something.
+        """
         if "places" not in self.known:
             rows, real = _spread(self.queries)
             columns, _ = _spread(self.keys)
@@ -100,7 +102,7 @@ class Layout:
         return self.known["places"]
 
     def _mask(self, window: int | None) -> Tensor:
-        """[B, 1, T, S] bool."""
+        """Return the attention mask, [B, 1, T, S] bool."""
         steps, columns = (
             torch.arange(int(n.max()), device=n.device) for n in (self.queries, self.keys)
         )
@@ -114,7 +116,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Read:
-    """P prompts, read, their tokens one after another."""
+    """Holds P prompts that have been read, their tokens one after another."""
 
     hidden: Tensor  # [P, H] at the last token
     lengths: Tensor  # [P] long
@@ -123,7 +125,7 @@ class Read:
 
 
 def enable(hf: nn.Module) -> None:
-    """Let the language model attend by a layout where it is given one, and by transformers' SDPA
+    """Let the language model attend by a layout where a pass has one, and by transformers' SDPA
     otherwise."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -144,7 +146,7 @@ def _attention(
     packing: Layout | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers calls an attention: [B, heads, T, D] -> [B, T, heads, D]."""
+    """Attend with transformers' interface: [B, heads, T, D] -> [B, T, heads, D]."""
     if packing is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -157,13 +159,14 @@ def _attention(
 
 
 def anything() -> Tensor:
-    """The attention mask that goes with a layout: transformers takes four dimensions for one that
-    is complete."""
+    """Return the attention mask that goes with a layout: transformers takes a mask of four
+    dimensions as complete."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
 
 def pack(inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-    """A left-padded batch of prompts as one row of all their tokens, and their lengths [P]."""
+    """Pack a left-padded batch of prompts to one row of all their tokens; returns it and the
+    lengths [P]."""
     real = inputs["attention_mask"].bool()
     packed = {name: value for name, value in inputs.items() if name != "attention_mask"}
     for name in ("input_ids", "mm_token_type_ids", "token_type_ids"):
@@ -175,15 +178,15 @@ def pack(inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def squeeze(key_values: list[KV], real: Tensor) -> list[KV]:
-    """Keys and values of a left-padded batch [P, heads, S, D] as one row of those that are ``real``
-    [P, S]."""
+    """Pack keys and values of a left-padded batch [P, heads, S, D] to one row of those that are
+    ``real`` [P, S]."""
     return [
         tuple(x.transpose(1, 2)[real].transpose(0, 1)[None] for x in layer) for layer in key_values
     ]
 
 
 def unsqueeze(key_values: list[KV], lengths: Tensor) -> list[KV]:
-    """The reverse; what stands in the padding is some other key, which masks hide."""
+    """Undo ``squeeze``; the padding holds some other key, which masks hide."""
     at, real = _spread(lengths)
     order = real.long().argsort(dim=1, stable=True)  # the padding to the left
     at = at.gather(1, order)
@@ -191,8 +194,8 @@ def unsqueeze(key_values: list[KV], lengths: Tensor) -> list[KV]:
 
 
 def continued(lengths: Tensor, rows: Tensor, answers: Tensor, xformers: bool) -> Layout:
-    """Answers of ``answers`` [B] tokens to the prompts of ``rows`` [B], whose keys, ``lengths`` [P]
-    of them, are packed before those of the answers."""
+    """Lay out answers of ``answers`` [B] tokens to the prompts of ``rows`` [B], whose keys,
+    ``lengths`` [P] of them, are packed before those of the answers."""
     rows = rows[answers > 0]
     answers = answers[answers > 0]
     starts = lengths.cumsum(0) - lengths
@@ -208,8 +211,8 @@ def continued(lengths: Tensor, rows: Tensor, answers: Tensor, xformers: bool) ->
 
 
 def _spread(lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, longest] packed position of each row's tokens, the last one repeated behind its end, and
-    which are real."""
+    """Return the packed position of each row's tokens, [B, longest], the last one repeated behind
+    its end, and which are real."""
     steps = torch.arange(int(lengths.max()), device=lengths.device)
     real = steps < lengths[:, None]
     return (lengths.cumsum(0) - lengths)[:, None] + torch.minimum(steps, lengths[:, None] - 1), real

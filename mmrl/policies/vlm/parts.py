@@ -1,4 +1,4 @@
-"""What of a vision-language model is trained: language model, projector and vision tower each
+"""Sets what of a vision-language model is trained: language model, projector and vision tower each
 fully, by an adapter, or not at all, with learning rates of their own."""
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ NEVER_USED = ("vqmodel", "generation_embeddings", "generation_aligner", "generat
 
 @dataclass(frozen=True)
 class Part:
-    """``how`` one part is trained. ``lr`` is its own learning rate, or ``factor`` multiplies the
-    optimizer's. Of an adapter: ``rank``, ``alpha`` (None: twice the rank), ``targets``, module-name
-    suffixes (None: every linear layer of the part)."""
+    """Says ``how`` one part is trained. ``lr`` is its own learning rate, or ``factor`` multiplies
+    the optimizer's. Of an adapter: ``rank``, ``alpha`` (None: twice the rank), ``targets``,
+    module-name suffixes (None: every linear layer of the part)."""
 
     how: How = "full"
     lr: Positive | None = None
@@ -46,7 +46,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Parts:
-    """How each part is trained: a word, or a word with options."""
+    """Says how each part is trained: a word, or a word with options."""
 
     language: How | Part
     projector: How | Part
@@ -66,7 +66,7 @@ class Parts:
 
 
 def everything(net: nn.Module) -> Parts:
-    """All parts that the network has, fully."""
+    """Return the options that train all parts of the network fully."""
     present = {part_of(name) for name, _ in net.named_parameters()}
     return Parts(*("full" if name in present else "frozen" for name in PARTS))
 
@@ -102,9 +102,9 @@ def set_trainable(net: nn.Module, parts: Parts) -> None:
 
 
 def idle(net: nn.Module) -> set[str]:
-    """Names of parameters that take no part in answers, so that they never have a gradient: what
-    draws images, and what lies behind the layer of the vision tower that the language model is
-    shown."""
+    """Name the parameters that take no part in answers, so that they never have a gradient: what
+    draws images, and what lies behind the layer of the vision tower that the language model
+    reads."""
     names = [name for name, _ in net.named_parameters()]
     unused = {name for name in names if any(f".{part}." in f".{name}" for part in NEVER_USED)}
     shown = getattr(getattr(net, "config", None), "vision_feature_layer", None)
@@ -127,8 +127,8 @@ def idle(net: nn.Module) -> set[str]:
 
 
 def groups_of(net: nn.Module, parts: Parts | None) -> list[ParameterGroup]:
-    """The trainable parameters by part, each with its learning rate; one group where no parts are
-    told apart."""
+    """Group the trainable parameters by part, each with its learning rate; in one group where parts
+    do not differ."""
     trainable = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
     if parts is None:
         return [ParameterGroup([p for _, p in trainable])]
@@ -141,13 +141,13 @@ def groups_of(net: nn.Module, parts: Parts | None) -> list[ParameterGroup]:
 
 
 def beside_adapters(net: nn.Module) -> bool:
-    """Whether adapters are trained, and other parameters too."""
+    """Tell whether adapters are trained, and other parameters too."""
     kinds = {"lora_" in name for name, p in net.named_parameters() if p.requires_grad}
     return kinds == {True, False}
 
 
 def summary(net: nn.Module) -> str:
-    """Trainable and all parameters of every part, in one sentence for the log."""
+    """State the trainable and all parameters of every part, in one sentence for the log."""
     counts = {name: [0, 0] for name in PARTS}
     for name, p in net.named_parameters():
         counts[part_of(name)][0] += p.numel() * p.requires_grad
@@ -172,8 +172,8 @@ def _short(count: int) -> str:
 
 
 def _add_adapters(net: nn.Module, chosen: dict[str, Part]) -> None:
-    """One peft adapter over all parts, so that it is saved and exported as one, each part with its
-    rank."""
+    """Add one peft adapter over all parts, so that it is saved and exported as one, each part with
+    its rank."""
     from peft import LoraConfig, inject_adapter_in_model
 
     ranks = {}

@@ -1,4 +1,5 @@
-"""Vision-language models: any image-text-to-text model of transformers, by its real classes."""
+"""Trains vision-language models: any image-text-to-text model of transformers, by its real
+classes."""
 
 from __future__ import annotations
 
@@ -75,20 +76,21 @@ class VLM(Passes):
         train: Parts | None = None,
         **options: Any,
     ):
-        """path: folder, hub id or world:NAME. max_new_tokens: an answer's largest number.
-        temperature, top_k, top_p: of sampling and of scoring. stop: strings after which an answer
-        ends. greedy_evaluation: evaluation takes the likeliest token. record_self_certainty: record
-        how sure the model is of its answers, for the reward self_certainty. budgets: what images,
-        videos and prompts may cost. coordinate_space: the space of the model's coordinates, where
-        its family's is unknown. prefix_sharing: prefix reads a prompt once for its whole group,
-        none once for every answer, auto is prefix where that was compared, or can be, and agrees.
-        dtype: of the weights. engine: what samples: own, or hf, transformers' generate, continuous,
-        its continuous batching (texts only), or vllm; their log-probs are kept beside those of the
-        policy's own passes. attention: transformers' implementation; xformers: on CUDA, where rows
-        and images are packed, with sdpa elsewhere. remove_padding: prompts and answers are read
-        without padding, one row after another; by default with xformers. lora: adapters in the
-        language model. train: instead, how language model, projector and vision tower are each
-        trained; by default all fully."""
+        """Load the model. path: folder, hub id or world:NAME. max_new_tokens: the most tokens of an
+        answer. temperature, top_k, top_p: of sampling and of scoring. stop: strings after which an
+        answer ends. greedy_evaluation: evaluation takes the likeliest token. record_self_certainty:
+        record how sure the model is of its answers, for the reward self_certainty. budgets: what
+        images, videos and prompts may cost. coordinate_space: the space of the model's coordinates,
+        where its family's is unknown. prefix_sharing: "prefix" reads a prompt once for its whole
+        group, "none" once for every answer; "auto" is prefix where its log-probs were compared with
+        those of separate passes, or can be, and agree. dtype: of the weights. engine: what samples:
+        "own"; "hf", transformers' generate; "continuous", its continuous batching (texts only); or
+        "vllm". For all but "own" the engine's log-probs are kept beside those of the policy's own
+        passes. attention: transformers' implementation; xformers: on CUDA, where rows and images
+        are packed, with sdpa elsewhere. remove_padding: prompts and answers are read without
+        padding, one row after another; by default with xformers. lora: adapters in the language
+        model. train: instead, how language model, projector and vision tower are each trained; by
+        default all fully."""
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         self.place = locate(path)
@@ -185,7 +187,7 @@ class VLM(Passes):
         return self._with_ground_truth(rollout, context.ground_truth, copies, size)
 
     def recall(self, prompts: list[Prompt]) -> tuple[list[Encoded], list[Prompt]]:
-        """Encode prompts, and give them as ``rollout`` returns them."""
+        """Encode prompts again, and return them as ``rollout`` does."""
         taken = [self._encoded(prompt) for prompt in prompts]
         return [encoded for encoded, _ in taken], [
             {**prompt, "view": view} for prompt, (_, view) in zip(prompts, taken, strict=True)
@@ -211,7 +213,7 @@ class VLM(Passes):
         self.net.enable_gradient_checkpointing()
 
     def set_max_new_tokens(self, tokens: int) -> None:
-        """Let an answer have at most so many tokens from now on."""
+        """Limit answers to so many new tokens from now on."""
         self.ending = replace(self.ending, tokens=tokens)
 
     def decode(self, rollout: Rollout) -> Media:
@@ -250,7 +252,8 @@ class VLM(Passes):
 
     @staticmethod
     def _pack(net: SharedPrefix, attention: str, packed: bool | None) -> None:
-        """Turn packed batches on where they are wanted; UserError where they cannot be."""
+        """Turn packed batches on where options choose them; UserError where the model cannot take
+        them."""
         if packed and (
             attention not in ("sdpa", "xformers") or not net.share or not shareable(net.hf)
         ):
@@ -267,8 +270,8 @@ class VLM(Passes):
 
     @torch.no_grad()
     def _rescored(self, rollout: Rollout, size: int) -> Rollout:
-        """Score what another engine sampled by the policy's own passes; its log-probs stay as
-        ``sampler_logprob``."""
+        """Score by the policy's own passes what another engine sampled; the engine's log-probs stay
+        as ``sampler_logprob``."""
         parts = [rollout[part] for part in chunks(len(rollout), size)]
         scored = [
             self.dist(point).log_prob(point.target) for part in parts for point in self.path(part)
@@ -284,8 +287,7 @@ class VLM(Passes):
         """Replace the last answer of every group by the right one, with the log-probs that the
         policy gives it.
 
-        Where nobody can write it, or it is longer than answers may be, the group keeps what was
-        sampled.
+        Where there is none, or it is longer than answers may be, the group keeps what was sampled.
         """
         last = torch.arange(copies - 1, len(rollout), copies, device=self.device)
         ids = rollout.sample.clone()
@@ -310,19 +312,20 @@ class VLM(Passes):
             logprob[last[part]] = torch.where(
                 written[last[part], None], scored, logprob[last[part]]
             )
-        # of what was sampled: nobody knows that of the answer in its place
+        # it is that of the replaced sample, and unknown for the right answer
         if corrected.self_certainty is not None:
             corrected = corrected.replace(
                 self_certainty=corrected.self_certainty.masked_fill(written[:, None], torch.nan)
             )
-        if corrected.sampler_logprob is not None:  # and no other engine sampled that one
+        if corrected.sampler_logprob is not None:  # no engine sampled the right answer either
             corrected = corrected.replace(
                 sampler_logprob=torch.where(written[:, None], logprob, corrected.sampler_logprob)
             )
         return corrected.replace(logprob=logprob, is_ground_truth=written)
 
     def _completion(self, ids: list[int], known: list[float], begun: str, limit: int) -> Completion:
-        """The whole answer: what was written after what it ``begun`` with."""
+        """Return the whole answer: the start ``begun`` that the prompt gave, and what was written
+        after it."""
         text = self.inputs.decode(ids)
         ending = self.ending
         stopped = bool(ids) and ids[-1] in ending.stops or any(s in text for s in ending.strings)
@@ -352,7 +355,8 @@ def _refuse_two_parts(hf: Any, place: str) -> None:
 
 
 def _adapters(hf: Any, lora: Lora | int | None) -> Lora | None:
-    """Those of the language model, if none are named."""
+    """Return the adapter options, with the linear layers of the language model where no targets are
+    named."""
     if isinstance(lora, int):
         lora = Lora(lora)
     if lora is None or lora.targets is not None:
@@ -372,8 +376,8 @@ def _loaded(auto: Any, place: str, **options: Any) -> Any:
 
 
 def _plain(attention: str) -> str:
-    """transformers' name of it, where all is as usual. Raises UserError if xformers is wanted and
-    cannot run."""
+    """Return transformers' name of the attention for unpacked passes. Raises UserError if xformers
+    is chosen and cannot run."""
     if attention != "xformers":
         return attention
     if not torch.cuda.is_available() or find_spec("xformers") is None:

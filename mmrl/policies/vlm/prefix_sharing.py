@@ -1,5 +1,5 @@
-"""The trained network: one forward pass reads every prompt once, images included, and continues it
-with many answers.
+"""Wraps the trained network: one forward pass reads every prompt once, images included, and
+continues it with many answers.
 
 Log-probs and gradients are those of separate passes of prompt and answer: keys and values of a
 prompt do not depend on what follows it. Gradients flow from every answer through the shared keys
@@ -32,7 +32,7 @@ ROPE_INPUTS = (
     "video_grid_thw",
     "second_per_grid_ts",
 )
-CROSS_ATTENTION = ("mllama",)  # its image is looked at from every layer, past the cache of tokens
+CROSS_ATTENTION = ("mllama",)  # every layer attends to its image, outside the cache of tokens
 DIRECT = (
     "qwen2_vl",
     "qwen2_5_vl",
@@ -64,7 +64,7 @@ VERIFIED = (
 
 @dataclass(frozen=True)
 class Prefix:
-    """P prompts, read: all that is needed to go on."""
+    """Holds P prompts that have been read: all that is needed to continue them."""
 
     hidden: Tensor  # [P, H] at the last token, from which the first answer token comes
     mask: Tensor  # [P, S] bool, False is padding (on the left)
@@ -73,14 +73,14 @@ class Prefix:
 
 
 class SharedPrefix(nn.Module):
-    """An image-text-to-text model of transformers. Every pass is a call of this module, whatever
-    wraps it."""
+    """Wraps an image-text-to-text model of transformers. Every pass is a call of this module,
+    whatever wraps it."""
 
     def __init__(self, hf: nn.Module, share: bool = True):
         super().__init__()
         self.hf = hf
         self.share = share
-        # whether batches hold no padding, and whether xformers attends then
+        # packed: batches without padding; fused: xformers attends to them
         self.packed = self.fused = False
         # accelerate wraps these one by one
         self._no_split_modules = getattr(hf, "_no_split_modules", None)
@@ -91,7 +91,7 @@ class SharedPrefix(nn.Module):
 
     @property
     def plain(self) -> bool:
-        """Whether every layer attends by torch's own attention to all tokens before."""
+        """Tell whether every layer attends by torch's own attention to all tokens before."""
         config = self.text_config
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         full = kinds == {"full_attention"} and not getattr(config, "sliding_window", None)
@@ -102,13 +102,13 @@ class SharedPrefix(nn.Module):
         return self.hf.config.get_text_config()
 
     def forward(self, work: str, *arguments: Any, **options: Any) -> Any:
-        """``work`` names the method. Wrappers (DDP, FSDP2) see calls of the module only: all passes
-        go through it."""
+        """Call the method named ``work``. Wrappers (DDP, FSDP2) see calls of the module only: all
+        passes go through it."""
         return getattr(self, work)(*arguments, **options)
 
     def read(self, inputs: dict[str, Tensor]) -> Prefix:
-        """The prompts of one batch, left-padded; ``inputs`` hold ``position_ids`` [P, S] or [3, P,
-        S] too."""
+        """Read the prompts of one batch, left-padded; ``inputs`` hold ``position_ids`` [P, S] or
+        [3, P, S] too."""
         if self.packed and self.config.model_type in packing.CAUSAL:
             packed = self._read_packed(inputs)
             key_values = packing.unsqueeze(packed.key_values, packed.lengths)
@@ -127,21 +127,22 @@ class SharedPrefix(nn.Module):
     def step(
         self, ids: Tensor, place: Tensor, mask: Tensor, cache: Any, whole: bool | None = None
     ) -> Tensor:
-        """[B, L, H] hidden states of answer tokens ``ids`` [B, L] that begin at position ``place``
-        [B]; ``mask`` [B, S] covers all tokens before them.
+        """Return hidden states [B, L, H] of answer tokens ``ids`` [B, L] that begin at position
+        ``place`` [B]; ``mask`` [B, S] covers all tokens before them.
 
-        ``whole``: whether it holds everywhere; None: nobody has asked the device, and transformers
-        does."""
+        ``whole``: whether the mask is True everywhere; None: unknown, so transformers asks the
+        device.
+        """
         length = ids.shape[1]
         places = place[:, None] + torch.arange(length, device=ids.device)
         attention_mask = torch.cat([mask, mask.new_ones(len(ids), length)], 1).long()
-        # what transformers makes of it after a look at its values
+        # the mask transformers would build after reading its values on the host
         if self.plain and length == 1 and whole is not None:
             attention_mask = None if whole else attention_mask.bool()[:, None, None]
         return self._continue(ids, places, attention_mask, cache)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[*, V] of hidden states [*, H]."""
+        """Return logits [*, V] of hidden states [*, H]."""
         logits = self.hf.get_output_embeddings()(hidden)
         cap = getattr(self.text_config, "final_logit_softcapping", None)
         return logits if cap is None else cap * torch.tanh(logits / cap)
@@ -155,8 +156,8 @@ class SharedPrefix(nn.Module):
         warp: Warp,
         entropy: bool = False,
     ) -> tuple[Tensor, scores.Scored]:
-        """Hidden states [N, H] and log-probs of the N answer tokens ``where`` [B, T] holds, of ids
-        [B, T].
+        """Return hidden states [N, H] and log-probs of the N answer tokens ``where`` [B, T] holds,
+        of ids [B, T].
 
         ``rows`` [B]: the prompt of each row among the collated ``inputs``.
         """
@@ -175,31 +176,31 @@ class SharedPrefix(nn.Module):
         return hidden, scores.score(hidden, selected(ids, where), self.logits, warp, vocab, entropy)
 
     def rescore(self, hidden: Tensor, ids: Tensor, warp: Warp, entropy: bool) -> scores.Scored:
-        """Of other tokens ``ids`` [N], or their entropy, at hidden states [N, H] that ``score``
-        returned."""
+        """Score other tokens ``ids`` [N], or return their entropy, at hidden states [N, H] that
+        ``score`` returned."""
         return scores.score(hidden, ids, self.logits, warp, self.text_config.vocab_size, entropy)
 
     def full(self, hidden: Tensor, warp: Warp) -> Tensor:
-        """[N, V] log-probs."""
+        """Return the log-probs of all tokens, [N, V]."""
         return scores.full(hidden, self.logits, warp, self.text_config.vocab_size)
 
     def kl(self, hidden: Tensor, reference: Tensor, warp: Warp) -> Tensor:
-        """[N] to another's log-probs [N, V]."""
+        """Compute the KL [N] to another's log-probs [N, V]."""
         return scores.kl(hidden, reference, self.logits, warp)
 
     def look(self, encoded: dict[str, Tensor]) -> features.Looked:
-        """Features of the images of one prompt."""
+        """Compute the features of the images of one prompt."""
         return features.look(self.hf, encoded)
 
     def generate(self, inputs: dict[str, Tensor], recorder: Any, synced: bool) -> None:
-        """transformers' own sampling; ``recorder`` sees to the tokens."""
+        """Sample by transformers' own ``generate``; ``recorder`` draws the tokens."""
         transformers.run(
             self.hf, {k: v for k, v in inputs.items() if k != "position_ids"}, recorder, synced
         )
 
     def enable_gradient_checkpointing(self) -> None:
-        """Layers are computed again in the backward pass; with caches that is safe, since ours do
-        not change then.
+        """Let layers be computed again in the backward pass; with caches that is safe, since ours
+        do not change then.
 
         Raises UserError with a transformers whose layers would drop the cache.
         """
@@ -217,9 +218,9 @@ class SharedPrefix(nn.Module):
         self.hf.add_adapter(config)
 
     def _shared(self, inputs: dict[str, Tensor], rows: Tensor, ids: Tensor) -> Tensor:
-        """[B, T, H] at the T decisions of every row."""
+        """Return hidden states [B, T, H] at the T decisions of every row."""
         prefix = self.read(inputs)
-        # a prompt nobody answers has its gradients too
+        # a prompt without answers takes part in the backward pass too
         first = prefix.hidden[rows][:, None] + 0 * prefix.hidden[-1]
         if ids.shape[1] == 1:
             return first
@@ -230,12 +231,13 @@ class SharedPrefix(nn.Module):
     def _packed(
         self, inputs: dict[str, Tensor], rows: Tensor, ids: Tensor, where: Tensor
     ) -> Tensor:
-        """[N, H] at the decisions ``where`` [B, T], of prompts and answers without padding."""
+        """Return hidden states [N, H] at the decisions ``where`` [B, T], of prompts and answers
+        without padding."""
         prefix = self._read_packed(inputs)
         steps = torch.arange(ids.shape[1], device=ids.device)
         answers = (where * steps).amax(1)  # [B] tokens to read: all before the last decision
         to_read = steps < answers[:, None]
-        # a prompt nobody answers has its gradients too
+        # a prompt without answers takes part in the backward pass too
         hidden = prefix.hidden + 0 * prefix.hidden[-1]
         if to_read.any():
             places = (prefix.following[rows][:, None] + steps)[to_read][None]
@@ -250,8 +252,8 @@ class SharedPrefix(nn.Module):
         return hidden[at[where]]
 
     def _read_packed(self, inputs: dict[str, Tensor]) -> packing.Read:
-        """The prompts of one left-padded batch; those of families that look ahead are read with
-        their padding."""
+        """Read the prompts of one left-padded batch; those of families that look ahead are read
+        with their padding."""
         if self.config.model_type not in packing.CAUSAL:
             prefix = self.read(inputs)
             return packing.Read(
@@ -271,8 +273,8 @@ class SharedPrefix(nn.Module):
     def _laid(
         self, layout: packing.Layout, work: Callable[..., Tensor], **arguments: Any
     ) -> Tensor:
-        """A pass of packed tokens. Raises UserError where the layout does not reach every layer's
-        attention."""
+        """Make a pass of packed tokens. Raises UserError where the layout does not reach every
+        layer's attention."""
         device = layout.queries.device
         output = work(attention_mask=packing.anything().to(device), packing=layout, **arguments)
         if layout.calls < self.text_config.num_hidden_layers:
@@ -286,8 +288,8 @@ class SharedPrefix(nn.Module):
     def _continue(
         self, ids: Tensor, places: Tensor, attention_mask: Tensor | None, cache: Any, **options: Any
     ) -> Tensor:
-        """[B, L, H] after the tokens ids [B, L] at ``places`` [B, L], behind what the cache
-        holds."""
+        """Return hidden states [B, L, H] after the tokens ids [B, L] at ``places`` [B, L], behind
+        what the cache holds."""
         if rotary3(self.hf):
             places = places.expand(3, -1, -1)
         base = (
@@ -306,8 +308,8 @@ class SharedPrefix(nn.Module):
         ).last_hidden_state
 
     def _apart(self, inputs: dict[str, Tensor], rows: Tensor, ids: Tensor) -> Tensor:
-        """The same by one pass of prompt and answer for each row; ``inputs`` hold the rows' prompts
-        in order, and perhaps one more."""
+        """Return what ``_shared`` does by one pass of prompt and answer for each row; ``inputs``
+        hold the rows' prompts in order, and optionally one without an answer."""
         witnesses = len(inputs["input_ids"]) - len(ids)
         if witnesses not in (0, 1):
             raise ValueError(
@@ -343,29 +345,29 @@ class SharedPrefix(nn.Module):
 
 
 def sharded(net: nn.Module) -> bool:
-    """Whether passes are collective calls."""
+    """Tell whether passes are collective calls."""
     return any(shards(module) for module in net.modules())
 
 
 def shareable(hf: nn.Module) -> bool:
-    """Whether the family keeps nothing of a prompt but one pair of keys and values a layer."""
+    """Tell whether the family keeps nothing of a prompt but one pair of keys and values a layer."""
     return hf.config.model_type not in CROSS_ATTENTION and caches.plain(hf.config.get_text_config())
 
 
 def rotary3(hf: nn.Module) -> bool:
-    """Whether positions have three axes (time, height, width) in this family."""
+    """Tell whether positions have three axes (time, height, width) in this family."""
     return hasattr(hf.base_model, "get_rope_index")
 
 
 def following(inputs: dict[str, Tensor]) -> Tensor:
-    """[P] long: the position after the last of every prompt."""
+    """Return the position after the last of every prompt, [P] long."""
     places = inputs["position_ids"]
     return (places if places.ndim == 2 else places.amax(0)).amax(1) + 1
 
 
 def positions(hf: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    """[P, S], or [3, P, S] in families with three axes: position of every token, not counting the
-    padding."""
+    """Return the position of every token, not counting the padding on the left: [P, S], or [3, P,
+    S] in families with three axes."""
     mask = inputs["attention_mask"].long()
     plain = (mask.cumsum(1) - 1).clamp_min(0)
     if not rotary3(hf):

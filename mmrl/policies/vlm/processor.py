@@ -1,5 +1,5 @@
-"""From prompts to tensors: the processor's side of a vision-language model, without any pass of the
-network.
+"""Turns prompts into tensors: the processor's side of a vision-language model, without any pass of
+the network.
 
 A prompt is encoded alone, exactly as its processor and chat template have it, and prompts are put
 together afterwards by one rule for all families: sequences are padded on the left, vision tensors
@@ -45,7 +45,7 @@ ViewSizes = list[list[int]]
 
 
 class Inputs:
-    """Encodes prompts for one model. ``generation``: its generation config, which knows further
+    """Encodes prompts for one model. ``generation``: its generation config, which lists further
     stop tokens."""
 
     def __init__(
@@ -63,8 +63,8 @@ class Inputs:
         self.stops = stop_ids(self.tokenizer, config, generation)
 
     def encode(self, prompt: Prompt) -> dict[str, Tensor]:
-        """One prompt as the processor has it: ``input_ids`` [1, S], ``attention_mask`` [1, S], what
-        its family adds.
+        """Encode one prompt as the processor does: ``input_ids`` [1, S], ``attention_mask`` [1, S],
+        and what its family adds.
 
         Raises UserError naming the prompt: an unreadable image or video, placeholders that do not
         match the images, coordinates in the answer of a family whose space is unknown, an input its
@@ -73,15 +73,15 @@ class Inputs:
         return self.take(prompt)[0]
 
     def take(self, prompt: Prompt) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """``encode`` and ``view`` at once, opening every image and video once."""
+        """Encode and ``view`` a prompt at once, opening every image and video once."""
         self._check_geometry(prompt)
         messages, images, videos = self._opened(prompt)
         encoded, _ = self._within(prompt, messages, images, videos)
         return encoded, self._view(encoded, images, videos)
 
     def engine_prompt(self, prompt: Prompt) -> EnginePrompt:
-        """A prompt for another engine, whose own processor puts features in the place of each
-        placeholder."""
+        """Return a prompt for another engine, whose own processor puts features in the place of
+        each placeholder."""
         messages, images, videos = self._opened(prompt)
         encoded, scale = self._within(prompt, messages, images, videos)
         text = self._rendered(prompt, messages) + prompt.get("prefill", "")
@@ -94,8 +94,8 @@ class Inputs:
         )
 
     def measure(self, prompt: Prompt) -> tuple[Cost, float]:
-        """What a prompt costs within its budget, and the factor its pixels were scaled by for
-        that."""
+        """Return what a prompt costs within its budget, and the factor its pixels were scaled by
+        for that."""
         encoded, scale = self._within(prompt, *self._opened(prompt))
         return self.cost(encoded), scale
 
@@ -105,7 +105,7 @@ class Inputs:
     def _within(
         self, prompt: Prompt, messages: list[dict], images: list[Any], videos: list[Video]
     ) -> tuple[dict[str, Tensor], float]:
-        """Encoded, with images and frames scaled down until the prompt is within its budget."""
+        """Encode a prompt, with images and frames scaled down until it is within its budget."""
         scale = 1.0
         shrink = Shrink(self.budgets)
         while True:
@@ -119,7 +119,7 @@ class Inputs:
             scale *= step * self._shrunk(encoded, smaller)
 
     def _shrunk(self, encoded: dict[str, Tensor], images: list[Any]) -> float:
-        """How much of the given pixels the processor keeps by itself: what is above that has no
+        """Return how much of these pixels the processor keeps by itself: what is above that has no
         effect."""
         if self.family.resize != "grid" or not images:
             return 1.0
@@ -143,8 +143,8 @@ class Inputs:
         return encoded
 
     def collate(self, encoded: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """n encoded prompts as one batch: sequences [n, S] padded on the left, vision tensors
-        joined.
+        """Collate n encoded prompts to one batch: sequences [n, S] padded on the left, vision
+        tensors joined.
 
         Rows may have no images, or differing numbers of images and tiles. Dimensions beyond the
         first that differ are filled with zeros at their end, which every family takes for padding.
@@ -159,12 +159,12 @@ class Inputs:
         return {name: self._joined(name, encoded, length) for name in names}
 
     def groups(self, encoded: list[dict[str, Tensor]]) -> list[list[int]]:
-        """Positions of the prompts that can be in one batch without changing each other; nearly
-        always all of them.
+        """Group the positions of prompts that can be in one batch without changing each other;
+        nearly always all of them.
 
-        Two properties of the networks stand against it: cross-attending Mllama gives tokens before
-        an image the mean of all slots for images, the empty ones included, and LLaVA-OneVision
-        reshapes videos to one number of frames.
+        Two properties of networks prevent it: cross-attending Mllama gives tokens before an image
+        the mean of all slots for images, the empty ones included, and LLaVA-OneVision reshapes
+        videos to one number of frames.
         """
         positions: dict[Any, list[int]] = {}
         for i, prompt in enumerate(encoded):
@@ -181,9 +181,9 @@ class Inputs:
         return prompt[name].shape[1] if name in prompt and prompt[name].dim() >= 5 else None
 
     def view(self, prompt: Prompt, encoded: dict[str, Tensor]) -> dict[str, Any]:
-        """What a reward must know of what the model saw: ``coords``, the ``sizes`` of the files and
-        ``resized`` sizes in pixels [W, H], images before videos, ``frames`` of the video and its
-        ``duration`` in seconds."""
+        """Return what a reward must know of what the model saw: ``coords``, the ``sizes`` of the
+        files and ``resized`` sizes in pixels [W, H], images before videos, ``frames`` of the video
+        and its ``duration`` in seconds."""
         _, images, videos = self._opened(prompt)
         return self._view(encoded, images, videos)
 
@@ -200,18 +200,18 @@ class Inputs:
         }
 
     def placeholders(self, encoded: dict[str, Tensor]) -> int:
-        """How many positions of a prompt stand for image or video features."""
+        """Count the positions of a prompt that stand for image or video features."""
         ids = [i for i in (self._id("image"), self._id("video")) if i is not None]
         return int(torch.isin(encoded["input_ids"], torch.tensor(ids)).sum())
 
     def tokens(self, answer: str) -> list[int] | None:
-        """An answer as a model writes it, the stop token included; None if it holds one that may
-        not be sampled."""
+        """Return an answer as a model writes it, the stop token included; None if it holds a token
+        that may not be sampled."""
         ids = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
         return None if set(ids) & {*self.suppressed, *self.stops} else [*ids, self._closing()]
 
     def _closing(self) -> int:
-        """The stop token with which the chat template ends an answer."""
+        """Return the stop token with which the chat template ends an answer."""
         if getattr(self.processor, "chat_template", None):
             turns = [
                 {"role": role, "content": [{"type": "text", "text": "x"}]}
@@ -228,15 +228,15 @@ class Inputs:
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def save(self, folder: Any) -> None:
-        """Processor, tokenizer and chat template, beside a saved model."""
+        """Save processor, tokenizer and chat template beside a model."""
         self.processor.save_pretrained(folder)
 
     # ----------------------------------------------------------------------------------------------
     # one prompt
 
     def _opened(self, prompt: Prompt) -> tuple[list[dict], list[Any], list[Video]]:
-        """Messages whose content is parts, the opened images, the opened videos, in the order of
-        the parts."""
+        """Return messages whose content is parts, the opened images and the opened videos, in the
+        order of the parts."""
         waiting = {"image": images_of(prompt), "video": videos_of(prompt)}
         counts = {kind: len(sources_of_kind) for kind, sources_of_kind in waiting.items()}
         messages = [dict(m, content=parts_of(m["content"])) for m in messages_of(prompt)]
@@ -306,7 +306,7 @@ class Inputs:
                 return self.processor.apply_chat_template(
                     messages, tokenize=False, add_generation_prompt=True
                 )
-            except Exception as error:  # a template raises what it likes
+            except Exception as error:  # a template can raise any error
                 raise UserError(
                     f"{where(prompt)}: the chat template of {self.family.name} refuses it: {error}"
                 ) from error
@@ -331,8 +331,8 @@ class Inputs:
             )
 
     def _check_count(self, prompt: Prompt, encoded: dict[str, Tensor]) -> None:
-        """Grids say how many features there will be; a text with special tokens of its own would
-        have more."""
+        """Check the placeholders against the grids' number of features; a text with special tokens
+        of its own would have more."""
         for kind, key in (("image", "image_grid_thw"), ("video", "video_grid_thw")):
             if self._id(kind) is None:
                 continue
@@ -347,7 +347,7 @@ class Inputs:
                 raise self.mismatch(prompt, kind, expected, actual)
 
     def mismatch(self, prompt: Prompt, kind: str, expected: int, actual: int) -> UserError:
-        """For whoever finds that the placeholders of a prompt are not as many as its features."""
+        """Return the UserError for a prompt whose placeholders are not as many as its features."""
         return UserError(
             f"{where(prompt)}: {actual} {kind} placeholder tokens for {expected} {kind} "
             f"features; its text must not "
@@ -374,8 +374,8 @@ class Inputs:
         return sizes
 
     def _id(self, kind: str) -> int | None:
-        """The token that stands for one feature; a processor's own may stand for a whole image
-        (Gemma 3)."""
+        """Return the token that stands for one feature; a processor's own may stand for a whole
+        image (Gemma 3)."""
         named = (
             (self.config, "_token_id"),
             (self.config, "_token_index"),
@@ -412,7 +412,7 @@ def _pad_left(row: Tensor, length: int, fill: int) -> Tensor:
 
 
 def _same_shape(parts: list[Tensor]) -> list[Tensor]:
-    """Zeros at the end of every dimension but the first, up to the largest."""
+    """Pad with zeros at the end of every dimension but the first, up to the largest."""
     largest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts))]
     if all(list(part.shape[1:]) == largest for part in parts):
         return parts

@@ -1,4 +1,4 @@
-"""A bounded memory of what was made lately."""
+"""Keeps recently computed values within a bounded memory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from cachetools import LRUCache
 
 
 class Recent:
-    """What was made from objects that are still the same ones, up to ``size`` bytes; the longest
-    unused goes first.
+    """Caches what was computed from objects, up to ``size`` bytes; the least recently used goes
+    first.
 
     Objects are known by identity and kept alive, so that none can take another's place.
     """
@@ -18,10 +18,10 @@ class Recent:
         self.entries = LRUCache(size, getsizeof=lambda entry: entry[2])
 
     def get(self, key: Any) -> Any:
-        """Return what was made of ``key``, None where that is forgotten."""
+        """Return what was computed from ``key``, None where that was dropped."""
         return self.entries.get(id(key), (key, None))[1]
 
     def put(self, key: Any, value: Any, cost: int) -> None:
-        """Remember ``value``, which takes ``cost`` bytes; not what alone would be too large."""
+        """Store ``value``, which takes ``cost`` bytes, unless it alone would be too large."""
         if cost <= self.entries.maxsize:
             self.entries[id(key)] = (key, value, cost)

@@ -1,4 +1,4 @@
-"""The passes of a vision-language policy: which prompts share one, what it samples, what it
+"""Makes the passes of a vision-language policy: chooses the prompts that share one, samples and
 scores."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Passes(TokenPolicy):
     warp: Warp
     ending: Ending
     engine: str
-    sharing: str  # what was chosen; "checked" once it is decided
+    sharing: str  # the option; "checked" once the choice is made
     sees: bool  # gradients reach the vision tower or its projector
     witness: Encoded | None = None  # a prompt with an image
 
@@ -47,10 +47,10 @@ class Passes(TokenPolicy):
         super().__init__(net, **options)
         self.recent = Recent(KEPT)
         self.features = Recent(KEPT)
-        # asked about, and passed through the tower, since this was last measured
+        # images used, and images passed through the tower, since the last measures()
         self.images = 0
         self.towered = 0
-        self.tried = False  # whether a family nobody knows has made a pass
+        self.tried = False  # whether an unverified family has made a pass
         self.gaps: list[float] = []  # mean distances to the log-probs of another engine
 
     def dist(self, point: Point) -> AnswerTokens:
@@ -70,9 +70,9 @@ class Passes(TokenPolicy):
         """Join prompts to one left-padded batch, with ``position_ids`` [P, S] or [3, P, S].
 
         Of many processes all must pass something through the vision tower in every pass, or its
-        gradients are waited for: where no prompt has an image, one more prompt that nobody answers
-        brings one. On one process too, where the tower is trained: its gradient is then zero and
-        not missing, which Adam does not take for the same.
+        gradients are waited for: where no prompt has an image, an extra prompt without answers
+        brings one. On one process too, where the tower is trained: its gradient is then zero rather
+        than missing, which Adam treats differently.
         """
         needed = distributed.world()[1] > 1 or torch.is_grad_enabled() and self.sees
         if needed and not any(
@@ -99,11 +99,12 @@ class Passes(TokenPolicy):
         return batch | {"position_ids": position_ids[0] if len(position_ids) == 1 else position_ids}
 
     def _image_features(self, encoded: list[Encoded]) -> dict[str, Any]:
-        """Look up features in the place of the images of these prompts, where tower and projector
-        are frozen; {}: look anew.
+        """Return features in the place of the images of these prompts, where tower and projector
+        are frozen; {}: compute them anew.
 
         On one process, since sharded ones make the same passes; of families whose projector is
-        known by name."""
+        known by name.
+        """
         known = self.inputs.family.known and features.can_keep(self.net.hf)
         frozen = known and not self.sees and self.net.share and distributed.world()[1] == 1
         with_images = [prompt for prompt in encoded if "pixel_values" in prompt]
@@ -124,8 +125,7 @@ class Passes(TokenPolicy):
         return features.joined(looked_at)
 
     def _encoded(self, prompt: Prompt) -> tuple[Encoded, dict[str, Any]]:
-        """Encode a prompt, on the device, with its view: what was encoded lately is not encoded
-        again."""
+        """Encode a prompt, on the device, with its view; recent encodings are cached."""
         entry = self.recent.get(prompt)
         if entry is None:
             encoded, view = self.inputs.take(prompt)
@@ -135,7 +135,7 @@ class Passes(TokenPolicy):
 
     def _collated(self, cond: list[Encoded], group: Tensor, each: bool) -> tuple[Encoded, Tensor]:
         """Join the prompts of ``group`` [B] to one batch, each once or (``each``) once a row, and
-        say where every row's is."""
+        return the place of every row's."""
         unique, rows = on_host(group).unique(return_inverse=True)
         if each:
             unique = on_host(group)
@@ -184,8 +184,8 @@ class Passes(TokenPolicy):
 
     @torch.no_grad()
     def _check_sharing(self, cond: list[Encoded]) -> None:
-        """Check, of a family nobody has compared, whether a shared prompt gives the log-probs of
-        separate passes."""
+        """Check for an unverified family whether a shared prompt gives the log-probs of separate
+        passes."""
         if not self.inputs.family.known and not self.tried:
             self._first(cond[0])
         if self.sharing != "auto":
@@ -214,7 +214,7 @@ class Passes(TokenPolicy):
             )
 
     def _first(self, encoded: Encoded) -> None:
-        """Make one pass of a family nobody has tried. Raises UserError where its network does not
+        """Make the first pass of an unverified family. Raises UserError where its network does not
         take what its processor made of the prompt, or returns something else."""
         self.tried = True
         group = torch.zeros(1, dtype=torch.long, device=self.device)

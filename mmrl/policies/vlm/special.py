@@ -1,4 +1,4 @@
-"""Token ids with a meaning of their own: those that may never be sampled, and those that end an
+"""Finds token ids with a special role: those that may never be sampled, and those that end an
 answer."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ TILES = re.compile(r"<row_\d+_col_\d+>")
 
 
 def suppressed_ids(processor: Any, tokenizer: Any, config: Any) -> tuple[int, ...]:
-    """Ids of everything that stands for, begins, ends or separates images and videos: a model that
-    writes one of them would have to be shown an image it does not have."""
+    """List the ids of everything that stands for, begins, ends or separates images and videos: a
+    model that writes one of them would have to be shown an image it does not have."""
     suppressed: set[int] = set()
     known = set(tokenizer.get_vocab().values()) | set(tokenizer.added_tokens_decoder)
     for holder in (processor, tokenizer, config):

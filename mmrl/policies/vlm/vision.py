@@ -1,5 +1,5 @@
-"""How towers of packed patches compute: one product embeds all patches, images of one size attend
-in one batch."""
+"""Speeds up towers of packed patches: one product embeds all patches, images of one size attend in
+one batch."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def quicken(hf: nn.Module, xformers: bool = False) -> None:
 
 
 class Patches(nn.Conv3d):
-    """A convolution that is given single patches: a product of matrices, which is many times as
+    """Applies a convolution to single patches as a product of matrices, which is many times as
     fast."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, out, 1, 1, 1] of patches [N, C, T, H, W] of the kernel's own size."""
+        """Return [N, out, 1, 1, 1] of patches [N, C, T, H, W] of the kernel's own size."""
         if x.shape[2:] != self.kernel_size or self.groups > 1:
             return super().forward(x)
         return F.linear(x.flatten(1), self.weight.flatten(1), self.bias)[..., None, None, None]
@@ -47,8 +47,8 @@ class Patches(nn.Conv3d):
 def by_length(
     query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float
 ) -> Tensor:
-    """Attention [N, heads, D] inside each of the pieces that N tokens consist of, ``lengths`` of
-    them in turn.
+    """Attend [N, heads, D] inside each of the pieces that N tokens consist of, ``lengths`` of them
+    in turn.
 
     Pieces of one length are one batch, so that there are as many calls as different lengths.
     """
@@ -73,8 +73,8 @@ def by_length(
 def by_xformers(
     query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float
 ) -> Tensor:
-    """The same on CUDA, in one call of xformers for all lengths: a block-diagonal mask that is
-    never written out."""
+    """Attend as ``by_length`` does, on CUDA in one call of xformers for all lengths: a
+    block-diagonal mask that is never written out."""
     from xformers.ops import fmha
 
     mask = fmha.BlockDiagonalMask.from_seqlens(lengths)
@@ -89,7 +89,7 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, length: int, scale: flo
 
 
 def _interface(attend: Any) -> Any:
-    """As transformers calls an attention: query, key and value [1, heads, N, D] -> [1, N, heads,
+    """Attend with transformers' interface: query, key and value [1, heads, N, D] -> [1, N, heads,
     D]."""
 
     def forward(

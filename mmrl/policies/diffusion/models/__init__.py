@@ -1,1 +1,1 @@
-"""One thin file a diffusion or flow model family."""
+"""Holds one thin file for each diffusion or flow model family."""

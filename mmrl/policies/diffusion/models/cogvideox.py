@@ -1,4 +1,5 @@
-"""CogVideoX (Yang et al. 2024): v-prediction in a discrete diffusion that ends in pure noise."""
+"""Trains CogVideoX (Yang et al. 2024): v-prediction in a discrete diffusion that ends in pure
+noise."""
 
 from __future__ import annotations
 
@@ -42,13 +43,14 @@ class CogVideoX(VideoFolderPolicy):
         text_length: int = 226,
         **options: Any,
     ):
-        """noise_level: 1 is ancestral sampling, 0 DDIM without noise. text_length: T5 tokens."""
+        """Extend the options of ``VideoFolderPolicy``. noise_level: 1 is ancestral sampling, 0 DDIM
+        without noise. text_length: T5 tokens."""
         self.text_length = text_length
         super().__init__(path, sde_type=sde_type, noise_level=noise_level, **options)
 
     def latent_shape(self) -> tuple[int, ...]:
-        """Version 1.5 joins ``patch_size_t`` frames in a token: frames are added in front to make
-        them up."""
+        """Return the shape of a sample's latents; version 1.5 joins ``patch_size_t`` frames in a
+        token, so frames are added in front to fill a token."""
         factor = vae_factor(self.vae)
         config = self.config
         sides = tuple(
@@ -63,7 +65,7 @@ class CogVideoX(VideoFolderPolicy):
         return (frames, config.in_channels, *sides)
 
     def _rotary(self, factor: int, frames: int) -> tuple[Tensor, Tensor]:
-        """The rotary embeddings, as the pipeline computes them."""
+        """Compute the rotary embeddings as the pipeline does."""
         from diffusers import CogVideoXPipeline
 
         part = SimpleNamespace(

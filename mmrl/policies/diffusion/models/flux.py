@@ -1,4 +1,4 @@
-"""FLUX.1 (Black Forest Labs 2024): dev with embedded guidance, schnell without."""
+"""Trains FLUX.1 (Black Forest Labs 2024): dev with embedded guidance, schnell without."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Flux(FolderPolicy):
         text_length: int = 512,
         **options: Any,
     ):
-        """embedded_guidance: the guidance scale that FLUX.1-dev takes as an input (``guidance`` is
-        classifier-free guidance on top, as diffusers' ``true_cfg_scale``). text_length: T5
-        tokens."""
+        """Extend the options of ``FolderPolicy``. embedded_guidance: the guidance scale that
+        FLUX.1-dev takes as an input (``guidance_scale`` is classifier-free guidance on top, as
+        diffusers' ``true_cfg_scale``). text_length: T5 tokens."""
         self.embedded_guidance = embedded_guidance
         self.text_length = text_length
         super().__init__(path, **options)
@@ -66,8 +66,8 @@ class Flux(FolderPolicy):
         return unpack(output[:, : self.tokens()], *self.shape[-2:])
 
     def network_inputs(self, x: Tensor, cond: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Tokens [B, N, 4 C] of the latents, and of anything else to look at, and their positions
-        [N, 3]."""
+        """Pack the latents, and any further image to look at, to tokens [B, N, 4 C] with their
+        positions [N, 3]."""
         return pack(x), places(*self.shape[-2:])
 
     def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
@@ -78,7 +78,7 @@ class Flux(FolderPolicy):
 
 
 def pack(x: Tensor) -> Tensor:
-    """Latents [B, C, H, W] as tokens [B, H/2 W/2, 4 C] of two by two."""
+    """Pack latents [B, C, H, W] to tokens [B, H/2 W/2, 4 C] of two by two."""
     b, c, h, w = x.shape
     return (
         x.view(b, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(b, h * w // 4, 4 * c)
@@ -86,7 +86,7 @@ def pack(x: Tensor) -> Tensor:
 
 
 def unpack(tokens: Tensor, h: int, w: int) -> Tensor:
-    """The inverse of ``pack`` for latents of h by w."""
+    """Invert ``pack`` for latents of h by w."""
     b, _, c = tokens.shape
     return (
         tokens.view(b, h // 2, w // 2, c // 4, 2, 2)
@@ -96,6 +96,6 @@ def unpack(tokens: Tensor, h: int, w: int) -> Tensor:
 
 
 def places(h: int, w: int) -> Tensor:
-    """[H/2 W/2, 3] position of every token: 0, row, column."""
+    """Return the position of every token, [H/2 W/2, 3]: 0, row, column."""
     rows, columns = torch.meshgrid(torch.arange(h // 2), torch.arange(w // 2), indexing="ij")
     return torch.stack([torch.zeros_like(rows), rows, columns], -1).flatten(0, 1)

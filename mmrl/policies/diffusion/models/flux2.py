@@ -1,5 +1,5 @@
-"""FLUX.2 klein (Black Forest Labs 2026): patches as channels, normalised by the autoencoder's own
-statistics."""
+"""Trains FLUX.2 klein (Black Forest Labs 2026): patches as channels, normalised by the
+autoencoder's own statistics."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Flux2(FolderPolicy):
         text_layers: Sequence[int] = (9, 18, 27),
         **options: Any,
     ):
-        """text_length: tokens. text_layers: of the text encoder, whose states are put side by
-        side."""
+        """Extend the options of ``FolderPolicy``. text_length: tokens. text_layers: of the text
+        encoder, whose states are put side by side."""
         self.text_length = text_length
         self.text_layers = tuple(text_layers)
         super().__init__(path, **options)
@@ -95,7 +95,7 @@ class Flux2(FolderPolicy):
         return vae.decode(self.unpatched(vae, latents)).sample
 
     def unpatched(self, vae: Any, latents: Tensor) -> Tensor:
-        """[B, C / 4, 2 H, 2 W] what the autoencoder decodes."""
+        """Return the latents that the autoencoder decodes, [B, C / 4, 2 H, 2 W]."""
         mean, var = (
             x.view(1, -1, 1, 1).to(latents) for x in (vae.bn.running_mean, vae.bn.running_var)
         )
@@ -112,13 +112,13 @@ class Flux2(FolderPolicy):
 
 
 def places(h: int, w: int, words: int = 1) -> Tensor:
-    """[h w words, 4] position of every token: 0, row, column, word."""
+    """Return the position of every token, [h w words, 4]: 0, row, column, word."""
     return torch.cartesian_prod(*(torch.arange(n) for n in (1, h, w, words)))
 
 
 def empirical_mu(tokens: int, steps: int) -> float:
-    """The shift's logarithm as fitted for FLUX.2: linear in tokens at 10 and at 200 steps, and
-    between these in steps.
+    """Compute the shift's logarithm as fitted for FLUX.2: linear in tokens at 10 and at 200 steps,
+    and linear in steps between these.
 
     Above 4,300 tokens the line of 200 steps holds for all.
     """

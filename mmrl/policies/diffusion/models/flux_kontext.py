@@ -1,4 +1,5 @@
-"""FLUX.1 Kontext (Batifol et al. 2025): FLUX.1 that sees an image beside the one it makes."""
+"""Trains FLUX.1 Kontext (Batifol et al. 2025): FLUX.1 that sees an image beside the one it
+makes."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class FluxKontext(EditPolicy, Flux):
         return super().encode(prompts) | {"image": self.picture_latents(self.pictures(prompts))}
 
     def network_inputs(self, x: Tensor, cond: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """The image's tokens come after the sample's, with 1 as their first coordinate."""
+        """Append the tokens of the image to those of the sample, with 1 as their first
+        coordinate."""
         tokens, positions = super().network_inputs(x, cond)
         image = cond["image"]
         theirs = places(*image.shape[-2:])

@@ -1,5 +1,5 @@
-"""HunyuanVideo (Kong et al. 2024), text to video and image to video: a language model reads the
-prompt."""
+"""Trains HunyuanVideo (Kong et al. 2024), text to video and image to video: a language model reads
+the prompt."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ class HunyuanVideo(VideoFolderPolicy):
         text_length: int = 256,
         **options: Any,
     ):
-        """embedded_guidance: the guidance scale that the network takes as an input (``guidance`` is
-        classifier-free guidance on top, as diffusers' ``true_cfg_scale``). text_length: tokens of
-        the language model after its template."""
+        """Extend the options of ``VideoFolderPolicy``. embedded_guidance: the guidance scale that
+        the network takes as an input (``guidance_scale`` is classifier-free guidance on top, as
+        diffusers' ``true_cfg_scale``). text_length: tokens of the language model after its
+        template."""
         self.embedded_guidance = embedded_guidance
         self.text_length = text_length
         super().__init__(path, **options)
@@ -73,7 +74,7 @@ class HunyuanVideo(VideoFolderPolicy):
         )[0]
 
     def network_inputs(self, x: Tensor, cond: dict[str, Any]) -> Tensor:
-        """What the network sees of latents."""
+        """Return what the network sees of latents."""
         return x
 
     def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
@@ -88,12 +89,12 @@ class HunyuanI2V(FirstFrame, HunyuanVideo):
     """Trains HunyuanVideo image to video from a folder or hub id of a
     HunyuanVideoImageToVideoPipeline.
 
-    Of both kinds: ``token_replace`` sees the image in place of the first frame, ``latent_concat``
-    (33 channels) as further channels; the latter's videos begin after the image, so they have 4
-    frames fewer. The language model reads the image with the text, a black one for the empty
-    prompt. Paths start from noise with a thousandth of the image. Every 4th of the image's tokens
-    is kept (``latent_concat``: 2nd), for the empty prompt as well, where diffusers 0.42 keeps every
-    2nd.
+    Takes both kinds of checkpoint: ``token_replace`` sees the image in place of the first frame,
+    ``latent_concat`` (33 channels) as further channels; the latter's videos begin after the image,
+    so they have 4 frames fewer. The language model reads the image with the text, a black one for
+    the empty prompt. Paths start from noise with a thousandth of the image. Every 4th of the
+    image's tokens is kept (``latent_concat``: 2nd), for the empty prompt as well, where diffusers
+    0.42 keeps every 2nd.
     """
 
     pipeline = "HunyuanVideoImageToVideoPipeline"
@@ -133,7 +134,7 @@ class HunyuanI2V(FirstFrame, HunyuanVideo):
     def encode_texts(
         self, pipe: Any, texts: list[tuple[str, Picture]], device: torch.device
     ) -> dict[str, Tensor]:
-        """One at a time: the pipeline's own reading of several prompts knows one image only."""
+        """Encode texts one at a time: the pipeline takes one image only for several prompts."""
         encodings = [
             pipe.encode_prompt(
                 picture.image,

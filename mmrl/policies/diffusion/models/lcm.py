@@ -1,5 +1,5 @@
-"""Latent consistency models (Luo et al. 2023): Stable Diffusion distilled to a few steps, guidance
-included."""
+"""Trains latent consistency models (Luo et al. 2023): Stable Diffusion distilled to a few steps,
+guidance included."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class LCM(SD):
         noise_window: Annotated[Window, WINDOWS] = all_but_last,
         **options: Any,
     ):
-        """embedded_guidance: the guidance scale that the network takes as an input (``guidance`` is
-        on top of it)."""
+        """Extend the options of ``SD``. embedded_guidance: the guidance scale that the network
+        takes as an input (``guidance_scale`` is on top of it)."""
         self.embedded_guidance = embedded_guidance
         super().__init__(path, steps=steps, sde_type=sde_type, noise_window=noise_window, **options)
 
@@ -57,7 +57,7 @@ class LCM(SD):
         )
 
     def time_condition(self, x: Tensor) -> Tensor:
-        """[B, C] sines and cosines of the guidance scale, by the pipeline's own function: the
+        """Embed the guidance scale, [B, C] sines and cosines, by the pipeline's own function: the
         angles are large."""
         from diffusers import LatentConsistencyModelPipeline
 

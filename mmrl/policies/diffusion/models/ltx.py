@@ -1,4 +1,5 @@
-"""LTX-Video (HaCohen et al. 2024): one token a latent, times shifted by the number of tokens."""
+"""Trains LTX-Video (HaCohen et al. 2024): one token for each latent, times shifted by the number of
+tokens."""
 
 from __future__ import annotations
 
@@ -32,9 +33,9 @@ class LTX(VideoFolderPolicy):
         decode_time: Annotated[float, Ge(0), Le(1)] = 0.0,
         **options: Any,
     ):
-        """fps: frames a second, which the network is told. text_length: T5 tokens. decode_time:
-        what autoencoders that take a time (0.9.1 and later) are told while decoding; no noise is
-        added, so that a reward has no luck."""
+        """Extend the options of ``VideoFolderPolicy``. fps: frames a second, an input of the
+        network. text_length: T5 tokens. decode_time: the time that autoencoders from 0.9.1 on take
+        for decoding; no noise is added, so that rewards are deterministic."""
         self.fps = fps
         self.text_length = text_length
         self.decode_time = decode_time

@@ -1,5 +1,5 @@
-"""Qwen-Image-Edit (Wu et al. 2025): the image to edit goes into the text encoder and, as latents,
-into the network."""
+"""Trains Qwen-Image-Edit (Wu et al. 2025): the image to edit goes into the text encoder and, as
+latents, into the network."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ class QwenEdit(EditPolicy, QwenImage):
     pipeline = "QwenImageEditPipeline"
 
     def __init__(self, path: str, text_length: Annotated[int, Ge(1)] = 1024, **options: Any):
-        """text_length: tokens of a prompt with its image, which has one for 28 by 28 pixels."""
+        """Extend the options of ``EditPolicy``. text_length: tokens of a prompt with its image,
+        which takes one for every 28 by 28 pixels."""
         super().__init__(path, text_length=text_length, **options)
 
     def encode(self, prompts: list[Prompt]) -> dict[str, Any]:
-        """``negative`` is the empty prompt about each image."""
+        """Encode texts with their images; ``negative`` is the empty prompt with each image."""
         pictures = self.pictures(prompts)
         requests, empty = self._requests(prompts, pictures)
         cond = self.texts(requests, self.device) | {"image": self.picture_latents(pictures)}

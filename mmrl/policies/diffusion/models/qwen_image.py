@@ -1,4 +1,4 @@
-"""Qwen-Image (Wu et al. 2025): packed latents of a video autoencoder, texts encoded by
+"""Trains Qwen-Image (Wu et al. 2025): packed latents of a video autoencoder, texts encoded by
 Qwen2.5-VL."""
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ class QwenImage(FolderPolicy):
     autoencoder = "AutoencoderKLQwenImage"
 
     def __init__(self, path: str, text_length: Annotated[int, Ge(1)] = 512, **options: Any):
-        """text_length: tokens of a prompt; shorter ones are padded and masked."""
+        """Extend the options of ``FolderPolicy``. text_length: tokens of a prompt; shorter ones are
+        padded and masked."""
         self.text_length = text_length
         super().__init__(path, **options)
 
     def unused(self, net: nn.Module) -> Iterator[nn.Parameter]:
-        """What follows the last attention on the side of the text."""
+        """Name what follows the last attention on the text's side."""
         last = net.transformer_blocks[-1]
         return chain(last.attn.to_add_out.parameters(), last.txt_mlp.parameters())
 
@@ -64,13 +65,13 @@ class QwenImage(FolderPolicy):
     def network_inputs(
         self, x: Tensor, cond: dict[str, Any]
     ) -> tuple[Tensor, list[tuple[int, int, int]]]:
-        """Tokens [B, N, 4 C] of the latents, and of anything else to look at, and frames, height,
-        width of each."""
+        """Pack the latents, and any further image to look at, to tokens [B, N, 4 C], with frames,
+        height and width of each."""
         h, w = self.shape[-2:]
         return pack(x), [(1, h // 2, w // 2)]
 
     def combine(self, v: Tensor, empty: Tensor, scale: float) -> Tensor:
-        """Guidance that leaves every token of the conditional velocity its length."""
+        """Guide, and rescale every token to the length it has in the conditional velocity."""
         guided = pack(empty + scale * (v - empty))
         length = pack(v).norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
         return unpack(guided * length, *self.shape[-2:])

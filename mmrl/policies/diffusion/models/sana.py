@@ -1,4 +1,5 @@
-"""Sana (Xie et al. 2024): linear attention on the latents of a deep-compression autoencoder."""
+"""Trains Sana (Xie et al. 2024): linear attention on the latents of a deep-compression
+autoencoder."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ class Sana(FolderPolicy):
         instruct: bool = True,
         **options: Any,
     ):
-        """text_length: tokens. instruct: put the pipeline's instruction to enhance the prompt
-        before it."""
+        """Extend the options of ``FolderPolicy``. text_length: tokens. instruct: put the pipeline's
+        instruction to enhance the prompt before it."""
         self.text_length = text_length
         self.instruct = instruct
         super().__init__(path, **options)
@@ -51,8 +52,8 @@ class Sana(FolderPolicy):
         return (self.config.in_channels, *sides)
 
     def own_grid(self) -> Grid:
-        """That of a flow-matching scheduler; folders with a DPM solver keep their shift, from time
-        1."""
+        """Return the times of a flow-matching scheduler; folders with a DPM solver keep their
+        shift, from time 1."""
         from diffusers import DPMSolverMultistepScheduler
 
         config = diffusers_folder.load_part(
@@ -73,7 +74,8 @@ class Sana(FolderPolicy):
         return output[:, : x.shape[1]]  # some networks also give a variance
 
     def encode_texts(self, pipe: Any, texts: list[str], device: torch.device) -> dict[str, Tensor]:
-        """The empty prompt goes without instruction, as the pipeline's negative prompt does."""
+        """Encode texts; the empty prompt goes without instruction, as the pipeline's negative
+        prompt does."""
         default = inspect.signature(pipe.__call__).parameters["complex_human_instruction"].default
         parts = [
             self._encode(pipe, text, device, default if text and self.instruct else None)

@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 and 3.5 (Esser et al. 2024), and everything in their folder format."""
+"""Trains Stable Diffusion 3 and 3.5 (Esser et al. 2024), and every model in their folder format."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class SD3(FolderPolicy):
     network = "SD3Transformer2DModel"
 
     def __init__(self, path: str, t5: bool = True, **options: Any):
-        """t5: false leaves the largest text encoder out, as diffusers does for
-        ``text_encoder_3=None``."""
+        """Extend the options of ``FolderPolicy``. t5: false leaves the largest text encoder out, as
+        diffusers does for ``text_encoder_3=None``."""
         self.t5 = t5
         super().__init__(path, **options)
         self.t5 = t5 and diffusers_folder.holds(self.place, "text_encoder_3")
@@ -49,7 +49,7 @@ class SD3(FolderPolicy):
 
     def load_texts(self) -> Any:
         pipe = super().load_texts()
-        # asked for a width if there is no T5
+        # the pipeline reads the width of a T5 that was left out
         pipe.__dict__["transformer"] = SimpleNamespace(config=self.config)
         return pipe
 

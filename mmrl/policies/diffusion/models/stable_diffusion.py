@@ -1,5 +1,5 @@
-"""Models that predict noise, v or the sample in a discrete diffusion: Stable Diffusion 1, 2 and
-XL."""
+"""Trains models that predict noise, v or the sample in a discrete diffusion: Stable Diffusion 1, 2
+and XL."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from samplers.processes import Diffusion, Process
 
 
 class UNetPolicy(FolderPolicy):
-    """A UNet that predicts noise (or v, or the sample) on latents of AutoencoderKL, sampled by
-    DDIM's grid."""
+    """Trains a UNet that predicts noise (or v, or the sample) on latents of AutoencoderKL, on
+    DDIM's time grid."""
 
     network = "UNet2DConditionModel"
     part = "unet"
@@ -37,7 +37,8 @@ class UNetPolicy(FolderPolicy):
         noise_level: float = 1.0,
         **options: Any,
     ):
-        """noise_level: 1 is ancestral sampling (DDPO), 0 DDIM without noise."""
+        """Extend the options of ``FolderPolicy``. noise_level: 1 is ancestral sampling (DDPO), 0
+        DDIM without noise."""
         super().__init__(path, sde_type=sde_type, noise_level=noise_level, **options)
 
     def latent_shape(self) -> tuple[int, ...]:
@@ -48,8 +49,8 @@ class UNetPolicy(FolderPolicy):
         )
 
     def trained_process(self) -> Process:
-        """That of the folder's scheduler, whose timesteps are taken too, with its spacing and
-        offset."""
+        """Return the process of the folder's scheduler, whose timesteps are taken too, with its
+        spacing and offset."""
         self.scheduler = self.load_part(self.scheduler_class, "scheduler")
         config = self.scheduler.config
         if config.clip_sample or config.thresholding:
@@ -76,18 +77,18 @@ class UNetPolicy(FolderPolicy):
         )[0]
 
     def time_condition(self, x: Tensor) -> Tensor | None:
-        """[B, C] what the network takes beside the time."""
+        """Return what the network takes beside the time, [B, C]."""
         return None
 
 
 def discrete_process(scheduler: Any) -> Diffusion:
-    """That of one of diffusers' DDIM schedulers."""
+    """Return the process of one of diffusers' DDIM schedulers."""
     final = float(scheduler.final_alpha_cumprod)
     return Diffusion(scheduler.config.prediction_type, scheduler.alphas_cumprod.double(), final)
 
 
 def discrete_grid(scheduler: Any) -> Grid:
-    """The scheduler's own timesteps, as times."""
+    """Return the scheduler's own timesteps as a time grid."""
 
     def grid(steps: int) -> Tensor:
         scheduler.set_timesteps(steps)
@@ -125,7 +126,7 @@ class SDXL(UNetPolicy):
         text, _, pooled, _ = pipe.encode_prompt(
             texts, device=device, do_classifier_free_guidance=False
         )
-        # as the pipeline does for the negative prompt it was not given
+        # as the pipeline does without a negative prompt
         if pipe.config.force_zeros_for_empty_prompt:
             empty = torch.tensor([not text for text in texts], device=text.device)
             text = text.masked_fill(empty[:, None, None], 0)

@@ -1,5 +1,5 @@
-"""Wan 2.1 and 2.2 (Wan team 2025), text to video: one network, two experts by noise level, or a
-time a token."""
+"""Trains Wan 2.1 and 2.2 (Wan team 2025), text to video: one network, two experts by noise level,
+or a time for every token."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from mmrl.policies.diffusion.video_pipeline import VideoFolderPolicy, own_sigmas
 
 
 class Experts(nn.Module):
-    """Two networks in turn: ``transformer`` above the boundary, ``transformer_2`` below, row by
-    row.
+    """Runs one of two networks for every row: ``transformer`` above the boundary time,
+    ``transformer_2`` below.
 
     A pass may need one of them only. Sharded by FSDP2, all processes run those that any of them
     needs, in one order, since gathering weights and reducing gradients are collective calls. As
-    copies (DDP) a pass leaves weights out, which ``Wan.find_unused_parameters`` tells the wrapper.
+    copies (DDP) a pass leaves weights out, which ``Wan.find_unused_parameters`` announces to the
+    wrapper.
     """
 
     def __init__(self, high: nn.Module, low: nn.Module, boundary: float):
@@ -39,7 +40,7 @@ class Experts(nn.Module):
         self.config = high.config
 
     def add_adapter(self, config: Any) -> None:
-        """The same kind of adapter on each."""
+        """Add the same kind of adapter to each expert."""
         self.transformer.add_adapter(config)
         self.transformer_2.add_adapter(config)
 
@@ -49,7 +50,7 @@ class Experts(nn.Module):
 
     @property
     def _no_split_modules(self) -> list[str]:
-        """Names of the blocks that FSDP2 wraps one by one; without, it would gather both experts at
+        """Name the blocks that FSDP2 wraps one by one; without, it would gather both experts at
         once."""
         return list(getattr(self.transformer, "_no_split_modules", None) or [])
 
@@ -102,9 +103,10 @@ class Wan(VideoFolderPolicy):
         guidance_scale_2: Annotated[float, Ge(0)] | None = None,
         **options: Any,
     ):
-        """text_length: tokens of the text encoder. guidance_scale_2: the guidance scale of the
-        second expert of Wan 2.2 A14B, which has the less noisy times; None: ``guidance`` is that of
-        both. At ``guidance`` 1 there is none at all."""
+        """Extend the options of ``VideoFolderPolicy``. text_length: tokens of the text encoder.
+        guidance_scale_2: the guidance scale of the second expert of Wan 2.2 A14B, which has the
+        less noisy times; None: ``guidance_scale`` is that of both. At ``guidance_scale`` 1 neither
+        is guided."""
         self.text_length = text_length
         self.guidance_scale_2 = guidance_scale_2
         super().__init__(path, **options)
@@ -114,7 +116,7 @@ class Wan(VideoFolderPolicy):
             )
 
     def strength(self, point: Point, scale: float) -> float | Tensor:
-        """Each expert has its own where they were not told otherwise."""
+        """Return the guidance scale of each row's expert, unless one scale is set for both."""
         if self.guidance_scale_2 is None or point.guidance is not None:
             return scale
         high, low = point.state.new_tensor([scale, self.guidance_scale_2])
@@ -124,7 +126,7 @@ class Wan(VideoFolderPolicy):
 
     @contextmanager
     def evaluating(self, guidance: float | None = None) -> Iterator[None]:
-        """As every family; a guidance scale that is given is that of both experts."""
+        """Sample as every family evaluates; a guidance scale given here is that of both experts."""
         before = self.guidance_scale_2
         self.guidance_scale_2 = before if guidance is None else None
         try:
@@ -140,7 +142,7 @@ class Wan(VideoFolderPolicy):
         return (config.z_dim, self.latent_frames(config.scale_factor_temporal), *sides)
 
     def load_network(self) -> nn.Module:
-        """Both experts of a folder that has two."""
+        """Load the network; both experts of a folder that has two."""
         index = diffusers_folder.index(self.place)
         self.own_scheduler = index["scheduler"][1]
         high = super().load_network()
@@ -167,15 +169,16 @@ class Wan(VideoFolderPolicy):
 
     @property
     def find_unused_parameters(self) -> bool:
-        """A pass holds one time, so it may need one expert only."""
+        """Tell whether a pass may leave weights out: it holds one time, so it may need one expert
+        only."""
         return self.two
 
     def conditions(self, cond: dict[str, Any]) -> dict[str, Tensor]:
         return {"encoder_hidden_states": cond["text"]}
 
     def network_inputs(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """What the network sees of latents at timesteps t [B]: Wan 2.2 TI2V has a time for every
-        token."""
+        """Return what the network sees of latents at timesteps t [B]: Wan 2.2 TI2V has a time for
+        every token."""
         if not self.expand:
             return x, t
         _, *patch = self.config.patch_size
@@ -196,7 +199,7 @@ class Wan(VideoFolderPolicy):
         return ("transformer_2",)
 
     def export(self, folder: Path) -> None:
-        """As every family; both experts of a folder that has two."""
+        """Write the weights as every family does; both experts of a folder that has two."""
         if not self.two:
             return super().export(folder)
         import diffusers

@@ -1,5 +1,5 @@
-"""Image to video with Wan's network: Wan 2.1 (with CLIP embeddings) and 2.2, and SkyReels-V2 (Chen
-et al. 2025)."""
+"""Trains image to video with Wan's network: Wan 2.1 (with CLIP embeddings) and 2.2, and SkyReels-V2
+(Chen et al. 2025)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Z-Image (Z-Image team 2025): a single-stream transformer that counts time from noise to data."""
+"""Trains Z-Image (Z-Image team 2025): a single-stream transformer that counts time from noise to
+data."""
 
 from __future__ import annotations
 
@@ -29,9 +30,9 @@ class ZImage(FolderPolicy):
         text_length: Annotated[int, Ge(1)] = 512,
         **options: Any,
     ):
-        """normalise: the most a guided velocity may be longer than the conditional one, as a factor
-        (the pipeline's ``cfg_normalization``); 0: no limit. text_length: tokens. ``guidance`` is
-        the pipeline's scale plus 1."""
+        """Extend the options of ``FolderPolicy``. normalise: the most a guided velocity may be
+        longer than the conditional one, as a factor (the pipeline's ``cfg_normalization``); 0: no
+        limit. text_length: tokens. ``guidance_scale`` is the pipeline's scale plus 1."""
         self.normalise = normalise
         self.text_length = text_length
         super().__init__(path, **options)
@@ -50,8 +51,8 @@ class ZImage(FolderPolicy):
         return stepwise_grid(self.place, self.tokens())
 
     def velocity(self, x: Tensor, t: Tensor, cond: dict[str, Any]) -> Tensor:
-        """The network takes lists, the time from noise (0) to data (1), and gives data minus
-        noise."""
+        """Compute the velocity by a network that takes lists and the time from noise (0) to data
+        (1), and returns data minus noise."""
         captions = [text[mask] for text, mask in zip(self.cast(cond["text"]), cond["mask"])]
         outputs = self.active()(
             list(self.cast(x)[:, :, None].unbind()), 1 - t, captions, return_dict=False

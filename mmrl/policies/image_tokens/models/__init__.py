@@ -1,1 +1,1 @@
-"""One file a family of models that write images as tokens."""
+"""Holds one file for each family of models that write images as tokens."""

@@ -1,8 +1,9 @@
-"""Emu3 (Wang et al. 2024, arXiv 2409.18869) as an image generator, by transformers' own classes.
+"""Trains Emu3 (Wang et al. 2024, arXiv 2409.18869) as an image generator, by transformers' own
+classes.
 
-An image is H rows of W tokens, each row closed by a token that says so. Row ends are known, so they
-are no decisions: they go through the network with the token before them, are never drawn and never
-scored. Everything else may only be a visual token, in sampling and in the score.
+An image is H rows of W tokens, each row closed by an end token. Row ends are known, so they are no
+decisions: they go through the network with the token before them, are never drawn and never scored.
+Everything else may only be a visual token, in sampling and in the score.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 
 class Emu3Net(causal.CausalImageNet):
-    """An Emu3ForConditionalGeneration that reads text and writes the visual tokens of H x W images
-    by their number."""
+    """Wraps an Emu3ForConditionalGeneration that reads text and writes the visual tokens of H x W
+    images by their number."""
 
     def __init__(self, hf: nn.Module, grid: tuple[int, int]):
         super().__init__(hf)
@@ -51,7 +52,8 @@ class Emu3Net(causal.CausalImageNet):
         return self.hf.model.text_model
 
     def step(self, ids: Tensor, state: causal.State) -> Tensor:
-        """A row's last token and its end go through the network together."""
+        """Return hidden states of the next token; a row's last token and its end go through the
+        network together."""
         state.count += 1
         tokens = self.visual[ids]
         if state.count % self.grid[1] == 0:
@@ -104,10 +106,10 @@ class Emu3(ImageTokenPolicy):
         guidance_scale: float = 3.0,
         **options: Any,
     ):
-        """path: folder or hub id. size: pixels, the square root of the area. ratio: width to
-        height. negative: the unconditional prompt, what the image should not be. suffix: words
-        behind every prompt. dtype: of the weights. attention: the kernel. lora: adapters in the
-        text model."""
+        """Load the model. path: folder or hub id. size: pixels, the square root of the area. ratio:
+        width to height. negative: the unconditional prompt, what the image should not be. suffix:
+        words behind every prompt. dtype: of the weights. attention: the kernel. lora: adapters in
+        the text model."""
         self.place = locate(path)
         hf, self.processor = _loaded(
             self.place, getattr(torch, dtype), of_transformers(available(attention))
@@ -148,7 +150,7 @@ class Emu3(ImageTokenPolicy):
         return causal.padded(cond, self.pad, least)
 
     def empty(self, inputs: Inputs) -> Inputs:
-        """The negative prompt, with the same size and start of an image behind it."""
+        """Encode the negative prompt, with the same size and start of an image behind it."""
         rows, length = inputs["ids"].shape
         short = max(0, length - self.negative.shape[1])
         negative = {
@@ -172,7 +174,7 @@ class Emu3(ImageTokenPolicy):
         return 2 * (x * std + mean) - 1
 
     def export(self, folder: Path) -> None:
-        """The whole model, or its adapter, with the processor, as transformers reads it."""
+        """Save the whole model, or its adapter, with the processor, as transformers reads it."""
         self.net.hf.save_pretrained(folder)
         self.processor.save_pretrained(folder)
 
@@ -190,7 +192,7 @@ def _ratio(ratio: str) -> str:
 
 
 def _targets(hf: nn.Module, ends: Any) -> list[str]:
-    """Names of the text model's linear layers that end like one of ``ends``."""
+    """Name the text model's linear layers that end like one of ``ends``."""
     linear = [
         n for n, m in hf.named_modules() if isinstance(m, nn.Linear) and ".text_model." in f".{n}"
     ]

@@ -1,8 +1,8 @@
-"""GLM-Image's token prior: a GLM that draws a small image and then the large one as tokens, for a
-diffusion decoder.
+"""Trains GLM-Image's token prior: a GLM that draws a small image and then the large one as tokens,
+for a diffusion decoder.
 
 The autoregressive part is trained, by transformers' own class; diffusers' pipeline makes pixels of
-its tokens, with noise that is keyed by the row and so belongs to the reward. Positions have three
+its tokens, with noise keyed by the row, which counts as part of the reward. Positions have three
 axes: a text token stands at (p, p, p), the token at row i and column j of an image that begins at q
 stands at (q, q + i, q + j).
 """
@@ -37,8 +37,8 @@ NOISE = 16  # step of the keyed noise that the decoder begins with
 
 
 class GlmNet(causal.CausalImageNet):
-    """A GlmImageForConditionalGeneration that writes images of these ``grids`` (H, W), one after
-    the other."""
+    """Wraps a GlmImageForConditionalGeneration that writes images of these ``grids`` (H, W), one
+    after the other."""
 
     def __init__(self, hf: nn.Module, grids: Sequence[tuple[int, int]]):
         super().__init__(hf)
@@ -75,8 +75,8 @@ class GlmNet(causal.CausalImageNet):
         return hidden[:, inputs["ids"].shape[1] - 1 :]
 
     def vocabulary(self, hidden: Tensor) -> Tensor:
-        """Of the tokens of images alone: the head has some for their beginnings and ends
-        besides."""
+        """Compute the logits of image tokens alone: the head also has tokens for the beginnings and
+        ends of images."""
         return F.linear(hidden, self.hf.lm_head.weight[: self.vocab])
 
     def add_adapter(self, config: Any) -> None:
@@ -102,9 +102,9 @@ class GlmImage(ImageTokenPolicy):
         lora: Lora | int | None = None,
         **options: Any,
     ):
-        """path: folder or hub id. size: pixels, one side or [height, width], multiples of 32.
-        steps, decoder_guidance: of the diffusion decoder, which is not trained. dtype: of the
-        weights. attention: the kernel. lora: adapters in the language model."""
+        """Load the model. path: folder or hub id. size: pixels, one side or [height, width],
+        multiples of 32. steps, decoder_guidance: of the diffusion decoder, which is not trained.
+        dtype: of the weights. attention: the kernel. lora: adapters in the language model."""
         self.place = locate(path)
         height, width = (size, size) if isinstance(size, int) else size
         if height % 32 or width % 32:
@@ -148,8 +148,8 @@ class GlmImage(ImageTokenPolicy):
 
     @torch.no_grad()
     def decode(self, rollout: Rollout) -> Media:
-        """The large images' tokens, each four times, as the diffusion decoder wants them; its noise
-        is keyed by row."""
+        """Decode the large images' tokens, each repeated four times as the diffusion decoder takes
+        them; its noise is keyed by row."""
         height, width = self.large
         ids = rollout.sample[:, -height * width :].view(-1, height, width)
         ids = ids.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
@@ -177,8 +177,8 @@ class GlmImage(ImageTokenPolicy):
         return torch.cat(images_by_part)
 
     def export(self, folder: Path) -> None:
-        """The language model, or its adapter, as the folder's ``vision_language_encoder``, with the
-        processor."""
+        """Save the language model, or its adapter, as the folder's ``vision_language_encoder``,
+        with the processor."""
         self.net.hf.save_pretrained(folder / "vision_language_encoder")
         self.processor.save_pretrained(folder / "processor")
 
@@ -195,7 +195,7 @@ class GlmImage(ImageTokenPolicy):
 
 
 def _targets(hf: nn.Module, ends: Any) -> list[str]:
-    """Names of the language model's linear layers that end like one of ``ends``."""
+    """Name the language model's linear layers that end like one of ``ends``."""
     linear = [
         n
         for n, m in hf.named_modules()

@@ -1,8 +1,8 @@
-"""ImageGPT (Chen et al. 2020, "Generative pretraining from pixels"): small images of nobody's
-asking, pixel by pixel.
+"""Trains ImageGPT (Chen et al. 2020, "Generative pretraining from pixels"): small unconditional
+images, pixel by pixel.
 
-Every token is a pixel's colour out of 512. There is no prompt, and so no guidance: what prompts say
-only rewards read.
+Every token is a pixel's colour out of 512. There is no prompt, and so no guidance: only rewards
+read the prompts.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Storage = Literal["float32", "bfloat16", "float16"]
 
 
 class ImageGPTNet(causal.CausalImageNet):
-    """An ImageGPTForCausalImageModeling. Inputs: ``ids`` [P, 1], the token that begins an image,
-    and its mask."""
+    """Wraps an ImageGPTForCausalImageModeling. Inputs: ``ids`` [P, 1], the token that begins an
+    image, and its mask."""
 
     def __init__(self, hf: nn.Module):
         super().__init__(hf)
@@ -61,8 +61,8 @@ class ImageGPT(ImageTokenPolicy):
     not_options = ("net", "guidance_scale", "logprob_guidance", "attention", "compile")
 
     def __init__(self, path: str, dtype: Storage = "float32", **options: Any):
-        """path: folder or hub id, with the clusters of its image processor. dtype: of the
-        weights."""
+        """Load the model. path: folder or hub id, with the clusters of its image processor. dtype:
+        of the weights."""
         self.place = locate(path)
         hf, self.processor = _loaded(self.place, getattr(torch, dtype))
         side = round(hf.config.n_positions**0.5)
@@ -97,7 +97,8 @@ class ImageGPT(ImageTokenPolicy):
         )
 
     def export(self, folder: Path) -> None:
-        """The whole model, or its adapter, with the image processor, as transformers reads it."""
+        """Save the whole model, or its adapter, with the image processor, as transformers reads
+        it."""
         self.net.hf.save_pretrained(folder)
         self.processor.save_pretrained(folder)
 

@@ -1,5 +1,5 @@
-"""Janus and Janus-Pro (Wu et al. 2024; Chen et al. 2025) as image generators, by transformers' own
-classes."""
+"""Trains Janus and Janus-Pro (Wu et al. 2024; Chen et al. 2025) as image generators, by
+transformers' own classes."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from mmrl.policies.vlm import caches
 from mmrl.policies.vlm.families import modules_of
 
 Storage = Literal["float32", "bfloat16", "float16"]
-# no gradient comes there
+# parts that receive no gradient
 UNDERSTANDING = ("model.vision_model.", "model.aligner.", "model.vqmodel.", "lm_head.")
 GENERATION = ("model.generation_embeddings.", "model.generation_aligner.", "model.generation_head.")
 
 
 @dataclass
 class _State:
-    """B rows in the making."""
+    """Holds the decoding state of B rows."""
 
     rooms: Rooms
     padding: Tensor | None  # [B, n] bool, False where the prompt is padded; None: nowhere
@@ -42,7 +42,7 @@ class _State:
 
 
 class JanusNet(ImageNet):
-    """A JanusForConditionalGeneration that reads text and writes image tokens."""
+    """Wraps a JanusForConditionalGeneration that reads text and writes image tokens."""
 
     def __init__(self, hf: nn.Module):
         super().__init__()
@@ -116,8 +116,8 @@ class JanusNet(ImageNet):
         return self.affine(self.lift(hidden))
 
     def picture(self, ids: Tensor) -> Tensor:
-        """[B, 3, H, W] in -1..1 of ids [B, T]; a pass of the network, since sharded weights are
-        gathered for one."""
+        """Decode ids [B, T] to images [B, 3, H, W] in -1..1, by a pass of the network, since
+        sharded weights are gathered for one."""
         return self.hf.model.vqmodel.decode(ids)
 
     def enable_gradient_checkpointing(self) -> None:
@@ -144,9 +144,9 @@ class Janus(ImageTokenPolicy):
         lora: Lora | int | None = None,
         **options: Any,
     ):
-        """path: folder or hub id. dtype: of the weights. attention: auto, xformers, sdpa or flash
-        (the package flash-attn). train: the language model alone, or with it embeddings, aligner
-        and head of image tokens. lora: adapters in the language model."""
+        """Load the model. path: folder or hub id. dtype: of the weights. attention: auto, xformers,
+        sdpa or flash (the package flash-attn). train: the language model alone, or with it
+        embeddings, aligner and head of image tokens. lora: adapters in the language model."""
         self.place = locate(path)
         hf, self.processor = _loaded(
             self.place, getattr(torch, dtype), of_transformers(available(attention))
@@ -163,7 +163,8 @@ class Janus(ImageTokenPolicy):
         self.bos, self.pad, self.start = self._special()
 
     def _special(self) -> tuple[int, int, int]:
-        """Ids of the first token, of padding, and of the token after which an image begins."""
+        """Look up the ids of the first token, of padding, and of the token after which an image
+        begins."""
         generation = self.net.hf.generation_config
         tok = self.processor.tokenizer
         start = (getattr(generation, "generation_kwargs", None) or {}).get("boi_token_id")
@@ -194,8 +195,8 @@ class Janus(ImageTokenPolicy):
         return causal.padded(cond, self.pad)
 
     def empty(self, inputs: Inputs) -> Inputs:
-        """As the model was trained: every token but the first and the image's start is padding that
-        is attended to."""
+        """Make the unconditional inputs as in the model's training: every token but the first and
+        the image's start is padding that is attended to."""
         ids = inputs["ids"]
         return inputs | {"ids": torch.where((ids == self.bos) | (ids == self.start), ids, self.pad)}
 
@@ -203,13 +204,13 @@ class Janus(ImageTokenPolicy):
         return self.net("picture", ids)
 
     def export(self, folder: Path) -> None:
-        """The whole model, or its adapter, with the processor, as transformers reads it."""
+        """Save the whole model, or its adapter, with the processor, as transformers reads it."""
         self.net.hf.save_pretrained(folder)
         self.processor.save_pretrained(folder)
 
 
 def _targets(hf: nn.Module, ends: Any) -> list[str]:
-    """Names of the language model's linear layers that end like one of ``ends``; all for None."""
+    """Name the language model's linear layers that end like one of ``ends``; all for None."""
     names = [name for name in modules_of(hf, "language") if ".language_model." in name]
     return ending_like(names, ends, "language model")
 

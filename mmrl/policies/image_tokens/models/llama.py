@@ -1,5 +1,5 @@
-"""One token through a Llama of transformers: its own layers, without the masks, caches and dispatch
-of a whole pass."""
+"""Passes one token through a Llama of transformers by its own layers, without the masks, caches and
+dispatch of a whole pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ Rope = tuple[Tensor, Tensor]
 
 
 def rotations(model: nn.Module, like: Tensor, first: Tensor, count: int) -> Rope:
-    """Of ``count`` positions from ``first`` [B] on; one row where all begin at one place."""
+    """Return the rotations of ``count`` positions from ``first`` [B] on; one row where all begin at
+    one place."""
     first = first[:1] if bool((first == first[0]).all()) else first
     places = first[:, None] + torch.arange(count, device=first.device)
     cos, sin = model.rotary_emb(like, position_ids=places)
@@ -33,8 +34,8 @@ def token(
     rooms: Rooms | list[KV],
     kernel: Kernel,
 ) -> Tensor:
-    """[B, 1, H] what the head reads, of inputs x [B, 1, H]; their keys and values go to
-    ``place``."""
+    """Return the hidden states [B, 1, H] for the head, from inputs x [B, 1, H]; writes their keys
+    and values at ``place``."""
     for layer, room in zip(model.layers, rooms, strict=True):
         # FSDP2 gathers the weights of a layer that is called, ours is not
         sharded = hasattr(layer, "unshard")
@@ -63,7 +64,7 @@ def _layer(
 
 
 def _turned(x: Tensor, rope: Rope) -> Tensor:
-    """Rotary positions (Su et al. 2021), the two halves of a head being the parts of its complex
-    numbers."""
+    """Apply rotary positions (Su et al. 2021), the two halves of a head being the parts of its
+    complex numbers."""
     a, b = x.chunk(2, -1)
     return torch.addcmul(x * rope[0], torch.cat([b, a], -1), rope[1])

@@ -1,5 +1,5 @@
-"""LlamaGen (Sun et al. 2024, arXiv 2406.06525): images of classes or texts by a Llama over VQ
-tokens."""
+"""Trains LlamaGen (Sun et al. 2024, arXiv 2406.06525): images of classes or texts by a Llama over
+VQ tokens."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ class LlamaGen(ImageTokenPolicy):
         guidance_scale: float = 4.0,
         **options: Any,
     ):
-        """path: the transformer's checkpoint, or a folder as exported. vq: the tokenizer's
-        checkpoint. size: pixels a side, 256 unless the folder says otherwise. heads: None is the
-        published number for its width. text_encoder: T5, for a text-conditional one.
-        text_encoder_placement: where it goes after use. dtype: of the transformer."""
+        """Load the transformer and its tokenizer. path: the transformer's checkpoint, or a folder
+        as exported. vq: the tokenizer's checkpoint. size: pixels a side, 256 unless the folder says
+        otherwise. heads: None is the published number for its width. text_encoder: T5, for a
+        text-conditional one. text_encoder_placement: where it goes after use. dtype: of the
+        transformer."""
         place = checkpoints.find(path)
         if place.is_dir():
             vq = vq or str(place / "vq.safetensors")
@@ -93,8 +94,8 @@ class LlamaGen(ImageTokenPolicy):
         return labels_of(prompts, self.net.shape.classes)
 
     def empty(self, inputs: Inputs) -> Inputs:
-        """The class of no class; or the learnt text, where the prompt's mask stays, as in the
-        published sampler."""
+        """Make the unconditional inputs: the null class, or the learnt text, where the prompt's
+        mask stays, as in the published sampler."""
         if self.net.shape.classes:
             return {"label": torch.full_like(inputs["label"], self.net.shape.classes)}
         text = self.net.cls_embedding.uncond_embedding.expand(len(inputs["text"]), -1, -1)
@@ -107,8 +108,8 @@ class LlamaGen(ImageTokenPolicy):
         return t5.encode(texts, self.net.shape.condition, device)
 
     def export(self, folder: Path) -> None:
-        """Transformer (adapters added to it) and tokenizer under their published names, with what
-        names do not tell."""
+        """Save the transformer (adapters added to it) and the tokenizer under their published
+        names, with the settings that names do not show."""
         checkpoints.save(merged(self.net), folder / "gpt.safetensors")
         checkpoints.save(self.vq.state_dict(), folder / "vq.safetensors")
         (folder / "config.json").write_text(
@@ -117,7 +118,7 @@ class LlamaGen(ImageTokenPolicy):
 
 
 class _T5:
-    """Text features as LlamaGen was trained on, moved behind their padding."""
+    """Encodes texts to features as LlamaGen was trained on them, moved behind their padding."""
 
     def __init__(self, place: str):
         from transformers import AutoTokenizer, T5EncoderModel
@@ -134,7 +135,7 @@ class _T5:
         self.model.to(device)
 
     def encode(self, texts: list[str], length: int, device: torch.device) -> dict[str, Tensor]:
-        """``text`` [n, length, features] and ``mask`` [n, length] bool."""
+        """Return ``text`` [n, length, features] and ``mask`` [n, length] bool."""
         batch = self.tokenizer(
             texts,
             padding="max_length",
@@ -155,7 +156,7 @@ class _T5:
 
 
 def shape_of(published: checkpoints.Published, file: str, grid: int, heads: int | None) -> Shape:
-    """The architecture of a checkpoint, told by its shapes; heads by its width."""
+    """Infer the architecture of a checkpoint from its shapes; the heads from its width."""
     vocab, dim = checkpoints.need(published, "tok_embeddings.weight", file).shape
     feed = checkpoints.need(published, "layers.0.feed_forward.w1.weight", file).shape[0]
     layers = checkpoints.count(published, "layers.{}.")
@@ -168,7 +169,7 @@ def shape_of(published: checkpoints.Published, file: str, grid: int, heads: int 
 
 
 def labels_of(prompts: list[Prompt], classes: int) -> list[int]:
-    """The class of every prompt. UserError names the first that has none."""
+    """Return the class of every prompt. UserError names the first that has none."""
     for i, prompt in enumerate(prompts):
         label = prompt.get("label")
         if not isinstance(label, int) or isinstance(label, bool) or not 0 <= label < classes:

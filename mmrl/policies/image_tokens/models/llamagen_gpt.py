@@ -1,5 +1,5 @@
-"""LlamaGen's transformer (Sun et al. 2024, arXiv 2406.06525), under its published names: GPT-B to
-GPT-7B.
+"""Builds LlamaGen's transformer (Sun et al. 2024, arXiv 2406.06525), under its published names:
+GPT-B to GPT-7B.
 
 As published, the condition's queries and keys are zero: its positions have no rotation but the
 factor 0, so what an image token sees of it are its values only, each with weight exp(0) before the
@@ -22,8 +22,8 @@ from mmrl.policies.image_tokens.network import ImageNet, Inputs, widened
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a transformer. ``classes`` > 0 is class-conditional, else text-conditional with
-    ``caption`` features."""
+    """Sets the sizes of a transformer. ``classes`` > 0 is class-conditional, else text-conditional
+    with ``caption`` features."""
 
     dim: int
     layers: int
@@ -71,8 +71,8 @@ class Attention(nn.Module):
         room: KV | None = None,
         place: Place | None = None,
     ) -> tuple[Tensor, KV]:
-        """``rope`` [n, D / 2, 2]; ``mask`` [B, 1, n, S] bool or None: causal; ``room`` is written
-        at ``place``."""
+        """Attend by ``rope`` [n, D / 2, 2] and ``mask`` [B, 1, n, S] bool or None: causal; ``room``
+        is written at ``place``."""
         q, k, v = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in self.wqkv(x).chunk(3, -1)
@@ -121,7 +121,7 @@ class Block(nn.Module):
 
 
 class ClassEmbedding(nn.Module):
-    """Of labels [B]; the last row stands for no class."""
+    """Embeds labels [B]; the last row stands for no class."""
 
     def __init__(self, shape: Shape):
         super().__init__()
@@ -132,7 +132,7 @@ class ClassEmbedding(nn.Module):
 
 
 class CaptionEmbedding(nn.Module):
-    """Of text features [B, n, caption]."""
+    """Embeds text features [B, n, caption]."""
 
     def __init__(self, shape: Shape):
         super().__init__()
@@ -147,8 +147,8 @@ class CaptionEmbedding(nn.Module):
 
 
 class LlamaGenGPT(ImageNet):
-    """Inputs: ``label`` [B], or ``text`` [B, n, caption] with ``mask`` [B, n] bool, padded on the
-    left."""
+    """Implements LlamaGen's GPT. Inputs: ``label`` [B], or ``text`` [B, n, caption] with ``mask``
+    [B, n] bool, padded on the left."""
 
     _no_split_modules = ["Block"]
 
@@ -217,7 +217,7 @@ class LlamaGenGPT(ImageNet):
         self.checkpointing = True
 
     def _rope(self, start: int, end: int, like: Tensor) -> Tensor:
-        """[n, D / 2, 2] cosines and sines of positions start..end - 1."""
+        """Return cosines and sines of positions start..end - 1, [n, D / 2, 2]."""
         kind = like.device, torch.promote_types(like.dtype, torch.float32)
         if kind not in self.ropes:  # moved once, not at every token
             with torch.inference_mode(False):
@@ -231,17 +231,16 @@ class LlamaGenGPT(ImageNet):
 def token(
     net: LlamaGenGPT, x: Tensor, rope: Tensor, mask: Tensor | None, place: Place, rooms: list[KV]
 ) -> Tensor:
-    """[B, 1, H] what the head reads, of inputs x [B, 1, H]; their keys and values go to
-    ``place``."""
+    """Return the hidden states [B, 1, H] for the head, from inputs x [B, 1, H]; writes their keys
+    and values at ``place``."""
     for layer, room in zip(net.layers, rooms, strict=True):
         x, _ = layer(x, rope, mask, net.kernel, room, place)
     return net.norm(x)
 
 
 def rotations(grid: int, dim: int, condition: int) -> Tensor:
-    """[condition + grid^2, dim / 2, 2]: the first half of a head turns with the row, the second
-    with the column; base
-    10000. Positions of the condition have 0 and 0."""
+    """Return [condition + grid^2, dim / 2, 2]: the first half of a head turns with the row, the
+    second with the column; base 10000. Positions of the condition have 0 and 0."""
     rates = 10000.0 ** (-torch.arange(0, dim // 2, 2)[: dim // 4].float() / (dim // 2))
     angles = torch.outer(torch.arange(grid).float(), rates)  # [grid, dim / 4]
     row = angles[:, None].expand(-1, grid, -1)
@@ -252,15 +251,15 @@ def rotations(grid: int, dim: int, condition: int) -> Tensor:
 
 
 def rotated(x: Tensor, rope: Tensor) -> Tensor:
-    """[B, heads, n, D], adjacent numbers being the parts of one complex number."""
+    """Rotate [B, heads, n, D], adjacent numbers being the parts of one complex number."""
     a, b = x.to(rope).unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = rope.unbind(-1)
     return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2).to(x.dtype)
 
 
 def causal(mask: Tensor, length: int) -> Tensor:
-    """[B, 1, length, length] bool: nothing later, no padding, and always oneself (of padding, whose
-    row would be empty), for a condition's mask [B, n]."""
+    """Make the causal mask [B, 1, length, length] bool for a condition's mask [B, n]: nothing
+    later, no padding, and always the token itself, since the row of padding would be empty."""
     keys = F.pad(mask.bool(), (0, length - mask.shape[1]), value=True)[:, None, None]
     whole = torch.ones(length, length, dtype=torch.bool, device=mask.device)
     return keys & whole.tril() | torch.eye(length, dtype=torch.bool, device=mask.device)

@@ -1,5 +1,5 @@
-"""LlamaGen's image tokenizer (Sun et al. 2024, arXiv 2406.06525), under its published names: VQ-16,
-VQ-8."""
+"""Builds LlamaGen's image tokenizer (Sun et al. 2024, arXiv 2406.06525), under its published names:
+VQ-16, VQ-8."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mmrl.policies.image_tokens.models.vq_parts import Attention, Down, Residual
 
 
 class _Level(nn.Module):
-    """Residual blocks of one resolution, attention behind each at the lowest, and the way to the
-    next."""
+    """Stacks the residual blocks of one resolution, attention after each at the lowest, and the
+    resampling to the next."""
 
     def __init__(
         self, inside: int, outside: int, depth: int, attention: bool, move: type[nn.Module] | None
@@ -98,12 +98,12 @@ class _Quantizer(nn.Module):
             self.register_buffer("codebook_used", torch.zeros(used))  # a statistic of its training
 
     def codebook(self) -> Tensor:
-        """[V, D] of length 1."""
+        """Return the codebook [V, D], its entries of length 1."""
         return F.normalize(self.embedding.weight, dim=-1)
 
 
 class LlamaGenVQ(nn.Module):
-    """Images [B, 3, H, W] in -1..1 to ids and back; a latent is ``factor`` pixels wide."""
+    """Maps images [B, 3, H, W] in -1..1 to ids and back; a latent is ``factor`` pixels wide."""
 
     def __init__(
         self,
@@ -124,20 +124,20 @@ class LlamaGenVQ(nn.Module):
         self.post_quant_conv = nn.Conv2d(dim, z, 1)
 
     def encode(self, images: Tensor) -> Tensor:
-        """[B, T] ids, row by row."""
+        """Return ids [B, T], row by row."""
         z = self.quant_conv(self.encoder(images))
         flat = F.normalize(z.permute(0, 2, 3, 1).flatten(0, 2), dim=-1)
         return nearest(flat, self.quantize.codebook()).view(len(images), -1)
 
     def decode(self, ids: Tensor) -> Tensor:
-        """[B, 3, H, W] of ids [B, T] of a square."""
+        """Return images [B, 3, H, W] of the ids [B, T] of a square."""
         side = round(ids.shape[1] ** 0.5)
         z = self.quantize.codebook()[ids].transpose(1, 2).unflatten(2, (side, side))
         return self.decoder(self.post_quant_conv(z))
 
     @classmethod
     def like(cls, weights: Published, file: str) -> LlamaGenVQ:
-        """The architecture that fits a checkpoint, told by its shapes."""
+        """Build the architecture that fits a checkpoint, inferred from its shapes."""
         ch = need(weights, "encoder.conv_in.weight", file).shape[0]
         levels = count(weights, "encoder.conv_blocks.{}.")
         mult = [

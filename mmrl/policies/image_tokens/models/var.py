@@ -1,4 +1,4 @@
-"""VAR (Tian et al. 2024, arXiv 2404.02905): images of classes, a scale at a time."""
+"""Trains VAR (Tian et al. 2024, arXiv 2404.02905): images of classes, one scale after another."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class VAR(ImageTokenPolicy):
         guidance_scale: float = 2.5,
         **options: Any,
     ):
-        """path: the transformer's checkpoint, or a folder as exported. vae: the VQ-VAE's
-        checkpoint. scale_alpha: each token's loss weighs (h w)^-alpha of its scale. branch_at: the
-        first so many scales are drawn once for ``branches`` samples (None: every sample by itself).
-        dtype: of the transformer. guidance_scale: at the last scale, growing from 1 at the first;
-        it is 1 + the published cfg."""
+        """Load the transformer and its VQ-VAE. path: the transformer's checkpoint, or a folder as
+        exported. vae: the VQ-VAE's checkpoint. scale_alpha: each token's loss weighs (h w)^-alpha
+        of its scale. branch_at: the first so many scales are drawn once for ``branches`` samples
+        (None: every sample by itself). dtype: of the transformer. guidance_scale: at the last
+        scale, growing from 1 at the first; it is 1 + the published cfg."""
         place = checkpoints.find(path)
         file = place / "var.safetensors" if place.is_dir() else place
         vae = vae or (str(place / "vae.safetensors") if place.is_dir() else None)
@@ -88,8 +88,8 @@ class VAR(ImageTokenPolicy):
         return {"label": torch.full_like(inputs["label"], self.net.shape.classes)}
 
     def scales(self, guidance: float) -> Tensor:
-        """[T] from 1 at the first scale to ``guidance`` at the last: (1 + t) z_c - t z_u, t = cfg k
-        / (K - 1)."""
+        """Return the guidance scales [T], from 1 at the first scale to ``guidance_scale`` at the
+        last: (1 + t) z_c - t z_u, t = cfg k / (K - 1)."""
         turns = self.net.turns
         steps = 1 + (guidance - 1) * torch.arange(len(turns)) / max(len(turns) - 1, 1)
         return steps.repeat_interleave(torch.tensor(turns))
@@ -116,7 +116,8 @@ class VAR(ImageTokenPolicy):
         return grow(self, cond, group, row, rng, self.branch_at, self.branches)
 
     def path(self, rollout: Rollout) -> Iterator[Point]:
-        """A decision that several rows share is in the mask of one and counts for all of them."""
+        """Yield the recorded decisions; one that several rows share is in the mask of one and
+        counts for all of them."""
         for point in super().path(rollout):
             weight = self.weight
             if self.branch_at is not None:
@@ -133,13 +134,14 @@ class VAR(ImageTokenPolicy):
         return self.vae.to(ids.device).decode(ids)
 
     def export(self, folder: Path) -> None:
-        """Transformer (adapters added to it) and VQ-VAE under their published names."""
+        """Save the transformer (adapters added to it) and the VQ-VAE under their published
+        names."""
         checkpoints.save(merged(self.net), folder / "var.safetensors")
         checkpoints.save(self.vae.state_dict(), folder / "vae.safetensors")
 
 
 def shape_of(published: checkpoints.Published, file: str) -> Shape:
-    """The architecture of a checkpoint, told by its shapes."""
+    """Infer the architecture of a checkpoint from its shapes."""
     classes, width = checkpoints.need(published, "class_emb.weight", file).shape
     vocab = published["head.weight"].shape[0]
     latent = published["word_embed.weight"].shape[1]

@@ -1,5 +1,5 @@
-"""VAR's transformer (Tian et al. 2024, arXiv 2404.02905), under its published names: VAR-d16 to
-VAR-d36.
+"""Builds VAR's transformer (Tian et al. 2024, arXiv 2404.02905), under its published names: VAR-d16
+to VAR-d36.
 
 All tokens of a scale are drawn at once, given the image of the scales before it. Labels are never
 dropped, unlike in the published forward pass, which drops them in evaluation too.
@@ -24,7 +24,8 @@ from mmrl.policies.image_tokens.network import ImageNet, Inputs, widened
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a transformer; ``shared``: one layer makes the modulation of all blocks (d36)."""
+    """Sets the sizes of a transformer; ``shared``: one layer makes the modulation of all blocks
+    (d36)."""
 
     width: int
     depth: int
@@ -47,7 +48,7 @@ class _State:
 
 
 class Attention(nn.Module):
-    """Queries and keys of length 1, a learnt temperature for every head."""
+    """Attends with queries and keys of length 1 and a learnt temperature for every head."""
 
     def __init__(self, shape: Shape):
         super().__init__()
@@ -67,7 +68,7 @@ class Attention(nn.Module):
         room: KV | None = None,
         place: Place | None = None,
     ) -> Tensor:
-        """``room`` holds the scales before and is written at ``place``."""
+        """Attend to x and the earlier scales in ``room``, which is written at ``place``."""
         qkv = self.mat_qkv(x) + torch.cat([self.q_bias, self.zero_k_bias, self.v_bias])
         q, k, v = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1)
@@ -102,7 +103,8 @@ class Block(nn.Module):
         room: KV | None = None,
         place: Place | None = None,
     ) -> Tensor:
-        """``cond`` [B, C] is the class, or [B, 1, 6, C] its modulation where that is shared."""
+        """Apply the block; ``cond`` [B, C] is the class, or [B, 1, 6, C] its modulation where that
+        is shared."""
         six = (
             self.ada_gss + cond
             if hasattr(self, "ada_gss")
@@ -115,7 +117,8 @@ class Block(nn.Module):
 
 
 class VARNet(ImageNet):
-    """Inputs: ``label`` [B]; ``quantizer`` is frozen and not a part of it."""
+    """Implements VAR's network. Inputs: ``label`` [B]; ``quantizer`` is frozen and not a part of
+    it."""
 
     _no_split_modules = ["Block"]
 
@@ -208,7 +211,7 @@ class VARNet(ImageNet):
         return modulation.view(len(modulation), 1, 6, -1) if self.shape.shared else modulation
 
     def _places(self, k: int) -> Tensor:
-        """[1, p_k^2, C] embeddings of the places and the number of a scale."""
+        """Embed the places and the number of a scale, [1, p_k^2, C]."""
         start = sum(self.turns[:k])
         part = slice(start, start + self.turns[k])
         return self.lvl_embed(self.lvl_1L[:, part]) + self.pos_1LC[:, part]
@@ -227,7 +230,7 @@ class VARNet(ImageNet):
         return self._last(x, state.inputs)
 
     def _last(self, x: Tensor, inputs: Inputs) -> Tensor:
-        """What the head reads."""
+        """Normalise and modulate the hidden states for the head."""
         scale, shift = self.head_nm.ada_lin(self.class_emb(inputs["label"]))[:, None].chunk(2, -1)
         return normed(x) * (1 + scale) + shift
 

@@ -1,5 +1,5 @@
-"""VAR's multi-scale residual VQ-VAE (Tian et al. 2024, arXiv 2404.02905), under its published
-names."""
+"""Builds VAR's multi-scale residual VQ-VAE (Tian et al. 2024, arXiv 2404.02905), under its
+published names."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class _Encoder(nn.Module):
 
 
 class _Decoder(nn.Module):
-    """Levels are numbered by resolution, the highest first, and run through backwards."""
+    """Decodes latents; levels are numbered by resolution, the highest first, and run in reverse."""
 
     def __init__(self, ch: int, mult: Sequence[int], depth: int, z: int):
         super().__init__()
@@ -95,7 +95,8 @@ class _Decoder(nn.Module):
 
 
 class Quantizer(nn.Module):
-    """Images as residuals at growing scales: f = sum over k of phi_k(up(codebook[ids_k]))."""
+    """Represents images as residuals at growing scales: f = sum over k of
+    phi_k(up(codebook[ids_k]))."""
 
     def __init__(self, vocab: int, dim: int, sides: Sequence[int]):
         super().__init__()
@@ -109,19 +110,19 @@ class Quantizer(nn.Module):
         self.register_buffer("ema_vocab_hit_SV", torch.zeros(len(sides), vocab))
 
     def blank(self, rows: int) -> Tensor:
-        """[B, D, p, p] zeros of the last scale."""
+        """Return zeros [B, D, p, p] of the last scale."""
         weight = self.embedding.weight
         return weight.new_zeros(rows, weight.shape[1], self.sides[-1], self.sides[-1])
 
     def add(self, f: Tensor, ids: Tensor, k: int) -> Tensor:
-        """f [B, D, p, p] with the residual of scale k, of ids [B, p_k^2]."""
+        """Add the residual of scale k, of ids [B, p_k^2], to f [B, D, p, p]."""
         h = self.embedding(ids).transpose(1, 2).unflatten(2, (self.sides[k], self.sides[k]))
         if k < len(self.sides) - 1:
             h = F.interpolate(h, size=f.shape[2:], mode="bicubic")
         return f + 0.5 * h + 0.5 * self.quant_resi.qresi_ls[shared(len(self.sides))[k]](h)
 
     def at_scale(self, f: Tensor, k: int) -> Tensor:
-        """[B, p_k^2, D] what scale k is told of f."""
+        """Shrink f to the input of scale k, [B, p_k^2, D]."""
         return (
             F.interpolate(f, size=(self.sides[k], self.sides[k]), mode="area")
             .flatten(2)
@@ -129,12 +130,12 @@ class Quantizer(nn.Module):
         )
 
     def split(self, ids: Tensor) -> Iterator[Tensor]:
-        """Ids [B, T] by scale."""
+        """Split ids [B, T] by scale."""
         return iter(ids.split([side * side for side in self.sides], 1))
 
 
 class VARVQ(nn.Module):
-    """Images [B, 3, H, W] in -1..1 to ids [B, T] of all scales and back."""
+    """Maps images [B, 3, H, W] in -1..1 to ids [B, T] of all scales and back."""
 
     def __init__(
         self,
@@ -153,7 +154,7 @@ class VARVQ(nn.Module):
         self.post_quant_conv = nn.Conv2d(z, z, 3, padding=1)
 
     def encode(self, images: Tensor) -> Tensor:
-        """[B, T]: at every scale the entries nearest to what is still missing."""
+        """Return ids [B, T]: at every scale the entries nearest to the remaining residual."""
         quantize = self.quantize
         rest = self.quant_conv(self.encoder(images))
         f = torch.zeros_like(rest)
@@ -165,7 +166,7 @@ class VARVQ(nn.Module):
         return torch.cat(ids, 1)
 
     def decode(self, ids: Tensor) -> Tensor:
-        """[B, 3, H, W] in -1..1 of ids [B, T]."""
+        """Return images [B, 3, H, W] in -1..1 of ids [B, T]."""
         f = self.quantize.blank(len(ids))
         for k, part in enumerate(self.quantize.split(ids)):
             f = self.quantize.add(f, part, k)
@@ -173,8 +174,8 @@ class VARVQ(nn.Module):
 
     @classmethod
     def like(cls, weights: Published, sides: Sequence[int], file: str) -> VARVQ:
-        """The architecture that fits a checkpoint, told by its shapes; scales are the
-        transformer's."""
+        """Build the architecture that fits a checkpoint, inferred from its shapes, with the
+        transformer's scales."""
         ch = need(weights, "encoder.conv_in.weight", file).shape[0]
         levels = count(weights, "encoder.down.{}.")
         depth = count(weights, "encoder.down.0.block.{}.")
@@ -186,7 +187,7 @@ class VARVQ(nn.Module):
 
 
 def shared(scales: int) -> list[int]:
-    """Which of the shared convolutions each scale uses: the nearest tick. In float64, since ties
-    are decided by rounding and checkpoints were trained with this rounding."""
+    """Return which of the shared convolutions each scale uses: the nearest tick. In float64, since
+    ties are decided by rounding and checkpoints were trained with this rounding."""
     ticks = np.linspace(1 / 3 / SHARED, 1 - 1 / 3 / SHARED, SHARED)
     return [int(np.argmin(np.abs(ticks - k / max(scales - 1, 1)))) for k in range(scales)]

@@ -1,5 +1,5 @@
-"""Convolutional pieces that the VQ autoencoders of LlamaGen and VAR share (Esser et al. 2021,
-VQGAN)."""
+"""Holds the convolutional parts that the VQ autoencoders of LlamaGen and VAR share (Esser et al.
+2021, VQGAN)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def norm(channels: int) -> nn.GroupNorm:
 
 
 class Residual(nn.Module):
-    """Two 3x3 convolutions beside a shortcut."""
+    """Adds two 3x3 convolutions to a shortcut."""
 
     def __init__(self, inside: int, outside: int):
         super().__init__()
@@ -29,8 +29,8 @@ class Residual(nn.Module):
 
 
 class Attention(nn.Module):
-    """One head over all places; ``fused`` keeps the three projections in one convolution, as VAR
-    does."""
+    """Attends with one head over all places; ``fused`` keeps the three projections in one
+    convolution, as VAR does."""
 
     def __init__(self, channels: int, fused: bool):
         super().__init__()
@@ -69,5 +69,5 @@ class Up(nn.Module):
 
 
 def nearest(z: Tensor, codebook: Tensor) -> Tensor:
-    """[n] index of the codebook's entry [V, D] next to each z [n, D]."""
+    """Return the index [n] of the codebook's entry [V, D] nearest to each z [n, D]."""
     return torch.cdist(z[None], codebook[None])[0].argmin(-1)

@@ -1,1 +1,1 @@
-"""Engines that sample answers for a vision-language policy."""
+"""Holds the engines that sample answers for a vision-language policy."""

@@ -1,8 +1,8 @@
-"""Engines that sample by themselves: transformers' continuous batching, and vLLM where it is
+"""Runs engines that sample by themselves: transformers' continuous batching, and vLLM where it is
 installed.
 
-What they say is scored again by the policy's own passes: ``Rollout.sampled`` keeps their log-probs,
-the log shows the gap, and the objective's ``importance`` corrects for it.
+The policy's own passes score their answers again: ``Rollout.sampler_logprob`` keeps their
+log-probs, the log shows the gap, and the objective's ``importance_sampling`` corrects for it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PAGE = 32  # tokens
 
 @dataclass(frozen=True)
 class EnginePrompt:
-    """A prompt in the form an engine takes."""
+    """Holds a prompt in the form an engine takes."""
 
     name: str  # for messages
     ids: list[int]  # its tokens, one placeholder for each image or video
@@ -41,23 +41,23 @@ class EnginePrompt:
 
 
 class EngineAnswer(NamedTuple):
-    """An answer."""
+    """Holds an engine's answer."""
 
     ids: Sequence[int]
     logprobs: Sequence[float]  # of these tokens, under the distribution they were drawn from
 
 
 class Outside(Protocol):
-    """An engine beside the policy."""
+    """Defines what an engine beside the policy offers."""
 
     def refresh(self, hf: nn.Module) -> None:
-        """Take over the weights of now."""
+        """Copy the current weights into the engine."""
 
     def answer(
         self, prompts: Sequence[EnginePrompt], seeds: Sequence[int], warp: Warp, ending: Ending
     ) -> list[EngineAnswer]:
-        """One answer each; ``seeds`` are keys of their randomness, as far as the engine can be
-        told."""
+        """Return one answer for each prompt; ``seeds`` key their randomness, as far as the engine
+        takes seeds."""
 
 
 def ask(
@@ -69,8 +69,8 @@ def ask(
     warp: Warp,
     ending: Ending,
 ) -> Answers:
-    """Ask an engine for B answers; ``names`` [B] as in ``generate``. ``logprob`` is what the engine
-    says of it."""
+    """Sample B answers with an engine; ``names`` [B] as in ``generate``. ``logprob`` is the
+    engine's own."""
     if ending.certain:
         raise UserError(
             "policy options engine and record_self_certainty: another engine does not say how "
@@ -90,18 +90,18 @@ def ask(
 
 
 def _end(ids: Tensor, ending: Ending) -> int:
-    """How many of the tokens ids [n] there are up to the one that ends the answer; what an engine
-    wrote beyond a stop string it does not know is left out."""
+    """Count the tokens of ids [n] up to the one that ends the answer; what an engine wrote beyond a
+    stop string it does not know is left out."""
     return next((i for i in range(1, len(ids) + 1) if ending.ended(ids[None, :i]).any()), len(ids))
 
 
 class Continuous:
-    """transformers' continuous batching: rows come and go in one paged cache. Of texts; it takes no
-    images."""
+    """Samples by transformers' continuous batching: rows come and go in one paged cache. It takes
+    texts, no images."""
 
     def __init__(self, place: str = "", dtype: str = ""):
         self.hf: nn.Module | None = None
-        # else it speaks in every rollout
+        # it would log in every rollout
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
 
     def refresh(self, hf: nn.Module) -> None:
@@ -146,8 +146,8 @@ class Continuous:
         ]
 
     def _room(self, prompts: Sequence[EnginePrompt], ending: Ending) -> dict[str, Any]:
-        """Of its cache: a share of what a GPU has free; elsewhere what these prompts need, since
-        all memory would be taken."""
+        """Limit its cache to a share of a GPU's free memory; elsewhere to what these prompts need,
+        since all memory would be taken."""
         if self.hf.device.type == "cuda":
             return {"max_memory_percent": SHARE}
         longest = max(len(prompt.ids) for prompt in prompts)
@@ -182,14 +182,15 @@ def _options(warp: Warp, ending: Ending) -> Any:
 
 
 class VLLM:
-    """vLLM in the same process: its workers get the weights before every rollout.
+    """Samples by vLLM in the same process: its workers get the weights before every rollout.
 
-    One engine a process, on the process's own device; between rollouts it sleeps and gives its
-    memory back.
+    There is one engine a process, on the process's own device; between rollouts it sleeps and gives
+    its memory back.
     """
 
     def __init__(self, place: str, dtype: str, share: float = SHARE, images: int = 8):
-        """``share`` of the device's memory it may use; ``images``: the most a prompt has."""
+        """Start the engine. share: part of the device's memory it may use. images: the most a
+        prompt has."""
         if find_spec("vllm") is None:
             raise UserError(
                 "policy option engine = vllm needs the package vllm (pip install "
@@ -220,7 +221,7 @@ class VLLM:
             self.asleep = False
         weights = [(name, value.detach()) for name, value in merged(hf).items()]
         self.llm.apply_model(lambda model: model.load_weights(iter(weights)) and None)
-        self.llm.reset_prefix_cache()  # which holds what the weights of before made of the prompts
+        self.llm.reset_prefix_cache()  # it holds keys and values of the previous weights
 
     def answer(
         self, prompts: Sequence[EnginePrompt], seeds: Sequence[int], warp: Warp, ending: Ending
@@ -262,7 +263,7 @@ class VLLM:
 
 
 def _request(prompt: EnginePrompt) -> dict[str, Any]:
-    """A prompt as vLLM takes it: its own processor replaces the placeholders."""
+    """Build a prompt as vLLM takes it: its own processor replaces the placeholders."""
     media: dict[str, Any] = {}
     if prompt.images:
         media["image"] = prompt.images

@@ -1,5 +1,5 @@
-"""Sampling by transformers' own ``generate``: for families whose caches cannot be shared, and to
-compare with."""
+"""Samples by transformers' own ``generate``: for families whose caches cannot be shared, and for
+comparison."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def generate_plainly(
 
 
 class _Recorder:
-    """Draws the next token of every row, and lets transformers find no other."""
+    """Draws the next token of every row, and leaves transformers no other choice."""
 
     def __init__(self, done: Answers, names: Tensor, rng: Rng, warp: Warp, ending: Ending):
         self.names = names
@@ -50,8 +50,8 @@ class _Recorder:
         self.going = torch.ones_like(names, dtype=torch.bool)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """The logits processor: scores [B, V] -> the same with everything impossible but the token
-        drawn."""
+        """Draw a token as the logits processor: scores [B, V] -> the same with everything but that
+        token impossible."""
         uniform = (
             None
             if self.warp.temperature == 0
@@ -63,12 +63,12 @@ class _Recorder:
         return torch.full_like(scores, -torch.inf).scatter_(-1, drawn.token[:, None], 0.0)
 
     def ended(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        """The stopping criterion: [B] bool."""
+        """Tell which rows have ended, [B] bool, as the stopping criterion."""
         return ~self.going
 
 
 def run(hf: Any, inputs: dict[str, Tensor], recorder: _Recorder, synced: bool) -> None:
-    """One call of ``generate`` with nothing of the checkpoint's own sampling options."""
+    """Call ``generate`` once, with none of the checkpoint's own sampling options."""
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
     config = GenerationConfig(
@@ -89,7 +89,8 @@ def run(hf: Any, inputs: dict[str, Tensor], recorder: _Recorder, synced: bool) -
 
 @contextmanager
 def _without_own_options(hf: Any, config: Any) -> Any:
-    """Without the checkpoint's generation options, which would fill what ``config`` leaves open."""
+    """Remove the checkpoint's generation options within the block; they would fill what ``config``
+    leaves open."""
     before = hf.generation_config
     hf.generation_config = config
     try:
