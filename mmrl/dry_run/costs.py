@@ -1,4 +1,5 @@
-"""What an iteration needs of a device's memory, by a formula that is written out in docs/speed.md.
+"""Estimates an iteration's need of device memory, by a formula that is written out in
+docs/speed.md.
 
 Numbers are bytes. Rough on purpose: activations are counted by layers, tokens and width, which is
 right within a factor of two for transformers; the autoencoder's own activations and the models of
@@ -73,7 +74,7 @@ def tokens_of(policy: Any) -> tuple[int, int]:
 
 
 def _patch(policy: Any) -> int:
-    """Return the latents a side of a token."""
+    """Return how many latents one side of a token covers."""
     if policy.pipeline.startswith(("FluxPipeline", "FluxKontext", "QwenImage", "ZImage")):
         return 2
     patch = policy.config.patch_size

@@ -1,5 +1,5 @@
-"""``mmrl train CONFIG --dry-run``: what a run would be, without weights: shapes, batches, forwards,
-memory."""
+"""Implements ``mmrl train CONFIG --dry-run``, which reports a run without its weights: shapes,
+batches, forwards, memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How good a policy is on held-out prompts: mean reward with a confidence interval, by name."""
+"""Measures a policy on held-out prompts: mean reward with a confidence interval, by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measurements of a whole held-out set which are no mean over its samples: COCO's mean average
+"""Measures a whole held-out set by what is no mean over its samples: COCO's mean average
 precision."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The record of what an iteration collected."""
+"""Defines the record of what an iteration collected."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mmrl.core.types import Rewards, Rollout
 
 @dataclass(frozen=True)
 class Batch:
-    """What an iteration collected, ready to be trained on."""
+    """Holds what an iteration collected, ready to be trained on."""
 
     iteration: int  # from 0
     rollout: Rollout  # with advantages; what is not trained on is masked

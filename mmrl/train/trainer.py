@@ -1,4 +1,4 @@
-"""The training loop. Read this first.
+"""Runs the training loop. Read this first.
 
 One iteration, the same for every family of models: take the prompts, sample, score, let the stages
 exchange groups, compare inside groups, let the monitors look, update. Whole groups live on one
@@ -79,7 +79,7 @@ class Trainer:
         return kept_snapshots(self.objective, self.options)
 
     def iterate(self) -> dict[str, float]:
-        """Run one iteration. Returns its metrics, of what the policy sampled itself."""
+        """Run one iteration. Returns its metrics, which are of what the policy sampled itself."""
         forwards = self.policy.forwards
         self.policy.measures()  # forget what was counted outside iterations
         batch = self.collect()
@@ -176,13 +176,14 @@ class Trainer:
 
 
 def kept_snapshots(objective: Objective, options: TrainOptions) -> tuple[str, ...]:
-    """Name the snapshots that a run keeps: those that something samples with, looks at or averages
+    """Name the snapshots that a run keeps: those that something samples with, reads or averages
     into."""
     names = {objective.behavior_policy, *objective.snapshots} - {"live"}
     return tuple(sorted(names | ({"ema"} if options.ema else set())))
 
 
 def suits(objective: Objective, policy: Policy, options: TrainOptions) -> None:
-    """Raise UserError if the objective is for another kind of model, or needs what is not kept."""
+    """Raise UserError if the objective is for another kind of model, or needs a snapshot that the
+    run does not keep."""
     if why := unsuited(type(objective), policy) or without_average(objective.snapshots, options):
         raise UserError(why)

@@ -1,4 +1,4 @@
-"""The update: the optimizer steps of an iteration, on what it collected.
+"""Takes the optimizer steps of an iteration, on what it collected.
 
 The loss is a mean over the decisions of the *global* batch, so neither the micro-batch size nor the
 number of processes changes the gradient. On the first step the weights are those that sampled:
@@ -41,7 +41,7 @@ class Update:
         device: Device,
         clock: Stopwatch,
     ):
-        """``optimizer``: prepared by ``device``, as the policy is."""
+        """Take the ``optimizer`` that ``device`` has prepared, as it has the policy."""
         self.policy = policy
         self.objective = objective
         self.optimizer = optimizer
@@ -103,8 +103,8 @@ class Update:
 
     @torch.no_grad()
     def recompute_old_logprob(self, batch: Batch, meter: Meter) -> Batch:
-        """Replace recorded log-probs by those that the update's own passes give, where
-        ``train.recompute_old_logprob`` says so.
+        """Replace recorded log-probs by those of the update's own passes, where
+        ``train.recompute_old_logprob`` asks for it.
 
         A decoder's pass for one token rounds otherwise than the pass that scores a whole answer: in
         half precision ratios of later steps would be off by more than some clip at. Rows of earlier
@@ -174,8 +174,8 @@ class Update:
             logprob_gate.check(self.options, self.policy, self.objective, observed, batch.iteration)
 
     def _descend(self, meter: Meter) -> bool:
-        """Clip, step, track the moving average. False if the gradient was not finite and the step
-        was left out."""
+        """Clip, step, track the moving average. Returns False if the gradient was not finite and
+        the step was left out."""
         options = self.options
         factor = lr_factor(
             options.lr_schedule, self.step, options.warmup_steps, self.plan.total_steps
