@@ -14,7 +14,7 @@ class UserError(Exception):
 def suggest(name: str, known: Any) -> str:
     """Write ``did you mean 'grpo'?``, or the list of known names."""
     close = get_close_matches(str(name), [str(k) for k in known], cutoff=0.6)
-    # of equally near ones that of swapped letters
+    # among equally near names prefer one with swapped letters
     close.sort(key=lambda found: sorted(found) != sorted(str(name)))
     return (
         f"did you mean {close[0]!r}?"

@@ -1,7 +1,7 @@
 """Records the quantities that a loss reports besides its value.
 
-An objective returns only its loss; whatever else is worth a curve it mentions by ``observe``.
-Outside a training step nobody listens and the call costs nothing, so objectives stay pure to look
+An objective returns only its loss; whatever else is worth a curve it records by ``observe``.
+Outside a training step the call does nothing and costs nothing, so objectives stay pure to look
 at and ten lines long.
 """
 
@@ -117,7 +117,7 @@ class Stopwatch:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def lap(self) -> dict[str, float]:
-        """Return the seconds as metrics, and begin anew."""
+        """Return the seconds as metrics, and start again at zero."""
         seconds = self.seconds
         self.seconds = {}
         return {f"time/{name}": value for name, value in seconds.items()}

@@ -188,9 +188,9 @@ SURROGATES = Registry("surrogate", group="mmrl.surrogates")
 TIMES = Registry("timestep sampler", group="mmrl.timestep_samplers")
 # of the masked objective: which states it looks at
 ESTIMATORS = Registry("estimator", group="mmrl.estimators")
-STAGES = Registry("stage")  # what changes which rows of an iteration are trained on
+STAGES = Registry("stage")  # stages change which rows of an iteration are trained on
 MONITORS = Registry("monitor")  # metrics of what an iteration sampled
-JUDGES = Registry("judge")  # vision-language models that rewards ask
+JUDGES = Registry("judge")  # vision-language models that rewards query
 ARTIFACTS = Registry("artifact")  # things a world builds and caches: () -> folder
 
 ALL = {

@@ -208,9 +208,9 @@ class Point(Rows):
     estimator_weight: Tensor | None = None
     # [B, 2] long, whole paths: the key of their noise (``Rollout.stream``); None: there is none
     noise_stream: Tensor | None = None
-    # what a coupled objective learnt of the other points of the step (``Objective.couple``)
+    # what a coupled objective computed from all points of the step (``Objective.couple``)
     coupling: Fields | None = None
-    prompts: Sequence[Prompt] = ()  # P, for objectives that ask a reward
+    prompts: Sequence[Prompt] = ()  # P, for objectives that call a reward
     # the weights are those that sampled: the ratio is 1, what differs from it is rounding
     on_policy: bool = False
     # guidance scale; None is the policy's own on the path, 1 on re-noised states
@@ -245,7 +245,7 @@ class Completion(str):
     plain strings."""
 
     tokens: int  # how many, the one that ended it included
-    finished: bool  # it ended by itself; False: it was cut at the limit
+    finished: bool  # ended by its end token; False: it was cut at the limit
     logprob: float  # mean over its tokens under the sampling distribution
     # mean over its tokens of KL(uniform || the model's distribution); None: not recorded
     self_certainty: float | None

@@ -20,7 +20,7 @@ from mmrl.core.sharding import extent, is_sharded, like, shards
 from mmrl.core.tensor_files import Part
 
 LIVE = "live"
-SPARE = 2**28  # bytes of weights that are there a third time while snapshots are swapped
+SPARE = 2**28  # bytes of weights that exist a third time while snapshots are swapped
 # what activation checkpointing and torch.compile put in names
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 

@@ -275,7 +275,7 @@ class Replayed(Around):
         self.replay = replay
         self.named = {prompt["entry"]: prompt for prompt in inner}
         self.waiting: list[int] = []  # entries of hard prompts
-        self.again: list[int] = []  # those of them that are asked in this iteration
+        self.again: list[int] = []  # those of them that this iteration samples again
 
     def batch(self, count: int, iteration: int, seed: int) -> list[Prompt]:
         """Replace the last of the iteration's prompts by those that wait. Repeatable until
@@ -306,7 +306,7 @@ class Replayed(Around):
 
 @DATA.register("replay")
 class Replay:
-    """Repeat prompts that taught too little, with new answers: AVATAR's replay (Kulkarni et al.
+    """Repeat prompts that were hard, with new answers: AVATAR's replay (Kulkarni et al.
     2025).
 
     of: the data source. share: of every iteration's prompts that are repeated, at most. below: a

@@ -19,7 +19,7 @@ from mmrl.core.registry import DATA
 from mmrl.core.types import Prompt
 from samplers.noise import Rng
 
-SPLIT = 0.05  # share of the texts that is held out when nothing else is said
+SPLIT = 0.05  # share of the texts that is held out by default
 NAMES = {
     "train": ("train_metadata.jsonl", "train.jsonl", "train.txt"),
     "test": ("test_metadata.jsonl", "test.jsonl", "test.txt"),

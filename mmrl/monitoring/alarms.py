@@ -53,7 +53,7 @@ class Alarms:
 
     options: AlarmOptions
     monitors: Sequence[str] = ()
-    news: list[Alarm] = field(default_factory=list)  # alarms that nobody has taken yet
+    news: list[Alarm] = field(default_factory=list)  # alarms that are not yet written
     # metric -> finite values, oldest first
     columns: dict[str, list[float]] = field(default_factory=dict)
     last_alarm: dict[str, int] = field(default_factory=dict)  # kind -> iteration of the last alarm

@@ -25,9 +25,9 @@ class Sampled:
     rollout: Rollout  # with the masks and advantages that are trained on
     rewards: Rewards  # as the rewards gave them
     shaped: Rewards  # as they were compared
-    # with the groups that gave way to others; shaped where none did
+    # with the groups that were replaced; shaped where none was
     everything: tuple[Rollout, Rewards]
-    metrics: Mapping[str, float]  # what stages and the monitors before said
+    metrics: Mapping[str, float]  # of the stages and the monitors before
 
 
 Monitor = Callable[[Sampled], dict[str, float]]

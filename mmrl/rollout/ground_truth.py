@@ -47,7 +47,9 @@ def writer(name: str, rewards: Mapping[str, Any], policy: Policy) -> Writer:
         )
     if name not in rewards:
         return lambda prompt: None if prompt.get(name) is None else str(prompt[name])
-    reward = getattr(rewards[name], "reward", rewards[name])  # without what is done around it
+    reward = getattr(
+        rewards[name], "reward", rewards[name]
+    )  # the reward itself, without its wrapper
     write = getattr(reward, "right_answer", None)
     if write is None:
         able = [

@@ -1,8 +1,8 @@
 """Trains on answers of earlier iterations again, where the answers of this one teach nothing
 (AVATAR).
 
-A group whose rewards are all equal has no advantage. It gives way to a remembered one whose rewards
-differ, with the log-probs recorded when it was sampled: the ratio of such a row is that of the
+A group whose rewards are all equal has no advantage. It is replaced by a remembered one whose
+rewards differ, with the log-probs recorded when it was sampled: the ratio of such a row is that of the
 weights now over those of then, which the surrogate clips as it clips any other.
 """
 

@@ -25,7 +25,7 @@ from samplers.noise import Rng
 class Drawn:
     """Holds samples with their rewards, and the groups that were sampled too but were replaced.
 
-    Of these ``gave_way`` has what says how they were rewarded; not their samples.
+    Of the replaced ones ``gave_way`` has groups and rewards, not their samples.
     """
 
     rollout: Rollout

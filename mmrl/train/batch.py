@@ -14,7 +14,7 @@ class Batch:
     iteration: int  # from 0
     rollout: Rollout  # with advantages; what is not trained on is masked
     rewards: Rewards  # of its rows, as they were compared
-    # all rows that the policy sampled, also those that gave way, and their rewards
+    # all rows that the policy sampled, also replaced ones, and their rewards
     sampled: tuple[Rollout, Rewards]
     idle_row: Rollout  # [1] what a process without rows passes through the network
     longest: int  # decisions of the longest row on any process

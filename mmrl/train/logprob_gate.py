@@ -28,7 +28,7 @@ def check(
     """Stop a run whose re-scored log-probs are further from the recorded ones than
     ``train.logprob_tolerance`` allows; a collective call.
 
-    ``observed`` has what the first step, or the re-scoring, said of ``log_ratio``.
+    ``observed`` has the ``log_ratio`` of the first step, or of the re-scoring.
     """
     average = on_average(options, policy)
     allowed = tolerance(options, policy, objective)

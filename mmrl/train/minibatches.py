@@ -89,7 +89,7 @@ def passes(points: Iterable[Point], size: int | None, adjacent: bool = False) ->
     """Join points and cut them anew into passes of ``size`` rows; leave out rows with nothing to
     train on.
 
-    Points are asked for as passes need them. ``adjacent``: rows of one prompt come together, long
+    Points are made as passes need them. ``adjacent``: rows of one prompt come together, long
     ones first, so that they share its prefix and little padding; for that all points are held.
     """
     if adjacent or size is None:
@@ -143,7 +143,7 @@ def trained_rows(points: Sequence[Point]) -> list[Tensor | None]:
     """Find the rows [n] of every point that have a decision to train on, on the CPU; None: all of
     them have.
 
-    The device is asked once for all points, since every question waits for what it is still
+    The device is read once for all points, since every read waits for what it is still
     computing."""
     if not points:
         return []

@@ -113,7 +113,7 @@ class Trainer:
             metrics |= counts
         rewards = self.objective.shaped(self.policy, drawn.rollout, drawn.rewards)
         trained = self._compare(drawn, rewards)
-        # what gave way was not shaped: where something did, all is looked at as the rewards gave it
+        # replaced groups were not shaped: if there are any, ``sampled`` has no shaped rewards
         whole = drawn if drawn.gave_way else replace(drawn, rewards=rewards)
         sampled = whole.sampled()
         media, rollout, plain = sampled_only(drawn.media, trained, drawn.rewards)

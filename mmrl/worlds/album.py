@@ -29,7 +29,7 @@ class Style(NamedTuple):
     """Describes how a picture is composed."""
 
     fewest: int = 1
-    most: int = 3  # digits asked for; one without room is left out
+    most: int = 3  # most digits of a picture; one without room is left out
     small: float = 14.0  # side of the enlarged 8x8 scan, pixels
     large: float = 24.0
 

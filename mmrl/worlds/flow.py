@@ -129,7 +129,7 @@ def flow_loss(transformer: Any, lessons: Lessons, recipe: FlowRecipe, rng: Rng) 
     """Return the squared error of the velocity ``noise - x`` at ``x + t (noise - x)``, t
     logit-normal (Esser 2024, eq. 19)."""
     names = torch.arange(recipe.batch)
-    # [B, 4]: picture, somebody else's caption, whether it, whether none
+    # [B, 4]: picture, another's caption, whether that is taken, whether none is
     u = rng.fold("u").uniform(names, (4,))
     row, wrong_row = (u[:, :2] * len(lessons.latents)).long().unbind(1)
     caption = lessons.caption[torch.where(u[:, 2] < recipe.wrong_captions, wrong_row, row)]

@@ -59,7 +59,7 @@ def caption(item: dict[str, Any], motion: str) -> Prompt:
 
 
 def film(prompts: list[Prompt], rng: Rng, split: Split = "generator") -> Clips:
-    """Draw every prompt once. Row i depends on ``rng`` and i alone, its scan not on the motion
+    """Draw every prompt once. Row i depends on ``rng`` and i alone, the scan not on the motion
     asked for."""
     u = rng.uniform(rng.rows(len(prompts), 1)).tolist()
     source = scans(split)

@@ -62,7 +62,7 @@ def teach(
     )
     for step in progress.steps("painter", recipe.steps):
         wrong = recipe.wrong_captions if step >= recipe.true_first * recipe.steps else 0.0
-        # picture, another's caption, whether it, whether none
+        # picture, another's caption, whether that is taken, whether none is
         u = rng.uniform(torch.arange(recipe.batch), (4,), step)
         row, wrong_row = (u[:, :2] * len(lessons.ids)).long().unbind(1)
         wrong_captions = lessons.caption[wrong_row]

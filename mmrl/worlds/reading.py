@@ -108,8 +108,8 @@ def reading_loss(grid: tuple[Tensor, ...], truth: list[Tensor]) -> Tensor:
     own_cell = cell[rows, slots]
     away = shift[rows, slots]
     loss = loss + 4 * F.mse_loss(offset.flatten(2)[rows, :, own_cell], away)
-    # Names are asked of the four cells nearest to the centre: it may lie on a border, and the peak
-    # in any of them.
+    # Names are trained at the four cells nearest to the centre: it may lie on a border, and the
+    # peak in any of them.
     x = own_cell % side + away[:, 0].floor()
     y = own_cell // side + away[:, 1].floor()
     for dx, dy in ((0, 0), (0, 1), (1, 0), (1, 1)):

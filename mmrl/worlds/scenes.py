@@ -1,12 +1,12 @@
 """Describes scenes in words: captions, the objects they name, questions with answers, held-out
 captions.
 
-A scene is asked for by a Prompt::
+A Prompt describes a scene::
 
     {"text": "a large red seven in the top left", "relation": None, "count": 1,
      "objects": [{"digit": 7, "color": "red", "size": "large", "place": "top left"}]}
 
-``None`` means "not said": the picture is free there. ``mmrl.worlds.render`` draws it and adds
+``None`` means "not specified": any picture is right there. ``mmrl.worlds.render`` draws it and adds
 ``boxes``.
 """
 
@@ -29,7 +29,7 @@ COLORS = {
     "yellow": (0.95, 0.85, 0.2),
 }
 SIZES = {"small": 12.0, "large": 22.0}  # side of the enlarged 8x8 scan, pixels
-PLAIN = 16.0  # ... of a digit whose size is not said
+PLAIN = 16.0  # ... of a digit whose size is not specified
 # Where the centre of a digit counts as being "in the top left": x0, y0, x1, y1 in pixels.
 PLACES = {
     "top left": (0.0, 0.0, 13.0, 13.0),

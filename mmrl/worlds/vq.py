@@ -38,7 +38,7 @@ class Pages(NamedTuple):
 
     images: Tensor  # [N, 3, H, W] in -1..1
     ids: Tensor  # [N, T] long, of the nearest entries
-    codes: Tensor  # [N, D, h, w] unit vectors: what the encoder should say
+    codes: Tensor  # [N, D, h, w] unit vectors: targets of the encoder
 
 
 def build_vq(folder: Path, recipe: VQRecipe, progress: Progress) -> None:

@@ -1,9 +1,9 @@
 """Warms up the tiny Qwen2.5-VL before any reward: its vision tower to see digits, then the model to
 answer in the required form.
 
-The second is supervised on what people said, most of them *hasty*: they leave a margin around boxes
-and overlook one digit of a crowd. So there is something left which a reward can say and most
-answers did not.
+The second is supervised on answers of people, most of them *hasty*: they leave a margin around
+boxes and overlook one digit of a crowd. So there is something left for a reward to teach that most
+answers lack.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ KINDS_OF: dict[str, tuple[Ask, ...]] = {
     "pairs": ("boxes", "color", "digit", "left", "sum"),
     "crowd": ("count", "count", "box"),
     "clips": ("frame", "span"),
-}  # a kind named often is asked often, of a box with other loose sides each time
+}  # a kind that is named often is drawn often, each time of a box with other loose sides
 SHEET = SIDE // PATCH  # patches along a side
-ASKED = 6  # of a patch: colour, digit, four sides of the box
+ASKED = 6  # targets of a patch: colour, digit, four sides of the box
 
 
 def teach_eyes(model: Any, processor: Any, recipe: VLMRecipe, progress: Progress) -> None:

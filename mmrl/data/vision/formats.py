@@ -54,7 +54,7 @@ def conversation(row: Mapping[str, Any], fields: Mapping[str, str]) -> Prompt:
     content, text or parts).
 
     The last turn, if it is the assistant's, is the right answer (unless the row has one); those
-    before it are asked.
+    before it are the prompt.
     """
     name = next(key for key in ("messages", "conversations") if key in row)
     rest = plain({key: value for key, value in row.items() if key != name}, fields)

@@ -35,7 +35,7 @@ class Chart:
     wide: bool = False
     zero: bool = False  # the axis starts at 0
     x_label: str = "iteration"
-    colours: list[int] = field(default_factory=list)  # colour numbers 1..6; 1, 2, 3 ... unless told
+    colours: list[int] = field(default_factory=list)  # colour numbers 1..6; by default 1, 2, 3 ...
 
     def colour(self, index: int) -> int:
         return self.colours[index] if self.colours else index % 6 + 1

@@ -31,7 +31,7 @@ def write_report(run: Path | str) -> Path:
     Raises UserError for a folder that holds no run.
     """
     history = read_run(run)
-    with suppress(UserError):  # no such pictures in this run: the page goes without
+    with suppress(UserError):  # no such pictures in this run: the page has none
         before_after_picture(history.folder)
     page = render(history)
     path = history.folder / "report.html"
