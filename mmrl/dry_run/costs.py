@@ -82,8 +82,8 @@ def _patch(policy: Any) -> int:
 
 
 def _unet(policy: Any) -> tuple[Layers, ...]:
-    """Describe the levels of a UNet: a residual block keeps about a third of a transformer layer,
-    attention as many as there are."""
+    """Describe the levels of a UNet: a residual block counts as a third of a transformer layer, an
+    attention block as its number of transformer layers."""
     config = policy.config
     pixels = policy.shape[-2] * policy.shape[-1]
     channels = config.block_out_channels

@@ -2,8 +2,8 @@
 (AVATAR).
 
 A group whose rewards are all equal has no advantage. It is replaced by a remembered one whose
-rewards differ, with the log-probs recorded when it was sampled: the ratio of such a row is that of the
-weights now over those of then, which the surrogate clips as it clips any other.
+rewards differ, with the log-probs recorded when it was sampled: the ratio of such a row is that of
+the weights now over those of then, which the surrogate clips as it clips any other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs a training from start to end: the loop, with all that a person wants written down, saved and
+"""Runs a training from start to end: the loop, with everything that is written down, saved and
 shown."""
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class Run:
 
     def _tell(self, metrics: dict[str, float]) -> None:
         """Report samples that could not be scored and an iteration that taught nothing, once for
-        every new case; and the policy's news."""
+        every new case; and the policy's notes."""
         while self.session.policy.news:
             self.say("note", self.session.policy.news.pop(0))
         if metrics["skipped_steps"] == self.trainer.plan.steps * self.session.options.epochs:

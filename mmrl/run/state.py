@@ -107,8 +107,8 @@ def _optimizer_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def _optimizer_tensors(trainer: Trainer, tensors: Tensors) -> dict[str, Tensor]:
-    """Shard a slot as its parameter is if it has the parameter's size; others, such as the count of
-    steps, are whole."""
+    """Shard each tensor as its parameter if it has the parameter's size; others, such as the count
+    of steps, are whole."""
     parameters = trainer.policy.weights.parameters()
     placed = {}
     for key in tensors:

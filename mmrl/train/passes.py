@@ -63,8 +63,8 @@ class Passes:
         self, batch: Batch, points: Points, rows: int, rng: Rng, couple: bool = False
     ) -> tuple[int, Iterator[Point]]:
         """Cut points into passes of ``rows`` rows. Returns how many passes every process makes, as
-        sharded models need, and the passes on the device; passes that this process lacks are filled
-        up with idle ones.
+        sharded models need, and the passes on the device; a process with fewer adds idle ones,
+        which train nothing.
 
         ``couple``: a coupled objective sees them all before the first is returned.
         """

@@ -79,7 +79,7 @@ class Trainer:
         return kept_snapshots(self.objective, self.options)
 
     def iterate(self) -> dict[str, float]:
-        """Run one iteration. Returns its metrics, which are of what the policy sampled itself."""
+        """Run one iteration. Returns its metrics, of what the policy sampled itself."""
         forwards = self.policy.forwards
         self.policy.measures()  # forget what was counted outside iterations
         batch = self.collect()

@@ -41,7 +41,7 @@ class Update:
         device: Device,
         clock: Stopwatch,
     ):
-        """Take the ``optimizer`` that ``device`` has prepared, as it has the policy."""
+        """Take an ``optimizer`` that ``device`` has prepared together with the policy."""
         self.policy = policy
         self.objective = objective
         self.optimizer = optimizer

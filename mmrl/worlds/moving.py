@@ -59,8 +59,8 @@ def caption(item: dict[str, Any], motion: str) -> Prompt:
 
 
 def film(prompts: list[Prompt], rng: Rng, split: Split = "generator") -> Clips:
-    """Draw every prompt once. Row i depends on ``rng`` and i alone, the scan not on the motion
-    asked for."""
+    """Draw every prompt once. Row i depends on ``rng`` and i alone; its scan does not depend on the
+    motion."""
     u = rng.uniform(rng.rows(len(prompts), 1)).tolist()
     source = scans(split)
     pools = [torch.nonzero(source.labels == d)[:, 0].tolist() for d in range(10)]

@@ -78,8 +78,8 @@ def teach(
 
 class Composed(nn.Module):
     """Sums a class's embedding from its digit's, its colour's and its place's, so that a class that
-    was never shown means something too: held-out captions stay out of pre-training. After it every
-    class has its own."""
+    was never shown means something too: held-out captions stay out of pre-training. After
+    pre-training every class has its own embedding."""
 
     def __init__(self, width: int):
         super().__init__()
