@@ -1,4 +1,4 @@
-"""Defines the distributions of one decision. Sampling and scoring share the object, so they cannot
+"""Defines the distributions of a decision. Sampling and scoring share one, so they cannot
 disagree."""
 
 from __future__ import annotations
@@ -107,8 +107,7 @@ class Categorical:
     logits: Tensor  # [B, L, V]
 
     def sample(self, uniform: Tensor) -> Tensor:
-        """Draw [B, L] long, by inversion of the cumulative distribution at uniform [B, L] in (0,
-        1)."""
+        """Draw [B, L] long, by inversion of the cumulative distribution at uniform [B, L]."""
         return drawn(self.logits, uniform[..., None])[0][..., 0]
 
     def log_prob(self, ids: Tensor) -> Tensor:

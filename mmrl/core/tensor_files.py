@@ -23,8 +23,7 @@ class Block(NamedTuple):
 
 
 class Part(Mapping[str, Tensor]):
-    """Reads the tensors of one part of a checkpoint, each when it is asked for, whole or a block of
-    it."""
+    """Reads the tensors of one part of a checkpoint on demand, whole or a block of each."""
 
     def __init__(self, files: Sequence[Path]):
         from safetensors import safe_open

@@ -142,8 +142,7 @@ class Rows(Fields):
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout(Rows):
-    """Records what a policy sampled. A *decision* is one sampled value whose probability is
-    known."""
+    """Records what a policy sampled. A *decision* is a sampled value whose probability is known."""
 
     prompts: Sequence[Prompt] = ()  # P
     row_id: Tensor  # [B] long: name of the row in the whole iteration, the key of its randomness
@@ -217,8 +216,7 @@ class Point(Rows):
     guidance: float | None = None
 
     def sampled_mask(self) -> Tensor:
-        """Return ``mask`` without rows the policy did not sample just now, [B, L] bool; for
-        metrics."""
+        """Return ``mask`` [B, L] of rows the policy sampled just now, for metrics."""
         mask = self.current()
         return mask if self.is_ground_truth is None else mask & ~self.is_ground_truth[:, None]
 

@@ -1,5 +1,4 @@
-"""Makes data sources of other data sources: mixtures, hints that fade, hard prompts that come
-again.
+"""Makes data sources of others: mixtures, hints that fade, hard prompts that come again.
 
 Each draws by iteration and seed, the same on any number of processes; held-out prompts are those of
 what is inside.
@@ -49,8 +48,7 @@ class Mixed(Curriculum):
         self.known: dict[tuple[int, int], tuple[dict[str, float], dict[str, int]]] = {}
 
     def shares(self, iteration: int) -> dict[str, float]:
-        """Return the share of every source that has prompts, in the stage of ``iteration``; they
-        add up to 1."""
+        """Return the shares, sum 1, of sources with prompts in the stage of ``iteration``."""
         chosen = [weights for start, weights in self.stages if start <= iteration][-1]
         positive = {
             name: chosen.get(name, 0.0) for name in self.members if chosen.get(name, 0.0) > 0
@@ -257,8 +255,8 @@ class Hints:
 
 
 def pieces(value: Any) -> list[str]:
-    """Split a list into steps, else a text into lines, else into words and tags; joined they are
-    the whole."""
+    """Split a list into steps, else a text into lines, else words and tags; joined they are it
+    all."""
     if isinstance(value, (list, tuple)):
         return [f"{step[0] if isinstance(step, (list, tuple)) else step}\n" for step in value]
     text = "" if value is None else str(value)

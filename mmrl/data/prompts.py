@@ -151,8 +151,7 @@ class Outcome(NamedTuple):
 
 
 def read(path: Path, key: str | None = None) -> list[Prompt]:
-    """Read the prompts of one .txt or .jsonl file, in order. Raises UserError with file and
-    line."""
+    """Read the prompts of a .txt or .jsonl file in order. Raises UserError with file and line."""
     readers = {".txt": _text_line, ".jsonl": _json_line, ".ndjson": _json_line}
     if path.suffix.lower() not in readers:
         raise UserError(

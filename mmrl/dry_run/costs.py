@@ -1,5 +1,4 @@
-"""Estimates an iteration's need of device memory, by a formula that is written out in
-docs/speed.md.
+"""Estimates an iteration's device memory by a formula that is written out in docs/speed.md.
 
 Numbers are bytes. Rough on purpose: activations are counted by layers, tokens and width, which is
 right within a factor of two for transformers; the autoencoder's own activations and the models of

@@ -52,8 +52,7 @@ class Report:
 
 
 def dry_run(path: Path, overrides: Sequence[str] = (), processes: int = 1) -> Report:
-    """Check a configuration and report what its run would need. Raises UserError as training
-    would."""
+    """Check a configuration and report what its run needs. Raises UserError as training would."""
     configuration = read(path, overrides, processes)
     train = configuration.section("train", TrainOptions)
     problems = []

@@ -1,5 +1,4 @@
-"""Writes the record of a run: metrics, events, pictures, and a line or a bar for whoever
-watches."""
+"""Writes the record of a run: metrics, events, pictures, and a line or bar for who watches."""
 
 from __future__ import annotations
 

@@ -70,8 +70,7 @@ def together(media: Sequence[Media]) -> Media:
 
 
 def joined(parts: Sequence[Rollout]) -> Rollout:
-    """Join parts to one rollout of all prompts. Shorter ones are padded at the end, under the
-    mask."""
+    """Join parts to one rollout of all prompts. Shorter ones are padded at the end, masked."""
     longest = max(part.mask.shape[1] for part in parts)
     states = max(0 if part.path is None else part.path.shape[1] for part in parts)
     first = 0

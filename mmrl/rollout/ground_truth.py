@@ -1,5 +1,4 @@
-"""Puts the ground truth into each group as one member (TempSamp-R1), and finds who writes it
-down."""
+"""Puts the ground truth into each group as one member (TempSamp-R1), and finds its writer."""
 
 from __future__ import annotations
 

@@ -71,8 +71,7 @@ class Stage:
 
     @classmethod
     def build(cls, setup: Setup) -> Stage | None:
-        """Make the stage if the options ask for it, else return None. Raises UserError if it cannot
-        be made."""
+        """Make the stage if the options ask for it, else return None. May raise UserError."""
         return cls()
 
     def begin(self, iteration: int) -> None:
@@ -97,8 +96,7 @@ class Stage:
         return {}, None
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], plain: Any) -> None:
-        """Restore a state that ``state_dict`` returned; both are empty where a checkpoint has
-        none."""
+        """Restore a state of ``state_dict``; both are empty where a checkpoint has none."""
 
 
 def stages_of(setup: Setup) -> list[Stage]:

@@ -74,8 +74,7 @@ class Points:
 
 
 def _outline(point: Point) -> Point:
-    """Keep the masks of a point, which say how much there is to train on, without the network's
-    inputs."""
+    """Keep a point's masks, which say how much there is to train on, without network inputs."""
     return Point(
         group=point.group,
         row_id=point.row_id,
@@ -153,8 +152,7 @@ def trained_rows(points: Sequence[Point]) -> list[Tensor | None]:
 
 
 def _trained(points: Iterable[Point]) -> Iterator[Point]:
-    """Yield the rows that have a decision to train on; a point is copied only where it has other
-    rows too."""
+    """Yield the rows that have a decision to train on; points that have no others uncopied."""
     if isinstance(points, Points):
         pairs = zip(points, points.trained, strict=True)
     else:

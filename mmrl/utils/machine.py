@@ -26,8 +26,7 @@ PACKAGES = (
 
 
 def version(package: str) -> str | None:
-    """Return the installed version by its metadata, without importing it; None if it is not
-    installed."""
+    """Return the installed version by its metadata, without an import; None if not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -35,8 +34,7 @@ def version(package: str) -> str | None:
 
 
 def cpu_model() -> str:
-    """Return the marketing name of the processor, or its architecture where the system does not
-    tell."""
+    """Return the marketing name of the processor, or else its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
         return next(
@@ -66,8 +64,7 @@ def memory_gib() -> float | None:
 
 
 def gpus() -> list[str]:
-    """Return ``NVIDIA H200 (139.8 GiB)`` for each visible CUDA device; empty without torch or
-    CUDA."""
+    """Return ``NVIDIA H200 (139.8 GiB)`` for each visible CUDA device; [] without torch or CUDA."""
     try:
         import torch
 

@@ -11,8 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def cache_dir() -> Path:
-    """Return ``$MMRL_CACHE``, else ``$XDG_CACHE_HOME/mmrl``, else ``~/.cache/mmrl``. Not created
-    here."""
+    """Return ``$MMRL_CACHE``, else ``$XDG_CACHE_HOME/mmrl``, else ``~/.cache/mmrl``, uncreated."""
     if chosen := os.environ.get("MMRL_CACHE"):
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -27,7 +26,7 @@ def shipped_configs() -> Path:
 
 
 def config_names() -> list[str]:
-    """List the names that ``find_config`` accepts anywhere: ``digits/flow_grpo`` and so on,
+    """List the names that ``find_config`` accepts anywhere, such as ``digits/flow_grpo``,
     sorted."""
     names = set()
     for root in (Path("configs"), shipped_configs()):

@@ -50,7 +50,7 @@ class Clips(NamedTuple):
 
 
 def album(count: int, rng: Rng, split: Split, style: Style = PLAIN, wobble: float = 0.0) -> Album:
-    """Draw ``count`` pictures of 48x48 pixels. Picture i depends on ``rng``, ``split`` and i
+    """Draw ``count`` pictures, 48x48 pixels. Picture i depends on ``rng``, ``split`` and i
     alone."""
     page = _compose(count, rng, split, style, SIDE, wobble)
     boxes = iter(tight_boxes(page.ink[:, None]))

@@ -50,8 +50,7 @@ def build_amused(
 
 @torch.no_grad()
 def embed(models: dict[str, Any], texts: list[str]) -> dict[str, Tensor]:
-    """Return penultimate hidden states and the projected pooled state, as AmusedPipeline takes
-    them."""
+    """Return penultimate hidden states and projected pooled state, as AmusedPipeline takes them."""
     outputs = models["text_encoder"](tokens(models, "", texts), output_hidden_states=True)
     return {"text": outputs.hidden_states[-2], "pooled": outputs.text_embeds}
 

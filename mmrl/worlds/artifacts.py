@@ -65,8 +65,7 @@ def clip(name: str, recipe: ClipRecipe) -> Path:
 
 
 def parts(name: str, recipe: PartsRecipe) -> Path:
-    """Build tokenizers, text encoders and autoencoder, which the Stable Diffusion 3 folders
-    share."""
+    """Build tokenizers, text encoders and autoencoder that the Stable Diffusion 3 folders share."""
     from mmrl.worlds.vae import build_parts
 
     return _fetch(name, (recipe,), _PARTS, partial(build_parts, recipe=recipe))
@@ -157,8 +156,8 @@ def wan_folder(name: str, recipe: WanRecipe, shared: WanPartsRecipe, shared_name
 
 @ARTIFACTS.register("digits/sd3")
 def base() -> Path:
-    """Build a tiny Stable Diffusion 3, some captions wrong: it follows the prompt only
-    sometimes."""
+    """Build a tiny Stable Diffusion 3 that follows prompts only sometimes: some captions are
+    wrong."""
     return sd3("digits/sd3", recipes.SD3, recipes.PARTS, "digits/parts")
 
 
@@ -182,7 +181,7 @@ def reward_reader() -> Path:
 
 @ARTIFACTS.register("digits/judge")
 def judge() -> Path:
-    """Build an independent detector and classifier (other scans, other network), for evaluation
+    """Build an independent detector and classifier (other scans and network) for evaluation
     only."""
     return reader("digits/judge", recipes.JUDGE)
 
@@ -207,8 +206,7 @@ def clip_test() -> Path:
 
 @ARTIFACTS.register("digits/vlm")
 def answers() -> Path:
-    """Build a tiny Qwen2.5-VL, warmed up on questions about digits, answered by mostly hasty
-    people."""
+    """Build a tiny Qwen2.5-VL, warmed up on questions about digits and mostly hasty answers."""
     return vlm("digits/vlm", recipes.VLM)
 
 

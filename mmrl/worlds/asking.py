@@ -165,8 +165,7 @@ def _span(scene: Prompt) -> list[Prompt]:
 
 
 def _seen(scene: Prompt) -> list[tuple[str, int, int]]:
-    """Return name, first frame and the one after the last, of the objects that a name tells
-    apart."""
+    """Return name, first frame and the one after the last, of objects with a name of their own."""
     names = _names(scene)
     return [(name, *run) for name, run in zip(names, scene["seen"]) if names.count(name) == 1]
 

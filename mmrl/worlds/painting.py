@@ -104,8 +104,7 @@ def compose(table: nn.Embedding) -> None:
 
 
 def labels(lessons: Lessons) -> Tensor:
-    """Return the classes of the captions and of none, their places among ``singles``: [P + 1]
-    long."""
+    """Return the classes of the captions and of none, places among ``singles``: [P + 1] long."""
     number = {prompt["text"]: i for i, prompt in enumerate(singles())}
     return torch.tensor([*(number[p["text"]] for p in lessons.prompts), CLASSES])
 

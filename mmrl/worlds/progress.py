@@ -1,5 +1,4 @@
-"""Shows a progress bar for building things once: steps done, time left. Silent where nobody
-watches."""
+"""Shows a bar while things are built once: steps done, time left. Silent where nobody watches."""
 
 from __future__ import annotations
 

@@ -89,8 +89,7 @@ def disturb(images: Tensor, rng: Rng) -> Tensor:
 
 
 def reading_loss(grid: tuple[Tensor, ...], truth: list[Tensor]) -> Tensor:
-    """Add the losses of presence (binary, with neighbours of a centre left out), offset, and names
-    at the centres."""
+    """Add the losses of presence (binary, neighbours of a centre left out), offset, and names."""
     presence, offset, *names = grid
     cell, shift, named = truth
     side = presence.shape[-1]

@@ -37,8 +37,8 @@ VERSIONS = {
 
 @dataclass(frozen=True)
 class ReaderRecipe:
-    """Describes a network that reads pictures (``rewards.digit_reader``), and the scans it learns
-    from."""
+    """Describes a network that reads pictures (``rewards.digit_reader``), and its training
+    scans."""
 
     split: Literal["generator", "reader", "judge"]
     channels: tuple[int, int, int]

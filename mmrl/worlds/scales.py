@@ -80,8 +80,7 @@ def fit(vq: VARVQ, images: Tensor) -> None:
 
 
 def residuals(vq: VARVQ, z: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Return the vectors [N, D] that each scale compares with entries, and z [B, D, p, p] as
-    quantised."""
+    """Return the vectors [N, D] that scales compare with entries, and z [B, D, p, p] quantised."""
     quantize = vq.quantize
     f = torch.zeros_like(z)
     compared = []

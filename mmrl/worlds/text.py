@@ -44,8 +44,7 @@ _WORDS = (
 
 
 def clip_tokenizer() -> Any:
-    """Make a CLIPTokenizer with one token for every word of the world, and single bytes for all
-    others."""
+    """Make a CLIPTokenizer: one token for every word of the world, bytes for all others."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import CLIPTokenizer
 
@@ -198,8 +197,7 @@ def tokens(models: dict[str, Any], name: str, texts: list[str]) -> Tensor:
 
 
 def pool(models: dict[str, Any], ids: dict[str, Tensor]) -> list[Tensor]:
-    """Return the two CLIP projections and the last hidden state of T5 averaged, one [P, width]
-    each."""
+    """Return the two CLIP projections and the mean last hidden state of T5, one [P, width] each."""
     pooled = [models[f"text_encoder{name}"](ids[name]).text_embeds for name in ("", "_2")]
     return [*pooled, models["text_encoder_3"](ids["_3"]).last_hidden_state.mean(1)]
 

@@ -94,8 +94,7 @@ def teach_vae(vae: Any, recipe: VaeRecipe, progress: Progress) -> None:
 
 
 def vae_loss(vae: Any, x: Tensor, recipe: VaeRecipe, rng: Rng) -> Tensor:
-    """Return the squared error of the picture and of its blurred self (sums over pixels), plus a
-    little KL."""
+    """Return the squared error of the picture and its blurred self (sums), plus a little KL."""
     posterior = vae.encode(x).latent_dist
     noise = rng.normal(torch.arange(len(x)), tuple(posterior.mean.shape[1:]))
     back = vae.decode(posterior.mean + posterior.std * noise).sample
@@ -106,6 +105,5 @@ def vae_loss(vae: Any, x: Tensor, recipe: VaeRecipe, rng: Rng) -> Tensor:
 
 @torch.no_grad()
 def encode(vae: Any, images: Tensor) -> Tensor:
-    """Return the mean latents [B, 4, 8, 8] of images [B, 3, 32, 32] in 0..1, before scale and
-    shift."""
+    """Return mean latents [B, 4, 8, 8] of images [B, 3, 32, 32] in 0..1, unscaled and unshifted."""
     return torch.cat([vae.encode(2 * part - 1).latent_dist.mean for part in images.split(256)])

@@ -81,8 +81,7 @@ def new_vq(recipe: VQRecipe) -> LlamaGenVQ:
 
 
 def pictured(count: int, seed: int) -> list[Prompt]:
-    """Draw ``count`` prompts of one, two or three plain digits in equal parts; no held-out
-    caption."""
+    """Draw ``count`` prompts of one, two or three plain digits in equal parts; none held out."""
     kinds = [captions(kind, 720, seed) for kind in ("single", "pairs", "triples")]
     pools = [[p for p in prompts if not is_held_out(p["text"])] for prompts in kinds]
     rows = Rng.of(seed, "pictured").uniform(torch.arange(count), (2,)).tolist()
@@ -128,8 +127,7 @@ def k_means(vectors: Tensor, count: int, rng: Rng, rounds: int = 12) -> Tensor:
 
 
 def lloyd(vectors: Tensor, book: Tensor) -> Tensor:
-    """Run one round: every centre [V, D] moves to the mean of the vectors [N, D] it is nearest
-    to."""
+    """Run one round: every centre [V, D] moves to the mean of its nearest vectors [N, D]."""
     index = nearest(vectors, book)
     count = torch.bincount(index, minlength=len(book))[:, None]
     means = torch.zeros_like(book).index_add_(0, index, vectors) / count.clamp_min(1)

@@ -166,8 +166,7 @@ def answer_loss(model: Any, lessons: Lessons, rows: Tensor) -> Tensor:
 
 
 def attention(part: Tensor) -> Tensor:
-    """Return who attends to whom, [B, S, S] bool: what came before, of the picture and of one's own
-    question."""
+    """Return who attends to whom, [B, S, S] bool: earlier tokens of picture and own question."""
     before = torch.ones(part.shape[1], part.shape[1], dtype=torch.bool).tril()
     return before & ((part[:, None, :] == 0) | (part[:, :, None] == part[:, None, :]))
 

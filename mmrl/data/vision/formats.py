@@ -188,8 +188,7 @@ def corners(bbox: Any) -> list[float]:
 
 
 def check(prompt: Mapping[str, Any]) -> None:
-    """Raise ValueError for malformed boxes, and for labels whose number is not that of the
-    boxes."""
+    """Raise ValueError for malformed boxes, and for a different number of labels."""
     boxes = prompt.get("boxes")
     if boxes is None:
         return

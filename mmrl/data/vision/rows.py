@@ -42,8 +42,7 @@ def rows_of(path: Path) -> Iterator[Row]:
 
 
 def tables(folder: Path) -> list[Path]:
-    """List the parquet files of a folder, or the arrow files of a data set saved to disk, in
-    order."""
+    """List the parquet files of a folder, or the arrow files of a saved data set, in order."""
     for kind in TABLES:
         files = sorted(folder.rglob(f"*{kind}"))
         if files:
@@ -78,8 +77,7 @@ def _lines(path: Path) -> Iterator[Row]:
 
 
 def _whole(path: Path) -> Iterator[Row]:
-    """Yield the objects of one JSON list, with the line at which each begins; a COCO file is one
-    row."""
+    """Yield the objects of a JSON list, each with its first line; a COCO file is one row."""
     text = decoded(path)
     decoder = json.JSONDecoder()
     at = _skip(text, 0)

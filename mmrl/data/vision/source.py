@@ -1,5 +1,4 @@
-"""Registers the data source ``vision``: every row is read, checked and counted before anything is
-trained."""
+"""Registers the data source ``vision``: every row is read, checked and counted before training."""
 
 from __future__ import annotations
 
@@ -202,8 +201,7 @@ def picture_of(prompt: Prompt) -> str:
 
 
 def in_messages(prompt: Prompt) -> list[Any]:
-    """List images and videos that stand in the parts of a conversation, as Qwen's format has
-    them."""
+    """List images and videos in the parts of a conversation, as Qwen's format has them."""
     turns = [
         turn["content"]
         for turn in prompt.get("messages") or ()

@@ -71,8 +71,7 @@ def _answer(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rectangle(box: list[float], width: float, height: float) -> dict[str, float]:
-    """Turn shares into x, y, w, h in pixels of the picture; a box the wrong way round has no
-    extent."""
+    """Turn shares into x, y, w, h in pixels of the picture; a reversed box has no extent."""
     x0, y0, x1, y1 = (float(v) * (width, height)[i % 2] for i, v in enumerate(box))
     size = {"w": round(max(0.0, x1 - x0), 2), "h": round(max(0.0, y1 - y0), 2)}
     return {"x": round(x0, 2), "y": round(y0, 2), **size}

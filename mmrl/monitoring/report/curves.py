@@ -82,8 +82,7 @@ PLACED |= {"iteration", "reward/mean", "reward/std", "groups/flat", "groups/tota
 
 
 def reward_chart(run: Run) -> Chart | None:
-    """Chart the total reward: raw, smoothed, and one standard deviation over the samples of an
-    iteration."""
+    """Chart the total reward: raw, smoothed, one standard deviation over an iteration's samples."""
     raw = run.column("reward/mean")
     if all(value is None for value in raw):
         return None

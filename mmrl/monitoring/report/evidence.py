@@ -59,8 +59,7 @@ class Evaluation:
         return next((row for row in self.rows if row.trained), None)
 
     def before(self) -> Row | None:
-        """Return the base model at the guidance scale of the trained one, else the first base
-        row."""
+        """Return the base model at the trained one's guidance scale, else the first base row."""
         after = self.after()
         base = [row for row in self.rows if not row.trained]
         same = [row for row in base if after is not None and row.guidance == after.guidance]

@@ -69,8 +69,7 @@ def before_after_picture(run: Path | str, most: int = 8) -> Path:
 
 
 def render(run: Run) -> str:
-    """Return the page as text. Jinja escapes whatever comes from prompts, configurations and
-    logs."""
+    """Return the page as text. Jinja escapes text of prompts, configurations and logs."""
     from jinja2 import Environment, PackageLoader
 
     env = Environment(

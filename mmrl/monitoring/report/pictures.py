@@ -71,8 +71,7 @@ Tile = Image.Image | Film
 
 
 def sheet(images: Tensor, columns: int | None = None) -> tuple[Image.Image, Layout]:
-    """Put images [N, 3, H, W] in 0..1 (clamped; NaN becomes black) on one RGB picture, row by
-    row."""
+    """Put images [N, 3, H, W] in 0..1 (clamped; NaN is black) on one RGB picture, row by row."""
     count, channels, height, width = images.shape
     if not count or channels != 3:
         raise ValueError(f"images must be [N, 3, H, W] with N >= 1, not {tuple(images.shape)}")

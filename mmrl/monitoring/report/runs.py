@@ -43,8 +43,7 @@ class Run:
         return [line["iteration"] for line in self.metrics]
 
     def measured(self) -> list[str]:
-        """Return the names of the metrics that hold at least one number, in order of first
-        appearance."""
+        """Return the metrics that hold at least one number, in order of first appearance."""
         return list(
             {
                 key: None
