@@ -35,7 +35,7 @@ def reshard(module: nn.Module) -> None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this process's part of a tensor, sharing storage, outside autograd's versions."""
+    """Return this process's part of a tensor: the same storage, no version counting by autograd."""
     return tensor.data._local_tensor if is_sharded(tensor) else tensor.data
 
 

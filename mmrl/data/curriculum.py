@@ -255,8 +255,8 @@ class Hints:
 
 
 def pieces(value: Any) -> list[str]:
-    """Split a list into steps, else a text into lines, else words and tags; joined they are it
-    all."""
+    """Split a list into steps, else a text into lines or words and tags; joined they are the
+    whole."""
     if isinstance(value, (list, tuple)):
         return [f"{step[0] if isinstance(step, (list, tuple)) else step}\n" for step in value]
     text = "" if value is None else str(value)

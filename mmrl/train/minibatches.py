@@ -152,7 +152,7 @@ def trained_rows(points: Sequence[Point]) -> list[Tensor | None]:
 
 
 def _trained(points: Iterable[Point]) -> Iterator[Point]:
-    """Yield the rows that have a decision to train on; points that have no others uncopied."""
+    """Yield the rows with a decision to train on, copying only points that have other rows."""
     if isinstance(points, Points):
         pairs = zip(points, points.trained, strict=True)
     else:

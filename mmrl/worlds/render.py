@@ -89,7 +89,7 @@ def render(
 
 
 def _layout(prompt: Prompt, draw: list[list[float]]) -> list[tuple[float, float, float]]:
-    """Return centre and side of every object. A digit fills a quarter, so no two overlap."""
+    """Return centre and side of every object. A digit fills a canvas quarter, so none overlap."""
     objects = prompt["objects"]
     first = draw[0]
     if len(objects) == 1:

@@ -81,7 +81,7 @@ def new_vq(recipe: VQRecipe) -> LlamaGenVQ:
 
 
 def pictured(count: int, seed: int) -> list[Prompt]:
-    """Draw ``count`` prompts of one, two or three plain digits in equal parts; none held out."""
+    """Draw ``count`` prompts of one, two or three plain digits in equal parts, none held out."""
     kinds = [captions(kind, 720, seed) for kind in ("single", "pairs", "triples")]
     pools = [[p for p in prompts if not is_held_out(p["text"])] for prompts in kinds]
     rows = Rng.of(seed, "pictured").uniform(torch.arange(count), (2,)).tolist()
